@@ -1,53 +1,6 @@
-"""Every error that mqlayer raises, in one tree.
+"""Every error that mqlayer raises; docs/reference/errors.md lists meanings.
 
-```text
-MqlayerError
-├── InvalidInput            the caller's arguments can never work: fix the call
-│   ├── InvalidName
-│   ├── KeyTooLarge
-│   ├── BodyTooLarge
-│   ├── ReservedHeader
-│   └── OutOfRange          a number, size or length outside of its bounds
-├── NotFound                a topic, group, node or partition that nobody created
-├── Conflict                it exists already, otherwise; nothing was changed
-│   ├── GroupRetired        the group is retired: nobody consumes for it any more
-│   └── InstanceTaken       broadcast: another process consumes for this instance
-├── ArchiveBroken           the archive, or an export of it, does not hold what a reader was to find
-├── ConfigurationRefused    a server's settings void the promise: says which to change
-├── SchemaMismatch          the database's schema is missing, older or newer
-├── SparkMissing            Spark or its Java is not there: says what to install
-├── StoreUnavailable        Redis or Postgres can't be reached: try again
-│   ├── AccessDenied        the Redis does not let this process in, or its user lacks a right: says which
-│   ├── PermissionDenied    the Postgres role lacks a right: names it, and the command that gives it
-│   └── NodeNotArmed        the Redis answers, but it is not the one Postgres knows
-├── PublishError
-│   ├── BacklogFull         flow control: the partition holds its limit
-│   ├── NodeOutOfMemory     Redis refuses writes: free memory, settling goes on
-│   ├── PublishUnknown      no answer yet: it stays queued and is repeated
-│   ├── PublishAborted      an earlier message of the same LP failed for good
-│   ├── AcknowledgedLoss    the node lost messages that it had acknowledged
-│   ├── NotReplicated       stored, but fewer replicas have it than required
-│   ├── PartlyPublished     some messages of a batch have no receipt: says which
-│   ├── ProducerFull        the producer itself holds its limit of unsettled messages
-│   └── ProducerClosed      closed, or made in another process: make a new one
-├── TransactionConflict     a busy LP under REPEATABLE READ: run the transaction again
-├── FenceError
-│   ├── AlreadyApplied      this message's effect is there: settle it and go on
-│   ├── StaleOwner          a later owner acted: roll back and stop
-│   ├── StaleToken          ordered pop: others have these messages since, or may
-│   └── OutOfOrder           ordered pop: an earlier message of the key comes first
-├── VersionsFull            too many later versions wait for missing ones
-├── HandlerFault            what a member reports of a handler
-│   ├── BodyMismatch        the body does not fit the handler's type
-│   └── MessageTimeout      the message took longer than its group allows
-└── HandlerControl          what a handler raises to say what is to become of its message
-    ├── RetryLater          try it again after so many seconds
-    ├── Reject              no attempt will help: the group's policy decides
-    ├── Skip                pass it over
-    └── PauseKey            its key is paused for so many seconds
-```
-
-Facts are positional arguments, so that an error survives pickling; the message says what to do next.
+Facts are positional arguments, so errors survive pickling. The message names the next step.
 """
 
 from __future__ import annotations
@@ -57,7 +10,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
-from mqlayer.redaction import redact as redact  # noqa: PLC0414 - also found here, where errors are made
+from mqlayer.redaction import redact as redact  # noqa: PLC0414 - re-exported
 
 
 class MqlayerError(Exception):
@@ -65,11 +18,11 @@ class MqlayerError(Exception):
 
 
 class InvalidInput(MqlayerError):
-    """The arguments can never work, whatever the state of the servers."""
+    """The arguments can never work: correct the call."""
 
 
 class InvalidName(InvalidInput):
-    """A topic, group, node or member name outside of the allowed form."""
+    """A topic, group, node or member name has a wrong form."""
 
     def __init__(self, kind: str, name: object) -> None:
         super().__init__(kind, name)
@@ -80,7 +33,7 @@ class InvalidName(InvalidInput):
 
 
 class KeyTooLarge(InvalidInput):
-    """A message key over the limit of 512 bytes of UTF-8."""
+    """A message key exceeds 512 bytes of UTF-8."""
 
     def __init__(self, size: int, limit: int) -> None:
         super().__init__(size, limit)
@@ -91,7 +44,7 @@ class KeyTooLarge(InvalidInput):
 
 
 class BodyTooLarge(InvalidInput):
-    """A body over the topic's limit."""
+    """A body exceeds the topic's limit."""
 
     def __init__(self, topic: str, size: int, limit: int) -> None:
         super().__init__(topic, size, limit)
@@ -105,7 +58,7 @@ class BodyTooLarge(InvalidInput):
 
 
 class ReservedHeader(InvalidInput):
-    """Headers that are too many, too large, not text, or of a reserved name."""
+    """Headers are too many, too large, not text or reserved."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -116,7 +69,7 @@ class ReservedHeader(InvalidInput):
 
 
 class OutOfRange(InvalidInput):
-    """A number, size or length outside of its bounds; nothing was changed."""
+    """A number, size or length is out of bounds."""
 
     def __init__(self, reason: str, hint: str = "") -> None:
         super().__init__(reason, hint)
@@ -127,7 +80,7 @@ class OutOfRange(InvalidInput):
 
 
 class NotFound(MqlayerError):
-    """Something that nobody created."""
+    """The named thing does not exist."""
 
     def __init__(self, kind: str, name: object, hint: str = "") -> None:
         super().__init__(kind, name, hint)
@@ -138,7 +91,7 @@ class NotFound(MqlayerError):
 
 
 class Conflict(MqlayerError):
-    """It exists already with other properties; nothing was changed."""
+    """It exists with other properties; nothing was changed."""
 
     def __init__(self, what: str, hint: str = "") -> None:
         super().__init__(what, hint)
@@ -149,7 +102,7 @@ class Conflict(MqlayerError):
 
 
 class GroupRetired(Conflict):
-    """The group is retired: nobody consumes for it any more, and nothing is kept for it."""
+    """The group is retired."""
 
     def __init__(self, topic: str, group: str) -> None:
         Exception.__init__(self, topic, group)
@@ -159,7 +112,7 @@ class GroupRetired(Conflict):
 
 
 class InstanceTaken(Conflict):
-    """Another process consumes for this instance of a broadcast group; `state`: running, or leaving (about to end)."""
+    """Another process (`state`: running or leaving) consumes for this broadcast instance."""
 
     def __init__(self, topic: str, group: str, member: str, state: str) -> None:
         Exception.__init__(self, topic, group, member, state)
@@ -180,7 +133,7 @@ class SparkMissing(MqlayerError):
 
 
 class ArchiveBroken(MqlayerError):
-    """The archive, or an export of it, does not hold what a reader was to find; nothing of it counts."""
+    """The archive, or an export, lacks expected records: discard the result."""
 
     def __init__(self, what: str, hint: str) -> None:
         super().__init__(what, hint)
@@ -213,7 +166,7 @@ class SchemaMismatch(MqlayerError):
 
 
 class StoreUnavailable(MqlayerError):
-    """Redis or Postgres can't be reached or is not ready; the outcome of what ran is unknown."""
+    """Redis or Postgres is unavailable; the outcome is unknown."""
 
     def __init__(self, address: str, reason: str) -> None:
         super().__init__(redact(address), redact(reason))
@@ -224,10 +177,7 @@ class StoreUnavailable(MqlayerError):
 
 
 class PermissionDenied(StoreUnavailable):
-    """The Postgres role lacks a right; nothing was changed. `fix`: the command that gives it.
-
-    A process that runs on meets it again until the right is given.
-    """
+    """The Postgres role lacks a right, which the command `fix` grants; nothing was changed."""
 
     def __init__(self, address: str, reason: str, fix: str) -> None:
         super().__init__(address, reason)
@@ -239,23 +189,22 @@ class PermissionDenied(StoreUnavailable):
 
 
 class NodeNotArmed(StoreUnavailable):
-    """The server at a node's address is not the run that Postgres recorded."""
+    """The node's address has another run than Postgres recorded."""
 
 
 class AccessDenied(StoreUnavailable):
-    """A node does not let this process in, or refuses a command or a key to its user. It is tried again, because rights
-    are given while processes run, and told each time."""
+    """A node refuses this process or its user's command; mqlayer keeps trying."""
 
     def __str__(self) -> str:
         return f"{self.address} refuses this process: {self.reason.strip()}"
 
 
 class PublishError(MqlayerError):
-    """A message was not accepted, or nobody can tell yet."""
+    """A publish failed, or its outcome is unknown."""
 
 
 class BacklogFull(PublishError):
-    """The partition holds as many messages as its topic allows; nothing was stored."""
+    """The partition holds its limit of messages; nothing was stored."""
 
     def __init__(self, topic: str, partition: int, limit: int) -> None:
         super().__init__(topic, partition, limit)
@@ -269,7 +218,7 @@ class BacklogFull(PublishError):
 
 
 class NodeOutOfMemory(PublishError):
-    """Redis refuses writes that need memory; nothing was stored."""
+    """Redis refuses writes for lack of memory; nothing was stored."""
 
     def __init__(self, address: str) -> None:
         super().__init__(redact(address))
@@ -283,10 +232,11 @@ class NodeOutOfMemory(PublishError):
 
 
 class PublishUnknown(PublishError):
-    """No answer within the time given. The message keeps its seq, is repeated before any later one of
-    its LP, and its future tells the outcome: do not publish it again.
+    """The outcome is unknown: do not publish the message again.
 
-    `future` is that future, in the process that raised the error; None elsewhere."""
+    The producer repeats it under its seq, before later ones of its LP; `future` reports the outcome, in the raising
+    process only.
+    """
 
     def __init__(self, topic: str, lp: int, seq: int, reason: str) -> None:
         super().__init__(topic, lp, seq, redact(reason))
@@ -294,7 +244,7 @@ class PublishUnknown(PublishError):
         self.future: Future[Any] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A future stays in its process."""
+        # A future stays in its process.
         return type(self), self.args
 
     def __str__(self) -> str:
@@ -305,7 +255,7 @@ class PublishUnknown(PublishError):
 
 
 class PublishAborted(PublishError):
-    """Not sent, because an earlier message of the same LP failed for good."""
+    """Not sent: an earlier message of the LP failed for good."""
 
     def __init__(self, topic: str, lp: int, reason: str) -> None:
         super().__init__(topic, lp, redact(reason))
@@ -316,9 +266,9 @@ class PublishAborted(PublishError):
 
 
 class Loss(NamedTuple):
-    """What a node lost of one LP: messages `first` to `last` of a source, which it had acknowledged.
+    """Acknowledged messages `first` to `last` of a source and LP that a node lost.
 
-    `node` and its runs are empty as far as they are not known; a node that was emptied goes on as the same run.
+    `node` and runs are empty where unknown; an emptied node keeps its run.
     """
 
     topic: str
@@ -332,12 +282,12 @@ class Loss(NamedTuple):
 
     @property
     def messages(self) -> int:
-        """How many messages are gone."""
+        """Number of lost messages."""
         return self.last - self.first + 1
 
     @property
     def where(self) -> str:
-        """The node and its runs, as far as they are known, for messages."""
+        """Node and runs as text; empty if unknown."""
         if not self.node:
             return ""
         before = f"run {self.run_before[:8]} before, " if self.run_before else ""
@@ -345,10 +295,7 @@ class Loss(NamedTuple):
 
 
 class AcknowledgedLoss(PublishError):
-    """A node fell back: messages that it had acknowledged are gone.
-
-    `losses` names all of which nobody was told before, the first one of them is `topic`, `lp` and the rest.
-    """
+    """A node lost acknowledged messages; `losses` has all that were not reported before."""
 
     def __init__(
         self,
@@ -378,7 +325,7 @@ class AcknowledgedLoss(PublishError):
 
 
 class NotReplicated(PublishError):
-    """The message is stored on the primary, but fewer replicas received it in time than the producer requires."""
+    """Stored on the primary, but on too few replicas in time."""
 
     def __init__(self, topic: str, partition: int, wanted: int, received: int) -> None:
         super().__init__(topic, partition, wanted, received)
@@ -392,9 +339,9 @@ class NotReplicated(PublishError):
 
 
 class PartlyPublished(PublishError):
-    """Some messages of a batch have no receipt; the first one's error is the cause.
+    """Some messages of a batch have no receipt; the cause is the first one's error.
 
-    `outcomes` has a receipt or an error for each message in the batch's order, in the process that raised it.
+    `outcomes`: receipts or errors in batch order, in the raising process only.
     """
 
     def __init__(self, topic: str, stored: int, failed: int, reason: str) -> None:
@@ -403,7 +350,7 @@ class PartlyPublished(PublishError):
         self.outcomes: Sequence[Any] = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Outcomes may hold futures, which stay in their process."""
+        # Outcomes may hold futures, which stay in their process.
         return type(self), self.args
 
     def __str__(self) -> str:
@@ -429,7 +376,7 @@ class ProducerFull(PublishError):
 
 
 class ProducerClosed(PublishError):
-    """The producer can't be used, or was closed before this message was settled."""
+    """The producer is unusable, or closed before settling this message."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(redact(reason))
@@ -440,7 +387,7 @@ class ProducerClosed(PublishError):
 
 
 class TransactionConflict(MqlayerError):
-    """The transaction must be run again as a whole (SQLSTATE 40001, 40P01 or 55P03)."""
+    """Run the whole transaction again (SQLSTATE 40001, 40P01, 55P03)."""
 
     def __init__(self, sqlstate: str, reason: str) -> None:
         super().__init__(sqlstate, reason)
@@ -451,11 +398,11 @@ class TransactionConflict(MqlayerError):
 
 
 class FenceError(MqlayerError):
-    """The fence refused an effect; the transaction must roll back."""
+    """The fence refused an effect: roll back."""
 
 
 class AlreadyApplied(FenceError):
-    """The effect of this message is in the database already, by the fence or the inbox."""
+    """This message's effect exists, by the fence or the inbox."""
 
     def __init__(self, group: str, topic: str, lp: int, seq: int) -> None:
         super().__init__(group, topic, lp, seq)
@@ -466,7 +413,7 @@ class AlreadyApplied(FenceError):
 
 
 class StaleOwner(FenceError):
-    """A later owner of the LP has acted; this process lost its right."""
+    """A later owner of the LP acted: roll back, stop."""
 
     def __init__(self, group: str, topic: str, lp: int, epoch: int, current: int) -> None:
         super().__init__(group, topic, lp, epoch, current)
@@ -480,10 +427,10 @@ class StaleOwner(FenceError):
 
 
 class StaleToken(FenceError):
-    """Messages of an ordered pop that are no longer this receiver's: they were given to others, given back, or their
-    node was armed again. Nothing was changed for them; others of the same call were taken.
+    """Ordered pop: other receivers have the messages at `offsets` (partition, offset), or may get them.
 
-    `offsets`: partition and offset of each."""
+    Nothing was changed for these; others of the call were taken.
+    """
 
     def __init__(self, group: str, topic: str, offsets: Sequence[tuple[int, int]]) -> None:
         super().__init__(group, topic, tuple(offsets))
@@ -499,7 +446,7 @@ class StaleToken(FenceError):
 
 
 class OutOfOrder(FenceError):
-    """An earlier message of the same key and batch has no effect yet; roll back."""
+    """Ordered pop: an earlier message of the key and batch has no effect yet; roll back."""
 
     def __init__(self, group: str, topic: str, partition: int, offset: int, earlier: int) -> None:
         super().__init__(group, topic, partition, offset, earlier)
@@ -513,9 +460,9 @@ class OutOfOrder(FenceError):
 
 
 class VersionsFull(MqlayerError):
-    """There is no room for an event that came before its turn; roll back. The message stays where it is.
+    """Too many later versions wait for missing ones: roll back; the message is retried.
 
-    `scope`: "entity", whose own limits are reached, or "all" under the name.
+    `scope`: "entity" or "all", whose limit is reached.
     """
 
     def __init__(self, name: str, scope: str, version: int, current: int) -> None:
@@ -531,11 +478,11 @@ class VersionsFull(MqlayerError):
 
 
 class HandlerFault(MqlayerError):
-    """What a member reports of a handler that failed."""
+    """Base of handlers' faults that members report."""
 
 
 class BodyMismatch(HandlerFault):
-    """The body does not fit the handler's type. The text names the place, never the content."""
+    """The body does not fit the handler's type; the text never quotes the body."""
 
     def __init__(self, type_name: str, reason: str) -> None:
         super().__init__(type_name, reason)
@@ -546,7 +493,7 @@ class BodyMismatch(HandlerFault):
 
 
 class MessageTimeout(HandlerFault):
-    """The handler took longer for a message than its group allows: `limit_s` seconds, extensions included."""
+    """The handler exceeded `limit_s`, extensions included."""
 
     def __init__(self, limit_s: float) -> None:
         super().__init__(limit_s)
@@ -560,11 +507,11 @@ class MessageTimeout(HandlerFault):
 
 
 class HandlerControl(MqlayerError):
-    """What a handler raises to say what is to become of its message. Nobody else catches it, so let it pass."""
+    """Base of handlers' requests about their message; let them pass."""
 
 
 class RetryLater(HandlerControl):
-    """The message is tried again after `seconds`, whatever the group's backoff says; its key waits."""
+    """Retry after `seconds`, in place of the group's backoff; the key waits."""
 
     def __init__(self, seconds: float, reason: str = "") -> None:
         super().__init__(seconds, reason)
@@ -575,7 +522,7 @@ class RetryLater(HandlerControl):
 
 
 class Reject(HandlerControl):
-    """No further attempt will help: the group's policy decides at once. `reason` is kept with the message."""
+    """Stop retrying: the group's policy decides now; `reason` is required and kept."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -588,7 +535,7 @@ class Reject(HandlerControl):
 
 
 class Skip(HandlerControl):
-    """The message is passed over, its key goes on."""
+    """Pass the message over; its key goes on."""
 
     def __init__(self, reason: str = "") -> None:
         super().__init__(reason)
@@ -599,7 +546,7 @@ class Skip(HandlerControl):
 
 
 class PauseKey(HandlerControl):
-    """The message and all of its key are paused for `seconds`; it counts as no failed attempt."""
+    """Pause the key for `seconds`; no attempt counts."""
 
     def __init__(self, seconds: float, reason: str = "") -> None:
         super().__init__(seconds, reason)
@@ -610,7 +557,7 @@ class PauseKey(HandlerControl):
 
 
 class BatchUndone(HandlerControl):
-    """A message of a batch failed that the fence had let through: it counts as failed, the others come again."""
+    """A message of a batch failed after its fence: it counts as failed, the others return."""
 
     def __init__(self, topic: str, lp: int, seq: int) -> None:
         super().__init__(topic, lp, seq)

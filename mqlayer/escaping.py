@@ -1,7 +1,6 @@
-"""Text from outside as people may see it: a terminal takes control characters for commands.
+"""Escape foreign text: a terminal obeys control characters.
 
-Keys, headers, reasons, names and error texts come from applications. An escape sequence in one would clear a screen,
-retitle a window or hide what follows; a newline would fake a line; a mark of direction would turn the text around.
+They could clear the screen, hide text or fake a line.
 """
 
 from __future__ import annotations
@@ -9,20 +8,19 @@ from __future__ import annotations
 import json
 from typing import Final
 
+# Letters that show nothing.
 _BLANK: Final = frozenset("\u115f\u1160\u2800\u3164\uffa0")
-"""Letters by their class that show nothing."""
 
 
 def is_printable(text: str) -> bool:
-    """Return whether a terminal shows each character of a text, and does nothing by it."""
+    """Return whether a terminal shows each character."""
     return text.isprintable() and _BLANK.isdisjoint(text)
 
 
 def escape(text: str, *, lines: bool = False) -> str:
-    """Return a text with what is not to be seen in it escaped as in JSON; with `lines` its newlines stay.
+    """Return text with unprintable characters as in JSON; `lines` keeps newlines.
 
-    Escaped are all but what Unicode calls printable: C0 and C1, DEL, marks of direction, what has no width, line
-    separators, what has no character assigned.
+    Unprintable: controls, direction marks, invisible and unassigned ones, line separators.
     """
     if is_printable(text):
         return text
@@ -30,7 +28,7 @@ def escape(text: str, *, lines: bool = False) -> str:
 
 
 def json_line(value: object) -> str:
-    """Return a value as one line of JSON of printable ASCII only."""
+    """Return a line of ASCII JSON."""
     return json.dumps(value, default=str).replace("\x7f", "\\u007f")
 
 

@@ -1,20 +1,16 @@
-"""Named places at which a test may kill, stop, fail or hold this process.
+"""Places where a test kills, stops, fails or holds this process.
 
-A failpoint stands between two writes: `failpoint("relay.after_append")`.
-In production nothing is armed, and reaching one costs a call and one truth test of an empty dict.
-
-Arming from outside, for the processes that a test starts, is read once at import:
+`failpoint("relay.after_append")` acts only if armed, by `arm` or at import by
 
     MQLAYER_FAILPOINTS="relay.after_append=kill@2,ack.before_send=raise"
 
-Each entry is `name=action[@occurrence]`; it acts once, when this process reaches the name for the n-th time.
-Several entries may name one failpoint; those that are due together act in the order written.
+`name=action[@n]` acts once, when this process reaches the name for the n-th time.
 
-    kill         SIGKILL to this process: nothing runs after it, no handler, no `finally`
-    stop         SIGSTOP to this process: it goes on where it stood when SIGCONT wakes it
+    kill         SIGKILL to this process
+    stop         SIGSTOP, until SIGCONT
     raise        raise FailpointHit
-    wait:<path>  hold the calling thread until the file exists; FailpointHit after 60 s
-    mark:<path>  append one byte to the file, so that a test knows that the place was reached, and go on
+    wait:<path>  hold the thread until the file exists; FailpointHit after 60 s
+    mark:<path>  append one byte to the file, and go on
 """
 
 import os
@@ -40,10 +36,7 @@ _KINDS_WITH_PATH: Final = ("wait", "mark")
 
 
 class FailpointHit(Exception):
-    """A test asked for a failure here.
-
-    Not an MqlayerError, so that no code takes it for a failure that it knows how to handle.
-    """
+    """A test's failure; no MqlayerError, so no code handles it."""
 
     def __init__(self, name: str, reason: str = "armed to raise") -> None:
         super().__init__(name, reason)
@@ -72,15 +65,15 @@ _lock = threading.Lock()
 
 
 def failpoint(name: str) -> None:
-    """Mark a place where a test may break this process; do nothing unless it is armed."""
+    """Act if a test armed this place."""
     if _armed:
         _reach(name)
 
 
 def arm(name: str, action: str, *, occurrence: int = 1) -> None:
-    """Let the failpoint act when this process reaches it for the n-th time from its first arming on.
+    """Run `action` at the n-th reach of a failpoint, counted from its first arming.
 
-    Raises ValueError for a malformed name, an unknown action or an occurrence below 1.
+    Raises ValueError for a malformed name or action, or an occurrence below 1.
     """
     parsed = _parse_action(name, action, occurrence)
     with _lock:
@@ -88,10 +81,7 @@ def arm(name: str, action: str, *, occurrence: int = 1) -> None:
 
 
 def disarm_all() -> None:
-    """Forget everything that is armed, and all counts.
-
-    A thread that `stop` or `wait` holds stays held.
-    """
+    """Disarm all, reset counts; paused threads stay paused."""
     with _lock:
         _armed.clear()
 
@@ -115,7 +105,7 @@ def _act(name: str, action: _Action) -> None:
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         case "stop":
-            # To this thread: a signal to the process may be taken by another thread while this one runs on.
+            # To this thread: another thread could take a signal to the process, while this one runs on.
             signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
         case "raise":
             raise FailpointHit(name)
@@ -170,7 +160,7 @@ def _arm_from(specification: str) -> None:
 
 
 def _split_occurrence(text: str) -> tuple[str, int]:
-    """Split at the last `@` that a number follows, so that paths may hold one."""
+    # A path may hold an `@`: the last one before a number counts.
     action, _, number = text.rpartition("@")
     if action and number.isdecimal():
         return action, int(number)

@@ -1,4 +1,4 @@
-"""How log records are shown: an event name and its fields, one line each, with no password of an address in it."""
+"""Log formats: an event with fields, without secrets."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Final
 from mqlayer.errors import redact
 from mqlayer.escaping import escape, json_line
 
-# What every record has by itself; the rest are the fields that the event was logged with. The last one is Celery's.
+# Attributes of every record; all others are the event's fields. `data` is Celery's.
 _STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "data"}
 _NEEDS_QUOTES: Final = frozenset(" \t\r\n\"'=")
 
@@ -22,28 +22,28 @@ class EventFormatter(logging.Formatter):
         super().__init__("%(asctime)s %(levelname)s %(message)s")
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the record as text; passwords in addresses are masked."""
+        """Return text without secrets."""
         return redact(super().format(record))
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  # the base class's name
-        """Return the line, its fields in the order in which they were given."""
+        """Return the line."""
         shown = (f" {name}={_quote(value)}" for name, value in fields_of(record).items())
         return escape(super().formatMessage(record) + "".join(shown))
 
     def formatException(self, ei: Any) -> str:  # noqa: N802  # the base class's name
-        """Return the trace, its own lines apart."""
+        """Return the escaped trace."""
         return escape(super().formatException(ei), lines=True)
 
     def formatStack(self, stack_info: str) -> str:  # noqa: N802  # the base class's name
-        """Return the stack, its own lines apart."""
+        """Return the escaped stack."""
         return escape(super().formatStack(stack_info), lines=True)
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object per line: `at`, `level`, `logger`, `event`, the fields, and `trace` for an exception."""
+    """One JSON object per line: `at`, `level`, `logger`, `event`, the fields, `trace` of an exception."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the record as one line of JSON; passwords in addresses are masked."""
+        """Return JSON without secrets."""
         line: dict[str, Any] = {
             "at": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname,
@@ -57,7 +57,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def fields_of(record: logging.LogRecord) -> dict[str, Any]:
-    """Return what the event was logged with, in the order given."""
+    """Return the event's fields."""
     return {name: value for name, value in vars(record).items() if name not in _STANDARD}
 
 

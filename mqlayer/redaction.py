@@ -1,7 +1,6 @@
-"""Secrets that this process was given, kept out of every text that people or logs get.
+"""Remove this process's secrets from texts of drivers, servers and applications.
 
-An address is shown by its parsed parts (`mqlayer.postgres.dsn`, `mqlayer.redis.addresses`), so that no password
-is in it to begin with. This is the second wall, for words that are not ours: of drivers, servers, applications.
+Addresses are shown by parsed parts, without passwords, in the first place.
 """
 
 from __future__ import annotations
@@ -14,10 +13,10 @@ from urllib.parse import quote, quote_plus
 
 HIDDEN: Final = "***"
 LIMIT: Final = 1_000
+# Shorter secrets are hidden only as whole words: many words contain an `a`.
 SHORT: Final = 4
-"""Shorter ones are hidden where they stand alone only: every third word has an `a` in it."""
+# Such secrets stay visible: hiding `postgres` would garble texts.
 PLAIN_WORD: Final = re.compile(r"[a-z]{1,11}")
-"""A password like `postgres` is no secret worth the name, and hiding it would blot the word out of every text."""
 _IN_URL: Final = re.compile(r"(?P<scheme>\b[a-zA-Z][a-zA-Z0-9+.-]*://)[^\s'\"<>]*@")
 _NAMED: Final = re.compile(
     r"(?i)(?P<name>\w*(?:password|passwd|secret)\w*)\s*=\s*(?:'(?:[^'\\]|\\.)*'?|\"(?:[^\"\\]|\\.)*\"?|[^\s&,;)\]}]+)"
@@ -25,8 +24,6 @@ _NAMED: Final = re.compile(
 
 
 class _SecretRegistry:
-    """The secrets by age, and one expression that finds them in each form that text may have them in."""
-
     def __init__(self) -> None:
         self._values: dict[str, None] = {}
         self._lock = threading.Lock()
@@ -48,12 +45,12 @@ _known: Final = _SecretRegistry()
 
 
 def register_secrets(*values: str | None) -> None:
-    """Hide these from now on wherever `redact` looks."""
+    """Hide these in `redact`; the newest 1,000 count."""
     _known.add(tuple(value for value in values if value))
 
 
 def redact(text: str) -> str:
-    """Return a text without the secrets that were given, nor what looks like one in a URL or a setting."""
+    """Return text without registered secrets, URLs' credentials and passwords of settings."""
     if _known.found_by is not None:
         text = _known.found_by.sub(HIDDEN, text)
     text = _IN_URL.sub(rf"\g<scheme>{HIDDEN}@", text)
@@ -61,7 +58,7 @@ def redact(text: str) -> str:
 
 
 def _forms(value: str) -> set[str]:
-    """Return how a secret may be written: as it is, in a URL, in a conninfo, in JSON, in Python."""
+    # Plain, and as in a URL, a conninfo, JSON and Python.
     escaped = value.replace("\\", "\\\\").replace("'", "\\'")
     written = {value, escaped, repr(value)[1:-1], json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1]}
     return written | {quote(value, safe=""), quote(value), quote_plus(value)}

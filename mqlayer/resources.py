@@ -1,4 +1,4 @@
-"""The only reader of the packaged Lua and SQL files."""
+"""The only reader of packaged Lua and SQL files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _INCLUDE = re.compile(r"^-- include (\w+)\n", re.MULTILINE)
 
 @cache
 def lua_source(name: str) -> str:
-    """Return the text of ``lua/<name>.lua``, with ``lua/lib/<part>.lua`` for each line ``-- include <part>``."""
+    """Return ``lua/<name>.lua``; lines ``-- include <part>`` become ``lua/lib/<part>.lua``."""
     return _with_parts(f"{name}.lua")
 
 
@@ -21,17 +21,17 @@ def _with_parts(*path: str) -> str:
 
 
 def lua_names() -> list[str]:
-    """Return the names of all scripts, sorted."""
+    """Return all scripts' names, sorted."""
     return sorted(entry.name[:-4] for entry in (files("mqlayer") / "lua").iterdir() if entry.name.endswith(".lua"))
 
 
 @cache
 def sql_source(path: str) -> str:
-    """Return the text of ``sql/<path>``."""
+    """Return ``sql/<path>``."""
     return (files("mqlayer") / "sql").joinpath(*path.split("/")).read_text(encoding="utf-8")
 
 
 def sql_names(folder: str) -> list[str]:
-    """Return the names of the ``.sql`` files in ``sql/<folder>``, sorted."""
+    """Return names of files in ``sql/<folder>``, sorted."""
     directory = (files("mqlayer") / "sql").joinpath(*folder.split("/"))
     return sorted(entry.name for entry in directory.iterdir() if entry.name.endswith(".sql"))

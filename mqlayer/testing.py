@@ -1,4 +1,4 @@
-"""Wait for a condition in tests of programs that publish and consume."""
+"""Wait for a condition in tests."""
 
 from __future__ import annotations
 

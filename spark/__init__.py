@@ -1,4 +1,4 @@
-"""The Spark side of mqlayer: jobs that read archive snapshots, never the running system."""
+"""The Spark side of mqlayer: jobs on archive snapshots, never on the running system."""
 
 if __name__ != "mqlayer.spark":
     raise ImportError("import this package as mqlayer.spark", name=__name__)

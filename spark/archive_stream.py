@@ -1,7 +1,6 @@
 """The archive as a stream: micro-batches of whole archive batches.
 
-An offset is the number of the last batch of each topic. What is visible up to a batch never changes, so a micro-batch
-that Spark asks for again, after a crash, is the same: with a checkpoint and an idempotent sink each record counts once.
+An offset is each topic's last batch. Visible batches never change, so a repeated micro-batch is the same.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ STARTS: Final = ("earliest", "latest")
 
 
 class StreamOptions(NamedTuple):
-    """`topics`: None means all that are archived; `max_batches`: per topic and micro-batch, None means all."""
+    """`topics` None: all archived; `max_batches`: per topic and micro-batch, None: all."""
 
     topics: list[str] | None
     start: str
@@ -45,7 +44,7 @@ class StreamOptions(NamedTuple):
 
 @dataclass(frozen=True)
 class StreamRange(InputPartition):
-    """What one task reads: batches of a topic in a range of LPs; `after` is not among them, `upto` is."""
+    """A task's LPs and batches, above `after` up to `upto`."""
 
     topic_id: int
     after: int
@@ -55,7 +54,7 @@ class StreamRange(InputPartition):
 
 
 class TopicPosition(NamedTuple):
-    """A topic in the archive: its last batch, and the first one that is kept."""
+    """A topic's last batch, and its first one kept."""
 
     topic_id: int
     batch: int
@@ -63,7 +62,7 @@ class TopicPosition(NamedTuple):
 
 
 def growth_options(options: Mapping[str, str]) -> StreamOptions:
-    """Return a stream's options. Raises InvalidInput naming the one that is wrong."""
+    """Return a stream's options. Raises InvalidInput."""
     check_options(options, OPTIONS)
     start = options.get("start", "earliest")
     if start not in STARTS:
@@ -75,7 +74,7 @@ def growth_options(options: Mapping[str, str]) -> StreamOptions:
 
 
 class ArchiveStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
-    """Reads what archivers add, batch by batch."""
+    """Reads what archivers add."""
 
     def __init__(
         self, address: ReadAddress, options: StreamOptions, table: ArchiveTable, schema: StructType, parts: int
@@ -85,11 +84,11 @@ class ArchiveStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._ranges = lp_ranges(dict.fromkeys(range(LP_COUNT), 1), parts)
 
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802 - Spark's name
-        """Note where a query ends that takes what there is now, and no more."""
+        """Fix the query's end at the present one."""
         self._ends = {topic: found.batch for topic, found in self._positions().items()}
 
     def initialOffset(self) -> dict[str, int]:  # noqa: N802 - Spark's name
-        """Return where a stream without a checkpoint begins."""
+        """Return the start without a checkpoint."""
         latest = self._options.start == "latest"
         return {
             topic: found.batch if latest else (found.kept_from or found.batch + 1) - 1
@@ -97,8 +96,8 @@ class ArchiveStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         }
 
     def latestOffset(self, start: dict[str, int], limit: ReadLimit) -> dict[str, int]:  # noqa: N802 - Spark's name
-        """Return where the next micro-batch ends."""
-        # Spark's limits are a closed set: a batch of the archive is counted as a file.
+        """Return the micro-batch's end."""
+        # Spark has no limit in batches: each counts as a file.
         most = limit.max_files if isinstance(limit, ReadMaxFiles) else None
         ends = dict(start)
         for topic, found in self._positions().items():
@@ -108,21 +107,21 @@ class ArchiveStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return ends
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802 - Spark's name
-        """Return how many batches of each topic a micro-batch takes."""
+        """Return the limit per topic."""
         most = self._options.max_batches
         return ReadAllAvailable() if most is None else ReadMaxFiles(most)
 
     def reportLatestOffset(self) -> dict[str, int]:  # noqa: N802 - Spark's name
-        """Return where the archive is, for the progress that Spark shows."""
+        """Return the archive's end."""
         return {topic: found.batch for topic, found in self._positions().items()}
 
     def partitions(self, start: dict[str, int], end: dict[str, int]) -> Sequence[InputPartition]:
-        """Return ranges of LPs of each topic that has batches between the two."""
+        """Return LP ranges between both. Raises NotFound for a topic that left the archive."""
         found = self._positions()
         parts: list[InputPartition] = []
         for topic, upto in end.items():
             position = found.get(topic)
-            # One that was not there at the beginning came into the archive since: all of it is the stream's.
+            # A topic archived since the start belongs to the stream as a whole.
             after = start.get(topic, 0)
             if after >= upto:
                 continue
@@ -132,7 +131,7 @@ class ArchiveStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return parts
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """Return the batches of Arrow of a range, read in one transaction."""
+        """Yield a range in one transaction."""
         if not isinstance(partition, StreamRange):
             return
         facts: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Proving that what was read is the whole cut: of each (source, LP) every seq once, and nothing else."""
+"""Prove that a reading is the whole cut, each seq once."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from pyspark.sql import DataFrame
-from pyspark.sql import functions as F  # noqa: N812 - what everybody calls it
+from pyspark.sql import functions as F  # noqa: N812 - the usual name
 
 from mqlayer.archive.snapshots import SeqRange
 from mqlayer.errors import ArchiveBroken
@@ -15,10 +15,9 @@ COLUMNS: Final = ("topic", "source", "lp", "seq")
 
 
 def check_chain(records: DataFrame, cut: Iterable[SeqRange], *, name: str) -> int:
-    """Return how many records a frame holds; raise ArchiveBroken unless they are the cut, each seq once.
+    """Return the number of records. Raises ArchiveBroken unless they are the cut.
 
-    `records`: with the columns topic, source, lp and seq. One aggregation; what comes to the driver is a row for each
-    (source, LP).
+    `records` needs topic, source, lp and seq; the driver gets a row per chain.
     """
     grouped = records.groupBy("topic", "source", "lp").agg(
         F.count("*").alias("rows"),

@@ -1,7 +1,6 @@
-"""The data source `mqlayer`: the archive by Arrow, without a jar; batch reads of snapshots, and streams of what grows.
+"""The data source `mqlayer`: snapshots and streams of the archive, by Arrow, without a jar.
 
-Its class is bound to a database when it is registered, and pickled with it into Python workers: options are part of
-plans, so no address is ever one of them.
+The class is bound to a database and pickled into workers. Options are part of plans, so they hold no address.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ BATCH_OPTIONS: Final = ("snapshot", "table", "columns", "partitions")
 
 @dataclass(frozen=True)
 class SnapshotPart(InputPartition):
-    """What one task reads: rows of a statement."""
+    """A task's rows."""
 
     statement: str
     condition: str
 
 
 class ArchiveSource(DataSource):
-    """What Spark asks for a reader. Options: `snapshot`, `table`, `columns` (divided by commas), `partitions`."""
+    """Options: `snapshot`, `table`, `columns` (by commas), `partitions`."""
 
     address: ClassVar[ReadAddress]
 
@@ -52,28 +51,28 @@ class ArchiveSource(DataSource):
         self.snapshot_id: int | None = None
         if "snapshot" in options:
             check_options(options, BATCH_OPTIONS)
-            # Found once: a frame goes on to mean this snapshot, or fails once it is dropped.
+            # Resolved once: the frame keeps this snapshot, and fails once it is dropped.
             with Database(self.address.conninfo(application=APPLICATION)) as database:
                 self.snapshot_id = find_snapshot(database, options["snapshot"]).snapshot_id
 
     @classmethod
     def name(cls) -> str:
-        """The format's name."""
+        """Return the format."""
         return "mqlayer"
 
     def schema(self) -> StructType:
-        """The declared columns that were chosen."""
+        """Return the chosen columns."""
         return declared(self.columns)
 
     def reader(self, schema: StructType) -> DataSourceReader:
-        """Return the reader of a snapshot."""
+        """Return a snapshot's reader."""
         if self.snapshot_id is None:
             raise InvalidInput("option snapshot: name the snapshot to read; mqlayer snapshot list shows them")
-        # No filters are pushed down: Spark keeps a reader with those of one query for the next one on the same frame.
+        # No filter pushdown: Spark reuses a reader, with one query's filters, for the frame's next query.
         return SnapshotReader(self.address, self.snapshot_id, self.table, schema, self.parts)
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802 - Spark's name
-        """Return the reader of what the archive takes in."""
+        """Return a stream's reader."""
         from mqlayer.spark.archive_stream import ArchiveStreamReader, growth_options
 
         if self.table == "lineage":
@@ -91,13 +90,13 @@ class SnapshotReader(DataSourceReader):
         self._parts = parts
 
     def partitions(self) -> Sequence[InputPartition]:
-        """Return parts with about as many records each."""
+        """Return parts of similar size."""
         with Database(self._address.conninfo(application=APPLICATION)) as database:
             statement, conditions = parts_of(database, self._snapshot_id, self._table, self._parts)
         return [SnapshotPart(statement, condition) for condition in conditions]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """Return the batches of Arrow of a part, read in one transaction."""
+        """Yield a part in one transaction."""
         if not isinstance(partition, SnapshotPart):
             return
         there = bound("snapshot_there", {"snapshot_id": self._snapshot_id})
@@ -106,7 +105,7 @@ class SnapshotReader(DataSourceReader):
 
 
 def parts_of(database: Database, snapshot_id: int, table: ArchiveTable, count: int) -> tuple[str, list[str]]:
-    """Return the statement that reads a table of a snapshot, and the conditions that divide its rows among readers."""
+    """Return a table's statement, and conditions that divide its rows."""
     whole = table == "records" and is_whole(database, snapshot_id)
     facts = {"snapshot_id": snapshot_id, "lp_from": 0, "lp_to": LP_COUNT}
     statement = bound(WHOLE_QUERY if whole else SNAPSHOT_QUERIES[table], facts)
@@ -117,7 +116,7 @@ def parts_of(database: Database, snapshot_id: int, table: ArchiveTable, count: i
 
 
 def read_batches(address: ReadAddress, statements: Sequence[str], schema: StructType) -> Iterator[pa.RecordBatch]:
-    """Return what the last statement answers, in the columns of this schema."""
+    """Yield the last statement's rows in this schema."""
     from pyspark.sql.pandas.types import to_arrow_schema
 
     from mqlayer.archive.arrow_types import formed
@@ -129,13 +128,13 @@ def read_batches(address: ReadAddress, statements: Sequence[str], schema: Struct
 
 
 def chosen(statement: str, schema: StructType) -> str:
-    """Return a statement for these columns of another one's answer."""
+    """Return a statement for the schema's columns."""
     columns = ", ".join(f'"{name}"' for name in schema.fieldNames())
     return f"SELECT {columns} FROM ({statement}) AS read"  # noqa: S608 - the names are declared ones
 
 
 def check_options(options: Mapping[str, str], known: Sequence[str]) -> None:
-    """Raise InvalidInput for an option that means nothing here. It is named, its value is not."""
+    """Raise InvalidInput for unknown options, without their values."""
     for name in options:
         if name.lower() not in known:
             hint = "it would be seen in plans; give it to mqlayer.spark.register" if name.lower() == "dsn" else (
@@ -145,7 +144,7 @@ def check_options(options: Mapping[str, str], known: Sequence[str]) -> None:
 
 
 def positive_number(options: Mapping[str, str], name: str, default: int) -> int:
-    """Return an option that is a number of 1 or more. Raises InvalidInput."""
+    """Return an option of 1 or more. Raises InvalidInput."""
     given = options.get(name)
     if given is None:
         return default
@@ -155,7 +154,7 @@ def positive_number(options: Mapping[str, str], name: str, default: int) -> int:
 
 
 def bound_source(address: ReadAddress, *, called: str = "mqlayer") -> type[ArchiveSource]:
-    """Return a class of its own that knows its database; pickled by value, being made here, so workers get both."""
+    """Return a class bound to a database; being local, it is pickled by value."""
 
     class BoundSource(ArchiveSource):
         @classmethod

@@ -1,6 +1,6 @@
-"""One self-contained HTML page of what jobs found: no script, nothing that is fetched, readable in dark and in light.
+"""One self-contained HTML page of results: no script, nothing to fetch.
 
-Pages are made of plain data. All text is escaped, for keys, reasons and names of members are what users put there.
+All text is escaped: keys, reasons and member names come from users.
 """
 
 from __future__ import annotations
@@ -17,17 +17,15 @@ HEIGHT: Final = 220
 LEFT: Final = 64
 BOTTOM: Final = 26
 TOP: Final = 10
+# A longer line shows the maximum of each group of neighbours.
 POINTS: Final = 480
-"""More points than this on a line are drawn as the highest of each group of neighbours."""
 LONG: Final = 28
-"""From this length on a text may be broken."""
 ROWS: Final = 200
-"""Rows of a table that are shown; Parquet has them all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """One figure; `state`: good, bad or nothing."""
+    """A figure; `state`: good, bad or empty."""
 
     label: str
     value: str
@@ -36,12 +34,12 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Figures beside each other."""
+    """Figures side by side."""
 
     tiles: Sequence[Tile]
 
     def html(self) -> str:
-        """Return the part."""
+        """Return HTML."""
         cells = (
             f'<div class="tile {escape(tile.state)}"><b>{escape(tile.value)}</b><span>{escape(tile.label)}</span></div>'
             for tile in self.tiles
@@ -51,14 +49,14 @@ class Tiles:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows with the same fields; numbers stand to the right."""
+    """Rows of equal fields."""
 
     title: str
     rows: Sequence[Mapping[str, Any]]
     nothing: str = "nothing"
 
     def html(self) -> str:
-        """Return the part."""
+        """Return HTML."""
         head = f"<h3>{escape(self.title)}</h3>"
         if not self.rows:
             return f'{head}<p class="quiet">{escape(self.nothing)}</p>'
@@ -75,7 +73,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One bar: what it is of, how long it is, and what is written behind it."""
+    """A bar."""
 
     label: str
     value: float
@@ -84,7 +82,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class BarChart:
-    """Horizontal bars; with `mean`, a line where all would end if all were the same."""
+    """Horizontal bars, and a line at `mean`."""
 
     title: str
     bars: Sequence[Bar]
@@ -92,7 +90,7 @@ class BarChart:
     nothing: str = "nothing"
 
     def html(self) -> str:
-        """Return the part."""
+        """Return HTML."""
         head = f"<h3>{escape(self.title)}</h3>"
         if not self.bars:
             return f'{head}<p class="quiet">{escape(self.nothing)}</p>'
@@ -110,18 +108,17 @@ class BarChart:
 
 @dataclass(frozen=True, slots=True)
 class LineChart:
-    """Values over time, one line per series; where they span much, on a logarithmic scale. `every_s`: how far apart
-    neighbours are; what is further apart is not joined."""
+    """Values over time, a line per series; points far beyond `every_s` (seconds) apart are not joined."""
 
     title: str
     series: Mapping[str, Sequence[tuple[datetime, float]]]
     unit: str
     every_s: float = 60.0
     tones: Sequence[int] = (0, 1, 2, 3)
-    """Which colour each series has: 0 to 2 are shades of one, 3 is another."""
+    """Colours: 0 to 2 are shades of one, 3 is another."""
 
     def html(self) -> str:
-        """Return the part."""
+        """Return HTML."""
         drawn = {name: _thinned(points) for name, points in self.series.items()}
         moments = [moment for points in drawn.values() for moment, _ in points]
         if not moments:
@@ -147,7 +144,7 @@ class LineChart:
 
 @dataclass(frozen=True, slots=True)
 class LpChart:
-    """Load over all LPs, with the bounds of partitions and the points at which a report would split them."""
+    """Load per LP, with partitions' bounds and splits."""
 
     title: str
     loads: Mapping[int, int]
@@ -156,10 +153,10 @@ class LpChart:
     points: Sequence[int]
 
     def html(self) -> str:
-        """Return the part."""
+        """Return HTML."""
         highest, mean = max(self.loads.values(), default=0) or 1, sum(self.loads.values()) / self.count
         top = _nice(highest)
-        # A few hot LPs would leave nothing to be seen of all the others.
+        # Few hot LPs would hide all others.
         bent = highest > 20 * mean
         inner, high = WIDTH - LEFT - 8, HEIGHT - TOP - BOTTOM
         step = inner / self.count
@@ -199,7 +196,7 @@ class Note:
     state: str = ""
 
     def html(self) -> str:
-        """Return the part."""
+        """Return HTML."""
         return f'<p class="note {escape(self.state)}">{escape(self.text)}</p>'
 
 
@@ -208,20 +205,20 @@ Part = Tiles | Table | BarChart | LineChart | LpChart | Note
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """What one job has to say."""
+    """One job's part."""
 
     name: str
     title: str
     parts: Sequence[Part]
 
     def html(self) -> str:
-        """Return the section."""
+        """Return HTML."""
         parts = "".join(part.html() for part in self.parts)
         return f'<section id="{escape(self.name)}"><h2>{escape(self.title)}</h2>{parts}</section>'
 
 
 def page(title: str, lead: str, sections: Iterable[Section]) -> str:
-    """Return the whole page."""
+    """Return the page."""
     found = list(sections)
     links = "".join(f'<a href="#{escape(one.name)}">{escape(one.title)}</a>' for one in found)
     body = "".join(one.html() for one in found)
@@ -229,14 +226,12 @@ def page(title: str, lead: str, sections: Iterable[Section]) -> str:
 
 
 def shortened(text: str, limit: int = 40) -> str:
-    """Return a text of which the middle is left out where it is long; what would not be seen is shown."""
+    """Return text without its middle beyond `limit`; unprintable characters are replaced."""
     seen = "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
     return seen if len(seen) <= limit else f"{seen[: limit // 2]}…{seen[-(limit // 2 - 1) :]}"
 
 
 class _Scale:
-    """Where moments and values are on a chart."""
-
     def __init__(self, first: datetime, last: datetime, values: Sequence[float]) -> None:
         self.first, self.last = first, last
         positive = [value for value in values if value > 0]
@@ -258,7 +253,6 @@ class _Scale:
         return TOP + (HEIGHT - TOP - BOTTOM) * (1 - part)
 
     def axes(self) -> str:
-        """Return grid and labels."""
         lines = "".join(
             f'<line class="grid" x1="{LEFT}" x2="{WIDTH - 8}" y1="{self.y(value):.1f}" y2="{self.y(value):.1f}"/>'
             f'<text x="{LEFT - 8}" y="{self.y(value) + 4:.1f}" text-anchor="end">{_short(value)}</text>'
@@ -319,7 +313,7 @@ def _cell(value: object) -> str:
 
 
 def _kind(value: object) -> str:
-    """Return the class of a cell: numbers are ordered below each other, long texts may be broken."""
+    # Numbers align right, long texts may wrap.
     if isinstance(value, int | float) and not isinstance(value, bool):
         return ' class="n"'
     return ' class="long"' if isinstance(value, str) and len(value) > LONG else ""
@@ -332,7 +326,7 @@ def _text(value: object) -> str:
 
 
 def _nice(value: float) -> float:
-    """Return the next step of a scale: few digits, and its quarters too."""
+    # A round number whose quarters are round too.
     power = 10.0 ** math.floor(math.log10(value))
     return next(step * power for step in (1, 1.2, 1.6, 2, 2.4, 3.2, 4, 6, 8, 10) if step * power >= value * 0.999999)
 

@@ -1,4 +1,4 @@
-"""Snapshots by Spark's own JDBC source: it reads only the columns that a query needs."""
+"""Snapshots by Spark's JDBC source, which reads only needed columns."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from pyspark.sql import Column, DataFrame, SparkSession
-from pyspark.sql import functions as F  # noqa: N812 - what everybody calls it
+from pyspark.sql import functions as F  # noqa: N812 - the usual name
 
 from mqlayer.errors import InvalidInput
 from mqlayer.postgres.arrow_reader import READ_ONLY, ReadAddress, bound
 from mqlayer.spark.schemas import TYPES
 
 DRIVER: Final = "org.postgresql.Driver"
+# DSN parameters with the same meaning for the JDBC driver.
 PASSED_ON: Final = ("sslmode", "sslrootcert", "sslcert", "sslkey")
-"""Parameters of a DSN that mean the same to the JDBC driver."""
+# Approximate buffer of a task.
 FETCH_BYTES: Final = 16_000_000
-"""About what a task holds of rows that Spark has not taken yet."""
 FETCH_ROWS: Final = (50, 10_000)
 
 
 def has_driver(spark: SparkSession) -> bool:
-    """Return whether Postgres' driver is on the class path of this session; never with Spark Connect."""
+    """Return whether Postgres' driver is there; never with Spark Connect."""
     jvm: Any = getattr(spark, "_jvm", None)
     return jvm is not None and bool(jvm.org.apache.spark.util.Utils.classIsLoadable(DRIVER))
 
@@ -36,7 +36,7 @@ def snapshot_frame(
     conditions: Sequence[str],
     width: int,
 ) -> DataFrame:
-    """Return these columns of a snapshot, one task for each condition; `width`: bytes of a row, about."""
+    """Return columns of a snapshot, a task per condition; `width`: bytes per row, about."""
     if address.parameters["host"].startswith("/"):
         raise InvalidInput("option method: JDBC can't use a Unix socket; give a dsn with a host, or method='python'")
     frame = spark.read.jdbc(
@@ -45,7 +45,7 @@ def snapshot_frame(
         predicates=list(conditions),
         properties={
             **properties_of(address),
-            # The same transaction as the reading: what was dropped is an error, not an empty answer.
+            # In the reading transaction: a dropped snapshot is an error, not an empty answer.
             "sessionInitStatement": bound("snapshot_there", {"snapshot_id": snapshot_id}),
             "fetchsize": str(min(max(FETCH_BYTES // max(width, 1), FETCH_ROWS[0]), FETCH_ROWS[1])),
         },
@@ -54,14 +54,14 @@ def snapshot_frame(
 
 
 def url_of(address: ReadAddress) -> str:
-    """Return the address for JDBC, without user and password."""
+    """Return the URL without credentials."""
     host = address.parameters["host"]
     shown = f"[{host}]" if ":" in host else host
     return f"jdbc:postgresql://{shown}:{address.parameters['port']}/{address.parameters['dbname']}"
 
 
 def properties_of(address: ReadAddress) -> dict[str, str]:
-    """Return what the driver has to know besides; Spark keeps properties out of plans and masks passwords."""
+    """Return the other properties; Spark keeps them out of plans."""
     found = {name: address.parameters[name] for name in PASSED_ON if name in address.parameters}
     if address.password:
         found["password"] = address.password
@@ -76,6 +76,6 @@ def properties_of(address: ReadAddress) -> dict[str, str]:
 
 
 def declared_column(name: str, word: str) -> Column:
-    """Return a column, as it is stored, in its declared type."""
+    """Return a column in its declared type."""
     column = F.col(f"`{name}`")
     return (F.from_json(column, word) if word.startswith("map<") else column.cast(TYPES[word])).alias(name)

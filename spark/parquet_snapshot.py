@@ -1,4 +1,4 @@
-"""Snapshots that were exported as Parquet."""
+"""Snapshots exported as Parquet."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mqlayer.spark.schemas import declared
 
 
 class ParquetSnapshot:
-    """An export of a snapshot, in any file system that Spark reaches."""
+    """An export, in any file system of Spark. Raises InvalidInput for another snapshot's."""
 
     def __init__(self, spark: SparkSession, name: str, path: str) -> None:
         self._spark, self._path = spark, path.rstrip("/")
@@ -26,13 +26,13 @@ class ParquetSnapshot:
             raise InvalidInput(f"option path: {path} holds snapshot {self._manifest['snapshot']!r}, not {name!r}")
 
     def frame(self, table: ArchiveTable, columns: Mapping[str, str]) -> DataFrame:
-        """Return these columns of a table: of the files that the manifest names, and no others."""
+        """Return columns of the manifest's files."""
         facts = self._manifest["tables"][table]
         files = [f"{self._path}/{file['path']}" for file in facts["files"]]
         return self._spark.read.schema(declared(facts["columns"])).parquet(*files).select(*map(_quoted, columns))
 
     def cut(self) -> list[SeqRange]:
-        """Return the stretches of the snapshot."""
+        """Return the snapshot's seq ranges."""
         return [SeqRange(*one) for one in self._manifest["cut"]]
 
     def _load(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The declared columns as Spark's types."""
+"""Declared columns as Spark types."""
 
 from __future__ import annotations
 
@@ -31,5 +31,5 @@ TYPES: Final[Mapping[str, DataType]] = {
 
 
 def declared(columns: Mapping[str, str]) -> StructType:
-    """Return the schema of declared columns."""
+    """Return their schema."""
     return StructType([StructField(name, TYPES[word]) for name, word in columns.items()])

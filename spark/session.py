@@ -1,4 +1,4 @@
-"""A Spark session that can read the archive."""
+"""A Spark session for the archive."""
 
 from __future__ import annotations
 
@@ -11,23 +11,20 @@ from pyspark.sql import SparkSession
 
 JDBC_DRIVER: Final = "org.postgresql.Driver"
 JDBC_JARS: Final = (Path("/usr/share/java/postgresql.jar"), Path("/usr/share/java/postgresql-jdbc.jar"))
-"""Where distributions put Postgres' driver."""
 REDACTED: Final = "(?i)secret|password|passwd|token|access[.]?key|dsn"
-"""Names of settings whose values Spark shows nowhere: its own, and ours."""
 
 
 def session(name: str = "mqlayer", *, master: str | None = None, **settings: str) -> SparkSession:
     """Return the running Spark session, or a new one that can read the archive.
 
-    Python workers run this program's interpreter, unless PYSPARK_PYTHON or the settings name another; Postgres' JDBC
-    driver is on the class path where the distribution installed it; time zone is UTC; values that look like secrets
-    are redacted. `settings`: Spark's own, with dots as double underscores: spark__sql__shuffle__partitions="8".
+    A new one has UTC, an installed JDBC driver of Postgres, masked secrets, and this interpreter unless PYSPARK_PYTHON
+    or settings name another. `settings`: as spark__sql__shuffle__partitions="8".
     """
     builder = SparkSession.builder.appName(name)
     if master is not None:
         builder = builder.master(master)
     wanted = _defaults() | {key.replace("__", "."): value for key, value in settings.items()}
-    # Workers are started with the environment that the session was begun in; some ask for nothing but this variable.
+    # Workers inherit the session's environment; some read only this variable.
     os.environ.setdefault("PYSPARK_PYTHON", wanted.get("spark.pyspark.python", sys.executable))
     for key, value in wanted.items():
         builder = builder.config(key, value)
@@ -35,7 +32,7 @@ def session(name: str = "mqlayer", *, master: str | None = None, **settings: str
 
 
 def jdbc_jar() -> Path | None:
-    """Return Postgres' JDBC driver as the distribution installed it; None: it is not there."""
+    """Return an installed JDBC driver, or None."""
     return next((path for path in JDBC_JARS if path.exists()), None)
 
 

@@ -1,10 +1,10 @@
-"""Snapshots of the archive as DataFrames, by three ways below one declared schema.
+"""Snapshots of the archive as DataFrames, by three methods with one schema.
 
-- ``jdbc``: Spark's own JDBC source with our cut and ranges of LPs; where Postgres' driver is on the class path.
-- ``python``: a data source in Python, by Arrow; needs no jar.
-- ``parquet``: what ``mqlayer snapshot export`` wrote; needs no database.
+- ``jdbc``: Spark's JDBC source; needs Postgres' driver on the class path
+- ``python``: Arrow in Python workers; needs no jar
+- ``parquet``: an export; needs no database
 
-No password is ever part of a plan: JDBC gets it as a property, Python workers inside of the pickled source.
+Passwords are in no plan.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from mqlayer.spark.parquet_snapshot import ParquetSnapshot
 
 ReadMethod = Literal["jdbc", "python", "parquet"]
 METHODS: Final = ("jdbc", "python", "parquet")
+# A private name: `mqlayer` may be bound to another database.
 BOUND: Final = "mqlayer_bound"
-"""Ours alone: the source `mqlayer` may be bound to another database."""
 
 _registering = threading.Lock()
 
@@ -46,14 +46,13 @@ def read_snapshot(
     path: str | None = None,
     check: bool = False,
 ) -> DataFrame:
-    """Return a snapshot's records, outcomes or lineage; reading it again, by any way, gives the same rows.
+    """Return a snapshot's records, outcomes or lineage; every read gives the same rows.
 
-    `dsn`: the control database; MQLAYER_DSN where it is not given. `columns`: only these, in this order. `method`: by
-    default JDBC where Postgres' driver is on the class path, else Python. `partitions`: how many tasks at most, each
-    for a stretch of the archive's batches; by default as many as Spark runs at once. `path`: where an
-    export of the snapshot is; read as Parquet, without the database. `check`: before anything is returned, prove that
-    what this way reads is the cut, each seq once; its numbers are read once more for that. Raises ArchiveBroken.
-    Raises NotFound for an unknown snapshot, InvalidInput naming the option that is wrong.
+    `dsn`: default MQLAYER_DSN. `columns`: only these, in this order. `method`: default JDBC if a driver and host allow
+    it, else Python. `partitions`: most tasks. `path`: an export, read without the database. `check`: first prove by
+    another read that each seq of the cut is there once.
+
+    Raises ArchiveBroken (`check`), NotFound, InvalidInput for a wrong option.
     """
     known = check_table(table)
     chosen = chosen_columns(known, None if columns is None else list(columns))
@@ -83,8 +82,6 @@ def _source(
 
 
 class _DatabaseSnapshot:
-    """A snapshot in the database."""
-
     def __init__(self, spark: SparkSession, name: str, address: ReadAddress, method: str, partitions: int) -> None:
         self._spark, self._name, self._address, self._method, self._partitions = (
             spark,
@@ -97,7 +94,6 @@ class _DatabaseSnapshot:
             self._id = find_snapshot(database, name).snapshot_id
 
     def frame(self, table: ArchiveTable, columns: Mapping[str, str]) -> DataFrame:
-        """Return these columns of a table."""
         if self._method == "jdbc":
             with self._database() as database:
                 statement, conditions = parts_of(database, self._id, table, self._partitions)
@@ -112,13 +108,12 @@ class _DatabaseSnapshot:
                 width=width,
             )
         options = {"snapshot": self._name, "table": table, "columns": ",".join(columns)}
-        # The name that is registered is looked up when the frame is made, and by nobody later.
+        # Spark resolves the registered name only while it makes the frame.
         with _registering:
             _register(self._spark, self._address, BOUND)
             return self._spark.read.format(BOUND).options(**options, partitions=str(self._partitions)).load()
 
     def cut(self) -> list[SeqRange]:
-        """Return the stretches of the snapshot."""
         with self._database() as database:
             return snapshot_cut(database, self._id)
 
@@ -127,8 +122,7 @@ class _DatabaseSnapshot:
 
 
 def register(spark: SparkSession, *, dsn: str | None = None) -> None:
-    """Let `spark.read.format("mqlayer")` and `spark.readStream.format("mqlayer")` read the archive of this database;
-    MQLAYER_DSN where it is not given."""
+    """Let Spark read and stream this database's archive by format mqlayer; default MQLAYER_DSN."""
     _register(spark, read_address(dsn or Settings().control_dsn()), "mqlayer")
 
 
@@ -152,5 +146,5 @@ def _parallelism(spark: SparkSession) -> int:
     try:
         return max(1, int(spark.sparkContext.defaultParallelism))
     except (AttributeError, NotImplementedError):
-        # Spark Connect does not tell.
+        # Spark Connect has no such value.
         return 4

@@ -1,4 +1,4 @@
-"""The Celery side of mqlayer: the app, its schedule, and tasks of a few lines that call the library."""
+"""Celery's side: application, schedule, and short tasks that call the library."""
 
 if __name__ != "mqlayer.workers":
     raise ImportError("import this package as mqlayer.workers", name=__name__)

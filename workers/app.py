@@ -1,10 +1,9 @@
-"""The Celery application: triggers only. Rules live in mqlayer, due times and claims in Postgres.
+"""The Celery application: triggers only; mqlayer has the rules, Postgres the claims.
 
     celery -A mqlayer.workers.app worker
-    celery -A mqlayer.workers.app beat        (a second one does no harm)
+    celery -A mqlayer.workers.app beat        (several do no harm)
 
-Addresses come from MQLAYER_* variables. The broker is another Redis than the partitions' nodes, so that a full or lost
-broker stops triggers, never messages. A relay does not need any of this: its task here only makes up for dead ones.
+The broker is no node, so its loss stops triggers, never messages.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from mqlayer.workers import logs as logs  # noqa: PLC0414  # connects to Celery'
 from mqlayer.workers.bootstep import CheckRights, host_consumers
 from mqlayer.workers.schedule import beat_schedule
 
+# The broker redelivers a task after this time; all tasks end earlier, and are idempotent.
 VISIBILITY_TIMEOUT_S: Final = 3600
-"""After it the broker hands a task out again: every task here ends well before, and is idempotent besides."""
 TASK_TIME_LIMIT_S: Final = 600
 
 
@@ -32,9 +31,9 @@ def _configuration(settings: Settings) -> dict[str, Any]:
         **({"broker_use_ssl": broker_access(settings).tls()} if url.startswith("rediss:") else {}),
         "broker_transport_options": {"visibility_timeout": VISIBILITY_TIMEOUT_S},
         "broker_connection_retry_on_startup": True,
-        # For ever: a worker also hosts consumers, which need no broker.
+        # For ever: hosted consumers need no broker.
         "broker_connection_max_retries": None,
-        # Only JSON: whoever can write to the broker must not be able to run code.
+        # JSON only: a writer to the broker must not run code.
         "accept_content": ["json"],
         "task_serializer": "json",
         "result_serializer": "json",
@@ -42,7 +41,7 @@ def _configuration(settings: Settings) -> dict[str, Any]:
         "task_ignore_result": True,
         "task_default_queue": "mqlayer",
         "task_time_limit": TASK_TIME_LIMIT_S,
-        # A task that its worker lost is due again at the next beat; nothing needs the broker's own redelivery.
+        # The next beat repeats a lost task, so the broker need not redeliver.
         "task_acks_late": False,
         "worker_prefetch_multiplier": 1,
         "beat_schedule": beat_schedule(),

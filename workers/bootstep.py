@@ -1,10 +1,9 @@
-"""Consumers inside a Celery worker: a step of the worker's own blueprint, with its own thread.
+"""Consumers inside a Celery worker, on their own thread.
 
-On the worker's blueprint, not the consumer's: Celery restarts that one at every loss of its broker, which must not
-touch our consumers. After Pool and Beat: both fork, and threads and connections don't survive a fork. Never a task:
-the broker would hand a long one out again after its visibility timeout.
+The step is in the worker's blueprint, because Celery restarts the consumer's when it loses the broker. It follows Pool
+and Beat, because threads and connections don't survive a fork.
 
-States of the host: *connecting* (again and again while the stores are away) -> *consuming* -> *stopped*.
+States of the host: *connecting* (repeated while stores are unavailable) -> *consuming* -> *stopped*.
 """
 
 from __future__ import annotations
@@ -42,10 +41,9 @@ COLD_STOP_S: Final = 1.0
 
 
 class ConsumerHost:
-    """An application's consumers, kept going by a thread of their own until `stop`.
+    """Runs an application's consumers on a thread until `stop`, with a health endpoint.
 
-    Its health endpoint is of the worker's main process, where the consumers are; the pool's children have none.
-    Raises Conflict or InvalidInput for a port that can't be had.
+    Raises Conflict or InvalidInput for an unusable port.
     """
 
     def __init__(self, app: App) -> None:
@@ -61,23 +59,23 @@ class ConsumerHost:
         self._thread = threading.Thread(target=self._connect, name="mqlayer-consumer-host", daemon=True)
 
     def start(self) -> None:
-        """Start to connect; returns at once."""
+        """Start connecting; return at once."""
         if self._endpoint is not None:
             self._endpoint.start()
         self._thread.start()
 
     def health(self) -> Health:
-        """Say how the consumers are; while they wait for their stores, why. For any thread."""
+        """Return the consumers' health. Thread-safe."""
         if self._stopping.is_set():
             return Health(waits=("it is stopping",))
         return Health(waits=(self._reason,)) if self._reason else self._app.health()
 
     def stop(self) -> None:
-        """Stop consuming in order: running handlers are waited for, up to their drain limit."""
+        """Stop; wait for running handlers up to their drain limit."""
         self._stop(None)
 
     def terminate(self) -> None:
-        """Stop as a cold shutdown wants it: what still runs is given up, and handled again elsewhere."""
+        """Stop in about 1 s; abandoned messages are handled elsewhere."""
         self._stop(COLD_STOP_S)
 
     def _stop(self, timeout_s: float | None) -> None:
@@ -96,7 +94,7 @@ class ConsumerHost:
                 self._app.start()
             except MqlayerError as error:
                 reason = str(error)
-            except Exception as error:  # noqa: BLE001  # whatever it is, the worker and its tasks go on
+            except Exception as error:  # noqa: BLE001  # the worker's tasks must go on
                 reason = redact(f"{type(error).__name__}: {error}")
             else:
                 self._reason = ""
@@ -108,7 +106,7 @@ class ConsumerHost:
 
 
 class HostConsumers(bootsteps.StartStopStep):
-    """Hosts the consumers named by `--mqlayer-app module:app` or MQLAYER_CONSUMERS; without either, only answers."""
+    """Hosts consumers of `--mqlayer-app module:app` or MQLAYER_CONSUMERS, else a health endpoint."""
 
     label = "mqlayer consumers"
     requires = ("celery.worker.components:Pool", "celery.worker.components:Beat")
@@ -119,7 +117,7 @@ class HostConsumers(bootsteps.StartStopStep):
         super().__init__(worker, **options)
 
     def create(self, worker: Any) -> ConsumerHost | BareWorker:
-        """Return the host. A wrong path or a port in use stops the worker's start with a clear error."""
+        """Return the host. Raises ImproperlyConfigured for a wrong path, pool or port."""
         try:
             return self._host(worker) if self._path else BareWorker(worker, Settings())
         except MqlayerError as error:
@@ -132,7 +130,7 @@ class HostConsumers(bootsteps.StartStopStep):
 
 
 class CheckRights(bootsteps.Step):
-    """Refuses to start a worker of the periodic jobs whose Postgres role, or Redis user, lacks a right to them."""
+    """Refuses a worker whose Postgres role or Redis user lacks rights to the jobs."""
 
     label = "mqlayer rights"
 
@@ -146,7 +144,7 @@ class CheckRights(bootsteps.Step):
         except (PermissionDenied, AccessDenied) as error:
             raise ImproperlyConfigured(f"mqlayer jobs: {error}") from error
         except MqlayerError as error:
-            # The jobs meet it too, and wait for what is away.
+            # The jobs meet the outage too, and wait.
             log.info("rights_not_checked", extra={"reason": str(error)})
 
     @staticmethod
@@ -156,7 +154,6 @@ class CheckRights(bootsteps.Step):
 
     @staticmethod
     def _check_nodes(settings: Settings) -> None:
-        """Ask each node that answers; raise AccessDenied for one where the user may not do all that jobs do."""
         with Database(settings.control_dsn(), application="mqlayer worker", max_size=1) as database:
             nodes = list_nodes(database)
         for node in nodes:
@@ -169,7 +166,7 @@ class CheckRights(bootsteps.Step):
 
 
 def host_consumers(app: Celery) -> None:
-    """Let workers of a Celery application host consumers."""
+    """Let an application's workers host consumers."""
     option = Option(("--mqlayer-app",), metavar="MODULE:APP", help=f"Consumers to host; else ${VARIABLE}.")
     app.user_options["worker"].add(option)
     app.steps["worker"].add(HostConsumers)

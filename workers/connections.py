@@ -1,4 +1,4 @@
-"""What a process has open for its tasks: opened at first use there, for neither pools nor producers survive a fork."""
+"""Connections of tasks, opened at first use, because they don't survive a fork."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from mqlayer.postgres.database import Database
 from mqlayer.producing import Producer
 from mqlayer.settings import Settings
 
+# Per process and schema. A thread may keep one for ten seconds, while it waits for a node's row.
 MOST_CONNECTIONS: Final = 10
-"""Of one process to one schema, opened on demand: for each thread that is at it. Who arms a node may wait ten seconds
-for the node's row; others must not wait for a connection as long."""
 
 
 class ProcessConnections:
-    """Settings, pools and producer of one process. Safe to use from many threads."""
+    """Settings, pools and producer of one process. Thread-safe."""
 
     def __init__(self) -> None:
         self.settings: Final = Settings()
@@ -28,10 +27,9 @@ class ProcessConnections:
         self._producer: Producer | None = None
 
     def database(self, role: str, dsn: str) -> Database:
-        """Return the pool on a database in a role.
+        """Return a role's pool.
 
-        One for each role, also where both are in one database: who holds locks of the control schema may need a
-        connection to the outbox, and must not wait for those who wait for these locks.
+        Roles share none: a holder of control locks may need the outbox, and must not queue behind its locks' waiters.
         """
         with self._lock:
             if (role, dsn) not in self._databases:
@@ -39,35 +37,33 @@ class ProcessConnections:
             return self._databases[role, dsn]
 
     def producer(self) -> Producer:
-        """Return the producer; one per process, so that what a process sends of a key keeps its order."""
+        """Return the one producer, which keeps keys in order."""
         with self._lock:
             if self._producer is None:
                 self._producer = Producer(self.settings, name="worker")
             return self._producer
 
     def close(self) -> None:
-        """Send what is queued, then close everything."""
+        """Send queued messages, then close everything."""
         with self._lock:
             try:
                 if self._producer is not None:
                     self._producer.close()
             finally:
-                # Also where the producer has a loss to tell.
+                # Also when the producer reports a loss.
                 for database in self._databases.values():
                     database.close()
 
 
 class _ProcessState:
-    """The stores of this process, once something asked for them."""
-
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.stores: ProcessConnections | None = None
-        # A parent's stay: to drop them in a child would end the parent's sessions.
+        # Keeps the parent's alive: dropping them in a child would end the parent's sessions.
         self.inherited: list[ProcessConnections | None] = []
 
     def forked(self) -> None:
-        """Begin anew in a child: a thread that held the lock at the fork does not exist there."""
+        # A thread that held the lock at the fork does not exist in the child.
         self.lock = threading.Lock()
         self.inherited.append(self.stores)
         self.stores = None
@@ -82,24 +78,24 @@ def settings() -> Settings:
 
 
 def control() -> Database:
-    """Return this process's pool on the control database."""
+    """Return the pool on the control database."""
     stores = _stores()
     return stores.database("control", stores.settings.control_dsn())
 
 
 def application() -> Database:
-    """Return this process's pool on the application database."""
+    """Return the pool on the application database."""
     stores = _stores()
     return stores.database("application", stores.settings.application_dsn())
 
 
 def producer() -> Producer:
-    """Return this process's producer. Raises StoreUnavailable where Postgres can't be reached at its start."""
+    """Return the producer. Raises StoreUnavailable without Postgres."""
     return _stores().producer()
 
 
 def close() -> None:
-    """Close what this process has open; what is asked for next is opened anew, by the settings as they are then."""
+    """Close all; the next use opens new ones by new settings."""
     with _process.lock:
         stores, _process.stores = _process.stores, None
     if stores is not None:
@@ -115,7 +111,7 @@ def _stores() -> ProcessConnections:
 
 @worker_process_shutdown.connect
 def _shut_down(**_: Any) -> None:
-    """A pool's process leaves without Python's own end."""
+    # Pool processes skip atexit.
     close()
 
 

@@ -1,8 +1,7 @@
-"""Health endpoints of Celery's own processes: a worker that hosts no consumers, and beat.
+"""Health endpoints of a Celery worker without consumers, and of beat.
 
-Both live as long as they answer: a broker that is away makes them unready, and starting them anew would not bring it
-back. A worker that hosts consumers answers for these (see `bootstep`). A beat inside a worker has no endpoint of its
-own: `mqlayer doctor` says whether jobs are late.
+A lost broker makes them unready, never dead: a restart would not repair it. A beat inside a worker has none: `mqlayer
+doctor` reports late jobs.
 """
 
 from __future__ import annotations
@@ -18,54 +17,51 @@ from mqlayer.errors import MqlayerError
 from mqlayer.health import Health, HealthEndpoint, Liveness
 from mqlayer.settings import Settings
 
+# The most frequent job is due every 2 s; a broker's restart takes longer.
 UNSENT_S: Final = 30.0
-"""The most frequent job is due every 2 seconds; a broker that is started again may take some."""
 
 
 class BareWorker:
-    """Answers for a worker that hosts no consumers, from its main process; the pool's children have no endpoint.
-
-    Raises Conflict or InvalidInput for a port that can't be had.
-    """
+    """Health of such a worker. Raises Conflict or InvalidInput for an unusable port."""
 
     def __init__(self, worker: Any, settings: Settings) -> None:
         self._worker = worker
         self._endpoint = _endpoint(self, settings)
 
     def __call__(self) -> Health:
-        """Say whether it has its broker."""
+        """Return health."""
         consumer = getattr(self._worker, "consumer", None)
-        # Its steps begin with the connection, and end with the loop that takes tasks.
+        # Steps begin with the connection and end with the task loop.
         runs = consumer is not None and consumer.blueprint.started == len(consumer.steps)
         return Health() if runs else Health(waits=("it has no connection to the broker",))
 
     def start(self) -> None:
-        """Begin to answer."""
+        """Start answering."""
         self._endpoint.start()
 
     def stop(self) -> None:
-        """Answer no more."""
+        """Stop answering."""
         self._endpoint.close()
 
 
 class BeatHealth:
-    """Answers for a beat."""
+    """A beat's health: the broker takes due tasks."""
 
     def __init__(self) -> None:
         self._sent = Liveness()
 
     def __call__(self) -> Health:
-        """Say whether the broker takes what is due."""
+        """Return health."""
         return Health(waits=self._sent.stuck("what is due, and the broker takes it,", UNSENT_S))
 
     def note_sent(self, **_: Any) -> None:
-        """Note that the broker took a task."""
+        """Record a task that was sent."""
         self._sent.note_turn()
 
 
 @beat_init.connect
 def answer_for_beat(**_: Any) -> None:
-    """Open the endpoint of a beat that is a process of its own. A port in use ends its start with a clear error."""
+    """Open a separate beat's endpoint; a used port ends the process."""
     embedded = current_process().name != "MainProcess" or threading.current_thread() is not threading.main_thread()
     settings = Settings()
     if embedded or not settings.health_port:
@@ -75,7 +71,7 @@ def answer_for_beat(**_: Any) -> None:
     try:
         _endpoint(health, settings).start()
     except MqlayerError as error:
-        # A signal's receiver must not raise: Celery would log it, and go on.
+        # Celery would log a receiver's exception, and go on.
         sys.exit(f"mqlayer health: {error}")
 
 

@@ -1,4 +1,4 @@
-"""Logs of workers and beat: as the commands log, an event and its fields."""
+"""Logs of workers and beat."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mqlayer.logs import EventFormatter, JsonFormatter
 
 @after_setup_logger.connect
 def show_fields(logger: logging.Logger, **_: Any) -> None:
-    """Give Celery's handlers our form: its own leaves out the fields of an event."""
+    """Set mqlayer's formatters: Celery's omit fields."""
     as_json = os.environ.get("MQLAYER_LOG_JSON", "").lower() in ("1", "true", "yes")
     for handler in logger.handlers:
         handler.setFormatter(JsonFormatter() if as_json else EventFormatter())

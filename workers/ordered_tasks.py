@@ -1,38 +1,10 @@
-"""Celery tasks whose calls run in order per key.
+"""Celery tasks whose calls run in order per key; docs/how-to/ordered-tasks.md explains their use.
 
-```python
-@ordered_task(celery_app, key="account")
-def book(account: str, amount: int) -> None: ...
+A broker keeps no order per key, so a call is a message of a topic. Members of a group run it inside Celery's tracer,
+with results, signals and hooks as usual. Celery sees a failed attempt as a retry, because the call is not over.
 
-book.delay("a-1", 5)                            # a message of the topic "tasks" under the key "a-1"
-book.delay_in(session, "a-1", 5)                # with the transaction: through the outbox
-
-consumers = mqlayer.App()
-consume_tasks(consumers, celery_app)            # MQLAYER_CONSUMERS=shop.tasks:consumers, or `mqlayer consume`
-```
-
-A broker hands tasks out to whoever is free, and a retry goes to the end of the queue: no order per key. So a call does
-not go to the broker. It is a message: published straight to its topic, or with a transaction through the outbox, and
-run by the members of a group, which have the order. Around the body is Celery's own tracer: the request, results,
-signals and hooks are those of any task.
-
-States of a call: *asked* -> *stored* -> *running* -> *done*; or *running* -> *waiting* after an exception, counted as a
-failed attempt, and again *running* after the group's backoff; its key waits with it, others go on. Celery sees a retry
-each time, never a failure: the call is not over, and whoever waits for its result must not be told so.
-
-Who dies when:
-
-- the caller before the message is stored: nobody called. After that, before `delay` returned: the call runs.
-  PublishUnknown says that this is open; the producer goes on with it. In a transaction: COMMIT decides, a relay sends.
-- the worker in the body, or after it and before its result is stored: the lease runs out, the next owner runs it again
-  under a higher epoch, before any later call of the key. Effects in Postgres happen once with `self.fence(connection)`.
-- the worker after the result is stored and before the message is settled: the same; the result is stored twice.
-- a worker that is stopped and woken: its acknowledgement and its fenced effect are refused. Its result may be stored
-  late; that of the next owner is of the same call.
-- the result backend: the call is settled when its body returned; a result that can't be stored is logged and lost.
-
-A call that reached a broker by other ways (`send_task` by name, messages from before the task became ordered) is passed
-on to the topic by the worker that gets it; its place in the order is the one that it has then.
+ARCHITECTURE.md has a call's states, docs/design/crash-matrix.md its crashes. A stopped worker that wakes may store its
+result late; its acknowledgement and fenced effects are refused.
 """
 
 from __future__ import annotations
@@ -81,12 +53,11 @@ log = logging.getLogger(__name__)
 TOPIC: Final = "tasks"
 GROUP: Final = "tasks"
 RUN: Final = "mqlayer_run"
-"""Where the request has the run that it belongs to."""
 
 
 @dataclass(slots=True)
 class TaskRun:
-    """One run of a body for a message: what the member has to know of it, past Celery's tracer."""
+    """One run of a body."""
 
     context: Context
     begun: bool = False
@@ -95,17 +66,17 @@ class TaskRun:
 
 
 class OrderedTask(Task):
-    """A task whose calls run in order per key. Made by `ordered_task`, or `app.task(base=OrderedTask, key=…)`."""
+    """A task whose calls run in order per key; `ordered_task` makes it."""
 
     abstract = True
     key: Key = ""
     topic: str = TOPIC
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Check what the decorator was given; Celery makes a class of each task."""
+        # Celery makes a class of each task, so this checks the decorator's options.
         super().__init_subclass__(**options)
         if inspect.isfunction(cls.__dict__.get("key")):
-            # Or it would become a method.
+            # Else it becomes a method.
             cls.key = staticmethod(cls.__dict__["key"])
         run = cls.__dict__.get("run")
         if run is not None:
@@ -123,20 +94,18 @@ class OrderedTask(Task):
         task_id: str | None = None,
         **options: Any,
     ) -> Any:
-        """Publish a call to the task's topic, behind the earlier ones of its key; return its AsyncResult.
+        """Publish a call behind earlier ones of its key and thread; return its AsyncResult once stored.
 
-        Order is that of the calls by one thread. Returns when the message is stored: a refusal or an outage is raised
-        here (PublishError and its kinds, StoreUnavailable). Raises InvalidInput for options that an ordered call can't
-        keep, for arguments that are not JSON and for what is no key; TypeError for arguments that don't fit the body.
+        Raises PublishError, StoreUnavailable; InvalidInput for refused options, an invalid key or non-JSON arguments;
+        TypeError for unfit arguments.
         """
         return self._call(None, args, kwargs, task_id, options)
 
     def delay_in(self, connection: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call the task with the caller's transaction: it runs if that commits, else it was never called.
+        """Call the task in the caller's transaction: it runs only if that commits.
 
-        `connection` is what `mqlayer.outbox.publish` takes, and its errors are those of that function. Calls of a key
-        run in the order in which their transactions commit. Where both this and `delay` are used for one key, they keep
-        their own orders each, not one.
+        `connection` and errors: `mqlayer.outbox.publish`. Calls of a key run in commit order, apart from those by
+        `delay`.
         """
         return self._call(connection, args, kwargs, None, {})
 
@@ -148,7 +117,7 @@ class OrderedTask(Task):
         task_id: str | None = None,
         **options: Any,
     ) -> Any:
-        """Do the same with options of the call."""
+        """Like `delay_in`, with options."""
         return self._call(connection, args, kwargs, task_id, options)
 
     def _call(
@@ -186,30 +155,29 @@ class OrderedTask(Task):
             return self.apply(*arguments, task_id=task_id, headers=options.get("headers"))
 
     def map(self, *_: Any) -> NoReturn:
-        """Refused: it calls bodies in one go, past every order."""
+        """Refused: bodies would run without order."""
         raise InvalidInput(f"ordered task {self.name!r}: call it once for each item")
 
     def starmap(self, *_: Any) -> NoReturn:
-        """Refused, as `map` is."""
+        """Refused, like `map`."""
         self.map()
 
     def chunks(self, *_: Any) -> NoReturn:
-        """Refused, as `map` is."""
+        """Refused, like `map`."""
         self.map()
 
     # -- in the body -------------------------------------------------------------------------------------------------
 
     @property
     def message(self) -> Context | None:
-        """The message under way: key, attempt, identity, epoch; None where the body was called directly or eagerly."""
+        """The current message's Context; None in a direct or eager call."""
         run = _run_of(self)
         return run.context if run is not None else None
 
     def fence(self, connection: Any) -> None:
-        """Let the effects of this transaction happen once, and never by a worker that lost its right: `Context.fence`.
+        """Let this transaction's effects happen once, by the current owner only (`Context.fence`).
 
-        Call it first in the transaction, and let what it raises pass. Where the body was called directly or eagerly
-        there is no message, and it does nothing.
+        Call it first in the transaction; let its errors pass. Without a message it does nothing.
         """
         context = self.message
         if context is not None:
@@ -226,10 +194,10 @@ class OrderedTask(Task):
         max_retries: Any = None,
         **options: Any,
     ) -> Any:
-        """End this attempt as a failed one: the message is tried again after the group's backoff, its key waits.
+        """Fail this attempt: the group retries the message after its backoff, and its key waits.
 
-        It always raises. No second message is made, so `eta`, `countdown` and `max_retries` are not looked at: when is
-        the group's matter, and no call is dropped. A call that is stored takes no other arguments: InvalidInput.
+        Always raises; ignores `eta`, `countdown` and `max_retries`. New arguments or options are InvalidInput. Without
+        a message, Celery's retry.
         """
         if _run_of(self) is None:
             return super().retry(args, kwargs, exc, throw, eta, countdown, max_retries, **options)
@@ -239,7 +207,7 @@ class OrderedTask(Task):
         raise _retry_error(cause) from cause
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the body: as Celery does where it was called directly or eagerly, else for the message under way."""
+        """Run the body."""
         run = _run_of(self)
         if run is not None and not run.begun:
             return self._run(run, args, kwargs)
@@ -258,14 +226,14 @@ class OrderedTask(Task):
         except Ignore:
             raise
         except FenceError as error:
-            # Not Celery's matter: the effect is there, or is the next owner's.
+            # Not for Celery: the effect exists, or the next owner makes it.
             run.error = error
             raise Ignore from error
         except Retry as asked:
             run.error = asked.exc if isinstance(asked.exc, BaseException) else asked
             raise
         except HandlerInterrupt as end:
-            # For Celery an error like others.
+            # Celery must see an ordinary error.
             run.error = timed_out(end)
             raise _retry_error(run.error) from end
         except Exception as error:
@@ -275,7 +243,7 @@ class OrderedTask(Task):
         return answer
 
     def _pass_on(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> NoReturn:
-        """Send a call to the topic that a broker brought here."""
+        # A broker brought this call (`send_task`, old messages): it goes behind earlier calls of its key.
         request = self.request
         options = {"headers": request.headers, "root_id": request.root_id, "parent_id": request.parent_id}
         self._call(None, args, kwargs, request.id, options | {"add_to_parent": False})
@@ -285,12 +253,10 @@ class OrderedTask(Task):
 def ordered_task(
     app: Celery | None = None, *, key: Key, topic: str = TOPIC, **options: Any
 ) -> Callable[[Callable[..., Any]], Any]:
-    """Make a function a Celery task whose calls run in order per key; of the current application where none is given.
+    """Make a function a task whose calls run in order per key; without `app`, a shared task.
 
-    `key` is the name of the parameter that is the key, or a function that is called with the call's arguments and
-    returns it: text, a whole number or a UUID. Calls go to `topic`, which must exist, and are run by whoever called
-    `consume_tasks` for it. `options` are those of `app.task`, such as name, bind, ignore_result. Raises InvalidInput
-    for those that would be without effect.
+    `key`: a parameter's name, or a function of the arguments that returns text, a whole number or a UUID. `topic` must
+    exist. `options`: as of `app.task`; InvalidInput for ineffective ones.
     """
 
     def decorate(function: Callable[..., Any]) -> Any:
@@ -314,15 +280,13 @@ def consume_tasks(
     options: MemberOptions | None = None,
     **rules: Unpack[RetrySettings],
 ) -> None:
-    """Run the calls of a Celery application's ordered tasks with these consumers, in order per key.
+    """Run the calls of an application's ordered tasks.
 
-    `start`, `options` and the rules for calls that fail (`backoff_s`, `attempt_limit`, `policy`, `time_limit_s`, …) are
-    those of `App.consumer`; `options.concurrency` is how many bodies run at once, on threads of the process that hosts
-    them. A call of a task that the application does not have waits, and its key with it, until a worker that has it
-    takes over. An unordered group, and one with a tag filter, is refused with Conflict when they start.
+    `start`, `options`, `rules`: as of `App.consumer`; `options.concurrency` bodies run at once, on threads. A call of
+    an unknown task waits, with its key, for a worker that has it. Starting raises Conflict for a group without order,
+    or with a tag filter.
     """
-    # Said here, although these are a group's defaults: a group that somebody made unordered would run calls side by
-    # side, and one with a filter would drop them all.
+    # Explicit, though defaults: an unordered group would run a key's calls side by side, a tag filter would drop all.
     register = consumers.consumer(
         topic, group=group, body=bytes, start=start, ordered=True, tag_filter="none", options=options, **rules
     )
@@ -330,8 +294,6 @@ def consume_tasks(
 
 
 class _TaskHandler:
-    """The handler: from a message to the body, through Celery's tracer."""
-
     def __init__(self, app: Celery) -> None:
         self._app = app
         self._loading = threading.Lock()
@@ -355,7 +317,7 @@ class _TaskHandler:
         try:
             info = self._tracer(task)(call.id, args, kwargs, request).info
         except Exception as error:
-            # The result backend, or a receiver of a signal; the body decides all the same.
+            # The result backend or a signal's receiver failed; the body still decides.
             if not run.finished and run.error is None:
                 raise
             fault = error
@@ -369,7 +331,7 @@ class _TaskHandler:
     def _task(self, name: str) -> OrderedTask:
         task = self._app.tasks.get(name)
         if task is None:
-            # A Celery worker has imported the application's modules before; `mqlayer consume` has not.
+            # Unlike a Celery worker, `mqlayer consume` has not imported the application's modules.
             with self._loading:
                 self._app.loader.import_default_modules()
             task = self._app.tasks.get(name)
@@ -388,18 +350,18 @@ class _TaskHandler:
 
 
 def _retry_error(error: BaseException | None) -> Retry:
-    """Return what tells Celery that the call will run again. Its text is logged: no text of the error's."""
+    # Celery logs this text: it must not quote the error.
     return Retry("its key waits" + (f": {where(error)}" if error is not None else ""), exc=error)
 
 
 def _note_lost_result(call: TaskCall, error: BaseException | None) -> None:
-    """The body is done: to repeat it would not bring its result back."""
+    # The body is done: repeating it would not restore its result.
     if error is not None:
         log.error("task_result_lost", extra={"task": call.task, "id": call.id, "error": where(error)})
 
 
 def _judge(call: TaskCall, info: Any) -> None:
-    """Decide about a body that neither returned nor failed: the task was ignored, or a hook failed."""
+    # The body neither returned nor failed: the task was ignored, or a hook failed.
     if not isinstance(info.retval, Ignore):
         raise info.retval if isinstance(info.retval, BaseException) else HandlerFault(f"it ended as {info.state}")
     log.info("task_ignored", extra={"task": call.task, "id": call.id})

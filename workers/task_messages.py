@@ -1,4 +1,4 @@
-"""Calls of ordered tasks as messages, and which of Celery's options for a call make sense where order is kept."""
+"""Ordered calls as messages, and Celery's options that order forbids."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from mqlayer.consuming.api.bodies import decoder_for
 from mqlayer.errors import BodyMismatch, InvalidInput
 
 Key: TypeAlias = "str | Callable[..., object]"
-"""The name of the parameter that is the message key, or a function of a call's arguments that returns it."""
+"""A parameter's name, or a function of the arguments returning the key."""
 
 
 class TaskCall(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The body of a message: one call. Arguments are JSON text, by Celery's rules: dates, UUIDs, decimals come back."""
+    """A message's body: one call; `arguments` is Celery's JSON."""
 
     task: str
     id: str
@@ -37,8 +37,6 @@ _read: Final = decoder_for(TaskCall)
 _write: Final = msgspec.json.Encoder().encode
 
 UNREADABLE: Final = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-"""What Celery's JSON raises for what it can't write, or can't read back as the type that it claims to be."""
-
 SCHEDULE_IT: Final = "it runs when those before it are done: let an ordinary task with that delay make this call"
 ITS_TOPIC: Final = "it goes to the task's topic, not to a queue: give topic= to the decorator"
 LAST_ONLY: Final = "it can be the last one of a chain, not one that others wait for: make the next call in the body"
@@ -63,7 +61,7 @@ REFUSED: Final[Mapping[str, str]] = {
     "time_limit": GROUPS_LIMIT,
     "soft_time_limit": GROUPS_LIMIT,
 }
-"""Options of a call."""
+"""Refused options of a call, with reasons."""
 
 REFUSED_OF_TASKS: Final[Mapping[str, str]] = {
     **{name: REFUSED[name] for name in ("expires", "priority", "queue", "exchange", "routing_key")},
@@ -74,9 +72,9 @@ REFUSED_OF_TASKS: Final[Mapping[str, str]] = {
     "retry_backoff": GROUPS_RULES,
     "retry_kwargs": GROUPS_RULES,
 }
-"""Options of a task's decorator."""
+"""The same for decorators."""
 
-# What canvas adds by itself, and what concerns only how a message gets to a broker.
+# Canvas adds these, or they concern only delivery to a broker.
 _WITHOUT_MEANING: Final = frozenset(
     {
         "add_to_parent",
@@ -94,7 +92,7 @@ _FIELDS: Final = frozenset({"headers", "root_id", "parent_id", "group_index", "i
 
 
 def check_options(name: str, options: Mapping[str, Any]) -> None:
-    """Raise InvalidInput for options of a call that an ordered task can't keep. Empty ones count as not given."""
+    """Raise InvalidInput for refused options; empty ones pass."""
     for option, value in options.items():
         if not value or option in _WITHOUT_MEANING or option in _FIELDS or option == "group_id":
             continue
@@ -105,14 +103,14 @@ def check_options(name: str, options: Mapping[str, Any]) -> None:
 
 
 def check_task_options(name: str, options: Mapping[str, Any]) -> None:
-    """Raise InvalidInput for options of a task that would be silently without effect."""
+    """Raise InvalidInput for ineffective options."""
     for option in sorted(REFUSED_OF_TASKS.keys() & options.keys()):
         if options[option] is not None:
             raise InvalidInput(f"ordered task {name!r} takes no {option}: {REFUSED_OF_TASKS[option]}")
 
 
 def check_body(name: str, run: Any, key: Key) -> None:
-    """Raise InvalidInput for a task body that can't be called, or a key that is none of its parameters."""
+    """Raise InvalidInput for an `async` body or an unknown key."""
     if inspect.iscoroutinefunction(run):
         raise InvalidInput(f"ordered task {name!r} is `async def`, which Celery does not run: make it a plain function")
     if key and isinstance(key, str):
@@ -123,7 +121,7 @@ def check_body(name: str, run: Any, key: Key) -> None:
 
 
 def key_of(name: str, key: Key, run: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """Return a call's message key. Raises InvalidInput where it is none; TypeError where the arguments don't fit."""
+    """Return the message key. Raises InvalidInput for its type, TypeError for unfit arguments."""
     if isinstance(key, str):
         bound = inspect.signature(run).bind(*args, **kwargs)
         bound.apply_defaults()
@@ -134,7 +132,7 @@ def key_of(name: str, key: Key, run: Any, args: Sequence[Any], kwargs: Mapping[s
         raise InvalidInput(
             f"ordered task {name!r}: a key is text, a whole number or a UUID, not {type(found).__name__}"
         )
-    # Not str(found): a member of an enum would have another key than its value, which is what is sent of it.
+    # Not str(found): an enum member must have the key of its value, which is sent.
     match found:
         case str():
             return str.__str__(found)
@@ -146,7 +144,7 @@ def key_of(name: str, key: Key, run: Any, args: Sequence[Any], kwargs: Mapping[s
 def call_of(
     name: str, task_id: str, args: Sequence[Any], kwargs: Mapping[str, Any], options: Mapping[str, Any]
 ) -> TaskCall:
-    """Return a call as it is sent. Raises InvalidInput for arguments or headers that are not JSON."""
+    """Return a call. Raises InvalidInput for non-JSON arguments."""
     fields = {field: options[field] for field in _FIELDS if options.get(field) is not None}
     if not isinstance(fields.get("headers", {}), Mapping):
         raise InvalidInput(f"headers of a call of ordered task {name!r} are names with values")
@@ -156,7 +154,7 @@ def call_of(
 
 
 def encode(call: TaskCall) -> bytes:
-    """Return a call as a message's body."""
+    """Return a body. Raises InvalidInput for non-JSON headers."""
     try:
         return _write(call)
     except (TypeError, msgspec.MsgspecError) as error:
@@ -164,7 +162,7 @@ def encode(call: TaskCall) -> bytes:
 
 
 def decode(body: bytes) -> TaskCall:
-    """Return the call in a message's body. Raises BodyMismatch, which never says what is in it."""
+    """Return a body's call. Raises BodyMismatch, without the body's content."""
     call: TaskCall = _read(body)
     return call
 
@@ -185,7 +183,7 @@ def arguments_of(call: TaskCall) -> tuple[list[Any], dict[str, Any]]:
 def _json(name: str, value: Any) -> str:
     try:
         text = str(celery_json.dumps(value, allow_nan=False))  # type: ignore[no-untyped-call]
-        # Read once here: a mapping that looks like one of Celery's types, and is none, would hold its key for ever.
+        # Read back here: a mapping that only looks like one of Celery's types would block its key for ever.
         celery_json.loads(text)  # type: ignore[no-untyped-call]
     except UNREADABLE as error:
         # The encoder's own text may quote a value.
@@ -196,7 +194,7 @@ def _json(name: str, value: Any) -> str:
 
 
 def as_request(call: TaskCall, args: list[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return what Celery keeps as `self.request`, but for what the worker adds."""
+    """Return `self.request` without the worker's fields."""
     request: dict[str, Any] = {
         "task": call.task,
         "id": call.id,

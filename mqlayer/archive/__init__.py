@@ -1,7 +1,4 @@
-"""The archive: what was published, kept in Postgres for as long as an operator wants, and snapshots of it.
-
-See docs/how-to/archive.md.
-"""
+"""The archive of published messages in Postgres, and its snapshots: `docs/how-to/archive.md`."""
 
 from mqlayer.archive.archiver import ArchiveReport, archive_pass
 from mqlayer.archive.gaps import ArchiveGap, accept_gaps, list_gaps

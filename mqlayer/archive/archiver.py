@@ -1,12 +1,4 @@
-"""The archiver: moves what stands in the streams of archived topics into the archive, batch after batch.
-
-A batch is a stretch of one partition. Postgres has it whole or not at all, with the marks and the offset behind it, so
-whoever comes after a crash goes on there. Identity makes records unique: what the marks have already is left out, what
-is not the successor of a mark stops the partition before it.
-
-A key's records come in the order of (batch, log_offset): successors wait until their parents are complete, and what a
-node gives out again after it fell back is in later batches.
-"""
+"""Archive the streams of archived topics: `docs/design/archive.md`."""
 
 from __future__ import annotations
 
@@ -34,10 +26,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class ArchiveReport:
-    """What a pass did: records archived per topic, partitions that are complete since, partitions that stand before a
-    gap nobody accepted, nodes that were passed by, with the reason, topics that somebody else holds, and
-    partitions with a record that can't be archived; and likewise of what became of messages. `ended`: nothing that can
-    be read is left."""
+    """Result of a pass.
+
+    `stopped`: partitions at an unaccepted gap. `skipped_nodes`: with the reason. `locked_topics`: by other processes.
+    `failed`: partitions with an unreadable record. `ended`: nothing is left.
+    """
 
     archived: dict[str, int] = field(default_factory=dict)
     completed: list[int] = field(default_factory=list)
@@ -50,18 +43,17 @@ class ArchiveReport:
 
     @property
     def total(self) -> int:
-        """Records archived in all."""
+        """All archived records."""
         return sum(self.archived.values())
 
 
 def archive_pass(
     database: Database, *, prefix: str, topic: str | None = None, at_most_s: float | None = None, unsafe: bool = False
 ) -> ArchiveReport:
-    """Archive what stands in the streams of archived topics; of one, or of all.
+    """Archive records and outcomes of archived topics, or of one.
 
-    Each partition is read to its end, batches of all of them in turn; after `at_most_s` no further batch is begun. A
-    node that is away or not armed is passed by and reported, and keeps nothing else waiting. Safe to run twice at
-    once, and to be killed at any line: every record is in the archive once.
+    Batches of all partitions in turn; none starts after `at_most_s`. Skips unavailable and unarmed nodes. Safe to kill
+    and to run concurrently.
     """
     report = ArchiveReport()
     until = float("inf") if at_most_s is None else time.monotonic() + at_most_s
@@ -84,10 +76,8 @@ def archive_pass(
 
 
 class _NodeConnections:
-    """Connections to nodes, and which are away in this pass."""
-
     def __init__(self, nodes: Mapping[NodeId, Node], report: ArchiveReport, *, prefix: str, unsafe: bool) -> None:
-        # As of the pass's beginning: a node that is armed anew meanwhile is left for the next pass.
+        # As of the start: a node armed meanwhile waits for the next pass.
         self._nodes, self._report, self._prefix, self._unsafe = nodes, report, prefix, unsafe
         self._connections: dict[NodeId, NodeConnection] = {}
         self._unreachable: set[NodeId] = set()
@@ -100,7 +90,6 @@ class _NodeConnections:
             connection.close()
 
     def read(self, source: ArchiveInput, since: int) -> StreamPages | None:
-        """Begin to read a partition; None where its node is away."""
         if source.node in self._unreachable or source.node not in self._nodes:
             return None
         try:
@@ -110,13 +99,11 @@ class _NodeConnections:
             return None
 
     def pages(self, source: ArchiveInput, since: int) -> StreamPages:
-        """Begin to read a partition. Raises StoreUnavailable, NodeNotArmed."""
         if source.node not in self._connections:
             self._connections[source.node] = NodeConnection(self._nodes[source.node], unsafe=self._unsafe)
         return StreamPages(self._connections[source.node], self._prefix, source, since)
 
     def skip_node(self, node_id: NodeId, error: MqlayerError) -> None:
-        """Ask a node for nothing more in this pass."""
         self._unreachable.add(node_id)
         name = self._nodes[node_id].name
         self._report.skipped_nodes[name] = str(error)
@@ -124,8 +111,6 @@ class _NodeConnections:
 
 
 class _TopicPass:
-    """One topic's turn in a pass."""
-
     def __init__(
         self,
         database: Database,
@@ -141,11 +126,10 @@ class _TopicPass:
         self._done: set[int] = set()
         self._succeeded = True
         self._chains: dict[int, PartitionChains] = {}
-        # The batch and stretch behind which the chains stand.
+        # The batch and segment that the chains have reached.
         self._position = (-1, -1)
 
     def run(self) -> None:
-        """Archive every partition to its end, also those that become ready when their parents are complete."""
         try:
             while self._round():
                 pass
@@ -159,7 +143,7 @@ class _TopicPass:
                 connection.execute(query("archive_passed"), {"topic_id": self._topic_id})
 
     def _round(self) -> bool:
-        """Archive what is ready, a batch of each partition in turn; say whether something else is ready since."""
+        """Return whether other partitions became ready."""
         connection = deque((source, since) for source, since in self._work() if source.partition not in self._done)
         completed = False
         while connection:
@@ -187,7 +171,6 @@ class _TopicPass:
             )
 
     def _batch(self, source: ArchiveInput, since: int) -> BatchResult:
-        """Archive a stretch of a partition, where there is one."""
         pages = self._connections.read(source, since)
         failpoint("archive.after_read")
         if pages is None or not pages.first:
@@ -195,7 +178,7 @@ class _TopicPass:
         stock = [pages]
 
         def work(connection: Connection, batch: ArchiveBatch) -> BatchResult:
-            # Once more after a conflict: what was read before was given out already.
+            # A retry after a conflict reads again: the first read is consumed.
             given = stock.pop() if stock else self._connections.pages(source, since)
             return BatchWriter(connection, batch, self._chains_of(source, batch), since).write(given)
 
@@ -207,28 +190,27 @@ class _TopicPass:
         return self._note_progress(source, written or BatchResult(since))
 
     def _failed(self, source: ArchiveInput, since: int, error: StoreUnavailable | Conflict) -> BatchResult:
-        """Leave a node, or a partition with a record that can't be archived, for the next pass."""
         if isinstance(error, StoreUnavailable) and error.address != self._database.address:
             self._connections.skip_node(source.node, error)
         else:
-            # Nobody came to its end: else nobody would hear of it but readers of logs.
+            # Without this the pass would count as complete, and only the log would show the failure.
             self._succeeded = False
             self._report.failed[source.partition] = str(error)
             log.error("archive_failed", extra={"partition": source.partition, "reason": str(error)})
         return BatchResult(since)
 
     def _chains_of(self, source: ArchiveInput, batch: ArchiveBatch) -> PartitionChains:
-        """Return a partition's chains; afresh where somebody else wrote a batch, or this is another try."""
+        """Return the chains; new ones after another process's batch or a failed try."""
         position = (batch.number, batch.segment)
         if position != self._position:
             self._chains.clear()
-        # Until the batch is there, the chains are ahead of the archive.
+        # Until the commit, the chains are ahead of the archive.
         self._position = (-1, -1)
         return self._chains.setdefault(source.partition, PartitionChains(source))
 
     def _note_progress(self, source: ArchiveInput, written: BatchResult) -> BatchResult:
         if written.moved:
-            # Somebody else archives it, or its node fell back: the next pass looks anew.
+            # Another archiver has it, or its node fell back: left for the next pass.
             return written
         if written.batch is not None:
             self._chains[source.partition].settle(written.batch.segment)

@@ -1,4 +1,4 @@
-"""What the database answers, brought into the declared columns: Arrow in, Arrow out, a batch at a time."""
+"""Convert Arrow batches into declared columns."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ TYPES: Final[Mapping[str, pa.DataType]] = {
 
 
 def arrow_schema(columns: Mapping[str, str]) -> pa.Schema:
-    """Return the Arrow schema of declared columns."""
+    """Return the columns' Arrow schema."""
     return pa.schema([pa.field(name, TYPES[word]) for name, word in columns.items()])
 
 
 def formed(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
-    """Return a batch with these columns only, each in its declared type."""
+    """Return a batch with this schema."""
     return pa.RecordBatch.from_arrays([_column(batch.column(field.name), field) for field in schema], schema=schema)
 
 
@@ -40,7 +40,6 @@ def _column(column: pa.Array, field: pa.Field) -> pa.Array:
 
 
 def _maps(texts: pa.Array, wanted: pa.DataType) -> pa.Array:
-    """JSON objects as maps; few differ in a batch, so each is parsed once."""
     coded = texts.dictionary_encode()
     parsed: list[list[tuple[str, Any]]] = [list(json.loads(text).items()) for text in coded.dictionary.to_pylist()]
     return pa.array(parsed, type=wanted).take(coded.indices)

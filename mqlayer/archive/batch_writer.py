@@ -1,6 +1,6 @@
-"""One batch: a stretch of a partition's stream, with the marks and the offset behind it, in one transaction.
+"""Write one batch of a partition's records, marks and end offset.
 
-The rows go to Postgres while the next piece comes from the node; nothing but some pieces is in memory.
+Memory: a few pages.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from mqlayer.postgres.queries import query
 
 RECORDS: Final = 50_000
 BYTES: Final = 16_000_000
-"""Bounds of a batch: it ends with the piece that reaches one of them."""
+"""A batch ends with the page that reaches a bound."""
 
 
 @dataclass(slots=True)
 class BatchResult:
-    """What became of a stretch: how many records are new, up to which offset it was looked at.
+    """New records, and the offset that reading reached.
 
-    `complete`: the partition is; `stopped`: it stands before a gap that nobody accepted; `moved`: somebody else moved
-    the partition on, or its node fell back, so that nothing was written; `more`: there may be something behind it.
+    `stopped`: at an unaccepted gap. `moved`: another process archived it, or its node fell back; nothing was written.
+    `more`: records may follow.
     """
 
     upto: int
@@ -54,7 +54,7 @@ class BatchResult:
 
 
 class BatchWriter:
-    """Writes one batch of one partition, inside a transaction that holds the topic's archive."""
+    """Writes one batch; the transaction must lock the topic's archive."""
 
     def __init__(self, connection: Connection, batch: ArchiveBatch, chains: PartitionChains, since: int) -> None:
         self._connection, self._batch, self._chains = connection, batch, chains
@@ -66,7 +66,7 @@ class BatchWriter:
         self._seen: dict[tuple[int, int], int] = {}
 
     def write(self, pages: StreamPages) -> BatchResult:
-        """Write what stands in the pieces. Raises NodeNotArmed where their node is armed anew since."""
+        """Write the pages. Raises NodeNotArmed after another arming."""
         written = self._written
         place = {"partition_id": self._source.partition}
         row = self._connection.execute(query("archive_progress"), place).fetchone()
@@ -77,8 +77,8 @@ class BatchWriter:
         with closing(pages), self._copy:
             self._write_pages(pages)
         failpoint("archive.after_copy")
-        # What a run said that is not the armed one any more may have been taken back, and its offsets given to others;
-        # so may that of a run which was armed again, since its server was emptied.
+        # A replaced run's records may be lost, and their offsets assigned to others; likewise a run that was emptied
+        # and armed again.
         armed = self._connection.execute(query("archive_run"), place).fetchone()
         if armed is None or armed != (pages.run_id, self._source.armed_at):
             raise NodeNotArmed(f"partition {self._source.partition}", "its node is armed anew: the next pass goes on")
@@ -104,7 +104,6 @@ class BatchWriter:
         written.more = pages.more
 
     def _write_page(self, entries: list[Entry]) -> int:
-        """Write a piece; return the bytes of its rows."""
         at, size = 0, 0
         while at < len(entries) and not self._written.stopped:
             rows: list[bytes] = []
@@ -123,7 +122,7 @@ class BatchWriter:
         return size
 
     def _decide(self, entries: list[Entry], at: int) -> int:
-        """Do what an entry needs, and return where to go on."""
+        """Return the index to continue at."""
         entry = entries[at]
         self._copy.end()
         if is_command(entry):
@@ -148,17 +147,13 @@ class BatchWriter:
             self._chains.load(unknown, self._connection.execute(query("archive_marks"), facts).fetchall())
 
     def _check_ends(self, offset: int) -> None:
-        """Stop before the end where chains end before what the partition was sealed with.
-
-        What is missing there has nothing behind it in this partition; in its successors nothing may ever follow.
-        """
+        """Stop if chains end below the seal's marks: no later record would show these gaps."""
         self._load(self._chains.missing())
         for chain, seq in self._chains.short():
             if not self._pass_gap(chain, seq + 1, offset):
                 self._written.stopped, self._written.upto = True, offset
 
     def _at_gap(self, chain: LpChain, seq: int, entries: list[Entry], at: int) -> int:
-        """Pass a gap, or stop before it."""
         offset = offset_of(entries[at])
         if self._pass_gap(chain, seq, offset):
             return at
@@ -168,7 +163,7 @@ class BatchWriter:
         return at
 
     def _pass_gap(self, chain: LpChain, seq: int, offset: int) -> bool:
-        """Note the gap before a seq; go on behind it where it was accepted, or a switch of the topic explains it."""
+        """Record a gap; pass it if accepted or if archiving was off."""
         switched = chain.segment < self._batch.segment and chain.last == chain.stored
         accepted = switched or self._is_accepted(chain, seq)
         self._written.gaps.append(SeqGap(chain.source, chain.lp, chain.last, seq, offset, accepted))
@@ -187,7 +182,7 @@ class BatchWriter:
         return self._connection.execute(query("archive_gap_accepted"), facts).fetchone() is not None
 
     def _look_ahead(self, entries: list[Entry]) -> None:
-        """Find the first gaps of other chains: who accepts one wants to know of all."""
+        """Find other chains' first gaps, for operators."""
         for entry in entries:
             if is_command(entry):
                 continue
@@ -233,14 +228,13 @@ class BatchWriter:
 
 
 class _CopyStream:
-    """COPY into the archive's records, begun when there are rows, ended before anything else is asked."""
+    """A COPY. End it before other statements."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._open: tuple[AbstractContextManager[psycopg.Copy], psycopg.Copy] | None = None
 
     def write(self, rows: bytes) -> None:
-        """Write rows."""
         if self._open is None:
             manager = self._connection.cursor().copy(COPY)
             self._open = (manager, manager.__enter__())
@@ -248,7 +242,6 @@ class _CopyStream:
         self._open[1].write(rows)
 
     def end(self) -> None:
-        """Have Postgres take what was written."""
         if self._open is not None:
             (manager, copy), self._open = self._open, None
             copy.write(ENDING)

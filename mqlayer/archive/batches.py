@@ -1,6 +1,6 @@
-"""Batches: each of the archive's transactions is one, numbered per topic, and holds the topic's archive to its commit.
+"""Batches: the archive's transactions, each with a lock on its topic.
 
-Who locks more than one topic's archive takes them in the order of their ids, before anything else of the archive.
+Lock several topics in the order of their ids, before all else of the archive.
 """
 
 from __future__ import annotations
@@ -20,17 +20,16 @@ log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 TIMEOUTS: Final = {"lock_wait": "10s", "idle": "30s"}
-"""A process that is stopped in a batch must not keep all others from archiving the topic."""
+"""A stopped process must not block the topic."""
 CONFLICT_S: Final = 10.0
-"""For how long a batch is tried again while others hold what it needs."""
 STOPPED_S: Final = 60.0
-"""A COPY that waits for its client for so long waits for a process that is stopped: a batch takes some seconds."""
+"""A COPY that waits this long has a stopped client."""
 TRIES: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
 class ArchiveBatch:
-    """A topic's archive, held by this transaction. `number`: of the batch to write; `at`: when it is archived."""
+    """A topic's locked archive and the batch to write."""
 
     topic_id: int
     number: int
@@ -39,17 +38,16 @@ class ArchiveBatch:
     day: date
 
     def put(self, connection: Connection, *, records: int = 0, outcomes: int = 0) -> None:
-        """Say what was written under this number: the last act of the transaction, once."""
+        """Record the counts, last in the transaction."""
         facts = {"topic_id": self.topic_id, "batch": self.number, "day": self.day}
         connection.execute(query("archive_day_put"), facts | {"records": records, "outcomes": outcomes})
         connection.execute(query("archive_batch_put"), facts)
 
 
 def in_batch(database: Database, topic_id: int, work: Callable[[Connection, ArchiveBatch], Result]) -> Result | None:
-    """Run `work` in a transaction that holds a topic's archive; None where the topic is not archived.
+    """Run `work` in a transaction that locks a topic's archive; None if the topic is not archived.
 
-    The table partitions of the batch's day are there. Whatever `work` writes goes under `batch.number`, by `batch.put`.
-    Repeated as a whole after a conflict.
+    `work` ends with `batch.put`, and is repeated after a conflict.
     """
 
     def attempt(connection: Connection) -> tuple[bool, Result | None]:
@@ -71,12 +69,12 @@ def in_batch(database: Database, topic_id: int, work: Callable[[Connection, Arch
 
 
 def make_days(database: Database) -> None:
-    """Make the table partitions of today and tomorrow, by the database's clock, where they are not there."""
+    """Create the table partitions of today and tomorrow."""
     database.transaction(lambda connection: connection.execute(query("archive_days_make")).fetchall())
 
 
 def end_stopped(database: Database) -> int:
-    """End the sessions of archivers that are stopped in a COPY, which no timeout of Postgres does; return how many."""
+    """End sessions stopped in a COPY, which no timeout ends; return their number."""
     with database.connection() as connection:
         rows = connection.execute(query("archive_end_stopped"), {"stopped_s": STOPPED_S}).fetchall()
     if rows:

@@ -1,7 +1,4 @@
-"""The declared columns of what readers of the archive see, whichever way they read; types as in Spark's SQL.
-
-Every column may be null as far as readers are concerned, so that the schema is the same by each way.
-"""
+"""Columns for the archive's readers, with Spark's SQL types; all nullable."""
 
 from __future__ import annotations
 
@@ -61,12 +58,12 @@ SNAPSHOT_QUERIES: Final[Mapping[ArchiveTable, str]] = {
     "lineage": "snapshot_lineage",
 }
 WHOLE_QUERY: Final = "snapshot_records_whole"
-"""In the place of the one for records, where the snapshot is whole."""
+"""For records of a whole snapshot."""
 STREAM_QUERIES: Final[Mapping[ArchiveTable, str]] = {"records": "stream_records", "outcomes": "stream_outcomes"}
 
 
 def check_table(table: str) -> ArchiveTable:
-    """Return the table if it is one. Raises InvalidInput."""
+    """Return a valid table name. Raises InvalidInput."""
     for name in get_args(ArchiveTable):
         if name == table:
             return name  # type: ignore[no-any-return]
@@ -74,7 +71,7 @@ def check_table(table: str) -> ArchiveTable:
 
 
 def chosen_columns(table: ArchiveTable, wanted: list[str] | None) -> dict[str, str]:
-    """Return the wanted columns with their types, all where none is named. Raises InvalidInput."""
+    """Return the wanted columns with types. Raises InvalidInput."""
     known = COLUMNS[table]
     unknown = [name for name in wanted or [] if name not in known]
     if unknown or (wanted is not None and not wanted):

@@ -1,9 +1,4 @@
-"""Records of streams as rows of the archive: which are new, each the successor of its chain's last, and their form for
-COPY.
-
-Rows are made in COPY's binary form. Against the text form it spares Postgres the parsing of eleven columns, and both
-sides the escaping of keys and bodies; figures: docs/reference/figures.md.
-"""
+"""Select records that continue their chains; encode them for binary COPY, which saves parsing and escaping."""
 
 from __future__ import annotations
 
@@ -23,7 +18,7 @@ COPY: Final = (
     "COPY mqlayer_archive.record (topic_id, batch, version, partition_id, log_offset, source, lp, seq, published_at, "
     "archived_at, key, tags, headers, body) FROM STDIN (FORMAT binary)"
 )
-"""Here, not among the named queries: COPY can't be prepared."""
+"""Not a named query: COPY can't be prepared."""
 
 OPENING: Final = b"PGCOPY\n\xff\r\n\0" + bytes(8)
 ENDING: Final = b"\xff\xff"
@@ -38,23 +33,22 @@ _TEXT_OID: Final = 25
 _EPOCH_MS: Final = 946_684_800_000
 _EPOCH: Final = datetime(2000, 1, 1, tzinfo=UTC)
 _LAST_MS: Final = 253_402_300_799_999
-"""The end of the year 9999: the last that Python can read again."""
+"""Year 9999, the last that Python reads."""
 
 _TAGGED: Final = f'"{TAGS_HEADER}":'.encode()
 _decode: Final = msgspec.json.Decoder(dict[str, str]).decode
 _encode: Final = msgspec.json.Encoder().encode
 
 Pair = tuple[int, int]
-"""A source and an LP."""
 NOTHING: Final = -2
-"""In place of the last seq of a chain of which the archive has nothing."""
+"""The last seq of an unarchived chain."""
 NO_END: Final = 2**62
 
 
 class LpChain:
-    """Where a source is in an LP: `last` as of what was looked at, `stored` as of the archive.
+    """A source's position in an LP: `last` read, `stored` in the archive.
 
-    `first`: where its stretch begins anew, 0 where it goes on; `end`: what is beyond is not archived here.
+    `first`: first seq of a new stretch, else 0. Seqs above `end` are not archived here.
     """
 
     __slots__ = ("end", "first", "last", "lp", "segment", "source", "stored")
@@ -65,7 +59,7 @@ class LpChain:
 
 
 class SeqGap(NamedTuple):
-    """Seqs that are not there: after `after`, before `next_seq`; behind it comes the record at an offset."""
+    """Missing seqs between `after` and `next_seq`, the record at `offset`."""
 
     source: int
     lp: int
@@ -76,7 +70,7 @@ class SeqGap(NamedTuple):
 
 
 class PartitionChains:
-    """The chains of one partition, loaded source by source, kept from batch to batch."""
+    """A partition's chains, loaded per source, kept between batches."""
 
     def __init__(self, partition: ArchiveInput) -> None:
         self.partition = partition
@@ -84,12 +78,12 @@ class PartitionChains:
         self._sources: set[bytes] = set()
 
     def unknown(self, entries: Iterable[Entry]) -> list[int]:
-        """Return the sources of some entries whose marks are not loaded."""
+        """Return sources without loaded marks."""
         found = {entry[1][1].split(b":", 1)[0] for entry in entries if not is_command(entry)}
         return sorted(int(text) for text in found - self._sources if text.isdigit())
 
     def met(self, entry: Entry) -> tuple[LpChain | None, int]:
-        """Return a record's chain, None where its source's marks are not loaded, and its seq."""
+        """Return a record's chain (None: not loaded) and seq."""
         try:
             source, lp, seq, _ = entry[1][1].split(b":", 3)
             return self.chain_of(source, lp), int(seq)
@@ -97,7 +91,7 @@ class PartitionChains:
             raise self._unreadable(entry, "has no identity") from error
 
     def known(self, entry: Entry) -> tuple[LpChain, int]:
-        """Return a record's chain, whose source's marks are loaded if it is one, and its seq."""
+        """As `met`. Raises Conflict if not loaded."""
         chain, seq = self.met(entry)
         if chain is None:
             raise self._unreadable(entry, "has no identity")
@@ -110,13 +104,13 @@ class PartitionChains:
         )
 
     def missing(self) -> list[int]:
-        """Return the sources of the marks that the partition was sealed with, where theirs are not loaded."""
+        """Return the seal's sources without loaded marks."""
         return sorted({source for source, _, _ in self._sealed() if b"%d" % source not in self._sources})
 
     def short(self) -> list[tuple[LpChain, int]]:
-        """Return the chains that end before the marks that the partition was sealed with, and those marks.
+        """Return chains that end below the seal's marks, with these.
 
-        Of a chain that the archive has nothing of nobody knows whether it was there when archiving began.
+        Omits unarchived chains, which may predate archiving.
         """
         ends = [(self.chain_of(b"%d" % source, b"%d" % lp), seq) for source, lp, seq in self._sealed()]
         return [(chain, seq) for chain, seq in ends if chain is not None and NOTHING != chain.last < seq]
@@ -126,33 +120,31 @@ class PartitionChains:
         return sorted((*map(int, name.split(":")), seq) for name, seq in marks.items())  # type: ignore[misc]
 
     def load(self, sources: Iterable[int], marks: Iterable[tuple[int, int, int, int]]) -> None:
-        """Take in all marks of sources: source, LP, last seq, stretch."""
+        """Load marks: source, LP, last seq, segment."""
         self._sources |= {b"%d" % source for source in sources}
         for source, lp, last, segment in marks:
             self._of[b"%d" % source, b"%d" % lp] = self._chain(source, lp, last, segment)
 
     def chain_of(self, source: bytes, lp: bytes) -> LpChain | None:
-        """Return a chain; None where its source's marks are not loaded."""
+        """Return a chain; None if not loaded."""
         chain = self._of.get((source, lp))
         if chain is None and source in self._sources:
             chain = self._of[source, lp] = self._chain(int(source), int(lp), NOTHING, 0)
         return chain
 
     def changed(self) -> list[LpChain]:
-        """Return the chains that go further than the archive."""
+        """Return the chains ahead of the archive."""
         return [chain for chain in self._of.values() if chain.last != chain.stored]
 
     def settle(self, segment: int) -> None:
-        """The archive has all that was looked at."""
+        """Mark everything read as archived."""
         for chain in self.changed():
             chain.stored, chain.first, chain.segment = chain.last, 0, segment
 
     def rows(self, entries: Sequence[Entry], at: int, start: bytes, archived_us: int, pages: list[bytes]) -> int:
-        """Append the new ones of some entries, from an index on, as COPY wants them.
+        """Append COPY rows from index `at`; stop at an entry that needs a decision, and return its index.
 
-        Stops at an entry that needs a decision, and returns its index: its chain is not loaded, a gap is before it, or
-        it is the command. Records that the archive has already are passed over. Raises Conflict at one of which no row
-        can be made.
+        Decisions: unloaded chain, gap, command record. Raises Conflict for an unreadable record.
         """
         chains, cut, middle, no_headers = self._of, self.partition.cut, _MIDDLE.pack, _NO_HEADERS.pack
         index = at
@@ -196,18 +188,17 @@ class PartitionChains:
 
 
 def row_start(partition: ArchiveInput, batch: int) -> bytes:
-    """Return what the rows of a batch begin with."""
+    """Return the start of a batch's rows."""
     return _START.pack(14, 4, partition.topic_id, 8, batch, 4, partition.version, 4, partition.partition)
 
 
 def microseconds(at: datetime) -> int:
-    """Return a time as COPY has it."""
+    """Return a time in COPY's form."""
     past = at - _EPOCH
     return (past.days * 86_400 + past.seconds) * 1_000_000 + past.microseconds
 
 
 def _headers(facts: bytes, body_size: int) -> tuple[bytes, bytes]:
-    """Return the time, and tags, headers and the body's size as COPY has them."""
     ms, _, text = facts.partition(b":")
     tags = _NULL
     if _TAGGED in text:

@@ -1,5 +1,4 @@
-"""Gaps: seqs that the archive does not have and can't get any more from the streams. Each stops its partition until an
-operator accepts it, but for those of a time in which archiving was switched off."""
+"""Gaps: seqs that neither archive nor streams have."""
 
 from __future__ import annotations
 
@@ -15,10 +14,10 @@ from mqlayer.postgres.queries import query
 
 @dataclass(frozen=True, slots=True)
 class ArchiveGap:
-    """Seqs of a source in an LP that are not archived: those after `after` and before `next_seq`.
+    """Missing seqs of a source in an LP, between `after` and `next_seq`.
 
-    `partition` and `offset`: where the record behind it is; `accepted_at` None: the partition waits. `actor` None with
-    a time: archiving was switched off meanwhile.
+    `partition`, `offset`: of the next record. The partition waits until `accepted_at`. Accepted without `actor`:
+    archiving was off.
     """
 
     topic: str
@@ -34,12 +33,12 @@ class ArchiveGap:
 
     @property
     def missing(self) -> int:
-        """How many seqs it is."""
+        """How many seqs."""
         return self.next_seq - self.after - 1
 
 
 def list_gaps(database: Database, topic: str | None = None, *, waiting: bool = False) -> list[ArchiveGap]:
-    """Return the gaps of a topic's archive, or of all; `waiting`: only those that stop a partition."""
+    """Return gaps of one topic or all; `waiting`: that stop partitions."""
     with database.connection() as connection:
         rows = connection.execute(query("archive_gaps"), {"topic": topic, "waiting": waiting}).fetchall()
     return [ArchiveGap(*row) for row in rows]
@@ -48,10 +47,9 @@ def list_gaps(database: Database, topic: str | None = None, *, waiting: bool = F
 def accept_gaps(
     database: Database, topic: str, *, reason: str, partition: int | None = None, actor: str = "api"
 ) -> int:
-    """Let the archiver go on behind all gaps that a topic's archive waits at, or one partition; return how many.
+    """Let the archiver pass gaps that stop a topic or partition; return their number. Audited.
 
-    What was archived before a gap stays, but snapshots made from then on begin behind it in its source and LP. Written
-    into the audit log with the reason. Raises NotFound where nothing waits, InvalidInput without a reason.
+    Later snapshots begin after them. Raises NotFound without a waiting gap, InvalidInput without a reason.
     """
     if not reason.strip():
         raise InvalidInput("say why what is missing may be missing: --reason TEXT")

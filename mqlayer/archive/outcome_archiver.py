@@ -1,10 +1,4 @@
-"""Outcomes: what became of messages, per group, from where it was noted into the archive, each once.
-
-What members and receivers settle is noted in a stream on the node, by the script that settles (see `redis.outcomes`);
-what owners and operators do in Postgres is noted in a queue there, by the same transaction. States of an entry of a
-stream: *noted* -> *archived* (in Postgres, with the place up to which that is so, in one transaction) -> gone from the
-node. A crash between leaves entries that are not above that place: nobody reads them again, the next look drops them.
-"""
+"""Move outcomes from nodes and Postgres into the archive, each once: `docs/design/archive.md`."""
 
 from __future__ import annotations
 
@@ -28,14 +22,14 @@ log = logging.getLogger(__name__)
 
 CURSORS_PER_CALL: Final = 20
 ENTRIES_PER_CURSOR: Final = 200
-"""Bounds of what one batch takes from a node: 4,000 entries, of 500 ranges each at the most."""
+"""Bounds of a batch: 4,000 entries of at most 500 ranges each."""
 ACTS_PER_BATCH: Final = 5_000
 
 
 @dataclass(slots=True)
 class OutcomeReport:
-    """What was archived per topic, in rows; offsets that nodes dropped for lack of an archiver; nodes that were passed
-    by, with the reason; topics that somebody else holds. `ended`: nothing that can be read is left."""
+    """Rows per topic; offsets that nodes dropped for lack of an archiver; skipped nodes with the reason; topics locked
+    elsewhere. `ended`: nothing is left."""
 
     archived: dict[str, int] = field(default_factory=dict)
     dropped: int = 0
@@ -45,12 +39,12 @@ class OutcomeReport:
 
     @property
     def total(self) -> int:
-        """Rows archived in all."""
+        """All archived rows."""
         return sum(self.archived.values())
 
 
 class OutcomeCursor(NamedTuple):
-    """A group at a partition, and up to where its entries are in the archive."""
+    """A group's last archived entry of a partition."""
 
     partition: int
     group_id: int
@@ -61,7 +55,7 @@ Fetched = Sequence[tuple[OutcomeCursor, Sequence[OutcomeEntry]]]
 
 
 class OutcomeBatchResult(NamedTuple):
-    """What a batch wrote, in rows; where the cursors are now; how many offsets their nodes had dropped."""
+    """Written rows, new cursors, dropped offsets."""
 
     rows: int
     cursors: list[OutcomeCursor]
@@ -71,11 +65,10 @@ class OutcomeBatchResult(NamedTuple):
 def archive_outcomes(
     database: Database, *, prefix: str, topic: str | None = None, at_most_s: float | None = None, unsafe: bool = False
 ) -> OutcomeReport:
-    """Archive what became of the messages of archived topics; of one, or of all.
+    """Archive the outcomes of archived topics, or of one.
 
-    A node that is away or not armed is passed by and reported, and keeps nothing else waiting; after `at_most_s` no
-    further batch is begun. Safe to run twice at once, and to be killed at any line: each outcome is in the archive
-    once. Raises StoreUnavailable where Postgres is away.
+    Skips unavailable and unarmed nodes. Starts no batch after `at_most_s`. Safe to kill and to run concurrently. Raises
+    StoreUnavailable if Postgres is unavailable.
     """
     report = OutcomeReport()
     until = float("inf") if at_most_s is None else time.monotonic() + at_most_s
@@ -89,7 +82,7 @@ def archive_outcomes(
 def move_outcomes(
     database: Database, topic_id: int, topic: str, report: OutcomeReport, *, prefix: str, until: float, unsafe: bool
 ) -> None:
-    """Archive what became of one topic's messages; `until`: begin nothing after this time, by the monotonic clock."""
+    """Archive one topic's outcomes. `until`: monotonic time."""
     nodes = {node.node_id: node for node in load_nodes(database)}
     moving = _OutcomePass(database, topic_id, report, until)
     try:
@@ -114,8 +107,6 @@ def _cursors(database: Database, topic_id: int) -> Mapping[NodeId, list[OutcomeC
 
 
 class _OutcomePass:
-    """One topic's turn."""
-
     def __init__(self, database: Database, topic_id: int, report: OutcomeReport, until: float) -> None:
         self._database, self._topic_id, self._report, self._until = database, topic_id, report, until
         self.rows = 0
@@ -126,7 +117,6 @@ class _OutcomePass:
         return not self._report.ended
 
     def from_node(self, node: Node, cursors: Sequence[OutcomeCursor], *, prefix: str, unsafe: bool) -> None:
-        """Archive what a node's streams hold; where it is away, report that."""
         with NodeConnection(node, unsafe=unsafe) as connection:
             for at in range(0, len(cursors), CURSORS_PER_CALL):
                 left: Sequence[OutcomeCursor] = cursors[at : at + CURSORS_PER_CALL]
@@ -137,11 +127,10 @@ class _OutcomePass:
                         self._report.skipped_nodes[node.name] = str(error)
                         log.warning("outcomes_node_skipped", extra={"node": node.name, "reason": str(error)})
                         return
-                    # Those that had something are looked at again, which drops it from the node.
+                    # Reading on from these cursors also deletes the entries from the node.
                     left = self._written(fetched)
 
     def _written(self, fetched: Fetched) -> list[OutcomeCursor]:
-        """Archive what was fetched; return where those cursors are now."""
         if not fetched:
             return []
         failpoint("outcomes.after_fetch")
@@ -158,7 +147,6 @@ class _OutcomePass:
         return written.cursors
 
     def from_queue(self) -> None:
-        """Archive what was done in Postgres."""
         facts = {"topic_id": self._topic_id, "limit": ACTS_PER_BATCH}
         with self._database.connection() as connection:
             ((left,),) = connection.execute(query("outcome_queue_count"), facts).fetchall()
@@ -179,7 +167,7 @@ class _OutcomePass:
 
 
 def _fetch(connection: NodeConnection, prefix: str, cursors: Sequence[OutcomeCursor]) -> Fetched:
-    """Drop from a node what is in the archive; return what comes next, of the cursors that have something."""
+    """Delete archived entries from a node; return the next ones."""
     places = [(prefix, cursor.partition, cursor.group_id, cursor.after) for cursor in cursors]
     commands = [
         command
@@ -192,7 +180,7 @@ def _fetch(connection: NodeConnection, prefix: str, cursors: Sequence[OutcomeCur
 
 
 def _write(connection: Connection, batch: ArchiveBatch, fetched: Fetched) -> OutcomeBatchResult:
-    """Write what was fetched, and up to where that is, but for what somebody else has written since."""
+    """Write entries and cursors unless another process did."""
     facts: dict[str, Any] = {
         "groups": [s.group_id for s, _ in fetched],
         "partitions": [s.partition for s, _ in fetched],
@@ -215,13 +203,12 @@ def _write(connection: Connection, batch: ArchiveBatch, fetched: Fetched) -> Out
         connection.execute(query("outcome_progress_put"), progress)
         batch.put(connection, outcomes=count)
     failpoint("outcomes.before_commit")
-    # What somebody else has written may end elsewhere than what was fetched here.
+    # Another process may have stopped at another entry.
     cursors = [cursor._replace(after=place) for cursor, place in now_at.items()]
     return OutcomeBatchResult(count, cursors, {cursor: offsets for cursor, offsets in dropped.items() if offsets})
 
 
 def _put(connection: Connection, batch: ArchiveBatch, fetched: Fetched) -> int:
-    """Write the rows of entries; return how many that are."""
     rows = [
         (cursor.group_id, cursor.partition, one.first, one.last, one.outcome, one.attempts,
          None if one.delivered_ms_ago is None else entry.at_ms - one.delivered_ms_ago, entry.at_ms, entry.member,

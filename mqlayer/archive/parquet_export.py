@@ -1,7 +1,6 @@
-"""Snapshots as Parquet files, for analytics that read them again and again.
+"""Export snapshots as Parquet files.
 
-An export is a directory with a manifest, which is written last, in a directory of another name until then: it is there
-whole or not at all. Each file is read in one transaction, and its records are held against the cut.
+A rename publishes the finished directory, whole or not at all.
 """
 
 from __future__ import annotations
@@ -35,15 +34,14 @@ FORMAT: Final = 1
 MANIFEST: Final = "manifest.json"
 APPLICATION: Final = "mqlayer export"
 FILE_ROWS: Final = 1_000_000
-"""About how many records a file has; an LP is never divided."""
 GROUP_BYTES: Final = 32_000_000
-"""About how much of Arrow's data becomes one row group, and is in memory."""
+"""Approximate Arrow data of a row group in memory."""
 CHAIN: Final = ("topic", "source", "lp", "seq")
 
 
 @dataclass(frozen=True, slots=True)
 class ExportedFile:
-    """One file: where it is in the export, its rows and bytes, and the SHA-256 of those."""
+    """A file's path in the export, rows, bytes, SHA-256."""
 
     path: str
     rows: int
@@ -53,7 +51,7 @@ class ExportedFile:
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """What was written."""
+    """A finished export."""
 
     directory: Path
     snapshot: Snapshot
@@ -61,18 +59,17 @@ class Export:
 
     @property
     def bytes(self) -> int:
-        """The size of all files."""
+        """All files' size."""
         return sum(file.bytes for files in self.files.values() for file in files)
 
 
 def export_snapshot(
     database: Database, name: str, directory: Path, *, jobs: int = 2, file_rows: int = FILE_ROWS, actor: str = "api"
 ) -> Export:
-    """Write a snapshot's records, outcomes and lineage as Parquet into a directory that is not there yet.
+    """Write a snapshot's records, outcomes and lineage as Parquet into a new directory.
 
-    Memory: some row groups of 32 MB for each of the `jobs` that write files side by side, whatever the snapshot's size.
-    Raises NotFound for an unknown snapshot, Conflict where the directory exists, ArchiveBroken where the archive does
-    not hold the cut; then nothing is left.
+    Memory: some row groups of 32 MB per job. Raises NotFound, Conflict if the directory exists, InvalidInput without
+    its parent or pyarrow, ArchiveBroken if seqs of the cut are missing; then nothing is left.
     """
     _check_packages()
     found = find_snapshot(database, name)
@@ -159,7 +156,6 @@ def _write_file(
 
 
 def _groups(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:
-    """Batches put together into row groups."""
     import pyarrow as pa
 
     buffered: list[pa.RecordBatch] = []
@@ -173,7 +169,6 @@ def _groups(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:
 
 
 def _check_chain(name: str, seen: Sequence[pa.Table], cut: Sequence[SeqRange]) -> None:
-    """Raise ArchiveBroken unless these rows are exactly the stretches: every seq once, no other."""
     import pyarrow as pa
 
     if not seen:

@@ -1,7 +1,6 @@
-"""Dividing a snapshot among parallel readers: stretches of batches, or ranges of LPs, with about as many records each.
+"""Divide a snapshot among readers.
 
-Records that were archived together lie together: a stretch of batches is one part of the tables, and all stretches take
-no longer for the server than the whole. A range of LPs is everywhere in it.
+A range of batches is one part of the tables; a range of LPs is spread over all.
 """
 
 from __future__ import annotations
@@ -13,10 +12,7 @@ from mqlayer.domain.routing import LP_COUNT
 
 
 def lp_ranges(weights: Mapping[int, int], count: int) -> list[tuple[int, int]]:
-    """Return at most `count` ranges [from, to) that tile all LPs, cut where about as many records lie before as after.
-
-    `weights`: records per LP. An LP is never divided, so that the order of its records is in one range.
-    """
+    """Return at most `count` ranges [from, to) that tile all LPs, about equal in `weights` (records per LP)."""
     total, seen = sum(weights.values()), 0
     ends: list[int] = []
     for lp in sorted(weights):
@@ -28,7 +24,7 @@ def lp_ranges(weights: Mapping[int, int], count: int) -> list[tuple[int, int]]:
 
 
 class BatchRange(NamedTuple):
-    """Batches of a topic; `after` is not among them, `upto` is."""
+    """A topic's batches, `after` excluded, `upto` included."""
 
     topic_id: int
     after: int
@@ -38,10 +34,9 @@ class BatchRange(NamedTuple):
 def batch_shares(
     lasts: Mapping[int, int], seen: Sequence[tuple[int, int, int]], count: int
 ) -> list[tuple[BatchRange, ...]]:
-    """Return at most `count` shares that together are all batches of these topics up to the last one of each, once.
+    """Return at most `count` shares, about equal, that cover all batches once.
 
-    `lasts`: that batch per topic. `seen`: topic, batch and weight, as far as known, in this order; a share ends where
-    about as much weight lies before as after it.
+    `lasts`: last batch per topic. `seen`: sampled (topic, batch, weight), sorted.
     """
     total, before = sum(weight for *_, weight in seen), 0
     ends: list[tuple[int, int]] = []
@@ -62,6 +57,6 @@ def batch_shares(
 
 
 def batches_condition(share: Sequence[BatchRange]) -> str:
-    """Return the condition of a share, in SQL."""
+    """Return a share's SQL condition."""
     each = (f"(topic_id = {int(t)} AND batch > {int(after)} AND batch <= {int(upto)})" for t, after, upto in share)
     return " OR ".join(each) or "false"

@@ -1,9 +1,4 @@
-"""Retention: days of the archive are dropped as a whole, each in one transaction, and none that a kept snapshot needs.
-
-What the day holds per source and LP is looked up before; then the archives of its topics are held, in the order of
-their ids, as every batch and every snapshot holds them. So neither an archiver nor a snapshot stands between the look
-at the snapshots, the marks and the drop.
-"""
+"""Drop whole days of the archive, except those that snapshots need: `docs/design/archive.md`."""
 
 from __future__ import annotations
 
@@ -21,16 +16,16 @@ from mqlayer.postgres.queries import columns, query
 log = logging.getLogger(__name__)
 
 TIMEOUTS: Final = {"lock_wait": "2s", "idle": "30s"}
-"""Whoever reads or writes the archive waits behind us for the lock on its tables, so we don't wait for long."""
+"""Short: readers and writers queue behind our table lock."""
 LONGEST_DAYS: Final = 36_500
 
 RetentionResult = Literal["dropped", "spared", "busy"]
-"""dropped; a kept snapshot needs it; somebody reads the archive for longer than a drop may wait."""
+"""`spared`: a snapshot needs it. `busy`: in use, or changed."""
 
 
 @dataclass(frozen=True, slots=True)
 class DayDropped:
-    """What became of a day of the archive, and how many records it held."""
+    """A day's result and number of records."""
 
     day: date
     records: int
@@ -38,11 +33,9 @@ class DayDropped:
 
 
 def retain(database: Database, *, older_than: timedelta, actor: str = "api") -> list[DayDropped]:
-    """Drop the days of the archive that ended longer ago than that, oldest first; say what became of each.
+    """Drop days of archiving (UTC) that ended more than `older_than` ago, oldest first.
 
-    By the time of archiving, in UTC. Marks begin behind what is dropped, in the same transaction. Safe to run twice at
-    once and beside archivers and snapshots; a day that is busy, or that a snapshot needs, is left for the next call.
-    Raises InvalidInput for less than a day: into what is younger archivers write.
+    Safe to run concurrently. The next call retries busy or spared days. Raises InvalidInput for less than a day.
     """
     if older_than < timedelta(days=1):
         raise InvalidInput("the archive keeps at least a day: say for example --older-than 30d")
@@ -50,19 +43,13 @@ def retain(database: Database, *, older_than: timedelta, actor: str = "api") -> 
 
 
 def retain_by_topics(database: Database, *, actor: str = "worker") -> list[DayDropped]:
-    """Drop the days that are older than each topic with something in them is to be kept; say what became of each.
-
-    A day goes as a whole, so the longest retention of its topics counts for all of it, and one topic without any keeps
-    it for ever. Else as `retain`.
-    """
+    """As `retain`, by the longest retention of a day's topics; none means for ever."""
     return _drop_days(database, None, actor)
 
 
 def set_retention(database: Database, topic: str, *, days: int | None, actor: str = "api") -> bool:
-    """Say for how many days a topic's archive is kept, None for ever; say whether that changed anything.
-
-    Written into the audit log. The worker drops what is older. Raises NotFound, InvalidInput for less than a day.
-    """
+    """Keep a topic's archive for 1 to 36,500 days, None for ever; return whether that changed anything. Audited. Raises
+    NotFound, InvalidInput."""
     if days is not None and not 1 <= days <= LONGEST_DAYS:
         raise InvalidInput(f"the archive is kept for 1 to {LONGEST_DAYS} days, or for ever: {days} days is neither")
 
@@ -88,7 +75,7 @@ def _drop_days(database: Database, older_than: timedelta | None, actor: str) -> 
 def _drop_day(database: Database, day: date, older_than: timedelta | None, actor: str) -> DayDropped:
     with database.connection() as connection:
         contents = _contents(connection, day)
-        # Long for a large day: before anything is locked. A closed day does not change, and that is looked at again.
+        # Slow for a large day, so before any lock; a changed day is noticed below.
         ends = connection.execute(query("archive_day_ends"), {"day": day}).fetchall()
     failpoint("archive.before_retention")
     records = sum(row[3] for row in contents)
@@ -97,7 +84,7 @@ def _drop_day(database: Database, day: date, older_than: timedelta | None, actor
         connection.execute(query("transaction_patience"), TIMEOUTS)
         connection.execute(query("archive_topics_hold"), {"topic_ids": [row[0] for row in contents]})
         asked = {"older_than": older_than, "day": day}
-        # Also where somebody else dropped it, or a topic is to be kept for longer since.
+        # Another process may have dropped it, or raised a topic's retention.
         if (
             _contents(connection, day) != contents
             or not connection.execute(query("archive_days_old"), asked).fetchall()
@@ -122,5 +109,4 @@ def _drop_day(database: Database, day: date, older_than: timedelta | None, actor
 
 
 def _contents(connection: Connection, day: date) -> list[tuple[Any, ...]]:
-    """Return what is noted of a day: topics with their batches and counts."""
     return connection.execute(query("archive_day"), {"day": day}).fetchall()

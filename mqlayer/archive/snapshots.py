@@ -1,9 +1,4 @@
-"""Snapshots: cuts through the archive that never change.
-
-A snapshot is made in one transaction that holds its topics' rows in the archive, in ascending order, as archivers and
-retention do: no batch is added and no record dropped between the reading of the marks and the commit, and from then on
-retention spares what it covers.
-"""
+"""Unchanging cuts through the archive: `docs/design/archive.md`."""
 
 from __future__ import annotations
 
@@ -23,15 +18,13 @@ from mqlayer.postgres.queries import query
 
 CREATE_HINT: Final = "mqlayer snapshot list shows what there is; mqlayer snapshot create NAME makes one"
 TIMEOUTS: Final = {"lock_wait": "10s", "idle": "30s"}
-"""A process that is stopped while it makes a snapshot must not keep its topics from being archived."""
 CREATE_S: Final = 60.0
 SAMPLE: Final = 20_000
-"""About how many records are looked at to divide a snapshot."""
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotTopic:
-    """What a snapshot holds of one topic: rows up to a batch, by a route version; records and stretches of seqs."""
+    """A topic's last batch, route version, records and seq ranges."""
 
     topic: str
     batch: int
@@ -42,7 +35,7 @@ class SnapshotTopic:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A cut through the archive. `upto_at`: records published later are left out; None: all that the archive held."""
+    """A cut through the archive; `upto_at` excludes records published later."""
 
     snapshot_id: int
     name: str
@@ -52,12 +45,12 @@ class Snapshot:
 
     @property
     def records(self) -> int:
-        """How many records it holds."""
+        """All records."""
         return sum(topic.records for topic in self.topics)
 
 
 class SeqRange(NamedTuple):
-    """A contiguous run of seqs of one (source, LP), both ends included."""
+    """Consecutive seqs of one (source, LP), both ends included."""
 
     topic: str
     source: int
@@ -67,7 +60,7 @@ class SeqRange(NamedTuple):
 
 
 class BrokenRange(NamedTuple):
-    """A stretch that the archive does not hold as it was cut: seqs wanted, rows found, different seqs among them."""
+    """A damaged range: wanted seqs, rows, distinct seqs."""
 
     topic: str
     source: int
@@ -85,11 +78,10 @@ def create_snapshot(
     at: datetime | None = None,
     actor: str = "api",
 ) -> Snapshot:
-    """Cut archived topics, all without `topics`, at what the archive holds now; return the snapshot.
+    """Cut archived topics (default all) at the archive's current end.
 
-    With `at`, a time with a zone, each (source, LP) ends before its first record that was published later, by the
-    publishers' clocks; archivers of these topics wait while the archive is searched for them.
-    Raises NotFound for unknown topics, InvalidInput for topics that are not archived, Conflict where the name is taken.
+    With `at` (zone required), each (source, LP) ends before its first later record, by publishers' clocks; archivers
+    wait meanwhile. Raises NotFound for unknown topics, InvalidInput for unarchived ones, Conflict for a taken name.
     """
     check_name("snapshot", name)
     if at is not None and at.utcoffset() is None:
@@ -137,30 +129,27 @@ def find_snapshot(database: Database, name: str) -> Snapshot:
 
 
 def snapshot_cut(database: Database, snapshot_id: int) -> list[SeqRange]:
-    """Return the stretches of a snapshot by topic, source and LP."""
+    """Return a snapshot's seq ranges."""
     with database.connection() as connection:
         rows = connection.execute(query("snapshot_cut"), {"snapshot_id": snapshot_id}).fetchall()
     return [SeqRange(*row) for row in rows]
 
 
 def lp_weights(database: Database, snapshot_id: int) -> dict[int, int]:
-    """Return how many records a snapshot holds of each LP that has any."""
+    """Return a snapshot's records per LP."""
     with database.connection() as connection:
         return dict(connection.execute(query("snapshot_weights"), {"snapshot_id": snapshot_id}).fetchall())
 
 
 def is_whole(database: Database, snapshot_id: int) -> bool:
-    """Return whether a snapshot is all that the archive held of its topics: then its batches say what is in it."""
+    """Say whether a snapshot has all records of its batches."""
     with database.connection() as connection:
         row = connection.execute(query("snapshot_whole"), {"snapshot_id": snapshot_id}).fetchone()
     return bool(row and row[0])
 
 
 def shares_of(database: Database, snapshot_id: int, count: int) -> list[tuple[BatchRange, ...]]:
-    """Return at most `count` shares of a snapshot's batches with about as many records each, for readers side by side.
-
-    Looks at some pages of the archive, whatever its size.
-    """
+    """Return at most `count` shares of a snapshot's batches, with about equal records."""
     with database.connection() as connection:
         ((size,),) = connection.execute(query("archive_size")).fetchall()
         percent = min(100.0, 100.0 * SAMPLE / size) if size else 100.0
@@ -172,17 +161,14 @@ def shares_of(database: Database, snapshot_id: int, count: int) -> list[tuple[Ba
 
 
 def sample_width(database: Database, snapshot_id: int) -> int:
-    """Return about how many bytes a record of a snapshot has besides its fixed columns."""
+    """Return a record's estimated variable bytes."""
     with database.connection() as connection:
         row = connection.execute(query("snapshot_width"), {"snapshot_id": snapshot_id}).fetchone()
     return int(row[0]) if row else 0
 
 
 def verify_snapshot(database: Database, name: str) -> list[BrokenRange]:
-    """Return where the archive does not hold each seq of a snapshot once; nothing: all is there.
-
-    Reads all of its records. Raises NotFound.
-    """
+    """Return ranges whose seqs are not archived once each. Reads all records. Raises NotFound."""
     found = find_snapshot(database, name)
     with database.connection() as connection, connection.transaction():
         connection.execute(query("snapshot_plan"))
@@ -191,10 +177,7 @@ def verify_snapshot(database: Database, name: str) -> list[BrokenRange]:
 
 
 def drop_snapshot(database: Database, name: str, *, actor: str = "api") -> None:
-    """Forget a snapshot; what it covered stays in the archive until retention comes by. Raises NotFound.
-
-    Who reads it at that moment fails, or has read it all.
-    """
+    """Drop a snapshot, not its records. Unfinished readers fail. Raises NotFound."""
 
     def work(connection: Connection) -> None:
         if not connection.execute(query("snapshot_delete"), {"name": name}).rowcount:

@@ -1,4 +1,4 @@
-"""Where the archive of each topic is, and what streams keep for it alone: for people and gauges, not for decisions."""
+"""Archives' status, for people and gauges, not for decisions."""
 
 from __future__ import annotations
 
@@ -20,15 +20,10 @@ from mqlayer.runtime.route_cache import load_nodes
 
 @dataclass(slots=True)
 class ArchiveStatus:
-    """A topic's archive.
+    """A topic's archive: `docs/reference/archive.md`.
 
-    `lag`: messages in its streams that are not archived; `lag_s`: the age of the oldest of them, by the publisher's
-    clock against the node's. `retained`: messages that every group has settled and that are kept for the archive alone,
-    and
-    `retained_bytes` what their part of the streams takes, about. `stream_bytes`: all that the topic's streams take in
-    Redis; None where a node does not tell. `gaps`: that partitions wait at. `days`: oldest and newest day with records.
-    `outcomes_dropped`: offsets of which nodes dropped what became of them, ever, for lack of an archiver.
-    `unreachable`: nodes that could not be asked, with the reason; the counts leave them out.
+    `retained`: messages that only archiving keeps in streams; `retained_bytes`: estimated. `stream_bytes`: None if a
+    node forbids MEMORY. `gaps`: those that stop partitions. `unreachable`: nodes that the counts omit, with the reason.
     """
 
     topic: str
@@ -49,8 +44,6 @@ class ArchiveStatus:
 
 
 class _ArchivePosition(NamedTuple):
-    """A partition, its first offset that is not archived (None: it is complete), and the groups that count there."""
-
     topic_id: int
     partition: int
     node: NodeId
@@ -61,7 +54,7 @@ class _ArchivePosition(NamedTuple):
 def archive_status(
     database: Database, *, prefix: str, topic: str | None = None, unsafe: bool = False
 ) -> list[ArchiveStatus]:
-    """Return where the archive of each topic is that is archived, or was; of one topic, or of all."""
+    """Return the status of topics ever archived, or of one."""
     with database.connection() as connection:
         rows = connection.execute(query("archive_statuses"), {"topic": topic}).fetchall()
         found = {topic_id: ArchiveStatus(*facts) for topic_id, *facts in rows}
@@ -105,7 +98,7 @@ def _ask(
 
 def _count(position: _ArchivePosition, replies: list[Any], status: ArchiveStatus, address: str) -> None:
     now, meta, size, oldest, *group_positions = replies
-    # Managed servers may forbid MEMORY: what can't be asked is not known.
+    # Managed servers may forbid MEMORY: the size is then unknown.
     size = None if isinstance(size, Exception) else int(size or 0)
     status.stream_bytes = None if size is None or status.stream_bytes is None else status.stream_bytes + size
     following, first = (int(text or 1) for text in raise_for_reply(meta, address))

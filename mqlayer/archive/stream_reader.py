@@ -1,7 +1,6 @@
-"""Pieces of a partition's stream, each of bounded size, from the armed run of its node.
+"""Read a partition's stream in bounded pages from the armed run.
 
-The next piece is asked for before the last one is worked on, so that the node reads while this process works. Offsets
-are dense, so pieces are ranges of them; where some are missing a piece is short, or empty.
+The next page is requested before the last is processed. Missing offsets make a page shorter.
 """
 
 from __future__ import annotations
@@ -17,18 +16,18 @@ from mqlayer.redis.node_connection import NodeConnection, raise_for_reply
 
 PAGE_BYTES: Final = 64_000_000
 PAGE_RECORDS: Final = 500
-"""Bounds of one reply: by its records, and by its bytes even where every body is as large as the topic takes."""
+"""Bounds of one reply, even with the largest bodies."""
 
 Entry = list[Any]
-"""As the server sends it: [id, [m, .., k, .., b, ..]]."""
+"""As sent: [id, [m, .., k, .., b, ..]]."""
 
 
 @dataclass(frozen=True, slots=True)
 class ArchiveInput:
-    """A partition to archive. `version`: of the route that brought it into force; `piece`: records in one reply.
+    """A partition to archive.
 
-    `marks`: those that it was sealed with; `cut`: its successors hold what is beyond them; `armed_at`: when its node
-    was armed, before anything is read of it.
+    `version`: of its first route. `page_size`: records per reply. `marks`: its seal's. `cut`: successors hold later
+    records. `armed_at`: its node's arming before the read.
     """
 
     topic_id: int
@@ -45,12 +44,12 @@ class ArchiveInput:
 
 
 def page_size(body_limit: int) -> int:
-    """Return how many records one reply may hold."""
+    """Return the records per reply."""
     return max(1, min(PAGE_RECORDS, PAGE_BYTES // body_limit))
 
 
 class StreamPages:
-    """What stands in a stream from an offset on, piece by piece. The command record is an entry like others."""
+    """The stream from an offset on, the command record included."""
 
     def __init__(self, connection: NodeConnection, prefix: str, source: ArchiveInput, since: int) -> None:
         self._connection, self._log, self._count = (
@@ -60,14 +59,13 @@ class StreamPages:
         )
         self._requested = 0
         self.run_id = connection.connect().run_id
-        # The command record's id is the last offset's with 1 behind the dash.
+        # The command record's id is the last offset's, with -1 to -9.
         (reply,) = connection.call([(b"XRANGE", self._log, b"%d-1" % (since - 1), b"+", b"COUNT", self._count)])
         self.first: list[Entry] = raise_for_reply(reply, connection.node.address)
         self.more = len(self.first) == self._count
-        """Whether something may be behind the first piece."""
 
     def __iter__(self) -> Iterator[list[Entry]]:
-        """Yield pieces up to the first that is not full; what is behind that begins another stretch."""
+        """Yield pages up to the first short one."""
         page, follows = self.first, self.more
         following = offset_of(page[-1]) + 1 if follows else 0
         while page:
@@ -81,7 +79,7 @@ class StreamPages:
             follows = len(page) >= self._count
 
     def close(self) -> None:
-        """Read what was asked for and nobody wants any more: the line is free for other commands again."""
+        """Read pending replies: frees the connection."""
         while self._requested:
             self._receive()
 
@@ -93,17 +91,17 @@ class StreamPages:
     def _receive(self) -> list[Entry]:
         asked, self._requested = self._requested, 0
         (reply,) = self._connection.receive(1)
-        # A line that failed owes nothing.
+        # A failed connection has no pending reply.
         self._requested = asked - 1
         page: list[Entry] = raise_for_reply(reply, self._connection.node.address)
         return page
 
 
 def offset_of(entry: Entry) -> int:
-    """Return an entry's offset; the command record has that of the last record before it."""
+    """Return an entry's offset; the command record has the last message's."""
     return int(entry[0][:-2])
 
 
 def is_command(entry: Entry) -> bool:
-    """Say whether an entry is the command record: its id is the only one that does not end in -0."""
+    """Say whether an entry is the command record: no -0 in its id."""
     return bool(entry[0][-1:] != b"0")

@@ -1,4 +1,4 @@
-"""Who acts: what audit rows and the history of routes say of a command."""
+"""The actor in audit rows."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import socket
 
 
 def actor() -> str:
-    """Return the user and host of this process."""
+    """Return user@host of this process."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):
-        # A container may run as a number that has no name.
+        # A container's uid may have no name.
         user = str(os.getuid())
     return f"{user}@{socket.gethostname()}"

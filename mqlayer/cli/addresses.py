@@ -1,4 +1,4 @@
-"""Which servers a command works on."""
+"""The servers that a command uses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mqlayer.stack import Addresses, DirectoryRefused, Stack
 
 
 def settings_here(directory: Path | None = None) -> Settings:
-    """Return the process's settings; addresses that MQLAYER_* doesn't give are those of the stack here."""
+    """Return the settings, completed by the local stack."""
     settings = Settings()
     use_only(None)
     addresses = _addresses_here(settings, directory)
@@ -33,7 +33,7 @@ def settings_here(directory: Path | None = None) -> Settings:
 
 
 def settings_of_owner() -> Settings:
-    """Return the same for what changes schemas, roles and rights: in the database of the stack here, as its owner."""
+    """Return settings for schema, role and right changes."""
     settings = settings_here()
     addresses = _addresses_here(Settings())
     if addresses is None or settings.control_dsn() != addresses.dsn:
@@ -42,7 +42,7 @@ def settings_of_owner() -> Settings:
 
 
 def use_stack_here() -> None:
-    """Pause the of this process, and what it starts, find the stack here; addresses given already stay."""
+    """Add the local stack's addresses to the environment."""
     addresses = _addresses_here(Settings())
     if addresses is not None:
         for name, value in addresses.environment().items():
@@ -50,7 +50,7 @@ def use_stack_here() -> None:
 
 
 def _addresses_here(settings: Settings, directory: Path | None = None) -> Addresses | None:
-    """Return the stack's addresses, unless another database is given: that one's nodes are other nodes."""
+    """Another database has other nodes."""
     given = settings.control_dsn()
     try:
         addresses = (Stack() if directory is None else Stack(directory)).addresses()

@@ -1,4 +1,4 @@
-"""`analytics`: jobs on a snapshot of the archive, run by Spark in this process."""
+"""`analytics`: Spark jobs on a snapshot."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ if TYPE_CHECKING:
     from mqlayer.spark.jobs.job import JobResult
 
 MAX_SHOWN: Final = 20
-"""Rows of each table that a person sees."""
 
 
 def add_to(app: typer.Typer) -> None:
-    """Put the command into the application."""
+    """Add commands."""
     app.command()(analytics)
 
 
@@ -46,7 +45,7 @@ def analytics(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Run a job, or all, on a snapshot, and show what it found; exit code 1 if the order audit is not clean."""
+    """Run Spark jobs on a snapshot; exit code 1 if the order audit fails."""
     settings = settings_here()
     dsn = settings.control_dsn()
     with Database(dsn) as database:

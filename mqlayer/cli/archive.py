@@ -1,4 +1,4 @@
-"""`archive`: run the archiver, see where it is, accept gaps, drop old days."""
+"""`archive`: run, status, gaps, retention."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SomeTopic = Annotated[str | None, typer.Argument(help="Only this topic.")]
 
 
 def add_to(app: typer.Typer) -> None:
-    """Put the commands into the application."""
+    """Add commands."""
     app.add_typer(archive, name="archive")
 
 
@@ -40,7 +40,7 @@ def run(
     topic: SomeTopic = None,
     once: Annotated[bool, typer.Option("--once", help="One pass, to the end of every stream.")] = False,
 ) -> None:
-    """Archive until SIGTERM. The worker does it by itself every 5 s; this keeps the archive closer to the streams."""
+    """Archive until SIGTERM; the worker does it every 5 s."""
     settings = settings_here()
     stopping = threading.Event()
     with Database(settings.control_dsn(), application="mqlayer archive") as database:
@@ -67,7 +67,7 @@ def run(
 
 @archive.command()
 def status(topic: SomeTopic = None, as_json: JsonOption = False) -> None:
-    """Show per topic how far the archive is, what is not archived yet, and what the streams hold for it alone."""
+    """Show per topic the archive's progress, backlog, and records kept for it alone."""
     settings = settings_here()
     with Database(settings.control_dsn()) as database:
         found = archive_status(database, prefix=settings.key_prefix, topic=topic, unsafe=settings.allow_unsafe_redis)
@@ -84,7 +84,7 @@ def gaps(
     waiting: Annotated[bool, typer.Option("--waiting", help="Only those at which a partition waits.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """List what is missing in the archive: seqs that no stream holds any more."""
+    """List seqs that the archive lacks and no stream holds."""
     with Database(settings_here().control_dsn()) as database:
         found = list_gaps(database, topic, waiting=waiting)
     rows = (asdict(gap) | {"missing": gap.missing} for gap in found)
@@ -97,7 +97,7 @@ def accept_gap(
     reason: Annotated[str, typer.Option(help="Why it may be missing; goes into the audit log.")],
     partition: Annotated[int | None, typer.Option(help="Only where this partition waits.")] = None,
 ) -> None:
-    """Let the archiver go on behind the gaps at which it waits. Later snapshots begin behind them, in their LPs."""
+    """Let the archiver continue behind gaps; later snapshots start there."""
     with Database(settings_here().control_dsn()) as database:
         check_change(database)
         count = accept_gaps(database, topic, reason=reason, partition=partition, actor=actor())
@@ -109,7 +109,7 @@ def retain_(
     older_than: Annotated[str, typer.Option(metavar="AGE", help="Such as 30d, 12w; a day at least.")],
     as_json: JsonOption = False,
 ) -> None:
-    """Drop the days of the archive that ended longer ago, but none that a kept snapshot needs."""
+    """Drop archived days past an age; snapshots keep theirs."""
     age = _age(older_than)
     with Database(settings_here().control_dsn()) as database:
         check_change(database, Right.WORK)
@@ -125,7 +125,6 @@ def _age(text: str) -> timedelta:
 
 
 def _print_report(report: ArchiveReport) -> None:
-    """Print what a pass did; exit code 1 where something is left that it could not archive."""
     echo(f"{pluralize(report.total, 'record')} archived, {pluralize(len(report.completed), 'partition')} completed")
     for partition in report.stopped:
         echo(f"partition {partition} waits at a gap: mqlayer archive gaps --waiting", err=True)

@@ -1,4 +1,4 @@
-"""`consume`: run the consumers of a program, in one process or several."""
+"""`consume`: run a program's consumers."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from mqlayer.errors import InvalidInput
 from mqlayer.health import health_endpoint
 
 SLACK_S = 30.0
-"""What a stop may take beyond the drain limit before its process is killed."""
+"""Beyond the drain limit, before processes are killed."""
 
 
 def add_to(app: typer.Typer) -> None:
-    """Put the command into the application."""
+    """Add commands."""
     app.command()(consume)
 
 
@@ -34,10 +34,10 @@ def consume(
         int | None, typer.Option(min=1, help="Handlers at once per consumer and process; else what the program says.")
     ] = None,
 ) -> None:
-    """Run the consumers of MODULE:APP until SIGTERM or SIGINT, then stop in order.
+    """Run the consumers of MODULE:APP until SIGTERM or SIGINT.
 
-    Running handlers are waited for; a second signal kills. A process that dies is started again.
-    With MQLAYER_HEALTH_PORT this process answers there, and of several processes each on one of the next ports.
+    Running handlers finish; a second signal kills. Dead processes restart. This process uses MQLAYER_HEALTH_PORT,
+    several processes the next ports.
     """
     use_stack_here()
     app = load_app(application)
@@ -49,7 +49,7 @@ def consume(
 
 
 def _run_here(app: App) -> bool:
-    # What is loaded by now stays: without this, the collector walks through all of it for every few thousand messages.
+    # Freeze loaded objects: full collections would scan them every few thousand messages.
     gc.collect()
     gc.freeze()
     pipe = SupervisorPipe.from_environment()
@@ -78,7 +78,6 @@ def _supervise(context: typer.Context, app: App, path: str, processes: int, conc
 
 
 def _environment(context: typer.Context) -> dict[str, str]:
-    """Return what children need to log as this process does."""
     options: dict[str, Any] = context.find_root().params
     level, as_json = options.get("log_level", "INFO"), options.get("log_json", False)
     return {**os.environ, "MQLAYER_LOG_LEVEL": str(level), "MQLAYER_LOG_JSON": str(int(as_json))}

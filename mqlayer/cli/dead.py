@@ -1,4 +1,4 @@
-"""`dead`: messages that left a group without an effect; why, and how they are given back."""
+"""`dead`: dead messages and their redrive."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ dead = typer.Typer(no_args_is_help=True, help="Dead messages: why they died, and
 
 
 def add_to(app: typer.Typer) -> None:
-    """Put the commands into the application."""
+    """Add commands."""
     app.add_typer(dead, name="dead")
 
 
@@ -67,7 +67,7 @@ def list_(
     after: Annotated[int | None, typer.Option(help="Go on behind this dead id, the last of the page before.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """List dead messages, those that died last first."""
+    """List dead messages, newest death first."""
     wanted = DeadFilter(key, cause, error, parse_time_option(since), parse_time_option(until))
     with Database(settings_here().control_dsn()) as database:
         found = dead_messages(database, wanted, topic=topic, group=group, redriven=redriven, after=after, limit=limit)
@@ -85,7 +85,7 @@ def show(
     raw: RawOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Show a dead message: where it comes from, its headers, every attempt, its body."""
+    """Show a dead message: origin, headers, attempts, body."""
     _check_named(message, topic, group)
     with Database(settings_here().control_dsn()) as database:
         found = show_dead(database, find_dead(database, message, topic=topic, group=group))
@@ -122,7 +122,7 @@ def redrive(
     resume: Annotated[int | None, typer.Option(metavar="ID", help="Go on with a redrive that was cut off.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Give dead messages back to their group, in order, each key's behind what waits in it: one, a key's, or many."""
+    """Send dead messages to their group again, in order per key."""
     with Database(settings_here().control_dsn()) as database:
         worker = new_worker()
         if not plan:
@@ -159,7 +159,7 @@ def redrives_(
     after: Annotated[int | None, typer.Option(help="Go on behind this redrive, the last of the page before.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """List redrives, newest first: what they are for, how far they came, whether somebody works on them."""
+    """List redrives, newest first: selection, progress, worker."""
     with Database(settings_here().control_dsn()) as database:
         found = redrives(database, topic=topic, group=group, after=after, limit=limit)
     show_rows(map(_redrive_row, found), as_json=as_json, nothing="no redrive was ever started")
@@ -172,7 +172,7 @@ def results(
     after: Annotated[int, typer.Option(help="Go on behind this dead id, the last of the page before.")] = 0,
     as_json: JsonOption = False,
 ) -> None:
-    """Say what a redrive did with each message: sent, already (it lives), no_body, gone."""
+    """Show a redrive's results: sent, already (alive), no_body, gone."""
     with Database(settings_here().control_dsn()) as database:
         found = redrive_results(database, redrive_id, after=after, limit=limit)
     rows = (
@@ -192,7 +192,7 @@ def results(
 
 @dead.command()
 def cancel(redrive_id: Annotated[int, typer.Argument(metavar="ID", help="The redrive's id.")]) -> None:
-    """End a redrive, whoever works on it; what it gave back stays so."""
+    """Cancel a redrive; sent messages stay sent."""
     with Database(settings_here().control_dsn()) as database:
         check_change(database)
         found = cancel_redrive(database, redrive_id, actor=actor())
@@ -201,7 +201,7 @@ def cancel(redrive_id: Annotated[int, typer.Argument(metavar="ID", help="The red
 
 @dead.command()
 def discard(message: NamedArgument, reason: ReasonOption, topic: OfTopic = None, group: OfGroup = None) -> None:
-    """Say of a dead message that it shall stay so, and why; its body is kept."""
+    """Discard a dead message; its body is kept."""
     _check_named(message, topic, group)
     with Database(settings_here().control_dsn()) as database:
         check_group_change(database, topic, group)
@@ -211,7 +211,6 @@ def discard(message: NamedArgument, reason: ReasonOption, topic: OfTopic = None,
 
 
 def _check_named(message: str, topic: str | None, group: str | None) -> None:
-    """Raise InvalidInput where a dead id is named, and a topic or group besides."""
     if message.isdecimal() and (topic, group) != (None, None):
         raise InvalidInput(f"{message} is a dead id, of one message in one group: leave --topic and --group out")
 

@@ -1,4 +1,4 @@
-"""`doctor` and `verify`: is it well, do all stores say the same, and what to do where not."""
+"""`doctor` and `verify`."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from mqlayer.doctor.verify import verify as verify_stores
 from mqlayer.postgres.database import Database
 
 EXIT_UNKNOWN: Final = 3
-"""Exit code of `verify` where nothing differs, and not everything could be compared."""
+"""Nothing differs, but not everything was compared."""
 
 
 def add_to(app: typer.Typer) -> None:
-    """Put the command into the application."""
+    """Add commands."""
     app.command()(doctor)
     app.command()(verify)
 
 
 def doctor(as_json: JsonOption = False) -> None:
-    """Check servers, settings, schemas and what waits, and say how to repair it; exit code 1 if something is broken.
+    """Check servers, settings, schemas and waiting work; exit code 1 if something is broken.
 
-    Changes nothing. Works on MQLAYER_DSN, MQLAYER_APP_DSN, MQLAYER_BROKER_URL and the registered nodes.
+    Changes nothing. Findings name the repair.
     """
     _show(diagnose(settings_here()), as_json=as_json, nothing="nothing to check")
 
@@ -39,10 +39,9 @@ def verify(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Compare what Postgres, the nodes and the archive say of a topic; exit code 1 where they differ.
+    """Compare Postgres, nodes and archive; exit code 1 for differences, 3 if some could not be compared.
 
-    Marks, counters, seals, positions, and with --deep chains. Changes nothing, and may run while everything else does.
-    Exit code 3 where nothing differs, and something could not be told, such as of a node that is away.
+    Changes nothing; safe on a live system.
     """
     settings = settings_here()
     with Database(settings.control_dsn()) as database, Database(settings.application_dsn()) as application:

@@ -1,4 +1,4 @@
-"""Watching groups drain: live on a terminal, elsewhere a line for whatever changed."""
+"""Live display of draining groups."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ POLL_INTERVAL_S: Final = 0.5
 
 
 class Display(Protocol):
-    """Shows how far groups are."""
+    """Shows draining progress."""
 
     def __call__(self, left: Sequence[DrainProgress]) -> None:
-        """Show what is left to drain now."""
+        """Show the present progress."""
 
 
 def watch_draining(database: Database, settings: Settings, topic: str, timeout_s: float | None) -> None:
-    """Show what each group has left to drain until nothing is; end with exit code 1 if the time is over first."""
+    """Show progress until all drained; exit code 1 at the timeout."""
     until = None if timeout_s is None else time.monotonic() + timeout_s
     with _display() as show:
         while True:
@@ -55,13 +55,13 @@ def _display() -> Iterator[Display]:
 
 
 class PlainProgress:
-    """Prints a line for each group and partition of which something changed."""
+    """Prints a line per changed group and partition."""
 
     def __init__(self) -> None:
         self._printed: dict[str, str] = {}
 
     def __call__(self, left: Sequence[DrainProgress]) -> None:
-        """Print what changed since the last call."""
+        """Print changes."""
         now = {
             f"group {one.group}, partition {one.partition}": f"{_remaining(one)}, route version {one.group_version}"
             for one in left

@@ -1,4 +1,4 @@
-"""How a command tells that it failed."""
+"""Display of failures."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from mqlayer.escaping import escape
 
 
 class ErrorPrintingGroup(TyperGroup):
-    """A command group whose commands fail with one clear line, never with a traceback of ours."""
+    """Shows an MqlayerError without a traceback."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command; an MqlayerError becomes its message and exit code 1."""
+        """Run a command; an MqlayerError gives exit code 1."""
         try:
             return super().invoke(ctx)
         except MqlayerError as error:
@@ -25,6 +25,6 @@ class ErrorPrintingGroup(TyperGroup):
 
 
 def show_failure(error: MqlayerError) -> None:
-    """Write the error's message to standard error, not wrapped; its further lines are set in: none passes for ours."""
+    """Print an error; its further lines are indented, against forgery."""
     text = escape(f"mqlayer: {error}", lines=True).rstrip("\n").replace("\n", "\n  ")
     console(stderr=True).print(text, soft_wrap=True)

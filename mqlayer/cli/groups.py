@@ -1,4 +1,4 @@
-"""`group`: where groups stand and why; and what an operator says to one: settings, pauses, seek, its end."""
+"""`group`: positions, settings, pauses, seek, retirement."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ groups = typer.Typer(no_args_is_help=True, help="Groups: settings, pauses, and w
 
 
 def add_to(app: typer.Typer) -> None:
-    """Put the commands into the application."""
+    """Add commands."""
     app.add_typer(groups, name="group")
 
 
@@ -108,7 +108,7 @@ def set_(
         int | None, typer.Option(min=1, help="Refuse unless the settings are at this version.")
     ] = None,
 ) -> None:
-    """Change settings of a group, for all of its members at once."""
+    """Change a group's settings, for all members at once."""
     with Database(settings_here().control_dsn()) as database:
         check_change(database)
         changed = set_group(
@@ -116,7 +116,7 @@ def set_(
             topic,
             group,
             actor=actor(),
-            balance=balance,  # type: ignore[arg-type]  # judged there, for programs too
+            balance=balance,  # type: ignore[arg-type]  # checked there
             tag_filter=tag_filter,
             instance_expiry_s=instance_expiry,
             rate_limit=None if rate is None else _rate(rate),
@@ -125,7 +125,7 @@ def set_(
             backoff_s=None if backoff is None else _backoff(backoff),
             jitter=jitter,
             attempt_limit=attempts,
-            policy=policy,  # type: ignore[arg-type]  # likewise
+            policy=policy,  # type: ignore[arg-type]  # checked there
             non_retryable_errors=None if non_retryable is None else _names(non_retryable, nothing="none"),
             retryable_errors=None if retryable is None else _names(retryable, nothing="all"),
             time_limit_s=None if time_limit is None else _limit(time_limit),
@@ -150,7 +150,7 @@ def set_(
 def pause(
     topic: TopicArgument, group: GroupArgument, partition: PartitionOption = None, wait: WaitOption = 0.0
 ) -> None:
-    """Pause a group, or partitions of it: what runs is finished, nothing more is started before it is resumed."""
+    """Pause a group or partitions: running handlers finish, nothing new starts."""
     with Database(settings_here().control_dsn()) as database:
         check_group_change(database, topic, group)
         if partition:
@@ -164,7 +164,7 @@ def pause(
 
 @groups.command()
 def resume(topic: TopicArgument, group: GroupArgument, partition: PartitionOption = None) -> None:
-    """Let a paused group, or partitions of it, go on where they were paused."""
+    """Resume a paused group, or partitions."""
     with Database(settings_here().control_dsn()) as database:
         check_group_change(database, topic, group)
         if partition:
@@ -181,7 +181,7 @@ def evict(
     group: GroupArgument,
     member: Annotated[str, typer.Argument(help="The member's id.")],
 ) -> None:
-    """End one member: others get its partitions at once, its process stops consuming."""
+    """Remove a member: others get its partitions, its process stops."""
     with Database(settings_here().control_dsn()) as database:
         check_group_change(database, topic, group)
         evict_member(database, topic, group, member, actor=actor())
@@ -197,7 +197,7 @@ def retire(
     ] = False,
     drop_parked: Annotated[bool, typer.Option("--drop-parked", help="Also drop what is parked.")] = False,
 ) -> None:
-    """End a group that nobody consumes: trimming does not wait for it any more. Its name is not given again."""
+    """Retire a group for good: trimming no longer waits, its name stays taken."""
     settings = settings_here()
     with Database(settings.control_dsn()) as database:
         if not yes:
@@ -228,7 +228,7 @@ def create(
         bool, typer.Option("--from-archive", help="Begin with what the archive holds, then go on with the streams.")
     ] = False,
 ) -> None:
-    """Create a group where its first member would; one that is there stays as it is."""
+    """Create a group as its first member would, unless it exists."""
     settings = settings_here()
     said = GroupSettings(start=None if start is None else _start(start), from_archive=from_archive)
     prefix, unsafe = settings.key_prefix, settings.allow_unsafe_redis
@@ -244,14 +244,14 @@ def create(
 def list_(
     topic: Annotated[str | None, typer.Argument(help="Only of this topic.")] = None, as_json: JsonOption = False
 ) -> None:
-    """List groups: state, route version, living members, partitions not drained, and messages not settled."""
+    """List groups: state, version, members, undrained partitions, lag."""
     found = _statuses(topic)
     show_rows(map(group_row, found), as_json=as_json, nothing="no groups: a group is created by its first member")
 
 
 @groups.command()
 def show(topic: TopicArgument, group: GroupArgument, as_json: JsonOption = False) -> None:
-    """Show a group's settings, and where it is in each partition."""
+    """Show a group's settings and positions."""
     (found,) = _statuses(topic, group)
     settings = settings_row(found)
     if as_json:
@@ -270,7 +270,7 @@ def show(topic: TopicArgument, group: GroupArgument, as_json: JsonOption = False
 
 @groups.command()
 def members(topic: TopicArgument, group: GroupArgument, as_json: JsonOption = False) -> None:
-    """List a group's members, with what is left of their leases by the database's clock."""
+    """List members and the remaining seconds of their leases."""
     with Database(settings_here().control_dsn()) as database:
         found = group_members(database, topic, group)
     rows = (
@@ -296,11 +296,11 @@ def lag(
     group: Annotated[str | None, typer.Argument(help="Only this group.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show how far groups are behind, per partition and route version, and why a partition is stuck."""
+    """Show the lag per partition and route version, and stalls."""
     found = _statuses(topic, group)
     if group is not None and found[0].facts.mode == "broadcast":
         found = [one for one in _statuses(topic) if one.facts.name.startswith(f"{group}@")]
-    # A broadcast group itself has no lag: its instances have.
+    # Only the instances of a broadcast group have lag.
     found = [one for one in found if one.facts.mode != "broadcast"]
     if as_json:
         show_rows(map(_lag_json, found), as_json=True, nothing="")
@@ -383,7 +383,7 @@ def seek(
     _plan: PlanOption = False,
     apply: ApplyOption = False,
 ) -> None:
-    """Send a living group elsewhere: it is given what follows again, in order; its members need no restart."""
+    """Move a living group to another position, without a restart."""
     start = _start(to)
     settings = settings_here()
     with Database(settings.control_dsn()) as database:

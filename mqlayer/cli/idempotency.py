@@ -1,4 +1,4 @@
-"""`inbox` and `versions`: which effects are noted, and which versions of entities are missing."""
+"""`inbox` and `versions`."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ versions = typer.Typer(no_args_is_help=True, help="Versions of entities: what ca
 
 
 def add_to(app: typer.Typer) -> None:
-    """Put the commands into the application."""
+    """Add commands."""
     app.add_typer(inbox, name="inbox")
     app.add_typer(versions, name="versions")
 
 
 @inbox.command()
 def stats(as_json: JsonOption = False) -> None:
-    """Count what is noted of each group, up to a million, and since when."""
+    """Count inbox rows per group, up to a million."""
     settings = settings_here()
     with Database(settings.control_dsn()) as control, Database(settings.application_dsn()) as application:
         names = {group.group_id: (group.topic, group.name) for group in group_facts(control)}
@@ -67,7 +67,7 @@ def show(
     name: Annotated[str | None, typer.Option(help="In place of it: a name that the handler gave.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Say whether a message, or a name, has its effect in a group."""
+    """Show whether a message, or a name, has its effect."""
     if (message is None) == (name is None):
         raise InvalidInput("say either a message's identity, or --name")
     id_ = f"={name}" if message is None else str(parse_identity(message))
@@ -84,7 +84,7 @@ def gaps(
     limit: LimitOption = 50,
     as_json: JsonOption = False,
 ) -> None:
-    """List entities of which a version is missing while later ones are held, the one that waits longest first."""
+    """List entities that wait for a version, longest wait first."""
     with Database(settings_here().application_dsn()) as application:
         found = version_gaps(application, name, limit=limit)
     show_rows(map(asdict if as_json else _gap, found), as_json=as_json, nothing="no version is missing")
@@ -105,7 +105,7 @@ def _gap(gap: WaitingEntity) -> dict[str, Any]:
 
 @versions.command()
 def held(name: NameArgument, entity: EntityArgument, as_json: JsonOption = False) -> None:
-    """List what is held of an entity, without bodies."""
+    """List an entity's held versions, without bodies."""
     with Database(settings_here().application_dsn()) as application:
         found = held_versions(application, name, entity)
     show_rows(map(asdict, found), as_json=as_json, nothing="nothing is held of it")
@@ -119,14 +119,14 @@ def set_(
     reason: WhyOption,
     drop_held: Annotated[bool, typer.Option("--drop-held", help="Drop all that is held of it, too.")] = False,
 ) -> None:
-    """Let an entity go on behind a version, whether or not that came; what is held up to there is dropped."""
+    """Set an entity's applied version; drops held ones up to it."""
     dropped = _set(name, entity, version, reason, drop_held=drop_held)
     echo(f"{format_key(entity)} goes on with {version + 1}; {pluralize(dropped, 'held event')} dropped")
 
 
 @versions.command()
 def forget(name: NameArgument, entity: EntityArgument, reason: WhyOption) -> None:
-    """Forget an entity and what is held of it: it begins anew, as one that was never seen."""
+    """Forget an entity and its held versions."""
     dropped = _set(name, entity, None, reason)
     echo(f"{format_key(entity)} is forgotten; {pluralize(dropped, 'held event')} dropped")
 

@@ -1,4 +1,4 @@
-"""`key`: what becomes of one key for one group."""
+"""`key`: explain, pause, resume, skip-head."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ keys = typer.Typer(no_args_is_help=True, help="Keys: where they are, and what th
 
 
 def add_to(app: typer.Typer) -> None:
-    """Put the commands into the application."""
+    """Add commands."""
     app.add_typer(keys, name="key")
 
 
@@ -34,7 +34,7 @@ def explain(
     group: Annotated[str, typer.Option(help="For which group.")],
     as_json: JsonOption = False,
 ) -> None:
-    """Say where a key was and is, what of it waits and why, and what to run next. Bodies are never shown."""
+    """Show a key's partitions, its waiting messages and why, and the next command; no bodies."""
     settings = settings_here()
     with Database(settings.control_dsn()) as database:
         found = explain_key(database, topic, key, group, prefix=settings.key_prefix, unsafe=settings.allow_unsafe_redis)
@@ -56,9 +56,9 @@ def skip_head_(
     reason: ReasonOption,
     message: MessageOption = None,
 ) -> None:
-    """Let the message that a key waits for die, and the key go on; its body is kept, `dead redrive` takes it back.
+    """Move a key's first waiting message to the dead ones; `dead redrive` restores it.
 
-    With --message only if it is this one. An owner that has it in hand finds its ack refused.
+    With --message only this one. A running handler's ack is refused.
     """
     settings = settings_here()
     with Database(settings.control_dsn()) as database, Database(settings.application_dsn()) as application:
@@ -86,7 +86,7 @@ def pause(
     key: Annotated[str, typer.Argument(help="The message key.")],
     group: Annotated[str, typer.Option(help="For which group.")],
 ) -> None:
-    """Pause a key: its messages wait in order, in Postgres, until it is resumed; other keys go on."""
+    """Pause a key: its messages wait in Postgres; other keys continue."""
     with Database(settings_here().control_dsn()) as database:
         check_change(database)
         done = pause_key(database, topic, group, key, actor=actor())
@@ -99,7 +99,7 @@ def resume(
     key: Annotated[str, typer.Argument(help="The message key.")],
     group: Annotated[str, typer.Option(help="For which group.")],
 ) -> None:
-    """Let a paused key go on: first what waits of it."""
+    """Resume a paused key, waiting messages first."""
     with Database(settings_here().control_dsn()) as database:
         check_change(database)
         done = resume_key(database, topic, group, key, actor=actor())

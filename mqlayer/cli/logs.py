@@ -1,4 +1,4 @@
-"""Logs of the commands, on standard error: set up once, before a command runs."""
+"""Logs on standard error."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["LEVELS", "EventFormatter", "configure_logging"]
 
 
 class StandardErrorHandler(logging.StreamHandler[TextIO]):
-    """Writes to what standard error is now, not to what it was when logging was set up."""
+    """Writes to the current `sys.stderr`."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write the record."""
@@ -25,7 +25,7 @@ class StandardErrorHandler(logging.StreamHandler[TextIO]):
 
 
 def configure_logging(level: str, *, as_json: bool = False) -> None:
-    """Send the logs of this process to standard error; handlers that others have set stay."""
+    """Log to standard error; other handlers stay."""
     if level.upper() not in LEVELS:
         raise typer.BadParameter(f"{level!r}: use one of {', '.join(LEVELS)}")
     handler = StandardErrorHandler()
@@ -33,5 +33,5 @@ def configure_logging(level: str, *, as_json: bool = False) -> None:
     root = logging.getLogger()
     root.handlers[:] = [other for other in root.handlers if not isinstance(other, StandardErrorHandler)] + [handler]
     root.setLevel(level.upper())
-    # What it warns of reaches the user as the command's own error, with the address.
+    # The command's own error says the same, with the address.
     logging.getLogger("psycopg.pool").setLevel(logging.ERROR)

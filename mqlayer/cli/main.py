@@ -1,8 +1,4 @@
-"""The `mqlayer` command.
-
-A module of this package holds one group of commands and offers `add_to(app)`; its line at the end of this module
-puts them in. Commands let every MqlayerError pass: it is shown here, as one line on standard error, with exit code 1.
-"""
+"""The `mqlayer` command. Each module adds its commands by `add_to(app)`."""
 
 from __future__ import annotations
 
@@ -48,7 +44,7 @@ app = typer.Typer(
 
 
 def show_version(wanted: bool) -> None:
-    """Show the version and end."""
+    """Show the version and exit."""
     if wanted:
         echo(mqlayer.__version__)
         raise typer.Exit
@@ -64,7 +60,7 @@ def main(
         bool, typer.Option("--log-json", envvar="MQLAYER_LOG_JSON", help="Log one JSON object per line.")
     ] = False,
 ) -> None:
-    """Set logging up for all commands."""
+    """Configure logging."""
     configure_logging(log_level, as_json=log_json)
 
 

@@ -1,4 +1,4 @@
-"""One message for people: identity, headers, attempts, and its body as what it seems to be."""
+"""One message on the terminal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from mqlayer.domain.names import parse_identity
 from mqlayer.redelivery import MessageDetails
 
 SHOWN_LIMIT: Final = 4_000
-"""How many characters of a body are shown."""
 
 ReasonOption = Annotated[str, typer.Option(help="Why: it is kept with the message and in the audit row.")]
 MessageOption = Annotated[
@@ -25,7 +24,7 @@ LimitOption = Annotated[int, typer.Option(min=1, max=1_000, help="How many, at m
 
 
 def show_message(found: MessageDetails, *, as_json: bool, raw: bool) -> None:
-    """Print a message as a whole."""
+    """Print a message."""
     if raw:
         sys.stdout.buffer.write(found.body or b"")
         sys.stdout.buffer.flush()
@@ -54,7 +53,7 @@ def show_message(found: MessageDetails, *, as_json: bool, raw: bool) -> None:
 
 
 def decoded(body: bytes | None) -> tuple[str | None, str | None]:
-    """Return what a body seems to be (json, text, hex) and how it is shown; both None where it is gone."""
+    """Return a body's guessed format (json, text, hex) and text."""
     if body is None:
         return None, None
     try:
@@ -120,5 +119,5 @@ def _describe(found: MessageDetails, kind: str | None, text: str | None) -> dict
 
 
 def parse_identity_option(text: str | None) -> Any:
-    """Return the identity that an option names, None where it is not given."""
+    """Return an option's identity, or None."""
     return None if text is None else parse_identity(text)

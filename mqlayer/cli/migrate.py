@@ -1,4 +1,4 @@
-"""`migrate`: bring the databases up to this code."""
+"""`migrate`: update the schemas."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from mqlayer.settings import Settings
 
 
 class Schema(StrEnum):
-    """A schema as the command line names it."""
+    """A schema's name."""
 
     CONTROL = "control"
     APPLICATION = "application"
 
 
 def add_to(app: typer.Typer) -> None:
-    """Put the command into the application."""
+    """Add commands."""
     app.command()(migrate)
 
 
@@ -36,12 +36,9 @@ def migrate(
         typer.Option(metavar="ROLE", help="The role that owns the schemas; without, theirs of now, or mqlayer_owner."),
     ] = None,
 ) -> None:
-    """Bring the databases up to this code.
+    """Migrate the schemas in MQLAYER_DSN (control) and MQLAYER_APP_DSN (application; default: the same).
 
-    The control schema goes to MQLAYER_DSN, the application's to MQLAYER_APP_DSN, or to the same where that is not set.
-    Safe to run twice and at once. A database that is newer than this code is refused and left alone.
-    The schemas belong to a role without login that is no superuser: made where it is not there, and given what belongs
-    to another one.
+    Safe to repeat and to run concurrently; refuses a newer database. The owner has no login, and is created if missing.
     """
     chosen: tuple[SchemaName, ...] = ("control", "application") if schema is None else (schema.value,)
     if sql:

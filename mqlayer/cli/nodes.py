@@ -1,4 +1,4 @@
-"""`node`: register Redis nodes, and arm them again."""
+"""`node`: Redis nodes and their users."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FormerOption = Annotated[bool, typer.Option(help="Take an old primary back, with
 
 
 class Role(StrEnum):
-    """The roles that users are made for."""
+    """Roles of Redis users."""
 
     PUBLISHER = "publisher"
     CONSUMER = "consumer"
@@ -41,7 +41,7 @@ class Role(StrEnum):
 
 
 class RedisRelease(StrEnum):
-    """Servers whose rules differ."""
+    """Redis releases whose ACL rules differ."""
 
     SIX = "6.2"
     SEVEN = "7.0"
@@ -51,7 +51,7 @@ nodes = typer.Typer(no_args_is_help=True, help="Redis nodes: register, list, arm
 
 
 def add_to(app: typer.Typer) -> None:
-    """Put the commands into the application."""
+    """Add commands."""
     app.add_typer(nodes, name="node")
 
 
@@ -60,7 +60,7 @@ def register(
     name: Annotated[str, typer.Argument(help="a-z first, then a-z 0-9 _ . -")],
     url: Annotated[str, typer.Argument(help="redis://… or rediss://… of the primary, or sentinel://….")],
 ) -> None:
-    """Register a Redis as a node and arm it. The same again changes nothing."""
+    """Register a Redis as a node and arm it. Repeatable."""
     settings = settings_here()
     with Database(settings.control_dsn()) as database:
         check_change(database)
@@ -77,7 +77,7 @@ def register(
 
 @nodes.command("list")
 def list_(as_json: JsonOption = False) -> None:
-    """List the nodes with the run that each is armed for."""
+    """List the nodes with their armed runs."""
     with Database(settings_here().control_dsn()) as database:
         found = list_nodes(database)
     rows = ({"name": n.name, "address": n.address, "armed_run": (n.armed_run_id or "")[:8]} for n in found)
@@ -91,7 +91,7 @@ def rearm(
     accept_loss: AcceptLossOption = False,
     former: FormerOption = False,
 ) -> None:
-    """Bring a node that restarted or was replaced back into service. Harmless where nothing happened."""
+    """Arm a restarted or replaced node. Repeatable."""
     settings = settings_here()
     with Database(settings.control_dsn()) as database, Database(settings.application_dsn()) as application:
         check_change(database, Right.RELAY, Right.WORK)
@@ -124,9 +124,9 @@ def acl(
     redis: Annotated[RedisRelease, typer.Option(help="The oldest version that has to take it.")] = RedisRelease.SEVEN,
     check: Annotated[bool, typer.Option("--check", help="Ask every node whether the user may do all that.")] = False,
 ) -> None:
-    """Print the rules of a Redis user: what its processes need on a node, and nothing else.
+    """Print the rules of a Redis user: exactly what its processes need.
 
-    The password is shown as its hash; without one a word stands there to be replaced. `--check` changes nothing.
+    The password appears as a hash or placeholder. `--check` changes nothing.
     """
     settings, chosen = settings_here(), [RedisRole(role.value) for role in roles]
     name = user or f"mqlayer-{chosen[0]}"
@@ -144,7 +144,6 @@ def acl(
 
 
 def _check(settings: Settings, roles: list[RedisRole], user: str) -> None:
-    """Ask all nodes; say what is missing, and fail where something is."""
     failed = False
     with Database(settings.control_dsn()) as database:
         found = list_nodes(database)
@@ -168,7 +167,7 @@ def set_(
     accept_loss: AcceptLossOption = False,
     former: FormerOption = False,
 ) -> None:
-    """Let a node be at another address, such as its promoted replica's, and arm what is there."""
+    """Change a node's address, and arm that server."""
     settings = settings_here()
     with Database(settings.control_dsn()) as database, Database(settings.application_dsn()) as application:
         check_change(database)
@@ -192,7 +191,7 @@ def lost(
     name: Annotated[str, typer.Argument(help="The node's name.")],
     yes: Annotated[bool, typer.Option("--yes", help="It never comes back: what only it held is lost.")] = False,
 ) -> None:
-    """Give a node up that never comes back: move all of its partitions, and say what that loses."""
+    """Give up a node: move its partitions, report the loss."""
     if not yes:
         raise InvalidInput(f"what only node {name!r} holds is lost by this: say --yes, or wait for it to come back")
     settings = settings_here()

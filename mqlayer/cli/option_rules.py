@@ -1,11 +1,4 @@
-"""Which options of a command do not go together: one of them would be ignored, so the command refuses both.
-
-```python
-@dead.command(cls=RuledCommand)
-@excludes("--plan", "--rate", why="--plan gives none back")
-def redrive(…): …
-```
-"""
+"""Refuse conflicting options: decorate a RuledCommand with `excludes` and `needs`."""
 
 from __future__ import annotations
 
@@ -25,28 +18,28 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 @dataclass(frozen=True, slots=True)
 class Excludes:
-    """Two options, as they are typed (an argument by its name in capitals), of which a caller says one at most."""
+    """Two conflicting options; arguments in capitals."""
 
     one: str
     other: str
     why: str
 
     def check(self, said: frozenset[str]) -> None:
-        """Raise InvalidInput where both are said."""
+        """Raise InvalidInput if both are given."""
         if {self.one, self.other} <= said:
             raise InvalidInput(f"choose one: {self.one} or {self.other}; {self.why}")
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """An option that means something only beside another one."""
+    """An option that needs another."""
 
     one: str
     other: str
     why: str
 
     def check(self, said: frozenset[str]) -> None:
-        """Raise InvalidInput where the first is said without the second."""
+        """Raise InvalidInput without the other."""
         if self.one in said and self.other not in said:
             raise InvalidInput(f"{self.one} goes with {self.other}: {self.why}; say both, or leave {self.one} out")
 
@@ -55,7 +48,7 @@ Rule = Excludes | Needs
 
 
 class RuledCommand(TyperCommand):
-    """A command that refuses what its rules exclude, before it does anything."""
+    """A command that checks its option rules first."""
 
     def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]  # its context class is private
         """Check the options, then run the command."""
@@ -66,22 +59,22 @@ class RuledCommand(TyperCommand):
 
 
 def excludes(one: str, *others: str, why: str) -> Callable[[Function], Function]:
-    """Let a RuledCommand refuse the first option beside any of the others."""
+    """Refuse the first option beside any other."""
     return _ruled([Excludes(one, other, why) for other in others])
 
 
 def needs(one: str, other: str, *, why: str) -> Callable[[Function], Function]:
-    """Let a RuledCommand refuse the first option without the second."""
+    """Refuse the first option without the second."""
     return _ruled([Needs(one, other, why)])
 
 
 def rules_of(function: Callable[..., Any] | None) -> list[Rule]:
-    """Return the rules of a command's options."""
+    """Return a command's rules."""
     return list(getattr(function, RULES, ()))
 
 
 def option_name(parameter: Any) -> str:
-    """Return an option as it is typed, an argument by its name in capitals."""
+    """Return an option as typed, an argument in capitals."""
     return str(parameter.opts[0] if parameter.param_type_name == "option" else parameter.name.upper())
 
 
@@ -94,7 +87,6 @@ def _ruled(rules: list[Rule]) -> Callable[[Function], Function]:
 
 
 def _options_given(command: TyperCommand, ctx: typer.Context) -> Iterator[str]:
-    """Yield what the caller typed; a switch that is off, and an option that takes several and got none, say nothing."""
     for parameter in command.params:
         name = str(parameter.name)
         source, value = ctx.get_parameter_source(name), ctx.params.get(name)

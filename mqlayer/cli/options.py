@@ -1,4 +1,4 @@
-"""Options that several commands have in common: a topic, and what to do with a plan."""
+"""Options shared by commands."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ApplyOption = Annotated[bool, typer.Option("--apply", help="Print the plan, and 
 
 
 def parse_time_option(text: str | None) -> datetime | None:
-    """Return the time that an option names, None where it is not given. Raises InvalidInput."""
+    """Return an option's time, or None. Raises InvalidInput."""
     if text is None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""`outbox`: rows quarantined, and rotation."""
+"""`outbox`: quarantine, delayed messages, recovery."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ outbox.add_typer(delayed, name="delayed")
 
 
 def add_to(app: typer.Typer) -> None:
-    """Put the commands into the application."""
+    """Add commands."""
     app.add_typer(outbox, name="outbox")
 
 
 @quarantine.command("list")
 def list_(as_json: JsonOption = False) -> None:
-    """List the rows quarantined, with the reason of each."""
+    """List quarantined rows with their reasons."""
     with _application() as database:
         show_rows(
             (asdict(row) for row in list_quarantined(database)), as_json=as_json, nothing="nothing is quarantined"
@@ -58,7 +58,7 @@ def retry(
     topic: Annotated[str | None, typer.Argument(help="Only this topic.")] = None,
     lp: Annotated[int | None, typer.Argument(min=0, max=1023, help="Only this LP of it.")] = None,
 ) -> None:
-    """Let relays try again; what was passed over is published anew, at the end. A row that is as it was stays."""
+    """Retry quarantined rows; skipped ones are published at the end, unrepaired ones stay."""
     with _application() as database:
         check_change(database, schema="application")
         chosen = retry_quarantined(database, topic=topic, lp=lp)
@@ -73,7 +73,7 @@ def retry(
 def discard(
     number: Annotated[int, typer.Argument(help="The row's number, as the list has it.")], yes: YesOption = False
 ) -> None:
-    """Let a row go that was passed over: its message is gone for good."""
+    """Discard a skipped row: its message is lost."""
     _confirm("Remove the message?", yes=yes)
     with _application() as database:
         check_change(database, schema="application")
@@ -87,7 +87,7 @@ def list_delayed_(
     limit: Annotated[int, typer.Option(min=1, help="How many at the most.")] = 100,
     as_json: JsonOption = False,
 ) -> None:
-    """List messages that are not due yet, the next ones first."""
+    """List delayed messages, earliest first."""
     with _application() as database:
         found = list_delayed(database, topic=topic, limit=limit)
     show_rows((asdict(row) for row in found), as_json=as_json, nothing="nothing is delayed")
@@ -105,7 +105,7 @@ def cancel(delayed_id: Annotated[int, typer.Argument(help="Its number, as publis
 
 @outbox.command("rotate")
 def rotate_() -> None:
-    """Empty the time slots whose rows are all relayed and old enough."""
+    """Empty old time slots whose rows are all relayed."""
     with _application() as database:
         check_change(database, Right.WORK, schema="application")
         for slot, answer in rotate(database).items():
@@ -121,7 +121,7 @@ def recover_(
         bool, typer.Option("--anew", help="Also if only nodes report that it moved to another server: it did not.")
     ] = False,
 ) -> None:
-    """Let an outbox go on whose Postgres lost commits. Relays do this by themselves, unless a node is away."""
+    """Recover an outbox whose Postgres lost commits, as relays do while all nodes answer."""
     settings = settings_here()
     with _application() as application, Database(settings.control_dsn()) as control:
         check_change(application, Right.RELAY, Right.WORK, schema="application")
@@ -139,7 +139,7 @@ def recover_(
 
 @outbox.command("adopt")
 def adopt_(yes: YesOption = False) -> None:
-    """Let a restored or moved database go on in its original's place: what may not be relayed is sent again."""
+    """Let a restored or moved database replace its original; unconfirmed messages are repeated."""
     _confirm("The original database is gone for good?", yes=yes)
     with _application() as database:
         check_change(database, schema="application")
@@ -148,7 +148,7 @@ def adopt_(yes: YesOption = False) -> None:
 
 @outbox.command("renew")
 def renew_(yes: YesOption = False) -> None:
-    """Give a copy, whose original lives on, an identity of its own and an empty outbox."""
+    """Give a copy of a database a new identity and an empty outbox."""
     _confirm("Remove all messages from this copy's outbox?", yes=yes)
     with _application() as database:
         check_change(database, schema="application")

@@ -1,4 +1,4 @@
-"""Showing rows: as a table for people, or as one JSON object per line for programs."""
+"""Print rows: table or JSON lines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NOT_A_TERMINAL_WIDTH: Final = 1000
 
 
 def show_rows(rows: Iterable[Mapping[str, Any]], *, as_json: bool, nothing: str) -> None:
-    """Print rows that have the same fields; say what it means that there are none."""
+    """Print rows, or the text `nothing`."""
     found = list(rows)
     if as_json:
         for row in found:
@@ -30,19 +30,19 @@ def show_rows(rows: Iterable[Mapping[str, Any]], *, as_json: bool, nothing: str)
 
 
 def format_key(key: str | None) -> str:
-    """Return a message key for a line on a terminal: quoted and escaped where it has what would not be seen there."""
+    """Return a key, quoted and escaped where unprintable."""
     if key is None:
         return "(none)"
     return key if is_printable(key) else json_line(key)
 
 
 def pluralize(count: int, what: str) -> str:
-    """Return a number of things: 1 message, 2 messages."""
+    """Return a count: 1 message, 2 messages."""
     return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def format_age(seconds: float | None) -> str:
-    """Return a time span for people: 0.4 s, 12 s, 3 min, 2.5 h, 4.0 d."""
+    """Return a time span: 0.4 s, 12 s, 3 min, 2.5 h."""
     if seconds is None:
         return ""
     if seconds < 10:
@@ -64,16 +64,16 @@ def _table(rows: list[Mapping[str, Any]]) -> None:
 
 
 def show_table(table: Table) -> None:
-    """Print a table whose texts are visible ones, or rich's own Text."""
-    # A terminal folds what is too wide for it; a file or a pipe gets whole lines.
+    """Print a table; its texts must be escaped."""
+    # Terminals fold wide lines; files and pipes get whole ones.
     console(width=None if sys.stdout.isatty() else NOT_A_TERMINAL_WIDTH).print(table)
 
 
 def console(*, width: int | None = None, stderr: bool = False) -> Console:
-    """Return a console that takes texts as they are: no markup, no names of emojis."""
+    """Return a console without markup and emoji names."""
     return Console(highlight=False, markup=False, emoji=False, width=width, stderr=stderr)
 
 
 def echo(text: object = "", *, err: bool = False, lines: bool = False) -> None:
-    """Print a line for people; what a terminal would obey in it is escaped, a newline too unless it has `lines`."""
+    """Print a line, control characters escaped; newlines only with `lines`."""
     typer.echo(escape(str(text), lines=lines), err=err)

@@ -1,4 +1,4 @@
-"""`parked`: keys that wait outside of the stream; what waits in each, and what an operator says to it."""
+"""`parked`: keys whose messages wait in Postgres."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ parked = typer.Typer(no_args_is_help=True, help="Parked keys: what waits outside
 
 
 def add_to(app: typer.Typer) -> None:
-    """Put the commands into the application."""
+    """Add commands."""
     app.add_typer(parked, name="parked")
 
 
@@ -60,7 +60,7 @@ def list_(
     after: Annotated[str | None, typer.Option(help="Go on behind this place, which the page before named.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """List parked keys: how many messages wait in each, why, since when, and when its head is tried next."""
+    """List parked keys: messages, cause, time, next attempt."""
     wanted = ParkedFilter(topic, group, key, cause, error, parse_time_option(since), parse_time_option(until), waiting)
     with Database(settings_here().control_dsn()) as database:
         found = parked_keys(database, wanted, after=after, limit=limit)
@@ -75,7 +75,7 @@ def stats(
     group: Annotated[str | None, typer.Argument(help="Only of this group.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Count what of each group is parked and dead, and how often what happened ever: for metrics and alerts."""
+    """Count parked and dead messages per group, with lifetime totals."""
     with Database(settings_here().control_dsn()) as database:
         found = failure_counts(database, topic, group)
     show_rows(map(failure_facts if as_json else failure_row, found), as_json=as_json, nothing="there is no such group")
@@ -95,7 +95,7 @@ def show(
     raw: RawOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Show what waits in a parked key, in its order; or one message of it, with its body and every attempt."""
+    """Show a parked key's messages, or one with body and attempts."""
     with Database(settings_here().control_dsn()) as database:
         if message is not None:
             found = show_parked(database, topic, group, parse_identity_option(message))
@@ -141,7 +141,7 @@ def release(
     every: Annotated[bool, typer.Option("--all", help="All parked keys of the group.")] = False,
     cause: Annotated[str | None, typer.Option(help="With --all: only those of this cause.")] = None,
 ) -> None:
-    """Have a parked key tried at once, with all of its attempts before it."""
+    """Try parked keys at once, with all attempts again."""
     with Database(settings_here().control_dsn()) as database:
         check_change(database)
         if every:
@@ -162,7 +162,7 @@ def discard(
     message: MessageOption = None,
     head: Annotated[bool, typer.Option("--head", help="Only the message that the key waits for.")] = False,
 ) -> None:
-    """Let what waits in a parked key die; bodies are kept, `dead redrive` takes it back."""
+    """Move a parked key's messages to the dead ones."""
     with Database(settings_here().control_dsn()) as database:
         check_change(database)
         count = discard_parked(

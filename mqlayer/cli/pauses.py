@@ -1,4 +1,4 @@
-"""What commands that pause and resume have in common."""
+"""Common parts of pause commands."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ WaitOption = Annotated[
 
 
 def print_partitions(wanted: Sequence[int], changed: Sequence[int], done: str, already: str) -> None:
-    """Say of each partition what became of it."""
+    """Print each partition's result."""
     for partition in wanted:
         echo(f"partition {partition} {done if partition in changed else already}")
 
 
 def print_running(left: int) -> None:
-    """Say whether something of what was paused still runs."""
+    """Print how many partitions still run handlers."""
     if left:
         echo(f"what runs in {pluralize(left, 'partition')} is being finished: --wait S waits for that", err=True)

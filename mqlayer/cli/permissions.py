@@ -1,7 +1,4 @@
-"""The right that a command asks for before it changes something.
-
-Postgres refuses each statement that a role may not run; a command that finds nothing to do runs none of them.
-"""
+"""Right checks before a change, even where nothing would change."""
 
 from __future__ import annotations
 
@@ -10,12 +7,12 @@ from mqlayer.postgres.rights import Right, SchemaName, require_change
 
 
 def check_change(database: Database, *others: Right, schema: SchemaName = "control") -> None:
-    """Raise PermissionDenied unless this role may operate, or has one of the other rights."""
+    """Raise PermissionDenied unless this role may operate or has another right."""
     with database.connection() as connection:
         require_change(connection, schema, *others)
 
 
 def check_group_change(database: Database, topic: str | None = None, group: str | None = None) -> None:
-    """Raise PermissionDenied unless this role may operate, or consume this group; without names, any group."""
+    """Raise PermissionDenied unless this role may operate or consume (default: any group)."""
     with database.connection() as connection:
         require_change(connection, "control", group=f"{topic}/{group}" if topic and group else "")

@@ -1,4 +1,4 @@
-"""What commands of redrives and replays have in common: options, working on one here, and how it is told."""
+"""Common parts of redrives and replays."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ AnyJob = TypeVar("AnyJob", Redrive, Replay)
 
 
 def work_here(work: Callable[[], AnyJob], *, cancel: str) -> AnyJob:
-    """Work on a job to its end. `cancel`: the command that ends it, for whoever breaks this off."""
+    """Work on a job to its end; `cancel`: command for an interrupt."""
     try:
         return work()
     except KeyboardInterrupt:
-        # Without a lease the worker's scan goes on with it: whoever breaks it off here wants it to rest or to end.
+        # The worker takes the job over, so show how to end it.
         echo(f"cut off; the worker goes on with it, or: {cancel}", err=True)
         raise
 
@@ -30,7 +30,7 @@ def work_here(work: Callable[[], AnyJob], *, cancel: str) -> AnyJob:
 def print_result(
     done: Redrive | Replay, name: str, row: Mapping[str, Any], counts: str, *, as_json: bool, see: str
 ) -> None:
-    """Say what came of a job. `see`: the command that shows it message by message."""
+    """Print a job's result; `see`: command for details."""
     if as_json:
         show_rows([row], as_json=True, nothing="")
         return
@@ -39,7 +39,7 @@ def print_result(
 
 
 def common_columns(one: Redrive | Replay) -> dict[str, Any]:
-    """Return what rows of both end with: for what, by whom, and when."""
+    """Return columns of both: filter, actor, times."""
     return {
         "filter": one.filter.as_json(),
         "actor": one.actor,

@@ -1,4 +1,4 @@
-"""`relay`: move an outbox's messages to the partitions."""
+"""`relay`: move outbox messages to partitions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mqlayer.relay import Relay, relay_once
 
 
 def add_to(app: typer.Typer) -> None:
-    """Put the command into the application."""
+    """Add commands."""
     app.command()(relay)
 
 
@@ -24,14 +24,14 @@ def relay(
         bool, typer.Option("--once", help="Relay what waits in LPs that no living relay holds, then end.")
     ] = False,
 ) -> None:
-    """Move the outbox's messages to the partitions until SIGTERM or SIGINT. Any number may run side by side."""
+    """Relay the outbox until SIGTERM or SIGINT. Several may run."""
     settings = settings_here()
     if once:
         echo(f"{relay_once(settings)} messages relayed")
         return
     running = Relay(settings)
     for number in (signal.SIGTERM, signal.SIGINT):
-        # From a thread: the signal may have come while this one holds a lock that stopping needs.
+        # From a thread: the interrupted main thread may hold a lock that stop() needs.
         signal.signal(number, lambda *_: threading.Thread(target=running.stop).start())
     with health_endpoint(settings, running.health):
         running.run()

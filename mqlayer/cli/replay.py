@@ -1,4 +1,4 @@
-"""`replay`: what the archive holds, given to a group again; and what groups that begin with the archive are given."""
+"""`replay`: deliver archived messages again; backfills."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ replay = typer.Typer(no_args_is_help=True, help="What the archive holds, given t
 
 
 def add_to(app: typer.Typer) -> None:
-    """Put the commands into the application."""
+    """Add commands."""
     app.add_typer(replay, name="replay")
 
 
@@ -69,7 +69,7 @@ def start(
     background: BackgroundOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Give a group again what it has come past and the archive holds, each key's messages in their order."""
+    """Deliver archived messages again that the group has passed, in order per key."""
     settings = settings_here()
     wanted = ReplayFilter(key, tag, parse_time_option(since), parse_time_option(until), snapshot)
     if (wanted == ReplayFilter()) != every:
@@ -102,7 +102,7 @@ def start(
 
 @replay.command()
 def resume(replay_id: IdArgument, as_json: JsonOption = False) -> None:
-    """Go on with a replay or backfill that was cut off, whoever works on it."""
+    """Take over and continue a replay or backfill."""
     with Database(settings_here().control_dsn()) as database:
         check_change(database)
         worker = new_worker()
@@ -126,7 +126,7 @@ def list_(
 
 @replay.command()
 def show(replay_id: IdArgument, as_json: JsonOption = False) -> None:
-    """Show a replay or backfill: what it is for, how far it is, what became of its messages, what waits of it."""
+    """Show a replay or backfill with its progress."""
     with Database(settings_here().control_dsn()) as database:
         found = replay_of(database, replay_id)
     if as_json:
@@ -143,7 +143,7 @@ def results(
     after: Annotated[str | None, typer.Option(help="Go on behind this message, the last of the page before.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Say which messages a replay did not give: already (it waits), dead, ahead (the group comes to it by itself)."""
+    """List messages left out: already (waiting), dead, ahead (yet to come)."""
     with Database(settings_here().control_dsn()) as database:
         behind = None if after is None else parse_identity_option(after)
         found = replay_results(database, replay_id, after=behind, limit=limit)
@@ -158,7 +158,7 @@ def results(
 
 @replay.command()
 def cancel(replay_id: IdArgument) -> None:
-    """End a replay or backfill, whoever works on it; what it gave is handled, the rest of the archive is not given."""
+    """Cancel a replay or backfill; sent messages are still handled."""
     with Database(settings_here().control_dsn()) as database:
         check_change(database)
         found = cancel_replay(database, replay_id, actor=actor())

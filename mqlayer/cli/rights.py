@@ -1,4 +1,4 @@
-"""`grant`, `revoke` and `grants`: rights of Postgres roles."""
+"""`grant`, `revoke`, `grants`: rights of Postgres roles."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SCHEMAS: Final[tuple[SchemaName, ...]] = ("control", "application")
 
 
 def add_to(app: typer.Typer) -> None:
-    """Put the commands into the application."""
+    """Add commands."""
     app.command(cls=RuledCommand)(grant)
     app.command()(revoke)
     app.command()(grants)
@@ -44,7 +44,7 @@ def grant(
     ] = None,
     sql: AsSql = False,
 ) -> None:
-    """Give a role a right in both schemas, each in its database. See docs/how-to/grant-rights.md for the rights."""
+    """Grant a role a right, in both schemas. See docs/how-to/grant-rights.md."""
     scopes = rights.scopes_of(right, topics, groups)
     if sql:
         _print({schema: rights.grant_statements(schema, role, right, scopes) for schema in SCHEMAS})
@@ -64,7 +64,7 @@ def revoke(
     groups: Groups = [],  # noqa: B006
     sql: AsSql = False,
 ) -> None:
-    """Take a right of a role back: all of it, or only these topics or groups. What its other rights need stays."""
+    """Revoke a right, or only some topics or groups of it."""
     scopes = rights.scopes_of(right, topics, groups)
     if sql:
         _print({schema: rights.revoke_statements(schema, role, right, scopes) for schema in SCHEMAS})
@@ -76,7 +76,7 @@ def revoke(
 
 
 def grants() -> None:
-    """List who was given which right, and for what."""
+    """List granted rights: role, right, scope."""
     settings = settings_here()
     for one in sorted(
         {found for schema in SCHEMAS for found in rights.grants(_dsn(settings, schema), schema)}, key=str
@@ -99,7 +99,6 @@ def _password(path: Path) -> str:
 
 
 def _print(statements: Mapping[SchemaName, list[Composed]]) -> None:
-    """Print a transaction for each schema: a right is never gone for a moment while another needs a part of it."""
     for schema, of_schema in statements.items():
         echo(f"-- In the database of the {schema} schema:\nBEGIN;\nSET LOCAL client_encoding = 'UTF8';", lines=True)
         for statement in of_schema:

@@ -1,4 +1,4 @@
-"""`route`: split, merge and move partitions; show routes, their history, and how far groups have drained."""
+"""`route`: split, merge, move; show and history."""
 
 from __future__ import annotations
 
@@ -43,7 +43,6 @@ from mqlayer.runtime.route_cache import load_nodes, load_route
 from mqlayer.settings import Settings
 
 STRIP: Final = 32
-"""Cells of the strip on which a range is drawn."""
 
 PartitionArgument = Annotated[int, typer.Argument(help="A partition in force: mqlayer route show TOPIC.")]
 WatchOption = Annotated[bool, typer.Option("--watch", help="With --apply: then watch until every group has drained.")]
@@ -58,13 +57,13 @@ routes = typer.Typer(no_args_is_help=True, help="Routes: split, merge and move p
 
 
 def add_to(app: typer.Typer) -> None:
-    """Put the commands into the application."""
+    """Add commands."""
     app.add_typer(routes, name="route")
 
 
 @dataclass(frozen=True, slots=True)
 class ChangeOptions:
-    """What to do with a plan: print it (the default), apply it, or apply it and watch the groups drain."""
+    """What to do with a plan."""
 
     apply: bool
     watch: bool
@@ -102,7 +101,7 @@ def split(
     watch: WatchOption = False,
     timeout: TimeoutOption = None,
 ) -> None:
-    """Split a partition at LPs, where its load is halved, or where a report says, which may split several."""
+    """Split a partition at LPs or half its load, or several by a report."""
     options = ChangeOptions(apply, watch, timeout, if_version)
     if from_report is not None:
         _split_by_report(topic, partition, read_split_report(from_report), to or (), options)
@@ -141,7 +140,7 @@ def merge(
     watch: WatchOption = False,
     timeout: TimeoutOption = None,
 ) -> None:
-    """Merge adjacent partitions into one, on the node named or the first one's."""
+    """Merge adjacent partitions, on the named node or the first's."""
     _change(
         topic,
         lambda database, _: planned_merge(database, topic, partitions, to=to, if_version=if_version),
@@ -166,7 +165,7 @@ def move(
     watch: WatchOption = False,
     timeout: TimeoutOption = None,
 ) -> None:
-    """Move a partition to the node named, or to the other one that has the fewest."""
+    """Move a partition to the named node, or to the other with the fewest."""
 
     def planned(database: Database, _: Settings) -> ChangePlan:
         return planned_move(
@@ -182,7 +181,7 @@ def show(
     version: Annotated[int | None, typer.Option(min=1, help="This version; else the one in force.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show a route: which partition on which node serves which LPs, what state it is in, and what it came from."""
+    """Show a route: LPs, partitions, nodes, states, parents."""
     with Database(settings_here().control_dsn()) as database:
         lines = route_ranges(database, topic, version)
     rows = (asdict(line) for line in lines) if as_json else map(_drawn, lines)
@@ -191,7 +190,7 @@ def show(
 
 @routes.command()
 def history(topic: TopicArgument, as_json: JsonOption = False) -> None:
-    """List a topic's route changes: who made them, and how many milliseconds each step took."""
+    """List route changes, with milliseconds per step."""
     with Database(settings_here().control_dsn()) as database:
         found = route_history(database, topic)
     rows = (_json(change, as_json=as_json) for change in found)
@@ -200,7 +199,7 @@ def history(topic: TopicArgument, as_json: JsonOption = False) -> None:
 
 @routes.command("watch")
 def watch_(topic: TopicArgument, timeout: TimeoutOption = None) -> None:
-    """Watch until every group has drained the topic's sealed partitions; exit code 1 if the time is over first."""
+    """Watch groups drain sealed partitions; exit code 1 at the timeout."""
     settings = settings_here()
     with Database(settings.control_dsn()) as database:
         load_route(database, topic)
@@ -214,7 +213,7 @@ def repair(
     unreachable: UnreachableOption = False,
     accept_loss: LossOption = False,
 ) -> None:
-    """Finish what unfinished changes left; exit code 1 if one has to wait. The worker does it by itself."""
+    """Finish interrupted changes; exit code 1 if one has to wait."""
     settings = settings_here()
     with Database(settings.control_dsn()) as database, Database(settings.application_dsn()) as application:
         check_change(database, Right.WORK)
@@ -244,7 +243,7 @@ def reopen(
     topic: TopicArgument,
     yes: Annotated[bool, typer.Option("--yes", help="Do it: what only the lost successors hold is lost.")] = False,
 ) -> None:
-    """Undo a change that the control database lost in a fail-over: its parents are sealed, and nobody opens others."""
+    """Undo a change that the control database lost in a fail-over."""
     settings = settings_here()
     if not yes:
         raise InvalidInput(f"what only successors hold that Postgres lost is lost: mqlayer verify {topic}, then --yes")
@@ -263,7 +262,7 @@ def reopen(
 
 @routes.command()
 def drop(topic: TopicArgument) -> None:
-    """Give up a topic's open change, where nothing is sealed yet."""
+    """Give up an open change while nothing is sealed."""
     with Database(settings_here().control_dsn()) as database:
         check_change(database)
         load_route(database, topic)
@@ -272,12 +271,11 @@ def drop(topic: TopicArgument) -> None:
 
 
 def _change(topic: str, planned: Callable[[Database, Settings], ChangePlan], options: ChangeOptions) -> None:
-    """Plan, print, and apply that very plan where that is wished."""
     settings = settings_here()
     with Database(settings.control_dsn()) as database, Database(settings.application_dsn()) as application:
         if options.apply:
             check_change(database)
-        # Finishing an earlier change makes another version than the one that was asked for.
+        # Finishing an earlier change changes the version, which --if-version would refuse.
         if options.apply and options.if_version is None:
             finish_earlier(
                 database,
@@ -299,7 +297,6 @@ def _change(topic: str, planned: Callable[[Database, Settings], ChangePlan], opt
 def _split_by_report(
     topic: str, partition: int | None, report: SplitReport, to: Sequence[str], options: ChangeOptions
 ) -> None:
-    """Plan, print, and apply the splits of a report one after the other: each makes a version."""
     settings = settings_here()
     if options.if_version not in {None, report.version}:
         raise InvalidInput(f"--if-version {options.if_version}, but the report is of route version {report.version}")

@@ -1,4 +1,4 @@
-"""Groups, partitions and heads as rows: the fields of --json, and the words of the tables."""
+"""Groups and partitions as rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mqlayer.redelivery import FailureCounts
 
 
 def group_row(group: GroupStatus) -> dict[str, Any]:
-    """Return one line of `group list`."""
+    """Row of `group list`."""
     facts = group.facts
     live = facts.state == "live" and facts.mode != "broadcast"
     return {
@@ -30,7 +30,7 @@ def group_row(group: GroupStatus) -> dict[str, Any]:
 
 
 def settings_row(group: GroupStatus) -> dict[str, Any]:
-    """Return what a group was created with, and where it is."""
+    """Settings and state for `group show`."""
     facts = group.facts
     return {
         "topic": facts.topic,
@@ -61,7 +61,7 @@ def settings_row(group: GroupStatus) -> dict[str, Any]:
 
 
 def describe_rules(rules: RetryRules) -> str:
-    """Return a group's rules for messages that fail in one line."""
+    """Return a group's retry rules in one line."""
     words = [f"backoff {','.join(f'{wait:g}' for wait in rules.backoff_s)} s"]
     if rules.jitter:
         words.append(f"jitter {rules.jitter:g}")
@@ -84,7 +84,7 @@ def describe_rules(rules: RetryRules) -> str:
 
 
 def partition_facts(one: PartitionStatus) -> dict[str, Any]:
-    """Return all about a partition, for programs."""
+    """A partition for --json."""
     facts, stall = one.facts, one.stall
     return {
         "partition": facts.partition,
@@ -109,14 +109,14 @@ def partition_facts(one: PartitionStatus) -> dict[str, Any]:
 
 
 def replay_facts(group: GroupStatus) -> dict[str, Any] | None:
-    """Return what a group is being given of the archive, for programs; None for nothing."""
+    """The running replay for --json, or None."""
     if group.replay is None:
         return None
     return asdict(group.replay) | {"since": group.replay.since.isoformat()}
 
 
 def parked_facts(group: GroupStatus) -> dict[str, Any]:
-    """Return what a group has parked, for programs."""
+    """Parked counts for --json."""
     parked = group.parked
     since = parked.since and parked.since.isoformat()
     return {"keys": parked.keys, "messages": parked.messages, "waiting": parked.waiting, "since": since,
@@ -124,14 +124,14 @@ def parked_facts(group: GroupStatus) -> dict[str, Any]:
 
 
 def failure_facts(counts: FailureCounts) -> dict[str, Any]:
-    """Return what of a group waits and what happened ever, for programs."""
+    """Failure counts for --json."""
     json = asdict(counts) | {"last_at": {name: at.isoformat() for name, at in counts.last_at.items()}}
     del json["group_id"]
     return json
 
 
 def failure_row(counts: FailureCounts) -> dict[str, Any]:
-    """Return one line of `parked stats`."""
+    """Row of `parked stats`."""
     return {
         "topic": counts.topic,
         "group": counts.group,
@@ -148,7 +148,7 @@ def failure_row(counts: FailureCounts) -> dict[str, Any]:
 
 
 def head_facts(head: UnsettledMessage) -> dict[str, Any]:
-    """Return all about the first message that waits, for programs."""
+    """The first unsettled message for --json."""
     return {
         "offset": head.offset,
         "key": head.key,
@@ -163,7 +163,7 @@ def head_facts(head: UnsettledMessage) -> dict[str, Any]:
 
 
 def version_facts(version: VersionLag) -> dict[str, Any]:
-    """Return the lag of a route version, for programs."""
+    """A route version's lag for --json."""
     return {
         "made_in": version.version,
         "partitions": version.partitions,
@@ -174,7 +174,7 @@ def version_facts(version: VersionLag) -> dict[str, Any]:
 
 
 def partition_row(one: PartitionStatus) -> dict[str, Any]:
-    """Return one line of `group show`."""
+    """Row of `group show`."""
     json = partition_facts(one)
     hidden = f"hidden behind {', '.join(map(str, one.facts.behind))}"
     return {
@@ -192,7 +192,7 @@ def partition_row(one: PartitionStatus) -> dict[str, Any]:
 
 
 def lag_row(one: PartitionStatus) -> dict[str, Any]:
-    """Return one line of `group lag`."""
+    """Row of `group lag`."""
     return {
         "partition": one.facts.partition,
         "made_in": one.facts.made_in,
@@ -204,7 +204,7 @@ def lag_row(one: PartitionStatus) -> dict[str, Any]:
 
 
 def version_row(version: VersionLag) -> dict[str, Any]:
-    """Return one line of the sums of `group lag`."""
+    """Row per route version of `group lag`."""
     return {
         "version": version.version,
         "partitions": version.partitions,
@@ -215,7 +215,7 @@ def version_row(version: VersionLag) -> dict[str, Any]:
 
 
 def stall_row(one: PartitionStatus) -> dict[str, Any]:
-    """Return why a partition is stuck."""
+    """Row of a stuck partition."""
     facts, head, stall = one.facts, one.head, one.stall
     return {
         "stuck": facts.partition,
@@ -231,7 +231,7 @@ def stall_row(one: PartitionStatus) -> dict[str, Any]:
 
 
 def describe_waiting(one: PartitionStatus) -> str:
-    """Return in one line what a partition waits for."""
+    """Return a partition's stall and head in one line."""
     words = [f"owner {one.facts.owner}"] if one.facts.owner is not None else []
     if one.stall is not None:
         words.append(f"is stuck: {one.stall.detail}")

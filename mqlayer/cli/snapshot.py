@@ -1,4 +1,4 @@
-"""`snapshot`: cuts through the archive: create, list, show, export and drop them."""
+"""`snapshot`: fixed cuts of the archive."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NameArgument = Annotated[str, typer.Argument(help="The snapshot's name.")]
 
 
 def add_to(app: typer.Typer) -> None:
-    """Put the commands into the application."""
+    """Add commands."""
     app.add_typer(snapshots, name="snapshot")
 
 
@@ -32,7 +32,7 @@ def create(
     topic: Annotated[list[str] | None, typer.Option(help="Only this topic; may be given more than once.")] = None,
     at: Annotated[str | None, typer.Option(help="Leave out what was published later, by publishers' clocks.")] = None,
 ) -> None:
-    """Cut the archive where it stands. What the snapshot covers never changes, and retention spares it."""
+    """Create an unchangeable snapshot of the archive; retention spares it."""
     with Database(settings_here().control_dsn()) as database:
         check_change(database)
         made = create_snapshot(database, name, topics=topic or None, at=parse_time_option(at), actor=actor())
@@ -41,7 +41,7 @@ def create(
 
 @snapshots.command("list")
 def list_(as_json: JsonOption = False) -> None:
-    """List the snapshots, oldest first."""
+    """List snapshots, oldest first."""
     with Database(settings_here().control_dsn()) as database:
         found = list_snapshots(database)
     rows = (
@@ -63,7 +63,7 @@ def show(
     verify: Annotated[bool, typer.Option("--verify", help="Count all of its records: no gap, no duplicate.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Show what a snapshot holds of each topic; with --verify, that the archive holds all of it once."""
+    """Show records per topic; --verify counts gaps and duplicates."""
     with Database(settings_here().control_dsn()) as database:
         found = find_snapshot(database, name)
         broken = verify_snapshot(database, name) if verify else []
@@ -96,7 +96,7 @@ def export(
     to: Annotated[Path, typer.Option(help="A directory that is not there yet.")],
     jobs: Annotated[int, typer.Option(min=1, max=64, help="Files that are written side by side.")] = 2,
 ) -> None:
-    """Write a snapshot as Parquet files with a manifest, whole or not at all."""
+    """Write a snapshot as Parquet files, all or nothing."""
     with Database(settings_here().control_dsn()) as database:
         check_change(database)
         done = export_snapshot(database, name, to, jobs=jobs, actor=actor())
@@ -106,7 +106,7 @@ def export(
 
 @snapshots.command()
 def drop(name: NameArgument) -> None:
-    """Forget a snapshot: retention may drop what it covered, and who reads it fails."""
+    """Drop a snapshot: readers fail, retention may drop its records."""
     with Database(settings_here().control_dsn()) as database:
         check_change(database)
         drop_snapshot(database, name, actor=actor())

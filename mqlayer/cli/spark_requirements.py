@@ -1,4 +1,4 @@
-"""Whether Spark can run here: its package for Python, and Java."""
+"""Requirements of Spark."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _VERSION: Final = re.compile(r'version "(?:1\.)?(\d+)')
 
 
 def check_spark() -> None:
-    """Raise SparkMissing, saying what to install, unless Spark and a Java that it runs on are here."""
+    """Raise SparkMissing unless Spark and Java are installed."""
     if find_spec("pyspark") is None or find_spec("pyarrow") is None:
         raise SparkMissing("its package for Python is not installed", "pip install 'mqlayer[spark]'")
     java = _java()
@@ -32,14 +32,12 @@ _INSTALL: Final = f"install Java {JAVA_FROM} or newer (Debian: default-jre-headl
 
 
 def _java() -> str | None:
-    """Return the Java that Spark would start."""
     if home := os.environ.get("JAVA_HOME"):
         return shutil.which("java", path=str(Path(home) / "bin"))
     return shutil.which("java")
 
 
 def _version_of(java: str) -> int | None:
-    """Return the major version, None where it is not said."""
     try:
         said = subprocess.run([java, "-version"], capture_output=True, text=True, timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired):

@@ -23,7 +23,7 @@ STATE_STYLES: Final = {"running": "green", "stopped": "red", "not reached": "red
 
 
 def add_to(app: typer.Typer) -> None:
-    """Put the commands into the application."""
+    """Add commands."""
     app.command()(up)
     app.command()(down)
     app.command()(status)
@@ -37,10 +37,10 @@ def up(
     servers_only: Annotated[bool, typer.Option(help="Leave the relay and the Celery worker out.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Start the stack, or what of it is down, and print its addresses. Data of earlier runs are kept.
+    """Start the stack, or its stopped parts, and print its addresses.
 
-    Servers named by MQLAYER_DSN, MQLAYER_REDIS_URL (several by commas) and MQLAYER_BROKER_URL are used as they are.
-    Our own ask for passwords, which are in files of the directory that only you can read.
+    Uses servers of MQLAYER_DSN, MQLAYER_REDIS_URL (comma-separated) and MQLAYER_BROKER_URL as given. The directory
+    holds its own servers' passwords.
     """
     stack = _stack(directory, node_count=nodes)
     stack.up(servers_only=servers_only)
@@ -57,7 +57,7 @@ def down(
     directory: DirectoryOption = DEFAULT_DIRECTORY,
     erase: Annotated[bool, typer.Option("--erase", help="Remove the data too.")] = False,
 ) -> None:
-    """Stop the stack. Its data stay for the next `up`."""
+    """Stop the stack; data stay for the next `up`."""
     if erase:
         _stack(directory).erase()
     else:
@@ -65,7 +65,7 @@ def down(
 
 
 def status(directory: DirectoryOption = DEFAULT_DIRECTORY, as_json: JsonOption = False) -> None:
-    """Show every part of the stack; exit code 1 if one of them is not running."""
+    """Show every part; exit code 1 if one is not running."""
     parts = _stack(directory).status()
     if not parts:
         echo(f"no stack in {directory}: start one with `mqlayer up`", err=True)

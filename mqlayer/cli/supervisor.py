@@ -1,10 +1,7 @@
-"""Several processes of one command: started, watched, started again, stopped together.
+"""Start, watch, restart and stop processes of one command.
 
-A child and its supervisor share a line. The child says there that it has started; the end of the line tells the child
-that its supervisor is gone, so that no child outlives it, not even after SIGKILL.
-
-States of a child: *starting* -> *started* -> *ended*; from there, unless we are stopping, *starting* again after a wait
-that grows while it keeps ending. When all have ended and none ever started, the configuration can't work: we give up.
+A socket pair ends each child with its supervisor, even after SIGKILL. Ended children restart after a growing wait; the
+supervisor gives up if none ever started.
 """
 
 from __future__ import annotations
@@ -36,18 +33,18 @@ FIRST_WAIT_S: Final = 0.5
 LONGEST_WAIT_S: Final = 30.0
 STUCK_AFTER_S: Final = 30.0
 STEADY_AFTER_S: Final = 60.0
-"""A child that served this long is not one that keeps ending."""
+"""After so long, the wait starts anew."""
 
 
 class SupervisorPipe:
-    """A child's end of the line to its supervisor; `number` says which of its children it is, from 1 on."""
+    """A child's end of its socket pair."""
 
     def __init__(self, pipe: socket.socket, number: int) -> None:
         self._pipe, self.number = pipe, number
 
     @classmethod
     def from_environment(cls) -> SupervisorPipe | None:
-        """Return the line, or None in a process that has no supervisor. The variable is used up."""
+        """Return the pipe, or None; removes the variables."""
         descriptor, number = os.environ.pop(PIPE_VARIABLE, ""), os.environ.pop(NUMBER_VARIABLE, "")
         if not descriptor:
             return None
@@ -56,12 +53,12 @@ class SupervisorPipe:
         return cls(pipe, int(number or 1))
 
     def report_started(self) -> None:
-        """Tell the supervisor that this process serves."""
+        """Report that this process serves."""
         with contextlib.suppress(OSError):
             self._pipe.sendall(STARTED)
 
     def watch(self) -> None:
-        """Send SIGTERM to this process when the supervisor is gone."""
+        """Send SIGTERM to this process when its supervisor ends."""
         threading.Thread(target=self._watch, name="mqlayer-supervisor-line", daemon=True).start()
 
     def _watch(self) -> None:
@@ -73,7 +70,7 @@ class SupervisorPipe:
 
 
 class Child:
-    """One place in the set of processes, and the process that is in it now."""
+    """A slot for a process."""
 
     def __init__(self, start: Callable[[socket.socket], subprocess.Popen[bytes]]) -> None:
         self._start = start
@@ -85,26 +82,26 @@ class Child:
 
     @property
     def running(self) -> bool:
-        """Whether there is a process."""
+        """Whether the process is alive."""
         return self._process is not None and self._process.poll() is None
 
     def send(self, number: signal.Signals) -> None:
-        """Send a signal; to a process that ended, nothing."""
+        """Send a signal, if there is a process."""
         if self._process is not None:
             self._process.send_signal(number)
 
     @property
     def serves(self) -> bool:
-        """Whether the process that is in this place has said so. For any thread."""
+        """Whether the process reported its start. Thread-safe."""
         return self._process is not None and self._started
 
     @property
     def ever_ended(self) -> bool:
-        """Whether a process in this place has ended."""
+        """Whether a process of this slot has ended."""
         return self._ends > 0
 
     def check(self, now: float) -> None:
-        """Take in what happened to the process; start one where it is time."""
+        """Note a start or end; start a process when due."""
         if self._process is None:
             if now >= self._restart_at:
                 self._begin(now)
@@ -115,7 +112,7 @@ class Child:
             self._note_end(code, now)
 
     def close(self) -> None:
-        """Let the line go."""
+        """Close the pipe."""
         if self._pipe is not None:
             self._pipe.close()
             self._pipe = None
@@ -148,7 +145,7 @@ class Child:
 
 
 class Supervisor:
-    """A number of processes of one command."""
+    """Several processes of one command."""
 
     def __init__(
         self, command: Sequence[str], *, count: int, environment: Mapping[str, str], stop_limit_s: float
@@ -158,19 +155,16 @@ class Supervisor:
         self._liveness, self._stopping = Liveness(), False
 
     def health(self) -> Health:
-        """Say whether it watches its children, and whether each of them has started. For any thread.
-
-        How a child is from then on, it says itself.
-        """
+        """Report stalls and children that have not started. Thread-safe."""
         waits = [f"process {n} has not started" for n, child in enumerate(self._children, 1) if not child.serves]
         if self._stopping:
             waits = ["it is stopping"]
         return Health(self._liveness.stuck("the supervisor", STUCK_AFTER_S), tuple(waits))
 
     def run(self) -> bool:
-        """Run until SIGTERM or SIGINT; False when no process could be started at all, or one had to be killed.
+        """Run until SIGTERM or SIGINT, in the main thread; False when no child could start or one was killed.
 
-        For the main thread. The children get SIGTERM and are waited for; a second signal kills them.
+        A second signal, or the stop limit, kills the children.
         """
         with _signals() as signals:
             try:
@@ -190,12 +184,11 @@ class Supervisor:
         return True
 
     def _stop(self, signals: Signals) -> bool:
-        """End all children; True when each ended by itself."""
         self._stopping = True
         until = time.monotonic() + self._stop_limit_s
         for child in self._children:
             child.send(signal.SIGTERM)
-            # A stopped process reads its signals only once it goes on.
+            # A process under SIGSTOP reacts only after SIGCONT.
             child.send(signal.SIGCONT)
         while any(child.running for child in self._children):
             self._liveness.note_turn()
@@ -214,7 +207,7 @@ class Supervisor:
 
     def _start(self, number: int, pipe: socket.socket) -> subprocess.Popen[bytes]:
         descriptor = pipe.fileno()
-        # A session of its own: Ctrl-C reaches the supervisor alone, which passes it on once.
+        # In a new session, Ctrl-C reaches the supervisor alone.
         return subprocess.Popen(
             self._command,
             env={**self._environment, PIPE_VARIABLE: str(descriptor), NUMBER_VARIABLE: str(number)},
@@ -225,18 +218,18 @@ class Supervisor:
 
 
 class Signals:
-    """SIGTERM and SIGINT of this process, taken one by one."""
+    """Queue of SIGTERM and SIGINT."""
 
     def __init__(self) -> None:
-        # Of the standard library's ways to wake a thread, the one that a signal handler may use at any moment.
+        # SimpleQueue.put is reentrant, so a signal handler may call it.
         self._came: queue.SimpleQueue[int] = queue.SimpleQueue()
 
     def note(self, number: int, _frame: FrameType | None) -> None:
-        """Keep one."""
+        """Queue a signal."""
         self._came.put(number)
 
     def wait(self, timeout_s: float) -> bool:
-        """Take the next one; False when none came in time."""
+        """Take the next signal; False at the timeout."""
         try:
             self._came.get(timeout=timeout_s)
         except queue.Empty:
@@ -245,7 +238,7 @@ class Signals:
 
 
 def how_it_ended(code: int) -> dict[str, object]:
-    """Return a process's end as fields for the log."""
+    """Return a process's end as log fields."""
     return {"exit_code": code} if code >= 0 else {"signal": signal.Signals(-code).name}
 
 

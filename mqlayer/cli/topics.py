@@ -1,4 +1,4 @@
-"""`topic`: create, list and set topics."""
+"""`topic`: create, list, set, pause, resume."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _AGE: Final = re.compile(r"(\d{1,6})([dw])")
 
 
 class StrategyOption(StrEnum):
-    """A topic's strategy as the command line names it."""
+    """A topic's strategy."""
 
     STRICT = "strict"
     BEST_EFFORT = "best_effort"
 
 
 def add_to(app: typer.Typer) -> None:
-    """Put the commands into the application."""
+    """Add commands."""
     app.add_typer(topics, name="topic")
 
 
@@ -53,7 +53,7 @@ def create(
     backlog_limit: Annotated[int, typer.Option(min=0, help="Messages per partition; 0 for no limit.")] = 0,
     archived: Annotated[bool, typer.Option("--archived", help="Keep every record in the archive.")] = False,
 ) -> None:
-    """Create a topic with its partitions and first route. The same again finishes or changes nothing."""
+    """Create a topic with its partitions and first route. Repeatable."""
     settings = settings_here()
     with Database(settings.control_dsn()) as database, Database(settings.application_dsn()) as application:
         check_change(database)
@@ -85,9 +85,9 @@ def set_(
         str | None, typer.Option(metavar="AGE", help="How long its archive is kept: such as 30d, 12w, or forever.")
     ] = None,
 ) -> None:
-    """Change a topic's limits, switch its archiving, or say how long its archive is kept.
+    """Change a topic's limits, archiving or archive retention.
 
-    What is published while archiving is off is a gap in the archive for ever.
+    The archive never gets messages published while archiving is off.
     """
     limits = {"body_limit": body_limit, "backlog_limit": backlog_limit}
     if archived is None and retention is None and not any(limit is not None for limit in limits.values()):
@@ -127,7 +127,7 @@ def _days(text: str) -> int:
 
 @topics.command()
 def pause(name: TopicArgument, wait: WaitOption = 0.0) -> None:
-    """Pause all groups of a topic: what runs is finished, nothing more is started; publishing goes on."""
+    """Pause a topic's groups: running handlers finish; publishing continues."""
     with Database(settings_here().control_dsn()) as database:
         check_change(database)
         done = pause_topic(database, name, actor=actor())
@@ -137,7 +137,7 @@ def pause(name: TopicArgument, wait: WaitOption = 0.0) -> None:
 
 @topics.command()
 def resume(name: TopicArgument) -> None:
-    """Let the groups of a paused topic go on, but for those that are paused by themselves."""
+    """Resume a topic's groups, except individually paused ones."""
     with Database(settings_here().control_dsn()) as database:
         check_change(database)
         done = resume_topic(database, name, actor=actor())
@@ -146,7 +146,7 @@ def resume(name: TopicArgument) -> None:
 
 @topics.command("list")
 def list_(as_json: JsonOption = False) -> None:
-    """List the topics."""
+    """List topics."""
     with Database(settings_here().control_dsn()) as database:
         found = list_topics(database)
     rows = (

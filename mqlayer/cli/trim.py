@@ -1,4 +1,4 @@
-"""`trim`: drop what every group has settled."""
+"""`trim`: drop settled records."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from mqlayer.postgres.rights import Right
 
 
 def add_to(app: typer.Typer) -> None:
-    """Put the command into the application."""
+    """Add commands."""
     app.command()(trim)
 
 
 def trim(topic: Annotated[str | None, typer.Argument(help="Only this topic.")] = None) -> None:
-    """Drop records that every group has settled. The worker does it by itself; this is one pass by hand."""
+    """Drop settled records in one pass; the worker does so regularly."""
     settings = settings_here()
     with Database(settings.control_dsn()) as database:
         check_change(database, Right.WORK)

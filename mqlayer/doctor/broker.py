@@ -1,4 +1,4 @@
-"""Celery's broker: it only triggers, but a full or lost one must not be a node's Redis."""
+"""Checks of Celery's broker."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mqlayer.redis.server_info import ServerInfo, read_server_info
 
 
 def ask_broker(url: str, *, timeout_s: float, access: NodeAccess | None = None) -> tuple[ServerInfo | None, Finding]:
-    """Ask the broker whether it is there; only a Redis can be asked."""
+    """Check that a Redis broker answers; others are UNKNOWN."""
     subject = broker_subject(url)
     if not url.startswith(("redis://", "rediss://", "unix://")):
         fix = "see it with its own tools; only a Redis is asked here"
@@ -27,7 +27,7 @@ def ask_broker(url: str, *, timeout_s: float, access: NodeAccess | None = None) 
 
 
 def check_apart(url: str, broker: ServerInfo, nodes: Sequence[CheckedNode]) -> Finding:
-    """The broker should be a Redis of its own."""
+    """Report a broker on a node's Redis."""
     shared = [checked.node.name for checked in nodes if checked.answers.run_id == broker.run_id]
     subject = broker_subject(url)
     if not shared:
@@ -37,5 +37,5 @@ def check_apart(url: str, broker: ServerInfo, nodes: Sequence[CheckedNode]) -> F
 
 
 def broker_subject(url: str) -> str:
-    """Return how a finding names the broker."""
+    """Return the broker's name in findings."""
     return f"broker ({display_broker_url(url)})"

@@ -1,4 +1,4 @@
-"""Clocks: nothing is judged by a client's clock, so a difference is odd, and never breaks anything."""
+"""Clock differences: only ever a warning."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from mqlayer.doctor.findings import CheckLimits, CheckStatus, Finding
 
 
 def clock_finding(subject: str, ahead_s: float, round_trip_s: float, limits: CheckLimits) -> Finding:
-    """Judge how far a server's clock is ahead of ours, within half a round trip."""
+    """Judge a server's lead over this clock."""
     seen = f"{abs(ahead_s):.3f} s {'ahead of' if ahead_s >= 0 else 'behind'} this machine"
     if abs(ahead_s) - round_trip_s / 2 <= limits.clock_s:
         return Finding("clock", subject, CheckStatus.OK, seen)

@@ -1,4 +1,4 @@
-"""Checks of what the control schema says: periodic jobs, route changes, groups."""
+"""Checks on the control schema."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ START_BEAT: Final = "run one: celery -A mqlayer.workers.app worker --beat (a sec
 
 
 def registered_nodes(checked: CheckedDatabase) -> list[tuple[Node, datetime | None]]:
-    """Return all nodes, and since when each is given up."""
+    """Return nodes, each with the time of its loss or None."""
     return [
         (Node(NodeId(node_id), name, url, run_id), lost_at)
         for node_id, name, url, run_id, lost_at in checked.rows("check_nodes")
@@ -23,7 +23,7 @@ def registered_nodes(checked: CheckedDatabase) -> list[tuple[Node, datetime | No
 
 
 def check_replaced(checked: CheckedDatabase, limits: CheckLimits) -> list[Finding]:
-    """A promoted standby, or a recovered backup, may lack the last commits."""
+    """Report a replaced database: it may lack commits."""
     rows = checked.rows("check_replaced")
     known, now, another, noted_s = rows[0] if rows else (0, 0, False, None)
     if another or (known and now not in (0, known)):
@@ -42,7 +42,7 @@ def check_replaced(checked: CheckedDatabase, limits: CheckLimits) -> list[Findin
 
 
 def check_unarmed(checked: CheckedDatabase, limits: CheckLimits) -> list[Finding]:
-    """Nobody is served by a node of which no run is armed."""
+    """Report nodes without an armed run: they serve nothing."""
     found = []
     for name, age_s in checked.rows("check_unarmed"):
         verdict = CheckStatus.BROKEN if age_s is None or age_s > limits.waiting_s else CheckStatus.WARNING
@@ -56,7 +56,7 @@ def check_unarmed(checked: CheckedDatabase, limits: CheckLimits) -> list[Finding
 
 
 def check_beat(checked: CheckedDatabase, _: CheckLimits) -> list[Finding]:
-    """Periodic jobs make up for what died, trim, rotate and retire; members join and leave without them."""
+    """Report late periodic jobs."""
     ((last_s,),) = checked.rows("check_last_job")
     if last_s is None:
         return [Finding("beat", checked.subject, CheckStatus.WARNING, "no periodic job ever ran", START_BEAT)]
@@ -72,7 +72,7 @@ def check_beat(checked: CheckedDatabase, _: CheckLimits) -> list[Finding]:
 
 
 def check_changes(checked: CheckedDatabase, limits: CheckLimits) -> list[Finding]:
-    """Between the seal and the new version, publishers of a change's LPs wait."""
+    """Report open route changes: sealed ones block publishers."""
     found = []
     for topic, change_id, kind, state, age_s in checked.rows("check_changes", age_s=limits.waiting_s):
         waits = state != "planned"
@@ -86,7 +86,7 @@ def check_changes(checked: CheckedDatabase, limits: CheckLimits) -> list[Finding
 
 
 def check_groups(checked: CheckedDatabase, _: CheckLimits) -> list[Finding]:
-    """What a group has not settled is never trimmed, whether anybody consumes it or not."""
+    """Report groups without living members: they hold up trimming."""
     rows = checked.rows("check_groups")
     found = []
     for topic, group, living, absent_s, keep_s in rows:
@@ -107,7 +107,7 @@ def check_groups(checked: CheckedDatabase, _: CheckLimits) -> list[Finding]:
 
 
 def check_parked(checked: CheckedDatabase, limits: CheckLimits) -> list[Finding]:
-    """Keys that wait for an operator wait for ever; those that are due are tried within seconds."""
+    """Report parked keys that are waiting, overdue, or at a limit."""
     found, keys = [], 0
     for topic, group, parked, messages, waiting, full, waits_s, due_s in checked.rows("check_parked"):
         keys += parked
@@ -134,7 +134,7 @@ def check_parked(checked: CheckedDatabase, limits: CheckLimits) -> list[Finding]
 
 
 def check_pauses(checked: CheckedDatabase, _: CheckLimits) -> list[Finding]:
-    """What an operator paused waits until one says otherwise, and is not trimmed meanwhile."""
+    """Report pauses: paused messages are not trimmed."""
     found = [
         Finding(
             "pauses",
@@ -149,7 +149,7 @@ def check_pauses(checked: CheckedDatabase, _: CheckLimits) -> list[Finding]:
 
 
 def check_archive(checked: CheckedDatabase, limits: CheckLimits) -> list[Finding]:
-    """What is not archived is not trimmed: an archiver that is stuck fills the nodes."""
+    """Report gaps and lagging archives: they hold up trimming."""
     rows, found = checked.rows("check_archive"), []
     for topic, gaps, passed_s, dropped in rows:
         if dropped:

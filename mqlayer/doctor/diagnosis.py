@@ -1,4 +1,4 @@
-"""All checks of an installation, each server's side by side with the others', within a bounded time."""
+"""All checks, in bounded time."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SCHEMA_CHECKS: Final = {"control": control.CHECKS, "application": outbox.CHECKS}
 
 @dataclass(slots=True)
 class ServerReport:
-    """What was found of one server, and what the checks of others need of it."""
+    """A server's findings, and data for other checks."""
 
     findings: list[Finding] = field(default_factory=list)
     registered: list[tuple[Node, datetime | None]] | None = None
@@ -40,11 +40,10 @@ class ServerReport:
 
 
 CheckJobs = Mapping[str, Callable[[], ServerReport]]
-"""Per server, as findings name it: what asks it."""
 
 
 def diagnose(settings: Settings, *, limits: CheckLimits = LIMITS) -> list[Finding]:
-    """Run all checks. Raises nothing that a server did: what can't be asked is a finding that says so."""
+    """Run all checks; a server's error becomes a finding."""
     stores = in_parallel(_store_work(settings, limits), limits)
     registered = next((report.registered for report in stores if report.registered is not None), None)
     found = in_parallel(_node_work(registered or [], settings.key_prefix, limits), limits)
@@ -56,11 +55,11 @@ def diagnose(settings: Settings, *, limits: CheckLimits = LIMITS) -> list[Findin
 
 
 def diagnose_database(dsn: str, subject: str, schemas: tuple[SchemaName, ...], limits: CheckLimits) -> ServerReport:
-    """Check a Postgres and what its schemas say."""
+    """Check a Postgres and its schemas."""
     report = ServerReport()
     try:
         with connect(dsn, application="mqlayer doctor") as connection, driver_errors(address_of(dsn)):
-            # A pooler would lend the session with it to others: there the time for all questions has to do.
+            # A pooler passes the session on, with the setting: there, only the limit for all checks applies.
             if is_own(connection):
                 connection.execute(query("check_patience"), {"wait": f"{limits.connect_s * 1000:.0f}ms"})
             report.findings.append(Finding("reachable", subject, CheckStatus.OK, "answers"))
@@ -95,13 +94,13 @@ def diagnose_node(node: Node, lost_at: datetime | None, prefix: str, limits: Che
 
 
 def diagnose_broker(url: str, access: NodeAccess, limits: CheckLimits) -> ServerReport:
-    """Ask Celery's broker whether it is there."""
+    """Check that Celery's broker answers."""
     answers, finding = ask_broker(url, timeout_s=limits.connect_s, access=access)
     return ServerReport([finding], broker=answers)
 
 
 def in_parallel(work: CheckJobs, limits: CheckLimits) -> list[ServerReport]:
-    """Ask all servers at once, each in a thread of its own; one that takes too long is left to itself."""
+    """Check servers in threads; late ones become UNKNOWN."""
     done: dict[str, ServerReport] = {}
     faults: list[BaseException] = []
 
@@ -111,7 +110,7 @@ def in_parallel(work: CheckJobs, limits: CheckLimits) -> list[ServerReport]:
         except BaseException as fault:  # noqa: BLE001 - a bug: raised again, where it can be seen
             faults.append(fault)
 
-    # Daemons: a server that never answers must not keep the process from ending.
+    # Daemon threads: a silent server must not keep the process alive.
     threads = [threading.Thread(target=one, args=item, name=f"asks-{item[0]}", daemon=True) for item in work.items()]
     until = time.monotonic() + limits.server_s
     for thread in threads:
@@ -130,7 +129,6 @@ def _silent(name: str, limits: CheckLimits) -> ServerReport:
 
 
 def _store_work(settings: Settings, limits: CheckLimits) -> CheckJobs:
-    """Return how to ask the databases, once where both schemas are in the same, and the broker."""
     control_dsn, application_dsn = settings.control_dsn(), settings.application_dsn()
     places: list[tuple[str, str, tuple[SchemaName, ...]]] = [
         ("control database", control_dsn, ("control",)),
@@ -159,7 +157,6 @@ def _check_whole(
     broker: ServerInfo | None,
     checked: list[CheckedNode],
 ) -> list[Finding]:
-    """Check what is there at all, and how servers go together."""
     found = []
     if not settings.control_dsn():
         fix = "set MQLAYER_DSN, or start a stack: mqlayer up"
@@ -186,7 +183,7 @@ def _diagnose(
         finding = _check_migrations(checked, schema)
         report.findings.append(finding)
         if finding.verdict is not CheckStatus.OK:
-            # What an older or newer schema would answer is not what the questions mean.
+            # The queries fit this version of the schema only.
             continue
         report.findings += run_checks(SCHEMA_CHECKS[schema], checked, checked.subject, limits)
         if schema == "control":

@@ -1,4 +1,4 @@
-"""What a check found, and the bounds by which checks judge."""
+"""Findings and their limits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mqlayer.errors import MqlayerError, redact
 
 
 class CheckStatus(StrEnum):
-    """How something is. *unknown*: it could not be asked."""
+    """A verdict; *unknown*: could not be checked."""
 
     OK = "ok"
     WARNING = "warning"
@@ -21,10 +21,7 @@ class CheckStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report: the check, what it looked at, how that is, what was seen, and how to repair it.
-
-    No field ever holds a password.
-    """
+    """One line of the report, passwords redacted."""
 
     check: str
     subject: str
@@ -39,24 +36,24 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class CheckLimits:
-    """From where on something is worth a line. Durations are seconds by the clock of the server that is asked."""
+    """Limits for findings, in seconds by the checked server's clock."""
 
     connect_s: float = 3.0
-    """How long one server may take to answer one question."""
+    """Time for one answer of a server."""
     server_s: float = 12.0
-    """How long all questions to one server may take; servers are asked side by side."""
+    """Time for all checks of a server."""
     transaction_s: float = 30.0
     """Age of an open or prepared transaction."""
     transaction_broken_s: float = 600.0
-    """The same, for one that holds locks on our tables."""
+    """The same, with locks on mqlayer's tables."""
     waiting_s: float = 30.0
-    """How long outbox rows and route changes may wait, and a periodic job may be overdue."""
+    """Delay of outbox rows, route changes, periodic jobs."""
     replaced_s: float = 86_400.0
-    """For how long it is told that a Postgres was replaced, which may have lost commits."""
+    """Time to report a replaced Postgres."""
     clock_s: float = 1.0
-    """How far a server's clock may be from ours. Nothing is judged by clients' clocks, so it never is more than odd."""
+    """Clock difference to this machine; only ever a warning."""
     part: float = 0.8
-    """How much of connections and memory may be in use."""
+    """Used share of connections and memory."""
 
 
 LIMITS: Final = CheckLimits()
@@ -68,7 +65,7 @@ ASK_AGAIN: Final = "see why it does not answer, then ask again"
 
 
 def run_checks(checks: Mapping[str, Check[Subject]], subject: Subject, name: str, limits: CheckLimits) -> list[Finding]:
-    """Run checks one by one; one that could not ask becomes a finding that says so, and the others go on."""
+    """Run checks; one that fails becomes an UNKNOWN finding."""
     found: list[Finding] = []
     for check, run_check in checks.items():
         try:
@@ -79,7 +76,7 @@ def run_checks(checks: Mapping[str, Check[Subject]], subject: Subject, name: str
 
 
 def format_seconds(seconds: float) -> str:
-    """Return a duration as people read it."""
+    """Return a duration for people."""
     for size, unit in ((86_400, "d"), (3_600, "h"), (60, "min")):
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"

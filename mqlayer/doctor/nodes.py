@@ -1,4 +1,4 @@
-"""Checks of one node, by what its Redis says of itself."""
+"""Checks of one node."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mqlayer.redis.server_info import ServerInfo
 
 @dataclass(frozen=True, slots=True)
 class CheckedNode:
-    """A registered node with what its server answered."""
+    """A registered node with its server's answers."""
 
     node: Node
     lost_at: datetime | None
@@ -23,23 +23,23 @@ class CheckedNode:
 
     @property
     def subject(self) -> str:
-        """How a finding names it."""
+        """The node's name in findings."""
         return node_subject(self.node)
 
 
 def node_subject(node: Node) -> str:
-    """Return how a finding names a node."""
+    """Return a node's name in findings."""
     return f"node {node.name} ({node.address})"
 
 
 def check_version(checked: CheckedNode, _: CheckLimits) -> list[Finding]:
-    """The version, against those that are too old or known to be bad."""
+    """Report outdated or faulty versions."""
     answers = checked.answers
     return [redis_finding(checked.subject, "valkey" if answers.product == "valkey" else "redis", answers.version)]
 
 
 def check_armed(checked: CheckedNode, _: CheckLimits) -> list[Finding]:
-    """Only the armed run serves (invariant 17)."""
+    """Report an unarmed run (invariant 17)."""
     node, run_id = checked.node, checked.answers.run_id
     if checked.lost_at is not None:
         fix = f"mqlayer node rearm {node.name}, if it is back for good; else let its address go"
@@ -52,7 +52,7 @@ def check_armed(checked: CheckedNode, _: CheckLimits) -> list[Finding]:
 
 
 def check_role(checked: CheckedNode, _: CheckLimits) -> list[Finding]:
-    """The address has to be a primary's, and not a cluster's."""
+    """Report addresses of replicas or cluster nodes."""
     info = checked.answers.info
     role = info.get("role", "")
     if role not in ("master", "primary"):
@@ -65,7 +65,7 @@ def check_role(checked: CheckedNode, _: CheckLimits) -> list[Finding]:
 
 
 def check_persistence(checked: CheckedNode, _: CheckLimits) -> list[Finding]:
-    """What was acknowledged has to be on disk."""
+    """Report settings that lose acknowledged writes."""
     info, settings, subject = checked.answers.info, checked.answers.settings, checked.subject
     if info.get("aof_enabled") != "1":
         return [
@@ -92,7 +92,7 @@ def check_persistence(checked: CheckedNode, _: CheckLimits) -> list[Finding]:
 
 
 def check_eviction(checked: CheckedNode, _: CheckLimits) -> list[Finding]:
-    """Whatever evicts keys evicts whole partitions."""
+    """Report eviction policies: they would drop whole partitions."""
     policy = checked.answers.info.get("maxmemory_policy", "")
     if policy == "noeviction":
         return [Finding("eviction", checked.subject, CheckStatus.OK, "maxmemory-policy noeviction")]
@@ -101,7 +101,7 @@ def check_eviction(checked: CheckedNode, _: CheckLimits) -> list[Finding]:
 
 
 def check_memory(checked: CheckedNode, limits: CheckLimits) -> list[Finding]:
-    """A full node refuses to publish, while settling and trimming go on."""
+    """Report a nearly full node: a full one refuses publishing."""
     answers = checked.answers
     used, most = answers.number("used_memory"), answers.number("maxmemory")
     what, bound = ("maxmemory", most) if most else ("the machine's memory", answers.number("total_system_memory"))
@@ -115,7 +115,7 @@ def check_memory(checked: CheckedNode, limits: CheckLimits) -> list[Finding]:
 
 
 def check_replicas(checked: CheckedNode, _: CheckLimits) -> list[Finding]:
-    """How many copies there are; a fact, unless more are demanded than there are."""
+    """Report replicas; broken if too few."""
     wanted = checked.answers.settings.get("min-replicas-to-write", "0")
     there = checked.answers.number("connected_slaves")
     good = checked.answers.number("min_slaves_good_slaves") if wanted != "0" else there
@@ -127,7 +127,7 @@ def check_replicas(checked: CheckedNode, _: CheckLimits) -> list[Finding]:
 
 
 def check_clock(checked: CheckedNode, limits: CheckLimits) -> list[Finding]:
-    """Its clock against ours."""
+    """Check the clock."""
     return [clock_finding(checked.subject, checked.answers.ahead_s, checked.answers.round_trip_s, limits)]
 
 

@@ -1,4 +1,4 @@
-"""Checks of an application database: relays, what waits, what can never be sent, who holds LPs, missing versions."""
+"""Checks of an application database."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mqlayer.postgres.server_identity import NOT_REPORTED, SUSPECT
 
 
 def check_relays(checked: CheckedDatabase, limits: CheckLimits) -> list[Finding]:
-    """Committed messages get to their partitions, and soon."""
+    """Report missing relays and late outbox rows."""
     living, unowned = checked.row("check_relays")
     waiting, oldest_s = checked.row("check_outbox")
     late = waiting > 0 and oldest_s > limits.waiting_s
@@ -33,7 +33,7 @@ def check_relays(checked: CheckedDatabase, limits: CheckLimits) -> list[Finding]
 
 
 def check_recovery(checked: CheckedDatabase, _: CheckLimits) -> list[Finding]:
-    """Nothing is relayed of an outbox that may have lost commits before it is recovered."""
+    """Report an outbox that waits for recovery: nothing is relayed."""
     rows = checked.rows("outbox_server")
     known, now = rows[0][1:3] if rows else (None, NOT_REPORTED)
     if known != SUSPECT and (known in (None, NOT_REPORTED) or now in (NOT_REPORTED, known)):
@@ -45,7 +45,7 @@ def check_recovery(checked: CheckedDatabase, _: CheckLimits) -> list[Finding]:
 
 
 def check_quarantine(checked: CheckedDatabase, _: CheckLimits) -> list[Finding]:
-    """A row that can never be sent holds its LP, or, in a best_effort topic, waits for an operator."""
+    """Report rows that cannot be sent."""
     found = []
     count, reason = checked.row("check_quarantine")
     if count:
@@ -61,7 +61,7 @@ def check_quarantine(checked: CheckedDatabase, _: CheckLimits) -> list[Finding]:
 
 
 def check_publishers(checked: CheckedDatabase, _: CheckLimits) -> list[Finding]:
-    """An application that stops inside of a transaction stops the LPs that it published to."""
+    """Report roles without an idle timeout: hanging transactions block LPs."""
     names = [name for (name,) in checked.rows("check_publishers")]
     if not names:
         seen = "idle transactions of every role that may publish are ended"
@@ -72,7 +72,7 @@ def check_publishers(checked: CheckedDatabase, _: CheckLimits) -> list[Finding]:
 
 
 def check_versions(checked: CheckedDatabase, _: CheckLimits) -> list[Finding]:
-    """A version that does not come holds all later ones of its entity."""
+    """Report overdue versions: they hold all later ones."""
     count, waiting, oldest_s, name = checked.row("check_versions")
     if not count:
         return [Finding("versions", checked.subject, CheckStatus.OK, "no version of an entity is overdue")]

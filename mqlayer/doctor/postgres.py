@@ -1,4 +1,4 @@
-"""Checks of a Postgres server and of what is open on it, whatever schema it holds."""
+"""Checks of a Postgres server."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mqlayer.postgres.queries import query
 
 @dataclass(frozen=True, slots=True)
 class CheckedDatabase:
-    """A connection to a database, and how a finding names it."""
+    """A connection to a database, and its name in findings."""
 
     connection: Connection
     subject: str
@@ -24,12 +24,12 @@ class CheckedDatabase:
     dsn: str = field(default="", repr=False)
 
     def rows(self, name: str, **facts: Any) -> list[tuple[Any, ...]]:
-        """Run a named query and return its rows. Raises StoreUnavailable, SchemaMismatch."""
+        """Run a named query. Raises StoreUnavailable, SchemaMismatch."""
         with driver_errors(self.address):
             return self.connection.execute(query(name), facts).fetchall()
 
     def row(self, name: str, **facts: Any) -> tuple[Any, ...]:
-        """Run a named query that answers one row."""
+        """Return the first row. Raises StoreUnavailable without one."""
         found = self.rows(name, **facts)
         if not found:
             raise StoreUnavailable(self.address, f"{name} has no answer")
@@ -37,12 +37,12 @@ class CheckedDatabase:
 
 
 def check_version(checked: CheckedDatabase, _: CheckLimits) -> list[Finding]:
-    """The version."""
+    """Check the version."""
     return [postgres_finding(checked.subject, checked.row("check_server")[0])]
 
 
 def check_durability(checked: CheckedDatabase, _: CheckLimits) -> list[Finding]:
-    """What was committed has to stay: relays publish it at once."""
+    """Report settings that lose commits."""
     _number, standby, fsync, pages, commit, names, replicas, *_rest = checked.row("check_server")
     subject = checked.subject
     if standby:
@@ -68,7 +68,7 @@ def check_durability(checked: CheckedDatabase, _: CheckLimits) -> list[Finding]:
 
 
 def check_connections(checked: CheckedDatabase, limits: CheckLimits) -> list[Finding]:
-    """Every process of ours holds some connections, and needs one more to join."""
+    """Report a nearly full server."""
     *_rest, most, used = checked.row("check_server")
     seen = f"{used} of {most} connections in use"
     if used < most * limits.part:
@@ -78,7 +78,7 @@ def check_connections(checked: CheckedDatabase, limits: CheckLimits) -> list[Fin
 
 
 def check_transactions(checked: CheckedDatabase, limits: CheckLimits) -> list[Finding]:
-    """An open transaction that published holds its LPs, and the slots of the outbox that it wrote to."""
+    """Report long transactions: they hold LPs and outbox slots."""
     found = [
         _transaction(checked.subject, limits, *row)
         for row in checked.rows("check_open_transactions", age_s=limits.transaction_s)
@@ -92,7 +92,7 @@ def check_transactions(checked: CheckedDatabase, limits: CheckLimits) -> list[Fi
 
 
 def check_prepared(checked: CheckedDatabase, limits: CheckLimits) -> list[Finding]:
-    """A prepared transaction outlives its client, with its locks."""
+    """Report old prepared transactions: they keep locks."""
     found = []
     for gid, age_s, ours in checked.rows("check_prepared_transactions", age_s=limits.transaction_s):
         seen = f"{gid!r} is prepared since {format_seconds(age_s)}" + (", and holds tables of ours" if ours else "")
@@ -104,7 +104,7 @@ def check_prepared(checked: CheckedDatabase, limits: CheckLimits) -> list[Findin
 
 
 def check_functions(checked: CheckedDatabase, _: CheckLimits) -> list[Finding]:
-    """Functions run with the rights of the schemas' owner: no caller may mislead them, and the owner has few."""
+    """Report functions that are unsafe or owned by a superuser."""
     open_count, one, of_superusers = checked.row("check_functions")
     fix = "mqlayer migrate"
     found = []
@@ -120,7 +120,7 @@ def check_functions(checked: CheckedDatabase, _: CheckLimits) -> list[Finding]:
 
 
 def check_clock(checked: CheckedDatabase, limits: CheckLimits) -> list[Finding]:
-    """Its clock against ours."""
+    """Check the clock."""
     sent, sent_at = time.monotonic(), time.time()
     (seconds,) = checked.row("check_clock")
     round_trip_s = time.monotonic() - sent
@@ -147,7 +147,7 @@ def _transaction(
     age_s: float,
     ours: bool,  # noqa: FBT001 - a column
 ) -> Finding:
-    """Never with the text of its statement, which may hold anything."""
+    """Omit the statement's text, which may hold secrets."""
     seen = f"pid {pid} ({application or 'without a name'}) is {state or 'busy'} in one since {format_seconds(age_s)}"
     seen += ": its LPs get stuck, its outbox slots are kept" if ours else ": it holds vacuum up"
     fix = (

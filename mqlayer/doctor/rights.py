@@ -1,4 +1,4 @@
-"""Whether the user of this command may ask a node for all that is to be looked at."""
+"""Checks of Redis users' rights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mqlayer.redis.server_info import describe_access, read_access
 
 
 def check_default_user(node: Node, subject: str, prefix: str, limits: CheckLimits) -> list[Finding]:
-    """User default reads the append-only file, also where it is off."""
+    """Report missing rights of `default`: Redis loads the append-only file with them."""
     try:
         rights = read_access(node, RequiredAccess(RedisRole.WORKER, prefix), user="default", timeout_s=limits.connect_s)
     except MqlayerError as error:
@@ -23,7 +23,7 @@ def check_default_user(node: Node, subject: str, prefix: str, limits: CheckLimit
 
 
 def check_own_rights(node: Node, subject: str, prefix: str, limits: CheckLimits) -> Finding:
-    """Whether this command's user may look at all that there is; other users: mqlayer node acl ROLE --check."""
+    """Check this command's user only."""
     required = RequiredAccess(RedisRole.VIEWER, prefix)
     try:
         rights = read_access(node, required, timeout_s=limits.connect_s)

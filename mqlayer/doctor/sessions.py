@@ -1,7 +1,4 @@
-"""Checks of what new sessions begin with, and of what lies between us and the database.
-
-Sessions of ours are set up alike whatever that is; those of applications are theirs.
-"""
+"""Checks of applications' session defaults, and of poolers."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ SHORT_LOCK_MS: Final = 100
 
 
 class HarmfulSetting(NamedTuple):
-    """From which value on a setting hurts an application's session, and how."""
+    """A test for harmful values, and the harm."""
 
     hurts: Callable[[str, float | None], bool]
     why: str
@@ -61,11 +58,10 @@ HARMS: Final[Mapping[str, HarmfulSetting]] = {
     "synchronous_commit": HarmfulSetting(_is("off"), "a crash may lose effects whose messages count as handled"),
     "transform_null_equals": HarmfulSetting(_is("on"), "comparisons with NULL mean something else"),
 }
-"""What is worth a line where a role, the database or the server has it so."""
 
 
 def check_sessions(checked: CheckedDatabase, _: CheckLimits) -> list[Finding]:
-    """What applications' sessions begin with: what of it publishing and effects suffer from."""
+    """Report defaults that harm publishing or effects."""
     found = [
         Finding("sessions", checked.subject, CheckStatus.WARNING, f"{who} has {name} = {value}: {HARMS[name].why}", fix)
         for who, name, value, duration_ms, fix in checked.rows("check_session_defaults", names=list(HARMS))
@@ -76,7 +72,7 @@ def check_sessions(checked: CheckedDatabase, _: CheckLimits) -> list[Finding]:
 
 
 def check_pooler(checked: CheckedDatabase, _: CheckLimits) -> list[Finding]:
-    """Whether a pooler is in between, and a way past it is known."""
+    """Report a pooler without a known way past it."""
     if is_direct(checked.connection):
         return [Finding("pooler", checked.subject, CheckStatus.OK, "no pooler is in between")]
     options = options_of(checked.dsn)

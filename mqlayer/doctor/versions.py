@@ -1,4 +1,4 @@
-"""Versions of servers: the oldest that will do, and those that are known to be bad."""
+"""Supported and faulty server versions."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ ServerVersion = tuple[int, int, int]
 OLDEST_REDIS: Final = (6, 2, 0)
 HEADERS_SINCE: Final = (7, 0, 0)
 FALSE_WAITAOF: Final = ((7, 4, 0), (7, 4, 3))
-"""From, and fixed in: WAITAOF confirms before the fsync under everysec (redis#12622, #13793)."""
+"""From, fixed in: WAITAOF confirms before the fsync under everysec (redis#12622, #13793)."""
 EVICTED_BLOCKED: Final = ((7, 2, 0), (8, 6, 3))
-"""From, and fixed in: CVE-2026-23479, blocked clients and eviction."""
+"""From, fixed in: CVE-2026-23479, blocked clients and eviction."""
 LUA_FIXED: Final[dict[Product, dict[tuple[int, int], ServerVersion]]] = {
     "redis": {(6, 2): (6, 2, 20), (7, 2): (7, 2, 11), (7, 4): (7, 4, 6), (8, 0): (8, 0, 4), (8, 2): (8, 2, 2)},
     "valkey": {(7, 2): (7, 2, 11), (8, 0): (8, 0, 6), (8, 1): (8, 1, 4)},
 }
-"""Per series, the first release without CVE-2025-49844 (any user who may run scripts takes the server over)."""
+"""First release per series without CVE-2025-49844 (server takeover by scripts)."""
 
 OLDEST_POSTGRES: Final = 15
 NEWEST_POSTGRES: Final = 18
 
 
 def redis_finding(subject: str, product: Product, version: ServerVersion) -> Finding:
-    """Judge the version of a node."""
+    """Judge a node's version."""
     shown = f"{product} {'.'.join(map(str, version))}"
     if product == "redis" and version < OLDEST_REDIS:
         return Finding(
@@ -42,7 +42,7 @@ def redis_finding(subject: str, product: Product, version: ServerVersion) -> Fin
 
 
 def postgres_finding(subject: str, number: int) -> Finding:
-    """Judge the version of a Postgres by its `server_version_num`."""
+    """Judge a `server_version_num`."""
     major, shown = number // 10_000, f"Postgres {number // 10_000}.{number % 10_000}"
     if major < OLDEST_POSTGRES:
         return Finding("version", subject, CheckStatus.BROKEN, shown, f"use Postgres {OLDEST_POSTGRES} or later")

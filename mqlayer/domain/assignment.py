@@ -1,4 +1,4 @@
-"""Who shall consume what: pure, deterministic, sticky and balanced choices, by count or by rate."""
+"""Assign partitions to members: pure, deterministic, sticky, balanced."""
 
 from __future__ import annotations
 
@@ -10,23 +10,21 @@ from typing import Final
 from mqlayer.domain.routing import PartitionId
 
 SLACK: Final = 0.2
-"""Part of a member's fair share by which loads may differ: rates move all the time, partitions must not."""
+"""Tolerated load difference, as part of a fair share."""
 IDLE: Final = 0.1
-"""Part of the mean rate that a partition counts with besides its own: idle ones are to be spread too."""
+"""Weight added per partition, as part of the mean rate: spreads idle ones."""
 NO_PARTITION: Final = PartitionId(0)
-"""Less than any other."""
 
 Share = tuple[float, PartitionId]
-"""A partition with its weight."""
 
 
 def assign(
     partitions: Collection[PartitionId], members: Collection[str], current: Mapping[PartitionId, str]
 ) -> dict[PartitionId, str]:
-    """Return the member for each partition, or an empty mapping where there is no member.
+    """Return each partition's member; empty without members.
 
-    Counts differ by one at the most; a partition stays where it is unless its member has too many or is gone, so one
-    more member moves at most ceil(P / (n + 1)) of P partitions.
+    Counts differ by at most one. Partitions leave only members that are gone or overloaded: one more member moves at
+    most ceil(P / (n + 1)) of P partitions.
     """
     ordered = sorted(members)
     if not ordered:
@@ -49,7 +47,6 @@ def assign(
 
 
 def _quotas(count: int, owned: Mapping[str, list[PartitionId]]) -> dict[str, int]:
-    """Return how many partitions each member gets; those that hold the most keep the larger shares."""
     share, rest = divmod(count, len(owned))
     by_load = sorted(owned, key=lambda member: (-len(owned[member]), member))
     return {member: share + (1 if i < rest else 0) for i, member in enumerate(by_load)}
@@ -61,10 +58,9 @@ def assign_by_rate(
     current: Mapping[PartitionId, str],
     rates: Mapping[PartitionId, float],
 ) -> dict[PartitionId, str]:
-    """Return the member for each partition, or an empty mapping where there is no member.
+    """Return each partition's member; empty without members.
 
-    A partition stays where it is unless its member is gone, or moving it brings the most and the least loaded member
-    nearer to each other by a tenth of a fair share at the least.
+    A partition moves if its member is gone, or if that evens two members' loads by a tenth of a fair share.
     """
     ordered = sorted(members)
     if not ordered or not partitions:
@@ -88,7 +84,6 @@ def assign_by_rate(
 
 
 def _even_out(owned: Mapping[str, list[Share]], loads: dict[str, float], slack: float) -> None:
-    """Move shares while that is worth it. What is asked for each move is kept sorted: there may be a thousand."""
     for shares in owned.values():
         shares.sort()
     heaviest = sorted((-load, member) for member, load in loads.items())
@@ -105,7 +100,6 @@ def _even_out(owned: Mapping[str, list[Share]], loads: dict[str, float], slack: 
 def _next_move(
     owned: Mapping[str, Sequence[Share]], heaviest: Sequence[tuple[float, str]], slack: float
 ) -> tuple[Share, str, str] | None:
-    """Return the move that helps the most loaded member that can be helped, or None where none is worth it."""
     least = heaviest[-1][0]
     light = heaviest[bisect_left(heaviest, (least, ""))][1]
     for load, heavy in heaviest:
@@ -119,7 +113,6 @@ def _next_move(
 
 
 def _nearest(shares: Sequence[Share], weight: float) -> Share | None:
-    """Return the share whose weight is nearest to this; of equal ones the first partition."""
     at = bisect_left(shares, (weight, NO_PARTITION))
     near = list(shares[at : at + 1])
     if at:

@@ -1,7 +1,6 @@
-"""Dedup ids: a publisher's own names for its messages, by which a repetition is known.
+"""Dedup ids: publishers' names for messages, to detect repetitions.
 
-An id belongs to its message's key; without a key, to the topic, and the message's LP is then that of the id, so that a
-repetition comes to where the first one went. `dedup_token_v1` makes the same in SQL.
+An id belongs to its message's key; without a key, to the topic, and it decides the LP. SQL twin: `dedup_token_v1`.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from mqlayer.errors import InvalidInput
 DEDUP_ID_LIMIT: Final = 128
 """Bytes of UTF-8."""
 IDS_PER_PARTITION: Final = 100_000
-"""How many ids a partition remembers; of more, the oldest are forgotten before the window ends."""
+"""More ids push out the oldest before their window ends."""
 TOKEN_BYTES: Final = 16
 
 
 def encode_dedup_id(dedup_id: Any) -> bytes:
-    """Return an id's UTF-8. Raises InvalidInput for what is no id."""
-    # Ids come from applications, whatever the annotation says.
+    """Return an id's UTF-8. Raises InvalidInput."""
+    # Applications may pass any type.
     if not isinstance(dedup_id, str) or not dedup_id or "\0" in dedup_id:
         raise InvalidInput(f"a dedup id is text, not empty and without NUL, not {type(dedup_id).__name__} as given")
     try:
@@ -35,12 +34,12 @@ def encode_dedup_id(dedup_id: Any) -> bytes:
 
 
 def token_of(key: bytes | None, dedup_id: bytes) -> bytes:
-    """Return what is compared of an id: it stands for the key too, and is as short whatever they are."""
+    """Return the stored form of key and id."""
     return sha256((NO_KEY if key is None else key) + b"\xff" + dedup_id).digest()[:TOKEN_BYTES]
 
 
 def lp_of_unkeyed(dedup_id: bytes) -> Lp:
-    """Return the LP of a message without a key that has an id."""
+    """Return a keyless message's LP."""
     return lp_of(dedup_id)
 
 
@@ -50,11 +49,11 @@ class FirstPosition(NamedTuple):
     identity: Identity
     offset: int
     partition: int | None
-    """None: the partition that was asked."""
+    """None: the partition asked."""
 
     @classmethod
     def of(cls, text: bytes) -> FirstPosition | None:
-        """Return what a partition remembers of an id, in the form of log_append_once; None where it forgot."""
+        """Parse log_append_once's answer; None for an unknown id."""
         if not text:
             return None
         lp, source, seq, offset, *partition = map(int, text.split(b":"))

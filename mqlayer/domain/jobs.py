@@ -1,4 +1,4 @@
-"""Which periodic jobs there are, how often each is due, and since when one that did not run is late."""
+"""The periodic jobs and their intervals."""
 
 from __future__ import annotations
 
@@ -7,19 +7,18 @@ from typing import Final
 
 LATE_AFTER_INTERVALS: Final = 3
 LATE_AFTER_AT_LEAST_S: Final = 30.0
-"""A worker that restarts with its beat takes some seconds: that is not a finding."""
 
 
 @dataclass(frozen=True, slots=True)
 class PeriodicJob:
-    """A periodic job, and the interval in seconds at which it is due."""
+    """A periodic job."""
 
     name: str
     every_s: float
 
     @property
     def late_after_s(self) -> float:
-        """After how long without a run something is wrong: no worker, no beat, or no broker."""
+        """Seconds without a run that mean a missing worker, beat or broker."""
         return max(LATE_AFTER_INTERVALS * self.every_s, LATE_AFTER_AT_LEAST_S)
 
 

@@ -1,10 +1,4 @@
-"""What a message is, and its form as a record of a partition.
-
-A record has three fields: ``m`` is ``<source>:<lp>:<seq>:<at>[:<headers>]`` (the first three written by the append
-script from the numbers it checked, so that identity and chain can't differ; ``at`` in ms of Unix time, for people and
-latency figures only; headers as a JSON object, the message's tags being one of them), ``k`` the key's UTF-8 (or
-NO_KEY), ``b`` the body.
-"""
+"""Messages, and their form as records of a partition: `docs/design/chain-and-marks.md`."""
 
 from __future__ import annotations
 
@@ -17,16 +11,13 @@ import msgspec
 from mqlayer.domain.tags import TAGS_HEADER, tags_of
 
 NO_KEY: Final = b"\xff"
-"""Stands for "no key" in a record: not valid UTF-8, so no key can be equal to it."""
+"""The key of a record without one: invalid UTF-8, so equal to no key."""
 
 REORDERED_HEADER: Final = "mq-reordered"
-"""Of a message that was sent to another partition than its key's, in a topic of the strategy best_effort."""
+"""Marks a best-effort message outside of its key's partition."""
 
 VOID_HEADER: Final = "mq-void"
-"""Of a void record, which stands for a row of a best_effort topic that can never be sent: why that is so.
-
-It has neither key nor body and no handler sees it: it is there for its seq, so that its LP's chain goes on.
-"""
+"""Gives the reason for a void record, which replaces an outbox row that can never be sent. Handlers never see it."""
 
 _NO_HEADERS: Final[Mapping[str, str]] = {}
 _TAGGED: Final = f'"{TAGS_HEADER}":'.encode()
@@ -38,7 +29,7 @@ _encode_headers = msgspec.json.Encoder().encode
 
 
 class Identity(NamedTuple):
-    """What makes a message itself, wherever it is: the source's incarnation, the LP, the seq."""
+    """A message's identity in its topic."""
 
     source: int
     lp: int
@@ -50,7 +41,7 @@ class Identity(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """A message on its way to a partition: all that a record holds but its identity."""
+    """A message without identity, ready to append."""
 
     key: bytes | None
     body: bytes
@@ -58,12 +49,12 @@ class Outgoing:
     headers: Mapping[str, str] = field(default_factory=dict)
 
     def fields(self) -> tuple[bytes, bytes, bytes]:
-        """Return the arguments of the append script for this message: facts, key, body."""
+        """Return facts, key and body for the append script."""
         return encode_facts(self.at_ms, self.headers), NO_KEY if self.key is None else self.key, self.body
 
 
 def encode_facts(at_ms: int, headers: Mapping[str, str] | None, tags: str = "") -> bytes:
-    """Return what follows the identity in a record's ``m``. `tags`: from `tags_text`, '' for none."""
+    """Return ``m`` without the identity. `tags`: from `tags_text`."""
     if tags:
         headers = {TAGS_HEADER: tags, **(headers or {})}
     if headers:
@@ -72,7 +63,7 @@ def encode_facts(at_ms: int, headers: Mapping[str, str] | None, tags: str = "") 
 
 
 def mark_reordered(facts: bytes) -> bytes:
-    """Return a message's facts, as of encode_facts, with the mark that its key's order may not hold for it."""
+    """Return facts with REORDERED_HEADER."""
     if _REORDERED in facts:
         return facts
     head, sep, headers = facts.partition(b":")
@@ -80,12 +71,12 @@ def mark_reordered(facts: bytes) -> bytes:
 
 
 def void_facts(facts: bytes, reason: str) -> bytes:
-    """Return the facts of the void record that stands for a message with these."""
+    """Return a void record's facts for a message's."""
     return b"%b:%b" % (facts.partition(b":")[0], _encode_headers({VOID_HEADER: reason}))
 
 
 class Record(NamedTuple):
-    """A record read from a partition; ``m`` stays raw until somebody asks for what is in it."""
+    """A record of a partition; ``m`` is parsed on demand."""
 
     offset: int
     m: bytes
@@ -100,12 +91,12 @@ class Record(NamedTuple):
 
     @property
     def at_ms(self) -> int:
-        """When it was published, in ms of Unix time by the publisher's clock: for figures, never for order."""
+        """Publishing time in Unix ms by the publisher's clock; never for order."""
         return int(self.m.split(b":", 4)[3])
 
     @property
     def headers(self) -> Mapping[str, str]:
-        """The message's headers, as its publisher gave them."""
+        """The publisher's headers."""
         headers = self._all_headers()
         if _OURS.isdisjoint(headers):
             return headers
@@ -113,7 +104,7 @@ class Record(NamedTuple):
 
     @property
     def tags(self) -> tuple[str, ...]:
-        """The message's tags, sorted."""
+        """The tags, sorted."""
         if _TAGGED not in self.m:
             return ()
         text = self._all_headers().get(TAGS_HEADER)
@@ -121,12 +112,12 @@ class Record(NamedTuple):
 
     @property
     def reordered(self) -> bool:
-        """Whether it may come before earlier messages of its key, or behind later ones: see REORDERED_HEADER."""
+        """Whether its key's order may not hold."""
         return _REORDERED in self.m and REORDERED_HEADER in self._all_headers()
 
     @property
     def void(self) -> bool:
-        """Whether it is a void record, which nobody handles: see VOID_HEADER."""
+        """Whether it is a void record."""
         return _VOID in self.m and VOID_HEADER in self._all_headers()
 
     def _all_headers(self) -> Mapping[str, str]:
@@ -135,10 +126,10 @@ class Record(NamedTuple):
 
 
 class ParkedRecord(Record):
-    """A message of a parked key. `attempts`: the failed ones before this.
+    """A message of a parked key. `attempts`: failed so far.
 
-    `redriven`: an operator sent it again, so later ones of its key may have had their effects. `replay`: which replay
-    or backfill gave it, None where it was parked or dead.
+    `redriven`: an operator resent it; later messages of its key may have been handled. `replay`: its replay or
+    backfill.
     """
 
     attempts: int = 0
@@ -149,14 +140,14 @@ class ParkedRecord(Record):
     def of(
         cls, record: tuple[int, bytes, bytes, bytes], *, attempts: int, redriven: bool, replay: int | None = None
     ) -> ParkedRecord:
-        """Return a record with what is known of it besides."""
+        """Return a record with these facts."""
         parked = cls(*record)
         parked.attempts, parked.redriven, parked.replay = attempts, redriven, replay
         return parked
 
 
 class CommandRecord(NamedTuple):
-    """The last record of a sealed partition: which seal it stands for, and the offset behind the last message."""
+    """A sealed partition's last record: its seal, and the offset after the last message."""
 
     seal_id: str
     end: int
@@ -164,10 +155,7 @@ class CommandRecord(NamedTuple):
 
 
 def pop_command(entries: list[Any]) -> CommandRecord | None:
-    """Take the command record off the end of what was read of a partition; None where none is.
-
-    Its entry id is the only one that does not end in -0 (see partition_seal).
-    """
+    """Remove and return a command record at the end of entries: the only id without -0."""
     if not entries or entries[-1][0][-1:] == b"0":
         return None
     entry_id, fields = entries.pop()
@@ -175,7 +163,7 @@ def pop_command(entries: list[Any]) -> CommandRecord | None:
 
 
 def records_of(entries: Iterable[Any]) -> list[Record]:
-    """Return the records of stream entries as the server sends them: [id, [m, .., k, .., b, ..]]."""
-    # The constructor of a named tuple costs three times as much; this is done for every message.
+    """Return records of entries [id, [m, .., k, .., b, ..]]."""
+    # Three times as fast as the constructor, and done for every message.
     new = tuple.__new__
     return [new(Record, (int(entry_id[:-2]), fields[1], fields[3], fields[5])) for entry_id, fields in entries]

@@ -1,4 +1,4 @@
-"""Names and limits, checked at the edge. The SQL functions and the scripts check the same."""
+"""Names and limits; SQL functions and scripts check the same."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ BATCH_BYTES_LIMIT: Final = 1_000_000
 
 
 def check_name(kind: str, name: str) -> str:
-    """Return the name if it is a valid topic, group, node or member name; raise InvalidName otherwise."""
-    # Names come from configuration files and command lines, whatever the annotation says.
+    """Return a valid topic, group, node or member name. Raises InvalidName."""
+    # Configuration and command lines may give any type.
     if not NAME_FORM.fullmatch(str(name)):
         raise InvalidName(kind, name)
     return name
 
 
 def check_instance(instance: str) -> str:
-    """Return the name if an instance of a broadcast group may have it; raise InvalidName otherwise."""
+    """Return a valid broadcast instance's name. Raises InvalidName."""
     if not INSTANCE_FORM.fullmatch(str(instance)):
         raise InvalidName("instance", instance)
     return instance
 
 
 def instance_name(group: str, instance: str) -> str:
-    """Return the name of an instance's group; nobody can make a group of such a name."""
+    """Return an instance's group name, impossible for other groups."""
     return f"{group}@{instance}"
 
 
 def check_group(name: str) -> str:
-    """Return the name if a group may have it, or an instance of one; raise InvalidName otherwise."""
+    """Return a group's or instance's valid name. Raises InvalidName."""
     group, at, instance = str(name).partition("@")
     check_name("group", group)
     if at:
@@ -52,7 +52,7 @@ def check_group(name: str) -> str:
 
 
 def check_id(kind: str, text: str) -> str:
-    """Return an application's own name for a thing, 1 to 512 bytes of any text; raise InvalidInput otherwise."""
+    """Return an application's id of 1 to 512 bytes. Raises InvalidInput."""
     if not 1 <= len(text.encode(errors="replace")) <= KEY_LIMIT or not _storable(text):
         raise InvalidInput(f"the name of an {kind} is a text of 1 to {KEY_LIMIT} bytes, without zero bytes: use an id")
     return text
@@ -66,7 +66,7 @@ def _storable(text: str) -> bool:
 
 
 def encode_key(key: str) -> bytes:
-    """Return the key's UTF-8; raise KeyTooLarge over 512 bytes."""
+    """Return UTF-8. Raises KeyTooLarge over 512 bytes, InvalidName for invalid Unicode."""
     try:
         data = key.encode()
     except UnicodeEncodeError:
@@ -77,14 +77,14 @@ def encode_key(key: str) -> bytes:
 
 
 def check_body(topic: str, body: bytes, limit: int) -> bytes:
-    """Return the body if the topic takes its size; raise BodyTooLarge otherwise."""
+    """Return the body. Raises BodyTooLarge."""
     if len(body) > limit:
         raise BodyTooLarge(topic, len(body), limit)
     return body
 
 
 def check_headers(headers: Mapping[str, str]) -> Mapping[str, str]:
-    """Return the headers if they are few, small, text and not reserved; raise ReservedHeader otherwise."""
+    """Return the headers. Raises ReservedHeader."""
     if len(headers) > HEADER_COUNT_LIMIT:
         raise ReservedHeader(f"{len(headers)} of them, at most {HEADER_COUNT_LIMIT}")
     size = 0
@@ -100,7 +100,7 @@ def check_headers(headers: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def parse_identity(text: str) -> Identity:
-    """Return the identity that people write as source:lp:seq; raise InvalidInput for what is none."""
+    """Parse source:lp:seq. Raises InvalidInput."""
     match = IDENTITY_FORM.fullmatch(text)
     if match is None:
         raise InvalidInput(f"{text!r} names no message: say its source:lp:seq, such as 3:512:17")
@@ -108,7 +108,7 @@ def parse_identity(text: str) -> Identity:
 
 
 def oversize(key: bytes | None, body: bytes | None) -> str:
-    """Return why a row of an outbox can never be sent, which has no body where that is too large; or nothing."""
+    """Return why an outbox row can never be sent, or ''. `body` None: too large."""
     if key is not None and len(key) > KEY_LIMIT:
         return f"key of {len(key)} bytes, the limit is {KEY_LIMIT}"
     if body is None:

@@ -1,9 +1,4 @@
-"""Runs of a node's Redis: what makes one, and which of them is an old primary that came back to life.
-
-A run is one process of a server for as long as it stays primary. A process that became a replica took over another
-one's data, so when it is promoted again it is another run: the id of the primary that it followed then is part of the
-run's name.
-"""
+"""Runs of a node's Redis: `docs/design/arming-nodes.md`."""
 
 from __future__ import annotations
 
@@ -15,16 +10,16 @@ SHOWN_ID: Final = 12
 
 
 def run_of(info: Mapping[str, str]) -> str:
-    """Return the run by what a server's INFO says: its run id, and whom it followed if it was promoted."""
+    """Return the run that INFO shows."""
     followed = info.get("master_replid2", "")
     return info["run_id"] if not followed.strip(NO_ID) else f"{info['run_id']}/{followed[:SHOWN_ID]}"
 
 
 def is_former(run: str, *, armed: str | None, former: Collection[str]) -> bool:
-    """Say whether a run was armed and replaced since: an old primary that lives on, and must not serve again.
+    """Say whether a run was armed and replaced, so must not serve.
 
-    Its process may only come back by a promotion. What it followed before is forgotten by a primary that has been
-    without replicas for an hour, so a process that was replaced and names nobody is the old one too.
+    An old primary forgets after an hour without replicas whom it followed, so a replaced process that names none is
+    former too.
     """
     process, _, followed = run.partition("/")
     if armed is not None and armed.partition("/")[0] == process:

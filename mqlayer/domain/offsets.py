@@ -1,4 +1,4 @@
-"""Sets of offsets: ranges for the wire, and what an ack bitmap says."""
+"""Offset ranges and ack bitmaps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ OffsetRange = tuple[int, int]
 
 
 def as_ranges(offsets: Iterable[int]) -> list[tuple[int, int]]:
-    """Return offsets as sorted, disjoint ranges [first, last] that do not touch."""
+    """Return offsets as sorted, disjoint, maximal ranges."""
     distinct = sorted(set(offsets))
     if distinct and distinct[-1] - distinct[0] + 1 == len(distinct):
         return [(distinct[0], distinct[-1])]
@@ -29,7 +29,7 @@ def as_ranges(offsets: Iterable[int]) -> list[tuple[int, int]]:
 
 
 def joined(ranges: Iterable[OffsetRange]) -> list[OffsetRange]:
-    """Return ranges of offsets as sorted, disjoint ones that do not touch."""
+    """Return sorted, disjoint, maximal ranges."""
     found: list[OffsetRange] = []
     for first, last in sorted(ranges):
         if found and first <= found[-1][1] + 1:
@@ -40,19 +40,19 @@ def joined(ranges: Iterable[OffsetRange]) -> list[OffsetRange]:
 
 
 def covers(ranges: Sequence[OffsetRange], offset: int) -> bool:
-    """Say whether an offset is in one of some sorted, disjoint ranges."""
+    """Say whether sorted, disjoint ranges contain an offset."""
     at = bisect_right(ranges, (offset, 1 << 63)) - 1
     return at >= 0 and ranges[at][0] <= offset <= ranges[at][1]
 
 
 def is_settled(offset: int, base: int, bits: bytes) -> bool:
-    """Say whether an ack bitmap, whose first bit is offset `base`, holds the offset as settled."""
+    """Say whether an ack bitmap, which starts at `base`, has the offset settled."""
     index = offset - base
     return 0 <= index < 8 * len(bits) and bool(bits[index >> 3] & (0x80 >> (index & 7)))
 
 
 def first_unsettled(offset: int, base: int, bits: bytes) -> int:
-    """Return the first offset from this one on that an ack bitmap does not hold as settled."""
+    """Return the first unsettled offset from `offset` on."""
     while is_settled(offset, base, bits):
         index = offset - base
         if index % 8 == 0 and bits[index >> 3] == 0xFF:

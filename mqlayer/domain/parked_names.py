@@ -1,4 +1,4 @@
-"""Under which names messages are parked."""
+"""Names under which messages are parked."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ from mqlayer.domain.message import NO_KEY, Identity
 
 
 def own_name(identity: Identity) -> bytes:
-    """Return the name under which a message that stands alone is parked: only it waits there."""
+    """Return the parking name for a message alone."""
     return NO_KEY + str(identity).encode()
 
 
 def parked_name(key: bytes, identity: Identity, *, alone: bool) -> bytes:
-    """Return the name under which a message is parked: its key, or its own where it stands alone.
+    """Return the parking name: the key, or the message's own if keyless or `alone`.
 
-    `alone`: no message of its group waits for another: the group is not ordered, or its topic is best-effort. The query
-    `redrive_messages_put` makes the same names.
+    `alone`: an unordered group or best-effort topic. SQL twin: `redrive_messages_put`.
     """
     return own_name(identity) if alone or key == NO_KEY else key

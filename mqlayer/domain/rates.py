@@ -1,4 +1,4 @@
-"""How fast a group may begin messages, and what of that one partition has."""
+"""A group's rate limit, and partitions' shares."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from mqlayer.errors import InvalidInput
 
 LEAST_PER_S: Final = 0.0001
 BUCKET_S: Final = 0.25
-"""What members fetch at a time of a rate at most, in seconds of it."""
+"""Most seconds of a rate that members fetch at once."""
 
 
 class RateShare(NamedTuple):
-    """What a bucket gives: `per_s` messages by the second, `size` at once after a rest, `first` where it is new."""
+    """A bucket: messages per second, at once after a pause, and in a new one."""
 
     per_s: float
     size: float
@@ -20,7 +20,7 @@ class RateShare(NamedTuple):
 
 
 class RateLimit(NamedTuple):
-    """A group's limit: `per_s` messages by the second, up to `burst` at once after a rest, over `partitions`."""
+    """A group's limit: `per_s` messages per second, up to `burst` after a pause."""
 
     per_s: float
     burst: float
@@ -28,9 +28,9 @@ class RateLimit(NamedTuple):
 
     @classmethod
     def of(cls, per_s: float | None, burst: float | None, partitions: int = 1) -> Self | None:
-        """Return the limit that settings say, None for none.
+        """Return the configured limit, None for none.
 
-        Without a burst it is what a second gives; it is what KEPT_S gives at the least, and never below a message.
+        The burst defaults to a second's messages, at least one message and BUCKET_S of the rate.
         """
         if per_s is None:
             return None
@@ -38,19 +38,19 @@ class RateLimit(NamedTuple):
 
     @property
     def share(self) -> RateShare:
-        """What one partition has of it, where parts of messages can be put together (members)."""
+        """A partition's share for members, who combine fractions."""
         count = self.partitions
         return RateShare(self.per_s / count, self.burst / count, 1.0 / count)
 
     @property
     def whole_share(self) -> RateShare:
-        """What one partition has of it by itself: whole messages (ordered pop)."""
+        """A partition's share in whole messages (ordered pop)."""
         count = self.partitions
         return RateShare(self.per_s / count, max(1.0, self.burst / count), 1.0)
 
 
 def check_rate(per_s: float | None, burst: float | None) -> None:
-    """Raise InvalidInput for a rate that no group can have; without end, `math.inf`, means no limit."""
+    """Raise InvalidInput for an invalid limit; `math.inf` means none."""
     if per_s is not None and not per_s >= LEAST_PER_S:
         raise InvalidInput(f"a rate is {LEAST_PER_S} messages/s or more, not {per_s}: to stop a group, pause it")
     if burst is not None and not burst >= 1:

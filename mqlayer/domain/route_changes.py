@@ -1,4 +1,4 @@
-"""Split, merge, move: what a change of a route makes of it. Pure rules: no store, no clock."""
+"""Plan splits, merges and moves: pure rules."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from mqlayer.errors import InvalidInput, NotFound
 
 ChangeKind = Literal["split", "merge", "move"]
 ChangeMode = Literal["live", "unreachable", "lost"]
-"""What a parent's node has to do with a change: it seals the parent, is away and seals later, or never comes back."""
+"""The parent's node seals it now, or after returning, or is lost."""
 
 
 @dataclass(frozen=True, slots=True)
 class Successor:
-    """A partition that a change makes: LPs in [lp_from, lp_to), on a node."""
+    """A new partition: LPs in [lp_from, lp_to)."""
 
     lp_from: int
     lp_to: int
@@ -27,7 +27,7 @@ class Successor:
 
 @dataclass(frozen=True, slots=True)
 class ChangePlan:
-    """Exactly what a change does: the route version it starts from, the partitions it ends and those it makes."""
+    """A change's base version, parents and successors."""
 
     kind: ChangeKind
     topic: str
@@ -39,15 +39,14 @@ class ChangePlan:
 
     @property
     def version(self) -> int:
-        """The route version that it makes."""
+        """The new route version."""
         return self.base + 1
 
 
 def plan_split(route: Route, partition: int, at: Sequence[int], nodes: Sequence[NodeId] = ()) -> ChangePlan:
-    """Split one partition at one LP or several; successors stay on its node where no nodes are named.
+    """Split a partition at LPs; successors stay on its node by default.
 
-    Raises NotFound for a partition that is not in force, InvalidInput for a point outside of it (a half would be
-    empty).
+    Raises NotFound for a partition not in force, InvalidInput for an empty part.
     """
     parent = _in_force(route, partition)
     points = sorted(at)
@@ -69,10 +68,7 @@ def plan_split(route: Route, partition: int, at: Sequence[int], nodes: Sequence[
 
 
 def plan_merge(route: Route, partitions: Sequence[int], node: NodeId | None = None) -> ChangePlan:
-    """Merge adjacent partitions, given in any order; the successor is on the first one's node where none is named.
-
-    Raises InvalidInput unless they are two at the least, different, and adjacent.
-    """
+    """Merge adjacent partitions, by default onto the lowest one's node. Raises InvalidInput, NotFound."""
     parents = sorted((_in_force(route, p) for p in partitions), key=lambda r: r.lp_from)
     if len(parents) < 2 or len(set(partitions)) < len(partitions):
         raise InvalidInput("a merge takes two different partitions at the least")
@@ -88,7 +84,7 @@ def plan_merge(route: Route, partitions: Sequence[int], node: NodeId | None = No
 
 
 def plan_move(route: Route, partition: int, node: NodeId, *, mode: ChangeMode = "live") -> ChangePlan:
-    """Move one partition to another node, also away from a dead one. Raises InvalidInput where it is there already."""
+    """Move a partition to another node. Raises NotFound; InvalidInput if already there."""
     parent = _in_force(route, partition)
     if parent.node == node:
         raise InvalidInput(f"partition {partition} is on that node already")
@@ -97,7 +93,7 @@ def plan_move(route: Route, partition: int, node: NodeId, *, mode: ChangeMode = 
 
 
 def emptiest(nodes: Iterable[NodeId], in_use: Iterable[NodeId], *, other_than: NodeId) -> NodeId:
-    """Return the node with the fewest partitions, but not this one. Raises NotFound where there is no other."""
+    """Return the least used other node. Raises NotFound."""
     counts = Counter(in_use)
     others = sorted((counts[node], node) for node in nodes if node != other_than)
     if not others:
@@ -106,9 +102,9 @@ def emptiest(nodes: Iterable[NodeId], in_use: Iterable[NodeId], *, other_than: N
 
 
 def halving_point(loads: Mapping[int, int], lp_from: int, lp_to: int) -> int:
-    """Return the LP at which a range is cut into two halves of the most even load; in its middle where there is none.
+    """Return the LP that divides a range's load most evenly, else its middle.
 
-    `loads`: messages per LP. Raises InvalidInput for a range of a single LP.
+    `loads`: messages per LP. Raises InvalidInput for a single LP.
     """
     if lp_to - lp_from < 2:
         raise InvalidInput(f"[{lp_from}, {lp_to}) is a single LP: it can't be split")
@@ -119,7 +115,7 @@ def halving_point(loads: Mapping[int, int], lp_from: int, lp_to: int) -> int:
 
 
 def marks_within(marks: Iterable[Mapping[str, int]], lp_from: int, lp_to: int) -> dict[str, int]:
-    """Return of all parents' marks ("<source>:<lp>" -> seq) those of LPs in a range."""
+    """Return parents' marks ("<source>:<lp>" -> seq) in a range."""
     return {name: seq for of_one in marks for name, seq in of_one.items() if lp_from <= int(name.split(":")[1]) < lp_to}
 
 

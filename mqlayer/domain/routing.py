@@ -1,7 +1,4 @@
-"""Key -> LP -> partition: pure rules.
-
-The LP of a key never depends on a version (invariant 1); a route version maps ranges of LPs to partitions.
-"""
+"""Key -> LP -> partition. A key's LP never depends on the route version (invariant 1)."""
 
 from __future__ import annotations
 
@@ -26,19 +23,19 @@ LP_COUNT: Final = 1024
 
 @lru_cache(maxsize=65_536)
 def lp_of(key: bytes) -> Lp:
-    """Return the LP of a key, given as UTF-8: the first two bytes of its SHA-256, big-endian, mod 1024."""
+    """Return a UTF-8 key's LP: first two bytes of SHA-256, big-endian, mod 1024."""
     digest = sha256(key).digest()
     return Lp((digest[0] & 3) << 8 | digest[1])
 
 
 def random_lp(source: random.Random) -> Lp:
-    """Return the LP for a message without a key."""
+    """Return a keyless message's LP."""
     return Lp(source.randrange(LP_COUNT))
 
 
 @dataclass(frozen=True, slots=True)
 class LpRange:
-    """One line of a route: LPs in [lp_from, lp_to) are served by a partition on a node."""
+    """LPs in [lp_from, lp_to) of a partition."""
 
     lp_from: int
     lp_to: int
@@ -48,7 +45,7 @@ class LpRange:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One version of a topic's route. Its ranges tile [0, 1024) exactly."""
+    """A topic's route version. Its ranges tile [0, 1024)."""
 
     topic_id: int
     topic: str
@@ -57,9 +54,9 @@ class Route:
     body_limit: int
     backlog_limit: int
     best_effort: bool = False
-    """Order is kept where it costs nothing: a message whose partition refuses may go to another one."""
+    """Messages may go to other partitions if theirs refuses."""
     since: float = 0.0
-    """When the Postgres that says so was first met: a later one may have lost versions, and gives them out anew."""
+    """When its Postgres was first met: a later one may assign lost versions again."""
     _starts: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -68,16 +65,16 @@ class Route:
 
     @property
     def age(self) -> tuple[float, int]:
-        """What a later route of the topic has more of."""
+        """Grows with each later route."""
         return self.since, self.version
 
     def range_of(self, lp: int) -> LpRange:
-        """Return the range that serves an LP."""
+        """Return an LP's range."""
         return self.ranges[bisect_right(self._starts, lp) - 1]
 
 
 def check_tiling(ranges: Iterable[tuple[int, int]]) -> None:
-    """Raise InvalidInput unless the ranges, in order, tile [0, 1024) without gap or overlap (invariant 7)."""
+    """Raise InvalidInput unless the ranges tile [0, 1024) in order (invariant 7)."""
     at = 0
     for lp_from, lp_to in ranges:
         if lp_from != at or lp_to <= lp_from:
@@ -88,7 +85,7 @@ def check_tiling(ranges: Iterable[tuple[int, int]]) -> None:
 
 
 def even_ranges(count: int) -> list[tuple[int, int]]:
-    """Return `count` ranges that tile [0, 1024), their sizes different by one at the most."""
+    """Return `count` ranges that tile [0, 1024), sizes within one."""
     if not 1 <= count <= LP_COUNT:
         raise InvalidInput(f"a topic has 1 to {LP_COUNT} partitions, not {count}")
     bounds = [i * LP_COUNT // count for i in range(count + 1)]
@@ -96,5 +93,5 @@ def even_ranges(count: int) -> list[tuple[int, int]]:
 
 
 def spread(count: int, over: Sequence[NodeId]) -> list[NodeId]:
-    """Return a node for each of `count` partitions, in turn."""
+    """Return `count` nodes, round-robin."""
     return [over[i % len(over)] for i in range(count)]

@@ -1,4 +1,4 @@
-"""Where to split the partitions of a topic so that their loads become even. Pure rules: no store, no clock."""
+"""Choose split points for even loads."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from mqlayer.errors import InvalidInput
 def balancing_points(
     loads: Mapping[int, int], ranges: Sequence[tuple[int, int]], partitions: int
 ) -> dict[tuple[int, int], list[int]]:
-    """Return per LP range the LPs to split it at, so that the heaviest of so many partitions is as light as can be.
+    """Return LPs to split each range at, so that the heaviest of `partitions` partitions is lightest.
 
-    `loads`: messages per LP. Ranges are only split, never joined. What a split makes no lighter (all of its load is in
-    one LP) is left whole, so there may be fewer partitions than wanted. Raises InvalidInput for fewer than there are.
+    `loads`: messages per LP. Useless splits are omitted. Raises InvalidInput for fewer than exist.
     """
     if partitions < len(ranges):
         raise InvalidInput(
@@ -24,7 +23,7 @@ def balancing_points(
     limit = _lightest(loads, ranges, partitions)
     parts = [part for r in ranges for part in _parts(r, _even(loads, r, len(_cuts(loads, r, limit)) + 1))]
     while len(parts) < partitions:
-        # The heaviest is as light as can be; what is left of the wish goes to the next heaviest that can be parted.
+        # The heaviest is as light as possible; remaining parts split the next heaviest.
         parted = ((part, _even(loads, part, 2)) for part in sorted(parts, key=lambda p: -_load(loads, p)))
         heaviest = next(((part, points) for part, points in parted if points), None)
         if heaviest is None:
@@ -35,7 +34,7 @@ def balancing_points(
 
 
 def part_loads(loads: Mapping[int, int], lp_from: int, lp_to: int, points: Sequence[int]) -> list[int]:
-    """Return the load of each part of a range that is split at these LPs."""
+    """Return a split range's loads."""
     return [_load(loads, part) for part in _parts((lp_from, lp_to), points)]
 
 
@@ -48,12 +47,10 @@ def _load(loads: Mapping[int, int], r: tuple[int, int]) -> int:
 
 
 def _even(loads: Mapping[int, int], r: tuple[int, int], parts: int) -> list[int]:
-    """Return the points at which a range falls into so many pieces at the most, the heaviest as light as can be."""
     return _cuts(loads, r, _lightest(loads, [r], parts))
 
 
 def _lightest(loads: Mapping[int, int], ranges: Sequence[tuple[int, int]], parts: int) -> int:
-    """Return the least limit of load under which so many pieces are enough for all ranges."""
     low = max((loads.get(lp, 0) for lo, hi in ranges for lp in range(lo, hi)), default=0)
     high = max((_load(loads, r) for r in ranges), default=0)
     while low < high:
@@ -66,7 +63,7 @@ def _lightest(loads: Mapping[int, int], ranges: Sequence[tuple[int, int]], parts
 
 
 def _cuts(loads: Mapping[int, int], r: tuple[int, int], limit: int) -> list[int]:
-    """Return the fewest points at which a range falls into pieces of at most a limit, which no single LP is over."""
+    """Return the fewest points that keep parts within a limit."""
     points, load = [], 0
     for lp in range(*r):
         load += loads.get(lp, 0)

@@ -1,8 +1,6 @@
-"""Tags of messages, and filters of groups by them.
+"""Tags of messages and groups' filters. Header form: `docs/design/chain-and-marks.md`.
 
-In a record tags are the header ``mq-tags``: ``<hashes>:<names>``, both in the order of the names; eight hex digits of
-hash for each, names divided by commas. Nodes compare hashes (log_select), members the names. `tags_v1` makes the same
-in SQL.
+Nodes compare hashes (log_select), members names. SQL twin: `tags_v1`.
 """
 
 from __future__ import annotations
@@ -18,9 +16,7 @@ from mqlayer.errors import InvalidInput
 
 TAG_FORM: Final = re.compile(r"[a-z0-9][a-z0-9_.-]{0,62}")
 TAG_LIMIT: Final = 8
-"""How many tags a message may have."""
 FILTER_LIMIT: Final = 32
-"""How many tags a filter may name."""
 TAGS_HEADER: Final = "mq-tags"
 NO_FILTER: Final = "none"
 
@@ -28,10 +24,10 @@ Match = Literal["any", "all"]
 
 
 def check_tags(tags: Iterable[str], limit: int = TAG_LIMIT) -> tuple[str, ...]:
-    """Return tags once each, sorted. Raises InvalidInput for too many, and for what is no tag."""
+    """Return distinct tags, sorted. Raises InvalidInput."""
     if isinstance(tags, str):
         raise InvalidInput(f"tags are a list of names, not the text {tags!r}")
-    # They come from applications, whatever the annotation says.
+    # Applications may pass any type.
     names: tuple[Any, ...] = tuple(tags)
     for name in names:
         if not isinstance(name, str) or TAG_FORM.fullmatch(name) is None:
@@ -43,12 +39,12 @@ def check_tags(tags: Iterable[str], limit: int = TAG_LIMIT) -> tuple[str, ...]:
 
 
 def tag_hash(tag: str) -> str:
-    """Return what nodes compare of a tag."""
+    """Return the hash that nodes compare."""
     return sha256(tag.encode()).hexdigest()[:8]
 
 
 def tags_text(tags: Iterable[str]) -> str:
-    """Return the value of the header for a message's tags, one at the least. Raises what check_tags does."""
+    """Return the header's value for one or more tags. Raises InvalidInput."""
     try:
         return _text_of(check_tags(tags) if isinstance(tags, str) else tuple(tags))
     except TypeError:
@@ -62,20 +58,20 @@ def _text_of(tags: tuple[str, ...]) -> str:
 
 
 def tags_of(text: str) -> tuple[str, ...]:
-    """Return the tags that a header's value names."""
+    """Return a header value's tags."""
     return tuple(text.partition(":")[2].split(","))
 
 
 @dataclass(frozen=True)
 class TagFilter:
-    """Which messages a group wants: with any of these tags, or with all of them. Its text is ``any:eu,vip``."""
+    """A group's filter, as text ``any:eu,vip``."""
 
     match: Match
     tags: tuple[str, ...]
 
     @classmethod
     def of(cls, text: str) -> TagFilter | None:
-        """Return the filter that a setting says, None for "none". Raises InvalidInput."""
+        """Parse a setting; None for "none". Raises InvalidInput."""
         if text == NO_FILTER:
             return None
         match, _, names = str(text).partition(":")
@@ -90,7 +86,7 @@ class TagFilter:
 
     @cached_property
     def hashes(self) -> tuple[str, ...]:
-        """What nodes look for."""
+        """The hashes for nodes."""
         return tuple(map(tag_hash, self.tags))
 
     @cached_property
@@ -98,17 +94,17 @@ class TagFilter:
         return frozenset(self.tags)
 
     def takes(self, tags: Iterable[str]) -> bool:
-        """Say whether the group wants a message with these tags."""
+        """Say whether a message with these tags passes."""
         return not self._wanted.isdisjoint(tags) if self.match == "any" else self._wanted.issubset(tags)
 
 
 def any_of(*tags: str) -> str:
-    """Return the filter for messages with any of some tags, as groups take it. Raises InvalidInput."""
+    """Return a filter for any of these tags. Raises InvalidInput."""
     return str(TagFilter("any", check_tags(tags, FILTER_LIMIT))) if tags else _nothing("any_of")
 
 
 def all_of(*tags: str) -> str:
-    """Return the filter for messages with all of some tags, as groups take it. Raises InvalidInput."""
+    """Return a filter for all these tags. Raises InvalidInput."""
     return str(TagFilter("all", check_tags(tags))) if tags else _nothing("all_of")
 
 

@@ -1,4 +1,4 @@
-"""Groups, their members, and who may consume what: decided in Postgres, by its clock only."""
+"""Groups, members and assignments: decided in Postgres, by its clock."""
 
 from mqlayer.groups.group import Group, GroupSettings, ensure_group, find_group, raise_group_version
 from mqlayer.groups.late_jobs import LateJob, late_jobs

@@ -1,10 +1,4 @@
-"""What an operator says to a living group: other settings, pause, resume, and the end of one member.
-
-Each is one transaction under the group's lock, with its audit row; members hear of it by notice, or with their next
-heartbeat. A group is paused without its partitions: their owners finish what runs, settle it and release, as in any
-hand-over, and nobody gets them before the group goes on. So nothing in a member knows of it, a member that joins
-meanwhile gets nothing, and a crash at any line leaves the state before or the state after.
-"""
+"""Operators' acts on a group. Each is one transaction under the group's lock with an audit row."""
 
 from __future__ import annotations
 
@@ -48,10 +42,10 @@ def set_group(
     if_version: int | None = None,
     **rules: Unpack[RetrySettings],
 ) -> Group:
-    """Change settings of a group for all of its members, at once; return it as it is then. See GroupSettings and Rules.
+    """Change a group's settings for all members at once; return the group. See GroupSettings, RetryRules.
 
-    Those of a broadcast group are changed for all of its instances. Raises InvalidInput, NotFound, and Conflict where
-    its settings are not of the version named any more, and for a single instance.
+    A broadcast group's instances follow. Raises InvalidInput, NotFound, Conflict for an instance or if the settings'
+    version is not `if_version`.
     """
     settings = settings_of(
         balance=balance, tag_filter=tag_filter, instance_expiry_s=instance_expiry_s, rate_limit=rate_limit,
@@ -79,7 +73,7 @@ def set_group(
         if times is None:
             raise Conflict(f"the settings of {_called(group)} are at version {group.settings_version}", "look at them")
         check_times(*times)
-        # JSON has no number without end.
+        # JSON has no infinity.
         said = {key: "none" if value == math.inf else value for key, value in facts.items() if value is not None}
         write_audit(connection, actor, "group set", _target(group), said)
         connection.execute(query("instances_follow"), {"group_id": group.group_id})
@@ -89,7 +83,6 @@ def set_group(
 
 
 def _with(group: Group, settings: GroupSettings) -> Group:
-    """Return a group as it is with other settings."""
     said = {name: value for name in RULES if (value := getattr(settings, name)) is not None}
     rules = replace(group.rules, **said)
     rate_limit = group.rate_limit if settings.rate_limit is None else no_end(settings.rate_limit)
@@ -97,10 +90,7 @@ def _with(group: Group, settings: GroupSettings) -> Group:
 
 
 def pause_group(database: Database, topic: str, name: str, *, actor: str) -> bool:
-    """Pause a group: what runs is finished and settled, nothing more is started. False where it is paused already.
-
-    With a broadcast group all of its instances are paused.
-    """
+    """Pause a group and its instances: running messages finish, no more start. False: it was paused."""
 
     def work(connection: Connection, group: Group) -> bool:
         facts = {"group_id": group.group_id, "actor": actor}
@@ -116,7 +106,7 @@ def pause_group(database: Database, topic: str, name: str, *, actor: str) -> boo
 
 
 def resume_group(database: Database, topic: str, name: str, *, actor: str) -> bool:
-    """Let a group go on where it was paused. False where it does already."""
+    """Resume a group and its instances. False: it was not paused."""
 
     def work(connection: Connection, group: Group) -> bool:
         if connection.execute(query("group_resume"), {"group_id": group.group_id}).fetchone() is None:
@@ -131,8 +121,7 @@ def resume_group(database: Database, topic: str, name: str, *, actor: str) -> bo
 def evict_member(database: Database, topic: str, name: str, member_id: str, *, actor: str) -> None:
     """End a member: others get its partitions at once, under higher epochs; its process stops consuming.
 
-    What it has in hand may be handled again. A supervisor may start the process again, which joins as a new one. Raises
-    NotFound where no such member lives.
+    Its unsettled messages may be handled again. Raises NotFound if no such member lives.
     """
 
     def work(connection: Connection, group: Group) -> None:
@@ -145,7 +134,7 @@ def evict_member(database: Database, topic: str, name: str, member_id: str, *, a
 
 
 def _change_group(database: Database, topic: str, name: str, work: Any) -> Any:
-    """Do something to a group under its lock, bring its assignments up to it, and let its members know."""
+    """Change a group under its lock, rebalance, notify members."""
     group = find_group(database, topic, name)
 
     def steered(connection: Connection) -> Any:
@@ -160,7 +149,6 @@ def _change_group(database: Database, topic: str, name: str, work: Any) -> Any:
 
 
 def _instances(connection: Connection, group: Group) -> list[int]:
-    """Return the instances of a broadcast group, whose lock is held: none is made meanwhile."""
     if group.mode != "broadcast":
         return []
     return [row[0] for row in connection.execute(query("instances_of"), {"group_id": group.group_id}).fetchall()]

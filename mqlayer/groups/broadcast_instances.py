@@ -1,10 +1,7 @@
-"""Instances of a broadcast group: each gets every message, so each is a group of its own, with one member at a time.
+"""Instances of a broadcast group: each is a group `group@instance` with one member at a time.
 
-The broadcast group itself is settings only. An instance is made when it first joins, with the settings and the start of
-its group, and goes on where it stood when it comes back. States: those of any group, and *retired* -> *creating*
-again: whoever comes back after its position was dropped begins anew. That is what a seek is: one seek more, so what was
-committed before is void, and epochs above all that were given out. A crash between leaves it *creating*, which counts
-as away: it is retired again like any other.
+An instance is created at its first join, with its group's settings and start. A retired one returns as *creating*, with
+one seek more and higher epochs; see docs/design/ownership.md, "Broadcast, retirement".
 """
 
 from __future__ import annotations
@@ -30,10 +27,10 @@ log = logging.getLogger(__name__)
 def ensure_instance(
     database: Database, routes: RouteCache, group: Group, instance: str, *, prefix: str, unsafe: bool = False
 ) -> tuple[Group, bool]:
-    """Return an instance of a broadcast group, made where it is not there; and whether it begins anew.
+    """Return an instance, created if missing, and whether it begins anew.
 
-    It does where it was away for longer than its group keeps positions, whether a job has noticed that or not. Raises
-    GroupRetired where the group itself is retired, InvalidName, StoreUnavailable where a node can't be asked.
+    It begins anew after an absence beyond `instance_expiry_s`. Raises GroupRetired if the group is retired,
+    InvalidName, StoreUnavailable.
     """
     check_instance(instance)
     facts = {"group_id": group.group_id, "instance": instance}
@@ -45,7 +42,7 @@ def ensure_instance(
         retire_absent_instance(database, found.group_id, group.topic, name, actor=name)
     while (found := _find(database, group, name)).state == "retired":
         _revive(database, found.group_id, facts)
-    # Also where somebody else brought it back, or who did could not go on: nobody was told who could consume.
+    # Also if another process revived it and died before any member consumed.
     anew = found.state == "creating" and found.seek > 0
     bring_to_life(database, routes, found, prefix=prefix, unsafe=unsafe)
     if anew:
@@ -54,20 +51,19 @@ def ensure_instance(
 
 
 def _find(database: Database, group: Group, name: str) -> Group:
-    """Return an instance. Raises GroupRetired for one of a group that is retired: none is made, or brought back."""
     if find_group(database, group.topic, group.name).state == "retired":
         raise GroupRetired(group.topic, group.name)
     return find_group(database, group.topic, name)
 
 
 def _revive(database: Database, group_id: int, facts: Mapping[str, Any]) -> None:
-    """Let a retired instance be created again, without what was parked for it; nothing where that did not work."""
+    """Let a retired instance be created again, without its parked messages."""
     drop_parked(database, group_id)
     database.transaction(lambda connection: connection.execute(query("instance_revive"), facts))
     failpoint("instance.after_revive")
 
 
 def host_instance() -> str:
-    """Return the name of this host in the form of an instance's name."""
+    """Return this host's name as an instance name."""
     host = re.sub(r"[^a-z0-9_.-]+", "-", socket.gethostname().lower()).strip("-_.")
     return host[:63] or "host"

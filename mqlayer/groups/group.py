@@ -1,8 +1,7 @@
-"""Groups: created once, with the place where they start.
+"""Groups: creation, settings and their checks.
 
-States of a creation: *creating* (the row exists) and *live* (where it starts is stored, all of it by one process: what
-two of them saw at different times must not be mixed). A crash between leaves it *creating*; whoever asks for the group
-next goes on.
+A group is *creating* until one transaction has stored its start positions, then *live*. After a crash in between, the
+next `ensure_group` continues.
 """
 
 from __future__ import annotations
@@ -47,10 +46,8 @@ log = logging.getLogger(__name__)
 
 Balance = Literal["count", "rate"]
 Mode = Literal["exclusive", "pop", "shared", "broadcast"]
-"""How a group is consumed: partitions assigned to members, batches for whoever asks (ordered pop), all partitions by
-all members, without order (shared), or by instances, each of which gets every message (broadcast)."""
 Scope = Literal["partition", "key"]
-"""Ordered pop: what is withheld from all while a message is out: its whole partition, or its key."""
+"""Ordered pop: the unit withheld while a message is out."""
 CALLED: Final[Mapping[str, str]] = {
     "exclusive": "mqlayer.App, or `mqlayer consume`",
     "pop": "mqlayer.Receiver",
@@ -59,31 +56,14 @@ CALLED: Final[Mapping[str, str]] = {
 }
 FIXED_SETTINGS: Final = ("ordered", "scope", "visibility_timeout_s")
 VISIBILITY_TIMEOUT_S: Final = 30.0
-"""Shared: after how many seconds a message is taken from a member that was not heard of, unless the group says."""
 INSTANCE_EXPIRY_S: Final = 3600.0
-"""For how long a broadcast group keeps the position of an instance that is away, unless it is said."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupSettings:
-    """What a group is created with; what is None is not said, and has a default then.
+    """Settings of a group; None: not set. Meanings and defaults: docs/reference/group-settings.md.
 
-    Settings live with the group on the server: a member may say what is in force, or nothing. `start`: where the group
-    begins at its creation, `earliest` (default), `latest` or a time; a seek moves it later. `ordered`: one message of a
-    key at a time (default), or each message by itself; said once. `from_archive`: it begins with what the archive of
-    its topic holds from its start on, then goes on with the streams, without gap or repeat; `start` is earliest or a
-    time then. `balance`: whether partitions are spread over members by their count (default) or by the rate of what is
-    published to them. `tag_filter`: which messages it wants by their tags, as `any_of` and `all_of` say; "none"
-    (default) for all. `mode`: by members with partitions of their own (default), by receivers (ordered pop) with its
-    `scope`, by key unless said otherwise, by all members without order (shared), or by instances that each get every
-    message (broadcast); mode and scope are said once. The others
-    are those of RetryRules; a time without end, `math.inf`, says that there is no limit. The policy of ordered pop is
-    "block", and it has no filter. A shared group is not ordered; its policy is "dead_letter" (default) or "skip", and
-    `visibility_timeout_s`, said once, tells after how many seconds (default 30) a message is taken from a member that
-    was not heard of. `instance_expiry_s`: of broadcast, for how long the position of an instance that is away is kept,
-    in seconds (an hour).
-    `rate_limit`: messages by the second that the whole group begins at most, `rate_burst`: how many of them at once
-    after a rest; without it what the rate gives in a second.
+    `math.inf` means no time limit or rate. `start` needs a time zone; with `from_archive` it can't be `latest`.
     """
 
     start: Start | None = None
@@ -112,7 +92,7 @@ class GroupSettings:
     rate_burst: float | None = None
 
     def rules(self) -> RetryRules:
-        """Return the rules of a group that is created with these."""
+        """Return the retry rules of a group created with these."""
         said: dict[str, Any] = {}
         for name in RULES:
             value = getattr(self, name)
@@ -126,10 +106,7 @@ class GroupSettings:
 
 
 class RetrySettings(TypedDict, total=False):
-    """The settings that are rules for messages that fail, as a program says them; what is None is not said.
-
-    See RetryRules. Errors are classes, or their names; a time without end, `math.inf`, says that there is no limit.
-    """
+    """RetryRules as programs write them. None: not set; `math.inf`: no time limit; errors: classes or names."""
 
     backoff_s: Sequence[float] | None
     jitter: float | None
@@ -147,12 +124,11 @@ class RetrySettings(TypedDict, total=False):
 
 
 RULES: Final = tuple(field.name for field in fields(RetryRules))
-"""The settings that are rules for messages that fail."""
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A group of a topic."""
+    """A group as the server has it."""
 
     group_id: int
     topic_id: int
@@ -180,12 +156,12 @@ class Group:
 
     @property
     def rate(self) -> RateLimit | None:
-        """How fast it may begin messages."""
+        """Limit of messages begun per second."""
         return RateLimit.of(self.rate_limit, self.rate_burst)
 
 
 def find_group(database: Database, topic: str, name: str) -> Group:
-    """Return a group, or an instance of one by its name `group@instance`. Raises InvalidName, NotFound."""
+    """Return a group, or an instance `group@instance`. Raises InvalidName, NotFound."""
     check_group(name)
     with database.connection() as connection:
         return _found(connection, topic, name)
@@ -202,12 +178,11 @@ def _found(connection: Connection, topic: str, name: str) -> Group:
 
 def ensure_group(database: Database, routes: RouteCache, *, topic: str, name: str, prefix: str,
                  settings: GroupSettings, unsafe: bool = False) -> Group:  # fmt: skip
-    """Return the group; create it with these settings where it does not exist. Safe to run at once in many processes.
+    """Return the group, created with these settings if missing. Safe to call concurrently.
 
-    A start other than earliest asks every node that has partitions of the topic. An existing group keeps its start and
-    its settings. Raises InvalidInput for a time without a zone, NotFound for an unknown topic, GroupRetired, Conflict
-    for settings that are said here and are others on the server, and for a start from the archive of a topic
-    that has none, StoreUnavailable where a node can't be asked.
+    A start other than earliest asks the topic's nodes. Raises InvalidInput, NotFound for an unknown topic,
+    GroupRetired, Conflict for settings other than the server's or `from_archive` on a topic without archive,
+    StoreUnavailable.
     """
     check_name("topic", topic)
     check_name("group", name)
@@ -251,12 +226,12 @@ def ensure_group(database: Database, routes: RouteCache, *, topic: str, name: st
 
 
 def bring_to_life(database: Database, routes: RouteCache, group: Group, *, prefix: str, unsafe: bool = False) -> None:
-    """Store where a group that is being created starts, which makes it live; nothing where it is live."""
+    """Store a *creating* group's start positions, which makes it live."""
     if group.state != "creating":
         return
     failpoint("group.after_insert")
     if group.mode == "broadcast":
-        # It has no position of its own: its instances have.
+        # Only instances have positions.
         database.transaction(lambda connection: connection.execute(query("group_live"), {"group_id": group.group_id}))
         return
     store = begin_from_archive if group.from_archive else _store_starts
@@ -277,7 +252,7 @@ def settings_of(
     rate_burst: float | None = None,
     **rules: Unpack[RetrySettings],
 ) -> GroupSettings:
-    """Return settings as a program says them. Raises InvalidInput for those that no group can have."""
+    """Return checked settings. Raises InvalidInput."""
     said: dict[str, Any] = {**rules}
     if said.get("backoff_s") is not None:
         said["backoff_s"] = tuple(map(float, said["backoff_s"]))
@@ -285,11 +260,11 @@ def settings_of(
         if said.get(name) is not None:
             if isinstance(said[name], str):
                 raise InvalidInput(f"{name} is a list of exceptions or their names, not the text {said[name]!r}")
-            # Sorted: two programs that say the same in another order agree.
+            # Sorted, so that the order in a program makes no conflict.
             names = {error if isinstance(error, str) else error_name(error) for error in said[name]}
             said[name] = tuple(sorted(names))
     if tag_filter is not None:
-        # As the server has it: tags sorted, once each.
+        # The server's form: tags sorted, without duplicates.
         tag_filter = str(TagFilter.of(tag_filter) or NO_FILTER)
     settings = GroupSettings(
         start=start, ordered=ordered, balance=balance, tag_filter=tag_filter, from_archive=from_archive, mode=mode,
@@ -301,7 +276,7 @@ def settings_of(
 
 
 def check_settings(settings: GroupSettings) -> None:
-    """Raise InvalidInput for settings that no group can have."""
+    """Raise InvalidInput for impossible settings."""
     waits = settings.backoff_s
     if waits is not None and not (waits and all(0 <= wait < math.inf for wait in waits)):
         raise InvalidInput("the backoff table needs at least one wait, each of 0 seconds or more")
@@ -375,7 +350,6 @@ def _check_shared(settings: GroupSettings) -> None:
 
 
 def _refuse_retrying(settings: GroupSettings) -> None:
-    """Raise InvalidInput for what members do with a message that fails, where there are none."""
     said = [name for name in RULES if name not in ("policy", *PARKING_LIMITS) and getattr(settings, name) is not None]
     if said:
         raise InvalidInput(
@@ -385,7 +359,7 @@ def _refuse_retrying(settings: GroupSettings) -> None:
 
 
 def refuse_ineffective(settings: GroupSettings, group: Group) -> None:
-    """Raise InvalidInput for a setting that is said and changes nothing, beside all that the group then has."""
+    """Raise InvalidInput for a given setting without effect."""
     rules = group.rules
     if settings.rate_burst not in (None, math.inf) and group.rate_limit is None:
         raise InvalidInput("a burst is of a rate, and the group has none: say rate_limit too, or leave rate_burst out")
@@ -401,7 +375,6 @@ def refuse_ineffective(settings: GroupSettings, group: Group) -> None:
 
 
 def _refuse_parking_limits(settings: GroupSettings, kind: str) -> None:
-    """Raise InvalidInput for limits of parking where no key is ever parked."""
     said = [name for name in PARKING_LIMITS if getattr(settings, name) is not None]
     if said:
         raise InvalidInput(f"{kind} parks no keys: leave {', '.join(said)} out")
@@ -419,7 +392,7 @@ def _check_broadcast(settings: GroupSettings) -> None:
 
 
 def refuse_broadcast(group: Group) -> None:
-    """Raise InvalidInput for a broadcast group where something is meant that only its instances have."""
+    """Raise InvalidInput for a broadcast group, which has no positions."""
     if group.mode == "broadcast":
         raise InvalidInput(
             f"group {group.name!r} of topic {group.topic!r} is broadcast, its instances have positions: name one as "
@@ -428,7 +401,7 @@ def refuse_broadcast(group: Group) -> None:
 
 
 def refuse_policy(policy: Policy | None) -> None:
-    """Raise InvalidInput for a policy that a group with ordered pop can't have."""
+    """Raise InvalidInput for a policy other than block."""
     if policy not in (None, "block"):
         raise InvalidInput(
             f"policy {policy} needs a member that owns the partition: ordered pop gives a message out until it is "
@@ -437,23 +410,23 @@ def refuse_policy(policy: Policy | None) -> None:
 
 
 def check_times(limit_s: float | None, cap_s: float | None) -> None:
-    """Raise InvalidInput for a cap below the time limit that it shall extend."""
+    """Raise InvalidInput for a time limit above its cap."""
     if limit_s is not None and cap_s is not None and cap_s < limit_s < math.inf:
         raise InvalidInput(f"the time limit of {limit_s:g} s is over max_time_limit_s, {cap_s:g} s: raise that too")
 
 
 def no_end(value: float | None) -> float | None:
-    """Return a limit as a new group has it: one without end is none."""
+    """Return a limit as stored: infinity becomes None."""
     return None if value == math.inf else value
 
 
 def as_columns(values: dict[str, Any]) -> dict[str, Any]:
-    """Return settings as a statement takes them."""
+    """Return settings as query parameters."""
     return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
 def refuse_others(group: Group, settings: GroupSettings) -> None:
-    """Raise Conflict where a member says another setting than the server has: two of them must not take turns."""
+    """Raise Conflict if a given setting differs from the server's."""
     if settings.mode not in (None, group.mode):
         raise Conflict(
             f"group {group.name!r} of topic {group.topic!r} is consumed in mode {group.mode}, not {settings.mode}",
@@ -477,7 +450,6 @@ def refuse_others(group: Group, settings: GroupSettings) -> None:
 
 
 def _refuse_order(group: Group, settings: GroupSettings) -> None:
-    """Raise Conflict for an order that is said where the topic has none to keep."""
     if settings.ordered and group.strategy == "best_effort":
         raise Conflict(
             f"topic {group.topic!r} is best_effort: group {group.name!r} can't have ordered = True",
@@ -486,7 +458,6 @@ def _refuse_order(group: Group, settings: GroupSettings) -> None:
 
 
 def _refuse_start(group: Group, settings: GroupSettings) -> None:
-    """Raise Conflict for another start than the group was created with."""
     if settings.from_archive and not group.from_archive:
         raise Conflict(
             f"group {group.name!r} of topic {group.topic!r} was created without from_archive",
@@ -502,7 +473,7 @@ def _refuse_start(group: Group, settings: GroupSettings) -> None:
 
 
 def check_start(start: Start | None) -> None:
-    """Raise InvalidInput for what no group can start at."""
+    """Raise InvalidInput for an invalid start."""
     if isinstance(start, datetime):
         if start.tzinfo is None:
             raise InvalidInput(f"the start {start.isoformat()} has no time zone: add one")
@@ -511,7 +482,7 @@ def check_start(start: Start | None) -> None:
 
 
 def _store_starts(database: Database, routes: RouteCache, group: Group, *, prefix: str, unsafe: bool) -> bool:
-    """Find and store where a new group starts; False where nodes were armed in between: then nothing is stored."""
+    """Return False, with nothing stored, if a node was armed meanwhile."""
     with database.connection() as connection:
         kept = undeleted_partitions(connection, group.topic_id)
     beginnings = StartFinder(routes, kept, prefix=prefix, unsafe=unsafe).of(group.start)
@@ -529,11 +500,10 @@ def _store_starts(database: Database, routes: RouteCache, group: Group, *, prefi
 
 
 def begin_from_archive(database: Database, routes: RouteCache, group: Group, *, prefix: str, unsafe: bool) -> bool:
-    """Store where a new group goes from the archive to the streams, and what the archive is to give it before.
+    """Store a new group's backfill and its positions in the streams.
 
-    What the archive lacks is in the streams: while this transaction holds the topic's archive nothing is added to it,
-    so that no trimming that did not see this group drops more than it holds. False where nodes were armed in between:
-    then nothing is stored.
+    The topic's archive stays locked, so nothing more becomes trimmable before the group exists. Returns False, with
+    nothing stored, if nodes or partitions changed meanwhile.
     """
     with database.connection() as connection:
         kept = undeleted_partitions(connection, group.topic_id)
@@ -581,7 +551,7 @@ def _put_backfill(connection: Connection, group: Group, upto_batch: int, bounds:
 
 
 def put_beginnings(connection: Connection, group_id: int, beginnings: Iterable[StartPosition]) -> None:
-    """Store where a group begins, in the caller's transaction."""
+    """Store start positions, in the caller's transaction."""
     for beginning in beginnings:
         facts = {"group_id": group_id, "partition_id": beginning.partition, "start_offset": beginning.offset}
         connection.execute(query("group_start_insert"), facts)
@@ -590,7 +560,7 @@ def put_beginnings(connection: Connection, group_id: int, beginnings: Iterable[S
 
 
 def raise_group_version(connection: Connection, group_id: int) -> int:
-    """Raise a group's route version as far as it has drained, one by one; return where it is. Call in a transaction."""
+    """Raise a group's route version as far as it has drained; return it. Call in a transaction."""
     row = connection.execute(query("group_version"), {"group_id": group_id}).fetchone()
     version = int(row[0]) if row else 0
     while True:

@@ -1,4 +1,4 @@
-"""Whether the periodic jobs run: what a health check asks of workers and beat that it can't reach itself."""
+"""Overdue periodic jobs, for health checks."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ LATE_FACTS: Final[dict[str, list[str] | list[float]]] = {
     "every_s": [float(job.every_s) for job in JOBS],
     "late_after_s": [float(job.late_after_s) for job in JOBS],
 }
-"""What the query `jobs_late` is asked with."""
 
 
 @dataclass(frozen=True, slots=True)
 class LateJob:
-    """A periodic job that should have run. `late_s`: for how long it has been overdue; both None: it never ran."""
+    """An overdue job; `last_at` and `late_s` are None if it never ran."""
 
     name: str
     every_s: float
@@ -29,11 +28,9 @@ class LateJob:
 
 
 def late_jobs(database: Database) -> list[LateJob]:
-    """Return the periodic jobs that did not run for three of their intervals, or 30 s where that is more.
+    """Return jobs that were not claimed for three intervals, at least 30 s, by the database's clock.
 
-    By the database's clock, and by claims: what a job does after its claim is its log's matter. One that never ran
-    counts from the first migration, so a new installation has time to start its workers. Members join, leave and take
-    over without any job; silent deaths, dead relays and cut-off route changes wait for their neighbours meanwhile.
+    A job that never ran counts from the first migration.
     """
     with database.connection() as connection:
         rows = connection.execute(query("jobs_late"), LATE_FACTS).fetchall()

@@ -1,8 +1,6 @@
-"""How far a group is in the lineage of a topic's partitions.
+"""A group's progress over route changes: a drained parent makes its successors readable (invariant 8).
 
-A successor is handed out only when the group has drained all its parents: that is a fact in Postgres, said by the
-owner of each parent under its epoch, of the very command record that Postgres has recorded (invariant 8). The group's
-route version follows, one by one.
+See docs/design/route-changes.md, "Consumers: the gate".
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 def seal_marks(database: Database, partition: int) -> dict[str, int]:
-    """Return the marks that a sealed partition is recorded with: "<source>:<lp>" -> highest seq."""
+    """Return a sealed partition's recorded marks: "<source>:<lp>" -> highest seq."""
     with database.connection() as connection:
         row = connection.execute(query("seal_marks"), {"partition_id": partition}).fetchone()
     return dict(row[0]) if row else {}
@@ -31,11 +29,10 @@ def seal_marks(database: Database, partition: int) -> dict[str, int]:
 def drained(
     database: Database, session: MemberSession, assigned: Assignment, seal_id: str, *, lock_wait_s: float = 2.0
 ) -> bool:
-    """Say that everything before a command record is settled; return whether Postgres took it.
+    """Record that a member settled everything before a command record; return False if Postgres refuses.
 
-    In one transaction: the fact, the partition taken off its owner, the group's version raised, the successors given
-    out. Refused unless this epoch is in force and this very seal is the recorded one; then nothing was changed. Raises
-    TransactionConflict where the group's lock could not be had in time.
+    The same transaction frees the partition and assigns its successors. Refused, with nothing changed, unless epoch and
+    seal id are in force. Raises TransactionConflict.
     """
     facts = {
         "group_id": session.group_id,
@@ -57,7 +54,7 @@ def drained(
 
     taken = change_group(database, session.group_id, work, lock_wait_s=lock_wait_s, timeout_s=0)
     if taken:
-        # The end of a change that was not committed above may be by now; whoever commits second sees both.
+        # A change may have committed meanwhile; the later transaction sees both.
         change_group(database, session.group_id, partial(raise_group_version, group_id=session.group_id))
     return taken
 
@@ -65,12 +62,7 @@ def drained(
 def drained_popped(
     database: Database, group_id: int, partition: int, epoch: int, seal_id: str, *, lock_wait_s: float = 2.0
 ) -> bool:
-    """Say for a group with ordered pop that everything before a command record is settled; return whether it was taken.
-
-    Any receiver may say so, more than once: what counts is the epoch in force and the very seal that is recorded. In
-    one transaction: the fact, the group's version raised, and its receivers told to look for the successors. Raises
-    TransactionConflict where the group's lock could not be had in time.
-    """
+    """Like `drained`, for a receiver of ordered pop; any receiver may repeat it."""
     facts = {"group_id": group_id, "partition_id": partition, "epoch": epoch, "seal_id": seal_id}
 
     def work(connection: Connection) -> bool:
@@ -88,10 +80,9 @@ def drained_popped(
 
 
 def raise_group_versions(database: Database) -> int:
-    """Raise the route version of every group that has drained what came before the next one; return how many moved.
+    """Raise the route version of groups that have drained it; return how many moved.
 
-    Whoever drains does it itself, and whoever ends a change for those that had drained before. Where the two meet
-    neither may see the other; the next call makes up for it, and so it does for a group whose lock is held.
+    Skips groups whose lock is held: a later call raises them.
     """
     with database.connection() as connection:
         behind = [row[0] for row in connection.execute(query("groups_behind")).fetchall()]

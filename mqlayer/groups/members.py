@@ -1,4 +1,4 @@
-"""A member's dealings with Postgres: join, heartbeat, release, leave."""
+"""Join, heartbeat, release, leave: a member's calls to Postgres (docs/design/ownership.md)."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.queries import query
 
 OF_GROUP: Final = 7 + RULES_COUNT
-"""How many columns of `member_assignments` are of the group, not of a partition."""
+"""Columns of `member_assignments` about the group."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemberSession:
-    """One joining of a member id; a later one of the same id refuses this."""
+    """One joining of a member id; a later one replaces it."""
 
     group_id: int
     member_id: str
@@ -34,12 +34,11 @@ class MemberSession:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """A partition that a member may consume, under an epoch; `release` asks to give it up.
+    """A partition that a member may consume. `release`: give it up.
 
-    `cut`: it holds messages beyond the marks it was sealed with, which its successors hold too (see `seal_marks`).
-    `seek`: how often the group was sent elsewhere; what was committed before is void, `start` counts. `replay`: the
-    same number where fenced effects are applied again since, else 0. `waits_for_replay`: a replay or backfill has newer
-    messages wait: only what is parked is handled.
+    `cut`: it holds messages beyond its sealed marks, as do its successors (see `seal_marks`). `seek`: number of the
+    last seek; earlier positions are void, `start` counts. `replay`: that number if fenced effects repeat, otherwise 0.
+    `waits_for_replay`: handle parked messages only.
     """
 
     partition: PartitionId
@@ -57,11 +56,9 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatReply:
-    """The answer to a heartbeat. `known` is False when the lease had run out or another process took the id.
+    """`known`: False if the lease ran out or the session was replaced.
 
-    `rules`: the group's settings for messages that fail; `tag_filter`: which messages it wants. `parking_version`: how
-    often operators and scans acted on its parked keys; `rate`: how fast it may begin messages; `archived`: whether what
-    becomes of messages is told to an archiver.
+    `parking_version` counts acts on parked keys. `archived`: outcomes go to an archiver.
     """
 
     known: bool
@@ -80,7 +77,7 @@ class MemberReplaced(Conflict):
 
 
 def next_session(database: Database) -> int:
-    """Return the number for a joining: whoever knows it before can tell its own joining from another's."""
+    """Return a new session number."""
     with database.connection() as connection:
         row = connection.execute(query("member_session_next")).fetchone()
     return int(row[0]) if row else 0
@@ -95,13 +92,11 @@ def join(
     session: int | None = None,
     own: Collection[int] | None = None,
 ) -> MemberSession:
-    """Join a group: a new session, partitions given by the rebalance in the same transaction.
+    """Join a group under a new session, and rebalance.
 
-    `session`: its number, from `next_session`; `own`: the sessions of a process that joins again, which may have been
-    the member's newest; where the database lost these, that is an earlier one. Where all leases of the group ran out
-    together, the first to join again gives the others half a lease to do so too, with what they had. Raises Replaced,
-    and changes nothing, where the newest session is another's; GroupRetired; and InstanceTaken where another member
-    lives that consumes for the same instance of a broadcast group.
+    `own`: earlier sessions of this process. After all leases expired together, the first to rejoin gives the others
+    half a lease. Raises GroupRetired, NotFound, InstanceTaken if a broadcast instance has another member,
+    MemberReplaced if the newest session is another process's; then nothing changes.
     """
     check_name("member", member_id)
     facts = {
@@ -124,7 +119,7 @@ def join(
             raise MemberReplaced(
                 f"member {member_id!r} has a session of somebody else's", "start under another member id"
             )
-        # What an earlier process of this id holds goes on under new epochs, so that its acks are refused.
+        # New epochs refuse the acks of an earlier process of this id.
         connection.execute(query("assignment_renew"), facts)
         rebalance(connection, group_id)
         failpoint("member.before_join_commit")
@@ -136,16 +131,15 @@ def join(
 
 
 def _refuse_to_admit(connection: Connection, group_id: int, member_id: str) -> None:
-    """Raise what keeps a member from joining a group whose lock is held."""
     row = connection.execute(query("group_admits"), {"group_id": group_id}).fetchone()
     if row is None:
         raise NotFound("group", group_id, "it was retired long ago and is forgotten: start the process again")
     topic, group, state, is_instance = row
-    # An instance that somebody is bringing back has no start as yet: whoever slept through that would begin anywhere.
+    # An instance that is being revived has no start yet.
     if state == "retired" or (is_instance and state == "creating"):
         raise GroupRetired(topic, group)
     if is_instance:
-        # With two of them each would get a part of the messages.
+        # Two members would each get a part of the messages.
         connection.execute(query("member_expire"), {"group_id": group_id})
         for other, leaving in connection.execute(query("member_live"), {"group_id": group_id}).fetchall():
             if other != member_id:
@@ -155,9 +149,9 @@ def _refuse_to_admit(connection: Connection, group_id: int, member_id: str) -> N
 def send_heartbeat(
     database: Database, session: MemberSession, *, lease_s: float, own: Collection[int] = ()
 ) -> HeartbeatReply:
-    """Extend the lease and return what the member may consume; rebalance first where the group needs it.
+    """Extend the lease, rebalance if needed, return the member's partitions.
 
-    `own`: sessions that are this process's too: of joinings whose answers did not come.
+    `own`: this process's other sessions, from unanswered joins.
     """
     facts = _facts(session) | {"lease_s": lease_s}
     with database.connection() as connection:
@@ -166,7 +160,7 @@ def send_heartbeat(
         if not known:
             newest = connection.execute(query("member_session"), facts).fetchone()
             ours = {session.session, *own}
-            # A lower one than all of ours: the database lost the commit of our joining.
+            # Lower than all of this process's: the database lost our join.
             return HeartbeatReply(
                 known=False, replaced=newest is not None and newest[0] not in ours and newest[0] > min(ours)
             )
@@ -183,37 +177,35 @@ def send_heartbeat(
 
 
 def release(database: Database, session: MemberSession, *assigned: Assignment) -> None:
-    """Give partitions back and let the rebalance pass them on at once, all in one transaction."""
+    """Release partitions and rebalance, in one transaction."""
     given = {"partitions": [one.partition for one in assigned], "epochs": [one.epoch for one in assigned]}
     _change(database, session, "assignments_release", _facts(session) | given)
 
 
 def renew(database: Database, session: MemberSession, assigned: Assignment) -> None:
-    """Give the owner of a partition a new epoch: for one whose present epoch its node refuses.
+    """Give an owner a new epoch if its node refuses the present one.
 
-    Happens where a node has seen a higher epoch than Postgres gave out (a database that lost commits), or does not know
-    the partition for a while. Nothing changes unless that very epoch is in force and the session is the newest.
+    That happens where Postgres lost commits or the node lacks the partition. No effect unless session and epoch are in
+    force.
     """
     facts = _facts(session) | {"partition_id": assigned.partition, "epoch": assigned.epoch}
     _change(database, session, "assignment_epoch_renew", facts)
 
 
 def start_leaving(database: Database, session: MemberSession, *, lock_wait_s: float = 2.0) -> None:
-    """Say that the member wants to give its partitions away; it lives until it has.
+    """Ask to hand over all partitions; the member lives until then.
 
-    Raises TransactionConflict where somebody else is at the group for longer than `lock_wait_s`.
+    Raises TransactionConflict after `lock_wait_s`.
     """
     _change(database, session, "member_leaving", _facts(session), lock_wait_s=lock_wait_s, timeout_s=0)
 
 
 def leave(database: Database, session: MemberSession) -> None:
-    """Say that the member is gone; what it still owns is given to others at once."""
+    """End the membership; others get its partitions."""
     _change(database, session, "member_leave", _facts(session))
 
 
 def _change(database: Database, session: MemberSession, name: str, facts: dict[str, Any], **timeouts: float) -> None:
-    """Run a statement under the group's lock; then rebalance, where it changed anything."""
-
     def work(connection: Connection) -> None:
         if connection.execute(query(name), facts).rowcount:
             rebalance(connection, session.group_id)
@@ -222,7 +214,7 @@ def _change(database: Database, session: MemberSession, name: str, facts: dict[s
 
 
 def _rebalance_if_free(database: Database, group_id: int, *, lock_wait_s: float) -> None:
-    """Rebalance unless somebody else is at it: a heartbeat must not wait for long."""
+    """A heartbeat must not wait for the lock for long."""
     try:
         change_group(
             database, group_id, lambda connection: rebalance(connection, group_id), lock_wait_s=lock_wait_s, timeout_s=0

@@ -1,4 +1,4 @@
-"""What is published to each partition by the second, measured for groups that are balanced by it."""
+"""Publish rates of partitions, for groups balanced by rate."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ log = logging.getLogger(__name__)
 
 
 def balance_by_rate(database: Database, *, prefix: str, unsafe: bool = False) -> int:
-    """Measure how fast partitions grow, and rebalance the groups that go by it; return how many of them changed.
+    """Measure partitions' growth since the last call, rebalance groups by it; return how many changed.
 
-    Called every few seconds; the first call only notes where partitions end. A node that does not answer keeps the
-    rates measured before, a group whose lock is held waits for the next call.
+    Unavailable nodes keep their last rates; groups whose lock is held wait for the next call.
     """
     ends = _ends(database, prefix=prefix, unsafe=unsafe)
     if not ends:
@@ -33,7 +32,6 @@ def balance_by_rate(database: Database, *, prefix: str, unsafe: bool = False) ->
 
 
 def _ends(database: Database, *, prefix: str, unsafe: bool) -> dict[int, int]:
-    """Return the next offset of each partition whose rate is asked for."""
     with database.connection() as connection:
         rows = connection.execute(query("rates_wanted")).fetchall()
     by_node: dict[NodeId, list[int]] = {}

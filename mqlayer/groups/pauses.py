@@ -1,9 +1,6 @@
-"""What an operator pauses: all groups of a topic, or some partitions of a group. See `admin` for whole groups.
+"""Pause topics and partitions (groups: `admin`); see docs/design/ownership.md, "Pauses".
 
-A pause is one transaction with its audit row. What is paused is not readable: owners are told to release it with their
-next heartbeat, or by notice at once, finish what runs and settle it; nobody gets it before it goes on. Nothing in a
-member knows of it, and a crash at any line leaves the state before or the state after. Publishing goes on. Receivers of
-ordered pop are given nothing new of it once they hear of that, within a second; what they have out they may settle.
+Receivers of ordered pop get nothing new within a second, and may settle messages that are out.
 """
 
 from __future__ import annotations
@@ -25,26 +22,25 @@ POLL_INTERVAL_S: Final = 0.1
 
 
 def pause_topic(database: Database, topic: str, *, actor: str) -> bool:
-    """Pause all groups of a topic, also those that are made meanwhile; publishing goes on. False where they do."""
+    """Pause all groups of a topic, also new ones; publishing continues. False: it was paused."""
     return _change_topic(database, topic, query("topic_pause"), "topic pause", actor)
 
 
 def resume_topic(database: Database, topic: str, *, actor: str) -> bool:
-    """Let the groups of a topic go on, but for those that are paused by themselves. False where they do."""
+    """Resume a topic's groups, except those paused themselves. False: it was not paused."""
     return _change_topic(database, topic, query("topic_resume"), "topic resume", actor)
 
 
 def pause_partitions(database: Database, topic: str, name: str, partitions: Sequence[int], *, actor: str) -> list[int]:
-    """Pause partitions for a group; return those that did not. Raises NotFound for such as the topic has not.
+    """Pause partitions for a group; return the newly paused. Their successors wait too.
 
-    Raises InvalidInput for a broadcast group: its instances have partitions. What comes out of one by a split or merge
-    waits behind it, as behind any partition that is not drained.
+    Raises NotFound for partitions that the topic lacks, InvalidInput for none or a broadcast group.
     """
     return _change_partitions(database, topic, name, partitions, query("partition_pause_put"), "partition pause", actor)
 
 
 def resume_partitions(database: Database, topic: str, name: str, partitions: Sequence[int], *, actor: str) -> list[int]:
-    """Let partitions go on for a group; return those that rested."""
+    """Resume partitions for a group; return those that were paused. Raises as `pause_partitions`."""
     return _change_partitions(
         database, topic, name, partitions, query("partition_pause_end"), "partition resume", actor
     )
@@ -53,10 +49,9 @@ def resume_partitions(database: Database, topic: str, name: str, partitions: Seq
 def running_partitions(
     database: Database, topic: str, name: str | None = None, partitions: Sequence[int] | None = None
 ) -> int:
-    """Return in how many partitions owners still finish what they have in hand, of what was paused; 0: nothing runs.
+    """Return in how many paused partitions owners still finish messages.
 
-    A partition whose owner died counts until its lease is over. Receivers of ordered pop and members of shared groups
-    own none: what they have in hand is not known, so not counted.
+    A dead owner counts until its lease ends. Receivers of ordered pop and members of shared groups never count.
     """
     with database.connection() as connection:
         facts: dict[str, object] = {"topic_id": _topic_id(connection, topic)}
@@ -75,7 +70,7 @@ def wait_paused(
     *,
     timeout_s: float,
 ) -> int:
-    """Wait until nothing runs any more of what was paused; return in how many partitions it does after the time."""
+    """Wait until `running_partitions` is 0, or the timeout; return it."""
     until = time.monotonic() + timeout_s
     while True:
         left = running_partitions(database, topic, name, partitions)
@@ -92,7 +87,7 @@ def _change_topic(database: Database, topic: str, statement: Any, act: str, acto
         if connection.execute(statement, {"topic": topic, "actor": actor}).fetchone() is None:
             return False
         write_audit(connection, actor, act, topic, {})
-        # Each heartbeat says what is paused, so nothing else of a group changes: no lock of theirs is needed.
+        # Heartbeats read the pause, so no group row changes and no lock is needed.
         connection.execute(query("topic_groups_notify"), {"topic_id": topic_id})
         failpoint("pause.before_commit")
         return True

@@ -1,8 +1,6 @@
-"""What receivers of ordered pop ask of Postgres: which partitions there are, and under which epochs.
+"""Partitions and epochs for receivers of ordered pop (docs/design/ordered-pop.md).
 
-A group with ordered pop has no members and nothing is assigned. Its partitions have rows of `assignment` all the same,
-without an owner: so arming a node, giving one up and a seek raise their epochs as those of any group, and tokens that
-were given out before are refused.
+Rows of `assignment` without an owner hold the epochs; arming, node loss and seeks raise them, which refuses old tokens.
 """
 
 from __future__ import annotations
@@ -18,10 +16,9 @@ from mqlayer.postgres.queries import query
 
 @dataclass(frozen=True, slots=True)
 class PopPartition:
-    """A partition of a group with ordered pop. `epoch`: None while it was never readable.
+    """A partition of a group with ordered pop. `epoch`: None if it was never readable.
 
-    `start`, `seek`, `replay` and `cut` as of an assignment, see `Assignment`. `readable`: whether it is given out now;
-    `archived`: whether what becomes of messages is told to an archiver.
+    `start`, `seek`, `replay`, `cut`, `archived`: see `Assignment`, `HeartbeatReply`. `readable`: not gated, not paused.
     """
 
     partition: PartitionId
@@ -39,12 +36,12 @@ class PopPartition:
 
     @property
     def rate(self) -> RateLimit | None:
-        """How fast its group gives messages out."""
+        """The group's limit of messages received."""
         return RateLimit.of(self.rate_limit, self.rate_burst, self.share_count or 0)
 
 
 def pop_partitions(database: Database, group_id: int) -> list[PopPartition]:
-    """Return the partitions of a group with ordered pop; what is readable has an epoch. Raises GroupRetired."""
+    """Return a group's partitions, with epochs for readable ones. Raises GroupRetired."""
     facts = {"group_id": group_id}
     with database.connection() as connection:
         found = [PopPartition(*row) for row in connection.execute(query("pop_partitions"), facts).fetchall()]
@@ -59,10 +56,7 @@ def pop_partitions(database: Database, group_id: int) -> list[PopPartition]:
 
 
 def renew_pop_epoch(database: Database, group_id: int, partition: int, epoch: int) -> None:
-    """Give out a higher epoch for a partition whose node refuses the one in force, unless somebody did.
-
-    Happens where a node has seen a higher epoch than Postgres gave out: a database that lost commits.
-    """
+    """Replace an epoch that its node refuses, because Postgres lost commits; no effect if another is in force."""
     facts = {"group_id": group_id, "partition_id": partition, "epoch": epoch}
     with database.connection() as connection:
         connection.execute(query("pop_epoch_renew"), facts)

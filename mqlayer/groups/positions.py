@@ -1,9 +1,5 @@
-"""Where groups are in partitions, as the nodes say it: for people, and for the cleaning of the inbox, which asks how
-old what is unsettled is at most. Never for a decision that a later answer could turn.
-
-A position counts since the group's last seek: what was committed before that is void, and it starts where Postgres
-says (see `seek`).
-"""
+"""Groups' positions, read from nodes: for display and inbox cleaning, never for a decision that later answers could
+reverse."""
 
 from __future__ import annotations
 
@@ -18,7 +14,7 @@ from mqlayer.redis.read_scripts import GroupPosition, position_command, position
 
 
 class GroupPartition(NamedTuple):
-    """A group at a partition, where it starts there, and how often it was sent elsewhere."""
+    """A group at a partition, its start there, and its seek number."""
 
     node: NodeId
     partition: int
@@ -29,21 +25,21 @@ class GroupPartition(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GroupPositions:
-    """What the nodes said, and why others did not."""
+    """Positions, and the reasons of unreachable nodes."""
 
     positions: Mapping[tuple[int, int], GroupPosition | None] = field(default_factory=dict)
-    """By partition and group; None where the node does not have the partition."""
+    """By (partition, group); None if the node lacks the partition."""
     unreachable: Mapping[NodeId, str] = field(default_factory=dict)
 
     def at(self, partition: int, group_id: int) -> GroupPosition | None:
-        """Return what is known of a group at a partition; None also where its node is away."""
+        """Return a position; None also if its node is unavailable."""
         return self.positions.get((partition, group_id))
 
 
 def read_positions(
     nodes: Iterable[Node], group_partitions: Iterable[GroupPartition], *, prefix: str, unsafe: bool = False
 ) -> GroupPositions:
-    """Ask each node once, in one write, where groups are; a node that can't be asked is told, not an error."""
+    """Read positions since each group's last seek, in one call per node. Never raises for an unavailable node."""
     by_node: dict[NodeId, list[GroupPartition]] = {}
     for group_partition in group_partitions:
         by_node.setdefault(group_partition.node, []).append(group_partition)

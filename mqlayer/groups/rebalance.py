@@ -1,8 +1,6 @@
-"""Who owns what in a group: one transaction under the group's row lock.
+"""Assign a group's partitions to members (docs/design/ownership.md).
 
-States of an assignment: *free* (no member), *held* (member, target the same), *releasing* (target differs: the owner
-drains and releases). A partition is handed over when its owner released it or the owner's lease ran out; every new
-owner gets a new epoch. A crash at any line rolls back; the next heartbeat of any member, or the scan, does it again.
+An assignment is *free*, *held* (target = owner) or *releasing* (another target).
 """
 
 from __future__ import annotations
@@ -22,11 +20,10 @@ log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 SCAN_LOCK_WAIT_S: Final = 0.1
-"""How long a scan waits for a group that somebody else is changing: long enough for whoever is at work on it."""
 IDLE_S: Final = 2.0
-"""How long a process that does nothing may hold a group: nobody joins or leaves, and no node is armed, meanwhile."""
+"""How long an idle process may hold a group's lock, which blocks joins, leaves and arming."""
 ALONE_S: Final = 30.0
-"""How long a scan leaves a group alone whose leases all ran out: the database may have been away, not its members."""
+"""A scan ignores a group this long after all leases ran out: Postgres may have been unavailable."""
 
 
 def change_group(
@@ -38,10 +35,10 @@ def change_group(
     timeout_s: float = 10.0,
     idle_s: float = IDLE_S,
 ) -> Result:
-    """Run a change of a group's members or assignments in one transaction that holds the group's lock.
+    """Run `work` in one transaction under the group's lock; `idle_s` without a statement ends it.
 
-    A process that does nothing in the middle for `idle_s` loses its transaction, so it holds nobody up for long.
-    Raises TransactionConflict where the lock could not be had in time.
+    `work` may run again after a conflict. Raises TransactionConflict if the lock takes longer than `lock_wait_s`,
+    retried for `timeout_s`.
     """
     timeouts = {"lock_wait": f"{max(1, int(lock_wait_s * 1000))}ms", "idle": f"{int(idle_s * 1000)}ms"}
 
@@ -54,15 +51,15 @@ def change_group(
 
 
 def rebalance(connection: Connection, group_id: int) -> bool:
-    """Bring the group's assignments up to its live members, in the caller's transaction; say whether any changed."""
+    """Assign partitions to living members, in the caller's transaction; say whether any changed."""
     group: dict[str, object] = {"group_id": group_id}
     locked = connection.execute(query("group_lock"), group).fetchone()
     if locked is not None and locked[4] == "pop":
-        # It has no members: its partitions are free, each under an epoch.
+        # No members: its partitions stay free, each under an epoch.
         return False
     connection.execute(query("member_expire"), group)
     if locked is not None and locked[4] == "shared":
-        # Its members read all partitions: these are free, each under an epoch.
+        # Members read all partitions: these stay free, each under an epoch.
         connection.execute(query("members_forget"), group)
         return False
     connection.execute(query("assignment_free_unreadable_of_gone"), group)
@@ -83,7 +80,7 @@ def rebalance(connection: Connection, group_id: int) -> bool:
         name = _step(owner if owner in live else None, wanted, target, owned=owner is not None)
         if name is not None:
             steps.setdefault(name, {})[PartitionId(partition)] = wanted
-    # One statement for all that take the same step: a round trip for each of a thousand is what a rebalance would cost.
+    # One statement per step, not a round trip per partition.
     for name, given in steps.items():
         connection.execute(query(name), group | {"partitions": list(given), "members": list(given.values())})
     if steps:
@@ -93,7 +90,6 @@ def rebalance(connection: Connection, group_id: int) -> bool:
 
 
 def _step(live_owner: str | None, wanted: str | None, target: str | None, *, owned: bool) -> str | None:
-    """Return the statement that moves an assignment on, or None where it is as it should be."""
     if live_owner is None:
         if wanted is not None:
             return "assignments_put"
@@ -102,12 +98,9 @@ def _step(live_owner: str | None, wanted: str | None, target: str | None, *, own
 
 
 def rebalance_groups(database: Database) -> int:
-    """Rebalance every live group that a member left behind without a word; return how many changed.
+    """Rebalance groups with silent members; return how many changed. Safe to call concurrently.
 
-    So a silent death is noticed within the lease and the interval of this scan, although no member of the group beats;
-    that of all members, when nobody could take over anyway, `ALONE_S` later.
-    A group whose lock is held is passed by: whoever holds it rebalances, or dies and leaves it to the next scan. Safe
-    to run twice at once: the second finds what the first has committed, and changes nothing.
+    Skips locked groups. A group without living members waits `ALONE_S`.
     """
     with database.connection() as connection:
         found = [row[0] for row in connection.execute(query("groups_unbalanced"), {"alone_s": ALONE_S}).fetchall()]
@@ -115,7 +108,7 @@ def rebalance_groups(database: Database) -> int:
 
 
 def rebalance_each(database: Database, group_ids: Iterable[int], *, lock_wait_s: float = 2.0) -> int:
-    """Rebalance groups, each in a transaction of its own, but for those whose lock is held; return how many changed."""
+    """Rebalance groups, one transaction each, except locked ones; return how many changed."""
     changed = 0
     for group_id in group_ids:
         work = partial(rebalance, group_id=group_id)

@@ -1,14 +1,8 @@
-"""Retire groups: they hold nothing up any more, and what they have on the nodes goes.
+"""Retire groups; remove their parked rows and keys on nodes (docs/design/ownership.md).
 
-States: *live* -> *retired* (one transaction in Postgres, under the group's lock, with higher epochs for all that it
-holds) -> *resting* (a node has nothing of it but a lock that refuses late owners) -> *forgotten*, some minutes later.
-Receivers of ordered pop have no lease that would run out: locks of their groups stay until the partitions are retired.
-What is parked goes in bounded steps behind the commit. A row of `assignment` stays until a node has said that
-nothing is left there, so a crash at any line leaves the rest to the next pass of the job `retire_groups`. Its dead
-messages, and its name, stay.
-
-An instance of a broadcast group that is away for too long is retired by that job, or by itself when it comes back too
-late. It may begin anew afterwards (see `broadcast_instances`): under yet higher epochs, which keep a late pass off.
+*live* -> *retired* (one transaction, higher epochs) -> *resting* (a node keeps a lock against late owners) ->
+*forgotten*, after GRACE_S. Ordered pop keeps its locks, because receivers have no lease. A row of `assignment` stays
+until its node confirms.
 """
 
 from __future__ import annotations
@@ -34,17 +28,16 @@ from mqlayer.runtime.route_cache import load_nodes
 log = logging.getLogger(__name__)
 
 GRACE_S: Final = 600.0
-"""How long a lock refuses the late owners of a retired group, before it goes too."""
+"""How long a lock refuses late owners."""
 PARTITIONS_AT_ONCE: Final = 1_000
 FORGET_S: Final = 7 * 86_400.0
-"""When a retired instance of which nothing is left is forgotten: names of hosts may be new ones every day."""
+"""Age at which a retired instance's row goes."""
 JOB: Final = "retire_groups"
-"""Who retires instances, as the audit has it."""
 
 
 @dataclass(frozen=True, slots=True)
 class RetirementReport:
-    """A group was retired: `instances` of it too, and how many parked messages went with it."""
+    """A retired group, its instances and parked messages."""
 
     group: Group
     instances: int
@@ -52,7 +45,7 @@ class RetirementReport:
 
 
 class RetiredPartition(NamedTuple):
-    """A retired group at a partition; `for_long`: no late owner is to be feared any more, but where it is `popped`."""
+    """`for_long`: the grace period is over; `popped`: ordered pop."""
 
     group_id: int
     partition: int
@@ -66,11 +59,11 @@ class RetiredPartition(NamedTuple):
 def retire_group(
     database: Database, topic: str, name: str, *, actor: str, drop_parked: bool = False
 ) -> RetirementReport:
-    """Retire a group for good, or an instance until it comes back; of a broadcast group all instances with it.
+    """Retire a group and its instances for good, or one instance until it returns.
 
-    From the commit on it bounds neither trimming nor the retirement of partitions. `forget_retired` then drops what it
-    has on the nodes; the job `retire_groups` does so too. Raises NotFound, and Conflict where a member lives, where it
-    is retired already, or where messages are parked and `drop_parked` is not said; nothing is changed then.
+    It then bounds neither trimming nor partition retirement; the job `retire_groups` removes its remains. Raises
+    NotFound, Conflict if members live, it is retired, or messages are parked without `drop_parked`; then nothing
+    changes.
     """
     group = find_group(database, topic, name)
 
@@ -110,17 +103,17 @@ def _refuse_living(connection: Connection, group: Group) -> None:
 
 
 def _instances(connection: Connection, group: Group) -> list[int]:
-    """Return the instances of a broadcast group, each locked; none is made meanwhile, since its own lock is held."""
+    """Lock and return the instances; the group's lock excludes new ones."""
     rows = connection.execute(query("instances_of"), {"group_id": group.group_id}).fetchall()
     for (instance,) in rows:
         connection.execute(query("group_lock"), {"group_id": instance})
-    # Somebody may have joined before its lock was had.
+    # A member may have joined before the lock was taken.
     _refuse_living(connection, group)
     return [row[0] for row in rows]
 
 
 def _retire(connection: Connection, group_id: int) -> bool:
-    """Retire a group whose lock is held and that has no living member; False where it was before."""
+    """False: it was retired before."""
     facts = {"group_id": group_id}
     if connection.execute(query("group_retire"), facts).fetchone() is None:
         return False
@@ -133,7 +126,7 @@ def _retire(connection: Connection, group_id: int) -> bool:
 
 
 def retire_absent(database: Database) -> list[str]:
-    """Retire the instances that have been away for longer than their groups keep positions; return their names."""
+    """Retire instances absent beyond `instance_expiry_s`; return their names."""
     with database.connection() as connection:
         found = connection.execute(query("instances_absent")).fetchall()
     gone = []
@@ -147,7 +140,7 @@ def retire_absent(database: Database) -> list[str]:
 
 
 def retire_absent_instance(database: Database, group_id: int, topic: str, name: str, *, actor: str) -> bool:
-    """Retire an instance, unless somebody consumes for it, or it has not been away for too long."""
+    """Retire an instance; False if it may still return."""
 
     def work(connection: Connection) -> bool:
         facts = {"group_id": group_id}
@@ -168,16 +161,15 @@ def retire_absent_instance(database: Database, group_id: int, topic: str, name: 
 
 
 def forget_retired(database: Database, *, prefix: str, grace_s: float = GRACE_S, unsafe: bool = False) -> int:
-    """Drop what retired groups have parked and on the nodes; return of how many partitions all of one is gone.
+    """Remove retired groups' parked rows and node keys; return the number of cleared partitions.
 
-    Late owners are refused from here on; their locks go `grace_s` after the retirement. Safe to run twice at once; a
-    node that is away is passed by, what becomes of messages of archived topics is fetched first.
+    Locks go `grace_s` after retirement. Skips unavailable nodes. Safe to call concurrently.
     """
     with database.connection() as connection:
         holders = [row[0] for row in connection.execute(query("retired_parked")).fetchall()]
     for group_id in holders:
         drop_parked(database, group_id)
-    # Runs first, then epochs: a node that falls back and is armed in between refuses what was asked before.
+    # Read runs before epochs: a node armed in between then refuses the older requests.
     nodes = {node.node_id: node for node in load_nodes(database)}
     forgotten = 0
     after = (0, 0)
@@ -189,9 +181,9 @@ def forget_retired(database: Database, *, prefix: str, grace_s: float = GRACE_S,
         for node_id, of_node in by_node.items():
             replies = _forget(nodes[node_id], of_node, prefix=prefix, unsafe=unsafe)
             if not replies:
-                # Each page would wait for it again.
+                # Or each page would wait for it.
                 del nodes[node_id]
-            # A receiver that Postgres does not reach asks on, however long that lasts: the lock that refuses it stays.
+            # A receiver cut off from Postgres may ask for ever, so the lock that refuses it stays.
             words = [
                 "forgotten" if word == "lock_only" and retired.for_long and retired.popped else word
                 for retired, word in zip(of_node, replies, strict=False)
@@ -199,7 +191,7 @@ def forget_retired(database: Database, *, prefix: str, grace_s: float = GRACE_S,
             failpoint("group_retire.after_forget")
             forgotten += words.count("forgotten")
             _note(database, "retired_keys_gone", of_node, words, "forgotten")
-            # Somebody was given an epoch in the moment of the retirement, unless the group came back.
+            # An epoch was given out during the retirement, unless the group came back.
             _note(database, "retired_keys_raise", of_node, words, "unchanged")
         after = (retired_partitions[-1].group_id, retired_partitions[-1].partition)
     if forgotten:
@@ -208,12 +200,12 @@ def forget_retired(database: Database, *, prefix: str, grace_s: float = GRACE_S,
 
 
 def forget_instances(database: Database, *, horizon_s: float = FORGET_S) -> int:
-    """Forget instances that were retired long ago and have left nothing, in bounded steps; return how many."""
+    """Delete retired instances without remains after `horizon_s`; return how many."""
     return forget_rows(database, query("instances_forget"), {"horizon_s": horizon_s})
 
 
 def drop_parked(database: Database, group_id: int) -> None:
-    """Drop all that is parked of a retired group, in bounded steps."""
+    """Delete a retired group's parked rows, in bounded steps."""
     facts = {"group_id": group_id}
     while forget_rows(database, query("retired_messages_drop"), facts):
         failpoint("group_retire.after_parked")
@@ -228,7 +220,6 @@ def _retired_partitions(database: Database, after: tuple[int, int], grace_s: flo
 
 
 def _forget(node: Node, retired_partitions: Sequence[RetiredPartition], *, prefix: str, unsafe: bool) -> list[str]:
-    """Drop what groups have on a node; return what it says of each. Nothing where the node is away."""
     try:
         with NodeConnection(node, unsafe=unsafe) as connection:
             commands = [
@@ -252,7 +243,6 @@ def _forget(node: Node, retired_partitions: Sequence[RetiredPartition], *, prefi
 def _note(
     database: Database, name: str, retired_partitions: Sequence[RetiredPartition], words: Sequence[str], wanted: str
 ) -> None:
-    """Run a statement for the partitions of which a node said this."""
     chosen = [retired for retired, word in zip(retired_partitions, words, strict=False) if word == wanted]
     if chosen:
         facts = {

@@ -1,13 +1,4 @@
-"""Send a living group elsewhere: back to what is still kept, or forward.
-
-Where a group stands is what it committed in Redis since its last seek, else where it starts (Postgres). A seek is one
-transaction in Postgres: where it starts now, which partitions count as drained, its route version, higher epochs for
-all it holds, one seek more. Whoever takes a partition under such an epoch finds what was committed before void, and
-begins at the start. So partitions of older route versions are readable again and those after them are not, in one step.
-
-States: *before* and *after* the commit; a crash leaves one of the two. Old owners are fenced in Redis right after it;
-where that did not happen, the next owner's taking does it, and they hear of it by their next heartbeat.
-"""
+"""Move a living group to another position (docs/design/ownership.md, "Positions and seeks")."""
 
 from __future__ import annotations
 
@@ -41,7 +32,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class SeekPlan:
-    """Where a group will go: in each of its partitions, parents first, the next offset that it is given."""
+    """The start in each partition, parents first."""
 
     group: Group
     to: Start
@@ -52,10 +43,10 @@ class SeekPlan:
 def planned_seek(
     database: Database, routes: RouteCache, *, topic: str, name: str, to: Start, prefix: str, unsafe: bool = False
 ) -> SeekPlan:
-    """Return where a seek would take a group; nothing is changed. `to`: as a new group's start, see `start_positions`.
+    """Plan a seek; change nothing. `to`: see `start_positions`.
 
-    Raises InvalidInput for a time without a zone, NotFound, Conflict for a group that is not live, StoreUnavailable
-    where a node can't be asked for its offsets.
+    Raises InvalidInput for a broadcast group or a time without zone, NotFound, Conflict for a group that is not live,
+    StoreUnavailable.
     """
     check_start(to)
     group = find_group(database, topic, name)
@@ -69,11 +60,10 @@ def planned_seek(
 def apply_seek(
     database: Database, plan: SeekPlan, *, prefix: str, actor: str, replay: bool = False, unsafe: bool = False
 ) -> list[str]:
-    """Do what a plan says; return the names of nodes whose old owners could not be fenced at once.
+    """Apply a plan; return nodes where old owners are not fenced yet: next owners do that.
 
-    `replay`: effects that were applied under the fence are applied again, in order; else they are passed over. Raises
-    Conflict where the group was sent elsewhere since the plan was made, or a node whose offsets are in it was armed
-    again or given up; nothing is changed then.
+    `replay`: apply fenced effects again. Raises Conflict, nothing changed, if the group was moved, runs a replay or
+    backfill, or a node was armed or given up since the plan.
     """
 
     def work(connection: Connection) -> dict[UndeletedPartition, int]:
@@ -83,7 +73,7 @@ def apply_seek(
         failpoint("seek.before_commit")
         return epochs
 
-    # Looked up first: what fails after the commit must not look as if nothing had been done.
+    # Before the commit: an error after it would look as if nothing had changed.
     nodes = {node.node_id: node for node in load_nodes(database)}
     epochs = change_group(database, plan.group.group_id, work)
     failpoint("seek.after_commit")
@@ -94,7 +84,7 @@ def apply_seek(
 
 
 def _change_position(connection: Connection, plan: SeekPlan, *, replay: bool) -> dict[UndeletedPartition, int]:
-    """Let a group whose lock is held begin anew; return the new epoch of each partition that it ever held."""
+    """Return the new epochs of the group's partitions."""
     group_id = plan.group.group_id
     facts = {"group_id": group_id, "seek": plan.group.seek, "replay": replay}
     refuse_beside_replay(connection, plan.group)
@@ -109,7 +99,7 @@ def _change_position(connection: Connection, plan: SeekPlan, *, replay: bool) ->
             "its offsets may be others now: look at the plan again, and seek",
         )
     connection.execute(query("beginnings_forget"), facts)
-    # Parents may have been retired since the plan was made; successors that came since begin with their first record.
+    # Parents may be retired since the plan; newer successors start at their first record.
     kept = {one.partition: one for one in undeleted_partitions(connection, plan.group.topic_id)}
     put_beginnings(connection, group_id, [one for one in plan.beginnings if one.partition in kept])
     raise_group_version(connection, group_id)
@@ -121,10 +111,7 @@ def _change_position(connection: Connection, plan: SeekPlan, *, replay: bool) ->
 
 
 def refuse_beside_replay(connection: Connection, group: Group) -> None:
-    """Raise Conflict where a group is being replayed or backfilled: it goes by where the group stood at its beginning.
-
-    Call with the group's lock held.
-    """
+    """Raise Conflict during a replay or backfill. Call under the group's lock."""
     row = connection.execute(query("replay_running"), {"group_id": group.group_id}).fetchone()
     if row is not None:
         raise Conflict(
@@ -136,7 +123,7 @@ def refuse_beside_replay(connection: Connection, group: Group) -> None:
 def fence_old_owners(
     nodes: Mapping[NodeId, Node], group_id: int, epochs: Mapping[UndeletedPartition, int], *, prefix: str, unsafe: bool
 ) -> list[str]:
-    """Put higher epochs in force on all nodes; return the names of those that can't be asked."""
+    """Put epochs in force on the nodes; return the names of unavailable ones."""
     by_node: dict[NodeId, list[tuple[int, int]]] = {}
     for kept, epoch in epochs.items():
         by_node.setdefault(kept.node, []).append((kept.partition, epoch))

@@ -1,13 +1,10 @@
-"""Where a new group begins in each partition that there is.
+"""Start positions of a group in each partition.
 
-`earliest`: at the first record kept, along the whole lineage. `latest`: behind the last record of the partitions in
-force. A time: at the first record of that time or later, by the publishers' clocks; found by bisection, so where those
-clocks differ it may be some records off, never out of order. What lies behind a group's start counts as drained; a
-partition with a parent that is not drained begins with its first record.
+`earliest`: the first record kept in the lineage. `latest`: behind the last record. A time: the first record of that
+publish time or later; publishers' clocks may make it some records off. A partition with an undrained parent starts at
+its first record.
 
-An offset is a position, never an identity: a node that falls back gives it out again, and what is made anew elsewhere
-begins at 1. So beginnings are stored only where the nodes are those that were asked, and were not armed since; whoever
-arms one later corrects what is stored.
+Stored only if no asked node was armed since, because a node that falls back reuses offsets.
 """
 
 from __future__ import annotations
@@ -44,7 +41,7 @@ class UndeletedPartition:
 
 @dataclass(frozen=True, slots=True)
 class StartPosition:
-    """Where a group begins in a partition; `drained`: behind all of it."""
+    """A start in a partition; `drained`: behind all of it."""
 
     partition: int
     offset: int
@@ -52,10 +49,7 @@ class StartPosition:
 
 
 def undeleted_partitions(connection: Connection, topic_id: int) -> list[UndeletedPartition]:
-    """Return the partitions of a topic that a group can begin in, parents before successors.
-
-    A successor that is not open yet is not among them: every group begins it with its first record.
-    """
+    """Return a topic's partitions, parents first, without unopened successors."""
     return [
         UndeletedPartition(*row)
         for row in connection.execute(query("partitions_kept"), {"topic_id": topic_id}).fetchall()
@@ -65,7 +59,7 @@ def undeleted_partitions(connection: Connection, topic_id: int) -> list[Undelete
 def still_hold(
     connection: Connection, partitions: Sequence[UndeletedPartition], beginnings: Sequence[StartPosition]
 ) -> bool:
-    """Say whether beginnings are still where they were found, and keep it so until the caller's transaction ends."""
+    """Say whether the positions' nodes are unchanged; lock them."""
     found = {
         partition.partition: (partition.node, partition.armed_at)
         for partition, beginning in zip(partitions, beginnings, strict=True)
@@ -81,11 +75,10 @@ def behind_archive(
     beginnings: Sequence[StartPosition],
     progress: Mapping[int, tuple[int, bool]],
 ) -> tuple[list[StartPosition], dict[str, int]]:
-    """Return where a group begins in each partition behind what the archive gives it, and what it must not give.
+    """Return starts behind the archive, and per partition the first offset that a backfill must not give.
 
-    `progress`: per partition the first offset that is not archived, and whether all of it is. A partition of which the
-    group reads a parent is read as a whole: its bound is 1, the first offset that the archive must leave out. Those
-    without a bound are given as far as they are archived.
+    `progress`: per partition the first unarchived offset, and whether all is archived. A partition with an undrained
+    parent has start and bound 1. Without bound, all archived records are given.
     """
     found: dict[int, StartPosition] = {}
     bounds: dict[str, int] = {}
@@ -101,7 +94,7 @@ def behind_archive(
 
 
 def parents_of(partition: UndeletedPartition, partitions: Sequence[UndeletedPartition]) -> list[UndeletedPartition]:
-    """Return those of some partitions that a partition took LPs over from."""
+    """Return the partitions from which a partition took LPs."""
     if partition.created_by_change is None:
         return []
     return [
@@ -114,7 +107,7 @@ def parents_of(partition: UndeletedPartition, partitions: Sequence[UndeletedPart
 
 
 class StartFinder:
-    """Finds the beginnings of one group. `partitions` come parents first."""
+    """Finds start positions; `partitions` come parents first."""
 
     def __init__(
         self, routes: RouteCache, partitions: Sequence[UndeletedPartition], *, prefix: str, unsafe: bool
@@ -122,7 +115,7 @@ class StartFinder:
         self._routes, self._partitions, self._prefix, self._unsafe = routes, partitions, prefix, unsafe
 
     def of(self, start: Start) -> list[StartPosition]:
-        """Return the beginning in each partition. Raises StoreUnavailable, also where only one node is away."""
+        """Return a start per partition. Raises StoreUnavailable, also for one unavailable node."""
         if start == "earliest":
             return [StartPosition(partition.partition, 1, drained=False) for partition in self._partitions]
         found: dict[int, StartPosition] = {}
@@ -149,7 +142,7 @@ class StartFinder:
         if meta[0] == b"deleted":
             return StartPosition(partition.partition, 1, drained=True)
         if meta[0] is None:
-            # A missing partition means "refuse", never "new": it may hold what the group must not see.
+            # A missing partition means "refuse", never "new".
             raise NodeNotArmed(
                 connection.node.address, f"partition {partition.partition} is gone from it: the node lost data"
             )
@@ -160,7 +153,6 @@ class StartFinder:
         return StartPosition(partition.partition, offset, drained=partition.sealed and offset >= end)
 
     def _first_since(self, connection: NodeConnection, partition: int, at_ms: int, first: int, end: int) -> int:
-        """Return the first offset whose record is of that time or later, by bisection; the end where none is."""
         key = partition_keys(self._prefix, partition).log
         low, high = first, end
         while low < high:

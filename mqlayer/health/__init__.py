@@ -1,4 +1,4 @@
-"""Whether a process lives and serves: what its parts say, and the endpoint where others ask."""
+"""Liveness and readiness, and their HTTP endpoint."""
 
 from mqlayer.health.endpoint import HealthEndpoint, health_endpoint
 from mqlayer.health.reports import Health, Liveness, stuck_after_s

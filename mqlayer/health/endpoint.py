@@ -1,8 +1,4 @@
-"""`GET /live` and `GET /ready` of a process, its `GET /counts` where it counts, and what else it adds as a route.
-
-It is off unless a port is set, holds nothing that the process needs, and ends with it. Each answer is made of what
-threads noted as they went along, so a probe asks no store. What keeps a probe answered is in `server`.
-"""
+"""`GET /live`, `/ready`, `/counts` and own routes, from memory; off without a port."""
 
 from __future__ import annotations
 
@@ -27,11 +23,11 @@ log = logging.getLogger(__name__)
 HealthCheck = Callable[[], Health]
 Counts = Callable[[], object]
 Responder = Callable[[], Reply]
-"""What answers a path: quick, on the endpoint's own thread, of what is in memory."""
+"""Answers a path from memory, on the endpoint's only thread."""
 
 
 class HealthEndpoint:
-    """Answers on a port until it is closed."""
+    """Answers on a port until closed."""
 
     def __init__(
         self,
@@ -42,10 +38,7 @@ class HealthEndpoint:
         counts: Counts | None = None,
         routes: Mapping[str, Responder] | None = None,
     ) -> None:
-        """Take the port. `counts`: what to answer as JSON where counts are asked for; `routes`: more, by their path.
-
-        Raises Conflict where another has it, InvalidInput where it can't be had.
-        """
+        """Bind the port. `counts`: JSON of `/counts`. Raises Conflict if the port is in use, else InvalidInput."""
         if not 0 < port < 65_536:
             raise InvalidInput(f"health port {port}: set MQLAYER_HEALTH_PORT so that each process gets one up to 65535")
         self._routes: dict[str, Responder] = {"/live": lambda: _live(ask), "/ready": lambda: _ready(ask)}
@@ -62,17 +55,17 @@ class HealthEndpoint:
         _endpoints.add(self)
 
     def start(self) -> None:
-        """Begin to answer; returns at once."""
+        """Start to answer; returns at once."""
         self._server.start()
         host, port = self._address
         log.info("health_endpoint", extra={"host": host, "port": port})
 
     def close(self) -> None:
-        """Answer no more, and let the port go."""
+        """Stop, and release the port."""
         self._server.close()
 
     def forget(self) -> None:
-        """Let go of the port in a process that was forked off: the one that took it goes on answering."""
+        """Release the port in a forked child."""
         self._server.forget()
 
     def _answer(self, path: str) -> Reply:
@@ -82,7 +75,7 @@ class HealthEndpoint:
             return _json(HTTPStatus.NOT_FOUND, {"reasons": [f"ask for {', '.join(most)} or {last}"]})
         try:
             return route()
-        except Exception as error:  # noqa: BLE001 - whatever it is, the client has to get an answer
+        except Exception as error:  # noqa: BLE001 - the client needs an answer
             reason = f"it can't say: {type(error).__name__}"
             return _json(HTTPStatus.INTERNAL_SERVER_ERROR, {"reasons": [reason]})
 
@@ -96,7 +89,7 @@ def health_endpoint(
     counts: Counts | None = None,
     routes: Mapping[str, Responder] | None = None,
 ) -> Iterator[None]:
-    """Answer for as long as the block runs, on the port given or else that of the settings; nothing where it is 0."""
+    """Answer during the block, on `port` or the settings' one; 0: off."""
     number = settings.health_port if port is None else port
     if not number:
         yield
@@ -131,7 +124,7 @@ def _json(status: HTTPStatus, facts: object) -> Reply:
 def _ask(ask: HealthCheck) -> Health:
     try:
         return ask()
-    except Exception as error:  # noqa: BLE001 - whatever it is, the client has to get an answer
+    except Exception as error:  # noqa: BLE001 - the client needs an answer
         return Health(stuck=(f"it can't say: {type(error).__name__}",))
 
 
@@ -154,5 +147,5 @@ def _forget_all() -> None:
             endpoint.forget()
 
 
-# Celery forks new children while it runs; with our socket they would keep the port for ever.
+# Celery forks children while it runs; they would keep the port bound.
 os.register_at_fork(after_in_child=_forget_all)

@@ -1,12 +1,6 @@
-"""HTTP for a few small answers: asyncio's server and h11's parser on one thread, and the limits that neither has.
+"""A small HTTP server: asyncio and h11 on one thread (docs/design/decisions/0051-health-endpoint.md).
 
-Slow and greedy clients can't keep a probe waiting: a connection has one total deadline from the moment it is accepted,
-however often it sends a byte, and when the table is full the oldest connection makes room for the newest. A prober
-sends its request at once and is answered in the same turn of the loop, long before it is the oldest. One thread and
-at most `CONNECTIONS` sockets serve, whoever asks. A connection carries one request.
-
-Uvicorn, Hypercorn and Waitress begin their limits anew with each byte and turn the newest away when they are full;
-Cheroot gives each slow client a thread.
+A connection carries one request under one deadline. When full, the oldest is closed for a new one.
 """
 
 from __future__ import annotations
@@ -25,20 +19,20 @@ import h11
 
 CONNECTIONS: Final = 128
 BACKLOG: Final = 64
-"""How many connections one turn of the loop accepts: less than the table holds, so each is read before it is ended."""
+"""Accepts per turn; below CONNECTIONS, so each is read before it may be closed."""
 
 QUEUE: Final = 1024
-"""How many connections may wait to be accepted, as far as the kernel allows: beyond that a prober waits a second."""
+"""Kernel's accept queue."""
 
 REQUEST_LIMIT_S: Final = 5.0
 REQUEST_BYTES: Final = 16_384
 DISCARDED_BYTES: Final = 262_144
-"""How much may come behind a request before the connection is ended: a client that is answered may still be sending."""
+"""Bytes dropped behind a request before the connection closes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """An answer of a route."""
+    """A route's answer."""
 
     status: HTTPStatus
     body: bytes
@@ -46,11 +40,11 @@ class Reply:
 
 
 AnswerPath = Callable[[str], Reply]
-"""From a path without its query to the answer. Runs on the server's only thread: it has to be quick, and not raise."""
+"""Answers a path without query; quick, raises nothing."""
 
 
 class HttpServer:
-    """Answers GET and HEAD on a socket that listens, from a daemon thread, until it is closed."""
+    """Answers GET and HEAD in a daemon thread."""
 
     def __init__(self, listener: socket.socket, answer: AnswerPath, *, name: str) -> None:
         self.answer = answer
@@ -61,13 +55,13 @@ class HttpServer:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
-        """Begin to answer; returns at once."""
-        # Made here, so that `close` has a loop to talk to from now on.
+        """Start to answer; returns at once."""
+        # Creates the loop now, because `close` needs it.
         self._runner.get_loop()
         self._thread.start()
 
     def close(self) -> None:
-        """Answer no more, end what is open, and let the port go."""
+        """Stop, end connections, release the port."""
         if self._thread.ident is not None:
             with suppress(RuntimeError):  # the loop ended by itself
                 self._runner.get_loop().call_soon_threadsafe(self._stopping.set)
@@ -75,7 +69,7 @@ class HttpServer:
         self._listener.close()
 
     def forget(self) -> None:
-        """Let go of all sockets in a process that was forked off, where no thread serves them."""
+        """Close all sockets in a forked child."""
         self._listener.close()
         if self._connections:
             nothing = os.open(os.devnull, os.O_RDWR)
@@ -84,7 +78,7 @@ class HttpServer:
             os.close(nothing)
 
     def admit(self, connection: _HttpConnection) -> None:
-        """Take a connection in; the oldest is ended where there is no room."""
+        """Add a connection; when full, end the oldest."""
         if len(self._connections) >= CONNECTIONS:
             oldest = next(iter(self._connections))
             self.release(oldest)
@@ -92,7 +86,7 @@ class HttpServer:
         self._connections[connection] = None
 
     def release(self, connection: _HttpConnection) -> None:
-        """Make room: the connection is ended. Once is enough, again does no harm."""
+        """Forget a connection; idempotent."""
         self._connections.pop(connection, None)
 
     def _run(self) -> None:
@@ -112,8 +106,6 @@ class HttpServer:
 
 
 class _HttpConnection(asyncio.Protocol):
-    """One connection with one request: read, answered, and what follows thrown away until the client closes."""
-
     def __init__(self, server: HttpServer) -> None:
         self._server = server
         self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=REQUEST_BYTES)
@@ -143,11 +135,10 @@ class _HttpConnection(asyncio.Protocol):
                 self._answer(event)
 
     def abort(self) -> None:
-        """End it now, whatever is unsent."""
         self._transport.abort()
 
     def replace_socket(self, other: int) -> None:
-        """Close the socket of this process, and let its number stand for `other`: objects here still hold it."""
+        # Objects here still hold the number, so it is not closed but pointed elsewhere.
         number = self._transport.get_extra_info("socket").fileno()
         if number >= 0:
             os.dup2(other, number)
@@ -179,7 +170,7 @@ class _HttpConnection(asyncio.Protocol):
             events.append(h11.Data(data=reply.body))
         events.append(h11.EndOfMessage())
         self._transport.write(b"".join(self._http.send(event) or b"" for event in events))
-        # Closed by the client or at the deadline: to close with bytes unread would reset what it has not read yet.
+        # The client or the deadline closes: closing with unread bytes would reset the reply.
         self._transport.write_eof()
         self._answered = True
 

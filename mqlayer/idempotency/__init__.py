@@ -1,7 +1,4 @@
-"""What keeps an effect from happening twice, or before its turn, in the effect's own transaction: inbox and versions.
-
-The fence does that for ordered groups, see `Context.fence`; which to take says docs/explanation/idempotence.md.
-"""
+"""Effects once (inbox) and in order (versions); see docs/explanation/idempotence.md."""
 
 from mqlayer.idempotency.inbox import InboxEntry, arecord_effect, record_effect
 from mqlayer.idempotency.inbox_status import AppliedEffect, InboxStats, find_effect, inbox_stats

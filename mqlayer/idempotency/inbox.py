@@ -1,9 +1,6 @@
-"""The inbox: a row for each message that has its effect, written in the effect's own transaction.
+"""The inbox: a row per applied message, committed with its effect.
 
-States of (group, message): *unknown* -> *noted* by one open transaction -> *applied* by its commit, or *unknown* again
-by its end without one; then *unknown* once more, when the horizon is over and nothing can bring the message again (see
-`mqlayer.maintenance.inbox_cleanup`). Who notes it while it is *noted* waits for that transaction. Row and effect have
-one commit, so nobody has to repair anything: a crash before it leaves neither, a crash after it is answered "applied".
+A second transaction waits for the first. `mqlayer.maintenance.inbox_cleanup` deletes rows that no redelivery needs.
 """
 
 from __future__ import annotations
@@ -26,11 +23,8 @@ from mqlayer.postgres.queries import query
 
 
 class InboxEntry(NamedTuple):
-    """What is noted of a message in a group.
-
-    `name`: in place of the message's identity; `seek`: the last seek under which effects are applied again; `replay`:
-    which replay of the archive gave the message.
-    """
+    """`name`: replaces the identity; `seek`: the last that applies effects again; `replay`: the one that gave the
+    message."""
 
     group_id: int
     group: str
@@ -48,16 +42,16 @@ class InboxEntry(NamedTuple):
         return {"group_id": self.group_id, "source": source, "lp": lp, "seq": seq, **named}
 
     def judge(self, answer: str) -> None:
-        """Raise AlreadyApplied unless the effect is to be made."""
+        """Raise AlreadyApplied unless it is new."""
         if answer != "current":
             raise AlreadyApplied(self.group, self.topic, self.identity.lp, self.identity.seq)
 
 
 def record_effect(connection: Any, entry: InboxEntry) -> None:
-    """Note in the caller's transaction that a message has its effect. Raises AlreadyApplied where it has it.
+    """Record a message's effect in the caller's transaction. Raises AlreadyApplied if it had one.
 
-    Raises InvalidInput where no transaction is open that the effect could share, and for names that are too long;
-    TransactionConflict under REPEATABLE READ or SERIALIZABLE, where another transaction noted it meanwhile.
+    Raises InvalidInput without an open transaction or for long names; TransactionConflict for a concurrent record under
+    REPEATABLE READ or SERIALIZABLE.
     """
     failpoint("inbox.before")
     with caller_errors(connection):
@@ -68,7 +62,7 @@ def record_effect(connection: Any, entry: InboxEntry) -> None:
 
 
 async def arecord_effect(connection: Any, entry: InboxEntry) -> None:
-    """Do what `record_effect` does on an async connection."""
+    """`record_effect` on an async connection."""
     failpoint("inbox.before")
     with caller_errors(connection):
         await check_in_transaction_async(connection)

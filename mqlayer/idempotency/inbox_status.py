@@ -1,4 +1,4 @@
-"""What the inbox knows, for people."""
+"""Reads the inbox."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COUNT_LIMIT: Final = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class InboxStats:
-    """What the inbox remembers of a group. `messages`: 1,000,000 where it is that many or more."""
+    """A group's rows; `messages`: at most 1,000,000."""
 
     group_id: int
     messages: int
@@ -24,7 +24,7 @@ class InboxStats:
 
 @dataclass(frozen=True, slots=True)
 class AppliedEffect:
-    """That a message, or a name, has its effect in a group."""
+    """A recorded effect."""
 
     group_id: int
     id: str
@@ -35,17 +35,14 @@ class AppliedEffect:
 
 
 def inbox_stats(application: Database) -> list[InboxStats]:
-    """Return what the inbox remembers, by group."""
+    """Return statistics by group."""
     with application.connection() as connection:
         rows = connection.execute(query("inbox_stats"), {"limit": COUNT_LIMIT}).fetchall()
     return [InboxStats(*row) for row in rows]
 
 
 def find_effect(application: Database, group_id: int, id_: str) -> AppliedEffect | None:
-    """Return what is noted of a message (its source:lp:seq) or of a name (with '=' before it); None where nothing is.
-
-    Effects of replays of the archive are noted for each replay: '@<replay>/' stands before those.
-    """
+    """Return the effect of a message (source:lp:seq) or name ('=' + name), with '@<replay>/' before it for replays."""
     with application.connection() as connection:
         row = connection.execute(query("inbox_find"), {"group_id": group_id, "id": id_}).fetchone()
     return None if row is None else AppliedEffect(*row)

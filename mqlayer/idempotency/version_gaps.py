@@ -1,4 +1,4 @@
-"""Missing versions: the alarm, and what operators see and say."""
+"""Missing versions: alarm, reads, operators' acts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ALARMS_AT_ONCE: Final = 500
 
 @dataclass(frozen=True, slots=True)
 class VersionGap:
-    """A version that has not come, while later ones are held; how long it has been missing, by the database's clock."""
+    """A missing version; later ones are held."""
 
     name: str
     entity: str
@@ -33,7 +33,7 @@ class VersionGap:
 
 @dataclass(frozen=True, slots=True)
 class WaitingEntity:
-    """An entity of which something is held. `released`: an operator said that it goes on; the next event takes it."""
+    """An entity with held events. `released`: skipped by an operator; the next event takes them."""
 
     name: str
     entity: str
@@ -49,7 +49,7 @@ class WaitingEntity:
 
 @dataclass(frozen=True, slots=True)
 class HeldVersion:
-    """An event that is held, without its body. `origin`: its message; `size`: bytes of its body and headers."""
+    """A held event; `origin`: its message."""
 
     version: int
     origin: str
@@ -58,10 +58,9 @@ class HeldVersion:
 
 
 def watch_versions(application: Database) -> int:
-    """Raise the alarm for versions that have been missing for too long; return how many.
+    """Raise overdue alarms; return how many. Safe to run concurrently.
 
-    Safe to run twice at once: each alarm has its row. It is told after its commit, so a crash in between loses it;
-    it is due again after an hour, as every alarm while its gap lasts.
+    A crash after the commit delays an alarm by an hour.
     """
     count = 0
     while True:
@@ -76,7 +75,7 @@ def watch_versions(application: Database) -> int:
 
 
 def report_gap(gap: VersionGap, hook: Callable[[VersionGap], None] | None = None) -> None:
-    """Tell everybody who wants to hear of it; the entity itself goes to this hook only."""
+    """Log a gap, emit `version_gap`, call the hook; only the hook gets the entity."""
     facts = {"versions": gap.name, "missing": gap.missing, "held": gap.held, "missing_s": round(gap.missing_s, 1)}
     log.warning("version_gap", extra=facts)
     emit(Event("version_gap", topic="", group="", cause=gap.name, count=gap.held))
@@ -85,15 +84,14 @@ def report_gap(gap: VersionGap, hook: Callable[[VersionGap], None] | None = None
 
 
 def _call(gap: VersionGap, hook: Callable[[VersionGap], None]) -> None:
-    """Call a hook of the application; what it raises is logged, and changes nothing."""
     try:
         hook(gap)
-    except Exception as error:  # noqa: BLE001 - the application's: the gap is there whatever becomes of its telling
+    except Exception as error:  # noqa: BLE001 - a hook of the application must not stop the alarm
         log.error("hook_failed", extra={"event": "version_gap", "error": type(error).__name__})
 
 
 def version_gaps(application: Database, name: str | None = None, *, limit: int = 100) -> list[WaitingEntity]:
-    """Return entities of which something is held, the one that waits longest first."""
+    """Return entities with held events, longest wait first."""
     if name is not None:
         check_name("versions", name)
     with application.connection() as connection:
@@ -102,7 +100,7 @@ def version_gaps(application: Database, name: str | None = None, *, limit: int =
 
 
 def held_versions(application: Database, name: str, entity: str) -> list[HeldVersion]:
-    """Return what is held of an entity, by rising version."""
+    """Return an entity's held events."""
     with application.connection() as connection:
         facts = {"name": check_name("versions", name), "entity": check_id("entity", entity)}
         rows = connection.execute(query("held_versions"), facts).fetchall()
@@ -120,10 +118,9 @@ def set_version(
     actor: str,
     reason: str,
 ) -> int:
-    """Say at which version an entity is, None to forget it; return how many held events that drops.
+    """Set an entity's version, None to forget it; return how many held events that drops.
 
-    The two databases have no common transaction: the audit row comes first, so that no act is without one. Said again
-    after a crash, it does what is left.
+    The audit row commits first; after a crash call it again.
     """
     facts = {"version": version, "drop_held": drop_held, "reason": reason}
     target = f"{check_name('versions', name)}/{entity}"

@@ -1,13 +1,7 @@
-"""Versions of entities: events are applied as 1, 2, 3 …, in whatever order and however often they come.
+"""Versions of entities: events apply in the order 1, 2, 3 …, once each.
 
-The rule is TCP's: only the next number is taken; a lower one was applied before, a higher one is held until those
-before it have come. What is held is in Postgres, in the transaction that takes the event, so its message can be settled
-and no crash loses it.
-
-States of an entity: *in line* (nothing is held) -> *gap* (something is held, the next version is missing since then) ->
-*overdue* (for longer than the limit, by the database's clock: the alarm) -> *in line*, when the missing one comes or an
-operator says where it goes on. Each step is one transaction of whoever takes an event, together with its effects, under
-the lock on the entity's row: a crash leaves all of it or nothing, and a repeated event changes nothing.
+Lower numbers are duplicates; higher ones are held in Postgres, in the transaction that takes them. States:
+ARCHITECTURE.md, "State charts".
 """
 
 from __future__ import annotations
@@ -43,24 +37,24 @@ _decode = msgspec.json.Decoder(dict[str, str]).decode
 
 
 class EventMessage(Protocol):
-    """What brings an event: a Context, or a PopMessage."""
+    """A Context or PopMessage."""
 
     @property
     def body(self) -> bytes:
-        """The body as it was sent."""
+        """The body as sent."""
 
     @property
     def headers(self) -> Mapping[str, str]:
-        """The message's headers."""
+        """The headers."""
 
     @property
     def identity(self) -> Identity:
-        """The message's identity."""
+        """The identity."""
 
 
 @dataclass(frozen=True, slots=True)
 class VersionedEvent:
-    """An event to be applied. `held`: it came before its turn, and waited; `origin`: its message, for people."""
+    """An event to apply. `held`: it waited; `origin`: its message."""
 
     entity: str
     version: int
@@ -71,14 +65,12 @@ class VersionedEvent:
 
 
 class Versions:
-    """Takes events of entities in the order of their versions, once each.
+    """Takes entities' events in version order, once each.
 
-    `name`: what the numbers count; whoever uses the same name, in any group and process, shares it. `first`: the
-    version that an entity begins with. `held_messages`, `held_bytes`: how much of one entity is held at most, in bytes
-    of bodies and headers. `all_messages`, `all_bytes`: of all entities together; looked at before each event that is
-    held, so those who hold some at once may exceed it by as many. `gap_s`: after how long a missing version is an
-    alarm, an event `version_gap` for `mqlayer.on_event`. The worker tells it, or whoever takes a later event of the
-    entity before; that one calls `on_gap` too.
+    `name`: a numbering, shared by all groups and processes that use it. `first`: an entity's first version.
+    `held_messages`, `held_bytes`: limits per entity (bodies and headers). `all_messages`, `all_bytes`: over all
+    entities; concurrent takers may exceed them. `gap_s`: when a missing version raises `version_gap`
+    (`mqlayer.on_event`), in a worker or by a later event's taker, which also calls `on_gap`.
     """
 
     def __init__(
@@ -111,15 +103,14 @@ class Versions:
         self._on_gap = on_gap
 
     def take(self, connection: Any, message: EventMessage, *, entity: str, version: int) -> list[VersionedEvent]:
-        """Take an event in the effect's own transaction; return what is to be applied now, in order.
+        """Take an event in the effect's own transaction; return the events to apply now, in order.
 
-        Call it first in the transaction. Apply all that is returned, in this transaction: nothing (the event was
-        applied before, or is held now), the event, or the event with those that were held behind it. When the
-        transaction commits, they count as applied; settle the message in any case. Two events of one entity wait for
-        each other until COMMIT. Take events of one entity in a transaction, or several in the same order everywhere.
+        Call it first, apply all it returns in this transaction, settle the message in any case. Nothing is returned for
+        duplicates and held events. Takers of an entity wait for each other until COMMIT: take several entities in one
+        order everywhere.
 
-        Raises VersionsFull where the event came too early and there is no room to hold it, InvalidInput where no
-        transaction is open, TransactionConflict where the whole transaction must be run again.
+        Raises VersionsFull if an early event finds no room, InvalidInput without an open transaction,
+        TransactionConflict if the transaction must run again.
         """
         event = self._event(message, entity, version)
         with caller_errors(connection):
@@ -128,7 +119,7 @@ class Versions:
         return self._taken(message, entity, version, row)
 
     async def atake(self, connection: Any, message: EventMessage, *, entity: str, version: int) -> list[VersionedEvent]:
-        """Do what `take` does on an async connection."""
+        """`take` on an async connection."""
         event = self._event(message, entity, version)
         with caller_errors(connection):
             await check_in_transaction_async(connection)
@@ -136,21 +127,15 @@ class Versions:
         return self._taken(message, entity, version, row)
 
     def take_released(self, connection: Any) -> list[VersionedEvent]:
-        """Return what an operator released of one entity, in order, as `take` does; empty where there is nothing.
-
-        For programs that call it now and then: without, it is taken with the entity's next event.
-        """
+        """Return events of one entity that an operator released; optional, since its next event takes them too."""
         with caller_errors(connection):
             check_in_transaction(connection)
             entity, *held = run_one(connection, query("version_released"), self._facts)
         return _held_events(entity, *held)
 
     def set(self, connection: Any, *, entity: str, version: int | None) -> int:
-        """Say in the caller's transaction at which version an entity is; return how many held events that drops.
-
-        For entities that are older than the topic, and to begin again: None forgets the entity. Held events behind the
-        version stay.
-        """
+        """Set an entity's version in the caller's transaction, None to forget it; return how many held events that
+        drops."""
         facts = {"name": self.name, "entity": check_id("entity", entity), "version": version, "drop": False}
         with caller_errors(connection):
             return int(run_one(connection, query("version_set"), facts)[0])
@@ -183,7 +168,6 @@ class Versions:
 
 
 def _origin_of(message: EventMessage) -> str:
-    """Return where an event comes from. What a receiver gives does not name its topic."""
     topic = getattr(message, "topic", "")
     return f"{topic}/{message.identity}" if topic else str(message.identity)
 

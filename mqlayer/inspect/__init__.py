@@ -1,4 +1,4 @@
-"""What people ask of groups and keys: where they stand, how far behind, and why something is stuck. Reads only."""
+"""Read-only views of groups and keys."""
 
 from mqlayer.inspect.group_facts import GroupFacts, MemberFacts, PartitionFacts, group_facts, group_members
 from mqlayer.inspect.group_status import (

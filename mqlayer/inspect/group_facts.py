@@ -1,4 +1,4 @@
-"""What Postgres says of groups, their partitions and their members, for people."""
+"""Groups, partitions and members in Postgres."""
 
 from __future__ import annotations
 
@@ -16,17 +16,14 @@ from mqlayer.postgres.queries import query
 from mqlayer.runtime.route_cache import load_route
 
 BEHIND_RULES: Final = 5
-"""How many columns of `inspected_groups` come behind the rules."""
 Visibility = Literal["hidden", "readable", "drained"]
-"""How a group stands with a partition: behind a parent that it has not drained, consuming it, or through with it."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupFacts:
-    """A group with its settings. `alive`: members whose lease lasts; `seek`: how often it was sent elsewhere.
+    """A group with its settings. `alive`: living members; `seek`: number of seeks.
 
-    `instance`: of an instance of a broadcast group, its name; `absent_s`: for how long nobody has consumed for it, None
-    where somebody does; `instance_expiry_s`: for how long its position is kept, then; of the broadcast group too.
+    Broadcast: `absent_s`: since its last consumer, None with one; `instance_expiry_s`: then kept for.
     """
 
     group_id: int
@@ -60,11 +57,10 @@ class GroupFacts:
 
 @dataclass(frozen=True, slots=True)
 class PartitionFacts:
-    """A group at a partition. `made_in`: the route version that made it; `behind`: the parents that hide it.
+    """A group in a partition. `made_in`: route version; `behind`: undrained parents.
 
-    `target`: who gets it when its owner has released it, '' for nobody; None unless it is to be released. `changed_at`:
-    when owner, target or epoch last changed; `alive`: whether the owner's lease lasts; `paused_at`: since when it
-    rests.
+    `target`: next owner ('': none), None unless to be released; `changed_at`: of owner, target, epoch; `alive`: valid
+    lease.
     """
 
     group_id: int
@@ -89,7 +85,7 @@ class PartitionFacts:
 
     @property
     def visibility(self) -> Visibility:
-        """How the group stands with it."""
+        """The partition's state for the group."""
         if self.drained:
             return "drained"
         return "hidden" if self.behind else "readable"
@@ -97,7 +93,7 @@ class PartitionFacts:
 
 @dataclass(frozen=True, slots=True)
 class MemberFacts:
-    """A member, by the database's clock. `lease_left_s`: None where the end of its lease was noted for good."""
+    """A member. `lease_left_s`: None once its end is recorded."""
 
     member_id: str
     host: str
@@ -109,7 +105,7 @@ class MemberFacts:
 
 
 def group_facts(database: Database, topic: str | None = None, name: str | None = None) -> list[GroupFacts]:
-    """Return groups: of all topics, of one, or the one named. Raises NotFound for a topic or group that is not."""
+    """Return all groups, a topic's, or one. Raises NotFound."""
     facts = {
         "topic": None if topic is None else check_name("topic", topic),
         "name": None if name is None else check_group(name),
@@ -131,7 +127,7 @@ def _group_facts(row: Sequence[Any]) -> GroupFacts:
 
 
 def partition_facts(database: Database, groups: Iterable[GroupFacts]) -> list[PartitionFacts]:
-    """Return how groups stand with the partitions of their topics, oldest partitions first."""
+    """Return the partitions of groups, oldest first."""
     wanted = {"group_ids": [group.group_id for group in groups]}
     with database.connection() as connection:
         rows = connection.execute(query("inspected_partitions"), wanted).fetchall()
@@ -139,7 +135,7 @@ def partition_facts(database: Database, groups: Iterable[GroupFacts]) -> list[Pa
 
 
 def group_members(database: Database, topic: str, name: str) -> list[MemberFacts]:
-    """Return the members of a group, also those that are gone and not forgotten yet. Raises NotFound."""
+    """Return members, also recently ended ones. Raises NotFound."""
     (group,) = group_facts(database, topic, name)
     with database.connection() as connection:
         rows = connection.execute(query("inspected_members"), {"group_id": group.group_id}).fetchall()

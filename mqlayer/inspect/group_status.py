@@ -1,7 +1,6 @@
-"""Where groups stand in their partitions, and why one is stuck: Postgres and the nodes put together.
+"""Positions and stalls of groups, for people: servers are read one after another.
 
-Read at one time of each server, not at the same time of all: for people, never for a decision. Ages and the next retry
-are by the clock of the partition's node, and an age counts from the time that the publisher gave.
+Ages run from the publisher's time to the node's.
 """
 
 from __future__ import annotations
@@ -31,16 +30,11 @@ StallReason = Literal[
     "node_away", "partition_missing", "hidden", "paused", "no_owner", "lease_over", "not_taken", "replayed",
     "parking_full", "failing",
 ]  # fmt: skip
-"""Why a partition is stuck: facts on the servers, in the order in which they are looked at."""
 
 
 @dataclass(frozen=True, slots=True)
 class UnsettledMessage:
-    """The first message that is not settled. `key`: None for a message without one.
-
-    `retry_at`: when its next attempt is due at the latest, by its last failure and the group's backoff; a new owner
-    tries at once. `unmatched`: the group's filter leaves it out, or it is a void record; it is settled once it is read.
-    """
+    """The first unsettled message. `retry_at`: at the latest; `unmatched`: settled without handling."""
 
     offset: int
     key: str | None
@@ -55,7 +49,7 @@ class UnsettledMessage:
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """Why a partition is stuck, and since when that is known to be so."""
+    """Why a partition is stuck, since when."""
 
     reason: StallReason
     since: datetime | None
@@ -64,8 +58,7 @@ class Stall:
 
 @dataclass(frozen=True, slots=True)
 class PartitionStatus:
-    """A group at a partition. `position` is None where the node did not say; `lag` is how many messages are not
-    settled."""
+    """A group in a partition. `position`: None if not reported."""
 
     facts: PartitionFacts
     node: str
@@ -75,20 +68,20 @@ class PartitionStatus:
 
     @property
     def lag(self) -> int | None:
-        """How many messages are not settled; None where that is not known."""
+        """Unsettled messages; None where unknown."""
         if self.facts.drained:
             return 0
         return None if self.position is None else self.position.unsettled
 
     @property
     def age_s(self) -> float | None:
-        """How old the oldest of them is."""
+        """Age of the oldest unsettled message."""
         return self.head.age_s if self.head is not None else None
 
 
 @dataclass(frozen=True, slots=True)
 class VersionLag:
-    """What is left of the partitions that one route version made; `unknown`: how many nodes' partitions say nothing."""
+    """Lag per route version; `unknown`: partitions without an answer."""
 
     version: int
     partitions: int
@@ -99,10 +92,9 @@ class VersionLag:
 
 @dataclass(frozen=True, slots=True)
 class GroupStatus:
-    """Where a group stands. `unreachable`: nodes that did not answer, with the reason; only a live group has
-    partitions.
+    """A group's position and lag, without parked and replayed messages.
 
-    What is `parked` is settled in its partitions, so it is no part of the lag; nor is what a `replay` has yet to give.
+    `partitions`: empty unless live; `unreachable`: reason per silent node.
     """
 
     facts: GroupFacts
@@ -113,21 +105,21 @@ class GroupStatus:
 
     @property
     def undrained(self) -> list[PartitionStatus]:
-        """Return the partitions that it is not through with."""
+        """Partitions that the group has not drained."""
         return [one for one in self.partitions if not one.facts.drained]
 
     @property
     def lag(self) -> int:
-        """How many messages it has not settled, as far as nodes answer."""
+        """Unsettled messages on the nodes that answer."""
         return sum(one.lag or 0 for one in self.partitions)
 
     @property
     def age_s(self) -> float | None:
-        """How old the oldest of them is."""
+        """Age of the oldest unsettled message."""
         return _oldest(self.partitions)
 
     def versions(self) -> list[VersionLag]:
-        """Return the lag per route version; a partition counts under the version that made it."""
+        """Return the lag per route version."""
         of_version: dict[int, list[PartitionStatus]] = {}
         for one in self.undrained:
             of_version.setdefault(one.facts.made_in, []).append(one)
@@ -146,13 +138,9 @@ class GroupStatus:
 def group_statuses(
     database: Database, topic: str | None = None, name: str | None = None, *, prefix: str, unsafe: bool = False
 ) -> list[GroupStatus]:
-    """Return where groups stand: of all topics, of one, or one of one topic.
-
-    Four queries, and one write to each node, however many partitions there are. Raises NotFound for a topic or group
-    that is not there; a node that does not answer is part of the answer.
-    """
+    """Return all groups, a topic's, or one; one batch per node. Raises NotFound."""
     groups = group_facts(database, topic, name)
-    # A broadcast group has no position, its instances have.
+    # Only the instances of a broadcast group have positions.
     live = [group for group in groups if group.state == "live" and group.mode != "broadcast"]
     facts = partition_facts(database, live)
     nodes = load_nodes(database)
@@ -201,7 +189,7 @@ def group_statuses(
 
 
 def waiting(head: UnsettledHead | None, now_ms: int, group: GroupFacts) -> UnsettledMessage | None:
-    """Return a message that is not settled as people see it, at a time of its node."""
+    """Return an unsettled message for display."""
     if head is None:
         return None
     record = Record(head.offset, head.m, head.key, b"")
@@ -210,7 +198,7 @@ def waiting(head: UnsettledHead | None, now_ms: int, group: GroupFacts) -> Unset
     attempts = failures.attempts if failures else 0
     wanted = TagFilter.of(group.tag_filter)
     if group.mode == "pop":
-        # Counted when it is given out: the last time may be under way, and when it comes again, its receiver says.
+        # Pop counts at delivery: the last attempt may be running, and its receiver decides when it returns.
         attempts, last_ms = max(0, attempts - 1), None
     retry_ms = None if last_ms is None else last_ms + round(1000 * group.rules.wait_s(attempts, 0.0))
     return UnsettledMessage(
@@ -231,11 +219,7 @@ def stall_of(
     unreachable: str | None,
     full: str | None = None, replay: ReplayStatus | None = None,
 ) -> Stall | None:  # fmt: skip
-    """Return why a partition is stuck; None where nothing waits in it, or its head is being handled.
-
-    `unreachable`: what its node answers; `full`: why its head finds no room among the parked messages; `replay`: what
-    the group is being given of the archive.
-    """
+    """Return why a partition is stuck, or None. `full`: why its head cannot be parked."""
     if facts.drained:
         return None
     if unreachable is not None:
@@ -268,7 +252,6 @@ def _unheard(group: GroupFacts) -> Stall | None:
 
 
 def _paused(facts: PartitionFacts, group: GroupFacts) -> Stall | None:
-    """Say what is paused, the widest first, who said so, and whether its owner has something of it in hand still."""
     scopes = (
         (f"topic {group.topic}", group.topic_paused_at, group.topic_paused_by),
         ("the group", group.paused_at, group.paused_by),
@@ -311,7 +294,6 @@ def _unparkable(head: UnsettledMessage | None, full: str | None) -> Stall | None
 
 
 def _head_key(position: GroupPosition) -> tuple[int, bytes] | None:
-    """Return LP and key of the first message that is not settled; None where there is none, or it has no key."""
     if position.head is None or position.head.key == NO_KEY:
         return None
     return Record(position.head.offset, position.head.m, position.head.key, b"").identity.lp, position.head.key

@@ -1,8 +1,4 @@
-"""What becomes of one key for one group: where it was and is, what waits, and what to do about it.
-
-The stream is searched from where the group is, over SCAN_LIMIT offsets at most; a key's messages behind that are not
-seen, and it is said when the search ended there.
-"""
+"""Explain a key for a group; the search is bounded."""
 
 from __future__ import annotations
 
@@ -23,19 +19,15 @@ from mqlayer.redis.read_scripts import FIND_LIMIT, KeySearchResult, find_command
 from mqlayer.runtime.route_cache import load_nodes, load_route
 
 SCAN_LIMIT: Final = 10_000
-"""How many offsets are searched for a key's messages, over all partitions."""
+"""Offsets searched for a key's messages, over all partitions."""
 CALL_BYTES: Final = 16_000_000
-"""How much of bodies one call may have its node look at, at most."""
+"""Body bytes that a node reads per call."""
 NOTHING: Final = "nothing: "
 
 
 @dataclass(frozen=True, slots=True)
 class LpLocation:
-    """A partition that the key's LP was or is in, in route versions first to last (None: it is in force).
-
-    `state`: of the partition (open, sealed, deleted); `visibility`: how the group stands with it, None where it is
-    deleted.
-    """
+    """A partition of the key's LP, in these route versions (None: in force)."""
 
     first_version: int
     last_version: int | None
@@ -49,9 +41,9 @@ class LpLocation:
 
 @dataclass(frozen=True, slots=True)
 class KeySearch:
-    """What the bounded search found: the key's first message that is not settled, where, and how many follow it.
+    """The key's first unsettled message, and the count behind it.
 
-    `cut`: it ended at the bound, with offsets left to look at; `blind`: partitions whose node does not answer.
+    `cut`: ended at the bound; `blind`: partitions on silent nodes.
     """
 
     scanned: int
@@ -64,11 +56,10 @@ class KeySearch:
 
 @dataclass(frozen=True, slots=True)
 class KeyStatus:
-    """Everything about a key for a group.
+    """A key for a group.
 
-    `publishes_to`: the partition in force; `current`: the first one that the group has not drained; `holds_up`: what
-    has to be drained before the group gets the partition that the key's messages wait in, empty where nothing has to;
-    `parked`: what of it waits outside of the stream, before all that the search found.
+    `publishes_to`: partition in force; `current`: first undrained one; `holds_up`: partitions to drain first; `parked`:
+    messages before those of `search`.
     """
 
     key: str
@@ -86,9 +77,9 @@ class KeyStatus:
 def explain_key(
     database: Database, topic: str, key: str, group: str, *, prefix: str, unsafe: bool = False
 ) -> KeyStatus:
-    """Return where a key is for a group, what of it waits and why, and what to run next. Changes nothing.
+    """Return a key's place, waiting messages and the next command.
 
-    Raises NotFound for a topic or group that is not there, KeyTooLarge.
+    Raises NotFound, KeyTooLarge, InvalidInput for a broadcast group.
     """
     name = encode_key(key)
     lp = lp_of(name)
@@ -102,7 +93,7 @@ def explain_key(
     ways = [by_id[one.partition] for one in locations if one.partition in by_id]
     undrained = [one for one in ways if not one.facts.drained]
     search = _search(database, status, undrained, name, route, prefix=prefix, unsafe=unsafe)
-    # Where nothing waits, what is published next will.
+    # Without a waiting message: the partition of the next one.
     waits_in = by_id.get(search.partition or locations[-1].partition)
     holds_up = [] if waits_in is None else _holding_up(waits_in, by_id)
     parked = parked_key(database, status.facts.group_id, lp, name)
@@ -142,8 +133,6 @@ def _locations(database: Database, topic: str, lp: Lp, by_id: Mapping[int, Parti
 
 @dataclass(frozen=True, slots=True)
 class _SearchSlice:
-    """A few offsets of a partition, for one call."""
-
     status: PartitionStatus
     first: int
     count: int
@@ -182,7 +171,6 @@ def _search(
 
 
 def _slices(partitions: Sequence[PartitionStatus], per_call: int) -> tuple[list[_SearchSlice], bool]:
-    """Return what to search, in the order of the lineage, and whether the bound leaves something out."""
     slices: list[_SearchSlice] = []
     left, cut = SCAN_LIMIT, False
     for one in partitions:
@@ -198,7 +186,6 @@ def _slices(partitions: Sequence[PartitionStatus], per_call: int) -> tuple[list[
 def _ask(
     database: Database, slices: Sequence[_SearchSlice], key: bytes, *, prefix: str, unsafe: bool
 ) -> list[KeySearchResult | None]:
-    """Return what each piece holds of the key, None where its node does not answer; one write for each node."""
     nodes = {node.node_id: node for node in load_nodes(database)} if slices else {}
     by_node: dict[NodeId, list[int]] = {}
     for number, search_slice in enumerate(slices):
@@ -231,7 +218,6 @@ def _ask(
 
 
 def _holding_up(one: PartitionStatus, by_id: Mapping[int, PartitionStatus]) -> list[PartitionStatus]:
-    """Return the partitions that the group can and has to drain before it gets this one, oldest first."""
     found: dict[int, PartitionStatus] = {}
     parents = list(one.facts.behind)
     while parents:
@@ -246,13 +232,12 @@ def _holding_up(one: PartitionStatus, by_id: Mapping[int, PartitionStatus]) -> l
 
 
 def _next_of_parked(group: GroupStatus, key: str, parked: ParkedKeyStatus | None) -> str | None:
-    """Return what brings a parked key on; None where that is no other thing than for any key."""
     if parked is not None and parked.paused_at is not None:
         named = shlex.quote(key)
         return f"mqlayer key resume {group.facts.topic} {named} --group {group.facts.name}  # it is paused"
     if parked is None or group.facts.state != "live" or group.facts.paused_at is not None or not group.facts.alive:
         return None
-    # A key that can't be typed is named by the message that it waits for.
+    # An unprintable key is named by its first message.
     named = shlex.quote(key) if key.isprintable() else f"--message {parked.head}"
     release = f"mqlayer parked release {group.facts.topic} {group.facts.name} {named}"
     full = describe_full(group.facts.rules, group.parked, (parked.messages, parked.bytes))
@@ -271,7 +256,6 @@ def _next_step(
     waits_in: PartitionStatus | None,
     holds_up: Sequence[PartitionStatus],
 ) -> str:
-    """Return the one command that brings the key on, or why nothing has to be done."""
     topic, name = group.facts.topic, group.facts.name
     if group.facts.state != "live":
         return f"{NOTHING}the group is {group.facts.state}"
@@ -292,7 +276,6 @@ def _next_step(
 
 
 def _in_progress(group: GroupStatus, head: UnsettledMessage, waits_in: PartitionStatus | None) -> str:
-    """Return what becomes of a message that nothing but its handling holds up."""
     pop = group.facts.mode == "pop"
     if not head.attempts:
         return "a receiver has it, or the next one gets it" if pop else "it is being handled"
@@ -306,7 +289,6 @@ def _in_progress(group: GroupStatus, head: UnsettledMessage, waits_in: Partition
 
 
 def _of_servers(one: PartitionStatus, group: GroupStatus) -> str | None:
-    """Return what to do about a partition whose owner or node is not at work; None where both are."""
     reason = one.stall.reason if one.stall is not None else None
     if reason in ("node_away", "partition_missing"):
         return _of_node(one)
@@ -328,7 +310,6 @@ def _of_servers(one: PartitionStatus, group: GroupStatus) -> str | None:
 
 
 def _resume(group: GroupStatus, one: PartitionStatus) -> str | None:
-    """Return what ends the widest pause that a partition is under; None for none."""
     topic, name = group.facts.topic, group.facts.name
     if group.facts.topic_paused_at is not None:
         return f"mqlayer topic resume {topic}  # it is paused"
@@ -344,9 +325,8 @@ def _of_node(one: PartitionStatus) -> str:
 
 
 def _of_parents(parents: Iterable[PartitionStatus], topic: str, name: str) -> str:
-    """Return how to see what keeps parents, whose owners are at work, from being drained."""
     for one in sorted(parents, key=lambda parent: -(parent.head.attempts if parent.head else 0)):
-        # A key that can't be typed is left to be looked up.
+        # An unprintable key cannot be given as an argument.
         if one.head is not None and one.head.key is not None and one.head.key.isprintable():
             key = shlex.quote(one.head.key)
             return f"mqlayer key explain {topic} {key} --group {name}  # partition {one.facts.partition} waits for it"

@@ -1,4 +1,4 @@
-"""What of groups and keys waits outside of the stream: numbers for people, by the control database's clock."""
+"""Parked messages and running replays, by Postgres' clock."""
 
 from __future__ import annotations
 
@@ -15,10 +15,7 @@ from mqlayer.postgres.queries import query
 
 @dataclass(frozen=True, slots=True)
 class ParkedCounts:
-    """What a group has parked. `waiting`: keys that wait for an operator; `since`: when the oldest was parked.
-
-    `bytes`: of bodies, keys and headers.
-    """
+    """A group's parked messages. `waiting`: keys that need an operator."""
 
     keys: int = 0
     messages: int = 0
@@ -29,10 +26,7 @@ class ParkedCounts:
 
 @dataclass(frozen=True, slots=True)
 class ParkedKeyStatus:
-    """A parked key. `due_in_s`: until its head is tried, None where an operator has to say so; `head`: that message.
-
-    `paused_at`, `paused_by`: since when an operator has paused it, and who.
-    """
+    """A parked key. `due_in_s`: None if an operator must release it."""
 
     cause: str
     since: datetime
@@ -48,11 +42,7 @@ class ParkedKeyStatus:
 
 @dataclass(frozen=True, slots=True)
 class ReplayStatus:
-    """What a group is being given of the archive of its topic. `kind`: replay or backfill.
-
-    `newer_wait`: its streams rest till the end. `sent`: messages given; `at_batch` of `upto_batch`: how far it is in
-    the archive; `waiting`: messages of it that are not handled.
-    """
+    """A running replay or backfill. `newer_wait`: the streams pause meanwhile; `waiting`: sent, not handled yet."""
 
     replay_id: int
     kind: str
@@ -65,17 +55,14 @@ class ReplayStatus:
 
 
 def running_replays(database: Database, group_ids: Iterable[int]) -> Mapping[int, ReplayStatus]:
-    """Return what groups are being given of archives; nothing for the others."""
+    """Return running replays by group id."""
     with database.connection() as connection:
         rows = connection.execute(query("inspected_replays"), {"group_ids": list(group_ids)}).fetchall()
     return {group_id: ReplayStatus(*facts) for group_id, *facts in rows}
 
 
 def describe_full(rules: RetryRules, group: ParkedCounts, key: tuple[int, int] | None) -> str | None:
-    """Return why nothing more of a key is parked, which has so many messages and bytes parked (None: it is not).
-
-    None where there is room.
-    """
+    """Return the limit that prevents parking, or None. `key`: its messages and bytes."""
     for what, there, limit, name in (
         ("the group", group.messages, rules.parked_messages_limit, "parked_messages_limit"),
         ("the group", group.bytes, rules.parked_bytes_limit, "parked_bytes_limit"),
@@ -89,7 +76,7 @@ def describe_full(rules: RetryRules, group: ParkedCounts, key: tuple[int, int] |
 
 
 def parked_counts(database: Database, group_ids: Iterable[int]) -> Mapping[int, ParkedCounts]:
-    """Return what groups have parked; nothing for those that have not."""
+    """Return counts by group id."""
     with database.connection() as connection:
         rows = connection.execute(query("inspected_parked"), {"group_ids": list(group_ids)}).fetchall()
     return {group_id: ParkedCounts(*counts) for group_id, *counts in rows}
@@ -98,7 +85,7 @@ def parked_counts(database: Database, group_ids: Iterable[int]) -> Mapping[int, 
 def parked_heads(
     database: Database, heads: Iterable[tuple[int, int, bytes]]
 ) -> Mapping[tuple[int, int, bytes], tuple[int, int]]:
-    """Return messages and bytes that are parked of keys, by group, LP and name; nothing of those that are not."""
+    """Return messages and bytes by group id, LP and key."""
     asked = list(heads)
     if not asked:
         return {}
@@ -113,7 +100,7 @@ def parked_heads(
 
 
 def parked_key(database: Database, group_id: int, lp: Lp, key: bytes) -> ParkedKeyStatus | None:
-    """Return how a key is parked; None where it is not."""
+    """Return a key's parking, or None."""
     facts = {"group_id": group_id, "lp": int(lp), "name": key}
     with database.connection() as connection:
         row = connection.execute(query("inspected_parked_key"), facts).fetchone()

@@ -1,4 +1,4 @@
-"""Trimming: drop what nobody needs any more, in partitions, of marks, at the fence and in the inbox."""
+"""Cleanup of partitions, marks, fence and inbox."""
 
 from mqlayer.maintenance.fence_cleanup import clean_fence
 from mqlayer.maintenance.inbox_cleanup import clean_inbox

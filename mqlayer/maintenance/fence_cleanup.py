@@ -1,4 +1,4 @@
-"""Forgetting what the fence noted for messages that can't come again."""
+"""Forget fence rows of messages that cannot return."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from mqlayer.postgres.queries import query
 log = logging.getLogger(__name__)
 
 HORIZON_S: Final = 7 * 86_400
-"""How old an applied message must be before a repetition of it is ruled out."""
+"""No redelivery is older."""
 
 
 def clean_fence(application: Database, *, horizon_s: float = HORIZON_S) -> int:
-    """Forget applied messages older than the redelivery horizon, in bounded steps; return how many rows went."""
+    """Forget messages past the horizon; return how many."""
     gone = forget_rows(application, query("fence_clean"), {"horizon_s": horizon_s})
     if gone:
         log.info("fence_cleaned", extra={"rows": gone})

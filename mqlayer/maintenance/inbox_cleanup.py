@@ -1,17 +1,6 @@
-"""Forgetting what the inbox noted of messages that can't come again (case 77).
+"""Forget inbox rows that no redelivery can reach: docs/design/decisions/0041-inbox-without-epoch.md.
 
-A message may come again while it is not settled in its partition, while it waits parked in Postgres, and while it is
-dead and can be sent again. So a row goes only when all of this holds:
-
-1. It is older than the horizon.
-2. It is older than the group's oldest unsettled message, by a day: a message that is not settled was published after
-   that one, and applied later still. The day is for the clocks of direct producers. Where a node does not answer,
-   nothing of the group goes.
-3. Its message is neither parked nor dead with its body; else the row is kept for another horizon.
-
-Asked in this order: a message leaves its partition only after it is parked or dead in Postgres, so one that is settled
-when 2 is asked is found by 3. What an operator sends a group back to (`group seek`) is not looked at, nor is a node
-that is put back to a copy from before the horizon: what was forgotten is applied again then.
+The checks' order matters: a message is parked or dead in Postgres before it is settled.
 """
 
 from __future__ import annotations
@@ -30,21 +19,18 @@ from mqlayer.runtime.route_cache import load_nodes
 log = logging.getLogger(__name__)
 
 CLOCKS_S: Final = 86_400.0
-"""How far the clock of a publisher may be ahead of the database's."""
+"""Tolerated lead of publishers' clocks."""
 ROWS_AT_ONCE: Final = 5_000
 ROUNDS: Final = 200
 
 Floor = float | None
-"""Unix time before which nothing that a group has yet to settle was published; None where it has settled all."""
+"""Older messages are settled (Unix time); None: all are."""
 
 
 def clean_inbox(
     control: Database, application: Database, *, prefix: str, horizon_s: float, unsafe: bool = False
 ) -> int:
-    """Forget rows of the inbox that no redelivery can reach any more, in bounded steps; return how many.
-
-    Safe to run twice at once, and beside handlers. A group of which a node does not answer is passed by.
-    """
+    """Forget rows; return how many. Skips groups with a silent node. Safe to run concurrently."""
     with application.connection() as connection:
         rows = connection.execute(query("inbox_groups"), {"horizon_s": horizon_s}).fetchall()
     floors = _floors(control, [group_id for (group_id,) in rows], prefix=prefix, unsafe=unsafe)
@@ -57,7 +43,7 @@ def clean_inbox(
 
 
 def _floors(control: Database, groups: Iterable[int], *, prefix: str, unsafe: bool) -> Mapping[int, Floor]:
-    """Return the floors of those groups whose nodes all answer."""
+    """Omit groups with a silent node."""
     floors: dict[int, Floor] = dict.fromkeys(groups)
     if not floors:
         return floors

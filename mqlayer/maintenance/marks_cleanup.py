@@ -1,4 +1,4 @@
-"""Marks of direct producers that ended: nobody can continue their chains, so nobody needs them."""
+"""Remove marks of closed direct producers."""
 
 from __future__ import annotations
 
@@ -21,15 +21,14 @@ log = logging.getLogger(__name__)
 Item = TypeVar("Item")
 
 CLOSED_FOR_S: Final = 86_400.0
-"""How long ago a source was closed at the least: nothing that it sent is on its way any more."""
+"""By then, nothing sent is under way."""
 SOURCES_PER_PASS: Final = 20
 FIELDS_PER_COMMAND: Final = 2_000
-"""About a millisecond of the node."""
 COMMANDS_PER_WRITE: Final = 16
 
 
 class PartitionLps(NamedTuple):
-    """A partition and the range of LPs whose marks it may hold."""
+    """A partition and its LP range."""
 
     partition: int
     lp_from: int
@@ -39,10 +38,9 @@ class PartitionLps(NamedTuple):
 def drop_closed_marks(
     database: Database, *, prefix: str, unsafe: bool = False, closed_for_s: float = CLOSED_FOR_S
 ) -> int:
-    """Remove the marks of some direct sources that Postgres says are closed; return of how many.
+    """Remove marks of some closed sources; return of how many.
 
-    Safe to run twice at once and to be killed at any line: a source counts as done when every node has answered. While
-    a node is away its sources are tried again by later passes, in turn, and lose what they have on the other nodes.
+    Safe to run concurrently and to kill; later passes retry.
     """
     with database.connection() as connection:
         facts = {"closed_for_s": closed_for_s, "limit": SOURCES_PER_PASS}
@@ -53,7 +51,7 @@ def drop_closed_marks(
         for partition, node_id, lp_from, lp_to in connection.execute(query("partition_places")):
             by_node.setdefault(NodeId(node_id), []).append(PartitionLps(partition, lp_from, lp_to))
     nodes = {node.node_id: node for node in load_nodes(database)}
-    # Every node is asked, also after one that is away.
+    # One unavailable node must not stop the others.
     took = [_drop(nodes[node_id], prefix, sources, places, unsafe=unsafe) for node_id, places in by_node.items()]
     if not all(took):
         return 0
@@ -67,7 +65,7 @@ def drop_closed_marks(
 def drop_commands(
     connection: NodeConnection, prefix: str, sources: Sequence[int], places: Iterable[PartitionLps]
 ) -> Iterator[Command]:
-    """Yield commands that remove the sources' marks from partitions, each of bounded size."""
+    """Yield bounded commands."""
     for place in places:
         names = (b"%d:%d" % (source, lp) for source in sources for lp in range(place.lp_from, place.lp_to))
         for some in _slices(names, FIELDS_PER_COMMAND):
@@ -75,7 +73,6 @@ def drop_commands(
 
 
 def _drop(node: Node, prefix: str, sources: Sequence[int], places: Iterable[PartitionLps], *, unsafe: bool) -> bool:
-    """Send the commands in bounded writes; say whether the node took them."""
     try:
         with NodeConnection(node, unsafe=unsafe) as connection:
             for some in _slices(drop_commands(connection, prefix, sources, places), COMMANDS_PER_WRITE):

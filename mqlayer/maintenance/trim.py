@@ -1,4 +1,4 @@
-"""One pass over all partitions, each asked in bounded calls, all of a node's in one write."""
+"""Trimming passes over all partitions."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from mqlayer.topics import list_topics
 log = logging.getLogger(__name__)
 
 ENTRY_LIMIT: Final = 10_000
-"""Records that one call looks at: about ten milliseconds of its node."""
+"""About ten milliseconds of the node."""
 ROUNDS: Final = 100
 NO_FLOOR: Final = 2**53
-"""An offset above all others: only the groups bound what is dropped."""
+"""Above all offsets: only groups bound the trimming."""
 TIMEOUTS: Final = {"lock_wait": "10s", "idle": "120s"}
-"""A pass waits for its nodes with a transaction open, which holds nothing but its right to trim."""
+"""The open transaction locks only trimming."""
 
 
 @dataclass(slots=True)
 class TrimReport:
-    """What a pass did: records dropped per partition, and nodes that were passed by, with the reason."""
+    """Records dropped per partition; skipped nodes with reasons."""
 
     dropped: dict[int, int] = field(default_factory=dict)
     skipped_nodes: dict[str, str] = field(default_factory=dict)
@@ -42,7 +42,7 @@ class TrimReport:
 
 
 class TrimTarget(NamedTuple):
-    """A partition to trim, and what bounds it: groups, and the first offset that is not in the archive."""
+    """A partition to trim; `floor`: first unarchived offset."""
 
     partition: int
     starts: list[GroupStart]
@@ -50,24 +50,20 @@ class TrimTarget(NamedTuple):
 
 
 def trim_pass(database: Database, *, prefix: str, topic: str | None = None, unsafe: bool = False) -> TrimReport:
-    """Drop records that every group of their topic has settled (invariant 10); of one topic, or of all.
+    """Drop records that every group has settled (invariant 10), if archived where the topic is.
 
-    Of an archived topic only what is in the archive.
-
-    A group that has settled nothing counts with its start, so nothing that it shall see is dropped; a topic without
-    any group keeps everything, and so does a successor whose parents are not retired. Streams are cut at whole nodes of
-    theirs, so up to some hundred settled records stay.
-    Safe to run twice at once. A node that can't be reached is passed by and reported.
+    Topics without groups, and successors of unretired parents, keep everything. Some hundred settled records stay. Safe
+    to run concurrently; silent nodes are skipped and reported.
     """
     names = [topic] if topic is not None else [summary.name for summary in list_topics(database)]
     return database.transaction(lambda connection: _pass(connection, prefix, names, unsafe=unsafe))
 
 
 def _pass(connection: Connection, prefix: str, names: list[str], *, unsafe: bool) -> TrimReport:
-    # Held to the end: what is switched on to be archived meanwhile must not be dropped by what was asked before.
+    # Held to the end: switching a topic to archived waits, since this pass read its bounds before.
     connection.execute(query("transaction_patience"), TIMEOUTS)
     connection.execute(query("trim_enter"))
-    # Runs first, then what bounds them: a node that falls back and is armed in between is not cut by what was asked.
+    # Runs before bounds: a node that is armed in between must not be trimmed by bounds from before.
     nodes = {node.node_id: node for node in nodes_by(connection)}
     armed = _armings(connection)
     work = _work_by_node(connection, names)
@@ -105,7 +101,7 @@ def _work_by_node(connection: Connection, names: Iterable[str]) -> dict[NodeId, 
 
 
 def _armings(connection: Connection) -> dict[NodeId, tuple[Any, ...]]:
-    """Return which run of each node is armed, and since when: FLUSHALL keeps the run."""
+    """Include the time: FLUSHALL keeps the run."""
     rows = connection.execute(query("node_list")).fetchall()
     return {NodeId(node_id): (run_id, armed_at) for node_id, _, _, run_id, armed_at in rows}
 
@@ -113,7 +109,7 @@ def _armings(connection: Connection) -> dict[NodeId, tuple[Any, ...]]:
 def _trim_node(
     node: Node, work: list[TrimTarget], report: TrimReport, check: Callable[[], None], *, prefix: str, unsafe: bool
 ) -> None:
-    """Trim a node's partitions in rounds, until a round finds nothing more in any. `check` raises before each."""
+    """Repeat until nothing is dropped; `check` raises between."""
     with NodeConnection(node, unsafe=unsafe) as connection:
         for _ in range(ROUNDS):
             commands = [

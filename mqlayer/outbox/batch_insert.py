@@ -1,4 +1,4 @@
-"""Writing messages into the outbox: one statement for up to 10,000 messages."""
+"""Write messages to the outbox, up to 10,000 per statement."""
 
 from __future__ import annotations
 
@@ -11,36 +11,35 @@ from mqlayer.postgres.caller_connections import caller_errors, run_one, run_one_
 from mqlayer.postgres.queries import query
 
 AT_ONCE: Final = 10_000
-"""How many messages the SQL functions take in one call."""
 
 Statement = tuple[str, dict[str, Any]]
 
 
 def send(connection: Any, messages: Sequence[OutboxMessage]) -> None:
-    """Write messages in the transaction that is open on the connection, in the order of their LPs."""
+    """Write messages in the open transaction, in LP order."""
     with caller_errors(connection):
         for statement in statements_for(messages):
             run_one(connection, *statement)
 
 
 async def asend(connection: Any, messages: Sequence[OutboxMessage]) -> None:
-    """Do the same on an async connection."""
+    """As `send`, asynchronously."""
     with caller_errors(connection):
         for statement in statements_for(messages):
             await run_one_async(connection, *statement)
 
 
 def statements_for(messages: Sequence[OutboxMessage]) -> Iterator[Statement]:
-    """Return the statements that write these messages, with their arguments; none for no message."""
+    """Return statements, with arguments, that write messages."""
     if len(messages) > AT_ONCE:
-        # Over all statements LPs are locked in the order in which each of them locks its own.
+        # All statements together lock LPs in one order.
         messages = sorted(messages, key=_place_of)
     for first in range(0, len(messages), AT_ONCE):
         yield _statement_for(messages[first : first + AT_ONCE])
 
 
 def _place_of(message: OutboxMessage) -> tuple[str, int]:
-    """Return topic and LP; what may go to any LP comes last."""
+    """Return topic and LP; any LP sorts last."""
     name = message.dedup_id if message.key is None else message.key
     return message.topic, LP_COUNT if name is None else lp_of(name.encode())
 

@@ -1,4 +1,4 @@
-"""Forgetting dedup ids whose window is over."""
+"""Delete expired dedup ids."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 
 
 def clean_dedup(application: Database, *, window_s: float) -> int:
-    """Forget the outbox's dedup ids that are older than the window, in bounded steps; return how many."""
+    """Delete expired dedup ids in bounded steps; return their number."""
     gone = forget_rows(application, query("dedup_clean"), {"window_s": window_s})
     if gone:
         log.info("dedup_cleaned", extra={"rows": gone})

@@ -1,8 +1,6 @@
-"""Delayed messages: stored with the caller's transaction, published when they are due.
+"""Delayed messages: stored in the caller's transaction, published when due.
 
-They wait in the application's database. A relay, or the job `release_delayed`, moves what is due to the outbox, and
-that is when a message takes its place in its key's order: behind all that were published before, in front of all later
-ones.
+A relay or the job `release_delayed` publishes them; this decides their place in the key's order.
 """
 
 from __future__ import annotations
@@ -23,13 +21,12 @@ from mqlayer.postgres.delayed_release import release_on
 from mqlayer.postgres.queries import query
 
 WAIT_MS: Final = 1_000
-"""How long the job waits for a busy LP whose message is overdue."""
 LONGEST_DELAY_S: Final = 10 * 366 * 86_400
 
 
 @dataclass(frozen=True, slots=True)
 class Delayed:
-    """A message that waits for its time. `size` is that of its body, in bytes."""
+    """A waiting message. `size`: bytes of its body."""
 
     delayed_id: int
     topic: str | None
@@ -51,14 +48,11 @@ def publish_delayed(
     headers: Mapping[str, str] | None = None,
     tags: Sequence[str] = (),
 ) -> int:
-    """Publish a message after a delay, or at a time, if the caller's transaction commits; return its number.
+    """Publish after `delay_s` seconds (up to ten years) or `at` a time with zone, if the caller's transaction commits;
+    return the number for `cancel_delayed`.
 
-    Either `delay_s`, in seconds, or `at`, with a time zone; by the clock of the application's database. The message is
-    published when it is due, and has its place in its key's order from then on: messages of the key that are published
-    meanwhile come first. Delayed messages of a key are published in the order of their times, then of their numbers.
-    It is stored at once, whatever the connection, and no LP is locked. `cancel_delayed` takes the number.
-
-    Raises what `publish` does, and InvalidInput for neither or both of `delay_s` and `at`.
+    By the application database's clock. A key's delayed messages follow their times, then numbers. Stored at once,
+    without LP lock. Raises as `publish`, and InvalidInput unless exactly one time is given.
     """
     facts = _facts(topic, delay_s, at, key, body, headers, tags)
     connection = _of_alias(connection)
@@ -77,27 +71,27 @@ async def apublish_delayed(
     headers: Mapping[str, str] | None = None,
     tags: Sequence[str] = (),
 ) -> int:
-    """Do what `publish_delayed` does, on an async connection."""
+    """As `publish_delayed`, on an async connection."""
     facts = _facts(topic, delay_s, at, key, body, headers, tags)
     with caller_errors(connection):
         return int((await run_one_async(connection, query("delayed_publish"), facts))[0])
 
 
 def cancel_delayed(connection: Any, delayed_id: int) -> bool:
-    """Cancel a delayed message if the caller's transaction commits; False where it is not there any more."""
+    """Cancel a delayed message if the caller's transaction commits; False if none waits."""
     connection = _of_alias(connection)
     with caller_errors(connection):
         return bool(run_one(connection, query("delayed_cancel"), {"delayed_id": delayed_id})[0])
 
 
 async def acancel_delayed(connection: Any, delayed_id: int) -> bool:
-    """Do what `cancel_delayed` does, on an async connection."""
+    """As `cancel_delayed`, on an async connection."""
     with caller_errors(connection):
         return bool((await run_one_async(connection, query("delayed_cancel"), {"delayed_id": delayed_id}))[0])
 
 
 def list_delayed(application: Database, *, topic: str | None = None, limit: int = 100) -> list[Delayed]:
-    """Return delayed messages, of a topic or all, the next ones first."""
+    """Return delayed messages, next ones first."""
     if topic is not None:
         check_name("topic", topic)
     with application.connection() as connection:
@@ -106,7 +100,7 @@ def list_delayed(application: Database, *, topic: str | None = None, limit: int 
 
 
 def release_delayed(application: Database, *, at_most_s: float = 5.0) -> int:
-    """Publish what is due; return how many messages. Safe to run twice at once, and beside relays."""
+    """Publish due messages; return their number. Safe to run concurrently."""
     until, count = time.monotonic() + at_most_s, 0
     with application.connection() as connection:
         while True:

@@ -1,9 +1,8 @@
-"""Collecting a Django transaction's messages, to write them right before its COMMIT.
+"""Write a Django transaction's messages right before COMMIT.
 
-`on_commit` runs after COMMIT, too late. But Django keeps its list of such functions over rollbacks, so each message
-puts a marker there; and the connection's own `commit`, which `atomic` calls at the end of the outermost block, is
-wrapped: it writes the messages whose markers are still in the list, then commits. Django's list knows the savepoints of
-`atomic` only, so those of `transaction.savepoint()` are followed here as well. Django is imported only for an alias.
+Each message puts a marker into Django's `on_commit` list, which follows rollbacks. The connection's wrapped `commit`
+first writes the messages whose markers remain. Wrapped savepoint methods cover `transaction.savepoint()`, which the
+list ignores.
 """
 
 from __future__ import annotations
@@ -16,54 +15,54 @@ from mqlayer.outbox.outbox_message import OutboxMessage
 
 
 class MessageMarker:
-    """Stands for a message in Django's list of functions to run after COMMIT."""
+    """A message in Django's `on_commit` list."""
 
     def __init__(self, message: OutboxMessage, number: int) -> None:
         self.message, self.number = message, number
 
     def __call__(self) -> None:
-        """Do nothing: the message was written before the COMMIT."""
+        """Do nothing: the message is written already."""
 
 
 class DjangoHooks:
-    """What a Django connection calls in place of its own methods, from its first message on."""
+    """Replaces methods of a Django connection."""
 
     def __init__(self, connection: Any) -> None:
         self._connection = connection
         self._commit, self._savepoint = connection.commit, connection.savepoint
         self._savepoint_rollback = connection.savepoint_rollback
         self._number = 0
-        # Savepoints with the number of the last message before each. One that is not here is older than our hooks.
+        # Savepoints, with the number of the last message before each. An unknown one predates these hooks.
         self._savepoints: dict[str, int] = {}
         connection.commit, connection.savepoint = self.commit, self.savepoint
         connection.savepoint_rollback = self.savepoint_rollback
 
     def add(self, message: OutboxMessage) -> None:
-        """Put a message's marker into Django's list."""
+        """Add a message's marker."""
         self._number += 1
         self._connection.on_commit(MessageMarker(message, self._number))
 
     def commit(self) -> None:
-        """Write what was collected and commit; where writing fails, roll back and raise."""
+        """Write the messages and commit; roll back on failure."""
         functions = [entry[1] for entry in self._connection.run_on_commit]
         self._savepoints.clear()
         try:
             send(self._connection, [function.message for function in functions if isinstance(function, MessageMarker)])
         except BaseException:
-            # `atomic` rolls back for errors of the database only.
+            # `atomic` rolls back only for database errors.
             self._connection.rollback()
             raise
         self._commit()
 
     def savepoint(self) -> Any:
-        """Make a savepoint and note where."""
+        """Create a savepoint."""
         name = self._savepoint()
         if name:
             self._savepoints[name] = self._number
         return name
 
     def savepoint_rollback(self, name: str) -> None:
-        """Roll back to a savepoint and forget what was published since."""
+        """Roll back; discard later messages."""
         self._savepoint_rollback(name)
         last = self._savepoints.get(name, 0)
         connection = self._connection
@@ -75,7 +74,7 @@ class DjangoHooks:
 
 
 def of_alias(alias: str) -> Any:
-    """Return the connection of this thread that Django's settings call so. Raises InvalidInput."""
+    """Return this thread's Django connection. Raises InvalidInput."""
     try:
         from django.db import connections
         from django.utils.connection import ConnectionDoesNotExist
@@ -88,12 +87,12 @@ def of_alias(alias: str) -> Any:
 
 
 def recognises(connection: Any) -> bool:
-    """Say whether an object is a Django database connection."""
+    """Say whether an object is a Django connection."""
     return hasattr(connection, "in_atomic_block") and hasattr(connection, "run_on_commit")
 
 
 def publish(connection: Any, message: OutboxMessage) -> None:
-    """Collect a message for the `atomic` block that is open; without one, write it at once."""
+    """Collect a message for the open `atomic` block, or write it."""
     if not connection.in_atomic_block:
         send(connection, [message])
         return

@@ -1,4 +1,4 @@
-"""What to do with the outbox of a database that was restored or copied: its numbers belong to the original."""
+"""New identities for outboxes of restored or copied databases."""
 
 from __future__ import annotations
 
@@ -7,22 +7,18 @@ from mqlayer.postgres.queries import query
 
 
 def adopt(application: Database) -> int:
-    """Let a database that took its original's place go on: a new source, and what waits is sent by it.
+    """Continue an outbox whose original is gone, under a new source; return how many messages wait.
 
-    For a restored or moved database whose original is gone. What the database does not know to be relayed is numbered
-    anew and sent, so what the original had relayed since the copy arrives twice, and nothing is lost. Publishing waits
-    meanwhile. The next relay ends the original's source. Returns how many messages wait. Raises InvalidInput while a
-    relay works on the outbox.
+    Sends again all rows not recorded as relayed, so some arrive twice. Publishing waits meanwhile. Raises InvalidInput
+    while a relay works on the outbox.
     """
     return application.transaction(lambda connection: _renew(connection, keep=True))
 
 
 def renew(application: Database) -> None:
-    """Give a copy whose original lives on an identity of its own, and empty its outbox.
+    """Give a copy, whose original continues, its own identity; empty its outbox, delayed messages included.
 
-    What waits in it, delayed messages too, is the original's to send; what was published in the copy since is lost, so
-    do this first. The original's source goes on.
-    Raises InvalidInput while a relay works on the outbox.
+    Loses messages published in the copy, so call this first. Raises InvalidInput while a relay works on the outbox.
     """
     application.transaction(lambda connection: _renew(connection, keep=False))
 

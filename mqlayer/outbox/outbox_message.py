@@ -1,4 +1,4 @@
-"""A message on its way into an outbox: checked where it is published, so that the error shows up there."""
+"""Check and encode messages where they are published."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from mqlayer.domain.tags import TAGS_HEADER, tags_text
 from mqlayer.errors import InvalidInput, ReservedHeader
 
 Body: TypeAlias = Any
-"""bytes, bytearray and memoryview go as they are, str as UTF-8; anything else as JSON, by msgspec's rules: dict, list,
-numbers, dataclasses, msgspec Structs, datetime, UUID, Decimal and so on. A pydantic model: give `model_dump_json()`."""
+"""bytes-like: unchanged. str: UTF-8. Others: JSON by msgspec (dict, dataclass, Struct, datetime, UUID …). pydantic:
+pass `model_dump_json()`."""
 
 _encode_json = msgspec.json.Encoder().encode
 
 
 class OutboxMessage(NamedTuple):
-    """What the SQL functions take; headers as JSON text."""
+    """The SQL functions' arguments; headers as JSON."""
 
     topic: str
     key: str | None
@@ -38,9 +38,9 @@ def message_of(
     tags: Sequence[str] = (),
     dedup_id: str | None = None,
 ) -> OutboxMessage:
-    """Return a message. Raises InvalidInput and its kinds for what can never be sent.
+    """Return a checked message. Raises InvalidInput and its kinds.
 
-    The topic's own body limit, and whether the topic exists, is checked by the database.
+    The database checks the topic and its body limit.
     """
     check_name("topic", topic)
     if key is not None:
@@ -54,7 +54,7 @@ def message_of(
 
 
 def encode_body(body: Body) -> bytes:
-    """Return a body's bytes. Raises InvalidInput for what is neither bytes nor text nor can be JSON."""
+    """Return a body's bytes. Raises InvalidInput."""
     if isinstance(body, bytes):
         return body
     if isinstance(body, str):
@@ -68,7 +68,7 @@ def encode_body(body: Body) -> bytes:
 
 
 def arguments_of(messages: Sequence[OutboxMessage]) -> dict[str, list[Any] | None]:
-    """Return the arguments of publish_many_v1 and of publish_many_once_v1."""
+    """Return arguments of publish_many_v1 and publish_many_once_v1."""
     columns: dict[str, list[Any]] = {
         "topics": [message.topic for message in messages],
         "keys": [message.key for message in messages],
@@ -76,7 +76,7 @@ def arguments_of(messages: Sequence[OutboxMessage]) -> dict[str, list[Any] | Non
         "headers": [message.headers for message in messages],
         "dedup_ids": [message.dedup_id for message in messages],
     }
-    # An array of nulls alone goes as text, where array_nulls may be off; without an array all are null as well.
+    # psycopg sends an array of nulls as text, which needs array_nulls; NULL means the same.
     return {name: None if all(one is None for one in column) else column for name, column in columns.items()}
 
 

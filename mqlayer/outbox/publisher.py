@@ -1,4 +1,4 @@
-"""`publish`: put a message into the outbox in the caller's own transaction, on the caller's own connection."""
+"""Publish in the caller's own transaction."""
 
 from __future__ import annotations
 
@@ -24,27 +24,22 @@ def publish(
     tags: Sequence[str] = (),
     dedup_id: str | None = None,
 ) -> None:
-    """Publish a message with the caller's transaction: it is sent if the transaction commits, else it never was.
+    """Publish a message if and only if the caller's transaction commits.
 
-    Messages of one key arrive in the order in which their transactions commit, and within a transaction in the order
-    of the calls. A message without a key goes anywhere and has no order. `tags`: what groups may filter by, up to 8
-    names. `dedup_id`: a name of the message within its key; a second one with it is not published while the first is
-    remembered, which `publish_once` tells.
+    A key's messages arrive in commit order, within a transaction in call order; keyless ones have no order. `tags`: up
+    to 8 names for filters. `dedup_id`: a name within the key; repetitions are dropped while it is remembered.
 
-    - SQLAlchemy Session or Connection: collected, and written right before COMMIT, sorted by LP. What was published
-      within a savepoint that is rolled back is forgotten.
-    - Django database connection or its alias, inside `transaction.atomic()`: the same. Outside, each call is its own
-      transaction.
-    - psycopg 3 connection: inside `with outbox.transaction(connection)`: the same. Otherwise written at once, in the
-      transaction that is open; with `autocommit`, each call is its own transaction.
+    - SQLAlchemy Session or Connection: collected, written right before COMMIT, sorted by LP. Rolling back a savepoint
+      discards its messages.
+    - Django connection or alias: the same inside `transaction.atomic()`; outside, each call is a transaction.
+    - psycopg 3 connection: the same inside `outbox.transaction(connection)`; otherwise written at once, with
+      `autocommit` as a transaction.
 
-    Writing takes a row lock per LP until COMMIT: two transactions that publish to one LP wait for each other, which
-    is why what can be collected is. Published at once, several keys of one transaction should be in the same order
-    everywhere, or two transactions may deadlock (TransactionConflict).
+    Writing locks each LP until COMMIT. Without collecting, publish keys in one order everywhere, or transactions may
+    deadlock.
 
-    Raises InvalidInput and its kinds at the call. Raises, at the call or where the transaction commits: NotFound for an
-    unknown topic, InvalidInput for a body over the topic's limit, TransactionConflict where the whole transaction must
-    be run again (a busy LP under REPEATABLE READ or SERIALIZABLE, a deadlock), StoreUnavailable, SchemaMismatch.
+    Raises, now or at COMMIT: InvalidInput and its kinds, NotFound for an unknown topic, TransactionConflict if the
+    whole transaction must run again (`docs/how-to/publish.md`), StoreUnavailable, SchemaMismatch.
     """
     message = message_of(topic, key=key, body=body, headers=headers, tags=tags, dedup_id=dedup_id)
     if isinstance(connection, str):
@@ -67,7 +62,7 @@ async def apublish(
     tags: Sequence[str] = (),
     dedup_id: str | None = None,
 ) -> None:
-    """Do what `publish` does, on a psycopg AsyncConnection or a SQLAlchemy AsyncSession or AsyncConnection."""
+    """As `publish`, on an AsyncConnection (psycopg, SQLAlchemy) or AsyncSession."""
     message = message_of(topic, key=key, body=body, headers=headers, tags=tags, dedup_id=dedup_id)
     if sqlalchemy_connections.recognises(connection):
         await connection.run_sync(sqlalchemy_connections.publish, message)
@@ -78,7 +73,7 @@ async def apublish(
 
 
 class Published(NamedTuple):
-    """The seq of a message in its LP; of a `duplicate`, which was not published, that of the first one with its id."""
+    """A message's seq in its LP; a `duplicate`'s first seq."""
 
     seq: int
     duplicate: bool
@@ -94,10 +89,9 @@ def publish_once(
     headers: Mapping[str, str] | None = None,
     tags: Sequence[str] = (),
 ) -> Published:
-    """Publish a message with a dedup id in the caller's transaction, now, and say whether it is a duplicate.
+    """Publish a message with a dedup id now; report a duplicate.
 
-    It is not collected, whatever the connection: the LP is locked until COMMIT, and what the transaction collected
-    before comes behind it. Errors: see `publish`.
+    Never collected: it locks the LP until COMMIT, and precedes collected messages. Raises as `publish`.
     """
     message = message_of(topic, key=key, body=body, headers=headers, tags=tags, dedup_id=_given(dedup_id))
     if isinstance(connection, str):
@@ -116,7 +110,7 @@ async def apublish_once(
     headers: Mapping[str, str] | None = None,
     tags: Sequence[str] = (),
 ) -> Published:
-    """Do what `publish_once` does, on an async connection."""
+    """As `publish_once`, on an async connection."""
     message = message_of(topic, key=key, body=body, headers=headers, tags=tags, dedup_id=_given(dedup_id))
     with caller_errors(connection):
         return Published(*await run_one_async(connection, query("outbox_publish_once"), message._asdict()))

@@ -1,7 +1,6 @@
-"""Rows that relays quarantined because they can never be sent, for operators.
+"""Outbox rows that can never be sent: `docs/how-to/operate-the-outbox.md`.
 
-In a strict topic such a row holds its LP: what is behind it may not pass. In a best_effort topic a void record takes
-its place, so that the LP goes on, and the row is kept under a number of its own.
+A strict topic's row blocks its LP. A best-effort topic's row is replaced by a void record and kept under a number.
 """
 
 from __future__ import annotations
@@ -19,10 +18,7 @@ from mqlayer.postgres.queries import query
 
 @dataclass(frozen=True, slots=True)
 class QuarantinedRow:
-    """A row quarantined. `topic` is None where the outbox does not know the topic's id.
-
-    `number`: of a row of a best_effort topic, which was passed over; None for one that holds its LP.
-    """
+    """A quarantined row. No `topic`: unknown id. No `number`: it blocks its LP."""
 
     topic_id: int
     topic: str | None
@@ -34,7 +30,7 @@ class QuarantinedRow:
 
 
 def list_quarantined(application: Database) -> list[QuarantinedRow]:
-    """Return all rows quarantined, those that hold their LP first; each kind by topic and LP."""
+    """Return quarantined rows, blocking ones first."""
     with application.connection() as connection:
         rows = [query("quarantined_list"), query("voided_list")]
         return [QuarantinedRow(*row) for statement in rows for row in connection.execute(statement).fetchall()]
@@ -43,11 +39,10 @@ def list_quarantined(application: Database) -> list[QuarantinedRow]:
 def retry_quarantined(
     application: Database, *, topic: str | None = None, lp: int | None = None
 ) -> list[QuarantinedRow]:
-    """Let relays try LPs again whose row was quarantined, and publish anew what was passed over, at the end of its LP.
+    """Unblock LPs and publish replaced rows at their LPs' ends, of all, a topic or an LP; return the rows.
 
-    Of a topic, of one LP of it, or all; returns which. A row that still can't be sent is quarantined again at once,
-    with its reason. Raises KeyTooLarge, BodyTooLarge and their kind where one that was passed over is as it was: repair
-    it first (`mqlayer_app.voided`), or discard it; those before it are published.
+    Rows still unfit are quarantined again. Raises KeyTooLarge, BodyTooLarge or their kind for an unfit replaced row,
+    after publishing earlier ones: repair it (`mqlayer_app.voided`) or discard it.
     """
     if topic is not None:
         check_name("topic", topic)
@@ -62,10 +57,7 @@ def retry_quarantined(
 
 
 def discard_quarantined(application: Database, number: int) -> None:
-    """Let a row go that was passed over: its message is gone, that it was discarded stays on record.
-
-    Raises NotFound where no such row waits.
-    """
+    """Discard a replaced row's message; the row records that. Raises NotFound."""
     if not application.transaction(partial(_end, number=number, ended="discarded")):
         raise NotFound("row that was passed over", number, "see `mqlayer outbox quarantine list`")
 
@@ -81,7 +73,7 @@ def _retry(application: Database, row: QuarantinedRow) -> bool:
 def _end(
     connection: Connection, *, number: int, ended: str, act: Callable[[Connection, int, str], None] | None = None
 ) -> bool:
-    """Decide on a row that was passed over, unless somebody did; say whether it is ours to decide."""
+    """End a replaced row; False if another process did."""
     locked = connection.execute(query("voided_hold"), {"id": number}).fetchone()
     if locked is None:
         return False

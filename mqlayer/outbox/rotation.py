@@ -1,4 +1,4 @@
-"""Emptying the outbox's slots of time, one as a whole, when everything in it is in Redis."""
+"""Empty the outbox's time slots."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ SLOTS: Final = 4
 TRIES: Final = 5
 
 RotationResult = Literal["emptied", "empty", "waiting", "current", "busy"]
-"""emptied; it was empty; some row is not relayed yet; in use now or just before; somebody holds it."""
+"""`waiting`: a row is not relayed. `current`: in use or just was. `busy`: locked."""
 
 
 def rotate(application: Database) -> dict[int, RotationResult]:
-    """Empty every slot whose rows are all relayed, and old enough (invariant 14); say what became of each slot.
+    """Empty every old slot whose rows are all relayed (invariant 14); return each slot's result.
 
-    Never waits for a lock, so no publisher waits behind it: a slot that somebody uses is tried a few times, then left
-    for the next call. Safe to run twice at once.
+    Never waits for a lock; the next call retries busy slots. Safe to run concurrently.
     """
     with application.connection() as connection:
         answers = {slot: _rotate_slot(connection, slot) for slot in range(SLOTS)}

@@ -1,8 +1,6 @@
-"""Collecting a SQLAlchemy transaction's messages, to write them right before its COMMIT.
+"""Write a SQLAlchemy transaction's messages right before COMMIT.
 
-By the events of the Connection, not of the Session: they fire for both, and right before the driver commits.
-Savepoints are followed by their statements: SQLAlchemy's own events do not tell the name of a new one.
-SQLAlchemy is imported only when an object of it was given.
+Connection events also cover Sessions. Statements reveal savepoints: SQLAlchemy's events omit new names.
 """
 
 from __future__ import annotations
@@ -28,9 +26,9 @@ _numbers = count(1)
 
 
 class SqlalchemyTransaction:
-    """The messages of the transaction that is open on a Connection, each with the savepoints around it.
+    """An open transaction's messages, each with its savepoints.
 
-    A savepoint that we did not see being made is older than every message here.
+    Unknown savepoints are older than all messages.
     """
 
     def __init__(self) -> None:
@@ -38,11 +36,11 @@ class SqlalchemyTransaction:
         self._open: list[tuple[str, int]] = []
 
     def add(self, message: OutboxMessage) -> None:
-        """Add a message at the place where the transaction stands."""
+        """Add a message."""
         self.messages.append((message, frozenset(number for _, number in self._open)))
 
     def on_statement(self, _connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
-        """Follow the savepoints."""
+        """Track savepoints."""
         match = _SAVEPOINT_STATEMENT.match(statement)
         if match is None:
             return
@@ -60,19 +58,19 @@ class SqlalchemyTransaction:
         del self._open[at + 1 :]
 
     def on_rollback(self, *_: Any) -> None:
-        """Forget everything."""
+        """Discard all messages."""
         self.messages, self._open = [], []
 
     def on_commit(self, connection: Any) -> None:
-        """Write what is left; the driver commits next."""
+        """Write the messages."""
         self._write(connection, connection.connection.rollback)
 
     def on_prepare(self, connection: Any, _xid: Any) -> None:
-        """Write what is left; the first phase comes next, and SQLAlchemy rolls back what could not be prepared."""
+        """Write the messages; SQLAlchemy rolls back a failed first phase."""
         self._write(connection, lambda: None)
 
     def on_commit_twophase(self, connection: Any, xid: Any, is_prepared: Any) -> None:
-        """Write what is left of a transaction that skips its first phase."""
+        """Write the messages, without a first phase."""
         if not is_prepared:
             roll_back = connection.dialect.do_rollback_twophase
             self._write(connection, partial(roll_back, connection, xid, is_prepared=False))
@@ -87,7 +85,7 @@ class SqlalchemyTransaction:
                 for statement in statements_for(messages):
                     connection.exec_driver_sql(*statement)
         except BaseException:
-            # SQLAlchemy takes a transaction whose COMMIT failed as ended by the server; this one is still open.
+            # SQLAlchemy assumes that the server ended a transaction whose COMMIT failed; this one is open.
             with suppress(Exception):
                 roll_back()
             raise
@@ -102,14 +100,14 @@ def recognises(connection: Any) -> bool:
 
 
 def publish(connection: Any, message: OutboxMessage) -> None:
-    """Collect a message for the transaction of a Session or a Connection, which begins here where none is open."""
+    """Collect a message for a Session's or Connection's transaction, new or open."""
     if hasattr(connection, "run_sync"):
         raise InvalidInput(f"a {type(connection).__name__} is asynchronous: await outbox.apublish(…)")
     if not hasattr(connection, "connection"):
         raise InvalidInput(f"can't publish on a {type(connection).__name__}: give a Session or a Connection")
     core = connection.connection() if callable(connection.connection) else connection
     if getattr(core.connection.driver_connection, "autocommit", False):
-        # Nobody has to call commit() then, so nothing may wait for it.
+        # Without a commit() to wait for, write at once.
         with caller_errors(core):
             for statement in statements_for([message]):
                 core.exec_driver_sql(*statement)
@@ -120,7 +118,7 @@ def publish(connection: Any, message: OutboxMessage) -> None:
 
 
 def collector_of(core: Any) -> SqlalchemyTransaction:
-    """Return the collector of a Connection, which listens from the first message on."""
+    """Return a Connection's collector, created if new."""
     collector = _collectors.get(core)
     if collector is None:
         from sqlalchemy import event

@@ -1,10 +1,7 @@
-"""Collecting a psycopg transaction's messages, to write them right before its COMMIT.
+"""Write a psycopg transaction's messages right before COMMIT, so LP locks are short and ordered.
 
-Locks on LPs are then held for the shortest time, and taken in one order by everybody: no deadlock.
-
-A savepoint made by psycopg's own `connection.transaction()` inside of ours tells us nothing when it is rolled back. So
-each message collected in one leaves a trace in a setting that is local to the transaction: Postgres itself takes the
-trace back with the savepoint, and what has none in the end is not sent.
+psycopg does not report a rolled back inner `connection.transaction()`. So each message there leaves a trace in a
+transaction-local setting; Postgres rolls it back, and the message is discarded.
 """
 
 from __future__ import annotations
@@ -30,7 +27,7 @@ AnyConnection: TypeAlias = "psycopg.Connection[Any] | psycopg.AsyncConnection[An
 
 
 class OutboxTransaction:
-    """The messages of one `outbox.transaction`, in the order of the calls."""
+    """One `outbox.transaction`'s messages."""
 
     def __init__(self, connection: AnyConnection) -> None:
         self.connection = connection
@@ -47,7 +44,7 @@ class OutboxTransaction:
         tags: Sequence[str] = (),
         dedup_id: str | None = None,
     ) -> None:
-        """Publish a message with this transaction; see `outbox.publish`."""
+        """As `outbox.publish`."""
         if not isinstance(self.connection, psycopg.Connection):
             raise InvalidInput("this connection is asynchronous: await tx.apublish(…)")
         collect(self.connection, message_of(topic, key=key, body=body, headers=headers, tags=tags, dedup_id=dedup_id))
@@ -62,7 +59,7 @@ class OutboxTransaction:
         tags: Sequence[str] = (),
         dedup_id: str | None = None,
     ) -> None:
-        """Publish a message with this transaction; see `outbox.publish`."""
+        """As `outbox.apublish`."""
         if not isinstance(self.connection, psycopg.AsyncConnection):
             raise InvalidInput("this connection is synchronous: tx.publish(…)")
         await acollect(
@@ -70,18 +67,18 @@ class OutboxTransaction:
         )
 
     def add(self, messages: Iterable[OutboxMessage]) -> int:
-        """Add messages; return the number of the trace that they need, 0 for none."""
+        """Add messages; return their trace, 0 for none."""
         trace = next(_numbers) if depth_of(self.connection) > self.depth else 0
         self.messages += [(message, trace) for message in messages]
         return trace
 
     @property
     def needs_traces(self) -> bool:
-        """Whether it must be asked which messages were rolled back."""
+        """Whether messages may be rolled back."""
         return any(trace for _, trace in self.messages)
 
     def keep(self, traces: str) -> None:
-        """Drop the messages whose traces were taken back."""
+        """Discard rolled back messages."""
         left = {int(number) for number in traces.split(",") if number}
         self.messages = [(message, 0) for message, trace in self.messages if not trace or trace in left]
 
@@ -91,11 +88,10 @@ _open: Final[WeakKeyDictionary[AnyConnection, list[OutboxTransaction]]] = WeakKe
 
 @contextmanager
 def transaction(connection: psycopg.Connection[Any]) -> Iterator[OutboxTransaction]:
-    """Open a transaction, or a savepoint in one, as `connection.transaction()` does, that collects what is published.
+    """Open a transaction or savepoint that collects messages.
 
-    Everything published on the connection inside is written right before COMMIT, in one statement, sorted by LP. What
-    was published within a savepoint that is rolled back is forgotten; this holds for savepoints made by this function
-    and by `connection.transaction()`, not for a SAVEPOINT statement of your own. Errors: see `publish`.
+    Writes them right before COMMIT, sorted by LP. Rolling back a savepoint discards its messages; a SAVEPOINT statement
+    of your own goes unnoticed. Raises as `publish`.
     """
     if not isinstance(connection, psycopg.Connection):
         raise InvalidInput(f"a {type(connection).__name__}: outbox.transaction {_WRONG_CONNECTION}")
@@ -104,14 +100,14 @@ def transaction(connection: psycopg.Connection[Any]) -> Iterator[OutboxTransacti
         _drop_rolled_back(connection, collector)
         if outer is None:
             send(connection, [message for message, _ in collector.messages])
-    # Only here is it certain that nothing rolls the savepoint back any more.
+    # Only now can no rollback of the savepoint follow.
     if outer is not None:
         _add(connection, outer, [message for message, _ in collector.messages])
 
 
 @asynccontextmanager
 async def atransaction(connection: psycopg.AsyncConnection[Any]) -> AsyncIterator[OutboxTransaction]:
-    """Do what `transaction` does, on an AsyncConnection."""
+    """As `transaction`, on an AsyncConnection."""
     if not isinstance(connection, psycopg.AsyncConnection):
         raise InvalidInput(f"a {type(connection).__name__}: outbox.transaction {_WRONG_CONNECTION}")
     async with connection.transaction():
@@ -125,7 +121,7 @@ async def atransaction(connection: psycopg.AsyncConnection[Any]) -> AsyncIterato
 
 
 def collect(connection: Any, message: OutboxMessage) -> bool:
-    """Add a message to the transaction that collects on this connection; return False where none does."""
+    """Add a message to the open collector; False without one."""
     collector = _innermost(connection)
     if collector is None:
         return False
@@ -134,7 +130,7 @@ def collect(connection: Any, message: OutboxMessage) -> bool:
 
 
 async def acollect(connection: psycopg.AsyncConnection[Any], message: OutboxMessage) -> bool:
-    """Do the same on an async connection."""
+    """As `collect`, asynchronously."""
     collector = _innermost(connection)
     if collector is None:
         return False
@@ -143,8 +139,8 @@ async def acollect(connection: psycopg.AsyncConnection[Any], message: OutboxMess
 
 
 def depth_of(connection: AnyConnection) -> int:
-    """Return how many `connection.transaction()` blocks are open, one in the other."""
-    # psycopg counts them and offers no name for it; without the count, plain savepoints are not noticed.
+    """Return the depth of `connection.transaction()` blocks."""
+    # psycopg has no public name for its count; without it, plain savepoints go unnoticed.
     return int(getattr(connection, "_num_transactions", 0))
 
 

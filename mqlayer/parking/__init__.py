@@ -1,4 +1,4 @@
-"""What of a group waits or ended outside of Redis: parked keys, dead messages, failed attempts, as owners write it."""
+"""Parked keys, dead messages and failed attempts in Postgres, as owners write them."""
 
 from mqlayer.parking.store import (
     BATCH,

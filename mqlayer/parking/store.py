@@ -1,19 +1,6 @@
-"""What an owner writes of the failing messages of its partition: one transaction per partition, under its epoch.
+"""An owner's writes about failing messages: one transaction per call, under its epoch.
 
-States of a key: *in line* (its messages come from the stream) -> *waiting* (parked, due at a time or never) ->
-*started* (its first messages are being handled, from here) -> *waiting* or, with nothing left, *in line*. Its owner
-alone takes it through them, an operator may change a waiting or started one under its owner's feet: what the owner then
-writes of it finds nothing. Crash points, and who repairs each:
-
-- before the transaction: nothing happened; the message is delivered again.
-- after it, before its offset is settled: it is delivered again, found to be parked or dead, and settled.
-- parked messages handled, not yet noted: the key is *started*; the next owner handles them again, one by one.
-- the key's last message noted, the key not in line yet in the owner's memory: the next owner finds it in line.
-
-A message is settled in its partition only after the transaction that parked or dead-lettered it, so it is never in
-none. An owner handles what a former one parked only after it settled that; what it parked itself it may handle before,
-and if it dies between the two, that is handled again. What the group has yet to come to (it was sent back over a route
-change) waits for the owner of its partition.
+A message is settled only after its commit. States: docs/design/parked-keys.md; crashes: docs/design/crash-matrix.md.
 """
 
 from __future__ import annotations
@@ -34,29 +21,28 @@ from mqlayer.postgres.queries import columns, query
 ParkCause = Literal["retry", "exhausted", "rejected", "paused"]
 DeathCause = Literal["exhausted", "rejected", "skipped"]
 ParkingLimit = Literal["keys", "key_messages", "key_bytes", "group_messages", "group_bytes"]
-"""What there may be too many of: parked keys of a partition; messages or bytes of one key, or of a whole group."""
+"""Keys of a partition; messages or bytes of a key or group."""
 
 BATCH: Final = 100
 BATCH_BYTES: Final = 1_000_000
-"""How much of a parked key is handed out at a time."""
 MAX_CHANGES: Final = 256
-"""Of how many acts on a group's parked keys it is known which keys they changed: `parking_raise` forgets others."""
+"""Operators' acts whose keys Postgres remembers."""
 TIMEOUTS: Final = {"lock_wait": "2s", "idle": "5s"}
 
 
 class NotOwner(MqlayerError):
-    """The epoch is not in force any more: nothing was written."""
+    """The epoch is not in force; nothing was written."""
 
 
 class KeyRef(NamedTuple):
-    """A key that is parked, or a message that stands alone: its LP and name."""
+    """A key, or a message without one."""
 
     lp: int
     name: bytes
 
 
 class KeyEntry(NamedTuple):
-    """A key that is to be parked: why, for how many seconds (None: until an operator says), failed attempts so far."""
+    """A key to park. `wait_s`: None until an operator acts."""
 
     ref: KeyRef
     cause: ParkCause
@@ -65,7 +51,8 @@ class KeyEntry(NamedTuple):
 
 
 class KeyState(NamedTuple):
-    """A parked key as the server has it. `started`: somebody began with it and never said how that ended."""
+    """A parked key. `started`: the epoch that handed it out and reported no end; `due_in_s`: None until an operator
+    acts."""
 
     ref: KeyRef
     cause: str
@@ -76,7 +63,7 @@ class KeyState(NamedTuple):
 
 
 class DeadLetterEntry(NamedTuple):
-    """A message that leaves the group without its effect. `keep_body`: with its body, so that it can be sent again."""
+    """A message that leaves without effect. `keep_body`: for redrives."""
 
     record: Record
     cause: DeathCause
@@ -86,17 +73,17 @@ class DeadLetterEntry(NamedTuple):
 
     @property
     def tried(self) -> int:
-        """How many of its attempts nobody has written as yet: of a parked message all but those before this turn."""
+        """Unrecorded failed attempts."""
         return tried(self.record, self.attempts)
 
 
 def tried(record: Record, attempts: int) -> int:
-    """Return how many of a message's failed attempts are new since it was read, or handed out."""
+    """Return the failed attempts since it was read or handed out."""
     return max(0, attempts - (record.attempts if isinstance(record, ParkedRecord) else 0))
 
 
 class FailedAttempt(NamedTuple):
-    """A failed attempt, for people. `timed_out`: it took longer than its time limit."""
+    """A failed attempt."""
 
     identity: Identity
     attempt: int
@@ -106,7 +93,7 @@ class FailedAttempt(NamedTuple):
 
 
 class Span(NamedTuple):
-    """A partition that a member takes, and from which offset on it reads."""
+    """A partition, read from `committed` on."""
 
     partition: PartitionId
     lp_from: int
@@ -116,14 +103,11 @@ class Span(NamedTuple):
 
 @dataclass(slots=True)
 class KeyUpdate:
-    """What its owner has to say of a started or due key, and what is to come next.
+    """An owner's report on a parked key, and the next step.
 
-    `handled`: of its messages; `dead_letter`: its first message that is not handled. Then `go_on` hands out the next
-    ones:
-    `alone`, one only, or as many as go at a time; `guarded`: to blame if nobody ever says how that ended. Else it waits
-    as `entry` says, for its message that `failed`, `tried` so many times more, or just rests. `delivered_s`: how long
-    ago it was handed out. `count`: hand out no more at a time; `retry_s`: for its owner, when it goes on although it
-    was to go on now.
+    `dead_letter`: the first message not handled. `go_on` hands out one if `alone`, else up to `count`; if `guarded`,
+    the head counts as failed when the owner dies. Otherwise the key waits as `entry` says for its head `failed`, with
+    `tried` new failures. `delivered_s`: time since the delivery. `retry_s`: the owner's own delay, not written.
     """
 
     ref: KeyRef
@@ -142,10 +126,7 @@ class KeyUpdate:
 
 @dataclass(slots=True)
 class ParkingBatch:
-    """All that an owner has to write of one partition at a time.
-
-    `attempts`: what messages failed before, where they are parked behind others; 0 where they are not named.
-    """
+    """Writes for one partition. `attempts`: earlier failures of messages parked behind others."""
 
     entries: list[KeyEntry] = field(default_factory=list)
     messages: list[tuple[KeyRef, Record]] = field(default_factory=list)
@@ -159,14 +140,11 @@ class ParkingBatch:
 
 @dataclass(slots=True)
 class ParkingResult:
-    """What came of a page: which keys are parked no more, though messages of them were on it; what is next of others.
+    """`next`: messages handed out; none: the key is in line again, except in `paused` and `too_early` (the group has
+    not reached their partitions).
 
-    No next messages means that the key is in line again, unless it is among those `too_early`: what waits of these is
-    of partitions that the group has yet to come to; or those `paused` by an operator. `changed`: an operator did
-    something to a key meanwhile.
-
-    `full`: the limit for which a key's messages that are `refused_messages` found no room; `refused_keys`: those of
-    these keys that are not parked at all.
+    `unparked`: no longer parked. `full`: the limit that refused `refused_messages`; `refused_keys` are not parked.
+    `changed`: an operator changed a key.
     """
 
     unparked: set[KeyRef] = field(default_factory=set)
@@ -181,7 +159,7 @@ class ParkingResult:
 
 @dataclass(frozen=True, slots=True)
 class ParkingCapacity:
-    """How much a group has parked, and how much of it and of one key may be. A group's is judged before a page."""
+    """A group's totals before a batch, and the limits."""
 
     messages: int = 0
     bytes: int = 0
@@ -193,17 +171,17 @@ class ParkingCapacity:
 
     @property
     def full(self) -> ParkingLimit | None:
-        """The limit that the group has come to."""
+        """The group's limit that is reached."""
         if self.messages >= self.messages_limit:
             return "group_messages"
         return "group_bytes" if self.bytes >= self.bytes_limit else None
 
     def with_more(self, size: int) -> ParkingCapacity:
-        """Return it with one more message of so many bytes."""
+        """Add a message of `size` bytes."""
         return replace(self, messages=self.messages + 1, bytes=self.bytes + size)
 
     def limit_of(self, messages: int, size: int, *, alone: bool) -> ParkingLimit | None:
-        """Return the limit that keeps a parked key with so much from getting more; one that is `alone` has no own."""
+        """Return the limit that a key has reached; `alone` (no key): only the group's."""
         if self.full or alone:
             return self.full
         if messages >= self.key_messages_limit:
@@ -212,8 +190,8 @@ class ParkingCapacity:
 
 
 class ParkedState(NamedTuple):
-    """What a new owner has to know: parked keys; which offsets above committed are parked, as far as known; what of
-    them is dead; and how often others had acted on parked keys by then."""
+    """A new owner's facts. `unsettled`: parked offsets from committed on; `parking_version`: number
+    of operators' acts."""
 
     keys: list[KeyState]
     unsettled: list[tuple[KeyRef, int]]
@@ -222,20 +200,17 @@ class ParkedState(NamedTuple):
 
 
 class ParkingStore:
-    """What one member writes, for all partitions of its group.
-
-    Raises NotOwner, StoreUnavailable, TransactionConflict.
-    """
+    """One member's writes. Raises NotOwner, StoreUnavailable, TransactionConflict."""
 
     def __init__(self, database: Database, group_id: int, member_id: str) -> None:
         self._database = database
         self._who: dict[str, object] = {"group_id": group_id, "member_id": member_id}
 
     def load(self, spans: Sequence[Span]) -> dict[PartitionId, ParkedState]:
-        """Return what is parked and dead of partitions. Call it with the pull locks taken: then nobody adds to it."""
+        """Return parked and dead messages. Take the pull locks first: then no other owner adds any."""
         facts = self._who | columns(("partitions", "lps_from", "lps_to", "committed"), spans)
         with self._database.connection() as connection:
-            # First: what is changed after it is looked at again.
+            # First: later changes are then read again.
             parking_version = connection.execute(query("parking_number"), facts).fetchone()
             keys = connection.execute(query("parked_keys"), facts).fetchall()
             unsettled = connection.execute(query("parked_unsettled"), facts).fetchall()
@@ -251,14 +226,14 @@ class ParkingStore:
         }
 
     def dead(self, span: Span) -> set[Identity]:
-        """Return what is dead of a partition from an offset on."""
+        """Return dead messages from `span.committed` on."""
         with self._database.connection() as connection:
             facts = self._who | columns(("partitions", "lps_from", "lps_to", "committed"), [span])
             rows = connection.execute(query("dead_unsettled"), facts).fetchall()
         return {Identity(*identity) for _, *identity in rows}
 
     def changes(self, after: int, upto: int) -> list[KeyRef] | None:
-        """Return which parked keys others changed in their acts behind a number; None where it may be any."""
+        """Return the keys of operators' acts after number `after`; None: any may have changed."""
         if not 0 <= upto - after <= MAX_CHANGES:
             return None
         with self._database.connection() as connection:
@@ -269,7 +244,7 @@ class ParkingStore:
         return [KeyRef(lp, name) for _, lp, name in rows]
 
     def keys(self, span: Span, named: Sequence[KeyRef] | None = None) -> list[KeyState]:
-        """Return the parked keys of a partition's LPs, or those of these that are parked."""
+        """Return a partition's parked keys, or those of `named`."""
         with self._database.connection() as connection:
             if named is None:
                 facts = self._who | columns(("partitions", "lps_from", "lps_to", "committed"), [span])
@@ -278,7 +253,7 @@ class ParkingStore:
             return [_state(row) for row in connection.execute(query("parked_keys_named"), facts).fetchall()]
 
     def write(self, partition: PartitionId, epoch: int, batch: ParkingBatch) -> ParkingResult:
-        """Write a page in one transaction, and return what comes next. Raises NotOwner; nothing is written then."""
+        """Write a batch. Raises NotOwner."""
         facts = self._who | {"partition_id": partition, "epoch": epoch}
 
         def work(connection: Connection) -> ParkingResult:
@@ -296,7 +271,7 @@ class ParkingStore:
             counts += self._dead_letter(connection, facts, dead_letters)
             for update in batch.updates:
                 counts["unparked"] += self._apply(connection, facts, update, result)
-            # Last: nobody waits for another one's counts with something that others want.
+            # Last: owners share these rows, so their locks should be held briefly.
             add_counts(connection, facts, {partition: counts})
             failpoint("parking.before_commit")
             return result
@@ -306,7 +281,7 @@ class ParkingStore:
         return result
 
     def add_attempts(self, notes: Iterable[FailedAttempt]) -> None:
-        """Note failed attempts, for people: under no epoch, since an attempt was one whoever made it."""
+        """Record failed attempts, under any epoch."""
         rows, counts = [], dict[int, Counter[str]]()
         for note in notes:
             rows.append((note.identity.lp, note.identity.source, note.identity.seq, note.attempt, note.error))
@@ -324,8 +299,7 @@ class ParkingStore:
             connection.execute(query("parked_keys_hold"), self._who | columns(("lps", "names"), refs))
 
     def _living(self, connection: Connection, batch: ParkingBatch) -> list[KeyEntry]:
-        """Return the keys to be parked but those whose failed message is dead: the answer to parking them was lost, and
-        an operator let it die before it was asked for again."""
+        """Leave out keys whose head an operator discarded after an answer was lost."""
         if not batch.entries:
             return []
         heads: dict[KeyRef, Identity] = {}
@@ -344,7 +318,6 @@ class ParkingStore:
         return ParkingCapacity(*row) if row is not None else ParkingCapacity()
 
     def _put_keys(self, connection: Connection, entries: Sequence[KeyEntry]) -> set[KeyRef]:
-        """Park keys; return those that were not."""
         if not entries:
             return set()
         rows = [(*entry.ref, entry.cause, entry.wait_s, entry.attempts) for entry in entries]
@@ -370,11 +343,11 @@ class ParkingStore:
             result.refused_keys = {entry.ref for entry in batch.entries} - set(parked)
             result.full = dict.fromkeys(result.refused_keys, capacity.full)
         result.unparked = set(refs) - set(parked) - result.refused_keys
-        # Looked at while the keys are held: an operator may have let some of a key die that its owner has read since.
+        # Under the keys' locks: an operator may have discarded messages that the owner has read.
         dead = self._dead_among(connection, [record.identity for _, record in batch.messages])
         living = [(ref, record) for ref, record in batch.messages if record.identity not in dead]
         self._refuse(connection, facts, living, capacity, parked, result)
-        # What failed is the first one of its key, and has been counted there; not where somebody else parked that.
+        # The head of a new key is counted in the key's row already.
         counted = {entry.ref: entry.attempts for entry in batch.entries}
         rows = [
             (*ref, record.identity.source, record.identity.seq, record.offset, record.key, record.m, record.body,
@@ -386,7 +359,7 @@ class ParkingStore:
         names = ("lps", "names", "sources", "seqs", "offsets", "keys", "ms", "bodies", "attempts", "tried")
         arrays = columns(names, rows)
         put = connection.execute(query("parked_messages_put"), facts | arrays).fetchall()
-        # What comes again, after a seek or a death, may be in front of what failed. New keys have their own counts.
+        # Redelivered messages (seek, crash) may precede the failed head. New keys have their own counts.
         joined = [row for row in put if KeyRef(row[0], row[1]) not in new]
         if joined:
             heads = columns(("lps", "names"), [row[:2] for row in joined])
@@ -402,10 +375,7 @@ class ParkingStore:
         parked: dict[KeyRef, tuple[int, int]],
         result: ParkingResult,
     ) -> None:
-        """Note what finds no room: of each key what is behind its limit, of a full group all.
-
-        What is parked already, or belongs in front of what is, goes on: its key could not without it.
-        """
+        """Refuse messages over a limit, unless a parked message behind them needs them."""
         over: list[tuple[KeyRef, Record]] = []
         for ref, record in messages:
             if ref in result.refused_keys:
@@ -451,7 +421,6 @@ class ParkingStore:
     def _apply(
         self, connection: Connection, facts: dict[str, object], update: KeyUpdate, result: ParkingResult
     ) -> bool:
-        """Do what an owner says of a key; say whether that is in line again."""
         key = facts | update.ref._asdict()
         ended = [
             *((record, True) for record in update.handled),
@@ -470,17 +439,14 @@ class ParkingStore:
         put = self._reschedule(connection, update, update.entry, key)
         if put is None:
             connection.execute(query("parked_key_reschedule"), key | {"ended": bool(ended)})
-        # Released while it was in hand, or not the head any more: its owner has to look again.
+        # An operator released the key, or its head changed: the owner must read it again.
         result.changed |= put is not False
         return False
 
     def _reschedule(
         self, connection: Connection, update: KeyUpdate, entry: KeyEntry, key: dict[str, object]
     ) -> bool | None:
-        """Let a parked key wait for its head, which failed; say whether it was released meanwhile: then it is due.
-
-        None where another message is its head by now.
-        """
+        """Return whether an operator released the key; None: the head changed."""
         if update.failed is None:
             return None
         facts = {"cause": entry.cause, "wait_s": entry.wait_s, "attempts": entry.attempts, "tried": update.tried}
@@ -491,14 +457,13 @@ class ParkingStore:
     def _next(
         self, connection: Connection, update: KeyUpdate, key: dict[str, object], result: ParkingResult
     ) -> list[ParkedRecord]:
-        """Hand out what is first of a key; with nothing left, end its being parked."""
-        # Locked, so that nobody adds to its line between the look at it and its end.
+        # Locked: no message may join the key between the check and its end.
         locked = connection.execute(query("parked_hold"), key).fetchone()
         if locked is None:
             return []
         attempts = 0 if update.handled or update.dead_letter else int(locked[2])
         if locked[3]:
-            # An owner that did not hear of it as yet, or had the key in hand then.
+            # An operator paused the key; its owner did not know yet, or was handling it.
             connection.execute(
                 query("parked_key_reschedule"), key | {"ended": bool(update.handled or update.dead_letter)}
             )
@@ -513,7 +478,7 @@ class ParkingStore:
                 )
                 result.too_early.add(update.ref)
             return []
-        # What is new at the head brings its own ones.
+        # A new head has its own attempts.
         attempts = attempts or rows[0][-1]
         connection.execute(query("parked_key_start"), key | {"alone": update.guarded, "attempts": attempts})
         return [

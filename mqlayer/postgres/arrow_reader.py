@@ -1,7 +1,4 @@
-"""Reading much at once, as Arrow, on connections that can only read.
-
-The driver for it (ADBC) and Arrow come with the extras `parquet` and `spark`; nothing else needs them.
-"""
+"""Read large results as Arrow (extra `parquet` or `spark`)."""
 
 from __future__ import annotations
 
@@ -30,11 +27,9 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 READ_ONLY: Final = reading_options()
-"""One view of the data for all statements of a transaction, and nothing is ever written."""
 PURPOSE: Final = "reading by Arrow or JDBC"
 BATCH_BYTES: Final = 8_000_000
-"""About how much one Arrow batch holds."""
-# The address that the host's name had, and what only newer client libraries know: these are for another process.
+# Of this process only: the resolved address, and parameters that older client libraries lack.
 _OMITTED: Final = ("hostaddr", "sslcertmode", "application_name")
 _CONFLICTS: Final = ("40001", "40P01", "55P03")
 _MISSING: Final = ("42P01", "3F000", "42883")
@@ -42,19 +37,18 @@ _MISSING: Final = ("42P01", "3F000", "42883")
 
 @dataclass(frozen=True, slots=True)
 class ReadAddress:
-    """A database as it was reached once: every parameter in force, wherever it came from (DSN, service, environment,
-    password file), so that another process reaches the same without them. Never shows its password."""
+    """A database with all parameters in force, for other processes. Its repr hides the password."""
 
     parameters: Mapping[str, str] = field(repr=False)
     password: str = field(repr=False)
 
     @property
     def display(self) -> str:
-        """Host, port and database, for messages."""
+        """Host, port and database."""
         return address_of(make_conninfo("", **self.parameters))
 
     def conninfo(self, *, application: str) -> Dsn:
-        """Return the DSN of a connection that can only read, to be given to the driver only."""
+        """Return a read-only connection's DSN, with password."""
         options = f"{self.parameters.get('options', '')} {READ_ONLY}".strip()
         facts = {**self.parameters, "options": options, "application_name": application}
         dsn = make_conninfo("", **facts, **({"password": self.password} if self.password else {}))
@@ -62,12 +56,12 @@ class ReadAddress:
 
 
 def read_address(dsn: str) -> ReadAddress:
-    """Connect once and return what was in force. Raises StoreUnavailable, ConfigurationRefused behind a pooler."""
+    """Connect and return the parameters. Raises StoreUnavailable; ConfigurationRefused behind a pooler."""
     if not dsn:
         raise InvalidInput("no database given: set MQLAYER_DSN, or give a dsn")
     with connect_directly(dsn, purpose=PURPOSE, application="mqlayer read") as connection:
         if not is_direct(connection):
-            # Poolers take no options at connecting, or drop them.
+            # Poolers refuse or drop connection options.
             raise refuse_pooled(options_of(dsn), address_of(dsn), PURPOSE)
         info = connection.info
         known = {name: value for name, value in info.get_parameters().items() if name not in _OMITTED}
@@ -76,7 +70,7 @@ def read_address(dsn: str) -> ReadAddress:
 
 
 def bound(name: str, facts: Mapping[str, int]) -> str:
-    """Return a named query with whole numbers in the place of its parameters, for drivers that bind none."""
+    """Return a named query with whole numbers bound."""
     lines = (line for line in query(name).splitlines() if not line.startswith("--"))
     return "\n".join(lines) % {key: int(value) for key, value in facts.items()}
 
@@ -85,10 +79,10 @@ def bound(name: str, facts: Mapping[str, int]) -> str:
 def arrow_batches(
     address: ReadAddress, statements: Sequence[str], *, application: str
 ) -> Iterator[Iterator[pa.RecordBatch]]:
-    """Run statements in one read-only transaction and yield the batches of the last one as they come.
+    """Run statements in one read-only transaction; yield the last one's batches of about 8 MB.
 
-    Memory: a few batches of some megabytes, whatever the answer's size. Raises StoreUnavailable, NotFound of what a
-    statement refused.
+    Raises StoreUnavailable, NotFound for a dropped snapshot, ArchiveBroken, TransactionConflict, SchemaMismatch,
+    InvalidInput without the packages.
     """
     try:
         import adbc_driver_manager as manager
@@ -110,7 +104,7 @@ def arrow_batches(
 
 def _translated(error: Exception, address: ReadAddress) -> MqlayerError:
     state = getattr(error, "sqlstate", None) or ""
-    # What the driver says in front of the server's own words has the statement in it, and so what was asked for.
+    # The driver's prefix contains the statement.
     text = str(error).splitlines()[0].rpartition("ERROR:")[2].strip()
     if state == "MQ007":
         return NotFound("snapshot", "(dropped)", "it was dropped while it was read: create another one")

@@ -1,4 +1,4 @@
-"""Audit rows: what an operator, or a process in an operator's place, did (invariant 19)."""
+"""Audit rows of operators' acts (invariant 19)."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ from mqlayer.postgres.queries import query
 
 
 def write_audit(connection: Connection, actor: str, act: str, target: str, facts: dict[str, Any]) -> None:
-    """Write an audit row in the transaction of the act itself, so that there is neither without the other."""
+    """Write an audit row in the act's transaction."""
     connection.execute(query("audit_insert"), {"actor": actor, "act": act, "object": target, "facts": Jsonb(facts)})

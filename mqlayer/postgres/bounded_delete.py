@@ -1,4 +1,4 @@
-"""Deleting old rows in bounded steps, so that no statement holds its locks for long."""
+"""Delete rows in bounded steps, to hold locks briefly."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ROUNDS: Final = 100
 
 
 def forget_rows(database: Database, statement: LiteralString, facts: Mapping[str, Any]) -> int:
-    """Run a statement that deletes up to `limit` rows and returns how many, until it finds less; return the sum."""
+    """Repeat a statement that deletes up to `limit` rows; return the sum, at most a million."""
     gone = 0
     with database.connection() as connection:
         for _ in range(ROUNDS):

@@ -1,8 +1,4 @@
-"""One statement on whatever connection an application has: psycopg, SQLAlchemy or Django.
-
-The statement runs in the caller's own transaction, on the caller's own connection. The libraries are recognised by
-their objects; none is imported here.
-"""
+"""Run statements in callers' transactions: psycopg, SQLAlchemy, Django."""
 
 from __future__ import annotations
 
@@ -20,7 +16,7 @@ _SET_ENCODING: Final = "ALTER ROLE … SET client_encoding = 'UTF8', or say so w
 
 
 def run_one(connection: Any, statement: str, parameters: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Run a statement that answers one row; return it. Driver errors pass as they are."""
+    """Run a statement and return its one row. Driver errors pass."""
     with_cursor = driver_cursor(connection)
     with with_cursor as cursor:
         _check_encoding(connection)
@@ -30,7 +26,7 @@ def run_one(connection: Any, statement: str, parameters: Mapping[str, Any]) -> t
 
 
 async def run_one_async(connection: Any, statement: str, parameters: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Do the same on a psycopg AsyncConnection or a SQLAlchemy async session."""
+    """As `run_one`, on async connections and sessions."""
     if isinstance(connection, psycopg.AsyncConnection):
         _check_encoding(connection)
         async with connection.cursor(row_factory=psycopg.rows.tuple_row) as cursor:
@@ -44,7 +40,7 @@ async def run_one_async(connection: Any, statement: str, parameters: Mapping[str
 
 
 def _check_encoding(connection: Any) -> None:
-    """Raise InvalidInput where text is given as bytes: an answer such as "stale" would not be known for what it is."""
+    """Raise InvalidInput for SQL_ASCII, which returns text as bytes."""
     if _is_sqlalchemy(connection):
         driver = _core_of(connection).connection.driver_connection
     elif isinstance(connection, psycopg.Connection | psycopg.AsyncConnection):
@@ -56,11 +52,9 @@ def _check_encoding(connection: Any) -> None:
 
 
 def check_in_transaction(connection: Any) -> None:
-    """Raise InvalidInput where each statement is a transaction by itself: what is checked or noted has to commit with
-    the effect. Of an async SQLAlchemy session, or connection, see `check_in_transaction_async`.
-    """
+    """Raise InvalidInput if a statement would be its own transaction: checks must commit with effects."""
     if _is_sqlalchemy(connection):
-        # Its own transaction is none where the engine's isolation level is AUTOCOMMIT.
+        # SQLAlchemy's transaction is none at the isolation level AUTOCOMMIT.
         connection = _core_of(connection).connection.driver_connection
     if isinstance(connection, psycopg.Connection | psycopg.AsyncConnection):
         alone = connection.autocommit and connection.info.transaction_status is TransactionStatus.IDLE
@@ -76,7 +70,7 @@ def check_in_transaction(connection: Any) -> None:
 
 
 async def check_in_transaction_async(connection: Any) -> None:
-    """Do the same on a psycopg AsyncConnection or a SQLAlchemy async session."""
+    """As `check_in_transaction`, on async connections and sessions."""
     if hasattr(connection, "run_sync"):
         await connection.run_sync(check_in_transaction)
     else:
@@ -84,13 +78,13 @@ async def check_in_transaction_async(connection: Any) -> None:
 
 
 def driver_cursor(connection: Any) -> Any:
-    """Return a psycopg cursor, as a context manager, on the connection that this object stands for."""
+    """Return a psycopg cursor, as a context manager."""
     if isinstance(connection, psycopg.Connection):
         return connection.cursor(row_factory=psycopg.rows.tuple_row)
     if _is_sqlalchemy(connection):
         core = _core_of(connection)
         driver = core.connection.driver_connection
-        # Inside of run_sync, SQLAlchemy's own cursor is the one that may wait.
+        # Inside run_sync only SQLAlchemy's own cursor may wait.
         return (
             closing(core.connection.cursor()) if isinstance(driver, psycopg.AsyncConnection) else driver_cursor(driver)
         )
@@ -107,13 +101,12 @@ def _is_sqlalchemy(connection: Any) -> bool:
 
 
 def _core_of(connection: Any) -> Any:
-    """Return SQLAlchemy's connection: Session.connection() -> Connection.connection -> the driver's connection."""
     return connection.connection() if callable(connection.connection) else connection
 
 
 @contextmanager
 def caller_errors(connection: Any) -> Iterator[None]:
-    """Turn the driver's errors, as they are or as SQLAlchemy or Django wrapped them, into those of mqlayer."""
+    """Turn driver errors, also wrapped ones, into mqlayer's."""
     try:
         yield
     except UnicodeEncodeError as error:
@@ -126,7 +119,7 @@ def caller_errors(connection: Any) -> Iterator[None]:
 
 
 def driver_error_in(error: BaseException) -> psycopg.Error | None:
-    """Return the driver's error that an error is or was made from."""
+    """Return the driver's error behind an error."""
     for candidate in (error, getattr(error, "orig", None), error.__cause__):
         if isinstance(candidate, psycopg.Error):
             return candidate

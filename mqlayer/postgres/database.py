@@ -1,4 +1,4 @@
-"""Connections to Postgres: pools, whole-transaction retries, and driver errors as errors of mqlayer."""
+"""Connections to Postgres: pools, retries, error translation."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ _KEEPALIVE: Final = {
 }
 FIRST_TRY_S: Final = 0.1
 LONGEST_TRY_S: Final = 0.5
-"""For how long a try waits for a connection, the first one and at most; so soon a server that is back is found."""
+"""First and longest wait for a pooled connection; short, to find a recovered server soon."""
 _NUMBER: Final = re.compile(r"\b\d+\b")
 _GRANT: Final = "see who has which right with `mqlayer grants`, and give one with `mqlayer grant RIGHT ROLE`"
 _RETRYABLE: Final = (pg_errors.SerializationFailure, pg_errors.DeadlockDetected, pg_errors.LockNotAvailable)
 
 
 def connect(dsn: str, *, autocommit: bool = True, application: str = "mqlayer") -> Connection:
-    """Return one connection, set up as all of ours are. Raises StoreUnavailable, ConfigurationRefused."""
+    """Return a set-up connection. Raises StoreUnavailable, ConfigurationRefused."""
     address = address_of(dsn)
     with driver_errors(address):
         connection = psycopg.connect(dsn, autocommit=True, **_arguments(dsn, application))
@@ -67,9 +67,9 @@ def connect(dsn: str, *, autocommit: bool = True, application: str = "mqlayer") 
 
 
 def connect_directly(dsn: str, *, purpose: str, application: str = "mqlayer") -> Connection:
-    """Return a connection that is a session of its own, past a pooler where the DSN leads through one.
+    """Return a connection with its own session, past any pooler.
 
-    Raises ConfigurationRefused where no way past it is known, StoreUnavailable.
+    Raises StoreUnavailable; ConfigurationRefused without a direct way.
     """
     connection = connect_at_best(dsn, application=application)
     if not is_own(connection):
@@ -79,17 +79,15 @@ def connect_directly(dsn: str, *, purpose: str, application: str = "mqlayer") ->
 
 
 def connect_at_best(dsn: str, *, application: str) -> Connection:
-    """Return a connection that lasts: past a pooler where a way is known, else by the DSN. Raises as `connect`."""
+    """Return a direct connection if possible, else by the DSN. Raises as `connect`."""
     options = options_of(dsn)
     return connect(Dsn(options.direct, options) if options.direct else dsn, application=application)
 
 
 class Database:
-    """A pool of connections to one Postgres, opened at first use.
+    """A pool of connections to one Postgres, opened at first use; open it after forking.
 
-    Not to be used across a fork: open it in the process that uses it. Every method raises StoreUnavailable when the
-    server can't be reached; `transaction` runs its work again as a whole on a conflict, so the work must have no
-    effect outside of the transaction.
+    Methods raise StoreUnavailable if the server is unreachable.
     """
 
     def __init__(self, dsn: str, *, application: str = "mqlayer", max_size: int = 4, timeout_s: float = 5.0) -> None:
@@ -106,8 +104,7 @@ class Database:
             max_size=max_size,
             max_idle=60,
             max_lifetime=1200,
-            # The pool by itself waits a second, then two, then four, for a server that is back long since, and as
-            # long for each connection that the server's end broke: see `_acquire`.
+            # The pool's own backoff (1, 2, 4 s …) delays the return to a recovered server: see `_acquire`.
             reconnect_timeout=0,
             configure=self._set_up,
             open=False,
@@ -123,7 +120,7 @@ class Database:
                 yield connection
 
     def check_direct(self, purpose: str) -> None:
-        """See that there is a way to a session of our own. Raises ConfigurationRefused, StoreUnavailable."""
+        """Check that direct connections work. Raises ConfigurationRefused, StoreUnavailable."""
         if self._pooled is None:
             with self.connection():
                 pass
@@ -131,13 +128,12 @@ class Database:
             connect_directly(self.dsn, purpose=purpose, application=self._application).close()
 
     def _set_up(self, connection: Connection) -> None:
-        """Set a new connection up. And see to it first where the server is another one."""
         try:
             options = options_of(self.dsn)
             self._pooled = not set_up(connection, options, application=self._application, address=self.address).own
             self._refused = None
         except ConfigurationRefused as error:
-            # The pool keeps it for itself, and tries again.
+            # The pool hides the error and tries again.
             self._refused = error
             raise
         meet_server(connection)
@@ -162,10 +158,9 @@ class Database:
 
     @contextmanager
     def _connected_beside(self) -> Iterator[Connection]:
-        """Lend a connection that is none of the pool, whose time is over, unless all of the pool's are in use.
+        """Lend a connection outside of the pool, unless all of its own are in use.
 
-        Connecting once more tells why the pool gave none. Where it comes, the pool was only slow: on a busy machine its
-        threads may wait for longer than the time.
+        Connecting shows why the pool timed out, or that it was only slow.
         """
         with connect(self.dsn, application=self._application) as connection:
             meet_server(connection)
@@ -175,14 +170,13 @@ class Database:
             yield connection
 
     def _acquire(self) -> Connection:
-        """Take a connection that answers, as soon as there is one. Raises PoolTimeout after the time."""
         deadline, wait_s = time.monotonic() + self._timeout_s, FIRST_TRY_S
         while True:
             left_s = deadline - time.monotonic()
             try:
                 connection = self._pool.getconn(timeout=min(wait_s, left_s))
             except PoolTimeout:
-                # Each try has the pool connect once; who waits on is not told that it failed.
+                # Each try makes the pool connect once; the pool does not report failures to waiters.
                 if self._refused is not None:
                     raise self._refused from None
                 if left_s <= wait_s:
@@ -193,7 +187,7 @@ class Database:
                 return connection
 
     def _answers(self, connection: Connection) -> bool:
-        """Say whether a connection is alive; give it back to be thrown away if it is not."""
+        """Say whether a connection is alive; the pool drops a dead one."""
         try:
             if not refuse_moved(connection, self.address):
                 ConnectionPool.check_connection(connection)
@@ -206,7 +200,8 @@ class Database:
         return True
 
     def transaction(self, work: Callable[[Connection], Result], *, timeout_s: float = 10.0) -> Result:
-        """Run `work` in a transaction; again as a whole after a conflict; raise the last error after the time."""
+        """Run `work` in a transaction, again after conflicts until the timeout, then raise the last error. It must have
+        no other effect."""
         retrying = Retrying(
             retry=retry_if_exception_type(TransactionConflict),
             wait=wait_random_exponential(multiplier=0.02, max=0.5),
@@ -233,7 +228,7 @@ class Database:
 
 @contextmanager
 def driver_errors(address: str) -> Iterator[None]:
-    """Turn the driver's errors into those of mqlayer; others pass."""
+    """Turn driver errors into mqlayer's; others pass."""
     try:
         yield
     except (psycopg.Error, PoolTimeout) as error:
@@ -241,7 +236,7 @@ def driver_errors(address: str) -> Iterator[None]:
 
 
 def translate(error: Exception, address: str = "postgres") -> MqlayerError:
-    """Return mqlayer's error for one of the driver's."""
+    """Return mqlayer's error for a driver error."""
     state = getattr(error, "sqlstate", None) or ""
     text = redact(str(error).splitlines()[0]) if str(error) else type(error).__name__
     if isinstance(error, _RETRYABLE):
@@ -264,7 +259,6 @@ def translate(error: Exception, address: str = "postgres") -> MqlayerError:
 
 
 def _published_error(error: Exception, state: str, text: str) -> MqlayerError:
-    """Return the error for what a function of the application schema refused."""
     hint = _hint(error)
     if state == "MQ001":
         return NotFound("topic", text.split('"')[1] if '"' in text else text, hint)
@@ -285,7 +279,6 @@ def _hint(error: Exception) -> str:
 
 
 def _arguments(dsn: str, application: str) -> dict[str, Any]:
-    """Return connection arguments that the DSN leaves open."""
     given = parse_dsn(dsn)
     fixed = {"application_name": application, "client_encoding": "UTF8"}
     return fixed | {k: v for k, v in _KEEPALIVE.items() if k not in given}

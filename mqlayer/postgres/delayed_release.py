@@ -1,4 +1,4 @@
-"""Moving delayed messages that are due to the outbox, for relays and for the periodic job."""
+"""Move due delayed messages to the outbox."""
 
 from __future__ import annotations
 
@@ -15,17 +15,15 @@ ROWS_AT_ONCE: Final = 500
 
 
 class DelayedRelease(NamedTuple):
-    """How many messages moved, and in how many seconds the next one is due; None for none."""
+    """Moved messages; seconds until the next, or None."""
 
     moved: int
     next_s: float | None
 
 
 def release_on(connection: Connection, *, wait_ms: int) -> DelayedRelease:
-    """Move what is due, up to some hundreds, in one transaction of its own: each moves once, whoever dies.
-
-    One busy LP whose message is overdue is waited for, so long at the most. The connection is in autocommit mode.
-    """
+    """Move up to 500 due messages, each once, on an autocommit connection. Waits up to `wait_ms` for a busy, overdue
+    LP."""
     failpoint("delayed.before_release")
     row = connection.execute(query("delayed_release"), {"limit": ROWS_AT_ONCE, "wait_ms": wait_ms}).fetchone()
     moved, next_s = row or (0, None)

@@ -1,4 +1,4 @@
-"""Addresses of Postgres: taken apart by the driver's own parser, shown by host, port and database alone."""
+"""Parse DSNs with libpq; show host, port and database only."""
 
 from __future__ import annotations
 
@@ -23,10 +23,9 @@ _HOST: Final = re.compile(r"[\w.-]*|/[^@\s]*")
 
 
 def parse_dsn(dsn: str) -> dict[str, Any]:
-    """Take a DSN apart. Raises InvalidInput, which never shows it.
+    """Parse a DSN. Raises InvalidInput, which never shows it.
 
-    One that the driver takes apart otherwise than it was meant is refused too: with a bare `@` or `/` in its password,
-    a part of that would be taken for the host or the database, and shown as such.
+    Refuses a bare `@` or `/` in a password: libpq would misread it as host or database.
     """
     parts = _parse(dsn)
     if parts is None:
@@ -36,7 +35,7 @@ def parse_dsn(dsn: str) -> dict[str, Any]:
 
 
 def address_of(dsn: str) -> str:
-    """Return host, port and database of a DSN, for messages: no user, no password."""
+    """Return host, port and database."""
     parts = _parse(dsn)
     if parts is None:
         return "postgres (the DSN can't be parsed)"
@@ -48,7 +47,7 @@ def _parse(dsn: str) -> dict[str, Any] | None:
     try:
         parts = conninfo_to_dict(dsn)
     except psycopg.Error:
-        # Its words hold a part of the DSN.
+        # Its text quotes the DSN.
         return None
     hosts, ports = str(parts.get("host", "")).split(","), str(parts.get("port", "")).split(",")
     meant = _is_clear(dsn) and all(_is_host(host) for host in hosts)
@@ -56,7 +55,6 @@ def _parse(dsn: str) -> dict[str, Any] | None:
 
 
 def _is_clear(dsn: str) -> bool:
-    """Return whether the parts of a URL end where they seem to; pairs always do."""
     if not dsn.startswith(_SCHEMES):
         return True
     authority, _, rest = dsn.partition("://")[2].partition("/")
@@ -76,5 +74,4 @@ def _is_host(host: str) -> bool:
 
 @lru_cache(maxsize=1)
 def _secret_names() -> frozenset[str]:
-    """Return the parameters that libpq itself hides from view."""
     return frozenset(option.keyword.decode() for option in pq.Conninfo.get_defaults() if option.dispchar == b"*")

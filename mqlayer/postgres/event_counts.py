@@ -1,4 +1,4 @@
-"""Counts of what happened to messages and keys that fail, ever, by group: see `mqlayer.events` for the words."""
+"""Counts of failure events per group; words: `mqlayer.events`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from mqlayer.postgres.database import Connection
 from mqlayer.postgres.queries import columns, query
 
 BY_OPERATORS: Final = 0
-"""In the place of a partition: what operators and jobs do, who hold the group's lock."""
+"""Instead of a partition: operators and jobs."""
 
 
 def add_counts(connection: Connection, group: Mapping[str, object], counts: Mapping[int, Mapping[str, int]]) -> None:
-    """Add to the counts of a group (its `group_id`), by partition and event, in the caller's transaction."""
+    """Add a group's counts by partition and event, in the caller's transaction."""
     rows = [
         (partition, event, count) for partition, events in counts.items() for event, count in events.items() if count
     ]

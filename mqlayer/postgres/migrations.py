@@ -1,11 +1,6 @@
-"""Forward-only migrations of the two schemas: control and application, each on its own.
+"""Forward-only migrations of both schemas, serialized by an advisory lock.
 
-The runner takes an advisory lock, so that two at once run each migration once, sets a lock timeout, and refuses a
-database that is newer than this code.
-
-The schemas and all in them belong to a role that nobody logs in as and that is no superuser: functions run with its
-rights, so a flaw in one reaches no further than the schemas. The runner makes the role, hands over what belongs to
-another one, and migrates as the role (sql/owner/prepare.sql); an owner that is there and is no superuser stays.
+A role without login owns the schemas and runs migrations (`sql/owner/prepare.sql`).
 """
 
 from __future__ import annotations
@@ -31,10 +26,10 @@ SchemaName = Literal["control", "application"]
 SCHEMAS: Final[dict[SchemaName, str]] = {"control": "mqlayer", "application": "mqlayer_app"}
 
 DEFAULT_OWNER: Final = "mqlayer_owner"
-# Names of types and tables are looked up in pg_temp first where it is left out.
+# Without it, pg_temp is searched first for types and tables.
 SEARCH_PATH: Final = "SET LOCAL search_path = pg_catalog, pg_temp"
 
-# Taken for the time of a migration; anybody else's use of these two numbers would only make us wait.
+# Held during a migration; a foreign use of these numbers only makes us wait.
 ADVISORY_LOCK: Final = (0x6D71, 0x6C79)
 
 
@@ -58,16 +53,15 @@ def migrations(schema: SchemaName) -> list[Migration]:
 
 
 def latest(schema: SchemaName) -> int:
-    """Return the number of a schema's last migration in this code."""
+    """Return a schema's last migration number in this code."""
     return migrations(schema)[-1].number
 
 
 def migrate(dsn: str, *, schema: SchemaName | None = None, owner: str | None = None) -> list[Migration]:
-    """Bring a database up to this code; return what was run. Safe to run twice and at once.
+    """Migrate one schema or both; return the migrations run. Safe to repeat and to run concurrently.
 
-    Without `schema`, both. `owner`: the role that the schemas belong to; without, the one that they have, or
-    `mqlayer_owner`. Raises SchemaMismatch for a newer database, ConfigurationRefused for one that is not UTF-8 and for
-    an owner that is a superuser or can't be made, StoreUnavailable when the database can't be reached.
+    `owner`: by default the present one, else `mqlayer_owner`. Raises SchemaMismatch for a newer database,
+    ConfigurationRefused without UTF-8 or for an owner that is a superuser or can't be created, StoreUnavailable.
     """
     done: list[Migration] = []
     with _connection(dsn) as connection, driver_errors(address_of(dsn)):
@@ -78,13 +72,12 @@ def migrate(dsn: str, *, schema: SchemaName | None = None, owner: str | None = N
 
 
 def _pass_on(notice: psycopg.errors.Diagnostic) -> None:
-    """Pass on what a migration has to say to people."""
     if notice.severity_nonlocalized == "WARNING":
         log.warning("migration_notice", extra={"text": notice.message_primary})
 
 
 def script(*, schema: SchemaName | None = None, owner: str | None = None) -> str:
-    """Return all migrations as one SQL script for a database administrator."""
+    """Return all migrations as one SQL script."""
     parts = [
         "-- Run in one go, as a superuser, or as the owner of the database with CREATEROLE.",
         "BEGIN;",
@@ -105,7 +98,7 @@ def script(*, schema: SchemaName | None = None, owner: str | None = None) -> str
 
 
 def check_schema(connection: Connection, schema: SchemaName, address: str) -> None:
-    """Raise SchemaMismatch unless the schema is there and as new as this code."""
+    """Raise SchemaMismatch unless the schema matches this code."""
     found, wanted = _number(connection, schema), latest(schema)
     if found == wanted:
         return
@@ -137,8 +130,8 @@ def _migrate_schema(connection: Connection, schema: SchemaName, address: str, ow
 
 
 def _prepare_owner(connection: Connection, schema: SchemaName, address: str, owner: str | None) -> int:
-    """Have the schema belong to its owner, and go on as that one; return the schema's last migration."""
-    # A database of another encoding has its sessions talk in that, unless they say otherwise.
+    """Return the last migration; the session then acts as the owner."""
+    # Otherwise the session uses the database's encoding.
     connection.execute("SET client_encoding = 'UTF8'")
     with _refusals(address), connection.transaction():
         connection.execute("SET LOCAL lock_timeout = '5s'")
@@ -161,7 +154,6 @@ def _owner_script(schema: SchemaName, owner: str | None) -> str:
 
 @contextmanager
 def _refusals(address: str) -> Iterator[None]:
-    """Turn what the preparation refuses into an error that says what to do."""
     try:
         yield
     except psycopg.Error as error:
@@ -196,7 +188,6 @@ def _table_text(schema: SchemaName) -> str:
 
 
 def _number(connection: Connection, schema: SchemaName) -> int:
-    """Return the last migration that the database has, 0 for none."""
     table = f"{SCHEMAS[schema]}.migration"
     row = connection.execute("SELECT to_regclass(%s)", (table,)).fetchone()
     if row is None or row[0] is None:

@@ -1,7 +1,4 @@
-"""Hearing what Postgres notifies of, in a thread with a connection of its own.
-
-Best effort: a notification says only that a look pays now, and everybody who listens also looks by himself at times.
-"""
+"""Listen to Postgres notifications in a thread. Best effort: also poll."""
 
 from __future__ import annotations
 
@@ -21,16 +18,16 @@ from mqlayer.postgres.database import Database, connect_directly
 log = logging.getLogger(__name__)
 
 ROUTE: Final = "mqlayer_route"
-"""A route version was put in force; the payload is the topic."""
+"""A new route version; payload: the topic."""
 GROUP: Final = "mqlayer_group"
-"""Assignments of a group changed; the payload is its id."""
+"""Changed assignments; payload: the group's id."""
 PURPOSE: Final = "hearing notifications (LISTEN)"
 RETRY_S: Final = 1.0
 POLL_S: Final = 0.5
 
 
 class NotificationListener:
-    """Calls `heard(payload)` for each notification on a channel; with "" when it begins to listen: some were missed."""
+    """Calls `heard(payload)` per notification, and `heard("")` when listening begins: earlier ones are missed."""
 
     def __init__(
         self, database: Database, channel: str, heard: Callable[[str], None], *, application: str = "mqlayer routes"
@@ -38,11 +35,11 @@ class NotificationListener:
         self._database, self._channel, self._heard, self._application = database, channel, heard, application
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
-        # A pipe that `close` writes to: whoever ends does not wait for the next look.
+        # `close` writes to this pipe to end the wait at once.
         self._ends = (-1, -1)
 
     def start(self) -> None:
-        """Begin to listen; returns at once. Raises ConfigurationRefused where only a pooler is known."""
+        """Start the thread. Raises ConfigurationRefused if only a pooler is known."""
         self._database.check_direct(PURPOSE)
         self._ends = os.pipe()
         self._thread = threading.Thread(target=self._run, name=f"mqlayer-hears-{self._channel}", daemon=True)
@@ -55,7 +52,7 @@ class NotificationListener:
             return
         os.write(self._ends[1], b".")
         self._thread.join(timeout=5)
-        # One that hangs in its connection still looks at the pipe.
+        # A thread that still connects will read the pipe.
         if not self._thread.is_alive():
             self._thread = None
             for end in self._ends:

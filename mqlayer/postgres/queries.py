@@ -1,7 +1,6 @@
-"""Named queries: SQL lives in ``sql/queries/<area>.sql``; Python knows names only.
+"""Named queries from ``sql/queries/<area>.sql``.
 
-A file holds entries of the form ``-- name: <name>``, a line of purpose, and one statement with named parameters. What
-several statements of a file share is a ``-- part: <name>``, put in where they say ``{<name>}``.
+``-- name: <name>`` begins a statement with its purpose; ``-- part: <name>`` replaces ``{<name>}`` in the file.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ _PART: Final = re.compile(r"\{([a-z_]+)\}")
 
 @cache
 def queries() -> Mapping[str, str]:
-    """Return every named query of every area."""
+    """Return all named queries."""
     found: dict[str, str] = {}
     for file in sql_names("queries"):
         pieces = _ENTRY.split(sql_source(f"queries/{file}"))
@@ -38,11 +37,11 @@ def _part(parts: Mapping[str, str], found: re.Match[str]) -> str:
 
 
 def query(name: str) -> LiteralString:
-    """Return the statement of this name."""
-    # The text comes from a file of this package, never from data.
+    """Return a named query."""
+    # From a file of this package, never from data.
     return queries()[name]
 
 
 def columns(names: Sequence[str], rows: Sequence[Sequence[Any]]) -> dict[str, Any]:
-    """Return rows as one array per column, as statements over many rows take them."""
+    """Return rows as arrays by column."""
     return {name: [row[at] for row in rows] for at, name in enumerate(names)}

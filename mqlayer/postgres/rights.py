@@ -1,9 +1,7 @@
-"""Rights of Postgres roles: what comes with each, and to give, take back and list them.
+"""Grant, revoke and list rights of Postgres roles: `docs/design/access.md`.
 
-What a right allows is in `sql/rights/<right>.sql`: the privileges on schemas, tables, columns, sequences and functions.
-Who has it, and for which topics or groups, is in the table `granted` of each schema. Policies and functions read it,
-and after a migration its roles get what the migration added. A privilege stays with a role for as long as one of its
-rights needs it.
+`sql/rights/<right>.sql` holds privileges, the tables `granted` hold roles and scopes. A role keeps a privilege while
+one of its rights needs it.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ SCHEMAS: Final[dict[SchemaName, str]] = {"control": "mqlayer", "application": "m
 
 
 class Right(StrEnum):
-    """What a role may do. Rights add up; give each process a role of its own."""
+    """A role's permission. Rights add up."""
 
     PUBLISH = "publish"
     CONSUME = "consume"
@@ -45,7 +43,7 @@ class Right(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """A right that a role has. `scope`: a topic, or TOPIC/GROUP; empty where it holds for all."""
+    """A role's right. `scope`: a topic or TOPIC/GROUP; empty for all."""
 
     role: str
     right: Right
@@ -64,7 +62,7 @@ _SCHEMA_OF: Final[dict[str, SchemaName]] = {
 
 @dataclass(frozen=True, slots=True)
 class Privilege:
-    """One statement of a right: `privileges` on `target`, as SQL has them."""
+    """One GRANT of a right, as in SQL."""
 
     schema: SchemaName
     name: str
@@ -74,7 +72,7 @@ class Privilege:
 
 @cache
 def privileges(right: Right) -> tuple[Privilege, ...]:
-    """Return what comes with a right; nothing for `migrate`, which is to be a member of the owner."""
+    """Return a right's privileges; `migrate` is membership in the owner instead."""
     if right is Right.MIGRATE:
         return ()
     found = _STATEMENT.findall(sql_source(f"rights/{right}.sql"))
@@ -85,7 +83,7 @@ def privileges(right: Right) -> tuple[Privilege, ...]:
 
 
 def scopes_of(right: Right, topics: Sequence[str], groups: Sequence[str]) -> tuple[str, ...]:
-    """Return what a right is limited to; one empty scope for no limit. Raises InvalidInput for what can't be."""
+    """Return a right's scopes, ("",) for no limit. Raises InvalidInput."""
     if topics and right is not Right.PUBLISH:
         raise InvalidInput(f"{right} can't be limited to topics: only publish can")
     if groups and right is not Right.CONSUME:
@@ -102,10 +100,7 @@ def scopes_of(right: Right, topics: Sequence[str], groups: Sequence[str]) -> tup
 
 
 def grant(dsn: str, schema: SchemaName, role: str, right: Right, scopes: Iterable[str] = ("",)) -> None:
-    """Give a right to a role that is there, in one transaction; again changes nothing.
-
-    Raises NotFound, and PermissionDenied for who may not give it.
-    """
+    """Grant a right. Idempotent. Raises NotFound, PermissionDenied."""
     with _transaction(dsn, "mqlayer grant", right) as connection:
         _check_role(connection, role)
         for statement in grant_statements(schema, role, right, scopes):
@@ -113,10 +108,9 @@ def grant(dsn: str, schema: SchemaName, role: str, right: Right, scopes: Iterabl
 
 
 def revoke(dsn: str, schema: SchemaName, role: str, right: Right, scopes: Collection[str] = ("",)) -> None:
-    """Take a right back, in one transaction: all of it for the empty scope, else these topics or groups.
+    """Revoke scopes of a right, all for the empty scope.
 
-    Raises NotFound, PermissionDenied for who may not take it, and Conflict: of a right to all topics or groups, some
-    can't be taken.
+    Raises NotFound, PermissionDenied, Conflict for a part of an unlimited right.
     """
     with _transaction(dsn, "mqlayer revoke", right) as connection:
         _check_role(connection, role)
@@ -127,7 +121,7 @@ def revoke(dsn: str, schema: SchemaName, role: str, right: Right, scopes: Collec
 
 
 def grant_statements(schema: SchemaName, role: str, right: Right, scopes: Iterable[str]) -> list[sql.Composed]:
-    """Return the statements that give a right, for one transaction."""
+    """Return a grant's statements, for one transaction."""
     if right is Right.MIGRATE:
         return [_membership(schema, "GRANT %I TO %I", role)]
     scopes = tuple(scopes)
@@ -137,7 +131,7 @@ def grant_statements(schema: SchemaName, role: str, right: Right, scopes: Iterab
 
 
 def revoke_statements(schema: SchemaName, role: str, right: Right, scopes: Iterable[str]) -> list[sql.Composed]:
-    """Return the statements that take a right back, and give again what other rights of the role need of it."""
+    """Return a revoke's statements; other rights keep their privileges."""
     if right is Right.MIGRATE:
         return [_membership(schema, "REVOKE %I FROM %I", role)]
     scopes = tuple(scopes)
@@ -149,7 +143,7 @@ def revoke_statements(schema: SchemaName, role: str, right: Right, scopes: Itera
 
 
 def grants(dsn: str, schema: SchemaName) -> list[Grant]:
-    """Return who was given what, members of the owner included, by role."""
+    """Return all grants and the owner's members, by role."""
     with connect(dsn) as connection, driver_errors(address_of(dsn)):
         rows = connection.execute(sql.SQL(_LISTED).format(_table(schema))).fetchall()
         members = connection.execute(_MEMBERS, {"schema": SCHEMAS[schema]}).fetchall()
@@ -159,7 +153,7 @@ def grants(dsn: str, schema: SchemaName) -> list[Grant]:
 
 
 def regrant_all(connection: Connection, schema: SchemaName) -> None:
-    """Give every right once more, with what migrations added to it; forget roles that are gone."""
+    """Grant all rights again after migrations; delete dropped roles."""
     connection.execute(
         sql.SQL("DELETE FROM {} g WHERE NOT EXISTS (SELECT FROM pg_catalog.pg_roles r WHERE r.oid = g.role)").format(
             _table(schema)
@@ -172,20 +166,17 @@ def regrant_all(connection: Connection, schema: SchemaName) -> None:
 
 
 def require(connection: Connection, schema: SchemaName, right: Right, scope: str = "", *others: Right) -> None:
-    """Raise PermissionDenied, with the command that helps, unless the role of a connection has a right.
-
-    For a scope, or for all; one of the others will do as well.
-    """
+    """Raise PermissionDenied, with the helpful command, unless the connection's role has this right or one of `others`,
+    for the scope or for all."""
     name = "right_held" if schema == "control" else "application_right_held"
     facts = {"right": right, "scope": scope, "others": list(others)}
     _require(connection, query(name), facts, right, scope)
 
 
 def require_change(connection: Connection, schema: SchemaName, *others: Right, group: str | None = None) -> None:
-    """Raise PermissionDenied, with the command that helps, unless the role of a connection may operate.
+    """Raise PermissionDenied unless the connection's role may operate, or has one of `others`.
 
-    One of the others will do as well, and in the control schema the right to consume a group (TOPIC/GROUP; the empty
-    one: any). Asked before a command looks at what there is to do: who only looks is refused where that is nothing.
+    In the control schema, the right to consume `group` (TOPIC/GROUP; empty: any) suffices. Ask before looking for work.
     """
     name = "change_allowed" if schema == "control" else "application_change_allowed"
     facts = {"rights": [Right.OPERATE, *others], "group": group}
@@ -209,10 +200,7 @@ def _denied(connection: Connection, role: str, right: Right, scope: str) -> Perm
 
 
 def ensure_login(dsn: str, role: str, password: str) -> bool:
-    """Make a role that may log in with this password, or give it the password; say whether it is new.
-
-    The server gets the password's hash only, so none of its logs has it.
-    """
+    """Create a login role or set its password; return whether it is new. The server sees only a hash."""
     with connect(dsn, application="mqlayer grant") as connection, driver_errors(address_of(dsn)):
         secret = connection.pgconn.encrypt_password(password.encode(), role.encode(), b"scram-sha-256").decode()
         there = connection.execute("SELECT 1 FROM pg_catalog.pg_roles WHERE rolname = %s", (role,)).fetchone()
@@ -244,7 +232,6 @@ def _transaction(dsn: str, application: str, right: Right) -> Iterator[Connectio
 
 @contextmanager
 def _refused_with(dsn: str, what: str, fix: str) -> Iterator[None]:
-    """Tell a refusal of Postgres with the way out."""
     try:
         yield
     except pg_errors.InsufficientPrivilege as error:
@@ -257,7 +244,7 @@ def _table(schema: SchemaName) -> sql.Identifier:
 
 
 def _row(schema: SchemaName, role: str, right: Right, scope: str) -> tuple[sql.Composable, ...]:
-    # A literal of a regrole is read as a name is, so it is quoted as one.
+    # regrole parses its literal as a name, so quote it.
     quoted = '"' + role.replace('"', '""') + '"'
     return _table(schema), sql.Literal(quoted), sql.Literal(str(right)), sql.Literal(scope)
 
@@ -265,10 +252,7 @@ def _row(schema: SchemaName, role: str, right: Right, scope: str) -> tuple[sql.C
 def _privileges(
     schema: SchemaName, role: str, right: Right, *, limited: bool, targets: set[str] | None = None
 ) -> list[sql.Composed]:
-    """Return the GRANTs of a right, or those on some targets.
-
-    Publishing to named topics is by the outbox only: a Redis user knows no topics.
-    """
+    """Publishing to named topics needs the outbox: Redis users know no topics."""
     given_for_all = ("publish_any", "consume_any") if limited else ()
     if right is Right.PUBLISH and limited and schema == "control":
         return []
@@ -282,13 +266,12 @@ def _privileges(
 
 
 def _spelled(pattern: LiteralString, privilege: Privilege, role: str) -> sql.Composed:
-    # The words come from a file of this package, never from data.
+    # From a file of this package, never from data.
     words: tuple[Any, Any] = (privilege.privileges, privilege.target)
     return sql.SQL(pattern).format(*(sql.SQL(word) for word in words), sql.Identifier(role))
 
 
 def _all_of(schema: SchemaName, role: str, rows: Iterable[tuple[str, str]]) -> list[sql.Composed]:
-    """Return the GRANTs of all rights of a role."""
     limits: dict[Right, list[str]] = {}
     for right, scope in rows:
         limits.setdefault(Right(right), []).append(scope)
@@ -305,7 +288,6 @@ def _rows(connection: Connection, schema: SchemaName, role: str) -> list[tuple[s
 
 
 def _membership(schema: SchemaName, pattern: str, role: str) -> sql.Composed:
-    """Return the statement that changes who is a member of the schema's owner."""
     body = sql.SQL(
         "BEGIN EXECUTE format({}, (SELECT pg_get_userbyid(nspowner) FROM pg_namespace "
         "WHERE oid = {}::regnamespace), {}); END"
@@ -314,14 +296,12 @@ def _membership(schema: SchemaName, pattern: str, role: str) -> sql.Composed:
 
 
 def _refusal_of_whole(schema: SchemaName, role: str, right: Right) -> sql.Composed:
-    """Return a statement that fails for a role that has the right without limits."""
     text, fix = (sql.Literal(text.format(role=role, right=right)) for text in (_WHOLE, _WHOLE_FIX))
     body = sql.SQL("BEGIN IF {} THEN RAISE EXCEPTION USING MESSAGE = {}, HINT = {}; END IF; END")
     return _block(body.format(_has(schema, role, right, whole=True), text, fix))
 
 
 def _regrant(schema: SchemaName, role: str, targets: set[str]) -> sql.Composed:
-    """Return a statement that gives each right that the role has once more, as far as it needs these targets."""
     found: list[sql.Composable] = []
     for right in Right:
         for limited in (False, True):
@@ -332,13 +312,12 @@ def _regrant(schema: SchemaName, role: str, targets: set[str]) -> sql.Composed:
 
 
 def _has(schema: SchemaName, role: str, right: Right, *, whole: bool) -> sql.Composed:
-    """Return the condition that a role has a right, or any part of it."""
     condition = "EXISTS (SELECT FROM {} WHERE role = {}::regrole AND privilege = {} AND {} IN (scope, 'any'))"
     return sql.SQL(condition).format(*_row(schema, role, right, "" if whole else "any"))
 
 
 def _block(body: sql.Composed) -> sql.Composed:
-    # A literal, not dollars: a role may be named as any of these.
+    # A literal, not dollar quotes, which a role's name could contain.
     return sql.SQL("DO {}").format(sql.Literal(body.as_string(None)))
 
 

@@ -1,4 +1,4 @@
-"""Whether a Postgres is the one whose commits its schema is made of: a promoted standby, or a backup, may lack some."""
+"""Detect a replaced Postgres, which may lack commits."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ from mqlayer.postgres.queries import query
 
 NOT_REPORTED: Final = 0
 SUSPECT: Final = -1
-"""In place of a timeline: of a Postgres that does not tell it, and where commits are known to be missing."""
+"""Instead of timelines: unreported; commits missing."""
 
 log = logging.getLogger(__name__)
 
 
 def meet_server(connection: psycopg.Connection[tuple[Any, ...]]) -> bool:
-    """Compare the server with what its control schema knows; say whether it is another one, and was seen to.
+    """Compare the server with the control schema's record; return whether it was replaced.
 
-    Then every number goes on above what may have been lost, and all nodes wait to be armed, see `server_seen_v1`. Does
-    nothing where there is no control schema, or this user has no business with it. Raises the driver's error for a
-    standby.
+    If so, numbers skip possible losses, and all nodes wait for arming (`server_seen_v1`). Does nothing without schema
+    or rights. Raises the driver's error for a standby.
     """
     known = connection.execute(query("server_known")).fetchone()
     if known is None or not known[0]:

@@ -1,10 +1,4 @@
-"""How each session of our own is set up, whatever the server, the database and the role say, and behind poolers.
-
-A session that is ours alone gets all of `SETTINGS`, in the one round trip that also tells whether it is. A pooler may
-run the statements of one connection in several sessions, each of which other clients use too: there nothing is set,
-because it would be set for those. A second round trip reads its defaults, and one that we can't work with is refused
-with how to change it.
-"""
+"""Set up the library's sessions: `docs/design/access.md`."""
 
 from __future__ import annotations
 
@@ -40,26 +34,24 @@ SETTINGS: Final[Mapping[str, str]] = {
     "row_security": "on",
     "search_path": "pg_catalog, pg_temp",
     "standard_conforming_strings": "on",
-    # Only where it is off, see `_assigned`: a session that waits for standbys goes on waiting for them.
+    # Only if off, see `_assignment`: keep a stricter wait for standbys.
     "synchronous_commit": "on",
     "TimeZone": "UTC",
     "transform_null_equals": "off",
 }
-"""Transactions of ours take a lock and then read what it guards, so each statement has to see what was committed. No
-statement of ours is worth compiling. Names of ours are qualified: what else has one is the server's."""
+"""Read committed: statements after a lock must see the latest commits."""
 SOME_SERVERS_HAVE: Final[Mapping[str, str]] = {
     "plpgsql.extra_errors": "none",
     "restrict_nonsystem_relation_kind": "",
     "transaction_timeout": "0",
 }
-"""Of later versions, or there only once the role or the database has it."""
+"""Set only if present."""
 READING: Final[Mapping[str, str]] = {
     "default_transaction_isolation": "repeatable read",
     "default_transaction_read_only": "on",
     "enable_nestloop": "off",
 }
-"""One view of the data for all statements of a transaction, and nothing is ever written. Tables that were filled since
-they were last looked at are no reason to look a cut through once for each record."""
+"""One snapshot per transaction, no writes; stale statistics must not choose nested loops."""
 NEEDED: Final[Mapping[str, tuple[str, ...]]] = {
     "array_nulls": ("on",),
     "DateStyle": ("ISO", "ISO, DMY", "ISO, MDY", "ISO, YMD"),
@@ -73,7 +65,7 @@ NEEDED: Final[Mapping[str, tuple[str, ...]]] = {
     "synchronous_commit": ("on", "local", "remote_write", "remote_apply"),
     "transform_null_equals": ("off",),
 }
-"""The defaults that statements of ours rely on where nothing can be set, best first."""
+"""Fit defaults of shared sessions, best first."""
 
 _NONE: Final = SessionLimits(0, 0, 0)
 _SERVING: Final = SessionLimits(60, 30, 60)
@@ -82,19 +74,19 @@ LIMITS: Final[Mapping[str, SessionLimits]] = {
     "mqlayer consumer": _SERVING,
     "mqlayer receiver": _SERVING,
     "mqlayer producer": _SERVING,
-    # An outbox may have to be read through, and who arms a node holds its row while it sends what the node lacks.
+    # It may read through an outbox, and holds a node's row while it resends.
     "mqlayer relay": SessionLimits(300, 30, 600),
     "mqlayer worker": SessionLimits(3600, 60, 600),
     "mqlayer routes": _NONE,
-    # It looks at these settings, and limits itself.
+    # It inspects these settings, and limits itself.
     "mqlayer doctor": SessionLimits(),
     "mqlayer migrate": _NONE,
 }
-"""By kind of process; others are commands, whose statements may take as long as there is data."""
+"""By kind of process; others are commands, with unlimited statements."""
 
 
 class ServerSession(NamedTuple):
-    """Of a connection: whether its statements run in a session of its own, and in which process the first one did."""
+    """Whether a connection owns its session; its first server process."""
 
     own: bool
     server_pid: int
@@ -104,10 +96,9 @@ _sessions: Final[WeakKeyDictionary[AnyConnection, ServerSession]] = WeakKeyDicti
 
 
 def set_up(connection: AnyConnection, options: ConnectionOptions, *, application: str, address: str) -> ServerSession:
-    """Set up the session of a connection in autocommit mode, or see that it can do without.
+    """Set up an autocommit connection's session, or check a shared one.
 
-    A pooler shows by the process id that it told at connecting: it is the pooler's own, not that of the server's
-    process. Raises ConfigurationRefused for a shared session whose defaults are none that we can work with.
+    A pooler reports its own process id at connecting. Raises ConfigurationRefused for unfit defaults.
     """
     connection.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
     wanted = {
@@ -116,7 +107,7 @@ def set_up(connection: AnyConnection, options: ConnectionOptions, *, application
         **(READING if options.reads_only else {}),
         **_limits(options, application),
     }
-    # Without parameters and by no prepared statement: a pooler has nothing to keep apart.
+    # Nothing that a pooler must keep apart: no parameters, not prepared.
     setting = _assigned(tuple(wanted.items())) + _if_own(connection, options)
     row = connection.execute(setting, prepare=False).fetchone()
     session = _sessions[connection] = (
@@ -127,10 +118,9 @@ def set_up(connection: AnyConnection, options: ConnectionOptions, *, application
 
 @cache
 def _assigned(wanted: tuple[tuple[str, str], ...]) -> bytes:
-    """Return the statement that makes settings; its row, which is there where they were made, begins with the process.
+    """Return the statement that sets everything; its row begins with the server process.
 
-    Everything is named in full: which objects bare names mean, it is about to say. It is all expressions, since a new
-    session reads from the catalogs each function, operator and type that a statement uses.
+    Names are qualified, as it sets `search_path`.
     """
     each = sql.SQL(", ").join(_assignment(name, value) for name, value in wanted)
     text = sql.SQL("SELECT pg_catalog.pg_backend_pid(), pg_catalog.num_nonnulls({})").format(each)
@@ -148,7 +138,6 @@ def _assignment(name: str, value: str) -> sql.Composed:
 
 
 def _if_own(connection: AnyConnection, options: ConnectionOptions) -> bytes:
-    """Return the condition to it: the server's process is the one that was told at connecting, or a setting says so."""
     if options.pooled_by_session:
         return b""
     return b" WHERE pg_catalog.pg_backend_pid() OPERATOR(pg_catalog.=) %d" % connection.info.backend_pid
@@ -157,8 +146,7 @@ def _if_own(connection: AnyConnection, options: ConnectionOptions) -> bytes:
 def _shared(
     connection: AnyConnection, options: ConnectionOptions, wanted: Mapping[str, str], address: str
 ) -> ServerSession:
-    """See that a session that is lent by a pooler has settings that we can work with. Raises ConfigurationRefused."""
-    # A prepared statement has the same name with every client, and belongs to one of the server's sessions.
+    # A prepared statement exists in one server session only.
     connection.prepare_threshold = connection.prepare_threshold if options.pooler_prepares else None
     row = connection.execute(query("session_found"), {"names": list(wanted)}, prepare=False).fetchone()
     server_pid, found = row or (0, [])
@@ -167,22 +155,20 @@ def _shared(
 
 
 def is_own(connection: AnyConnection) -> bool:
-    """Return whether settings, locks and what else is the session's last from one statement to the next."""
+    """Say whether the session outlives a statement."""
     session = _sessions.get(connection)
     return session is None or session.own
 
 
 def is_direct(connection: AnyConnection) -> bool:
-    """Return whether no pooler is in between."""
+    """Say whether no pooler is between."""
     session = _sessions.get(connection)
     return session is None or session.server_pid == connection.info.backend_pid
 
 
 def refuse_moved(connection: AnyConnection, address: str) -> bool:
-    """Ask a connection that was promised a session of its own through a pooler whether it still has it.
-
-    Returns False for any other, which is asked nothing. Raises ConfigurationRefused where the promise is wrong.
-    """
+    """Check that a promised own session behind a pooler is unchanged; False without query for others. Raises
+    ConfigurationRefused."""
     session = _sessions.get(connection)
     if session is None or not session.own or is_direct(connection):
         return False
@@ -194,7 +180,7 @@ def refuse_moved(connection: AnyConnection, address: str) -> bool:
 
 
 def refuse_pooled(options: ConnectionOptions, address: str, purpose: str) -> ConfigurationRefused:
-    """Return the error for a connection that has to be a session of its own, and leads through a pooler."""
+    """Return the error for a pooled connection."""
     wanted = (
         f"a direct connection for {purpose}: set {options.direct_setting} to the server's own address, or "
         "MQLAYER_POOLER=session if the pooler keeps one server connection for each of ours"
@@ -203,9 +189,9 @@ def refuse_pooled(options: ConnectionOptions, address: str, purpose: str) -> Con
 
 
 def reading_options() -> str:
-    """Return the same settings for other drivers, as a connection that only reads is given them when it begins."""
+    """Return other drivers' options for read-only sessions."""
     unlimited = {"statement_timeout": "0", "lock_timeout": "0", "idle_in_transaction_session_timeout": "0"}
-    # Drivers set DateStyle, TimeZone and the encoding as they need them.
+    # Drivers set these themselves.
     theirs = ("DateStyle", "TimeZone")
     wanted = {name: value for name, value in {**SETTINGS, **READING, **unlimited}.items() if name not in theirs}
     return " ".join(f"-c {name}={value}" for name, value in zip(wanted, map(_escaped, wanted.values()), strict=True))
@@ -230,7 +216,6 @@ def _limits(options: ConnectionOptions, application: str) -> dict[str, str]:
 
 
 def _refuse_unfit(found: Mapping[str, str], address: str) -> None:
-    """Raise ConfigurationRefused for the first default that statements of ours can't work with."""
     for name, fit in NEEDED.items():
         if found[name] not in fit:
             change = f"ALTER ROLE … SET {name} = '{fit[0]}', and RECONNECT in the pooler"

@@ -1,4 +1,4 @@
-"""How long to leave alone what refused or failed: tenacity's exponential wait with full jitter."""
+"""Retry intervals: tenacity's exponential wait with full jitter."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _WAIT_FOR_ROUTE: Final = wait_random_exponential(multiplier=0.005, max=1.0)
 
 
 def backoff_s(failures: int) -> float:
-    """Return the wait in seconds after so many failures or refusals in a row; at most 1 s."""
+    """Return seconds to wait after consecutive failures; at most 1."""
     return _WAIT(_state(failures))
 
 
 def route_backoff_s(refusals: int) -> float:
-    """Return the wait before a route is asked for again: shorter, because a route change takes milliseconds."""
+    """The same before reading a route; shorter, because route changes take milliseconds."""
     return _WAIT_FOR_ROUTE(_state(refusals))
 
 

@@ -1,4 +1,4 @@
-"""Publishing many messages in one call: batches of one partition each, several under way per connection."""
+"""Publishing many messages in one call."""
 
 from __future__ import annotations
 
@@ -30,16 +30,12 @@ from mqlayer.producing.send_wait import await_all, unknown_outcome
 from mqlayer.redis.wire import LINE_END, bulk_head
 
 OVERHEAD_BYTES: Final = 64
-"""Counted per message for what is neither facts, key nor body."""
 
 Positions = Sequence[int]
 
 
 class MessageBulk:
-    """The messages of one call, checked: columns of LPs and encoded keys, bodies, and facts where they differ.
-
-    Raises what the edge checks raise; nothing was sent then.
-    """
+    """One call's messages, checked and encoded. Raises for invalid input."""
 
     def __init__(
         self, topic: TopicQueues, messages: Sequence[Message], rng: random.Random, *, eager: bool = False
@@ -74,7 +70,7 @@ class MessageBulk:
         return len(self.placed)
 
     def singly(self, listener: BatchListener, deadline: float) -> Iterator[tuple[Lp, PendingSend]]:
-        """Yield each message as a pending send of its own, with its LP and its token."""
+        """Yield a pending send per message."""
         for position, (lp, key) in enumerate(self.placed):
             facts = self.common_facts if self.facts is None else self.facts[position]
             body = self.bodies[position]
@@ -93,7 +89,7 @@ class MessageBulk:
             )
 
     def _note_ids(self, messages: Sequence[Message]) -> None:
-        """Keep the tokens of messages with dedup ids, if there are any; without a key the LP follows from the id."""
+        # Without a key, the dedup id determines the LP.
         if all(message.dedup_id is None for message in messages):
             return
         for position, message in enumerate(messages):
@@ -103,7 +99,7 @@ class MessageBulk:
             self.tokens.append(token)
 
     def chunks(self) -> Iterator[tuple[PartitionQueue, Positions]]:
-        """Yield positions in chunks of one partition each, of 500 messages and 1 MB at the most, partitions in turn."""
+        """Yield chunks of up to 500 messages and 1 MB, partitions in turn."""
         cut = [self._cut(partition_queue, positions) for partition_queue, positions in self._by_partition().items()]
         for round_ in zip_longest(*cut):
             yield from (chunk for chunk in round_ if chunk is not None)
@@ -111,7 +107,7 @@ class MessageBulk:
     def pending_sends(
         self, positions: Positions, listener: BatchListener, deadline: float, owners: list[PendingSend | None]
     ) -> dict[Lp, PendingSend]:
-        """Return the messages at these positions as one pending send per LP, and note for each position whose it is."""
+        """Return a pending send per LP; set their positions' `owners`."""
         placed, bodies, facts, common = self.placed, self.bodies, self.facts, self.common_facts
         by_lp: dict[Lp, PendingSend] = {}
         for position in positions:
@@ -135,7 +131,7 @@ class MessageBulk:
     def _by_partition(self) -> dict[PartitionQueue, Positions]:
         table = self.topic.table
         if table[0] is table[-1]:
-            # Ranges are contiguous: one partition serves all.
+            # LP ranges are contiguous, so one partition serves all.
             return {table[0]: range(len(self.placed))}
         by_partition: dict[PartitionQueue, list[int]] = {}
         for position, (lp, _) in enumerate(self.placed):
@@ -152,7 +148,6 @@ class MessageBulk:
             start += len(chunk)
 
     def _fitting(self, chunk: Positions) -> int:
-        """Return how many of a chunk's messages fit into one call; at least one."""
         size = 0
         for count, position in enumerate(chunk):
             facts = self.common_facts if self.facts is None else self.facts[position]
@@ -163,10 +158,7 @@ class MessageBulk:
 
 
 class BulkSend:
-    """One call's way: batches go out while earlier ones are under way, in the caller's thread where it can.
-
-    Senders that somebody else works with take our batches along; we only wait then.
-    """
+    """One call's batches, sent by the calling thread if it can lead the sender."""
 
     def __init__(self, bulk: MessageBulk, in_flight: InFlight, deadline: float, max_in_flight: int) -> None:
         self._bulk, self._in_flight, self._deadline, self._max_in_flight = bulk, in_flight, deadline, max_in_flight
@@ -175,7 +167,7 @@ class BulkSend:
         self._leading: dict[NodeSender, None] = {}
 
     def run(self) -> Receipts:
-        """Publish all; return when all are settled. Raises PartlyPublished."""
+        """Publish all. Raises PartlyPublished."""
         try:
             self._send_all()
             for sender in self._leading:
@@ -194,7 +186,6 @@ class BulkSend:
                 self._drop(positions, error)
 
     def _send(self, partition_queue: PartitionQueue, pending_sends: dict[Lp, PendingSend]) -> None:
-        """Send pending sends over a sender that we can have, else leave them to whoever has it."""
         in_flight, topic, sender = self._in_flight, self._bulk.topic, partition_queue.sender
         count = sum(pending.count for pending in pending_sends.values())
         size = sum(pending.size for pending in pending_sends.values())
@@ -215,7 +206,7 @@ class BulkSend:
         notify_all(listeners)
 
     def _holds(self, sender: NodeSender) -> bool:
-        """Return whether we hold a sender that takes one more append now."""
+        """Whether we lead a sender that can take an append."""
         if sender not in self._leading:
             if not sender.try_lead():
                 return False
@@ -230,18 +221,17 @@ class BulkSend:
         return False
 
     def _finish(self, sender: NodeSender) -> None:
-        """Take the answers of a sender that we lead."""
         while self._listener.remaining and sender.unanswered_count and sender.pull(sender.wait_until(self._deadline)):
             sender.push()
 
     def _hand_over(self) -> None:
-        """Let the senders' threads make room while we wait."""
+        # The senders' threads free capacity while we wait.
         led, self._leading = self._leading, {}
         for sender in led:
             sender.resign()
 
     def _drop(self, positions: Positions, error: PublishError) -> None:
-        """Note that these messages were never queued."""
+        # These messages were never queued.
         with self._in_flight.lock:
             self._listener.any_failed = True
             self._listener.remaining -= len(positions)
@@ -260,7 +250,7 @@ class BulkSend:
 
 
 def send_singly(bulk: MessageBulk, in_flight: InFlight, deadline: float) -> Receipts:
-    """Publish a call's messages one by one, as those with dedup ids need it. Raises PartlyPublished."""
+    """Publish messages singly, for dedup ids. Raises PartlyPublished."""
     listener = BatchListener(len(bulk))
     owners: list[PendingSend] = []
     error: PublishError | None = None
@@ -278,7 +268,7 @@ def send_singly(bulk: MessageBulk, in_flight: InFlight, deadline: float) -> Rece
                 listeners = in_flight.refuse_eager(pending, time.monotonic())
                 pending.queue.partition_queue.sender.wake_locked()
             else:
-                # It was never queued, and what follows it must not overtake it.
+                # Never queued: a later message must not overtake a failed one.
                 pending.outcome = error
                 listener.remaining -= 1
                 listener.any_failed = True
@@ -291,7 +281,6 @@ def send_singly(bulk: MessageBulk, in_flight: InFlight, deadline: float) -> Rece
 
 
 def _partly(topic: str, owners: Sequence[PendingSend]) -> PartlyPublished:
-    """Return the error that says what became of each message."""
     outcomes: list[Receipt | MqlayerError] = []
     for pending, index in zip(owners, indices_within(owners), strict=True):
         if pending.outcome is None:

@@ -1,7 +1,4 @@
-"""What a producer knows of its messages, and what answers mean for them. No I/O.
-
-Everything here is guarded by `lock`. Methods return the listeners to be told; `notify_all` does so without the lock.
-"""
+"""A producer's unsettled messages, and the meaning of answers. No I/O."""
 
 from __future__ import annotations
 
@@ -50,58 +47,56 @@ log = logging.getLogger(__name__)
 
 MAX_UNREPORTED_LOSSES: Final = 100_000
 MAX_FORMER_SOURCES: Final = 100_000
-"""How many sources that queues left are looked after: some 20 MB, a hundred losses of a topic in all its LPs."""
+"""Some 20 MB: a hundred losses in all LPs of a topic."""
 CLOSED: Final = "it was closed before an answer came, so the message may or may not be stored"
 
 
 @dataclass(frozen=True, slots=True)
 class ProducerStats:
-    """Counts of messages since the producer started; `pending` ones are not settled yet."""
+    """Counts of messages since the producer started."""
 
     stored: int
-    """Have a place in a partition."""
     repeated: int
-    """Of those: an earlier try, whose answer was lost, had stored them."""
+    """Part of `stored`: an unanswered try stored them."""
     failed: int
-    """Certainly not stored: refused until their time was over."""
+    """Certainly not stored: refused until their deadline, or for good."""
     aborted: int
-    """Not sent, because an earlier message of their LP failed."""
+    """An earlier message of their LP failed."""
     withdrawn: int
-    """Not sent, because their futures were cancelled."""
+    """Their futures were cancelled."""
     lost: int
-    """Were acknowledged, and a node lost them."""
     duplicates: int
-    """Were not stored, because one with their dedup id was."""
+    """Not stored: an earlier message has their dedup id."""
     diverted: int
-    """Went to another partition than their key's, in topics of the strategy best_effort; twice, if that one refused."""
+    """Sent to another partition than their key's; counted again if that one refuses."""
     unreplicated: int
-    """Are stored, but fewer replicas than required received them in time."""
+    """Stored, but on too few replicas in time."""
     connections_lost: int
-    """How often a connection broke, was refused or answered with an error."""
+    """How often a connection broke, was refused or got an error."""
     pending: int
     pending_bytes: int
 
 
 class BackgroundRequests(Protocol):
-    """What a in-flight store needs done elsewhere; called under the lock, so it must only be noted then."""
+    """Work for another thread. Called with the lock held: only note it."""
 
     def reroute(self, topic: TopicQueues) -> None:
-        """Get a newer route and release the topic's stranded queues."""
+        """Get a newer route, then `release` the topic."""
 
     def refresh_limits(self, topic: TopicQueues) -> None:
-        """Read a topic's limits again, unless that was done just now."""
+        """Read a topic's limits, unless fresh."""
 
     def renew(self) -> None:
         """Register a new incarnation."""
 
     def search(self, pending: PendingSend, early: int, appended: Appended, offset: int) -> None:
-        """Find the first `early` messages of a pending send, stored by an earlier try; the others are at the place."""
+        """Find the first `early` messages; the others begin at `offset`."""
 
 
 class InFlight:
-    """The queues, partition queues and bounds of one producer.
+    """One producer's queues and capacity. Set `background` before the first answer.
 
-    `background` must be set before the first answer comes.
+    Hold `lock`, except for `withdraw` and `raise_losses`. Release it, then pass returned listeners to `notify_all`.
     """
 
     background: BackgroundRequests
@@ -128,22 +123,22 @@ class InFlight:
         self._require_replicas = require_replicas
         self._watchers = 0
         self._rng = rng or random.Random()
-        # What nobody was told of: who publishes next hears it.
+        # The next publish raises these.
         self.unreported_losses: deque[Loss] = deque(maxlen=MAX_UNREPORTED_LOSSES)
         self._former = FormerSources(MAX_FORMER_SOURCES)
-        # The queues with trouble: mostly none, so that no answer is looked through for them.
+        # Usually empty, so that `stored` need not check the queues of each answer.
         self._blocked: set[LpQueue] = set()
 
-    # Taking messages in
+    # Accepting messages
 
     def has_capacity(self, count: int, size: int) -> bool:
-        """Say whether so much may be added; one pending send always may."""
+        """Whether this much may be added; always if nothing is pending."""
         return not self.pending_count or (
             self.pending_count + count <= self._max_count and self.pending_bytes + size <= self._max_bytes
         )
 
     def wait_for_capacity(self, count: int, size: int, until: float) -> None:
-        """Return when so much may be added; call with the lock held. Raises ProducerFull or ProducerClosed."""
+        """Wait for capacity. Raises ProducerFull (in callbacks at once) or ProducerClosed."""
         started = time.monotonic()
         while not self.closed_because and not self.has_capacity(count, size):
             wait_s = until - time.monotonic()
@@ -154,7 +149,7 @@ class InFlight:
             raise ProducerClosed(self.closed_because)
 
     def wait_for_change(self, timeout_s: float) -> None:
-        """Wait until something is settled, or for the time; call with the lock held."""
+        """Wait for a settled message or the timeout."""
         self._watchers += 1
         try:
             self.changed.wait(timeout_s)
@@ -162,7 +157,7 @@ class InFlight:
             self._watchers -= 1
 
     def add(self, topic: TopicQueues, lp: int, pending: PendingSend) -> LpQueue:
-        """Give a pending send its seqs and queue it."""
+        """Number and queue a pending send."""
         queue = topic.queues[lp] or topic.queue_of(lp, self.source)
         pending.queue = queue
         pending.first = queue.next_seq
@@ -179,9 +174,9 @@ class InFlight:
     def start_batch(
         self, topic: TopicQueues, pending_sends: Mapping[Lp, PendingSend], partition_queue: PartitionQueue
     ) -> AppendBatch | None:
-        """Give pending sends their seqs; return a batch of those that may be sent at once, and queue the others.
+        """Number pending sends; return a batch of those that can go, queue the others.
 
-        The caller holds the partition queue's sender and has to send the batch before anything else.
+        The caller leads the sender and sends the batch next.
         """
         batch = AppendBatch(partition_queue)
         queues, add_fresh = topic.queues, batch.add_fresh
@@ -195,10 +190,10 @@ class InFlight:
         return batch if batch.pending_sends else None
 
     def enqueue(self, queue: LpQueue) -> None:
-        """Have what waits in a queue sent, unless something holds it up."""
+        """List a queue as ready, unless blocked or empty."""
         if queue.queued or queue.blocked_by is not None or not queue.waiting or queue.source is None:
             return
-        # Answers about what flies decide about what is behind it, so both must go the same way.
+        # An answer about messages in flight decides on those behind them, so both must use one connection.
         if not queue.in_flight:
             queue.partition_queue = queue.topic.table[queue.lp]
         partition_queue = queue.partition_queue
@@ -208,10 +203,10 @@ class InFlight:
             partition_queue.listed = True
             partition_queue.sender.partition_queues.append(partition_queue)
 
-    # What answers mean
+    # Answers
 
     def stored(self, batch: AppendBatch, offset: int, replicas: int | None) -> list[Listener]:
-        """Every message of a batch was appended, the first one at `offset`."""
+        """A batch was appended."""
         outcome = self._outcome_of(batch, replicas)
         listeners: list[Listener] = []
         if not isinstance(outcome, Appended) or (self._blocked and self._is_blocked(batch)):
@@ -220,7 +215,7 @@ class InFlight:
                 offset += pending.count
             self._clear_refusal(batch.partition_queue)
             return listeners
-        # The common case, written out: it runs for every message.
+        # The common case, inlined: it runs for every message.
         for pending in batch.pending_sends:
             queue = pending.queue
             count = pending.count
@@ -243,7 +238,7 @@ class InFlight:
     def mixed(
         self, batch: AppendBatch, offset: int, outcomes: Sequence[RunOutcome], replicas: int | None
     ) -> list[Listener]:
-        """The runs of a batch fared differently."""
+        """A batch's runs had different outcomes."""
         where = self._outcome_of(batch, replicas)
         listeners: list[Listener] = []
         for (queue, pending_sends), (status, appended, mark) in zip(batch.runs(), outcomes, strict=True):
@@ -261,12 +256,12 @@ class InFlight:
         return listeners
 
     def block_behind(self, batch: AppendBatch) -> None:
-        """Send nothing behind the messages of a batch, which have dedup ids, before its answer has come."""
+        """Send nothing behind a dedup-id batch before its answer."""
         for pending in batch.pending_sends:
             self._note_block(pending.queue, "once")
 
     def each(self, batch: AppendBatch, outcomes: Sequence[OnceOutcome], replicas: int | None) -> list[Listener]:
-        """The messages of a batch, all with dedup ids, fared differently."""
+        """Settle a dedup-id batch."""
         where = self._outcome_of(batch, replicas)
         listeners: list[Listener] = []
         for pending, (status, offset, first, mark) in zip(batch.pending_sends, outcomes, strict=True):
@@ -282,7 +277,7 @@ class InFlight:
         return listeners
 
     def refused(self, batch: AppendBatch, error: PublishError, now: float) -> list[Listener]:
-        """Nothing of a batch was stored, and nothing can be for a while."""
+        """The partition refused a batch; leave it alone for a while."""
         partition_queue = batch.partition_queue
         partition_queue.refusals += 1
         partition_queue.refusal = error
@@ -292,7 +287,7 @@ class InFlight:
         self.repeat(batch)
         listeners: list[Listener] = []
         if isinstance(error, BacklogFull):
-            # It may have been raised since.
+            # The limit may have been raised.
             for topic in {queue.topic for queue in batch.queues()}:
                 self.background.refresh_limits(topic)
         self.divert([partition_queue], now)
@@ -301,23 +296,23 @@ class InFlight:
         return listeners
 
     def repeat(self, batch: AppendBatch) -> None:
-        """Nothing of a batch was stored; it is to be sent again."""
+        """Nothing was stored: send it again."""
         for queue in batch.queues():
             self._block(queue, "repeat")
 
     def misrouted(self, batch: AppendBatch) -> None:
-        """Nothing of a batch was stored: its partition is not open on this node."""
+        """Nothing was stored: get a newer route."""
         for queue in batch.queues():
             self._block(queue, "route")
 
     def unknown(self, batches: Iterable[AppendBatch]) -> None:
-        """Nobody knows what became of these batches, all that flew on one line: they are to be sent again."""
+        """Their connection broke: send these batches again."""
         for queue in dict.fromkeys(queue for batch in batches for queue in batch.queues()):
             queue.note_uncertain()
             self._block(queue, "repeat")
 
     def resolve(self, queues: Iterable[LpQueue], now: float) -> list[Listener]:
-        """Act on the trouble of queues about which no more answers will come."""
+        """Resolve blocked queues that await no more answers."""
         listeners: list[Listener] = []
         for queue in queues:
             blocked_by = queue.blocked_by
@@ -327,7 +322,7 @@ class InFlight:
             if blocked_by == "lost":
                 listeners += self._lose(queue)
             elif not queue.waiting:
-                # What was refused turned out to be stored.
+                # All that was refused turned out to be stored.
                 self._unblock(queue)
             elif blocked_by == "route":
                 self._wait_for_route(queue)
@@ -339,19 +334,16 @@ class InFlight:
         return listeners
 
     def located(self, pending: PendingSend, outcome: Recovered | MqlayerError) -> list[Listener]:
-        """A pending send of which an earlier try had stored messages: where they are."""
+        """Settle a pending send after `search`."""
         if pending not in self.searched:
             return []
         del self.searched[pending]
         return self._finish(pending, outcome)
 
-    # What nodes lost
+    # Losses
 
     def expected_marks(self, sender: NodeSender) -> list[AcknowledgedMark]:
-        """Return what partitions on a node have to hold: where each LP is sent, and where it was sent last.
-
-        Under the source that a queue has now, and under those that it left.
-        """
+        """Return marks that a node must have, under present and former sources."""
         present = (
             (queue, queue.source, queue.acked)
             for queue in self._all_queues()
@@ -365,21 +357,18 @@ class InFlight:
         ]
 
     def check_mark(self, expected: AcknowledgedMark, mark: int) -> list[Listener]:
-        """Act on a mark that was read, after the claim was made, from the run of the node that is armed.
-
-        What is behind lost messages can't be stored any more: the chain refuses it.
-        """
+        """Handle a mark, read after `expected` from the armed run."""
         queue = expected.queue
         if mark >= expected.acked:
             return []
         if queue.source != expected.source:
             return self._lose_former(expected, mark)
         self._note_lost(queue, mark)
-        # Of what flies answers come, and more of it may be lost with them.
+        # Answers for messages in flight are outstanding, and may report more losses.
         return [] if queue.in_flight else self.resolve([queue], 0.0)
 
     def raise_losses(self) -> None:
-        """Raise AcknowledgedLoss with all that was lost and that nobody was told of as yet; call without the lock."""
+        """Raise AcknowledgedLoss if losses are unreported."""
         with self.lock:
             losses = tuple(self.unreported_losses)
             self.unreported_losses.clear()
@@ -389,16 +378,13 @@ class InFlight:
     # Best effort
 
     def divert(self, partition_queues: Iterable[PartitionQueue], now: float) -> None:
-        """Have what waits for partitions that don't take it go elsewhere, where its topic says that it may."""
+        """Divert unsent messages of paused partitions (best-effort topics)."""
         for partition_queue in partition_queues:
             for queue in list(partition_queue.ready):
                 self._divert(queue, now)
 
     def _divert(self, queue: LpQueue, now: float) -> None:
-        """Send what certainly is not stored to another partition, marked; nothing, where order counts or none is free.
-
-        What may be stored stays: sent elsewhere too, it might be there twice.
-        """
+        # Messages that may be stored stay: elsewhere they might be stored twice.
         topic = queue.topic
         if not topic.best_effort or not queue.waiting or not queue.partition_queue.is_paused(now):
             return
@@ -419,7 +405,7 @@ class InFlight:
     # Failures
 
     def expire(self, queue: LpQueue, now: float) -> list[Listener]:
-        """Fail what waits in a queue of a refusing partition and whose time is over."""
+        """Fail a refused queue from its first expired message on."""
         refusal = queue.partition_queue.refusal
         index = queue.first_expired(now, full=isinstance(refusal, BacklogFull)) if refusal is not None else None
         if refusal is None or index is None:
@@ -427,18 +413,14 @@ class InFlight:
         return self._fail(queue, index, refusal)
 
     def refuse_eager(self, pending: PendingSend, now: float) -> list[Listener]:
-        """Fail a pending send that was just queued, if it does not wait for a partition that was at its limit just
-        now."""
+        """Fail a new eager send to a full partition."""
         partition_queue = pending.queue.partition_queue
         if not pending.eager or now >= partition_queue.retry_at or not isinstance(partition_queue.refusal, BacklogFull):
             return []
         return self.expire(pending.queue, now)
 
     def withdraw(self, pending: PendingSend) -> bool:
-        """Take a pending send back whose partition refuses it and that certainly is not stored; say whether it was.
-
-        What is behind it goes on. Where nothing refuses it, it is as good as sent.
-        """
+        """Withdraw a send that is refused and certainly not stored; else False."""
         with self.lock:
             queue = pending.queue
             if pending.outcome is not None or queue.partition_queue.refusal is None or not queue.remove(pending):
@@ -449,8 +431,7 @@ class InFlight:
             return True
 
     def abandon(self, pending: PendingSend, now: float) -> list[Listener]:
-        """Fail a pending send whose time is over, if it certainly is not stored and its partition refuses; else
-        nothing."""
+        """Fail an overdue send that is refused and certainly not stored."""
         pending.deadline = min(pending.deadline, now)
         queue = pending.queue
         refusal = queue.partition_queue.refusal
@@ -464,7 +445,7 @@ class InFlight:
         return []
 
     def fail_certain(self, partition_queues: Iterable[PartitionQueue], error: MqlayerError) -> list[Listener]:
-        """Fail everything that waits for these partitions and certainly is not stored."""
+        """Fail messages that are certainly not stored."""
         listeners: list[Listener] = []
         for partition_queue in partition_queues:
             for queue in list(partition_queue.ready):
@@ -474,7 +455,7 @@ class InFlight:
         return listeners
 
     def fail_remaining(self) -> list[Listener]:
-        """Give up everything that is left, when the producer closes."""
+        """Fail everything, at close."""
         listeners: list[Listener] = []
         for queue in self._all_queues():
             queue.requeue()
@@ -489,7 +470,7 @@ class InFlight:
     # New incarnations and routes
 
     def renew(self, source: int) -> None:
-        """Go on under a new incarnation in the queues that have none."""
+        """Give queues without a source this one."""
         self.source = source
         for queue in self._all_queues():
             if queue.source is None:
@@ -497,14 +478,14 @@ class InFlight:
                 self.enqueue(queue)
 
     def release(self, topic: TopicQueues) -> None:
-        """Send again what waited for a newer route."""
+        """Resume queues that waited for a route."""
         stranded, topic.waiting_for_route = list(topic.waiting_for_route), {}
         for queue in stranded:
             self._unblock(queue)
             self.enqueue(queue)
 
     def stats(self) -> ProducerStats:
-        """Return the counts so far."""
+        """The counts so far."""
         return ProducerStats(
             **{name: self.counts[name] for name in COUNTED},
             pending=self.pending_count,
@@ -524,7 +505,6 @@ class InFlight:
         replicas: int | None,
         partition_queue: PartitionQueue,
     ) -> list[Listener]:
-        """Settle a pending send of which the first `early` messages were there before."""
         queue = pending.queue
         listeners = self._take_in_flight(pending, outcome, replicas, partition_queue)
         queue.acked = pending.last
@@ -548,7 +528,6 @@ class InFlight:
         replicas: int | None,
         partition_queue: PartitionQueue,
     ) -> list[Listener]:
-        """Settle a message that an earlier try had stored: where it is, its dedup id tells, if that is known."""
         queue = pending.queue
         if first is None or first.identity != (queue.source, queue.lp, pending.first):
             return self._stored_send(pending, 0, 1, outcome, replicas, partition_queue)
@@ -567,11 +546,8 @@ class InFlight:
         replicas: int | None,
         partition_queue: PartitionQueue,
     ) -> list[Listener]:
-        """Settle a message whose dedup id another message had: nothing was stored, and its number is free again.
-
-        Unless a try of it had no answer: that one may be worked off at any later time, when the id is forgotten, and
-        would then take the number that the next message was given. So the queue goes on under a new incarnation.
-        """
+        # The duplicate's number is free for the next message, unless a try had no answer: that one may still run after
+        # the id is forgotten, and would take the number. Then the queue continues under a new incarnation.
         queue = pending.queue
         listeners = self._take_in_flight(pending, outcome, replicas, partition_queue)
         if pending.first > queue.uncertain_to:
@@ -594,18 +570,16 @@ class InFlight:
         replicas: int | None,
         partition_queue: PartitionQueue,
     ) -> list[Listener]:
-        """Take a pending send from what flies, and settle what flew in front of it."""
         queue = pending.queue
         listeners: list[Listener] = []
         while queue.in_flight[0] is not pending:
-            # It was refused in this try. The chain accepted what is behind it, so an earlier try had stored it.
+            # This try was refused, but the chain accepted a later message, so an earlier try stored it.
             ahead = queue.in_flight[0]
             listeners += self._stored_send(ahead, 0, ahead.count, outcome, replicas, partition_queue)
         queue.in_flight.popleft()
         return listeners
 
     def _not_appended(self, queue: LpQueue, status: str, mark: int) -> None:
-        """Nothing of a run was stored."""
         if status == "unowned":
             self._block(queue, "route")
         elif mark < queue.acked:
@@ -615,7 +589,6 @@ class InFlight:
             self._block(queue, "repeat")
 
     def _block(self, queue: LpQueue, blocked_by: BlockReason) -> None:
-        """Note a trouble where nothing but a message with a dedup id holds the queue up."""
         if queue.blocked_by in (None, "once"):
             self._note_block(queue, blocked_by)
 
@@ -624,7 +597,7 @@ class InFlight:
         self._blocked.add(queue)
 
     def _note_lost(self, queue: LpQueue, mark: int) -> None:
-        """Note that what is behind a mark is gone; of the marks of two partitions the lower one counts."""
+        # Of two partitions' marks, the lower one counts.
         queue.lost_after = min(mark, queue.lost_after) if queue.blocked_by == "lost" else mark
         self._note_block(queue, "lost")
 
@@ -657,11 +630,8 @@ class InFlight:
             self.background.reroute(topic)
 
     def _lose(self, queue: LpQueue) -> list[Listener]:
-        """Fail what waits, and go on under a new incarnation.
-
-        The lost seqs must not be given to other messages: groups may have handled the lost ones, and would take the
-        new ones for repetitions of them.
-        """
+        # Lost seqs must never name other messages: groups that handled the lost ones would skip those. So the queue
+        # continues under a new incarnation.
         sender = queue.partition_queue.sender
         loss = Loss(queue.topic.name, queue.lp, queue.lost_after + 1, queue.acked, queue.source or 0, *sender.runs)
         error = AcknowledgedLoss(*loss)
@@ -679,7 +649,6 @@ class InFlight:
         return listeners
 
     def _lose_former(self, expected: AcknowledgedMark, mark: int) -> list[Listener]:
-        """Tell of what is missing of a source that a queue left: nothing waits under it, so the queue goes on."""
         queue = expected.queue
         last = self._former.lower(queue, expected.source, mark)
         if mark >= last:
@@ -744,8 +713,6 @@ COUNTED: Final = (
 
 
 class _CallbackState(threading.local):
-    """Whether this thread runs the application's callbacks."""
-
     now = False
 
 
@@ -753,7 +720,7 @@ _callback = _CallbackState()
 
 
 def notify_all(listeners: Sequence[Listener]) -> None:
-    """Tell listeners; not under the lock, because it runs the application's callbacks."""
+    """Notify listeners. Call without the lock: application callbacks run here."""
     if not listeners:
         return
     before, _callback.now = _callback.now, True
@@ -765,10 +732,10 @@ def notify_all(listeners: Sequence[Listener]) -> None:
 
 
 def in_callback() -> bool:
-    """Say whether this is called by a future's callback: it must not wait then, others wait for this very thread."""
+    """Whether this thread runs a callback, and so must not wait."""
     return _callback.now
 
 
 def _copy(error: MqlayerError) -> MqlayerError:
-    """Return an error of its own: two threads must not raise one object."""
+    # Two threads must not raise one object.
     return type(error)(*error.args)

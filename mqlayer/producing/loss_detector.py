@@ -1,7 +1,6 @@
-"""Look whether nodes still have what they acknowledged: when one was armed anew, or a topic has another route.
+"""Finds acknowledged messages that nodes lost, after arming or a route change.
 
-Whoever publishes to an LP is told of a loss there by the chain. This is for all the others: one connection and one
-round trip per node that was armed, whatever was published.
+The chain reports losses to publishes; this covers idle LPs, with one connection per node.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ TRIES: Final = 10
 FIRST_PAUSE_S: Final = 0.25
 LONGEST_PAUSE_S: Final = 60.0
 LATE_TRIES: Final = 6
-"""After so many, some 16 s, nothing is under way any more that was sent before the first one."""
+"""After some 16 s, no append from before the first try is outstanding."""
 
 
 class LossDetector:
-    """Which nodes a producer has to look at. For the scheduler's thread, but for `note_armed`.
+    """Checks nodes, in the scheduler's thread; `note_armed` may run in any.
 
-    A look that fails is repeated, ten times in some four minutes; a node that is armed again is looked at anew.
+    Failed checks repeat, ten in two minutes or more; arming starts anew.
     """
 
     def __init__(
@@ -54,22 +53,22 @@ class LossDetector:
         self._due: dict[NodeId, tuple[int, float]] = {}
 
     def note_armed(self, node_id: NodeId, armed_at: datetime | None) -> None:
-        """Note when a node was armed that is used from now on."""
+        """Note a new node's arming time."""
         self._armed_at.setdefault(node_id, armed_at)
 
     def check_rearmed(self, armed_at: Mapping[NodeId, datetime | None]) -> None:
-        """Look at the nodes that were armed since."""
+        """Check nodes armed since."""
         changed = [node_id for node_id, before in self._armed_at.items() if armed_at.get(node_id, before) != before]
         self._armed_at.update({node_id: armed_at[node_id] for node_id in changed})
         self.schedule(changed)
         self.run()
 
     def schedule(self, node_ids: Iterable[NodeId]) -> None:
-        """Have nodes looked at by the next run."""
+        """Make nodes due."""
         self._due.update(dict.fromkeys(node_ids, (0, 0.0)))
 
     def run(self) -> None:
-        """Look at all nodes that are due."""
+        """Check due nodes."""
         for node_id, (tries, due_at) in list(self._due.items()):
             now = time.monotonic()
             if due_at > now:
@@ -85,11 +84,11 @@ class LossDetector:
             self._scheduler.schedule(self.run, after_s=pause_s)
 
     def _check(self, node_id: NodeId, tries: int) -> bool:
-        """Compare a node's marks with what it acknowledged; say whether there is nothing left to compare."""
+        """Return whether the check is complete."""
         sender = self._senders[node_id]
         with self._in_flight.lock:
             expected_marks = self._in_flight.expected_marks(sender)
-            # An answer that is on its way may be one of before.
+            # An outstanding answer may predate the arming.
             whole = not sender.unanswered_count or tries >= LATE_TRIES
         if not expected_marks:
             return whole
@@ -106,7 +105,6 @@ class LossDetector:
         return whole and len(found) == len(expected_marks)
 
     def _marks(self, node_id: NodeId, expected_marks: Sequence[AcknowledgedMark]) -> list[tuple[AcknowledgedMark, int]]:
-        """Return what was claimed of partitions that can tell, with their marks."""
         of: dict[int, list[AcknowledgedMark]] = defaultdict(list)
         for expected in expected_marks:
             of[expected.partition].append(expected)

@@ -1,4 +1,4 @@
-"""What a producer knows to be stored, and whom it tells that it is lost. No I/O."""
+"""Acknowledged marks and losses. No I/O."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 class AcknowledgedMark(NamedTuple):
-    """A partition has to hold all messages of a source in a queue's LP up to `acked`: they were acknowledged."""
+    """The mark that a partition must have."""
 
     queue: LpQueue
     source: int
@@ -26,10 +26,10 @@ class AcknowledgedMark(NamedTuple):
 
 
 class FormerSources:
-    """Up to where queues were acknowledged under sources that they left, and nobody was told that it is lost.
+    """Seqs acknowledged under queues' former sources, less reported losses.
 
-    Nobody continues those chains, so no answer tells that they are short: looks do. At most `limit` are kept: of the
-    oldest nobody hears then, but for the log.
+    Nothing continues these chains, so only the loss detector finds losses. Beyond `limit`, the oldest is logged and
+    dropped.
     """
 
     def __init__(self, limit: int) -> None:
@@ -37,12 +37,11 @@ class FormerSources:
         self._acked: dict[tuple[LpQueue, int], int] = {}
 
     def __iter__(self) -> Iterator[tuple[LpQueue, int, int]]:
-        """Yield each queue with a source that it left, and up to where that was acknowledged; the oldest first."""
         for (queue, source), acked in self._acked.items():
             yield queue, source, acked
 
     def add(self, queue: LpQueue, acked: int) -> None:
-        """Keep what was acknowledged under the source that a queue is about to leave."""
+        """Keep the seq of a source being left."""
         if queue.source is None or not acked:
             return
         self._acked[queue, queue.source] = acked
@@ -52,7 +51,7 @@ class FormerSources:
             log.warning("former_source_forgotten", extra=facts | {"messages": self._acked.pop(oldest)})
 
     def lower(self, queue: LpQueue, source: int, mark: int) -> int:
-        """Keep nothing behind a mark any more; return up to where it was acknowledged, 0 for nothing kept."""
+        """Lower an entry to `mark`; return its former value, or 0."""
         acked = self._acked.get((queue, source), 0)
         if mark < acked:
             if mark:
@@ -63,7 +62,7 @@ class FormerSources:
 
 
 class LossListener(Listener):
-    """Tells the hooks of this process what was lost."""
+    """Reports a loss to event hooks."""
 
     __slots__ = ("_event",)
 

@@ -1,4 +1,4 @@
-"""What callers give and get, and the checks at the edge."""
+"""Messages, receipts and input checks."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ Body = bytes | bytearray | memoryview
 
 
 class Message(msgspec.Struct, frozen=True, gc=False):
-    """A message of a batch: key (None for no order), body, headers, tags, and an id by which repetitions are known.
+    """A message of a batch. No key: no order. `dedup_id`: its name within the key.
 
-    The garbage collector does not look at it: lists of many cost it nothing.
+    The garbage collector skips it: large lists are cheap.
     """
 
     key: str | None
@@ -47,7 +47,7 @@ class Message(msgspec.Struct, frozen=True, gc=False):
 
 
 class Receipts(Sequence[Receipt]):
-    """The receipts of a batch in the order of its messages; each is made when it is asked for."""
+    """A batch's receipts in message order, made on access."""
 
     __slots__ = ("_indices", "_owners")
 
@@ -79,7 +79,7 @@ class Receipts(Sequence[Receipt]):
 
 
 def indices_within(owners: Sequence[PendingSend]) -> list[int]:
-    """Return for each message of a batch which one of its pending send's messages it is."""
+    """Return messages' indices in their pending sends."""
     seen: dict[PendingSend, int] = {}
     indices = []
     for pending in owners:
@@ -91,8 +91,8 @@ def indices_within(owners: Sequence[PendingSend]) -> list[int]:
 
 @lru_cache(maxsize=65_536)
 def lp_and_key(key: str) -> tuple[Lp, bytes]:
-    """Return a key's LP and its bytes for the wire. Raises KeyTooLarge or InvalidName."""
-    # Keys come from applications, whatever the annotation says.
+    """Return a key's LP and encoding. Raises KeyTooLarge or InvalidName."""
+    # Applications may ignore the annotation.
     if not isinstance(key, str):
         raise InvalidName("message key", key)
     data = encode_key(key)
@@ -100,10 +100,7 @@ def lp_and_key(key: str) -> tuple[Lp, bytes]:
 
 
 def lp_and_token(key: str | None, dedup_id: str | None, lp: Lp) -> tuple[Lp, bytes]:
-    """Return the LP and the token of a message with a dedup id; of one without, the LP as given and no token.
-
-    Raises InvalidInput for what is no id.
-    """
+    """Return LP and dedup token; without an id, the given LP and b"". Raises InvalidInput."""
     if dedup_id is None:
         return lp, b""
     data = encode_dedup_id(dedup_id)
@@ -111,7 +108,7 @@ def lp_and_token(key: str | None, dedup_id: str | None, lp: Lp) -> tuple[Lp, byt
 
 
 def whole_body(topic: str, body: Body, limit: int) -> bytes:
-    """Return the body as bytes if the topic takes it. Raises BodyTooLarge or InvalidInput."""
+    """Return checked bytes. Raises BodyTooLarge or InvalidInput."""
     return check_body(topic, body if type(body) is bytes else _as_bytes(body), limit)
 
 
@@ -122,11 +119,11 @@ def _as_bytes(body: object) -> bytes:
 
 
 def facts_bulk(at_ms: int, headers: Mapping[str, str] | None, tags: Sequence[str] = ()) -> bytes:
-    """Return a message's facts for the wire. Raises ReservedHeader, and InvalidInput for bad tags."""
+    """Return encoded facts. Raises ReservedHeader, or InvalidInput for bad tags."""
     checked = check_headers(headers) if headers else None
     return bulk(encode_facts(at_ms, checked, tags_text(tags) if tags else ""))
 
 
 def chunks_of(facts: bytes, key: bytes, body: bytes) -> tuple[bytes, ...]:
-    """Return a message for the wire, of facts and key that are encoded and a body that is not."""
+    """Return a message's chunks, from encoded facts and key."""
     return (facts, key, bulk_head(len(body)), body, LINE_END)

@@ -1,4 +1,4 @@
-"""What a producer needs from Postgres: incarnations, routes and nodes; and reading back what was stored before."""
+"""A producer's incarnations, routes and nodes; and lookups of stored messages."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ log = logging.getLogger(__name__)
 
 ROUTE_AGE_S: Final = 5.0
 NODE_POLL_S: Final = 2.0
-"""How often a producer that publishes asks which runs and addresses of nodes count."""
+"""Interval of reading nodes while publishing."""
 IDLE_POLL_S: Final = 5.0
-"""How often one that does not publish asks that."""
+"""The same when idle."""
 IDLE_ROUTE_AGE_S: Final = 30.0
-"""How old the route of a topic gets to which nothing is published."""
+"""Maximum age of an idle topic's route."""
 LIMITS_AGE_S: Final = 1.0
-"""How old a topic's limits are at the least that are read again because a partition is full."""
+"""A full partition does not reload younger limits."""
 FIND_TRIES: Final = 5
 ROUTE_CHECK_AFTER_S: Final = 1.0
-"""Lets what waits for a new route go first."""
+"""Messages that wait for the route go first."""
 
 
 def open_source(database: Database, name: str) -> int:
-    """Register a new incarnation of a direct producer. Raises StoreUnavailable or SchemaMismatch."""
+    """Register an incarnation. Raises StoreUnavailable or SchemaMismatch."""
     with database.connection() as connection:
         require(connection, "control", Right.PUBLISH)
         check_schema(connection, "control", database.address)
@@ -58,18 +58,16 @@ def open_source(database: Database, name: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StoredLookup:
-    """A pending send whose first `early` messages an earlier try had stored; the others are at `appended` from `offset`
-    on."""
+    """Lookup of a send's first `early` messages; the others begin at `offset`."""
 
     pending: PendingSend
     early: int
     appended: Appended
     offset: int
     partition_queues: tuple[PartitionQueue, ...]
-    """Where the early ones may be."""
 
     def outcome(self, found: dict[Identity, tuple[int, int]]) -> Recovered:
-        """Return where all messages of the pending send are, as far as that was found."""
+        """Return all places, as far as found."""
         positions: list[tuple[int, int | None]] = [
             found.get(identity, (self.appended.partition, None)) for identity in self.wanted()
         ]
@@ -77,16 +75,15 @@ class StoredLookup:
         return Recovered(self.appended.source, self.appended.replicas, tuple(positions))
 
     def wanted(self) -> list[Identity]:
-        """Return what is looked for."""
+        """Return the early identities."""
         first, lp = self.pending.first, self.pending.queue.lp
         return [Identity(self.appended.source, lp, first + i) for i in range(self.early)]
 
 
 class MetadataRefresher:
-    """Keeps a in-flight store's routes, senders and incarnation up to date, in a thread of its own. Safe to use from
-    any thread.
+    """Keeps routes, senders and incarnation current in a thread. Thread-safe.
 
-    While Postgres can't be reached, what is known goes on being used, and jobs are repeated until they succeed.
+    While Postgres is unavailable, known values serve, and jobs are repeated.
     """
 
     def __init__(
@@ -105,7 +102,7 @@ class MetadataRefresher:
         in_flight.background = self
 
     def topic(self, name: str) -> TopicQueues:
-        """Return a topic, read at its first use. Raises NotFound, InvalidName, or StoreUnavailable."""
+        """Return a topic. Raises NotFound, InvalidName or StoreUnavailable."""
         route = self._routes.route(name)
         senders = self._senders_of(route)
         with self._in_flight.lock:
@@ -118,7 +115,7 @@ class MetadataRefresher:
         return topic
 
     def refresh_if_old(self, topic: TopicQueues, now: float) -> None:
-        """Have an old route, and what is known of nodes, read again in the background."""
+        """Reload an old route and nodes, in the background."""
         if now - self._nodes_read_at > NODE_POLL_S:
             self._nodes_read_at = now
             self._scheduler.schedule(self._refresh_nodes)
@@ -127,7 +124,7 @@ class MetadataRefresher:
             self._scheduler.schedule(lambda: self._renew_route(topic))
 
     def wake(self) -> None:
-        """Have every sender look for work; call with the lock held."""
+        """Wake senders with work; call with the lock held."""
         for sender in list(self.senders.values()):
             if sender.partition_queues:
                 sender.wake_locked()
@@ -138,7 +135,7 @@ class MetadataRefresher:
         stop_senders(list(self.senders.values()), timeout_s)
 
     def close_sources(self) -> None:
-        """Say in Postgres that our incarnations ended; if that fails they stay open, which costs some memory only."""
+        """Close our incarnations; after a failure they only cost memory."""
         for source in self.sources:
             try:
                 failpoint("producer.before_source_close")
@@ -147,25 +144,25 @@ class MetadataRefresher:
             except MqlayerError as error:
                 log.warning("source_not_closed", extra={"source": source, "reason": str(error)})
 
-    # Background requests of the in-flight store
+    # BackgroundRequests
 
     def reroute(self, topic: TopicQueues) -> None:
-        """Get a newer route and release the topic's stranded queues."""
+        """See `BackgroundRequests`."""
         self._scheduler.schedule(lambda: self._reroute(topic))
 
     def refresh_limits(self, topic: TopicQueues) -> None:
-        """Read a topic's limits again, unless that was done just now."""
+        """See `BackgroundRequests`."""
         now = time.monotonic()
         if now - topic.read_at > LIMITS_AGE_S:
             topic.read_at = now
             self._scheduler.schedule(lambda: self._renew_route(topic))
 
     def renew(self) -> None:
-        """Register a new incarnation."""
+        """See `BackgroundRequests`."""
         self._scheduler.schedule(lambda: self._renew(1))
 
     def search(self, pending: PendingSend, early: int, appended: Appended, offset: int) -> None:
-        """Find the first `early` messages of a pending send, stored by an earlier try; the others are at the place."""
+        """See `BackgroundRequests`."""
         queue = pending.queue
         partition_queues = tuple(dict.fromkeys((queue.partition_queue, *queue.uncertain_at)))
         found = StoredLookup(pending, early, appended, offset, partition_queues)
@@ -187,7 +184,7 @@ class MetadataRefresher:
             self._scheduler.schedule(self._poll_when_idle, after_s=IDLE_POLL_S)
 
     def _follow_nodes(self) -> None:
-        """Go by what was read of nodes: no connection to a former run first, then ask those that were armed since."""
+        # First drop connections to former runs, then check the nodes armed since.
         nodes = self._routes.nodes
         for node_id, sender in list(self.senders.items()):
             if node_id in nodes:
@@ -201,19 +198,19 @@ class MetadataRefresher:
     # Routes
 
     def _refresh(self, topic: TopicQueues) -> bool:
-        """Read a topic's route again; return whether stranded queues have another partition by it."""
+        """Reload a route; return whether stranded queues get another partition."""
         route = self._routes.refresh(topic.name)
         senders = self._senders_of(route)
         with self._in_flight.lock:
             if route.age > topic.route.age:
-                # A node that was given up may have taken with it what its successors can't have.
+                # Messages of a node that was given up may be missing in the successors.
                 self._scheduler.schedule(lambda: self._check_losses(list(senders)), after_s=ROUTE_CHECK_AFTER_S)
             if route.age >= topic.route.age:
                 topic.adopt(route, self._table(route, senders), time.monotonic())
             return any(topic.table[queue.lp] is not queue.partition_queue for queue in topic.waiting_for_route)
 
     def _refresh_nodes(self) -> None:
-        """Use no connection to a primary that was replaced: it may live on, and tells nobody."""
+        # A replaced primary may live on and reports nothing, so ask Postgres.
         self._routes.refresh_nodes()
         self._follow_nodes()
 
@@ -241,7 +238,6 @@ class MetadataRefresher:
             self.wake()
 
     def _table(self, route: Route, senders: dict[NodeId, NodeSender]) -> list[PartitionQueue]:
-        """Return the partition queue of each LP; call with the lock held."""
         table: list[PartitionQueue] = []
         for r in route.ranges:
             partition_queue = self._in_flight.partition_queues.get(r.partition)
@@ -299,7 +295,7 @@ class MetadataRefresher:
         try:
             found, complete = self._find_stored(search)
         except MqlayerError as error:
-            # The messages are stored; only where stays unknown if this goes on.
+            # The messages are stored; only their places may stay unknown.
             log.warning("position_not_found", extra={"reason": str(error)})
             found, complete = {}, False
         if len(found) < search.early and not complete and tries < FIND_TRIES:

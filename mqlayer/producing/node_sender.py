@@ -1,4 +1,4 @@
-"""The connection to one node: whoever holds it sends what is due and takes the answers, the caller or our thread."""
+"""A producer's connection to one node."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from mqlayer.settings import Settings
 log = logging.getLogger(__name__)
 
 LAST_ANSWER_S: Final = 1.0
-"""How long a sender that is stopped may go on waiting for an answer."""
+"""A stopped sender's last wait for an answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,18 +42,17 @@ class SenderOptions:
 
     settings: Settings
     max_in_flight: int
-    """Appends under way at once on a connection; the chain refuses what overtakes."""
+    """Per connection; the chain refuses overtaking appends."""
     replicas: int
-    """Wait until so many replicas received an append; 0: don't ask."""
+    """Replicas to wait for; 0 for none."""
     replica_timeout_s: float
 
 
 class NodeSender:
-    """One node's connection, and what is under way on it.
+    """One node's connection, shared by callers and a background thread.
 
-    `io` belongs to whoever sends and receives at present. A caller takes it where that needs no waiting
-    (`try_lead`), works until its own message is settled, and gives it up (`resign`); otherwise the sender's own thread
-    does the work: connecting, repeating, background sending.
+    The holder of `io` sends and receives. A caller takes it with `try_lead`, works until its message is settled, then
+    calls `resign`. The thread does all else.
     """
 
     def __init__(
@@ -64,7 +63,7 @@ class NodeSender:
         self._node, self._in_flight, self._options, self._refresh_node = node, in_flight, options, refresh_node
         self._armed, self._armed_before = node.armed_run_id or "", ""
         self._connection = self._new_connection(node)
-        # Kept: taking the password out of a URL costs more than the rest of a settled append.
+        # Cached: removing the password from a URL costs more than the rest of a settled append.
         self._address = node.address
         self._unanswered: deque[AppendBatch] = deque()
         self._work = threading.Condition(in_flight.lock)
@@ -85,29 +84,29 @@ class NodeSender:
 
     @property
     def runs(self) -> tuple[str, str, str]:
-        """The node's name, the run that was armed before, and the one that is; empty where that is not known."""
+        """The node's name, former armed run and present one, or ""."""
         return self._node.name, self._armed_before, self._armed
 
     @property
     def good(self) -> bool:
-        """Whether the connection can be used as it is."""
+        """Whether the connection is usable."""
         return self._connection.facts is not None and not self._scripts_missing
 
     @property
     def unanswered_count(self) -> int:
-        """How many appends have no answer yet."""
+        """Unanswered appends."""
         return len(self._unanswered)
 
     def is_unreachable(self, now: float) -> bool:
-        """Whether the connection failed last, and it is not time yet to try again."""
+        """Whether the connection failed and no retry is due."""
         return self._failures > 0 and now < self._retry_at
 
     def wait_until(self, deadline: float) -> float | None:
-        """Return until when a caller with this deadline waits for an answer; None where the socket gives up first."""
+        """Return a caller's deadline; None if the socket timeout comes first."""
         return None if deadline - time.monotonic() > self._options.settings.socket_timeout_s else deadline
 
     def try_lead(self) -> bool:
-        """Take `io` if nobody has it and the connection is good; then `resign` must be called."""
+        """Take `io` if free and connected; then `resign` must follow."""
         if not self.io.acquire(blocking=False):
             return False
         if not self.good:
@@ -116,7 +115,7 @@ class NodeSender:
         return True
 
     def warm_up(self) -> None:
-        """Connect now, so that the first message needs no thread; a failure is left to our thread."""
+        """Connect now; the thread retries."""
         if self.io.acquire(blocking=False):
             try:
                 self._connected()
@@ -124,27 +123,23 @@ class NodeSender:
                 self.resign()
 
     def resign(self) -> None:
-        """Give `io` up; what is left is our thread's."""
+        """Release `io`, and leave remaining work to the thread."""
         self.io.release()
         if self._unanswered or self.partition_queues:
             self.wake()
 
     def set_node(self, node: Node) -> None:
-        """Let the connection go to the run and address that count now; a connection to another one is not used any
-        more.
-
-        What is under way on that has an unknown outcome, and is sent again. For any thread.
-        """
+        """Switch to this run and address; unanswered messages are sent again. Thread-safe."""
         if self._aim(node):
             self.wake()
 
     def wake(self) -> None:
-        """Have our thread look for work."""
+        """Wake the thread."""
         with self._in_flight.lock:
             self.wake_locked()
 
     def wake_locked(self) -> None:
-        """Have our thread look for work; call with the lock held."""
+        """`wake`, with the lock held."""
         if self._thread is None and not self._stopping:
             name = f"mqlayer-producer-{self._node.name}"
             self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -152,24 +147,24 @@ class NodeSender:
         self._work.notify()
 
     def end(self) -> None:
-        """Have our thread end; what is under way stays unsettled."""
+        """Stop the thread; unanswered appends stay unsettled."""
         with self._in_flight.lock:
             self._stopping = True
             self._work.notify()
 
     def join(self, until: float) -> None:
-        """Wait until our thread has ended, up to a time (monotonic)."""
+        """Wait for the thread until a monotonic time."""
         if self._thread is not None:
             self._thread.join(max(0.0, until - time.monotonic()))
 
     def close(self) -> None:
-        """Close the connection: that ends a wait for an answer which does not come."""
+        """Close the connection, ending any wait."""
         self._connection.close()
 
     # With `io` held
 
     def push(self) -> None:
-        """Send what is due, until enough is under way."""
+        """Send due batches, up to `max_in_flight`."""
         while len(self._unanswered) < self._options.max_in_flight and self.good:
             with self._in_flight.lock:
                 batch = self._next_batch()
@@ -184,7 +179,7 @@ class NodeSender:
     def send_now(
         self, topic: TopicQueues, pending_sends: Mapping[Lp, PendingSend], partition_queue: PartitionQueue
     ) -> None:
-        """Give pending sends their seqs and send them at once as far as possible; the others are queued."""
+        """Send new pending sends; queue those that must wait."""
         with self._in_flight.lock:
             batch = self._in_flight.start_batch(topic, pending_sends, partition_queue)
             if batch is not None:
@@ -207,7 +202,7 @@ class NodeSender:
         return True
 
     def pull(self, until: float | None = None) -> bool:
-        """Take the next answer; return False where none came by `until` (monotonic)."""
+        """Take the next answer; False if none came by `until` (monotonic)."""
         connection = self._connection
         try:
             if until is not None and not connection.ready(max(0.0, until - time.monotonic())):
@@ -250,12 +245,11 @@ class NodeSender:
                 count=batch.count,
                 backlog=partition_queue.backlog_limit,
             )
-        # If it must be sent again, another batch is made of the pending sends.
+        # A repeat encodes another batch, so free these bytes.
         batch.heads, batch.chunks = [], []
         return packet + self._wait_packet if self._wait_packet else packet
 
     def _next_batch(self) -> AppendBatch | None:
-        """Take a batch of the next partition that is due, in turn."""
         partition_queues = self.partition_queues
         now = time.monotonic()
         for _ in range(len(partition_queues)):
@@ -270,7 +264,7 @@ class NodeSender:
         return None
 
     def _settle(self, batch: AppendBatch, replies: list[Any]) -> list[Listener]:
-        """Do what the answer for the oldest batch under way means. Raises StoreUnavailable: nobody knows."""
+        """Apply an answer. Raises StoreUnavailable if it is unclear."""
         in_flight, now = self._in_flight, time.monotonic()
         replicas = None
         if self._wait_packet:
@@ -295,7 +289,7 @@ class NodeSender:
         if isinstance(answer, AppendReply):
             if answer.outcomes is None:
                 listeners = in_flight.stored(batch, answer.offset, replicas)
-                # The rest is for queues that are in trouble by an earlier answer.
+                # Keep queues that an earlier answer blocked, for `_resolve`.
                 batch.pending_sends = [
                     pending for pending in batch.pending_sends if pending.queue.blocked_by is not None
                 ]
@@ -316,7 +310,6 @@ class NodeSender:
         raise StoreUnavailable(self._address, f"unexpected answer to an append: {answer.status} {answer.fact}")
 
     def _resolve(self, batch: AppendBatch, now: float) -> list[Listener]:
-        """Resolve the trouble of a batch's queues, but of those about which more answers will come."""
         troubled = [queue for queue in batch.queues() if queue.blocked_by is not None]
         if not troubled:
             return []
@@ -326,13 +319,12 @@ class NodeSender:
     def _resolve_queues(self, queues: list[LpQueue], now: float) -> list[Listener]:
         listeners = self._in_flight.resolve(queues, now)
         for queue in queues:
-            # A queue may have got another partition meanwhile, on a node whose thread sleeps.
+            # A reroute or divert may have moved it to another node, whose thread sleeps.
             if queue.queued and queue.partition_queue.sender is not self:
                 queue.partition_queue.sender.wake_locked()
         return listeners
 
     def _lose(self, error: BaseException) -> None:
-        """The connection is of no use any more: everything under way on it has an unknown outcome."""
         self._connection.close()
         reason = str(error) or type(error).__name__
         now = time.monotonic()
@@ -355,7 +347,7 @@ class NodeSender:
             facts = {"node": self._node.name, "reason": reason, "failures": self._failures}
             log.warning("producer_connection_lost", extra=facts)
 
-    # Our thread
+    # The thread
 
     def _run(self) -> None:
         while self._wait_for_work():
@@ -363,13 +355,12 @@ class NodeSender:
                 try:
                     self._serve()
                 except Exception as error:
-                    # Whoever waits is better served by another try than by a dead thread.
+                    # Callers wait for this thread, so it must survive.
                     log.exception("producer_thread_failed")
                     with self._in_flight.lock:
                         self._note_failure(type(error).__name__)
 
     def _wait_for_work(self) -> bool:
-        """Return True when there is work, False when we are to stop."""
         with self._in_flight.lock:
             while not self._stopping:
                 wait_s = self._due_in_s()
@@ -379,7 +370,6 @@ class NodeSender:
             return False
 
     def _due_in_s(self) -> float | None:
-        """Return in how many seconds there is something to do, None for not at all."""
         if self._unanswered:
             return 0
         if not self.partition_queues:
@@ -391,7 +381,6 @@ class NodeSender:
         )
 
     def _serve(self) -> None:
-        """Work until nothing is due and nothing is under way."""
         while not self._stopping and self._connected():
             self.push()
             if not self._unanswered:
@@ -399,7 +388,6 @@ class NodeSender:
             self.pull()
 
     def _connected(self) -> bool:
-        """Connect if needed and load scripts if missing; return whether the connection is good."""
         if self.good:
             return True
         try:
@@ -419,7 +407,7 @@ class NodeSender:
         return True
 
     def _follow_node(self) -> None:
-        """Ask Postgres whether the node was armed again or has another address, and connect to that next time."""
+        # The node may have been armed again, or have another address.
         try:
             node = self._refresh_node(self._node.node_id)
         except MqlayerError as error:
@@ -428,7 +416,6 @@ class NodeSender:
         self._aim(node)
 
     def _aim(self, node: Node) -> bool:
-        """Connect to what is known of the node now; say whether that is something new."""
         if node == self._node:
             return False
         if node.armed_run_id not in (None, self._armed):
@@ -443,7 +430,7 @@ class NodeSender:
 
 
 def stop_senders(senders: Collection[NodeSender], timeout_s: float) -> None:
-    """End the threads of senders, and close their connections, side by side."""
+    """Stop senders side by side."""
     for sender in senders:
         sender.end()
     last_answer = time.monotonic() + LAST_ANSWER_S

@@ -1,4 +1,4 @@
-"""What one call publishes to one LP, and who is told what became of it."""
+"""One call's messages to one LP, and their listeners."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ log = logging.getLogger(__name__)
 NOTHING: Final[tuple[bytes, ...]] = ()
 NO_KEY_BULK: Final = bulk(NO_KEY)
 CHUNKS_PER_MESSAGE: Final = 5
-"""How many pieces a message has: facts, key, head of the body, body, end of line."""
+"""Facts, key, body head, body, line end."""
 
 
 class Receipt(NamedTuple):
-    """Where a stored message is.
+    """A stored message's place.
 
-    `offset` is None where an earlier try had stored the message and it was not found again among the last 5,000 of
-    its partition. `replicas` is how many received it, where the producer waits for replicas.
+    `offset` is None if an earlier try stored it, and it is not among the partition's last 5,000. `replicas`: how many
+    have it, if the producer waits for them.
     """
 
     topic: str
@@ -37,11 +37,11 @@ class Receipt(NamedTuple):
     identity: Identity
     replicas: int | None = None
     duplicate: bool = False
-    """Nothing was stored: this is where the first message with its dedup id is."""
+    """Nothing was stored: an earlier message with the dedup id is there."""
 
 
 class Appended(NamedTuple):
-    """Where a batch was appended; the pending sends of the batch share it."""
+    """A batch's place."""
 
     partition: int
     source: int
@@ -49,7 +49,7 @@ class Appended(NamedTuple):
 
 
 class Recovered(NamedTuple):
-    """Where the messages of a pending send are when an earlier try had stored some: partition and offset of each."""
+    """Each message's (partition, offset), after an earlier try."""
 
     source: int
     replicas: int | None
@@ -57,7 +57,7 @@ class Recovered(NamedTuple):
 
 
 class Duplicate(NamedTuple):
-    """The message was a duplicate by its dedup id: where the first one is."""
+    """The earlier message with the dedup id."""
 
     partition: int
     offset: int
@@ -66,19 +66,16 @@ class Duplicate(NamedTuple):
 
 
 SendOutcome = Appended | Recovered | Duplicate
-"""What became of a pending send that did not fail."""
 
 
 class PendingSend(msgspec.Struct, eq=False, gc=False):
-    """Consecutive messages of one LP, published by one call: queued, sent and settled as one.
+    """Consecutive messages of one LP from one call, settled together.
 
-    `chunks` are its messages for the wire, `size` their bytes. A definite refusal becomes a failure once `deadline`
-    (monotonic) has passed. `queue` and `first`, the seq of the first message, are set when it is queued; `outcome` when
-    it is settled, and `offset` if it was stored by one append. One with a `token`, a dedup id, is one message. An
-    `eager` one fails as soon as its partition is at its backlog limit.
+    `chunks`: encoded messages, of `size` bytes. Refusals are final after `deadline` (monotonic). Queuing sets `queue`
+    and `first`, the first seq; settling sets `outcome`, and `offset` if one append stored it. With a `token` (dedup id)
+    it is one message. `eager`: fail once the partition is full.
 
-    There is one per message at worst, so it is of the kind that is cheapest to make, and the garbage collector does
-    not look at it: whatever it is in a cycle with must let go of it.
+    The garbage collector skips it: break its cycles.
     """
 
     chunks: tuple[bytes, ...]
@@ -95,11 +92,11 @@ class PendingSend(msgspec.Struct, eq=False, gc=False):
 
     @property
     def last(self) -> int:
-        """The seq of the last message."""
+        """The last seq."""
         return self.first + self.count - 1
 
     def mark_reordered(self) -> int:
-        """Mark its messages that have a key as possibly reordered; return by how many bytes it grew."""
+        """Mark keyed messages as reordered; return the growth in bytes."""
         chunks, before = list(self.chunks), self.size
         for at in range(0, len(chunks), CHUNKS_PER_MESSAGE):
             if chunks[at + 1] != NO_KEY_BULK:
@@ -110,7 +107,7 @@ class PendingSend(msgspec.Struct, eq=False, gc=False):
         return self.size - before
 
     def receipt(self, index: int = 0) -> Receipt:
-        """Return the receipt of one message; raise the error if the pending send failed."""
+        """Return a message's receipt, or raise its error."""
         outcome = self.outcome
         if isinstance(outcome, Appended):
             partition, offset = outcome.partition, self.offset + index
@@ -134,11 +131,9 @@ class PendingSend(msgspec.Struct, eq=False, gc=False):
 
 
 class Listener:
-    """Who waits for pending sends. `remaining` counts the messages not settled yet; `notify` is called once, when none
-    is left.
+    """Waits for `remaining` messages; `notify` runs once, after the last.
 
-    `remaining` changes under the in-flight store's lock, `notify` is called without it: it may run the application's
-    callbacks.
+    `remaining` and `failed` need the lock. `notify` runs without it: it may run application callbacks.
     """
 
     __slots__ = ("remaining",)
@@ -147,38 +142,38 @@ class Listener:
         self.remaining = remaining
 
     def notify(self) -> None:
-        """Pass the outcome on."""
+        """Report the outcome."""
         raise NotImplementedError
 
     def failed(self, pending: PendingSend) -> None:
-        """Hear that a pending send failed; called under the lock."""
+        """Note a failure."""
 
 
 class ReceiptFuture(Future[Receipt]):
-    """A future of a receipt. To cancel it takes the message back, which works while its partition refuses it."""
+    """A future of a receipt."""
 
     def __init__(self, promise: ReceiptPromise) -> None:
         super().__init__()
         self._promise: ReceiptPromise | None = promise
 
     def cancel(self) -> bool:
-        """Take the message back; False where it is on its way, stored, or failed: its outcome comes then."""
+        """Withdraw the message; False if in flight, stored or failed."""
         promise = self._promise
         if promise is None or not promise.withdrawn():
             return self.cancelled()
         self._promise = None
         super().cancel()
-        # Whoever waits for several futures is told by this.
+        # This notifies `concurrent.futures.wait` and `as_completed`.
         self.set_running_or_notify_cancel()
         return True
 
     def forget(self) -> None:
-        """Let go of the message: its outcome is about to come."""
+        """Drop the promise."""
         self._promise = None
 
 
 class ReceiptPromise(Listener):
-    """A future for the one message of a pending send. `withdraw` takes a pending send back, if that can be done."""
+    """A single message's future."""
 
     __slots__ = ("_withdraw", "future", "pending")
 
@@ -189,7 +184,7 @@ class ReceiptPromise(Listener):
         self.pending: PendingSend | None = None
 
     def withdrawn(self) -> bool:
-        """Take the message back; say whether that was done."""
+        """Withdraw the message, if possible."""
         pending = self.pending
         if pending is None or not self._withdraw(pending):
             return False
@@ -197,7 +192,7 @@ class ReceiptPromise(Listener):
         return True
 
     def notify(self) -> None:
-        """Set the future's result or error."""
+        """Set the future."""
         pending, self.pending = self.pending, None
         self.future.forget()
         if pending is None:
@@ -209,7 +204,7 @@ class ReceiptPromise(Listener):
 
 
 class BatchListener(Listener):
-    """Waits for all messages of a batch."""
+    """Waits for a batch."""
 
     __slots__ = ("any_failed", "done")
 
@@ -219,16 +214,16 @@ class BatchListener(Listener):
         self.done: Future[None] = Future()
 
     def failed(self, pending: PendingSend) -> None:  # noqa: ARG002  # which one, its caller asks the pending sends
-        """Note that there is no receipt for everything."""
+        """Note a missing receipt."""
         self.any_failed = True
 
     def notify(self) -> None:
-        """Say that all are settled."""
+        """Set `done`."""
         self.done.set_result(None)
 
 
 class OnewayListener(Listener):
-    """Nobody waits; failures are logged, and counted by the in-flight store."""
+    """Logs failures."""
 
     __slots__ = ()
 
@@ -237,6 +232,6 @@ class OnewayListener(Listener):
         super().__init__(0)
 
     def failed(self, pending: PendingSend) -> None:
-        """Log the loss of a message that nobody waits for."""
+        """Log a failure."""
         facts = {"topic": pending.queue.topic.name, "lp": pending.queue.lp, "reason": str(pending.outcome)}
         log.warning("oneway_publish_failed", extra=facts)

@@ -1,4 +1,4 @@
-"""The public face of direct publishing."""
+"""The public API of direct publishing."""
 
 from __future__ import annotations
 
@@ -45,31 +45,29 @@ MAX_PENDING_BYTES: Final = 64_000_000
 REPLICA_TIMEOUT_S: Final = 1.0
 STOP_S: Final = 15.0
 OnBacklog = Literal["wait", "error"]
-"""What becomes of a message whose partition is at its backlog limit: it waits until its time is over, or fails."""
+"""At a full partition: wait until the message's deadline, or fail at once."""
 
 
 class Producer:
-    """Publishes straight to partitions, without an outbox. Safe to use from many threads, in one process.
+    """Publishes straight to partitions, without an outbox. Thread-safe; make it after a fork.
 
-    Messages of one key are stored in the order in which one thread published them, each once, whatever fails in
-    between: a message whose outcome is unknown is repeated under its seq, and later ones of its LP wait behind it.
-    "Stored" is what the node's durability makes of it (with `appendfsync always`: on disk); what the node loses after
-    that is noticed within seconds of its being armed again, or by the next publish to the LP, and raised once as
-    AcknowledgedLoss: by the call that publishes next, whatever and by whichever thread, whose message is not stored
-    then, or by `flush` or `close`. Where no loss is acceptable, use the outbox.
+    Messages of a key that one thread publishes are stored once each, in order: after an unknown outcome, the producer
+    repeats the message before later ones of its LP.
 
-    A message that a node refuses for good until its time is over (BacklogFull, NodeOutOfMemory) is not stored; those
-    of its LP that were queued behind it fail with PublishAborted, so that none overtakes it. `on_backlog`, here or at a
-    call: whether a message waits for a partition that is at its backlog limit ("wait", up to its time), or fails with
-    BacklogFull as soon as that is known ("error").
+    "Stored" is as durable as the node (`appendfsync always`: on disk). If a node loses acknowledged messages (noticed
+    seconds after its arming), the next publish in any thread, `flush` or `close` raises AcknowledgedLoss, once; that
+    publish stores nothing. If no loss is acceptable, use the outbox.
 
-    `replicas`: wait up to `replica_timeout_s` (1 by default) until so many replicas received each append; the receipt
-    says how many did. With `require_replicas`, too few raise NotReplicated: the message is stored nevertheless.
-    `max_pending_messages` and `max_pending_bytes` bound what is not settled yet; a publish that finds no room waits
-    `room_timeout_s`, then raises ProducerFull. Close a producer, or use it as a context manager: what is queued when
-    the process ends is lost.
+    A message that a node refuses until its deadline (BacklogFull, NodeOutOfMemory) is not stored; those queued behind
+    it in its LP fail with PublishAborted. With `on_backlog="error"`, here or per call, BacklogFull comes at once.
 
-    Raises StoreUnavailable when Postgres can't be reached at the start; later on, known routes go on being used.
+    `replicas`: wait up to `replica_timeout_s` (default 1) for this many per append; receipts tell how many have it.
+    With `require_replicas`, too few raise NotReplicated; the message is stored. `max_pending_messages` and
+    `max_pending_bytes` bound unsettled messages: a publish waits `room_timeout_s` for room, then raises ProducerFull.
+    `max_in_flight`: appends per connection, 1 to 16.
+
+    Close it, or use it as a context manager, else queued messages are lost at exit. Raises StoreUnavailable if Postgres
+    is unavailable at the start; later, known routes serve.
     """
 
     def __init__(
@@ -144,15 +142,15 @@ class Producer:
         timeout_s: float | None = None,
         on_backlog: OnBacklog | None = None,
     ) -> Receipt:
-        """Publish one message and return where it is stored.
+        """Publish one message and return its place.
 
-        `tags`: what groups may filter by, up to 8 names. `dedup_id`: a name of the message within its key; a second one
-        with it is not stored while the first is remembered (the setting dedup_window_s), and its receipt, a
-        `duplicate`, names the first one's place.
+        `tags`: up to 8 names, for groups' filters. `dedup_id`: the message's name within its key. While an earlier
+        message with it is remembered (setting dedup_window_s), nothing is stored; the receipt is a `duplicate` with the
+        earlier place.
 
-        Raises InvalidInput or NotFound (nothing was queued), PublishUnknown when the outcome is not known after
-        `timeout_s` (default: the setting delivery_timeout_s): the message stays queued, and the error's future tells
-        the outcome. Other PublishErrors are definite.
+        Raises InvalidInput or NotFound if nothing was queued. Raises PublishUnknown if the outcome is unknown after
+        `timeout_s` (default: setting delivery_timeout_s): the message stays queued, and the error's `future` reports
+        it. Other PublishErrors are definite.
         """
         _may_wait()
         self._raise_losses()
@@ -186,14 +184,11 @@ class Producer:
         timeout_s: float | None = None,
         on_backlog: OnBacklog | None = None,
     ) -> Future[Receipt]:
-        """Queue one message and return a future of its receipt; with asyncio, await `asyncio.wrap_future(future)`.
+        """Queue one message and return a future; with asyncio, await `asyncio.wrap_future(future)`.
 
-        The future fails only when the message is certainly not stored: a node refused it until `timeout_s` was over,
-        or an earlier message of its LP failed. While its partition refuses it, the future can be cancelled: that takes
-        the message back, and those behind it go on; else `cancel` is False. Raises at once what the edge checks find,
-        and ProducerFull when there is no room within the producer's `room_timeout_s`, at once in a future's callback.
-        Callbacks of futures run in a thread that has to send other messages: they may publish by `send_async` and
-        `send_oneway`, and must not wait for anything.
+        It fails only if the message is certainly not stored. `cancel` withdraws a message while its partition refuses
+        it, else returns False. Invalid input raises at once; so does ProducerFull in a callback. Callbacks must not
+        wait; they may call `send_async` and `send_oneway`.
         """
         self._raise_losses()
         promise = ReceiptPromise(self._in_flight.withdraw)
@@ -212,9 +207,9 @@ class Producer:
         tags: Sequence[str] = (),
         dedup_id: str | None = None,
     ) -> None:
-        """Queue one message and forget it: what goes wrong later is logged and counted in `stats`, never raised.
+        """Queue one message. Later failures are logged and counted in `stats`, never raised.
 
-        It waits for room like `send_async`; without any, the message is dropped.
+        Without room for `room_timeout_s`, the message is dropped.
         """
         try:
             deadline = time.monotonic() + self._timeout_s
@@ -235,10 +230,10 @@ class Producer:
         timeout_s: float | None = None,
         on_backlog: OnBacklog | None = None,
     ) -> Receipts:
-        """Publish messages, any number, in batches; return their receipts in order.
+        """Publish any number of messages in batches; return receipts in their order.
 
-        Messages of one key are stored in their order. Raises what the edge checks find (nothing was queued), or
-        PartlyPublished, which says for each message what became of it. `timeout_s` is for the whole call.
+        Messages of a key keep their order. Raises for invalid input (nothing was queued), or PartlyPublished with each
+        outcome. `timeout_s`: for the whole call.
         """
         _may_wait()
         self._raise_losses()
@@ -252,9 +247,9 @@ class Producer:
         return BulkSend(bulk, self._in_flight, deadline, self._max_in_flight).run()
 
     def flush(self, timeout_s: float | None = None) -> int:
-        """Wait until everything published so far is settled; return how many messages are not, after the time.
+        """Wait until all messages are settled or the timeout; return how many are not.
 
-        Raises AcknowledgedLoss, once, where messages were lost that had been settled before.
+        Raises AcknowledgedLoss, once, for unreported losses.
         """
         left = self._settle(timeout_s)
         self._raise_losses()
@@ -278,10 +273,9 @@ class Producer:
             return self._in_flight.stats()
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Flush, then end: what is not settled after the time fails with ProducerClosed.
+        """Flush and end; messages unsettled after the timeout fail with ProducerClosed.
 
-        Does nothing when it is closed already, or in a forked child. Raises AcknowledgedLoss, when it is closed, as
-        `flush` does.
+        Does nothing if closed, or in a forked child. Raises AcknowledgedLoss after closing.
         """
         if self._pid == os.getpid():
             self._end(timeout_s)
@@ -313,7 +307,7 @@ class Producer:
         if error is None:
             self.close()
         elif self._pid == os.getpid():
-            # What went wrong in the block is not to be hidden by what was lost.
+            # A loss must not hide the error of the block.
             self._end(None)
 
     def _queue(
@@ -330,7 +324,6 @@ class Producer:
         dedup_id: str | None = None,
         eager: bool = False,
     ) -> tuple[PendingSend, LpQueue]:
-        """Check a message, give it its seq and queue it."""
         queues = self._topic_queues(topic)
         lp, key_bulk = (random_lp(self._rng), NO_KEY_BULK) if key is None else lp_and_key(key)
         whole = whole_body(topic, body, queues.route.body_limit)
@@ -347,7 +340,7 @@ class Producer:
                 in_flight.wait_for_capacity(1, size, min(deadline, time.monotonic() + self._room_timeout_s))
             in_flight.add(queues, lp, pending)
             listeners = in_flight.refuse_eager(pending, time.monotonic()) if eager else ()
-            # It may have been given another queue since.
+            # `add` may have diverted it to another queue.
             queue = pending.queue
             if wake:
                 queue.partition_queue.sender.wake_locked()
@@ -387,6 +380,6 @@ CLOSED: Final = "it is closed"
 
 
 def _may_wait() -> None:
-    """Raise InvalidInput in a future's callback: the thread that it runs in is the one that would be waited for."""
+    # A callback would wait for its own thread.
     if in_callback():
         raise InvalidInput("a future's callback must not wait for the producer: use send_async or send_oneway there")

@@ -1,4 +1,4 @@
-"""Find again what an earlier try had stored: read back the newest records of a partition."""
+"""Lookup of messages that an earlier try stored."""
 
 from __future__ import annotations
 
@@ -20,10 +20,7 @@ Connections = Callable[[int], NodeConnection]
 def find_offsets(
     connection: NodeConnection, prefix: str, partition: int, wanted: Collection[Identity]
 ) -> dict[Identity, int]:
-    """Return the offsets of those messages that are among the newest 5,000 records of a partition.
-
-    A message is looked for by its identity, never by its content. Raises StoreUnavailable.
-    """
+    """Return messages' offsets among a partition's newest 5,000 records, by identity. Raises StoreUnavailable."""
     names = {b"%d:%d:%d" % identity: identity for identity in wanted}
     found: dict[Identity, int] = {}
     key, before, page, left = partition_keys(prefix, partition).log, b"+", FIRST_PAGE, ENTRY_LIMIT
@@ -45,7 +42,6 @@ def find_offsets(
 
 
 def _next_page(entries: list[tuple[bytes, list[bytes]]]) -> int:
-    """Return how many records to read next, so that large bodies don't make a page of gigabytes."""
     size = sum(len(part) for _, fields in entries for part in fields) // len(entries)
     return max(1, min(1_000, PAGE_BYTES // max(1, size)))
 
@@ -53,10 +49,7 @@ def _next_page(entries: list[tuple[bytes, list[bytes]]]) -> int:
 def find_on_nodes(
     connections: Connections, prefix: str, places: Collection[tuple[int, int]], wanted: Collection[Identity]
 ) -> tuple[dict[Identity, tuple[int, int]], bool]:
-    """Look through partitions, given with their nodes, in order.
-
-    Return partition and offset of what was found, and whether every partition could be asked as far as needed.
-    """
+    """Search (partition, node) places in order. Return the places found, and whether all nodes answered."""
     found: dict[Identity, tuple[int, int]] = {}
     complete = True
     for partition, node_id in places:

@@ -1,4 +1,4 @@
-"""Background jobs of a producer that ask Postgres or read back: one thread, jobs due at a time."""
+"""A producer's background jobs, in one thread."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ ScheduledCall = Callable[[], None]
 
 
 class Scheduler:
-    """Runs jobs one after another in a thread of its own, which starts with the first job.
+    """Runs jobs in turn, in one thread.
 
-    A job that fails with an error of ours is logged; it must schedule itself again if it has to. One that fails
-    otherwise is run again after a second, because somebody may wait for what it does.
+    After an MqlayerError a job must reschedule itself. Other errors repeat it after a second.
     """
 
     def __init__(self) -> None:
@@ -31,7 +30,7 @@ class Scheduler:
         self._stopping = False
 
     def schedule(self, call: ScheduledCall, *, after_s: float = 0.0) -> None:
-        """Run a job as soon as its time has come."""
+        """Run a job after a time; ignored once stopped."""
         with self._changed:
             if self._stopping:
                 return

@@ -1,14 +1,12 @@
-"""What waits and what is under way, per LP and per partition. No I/O, no clock; the in-flight store's lock guards all
-of it.
+"""Unsettled messages per LP and partition, guarded by the lock of `InFlight`. No I/O, no clock.
 
-A queue is one LP of one topic. Its unsettled messages are `in_flight` (on the wire, in order) and behind them
-`waiting`; their seqs are dense: from `acked` + 1 to `next_seq` - 1. While a queue has trouble nothing more of it is
-sent; the trouble is resolved when the last answer about it has come:
+A queue's unsettled seqs, `acked` + 1 to `next_seq` - 1, are first `in_flight`, then `waiting`. A blocked queue sends
+nothing until its last answer:
 
-    repeat   refused for now, or overtaken: send again in order
-    route    its partition does not serve it: ask for a newer route, then send again in order
-    lost     the node lost messages that it had acknowledged
-    once     a message with a dedup id is under way; nothing may be behind it before its answer
+repeat   refused or overtaken: send again
+route    its partition does not serve it: get a newer route
+lost     the node lost acknowledged messages
+once     a message with a dedup id is in flight
 """
 
 from __future__ import annotations
@@ -31,10 +29,9 @@ BlockReason = Literal["repeat", "route", "lost", "once"]
 
 
 class LpQueue:
-    """One LP of a topic: its numbering, and its messages that are not settled.
+    """One LP of a topic. `source` is None until `InFlight.renew`.
 
-    `source` is None while a new incarnation is being registered; `InFlight.renew` brings it. Seqs up to `uncertain_to`
-    were sent at least once without an answer; `uncertain_at` are the partitions that may hold them.
+    Seqs up to `uncertain_to` were sent without an answer; partitions in `uncertain_at` may have them.
     """
 
     __slots__ = (
@@ -67,14 +64,14 @@ class LpQueue:
         self.restart(source)
 
     def restart(self, source: int | None) -> None:
-        """Number from 1 again under another incarnation; nothing may be unsettled."""
+        """Number from 1 under another source; nothing may be unsettled."""
         self.source = source
         self.next_seq = 1
         self.acked = self.uncertain_to = self.lost_after = 0
         self.uncertain_at: tuple[PartitionQueue, ...] = ()
 
     def take_unsent(self) -> list[PendingSend]:
-        """Take out what waits, certainly is not stored, and has no dedup id: that is known in this LP only."""
+        """Remove messages certainly not stored, except with a dedup id, which only this LP knows."""
         index = next((i for i, pending in enumerate(self.waiting) if pending.first > self.uncertain_to), None)
         if index is None:
             return []
@@ -87,15 +84,12 @@ class LpQueue:
         return [pending for pending in gone if not pending.token]
 
     def requeue(self) -> None:
-        """Have all that flies wait again, in front."""
+        """Move messages in flight back to the front."""
         self.waiting.extendleft(reversed(self.in_flight))
         self.in_flight.clear()
 
     def renumber(self, source: int | None) -> None:
-        """Let the number of a duplicate, the last one sent, go to the next message; or begin with a new source.
-
-        Nothing may fly. With another source than ours everything that waits is numbered from 1 on.
-        """
+        """Give a duplicate's seq to the next message, or restart at 1. Nothing may be in flight."""
         if source != self.source:
             self.restart(source)
             number = 1
@@ -107,7 +101,7 @@ class LpQueue:
         self.next_seq = number
 
     def note_uncertain(self) -> None:
-        """Note that what flies may have been stored: no seq up to its last may ever be given to another message."""
+        """Messages in flight may be stored: never reuse their seqs."""
         if not self.in_flight:
             return
         self.uncertain_to = max(self.uncertain_to, self.in_flight[-1].last)
@@ -115,30 +109,27 @@ class LpQueue:
             self.uncertain_at = (*self.uncertain_at, self.partition_queue)
 
     def first_expired(self, now: float, *, full: bool) -> int | None:
-        """Return the index in `waiting` of the first pending send that certainly is not stored and whose time is over.
-
-        `full`: its partition is at its backlog limit, for which eager ones don't wait.
-        """
+        """Return the index of the first expired message certainly not stored. `full`: eager ones are expired."""
         for index, pending in enumerate(self.waiting):
             if (pending.deadline <= now or (full and pending.eager)) and pending.first > self.uncertain_to:
                 return index
         return None
 
     def remove(self, pending: PendingSend) -> bool:
-        """Take a waiting pending send out that certainly is not stored, and close the gap; False where it is none."""
+        """Remove a message and close the gap; False if it does not wait or may be stored."""
         if pending.first <= self.uncertain_to or pending not in self.waiting:
             return False
         index = self.waiting.index(pending)
         behind = list(self.waiting)[index + 1 :]
         del self.waiting[index]
-        # Nothing behind it was ever sent, so these numbers were nobody's as yet.
+        # None behind it was sent, so their seqs may change.
         for later in behind:
             later.first -= pending.count
         self.next_seq -= pending.count
         return True
 
     def truncate(self, index: int) -> list[PendingSend]:
-        """Take all waiting pending sends from an index on out, and give their seqs back."""
+        """Remove waiting messages from an index on, and free their seqs."""
         gone = [self.waiting.pop() for _ in range(len(self.waiting) - index)]
         gone.reverse()
         self.next_seq = gone[0].first
@@ -146,10 +137,7 @@ class LpQueue:
 
 
 class PartitionQueue:
-    """A partition as a sender sees it: the queues that have something for it, and until when it is left alone.
-
-    `refusal` is the error that says why, while its last answer was a refusal.
-    """
+    """A partition and its ready queues. After a `refusal` it pauses until `retry_at`."""
 
     __slots__ = ("backlog_limit", "listed", "partition", "ready", "refusal", "refusals", "retry_at", "sender")
 
@@ -162,11 +150,11 @@ class PartitionQueue:
         self.refusal: PublishError | None = None
 
     def is_paused(self, now: float) -> bool:
-        """Whether it refuses, or its node is away, and it is not time yet to try it again."""
+        """Whether it or its node failed, and no retry is due."""
         return (self.refusal is not None and now < self.retry_at) or self.sender.is_unreachable(now)
 
     def take_batch(self) -> AppendBatch | None:
-        """Take what one append may carry: at most 500 messages and 1 MB, or one message, of one source."""
+        """Take one append: up to 500 messages and 1 MB, or one message, of one source."""
         batch = AppendBatch(self)
         ready = self.ready
         while ready:
@@ -179,8 +167,7 @@ class PartitionQueue:
 
 
 class AppendBatch:
-    """One append: its pending sends in the order of its runs, and its bytes for the wire. With `once`, all have dedup
-    ids."""
+    """One append, encoded. With `once`, all have dedup ids."""
 
     __slots__ = ("chunks", "count", "heads", "once", "partition_queue", "pending_sends", "size", "source")
 
@@ -194,7 +181,7 @@ class AppendBatch:
         self.count = self.size = 0
 
     def add(self, queue: LpQueue) -> bool:
-        """Let the queue's next pending sends fly, as many as fit. Return whether none is left waiting."""
+        """Take a queue's next messages; return whether none is left."""
         source = queue.source
         if source is None or (self.source and self.source != source):
             return source is None
@@ -220,7 +207,6 @@ class AppendBatch:
         return not waiting
 
     def _add_once(self, queue: LpQueue) -> bool:
-        """Let one pending send with a dedup id fly. Return whether it could: then the queue waits for its answer."""
         pending = queue.waiting[0]
         full = self.count == BATCH_COUNT_LIMIT or self.size + pending.size > BATCH_BYTES_LIMIT
         if not pending.token or (self.count and (full or not self.once)):
@@ -235,11 +221,9 @@ class AppendBatch:
         return True
 
     def add_fresh(self, queue: LpQueue, pending: PendingSend) -> bool:
-        """Let a new pending send fly at once if nothing of its queue waits; return False, and do nothing, if something
-        does.
+        """Take a new message past its queue; False if others wait there.
 
-        The short cut past `LpQueue.waiting` and `PartitionQueue.ready`, for a caller that sends this batch right after
-        it.
+        The caller must send this batch next.
         """
         source = queue.source
         if queue.waiting or queue.blocked_by is not None or source is None or (self.source and self.source != source):
@@ -262,7 +246,7 @@ class AppendBatch:
         return True
 
     def runs(self) -> Iterator[tuple[LpQueue, list[PendingSend]]]:
-        """Yield the runs in order: each queue with its pending sends in this batch."""
+        """Yield each queue and its pending sends."""
         for queue, pending_sends in groupby(self.pending_sends, key=lambda pending: pending.queue):
             yield queue, list(pending_sends)
 
@@ -272,7 +256,7 @@ class AppendBatch:
 
 
 class TopicQueues:
-    """A topic as a producer sees it: the newest route that it knows, and the queues that it used."""
+    """A topic's newest known route and used queues."""
 
     __slots__ = ("best_effort", "name", "queues", "read_at", "rerouting", "route", "table", "waiting_for_route")
 
@@ -284,12 +268,12 @@ class TopicQueues:
         self.adopt(route, table, read_at)
 
     def adopt(self, route: Route, table: list[PartitionQueue], read_at: float) -> None:
-        """Use a route from now on; queues follow when nothing of them flies."""
+        """Use a route; queues follow once nothing is in flight."""
         self.route, self.table, self.read_at = route, table, read_at
         self.best_effort = route.best_effort
 
     def queue_of(self, lp: int, source: int | None) -> LpQueue:
-        """Return the queue of an LP, made at its first use."""
+        """Return an LP's queue."""
         queue = self.queues[lp]
         if queue is None:
             queue = self.queues[lp] = LpQueue(self, lp, source)

@@ -1,4 +1,4 @@
-"""What a caller does while its messages are not settled."""
+"""Waiting for messages to be settled."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mqlayer.producing.send_queues import LpQueue
 
 
 def await_one(in_flight: InFlight, pending: PendingSend, deadline: float) -> None:
-    """Return when a pending send that nobody waits for yet is settled. Raises PublishUnknown at the deadline."""
+    """Wait for a pending send without a listener. Raises PublishUnknown at the deadline."""
     with in_flight.lock:
         if pending.outcome is not None:
             return
@@ -30,7 +30,7 @@ def await_one(in_flight: InFlight, pending: PendingSend, deadline: float) -> Non
 def await_all(
     in_flight: InFlight, listener: BatchListener, pending_sends: Sequence[PendingSend], deadline: float
 ) -> None:
-    """Return when all pending sends of a batch are settled, or at the deadline."""
+    """Wait for a batch, until the deadline."""
     try:
         listener.done.result(max(0.0, deadline - time.monotonic()))
     except TimeoutError:
@@ -38,7 +38,7 @@ def await_all(
 
 
 def unknown_outcome(pending: PendingSend, index: int = 0) -> PublishUnknown:
-    """Return the error for a message of a pending send that is not settled."""
+    """Return the error for an unsettled message."""
     queue = pending.queue
     error = PublishUnknown(queue.topic.name, queue.lp, pending.first + index, _reason(queue))
     if isinstance(pending.listener, ReceiptPromise):
@@ -56,7 +56,6 @@ def _reason(queue: LpQueue) -> str:
 
 
 def _abandon(in_flight: InFlight, pending_sends: Sequence[PendingSend]) -> None:
-    """Fail those of the pending sends that certainly are not stored and are being refused; the others stay queued."""
     now = time.monotonic()
     listeners = []
     with in_flight.lock:

@@ -1,4 +1,4 @@
-"""Ordered pop: receivers without membership or assignment."""
+"""Ordered pop: receivers without membership (docs/design/ordered-pop.md)."""
 
 from mqlayer.receiving.pop_message import PopMessage, Token
 from mqlayer.receiving.receiver import Receiver

@@ -1,8 +1,4 @@
-"""Ask partitions for batches in turn, follow what they say, and wait for news of those that had nothing.
-
-One blocking read per node waits for all its partitions: on their logs, but for those where appending makes no
-difference, and on the streams that tell when a queue got free. When visibility timeouts end is known from the answers.
-"""
+"""Asks partitions in turn, and waits for news (docs/design/ordered-pop.md)."""
 
 from __future__ import annotations
 
@@ -35,13 +31,12 @@ log = logging.getLogger(__name__)
 PopAnswer = PopBatch | NoBatch | Drained | Fenced | Refused
 
 BLOCK_S: Final = 0.1
-"""Longest wait in one read: what a notification changes is seen this late at most."""
+"""Longest read, so the latest reaction to a notification."""
 MORE_LIMIT: Final = 64
-"""How often in a row a partition is asked that has more to look at."""
 
 
 class Fetcher:
-    """Asks for one group; for one thread at a time, but for `refresh_soon`."""
+    """Fetches for one group. One thread, except `refresh_soon`."""
 
     def __init__(
         self,
@@ -62,12 +57,12 @@ class Fetcher:
         self.fetch_count = 0
 
     def refresh_soon(self) -> None:
-        """Have the partitions listed anew, beside whatever goes on. For any thread."""
+        """List partitions again in the background. For any thread."""
         self._cache.expire()
         self._cache.refresh()
 
     def repeat(self, request: ReceiveRequest) -> list[PopMessage]:
-        """Return what this attempt was given before, in whatever partitions can be asked."""
+        """Return this attempt's former batches."""
         self._cache.refresh()
         found: list[PopMessage] = []
         for view in self._cache.views:
@@ -80,11 +75,7 @@ class Fetcher:
         return found
 
     def fetch(self, request: ReceiveRequest, *, repeat: bool) -> list[PopMessage]:
-        """Ask the partitions that it pays to ask, until one gives; return what it gave.
-
-        `repeat`: ask again under attempts that were not answered. Raises what the last of them answered where none at
-        all can be asked.
-        """
+        """Ask due partitions until one gives. `repeat`: unanswered attempts too."""
         self._cache.refresh()
         views = self._cache.views
         for number in range(len(views)):
@@ -98,21 +89,21 @@ class Fetcher:
                 self._failed(view, error)
                 continue
             if found:
-                # The next call begins with the next partition: a busy one must not keep the others waiting.
+                # The next call begins with the next partition: a busy one must not starve the others.
                 self._round = (self._round + number + 1) % len(views)
                 return found
         return []
 
     @property
     def last_error(self) -> MqlayerError | None:
-        """Why no partition at all can be asked, None where one can."""
+        """An error, if no partition can be asked."""
         if self._cache.retired is not None:
             return self._cache.retired
         errors = [view.last_error for view in self._cache.views]
         return errors[-1] if errors and all(errors) else None
 
     def wait_for_wakeup(self, wait_s: float) -> None:
-        """Wait for news of partitions that had nothing; with 0, only look."""
+        """Wait for news of idle partitions; 0: only check."""
         now = time.monotonic()
         views = self._cache.views
         if wait_s and (self._wakeups.is_set() or any(view.is_due(now) for view in views)):
@@ -139,7 +130,6 @@ class Fetcher:
         self._wakeups.clear()
 
     def _watched(self, now: float) -> dict[NodeId, dict[bytes, tuple[PartitionView, bytes]]]:
-        """Return by node which streams tell of news, of which partition, and behind which entry."""
         by_node: dict[NodeId, dict[bytes, tuple[PartitionView, bytes]]] = {}
         for view in self._cache.views:
             for key, after in view.watched(now).items():
@@ -147,7 +137,6 @@ class Fetcher:
         return by_node
 
     def _request_for(self, view: PartitionView, request: ReceiveRequest) -> ReceiveRequest:
-        """Ask under the attempt that was not answered, if any: what was given then is ours."""
         before = view.unanswered
         return request._replace(attempt_id=before.attempt_id) if before and before.limit <= request.limit else request
 
@@ -171,7 +160,6 @@ class Fetcher:
         return answer
 
     def _handle(self, view: PartitionView, request: ReceiveRequest) -> list[PopMessage]:
-        """Ask a partition, and follow what it says; return what it gave."""
         answer = self._fetch_from(view, request)
         if isinstance(answer, PopBatch):
             view.quiet, view.woken, view.refused = None, False, 0
@@ -184,13 +172,12 @@ class Fetcher:
         elif isinstance(answer, Fenced):
             self._fenced(view)
         else:
-            # The node lost it, though it is the armed run: re-arming sees to it.
+            # The armed run lost the partition (FLUSHALL): arm the node again.
             view.pause(time.monotonic())
             self._repair(view.info.node)
         return []
 
     def _messages(self, view: PartitionView, given: PopBatch) -> list[PopMessage]:
-        """Return a batch as messages, but for void records, and for those that are to be handled in the successors."""
         found: list[PopMessage] = []
         beyond: list[Token] = []
         void: list[Token] = []
@@ -214,10 +201,7 @@ class Fetcher:
         return seq > view.marks.get(f"{source}:{lp}", seq)
 
     def _report_drained(self, view: PartitionView, drained: Drained) -> None:
-        """Tell Postgres that a sealed partition is through.
-
-        Where it refuses, soon again: then the seal is not recorded yet, or another epoch is in force.
-        """
+        """Postgres refuses while the seal is unrecorded: retry soon."""
         group_partition = view.group_partition
         if drained_popped(
             self._database, self._group.group_id, group_partition.partition, group_partition.epoch, drained.seal_id
@@ -228,11 +212,11 @@ class Fetcher:
             view.pause(time.monotonic())
         else:
             view.put_off(time.monotonic())
-        # Its successors may be readable now: who waits for them must not wait for a notice besides.
+        # Its successors may be readable now: do not wait for a notification.
         self._cache.reload()
 
     def _fenced(self, view: PartitionView) -> None:
-        """Look for a higher epoch; where Postgres has none, its node has seen more than it gave out: ask for one."""
+        """Reload the epoch; if unchanged, request a higher one."""
         if view.refused == view.group_partition.epoch:
             renew_pop_epoch(
                 self._database, self._group.group_id, view.group_partition.partition, view.group_partition.epoch
@@ -251,14 +235,14 @@ class Fetcher:
             self._repair(view.info.node)
 
     def _pause_node(self, node_id: NodeId, error: MqlayerError) -> None:
-        """Leave all partitions of a node alone for a while: each of them would wait for it as long."""
+        # Each of its partitions would wait for the same timeout.
         now = time.monotonic()
         for view in self._cache.views:
             if view.info.node == node_id:
                 view.pause(now, error)
 
     def _repair(self, node_id: NodeId) -> None:
-        """Arm a node that restarted or lost something, unless somebody did. Raises nothing."""
+        """Raises nothing."""
         try:
             arm_if_allowed(
                 self._database,
@@ -275,7 +259,6 @@ class Fetcher:
 
 
 def _wake(found: Any, of_key: dict[bytes, PartitionView]) -> None:
-    """Note which partitions have news."""
     for key, entries in found or ():
         view = of_key[key]
         view.woken = True

@@ -1,8 +1,7 @@
-"""Which messages of a key a receiver has in hand, in order: the fence keeps one seq per key, so they must go in turn.
+"""A receiver's messages in hand, by key.
 
-Two receivers of a group have the same epoch. What keeps their effects apart is the fence's seq per key alone: once a
-later message of a key has its effect, an earlier one counts as applied. Nobody but the batch's own receiver could do
-that too early, so its fence asks here what comes first.
+Receivers share the epoch, so only the fence's seq per key separates effects: after a later effect, an earlier message
+counts as applied.
 """
 
 from __future__ import annotations
@@ -14,11 +13,10 @@ from typing import Any, Final
 from mqlayer.receiving.pop_message import PopMessage, Token
 
 MAX_KEPT: Final = 100_000
-"""Keys that are remembered at most; of messages that were never settled, the oldest are forgotten."""
 
 
 class KeyOrder:
-    """The messages in hand by partition and key. Safe to use from many threads."""
+    """Messages by partition and key. Thread-safe."""
 
     def __init__(self) -> None:
         self._queues: dict[tuple[int, str], list[PopMessage]] = {}
@@ -26,7 +24,7 @@ class KeyOrder:
         self._lock = threading.Lock()
 
     def delivered(self, messages: Iterable[PopMessage]) -> None:
-        """Note a new batch: what was in hand of its keys before is void."""
+        """Note a batch; it replaces its keys' earlier messages."""
         queues: dict[tuple[int, str], list[PopMessage]] = {}
         for message in messages:
             if message.key is not None:
@@ -38,25 +36,25 @@ class KeyOrder:
             _forget_oldest(self._queues)
 
     def settled(self, messages: Iterable[PopMessage]) -> None:
-        """Note that messages need nothing more."""
+        """Note settled messages."""
         with self._lock:
             for message in messages:
                 self._cut(message, behind=False)
 
     def returned(self, message: PopMessage) -> None:
-        """Note that a message was given back, and with it those of its key behind it."""
+        """Note a return, also of the key's later messages."""
         with self._lock:
             self._cut(message, behind=True)
 
     def before(self, message: PopMessage) -> PopMessage | None:
-        """Return the message in hand of the same key that comes right before this one and is not settled."""
+        """Return the key's unsettled message before this one."""
         with self._lock:
             queue = self._queues.get((message.token.partition, message.key or ""), [])
             earlier = [one for one in queue if one.token.offset < message.token.offset]
             return earlier[-1] if earlier else None
 
     def is_void(self, message: PopMessage) -> bool:
-        """Say whether a message was given back by this receiver, or one of its key before it."""
+        """Say whether it, or an earlier one of its key, was returned here."""
         return message.token in self._void
 
     def _cut(self, message: PopMessage, *, behind: bool) -> None:

@@ -1,4 +1,4 @@
-"""A receiver's connections to nodes: one that asks and waits, one that settles, so that neither holds up the other."""
+"""A receiver's connections: separate pools fetch and settle, so neither delays the other."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from mqlayer.settings import Settings
 
 
 class NodePool:
-    """Connections by node, opened at first need; for one thread at a time."""
+    """Connections by node; one thread at a time."""
 
     def __init__(self, routes: RouteCache, settings: Settings) -> None:
         self._routes, self._settings = routes, settings
         self._by_node: dict[NodeId, NodeConnection] = {}
 
     def to(self, node_id: NodeId) -> NodeConnection:
-        """Return the connection to a node, which takes the run and address that count as far as this process knows."""
+        """Return a node's connection to its newest known run and address."""
         node = self._routes.node(node_id)
         connection = self._by_node.get(node_id)
         if connection is None:
@@ -36,7 +36,7 @@ class NodePool:
 
 
 def call_scripts(connection: NodeConnection, commands: list[Command]) -> list[Any]:
-    """Send script calls in one write; those that a server without the scripts did not run are sent once more."""
+    """Send calls in one write; repeat once those that get NOSCRIPT."""
     replies = connection.call(commands)
     missing = [number for number, reply in enumerate(replies) if is_missing_script(reply)]
     if missing:

@@ -1,4 +1,4 @@
-"""The fence for effects of messages of an ordered pop."""
+"""The fence of ordered pop."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Row = tuple[Any, ...]
 
 
 class PopFence:
-    """Asks the fence for a message, and before it for the one of its key that comes first; see `Receiver.fence`."""
+    """Fences a message and its key's earlier one; see `Receiver.fence`."""
 
     def __init__(self, group: Group, key_order: KeyOrder) -> None:
         self._group, self._key_order = group, key_order
 
     def fence(self, connection: Any, message: PopMessage) -> None:
-        """Check a message in the effect's own transaction."""
+        """Check in the effect's own transaction."""
         before = self._before(message)
         with caller_errors(connection):
             first = run_one(connection, query("fence"), self._facts(before)) if before else None
@@ -30,7 +30,7 @@ class PopFence:
             self._judge(message, run_one(connection, query("fence"), self._facts(message)))
 
     async def afence(self, connection: Any, message: PopMessage) -> None:
-        """Do the same on an async connection."""
+        """`fence` on an async connection."""
         before = self._before(message)
         with caller_errors(connection):
             first = await run_one_async(connection, query("fence"), self._facts(before)) if before else None

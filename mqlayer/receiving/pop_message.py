@@ -1,4 +1,4 @@
-"""What a receiver is given."""
+"""Messages of an ordered pop, and their tokens."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from mqlayer.domain.message import NO_KEY, Identity, Record
 
 
 class Token(NamedTuple):
-    """Names one giving-out of one message: void once the message is given out again, or given back, and once the epoch
-    of the group at the partition is raised.
-    """
+    """One delivery of a message; void after redelivery or nack, or under a higher epoch of the partition."""
 
     partition: int
     epoch: int
@@ -22,12 +20,11 @@ class Token(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PopMessage:
-    """A message of a batch. Can be pickled: whoever has it may acknowledge it, in any process.
+    """A message; picklable, settled in any process.
 
-    `key`: None for a message without one; `identity`: the same at every delivery, an idempotency key for effects
-    elsewhere; `attempt`: how often it was given out, this time included; `at_ms`: when it was published, ms of Unix
-    time by the publisher's clock; `replay`: the last seek, where fenced effects are applied again since, else 0;
-    `reordered`: order may not hold for it, see `Context.reordered`.
+    `key`: None without one; `identity`: equal at every delivery, an idempotency key; `attempt`: deliveries, this one
+    included; `at_ms`: Unix ms by the publisher's clock; `replay`: the last seek if fenced effects apply again, else 0;
+    `reordered`: see `Context.reordered`.
     """
 
     key: str | None
@@ -43,7 +40,7 @@ class PopMessage:
 
 
 def message_of(record: Record, *, attempt: int, token: Token, replay: int) -> PopMessage:
-    """Return a record of a batch as its receiver gets it."""
+    """Return a record as a message."""
     return PopMessage(
         None if record.key == NO_KEY else record.key.decode(),
         record.body,

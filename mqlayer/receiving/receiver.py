@@ -1,4 +1,4 @@
-"""Receivers of an ordered pop: no membership, no assignment; whoever asks gets the next batch, in order.
+"""Receivers of ordered pop: no membership, no assignment.
 
 ```python
 with mqlayer.Receiver("orders", group="mailer") as receiver:
@@ -42,14 +42,12 @@ from mqlayer.runtime.route_cache import RouteCache
 from mqlayer.settings import Settings
 
 BATCH_BYTES: Final = 4_000_000
-"""A batch ends with the message that brings its keys and bodies to this size."""
+"""A batch ends when keys and bodies reach it."""
 LONGEST_S: Final = 12 * 3600.0
 
 
 @dataclass(frozen=True, slots=True)
 class _ReceiverParts:
-    """What an open receiver works with."""
-
     group: Group
     fetcher: Fetcher
     settler: PopSettler
@@ -58,13 +56,12 @@ class _ReceiverParts:
 
 
 class Receiver:
-    """Asks for batches of a topic's messages for a group with ordered pop, and settles them.
+    """Receives and settles messages of a topic for a group with ordered pop.
 
-    Any number of receivers may ask, in any process, without knowing of each other; one that dies costs nothing but the
-    visibility timeout of what it had. The first one creates the group: `scope` says what is withheld from all while a
-    message is out ("key": its key, the default; "partition": its partition), `start` where the group begins, as in
-    `App.consumer`; both are said once. One thread at a time receives; settling is for any thread, at any time.
-    Opening raises Conflict for a group that members consume, and for another scope than the group has.
+    Any number may run in any process; a dead one delays its messages by their visibility timeout. The first creates the
+    group: `scope` is withheld while a message is out ("key", the default, or "partition"); `start` as in
+    `App.consumer`. One thread at a time receives, any settles. Opening raises Conflict for a group of members, or
+    another scope.
     """
 
     def __init__(
@@ -86,7 +83,7 @@ class Receiver:
         self._receiving = threading.Lock()
 
     def open(self) -> Self:
-        """Reach the stores, and create the group where nobody did. Raises what a store answers that is not ready."""
+        """Connect; create a missing group. Raises the stores' errors."""
         if self._parts is not None:
             raise Conflict("the receiver is open", "close it first")
         with ExitStack() as cleanup:
@@ -95,7 +92,7 @@ class Receiver:
         return self
 
     def close(self) -> None:
-        """Let go of all connections. What is out stays out until its visibility timeout ends: give it back before."""
+        """Disconnect. Messages stay out until their visibility timeout: `nack` them before."""
         self._parts = None
         self._cleanup.close()
 
@@ -107,12 +104,12 @@ class Receiver:
 
     @property
     def group(self) -> Group:
-        """The group, as it was when the receiver was opened."""
+        """The group at opening."""
         return self._open_parts().group
 
     @property
     def fetch_count(self) -> int:
-        """How often a partition was asked for a batch since the receiver was opened."""
+        """Calls to partitions."""
         return self._open_parts().fetcher.fetch_count
 
     def receive(
@@ -123,14 +120,12 @@ class Receiver:
         wait_s: float = 20.0,
         attempt_id: str | None = None,
     ) -> list[PopMessage]:
-        """Return the next batch: of one partition, in order; empty where nothing came within the wait.
+        """Return the next batch, of one partition, in order; empty after `wait_s`.
 
-        Nobody else gets these messages, nor any behind them in the group's scope, before each is settled or its
-        visibility timeout has ended. Handle those of one key in turn; after one that fails, call `nack` and leave those
-        of its key behind it. `attempt_id` (a-z first, then a-z 0-9 _ . -): where the reply of a call was lost, the same
-        id gets the same messages again, from all nodes that answer, and they do not count as given out once more.
-        Raises InvalidInput for bounds that can't be kept (max_messages up to 500), StoreUnavailable where no partition
-        could be asked.
+        Other receivers get neither these messages nor later ones of their scope until they are settled or time out.
+        Handle a key's in turn; on failure `nack`, skip the rest of the key. After a lost reply, the same `attempt_id`
+        (a-z, then a-z 0-9 _ . -) returns the same messages, uncounted, from nodes that answer. Raises InvalidInput for
+        bad bounds (max_messages 1 to 500), StoreUnavailable if no partition could be asked.
         """
         check_bounds(max_messages, visibility_timeout_s, wait_s)
         attempt = f"r{uuid.uuid4().hex}" if attempt_id is None else check_name("attempt", attempt_id)
@@ -145,20 +140,20 @@ class Receiver:
             return found
 
     def ack(self, messages: Iterable[PopMessage]) -> None:
-        """Settle messages, in any order and of any batches; what is settled already is no error.
+        """Settle messages of any batches; idempotent.
 
-        Raises StaleToken for those that others have by now: they are not settled, the rest is. Raises InvalidInput for
-        offsets that no partition gave out, StoreUnavailable where nobody can tell: then call it again.
+        Raises StaleToken for redelivered messages (the rest is settled), InvalidInput for unknown offsets,
+        StoreUnavailable: call again.
         """
         parts, wanted = self._open_parts(), list(messages)
         parts.settler.settle("ack", [message.token for message in wanted])
         parts.key_order.settled(wanted)
 
     def nack(self, message: PopMessage, *, delay_s: float = 0.0) -> None:
-        """Give a message back, and with it what is behind it in its scope: all come again after the delay, in order.
+        """Return a message and all behind it in its scope; they come again after the delay, in order.
 
-        Tokens of what was behind it are void from here on. Raises as `ack`; said again after StoreUnavailable, it may
-        raise StaleToken: then the first one was heard.
+        Tokens of those behind are void. Raises as `ack`; repeated after StoreUnavailable, StaleToken means that the
+        first call succeeded.
         """
         check_duration("the delay", delay_s, least=0.0)
         parts = self._open_parts()
@@ -166,34 +161,30 @@ class Receiver:
         parts.settler.settle("nack", [message.token], ms=round(delay_s * 1000))
 
     def extend(self, message: PopMessage, seconds: float) -> None:
-        """Withhold a message for so long from now on, longer or shorter than before. Raises as `ack`."""
+        """Withhold a message for `seconds` from now. Raises as `ack`."""
         check_duration("the visibility timeout", seconds, least=0.0)
         self._open_parts().settler.settle("extend", [message.token], ms=round(seconds * 1000))
 
     def fence(self, connection: Any, message: PopMessage) -> None:
-        """Check, in the effect's own transaction, that the message was not applied and its token's epoch is current.
+        """Check, in the effect's own transaction, that the message is not applied and its epoch is current.
 
-        As `Context.fence`: call it first in the transaction, once per message, on the connection of the effect. Let
-        AlreadyApplied, StaleOwner, StaleToken and OutOfOrder roll the transaction back; after the first one,
-        acknowledge. Receivers of a group share the epoch, so what keeps two that have the same message apart is the
-        fence's seq per key: the effect happens once, by whichever comes first. Where a message before it of the same
-        key is in hand and not acknowledged, one more round trip asks whether it has its effect; OutOfOrder if not.
+        Call it first, once per message, on the effect's connection. Roll back on AlreadyApplied, StaleOwner, StaleToken
+        and OutOfOrder; after AlreadyApplied, `ack`. The seq per key makes the effect happen once, since receivers share
+        the epoch. If an earlier message of the key is in hand without its effect: OutOfOrder.
         """
         self._open_parts().fence.fence(connection, message)
 
     async def afence(self, connection: Any, message: PopMessage) -> None:
-        """Do what `fence` does on an async connection."""
+        """`fence` on an async connection."""
         await self._open_parts().fence.afence(connection, message)
 
     def inbox(self, connection: Any, message: PopMessage, *, name: str | None = None) -> None:
-        """Note, in the effect's own transaction, that the message has its effect: once, whoever has it.
-
-        As `Context.inbox`; no token and no turn is looked at. After AlreadyApplied, acknowledge.
-        """
+        """Record the effect in its own transaction: once, in any order, whatever the token. After AlreadyApplied,
+        `ack`."""
         record_effect(connection, self._entry(message, name))
 
     async def ainbox(self, connection: Any, message: PopMessage, *, name: str | None = None) -> None:
-        """Do what `inbox` does on an async connection."""
+        """`inbox` on an async connection."""
         await arecord_effect(connection, self._entry(message, name))
 
     def _entry(self, message: PopMessage, name: str | None) -> InboxEntry:
@@ -251,7 +242,6 @@ class Receiver:
 
 
 def _fetch_until(fetcher: Fetcher, request: ReceiveRequest, until: float, *, repeat: bool) -> list[PopMessage]:
-    """Ask, and wait for news, until something is given or the time is over."""
     fetcher.wait_for_wakeup(0.0)
     while True:
         found = fetcher.fetch(request, repeat=repeat)
@@ -264,7 +254,7 @@ def _fetch_until(fetcher: Fetcher, request: ReceiveRequest, until: float, *, rep
 
 
 def check_bounds(max_messages: int, visibility_timeout_s: float, wait_s: float) -> None:
-    """Raise InvalidInput for what no receiver can ask for."""
+    """Raise InvalidInput for arguments of `receive`."""
     if not 1 <= max_messages <= BATCH_LIMIT:
         raise InvalidInput(f"max_messages is {max_messages}: a batch has 1 to {BATCH_LIMIT} messages")
     check_duration("the visibility timeout", visibility_timeout_s, least=0.001)
@@ -273,6 +263,6 @@ def check_bounds(max_messages: int, visibility_timeout_s: float, wait_s: float) 
 
 
 def check_duration(what: str, seconds: float, *, least: float) -> None:
-    """Raise InvalidInput for a duration that is not between `least` and 12 hours."""
+    """Raise InvalidInput unless `least` to 12 hours."""
     if not least <= seconds <= LONGEST_S:
         raise InvalidInput(f"{what} is {seconds:g} s: say {least:g} to {LONGEST_S:,.0f} seconds")

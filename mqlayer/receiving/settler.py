@@ -1,4 +1,4 @@
-"""Say what became of messages of an ordered pop: handled, given back, or to be withheld for longer."""
+"""Settles, returns or extends messages of an ordered pop."""
 
 from __future__ import annotations
 
@@ -30,8 +30,6 @@ from mqlayer.runtime.route_cache import RouteCache
 
 @dataclass(slots=True)
 class _SettleCall:
-    """What is to be said, and of which messages it was not taken."""
-
     action: SettleAction
     ms: int
     outcomes: bytes
@@ -43,7 +41,7 @@ Calls = Sequence[tuple[PopGroupPartition, Sequence[Token]]]
 
 
 class PopSettler:
-    """Tells nodes, on connections of its own. Safe to use from many threads, one at a time is served."""
+    """Sends settlements. Thread-safe; one call at a time."""
 
     def __init__(
         self, group: Group, cache: PartitionCache, connections: NodePool, routes: RouteCache, *, prefix: str, name: str
@@ -58,12 +56,11 @@ class PopSettler:
         self._name, self._lock = name, threading.Lock()
 
     def settle(self, action: SettleAction, tokens: Sequence[Token], *, ms: int = 0, handled: bool = True) -> None:
-        """Say a word of messages: one call per partition, epoch and 500 messages, one write per node.
+        """Send one write per node. `handled`: False records no outcome.
 
-        `handled`: False where they are settled here and handled elsewhere, so that nothing is told of them. Raises
-        InvalidInput for offsets that nobody has, StaleToken for messages that others have: the rest is done.
+        Raises InvalidInput for unknown offsets, StaleToken for redelivered messages; the rest is done.
         """
-        # Whether the topic is archived may have changed; whoever only settles has no other reason to look.
+        # `archived` may have changed; a receiver that only settles reads it nowhere else.
         self._cache.refresh()
         outcomes = encode_pop_outcome(self._name) if handled and action == "ack" and self._cache.archived else b""
         said = _SettleCall(action, ms, outcomes)
@@ -97,13 +94,13 @@ class PopSettler:
         try:
             replies = self._ask(connection, said, calls)
         except NodeNotArmed:
-            # Nothing was said. Somebody may have armed it since we asked which run counts.
+            # Nothing was sent. Another process may have armed the node since.
             self._routes.refresh_nodes()
             connection = self._connections.to(node_id)
             replies = self._ask(connection, said, calls)
         except StoreUnavailable:
             if said.action == "nack":
-                # Said twice, the second one is refused.
+                # A repeated nack is refused.
                 raise
             replies = self._ask(connection, said, calls)
         failpoint("pop.after_settle")

@@ -1,4 +1,4 @@
-"""What operators do with parked keys and dead messages: list, show, release, discard, pass over, give back."""
+"""Operators' work on parked keys and dead messages, and replays."""
 
 from mqlayer.redelivery.failure_counts import FailureCounts, failure_counts
 from mqlayer.redelivery.filters import DeadFilter, ParkedFilter, ReplayFilter

@@ -1,4 +1,4 @@
-"""What goes with every act on parked keys and dead messages: its count, the notice to members, and the event."""
+"""Count, notice and event of operators' acts."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ ANY_KEY: Final = ((-1, b""),)
 
 
 def raise_parking_version(connection: Connection, group_id: int, keys: Iterable[tuple[int, bytes]]) -> None:
-    """Let the members of a group know which parked keys changed, with the caller's commit."""
+    """Notify a group's members of changed parked keys, at the caller's commit."""
     changed = list(keys)
     facts = {"lps": [lp for lp, _ in changed], "names": [name for _, name in changed], "kept": MAX_CHANGES}
     connection.execute(query("parking_raise"), {"group_id": group_id} | facts)
 
 
 def count_action(connection: Connection, group_id: int, kind: EventKind, count: int = 1) -> None:
-    """Count an act, in its own transaction, which holds the group's lock."""
+    """Count an act, in its transaction under the group's lock."""
     add_counts(connection, {"group_id": group_id}, {BY_OPERATORS: {kind: count}})
 
 
 def emit_action(kind: EventKind, group: Group, **facts: Any) -> None:
-    """Tell the hooks of this process of an act that is committed."""
+    """Emit a committed act's event to this process's hooks."""
     emit(Event(kind, group.topic, group.name, **facts))

@@ -1,4 +1,4 @@
-"""How many dead messages a group has room for among what is parked: a redrive waits for the others."""
+"""Parking capacity of a group for redriven messages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mqlayer.postgres.database import Connection
 from mqlayer.postgres.queries import query
 
 FULL_WAIT_S: Final = 2.0
-"""How long a redrive waits before it looks for room again."""
+"""Wait before the next check for room."""
 REASONS: Final[dict[ParkingLimit, str]] = {
     "keys": "a partition has as many parked keys as parked_keys_limit allows",
     "key_messages": "a key has as many parked messages as key_messages_limit allows",
@@ -25,7 +25,7 @@ REASONS: Final[dict[ParkingLimit, str]] = {
 def find_capacity(
     connection: Connection, group: Group, dead_ids: Sequence[int], *, alone: bool
 ) -> tuple[int, ParkingLimit | None]:
-    """Return how many of these messages may join their lines, in this order, and which limit the next one meets."""
+    """Return how many of the messages, in order, have room, and the limit that stops the next one."""
     facts = {"group_id": group.group_id, "dead_ids": list(dead_ids), "alone": alone}
     rows = connection.execute(query("redrive_room"), facts, prepare=False).fetchall()
     parked = connection.execute(query("parked_room"), facts).fetchone()
@@ -41,7 +41,7 @@ def find_capacity(
 
 
 class _Candidate(NamedTuple):
-    """A dead message. `sent`: it needs room at all; `parked`: its key is, with so many messages and bytes."""
+    """`sent`: it needs room; `parked`: its key is parked."""
 
     sent: bool
     size: int
@@ -59,7 +59,7 @@ def _keys_parked(connection: Connection, group: Group, wanted: Sequence[_Candida
 
 
 class _CapacityCheck:
-    """What is parked while one message after the other is added in thought."""
+    """Counts messages as if they were parked one by one."""
 
     def __init__(self, capacity: ParkingCapacity, keys: dict[int, int]) -> None:
         self._room, self._keys = capacity, keys

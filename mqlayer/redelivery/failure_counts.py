@@ -1,4 +1,4 @@
-"""How much of groups is parked and dead, and how often what happened: for metrics and alerts of other processes."""
+"""Counts of parked and dead messages per group, for metrics and alerts."""
 
 from __future__ import annotations
 
@@ -13,16 +13,14 @@ from mqlayer.postgres.queries import query
 
 @dataclass(frozen=True, slots=True)
 class FailureCounts:
-    """What of a group waits now, and what happened ever, by the control database.
+    """A group's present state and lifetime totals, from the control database.
 
-    Now: parked `keys`, those of them `waiting` for an operator and `full`, at a limit of their own; `messages` and
-    `bytes` parked, and how much may be; `oldest_s`: for how long the oldest key is parked, `overdue_s`: for how long
-    the first one has been due that nobody has begun with, None where there is none; `dead` messages.
+    `waiting`: keys that wait for an operator; `full`: keys at a key's limit. `oldest_s`: since the oldest key was
+    parked; `overdue_s`: since the first unstarted key was due. None: no such key.
 
-    `totals`: by the words of `mqlayer.Event`, for ever, in any process; only those that ever came are there. They are
-    counted in the transaction of what they count; `failed` and `timed_out` some tenths of a second later, and those of
-    a member that is killed meanwhile are lost. `last_at`: when each came last. Of `paused`, `blocked` and
-    `parking_full` members alone know.
+    `totals` and `last_at`: by event kind (`mqlayer.Event`), over all processes, without kinds that never occurred;
+    `paused`, `blocked` and `parking_full` are never included. `failed` and `timed_out` lag by tenths of a second, and a
+    killed member loses its last ones.
     """
 
     group_id: int
@@ -45,7 +43,7 @@ class FailureCounts:
 
 
 def failure_counts(database: Database, topic: str | None = None, group: str | None = None) -> list[FailureCounts]:
-    """Return the counts of groups: of all topics, of one, or of one group."""
+    """Return the counts of all groups, a topic's, or one group's."""
     with database.connection() as connection:
         groups = connection.execute(query("failure_groups"), {"topic": topic, "group": group}).fetchall()
         facts = {"group_ids": [row[0] for row in groups]}

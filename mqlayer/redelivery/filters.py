@@ -1,4 +1,4 @@
-"""Which parked keys, dead messages and records of the archive an operator means."""
+"""Filters for parked keys, dead messages and archived records."""
 
 from __future__ import annotations
 
@@ -13,17 +13,15 @@ from mqlayer.domain.tags import check_tags
 from mqlayer.errors import InvalidInput
 
 MAX_DEAD_IDS: Final = 1_000
-"""How many messages may be named one by one."""
 PARKED_CAUSES: Final = ("retry", "exhausted", "rejected", "paused", "redriven", "replayed")
 DEAD_CAUSES: Final = ("exhausted", "rejected", "skipped", "discarded")
 
 
 @dataclass(frozen=True, slots=True)
 class ParkedFilter:
-    """Parked keys: what is None or False does not narrow them. `waiting`: only those that wait for an operator.
+    """Filter of parked keys; None and False match all. `waiting`: keys that wait for an operator.
 
-    `error`: a part of what a failed attempt of a waiting message said, whatever its case; `since` and `until`: when the
-    key was parked, with a zone.
+    `error`: part of a failed attempt's text, case-insensitive. `since`, `until`: parking time, with a zone.
     """
 
     topic: str | None = None
@@ -36,7 +34,7 @@ class ParkedFilter:
     waiting: bool = False
 
     def facts(self) -> dict[str, Any]:
-        """Return the parameters of queries. Raises InvalidInput: no such cause, a time without its zone."""
+        """Return query parameters. Raises InvalidInput."""
         check_cause(self.cause, PARKED_CAUSES)
         _check_times(self.since, self.until)
         return {
@@ -53,10 +51,10 @@ class ParkedFilter:
 
 @dataclass(frozen=True, slots=True)
 class DeadFilter:
-    """Dead messages: what is None does not narrow them; all of it has to fit.
+    """Filter of dead messages; None matches all.
 
-    `error`: a part of why it died or of what a failed attempt said, whatever its case; `since` and `until`: when it
-    died, with a zone; `dead_ids`: named one by one.
+    `error`: part of the reason or a failed attempt's text, case-insensitive. `since`, `until`: time of death, with a
+    zone.
     """
 
     key: str | None = None
@@ -67,7 +65,7 @@ class DeadFilter:
     dead_ids: tuple[int, ...] | None = None
 
     def facts(self) -> dict[str, Any]:
-        """Return the parameters of queries. Raises InvalidInput: no such cause, a time without its zone."""
+        """Return query parameters. Raises InvalidInput."""
         check_cause(self.cause, DEAD_CAUSES)
         _check_times(self.since, self.until)
         return {
@@ -80,7 +78,7 @@ class DeadFilter:
         }
 
     def as_json(self) -> dict[str, Any]:
-        """Return it as JSON has it, without what does not narrow."""
+        """Return the set fields for JSON."""
         facts = {
             "key": self.key,
             "cause": self.cause,
@@ -93,7 +91,7 @@ class DeadFilter:
 
     @classmethod
     def of(cls, value: Mapping[str, Any]) -> DeadFilter:
-        """Return the filter that `told` gave."""
+        """Return the filter of an `as_json` value."""
         times = {name: datetime.fromisoformat(value[name]) for name in ("since", "until") if name in value}
         named = {"dead_ids": tuple(value["dead_ids"])} if "dead_ids" in value else {}
         return cls(**{**value, **times, **named})
@@ -101,10 +99,9 @@ class DeadFilter:
 
 @dataclass(frozen=True, slots=True)
 class ReplayFilter:
-    """Records of the archive: what is None does not narrow them; all of it has to fit.
+    """Filter of archived records; None matches all.
 
-    `since` and `until`: when they were published, by their publishers' clocks, with a zone; `snapshot`: those of one,
-    by its name.
+    `since`, `until`: publish time by publishers' clocks, with a zone. `snapshot`: its name.
     """
 
     key: str | None = None
@@ -114,7 +111,7 @@ class ReplayFilter:
     snapshot: str | None = None
 
     def facts(self) -> dict[str, Any]:
-        """Return the parameters of queries. Raises InvalidInput: no key, no tag, a time without its zone."""
+        """Return query parameters. Raises InvalidInput."""
         _check_times(self.since, self.until)
         if self.tag is not None:
             check_tags([self.tag])
@@ -128,7 +125,7 @@ class ReplayFilter:
         }
 
     def as_json(self) -> dict[str, Any]:
-        """Return it as JSON has it, without what does not narrow."""
+        """Return the set fields for JSON."""
         facts = {
             "key": self.key,
             "tag": self.tag,
@@ -140,12 +137,12 @@ class ReplayFilter:
 
     @classmethod
     def of(cls, value: Mapping[str, Any]) -> ReplayFilter:
-        """Return the filter that `told` gave."""
+        """Return the filter of an `as_json` value."""
         return cls(**{**value, **{n: datetime.fromisoformat(value[n]) for n in ("since", "until") if n in value}})
 
 
 def check_cause(cause: str | None, known: tuple[str, ...]) -> None:
-    """Raise InvalidInput for a cause that is none."""
+    """Raise InvalidInput for an unknown cause."""
     if cause is not None and cause not in known:
         raise InvalidInput(f"{cause!r} is no cause: choose of {', '.join(known)}")
 

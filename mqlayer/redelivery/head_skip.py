@@ -1,23 +1,7 @@
-"""Pass over the head of a key: the message that the key waits for dies by an operator's word, and the key goes on.
+"""Skip a key's head: the message dies by an operator's decision, and the key continues.
 
-Of a parked key it is a row that moves: one transaction. Of a key in the stream the dead row has to come between the
-last settlement of the present owner and the first look of the next, and so one transaction of Postgres, which holds the
-group's lock and the assignment's row, has the calls to the node within it:
-
-1. a new epoch for the assignment: not committed, so nobody can get it or any later one for this partition;
-2. the same epoch in force on the node, without an owner: the present owner settles nothing from here on;
-3. the same in the fence, so that an effect that is under way is refused; if the fence has the effect, it is too late:
-   Conflict, and nothing is changed;
-4. is the message, looked at now, the key's head still, and neither parked nor dead? Nobody can change that any more;
-5. the dead row and its audit row, and a notice; commit.
-
-Whoever takes the partition under the new epoch reads the dead rows after it took it, so it passes the message over.
-
-A crash before 5, at any line, leaves everything as it was but the epoch on the node: the owner is refused there, asks
-Postgres for a higher one, and goes on. A process that is stopped within loses its transaction after 5 seconds; its
-raise, where that comes later, costs the owner one more epoch. A crash after 5 loses nothing but the notice: the owner
-is refused, or hears of its new epoch with its next heartbeat. Where the fence can't be asked, or another effect of the
-LP holds its row, a fenced effect that is under way may still commit (`SkippedHead.fenced` tells); its ack is refused.
+Parked: one transaction. In the stream: see docs/design/parked-keys.md, "Passing over the head of a key". A crash before
+the commit leaves only raised epochs on the node and in the fence; the owner then asks Postgres for a higher one.
 """
 
 from __future__ import annotations
@@ -49,21 +33,22 @@ from mqlayer.runtime.route_cache import load_nodes, load_route
 log = logging.getLogger(__name__)
 
 SCAN_LIMIT: Final = 10_000
-"""How many offsets are searched for the key's head, over all partitions."""
+"""Offsets searched, over all partitions."""
 CALL_BYTES: Final = 16_000_000
-"""How much of bodies one call may have its node look at, at most."""
+"""Body bytes that a node reads per call."""
 CALLS_AT_ONCE: Final = 32
 NODE_LIMIT_S: Final = 15.0
-"""How long a node may take to connect to and to answer, while the group's lock is held."""
+"""Idle limit of the transaction that waits for the node."""
 FENCE_TIMEOUTS: Final = {"lock_wait": "500ms", "idle": "5s"}
 RETRY_HINT: Final = "look at the key, and say it again if it is still right: mqlayer key explain"
 
 
 @dataclass(frozen=True, slots=True)
 class SkippedHead:
-    """A message that was passed over. `parked`: it waited in Postgres, else in the stream.
+    """A skipped message. `parked`: it waited in Postgres, otherwise in the stream.
 
-    `fenced`: no fenced effect of it can commit any more; always so where nobody had it in hand.
+    `fenced`: its effect can't commit any more. False if parked or the fence could not be raised; a running effect may
+    commit, but its ack is refused.
     """
 
     identity: Identity
@@ -74,8 +59,6 @@ class SkippedHead:
 
 @dataclass(frozen=True, slots=True)
 class _SearchPartition:
-    """A partition that the key's messages may wait in."""
-
     partition: int
     node: NodeId
     start: int
@@ -85,8 +68,6 @@ class _SearchPartition:
 
 @dataclass(frozen=True, slots=True)
 class _StreamHead:
-    """The first message of a key that waits in the stream, with what is noted of its failures."""
-
     part: _SearchPartition
     node: Node
     offset: int
@@ -107,12 +88,11 @@ def skip_head(
     application: Database | None = None,
     unsafe: bool = False,
 ) -> SkippedHead:
-    """Let the message that a key of a group waits for die, and the key go on; its body is kept among the dead.
+    """Make a key's head dead, with its body kept; the key continues.
 
-    `only`: refuse unless it is this one. An owner that has it in hand finds its ack refused. The fence of the
-    `application` database, where it is given, refuses its effect too. Raises NotFound where nothing of the key waits,
-    Conflict where that changed meanwhile or its effect is there already, StoreUnavailable where its node is away;
-    nothing is changed then.
+    `only`: refuse any other message. `application`: the database with the fence. Raises InvalidInput for an empty
+    reason, NotFound if nothing waits, Conflict if that changed or the effect is committed, StoreUnavailable; then
+    nothing changes.
     """
     check_reason(reason)
     found, name = find_group(database, topic, group), encode_key(key)
@@ -128,8 +108,6 @@ def skip_head(
 
 
 class _HeadSkip:
-    """One passing over of one key's head."""
-
     def __init__(
         self, database: Database, group: Group, key: bytes, lp: Lp, *, reason: str, actor: str, prefix: str,
         only: Identity | None, unsafe: bool,
@@ -142,7 +120,7 @@ class _HeadSkip:
     # -- parked ------------------------------------------------------------------------------------------------------
 
     def skip_parked(self) -> SkippedHead | None:
-        """Pass over the head of a parked key; None where it is not parked."""
+        """None: the key is not parked."""
         return change_group(self._database, self._group.group_id, self._skip_parked)
 
     def _skip_parked(self, connection: Connection) -> SkippedHead | None:
@@ -164,7 +142,6 @@ class _HeadSkip:
     # -- in the stream -----------------------------------------------------------------------------------------------
 
     def skip_in_stream(self, application: Database | None) -> SkippedHead:
-        """Pass over the head of a key that is not parked."""
         head = next(self._heads(), None)
         if head is None:
             raise NotFound(
@@ -178,7 +155,7 @@ class _HeadSkip:
         )  # fmt: skip
 
     def _rule(self, connection: Connection, head: _StreamHead, application: Database | None) -> SkippedHead:
-        """Do all five steps, in the caller's transaction."""
+        """New epoch, node, fence, recheck, dead row: the order matters."""
         epoch = self._new_epoch(connection, head)
         with NodeConnection(head.node, unsafe=self._unsafe) as node_connection:
             self._raise(node_connection, head, epoch)
@@ -219,7 +196,7 @@ class _HeadSkip:
             raise Conflict(f"partition {head.part.partition} changed hands in the meantime", RETRY_HINT)
 
     def _fence(self, application: Database | None, head: _StreamHead, epoch: int) -> bool:
-        """Refuse what is under way; say whether that is sure. Raises Conflict where the effect is there already."""
+        """Say whether the effect is surely refused."""
         if application is None:
             return False
         alone = not self._group.ordered or self._group.strategy != "strict"
@@ -236,7 +213,7 @@ class _HeadSkip:
         }
         try:
             with application.connection() as connection, connection.transaction():
-                # The first effect of an LP that has not ended holds up whoever raises it.
+                # A running first effect of the LP holds its row.
                 connection.execute(query("transaction_patience"), FENCE_TIMEOUTS)
                 connection.execute(query("fence_raise"), facts)
                 ((at, applied),) = connection.execute(query("fence_state"), facts).fetchall()
@@ -248,8 +225,7 @@ class _HeadSkip:
         return at is not None and int(at) >= epoch
 
     def _recheck(self, connection: Connection, node_connection: NodeConnection, head: _StreamHead) -> Record:
-        """Return the head's record, which nobody can settle, park or dead-letter now. Raises Conflict where that was
-        done."""
+        """Raise Conflict if it is no longer the head."""
         (seek,) = connection.execute(query("group_seeks"), self._place).fetchone() or (None,)
         parked = connection.execute(query("parked_hold"), self._place).fetchone()
         found = self._heads_found(node_connection, head.part, [(head.offset, 1)])[0].head
@@ -266,7 +242,7 @@ class _HeadSkip:
     # -- finding it --------------------------------------------------------------------------------------------------
 
     def _heads(self) -> Iterator[_StreamHead]:
-        """Go through the key's messages that are neither settled nor dead, in order, over SCAN_LIMIT offsets."""
+        """Yield the key's unsettled living messages in order."""
         parts, nodes = self._parts(), {node.node_id: node for node in load_nodes(self._database)}
         group_partitions = [
             GroupPartition(w.node, w.partition, self._group.group_id, start=w.start, seek=w.seek) for w in parts

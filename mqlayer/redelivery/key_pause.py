@@ -1,14 +1,7 @@
-"""What an operator pauses of a group: one key. It is parked, without a time, until it is resumed.
+"""Pause one key of a group: it stays parked until it is resumed (`parked_key.paused_at`).
 
-States: *in line* or *waiting* -> *paused* (`parked_key.paused_at`) -> *waiting*, or *in line* where nothing of it was
-parked. A paused key is due at no time whatever else is said of it; what comes of it is parked behind what waits, in
-order, within the group's limits, and what finds no room waits in the stream. Each act is one transaction under the
-group's lock, with its audit row; owners hear of it by notice, or with their next heartbeat. What an owner has in hand:
-
-- a message that a handler is at ends as it would; the next one of its key is parked.
-- a key that its owner had begun with, out of Postgres: what was handed out is handled, then nothing more is.
-- an owner that dies between hearing of the pause and parking: its successor knows of the pause before it reads.
-- resumed before its owner parked anything: its row is gone, the owner finds that as it parks, and goes on in line.
+Its new messages are parked behind, in order and within the group's limits. Messages already delivered finish first.
+Crashes: docs/design/crash-matrix.md.
 """
 
 from __future__ import annotations
@@ -25,10 +18,10 @@ from mqlayer.redelivery.operator_actions import audit_target, key_label, parked_
 
 
 def pause_key(database: Database, topic: str, group: str, key: str, *, actor: str) -> bool:
-    """Pause a key for a group; its messages wait in order, other keys go on. False where it is paused already.
+    """Pause a key for a group; other keys continue. False: it was paused.
 
-    Raises NotFound, and Conflict for a group that keeps no order by key or is consumed by receivers: nothing of them
-    is parked by its key.
+    Raises NotFound, InvalidInput for a broadcast group, Conflict for a group without parked keys: no order by key, pop,
+    shared.
     """
     found, place = parked_place(database, topic, group, key=key, message=None)
     refuse_without_keys(found)
@@ -45,9 +38,9 @@ def pause_key(database: Database, topic: str, group: str, key: str, *, actor: st
 
 
 def resume_key(database: Database, topic: str, group: str, key: str, *, actor: str) -> bool:
-    """Let a paused key go on where it stood; False where it was not paused.
+    """Resume a paused key; False: it was not paused. Raises NotFound.
 
-    One that had failed before it was paused waits on as it did then: for its time, or for an operator.
+    A key parked before the pause waits for its old time, or for an operator.
     """
     found, place = parked_place(database, topic, group, key=key, message=None)
 
@@ -64,7 +57,7 @@ def resume_key(database: Database, topic: str, group: str, key: str, *, actor: s
 
 
 def refuse_without_keys(group: Group) -> None:
-    """Raise Conflict for a group none of whose keys can be parked as such, InvalidInput for a broadcast group."""
+    """Raise Conflict or InvalidInput for a group that can't park keys."""
     refuse_broadcast(group)
     if group.mode != "exclusive":
         raise Conflict(

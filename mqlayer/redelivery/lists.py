@@ -1,4 +1,4 @@
-"""Lists of what is parked and of what is dead, page by page. No body is read."""
+"""Pages of parked keys, parked messages and dead messages, without bodies."""
 
 from __future__ import annotations
 
@@ -13,17 +13,15 @@ from mqlayer.postgres.queries import query
 from mqlayer.redelivery.filters import DeadFilter, ParkedFilter
 
 PAGE_LIMIT: Final = 1_000
-"""How many rows a page may have."""
 FIRST: Final = (0, -1, "")
 
 
 @dataclass(frozen=True, slots=True)
 class ParkedKey:
-    """A key of a group that waits in Postgres, by the database's clock.
+    """A parked key of a group, by the database's clock.
 
-    `key`: None where its message has none; `alone`: only this message waits, under its own name. `due_in_s`: below 0
-    where it is overdue, None where it waits for an operator; `started`: an owner has its head in hand, or died with it.
-    `head` is None where nothing waits, which its owner sees to.
+    `key`: None for a message without key; `alone`: a message parked by itself. `due_in_s`: negative if overdue, None if
+    it waits for an operator. `started`: an owner took up its head, or died with it. `head`: None if nothing waits.
     """
 
     group_id: int
@@ -45,13 +43,13 @@ class ParkedKey:
 
     @property
     def cursor(self) -> str:
-        """Where the next page begins behind it."""
+        """The `after` of the next page."""
         return f"{self.group_id}:{self.lp}:{self.name.hex()}"
 
 
 @dataclass(frozen=True, slots=True)
 class ParkedMessage:
-    """A message in a parked key's line; `at_ms`: when it was published, by the publisher's clock."""
+    """A message of a parked key; `at_ms`: by the publisher's clock."""
 
     identity: Identity
     position: int
@@ -66,10 +64,7 @@ class ParkedMessage:
 
 @dataclass(frozen=True, slots=True)
 class DeadMessage:
-    """A message that left a group without an effect. `bytes`: None where its body is gone.
-
-    `redriven_at`: when it was given back to the group, None while it is dead.
-    """
+    """A message that left a group without effect. `bytes`: None without a body."""
 
     dead_id: int
     topic: str
@@ -90,10 +85,7 @@ class DeadMessage:
 def parked_keys(
     database: Database, wanted: ParkedFilter | None = None, *, after: str | None = None, limit: int = 50
 ) -> list[ParkedKey]:
-    """Return a page of parked keys, in the order of group, LP and name; `after`: the `place` of one of them.
-
-    Each page counts all that waits behind its keys. Raises InvalidInput.
-    """
+    """Return a page of parked keys by group, LP and name, `after` a `cursor`. Raises InvalidInput."""
     group, lp, name = FIRST if after is None else _cursor(after)
     cursor = {"after_group": group, "after_lp": lp, "after_name": bytes.fromhex(name), "limit": page(limit)}
     facts = (wanted or ParkedFilter()).facts()
@@ -126,7 +118,7 @@ def parked_keys(
 def parked_messages(
     database: Database, key: ParkedKey, *, after: ParkedMessage | None = None, limit: int = 50
 ) -> list[ParkedMessage]:
-    """Return a page of what waits in a parked key, in the order in which it is handled."""
+    """Return a page of a parked key's messages, in order. Raises InvalidInput."""
     facts = {
         "group_id": key.group_id,
         "lp": key.lp,
@@ -163,10 +155,7 @@ def dead_messages(
     after: int | None = None,
     limit: int = 50,
 ) -> list[DeadMessage]:
-    """Return a page of dead messages, those that died last first; `after`: the dead_id of one of them.
-
-    `redriven`: those too that live again. Raises InvalidInput.
-    """
+    """Return a page of dead messages, latest first; `redriven`: also returned ones. Raises InvalidInput."""
     facts = (wanted or DeadFilter()).facts()
     facts |= {"topic": topic, "group": group, "redriven": redriven, "after": after, "limit": page(limit)}
     with database.connection() as connection:
@@ -178,12 +167,12 @@ def dead_messages(
 
 
 def key_text(key: bytes) -> str | None:
-    """Return a key as text; None where a message has none."""
+    """Return a key as text; None if there is none."""
     return None if bytes(key[:1]) == NO_KEY else bytes(key).decode(errors="replace")
 
 
 def page(limit: int) -> int:
-    """Return how many rows a page has. Raises InvalidInput for what no page can have."""
+    """Return `limit`. Raises InvalidInput unless it is 1 to PAGE_LIMIT."""
     if not 1 <= limit <= PAGE_LIMIT:
         raise InvalidInput(f"a page has 1 to {PAGE_LIMIT} rows, not {limit}: ask for the next one instead")
     return limit

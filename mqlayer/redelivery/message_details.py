@@ -1,4 +1,4 @@
-"""One parked or dead message as a whole: where it comes from, its headers, its body, and every attempt."""
+"""A parked or dead message with body and failed attempts."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ from mqlayer.postgres.queries import query
 from mqlayer.redelivery.lists import key_text
 
 ATTEMPTS_LIMIT: Final = 1_000
-"""How many attempts of a message are told."""
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """A failed attempt: what the member said of it, or that nobody answered."""
+    """A failed attempt; `error` also reports a silent member."""
 
     attempt: int
     failed_at: datetime
@@ -32,10 +31,10 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class MessageDetails:
-    """A message as a whole. `body`: None where it is gone; `published_at`: by the publisher's clock.
+    """A parked or dead message. `body`: None if gone; `published_at`: by the publisher's clock.
 
-    `dead_id`, `reason`, `actor`: of dead ones; `due_at`: of parked ones, None where they wait for an operator; `since`:
-    when it died, or its key was parked. `redriven`: it lives in its group again.
+    `due_at`: None if dead, or if it waits for an operator. `since`: when it died, or its key was parked. `redriven`: it
+    was returned to its group.
     """
 
     topic: str
@@ -59,9 +58,9 @@ class MessageDetails:
 
 
 def find_dead(database: Database, named: str, *, topic: str | None = None, group: str | None = None) -> int:
-    """Return the dead_id of a message that is named by it, or by its identity source:lp:seq.
+    """Return a message's dead_id, given that or its identity source:lp:seq.
 
-    Raises NotFound, and InvalidInput where it is dead in several groups and none is said.
+    Raises NotFound, InvalidInput if it is dead in several groups.
     """
     if named.isdecimal():
         return int(named)
@@ -78,7 +77,7 @@ def find_dead(database: Database, named: str, *, topic: str | None = None, group
 
 
 def show_dead(database: Database, dead_id: int) -> MessageDetails:
-    """Return a dead message, also one that was given back. Raises NotFound."""
+    """Return a dead message, also a returned one. Raises NotFound."""
     with database.connection() as connection:
         row = connection.execute(query("dead_show"), {"dead_id": dead_id}).fetchone()
         if row is None:
@@ -99,7 +98,7 @@ def show_dead(database: Database, dead_id: int) -> MessageDetails:
 
 
 def show_parked(database: Database, topic: str, group: str, identity: Identity) -> MessageDetails:
-    """Return a parked message of a group. Raises NotFound."""
+    """Return a parked message. Raises NotFound."""
     group_id = find_group(database, topic, group).group_id
     with database.connection() as connection:
         facts = {"group_id": group_id} | identity._asdict()
@@ -114,7 +113,6 @@ def show_parked(database: Database, topic: str, group: str, identity: Identity) 
 def _details(
     connection: Connection, group_id: int, identity: Identity, message: Sequence[Any]
 ) -> Callable[..., MessageDetails]:
-    """Return a message as it is shown, but for why it is where it is: partition, offset, key, m and body are given."""
     partition, offset, key, m, body = message
     record = Record(offset, m, key, b"")
     return partial(

@@ -1,8 +1,7 @@
-"""What an operator says to parked keys and dead messages: try again, let go, leave it dead.
+"""Operators' acts on parked keys and dead messages.
 
-Each act is a transaction under the group's lock, with its audit row; an act on many is one for each bounded part of
-them. Members hear of it by notice. An owner that has such a key in hand meanwhile finds rows gone, or itself allowed to
-go on. A crash leaves the parts done or not begun: the same act again does the rest, and nothing twice.
+Each act is a transaction under the group's lock with an audit row; bulk acts take one per AT_ONCE items. After a crash,
+repeat the act.
 """
 
 from __future__ import annotations
@@ -24,16 +23,14 @@ from mqlayer.redelivery.act_notes import count_action, emit_action, raise_parkin
 from mqlayer.redelivery.filters import PARKED_CAUSES, check_cause
 
 AT_ONCE: Final = 500
-"""How many keys or messages one transaction takes."""
 
 
 def release_parked(
     database: Database, topic: str, group: str, *, key: str | None = None, message: Identity | None = None, actor: str
 ) -> None:
-    """Have a parked key tried now, with all of its attempts before it.
+    """Retry a parked key now, with all its attempts; name it by `key` or a waiting `message`.
 
-    It is named by `key`, or by a `message` that waits in it. Raises NotFound where it is not parked, Conflict where an
-    operator has paused it.
+    Raises NotFound if it is not parked, Conflict if it is paused.
     """
     found, place = parked_place(database, topic, group, key=key, message=message)
 
@@ -52,7 +49,7 @@ def release_parked(
 
 
 def release_all(database: Database, topic: str, group: str, *, cause: str | None = None, actor: str) -> int:
-    """Have all parked keys of a group that are not due tried now; return how many. `cause`: only these."""
+    """Retry a group's parked keys now, or those with this `cause`; return how many. Raises InvalidInput."""
     check_cause(cause, PARKED_CAUSES)
     found = find_group(database, topic, group)
     after: tuple[int, bytes] = (-1, b"")
@@ -92,10 +89,10 @@ def discard_parked(
     reason: str,
     actor: str,
 ) -> int:
-    """Let what waits in a parked key die, all of it or its `head`; return how many messages that were.
+    """Make a parked key's messages dead, or only its `head`; return how many.
 
-    They keep their bodies among the dead, so that a redrive takes it back. What joins the line meanwhile stays. Raises
-    NotFound where the key is not parked.
+    Bodies are kept for a redrive; messages that arrive meanwhile stay. Raises InvalidInput for an empty reason,
+    NotFound.
     """
     check_reason(reason)
     found, place = parked_place(database, topic, group, key=key, message=message)
@@ -116,7 +113,7 @@ def discard_parked(
         try:
             upto, gone = change_group(database, found.group_id, work)
         except NotFound:
-            # Nothing of it was left: the key's row went with the part before.
+            # The previous part removed the last message and the key's row.
             if upto is None:
                 raise
             return count
@@ -127,16 +124,16 @@ def discard_parked(
 
 
 def discard_first(connection: Connection, group: Group, facts: dict[str, Any], *, act: str) -> int:
-    """Let the first messages of a parked key die, whose row is held, in the caller's transaction; return how many.
+    """Make a locked parked key's first messages dead; return how many.
 
-    `facts`: of the key, and `reason`, `actor`, `limit`, and `upto`, the place behind which nothing dies.
+    `facts`: the key's place, `reason`, `actor`, `limit`, `upto` (the last place).
     """
     gone = [row[0] for row in connection.execute(query("parked_discard"), facts).fetchall()]
     if facts["limit"] == 1 or len(gone) < facts["limit"]:
-        # While more of it is to die, nobody begins with what is left.
+        # Set the next head only when the discard is complete, so no owner starts it before.
         connection.execute(query("parked_head_next"), facts)
     connection.execute(query("parked_key_end"), facts)
-    # Of many the first and the last: what is between has the same reason and actor.
+    # Of many, the first and the last: those between share reason and actor.
     named = gone if len(gone) <= 2 else [min(gone), max(gone)]
     said = {"key": key_label(facts), "messages": len(gone), "dead_ids": named, "reason": facts["reason"]}
     write_audit(connection, facts["actor"], act, audit_target(group), said)
@@ -145,9 +142,9 @@ def discard_first(connection: Connection, group: Group, facts: dict[str, Any], *
 
 
 def discard_dead(database: Database, dead_id: int, *, reason: str, actor: str) -> None:
-    """Say of a dead message that it shall stay dead, and why; its body is kept, and a redrive still takes it back.
+    """Record why a dead message stays dead; a redrive can still return it.
 
-    What was said of it before is in the audit row. Raises NotFound where it is not dead.
+    Raises InvalidInput for an empty reason, NotFound.
     """
     check_reason(reason)
 
@@ -171,7 +168,7 @@ def discard_dead(database: Database, dead_id: int, *, reason: str, actor: str) -
 def parked_place(
     database: Database, topic: str, group: str, *, key: str | None, message: Identity | None
 ) -> tuple[Group, dict[str, Any]]:
-    """Return a group, and under which LP and name a key would be parked there, or a message is. Raises NotFound."""
+    """Return a group, and a key's place in its parked keys. Raises NotFound, InvalidInput."""
     found = find_group(database, topic, group)
     if key is not None and message is None:
         name = encode_key(key)
@@ -193,7 +190,7 @@ def not_parked(group: Group, place: dict[str, Any]) -> NotFound:
 
 
 def refuse_paused(connection: Connection, group: Group, place: dict[str, Any]) -> None:
-    """Raise Conflict where a parked key is paused: it is tried once it is resumed."""
+    """Raise Conflict for a paused key."""
     row = connection.execute(query("key_paused"), place).fetchone()
     if row is not None:
         raise Conflict(
@@ -203,19 +200,19 @@ def refuse_paused(connection: Connection, group: Group, place: dict[str, Any]) -
 
 
 def check_reason(reason: str) -> None:
-    """Raise InvalidInput for no reason at all: nothing leaves without a written one (invariant 16)."""
+    """Raise InvalidInput for an empty reason (invariant 16)."""
     if not reason.strip():
         raise InvalidInput("say why: whoever finds the message later has nothing but this")
 
 
 def key_label(place: dict[str, Any]) -> str:
-    """Return the name of a parked key for people: the key, or the identity of a message that stands alone."""
+    """Return a parked key's text, or a keyless message's identity."""
     name: bytes = place["name"]
     return name.removeprefix(NO_KEY).decode(errors="replace")
 
 
 def audit_target(group: Group) -> str:
-    """Return what an audit row calls a group."""
+    """Return a group's name in audit rows."""
     return f"{group.topic}/{group.name}"
 
 

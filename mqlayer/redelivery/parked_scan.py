@@ -1,8 +1,4 @@
-"""What the worker does for parked keys: keys that nobody takes up, jobs that nobody works on, old attempts.
-
-Idempotent, safe to run twice at once: a notice says only that a look pays, a job (`jobs`) has a lease and its row, and
-rows go by age.
-"""
+"""Periodic work on parked keys: overdue keys, abandoned jobs, old attempts. Safe to run concurrently."""
 
 from __future__ import annotations
 
@@ -26,19 +22,19 @@ from mqlayer.redelivery.replay import work_on_replay
 log = logging.getLogger(__name__)
 
 OVERDUE_S: Final = 5.0
-"""How long a key may be due before its group is told again."""
+"""A key due for longer makes its group be notified again."""
 ATTEMPTS_HORIZON_S: Final = 7 * 86_400.0
-"""How old the failed attempts of a message must be that is neither parked nor dead, before they are forgotten."""
+"""Age at which failed attempts of messages neither parked nor dead are deleted."""
 LONGEST_WAIT_S: Final = 1.0
-"""For how long a scan waits for a redrive's rate; a slower one is left until it may send again."""
+"""A job whose rate demands a longer wait is left for a later scan."""
 ROWS_AT_ONCE: Final = 5_000
 ROUNDS: Final = 200
 
 
 def retry_scan(database: Database, *, at_most_s: float = 5.0) -> int:
-    """Tell groups again whose keys have been due for a while, and work on redrives and replays that get stuck.
+    """Notify groups with overdue keys again, and continue abandoned jobs; return how many groups were notified.
 
-    Returns how many groups were told. Within `at_most_s`, but for the batch that is being sent then.
+    Takes `at_most_s`, plus a batch.
     """
     until = time.monotonic() + at_most_s
     notified = _notify_overdue(database)
@@ -47,7 +43,7 @@ def retry_scan(database: Database, *, at_most_s: float = 5.0) -> int:
 
 
 def clean_attempts(database: Database, *, horizon_s: float = ATTEMPTS_HORIZON_S) -> int:
-    """Forget old failed attempts, in bounded steps; return how many went."""
+    """Delete old failed attempts, in bounded steps; return how many."""
     gone = 0
     begin = datetime(1970, 1, 1, tzinfo=UTC)
     for _ in range(ROUNDS):
@@ -71,7 +67,7 @@ def _notify_overdue(database: Database) -> int:
         try:
             database.transaction(partial(_notify_group, group_id=group_id))
         except MqlayerError as error:
-            # A group's consumers write its rows: others are told all the same.
+            # Consumers write these rows: notify the other groups all the same.
             log.warning("overdue_notice_delayed", extra={"group_id": group_id, "reason": str(error)})
             continue
         emit(Event("overdue", topic, group))
@@ -106,7 +102,7 @@ def _work_on_abandoned(database: Database, until: float) -> None:
             go_on(database, redrive_id, worker=worker, stop=stop, longest_wait_s=LONGEST_WAIT_S)
         except MqlayerError as error:
             log.warning("redrive_blocked", extra={"redrive": redrive_id, "reason": str(error)})
-        except Exception as error:  # noqa: BLE001  # its group's consumers write the row: others are gone on with
+        except Exception as error:  # noqa: BLE001  # consumers write the row: continue with other jobs
             log.warning("redrive_blocked", extra={"redrive": redrive_id, "reason": type(error).__name__})
         finally:
             timer.cancel()

@@ -1,12 +1,7 @@
-"""Jobs that give messages to a group: who works on one, and for how long.
+"""Jobs that give messages to a group: rows of `mqlayer.redrive`, worked on by `redrive` and `replay`.
 
-A job is a row of `mqlayer.redrive`: dead messages that are given back (`redriving`), or what the archive holds
-(`replaying`). Whoever works on it has a lease on it and gives batch by batch, each in one transaction that holds the
-group's lock and the row, and notes the place that was come to. So a message is given once, however many work on it and
-wherever they die: what was committed is behind the place, what was not is before it.
-
-States: *running* -> *done* or *cancelled*, both for good. A running job whose worker died is gone on with by an
-operator's word at once, or by the retry scan once the lease ran out.
+Each batch is one transaction that holds the group's lock and the row, and notes the place reached: each message is
+given once. An operator takes over a job at once, the retry scan after its lease.
 """
 
 from __future__ import annotations
@@ -22,35 +17,35 @@ from mqlayer.postgres.queries import query
 
 LEASE_S: Final = 10.0
 POLL_S: Final = 1.0
-"""How often whoever waits for the rate looks whether it was cancelled."""
+"""Longest wait between lease extensions."""
 
 JobState = Literal["running", "done", "cancelled"]
 
 
 class RedeliveryJob(Protocol):
-    """What one kind of job does, for one worker."""
+    """A worker's kind of job."""
 
     def pause_s(self) -> float:
-        """Return for how many seconds nothing can be given, whatever the rate."""
+        """Return the seconds until it can give, apart from the rate."""
 
     def deliver(self) -> None:
-        """Give the next batch, in one transaction; end the job where there is nothing more."""
+        """Give the next batch, or end the job."""
 
 
 def new_worker() -> str:
-    """Return a name for whoever is to work on a job, which nobody else has."""
+    """Return a unique worker name."""
     return uuid.uuid4().hex
 
 
 def claim_abandoned(database: Database, job_id: int, worker: str) -> bool:
-    """Begin to work on a job that nobody works on; False where somebody does, or it is over."""
+    """Take a running job without a lease; False if there is none."""
     facts = {"redrive_id": job_id, "worker": worker, "lease_s": LEASE_S, "instead": False}
     row = database.transaction(lambda connection: connection.execute(query("redrive_take"), facts).fetchone())
     return row is not None
 
 
 def take_over(database: Database, job_id: int, *, act: str, over: Conflict, actor: str, worker: str) -> None:
-    """Take a running job over, whoever works on it; raise `over` where it is not running any more."""
+    """Take over a job, even from another worker; raise `over` if it is not running."""
 
     def work(connection: Connection) -> None:
         facts = {"redrive_id": job_id, "worker": worker, "lease_s": LEASE_S, "instead": True}
@@ -64,7 +59,7 @@ def take_over(database: Database, job_id: int, *, act: str, over: Conflict, acto
 def cancel(
     connection: Connection, job_id: int, *, act: str, over: Conflict, actor: str, facts: dict[str, Any] | None = None
 ) -> int:
-    """End a running job in the caller's transaction; return its group. Raises `over` where it is not running."""
+    """Cancel a job in the caller's transaction; return its group's id; raise `over` if it is not running."""
     row = connection.execute(query("redrive_end"), {"redrive_id": job_id, "state": "cancelled", "gone": 0}).fetchone()
     if row is None:
         raise over
@@ -73,7 +68,7 @@ def cancel(
 
 
 def extend_lease(database: Database, job_id: int, worker: str) -> float | None:
-    """Extend the lease; return for how many seconds the rate has it wait. None: over, or another worker's."""
+    """Return the wait in seconds that the rate demands; None: over, or another worker's."""
     facts = {"redrive_id": job_id, "worker": worker, "lease_s": LEASE_S}
     row = database.transaction(lambda connection: connection.execute(query("redrive_keep"), facts).fetchone())
     return None if row is None else float(row[0])
@@ -88,10 +83,9 @@ def run_job(
     stop: threading.Event | None = None,
     longest_wait_s: float = float("inf"),
 ) -> None:
-    """Work on a job until it is over, somebody else has it, or `stop` is set.
+    """Work until the job is over, another worker has it, or `stop` is set; then release the lease.
 
-    `worker` has its lease. Where it is stopped it leaves the lease, so that anybody goes on at once; also where the
-    rate has it wait for longer than `longest_wait_s`.
+    Also ends if the rate demands a wait beyond `longest_wait_s`.
     """
     stop = stop or threading.Event()
     while not stop.is_set() and (rate_s := extend_lease(database, job_id, worker)) is not None:

@@ -1,11 +1,6 @@
-"""Give dead messages back to their group: a job (see `redelivery_job`) that may be stopped, killed, cancelled and gone
-on with.
+"""Redrives: jobs that return dead messages to their group (docs/design/parked-keys.md).
 
-In each batch dead rows are marked, the messages join their keys' lines, each gets a result. The members of the group
-handle them from there.
-
-Messages go key by key, each key's as they were published: by their source's numbers, and between sources by where they
-lay in the partitions of their lineage. In a line that is there a message comes before the later ones of its source.
+Order within a key: by seq within a source, by lineage and offset between sources.
 """
 
 from __future__ import annotations
@@ -38,19 +33,19 @@ from mqlayer.redelivery.redelivery_job import LEASE_S, JobState, cancel, run_job
 log = logging.getLogger(__name__)
 
 BATCH: Final = 100
-"""How many messages one transaction gives back, at most; with a rate, what a second gives."""
+"""Messages per transaction; at most one second's worth of the rate."""
 SCAN_AHEAD: Final = 500
-"""How far beyond a batch's end a message of its last key is looked for that is earlier by its source's numbers."""
+"""How far behind a batch to search for lower seqs of its last key."""
 
 RedriveWord = Literal["sent", "already", "no_body", "gone"]
-"""sent: given back; already: it lives in the group; no_body: it died without its body; gone: no row is left."""
+"""sent: returned; already: lives in the group; no_body: has no body; gone: has no row."""
 
 
 @dataclass(frozen=True, slots=True)
 class Redrive:
-    """A redrive as it stands. `per_s`: messages a second, 0 for no limit; `worked_on`: somebody has its lease.
+    """A redrive. `per_s`: messages per second, 0: no limit; `worked_on`: a worker has the lease.
 
-    `blocked_by`: why it sends nothing at present, where that is not for its rate.
+    `blocked_by`: why it sends nothing, other than its rate.
     """
 
     redrive_id: int
@@ -71,7 +66,7 @@ class Redrive:
 
 @dataclass(frozen=True, slots=True)
 class RedriveResult:
-    """What a redrive did with one message; `identity` is None where no row of it is left."""
+    """A redrive's result for one message; `identity`: None if the row is gone."""
 
     dead_id: int
     identity: Identity | None
@@ -81,7 +76,7 @@ class RedriveResult:
 
 
 def count_dead(database: Database, topic: str, group: str, wanted: DeadFilter) -> tuple[int, int]:
-    """Return how many dead messages of a group a redrive would find, and how many of these have no body to send."""
+    """Return the number of matching dead messages, and of those without body. Raises NotFound, InvalidInput."""
     facts = {"group_id": find_group(database, topic, group).group_id} | wanted.facts()
     with database.connection() as connection:
         ((found, bodiless),) = connection.execute(query("dead_count"), facts).fetchall()
@@ -98,10 +93,9 @@ def start_redrive(
     actor: str,
     worker: str | None = None,
 ) -> int:
-    """Begin to give back the dead messages of a group that there are now; return the redrive's id.
+    """Create a redrive of the dead messages that match now; return its id.
 
-    This sends nothing: `work_on` does, by this `worker`; without one, the retry scan. Raises NotFound, InvalidInput,
-    and Conflict for a retired group.
+    `work_on` sends them; without `worker`, the retry scan. Raises NotFound, InvalidInput, Conflict for a retired group.
     """
     found = find_group(database, topic, group)
     if found.state == "retired":
@@ -127,16 +121,13 @@ def start_redrive(
 
 
 def resume_redrive(database: Database, redrive_id: int, *, actor: str, worker: str) -> None:
-    """Take a running redrive over, whoever works on it. Raises NotFound, Conflict where it is over."""
+    """Take over a running redrive. Raises NotFound, Conflict if it is over."""
     _running(database, redrive_id)
     take_over(database, redrive_id, act="dead redrive resume", over=_over(redrive_id), actor=actor, worker=worker)
 
 
 def cancel_redrive(database: Database, redrive_id: int, *, actor: str) -> Redrive:
-    """End a running redrive; what it gave back stays so. At most the batch that is being sent still counts.
-
-    Raises NotFound, Conflict where it is over.
-    """
+    """End a redrive; returned messages stay. Raises NotFound, Conflict if it is over."""
     _running(database, redrive_id)
     said: dict[str, Any] = {"act": "dead redrive cancel", "over": _over(redrive_id), "actor": actor}
     database.transaction(lambda connection: cancel(connection, redrive_id, **said))
@@ -148,12 +139,12 @@ def cancel_redrive(database: Database, redrive_id: int, *, actor: str) -> Redriv
 def redrives(
     database: Database, *, topic: str | None = None, group: str | None = None, after: int | None = None, limit: int = 50
 ) -> list[Redrive]:
-    """Return a page of redrives, newest first; `after`: the id of one of them."""
+    """Return a page of redrives, newest first, `after` an id."""
     return _listed(database, topic=topic, group=group, after=after, limit=page(limit))
 
 
 def redrive_of(database: Database, redrive_id: int) -> Redrive:
-    """Return one redrive. Raises NotFound."""
+    """Return a redrive. Raises NotFound."""
     found = _listed(database, redrive_id=redrive_id)
     if not found:
         raise NotFound("redrive", str(redrive_id), "see those that are: mqlayer dead redrives")
@@ -161,7 +152,7 @@ def redrive_of(database: Database, redrive_id: int) -> Redrive:
 
 
 def redrive_results(database: Database, redrive_id: int, *, after: int = 0, limit: int = 50) -> list[RedriveResult]:
-    """Return a page of what a redrive did, by dead_id; `after`: the dead_id of one of them. Raises NotFound."""
+    """Return a page of results, `after` a dead_id. Raises NotFound."""
     redrive_of(database, redrive_id)
     facts = {"redrive_id": redrive_id, "after": after, "limit": page(limit)}
     with database.connection() as connection:
@@ -187,11 +178,7 @@ def work_on(
     batch: int = BATCH,
     longest_wait_s: float = float("inf"),
 ) -> Redrive:
-    """Give back what a redrive is for until it is over, somebody else has it, or `stop` is set; return how it stands.
-
-    `worker` has its lease. Where it is stopped it leaves the lease, so that anybody goes on at once; also where the
-    rate has it wait for longer than `longest_wait_s`.
-    """
+    """Work on a redrive as `run_job` does; return its progress."""
     work = _RedriveWorker(database, redrive_id, worker, batch)
     run_job(database, redrive_id, work, worker=worker, stop=stop, longest_wait_s=longest_wait_s)
     return redrive_of(database, redrive_id)
@@ -199,8 +186,6 @@ def work_on(
 
 @dataclass(frozen=True, slots=True)
 class _PickedMessage:
-    """A dead message that is next, and its place in the order of keys."""
-
     dead_id: int
     lp: int
     key: bytes
@@ -222,8 +207,6 @@ class _PickedMessage:
 
 
 class _RedriveWorker:
-    """One worker at one redrive."""
-
     def __init__(self, database: Database, redrive_id: int, worker: str, batch: int) -> None:
         self._database, self._redrive_id, self._worker, self._batch = database, redrive_id, worker, batch
         found = redrive_of(database, redrive_id)
@@ -232,11 +215,9 @@ class _RedriveWorker:
         self._alone = not self._group.ordered or self._group.strategy != "strict"
 
     def pause_s(self) -> float:
-        """Nothing but the rate has it wait."""
         return 0.0
 
     def deliver(self) -> None:
-        """Give the next batch back, and end the redrive where there is nothing more."""
         event = change_group(self._database, self._group.group_id, self._send)
         failpoint("redrive.after_commit")
         if event is not None:
@@ -269,7 +250,6 @@ class _RedriveWorker:
         return self._event("redriven", count=sent) if sent else None
 
     def _wait(self, connection: Connection, facts: dict[str, Any], full: ParkingLimit) -> Event | None:
-        """Send nothing for lack of room, and say so; return an event where that is news."""
         waits = {"blocked_by": REASONS[full], "pause_s": FULL_WAIT_S, "lease_s": LEASE_S}
         row = connection.execute(query("redrive_wait"), facts | waits).fetchone()
         if row is None or not row[0]:
@@ -288,13 +268,12 @@ class _RedriveWorker:
         return [_PickedMessage(dead_id, lp, bytes(key), *rest) for dead_id, lp, key, *rest in rows]
 
     def _without_known(self, connection: Connection, picked: list[_PickedMessage]) -> list[_PickedMessage]:
-        """Leave out what an earlier batch took from further on, and that may have died again since."""
+        """Drop messages that an earlier batch took ahead; they may have died again."""
         facts = {"redrive_id": self._redrive_id, "dead_ids": [one.dead_id for one in picked]}
         known = {row[0] for row in _run(connection, "redrive_known", facts).fetchall()}
         return [one for one in picked if one.dead_id not in known]
 
     def _redrive(self, connection: Connection, picked: Sequence[_PickedMessage]) -> dict[int, RedriveWord]:
-        """Let messages join their keys' lines in this order; return what became of each."""
         results: dict[int, RedriveWord] = {one.dead_id: "no_body" if one.bodiless else "already" for one in picked}
         marked = _run(connection, "redrive_mark", {"dead_ids": list(results), "actor": self._actor}).fetchall()
         dead = {row[0] for row in marked}
@@ -334,15 +313,14 @@ class _RedriveWorker:
 
 
 def _run(connection: Connection, name: str, facts: dict[str, Any]) -> Any:
-    """Run a statement planned for the tables as they are: they may have been empty when it was first prepared."""
+    """Unprepared: a plan made for empty tables is slow."""
     return connection.execute(query(name), facts, prepare=False)
 
 
 def _batch(found: Sequence[_PickedMessage], limit: int) -> list[_PickedMessage]:
-    """Return the first messages of those found, in the order in which they are given back: that of the log.
+    """Return the next messages: in log order, but by seq within a source.
 
-    But what a source numbered goes by its numbers: a node that fell back was sent later ones again, at lower offsets.
-    Of the last key, whose messages may not end here, such a one is taken from further on.
+    A node that fell back has resent messages at lower offsets. The last key's lower seqs may lie behind the limit.
     """
     ahead = list(found[:limit])
     last = ahead[-1]

@@ -1,18 +1,6 @@
-"""Give a group what the archive holds: replays, and backfills of groups that begin with it. A job (see
-`redelivery_job`).
+"""Replays and backfills: jobs that give a group archived messages (docs/design/parked-keys.md).
 
-A replay gives what the group has come past, as far as its filter goes; a backfill gives what lies before the group's
-start. Records go in the order of their batches, and within one in that of the log: an archiver adds a source's records
-of an LP in the order of their numbers, and those of a partition after all of its parents', so each key's come as they
-were published, over all route changes. They join their keys' parked lines, and the members handle them from there.
-
-- Newer messages of a key wait meanwhile, unless that is not wanted. For one key its line is held: it stays parked, and
-  what is published of it waits behind. For more the group's streams rest: its members handle what is parked, and read
-  nothing. A stream is read again only by a member that knows all that was parked till the end of the job.
-- No message is handed out that is still ahead of the group: where it stood when the job began bounds it, per partition.
-  What it has yet to come to comes by itself, behind what is replayed. A seek would move that, and is refused meanwhile.
-- At most so many messages wait in the group at a time, so that neither Postgres nor members fill up.
-- Fenced effects of a replay are applied again, once for each replay and message; those of a backfill as from a stream.
+By batch, then offset: each key's publish order, because archivers add parents before successors.
 """
 
 from __future__ import annotations
@@ -54,34 +42,31 @@ from mqlayer.runtime.route_cache import load_nodes
 log = logging.getLogger(__name__)
 
 BATCH: Final = 200
-"""How many messages one transaction gives, at most; with a rate, what a second gives."""
+"""Messages per transaction; at most one second's worth of the rate."""
 BATCH_BYTES: Final = 2_000_000
 WAITING: Final = 2_000
-"""How many messages of a job wait in its group at a time, at most, but for one batch."""
+"""Messages of a job that may wait in its group, plus one batch."""
 WAITING_BYTES: Final = 64_000_000
 FULL_WAIT_S: Final = 0.05
-"""How soon a job looks again whether its group has room."""
 WINDOW: Final = 5_000
-"""How many records of the archive one look goes through."""
 SCAN_S: Final = 1.0
-"""For how long a job looks for a record that its filter takes, before it notes how far it is."""
+"""A search without a match notes its progress after this time."""
 BEHIND: Final = 2**62
 """Behind every record of a batch."""
 
 Newer = Literal["wait", "between"]
-"""What newer messages of a key do while it is replayed: wait till the end, or come between."""
+"""Newer messages of a replayed key wait until the end, or come between."""
 ReplayKind = Literal["replay", "backfill"]
 ReplayOutcome = Literal["sent", "already", "dead", "ahead", "unmatched"]
-"""sent: given to the group; already: it waits there; dead: it is dead there, a redrive gives it back; ahead: the group
-comes to it by itself; unmatched: the group's tag filter leaves it out."""
+"""sent: given; already: waits in the group; dead: dead there, redrive it; ahead: the group reads it anyway; unmatched:
+excluded by the tag filter."""
 
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """A replay or backfill as it stands. `per_s`: messages a second, 0 for no limit; `waiting`: given, not handled yet.
+    """A replay or backfill. `per_s`: messages per second, 0: no limit; `waiting`: given, not handled yet.
 
-    `results`: how many messages had which result. `at_batch` of `upto_batch`: how far it is in the archive of its
-    topic. `worked_on`: somebody has its lease.
+    `at_batch` of `upto_batch`: progress in the archive. `worked_on`: a worker has the lease.
     """
 
     replay_id: int
@@ -104,13 +89,13 @@ class Replay:
 
     @property
     def sent(self) -> int:
-        """How many messages it has given."""
+        """Messages given."""
         return self.results.get("sent", 0)
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayResult:
-    """A message that a replay did not give, and why."""
+    """A message not given, and why."""
 
     identity: Identity
     result: ReplayOutcome
@@ -118,7 +103,7 @@ class ReplayResult:
 
 
 def count_archived(database: Database, topic: str, group: str, wanted: ReplayFilter) -> int:
-    """Return how many records of the archive a replay would look at. Reads all of the topic's. Raises NotFound."""
+    """Return how many archived records a replay would read. Raises NotFound, InvalidInput, Conflict."""
     found = find_group(database, topic, group)
     with database.connection() as connection:
         upto, snapshot_id = _extent(connection, found, wanted, locked=False)
@@ -141,13 +126,11 @@ def start_replay(
     worker: str | None = None,
     unsafe: bool = False,
 ) -> int:
-    """Begin to give a group again what it has come past and the archive holds; return the replay's id.
+    """Create a replay; return its id. `work_on_replay` sends the messages; without `worker`, the retry scan.
 
-    This sends nothing: `work_on_replay` does, by this `worker`; without one, the retry scan. `newer`: whether newer
-    messages wait until all is given (of the key that is replayed; of all, where no key is named), or may come between;
-    they wait unless the group keeps no order, where none can. Raises NotFound, InvalidInput, StoreUnavailable where a
-    node can't say where the group is, and Conflict for a group that is not live or is being replayed, and for a topic
-    without an archive.
+    `newer`: newer messages of the filter's key (or of all) wait or come between; default wait, without order between.
+    Raises NotFound, InvalidInput, StoreUnavailable, Conflict for a group that is not live, is pop or shared, or runs a
+    replay, and for a topic without archive.
     """
     found = find_group(database, topic, group)
     ordered = found.ordered and found.strategy == "strict"
@@ -187,16 +170,15 @@ def start_replay(
 
 
 def resume_replay(database: Database, replay_id: int, *, actor: str, worker: str) -> None:
-    """Take a running replay or backfill over, whoever works on it. Raises NotFound, Conflict where it is over."""
+    """Take over a running replay or backfill. Raises NotFound, Conflict if it is over."""
     _running(database, replay_id)
     take_over(database, replay_id, act="replay resume", over=_over(replay_id), actor=actor, worker=worker)
 
 
 def cancel_replay(database: Database, replay_id: int, *, actor: str) -> Replay:
-    """End a running replay or backfill; what it gave is handled all the same, and then what is newer.
+    """End a replay or backfill; given messages are handled before newer ones.
 
-    The rest of what the archive holds is not given: a group that is backfilled goes on with its streams, behind a gap.
-    Raises NotFound, Conflict where it is over.
+    Raises NotFound, Conflict if it is over.
     """
     found = _running(database, replay_id)
     group = find_group(database, found.topic, found.group)
@@ -208,12 +190,12 @@ def cancel_replay(database: Database, replay_id: int, *, actor: str) -> Replay:
 def replays(
     database: Database, *, topic: str | None = None, group: str | None = None, after: int | None = None, limit: int = 50
 ) -> list[Replay]:
-    """Return a page of replays and backfills, newest first; `after`: the id of one of them."""
+    """Return a page of replays and backfills, newest first, `after` an id."""
     return _listed(database, topic=topic, group=group, after=after, limit=page(limit))
 
 
 def replay_of(database: Database, replay_id: int) -> Replay:
-    """Return one replay or backfill. Raises NotFound."""
+    """Return a replay or backfill. Raises NotFound."""
     found = _listed(database, redrive_id=replay_id)
     if not found:
         raise NotFound("replay", str(replay_id), "see those that are: mqlayer replay list")
@@ -223,7 +205,7 @@ def replay_of(database: Database, replay_id: int) -> Replay:
 def replay_results(
     database: Database, replay_id: int, *, after: Identity | None = None, limit: int = 50
 ) -> list[ReplayResult]:
-    """Return a page of what a replay did not give, by LP, source and seq; `after`: one of them. Raises NotFound."""
+    """Return a page of messages not given, `after` an identity. Raises NotFound."""
     replay_of(database, replay_id)
     source, lp, seq = after or Identity(-1, -1, -1)
     facts = {"redrive_id": replay_id, "after_lp": lp, "after_source": source, "after_seq": seq, "limit": page(limit)}
@@ -242,10 +224,9 @@ def work_on_replay(
     waiting: int = WAITING,
     longest_wait_s: float = float("inf"),
 ) -> Replay:
-    """Give what a replay or backfill is for until it is over, somebody else has it, or `stop` is set.
+    """Work on a replay or backfill as `run_job` does; return its progress.
 
-    Returns how it stands. `worker` has its lease, and leaves it at the end. At most `waiting` messages of it, and one
-    `batch`, wait in the group at a time: without members it goes no further.
+    At most `waiting` messages plus one `batch` wait in the group: without members it stalls.
     """
     work = _ReplayWorker(database, replay_id, worker, batch, waiting)
     run_job(database, replay_id, work, worker=worker, stop=stop, longest_wait_s=longest_wait_s)
@@ -273,7 +254,7 @@ def _check(group: Group, wanted: ReplayFilter, per_s: float, newer: str) -> None
 
 
 def _bounds(database: Database, group: Group, *, prefix: str, unsafe: bool) -> dict[str, int]:
-    """Return the first offset that the group has not settled, of each partition that it is not through with."""
+    """Return each partition's first unsettled offset."""
     with database.connection() as connection:
         rows = connection.execute(query("replay_positions"), {"group_id": group.group_id}).fetchall()
     group_partitions = [
@@ -294,7 +275,7 @@ def _bounds(database: Database, group: Group, *, prefix: str, unsafe: bool) -> d
 def _extent(
     connection: Connection, group: Group, wanted: ReplayFilter, *, locked: bool = True
 ) -> tuple[int, int | None]:
-    """Return the last batch that is of a replay, and the id of the snapshot that it is of. Counting holds nothing."""
+    """Return a replay's last batch, and its snapshot's id."""
     facts = {"group_id": group.group_id, "snapshot": wanted.snapshot}
     if wanted.snapshot is not None:
         found = connection.execute(query("replay_snapshot"), facts).fetchone()
@@ -308,7 +289,6 @@ def _extent(
 
 
 def _partitions(connection: Connection, facts: Mapping[str, Any]) -> list[int] | None:
-    """Return the partitions that hold an LP or ever did; None: any."""
     if facts["lp"] is None:
         return None
     ((found,),) = connection.execute(query("replay_partitions"), facts).fetchall()
@@ -318,7 +298,7 @@ def _partitions(connection: Connection, facts: Mapping[str, Any]) -> list[int] |
 def _hold_newer(
     connection: Connection, group: Group, wanted: ReplayFilter, *, key: bytes | None, newer_wait: bool
 ) -> list[tuple[int, int]]:
-    """Have newer messages wait from this commit on; return the partitions whose owners are fenced, and the epochs."""
+    """Return the fenced partitions with their new epochs."""
     facts: dict[str, Any] = {"group_id": group.group_id}
     if key is not None:
         lp = wanted.facts()["lp"]
@@ -326,14 +306,14 @@ def _hold_newer(
         raise_parking_version(connection, group.group_id, [(lp, key)])
     if not newer_wait:
         return []
-    # What owners have read is given up: it would come between what is replayed.
+    # Owners must drop messages that they have read: these would come between replayed ones.
     epochs = connection.execute(query("assignments_of_group_raise"), facts).fetchall()
     connection.execute(query("allocation_raise"), facts)
     return [(partition, epoch) for partition, epoch in epochs]
 
 
 def _fence(database: Database, group: Group, epochs: Mapping[int, int], *, prefix: str, unsafe: bool) -> None:
-    """Refuse earlier owners on the nodes at once; where that fails, the next owners do it."""
+    """Best effort: next owners fence too."""
     with database.connection() as connection:
         kept = {
             one: epochs[one.partition]
@@ -348,8 +328,6 @@ def _fence(database: Database, group: Group, epochs: Mapping[int, int], *, prefi
 
 
 class _ReplayState:
-    """Where a job is, and what it is for."""
-
     def __init__(self, row: Sequence[Any]) -> None:
         self.at: tuple[int, int] = (row[0], row[1])
         self.upto, self.snapshot_id = row[2], row[3]
@@ -358,14 +336,12 @@ class _ReplayState:
         self.per_s, self.place, self.kind, self.topic_id = row[6:10]
         self.wanted = TagFilter.of(row[10])
         self.waiting, self.waiting_bytes = row[11:13]
-        # The key whose newer messages wait.
+        # The key with newer messages waiting.
         self.name: bytes | None = row[13]
 
 
 @dataclass(frozen=True, slots=True)
 class _ArchivedRecord:
-    """A record of the archive, as far as a group is given it."""
-
     partition: int
     offset: int
     batch: int
@@ -392,8 +368,6 @@ class _ArchivedRecord:
 
 
 class _ReplayWorker:
-    """One worker at one replay or backfill."""
-
     def __init__(self, database: Database, replay_id: int, worker: str, batch: int, waiting: int) -> None:
         self._database, self._replay_id, self._worker = database, replay_id, worker
         self._batch, self._waiting = batch, waiting
@@ -406,18 +380,16 @@ class _ReplayWorker:
             self._reads = facts | {"partitions": _partitions(connection, facts)}
 
     def pause_s(self) -> float:
-        """Wait while too much of it waits in the group, or the group has as much parked as it may."""
         self._state = state = self._refresh()
         with self._database.connection() as connection:
             row = connection.execute(query("parked_room"), {"group_id": self._group.group_id}).fetchone()
-        # What is newer of a key that is replayed waits for the end of that: it must not be what keeps the rest out.
+        # Newer messages of a replayed key wait for its end, so they must not block it by filling the group.
         starved = state.name is not None and state.waiting == 0
         if row is not None and ParkingCapacity(*row).full is not None and not starved:
             return POLL_S
         return FULL_WAIT_S if state.waiting >= self._waiting or state.waiting_bytes >= WAITING_BYTES else 0.0
 
     def deliver(self) -> None:
-        """Give the next batch, or note how far it looked; end the job where the archive holds no more."""
         state = self._state
         found, at = self._read(state)
         change_group(self._database, self._group.group_id, partial(self._deliver, state=state, found=found, at=at))
@@ -429,7 +401,7 @@ class _ReplayWorker:
         return _ReplayState(row)
 
     def _read(self, state: _ReplayState) -> tuple[list[_ArchivedRecord], tuple[int, int] | None]:
-        """Return the next records, and how far that looked; None: to the end."""
+        """Return the next records and the place read up to; None: the end."""
         until = time.monotonic() + SCAN_S
         limit = self._batch if state.per_s == 0 else max(1, min(self._batch, int(state.per_s)))
         at = state.at
@@ -487,7 +459,6 @@ class _ReplayWorker:
     def _put(
         self, connection: Connection, state: _ReplayState, found: Sequence[_ArchivedRecord]
     ) -> dict[Identity, ReplayOutcome]:
-        """Let records join their keys' lines in this order; return what became of each."""
         words: dict[Identity, ReplayOutcome] = {one.identity: _result_of(one, state) for one in found}
         given = [one for one in found if words[one.identity] == "sent"]
         if not given:
@@ -549,7 +520,6 @@ def _cancel(connection: Connection, replay_id: int, actor: str, group_id: int, w
 
 
 def _let_newer_go_on(connection: Connection, group_id: int) -> None:
-    """Let members know that streams may be read again, and look at what is parked."""
     raise_parking_version(connection, group_id, ANY_KEY)
     connection.execute(query("allocation_raise"), {"group_id": group_id})
 

@@ -1,8 +1,4 @@
-"""What the worker does for shared groups: messages of members that were not heard of become due again.
-
-Members of the group look themselves; this is for groups whose members are all gone, so that what is due shows, and for
-those whose members are busy. Safe to run twice at once: what one call took, the other does not find.
-"""
+"""Reclaim messages from silent members of shared groups, also where no member lives. Safe to run concurrently."""
 
 from __future__ import annotations
 
@@ -20,13 +16,13 @@ from mqlayer.runtime.route_cache import load_nodes
 log = logging.getLogger(__name__)
 
 Places = list[tuple[SharedGroupPartition, float]]
-"""Partitions of shared groups, with the visibility timeout of each group in seconds."""
+"""With each group's visibility timeout in seconds."""
 
 
 def reclaim_shared(database: Database, *, prefix: str, unsafe: bool = False) -> int:
-    """Make due what members of shared groups have that were not heard of; return how many messages.
+    """Make silent members' messages due; return how many.
 
-    A bounded number of each partition. A node that is away is passed by.
+    Takes a bounded number per partition; skips unavailable nodes.
     """
     with database.connection() as connection:
         rows = connection.execute(query("shared_places")).fetchall()
@@ -57,5 +53,5 @@ def _reclaim(node: Node, places: Places, *, unsafe: bool) -> int:
     except MqlayerError as error:
         log.warning("reclaim_node_skipped", extra={"node": node.name, "reason": str(error)})
         return 0
-    # Another epoch, or a group that no member has taken up as yet: its members see to it.
+    # Other answers: another epoch, or no member yet; members handle both.
     return sum(answer for answer in answers if isinstance(answer, int))

@@ -1,9 +1,4 @@
-"""How this process logs in to nodes: its Redis user, where the password is, and whose certificates it believes.
-
-A node's address in Postgres says where it is and nothing else. The user, the password and the files of TLS are settings
-of each process, because each process has its own rights. They come from ``MQLAYER_REDIS_*`` variables, or from Settings
-that the program gives; a process has one set of them.
-"""
+"""A process's login to nodes: user, password, TLS files, from `MQLAYER_REDIS_*` or Settings; one per process."""
 
 from __future__ import annotations
 
@@ -22,7 +17,7 @@ from mqlayer.redaction import register_secrets
 from mqlayer.settings import Settings
 
 NODE: Final = "{node}"
-"""Stands for the node's name in the path of a password file: nodes with passwords of their own."""
+"""In password files' paths: the node's name."""
 VARIABLES: Final = tuple(f"MQLAYER_{name.upper()}" for name in Settings.model_fields if name.startswith("redis_"))
 
 ServerKind = Literal["redis", "sentinel"]
@@ -30,7 +25,7 @@ ServerKind = Literal["redis", "sentinel"]
 
 @dataclass(frozen=True, slots=True)
 class NodeAccess:
-    """The settings `redis_*` of a process. Shows no password."""
+    """A process's `redis_*` settings; repr hides passwords."""
 
     user: str = ""
     password: str = field(default="", repr=False)
@@ -44,10 +39,9 @@ class NodeAccess:
     setting: str = "MQLAYER_REDIS_"
 
     def credentials(self, server: ServerKind, node: str = "") -> tuple[str, ...]:
-        """Return what AUTH takes: nothing, a password, or a user and a password.
+        """Return AUTH's arguments: none, password, or user and password.
 
-        A password file is read anew at each call, so a new password counts from the next connection on. Raises
-        InvalidInput for a file that can't be read, or for a user without a password.
+        Reads the file at each call. Raises InvalidInput for an unreadable file, or a user without password.
         """
         user, password, file = self.user, self.password, self.password_file
         if server == "sentinel":
@@ -61,18 +55,18 @@ class NodeAccess:
         return tuple(part for part in (user, password) if part)
 
     def logs_in(self, server: ServerKind) -> bool:
-        """Say whether there is anything to log in with."""
+        """Say whether credentials exist."""
         if server == "sentinel":
             return bool(self.sentinel_user or self.sentinel_password or self.sentinel_password_file)
         return bool(self.user or self.password or self.password_file)
 
     def tls(self) -> dict[str, Any]:
-        """Return the driver's arguments for TLS: the certificate and the host's name are always verified."""
+        """Return the driver's TLS arguments; verification is always on."""
         files = {"ssl_ca_certs": self.ca_file, "ssl_certfile": self.cert_file, "ssl_keyfile": self.key_file}
         return {"ssl_cert_reqs": "required", "ssl_check_hostname": True} | {k: v for k, v in files.items() if v}
 
     def check_files(self) -> None:
-        """Raise InvalidInput for a file of TLS that can't be read."""
+        """Raise InvalidInput for an unreadable TLS file."""
         for name in ("ca_file", "cert_file", "key_file"):
             path = getattr(self, name)
             if path and not os.access(path, os.R_OK):
@@ -80,7 +74,7 @@ class NodeAccess:
 
 
 def read_secret(path: str) -> str:
-    """Return the password in a file, without the line's end. Raises InvalidInput, which never shows it."""
+    """Return a file's password. Raises InvalidInput, which never shows it."""
     try:
         found = Path(path).read_text(encoding="utf-8").rstrip("\r\n")
     except (OSError, UnicodeDecodeError) as error:
@@ -91,7 +85,7 @@ def read_secret(path: str) -> str:
 
 
 def broker_access(settings: Settings) -> NodeAccess:
-    """Return how to log in to Celery's broker; what its URL says itself counts where the settings say nothing."""
+    """Return the broker's login."""
     return NodeAccess(
         user=settings.broker_user,
         password=settings.broker_password.get_secret_value(),
@@ -104,7 +98,7 @@ def broker_access(settings: Settings) -> NodeAccess:
 
 
 def broker_url(settings: Settings) -> str:
-    """Return the broker's URL with its credentials, to be given to Celery only. Raises InvalidInput."""
+    """Return the broker's URL with credentials, for Celery only. Raises InvalidInput."""
     url = settings.broker_url.get_secret_value()
     found = broker_access(settings).credentials("redis")
     if not found:
@@ -116,7 +110,7 @@ def broker_url(settings: Settings) -> str:
 
 
 def access_of(settings: Settings) -> NodeAccess:
-    """Return how settings say that nodes are logged in to."""
+    """Return the settings' login."""
     return NodeAccess(
         user=settings.redis_user,
         password=settings.redis_password.get_secret_value(),
@@ -131,8 +125,6 @@ def access_of(settings: Settings) -> NodeAccess:
 
 
 class _AccessOverride:
-    """What the program gave in place of the environment; one for the process."""
-
     def __init__(self) -> None:
         self.access: NodeAccess | None = None
         self.lock = threading.Lock()
@@ -142,9 +134,9 @@ _given = _AccessOverride()
 
 
 def use_access(settings: Settings) -> None:
-    """Log in to nodes as these settings say from now on, in the whole process; without any `redis_*` as before.
+    """Use these settings' login in the whole process; without `redis_*`, change nothing.
 
-    Raises Conflict where the program gave others before: a process has one Redis user.
+    Raises Conflict if the program set another.
     """
     access = access_of(settings)
     if access == NodeAccess() or access == access_here():
@@ -159,14 +151,14 @@ def use_access(settings: Settings) -> None:
 
 
 def forget_access() -> None:
-    """Go back to what the environment says."""
+    """Use the environment's login."""
     with _given.lock:
         _given.access = None
 
 
 @contextmanager
 def acting_as(access: NodeAccess | None) -> Iterator[None]:
-    """Log in to nodes like this for a while, in the whole process, whatever else it was given; None: as it does."""
+    """Use a login process-wide for the block; None: no change."""
     if access is None:
         yield
         return
@@ -180,22 +172,19 @@ def acting_as(access: NodeAccess | None) -> Iterator[None]:
 
 
 def use_only(access: NodeAccess | None) -> None:
-    """Log in to nodes like this from now on, whatever the process was given before; None: as the environment says.
-
-    For a command, which is the whole process; a library asks by `use_access`.
-    """
+    """Replace the process's login; None: the environment's. For commands; libraries use `use_access`."""
     with _given.lock:
         _given.access = access
 
 
 def access_here() -> NodeAccess:
-    """Return how this process logs in to nodes."""
+    """Return this process's login."""
     return _given.access or _from_environment(tuple(os.environ.get(name) for name in VARIABLES))
 
 
 @lru_cache(maxsize=8)
 def _from_environment(values: tuple[str | None, ...]) -> NodeAccess:
-    # Not Settings(): another variable that is wrong is told where that one is used.
+    # Not Settings(): it would also fail for unrelated wrong variables.
     present: Mapping[str, str] = {
         name.removeprefix("MQLAYER_REDIS_").lower(): value
         for name, value in zip(VARIABLES, values, strict=True)

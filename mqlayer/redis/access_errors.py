@@ -1,4 +1,4 @@
-"""What a server or its TLS answers to a process that it does not let in, and what to set then."""
+"""Refused logins, rights and certificates, with advice."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import redis
 from mqlayer.errors import AccessDenied, InvalidInput, StoreUnavailable
 
 IN_SCRIPTS: Final = ("The user executing the script can't", "ACL failure in script")
-"""A script meets the rights of its caller at each of its commands, and no code says so."""
+"""Denials inside scripts have no error code."""
 CERTIFICATE_HINT: Final = "set MQLAYER_REDIS_CERT_FILE and MQLAYER_REDIS_KEY_FILE, if it asks for a certificate"
 TLS_HINTS: Final = (
     ("unable to get local issuer", "set MQLAYER_REDIS_CA_FILE to the authority that signed its certificate"),
@@ -22,22 +22,22 @@ TLS_HINTS: Final = (
     ("WRONG_VERSION_NUMBER", "it does not speak TLS on this port: let the node's URL be redis://"),
 )
 CUT: Final = ("EOF occurred in violation", "closed by server", "reset by peer", "Broken pipe", "Error while reading")
-"""How TLS ends where the server's alert is not read any more: it judges a certificate after the client's handshake."""
+"""Disconnects before the server's TLS alert was read."""
 LOGIN_HINT: Final = "set MQLAYER_REDIS_USER and MQLAYER_REDIS_PASSWORD_FILE"
 RIGHTS_HINT: Final = "`mqlayer node acl ROLE` prints what its user needs"
 
 
 def is_denial(reply: object) -> bool:
-    """Say whether a reply or error is the server's "no permission", also from within a script."""
+    """Say whether a reply or error is a denial, also from within a script."""
     if isinstance(reply, redis.exceptions.NoPermissionError):
         return True
     return isinstance(reply, redis.ResponseError) and any(text in str(reply) for text in IN_SCRIPTS)
 
 
 def not_reached(address: str, error: Exception, *, anonymous: bool = False) -> StoreUnavailable:
-    """Return what the failure of a connection means for its user: what to set, where something is to be set.
+    """Return a failed connection's error, with the setting that helps.
 
-    `anonymous`: it failed while it was made, over TLS without a certificate of this process.
+    `anonymous`: at connect, without a client certificate.
     """
     if isinstance(error, InvalidInput):
         return AccessDenied(address, str(error))
@@ -49,6 +49,6 @@ def not_reached(address: str, error: Exception, *, anonymous: bool = False) -> S
     if hint := next((hint for text, hint in TLS_HINTS if "SSL" in reason.upper() and text in reason), ""):
         return AccessDenied(address, f"{reason}: {hint}")
     if anonymous and any(text in reason for text in CUT):
-        # No denial: a server that just ended looks the same.
+        # Not AccessDenied: a server that just stopped looks the same.
         return StoreUnavailable(address, f"{reason}: {CERTIFICATE_HINT}")
     return StoreUnavailable(address, reason)

@@ -1,9 +1,6 @@
-"""What each kind of process does on a node, and the rules of an access list that allow it that and nothing else.
+"""Access-list rules, made from each role's scripts and commands (docs/design/access.md).
 
-Which scripts and plain commands a role sends is in `roles`, held against the source by a test; what a script does to
-which key is read from the script itself. From Redis 7 on the rules name for each key what may be done to it: a user
-that may call scripts by EVALSHA can change only what its own scripts change. Redis 6.2 has one list of commands and one
-of keys, so there a user may do any of its commands to any of its keys.
+Redis 6.2 can't tie commands to keys: there a user may do any of its commands on any of its keys.
 """
 
 from __future__ import annotations
@@ -21,34 +18,34 @@ from mqlayer.redis.scripts import HEADERS_SINCE, script_text
 from mqlayer.resources import lua_source
 
 ANY: Final = "*"
-"""A key that is told by its place in KEYS only, or that the source of a plain command does not tell."""
+"""A key known by its place in KEYS only."""
 OF_NODE: Final = ("ended", "terms")
 OF_PARTITION: Final = ("log", "meta", "marks", "ids", "ages")
 OF_GROUP: Final = ("lock", "acks", "attempts", "outcomes", "rate", "pops", "queues", "due", "batches", "wake")
 CALLERS: Final = ("eval", "evalsha")
 CONNECTING: Final = frozenset({"acl|dryrun", "acl|whoami", "info", "ping", "script|load", "select"})
-"""What every connection sends before anything else, or may have to."""
+"""Any connection may send these first."""
 PLAIN_KEYS: Final[Mapping[str, str]] = {
     "hdel": "marks", "xtrim": "outcomes", "xsetid": "log", "xreadgroup": "log", "xpending": "log",
 }  # fmt: skip
-"""Which keys the plain commands that write name; those that read may read every key of the prefix."""
+"""Of writing commands; readers may read all keys."""
 
 SEVERAL_KEYS: Final = frozenset({"del", "unlink"})
-"""Commands that scripts call with several keys: a server allows a call by one list of rules, so each has one."""
+"""One selector must cover a whole call, so each has its own."""
 
 _CALL: Final = re.compile(r"\bp?call\('(\w+)'(?:, '(\w+)')?(?:, (\w+(?:, \w+_key)*))?")
 _SPLIT: Final = frozenset(name.split("|")[0] for name in COMMANDS if "|" in name)
 
 
 class CommandAccess(NamedTuple):
-    """One thing that a process does: a command, and the kind of key that it does it to; '' for none."""
+    """A command on a kind of key ('': none)."""
 
     command: str
     key: str
 
     @property
     def writes(self) -> bool:
-        """Whether it changes the key, or counts as if it did: a script's call names all keys that the script has."""
+        """A script call counts as writing all its keys."""
         return COMMANDS[self.command].writes or self.command in CALLERS
 
 
@@ -56,7 +53,7 @@ AccessSet = frozenset[CommandAccess]
 
 
 def pattern(prefix: str, key: str) -> str:
-    """Return the pattern of all keys of a kind."""
+    """Return a kind's key pattern."""
     if key in OF_PARTITION:
         return f"{prefix}:{{*}}:{key}"
     if key in OF_GROUP:
@@ -66,7 +63,7 @@ def pattern(prefix: str, key: str) -> str:
 
 @cache
 def needs_of_script(name: str, version: tuple[int, int, int] = HEADERS_SINCE) -> AccessSet:
-    """Return what a script does, by its own text."""
+    """Read needs from the script's text."""
     found = set()
     for command, status, variables in _CALL.findall(script_text(name, version)):
         whole = f"{command}|{status}".lower() if command.lower() in _SPLIT else command.lower()
@@ -85,7 +82,7 @@ def _kind(variable: str) -> str:
 
 @cache
 def needs_of(role: RedisRole, version: tuple[int, int, int] = HEADERS_SINCE) -> AccessSet:
-    """Return all that a process of a role does on a node."""
+    """Return a role's needs."""
     plain = {CommandAccess(name, "" if name in KEYLESS else PLAIN_KEYS.get(name, ANY)) for name in PLAIN_COMMANDS[role]}
     plain |= {
         CommandAccess(name, "") for name in CONNECTING if version >= HEADERS_SINCE or not name.startswith("acl|dryrun")
@@ -94,14 +91,14 @@ def needs_of(role: RedisRole, version: tuple[int, int, int] = HEADERS_SINCE) -> 
 
 
 def needs_of_all(roles: Iterable[RedisRole], version: tuple[int, int, int] = HEADERS_SINCE) -> AccessSet:
-    """Return what a process of several roles does."""
+    """Return several roles' needs."""
     return frozenset[CommandAccess]().union(*(needs_of(role, version) for role in roles))
 
 
 def acl_rules(
     roles: Iterable[RedisRole], *, prefix: str, version: tuple[int, int, int] = HEADERS_SINCE
 ) -> tuple[str, ...]:
-    """Return the rules of a user of these roles, without its password: the same for the same roles."""
+    """Return a user's rules, without password, in stable order."""
     needs = needs_of_all(roles, version)
     first = ("resetkeys", "resetchannels", "-@all")
     if version < HEADERS_SINCE:
@@ -110,7 +107,6 @@ def acl_rules(
 
 
 def _reading(needs: AccessSet, prefix: str) -> tuple[str, ...]:
-    """Return the rules for what names no key and for what only reads."""
     reads = {need for need in needs if not need.writes}
     kinds = {need.key for need in reads if need.key}
     kinds = {ANY} if ANY in kinds else kinds
@@ -118,7 +114,6 @@ def _reading(needs: AccessSet, prefix: str) -> tuple[str, ...]:
 
 
 def _selectors(needs: AccessSet, prefix: str) -> tuple[str, ...]:
-    """Return a selector for each set of commands that write, with the kinds of keys that they are for."""
     by_kind: dict[str, frozenset[str]] = {}
     for need in needs:
         if need.writes and need.command not in (*CALLERS, *SEVERAL_KEYS):
@@ -146,7 +141,7 @@ def _allowed(needs: Iterable[CommandAccess]) -> tuple[str, ...]:
 def acl_file_line(
     user: str, roles: Iterable[RedisRole], *, prefix: str, password: str | None, version: tuple[int, int, int]
 ) -> str:
-    """Return a user as a line of an ACL file. Raises InvalidInput for a name that such a file can't hold."""
+    """Return a line of an ACL file. Raises InvalidInput for a bad name."""
     if not re.fullmatch(r"[\w.:@-]{1,64}", user):
         raise InvalidInput(f"{user!r} is no name of a Redis user here: use letters, digits and _ . : @ -")
     rules = acl_rules(roles, prefix=prefix, version=version)
@@ -156,7 +151,7 @@ def acl_file_line(
 def setuser_command(
     user: str, roles: Iterable[RedisRole], *, prefix: str, password: str | None, version: tuple[int, int, int]
 ) -> str:
-    """Return the same as a command for redis-cli; what an earlier one gave the user is taken away."""
+    """Return the redis-cli command; it resets the user."""
     _, name, *rules = _rules(acl_file_line(user, roles, prefix=prefix, password=password, version=version))
     return " ".join(("ACL", "SETUSER", name, "reset", *(f'"{rule}"' if " " in rule else rule for rule in rules)))
 
@@ -166,14 +161,14 @@ def _rules(acl_line: str) -> list[str]:
 
 
 def password_rule(password: str | None) -> str:
-    """Return the rule for a password: its hash, or a word to be replaced by it."""
+    """Return a hash, or a placeholder."""
     if password is None:
         return "#SHA256_OF_THE_PASSWORD"
     return f"#{sha256(password.encode()).hexdigest()}"
 
 
 def probes(needs: AccessSet, prefix: str) -> dict[CommandAccess, tuple[str, ...]]:
-    """Return a call for each need on a key that no partition has, to be judged by ACL DRYRUN."""
+    """Return harmless calls for ACL DRYRUN."""
     return {need: tuple(example(need.command, _key(prefix, need.key))) for need in sorted(needs)}
 
 

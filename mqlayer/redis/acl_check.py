@@ -1,4 +1,4 @@
-"""Whether this process's user may do all that it will have to do on a node: asked before the first of it is done."""
+"""Checks the user's rights on a node before they are needed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mqlayer.redis.roles import RedisRole
 from mqlayer.redis.scripts import HEADERS_SINCE
 
 Ask = Callable[[Sequence[Sequence[Any]]], list[Any]]
-"""Sends commands and returns a reply, or an error, for each."""
+"""Sends commands; returns replies or errors."""
 MAX_SHOWN: Final = 6
 DEFAULT_USER_ADVICE: Final = (
     "user default off ~* &* +@all: Redis reads its append-only file with the rights of that user, "
@@ -20,20 +20,20 @@ DEFAULT_USER_ADVICE: Final = (
 
 
 class RequiredAccess(NamedTuple):
-    """What a connection is for: the role of its process, and the prefix of the keys."""
+    """A connection's role and key prefix."""
 
     role: RedisRole
     prefix: str
 
 
 class AccessReport(NamedTuple):
-    """What a server says of a user; `missing` is None where it can't say: before Redis 7, or it may not be asked."""
+    """Missing rights; None: unknown (before Redis 7, or not allowed to ask)."""
 
     user: str
     missing: tuple[CommandAccess, ...] | None
 
     def describe(self, required: RequiredAccess) -> str:
-        """Return what is missing, and the command that prints what the user needs."""
+        """Name missing rights, and the command that prints the rules."""
         missing = self.missing or ()
         named = ", ".join(
             f"+{need.command}" + (f" on {pattern(required.prefix, need.key or ANY)}" if need.key else "")
@@ -45,10 +45,7 @@ class AccessReport(NamedTuple):
 
 
 def access_of(ask: Ask, required: RequiredAccess, version: tuple[int, int, int], user: str = "") -> AccessReport:
-    """Ask a server whether a user, this connection's own where none is named, may do all that a duty needs.
-
-    Nothing is run for it (ACL DRYRUN).
-    """
+    """Check a role's rights by ACL DRYRUN; `user` '': the connection's."""
     if version < HEADERS_SINCE:
         return AccessReport(user, None)
     if not user:
@@ -64,18 +61,17 @@ def access_of(ask: Ask, required: RequiredAccess, version: tuple[int, int, int],
 
 
 def loses_transactions(ask: Ask, required: RequiredAccess, version: tuple[int, int, int]) -> bool:
-    """Say whether the server would drop what scripts wrote, at its next start.
+    """Say whether a restart would lose writes of scripts.
 
-    Redis 7 reads its append-only file as user default, also where that user is off, and asks again for each command of
-    a transaction whether the user may run it: what it may not run is left out, without an error. The writes of a script
-    are such a transaction.
+    Redis 7 replays its append-only file with user default's rights, also where it is off, and silently skips what these
+    forbid in a transaction.
     """
     found = access_of(ask, RequiredAccess(RedisRole.WORKER, required.prefix), version, "default")
     return bool(found.missing)
 
 
 class _CheckedAccess:
-    """Which duties this process was found to be allowed, so that each is asked for once for a run of a server."""
+    """Rights already confirmed, per run of a server."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

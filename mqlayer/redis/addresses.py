@@ -1,15 +1,13 @@
-"""Addresses of nodes: a Redis itself, or Sentinels that know which Redis is the primary now.
+"""Node URLs: a Redis, or Sentinels that name the primary.
 
 ```text
 redis://host[:port][/db][?option=value]
-rediss://…                                                the same over TLS
+rediss://…                                                over TLS
 sentinel://host[:port][,host[:port]…]/service[/db][?option=value]
-sentinels://…                                             the same over TLS, Sentinels too
+sentinels://…                                             over TLS, Sentinels too
 ```
 
-An address is no secret, and is the same for all processes: users, passwords and certificates are settings of each
-process (see `access`). Celery's broker is no node: its URL is a setting, and may hold a user and a password.
-`redis+sentinel://` and `rediss+sentinel://` are other names of the last two.
+`redis+sentinel://` and `rediss+sentinel://` are aliases. A node's URL holds no credentials; the broker's may.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ SECRET_OPTIONS: Final = frozenset(
     {"username", "password", "credential_provider", "sentinel_username", "sentinel_password", "ssl_password"}
 )
 UNVERIFIED_OPTIONS: Final = frozenset({"ssl_cert_reqs", "ssl_check_hostname"})
-"""TLS without them is TLS with whoever answers: an address can't turn it off for all processes."""
+"""They turn TLS verification off for all processes."""
 FORM: Final = "use redis://host:port/db, rediss://… or sentinel://host:26379,host2:26379/service/db"
 
 ENCODE: Final = "write @ : / ? # % and blanks in a password as %40 %3A %2F %3F %23 %25 %20"
@@ -48,24 +46,23 @@ Host = tuple[str, int]
 
 
 class Sentinels(NamedTuple):
-    """Who is asked for the primary of a service."""
+    """A service's Sentinels."""
 
     hosts: tuple[Host, ...]
     service: str
 
 
 class Address(NamedTuple):
-    """An address taken apart. `url`: where the Redis is and how it is spoken to; its host is void with `sentinels`."""
+    """`url`: for the driver; with `sentinels` its host is a placeholder."""
 
     url: str
     sentinels: Sentinels | None
 
 
 def parse_address(url: str) -> Address:
-    """Take a node's URL apart. Raises InvalidInput, which never shows the URL.
+    """Parse a node's URL. Raises InvalidInput, which never shows it.
 
-    One whose parts could be meant otherwise is refused too: with a bare `/` in its password, a part of that would be
-    taken for the host, and shown as such.
+    Refuses ambiguous URLs: behind a bare `/`, a password would show as the host.
     """
     address = _parsed(url)
     if address is None:
@@ -75,14 +72,14 @@ def parse_address(url: str) -> Address:
 
 
 def display_url(url: str) -> str:
-    """Return where a Redis is, for messages: scheme, hosts and database; no user, no password, no option."""
+    """Return scheme, hosts, database."""
     if _parsed(url) is None:
         return "a Redis (its URL can't be parsed)"
     return _place(url)
 
 
 def check_broker_url(url: str) -> str:
-    """Return the URL of Celery's broker, or several with semicolons. Raises InvalidInput, which never shows it."""
+    """Check the broker's URLs, divided by semicolons. Raises InvalidInput, which never shows them."""
     for part in url.split(";"):
         if not _is_clear_broker(part):
             raise InvalidInput(
@@ -94,7 +91,7 @@ def check_broker_url(url: str) -> str:
 
 
 def display_broker_url(url: str) -> str:
-    """Return where the broker is, for messages: no user, no password, no option."""
+    """Return the broker's address without secrets."""
     parts = url.split(";")
     return ";".join(_place(part) if _is_clear_broker(part) else "(a URL that can't be parsed)" for part in parts)
 
@@ -103,7 +100,7 @@ def _is_clear_broker(url: str) -> bool:
     if url.startswith(("redis://", "rediss://", "unix://")):
         return _parsed(url) is not None
     try:
-        # Asking for the port parses it.
+        # Reading the port parses it.
         return _is_clear(url) and bool(urlsplit(url).scheme) and urlsplit(url).port != 0
     except ValueError:
         return False
@@ -118,16 +115,15 @@ def _parsed(url: str) -> Address | None:
     try:
         address = _parse(url) if _is_clear(url) else None
         if address is not None:
-            # Connects to nothing; an option that the driver does not know is a TypeError.
+            # Does not connect; an unknown option is a TypeError.
             redis.ConnectionPool.from_url(address.url).make_connection()
     except (ValueError, TypeError, redis.RedisError):
-        # The driver's words may hold a part of the URL.
+        # The driver's message may hold a part of the URL.
         return None
     return address
 
 
 def _is_clear(url: str) -> bool:
-    """Return whether the parts of a URL end where they seem to."""
     parts = urlsplit(url)
     if "#" in url or "@" in parts.path + parts.query or parts.netloc.count("@") > 1:
         return False
@@ -144,7 +140,7 @@ def _secrets_in(url: str) -> Iterator[str]:
 
 
 def refuse_secrets(url: str) -> None:
-    """Raise InvalidInput for a node's URL that holds more than an address; it never shows the URL."""
+    """Raise InvalidInput for credentials or unverified TLS in a node's URL."""
     parts, named = urlsplit(url), [name for name, _ in parse_qsl(urlsplit(url).query, keep_blank_values=True)]
     if "@" in parts.netloc or SECRET_OPTIONS & set(named):
         raise InvalidInput(
@@ -159,25 +155,22 @@ def refuse_secrets(url: str) -> None:
 
 
 class ReadCredentials(redis.CredentialProvider):
-    """Asks for user and password at each connection: a file may have another password by then."""
+    """Reads credentials at each connect: files may change."""
 
     def __init__(self, access: NodeAccess, server: ServerKind, node: str) -> None:
         self._access, self._server, self._node = access, server, node
 
     def get_credentials(self) -> tuple[str] | tuple[str, str]:
-        """Return what AUTH takes."""
+        """Return AUTH's arguments."""
         *user, password = self._access.credentials(self._server, self._node)
         return (user[0], password) if user else (password,)
 
 
 class ConnectionFactory:
-    """How the driver connects to a node's address: `connection` is its connection, `resolve_primary` directs it before
-    a connect.
+    """The driver's `connection` to a URL; call `resolve_primary` before each connect.
 
-    The primary is asked for at each connect: Sentinels may have promoted another Redis since. `access`: how to log in,
-    as this process does where not given; `node`: the node's name. A node's URL must not hold credentials where the
-    process logs in by its settings (`resolve_primary` refuses it); those of another server's give way to `access`.
-    `anonymous`: it speaks TLS without a certificate of its own.
+    `access`: the login, default this process's; replaces the URL's, which a node's URL must not add. `anonymous`: TLS
+    without client certificate.
     """
 
     def __init__(
@@ -204,19 +197,19 @@ class ConnectionFactory:
             socket_keepalive=True,
             health_check_interval=0,
             retry=Retry(NoBackoff(), 0),
-            # Its name at the server: one more right that each user would need.
+            # No CLIENT SETINFO: each user would need one more right.
             driver_info=None,
             **self._tls,
         )
         login = _logs_in(access, "redis", node)
         self._refused = bool(login) and _drop_credentials(pool.connection_kwargs) and of_node
         pool.connection_kwargs.update(login)
-        # The driver's connections are not typed.
+        # Untyped in the driver.
         self.connection: Any = pool.make_connection()
 
     def resolve_primary(self) -> None:
-        """Ask Sentinels, where the address names such, which Redis is the primary. Raises the driver's errors,
-        and InvalidInput for a file of TLS that can't be read, or for credentials in the URL besides the settings'."""
+        """Ask Sentinels, if any, for the primary. Raises the driver's errors; InvalidInput for an unreadable TLS file
+        or two logins."""
         if self._refused:
             raise InvalidInput(
                 "its URL holds a user or a password, and MQLAYER_REDIS_* say how to log in: give the node an address "
@@ -237,7 +230,7 @@ class ConnectionFactory:
         }
         if self._secure:
             options |= self._tls | {"ssl": True}
-        # Not typed by the driver.
+        # Untyped in the driver.
         asked: Any = redis.sentinel.Sentinel(list(found.hosts), sentinel_kwargs=options)  # type: ignore[no-untyped-call]
         try:
             host, port = asked.discover_master(found.service)
@@ -252,7 +245,6 @@ def _logs_in(access: NodeAccess, server: ServerKind, node: str) -> dict[str, Any
 
 
 def _drop_credentials(options: dict[str, Any]) -> bool:
-    """Take out how a URL itself logs in, which the driver wants alone; return whether it did."""
     dropped = [options.pop(name, None) for name in ("username", "password", "credential_provider")]
     return any(dropped)
 
@@ -273,7 +265,7 @@ def _parse(url: str) -> Address:
 
 
 def _service_host(hosts: tuple[Host, ...]) -> str:
-    # Stands for the primary until a Sentinel named it.
+    # A placeholder until a Sentinel names the primary.
     host, port = hosts[0]
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 

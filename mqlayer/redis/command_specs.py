@@ -1,7 +1,4 @@
-"""The commands of Redis that this code and its scripts use: how many words each takes, and whether it writes.
-
-`COMMANDS` is held against what servers say of themselves by a test.
-"""
+"""Redis commands in use; a test compares `COMMANDS` with servers."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from typing import Final, NamedTuple
 
 
 class CommandSpec(NamedTuple):
-    """A command: the least number of words, its name included, and whether it counts as writing."""
+    """A command; `min_words` includes its name."""
 
     min_words: int
     writes: bool = False
@@ -88,14 +85,13 @@ KEYLESS: Final = frozenset(
     {"acl|dryrun", "acl|whoami", "bgrewriteaof", "config|get", "exec", "info", "multi", "ping", "scan", "script|load"}
     | {"select", "time", "wait"}
 )
-"""Commands that name no key; SCAN shows names of keys to whoever may call it."""
+"""Commands without a key; SCAN shows all key names."""
 _NO_KEY_YET: Final = {"xread": ("STREAMS",), "xreadgroup": ("GROUP", "g", "c", "STREAMS"), "eval": ("x", "1"),
                       "evalsha": ("x", "1")}  # fmt: skip
-"""What stands between these commands and their key."""
 
 
 def example(command: str, key: str = "") -> Sequence[str]:
-    """Return a call of a command on a key, as ACL DRYRUN takes it: it is judged, never run."""
+    """Return a call for ACL DRYRUN, which never runs it."""
     words = [*command.split("|"), *_NO_KEY_YET.get(command, ()), *([key] if command not in KEYLESS else [])]
     least = COMMANDS[command].min_words
     return [*words, *("1" for _ in range(least - len(words)))]

@@ -1,9 +1,4 @@
-"""Connections to nodes: each belongs to exactly one run of one server, and knows it.
-
-A connection compares the server's run with the one that Postgres has armed before it sends anything else: at each
-connect, those of the driver too, and once more where another run was armed since. A server that restarted, fell back,
-was promoted or was replaced is another run and serves nothing until it is armed again (invariant 17).
-"""
+"""Connections to nodes; each serves one armed run, checked before anything is sent (docs/design/arming-nodes.md)."""
 
 from __future__ import annotations
 
@@ -38,20 +33,20 @@ REQUIRED_SETTINGS: Final = {
     "no-appendfsync-on-rewrite": ("no", "no-appendfsync-on-rewrite no: else a rewrite stops the fsync"),
     "maxmemory-policy": ("noeviction", "maxmemory-policy noeviction: any other evicts whole partitions"),
 }
-"""Settings that the promise needs: the value, and what to tell who has another."""
+"""Value, and advice if it differs."""
 
 INFO_SECTIONS: Final = ("server", "replication", "persistence", "memory")
 
 Command = Sequence[Any]
 
 
-# Asked for with every reply that is judged.
+# Cached: asked for with each reply.
 _display = lru_cache(maxsize=256)(display_url)
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A registered Redis and the run that may be served; armed_run_id is None until it is armed."""
+    """A registered Redis. `armed_run_id`: None until armed."""
 
     node_id: NodeId
     name: str
@@ -60,13 +55,13 @@ class Node:
 
     @property
     def address(self) -> str:
-        """Where it is, for messages: no user, no password, no option."""
+        """URL for messages, without secrets."""
         return _display(self.url)
 
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """What a server says of itself at connect."""
+    """Answers at connect."""
 
     run_id: str
     version: tuple[int, int, int]
@@ -75,12 +70,11 @@ class ServerFacts:
 
 
 class NodeConnection:
-    """One connection to a node, for one thread. Connects at first use and again after a failure.
+    """One connection to a node, for one thread; connects on use.
 
-    `call` sends commands in one write and returns one reply each; an error reply is returned, not raised. When the
-    line fails, what was sent has an unknown outcome and StoreUnavailable is raised.
-    `node` may be given anew at any time, by any thread: a connection to another run or address than that says is not
-    used any more. With a `required`, the first connection asks whether this process's user may do all that it needs.
+    Error replies are returned, not raised. When the connection fails, StoreUnavailable is raised and sent commands have
+    an unknown outcome. Any thread may replace `node`; a connection to another run or address closes at its next use.
+    `required`: rights to check once per run. `any_run`, `unsafe`: skip the check of run or settings.
     """
 
     def __init__(
@@ -102,11 +96,10 @@ class NodeConnection:
         self._open_connection(node.url)
 
     def connect(self) -> ServerFacts:
-        """Connect unless connected; check the server's run, role and settings; load the scripts.
+        """Connect unless connected: check run, role, settings and rights, load scripts.
 
-        Raises StoreUnavailable, NodeNotArmed or ConfigurationRefused; nothing was sent to the data then. Where another
-        run or address counts since it was connected, the line is closed and StoreUnavailable raised: what is under way
-        on it has an unknown outcome. The next call connects anew, and is judged then.
+        Raises StoreUnavailable, NodeNotArmed, AccessDenied or ConfigurationRefused; nothing was sent. If another run or
+        address counts by now, raises StoreUnavailable: commands under way have an unknown outcome.
         """
         facts = self.facts
         if facts is not None:
@@ -140,7 +133,7 @@ class NodeConnection:
             connection.connection,
             connection.anonymous,
         )
-        # The driver connects by itself where it finds its line closed: it must not get round the checks.
+        # The driver reconnects by itself: that must run the checks too.
         self._factory.redis_connect_func = self._handshake
 
     def _handshake(self, connection: Any) -> None:
@@ -165,12 +158,12 @@ class NodeConnection:
             raise StoreUnavailable(node.address, f"{reason}: the connection to it is given up")
 
     def call(self, commands: Sequence[Command]) -> list[Any]:
-        """Send commands in one write and return their replies in order."""
+        """Send in one write; return replies in order."""
         self.send(commands)
         return self.receive(len(commands))
 
     def send(self, commands: Iterable[Command]) -> None:
-        """Send commands without waiting; `receive` must be called for as many replies, in order."""
+        """Send without waiting; `receive` as many replies."""
         self.connect()
         try:
             self._factory.send_packed_command(self._factory.pack_commands(commands), check_health=False)
@@ -182,7 +175,7 @@ class NodeConnection:
             raise
 
     def send_packet(self, packet: bytes) -> None:
-        """Send requests that are encoded already; `receive` must be called for as many replies, in order."""
+        """Send encoded requests; `receive` as many replies."""
         self.connect()
         try:
             self._factory.send_packed_command((packet,), check_health=False)
@@ -190,17 +183,17 @@ class NodeConnection:
             self.close()
             raise not_reached(self.node.address, error) from error
         except BaseException:
-            # Part of a request may be on the wire; what followed would be read as its rest.
+            # The server may have part of a request and would read the next one as its rest.
             self.close()
             raise
 
     def digest(self, name: str) -> bytes:
-        """Return the digest by which this server calls a script."""
+        """Return a script's digest."""
         self.connect()
         return self._digests[name]
 
     def ready(self, timeout_s: float) -> bool:
-        """Say whether a reply, or the news that the connection broke, comes within the time."""
+        """Say whether a reply or disconnect arrives in time."""
         self.connect()
         try:
             return bool(self._factory.can_read(timeout_s))
@@ -209,7 +202,7 @@ class NodeConnection:
             raise not_reached(self.node.address, error) from error
 
     def receive(self, count: int) -> list[Any]:
-        """Return the next `count` replies; an error reply is an exception in the list."""
+        """Return `count` replies; errors are exceptions in the list."""
         replies: list[Any] = []
         read = self._factory.read_response
         try:
@@ -217,29 +210,29 @@ class NodeConnection:
                 try:
                     replies.append(read())
                 except redis.ResponseError as error:
-                    # A primary that became a replica keeps its connections: only a new one gets to its successor.
+                    # A demoted primary keeps its connections; only a new connection reaches the new primary.
                     self._demoted = self._demoted or "READONLY" in str(error) or _is_demotion(error)
                     replies.append(error)
         except (redis.RedisError, OSError) as error:
             self.close()
             raise not_reached(self.node.address, error) from error
         except BaseException:
-            # Replies that nobody has read would be taken for those of later commands.
+            # Unread replies would be taken for those of later commands.
             self.close()
             raise
         return replies
 
     def script(self, name: str, keys: Sequence[bytes], *args: Any) -> Command:
-        """Return the command that calls a script."""
+        """Return an EVALSHA command."""
         self.connect()
         return (b"EVALSHA", self._digests[name], len(keys), *keys, *args)
 
     def whole_script(self, name: str, keys: Sequence[bytes], *args: Any) -> Command:
-        """Return the command that calls a script by its text: the server may have forgotten it."""
+        """Return an EVAL command, if the server may lack the script."""
         return (b"EVAL", script_texts(self.connect().version)[name], len(keys), *keys, *args)
 
     def close(self) -> None:
-        """Close the line; the next use connects anew."""
+        """Close; the next use reconnects."""
         self.facts = None
         self._factory.disconnect()
 
@@ -250,7 +243,7 @@ class NodeConnection:
         self.close()
 
     def reload_scripts(self) -> None:
-        """Load the scripts again, after a server answered that it does not have them."""
+        """Load scripts again, after NOSCRIPT."""
         version = self.connect().version
         try:
             self._load_scripts(version)
@@ -269,24 +262,22 @@ class NodeConnection:
         info = dict(connection.split(":", 1) for connection in text.splitlines() if ":" in connection)
         settings = _settings_from_info(info)
         for name, reply in zip(asked, replies[len(commands) :], strict=True):
-            # Managed servers forbid CONFIG: what can't be asked is the operator's word.
+            # Managed servers forbid CONFIG: trust the operator for these settings.
             if not isinstance(reply, Exception) and len(reply) == 2:
                 settings[name] = reply[1].decode()
         major, minor, patch = (int(part) for part in info["redis_version"].split(".")[:3])
         return ServerFacts(run_of(info), (major, minor, patch), info["role"], settings)
 
     def _ask(self, commands: Sequence[Command]) -> list[Any]:
-        """Send commands while it is being connected, and return their replies."""
         self._factory.send_packed_command(self._factory.pack_commands(commands), check_health=False)
         return self.receive(len(commands))
 
     def _may_ask_settings(self) -> bool:
-        """Say whether CONFIG GET is a part of the role: it tells passwords of replication too, so few have it."""
+        """CONFIG GET shows replication passwords; few roles have it."""
         required = self._required
         return not access_here().user or (required is not None and "config|get" in PLAIN_COMMANDS[required.role])
 
     def _check_rights(self, facts: ServerFacts) -> None:
-        """Raise AccessDenied where the user may not do all that this connection is for; asked once for each run."""
         required, user = self._required, access_here().user
         if required is None or CHECKED.has(self._url, facts.run_id, user, required):
             return
@@ -328,7 +319,7 @@ class NodeConnection:
 
 
 def connection_of(node: Node, settings: Settings, role: RedisRole) -> NodeConnection:
-    """Return a connection for a process of a role, by its settings."""
+    """Return a role's connection; it connects on use."""
     return NodeConnection(
         node,
         connect_timeout_s=settings.connect_timeout_s,
@@ -339,7 +330,6 @@ def connection_of(node: Node, settings: Settings, role: RedisRole) -> NodeConnec
 
 
 def _settings_from_info(info: Mapping[str, str]) -> dict[str, str]:
-    """Return what INFO tells of the settings that the promise needs."""
     settings = {"maxmemory-policy": info.get("maxmemory_policy", "")}
     if "aof_enabled" in info:
         settings["appendonly"] = "yes" if info["aof_enabled"].strip() == "1" else "no"
@@ -347,7 +337,7 @@ def _settings_from_info(info: Mapping[str, str]) -> dict[str, str]:
 
 
 def raise_for_reply(reply: Any, address: str) -> Any:
-    """Return a reply, or raise what its error means: nothing was changed on the server then."""
+    """Return a reply; raise NodeOutOfMemory, AccessDenied or StoreUnavailable for an error."""
     if not isinstance(reply, Exception):
         return reply
     if isinstance(reply, redis.exceptions.OutOfMemoryError) or "OOM" in str(reply):
@@ -362,5 +352,5 @@ def _is_demotion(reply: Exception) -> bool:
 
 
 def is_missing_script(reply: Any) -> bool:
-    """Say whether a reply is the server's "no such script" (its cache was flushed)."""
+    """Say whether a reply is NOSCRIPT."""
     return isinstance(reply, redis.exceptions.NoScriptError)

@@ -1,10 +1,14 @@
-"""What became of messages, as scripts that settle note it on the node: one entry for each call that settled something.
+"""Outcomes: one stream entry per settling call, id `<epoch>-<number>`, never repeated.
 
-An entry has fields of text: ``m`` who settled it, ``t`` when (ms of the node's clock), ``h`` and ``u`` the ranges
-``<first>-<last>`` that were handled and that the group's filter leaves out, ``r`` until which offset how many ms before
-they had been given to that member (``<last>:<ms>``, empty where nobody knows), ``a`` failed attempts
-(``<offset>:<count>``), ``x`` how many told offsets were dropped before it. Its id is ``<epoch>-<place>``: epochs grow
-with every owner and every arming of the node, places within an epoch, so a node that fell back never gives an id again.
+```text
+m  who settled
+t  ms of the node's clock
+h  handled ranges <first>-<last>
+u  ranges that the filter leaves out
+r  <last>:<ms>: given that long before; empty: unknown
+a  <offset>:<failed attempts>
+x  offsets dropped before
+```
 """
 
 from __future__ import annotations
@@ -17,14 +21,14 @@ from mqlayer.redis.keys import outcomes_key
 from mqlayer.redis.node_connection import Command
 
 MAX_OUTCOMES: Final = 100_000
-"""How many entries of a partition and group wait for an archiver, at most: then the oldest are dropped, and counted."""
+"""Unfetched entries per partition and group; then the oldest are dropped."""
 
 RangeOutcome = Literal["h", "u", "-"]
-"""Of a range that is settled: handled, unmatched, or told by somebody else."""
+"""Handled, unmatched, or recorded elsewhere."""
 
 
 class OutcomeId(NamedTuple):
-    """Where an entry stands among those of a partition and group."""
+    """An entry's position."""
 
     epoch: int
     number: int
@@ -34,8 +38,7 @@ BEGINNING: Final = OutcomeId(0, 0)
 
 
 class OutcomeRange(NamedTuple):
-    """Offsets that have in common what became of them. `delivered_ms_ago`: how long before it was settled; None:
-    unknown."""
+    """`delivered_ms_ago`: before settlement; None: unknown."""
 
     first: int
     last: int
@@ -45,7 +48,7 @@ class OutcomeRange(NamedTuple):
 
 
 class OutcomeEntry(NamedTuple):
-    """What one call settled, when by the node's clock, and how many offsets were dropped unseen before it."""
+    """One settling call. `dropped`: offsets lost before it."""
 
     entry_id: OutcomeId
     member: str
@@ -55,30 +58,30 @@ class OutcomeEntry(NamedTuple):
 
 
 def encode_outcome(outcomes: str, reads: Iterable[tuple[int, int | None]], *, max_entries: int = MAX_OUTCOMES) -> bytes:
-    """Return what offsets_settle notes: a word for each range; until which offset how many ms ago they were given."""
+    """Return offsets_settle's argument. `outcomes`: a letter per range; `reads`: (last offset, ms since delivery)."""
     ages = ",".join(f"{last}:{'' if ago is None else ago}" for last, ago in reads)
     return f"{max_entries}:{outcomes}:{ages}".encode()
 
 
 def encode_pop_outcome(receiver: str, *, max_entries: int = MAX_OUTCOMES) -> bytes:
-    """Return what pop_settle notes: who settles."""
+    """Return pop_settle's argument."""
     return f"{max_entries}:{receiver}".encode()
 
 
 def fetch_command(prefix: str, partition: int, group_id: int, after: OutcomeId, *, count: int) -> Command:
-    """Return the command that reads the next entries behind a place."""
+    """Read the next entries after an id."""
     key = outcomes_key(prefix, partition, group_id)
     return ("XRANGE", key, f"({after.epoch}-{after.number}", "+", "COUNT", count)
 
 
 def forget_command(prefix: str, partition: int, group_id: int, upto: OutcomeId) -> Command:
-    """Return the command that drops entries up to a place, that one included."""
+    """Drop entries up to an id, inclusive."""
     key = outcomes_key(prefix, partition, group_id)
     return ("XTRIM", key, "MINID", "=", f"{upto.epoch}-{upto.number + 1}")
 
 
 def entries_of(reply: Iterable[Any]) -> list[OutcomeEntry]:
-    """Return the entries of a reply of the server."""
+    """Parse the server's entries."""
     return [_entry(entry_id, fields) for entry_id, fields in reply]
 
 
@@ -109,7 +112,6 @@ def _range(pair: tuple[int, int | None]) -> OffsetRange:
 def _outcome_ranges(
     handled: OffsetRange, reads: Sequence[tuple[int, int | None]], failed: dict[int, int]
 ) -> Iterator[OutcomeRange]:
-    """Divide a range where it was given at another time, and around what failed before."""
     first, last = handled
     for upto, given in [*((upto, ago) for upto, ago in reads if upto >= first), (last, None)]:
         end = min(upto, last)

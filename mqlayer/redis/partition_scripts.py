@@ -1,6 +1,6 @@
-"""One typed call per script: the command to send, and what its reply says.
+"""Typed calls of partition and lock scripts: a builder of the command, a parser of the reply.
 
-Commands and replies are apart, so that many can go in one write and several writes can be in flight.
+Keys, arguments and answers: headers of mqlayer/lua. Parsers raise as `raise_for_reply`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ OnceStatus = Literal["ok", "same", "dup", "gap", "unowned"]
 
 @dataclass(frozen=True, slots=True)
 class MessageRun:
-    """Consecutive messages of a source in an LP; `fields` holds facts, key, body for each, flat."""
+    """Consecutive messages of a source and LP. `fields`: facts, key, body of each."""
 
     lp: int
     first: int
@@ -39,7 +39,7 @@ class MessageRun:
 
 
 class RunOutcome(NamedTuple):
-    """What became of a run: how many were appended (the last ones of it), and the LP's mark after."""
+    """A run's result: its last `appended` messages, the LP's new mark."""
 
     status: RunStatus
     appended: int
@@ -47,14 +47,14 @@ class RunOutcome(NamedTuple):
 
 
 class AppendReply(NamedTuple):
-    """An append that ran. `outcomes` is None when every run was appended whole."""
+    """An append that ran; `outcomes`: None if whole."""
 
     offset: int
     outcomes: list[RunOutcome] | None
 
 
 class Refused(NamedTuple):
-    """A script that changed nothing: why, and the fact that goes with it."""
+    """A script changed nothing; why."""
 
     status: str
     fact: str
@@ -62,9 +62,9 @@ class Refused(NamedTuple):
 
 SOURCES_PER_CALL: Final = 1_000
 AS_BEFORE: Final = -1
-"""In place of a backlog limit, of what a partition held before: without a limit, and under an ended source too."""
+"""A `backlog` for resends: no limit, ended sources too."""
 AS_BEFORE_UNLESS_CLOSED: Final = -2
-"""The same for a partition that is served: not once the outbox goes on under another source."""
+"""The same, unless another source has replaced this one."""
 
 
 def append_command(
@@ -76,7 +76,7 @@ def append_command(
     *,
     backlog: int = 0,
 ) -> Command:
-    """Return the command that appends runs to a partition. `backlog`: its limit, 0 for none, AS_BEFORE or AGAIN."""
+    """Append runs. `backlog`: limit in records, 0: none."""
     keys = partition_keys(prefix, partition)
     args: list[Any] = [source, backlog, "", len(runs)]
     for run in runs:
@@ -88,10 +88,9 @@ def append_command(
 
 
 def end_sources(connection: NodeConnection, prefix: str, sources: Sequence[int], *, closed: bool) -> None:
-    """Have a node take nothing more under sources of outboxes that go on under others, full or not.
+    """Make a node refuse these outbox sources. Raises StoreUnavailable.
 
-    `closed`: they do so already; else they are about to, and what nodes lost of them comes again before. Raises
-    StoreUnavailable.
+    `closed`: another source has replaced them; AS_BEFORE_UNLESS_CLOSED is refused too.
     """
     key = (ended_sources_key(prefix),)
     words = [status for source in sources for status in ([source, f"{source}:closed"] if closed else [source])]
@@ -101,26 +100,24 @@ def end_sources(connection: NodeConnection, prefix: str, sources: Sequence[int],
 
 
 def set_term(connection: NodeConnection, prefix: str, source: int, term: str, *, partitions: Sequence[int]) -> str:
-    """Have a node take of a source only what was read in this term of its outbox's Postgres; return what appends carry.
+    """Make a node accept only this term's rows of a source; return the token for appends.
 
-    A term is one life of a Postgres: it ends with a crash, which may take commits back, and with the server. A node
-    that has none of its `partitions` is told nothing: it refuses appends anyway, until it is armed. Raises
-    StoreUnavailable.
+    See docs/design/relay-term.md. A node with none of `partitions` stores nothing. Raises StoreUnavailable.
     """
     keys = (terms_key(prefix), *(partition_keys(prefix, partition).meta for partition in partitions))
     (reply,) = connection.call([connection.whole_script("source_term", keys, source, term, secrets.token_hex(8))])
     status, *token = raise_for_reply(reply, connection.node.address)
-    # No node has a term without a nonce: what carries that is refused.
+    # A bare term matches no token, so its appends are refused.
     return token[0].decode() if status == b"ok" else term
 
 
 def status_of(reply: Any, address: str) -> str:
-    """Return the word that a script's answer begins with. Raises NodeOutOfMemory or StoreUnavailable."""
+    """Return a reply's status."""
     return str(raise_for_reply(reply, address)[0].decode())
 
 
 def append_reply(reply: Any, address: str) -> AppendReply | Refused:
-    """Return what an append says. Raises NodeOutOfMemory (nothing stored) or StoreUnavailable (unknown)."""
+    """Parse an append's reply. Raises NodeOutOfMemory (nothing stored) or StoreUnavailable (unknown)."""
     reply = raise_for_reply(reply, address)
     status = reply[0]
     if status == b"ok":
@@ -132,7 +129,7 @@ def append_reply(reply: Any, address: str) -> AppendReply | Refused:
 
 
 def check_appended(reply: Any, address: str) -> None:
-    """Raise StoreUnavailable unless an append says that all its runs are there, by it or before."""
+    """Raise StoreUnavailable unless all runs are stored."""
     answer = append_reply(reply, address)
     if not isinstance(answer, AppendReply):
         raise StoreUnavailable(address, f"resending was refused: {answer.status} {answer.fact}".rstrip())
@@ -142,7 +139,7 @@ def check_appended(reply: Any, address: str) -> None:
 
 
 class OnceOutcome(NamedTuple):
-    """What became of a message with a dedup id: where it, or the first one, is; the LP's mark where it was a gap."""
+    """The offset, the first message's position, or the mark."""
 
     status: OnceStatus
     offset: int = 0
@@ -151,7 +148,7 @@ class OnceOutcome(NamedTuple):
 
 
 def append_once_reply(reply: Any, address: str) -> list[OnceOutcome] | Refused:
-    """Return what log_append_once says of each message. Raises NodeOutOfMemory or StoreUnavailable (unknown)."""
+    """Parse log_append_once's reply. Raises as `append_reply`."""
     reply = raise_for_reply(reply, address)
     if reply[0] != b"each":
         return _refused(reply)
@@ -174,26 +171,26 @@ def dedup_load_command(
     window_ms: int,
     ids: Iterable[tuple[bytes, bytes, int]],
 ) -> Command:
-    """Return the command that hands ids over to a successor: of each its token, place, and age in ms."""
+    """Copy ids to a successor: token, position, age in ms."""
     keys = partition_keys(prefix, partition)
     flat = [part for one in ids for part in one]
     return connection.script("dedup_load", (keys.meta, keys.ids, keys.ages), change, window_ms, *flat)
 
 
 def create_command(connection: NodeConnection, prefix: str, partition: int, *args: Any) -> Command:
-    """Return the command that makes a partition's meta, once. `args`: topic, lp_from, lp_to, state, change."""
+    """Create a meta. `args`: topic, lp_from, lp_to, state, change."""
     return connection.script("partition_create", (partition_keys(prefix, partition).meta,), *args)
 
 
 def create(connection: NodeConnection, prefix: str, partition: int, *args: Any) -> str:
-    """Make a partition's meta as `create_command` does, and return the script's word."""
+    """Create a partition's meta."""
     return status_of(
         connection.call([create_command(connection, prefix, partition, *args)])[0], connection.node.address
     )
 
 
 class Sealed(NamedTuple):
-    """A partition is sealed for a route change: by which seal, behind which offset, and its frozen marks."""
+    """A sealed partition with its frozen marks."""
 
     seal_id: str
     next_offset: int
@@ -202,23 +199,22 @@ class Sealed(NamedTuple):
 
 MARKS_PER_CALL = 1_000
 LIVE_STATES: Final = frozenset({"open", "sealed"})
-"""States in which a partition has all marks that its LPs came with."""
 
 
 def seal_command(connection: NodeConnection, prefix: str, partition: int, change: int, seal_id: str) -> Command:
-    """Return the command that closes a partition for a route change."""
+    """Seal a partition."""
     keys = partition_keys(prefix, partition)
     return connection.script("partition_seal", (keys.log, keys.meta, keys.marks), change, seal_id)
 
 
 def brief_seal_command(connection: NodeConnection, prefix: str, partition: int, change: int, seal_id: str) -> Command:
-    """Return the command that does the same by the script's text, and says nothing of the marks."""
+    """Seal by the script's text, without marks in the reply."""
     keys = partition_keys(prefix, partition)
     return connection.whole_script("partition_seal", (keys.log, keys.meta, keys.marks), change, seal_id, 1)
 
 
 def seal_reply(reply: Any, address: str) -> Sealed | Refused:
-    """Return what partition_seal says. Raises NodeOutOfMemory (nothing changed) or StoreUnavailable (unknown)."""
+    """Parse partition_seal's reply. Raises NodeOutOfMemory (nothing changed) or StoreUnavailable (unknown)."""
     reply = raise_for_reply(reply, address)
     if reply[0] != b"sealed":
         return _refused(reply)
@@ -229,22 +225,22 @@ def seal_reply(reply: Any, address: str) -> Sealed | Refused:
 def open_partition(
     connection: NodeConnection, prefix: str, partition: int, change: int, marks: Mapping[str, int]
 ) -> str:
-    """Load marks into a successor and open it; return the script's last word."""
+    """Load marks and open a successor; return the status."""
     address = connection.node.address
     for reply in connection.call(load_commands(connection, prefix, partition, change, marks)):
-        # Without all of them it must not open.
+        # Raises: a partition with marks missing must not open.
         status_of(reply, address)
     return status_of(connection.call([open_command(connection, prefix, partition, change)])[0], address)
 
 
 def marks_command(connection: NodeConnection, prefix: str, partition: int, names: Sequence[bytes]) -> Sequence[bytes]:
-    """Return the command that asks for a partition's state and the marks of `<source>:<lp>`s."""
+    """Read state and `<source>:<lp>` marks."""
     keys = partition_keys(prefix, partition)
     return (b"EVALSHA", connection.digest("marks_read"), b"2", keys.meta, keys.marks, *names)
 
 
 def marks_reply(reply: Any, address: str) -> tuple[str, list[int]]:
-    """Return a partition's state, '' for none, and its marks, 0 for none. Raises StoreUnavailable."""
+    """Return state ('' if absent) and marks (0)."""
     state, marks = raise_for_reply(reply, address)
     return state.decode(), [int(mark or 0) for mark in marks]
 
@@ -252,7 +248,7 @@ def marks_reply(reply: Any, address: str) -> tuple[str, list[int]]:
 def load_commands(
     connection: NodeConnection, prefix: str, partition: int, change: int | str, marks: Mapping[str, int]
 ) -> list[Command]:
-    """Return the commands that load marks into a partition that is not open yet."""
+    """Load marks before opening."""
     keys = partition_keys(prefix, partition)
     flat: list[str | int] = [part for pair in marks.items() for part in pair]
     return [
@@ -262,7 +258,7 @@ def load_commands(
 
 
 def open_command(connection: NodeConnection, prefix: str, partition: int, change: int | str) -> Command:
-    """Return the command that opens a partition whose marks are loaded."""
+    """Open after loading marks."""
     keys = partition_keys(prefix, partition)
     return connection.script("partition_open", (keys.meta, keys.marks), change, 1)
 
@@ -270,22 +266,22 @@ def open_command(connection: NodeConnection, prefix: str, partition: int, change
 def reopen_command(
     connection: NodeConnection, prefix: str, partition: int, seal_id: str, name: str, mark: int
 ) -> Command:
-    """Return the command that opens a sealed partition again, which is short in one LP of a source (`name`).
+    """Reopen a sealed partition that lacks messages of a `<source>:<lp>` (`name`).
 
-    It goes in one MULTI with the append that continues this LP.
+    Send it in one MULTI with the append that continues this chain.
     """
     keys = partition_keys(prefix, partition)
     return connection.script("partition_reopen", (keys.log, keys.meta, keys.marks), seal_id, name, mark)
 
 
 def drop_marks_command(connection: NodeConnection, prefix: str, partition: int, names: Sequence[bytes]) -> Command:
-    """Return the command that removes marks (`<source>:<lp>`) of sources that are closed."""
+    """Remove `<source>:<lp>` marks of closed sources."""
     keys = partition_keys(prefix, partition)
     return connection.script("marks_drop", (keys.meta, keys.marks), *names)
 
 
 class LogEnds(NamedTuple):
-    """How far a partition's records and its meta go together (see log_ends); no `state`: there is no meta."""
+    """How far records and meta agree. `state`: '' without a meta; `records`: -1 without a stream."""
 
     state: str
     seal_id: str
@@ -297,35 +293,33 @@ class LogEnds(NamedTuple):
 
 
 def ends_command(connection: NodeConnection, prefix: str, partition: int) -> Command:
-    """Return the command that asks how far a partition's records and its meta go together."""
+    """Compare records and meta."""
     keys = partition_keys(prefix, partition)
     return connection.script("log_ends", (keys.log, keys.meta, keys.marks))
 
 
 def ends_reply(reply: Any, address: str) -> LogEnds:
-    """Return what log_ends says. Raises StoreUnavailable."""
+    """Parse log_ends' reply."""
     state, seal, next_offset, records, marks, behind, command = raise_for_reply(reply, address)
     return LogEnds(state.decode(), seal.decode(), next_offset, records, marks == 1, behind, command.decode())
 
 
 COUNTED_PER_CALL: Final = 500
-"""How many records one call of log_recount looks at: more than any call appends that may end in its middle."""
+"""Exceeds what an append that stopped half-way can leave."""
 
 
 def recount_command(
     connection: NodeConnection, prefix: str, partition: int, *, start: int = 0, marks: Mapping[str, int] | None = None
 ) -> Command:
-    """Return the command that counts records which a partition holds and does not tell of, from an offset on.
-
-    0: from behind the last one that it tells of. `marks`: what it must have besides, MARKS_PER_CALL at most.
-    """
+    """Count records that the meta lacks, from `start` on; 0: behind its last. `marks`: minimum,
+    MARKS_PER_CALL at most."""
     keys = partition_keys(prefix, partition)
     flat = [part for pair in (marks or {}).items() for part in pair]
     return connection.script("log_recount", (keys.log, keys.meta, keys.marks), start, COUNTED_PER_CALL, *flat)
 
 
 def recount_reply(reply: Any, address: str) -> tuple[int, int] | Refused:
-    """Return which offset is next, and behind which one nothing was looked at."""
+    """Return the next offset, and the one behind the last record read."""
     reply = raise_for_reply(reply, address)
     return (reply[1], reply[2]) if reply[0] == b"counted" else _refused(reply)
 
@@ -333,7 +327,7 @@ def recount_reply(reply: Any, address: str) -> tuple[int, int] | Refused:
 def clear_commands(
     connection: NodeConnection, prefix: str, partition: int, groups: Iterable[int], *, whole: bool = False
 ) -> list[Command]:
-    """Return the commands that leave nothing at all of a partition which lost its records."""
+    """Remove a partition without records."""
     keys = partition_keys(prefix, partition)
     form = connection.whole_script if whole else connection.script
     retire = form("partition_retire", _retired_keys(prefix, partition, groups), 0)
@@ -343,7 +337,7 @@ def clear_commands(
 def skip_marks_command(
     connection: NodeConnection, prefix: str, partition: int, source: int, lp: int, after: int, to: int
 ) -> Command:
-    """Return the command that goes on behind seqs which nobody holds any more, from `after` to `to`."""
+    """Raise a mark past lost seqs."""
     keys = partition_keys(prefix, partition)
     return connection.script("mark_skip", (keys.meta, keys.marks), f"{source}:{lp}", after, to)
 
@@ -351,7 +345,7 @@ def skip_marks_command(
 def retire_command(
     connection: NodeConnection, prefix: str, partition: int, groups: Iterable[int], *, archived: bool = False
 ) -> Command:
-    """Return the command that leaves nothing of a partition but its tombstone; `archived`: and outcomes not fetched."""
+    """Leave only the tombstone; `archived`: and unfetched outcomes."""
     groups = list(groups)
     return connection.script("partition_retire", _retired_keys(prefix, partition, groups), len(groups) * archived)
 
@@ -367,13 +361,13 @@ def _retired_keys(prefix: str, partition: int, groups: Iterable[int]) -> tuple[b
 
 
 def retire_reply(reply: Any, address: str) -> bool:
-    """Say whether nothing but the tombstone is left; False: outcomes are to be fetched first."""
+    """Return False if outcomes must be fetched first."""
     return bool(raise_for_reply(reply, address)[0] == b"retired")
 
 
 @dataclass(frozen=True, slots=True)
 class LockHolder:
-    """Who calls: a member with the epoch of its assignment, at one partition for one group."""
+    """A member under its epoch."""
 
     prefix: str
     partition: int
@@ -383,10 +377,9 @@ class LockHolder:
 
 
 class FailureHistory(NamedTuple):
-    """How many attempts of a message failed, and when the first and the last of them were noted, by the node's clock.
+    """Failed attempts; first and last in ms of the node's clock.
 
-    The times are None where nobody noted them. `started`: it was started with care and has not ended since, "a" alone,
-    "s" beside others, else "".
+    `started`: a guarded start without an end: "a" alone, "s" beside others, else "".
     """
 
     attempts: int
@@ -396,7 +389,7 @@ class FailureHistory(NamedTuple):
 
 
 def failures_of(noted: bytes) -> FailureHistory:
-    """Return what the value of an offset says in the hash of attempts."""
+    """Parse a value of `attempts`."""
     count, *rest = noted.split(b":")
     if int(count) == 0 or not rest:
         return FailureHistory(int(count), None, None, rest[2].decode() if len(rest) > 2 else "")
@@ -404,10 +397,10 @@ def failures_of(noted: bytes) -> FailureHistory:
 
 
 class LockTaken(NamedTuple):
-    """The pull lock is newly ours; what the former owner left.
+    """The pull lock is newly taken, with the former owner's state.
 
-    `guarded_below`: start what lies below this offset with care, former owners died; `suspects`: offsets that one of
-    them had started then, and `died`: those of them that were started alone.
+    `guarded_below`: former owners died, so guard starts below it. `suspects`: guarded starts without an end; `died`:
+    those started alone.
     """
 
     committed: int
@@ -420,18 +413,18 @@ class LockTaken(NamedTuple):
     died: frozenset[int] = frozenset()
 
     def has_settled(self, offset: int) -> bool:
-        """Say whether an offset is settled."""
+        """Check an offset."""
         return offset < self.committed or is_settled(offset, self.base, self.bits)
 
 
 class LockKept(NamedTuple):
-    """The pull lock was ours already."""
+    """The caller kept the lock."""
 
     committed: int
 
 
 class Fenced(NamedTuple):
-    """Another epoch is in force: this owner must stop."""
+    """Another epoch is in force: stop."""
 
     epoch: int
 
@@ -439,9 +432,9 @@ class Fenced(NamedTuple):
 def acquire_command(
     connection: NodeConnection, holder: LockHolder, *, start: int, seek: int = 0, afresh: bool = False
 ) -> Command:
-    """Return the command that takes or refreshes the pull lock; `afresh` asks for what the former owner left.
+    """Take or refresh the pull lock; `afresh` asks again for the former owner's state.
 
-    `start` counts where nothing is committed since the group's last `seek`.
+    `start`: if nothing is committed since `seek`.
     """
     keys, group = partition_keys(holder.prefix, holder.partition), _group(holder)
     return connection.script(
@@ -456,7 +449,7 @@ def acquire_command(
 
 
 def acquire_reply(reply: Any, address: str) -> LockTaken | LockKept | Fenced | Refused:
-    """Return what lock_acquire says."""
+    """Parse lock_acquire's reply."""
     reply = raise_for_reply(reply, address)
     if reply[0] == b"unchanged":
         return LockKept(reply[1])
@@ -477,8 +470,7 @@ def settle_command(
     forget_attempts: Iterable[int] = (),
     encoded_outcome: bytes = b"",
 ) -> Command:
-    """Return the command that settles ranges of offsets [first, last]; at most 500 ranges. `encoded_outcome`: see
-    `outcomes`."""
+    """Settle up to 500 ranges [first, last]. `encoded_outcome`: see `outcomes`."""
     keys, group = partition_keys(holder.prefix, holder.partition), _group(holder)
     flat = [bound for pair in ranges for bound in pair]
     return connection.script(
@@ -494,13 +486,13 @@ def settle_command(
 
 
 def settle_reply(reply: Any, address: str) -> LockKept | Fenced | Refused:
-    """Return what offsets_settle says: the new committed, or why nothing was changed."""
+    """Return the new committed, or why nothing changed."""
     reply = raise_for_reply(reply, address)
     return LockKept(reply[1]) if reply[0] == b"settled" else _fenced_or_refused(reply)
 
 
 def attempt_command(connection: NodeConnection, holder: LockHolder, offset: int, attempts: int) -> Command:
-    """Return the command that notes how many attempts of a message have failed."""
+    """Note failed attempts."""
     group = _group(holder)
     return connection.script(
         "attempt_count", (group.lock, group.attempts), holder.member, holder.epoch, offset, attempts
@@ -508,39 +500,39 @@ def attempt_command(connection: NodeConnection, holder: LockHolder, offset: int,
 
 
 def start_command(connection: NodeConnection, holder: LockHolder, offset: int, *, alone: bool) -> Command:
-    """Return the command that notes that a message is about to be handled."""
+    """Note a guarded start."""
     group, how = _group(holder), "a" if alone else "s"
     return connection.script("attempt_start", (group.lock, group.attempts), holder.member, holder.epoch, offset, how)
 
 
 def start_reply(reply: Any, address: str) -> Fenced | None:
-    """Return what attempt_start says: nothing, or that another epoch is in force."""
+    """Return Fenced, or None."""
     reply = raise_for_reply(reply, address)
     return None if reply[0] == b"started" else Fenced(reply[1])
 
 
 def attempt_reply(reply: Any, address: str) -> int | Fenced:
-    """Return what attempt_count says: how many failed attempts there are now."""
+    """Return the failed attempts."""
     reply = raise_for_reply(reply, address)
     return int(reply[1]) if reply[0] == b"counted" else Fenced(reply[1])
 
 
 def release_command(connection: NodeConnection, holder: LockHolder) -> Command:
-    """Return the command that gives up the pull lock."""
+    """Release the pull lock."""
     return connection.script("lock_release", (_group(holder).lock,), holder.member, holder.epoch)
 
 
 def fence_command(
     connection: NodeConnection, prefix: str, partition: int, group_id: int, epoch: int, *, whole: bool = False
 ) -> Command:
-    """Return the command that puts a higher epoch in force without an owner, on request with the script's text."""
+    """Raise the epoch without an owner."""
     keys = (partition_keys(prefix, partition).meta, group_keys(prefix, partition, group_id).lock)
     form = connection.whole_script if whole else connection.script
     return form("lock_fence", keys, epoch)
 
 
 class GroupStart(NamedTuple):
-    """Where a group starts in a partition since it was last sent elsewhere."""
+    """A group's start offset since `seek`."""
 
     group_id: int
     seek: int
@@ -556,7 +548,7 @@ def trim_command(
     floor: int,
     limit: int,
 ) -> Command:
-    """Return the command that drops what all groups settled."""
+    """Drop up to `limit` records below `floor` that all groups settled."""
     keys = partition_keys(prefix, partition)
     locks = [group_keys(prefix, partition, start.group_id).lock for start in starts]
     facts = [fact for start in starts for fact in (start.seek, start.offset)]

@@ -1,4 +1,4 @@
-"""The scripts of ordered pop: one typed call for each, as in `partition_scripts`."""
+"""Typed calls of ordered pop's scripts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mqlayer.redis.node_connection import Command, NodeConnection, raise_for_rep
 from mqlayer.redis.partition_scripts import Fenced, Refused
 
 BATCH_LIMIT: Final = 500
-"""How many messages one call gives out or settles, at most: the width of what a batch is tracked by."""
+"""Messages per call that gives or settles."""
 
 Scope = Literal["partition", "key"]
 SettleAction = Literal["ack", "nack", "extend"]
@@ -21,10 +21,7 @@ SettleAction = Literal["ack", "nack", "extend"]
 
 @dataclass(frozen=True, slots=True)
 class PopGroupPartition:
-    """A group with ordered pop at a partition, as Postgres says it: under which epoch, and where it starts.
-
-    `rate`: what this partition gives out of the group's rate.
-    """
+    """A pop group at a partition."""
 
     prefix: str
     partition: int
@@ -37,7 +34,7 @@ class PopGroupPartition:
 
 
 class ReceiveRequest(NamedTuple):
-    """What a receiver asks for. `only_repeat`: nothing but a batch that the same attempt was given before."""
+    """A receiver's request. `only_repeat`: only this attempt's former batch."""
 
     attempt_id: str
     limit: int
@@ -47,7 +44,7 @@ class ReceiveRequest(NamedTuple):
 
 
 class PopBatch(NamedTuple):
-    """A batch, and how often each of its records was given out, this time included."""
+    """A batch; `delivery_counts` include this delivery."""
 
     batch: int
     records: Sequence[Record]
@@ -55,9 +52,9 @@ class PopBatch(NamedTuple):
 
 
 class NoBatch(NamedTuple):
-    """Nothing to give out. `more`: there is more to look at; `blocked`: appending makes no difference.
+    """Nothing given. `more`: call again; `blocked`: an append changes nothing.
 
-    `wait_ms`: until a queue is free again, -1 for none; `wakes`: number of the last entry that told of one.
+    `wait_ms`: until a queue is free, -1: none; `wakes`: last wake entry's number.
     """
 
     status: Literal["more", "empty", "blocked"]
@@ -67,22 +64,20 @@ class NoBatch(NamedTuple):
 
 
 class Drained(NamedTuple):
-    """Everything before the command record of a sealed partition is settled."""
+    """A sealed partition with all settled."""
 
     seal_id: str
 
 
 class PopSettled(NamedTuple):
-    """What was said was taken, but for the messages at these places of the call, from 1: another batch has them since,
-    or none.
-    """
+    """A settlement. `stale`: places in the call, from 1, of void tokens."""
 
     committed: int
     stale: Sequence[int]
 
 
 def receive_command(connection: NodeConnection, group_partition: PopGroupPartition, request: ReceiveRequest) -> Command:
-    """Return the command that asks for a batch."""
+    """Ask for a batch."""
     keys, group = partition_keys(group_partition.prefix, group_partition.partition), _group(group_partition)
     pops = pop_keys(group_partition.prefix, group_partition.partition, group_partition.group_id)
     return connection.script(
@@ -111,7 +106,7 @@ def receive_command(connection: NodeConnection, group_partition: PopGroupPartiti
 
 
 def receive_reply(reply: Any, address: str) -> PopBatch | NoBatch | Drained | Fenced | Refused:
-    """Return what pop_receive says."""
+    """Parse pop_receive's reply."""
     status, *facts = raise_for_reply(reply, address)
     if status == b"given":
         batch, flat = facts
@@ -135,10 +130,7 @@ def pop_settle_command(
     ms: int = 0,
     encoded_outcome: bytes = b"",
 ) -> Command:
-    """Return the command that says what became of messages; `tokens`: batch and offset of each, at most BATCH_LIMIT.
-
-    `encoded_outcome`: see `outcomes`.
-    """
+    """Settle, return or extend up to BATCH_LIMIT `tokens` (batch, offset)."""
     keys, group = partition_keys(group_partition.prefix, group_partition.partition), _group(group_partition)
     pops = pop_keys(group_partition.prefix, group_partition.partition, group_partition.group_id)
     flat = [number for token in tokens for number in token]
@@ -164,7 +156,7 @@ def pop_settle_command(
 
 
 def pop_settle_reply(reply: Any, address: str) -> PopSettled | Fenced | Refused:
-    """Return what pop_settle says."""
+    """Parse pop_settle's reply."""
     status, *facts = raise_for_reply(reply, address)
     if status == b"settled":
         return PopSettled(*facts)

@@ -1,4 +1,4 @@
-"""What only reads: one typed call for each script, as in `partition_scripts`, and one for marks."""
+"""Typed calls of read-only scripts."""
 
 from __future__ import annotations
 
@@ -12,19 +12,18 @@ from mqlayer.redis.node_connection import Command, NodeConnection, raise_for_rep
 from mqlayer.redis.partition_scripts import FailureHistory, failures_of, marks_command, marks_reply
 
 FIND_LIMIT: Final = 1_000
-"""How many offsets one call of key_find looks at, at most."""
+"""Offsets per call."""
 SELECT_LIMIT: Final = 1_000
-"""How many records one call of log_select looks at, at most."""
+"""Records per call."""
 
 
 MARKS_PER_CALL: Final = 2_000
-"""How many marks one call of marks_read tells, at most: about a millisecond of the node, and Lua unpacks some 8,000."""
+"""About 1 ms of the node."""
 CALLS_PER_WRITE: Final = 64
-"""How many of these calls are sent at once."""
 
 
 class UnsettledHead(NamedTuple):
-    """A message that is not settled, without its body; `failures` is None where no attempt of it failed."""
+    """An unsettled message without its body."""
 
     offset: int
     m: bytes
@@ -33,10 +32,9 @@ class UnsettledHead(NamedTuple):
 
 
 class GroupPosition(NamedTuple):
-    """Where a group is in a partition, all of it at one time of the node's clock.
+    """A group's state in a partition, at one moment.
 
-    `position`: the first offset that is not settled; `settled`: how many above it are; `owner` and `epoch`: who has the
-    pull lock, '' for nobody; `head`: the message at the position, None where nothing waits.
+    `position`: first unsettled offset, of message `head`; `settled`: how many above it; `owner`: '' for none.
     """
 
     now_ms: int
@@ -49,20 +47,20 @@ class GroupPosition(NamedTuple):
 
     @property
     def unsettled(self) -> int:
-        """How many messages the group has yet to settle."""
+        """Messages left to settle."""
         return max(0, self.next_offset - self.position - self.settled)
 
 
 def position_command(
     connection: NodeConnection, prefix: str, partition: int, group_id: int, *, start: int, seek: int
 ) -> Command:
-    """Return the command that tells where a group is; it starts here since its last seek."""
+    """Read a group's position; `start` counts since `seek`."""
     keys, group = partition_keys(prefix, partition), group_keys(prefix, partition, group_id)
     return connection.script("group_position", (keys.meta, keys.log, *group), start, seek)
 
 
 def position_reply(reply: Any, address: str) -> GroupPosition | None:
-    """Return what group_position says; None where the node does not have the partition."""
+    """Return the position; None: absent partition."""
     status, *facts = raise_for_reply(reply, address)
     if status == b"absent":
         return None
@@ -71,7 +69,7 @@ def position_reply(reply: Any, address: str) -> GroupPosition | None:
 
 
 class KeySearchResult(NamedTuple):
-    """How many messages of a key are not settled in some offsets, and the first of them."""
+    """A key's unsettled messages."""
 
     messages: int
     head: UnsettledHead | None
@@ -88,22 +86,21 @@ def find_command(
     count: int,
     seek: int,
 ) -> Command:
-    """Return the command that looks for a key's messages at `count` offsets (FIND_LIMIT at most) from the first on."""
+    """Search up to FIND_LIMIT offsets for a key."""
     log, group = partition_keys(prefix, partition).log, group_keys(prefix, partition, group_id)
     return connection.script("key_find", (log, *group), key, first, count, seek)
 
 
 def find_reply(reply: Any, key: bytes, address: str) -> KeySearchResult:
-    """Return what key_find says."""
+    """Parse key_find's reply."""
     _, count, *head = raise_for_reply(reply, address)
     return KeySearchResult(count, _head(head[0], head[1], key, head[2]) if head else None)
 
 
 class SelectedRecords(NamedTuple):
-    """What a filter takes of a partition, up to an offset; `more` may be behind that.
+    """Filtered records up to offset `last`; `more`: call again.
 
-    `unmatched`: ranges of offsets with messages that it does not take; `entries`: as streams give them, of those whose
-    tags have the wanted hashes, and the command record.
+    `unmatched`: other messages' ranges; `entries`: matched by hash, so compare names; with the command record.
     """
 
     last: int
@@ -123,10 +120,9 @@ def select_command(
     limit: int,
     size: int,
 ) -> Command:
-    """Return the command that reads what a filter takes behind an offset.
+    """Scan up to `max_scanned` records (SELECT_LIMIT at most) after an offset.
 
-    It looks at so many records (SELECT_LIMIT at most), and returns `limit` of them at most, and no more once their
-    bodies have `size` bytes.
+    Stops at `limit` matches or `size` bytes of bodies.
     """
     log, max_scanned = partition_keys(prefix, partition).log, min(max_scanned, SELECT_LIMIT)
     return connection.script(
@@ -135,7 +131,7 @@ def select_command(
 
 
 def select_reply(reply: Any, address: str) -> SelectedRecords:
-    """Return what log_select says."""
+    """Parse log_select's reply."""
     _, last, more, flat, entries = raise_for_reply(reply, address)
     return SelectedRecords(last, more == 1, list(zip(flat[::2], flat[1::2], strict=True)), entries)
 
@@ -143,9 +139,9 @@ def select_reply(reply: Any, address: str) -> SelectedRecords:
 def marks_of(
     connection: NodeConnection, prefix: str, wanted: Sequence[tuple[int, Sequence[tuple[int, int]]]]
 ) -> list[tuple[str, list[int]]]:
-    """Return, for each of (partition, (source, LP)s), its state, '' for none, and these marks, both of one moment.
+    """Return state ('' if absent) and up to MARKS_PER_CALL marks, for each (partition, (source, LP)s).
 
-    At most MARKS_PER_CALL marks for each. One round trip for 64 of them. Raises StoreUnavailable.
+    Raises StoreUnavailable.
     """
     found: list[tuple[str, list[int]]] = []
     for at in range(0, len(wanted), CALLS_PER_WRITE):

@@ -1,4 +1,4 @@
-"""What is asked of a node when a group is retired: to refuse its late owners, and to drop what it has there."""
+"""Typed call of group_forget."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def group_forget_command(
     for_good: bool,
     archived: bool,
 ) -> Command:
-    """Return the command that drops what a retired group has at a partition; `for_good`: its lock too."""
+    """Remove a retired group's keys; `for_good`: its lock too."""
     group, pop = group_keys(prefix, partition, group_id), pop_keys(prefix, partition, group_id)
     of_partition = partition_keys(prefix, partition)
     keys = (
@@ -35,5 +35,5 @@ def group_forget_command(
 
 
 def group_forget_reply(reply: Any, address: str) -> str:
-    """Return the script's first word."""
+    """Return the status."""
     return str(raise_for_reply(reply, address)[0].decode())

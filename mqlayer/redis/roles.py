@@ -1,8 +1,5 @@
-"""Which scripts and plain commands each kind of process sends to a node.
-
-Found by reading the source (`python -m tests.proof.reach` prints these tables), held against it by
-tests/unit/test_rights.py, and against what processes really send by tests/integration/test_redis_users.py.
-"""
+"""Scripts and commands per role; `python -m tests.proof.reach` prints them from the source, tests/unit/test_rights.py
+checks them."""
 
 from __future__ import annotations
 
@@ -12,25 +9,21 @@ from typing import Final
 
 
 class RedisRole(StrEnum):
-    """What a process is to a node. A process that is several of these has the rights of all."""
+    """A process's role; it may have several."""
 
     PUBLISHER = "publisher"
-    """Direct producers; who publishes through the outbox needs no Redis at all."""
+    """Direct producers only."""
     CONSUMER = "consumer"
-    """Members and receivers of groups."""
     RELAY = "relay"
     WORKER = "worker"
-    """Celery's periodic jobs, which also arm nodes."""
+    """Periodic jobs; they also arm."""
     VIEWER = "viewer"
-    """People and dashboards that look: doctor, verify, lag."""
     OPERATOR = "operator"
-    """Commands that change something."""
     ARMING = "arming"
-    """The part of a worker's and an operator's that brings a node back into service."""
+    """The part of workers and operators that arms nodes."""
 
 
 GRANTED: Final = tuple(role for role in RedisRole if role is not RedisRole.ARMING)
-"""The roles that users are made for."""
 
 SCRIPTS: Final[Mapping[RedisRole, frozenset[str]]] = {
     RedisRole.PUBLISHER: frozenset({"log_append", "log_append_once", "marks_read"}),

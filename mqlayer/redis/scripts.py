@@ -1,8 +1,7 @@
-"""The scripts as a server of a given version takes them.
+"""Script texts per server version.
 
-Redis 7 and later understand the ``#!lua`` header. For 6.2 it is stripped, and two lines take its place: effects are
-replicated instead of the script's text (a script may then ask for the time before it writes), and a script that must
-run when memory is out begins with a write that needs none, because 6.2 checks memory at the first write only.
+6.2 knows no ``#!lua`` header: there, scripts replicate effects, so that they may read the time first, and ``allow-oom``
+ones begin with a write that needs no memory, since only the first is checked.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ HEADERS_SINCE = (7, 0, 0)
 
 
 def script_text(name: str, version: tuple[int, int, int]) -> str:
-    """Return a script's text for a server of this version."""
+    """Return a script's text for a server version."""
     source = lua_source(name)
     if version >= HEADERS_SINCE:
         return source
@@ -43,10 +42,10 @@ def _digests(*, headers: bool) -> Mapping[str, bytes]:
 
 
 def script_texts(version: tuple[int, int, int]) -> Mapping[str, str]:
-    """Return all scripts' texts for a server of this version."""
+    """Return all scripts' texts."""
     return _texts(headers=version >= HEADERS_SINCE)
 
 
 def script_digests(version: tuple[int, int, int]) -> Mapping[str, bytes]:
-    """Return all scripts' SHA-1 digests, by which a server of this version calls them."""
+    """Return all scripts' SHA-1 digests."""
     return _digests(headers=version >= HEADERS_SINCE)

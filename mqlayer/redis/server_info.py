@@ -1,4 +1,4 @@
-"""What a Redis says of itself, asked without any demand on it: for those who judge it, not for those who use it."""
+"""Reads a Redis's own facts, without judging them."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from mqlayer.redis.addresses import ConnectionFactory, display_url
 from mqlayer.redis.node_connection import Node
 
 READ_SETTINGS: Final = ("appendfsync", "no-appendfsync-on-rewrite", "aof-load-truncated", "min-replicas-to-write")
-"""What INFO does not tell. Managed servers may forbid to ask."""
+"""Not in INFO; managed servers may forbid CONFIG."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """INFO as it is, settings as far as they may be asked, and how far the server's clock is ahead of ours."""
+    """A server's facts; `ahead_s`: its clock's lead."""
 
     info: dict[str, str]
     settings: dict[str, str]
@@ -42,7 +42,7 @@ class ServerInfo:
 
     @property
     def version(self) -> tuple[int, int, int]:
-        """The version of the product; a Valkey also names the Redis that it is compatible with."""
+        """The product's version."""
         shown = self.info.get("valkey_version") or self.info.get("redis_version", "")
         numbers = [int(part) if part.isdecimal() else 0 for part in shown.split(".")[:3]]
         major, minor, patch = [*numbers, 0, 0, 0][:3]
@@ -50,21 +50,18 @@ class ServerInfo:
 
     @property
     def redis_version(self) -> tuple[int, int, int]:
-        """The version of Redis, or the one that a Valkey is compatible with."""
+        """Redis' version, or the one Valkey matches."""
         major, minor, patch = [*map(int, self.info.get("redis_version", "0.0.0").split(".")[:3]), 0, 0][:3]
         return major, minor, patch
 
     def number(self, name: str) -> int:
-        """Return a number of INFO, 0 where this version does not tell it."""
+        """Return a number, 0 if missing."""
         text = self.info.get(name, "")
         return int(text) if text.isdecimal() else 0
 
 
 def read_server_info(url: str, *, timeout_s: float, node: str = "", access: NodeAccess | None = None) -> ServerInfo:
-    """Ask a Redis for what it says of itself; `node` is its name, `access` how to log in where it is none.
-
-    Raises StoreUnavailable, InvalidInput for a URL that is none.
-    """
+    """Read a server's facts. Raises StoreUnavailable; InvalidInput for a bad URL."""
     attempt = ConnectionFactory(url, connect_timeout_s=timeout_s, timeout_s=timeout_s, node=node, access=access)
     connection = attempt.connection
     try:
@@ -78,10 +75,7 @@ def read_server_info(url: str, *, timeout_s: float, node: str = "", access: Node
 
 
 def read_access(node: Node, required: RequiredAccess, *, user: str = "", timeout_s: float = 5.0) -> AccessReport:
-    """Ask a node whether a user, this process's own where none is named, may do all that a duty needs.
-
-    Raises StoreUnavailable.
-    """
+    """Check a user's rights ('': this process's). Raises StoreUnavailable."""
     attempt = ConnectionFactory(node.url, connect_timeout_s=timeout_s, timeout_s=timeout_s, node=node.name)
     connection = attempt.connection
     try:
@@ -98,7 +92,7 @@ def read_access(node: Node, required: RequiredAccess, *, user: str = "", timeout
 
 
 def check_access(node: Node, required: RequiredAccess) -> None:
-    """Raise AccessDenied where this process's user may not do on a node all that a duty needs."""
+    """Raise AccessDenied if rights are missing."""
     if access_here().user:
         rights = read_access(node, required)
         if rights.missing:
@@ -106,7 +100,7 @@ def check_access(node: Node, required: RequiredAccess) -> None:
 
 
 def describe_access(rights: AccessReport, required: RequiredAccess) -> str:
-    """Return what was found, for people."""
+    """Return the report as text."""
     if rights.missing is None:
         return "not known: the server is older than Redis 7, or this user may not call ACL DRYRUN"
     return rights.describe(required) if rights.missing else f"user {rights.user!r} may do all that it needs"

@@ -1,5 +1,4 @@
-"""The scripts of shared consumption: one typed call for each, as in `partition_scripts`; and the native group they
-guard."""
+"""Typed calls of shared groups' scripts."""
 
 from __future__ import annotations
 
@@ -14,14 +13,14 @@ from mqlayer.redis.node_connection import Command, NodeConnection, raise_for_rep
 from mqlayer.redis.partition_scripts import FailureHistory, Fenced, Refused, failures_of
 
 AT_ONCE: Final = 500
-"""How many messages one call gives, gives back, keeps or reclaims, at most."""
+"""Messages per call that gives, returns, extends, reclaims."""
 SETTLE_LIMIT: Final = 1_000
-"""How many messages one call settles, at most."""
+"""Messages per settling call."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedGroupPartition:
-    """A shared group at a partition, as Postgres says it: under which epoch, and where it starts."""
+    """A shared group at a partition."""
 
     prefix: str
     partition: int
@@ -32,13 +31,12 @@ class SharedGroupPartition:
 
     @property
     def log(self) -> bytes:
-        """The key of the partition's records."""
+        """The stream's key."""
         return partition_keys(self.prefix, self.partition).log
 
 
 class EpochInForce(NamedTuple):
-    """The epoch is in force. `fresh`: since this call; `due_in_ms`: until something is due again, -1 where nothing
-    is."""
+    """The epoch in force; `due_in_ms`: -1 if none is due."""
 
     committed: int
     due_in_ms: int
@@ -46,16 +44,13 @@ class EpochInForce(NamedTuple):
 
 
 class SharedDrained(NamedTuple):
-    """Everything before the command record of a sealed partition is settled."""
+    """A sealed partition with all settled."""
 
     seal_id: str
 
 
 class DueMessages(NamedTuple):
-    """Messages that are given again, each with what is noted of its former attempts.
-
-    `missing`: offsets of those that were due and are not there: they are to be settled.
-    """
+    """Messages to redeliver; `missing`: due offsets without a record: settle them."""
 
     records: Sequence[Record]
     failures: Sequence[FailureHistory | None]
@@ -63,21 +58,21 @@ class DueMessages(NamedTuple):
 
 
 class SharedSettled(NamedTuple):
-    """Done; so many messages, `fresh`, were not settled before."""
+    """`newly_settled`: messages not settled before."""
 
     committed: int
     newly_settled: int
 
 
 def native_group(group_id: int) -> bytes:
-    """Return the name of a shared group's native consumer group, the same in all partitions."""
+    """Name the native consumer group."""
     return b"g%d" % group_id
 
 
 def shared_acquire_command(
     connection: NodeConnection, group_partition: SharedGroupPartition, *, afresh: bool = False
 ) -> Command:
-    """Return the command that puts the place's epoch in force; `afresh` makes the native group where it is missing."""
+    """Put the epoch in force; `afresh` creates a missing native group."""
     keys, group, due = _keys(group_partition)
     args = (
         native_group(group_partition.group_id),
@@ -90,7 +85,7 @@ def shared_acquire_command(
 
 
 def shared_acquire_reply(reply: Any, address: str) -> EpochInForce | SharedDrained | Fenced | Refused:
-    """Return what shared_acquire says."""
+    """Parse shared_acquire's reply."""
     status, *facts = raise_for_reply(reply, address)
     if status == b"unchanged":
         return EpochInForce(facts[0], facts[1], newly_acquired=False)
@@ -104,7 +99,7 @@ def shared_acquire_reply(reply: Any, address: str) -> EpochInForce | SharedDrain
 def shared_read_command(
     group_partitions: Sequence[SharedGroupPartition], member: str, *, group_id: int, count: int, block_ms: int
 ) -> Command:
-    """Return the native command that reads new messages of partitions on one node, up to `count` of each."""
+    """XREADGROUP on one node, up to `count` per partition."""
     logs = [group_partition.log for group_partition in group_partitions]
     block = ("BLOCK", block_ms) if block_ms else ()
     return ("XREADGROUP", "GROUP", native_group(group_id), member, "COUNT", count, *block,
@@ -112,7 +107,7 @@ def shared_read_command(
 
 
 def is_missing_group(reply: Any) -> bool:
-    """Say whether a reply is the server's "no such consumer group"."""
+    """Say whether a reply is NOGROUP."""
     return isinstance(reply, Exception) and str(reply).startswith("NOGROUP")
 
 
@@ -121,10 +116,7 @@ def shared_settle_command(
     encoded_outcome: bytes = b"",
     command: bytes = b"",
 ) -> Command:  # fmt: skip
-    """Return the command that settles ranges of SETTLE_LIMIT messages at most; `encoded_outcome`: see `outcomes`.
-
-    `command`: the entry id of a command record that was read.
-    """
+    """Settle up to SETTLE_LIMIT messages. `command`: a command record's entry id."""
     keys, group, due = _keys(group_partition)
     outcomes = outcomes_key(group_partition.prefix, group_partition.partition, group_partition.group_id)
     flat = [offset for one in ranges for offset in one]
@@ -136,7 +128,7 @@ def shared_settle_command(
 
 
 def shared_settle_reply(reply: Any, address: str) -> SharedSettled | Fenced | Refused:
-    """Return what shared_settle says."""
+    """Parse shared_settle's reply."""
     status, *facts = raise_for_reply(reply, address)
     return SharedSettled(*facts) if status == b"settled" else _fenced_or_refused(status, facts)
 
@@ -144,12 +136,12 @@ def shared_settle_reply(reply: Any, address: str) -> SharedSettled | Fenced | Re
 def shared_due_command(
     connection: NodeConnection, group_partition: SharedGroupPartition, member: str, limit: int
 ) -> Command:
-    """Return the command that gives a member what is due again."""
+    """Give a member due messages."""
     return _script(connection, "shared_due", group_partition, member, limit)
 
 
 def shared_due_reply(reply: Any, address: str) -> DueMessages | Fenced:
-    """Return what shared_due says."""
+    """Parse shared_due's reply."""
     status, *facts = raise_for_reply(reply, address)
     if status == b"fenced":
         return Fenced(facts[0])
@@ -163,7 +155,7 @@ def shared_nack_command(
     member: str,
     messages: Iterable[tuple[int, int, int | None]],
 ) -> Command:
-    """Return the command that gives messages back: offset, ms to wait, failed attempts by now (None: as noted)."""
+    """Return messages: offset, delay in ms, failed attempts (None: as noted)."""
     flat = [fact for offset, ms, failed in messages for fact in (offset, ms, "" if failed is None else failed)]
     return _script(connection, "shared_nack", group_partition, member, len(flat) // 3, *flat)
 
@@ -171,14 +163,14 @@ def shared_nack_command(
 def shared_attempt_command(
     connection: NodeConnection, group_partition: SharedGroupPartition, member: str, offset: int
 ) -> Command:
-    """Return the command that counts an attempt before its message is started."""
+    """Count an attempt at its start."""
     keys, group, _ = _keys(group_partition)
     args = (native_group(group_partition.group_id), group_partition.epoch, member, offset)
     return connection.script("shared_attempt", (keys.log, group.lock, group.attempts), *args)
 
 
 def shared_attempt_reply(reply: Any, address: str) -> int | None:
-    """Return the attempts by now, this one included; None where the message is not this member's any more."""
+    """Return the attempts; None: another member has the message."""
     status, *facts = raise_for_reply(reply, address)
     return facts[0] if status == b"started" else None
 
@@ -186,14 +178,14 @@ def shared_attempt_reply(reply: Any, address: str) -> int | None:
 def shared_extend_command(
     connection: NodeConnection, group_partition: SharedGroupPartition, member: str, offsets: Sequence[int]
 ) -> Command:
-    """Return the command that says which messages a member still has, AT_ONCE at most."""
+    """Extend up to AT_ONCE messages."""
     keys, group, _ = _keys(group_partition)
     args = (native_group(group_partition.group_id), group_partition.epoch, member, *offsets)
     return connection.script("shared_extend", (keys.log, group.lock), *args)
 
 
 def shared_extend_reply(reply: Any, address: str) -> Sequence[int] | Fenced:
-    """Return which of the messages are this member's no more."""
+    """Return offsets that the member lost."""
     status, fact = raise_for_reply(reply, address)
     return Fenced(fact) if status == b"fenced" else fact
 
@@ -201,14 +193,14 @@ def shared_extend_reply(reply: Any, address: str) -> Sequence[int] | Fenced:
 def shared_reclaim_command(
     connection: NodeConnection, group_partition: SharedGroupPartition, visibility_timeout_ms: int
 ) -> Command:
-    """Return the command that takes messages from members that were not heard of for so long."""
+    """Reclaim messages of silent members."""
     keys, group, due = _keys(group_partition)
     args = (native_group(group_partition.group_id), group_partition.epoch, visibility_timeout_ms, AT_ONCE)
     return connection.script("shared_reclaim", (keys.log, group.lock, group.attempts, due), *args)
 
 
 def shared_count_reply(reply: Any, address: str) -> int | Fenced | Refused:
-    """Return how many messages shared_nack or shared_reclaim made due."""
+    """Return how many messages became due."""
     status, *facts = raise_for_reply(reply, address)
     return facts[0] if status in (b"returned", b"reclaimed") else _fenced_or_refused(status, facts)
 

@@ -1,10 +1,4 @@
-"""Appends as bytes ready for the wire: the form for senders of many small messages.
-
-`append_command` hands five objects per message to the driver, which looks at each before it encodes it; that costs
-more than everything else on the way of a message. Here a message becomes bytes once, when it is published, however
-often it is sent, and a batch is one `join`. The protocol is that of the server (RESP2 requests): an array of bulk
-strings.
-"""
+"""Appends as RESP2 bytes: each message is encoded once, since the driver's encoding costs most of a send."""
 
 from __future__ import annotations
 
@@ -27,7 +21,7 @@ def bulk(data: bytes) -> bytes:
 
 @lru_cache(maxsize=16_384)
 def bulk_head(size: int) -> bytes:
-    """Return what stands before a bulk string's bytes; LINE_END follows them."""
+    """Return the head; bytes and LINE_END follow."""
     return b"$%d\r\n" % size
 
 
@@ -57,11 +51,10 @@ def append_packet(
     backlog: int = 0,
     term: str = "",
 ) -> bytes:
-    """Return the request that appends runs to a partition, to be sent with `send_packet`; it has one reply.
+    """Return an append for `send_packet`; one reply.
 
-    `heads`: for each run three bulk numbers: LP, first seq, count. `messages`: the pieces of the runs' messages in
-    order, `count` messages in all; the pieces of a message, joined, are three bulk strings: facts, key, body. `term`:
-    see `set_term`.
+    `heads`: LP, first seq, count per run, as bulk numbers. `messages`: `count` messages, each the bulk strings facts,
+    key, body. `term`: token of `set_term`.
     """
     start = _append_start(connection.digest("log_append"), prefix, partition, source, backlog, term)
     length = 12 + len(heads) + 3 * count
@@ -86,25 +79,25 @@ def append_once_packet(
     backlog: int,
     window_ms: int,
 ) -> bytes:
-    """Return the request that appends messages with dedup ids to a partition; it has one reply.
+    """Return an append with dedup ids; one reply.
 
-    `chunks`, joined, are for each of `count` messages six bulk strings: LP, seq, token, facts, key, body.
+    `chunks`: LP, seq, token, facts, key, body per message, as bulk strings.
     """
     start = _append_once_start(connection.digest("log_append_once"), prefix, partition, source, backlog, window_ms)
     return b"".join((b"*%d\r\n" % (13 + 6 * count), start, bulk_number(count), *chunks))
 
 
 def message_packet(facts: bytes, key: bytes, body: bytes) -> bytes:
-    """Return a message of an append packet as one piece."""
+    """Return one message of an append packet."""
     return b"$%d\r\n%b\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n" % (len(facts), facts, len(key), key, len(body), body)
 
 
 def marks_packet(connection: NodeConnection, prefix: str, partition: int, source: int, lps: Sequence[int]) -> bytes:
-    """Return the request for a partition's state and a source's marks of some LPs; see marks_read."""
+    """Return a request for a partition's state and marks."""
     words = marks_command(connection, prefix, partition, [b"%d:%d" % (source, lp) for lp in lps])
     return b"*%d\r\n" % len(words) + b"".join(map(bulk, words))
 
 
 def wait_packet(replicas: int, timeout_ms: int) -> bytes:
-    """Return the request that waits until replicas received all that this connection wrote; its reply is how many."""
+    """Return a WAIT request; its reply counts replicas."""
     return b"*3\r\n" + bulk(b"WAIT") + bulk_number(replicas) + bulk_number(timeout_ms)

@@ -1,4 +1,4 @@
-"""The relay: from the outbox of a database to the partitions."""
+"""The relay: from an outbox to the partitions."""
 
 from mqlayer.relay.limits import RelayLimits
 from mqlayer.relay.recovery import RecoveryReport, recover_now

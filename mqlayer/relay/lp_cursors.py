@@ -1,7 +1,6 @@
-"""What a relay knows of each LP, and how rows become batches. No I/O.
+"""Cursors and batches of rows. No I/O.
 
-A cursor is one LP of one topic. What it knows is a hint: the truth is the mark in Redis, and an append says it whenever
-the two differ.
+A cursor is a hint: the mark in Redis is the truth, and appends report differences.
 """
 
 from __future__ import annotations
@@ -15,24 +14,21 @@ from mqlayer.domain.routing import LP_COUNT
 from mqlayer.redis.wire import message_packet
 
 Row = tuple[Any, ...]
-"""id, chain (None for another relay's LP), seq; as bytes: facts, key, body (None where it is over the hard limit)."""
+"""(id, chain, seq, facts, key, body), the last three bytes. Chain is None for another relay's LP, body if oversized."""
 
 CursorState = Literal["open", "behind", "blocked"]
 
 NEVER: Final = 0
-"""A seq that no row has."""
 
 
 def chain_of(topic_id: int, lp: int) -> int:
-    """Return the number by which rows name an LP of a topic."""
+    """Return an LP's number in rows."""
     return topic_id * LP_COUNT + lp
 
 
 class Target:
-    """Where a cursor's messages go at present. `refusal` says why they can never be sent.
-
-    `passes_over`: a row that can never be sent does not hold its LP, a void record takes its place.
-    """
+    """A cursor's destination. `refusal`: why nothing can be sent. `passes_over`: void records replace unsendable
+    rows."""
 
     __slots__ = (
         "backlog_limit", "batch", "node_id", "partition", "passes_over", "pause_count", "paused_until", "ready",
@@ -48,13 +44,11 @@ class Target:
 
 
 class LpCursor:
-    """One LP: `sent` may be ahead of `acked` while appends are under way; `recorded` is what Postgres was told.
+    """One LP: seqs `sent`, `acked` by Redis, `recorded` in Postgres; `counted`: its last known counter.
 
-    `counted` is the LP's counter when it was last looked at: as many messages are committed, at least.
-
-    open     rows come in by the scan; the next one must have the seq `expected`
-    behind   rows must be read by seq, because the scan can't show them all
-    blocked  a row was quarantined; nothing is sent until an operator lets it
+    open     rows come from the scan; the next must be `expected`
+    behind   rows are read by seq, because the scan can't show them all
+    blocked  a row is quarantined
     """
 
     __slots__ = (
@@ -82,7 +76,7 @@ class LpCursor:
         return self.chain % LP_COUNT
 
     def advance(self, mark: int) -> None:
-        """Note that Redis holds everything up to a mark."""
+        """Note Redis's mark."""
         self.acked = max(self.acked, mark)
         if self.sent < self.acked:
             self.sent = self.acked
@@ -91,7 +85,7 @@ class LpCursor:
 
 
 class CursorRun(NamedTuple):
-    """Consecutive messages of a cursor in a batch, ready for the wire."""
+    """Consecutive messages of a cursor."""
 
     cursor: LpCursor
     first: int
@@ -99,7 +93,7 @@ class CursorRun(NamedTuple):
 
 
 class RelayBatch:
-    """What one append call will take: at most 500 messages and 1 MB, or one message."""
+    """One append: up to 500 messages and 1 MB, or one message."""
 
     __slots__ = ("count", "runs", "size", "target")
 
@@ -110,7 +104,7 @@ class RelayBatch:
 
 
 class Unsendable(NamedTuple):
-    """A row that can never be sent, and why."""
+    """A row that can never be sent."""
 
     cursor: LpCursor
     seq: int
@@ -118,7 +112,7 @@ class Unsendable(NamedTuple):
 
 
 class LpCursors:
-    """The cursors of a relay's LP sets, made when their first row shows up."""
+    """Cursors of owned LP sets."""
 
     def __init__(self, find_target: Callable[[int], Target]) -> None:
         self._find_target = find_target
@@ -133,19 +127,19 @@ class LpCursors:
         return len(self._cursors)
 
     def get(self, chain: int) -> LpCursor:
-        """Return a cursor; one that is new starts where nothing is relayed."""
+        """Return a cursor; new ones start at 0."""
         cursor = self._cursors.get(chain)
         if cursor is None:
             cursor = self._cursors[chain] = LpCursor(chain, self._find_target(chain))
         return cursor
 
     def start(self, chain: int, seq: int) -> None:
-        """Make a cursor that Postgres says is relayed up to a seq; one that is known stays as it is."""
+        """Make a cursor at a seq, unless known."""
         if chain not in self._cursors:
             self._cursors[chain] = LpCursor(chain, self._find_target(chain), seq=seq)
 
     def forget(self, lp_sets: Iterable[int]) -> None:
-        """Drop the cursors of LP sets that others work on now."""
+        """Drop cursors of lost LP sets."""
         missing = set(lp_sets)
         for chain in [chain for chain in self._cursors if chain % LP_COUNT >> 6 in missing]:
             del self._cursors[chain]
@@ -153,49 +147,45 @@ class LpCursors:
             self.blocked.pop(chain, None)
 
     def fall_behind(self, cursor: LpCursor) -> None:
-        """Have the cursor's rows read by seq. A cursor that was forgotten since it was sent stays so."""
+        """Read rows by seq, unless blocked or forgotten."""
         if cursor.state != "blocked" and self._cursors.get(cursor.chain) is cursor:
             cursor.state, cursor.expected = "behind", NEVER
             self.behind[cursor.chain] = cursor
 
     def rewind(self, cursor: LpCursor, mark: int, write: int) -> None:
-        """Send again after a mark. What was sent up to this write says nothing more about the cursor."""
+        """Send again after `mark`. Answers up to `write` are outdated."""
         cursor.sent = cursor.acked = mark
         cursor.rewound_at = write
         self.fall_behind(cursor)
 
     def follow(self, cursor: LpCursor) -> None:
-        """Take the cursor's rows from the scan again: it was read up to its end."""
+        """Take rows from the scan again."""
         cursor.state, cursor.expected = "open", cursor.sent + 1
         self.behind.pop(cursor.chain, None)
 
     def block(self, cursor: LpCursor) -> None:
-        """Send nothing of the cursor until `release`."""
+        """Send nothing until `release`."""
         if self._cursors.get(cursor.chain) is cursor:
             cursor.state, cursor.expected = "blocked", NEVER
             self.behind.pop(cursor.chain, None)
             self.blocked[cursor.chain] = cursor
 
     def put_off(self, cursor: LpCursor, *, blocked: bool) -> None:
-        """Send nothing of the cursor now: until its row is let go, or until its target is ready."""
+        """Block, or wait for the target."""
         if blocked:
             self.block(cursor)
         else:
             self.fall_behind(cursor)
 
     def release(self, cursor: LpCursor) -> None:
-        """Try a held cursor again."""
+        """Unblock a cursor."""
         self.blocked.pop(cursor.chain, None)
         cursor.state = "open"
         self.fall_behind(cursor)
 
 
 class SendPlan(NamedTuple):
-    """What is to be sent of some rows.
-
-    `unsendable` rows hold their cursors; `voided` ones do not: void records take their places in the batches, so each
-    is to be kept before these are sent.
-    """
+    """Batches of rows. `unsendable` rows block their cursors. Keep `voided` rows before sending their void records."""
 
     batches: list[RelayBatch]
     unsendable: list[Unsendable]
@@ -203,9 +193,9 @@ class SendPlan(NamedTuple):
 
 
 def plan(rows: Sequence[Row], cursors: LpCursors) -> SendPlan:
-    """Make batches of the rows that continue their cursors; the others' cursors fall behind.
+    """Batch the rows that continue their cursors; other cursors fall behind.
 
-    Rows of a cursor must come in the order of their seqs. Cursors advance as if the batches had been sent.
+    Each cursor's rows must be in seq order. Cursors advance as if sent.
     """
     planned = SendPlan([], [], [])
     batches = planned.batches
@@ -251,7 +241,7 @@ def _odd_message(
     planned: SendPlan,
     cursors: LpCursors,
 ) -> bytes | None:
-    """Return what is sent for a row that can't be sent as it is; None where nothing of its cursor is sent now."""
+    """Return a void record, or None if the cursor must wait."""
     target = cursor.target
     reason = refusal_of(target, key, body)
     if reason and target.ready and target.passes_over:
@@ -265,12 +255,12 @@ def _odd_message(
 
 
 def refusal_of(target: Target, key: bytes | None, body: bytes | None) -> str:
-    """Return why a row can never be sent, or an empty string."""
+    """Return why a row can never be sent, or ""."""
     return target.refusal or oversize(key, body)
 
 
 def _close(batches: Iterable[RelayBatch]) -> None:
-    """Let go of the batches, so that a cursor that falls silent does not keep its last one."""
+    # Idle cursors must not keep their last batch.
     for batch in batches:
         batch.target.batch = None
         for run in batch.runs:

@@ -1,7 +1,6 @@
-"""Which LP sets a relay works on: leases in Postgres, shared fairly among those that live.
+"""Leases on LP sets, shared fairly among living relays.
 
-For sharing the work only. A relay that goes on after its lease ran out is a second one on the same LPs, which the
-chain makes harmless.
+They only share work: the chain makes a relay past its lease harmless.
 """
 
 from __future__ import annotations
@@ -16,21 +15,21 @@ LP_SETS = 16
 
 
 class LeaseChange(NamedTuple):
-    """What a beat changed."""
+    """LP sets gained and lost."""
 
     gained: list[int]
     lost: list[int]
 
 
 class LpSets:
-    """The LP sets of one relay. A helper takes what nobody holds and does not count as a relay to share with."""
+    """One relay's LP sets. A helper takes all unowned sets and has no share."""
 
     def __init__(self, relay_id: str, *, lease_s: float, helper: bool = False) -> None:
         self.relay_id, self._lease_s, self.helper = relay_id, lease_s, helper
         self.owned: list[int] = []
 
     def heartbeat(self, connection: Connection) -> LeaseChange:
-        """Extend the leases, take what is free and due to us, give back what is over our share."""
+        """Extend leases; take or release sets to match the share."""
         before = set(self.owned)
         me = {"relay_id": self.relay_id, "lease_s": self._lease_s}
         share = self._share(connection, me)
@@ -46,7 +45,7 @@ class LpSets:
         return LeaseChange(sorted(set(self.owned) - before), sorted(before - set(self.owned)))
 
     def leave(self, connection: Connection) -> None:
-        """Give everything back."""
+        """Release all."""
         failpoint("relay.before_release")
         self._release(connection, self.owned)
         connection.execute(query("relay_leave"), {"relay_id": self.relay_id})

@@ -1,4 +1,4 @@
-"""Reading an outbox: one connection, rows as tuples, every read bounded in rows and bytes."""
+"""Reads of an outbox, bounded in rows and bytes."""
 
 from __future__ import annotations
 
@@ -17,23 +17,22 @@ from mqlayer.relay.lp_cursors import LpCursor, Row
 
 
 class Sweep(NamedTuple):
-    """Counters at one moment: everything they count has an id up to `last_id` and is visible to later reads."""
+    """Counters at one moment. Their rows have ids up to `last_id` and are visible to later reads."""
 
     last_id: int
     counters: dict[int, int]
 
 
 class OutboxReader:
-    """The outbox as a relay reads it. `after` is the id up to which the scan has come.
+    """An outbox on one connection. `after`: the last id scanned.
 
-    What it writes counts for the outbox `outbox_uuid` only, by whose numbers it goes: nothing once another relay
-    numbered it anew, however long ours was stuck before the statement.
+    Writes name `outbox_uuid`, so they change nothing after a renumbering.
     """
 
     def __init__(self, connection: Connection, limits: RelayLimits) -> None:
         self.connection, self._limits = connection, limits
         self._rows_cursor = connection.cursor(binary=True)
-        # Text of messages goes on as it comes: decoding and encoding it again would cost more than reading it.
+        # Pass text through as bytes: decoding and encoding would cost more than reading.
         self._messages = connection.cursor(binary=True)
         self._messages.adapters.register_loader("text", ByteaBinaryLoader)
         self.after = 0
@@ -41,12 +40,12 @@ class OutboxReader:
         self.term = ""
 
     def prepare(self) -> None:
-        """Set the connection up for reading; once, before anything else. Not where others share its sessions."""
+        """Set up the connection before any read, unless a pooler shares it."""
         if is_own(self.connection):
             self._rows_cursor.execute(query("relay_settings"))
 
     def scan(self, lp_sets: Sequence[int]) -> list[Row]:
-        """Return the next rows by id; advance `after`."""
+        """Return the next rows; advance `after`."""
         limits = self._limits
         rows = self._read(
             "outbox_scan",
@@ -58,11 +57,11 @@ class OutboxReader:
         return rows
 
     def late(self, ids: Sequence[int], lp_sets: Sequence[int]) -> list[Row]:
-        """Return those rows of the ids that are visible by now."""
+        """Return these ids' visible rows."""
         return self._read("outbox_late", {"ids": ids, "lp_sets": lp_sets, "bytes": self._limits.chunk_bytes})
 
     def of_lps(self, cursors: Sequence[LpCursor]) -> tuple[list[Row], int]:
-        """Return the next rows of some cursors by seq, and how many at most there are of each."""
+        """Return cursors' next rows by seq, and the limit per cursor."""
         each = max(1, self._limits.chunk_rows // len(cursors))
         rows = self._read(
             "outbox_of_lps",
@@ -78,17 +77,17 @@ class OutboxReader:
         return rows, each
 
     def sweep(self, lp_sets: Sequence[int]) -> Sweep:
-        """Read the counters that are past what is recorded as relayed."""
+        """Read counters past the recorded seqs."""
         counters: dict[int, int] = dict(self._rows("counter_news", {"lp_sets": lp_sets}))
-        # Asked after the counters: whatever they count had drawn its id by then.
+        # Queried after the counters, so it covers every row they count.
         return Sweep(self.last_id(), counters)
 
     def last_id(self) -> int:
-        """Return the highest id given out."""
+        """Return the highest id."""
         return int(self._rows("outbox_last_id", {})[0][0])
 
     def backlog(self, lp_sets: Sequence[int]) -> tuple[int, int | None]:
-        """Return how many rows wait by what is recorded, and the lowest id to begin with."""
+        """Return the unrecorded rows' number and lowest id."""
         waiting, first_id = self._rows("outbox_backlog", {"lp_sets": lp_sets})[0]
         return waiting, first_id
 
@@ -97,27 +96,27 @@ class OutboxReader:
         return self._rows("relayed_list", {"lp_sets": lp_sets})
 
     def topics(self) -> dict[int, str]:
-        """Return the names of the topics that this database may publish to."""
+        """Return topic names by id."""
         return {row[0]: row[1] for row in self._rows("outbox_topics", {})}
 
     def quarantined(self) -> dict[tuple[int, int], int]:
-        """Return the seqs of rows quarantined, by topic id and LP."""
+        """Return quarantined seqs by (topic id, LP)."""
         return {(row[0], row[2]): row[3] for row in self._rows("quarantined_list", {})}
 
     def quarantine(self, cursor: LpCursor, seq: int, reason: str) -> None:
-        """Quarantine a row, for all relays and for operators."""
+        """Quarantine a row."""
         failpoint("relay.before_quarantine")
         self._rows_cursor.execute(query("quarantined_put"), self._facts(cursor, seq, reason))
 
     def put_voided(self, cursor: LpCursor, seq: int, reason: str) -> None:
-        """Keep a row that is passed over, for operators; its void record may be sent once this is committed."""
+        """Keep a voided row. Commit before sending its void record."""
         failpoint("relay.before_voided")
         self._rows_cursor.execute(query("voided_put"), self._facts(cursor, seq, reason))
         failpoint("relay.after_voided")
 
     def put_relayed(self, cursors: Iterable[LpCursor]) -> None:
-        """Record how far cursors are in Redis, durably."""
-        # Two relays on the same LPs take the rows in the same order, and can't deadlock.
+        """Record cursors' progress durably."""
+        # One order of rows for all relays avoids deadlocks.
         moved = sorted(cursors, key=_by_chain)
         failpoint("relay.before_progress")
         self._rows_cursor.execute(query("relayed_put"), self._progress(moved))
@@ -126,7 +125,7 @@ class OutboxReader:
             cursor.recorded = cursor.acked
 
     def lower_relayed(self, cursors: Iterable[LpCursor]) -> None:
-        """Record that Redis fell back: what it lost must stay in the outbox."""
+        """Lower recorded seqs, so that the outbox keeps rows lost by Redis."""
         fallen = sorted(cursors, key=_by_chain)
         failpoint("relay.before_lower")
         self._rows_cursor.execute(query("relayed_lower"), self._progress(fallen))
@@ -160,9 +159,9 @@ def _by_chain(cursor: LpCursor) -> int:
 
 
 class LateIds:
-    """Ids below the scan whose rows were not visible: not committed yet, or rolled back. Bounded in number and age.
+    """Ids below the scan without a visible row, bounded in number and age.
 
-    Each is asked for at growing intervals. What is dropped from here is found by the sweep of the counters.
+    Each is queried at growing intervals. The sweep finds dropped ids.
     """
 
     def __init__(self, limits: RelayLimits) -> None:
@@ -173,18 +172,18 @@ class LateIds:
         return len(self._ids)
 
     def note(self, after: int, rows: Sequence[Row], now: float) -> None:
-        """Note the ids that are missing in a chunk that was read after an id."""
+        """Note ids missing in a chunk read after an id."""
         if not rows or rows[-1][0] - after == len(rows):
             return
         expected = after + 1
         for row in rows:
             if row[0] != expected:
-                # Of a large hole the last ones are the youngest.
+                # The last ids of a large hole are the youngest.
                 self._add(range(max(expected, row[0] - self._limits.late_ids), row[0]), now)
             expected = row[0] + 1
 
     def due(self, now: float) -> list[int]:
-        """Return the ids to ask for now; drop those that are too old."""
+        """Return ids to query; drop old ones."""
         if not self._ids:
             return []
         oldest = now - self._limits.late_s
@@ -196,7 +195,7 @@ class LateIds:
         return due
 
     def found(self, rows: Iterable[Row]) -> None:
-        """Forget ids whose rows came."""
+        """Forget ids with rows."""
         for row in rows:
             self._ids.pop(row[0], None)
 

@@ -1,4 +1,4 @@
-"""Which source an outbox is: an identity row in its database, one live incarnation in the control database."""
+"""An outbox's identity and its source."""
 
 from __future__ import annotations
 
@@ -13,10 +13,7 @@ from mqlayer.postgres.queries import query
 
 @dataclass(frozen=True, slots=True)
 class OutboxSource:
-    """The source under which an outbox's messages are numbered, and those under which they were.
-
-    `term`: in which life of its Postgres it was opened. What is read later in the same one can't be taken back.
-    """
+    """An outbox's source, and its former ones. `term`: the life of its Postgres, see `docs/design/relay-term.md`."""
 
     source_id: int
     outbox_uuid: UUID
@@ -26,12 +23,10 @@ class OutboxSource:
 
 
 def open_source(application: Connection, control: Database, address: str) -> OutboxSource:
-    """Return the source of an outbox, made at the first call ever.
+    """Return an outbox's source; the first call creates it.
 
-    Raises ConfigurationRefused for a database that was copied from the one that the source belongs to: both would give
-    the same numbers to different messages, and the chain would swallow one of them. And for one whose outbox went on
-    under another identity: what it has is there under other numbers. Raises StoreUnavailable where another relay
-    numbered it anew meanwhile.
+    Raises ConfigurationRefused for a copied database, or an outbox that continued under another identity. Raises
+    StoreUnavailable if another relay renumbers it meanwhile.
     """
     application.execute(query("outbox_identity_put"))
     failpoint("relay.after_identity")
@@ -57,19 +52,18 @@ def open_source(application: Connection, control: Database, address: str) -> Out
 
 
 def term_of(application: Connection) -> str:
-    """Return in which term an outbox's Postgres is: another one with each start and each recovery from a crash."""
+    """Return the term: each start or crash recovery of Postgres changes it."""
     row = application.execute(query("outbox_term")).fetchone()
     return str(row[0]) if row is not None else ""
 
 
 def refuse_other_term(application: Connection, source: OutboxSource, address: str) -> None:
-    """Raise StoreUnavailable where an outbox is not the one that a session began with, in the same term.
+    """Raise StoreUnavailable unless the session's source and term still hold.
 
-    Another relay may have numbered it anew, and a pooler may keep connections over a crash or a fail-over. Asked behind
-    a read, it tells that what was read is of the session's source, and of its term.
+    Call it after a read, to prove the rows: another relay may renumber, and a pooler may hide a fail-over.
     """
-    # Who repairs a node asks for the identity only (`resending.lost_runs`): the timeline is noted at the end of
-    # a recovery, which has nodes armed on its way. It needs nothing that a relay sends meanwhile, so a relay can wait.
+    # `topics/outbox_resend.py` checks the identity only: a recovery notes the timeline at its end, after arming nodes.
+    # A relay's rows are not needed meanwhile, so a relay can wait.
     row = application.execute(query("outbox_term_now"), {"outbox_uuid": source.outbox_uuid}).fetchone()
     if row is None:
         raise StoreUnavailable(address, "its outbox goes on under other numbers since, or it is another server")
@@ -78,10 +72,9 @@ def refuse_other_term(application: Connection, source: OutboxSource, address: st
 
 
 def end_former_sources(application: Connection, control: Database) -> tuple[int, ...]:
-    """End the sources of all that an outbox was before it was adopted or recovered; return them.
+    """Close and return the sources an outbox had before adoption or recovery.
 
-    None of them is its own, or it would not go on under another one. Who has their rows yet is a former primary, or a
-    backup: a relay on one is refused.
+    Only former primaries and backups have their rows; relays there are refused.
     """
     row = application.execute(query("outbox_server")).fetchone()
     if row is None or not row[3]:
@@ -93,7 +86,7 @@ def end_former_sources(application: Connection, control: Database) -> tuple[int,
 
 
 def refuse_former(control: Database, outbox_uuid: UUID, address: str) -> None:
-    """Raise ConfigurationRefused where an outbox went on under another identity."""
+    """Raise ConfigurationRefused if the outbox continued under another identity."""
     with control.connection() as connection:
         found = connection.execute(query("sources_of_outboxes"), {"outboxes": [outbox_uuid]}).fetchall()
     if found:
@@ -107,7 +100,7 @@ def refuse_former(control: Database, outbox_uuid: UUID, address: str) -> None:
 
 
 def refuse_copy(address: str, home: str, cluster: str, source_id: int) -> None:
-    """Raise ConfigurationRefused where an outbox is not in the cluster and database that its source belongs to."""
+    """Raise ConfigurationRefused outside the source's cluster and database."""
     if home != cluster:
         raise ConfigurationRefused(
             address,

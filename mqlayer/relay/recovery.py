@@ -1,23 +1,6 @@
-"""An outbox whose Postgres lost commits: a standby that lagged was promoted, or a backup took the original's place.
+"""Recovery of an outbox whose Postgres lost commits: steps and crashes are in `docs/design/lost-commits.md`.
 
-Seqs that were given out in the lost commits are given out again, to other messages, while partitions hold the lost ones
-under them: the chain would take the new ones for repetitions. So nothing is relayed on a timeline that the outbox does
-not know before it goes on under a new source:
-
-1. Nodes take nothing more of the old source: what a relay has read of it before may be sent by that at any time.
-2. What of the outbox is in Redis is proven: the record of the source with the LP and seq of a row is that very message.
-   What a promoted server has is a beginning of what its primary had, so all before it is there too. Where relays may
-   have gone on under numbers that were given out again (no new timeline told of it), only up to the first record that
-   is another message than its row.
-3. What nodes lost meanwhile and Postgres has as relayed, thus from before the loss, is appended again under its own
-   numbers: handlers that were given it already know it by these.
-4. Where no timeline but the marks told of it, the control database is taken for one that lost commits too.
-5. In one transaction what is proven is recorded as relayed, all behind it is numbered anew, the timeline noted.
-6. The old source ends; a relay's next session opens another one.
-
-A crash before 5 leaves all to the next session; after it, the next one does the rest. Messages in Redis whose commits
-are gone (phantoms) stay where they are: they may be handled already. They are counted in the log and the audit.
-What was trimmed from Redis before it was recorded as relayed can't be proven, and is sent again under the new source.
+Records that Redis trimmed before they were recorded as relayed can't be proven, so they are sent again.
 """
 
 from __future__ import annotations
@@ -53,14 +36,14 @@ from mqlayer.topics.outbox_resend import BorrowedOutbox
 log = logging.getLogger(__name__)
 
 MAX_RECORDS: Final = 200_000
-"""So many of a partition's newest records are compared at the most; what lies before them counts as not proven."""
+"""Newest records compared per partition; older ones count as not proven."""
 MAX_SHOWN: Final = 100
 
 Connections = Callable[[NodeId], NodeConnection]
 
 
 class SourceEnded(StoreUnavailable):
-    """Nodes take nothing more under an outbox's source: somebody recovers it, did, or gave that up."""
+    """Nodes refuse the outbox's source: its recovery was begun, completed or given up elsewhere."""
 
     def __init__(self, address: str) -> None:
         super().__init__(
@@ -72,12 +55,7 @@ class SourceEnded(StoreUnavailable):
 
 @dataclass(slots=True)
 class TopicProof:
-    """What is proven of a topic: up to which seq each LP's rows are in Redis; and what Redis holds beyond that.
-
-    `missing`: of LPs of which neither a node nor the outbox holds all, up to which seq Redis does, and up to which it
-    did.
-    `unasked`: how many LPs count as recorded, for want of the node that serves them.
-    """
+    """A topic's proof. `proven`: per LP the last seq whose row is in Redis. Other fields as in `RecoveryReport`."""
 
     proven: dict[int, int] = field(default_factory=dict)
     beyond: dict[int, tuple[int, int]] = field(default_factory=dict)
@@ -87,11 +65,11 @@ class TopicProof:
 
 @dataclass(frozen=True, slots=True)
 class RecoveryReport:
-    """What became of an outbox: how many messages wait, and by topic and LP which seqs of the old source are in Redis
-    and not proven: phantoms, whose commits are gone, and what is sent again because its records were trimmed.
+    """A recovery's result. `waiting`: messages to relay. `beyond`: per topic and LP, first and last unproven seq in
+    Redis: phantoms, or messages sent again.
 
-    `missing`: up to which seq Redis holds LPs of which the outbox does not hold all the rest, and up to which it did;
-    they wait for an operator. `unasked`: how many LPs count as recorded, for want of the nodes that serve them.
+    `missing`: LPs that wait for an operator, because messages are in neither node nor outbox: last seq present, last
+    known. `unasked`: LPs taken as recorded, because their node was unavailable.
     """
 
     waiting: int
@@ -101,16 +79,16 @@ class RecoveryReport:
 
     @property
     def count(self) -> int:
-        """How many messages in Redis are not proven."""
+        """The unproven messages in Redis."""
         return sum(last - first + 1 for lps in self.beyond.values() for first, last in lps.values())
 
     @property
     def missing_count(self) -> int:
-        """How many messages are held back: those that neither nodes nor the outbox hold any more, and behind these."""
+        """Messages not in Redis, of LPs that wait for an operator."""
         return sum(last - mark for lps in self.missing.values() for mark, last in lps.values())
 
     def facts(self) -> dict[str, Any]:
-        """Return it for an audit row."""
+        """Facts for an audit row."""
         named = [f"{topic}/{lp}:{a}-{b}" for topic, lps in self.beyond.items() for lp, (a, b) in sorted(lps.items())]
         facts = {"waiting": self.waiting, "unproven": self.count, "ranges": named[:MAX_SHOWN]}
         more = {"gone": self.missing_count, "unasked": self.unasked}
@@ -127,12 +105,11 @@ def recover_outbox(
     unproven: bool = False,
     actor: str,
 ) -> RecoveryReport | None:
-    """Let an outbox that lost commits go on; None where there is nothing to do, or somebody did it meanwhile.
+    """Recover an outbox that lost commits. None if there is nothing to do, or another process did it.
 
-    `connections` gives connections to nodes, armed where they have to be. Raises StoreUnavailable where a node that may
-    prove something is away, unless `unproven`: what was there is sent again then, and no fence knows it. Raises
-    ConfigurationRefused for a copy: its original's source is not its own to end; and for a former primary, or a backup
-    of before it was recovered: nothing of it can be proven, since what it has is there under other numbers.
+    `connections` must arm nodes if needed. Raises StoreUnavailable if a node needed for proof is unavailable, unless
+    `unproven`: its messages are sent again, and no fence recognises them. Raises ConfigurationRefused for a copy, a
+    former primary, or a backup older than the recovery.
     """
     if not is_replaced(application):
         return None
@@ -142,14 +119,14 @@ def recover_outbox(
         return None
     (outbox_uuid, _, cluster), suspect = identity, server[1] == SUSPECT
     failpoint("recover.before_source")
-    # A node that is to prove something may have to be armed: what it lost of these would be waited for.
+    # First, because proof may need a node armed, and arming waits for messages of these sources that it lost.
     end_former_sources(application, control)
     with control.connection() as connection:
         known = connection.execute(query("source_of_outbox"), {"outbox_uuid": outbox_uuid}).fetchone()
     found: dict[str, tuple[int, TopicProof]] = {}
     if known is None:
         if application.execute(query("outbox_identity")).fetchone() != identity:
-            # Somebody recovered it since it was looked at, and ended its source.
+            # Another process recovered it and ended its source.
             return None
         refuse_former(control, outbox_uuid, address)
     else:
@@ -163,11 +140,11 @@ def recover_outbox(
                 partitions = connection.execute(query("partition_list"), {"topic_id": topic_id}).fetchall()
             provers.append(_Prover(borrowed, connections, prefix, topic_id, skip_unreachable=unproven, each=suspect))
             found[name] = topic_id, provers[-1].prove(partitions)
-        # The first ones may have lost something while the last ones were filled up.
+        # Nodes proven first may have lost data during the later refills.
         for prover in provers:
             prover.recheck()
     if suspect:
-        # With these commits the control database lost what it gave out in them: sources that Redis knows, epochs.
+        # The control database lost the same commits, and with them sources and epochs that Redis knows.
         why = {"facts": Jsonb({"outbox": str(outbox_uuid), "reason": "Redis holds more than it ever numbered"})}
         control.transaction(lambda c: c.execute(query("server_replaced"), why))
     failpoint("recover.before_renumber")
@@ -193,13 +170,13 @@ def recover_now(
     anew: bool = False,
     actor: str = "api",
 ) -> RecoveryReport | None:
-    """Do that by hand, see `recover_outbox`.
+    """`recover_outbox` by hand.
 
-    `anew`: also where only nodes say that it goes on elsewhere. For a promotion that was begun and given up.
+    `anew`: also if only nodes say that it continues elsewhere, after an abandoned promotion.
     """
     with (
         driver_errors(application.address),
-        # Not of the pool: who arms a node needs one of its connections with the node's row in hand.
+        # Outside the pool: arming needs a pooled connection while it locks the node's row.
         closing(connect(application.dsn, application="mqlayer recover")) as connection,
         armed_connections(control, application, settings) as connections,
     ):
@@ -218,7 +195,7 @@ def recover_now(
 
 @contextmanager
 def armed_connections(control: Database, application: Database, settings: Settings) -> Iterator[Connections]:
-    """Lend connections to nodes, armed again where they have to be."""
+    """Lend connections to nodes, armed if needed."""
     with ExitStack() as cleanup:
         connections: dict[NodeId, NodeConnection] = {}
 
@@ -237,14 +214,14 @@ def _armed(control: Database, application: Database, settings: Settings, node_id
     connection = connection_of(node, settings, RedisRole.RELAY)
     prefix, unsafe = settings.key_prefix, settings.allow_unsafe_redis
     try:
-        # Also where it is armed: a node that was emptied keeps its run, and a sealed partition that it lost can only be
-        # filled up by the numbers that are about to be given up.
+        # Also if it is armed: an emptied node keeps its run, and a sealed partition that it lost can only be refilled
+        # under the numbers that this recovery ends.
         connection.node, _ = rearm_node(
             control, node.name, prefix=prefix, application=application, actor="relay", unsafe=unsafe
         )
         connection.connect()
     except (Conflict, NodeOutOfMemory, ConfigurationRefused) as error:
-        # An operator's word, or room, is needed for it. A relay waits for that, as for a node that is away.
+        # It needs an operator, or memory. A relay waits, as for an unavailable node.
         raise StoreUnavailable(node.address, str(error)) from error
     return connection
 
@@ -252,11 +229,7 @@ def _armed(control: Database, application: Database, settings: Settings, node_id
 def _end_source(
     control: Database, connections: Connections, prefix: str, source: int, *, skip_unreachable: bool
 ) -> None:
-    """Have nodes take nothing more of a source: another relay may have read what is to get other numbers.
-
-    It would be there twice, and behind what is newer: a relay that was stuck, or reads the Postgres of before, sends
-    it when all else is over. What a node forgets of it, those tell it again who send under the next source.
-    """
+    # A late relay would append rows that get other numbers. Relays repeat this to a node that forgets it.
     with control.connection() as connection:
         rows = connection.execute(query("partition_nodes")).fetchall()
     for (node_id,) in rows:
@@ -266,7 +239,6 @@ def _end_source(
 
 @contextmanager
 def _proving(*, skip_unreachable: bool) -> Iterator[None]:
-    """Say what an operator can do where a node is away, or go on without it."""
     try:
         yield
     except StoreUnavailable as error:
@@ -292,7 +264,7 @@ def _renumber(application: Connection, outbox_uuid: UUID, found: Iterable[tuple[
 
 @dataclass(slots=True)
 class PartitionScan:
-    """What a partition held when it was looked at: per LP the mark; of `missing` ones the outbox lacks the rest."""
+    """A partition's marks, and `missing` LPs whose lost messages the outbox lacks."""
 
     node_id: NodeId
     marks: dict[int, int]
@@ -300,13 +272,10 @@ class PartitionScan:
 
 
 class _Prover:
-    """Compares one topic's records in Redis with its rows, newest first; and has what is missing sent again.
+    """Compares a topic's records with its rows, newest first, and refills lost ones.
 
-    What counts is what the partition has that serves an LP now. Its parents may have more: one that was moved away from
-    its node while that was down holds messages that nobody reads there, since its successor has them, or is to.
-
-    As a rule the newest record of an LP that is a row proves all before it. `each`: not where relays went on under the
-    numbers that were given out again: then nothing is proven behind a record that is another message than its row.
+    Only partitions that serve LPs count. The newest record equal to its row proves all before it. `each`: relays may
+    have reused numbers, so proof ends at the first difference.
     """
 
     def __init__(
@@ -321,7 +290,7 @@ class _Prover:
     ) -> None:
         self._borrowed, self._connections, self._prefix = borrowed, connections, prefix
         self._topic_id, self._skip_unreachable, self._each = topic_id, skip_unreachable, each
-        # By LP: how many records were looked at, which are those of rows, and the first that is not.
+        # Per LP: records compared, seqs equal to their rows, and the first seq that differs.
         self._seen: dict[int, int] = {}
         self._same: dict[int, set[int]] = {}
         self._broken: dict[int, int] = {}
@@ -331,9 +300,9 @@ class _Prover:
         self._scans: dict[int, PartitionScan] = {}
 
     def prove(self, partitions: Sequence[tuple[Any, ...]]) -> TopicProof:
-        """Return what is proven by a topic's partitions, parents first, and there. Raises StoreUnavailable."""
+        """Prove and refill partitions, given parents first. Raises StoreUnavailable."""
         self._relayed = dict(self._rows("relayed_all"))
-        # Successors first: what is young is more likely to lack a record of its being relayed.
+        # Successors first: their records are the least likely to be recorded as relayed.
         for partition, node_id, *_ in reversed(partitions):
             with _proving(skip_unreachable=self._skip_unreachable):
                 marks = self._prove_partition(self._connections(NodeId(node_id)), partition)
@@ -342,7 +311,7 @@ class _Prover:
         for partition, _, lp_from, lp_to, state, *_ in partitions:
             lps = [lp for lp in {**self._relayed, **self._proven} if lp_from <= lp < lp_to]
             if state == "open" and not self._fill(partition, lps, proof):
-                # What others have of it says nothing of what this one has.
+                # Marks of other partitions say nothing about this one.
                 proof.unasked += len(lps)
                 self._proven = {lp: seq for lp, seq in self._proven.items() if lp not in lps}
         proof.proven = self._proven
@@ -354,7 +323,7 @@ class _Prover:
         return proof
 
     def _fill(self, partition: int, lps: Iterable[int], proof: TopicProof) -> bool:
-        """Have a partition that serves LPs hold what is proven or recorded of them; False where it goes on without."""
+        """Refill a serving partition; False if skipped."""
         scan = self._scans.get(partition)
         if scan is None:
             return False
@@ -375,7 +344,7 @@ class _Prover:
         return filled
 
     def recheck(self) -> None:
-        """Raise StoreUnavailable where a partition lost something since, or has more of what was gone."""
+        """Raise StoreUnavailable if a partition changed meanwhile."""
         for partition, scan in self._scans.items():
             connection = self._connections(scan.node_id)
             marks = self._marks_of(connection, partition)
@@ -386,7 +355,6 @@ class _Prover:
                     raise StoreUnavailable(connection.node.address, reason)
 
     def _prove_partition(self, connection: NodeConnection, partition: int) -> dict[int, int]:
-        """Look for what a partition proves, and return its marks."""
         marks = self._marks_of(connection, partition)
         for lp, mark in marks.items():
             self._marks[lp] = max(mark, self._marks.get(lp, 0))
@@ -403,7 +371,6 @@ class _Prover:
         return marks
 
     def _wants_more(self, lps: set[int], marks: Mapping[int, int]) -> bool:
-        """Say whether records of a partition's LPs can still prove something."""
         if not self._each:
             return any(lp not in self._proven for lp in lps)
         return any(self._seen.get(lp, 0) < marks[lp] - self._relayed.get(lp, 0) for lp in lps)

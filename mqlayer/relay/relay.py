@@ -1,4 +1,4 @@
-"""The relay: moves what transactions put into an outbox to the partitions, in order, and loses nothing."""
+"""The relay moves outbox rows to partitions, in order and without loss."""
 
 from __future__ import annotations
 
@@ -37,18 +37,16 @@ from mqlayer.settings import Settings
 log = logging.getLogger(__name__)
 
 MOST_CONNECTIONS: Final = 12
-"""To one schema, opened on demand: one for each thread in the background, and some for the relay itself."""
+"""Per schema: one for each background thread, and some more."""
 _UNREACHABLE: Final = (StoreUnavailable, TransactionConflict)
-"""What another session can repair."""
 
 
 class Relay:
-    """Moves the rows of one outbox to their partitions until it is stopped.
+    """Moves one outbox's rows to their partitions until stopped.
 
-    Per key, messages arrive in commit order; each arrives at least once in Redis and exactly once in its partition.
-    Any number of relays may run on one outbox: they share its LPs. A relay may be killed at any line. While Redis or
-    Postgres is away it waits and tries again. Raises SchemaMismatch, ConfigurationRefused, PermissionDenied,
-    InvalidInput or Conflict (a constraint of a database was broken by other hands) for what waiting can't repair.
+    A message is in its partition exactly once, in commit order per key. Relays share an outbox's LPs; a kill at any
+    line is safe. Unavailable stores are retried. Raises SchemaMismatch, ConfigurationRefused, PermissionDenied,
+    InvalidInput or Conflict (a broken database constraint) if waiting can't help.
     """
 
     def __init__(self, settings: Settings, *, limits: RelayLimits | None = None, relay_id: str | None = None) -> None:
@@ -65,11 +63,11 @@ class Relay:
 
     @property
     def appended_count(self) -> int:
-        """How many messages this relay has appended to partitions."""
+        """Messages that this relay appended."""
         return self._moved_before + (self._session.appended_count if self._session is not None else 0)
 
     def health(self) -> Health:
-        """Say whether it turns, holds a lease, be it on LPs or standing by, and reaches its nodes. For any thread."""
+        """Whether it progresses, keeps its lease (or stands by) and reaches its nodes. Thread-safe."""
         stuck = self._liveness.stuck("the relay", stuck_after_s(self._settings))
         if self._stopping.is_set():
             return Health(stuck, ("it is stopping",))
@@ -82,13 +80,13 @@ class Relay:
         return Health(stuck, session.errors if session is not None else ())
 
     def run(self) -> None:
-        """Work until `stop` is called."""
+        """Work until `stop`."""
         self._serve(self._work, helper=False)
 
     def run_once(self, *, at_most_s: float) -> int:
-        """Relay what waits in LP sets that nobody holds; return how many messages were appended."""
+        """Drain unowned LP sets; return messages appended."""
         deadline = time.monotonic() + at_most_s
-        # Ends the waiting for a Postgres that is away too.
+        # Also ends the wait for an unavailable Postgres.
         limit = threading.Timer(at_most_s, self._stopping.set)
         limit.daemon = True
         limit.start()
@@ -99,11 +97,10 @@ class Relay:
         return self.appended_count
 
     def stop(self) -> None:
-        """Have `run` finish what is under way, give its LPs back and return. For signal handlers and threads."""
+        """Make `run` finish, release its LPs and return. For signal handlers and threads."""
         self._stopping.set()
 
     def _serve(self, work: Callable[[RelaySession], None], *, helper: bool) -> None:
-        """Do the work in a session; in a new one after Postgres was away."""
         ended, rng = 0, random.Random()
         with self._databases() as (control, application):
             while not self._stopping.is_set():
@@ -117,13 +114,12 @@ class Relay:
                 except _UNREACHABLE as error:
                     self._unreachable = str(error)
                     log.warning("relay_postgres_lost", extra={"reason": str(error)})
-                    # The next session may begin well, and be told the same at once.
+                    # The next session may open and end at once with the same error.
                     ended = ended + 1 if isinstance(error, SourceEnded) else 0
                     if ended:
                         self._stopping.wait(backoff_s(ended, rng))
 
     def _work(self, session: RelaySession) -> None:
-        """Poll: at once while there is much, else at an interval that grows while there is nothing."""
         limits, wait_s = self._limits, self._limits.poll_min_s
         while not self._stopping.is_set():
             began = time.monotonic()
@@ -154,7 +150,6 @@ class Relay:
 
     @contextmanager
     def _session_on(self, control: Database, application: Database, *, helper: bool) -> Iterator[RelaySession | None]:
-        """Open a session as soon as Postgres answers; None when the relay is stopped before."""
         retrying = Retrying(
             retry=retry_if_exception_type(_UNREACHABLE) & retry_if_not_exception_type(PermissionDenied),
             wait=wait_random_exponential(multiplier=0.1, max=2),
@@ -202,8 +197,5 @@ class Relay:
 
 
 def relay_once(settings: Settings, *, at_most_s: float = 50.0, limits: RelayLimits | None = None) -> int:
-    """Relay what waits in LP sets that no living relay holds; return how many messages were appended.
-
-    The compensation for relays that died and are not back: harmless beside living ones, safe to run twice at once.
-    """
+    """Drain LP sets that no living relay owns; return messages appended. Safe beside living relays, and in parallel."""
     return Relay(settings, limits=limits).run_once(at_most_s=at_most_s)

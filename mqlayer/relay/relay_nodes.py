@@ -1,8 +1,4 @@
-"""The relay's side of each node: one connection, the writes in flight on it, and when to try it again.
-
-Nothing here waits for one node longer than the stall time: connecting and arming run in the background, and replies
-are read when they are there. A node that is away or slow has its own LPs wait, and no others.
-"""
+"""The relay's connection to each node. Slow work runs in the background, so no node delays others for long."""
 
 from __future__ import annotations
 
@@ -33,15 +29,15 @@ from mqlayer.topics.nodes import rearm_node
 log = logging.getLogger(__name__)
 
 REFRESH_TIMEOUT_S: Final = 5.0
-"""A lease may be so short that no question is answered within it."""
+"""A lease may be shorter than a query."""
 
 SentRun = tuple[LpCursor, int, int]
-"""A cursor, the first seq and the count of what was sent."""
+"""Cursor, first seq, count."""
 
 
 @dataclass(frozen=True, slots=True)
 class AppendRequest:
-    """One append call that waits for its reply."""
+    """One unanswered append call."""
 
     target: Target
     runs: list[SentRun]
@@ -49,7 +45,7 @@ class AppendRequest:
 
 @dataclass(frozen=True, slots=True)
 class MarksRequest:
-    """One question for the marks of a partition that waits for its reply."""
+    """One unanswered query for marks."""
 
     target: Target
     cursors: list[LpCursor]
@@ -57,7 +53,7 @@ class MarksRequest:
 
 @dataclass(frozen=True, slots=True)
 class PendingWrite:
-    """One write to a node and what it asked."""
+    """One write to a node."""
 
     number: int
     sent_at: float
@@ -65,7 +61,7 @@ class PendingWrite:
 
 
 class ConnectedNode(NamedTuple):
-    """A connection to a node that was told our term, and what is compared there."""
+    """A connection whose node knows our term."""
 
     connection: NodeConnection
     compared: CheckedNodeTerm
@@ -73,10 +69,9 @@ class ConnectedNode(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class RelayNode:
-    """One node. `synced` says that its marks were asked for since it was connected.
+    """One node. `synced`: its marks were read since it connected. `token`: names our term in appends.
 
-    `token`: what appends carry, by which it knows that they were read in our term. `compared`: the partitions that may
-    be sent to; `missing`: those that routes name besides, and `comparing` the ones that are seen to.
+    Appends go to `compared` partitions; `missing` ones await comparison.
     """
 
     node_id: NodeId
@@ -85,7 +80,7 @@ class RelayNode:
     pending_writes: deque[PendingWrite] = field(default_factory=deque)
     synced: bool = False
     stalled: bool = False
-    # It answered that it does not have a partition that Postgres says it has.
+    # It answered `absent` for a partition that Postgres places on it.
     suspect: bool = False
     failures: int = 0
     last_error: str = ""
@@ -99,7 +94,7 @@ class RelayNode:
     compare_at: float = float("-inf")
 
     def takes(self, partition: int) -> bool:
-        """Whether messages may be sent to a partition of it now; one that is not compared will be."""
+        """Whether messages may go to a partition; if not compared, it becomes due for that."""
         if not self.usable:
             return False
         if partition not in self.compared:
@@ -109,16 +104,14 @@ class RelayNode:
 
     @property
     def usable(self) -> bool:
-        """Whether messages may be sent to it now."""
+        """Whether messages may go to this node."""
         return self.connection is not None and self.synced and not self.stalled
 
 
 class RelayNodes:
-    """All links of a relay."""
+    """A relay's nodes. Set `comparer` and `former` before the first `tend`."""
 
     comparer: CommitChecker
-    """Tells whether Postgres has what is in Redis; asked of each node before it is sent anything, see there. Set by the
-    owner before the first `tend`, as `former` is."""
 
     def __init__(
         self,
@@ -132,7 +125,7 @@ class RelayNodes:
         self._routes, self._background = routes, background
         self._nodes: dict[int, RelayNode] = {}
         self.former: tuple[int, ...] = ()
-        """The outbox's former sources: before nodes are sent anything under its present one, they are told of these."""
+        """The outbox's former sources. Nodes learn them before they get appends."""
         self._rng = random.Random()
         self._write_number = 0
         self._refreshing: Future[dict[NodeId, Node]] | None = None
@@ -148,17 +141,17 @@ class RelayNodes:
 
     @property
     def errors(self) -> tuple[str, ...]:
-        """Why nodes can't be sent to. For any thread."""
+        """Why nodes are unusable. Thread-safe."""
         return tuple(node.last_error for node in self if node.failures and not node.synced)
 
     def node(self, node_id: int) -> RelayNode:
-        """Return the link of a node; a new one begins to connect with the next `tend`."""
+        """Return a node; `tend` connects a new one."""
         if node_id not in self._nodes:
             self._nodes[node_id] = RelayNode(NodeId(node_id))
         return self._nodes[node_id]
 
     def tend(self, now: float) -> list[RelayNode]:
-        """Begin to connect what is due; return the links that are newly connected."""
+        """Connect due nodes in the background; return the newly connected."""
         fresh = []
         for node in self:
             if node.connection is not None:
@@ -170,7 +163,7 @@ class RelayNodes:
         return fresh
 
     def compare(self, now: float) -> None:
-        """Have partitions compared that came to nodes since these were connected, in the background."""
+        """Compare due partitions in the background."""
         for node in self:
             if node.comparing is not None and node.comparing[1].done():
                 self._take_compared(node, *node.comparing, now)
@@ -202,10 +195,9 @@ class RelayNodes:
             return self.comparer.compare_more(connections(node_id), partitions, connections)
 
     def refresh(self, now: float) -> list[tuple[RelayNode, MqlayerError]]:
-        """Ask in the background which runs and addresses of nodes count; return the lines that must not be used.
+        """Query runs and addresses in the background; return nodes to drop.
 
-        An old primary that lives on tells nobody that it was replaced. Where nobody can be asked for longer than a
-        lease, no line counts: what such a primary took would be recorded as relayed, and some day not be in the outbox.
+        A replaced primary may still accept appends, so without answers for a lease all are dropped.
         """
         refreshing, void = self._refreshing, list[tuple[RelayNode, MqlayerError]]()
         if refreshing is not None and refreshing.done():
@@ -229,7 +221,7 @@ class RelayNodes:
         return [(node, error) for node in self if node.connection is not None]
 
     def send(self, node: RelayNode, packets: Sequence[bytes], requests: Sequence[AppendRequest | MarksRequest]) -> bool:
-        """Send requests in one write; return False when the connection broke, which leaves everything on it unknown."""
+        """Send requests in one write. False if the connection broke."""
         self._write_number += 1
         node.pending_writes.append(PendingWrite(self._write_number, time.monotonic(), requests))
         try:
@@ -243,9 +235,9 @@ class RelayNodes:
         return True
 
     def answered(self, node: RelayNode, *, wait_s: float) -> tuple[PendingWrite, list[Any]] | None:
-        """Return the oldest write with its replies, or None when they did not come within the time.
+        """Return the oldest write and its replies; None if late.
 
-        Raises StoreUnavailable when the connection broke or the node is silent for longer than the socket timeout.
+        Raises StoreUnavailable after the socket timeout, or if the connection broke.
         """
         if not node.pending_writes or node.connection is None:
             return None
@@ -260,11 +252,11 @@ class RelayNodes:
         return oldest, replies
 
     def drop(self, node: RelayNode, error: MqlayerError) -> None:
-        """Give up a line and try again after a pause; its writes stay for the caller to rewind."""
+        """Close a connection and back off; the caller rewinds its writes."""
         if node.connection is not None:
             node.connection.close()
         node.connection, node.connecting = None, None
-        # What is under way is of the former line: its answer counts for nothing.
+        # A comparison under way belongs to the former connection.
         node.comparing, node.compared = None, frozenset()
         node.missing.clear()
         node.synced = node.stalled = False
@@ -276,7 +268,7 @@ class RelayNodes:
         shown("relay_node_away", extra={"reason": str(error), "failures": node.failures, "retry_s": round(wait_s, 3)})
 
     def close(self) -> None:
-        """Close all lines."""
+        """Close all connections."""
         for node in self:
             if node.connection is not None:
                 node.connection.close()
@@ -303,7 +295,7 @@ class RelayNodes:
         return True
 
     def _connect(self, node_id: NodeId, suspect: bool) -> ConnectedNode:  # noqa: FBT001
-        """Connect to a node, armed again where it has to be. Runs in the background."""
+        # Runs in the background.
         node = self._routes.refresh_nodes().get(node_id)
         if node is None:
             raise NotFound("node", node_id, "it was removed while partitions of a route are on it")
@@ -311,7 +303,7 @@ class RelayNodes:
             try:
                 return self._connected(node)
             except NodeNotArmed as error:
-                # Arming may wait for somebody else, and has its own reasons only when it is given up.
+                # Show this reason while arming waits; arming reports its own only when it gives up.
                 self._nodes[node_id].last_error = str(error)
                 log.info("relay_node_not_armed", extra={"node": node.name})
         settings = self._settings
@@ -346,7 +338,6 @@ class RelayNodes:
         return connection
 
     def _others(self, cleanup: ExitStack) -> Callable[[NodeId], NodeConnection]:
-        """Return how to get a connection to a node, to be closed with the others."""
         opened: dict[NodeId, NodeConnection] = {}
 
         def connection_to(node_id: NodeId) -> NodeConnection:

@@ -1,4 +1,4 @@
-"""One relay at work on one connection to an outbox, from its first claim to the loss of the connection or the stop."""
+"""One relay session: it ends with its connection to the outbox."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ from mqlayer.topics.topics import attach_groups, attach_topics
 log = logging.getLogger(__name__)
 
 DELAYED_WAIT_MS: Final = 20
-"""How long a busy LP is waited for whose delayed message is overdue; everything else waits too."""
+"""How long a release waits for an overdue message's busy LP; all else waits too."""
 FIRST_CONNECT_S: Final = 2.0
-"""How long the first scan waits for nodes, so that a backlog is not taken for cursors that fell behind."""
+"""How long the first scan waits for nodes: cursors of unready targets fall behind."""
 
 
 class RelaySession:
-    """Moves rows to partitions until the connection fails. Every store's state is asked for anew at its start.
+    """Moves rows to partitions, and reads every store's state anew at its start.
 
-    Errors of nodes stay inside; errors of Postgres come out, and leave nothing but a session to throw away.
+    Errors of nodes stay inside. Discard it after an error of Postgres.
     """
 
     def __init__(
@@ -70,40 +70,40 @@ class RelaySession:
         self._source: OutboxSource | None = None
         self._attaching: Future[int] | None = None
         self._naming: Future[None] | None = None
-        # A short lease is looked at as often for its length: who died is followed within a quarter more.
+        # Four beats per lease, so that a dead relay is replaced soon after its lease.
         self._heartbeat = Interval(min(limits.heartbeat_s, settings.lease_s / 4))
         self._compare = Interval(limits.compare_s)
         self._progress, self._sweeping = Interval(limits.progress_s), Interval(limits.sweep_s)
         self._topics, self._groups = Interval(limits.topics_s), Interval(limits.groups_s)
         self._release_at = 0.0
         self.drained = False
-        # When the leases were extended last, and whether all else that a start takes is done.
+        # When the leases were extended last; whether `open` is complete.
         self._leased_at, self._opened = 0.0, False
 
     @property
     def appended_count(self) -> int:
-        """How many messages were appended."""
+        """Messages appended."""
         return self._sender.appended_count
 
     @property
     def lease_age_s(self) -> float | None:
-        """How long ago the leases were extended, or that none was to be had was seen; None before it is open."""
+        """Seconds since the last lease beat; None before `open` returns."""
         return time.monotonic() - self._leased_at if self._opened else None
 
     @property
     def errors(self) -> tuple[str, ...]:
-        """Why nodes can't be sent to. For any thread."""
+        """Why nodes are unusable. Thread-safe."""
         return self._nodes.errors
 
     @property
     def lp_sets(self) -> list[int]:
-        """The LP sets worked on."""
+        """Owned LP sets."""
         return self._leases.owned
 
     def open(self) -> None:
-        """Check both schemas, claim LP sets, and find out where to begin.
+        """Check schemas, recover the outbox if needed, take leases.
 
-        Raises SchemaMismatch, ConfigurationRefused for an outbox that is copied or a former one, StoreUnavailable.
+        Raises SchemaMismatch, StoreUnavailable, or ConfigurationRefused for a copied or former outbox.
         """
         with driver_errors(self._application.address):
             self._open()
@@ -129,19 +129,18 @@ class RelaySession:
         if self._leases.helper and not self._leases.owned:
             return
         attach_topics(self._control, self._application)
-        # The groups were named with the topics.
+        # `attach_topics` also names groups.
         self._groups.due(now)
         self._routes.listen(self._routes_changed.set)
         self._connect_nodes()
         waiting, first_id = self._reader.backlog(self._leases.owned)
         last_id = self._reader.last_id()
-        # A backlog that fills most of its range of ids is read in the order it lies on disk; a thin one by LP.
+        # A dense backlog is read by id, in disk order; a sparse one by LP.
         dense = first_id is not None and waiting * 4 >= last_id - first_id
         self._reader.after = first_id - 1 if first_id is not None and dense else last_id
         log.info("relay_started", extra={"lp_sets": self._leases.owned, "waiting": waiting})
 
     def _recover(self) -> None:
-        """Before anything is relayed: see to an outbox whose Postgres may have lost commits."""
         settings = self._settings
         if is_replaced(self._connection):
             with armed_connections(self._control, self._application, settings) as connections:
@@ -156,12 +155,12 @@ class RelaySession:
                 )
 
     def _refuse_other_term(self) -> None:
-        """Behind each read whose rows are sent, and before progress is recorded: rows are of our source and term."""
+        # Called after each read and before progress is recorded: rows must be of our source and term.
         if self._source is not None:
             refuse_other_term(self._connection, self._source, self._application.address)
 
     def step(self) -> int:
-        """Move what is there, up to a chunk or two; return how many rows were seen. Raises StoreUnavailable."""
+        """Move up to two chunks; return rows read. Raises StoreUnavailable."""
         with driver_errors(self._application.address):
             return self._step()
 
@@ -183,7 +182,7 @@ class RelaySession:
         return seen
 
     def close(self, *, leave: bool) -> None:
-        """Take outstanding answers and give the leases back, where Postgres still answers; close everything."""
+        """Close all. `leave`: first take answers and release leases, if Postgres answers."""
         try:
             if leave:
                 with driver_errors(self._application.address):
@@ -204,7 +203,6 @@ class RelaySession:
         self._leases.leave(self._connection)
 
     def _connect_nodes(self) -> None:
-        """Begin to connect to all nodes, and wait a moment for those that answer."""
         for node_id in self._routes.refresh_nodes():
             self._nodes.node(node_id)
         deadline = time.monotonic() + FIRST_CONNECT_S
@@ -216,13 +214,13 @@ class RelaySession:
             time.sleep(self._limits.poll_min_s)
 
     def _read(self, now: float) -> tuple[list[Row], list[Row]]:
-        """Read a chunk by id, and rows that were not visible before. Redis works meanwhile."""
+        # Redis works meanwhile.
         lp_sets = self._leases.owned
         if not lp_sets:
             return [], []
         due, after = self._late.due(now), self._reader.after
         rows = self._reader.scan(lp_sets)
-        # Asked after the scan and sent before its rows: what the scan shows of an LP may stand on a late row.
+        # Queried after the scan and sent before its rows: a scanned row may need a late one before it.
         late = self._reader.late(due, lp_sets) if due else []
         self._late.found(late)
         self._late.note(after, rows, now)
@@ -242,7 +240,6 @@ class RelaySession:
         self._quarantine(planned.unsendable)
 
     def _catch_up(self) -> int:
-        """Read and send the next rows of cursors that fell behind; return how many."""
         cursors = self._readable()
         if not cursors:
             return 0
@@ -252,12 +249,12 @@ class RelaySession:
         seqs: dict[int, list[int]] = {cursor.chain: [] for cursor in cursors}
         for row in rows:
             seqs[row[1]].append(row[2])
-        # Where the chunk was cut by its size, an empty answer says nothing of the cursors at its end.
+        # If bytes cut the chunk, no rows of a cursor means nothing.
         whole = sum(len(row[5] or b"") for row in rows) < self._limits.chunk_bytes
         read = [
             (cursor, seqs[cursor.chain])
             for cursor, after in zip(cursors, afters, strict=True)
-            # An answer that came meanwhile may have moved the cursor: then what was read is not what comes next.
+            # An answer meanwhile may have moved the cursor past these rows.
             if cursor.state == "behind"
             and cursor.sent == after
             and self._continues(cursor, seqs[cursor.chain], whole=whole)
@@ -270,7 +267,7 @@ class RelaySession:
         return len(rows)
 
     def _continues(self, cursor: LpCursor, seqs: list[int], *, whole: bool) -> bool:
-        """Say whether what was read of a cursor continues it; where rows are missing, have that looked into."""
+        """Whether rows continue a cursor; if not, compare its mark soon."""
         missing = seqs[0] != cursor.sent + 1 if seqs else whole and cursor.counted > cursor.sent
         if missing:
             self._sender.suspect(cursor)
@@ -278,18 +275,16 @@ class RelaySession:
         return not missing
 
     def _after_reading(self, cursor: LpCursor, seqs: list[int], *, ended: bool) -> None:
-        """Decide how a cursor goes on that was read by seq."""
         if cursor.state != "behind":
             return
         if ended and (not seqs or cursor.sent == seqs[-1]):
             self._cursors.follow(cursor)
         else:
             self._cursors.fall_behind(cursor)
-            # The others first: no cursor waits for the whole backlog of another.
+            # Move it to the end: no cursor waits for another's whole backlog.
             self._cursors.behind[cursor.chain] = self._cursors.behind.pop(cursor.chain)
 
     def _readable(self) -> list[LpCursor]:
-        """Return cursors that are behind and can be sent."""
         found: list[LpCursor] = []
         for cursor in self._cursors.behind.values():
             if cursor.target.ready or cursor.target.refusal:
@@ -299,7 +294,7 @@ class RelaySession:
         return found
 
     def _judge_sweep(self, *, end: bool) -> None:
-        """Hold a sweep of the counters against the cursors, once the scan has seen all that the sweep counted."""
+        # The scan must first pass all that the sweep counted.
         sweep = self._sweep
         if sweep is None or not (end or self._reader.after >= sweep.last_id):
             return
@@ -311,10 +306,6 @@ class RelaySession:
                 self._cursors.fall_behind(cursor)
 
     def _end_with_source(self) -> None:
-        """Raise SourceEnded where nodes were told that the outbox goes on under another source.
-
-        The next session finds that, or recovers the outbox itself where whoever began with it is gone.
-        """
         if self._sender.ended:
             raise SourceEnded(self._application.address)
 
@@ -341,10 +332,9 @@ class RelaySession:
             retarget(self._cursors, self._targets, self._targets.retry_unrouted(now))
 
     def _release_delayed(self, now: float) -> None:
-        """Publish what is due by now; its rows come by the scan, as all others."""
         moved, next_s = release_on(self._connection, wait_ms=DELAYED_WAIT_MS)
         longest = self._limits.delayed_s
-        # What is overdue waits for an LP that somebody holds.
+        # An overdue message waits for a locked LP.
         wait_s = 0.0 if moved else longest if next_s is None else max(self._limits.poll_min_s, min(next_s, longest))
         self._release_at = now + wait_s
 
@@ -363,7 +353,6 @@ class RelaySession:
             log.info("relay_lp_sets", extra={"gained": gained, "lost": lost})
 
     def _attach(self, now: float) -> None:
-        """Let the outbox publish to new topics and take changed limits, every minute, in the background."""
         if self._attaching is not None and self._attaching.done():
             error, self._attaching = self._attaching.exception(), None
             if error is None:
@@ -376,15 +365,13 @@ class RelaySession:
             self._naming = self._background.submit(self._name_groups)
 
     def _name_groups(self) -> None:
-        """Let the outbox's database know new groups by name: a member of one is refused by the fence before that."""
+        # The fence refuses members of groups that the application database does not know.
         try:
             attach_groups(self._control, self._application)
         except MqlayerError as error:
             log.warning("relay_attach_failed", extra={"reason": str(error)})
 
     def _check_quarantine(self) -> None:
-        """Hold the cursors that have a row quarantined, and let go those whose row an operator wants to be tried
-        again."""
         blocked = set()
         for topic_id, lp in self._reader.quarantined():
             if lp >> 6 in self._leases.owned:
@@ -404,7 +391,7 @@ class RelaySession:
             log.warning("relay_row_quarantined", extra=facts)
 
     def _keep_voided(self, rows: list[Unsendable]) -> None:
-        """Keep rows whose places void records take, before these can be anywhere: the outbox is emptied behind them."""
+        # First keep the rows, then send their void records: rotation empties the outbox behind these.
         for cursor, seq, reason in rows:
             self._reader.put_voided(cursor, seq, reason)
             facts = {"topic_id": cursor.topic_id, "lp": cursor.lp, "seq": seq, "reason": reason}

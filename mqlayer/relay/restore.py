@@ -1,8 +1,6 @@
-"""What nodes lost of an outbox is there again, under its own numbers, before these are given up.
+"""Refill of messages that nodes lost, under their old numbers, before a recovery ends these.
 
-As a rule a relay does that by itself: it goes back to the mark. But of an outbox whose Postgres may have lost commits
-nothing is relayed before it is numbered anew, and then what is recorded as relayed would be forgotten. What is recorded
-was committed before the loss, so its row is that very message; so is what is proven.
+See `docs/design/lost-commits.md`.
 """
 
 from __future__ import annotations
@@ -18,16 +16,12 @@ from mqlayer.redis.partition_scripts import AS_BEFORE_UNLESS_CLOSED, append_comm
 from mqlayer.topics.outbox_resend import BorrowedOutbox, lost_runs
 
 Fallen = dict[int, tuple[int, int]]
-"""Of LPs: up to which seq Redis has all, and up to which it had."""
+"""Per LP: last seq that Redis has in full, last seq it had."""
 
 
 @dataclass(slots=True)
 class Serving:
-    """A partition that serves LPs now.
-
-    `fallen`: what it lacks; `missing`: where that can't be had, since the outbox lacks it too, up to which seq it has
-    all.
-    """
+    """An open partition. `fallen`: its lost seqs. `missing`: per LP whose rows are gone too, the last seq present."""
 
     partition: int
     node_id: NodeId
@@ -42,9 +36,9 @@ def restore(
     topic_id: int,
     serving: Serving,
 ) -> None:
-    """Append what a partition lacks, and note what can't be had.
+    """Append a partition's lost messages, and note missing ones.
 
-    Raises StoreUnavailable, also where it is not open, as while a route changes.
+    Raises StoreUnavailable, also if the partition is not open, as during a route change.
     """
     if not serving.fallen:
         return

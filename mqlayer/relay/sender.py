@@ -1,4 +1,4 @@
-"""Sending batches to their partitions, and what the answers mean for the cursors."""
+"""Appends, and the effects of answers on cursors."""
 
 from __future__ import annotations
 
@@ -21,15 +21,14 @@ from mqlayer.relay.targets import Targets, retarget
 log = logging.getLogger(__name__)
 
 ASK_LIMIT_AFTER: Final = 4
-"""After so many refusals of a full partition its limit is asked for again: somebody may have raised it."""
+"""Refusals after which a full partition's limit is read again."""
 
 
 class Sender:
-    """Appends to partitions, several writes in write per node, and keeps the cursors honest.
+    """Appends to partitions, and corrects the cursors.
 
-    `moved` are cursors whose acknowledged seq is past what Postgres was told; `fallen` those whose mark went back;
-    `missing` are rows that are neither in the outbox nor in Redis. The owner takes them and empties the collections.
-    `ended`: nodes take nothing more of the source.
+    `moved`: cursors acknowledged past the recorded seq. `fallen`: cursors whose mark fell below it. `missing`: rows in
+    neither outbox nor Redis. The owner empties these. `ended`: nodes refuse the source.
     """
 
     def __init__(
@@ -47,11 +46,11 @@ class Sender:
 
     @property
     def has_pending(self) -> bool:
-        """Whether any answer is awaited."""
+        """Whether any answer is outstanding."""
         return any(node.pending_writes for node in self._nodes)
 
     def send(self, batches: Sequence[RelayBatch]) -> None:
-        """Send batches, in one write per node."""
+        """Send in one write per node."""
         if not batches:
             return
         by_node: dict[RelayNode, list[RelayBatch]] = {}
@@ -60,7 +59,7 @@ class Sender:
         failpoint("relay.before_append")
         for node, group in by_node.items():
             requests = [AppendRequest(b.target, [(r.cursor, r.first, len(r.messages)) for r in b.runs]) for b in group]
-            # The target was ready when the batch was made; a connection that broke since is noticed by the write.
+            # Its target was ready at planning; the write notices a broken connection.
             packets = (
                 [self._append(node.connection, node.token, b) for b in group] if node.connection is not None else []
             )
@@ -68,7 +67,7 @@ class Sender:
                 self._rewind_writes(node)
 
     def ask_marks(self, nodes: Iterable[RelayNode]) -> None:
-        """Ask nodes for the marks of our cursors: when newly connected, and every few seconds."""
+        """Request nodes' marks."""
         for node, by_target in self._cursors_of(nodes).items():
             if node.connection is None:
                 continue
@@ -81,17 +80,17 @@ class Sender:
                 self._rewind_writes(node)
 
     def drop_connection(self, node: RelayNode, error: MqlayerError) -> None:
-        """Use a line no more: what is under way on it is sent again on another one."""
+        """Drop a connection; unanswered messages are sent again."""
         self._nodes.drop(node, error)
         self._rewind_writes(node)
 
     def suspect(self, cursor: LpCursor) -> None:
-        """Rows after what was sent are missing: let the next comparison of marks say whether Redis has them."""
+        """Let the next marks tell whether Redis has the rows after `sent`."""
         self._suspects[cursor.chain] = (cursor, cursor.sent, self._nodes.write_number)
         self._cursors.behind.pop(cursor.chain, None)
 
     def collect(self, *, allowed: int) -> None:
-        """Take answers until every node has at most so many writes unanswered, or has stalled."""
+        """Take answers until each node has at most `allowed` unanswered writes, or stalls."""
         for node in self._nodes:
             while node.pending_writes and node.connection is not None:
                 must = len(node.pending_writes) > allowed and not node.stalled
@@ -103,7 +102,6 @@ class Sender:
                     self.drop_connection(node, error)
 
     def _answer(self, node: RelayNode, wait_s: float) -> bool:
-        """Take one answer, if it comes within the time."""
         got = self._nodes.answered(node, wait_s=wait_s)
         if got is None:
             return False
@@ -145,7 +143,7 @@ class Sender:
         if outcome.status in ("ok", "dup"):
             self.advance(cursor, outcome.mark)
         elif write.number <= cursor.rewound_at:
-            # Sent before the cursor was rewound: nothing new.
+            # Sent before the rewind: no news.
             return
         elif outcome.status == "gap":
             self._rewind_to(cursor, outcome.mark)
@@ -168,19 +166,18 @@ class Sender:
             self.ended = True
             return
         if refused.status == "stale":
-            # It lost what it was told, or a relay said an older term late: say ours again, and compare.
+            # It lost our term, or another relay registered an older one: connect anew, register and compare.
             raise StoreUnavailable(node.address, "another term of the outbox's Postgres counts on it")
         self._without(node, target, append.runs[0][0].topic_id, refused.status)
 
     def _without(self, node: RelayNode, target: Target, topic_id: int, status: str) -> None:
-        """Go by a newer route; where that names the same partition, and the node does not have it, have it armed."""
+        # An absent partition without a newer route means that the node lost data: have it armed.
         changed = self._refresh(target, topic_id, status)
         if status == "absent" and not changed:
             node.suspect = True
             raise StoreUnavailable(node.address, f"partition {target.partition} is gone from it: the node lost data")
 
     def _refresh(self, target: Target, topic_id: int, status: str) -> bool:
-        """Ask for a newer route; where there is none yet, leave the target alone for a while."""
         changed = self._ask_route(topic_id)
         if not changed:
             wait_s = self._targets.pause(target, time.monotonic(), first_s=ROUTE_FIRST_S)
@@ -189,14 +186,12 @@ class Sender:
         return changed
 
     def _ask_route(self, topic_id: int) -> bool:
-        """Ask for a topic's route and limits as they are now; say whether its version is another one."""
         changed = self._targets.refresh(topic_id)
         if changed:
             retarget(self._cursors, self._targets, {topic_id})
         return changed
 
     def _wait(self, append: AppendRequest, write_number: int, event: str, reason: str) -> None:
-        """Leave a partition alone for a while; its cursors go on from what it has."""
         target = append.target
         self._send_again(append, write_number)
         wait_s = self._targets.pause(target, time.monotonic())
@@ -206,11 +201,11 @@ class Sender:
     def _on_marks(self, node: RelayNode, write: PendingWrite, question: MarksRequest, reply: Any) -> None:
         state, marks = marks_reply(reply, node.address)
         if state not in LIVE_STATES:
-            # Marks that are not there say nothing: its node lost it, and whoever arms that brings them back.
+            # Absent marks prove nothing: the node lost them, and arming restores them.
             self._without(node, question.target, question.cursors[0].topic_id, state or "absent")
             return
         for cursor, mark in zip(question.cursors, marks, strict=True):
-            # Between question and answer the cursor may have got another partition.
+            # The cursor may have another target since the request.
             if cursor.target is not question.target or write.number <= cursor.rewound_at:
                 continue
             if mark < cursor.acked:
@@ -220,18 +215,18 @@ class Sender:
             self._judge(cursor, mark, write.number)
 
     def advance(self, cursor: LpCursor, mark: int) -> None:
-        """Note that Redis holds a cursor up to a mark."""
+        """Note that Redis holds messages up to a mark."""
         cursor.advance(mark)
         self.moved[cursor.chain] = cursor
 
     def _judge(self, cursor: LpCursor, mark: int, write_number: int) -> None:
-        """Decide on rows that were missing, where the mark was asked for since: they are gone, or it moved on."""
+        # Only a mark requested after the suspicion decides whether the rows are gone.
         suspected, seq, at_write = self._suspects.get(cursor.chain, (None, 0, 0))
         if suspected is not cursor or write_number <= at_write:
             return
         del self._suspects[cursor.chain]
         if cursor.chain in self._cursors.behind:
-            # It was rewound meanwhile and is read again anyway.
+            # A rewind meanwhile makes it read again anyway.
             return
         if mark == seq == cursor.sent:
             self._cursors.block(cursor)
@@ -248,13 +243,12 @@ class Sender:
         self._cursors.rewind(cursor, mark, self._nodes.write_number)
 
     def _send_again(self, append: AppendRequest, write_number: int) -> None:
-        """Rewind the cursors of an append, but for those that were rewound since it was sent."""
         for cursor, _, _ in append.runs:
             if write_number > cursor.rewound_at:
                 self._cursors.rewind(cursor, cursor.acked, self._nodes.write_number)
 
     def _rewind_writes(self, node: RelayNode) -> None:
-        """Take everything that was under way on a line as unknown: it is sent again after the marks are compared."""
+        # Unanswered writes are unknown: send them again, once marks are compared.
         for write in node.pending_writes:
             for requests in write.requests:
                 if isinstance(requests, AppendRequest):
@@ -289,7 +283,7 @@ class Sender:
         by_node: dict[int, RelayNode] = {node.node_id: node for node in found}
         for cursor in self._cursors:
             node = by_node.get(cursor.target.node_id)
-            # Of a partition that is not compared a mark says nothing of our rows.
+            # Marks of an uncompared partition say nothing about our rows.
             if node is not None and cursor.target.partition in node.compared:
                 found[node].setdefault(cursor.target, []).append(cursor)
         return found

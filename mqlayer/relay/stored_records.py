@@ -1,4 +1,4 @@
-"""Records of an outbox's source in a partition, newest first, and whether one is the message of a row."""
+"""Records of an outbox's source, compared with its rows."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _VOID: Final = f'"{VOID_HEADER}":'.encode()
 Content = tuple[bytes, bytes, bytes]
 """Facts, key and the body's SHA-256."""
 StoredRecord = tuple[int, int, Content]
-"""LP, seq, and what a row says of them."""
+"""LP, seq and content."""
 
 
 def newest_records(
     connection: NodeConnection, prefix: str, partition: int, source: int, *, limit: int
 ) -> Iterator[list[StoredRecord]]:
-    """Return the source's records of a partition by pages, newest first; up to so many records are looked at."""
+    """Yield pages of a source's records, newest first, among a partition's `limit` newest."""
     key, before, count, left = partition_keys(prefix, partition).log, b"+", FIRST_PAGE, limit
     while left > 0:
         (reply,) = connection.call([(b"XREVRANGE", key, before, b"-", b"COUNT", count)])
@@ -39,18 +39,18 @@ def newest_records(
 
 
 def marks_of(connection: NodeConnection, prefix: str, partitions: list[int], source: int) -> list[dict[int, int]]:
-    """Return the marks of a source by LP, of each partition."""
+    """Return a source's marks by LP, per partition."""
     replies = connection.call([(b"HGETALL", partition_keys(prefix, partition).marks) for partition in partitions])
     return [_marks(raise_for_reply(reply, connection.node.address), source) for reply in replies]
 
 
 def content_of_row(facts: str, key: str | None, body: bytes | None) -> Content:
-    """Return what a row of the query `outbox_digests` says as a record has it."""
+    """Return the content of a row of the query `outbox_digests`."""
     return facts.encode(), NO_KEY if key is None else key.encode(), bytes(body or b"")
 
 
 def is_of_row(record: Content, row: Content) -> bool:
-    """Say whether a record is the message of a row, or the void one that took its place."""
+    """Whether a record is a row's message, or its void record."""
     if record == row:
         return True
     at, _, headers = record[0].partition(b":")

@@ -1,4 +1,4 @@
-"""Where each LP goes at present, by the newest known routes."""
+"""Each LP's target, by the newest known routes."""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ from mqlayer.runtime.route_cache import RouteCache
 log = logging.getLogger(__name__)
 
 NO_NODE: Final = -1
-"""The node of targets that nothing can be sent to."""
 RETRY_UNREACHABLE_S: Final = 0.5
 RETRY_REFUSED_S: Final = 5.0
 
 
 class Targets:
-    """The targets of all topics. A route is asked for when its topic shows up, and again after a refusal."""
+    """All topics' targets. Routes are read at first use and after refusals."""
 
     def __init__(self, routes: RouteCache, nodes: RelayNodes, ask_names: Callable[[], dict[int, str]]) -> None:
         self._routes, self._nodes, self._ask_names = routes, nodes, ask_names
@@ -39,7 +38,7 @@ class Targets:
             yield from dict.fromkeys(targets)
 
     def find(self, chain: int) -> Target:
-        """Return the target of an LP of a topic; one that is never ready while its route can't be asked for."""
+        """Return an LP's target; while its route is unknown, one never ready."""
         topic_id = chain // LP_COUNT
         known = self._by_lp.get(topic_id)
         if known is None and topic_id not in self._unrouted:
@@ -48,31 +47,31 @@ class Targets:
         return known[chain % LP_COUNT] if known is not None else self._unrouted[topic_id]
 
     def retry_unrouted(self, now: float) -> set[int]:
-        """Ask again for routes that could not be had; return the topics that have one now."""
+        """Read missing routes; return topics that now have one."""
         due = [topic_id for topic_id, target in self._unrouted.items() if target.paused_until <= now]
         for topic_id in due:
             self._load(topic_id, refresh=True)
         return {topic_id for topic_id in due if topic_id in self._by_lp}
 
     def refresh_all(self) -> set[int]:
-        """Ask for all routes and limits in use as they are now; return the topics that have another version."""
+        """Read all routes and limits; return topics whose version changed."""
         return {topic_id for topic_id in list(self._by_lp) if self.refresh(topic_id)}
 
     def refresh(self, topic_id: int) -> bool:
-        """Ask for a topic's route after a refusal; return whether there was a newer one."""
+        """Read a topic's route; return whether it changed."""
         before = self._versions.get(topic_id)
         self._load(topic_id, refresh=True)
         return self._versions.get(topic_id) != before
 
     def pause(self, target: Target, now: float, *, first_s: float = FIRST_S) -> float:
-        """Leave a target alone for a while, longer each time; return for how many seconds."""
+        """Pause a target, longer each time; return the seconds."""
         target.pause_count += 1
         wait_s = backoff_s(target.pause_count, self._rng, first_s=first_s)
         target.paused_until, target.ready = now + wait_s, False
         return wait_s
 
     def set_ready(self, now: float) -> None:
-        """Note of each target whether messages may be sent to it now."""
+        """Update whether each target takes messages."""
         for target in self:
             self._set_ready(target, now)
 
@@ -111,7 +110,6 @@ class Targets:
         target.ready = target.paused_until <= now and self._nodes.node(target.node_id).takes(target.partition)
 
     def _refuse(self, topic_id: int, reason: str) -> None:
-        """Have every row of the topic quarantined, as long as nobody changes that."""
         self._by_lp.pop(topic_id, None)
         self._versions.pop(topic_id, None)
         self._leave_unrouted(topic_id, reason, RETRY_REFUSED_S)
@@ -124,7 +122,7 @@ class Targets:
 
 
 def retarget(cursors: Iterable[LpCursor], targets: Targets, topic_ids: set[int]) -> None:
-    """Give the cursors of topics with a new route their targets."""
+    """Set cursors' targets after route changes."""
     for cursor in cursors:
         if cursor.topic_id in topic_ids:
             cursor.target = targets.find(cursor.chain)

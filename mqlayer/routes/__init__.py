@@ -1,4 +1,4 @@
-"""Elastic routes: split, merge and move partitions while messages flow; what becomes of the old ones."""
+"""Route changes: split, merge and move partitions under load; retire the old ones."""
 
 from mqlayer.domain.route_changes import ChangePlan, Successor, plan_merge, plan_move, plan_split
 from mqlayer.routes.change_driver import finish_change, finish_changes

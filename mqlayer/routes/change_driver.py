@@ -1,17 +1,6 @@
-"""The steps of a route change, each repeated by whoever finds the change unfinished.
+"""Drives route changes: planned, sealing, sealed, done. Any process may continue one.
 
-States, and who repairs a crash behind them:
-
-1. *planned* (rows in Postgres; successors may exist in Redis, importing). Anybody goes on, or drops it.
-2. *sealing* (parents may be sealed). Only forward from here: a driver that is stopped and wakes up later seals for a
-   change that goes on anyway. Anybody goes on.
-3. *sealed* (every parent's command record is in its stream, and Postgres has recorded these very ones with their
-   marks). Anybody goes on.
-4. *done* (successors open with their marks, route version in force). Nothing is left to do.
-
-A step runs in one transaction that holds the change's row, so that two drivers work one after the other. One that was
-stopped for so long that Postgres ended its transaction does no harm when it wakes up: making, sealing and opening are
-idempotent by the change's id.
+Steps, guards and crashes: docs/design/route-changes.md.
 """
 
 from __future__ import annotations
@@ -45,14 +34,14 @@ from mqlayer.topics.nodes import rearm_node
 log = logging.getLogger(__name__)
 
 TIMEOUTS: Final = {"lock_wait": "10s", "idle": "30s"}
-"""A driver that is stopped in a step must not keep all others from finishing the change."""
+"""A stopped driver must not block others."""
 RETRY_FOR_S: Final = 5.0
-"""How long a step is repeated that a node's restart came between."""
+"""How long a step is retried while a node is not armed."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChangePartition:
-    """A partition of a change, and where it is."""
+    """A partition of a change."""
 
     partition: PartitionId
     node: NodeId
@@ -62,7 +51,7 @@ class ChangePartition:
 
 @dataclass(frozen=True, slots=True)
 class LockedChange:
-    """A change under its lock."""
+    """A change whose row this transaction holds."""
 
     change_id: int
     topic_id: int
@@ -76,7 +65,7 @@ class LockedChange:
 
 
 class ChangeDriver:
-    """Brings changes to their end. Holds connections to the nodes that it needed; close it."""
+    """Finishes changes. Keeps connections to nodes: close it."""
 
     def __init__(
         self, database: Database, *, prefix: str, application: Database | None = None, unsafe: bool = False
@@ -88,10 +77,10 @@ class ChangeDriver:
         self._emptied = ""
 
     def finish(self, change_id: int) -> str:
-        """Take every step that is left; return the state it ended in: done or dropped.
+        """Take all remaining steps; return the final state, done or dropped.
 
-        Raises StoreUnavailable where a node is away: the change stays as far as it is. Raises Conflict where Redis
-        holds something else than Postgres says.
+        Raises StoreUnavailable (the change keeps its state), Conflict if Redis contradicts Postgres or another process
+        holds the change.
         """
         retrying = Retrying(
             retry=retry_if_exception_type(NodeNotArmed),
@@ -128,7 +117,7 @@ class ChangeDriver:
             ) from error
 
     def _arm_emptied(self) -> None:
-        """Arm the node that lacks a partition: its run is the armed one, so nobody else may notice."""
+        """FLUSHALL keeps the armed run, so no other process may notice."""
         name, self._emptied = self._emptied, ""
         if name:
             rearm_node(
@@ -137,14 +126,13 @@ class ChangeDriver:
             )  # fmt: skip
 
     def _begin(self, connection: Connection, change: LockedChange) -> str:
-        """Make the successors, and say that the change goes forward from here on."""
         if change.state != "planned":
             return change.state
         for part in change.successors:
             self._make(change, part)
             failpoint("change.after_make")
         if change.mode == "live":
-            # One whose node is away must not leave the others sealed until it is back.
+            # An unavailable parent must not leave the others sealed.
             for part in change.parents:
                 self.node_connection(part.node).call([("PING",)])
         connection.execute(query("change_sealing"), {"change_id": change.change_id})
@@ -152,7 +140,6 @@ class ChangeDriver:
         return "sealing"
 
     def _seal(self, connection: Connection, change: LockedChange) -> str:
-        """Seal the parents, and record what is durable."""
         if change.state != "sealing":
             return change.state
         seals: dict[ChangePartition, Sealed] = {}
@@ -160,7 +147,7 @@ class ChangeDriver:
             if not self._is_unreachable(change, part):
                 seals[part] = self._seal_one(change, part)
                 failpoint("change.after_seal")
-        # In this order: whoever arms a node waits from here on, so what is read back stays there, or its run changes.
+        # Lock before reading back: arming waits from here on, so a seal that is read stays, or the run changes.
         self._still_armed(connection, list(seals))
         for part, sealed in seals.items():
             self._read_back(part, sealed)
@@ -174,14 +161,13 @@ class ChangeDriver:
         return "sealed"
 
     def _open(self, connection: Connection, change: LockedChange) -> str:
-        """Load the marks into the successors, open them, put the next route version in force."""
         if change.state != "sealed":
             return change.state
         change_facts = {"change_id": change.change_id}
         marks = [row[0] for row in connection.execute(query("seal_marks_of"), change_facts)]
         for part in change.successors:
             self._hand_over_ids(change, part)
-        # What is opened on a run that is not armed any more is not on the one that is. Arming waits from here on.
+        # An opening on a run that is no longer armed would not count. Arming waits from here on.
         self._still_armed(connection, change.successors)
         for part in change.successors:
             self._open_one(change, part, marks_within(marks, part.lp_from, part.lp_to))
@@ -230,23 +216,22 @@ class ChangeDriver:
         raise _not_sealed(change, part, answer, connection.node.address)
 
     def _is_unreachable(self, change: LockedChange, part: ChangePartition) -> bool:
-        """Say whether a parent's node can't be reached, where the change is meant for that."""
         if change.mode == "live":
             return False
         try:
             self.node_connection(part.node).connect()
         except NodeNotArmed:
-            # It answers: whoever arms it brings it back.
+            # It answers: arming restores it.
             raise
         except StoreUnavailable:
             return True
         return False
 
     def _record_proof(self, connection: Connection, change: LockedChange, part: ChangePartition) -> None:
-        """Record a parent as sealed by what its outbox proves. Its node is not served before it has sealed it too."""
+        """Record an unreachable parent by its outbox's marks; its node seals it before it serves."""
         proof = prove(connection, self._application, change.topic_id, part.lp_from, part.lp_to, change.mode)
         if change.mode == "lost" and self._application is not None:
-            # What is to be sent again must not be rotated away before.
+            # The outbox must keep the rows that are to be sent again.
             retain_unproven(self._application, change.topic_id, proof)
             given_up = {"partition": part.partition, "node": part.node} | proof.counts()
             write_audit(connection, "driver", "partition given up", change.topic, given_up)
@@ -262,11 +247,11 @@ class ChangeDriver:
             "cut": False,
         }
         connection.execute(query("seal_put"), facts)
-        # What its outbox sends to the successors again may be dead.
+        # Its outbox may resend dead messages to the successors.
         connection.execute(query("dead_log_lost"), {"partitions": [part.partition], "offsets": [1]})
 
     def _read_back(self, part: ChangePartition, sealed: Sealed) -> None:
-        """See the very command in the stream, on the run it was written to: a fact to record (invariant 6)."""
+        """Check the command record in this run's stream (invariant 6)."""
         connection, keys = self.node_connection(part.node), partition_keys(self._prefix, part.partition)
         replies = connection.call([("HGET", keys.meta, "seal"), ("XREVRANGE", keys.log, "+", "-", "COUNT", 1)])
         seal, last = (raise_for_reply(reply, connection.node.address) for reply in replies)
@@ -276,13 +261,13 @@ class ChangeDriver:
             )
 
     def _still_armed(self, connection: Connection, parts: Sequence[ChangePartition]) -> None:
-        """Refuse to record what a run said that may not be the armed one any more: re-arming waits for us now."""
+        """Raise NodeNotArmed unless the runs are armed; arming now waits."""
         wanted = {part.node: self.node_connection(part.node) for part in parts}
         rows = connection.execute(query("node_armed_runs"), {"node_ids": list(wanted)}).fetchall()
         for node_id, armed, given_up in rows:
             node_connection = wanted[NodeId(node_id)]
             if armed is None and not given_up:
-                # Emptied, and whoever found that died before it was armed.
+                # Emptied, and the process that noticed died before arming it.
                 self._emptied = node_connection.node.name
             if node_connection.connect().run_id != armed:
                 raise NodeNotArmed(
@@ -303,7 +288,6 @@ class ChangeDriver:
         connection.execute(query("seal_put"), facts)
 
     def _hand_over_ids(self, change: LockedChange, part: ChangePartition) -> None:
-        """Let a successor know the dedup ids of its LPs; what parents know on nodes that are away is forgotten."""
         if change.mode != "live":
             return
         successor = (self.node_connection(part.node), part.partition)
@@ -323,14 +307,14 @@ class ChangeDriver:
         connection = self.node_connection(part.node)
         word = open_partition(connection, self._prefix, part.partition, change.change_id, marks)
         if word == "absent":
-            # Made again by arming its node, under epochs that nobody has: it may have been open, and consumed.
+            # It may have been open and consumed, so arming must recreate it, under new epochs.
             self._emptied = connection.node.name
             raise NodeNotArmed(connection.node.address, f"partition {part.partition} is gone from it: it lost data")
         if word != "open":
             raise Conflict(f"partition {part.partition} on {connection.node.address} can't be opened: {word}")
 
     def node_connection(self, node_id: NodeId) -> NodeConnection:
-        """Return the connection to a node, in a step. Raises NotFound."""
+        """Return a node's connection, during a step. Raises NotFound."""
         if node_id not in self._node_connections:
             if node_id not in self._nodes:
                 raise NotFound("node", node_id, "its row is gone from the control database")
@@ -339,7 +323,7 @@ class ChangeDriver:
 
 
 def locked(connection: Connection, change_id: int) -> LockedChange:
-    """Lock a change for a step and return it with its partitions. Raises NotFound."""
+    """Lock a change for a step. Raises NotFound."""
     connection.execute(query("transaction_patience"), TIMEOUTS)
     row = connection.execute(query("change_lock"), {"change_id": change_id}).fetchone()
     if row is None:
@@ -360,7 +344,7 @@ def locked(connection: Connection, change_id: int) -> LockedChange:
 def driver(
     database: Database, *, prefix: str, application: Database | None = None, unsafe: bool = False
 ) -> Iterator[ChangeDriver]:
-    """Lend a driver."""
+    """Yield a driver, then close it."""
     with ExitStack() as cleanup:
         borrowed = ChangeDriver(database, prefix=prefix, application=application, unsafe=unsafe)
         cleanup.callback(borrowed.close)
@@ -370,13 +354,13 @@ def driver(
 def finish_change(
     database: Database, change_id: int, *, prefix: str, application: Database | None = None, unsafe: bool = False
 ) -> str:
-    """Bring one change to its end; return its state then: done or dropped. Safe to run twice at once.
+    """Finish a change; raises as `ChangeDriver.finish`. Safe to call concurrently.
 
-    `application` is the database of the outbox, which proves the marks of a partition whose node is away.
+    `application`: the outbox's database, proof for partitions on unreachable nodes.
     """
     with driver(database, prefix=prefix, application=application, unsafe=unsafe) as borrowed:
         state = borrowed.finish(change_id)
-    # Behind the commit: a member that was stopped with its group's lock must not keep publishers waiting.
+    # After the commit: a stopped member that holds its group's lock must not keep publishers waiting.
     raise_group_versions(database)
     return state
 
@@ -391,11 +375,10 @@ def finish_changes(
     accept_loss: bool = False,
     unsafe: bool = False,
 ) -> dict[int, str]:
-    """Bring all unfinished changes, or those of a topic, as far as that goes; return what became of each.
+    """Finish all open changes, or a topic's; return final states or reasons of delay by id.
 
-    What a node that is away holds up is left for the next call, with the reason; with `unreachable` it goes on without
-    that node, as `planned_move` does: its parents count as sealed with the marks that the outbox proves, and it seals
-    them when it is back.
+    `unreachable`: go on without unreachable nodes; Conflict if direct producers may have published, unless
+    `accept_loss`.
     """
     if unreachable and not accept_loss:
         refuse_unproven(database)
@@ -417,7 +400,6 @@ def finish_changes(
 
 
 def _once_more(connection: NodeConnection, command: Any) -> Any:
-    """Call a script; once more after loading the scripts, where the server forgot them."""
     (reply,) = connection.call([command])
     if is_missing_script(reply):
         connection.reload_scripts()

@@ -1,8 +1,7 @@
-"""Handing dedup ids over to the successors of a route change: from node to node, while nobody publishes there.
+"""Copy dedup ids from sealed parents to importing successors.
 
-A parent is sealed, so its ids don't change; a successor is importing, so nobody else writes there; loading is
-idempotent, so whoever finds the change unfinished does it again. Best effort where a parent's node is away: whether a
-change goes on must not hang on it, and what is forgotten may be stored twice, never lost or reordered.
+No process writes them meanwhile, and loading is idempotent. Best effort if the parent's node is unavailable: forgotten
+ids may let duplicates in, never loss or reordering.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ PAGE: Final = 2_000
 
 
 class KnownId(NamedTuple):
-    """An id as a parent knows it: its token, its first place as text, and how long ago it came, by its node's clock."""
+    """A dedup id: token, first place as text, age by its node's clock."""
 
     token: bytes
     place: bytes
@@ -33,10 +32,10 @@ def hand_over_ids(
     parent: tuple[NodeConnection, int], successor: tuple[NodeConnection, int], *, prefix: str, change: int,
     lp_from: int, lp_to: int,
 ) -> int:  # fmt: skip
-    """Load into a successor what a sealed parent knows of ids of the successor's LPs; return how many.
+    """Copy a sealed parent's ids of the LPs to a successor; return how many.
 
-    Each is given as a connection and the number of the partition. Raises StoreUnavailable of the successor's node; of
-    the parent's it is logged.
+    `parent` and `successor`: connection and partition. Raises StoreUnavailable of the successor's node; the parent's is
+    logged.
     """
     count = 0
     try:
@@ -53,7 +52,7 @@ def hand_over_ids(
 
 
 def _pages(connection: NodeConnection, partition: int, prefix: str) -> Iterator[tuple[list[KnownId], int]]:
-    """Yield what a sealed partition knows, with how long it is kept from now on."""
+    """Yield ids with their remaining lifetime in ms."""
     keys, start = partition_keys(prefix, partition), 0
     while True:
         replies = connection.call(
@@ -76,7 +75,6 @@ def _pages(connection: NodeConnection, partition: int, prefix: str) -> Iterator[
 
 
 def _with_partition(place: bytes, partition: int) -> bytes:
-    """Return a place that names its partition."""
     return place if place.count(b":") == 4 else b"%b:%d" % (place, partition)
 
 

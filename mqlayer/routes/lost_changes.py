@@ -1,19 +1,6 @@
-"""Open again what a route change sealed that the control database lost.
+"""Undo route changes that the control database lost (docs/design/lost-commits.md).
 
-A promoted standby may lack the last commits, and with them a whole change: its parents are open in Postgres and sealed
-on their nodes, its successors are on nodes and nowhere else. Publishers and relays are refused, which is safe, and
-stays so: no command of the change is left to be finished.
-
-| where it stops | what is there | who goes on |
-|---|---|---|
-| before anything is deleted | all as it was | the command again |
-| some successors deleted | the parents refuse, as before | the command again |
-| epochs raised on nodes, not in Postgres | owners are refused, get a higher one | they, and the command again |
-| opened, not committed | what Postgres said all the time; the audit lacks a row | nobody has to |
-
-All successors are deleted before any parent is opened, so at no time two partitions take an LP (invariant 4). A number
-that this database never gave out nor leaped over is not forgotten but another database's: a primary that was cut off
-finds the changes of its successor, and must leave them alone.
+All unknown successors become tombstones before any parent opens, so two partitions never take one LP (invariant 4).
 """
 
 from __future__ import annotations
@@ -42,7 +29,7 @@ KEYS_PER_SCAN: Final = 1_000
 
 @dataclass(slots=True)
 class UndoReport:
-    """What was done: partitions opened again; successors that were deleted, with how many messages they had had."""
+    """Reopened partitions; deleted successors, with the number of messages each had."""
 
     opened: list[int] = field(default_factory=list)
     deleted: dict[int, int] = field(default_factory=dict)
@@ -50,8 +37,6 @@ class UndoReport:
 
 @dataclass(frozen=True, slots=True)
 class _PartitionMeta:
-    """A partition as its node has it."""
-
     partition: int
     node: NodeId
     state: str
@@ -63,13 +48,11 @@ class _PartitionMeta:
 def reopen_forgotten(
     database: Database, topic: str, *, prefix: str, actor: str = "api", unsafe: bool = False
 ) -> UndoReport:
-    """Delete a topic's successors that Postgres does not know, and open their parents again, where a change was lost.
+    """Delete a topic's unknown successors, reopen their parents. After a crash, repeat it.
 
-    What only the successors had is gone: outboxes send it again while its rows are there, direct producers are told of
-    the loss, and groups that handled some of it handle that again, but for what the fence knows. Changes nothing where
-    nothing was forgotten. Asks every node for all its partitions: some seconds on a large one. Raises NotFound,
-    StoreUnavailable or NodeNotArmed where a node can't be asked (one that is given up is not), Conflict where a seal is
-    of a change that this database can't have lost.
+    Outboxes resend messages that only successors had, while the rows exist; direct producers get an error; groups may
+    handle some again, except fenced effects. Scans all keys of every node. Raises NotFound, StoreUnavailable,
+    NodeNotArmed, Conflict for a seal or partition with a number that this database never gave out.
     """
     topic_id = load_route(database, topic).topic_id
 
@@ -104,7 +87,7 @@ class _LostChangeUndo:
     ) -> None:
         self._connection, self._topic, self._topic_id, self._prefix = connection, topic, topic_id, prefix
         nodes = nodes_by(connection)
-        # Nobody arms another run before this ends.
+        # These rows stay locked, so arming waits.
         rows = connection.execute(query("node_armed_runs"), {"node_ids": [node.node_id for node in nodes]}).fetchall()
         armed: dict[int, str | None] = {node_id: run for node_id, run, _ in rows}
         given_up = {node_id for node_id, _, lost in rows if lost}
@@ -119,7 +102,6 @@ class _LostChangeUndo:
         ((self._last_change, self._last_partition),) = connection.execute(query("forgotten_limits")).fetchall()
 
     def run(self) -> UndoReport:
-        """Do what is needed, successors first."""
         metas = [meta for node_id in self._node_connections for meta in self._metas(node_id)]
         facts = {"changes": [meta.sealed_for for meta in metas], "partitions": [meta.partition for meta in metas]}
         ((known_changes, known_partitions),) = self._connection.execute(query("forgotten_known"), facts).fetchall()
@@ -148,7 +130,6 @@ class _LostChangeUndo:
         return done
 
     def _metas(self, node_id: NodeId) -> list[_PartitionMeta]:
-        """Return all partitions of the topic that a node has."""
         connection, cursor, found = self._node_connections[node_id], b"0", set()
         while True:
             command = (b"SCAN", cursor, b"MATCH", f"{self._prefix}:{{*}}:meta", b"COUNT", KEYS_PER_SCAN)
@@ -188,7 +169,7 @@ class _LostChangeUndo:
         )
 
     def _raise_epochs(self, sealed: list[_PartitionMeta]) -> None:
-        """Have whoever has read the command begin anew."""
+        """Make owners that read the command record begin again."""
         homes = {meta.partition: meta.node for meta in sealed}
         for group, partition, epoch in self._connection.execute(
             query("forgotten_epochs"), {"partitions": list(homes)}
@@ -198,9 +179,9 @@ class _LostChangeUndo:
             raise_for_reply(reply, connection.node.address)
 
     def _open(self, meta: _PartitionMeta) -> None:
-        """Take the command away, and let the next one have its entry id: offsets of commands are not dense."""
+        """Remove the command record; free its entry id, because command records break dense offsets."""
         connection, keys = self._node_connections[meta.node], partition_keys(self._prefix, meta.partition)
-        # No LP is short: it only has to be a name without a mark.
+        # Empty: no LP is short.
         reopen = reopen_command(connection, self._prefix, meta.partition, meta.seal, "", 0)
         last = ("XSETID", keys.log, f"{meta.next - 1}-0")
         replies = raise_for_reply(connection.call([("MULTI",), reopen, last, ("EXEC",)])[-1], connection.node.address)

@@ -1,4 +1,4 @@
-"""How many messages each LP of a partition takes, by its marks: they grow by one a message."""
+"""Messages per LP, by marks: a mark grows by one per message."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ LONGEST_S: Final = 3_600.0
 def measured_load(
     database: Database, route: Route, partition: int, *, prefix: str, over_s: float = 0.0, unsafe: bool = False
 ) -> dict[int, int]:
-    """Return messages per LP: those of the next `over_s` seconds, or with 0 all of the LPs' lives.
+    """Return messages per LP over the next `over_s` seconds; with 0, or if none arrive, over all time.
 
-    Where nothing comes in that time, all of their lives count too. Raises NotFound for a partition not in force and
-    for a node that Postgres does not know, InvalidInput for a time over an hour.
+    Raises NotFound for a partition not in force, InvalidInput above one hour, StoreUnavailable.
     """
     if not 0 <= over_s <= LONGEST_S:
         raise InvalidInput(f"the load is measured for 0 to {LONGEST_S:g} seconds, not {over_s:g}")

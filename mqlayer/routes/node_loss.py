@@ -1,9 +1,4 @@
-"""An operator's word that a node is lost for good: go on without it, and say what that loses.
-
-For each partition that publishers use a change moves it to another node, with what the outbox still holds sent again;
-sealed ones that some group has not drained are made anew elsewhere, from the outbox. Each step is one of the changes or
-one transaction, so the command can be given again after a crash at any line.
-"""
+"""Give up a lost node, or arm nodes that came back (docs/design/route-changes.md)."""
 
 from __future__ import annotations
 
@@ -33,10 +28,10 @@ ANSWER_WITHIN_S = 3.0
 
 @dataclass(frozen=True, slots=True)
 class NodeLossReport:
-    """What a lost node held. `resent`: messages sent once more to where its partitions are now.
+    """The loss of a node. `resent`: messages sent again elsewhere.
 
-    `only_on_node`: messages that the outbox does not hold any more; what a group had not settled of them is lost to it.
-    `direct`: whether direct producers may have published there: what groups had not settled of that is lost too.
+    `only_on_node`: messages no longer in the outbox; groups that had not settled them lose them. `direct`: direct
+    producers may have published there, with the same loss.
     """
 
     moved: tuple[int, ...]
@@ -49,10 +44,9 @@ class NodeLossReport:
 def give_up_node(
     database: Database, name: str, *, prefix: str, application: Database, actor: str = "api", unsafe: bool = False
 ) -> NodeLossReport:
-    """Move everything off a node that never comes back; return what that loses. Written into the audit log.
+    """Move everything off a node that never comes back; return and audit the loss.
 
-    Raises Conflict where the node answers, NotFound where no other node is there. After a crash, or where something
-    had to wait, say it again: what was done before counts.
+    Raises Conflict if the node answers, NotFound without another armed node. After a crash or delay, repeat it.
     """
     return _NodeRemoval(database, find_node(database, name), prefix, application, actor, unsafe).run()
 
@@ -70,7 +64,7 @@ class _NodeRemoval:
         self._refuse_if_it_answers()
         since = self.database.transaction(self._take_out_of_service)
         failpoint("lost.after_disarm")
-        # First what open changes wait for, and what nobody publishes to: then those changes can end.
+        # Partitions without publishers first: open changes wait for them.
         for partition, topic_id, _, state in self._partitions():
             if state != "open":
                 self._relocate(partition, topic_id)
@@ -100,7 +94,7 @@ class _NodeRemoval:
         )
 
     def _take_out_of_service(self, connection: Connection) -> Any:
-        # Changes before nodes, as those lock who drive changes.
+        # Lock changes before nodes, as change drivers do.
         connection.execute(query("changes_of_lost_node"), {"node_id": self.node.node_id})
         row = connection.execute(query("node_lost"), {"node_id": self.node.node_id}).fetchone()
         write_audit(connection, self.actor, "node out of service", self.node.name, {})
@@ -112,7 +106,6 @@ class _NodeRemoval:
             return [tuple(row) for row in connection.execute(query("partitions_of_lost_node"), facts).fetchall()]
 
     def _move(self, partition: int, topic: str) -> None:
-        """Move a partition that publishers use; what the outbox holds of it is sent again."""
         route = load_route(self.database, topic)
         target = choose_node(self.database, route, partition)
         plan = plan_move(route, partition, target, mode="lost")
@@ -121,11 +114,10 @@ class _NodeRemoval:
         )
 
     def _relocate(self, partition: int, topic_id: int) -> None:
-        """Give a partition that nobody publishes to another node; what it has to hold there is seen to by
-        `_recreate`."""
+        """Assign a partition without publishers to another node; `_recreate` fills it."""
         self._refuse_if_it_answers()
         facts: dict[str, Any] = {"partition_id": partition, "to_node_id": self._emptiest(topic_id)}
-        # All that died there comes again at other offsets, as far as it comes.
+        # Its dead messages may come again at other offsets.
         facts |= {"partitions": [partition], "offsets": [1]}
         names = ("abandoned_put", "abandoned_remove", "partition_relocate", "group_starts_reset",
                  "archive_progress_reset", "assignments_of_partition_raise", "dead_log_lost")  # fmt: skip
@@ -137,7 +129,6 @@ class _NodeRemoval:
         self.database.transaction(work)
 
     def _recreate(self, since: Any) -> None:
-        """Make what was given other nodes anew there, from the outbox; also what an earlier try came to give away."""
         recreated = self._recreated(since)
         with self.database.connection() as connection:
             rows = connection.execute(query("nodes_of_partitions"), {"partitions": list(recreated)}).fetchall()
@@ -176,14 +167,13 @@ class _NodeRemoval:
 def rearm_lost_nodes(
     database: Database, *, prefix: str, application: Database | None = None, unsafe: bool = False
 ) -> dict[str, str]:
-    """Arm nodes that came back and that nobody else arms; say what became of each, and why where not.
+    """Arm returned nodes; return "armed" or the reason why not, by name.
 
-    Those that restarted or were emptied while no member, relay or producer uses them, and those that have to seal a
-    partition which was moved off them while they were away. A node that an operator gave up is left to him, unless it
-    has to seal.
+    These restarted or were emptied without a user, or must seal a partition moved away from them. Given-up nodes only
+    in the second case.
     """
     with database.connection() as connection:
-        # A pooler in between may keep our connections over a fail-over.
+        # A pooler may keep our connections over a fail-over.
         meet_server(connection)
         sealing = [row[0] for row in connection.execute(query("seals_unreachable")).fetchall()]
         given_up = {row[0] for row in connection.execute(query("nodes_given_up")).fetchall()}
@@ -209,10 +199,7 @@ def rearm_lost_nodes(
 
 
 def _needs_arming(node: Node, prefix: str, partitions: list[int], *, unsafe: bool) -> bool:
-    """Say whether a node answers, but not as the run that is armed, or without a partition: FLUSHALL keeps the run.
-
-    One that still waits for its marks, though it is in force, was opened on a run that another one took the place of.
-    """
+    """FLUSHALL keeps the run, so partitions are checked too."""
     try:
         with NodeConnection(
             node, connect_timeout_s=ANSWER_WITHIN_S, timeout_s=ANSWER_WITHIN_S, unsafe=unsafe

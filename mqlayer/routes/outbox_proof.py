@@ -1,8 +1,7 @@
-"""Marks of a partition whose node can't be asked, as its outbox proves them.
+"""Marks of a partition on an unavailable node, proven by its outbox.
 
-What is recorded as relayed is in the partition, durably; what is beyond it the outbox still holds, so a successor with
-these marks gets it again. For a node that is lost for good the successor begins where the outbox's rows begin, and gets
-all of them. Every LP is named, also with 0: whatever an outbox has beyond its mark is the successor's business.
+Relayed messages are durable in the partition; the outbox holds all later ones. For a lost node, successors start at the
+outbox's first row. Every LP has a mark, also 0.
 """
 
 from __future__ import annotations
@@ -19,11 +18,9 @@ from mqlayer.topics.outbox_access import borrow_outbox
 
 @dataclass(frozen=True, slots=True)
 class OutboxProof:
-    """What an outbox proves of a range of LPs.
+    """Proof for a range of LPs. `marks`: "<source>:<lp>" -> highest seq not to resend.
 
-    `marks`: "<source>:<lp>" -> highest seq that successors need not get. `resent`: messages that were in the partition
-    and go to the successors once more. `only_on_node`: messages that were relayed and are not in the outbox any more.
-    `outbox_uuid`: which outbox, None where there is none.
+    `resent`: relayed messages that successors get again. `only_on_node`: relayed messages no longer in the outbox.
     """
 
     marks: dict[str, int]
@@ -32,12 +29,12 @@ class OutboxProof:
     outbox_uuid: UUID | None
 
     def counts(self) -> dict[str, int]:
-        """Return what is sent again, and what was only there."""
+        """Return `resent` and `only_on_node`."""
         return {"resent": self.resent, "only_on_node": self.only_on_node}
 
 
 def refuse_unproven(database: Database) -> None:
-    """Raise Conflict where direct producers may have published: no outbox proves their marks."""
+    """Raise Conflict if direct producers may have published: no outbox proves their marks."""
     with database.connection() as connection:
         row = connection.execute(query("direct_sources_live")).fetchone()
     if row and row[0]:
@@ -50,10 +47,10 @@ def refuse_unproven(database: Database) -> None:
 def prove(
     connection: Connection, application: Database | None, topic_id: int, lp_from: int, lp_to: int, mode: ChangeMode
 ) -> OutboxProof:
-    """Return what the one outbox of this system proves.
+    """Return the only outbox's proof.
 
-    Raises Conflict where several outboxes may publish, StoreUnavailable where this process can't read the outbox,
-    ConfigurationRefused where it reads another one.
+    Raises Conflict for several outboxes, StoreUnavailable without a connection, ConfigurationRefused if it leads to
+    another outbox.
     """
     outboxes = connection.execute(query("outbox_sources")).fetchall()
     if len(outboxes) > 1:
@@ -82,7 +79,7 @@ def prove(
 
 
 def retain_unproven(application: Database, topic_id: int, proof: OutboxProof) -> None:
-    """Record in the outbox that Redis holds no more than what is proven: the rest is not to be rotated away."""
+    """Lower the outbox's relayed seqs to the marks, so it keeps later rows."""
     lps = [int(name.split(":")[1]) for name in proof.marks]
     seqs = list(proof.marks.values())
     facts = {"outbox_uuid": proof.outbox_uuid, "topic_ids": [topic_id] * len(lps), "lps": lps, "seqs": seqs}

@@ -1,8 +1,7 @@
-"""Retire partitions: sealed ones that every group has drained leave a tombstone, and nothing else.
+"""Retire partitions: sealed ones that every group has drained leave only a tombstone.
 
-States: *sealed* -> *deleted* (in Postgres; Redis still holds it) -> deleted (only the tombstone is left). A crash
-between is made up for by the next pass. The tombstone stays for ever: a missing partition must never mean "open". Of an
-archived topic, what became of messages stays besides until the archiver has fetched it; it is not deleted before.
+*sealed* -> *deleted* in Postgres -> deleted on the node; a later pass completes a crash between them. See
+docs/design/route-changes.md, "Retiring parents".
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ PER_ROUND: Final = 1_000
 
 
 def retire_partitions(database: Database, *, prefix: str, unsafe: bool = False) -> list[int]:
-    """Delete sealed partitions that every group of their topic has drained; return those of which all is gone now.
+    """Delete sealed partitions that every group has drained; return those fully removed.
 
-    A topic without any group keeps everything. Successors of dropped changes go too. What is on a node that is away
-    is left for the next pass, and keeps nothing waiting that is elsewhere. Safe to run twice at once.
+    Topics without groups keep theirs. Includes successors of dropped changes. Outcomes of archived topics wait for the
+    archiver, unavailable nodes for a later pass. Safe to call concurrently.
     """
     ended: list[int] = database.transaction(
         lambda connection: [row[0] for row in connection.execute(query("partition_retire")).fetchall()]
@@ -53,7 +52,7 @@ def retire_partitions(database: Database, *, prefix: str, unsafe: bool = False) 
                 connection.execute(query("partition_deleted"), {"partitions": done})
         deleted += done
         skipped_nodes |= silent
-        # The places that a silent node took in a round go to the others in the next one.
+        # Other nodes get the silent nodes' share of the limit in the next round.
         if not silent:
             break
     if deleted:
@@ -62,11 +61,10 @@ def retire_partitions(database: Database, *, prefix: str, unsafe: bool = False) 
 
 
 Undeleted = list[tuple[int, list[int], bool]]
-"""Partitions, with the groups that have keys there, and whether what became of messages is for the archive."""
+"""Partition, groups with keys there, whether outcomes await the archiver."""
 
 
 def _undeleted(database: Database, skipped_nodes: set[NodeId]) -> dict[NodeId, Undeleted]:
-    """Return the oldest partitions to delete, per node, but for those of nodes that were passed by."""
     facts = {"limit": PER_ROUND, "skipped_nodes": list(skipped_nodes)}
     with database.connection() as connection:
         rows = connection.execute(query("partitions_to_delete"), facts).fetchall()
@@ -77,7 +75,7 @@ def _undeleted(database: Database, skipped_nodes: set[NodeId]) -> dict[NodeId, U
 
 
 def _delete(node: Node, partitions: Undeleted, *, prefix: str, unsafe: bool) -> list[int] | None:
-    """Leave nothing but tombstones of partitions; return those of which that is so. None: their node is away."""
+    """Return the fully removed partitions; None: the node is unavailable."""
     try:
         with NodeConnection(node, unsafe=unsafe) as connection:
             commands = [

@@ -1,4 +1,4 @@
-"""Plan and apply: what operators and programs call."""
+"""Plan and apply route changes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from mqlayer.runtime.route_cache import load_nodes, load_route
 from mqlayer.topics.nodes import find_node
 
 TIMEOUTS: Final = {"lock_wait": "10s", "idle": "5s"}
-"""Whoever is stopped while it writes a plan down holds the topic, and the end of a change needs it: publishers wait."""
 
 
 def planned_split(
@@ -35,12 +34,10 @@ def planned_split(
     if_version: int | None = None,
     unsafe: bool = False,
 ) -> ChangePlan:
-    """Plan to split a partition at the LPs given, or where its measured load is halved; change nothing.
+    """Plan to split a partition at the LPs `at`, or where its load halves; change nothing.
 
-    `to`: one node for all successors or one for each; the partition's own where none is named. `measure_s`: for how
-    long the load is measured; 0 takes all that its LPs ever took in. `if_version`: the route version that it has to
-    start from. Raises InvalidInput or NotFound for what can't be done, Conflict where the route is at another version
-    or a change is open.
+    `to`: one node, or one per successor; default its own. `measure_s`: seconds; 0: all history. Raises InvalidInput,
+    NotFound, StoreUnavailable, Conflict if a change is open or the route version is not `if_version`.
     """
     route = _plannable(database, topic, if_version)
     points = list(at)
@@ -56,7 +53,7 @@ def planned_split(
 def planned_merge(
     database: Database, topic: str, partitions: Sequence[int], *, to: str | None = None, if_version: int | None = None
 ) -> ChangePlan:
-    """Plan to merge adjacent partitions into one, on the node named or the first one's; raises as `planned_split`."""
+    """Plan to merge adjacent partitions onto `to` or the first one's node; raises as `planned_split`."""
     route = _plannable(database, topic, if_version)
     return plan_merge(route, partitions, None if to is None else find_node(database, to).node_id)
 
@@ -71,10 +68,10 @@ def planned_move(
     accept_loss: bool = False,
     if_version: int | None = None,
 ) -> ChangePlan:
-    """Plan to move a partition to the node named, or to the one with the fewest; raises as `planned_split`.
+    """Plan to move a partition to `to` or the node with the fewest; raises as `planned_split`.
 
-    `unreachable`: also where its own node does not answer. The outbox proves the marks then, consumers wait until the
-    node is back. Where direct producers may have published there this needs `accept_loss`: they are told of a loss.
+    `unreachable`: its node need not answer: the outbox proves the marks, consumers wait for the node. Conflict where
+    direct producers may have published, unless `accept_loss`.
     """
     route = _plannable(database, topic, if_version)
     node = choose_node(database, route, partition) if to is None else find_node(database, to).node_id
@@ -96,7 +93,7 @@ def split(
     actor: str = "api",
     unsafe: bool = False,
 ) -> Route:
-    """Plan a split as `planned_split` does and apply it; return the route then in force. Raises as both."""
+    """Apply `planned_split`; return the new route; raises as `apply_change`."""
     finish_earlier(database, topic, prefix=prefix, application=application, unsafe=unsafe)
     plan = planned_split(
         database, topic, partition, prefix=prefix, at=at, to=to, measure_s=measure_s, unsafe=unsafe
@@ -115,7 +112,7 @@ def merge(
     actor: str = "api",
     unsafe: bool = False,
 ) -> Route:
-    """Plan a merge as `planned_merge` does and apply it; return the route then in force. Raises as both."""
+    """Apply `planned_merge`; return the new route; raises as `apply_change`."""
     finish_earlier(database, topic, prefix=prefix, application=application, unsafe=unsafe)
     plan = planned_merge(database, topic, partitions, to=to)
     return apply_change(database, plan, prefix=prefix, application=application, actor=actor, unsafe=unsafe)
@@ -134,17 +131,14 @@ def move(
     actor: str = "api",
     unsafe: bool = False,
 ) -> Route:
-    """Plan a move as `planned_move` does and apply it; return the route then in force. Raises as both."""
+    """Apply `planned_move`; return the new route; raises as `apply_change`."""
     finish_earlier(database, topic, prefix=prefix, application=application, unsafe=unsafe)
     plan = planned_move(database, topic, partition, to=to, unreachable=unreachable, accept_loss=accept_loss)
     return apply_change(database, plan, prefix=prefix, application=application, actor=actor, unsafe=unsafe)
 
 
 def choose_node(database: Database, route: Route, partition: int) -> NodeId:
-    """Return the node in service with the fewest partitions of a topic, other than a partition's own.
-
-    Raises NotFound.
-    """
+    """Return the other armed node with the fewest partitions of the topic. Raises NotFound."""
     home = next((r.node for r in route.ranges if r.partition == partition), NodeId(0))
     in_use = [r.node for r in route.ranges]
     serving = (node.node_id for node in load_nodes(database) if node.armed_run_id is not None)
@@ -160,11 +154,10 @@ def apply_change(
     actor: str = "api",
     unsafe: bool = False,
 ) -> Route:
-    """Do what a plan says, and return the route then in force; nothing is changed where it raises Conflict.
+    """Finish the topic's open changes, apply the plan, return the new route.
 
-    What an earlier change of the topic left open is finished first. Raises Conflict where the route is not the one
-    that was planned on any more, or another change can't be finished now; StoreUnavailable where a node is away: then
-    the change stays open, and is finished by the worker, by `finish_changes` or by the next command.
+    Raises Conflict, nothing changed, if the route differs or an open change can't finish; StoreUnavailable leaves the
+    change open, for the worker or the next command.
     """
     finish_earlier(database, plan.topic, prefix=prefix, application=application, unsafe=unsafe)
     change_id = _record_plan(database, plan, actor)
@@ -181,10 +174,7 @@ def apply_change(
 
 
 def drop_change(database: Database, topic: str, *, actor: str = "api") -> int:
-    """Give up a topic's open change where nothing is sealed yet; return its id.
-
-    Raises NotFound where no change is open, Conflict where it has to go forward.
-    """
+    """Drop a topic's open change; return its id. Raises NotFound, Conflict once it is sealing."""
     with database.connection() as connection:
         row = connection.execute(query("change_unfinished"), {"topic": topic}).fetchone()
     if row is None:
@@ -207,7 +197,6 @@ def drop_change(database: Database, topic: str, *, actor: str = "api") -> int:
 
 
 def _plannable(database: Database, topic: str, if_version: int | None) -> Route:
-    """Return the route in force, where a change can start from it now."""
     route = load_route(database, check_name("topic", topic))
     if if_version is not None and route.version != if_version:
         raise Conflict(f"topic {topic!r} is at route version {route.version}, not {if_version}", "look at it again")
@@ -221,7 +210,7 @@ def _plannable(database: Database, topic: str, if_version: int | None) -> Route:
 def finish_earlier(
     database: Database, topic: str, *, prefix: str, application: Database | None = None, unsafe: bool = False
 ) -> None:
-    """Finish what an earlier change of a topic left. Raises Conflict where it has to wait."""
+    """Finish a topic's open changes. Raises Conflict if one has to wait."""
     came_to = finish_changes(database, prefix=prefix, topic=topic, application=application, unsafe=unsafe)
     for change_id, word in came_to.items():
         if word not in ("done", "dropped"):
@@ -229,8 +218,6 @@ def finish_earlier(
 
 
 def _record_plan(database: Database, plan: ChangePlan, actor: str) -> int:
-    """Write the plan down, if the route is still the one that it starts from; return the change's id."""
-
     def work(connection: Connection) -> int:
         connection.execute(query("transaction_patience"), TIMEOUTS)
         row = connection.execute(query("topic_lock"), {"name": plan.topic}).fetchone()

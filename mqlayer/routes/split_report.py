@@ -1,4 +1,4 @@
-"""Split reports: what a job on a snapshot found of the load, and the LPs at which splits would balance a topic."""
+"""Split reports: files with the LPs at which splits would balance a topic."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KIND: Final = "mqlayer split report 1"
 
 
 class PartitionSplit(msgspec.Struct, frozen=True, kw_only=True):
-    """One partition and the LPs to split it at; `loads`: records of each part that this makes."""
+    """A partition and its split points; `loads`: records per part."""
 
     partition: int
     lp_from: int
@@ -32,7 +32,7 @@ class PartitionSplit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SplitReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The splits that make `wanted` partitions, or as many as help, out of those of a route version."""
+    """Splits of a route version into `wanted` partitions, or as many as help."""
 
     kind: str = KIND
     snapshot: str
@@ -43,12 +43,12 @@ class SplitReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def splits(self) -> tuple[PartitionSplit, ...]:
-        """The partitions that are split."""
+        """The partitions with splits."""
         return tuple(one for one in self.partitions if one.at)
 
 
 def write_split_report(path: Path, report: SplitReport) -> None:
-    """Write a report as a file that `mqlayer route split --from-report` takes. Raises InvalidInput where it can't."""
+    """Write a file for `mqlayer route split --from-report`. Raises InvalidInput."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
@@ -57,7 +57,7 @@ def write_split_report(path: Path, report: SplitReport) -> None:
 
 
 def read_split_report(path: Path) -> SplitReport:
-    """Return the report of a file. Raises InvalidInput for a file that is none."""
+    """Read a report. Raises InvalidInput."""
     try:
         report = msgspec.json.decode(path.read_bytes(), type=SplitReport)
     except OSError as error:
@@ -79,11 +79,10 @@ def planned_splits(
     to: Sequence[str] = (),
     done: int = 0,
 ) -> list[ChangePlan]:
-    """Plan the splits of a report, of all its partitions or of one, each from the version that the one before makes.
+    """Plan a report's splits, or one partition's, each on top of the previous one.
 
-    `to`: as in `planned_split`, for each of them. `done`: how many splits of this very report are made already; the
-    first so many are left out. Raises InvalidInput for a report of another topic, or one that does not split the
-    partition; Conflict where the route is not at the report's version; and what `planned_split` raises.
+    `to`: see `planned_split`. `done`: splits already applied. Raises InvalidInput for another topic or a partition
+    without split, Conflict for another route version, and as `planned_split`.
     """
     if report.topic != topic:
         raise InvalidInput(f"the report is of topic {report.topic!r}, not of {topic!r}: {_made_by(report, topic)}")

@@ -1,4 +1,4 @@
-"""What people ask of routes: the ranges of a version, the changes so far, and how far groups have drained."""
+"""Read routes: ranges of a version, history, drain progress."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mqlayer.runtime.route_cache import load_nodes, load_route
 
 @dataclass(frozen=True, slots=True)
 class RouteRange:
-    """One range of a route version: who serves it, where, and from which partitions it came."""
+    """A range of a route version; `parents`: partitions it came from."""
 
     version: int
     lp_from: int
@@ -29,7 +29,7 @@ class RouteRange:
 
 @dataclass(frozen=True, slots=True)
 class RouteChange:
-    """One change of a topic's route, and when it came to each state."""
+    """A route change, and when it reached each state."""
 
     change_id: int
     version: int
@@ -46,7 +46,7 @@ class RouteChange:
 
 @dataclass(frozen=True, slots=True)
 class DrainProgress:
-    """What a group has yet to settle of a sealed partition; `remaining` is None where its node can't be asked."""
+    """A group's unsettled messages in a sealed partition; None: its node is unavailable."""
 
     group: str
     group_version: int
@@ -55,7 +55,7 @@ class DrainProgress:
 
 
 def route_ranges(database: Database, topic: str, version: int | None = None) -> list[RouteRange]:
-    """Return the ranges of a route version of a topic, the one in force by default. Raises NotFound."""
+    """Return the ranges of a route version, default the one in force. Raises NotFound."""
     names = {node.node_id: node.name for node in load_nodes(database)}
     facts = {"topic": check_name("topic", topic), "version": version}
     with database.connection() as connection:
@@ -70,7 +70,7 @@ def route_ranges(database: Database, topic: str, version: int | None = None) -> 
 
 
 def route_history(database: Database, topic: str) -> list[RouteChange]:
-    """Return the changes of a topic's route, oldest first. Raises NotFound."""
+    """Return a topic's route changes, oldest first. Raises NotFound."""
     with database.connection() as connection:
         rows = connection.execute(query("change_history"), {"topic": check_name("topic", topic)}).fetchall()
     if not rows:
@@ -79,7 +79,7 @@ def route_history(database: Database, topic: str) -> list[RouteChange]:
 
 
 def drain_progress(database: Database, topic: str, *, prefix: str, unsafe: bool = False) -> list[DrainProgress]:
-    """Return how much each group has yet to settle of each sealed partition that it has not drained."""
+    """Return groups' unsettled messages in undrained sealed partitions."""
     with database.connection() as connection:
         rows = connection.execute(query("drain_progress"), {"topic": check_name("topic", topic)}).fetchall()
     group_partitions = [GroupPartition(row[4], row[3], row[0], start=row[6], seek=row[7]) for row in rows]

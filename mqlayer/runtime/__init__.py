@@ -1,1 +1,1 @@
-"""The newest known routes and nodes of a process."""
+"""Newest known routes and nodes."""

@@ -1,7 +1,6 @@
-"""The newest known route of each topic, and the nodes: refreshed on refusal, by age and by notification.
+"""Cached routes and nodes, refreshed on refusal, by age and by notification.
 
-A cached route is only ever a hint: the append script of the partition decides (invariant 4). An old one costs a
-refused call, never order.
+The partition's append script decides (invariant 4 of ARCHITECTURE.md): an old route costs a refused call, never order.
 """
 
 from __future__ import annotations
@@ -24,10 +23,7 @@ MAX_AGE_S: Final = 30.0
 
 
 class RouteCache:
-    """Routes and nodes from the control database, kept in this process. Safe to use from many threads.
-
-    While Postgres can't be reached, what is known goes on being used.
-    """
+    """Routes and nodes; thread-safe, serves known ones while Postgres is unavailable."""
 
     def __init__(self, database: Database, *, max_age_s: float = MAX_AGE_S) -> None:
         self._database, self._max_age_s = database, max_age_s
@@ -38,9 +34,9 @@ class RouteCache:
         self._notices: NotificationListener | None = None
 
     def route(self, topic: str) -> Route:
-        """Return the topic's route, not older than the maximal age while Postgres answers.
+        """Return a route, at most `max_age_s` old while Postgres answers.
 
-        Raises NotFound for a topic that nobody created, StoreUnavailable where nothing is known yet.
+        Raises NotFound for an unknown topic, StoreUnavailable if nothing is cached.
         """
         known = self._routes.get(topic)
         if known is not None and time.monotonic() - known[1] < self._max_age_s:
@@ -53,23 +49,23 @@ class RouteCache:
             return known[0]
 
     def refresh(self, topic: str) -> Route:
-        """Read the topic's route from Postgres: after a refusal, a notification, or when it is old."""
+        """Read a route from Postgres. Raises NotFound, StoreUnavailable."""
         check_name("topic", topic)
         route = load_route(self._database, topic)
         with self._lock:
             known = self._routes.get(topic)
-            # A slower reader must not put an older version back.
+            # A slower reader must not restore an older version.
             if known is None or known[0].topic_id != route.topic_id or known[0].age <= route.age:
                 self._routes[topic] = (route, time.monotonic())
             return self._routes[topic][0]
 
     def node(self, node_id: NodeId) -> Node:
-        """Return a node as last read from Postgres."""
+        """Return a node as last read; KeyError if unregistered."""
         node = self._nodes.get(node_id)
         return node if node is not None else self.refresh_nodes()[node_id]
 
     def refresh_nodes(self) -> dict[NodeId, Node]:
-        """Read all nodes from Postgres: after one turned out not to be the armed run."""
+        """Read all nodes from Postgres."""
         with self._database.connection() as connection:
             known = {node.node_id: (node, armed_at) for node, armed_at in _read_nodes(connection)}
         nodes = {node_id: node for node_id, (node, _) in known.items()}
@@ -78,16 +74,16 @@ class RouteCache:
 
     @property
     def nodes(self) -> dict[NodeId, Node]:
-        """All nodes as last read from Postgres."""
+        """All nodes as last read."""
         return self._nodes
 
     @property
     def armed_at(self) -> dict[NodeId, datetime | None]:
-        """When each node was armed for the last time, as last read from Postgres: another time at each arming."""
+        """Each node's last arming as last read."""
         return self._armed_at
 
     def listen(self, heard: Callable[[], None] = lambda: None) -> None:
-        """Forget a topic's route as soon as Postgres notifies of a new version, and say so; best effort."""
+        """Expire a topic's route at each new version, then call `heard`; best effort."""
 
         def forget(topic: str) -> None:
             self._forget(topic)
@@ -103,7 +99,7 @@ class RouteCache:
             self._notices.close()
 
     def _forget(self, topic: str) -> None:
-        """Have a topic's route read at its next use; every topic's, where none is named."""
+        # Without a topic, all routes expire.
         with self._lock:
             for name in [topic] if topic else list(self._routes):
                 known = self._routes.get(name)
@@ -142,10 +138,9 @@ def load_nodes(database: Database) -> list[Node]:
 
 
 def nodes_by(connection: Connection) -> list[Node]:
-    """Read them by a connection that the caller has.
+    """Read all nodes over the caller's connection.
 
-    Who holds locks in a transaction must not wait for a second connection of its pool: the others may be with those who
-    wait for these locks.
+    With locks held, waiting for a second pool connection could deadlock.
     """
     return [node for node, _ in _read_nodes(connection)]
 

@@ -1,4 +1,4 @@
-"""Real servers for development, demonstrations and tests, as child processes whose state is a directory."""
+"""Local servers for development, demonstrations and tests."""
 
 from mqlayer.stack.addresses import Addresses, GivenAddresses
 from mqlayer.stack.databases import PostgresDatabases

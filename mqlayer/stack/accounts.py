@@ -1,4 +1,4 @@
-"""The account that a server runs under where it refuses to run as root."""
+"""An account for servers that refuse root."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Account:
 
 
 def unprivileged_account() -> Account | None:
-    """Return the account for Postgres when this process is root; None: run it as we are."""
+    """Return an account for Postgres, None unless root."""
     if os.geteuid() != 0:
         return None
     for name in CANDIDATES:
@@ -35,20 +35,20 @@ def unprivileged_account() -> Account | None:
 
 
 def can_enter(directory: Path, account: Account) -> bool:
-    """Return whether the account may pass through a directory and all above it (by mode bits)."""
+    """Return whether mode bits let the account enter a directory."""
     resolved = directory.resolve()
     return all(_may_pass(part, account) for part in (resolved, *resolved.parents))
 
 
 def chown(directory: Path, account: Account | None) -> None:
-    """Make a directory the account's own and closed to others."""
+    """Give a directory to the account alone."""
     if account is not None:
         os.chown(directory, account.uid, account.gid)
     directory.chmod(0o700)
 
 
 def run_as(account: Account | None) -> dict[str, Any]:
-    """Return the arguments that have `subprocess` run a program under the account and no other group."""
+    """Return `subprocess` arguments for the account."""
     if account is None:
         return {}
     return {"user": account.uid, "group": account.gid, "extra_groups": []}

@@ -1,4 +1,4 @@
-"""Where the parts of a stack are: found out, or given."""
+"""Addresses of a stack's servers."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ NO_LOGIN: Final = Login(REDIS_DEFAULT_USER)
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """Where the parts of a stack are. Secret where they hold passwords: `repr` shows none."""
+    """Addresses of a stack; `repr` hides passwords."""
 
     dsn: str
     nodes: dict[str, str]
     broker_url: str
     node_login: Login = NO_LOGIN
-    """How our own nodes are logged in to; their addresses stand in Postgres and hold no password."""
+    """For the stack's own nodes, whose addresses hold no password."""
 
     def __repr__(self) -> str:
         nodes = {name: display_url(url) for name, url in self.nodes.items()}
@@ -32,7 +32,7 @@ class Addresses:
         return f"Addresses(dsn={address_of(self.dsn)!r}, nodes={nodes!r}, broker_url={broker!r})"
 
     def environment(self) -> dict[str, str]:
-        """Return the environment variables that make a process use this stack."""
+        """Return environment variables for processes of this stack."""
         found = {"MQLAYER_DSN": self.dsn, "MQLAYER_BROKER_URL": self.broker_url}
         if self.node_login.password:
             found |= {
@@ -42,22 +42,22 @@ class Addresses:
         return found
 
     def node_url(self, name: str) -> str:
-        """Return a node's address with the login: for the driver only."""
+        """Return a node's address, password included."""
         return self.node_login.in_url(self.nodes[name])
 
     @property
     def node_access(self) -> NodeAccess | None:
-        """How a process logs in to our own nodes; None where it does as its settings say."""
+        """Login for own nodes; None: as in the settings."""
         return self.node_login.access
 
     def exports(self) -> str:
-        """Return the same as lines that a shell reads with `source`."""
+        """Return the environment as shell lines for `source`."""
         return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in self.environment().items())
 
 
 @dataclass(frozen=True, slots=True)
 class GivenAddresses:
-    """Servers that someone else runs, to be used in place of our own."""
+    """Servers that the stack uses and does not run."""
 
     dsn: str = field(default="", repr=False)
     redis_urls: tuple[str, ...] = field(default=(), repr=False)
@@ -65,17 +65,17 @@ class GivenAddresses:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Self:
-        """Read MQLAYER_DSN, MQLAYER_REDIS_URL (several by commas) and MQLAYER_BROKER_URL."""
+        """Read MQLAYER_DSN, MQLAYER_REDIS_URL (comma-separated), MQLAYER_BROKER_URL."""
         source = os.environ if environment is None else environment
         urls = tuple(url.strip() for url in source.get("MQLAYER_REDIS_URL", "").split(",") if url.strip())
         return cls(source.get("MQLAYER_DSN", ""), urls, source.get("MQLAYER_BROKER_URL", ""))
 
     @property
     def complete(self) -> bool:
-        """Whether no server is left for us to run."""
+        """Whether all servers are given."""
         return bool(self.dsn and self.redis_urls and self.broker_url)
 
     def names(self, nodes: Iterable[str]) -> tuple[str, ...]:
-        """Return which of a stack's servers are given, where its nodes have these names."""
+        """Return the given servers' names."""
         singles = (("postgres", self.dsn), ("broker", self.broker_url))
         return (*(name for name, address in singles if address), *(nodes if self.redis_urls else ()))

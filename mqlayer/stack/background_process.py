@@ -1,4 +1,4 @@
-"""The library's own processes of a stack: started in the background, found again by their directory."""
+"""mqlayer's own background processes of a stack."""
 
 from __future__ import annotations
 
@@ -21,13 +21,12 @@ READY_WITHIN_S = 60.0
 
 @dataclass(frozen=True)
 class BackgroundProcess:
-    """One process of ours, run by this Python."""
+    """A Python process that belongs to a directory."""
 
     directory: Path
     arguments: Sequence[str]
     environment: Mapping[str, str] = field(repr=False)
     ready_line: str
-    """What its log says once it serves."""
 
     @property
     def running(self) -> bool:
@@ -36,7 +35,7 @@ class BackgroundProcess:
 
     @property
     def pid(self) -> int | None:
-        """The process while it runs."""
+        """The running process's pid, else None."""
         return ProcessRecord.load(self.directory).pid
 
     @property
@@ -45,7 +44,7 @@ class BackgroundProcess:
         return self.directory / f"{self.directory.name}.log"
 
     def start(self) -> None:
-        """Return when the process says that it serves; one that runs is left as it is."""
+        """Return when the process is ready. Raises ServerFailed."""
         if self.running:
             return
         closed_directory(self.directory)
@@ -58,14 +57,14 @@ class BackgroundProcess:
             self._give_up()
 
     def stop(self) -> None:
-        """Ask the process to finish what it does and end (SIGTERM)."""
+        """Stop the process (SIGTERM)."""
         record = ProcessRecord.load(self.directory)
         if record.process is not None:
             processes.stop(record.process, by=signal.SIGTERM)
             record.with_process(None).save(self.directory)
 
     def erase(self) -> None:
-        """Stop the process and remove its log and state."""
+        """Stop the process, remove its log and state."""
         self.stop()
         shutil.rmtree(self.directory, ignore_errors=True)
 

@@ -1,9 +1,4 @@
-"""Servers in containers, where a Docker engine answers and no program is on the machine.
-
-A container belongs to a directory as a process does: its name and its port on 127.0.0.1 are recorded there. It is
-stopped, not removed, so that its data survive, and started again on the same port. Its password comes in by its
-environment, which only those see who command the engine.
-"""
+"""Servers in Docker containers, each recorded in a directory. Stopping keeps their data."""
 
 from __future__ import annotations
 
@@ -40,7 +35,7 @@ exec docker-entrypoint.sh redis-server - "$@" <<END
 requirepass ${LOGIN_VARIABLE}
 END
 """
-"""The password by standard input: arguments are seen by every account of the machine."""
+"""By standard input: all accounts can read arguments."""
 USER_VARIABLE: Final = "REDIS_USER"
 HASH_VARIABLE: Final = "REDIS_PASSWORD_HASH"
 WITH_USERS: Final = f"""\
@@ -51,17 +46,16 @@ user ${USER_VARIABLE} on ${HASH_VARIABLE} {" ".join(ALL_RIGHTS)}
 END
 exec docker-entrypoint.sh redis-server "$@" --aclfile /data/{USERS}
 """
-"""Users in the file that the server itself writes later; the first ones by its environment, as a hash."""
 
 
 @cache
 def docker_answers() -> bool:
-    """Return whether containers can be run here: the library is installed and a local engine answers."""
+    """Return whether testcontainers and an engine are available; cached."""
     return importlib.util.find_spec("testcontainers") is not None and engine_answers(_engine_socket())
 
 
 def engine_answers(path: str) -> bool:
-    """Return whether a Docker engine answers on a Unix socket; quick in either case."""
+    """Return whether a Docker engine answers on a Unix socket."""
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(1.0)
@@ -77,7 +71,7 @@ def _engine_socket() -> str:
 
 
 class ServerContainer:
-    """One container whose name and port belong to a directory."""
+    """A container that belongs to a directory."""
 
     image: str
     inner_port: int
@@ -88,18 +82,18 @@ class ServerContainer:
 
     @property
     def name(self) -> str:
-        """The container's name, made from the directory's path."""
+        """The container's name, from the directory's path."""
         path = hashlib.sha256(str(self.directory.resolve()).encode()).hexdigest()[:12]
         return f"mqlayer-{self.directory.name}-{path}"
 
     @property
     def port(self) -> int:
-        """The port on 127.0.0.1; 0 before the first start."""
+        """The port on 127.0.0.1, 0 before start."""
         return ProcessRecord.load(self.directory).port
 
     @property
     def pid(self) -> int | None:
-        """The engine knows the process; we don't."""
+        """None: only the engine knows the process."""
         return None
 
     @property
@@ -110,11 +104,11 @@ class ServerContainer:
 
     @property
     def log(self) -> Path:
-        """Where the container's last output is kept when it could not be started."""
+        """Output of a failed start."""
         return self.directory / "container.log"
 
     def start(self, *, within_s: float = READY_WITHIN_S) -> None:
-        """Return when the server answers; one that runs is left as it is."""
+        """Return when the server answers. Raises ServerFailed, DirectoryRefused."""
         closed_directory(self.directory)
         found = self._container()
         if found is None:
@@ -133,17 +127,17 @@ class ServerContainer:
             self._give_up(within_s)
 
     def stop(self) -> None:
-        """End the server in order; its data stay in the container."""
+        """Stop the server; data stay."""
         if self.running:
             self._container().stop()
 
     def kill(self) -> None:
-        """End the server with SIGKILL."""
+        """Kill the server."""
         if self.running:
             self._container().kill()
 
     def restart(self) -> None:
-        """Stop and start again, same port, same data."""
+        """Restart: same port and data."""
         self.stop()
         self.start()
 
@@ -158,18 +152,17 @@ class ServerContainer:
         from testcontainers.core.config import testcontainers_config
         from testcontainers.core.container import DockerContainer
 
-        # The reaper would remove the container when this process ends.
+        # The reaper would remove the container at this process's end.
         testcontainers_config.ryuk_disabled = True
         port = free_port(self.port)
         container = DockerContainer(self.image, name=self.name, env=self._environment())
-        # The engine's library takes an address with the port; the container's annotation leaves that out.
+        # docker-py accepts (address, port); testcontainers' annotation lacks that.
         ports: dict[str, Any] = container.ports
         ports[f"{self.inner_port}/tcp"] = ("127.0.0.1", port)
         container.with_command(list(self._command())).start()
         ProcessRecord(port, container=self.name).save(self.directory)
 
     def _container(self) -> Any:
-        """Return the engine's container of our name, or None."""
         import docker
 
         client = docker.from_env()
@@ -192,12 +185,11 @@ class ServerContainer:
         raise NotImplementedError
 
     def _asks_for_login(self, environment: Sequence[str]) -> bool:
-        """Return whether a container with this environment was made with our login."""
         return {f"{name}={value}" for name, value in self._environment().items()} <= set(environment)
 
 
 class RedisContainer(ServerContainer):
-    """A Redis in a container. Its users are in a file beside its data, where the login is another one than default."""
+    """A Redis in a container."""
 
     image = REDIS_IMAGE
     inner_port = 6379
@@ -208,12 +200,12 @@ class RedisContainer(ServerContainer):
 
     @property
     def url(self) -> str:
-        """The address for clients, database 0, with the login: for the driver only."""
+        """Address of database 0, password included."""
         return self._login.in_url(self.address)
 
     @property
     def address(self) -> str:
-        """Where the server is, without the login."""
+        """The address without the login."""
         return f"redis://127.0.0.1:{self.port}/0"
 
     def _ready(self) -> bool:
@@ -246,24 +238,24 @@ class PostgresContainer(ServerContainer):
 
     @property
     def databases(self) -> PostgresDatabases:
-        """The databases of the server."""
+        """The server's databases."""
         return PostgresDatabases(self.dsn())
 
     def dsn(self, dbname: str = "postgres") -> str:
-        """Return the address of one database, as its superuser: for the driver only."""
+        """Return a database's DSN as superuser, password included."""
         password = f":{quote(self._login.password, safe='')}" if self._login.password else ""
         return f"postgresql://{SUPERUSER}{password}@127.0.0.1:{self.port}/{dbname}"
 
     def create_database(self, name: str, *, template: str | None = None) -> str:
-        """Create a database, as a copy of the template where one is given, and return its DSN."""
+        """Create a database; return its DSN."""
         return self.databases.create_database(name, template=template)
 
     def drop_database(self, name: str) -> None:
-        """Drop a database with every connection to it; one that isn't there is no error."""
+        """Force-drop a database, if it exists."""
         self.databases.drop_database(name)
 
     def has_database(self, name: str) -> bool:
-        """Return whether the server has the database."""
+        """Return whether the database exists."""
         return self.databases.has_database(name)
 
     def _ready(self) -> bool:

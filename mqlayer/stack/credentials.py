@@ -1,7 +1,4 @@
-"""The passwords of a stack's own servers: random, made at the first start, kept in one file for its owner only.
-
-Each kind of process has its logins there; whatever connects, and the environment of each child, is made from them.
-"""
+"""Passwords of a stack's own servers, per kind of process."""
 
 from __future__ import annotations
 
@@ -24,40 +21,36 @@ PASSWORD_BYTES: Final = 24
 SUPERUSER: Final = "postgres"
 REDIS_DEFAULT_USER: Final = "default"
 NODE_ADMIN: Final = "mqlayer-admin"
-"""The stack's own user on its nodes: it makes the others. No process runs as it."""
+"""Creates the nodes' other users; no process runs as it."""
 
 ProcessKind = Literal["owner", "operator", "relay", "worker", "consumer", "publisher", "viewer"]
 NODE_ROLES: Final[dict[ProcessKind, tuple[RedisRole, ...]]] = {
-    # The commands here, and the programs that are given this stack's addresses.
+    # Commands, and programs that use the addresses of `env`.
     "operator": GRANTED,
     "relay": (RedisRole.RELAY,),
-    # It may host consumers, and publish what ordered tasks ask for.
+    # Workers may host consumers, and publish for ordered tasks.
     "worker": (RedisRole.WORKER, RedisRole.CONSUMER, RedisRole.PUBLISHER),
     "consumer": (RedisRole.CONSUMER,),
     "publisher": (RedisRole.PUBLISHER,),
     "viewer": (RedisRole.VIEWER,),
 }
-"""What the processes of a stack may do on its nodes; the owner's user is the one that nodes are made with.
-
-Each has a role of its own in Postgres, too; the owner's is the superuser, as which no process runs.
-"""
 
 
 @dataclass(frozen=True, slots=True)
 class Login:
-    """A user of a server with its password; without a password the server asks for none."""
+    """A user with its password, "" for none."""
 
     user: str
     password: str = field(default="", repr=False)
 
     def in_dsn(self, dsn: str) -> str:
-        """Return a DSN of Postgres with this login in the place of any other; a URL stays one."""
+        """Return a Postgres DSN or URL with this login."""
         if not self.password:
             return dsn
         return self.in_url(dsn) if "://" in dsn else make_conninfo(dsn, user=self.user, password=self.password)
 
     def in_url(self, url: str) -> str:
-        """Return a URL with this login in the place of any other."""
+        """Return a URL with this login."""
         if not self.password:
             return url
         parts = urlsplit(url)
@@ -67,13 +60,13 @@ class Login:
 
     @property
     def access(self) -> NodeAccess | None:
-        """How a process logs in to nodes like this; None where it does as its settings say."""
+        """Login for nodes; None: as in the settings."""
         return NodeAccess(user=self.user, password=self.password) if self.password else None
 
 
 @dataclass(frozen=True, slots=True)
 class Logins:
-    """As whom one kind of process reaches the servers of a stack."""
+    """Logins of one kind of process."""
 
     postgres: Login = Login(SUPERUSER)
     node: Login = Login(REDIS_DEFAULT_USER)
@@ -82,13 +75,13 @@ class Logins:
 
 @dataclass(frozen=True, slots=True)
 class StackCredentials:
-    """Logins by kind of process. The owner's are those that the servers are made with."""
+    """Logins by kind of process; `owner` creates the servers."""
 
     kinds: dict[ProcessKind, Logins] = field(default_factory=dict)
 
     @classmethod
     def load(cls, directory: Path) -> Self:
-        """Return what the directory holds; before the first start of a server, logins without passwords."""
+        """Read the file; without it, no passwords. Raises DirectoryRefused."""
         try:
             return msgspec.json.decode((directory / FILE_NAME).read_bytes(), type=cls)
         except FileNotFoundError:
@@ -96,15 +89,12 @@ class StackCredentials:
         except PermissionError:
             raise DirectoryRefused(directory, "belongs to another account of this machine") from None
         except msgspec.MsgspecError as error:
-            # The error's text names the place, never the content.
+            # The error's text holds no content.
             raise DirectoryRefused(directory, f"{FILE_NAME} is not readable ({error}): remove it") from error
 
     @classmethod
     def load_or_make(cls, directory: Path) -> Self:
-        """Return what the directory holds; make and keep new passwords where it holds none.
-
-        An owner who is user default on the nodes, as an earlier version left it, becomes a user of its own.
-        """
+        """Read the file, and create missing logins."""
         found = cls.load(directory)
         owner = _with_admin(found.kinds.get("owner") or _random_logins())
         own = {kind: _of_kind(owner, kind) for kind in NODE_ROLES} | found.kinds
@@ -115,24 +105,23 @@ class StackCredentials:
         return made
 
     def of(self, kind: ProcessKind) -> Logins:
-        """Return the logins of a kind of process; the owner's where it has none of its own."""
+        """Return a kind's logins, else the owner's."""
         return self.kinds.get(kind) or self.kinds.get("owner") or Logins()
 
 
 def _of_kind(owner: Logins, kind: ProcessKind) -> Logins:
-    """Return the logins of a kind of process: a user of its own on the nodes."""
     return replace(owner, node=Login(f"mqlayer-{kind}", secrets.token_urlsafe(PASSWORD_BYTES)))
 
 
 def _with_admin(owner: Logins) -> Logins:
-    """Return the owner's logins with another user on the nodes than default."""
+    """Earlier versions used `default` on nodes."""
     if owner.node.user != REDIS_DEFAULT_USER:
         return owner
     return replace(owner, node=Login(NODE_ADMIN, secrets.token_urlsafe(PASSWORD_BYTES)))
 
 
 def _with_role(kind: ProcessKind, logins: Logins) -> Logins:
-    """Return the logins of a kind of process with a role of its own in Postgres; the owner's stay the superuser's."""
+    """Earlier versions used the superuser for all."""
     if kind == "owner" or logins.postgres.user != SUPERUSER:
         return logins
     return replace(logins, postgres=Login(f"mqlayer_{kind}", secrets.token_urlsafe(PASSWORD_BYTES)))

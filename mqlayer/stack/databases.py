@@ -1,4 +1,4 @@
-"""The databases of a running Postgres."""
+"""Databases of a running Postgres."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from mqlayer.postgres.dsn import parse_dsn
 
 @dataclass(frozen=True, slots=True)
 class PostgresDatabases:
-    """The databases of a server, reached with a DSN whose database name is replaced."""
+    """A server's databases."""
 
     base_dsn: str = field(repr=False)
 
     def dsn(self, dbname: str = "postgres") -> str:
-        """Return the address of one database, for the driver only: it may hold a password."""
+        """Return a database's DSN, password included."""
         return make_conninfo("", **parse_dsn(self.base_dsn) | {"dbname": dbname})
 
     def create_database(self, name: str, *, template: str | None = None) -> str:
-        """Create a database, as a copy of the template where one is given, and return its DSN."""
+        """Create a database; return its DSN."""
         statement = sql.SQL("CREATE DATABASE {}").format(sql.Identifier(name))
         if template is not None:
             statement += sql.SQL(" TEMPLATE {}").format(sql.Identifier(template))
@@ -31,17 +31,17 @@ class PostgresDatabases:
         return self.dsn(name)
 
     def drop_database(self, name: str) -> None:
-        """Drop a database with every connection to it; one that isn't there is no error."""
+        """Force-drop a database, if it exists."""
         self._execute(sql.SQL("DROP DATABASE IF EXISTS {} WITH (FORCE)").format(sql.Identifier(name)))
 
     def has_database(self, name: str) -> bool:
-        """Return whether the server has the database."""
+        """Return whether the database exists."""
         with self._connection() as connection:
             row = connection.execute("SELECT 1 FROM pg_database WHERE datname = %s", [name]).fetchone()
         return row is not None
 
     def answers(self) -> bool:
-        """Return whether the server takes connections now."""
+        """Return whether the server accepts connections."""
         try:
             with self._connection():
                 return True

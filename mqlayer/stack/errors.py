@@ -1,4 +1,4 @@
-"""What can go wrong when servers are found, started and stopped."""
+"""Errors of the local stack."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from mqlayer.errors import MqlayerError
 
 
 class StackError(MqlayerError):
-    """A server of the local stack can't be run."""
+    """A server of the local stack cannot run."""
 
 
 class NoServerProgram(StackError):
-    """Neither an address, nor a program, nor Docker, nor an embedded wheel is there."""
+    """No address, program, Docker or wheel is available."""
 
     def __init__(self, kind: str, hint: str) -> None:
         super().__init__(kind, hint)
@@ -23,7 +23,7 @@ class NoServerProgram(StackError):
 
 
 class ServerFailed(StackError):
-    """A process ended, or was not ready in time; its log says why."""
+    """A process ended or was not ready in time."""
 
     def __init__(self, name: str, reason: str, log: Path, last_lines: str = "") -> None:
         super().__init__(name, reason, log, last_lines)
@@ -34,7 +34,7 @@ class ServerFailed(StackError):
 
 
 class DirectoryRefused(StackError):
-    """A directory can't hold a server's data."""
+    """A directory is unsafe or unusable for a server."""
 
     def __init__(self, directory: Path, reason: str) -> None:
         super().__init__(directory, reason)

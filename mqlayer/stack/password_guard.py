@@ -1,4 +1,4 @@
-"""The password of a Postgres cluster: set while nothing listens, asked of every client from then on."""
+"""Password protection of a Postgres cluster."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mqlayer.stack.errors import ServerFailed
 from mqlayer.stack.private_files import write_closed
 
 MARK: Final = "password.sha256"
-"""Says which password is in force; of a random one the hash tells nothing."""
+"""Hash of the password in force."""
 CLIENTS: Final = """\
 # Written by mqlayer: every client gives a password, also on the socket.
 local  all          all                 scram-sha-256
@@ -29,7 +29,7 @@ host   replication  all  ::1/128        scram-sha-256
 
 @dataclass(frozen=True, slots=True)
 class PasswordGuard:
-    """What stands before the cluster in a home. Without a password there is nothing to put in force."""
+    """Password of the cluster below `home`."""
 
     home: Path
     password: str = field(repr=False)
@@ -37,23 +37,20 @@ class PasswordGuard:
 
     @property
     def in_force(self) -> bool:
-        """Whether the cluster asks for this password; a running server does since its start."""
+        """Whether the cluster asks for this password."""
         try:
             return not self.password or (self.home / MARK).read_text() == self._hash
         except FileNotFoundError:
             return False
 
     def put_in_force(self, postgres: Path, *, log: Path) -> None:
-        """Set the superuser's password and let nobody in without one, for a cluster that does not run.
-
-        The mark comes last: what was cut off half-way is done again. Raises ServerFailed.
-        """
+        """Require the password of a stopped cluster. Repeatable. Raises ServerFailed."""
         self._set_password(postgres, log)
         self._write(self.home / "data" / "pg_hba.conf", CLIENTS)
         self._write(self.home / MARK, self._hash)
 
     def _set_password(self, postgres: Path, log: Path) -> None:
-        """Run the server for a single user, on a pipe: the password is in no argument and on no socket."""
+        """Single-user mode shows the password nowhere."""
         command: list[str | Path] = [
             postgres,
             "--single",
@@ -73,7 +70,7 @@ class PasswordGuard:
             **run_as(self.account),
         )
         if done.returncode != 0 or "ERROR:" in done.stderr:
-            # What it says of a failed statement holds the statement.
+            # Its error text contains the statement.
             raise ServerFailed("postgres --single", "could not set the password of the superuser", log)
 
     def _write(self, path: Path, text: str) -> None:

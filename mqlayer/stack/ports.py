@@ -1,4 +1,4 @@
-"""Free TCP ports on the loopback address."""
+"""Free TCP ports on 127.0.0.1."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Final
 from mqlayer.stack.errors import StackError
 from mqlayer.stack.wait import comes_true
 
-# Below the ports that systems give to outgoing connections: none of those takes a port whose server is down.
+# Below the ephemeral range: no outgoing connection takes a stopped server's port.
 FIRST_PORT: Final = 15_000
 LAST_PORT: Final = 32_000
 TRIES: Final = 200
 
 
 def is_free(port: int) -> bool:
-    """Return whether a server could listen on the port now."""
+    """Return whether a server could listen on the port."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -27,7 +27,7 @@ def is_free(port: int) -> bool:
 
 
 def free_port(wanted: int = 0) -> int:
-    """Return the wanted port if it is free now or in a moment, else a random one that is."""
+    """Return the wanted port if free, else a random one. Raises StackError."""
     if wanted and comes_true(lambda: is_free(wanted), within_s=1.0):
         return wanted
     randomness = random.SystemRandom()

@@ -1,4 +1,4 @@
-"""A real Postgres as a child process."""
+"""A local Postgres server process."""
 
 from __future__ import annotations
 
@@ -39,11 +39,9 @@ DEFAULT_OPTIONS: Final[Mapping[str, str]] = {
 
 
 class PostgresServer:
-    """One Postgres on 127.0.0.1 whose data, port and process belong to a directory.
+    """One Postgres on 127.0.0.1 that belongs to a directory.
 
-    The directory is all the state there is: an object made on it later, even by another process, finds the
-    server running, stops it, or starts it again with its data on the same port. It asks every client for a password;
-    without one for its superuser, as tests have it, it trusts all clients of this machine.
+    Any process can find, stop or restart it by the directory. Without a password, all local clients are trusted.
     """
 
     def __init__(
@@ -76,12 +74,12 @@ class PostgresServer:
 
     @property
     def port(self) -> int:
-        """The port in use, or of the last run; 0 before the first."""
+        """Port of this or the last run, else 0."""
         return self._record.port
 
     @property
     def pid(self) -> int | None:
-        """The postmaster while it runs."""
+        """The running postmaster's pid, else None."""
         return self._record.pid
 
     @property
@@ -101,39 +99,38 @@ class PostgresServer:
 
     @property
     def databases(self) -> PostgresDatabases:
-        """The databases of the server, over TCP."""
+        """The server's databases, over TCP."""
         return PostgresDatabases(self.dsn())
 
     def dsn(self, dbname: str = "postgres") -> str:
-        """Return the TCP address of one database, as its superuser: for the driver only."""
+        """Return a database's DSN as superuser, password included."""
         password = f":{quote(self._login.password, safe='')}" if self._login.password else ""
         return f"postgresql://{SUPERUSER}{password}@127.0.0.1:{self.port}/{dbname}"
 
     def socket_dsn(self, dbname: str = "postgres") -> str:
-        """Return the Unix-socket address of one database; TCP's where the path is too long."""
+        """Return a Unix-socket DSN (TCP if too long)."""
         if not self._socket_directory:
             return self.dsn(dbname)
         dsn = f"host={self._socket_directory} port={self.port} user={SUPERUSER} dbname={dbname}"
         return self._login.in_dsn(dsn)
 
     def create_database(self, name: str, *, template: str | None = None) -> str:
-        """Create a database, as a copy of the template where one is given, and return its DSN."""
+        """Create a database; return its DSN."""
         self.databases.create_database(name, template=template)
         return self.dsn(name)
 
     def drop_database(self, name: str) -> None:
-        """Drop a database with every connection to it; one that isn't there is no error."""
+        """Force-drop a database, if it exists."""
         self.databases.drop_database(name)
 
     def has_database(self, name: str) -> bool:
-        """Return whether the server has the database."""
+        """Return whether the database exists."""
         return self.databases.has_database(name)
 
     def start(self, *, within_s: float = 60.0) -> None:
-        """Return when the server takes connections; one that runs with this password is left as it is.
+        """Return when the server accepts connections, on its last port if free.
 
-        The first start makes the data directory; later ones recover what is there. The port of the last run
-        is taken again if it is free.
+        Raises ServerFailed, DirectoryRefused for data of another Postgres version.
         """
         if self.running and not self._guard.in_force:
             self.stop()
@@ -142,25 +139,25 @@ class PostgresServer:
             self._start(within_s)
 
     def stop(self) -> None:
-        """End the server in order (fast shutdown): open transactions are rolled back."""
+        """Stop the server; open transactions roll back."""
         self._end(signal.SIGINT)
 
     def kill(self) -> None:
-        """End the postmaster with SIGKILL, as a crash would, and return when its children are gone too."""
+        """Kill the postmaster and its children."""
         process = self._record.process
         children = processes.children_of(process) if process else []
         self._end(signal.SIGKILL)
         for child in children:
-            # A child notices between two pieces of work; a busy one would hold the shared memory for long.
+            # A busy child notices late, and keeps the shared memory until then.
             processes.stop(child, by=signal.SIGCONT, within_s=2.0)
 
     def restart(self) -> None:
-        """Stop and start again, same port, same data."""
+        """Restart: same port and data."""
         self.stop()
         self.start()
 
     def erase(self) -> None:
-        """Stop the server and remove all its data."""
+        """Kill the server and remove its data."""
         self.kill()
         shutil.rmtree(self._home, ignore_errors=True)
         shutil.rmtree(self.directory, ignore_errors=True)
@@ -176,7 +173,6 @@ class PostgresServer:
         return path if len(str(path)) <= SOCKET_PATH_LIMIT else None
 
     def _prepare(self) -> None:
-        """Make the directories, owned by the account of the server, and in them a database cluster."""
         closed_directory(self.directory, traversed_by=self._account)
         self._home.mkdir(mode=0o700, exist_ok=True)
         chown(self._home, self._account)
@@ -186,7 +182,7 @@ class PostgresServer:
             self._guard.put_in_force(self._program("postgres"), log=self.log)
 
     def _initialise(self) -> None:
-        """Make the cluster beside its place first: one that was cut off half-way is never taken for whole."""
+        """Use a draft directory: an interrupted initdb never looks complete."""
         draft = self._home / "data.new"
         shutil.rmtree(draft, ignore_errors=True)
         answer = self._run_initdb(draft, "C.UTF-8")
@@ -198,7 +194,7 @@ class PostgresServer:
         draft.rename(self.data)
 
     def _run_initdb(self, target: Path, locale: str) -> subprocess.CompletedProcess[str]:
-        # Trusted until the guard is in force, before the first client: nothing listens yet.
+        # Trust is safe here: nothing listens before the password guard is in force.
         command: list[str | Path] = [self._program("initdb"), "--no-sync", "--auth=trust"]
         command += [
             "--encoding=UTF8",
@@ -228,7 +224,7 @@ class PostgresServer:
         return program_place(self.programs, self._account).directory / name
 
     def _start(self, within_s: float) -> None:
-        """Start, again on another port when some process took ours between the look and the bind."""
+        """Retry if another process takes the port."""
         for _ in range(START_TRIES):
             self._launch(free_port(self._record.port or self._wanted_port))
             comes_true(lambda: self._ready() or not self.running, within_s=within_s)
@@ -252,7 +248,6 @@ class PostgresServer:
         ProcessRecord(port, process).save(self.directory)
 
     def _ready(self) -> bool:
-        """Return whether the postmaster's file says so: its pid in the first line, its state in the last."""
         with contextlib.suppress(FileNotFoundError):
             lines = (self.data / "postmaster.pid").read_text().splitlines()
             return len(lines) > 7 and lines[0] == str(self.pid) and lines[7].strip() == "ready"
@@ -271,7 +266,7 @@ class PostgresServer:
 
 
 def _programs_for(data: Path) -> PostgresPrograms:
-    """Return the first choice, among those of the version that wrote the data where there are any."""
+    """Prefer the version that wrote the data."""
     try:
         major = int((data / "PG_VERSION").read_text())
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Files and directories that no other account of the machine gets at."""
+"""Files and directories closed to other accounts."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from mqlayer.stack.errors import DirectoryRefused
 FILE_MODE: Final = 0o600
 DIRECTORY_MODE: Final = 0o700
 PASSED_THROUGH: Final = 0o710
-"""A directory of ours in which a server under another account has its data: its group may pass, and not look."""
+"""The group may enter, not list."""
 UMASK: Final = 0o077
 OTHERS_WRITE: Final = 0o022
 
 
 def closed_directory(directory: Path, *, traversed_by: Account | None = None) -> None:
-    """Make a directory for its owner only, and close it and its files if it is there. `traversed_by` may pass
-    through."""
+    """Create or close a directory and its files; `traversed_by` may enter."""
     directory.mkdir(parents=True, exist_ok=True, mode=DIRECTORY_MODE)
     _close(directory, traversed_by)
     for path in directory.iterdir():
@@ -28,10 +27,7 @@ def closed_directory(directory: Path, *, traversed_by: Account | None = None) ->
 
 
 def own_directory(directory: Path, *, traversed_by: Account | None = None) -> None:
-    """Make a directory for its owner only; one that is there stays as open to readers as it is.
-
-    Raises DirectoryRefused where other accounts may write in it: they could put their files in the place of ours.
-    """
+    """Create or check a private directory. Raises DirectoryRefused if others may write in it."""
     if not directory.exists():
         directory.mkdir(parents=True, mode=DIRECTORY_MODE)
         _close(directory, traversed_by)
@@ -40,7 +36,7 @@ def own_directory(directory: Path, *, traversed_by: Account | None = None) -> No
 
 
 def closed_tree(directory: Path) -> None:
-    """Make a directory for its owner only, and close all that an earlier version left open in it."""
+    """Close a directory and all below."""
     closed_directory(directory)
     for path in directory.iterdir():
         if path.is_dir() and not path.is_symlink():
@@ -48,7 +44,7 @@ def closed_tree(directory: Path) -> None:
 
 
 def write_closed(path: Path, content: bytes) -> None:
-    """Write a file for its owner only; a reader sees the old content or the new one, never a part."""
+    """Replace a file atomically, owner only."""
     draft = path.with_name(f"{path.name}.new")
     draft.unlink(missing_ok=True)
     draft.touch(mode=FILE_MODE)
@@ -57,7 +53,7 @@ def write_closed(path: Path, content: bytes) -> None:
 
 
 def open_closed(path: str, flags: int) -> int:
-    """Open a file, made for its owner only: an `opener` for `open`."""
+    """Opener for `open`: new files are private."""
     return os.open(path, flags, FILE_MODE)
 
 

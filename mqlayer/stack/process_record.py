@@ -1,4 +1,4 @@
-"""What a server's directory remembers of it: its port, and its process while it runs."""
+"""Port and process of a directory's server."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FILE_NAME = "process.json"
 
 @dataclass(frozen=True, slots=True)
 class ProcessRecord:
-    """Facts that survive the command which started the process."""
+    """Port, process and container of a server."""
 
     port: int = 0
     process: ProcessId | None = None
@@ -25,7 +25,7 @@ class ProcessRecord:
 
     @classmethod
     def load(cls, directory: Path) -> Self:
-        """Return what the directory remembers; nothing yet is an empty record."""
+        """Read the record, if any. Raises DirectoryRefused."""
         try:
             return msgspec.json.decode((directory / FILE_NAME).read_bytes(), type=cls)
         except FileNotFoundError:
@@ -34,19 +34,19 @@ class ProcessRecord:
             raise DirectoryRefused(directory, f"{FILE_NAME} is not readable ({error}): remove it") from error
 
     def save(self, directory: Path) -> None:
-        """Write the record; a reader sees the old one or the new one, never a part."""
+        """Write the record atomically."""
         write_closed(directory / FILE_NAME, msgspec.json.format(msgspec.json.encode(self)))
 
     def with_process(self, process: ProcessId | None) -> Self:
-        """Return the record with another process."""
+        """Return a copy with another process."""
         return replace(self, process=process)
 
     @property
     def running(self) -> bool:
-        """Whether the recorded process is alive."""
+        """Whether the process is alive."""
         return self.process is not None and is_running(self.process)
 
     @property
     def pid(self) -> int | None:
-        """The pid of the recorded process while it is alive."""
+        """The live process's pid, else None."""
         return self.process.pid if self.process is not None and is_running(self.process) else None

@@ -1,4 +1,4 @@
-"""Processes that outlive their starter, and are never confused with a later owner of their pid."""
+"""Processes that outlive their starter; reused pids are recognized."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from mqlayer.stack.wait import comes_true
 
 @dataclass(frozen=True, slots=True)
 class ProcessId:
-    """A pid with the start time that the kernel gave it, which a later owner of the pid doesn't share."""
+    """A pid with its process's start time."""
 
     pid: int
     started: str
 
 
-# Children of this process stay referenced until they ended: so each is reaped, and none is left as a zombie.
+# Popen objects stay referenced until their end, so that each child is reaped.
 _children: Final[dict[ProcessId, subprocess.Popen[bytes]]] = {}
 
 
@@ -35,10 +35,9 @@ def spawn(
     environment: Mapping[str, str] | None = None,
     directory: Path | None = None,
 ) -> ProcessId:
-    """Start a process in a session of its own, its output appended to ``log``.
+    """Start a process in a new session, output appended to `log`.
 
-    It lives on when this process ends. With an account it runs under that account and no other group. Its log and the
-    files that it makes are for its account only.
+    It survives this process; its files are private.
     """
     with open(log, "ab", opener=open_closed) as output:
         child = subprocess.Popen(
@@ -58,16 +57,16 @@ def spawn(
 
 
 def identify(pid: int) -> ProcessId:
-    """Return the identity of the process that has the pid now."""
+    """Return the identity of a pid's current process."""
     return ProcessId(pid, _started(pid) or "")
 
 
 def is_running(process: ProcessId) -> bool:
-    """Return whether the very process is alive: not ended, not a zombie, not another with its pid."""
+    """Return whether this very process lives; zombies do not."""
     child = _children.get(process)
     if child is None:
         return process.started != "" and _started(process.pid) == process.started
-    # A child of ours has ended only when it was reaped: until then its pid looks alive to others.
+    # An own child stays a zombie until poll() reaps it.
     if child.poll() is None:
         return True
     _children.pop(process, None)
@@ -75,7 +74,7 @@ def is_running(process: ProcessId) -> bool:
 
 
 def send(process: ProcessId, number: signal.Signals) -> None:
-    """Send a signal to the very process; one that ended is left alone."""
+    """Signal this very process, if alive."""
     if is_running(process):
         try:
             os.kill(process.pid, number)
@@ -84,14 +83,14 @@ def send(process: ProcessId, number: signal.Signals) -> None:
 
 
 def ends(process: ProcessId, *, within_s: float) -> bool:
-    """Return whether the process ended within the time given."""
+    """Return whether the process ends in time."""
     return comes_true(lambda: not is_running(process), within_s=within_s)
 
 
 def stop(process: ProcessId, *, by: signal.Signals = signal.SIGTERM, within_s: float = 30.0) -> bool:
-    """Ask the process to end, kill it when it doesn't, and return whether it went by itself."""
+    """Signal, then kill after `within_s`; False if killed."""
     send(process, by)
-    # A stopped process reads its signals only once it goes on.
+    # A process under SIGSTOP reacts only after SIGCONT.
     send(process, signal.SIGCONT)
     if ends(process, within_s=within_s):
         return True
@@ -100,13 +99,13 @@ def stop(process: ProcessId, *, by: signal.Signals = signal.SIGTERM, within_s: f
 
 
 def kill(process: ProcessId) -> None:
-    """End the process with SIGKILL and wait until it is gone."""
+    """Kill the process and wait for its end."""
     send(process, signal.SIGKILL)
     ends(process, within_s=30.0)
 
 
 def children_of(process: ProcessId) -> list[ProcessId]:
-    """Return the direct children, as far as the system tells (Linux)."""
+    """Return direct children; Linux only."""
     found = []
     for tasks in Path(f"/proc/{process.pid}/task").glob("*/children"):
         for pid in _read(tasks).split():
@@ -117,14 +116,13 @@ def children_of(process: ProcessId) -> list[ProcessId]:
 
 
 def last_lines(log: Path, count: int = 5) -> str:
-    """Return the end of a log, for an error message."""
+    """Return a log's last lines."""
     if not log.exists():
         return ""
     return "\n".join(log.read_text(errors="replace").splitlines()[-count:])
 
 
 def _started(pid: int) -> str | None:
-    """Return when a living process started, in whatever form the system gives, or None."""
     if Path("/proc/self/stat").exists():
         return _started_by_proc(pid)
     return _started_by_ps(pid)
@@ -132,9 +130,9 @@ def _started(pid: int) -> str | None:
 
 def _started_by_proc(pid: int) -> str | None:
     stat = _read(Path(f"/proc/{pid}/stat"))
-    # The second field, the program's name in parentheses, may itself hold blanks and parentheses.
+    # The second field, the name in parentheses, may contain blanks and parentheses.
     fields = stat.rpartition(")")[2].split()
-    # Other threads may outlive the first one, and hold its files and ports open until they end as well.
+    # Threads may outlive the main one, and keep files and ports open.
     if not fields or (fields[0] in {"Z", "X"} and int(fields[17]) <= 1):
         return None
     return fields[19]

@@ -1,4 +1,4 @@
-"""A real Redis (or Valkey) as a child process, with the settings that the promise needs."""
+"""A local Redis or Valkey process with durable settings."""
 
 from __future__ import annotations
 
@@ -23,9 +23,8 @@ from mqlayer.stack.wait import comes_true
 
 START_TRIES: Final = 3
 OPEN: Final = Login(REDIS_DEFAULT_USER)
-"""For a Redis that asks for no password."""
 
-# An answered write is on disk, a rewrite doesn't suspend that, and no stream is ever evicted.
+# Answered writes are on disk, also during a rewrite; nothing is evicted.
 DURABLE_OPTIONS: Final[Mapping[str, str]] = {
     "appendonly": "yes",
     "appendfsync": "always",
@@ -36,11 +35,9 @@ DURABLE_OPTIONS: Final[Mapping[str, str]] = {
 
 
 class RedisServer:
-    """One Redis on 127.0.0.1 whose data, port and process belong to a directory.
+    """One Redis on 127.0.0.1 that belongs to a directory.
 
-    The directory is all the state there is: an object made on it later, even by another process, finds the
-    server running, stops it, or starts it again with its data on the same port. It asks for the login's password; where
-    the login is another user than default, that one is off, and the users are in a file of the directory.
+    Any process can find, stop or restart it by the directory. A login as another user turns `default` off.
     """
 
     def __init__(
@@ -71,27 +68,27 @@ class RedisServer:
 
     @property
     def port(self) -> int:
-        """The port in use, or of the last run; 0 before the first."""
+        """Port of this or the last run, else 0."""
         return self._record.port
 
     @property
     def pid(self) -> int | None:
-        """The process while it runs."""
+        """The running process, else None."""
         return self._record.pid
 
     @property
     def running(self) -> bool:
-        """Whether the process is alive (a stopped one, SIGSTOP, is)."""
+        """Whether the process is alive, also under SIGSTOP."""
         return self._record.running
 
     @property
     def url(self) -> str:
-        """The address for clients, database 0, with the login: for the driver only."""
+        """Address of database 0, password included."""
         return self._login.in_url(self.address)
 
     @property
     def address(self) -> str:
-        """Where the server is, without the login."""
+        """The address without the login."""
         return f"redis://127.0.0.1:{self.port}/0"
 
     @property
@@ -100,10 +97,7 @@ class RedisServer:
         return self.directory / "redis.log"
 
     def start(self, *, within_s: float = 30.0) -> None:
-        """Return when the server answers; one that runs with this login is left as it is.
-
-        Data of earlier runs are loaded. The port of the last run is taken again if it is free.
-        """
+        """Return when the server answers, on its last port if free. Raises ServerFailed."""
         if self.running and not self._asks_for_login():
             self.stop()
         if not self.running:
@@ -111,25 +105,25 @@ class RedisServer:
             self._start(within_s)
 
     def stop(self) -> None:
-        """End the server in order (SIGTERM): what it holds is on disk afterwards."""
+        """Stop the server; data are on disk."""
         self._end(signal.SIGTERM)
 
     def kill(self) -> None:
-        """End the server with SIGKILL, as a crash would."""
+        """Kill the server."""
         self._end(signal.SIGKILL)
 
     def restart(self) -> None:
-        """Stop and start again, same port, same data, another run id."""
+        """Stop and start; only the run id changes."""
         self.stop()
         self.start()
 
     def erase(self) -> None:
-        """Stop the server and remove all its data."""
+        """Kill the server and remove its data."""
         self.kill()
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def send(self, number: signal.Signals) -> None:
-        """Send a signal to the server, such as SIGSTOP and SIGCONT."""
+        """Send a signal to the server."""
         if process := self._record.process:
             processes.send(process, number)
 
@@ -138,7 +132,7 @@ class RedisServer:
         return ProcessRecord.load(self.directory)
 
     def _start(self, within_s: float) -> None:
-        """Start, again on another port when some process took ours between the look and the bind."""
+        """Retry if another process takes the port."""
         wanted = self._record.port or self._wanted_port
         for _ in range(START_TRIES):
             self._launch(free_port(wanted))
@@ -148,7 +142,7 @@ class RedisServer:
             if self.running or "Address already in use" not in processes.last_lines(self.log):
                 break
             if is_free(self.port):
-                # In cluster mode a second port, 10,000 above, is what was taken: the same one would meet it again.
+                # In cluster mode the bus port, 10,000 above, was taken: another pair is needed.
                 wanted = 0
         self._give_up(within_s)
 
@@ -170,7 +164,6 @@ class RedisServer:
         return [f"requirepass {_quoted(self._login.password)}\n"] if self._login.password else []
 
     def _asks_for_login(self) -> bool:
-        """Return whether the run that is there was started with this login."""
         if keeps_users(self._login) and not holds(self._users_file, self._login):
             return False
         return not self._login.password or self._configuration_file.read_text().endswith("".join(self._login_lines()))
@@ -199,10 +192,7 @@ class RedisServer:
 
 
 def answers_ping(port: int, login: Login = OPEN) -> bool:
-    """Return whether a Redis on the port is ready: loaded, and answering without an error.
-
-    One that loads says so only to those who know the password; to others it says NOAUTH at once.
-    """
+    """Return whether a Redis is ready. NOAUTH counts, so pass the password."""
     try:
         with socket.create_connection(("127.0.0.1", port), timeout=1.0) as connection:
             if login.password:
@@ -221,7 +211,6 @@ def _request(*words: str) -> bytes:
 
 
 def _quoted(value: str) -> str:
-    """Return a value as redis.conf reads it: plain words bare, others quoted."""
     if value and not set(value) & {'"', "'", "\\"} and not value.startswith("/"):
         return value
     escaped = value.replace("\\", "\\\\").replace('"', '\\"')

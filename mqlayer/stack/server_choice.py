@@ -1,7 +1,4 @@
-"""Which kind of server a directory gets: a program of the machine, a container, a program of a wheel.
-
-A directory that had a server keeps its kind, because its data are there.
-"""
+"""Choice of a directory's server: machine program, container, wheel. Existing data keep their kind."""
 
 from __future__ import annotations
 
@@ -21,21 +18,21 @@ AnyPostgres = PostgresServer | PostgresContainer
 
 
 def redis_for(directory: Path, *, options: Mapping[str, str] | None = None, login: Login = OPEN) -> AnyRedis:
-    """Return the Redis of a directory, not started. Raises NoServerProgram."""
+    """Return a directory's Redis, not started. Raises NoServerProgram."""
     if _in_container(directory, best_redis_origin()):
         return RedisContainer(directory, options=options, login=login)
     return RedisServer(directory, options=options, login=login)
 
 
 def postgres_for(directory: Path, *, options: Mapping[str, str] | None = None, password: str = "") -> AnyPostgres:
-    """Return the Postgres of a directory, not started. Raises NoServerProgram."""
+    """Return a directory's Postgres, not started. Raises NoServerProgram."""
     if _in_container(directory, best_postgres_origin()):
         return PostgresContainer(directory, options=options, password=password)
     return PostgresServer(directory, options=options, password=password)
 
 
 def best_redis_origin() -> Origin | None:
-    """Return where the best Redis program comes from, or None without any."""
+    """Return the best program's origin."""
     try:
         return best_redis().origin
     except NoServerProgram:
@@ -43,7 +40,7 @@ def best_redis_origin() -> Origin | None:
 
 
 def best_postgres_origin() -> Origin | None:
-    """Return where the best Postgres programs come from, or None without any."""
+    """Return the best programs' origin."""
     try:
         return best_postgres().origin
     except NoServerProgram:

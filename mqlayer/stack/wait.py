@@ -1,4 +1,4 @@
-"""Waiting for a condition, never for a time to pass."""
+"""Wait for conditions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ POLL_INTERVAL_S: Final = 0.005
 
 
 def comes_true(condition: Callable[[], bool], *, within_s: float) -> bool:
-    """Return whether ``condition`` came true within the time given; it is asked at least once."""
+    """Return whether the condition becomes true in time."""
     deadline = time.monotonic() + within_s
     while not condition():
         if time.monotonic() >= deadline:

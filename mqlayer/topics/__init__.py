@@ -1,4 +1,4 @@
-"""Nodes and topics: registering, creating, arming."""
+"""Nodes and topics: register, create, arm."""
 
 from mqlayer.topics.nodes import find_node, list_nodes, rearm_node, register_node, set_node_address
 from mqlayer.topics.topics import TopicSummary, attach_topics, create_topic, list_topics, set_archived, set_limits

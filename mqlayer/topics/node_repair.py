@@ -1,24 +1,6 @@
-"""Bring the partitions of a node that restarted or lost data to what Postgres says they are.
+"""Repair the partitions of a node that restarted or lost data: `docs/design/arming-nodes.md`.
 
-Runs inside of re-arming: under the node's row lock, before the run is armed, so nobody else is served meanwhile.
-
-| Postgres says | Redis has | what is done |
-|---|---|---|
-| open | nothing | made again with the marks that its LPs came with; relays send the rest |
-| open or sealed | its records, no meta | its meta is made from the records: nothing of it is lost |
-| open or sealed | its records, no marks | its marks are counted from them, on top of those that its LPs came with |
-| open or sealed | records behind the last one that it tells of | they are counted: a call ended in its middle |
-| open or sealed | a meta that tells of records, no records | as nothing; what groups have there goes too |
-| sealed | its seal, no command record | the command is appended again |
-| open, or about to be | importing | its marks are loaded, it is opened |
-| sealed | not sealed | sealed anew, and resent from the outbox up to the recorded marks |
-| sealed | sealed by another seal | resent in the same way |
-| sealed | its tombstone | it counts as deleted: a Postgres that was replaced lost its retirement |
-| deleted | anything | only its tombstone is left, again: an old copy of it must not take what nobody would read |
-
-A new seal gets a new name, and Postgres records that one: whoever read the lost command record can't open the gate.
-A sealed partition is never seen open meanwhile: a node that was emptied keeps its run, and connections to it. What is
-resent goes in with the seal before it taken back and the next one set, in one transaction of Redis.
+Runs under the lock on the node's row, before its run is armed.
 """
 
 from __future__ import annotations
@@ -72,14 +54,13 @@ log = logging.getLogger(__name__)
 
 SCAN_ROUNDS: Final = 1_000
 EMPTY: Final = 1 << 52
-"""An offset behind all records."""
 TOMBSTONES_PER_WRITE: Final = 500
 SEEN_EVERY_S: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class DesiredPartition:
-    """What a partition has to be. `seal_id` is empty where it is open."""
+    """A partition's state according to Postgres; an open one has no `seal_id`."""
 
     partition: int
     topic_id: int
@@ -93,17 +74,16 @@ class DesiredPartition:
 
     @property
     def change(self) -> int | str:
-        """The route change that it was made for, as its node keeps it."""
+        """Its route change, as stored on the node."""
         return "" if self.created_by_change is None else self.created_by_change
 
 
 Flaw = Literal["", "meta", "marks", "tail", "command"]
-"""What does not go together in a partition that has its records: meta or marks are gone, the end is not counted, or the
-command is not there."""
+"""Damage: meta or marks are lost, records lie above the counted end, or the command record is missing."""
 
 
 class ObservedPartition(NamedTuple):
-    """What a partition is on the node: no state where there is none, or where its records are gone."""
+    """A partition's state on the node; None if it or its records are missing."""
 
     state: str | None
     seal_id: str
@@ -112,7 +92,7 @@ class ObservedPartition(NamedTuple):
 
     @classmethod
     def of(cls, ends: LogEnds) -> ObservedPartition:
-        """Return what its records, its marks and its meta come to."""
+        """Judge records, marks and meta."""
         if not ends.state:
             return cls(None, "", 1) if ends.records < 0 else cls("torn", "", max(1, ends.behind), "meta")
         if ends.state == "deleted":
@@ -132,8 +112,7 @@ def _flaw(ends: LogEnds) -> Flaw:
 
 @dataclass(slots=True)
 class RepairReport:
-    """What was done: partitions made again, opened again with their parents' marks, sealed again, counted again from
-    their records; messages that nobody can restore."""
+    """Repaired partitions, and lost messages per partition."""
 
     recreated: list[int] = field(default_factory=list)
     opened: list[int] = field(default_factory=list)
@@ -142,15 +121,18 @@ class RepairReport:
     lost: dict[int, int] = field(default_factory=dict)
 
     def facts(self) -> dict[str, Any]:
-        """Return it for an audit row."""
+        """Return an audit row's facts."""
         lost = {str(partition): count for partition, count in self.lost.items()}
         done = {"partitions_remade": self.recreated, "opened": self.opened, "sealed": self.sealed, "lost": lost}
         return done | ({"counted": self.counted} if self.counted else {})
 
 
 class NodeRepair:
-    """Repairs one node. `application` is the database whose outbox this process can read; `empty` says that the node's
-    data are gone, whatever is there under another prefix."""
+    """Repairs one node.
+
+    `application`: the database whose outbox this process reads. `empty`: the node's data are lost; ignore other
+    prefixes.
+    """
 
     def __init__(
         self,
@@ -179,12 +161,12 @@ class NodeRepair:
 
     @property
     def needed(self) -> bool:
-        """Whether any partition is not what it has to be. Raises ConfigurationRefused for a wrong key prefix."""
+        """Whether a partition differs from Postgres. Raises ConfigurationRefused for a wrong key prefix."""
         return self.is_empty or self._accept_loss or any(not self._is_right(desired) for desired in self._desired)
 
     @property
     def is_empty(self) -> bool:
-        """Whether the node has none of the partitions that it has to have. Raises ConfigurationRefused as `needed`."""
+        """Whether all partitions are missing. Raises as `needed`."""
         states = [self._observed[desired.partition].state for desired in self._desired]
         if not states or any(states):
             return False
@@ -193,16 +175,14 @@ class NodeRepair:
         return True
 
     def _refuse_other_prefix(self) -> None:
-        """Refuse to begin anew where partitions are there under another prefix: then it is we who look wrong.
-
-        Unless one of them is another system's: numbers are the same in all, topics and ranges seldom.
-        """
+        """Refuse partitions under another prefix, unless topic or LP range differ: then they belong to another
+        system."""
         for other in _prefixes(self._node_connection, self._desired[0].partition) - {self._prefix}:
             keys = [partition_keys(other, desired.partition).meta for desired in self._desired]
             replies = self._node_connection.call([("HMGET", key, "topic", "lp_from", "lp_to") for key in keys])
             there = [tuple(raise_for_reply(reply, self._node_connection.node.address)) for reply in replies]
             ours = [(w.topic.encode(), b"%d" % w.lp_from, b"%d" % w.lp_to) for w in self._desired]
-            # One that is not there, or a tombstone, says nothing.
+            # A missing partition or a tombstone proves nothing.
             if all(facts[0] is None or facts == own for facts, own in zip(there, ours, strict=True)):
                 raise ConfigurationRefused(
                     self._node_connection.node.address,
@@ -214,7 +194,7 @@ class NodeRepair:
 
     @property
     def needs_restore(self) -> bool:
-        """Whether partitions have to be made or filled up again: who dies meanwhile leaves them longer than before."""
+        """Whether partitions need creating or refilling."""
         return any(
             self._observed[desired.partition].state is None or (desired.seal_id and not self._is_right(desired))
             for desired in self._desired
@@ -222,11 +202,11 @@ class NodeRepair:
 
     @property
     def is_emptied(self) -> bool:
-        """Whether an open partition is gone."""
+        """Whether an open partition is missing."""
         return any(not desired.seal_id and self._observed[desired.partition].state is None for desired in self._desired)
 
     def recheck(self) -> None:
-        """Raise StoreUnavailable where a partition is gone that was repaired."""
+        """Raise StoreUnavailable if a partition disappeared again."""
         gone = [partition for partition, found in self._observe().items() if found.state is None]
         if gone:
             raise StoreUnavailable(
@@ -235,13 +215,13 @@ class NodeRepair:
 
     @property
     def offsets(self) -> dict[int, int]:
-        """Which offset each partition gives out next; 1 where it is gone."""
+        """Each partition's next offset; 1 for a missing one."""
         return {partition: found.next_offset for partition, found in self._observed.items()}
 
     def lower(self) -> None:
-        """Note what goes by offsets that are gone: they are given out again, to messages that nobody has seen there.
+        """Lower recorded positions above lost offsets: Redis assigns these again.
 
-        To be committed before partitions are filled up again: whoever does that anew after a crash finds them longer.
+        Commit before refilling: after a crash the partitions are longer.
         """
         facts = {"partitions": list(self.offsets), "offsets": list(self.offsets.values())}
         self._connection.execute(query("group_starts_lower"), facts)
@@ -249,7 +229,7 @@ class NodeRepair:
         self._connection.execute(query("dead_log_lost"), facts)
 
     def repair(self, raised: Sequence[tuple[int, int, int]]) -> None:
-        """Do what is needed, under the epochs (group, partition, epoch). Raises StoreUnavailable or Conflict."""
+        """Repair under new epochs (group, partition, epoch). Raises StoreUnavailable, Conflict."""
         self._raised = raised
         self.lower()
         for desired in self._desired:
@@ -289,7 +269,7 @@ class NodeRepair:
         state, seal, _, flaw = self._observed[desired.partition]
         if desired.seal_id:
             return state == "sealed" and seal == desired.seal_id and not flaw
-        # Sealed for a change that Postgres has not recorded as sealed: whoever drives it goes on from there.
+        # A seal that Postgres has not recorded belongs to a route change in progress, which continues from there.
         return state in ("open", "sealed") and flaw in ("", "command")
 
     def _repair_one(self, desired: DesiredPartition) -> None:
@@ -313,7 +293,6 @@ class NodeRepair:
         failpoint("repair.after_one")
 
     def _repair_flaw(self, desired: DesiredPartition) -> None:
-        """Have a partition tell of the records that it holds; look what it is then."""
         found = self._observed[desired.partition]
         if found.flaw == "command":
             change = desired.change_id or 0
@@ -325,14 +304,13 @@ class NodeRepair:
         (self._observed[desired.partition],) = self._observe_some([desired])
 
     def _count(self, desired: DesiredPartition, found: ObservedPartition) -> None:
-        """Count what a partition holds, from its first record where its meta or its marks are gone."""
         connection, address, partition = self._node_connection, self._node_connection.node.address, desired.partition
         marks: list[tuple[str, int]] = []
         start = 0
         if found.flaw != "tail":
             marks, start = list(self._came_with(desired).items()), 1
         if found.flaw == "meta":
-            # Not open before all is counted: whoever appends goes by it.
+            # Not open before all is counted: appends rely on the count.
             self._create(desired)
         for at in range(0, len(marks), MARKS_PER_CALL):
             some = dict(marks[at : at + MARKS_PER_CALL])
@@ -360,19 +338,18 @@ class NodeRepair:
         return True
 
     def _make(self, desired: DesiredPartition) -> None:
-        # At once: one that was emptied a moment ago has forgotten them, and lets in whoever has an epoch of before.
+        # In the same transaction: an emptied server has forgotten the epochs and would accept stale ones.
         epochs = [
             fence_command(self._node_connection, self._prefix, partition, group, epoch, whole=True)
             for group, partition, epoch in self._raised
             if partition == desired.partition
         ]
-        # What groups have there goes by offsets of records that are gone: they are given out again.
+        # Groups' positions refer to lost records, and their offsets are assigned again.
         groups = [row[0] for row in self._connection.execute(query("forgotten_groups"), {"topic_id": desired.topic_id})]
         clear = clear_commands(self._node_connection, self._prefix, desired.partition, groups, whole=True)
         self._create(desired, *clear, *epochs)
 
     def _create(self, desired: DesiredPartition, *before: Command) -> None:
-        """Make a partition's meta, not open yet, with nobody's calls between that and what is done before."""
         made = create_command(
             self._node_connection, self._prefix, desired.partition, desired.topic, desired.lp_from, desired.lp_to,
             "importing",
@@ -385,7 +362,6 @@ class NodeRepair:
             )
 
     def _load(self, desired: DesiredPartition) -> None:
-        """Give a partition that is not open yet the marks that its LPs came with."""
         if desired.created_by_change is not None:
             marks = self._came_with(desired)
             self._open_by(
@@ -416,17 +392,17 @@ class NodeRepair:
                 f"partition {desired.partition} on {self._node_connection.node.address} waits for the marks of "
                 f"another route change"
             )
-        # A conflict otherwise: it was opened, and closed, by who is ahead of us.
+        # Any other conflict: another process opened and sealed it first.
         if word not in (b"loaded", b"open", b"conflict"):
             raise StoreUnavailable(
                 self._node_connection.node.address, f"partition {desired.partition} can't be opened: {word.decode()}"
             )
 
     def _reseal(self, desired: DesiredPartition) -> None:
-        """Bring a sealed partition that fell back up to its recorded marks, sealed under a new name."""
+        """Refill a sealed partition up to its recorded marks; seal it again."""
         state, seal_id, _, _ = self._observed[desired.partition]
         if state in (None, "importing"):
-            # For others it goes from not being open to being closed.
+            # Other clients never see it open.
             opened, seal_id = self._at_once(desired, [self._open_command(desired)])
             self._check_opening(desired, opened)
         self._count_lost(desired, self._resend(desired, seal_id) + self._skipped_count(desired))
@@ -444,7 +420,7 @@ class NodeRepair:
             "run_id": self._node_connection.connect().run_id,
             "marks": Jsonb(dict(desired.marks)),
             "unreachable": False,
-            # A partition that was sealed while its node was away may hold what its successors hold too.
+            # Sealed while its node was unavailable, it may hold messages that its successors hold too.
             "cut": any(seq > desired.marks.get(name, seq) for name, seq in answer.marks.items()),
         }
         self._connection.execute(query("seal_put"), facts)
@@ -457,10 +433,7 @@ class NodeRepair:
         return {name.decode(): int(seq) for name, seq in zip(flat[::2], flat[1::2], strict=True)}
 
     def _resend(self, desired: DesiredPartition, seal_id: str) -> int:
-        """Append again what the partition had to hold and does not; return how many direct messages are lost.
-
-        `seal_id` is the seal that it has, empty where it is open.
-        """
+        """Append missing messages; return the lost direct ones."""
         there = self._marks(desired)
         short: dict[int, dict[int, tuple[int, int]]] = {}
         for name, seq in desired.marks.items():
@@ -476,10 +449,10 @@ class NodeRepair:
     def _resend_source(
         self, desired: DesiredPartition, seal_id: str, source: int, lps: Mapping[int, tuple[int, int]]
     ) -> tuple[str, int]:
-        """Append what a source's outbox holds; return the seal then, and how many are lost for want of an outbox."""
+        """Return the new seal id and the messages without outbox."""
         row = self._connection.execute(query("source_outbox"), {"source_id": source}).fetchone()
         if row is None or row[0] is None:
-            # Directly published: what Redis lost of it is lost.
+            # No outbox to resend direct messages from.
             return seal_id, _count(lps)
         with borrow_outbox(self._application, row[0]) as outbox:
             if outbox is None:
@@ -493,8 +466,6 @@ class NodeRepair:
     def _resend_lps(
         self, borrowed: BorrowedOutbox, desired: DesiredPartition, seal_id: str, lps: Mapping[int, tuple[int, int]]
     ) -> str:
-        """Append what many LPs lack, a page at a time: nobody is served by the node before that is done."""
-
         def give_up(lp: int, after: int, to: int) -> bool:
             self._skip_lost(desired, borrowed.source, lp, after, to)
             return True
@@ -513,10 +484,8 @@ class NodeRepair:
     def _sure(
         self, outbox: Connection, desired: DesiredPartition, lps: Mapping[int, tuple[int, int]]
     ) -> Mapping[int, tuple[int, int]]:
-        """Return of what LPs lack the part of which the outbox has these very messages, and no others by their numbers.
-
-        What is recorded as relayed was committed before the outbox lost commits. Of what is behind, nothing is known.
-        """
+        """Return, per LP, the missing range for which the outbox provably has the same messages: rows relayed before
+        its loss."""
         if not may_lack_commits_of(outbox, self._connection):
             return lps
         rows = outbox.execute(query("relayed_all"), {"topic_id": desired.topic_id}).fetchall()
@@ -524,13 +493,13 @@ class NodeRepair:
         return {lp: (mark, max(mark, min(to, relayed.get(lp, 0)))) for lp, (mark, to) in lps.items()}
 
     def _keep_alive(self) -> None:
-        """Have Postgres see that this transaction goes on: one that is stuck does not keep its locks."""
+        """Keep Postgres's idle limit from ending this transaction."""
         if time.monotonic() - self._seen > SEEN_EVERY_S:
             self._connection.execute(query("clock"))
             self._seen = time.monotonic()
 
     def _unblock(self, desired: DesiredPartition) -> None:
-        """Have LPs go on whose next rows the outbox does not hold any more, and let go what was held for them."""
+        """Skip rows that the outbox lost, and release quarantined rows."""
         outboxes = self._connection.execute(query("outbox_sources")).fetchall()
         if len(outboxes) != 1:
             return
@@ -548,7 +517,6 @@ class NodeRepair:
         self._count_lost(desired, self._skipped_count(desired))
 
     def _append(self, desired: DesiredPartition, seal_id: str, source: int, runs: Sequence[MessageRun]) -> str:
-        """Append rows of some LPs to a sealed partition; return the seal that it has then."""
         append = append_command(self._node_connection, self._prefix, desired.partition, source, runs, backlog=AS_BEFORE)
         commands = [append]
         if seal_id:
@@ -559,11 +527,8 @@ class NodeRepair:
         return sealed
 
     def _at_once(self, desired: DesiredPartition, commands: list[Command]) -> tuple[Any, str]:
-        """Do what needs a partition to be open, and seal it before anybody else comes.
-
-        Return the reply to the last of the commands, and the name of the seal that it has then.
-        """
-        # By its text: a server that forgot all scripts may know the others again, and not this one.
+        """Run commands and seal in one transaction; return the last reply and new seal id."""
+        # By its text: an emptied server may have reloaded the other scripts, but not this one.
         seal = brief_seal_command(
             self._node_connection, self._prefix, desired.partition, desired.change_id or 0, str(uuid.uuid4())
         )
@@ -571,7 +536,6 @@ class NodeRepair:
         return last, self._sealed(desired, sealed).seal_id
 
     def _in_transaction(self, commands: list[Command]) -> list[Any]:
-        """Do commands with nobody else's in between; return the replies."""
         _, *queued, done = self._node_connection.call([("MULTI",), *commands, ("EXEC",)])
         for reply in queued:
             raise_for_reply(reply, self._node_connection.node.address)
@@ -589,10 +553,8 @@ class NodeRepair:
         return answer
 
     def _skip_lost(self, desired: DesiredPartition, source: int, lp: int, after: int, to: int) -> None:
-        """Go on behind seqs that the outbox does not hold any more, where an operator said so.
-
-        The partition itself counts them with the mark, or nobody would know of them after a repairing that broke off.
-        """
+        """Advance a mark past lost seqs, if accepted. The partition stores the count, even if the repair is
+        interrupted."""
         if not self._accept_loss and desired.partition not in self._accept_loss_of:
             raise Conflict(
                 f"partition {desired.partition} lost messages {after + 1} to {to} of LP {lp}, and the outbox does not "
@@ -607,12 +569,10 @@ class NodeRepair:
             )
 
     def _skipped_count(self, desired: DesiredPartition) -> int:
-        """Return how many seqs were passed by in a partition, in all its mendings and those that broke off."""
         (reply,) = self._node_connection.call([("HGET", partition_keys(self._prefix, desired.partition).meta, "lost")])
         return int(raise_for_reply(reply, self._node_connection.node.address) or 0)
 
     def _count_lost(self, desired: DesiredPartition, in_all: int) -> None:
-        """Count what a partition lost in all, but for what the audit rows of earlier mendings count."""
         if not in_all:
             return
         row = self._connection.execute(query("lost_audited"), {"partition": str(desired.partition)}).fetchone()
@@ -623,7 +583,6 @@ class NodeRepair:
 
 
 def _prefixes(connection: NodeConnection, partition: int) -> set[str]:
-    """Return the prefixes under which a node has a partition of that number, as far as it is looked at."""
     cursor, prefixes, end = b"0", set[str](), b":{%d}:meta" % partition
     for _ in range(SCAN_ROUNDS):
         (reply,) = connection.call([(b"SCAN", cursor, b"MATCH", b"*" + end, b"COUNT", 1000)])

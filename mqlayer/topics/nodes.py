@@ -1,4 +1,4 @@
-"""Register Redis nodes, give them other addresses, and arm them again after they restarted."""
+"""Register, address and arm Redis nodes: `docs/design/arming-nodes.md`."""
 
 from __future__ import annotations
 
@@ -27,22 +27,19 @@ from mqlayer.topics.node_repair import NodeRepair
 log = logging.getLogger(__name__)
 
 TRIES: Final = 5
-"""How often a node may be emptied while it is armed."""
 Lowered = Mapping[int, int]
-"""To which offset what goes by them was lowered, by partition."""
+"""Per partition, the offset of the lowered positions."""
 TIMEOUTS: Final = {"lock_wait": "10s", "idle": "30s"}
-"""A process that is stopped while it arms a node must not keep all others from arming it."""
+"""A stopped process must not block others."""
 
 
 def register_node(
     database: Database, *, name: str, url: str, prefix: str = "mq", actor: str = "api", unsafe: bool = False
 ) -> Node:
-    """Register a Redis as a node and arm its present run. The same name and URL again changes nothing.
+    """Register a Redis as a node and arm its current run. Idempotent for the same name and URL.
 
-    Asks whether this process's Redis user may do all that arming needs, on keys of this prefix.
-
-    Raises ConfigurationRefused for settings that void the promise, Conflict for a name with another URL, InvalidInput
-    for a URL that holds a user or a password.
+    Checks that this process's Redis user may arm, on keys of this prefix. Raises ConfigurationRefused for unsafe server
+    settings, Conflict for a name with another URL, InvalidInput for a URL with a user or password.
     """
     check_name("node", name)
     required = RequiredAccess(RedisRole.ARMING, prefix)
@@ -90,19 +87,16 @@ def rearm_node(
     actor: str = "api",
     unsafe: bool = False,
 ) -> tuple[Node, int]:
-    """Bring a node that restarted or lost data back into service; return it and how many assignments got a new epoch.
+    """Arm a node that restarted or lost data; return it and the number of raised epochs.
 
-    In one transaction that holds the node's row: raise the epoch of every assignment on the node, put those epochs in
-    force in Redis, bring its partitions to what Postgres says (see `node_repair`), record the run as armed. In one
-    before it, where partitions are made or filled up again: lower what goes by the offsets that are gone, and disarm a
-    run that lost them (FLUSHALL keeps it). No earlier ack passes from then on, so none can settle a message that was
-    given an old offset after a fall-back. A crash in between leaves the node unarmed; anybody does it again. A node
-    that is armed and as it has to be is left as it is.
-    `application` is the database of the outbox that may have to send something again. Raises ConfigurationRefused where
-    the node holds its partitions under another key prefix, unless `empty` says that those are another system's and this
-    one's data are gone; StoreUnavailable where another outbox's relay has to do its part; Conflict where an outbox does
-    not hold any more what is lost, unless `accept_loss`, or the partition is one of `accept_loss_of`;
-    NodeNotArmed where an old primary answers that another one took the place of, unless `former`.
+    Idempotent; a crash leaves the node unarmed. Acks under earlier epochs are refused.
+
+    `application`: the database of the outbox that may have to resend. `accept_loss`: continue without messages that it
+    no longer has; `accept_loss_of`: for these partitions only. `empty`: the node's data are lost; partitions under
+    another prefix belong to another system. `former`: accept a replaced primary.
+
+    Raises ConfigurationRefused for another key prefix, StoreUnavailable if another outbox's relay must resend, Conflict
+    for unaccepted loss, NodeNotArmed for a replaced primary.
     """
     options: dict[str, Any] = {"prefix": prefix, "application": application, "accept_loss": accept_loss}
     options |= {"accept_loss_of": accept_loss_of, "empty": empty}
@@ -119,9 +113,9 @@ def rearm_node(
 def arm_if_allowed(
     database: Database, name: str, *, prefix: str, application: Database | None, actor: str, unsafe: bool
 ) -> Node:
-    """Arm a node as `rearm_node` does where this process's Redis user may; else leave it to a worker.
+    """Arm a node if this process's Redis user may, else leave it to a worker.
 
-    Return the node as it is then. Raises what `rearm_node` raises, but no AccessDenied.
+    Raises as `rearm_node`, except AccessDenied.
     """
     node = find_node(database, name)
     try:
@@ -147,12 +141,10 @@ def set_node_address(
     actor: str = "api",
     unsafe: bool = False,
 ) -> tuple[Node, int]:
-    """Let a node be at another address from now on, and arm what is there; return it and how many epochs were raised.
+    """Change a node's address and arm the server there, in one transaction; return as `rearm_node`.
 
-    The same as `rearm_node`, in one transaction with the address: processes follow within seconds, and nobody is served
-    by the new Redis before all earlier owners are refused there. The address and the run that are in force already are
-    left as they are. Raises Conflict where the Redis holds none of the node's partitions, unless `empty` says that it
-    is new and what only the old one held is lost; and what `rearm_node` raises.
+    Processes follow within seconds; earlier owners are refused before the new server serves. Raises as `rearm_node`,
+    and Conflict if the Redis holds none of the node's partitions, unless `empty` accepts their loss.
     """
     parse_address(url)
     refuse_secrets(url)
@@ -177,7 +169,6 @@ def set_node_address(
 
 
 def _arm(database: Database, name: str, work: Callable[[Connection, Lowered], int | Lowered]) -> int:
-    """Do the work of an arming; once more where it only lowered what goes by offsets, or disarmed the node."""
     lowered: Lowered = {}
     for _ in range(TRIES):
         came_to = database.transaction(lambda connection: work(connection, lowered))  # noqa: B023
@@ -197,8 +188,7 @@ def _locked(connection: Connection, name: str) -> tuple[Node, list[str]]:
 
 
 class _NodeArming:
-    """Arms a node whose row this transaction holds. `empty`: whether it may hold nothing where it had to; `lowered`: to
-    which offsets, by partition, what goes by them was lowered in a transaction of its own."""
+    """`empty`: the server may lack all partitions. `lowered`: offsets of an earlier transaction."""
 
     def __init__(
         self,
@@ -217,10 +207,9 @@ class _NodeArming:
     def run(
         self, options: dict[str, Any], *, actor: str, act: str, facts: dict[str, Any], always: bool
     ) -> int | Lowered:
-        """Arm it where that is needed, or `always`; return how many epochs were raised.
+        """Arm if needed, or `always`; return the number of raised epochs.
 
-        Offsets where what goes by them had to be lowered to these first, and the node to be disarmed: this is to be
-        committed, and the arming tried again.
+        Returns offsets after only lowering positions: commit, repeat.
         """
         node, connection = self._node, self._connection
         required = RequiredAccess(RedisRole.ARMING, options["prefix"])
@@ -239,7 +228,7 @@ class _NodeArming:
             if emptied or (repair.needs_restore and self._is_shorter(repair.offsets)):
                 repair.lower()
                 if emptied:
-                    # Who dies from here on must not leave a run that is served, and nothing that anybody misses.
+                    # A crash from here on must not leave an incomplete run armed.
                     connection.execute(query("node_disarm"), {"node_id": node.node_id})
                 return repair.offsets
             if run_id != node.armed_run_id:
@@ -249,7 +238,7 @@ class _NodeArming:
             self._put_numbers(node_connection, options["prefix"], raised)
             failpoint("rearm.before_remake")
             repair.repair(raised)
-            # A server that is emptied meanwhile has lost them, and lets in whoever has a number of before.
+            # A server emptied meanwhile has forgotten them and would accept stale epochs.
             self._put_numbers(node_connection, options["prefix"], raised)
             repair.recheck()
             failpoint("rearm.before_arm")
@@ -260,11 +249,9 @@ class _NodeArming:
         return len(raised)
 
     def _is_shorter(self, offsets: Lowered) -> bool:
-        """Say whether a partition gives out lower offsets than what goes by them was lowered to."""
         return any(offset < self._lowered.get(partition, offset + 1) for partition, offset in offsets.items())
 
     def _refuse(self, run_id: str) -> None:
-        """Refuse an old primary."""
         node = self._node
         if not self._former and is_former(run_id, armed=node.armed_run_id, former=self._formers):
             raise NodeNotArmed(
@@ -275,17 +262,12 @@ class _NodeArming:
             )
 
     def _renew_file(self, connection: NodeConnection) -> None:
-        """Have it write its file anew, in the background.
-
-        A Redis that started from a file which is torn inside a transaction leaves the beginning of that in it, and
-        would run it at its next start together with what came later.
-        """
+        """Rewrite the append-only file in the background: a restart would run the torn start of a transaction."""
         (reply,) = connection.call([("BGREWRITEAOF",)])
         if isinstance(reply, Exception):
             log.warning("node_file_not_rewritten", extra={"node": self._node.name, "reason": str(reply)})
 
     def _put_numbers(self, connection: NodeConnection, prefix: str, raised: Sequence[tuple[int, int, int]]) -> None:
-        """Put epochs in force, of group, partition, epoch; and end what sources are ended."""
         end_sources(
             connection, prefix, [row[0] for row in self._connection.execute(query("sources_ended"))], closed=True
         )

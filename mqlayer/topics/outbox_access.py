@@ -1,4 +1,4 @@
-"""Which outbox this process reads: its numbers mean something only to the source that it is."""
+"""Access to the outbox that this process reads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mqlayer.postgres.server_identity import NOT_REPORTED, SUSPECT
 
 @contextmanager
 def borrow_outbox(application: Database | None, outbox_uuid: UUID) -> Iterator[Connection | None]:
-    """Lend a connection to a source's outbox; None where this process reads another one, or none at all."""
+    """Lend a connection to this outbox; None if this process reads another."""
     if application is None:
         yield None
         return
@@ -23,7 +23,7 @@ def borrow_outbox(application: Database | None, outbox_uuid: UUID) -> Iterator[C
 
 
 def is_replaced(outbox: Connection) -> bool:
-    """Say whether the outbox is on another timeline than its relays know; the first one ever is noted."""
+    """Say whether the outbox's timeline differs from the recorded one; record the first."""
     row = outbox.execute(query("outbox_server")).fetchone()
     if row is None:
         return False
@@ -39,10 +39,9 @@ def is_replaced(outbox: Connection) -> bool:
 
 
 def may_lack_commits_of(outbox: Connection, control: Connection) -> bool:
-    """Say whether an outbox may have lost commits that the control database remembers.
+    """Say whether an outbox may lack commits that the control database has.
 
-    Not where both are in one server: what one of them has of before a moment, the other one has too. Without a new
-    timeline one of its databases may have been put back by itself, so they have to be in the same.
+    Schemas in one server lose commits together; without a new timeline, only those in one database.
     """
     if not is_replaced(outbox):
         return False

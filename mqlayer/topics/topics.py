@@ -1,11 +1,11 @@
-"""Create topics: rows in Postgres, partitions on nodes, the first route version.
+"""Create topics; change limits and archiving.
 
-States of a creation, and who repairs a crash between two of them:
+States of a creation; after a crash, creating again continues:
 
-1. topic and partition rows exist, partitions ``importing``, no version: nobody sees a route. Creating it again goes on.
-2. the partitions' metas exist in Redis: as before.
-3. route version 1 in force, partitions ``open``: done. Creating it again changes nothing.
-4. the application database knows the topic: the relay repeats this step at its start and every minute.
+1. Rows exist, partitions ``importing``; without a route version no process sees the topic.
+2. The partitions' metas exist in Redis.
+3. Route version 1 is in force, partitions ``open``.
+4. The application database knows the topic. Relays repeat this at start and every minute.
 """
 
 from __future__ import annotations
@@ -36,10 +36,7 @@ TIMEOUTS: Final = {"lock_wait": "5s", "idle": "30s"}
 
 @dataclass(frozen=True, slots=True)
 class TopicSummary:
-    """A topic as lists show it; version is None while its creation is not finished.
-
-    `retention_days`: for how many days its archive is kept, None for ever.
-    """
+    """A topic as lists show it. No `version`: creation is unfinished. No `retention_days`: kept for ever."""
 
     topic_id: int
     name: str
@@ -66,13 +63,11 @@ def create_topic(
     actor: str = "api",
     unsafe: bool = False,
 ) -> Route:
-    """Create a topic with `partitions` partitions (8) spread over all nodes, and its first route version.
+    """Create a topic, its partitions (default 8) over all nodes, and its first route version.
 
-    Idempotent: the same again finishes what a crash left open and returns the route; two at once make one version.
-    `backlog_limit` is in messages per partition, 0 for none. `archived` keeps every record in the archive, and in the
-    streams until it is there (see `set_archived`). `application` is a database whose outbox shall publish to
-    the topic. Raises Conflict when it exists with other limits,
-    or was created with another number of partitions.
+    Idempotent, also concurrently. `backlog_limit`: messages per partition, 0 for none. `archived`: see `set_archived`.
+    `application`: a database whose outbox publishes to the topic. Raises Conflict if the topic has other limits or
+    another number of created partitions.
     """
     check_name("topic", name)
     ranges = even_ranges(DEFAULT_PARTITIONS if partitions is None else partitions)
@@ -112,12 +107,11 @@ def create_topic(
 
 
 def set_archived(database: Database, name: str, *, archived: bool, actor: str = "api") -> bool:
-    """Switch a topic's archiving on or off; say whether that changed anything. Written into the audit log.
+    """Switch a topic's archiving; return whether that changed anything. Audited.
 
-    On: what its streams hold is archived from the first record kept on, and nothing is trimmed before it is there. Off:
-    streams are trimmed by what groups have settled alone, so what is published then is a gap in the archive, should it
-    be switched on again; what is in the archive stays. Raises NotFound; TransactionConflict while a pass of trimming,
-    or a batch of the archiver, takes longer than a few seconds.
+    On: archive from the first record still in the streams; trimming waits. Off: groups alone decide trimming, so a
+    later switch-on leaves a gap. Raises NotFound; TransactionConflict while trimming or an archiver blocks it for
+    seconds.
     """
 
     def work(connection: Connection) -> bool:
@@ -128,7 +122,7 @@ def set_archived(database: Database, name: str, *, archived: bool, actor: str = 
         topic_id, before = row
         if before == archived:
             return False
-        # A pass of trimming that began before would drop by what groups settled alone.
+        # A running pass of trimming would go by the groups' positions alone.
         connection.execute(query("trim_keep_out"))
         if archived:
             connection.execute(query("archive_topic_put"), {"topic_id": topic_id})
@@ -148,12 +142,10 @@ def set_limits(
     application: Database | None = None,
     actor: str = "api",
 ) -> bool:
-    """Change the limits of a topic while it is in use; say whether that changed anything. Written into the audit log.
+    """Change the limits of a topic in use; return whether that changed anything. Audited.
 
-    Relays follow at once, direct producers within 5 s, or a second once a partition is full. What is stored or queued
-    stays. `application` is a database whose outbox publishes to the topic: it goes by another body limit at once,
-    others within a minute, by their relays; so does this one where the process dies in between. Raises NotFound,
-    InvalidInput.
+    Relays follow at once, direct producers within 5 s (1 s once a partition is full). Stored messages stay. The outbox
+    of `application` follows a body limit at once, others within a minute. Raises NotFound, InvalidInput.
     """
     if body_limit is None and backlog_limit is None:
         raise InvalidInput("nothing to set: name a limit")
@@ -186,9 +178,9 @@ def list_topics(database: Database) -> list[TopicSummary]:
 
 
 def attach_topics(database: Database, application: Database) -> int:
-    """Let an application database publish to every topic that has a route; return how many there are. Idempotent.
+    """Let an application database publish to all topics with a route; return their number. Idempotent.
 
-    A topic that the database knows under another id is left out, and named in the log: the others go on.
+    Skips and logs a topic known under another id.
     """
     ready = [topic for topic in list_topics(database) if topic.version is not None]
     with application.connection() as connection:
@@ -204,7 +196,7 @@ def attach_topics(database: Database, application: Database) -> int:
 
 
 def attach_groups(database: Database, application: Database) -> None:
-    """Let an application database know the groups by name: who may consume one is said by its name. Idempotent."""
+    """Copy group names to an application database, for rights to consume. Idempotent."""
     with database.connection() as connection:
         groups = dict(connection.execute(query("groups_named")).fetchall())
     with application.connection() as connection:
@@ -222,7 +214,6 @@ def _check_same(name: str, found: dict[str, Any], wanted: dict[str, Any]) -> Non
 
 
 def _check_partitions(connection: Connection, name: str, topic_id: int, wanted: int | None) -> None:
-    """Raise Conflict where the topic was created with another number: it is changed by route changes alone."""
     ((created,),) = connection.execute(query("topic_created_partitions"), {"topic_id": topic_id}).fetchall()
     if wanted is not None and created not in (0, wanted):
         raise Conflict(
@@ -232,10 +223,9 @@ def _check_partitions(connection: Connection, name: str, topic_id: int, wanted: 
 
 
 def _make_partitions(database: Database, name: str, topic_id: int, *, prefix: str, unsafe: bool) -> None:
-    """Make the metas of partitions that are not open yet; a meta that is there already is left as it is."""
     with database.connection() as connection:
         rows = connection.execute(query("partition_list"), {"topic_id": topic_id}).fetchall()
-    # Successors of an open route change are importing too; they are made by the change.
+    # A route change creates its own importing successors.
     rows = [row for row in rows if row[4] == "importing" and row[5] is None]
     nodes = {node.node_id: node for node in load_nodes(database)}
     connections: dict[NodeId, NodeConnection] = {}
@@ -254,8 +244,6 @@ def _make_partitions(database: Database, name: str, topic_id: int, *, prefix: st
 
 
 def _activate(database: Database, name: str, topic_id: int) -> None:
-    """Put route version 1 in force unless a version is."""
-
     def work(connection: Connection) -> None:
         row = connection.execute(query("topic_lock"), {"name": name}).fetchone()
         if row is None or row[4] is not None:

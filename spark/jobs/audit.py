@@ -1,4 +1,4 @@
-"""The order audit: is what the snapshot holds in the order that the promise says, whole, once, and in its place?"""
+"""The order audit; docs/how-to/analyze.md explains findings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COUNTS: Final = ("inversions", "gaps", "duplicates", "misplaced")
 
 
 def run(tables: SnapshotTables, _params: JobParams) -> JobResult:
-    """Audit all topics. One pass where all is in order; where it is not, another one writes the findings down."""
+    """Audit all topics; faults need a second pass."""
     looked = order.audited(tables.records, tables.lineage, tables.cut)
     chains = order.chains(looked).persist()
     topics = rows_of(order.totals(chains), "topic")
@@ -38,7 +38,6 @@ def run(tables: SnapshotTables, _params: JobParams) -> JobResult:
 
 
 def _describe(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a finding for people: places as partition:offset."""
     seqs = {found["first_seq"], found["last_seq"]}
     behind = None if found["behind_seq"] is None else f"{found['behind_seq']} at {_place(found, 'behind_')}"
     return {

@@ -1,4 +1,4 @@
-"""Retries, parking and dead letters, by error and by who settled the message."""
+"""Retries, parking and dead letters, by error and actor."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BARS: Final = 15
 
 
 def run(tables: SnapshotTables, _params: JobParams) -> JobResult:
-    """Look at what did not go well at the first attempt, and what came of it."""
+    """Report failed messages and their outcomes."""
     looked = cases(tables.outcomes).persist()
     made = {"by_outcome": by_outcome, "errors": by_error, "members": by_member, "attempts": by_attempts}
     frames = {name: make(looked).persist() for name, make in made.items()}

@@ -1,4 +1,4 @@
-"""Consumer fairness: how a group's work is spread over its members."""
+"""How a group's work spreads over its members."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BARS: Final = 40
 
 
 def run(tables: SnapshotTables, _params: JobParams) -> JobResult:
-    """Look at how many messages each member handled, and how long it had any in hand."""
+    """Report members' messages and busy time."""
     members = by_member(tables.outcomes).persist()
     frames = {"members": members, "groups": by_group(members).persist()}
     each = [_rounded(row) for row in rows_of(members, "topic", "group", "-messages", "actor")]

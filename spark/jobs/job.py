@@ -1,4 +1,4 @@
-"""What jobs have in common: the tables that they read, what they are asked for, and what they hand back."""
+"""Tables, parameters and results of jobs."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from pyspark.sql import functions as F  # noqa: N812
 from mqlayer.errors import InvalidInput
 from mqlayer.spark.html_report import Section
 
+# No job reads a body or a header.
 RECORD_COLUMNS: Final = ("topic", "partition", "batch", "offset", "source", "lp", "seq", "published_at", "key")
-"""No job ever reads a body or a header."""
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotTables:
-    """A snapshot: its records without bodies, outcomes, lineage, and the cut where it is known."""
+    """A snapshot's records without bodies, outcomes, lineage, and cut."""
 
     snapshot: str
     records: DataFrame
@@ -29,7 +29,7 @@ class SnapshotTables:
     cut: DataFrame | None = None
 
     def of_topics(self, topics: Sequence[str]) -> SnapshotTables:
-        """Return what these topics have of it. Raises InvalidInput for a topic that the snapshot does not hold."""
+        """Return these topics' part. Raises InvalidInput for unknown ones."""
         there = {row["topic"] for row in self.lineage.select("topic").distinct().collect()}
         if unknown := sorted(set(topics) - there):
             holds = ", ".join(sorted(there)) or "no topic"
@@ -42,7 +42,7 @@ class SnapshotTables:
 
 @dataclass(frozen=True, slots=True)
 class JobParams:
-    """What is asked of jobs: how many partitions a topic is to be balanced for, and where the split report goes."""
+    """Partitions to balance for, and the split report's path."""
 
     partitions: int | None = None
     split_report: Path | None = None
@@ -50,10 +50,9 @@ class JobParams:
 
 @dataclass(frozen=True, slots=True)
 class JobResult:
-    """What a job hands back.
+    """A result; `good`: False for found faults.
 
-    `facts`: figures for programs. `rows`: what a person sees, as tables by title. `frames`: what is written as Parquet,
-    persisted until `release`. `good`: False where something is wrong with what was looked at.
+    `facts`: for programs. `rows`: tables by title. `frames`: for Parquet, persisted until `release`.
     """
 
     job: str
@@ -64,19 +63,18 @@ class JobResult:
     good: bool = True
 
     def write(self, directory: Path) -> None:
-        """Write the frames as Parquet: a directory for the job, one within for each; what was there goes."""
+        """Overwrite `directory`/job/frame with Parquet."""
         for name, frame in self.frames.items():
             frame.write.mode("overwrite").parquet(str(directory / self.job / name))
 
     def release(self) -> None:
-        """Let go of what Spark keeps in memory of it."""
+        """Free memory."""
         for frame in self.frames.values():
             frame.unpersist()
 
 
 def rows_of(frame: DataFrame, *by: str, most: int | None = None) -> list[dict[str, Any]]:
-    """Return rows as dicts, ordered; `-name` counts down. Only with `most` is it Spark that orders them: all come here
-    anyway, and few they are."""
+    """Return ordered rows; `-name` sorts down. Without `most`, all come to the driver."""
     if most is not None:
         order = [F.desc(name[1:]) if name.startswith("-") else F.asc(name) for name in by]
         return [row.asDict() for row in frame.orderBy(*order).limit(most).collect()]

@@ -1,4 +1,4 @@
-"""Throughput and end-to-end latency per topic, group and minute."""
+"""Throughput and latency per topic, group and minute."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from mqlayer.spark.jobs.job import JobParams, JobResult, SnapshotTables, rows_of
 from mqlayer.spark.transforms.latency import by_minute, latency, published_by_minute, settled
 
 CHARTS: Final = 12
-"""Groups that are drawn; those with the most messages."""
 
 
 def run(tables: SnapshotTables, _params: JobParams) -> JobResult:
-    """Look at how much each group handled in each minute, and how long after publishing."""
+    """Report groups' messages per minute and latency."""
     handled = settled(tables.records, tables.outcomes).persist()
     frames = {
         "groups": latency(handled).persist(),

@@ -1,4 +1,4 @@
-"""Running jobs: for `mqlayer analytics`, for spark-submit, and for programs."""
+"""Run jobs for `mqlayer analytics`, spark-submit and programs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,6 @@ JOBS: Final[Mapping[str, JobFunction]] = {
     "failures": failures.run,
     "fairness": fairness.run,
 }
-"""In the order in which `all` runs and shows them."""
 ALL: Final = "all"
 CUT: Final = "topic string, source int, lp int, first_seq bigint, last_seq bigint"
 LOCAL: Final = {
@@ -45,11 +44,11 @@ LOCAL: Final = {
     "spark.ui.enabled": "false",
     "spark.ui.showConsoleProgress": "false",
 }
-"""Of a session that is made here; spark-submit brings its own settings."""
+"""For sessions made here; spark-submit has its own."""
 
 
 def names_of(job: str) -> list[str]:
-    """Return the jobs that a word means. Raises InvalidInput."""
+    """Return the jobs of a name or `all`. Raises InvalidInput."""
     if job == ALL:
         return list(JOBS)
     if job not in JOBS:
@@ -66,9 +65,9 @@ def tables_of(
     partitions: int | None = None,
     topics: Sequence[str] = (),
 ) -> SnapshotTables:
-    """Return the tables of a snapshot, of these topics or of all, not read yet. Options as of `read_snapshot`.
+    """Return a snapshot's unread tables; options: `read_snapshot`.
 
-    Raises NotFound for an unknown snapshot, InvalidInput for a topic that is not in it.
+    Raises NotFound for the snapshot, InvalidInput for a topic.
     """
     address = Settings().control_dsn() if dsn is None else dsn
     with Database(address) as database:
@@ -86,11 +85,11 @@ def tables_of(
 
 @contextmanager
 def borrowed_session(name: str, **settings: str) -> Iterator[SparkSession]:
-    """Lend the running session as it is, or a new one with these settings that ends with the block."""
+    """Lend the running session, or one for the block."""
     if (running_already := SparkSession.getActiveSession()) is not None:
         yield running_already
         return
-    # It tells its connections' ends, as a library that logs for its own developers.
+    # py4j logs the end of each connection.
     logging.getLogger("py4j").setLevel(logging.WARNING)
     spark = session(name, **LOCAL | settings)
     try:
@@ -103,7 +102,7 @@ def borrowed_session(name: str, **settings: str) -> Iterator[SparkSession]:
 def running(
     tables: SnapshotTables, jobs: Sequence[str], params: JobParams | None = None
 ) -> Iterator[Iterator[JobResult]]:
-    """Run jobs one after the other, as what they found is taken. Records that several of them want are read once."""
+    """Run jobs as results are taken; several share one read."""
     kept = tables.records.persist(StorageLevel.MEMORY_AND_DISK) if len(jobs) > 1 else None
     each = (JOBS[job](tables, params or JobParams()) for job in jobs)
     try:
@@ -114,7 +113,7 @@ def running(
 
 
 def report_of(snapshot: str, found: Sequence[JobResult], *, made_at: datetime) -> str:
-    """Return the page of what jobs found."""
+    """Return the results' page."""
     lead = f"Made {made_at:%Y-%m-%d %H:%M} UTC from the archive, not from the running system. Times are UTC."
     return page(f"mqlayer: snapshot {snapshot}", lead, (one.section for one in found))
 
@@ -128,7 +127,7 @@ def perform(
     html: Path | None = None,
     show: Callable[[JobResult], None] = lambda _: None,
 ) -> list[JobResult]:
-    """Run jobs, show what each found as it comes, and write what is asked for. What they keep in memory goes."""
+    """Run jobs; show and write results. Raises InvalidInput for an unwritable page."""
     done = []
     with running(tables, jobs, params) as found:
         for one in found:
@@ -148,12 +147,12 @@ def perform(
 
 
 def as_json(snapshot: str, found: JobResult) -> str:
-    """Return what a job found as one JSON object in a line."""
+    """Return a result as JSON line."""
     return json.dumps({"job": found.job, "snapshot": snapshot, "good": found.good, **found.facts}, default=str)
 
 
 def submit(job: str, arguments: Sequence[str] | None = None) -> int:
-    """Run one job as a program of spark-submit, with the session that it brings; return the exit code."""
+    """Run a job under spark-submit; return 1 for errors or faults."""
     parser = argparse.ArgumentParser(description=f"{job} of a snapshot of mqlayer's archive")
     parser.add_argument("--snapshot", required=True)
     parser.add_argument("--topic", action="append", default=[], help="only this topic; may be repeated")
@@ -181,7 +180,7 @@ def submit(job: str, arguments: Sequence[str] | None = None) -> int:
 
 
 def _end(spark: SparkSession) -> None:
-    """End a session and the Java process that it started, which outlives it otherwise until this process ends."""
+    # Else the Java process outlives the session until this process ends.
     gateway: Any = spark.sparkContext._gateway  # noqa: SLF001 - there is no public way to the process
     spark.stop()
     gateway.shutdown()

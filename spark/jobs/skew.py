@@ -1,4 +1,4 @@
-"""Key skew and LP heat, and the splits that would balance a topic."""
+"""Key skew, LP heat, and splits that balance a topic."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ Row = Mapping[str, Any]
 
 CHARTS: Final = 12
 MAX_KEYS_SHOWN: Final = 15
+# From this share on, a key is reported: no split helps against it.
 HOT_SHARE: Final = 0.05
-"""From this share of a topic on, a key is worth a word: no split helps against a single key."""
 
 
 def run(tables: SnapshotTables, params: JobParams) -> JobResult:
-    """Look at where the load of each topic is, and plan splits for as many partitions as wished; twice as many without
-    a wish. Raises InvalidInput where a report file is wished for several topics at once."""
+    """Report topics' load; plan splits for `params.partitions`, default twice the present.
+
+    Raises InvalidInput for a report file unless there is one topic.
+    """
     heat = lp_heat(tables.records).persist()
     frames = {
         "lps": heat,

@@ -1,1 +1,1 @@
-"""What jobs compute: DataFrame -> DataFrame, without reading or writing anything."""
+"""Jobs' computations: DataFrame -> DataFrame, no input or output."""

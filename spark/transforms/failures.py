@@ -1,4 +1,4 @@
-"""What did not go well: retries, parking and dead letters, by error and by who settled them."""
+"""Retries, parking and dead letters, by error and actor."""
 
 from __future__ import annotations
 
@@ -14,16 +14,14 @@ CASE: Final = ("topic", "group", "outcome", "reason", "actor", "attempts", "retr
 
 
 def cases(outcomes: DataFrame) -> DataFrame:
-    """Return what became of messages, with the number of `messages` that have all in common: word, reason, actor,
-    attempts, how many of these were `retries` that no earlier outcome of the message has, and whether it is the
-    `final` one: what became of the message in the end.
+    """Return the number of `messages` per CASE.
 
-    Outcomes of one message are in the order of (epoch, place), never of times, which come from several clocks.
+    `retries`: attempts beyond the message's earlier outcomes. `final`: its last outcome, by (epoch, position); times
+    come from several clocks.
     """
     at = Window.partitionBy("topic", "group", "partition", "offset").orderBy("epoch", "position")
     before = F.lag(F.struct("outcome", "attempts")).over(at)
-    # Attempts of what was parked go on where they were, and an operator's word on what is dead makes none. After
-    # anything else they begin anew.
+    # Parked messages keep their attempts, and discarding a dead one adds none. After other outcomes they restart.
     goes_on = (before["outcome"] == "parked") | ((F.col("outcome") == "discarded") & before["outcome"].isin(*DEAD))
     counted = F.when(goes_on, before["attempts"])
     retries = F.greatest(F.col("attempts") - F.greatest(F.coalesce(counted, F.lit(1)), F.lit(1)), F.lit(0))
@@ -36,16 +34,14 @@ def cases(outcomes: DataFrame) -> DataFrame:
 
 
 def by_outcome(found: DataFrame) -> DataFrame:
-    """Return per topic, group and word how many messages came to it, and for how many it is `final`. One that came to
-    two, such as parked and then handled, counts in both."""
+    """Return messages per topic, group and outcome; one with several counts in each, but once as `final`."""
     return found.groupBy("topic", "group", "outcome").agg(
         F.sum("messages").alias("messages"), _sum(F.col("final"), F.col("messages")).alias("final")
     )
 
 
 def by_error(found: DataFrame) -> DataFrame:
-    """Return the dead letters per topic, group, word, error and actor, with their attempts; `final` are those that are
-    still dead."""
+    """Return dead letters per outcome, error and actor; `final`: still dead."""
     dead = found.filter(F.col("outcome").isin(*DEAD))
     return dead.groupBy("topic", "group", "outcome", "reason", "actor").agg(
         F.sum("messages").alias("messages"),
@@ -55,8 +51,7 @@ def by_error(found: DataFrame) -> DataFrame:
 
 
 def by_member(found: DataFrame) -> DataFrame:
-    """Return per topic, group and actor what it settled: messages, those of several attempts, retries, the most
-    attempts of one, and how many were parked or died. Attempts before a message was parked count for who parked it."""
+    """Return what actors settled; attempts before parking count for the parking one."""
     messages = F.col("messages")
     return found.groupBy("topic", "group", "actor").agg(
         F.sum(messages).alias("messages"),
@@ -69,7 +64,7 @@ def by_member(found: DataFrame) -> DataFrame:
 
 
 def by_attempts(found: DataFrame) -> DataFrame:
-    """Return per topic, group and number of attempts how many messages needed so many until they were handled."""
+    """Return handled messages per number of attempts."""
     handled = found.filter(F.col("outcome") == "handled")
     return handled.groupBy("topic", "group", "attempts").agg(F.sum("messages").alias("messages"))
 

@@ -1,4 +1,4 @@
-"""How evenly the work of a group is spread over those that consume for it."""
+"""How a group's work spreads over members."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ from pyspark.sql import functions as F  # noqa: N812
 
 
 def by_member(outcomes: DataFrame) -> DataFrame:
-    """Return per group and member: messages handled, share of the group's, and seconds in which it had any in hand.
+    """Return per group and member: messages, share, busy seconds.
 
-    A member has a message in hand from when it is first given it until it is settled; times that overlap count once.
-    Where it is not known when it was given one, the message counts, its time does not.
+    Busy is from first delivery to settling, overlaps once; messages without delivery time add none.
     """
     handled = outcomes.filter(F.col("outcome") == "handled")
     who = ["topic", "group", "actor"]
     begun = Window.partitionBy(*who).orderBy("delivered_at", "settled_at")
     known = F.col("delivered_at").isNotNull()
     until = F.max(F.when(known, F.col("settled_at"))).over(begun.rowsBetween(Window.unboundedPreceding, -1))
-    # What reaches beyond all before it is new time; what lies within is counted already.
+    # Only time beyond all earlier deliveries is new.
     since = F.greatest(F.col("delivered_at"), F.coalesce(until, F.col("delivered_at")))
     fresh_us = F.greatest(F.unix_micros(F.col("settled_at")) - F.unix_micros(since), F.lit(0))
     fresh_us = F.when(known, fresh_us).otherwise(F.lit(0))
@@ -28,8 +27,10 @@ def by_member(outcomes: DataFrame) -> DataFrame:
 
 
 def by_group(members: DataFrame) -> DataFrame:
-    """Return per group: members, messages, the busiest member's messages to the mean, and the Gini coefficients of
-    messages and of busy time (0: all the same; near 1: one does it all). Members without a message are not seen."""
+    """Return per group: members with messages, their messages, maximum to mean, Gini of messages and busy time.
+
+    Gini 0: all equal; near 1: one does all.
+    """
     group = ["topic", "group"]
     for name in ("messages", "busy_s"):
         rank = F.row_number().over(Window.partitionBy(*group).orderBy(name, "actor"))

@@ -1,4 +1,4 @@
-"""Where the load is: per LP, per key, per partition."""
+"""Load per LP, key and partition."""
 
 from __future__ import annotations
 
@@ -8,27 +8,26 @@ from pyspark.sql import DataFrame, Window
 from pyspark.sql import functions as F  # noqa: N812
 
 HOTTEST: Final = 100
-"""Keys that are listed of a topic."""
 
 
 def lp_heat(records: DataFrame) -> DataFrame:
-    """Return per topic and LP that has any: records, and how many different keys they have."""
+    """Return records and distinct keys per topic and LP."""
     found = records.groupBy("topic", "lp")
     return found.agg(F.count("*").alias("records"), F.count_distinct("key").alias("keys"))
 
 
 def hottest_keys(records: DataFrame, count: int = HOTTEST) -> DataFrame:
-    """Return per topic the keys with the most records, their LP, and their share of all of the topic's records."""
+    """Return topics' largest keys, their LP and share of all records."""
     per_key = records.groupBy("topic", "key", "lp").agg(F.count("*").alias("records"))
     share = F.col("records") / F.sum("records").over(Window.partitionBy("topic"))
     rank = F.row_number().over(Window.partitionBy("topic").orderBy(F.desc("records"), "key"))
-    # Messages without a key are nobody's in particular, but part of the whole.
+    # Messages without a key count in the whole only.
     ranked = per_key.withColumn("share", share).filter(F.col("key").isNotNull()).withColumn("rank", rank)
     return ranked.filter(F.col("rank") <= count)
 
 
 def partition_heat(heat: DataFrame, lineage: DataFrame) -> DataFrame:
-    """Return per partition in force what its LPs took in, wherever that was stored, and the hottest LP's part of it."""
+    """Return per partition in force its LPs' records, wherever stored, and its hottest LP's."""
     ranges = lineage.filter(F.col("last_version").isNull()).select("topic", "partition", "lp_from", "lp_to").alias("r")
     inside = (F.col("r.topic") == F.col("h.topic")) & F.col("h.lp").between(F.col("r.lp_from"), F.col("r.lp_to") - 1)
     rows = ranges.join(heat.alias("h"), inside, "left")

@@ -1,4 +1,4 @@
-"""Throughput and end-to-end latency: from publishing to the first time a group had handled the message."""
+"""Throughput, and latency from publishing to first handling."""
 
 from __future__ import annotations
 
@@ -12,10 +12,7 @@ QUANTILES: Final = (0.5, 0.95, 0.99)
 
 
 def per_offset(outcomes: DataFrame) -> DataFrame:
-    """Return a row for each offset of each outcome, `offset` in place of its range.
-
-    Long ranges fall into stretches first: no row ever holds more than 1,024 offsets in memory.
-    """
+    """Return a row per offset of outcomes; rows hold at most 1,024 meanwhile."""
     last = F.least(F.col("begin") + (OFFSETS_AT_ONCE - 1), F.col("last_offset"))
     begins = F.sequence("first_offset", "last_offset", F.lit(OFFSETS_AT_ONCE).cast("bigint"))
     return (
@@ -26,11 +23,10 @@ def per_offset(outcomes: DataFrame) -> DataFrame:
 
 
 def settled(records: DataFrame, outcomes: DataFrame) -> DataFrame:
-    """Return per topic, group and record that the group handled: when it was published, when first handled, and the
-    milliseconds between (none below 0: the two clocks are not one).
+    """Return handled records per group: time published, time first handled, milliseconds between.
 
-    What was left out, parked or dead is not handled; what was parked and handled later is. Offsets that a node gave to
-    two records, since it fell back in between, are left out: which of the two was handled when is not known.
+    At least 0, because clocks differ. Offsets that a fallen-back node assigned twice are left out: which record was
+    handled is unknown.
     """
     handled = per_offset(outcomes.filter(F.col("outcome") == "handled").select(
         "topic", "group", "partition", "first_offset", "last_offset", "settled_at"
@@ -45,7 +41,7 @@ def settled(records: DataFrame, outcomes: DataFrame) -> DataFrame:
 
 
 def latency(rows: DataFrame, *by: str) -> DataFrame:
-    """Return per topic, group and `by` how many messages were handled, and exact p50, p95, p99 and longest in ms."""
+    """Return per topic, group and `by`: messages, exact p50, p95, p99, longest (ms)."""
     quantiles = F.percentile("ms", F.array(*map(F.lit, QUANTILES)))
     found = rows.groupBy("topic", "group", *by).agg(
         F.count("*").alias("messages"), quantiles.alias("q"), F.max("ms").alias("longest_ms")
@@ -55,13 +51,13 @@ def latency(rows: DataFrame, *by: str) -> DataFrame:
 
 
 def by_minute(rows: DataFrame) -> DataFrame:
-    """Return `latency` per minute in which the messages were handled, and messages per second of that minute."""
+    """Return `latency` and messages per second, by minute of handling."""
     found = latency(rows.withColumn("minute", F.date_trunc("minute", "settled_at")), "minute")
     return found.withColumn("per_s", F.col("messages") / 60)
 
 
 def published_by_minute(records: DataFrame) -> DataFrame:
-    """Return per topic and minute how many messages were published, by the publishers' clocks."""
+    """Return messages published per topic and minute (publishers' clocks)."""
     found = records.groupBy("topic", F.date_trunc("minute", "published_at").alias("minute"))
     return found.agg(F.count("*").alias("messages")).withColumn("per_s", F.col("messages") / 60)
 

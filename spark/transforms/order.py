@@ -1,12 +1,10 @@
-"""The order audit: is what a snapshot holds the unbroken chain that the promise says?
+"""The order audit: is a snapshot the promised unbroken chain?
 
-Per topic, source and LP, records are looked at twice: in the order of their seqs, where each is one more than the last
-(else a *gap* or a *duplicate*), and in the order of the lineage (parents wholly before successors, then by batch and
-offset), where seqs only grow (else an *inversion*). A record is *misplaced* where its LP is not that of its key, or its
-partition never served its LP. A break of the chain is one finding, with the positions of both records beside it.
+docs/how-to/analyze.md explains its findings. Each topic, source and LP is checked by seq (*gap*, *duplicate*), and by
+lineage: parents wholly before successors, then batch and offset (*inversion*). Each record is checked against its key
+and partition (*misplaced*).
 
-An LP is served by one partition at a time, so the partitions of an LP in the order of the versions that brought them
-into force are its lineage.
+One partition serves an LP at a time, so the order of their first versions is the lineage.
 """
 
 from __future__ import annotations
@@ -21,26 +19,24 @@ from mqlayer.spark.transforms.lp import lp_of_key
 
 KINDS: Final = ("inversion", "gap", "duplicate", "misplaced")
 CHAIN: Final = ("topic", "source", "lp")
+# Offsets alone don't order a partition: a node that fell back assigns them again, but in later batches.
 PLACE: Final = ("born", "partition", "batch", "offset")
-"""Offsets alone are not the order of a partition: a node that fell back gives them out again, and a later record may
-stand at a lower one than an earlier one that was archived before. What it appends then is in later batches."""
 POSITION: Final = "struct<seq:bigint,partition:int,offset:bigint>"
 FINDING: Final = (
     "struct<kind:string,key:string,first_seq:bigint,last_seq:bigint,partition:int,offset:bigint,"
     "behind_seq:bigint,behind_partition:int,behind_offset:bigint,reason:string>"
 )
-"""`first_seq` to `last_seq`: what is concerned (of a gap, what is missing). `partition`, `offset`: the record, or the
-one behind the gap. `behind_*`: the record in front of it that makes it a finding, or the one in front of the gap."""
+"""`first_seq`, `last_seq`: affected, or missing. `partition`, `offset`: the record, or the one behind the gap.
+`behind_*`: the record that it contradicts, or before the gap."""
 
 KEY_BROKEN: Final = "order of the key"
 LP_BROKEN: Final = "order of the LP, not of a key"
 
 
 def audited(records: DataFrame, lineage: DataFrame, cut: DataFrame | None = None) -> DataFrame:
-    """Return the records with the `findings` about each; besides, where a cut is given, a row for each of its ends.
+    """Return records with `findings`, and a row per end of the cut.
 
-    `cut`: per topic, source and LP the first and last seq that must be there; without it, what is missing at either end
-    of a chain is not noticed. One shuffle, whatever the number of faults.
+    `cut`: first and last seq per topic, source and LP; without it, missing ends of chains go unnoticed. One shuffle.
     """
     placed = _placed(records, lineage)
     rows = placed if cut is None else placed.unionByName(_ends(cut), allowMissingColumns=True)
@@ -51,7 +47,7 @@ def audited(records: DataFrame, lineage: DataFrame, cut: DataFrame | None = None
     rows = rows.withColumn("last", F.lag(position).over(by_seq)).withColumn("last_is_end", F.lag("is_end").over(by_seq))
     rows = rows.withColumn("again", ~F.col("is_end") & ~F.col("last_is_end") & (F.col("seq") == F.col("last.seq")))
     rows = rows.withColumn("again", F.coalesce("again", F.lit(False)))
-    # Copies and what is in no place of the lineage are findings of their own; they have no turn.
+    # Duplicates, and records outside the lineage, are findings of other kinds; they have no turn.
     turn = F.when(~F.col("is_end") & ~F.col("again") & F.col("in_place"), position)
     rows = rows.withColumn("turn", turn)
     rows = rows.withColumn("before", _latest(by_place)).withColumn("before_of_key", _latest(by_key))
@@ -59,7 +55,7 @@ def audited(records: DataFrame, lineage: DataFrame, cut: DataFrame | None = None
 
 
 def chains(found: DataFrame) -> DataFrame:
-    """Return per topic, source and LP: records, keys, first and last seq, and how many findings of each kind."""
+    """Return per topic, source and LP: records, keys, seqs, findings by kind."""
     real = ~F.col("is_end")
     counts = [F.sum(F.size(F.filter("findings", _is_of(kind)))).cast("bigint").alias(_plural(kind)) for kind in KINDS]
     return found.groupBy(*CHAIN).agg(
@@ -72,25 +68,25 @@ def chains(found: DataFrame) -> DataFrame:
 
 
 def findings(found: DataFrame) -> DataFrame:
-    """Return one row for each finding."""
+    """Return a row per finding."""
     rows = found.filter(F.size("findings") > 0).select(*CHAIN, F.explode("findings").alias("finding"))
     return rows.select("topic", "finding.kind", "finding.key", "source", "lp", *_FIELDS)
 
 
 def by_key(found: DataFrame) -> DataFrame:
-    """Return per topic and key how many findings of each kind concern its records; gaps concern no known key."""
+    """Return findings per topic and key; gaps have no key."""
     counts = [F.count(F.when(F.col("kind") == kind, 1)).alias(_plural(kind)) for kind in KINDS if kind != "gap"]
     return found.filter(F.col("key").isNotNull()).groupBy("topic", "key").agg(*counts)
 
 
 def totals(per_chain: DataFrame) -> DataFrame:
-    """Return per topic what was looked at and how many findings of each kind there are."""
+    """Return sums of `chains` per topic."""
     sums = [F.sum(name).cast("bigint").alias(name) for name in ("records", "keys", *map(_plural, KINDS))]
     return per_chain.groupBy("topic").agg(F.count("*").alias("chains"), *sums)
 
 
 def clean(total: Mapping[str, int]) -> bool:
-    """Return whether a row of totals has no finding."""
+    """Return whether totals have no finding."""
     return not any(total[_plural(kind)] for kind in KINDS)
 
 
@@ -124,7 +120,7 @@ def _placed(records: DataFrame, lineage: DataFrame) -> DataFrame:
 
 
 def _misplaced(served: Column) -> Column:
-    """Return why a record is not where it belongs, an empty text where it is."""
+    # Empty for a record in place.
     key_lp = lp_of_key(F.col("key"))
     return F.concat_ws(
         "; ",
@@ -138,7 +134,7 @@ def _misplaced(served: Column) -> Column:
 
 
 def _ends(cut: DataFrame) -> DataFrame:
-    """Return a row below the first and one above the last seq of each chain: missing ends are gaps like others."""
+    # Rows beyond the first and last seq of each chain: missing ends become gaps.
     ends = F.explode(F.array(F.col("first_seq") - 1, F.col("last_seq") + 1)).alias("seq")
     return cut.select(
         *CHAIN,
@@ -150,12 +146,11 @@ def _ends(cut: DataFrame) -> DataFrame:
 
 
 def _latest(window: WindowSpec) -> Column:
-    """Return the last record in front of this one that has a turn."""
+    # The last earlier record with a turn.
     return F.last("turn", ignorenulls=True).over(window.rowsBetween(Window.unboundedPreceding, -1))
 
 
 def _findings() -> Column:
-    """Return what is found about a record as an array, mostly empty."""
     real, seq = ~F.col("is_end"), F.col("seq")
     key_broken = F.col("key").isNotNull() & F.col("turn").isNotNull() & (seq < F.col("before_of_key.seq"))
     lp_broken = F.col("turn").isNotNull() & (seq < F.col("before.seq"))
@@ -177,7 +172,7 @@ def _finding(kind: str, *, behind: str | None, reason: Column) -> Column:
 
 
 def _gap() -> Column:
-    """Return the finding of what is missing in front of this record; the ends of a cut are no records."""
+    # The ends of a cut are no records.
     front = F.when(~F.col("last_is_end"), F.col("last"))
     facts = (F.lit("gap"), F.lit(None), F.col("last.seq") + 1, F.col("seq") - 1, F.col("partition"), F.col("offset"))
     return F.struct(*facts, front["seq"], front["partition"], front["offset"], F.lit(None)).cast(FINDING)

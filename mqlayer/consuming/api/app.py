@@ -1,4 +1,4 @@
-"""The application object: handlers registered by a decorator, run as members of their groups.
+"""The application object: registers handlers and runs them as members.
 
 ```python
 app = mqlayer.App()
@@ -53,14 +53,14 @@ from mqlayer.settings import Settings
 log = logging.getLogger(__name__)
 
 CONNECTIONS_OF_A_MEMBER: Final = 12
-"""At most, opened on demand: heartbeat and parking worker, and a thread for each node that is to be armed."""
+"""At most, on demand: heartbeat, parking worker, threads that arm nodes."""
 
 Handler = TypeVar("Handler", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, slots=True)
 class Consumer:
-    """A handler with what it consumes."""
+    """A registered handler."""
 
     topic: str
     group: str
@@ -75,7 +75,7 @@ class Consumer:
 
 
 class App:
-    """The consumers of an application, and their life in this process."""
+    """The consumers of an application in this process."""
 
     def __init__(self, settings: Settings | None = None) -> None:
         if settings is not None:
@@ -85,12 +85,12 @@ class App:
         self.members: list[Member | SharedMember] = []
         self.hooks: list[Hook] = []
         self._open: list[Any] = []
-        # Which of several processes of one command this is: each is an instance of its own.
+        # Number of this process among those of one command; each is an instance.
         self.process_number = 1
 
     @property
     def settings(self) -> Settings:
-        """The settings given, or those of the environment."""
+        """The given settings, or those of the environment."""
         if self._settings is None:
             self._settings = Settings()
         return self._settings
@@ -118,28 +118,23 @@ class App:
     ) -> Callable[[Handler], Handler]:
         """Register a handler, plain or `async def`, for a topic and a group.
 
-        The handler takes the body and, if it has a second parameter, the Context. `body` is the type to decode to: a
-        msgspec Struct, a pydantic model, a dataclass, bytes, str, or anything msgspec reads from JSON; the first
-        parameter's annotation where it is not given. An exception of the handler is a failed attempt: the message is
-        tried again after the group's backoff, its key waits, others go on. A body that does not fit is one too. It may
-        raise RetryLater, Reject, Skip or PauseKey to say what is to become of the message. With `batch` it takes a list
-        of bodies and, if it has a second parameter, the Batch; or the Batch alone.
-        `mode`: "exclusive" gives each partition to one member, which keeps the order of keys; "shared" gives every
-        message to whichever member has time, without order, and again after `visibility_timeout_s` (default 30) where
-        nobody hears of that member; "broadcast" gives every message to each instance, where `instance` says which one
-        this process is, else the settings, else the host's name, and `instance_expiry_s` for how long the position of
-        one that is away is kept; said once. `start`, for the group's creation: "earliest" (the default: all that is
-        kept, along the lineage of partitions), "latest" (what is published from then on) or a datetime with a time
-        zone: the first message of that time or later, by the publishers' clocks; another one for a group that is there
-        is refused, a seek moves it. `from_archive`: it is
-        given what the archive of its topic holds from there on, then the streams. `tag_filter`: which messages the
-        group wants, as `any_of("eu", "vip")` or `all_of("eu", "vip")` says, or "none" for all; others are settled
-        unseen. `rate_limit`: messages by the second that the whole group begins at most, `rate_burst` at once after a
-        rest. `ordered`, `balance`, `tag_filter`, `rate_limit`, `rate_burst` and the rules for messages that fail
-        (`backoff_s`, `jitter`, `attempt_limit`, `policy`, `non_retryable_errors`, `retryable_errors`, `time_limit_s`,
-        `max_time_limit_s`) live with the group too, see GroupSettings and Rules: what is said here must be what is in
-        force there, else `start()` raises Conflict; leave them out to take
-        what is there. Raises InvalidInput for a start or setting that there is not.
+        It takes the body and optionally the Context. `body`, by default the first parameter's annotation, is the type
+        to decode to: msgspec Struct, pydantic model, dataclass, bytes, str, or any type that msgspec reads from JSON.
+        An exception or undecodable body is a failed attempt: the group's backoff follows, the key waits, others
+        continue. RetryLater, Reject, Skip and PauseKey decide otherwise.
+
+        - `mode`: "exclusive": one member per partition, keys in order; "shared": any member, no order, redelivered
+          after `visibility_timeout_s` (default 30) of silence; "broadcast": all messages to each `instance` (default:
+          the settings', else the host's name), whose position is kept for `instance_expiry_s` of absence.
+        - `start`, for the group's creation: "earliest" (default), "latest", or a datetime with time zone, by
+          publishers' clocks; `from_archive`: the archive first.
+        - `tag_filter`: `any_of(…)`, `all_of(…)` or "none"; other messages are settled unhandled.
+        - `batch`: the handler takes a list of bodies and optionally the Batch, or only the Batch.
+        - `rate_limit`, `rate_burst`: messages per second, and at once, of the whole group.
+
+        The group stores all but `body`, `batch`, `options` and `instance`: omit them, or `start()` raises Conflict
+        where they differ. See `docs/reference/group-settings.md`.
+        Raises InvalidInput for a bad value, Conflict for a group's second handler.
         """
         check_name("topic", topic)
         check_name("group", group)
@@ -177,32 +172,32 @@ class App:
         return register
 
     def on_event(self, hook: HookType) -> HookType:
-        """Have a function called with each Event of messages that fail, are parked, go on, or leave a group.
+        """Register a function for Events: messages that fail, are parked, continue, or leave a group.
 
-        Called at once, in the thread that does it: keep it short. What it raises is logged, and changes nothing.
+        Runs in the causing thread: keep it short. Its exceptions are only logged.
         """
         self.hooks.append(hook)
         return hook
 
     def counts(self) -> dict[tuple[str, str], MemberStats]:
-        """Return what each group's member in this process has counted since its start, by topic and group."""
+        """Return each member's counts by (topic, group)."""
         return {(member.group.topic, member.group.name): replace(member.stats) for member in self.members}
 
     def counts_as_json(self) -> list[dict[str, Any]]:
-        """Return the same as JSON has it: an object for each member, with its topic, group and member id."""
+        """Return `counts` as JSON objects."""
         return [
             {"topic": m.group.topic, "group": m.group.name, "member": m.member_id, **asdict(m.stats)}
             for m in list(self.members)
         ]
 
     def start(self) -> None:
-        """Join all groups and start consuming; returns at once. Raises what a store answers that is not ready."""
+        """Join all groups, start consuming, return. Raises InvalidInput, Conflict, or a store's error."""
         if not self.consumers:
             raise InvalidInput("the application has no consumers: register one with @app.consumer(topic, group=…)")
         if self.members:
             raise Conflict("the application is running", "stop it first")
         settings = self.settings
-        # A member's heartbeat never waits for a connection behind the threads that see to nodes.
+        # A heartbeat must never wait for a connection behind threads that arm nodes.
         size = 2 + CONNECTIONS_OF_A_MEMBER * len(self.consumers)
         control, effects = settings.control_dsn(), settings.application_dsn()
         wait_s = settings.connect_timeout_s
@@ -229,10 +224,8 @@ class App:
         log.info("consumers_started", extra={"members": len(self.members)})
 
     def stop(self, timeout_s: float | None = None) -> bool:
-        """Stop all members, side by side; True when every handler had ended. No message is handled after that.
-
-        Handlers that run are waited for, up to the time given or else their member's `drain_timeout_s`.
-        """
+        """Stop all members as `Member.stop` does; return whether every handler ended. No message is handled
+        afterwards."""
         ended: list[bool] = []
         threads = [threading.Thread(target=lambda m=member: ended.append(m.stop(timeout_s))) for member in self.members]
         for thread in threads:
@@ -246,20 +239,19 @@ class App:
         return all(ended)
 
     def health(self) -> Health:
-        """Say whether its threads turn, and whether all its members serve. For any thread, at any time."""
+        """Report threads and members. Thread-safe."""
         members = list(self.members)
         joining = () if members and len(members) == len(self.consumers) else ("not all groups are joined",)
         named = (m.health().named(f"group {m.group.name} of topic {m.group.topic}") for m in members)
         return Health.of_all(Health(waits=joining), *named)
 
     def run(self, *, on_start: Callable[[], None] | None = None, health_port: int | None = None) -> bool:
-        """Consume until SIGTERM or SIGINT, then stop in order. For the main thread.
+        """Consume until SIGTERM or SIGINT, then stop; for the main thread.
 
-        `on_start` is called when all groups are joined. `health_port` takes the place of the settings'. Returns True
-        when a signal ended it and every handler had ended. A second signal does what it did before: it ends the
-        process. Raises Conflict for a health port that is in use.
+        A second signal has its former effect. `on_start` runs once all groups are joined. Returns whether a signal
+        ended it and every handler ended. Raises Conflict for a health port in use.
         """
-        # Of the standard library's ways to wake a thread, the one that a signal handler may use at any moment.
+        # SimpleQueue.put is reentrant, so a signal handler may call it at any moment.
         signals: queue.SimpleQueue[int] = queue.SimpleQueue()
 
         def end(number: int, _frame: FrameType | None) -> None:
@@ -281,7 +273,6 @@ class App:
         return asked and in_order
 
     def _run(self, on_start: Callable[[], None] | None, signals: queue.SimpleQueue[int]) -> tuple[bool, bool]:
-        """Consume until a signal comes; say whether one did, and whether every handler ended."""
         try:
             self.start()
             if on_start is not None:
@@ -293,17 +284,15 @@ class App:
 
     @property
     def running(self) -> bool:
-        """Whether anything is consumed: False before `start`, after `stop`, or when others took all members' ids."""
+        """Whether any member consumes."""
         return any(member.running for member in self.members)
 
     def _wake_members(self, group_id: str) -> None:
-        """Have the members of a group whose assignments changed look at them now; all members, where none is named."""
         for member in self.members:
             if group_id in ("", str(member.group.group_id)):
                 member.wake()
 
     def _wait(self, signals: queue.SimpleQueue[int]) -> bool:
-        """Wait for a signal; False when all members ended by themselves."""
         while self.running:
             with contextlib.suppress(queue.Empty):
                 signals.get(timeout=0.5)
@@ -338,7 +327,6 @@ class App:
         return Member(handle=_handle(consumer, group), rejoin=rejoin, **facts)
 
     def _instance(self, consumer: Consumer, group: Group, database: Database, routes: RouteCache) -> Group:
-        """Return the instance of a broadcast group that this process is; tell where it begins anew."""
         settings = self.settings
         instance, anew = ensure_instance(
             database,
@@ -360,12 +348,10 @@ class App:
 
 
 def _is_async(handler: Callable[..., Any]) -> bool:
-    """Say whether calling it gives a coroutine; an object with an async `__call__` does so too."""
     return inspect.iscoroutinefunction(handler) or inspect.iscoroutinefunction(type(handler).__call__)
 
 
 def _parameters(handler: Callable[..., Any], body: Any) -> tuple[Any, bool]:
-    """Return the body type a handler wants, and whether it takes a context."""
     parameters = [
         p
         for p in inspect.signature(handler).parameters.values()
@@ -380,7 +366,6 @@ def _parameters(handler: Callable[..., Any], body: Any) -> tuple[Any, bool]:
 
 
 def _handle(consumer: Consumer, group: Group) -> Callable[[OwnedPartition, Record], Any]:
-    """Return what a worker calls for a record: decode, then the handler."""
     handler, decode = consumer.handler, decoder_for(consumer.body_type)
     context = partial(Context, consumer.topic, consumer.group, group.group_id)
     if consumer.with_context:
@@ -402,7 +387,6 @@ def _check_batch(batch: BatchOf | None, options: MemberOptions, *, mode: str, or
 
 
 def _check_options(options: MemberOptions, *, mode: str) -> None:
-    """Raise InvalidInput for an option that the mode has no use for."""
     if mode != "shared" and options.extend_limit_s != MemberOptions().extend_limit_s:
         raise InvalidInput("extend_limit_s is of shared groups: leave it out, and limit handlers by time_limit_s")
     if mode == "shared" and options.parked_keys is not None:
@@ -410,7 +394,6 @@ def _check_options(options: MemberOptions, *, mode: str) -> None:
 
 
 def _batch_handler(consumer: Consumer, group: Group, batch_of: BatchOf, shape: BatchShape) -> BatchHandler:
-    """Return what workers call for a batch. Raises Conflict where the group can't have such."""
     if batch_of.kind == "key" and not (group.ordered and group.strategy == "strict"):
         raise Conflict(
             f"group {group.name!r} of topic {group.topic!r} keeps no order, so it has no batches of one key",

@@ -16,10 +16,9 @@ _PATH: Final = re.compile(r"(?P<module>[^\W\d]\w*(\.[^\W\d]\w*)*):(?P<name>[^\W\
 
 
 def load_app(path: str) -> App:
-    """Import `module:name` and return the App there; modules of the working directory are found too.
+    """Import `module:name`, also from the working directory, and return its App.
 
-    Raises InvalidInput or NotFound, which say what is wrong with the path. What the module itself raises when it is
-    imported passes as it is.
+    Raises InvalidInput or NotFound for a bad path; errors of the module's import pass through.
     """
     match = _PATH.fullmatch(path)
     if match is None:

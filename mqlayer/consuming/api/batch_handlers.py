@@ -1,4 +1,4 @@
-"""Handlers of batches: what they take, and how they are called."""
+"""Batch handlers: their parameters and their calls."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LISTS: Final = (list, Sequence, Iterable)
 
 
 class BatchShape(NamedTuple):
-    """What a handler takes: the type of one body, and whether its arguments are the bodies, the batch, or both."""
+    """A handler's parameters: the body type; bodies, batch, or both."""
 
     body_type: Any
     bodies: bool
@@ -25,7 +25,7 @@ class BatchShape(NamedTuple):
 
 
 class BatchHandler:
-    """A batch handler with what its batches need to know."""
+    """A batch handler and its batches' settings."""
 
     def __init__(
         self, topic: str, group: Group, batch_of: BatchOf, handler: Callable[..., Any], shape: BatchShape
@@ -35,7 +35,7 @@ class BatchHandler:
         self._decode = decoder_for(shape.body_type)
 
     def batch(self, key_queues: list[KeyQueue]) -> Batch[Any]:
-        """Return the batch of what a worker has of some key queues."""
+        """Return the key queues' batch."""
         name, group_id = self._group.name, self._group.group_id
         pairs = [(key_queue, record) for key_queue in key_queues for record in key_queue.batch]
         messages: list[BatchMessage[Any]] = [
@@ -45,7 +45,7 @@ class BatchHandler:
         return Batch(self.batch_of.kind, self._topic, name, messages)
 
     def __call__(self, batch: Batch[Any]) -> Any:
-        """Call the handler, unless no body fits; return what it returns, a coroutine perhaps."""
+        """Call the handler, unless no body decodes."""
         batch.begin(current_deadline.get(), self._decode)
         if not batch:
             return None
@@ -55,9 +55,9 @@ class BatchHandler:
 
 
 def batch_shape(handler: Callable[..., Any], body: Any) -> BatchShape:
-    """Return what a batch handler takes: `list[Order]`, perhaps a Batch as second parameter, or `Batch[Order]` alone.
+    """Return the shape of `list[Order]`, optionally with a Batch, or of `Batch[Order]`.
 
-    `body`: the type of a body where the annotation does not say it. Raises InvalidInput for anything else.
+    `body`: the type where the annotation has none. Raises InvalidInput for other parameters.
     """
     name = type_name(handler)
     parameters = [

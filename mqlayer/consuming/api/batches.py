@@ -1,11 +1,9 @@
 """Batches of messages for one call of a handler: of distinct keys, or of one key in order.
 
-A batch says of each of its messages what became of it: nothing as yet (*open*), *done* or *failed* by its handler's
-word, *applied* before by the fence's. One that the fence let through counts as done only if the handler returns: until
-then nobody knows whether its transaction was committed, and if it was, the fence says so the next time.
-
-Who is to blame for an exception of a batch's handler? The message that was its only open one; else nobody: all that are
-open come again one by one, and what they do then counts. So no message dies of what another one beside it did.
+A message that the fence let through is done only when the handler returns; if its transaction committed before a crash,
+the next fence answers "applied".
+An exception fails the only open message; of several, all come again singly, uncounted
+(`docs/design/decisions/0057-batches-blame-no-message.md`).
 """
 
 from __future__ import annotations
@@ -35,10 +33,10 @@ LONGEST_LINGER_S: Final = 60.0
 
 @dataclass(frozen=True, slots=True)
 class BatchOf:
-    """What one call of a handler gets: messages of `distinct` keys, one of each, or of one `key`, in order.
+    """What one call gets: one message each of `distinct` keys, or several of one `key`, in order.
 
-    `limit`: messages at most, up to 500. `limit_bytes`: of records, which a single message may exceed. `linger_s`: for
-    how long the first message may wait for others, 60 s at most. Raises InvalidInput.
+    `limit`: 1 to 500 messages. `limit_bytes`: total record size; one message may exceed it. `linger_s`: 0 to 60 s that
+    the first message may wait for others. Raises InvalidInput.
     """
 
     kind: Kind
@@ -47,7 +45,6 @@ class BatchOf:
     linger_s: float = 0.0
 
     def __post_init__(self) -> None:
-        """Refuse what can't be."""
         if self.kind not in ("distinct", "key"):
             raise InvalidInput(f"a batch is of 'distinct' keys or of one 'key', not of {self.kind!r}")
         if not 1 <= self.limit <= LARGEST:
@@ -59,7 +56,7 @@ class BatchOf:
 
 
 class MessageMark(Enum):
-    """What is known of a message of a batch."""
+    """State of a message in its batch."""
 
     OPEN = auto()
     DONE = auto()
@@ -68,17 +65,17 @@ class MessageMark(Enum):
 
 
 class Handled(NamedTuple):
-    """It is handled."""
+    """The message is handled."""
 
 
 class Failed(NamedTuple):
-    """It failed, by this error."""
+    """The message failed."""
 
     error: BaseException
 
 
 class Redelivered(NamedTuple):
-    """It comes again, and nobody says that it failed. `singly`: by itself."""
+    """The message comes again without a failed attempt; alone where `singly`."""
 
     singly: bool
 
@@ -87,7 +84,7 @@ MessageOutcome = Handled | Failed | Redelivered
 
 
 class BatchMessage(Delivered, Generic[Body]):
-    """A message of a batch: what a Context knows of one, and its decoded body as `value`."""
+    """A message of a batch: a Context's data, and the decoded body as `value`."""
 
     __slots__ = ("error", "fenced", "index", "mark", "queue", "value")
 
@@ -98,17 +95,17 @@ class BatchMessage(Delivered, Generic[Body]):
         self.queue, self.index = key_queue, index
         self.mark = MessageMark.OPEN
         self.error: BaseException | None = None
-        # Let through by the fence, in a transaction that may be committed or not.
+        # Let through by the fence, in a transaction that may or may not be committed.
         self.fenced = False
 
     @property
     def owned(self) -> OwnedPartition:
-        """The owned partition it is of."""
+        """Its owned partition."""
         return self._owned
 
     @property
     def record(self) -> Record:
-        """The record."""
+        """Its record."""
         return self._record
 
     @property
@@ -118,10 +115,10 @@ class BatchMessage(Delivered, Generic[Body]):
 
 
 class Batch(Sequence[BatchMessage[Body]], Generic[Body]):
-    """The messages of one call of a handler, what became of them, and their fence.
+    """The messages of one call of a handler, their results and their fence.
 
-    When the handler returns, all that it did not mark as failed are done. When it raises, those are done that it
-    marked so and that are not fenced; see the module for the others.
+    When the handler returns, all messages not marked as failed are done. When it raises, those found applied, or marked
+    done and not fenced, are.
     """
 
     __slots__ = ("_ahead", "_all", "_closed", "_deadline", "_group", "_messages", "_topic", "kind")
@@ -132,7 +129,7 @@ class Batch(Sequence[BatchMessage[Body]], Generic[Body]):
         self._all = self._messages = list(messages)
         self._deadline: HandlerDeadline | None = None
         self._closed = False
-        # Of one key: so many messages from the first one on are done or fenced.
+        # Of one key: how many leading messages are done or fenced.
         self._ahead = 0
 
     # -- what handlers see -------------------------------------------------------------------------------------------
@@ -144,15 +141,12 @@ class Batch(Sequence[BatchMessage[Body]], Generic[Body]):
     def __getitem__(self, index: slice) -> list[BatchMessage[Body]]: ...
 
     def __getitem__(self, index: int | slice) -> BatchMessage[Body] | list[BatchMessage[Body]]:
-        """Return a message, or some."""
         return self._messages[index]
 
     def __len__(self) -> int:
-        """Return how many messages it has."""
         return len(self._messages)
 
     def __iter__(self) -> Iterator[BatchMessage[Body]]:
-        """Go through the messages."""
         return iter(self._messages)
 
     @property
@@ -167,28 +161,27 @@ class Batch(Sequence[BatchMessage[Body]], Generic[Body]):
 
     @property
     def group(self) -> str:
-        """The group that this process consumes for."""
+        """The consumer group."""
         return self._group
 
     @property
     def unmarked(self) -> list[BatchMessage[Body]]:
-        """The messages of which nothing is said yet: neither marked, nor let through or found applied by the fence."""
+        """The messages neither marked nor fenced."""
         return [message for message in self._messages if message.mark is MessageMark.OPEN and not message.fenced]
 
     @property
     def remaining_s(self) -> float:
-        """Seconds until the group's time limit ends this handler; without end where there is none."""
+        """Seconds left of the time limit, or infinity."""
         return math.inf if self._deadline is None else self._deadline.remaining_s
 
     def extend(self, seconds: float | None = None) -> float:
-        """Have so many seconds from now, as `Context.extend` does; return how many seconds are left."""
+        """As `Context.extend`."""
         return math.inf if self._deadline is None else self._deadline.extend(seconds)
 
     def done(self, *messages: BatchMessage[Body]) -> None:
-        """Mark messages as done: they stay so, whatever the handler raises later.
+        """Mark messages as done, whatever the handler raises later; of one key, in order.
 
-        Of a batch of one key in order only. A message that the fence let through needs no mark, and has none until the
-        handler returns. Raises InvalidInput for one that is failed, or before which another one of its key is not done.
+        Raises InvalidInput for a failed message, or one behind an unfinished one of its key.
         """
         found = self._own(messages)
         for message in found:
@@ -202,11 +195,12 @@ class Batch(Sequence[BatchMessage[Body]], Generic[Body]):
     def fail(
         self, messages: BatchMessage[Body] | Iterable[BatchMessage[Body]], error: BaseException | str = "failed"
     ) -> None:
-        """Mark messages as failed, by an error: an attempt of each is counted, and its key waits.
+        """Mark messages as failed: an attempt of each counts, and its key waits.
 
-        RetryLater, Reject, Skip and PauseKey say the same as where a handler of single messages raises them. Of a
-        batch of one key the first failed one counts; what is behind it comes again. Raises InvalidInput for one that
-        is done, BatchUndone for one that the fence let through: to roll its transaction back, so let it pass.
+        `error` may be RetryLater, Reject, Skip or PauseKey. Of one key, messages behind the first failed one come
+        again.
+        Raises InvalidInput for a done message, BatchUndone for a fenced one: don't catch that, so that its transaction
+        rolls back.
         """
         failure = HandlerFault(error) if isinstance(error, str) else error
         undone: BatchMessage[Body] | None = None
@@ -219,13 +213,13 @@ class Batch(Sequence[BatchMessage[Body]], Generic[Body]):
             raise BatchUndone(self._topic, undone.identity.lp, undone.identity.seq)
 
     def fence(self, connection: Any, messages: Iterable[BatchMessage[Body]] | None = None) -> list[BatchMessage[Body]]:
-        """Check, in the effects' own transaction, that this process is still the owner; return what is to be applied.
+        """Check ownership in the effects' transaction; return the messages to apply.
 
-        Call it first in the transaction, on the connection of the effects (psycopg, SQLAlchemy, Django); it is one
-        round trip. `messages`: those that this transaction applies; by default all that are not marked, of one key
-        those before the first that failed. What it leaves out was applied before, and is done. When the transaction
-        commits, all that it returned count as applied: apply all of them, or let an exception roll it back. Raises
-        StaleOwner, which rolls back too: let it pass. Each message is fenced once; of one key in order.
+        Call it first, on the transaction's connection (psycopg, SQLAlchemy, Django); one round trip. `messages`
+        defaults to all unmarked ones, of one key those before the first failed one.
+        Messages left out were applied before, and are done. The commit applies all returned ones: apply all, or roll
+        back. Fence a message once; of one key, in order.
+        Raises StaleOwner: don't catch it, so that the transaction rolls back.
         """
         chosen = self._to_fence(messages)
         failpoint("fence.before")
@@ -239,7 +233,7 @@ class Batch(Sequence[BatchMessage[Body]], Generic[Body]):
     async def afence(
         self, connection: Any, messages: Iterable[BatchMessage[Body]] | None = None
     ) -> list[BatchMessage[Body]]:
-        """Do what `fence` does on an async connection."""
+        """`fence` for an async connection."""
         chosen = self._to_fence(messages)
         failpoint("fence.before")
         if chosen:
@@ -253,7 +247,7 @@ class Batch(Sequence[BatchMessage[Body]], Generic[Body]):
         if messages is None:
             chosen = self._own(m for m in self._ahead_of_failed() if m.mark is MessageMark.OPEN)
         else:
-            # Named twice, a message would be answered "applied" for its own sake, before anything is committed.
+            # A message named twice would be answered "applied" before anything is committed.
             chosen = [m for m in dict.fromkeys(self._own(messages)) if not m.is_done]
         if any(message.fenced for message in chosen):
             raise HandlerFault("the fence was called twice for one message: call it once, in one transaction")
@@ -272,7 +266,7 @@ class Batch(Sequence[BatchMessage[Body]], Generic[Body]):
     def _judge(self, chosen: list[BatchMessage[Body]], answers: list[str | None], epochs: list[int | None]) -> None:
         for message, answer, epoch in zip(chosen, answers, epochs, strict=True):
             if answer == "stale":
-                # Of all that its owned partition has in here, whatever else is said.
+                # All messages of the lost partition fail.
                 for other in self._all:
                     if other.owned is message.owned and not other.is_done:
                         other.mark, other.error = MessageMark.FAILED, self._stale(message, epoch or 0)
@@ -296,7 +290,6 @@ class Batch(Sequence[BatchMessage[Body]], Generic[Body]):
         return found
 
     def _in_order(self, messages: list[BatchMessage[Body]]) -> None:
-        """Refuse messages of one key before which another one is left out."""
         if self.kind == "distinct" or not messages:
             return
         named = {message.index for message in messages}
@@ -314,12 +307,11 @@ class Batch(Sequence[BatchMessage[Body]], Generic[Body]):
 
     @property
     def everything(self) -> list[BatchMessage[Body]]:
-        """All messages, also those that the handler does not see."""
+        """All messages, including those hidden from the handler."""
         return self._all
 
     def begin(self, deadline: HandlerDeadline | None, decode: Decode) -> None:
-        """Decode the bodies, in the handler's time. What does not fit failed: the handler does not see it, nor what is
-        behind it of its key."""
+        """Decode the bodies. The handler sees no undecodable message, nor its key's later ones."""
         self._deadline = deadline
         seen: list[BatchMessage[Body]] = []
         for message in self._all:
@@ -334,7 +326,7 @@ class Batch(Sequence[BatchMessage[Body]], Generic[Body]):
         self._messages = seen
 
     def end(self, raised: BaseException | None) -> list[MessageOutcome]:
-        """Return what becomes of each message; nothing more is marked or fenced after that."""
+        """Close the batch; return each message's outcome."""
         self._closed = True
         if self.kind == "key":
             return self._of_one_key(raised)
@@ -346,7 +338,7 @@ class Batch(Sequence[BatchMessage[Body]], Generic[Body]):
 
     def _of_one_key(self, raised: BaseException | None) -> list[MessageOutcome]:
         rest = self._when_open(raised)
-        # Nothing is said of what is behind one that is not done, whatever it is marked as.
+        # Messages behind an unfinished one keep their order: they come again, however marked.
         behind = rest if isinstance(rest, Redelivered) else Redelivered(singly=False)
         outcomes: list[MessageOutcome] = []
         for message in self._all:
@@ -355,15 +347,14 @@ class Batch(Sequence[BatchMessage[Body]], Generic[Body]):
         return outcomes
 
     def _when_open(self, raised: BaseException | None) -> MessageOutcome:
-        """Return what becomes of messages of which nothing is known."""
         if raised is None:
             return Handled()
         if isinstance(raised, StaleOwner):
-            # Those of an owned partition that was lost are marked; where none is, nobody knows which.
+            # The fence marked the messages of the lost partition; without marks, it is unknown.
             known = any(isinstance(message.error, StaleOwner) for message in self._all)
             return Redelivered(singly=False) if known else Failed(raised)
         if isinstance(raised, BatchUndone):
-            # Of one key, those before the failed one have to be applied first, without it.
+            # Of one key, the messages before the failed one must be applied first, without it.
             return Redelivered(singly=self.kind == "key")
         open_count = sum(not m.is_done and m.mark is not MessageMark.FAILED for m in self._messages)
         marked = any(message.mark is MessageMark.FAILED for message in self._messages)
@@ -377,15 +368,14 @@ def _outcome(message: BatchMessage[Any], raised: BaseException | None, rest: Mes
 
 
 def _facts_of(messages: list[BatchMessage[Any]]) -> dict[str, Any]:
-    """Return the parameters of `fence_many`."""
     facts = [message.fence_facts() for message in messages]
     columns = {"lps": "lp", "sources": "source", "keys": "key", "seqs": "seq", "epochs": "epoch", "replays": "replay"}
     found = {name: [f[of] for f in facts] for name, of in columns.items()}
-    # An array of nulls alone goes as text, where array_nulls may be off; without an array all are null as well.
+    # Postgres gets an array of only nulls as text, which array_nulls=off breaks; no array means all null.
     keys = None if all(key is None for key in found["keys"]) else found["keys"]
     return {"group_id": facts[0]["group_id"], **found, "keys": keys}
 
 
 def is_lost(owned: OwnedPartition, error: BaseException) -> bool:
-    """Say whether an error only repeats what is known: that an owned partition is somebody else's."""
+    """Say whether an error only repeats that the partition is lost."""
     return isinstance(error, StaleOwner) and owned.state is OwnershipState.GONE

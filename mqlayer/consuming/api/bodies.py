@@ -1,4 +1,4 @@
-"""From a record's bytes to what a handler asked for."""
+"""Decode bodies to the type that a handler wants."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ _PLACE: Final = re.compile(r" - at (`\$[^`]*`)\Z")
 
 
 def decoder_for(body_type: Any) -> Decode:
-    """Return what decodes bodies to a type: bytes, str, a msgspec Struct, a pydantic model, a dataclass, or whatever
-    msgspec reads from JSON (dict, list, int, Any, …). What does not fit raises BodyMismatch, which names the place in
-    the body, never its content."""
+    """Return a decoder for bytes, str, a msgspec Struct, pydantic model, dataclass, or any type msgspec reads from
+    JSON.
+
+    It raises BodyMismatch, which names the place in the body, never its content.
+    """
     if body_type is bytes:
         return _as_is
     if body_type is str:
@@ -29,7 +31,7 @@ def decoder_for(body_type: Any) -> Decode:
 
 
 def type_name(body_type: Any) -> str:
-    """Return a type's name for messages."""
+    """Return a type's name."""
     return str(getattr(body_type, "__name__", body_type))
 
 
@@ -72,9 +74,8 @@ def _pydantic(model: Any) -> Decode:
 
 
 def _place(error: msgspec.ValidationError) -> str:
-    """Return where and what kind of fault, without any value from the body."""
     text = str(error)
-    # At the very end only: a value that is quoted before it may look like a place.
+    # Only at the end: a quoted value before it may look like a place.
     found = _PLACE.search(text)
     place = found[1] if found else "`$`"
     if text.startswith("Expected `"):
@@ -86,7 +87,6 @@ def _place(error: msgspec.ValidationError) -> str:
 
 
 def _pydantic_places(error: ValueError, known: frozenset[str]) -> str:
-    """Return where and what kind of faults; names that the body brought are shown as `*`."""
     faults = error.errors(include_input=False, include_url=False) if hasattr(error, "errors") else []
     shown = []
     for fault in faults[:3]:
@@ -103,7 +103,6 @@ def _declared_names(model: Any) -> frozenset[str]:
 
 
 def _field_names(schema: Any) -> frozenset[str]:
-    """Return the names of all fields that a JSON schema declares, however deep."""
     if isinstance(schema, dict):
         own = schema.get("properties", {})
         return frozenset(own if isinstance(own, dict) else ()).union(*map(_field_names, schema.values()))

@@ -1,4 +1,4 @@
-"""What a handler knows of the message it handles, and the fence."""
+"""A handler's view of its message, and the fence."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mqlayer.postgres.queries import query
 
 
 class Delivered:
-    """A message that a handler is given: where it comes from, and which attempt this is."""
+    """A delivered message: origin, content, attempt."""
 
     __slots__ = ("_group", "_group_id", "_owned", "_record", "_topic")
 
@@ -32,42 +32,42 @@ class Delivered:
 
     @property
     def group(self) -> str:
-        """The group that this process consumes for."""
+        """The consumer group."""
         return self._group
 
     @property
     def key(self) -> str | None:
-        """The message key, None where it has none."""
+        """The message key, or None."""
         return None if self._record.key == NO_KEY else self._record.key.decode()
 
     @property
     def identity(self) -> Identity:
-        """Source incarnation, LP and seq: the same at every delivery. Use it as idempotency key for other effects."""
+        """Source, LP and seq, equal at every delivery: an idempotency key."""
         return self._record.identity
 
     @property
     def headers(self) -> Mapping[str, str]:
-        """The message's headers."""
+        """The headers."""
         return self._record.headers
 
     @property
     def tags(self) -> tuple[str, ...]:
-        """The message's tags, sorted."""
+        """The tags, sorted."""
         return self._record.tags
 
     @property
     def reordered(self) -> bool:
-        """Whether order may not hold for it: its topic is `best_effort`, and its key's partition did not take it."""
+        """Whether it may be out of order: diverted, on a best-effort topic."""
         return self._record.reordered
 
     @property
     def body(self) -> bytes:
-        """The body as it was sent."""
+        """The raw body."""
         return self._record.body
 
     @property
     def at_ms(self) -> int:
-        """When it was published, ms of Unix time by the publisher's clock: for figures, never for order."""
+        """Publishing time by the publisher's clock, Unix ms; not an order."""
         return self._record.at_ms
 
     @property
@@ -77,31 +77,31 @@ class Delivered:
 
     @property
     def offset(self) -> int:
-        """Its position in the partition: not an identity, a node that falls back gives it out again."""
+        """Position in the partition; not an identity, fall-backs reuse offsets."""
         return self._record.offset
 
     @property
     def epoch(self) -> int:
-        """The fencing number of this process's assignment."""
+        """The assignment's fencing number."""
         return self._owned.epoch
 
     @property
     def attempt(self) -> int:
-        """1 at the first delivery; one more after each failure."""
+        """1 at the first delivery, plus 1 per failure."""
         record = self._record
         before = record.attempts if isinstance(record, ParkedRecord) else self._owned.attempts.get(record.offset, 0)
         return before + 1
 
     def fence_facts(self) -> Mapping[str, Any]:
-        """Return what the fence is asked for it."""
+        """Return the fence's parameters."""
         source, lp, seq = self._record.identity
-        # Out of order a lower seq may come after a higher one of its key: each message stands alone then.
+        # Without order, a lower seq may follow a higher one of its key: fence each message alone.
         key = self.key if self._owned.ordered else None
         if isinstance(self._record, ParkedRecord) and self._record.redriven:
-            # Of a message that was sent again, later ones of its key may have been applied.
+            # Later messages of its key may have been applied before this redelivery.
             key = None
             if self._record.replay is not None:
-                # Once more for each replay. Sources below 0 have no keys, so nothing else is noted there.
+                # Apply once more per replay. Sources below 0 have no keys, so these rows can't collide.
                 source, key = -source, f"{self._record.replay}:{seq}"
         return {
             "group_id": self._group_id,
@@ -115,7 +115,7 @@ class Delivered:
 
 
 class Context(Delivered):
-    """The message under way: all of that, how long it has, `fence` and `inbox`."""
+    """The message in handling, its time limit, `fence` and `inbox`."""
 
     __slots__ = ("_deadline", "_fenced", "_inbox_recorded")
 
@@ -127,24 +127,23 @@ class Context(Delivered):
 
     @property
     def remaining_s(self) -> float:
-        """Seconds until the group's time limit ends this handler; without end where there is none."""
+        """Seconds left of the time limit, or infinity."""
         return math.inf if self._deadline is None else self._deadline.remaining_s
 
     def extend(self, seconds: float | None = None) -> float:
-        """Have so many seconds from now, a whole time limit by default; return how many seconds are left.
+        """Extend the time limit to `seconds` from now (default: a whole limit); return the seconds left.
 
-        It never goes beyond the group's cap, counted from the beginning of this attempt, nor makes the time shorter.
-        Where the group has no cap nothing is extended; where it has no limit there is nothing to extend. Works from any
-        thread. Raises InvalidInput for less than 0 seconds.
+        The group's cap, counted from the attempt's start, bounds it; without a cap it changes nothing. Never shortens.
+        Thread-safe. Raises InvalidInput below 0.
         """
         return math.inf if self._deadline is None else self._deadline.extend(seconds)
 
     def fence(self, connection: Any) -> None:
-        """Check, in the effect's own transaction, that this process is still the owner and the message not applied.
+        """Check in the effect's transaction that this process owns the partition and the message is not applied.
 
-        Call it first in the transaction, once, on the connection of the effect (psycopg, SQLAlchemy, Django). When the
-        transaction commits the message counts as applied. Let AlreadyApplied and StaleOwner pass through: both roll the
-        transaction back; the member settles the message after the first and drops the partition after the second.
+        Call it first, once, on the effect's connection (psycopg, SQLAlchemy, Django). The commit marks the message as
+        applied. Raises AlreadyApplied or StaleOwner: don't catch them; the member then settles the message, or drops
+        the partition.
         """
         failpoint("fence.before")
         self._only_once()
@@ -154,7 +153,7 @@ class Context(Delivered):
         failpoint("fence.after")
 
     async def afence(self, connection: Any) -> None:
-        """Do what `fence` does on an async connection."""
+        """`fence` for an async connection."""
         failpoint("fence.before")
         self._only_once()
         with caller_errors(connection):
@@ -163,18 +162,17 @@ class Context(Delivered):
         failpoint("fence.after")
 
     def inbox(self, connection: Any, *, name: str | None = None) -> None:
-        """Note, in the effect's own transaction, that this message has its effect; whatever order and owner are.
+        """Record in the effect's transaction that the message has its effect, independent of order and owner.
 
-        For effects to which order says nothing: in unordered groups, or where they concern several keys. Call it first
-        in the transaction, as `fence`; raises AlreadyApplied where the effect is there, which settles the message. A
-        delivery that comes while another one is at work waits for it. `name`: note this in place of the message, for
-        the whole group: an id that several messages may carry, or f"{ctx.identity}/mail" for one effect of several
-        that are made in transactions of their own. Let AlreadyApplied pass only where no other effect is left to make.
+        For unordered groups, or effects on several keys. Call it first; concurrent deliveries wait. Raises
+        AlreadyApplied where the effect exists: catch it only where other effects remain, since it settles the message.
+        `name` replaces the identity, group-wide: an id that messages share, or f"{ctx.identity}/mail" for one of
+        several transactions.
         """
         record_effect(connection, self._entry(name))
 
     async def ainbox(self, connection: Any, *, name: str | None = None) -> None:
-        """Do what `inbox` does on an async connection."""
+        """`inbox` for an async connection."""
         await arecord_effect(connection, self._entry(name))
 
     def _entry(self, name: str | None) -> InboxEntry:
@@ -187,7 +185,7 @@ class Context(Delivered):
         return InboxEntry(self._group_id, self._group, self._topic, record.identity, name, seek, replay)
 
     def _only_once(self) -> None:
-        """Refuse a second call: it would answer "applied" for the first one's sake, and the effect would be dropped."""
+        """Refuse a second call: it would answer "applied" and lose the effect."""
         if self._fenced:
             raise HandlerFault("the fence was called twice for one message: call it once, in one transaction")
         self._fenced = True

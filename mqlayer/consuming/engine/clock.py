@@ -1,4 +1,4 @@
-"""This machine's clock for durations: goes on while the machine is suspended, never set by anybody."""
+"""This machine's clock for durations, and the lease on it."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final
 
-# Asked before every message: a partial costs a third of a function.
+# Called before every message: a partial costs a third of a function.
 clock: Final[Callable[[], float]] = (
     partial(time.clock_gettime, time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic
 )
-"""Seconds since some fixed moment, time spent suspended included where the system can tell."""
+"""Seconds from a fixed moment, never adjusted; includes suspended time where the system supports that."""
 
 
 class Lease:
-    """Until when a member may go on, on this machine's clock; set by its heartbeat, looked at before every message."""
+    """A member's deadline; set by its heartbeat, checked before every message."""
 
     __slots__ = ("until",)
 
@@ -23,5 +23,5 @@ class Lease:
         self.until = 0.0
 
     def holds(self) -> bool:
-        """Say whether it has not run out."""
+        """Say whether the lease holds."""
         return clock() < self.until

@@ -1,4 +1,4 @@
-"""When offsets of a partition were given to this member: by read, so that a message costs nothing."""
+"""When a partition's offsets were delivered to this member, per read."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from typing import Final
 from mqlayer.domain.offsets import OffsetRange
 
 GRAIN_S: Final = 0.05
-"""Reads within this time count as one: what is behind a message that waits for long must not fill the memory."""
+"""Reads within this time count as one, to bound memory."""
 UNKNOWN: Final = -1.0
 
 
 class DeliveryTimes:
-    """The reads of one owned partition that hold offsets which are not settled. Noted by the reader, asked by the
-    settler."""
+    """Read times of one partition's unsettled offsets. Thread-safe."""
 
     __slots__ = ("_ats", "_lasts", "_lock")
 
@@ -26,7 +25,7 @@ class DeliveryTimes:
         self._lock = threading.Lock()
 
     def note(self, first: int, last: int, now: float) -> None:
-        """Note that offsets from `first` to `last` came now; of those between that are not noted, nobody knows when."""
+        """Note that `first` to `last` came now; skipped offsets have no time."""
         with self._lock:
             if first - 1 > (self._lasts[-1] if self._lasts else 0):
                 self._lasts.append(first - 1)
@@ -38,15 +37,15 @@ class DeliveryTimes:
                 self._ats.append(now)
 
     def forget(self, committed: int) -> None:
-        """Forget what lies below an offset."""
+        """Forget offsets below `committed`."""
         with self._lock:
-            # One stays: those before it came at a time that is known, those after it too.
+            # One entry stays, as the lower bound of the next.
             done = min(bisect_left(self._lasts, committed), len(self._lasts) - 1)
             if done > 0:
                 del self._lasts[:done], self._ats[:done]
 
     def ages(self, ranges: Iterable[OffsetRange], now: float) -> list[tuple[int, int | None]]:
-        """Return up to which offset how many ms ago the offsets of sorted ranges came; None: nobody knows."""
+        """Return, for sorted ranges, (last offset, age in ms or None if unknown)."""
         found: list[tuple[int, int | None]] = []
         with self._lock:
             at, count = 0, len(self._lasts)

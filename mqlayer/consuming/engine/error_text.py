@@ -1,4 +1,4 @@
-"""What a log may say of an exception that is not mqlayer's own."""
+"""Texts of exceptions, for logs and for Postgres."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from mqlayer.errors import BodyMismatch, HandlerControl, HandlerFault, redact
 
 TEXT_LIMIT: Final = 1_000
 WHOLE_LIMIT: Final = 8_000
-"""With type and place. Its bytes stay below those that the tables take: what they refuse would be sent for ever."""
+"""Below the tables' limits: a refused row would be sent endlessly."""
 
 
 def described(error: BaseException) -> str:
-    """Return an exception as it is kept with its message, in Postgres: type, text and place. Not for logs."""
+    """Return type, text and place, for storage with the message; not for logs."""
     text = _storable(redact(str(error)))[:TEXT_LIMIT]
     if isinstance(error, HandlerControl | HandlerFault):
         return text
@@ -21,7 +21,7 @@ def described(error: BaseException) -> str:
 
 
 def where(error: BaseException) -> str:
-    """Return an exception's type and place, never its text: that may hold what a message holds."""
+    """Return type and place, without the text, which may hold message data."""
     if isinstance(error, BodyMismatch):
         return str(error)
     frames = traceback.extract_tb(error.__traceback__)
@@ -30,5 +30,4 @@ def where(error: BaseException) -> str:
 
 
 def _storable(text: str) -> str:
-    """Return a text that Postgres takes: one that it refuses would be sent for ever, and nothing else be parked."""
     return text.replace("\x00", " ").encode("utf-8", "replace").decode()

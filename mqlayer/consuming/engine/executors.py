@@ -1,4 +1,4 @@
-"""What handlers run on: a bounded number of threads, or of coroutines on an event loop in a thread of its own."""
+"""Run handlers on threads, or on one event loop."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mqlayer.consuming.engine.timeouts import ThreadTimeouts
 
 
 class ThreadExecutor:
-    """The threads. `_work` is what each does until there is nothing more to do for good."""
+    """Threads that each run `_work`."""
 
     def __init__(self, *, count: int, name: str) -> None:
         self._limits = ThreadTimeouts(name)
@@ -30,7 +30,7 @@ class ThreadExecutor:
         return self._limits.alive and all(thread.is_alive() for thread in self._threads)
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for the threads to end; say whether all have."""
+        """Wait; say whether all ended."""
         until = clock() + timeout_s
         self._limits.stop()
         for thread in self._threads:
@@ -43,7 +43,7 @@ class ThreadExecutor:
 
 
 class AsyncioExecutor:
-    """The thread. `_work` is what each coroutine does until there is nothing more to do for good."""
+    """A loop's thread; coroutines run `_work`."""
 
     def __init__(self, *, count: int, name: str) -> None:
         self._count = count
@@ -57,25 +57,25 @@ class AsyncioExecutor:
 
     @property
     def alive(self) -> bool:
-        """Whether the loop has not ended."""
+        """Whether the loop runs."""
         return self._thread.is_alive()
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for the coroutines to end; say whether they have."""
+        """Wait; say whether all ended."""
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def wake(self) -> None:
-        """Have idle coroutines look for work. For any thread."""
+        """Wake idle coroutines. Thread-safe."""
         loop, ready = self._loop, self._ready
         if loop is not None and ready is not None:
-            # Closed between two looks: then nobody waits any more.
+            # If the loop was closed meanwhile, no coroutine waits.
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(ready.set)
 
     async def wait(self, ready: asyncio.Event, longest_s: float) -> None:
-        """Wait to be poked, or for so long."""
+        """Wait for `wake`, or `longest_s`."""
         ready.clear()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(ready.wait(), longest_s)

@@ -1,7 +1,6 @@
-"""What becomes of a message whose handling failed: it waits in place, its key is parked, or it leaves the group.
+"""Decide a failed message's next step: retry in place, park its key, or dead-letter it.
 
-Short waits are spent in place, in the member. Longer ones are spent parked, in Postgres: what waits in place holds
-committed back, and with it the trimming of the stream and the reach of the ack bitmap, whatever comes behind it.
+Long waits are spent in Postgres: in the stream they would hold back committed, trimming and the ack bitmap.
 """
 
 from __future__ import annotations
@@ -13,11 +12,11 @@ from mqlayer.errors import PauseKey, Reject, RetryLater, Skip
 from mqlayer.parking import DeathCause, ParkCause
 
 IN_PLACE_S: Final = 10.0
-"""For how long after its first failure a message may wait in place, its next wait included."""
+"""Longest time in place since the first failure, next wait included."""
 
 
 class RetryInPlace(NamedTuple):
-    """Try it again in place, after so many seconds. `blocked`: its attempts ran out, and the group wants no end."""
+    """Retry in place after `seconds`. `blocked`: attempts ran out, under the policy `block`."""
 
     attempts: int
     seconds: float
@@ -25,7 +24,7 @@ class RetryInPlace(NamedTuple):
 
 
 class ParkKey(NamedTuple):
-    """Park its key, for so many seconds or until an operator says so. `blocked`: as of Wait."""
+    """Park the key for `seconds`; None: until an operator acts. `blocked` as above."""
 
     attempts: int
     cause: ParkCause
@@ -34,7 +33,7 @@ class ParkKey(NamedTuple):
 
 
 class DeadLetter(NamedTuple):
-    """Let the message leave the group, its body kept or not."""
+    """Let the message leave the group."""
 
     attempts: int
     cause: DeathCause
@@ -48,10 +47,10 @@ FailureAction = RetryInPlace | ParkKey | DeadLetter
 def failure_action(
     error: BaseException, rules: RetryRules, *, before: int, failing_s: float, share: float, parked: bool, text: str
 ) -> FailureAction:
-    """Return what becomes of a message.
+    """Return a failed message's next step.
 
-    `before`: its failed attempts before this one; `failing_s`: since when it fails here; `share`: a random number from
-    0 to 1; `parked`: whether its key is parked; `text`: the error as it may be kept.
+    `before`: earlier failed attempts; `failing_s`: seconds since the first failure here; `share`: random, 0 to 1;
+    `parked`: key is parked; `text`: storable error text.
     """
     if isinstance(error, Skip):
         return DeadLetter(before, "skipped", text, keep_body=False)
@@ -72,10 +71,9 @@ def _retry_or_park(attempts: int, cause: ParkCause, wait_s: float, *, in_place: 
 
 
 def _final_action(attempts: int, cause: DeathCause, rules: RetryRules, text: str, *, parked: bool) -> FailureAction:
-    """There are no further attempts: the group's policy decides."""
     match rules.policy:
         case "block":
-            # For ever, and where it is: whoever chose this wants nothing to pass.
+            # Endlessly, where it waits now: this policy lets nothing pass.
             wait_s = rules.backoff_s[-1]
             return (
                 ParkKey(attempts, "retry", wait_s, blocked=True)

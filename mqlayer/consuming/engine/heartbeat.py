@@ -1,8 +1,7 @@
-"""A member's life in Postgres: join, heartbeat, assignments in, partitions given back.
+"""A member's session in Postgres: join, heartbeat, assignments, releases.
 
-The lease is counted on this machine's own clock from before each heartbeat was sent, and ends a margin before the
-database frees the partitions. While Postgres is away the member goes on until then, pauses, and joins again when it is
-back, under new epochs.
+The lease counts on this process's clock from before each heartbeat, and ends a margin before Postgres frees the
+partitions; see `docs/design/ownership.md`.
 """
 
 from __future__ import annotations
@@ -41,34 +40,33 @@ from mqlayer.settings import Settings
 log = logging.getLogger(__name__)
 
 LONGEST_HEARTBEAT_S: Final = 1.0
-"""Hand-overs are seen at heartbeats, so they come more often than a long lease needs."""
+"""Short even for long leases: heartbeats notice hand-overs."""
 SHORTEST_HEARTBEAT_S: Final = 0.05
 UNRECORDED_S: Final = 0.1
-"""How soon a drained partition is reported again whose seal Postgres had not recorded yet."""
+"""Delay of repeated drained reports."""
 TAKEN_RETRY_S: Final = 0.2
-"""How soon an instance of a broadcast group that another process consumes for is asked for again."""
+"""How soon to join again while another process has this instance."""
 REPLACED: Final = "another process took the member's id, or it was evicted"
 
 
 class HeartbeatOwner(Protocol):
-    """What a heartbeat asks of its member."""
+    """The member, as its heartbeat uses it."""
 
     def apply_assignments(self, answer: HeartbeatReply) -> None:
-        """Follow the assignments of a heartbeat's answer."""
+        """Follow a heartbeat's reply."""
 
     def refresh_nodes(self) -> None:
-        """Ask which run and address of each node count now, and use no connection to another one. Raises
-        StoreUnavailable."""
+        """Follow changed nodes. Raises StoreUnavailable."""
 
     def lease_lost(self) -> None:
-        """Drop all owned partitions: the database may have given them away."""
+        """Drop all partitions."""
 
     def replaced(self, reason: str) -> None:
-        """End: this process consumes no more, and why."""
+        """End, with the reason."""
 
 
 class Heartbeat:
-    """The heartbeat of one member, in a thread of its own, which alone changes its session once it is started."""
+    """One member's heartbeat thread."""
 
     def __init__(
         self,
@@ -86,24 +84,23 @@ class Heartbeat:
         self._lease_s, self._margin = settings.lease_s, settings.lease_margin
         self._stuck_after_s, self._liveness, self._last_error = stuck_after_s(settings), Liveness(), ""
         self._session: MemberSession | None = None
-        # Numbers of sessions that are ours: the last one, and those whose joining was not answered.
+        # This process's session numbers: the last one, and those whose join was not answered.
         self._own: list[int] = []
         self._to_release: queue.SimpleQueue[Assignment] = queue.SimpleQueue()
-        # Appended by settlers, taken out by the heartbeat.
+        # Settlers append, the heartbeat removes.
         self._drained: list[OwnedPartition] = []
         self._woken = threading.Event()
         self._leaving = self._left_to_lease = False
-        # For which session it was said that it leaves.
+        # The session that was reported as leaving.
         self._leaving_reported: MemberSession | None = None
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"{name}-heartbeat", daemon=True)
         self.lease = Lease()
 
     def start(self) -> None:
-        """Join the group and follow its first assignments, then beat.
+        """Join the group, apply the first assignments, start the thread.
 
-        Raises StoreUnavailable, SchemaMismatch, GroupRetired, and InstanceTaken where the process that consumes for
-        the same instance of a broadcast group neither is leaving nor lets its lease run out.
+        Raises StoreUnavailable, SchemaMismatch, GroupRetired, InstanceTaken.
         """
         until = clock() + self._lease_s + 1.0
         while not self._joined(until):
@@ -111,41 +108,41 @@ class Heartbeat:
         self._thread.start()
 
     def health(self) -> Health:
-        """Say whether it turns, and whether the lease holds."""
+        """Report thread and lease."""
         if not self._thread.is_alive():
             return Health(stuck=("the heartbeat ended",))
         waits = () if self.lease.holds() else (f"the lease ran out: {self._last_error or 'no heartbeat came through'}",)
         return Health(self._liveness.stuck("the heartbeat", self._stuck_after_s), waits)
 
     def wake(self) -> None:
-        """Let it beat soon: something changed."""
+        """Send a heartbeat soon."""
         self._woken.set()
 
     def release(self, assignment: Assignment) -> None:
-        """Release a partition in Postgres, soon."""
+        """Release a partition soon."""
         self._to_release.put(assignment)
         self.wake()
 
     def report_drained(self, owned: OwnedPartition) -> None:
-        """Tell Postgres that everything before an owned partition's command record is settled, until it takes that."""
+        """Report a drained partition until Postgres records it."""
         if owned not in self._drained:
             self._drained.append(owned)
             self.wake()
 
     def renew(self, assignment: Assignment) -> None:
-        """Ask for a new epoch for a partition whose present one the node refuses. For `apply_assignments` only."""
+        """Request a new epoch; only from `apply_assignments`."""
         session = self._session
         if session is not None:
             renew(self._database, session, assignment)
             self.wake()
 
     def start_leaving(self) -> None:
-        """Say that the partitions are to be given away, now or with a heartbeat; it beats on while that is done."""
+        """Announce leaving; heartbeats continue."""
         self._leaving = True
         self._report_leaving()
 
     def stop(self, timeout_s: float) -> None:
-        """End, and leave: what was not given back by then is given to others at once."""
+        """End and leave the group."""
         self._ended.set()
         self.wake()
         if self._thread.ident is not None:
@@ -162,12 +159,11 @@ class Heartbeat:
                 self._ended.wait(min(every, 0.5))
 
     def _try_heartbeat(self) -> bool:
-        """Beat once; say whether that went well. Whatever went wrong is said, and tried again."""
         began = clock()
         try:
             if self._session is not None:
                 if self.lease.holds():
-                    # Else others, whose leases ran out with ours, would be noted as gone before we are back.
+                    # Otherwise others, whose leases ran out with this one, would be marked gone before they return.
                     self._release(self._session)
                     self._report_drained(self._session)
                 self._heartbeat(self._session)
@@ -188,12 +184,11 @@ class Heartbeat:
             log.error("heartbeat_failed", extra={"reason": where(error)} | self._facts())
             return False
         self._last_error = ""
-        # Nudges may come faster than Postgres is to be asked.
+        # Wake-ups may come faster than Postgres should be asked.
         self._ended.wait(max(0.0, min(SHORTEST_HEARTBEAT_S, self._lease_s / 20) - (clock() - began)))
         return True
 
     def _joined(self, until: float) -> bool:
-        """Join for the first time; False where that is worth another try, up to a time of this process's clock."""
         try:
             return self._join_or_reset() or self._join_or_reset()
         except InstanceTaken as error:
@@ -203,10 +198,7 @@ class Heartbeat:
             return False
 
     def _join_or_reset(self) -> bool:
-        """Join; where the position of an instance was dropped, bring it back instead, and return False: join then.
-
-        Raises Replaced, and GroupRetired for a group that nobody brings back.
-        """
+        """Join; or revive a retired instance and return False."""
         try:
             self._join()
         except GroupRetired:
@@ -217,7 +209,7 @@ class Heartbeat:
         return True
 
     def _join(self) -> None:
-        """Join, or join again after sessions of our own. Raises Replaced where the newest is none of them."""
+        """Raises MemberReplaced where the newest session is another process's."""
         number = next_session(self._database)
         own = None if self._session is None else tuple(self._own)
         self._own.append(number)
@@ -240,7 +232,7 @@ class Heartbeat:
         if answer.known:
             self._extend(began)
             self._owner.apply_assignments(answer)
-            # An old primary that lives on behind an open line tells nobody that it was replaced.
+            # An old primary that lives on behind an open connection does not report its replacement.
             self._owner.refresh_nodes()
             return
         self.lease.until = 0.0
@@ -266,7 +258,7 @@ class Heartbeat:
         self.lease.until = began + self._lease_s * (1 - self._margin)
 
     def _release(self, session: MemberSession) -> None:
-        # Together: each transaction looks at the whole group, and has every member look at its assignments.
+        # In one transaction: each checks the whole group and wakes every member.
         given = [self._to_release.get_nowait() for _ in range(self._to_release.qsize())]
         if not given:
             return
@@ -290,7 +282,7 @@ class Heartbeat:
                     and command
                     and not drained(self._database, session, owned.assignment, command.seal_id, **timeouts)
                 ):
-                    # Not recorded yet, or another seal is, or another epoch is in force: that shows at a heartbeat.
+                    # The seal is not recorded, or another seal or epoch is in force: a heartbeat shows which.
                     continue
             except MqlayerError as error:
                 log.warning("drained_delayed", extra={"partition": owned.partition, "reason": str(error)})
@@ -306,11 +298,7 @@ class Heartbeat:
             self._leaving_reported = session
 
     def _best_effort(self, say: Callable[[Database, MemberSession], None]) -> bool:
-        """Do what is only a courtesy, unless it failed before: the lease does it later where the store is away.
-
-        Return whether it is done.
-        """
-        # Without a lease: the database may have been away, and others, who are about to be back, would count as gone.
+        # Without a lease the database may have been down: others, about to return, would be marked gone.
         if self._session is None or self._left_to_lease or not self.lease.holds():
             return False
         try:

@@ -1,4 +1,4 @@
-"""A thread that works on one connection to a node, pass after pass, until it is stopped. No error ends it."""
+"""A thread that repeats passes over one node's connection. No error ends it."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ log = logging.getLogger(__name__)
 
 
 class NodeThread(ABC):
-    """What the reading and the settling thread of a node have in common. `wake` has it look for work at once.
+    """Base of readers and settlers; `wake` starts a pass.
 
-    `work` names what it does in log events and in the thread's name; `node_lost` is told when the node is not the
-    armed run.
+    `work` names thread and log events; `node_lost` is called where the node's run is not armed.
     """
 
     def __init__(
@@ -30,7 +29,7 @@ class NodeThread(ABC):
         self._connection, self._node_lost, self._work = connection, node_lost, work
         self.wake = threading.Event()
         self._liveness = Liveness()
-        # Why the last pass did not go well; empty when it did.
+        # Error of the last pass, or empty.
         self._last_error = ""
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"{name}-{work}", daemon=True)
@@ -40,18 +39,18 @@ class NodeThread(ABC):
         self._thread.start()
 
     def end(self) -> None:
-        """Have it end what it is at."""
+        """Ask the thread to end."""
         self._stopping.set()
         self.wake.set()
 
     def join(self, until: float) -> None:
-        """Wait until it has ended, up to a time of this process's clock."""
+        """Wait for the end, until a time of `clock`."""
         self._thread.join(max(0.0, until - clock()))
 
     def health(self, limit_s: float) -> Health:
-        """Say whether it turns, and what keeps its last pass from being done."""
+        """Report the thread and its last error."""
         name, last_error = self._connection.node.name, self._last_error
-        # One that is about to be started can be seen by others already.
+        # Other threads may see it before it starts.
         if self._thread.ident is not None and not self._thread.is_alive():
             return Health(stuck=(f"{self._work} of node {name} ended",))
         waits = (f"node {name}: {last_error}",) if last_error else ()
@@ -63,14 +62,13 @@ class NodeThread(ABC):
 
     @abstractmethod
     def _pass(self) -> None:
-        """Do what there is to do now."""
+        """Do the present work."""
 
     def _run(self) -> None:
         self._loop()
         self._connection.close()
 
     def _try_pass(self) -> bool:
-        """Make a pass; say whether it went well. Whatever went wrong is said, and tried again."""
         self._liveness.note_turn()
         try:
             return self._pass_or_repair()
@@ -84,7 +82,6 @@ class NodeThread(ABC):
         return False
 
     def _pass_or_repair(self) -> bool:
-        """Make a pass; where the node is not the armed run, tell of it and say that there was none."""
         try:
             self._pass()
         except NodeNotArmed as error:
@@ -96,7 +93,7 @@ class NodeThread(ABC):
 
 
 def end_all(threads: Iterable[NodeThread], timeout_s: float) -> None:
-    """End threads side by side: those whose nodes are silent take no longer together than one of them."""
+    """End threads in parallel, so that silent nodes cost one timeout."""
     until, ending = clock() + timeout_s, list(threads)
     for thread in ending:
         thread.end()

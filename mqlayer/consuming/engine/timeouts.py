@@ -1,16 +1,11 @@
-"""How long a handler has for a message, and what ends it when that is over.
+"""Time limits of handlers.
 
-A timer is *running* from before the handler is called until it is taken out of the running ones, once: by its worker,
-when the handler has ended, or by the watcher, when the time is up. So who takes it out is who decides, and nothing else
-has to be locked: a plain handler may be interrupted anywhere, also where it would hold a lock of ours.
+A deadline leaves the running ones exactly once: by its worker, or by the watcher when time is up. That decides who ends
+it, without a lock, which an interrupted handler could leave locked.
 
-- Plain handlers: the watcher, one thread for all workers of a member, raises HandlerInterrupt in the handler's thread.
-  A worker
-  whose timer the watcher took waits until that has come, so it never comes after: not in the worker, not in the next
-  message. It comes when the thread runs Python code again: a blocking call into C ends first.
-- Async handlers: the event loop cancels them, at their next await.
-
-No thread runs and nothing is called where the group has no limit.
+- Plain handlers: a watcher thread raises HandlerInterrupt in the handler's thread. Its worker waits for that, so it
+  never hits later code. Blocking C calls end first.
+- Async handlers: the event loop cancels them at their next await.
 """
 
 from __future__ import annotations
@@ -46,11 +41,11 @@ _raise_in_thread.restype = ctypes.c_int
 
 
 class HandlerInterrupt(BaseException):
-    """Ends a plain handler from outside, past its `except Exception`; what is reported is MessageTimeout."""
+    """Ends a plain handler, past its `except Exception`; reported as MessageTimeout."""
 
 
 class HandlerDeadline:
-    """Until when a handler has for its message, by this machine's clock."""
+    """A handler's deadline, by this process's clock."""
 
     __slots__ = ("_began", "_last", "_moved", "_step_s", "raised", "thread", "until")
 
@@ -62,11 +57,11 @@ class HandlerDeadline:
         self._last = self.until if cap_s is None else self._began + cap_s
         self._moved = moved
         self.thread = threading.get_ident()
-        # By the watcher, when HandlerInterrupt is on its way.
+        # Set by the watcher once HandlerInterrupt was raised.
         self.raised = False
 
     def extend(self, seconds: float | None) -> float:
-        """Have it end so many seconds from now, a whole time limit by default, but not beyond the cap; never sooner."""
+        """Extend to `seconds` from now (default: a whole limit), at most to the cap."""
         step_s = self._step_s if seconds is None else seconds
         if not step_s >= 0:
             raise InvalidInput(f"a handler can be given 0 seconds or more, not {seconds}")
@@ -77,38 +72,38 @@ class HandlerDeadline:
 
     @property
     def remaining_s(self) -> float:
-        """How many seconds are left."""
+        """Seconds left."""
         return max(0.0, self.until - clock())
 
     @property
     def total_s(self) -> float:
-        """How many seconds it has in all."""
+        """Seconds in all."""
         return round(self.until - self._began, 3)
 
 
 current_deadline: Final[ContextVar[HandlerDeadline | None]] = ContextVar("mqlayer_timer", default=None)
-"""The timer of the message that this thread or task handles; None where it has no limit."""
+"""The deadline of this thread's or task's message, or None."""
 
 
 def timed_out(end: HandlerInterrupt) -> MessageTimeout:
-    """Return what is reported of a plain handler that was ended, with the place where it was."""
+    """Return the error to report, with the handler's position."""
     deadline = current_deadline.get()
     return MessageTimeout(math.nan if deadline is None else deadline.total_s).with_traceback(end.__traceback__)
 
 
 def limited(rules: RetryRules) -> bool:
-    """Say whether handlers have a limit of time."""
+    """Say whether handlers have a time limit."""
     return rules.time_limit_s is not None or rules.max_time_limit_s is not None
 
 
 class ThreadTimeouts:
-    """Ends plain handlers of a member when their time is up. For any number of threads."""
+    """Ends plain handlers at their deadline. Thread-safe."""
 
     def __init__(self, name: str) -> None:
         self._running: dict[HandlerDeadline, HandlerDeadline] = {}
-        # A lock that is held while HandlerInterrupt comes would stay held; what this queue does is one step in C.
+        # A lock held when HandlerInterrupt arrives would stay held; this queue's operations are single C steps.
         self._woken: queue.SimpleQueue[None] = queue.SimpleQueue()
-        # Whoever begins with less time than this wakes the watcher.
+        # Handlers with an earlier deadline wake the watcher.
         self._next_check = math.inf
         self._usual_s = math.inf
         self._used = self._stopping = False
@@ -116,7 +111,7 @@ class ThreadTimeouts:
         self._starting = threading.Lock()
 
     def wrap(self, handle: Callable[Facts, Any], rules: RetryRules) -> Callable[Facts, Any]:
-        """Return what to call for a handler's messages: the handler itself where there is no limit."""
+        """Return `handle`, limited if the rules say so."""
         if not limited(rules):
             return handle
         if self._thread.ident is None:
@@ -125,11 +120,11 @@ class ThreadTimeouts:
 
     @property
     def alive(self) -> bool:
-        """Whether limits are kept."""
+        """Whether limits are enforced."""
         return self._thread.ident is None or self._thread.is_alive()
 
     def stop(self) -> None:
-        """End the watcher when no handler runs any more."""
+        """End the watcher after the last handler."""
         self._stopping = True
         self._woken.put(None)
 
@@ -162,13 +157,13 @@ class ThreadTimeouts:
             self._woken.put(None)
 
     def _leave(self, deadline: HandlerDeadline) -> None:
-        """Return when nothing can interrupt any more. Raises HandlerInterrupt where that comes meanwhile."""
+        """Return once no interrupt can follow; it may arrive here."""
         if self._running.pop(deadline, None) is not None:
             return
         while not deadline.raised:
             time.sleep(0.0001)
-        # It may have come, in the handler, or not. To clear it would leave the interpreter looking for it, so it is
-        # raised for another time, which takes the place of one that has not come, and received here.
+        # The interrupt may or may not have hit the handler. Clearing it would leave the interpreter's flag set, so
+        # raise it again, which replaces a pending one, and catch it here.
         with contextlib.suppress(HandlerInterrupt):
             _raise_in_thread(deadline.thread, HandlerInterrupt)
             while True:
@@ -185,11 +180,10 @@ class ThreadTimeouts:
                 time.sleep(RETRY_S)
 
     def _check(self) -> float:
-        """End whose time is up; return when to look again."""
-        # Whoever begins while it looks has it look again.
+        # Handlers that begin during the check trigger another.
         self._next_check = math.inf
         now = clock()
-        # Whoever begins after this has the usual time; with nobody about there is nothing to look at.
+        # Later handlers have the usual limit; without handlers there is nothing to check.
         at = now + self._usual_s if self._used else math.inf
         self._used = False
         for deadline in list(self._running):
@@ -213,10 +207,10 @@ class ThreadTimeouts:
 
 
 class AsyncioTimeouts:
-    """Ends async handlers of a member when their time is up."""
+    """Ends async handlers at their deadline."""
 
     def wrap(self, handle: Callable[Facts, Awaitable[Any]], rules: RetryRules) -> Callable[Facts, Awaitable[Any]]:
-        """Return what to call for a handler's messages: the handler itself where there is no limit."""
+        """Return `handle`, limited if the rules say so."""
         return partial(self._handle, handle, rules) if limited(rules) else handle
 
     async def _handle(self, handle: Callable[..., Awaitable[Any]], rules: RetryRules, *facts: Any) -> Any:
@@ -237,7 +231,6 @@ class AsyncioTimeouts:
 
 
 def _move(loop: asyncio.AbstractEventLoop, scope: asyncio.Timeout, until: float) -> None:
-    """Have a scope end at another time, from any thread."""
     try:
         here = asyncio.get_running_loop() is loop
     except RuntimeError:
@@ -245,12 +238,12 @@ def _move(loop: asyncio.AbstractEventLoop, scope: asyncio.Timeout, until: float)
     if here:
         _move_here(scope, until)
     else:
-        # The loop is closed when nothing runs there any more.
+        # A closed loop runs no handlers.
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(_move_here, scope, until)
 
 
 def _move_here(scope: asyncio.Timeout, until: float) -> None:
-    # What has expired, or ended, can't be moved any more.
+    # An expired or ended scope can't move.
     with contextlib.suppress(RuntimeError):
         scope.reschedule(asyncio.get_running_loop().time() + (until - clock()))

@@ -1,8 +1,6 @@
-"""Hand out batches: the first messages of several keys, or several messages of one key, under the same key queues.
+"""Form batches: the first messages of several keys, or several of one key.
 
-What a worker has of a key queue is one batch at most, and the key queue waits queued again for its next one, so one
-key's messages stay in order. Alone in its batch is a message that failed before, that may have killed former owners, or
-that was in a batch which failed as a whole: none beside it is to pay for it.
+A key queue is in one batch at most, so keys stay in order. Failed, suspect, and failed batches' messages come alone.
 """
 
 from __future__ import annotations
@@ -20,15 +18,14 @@ SHORTEST_WAIT_S = 0.001
 
 
 class BatchDispatcher(Dispatcher):
-    """A dispatcher whose workers take batches. One per member."""
+    """A dispatcher whose workers take batches."""
 
     def __init__(self, lease: Lease, batch_of: BatchOf) -> None:
         super().__init__(lease)
         self._of = batch_of
 
     def take_batch(self, timeout_s: float) -> list[KeyQueue]:
-        """Return key queues with what is to be handled of each at once, waiting up to the time; empty where nothing
-        is."""
+        """Return key queues with their records; empty at the timeout."""
         with self.changed:
             key_queues = self._gather()
             if not key_queues and not self.stopping:
@@ -41,12 +38,12 @@ class BatchDispatcher(Dispatcher):
             return key_queues
 
     def take_batch_now(self) -> list[KeyQueue]:
-        """Return the same without waiting."""
+        """`take_batch` without waiting."""
         with self.lock:
             return self._gather()
 
     def note_full(self, owned: OwnedPartition, *, full: bool) -> None:
-        """Note whether more of an owned partition comes in; what waits for that goes without it."""
+        """Note whether a partition lacks room; then batches don't wait."""
         if owned.full != full:
             with self.lock:
                 owned.full = full
@@ -54,7 +51,7 @@ class BatchDispatcher(Dispatcher):
                     self._wake()
 
     def batch_due_s(self, timeout_s: float) -> float:
-        """Return how long until what waits for others is handed out without them, `timeout_s` at most."""
+        """Return seconds until a batch is due."""
         with self.lock:
             return self._wait_s(timeout_s)
 
@@ -75,17 +72,14 @@ class BatchDispatcher(Dispatcher):
         owned = key_queue.owned
         goes_on = key_queue.resumed and key_queue.records and key_queue.action is None and self._in_turn(key_queue)
         if goes_on and owned.state is OwnershipState.OPEN and not owned.finished:
-            # More of it came from Postgres at once than a batch takes: the parking worker is told later.
+            # Postgres delivered more than one batch: the parking worker hears later.
             key_queue.batch = ()
             self._ready.append(key_queue)
         else:
             super()._finish(key_queue, delay_s)
 
     def _in_turn(self, key_queue: KeyQueue) -> bool:
-        """Say whether a parked key goes on with what was fetched of it, before the parking worker looks whether it may.
-
-        One whose batch failed as a whole does, or its messages would be put into a batch again.
-        """
+        """Say whether a parked key continues; after a failed batch always, to keep messages single."""
         return (
             key_queue.parked_key is None
             or key_queue.singly > 0
@@ -100,13 +94,11 @@ class BatchDispatcher(Dispatcher):
         for key_queue in key_queues:
             count = self._count(key_queue) if self._of.kind == "key" else 1
             key_queue.batch, key_queue.records = key_queue.records[:count], key_queue.records[count:]
-            # One from Postgres counts as under way until what came of it is written there.
+            # A resumed key queue counts as running until its result is in Postgres.
             key_queue.owned.running += not key_queue.resumed
         return key_queues
 
     def _of_distinct_keys(self) -> list[KeyQueue]:
-        """Take the key queues of a batch off the ready queue, the first message of each; none where it may get
-        fuller."""
         ready, key_queues, size, full = self._ready, list[KeyQueue](), 0, False
         while ready and not full:
             key_queue = ready.popleft()
@@ -131,7 +123,6 @@ class BatchDispatcher(Dispatcher):
         return key_queues
 
     def _of_one_key(self) -> Iterator[KeyQueue]:
-        """Take the first key queue off the ready queue that is full, or waited long enough."""
         for key_queue in self._ready:
             if key_queue.owned.state is OwnershipState.OPEN and (
                 self._is_full(key_queue) or not self._may_linger(key_queue)
@@ -141,14 +132,13 @@ class BatchDispatcher(Dispatcher):
                 return
 
     def _may_linger(self, key_queue: KeyQueue) -> bool:
-        # Where nothing can be read any more, no batch gets fuller by waiting.
+        # A partition without room reads nothing that could fill the batch.
         return self._of.linger_s > 0 and not key_queue.owned.full and clock() < key_queue.since + self._of.linger_s
 
     def _is_full(self, key_queue: KeyQueue) -> bool:
-        """Say whether a batch of a key gets no fuller by waiting."""
         if len(key_queue.records) >= self._of.limit or key_queue.spilled is not None or key_queue.resumed:
             return True
-        # What has no key has a key queue of its own, to which nothing comes.
+        # A message without a key has its own key queue.
         return (
             key_queue.key.startswith(NO_KEY)
             or self._count(key_queue) < len(key_queue.records)
@@ -156,7 +146,6 @@ class BatchDispatcher(Dispatcher):
         )
 
     def _count(self, key_queue: KeyQueue) -> int:
-        """Return how many of a key queue's first messages make a batch."""
         if is_alone(key_queue, key_queue.records[0]):
             return 1
         size = 0
@@ -168,7 +157,7 @@ class BatchDispatcher(Dispatcher):
 
 
 def is_alone(key_queue: KeyQueue, record: Record) -> bool:
-    """Say whether a message is handled in a batch by itself."""
+    """Say whether a message needs its own batch."""
     if record.offset < key_queue.guarded_below or record.offset < key_queue.singly:
         return True
     if isinstance(record, ParkedRecord):

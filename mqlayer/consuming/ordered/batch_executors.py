@@ -1,8 +1,4 @@
-"""Run batch handlers: on threads, or as coroutines on one event loop thread.
-
-A batch begins only while the lease and all of its owned partitions are good, and ends as a whole. Between the effects
-of its handler and the note that they are there is this process's memory only: where that ends, the batch comes again.
-"""
+"""Run batch handlers, in threads or as coroutines."""
 
 from __future__ import annotations
 
@@ -35,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 class BatchThreadExecutor(OrderedThreadExecutor):
-    """A bounded number of threads that run plain batch handlers."""
+    """Threads that run plain batch handlers."""
 
     def __init__(
         self, owner: ExecutorOwner, handler: BatchHandler, dispatcher: BatchDispatcher, *, count: int, name: str
@@ -54,7 +50,6 @@ class BatchThreadExecutor(OrderedThreadExecutor):
                 dispatcher.note_pace(done, clock() - began)
 
     def _run_batch(self, batch: Batch[Any]) -> int:
-        """Handle a batch; return how many of its messages are handled now."""
         raised: BaseException | None = None
         try:
             guarded = guarded_message(batch)
@@ -78,7 +73,7 @@ class BatchThreadExecutor(OrderedThreadExecutor):
 
 
 class BatchAsyncioExecutor(OrderedAsyncioExecutor):
-    """A bounded number of coroutines that run async batch handlers."""
+    """Coroutines that run async batch handlers."""
 
     def __init__(
         self, owner: ExecutorOwner, handler: BatchHandler, dispatcher: BatchDispatcher, *, count: int, name: str
@@ -98,13 +93,12 @@ class BatchAsyncioExecutor(OrderedAsyncioExecutor):
                 self._owner.handled(await self._run_batch(self._handler.batch(key_queues)))
 
     async def _run_batch(self, batch: Batch[Any]) -> int:
-        """Handle a batch; return how many of its messages are handled now."""
         raised: BaseException | None = None
         try:
             guarded = guarded_message(batch)
             if guarded is None:
                 await self._call(batch)
-            # Others wait for their turn in there, and the loop must not.
+            # `begin` waits for other workers; the loop must not.
             elif await asyncio.to_thread(self._owner.begin, guarded.queue, guarded.record):
                 with ended(self._owner, guarded):
                     await self._call(batch)
@@ -126,7 +120,7 @@ class BatchAsyncioExecutor(OrderedAsyncioExecutor):
 
 
 def startable(owner: ExecutorOwner, key_queues: list[KeyQueue]) -> list[KeyQueue]:
-    """Return the key queues that may be begun now; give the others back."""
+    """Return the key queues that may begin; give back others."""
     found: list[KeyQueue] = []
     late = clock() >= owner.dispatcher.lease.until
     for key_queue in key_queues:
@@ -138,14 +132,14 @@ def startable(owner: ExecutorOwner, key_queues: list[KeyQueue]) -> list[KeyQueue
 
 
 def guarded_message(batch: Batch[Any]) -> BatchMessage[Any] | None:
-    """Return the message of a batch that may have killed former owners; it is alone in there."""
+    """Return the batch's suspect message, if any; it is alone."""
     first = batch.everything[0]
     return first if first.record.offset < first.queue.guarded_below else None
 
 
 @contextlib.contextmanager
 def ended(owner: ExecutorOwner, message: BatchMessage[Any]) -> Iterator[None]:
-    """Let others start once a message that was started with care has ended."""
+    """End a guarded start on exit."""
     try:
         yield
     finally:
@@ -153,7 +147,7 @@ def ended(owner: ExecutorOwner, message: BatchMessage[Any]) -> Iterator[None]:
 
 
 def conclude(owner: ExecutorOwner, batch: Batch[Any], raised: BaseException | None) -> int:
-    """Give the key queues of a batch back, with what became of their messages; return how many are handled."""
+    """Give back a batch's key queues; return the handled count."""
     outcomes = batch.end(raised)
     if raised is not None and any(isinstance(outcome, Redelivered) for outcome in outcomes):
         facts = {"topic": batch.topic, "group": batch.group, "messages": len(outcomes), "error": where(raised)}

@@ -1,8 +1,7 @@
-"""Hand key queues to a bounded number of workers: different keys side by side, one key strictly in order.
+"""Give key queues to workers: keys in parallel, each strictly in order.
 
-Workers take several key queues at a time while handlers are quick, so that the lock is not the price of a message. An
-idle worker looks again after a moment, and takes over half of what a busy one still has in hand, so a slow message
-never holds the key queues beside it for long. What they have done comes back with the next thing that takes the lock.
+While handlers are quick, a worker takes several at once to share the lock's cost. Idle workers steal half of a busy
+one's local queue.
 """
 
 from __future__ import annotations
@@ -26,19 +25,19 @@ from mqlayer.parking import DeadLetterEntry, ParkedState
 from mqlayer.redis.partition_scripts import LockTaken
 
 QUICK_S: Final = 0.0002
-"""Handlers that take less than this on average are given several key queues at a time."""
+"""Below this time per message, workers take several key queues."""
 CHUNK: Final = 32
 WORTH_S: Final = 0.002
-"""As much work is worth one more worker."""
+"""Ready work that justifies another worker."""
 STEAL_AFTER_S: Final = 0.05
-"""How soon a watching worker takes over what a busy one has beside a slow message."""
+"""Wait before stealing."""
 
 QueueKey = tuple[PartitionId, bytes]
 
 
 @dataclass(slots=True)
 class ParkingTasks:
-    """What a parking worker takes of one owned partition at a time."""
+    """Work of one partition for the parking worker."""
 
     queues: list[KeyQueue] = field(default_factory=list)
     dead_letters: list[tuple[KeyQueue, DeadLetterEntry]] = field(default_factory=list)
@@ -50,10 +49,7 @@ class ParkingTasks:
 
 
 class Dispatcher:
-    """The ready queue of key queues, the delayed ones, and what workers have in hand. One per member.
-
-    `lock` guards every field of owned partitions and key queues marked (lock).
-    """
+    """One member's ready, delayed and running key queues. Thread-safe; `lock` guards fields marked (lock)."""
 
     def __init__(self, lease: Lease) -> None:
         self.lease = lease
@@ -61,13 +57,11 @@ class Dispatcher:
         self.changed = threading.Condition(self.lock)
         self.stopping = False
         self.on_ready: Callable[[], None] | None = None
-        # Called when the parking worker has something to do.
         self.on_parking: Callable[[], None] = _nothing
-        # Resumed key queues that workers gave back, for the parking worker.
+        # Resumed key queues that workers finished.
         self._returned: deque[KeyQueue] = deque()
         self._ready: deque[KeyQueue] = deque()
-        # Key queues handled to the end, appended without the lock, which would be the price of every message of its own
-        # key.
+        # Finished key queues. Appended without the lock: with one message per key, each message would take it.
         self._done: deque[KeyQueue] = deque()
         self.done: Callable[[KeyQueue], None] = self._done.append
         self._delayed: list[tuple[float, int, KeyQueue]] = []
@@ -75,15 +69,15 @@ class Dispatcher:
         self._local_queues: list[deque[KeyQueue]] = []
         self._idle = 0
         self._watching = 0
-        # Slow until they show that they are quick: a first slow message must not keep the others waiting.
+        # Slow until measured: a first slow message must not delay others.
         self._message_s = WORTH_S
-        # Keys that still run under an owned partition that is gone, and the key queues of later owned partitions that
-        # wait for them: a member that got its partition again must not run a key twice at a time.
+        # Keys that still run under a former ownership, and the later key queues that wait for them: a member that owns
+        # its partition again must not run a key twice at once.
         self._still_running: Counter[QueueKey] = Counter()
         self._behind_running: dict[QueueKey, KeyQueue] = {}
 
     def new_local_queue(self) -> deque[KeyQueue]:
-        """Return where one worker keeps the key queues that it took; others may take from its far end."""
+        """Return a worker's local queue."""
         local_queue: deque[KeyQueue] = deque()
         with self.lock:
             self._local_queues.append(local_queue)
@@ -97,9 +91,9 @@ class Dispatcher:
         last: int | None = None,
         unmatched: Sequence[OffsetRange] = (),
     ) -> None:
-        """Add records that were read, in order.
+        """Add read records, in order.
 
-        With a filter: `last` is the last offset that was looked at, `unmatched` what the filter leaves out, in order.
+        With a filter: `last` is the last scanned offset, `unmatched` the ranges left out.
         """
         with self.lock:
             self._collect_finished()
@@ -111,11 +105,11 @@ class Dispatcher:
                     self.on_parking()
 
     def note_full(self, owned: OwnedPartition, *, full: bool) -> None:
-        """Note whether an owned partition has no room for what else is in its stream."""
+        """Note whether a partition lacks room."""
         owned.full = full
 
     def fill(self, local_queue: deque[KeyQueue], timeout_s: float) -> bool:
-        """Fill an empty hand, waiting up to the time; say whether there is anything in it."""
+        """Fill an empty local queue, waiting; say whether it has work."""
         with self.changed:
             if not self._fill(local_queue):
                 watching = not self._watching and any(self._local_queues)
@@ -131,30 +125,30 @@ class Dispatcher:
             return bool(local_queue)
 
     def fill_now(self, local_queue: deque[KeyQueue]) -> bool:
-        """Fill an empty hand without waiting."""
+        """`fill` without waiting."""
         with self.lock:
             return self._fill(local_queue)
 
     def next_due_s(self) -> float:
-        """Return how long until a delayed key queue is due; infinite where none is."""
+        """Return seconds until a delay ends, or infinity."""
         with self.lock:
             return max(0.0, self._delayed[0][0] - clock()) if self._delayed else float("inf")
 
     def finish(self, key_queue: KeyQueue, leftover: list[Record], *, delay_s: float = 0.0) -> None:
-        """Take a key queue back from a worker: what it did not settle goes in front again."""
+        """Take a key queue back, unhandled records first."""
         with self.lock:
             if leftover:
                 key_queue.records[:0] = leftover
             self._finish(key_queue, delay_s)
 
     def is_idle(self, owned: OwnedPartition) -> bool:
-        """Say whether nothing of an owned partition is under way any more."""
+        """Say whether nothing runs."""
         with self.lock:
             self._collect_finished()
             return owned.running == 0
 
     def queues_to_reload(self, owned: OwnedPartition) -> list[KeyQueue]:
-        """Return the spilled key queues of an owned partition that are to be read again now."""
+        """Take due spilled key queues."""
         with self.lock:
             self._collect_finished()
             self._release_due()
@@ -163,7 +157,7 @@ class Dispatcher:
             return key_queues
 
     def reload(self, key_queue: KeyQueue, records: list[Record], asked: int) -> None:
-        """Go on with a spilled key queue, with what was read again of its first `asked` offsets."""
+        """Continue a spilled key queue with its first `asked` offsets' records."""
         with self.lock:
             if key_queue.owned.state is OwnershipState.OPEN:
                 key_queue.owned.reload(key_queue, records, asked)
@@ -171,23 +165,23 @@ class Dispatcher:
                     self._enqueue_or_park(key_queue)
 
     def not_reloaded(self, owned: OwnedPartition, key_queues: list[KeyQueue]) -> None:
-        """Take key queues back that could not be read again."""
+        """Take back unloaded key queues."""
         with self.lock:
             owned.to_reload.extendleft(reversed(key_queues))
 
     def note_pace(self, messages: int, seconds: float) -> None:
-        """Learn how long a message takes, for the number of key queues taken at a time."""
+        """Update the mean handler time."""
         if messages:
             self._message_s += 0.2 * (seconds / messages - self._message_s)
 
     def open(self, owned: OwnedPartition, taken: LockTaken) -> None:
-        """Start an owned partition, unless it is not wanted any more."""
+        """Open a new partition."""
         with self.lock:
             if owned.state is OwnershipState.NEW:
                 owned.start_at(taken)
 
     def drain(self, owned: OwnedPartition, until: float) -> None:
-        """Start nothing more of an owned partition; what is under way may end until then."""
+        """Start nothing more; running handlers have until `until`."""
         with self.lock:
             self._collect_finished()
             if owned.state is not OwnershipState.GONE:
@@ -196,7 +190,7 @@ class Dispatcher:
                 self._drop_waiting(owned)
 
     def drop(self, owned: OwnedPartition) -> None:
-        """Forget an owned partition; what of it is under way ends by itself and comes to nothing."""
+        """Forget a partition; running results are void."""
         with self.lock:
             self._collect_finished()
             if owned.state is not OwnershipState.GONE:
@@ -209,20 +203,20 @@ class Dispatcher:
                 self._drop_parking_tasks(owned)
 
     def runs_on(self, partition: PartitionId) -> bool:
-        """Say whether a handler still runs under an earlier owned partition of a partition, which is gone."""
+        """Say whether a dropped ownership's handler still runs."""
         with self.lock:
             self._collect_finished()
             return any(queue_key[0] == partition for queue_key in self._still_running)
 
     def settled(self, owned: OwnedPartition, records: list[Record]) -> None:
-        """Make room for what the server knows to be settled."""
+        """Free settled records' room."""
         with self.lock:
             owned.release(records)
             if owned.parked.by_offset and owned.parked.all_settled(records):
                 self.on_parking()
 
     def unmatched_settled(self, owned: OwnedPartition, unmatched: Sequence[OffsetRange]) -> None:
-        """Note that the server has settled what the group's filter leaves out."""
+        """Note settled filtered ranges."""
         with self.lock:
             if owned.parked.by_offset and owned.parked.all_unmatched(unmatched):
                 self.on_parking()
@@ -230,7 +224,7 @@ class Dispatcher:
     # -- parked keys: failures of workers, and the parking worker ------------------------------------------------------
 
     def park(self, key_queue: KeyQueue, leftover: list[Record], parked_key: OwnedParkedKey) -> None:
-        """Take a key queue back whose key is to be parked, the failed message first."""
+        """Take back a key queue to park."""
         with self.lock:
             key_queue.records[:0] = leftover
             if key_queue.owned.state is OwnershipState.OPEN and key_queue.parked_key is None:
@@ -239,7 +233,7 @@ class Dispatcher:
             self._finish(key_queue, 0.0)
 
     def dead_letter(self, key_queue: KeyQueue, leftover: list[Record], dead_letter: DeadLetterEntry) -> None:
-        """Take a key queue back whose first message is to leave the group; it is under way until that is written."""
+        """Take back a key queue whose head leaves the group."""
         with self.lock:
             key_queue.records[:0] = leftover[1:]
             if key_queue.owned.state is not OwnershipState.OPEN:
@@ -252,7 +246,7 @@ class Dispatcher:
     def load_parked(
         self, owned: OwnedPartition, loaded: ParkedState, parked_keys: list[OwnedParkedKey], taken: LockTaken
     ) -> None:
-        """Let an owned partition that is not open yet know what is parked and dead of it."""
+        """Load parked keys and dead messages before opening."""
         with self.lock:
             for parked_key in parked_keys:
                 owned.parked.add(parked_key)
@@ -263,17 +257,14 @@ class Dispatcher:
             owned.dead = loaded.dead
 
     def add_dead(self, owned: OwnedPartition, dead: set[Identity]) -> None:
-        """Have an open owned partition pass over what is dead, once its keys are queued again."""
+        """Make an open partition skip these messages."""
         with self.lock:
             owned.dead |= dead
 
     def sync_parked(
         self, owned: OwnedPartition, parked_keys: list[OwnedParkedKey], named: set[bytes] | None = None
     ) -> None:
-        """Follow what others did to parked keys: new ones, ended ones, other times. What is started goes on.
-
-        `named`: only to these, and `parked_keys` are those of them that are parked.
-        """
+        """Apply others' changes to parked keys, with `named` only to those; started keys continue."""
         with self.lock:
             if owned.state is not OwnershipState.OPEN:
                 return
@@ -292,8 +283,7 @@ class Dispatcher:
                 self._park_queue(owned, parked_key)
 
     def take_parking_tasks(self, owned: OwnedPartition, limits: tuple[int, int, int]) -> ParkingTasks:
-        """Take what the parking worker is to write of an owned partition: messages, bytes and newly started keys up to
-        these limits."""
+        """Take parking tasks up to limits of messages, bytes, starts."""
         with self.lock:
             self._collect_finished()
             tasks = ParkingTasks()
@@ -308,10 +298,10 @@ class Dispatcher:
                         : max(0, starts)
                     ]
                     owned.parked.take_due(tasks.due)
-                    # Under way from here: whoever follows when this is drained would start them too.
+                    # Counted as running already: a successor's owner would start them too once this is drained.
                     owned.running += len(tasks.due)
                 if owned.uncertain:
-                    # What may be parked already, first: its key must not go on from Postgres before that is known.
+                    # Possibly parked messages first: their key must not continue from Postgres before that is known.
                     owned.to_park = deque(sorted(owned.to_park, key=lambda key_queue: not key_queue.uncertain))
                 while owned.to_park and (owned.to_park[0].uncertain or (count > 0 and size > 0)):
                     key_queue = owned.to_park.popleft()
@@ -326,8 +316,7 @@ class Dispatcher:
             return tasks
 
     def not_written(self, owned: OwnedPartition, tasks: ParkingTasks) -> None:
-        """Take work back that could not be written; it is asked for again, or comes to nothing with its owned
-        partition."""
+        """Take back tasks after a failed transaction."""
         with self.lock:
             self._returned.extendleft(reversed(tasks.returned))
             owned.to_dead_letter.extendleft(reversed(tasks.dead_letters))
@@ -343,7 +332,7 @@ class Dispatcher:
                 self._drop_parking_tasks(owned)
 
     def batch_parked(self, owned: OwnedPartition, key_queue: KeyQueue, *, parked: bool) -> None:
-        """Take back a key queue whose messages are parked now, or not, where its key is queued again."""
+        """Take back a parked, or meanwhile unparked, key queue."""
         with self.lock:
             parked_key = key_queue.parked_key
             if parked and parked_key is not None:
@@ -360,16 +349,16 @@ class Dispatcher:
                 owned.skip_dead(key_queue)
                 self._finish(key_queue, 0.0)
             else:
-                # A handler has a message of the key, though an operator ended its being parked: this one waits for it.
+                # An operator unparked the key while a handler has a message of it: wait for that.
                 key_queue.batch = ()
                 self._end_resumed(owned)
 
     def batch_refused(
         self, owned: OwnedPartition, key_queue: KeyQueue, refused: set[Identity], *, parked: bool, retry_s: float
     ) -> None:
-        """Take back a key queue of whose messages these found no room: they wait in the stream, and are read again.
+        """Take back a key queue; its `refused` messages wait in the stream for room.
 
-        `parked`: the others of it are parked; else its key is not, and its head is tried again in place.
+        `parked`: the rest is parked; else its head is retried in place.
         """
         with self.lock:
             parked_key = key_queue.parked_key
@@ -379,7 +368,7 @@ class Dispatcher:
                 owned.parked.remove(parked_key)
                 key_queue.parked_key = None
             key_queue.records[:0] = [record for record in key_queue.batch if record.identity in refused]
-            # Not as handled: whoever parked them tells it.
+            # Not counted as handled: these are parked, and the parking worker reports them.
             owned.to_settle.extend(record for record in key_queue.batch if record.identity not in refused)
             key_queue.batch = ()
             owned.running -= 1
@@ -389,13 +378,13 @@ class Dispatcher:
                 self._delay(key_queue, retry_s)
 
     def dead_lettered(self, key_queue: KeyQueue) -> None:
-        """Take back a key queue whose first message has left the group."""
+        """Take back a key queue whose head left the group."""
         with self.lock:
             key_queue.owned.to_settle.extend(key_queue.batch)
             self._finish(key_queue, 0.0)
 
     def resume(self, owned: OwnedPartition, parked_key: OwnedParkedKey, records: list[ParkedRecord]) -> None:
-        """Give the first messages of a parked key to the workers; with none, put the key queued again."""
+        """Give a parked key's messages to workers; without any, unpark it."""
         with self.lock:
             if parked_key.queue is not None:
                 ended = len(parked_key.queue.handled) + isinstance(parked_key.queue.action, DeadLetter)
@@ -413,7 +402,7 @@ class Dispatcher:
                 self._finish(key_queue, 0.0)
 
     def reschedule(self, owned: OwnedPartition, parked_key: OwnedParkedKey, attempts: int, due: float) -> None:
-        """Let a parked key wait again: what came of its messages is written."""
+        """Let a parked key wait again."""
         with self.lock:
             parked_key.queue, parked_key.attempts, parked_key.died = None, attempts, False
             owned.parked.schedule(parked_key, due)
@@ -423,15 +412,14 @@ class Dispatcher:
                 owned.to_park.append(key_queue)
 
     def stop_starting(self, owned: OwnedPartition) -> bool:
-        """Start nothing more of an owned partition whose messages are all settled; say whether nothing is under way."""
+        """Start nothing more; say whether idle."""
         with self.lock:
             self._collect_finished()
             owned.finished = True
             return owned.running == 0
 
     def next_parked_due_s(self, partitions: list[OwnedPartition]) -> float:
-        """Return how long until a parked key of some owned partitions is due and may be started; infinite where none
-        is."""
+        """Return seconds until a parked key may start."""
         with self.lock:
             if not self.lease.holds():
                 return NEVER
@@ -440,26 +428,23 @@ class Dispatcher:
         return max(0.0, due - clock())
 
     def retry_now(self) -> None:
-        """Let every key queue that waits for its backoff be due now: another rule may be in force."""
+        """Make delayed key queues due."""
         with self.lock:
             self._delayed = [(0.0, number, key_queue) for _, number, key_queue in self._delayed]
             heapq.heapify(self._delayed)
 
     def _may_start(self, owned: OwnedPartition, parked_key: OwnedParkedKey) -> bool:
-        """Say whether a due key may be started: the server knows it, nothing of it is under way or to be settled."""
         if parked_key.entry is not None or parked_key.queue is not None or parked_key.unsettled:
             return False
         key_queue = owned.queues.get(parked_key.ref.name)
         return key_queue is None or not key_queue.batch
 
     def _end_resumed(self, owned: OwnedPartition) -> None:
-        """A resumed key queue is not under way any more."""
         owned.running -= 1
         if owned.running == 0:
             self.changed.notify_all()
 
     def _unpark(self, owned: OwnedPartition, parked_key: OwnedParkedKey) -> None:
-        """Put a key in line: what was read of it, and is not parked, goes to the workers."""
         owned.parked.remove(parked_key)
         key_queue = owned.queues.get(parked_key.ref.name)
         if key_queue is not None and key_queue.parked_key is parked_key:
@@ -474,7 +459,6 @@ class Dispatcher:
                     owned.end_or_reload(key_queue)
 
     def _park_queue(self, owned: OwnedPartition, parked_key: OwnedParkedKey) -> None:
-        """Park a key that somebody else has parked: what was read of it goes behind what is parked."""
         owned.parked.add(parked_key)
         key_queue = owned.queues.get(parked_key.ref.name)
         if key_queue is not None:
@@ -490,13 +474,12 @@ class Dispatcher:
             self.on_parking()
 
     def _drop_parking_tasks(self, owned: OwnedPartition) -> None:
-        """Let go of what waits for the parking worker of an owned partition that is gone."""
         self._returned = deque(key_queue for key_queue in self._returned if key_queue.owned is not owned)
         while owned.to_dead_letter:
             self._finish(owned.to_dead_letter.popleft()[0], 0.0)
 
     def stop(self) -> None:
-        """Let workers end."""
+        """End all workers."""
         with self.changed:
             self.stopping = True
             self.changed.notify_all()
@@ -504,7 +487,6 @@ class Dispatcher:
             self.on_ready()
 
     def _collect_finished(self) -> None:
-        """Take back the key queues that workers have handled to the end."""
         done = self._done
         while done:
             self._finish(done.popleft(), 0.0)
@@ -533,7 +515,6 @@ class Dispatcher:
                 self._wake()
 
     def _delay(self, key_queue: KeyQueue, seconds: float) -> None:
-        """Let a key queue wait, with the offsets of its messages only."""
         key_queue.owned.spill(key_queue)
         key_queue.owned.backing_off += 1
         heapq.heappush(self._delayed, (clock() + seconds, next(self._order), key_queue))
@@ -545,7 +526,7 @@ class Dispatcher:
         self._wake()
 
     def _wait_for_running(self, key_queue: KeyQueue) -> bool:
-        """Let a key queue wait while its key still runs under an earlier owned partition."""
+        """Wait behind a dropped ownership's handler of this key; False without one."""
         queue_key = (key_queue.owned.partition, key_queue.key)
         if queue_key not in self._still_running:
             return False
@@ -553,7 +534,6 @@ class Dispatcher:
         return True
 
     def _end(self, key_queue: KeyQueue) -> None:
-        """A key queue of an owned partition that is not open came back."""
         owned = key_queue.owned
         if not key_queue.resumed:
             owned.queues.pop(key_queue.key, None)
@@ -569,10 +549,9 @@ class Dispatcher:
             self.changed.notify_all()
 
     def _drop_waiting(self, owned: OwnedPartition) -> None:
-        """Drop what waits of an owned partition."""
         for key_queue in (*self._ready, *self._behind_running.values()):
             if key_queue.owned is owned and key_queue.resumed:
-                # Handed out and not begun: the server says "started" of it.
+                # Delivered and not begun, but recorded as started in Postgres.
                 self._returned.append(key_queue)
                 self.on_parking()
         self._ready = deque(key_queue for key_queue in self._ready if key_queue.owned is not owned)
@@ -595,13 +574,12 @@ class Dispatcher:
             key_queue = ready.popleft()
             if key_queue.owned.state is OwnershipState.OPEN:
                 key_queue.batch, key_queue.records = key_queue.records, []
-                # One from Postgres counts as under way until what came of it is written there.
+                # A resumed key queue counts as running until its result is in Postgres.
                 key_queue.owned.running += not key_queue.resumed
                 local_queue.append(key_queue)
         return bool(local_queue)
 
     def _steal(self, local_queue: deque[KeyQueue]) -> None:
-        """Take half of the key queues that another worker has in hand and did not begin."""
         for other in self._local_queues:
             for _ in range((len(other) + 1) // 2):
                 try:
@@ -626,13 +604,12 @@ class Dispatcher:
             self.on_parking()
 
     def _wake(self) -> None:
-        """Wake as many idle workers as the ready queue is worth."""
         if self._idle:
-            # A second worker pays when there is more to do than the first one does in the time of a wake-up.
+            # A second worker pays off where the work exceeds what the first does during a wake-up.
             self.changed.notify(1 + int(len(self._ready) * min(1.0, self._message_s / WORTH_S)))
         if self.on_ready is not None:
             self.on_ready()
 
 
 def _nothing() -> None:
-    """What is called where nobody wants to know."""
+    """Do nothing."""

@@ -1,4 +1,4 @@
-"""Run handlers: on threads, or as coroutines on one event loop thread."""
+"""Run handlers, in threads or as coroutines."""
 
 from __future__ import annotations
 
@@ -25,33 +25,32 @@ from mqlayer.parking import DeadLetterEntry
 log = logging.getLogger(__name__)
 
 IDLE_WAIT_S: Final = 0.25
-"""How soon an idle worker looks by itself whether there is something to do."""
+"""Idle poll interval."""
 TIME_SLICE_S: Final = 0.1
-"""How long one key may keep its worker while others wait: it goes to the end of the line then."""
+"""How long a key keeps its worker while others wait."""
 RETRY_S: Final = 1.0
 
 
 class ExecutorOwner(Protocol):
-    """What workers ask of the member they work for."""
+    """The member, as its workers use it."""
 
     dispatcher: Dispatcher
     rules: RetryRules
 
     def handled(self, count: int) -> None:
-        """Count what was handled, and let it be sent."""
+        """Count handled messages; wake the settlers."""
 
     def failed(self, key_queue: KeyQueue, record: Record, error: BaseException) -> FailureAction:
-        """Note that a message failed; return what becomes of it."""
+        """Count a failed attempt; return what follows."""
 
     def begin(self, key_queue: KeyQueue, record: Record) -> bool:
-        """Note that a message is started which may have killed former owners; False where its owned partition is
-        gone."""
+        """Start a suspect message; False where its partition is gone."""
 
     def end(self, key_queue: KeyQueue, record: Record) -> None:
-        """Note that it ended, in whatever way."""
+        """End a guarded start."""
 
     def fenced(self, owned: OwnedPartition, reason: str) -> None:
-        """Drop an owned partition that a later owner has."""
+        """Drop a partition that a later owner has."""
 
 
 class OrderedThreadExecutor(ThreadExecutor):
@@ -80,7 +79,6 @@ class OrderedThreadExecutor(ThreadExecutor):
             dispatcher.note_pace(messages, now - began)
 
     def _run(self, key_queue: KeyQueue, now: float) -> tuple[int, float]:
-        """Handle what a key queue has, for one turn at most; return how many messages that were, and the time then."""
         lease, owned, batch = self._owner.dispatcher.lease, key_queue.owned, key_queue.batch
         handle = self._limits.wrap(self._handle, self._owner.rules)
         settled, until, done, guarded_below = key_queue.handled.append, now + TIME_SLICE_S, 0, key_queue.guarded_below
@@ -108,7 +106,6 @@ class OrderedThreadExecutor(ThreadExecutor):
     def _handle_with_care(
         self, handle: Callable[[OwnedPartition, Record], Any], key_queue: KeyQueue, record: Record
     ) -> bool:
-        """Handle a message that may have killed former owners; False where its owned partition is gone."""
         if not self._owner.begin(key_queue, record):
             return False
         try:
@@ -140,7 +137,6 @@ class OrderedAsyncioExecutor(AsyncioExecutor):
                 self._owner.handled(await self._run(local_queue.popleft()))
 
     async def _run(self, key_queue: KeyQueue) -> int:
-        """Handle what a key queue has, for one turn at most; return how many messages that were."""
         lease, owned, batch = self._owner.dispatcher.lease, key_queue.owned, key_queue.batch
         handle = self._limits.wrap(self._handle, self._owner.rules)
         settled, now, done, guarded_below = key_queue.handled.append, clock(), 0, key_queue.guarded_below
@@ -165,8 +161,7 @@ class OrderedAsyncioExecutor(AsyncioExecutor):
     async def _handle_with_care(
         self, handle: Callable[[OwnedPartition, Record], Awaitable[Any]], key_queue: KeyQueue, record: Record
     ) -> bool:
-        """Handle a message that may have killed former owners; False where its owned partition is gone."""
-        # Others wait for their turn in there, and the loop must not.
+        # `begin` waits for other workers; the loop must not.
         if not await asyncio.to_thread(self._owner.begin, key_queue, record):
             return False
         try:
@@ -177,7 +172,7 @@ class OrderedAsyncioExecutor(AsyncioExecutor):
 
 
 def return_queue(owner: ExecutorOwner, key_queue: KeyQueue, done: int, *, delay_s: float = 0.0) -> None:
-    """Return a key queue to the dispatcher after so many messages of its batch."""
+    """Give back a key queue after `done` messages."""
     if done == len(key_queue.batch):
         owner.dispatcher.done(key_queue)
     else:
@@ -185,8 +180,7 @@ def return_queue(owner: ExecutorOwner, key_queue: KeyQueue, done: int, *, delay_
 
 
 def decide_failure(owner: ExecutorOwner, key_queue: KeyQueue, done: int, error: BaseException) -> int:
-    """Decide what an exception of a handler means for its message and its key queue; return how many are handled
-    now."""
+    """Act on a handler's exception; return the handled count."""
     owned, record = key_queue.owned, key_queue.batch[done]
     action: FailureAction | None = None
     try:
@@ -206,7 +200,6 @@ def decide_failure(owner: ExecutorOwner, key_queue: KeyQueue, done: int, error: 
 
 
 def _return_queue(owner: ExecutorOwner, key_queue: KeyQueue, done: int, action: FailureAction | None) -> None:
-    """Return a key queue whose next message failed, with what becomes of that."""
     leftover = list(key_queue.batch[done:])
     if key_queue.resumed or action is None:
         key_queue.action = action
@@ -221,7 +214,7 @@ def _return_queue(owner: ExecutorOwner, key_queue: KeyQueue, done: int, action: 
 
 
 def not_awaited(answer: Any) -> HandlerFault:
-    """Return the fault of a plain handler that answers a coroutine: nothing of it has run."""
+    """Return the fault of a plain handler that returns an awaitable."""
     if hasattr(answer, "close"):
         answer.close()
     return HandlerFault("the handler returned an awaitable that nobody awaits: make it `async def` itself")

@@ -1,17 +1,5 @@
-"""One running consumer of a group: what it holds, and what its threads do with it.
-
-States: *joining* -> *running* -> *stopping* -> *stopped*. While it runs, each partition goes through the states of
-`holdings`. Threads: the heartbeat (Postgres), a reader and a settler per node (Redis), the workers (handlers). No
-thread's loop ends by an error: it says what is wrong and tries again. Who dies when:
-
-- killed at any line: its lease runs out in Postgres, the next heartbeat of another member gives its partitions on under
-  higher epochs; what was handled and not settled is delivered again.
-- stopped and woken: its own clock says that the lease ran out, so it starts no message; all its calls carry an epoch
-  that is not in force any more.
-- Postgres away: it goes on until its lease runs out by its own clock, then pauses; it joins again under new epochs.
-- a node restarts: its owned partitions there are dropped, the node is armed again under new epochs, which come by
-  heartbeat.
-"""
+"""One running consumer of an ordered group. Threads: `docs/design/consuming.md`; crashes:
+`docs/design/crash-matrix.md`."""
 
 from __future__ import annotations
 
@@ -60,18 +48,19 @@ from mqlayer.topics.nodes import arm_if_allowed
 log = logging.getLogger(__name__)
 
 FENCE_RAISE_S: Final = 2.0
-"""How long a member that takes partitions may spend on raising their fences early."""
+"""Time limit for raising fences."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemberOptions:
     """Bounds of one member. Counts are messages, durations seconds.
 
-    `concurrency`: handlers at once, each of another key. `prefetch_count` and `prefetch_bytes` bound what is read and
-    not settled, over all partitions; bytes by the size of what was read lately, so a single read may go over.
-    `drain_timeout_s`: how long a hand-over or stop waits for running handlers. `parked_keys`: how many keys of a
-    partition this member parks at most, where that is fewer than its group's `parked_keys_limit`.
-    `extend_limit_s`: of a shared group, how long a handler may run before its message is given to others, too.
+    - `concurrency`: handlers at once, each of another key.
+    - `prefetch_count`, `prefetch_bytes`: read and unsettled, over all partitions; bytes are estimated, one read may
+      exceed them.
+    - `drain_timeout_s`: how long a hand-over or stop waits for handlers.
+    - `parked_keys`: parked keys per partition, where below the group's limit.
+    - `extend_limit_s`: shared groups only; handler time after which other members get its message too.
     """
 
     concurrency: int = 8
@@ -85,7 +74,7 @@ class MemberOptions:
 
 @dataclass(slots=True)
 class MemberStats:
-    """Counts since the start; read by anybody, exact when the member has stopped."""
+    """Counts since the start; readable by any thread, exact once the member stopped."""
 
     handled: int = 0
     settled: int = 0
@@ -103,11 +92,10 @@ class MemberStats:
 
 
 class Member:
-    """One member of a group, with its threads. `start` returns when it has joined; `stop` when nothing runs any more.
+    """One member of a group, with its threads.
 
-    `handle(owned, record)` is called for each message: on a thread of the pool, or as a coroutine when `is_async`. A
-    BatchHandler is called for batches.
-    `rejoin`: brings a retired instance of a broadcast group back, which begins anew; any other retired group ends it.
+    Workers call `handle(owned, record)` per message, in a thread or, with `is_async`, as a coroutine. `rejoin` revives
+    a retired broadcast instance.
     """
 
     def __init__(
@@ -133,19 +121,17 @@ class Member:
         self.rules = group.rules
         self.tag_filter = TagFilter.of(group.tag_filter)
         self.may_be_void = group.strategy == "best_effort"
-        # Whether what becomes of messages is told to an archiver; by the heartbeat, before anything is held.
+        # Whether the topic is archived; the heartbeat sets it before anything is owned.
         self.archived = False
-        # How many messages may be begun now, where the group's rate is limited.
         self.rate_limiter = RateLimiter()
         self._partitions = OwnedPartitions()
         self._nodes = MemberNodes()
         self._allocation = -1
-        # The epochs that a node refused: asked for again only under higher ones.
+        # Epochs that a node refused; these partitions need higher ones.
         self._refused: dict[PartitionId, int] = {}
-        # Until when the release of a dropped owned partition waits for its handlers; of what is asked back at present
-        # only.
+        # Deadline by which the release of a dropped partition waits for its handlers.
         self._release_by: dict[PartitionId, float] = {}
-        # What the last heartbeat said is ours, for those who ask whether we serve it.
+        # Partitions of the last heartbeat; `health` compares them with those served.
         self._assigned: frozenset[PartitionId] = frozenset()
         self._stopping, self._replaced = False, ""
         self._heartbeat = Heartbeat(
@@ -194,10 +180,9 @@ class Member:
             raise
 
     def stop(self, timeout_s: float | None = None) -> bool:
-        """Stop: no new message is started, running handlers are waited for, acks are sent, partitions given away.
+        """Wait for running handlers, settle, release; return whether every handler ended.
 
-        Returns True when every handler had ended; no message is handled after that. After the limit (`drain_timeout_s`)
-        it gives up what still runs: its ack will be refused, another member handles that message again.
+        Handlers that outlast `timeout_s` (default `drain_timeout_s`) can't settle: others handle their messages again.
         """
         limit_s = self.options.drain_timeout_s if timeout_s is None else timeout_s
         self._stopping = True
@@ -217,18 +202,18 @@ class Member:
         return ended
 
     def wake(self) -> None:
-        """Have it look at its assignments now: they may have changed."""
+        """Fetch the assignments now."""
         self._heartbeat.wake()
 
     @property
     def running(self) -> bool:
-        """Whether it consumes: False after `stop`, when another process took its id, or when it was evicted."""
+        """Whether it consumes; False after `stop`, eviction, or replacement."""
         return not self._stopping
 
     def health(self) -> Health:
-        """Say whether its threads turn, and whether it serves all that it is assigned. For any thread."""
+        """Report whether threads respond and all partitions are served. Thread-safe."""
         if self._replaced:
-            # Nothing brings it back but a new process; where others run beside it here, nobody else would say so.
+            # Only a new process recovers from this, and other members here would hide it.
             return Health(stuck=(self._replaced,))
         if self._stopping:
             return Health(waits=("it is stopping",))
@@ -244,18 +229,18 @@ class Member:
         )
 
     def owned(self) -> dict[int, tuple[int, str]]:
-        """Return what is held: partition -> (epoch, state)."""
+        """Return partition -> (epoch, state)."""
         return {owned.partition: (owned.epoch, owned.state.name.lower()) for owned in self._partitions.all()}
 
     # -- what workers ask --------------------------------------------------------------------------------------------
 
     def handled(self, count: int) -> None:
-        """Count what was handled, and let the settlers send it."""
+        """Count handled messages; wake the settlers."""
         self.stats.handled += count
         self._nodes.wake_settlers()
 
     def failed(self, key_queue: KeyQueue, record: Record, error: BaseException) -> FailureAction:
-        """Count a failed attempt, unless its handler says that it was none; return what becomes of the message."""
+        """Count a failed attempt, where the error counts; return what follows."""
         owned, resumed = key_queue.owned, isinstance(record, ParkedRecord)
         before = record.attempts if isinstance(record, ParkedRecord) else owned.attempts.get(record.offset, 0)
         text = described(error)
@@ -287,7 +272,6 @@ class Member:
         return limit if own is None else min(own, limit)
 
     def _wait_s(self, attempts: int, seconds: float | None) -> float:
-        """Return how long a message waits in place that was to be parked, perhaps for an operator."""
         return self.rules.wait_s(max(1, attempts), 0.0) if seconds is None else seconds
 
     def _count(
@@ -297,7 +281,7 @@ class Member:
         if not resumed:
             owned.attempts[record.offset] = attempts
             owned.failed.append((record.offset, attempts))
-            # A count takes the note of its start off the server.
+            # Counting removes the note of the start from the node.
             owned.starts_recorded.discard(record.offset)
         self._parking_worker.add_attempt(FailedAttempt(record.identity, attempts, text, owned.partition, timed_out))
 
@@ -321,17 +305,16 @@ class Member:
                    error=where(error))  # fmt: skip
 
     def begin(self, key_queue: KeyQueue, record: Record) -> bool:
-        """Start a message with care: former owners died; False where its owned partition is gone. Raises
-        ConsumerCrashed."""
+        """Start a suspect message; False where its partition is gone. Raises ConsumerCrashed."""
         node_io = self._nodes.get(key_queue.owned.assignment.node)
         return node_io is not None and self._poison_guard.begin(key_queue, record, node_io.settler.wake)
 
     def end(self, key_queue: KeyQueue, record: Record) -> None:
-        """Let others start."""
+        """End a guarded start."""
         self._poison_guard.end(key_queue, record)
 
     def fenced(self, owned: OwnedPartition, reason: str) -> None:
-        """Drop an owned partition whose epoch is not in force any more."""
+        """Drop a partition whose epoch was replaced."""
         log.warning("partition_lost", extra=self._facts(owned) | {"by": reason})
         self.stats.fenced += 1
         self._refused[owned.partition] = owned.epoch
@@ -341,15 +324,15 @@ class Member:
     # -- what readers and settlers ask -------------------------------------------------------------------------------
 
     def partitions_on(self, node_id: NodeId) -> list[OwnedPartition]:
-        """Return the owned partitions on a node that are not gone."""
+        """Return a node's owned partitions."""
         return self._partitions.on(node_id)
 
     def may_read(self) -> bool:
-        """Say whether the lease still holds by our own clock."""
+        """Say whether the lease holds."""
         return self._heartbeat.lease.holds()
 
     def shares(self, owned: OwnedPartition) -> tuple[int, int]:
-        """Return how many records and bytes one partition may have in hand."""
+        """Return a partition's bounds in flight: records, bytes."""
         count = max(1, len(self._partitions))
         messages, most = self.options.prefetch_count // count, self.rate_limiter.max_in_flight(self.options.concurrency)
         if most is not None:
@@ -358,8 +341,7 @@ class Member:
         return max(1, messages), max(1, self.options.prefetch_bytes // count)
 
     def locks_acquired(self, pairs: Sequence[tuple[OwnedPartition, LockTaken]]) -> None:
-        """Start owned partitions whose pull locks are ours: refuse earlier owners' effects, then go on where they
-        stopped."""
+        """Open partitions whose locks were acquired."""
         self._raise_fences([owned for owned, _ in pairs])
         self._parking_worker.load(pairs)
         for owned, taken in pairs:
@@ -367,12 +349,12 @@ class Member:
             log.info("partition_acquired", extra=self._facts(owned) | {"committed": taken.committed})
 
     def unmatched(self, count: int) -> None:
-        """Count messages that the group's filter leaves out, and let the settlers send that."""
+        """Count filtered messages; wake the settlers."""
         self.stats.unmatched += count
         self._nodes.wake_settlers()
 
     def settled(self, owned: OwnedPartition, records: list[Record], committed: int) -> None:
-        """Make room for what the server has settled."""
+        """Free the room of settled messages."""
         self.stats.settled += len(records)
         owned.committed = max(owned.committed, committed)
         self.dispatcher.settled(owned, records)
@@ -381,49 +363,41 @@ class Member:
             node_io.reader.wake.set()
 
     def released(self, owned: OwnedPartition) -> None:
-        """Give a drained owned partition back in Postgres too, by the heartbeat's thread."""
+        """Drop a drained partition and release it in Postgres."""
         self._drop(owned)
         self._heartbeat.release(owned.assignment)
 
     def sealed(self) -> None:
-        """Have the settler look whether everything before the command record is settled."""
+        """Check for drained partitions."""
         self._nodes.wake_settlers()
 
     def drained(self, owned: OwnedPartition) -> None:
-        """Say in Postgres that a sealed partition is drained, by the heartbeat's thread: its successors may follow."""
+        """Record a sealed partition as drained."""
         self._heartbeat.report_drained(owned)
 
     def lock_lost(self, owned: OwnedPartition) -> None:
-        """Begin an owned partition anew, under another epoch: the node does not know its pull lock any more.
+        """Drop a partition whose lock the node lost; it needs another epoch.
 
-        Under this one, what is being parked of it could be committed after the new owned partition looked at what is
-        parked.
+        Under the old one, a late parking transaction could commit unseen.
         """
         self._refused[owned.partition] = owned.epoch
         self._drop(owned)
         self._heartbeat.wake()
 
     def node_lost(self, node_id: NodeId) -> None:
-        """Drop all owned partitions on a node that restarted, and arm it again unless somebody did. Raises nothing.
-
-        What runs of them is refused at its ack: re-arming put higher epochs in force before the node serves.
-        """
+        """Drop all partitions of a restarted node, then arm it. Raises nothing."""
         for owned in self._partitions.on(node_id):
             self._drop(owned)
         self._request_repair(node_id)
 
     def partition_refused(self, owned: OwnedPartition) -> None:
-        """Drop an owned partition that its node does not have, and have the node repaired. Raises nothing.
-
-        The others on the node go on: if it has lost them too, they say so themselves. It begins anew under another
-        epoch, see `lock_lost`.
-        """
+        """Drop a partition that its node lost, then arm the node. Raises nothing."""
         self._refused[owned.partition] = owned.epoch
         self._drop(owned)
         self._request_repair(owned.assignment.node)
 
     def refresh_nodes(self) -> None:
-        """Use no connection to another run or address of a node than those that count now. Raises StoreUnavailable."""
+        """Follow changed nodes. Raises StoreUnavailable."""
         self._nodes.set_nodes(self._routes.refresh_nodes())
 
     def _request_repair(self, node_id: NodeId) -> None:
@@ -453,11 +427,11 @@ class Member:
     # -- what the parking worker asks ----------------------------------------------------------------------------------
 
     def all_partitions(self) -> list[OwnedPartition]:
-        """Return the owned partitions that are not gone."""
+        """Return all owned partitions."""
         return self._partitions.all()
 
     def parked(self, owned: OwnedPartition, *, keys: list[KeyEntry], messages: int) -> None:
-        """Count what is parked, and have the settlers send it."""
+        """Report parked keys; wake the settlers."""
         self.stats.parked += messages
         for entry in keys:
             facts = self._facts(owned) | {"lp": entry.ref.lp, "cause": entry.cause, "wait_s": entry.wait_s}
@@ -466,7 +440,7 @@ class Member:
         self._nodes.wake_settlers()
 
     def parking_is_full(self, owned: OwnedPartition, lp: int, limit: ParkingLimit, entry: KeyEntry | None) -> float:
-        """Say that a key finds no room; return for how long one that is not parked, and was to be, waits in place."""
+        """Report missing room; return seconds to wait in place."""
         self._report_full(owned, lp, limit)
         return 0.0 if entry is None else self._wait_s(entry.attempts, entry.wait_s)
 
@@ -476,13 +450,13 @@ class Member:
         self._emit("parking_full", owned, lp, seq=seq, cause=limit)
 
     def unparked(self, owned: OwnedPartition, ref: KeyRef) -> None:
-        """Note that a key is queued again."""
+        """Report a key that left parking."""
         self.stats.unparked += 1
         log.info("key_unparked", extra=self._facts(owned) | {"lp": ref.lp})
         self._emit("unparked", owned, ref.lp)
 
     def dead_lettered(self, owned: OwnedPartition, dead_letters: list[DeadLetterEntry]) -> None:
-        """Count what left the group."""
+        """Report messages that left the group."""
         for dead_letter in dead_letters:
             self.stats.dead += dead_letter.keep_body
             self.stats.skipped += not dead_letter.keep_body
@@ -500,16 +474,16 @@ class Member:
     # -- what the heartbeat asks ---------------------------------------------------------------------------------------
 
     def apply_assignments(self, answer: HeartbeatReply) -> None:
-        """Follow the assignments: drop what is not ours, drain what is asked for, begin what is new."""
+        """Follow a heartbeat's reply."""
         if answer.allocation < self._allocation:
             return
         self._allocation = answer.allocation
         self._parking_worker.follow_parking_version(answer.parking_version)
         if answer.rules is not None and answer.rules != self.rules:
             self.rules = answer.rules
-            # What waits in place may have another end now.
+            # Other rules may end waits in place.
             self.dispatcher.retry_now()
-        # Counts for what is read from here on; what is read already was chosen.
+        # Applies to later reads; fetched records were chosen by the old filter.
         self.tag_filter = TagFilter.of(answer.tag_filter)
         self.archived = answer.archived
         wanted = {assignment.partition: assignment for assignment in answer.assignments}
@@ -531,7 +505,7 @@ class Member:
                 log.warning("assignment_delayed", extra={"partition": assignment.partition, "reason": str(error)})
 
     def lease_lost(self) -> None:
-        """Drop all owned partitions."""
+        """Drop all partitions."""
         self._allocation = -1
         self._assigned = frozenset()
         self._release_by.clear()
@@ -539,7 +513,7 @@ class Member:
             self._drop(owned)
 
     def replaced(self, reason: str) -> None:
-        """End: another process took this member's id, an operator evicted it, or its group is retired."""
+        """End: id taken, member evicted, or group retired."""
         self._stopping, self._replaced = True, reason
         self._partitions.close()
         self.dispatcher.stop()
@@ -560,7 +534,6 @@ class Member:
                 self._own(assignment)
 
     def _follow_replay(self, owned: OwnedPartition, assignment: Assignment) -> None:
-        """Follow what a replay wants of a stream; the parking worker lets it be read again, see `ParkingWorker`."""
         if assignment.waits_for_replay != owned.assignment.waits_for_replay:
             owned.assignment = replace(owned.assignment, waits_for_replay=assignment.waits_for_replay)
         if assignment.waits_for_replay:
@@ -569,7 +542,6 @@ class Member:
             self._parking_worker.wake.set()
 
     def _release(self, assignment: Assignment) -> None:
-        """Release what is not held any more, once no handler of an earlier owned partition runs on, or not for long."""
         until = self._release_by.setdefault(assignment.partition, clock() + self.options.drain_timeout_s)
         if clock() >= until or not self.dispatcher.runs_on(assignment.partition):
             del self._release_by[assignment.partition]
@@ -580,7 +552,7 @@ class Member:
         node_io = self._nodes.get(assignment.node) or self._open_node_io(assignment.node)
         cut = seal_marks(self._database, assignment.partition) if assignment.cut else {}
         lock_holder = LockHolder(prefix, assignment.partition, group_id, self.member_id, assignment.epoch)
-        # On a best-effort topic a message that fails waits by itself, and the rest goes on.
+        # On a best-effort topic a failing message waits alone.
         owned = OwnedPartition(assignment, lock_holder, ordered=self.group.ordered and self.group.strategy == "strict")
         owned.cut = cut
         if self._partitions.add(owned):
@@ -589,17 +561,15 @@ class Member:
     # -- owned partitions ----------------------------------------------------------------------------------------------
 
     def _drain(self, owned: OwnedPartition, until: float) -> None:
-        """Start nothing more of an owned partition; the settler releases it when what runs has ended."""
         self.dispatcher.drain(owned, until)
         self._nodes.wake_settlers()
 
     def _drop(self, owned: OwnedPartition) -> None:
-        """Forget an owned partition: nothing of it is started or settled any more."""
         self.dispatcher.drop(owned)
         self._partitions.remove(owned)
 
     def _raise_fences(self, partitions: list[OwnedPartition]) -> None:
-        """Refuse earlier owners' effects already now; else the first fenced effect of each LP does."""
+        """Refuse earlier owners' effects early."""
         if self._application is None or not partitions:
             return
         until = clock() + FENCE_RAISE_S
@@ -612,7 +582,6 @@ class Member:
             log.warning("fence_not_raised", extra={"group": self.group.name, "reason": str(error)})
 
     def _raise_fence(self, connection: Connection, owned: OwnedPartition) -> None:
-        """Raise the fence of one partition; where that fails the others are raised nevertheless."""
         try:
             with driver_errors("the application database"), connection.transaction():
                 connection.execute("SET LOCAL lock_timeout = '200ms'")
@@ -645,7 +614,6 @@ class Member:
         return node_io
 
     def _node(self, node_id: NodeId) -> Node:
-        """Return a node as known. Raises StoreUnavailable, or NotFound for one that was removed."""
         try:
             return self._routes.node(node_id)
         except KeyError:
@@ -656,6 +624,6 @@ class Member:
 
 
 def new_member_id() -> str:
-    """Return an id for this process: host, pid and a random part, in the form of names."""
+    """Return host, pid and a random part as a name."""
     host = re.sub(r"[^a-z0-9-]+", "-", socket.gethostname().lower()).strip("-") or "host"
     return f"m-{host[:32]}-{os.getpid()}-{random.randrange(16**6):06x}"

@@ -1,12 +1,8 @@
-"""What a member holds: partitions under an epoch, and in each the key queues of its keys.
+"""Partitions that a member owns, each with one key queue per key.
 
-States of an owned partition: *new* (assigned, pull lock not taken) -> *open* -> *draining* (nothing is started any
-more) ->
-*gone* (released, fenced or lost). Only *open* starts messages. A key queue is one key's line of unsettled messages:
-*waiting* (in the ready queue), *running* (one worker has it), *delayed* (its head failed), *spilled* (what waits behind
-the head is to be read again). At most one worker has a key queue, so at most one message of a key is under way
-(invariant 11). A key queue of a parked key goes to the parking worker instead of the workers, who have the key's first
-messages in a key queue of their own, *resumed* from Postgres.
+An owned partition is *new* -> *open* (pull lock taken) -> *draining* -> *gone*.
+A key queue is *waiting*, *running*, *delayed* (its head failed) or *spilled* (reduced to offsets). A parked key's queue
+goes to the parking worker; its first messages return from Postgres in a separate, *resumed* key queue.
 """
 
 from __future__ import annotations
@@ -30,14 +26,14 @@ from mqlayer.parking import DeadLetterEntry, KeyEntry, KeyRef
 from mqlayer.redis.partition_scripts import LockHolder, LockTaken
 
 BITMAP_REACH = 1_000_000
-"""How far beyond committed a member reads: less than the window of offsets_settle (1,048,576 offsets)."""
+"""Read-ahead beyond committed; below `offsets_settle`'s window of 1,048,576."""
 
 
 EVERY_OFFSET = 1 << 62
 
 
 class OwnershipState(Enum):
-    """Where an owned partition stands."""
+    """State of an owned partition."""
 
     NEW = auto()
     OPEN = auto()
@@ -46,7 +42,7 @@ class OwnershipState(Enum):
 
 
 class GuardedStart:
-    """A message that is to be started with care: its worker waits until the server knows."""
+    """A message whose start is recorded before its handler runs."""
 
     __slots__ = ("alone", "offset", "recorded")
 
@@ -56,10 +52,9 @@ class GuardedStart:
 
 
 class KeyQueue:
-    """One key's messages that are not handled, in order. `batch` is what a worker has in hand.
+    """One key's unhandled messages, in order; `batch` is a worker's part.
 
-    `spilled` holds the offsets of what follows `records` while the key queue is spilled: a failing key's backlog must
-    not fill the bounds that all keys share. None: the key queue is not spilled.
+    `spilled`: offsets behind `records`, else None; a failing key's backlog must not use shared room.
     """
 
     __slots__ = (
@@ -83,24 +78,23 @@ class KeyQueue:
         self.records = [record]
         self.batch: Sequence[Record] = ()
         self.spilled: array[int] | None = None
-        # Where workers put what they have handled.
+        # Where workers append handled records.
         self.handled: deque[Record] = owned.settled
-        # Offsets below are started with care: one of them may have killed the former owners.
+        # Starts of lower offsets are recorded first: one of them may have killed the former owners.
         self.guarded_below = owned.guarded_below
-        # Of batch handlers: offsets below are given to them one by one, and since when the key queue waits for a
-        # worker.
+        # Of batch handlers: lower offsets come one by one; when the key queue began to wait.
         self.singly, self.since = 0, 0.0
-        # Set while its key is parked.
+        # Set while the key is parked.
         self.parked_key: OwnedParkedKey | None = None
-        # So many of its first messages may be parked already: the answer to that did not come.
+        # How many leading messages may be parked already: the answer was lost.
         self.uncertain = 0
         self.resumed = False
-        # Why the first message that it has left failed, for the parking worker.
+        # Why the first remaining message failed, for the parking worker.
         self.action: FailureAction | None = None
 
 
 class OwnedPartition:
-    """One partition under one epoch. Fields marked (lock) change under the dispatcher's lock only."""
+    """One partition under one epoch. Fields marked (lock), and methods that change them, need the dispatcher's lock."""
 
     __slots__ = (
         "assignment",
@@ -147,48 +141,46 @@ class OwnedPartition:
     def __init__(self, assignment: Assignment, lock_holder: LockHolder, *, ordered: bool = True) -> None:
         self.assignment, self.lock_holder, self.ordered = assignment, lock_holder, ordered
         self.state = OwnershipState.NEW
-        # Nothing is read of its stream: a replay has newer messages wait. Until the parking worker knows what that has
+        # Nothing is read: a replay holds newer messages back, until the parking worker has loaded the keys that it
         # parked.
         self.waits_for_replay = assignment.waits_for_replay
         self.queues: dict[bytes, KeyQueue] = {}  # (lock)
-        self.running = 0  # (lock) key queues that workers have in hand
-        self.count_in_flight = 0  # (lock) read and not acknowledged as settled
+        self.running = 0  # (lock) key queues that workers have
+        self.count_in_flight = 0  # (lock) read and not settled
         self.bytes_in_flight = 0  # (lock)
         self.spilled = 0  # (lock) key queues that are spilled
-        self.full = False  # nothing is read of it at present, for lack of room; by its reader
+        self.full = False  # no room for reads; set by its reader
         self.backing_off = 0  # (lock) spilled key queues that wait for their backoff
-        self.to_reload: deque[KeyQueue] = deque()  # (lock) spilled key queues that are due, to be read again
-        self.settled: deque[Record] = deque()  # handled; appended by workers, taken one by one by the settler
-        # To be settled without being handled from here: parked, dead, or another partition's; likewise.
+        self.to_reload: deque[KeyQueue] = deque()  # (lock) spilled key queues that are due
+        self.settled: deque[Record] = deque()  # handled; workers append, the settler pops
+        # Settled without a handler here: parked, dead, or another partition's; likewise.
         self.to_settle: deque[Record] = deque()
-        # Offsets that the group's filter leaves out, to be settled as they are; likewise.
+        # Filtered offsets to settle; likewise.
         self.unmatched: deque[OffsetRange] = deque()
-        self.failed: deque[tuple[int, int]] = deque()  # offset and its failed attempts, to be counted; likewise
-        self.deliveries = DeliveryTimes()  # of an archived topic: when what is not settled was given to us
+        self.failed: deque[tuple[int, int]] = deque()  # (offset, failed attempts) to record; likewise
+        self.deliveries = DeliveryTimes()  # of an archived topic: delivery times of unsettled offsets
         self.attempts: dict[int, int] = {}
-        self.failing_since: dict[int, float] = {}  # offset -> when it failed first, here
+        self.failing_since: dict[int, float] = {}  # offset -> first failure in this process
         self.parked = OwnedParkedKeys()  # (lock)
-        self.parking_version = 0  # how many of others' acts on parked keys it knows, for the parking worker
+        self.parking_version = 0  # others' changes to parked keys that are applied here
         self.to_park: deque[KeyQueue] = deque()  # (lock) key queues of parked keys that hold messages
-        self.uncertain = False  # some of these may be parked already; for the parking worker
+        self.uncertain = False  # some of these may be parked already
         self.to_dead_letter: deque[tuple[KeyQueue, DeadLetterEntry]] = (
             deque()
         )  # (lock) key queues whose first message leaves the group
-        self.dead: set[Identity] = set()  # left the group, and may come once more
-        self.finished = False  # (lock) nothing is started here any more: its successors go on
-        self.guarded_below = 0  # offsets below are started with care
-        self.guarded_starts: deque[GuardedStart] = deque()  # to be noted before a worker begins, by the settler
-        self.starts_recorded: set[int] = (
-            set()
-        )  # of these, those that the server knows as started, and nothing failed since
-        self.suspects: set[int] = set()  # of these, those that are started alone
-        self.died: set[int] = set()  # of these, those that were, and never ended
+        self.dead: set[Identity] = set()  # left the group, and may be read again
+        self.finished = False  # (lock) nothing more starts: the successors continue
+        self.guarded_below = 0  # starts of lower offsets are recorded first
+        self.guarded_starts: deque[GuardedStart] = deque()  # the settler records them before workers begin
+        self.starts_recorded: set[int] = set()  # recorded on the node, and not failed since
+        self.suspects: set[int] = set()  # offsets that start alone
+        self.died: set[int] = set()  # lone starts that never ended
         self.settled_before: tuple[int, bytes] | None = None  # base and bits of the former owner's ack bitmap
         self.committed = self.next_read = 0
         self.record_bytes = 1024.0
         self.drain_until = float("inf")
-        self.cut: Mapping[str, int] = {}  # of marks, beyond which its successors have it too; mostly none
-        self.command: CommandRecord | None = None  # once it was read: nothing follows
+        self.cut: Mapping[str, int] = {}  # marks beyond which the successors have the messages too; mostly empty
+        self.command: CommandRecord | None = None  # set once read: nothing follows
 
     @property
     def partition(self) -> PartitionId:
@@ -197,11 +189,11 @@ class OwnedPartition:
 
     @property
     def epoch(self) -> int:
-        """The epoch it is held under."""
+        """The assignment's epoch."""
         return self.assignment.epoch
 
     def start_at(self, lock: LockTaken) -> None:
-        """Go on where the former owner stopped: from committed, without what is settled above it."""
+        """Open at the former owner's position."""
         self.committed = lock.committed
         self.settled_before = (lock.base, lock.bits) if lock.bits else None
         self.next_read = first_unsettled(lock.committed, lock.base, lock.bits)
@@ -210,8 +202,7 @@ class OwnedPartition:
         self.state = OwnershipState.OPEN
 
     def add(self, records: list[Record], last: int) -> list[KeyQueue]:
-        """Put new records, read up to an offset, into their key queues; return those that got ready. Call under the
-        lock."""
+        """Queue records; return key queues that became ready."""
         ready: list[KeyQueue] = []
         key_queues = self.queues
         records = self._handleable(records, last)
@@ -219,7 +210,7 @@ class OwnedPartition:
         ordered, parked = self.ordered, self.parked
         for record in records:
             offset, m, key, body = record
-            # Messages without a key wait for nobody: each has a key queue of its own.
+            # Messages without a key wait for no other: each has its own key queue.
             name = key if ordered and key != NO_KEY else b"%b%d" % (NO_KEY, offset)
             key_queue = key_queues.get(name)
             if key_queue is None:
@@ -242,20 +233,19 @@ class OwnedPartition:
         return ready
 
     def add_unmatched(self, unmatched: Sequence[OffsetRange]) -> None:
-        """Have offsets settled that the group's filter leaves out; admit what was read beside them after this."""
+        """Settle filtered offsets; call before `add`."""
         self.unmatched.extend(unmatched)
         if self.parked.expected:
             self.parked.exclude(unmatched)
 
     def parked_name(self, record: Record) -> bytes:
-        """Return the name under which a message would be parked."""
+        """Return a message's name for parking."""
         if self.ordered and record.key != NO_KEY:
-            # Asked for every message while some key is parked: to find out an identity costs more than all the rest.
+            # Called for every message while any key is parked; computing an identity would dominate its cost.
             return record.key
         return parked_name(record.key, record.identity, alone=True)
 
     def _handleable(self, records: list[Record], last: int) -> list[Record]:
-        """Leave out what was settled before, or leaves without being handled."""
         if self.settled_before is not None:
             records = self._without_settled(records, last, *self.settled_before)
         if self.cut:
@@ -267,7 +257,6 @@ class OwnedPartition:
         return records
 
     def _without(self, records: list[Record], passed_over: Callable[[Record], bool]) -> list[Record]:
-        """Take some of the records as settled, unhandled."""
         remaining: list[Record] = []
         excluded: list[Record] = []
         for record in records:
@@ -278,30 +267,28 @@ class OwnedPartition:
         return remaining
 
     def skip_dead(self, key_queue: KeyQueue) -> None:
-        """Take as settled what died of a key queue since it was read. Call under the lock."""
+        """Settle dead messages."""
         if self.dead:
             dead = [record for record in key_queue.records if self._is_dead(record)]
             key_queue.records = [record for record in key_queue.records if not self._is_dead(record)]
             self.to_settle.extend(dead)
 
     def _is_cut_off(self, record: Record) -> bool:
-        """Say whether a record lies beyond the recorded marks: the successors have it, and handle it."""
+        """Say whether the successors handle a record instead."""
         source, lp, seq = record.identity
         return seq > self.cut.get(f"{source}:{lp}", seq)
 
     def _is_dead(self, record: Record) -> bool:
-        """Say whether a record is listed as dead: whoever did that died before it was settled, or was an operator."""
         return record.identity in self.dead
 
     def _without_settled(self, records: list[Record], last: int, base: int, bits: bytes) -> list[Record]:
-        """Leave out what the former owner settled above committed, and read on behind it."""
         self.next_read = first_unsettled(last + 1, base, bits)
         if self.next_read >= base + 8 * len(bits):
             self.settled_before = None
         return [record for record in records if not is_settled(record.offset, base, bits)]
 
     def spill(self, key_queue: KeyQueue) -> None:
-        """Keep of a failing key queue the offsets only; it still counts as one in hand. Call under the lock."""
+        """Reduce a key queue to offsets."""
         if key_queue.spilled is None:
             key_queue.spilled = array("q")
             self.spilled += 1
@@ -311,14 +298,14 @@ class OwnedPartition:
         key_queue.records = []
 
     def end_or_reload(self, key_queue: KeyQueue) -> None:
-        """Nothing that was read is left of a key queue. Call under the lock."""
+        """End or reload an empty key queue."""
         if key_queue.spilled is None:
             del self.queues[key_queue.key]
         else:
             self.reload_or_end(key_queue)
 
     def reload_or_end(self, key_queue: KeyQueue) -> None:
-        """A spilled key queue has nothing in memory any more: have it filled again, or end it. Call under the lock."""
+        """Reload or end a spilled key queue."""
         if key_queue.spilled:
             self.count_in_flight += 1
             self.to_reload.append(key_queue)
@@ -327,11 +314,11 @@ class OwnedPartition:
             del self.queues[key_queue.key]
 
     def reload(self, key_queue: KeyQueue, records: list[Record], asked: int) -> None:
-        """Put back what was read again of the first `asked` offsets of a spilled key queue. Call under the lock."""
+        """Add the first `asked` spilled offsets' records."""
         spilled = key_queue.spilled or array("q")
         del spilled[:asked]
         if self.dead:
-            # It may have died since it was read first.
+            # They may have died since the first read.
             records = self._without(records, self._is_dead)
         key_queue.records = records
         self.count_in_flight += len(records) - 1
@@ -343,38 +330,35 @@ class OwnedPartition:
             self.spilled -= 1
 
     def release(self, records: list[Record]) -> None:
-        """Make room: these are not in hand any more. Call under the lock."""
+        """Free the records' room."""
         self.count_in_flight -= len(records)
         self.bytes_in_flight -= sum(map(size_of, records))
 
     def capacity(self, count_share: int, bytes_share: int, read_count: int) -> int:
-        """Return how many records to read now, by count, by bytes and by reach; 0 where that is not worth a read.
-
-        A failing key takes no room from others by bytes, and one by count, however much waits behind it.
-        """
+        """Return how many records to read; 0 where a read is not worthwhile."""
         by_bytes = int((bytes_share - self.bytes_in_flight) / self.record_bytes)
         capacity = min(count_share - self.count_in_flight, by_bytes, self.reach)
         others = count_share - self.spilled
         if self.count_in_flight <= self.spilled:
-            # One record is always allowed into an empty hand, however large it is.
+            # An empty partition may always read one record, however large.
             capacity = max(capacity, min(1, self.reach, others))
-        # A quarter of what may be in hand at the least: no reads of one record at a time.
+        # At least a quarter of the bound: no reads of single records.
         enough = min(others, int(bytes_share / self.record_bytes)) // 4
         return capacity if capacity >= min(max(1, enough), read_count) else 0
 
     @property
     def is_settled(self) -> bool:
-        """Whether everything before the command record is settled, by the server's word."""
+        """Whether everything before the command record is settled."""
         return self.command is not None and self.committed >= self.command.end
 
     @property
     def reach(self) -> int:
-        """How many offsets the ack bitmap still takes beyond what was read."""
+        """Offsets left in the ack bitmap."""
         return self.committed + BITMAP_REACH - self.next_read
 
 
 class OwnedPartitions:
-    """All that a member holds, by partition; for any of its threads."""
+    """A member's partitions. Thread-safe."""
 
     def __init__(self) -> None:
         self._by_partition: dict[PartitionId, OwnedPartition] = {}
@@ -390,48 +374,48 @@ class OwnedPartitions:
             return list(self._by_partition.values())
 
     def on(self, node_id: NodeId) -> list[OwnedPartition]:
-        """Return the owned partitions on one node."""
+        """Return a node's owned partitions."""
         with self._changed:
             return [owned for owned in self._by_partition.values() if owned.assignment.node == node_id]
 
     def get(self, partition: PartitionId) -> OwnedPartition | None:
-        """Return the owned partition of a partition."""
+        """Return the owned partition, or None."""
         with self._changed:
             return self._by_partition.get(partition)
 
     def add(self, owned: OwnedPartition) -> bool:
-        """Add an owned partition; False once they are closed."""
+        """Add unless closed; say whether added."""
         with self._changed:
             if not self._closed:
                 self._by_partition[owned.partition] = owned
             return not self._closed
 
     def remove(self, owned: OwnedPartition) -> None:
-        """Remove this very owned partition; a later one of the partition stays."""
+        """Remove this object, not its successor."""
         with self._changed:
             if self._by_partition.get(owned.partition) is owned:
                 del self._by_partition[owned.partition]
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Let nothing more in."""
+        """Refuse further partitions."""
         with self._changed:
             self._closed = True
 
     def wait_empty(self, timeout_s: float) -> bool:
-        """Wait until nothing is held."""
+        """Wait; say whether empty."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._by_partition, timeout=max(0.0, timeout_s))
 
 
 def size_of(record: Record) -> int:
-    """Return how much of the bound by bytes a record takes."""
+    """Return a record's bytes."""
     _, m, key, body = record
     return len(m) + len(key) + len(body)
 
 
 def parked_key_for(action: ParkKey, key_queue: KeyQueue, record: Record) -> OwnedParkedKey:
-    """Return the parking of a key queue's key, whose message failed."""
+    """Return the parked key of a failed message."""
     ref = KeyRef(record.identity.lp, key_queue.owned.parked_name(record))
     due = NEVER if action.seconds is None else clock() + action.seconds
     entry = KeyEntry(ref, action.cause, action.seconds, action.attempts)
@@ -439,7 +423,7 @@ def parked_key_for(action: ParkKey, key_queue: KeyQueue, record: Record) -> Owne
 
 
 def resumed_queue(owned: OwnedPartition, parked_key: OwnedParkedKey, records: list[ParkedRecord]) -> KeyQueue:
-    """Return a key queue with messages of a parked key that are to be handled now."""
+    """Return a key queue of a parked key's messages."""
     key_queue = KeyQueue(owned, parked_key.ref.name, records[0])
     key_queue.records = [*records]
     key_queue.handled = deque()

@@ -1,8 +1,7 @@
-"""Parked keys in their owner's memory.
+"""Parked keys in their owner's memory, under the dispatcher's lock.
 
-States of a parking: *entering* (a handler failed; the server does not know it yet) -> *waiting* -> *started* (workers
-have its first messages, from Postgres) -> *waiting*, or gone. While it is there, what is read of its key goes to the
-parking worker, which parks it too, and not to the workers. All fields change under the dispatcher's lock only.
+A parked key is *entering* (not yet in Postgres) -> *waiting* -> *started* -> *waiting* or gone. Newly read messages of
+it are parked too.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ NEVER: Final = float("inf")
 
 
 class OwnedParkedKey:
-    """One parked key of an owned partition."""
+    """One parked key."""
 
     __slots__ = (
         "attempts",
@@ -41,44 +40,44 @@ class OwnedParkedKey:
 
     def __init__(self, ref: KeyRef, *, attempts: int = 0, due: float = NEVER, entry: KeyEntry | None = None) -> None:
         self.ref, self.attempts, self.due = ref, attempts, due
-        # What the server is to be told first; None: it knows the key.
+        # To be written to Postgres first; None: Postgres has the key.
         self.entry = entry
-        # What workers have of it.
+        # The workers' resumed key queue.
         self.queue: KeyQueue | None = None
-        # When they got that.
+        # When workers got it.
         self.resumed_at = 0.0
-        # Offsets that a former owner parked and may not have settled: handled now, they could come once more later.
+        # Offsets that a former owner parked and may not have settled: handled now, they could be read again later.
         self.unsettled: set[int] = set()
-        # The limit that keeps what follows of it in the stream, as was said last.
+        # The last reported limit that keeps its later messages in the stream.
         self.full: ParkingLimit | None = None
-        # What was read of it last found no room: one message is read to see whether there is some.
+        # Its last messages found no room: a single one is read to test for it.
         self.probing = False
-        # Somebody ended in the middle of it, perhaps by chance: so many of its messages are handled one by one from
-        # here, and to blame if that happens again.
+        # A former owner died in the middle, perhaps by chance: this many messages run singly, and are to blame if it
+        # happens again.
         self.guarded_count = 0
-        # It did: nobody ever said how its first message ended. A failed attempt.
+        # It happened again: its first message has failed.
         self.died = False
 
     def has_capacity(self, *, more_waits: bool) -> None:
-        """Note that what was read of it found room; with nothing more that waits, the next lack of it is news."""
+        """Note that its messages found room."""
         self.probing = False
         if not more_waits:
             self.full = None
 
     @property
     def alone(self) -> bool:
-        """Whether its first message is handled by itself: it failed before, or may have killed its consumer."""
+        """Whether its first message runs alone: failed, or suspect."""
         return self.guarded_count > 0 or self.attempts > 0
 
 
 class OwnedParkedKeys:
-    """All parked keys of an owned partition, by name."""
+    """A partition's parked keys."""
 
     __slots__ = ("_due", "_due_now", "_order", "by_name", "by_offset", "expected")
 
     def __init__(self) -> None:
         self.by_name: dict[bytes, OwnedParkedKey] = {}
-        # Offsets that a former owner parked and may not have settled; those of them that were not read as yet.
+        # Offsets that a former owner parked and may not have settled; `expected`: those not yet read.
         self.by_offset: dict[int, OwnedParkedKey] = {}
         self.expected: set[int] = set()
         self._due: list[tuple[float, int, OwnedParkedKey]] = []
@@ -102,19 +101,19 @@ class OwnedParkedKeys:
             self.expected.discard(offset)
 
     def schedule(self, parked_key: OwnedParkedKey, due: float) -> None:
-        """Have a key tried at a time."""
+        """Set when a key is due."""
         parked_key.due = due
         if due < NEVER:
             heapq.heappush(self._due, (due, next(self._order), parked_key))
 
     def await_settling(self, parked_key: OwnedParkedKey, offset: int) -> None:
-        """Note that an offset of a former owner's may not be settled."""
+        """Hold a key until this offset is settled."""
         parked_key.unsettled.add(offset)
         self.by_offset[offset] = parked_key
         self.expected.add(offset)
 
     def settled(self, offset: int) -> bool:
-        """Note that an offset is settled; say whether that was the last one its key waited for."""
+        """Note a settled offset; say whether its key became free."""
         parked_key = self.by_offset.pop(offset, None)
         if parked_key is None:
             return False
@@ -123,23 +122,23 @@ class OwnedParkedKeys:
         return not parked_key.unsettled
 
     def all_settled(self, records: Iterable[Record]) -> bool:
-        """Note that records are settled; say whether some key need not wait for that any more."""
+        """Note settled records; say whether a key became free."""
         return sum([self.settled(record.offset) for record in records]) > 0
 
     def exclude(self, unmatched: Sequence[OffsetRange]) -> None:
-        """Note that offsets were read and left out by the group's filter: they don't come, and are to be settled."""
+        """Expect filtered offsets no longer."""
         self.expected = {offset for offset in self.expected if not covers(unmatched, offset)}
 
     def all_unmatched(self, unmatched: Sequence[OffsetRange]) -> bool:
-        """Note that ranges are settled; say whether some key need not wait for that any more."""
+        """Note settled ranges; say whether a key became free."""
         return sum([self.settled(offset) for offset in list(self.by_offset) if covers(unmatched, offset)]) > 0
 
     def queues(self) -> list[KeyQueue]:
-        """Return what workers have of parked keys."""
+        """Return the workers' resumed key queues."""
         return [parked_key.queue for parked_key in self.by_name.values() if parked_key.queue is not None]
 
     def read(self, name_at: dict[int, bytes], last: int) -> None:
-        """Note what was read up to an offset: an expected one that is another message now, or gone, never comes."""
+        """Note reads up to `last`; expected offsets without their message never come."""
         for offset in [offset for offset in self.expected if offset <= last]:
             self.expected.discard(offset)
             parked_key = self.by_offset[offset]
@@ -147,32 +146,32 @@ class OwnedParkedKeys:
                 self.settled(offset)
 
     def due_now(self, now: float) -> list[OwnedParkedKey]:
-        """Return the keys that are due, each once, the first one first; ask again for those that can't be started."""
+        """Return due keys, earliest first; repeated until taken."""
         while self._due and self._due[0][0] <= now:
             due, _, parked_key = heapq.heappop(self._due)
             if parked_key.due == due and self.by_name.get(parked_key.ref.name) is parked_key:
                 self._due_now[parked_key] = None
-        # Rescheduled or gone meanwhile.
+        # Drop rescheduled and removed keys.
         self._due_now = {p: None for p in self._due_now if p.due <= now and self.by_name.get(p.ref.name) is p}
         return list(self._due_now)
 
     @property
     def has_due(self) -> bool:
-        """Whether keys were due that could not be started."""
+        """Whether due keys wait to start."""
         return bool(self._due_now)
 
     def take_due(self, parked_keys: list[OwnedParkedKey]) -> None:
-        """Take keys off those that are due."""
+        """Take keys off the due ones."""
         for parked_key in parked_keys:
             del self._due_now[parked_key]
 
     def next_due(self) -> float:
-        """Return when the next key is due, as far as is known; NEVER where none is."""
+        """Return the next due time, or NEVER."""
         return self._due[0][0] if self._due else NEVER
 
 
 def parked_key_of(state: KeyState, now: float, *, own_epoch: int | None = None) -> OwnedParkedKey:
-    """Return a parked key as the server has it. `own_epoch`: that somebody began with it under this one means us."""
+    """Return a loaded parked key; a start under `own_epoch` is this owner's."""
     due = NEVER if state.due_in_s is None else now + state.due_in_s
     parked_key = OwnedParkedKey(state.ref, attempts=state.attempts, due=due)
     if state.started is not None and state.started != own_epoch:

@@ -1,8 +1,6 @@
-"""Keep what fails in Postgres: park keys and what follows them, dead-letter messages, hand out what is due again.
+"""Write failures to Postgres: park keys, dead-letter messages, deliver due keys.
 
-One thread per member. What it writes of a partition is one transaction, under the epoch; what could not be written is
-kept and tried again, and comes to nothing where its owned partition is gone. See `mqlayer.parking.store` for the states
-and who repairs what.
+One transaction per partition and pass, under the epoch; failed writes are repeated. See `docs/design/parked-keys.md`.
 """
 
 from __future__ import annotations
@@ -44,48 +42,48 @@ log = logging.getLogger(__name__)
 IDLE_WAIT_S: Final = 0.25
 RETRY_S: Final = 0.5
 FULL_RETRY_S: Final = 2.0
-"""How soon what finds no room among the parked messages is read and tried again."""
+"""Delay of messages without room."""
 FULL_EACH_S: Final = 0.01
-"""So much later for each key of its partition that waits beside it: looks for room take no time from other keys."""
+"""Extra delay per waiting key of the partition."""
 EARLY_S: Final = 1.0
-"""How soon a key is looked at again of which nothing may be handled before its group comes to another partition."""
+"""Delay of a key whose group must first advance in another partition."""
 RATE_RETRY_S: Final = 0.05
-"""How soon at the earliest a key goes on for which the group's rate had no message."""
+"""Shortest delay by the rate limit."""
 ATTEMPTS_EVERY_S: Final = 0.2
 MAX_ATTEMPTS_BUFFERED: Final = 1_000
-"""Failed attempts that wait to be written: they are for people, and must not fill the memory while Postgres is away."""
+"""Bounds memory while Postgres is unavailable."""
 PAGE_COUNT: Final = 500
 PAGE_BYTES: Final = 1_000_000
 UNKNOWN: Final = -1
 
 
 class ParkingOwner(Protocol):
-    """What a parking worker asks of its member."""
+    """The member, as its parking worker uses it."""
 
     dispatcher: Dispatcher
     rate_limiter: RateLimiter
 
     def all_partitions(self) -> list[OwnedPartition]:
-        """Return the owned partitions that are not gone."""
+        """Return all owned partitions."""
 
     def parked(self, owned: OwnedPartition, *, keys: list[KeyEntry], messages: int) -> None:
-        """Note that keys and messages are parked, and have the settlers send that."""
+        """Report parked keys; wake the settlers."""
 
     def parking_is_full(self, owned: OwnedPartition, lp: int, limit: ParkingLimit, entry: KeyEntry | None) -> float:
-        """Note that a key finds no room; return how long one waits in place that is not parked for that."""
+        """Report missing room; return seconds to wait in place."""
 
     def unparked(self, owned: OwnedPartition, ref: KeyRef) -> None:
-        """Note that a key is queued again."""
+        """Report a key that left parking."""
 
     def dead_lettered(self, owned: OwnedPartition, dead_letters: list[DeadLetterEntry]) -> None:
-        """Note that messages left the group."""
+        """Report messages that left the group."""
 
     def fenced(self, owned: OwnedPartition, reason: str) -> None:
-        """Drop an owned partition that a later owner has."""
+        """Drop a partition that a later owner has."""
 
 
 class ParkingWorker:
-    """The thread that keeps a member's parked keys."""
+    """The thread that writes a member's failures."""
 
     def __init__(self, owner: ParkingOwner, store: ParkingStore, *, started_limit: int, name: str) -> None:
         self._owner, self._store, self._started_limit = owner, store, started_limit
@@ -94,8 +92,7 @@ class ParkingWorker:
         self._liveness, self._last_error = Liveness(), ""
         self._attempts: deque[FailedAttempt] = deque(maxlen=MAX_ATTEMPTS_BUFFERED)
         self._write_attempts_at = 0.0
-        # How often others have acted on parked keys, as heard last; each owned partition has how much of it is followed
-        # there.
+        # Changes to parked keys by others, as last reported; each partition stores the count it has applied.
         self._parking_version = 0
         self._thread = threading.Thread(target=self._run, name=f"{name}-parking-worker", daemon=True)
 
@@ -104,31 +101,31 @@ class ParkingWorker:
         self._thread.start()
 
     def stop(self, timeout_s: float) -> None:
-        """Write what there is, and end."""
+        """Write what remains, and end."""
         self._stopping.set()
         self.wake.set()
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
 
     def health(self, limit_s: float) -> Health:
-        """Say whether it turns, and what keeps it from writing."""
+        """Report the thread and its last error."""
         if not self._thread.is_alive():
             return Health(stuck=("the parking worker ended",))
         waits = (f"parking: {self._last_error}",) if self._last_error else ()
         return Health(self._liveness.stuck("the parking worker", limit_s), waits)
 
     def add_attempt(self, attempt: FailedAttempt) -> None:
-        """Have a failed attempt written, for people."""
+        """Record a failed attempt."""
         self._attempts.append(attempt)
 
     def follow_parking_version(self, parking_version: int) -> None:
-        """Note how often others have acted on parked keys of the group: if more often than known, look at them."""
+        """Reload parked keys after others' changes."""
         if parking_version != self._parking_version:
             self._parking_version = parking_version
             self.wake.set()
 
     def load(self, pairs: Sequence[tuple[OwnedPartition, LockTaken]]) -> None:
-        """Learn what is parked and dead of partitions whose pull locks are ours now. Raises StoreUnavailable."""
+        """Load newly locked partitions' parked keys and dead messages. Raises StoreUnavailable."""
         found = self._store.load([_span_of(owned, taken.committed) for owned, taken in pairs])
         now = clock()
         for owned, taken in pairs:
@@ -154,7 +151,6 @@ class ParkingWorker:
         return due_s
 
     def _try_pass(self) -> bool:
-        """Make a pass; say whether it went well. Whatever went wrong is said, and tried again."""
         self._liveness.note_turn()
         try:
             self._pass()
@@ -183,7 +179,7 @@ class ParkingWorker:
             try:
                 self._serve(owned, tasks, parking_version)
             except MqlayerError as error:
-                # Somebody may hold what one owned partition needs; the others go on.
+                # A lock may block one partition; others continue.
                 failed = error
         if failed is not None:
             raise failed
@@ -193,7 +189,7 @@ class ParkingWorker:
     def _serve(self, owned: OwnedPartition, tasks: ParkingTasks, parking_version: int) -> None:
         if tasks:
             self._write(owned, tasks)
-        # Looked at before what is parked is read: a replay that is over then has parked all that it was to give.
+        # Checked before loading parked keys: a replay that has ended by then has parked everything.
         over = owned.waits_for_replay and not owned.assignment.waits_for_replay
         if over:
             owned.parking_version = UNKNOWN
@@ -203,7 +199,6 @@ class ParkingWorker:
                 owned.waits_for_replay = False
 
     def _write(self, owned: OwnedPartition, tasks: ParkingTasks) -> None:
-        """Write what there is of one owned partition, and go on from what the server says."""
         batch, updates = _batch_of(owned, tasks)
         taken = self._limit_rate(batch.updates)
         try:
@@ -234,7 +229,6 @@ class ParkingWorker:
             self._owner.parked(owned, keys=keys, messages=len(batch.messages) - len(result.refused_messages))
 
     def _limit_rate(self, updates: Sequence[KeyUpdate]) -> int:
-        """Let keys go on as far as the group's rate gives messages; return how many were taken for them."""
         rate_limiter, taken = self._owner.rate_limiter, 0
         going = [update for update in updates if update.go_on]
         if rate_limiter.limit is None:
@@ -271,20 +265,19 @@ class ParkingWorker:
         for parked_key, update in updates:
             self._apply_update(owned, parked_key, update, result)
         if tasks.dead_letters or tasks.queues:
-            # Settled now, as far as the group goes.
+            # Settles them for the group.
             self._owner.parked(owned, keys=[], messages=0)
 
     def _apply_update(
         self, owned: OwnedPartition, parked_key: OwnedParkedKey, update: KeyUpdate, result: ParkingResult
     ) -> None:
-        """Go on with a parked key as the server says."""
         dispatcher = self._owner.dispatcher
-        # Attempts are those of its head.
+        # Attempts count for the key's head.
         attempts = 0 if update.handled or update.dead_letter else parked_key.attempts
         if update.ref in result.too_early:
             dispatcher.reschedule(owned, parked_key, 0, clock() + EARLY_S)
         elif update.ref in result.paused:
-            # Its owner hears when it is resumed.
+            # The heartbeat reports when it is resumed.
             dispatcher.reschedule(owned, parked_key, attempts, NEVER)
         elif update.go_on:
             records = result.next[update.ref]
@@ -302,7 +295,6 @@ class ParkingWorker:
     def _apply_full(
         self, owned: OwnedPartition, key_queue: KeyQueue, parked_key: OwnedParkedKey, result: ParkingResult
     ) -> None:
-        """Have the rest of a key that finds no room wait in the stream; say so once, while that lasts."""
         limit = result.full[parked_key.ref]
         refused = parked_key.ref in result.refused_keys
         wait_s = 0.0
@@ -315,7 +307,6 @@ class ParkingWorker:
         )
 
     def _sync(self, owned: OwnedPartition, parking_version: int) -> None:
-        """Follow what others did to parked keys of an owned partition."""
         assignment = owned.assignment
         changed = (
             None if owned.parking_version == UNKNOWN else self._store.changes(owned.parking_version, parking_version)
@@ -330,13 +321,13 @@ class ParkingWorker:
         states = self._store.keys(_span_of(owned, owned.committed), named)
         parked_keys = [parked_key_of(state, now, own_epoch=owned.epoch) for state in states]
         if owned.parked.by_offset or owned.uncertain:
-            # What a former owner parked and may not have settled comes once more; what we may have parked is in hand.
+            # A former owner's parked, unsettled messages come once more; possibly parked ones of this owner are in its
+            # queues.
             self._load_dead(owned)
         self._owner.dispatcher.sync_parked(owned, parked_keys, None if named is None else {ref.name for ref in named})
         self._owner.parked(owned, keys=[], messages=0)
 
     def _load_dead(self, owned: OwnedPartition) -> None:
-        """Learn what died since it was parked and is not settled: its key is queued again, and it is not of it."""
         self._owner.dispatcher.add_dead(owned, self._store.dead(_span_of(owned, owned.committed)))
 
     def _write_attempts(self) -> None:
@@ -356,7 +347,6 @@ def _span_of(owned: OwnedPartition, committed: int) -> Span:
 def _batch_of(
     owned: OwnedPartition, tasks: ParkingTasks
 ) -> tuple[ParkingBatch, list[tuple[OwnedParkedKey, KeyUpdate]]]:
-    """Return what is to be written for some work, and the parkings whose turn it is."""
     batch = ParkingBatch()
     for key_queue in tasks.queues:
         parked_key = key_queue.parked_key
@@ -380,7 +370,6 @@ def _batch_of(
 
 
 def _update_of(owned: OwnedPartition, key_queue: KeyQueue, parked_key: OwnedParkedKey) -> KeyUpdate:
-    """Return what is to be said of a parked key whose messages workers gave back."""
     go_on = owned.state is OwnershipState.OPEN and not owned.finished
     guarded = parked_key.guarded_count > 0
     update = KeyUpdate(parked_key.ref, handled=list(key_queue.handled), alone=guarded, guarded=guarded)

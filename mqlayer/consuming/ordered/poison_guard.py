@@ -1,9 +1,7 @@
-"""Start messages with care where owners died: so that one which kills its consumer is found, and no other pays for it.
+"""Find messages that kill their consumer.
 
-The first death is taken as chance. After the second one in a row, each message that the former owners may have had in
-hand is noted on the server before it is started, with some that follow it in its worker's hand. What was noted when the
-next one dies is then started alone, and is to blame if its owner dies once more: a failed attempt, as if its handler
-had said so.
+After two deaths in a row, starts are recorded; those recorded at the next death start alone, and the one that dies
+again has failed (`docs/design/decisions/0022-attempts-counted-after-two-deaths.md`).
 """
 
 from __future__ import annotations
@@ -18,32 +16,30 @@ from mqlayer.errors import HandlerFault
 
 RECHECK_S = 0.1
 RECORDED_AT_ONCE = 16
-"""How many messages of a key queue are noted as started at a time: a round trip for each is dear, and so is each
-suspect."""
+"""Starts per call: round trips and suspects are both expensive."""
 SETTLED_RECHECK_S = 0.005
 SETTLED_WAIT_S = 1.0
-"""How long the next suspect waits for the one before to be settled: else that is blamed for what the next one does."""
+"""Wait for the former suspect's settling, which a crash would else blame."""
 
 
 class ConsumerCrashed(HandlerFault):
-    """The process that handled the message ended before its handler did."""
+    """The process ended before the message's handler did."""
 
 
 class PoisonMessageGuard:
-    """Who of a member's workers is at a message that has to be alone, or beside others."""
+    """Admits guarded starts, alone or beside others."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._beside = 0
         self._alone = False
-        # The last message that was started alone, and when it ended.
+        # The last message that ran alone, and when it ended.
         self._former: tuple[OwnedPartition, int, float] | None = None
 
     def begin(self, key_queue: KeyQueue, record: Record, wake: threading.Event) -> bool:
-        """Wait until a message may be started, and have that noted; False where its owned partition is gone meanwhile.
+        """Wait for admission and record the start; False where the partition is gone.
 
-        `wake` has the settler of its node note it. Raises ConsumerCrashed where it was started alone before, and never
-        ended.
+        `wake` wakes the settler. Raises ConsumerCrashed where a lone start never ended.
         """
         owned, offset = key_queue.owned, record.offset
         if key_queue.resumed:
@@ -61,7 +57,7 @@ class PoisonMessageGuard:
         return False
 
     def end(self, key_queue: KeyQueue, record: Record) -> None:
-        """Let others start."""
+        """End a guarded start."""
         with self._changed:
             if record.offset in key_queue.owned.suspects:
                 self._alone = False
@@ -83,23 +79,22 @@ class PoisonMessageGuard:
             return True
 
     def _unsettled(self, offset: int) -> bool:
-        """Say whether the server may still take another message for one that was started alone and never ended."""
+        """Say whether a crash now would blame the former suspect."""
         if self._former is None:
             return False
         owned, former, ended = self._former
-        # Settled ones have no count any more; that of one that failed goes before any start.
+        # Settled messages have no count; a failed one's count is sent before any start.
         waits = owned.state is OwnershipState.OPEN and former != offset and owned.attempts.get(former) == 0
         return waits and clock() < ended + SETTLED_WAIT_S
 
     def _record(self, owned: OwnedPartition, starts: list[GuardedStart], wake: threading.Event) -> bool:
-        """Have starts noted on the server; False where the owned partition is gone meanwhile."""
         owned.guarded_starts.extend(starts)
         wake.set()
         for start in starts:
             while not start.recorded.wait(RECHECK_S):
                 if owned.state is not OwnershipState.OPEN:
                     return False
-            # To be forgotten on the server once it is settled.
+            # Makes the settler delete the count with the settlement.
             owned.attempts.setdefault(start.offset, 0)
             if not start.alone:
                 owned.starts_recorded.add(start.offset)
@@ -107,7 +102,6 @@ class PoisonMessageGuard:
 
 
 def _starts(key_queue: KeyQueue, record: Record, *, alone: bool) -> list[GuardedStart]:
-    """Return what is to be noted before a message is started: the message, and what follows it in its worker's hand."""
     if alone:
         return [GuardedStart(record.offset, alone=True)]
     owned, until = key_queue.owned, key_queue.guarded_below

@@ -1,8 +1,7 @@
-"""Read records from one node: take pull locks, read ahead within bounds, check the locks with every read.
+"""Read records of one node within bounds, and take pull locks.
 
-One thread and one connection per node. Waiting is a blocking XREAD on all readable partitions of the node, so an append
-wakes the reader at once; the lock checks travel in the same write and are answered after the read, so what was read
-counts only if the lock was ours then.
+A blocking XREAD waits on all readable partitions. Lock checks travel behind it, so records count only if the lock was
+owned when they were read.
 """
 
 from __future__ import annotations
@@ -33,53 +32,53 @@ log = logging.getLogger(__name__)
 
 READ_COUNT: Final = 500
 BLOCK_MS: Final = 100
-"""Longest wait in one read: a new or released partition waits at most this long to be seen."""
+"""Longest blocking read; delays the notice of new partitions."""
 LIMITED_BLOCK_MS: Final = 50
-"""The same where the group's rate is limited: what it gives is fetched with the reads."""
+"""The same under a rate limit, which reads fetch."""
 SHORT_BLOCK_MS: Final = 10
-"""The same while some partition is held back for lack of room, or a spilled key queue goes on."""
+"""The same while room is short or a spilled key queue continues."""
 RETRY_S: Final = (0.05, 1.0)
 
 
 class ReaderOwner(Protocol):
-    """What a reader asks of its member."""
+    """The member, as its readers use it."""
 
     dispatcher: Dispatcher
     tag_filter: TagFilter | None
     archived: bool
     may_be_void: bool
-    """Whether there may be void records in its topic."""
+    """Whether the topic may hold void records."""
     rate_limiter: RateLimiter
 
     def partitions_on(self, node_id: NodeId) -> list[OwnedPartition]:
-        """Return the owned partitions on a node that are not gone."""
+        """Return a node's owned partitions."""
 
     def may_read(self) -> bool:
-        """Say whether the lease still holds."""
+        """Say whether the lease holds."""
 
     def shares(self, owned: OwnedPartition) -> tuple[int, int]:
-        """Return how many records and bytes a partition may have in hand."""
+        """Return a partition's bounds in flight: records, bytes."""
 
     def locks_acquired(self, pairs: Sequence[tuple[OwnedPartition, LockTaken]]) -> None:
-        """Start owned partitions whose pull locks are ours now."""
+        """Open partitions whose locks were acquired."""
 
     def fenced(self, owned: OwnedPartition, reason: str) -> None:
-        """Drop an owned partition that a later owner has."""
+        """Drop a partition that a later owner has."""
 
     def lock_lost(self, owned: OwnedPartition) -> None:
-        """Begin an owned partition anew whose pull lock the node does not know any more."""
+        """Drop a partition whose lock the node lost."""
 
     def unmatched(self, count: int) -> None:
-        """Count messages that the group's filter leaves out, and void records, and have the settlers send that."""
+        """Count filtered and void records; wake the settlers."""
 
     def sealed(self) -> None:
         """Note that a command record was read."""
 
     def partition_refused(self, owned: OwnedPartition) -> None:
-        """Drop an owned partition that its node does not have, and have the node repaired."""
+        """Drop a partition that its node lost; repair the node."""
 
     def node_lost(self, node_id: NodeId) -> None:
-        """Drop all owned partitions on a node that is not the armed run."""
+        """Drop all partitions of an unarmed node."""
 
 
 class Reader(NodeThread):
@@ -88,10 +87,10 @@ class Reader(NodeThread):
     def __init__(self, owner: ReaderOwner, connection: NodeConnection, *, name: str) -> None:
         super().__init__(connection, owner.node_lost, name=name, work="reading")
         self._owner = owner
-        # With a filter: whether there was more than one call looks at.
+        # With a filter: whether records remain behind the last scan.
         self._more = False
         self._pacer = RatePoller(owner.rate_limiter)
-        # Whose turn it is where the rate does not give a message for each partition.
+        # Rotates the partitions where the rate allows less than one message each.
         self._round = 0
 
     def _loop(self) -> None:
@@ -128,7 +127,6 @@ class Reader(NodeThread):
         self.wake.clear()
 
     def _block_ms(self, partitions: list[OwnedPartition], *, held_back: bool) -> int:
-        """Return how long to wait at most: not past the time when a delayed key queue is due."""
         short = held_back or any(owned.spilled > owned.backing_off for owned in partitions)
         due_ms = self._owner.dispatcher.next_due_s() * 1000
         rate_limiter = self._owner.rate_limiter
@@ -136,7 +134,6 @@ class Reader(NodeThread):
         return max(1, int(min(SHORT_BLOCK_MS if short else BLOCK_MS, due_ms + 1, rate_ms + 1)))
 
     def _choose(self, partitions: list[OwnedPartition]) -> tuple[list[OwnedPartition], int]:
-        """Return who may be read, and how many records of each."""
         capacities = [(owned, owned.capacity(*self._owner.shares(owned), READ_COUNT)) for owned in partitions]
         for owned, capacity in capacities:
             self._owner.dispatcher.note_full(owned, full=capacity == 0)
@@ -145,18 +142,16 @@ class Reader(NodeThread):
         return self._within_rate([owned for owned, _ in readable], count)
 
     def _within_rate(self, readable: list[OwnedPartition], count: int) -> tuple[list[OwnedPartition], int]:
-        """Return whose records may be begun now by the group's rate: a few of each, or of some in turn."""
         rate_limiter = self._owner.rate_limiter
         if rate_limiter.limit is None or not readable:
             return readable, count
         left = 0 if rate_limiter.wait_s() > 0 else rate_limiter.available_to_read(count * len(readable))
         self._round += 1
         at = self._round % len(readable)
-        # What is read beyond it is not begun, see `_read`: nobody knows before which partitions have something.
+        # `_read` drops records beyond the rate: only the read shows which partitions have any.
         return (readable[at:] + readable[:at] if left else []), max(1, left // len(readable))
 
     def _ask_rates(self, partitions: list[OwnedPartition]) -> None:
-        """Ask the buckets of owned partitions for what may be begun: in a call of its own, where no read goes along."""
         commands = self._rate_commands(partitions)
         if commands:
             self._add_rates(self._connection.call(commands))
@@ -210,7 +205,7 @@ class Reader(NodeThread):
         by_key: dict[bytes, Any] = dict(streams) if streams else {}
         failpoint("read.after_reply")
         if self._owner.tag_filter is not None:
-            # Since this was asked for: the next pass goes by it.
+            # A filter was set meanwhile: the next pass applies it.
             return
         for owned, key, lock in zip(readable, keys, locks, strict=True):
             entries = by_key.get(key)
@@ -225,7 +220,7 @@ class Reader(NodeThread):
         wanted: TagFilter,
         rates: Sequence[Command] = (),
     ) -> None:
-        """Read what a filter takes. Waits only where the last look came to the end: one message wakes it there."""
+        """Read with a tag filter; wait only if the last scan reached the end."""
         keys, after = [self._log(owned) for owned in readable], [owned.next_read - 1 for owned in readable]
         ids = [b"%d-0" % offset for offset in after]
         waits: list[Command] = [("XREAD", "COUNT", 1, "BLOCK", block_ms, "STREAMS", *keys, *ids)]
@@ -239,13 +234,13 @@ class Reader(NodeThread):
         failpoint("select.after_reply")
         self._more = False
         if self._owner.tag_filter != wanted:
-            # Another one counts since this was asked for: the next pass goes by it.
+            # The filter changed meanwhile: the next pass applies the new one.
             return
         for owned, reply, lock in zip(readable, replies, replies[len(readable) :], strict=False):
             selected = select_reply(reply, self._connection.node.address)
             if self._ours(owned, lock):
                 if selected.entries and not self._owner.rate_limiter.available_to_read(1):
-                    # Others had what the rate gave: it is looked for again.
+                    # Other readers used up the rate: read again.
                     self._more = True
                     continue
                 self._put_selected(owned, selected, wanted)
@@ -266,7 +261,7 @@ class Reader(NodeThread):
         )
 
     def _put_selected(self, owned: OwnedPartition, selected: SelectedRecords, wanted: TagFilter) -> None:
-        """Hand on what was read, but for messages that have only the hash of a tag in common with the filter."""
+        """Queue records whose tags match by name, not only by hash."""
         command = pop_command(selected.entries)
         found = records_of(selected.entries)
         records = [record for record in found if wanted.takes(record.tags)]
@@ -288,7 +283,6 @@ class Reader(NodeThread):
         self._note_command(owned, command)
 
     def _put(self, owned: OwnedPartition, entries: list[Any]) -> None:
-        """Hand on what was read; a command record stays here, and nothing follows it."""
         command = pop_command(entries)
         if entries:
             records = records_of(entries)
@@ -302,7 +296,6 @@ class Reader(NodeThread):
         self._note_command(owned, command)
 
     def _put_without_void(self, owned: OwnedPartition, records: list[Record]) -> None:
-        """Hand on what was read, but for void records: these are left out as by a filter."""
         void = [record.offset for record in records if record.void]
         real = [record for record in records if not record.void] if void else records
         self._owner.dispatcher.put(owned, real, last=records[-1].offset, unmatched=as_ranges(void))
@@ -310,7 +303,6 @@ class Reader(NodeThread):
             self._owner.unmatched(len(void))
 
     def _note_read(self, owned: OwnedPartition, last: int) -> None:
-        """Of an archived topic, note when these were given to us."""
         if self._owner.archived:
             owned.deliveries.note(owned.next_read, last, clock())
 
@@ -320,8 +312,6 @@ class Reader(NodeThread):
             self._owner.sealed()
 
     def _reload(self, owned: OwnedPartition) -> None:
-        """Read again what is in front of spilled key queues that are due, in half of the room: other keys want some
-        too."""
         key_queues = self._owner.dispatcher.queues_to_reload(owned)
         capacity = owned.capacity(*self._owner.shares(owned), READ_COUNT)
         budget = max(capacity // 2, 1 if capacity or owned.count_in_flight <= owned.spilled else 0)
@@ -334,13 +324,11 @@ class Reader(NodeThread):
                 self._owner.dispatcher.not_reloaded(owned, key_queues)
 
     def _may_start(self, key_queue: KeyQueue) -> bool:
-        """Say whether a spilled key queue may go on by the group's rate: another attempt counts as a message."""
         return not _failed_before(key_queue) or self._owner.rate_limiter.available_to_read(1) > 0
 
     def _reload_queue(self, owned: OwnedPartition, key_queue: KeyQueue, limit: int) -> int:
-        """Read again up to so many records of a key queue; return how many."""
         later = key_queue.spilled or array("q")
-        # What failed before may fail again, what found no room find none: what is behind it would be read for nothing.
+        # The head may fail or find no room again; records behind it would be read for nothing.
         parked_key = key_queue.parked_key
         alone = later[0] in owned.attempts or (parked_key is not None and parked_key.probing)
         wanted = list(later[: 1 if alone else limit])
@@ -362,7 +350,6 @@ class Reader(NodeThread):
         return len(wanted)
 
     def _check_holes(self, owned: OwnedPartition, records: list[Record]) -> None:
-        """Offsets are dense: what is not there was removed by somebody else, and is never settled by itself."""
         first, last = records[0].offset, records[-1].offset
         missing = last - owned.next_read + 1 - len(records)
         if missing > 0:
@@ -373,7 +360,6 @@ class Reader(NodeThread):
         log.error("records_missing", extra=facts)
 
     def _ours(self, owned: OwnedPartition, lock: Any) -> bool:
-        """Say whether the lock was ours when a read was answered; what follows if not is done."""
         answer = acquire_reply(lock, self._connection.node.address)
         if isinstance(answer, LockKept):
             return True
@@ -388,7 +374,7 @@ class Reader(NodeThread):
         if owned.state not in (OwnershipState.NEW, OwnershipState.OPEN):
             return
         if isinstance(answer, Refused):
-            # The node lost it, though it is the armed run, or it is gone for good: re-arming sees to it.
+            # The node lost the partition although its run is armed, or it was deleted: arming repairs that.
             facts = {"partition": owned.partition, "word": answer.status, "address": self._connection.node.address}
             log.error("partition_refused", extra=facts)
             self._owner.partition_refused(owned)
@@ -408,7 +394,6 @@ class Reader(NodeThread):
         return partition_keys(owned.lock_holder.prefix, owned.partition).log
 
     def _scripts_missing(self, replies: Sequence[Any]) -> bool:
-        """Load the scripts again where the server forgot them; the pass is then done again."""
         missing = any(map(is_missing_script, replies))
         if missing:
             self._connection.reload_scripts()
@@ -416,7 +401,6 @@ class Reader(NodeThread):
 
 
 def _failed_before(key_queue: KeyQueue) -> bool:
-    """Say whether the first message of a spilled key queue is to be tried again."""
     return (
         key_queue.spilled is not None
         and len(key_queue.spilled) > 0

@@ -1,8 +1,5 @@
-"""Send what is handled back to the node: settled offsets as ranges, failed attempts, released locks.
-
-One thread and one connection per node. What was not answered for certain is kept and sent again: all of it is
-idempotent.
-"""
+"""Send settled ranges, failed attempts and released locks to a node. Unanswered calls are repeated; all are
+idempotent."""
 
 from __future__ import annotations
 
@@ -41,39 +38,38 @@ Item = TypeVar("Item")
 
 RANGES_PER_CALL: Final = 500
 LINGER_S: Final = 0.003
-"""How long a settler lets more come together: acks are not urgent, round trips are dear."""
+"""How long results gather: round trips are expensive."""
 IDLE_WAIT_S: Final = 0.25
 RETRY_S: Final = 0.5
 
 
 class SettlerOwner(Protocol):
-    """What a settler asks of its member."""
+    """The member, as its settlers use it."""
 
     dispatcher: Dispatcher
     archived: bool
 
     def partitions_on(self, node_id: NodeId) -> list[OwnedPartition]:
-        """Return the owned partitions on a node that are not gone."""
+        """Return a node's owned partitions."""
 
     def settled(self, owned: OwnedPartition, records: list[Record], committed: int) -> None:
-        """Note that the server has settled these."""
+        """Note that the node settled these records."""
 
     def fenced(self, owned: OwnedPartition, reason: str) -> None:
-        """Drop an owned partition that a later owner has."""
+        """Drop a partition that a later owner has."""
 
     def drained(self, owned: OwnedPartition) -> None:
-        """Note that everything before an owned partition's command record is settled; called again until it is
-        dropped."""
+        """Note a settled, sealed partition; repeated until dropped."""
 
     def released(self, owned: OwnedPartition) -> None:
-        """Note that a drained owned partition is given up in Redis."""
+        """Note that a drained partition's lock is released."""
 
     def node_lost(self, node_id: NodeId) -> None:
-        """Drop all owned partitions on a node that is not the armed run."""
+        """Drop all partitions of an unarmed node."""
 
 
 class Settler(NodeThread):
-    """The settling thread of one node. Stopping it sends what is there."""
+    """The settling thread of one node. Its stop sends remaining results."""
 
     def __init__(self, owner: SettlerOwner, connection: NodeConnection, *, name: str) -> None:
         super().__init__(connection, owner.node_lost, name=name, work="settling")
@@ -90,12 +86,11 @@ class Settler(NodeThread):
         self._try_pass()
 
     def _awaited(self) -> bool:
-        """Say whether a worker waits for a start to be noted."""
         return any(owned.guarded_starts for owned in self._owner.partitions_on(self._connection.node.node_id))
 
     def _pass(self) -> None:
         partitions = self._owner.partitions_on(self._connection.node.node_id)
-        # Once each: what comes in meanwhile waits for the next pass, or a busy partition would starve the others.
+        # Once each: otherwise a busy partition would starve the others.
         for owned in partitions:
             if owned.settled or owned.to_settle or owned.unmatched or owned.failed or owned.guarded_starts:
                 self._send(owned)
@@ -108,7 +103,6 @@ class Settler(NodeThread):
                 self._owner.drained(owned)
 
     def _send(self, owned: OwnedPartition) -> None:
-        """Send what one owned partition has."""
         handled, settle_only = _drain(owned.settled), _drain(owned.to_settle)
         failed, starts = _drain(owned.failed), _drain(owned.guarded_starts)
         unmatched, records = joined(_drain(owned.unmatched)), [*handled, *settle_only]
@@ -153,7 +147,6 @@ class Settler(NodeThread):
         failed: list[tuple[int, int]],
         starts: list[GuardedStart],
     ) -> list[int | LockKept | Fenced | Refused | None]:
-        """Send failed attempts, what is to be started, then settled offsets; return what the node says of each call."""
         counts = [attempt_command(self._connection, owned.lock_holder, offset, attempts) for offset, attempts in failed]
         begun = [
             start_command(self._connection, owned.lock_holder, start.offset, alone=start.alone) for start in starts
@@ -170,7 +163,6 @@ class Settler(NodeThread):
         ]
 
     def _failed_of(self, owned: OwnedPartition, records: list[Record], unmatched: list[OffsetRange]) -> list[int]:
-        """Return the offsets that are settled now and had failed attempts, perhaps under another filter."""
         if not owned.attempts:
             return []
         failed = [record.offset for record in records if record.offset in owned.attempts]
@@ -190,13 +182,12 @@ class Settler(NodeThread):
     def _outcome_commands(
         self, owned: OwnedPartition, with_outcomes: list[tuple[OffsetRange, RangeOutcome]], forget: list[int]
     ) -> list[Command]:
-        """Return the same for an archived topic: with what became of each range, and when it was given."""
         commands: list[Command] = []
         now = clock()
         for at in range(0, len(with_outcomes), RANGES_PER_CALL):
             some = with_outcomes[at : at + RANGES_PER_CALL]
             ranges = [one for one, _ in some]
-            # Counts go with the call that settles their offsets, which tells them.
+            # The call that settles an offset also reports its attempts.
             upto = ranges[-1][1] if at + RANGES_PER_CALL < len(with_outcomes) else EVERY_OFFSET
             of_these = [offset for offset in forget if offset <= upto]
             forget = [offset for offset in forget if offset > upto]
@@ -214,16 +205,15 @@ class Settler(NodeThread):
 
     def _lost(self, owned: OwnedPartition, answer: Fenced | Refused) -> None:
         if isinstance(answer, Refused):
-            # Offsets that the node never gave out, or no such partition: it fell back under us. Nothing was changed.
+            # Offsets that the node never assigned, or no such partition: it fell back. Nothing was changed.
             facts = {"partition": owned.partition, "word": answer.status, "fact": answer.fact}
             log.error("settling_refused", extra=facts)
             if answer.status == "unknown":
-                # Or an append ended in its middle: what we read of it is counted, and comes again.
+                # Or an append was cut off: recounting includes its records, which are then delivered again.
                 self._connection.call([recount_command(self._connection, owned.lock_holder.prefix, owned.partition)])
         self._owner.fenced(owned, "settle")
 
     def _idle(self, owned: OwnedPartition) -> bool:
-        """Say whether a draining owned partition can be released: nothing runs and all is sent, or it took too long."""
         if self._owner.dispatcher.is_idle(owned) and not (
             owned.settled or owned.to_settle or owned.unmatched or owned.failed
         ):
@@ -235,7 +225,7 @@ class Settler(NodeThread):
 
     def _release(self, owned: OwnedPartition) -> None:
         failpoint("release.before_redis")
-        # Refused where the lock was never ours, or is not any more: there is nothing to give up then.
+        # A refusal means that the lock is not owned: nothing to release.
         for reply in self._call([release_command(self._connection, owned.lock_holder)]):
             raise_for_reply(reply, self._connection.node.address)
         failpoint("release.after_redis")
@@ -243,14 +233,12 @@ class Settler(NodeThread):
 
 
 def _drain(queue: deque[Item]) -> list[Item]:
-    """Take everything out that is in a line now; others may go on appending."""
     return [queue.popleft() for _ in range(len(queue))]
 
 
 def _with_outcomes(
     handled: list[Record], settle_only: list[Record], unmatched: list[OffsetRange]
 ) -> list[tuple[OffsetRange, RangeOutcome]]:
-    """Return sorted ranges, each with what became of it. What was passed over, others tell: it is parked or dead."""
     outcomes: list[tuple[OffsetRange, RangeOutcome]] = [(one, "u") for one in unmatched]
     outcomes += [(one, "h") for one in as_ranges(record.offset for record in handled)]
     outcomes += [(one, "-") for one in as_ranges(record.offset for record in settle_only)]

@@ -1,4 +1,4 @@
-"""Run the handlers of a shared group: on threads, or as coroutines on one event loop thread."""
+"""Run the handlers of a shared group, in threads or as coroutines."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ log = logging.getLogger(__name__)
 
 
 class SharedExecutorOwner(Protocol):
-    """What workers ask of the member they work for."""
+    """The member, as its workers use it."""
 
     prefetch: Prefetch
     rules: RetryRules
 
     def handled(self, batch: FetchedBatch, offsets: list[int]) -> None:
-        """Count what was handled, and have it settled."""
+        """Count and settle handled messages."""
 
     def failed(self, batch: FetchedBatch, record: Record, error: BaseException) -> None:
-        """Decide what becomes of a message that failed, and have that done."""
+        """Decide a failed message's next step."""
 
     def begin(self, batch: FetchedBatch) -> bool:
-        """Count an attempt at a suspect before it is started; False where it is not to be."""
+        """Count a suspect's attempt; False where it must not start."""
 
 
 class SharedThreadExecutor(ThreadExecutor):
@@ -69,7 +69,7 @@ class SharedThreadExecutor(ThreadExecutor):
                     try:
                         record = take()
                     except IndexError:
-                        # Others got the rest meanwhile.
+                        # Others took the rest.
                         break
                     offset = record.offset
                     if lost and offset in lost:
@@ -109,7 +109,7 @@ class SharedAsyncioExecutor(AsyncioExecutor):
                 await self.wait(ready, IDLE_WAIT_S)
                 continue
             batch, records = found
-            # It waits for its node, and the loop must not.
+            # `_begin` waits for the node; the loop must not.
             if batch.suspect and not await asyncio.to_thread(_begin, owner, batch):
                 prefetch.return_slice(batch, ())
                 continue
@@ -155,7 +155,7 @@ def _judge(
         return
     try:
         owner.failed(batch, record, error)
-    except Exception as fault:  # noqa: BLE001 - as above; the message is taken from us after its visibility timeout
+    except Exception as fault:  # noqa: BLE001 - as above; its visibility timeout frees the message
         batch.lost.add(record.offset)
         owner.prefetch.end(batch, (record.offset,))
         log.error("failure_decision_failed", extra={"partition": batch.partition, "error": where(fault)})

@@ -1,7 +1,4 @@
-"""A member's dealings with Postgres for messages of a shared group that fail: one thread, beside the usual way.
-
-What it is told waits while Postgres is away; messages whose end it has to write stay in hand meanwhile.
-"""
+"""Write failures of a shared group to Postgres. While Postgres is unavailable, messages stay in hand."""
 
 from __future__ import annotations
 
@@ -27,14 +24,14 @@ from mqlayer.redis.outcomes import RangeOutcome
 log = logging.getLogger(__name__)
 
 POLL_S: Final = 1.0
-"""How often it looks for messages that were given back, unless it is told."""
+"""Interval of checks for redriven messages."""
 RETRY_S: Final = 0.2
 AT_ONCE: Final = 100
 CLAIMS: Final = 20
 
 
 class FailureWriterOwner(Protocol):
-    """What a failure writer asks of its member."""
+    """The member, as its failure writer uses it."""
 
     prefetch: Prefetch
     partitions: SharedPartitions
@@ -43,30 +40,30 @@ class FailureWriterOwner(Protocol):
     extend_limit_s: float
 
     def end(self, batch: FetchedBatch, offsets: list[int], outcome: RangeOutcome) -> None:
-        """Have messages settled."""
+        """Settle messages."""
 
     def release(self, batch: FetchedBatch, offsets: list[int]) -> None:
-        """Have messages that nobody began given to others at once."""
+        """Give back unstarted messages at once."""
 
     def dead_lettered(self, batch: FetchedBatch, dead_letter: DeadLetterEntry) -> None:
-        """Tell of a message that left the group."""
+        """Report a message that left the group."""
 
     def exhausted(self, batch: FetchedBatch) -> DeadLetterEntry | None:
-        """Return how a message ends whose attempts ran out although nobody answered; None where they did not."""
+        """Return the dead letter if attempts ran out."""
 
     def claimed(self, claim: ClaimedMessage) -> FetchedBatch:
-        """Return the batch of a message that was given back."""
+        """Return a redriven message's batch."""
 
 
 class DeadLetterWrite(NamedTuple):
-    """A message that is to leave the group."""
+    """A message to write as dead."""
 
     batch: FetchedBatch
     dead_letter: DeadLetterEntry
 
 
 class FailureWriter:
-    """The thread. Everything is handed to it by appending to a queue and setting `wake`."""
+    """The thread. Producers append to its queues and set `wake`."""
 
     def __init__(self, owner: FailureWriterOwner, store: SharedStore, *, name: str) -> None:
         self._owner, self._store = owner, store
@@ -74,10 +71,10 @@ class FailureWriter:
         self.suspects: deque[FetchedBatch] = deque()
         self.attempts: deque[FailedAttempt] = deque()
         self.drained: dict[PartitionId, tuple[int, str]] = {}
-        # Of claims: handled, and those to be tried again.
+        # Claims: handled ones, and retries.
         self.handled: deque[FetchedBatch] = deque()
         self.nacks: deque[tuple[ClaimRef, int, float]] = deque()
-        # Those to be written off once their node has said that they are ours.
+        # Dead letters that wait for the node's confirmation.
         self._uncertain: list[DeadLetterWrite] = []
         self.wake = threading.Event()
         self._liveness, self._last_error = Liveness(), ""
@@ -90,26 +87,26 @@ class FailureWriter:
         self._thread.start()
 
     def stop(self, timeout_s: float) -> None:
-        """Write what is there, and end."""
+        """Write what remains, and end."""
         self._stopping.set()
         self.wake.set()
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
 
     def write_nacks(self) -> None:
-        """Write what is to be tried again, once the thread has ended; what can't be is due after its claim."""
+        """Write retries after the end; failed ones wait out their claims."""
         try:
             self._each(self.nacks, self._store.nack)
         except MqlayerError as error:
             log.warning("claims_left", extra={"reason": str(error)})
 
     def poll_soon(self) -> None:
-        """Look for messages that were given back."""
+        """Check for redriven messages."""
         self._poll_at = 0.0
         self.wake.set()
 
     def health(self, limit_s: float) -> Health:
-        """Say whether it turns, and what keeps it from writing."""
+        """Report the thread and its last error."""
         if not self._thread.is_alive():
             return Health(stuck=("the failure writer ended",))
         waits = (f"failed messages are not written: {self._last_error}",) if self._last_error else ()
@@ -156,7 +153,6 @@ class FailureWriter:
         self._claim()
 
     def _each(self, waiting: deque[Any], work: Callable[[list[Any]], None]) -> None:
-        """Work on what waits, some at a time; what could not be done stays in front."""
         while waiting:
             some = [waiting.popleft() for _ in range(min(AT_ONCE, len(waiting)))]
             try:
@@ -166,7 +162,6 @@ class FailureWriter:
                 raise
 
     def _judge_suspects(self, batches: list[FetchedBatch]) -> None:
-        """Settle what is dead already, dead-letter what has no attempt left, and have the others handled with care."""
         dead = self._store.dead(batch.records[0].identity for batch in batches)
         for batch in batches:
             if batch.dropped:
@@ -186,7 +181,7 @@ class FailureWriter:
             if one.batch.claim is not None:
                 self._dead_letter_claimed(one, one.batch.claim)
                 continue
-            # Others may have handled it since, where nobody heard of us for a while.
+            # After a silence of this member, another may have handled it.
             status = self._owner.prefetch.status_of(one.batch, one.dead_letter.record.offset)
             if status == "unsure":
                 uncertain.append(one)

@@ -1,6 +1,4 @@
-"""One member of a shared group, with its threads: the heartbeat and the failure writer (Postgres), a reader and a
-settler per node (Redis), the workers (handlers). Who dies when, and who repairs it: see the package.
-"""
+"""One member of a shared group, with its threads."""
 
 from __future__ import annotations
 
@@ -39,15 +37,13 @@ from mqlayer.settings import Settings
 log = logging.getLogger(__name__)
 
 STALE_WAIT_MS: Final = 200
-"""How soon a message is tried again whose fence knew a newer epoch than this member did."""
+"""Delay where the fence found a newer epoch."""
 BEGIN_WAIT_S: Final = 15.0
 
 
 class SharedMember:
-    """One member. `start` returns when it has joined; `stop` when nothing runs any more.
-
-    `handle(make_batch, record)` is called for each message: on a thread of the pool, or as a coroutine when `is_async`.
-    """
+    """One member of a shared group. Workers call `handle(batch, record)` in a thread or, with `is_async`, as a
+    coroutine."""
 
     def __init__(
         self,
@@ -109,10 +105,10 @@ class SharedMember:
             raise
 
     def stop(self, timeout_s: float | None = None) -> bool:
-        """Stop: nothing new is started, running handlers are waited for, the rest is given back at once.
+        """Wait for running handlers, give back other messages; return whether every handler ended.
 
-        Returns True when every handler had ended. What runs on after the limit (`drain_timeout_s`) comes again after
-        the visibility timeout.
+        Messages of handlers that outlast `timeout_s` (default `drain_timeout_s`) come again after the visibility
+        timeout.
         """
         limit_s = self.options.drain_timeout_s if timeout_s is None else timeout_s
         self._stopping = True
@@ -128,7 +124,6 @@ class SharedMember:
         return ended
 
     def _release(self) -> None:
-        """Give back what nobody began, and what the failure writer could not write."""
         running = self.prefetch.running()
         for batch in self.prefetch.batches():
             settling = self._nodes.unsettled(batch)
@@ -138,16 +133,16 @@ class SharedMember:
         self._failure_writer.write_nacks()
 
     def wake(self) -> None:
-        """Have it look at its partitions now: they may have changed."""
+        """Refresh the partitions now."""
         self._heartbeat.wake()
 
     @property
     def running(self) -> bool:
-        """Whether it consumes: False after `stop`, when another process took its id, or when it was evicted."""
+        """Whether it consumes; False after `stop`, eviction, or replacement."""
         return not self._stopping
 
     def health(self) -> Health:
-        """Say whether its threads turn, and whether it serves all partitions. For any thread."""
+        """Report whether threads respond and all partitions are read. Thread-safe."""
         if self._replaced:
             return Health(stuck=(self._replaced,))
         if self._stopping:
@@ -165,7 +160,7 @@ class SharedMember:
         )
 
     def owned(self) -> dict[int, tuple[int, str]]:
-        """Return what is read: partition -> (epoch, state)."""
+        """Return partition -> (epoch, state)."""
         return {
             int(partition.group_partition.partition): (
                 partition.group_partition.epoch,
@@ -177,12 +172,12 @@ class SharedMember:
     # -- what workers ask --------------------------------------------------------------------------------------------
 
     def handled(self, batch: FetchedBatch, offsets: list[int]) -> None:
-        """Count what was handled, and have it settled."""
+        """Count and settle handled messages."""
         self.stats.handled += len(offsets)
         self.end(batch, offsets, "h")
 
     def begin(self, batch: FetchedBatch) -> bool:
-        """Count an attempt at a suspect before it is started; False where it is not ours any more."""
+        """Count a suspect's attempt; False where it must not start."""
         settler = self._nodes.settler(batch.assignment.node)
         offset = batch.records[0].offset
         if settler is None or batch.dropped:
@@ -192,7 +187,7 @@ class SharedMember:
         settler.wake.set()
         begin.counted.wait(BEGIN_WAIT_S)
         if begin.attempts is None:
-            # Others have it, or the node did not answer: then it comes again.
+            # Another member has it, or the node did not answer; then it comes again.
             batch.lost.add(offset)
             self.prefetch.end(batch, (offset,))
             return False
@@ -200,9 +195,9 @@ class SharedMember:
         return True
 
     def failed(self, batch: FetchedBatch, record: Record, error: BaseException) -> None:
-        """Count a failed attempt, unless its handler says that it was none; have done what is to become of it."""
+        """Count a failed attempt, where the error counts; act on it."""
         if isinstance(error, StaleOwner):
-            # Somebody acted there under a newer epoch than we know.
+            # Another owner acted under a newer epoch.
             self.stats.fenced += 1
             self._heartbeat.wake()
             self._nack(batch, record.offset, STALE_WAIT_MS, None)
@@ -242,11 +237,11 @@ class SharedMember:
     # -- what readers, settlers and the failure writer ask -------------------------------------------------------------
 
     def make_batch(self, partition: SharedPartition, records: Sequence[Record]) -> FetchedBatch:
-        """Return a batch of records that were read now."""
+        """Return a batch."""
         return FetchedBatch(partition.info, partition.group_partition, self.partitions.epoch, records, clock())
 
     def unmatched(self, batch: FetchedBatch, offsets: list[int]) -> None:
-        """Settle messages that the group's filter leaves out, and void records."""
+        """Settle filtered and void messages."""
         self.stats.unmatched += len(offsets)
         self.end(batch, offsets, "u")
 
@@ -258,24 +253,24 @@ class SharedMember:
             settler.wake.set()
 
     def release(self, batch: FetchedBatch, offsets: list[int]) -> None:
-        """Have messages that nobody began given to others at once."""
+        """Give back unstarted messages at once."""
         for offset in offsets:
             self._nack(batch, offset, 0, None)
 
     def settle_missing(self, partition: SharedPartition, offsets: Sequence[int]) -> None:
-        """Settle what is not in the stream any more."""
+        """Settle offsets without records."""
         log.error(
             "records_missing", extra={"partition": partition.group_partition.partition, "offsets": list(offsets)[:10]}
         )
         self.end(self.make_batch(partition, ()), list(offsets), "-")
 
     def suspect(self, batch: FetchedBatch) -> None:
-        """Ask Postgres about a message that was taken from a member that was not heard of, then have it handled."""
+        """Check a suspect in Postgres, then handle it."""
         self._failure_writer.suspects.append(batch)
         self._failure_writer.wake.set()
 
     def exhausted(self, batch: FetchedBatch) -> DeadLetterEntry | None:
-        """Return how a message ends whose attempts ran out although nobody answered; None where they did not."""
+        """Return the dead letter if attempts ran out."""
         record = batch.records[0]
         before = self._before(batch, record)
         if before < self.rules.attempt_limit:
@@ -285,7 +280,7 @@ class SharedMember:
         return DeadLetterEntry(record, "exhausted" if keep else "skipped", reason, before, keep)
 
     def end(self, batch: FetchedBatch, offsets: list[int], outcome: RangeOutcome) -> None:
-        """Have messages settled."""
+        """Settle messages."""
         if batch.claim is not None:
             if outcome == "h":
                 self._failure_writer.handled.append(batch)
@@ -312,12 +307,12 @@ class SharedMember:
             settler.wake.set()
 
     def settled(self, count: int) -> None:
-        """Count what the server has settled, and let more be read."""
+        """Count settled messages."""
         self.stats.settled += count
         self._nodes.wake_readers()
 
     def dead_lettered(self, batch: FetchedBatch, dead_letter: DeadLetterEntry) -> None:
-        """Tell of a message that left the group."""
+        """Report a message that left the group."""
         self.stats.dead += dead_letter.keep_body
         self.stats.skipped += not dead_letter.keep_body
         identity = dead_letter.record.identity
@@ -329,7 +324,7 @@ class SharedMember:
         self._emit(kind, batch, dead_letter.record, attempts=dead_letter.attempts, cause=dead_letter.cause)
 
     def claimed(self, claim: ClaimedMessage) -> FetchedBatch:
-        """Return the batch of a message that was given back."""
+        """Return a redriven message's batch."""
         batch = FetchedBatch(
             self.partitions.known(claim.partition), None, self.partitions.epoch, [claim.record], clock()
         )
@@ -337,7 +332,7 @@ class SharedMember:
         return batch
 
     def drained(self, partition: SharedPartition, seal_id: str) -> None:
-        """Have Postgres told that everything before a command record is settled."""
+        """Report a drained partition."""
         self._failure_writer.drained[PartitionId(partition.group_partition.partition)] = (
             partition.group_partition.epoch,
             seal_id,
@@ -347,7 +342,7 @@ class SharedMember:
     # -- what the heartbeat asks ---------------------------------------------------------------------------------------
 
     def apply_assignments(self, answer: HeartbeatReply) -> None:
-        """Follow the group's settings, and the partitions that it may read."""
+        """Follow settings and partitions."""
         if answer.rules is not None:
             self.rules = answer.rules
         self.tag_filter, self.archived = TagFilter.of(answer.tag_filter), answer.archived
@@ -366,14 +361,14 @@ class SharedMember:
             log.warning("partitions_not_listed", extra={"reason": str(error)})
 
     def refresh_nodes(self) -> None:
-        """Use no connection to another run or address of a node than those that count now. Raises StoreUnavailable."""
+        """Follow changed nodes. Raises StoreUnavailable."""
         self._nodes.refresh_nodes()
 
     def lease_lost(self) -> None:
-        """Go on: nothing is this member's own but what the nodes say it has."""
+        """Do nothing: the nodes decide who has messages."""
 
     def replaced(self, reason: str) -> None:
-        """End: another process took this member's id, an operator evicted it, or its group is retired."""
+        """End: id taken, member evicted, or group retired."""
         self._stopping, self._replaced = True, reason
         self.partitions.forget()
         self.prefetch.stop()

@@ -1,4 +1,4 @@
-"""What a member of a shared group has to each node: two connections with a thread each; and how a node is repaired."""
+"""A shared member's connections to nodes, and the repair of nodes."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ log = logging.getLogger(__name__)
 
 
 class SharedNodeIoOwner(SharedReaderOwner, SharedSettlerOwner, Protocol):
-    """What both threads ask of their member, and what makes its connections."""
+    """The member, as both threads use it."""
 
     settings: Settings
     group: Group
 
 
 class SharedNodeIo:
-    """The threads of one node. `repairing` is held by the one that sees to a node that restarted."""
+    """One node's reader and settler. Arming holds `repairing`."""
 
     def __init__(
         self, owner: SharedNodeIoOwner, connections: tuple[NodeConnection, NodeConnection], *, name: str
@@ -43,23 +43,23 @@ class SharedNodeIo:
         self.settler = SharedSettler(owner, connections[1], name=name)
 
     def health(self, limit_s: float) -> Health:
-        """Say how both threads are. Arming a node again may take its time, so nobody is stuck meanwhile."""
+        """Report both threads; while arming, none is stuck."""
         found = Health.of_all(self.reader.health(limit_s), self.settler.health(limit_s))
         return Health(waits=found.waits) if self.repairing.locked() else found
 
 
 class SharedMemberNodes:
-    """The links of a member, opened by its heartbeat at first need and looked at by all."""
+    """A member's nodes, opened at first need."""
 
     def __init__(
         self, owner: SharedNodeIoOwner, routes: RouteCache, database: Database, application: Database | None
     ) -> None:
         self._owner, self._routes, self._database, self._application = owner, routes, database, application
-        # Replaced as a whole by the one thread that adds: others may look through it at any time.
+        # One thread replaces it as a whole, so others may iterate over it.
         self._by_node: dict[NodeId, SharedNodeIo] = {}
 
     def open(self, node_id: NodeId) -> None:
-        """Open the link to a node, unless it is. Raises StoreUnavailable, NotFound for one that was removed."""
+        """Connect once. Raises StoreUnavailable, NotFound."""
         if node_id in self._by_node:
             return
         node = self._node(node_id)
@@ -70,12 +70,12 @@ class SharedMemberNodes:
         node_io.settler.start()
 
     def settler(self, node_id: NodeId) -> SharedSettler | None:
-        """Return the settling thread of a node."""
+        """Return a node's settler."""
         node_io = self._by_node.get(node_id)
         return None if node_io is None else node_io.settler
 
     def unsettled(self, batch: FetchedBatch) -> set[int]:
-        """Return which messages of a batch wait to be settled or given back."""
+        """Return a batch's unsent offsets."""
         settler = self.settler(batch.assignment.node)
         if settler is None:
             return set()
@@ -83,13 +83,13 @@ class SharedMemberNodes:
         return ended | {one.offset for one in list(settler.nacks) if one.batch is batch}
 
     def wake_readers(self) -> None:
-        """Have readers look whether there is room."""
+        """Wake the readers."""
         for node_io in self._by_node.values():
             if not node_io.reader.wake.is_set():
                 node_io.reader.wake.set()
 
     def refresh_nodes(self) -> None:
-        """Ask which runs and addresses of nodes count now: connections to others are not used any more."""
+        """Follow changed nodes. Raises StoreUnavailable."""
         nodes = self._routes.refresh_nodes()
         for node_id, node_io in list(self._by_node.items()):
             for connection in node_io.connections:
@@ -97,7 +97,7 @@ class SharedMemberNodes:
                     connection.node = nodes[node_id]
 
     def repair(self, node_id: NodeId) -> None:
-        """Arm a node again, unless somebody did. Raises nothing."""
+        """Arm a node unless that is done. Raises nothing."""
         node_io = self._by_node.get(node_id)
         if node_io is None or not node_io.repairing.acquire(blocking=False):
             return
@@ -119,15 +119,15 @@ class SharedMemberNodes:
             node_io.repairing.release()
 
     def health(self, limit_s: float) -> Health:
-        """Say how all threads are."""
+        """Report all threads' health."""
         return Health.of_all(*(node_io.health(limit_s) for node_io in self._by_node.values()))
 
     def stop_readers(self, timeout_s: float) -> None:
-        """End what reads."""
+        """End the readers."""
         end_all([node_io.reader for node_io in self._by_node.values()], timeout_s)
 
     def stop(self, timeout_s: float) -> None:
-        """Send what there is to say, and end."""
+        """Send results and end settlers."""
         end_all([node_io.settler for node_io in self._by_node.values()], timeout_s)
 
     def _node(self, node_id: NodeId) -> Node:

@@ -1,4 +1,4 @@
-"""The partitions that a member of a shared group reads: under which epochs, and what is to be passed over in each."""
+"""Partitions of a shared member: epochs, and records to skip."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ NO_NODE: Final = NodeId(0)
 
 
 class SharedPartition:
-    """A partition as a member sees it. `acquired`: whether its epoch was in force when we looked last.
+    """A partition as one member sees it.
 
-    `has_unknown`: whether the node may have messages as ours that we do not know of: of a lost answer, or another
-    epoch.
+    `acquired`: its epoch was last seen in force. `has_unknown`: the node may list messages unknown to this member,
+    after a lost reply or another epoch.
     """
 
     __slots__ = (
@@ -45,22 +45,19 @@ class SharedPartition:
         self.info, self.group_partition = one, group_partition
         self.acquired, self.has_unknown = False, True
         self.due_in_ms, self.paused_until, self.refused = -1, 0.0, 0
-        # What died, or was given back, and may come again: after a fall-back of its node, at other offsets too.
+        # Dead or redriven messages that may come again, after a fall-back also at other offsets.
         self.dead: set[Identity] = set()
-        # Of a partition that holds messages which its successors hold too: the marks that it was recorded with.
+        # Recorded marks of a parent whose last messages its successors hold too.
         self.marks: Mapping[str, int] = {}
 
     def is_void(self, identity: Identity) -> bool:
-        """Say whether a record is not to be handled here: it died, or belongs to the successors."""
+        """Say whether a record is dead, or belongs to the successors."""
         source, lp, seq = identity
         return identity in self.dead or seq > self.marks.get(f"{source}:{lp}", seq)
 
 
 class SharedPartitions:
-    """All of them. Listed by the heartbeat, replaced as a whole: other threads may look through them at any time.
-
-    `repair`: have a node armed again, or what it lacks repaired. `wake_heartbeat`: have the partitions listed now.
-    """
+    """All readable partitions, for any thread. `repair` arms a node."""
 
     def __init__(
         self,
@@ -80,27 +77,27 @@ class SharedPartitions:
         self._readable: dict[PartitionId, SharedPartition] = {}
         self._known: dict[PartitionId, PopPartition] = {}
         self.epoch = 0
-        """The highest that was listed: for the fence, one for all partitions."""
+        """The highest epoch listed, for all fences."""
 
     def all(self) -> list[SharedPartition]:
-        """Return what may be read now."""
+        """Return the readable partitions."""
         return list(self._readable.values())
 
     def on(self, node_id: NodeId) -> list[SharedPartition]:
-        """Return what may be read on a node now."""
+        """Return a node's readable partitions."""
         return [partition for partition in self._readable.values() if partition.info.node == node_id]
 
     def known(self, partition: int) -> PopPartition:
-        """Return a partition of the group; one that is gone is nowhere, and nothing of it is asked there any more."""
+        """Return a partition, with `NO_NODE` once deleted."""
         gone = PopPartition(PartitionId(partition), NO_NODE, None, 1, 0, 0, cut=False, readable=False)
         return self._known.get(PartitionId(partition), gone)
 
     def forget(self) -> None:
-        """Read nothing any more."""
+        """Read nothing more."""
         self._readable = {}
 
     def refresh(self) -> None:
-        """Ask Postgres which partitions may be read under which epochs. Raises StoreUnavailable."""
+        """Load partitions and epochs. Raises StoreUnavailable."""
         found = pop_partitions(self._database, self._group.group_id)
         self.epoch = max([self.epoch, *(one.epoch for one in found if one.epoch is not None)])
         self._known = {one.partition: one for one in found}
@@ -122,19 +119,19 @@ class SharedPartitions:
         return partition
 
     def load_dead(self, partition: SharedPartition, committed: int) -> None:
-        """Ask Postgres what a partition that is taken from an offset on holds that is not to be handled."""
+        """Load records to skip."""
         partition.dead = self._store.dead_from(partition.group_partition.partition, committed)
         partition.marks = seal_marks(self._database, partition.group_partition.partition) if partition.info.cut else {}
 
     def report_drained(self, partition: PartitionId, epoch: int, seal_id: str) -> None:
-        """Tell Postgres that a sealed partition is through. Where it refuses, a later look says it again."""
+        """Record a partition as drained; repeated after refusals."""
         group = self._group
         if partition in self._readable and drained_popped(self._database, group.group_id, partition, epoch, seal_id):
             log.info("partition_drained", extra={"partition": str(partition), "group": group.name})
             self._wake_heartbeat()
 
     def void(self, group_partition: SharedGroupPartition) -> None:
-        """Drop what is in hand of a partition under an epoch that is not in force any more."""
+        """Drop a replaced epoch's messages."""
         self._drop(group_partition)
         partition = self._readable.get(PartitionId(group_partition.partition))
         if partition is not None:
@@ -142,7 +139,7 @@ class SharedPartitions:
         self._wake_heartbeat()
 
     def fenced(self, partition: SharedPartition) -> None:
-        """Look for a higher epoch; where Postgres has none, its node has seen more than it gave out: ask for one."""
+        """Find or request a higher epoch."""
         self._stats.fenced += 1
         group_partition = partition.group_partition
         self._drop(group_partition)
@@ -152,13 +149,13 @@ class SharedPartitions:
         self._wake_heartbeat()
 
     def refused(self, partition: SharedPartition) -> None:
-        """Have a node repaired that does not have a partition. Raises nothing."""
+        """Repair a partition's node. Raises nothing."""
         self._drop(partition.group_partition)
         self._repair(partition.info.node)
         self._wake_heartbeat()
 
     def node_lost(self, node_id: NodeId) -> None:
-        """Drop what is in hand of a node that is not the armed run, and have it armed. Raises nothing."""
+        """Drop a node's messages; arm it. Raises nothing."""
         self._prefetch.drop(lambda batch: batch.claim is None and batch.assignment.node == node_id)
         for partition in self.on(node_id):
             partition.acquired, partition.has_unknown = False, True

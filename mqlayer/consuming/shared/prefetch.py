@@ -1,8 +1,4 @@
-"""What a member of a shared group has in hand: batches of records as they were read, handed to workers in slices.
-
-The pool is bounded by the options of its member, and by its pace: a member with slow handlers reads little ahead, so
-that the others find something to do.
-"""
+"""Messages that a shared member has read. Its pace bounds read-ahead, which leaves work to others."""
 
 from __future__ import annotations
 
@@ -20,21 +16,20 @@ from mqlayer.groups.pop_partitions import PopPartition
 from mqlayer.redis.shared_scripts import SharedGroupPartition
 
 AHEAD_S: Final = 0.5
-"""How much work a member reads ahead, by its pace."""
+"""Read-ahead, in seconds of work."""
 SLICE_S: Final = 0.005
-"""How much work a worker takes at a time, by the pace; what is not begun within TURN_S goes to others."""
+"""Work per slice."""
 TIME_SLICE_S: Final = 0.05
 SLICE_LIMIT: Final = 500
 FRESH: Final = 0.9
-"""Nothing is begun that was last kept longer ago than this part of the visibility timeout."""
+"""Messages extended longer ago, in visibility timeouts, don't start."""
 
 
 class FetchedBatch:
-    """Records of one partition that one call gave. Stands for the partition towards handlers' contexts.
+    """Records of one partition from one call; contexts use it as their partition.
 
-    `group_partition`: None for what was given back from Postgres. `epoch`: for the fence, one for all partitions of a
-    group.
-    `suspect`: it may have ended its former member's process.
+    `group_partition`: None for redriven messages. `epoch`: the fence's. `suspect`: it may have killed its former
+    member.
     """
 
     __slots__ = (
@@ -68,32 +63,29 @@ class FetchedBatch:
         self.partition = one.partition
         self.read_at = self.extended_at = now
         self.attempts: dict[int, int] = {}
-        # Offsets that are settled or given back, and those that others have.
+        # Offsets settled or given back, and offsets that other members have.
         self.ended: set[int] = set()
         self.lost: set[int] = set()
-        # Those that were not kept when the others were: their handlers run for too long.
+        # Offsets left out of the last extension: their handlers run too long.
         self.hung: set[int] = set()
         self.size = sum([len(record[3]) for record in records])
         self.suspect = self.dropped = False
-        # Of a message that was given back from Postgres.
+        # Of a redriven message.
         self.claim: ClaimedMessage | None = None
 
     @property
     def open(self) -> list[int]:
-        """The offsets that are neither settled nor given back, nor others'."""
+        """Offsets neither settled, given back nor lost."""
         ended, lost = self.ended, self.lost
         return [record.offset for record in self.records if record.offset not in ended and record.offset not in lost]
 
 
 WorkSlice = tuple[FetchedBatch, Sequence[Record]]
-"""Records of a batch that are to be handled one after the other."""
+"""Records for one worker."""
 
 
 class WorkerSlot:
-    """What one worker is at. `work`: batch, records that it has not begun, offsets it has handled since it said so.
-
-    Each record is taken out of the line by whoever gets it: the worker, or others where a handler takes long.
-    """
+    """A worker's batch, unstarted records, and handled offsets to report. Other workers may take records."""
 
     __slots__ = ("offset", "since", "work")
 
@@ -102,7 +94,7 @@ class WorkerSlot:
         self.offset, self.since = 0, 0.0
 
     def begin(self, batch: FetchedBatch, records: Sequence[Record], now: float) -> tuple[deque[Record], deque[int]]:
-        """Begin with some records; return their line, and where to note those that are handled."""
+        """Begin records; return unstarted and handled ones."""
         todo: deque[Record] = deque(records)
         done: deque[int] = deque()
         self.since = now
@@ -111,7 +103,7 @@ class WorkerSlot:
 
 
 def drain(queue: deque[Any]) -> list[Any]:
-    """Take out what is in a line, though others may do so too."""
+    """Empty a queue, despite other consumers."""
     found: list[Any] = []
     with contextlib.suppress(IndexError):
         while True:
@@ -120,7 +112,7 @@ def drain(queue: deque[Any]) -> list[Any]:
 
 
 class Prefetch:
-    """Safe for many threads; every call is short."""
+    """The read messages of one member. Thread-safe."""
 
     def __init__(
         self, *, concurrency: int, prefetch_count: int, prefetch_bytes: int, visibility_timeout_s: float
@@ -129,7 +121,7 @@ class Prefetch:
         self._visibility_timeout_s = visibility_timeout_s
         self._changed = threading.Condition()
         self._ready: deque[WorkSlice] = deque()
-        # Suspects: those that nobody has begun with care so far go beside each other, the others alone.
+        # Suspects: those without a guarded start yet run beside each other, the others alone.
         self._suspects: dict[Literal["new", "blamed"], deque[FetchedBatch]] = {"new": deque(), "blamed": deque()}
         self._guarded, self._alone = 0, False
         self._batches: dict[int, FetchedBatch] = {}
@@ -155,19 +147,19 @@ class Prefetch:
         return min(self._count_limit, max(2 * self._concurrency, ahead)) - count
 
     def note_node(self, node_id: NodeId, *, unreachable: bool) -> None:
-        """Note whether a node answers: what is stuck of one that does not must not keep others from being read."""
+        """Note whether a node answers; messages of silent nodes take no capacity."""
         if unreachable != (node_id in self._unreachable):
             self._unreachable = self._unreachable | {node_id} if unreachable else self._unreachable - {node_id}
 
     def add(self, batch: FetchedBatch) -> None:
-        """Count a batch that nobody is to handle as yet."""
+        """Count a batch that is not ready."""
         with self._changed:
             self._batches[id(batch)] = batch
             self.count += len(batch.records)
             self.bytes += batch.size
 
     def put(self, batch: FetchedBatch) -> None:
-        """Have a batch handled."""
+        """Make a batch ready."""
         with self._changed:
             if batch.suspect:
                 self._suspects["blamed" if batch.attempts.get(batch.records[0].offset) else "new"].append(batch)
@@ -180,13 +172,13 @@ class Prefetch:
     # -- handling ------------------------------------------------------------------------------------------------------
 
     def new_worker_slot(self) -> WorkerSlot:
-        """Return what a worker says in what it is at."""
+        """Return a worker's slot."""
         worker_slot = WorkerSlot()
         self._worker_slots.append(worker_slot)
         return worker_slot
 
     def next_slice(self, timeout_s: float) -> WorkSlice | None:
-        """Return what to handle next, None where nothing came in time or it is stopping."""
+        """Return work, or None at the timeout or while stopping."""
         with self._changed:
             found = self._next()
             if found is None and timeout_s:
@@ -207,7 +199,7 @@ class Prefetch:
             if batch.dropped:
                 continue
             if now - batch.extended_at > limit:
-                # Until its node says that it is still ours.
+                # Waits until the node confirms that it is still this member's.
                 self._ready.append((batch, records))
                 continue
             if len(records) > count:
@@ -228,7 +220,7 @@ class Prefetch:
         return None
 
     def take_unstarted(self, of: Callable[[FetchedBatch], bool]) -> list[tuple[FetchedBatch, list[int]]]:
-        """Take out what no worker has begun, so that none does, and return it: batches and offsets."""
+        """Remove matching unstarted messages; return batches and offsets."""
         with self._changed:
             slices = [
                 *self._ready,
@@ -250,7 +242,7 @@ class Prefetch:
             waiting.extend(left)
 
     def return_slice(self, batch: FetchedBatch, records: Sequence[Record]) -> None:
-        """Take back what a worker did not begin, and let others have it; of a suspect, that it ended."""
+        """Take back unstarted records; end a suspect's start."""
         with self._changed:
             if batch.suspect:
                 self._guarded -= 1
@@ -263,11 +255,11 @@ class Prefetch:
             self.on_ready()
 
     def reclaim_slow(self) -> list[tuple[FetchedBatch, list[int]]]:
-        """Take from workers whose handlers take long what they have not begun, for others; return what they handled."""
+        """Free slow workers' unstarted records; return handled offsets."""
         now, found = clock(), []
         for worker_slot in self._worker_slots:
             work = worker_slot.work
-            # A suspect is its worker's alone, which says when it has ended.
+            # Only its worker handles a suspect, and ends its guarded start.
             if work is None or work[0].suspect or now - worker_slot.since < TIME_SLICE_S:
                 continue
             batch, todo, done = work
@@ -284,14 +276,14 @@ class Prefetch:
         return found
 
     def note_pace(self, count: int, seconds: float) -> None:
-        """Learn how long messages take."""
+        """Update the mean handler time."""
         if count:
             self._pace_s = max(1e-7, 0.7 * self._pace_s + 0.3 * seconds / count)
 
     # -- ending --------------------------------------------------------------------------------------------------------
 
     def end(self, batch: FetchedBatch, offsets: Iterable[int]) -> None:
-        """Make room for what is settled or given back."""
+        """Free ended messages."""
         with self._changed:
             if id(batch) not in self._batches:
                 return
@@ -302,7 +294,7 @@ class Prefetch:
                 self._forget(batch)
 
     def drop(self, doomed: Callable[[FetchedBatch], bool]) -> None:
-        """Forget batches that are not ours any more: what of them is under way can't be settled."""
+        """Forget lost batches."""
         with self._changed:
             for batch in [batch for batch in self._batches.values() if doomed(batch)]:
                 batch.dropped = True
@@ -311,7 +303,7 @@ class Prefetch:
             self._keep_suspects(lambda batch: not batch.dropped)
 
     def status_of(self, batch: FetchedBatch, offset: int) -> Literal["ours", "unsure", "gone"]:
-        """Say whether a message is ours still, as far as its node has told; `unsure`: it is to be asked first."""
+        """Say whose a message is; `unsure`: the node must confirm."""
         if batch.dropped or offset in batch.lost:
             return "gone"
         late = clock() - batch.extended_at > self._visibility_timeout_s * FRESH
@@ -322,22 +314,22 @@ class Prefetch:
         self.bytes -= batch.size
 
     def batches(self) -> list[FetchedBatch]:
-        """Return what is in hand."""
+        """Return all batches."""
         with self._changed:
             return list(self._batches.values())
 
     def hung(self, limit_s: float) -> set[tuple[int, int]]:
-        """Return batches (by their ids) and offsets whose handlers have run for longer than that."""
+        """Return (batch id, offset) of handlers running beyond `limit_s`."""
         now = clock()
         found = [(worker_slot.work, worker_slot.offset, worker_slot.since) for worker_slot in self._worker_slots]
         return {(id(work[0]), offset) for work, offset, since in found if work and now - since > limit_s}
 
     def running(self) -> set[tuple[int, int]]:
-        """Return the same of all that is being handled."""
+        """Return (batch id, offset) of all handlers."""
         return self.hung(-1.0)
 
     def stop(self) -> None:
-        """Hand nothing out any more."""
+        """Stop starting messages."""
         with self._changed:
             self.stopping = True
             self._changed.notify_all()

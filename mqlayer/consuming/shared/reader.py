@@ -1,7 +1,4 @@
-"""Read one node's partitions for a member of a shared group: what is new, what is due again; and keep what it has.
-
-One thread and one connection. The checks of the epoch travel in the same write as the read, and are answered after it.
-"""
+"""Read one node for a shared member: new and due messages; extend those in hand. Epoch checks travel with the reads."""
 
 from __future__ import annotations
 
@@ -46,18 +43,17 @@ log = logging.getLogger(__name__)
 READ_COUNT: Final = 500
 DUE_COUNT: Final = 100
 BLOCK_MS: Final = 100
-"""Longest wait in one read: a new partition waits at most this long to be seen."""
+"""Longest blocking read; delays the notice of new partitions."""
 TIME_SLICE_MS: Final = 10
-"""The same where partitions are read in turns."""
+"""Shortest blocking read while partitions take turns."""
 RETRY_S: Final = (0.05, 1.0)
 AFTER_ERROR_S: Final = 0.2
 RECLAIM_PART: Final = 3.0
-"""A member looks for messages of members that are gone this often in a visibility timeout, and at least once a
-second."""
+"""Searches for silent members' messages per visibility timeout; one a second at least."""
 
 
 class SharedReaderOwner(Protocol):
-    """What a reader asks of its member."""
+    """The member, as its readers use it."""
 
     prefetch: Prefetch
     partitions: SharedPartitions
@@ -69,31 +65,31 @@ class SharedReaderOwner(Protocol):
     extend_limit_s: float
 
     def handled(self, batch: FetchedBatch, offsets: list[int]) -> None:
-        """Count what was handled, and have it settled."""
+        """Count and settle handled messages."""
 
     def make_batch(self, partition: SharedPartition, records: Sequence[Record]) -> FetchedBatch:
-        """Return a batch of records that were read now."""
+        """Return a batch."""
 
     def unmatched(self, batch: FetchedBatch, offsets: list[int]) -> None:
-        """Settle messages that the group's filter leaves out, and void records."""
+        """Settle filtered and void messages."""
 
     def end(self, batch: FetchedBatch, offsets: list[int], outcome: RangeOutcome) -> None:
-        """Have messages settled."""
+        """Settle messages."""
 
     def command_read(self, partition: SharedPartition, entry_id: bytes) -> None:
         """Settle a command record."""
 
     def release(self, batch: FetchedBatch, offsets: list[int]) -> None:
-        """Have messages that nobody began given to others at once."""
+        """Give back unstarted messages at once."""
 
     def settle_missing(self, partition: SharedPartition, offsets: Sequence[int]) -> None:
-        """Settle what is not in the stream any more."""
+        """Settle offsets without records."""
 
     def suspect(self, batch: FetchedBatch) -> None:
-        """Ask Postgres about a message that was taken from a member that was not heard of, then have it handled."""
+        """Check a suspect in Postgres, then handle it."""
 
     def drained(self, partition: SharedPartition, seal_id: str) -> None:
-        """Tell Postgres that everything before a command record is settled."""
+        """Report a drained partition."""
 
 
 class SharedReader(NodeThread):
@@ -112,7 +108,7 @@ class SharedReader(NodeThread):
             well = self._try_pass()
             prefetch.note_node(node_id, unreachable=not well)
             if not well:
-                # What was on its way may be ours, unseen.
+                # The node may have assigned messages whose reply was lost.
                 for partition in self._owner.partitions.on(node_id):
                     partition.has_unknown = True
                 self._stopping.wait(random.uniform(*RETRY_S))
@@ -142,7 +138,6 @@ class SharedReader(NodeThread):
         self._read_some(acquired)
 
     def _read_some(self, acquired: list[SharedPartition]) -> None:
-        """Read what there is room for, and what may be begun; wait where that is nothing."""
         owner = self._owner
         capacity = owner.prefetch.capacity()
         if capacity > 0 and self._pacer.due():
@@ -151,13 +146,12 @@ class SharedReader(NodeThread):
         if acquired and capacity > 0 and not owner.prefetch.stopping:
             self._read(*self._next_read(acquired, capacity), capacity)
         else:
-            # What ends makes room, and wakes this thread; what may be begun comes with time.
+            # Ended messages wake this thread; rate comes with time.
             extend_s = max(0.0, self._extend_at - clock())
             self.wake.wait(min(BLOCK_MS / 1000, extend_s, owner.rate_limiter.wait_s() or BLOCK_MS / 1000))
             self.wake.clear()
 
     def _ask_rates(self, partitions: list[SharedPartition]) -> None:
-        """Ask the buckets of partitions for what may be begun."""
         limit, rate_limiter = self._owner.rate_limiter.limit, self._owner.rate_limiter
         if limit is None or not partitions:
             return
@@ -196,7 +190,6 @@ class SharedReader(NodeThread):
         return True
 
     def _next_read(self, partitions: list[SharedPartition], capacity: int) -> tuple[list[SharedPartition], int]:
-        """Return what to read now, and for how many ms: one message of each may come, so no more than there is room."""
         if capacity >= len(partitions):
             return partitions, BLOCK_MS
         at = self._at % len(partitions)
@@ -208,7 +201,7 @@ class SharedReader(NodeThread):
     def _read(self, partitions: list[SharedPartition], longest_ms: int, capacity: int) -> None:
         owner = self._owner
         count = max(1, min(READ_COUNT, capacity // len(partitions)))
-        # What is in hand has to be kept meanwhile.
+        # Messages in hand must be extended meanwhile.
         extend_ms = int((self._extend_at - clock()) * 1000)
         block_ms = max(
             1,
@@ -248,7 +241,7 @@ class SharedReader(NodeThread):
         for partition, reply in zip(partitions, checks, strict=True):
             entries = by_key.get(partition.group_partition.log)
             if partition not in wanted:
-                # Paused, or under another epoch, since it was asked.
+                # Paused, or under another epoch, since the read began.
                 self._release(partition, entries or [])
             elif not self._follow(partition, reply):
                 partition.has_unknown = partition.has_unknown or bool(entries)
@@ -263,7 +256,6 @@ class SharedReader(NodeThread):
                 self._read_due(partition)
 
     def _follow(self, partition: SharedPartition, reply: Any) -> bool:
-        """Take what shared_acquire says; say whether the epoch is in force."""
         answer = shared_acquire_reply(reply, self._connection.node.address)
         if isinstance(answer, EpochInForce):
             if answer.newly_acquired:
@@ -297,7 +289,6 @@ class SharedReader(NodeThread):
             self._owner.command_read(partition, command.entry_id)
 
     def _release(self, partition: SharedPartition, entries: list[Any]) -> None:
-        """Give back at once what was read and is not to be handled; refused under another epoch, which sees to it."""
         command = pop_command(entries)
         back = [(record.offset, 0, None) for record in records_of(entries)]
         if back:
@@ -324,7 +315,6 @@ class SharedReader(NodeThread):
         self._owner.prefetch.put(batch)
 
     def _batch(self, partition: SharedPartition, records: Sequence[Record], asked: float) -> FetchedBatch:
-        """Return a batch of what the node gave us when it was asked then, or later."""
         batch = self._owner.make_batch(partition, records)
         self._owner.rate_limiter.consume(len(records))
         batch.extended_at = asked
@@ -332,7 +322,6 @@ class SharedReader(NodeThread):
         return batch
 
     def _pass_over(self, partition: SharedPartition, batch: FetchedBatch) -> None:
-        """Settle what of a batch is not to be handled."""
         owner, wanted, records = self._owner, self._owner.tag_filter, batch.records
         if partition.dead or partition.marks:
             void = [record.offset for record in records if partition.is_void(record.identity)]
@@ -377,7 +366,7 @@ class SharedReader(NodeThread):
                     self._owner.suspect(batch)
 
     def _unknown(self, partition: SharedPartition, answer: DueMessages) -> list[tuple[Record, FailureHistory | None]]:
-        """Leave out what is in hand already: it was taken from us while nobody heard of us, and is ours again."""
+        """Leave out messages lost while silent and given again."""
         ours = {
             offset
             for batch in self._owner.prefetch.batches()
@@ -388,7 +377,7 @@ class SharedReader(NodeThread):
         return [(record, noted) for record, noted in pairs if record.offset not in ours]
 
     def _release_unknown(self, partition: SharedPartition) -> None:
-        """Give back what the node has as ours, and we do not."""
+        """Give back messages that only the node knows as this member's."""
         owner, connection = self._owner, self._connection
         known = {
             o
@@ -421,7 +410,7 @@ class SharedReader(NodeThread):
         partition.has_unknown = False
 
     def _extend(self) -> float:
-        """Say what we still have; return after how many seconds to do so again."""
+        """Extend messages; return seconds until the next time."""
         owner, now = self._owner, clock()
         every = owner.visibility_timeout_s / 3
         hung = owner.prefetch.hung(owner.extend_limit_s)
@@ -450,7 +439,7 @@ class SharedReader(NodeThread):
         return every / 4
 
     def _reclaim(self, partitions: list[SharedPartition]) -> float:
-        """Look for messages of members that are gone; return after how many seconds to do so again."""
+        """Reclaim messages; return seconds until the next time."""
         visibility_timeout_ms = max(1, round(self._owner.visibility_timeout_s * 1000))
         replies = self._connection.call(
             [
@@ -473,7 +462,6 @@ class SharedReader(NodeThread):
         return random.uniform(0.5, 1.0) * min(1.0, self._owner.visibility_timeout_s / RECLAIM_PART)
 
     def _scripts_missing(self, replies: Sequence[Any]) -> bool:
-        """Load the scripts again where the server forgot them; the pass is then done again."""
         missing = any(map(is_missing_script, replies))
         if missing:
             self._connection.reload_scripts()

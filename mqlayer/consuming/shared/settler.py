@@ -1,7 +1,5 @@
-"""Tell one node what became of messages of a shared group: settled, or to be given again after a wait.
-
-One thread and one connection. What can't be told now is told later; under another epoch it is void, and comes again.
-"""
+"""Send settled messages and retries of a shared group to one node. Results under a replaced epoch are void; messages
+come again."""
 
 from __future__ import annotations
 
@@ -35,13 +33,13 @@ from mqlayer.redis.shared_scripts import (
 
 IDLE_WAIT_S: Final = 0.25
 LINGER_S: Final = 0.001
-"""What comes in meanwhile goes with the same call."""
+"""How long results gather for one call."""
 RETRY_S: Final = 0.1
 RANGES: Final = 500
 
 
 class SharedSettlerOwner(Protocol):
-    """What a settler asks of its member."""
+    """The member, as its settlers use it."""
 
     prefetch: Prefetch
     partitions: SharedPartitions
@@ -49,11 +47,11 @@ class SharedSettlerOwner(Protocol):
     archived: bool
 
     def settled(self, count: int) -> None:
-        """Count what the server has settled, and let more be read."""
+        """Count settled messages."""
 
 
 class Settlement(NamedTuple):
-    """Messages of a batch that are over for the group; the word says what is told of them."""
+    """Messages to settle with an outcome."""
 
     batch: FetchedBatch
     offsets: Sequence[int]
@@ -61,7 +59,7 @@ class Settlement(NamedTuple):
 
 
 class Nack(NamedTuple):
-    """A message that is to be given again; `failed`: its attempts by now, None: as noted."""
+    """A message to retry after `ms`; `failed`: its count, None: unchanged."""
 
     batch: FetchedBatch
     offset: int
@@ -71,7 +69,7 @@ class Nack(NamedTuple):
 
 @dataclass(slots=True)
 class AttemptStart:
-    """A worker waits for an attempt to be counted; `attempts` is None where the message is not ours."""
+    """A worker's wait for a counted attempt; `attempts` None: refused or unanswered."""
 
     batch: FetchedBatch
     offset: int
@@ -88,12 +86,12 @@ class _ScriptCall(NamedTuple):
 
 
 class SharedSettler(NodeThread):
-    """The settling thread of one node. Stopping it sends what is there."""
+    """One node's settling thread. Its stop sends remaining results."""
 
     def __init__(self, owner: SharedSettlerOwner, connection: NodeConnection, *, name: str) -> None:
         super().__init__(connection, owner.partitions.node_lost, name=name, work="settling")
         self._owner = owner
-        # Appended to by all threads, taken out by this one.
+        # Any thread appends; this thread removes.
         self.settlements: deque[Settlement] = deque()
         self.nacks: deque[Nack] = deque()
         self.attempt_starts: deque[AttemptStart] = deque()
@@ -120,7 +118,7 @@ class SharedSettler(NodeThread):
             replies = self._connection.call([call.command for call in calls])
             if any(map(is_missing_script, replies)):
                 self._connection.reload_scripts()
-                # Each of them may be said twice.
+                # Repeats are harmless.
                 replies = self._connection.call([call.command for call in calls])
             failpoint("shared.after_settle")
             for call, reply in zip(calls, replies, strict=True):
@@ -134,7 +132,6 @@ class SharedSettler(NodeThread):
             raise
 
     def _follow(self, call: _ScriptCall, reply: Any) -> None:
-        """Take what a call answered. What is refused is void: it comes again under the epoch in force."""
         address = self._connection.node.address
         if call.attempt is not None:
             call.attempt.attempts = shared_attempt_reply(reply, address)
@@ -144,7 +141,7 @@ class SharedSettler(NodeThread):
         answer = shared_settle_reply(reply, address) if settling else shared_count_reply(reply, address)
         if isinstance(answer, Fenced | Refused):
             if isinstance(answer, Refused) and answer.status == "unknown":
-                # An append ended in its middle: what was read of it is counted, and comes again.
+                # An append was cut off: recounting includes its records, which are then delivered again.
                 self._connection.call(
                     [recount_command(self._connection, call.group_partition.prefix, call.group_partition.partition)]
                 )
@@ -197,14 +194,13 @@ class SharedSettler(NodeThread):
             chunks = chunks_of(ranges)
             for number, chunk in enumerate(chunks):
                 command = shared_settle_command(connection, group_partition, owner.member_id, chunk)
-                # The last one of a place that is answered answers for all: a refusal refuses each.
+                # The last reply stands for all chunks: a refusal refuses each.
                 calls.append(
                     _ScriptCall(command, group_partition, ends if number == len(chunks) - 1 else (), None, "settle")
                 )
         return calls
 
     def _outcome_calls(self, one: Settlement) -> list[_ScriptCall]:
-        """Of an archived topic each batch by itself: its messages were given at one time."""
         group_partition = one.batch.group_partition
         if group_partition is None:
             return []
@@ -238,7 +234,7 @@ class SharedSettler(NodeThread):
 
 
 def chunks_of(ranges: Iterable[OffsetRange]) -> list[list[OffsetRange]]:
-    """Return ranges in pieces that one call each takes."""
+    """Split ranges for single calls."""
     chunks: list[list[OffsetRange]] = []
     room = 0
     for begin, last in ranges:

@@ -1,9 +1,7 @@
-"""What a shared group has in Postgres: messages that died there, and those of them that were given back to it.
+"""Postgres rows of a shared group: dead and redriven messages.
 
-A message that is given back is a row by itself (`parked_key`, `parked_message`), due at a time. A member *claims* it:
-it is due again after the visibility timeout, under a number that names the claim. Whoever has the claim ends it; if
-nobody does, the next one claims it with care: alone among those, and its attempt counted before. Nothing is ended under
-a claim that somebody took over.
+A member *claims* a redriven message for a visibility timeout; only the claim's token ends it. An unfinished claim is
+followed by a guarded one: alone among those, its attempt counted first.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from mqlayer.postgres.queries import columns, query
 
 
 class ClaimRef(NamedTuple):
-    """A claim: LP and name of the message, and the number of this very claim."""
+    """A claim, named by its token."""
 
     lp: int
     name: bytes
@@ -32,7 +30,7 @@ class ClaimRef(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ClaimedMessage:
-    """A message that was given back, and is this member's for a while. `guarded`: a former claim was not ended."""
+    """A claimed redriven message. `guarded`: an earlier claim did not end."""
 
     ref: ClaimRef
     partition: int
@@ -41,14 +39,14 @@ class ClaimedMessage:
 
 
 class SharedStore:
-    """What a member of a shared group reads and writes there. Each call is one transaction."""
+    """A member's access to these rows. Each call is one transaction."""
 
     def __init__(self, database: Database, group_id: int, member_id: str) -> None:
         self._database = database
         self._who = {"group_id": group_id, "member_id": member_id}
 
     def claim(self, limit: int, visibility_timeout_s: float, *, guarded: bool) -> list[ClaimedMessage]:
-        """Claim messages that were given back and are due; `guarded`: one of those, too, that may end a process."""
+        """Claim due messages; with `guarded`, one of an unfinished claim too."""
         facts = self._who | {"limit": limit, "visibility_timeout_s": visibility_timeout_s, "careful": guarded}
         with self._database.connection() as connection:
             rows = connection.execute(query("redriven_claim"), facts).fetchall()
@@ -63,20 +61,20 @@ class SharedStore:
         ]
 
     def extend(self, refs: Sequence[ClaimRef], visibility_timeout_s: float) -> set[int]:
-        """Say that claims go on; return the numbers of those that do."""
+        """Extend claims; return valid tokens."""
         facts = self._who | _refs(refs) | {"visibility_timeout_s": visibility_timeout_s}
         with self._database.connection() as connection:
             return {token for (token,) in connection.execute(query("redriven_extend"), facts).fetchall()}
 
     def nack(self, refs: Sequence[tuple[ClaimRef, int, float]]) -> None:
-        """Have claimed messages tried again: with so many failed attempts, after so many seconds."""
+        """Retry messages: (claim, failed attempts, seconds)."""
         rows = [(*ref, failed, wait_s) for ref, failed, wait_s in refs]
         arrays = columns(("lps", "names", "tokens", "failed", "waits_s"), rows)
         with self._database.connection() as connection:
             connection.execute(query("redriven_nack"), self._who | arrays)
 
     def end(self, claims: Sequence[ClaimedMessage], delivered_s: float) -> None:
-        """Note that claimed messages are handled; they were given so long ago at most."""
+        """End handled claims, delivered at most `delivered_s` ago."""
 
         def work(connection: Connection) -> None:
             self._end(connection, self._mine(connection, claims), handled=True, delivered_s=delivered_s)
@@ -84,21 +82,21 @@ class SharedStore:
         self._database.transaction(work)
 
     def dead(self, identities: Iterable[Identity]) -> set[Identity]:
-        """Return which of these are dead, or were given back: their records in the stream stand for nothing."""
+        """Return the dead or redriven identities."""
         rows = [(one.lp, one.source, one.seq) for one in identities]
         facts = self._who | columns(("lps", "sources", "seqs"), rows)
         with self._database.connection() as connection:
             return {Identity(*row) for row in connection.execute(query("dead_named"), facts).fetchall()}
 
     def dead_from(self, partition: int, committed: int) -> set[Identity]:
-        """Return what of a partition is dead, or was given back, from an offset on; and what may come elsewhere."""
+        """Return a partition's dead or redriven identities from `committed`, and those at unknown offsets."""
         spans = columns(("partitions", "committed", "lps_from", "lps_to"), [(partition, committed, 0, LP_COUNT)])
         with self._database.connection() as connection:
             rows = connection.execute(query("dead_unsettled"), self._who | spans).fetchall()
         return {Identity(*row[1:]) for row in rows}
 
     def dead_letter(self, partition: int, epoch: int, dead_letters: Sequence[DeadLetterEntry]) -> bool:
-        """Write messages of a partition off; False where the epoch is not in force any more. Idempotent."""
+        """Write dead messages; False where the epoch was replaced. Idempotent."""
         facts = self._who | {"partition_id": partition, "epoch": epoch}
 
         def work(connection: Connection) -> bool:
@@ -113,7 +111,7 @@ class SharedStore:
         return dead_lettered
 
     def dead_letter_claimed(self, claim: ClaimedMessage, dead_letter: DeadLetterEntry) -> bool:
-        """Write a message off that was given back before; False where another member has it."""
+        """Write a claimed message as dead; False for another's claim."""
 
         def work(connection: Connection) -> bool:
             mine = self._mine(connection, [claim])
@@ -125,7 +123,7 @@ class SharedStore:
         return self._database.transaction(work)
 
     def add_attempts(self, attempts: Sequence[FailedAttempt]) -> None:
-        """Keep failed attempts, for people."""
+        """Record failed attempts."""
         rows = [(one.identity.lp, one.identity.source, one.identity.seq, one.attempt, one.error) for one in attempts]
         facts = self._who | columns(("lps", "sources", "seqs", "attempts", "errors"), rows)
         counts: dict[int, Counter[str]] = {}
@@ -152,7 +150,6 @@ class SharedStore:
         add_counts(connection, self._who, {partition: Counter("dead" if kept else "skipped" for (kept,) in put)})
 
     def _mine(self, connection: Connection, claims: Sequence[ClaimedMessage]) -> list[ClaimedMessage]:
-        """Lock the claims that go on, and return them."""
         facts = self._who | _refs([claim.ref for claim in claims])
         owned = {(lp, bytes(name)) for lp, name in connection.execute(query("redriven_hold"), facts).fetchall()}
         return [claim for claim in claims if (claim.ref.lp, claim.ref.name) in owned]

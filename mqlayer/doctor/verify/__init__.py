@@ -1,4 +1,4 @@
-"""`verify`: whether Postgres, the nodes and the archive say the same of a topic. Reads only."""
+"""`verify`: compare Postgres, nodes and archive."""
 
 from mqlayer.doctor.verify.run import verify
 

@@ -1,8 +1,6 @@
-"""What Postgres says of a topic, asked once before the nodes and once after them.
+"""A topic in Postgres, read before and after the nodes as lower and upper bounds.
 
-While a system runs its numbers grow. What can only grow is held against the side that was asked first or last, so that
-a difference is one whatever happens in between: a mark is never above the counter asked after it, nor below what was
-recorded as relayed before it.
+See docs/design/decisions/0053-verify-asks-postgres-twice.md.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ Marks = Mapping[str, int]
 
 
 class ExpectedPartition(NamedTuple):
-    """What a partition has to be. `changing`: a route change is on its way here; `came_with`: marks of its parents."""
+    """A partition as recorded. `changing`: in an open change; `came_with`: parents' marks."""
 
     partition: int
     node: NodeId
@@ -39,7 +37,7 @@ class ExpectedPartition(NamedTuple):
 
 
 class ExpectedGroup(NamedTuple):
-    """Where a group begins in a partition, whether it is through with it, and whether its node was armed since."""
+    """A group in a partition; `armed_since`: armed after the drain."""
 
     group_id: int
     name: str
@@ -50,7 +48,7 @@ class ExpectedGroup(NamedTuple):
 
 
 class OutboxCounter(NamedTuple):
-    """An LP of the outbox: the seqs given out, those recorded as relayed, and the rows behind these."""
+    """An LP of the outbox; `waiting`: rows above `relayed`."""
 
     lp: int
     seq: int
@@ -60,7 +58,7 @@ class OutboxCounter(NamedTuple):
 
 @dataclass(slots=True)
 class ExpectedBefore:
-    """What is asked before the nodes. `source`: the outbox that can be asked here; None: it has sent nothing as yet."""
+    """Lower bounds. `source`: None if the outbox has sent nothing."""
 
     topic_id: int
     topic: str
@@ -74,8 +72,7 @@ class ExpectedBefore:
 
 @dataclass(slots=True)
 class ExpectedAfter:
-    """What is asked after the nodes. `partitions`: those that are what they were; `epoch`: the highest one ever;
-    `archive_floor`: the first offset of partitions that is not archived, below which nothing is trimmed."""
+    """Upper bounds. `partitions`: unchanged ones; `archive_floor`: first unarchived offsets."""
 
     partitions: frozenset[int]
     epoch: int
@@ -91,7 +88,7 @@ def topics_to_verify(database: Database, topic: str | None) -> list[tuple[int, s
 
 
 def ask_before(database: Database, outbox: Database, topic_id: int, topic: str) -> ExpectedBefore:
-    """Ask what the nodes must not be behind."""
+    """Read the lower bounds."""
     facts = {"topic_id": topic_id}
     with outbox.connection() as connection:
         relayed = _pairs(connection, query("verify_relayed"), facts)
@@ -113,7 +110,7 @@ def ask_before(database: Database, outbox: Database, topic_id: int, topic: str) 
 
 
 def ask_after(database: Database, outbox: Database, before: ExpectedBefore, *, deep: bool) -> ExpectedAfter:
-    """Ask what the nodes must not be ahead of, and which partitions may be judged: nothing changed what they are."""
+    """Read the upper bounds."""
     facts = {"topic_id": before.topic_id}
     with outbox.connection() as connection, connection.transaction():
         counters = [OutboxCounter(*row) for row in connection.execute(query("verify_counters"), facts)]
@@ -127,7 +124,7 @@ def ask_after(database: Database, outbox: Database, before: ExpectedBefore, *, d
 
 
 def rows_kept(outbox: Database, topic_id: int, lp: int, after: int, upto: int) -> int:
-    """Return how many rows of an LP the outbox still has, behind one seq and up to another."""
+    """Count an LP's outbox rows in (`after`, `upto`]."""
     facts = {"topic_id": topic_id, "lp": lp, "after": after, "upto": upto}
     with outbox.connection() as connection:
         return int(connection.execute(query("verify_kept"), facts).fetchall()[0][0])

@@ -1,4 +1,4 @@
-"""What a node holds of a partition; with `deep`, also the chain of every record, without keys and bodies."""
+"""A partition's state on its node."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TRIES: Final = 3
 
 
 class ChainBreak(NamedTuple):
-    """A record that does not follow the one before it in its chain."""
+    """A record that does not follow its predecessor."""
 
     offset: int
     name: str
@@ -27,21 +27,21 @@ class ChainBreak(NamedTuple):
 
 @dataclass(slots=True)
 class StreamChains:
-    """The chains of a stream: `<source>:<lp>` -> first and last seq; and the first breaks, of so many."""
+    """Chains: `<source>:<lp>` -> first and last seq; `breaks`: the first 20."""
 
     ranges: dict[str, tuple[int, int]] = field(default_factory=dict)
     breaks: list[ChainBreak] = field(default_factory=list)
     broken: int = 0
 
     def add(self, name: str, first: int, last: int, *, offset: int) -> None:
-        """Take what one call found of a chain."""
+        """Add one call's part of a chain."""
         known = self.ranges.get(name)
         if known is not None and first != known[1] + 1:
             self.add_break(ChainBreak(offset, name, known[1], first))
         self.ranges[name] = (known[0] if known else first, last)
 
     def add_break(self, found: ChainBreak) -> None:
-        """Take a break."""
+        """Count a break."""
         self.broken += 1
         if len(self.breaks) < MAX_BREAKS:
             self.breaks.append(found)
@@ -49,9 +49,11 @@ class StreamChains:
 
 @dataclass(slots=True)
 class NodePartition:
-    """A partition on its node. `first_kept`: the offset of its oldest record, the next one where there is none;
-    `first`: what trimming says of that; `records`: how many there are, the command not counted; `behind`: the offset
-    behind the last of them; `has_command`: whether a command record is at the end."""
+    """A partition on its node.
+
+    `first_kept`: oldest record's offset; `first`: trim position; `records`: without the command; `behind`: offset after
+    the last.
+    """
 
     state: str
     topic: str
@@ -74,10 +76,9 @@ class NodePartition:
 def ask_partition(
     connection: NodeConnection, prefix: str, partition: int, groups: Sequence[ExpectedGroup], *, deep: bool
 ) -> NodePartition | None:
-    """Return what a node holds of a partition; None where it has nothing of it, or a tombstone.
+    """Return a partition's state; None if absent or deleted.
 
-    Records that are trimmed while chains are read would look like a break: it is read anew then, a few times; `chains`
-    stays None where trimming was always faster.
+    `chains` is None without `deep`, or if trimming kept interfering.
     """
     actual = _read_state(connection, prefix, partition, groups)
     for _ in range(TRIES if deep else 0):
@@ -135,7 +136,7 @@ def _partition_of(seen: list[Any], positions: dict[int, GroupPosition]) -> NodeP
 
 
 def _chains(connection: NodeConnection, log: bytes, actual: NodePartition) -> StreamChains:
-    """Read the chains of all records below the offset that was next; memory goes by chains, not by records."""
+    """Memory grows with chains, not records."""
     chains, offset = StreamChains(), actual.first_kept
     while offset < actual.next:
         (reply,) = connection.call([connection.script("log_chain", (log,), offset, actual.next, RECORDS_PER_CALL)])

@@ -1,7 +1,4 @@
-"""Where two stores say different things of a topic, what that means, and what to do. Pure rules.
-
-Each takes what Postgres said before and after, and what the nodes hold, and yields what does not go together.
-"""
+"""Pure rules that compare Postgres, nodes and archive."""
 
 from __future__ import annotations
 
@@ -24,8 +21,7 @@ REARM: Final = "mqlayer node rearm NAME: it brings the partition to what Postgre
 
 @dataclass(frozen=True, slots=True)
 class TopicState:
-    """A topic as all stores told it. `actual`: partitions that may be judged, None where the node has nothing of one;
-    `kept`: rows of an LP that the outbox still has, behind one seq and up to another."""
+    """A topic in all stores. `actual`: None if missing; `rows_kept(lp, after, upto)`: in the outbox."""
 
     before: ExpectedBefore
     after: ExpectedAfter
@@ -33,20 +29,20 @@ class TopicState:
     rows_kept: Callable[[int, int, int], int]
 
     def judged(self) -> Iterator[tuple[ExpectedPartition, NodePartition]]:
-        """Yield the partitions that are on their nodes and that nothing changes now."""
+        """Yield partitions that exist and are not changing."""
         for expected in self.before.partitions:
             actual = self.actual.get(expected.partition)
             if actual is not None and not expected.changing:
                 yield expected, actual
 
     def home_of(self, lp: int) -> tuple[ExpectedPartition, NodePartition] | None:
-        """Return the open partition of an LP, where it may be judged."""
+        """Return an LP's open partition, if judged."""
         at = (one for one in self.judged() if one[0].state == "open" and one[0].lp_from <= lp < one[0].lp_to)
         return next(at, None)
 
 
 def partition_rule(state: TopicState) -> Iterator[Finding]:
-    """A partition is on its node, with the range and the state that Postgres says."""
+    """A partition has its recorded node, range and state."""
     for expected in state.before.partitions:
         if expected.partition not in state.actual or expected.changing or expected.seal_unreachable:
             continue
@@ -70,7 +66,7 @@ def partition_rule(state: TopicState) -> Iterator[Finding]:
 
 
 def stream_rule(state: TopicState) -> Iterator[Finding]:
-    """A stream has a record for every offset from where trimming came to."""
+    """A stream has all records above the trim position."""
     fix = "somebody removed records by hand: they are in the outbox or the archive, or lost"
     for expected, actual in state.judged():
         if actual.behind > actual.next:
@@ -97,7 +93,7 @@ def stream_rule(state: TopicState) -> Iterator[Finding]:
 
 
 def seal_rule(state: TopicState) -> Iterator[Finding]:
-    """A sealed partition is sealed by the very seal that is recorded, with the recorded marks."""
+    """A sealed partition has its recorded seal and marks."""
     for expected, actual in state.judged():
         if expected.state != "sealed" or actual.state != "sealed" or expected.seal_unreachable:
             continue
@@ -117,7 +113,7 @@ def seal_rule(state: TopicState) -> Iterator[Finding]:
 
 
 def marks_rule(state: TopicState) -> Iterator[Finding]:
-    """The marks of the outbox lie between what is recorded as relayed and what was ever given out."""
+    """Outbox marks lie between relayed and assigned seqs."""
     source = state.before.source
     if source is None:
         return
@@ -148,7 +144,7 @@ def _behind(state: TopicState, expected: ExpectedPartition, lp: int, mark: int, 
 
 
 def outbox_rule(state: TopicState) -> Iterator[Finding]:
-    """The outbox has a row for every seq that is not recorded as relayed."""
+    """The outbox has all rows above the relayed seqs."""
     for one in state.after.counters:
         if one.waiting != one.seq - one.relayed:
             seen = f"LP {one.lp}: {one.waiting} rows behind seq {one.relayed}, {one.seq} were given out"
@@ -157,7 +153,7 @@ def outbox_rule(state: TopicState) -> Iterator[Finding]:
 
 
 def archive_rule(state: TopicState) -> Iterator[Finding]:
-    """The archive has no more than the partitions, and of what it has every seq."""
+    """The archive is complete, and not ahead of the streams."""
     subject = f"topic {state.before.topic}"
     for expected, actual in state.judged():
         upto = state.before.archive_progress.get(expected.partition, 0)
@@ -186,7 +182,7 @@ def archive_rule(state: TopicState) -> Iterator[Finding]:
 
 
 def group_rule(state: TopicState) -> Iterator[Finding]:
-    """A group stands within its partition, drained what it is said to have, under an epoch that was given out."""
+    """Positions, drained partitions and epochs are possible."""
     for expected, actual in state.judged():
         for group in state.before.groups.get(expected.partition, ()):
             position = actual.positions.get(group.group_id)
@@ -209,7 +205,7 @@ def group_rule(state: TopicState) -> Iterator[Finding]:
 
 
 def _drained_before(state: TopicState, expected: ExpectedPartition, group: ExpectedGroup, position: int) -> Finding:
-    """Return what it means that a group stands before the end that it came to. A node that lost acks tells it again."""
+    """Only a warning after an arming: the node lost acks."""
     seen = f"Postgres says that it drained it, it is at offset {position} of {expected.seal_next - 1}"
     if not group.armed_since:
         return _of_group(expected, group, seen, f"mqlayer group seek {state.before.topic} {group.name}")
@@ -218,7 +214,7 @@ def _drained_before(state: TopicState, expected: ExpectedPartition, group: Expec
 
 
 def chain_rule(state: TopicState) -> Iterator[Finding]:
-    """In each stream every source and LP is a chain, from the parents' marks to the mark."""
+    """Each chain is dense, from the parents' marks to its own."""
     for expected, actual in state.judged():
         if actual.chains is None:
             continue
@@ -252,7 +248,6 @@ RULES: Final[Mapping[str, Callable[[TopicState], Iterable[Finding]]]] = {
     "group": group_rule,
     "chain": chain_rule,
 }
-"""By the name under which they report."""
 
 
 def _name(expected: ExpectedPartition) -> str:

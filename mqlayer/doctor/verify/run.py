@@ -1,4 +1,4 @@
-"""One topic after the other: Postgres, the nodes, Postgres again, and the rules."""
+"""Run of all rules."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ from mqlayer.redis.node_connection import Node, NodeConnection
 from mqlayer.runtime.route_cache import load_nodes
 
 MAX_SHOWN: Final = 20
-"""Differences of one rule and topic that are told one by one."""
 
 
 def verify(
@@ -38,11 +37,10 @@ def verify(
     deep: bool = False,
     unsafe: bool = False,
 ) -> list[Finding]:
-    """Return where Postgres, the nodes and the archive say different things of a topic, or of all, and what that means.
+    """Compare Postgres, nodes and archive while they run, for one topic or all.
 
-    Changes nothing, also while everything runs: partitions that change meanwhile are told as unknown. Each rule that
-    found nothing has one line that says so. `deep` reads every record's identity on the nodes, and counts the archive.
-    Memory goes by LPs and sources, not by messages. Raises NotFound, StoreUnavailable where Postgres does not answer.
+    Changing partitions are UNKNOWN. `deep` reads every record's identity and counts the archive. Raises NotFound,
+    StoreUnavailable.
     """
     topics = topics_to_verify(database, None if topic is None else check_name("topic", topic))
     if topic is not None and not topics:
@@ -92,7 +90,6 @@ def _agreed(name: str, state: TopicState) -> str:
 def _ask_nodes(
     nodes: dict[NodeId, Node], before: ExpectedBefore, *, prefix: str, deep: bool, unsafe: bool
 ) -> tuple[dict[int, NodePartition | None], list[Finding]]:
-    """Return what the nodes hold, and what could not be asked. A copy on a node that was given up is nobody's."""
     homes: dict[NodeId, list[ExpectedPartition]] = {}
     for expected in before.partitions:
         if not expected.given_up:
