@@ -6,6 +6,7 @@ And the other way round: the reference pages name every command, error, event, g
 from __future__ import annotations
 
 import re
+import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import fields
@@ -41,7 +42,8 @@ RELATIVE: Final = re.compile(r"\]\((?!\w+:)([^)#\s]*)(?:#([^)\s]+))?\)")
 HEADING: Final = re.compile(r"^#{1,6} (.*)$", re.MULTILINE)
 SLOT: Final = re.compile(r"outbox_\d")
 TEST: Final = re.compile(r"test_\w+")
-MODULE: Final = re.compile(r"[a-z_]+/[\w/]+\.(?:py|lua|sql|pml)")
+MODULE: Final = re.compile(r"[a-z_]+/[\w/]+\.(?:py|lua|sql|pml)|(?:[a-z_]+/)+")
+FIELD: Final = re.compile(r"[a-z_]+")
 DECISIONS: Final = ROOT / "docs" / "design" / "decisions"
 OVERVIEW_BYTES: Final = 30_000
 IN_UNIT_S: Final = {"s": 1.0, "second": 1.0, "seconds": 1.0, "min": 60.0, "minute": 60.0, "minutes": 60.0}
@@ -108,7 +110,7 @@ def names_of_tests() -> frozenset[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_every_test_and_module_that_a_page_names_is_there(page: Path) -> None:
-    """Modules of the library are named from its root or from `mqlayer/`."""
+    """Modules and packages of the library are named from its root or from `mqlayer/`."""
     named = inline(page)
     missing = [text for text in named if TEST.fullmatch(text) and text not in names_of_tests()]
     places = (ROOT, ROOT / "mqlayer", ROOT / "tests", ROOT / "docs" / "model")
@@ -118,6 +120,13 @@ def test_every_test_and_module_that_a_page_names_is_there(page: Path) -> None:
 
 def test_the_overview_stays_one() -> None:
     assert (ROOT / "ARCHITECTURE.md").stat().st_size <= OVERVIEW_BYTES
+
+
+def test_the_overview_draws_the_layers_that_the_imports_keep() -> None:
+    contract = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["importlinter"]["contracts"][0]
+    drawn = (ROOT / "ARCHITECTURE.md").read_text("utf-8").partition("\n## Layers\n")[2].split("```")[1].splitlines()
+    first_words = [re.split(r" {2,}", line)[0].replace("│", "|") for line in drawn[1:] if line and line[0] != " "]
+    assert first_words == contract["layers"]
 
 
 def test_every_decision_is_a_short_page_in_the_index() -> None:
@@ -166,6 +175,15 @@ def test_every_table_is_in_the_catalogue() -> None:
     made -= set(re.findall(r"DROP TABLE (?:IF EXISTS )?mqlayer\w*\.(\w+)", text))
     told = {name.rpartition(".")[2] for name in inline(ROOT / "ARCHITECTURE.md")}
     assert {name for name in made - told if not SLOT.fullmatch(name)} == set()
+
+
+def test_every_field_in_the_catalogue_of_redis_keys_is_a_scripts() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text("utf-8").partition("\n## Redis keys\n")[2].partition("\n## ")[0]
+    contents = [row.split("|")[3] for row in text.splitlines() if row.startswith("| ")][1:]
+    fields_shown = {name for content in contents for name in INLINE.findall(content) if FIELD.fullmatch(name)}
+    scripts = "\n".join(path.read_text("utf-8") for path in sorted((ROOT / "lua").rglob("*.lua")))
+    assert len(fields_shown) > 20
+    assert {name for name in fields_shown if f"'{name}'" not in scripts} <= {"m", "k", "b"}
 
 
 @pytest.mark.parametrize("page", MARKDOWN, ids=page_id)
