@@ -52,33 +52,40 @@ def test_the_first_program_runs_as_printed_from_a_plain_install(
     # No registry is asked: a package of this name there would be somebody else's.
     script = "\n".join([f"set -e; export PIP_NO_INDEX=1 PIP_FIND_LINKS={places}", *steps, f"exec {last}"])
     heard: list[str] = []
+    # Apart from what is printed: a log line could come between a line that the program prints and its end.
+    log = plain.home / "log.txt"
     try:
-        with subprocess.Popen(
+        with log.open("w") as errors, subprocess.Popen(
             ["/bin/bash", "-c", script],
-            cwd=plain.home, env=plain.variables(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            cwd=plain.home, env=plain.variables(), stdout=subprocess.PIPE, stderr=errors, text=True,
         ) as process:  # fmt: skip
             assert process.stdout is not None
             listener = threading.Thread(target=heard.extend, args=(process.stdout,))
             listener.start()
             try:
                 wait_until(
-                    lambda: is_over(heard, process), timeout_s=240, what="three orders booked, by what was printed"
+                    lambda: is_over(heard, log, process), timeout_s=240, what="three orders booked, by what was printed"
                 )
             finally:
                 process.send_signal(signal.SIGINT)
                 listener.join(30)
-            assert booked(heard) == ["10", "20", "30"], "".join(heard)
-            assert process.wait(30) == 0, "".join(heard)
+            assert booked(heard) == ["10", "20", "30"], said(heard, log)
+            assert process.wait(30) == 0, said(heard, log)
         states = plain.run(plain.programs / "mqlayer", "status", "--json")
         assert '"name":"worker"' in states.replace(" ", "")
     finally:
         plain.run(plain.programs / "mqlayer", "down", "--erase")
 
 
-def is_over(heard: list[str], process: subprocess.Popen[str]) -> bool:
+def is_over(heard: list[str], log: Path, process: subprocess.Popen[str]) -> bool:
     """Say whether all is booked, or the program ended; what it printed is shown where neither comes."""
-    assert booked(heard) == ["10", "20", "30"] or process.poll() is not None, "".join(heard)
+    assert booked(heard) == ["10", "20", "30"] or process.poll() is not None, said(heard, log)
     return True
+
+
+def said(heard: list[str], log: Path) -> str:
+    """Return what was printed, and what was logged."""
+    return "".join(heard) + log.read_text("utf-8")
 
 
 def booked(lines: list[str]) -> list[str]:
