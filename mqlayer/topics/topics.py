@@ -259,13 +259,12 @@ def _attach(application: Database, topic_id: int, name: str, body_limit: int) ->
     def work(connection: Connection) -> None:
         facts = {"topic_id": topic_id, "name": name, "body_limit": body_limit}
         connection.execute(query("outbox_topic_put"), facts)
+        if connection.execute(query("outbox_topic_limit"), facts).fetchone() is None:
+            raise Conflict(
+                f"the application database does not know topic {name!r} under id {topic_id}: it has another id or name there",
+                "the control database lost a topic: docs/how-to/fail-over-postgres.md says how to go on with its messages",
+            )
         connection.execute(query("outbox_counters_put"), facts)
         connection.execute(query("outbox_counters_limit"), facts)
 
-    try:
-        application.transaction(work)
-    except Conflict as error:
-        raise Conflict(
-            f"the application database knows topic {name!r} under another id than {topic_id}",
-            "the control database lost that one: docs/how-to/fail-over-postgres.md says how to go on with its messages",
-        ) from error
+    application.transaction(work)

@@ -3,14 +3,17 @@
 EXISTS (SELECT FROM mqlayer_app.identity i WHERE i.outbox_uuid = %(outbox_uuid)s FOR SHARE);
 
 -- name: outbox_topic_put
--- Let an application database publish to a topic: its limits, and a counter for each LP.
-WITH put AS (
-    INSERT INTO mqlayer_app.topic AS t (topic_id, name, body_limit)
-    VALUES (%(topic_id)s, %(name)s, %(body_limit)s)
-    ON CONFLICT (topic_id) DO UPDATE SET body_limit = excluded.body_limit
-        WHERE t.body_limit <> excluded.body_limit
-)
-SELECT 1;
+-- Let an application database publish to a topic. No target after ON CONFLICT: two that attach a topic at once meet at its
+-- name as well as at its number.
+INSERT INTO mqlayer_app.topic (topic_id, name, body_limit)
+VALUES (%(topic_id)s, %(name)s, %(body_limit)s)
+ON CONFLICT DO NOTHING;
+
+-- name: outbox_topic_limit
+-- Set the limit of a topic; none if another topic has its name or its number.
+UPDATE mqlayer_app.topic SET body_limit = %(body_limit)s
+WHERE topic_id = %(topic_id)s AND name = %(name)s
+RETURNING topic_id;
 
 -- name: outbox_counters_put
 -- The counters of a topic, once, with its name and limit of today. In the order in which publishing locks them; those that
@@ -20,7 +23,7 @@ SELECT t.topic_id, lp, t.name, t.body_limit FROM mqlayer_app.topic t, generate_s
 WHERE t.topic_id = %(topic_id)s
   AND NOT EXISTS (SELECT FROM mqlayer_app.counter c WHERE c.topic_id = t.topic_id AND c.lp = new.lp)
 ORDER BY lp
-ON CONFLICT (topic_id, lp) DO NOTHING;
+ON CONFLICT DO NOTHING;
 
 -- name: outbox_counters_limit
 -- Repeat a limit that changed in the topic's counters, in the order in which publishing locks them.

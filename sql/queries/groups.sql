@@ -10,7 +10,7 @@ SELECT topic_id, %(name)s, %(start)s, %(start_at)s, %(from_archive)s, %(ordered)
        %(time_limit_s)s, %(max_time_limit_s)s, %(parked_keys_limit)s, %(parked_messages_limit)s, %(parked_bytes_limit)s,
        %(key_messages_limit)s, %(key_bytes_limit)s
 FROM mqlayer.topic WHERE name = %(topic)s
-ON CONFLICT (topic_id, name) DO NOTHING;
+ON CONFLICT DO NOTHING;
 
 -- name: group_find
 -- One group of a topic.

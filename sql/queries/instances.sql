@@ -16,7 +16,7 @@ extract(epoch FROM clock_timestamp() - coalesce(c.absent_since, (
 INSERT INTO mqlayer.consumer_group (topic_id, name, broadcast_of, instance, absent_since, paused_at, paused_by, {inherited})
 SELECT topic_id, name || '@' || %(instance)s::text, group_id, %(instance)s::text, now(), paused_at, paused_by, {inherited}
 FROM mqlayer.consumer_group WHERE group_id = %(group_id)s AND mode = 'broadcast' AND state = 'live' FOR SHARE
-ON CONFLICT (topic_id, name) DO NOTHING RETURNING group_id;
+ON CONFLICT DO NOTHING RETURNING group_id;
 
 -- name: instance_revive
 -- An instance whose position was dropped begins anew by the rules of its group: what it had committed is void. Not before
