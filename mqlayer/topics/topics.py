@@ -261,8 +261,8 @@ def _attach(application: Database, topic_id: int, name: str, body_limit: int) ->
         connection.execute(query("outbox_topic_put"), facts)
         if connection.execute(query("outbox_topic_limit"), facts).fetchone() is None:
             raise Conflict(
-                f"the application database does not know topic {name!r} under id {topic_id}: it has another id or name there",
-                "the control database lost a topic: docs/how-to/fail-over-postgres.md says how to go on with its messages",
+                f"the outbox knows topic {name!r} by another id than {topic_id}, or the id by another name",
+                "the control database lost a topic: docs/how-to/fail-over-postgres.md says how to go on with it",
             )
         connection.execute(query("outbox_counters_put"), facts)
         connection.execute(query("outbox_counters_limit"), facts)
