@@ -96,6 +96,19 @@ def test_direct_dependencies_have_a_lower_bound_and_no_upper_one() -> None:
     assert {part.operator for one in every for part in one.specifier} == {">="}
 
 
+def test_scripts_name_files_that_are_there() -> None:
+    """Pytest says nothing of a missing file that `--ignore` names."""
+    words = [
+        word
+        for script in sorted((ROOT / "scripts").iterdir())
+        for word in re.findall(r"(?<![\w./])tests/[\w./{},*-]+", script.read_text("utf-8"))
+    ]
+    expand = ["bash", "-c", f"cd '{ROOT}' && printf '%s\\n' {' '.join(words)}"]
+    paths = subprocess.run(expand, check=True, capture_output=True, text=True).stdout.split()
+    assert "tests/unit/test_models.py" in paths
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
 @pytest.mark.parametrize("path", INSTALLERS, ids=lambda path: path.name)
 def test_packages_are_installed_by_hash_only(path: Path) -> None:
     """A package of ours comes without a look at its dependencies; all others by the hashes of a lock file."""
