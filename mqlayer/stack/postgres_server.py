@@ -23,6 +23,7 @@ from mqlayer.stack.private_files import closed_directory, write_closed
 from mqlayer.stack.process_record import ProcessRecord
 from mqlayer.stack.server_paths import data_place, program_place
 from mqlayer.stack.server_programs import PostgresPrograms, best_postgres, postgres_programs
+from mqlayer.stack.shared_memory import release_shared_memory
 from mqlayer.stack.wait import comes_true
 
 START_TRIES: Final = 3
@@ -159,6 +160,7 @@ class PostgresServer:
     def erase(self) -> None:
         """Kill the server and remove its data."""
         self.kill()
+        release_shared_memory(self.data)
         shutil.rmtree(self._home, ignore_errors=True)
         shutil.rmtree(self.directory, ignore_errors=True)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
+from pathlib import Path
 
 import psycopg
 import pytest
@@ -12,6 +13,7 @@ import redis
 from mqlayer.errors import Conflict
 from mqlayer.postgres.database import Database
 from mqlayer.stack import PostgresServer, RedisProgram, RedisServer, ServerFailed, postgres_programs, redis_programs
+from mqlayer.stack.shared_memory import segment_of
 from tests.fixtures.servers import StartPostgres, StartRedis
 
 
@@ -112,6 +114,21 @@ def test_a_killed_postgres_recovers_what_was_committed(start_postgres: StartPost
 
     with psycopg.connect(server.dsn()) as connection:
         assert connection.execute("SELECT answer FROM kept").fetchall() == [(42,)]
+
+
+def test_an_erased_postgres_leaves_no_shared_memory_even_if_it_was_killed(start_postgres: StartPostgres) -> None:
+    server = start_postgres()
+    segment = segment_of(server.data)
+    assert segment in segments_there()
+    server.kill()
+    assert segment in segments_there()
+    server.erase()
+    assert segment not in segments_there()
+
+
+def segments_there() -> set[int]:
+    """Ids of System V shared memory; Linux only."""
+    return {int(line.split()[1]) for line in Path("/proc/sysvipc/shm").read_text().splitlines()[1:]}
 
 
 def test_postgres_listens_on_a_socket_too(start_postgres: StartPostgres) -> None:
