@@ -238,6 +238,8 @@ class PostgresServer:
 
     def _launch(self, port: int) -> None:
         options = {
+            # Shared memory in files of the data directory: a killed server leaves none behind elsewhere.
+            "dynamic_shared_memory_type": "mmap",
             **self.options,
             "port": str(port),
             "unix_socket_directories": str(self._socket_directory or ""),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -121,10 +122,22 @@ def test_a_worker_of_any_pool_handles_messages_in_its_main_process(
     orders.send(numbered(range(20)))
     wait_for(handled, log, range(20))
     process.terminate()
-    assert process.wait(20) == 0, log.read_text()
+    assert ended(process, log) == 0, log.read_text()
     assert {pid for pid, _ in lines(handled)} == {str(process.pid)}
     assert len(lines(handled)) == 20
     assert "consumers_stopped" in log.read_text()
+
+
+def ended(process: subprocess.Popen[bytes], log: Path) -> int:
+    """Return the exit code of a worker that was told to stop; if it does not, show where its threads are."""
+    try:
+        return process.wait(20)
+    except subprocess.TimeoutExpired:
+        # Celery writes the stacks of its threads.
+        process.send_signal(signal.SIGUSR1)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(2)
+        pytest.fail(f"the worker does not end: {log.read_text()}")
 
 
 def test_consumption_goes_on_while_the_broker_is_down_and_after(
@@ -147,7 +160,7 @@ def test_consumption_goes_on_while_the_broker_is_down_and_after(
     wait_for(handled, log, range(40, 60))
 
     process.terminate()
-    assert process.wait(20) == 0, log.read_text()
+    assert ended(process, log) == 0, log.read_text()
     assert len(lines(handled)) == 60
     assert log.read_text().count("consumers_started") == 1
 
@@ -173,7 +186,7 @@ def test_a_worker_waits_for_stores_that_are_down_at_its_start(
     postgres.start()
     wait_for(handled, log, range(20))
     process.terminate()
-    assert process.wait(20) == 0, log.read_text()
+    assert ended(process, log) == 0, log.read_text()
 
 
 def test_a_wrong_path_ends_the_worker_with_the_reason(worker: Worker, log: Path, database_dsn: str) -> None:
