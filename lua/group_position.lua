@@ -31,6 +31,7 @@ local start = tonumber(ARGV[1])
 local seek = tonumber(ARGV[2])
 
 -- include bitmap_lost
+-- include native_given
 
 local meta = redis.call('HMGET', meta_key, 'state', 'next', 'first')
 if not meta[1] or meta[1] == 'deleted' then return {'absent'} end
@@ -41,15 +42,8 @@ if position == 0 or tonumber(lock[5] or '0') < seek then
   position = math.max(math.min(start, next_offset), tonumber(meta[3] or '1'))
 elseif lock[6] then
   -- All that was given and is not pending is settled.
-  local groups = redis.pcall('XINFO', 'GROUPS', log_key)
-  for _, facts in ipairs(groups.err and {} or groups) do
-    local named = {}
-    for i = 1, #facts, 2 do named[facts[i]] = facts[i + 1] end
-    if named['name'] == lock[6] then
-      local given = tonumber(string.match(named['last-delivered-id'], '^%d+')) + 1
-      settled = math.max(0, given - position - named['pending'])
-    end
-  end
+  local given, pending = native_given(log_key, lock[6])
+  if given then settled = math.max(0, given + 1 - position - pending) end
 elseif tonumber(lock[7] or '0') > position
   and not bitmap_lost(redis.call('STRLEN', acks_key), position, tonumber(lock[4]), tonumber(lock[7])) then
   -- Every bit from base up to committed is set.

@@ -32,21 +32,14 @@ local count = tonumber(ARGV[3])
 local seek = tonumber(ARGV[4])
 
 -- include bitmap_lost
+-- include native_given
 
 if count < 1 or count > 1000 then return redis.error_reply('ERR key_find: 1 to 1000 offsets') end
 local lock = redis.call('HMGET', lock_key, 'committed', 'base', 'seek', 'shared', 'top')
 local committed, base, top = 0, 0, tonumber(lock[5] or '0')
 if tonumber(lock[3] or '0') >= seek then committed, base = tonumber(lock[1] or '0'), tonumber(lock[2] or '0') end
 local bits_kept = top > committed and not bitmap_lost(redis.call('STRLEN', acks_key), committed, base, top)
-local given = 0
-if lock[4] then
-  local groups = redis.pcall('XINFO', 'GROUPS', log_key)
-  for _, facts in ipairs(groups.err and {} or groups) do
-    local named = {}
-    for i = 1, #facts, 2 do named[facts[i]] = facts[i + 1] end
-    if named['name'] == lock[4] then given = tonumber(string.match(named['last-delivered-id'], '^%d+')) end
-  end
-end
+local given = lock[4] and native_given(log_key, lock[4]) or 0
 local function is_settled(offset)
   if lock[4] and offset >= committed then
     local id = string.format('%d-0', offset)

@@ -45,13 +45,14 @@ local epoch = tonumber(ARGV[2])
 local range_count = tonumber(ARGV[3])
 local encoded_outcome = ARGV[4]
 
-local WINDOW = 1048576
-local KEEP_BYTES = 1024
 local NEAR_BYTES = 4096
 local format, byte_of, floor, max, min = string.format, string.byte, math.floor, math.max, math.min
 
 -- include bitmap_lost
--- include outcome_append
+-- include committed_advance
+-- include settled_append
+-- include ack_window
+-- include range_add
 
 local next_offset = tonumber(redis.call('HGET', meta_key, 'next') or '0')
 if next_offset == 0 then return {'absent'} end
@@ -82,10 +83,6 @@ end
 
 -- What is settled by this call and no earlier one, by its letter: first and last offset in turn.
 local fresh = {h = {}, u = {}}
-local function add_range(line, first, last)
-  local n = #line
-  if line[n] == first - 1 then line[n] = last else line[n + 1], line[n + 2] = first, last end
-end
 -- The part of the bitmap where the ranges lie, in one read; unless they lie far apart: then each one's is read.
 local near, near_from = nil, 0
 if letters and bits_kept then
@@ -103,12 +100,12 @@ local function add_clear(line, first, last)
     bytes, begin = redis.call('GETRANGE', acks_key, low, high), low
   end
   if high > low and not string.find(string.sub(bytes, low - begin + 1, high - begin + 1), '%Z') then
-    return add_range(line, first, last)
+    return range_add(line, first, last)
   end
   for at = low, high do
     local byte = byte_of(bytes, at - begin + 1) or 0
     for bit = max(from, 8 * at), min(to, 8 * at + 7) do
-      if byte == 0 or byte % 2 ^ (8 - bit % 8) < 2 ^ (7 - bit % 8) then add_range(line, base + bit, base + bit) end
+      if byte == 0 or byte % 2 ^ (8 - bit % 8) < 2 ^ (7 - bit % 8) then range_add(line, base + bit, base + bit) end
     end
   end
 end
@@ -122,7 +119,7 @@ local function add_new(i, at, line, first, last)
       first = to + 1
     end
   end
-  if bits_kept then add_clear(line, first, last) else add_range(line, first, last) end
+  if bits_kept then add_clear(line, first, last) else range_add(line, first, last) end
 end
 local highest = 0
 for i = 1, letters and range_count or 0 do
@@ -138,19 +135,7 @@ if #fresh.h > 0 or #fresh.u > 0 then
     local count = string.match(redis.call('HGET', attempts_key, ARGV[i]) or '0', '^%d+')
     if count ~= '0' then failed[#failed + 1] = ARGV[i] .. ':' .. count end
   end
-  local time = redis.call('TIME')
-  local entry = {'m', member, 't', format('%d', tonumber(time[1]) * 1000 + floor(tonumber(time[2]) / 1000))}
-  local function add(name, value)
-    if value ~= '' then entry[#entry + 1], entry[#entry + 2] = name, value end
-  end
-  for name, line in pairs(fresh) do
-    local ranges = {}
-    for i = 1, #line, 2 do ranges[#ranges + 1] = format('%d-%d', line[i], line[i + 1]) end
-    add(name, table.concat(ranges, ','))
-  end
-  add('r', reads)
-  add('a', table.concat(failed, ','))
-  outcome_append(outcomes_key, lock_key, epoch, tonumber(kept), entry)
+  settled_append(outcomes_key, lock_key, epoch, tonumber(kept), member, fresh, reads, failed)
 end
 
 local function set_bits(first, last)
@@ -189,26 +174,6 @@ for i = 1, range_count do
     end
   end
 end
-local spent = 0
-if bits_kept then
-  -- Every bit below committed is set, so the first clear one from its byte on is the new committed.
-  local clear = redis.call('BITPOS', acks_key, 0, floor((committed - base) / 8))
-  if clear >= 0 then committed = base + clear end
-  if committed >= top then
-    base = committed
-    top = 0
-  else
-    spent = floor((committed - base) / 8)
-    if spent <= KEEP_BYTES then spent = 0 end
-    base = base + 8 * spent
-  end
-end
-redis.call('HSET', lock_key, 'committed', format('%d', committed), 'base', format('%d', base),
-  'top', format('%d', top))
-if bits_kept and top == 0 then
-  redis.call('DEL', acks_key)
-elseif spent > 0 then
-  redis.call('SET', acks_key, redis.call('GETRANGE', acks_key, spent, -1))
-end
+committed = committed_advance(lock_key, acks_key, committed, base, top, bits_kept)
 for i = 5 + 2 * range_count, #ARGV do redis.call('HDEL', attempts_key, ARGV[i]) end
 return {'settled', committed}

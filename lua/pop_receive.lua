@@ -69,14 +69,14 @@ local only_repeat = ARGV[9] == '1'
 local per_s = tonumber(ARGV[10])
 local rate_size = tonumber(ARGV[11])
 
-local WIDTH = 500
-local WINDOW = 1048576
 local LOOK_LIMIT = 1000
 local HELD_LIMIT = 100000
 local CHUNK = 50
 local KEPT_BATCHES = 256
 local format = string.format
 
+-- include ack_window
+-- include pop_width
 -- include pop_incomplete
 
 if limit < 1 or limit > WIDTH then return redis.error_reply('ERR pop_receive: 1 to 500 messages') end

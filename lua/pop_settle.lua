@@ -53,10 +53,10 @@ local ms = tonumber(ARGV[3])
 local count = tonumber(ARGV[4])
 local encoded_outcome = ARGV[5]
 
-local WIDTH = 500
-local KEEP_BYTES = 1024
 local format = string.format
 
+-- include committed_advance
+-- include pop_width
 -- include pop_incomplete
 -- include outcome_append
 
@@ -158,27 +158,7 @@ if #ours > 0 and action == 'ack' then
       if offset == committed then committed = offset + 1 end
     end
   end
-  local spent = 0
-  if bits_kept then
-    -- Every bit below committed is set, so the first clear one from its byte on is the new committed.
-    local clear = redis.call('BITPOS', acks_key, 0, math.floor((committed - base) / 8))
-    if clear >= 0 then committed = base + clear end
-    if committed >= top then
-      base = committed
-      top = 0
-    else
-      spent = math.floor((committed - base) / 8)
-      if spent <= KEEP_BYTES then spent = 0 end
-      base = base + 8 * spent
-    end
-  end
-  redis.call('HSET', lock_key, 'committed', format('%d', committed), 'base', format('%d', base),
-    'top', format('%d', top))
-  if bits_kept and top == 0 then
-    redis.call('DEL', acks_key)
-  elseif spent > 0 then
-    redis.call('SET', acks_key, redis.call('GETRANGE', acks_key, spent, -1))
-  end
+  committed = committed_advance(lock_key, acks_key, committed, base, top, bits_kept)
   redis.call('HDEL', attempts_key, unpack(changes))
   redis.call('ZREM', queues_key, unpack(removed))
   redis.call('HDEL', pops_key, unpack(changes))

@@ -50,7 +50,8 @@ local range_count = tonumber(ARGV[6])
 local LIMIT = 1000
 local format = string.format
 
--- include outcome_append
+-- include settled_append
+-- include range_add
 -- include settled_upto
 
 local meta = redis.call('HMGET', meta_key, 'state', 'next')
@@ -84,10 +85,8 @@ if letters then
       local first, last = tonumber(ARGV[2 * i + 5]), tonumber(ARGV[2 * i + 6])
       local pending = redis.call('XPENDING', log_key, group, format('%d-0', first), format('%d-0', last), LIMIT)
       for _, one in ipairs(pending) do
-        local offset, n = tonumber(string.match(one[1], '^%d+')), #line
-        if string.sub(one[1], -2) == '-0' then
-          if line[n] == offset - 1 then line[n] = offset else line[n + 1], line[n + 2] = offset, offset end
-        end
+        local offset = tonumber(string.match(one[1], '^%d+'))
+        if string.sub(one[1], -2) == '-0' then range_add(line, offset, offset) end
       end
     end
   end
@@ -106,21 +105,7 @@ if noted and letters then
     if count ~= '0' then failed[#failed + 1] = offset .. ':' .. count end
   end
 end
-if #fresh.h > 0 or #fresh.u > 0 then
-  local time = redis.call('TIME')
-  local entry = {'m', member, 't', format('%d', tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000))}
-  local function add(name, value)
-    if value ~= '' then entry[#entry + 1], entry[#entry + 2] = name, value end
-  end
-  for name, line in pairs(fresh) do
-    local ranges = {}
-    for i = 1, #line, 2 do ranges[#ranges + 1] = format('%d-%d', line[i], line[i + 1]) end
-    add(name, table.concat(ranges, ','))
-  end
-  add('r', reads)
-  add('a', table.concat(failed, ','))
-  outcome_append(outcomes_key, lock_key, epoch, tonumber(kept), entry)
-end
+settled_append(outcomes_key, lock_key, epoch, tonumber(kept), member, fresh, reads, failed)
 local count = 0
 if #ids > 0 then count = redis.call('XACK', log_key, group, unpack(ids)) end
 if command ~= '' then redis.call('XACK', log_key, group, command) end
