@@ -1,8 +1,9 @@
 """Places where a test kills, stops, fails or holds this process.
 
-`failpoint("relay.after_append")` acts only if armed, by `arm` or at import by
+`failpoint("relay.after_append")` acts only if armed, by `arm` or at import by both of
 
     MQLAYER_FAILPOINTS="relay.after_append=kill@2,ack.before_send=raise"
+    MQLAYER_ALLOW_FAILPOINTS=1
 
 `name=action[@n]` acts once, when this process reaches the name for the n-th time.
 
@@ -13,6 +14,7 @@
     mark:<path>  append one byte to the file, and go on
 """
 
+import logging
 import os
 import re
 import signal
@@ -22,9 +24,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal, assert_never, cast, get_args
 
-__all__ = ["ENVIRONMENT_VARIABLE", "FailpointHit", "arm", "disarm_all", "failpoint"]
+__all__ = ["ALLOWING_VARIABLE", "ENVIRONMENT_VARIABLE", "FailpointHit", "arm", "disarm_all", "failpoint"]
+
+log = logging.getLogger(__name__)
 
 ENVIRONMENT_VARIABLE: Final = "MQLAYER_FAILPOINTS"
+ALLOWING_VARIABLE: Final = "MQLAYER_ALLOW_FAILPOINTS"
 WAIT_LIMIT_S: Final = 60.0
 WAIT_POLL_S: Final = 0.005
 
@@ -150,6 +155,19 @@ def _parse_action(name: str, text: str, occurrence: int) -> _Action:
     return _Action(cast(ActionKind, kind), path, occurrence)
 
 
+def arm_from_environment() -> None:
+    """Arm what the environment names, if it also allows it; else say that it does nothing.
+
+    Raises ValueError for a malformed name or action.
+    """
+    named = os.environ.get(ENVIRONMENT_VARIABLE, "")
+    if os.environ.get(ALLOWING_VARIABLE) == "1":
+        _arm_from(named)
+    elif named:
+        # Nobody has set up logging at import: the text alone is what stderr shows.
+        log.warning("%s does nothing without %s=1", ENVIRONMENT_VARIABLE, ALLOWING_VARIABLE)
+
+
 def _arm_from(specification: str) -> None:
     for entry in filter(None, (part.strip() for part in specification.split(","))):
         name, equals, rest = entry.partition("=")
@@ -167,4 +185,4 @@ def _split_occurrence(text: str) -> tuple[str, int]:
     return text, 1
 
 
-_arm_from(os.environ.get(ENVIRONMENT_VARIABLE, ""))
+arm_from_environment()

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from mqlayer.archive import batches
+from tests.fixtures.failpoints import armed
 from tests.fixtures.wait import wait_until
 from tests.integration.test_archive import HIGH, LOW, Scene
 
@@ -49,7 +50,7 @@ def killed(scene: Scene, what: str, place: str) -> None:
     """Run a pass that ends at a failpoint."""
     process = subprocess.run(
         [sys.executable, "-c", PROGRAM, scene.dsn, scene.prefix, what],
-        env=os.environ | {"MQLAYER_FAILPOINTS": place},
+        env=os.environ | armed(place),
         check=False,
     )
     assert process.returncode == -9, "the place was not reached"
@@ -110,7 +111,7 @@ def test_an_archiver_stopped_in_a_copy_is_ended_by_whoever_waits_for_the_topic(
     send(scene)
     command = [sys.executable, "-c", PROGRAM, scene.dsn, scene.prefix, "archive"]
     with subprocess.Popen(
-        command, env=os.environ | {"MQLAYER_FAILPOINTS": "archive.in_copy=stop"}, stderr=subprocess.DEVNULL
+        command, env=os.environ | armed("archive.in_copy=stop"), stderr=subprocess.DEVNULL
     ) as stopped:
         wait_until(lambda: scene.rows(WAITING), what="it is stopped in its COPY", timeout_s=20)
         wait_until(lambda: scene.archive().total == 120, what="another one goes on", timeout_s=20)

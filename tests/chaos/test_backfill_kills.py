@@ -21,6 +21,7 @@ from mqlayer.topics import set_archived
 from tests.chaos.actors import GROUP, TOPIC
 from tests.chaos.test_consumer_kills import COUNT, Scene, judge, scene
 from tests.chaos.test_parking_kills import Shop
+from tests.fixtures.failpoints import armed
 from tests.fixtures.wait import wait_until
 
 __all__ = ["scene"]
@@ -58,7 +59,7 @@ def test_kills_while_the_archive_is_given(scene: Scene, database: Database) -> N
         | {
             "MQLAYER_DSN": scene.settings.control_dsn(),
             "MQLAYER_KEY_PREFIX": scene.settings.key_prefix,
-            "MQLAYER_FAILPOINTS": "replay.before_commit=kill@2",
+            **armed("replay.before_commit=kill@2"),
         },
         capture_output=True,
         text=True,

@@ -24,6 +24,7 @@ from mqlayer.settings import Settings
 from mqlayer.topics import create_topic, register_node
 from tests.chaos.actors import GROUP, SINK, TOPIC
 from tests.chaos.harness.stores import drained, note_sink, note_streams
+from tests.fixtures.failpoints import armed
 from tests.fixtures.forked_programs import Process, start_python
 from tests.fixtures.wait import wait_until
 from tests.proof.checker import check
@@ -66,7 +67,7 @@ class Scene:
         with (self.directory / f"{name}.log").open("ab") as log:
             process = start_python(
                 "tests.chaos.actors", role, name, str(self.directory),
-                cwd=ROOT, env=self._environment | {"MQLAYER_FAILPOINTS": failpoints}, stdout=log, stderr=log,
+                cwd=ROOT, env=self._environment | armed(failpoints), stdout=log, stderr=log,
             )  # fmt: skip
         self.running.append(process)
         return process

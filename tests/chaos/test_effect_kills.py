@@ -15,6 +15,7 @@ from mqlayer.domain.message import Identity
 from mqlayer.idempotency import InboxEntry, inbox_stats, record_effect, version_gaps
 from tests.chaos.effect_actors import SINK
 from tests.fixtures.consumers import Stage, StartStage
+from tests.fixtures.failpoints import armed
 from tests.fixtures.forked_programs import Process, start_python
 
 ROOT: Final = Path(__file__).parents[2]
@@ -34,7 +35,7 @@ class Scene:
             "MQLAYER_DSN": self.stage.dsn,
             "MQLAYER_KEY_PREFIX": self.stage.prefix,
             "MQLAYER_LEASE_S": "1.0",
-            "MQLAYER_FAILPOINTS": failpoints,
+            **armed(failpoints),
         }
         with (self._directory / "said").open("ab") as out, (self._directory / "log").open("ab") as log:
             actor = "tests.chaos.effect_actors"

@@ -29,6 +29,7 @@ from mqlayer.settings import Settings
 from mqlayer.topics import create_topic, register_node
 from tests.chaos.actors import GROUP, SINK, TOPIC
 from tests.chaos.harness.stores import drained, note_sink, note_streams
+from tests.fixtures.failpoints import armed
 from tests.fixtures.forked_programs import Process, start_python
 from tests.fixtures.wait import wait_until
 from tests.proof.checker import check
@@ -54,7 +55,7 @@ class Scene:
             "MQLAYER_KEY_PREFIX": self.settings.key_prefix,
             "MQLAYER_TEST_FAILING": "7",
             "MQLAYER_TEST_SCOPE": scope,
-            "MQLAYER_FAILPOINTS": failpoints,
+            **armed(failpoints),
         }
         with (self.directory / f"{name}.log").open("ab") as log:
             process = start_python(

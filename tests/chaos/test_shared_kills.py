@@ -20,6 +20,7 @@ from mqlayer.routes import apply_change, plan_split, retire_partitions
 from mqlayer.runtime.route_cache import load_route
 from tests.chaos.actors import GROUP
 from tests.fixtures.consumers import LEASE_S, Recorder, Stage
+from tests.fixtures.failpoints import armed
 from tests.fixtures.forked_programs import Process, start_python
 from tests.fixtures.shared_members import due, pending, share
 from tests.fixtures.wait import wait_until
@@ -42,7 +43,7 @@ class Scene:
             "MQLAYER_DSN": self.stage.dsn,
             "MQLAYER_KEY_PREFIX": self.stage.prefix,
             "MQLAYER_LEASE_S": str(LEASE_S),
-            "MQLAYER_FAILPOINTS": failpoints,
+            **armed(failpoints),
         }
         with (self.directory / f"{name}.log").open("ab") as log:
             process = start_python(

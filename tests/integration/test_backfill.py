@@ -26,6 +26,7 @@ from mqlayer.routes import retire_partitions
 from mqlayer.runtime.route_cache import RouteCache
 from mqlayer.topics import set_archived
 from tests.fixtures.consumers import Recorder
+from tests.fixtures.failpoints import armed
 from tests.fixtures.forked_programs import ask_python
 from tests.fixtures.wait import wait_until
 from tests.integration.test_route_gates import KEYS, Scene, database, scene, world
@@ -367,4 +368,4 @@ def test_a_creation_that_is_killed_is_done_once_by_the_next(library: Library) ->
 def command(scene: Scene, *, failpoint: str = "") -> subprocess.CompletedProcess[str]:
     facts = {"MQLAYER_DSN": scene.world.dsn, "MQLAYER_KEY_PREFIX": scene.world.key_prefix}
     words = ("group", "create", "orders", LATE, "--from-archive")
-    return ask_python("mqlayer", *words, env=os.environ | facts | {"MQLAYER_FAILPOINTS": failpoint})
+    return ask_python("mqlayer", *words, env=os.environ | facts | armed(failpoint))

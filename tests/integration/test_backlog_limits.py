@@ -13,6 +13,7 @@ from mqlayer import Message
 from mqlayer.errors import BacklogFull, BodyTooLarge, InvalidInput, NotFound, PartlyPublished, PublishAborted
 from mqlayer.postgres.database import Database
 from mqlayer.topics import set_limits
+from tests.fixtures.failpoints import armed
 from tests.fixtures.forked_programs import run_python
 from tests.fixtures.wait import wait_until
 from tests.proof.outbox_world import OutboxWorld
@@ -141,7 +142,7 @@ def test_an_outbox_goes_by_another_body_limit_also_where_the_command_dies_before
     world.add_topic("small", partitions=1)
     env = {"MQLAYER_DSN": database_dsn, "MQLAYER_KEY_PREFIX": key_prefix}
     words = ("topic", "set", "small", "--body-limit", "10")
-    killed = {"MQLAYER_FAILPOINTS": "topic.after_limits=kill"}
+    killed = armed("topic.after_limits=kill")
     assert run_python("mqlayer", *words, env=os.environ | env | killed, timeout=20) == -9
     limit = "SELECT body_limit FROM mqlayer_app.topic"
     assert world.rows(limit) != [(10,)]

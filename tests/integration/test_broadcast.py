@@ -32,6 +32,7 @@ from mqlayer.routes import retire_partitions, split
 from mqlayer.runtime.route_cache import RouteCache, load_route
 from tests.fixtures.commands import Commands
 from tests.fixtures.consumers import Recorder, Stage, member_of
+from tests.fixtures.failpoints import armed
 from tests.fixtures.wait import wait_until
 
 pytestmark = pytest.mark.usefixtures("as_consumer")
@@ -333,7 +334,7 @@ def test_an_instance_that_dies_while_it_begins_anew_does_so_the_next_time(stage:
     environment = {
         "MQLAYER_DSN": stage.dsn,
         "MQLAYER_KEY_PREFIX": stage.prefix,
-        "MQLAYER_FAILPOINTS": f"{place}=kill",
+        **armed(f"{place}=kill"),
     }
     done = subprocess.run([sys.executable, "-c", program], env=os.environ | environment, check=False)
     assert done.returncode == -9

@@ -25,6 +25,7 @@ from mqlayer.redis.wire import append_once_packet, bulk, bulk_number
 from mqlayer.routes import merge, move, split
 from mqlayer.routes.dedup_handover import hand_over_ids
 from mqlayer.stack import RedisServer
+from tests.fixtures.failpoints import armed
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.wait import wait_until
 from tests.proof.producer_world import ProducerWorld, send_to_the_end
@@ -186,7 +187,7 @@ with Producer(name="shop") as producer:
 def test_who_does_the_work_of_a_killed_process_again_stores_each_message_once(world: ProducerWorld, name: str) -> None:
     """Case 8: whatever the first one had sent, stored or heard of."""
     addresses = {"MQLAYER_DSN": world.dsn, "MQLAYER_KEY_PREFIX": world.prefix}
-    killed = {**os.environ, **addresses, "MQLAYER_FAILPOINTS": f"{name}=kill@57"}
+    killed = {**os.environ, **addresses, **armed(f"{name}=kill@57")}
     assert subprocess.run([sys.executable, "-c", PROGRAM], env=killed, check=False).returncode == -signal.SIGKILL
     with world.producer() as producer:
         receipts = producer.send_many(

@@ -23,6 +23,7 @@ from mqlayer.groups.partition_rates import balance_by_rate
 from mqlayer.inspect import explain_key, group_statuses
 from tests.fixtures.commands import Commands
 from tests.fixtures.consumers import Recorder, Stage, StartStage, member_of
+from tests.fixtures.failpoints import armed
 from tests.fixtures.forked_programs import run_python
 from tests.fixtures.wait import wait_until
 
@@ -429,7 +430,7 @@ def test_a_word_that_is_cut_off_was_said_or_not_at_all(stage: Stage, words: tupl
     stage.consume(Recorder(), member_id="m1")
     before = group_state(stage)
     facts = {"MQLAYER_DSN": stage.dsn, "MQLAYER_KEY_PREFIX": stage.prefix}
-    killed = os.environ | facts | {"MQLAYER_FAILPOINTS": "group_admin.before_commit=kill"}
+    killed = os.environ | facts | armed("group_admin.before_commit=kill")
     assert run_python("mqlayer", "group", words[0], "orders", "g", *words[1:], env=killed, timeout=60) == -9
     assert group_state(stage) == before
     assert audit(stage) == []

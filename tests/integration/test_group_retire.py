@@ -33,6 +33,7 @@ from mqlayer.routes import retire_partitions, split
 from mqlayer.topics import rearm_node, set_archived
 from tests.fixtures.commands import Commands
 from tests.fixtures.consumers import Recorder, Stage, member_of
+from tests.fixtures.failpoints import armed
 from tests.fixtures.forked_programs import ask_python
 from tests.fixtures.wait import wait_until
 
@@ -213,7 +214,7 @@ def test_a_retirement_that_is_killed_is_done_or_not_at_all_and_the_job_does_the_
     group_id = stage.group_id()
     words = ("group", "retire", "orders", "g", "--yes", "--drop-parked")
     facts = {"MQLAYER_DSN": stage.dsn, "MQLAYER_KEY_PREFIX": stage.prefix}
-    done = ask_python("mqlayer", *words, env=os.environ | facts | {"MQLAYER_FAILPOINTS": f"{place}=kill"})
+    done = ask_python("mqlayer", *words, env=os.environ | facts | armed(f"{place}=kill"))
     assert done.returncode == -9, done.stderr
     state = find_group(stage.database, "orders", "g").state
     if place == "group_retire.before_commit":

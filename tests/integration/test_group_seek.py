@@ -25,6 +25,7 @@ from mqlayer.routes import drain_progress, retire_partitions, split
 from mqlayer.runtime.route_cache import RouteCache, load_nodes
 from mqlayer.topics import rearm_node
 from tests.fixtures.commands import Commands
+from tests.fixtures.failpoints import armed
 from tests.fixtures.forked_programs import ask_python
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.wait import wait_until
@@ -373,7 +374,7 @@ def test_a_seek_that_is_killed_is_done_or_not_at_all(world: OutboxWorld, databas
     before = state(world)
     words = ("group", "seek", "orders", "ledger", "--to", "earliest", "--apply")
     facts = {"MQLAYER_DSN": world.dsn, "MQLAYER_KEY_PREFIX": world.key_prefix}
-    done = ask_python("mqlayer", *words, env=os.environ | facts | {"MQLAYER_FAILPOINTS": f"{place}=kill"})
+    done = ask_python("mqlayer", *words, env=os.environ | facts | armed(f"{place}=kill"))
     assert done.returncode == -9, done.stderr
     member.handled.clear()
     if place == "seek.before_commit":

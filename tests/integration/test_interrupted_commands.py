@@ -14,6 +14,7 @@ import pytest
 
 from mqlayer.postgres.migrations import migrate
 from mqlayer.stack import Stack
+from tests.fixtures.failpoints import armed
 from tests.fixtures.wait import wait_until
 from tests.proof.outbox_world import OutboxWorld
 
@@ -39,7 +40,7 @@ def interrupt(tmp_path: Path) -> Interrupt:
     def run(*words: str, at: str, by: signal.Signals, environment: Mapping[str, str]) -> None:
         reached = tmp_path / "reached"
         places = f"{at}=mark:{reached},{at}=wait:{tmp_path / 'never'}"
-        with command(words, {**environment, "MQLAYER_FAILPOINTS": places}) as process:
+        with command(words, {**environment, **armed(places)}) as process:
             try:
                 wait_until(reached.exists, timeout_s=60, what=f"{at} to be reached")
                 process.send_signal(by)

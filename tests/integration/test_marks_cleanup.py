@@ -17,6 +17,7 @@ from mqlayer.postgres.database import Database
 from mqlayer.redis.keys import partition_keys
 from mqlayer.redis.node_connection import Node, NodeConnection
 from mqlayer.topics import rearm_node
+from tests.fixtures.failpoints import armed
 from tests.fixtures.servers import StartRedis
 from tests.proof.producer_world import ProducerWorld
 
@@ -71,7 +72,7 @@ def test_a_pass_that_is_killed_before_it_noted_its_work_is_done_again(world: Pro
     publish(world)
     killed = subprocess.run(
         [sys.executable, "-c", PROGRAM, world.dsn, world.prefix],
-        env=os.environ | {"MQLAYER_FAILPOINTS": "marks.before_record=kill"},
+        env=os.environ | armed("marks.before_record=kill"),
         check=False,
     )
     assert killed.returncode == -9

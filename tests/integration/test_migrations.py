@@ -19,6 +19,7 @@ from mqlayer.errors import SchemaMismatch, StoreUnavailable
 from mqlayer.postgres.database import Database, connect
 from mqlayer.postgres.migrations import SCHEMAS, SchemaName, check_schema, latest, migrate, migrations, script
 from mqlayer.postgres.queries import queries, query
+from tests.fixtures.failpoints import armed
 from tests.fixtures.forked_programs import run_python
 from tests.fixtures.later_steps import LATER, WARNING, with_later_step
 from tests.fixtures.roles import grant_application
@@ -60,7 +61,7 @@ def test_two_at_once_run_each_step_once(empty_database_dsn: str, steps: Steps) -
 def test_a_migration_that_is_killed_leaves_whole_steps_and_the_next_goes_on(
     empty_database_dsn: str, steps: Steps, nth: int
 ) -> None:
-    killed = {"MQLAYER_DSN": empty_database_dsn, "MQLAYER_FAILPOINTS": f"migrate.before_record=kill@{nth}"}
+    killed = {"MQLAYER_DSN": empty_database_dsn, **armed(f"migrate.before_record=kill@{nth}")}
     assert run_python("tests.fixtures.later_steps", env=os.environ | killed, timeout=60) == -9
     assert len(migrate(empty_database_dsn)) == sum(map(len, steps.values())) + 1 - nth
     assert {schema: numbers(empty_database_dsn, SCHEMAS[schema]) for schema in SCHEMAS} == steps

@@ -22,6 +22,7 @@ from mqlayer.stack import RedisServer
 from mqlayer.workers import connections
 from mqlayer.workers.ordered_tasks import OrderedTask, ordered_task
 from tests.fixtures.consumers import Stage, StartStage
+from tests.fixtures.failpoints import armed
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.wait import wait_until
 
@@ -180,8 +181,8 @@ def test_order_per_key_holds_while_workers_are_killed_in_a_body_and_another_goes
 ) -> None:
     """None lost, none overtaken; twice only what a dead worker had under way and not settled."""
     victims = [
-        shop.worker(MQLAYER_FAILPOINTS="ordered.before_body=kill@15"),
-        shop.worker(MQLAYER_FAILPOINTS="ordered.after_body=kill@15"),
+        shop.worker(**armed("ordered.before_body=kill@15")),
+        shop.worker(**armed("ordered.after_body=kill@15")),
     ]
     survivor = shop.worker()
     wait_until(lambda: len(shop.owners()) == 3, timeout_s=START_S, what="all have a share")

@@ -40,6 +40,7 @@ from mqlayer.settings import Settings
 from mqlayer.topics import list_nodes, set_archived
 from tests.fixtures.archived_outcomes import ArchivedOutcomes, OutcomePlace
 from tests.fixtures.consumers import Recorder, Stage, StartStage, member_of
+from tests.fixtures.failpoints import armed
 from tests.fixtures.forked_programs import run_python
 from tests.fixtures.wait import wait_until
 
@@ -353,7 +354,7 @@ def test_an_archiver_that_is_killed_loses_and_repeats_nothing(stage: Stage, told
     stage.send_numbers(3, 20)
     stage.consume(failing(b"7", error=Reject("never")), policy="dead_letter")
     stage.wait_settled()
-    killed = os.environ | {"MQLAYER_FAILPOINTS": f"{place}=kill"}
+    killed = os.environ | armed(f"{place}=kill")
     assert run_python("-c", PROGRAM, stage.dsn, stage.prefix, env=killed, timeout=60) == -9
     told.fetch()
     words = told.words()
@@ -412,7 +413,7 @@ def test_a_member_that_is_killed_leaves_one_end_for_each_message(
     name, _, nth = place.partition("@")
     environment = os.environ | {
         "MQLAYER_DSN": stage.dsn, "MQLAYER_KEY_PREFIX": stage.prefix, "MQLAYER_LEASE_S": "1",
-        "MQLAYER_FAILPOINTS": f"{name}=kill@{nth or 1}",
+        **armed(f"{name}=kill@{nth or 1}"),
     }  # fmt: skip
     assert run_python("-c", MEMBER, env=environment, timeout=30) == -9
     told.fetch()

@@ -46,6 +46,7 @@ from mqlayer.redis.partition_scripts import (
 )
 from tests.fixtures.consumers import Recorder, Stage, StartStage
 from tests.fixtures.failed_messages import Failing, identity_of
+from tests.fixtures.failpoints import armed
 from tests.fixtures.forked_programs import ask_python
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.wait import wait_until
@@ -473,7 +474,7 @@ def test_a_running_member_passes_a_message_over_that_it_has_in_hand(failing: Fai
 
 def command(failing: Failing, *typed: str, failpoint: str = "") -> subprocess.CompletedProcess[str]:
     places = {"MQLAYER_DSN": failing.stage.dsn, "MQLAYER_KEY_PREFIX": failing.stage.prefix}
-    return ask_python("mqlayer", *typed, env=os.environ | places | {"MQLAYER_FAILPOINTS": failpoint})
+    return ask_python("mqlayer", *typed, env=os.environ | places | armed(failpoint))
 
 
 @pytest.mark.parametrize("place", ["skip.after_fence", "skip.before_commit", "skip.after_commit"])

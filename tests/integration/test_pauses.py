@@ -27,6 +27,7 @@ from mqlayer.redelivery import discard_parked, pause_key, release_all, release_p
 from mqlayer.routes import retire_partitions, split
 from tests.fixtures.commands import Commands
 from tests.fixtures.consumers import Recorder, Stage, member_of
+from tests.fixtures.failpoints import armed
 from tests.fixtures.forked_programs import run_python
 from tests.fixtures.wait import wait_until, within
 
@@ -362,7 +363,7 @@ def test_a_word_that_is_cut_off_was_not_said(stage: Stage, place: str, words: tu
     recorder = Recorder()
     stage.consume(recorder)
     pause_key(stage.database, stage.topic, "g", "key", actor="ann")
-    env = {"MQLAYER_DSN": stage.dsn, "MQLAYER_KEY_PREFIX": stage.prefix, "MQLAYER_FAILPOINTS": f"{place}=kill"}
+    env = {"MQLAYER_DSN": stage.dsn, "MQLAYER_KEY_PREFIX": stage.prefix, **armed(f"{place}=kill")}
     assert run_python("mqlayer", *words, env=os.environ | env, timeout=20) == -9
     stage.send([("key", b"1"), ("other", b"2")])
     wait_until(lambda: parked(stage) == {b"key": 1} and recorder.bodies() == [b"2"], what="as before")

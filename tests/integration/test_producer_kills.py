@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.fixtures.failpoints import armed
 from tests.fixtures.forked_programs import Process, start_python
 from tests.fixtures.wait import wait_until
 from tests.proof.failpoint_names import failpoint_names
@@ -42,7 +43,7 @@ def test_a_producer_killed_at_any_failpoint_leaves_whole_chains(
                 **os.environ,
                 "MQLAYER_DSN": world.dsn,
                 "MQLAYER_KEY_PREFIX": world.prefix,
-                "MQLAYER_FAILPOINTS": f"{name}=kill@{nth}",
+                **armed(f"{name}=kill@{nth}"),
             },
         )
     try:

@@ -30,6 +30,7 @@ from mqlayer.redelivery import (
 )
 from tests.fixtures.consumers import Recorder, Stage
 from tests.fixtures.failed_messages import Failing, identity_of
+from tests.fixtures.failpoints import armed
 from tests.fixtures.forked_programs import ask_python
 from tests.fixtures.wait import wait_until
 
@@ -360,7 +361,7 @@ def test_a_new_owner_passes_the_record_of_what_was_given_back_over_until_a_seek(
 
 def command(failing: Failing, *typed: str, failpoint: str = "") -> subprocess.CompletedProcess[str]:
     places = {"MQLAYER_DSN": failing.stage.dsn, "MQLAYER_KEY_PREFIX": failing.stage.prefix}
-    return ask_python("mqlayer", *typed, env=os.environ | places | {"MQLAYER_FAILPOINTS": failpoint})
+    return ask_python("mqlayer", *typed, env=os.environ | places | armed(failpoint))
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,7 @@ from mqlayer.runtime.route_cache import RouteCache
 from tests.fixtures.archives import Archive
 from tests.fixtures.consumers import Recorder, Stage
 from tests.fixtures.failed_messages import Failing
+from tests.fixtures.failpoints import armed
 from tests.fixtures.forked_programs import ask_python
 from tests.fixtures.wait import wait_until
 
@@ -463,7 +464,7 @@ def test_a_group_is_given_what_its_tag_filter_takes(scene: Scene) -> None:
 
 def command(stage: Stage, *typed: str, failpoint: str = "") -> subprocess.CompletedProcess[str]:
     places = {"MQLAYER_DSN": stage.dsn, "MQLAYER_KEY_PREFIX": stage.prefix}
-    return ask_python("mqlayer", *typed, env=os.environ | places | {"MQLAYER_FAILPOINTS": failpoint})
+    return ask_python("mqlayer", *typed, env=os.environ | places | armed(failpoint))
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from mqlayer.redelivery.redrive import redrive_of
 from mqlayer.workers import connections, tasks
 from tests.fixtures.consumers import Stage
 from tests.fixtures.failed_messages import Failing
+from tests.fixtures.failpoints import armed
 from tests.fixtures.wait import wait_until
 
 DAY_S = 86_400.0
@@ -145,7 +146,7 @@ def test_a_scan_that_is_killed_leaves_the_redrive_to_a_later_one(failing: Failin
     program += "import os\nretry_scan(Database(os.environ['MQLAYER_DSN']))"
     done = subprocess.run(
         [sys.executable, "-c", program],
-        env=os.environ | {"MQLAYER_DSN": failing.stage.dsn, "MQLAYER_FAILPOINTS": "scan.after_claim=kill"},
+        env=os.environ | {"MQLAYER_DSN": failing.stage.dsn, **armed("scan.after_claim=kill")},
         check=False,
         capture_output=True,
     )

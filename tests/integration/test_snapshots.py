@@ -36,6 +36,7 @@ from mqlayer.postgres.arrow_reader import arrow_batches, bound, read_address
 from mqlayer.postgres.queries import query
 from tests.fixtures.archived import BEGAN, ArchivedTopics
 from tests.fixtures.commands import Commands
+from tests.fixtures.failpoints import armed
 from tests.fixtures.forked_programs import run_python
 from tests.fixtures.missing_tools import import_or_leave_out
 from tests.fixtures.wait import wait_until
@@ -364,7 +365,7 @@ def test_an_export_is_whole_and_says_what_it_is(archived: ArchivedTopics, tmp_pa
 
 
 def killed(dsn: str, failpoint: str, *words: str) -> None:
-    environment = os.environ | {"MQLAYER_DSN": dsn, "MQLAYER_FAILPOINTS": failpoint}
+    environment = os.environ | {"MQLAYER_DSN": dsn, **armed(failpoint)}
     assert run_python("mqlayer", *words, env=environment, timeout=60) == -9
 
 

@@ -21,6 +21,7 @@ from mqlayer.redis.keys import partition_keys
 from mqlayer.runtime.route_cache import RouteCache, load_route
 from mqlayer.stack import RedisServer
 from mqlayer.topics import attach_topics, create_topic, list_nodes, list_topics, rearm_node, register_node
+from tests.fixtures.failpoints import armed
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.wait import wait_until
 
@@ -122,7 +123,7 @@ def test_a_creation_that_was_killed_is_finished_by_the_next(
     )
     killed = subprocess.run(
         [sys.executable, "-c", program, database.dsn, key_prefix],
-        env=os.environ | {"MQLAYER_FAILPOINTS": f"{place}=kill"},
+        env=os.environ | armed(f"{place}=kill"),
         check=False,
     )
     assert killed.returncode == -9

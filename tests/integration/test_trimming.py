@@ -28,6 +28,7 @@ from mqlayer.redis.partition_scripts import (
 )
 from mqlayer.stack import RedisServer
 from mqlayer.topics import create_topic, list_nodes, register_node
+from tests.fixtures.failpoints import armed
 
 COUNT = 400
 
@@ -142,7 +143,7 @@ def test_a_pass_that_is_killed_half_way_is_done_by_the_next(stream: Stream, plac
     )
     killed = subprocess.run(
         [sys.executable, "-c", program, stream.database.dsn, stream.prefix],
-        env=os.environ | {"MQLAYER_FAILPOINTS": f"{place}=kill"},
+        env=os.environ | armed(f"{place}=kill"),
         check=False,
     )
     assert killed.returncode == -9

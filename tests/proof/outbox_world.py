@@ -21,6 +21,7 @@ from mqlayer.redis.keys import PartitionKeys, partition_keys
 from mqlayer.relay import Relay, RelayLimits, relay_once
 from mqlayer.settings import Settings
 from mqlayer.topics import create_topic, register_node
+from tests.fixtures.failpoints import armed
 from tests.fixtures.forked_programs import Process, start_python
 from tests.fixtures.roles import role_dsn
 from tests.fixtures.wait import wait_until
@@ -193,7 +194,7 @@ class OutboxWorld:
             "MQLAYER_APP_DSN": self._as_process(self.app_dsn or self.dsn),
             "MQLAYER_KEY_PREFIX": self.key_prefix,
             "MQLAYER_LEASE_S": str(LEASE_S),
-            "MQLAYER_FAILPOINTS": failpoints,
+            **armed(failpoints),
             **more,
         }
 

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from mqlayer.failpoints import ENVIRONMENT_VARIABLE, FailpointHit, arm, disarm_all, failpoint
+from mqlayer.failpoints import ALLOWING_VARIABLE, ENVIRONMENT_VARIABLE, FailpointHit, arm, disarm_all, failpoint
+from tests.fixtures.failpoints import armed
 from tests.fixtures.wait import wait_until
 from tests.proof.failpoint_names import failpoint_names, failpoint_uses
 
@@ -25,8 +26,8 @@ def _nothing_stays_armed() -> Iterator[None]:
     disarm_all()
 
 
-def start_python(program: str, failpoints: str) -> subprocess.Popen[str]:
-    environment = {**os.environ, ENVIRONMENT_VARIABLE: failpoints, "PYTHONPATH": str(REPOSITORY)}
+def start_python(program: str, failpoints: str, **variables: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, **armed(failpoints), **variables, "PYTHONPATH": str(REPOSITORY)}
     return subprocess.Popen(
         [sys.executable, "-c", program],
         env=environment,
@@ -160,6 +161,22 @@ def test_kill_from_the_environment_lets_nothing_run_after_it() -> None:
     process = start_python(program, "ack.before_send=raise, relay.after_append=kill@2")
     output, _ = process.communicate(timeout=20)
     assert (process.returncode, output) == (-signal.SIGKILL, "0\n1\n")
+
+
+@pytest.mark.parametrize("allowed", ["", "0", "yes"])
+def test_failpoints_that_are_not_allowed_do_nothing_and_that_is_said(allowed: str) -> None:
+    """Without the second variable, one that was left set kills nothing."""
+    program = "from mqlayer.failpoints import failpoint\nfailpoint('relay.after_append')"
+    process = start_python(program, "relay.after_append=kill", **{ALLOWING_VARIABLE: allowed})
+    _, errors = process.communicate(timeout=20)
+    assert (process.returncode, errors) == (0, f"{ENVIRONMENT_VARIABLE} does nothing without {ALLOWING_VARIABLE}=1\n")
+
+
+def test_the_allowing_variable_alone_does_nothing() -> None:
+    """No failpoint is named: none acts, and there is nothing to say."""
+    process = start_python("from mqlayer.failpoints import failpoint\nfailpoint('relay.after_append')", "")
+    _, errors = process.communicate(timeout=20)
+    assert (process.returncode, errors) == (0, "")
 
 
 def test_stop_holds_the_process_until_it_is_continued() -> None:

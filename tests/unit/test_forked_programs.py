@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.fixtures.failpoints import armed
 from tests.fixtures.forked_programs import ask_python, run_python, start_python
 
 PROGRAM = """
@@ -30,7 +31,7 @@ def program(tmp_path: Path) -> str:
 
 
 def environment(tmp_path: Path, failpoints: str = "") -> dict[str, str]:
-    return {**os.environ, "OF_THE_TEST": "yes", "PYTHONPATH": str(tmp_path), "MQLAYER_FAILPOINTS": failpoints}
+    return {**os.environ, "OF_THE_TEST": "yes", "PYTHONPATH": str(tmp_path), **armed(failpoints)}
 
 
 def test_it_has_what_it_was_given_and_ends_with_its_own_code(program: str, tmp_path: Path) -> None:

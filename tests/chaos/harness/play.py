@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from mqlayer.settings import Settings
+from tests.fixtures.failpoints import armed
 from tests.fixtures.forked_programs import Process, start_python
 
 ROOT: Final = Path(__file__).parents[3]
@@ -42,7 +43,7 @@ class Play:
             role = name.partition("-")[0]
             self.processes[name] = start_python(
                 "tests.chaos.actors", role, name, str(self._directory),
-                cwd=ROOT, env=self._environment | {"MQLAYER_FAILPOINTS": failpoints}, stdout=log, stderr=log,
+                cwd=ROOT, env=self._environment | armed(failpoints), stdout=log, stderr=log,
             )  # fmt: skip
 
     def kill(self, name: str, failpoints: str = "") -> None:

@@ -18,6 +18,7 @@ from mqlayer.routes import reopen_forgotten, split
 from mqlayer.runtime.route_cache import RouteCache, load_route
 from mqlayer.stack import PostgresServer
 from mqlayer.topics import rearm_node
+from tests.fixtures.failpoints import armed
 from tests.fixtures.forked_programs import start_python
 from tests.fixtures.wait import wait_until
 from tests.proof.producer_world import ProducerWorld
@@ -84,7 +85,7 @@ def reopen(world: ProducerWorld) -> tuple[list[int], dict[int, int]]:
 def reopen_process(world: ProducerWorld, *options: str, failpoints: str = "") -> int:
     """Say `mqlayer route reopen`; return the exit code."""
     names = {"MQLAYER_DSN": world.dsn, "MQLAYER_APP_DSN": world.dsn, "MQLAYER_KEY_PREFIX": world.prefix}
-    environment = {**os.environ, **names, "MQLAYER_FAILPOINTS": failpoints}
+    environment = {**os.environ, **names, **armed(failpoints)}
     return start_python("mqlayer", "route", "reopen", "orders", *options, env=environment).wait(60)
 
 
