@@ -56,7 +56,7 @@ MADE_ANEW: Final = (
 )
 JUMPS: Final = (
     "\ncommitted = math.max(committed, top) "
-    "redis.call('HSET', lock_key, 'committed', format('%d', committed), 'base', format('%d', committed))"
+    "redis.call('HSET', lock_key, 'committed', string.format('%d', committed), 'base', string.format('%d', committed))"
 )
 MOVES: Final = {"kill": 8, "stop": 3}
 
@@ -95,7 +95,7 @@ PLANTS: Final[dict[str, Plant]] = {
         "committed goes to the last offset that is settled",
         {
             "lua/offsets_settle": (
-                ("  'top', format('%d', top))", f"  'top', format('%d', top)){JUMPS}"),
+                ("  'top', string.format('%d', top))", f"  'top', string.format('%d', top)){JUMPS}"),
             )
         },
     ),
