@@ -1,1 +1,1 @@
-"""Newest known routes and nodes."""
+"""What the services and operations of a process share."""

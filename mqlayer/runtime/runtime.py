@@ -1,0 +1,51 @@
+"""What a process's operations and services share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mqlayer.errors import InvalidInput
+from mqlayer.postgres.database import Database
+from mqlayer.redis.acl_check import RequiredAccess
+from mqlayer.redis.node_connection import Node, NodeConnection
+from mqlayer.redis.roles import RedisRole
+from mqlayer.settings import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Runtime:
+    """A process's databases and settings, and the actor that audit rows name.
+
+    What needs two of these takes a Runtime; what needs one database takes that. It opens and closes nothing: its maker
+    does.
+    """
+
+    control: Database
+    settings: Settings
+    application: Database | None = None
+    """The database of outbox and fence; None: this process has no way to it."""
+    actor: str = "api"
+
+    @property
+    def prefix(self) -> str:
+        """First part of every Redis key."""
+        return self.settings.key_prefix
+
+    @property
+    def outbox(self) -> Database:
+        """The application database. Raises InvalidInput without one."""
+        if self.application is None:
+            raise InvalidInput("no application database given: pass `application` to Runtime")
+        return self.application
+
+    def connection(self, node: Node, role: RedisRole | None = None, *, any_run: bool = False) -> NodeConnection:
+        """Return a connection to a node; it connects on use. `role`: rights to check once per run."""
+        settings = self.settings
+        return NodeConnection(
+            node,
+            connect_timeout_s=settings.connect_timeout_s,
+            timeout_s=settings.socket_timeout_s,
+            any_run=any_run,
+            unsafe=settings.allow_unsafe_redis,
+            required=None if role is None else RequiredAccess(role, self.prefix),
+        )
