@@ -113,7 +113,9 @@ def test_what_members_do_is_counted_where_others_see_it(
     (counts,) = failure_counts(stage.database)
     assert counts.totals == {"failed": 4, "parked": 1, "dead": 1, "released": 1, "unparked": 1}
     assert (counts.keys, counts.messages, counts.bytes, counts.dead, counts.oldest_s) == (0, 0, 0, 1, None)
-    assert {event.kind for event in heard} == {"failed", "parked", "released", "unparked", "dead"}
+    # The member tells its hooks after the commit.
+    every = {"failed", "parked", "released", "unparked", "dead"}
+    wait_until(lambda: {event.kind for event in heard} == every, what="all told to the hook")
     monkeypatch.setenv("MQLAYER_DSN", stage.dsn)
     monkeypatch.setenv("MQLAYER_KEY_PREFIX", stage.prefix)
     typed = Commands()
