@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from mqlayer.domain.jobs import JOBS, PeriodicJob
+from mqlayer.maintenance.jobs import JOBS, Job
 
 
-def task_name(job: PeriodicJob) -> str:
+def task_name(job: Job) -> str:
     """Return a job's task name."""
     return f"mqlayer.{job.name}"
 
