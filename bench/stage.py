@@ -17,6 +17,7 @@ from pydantic import SecretStr
 from mqlayer.domain.routing import Route
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.migrations import migrate
+from mqlayer.runtime.runtime import Runtime
 from mqlayer.settings import Settings
 from mqlayer.stack import PostgresServer, RedisServer
 from mqlayer.topics import create_topic, register_node
@@ -38,10 +39,19 @@ def line_name(name: str, fsync: Fsync) -> str:
 class System:
     """A database with both schemas, one node, and the topic `bench`."""
 
-    settings: Settings
-    database: Database
+    runtime: Runtime
     route: Route
     redis_url: str
+
+    @property
+    def settings(self) -> Settings:
+        """Its settings."""
+        return self.runtime.settings
+
+    @property
+    def database(self) -> Database:
+        """The one database, as control."""
+        return self.runtime.control
 
     @property
     def dsn(self) -> str:
@@ -98,8 +108,9 @@ class Stage:
         settings = Settings(dsn=SecretStr(dsn))
         database = Database(dsn, application="mqlayer bench")
         self._cleanup.callback(database.close)
+        runtime = Runtime(database, settings, database, "bench")
         for number, server in enumerate(servers, start=1):
             redis.Redis.from_url(server.url).flushall()
-            register_node(database, name=f"n{number}", url=server.url)
-        route = create_topic(database, "bench", prefix=settings.key_prefix, partitions=partitions, application=database)
-        return System(settings, database, route, servers[0].url)
+            register_node(runtime, name=f"n{number}", url=server.url)
+        route = create_topic(runtime, "bench", partitions=partitions)
+        return System(runtime, route, servers[0].url)

@@ -79,43 +79,6 @@ def planned_move(
     return plan_move(route, partition, node, mode="unreachable" if unreachable else "live")
 
 
-def split(
-    runtime: Runtime,
-    topic: str,
-    partition: int,
-    *,
-    at: Sequence[int] = (),
-    to: Sequence[str] = (),
-    measure_s: float = 0.0,
-) -> Route:
-    """Apply `planned_split`; return the new route; raises as `apply_change`."""
-    finish_earlier(runtime, topic)
-    plan = planned_split(runtime, topic, partition, at=at, to=to, measure_s=measure_s)  # fmt: skip
-    return apply_change(runtime, plan)
-
-
-def merge(runtime: Runtime, topic: str, partitions: Sequence[int], *, to: str | None = None) -> Route:
-    """Apply `planned_merge`; return the new route; raises as `apply_change`."""
-    finish_earlier(runtime, topic)
-    plan = planned_merge(runtime.control, topic, partitions, to=to)
-    return apply_change(runtime, plan)
-
-
-def move(
-    runtime: Runtime,
-    topic: str,
-    partition: int,
-    *,
-    to: str | None = None,
-    unreachable: bool = False,
-    accept_loss: bool = False,
-) -> Route:
-    """Apply `planned_move`; return the new route; raises as `apply_change`."""
-    finish_earlier(runtime, topic)
-    plan = planned_move(runtime.control, topic, partition, to=to, unreachable=unreachable, accept_loss=accept_loss)
-    return apply_change(runtime, plan)
-
-
 def choose_node(database: Database, route: Route, partition: int) -> NodeId:
     """Return the other armed node with the fewest partitions of the topic. Raises NotFound."""
     home = next((r.node for r in route.ranges if r.partition == partition), NodeId(0))

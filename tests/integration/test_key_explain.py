@@ -16,7 +16,6 @@ from mqlayer.groups import GroupSettings, apply_seek, ensure_group, leave, plann
 from mqlayer.inspect import SCAN_LIMIT, explain_key
 from mqlayer.postgres.database import Database
 from mqlayer.relay import relay_once
-from mqlayer.routes import merge, split
 from mqlayer.runtime.route_cache import RouteCache
 from tests.fixtures.commands import Commands
 from tests.fixtures.consumers import Recorder, Stage
@@ -24,6 +23,8 @@ from tests.fixtures.servers import StartRedis
 from tests.fixtures.wait import wait_until
 from tests.proof.manual_member import ManualMember
 from tests.proof.outbox_world import QUICK, OutboxWorld
+from tests.proof.route_steps import merge, split
+from tests.proof.runtimes import runtime_of
 
 KEYS = 6
 
@@ -110,7 +111,7 @@ def test_a_key_hidden_behind_an_undrained_parent_is_led_to_what_the_parent_waits
     publish(world, "a")
     member = ManualMember(database, world.key_prefix, "orders")
     member.consume(1, 2 * KEYS - 1)
-    split(database, "orders", 1, at=[500], prefix=world.key_prefix)
+    split(runtime_of(database, world.key_prefix), "orders", 1, at=[500])
     publish(world, "b")
     # What is left of the parent is the last message of the last key.
     found = explained(typed, "key-0")
@@ -147,7 +148,7 @@ def test_a_merged_partition_waits_for_the_parent_that_the_key_was_never_in(
     publish(world, "a")
     member = ManualMember(database, key_prefix, "orders")
     key = next(f"key-{n}" for n in range(KEYS) if lp_of(b"key-%d" % n) < 512)
-    merge(database, "orders", [1, 2], prefix=key_prefix)
+    merge(runtime_of(database, key_prefix), "orders", [1, 2])
     member.consume(1)
     publish(world, "b")
     member.position(2)
@@ -202,8 +203,10 @@ def test_a_seek_brings_back_what_was_settled(world: OutboxWorld, database: Datab
     member.consume_all()
     assert explained(typed, "key-3")["head"] is None
     with closing(RouteCache(database)) as routes:
-        plan = planned_seek(database, routes, topic="orders", name="ledger", to="earliest", prefix=world.key_prefix)
-    apply_seek(database, plan, prefix=world.key_prefix, actor="a test")
+        plan = planned_seek(
+            runtime_of(database, world.key_prefix), routes, topic="orders", name="ledger", to="earliest"
+        )
+    apply_seek(runtime_of(database, world.key_prefix, actor="a test"), plan)
     found = explained(typed, "key-3")
     assert (found["head"]["key"], found["head"]["age_s"] < 60, found["behind_it"]) == ("key-3", True, 1)
     assert found["run_next"] == "nothing: hand is about to take partition 1"
@@ -218,9 +221,11 @@ def test_what_is_not_there_is_refused_with_what_to_do(world: OutboxWorld, databa
     assert "mqlayer topic create nowhere" in typed.failure(*words, "nowhere", "k", "--group", "g")
     assert "mqlayer group list orders" in typed.failure(*words, "orders", "k", "--group", "nobody")
     with pytest.raises(KeyTooLarge):
-        explain_key(database, "orders", "k" * 513, "ledger", prefix=world.key_prefix)
+        explain_key(runtime_of(database, world.key_prefix), "orders", "k" * 513, "ledger")
     with closing(RouteCache(database)) as routes:
-        ensure_group(database, routes, topic="orders", name="ledger", prefix=world.key_prefix, settings=GroupSettings())
+        ensure_group(
+            runtime_of(database, world.key_prefix), routes, topic="orders", name="ledger", settings=GroupSettings()
+        )
     found = explained(typed, "key's \u00fc")
     assert found["key"] == "key's \u00fc"
     said = typed.text("key", "explain", "orders", "\x1b[31m", "--group", "ledger")

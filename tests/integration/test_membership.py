@@ -34,6 +34,7 @@ from mqlayer.postgres.queries import query
 from mqlayer.runtime.route_cache import RouteCache
 from tests.fixtures.consumers import Stage, StartStage
 from tests.fixtures.wait import wait_until, within
+from tests.proof.runtimes import runtime_of
 
 LEASE_S = 60.0
 
@@ -58,11 +59,10 @@ def group(stage: Stage) -> Group:
 
 def make_group(stage: Stage, name: str = "g", settings: GroupSettings | None = None) -> Group:
     return ensure_group(
-        stage.database,
+        runtime_of(stage.database, stage.prefix),
         RouteCache(stage.database),
         topic=stage.topic,
         name=name,
-        prefix=stage.prefix,
         settings=settings or GroupSettings(),
     )
 
