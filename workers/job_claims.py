@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from mqlayer.maintenance.jobs import Job
+from mqlayer.maintenance.jobs import PeriodicJob
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.queries import query
 
@@ -27,7 +27,7 @@ from mqlayer.postgres.queries import query
 EARLY: Final = 0.8
 
 
-def claimed(control: Database, job: Job) -> bool:
+def claimed(control: Database, job: PeriodicJob) -> bool:
     """Claim a job's next run; True if it was due by the database's clock."""
     with control.connection() as connection:
         row = connection.execute(query("job_claim"), {"name": job.name, "every_s": job.every_s * EARLY}).fetchone()

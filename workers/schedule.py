@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from mqlayer.maintenance.jobs import JOBS, Job
+from mqlayer.maintenance.jobs import JOBS, PeriodicJob
 
 
-def task_name(job: Job) -> str:
+def task_name(job: PeriodicJob) -> str:
     """Return a job's task name."""
     return f"mqlayer.{job.name}"
 

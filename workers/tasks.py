@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from mqlayer.maintenance.jobs import JOBS, Job
+from mqlayer.maintenance.jobs import JOBS, PeriodicJob
 from mqlayer.workers.app import app
 from mqlayer.workers.connections import runtime
 from mqlayer.workers.job_claims import claimed
 from mqlayer.workers.schedule import task_name
 
 
-def _task(job: Job) -> Any:
+def _task(job: PeriodicJob) -> Any:
     def run() -> None:
         here = runtime()
         if claimed(here.control, job):

@@ -30,7 +30,7 @@ ARCHIVE_PART: Final = 0.8
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class PeriodicJob:
     """A periodic job. `run` gets the interval too, as the limit of a run's length where it needs one."""
 
     name: str
@@ -138,22 +138,22 @@ def _retire_groups(runtime: Runtime, _: float) -> None:
 
 
 JOBS: Final = (
-    Job("relay", 10, _relay),
-    Job("trim", 10, _trim),
-    Job("rotate_outbox", 60, _rotate_outbox),
-    Job("clean_fence", 300, _clean_fence),
-    Job("clean_marks", 300, _clean_marks),
-    Job("repair_routes", 2, _repair_routes),
-    Job("rearm_nodes", 5, _rearm_nodes),
-    Job("rebalance", 2, _rebalance),
-    Job("balance_by_rate", 10, _balance_by_rate),
-    Job("retry_scan", 5, _retry_scan),
-    Job("clean_attempts", 300, _clean_attempts),
-    Job("archive", 5, _archive),
-    Job("retain", 300, _retain),
-    Job("release_delayed", 5, _release_delayed),
-    Job("clean_dedup", 60, _clean_dedup),
-    Job("clean_inbox", 300, _clean_inbox),
-    Job("watch_versions", 10, _watch_versions),
-    Job("retire_groups", 10, _retire_groups),
+    PeriodicJob("relay", 10, _relay),
+    PeriodicJob("trim", 10, _trim),
+    PeriodicJob("rotate_outbox", 60, _rotate_outbox),
+    PeriodicJob("clean_fence", 300, _clean_fence),
+    PeriodicJob("clean_marks", 300, _clean_marks),
+    PeriodicJob("repair_routes", 2, _repair_routes),
+    PeriodicJob("rearm_nodes", 5, _rearm_nodes),
+    PeriodicJob("rebalance", 2, _rebalance),
+    PeriodicJob("balance_by_rate", 10, _balance_by_rate),
+    PeriodicJob("retry_scan", 5, _retry_scan),
+    PeriodicJob("clean_attempts", 300, _clean_attempts),
+    PeriodicJob("archive", 5, _archive),
+    PeriodicJob("retain", 300, _retain),
+    PeriodicJob("release_delayed", 5, _release_delayed),
+    PeriodicJob("clean_dedup", 60, _clean_dedup),
+    PeriodicJob("clean_inbox", 300, _clean_inbox),
+    PeriodicJob("watch_versions", 10, _watch_versions),
+    PeriodicJob("retire_groups", 10, _retire_groups),
 )

@@ -24,7 +24,8 @@ from tests.proof.runtimes import runtime_of
 
 PROGRAM = (
     "import sys; from mqlayer.postgres.database import Database; from mqlayer.maintenance import drop_closed_marks; "
-    "drop_closed_marks(Database(sys.argv[1]), prefix=sys.argv[2], closed_for_s=0)"
+    "from mqlayer.runtime import Runtime; from mqlayer.settings import Settings; "
+    "drop_closed_marks(Runtime(Database(sys.argv[1]), Settings(key_prefix=sys.argv[2])), closed_for_s=0)"
 )
 
 

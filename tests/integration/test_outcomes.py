@@ -347,7 +347,9 @@ PROGRAM: Final = """
 import sys
 from mqlayer.archive import archive_outcomes
 from mqlayer.postgres.database import Database
-archive_outcomes(Database(sys.argv[1]), prefix=sys.argv[2])
+from mqlayer.runtime import Runtime
+from mqlayer.settings import Settings
+archive_outcomes(Runtime(Database(sys.argv[1]), Settings(key_prefix=sys.argv[2])))
 """
 
 

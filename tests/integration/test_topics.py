@@ -122,7 +122,8 @@ def test_a_creation_that_was_killed_is_finished_by_the_next(
     """Case 17: until it is finished nobody sees a route to a stream that is not there."""
     program = (
         "import sys; from mqlayer.postgres.database import Database; from mqlayer.topics import create_topic; "
-        "create_topic(Database(sys.argv[1]), 'orders', prefix=sys.argv[2], partitions=3)"
+        "from mqlayer.runtime import Runtime; from mqlayer.settings import Settings; "
+        "create_topic(Runtime(Database(sys.argv[1]), Settings(key_prefix=sys.argv[2])), 'orders', partitions=3)"
     )
     killed = subprocess.run(
         [sys.executable, "-c", program, database.dsn, key_prefix],

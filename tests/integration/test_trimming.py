@@ -140,7 +140,8 @@ def test_a_pass_that_is_killed_half_way_is_done_by_the_next(stream: Stream, plac
     stream.settle(group, 1, 350)
     program = (
         "import sys; from mqlayer.postgres.database import Database; from mqlayer.maintenance import trim_pass; "
-        "trim_pass(Database(sys.argv[1]), prefix=sys.argv[2])"
+        "from mqlayer.runtime import Runtime; from mqlayer.settings import Settings; "
+        "trim_pass(Runtime(Database(sys.argv[1]), Settings(key_prefix=sys.argv[2])))"
     )
     killed = subprocess.run(
         [sys.executable, "-c", program, stream.database.dsn, stream.prefix],

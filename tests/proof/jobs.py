@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Final
 
-from mqlayer.maintenance.jobs import JOBS, Job
+from mqlayer.maintenance.jobs import JOBS, PeriodicJob
 
 BY_NAME: Final = {job.name: job for job in JOBS}
 
 
-def idle_job(name: str, every_s: float) -> Job:
+def idle_job(name: str, every_s: float) -> PeriodicJob:
     """Return a job that does nothing."""
-    return Job(name, every_s, lambda _runtime, _every_s: None)
+    return PeriodicJob(name, every_s, lambda _runtime, _every_s: None)
