@@ -181,7 +181,9 @@ class _LostChangeUndo:
         # Empty: no LP is short.
         reopen = reopen_command(connection, self._prefix, meta.partition, meta.seal, "", 0)
         last = ("XSETID", keys.log, f"{meta.next - 1}-0")
-        replies = raise_for_reply(connection.call([("MULTI",), reopen, last, ("EXEC",)])[-1], connection.node.address)
+        replies = raise_for_reply(
+            connection.call_once([("MULTI",), reopen, last, ("EXEC",)])[-1], connection.node.address
+        )
         word, *fact = raise_for_reply(replies[0], connection.node.address)
         if word != b"open" or isinstance(replies[1], Exception):
             shown = fact[0].decode() if fact else word.decode()

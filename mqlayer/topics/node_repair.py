@@ -533,7 +533,8 @@ class NodeRepair:
         return last, self._sealed(desired, sealed).seal_id
 
     def _in_transaction(self, commands: list[Command]) -> list[Any]:
-        _, *queued, done = self._node_connection.call([("MULTI",), *commands, ("EXEC",)])
+        # No part of it may run by itself.
+        _, *queued, done = self._node_connection.call_once([("MULTI",), *commands, ("EXEC",)])
         for reply in queued:
             raise_for_reply(reply, self._node_connection.node.address)
         return [
