@@ -26,6 +26,7 @@ from tests.fixtures.roles import role_dsn
 from tests.integration.test_archive import LOW, TOPIC, Scene
 from tests.proof.route_steps import split
 from tests.proof.runtimes import runtime_of
+from tests.proof.sockets import by_socket
 
 import_or_leave_out("pyspark")
 
@@ -214,7 +215,7 @@ def test_a_socket_is_read_by_the_source_in_python(
 
     if not isinstance(postgres_server, PostgresServer):
         pytest.skip("only a server of our own has a socket that we know")
-    dsn = postgres_server.socket_dsn(filled.dsn.rpartition("/")[2])
+    dsn = by_socket(filled.dsn)
     assert read_snapshot(spark, "s", dsn=dsn).count() == 68
     require(spark, "jdbc")
     with pytest.raises(InvalidInput, match=r"option method.*socket"):
