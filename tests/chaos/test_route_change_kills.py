@@ -205,8 +205,7 @@ def test_two_that_repair_at_once_come_to_one_outcome(world: OutboxWorld, databas
     with Load(world).running():
         assert drive(*KINDS["merge"], environment=world.environment("change.after_seal=kill")) == KILLED
         drivers = [
-            threading.Thread(target=finish_changes, args=(database,), kwargs={"prefix": world.key_prefix})
-            for _ in range(3)
+            threading.Thread(target=finish_changes, args=(runtime_of(database, world.key_prefix),)) for _ in range(3)
         ]
         for driver in drivers:
             driver.start()

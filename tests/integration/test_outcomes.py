@@ -380,7 +380,7 @@ def test_two_archivers_at_once_archive_each_outcome_once(stage: Stage, told: Arc
     gate, mark = tmp_path / "gate", tmp_path / "mark"
     arm("outcomes.after_fetch", f"mark:{mark}")
     arm("outcomes.after_fetch", f"wait:{gate}")
-    slow = threading.Thread(target=archive_outcomes, args=(stage.database,), kwargs={"prefix": stage.prefix})
+    slow = threading.Thread(target=archive_outcomes, args=(runtime_of(stage.database, stage.prefix),))
     slow.start()
     wait_until(mark.exists, what="it has read")
     told.fetch()
