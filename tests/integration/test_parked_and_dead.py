@@ -373,7 +373,7 @@ def test_a_message_that_somebody_dealt_with_since_the_look_is_not_ruled(
     old = owner(failing, partition)
     before = failing.stage.assignments()
 
-    def found_then_lost(act: Any, application: Any) -> Any:
+    def found_then_lost(act: Any) -> Any:
         head = next(act._heads())
         if meanwhile == "settled":
             assert isinstance(settle(failing, old, record.offset), LockKept)
