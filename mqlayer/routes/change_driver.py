@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -340,22 +340,13 @@ def locked(connection: Connection, change_id: int) -> LockedChange:
     return LockedChange(number, topic_id, topic, version, kind, state, mode, tuple(parents), tuple(successors))
 
 
-@contextmanager
-def driver(runtime: Runtime) -> Iterator[ChangeDriver]:
-    """Yield a driver, then close it."""
-    with ExitStack() as cleanup:
-        borrowed = ChangeDriver(runtime)
-        cleanup.callback(borrowed.close)
-        yield borrowed
-
-
 def finish_change(runtime: Runtime, change_id: int) -> str:
     """Finish a change; raises as `ChangeDriver.finish`. Safe to call concurrently.
 
-    `application`: the outbox's database, proof for partitions on unreachable nodes.
+    The application database proves the marks of partitions on unreachable nodes.
     """
-    with driver(runtime) as borrowed:
-        state = borrowed.finish(change_id)
+    with closing(ChangeDriver(runtime)) as driver:
+        state = driver.finish(change_id)
     # After the commit: a stopped member that holds its group's lock must not keep publishers waiting.
     raise_group_versions(runtime.control)
     return state

@@ -150,7 +150,7 @@ def test_what_a_dead_member_had_is_due_after_a_scan_also_one_that_is_killed_and_
         return sum(due(scene.stage, p, GROUP) for p in scene.stage.partitions) == had
 
     wait_until(scanned, what="all of it is due")
-    assert reclaim_shared(runtime_of(scene.stage.database, scene.stage.prefix)) == 0
+    assert reclaim_shared(scene.stage.runtime) == 0
     scene.start("second")
     scene.stage.wait_settled(GROUP)
     assert scene.sink() == numbers
@@ -195,9 +195,7 @@ def test_a_kill_during_a_split_leaves_a_parent_that_the_next_member_drains(scene
     numbers = sorted([*numbers, *(str(COUNT + at) for at in range(COUNT))])
     assert killed.wait(20) == -9
     scene.start("second")
-    wait_until(
-        lambda: retire_partitions(runtime_of(stage.database, stage.prefix)) == [parent], what="the parent is drained"
-    )
+    wait_until(lambda: retire_partitions(stage.runtime) == [parent], what="the parent is drained")
     stage.wait_settled(GROUP)
     assert scene.sink() == numbers
 

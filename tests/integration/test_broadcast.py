@@ -92,13 +92,13 @@ def test_every_instance_gets_every_message_in_order_over_a_split(stage: Stage) -
     join(stage, twos, "web-2")
     stage.send_numbers(KEYS, 20)
     parent = stage.partitions[0]
-    split(runtime_of(stage.database, stage.prefix), "orders", parent, at=[100])
+    split(stage.runtime, "orders", parent, at=[100])
     stage.route = load_route(stage.database, "orders")
     stage.send_numbers(KEYS, 20, first=21)
     wait_until(lambda: ones.count() == twos.count() == KEYS * 40, what="all messages of both", timeout_s=20)
     ones.assert_in_order()
     twos.assert_in_order()
-    wait_until(lambda: retire_partitions(runtime_of(stage.database, stage.prefix)), what="the parent to go")
+    wait_until(lambda: retire_partitions(stage.runtime), what="the parent to go")
     assert states(stage) == {"cache": ("live", 0), "cache@web-1": ("live", 0), "cache@web-2": ("live", 0)}
 
 
@@ -187,14 +187,14 @@ def test_an_instance_away_beyond_the_limit_begins_anew_and_trimming_is_freed(sta
     stage.send_numbers(KEYS, 60, first=6)
     stage.wait_settled("cache@web-2")
     stage.wait_settled("cache@web-2")
-    trim_pass(runtime_of(stage.database, stage.prefix))
+    trim_pass(stage.runtime)
     before = {partition: first_kept(stage, partition) for partition in stage.partitions}
     assert retire_absent(runtime_of(stage.database)) == [], "an hour is not over"
     set_group(runtime_of(stage.database, actor="a test"), "orders", "cache", instance_expiry_s=SHORT_S)
     assert wait_until(lambda: retire_absent(runtime_of(stage.database)), what="its position to be dropped") == [
         "cache@web-1"
     ]
-    trim_pass(runtime_of(stage.database, stage.prefix))
+    trim_pass(stage.runtime)
     assert any(first_kept(stage, partition) > before[partition] for partition in stage.partitions)
     assert states(stage)["cache@web-1"] == ("retired", 0)
     anew = Recorder()
@@ -220,7 +220,7 @@ def test_the_limit_holds_for_one_that_comes_back_while_no_worker_ran(stage: Stag
 
 
 def away(stage: Stage) -> float:
-    (status,) = group_statuses(runtime_of(stage.database, stage.prefix), "orders", "cache@web-1")
+    (status,) = group_statuses(stage.runtime, "orders", "cache@web-1")
     return status.facts.absent_s or 0.0
 
 
@@ -308,7 +308,7 @@ def test_it_is_told_that_it_begins_anew_though_the_one_who_brought_it_back_could
     with closing(RouteCache(stage.database)) as routes, stage.database.connection() as connection:
         connection.execute("UPDATE mqlayer.node SET url = 'redis://127.0.0.1:1/0'")
         with pytest.raises(StoreUnavailable):
-            ensure_instance(runtime_of(stage.database, stage.prefix), routes, group, "web-1")
+            ensure_instance(stage.runtime, routes, group, "web-1")
         connection.execute("UPDATE mqlayer.node SET url = %s", [stage.url])
     assert states(stage)["cache@web-1"] == ("creating", 1)
     events = list[Event]()
@@ -435,11 +435,11 @@ def test_a_group_is_broadcast_or_not(stage: Stage) -> None:
     routes = RouteCache(stage.database)
     try:
         with pytest.raises(InvalidInput, match="name one as cache@INSTANCE"):
-            planned_seek(runtime_of(stage.database, stage.prefix), routes, topic="orders", name="cache", to="latest")
-        planned_seek(runtime_of(stage.database, stage.prefix), routes, topic="orders", name="cache@web-1", to="latest")
+            planned_seek(stage.runtime, routes, topic="orders", name="cache", to="latest")
+        planned_seek(stage.runtime, routes, topic="orders", name="cache@web-1", to="latest")
         with pytest.raises(InvalidInput, match="cache@INSTANCE"):
-            explain_key(runtime_of(stage.database, stage.prefix), "orders", "k", "cache")
-        explain_key(runtime_of(stage.database, stage.prefix), "orders", "k", "cache@web-1")
+            explain_key(stage.runtime, "orders", "k", "cache")
+        explain_key(stage.runtime, "orders", "k", "cache@web-1")
     finally:
         routes.close()
     with pytest.raises(NotFound):
@@ -451,7 +451,7 @@ def test_instances_stand_below_their_group_and_the_doctor_names_those_that_are_a
     join(stage, Recorder(), "web-1").stop()
     join(stage, Recorder(), "web-2")
     stage.consume(Recorder(), group="cache-x")
-    found = group_statuses(runtime_of(stage.database, stage.prefix))
+    found = group_statuses(stage.runtime)
     assert [one.facts.name for one in found] == ["cache", "cache@web-1", "cache@web-2", "cache-x"]
     assert [one.facts.alive for one in found] == [1, 0, 1, 1]
     assert (found[0].partitions, found[0].facts.instance_expiry_s, found[1].facts.instance_expiry_s) == ([], 3600, 3600)
@@ -467,14 +467,14 @@ def test_a_retired_broadcast_group_ends_its_instances(stage: Stage) -> None:
     group = find_group(stage.database, "orders", "cache")
     app.stop()
     assert retire_group(runtime_of(stage.database, actor="a test"), "orders", "cache").instances == 1
-    assert forget_retired(runtime_of(stage.database, stage.prefix), grace_s=0) == len(stage.partitions)
+    assert forget_retired(stage.runtime, grace_s=0) == len(stage.partitions)
     with pytest.raises(GroupRetired, match="group 'cache' of topic 'orders' is retired"):
         join(stage, Recorder(), "web-1")
     routes = RouteCache(stage.database)
     try:
         for instance in ("web-1", "web-2"):
             with pytest.raises(GroupRetired):
-                ensure_instance(runtime_of(stage.database, stage.prefix), routes, group, instance)
+                ensure_instance(stage.runtime, routes, group, instance)
     finally:
         routes.close()
     assert states(stage) == {"cache": ("retired", 0), "cache@web-1": ("retired", 0)}
@@ -494,7 +494,7 @@ def test_an_instance_that_was_dropped_long_ago_is_forgotten(stage: Stage) -> Non
 
     wait_until(lambda: dropped() == 2, what="both to be dropped")
     assert forget_instances(stage.database, horizon_s=0) == 0, "nodes hold something of them yet"
-    forget_retired(runtime_of(stage.database, stage.prefix), grace_s=0)
+    forget_retired(stage.runtime, grace_s=0)
     assert forget_instances(stage.database) == 0
     join(stage, Recorder(), "web-2")
     assert forget_instances(stage.database, horizon_s=0) == 1

@@ -257,10 +257,10 @@ def test_it_shows_that_a_group_is_paused_and_how_to_let_it_go_on(stage: Stage) -
     pause_group(runtime_of(stage.database, actor="a test"), "orders", "g")
     wait_until(lambda: set(stage.owners().values()) == {None}, what="all partitions to be given back")
     stage.send([("k", b"1")])
-    (status,) = group_statuses(runtime_of(stage.database, stage.prefix), "orders", "g")
+    (status,) = group_statuses(stage.runtime, "orders", "g")
     assert status.facts.paused_at is not None
     assert {one.stall.reason for one in status.partitions if one.stall} == {"paused"}
-    explained = explain_key(runtime_of(stage.database, stage.prefix), "orders", "k", "g")
+    explained = explain_key(stage.runtime, "orders", "k", "g")
     assert explained.run_next.startswith("mqlayer group resume orders g")
     resume_group(runtime_of(stage.database, actor="a test"), "orders", "g")
     stage.wait_settled()
@@ -346,14 +346,14 @@ def test_a_group_balanced_by_rate_keeps_hot_partitions_apart(start_stage: StartS
     # Not only some: a partition that is on its way to the second member would be taken for one of the first's.
     halves = dict.fromkeys(members, 2)
     wait_until(lambda: Counter(stage.owners().values()) == halves, what="each to own a half")
-    assert balance_by_rate(runtime_of(stage.database, stage.prefix)) == 0
+    assert balance_by_rate(stage.runtime) == 0
     mine = [partition for partition, owner in stage.owners().items() if owner == member_of(first).member_id]
     hot = sorted(mine)[:2]
     assert len(hot) == 2
     before = stage.assignments()
     for partition in hot:
         stage.send([(stage.key_in(partition), b"x")] * 2_000)
-    assert balance_by_rate(runtime_of(stage.database, stage.prefix)) == 1
+    assert balance_by_rate(stage.runtime) == 1
 
     def apart() -> bool:
         owners = stage.owners()

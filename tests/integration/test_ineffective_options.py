@@ -45,7 +45,7 @@ def created(stage: Stage) -> Callable[[GroupSettings], Group]:
 
     def create(settings: GroupSettings, name: str = "") -> Group:
         name = name or f"g{next(numbers)}"
-        here = runtime_of(stage.database, stage.prefix)
+        here = stage.runtime
         return ensure_group(here, routes, topic=stage.topic, name=name, settings=settings)
 
     return create
@@ -163,8 +163,8 @@ def test_a_group_says_its_start_again_and_again(created: Any) -> None:
 
 
 def test_order_is_refused_where_the_topic_keeps_none(stage: Stage) -> None:
-    create_topic(runtime_of(stage.database, stage.prefix), "loose", partitions=1, strategy="best_effort")
-    here, routes = runtime_of(stage.database, stage.prefix), RouteCache(stage.database)
+    create_topic(stage.runtime, "loose", partitions=1, strategy="best_effort")
+    here, routes = stage.runtime, RouteCache(stage.database)
     with pytest.raises(Conflict, match="leave ordered out"):
         ensure_group(here, routes, topic="loose", name="g", settings=GroupSettings(ordered=True))
     assert ensure_group(here, routes, topic="loose", name="g", settings=GroupSettings()).strategy == "best_effort"
@@ -182,7 +182,7 @@ def test_options_of_a_member_that_its_mode_has_no_use_for_are_refused() -> None:
 
 
 def test_a_topic_is_created_again_with_what_it_has_and_with_nothing_else(stage: Stage) -> None:
-    here = runtime_of(stage.database, stage.prefix)
+    here = stage.runtime
     create_topic(here, "three", partitions=3)
     create_topic(here, "three", partitions=3)
     create_topic(here, "three")

@@ -34,7 +34,6 @@ from mqlayer.postgres.queries import query
 from mqlayer.runtime.route_cache import RouteCache
 from tests.fixtures.consumers import Stage, StartStage
 from tests.fixtures.wait import wait_until, within
-from tests.proof.runtimes import runtime_of
 
 LEASE_S = 60.0
 
@@ -59,7 +58,7 @@ def group(stage: Stage) -> Group:
 
 def make_group(stage: Stage, name: str = "g", settings: GroupSettings | None = None) -> Group:
     return ensure_group(
-        runtime_of(stage.database, stage.prefix),
+        stage.runtime,
         RouteCache(stage.database),
         topic=stage.topic,
         name=name,

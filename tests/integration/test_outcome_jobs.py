@@ -93,7 +93,7 @@ def test_jobs_say_what_the_handlers_saw(stage: Stage, spark: Any) -> None:
     wait_until(lambda: b"behind" in parking.handled_at, what="released")
     wait_until(lambda: nothing_is_parked(stage), what="in line again")
     ended_at = time.time()
-    assert archive_pass(runtime_of(stage.database, stage.prefix)).ended
+    assert archive_pass(stage.runtime).ended
     create_snapshot(runtime_of(stage.database), "s")
 
     tables = tables_of(spark, "s", dsn=stage.dsn)

@@ -271,9 +271,7 @@ def test_what_comes_again_after_a_seek_is_told_again(stage: Stage, told: Archive
     stage.wait_settled()
     app.stop(5.0)
     with closing(RouteCache(stage.database)) as routes:
-        plan = planned_seek(
-            runtime_of(stage.database, stage.prefix), routes, topic=stage.topic, name="g", to="earliest"
-        )
+        plan = planned_seek(stage.runtime, routes, topic=stage.topic, name="g", to="earliest")
     told.fetch()
     told.rows("UPDATE mqlayer_archive.outcome SET settled_at = settled_at + interval '1 hour' RETURNING 1")
     apply_seek(runtime_of(stage.database, stage.prefix, actor="a test"), plan)
@@ -299,9 +297,7 @@ def test_a_seek_over_the_stream_gives_a_second_row_behind_the_first(stage: Stage
         stage.wait_settled()
         app.stop(5.0)
         with closing(RouteCache(stage.database)) as routes:
-            plan = planned_seek(
-                runtime_of(stage.database, stage.prefix), routes, topic=stage.topic, name="g", to="earliest"
-            )
+            plan = planned_seek(stage.runtime, routes, topic=stage.topic, name="g", to="earliest")
         apply_seek(runtime_of(stage.database, stage.prefix, actor="a test"), plan)
     told.fetch()
     assert set(map(tuple, told.words().values())) == {(("handled", 1), ("handled", 1))}
@@ -380,7 +376,7 @@ def test_two_archivers_at_once_archive_each_outcome_once(stage: Stage, told: Arc
     gate, mark = tmp_path / "gate", tmp_path / "mark"
     arm("outcomes.after_fetch", f"mark:{mark}")
     arm("outcomes.after_fetch", f"wait:{gate}")
-    slow = threading.Thread(target=archive_outcomes, args=(runtime_of(stage.database, stage.prefix),))
+    slow = threading.Thread(target=archive_outcomes, args=(stage.runtime,))
     slow.start()
     wait_until(mark.exists, what="it has read")
     told.fetch()
@@ -470,7 +466,7 @@ def test_what_no_archiver_fetches_is_dropped_at_a_bound_and_counted(stage: Stage
     report = told.fetch()
     assert report.dropped == 6
     assert told.rows("SELECT dropped FROM mqlayer_archive.outcome_progress WHERE dropped > 0") == [(6,)]
-    (status,) = archive_status(runtime_of(stage.database, stage.prefix))
+    (status,) = archive_status(stage.runtime)
     assert status.outcomes_dropped == 6
     settings = Settings(dsn=SecretStr(stage.dsn), key_prefix=stage.prefix)
 
@@ -493,13 +489,13 @@ def test_a_partition_is_not_dead_lettered_before_its_outcomes_are_archived(
     stage.wait_settled()
     old = stage.partitions[0]
     lps = stage.route.ranges[0]
-    split(runtime_of(stage.database, stage.prefix), stage.topic, old, at=[(lps.lp_from + lps.lp_to) // 2])
+    split(stage.runtime, stage.topic, old, at=[(lps.lp_from + lps.lp_to) // 2])
     sql = "SELECT count(*) FROM mqlayer.drained WHERE partition_id = %s"
     wait_until(lambda: told.rows(sql, old) == [(1,)], what="drained")
-    archive_pass(runtime_of(stage.database, stage.prefix))
+    archive_pass(stage.runtime)
     key = outcomes_key(stage.prefix, old, stage.group_id())
-    assert retire_partitions(runtime_of(stage.database, stage.prefix)) == ([] if stage.redis.xlen(key) else [old])
+    assert retire_partitions(stage.runtime) == ([] if stage.redis.xlen(key) else [old])
     told.fetch()
-    assert retire_partitions(runtime_of(stage.database, stage.prefix)) in ([old], [])
+    assert retire_partitions(stage.runtime) in ([old], [])
     assert stage.redis.keys(f"{stage.prefix}:{{{old}}}:*") == [stage.keys(old).meta]
     assert len(told.final()) == 40

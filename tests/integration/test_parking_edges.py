@@ -126,9 +126,7 @@ def test_what_comes_again_in_front_of_a_parked_key_has_its_own_attempts(stage: S
     stage.wait_settled()
     assert parked(stage) == {"k": [3, 4]}
     with closing(RouteCache(stage.database)) as routes:
-        plan = planned_seek(
-            runtime_of(stage.database, stage.prefix), routes, topic=stage.topic, name="g", to="earliest"
-        )
+        plan = planned_seek(stage.runtime, routes, topic=stage.topic, name="g", to="earliest")
         apply_seek(runtime_of(stage.database, stage.prefix, actor="test"), plan)
     wait_until(lambda: parked(stage) == {"k": [1, 2, 3, 4]}, what="all of it parked")
     stage.wait_settled()

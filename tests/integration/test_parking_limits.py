@@ -61,7 +61,7 @@ def set_limit(stage: Stage, name: str, limit: int) -> None:
 
 def stall(stage: Stage) -> str | None:
     """Return why the group is stuck in the partition."""
-    (status,) = group_statuses(runtime_of(stage.database, stage.prefix), stage.topic, "g")
+    (status,) = group_statuses(stage.runtime, stage.topic, "g")
     found = status.partitions[0].stall
     return None if found is None else found.reason
 
@@ -92,7 +92,7 @@ def test_what_follows_a_key_at_its_limit_waits_in_the_stream_and_the_others_go_o
     wait_until(lambda: stall(stage) == "parking_full", what="a stall that says why")
     assert not stage.all_settled()
     assert counted(stage)[0] == room
-    says = explain_key(runtime_of(stage.database, stage.prefix), stage.topic, "k", "g").run_next
+    says = explain_key(stage.runtime, stage.topic, "k", "g").run_next
     assert f"{name} is" in says
     assert says.startswith("nothing: it is tried again at")
     assert [(e.kind, e.cause) for e in events if e.kind == "parking_full"] == [("parking_full", name[: -len("_limit")])]
@@ -157,9 +157,7 @@ def test_what_two_sources_sent_comes_again_in_front_of_a_full_key_in_its_order(s
     wait_until(lambda: len(parked(stage).get("k", [])) == 1, what="parked")
     stage.wait_settled()
     with closing(RouteCache(stage.database)) as routes:
-        plan = planned_seek(
-            runtime_of(stage.database, stage.prefix), routes, topic=stage.topic, name="g", to="earliest"
-        )
+        plan = planned_seek(stage.runtime, routes, topic=stage.topic, name="g", to="earliest")
         apply_seek(runtime_of(stage.database, stage.prefix, actor="test"), plan)
     wait_until(lambda: len(parked(stage)["k"]) == 5, what="all of it parked")
     fails.clear()
@@ -244,9 +242,7 @@ def test_what_comes_again_in_front_of_a_full_key_is_parked_in_front_of_it(stage:
     wait_until(lambda: parked(stage) == {"k": [3, 4]}, what="parked")
     stage.wait_settled()
     with closing(RouteCache(stage.database)) as routes:
-        plan = planned_seek(
-            runtime_of(stage.database, stage.prefix), routes, topic=stage.topic, name="g", to="earliest"
-        )
+        plan = planned_seek(stage.runtime, routes, topic=stage.topic, name="g", to="earliest")
         apply_seek(runtime_of(stage.database, stage.prefix, actor="test"), plan)
     wait_until(lambda: parked(stage) == {"k": [1, 2, 3, 4]}, what="all of it parked")
     fails.clear()

@@ -43,7 +43,7 @@ def audit(stage: Stage) -> list[tuple[str, str, Any]]:
 
 
 def stalls(stage: Stage, group: str = "g") -> dict[int, str]:
-    (status,) = group_statuses(runtime_of(stage.database, stage.prefix), stage.topic, group)
+    (status,) = group_statuses(stage.runtime, stage.topic, group)
     return {one.facts.partition: one.stall.detail for one in status.partitions if one.stall is not None}
 
 
@@ -126,7 +126,7 @@ def test_a_partition_rests_for_one_group_and_the_others_go_on(stage: Stage) -> N
     wait_until(lambda: ours.count() == 20, what="what does not rest is handled")
     assert {handled.partition for handled in ours.ended} == {other}
     assert stalls(stage) == {resting: f"ann paused partition {resting} for the group"}
-    found = explain_key(runtime_of(stage.database, stage.prefix), stage.topic, stage.key_in(resting), "g")
+    found = explain_key(stage.runtime, stage.topic, stage.key_in(resting), "g")
     assert found.run_next == f"mqlayer group resume orders g --partition {resting}  # it is paused"
     assert resume_partitions(runtime_of(stage.database, actor="ann"), stage.topic, "g", [resting]) == [resting]
     wait_until(lambda: ours.count() == 40, what="it goes on")
@@ -145,11 +145,11 @@ def test_the_pause_of_a_partition_ends_with_it_and_can_be_taken_back_after_it(st
     stage.send_numbers(keys=4, each=5)
     stage.wait_settled()
     parent = stage.partitions[0]
-    split(runtime_of(stage.database, stage.prefix), stage.topic, parent)
+    split(stage.runtime, stage.topic, parent)
     wait_until(lambda: drained(stage, parent), what="the group is done with it")
     assert pause_partitions(runtime_of(stage.database, actor="ann"), stage.topic, "g", [parent]) == [parent]
     assert resting(stage) == 1
-    wait_until(lambda: retire_partitions(runtime_of(stage.database, stage.prefix)), what="it is deleted")
+    wait_until(lambda: retire_partitions(stage.runtime), what="it is deleted")
     assert resting(stage) == 0
     assert resume_partitions(runtime_of(stage.database, actor="ann"), stage.topic, "g", [parent]) == [parent]
     with pytest.raises(NotFound):
@@ -204,7 +204,7 @@ def test_a_paused_key_waits_in_order_while_the_others_go_on(stage: Stage) -> Non
     assert recorder.bodies("key-1") == [b"%d" % number for number in range(1, 6)]
     assert recorder.count() == 25
     assert parked(stage) == {b"key-1": 5}
-    found = explain_key(runtime_of(stage.database, stage.prefix), stage.topic, "key-1", "g")
+    found = explain_key(stage.runtime, stage.topic, "key-1", "g")
     assert found.parked is not None
     assert found.parked.paused_by == "ann"
     assert found.run_next == "mqlayer key resume orders key-1 --group g  # it is paused"

@@ -32,7 +32,6 @@ from tests.fixtures.forked_programs import start_python
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.wait import wait_until
 from tests.proof.jobs import BY_NAME, idle_job
-from tests.proof.runtimes import runtime_of
 
 LEASE_S = 60.0
 
@@ -47,7 +46,7 @@ def stage(start_stage: StartStage, redis_url: str) -> Stage:
 
 def make_group(stage: Stage, name: str) -> None:
     ensure_group(
-        runtime_of(stage.database, stage.prefix),
+        stage.runtime,
         RouteCache(stage.database),
         topic=stage.topic,
         name=name,

@@ -458,7 +458,7 @@ def test_a_seek_voids_every_token_and_gives_all_again(stage: Stage, receiver_of:
     assert len(old) == 12
     a.ack(old[:7])
     routes = RouteCache(stage.database)
-    plan = planned_seek(runtime_of(stage.database, stage.prefix), routes, topic=stage.topic, name="g", to="earliest")
+    plan = planned_seek(stage.runtime, routes, topic=stage.topic, name="g", to="earliest")
     apply_seek(runtime_of(stage.database, stage.prefix, actor="test"), plan)
     with pytest.raises(StaleToken):
         a.ack(old)

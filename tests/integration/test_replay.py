@@ -225,9 +225,7 @@ def test_what_no_replay_can_be_is_refused(scene: Scene) -> None:
     with pytest.raises(Conflict, match=f"replay {replay_id}"):
         scene.begin()
     with closing(RouteCache(scene.stage.database)) as routes:
-        plan = planned_seek(
-            runtime_of(scene.stage.database, scene.stage.prefix), routes, topic="orders", name="g", to="earliest"
-        )
+        plan = planned_seek(scene.stage.runtime, routes, topic="orders", name="g", to="earliest")
         with pytest.raises(Conflict, match="replay cancel"):
             apply_seek(runtime_of(scene.stage.database, scene.stage.prefix, actor="a test"), plan)
     cancel_replay(runtime_of(scene.stage.database, actor="a test"), replay_id)

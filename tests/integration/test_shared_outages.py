@@ -160,12 +160,12 @@ def test_a_split_goes_on_while_a_message_of_the_parent_waits_and_ends_when_it_is
     wait_until(lambda: len(shared_member(app).owned()) == 4, what="parent and successors are read")
     stage.send([(key, b"2")])
     wait_until(lambda: recorder.bodies() == [b"1", b"2"], what="handled while the parent waits")
-    [status] = group_statuses(runtime_of(stage.database, stage.prefix), stage.topic)
+    [status] = group_statuses(stage.runtime, stage.topic)
     assert (status.facts.mode, status.lag) == ("shared", 1)
-    assert retire_partitions(runtime_of(stage.database, stage.prefix)) == []
+    assert retire_partitions(stage.runtime) == []
     stop_failing.set()
     wait_until(lambda: len(shared_member(app).owned()) == 3, what="the parent is drained")
-    assert retire_partitions(runtime_of(stage.database, stage.prefix)) == [parent]
+    assert retire_partitions(stage.runtime) == [parent]
     stage.send([(key, b"3")])
     stage.wait_settled()
     assert sorted(recorder.bodies()) == [b"1", b"2", b"3", b"late"]
@@ -183,10 +183,10 @@ def test_trimming_stays_below_the_lowest_message_that_is_not_settled(start_stage
     share(stage, Recorder(act), backoff_s=(60.0,))
     stage.send(("k", b"%d" % number) for number in range(1, 2001))
     wait_until(lambda: pending(stage, partition) == {b"-": 1}, what="all but one are settled")
-    trim_pass(runtime_of(stage.database, stage.prefix))
+    trim_pass(stage.runtime)
     first = int(stage.redis.hget(stage.keys(partition).meta, "first") or 1)
     assert 800 < first <= 1000
-    [status] = group_statuses(runtime_of(stage.database, stage.prefix), stage.topic)
+    [status] = group_statuses(stage.runtime, stage.topic)
     assert status.lag == 1
 
 
@@ -197,9 +197,7 @@ def test_a_seek_gives_everything_again(stage: Stage) -> None:
     share(stage, recorder)
     stage.wait_settled()
     with contextlib.closing(RouteCache(stage.database)) as routes:
-        plan = planned_seek(
-            runtime_of(stage.database, stage.prefix), routes, topic=stage.topic, name="g", to="earliest"
-        )
+        plan = planned_seek(stage.runtime, routes, topic=stage.topic, name="g", to="earliest")
     apply_seek(runtime_of(stage.database, stage.prefix, actor="test"), plan)
     wait_until(lambda: len(recorder.ended) == 18, what="all of it again")
     stage.wait_settled()
@@ -279,7 +277,7 @@ def test_a_paused_group_is_given_nothing_till_it_is_resumed(stage: Stage) -> Non
     pause_group(runtime_of(stage.database, actor="test"), stage.topic, "g")
     wait_until(lambda: shared_member(app).owned() == {}, what="it reads nothing")
     stage.send_numbers(keys=2, each=2, first=3)
-    [status] = group_statuses(runtime_of(stage.database, stage.prefix), stage.topic)
+    [status] = group_statuses(stage.runtime, stage.topic)
     assert (status.lag, status.facts.alive) == (4, 1)
     assert len(recorder.begun) == 4
     resume_group(runtime_of(stage.database, actor="test"), stage.topic, "g")

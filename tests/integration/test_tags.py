@@ -283,7 +283,7 @@ def test_another_filter_and_a_seek_give_what_was_left_out(stage: Stage, producer
     recorder.begun.clear()
     recorder.ended.clear()
     routes = RouteCache(stage.database)
-    plan = planned_seek(runtime_of(stage.database, stage.prefix), routes, topic="orders", name="g", to="earliest")
+    plan = planned_seek(stage.runtime, routes, topic="orders", name="g", to="earliest")
     apply_seek(runtime_of(stage.database, stage.prefix, actor="a test"), plan)
     routes.close()
     wait_until(lambda: by_key(recorder) == published.wanted("any:us"), what="what was left out")
@@ -317,7 +317,7 @@ def test_what_every_group_has_passed_over_is_trimmed(stage: Stage, producer: Pro
     stage.consume(Recorder(), tag_filter="any:nobody")
     published.more(600)
     stage.wait_settled()
-    trim_pass(runtime_of(stage.database, stage.prefix))
+    trim_pass(stage.runtime)
     left = sum(stage.redis.xlen(stage.keys(partition).log) for partition in stage.partitions)
     assert left < 600
 
@@ -425,7 +425,7 @@ def test_a_key_that_does_not_match_is_explained(stage: Stage, producer: Producer
     for key, tags in (("in", ["eu"]), ("out", ["us"]), ("bare", [])):
         producer.send("orders", key=key, body=b"1", tags=tags)
     for key, unmatched in (("in", False), ("out", True), ("bare", True)):
-        head = explain_key(runtime_of(stage.database, stage.prefix), "orders", key, "g").search.head
+        head = explain_key(stage.runtime, "orders", key, "g").search.head
         assert head is not None
         assert head.unmatched is unmatched
 

@@ -237,7 +237,7 @@ def trimmed_streams(there: Place, planted: bool) -> str:
         comes_true(lambda: None not in stage.owners().values(), within_s=PATIENCE_S)
         for turn in range(10):
             stage.send_numbers(keys=20, each=10, first=10 * turn + 1)
-            trim_pass(runtime_of(stage.database, stage.prefix))
+            trim_pass(stage.runtime)
         comes_true(stage.all_settled, within_s=8)
         missing = 2000 - len(handled)
     return f"{missing} lost" if missing else ""

@@ -135,7 +135,7 @@ def test_members_and_receivers_leave_the_old_primary_behind_the_same_address(
     pair.cut_connection()
     pair.promote()
     switch.lead_to(pair.replica)
-    assert rearm_lost_nodes(runtime_of(stage.database, stage.prefix)) == {"node-1": "armed"}
+    assert rearm_lost_nodes(stage.runtime) == {"node-1": "armed"}
     with client_of(pair.replica) as new:
         locks = [stage.group_keys(partition).lock.decode() for partition in stage.partitions]
         wait_until(lambda: all(new.hget(lock, "owner") for lock in locks), timeout_s=20, what="its locks there")
@@ -167,7 +167,7 @@ def test_members_of_a_shared_group_leave_the_old_primary_behind_the_same_address
     pair.cut_connection()
     pair.promote()
     switch.lead_to(pair.replica)
-    assert rearm_lost_nodes(runtime_of(stage.database, stage.prefix)) == {"node-1": "armed"}
+    assert rearm_lost_nodes(stage.runtime) == {"node-1": "armed"}
     stage.send_numbers(keys=5, each=4, first=5)
     wait_until(lambda: len(set(recorder.ended)) == 40, timeout_s=20, what="what came to the new one handled")
     wait_until(
@@ -188,13 +188,13 @@ def test_successors_are_opened_on_the_run_that_is_armed(
     try:
         with ThreadPoolExecutor(1) as pool:
             parent, to = int(stage.partitions[0]), ["n2", "n2"]
-            driving = pool.submit(split, runtime_of(stage.database, stage.prefix), stage.topic, parent, to=to)
+            driving = pool.submit(split, stage.runtime, stage.topic, parent, to=to)
             wait_until(reached.exists, what="the parent to be sealed")
             pair.wait_in_step()
             pair.cut_connection()
             pair.promote()
             switch.lead_to(pair.replica)
-            assert rearm_lost_nodes(runtime_of(stage.database, stage.prefix)) == {"n2": "armed"}
+            assert rearm_lost_nodes(stage.runtime) == {"n2": "armed"}
             go_on.touch()
             driving.result(20)
     finally:

@@ -21,7 +21,6 @@ from tests.fixtures.consumers import Recorder, Stage, StartStage
 from tests.fixtures.wait import wait_until
 from tests.integration.test_parking import LATER_S, Shop, release, rows
 from tests.proof.proxy import TcpProxy
-from tests.proof.runtimes import runtime_of
 
 KEYS, EACH = 8, 30
 DRAINED = "SELECT partition_id FROM mqlayer.drained"
@@ -99,9 +98,7 @@ def test_connections_that_end_anywhere_in_an_answer_cost_nothing(stage: Stage, l
     for turn in range(EACH // 2):
         stage.send_numbers(KEYS, 2, first=1 + 2 * turn)
         cut()
-    apply_change(
-        runtime_of(stage.database, stage.prefix), plan_split(stage.route, PartitionId(stage.partitions[0]), [512])
-    )
+    apply_change(stage.runtime, plan_split(stage.route, PartitionId(stage.partitions[0]), [512]))
     for _ in range(3):
         cut()
     line.heal()
