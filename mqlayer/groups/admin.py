@@ -10,10 +10,9 @@ from mqlayer.errors import Conflict, InvalidInput, NotFound
 from mqlayer.failpoints import failpoint
 from mqlayer.groups.group import (
     RULES,
-    Balance,
     Group,
+    GroupChanges,
     GroupSettings,
-    RetrySettings,
     as_columns,
     check_settings,
     check_times,
@@ -34,33 +33,24 @@ def set_group(
     topic: str,
     name: str,
     *,
-    balance: Balance | None = None,
-    tag_filter: str | None = None,
-    instance_expiry_s: float | None = None,
-    rate_limit: float | None = None,
-    rate_burst: float | None = None,
     if_version: int | None = None,
-    **rules: Unpack[RetrySettings],
+    **changes: Unpack[GroupChanges],
 ) -> Group:
     """Change a group's settings for all members at once; return the group. See GroupSettings, RetryRules.
 
     A broadcast group's instances follow. Raises InvalidInput, NotFound, Conflict for an instance or if the settings'
     version is not `if_version`.
     """
-    settings = settings_of(
-        balance=balance, tag_filter=tag_filter, instance_expiry_s=instance_expiry_s, rate_limit=rate_limit,
-        rate_burst=rate_burst,
-        **rules,
-    )  # fmt: skip
+    settings = settings_of(**changes)
     if settings == GroupSettings():
         raise InvalidInput("nothing to set: name a setting")
     facts = {
         **as_columns({name: getattr(settings, name) for name in RULES}),
-        "balance": balance,
+        "balance": settings.balance,
         "tag_filter": settings.tag_filter,
-        "instance_expiry_s": instance_expiry_s,
-        "rate_limit": rate_limit,
-        "rate_burst": rate_burst,
+        "instance_expiry_s": settings.instance_expiry_s,
+        "rate_limit": settings.rate_limit,
+        "rate_burst": settings.rate_burst,
         "if_version": if_version,
     }
 

@@ -124,6 +124,16 @@ class RetrySettings(TypedDict, total=False):
     key_bytes_limit: int | None
 
 
+class GroupChanges(RetrySettings, total=False):
+    """What of a group's settings can change, as programs write it. None: not set."""
+
+    balance: Balance | None
+    tag_filter: str | None
+    instance_expiry_s: float | None
+    rate_limit: float | None
+    rate_burst: float | None
+
+
 RULES: Final = tuple(field.name for field in fields(RetryRules))
 
 
@@ -245,17 +255,12 @@ def settings_of(
     start: Start | None = None,
     *,
     ordered: bool | None = None,
-    balance: Balance | None = None,
-    tag_filter: str | None = None,
     from_archive: bool = False,
-    instance_expiry_s: float | None = None,
     mode: Mode | None = None,
-    rate_limit: float | None = None,
-    rate_burst: float | None = None,
-    **rules: Unpack[RetrySettings],
+    **changes: Unpack[GroupChanges],
 ) -> GroupSettings:
     """Return checked settings. Raises InvalidInput."""
-    said: dict[str, Any] = {**rules}
+    said: dict[str, Any] = {**changes}
     if said.get("backoff_s") is not None:
         said["backoff_s"] = tuple(map(float, said["backoff_s"]))
     for name in ("non_retryable_errors", "retryable_errors"):
@@ -265,13 +270,10 @@ def settings_of(
             # Sorted, so that the order in a program makes no conflict.
             names = {error if isinstance(error, str) else error_name(error) for error in said[name]}
             said[name] = tuple(sorted(names))
-    if tag_filter is not None:
+    if said.get("tag_filter") is not None:
         # The server's form: tags sorted, without duplicates.
-        tag_filter = str(TagFilter.of(tag_filter) or NO_FILTER)
-    settings = GroupSettings(
-        start=start, ordered=ordered, balance=balance, tag_filter=tag_filter, from_archive=from_archive, mode=mode,
-        instance_expiry_s=instance_expiry_s, rate_limit=rate_limit, rate_burst=rate_burst, **said,
-    )  # fmt: skip
+        said["tag_filter"] = str(TagFilter.of(said["tag_filter"]) or NO_FILTER)
+    settings = GroupSettings(start=start, ordered=ordered, from_archive=from_archive, mode=mode, **said)
     check_start(start)
     check_settings(settings)
     return settings
