@@ -14,7 +14,7 @@ from typing import Final, Literal, Self
 import redis
 from pydantic import SecretStr
 
-from mqlayer.domain.routing import Route
+from mqlayer.domain.routing import PartitionId, Route
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.migrations import migrate
 from mqlayer.runtime.runtime import Runtime
@@ -57,6 +57,10 @@ class System:
     def dsn(self) -> str:
         """The database, control and application in one."""
         return self.settings.control_dsn()
+
+    def partition_of(self, lp: int) -> PartitionId:
+        """Return the partition that an LP is in."""
+        return next(one.partition for one in self.route.ranges if one.lp_from <= lp < one.lp_to)
 
     def client(self) -> redis.Redis:
         """Return a plain client of the node, for baselines."""

@@ -26,6 +26,7 @@ from tests.fixtures.due_keys import try_now
 from tests.fixtures.forked_programs import Process
 from tests.fixtures.wait import wait_until
 from tests.proof.history import Deliver, read_histories
+from tests.proof.route_ranges import range_of
 from tests.proof.route_steps import split
 from tests.proof.runtimes import runtime_of
 
@@ -188,7 +189,7 @@ def test_kills_while_a_key_at_its_limit_holds_a_route_change_up(scene: Scene) ->
     )  # fmt: skip
     prefix = scene.settings.key_prefix
     with Database(scene.settings.control_dsn()) as database:
-        parent = load_route(database, TOPIC).range_of(lp_of(b"key-7")).partition
+        parent = range_of(load_route(database, TOPIC), lp_of(b"key-7")).partition
         split(runtime_of(database, prefix), TOPIC, parent)
     first.kill()
     scene.publish()

@@ -53,6 +53,7 @@ from tests.fixtures.servers import StartRedis
 from tests.fixtures.wait import wait_until
 from tests.proof.fall_back import FallBack
 from tests.proof.outbox_world import OutboxWorld
+from tests.proof.route_ranges import range_of
 from tests.proof.route_steps import merge, split
 from tests.proof.runtimes import runtime_of
 
@@ -90,7 +91,7 @@ class Scene:
         lp = lp_of(key.encode())
         first = self.seqs.get((source, lp), 0) + 1
         fields = [field for body in bodies for field in (facts, key.encode(), body)]
-        place = load_route(self.database, TOPIC).range_of(lp)
+        place = range_of(load_route(self.database, TOPIC), lp)
         node = next(node for node in list_nodes(self.database) if node.node_id == place.node)
         with NodeConnection(node) as connection:
             command = append_command(
@@ -198,7 +199,7 @@ def test_every_record_is_archived_once_with_its_place_and_content(scene: Scene) 
         "SELECT batch, version, partition_id, log_offset, seq, extract(epoch FROM published_at)::float8, key, tags, "
         "headers, body FROM mqlayer_archive.record WHERE lp = %s ORDER BY batch, log_offset", lp,
     )  # fmt: skip
-    partition = scene.route.range_of(lp).partition
+    partition = range_of(scene.route, lp).partition
     assert [row[1:] for row in rows] == [
         (1, partition, 1, 1, 1_700_000_000, b"a", None, None, b"one"),
         (1, partition, 2, 2, 1_700_000_000, b"a", None, None, b"two"),
@@ -260,7 +261,7 @@ def test_archiving_that_begins_late_begins_with_the_first_record_kept(
 def test_off_and_on_again_begins_a_stretch_anew_and_shows_what_is_missing(scene: Scene) -> None:
     """A mark never says of seqs that they are there which were trimmed while nobody archived."""
     lp = lp_of(LOW.encode())
-    partition = scene.route.range_of(lp).partition
+    partition = range_of(scene.route, lp).partition
     scene.send(1, LOW, *[b"x"] * 5)
     scene.send(1, HIGH, b"y")
     scene.archive()
@@ -283,7 +284,7 @@ def test_off_and_on_again_begins_a_stretch_anew_and_shows_what_is_missing(scene:
 def test_a_gap_stops_its_partition_until_somebody_accepts_it(scene: Scene) -> None:
     """The others go on; nothing behind it is trimmed."""
     lp = lp_of(LOW.encode())
-    low = scene.route.range_of(lp).partition
+    low = range_of(scene.route, lp).partition
     group = scene.group()
     scene.send(1, LOW, *[b"x"] * 300)
     scene.archive()
@@ -316,7 +317,7 @@ def test_whoever_accepts_a_gap_is_told_of_those_behind_it(scene: Scene) -> None:
         for n in range(999)
         if lp_of(f"o-{n}".encode()) < 512 and lp_of(f"o-{n}".encode()) != lp_of(LOW.encode())
     )
-    low = scene.route.range_of(lp_of(LOW.encode())).partition
+    low = range_of(scene.route, lp_of(LOW.encode())).partition
     for key in (LOW, other):
         scene.send(1, key, b"1")
     scene.archive()
@@ -335,7 +336,7 @@ def test_a_hole_at_the_end_of_a_chain_is_found_where_the_partition_was_sealed(sc
     scene.send(2, LOW, *[b"x"] * 5)
     scene.archive()
     lp = lp_of(LOW.encode())
-    low = scene.route.range_of(lp).partition
+    low = range_of(scene.route, lp).partition
     scene.send(1, LOW, b"6", b"7")
     scene.send(2, LOW, b"6")
     scene.client(low).xdel(scene.log(low), "12-0", "13-0")
@@ -355,7 +356,7 @@ def test_a_hole_at_the_end_of_a_chain_is_found_where_the_partition_was_sealed(sc
 
 
 def test_a_topic_switched_off_and_on_explains_a_hole_at_the_end_of_a_chain(scene: Scene) -> None:
-    low = scene.route.range_of(lp_of(LOW.encode())).partition
+    low = range_of(scene.route, lp_of(LOW.encode())).partition
     scene.send(1, LOW, b"1")
     scene.archive()
     set_archived(runtime_of(scene.database), TOPIC, archived=False)
@@ -372,7 +373,7 @@ def test_what_is_looked_at_behind_a_gap_is_bounded_in_bytes(scene: Scene, monkey
     """It is read again by each pass, as long as the gap waits."""
     monkeypatch.setattr("mqlayer.archive.archiver.page_size", lambda _: 10)
     monkeypatch.setattr(batch_writer, "BYTES", 100_000)
-    low = scene.route.range_of(lp_of(LOW.encode())).partition
+    low = range_of(scene.route, lp_of(LOW.encode())).partition
     scene.send(1, LOW, *[b"x"] * 20)
     scene.archive()
     for _ in range(30):
@@ -784,7 +785,7 @@ def test_days_are_made_ahead_once_by_many(scene: Scene) -> None:
 
 
 def test_a_record_that_no_script_wrote_stops_its_partition_only(scene: Scene) -> None:
-    low = scene.route.range_of(lp_of(LOW.encode())).partition
+    low = range_of(scene.route, lp_of(LOW.encode())).partition
     scene.client(low).xadd(scene.log(low), {"m": "what?", "k": "k", "b": "secret"}, id="1-0")
     scene.send(1, HIGH, b"y")
     report = scene.archive()
@@ -808,7 +809,7 @@ def test_a_record_that_no_script_wrote_stops_its_partition_only(scene: Scene) ->
 def test_a_record_that_no_row_can_hold_stops_its_partition_only_and_the_doctor_sees_it(
     scene: Scene, fields: dict[str, str]
 ) -> None:
-    low = scene.route.range_of(0).partition
+    low = range_of(scene.route, 0).partition
     scene.archive()
     ((before,),) = scene.rows("SELECT last_pass_at FROM mqlayer_archive.topic")
     scene.client(low).xadd(scene.log(low), fields, id="1-0")  # type: ignore[arg-type]
@@ -832,7 +833,7 @@ def test_the_doctor_names_an_archive_that_waits_or_is_late(scene: Scene, monkeyp
     scene.archive()
     assert found()[0][0] is CheckStatus.OK
     scene.send(1, LOW, b"4", b"5")
-    low = scene.route.range_of(lp_of(LOW.encode())).partition
+    low = range_of(scene.route, lp_of(LOW.encode())).partition
     scene.client(low).xdel(scene.log(low), "4-0")
     scene.archive()
     assert found() == [(CheckStatus.BROKEN, f"the archive of topic {TOPIC} waits at 1 gaps, and holds trimming up")]

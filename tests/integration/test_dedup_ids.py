@@ -29,6 +29,7 @@ from tests.fixtures.servers import StartRedis
 from tests.fixtures.wait import wait_until
 from tests.proof.producer_world import ProducerWorld, send_to_the_end
 from tests.proof.proxy import TcpProxy
+from tests.proof.route_ranges import range_of
 from tests.proof.route_steps import merge, move, split
 from tests.proof.runtimes import runtime_of
 
@@ -251,7 +252,7 @@ def test_ids_go_with_their_lps_over_split_move_and_merge(
                 assert all(receipt.duplicate for receipt in repeated)
                 assert [place(receipt) for receipt in repeated] == [place(first[key]) for key in keys] * 2
                 fresh = new.send("orders", key="key-0", body=b"9", dedup_id=f"of version {route.version}")
-                assert fresh.partition == route.range_of(lp_of(b"key-0")).partition
+                assert fresh.partition == range_of(route, lp_of(b"key-0")).partition
     assert {key: values[:1] for key, values in world.by_key().items()} == {key: ["1"] for key in keys}
     assert world.by_key()["key-0"] == ["1", "9", "9", "9"]
 

@@ -23,6 +23,7 @@ from tests.fixtures.servers import StartRedis
 from tests.fixtures.wait import wait_until
 from tests.proof.manual_member import ManualMember
 from tests.proof.outbox_world import QUICK, OutboxWorld
+from tests.proof.route_ranges import range_of
 from tests.proof.route_steps import merge, split
 from tests.proof.runtimes import runtime_of
 
@@ -79,7 +80,7 @@ def test_a_key_that_fails_is_explained_by_its_head_and_the_others_have_nothing_w
     wait_until(lambda: explained(typed, "key-1", "g")["head"] is None, what="what is settled to be known")
 
     lp = lp_of(b"key-0")
-    partition = int(stage.route.range_of(lp).partition)
+    partition = int(range_of(stage.route, lp).partition)
     found = explained(typed, "key-0", "g")
     assert (found["lp"], found["publishes_to"]) == (lp, partition)
     head = found["head"]
@@ -183,7 +184,7 @@ def test_a_node_that_is_away_hides_what_it_holds_and_is_named(
 
 def test_the_search_ends_at_its_bound_and_says_so(stage: Stage, database: Database, typed: Commands) -> None:
     """Also over many calls, and with messages of the key on both sides of the bound."""
-    keys = [key for key in (f"k{n}" for n in range(100)) if stage.route.range_of(lp_of(key.encode())).partition == 1]
+    keys = [key for key in (f"k{n}" for n in range(100)) if range_of(stage.route, lp_of(key.encode())).partition == 1]
     many, early, late = keys[:3]
     stage.send([(early, b"1"), *((many, b"2") for _ in range(SCAN_LIMIT - 2)), (early, b"3"), (late, b"4")])
     ManualMember(database, stage.prefix, "orders").position(1)

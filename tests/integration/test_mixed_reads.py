@@ -23,6 +23,7 @@ from mqlayer.topics import create_topic
 from tests.fixtures.consumers import SOURCE, Stage
 from tests.fixtures.shared_members import share
 from tests.fixtures.wait import wait_until
+from tests.proof.route_ranges import range_of
 from tests.proof.route_steps import split
 from tests.proof.runtimes import runtime_of
 
@@ -66,7 +67,7 @@ class Mixed:
                 self.wanted.append(body)
         lp = lp_of(KEY)
         with self._stage.connection() as connection:
-            partition = self._stage.route.range_of(lp).partition
+            partition = range_of(self._stage.route, lp).partition
             run = MessageRun(lp, first, len(kinds), fields)
             (reply,) = connection.call([append_command(connection, self._stage.prefix, partition, SOURCE, [run])])
         assert reply[0] == b"ok", reply

@@ -24,6 +24,7 @@ from mqlayer.topics import attach_topics, create_topic, list_nodes, list_topics,
 from tests.fixtures.failpoints import armed
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.wait import wait_until
+from tests.proof.route_ranges import range_of
 from tests.proof.runtimes import runtime_of
 
 PLACES = ["topic.after_allocate", "topic.after_make", "topic.after_activate"]
@@ -216,7 +217,7 @@ def test_a_version_that_tiles_is_taken_and_notified(database: Database, node: st
         wait_until(lambda: routes.route("orders").version == 2, what="the new version is used")
     finally:
         routes.close()
-    assert routes.route("orders").range_of(99).lp_to == 100
+    assert range_of(routes.route("orders"), 99).lp_to == 100
 
 
 def test_a_known_route_serves_while_postgres_is_away(database: Database, node: str, key_prefix: str) -> None:

@@ -38,6 +38,7 @@ from tests.fixtures.servers import StartRedis
 from tests.proof.failpoint_names import failpoint_names
 from tests.proof.manual_member import LEASE_S, ManualMember
 from tests.proof.outbox_world import QUICK, OutboxWorld
+from tests.proof.route_ranges import range_of
 from tests.proof.route_steps import merge, move, split
 from tests.proof.runtimes import runtime_of
 
@@ -77,7 +78,7 @@ class Direct:
 
     def _send_lp(self, lp: int, *, lose_reply: bool) -> bool:
         waiting = self._waiting[lp]
-        place = self._route.range_of(lp)
+        place = range_of(self._route, lp)
         node = next(node for node in load_nodes(self._database) if node.node_id == place.node)
         fields = [part for key, body in waiting for part in (b"1700000000000", key, body)]
         run = MessageRun(lp, self._acked[lp] + 1, len(waiting), fields)
