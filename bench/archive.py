@@ -31,7 +31,7 @@ Row = tuple[Any, ...]
 def archive(stage: Stage) -> Iterator[Line]:
     """Records per second from a stream into the archive, with chain check, marks, commits; COPY has its rows ready."""
     system = stage.system()
-    set_archived(system.database, "bench", archived=True)
+    set_archived(system.runtime, "bench", archived=True)
     fill(system, COUNT, keys=KEYS, body=BODY)
     with psycopg.connect(system.dsn, autocommit=True) as connection:
         connection.execute(PLAIN)
@@ -76,7 +76,7 @@ def run_archive(system: System, connection: psycopg.Connection[Row]) -> float:
     for table in ("record", "mark", "progress", "day"):
         connection.execute(f"TRUNCATE mqlayer_archive.{table}".encode())
     began = time.perf_counter()
-    report = archive_pass(system.database, prefix=system.settings.key_prefix)
+    report = archive_pass(system.runtime)
     seconds = time.perf_counter() - began
     if report.total != COUNT:
         raise RuntimeError(f"{report.total} records of {COUNT} were archived: {report}")

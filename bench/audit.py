@@ -15,7 +15,7 @@ from typing import Final
 from bench.registry import Line, bench, note
 from bench.stage import Stage, System
 from mqlayer.archive import create_snapshot
-from mqlayer.routes import split
+from mqlayer.routes import apply_change, planned_split
 from mqlayer.runtime.route_cache import load_route
 
 RECORDS: Final = int(os.environ.get("BENCH_MESSAGES", "1000000"))
@@ -57,7 +57,7 @@ def audit(stage: Stage) -> Iterator[Line]:
 def fill_archive(system: System, records: int) -> None:
     """Write records of a topic that was split half-way into the archive, and take the snapshot `bench` of them."""
     first = load_route(system.database, "bench").ranges[0].partition
-    split(system.database, "bench", first, at=[100], prefix=system.settings.key_prefix, application=system.database)
+    apply_change(system.runtime, planned_split(system.runtime, "bench", first, at=[100]))
     with system.database.connection() as connection, connection.transaction():
         connection.execute("UPDATE mqlayer.topic SET archived = true WHERE name = 'bench'")
         connection.execute("CREATE TABLE mqlayer_archive.record_bench PARTITION OF mqlayer_archive.record DEFAULT")
@@ -74,7 +74,7 @@ def fill_archive(system: System, records: int) -> None:
         )
     with system.database.connection() as connection:
         connection.execute("ANALYZE mqlayer_archive.record")
-    create_snapshot(system.database, "bench", topics=["bench"])
+    create_snapshot(system.runtime, "bench", topics=["bench"])
 
 
 def measured(system: System, snapshot: str) -> tuple[float, float]:

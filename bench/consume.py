@@ -61,7 +61,7 @@ def consume_archived(stage: Stage) -> Iterator[Line]:
 
 def told(system: System, archived: bool) -> float:
     """Consume everything of a topic that is archived, or not."""
-    set_archived(system.database, "bench", archived=archived)
+    set_archived(system.runtime, "bench", archived=archived)
     return ours(system)
 
 

@@ -121,7 +121,7 @@ def memory_mb(system: System, messages: int, *, parked: bool, stretch: int = STR
             if time.monotonic() > until:
                 raise RuntimeError(f"{app.members[0].stats} of {end} messages")
             time.sleep(0.01)
-        trim_pass(system.database, prefix=system.settings.key_prefix)
+        trim_pass(system.runtime)
     stats = app.members[0].stats
     app.stop()
     figure = int(client.info("memory")["used_memory"]) / 1e6

@@ -30,7 +30,7 @@ def _append(system: System, connection: NodeConnection, keys: list[bytes], seqs:
     by_partition: dict[PartitionId, dict[Lp, list[bytes]]] = {}
     for key in keys:
         lp = lp_of(key)
-        partition = system.route.range_of(lp).partition
+        partition = system.partition_of(lp)
         by_partition.setdefault(partition, {}).setdefault(lp, []).append(key)
     commands = []
     for partition, by_lp in by_partition.items():

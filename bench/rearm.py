@@ -11,7 +11,7 @@ import redis
 
 from bench.registry import Line, bench, note
 from bench.stage import Stage, System
-from mqlayer.routes import split
+from mqlayer.routes import apply_change, planned_split
 from mqlayer.runtime.route_cache import load_route
 from mqlayer.stack import RedisServer
 from mqlayer.topics import rearm_node
@@ -39,7 +39,7 @@ def fill(system: System) -> None:
     """Split some partitions, make groups that hold all of them, and park keys."""
     for number in range(SPLITS):
         route = load_route(system.database, "bench")
-        split(system.database, "bench", route.ranges[2 * number].partition, prefix=system.settings.key_prefix)
+        apply_change(system.runtime, planned_split(system.runtime, "bench", route.ranges[2 * number].partition))
     with system.database.connection() as connection:
         for number in range(GROUPS):
             connection.execute(
@@ -66,9 +66,7 @@ def arm(system: System, server: RedisServer, *, empty: bool = False) -> float:
         redis.Redis.from_url(server.url).flushall()
     server.restart()
     began = time.perf_counter()
-    _, epochs = rearm_node(
-        system.database, "n1", prefix=system.settings.key_prefix, application=system.database, actor="bench"
-    )
+    _, epochs = rearm_node(system.runtime, "n1")
     took_ms = (time.perf_counter() - began) * 1e3
     note(f"  {epochs} epochs: {took_ms:,.0f} ms")
     return took_ms

@@ -139,11 +139,10 @@ def give_back_ms(system: System) -> float:
 def new_group(system: System) -> Group:
     """Return a group of the topic without members."""
     return ensure_group(
-        system.database,
+        system.runtime,
         RouteCache(system.database),
         topic="bench",
         name=f"g{uuid.uuid4().hex[:8]}",
-        prefix=system.settings.key_prefix,
         settings=GroupSettings(),
     )
 

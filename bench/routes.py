@@ -20,7 +20,7 @@ from mqlayer.producing.message import lp_and_key
 from mqlayer.producing.metadata_refresher import MetadataRefresher
 from mqlayer.producing.node_sender import SenderOptions
 from mqlayer.producing.send_queues import TopicQueues
-from mqlayer.routes import merge, move, split
+from mqlayer.routes import apply_change, planned_merge, planned_move, planned_split
 from mqlayer.runtime.route_cache import RouteCache, load_route
 
 RATE_PER_S: Final = 1_000
@@ -131,23 +131,23 @@ def change_all_the_time(system: System, stopping: threading.Event) -> int:
 
 def split_hot(system: System, route: Route) -> None:
     """Split the first partition in the middle of its load."""
-    split(system.database, "bench", route.ranges[0].partition, prefix=system.settings.key_prefix)
+    apply_change(system.runtime, planned_split(system.runtime, "bench", route.ranges[0].partition))
 
 
 def move_hot(system: System, route: Route) -> None:
     """Move the first partition."""
-    move(system.database, "bench", route.ranges[0].partition, prefix=system.settings.key_prefix)
+    apply_change(system.runtime, planned_move(system.database, "bench", route.ranges[0].partition))
 
 
 def move_second(system: System, route: Route) -> None:
     """Move the second partition."""
-    move(system.database, "bench", route.ranges[1].partition, prefix=system.settings.key_prefix)
+    apply_change(system.runtime, planned_move(system.database, "bench", route.ranges[1].partition))
 
 
 def merge_hot(system: System, route: Route) -> None:
     """Merge the first two partitions."""
     pair = [r.partition for r in route.ranges[:2]]
-    merge(system.database, "bench", pair, prefix=system.settings.key_prefix)
+    apply_change(system.runtime, planned_merge(system.database, "bench", pair))
 
 
 def known_keys() -> list[str]:

@@ -70,7 +70,7 @@ def measured(stage: Stage, way: str) -> Iterator[Line]:
         path = None
         if way == "parquet":
             began = time.perf_counter()
-            export_snapshot(system.database, "bench", directory / "out", file_rows=ROWS // 4)
+            export_snapshot(system.runtime, "bench", directory / "out", file_rows=ROWS // 4)
             note(f"  export: {ROWS / (time.perf_counter() - began):,.0f} rows/s")
             path = str(directory / "out")
         for tasks in TASKS:
@@ -129,5 +129,5 @@ def filled(stage: Stage) -> System:
     with connect(system.dsn) as connection:
         connection.execute("UPDATE mqlayer.topic SET archived = true")
         connection.execute(FILL.format(rows=ROWS, size=BODY_BYTES).encode())
-    create_snapshot(system.database, "bench")
+    create_snapshot(system.runtime, "bench")
     return system

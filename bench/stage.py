@@ -14,9 +14,10 @@ from typing import Final, Literal, Self
 import redis
 from pydantic import SecretStr
 
-from mqlayer.domain.routing import Route
+from mqlayer.domain.routing import PartitionId, Route
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.migrations import migrate
+from mqlayer.runtime.runtime import Runtime
 from mqlayer.settings import Settings
 from mqlayer.stack import PostgresServer, RedisServer
 from mqlayer.topics import create_topic, register_node
@@ -38,15 +39,28 @@ def line_name(name: str, fsync: Fsync) -> str:
 class System:
     """A database with both schemas, one node, and the topic `bench`."""
 
-    settings: Settings
-    database: Database
+    runtime: Runtime
     route: Route
     redis_url: str
+
+    @property
+    def settings(self) -> Settings:
+        """Its settings."""
+        return self.runtime.settings
+
+    @property
+    def database(self) -> Database:
+        """The one database, as control."""
+        return self.runtime.control
 
     @property
     def dsn(self) -> str:
         """The database, control and application in one."""
         return self.settings.control_dsn()
+
+    def partition_of(self, lp: int) -> PartitionId:
+        """Return the partition that an LP is in."""
+        return next(one.partition for one in self.route.ranges if one.lp_from <= lp < one.lp_to)
 
     def client(self) -> redis.Redis:
         """Return a plain client of the node, for baselines."""
@@ -98,8 +112,9 @@ class Stage:
         settings = Settings(dsn=SecretStr(dsn))
         database = Database(dsn, application="mqlayer bench")
         self._cleanup.callback(database.close)
+        runtime = Runtime(database, settings, database, "bench")
         for number, server in enumerate(servers, start=1):
             redis.Redis.from_url(server.url).flushall()
-            register_node(database, name=f"n{number}", url=server.url)
-        route = create_topic(database, "bench", prefix=settings.key_prefix, partitions=partitions, application=database)
-        return System(settings, database, route, servers[0].url)
+            register_node(runtime, name=f"n{number}", url=server.url)
+        route = create_topic(runtime, "bench", partitions=partitions)
+        return System(runtime, route, servers[0].url)

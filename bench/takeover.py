@@ -180,7 +180,7 @@ def keys_in_turn(system: System) -> list[str]:
     number = 0
     while min(map(len, found.values())) < KEYS_EACH:
         key = f"key-{number}"
-        found[system.route.range_of(lp_of(key.encode())).partition].append(key)
+        found[system.partition_of(lp_of(key.encode()))].append(key)
         number += 1
     return [keys[turn] for turn in range(KEYS_EACH) for keys in found.values()]
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import atexit
 import os
 import threading
+from contextlib import ExitStack
 from typing import Any, Final
 
 from celery.signals import worker_process_shutdown
 
-from mqlayer.postgres.database import Database
 from mqlayer.producing import Producer
+from mqlayer.runtime.runtime import Runtime, open_runtime
 from mqlayer.settings import Settings
 
 # Per process and schema. A thread may keep one for ten seconds, while it waits for a node's row.
@@ -21,26 +22,25 @@ class ProcessConnections:
     """Settings, pools and producer of one process. Thread-safe."""
 
     def __init__(self) -> None:
-        self.settings: Final = Settings()
+        self._settings = Settings()
         self._lock = threading.Lock()
-        self._databases: dict[tuple[str, str], Database] = {}
+        self._cleanup = ExitStack()
+        self._runtime: Runtime | None = None
         self._producer: Producer | None = None
 
-    def database(self, role: str, dsn: str) -> Database:
-        """Return a role's pool.
-
-        Roles share none: a holder of control locks may need the outbox, and must not queue behind its locks' waiters.
-        """
+    def runtime(self) -> Runtime:
+        """Return the pools and settings."""
         with self._lock:
-            if (role, dsn) not in self._databases:
-                self._databases[role, dsn] = Database(dsn, application="mqlayer worker", max_size=MOST_CONNECTIONS)
-            return self._databases[role, dsn]
+            if self._runtime is None:
+                here = open_runtime(self._settings, name="mqlayer worker", actor="worker", max_size=MOST_CONNECTIONS)
+                self._runtime = self._cleanup.enter_context(here)
+            return self._runtime
 
     def producer(self) -> Producer:
         """Return the one producer, which keeps keys in order."""
         with self._lock:
             if self._producer is None:
-                self._producer = Producer(self.settings, name="worker")
+                self._producer = Producer(self._settings, name="worker")
             return self._producer
 
     def close(self) -> None:
@@ -51,8 +51,7 @@ class ProcessConnections:
                     self._producer.close()
             finally:
                 # Also when the producer reports a loss.
-                for database in self._databases.values():
-                    database.close()
+                self._cleanup.close()
 
 
 class _ProcessState:
@@ -72,21 +71,9 @@ class _ProcessState:
 _process: Final = _ProcessState()
 
 
-def settings() -> Settings:
-    """Return the settings of this process."""
-    return _stores().settings
-
-
-def control() -> Database:
-    """Return the pool on the control database."""
-    stores = _stores()
-    return stores.database("control", stores.settings.control_dsn())
-
-
-def application() -> Database:
-    """Return the pool on the application database."""
-    stores = _stores()
-    return stores.database("application", stores.settings.application_dsn())
+def runtime() -> Runtime:
+    """Return the pools and settings of this process."""
+    return _stores().runtime()
 
 
 def producer() -> Producer:

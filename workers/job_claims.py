@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from mqlayer.domain.jobs import PeriodicJob
+from mqlayer.maintenance.jobs import PeriodicJob
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.queries import query
 

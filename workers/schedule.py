@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mqlayer.domain.jobs import JOBS, PeriodicJob
+from mqlayer.maintenance.jobs import JOBS, PeriodicJob
 
 
 def task_name(job: PeriodicJob) -> str:

@@ -10,6 +10,8 @@ from mqlayer.archive import archive_pass, create_snapshot
 from mqlayer.cli.spark_requirements import check_spark
 from mqlayer.errors import SparkMissing
 from mqlayer.postgres.database import Database
+from mqlayer.runtime.runtime import Runtime
+from mqlayer.settings import Settings
 
 SNAPSHOT: Final = "bank"
 PATIENCE_S: Final = 60.0
@@ -23,11 +25,12 @@ def archive(control_dsn: str) -> int:
     """Archive all that was published, and take a snapshot; return how many records that holds."""
     until = time.monotonic() + PATIENCE_S
     with Database(control_dsn) as database:
+        runtime = Runtime(database, Settings(), actor="bank")
         while True:
-            report = archive_pass(database, prefix="mq")
+            report = archive_pass(runtime)
             behind = [*report.skipped_nodes.values(), *report.failed.values(), *report.locked_topics, *report.stopped]
             if report.ended and not behind:
-                return create_snapshot(database, SNAPSHOT, actor="bank").records
+                return create_snapshot(runtime, SNAPSHOT).records
             if time.monotonic() > until:
                 raise ArchiveFailed(f"the archive is not up to date after {PATIENCE_S:g} s: {behind}")
 

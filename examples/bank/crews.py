@@ -15,6 +15,8 @@ from examples.bank.effects import GROUP, TOPIC
 from examples.bank.figures import Figures, Watch
 from mqlayer.inspect import group_statuses
 from mqlayer.postgres.database import Database
+from mqlayer.runtime.runtime import Runtime
+from mqlayer.settings import Settings
 from mqlayer.stack.wait import comes_true
 
 LOOK_WITHIN_S: Final = 0.1
@@ -107,7 +109,8 @@ class Receivers:
         def relieved() -> bool:
             asked_s = time.monotonic() - caught_at
             with Database(self._dsn, application="bank relief") as database:
-                (status,) = group_statuses(database, TOPIC, GROUP, prefix=self._prefix)
+                runtime = Runtime(database, Settings(key_prefix=self._prefix))
+                (status,) = group_statuses(runtime, TOPIC, GROUP)
             return not status.unreachable and (status.age_s is None or status.age_s < asked_s)
 
         return relieved

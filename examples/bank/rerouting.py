@@ -10,8 +10,10 @@ from examples.bank.effects import TOPIC
 from mqlayer.domain.routing import LpRange, Route
 from mqlayer.errors import MqlayerError
 from mqlayer.postgres.database import Database
-from mqlayer.routes import merge, move, split
+from mqlayer.routes import ChangePlan, apply_change, planned_merge, planned_move, planned_split
 from mqlayer.runtime.route_cache import load_route
+from mqlayer.runtime.runtime import Runtime
+from mqlayer.settings import Settings
 
 PREFIX: Final = "mq"
 
@@ -45,36 +47,37 @@ class Rerouting:
     def _run(self) -> None:
         try:
             with Database(self._dsn, application="bank rerouting") as database:
+                runtime = Runtime(database, Settings(key_prefix=PREFIX), actor="bank")
                 for share, change in STEPS:
                     with self._share:
                         self._share.wait_for(lambda due=share: self._come_to >= due)  # type: ignore[misc]
                     before = load_route(database, TOPIC)
-                    after = change(database, before)
+                    after = apply_change(runtime, change(runtime, before))
                     self._note(f"route version {after.version}: {_difference(before, after)}")
             self.done = True
         except MqlayerError as error:
             self.error = f"the route could not be changed: {error}"
 
 
-def _split_the_first(database: Database, route: Route) -> Route:
-    return split(database, TOPIC, route.ranges[0].partition, prefix=PREFIX, actor="bank")
+def _split_the_first(runtime: Runtime, route: Route) -> ChangePlan:
+    return planned_split(runtime, TOPIC, route.ranges[0].partition)
 
 
-def _move_the_last(database: Database, route: Route) -> Route:
-    return move(database, TOPIC, route.ranges[-1].partition, prefix=PREFIX, actor="bank")
+def _move_the_last(runtime: Runtime, route: Route) -> ChangePlan:
+    return planned_move(runtime.control, TOPIC, route.ranges[-1].partition)
 
 
-def _merge_the_middle(database: Database, route: Route) -> Route:
+def _merge_the_middle(runtime: Runtime, route: Route) -> ChangePlan:
     middle = len(route.ranges) // 2
     pair = [r.partition for r in route.ranges[middle - 1 : middle + 1]]
-    return merge(database, TOPIC, pair, prefix=PREFIX, actor="bank")
+    return planned_merge(runtime.control, TOPIC, pair)
 
 
-def _merge_the_first(database: Database, route: Route) -> Route:
-    return merge(database, TOPIC, [r.partition for r in route.ranges[:2]], prefix=PREFIX, actor="bank")
+def _merge_the_first(runtime: Runtime, route: Route) -> ChangePlan:
+    return planned_merge(runtime.control, TOPIC, [r.partition for r in route.ranges[:2]])
 
 
-STEPS: Final[tuple[tuple[float, Callable[[Database, Route], Route]], ...]] = (
+STEPS: Final[tuple[tuple[float, Callable[[Runtime, Route], ChangePlan]], ...]] = (
     (0.15, _split_the_first),
     (0.3, _move_the_last),
     (0.45, _merge_the_middle),

@@ -20,6 +20,8 @@ from mqlayer.postgres.database import Database
 from mqlayer.postgres.migrations import migrate
 from mqlayer.postgres.rights import Right, ensure_login, grant
 from mqlayer.redis.access import use_only
+from mqlayer.runtime.runtime import Runtime
+from mqlayer.settings import Settings
 from mqlayer.stack import Addresses, NoServerProgram, PostgresDatabases, Stack, postgres_programs
 from mqlayer.stack.background_process import BackgroundProcess
 from mqlayer.stack.credentials import Login, ProcessKind
@@ -97,7 +99,7 @@ class Stage:
             grant(self._owner_dsn, "application", ROLE, Right.PUBLISH, [TOPIC])
             self._make_roles()
             with Database(self._up.dsn) as control, Database(self.bank_dsn) as bank:
-                create_topic(control, TOPIC, prefix="mq", partitions=PARTITIONS, application=bank, archived=True)
+                create_topic(Runtime(control, Settings(), bank), TOPIC, partitions=PARTITIONS, archived=True)
             self._pgbench("--initialize", "--quiet", "--scale", str(SCALE))
             connection.execute(Path(__file__).with_name("schema.sql").read_bytes())
 

@@ -18,8 +18,10 @@ from mqlayer.errors import Conflict, MqlayerError, StoreUnavailable, Transaction
 from mqlayer.failpoints import failpoint
 from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.queries import query
-from mqlayer.redis.node_connection import Node, NodeConnection
+from mqlayer.redis.node_connection import Node
+from mqlayer.runtime.node_pool import NodePool
 from mqlayer.runtime.route_cache import load_nodes
+from mqlayer.runtime.runtime import Runtime
 
 log = logging.getLogger(__name__)
 
@@ -47,9 +49,7 @@ class ArchiveReport:
         return sum(self.archived.values())
 
 
-def archive_pass(
-    database: Database, *, prefix: str, topic: str | None = None, at_most_s: float | None = None, unsafe: bool = False
-) -> ArchiveReport:
+def archive_pass(runtime: Runtime, *, topic: str | None = None, at_most_s: float | None = None) -> ArchiveReport:
     """Archive records and outcomes of archived topics, or of one.
 
     Batches of all partitions in turn; none starts after `at_most_s`. Skips unavailable and unarmed nodes. Safe to kill
@@ -57,37 +57,31 @@ def archive_pass(
     """
     report = ArchiveReport()
     until = float("inf") if at_most_s is None else time.monotonic() + at_most_s
-    with database.connection() as connection:
+    with runtime.control.connection() as connection:
         topics = connection.execute(query("archive_topics"), {"topic": topic}).fetchall()
     if not topics:
         return report
-    make_days(database)
+    make_days(runtime.control)
     failpoint("archive.after_days")
-    nodes = {node.node_id: node for node in load_nodes(database)}
-    with _NodeConnections(nodes, report, prefix=prefix, unsafe=unsafe) as connections:
+    nodes = {node.node_id: node for node in load_nodes(runtime.control)}
+    with NodePool(runtime, nodes.__getitem__) as pool:
+        sources = _Sources(pool, nodes, report, runtime.prefix)
         for topic_id, name, body_limit in topics:
-            _TopicPass(database, connections, report, topic_id, name, page_size(body_limit), until).run()
+            _TopicPass(runtime.control, sources, report, topic_id, name, page_size(body_limit), until).run()
             # In batches of their own.
-            move_outcomes(database, topic_id, name, report.outcomes, prefix=prefix, until=until, unsafe=unsafe)
+            move_outcomes(runtime, topic_id, name, report.outcomes, until=until)
     report.ended &= report.outcomes.ended
     if report.total:
         log.info("archived", extra={"records": report.total, "topics": len(report.archived)})
     return report
 
 
-class _NodeConnections:
-    def __init__(self, nodes: Mapping[NodeId, Node], report: ArchiveReport, *, prefix: str, unsafe: bool) -> None:
-        # As of the start: a node armed meanwhile waits for the next pass.
-        self._nodes, self._report, self._prefix, self._unsafe = nodes, report, prefix, unsafe
-        self._connections: dict[NodeId, NodeConnection] = {}
+class _Sources:
+    """What partitions hold. `nodes`: as of the start: a node armed meanwhile waits for the next pass."""
+
+    def __init__(self, pool: NodePool, nodes: Mapping[NodeId, Node], report: ArchiveReport, prefix: str) -> None:
+        self._pool, self._nodes, self._report, self._prefix = pool, nodes, report, prefix
         self._unreachable: set[NodeId] = set()
-
-    def __enter__(self) -> _NodeConnections:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for connection in self._connections.values():
-            connection.close()
 
     def read(self, source: ArchiveInput, since: int) -> StreamPages | None:
         if source.node in self._unreachable or source.node not in self._nodes:
@@ -99,9 +93,7 @@ class _NodeConnections:
             return None
 
     def pages(self, source: ArchiveInput, since: int) -> StreamPages:
-        if source.node not in self._connections:
-            self._connections[source.node] = NodeConnection(self._nodes[source.node], unsafe=self._unsafe)
-        return StreamPages(self._connections[source.node], self._prefix, source, since)
+        return StreamPages(self._pool.to(source.node), self._prefix, source, since)
 
     def skip_node(self, node_id: NodeId, error: MqlayerError) -> None:
         self._unreachable.add(node_id)
@@ -114,14 +106,14 @@ class _TopicPass:
     def __init__(
         self,
         database: Database,
-        connections: _NodeConnections,
+        sources: _Sources,
         report: ArchiveReport,
         topic_id: int,
         topic: str,
         page_size: int,
         until: float,
     ) -> None:
-        self._database, self._connections, self._report = database, connections, report
+        self._database, self._sources, self._report = database, sources, report
         self._topic_id, self._topic, self._page_size, self._until = topic_id, topic, page_size, until
         self._done: set[int] = set()
         self._succeeded = True
@@ -171,7 +163,7 @@ class _TopicPass:
             )
 
     def _batch(self, source: ArchiveInput, since: int) -> BatchResult:
-        pages = self._connections.read(source, since)
+        pages = self._sources.read(source, since)
         failpoint("archive.after_read")
         if pages is None or not pages.first:
             return BatchResult(since)
@@ -179,7 +171,7 @@ class _TopicPass:
 
         def work(connection: Connection, batch: ArchiveBatch) -> BatchResult:
             # A retry after a conflict reads again: the first read is consumed.
-            given = stock.pop() if stock else self._connections.pages(source, since)
+            given = stock.pop() if stock else self._sources.pages(source, since)
             return BatchWriter(connection, batch, self._chains_of(source, batch), since).write(given)
 
         try:
@@ -191,7 +183,7 @@ class _TopicPass:
 
     def _failed(self, source: ArchiveInput, since: int, error: StoreUnavailable | Conflict) -> BatchResult:
         if isinstance(error, StoreUnavailable) and error.address != self._database.address:
-            self._connections.skip_node(source.node, error)
+            self._sources.skip_node(source.node, error)
         else:
             # Without this the pass would count as complete, and only the log would show the failure.
             self._succeeded = False

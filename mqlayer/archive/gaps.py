@@ -10,6 +10,7 @@ from mqlayer.errors import InvalidInput, NotFound
 from mqlayer.postgres.audit import write_audit
 from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.queries import query
+from mqlayer.runtime.runtime import Runtime
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +45,7 @@ def list_gaps(database: Database, topic: str | None = None, *, waiting: bool = F
     return [ArchiveGap(*row) for row in rows]
 
 
-def accept_gaps(
-    database: Database, topic: str, *, reason: str, partition: int | None = None, actor: str = "api"
-) -> int:
+def accept_gaps(runtime: Runtime, topic: str, *, reason: str, partition: int | None = None) -> int:
     """Let the archiver pass gaps that stop a topic or partition; return their number. Audited.
 
     Later snapshots begin after them. Raises NotFound without a waiting gap, InvalidInput without a reason.
@@ -55,13 +54,13 @@ def accept_gaps(
         raise InvalidInput("say why what is missing may be missing: --reason TEXT")
 
     def work(connection: Connection) -> int:
-        facts: dict[str, Any] = {"topic": topic, "partition": partition, "actor": actor}
+        facts: dict[str, Any] = {"topic": topic, "partition": partition, "actor": runtime.actor}
         rows = connection.execute(query("archive_gaps_accept"), facts).fetchall()
         if not rows:
             raise NotFound("gap in the archive of topic", topic, "none waits: mqlayer archive gaps")
         missing = sum(row[0] for row in rows)
         facts = {"gaps": len(rows), "missing": missing, "partition": partition, "reason": reason}
-        write_audit(connection, actor, "archive accept-gap", topic, facts)
+        write_audit(connection, runtime.actor, "archive accept-gap", topic, facts)
         return len(rows)
 
-    return database.transaction(work)
+    return runtime.control.transaction(work)

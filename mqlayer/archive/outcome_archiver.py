@@ -17,6 +17,7 @@ from mqlayer.postgres.queries import query
 from mqlayer.redis.node_connection import Node, NodeConnection, raise_for_reply
 from mqlayer.redis.outcomes import OutcomeEntry, OutcomeId, entries_of, fetch_command, forget_command
 from mqlayer.runtime.route_cache import load_nodes
+from mqlayer.runtime.runtime import Runtime
 
 log = logging.getLogger(__name__)
 
@@ -62,9 +63,7 @@ class OutcomeBatchResult(NamedTuple):
     dropped: dict[OutcomeCursor, int]
 
 
-def archive_outcomes(
-    database: Database, *, prefix: str, topic: str | None = None, at_most_s: float | None = None, unsafe: bool = False
-) -> OutcomeReport:
+def archive_outcomes(runtime: Runtime, *, topic: str | None = None, at_most_s: float | None = None) -> OutcomeReport:
     """Archive the outcomes of archived topics, or of one.
 
     Skips unavailable and unarmed nodes. Starts no batch after `at_most_s`. Safe to kill and to run concurrently. Raises
@@ -72,22 +71,20 @@ def archive_outcomes(
     """
     report = OutcomeReport()
     until = float("inf") if at_most_s is None else time.monotonic() + at_most_s
-    with database.connection() as connection:
+    with runtime.control.connection() as connection:
         topics = connection.execute(query("archive_topics"), {"topic": topic}).fetchall()
     for topic_id, name, _ in topics:
-        move_outcomes(database, topic_id, name, report, prefix=prefix, until=until, unsafe=unsafe)
+        move_outcomes(runtime, topic_id, name, report, until=until)
     return report
 
 
-def move_outcomes(
-    database: Database, topic_id: int, topic: str, report: OutcomeReport, *, prefix: str, until: float, unsafe: bool
-) -> None:
+def move_outcomes(runtime: Runtime, topic_id: int, topic: str, report: OutcomeReport, *, until: float) -> None:
     """Archive one topic's outcomes. `until`: monotonic time."""
-    nodes = {node.node_id: node for node in load_nodes(database)}
-    moving = _OutcomePass(database, topic_id, report, until)
+    nodes = {node.node_id: node for node in load_nodes(runtime.control)}
+    moving = _OutcomePass(runtime, topic_id, report, until)
     try:
-        for node_id, cursors in _cursors(database, topic_id).items():
-            moving.from_node(nodes[node_id], cursors, prefix=prefix, unsafe=unsafe)
+        for node_id, cursors in _cursors(runtime.control, topic_id).items():
+            moving.from_node(nodes[node_id], cursors)
         moving.from_queue()
     except TransactionConflict as error:
         report.locked_topics.append(topic)
@@ -107,8 +104,8 @@ def _cursors(database: Database, topic_id: int) -> Mapping[NodeId, list[OutcomeC
 
 
 class _OutcomePass:
-    def __init__(self, database: Database, topic_id: int, report: OutcomeReport, until: float) -> None:
-        self._database, self._topic_id, self._report, self._until = database, topic_id, report, until
+    def __init__(self, runtime: Runtime, topic_id: int, report: OutcomeReport, until: float) -> None:
+        self._runtime, self._topic_id, self._report, self._until = runtime, topic_id, report, until
         self.rows = 0
 
     def _is_over(self) -> bool:
@@ -116,13 +113,13 @@ class _OutcomePass:
             self._report.ended = False
         return not self._report.ended
 
-    def from_node(self, node: Node, cursors: Sequence[OutcomeCursor], *, prefix: str, unsafe: bool) -> None:
-        with NodeConnection(node, unsafe=unsafe) as connection:
+    def from_node(self, node: Node, cursors: Sequence[OutcomeCursor]) -> None:
+        with self._runtime.connection(node) as connection:
             for at in range(0, len(cursors), CURSORS_PER_CALL):
                 left: Sequence[OutcomeCursor] = cursors[at : at + CURSORS_PER_CALL]
                 while left and not self._is_over():
                     try:
-                        fetched = _fetch(connection, prefix, left)
+                        fetched = _fetch(connection, self._runtime.prefix, left)
                     except MqlayerError as error:
                         self._report.skipped_nodes[node.name] = str(error)
                         log.warning("outcomes_node_skipped", extra={"node": node.name, "reason": str(error)})
@@ -134,7 +131,9 @@ class _OutcomePass:
         if not fetched:
             return []
         failpoint("outcomes.after_fetch")
-        written = in_batch(self._database, self._topic_id, lambda connection, batch: _write(connection, batch, fetched))
+        written = in_batch(
+            self._runtime.control, self._topic_id, lambda connection, batch: _write(connection, batch, fetched)
+        )
         failpoint("outcomes.after_commit")
         if written is None:
             # Archiving was switched off.
@@ -148,7 +147,7 @@ class _OutcomePass:
 
     def from_queue(self) -> None:
         facts = {"topic_id": self._topic_id, "limit": ACTS_PER_BATCH}
-        with self._database.connection() as connection:
+        with self._runtime.control.connection() as connection:
             ((left,),) = connection.execute(query("outcome_queue_count"), facts).fetchall()
 
         def work(connection: Connection, batch: ArchiveBatch) -> tuple[int, int]:
@@ -159,7 +158,7 @@ class _OutcomePass:
             return taken, rows
 
         while left > 0 and not self._is_over():
-            moved = in_batch(self._database, self._topic_id, work)
+            moved = in_batch(self._runtime.control, self._topic_id, work)
             if moved is None or not moved[0]:
                 return
             left -= moved[0]

@@ -26,6 +26,7 @@ from mqlayer.failpoints import failpoint
 from mqlayer.postgres.arrow_reader import ReadAddress, arrow_batches, bound, read_address
 from mqlayer.postgres.audit import write_audit
 from mqlayer.postgres.database import Database
+from mqlayer.runtime.runtime import Runtime
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -64,7 +65,7 @@ class Export:
 
 
 def export_snapshot(
-    database: Database, name: str, directory: Path, *, jobs: int = 2, file_rows: int = FILE_ROWS, actor: str = "api"
+    runtime: Runtime, name: str, directory: Path, *, jobs: int = 2, file_rows: int = FILE_ROWS
 ) -> Export:
     """Write a snapshot's records, outcomes and lineage as Parquet into a new directory.
 
@@ -72,14 +73,14 @@ def export_snapshot(
     its parent or pyarrow, ArchiveBroken if seqs of the cut are missing; then nothing is left.
     """
     _check_packages()
-    found = find_snapshot(database, name)
+    found = find_snapshot(runtime.control, name)
     if directory.exists():
         raise Conflict(f"{directory} exists", "an export never changes one: name a directory that is not there")
     if not directory.absolute().parent.is_dir():
         raise InvalidInput(f"{directory.absolute().parent} is no directory: make it first")
     unfinished = directory.absolute().parent / f".{directory.name}.{uuid.uuid4().hex[:12]}"
     try:
-        files = _write(database, found, unfinished, jobs=jobs, file_rows=file_rows)
+        files = _write(runtime.control, found, unfinished, jobs=jobs, file_rows=file_rows)
         failpoint("export.before_rename")
         unfinished.rename(directory)
         _sync(directory.absolute().parent)
@@ -87,7 +88,9 @@ def export_snapshot(
         shutil.rmtree(unfinished, ignore_errors=True)
     exported = Export(directory, found, files)
     facts = {"directory": str(directory.absolute()), "records": found.records, "bytes": exported.bytes}
-    database.transaction(lambda connection: write_audit(connection, actor, "snapshot export", name, facts))
+    runtime.control.transaction(
+        lambda connection: write_audit(connection, runtime.actor, "snapshot export", name, facts)
+    )
     return exported
 
 

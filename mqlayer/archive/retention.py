@@ -10,8 +10,9 @@ from typing import Any, Final, Literal
 from mqlayer.errors import InvalidInput, NotFound, TransactionConflict
 from mqlayer.failpoints import failpoint
 from mqlayer.postgres.audit import write_audit
-from mqlayer.postgres.database import Connection, Database
+from mqlayer.postgres.database import Connection
 from mqlayer.postgres.queries import columns, query
+from mqlayer.runtime.runtime import Runtime
 
 log = logging.getLogger(__name__)
 
@@ -32,22 +33,22 @@ class DayDropped:
     result: RetentionResult
 
 
-def retain(database: Database, *, older_than: timedelta, actor: str = "api") -> list[DayDropped]:
+def retain(runtime: Runtime, *, older_than: timedelta) -> list[DayDropped]:
     """Drop days of archiving (UTC) that ended more than `older_than` ago, oldest first.
 
     Safe to run concurrently. The next call retries busy or spared days. Raises InvalidInput for less than a day.
     """
     if older_than < timedelta(days=1):
         raise InvalidInput("the archive keeps at least a day: say for example --older-than 30d")
-    return _drop_days(database, older_than, actor)
+    return _drop_days(runtime, older_than)
 
 
-def retain_by_topics(database: Database, *, actor: str = "worker") -> list[DayDropped]:
+def retain_by_topics(runtime: Runtime) -> list[DayDropped]:
     """As `retain`, by the longest retention of a day's topics; none means for ever."""
-    return _drop_days(database, None, actor)
+    return _drop_days(runtime, None)
 
 
-def set_retention(database: Database, topic: str, *, days: int | None, actor: str = "api") -> bool:
+def set_retention(runtime: Runtime, topic: str, *, days: int | None) -> bool:
     """Keep a topic's archive for 1 to 36,500 days, None for ever; return whether that changed anything. Audited. Raises
     NotFound, InvalidInput."""
     if days is not None and not 1 <= days <= LONGEST_DAYS:
@@ -60,20 +61,20 @@ def set_retention(database: Database, topic: str, *, days: int | None, actor: st
         if row[0] == days:
             return False
         connection.execute(query("topic_retention_set"), {"topic": topic, "days": days})
-        write_audit(connection, actor, "topic set", topic, {"retention_days": days})
+        write_audit(connection, runtime.actor, "topic set", topic, {"retention_days": days})
         return True
 
-    return database.transaction(work)
+    return runtime.control.transaction(work)
 
 
-def _drop_days(database: Database, older_than: timedelta | None, actor: str) -> list[DayDropped]:
-    with database.connection() as connection:
+def _drop_days(runtime: Runtime, older_than: timedelta | None) -> list[DayDropped]:
+    with runtime.control.connection() as connection:
         days = connection.execute(query("archive_days_old"), {"older_than": older_than, "day": None}).fetchall()
-    return [_drop_day(database, day, older_than, actor) for (day,) in days]
+    return [_drop_day(runtime, day, older_than) for (day,) in days]
 
 
-def _drop_day(database: Database, day: date, older_than: timedelta | None, actor: str) -> DayDropped:
-    with database.connection() as connection:
+def _drop_day(runtime: Runtime, day: date, older_than: timedelta | None) -> DayDropped:
+    with runtime.control.connection() as connection:
         contents = _contents(connection, day)
         # Slow for a large day, so before any lock; a changed day is noticed below.
         ends = connection.execute(query("archive_day_ends"), {"day": day}).fetchall()
@@ -96,12 +97,12 @@ def _drop_day(database: Database, day: date, older_than: timedelta | None, actor
         connection.execute(query("archive_marks_begin"), columns(("topics", "sources", "lps", "lasts"), ends))
         connection.execute(query("archive_day_drop"), {"day": day})
         if contents:
-            write_audit(connection, actor, "archive retain", day.isoformat(), {"records": records})
+            write_audit(connection, runtime.actor, "archive retain", day.isoformat(), {"records": records})
         failpoint("archive.before_drop_commit")
         return "dropped"
 
     try:
-        result = database.transaction(work, timeout_s=0.0)
+        result = runtime.control.transaction(work, timeout_s=0.0)
     except TransactionConflict:
         result = "busy"
     log.info("archive_day_retained", extra={"day": day.isoformat(), "records": records, "word": result})

@@ -15,6 +15,7 @@ from mqlayer.failpoints import failpoint
 from mqlayer.postgres.audit import write_audit
 from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.queries import query
+from mqlayer.runtime.runtime import Runtime
 
 CREATE_HINT: Final = "mqlayer snapshot list shows what there is; mqlayer snapshot create NAME makes one"
 TIMEOUTS: Final = {"lock_wait": "10s", "idle": "30s"}
@@ -71,12 +72,7 @@ class BrokenRange(NamedTuple):
 
 
 def create_snapshot(
-    database: Database,
-    name: str,
-    *,
-    topics: Sequence[str] | None = None,
-    at: datetime | None = None,
-    actor: str = "api",
+    runtime: Runtime, name: str, *, topics: Sequence[str] | None = None, at: datetime | None = None
 ) -> Snapshot:
     """Cut archived topics (default all) at the archive's current end.
 
@@ -105,11 +101,13 @@ def create_snapshot(
         if made is None:
             raise NotFound("snapshot", name, "somebody removed it while it was created: try again")
         audited = {"topics": [topic.topic for topic in made.topics], "records": made.records}
-        write_audit(connection, actor, "snapshot create", name, audited | ({"at": at.isoformat()} if at else {}))
+        write_audit(
+            connection, runtime.actor, "snapshot create", name, audited | ({"at": at.isoformat()} if at else {})
+        )
         failpoint("snapshot.before_commit")
         return made
 
-    return database.transaction(work, timeout_s=CREATE_S)
+    return runtime.control.transaction(work, timeout_s=CREATE_S)
 
 
 def list_snapshots(database: Database) -> list[Snapshot]:
@@ -176,15 +174,15 @@ def verify_snapshot(database: Database, name: str) -> list[BrokenRange]:
     return [BrokenRange(*row) for row in rows]
 
 
-def drop_snapshot(database: Database, name: str, *, actor: str = "api") -> None:
+def drop_snapshot(runtime: Runtime, name: str) -> None:
     """Drop a snapshot, not its records. Unfinished readers fail. Raises NotFound."""
 
     def work(connection: Connection) -> None:
         if not connection.execute(query("snapshot_delete"), {"name": name}).rowcount:
             raise NotFound("snapshot", name, CREATE_HINT)
-        write_audit(connection, actor, "snapshot drop", name, {})
+        write_audit(connection, runtime.actor, "snapshot drop", name, {})
 
-    database.transaction(work)
+    runtime.control.transaction(work)
 
 
 def _name_taken(name: str) -> Conflict:

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 from mqlayer.domain.message import Record, records_of
 from mqlayer.domain.routing import NodeId
 from mqlayer.errors import MqlayerError
-from mqlayer.postgres.database import Database
 from mqlayer.postgres.queries import query
 from mqlayer.redis.keys import partition_keys
-from mqlayer.redis.node_connection import Node, NodeConnection, raise_for_reply
+from mqlayer.redis.node_connection import Node, raise_for_reply
 from mqlayer.redis.read_scripts import position_command, position_reply
 from mqlayer.runtime.route_cache import load_nodes
+from mqlayer.runtime.runtime import Runtime
 
 
 @dataclass(slots=True)
@@ -51,11 +51,9 @@ class _ArchivePosition(NamedTuple):
     groups: list[tuple[int, int, int]]
 
 
-def archive_status(
-    database: Database, *, prefix: str, topic: str | None = None, unsafe: bool = False
-) -> list[ArchiveStatus]:
+def archive_status(runtime: Runtime, *, topic: str | None = None) -> list[ArchiveStatus]:
     """Return the status of topics ever archived, or of one."""
-    with database.connection() as connection:
+    with runtime.control.connection() as connection:
         rows = connection.execute(query("archive_statuses"), {"topic": topic}).fetchall()
         found = {topic_id: ArchiveStatus(*facts) for topic_id, *facts in rows}
         facts = {"topic_ids": list(found)}
@@ -68,29 +66,27 @@ def archive_status(
     by_node: dict[NodeId, list[_ArchivePosition]] = {}
     for position in positions:
         by_node.setdefault(position.node, []).append(position)
-    nodes = {node.node_id: node for node in load_nodes(database)}
+    nodes = {node.node_id: node for node in load_nodes(runtime.control)}
     for node_id, wanted in by_node.items():
         try:
-            _ask(nodes[node_id], wanted, found, prefix=prefix, unsafe=unsafe)
+            _ask(runtime, nodes[node_id], wanted, found)
         except MqlayerError as error:
             for topic_id in {position.topic_id for position in wanted}:
                 found[topic_id].unreachable[nodes[node_id].name] = str(error)
     return list(found.values())
 
 
-def _ask(
-    node: Node, positions: Iterable[_ArchivePosition], found: dict[int, ArchiveStatus], *, prefix: str, unsafe: bool
-) -> None:
-    with NodeConnection(node, unsafe=unsafe) as connection:
+def _ask(runtime: Runtime, node: Node, positions: Iterable[_ArchivePosition], found: dict[int, ArchiveStatus]) -> None:
+    with runtime.connection(node) as connection:
         for position in positions:
-            keys = partition_keys(prefix, position.partition)
+            keys = partition_keys(runtime.prefix, position.partition)
             since = b"%d-0" % (position.upto or 1)
             commands: list[Any] = [
                 ("TIME",), ("HMGET", keys.meta, "next", "first"), ("MEMORY", "USAGE", keys.log),
                 ("XRANGE", keys.log, since, "+", "COUNT", 1),
             ]  # fmt: skip
             commands += [
-                position_command(connection, prefix, position.partition, group, start=start, seek=seek)
+                position_command(connection, runtime.prefix, position.partition, group, start=start, seek=seek)
                 for group, seek, start in position.groups
             ]
             _count(position, connection.call(commands), found[position.topic_id], node.address)

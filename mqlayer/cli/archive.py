@@ -17,9 +17,11 @@ from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.options import TopicArgument
 from mqlayer.cli.output import JsonOption, echo, pluralize, show_rows
 from mqlayer.cli.permissions import check_change
+from mqlayer.cli.runtime import runtime_here
 from mqlayer.errors import InvalidInput, MqlayerError
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.rights import Right
+from mqlayer.runtime.runtime import open_runtime
 
 archive = typer.Typer(no_args_is_help=True, help="The archive: records kept in Postgres.")
 
@@ -43,20 +45,16 @@ def run(
     """Archive until SIGTERM; the worker does it every 5 s."""
     settings = settings_here()
     stopping = threading.Event()
-    with Database(settings.control_dsn(), application="mqlayer archive") as database:
-        check_change(database, Right.WORK)
+    with open_runtime(settings, name="mqlayer archive", actor=actor()) as runtime:
+        check_change(runtime.control, Right.WORK)
         if once:
-            _print_report(
-                archive_pass(database, prefix=settings.key_prefix, topic=topic, unsafe=settings.allow_unsafe_redis)
-            )
+            _print_report(archive_pass(runtime, topic=topic))
             return
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: stopping.set())
         while not stopping.is_set():
             try:
-                report = archive_pass(
-                    database, prefix=settings.key_prefix, topic=topic, at_most_s=5.0, unsafe=settings.allow_unsafe_redis
-                )
+                report = archive_pass(runtime, topic=topic, at_most_s=5.0)
                 idle = not report.total
             except MqlayerError as error:
                 echo(str(error), err=True)
@@ -68,9 +66,8 @@ def run(
 @archive.command()
 def status(topic: SomeTopic = None, as_json: JsonOption = False) -> None:
     """Show per topic the archive's progress, backlog, and records kept for it alone."""
-    settings = settings_here()
-    with Database(settings.control_dsn()) as database:
-        found = archive_status(database, prefix=settings.key_prefix, topic=topic, unsafe=settings.allow_unsafe_redis)
+    with runtime_here() as runtime:
+        found = archive_status(runtime, topic=topic)
     for one in found:
         for name, reason in one.unreachable.items():
             echo(f"node {name} was not asked: {reason}", err=True)
@@ -98,9 +95,9 @@ def accept_gap(
     partition: Annotated[int | None, typer.Option(help="Only where this partition waits.")] = None,
 ) -> None:
     """Let the archiver continue behind gaps; later snapshots start there."""
-    with Database(settings_here().control_dsn()) as database:
-        check_change(database)
-        count = accept_gaps(database, topic, reason=reason, partition=partition, actor=actor())
+    with runtime_here() as runtime:
+        check_change(runtime.control)
+        count = accept_gaps(runtime, topic, reason=reason, partition=partition)
     echo(f"{pluralize(count, 'gap')} accepted; the next pass goes on behind")
 
 
@@ -111,9 +108,9 @@ def retain_(
 ) -> None:
     """Drop archived days past an age; snapshots keep theirs."""
     age = _age(older_than)
-    with Database(settings_here().control_dsn()) as database:
-        check_change(database, Right.WORK)
-        days = retain(database, older_than=age, actor=actor())
+    with runtime_here() as runtime:
+        check_change(runtime.control, Right.WORK)
+        days = retain(runtime, older_than=age)
     show_rows(map(asdict, days), as_json=as_json, nothing="no day of the archive is that old")
 
 

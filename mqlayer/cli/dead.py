@@ -7,7 +7,6 @@ from typing import Annotated, Any
 
 import typer
 
-from mqlayer.cli.actor import actor
 from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.message_output import LimitOption, RawOption, ReasonOption, show_message
 from mqlayer.cli.option_rules import RuledCommand, excludes
@@ -15,6 +14,7 @@ from mqlayer.cli.options import parse_time_option
 from mqlayer.cli.output import JsonOption, echo, format_key, pluralize, show_rows
 from mqlayer.cli.permissions import check_change, check_group_change
 from mqlayer.cli.redelivery import BackgroundOption, KeyOption, RateOption, common_columns, print_result, work_here
+from mqlayer.cli.runtime import runtime_here
 from mqlayer.errors import InvalidInput
 from mqlayer.postgres.database import Database
 from mqlayer.redelivery import (
@@ -123,32 +123,30 @@ def redrive(
     as_json: JsonOption = False,
 ) -> None:
     """Send dead messages to their group again, in order per key."""
-    with Database(settings_here().control_dsn()) as database:
+    with runtime_here() as runtime:
         worker = new_worker()
         if not plan:
-            check_change(database)
+            check_change(runtime.control)
         if resume is not None:
-            resume_redrive(database, resume, actor=actor(), worker=worker)
-            _finish(database, resume, worker, as_json=as_json)
+            resume_redrive(runtime, resume, worker=worker)
+            _finish(runtime.control, resume, worker, as_json=as_json)
             return
         if topic is None or group is None:
             raise InvalidInput("name a topic and a group, or a redrive: --resume ID")
-        named = tuple(find_dead(database, one, topic=topic, group=group) for one in message or ()) or None
+        named = tuple(find_dead(runtime.control, one, topic=topic, group=group) for one in message or ()) or None
         wanted = DeadFilter(key, cause, error, parse_time_option(since), parse_time_option(until), named)
         if (wanted == DeadFilter()) != every:
             raise InvalidInput("say which: --message, --key, --cause, --error, --since, --until; or --all of them")
         if plan:
-            found, bodiless = count_dead(database, topic, group, wanted)
+            found, bodiless = count_dead(runtime.control, topic, group, wanted)
             echo(f"{pluralize(found, 'dead message')}, {bodiless} of them without a body to send; nothing was done")
             return
-        started = start_redrive(
-            database, topic, group, wanted, per_s=rate, actor=actor(), worker=None if background else worker
-        )
+        started = start_redrive(runtime, topic, group, wanted, per_s=rate, worker=None if background else worker)
         if background:
             echo(f"redrive {started} is left to the worker: see mqlayer dead redrives")
             return
         echo(f"redrive {started}; if it is cut off: mqlayer dead redrive --resume {started}", err=True)
-        _finish(database, started, worker, as_json=as_json)
+        _finish(runtime.control, started, worker, as_json=as_json)
 
 
 @dead.command("redrives")
@@ -193,9 +191,9 @@ def results(
 @dead.command()
 def cancel(redrive_id: Annotated[int, typer.Argument(metavar="ID", help="The redrive's id.")]) -> None:
     """Cancel a redrive; sent messages stay sent."""
-    with Database(settings_here().control_dsn()) as database:
-        check_change(database)
-        found = cancel_redrive(database, redrive_id, actor=actor())
+    with runtime_here() as runtime:
+        check_change(runtime.control)
+        found = cancel_redrive(runtime, redrive_id)
     echo(f"redrive {redrive_id} is cancelled: {_counts(found)}")
 
 
@@ -203,10 +201,10 @@ def cancel(redrive_id: Annotated[int, typer.Argument(metavar="ID", help="The red
 def discard(message: NamedArgument, reason: ReasonOption, topic: OfTopic = None, group: OfGroup = None) -> None:
     """Discard a dead message; its body is kept."""
     _check_named(message, topic, group)
-    with Database(settings_here().control_dsn()) as database:
-        check_group_change(database, topic, group)
-        dead_id = find_dead(database, message, topic=topic, group=group)
-        discard_dead(database, dead_id, reason=reason, actor=actor())
+    with runtime_here() as runtime:
+        check_group_change(runtime.control, topic, group)
+        dead_id = find_dead(runtime.control, message, topic=topic, group=group)
+        discard_dead(runtime, dead_id, reason=reason)
     echo(f"dead message {dead_id} is discarded")
 
 

@@ -10,9 +10,9 @@ import typer
 
 from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.output import JsonOption, show_rows
+from mqlayer.cli.runtime import runtime_here
 from mqlayer.doctor import CheckStatus, Finding, diagnose
 from mqlayer.doctor.verify import verify as verify_stores
-from mqlayer.postgres.database import Database
 
 EXIT_UNKNOWN: Final = 3
 """Nothing differs, but not everything was compared."""
@@ -43,16 +43,8 @@ def verify(
 
     Changes nothing; safe on a live system.
     """
-    settings = settings_here()
-    with Database(settings.control_dsn()) as database, Database(settings.application_dsn()) as application:
-        found = verify_stores(
-            database,
-            topic,
-            application=application,
-            prefix=settings.key_prefix,
-            deep=deep,
-            unsafe=settings.allow_unsafe_redis,
-        )
+    with runtime_here() as runtime:
+        found = verify_stores(runtime, topic, deep=deep)
     _show(found, as_json=as_json, nothing="no topic to verify")
     if any(finding.verdict is CheckStatus.UNKNOWN for finding in found):
         raise typer.Exit(EXIT_UNKNOWN)

@@ -13,9 +13,8 @@ from rich.table import Table
 
 from mqlayer.cli.output import console, echo
 from mqlayer.escaping import escape
-from mqlayer.postgres.database import Database
 from mqlayer.routes import DrainProgress, drain_progress
-from mqlayer.settings import Settings
+from mqlayer.runtime.runtime import Runtime
 
 POLL_INTERVAL_S: Final = 0.5
 
@@ -27,12 +26,12 @@ class Display(Protocol):
         """Show the present progress."""
 
 
-def watch_draining(database: Database, settings: Settings, topic: str, timeout_s: float | None) -> None:
+def watch_draining(runtime: Runtime, topic: str, timeout_s: float | None) -> None:
     """Show progress until all drained; exit code 1 at the timeout."""
     until = None if timeout_s is None else time.monotonic() + timeout_s
     with _display() as show:
         while True:
-            left = drain_progress(database, topic, prefix=settings.key_prefix, unsafe=settings.allow_unsafe_redis)
+            left = drain_progress(runtime, topic)
             show(left)
             if not left or (until is not None and time.monotonic() >= until):
                 break

@@ -10,7 +10,6 @@ from typing import Annotated, Any
 
 import typer
 
-from mqlayer.cli.actor import actor
 from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.option_rules import RuledCommand, excludes
 from mqlayer.cli.options import ApplyOption, PlanOption, TopicArgument
@@ -31,6 +30,7 @@ from mqlayer.cli.rows import (
     version_facts,
     version_row,
 )
+from mqlayer.cli.runtime import runtime_here
 from mqlayer.domain.retry_rules import DEFAULT_BACKOFF_S, POLICIES, exponential
 from mqlayer.domain.tags import NO_FILTER
 from mqlayer.errors import InvalidInput
@@ -109,13 +109,12 @@ def set_(
     ] = None,
 ) -> None:
     """Change a group's settings, for all members at once."""
-    with Database(settings_here().control_dsn()) as database:
-        check_change(database)
+    with runtime_here() as runtime:
+        check_change(runtime.control)
         changed = set_group(
-            database,
+            runtime,
             topic,
             group,
-            actor=actor(),
             balance=balance,  # type: ignore[arg-type]  # checked there
             tag_filter=tag_filter,
             instance_expiry_s=instance_expiry,
@@ -151,27 +150,27 @@ def pause(
     topic: TopicArgument, group: GroupArgument, partition: PartitionOption = None, wait: WaitOption = 0.0
 ) -> None:
     """Pause a group or partitions: running handlers finish, nothing new starts."""
-    with Database(settings_here().control_dsn()) as database:
-        check_group_change(database, topic, group)
+    with runtime_here() as runtime:
+        check_group_change(runtime.control, topic, group)
         if partition:
-            changed = pause_partitions(database, topic, group, partition, actor=actor())
+            changed = pause_partitions(runtime, topic, group, partition)
             print_partitions(partition, changed, "is paused", "is paused already")
         else:
-            done = pause_group(database, topic, group, actor=actor())
+            done = pause_group(runtime, topic, group)
             echo(f"group {group} of topic {topic} {'is paused' if done else 'is paused already'}")
-        print_running(wait_paused(database, topic, group, partition or None, timeout_s=wait))
+        print_running(wait_paused(runtime.control, topic, group, partition or None, timeout_s=wait))
 
 
 @groups.command()
 def resume(topic: TopicArgument, group: GroupArgument, partition: PartitionOption = None) -> None:
     """Resume a paused group, or partitions."""
-    with Database(settings_here().control_dsn()) as database:
-        check_group_change(database, topic, group)
+    with runtime_here() as runtime:
+        check_group_change(runtime.control, topic, group)
         if partition:
-            changed = resume_partitions(database, topic, group, partition, actor=actor())
+            changed = resume_partitions(runtime, topic, group, partition)
             print_partitions(partition, changed, "goes on", "was not paused")
             return
-        done = resume_group(database, topic, group, actor=actor())
+        done = resume_group(runtime, topic, group)
     echo(f"group {group} of topic {topic} {'goes on' if done else 'was not paused'}")
 
 
@@ -182,9 +181,9 @@ def evict(
     member: Annotated[str, typer.Argument(help="The member's id.")],
 ) -> None:
     """Remove a member: others get its partitions, its process stops."""
-    with Database(settings_here().control_dsn()) as database:
-        check_group_change(database, topic, group)
-        evict_member(database, topic, group, member, actor=actor())
+    with runtime_here() as runtime:
+        check_group_change(runtime.control, topic, group)
+        evict_member(runtime, topic, group, member)
     echo(f"member {member} of group {group} of topic {topic} is out")
 
 
@@ -198,16 +197,15 @@ def retire(
     drop_parked: Annotated[bool, typer.Option("--drop-parked", help="Also drop what is parked.")] = False,
 ) -> None:
     """Retire a group for good: trimming no longer waits, its name stays taken."""
-    settings = settings_here()
-    with Database(settings.control_dsn()) as database:
+    with runtime_here() as runtime:
         if not yes:
-            find_group(database, topic, group)
+            find_group(runtime.control, topic, group)
             with_it = ", and what is parked dropped" if drop_parked else ""
             echo(f"group {group} of topic {topic} would be retired{with_it}; nothing was changed; --yes does this")
             return
-        check_change(database)
-        done = retire_group(database, topic, group, actor=actor(), drop_parked=drop_parked)
-        forget_retired(database, prefix=settings.key_prefix, unsafe=settings.allow_unsafe_redis)
+        check_change(runtime.control)
+        done = retire_group(runtime, topic, group, drop_parked=drop_parked)
+        forget_retired(runtime)
     with_it = f", with {pluralize(done.instances, 'instance')}" if done.group.mode == "broadcast" else ""
     if done.parked:
         with_it += f"; {pluralize(done.parked, 'parked message')} dropped"
@@ -229,13 +227,11 @@ def create(
     ] = False,
 ) -> None:
     """Create a group as its first member would, unless it exists."""
-    settings = settings_here()
     said = GroupSettings(start=None if start is None else _start(start), from_archive=from_archive)
-    prefix, unsafe = settings.key_prefix, settings.allow_unsafe_redis
-    with Database(settings.control_dsn()) as database, closing(RouteCache(database)) as routes:
-        check_group_change(database, topic, group)
-        ensure_group(database, routes, topic=topic, name=group, prefix=prefix, settings=said, unsafe=unsafe)
-        (status,) = group_statuses(database, topic, group, prefix=prefix, unsafe=unsafe)
+    with runtime_here() as runtime, closing(RouteCache(runtime.control)) as routes:
+        check_group_change(runtime.control, topic, group)
+        ensure_group(runtime, routes, topic=topic, name=group, settings=said)
+        (status,) = group_statuses(runtime, topic, group)
     given = "" if status.replay is None else f"; first it is given the archive: replay {status.replay.replay_id}"
     echo(f"group {group} of topic {topic} is {status.facts.state}{given}")
 
@@ -312,9 +308,8 @@ def lag(
 
 
 def _statuses(topic: str | None, group: str | None = None) -> list[GroupStatus]:
-    settings = settings_here()
-    with Database(settings.control_dsn()) as database:
-        return group_statuses(database, topic, group, prefix=settings.key_prefix, unsafe=settings.allow_unsafe_redis)
+    with runtime_here() as runtime:
+        return group_statuses(runtime, topic, group)
 
 
 def _lag_json(status: GroupStatus) -> dict[str, Any]:
@@ -385,33 +380,17 @@ def seek(
 ) -> None:
     """Move a living group to another position, without a restart."""
     start = _start(to)
-    settings = settings_here()
-    with Database(settings.control_dsn()) as database:
+    with runtime_here() as runtime:
         if apply:
-            check_group_change(database, topic, group)
-        with closing(RouteCache(database)) as routes:
-            planned = planned_seek(
-                database,
-                routes,
-                topic=topic,
-                name=group,
-                to=start,
-                prefix=settings.key_prefix,
-                unsafe=settings.allow_unsafe_redis,
-            )
+            check_group_change(runtime.control, topic, group)
+        with closing(RouteCache(runtime.control)) as routes:
+            planned = planned_seek(runtime, routes, topic=topic, name=group, to=start)
         for line in _plan_lines(planned, replay=replay):
             echo(line)
         if not apply:
             echo("nothing was changed; --apply does this")
             return
-        missed = apply_seek(
-            database,
-            planned,
-            prefix=settings.key_prefix,
-            actor=actor(),
-            replay=replay,
-            unsafe=settings.allow_unsafe_redis,
-        )
+        missed = apply_seek(runtime, planned, replay=replay)
     echo(f"group {group} of topic {topic} goes on from there")
     for name in missed:
         echo(f"node {name} does not answer: what earlier owners do there is refused once it does", err=True)

@@ -7,13 +7,13 @@ from typing import Annotated, Any
 
 import typer
 
-from mqlayer.cli.actor import actor
 from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.message_output import LimitOption
 from mqlayer.cli.option_rules import RuledCommand, excludes
 from mqlayer.cli.options import TopicArgument
 from mqlayer.cli.output import JsonOption, echo, format_age, format_key, pluralize, show_rows
 from mqlayer.cli.permissions import check_group_change
+from mqlayer.cli.runtime import runtime_here
 from mqlayer.domain.names import parse_identity
 from mqlayer.errors import InvalidInput
 from mqlayer.groups import find_group
@@ -132,16 +132,6 @@ def forget(name: NameArgument, entity: EntityArgument, reason: WhyOption) -> Non
 
 
 def _set(name: str, entity: str, version: int | None, reason: str, *, drop_held: bool = False) -> int:
-    settings = settings_here()
-    with Database(settings.control_dsn()) as control, Database(settings.application_dsn()) as application:
-        check_group_change(control)
-        return set_version(
-            control,
-            application,
-            name=name,
-            entity=entity,
-            version=version,
-            drop_held=drop_held,
-            actor=actor(),
-            reason=reason,
-        )
+    with runtime_here() as runtime:
+        check_group_change(runtime.control)
+        return set_version(runtime, name=name, entity=entity, version=version, drop_held=drop_held, reason=reason)

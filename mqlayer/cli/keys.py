@@ -8,15 +8,13 @@ from typing import Annotated, Any
 
 import typer
 
-from mqlayer.cli.actor import actor
-from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.message_output import MessageOption, ReasonOption, parse_identity_option
 from mqlayer.cli.options import TopicArgument
 from mqlayer.cli.output import JsonOption, echo, format_age, format_key, pluralize, show_rows
 from mqlayer.cli.permissions import check_change, check_group_change
 from mqlayer.cli.rows import describe_waiting, head_facts, partition_facts
+from mqlayer.cli.runtime import runtime_here
 from mqlayer.inspect import KeySearch, KeyStatus, ParkedKeyStatus, explain_key
-from mqlayer.postgres.database import Database
 from mqlayer.redelivery import pause_key, resume_key, skip_head
 
 keys = typer.Typer(no_args_is_help=True, help="Keys: where they are, and what they wait for.")
@@ -35,9 +33,8 @@ def explain(
     as_json: JsonOption = False,
 ) -> None:
     """Show a key's partitions, its waiting messages and why, and the next command; no bodies."""
-    settings = settings_here()
-    with Database(settings.control_dsn()) as database:
-        found = explain_key(database, topic, key, group, prefix=settings.key_prefix, unsafe=settings.allow_unsafe_redis)
+    with runtime_here() as runtime:
+        found = explain_key(runtime, topic, key, group)
     if as_json:
         show_rows([_json(found)], as_json=True, nothing="")
         return
@@ -60,21 +57,9 @@ def skip_head_(
 
     With --message only this one. A running handler's ack is refused.
     """
-    settings = settings_here()
-    with Database(settings.control_dsn()) as database, Database(settings.application_dsn()) as application:
-        check_group_change(database, topic, group)
-        skipped = skip_head(
-            database,
-            topic,
-            group,
-            key,
-            reason=reason,
-            actor=actor(),
-            prefix=settings.key_prefix,
-            only=parse_identity_option(message),
-            application=application,
-            unsafe=settings.allow_unsafe_redis,
-        )
+    with runtime_here() as runtime:
+        check_group_change(runtime.control, topic, group)
+        skipped = skip_head(runtime, topic, group, key, reason=reason, only=parse_identity_option(message))
     echo(f"message {skipped.identity} is passed over: dead message {skipped.dead_id}")
     if not skipped.fenced:
         echo("if a handler has it in hand, its effect may still commit; its ack is refused", err=True)
@@ -87,9 +72,9 @@ def pause(
     group: Annotated[str, typer.Option(help="For which group.")],
 ) -> None:
     """Pause a key: its messages wait in Postgres; other keys continue."""
-    with Database(settings_here().control_dsn()) as database:
-        check_change(database)
-        done = pause_key(database, topic, group, key, actor=actor())
+    with runtime_here() as runtime:
+        check_change(runtime.control)
+        done = pause_key(runtime, topic, group, key)
     echo(f"key {format_key(key)} {'is paused' if done else 'is paused already'} for group {group} of topic {topic}")
 
 
@@ -100,9 +85,9 @@ def resume(
     group: Annotated[str, typer.Option(help="For which group.")],
 ) -> None:
     """Resume a paused key, waiting messages first."""
-    with Database(settings_here().control_dsn()) as database:
-        check_change(database)
-        done = resume_key(database, topic, group, key, actor=actor())
+    with runtime_here() as runtime:
+        check_change(runtime.control)
+        done = resume_key(runtime, topic, group, key)
     echo(f"key {format_key(key)} {'goes on' if done else 'was not paused'} for group {group} of topic {topic}")
 
 

@@ -8,11 +8,11 @@ from typing import Annotated
 
 import typer
 
-from mqlayer.cli.actor import actor
 from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.option_rules import RuledCommand, excludes
 from mqlayer.cli.output import JsonOption, echo, show_rows
 from mqlayer.cli.permissions import check_change
+from mqlayer.cli.runtime import runtime_here
 from mqlayer.errors import InvalidInput
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.rights import Right
@@ -61,17 +61,9 @@ def register(
     url: Annotated[str, typer.Argument(help="redis://… or rediss://… of the primary, or sentinel://….")],
 ) -> None:
     """Register a Redis as a node and arm it. Repeatable."""
-    settings = settings_here()
-    with Database(settings.control_dsn()) as database:
-        check_change(database)
-        node = register_node(
-            database,
-            name=name,
-            url=url,
-            prefix=settings.key_prefix,
-            actor=actor(),
-            unsafe=settings.allow_unsafe_redis,
-        )
+    with runtime_here() as runtime:
+        check_change(runtime.control)
+        node = register_node(runtime, name=name, url=url)
     echo(f"{node.name} is {node.address}")
 
 
@@ -92,20 +84,9 @@ def rearm(
     former: FormerOption = False,
 ) -> None:
     """Arm a restarted or replaced node. Repeatable."""
-    settings = settings_here()
-    with Database(settings.control_dsn()) as database, Database(settings.application_dsn()) as application:
-        check_change(database, Right.RELAY, Right.WORK)
-        node, count = rearm_node(
-            database,
-            name,
-            prefix=settings.key_prefix,
-            application=application,
-            empty=empty,
-            accept_loss=accept_loss,
-            former=former,
-            actor=actor(),
-            unsafe=settings.allow_unsafe_redis,
-        )
+    with runtime_here() as runtime:
+        check_change(runtime.control, Right.RELAY, Right.WORK)
+        node, count = rearm_node(runtime, name, empty=empty, accept_loss=accept_loss, former=former)
     echo(f"{node.name} is armed; {count} assignments got a new epoch")
 
 
@@ -168,21 +149,9 @@ def set_(
     former: FormerOption = False,
 ) -> None:
     """Change a node's address, and arm that server."""
-    settings = settings_here()
-    with Database(settings.control_dsn()) as database, Database(settings.application_dsn()) as application:
-        check_change(database)
-        node, count = set_node_address(
-            database,
-            name,
-            url,
-            prefix=settings.key_prefix,
-            application=application,
-            empty=empty,
-            accept_loss=accept_loss,
-            former=former,
-            actor=actor(),
-            unsafe=settings.allow_unsafe_redis,
-        )
+    with runtime_here() as runtime:
+        check_change(runtime.control)
+        node, count = set_node_address(runtime, name, url, empty=empty, accept_loss=accept_loss, former=former)
     echo(f"{node.name} is {node.address}; {count} assignments got a new epoch")
 
 
@@ -194,17 +163,9 @@ def lost(
     """Give up a node: move its partitions, report the loss."""
     if not yes:
         raise InvalidInput(f"what only node {name!r} holds is lost by this: say --yes, or wait for it to come back")
-    settings = settings_here()
-    with Database(settings.control_dsn()) as database, Database(settings.application_dsn()) as application:
-        check_change(database)
-        loss = give_up_node(
-            database,
-            name,
-            prefix=settings.key_prefix,
-            application=application,
-            actor=actor(),
-            unsafe=settings.allow_unsafe_redis,
-        )
+    with runtime_here() as runtime:
+        check_change(runtime.control)
+        loss = give_up_node(runtime, name)
     echo(f"{len(loss.moved)} partitions moved, {len(loss.recreated)} sealed ones made anew")
     echo(f"{loss.resent} messages are sent again from the outbox; the fence knows those that were applied")
     echo(f"{loss.only_on_node} messages are in no outbox any more: what a group had not settled of them is lost")

@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-from mqlayer.cli.actor import actor
 from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.output import JsonOption, echo, show_rows
 from mqlayer.cli.permissions import check_change
+from mqlayer.cli.runtime import runtime_here
 from mqlayer.errors import NotFound
 from mqlayer.outbox import (
     adopt,
@@ -122,10 +122,9 @@ def recover_(
     ] = False,
 ) -> None:
     """Recover an outbox whose Postgres lost commits, as relays do while all nodes answer."""
-    settings = settings_here()
-    with _application() as application, Database(settings.control_dsn()) as control:
-        check_change(application, Right.RELAY, Right.WORK, schema="application")
-        recovered = recover_now(application, control, settings, unproven=unproven, anew=anew, actor=actor())
+    with runtime_here() as runtime:
+        check_change(runtime.outbox, Right.RELAY, Right.WORK, schema="application")
+        recovered = recover_now(runtime, unproven=unproven, anew=anew)
     if recovered is None:
         echo("nothing to do: the outbox is on the timeline that its relays know")
         return

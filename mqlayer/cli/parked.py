@@ -6,7 +6,6 @@ from typing import Annotated, Any
 
 import typer
 
-from mqlayer.cli.actor import actor
 from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.message_output import (
     LimitOption,
@@ -21,6 +20,7 @@ from mqlayer.cli.options import TopicArgument, parse_time_option
 from mqlayer.cli.output import JsonOption, echo, format_age, format_key, pluralize, show_rows
 from mqlayer.cli.permissions import check_change
 from mqlayer.cli.rows import failure_facts, failure_row
+from mqlayer.cli.runtime import runtime_here
 from mqlayer.errors import InvalidInput, NotFound
 from mqlayer.postgres.database import Database
 from mqlayer.redelivery import (
@@ -142,13 +142,13 @@ def release(
     cause: Annotated[str | None, typer.Option(help="With --all: only those of this cause.")] = None,
 ) -> None:
     """Try parked keys at once, with all attempts again."""
-    with Database(settings_here().control_dsn()) as database:
-        check_change(database)
+    with runtime_here() as runtime:
+        check_change(runtime.control)
         if every:
-            count = release_all(database, topic, group, cause=cause, actor=actor())
+            count = release_all(runtime, topic, group, cause=cause)
             echo(f"{pluralize(count, 'parked key')} of group {group} of topic {topic} will be tried now")
             return
-        release_parked(database, topic, group, key=key, message=parse_identity_option(message), actor=actor())
+        release_parked(runtime, topic, group, key=key, message=parse_identity_option(message))
     echo(f"{_named(key, message)} will be tried now")
 
 
@@ -163,17 +163,10 @@ def discard(
     head: Annotated[bool, typer.Option("--head", help="Only the message that the key waits for.")] = False,
 ) -> None:
     """Move a parked key's messages to the dead ones."""
-    with Database(settings_here().control_dsn()) as database:
-        check_change(database)
+    with runtime_here() as runtime:
+        check_change(runtime.control)
         count = discard_parked(
-            database,
-            topic,
-            group,
-            key=key,
-            message=parse_identity_option(message),
-            head=head,
-            reason=reason,
-            actor=actor(),
+            runtime, topic, group, key=key, message=parse_identity_option(message), head=head, reason=reason
         )
     echo(f"{pluralize(count, 'message')} of {_named(key, message)} discarded: see mqlayer dead list {topic} {group}")
 

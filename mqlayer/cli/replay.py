@@ -7,7 +7,6 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from mqlayer.cli.actor import actor
 from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.message_output import LimitOption, parse_identity_option
 from mqlayer.cli.option_rules import RuledCommand, excludes
@@ -15,6 +14,7 @@ from mqlayer.cli.options import TopicArgument, parse_time_option
 from mqlayer.cli.output import JsonOption, echo, pluralize, show_rows
 from mqlayer.cli.permissions import check_change
 from mqlayer.cli.redelivery import BackgroundOption, KeyOption, RateOption, common_columns, print_result, work_here
+from mqlayer.cli.runtime import runtime_here
 from mqlayer.errors import InvalidInput
 from mqlayer.postgres.database import Database
 from mqlayer.redelivery import (
@@ -70,44 +70,40 @@ def start(
     as_json: JsonOption = False,
 ) -> None:
     """Deliver archived messages again that the group has passed, in order per key."""
-    settings = settings_here()
     wanted = ReplayFilter(key, tag, parse_time_option(since), parse_time_option(until), snapshot)
     if (wanted == ReplayFilter()) != every:
         raise InvalidInput("say which: --key, --tag, --since, --until, --snapshot; or --all of them")
-    with Database(settings.control_dsn()) as database:
+    with runtime_here() as runtime:
         if plan:
-            found = count_archived(database, topic, group, wanted)
+            found = count_archived(runtime.control, topic, group, wanted)
             echo(f"{pluralize(found, 'record')} of the archive; nothing was done")
             return
-        check_change(database)
+        check_change(runtime.control)
         worker = new_worker()
         started = start_replay(
-            database,
+            runtime,
             topic,
             group,
             wanted,
-            prefix=settings.key_prefix,
-            actor=actor(),
             newer=cast("Newer | None", newer),
             per_s=rate,
             worker=None if background else worker,
-            unsafe=settings.allow_unsafe_redis,
         )
         if background:
             echo(f"replay {started} is left to the worker: see mqlayer replay show {started}")
             return
         echo(f"replay {started}; if it is cut off: mqlayer replay resume {started}", err=True)
-        _finish(database, started, worker, as_json=as_json)
+        _finish(runtime.control, started, worker, as_json=as_json)
 
 
 @replay.command()
 def resume(replay_id: IdArgument, as_json: JsonOption = False) -> None:
     """Take over and continue a replay or backfill."""
-    with Database(settings_here().control_dsn()) as database:
-        check_change(database)
+    with runtime_here() as runtime:
+        check_change(runtime.control)
         worker = new_worker()
-        resume_replay(database, replay_id, actor=actor(), worker=worker)
-        _finish(database, replay_id, worker, as_json=as_json)
+        resume_replay(runtime, replay_id, worker=worker)
+        _finish(runtime.control, replay_id, worker, as_json=as_json)
 
 
 @replay.command("list")
@@ -159,9 +155,9 @@ def results(
 @replay.command()
 def cancel(replay_id: IdArgument) -> None:
     """Cancel a replay or backfill; sent messages are still handled."""
-    with Database(settings_here().control_dsn()) as database:
-        check_change(database)
-        found = cancel_replay(database, replay_id, actor=actor())
+    with runtime_here() as runtime:
+        check_change(runtime.control)
+        found = cancel_replay(runtime, replay_id)
     echo(f"{found.kind} {replay_id} is cancelled: {_counts(found)}")
 
 

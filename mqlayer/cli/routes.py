@@ -10,13 +10,13 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from mqlayer.cli.actor import actor
 from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.drain_watch import watch_draining
 from mqlayer.cli.option_rules import RuledCommand, excludes, needs
 from mqlayer.cli.options import ApplyOption, PlanOption, TopicArgument
 from mqlayer.cli.output import JsonOption, echo, show_rows
 from mqlayer.cli.permissions import check_change
+from mqlayer.cli.runtime import runtime_here
 from mqlayer.domain.routing import LP_COUNT, NodeId
 from mqlayer.errors import InvalidInput
 from mqlayer.postgres.database import Database
@@ -40,7 +40,7 @@ from mqlayer.routes import (
     route_ranges,
 )
 from mqlayer.runtime.route_cache import load_nodes, load_route
-from mqlayer.settings import Settings
+from mqlayer.runtime.runtime import Runtime
 
 STRIP: Final = 32
 
@@ -110,18 +110,8 @@ def split(
         raise InvalidInput(f"name the partition to split (mqlayer route show {topic}), or a report: --from-report FILE")
     chosen = partition
 
-    def planned(database: Database, settings: Settings) -> ChangePlan:
-        return planned_split(
-            database,
-            topic,
-            chosen,
-            prefix=settings.key_prefix,
-            at=at or (),
-            to=to or (),
-            measure_s=measure,
-            if_version=if_version,
-            unsafe=settings.allow_unsafe_redis,
-        )
+    def planned(runtime: Runtime) -> ChangePlan:
+        return planned_split(runtime, topic, chosen, at=at or (), to=to or (), measure_s=measure, if_version=if_version)
 
     _change(topic, planned, options)
 
@@ -143,7 +133,7 @@ def merge(
     """Merge adjacent partitions, on the named node or the first's."""
     _change(
         topic,
-        lambda database, _: planned_merge(database, topic, partitions, to=to, if_version=if_version),
+        lambda runtime: planned_merge(runtime.control, topic, partitions, to=to, if_version=if_version),
         ChangeOptions(apply, watch, timeout, if_version),
     )
 
@@ -167,9 +157,15 @@ def move(
 ) -> None:
     """Move a partition to the named node, or to the other with the fewest."""
 
-    def planned(database: Database, _: Settings) -> ChangePlan:
+    def planned(runtime: Runtime) -> ChangePlan:
         return planned_move(
-            database, topic, partition, to=to, unreachable=unreachable, accept_loss=accept_loss, if_version=if_version
+            runtime.control,
+            topic,
+            partition,
+            to=to,
+            unreachable=unreachable,
+            accept_loss=accept_loss,
+            if_version=if_version,
         )
 
     _change(topic, planned, ChangeOptions(apply, watch, timeout, if_version))
@@ -200,10 +196,9 @@ def history(topic: TopicArgument, as_json: JsonOption = False) -> None:
 @routes.command("watch")
 def watch_(topic: TopicArgument, timeout: TimeoutOption = None) -> None:
     """Watch groups drain sealed partitions; exit code 1 at the timeout."""
-    settings = settings_here()
-    with Database(settings.control_dsn()) as database:
-        load_route(database, topic)
-        watch_draining(database, settings, topic, timeout)
+    with runtime_here() as runtime:
+        load_route(runtime.control, topic)
+        watch_draining(runtime, topic, timeout)
 
 
 @routes.command(cls=RuledCommand)
@@ -214,20 +209,11 @@ def repair(
     accept_loss: LossOption = False,
 ) -> None:
     """Finish interrupted changes; exit code 1 if one has to wait."""
-    settings = settings_here()
-    with Database(settings.control_dsn()) as database, Database(settings.application_dsn()) as application:
-        check_change(database, Right.WORK)
+    with runtime_here() as runtime:
+        check_change(runtime.control, Right.WORK)
         if topic is not None:
-            load_route(database, topic)
-        came_to = finish_changes(
-            database,
-            prefix=settings.key_prefix,
-            topic=topic,
-            application=application,
-            unreachable=unreachable,
-            accept_loss=accept_loss,
-            unsafe=settings.allow_unsafe_redis,
-        )
+            load_route(runtime.control, topic)
+        came_to = finish_changes(runtime, topic=topic, unreachable=unreachable, accept_loss=accept_loss)
     waiting = {change: word for change, word in came_to.items() if word not in ("done", "dropped")}
     for change, word in came_to.items():
         echo(f"change {change} waits: {word}" if change in waiting else f"change {change} is {word}",
@@ -244,14 +230,11 @@ def reopen(
     yes: Annotated[bool, typer.Option("--yes", help="Do it: what only the lost successors hold is lost.")] = False,
 ) -> None:
     """Undo a change that the control database lost in a fail-over."""
-    settings = settings_here()
     if not yes:
         raise InvalidInput(f"what only successors hold that Postgres lost is lost: mqlayer verify {topic}, then --yes")
-    with Database(settings.control_dsn()) as database:
-        check_change(database)
-        done = reopen_forgotten(
-            database, topic, prefix=settings.key_prefix, actor=actor(), unsafe=settings.allow_unsafe_redis
-        )
+    with runtime_here() as runtime:
+        check_change(runtime.control)
+        done = reopen_forgotten(runtime, topic)
     for partition, count in done.deleted.items():
         echo(f"partition {partition}, which Postgres does not know, is deleted; it had had {count} messages")
     for partition in done.opened:
@@ -263,61 +246,51 @@ def reopen(
 @routes.command()
 def drop(topic: TopicArgument) -> None:
     """Give up an open change while nothing is sealed."""
-    with Database(settings_here().control_dsn()) as database:
-        check_change(database)
-        load_route(database, topic)
-        change = drop_change(database, topic, actor=actor())
+    with runtime_here() as runtime:
+        check_change(runtime.control)
+        load_route(runtime.control, topic)
+        change = drop_change(runtime, topic)
     echo(f"change {change} is dropped; the route is as before")
 
 
-def _change(topic: str, planned: Callable[[Database, Settings], ChangePlan], options: ChangeOptions) -> None:
-    settings = settings_here()
-    with Database(settings.control_dsn()) as database, Database(settings.application_dsn()) as application:
+def _change(topic: str, planned: Callable[[Runtime], ChangePlan], options: ChangeOptions) -> None:
+    with runtime_here() as runtime:
         if options.apply:
-            check_change(database)
+            check_change(runtime.control)
         # Finishing an earlier change changes the version, which --if-version would refuse.
         if options.apply and options.if_version is None:
-            finish_earlier(
-                database,
-                topic,
-                prefix=settings.key_prefix,
-                application=application,
-                unsafe=settings.allow_unsafe_redis,
-            )
-        plan = planned(database, settings)
-        _show_plans(database, [plan])
+            finish_earlier(runtime, topic)
+        plan = planned(runtime)
+        _show_plans(runtime.control, [plan])
         if not options.apply:
             echo("nothing was changed; --apply does this")
             return
-        _apply(database, application, settings, plan)
+        _apply(runtime, plan)
         if options.watch:
-            watch_draining(database, settings, topic, options.timeout_s)
+            watch_draining(runtime, topic, options.timeout_s)
 
 
 def _split_by_report(
     topic: str, partition: int | None, report: SplitReport, to: Sequence[str], options: ChangeOptions
 ) -> None:
-    settings = settings_here()
     if options.if_version not in {None, report.version}:
         raise InvalidInput(f"--if-version {options.if_version}, but the report is of route version {report.version}")
-    with Database(settings.control_dsn()) as database, Database(settings.application_dsn()) as application:
+    with runtime_here() as runtime:
         if options.apply:
-            check_change(database)
+            check_change(runtime.control)
 
         def planned(done: int) -> list[ChangePlan]:
-            return planned_splits(
-                database, topic, report, prefix=settings.key_prefix, partition=partition, to=to, done=done
-            )
+            return planned_splits(runtime, topic, report, partition=partition, to=to, done=done)
 
         plans = planned(0)
-        _show_plans(database, plans)
+        _show_plans(runtime.control, plans)
         if not options.apply:
             echo("nothing was changed; --apply does this")
             return
         for done in range(len(plans)):
-            _apply(database, application, settings, planned(done)[0])
+            _apply(runtime, planned(done)[0])
         if options.watch:
-            watch_draining(database, settings, topic, options.timeout_s)
+            watch_draining(runtime, topic, options.timeout_s)
 
 
 def _show_plans(database: Database, plans: Iterable[ChangePlan]) -> None:
@@ -327,15 +300,8 @@ def _show_plans(database: Database, plans: Iterable[ChangePlan]) -> None:
             echo(line)
 
 
-def _apply(database: Database, application: Database, settings: Settings, plan: ChangePlan) -> None:
-    route = apply_change(
-        database,
-        plan,
-        prefix=settings.key_prefix,
-        application=application,
-        actor=actor(),
-        unsafe=settings.allow_unsafe_redis,
-    )
+def _apply(runtime: Runtime, plan: ChangePlan) -> None:
+    route = apply_change(runtime, plan)
     echo(f"route version {route.version} of topic {plan.topic} is in force")
 
 

@@ -9,11 +9,11 @@ import typer
 
 from mqlayer.archive import create_snapshot, drop_snapshot, find_snapshot, list_snapshots, verify_snapshot
 from mqlayer.archive.parquet_export import export_snapshot
-from mqlayer.cli.actor import actor
 from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.options import parse_time_option
 from mqlayer.cli.output import JsonOption, echo, pluralize, show_rows
 from mqlayer.cli.permissions import check_change
+from mqlayer.cli.runtime import runtime_here
 from mqlayer.postgres.database import Database
 
 snapshots = typer.Typer(no_args_is_help=True, help="Snapshots of the archive: create, list, show, export, drop.")
@@ -33,9 +33,9 @@ def create(
     at: Annotated[str | None, typer.Option(help="Leave out what was published later, by publishers' clocks.")] = None,
 ) -> None:
     """Create an unchangeable snapshot of the archive; retention spares it."""
-    with Database(settings_here().control_dsn()) as database:
-        check_change(database)
-        made = create_snapshot(database, name, topics=topic or None, at=parse_time_option(at), actor=actor())
+    with runtime_here() as runtime:
+        check_change(runtime.control)
+        made = create_snapshot(runtime, name, topics=topic or None, at=parse_time_option(at))
     echo(f"{name} has {pluralize(made.records, 'record')} of {pluralize(len(made.topics), 'topic')}")
 
 
@@ -97,9 +97,9 @@ def export(
     jobs: Annotated[int, typer.Option(min=1, max=64, help="Files that are written side by side.")] = 2,
 ) -> None:
     """Write a snapshot as Parquet files, all or nothing."""
-    with Database(settings_here().control_dsn()) as database:
-        check_change(database)
-        done = export_snapshot(database, name, to, jobs=jobs, actor=actor())
+    with runtime_here() as runtime:
+        check_change(runtime.control)
+        done = export_snapshot(runtime, name, to, jobs=jobs)
     files = sum(map(len, done.files.values()))
     echo(f"{pluralize(done.snapshot.records, 'record')} in {pluralize(files, 'file')} of {done.bytes:,} bytes: {to}")
 
@@ -107,7 +107,7 @@ def export(
 @snapshots.command()
 def drop(name: NameArgument) -> None:
     """Drop a snapshot: readers fail, retention may drop its records."""
-    with Database(settings_here().control_dsn()) as database:
-        check_change(database)
-        drop_snapshot(database, name, actor=actor())
+    with runtime_here() as runtime:
+        check_change(runtime.control)
+        drop_snapshot(runtime, name)
     echo(f"{name} is dropped; the archive keeps its records until retention comes by")

@@ -9,12 +9,12 @@ from typing import Annotated, Final
 import typer
 
 from mqlayer.archive import set_retention
-from mqlayer.cli.actor import actor
 from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.options import TopicArgument
 from mqlayer.cli.output import JsonOption, echo, show_rows
 from mqlayer.cli.pauses import WaitOption, print_running
 from mqlayer.cli.permissions import check_change
+from mqlayer.cli.runtime import runtime_here
 from mqlayer.domain.names import BODY_LIMIT, DEFAULT_BODY_LIMIT
 from mqlayer.domain.routing import LP_COUNT
 from mqlayer.errors import InvalidInput
@@ -54,21 +54,16 @@ def create(
     archived: Annotated[bool, typer.Option("--archived", help="Keep every record in the archive.")] = False,
 ) -> None:
     """Create a topic with its partitions and first route. Repeatable."""
-    settings = settings_here()
-    with Database(settings.control_dsn()) as database, Database(settings.application_dsn()) as application:
-        check_change(database)
+    with runtime_here() as runtime:
+        check_change(runtime.control)
         route = create_topic(
-            database,
+            runtime,
             name,
-            prefix=settings.key_prefix,
             partitions=partitions,
             strategy=strategy.value,
             body_limit=body_limit,
             backlog_limit=backlog_limit,
             archived=archived,
-            application=application,
-            actor=actor(),
-            unsafe=settings.allow_unsafe_redis,
         )
     echo(f"{name} has {len(route.ranges)} partitions, route version {route.version}")
 
@@ -97,23 +92,22 @@ def set_(
     days = None if retention is None or retention == FOR_EVER else _days(retention)
     if any(limit is not None for limit in limits.values()):
         _set_limits(name, limits)
-    with Database(settings_here().control_dsn()) as database:
-        check_change(database)
+    with runtime_here() as runtime:
+        check_change(runtime.control)
         if retention is not None:
-            changed = set_retention(database, name, days=days, actor=actor())
+            changed = set_retention(runtime, name, days=days)
             kept = "for ever" if days is None else f"for {days} days"
             echo(f"the archive of topic {name} is kept {kept}{'' if changed else ', as before'}")
         if archived is not None:
-            changed = set_archived(database, name, archived=archived, actor=actor())
+            changed = set_archived(runtime, name, archived=archived)
             is_now = "archived" if archived else "not archived"
             echo(f"topic {name} is {is_now}{'' if changed else ', as before'}")
 
 
 def _set_limits(name: str, limits: dict[str, int | None]) -> None:
-    settings = settings_here()
-    with Database(settings.control_dsn()) as database, Database(settings.application_dsn()) as application:
-        check_change(database)
-        changed = set_limits(database, name, **limits, application=application, actor=actor())
+    with runtime_here() as runtime:
+        check_change(runtime.control)
+        changed = set_limits(runtime, name, **limits)
     said = ", ".join(f"{limit.replace('_', ' ')} {value}" for limit, value in limits.items() if value is not None)
     echo(f"topic {name} has {said}{'' if changed else ', as before'}")
 
@@ -128,19 +122,19 @@ def _days(text: str) -> int:
 @topics.command()
 def pause(name: TopicArgument, wait: WaitOption = 0.0) -> None:
     """Pause a topic's groups: running handlers finish; publishing continues."""
-    with Database(settings_here().control_dsn()) as database:
-        check_change(database)
-        done = pause_topic(database, name, actor=actor())
+    with runtime_here() as runtime:
+        check_change(runtime.control)
+        done = pause_topic(runtime, name)
         echo(f"topic {name} {'is paused' if done else 'is paused already'}")
-        print_running(wait_paused(database, name, timeout_s=wait))
+        print_running(wait_paused(runtime.control, name, timeout_s=wait))
 
 
 @topics.command()
 def resume(name: TopicArgument) -> None:
     """Resume a topic's groups, except individually paused ones."""
-    with Database(settings_here().control_dsn()) as database:
-        check_change(database)
-        done = resume_topic(database, name, actor=actor())
+    with runtime_here() as runtime:
+        check_change(runtime.control)
+        done = resume_topic(runtime, name)
     echo(f"topic {name} {'goes on' if done else 'was not paused'}")
 
 

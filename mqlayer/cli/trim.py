@@ -6,11 +6,10 @@ from typing import Annotated
 
 import typer
 
-from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.output import echo
 from mqlayer.cli.permissions import check_change
+from mqlayer.cli.runtime import runtime_here
 from mqlayer.maintenance import trim_pass
-from mqlayer.postgres.database import Database
 from mqlayer.postgres.rights import Right
 
 
@@ -21,10 +20,9 @@ def add_to(app: typer.Typer) -> None:
 
 def trim(topic: Annotated[str | None, typer.Argument(help="Only this topic.")] = None) -> None:
     """Drop settled records in one pass; the worker does so regularly."""
-    settings = settings_here()
-    with Database(settings.control_dsn()) as database:
-        check_change(database, Right.WORK)
-        report = trim_pass(database, prefix=settings.key_prefix, topic=topic, unsafe=settings.allow_unsafe_redis)
+    with runtime_here() as runtime:
+        check_change(runtime.control, Right.WORK)
+        report = trim_pass(runtime, topic=topic)
     echo(f"{report.total} records dropped from {len(report.dropped)} partitions")
     for name, reason in report.skipped_nodes.items():
         echo(f"node {name} was passed by: {reason}", err=True)

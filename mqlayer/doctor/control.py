@@ -8,7 +8,7 @@ from typing import Final
 from mqlayer.doctor.findings import Check, CheckLimits, CheckStatus, Finding, format_seconds
 from mqlayer.doctor.postgres import CheckedDatabase
 from mqlayer.domain.routing import NodeId
-from mqlayer.groups.late_jobs import LATE_FACTS
+from mqlayer.maintenance.late_jobs import LATE_FACTS
 from mqlayer.redis.node_connection import Node
 
 START_BEAT: Final = "run one: celery -A mqlayer.workers.app worker --beat (a second one does no harm)"

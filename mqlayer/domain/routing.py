@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import random
-from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import sha256
 from itertools import pairwise
@@ -57,20 +56,14 @@ class Route:
     """Messages may go to other partitions if theirs refuses."""
     since: float = 0.0
     """When its Postgres was first met: a later one may assign lost versions again."""
-    _starts: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_tiling((r.lp_from, r.lp_to) for r in self.ranges)
-        object.__setattr__(self, "_starts", tuple(r.lp_from for r in self.ranges))
 
     @property
     def age(self) -> tuple[float, int]:
         """Grows with each later route."""
         return self.since, self.version
-
-    def range_of(self, lp: int) -> LpRange:
-        """Return an LP's range."""
-        return self.ranges[bisect_right(self._starts, lp) - 1]
 
 
 def check_tiling(ranges: Iterable[tuple[int, int]]) -> None:

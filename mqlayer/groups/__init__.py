@@ -1,7 +1,6 @@
 """Groups, members and assignments: decided in Postgres, by its clock."""
 
 from mqlayer.groups.group import Group, GroupSettings, ensure_group, find_group, raise_group_version
-from mqlayer.groups.late_jobs import LateJob, late_jobs
 from mqlayer.groups.lineage import drained, drained_popped
 from mqlayer.groups.members import (
     Assignment,
@@ -25,7 +24,6 @@ __all__ = [
     "Group",
     "GroupSettings",
     "HeartbeatReply",
-    "LateJob",
     "MemberSession",
     "PopPartition",
     "RetirementReport",
@@ -39,7 +37,6 @@ __all__ = [
     "find_group",
     "forget_retired",
     "join",
-    "late_jobs",
     "leave",
     "planned_seek",
     "pop_partitions",

@@ -10,10 +10,9 @@ from mqlayer.errors import Conflict, InvalidInput, NotFound
 from mqlayer.failpoints import failpoint
 from mqlayer.groups.group import (
     RULES,
-    Balance,
     Group,
+    GroupChanges,
     GroupSettings,
-    RetrySettings,
     as_columns,
     check_settings,
     check_times,
@@ -26,41 +25,32 @@ from mqlayer.groups.rebalance import change_group, rebalance
 from mqlayer.postgres.audit import write_audit
 from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.queries import query
+from mqlayer.runtime.runtime import Runtime
 
 
 def set_group(
-    database: Database,
+    runtime: Runtime,
     topic: str,
     name: str,
     *,
-    actor: str,
-    balance: Balance | None = None,
-    tag_filter: str | None = None,
-    instance_expiry_s: float | None = None,
-    rate_limit: float | None = None,
-    rate_burst: float | None = None,
     if_version: int | None = None,
-    **rules: Unpack[RetrySettings],
+    **changes: Unpack[GroupChanges],
 ) -> Group:
     """Change a group's settings for all members at once; return the group. See GroupSettings, RetryRules.
 
     A broadcast group's instances follow. Raises InvalidInput, NotFound, Conflict for an instance or if the settings'
     version is not `if_version`.
     """
-    settings = settings_of(
-        balance=balance, tag_filter=tag_filter, instance_expiry_s=instance_expiry_s, rate_limit=rate_limit,
-        rate_burst=rate_burst,
-        **rules,
-    )  # fmt: skip
+    settings = settings_of(**changes)
     if settings == GroupSettings():
         raise InvalidInput("nothing to set: name a setting")
     facts = {
         **as_columns({name: getattr(settings, name) for name in RULES}),
-        "balance": balance,
+        "balance": settings.balance,
         "tag_filter": settings.tag_filter,
-        "instance_expiry_s": instance_expiry_s,
-        "rate_limit": rate_limit,
-        "rate_burst": rate_burst,
+        "instance_expiry_s": settings.instance_expiry_s,
+        "rate_limit": settings.rate_limit,
+        "rate_burst": settings.rate_burst,
         "if_version": if_version,
     }
 
@@ -75,11 +65,11 @@ def set_group(
         check_times(*times)
         # JSON has no infinity.
         said = {key: "none" if value == math.inf else value for key, value in facts.items() if value is not None}
-        write_audit(connection, actor, "group set", _target(group), said)
+        write_audit(connection, runtime.actor, "group set", _target(group), said)
         connection.execute(query("instances_follow"), {"group_id": group.group_id})
 
-    _change_group(database, topic, name, work)
-    return find_group(database, topic, name)
+    _change_group(runtime.control, topic, name, work)
+    return find_group(runtime.control, topic, name)
 
 
 def _with(group: Group, settings: GroupSettings) -> Group:
@@ -89,36 +79,36 @@ def _with(group: Group, settings: GroupSettings) -> Group:
     return replace(group, rules=rules, rate_limit=rate_limit)
 
 
-def pause_group(database: Database, topic: str, name: str, *, actor: str) -> bool:
+def pause_group(runtime: Runtime, topic: str, name: str) -> bool:
     """Pause a group and its instances: running messages finish, no more start. False: it was paused."""
 
     def work(connection: Connection, group: Group) -> bool:
-        facts = {"group_id": group.group_id, "actor": actor}
+        facts = {"group_id": group.group_id, "actor": runtime.actor}
         if connection.execute(query("group_pause"), facts).fetchone() is None:
             return False
         connection.execute(query("instances_pause"), {"group_id": group.group_id})
         for group_id in (group.group_id, *_instances(connection, group)):
             connection.execute(query("assignments_of_group_release"), {"group_id": group_id})
-        write_audit(connection, actor, "group pause", _target(group), {})
+        write_audit(connection, runtime.actor, "group pause", _target(group), {})
         return True
 
-    return bool(_change_group(database, topic, name, work))
+    return bool(_change_group(runtime.control, topic, name, work))
 
 
-def resume_group(database: Database, topic: str, name: str, *, actor: str) -> bool:
+def resume_group(runtime: Runtime, topic: str, name: str) -> bool:
     """Resume a group and its instances. False: it was not paused."""
 
     def work(connection: Connection, group: Group) -> bool:
         if connection.execute(query("group_resume"), {"group_id": group.group_id}).fetchone() is None:
             return False
         connection.execute(query("instances_pause"), {"group_id": group.group_id})
-        write_audit(connection, actor, "group resume", _target(group), {})
+        write_audit(connection, runtime.actor, "group resume", _target(group), {})
         return True
 
-    return bool(_change_group(database, topic, name, work))
+    return bool(_change_group(runtime.control, topic, name, work))
 
 
-def evict_member(database: Database, topic: str, name: str, member_id: str, *, actor: str) -> None:
+def evict_member(runtime: Runtime, topic: str, name: str, member_id: str) -> None:
     """End a member: others get its partitions at once, under higher epochs; its process stops consuming.
 
     Its unsettled messages may be handled again. Raises NotFound if no such member lives.
@@ -128,9 +118,9 @@ def evict_member(database: Database, topic: str, name: str, member_id: str, *, a
         facts = {"group_id": group.group_id, "member_id": member_id}
         if connection.execute(query("member_evict"), facts).fetchone() is None:
             raise NotFound("living member", f"{topic}/{name}/{member_id}", f"mqlayer group members {topic} {name}")
-        write_audit(connection, actor, "group evict", _target(group), {"member": member_id})
+        write_audit(connection, runtime.actor, "group evict", _target(group), {"member": member_id})
 
-    _change_group(database, topic, name, work)
+    _change_group(runtime.control, topic, name, work)
 
 
 def _change_group(database: Database, topic: str, name: str, work: Any) -> Any:

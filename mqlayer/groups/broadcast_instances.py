@@ -10,6 +10,7 @@ import logging
 import re
 import socket
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from mqlayer.domain.names import check_instance, instance_name
@@ -20,13 +21,12 @@ from mqlayer.groups.retirement import drop_parked, retire_absent_instance
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.queries import query
 from mqlayer.runtime.route_cache import RouteCache
+from mqlayer.runtime.runtime import Runtime
 
 log = logging.getLogger(__name__)
 
 
-def ensure_instance(
-    database: Database, routes: RouteCache, group: Group, instance: str, *, prefix: str, unsafe: bool = False
-) -> tuple[Group, bool]:
+def ensure_instance(runtime: Runtime, routes: RouteCache, group: Group, instance: str) -> tuple[Group, bool]:
     """Return an instance, created if missing, and whether it begins anew.
 
     It begins anew after an absence beyond `instance_expiry_s`. Raises GroupRetired if the group is retired,
@@ -35,19 +35,21 @@ def ensure_instance(
     check_instance(instance)
     facts = {"group_id": group.group_id, "instance": instance}
     name = instance_name(group.name, instance)
-    made = database.transaction(lambda connection: connection.execute(query("instance_insert"), facts).fetchone())
+    made = runtime.control.transaction(
+        lambda connection: connection.execute(query("instance_insert"), facts).fetchone()
+    )
     failpoint("instance.after_insert")
-    found = _find(database, group, name)
+    found = _find(runtime.control, group, name)
     if made is None:
-        retire_absent_instance(database, found.group_id, group.topic, name, actor=name)
-    while (found := _find(database, group, name)).state == "retired":
-        _revive(database, found.group_id, facts)
+        retire_absent_instance(replace(runtime, actor=name), found.group_id, group.topic, name)
+    while (found := _find(runtime.control, group, name)).state == "retired":
+        _revive(runtime.control, found.group_id, facts)
     # Also if another process revived it and died before any member consumed.
     anew = found.state == "creating" and found.seek > 0
-    bring_to_life(database, routes, found, prefix=prefix, unsafe=unsafe)
+    bring_to_life(runtime, routes, found)
     if anew:
         log.warning("instance_reset", extra={"topic": group.topic, "group": name, "start": str(group.start)})
-    return find_group(database, group.topic, name), anew
+    return find_group(runtime.control, group.topic, name), anew
 
 
 def _find(database: Database, group: Group, name: str) -> Group:

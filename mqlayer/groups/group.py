@@ -41,6 +41,7 @@ from mqlayer.postgres.audit import write_audit
 from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.queries import query
 from mqlayer.runtime.route_cache import RouteCache
+from mqlayer.runtime.runtime import Runtime
 
 log = logging.getLogger(__name__)
 
@@ -123,6 +124,16 @@ class RetrySettings(TypedDict, total=False):
     key_bytes_limit: int | None
 
 
+class GroupChanges(RetrySettings, total=False):
+    """What of a group's settings can change, as programs write it. None: not set."""
+
+    balance: Balance | None
+    tag_filter: str | None
+    instance_expiry_s: float | None
+    rate_limit: float | None
+    rate_burst: float | None
+
+
 RULES: Final = tuple(field.name for field in fields(RetryRules))
 
 
@@ -176,8 +187,7 @@ def _found(connection: Connection, topic: str, name: str) -> Group:
     return Group(group_id, topic_id, topic, name, state, start_at or start, *values)
 
 
-def ensure_group(database: Database, routes: RouteCache, *, topic: str, name: str, prefix: str,
-                 settings: GroupSettings, unsafe: bool = False) -> Group:  # fmt: skip
+def ensure_group(runtime: Runtime, routes: RouteCache, *, topic: str, name: str, settings: GroupSettings) -> Group:
     """Return the group, created with these settings if missing. Safe to call concurrently.
 
     A start other than earliest asks the topic's nodes. Raises InvalidInput, NotFound for an unknown topic,
@@ -216,26 +226,28 @@ def ensure_group(database: Database, routes: RouteCache, *, topic: str, name: st
         if connection.execute(query("group_insert"), facts).rowcount:
             refuse_ineffective(settings, _found(connection, topic, name))
 
-    database.transaction(create)
-    group = find_group(database, topic, name)
+    runtime.control.transaction(create)
+    group = find_group(runtime.control, topic, name)
     if group.state == "retired":
         raise GroupRetired(topic, name)
     refuse_others(group, settings)
-    bring_to_life(database, routes, group, prefix=prefix, unsafe=unsafe)
-    return find_group(database, topic, name)
+    bring_to_life(runtime, routes, group)
+    return find_group(runtime.control, topic, name)
 
 
-def bring_to_life(database: Database, routes: RouteCache, group: Group, *, prefix: str, unsafe: bool = False) -> None:
+def bring_to_life(runtime: Runtime, routes: RouteCache, group: Group) -> None:
     """Store a *creating* group's start positions, which makes it live."""
     if group.state != "creating":
         return
     failpoint("group.after_insert")
     if group.mode == "broadcast":
         # Only instances have positions.
-        database.transaction(lambda connection: connection.execute(query("group_live"), {"group_id": group.group_id}))
+        runtime.control.transaction(
+            lambda connection: connection.execute(query("group_live"), {"group_id": group.group_id})
+        )
         return
     store = begin_from_archive if group.from_archive else _store_starts
-    while not store(database, routes, group, prefix=prefix, unsafe=unsafe):
+    while not store(runtime, routes, group):
         log.info("group_restarted", extra={"topic": group.topic, "group": group.name})
 
 
@@ -243,17 +255,12 @@ def settings_of(
     start: Start | None = None,
     *,
     ordered: bool | None = None,
-    balance: Balance | None = None,
-    tag_filter: str | None = None,
     from_archive: bool = False,
-    instance_expiry_s: float | None = None,
     mode: Mode | None = None,
-    rate_limit: float | None = None,
-    rate_burst: float | None = None,
-    **rules: Unpack[RetrySettings],
+    **changes: Unpack[GroupChanges],
 ) -> GroupSettings:
     """Return checked settings. Raises InvalidInput."""
-    said: dict[str, Any] = {**rules}
+    said: dict[str, Any] = {**changes}
     if said.get("backoff_s") is not None:
         said["backoff_s"] = tuple(map(float, said["backoff_s"]))
     for name in ("non_retryable_errors", "retryable_errors"):
@@ -263,13 +270,10 @@ def settings_of(
             # Sorted, so that the order in a program makes no conflict.
             names = {error if isinstance(error, str) else error_name(error) for error in said[name]}
             said[name] = tuple(sorted(names))
-    if tag_filter is not None:
+    if said.get("tag_filter") is not None:
         # The server's form: tags sorted, without duplicates.
-        tag_filter = str(TagFilter.of(tag_filter) or NO_FILTER)
-    settings = GroupSettings(
-        start=start, ordered=ordered, balance=balance, tag_filter=tag_filter, from_archive=from_archive, mode=mode,
-        instance_expiry_s=instance_expiry_s, rate_limit=rate_limit, rate_burst=rate_burst, **said,
-    )  # fmt: skip
+        said["tag_filter"] = str(TagFilter.of(said["tag_filter"]) or NO_FILTER)
+    settings = GroupSettings(start=start, ordered=ordered, from_archive=from_archive, mode=mode, **said)
     check_start(start)
     check_settings(settings)
     return settings
@@ -481,13 +485,13 @@ def check_start(start: Start | None) -> None:
         raise InvalidInput(f"a group starts at earliest, latest or a time, not {start!r}")
 
 
-def _store_starts(database: Database, routes: RouteCache, group: Group, *, prefix: str, unsafe: bool) -> bool:
+def _store_starts(runtime: Runtime, routes: RouteCache, group: Group) -> bool:
     """Return False, with nothing stored, if a node was armed meanwhile."""
-    with database.connection() as connection:
+    with runtime.control.connection() as connection:
         kept = undeleted_partitions(connection, group.topic_id)
-    beginnings = StartFinder(routes, kept, prefix=prefix, unsafe=unsafe).of(group.start)
+    beginnings = StartFinder(runtime, routes, kept).of(group.start)
     failpoint("group.before_starts")
-    with database.connection() as connection, connection.transaction():
+    with runtime.control.connection() as connection, connection.transaction():
         if connection.execute(query("group_creating"), {"group_id": group.group_id}).fetchone() is None:
             return True
         if not still_hold(connection, kept, beginnings):
@@ -499,15 +503,15 @@ def _store_starts(database: Database, routes: RouteCache, group: Group, *, prefi
     return True
 
 
-def begin_from_archive(database: Database, routes: RouteCache, group: Group, *, prefix: str, unsafe: bool) -> bool:
+def begin_from_archive(runtime: Runtime, routes: RouteCache, group: Group) -> bool:
     """Store a new group's backfill and its positions in the streams.
 
     The topic's archive stays locked, so nothing more becomes trimmable before the group exists. Returns False, with
     nothing stored, if nodes or partitions changed meanwhile.
     """
-    with database.connection() as connection:
+    with runtime.control.connection() as connection:
         kept = undeleted_partitions(connection, group.topic_id)
-    found = StartFinder(routes, kept, prefix=prefix, unsafe=unsafe).of(group.start)
+    found = StartFinder(runtime, routes, kept).of(group.start)
 
     def work(connection: Connection) -> bool:
         facts = {"group_id": group.group_id, "topic_id": group.topic_id}
@@ -532,7 +536,7 @@ def begin_from_archive(database: Database, routes: RouteCache, group: Group, *, 
         connection.execute(query("group_live"), facts)
         return True
 
-    return database.transaction(work)
+    return runtime.control.transaction(work)
 
 
 def _put_backfill(connection: Connection, group: Group, upto_batch: int, bounds: Mapping[str, int]) -> None:

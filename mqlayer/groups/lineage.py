@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from functools import partial
+from typing import Final
 
 from mqlayer.errors import MqlayerError
 from mqlayer.failpoints import failpoint
@@ -18,6 +19,9 @@ from mqlayer.postgres.queries import query
 
 log = logging.getLogger(__name__)
 
+LOCK_WAIT_S: Final = 2.0
+"""Short: members that read a command record try again."""
+
 
 def seal_marks(database: Database, partition: int) -> dict[str, int]:
     """Return a sealed partition's recorded marks: "<source>:<lp>" -> highest seq."""
@@ -27,7 +31,7 @@ def seal_marks(database: Database, partition: int) -> dict[str, int]:
 
 
 def drained(
-    database: Database, session: MemberSession, assigned: Assignment, seal_id: str, *, lock_wait_s: float = 2.0
+    database: Database, session: MemberSession, assigned: Assignment, seal_id: str, *, lock_wait_s: float = LOCK_WAIT_S
 ) -> bool:
     """Record that a member settled everything before a command record; return False if Postgres refuses.
 
@@ -59,9 +63,7 @@ def drained(
     return taken
 
 
-def drained_popped(
-    database: Database, group_id: int, partition: int, epoch: int, seal_id: str, *, lock_wait_s: float = 2.0
-) -> bool:
+def drained_popped(database: Database, group_id: int, partition: int, epoch: int, seal_id: str) -> bool:
     """Like `drained`, for a receiver of ordered pop; any receiver may repeat it."""
     facts = {"group_id": group_id, "partition_id": partition, "epoch": epoch, "seal_id": seal_id}
 
@@ -73,7 +75,7 @@ def drained_popped(
         failpoint("pop.before_drained")
         return True
 
-    taken = change_group(database, group_id, work, lock_wait_s=lock_wait_s, timeout_s=0)
+    taken = change_group(database, group_id, work, lock_wait_s=LOCK_WAIT_S, timeout_s=0)
     if taken:
         change_group(database, group_id, partial(raise_group_version, group_id=group_id))
     return taken

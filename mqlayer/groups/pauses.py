@@ -17,33 +17,32 @@ from mqlayer.groups.rebalance import change_group, rebalance
 from mqlayer.postgres.audit import write_audit
 from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.queries import query
+from mqlayer.runtime.runtime import Runtime
 
 POLL_INTERVAL_S: Final = 0.1
 
 
-def pause_topic(database: Database, topic: str, *, actor: str) -> bool:
+def pause_topic(runtime: Runtime, topic: str) -> bool:
     """Pause all groups of a topic, also new ones; publishing continues. False: it was paused."""
-    return _change_topic(database, topic, query("topic_pause"), "topic pause", actor)
+    return _change_topic(runtime, topic, query("topic_pause"), "topic pause")
 
 
-def resume_topic(database: Database, topic: str, *, actor: str) -> bool:
+def resume_topic(runtime: Runtime, topic: str) -> bool:
     """Resume a topic's groups, except those paused themselves. False: it was not paused."""
-    return _change_topic(database, topic, query("topic_resume"), "topic resume", actor)
+    return _change_topic(runtime, topic, query("topic_resume"), "topic resume")
 
 
-def pause_partitions(database: Database, topic: str, name: str, partitions: Sequence[int], *, actor: str) -> list[int]:
+def pause_partitions(runtime: Runtime, topic: str, name: str, partitions: Sequence[int]) -> list[int]:
     """Pause partitions for a group; return the newly paused. Their successors wait too.
 
     Raises NotFound for partitions that the topic lacks, InvalidInput for none or a broadcast group.
     """
-    return _change_partitions(database, topic, name, partitions, query("partition_pause_put"), "partition pause", actor)
+    return _change_partitions(runtime, topic, name, partitions, query("partition_pause_put"), "partition pause")
 
 
-def resume_partitions(database: Database, topic: str, name: str, partitions: Sequence[int], *, actor: str) -> list[int]:
+def resume_partitions(runtime: Runtime, topic: str, name: str, partitions: Sequence[int]) -> list[int]:
     """Resume partitions for a group; return those that were paused. Raises as `pause_partitions`."""
-    return _change_partitions(
-        database, topic, name, partitions, query("partition_pause_end"), "partition resume", actor
-    )
+    return _change_partitions(runtime, topic, name, partitions, query("partition_pause_end"), "partition resume")
 
 
 def running_partitions(
@@ -79,30 +78,35 @@ def wait_paused(
         time.sleep(POLL_INTERVAL_S)
 
 
-def _change_topic(database: Database, topic: str, statement: Any, act: str, actor: str) -> bool:
+def _change_topic(runtime: Runtime, topic: str, statement: Any, act: str) -> bool:
     check_name("topic", topic)
 
     def work(connection: Connection) -> bool:
         topic_id = _topic_id(connection, topic)
-        if connection.execute(statement, {"topic": topic, "actor": actor}).fetchone() is None:
+        if connection.execute(statement, {"topic": topic, "actor": runtime.actor}).fetchone() is None:
             return False
-        write_audit(connection, actor, act, topic, {})
+        write_audit(connection, runtime.actor, act, topic, {})
         # Heartbeats read the pause, so no group row changes and no lock is needed.
         connection.execute(query("topic_groups_notify"), {"topic_id": topic_id})
         failpoint("pause.before_commit")
         return True
 
-    return database.transaction(work)
+    return runtime.control.transaction(work)
 
 
 def _change_partitions(
-    database: Database, topic: str, name: str, partitions: Sequence[int], statement: Any, act: str, actor: str
+    runtime: Runtime, topic: str, name: str, partitions: Sequence[int], statement: Any, act: str
 ) -> list[int]:
     if not partitions:
         raise InvalidInput("name a partition: mqlayer group show tells which there are")
-    group = find_group(database, topic, name)
+    group = find_group(runtime.control, topic, name)
     refuse_broadcast(group)
-    facts = {"group_id": group.group_id, "topic_id": group.topic_id, "partitions": list(partitions), "actor": actor}
+    facts = {
+        "group_id": group.group_id,
+        "topic_id": group.topic_id,
+        "partitions": list(partitions),
+        "actor": runtime.actor,
+    }
 
     def work(connection: Connection) -> list[int]:
         known = {row[0] for row in connection.execute(query("partitions_of_topic"), facts).fetchall()}
@@ -111,13 +115,13 @@ def _change_partitions(
             raise NotFound("partition", f"{topic}/{unknown[0]}", f"those there are: mqlayer group show {topic} {name}")
         changed = sorted(row[0] for row in connection.execute(statement, facts).fetchall())
         if changed:
-            write_audit(connection, actor, act, _target(group), {"partitions": changed})
+            write_audit(connection, runtime.actor, act, _target(group), {"partitions": changed})
             rebalance(connection, group.group_id)
             connection.execute(query("allocation_raise"), {"group_id": group.group_id})
             failpoint("pause.before_commit")
         return changed
 
-    return change_group(database, group.group_id, work)
+    return change_group(runtime.control, group.group_id, work)
 
 
 def _topic_id(connection: Connection, topic: str) -> int:

@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 from mqlayer.domain.routing import NodeId
 from mqlayer.errors import MqlayerError
-from mqlayer.redis.node_connection import Node, NodeConnection
+from mqlayer.redis.node_connection import Node
 from mqlayer.redis.read_scripts import GroupPosition, position_command, position_reply
+from mqlayer.runtime.runtime import Runtime
 
 
 class GroupPartition(NamedTuple):
@@ -37,7 +38,7 @@ class GroupPositions:
 
 
 def read_positions(
-    nodes: Iterable[Node], group_partitions: Iterable[GroupPartition], *, prefix: str, unsafe: bool = False
+    runtime: Runtime, nodes: Iterable[Node], group_partitions: Iterable[GroupPartition]
 ) -> GroupPositions:
     """Read positions since each group's last seek, in one call per node. Never raises for an unavailable node."""
     by_node: dict[NodeId, list[GroupPartition]] = {}
@@ -48,11 +49,11 @@ def read_positions(
     unreachable: dict[NodeId, str] = {}
     for node_id, wanted in by_node.items():
         try:
-            with NodeConnection(known[node_id], unsafe=unsafe) as connection:
+            with runtime.connection(known[node_id]) as connection:
                 commands = [
                     position_command(
                         connection,
-                        prefix,
+                        runtime.prefix,
                         group_partition.partition,
                         group_partition.group_id,
                         start=group_partition.start,

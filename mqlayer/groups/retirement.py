@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 from mqlayer.domain.routing import NodeId
@@ -21,9 +21,10 @@ from mqlayer.postgres.audit import write_audit
 from mqlayer.postgres.bounded_delete import forget_rows
 from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.queries import query
-from mqlayer.redis.node_connection import Node, NodeConnection
+from mqlayer.redis.node_connection import Node
 from mqlayer.redis.retirement_script import group_forget_command, group_forget_reply
 from mqlayer.runtime.route_cache import load_nodes
+from mqlayer.runtime.runtime import Runtime
 
 log = logging.getLogger(__name__)
 
@@ -56,16 +57,14 @@ class RetiredPartition(NamedTuple):
     popped: bool
 
 
-def retire_group(
-    database: Database, topic: str, name: str, *, actor: str, drop_parked: bool = False
-) -> RetirementReport:
+def retire_group(runtime: Runtime, topic: str, name: str, *, drop_parked: bool = False) -> RetirementReport:
     """Retire a group and its instances for good, or one instance until it returns.
 
     It then bounds neither trimming nor partition retirement; the job `retire_groups` removes its remains. Raises
     NotFound, Conflict if members live, it is retired, or messages are parked without `drop_parked`; then nothing
     changes.
     """
-    group = find_group(database, topic, name)
+    group = find_group(runtime.control, topic, name)
 
     def work(connection: Connection) -> RetirementReport:
         _refuse_living(connection, group)
@@ -81,11 +80,11 @@ def retire_group(
         for instance in ids[1:]:
             _retire(connection, instance)
         facts = {"group_id": group.group_id, "instances": len(ids) - 1, "parked": parked}
-        write_audit(connection, actor, "group retire", f"{topic}/{name}", facts)
+        write_audit(connection, runtime.actor, "group retire", f"{topic}/{name}", facts)
         failpoint("group_retire.before_commit")
         return RetirementReport(group, len(ids) - 1, parked)
 
-    done = change_group(database, group.group_id, work)
+    done = change_group(runtime.control, group.group_id, work)
     failpoint("group_retire.after_commit")
     log.warning("group_retired", extra={"topic": topic, "group": name, "instances": done.instances})
     return done
@@ -125,21 +124,22 @@ def _retire(connection: Connection, group_id: int) -> bool:
     return True
 
 
-def retire_absent(database: Database) -> list[str]:
+def retire_absent(runtime: Runtime) -> list[str]:
     """Retire instances absent beyond `instance_expiry_s`; return their names."""
-    with database.connection() as connection:
+    job = replace(runtime, actor=JOB)
+    with runtime.control.connection() as connection:
         found = connection.execute(query("instances_absent")).fetchall()
     gone = []
     for group_id, topic, name in found:
         try:
-            if retire_absent_instance(database, group_id, topic, name, actor=JOB):
+            if retire_absent_instance(job, group_id, topic, name):
                 gone.append(name)
         except MqlayerError as error:
             log.warning("instance_retirement_delayed", extra={"topic": topic, "group": name, "reason": str(error)})
     return gone
 
 
-def retire_absent_instance(database: Database, group_id: int, topic: str, name: str, *, actor: str) -> bool:
+def retire_absent_instance(runtime: Runtime, group_id: int, topic: str, name: str) -> bool:
     """Retire an instance; False if it may still return."""
 
     def work(connection: Connection) -> bool:
@@ -148,38 +148,42 @@ def retire_absent_instance(database: Database, group_id: int, topic: str, name: 
         if row is None or not _retire(connection, group_id):
             return False
         write_audit(
-            connection, actor, "group retire", f"{topic}/{name}", {"group_id": group_id, "absent_s": round(row[0], 1)}
+            connection,
+            runtime.actor,
+            "group retire",
+            f"{topic}/{name}",
+            {"group_id": group_id, "absent_s": round(row[0], 1)},
         )
         failpoint("instance_retire.before_commit")
         return True
 
-    done = change_group(database, group_id, work)
+    done = change_group(runtime.control, group_id, work)
     failpoint("instance_retire.after_commit")
     if done:
-        log.warning("instance_position_dropped", extra={"topic": topic, "group": name, "by": actor})
+        log.warning("instance_position_dropped", extra={"topic": topic, "group": name, "by": runtime.actor})
     return done
 
 
-def forget_retired(database: Database, *, prefix: str, grace_s: float = GRACE_S, unsafe: bool = False) -> int:
+def forget_retired(runtime: Runtime, *, grace_s: float = GRACE_S) -> int:
     """Remove retired groups' parked rows and node keys; return the number of cleared partitions.
 
     Locks go `grace_s` after retirement. Skips unavailable nodes. Safe to call concurrently.
     """
-    with database.connection() as connection:
+    with runtime.control.connection() as connection:
         holders = [row[0] for row in connection.execute(query("retired_parked")).fetchall()]
     for group_id in holders:
-        drop_parked(database, group_id)
+        drop_parked(runtime.control, group_id)
     # Read runs before epochs: a node armed in between then refuses the older requests.
-    nodes = {node.node_id: node for node in load_nodes(database)}
+    nodes = {node.node_id: node for node in load_nodes(runtime.control)}
     forgotten = 0
     after = (0, 0)
-    while retired_partitions := _retired_partitions(database, after, grace_s):
+    while retired_partitions := _retired_partitions(runtime.control, after, grace_s):
         by_node: dict[NodeId, list[RetiredPartition]] = {}
         for retired in retired_partitions:
             if retired.node in nodes:
                 by_node.setdefault(retired.node, []).append(retired)
         for node_id, of_node in by_node.items():
-            replies = _forget(nodes[node_id], of_node, prefix=prefix, unsafe=unsafe)
+            replies = _forget(runtime, nodes[node_id], of_node)
             if not replies:
                 # Or each page would wait for it.
                 del nodes[node_id]
@@ -190,9 +194,9 @@ def forget_retired(database: Database, *, prefix: str, grace_s: float = GRACE_S,
             ]
             failpoint("group_retire.after_forget")
             forgotten += words.count("forgotten")
-            _note(database, "retired_keys_gone", of_node, words, "forgotten")
+            _note(runtime.control, "retired_keys_gone", of_node, words, "forgotten")
             # An epoch was given out during the retirement, unless the group came back.
-            _note(database, "retired_keys_raise", of_node, words, "unchanged")
+            _note(runtime.control, "retired_keys_raise", of_node, words, "unchanged")
         after = (retired_partitions[-1].group_id, retired_partitions[-1].partition)
     if forgotten:
         log.info("retired_groups_forgotten", extra={"partitions": forgotten})
@@ -219,13 +223,13 @@ def _retired_partitions(database: Database, after: tuple[int, int], grace_s: flo
         return [RetiredPartition(*row) for row in connection.execute(query("retired_keys"), facts).fetchall()]
 
 
-def _forget(node: Node, retired_partitions: Sequence[RetiredPartition], *, prefix: str, unsafe: bool) -> list[str]:
+def _forget(runtime: Runtime, node: Node, retired_partitions: Sequence[RetiredPartition]) -> list[str]:
     try:
-        with NodeConnection(node, unsafe=unsafe) as connection:
+        with runtime.connection(node) as connection:
             commands = [
                 group_forget_command(
                     connection,
-                    prefix,
+                    runtime.prefix,
                     retired.partition,
                     retired.group_id,
                     retired.epoch,

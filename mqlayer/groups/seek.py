@@ -21,11 +21,12 @@ from mqlayer.groups.start_positions import (
     undeleted_partitions,
 )
 from mqlayer.postgres.audit import write_audit
-from mqlayer.postgres.database import Connection, Database
+from mqlayer.postgres.database import Connection
 from mqlayer.postgres.queries import query
-from mqlayer.redis.node_connection import Node, NodeConnection, raise_for_reply
+from mqlayer.redis.node_connection import Node, raise_for_reply
 from mqlayer.redis.partition_scripts import fence_command
 from mqlayer.runtime.route_cache import RouteCache, load_nodes
+from mqlayer.runtime.runtime import Runtime
 
 log = logging.getLogger(__name__)
 
@@ -40,26 +41,22 @@ class SeekPlan:
     beginnings: Sequence[StartPosition]
 
 
-def planned_seek(
-    database: Database, routes: RouteCache, *, topic: str, name: str, to: Start, prefix: str, unsafe: bool = False
-) -> SeekPlan:
+def planned_seek(runtime: Runtime, routes: RouteCache, *, topic: str, name: str, to: Start) -> SeekPlan:
     """Plan a seek; change nothing. `to`: see `start_positions`.
 
     Raises InvalidInput for a broadcast group or a time without zone, NotFound, Conflict for a group that is not live,
     StoreUnavailable.
     """
     check_start(to)
-    group = find_group(database, topic, name)
+    group = find_group(runtime.control, topic, name)
     _check_live(group)
-    with database.connection() as connection:
+    with runtime.control.connection() as connection:
         partitions = undeleted_partitions(connection, group.topic_id)
-    beginnings = StartFinder(routes, partitions, prefix=prefix, unsafe=unsafe).of(to)
+    beginnings = StartFinder(runtime, routes, partitions).of(to)
     return SeekPlan(group, to, partitions, beginnings)
 
 
-def apply_seek(
-    database: Database, plan: SeekPlan, *, prefix: str, actor: str, replay: bool = False, unsafe: bool = False
-) -> list[str]:
+def apply_seek(runtime: Runtime, plan: SeekPlan, *, replay: bool = False) -> list[str]:
     """Apply a plan; return nodes where old owners are not fenced yet: next owners do that.
 
     `replay`: apply fenced effects again. Raises Conflict, nothing changed, if the group was moved, runs a replay or
@@ -69,18 +66,18 @@ def apply_seek(
     def work(connection: Connection) -> dict[UndeletedPartition, int]:
         epochs = _change_position(connection, plan, replay=replay)
         facts = {"to": _describe(plan.to), "replay": replay}
-        write_audit(connection, actor, "group seek", f"{plan.group.topic}/{plan.group.name}", facts)
+        write_audit(connection, runtime.actor, "group seek", f"{plan.group.topic}/{plan.group.name}", facts)
         failpoint("seek.before_commit")
         return epochs
 
     # Before the commit: an error after it would look as if nothing had changed.
-    nodes = {node.node_id: node for node in load_nodes(database)}
-    epochs = change_group(database, plan.group.group_id, work)
+    nodes = {node.node_id: node for node in load_nodes(runtime.control)}
+    epochs = change_group(runtime.control, plan.group.group_id, work)
     failpoint("seek.after_commit")
     log.info(
         "group_seek_applied", extra={"topic": plan.group.topic, "group": plan.group.name, "to": _describe(plan.to)}
     )
-    return fence_old_owners(nodes, plan.group.group_id, epochs, prefix=prefix, unsafe=unsafe)
+    return fence_old_owners(runtime, nodes, plan.group.group_id, epochs)
 
 
 def _change_position(connection: Connection, plan: SeekPlan, *, replay: bool) -> dict[UndeletedPartition, int]:
@@ -121,7 +118,7 @@ def refuse_beside_replay(connection: Connection, group: Group) -> None:
 
 
 def fence_old_owners(
-    nodes: Mapping[NodeId, Node], group_id: int, epochs: Mapping[UndeletedPartition, int], *, prefix: str, unsafe: bool
+    runtime: Runtime, nodes: Mapping[NodeId, Node], group_id: int, epochs: Mapping[UndeletedPartition, int]
 ) -> list[str]:
     """Put epochs in force on the nodes; return the names of unavailable ones."""
     by_node: dict[NodeId, list[tuple[int, int]]] = {}
@@ -131,9 +128,9 @@ def fence_old_owners(
     for node_id, pairs in by_node.items():
         node = nodes[node_id]
         try:
-            with NodeConnection(node, unsafe=unsafe) as connection:
+            with runtime.connection(node) as connection:
                 for reply in connection.call(
-                    [fence_command(connection, prefix, p, group_id, epoch) for p, epoch in pairs]
+                    [fence_command(connection, runtime.prefix, p, group_id, epoch) for p, epoch in pairs]
                 ):
                     raise_for_reply(reply, node.address)
         except MqlayerError as error:

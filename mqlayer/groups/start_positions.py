@@ -20,7 +20,9 @@ from mqlayer.postgres.database import Connection
 from mqlayer.postgres.queries import query
 from mqlayer.redis.keys import partition_keys
 from mqlayer.redis.node_connection import NodeConnection, raise_for_reply
+from mqlayer.runtime.node_pool import NodePool
 from mqlayer.runtime.route_cache import RouteCache
+from mqlayer.runtime.runtime import Runtime
 
 Start = Literal["earliest", "latest"] | datetime
 
@@ -109,35 +111,30 @@ def parents_of(partition: UndeletedPartition, partitions: Sequence[UndeletedPart
 class StartFinder:
     """Finds start positions; `partitions` come parents first."""
 
-    def __init__(
-        self, routes: RouteCache, partitions: Sequence[UndeletedPartition], *, prefix: str, unsafe: bool
-    ) -> None:
-        self._routes, self._partitions, self._prefix, self._unsafe = routes, partitions, prefix, unsafe
+    def __init__(self, runtime: Runtime, routes: RouteCache, partitions: Sequence[UndeletedPartition]) -> None:
+        self._runtime, self._routes, self._partitions = runtime, routes, partitions
 
     def of(self, start: Start) -> list[StartPosition]:
         """Return a start per partition. Raises StoreUnavailable, also for one unavailable node."""
         if start == "earliest":
             return [StartPosition(partition.partition, 1, drained=False) for partition in self._partitions]
         found: dict[int, StartPosition] = {}
-        connections: dict[NodeId, NodeConnection] = {}
-        try:
+        with NodePool(self._runtime, self._routes.node) as connections:
             for partition in self._partitions:
                 if any(not found[parent.partition].drained for parent in parents_of(partition, self._partitions)):
                     found[partition.partition] = StartPosition(partition.partition, 1, drained=False)
                     continue
-                connection = connections.get(partition.node)
-                if connection is None:
-                    node = self._routes.node(partition.node)
-                    connection = connections[partition.node] = NodeConnection(node, unsafe=self._unsafe)
-                found[partition.partition] = self._in_partition(connection, partition, start)
-        finally:
-            for connection in connections.values():
-                connection.close()
+                found[partition.partition] = self._in_partition(connections.to(partition.node), partition, start)
         return list(found.values())
 
     def _in_partition(self, connection: NodeConnection, partition: UndeletedPartition, start: Start) -> StartPosition:
         meta = self._ask(
-            connection, "HMGET", partition_keys(self._prefix, partition.partition).meta, "state", "next", "first"
+            connection,
+            "HMGET",
+            partition_keys(self._runtime.prefix, partition.partition).meta,
+            "state",
+            "next",
+            "first",
         )
         if meta[0] == b"deleted":
             return StartPosition(partition.partition, 1, drained=True)
@@ -153,7 +150,7 @@ class StartFinder:
         return StartPosition(partition.partition, offset, drained=partition.sealed and offset >= end)
 
     def _first_since(self, connection: NodeConnection, partition: int, at_ms: int, first: int, end: int) -> int:
-        key = partition_keys(self._prefix, partition).log
+        key = partition_keys(self._runtime.prefix, partition).log
         low, high = first, end
         while low < high:
             middle = (low + high) // 2

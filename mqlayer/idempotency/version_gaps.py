@@ -14,6 +14,7 @@ from mqlayer.failpoints import failpoint
 from mqlayer.postgres.audit import write_audit
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.queries import query
+from mqlayer.runtime.runtime import Runtime
 
 log = logging.getLogger(__name__)
 
@@ -108,15 +109,7 @@ def held_versions(application: Database, name: str, entity: str) -> list[HeldVer
 
 
 def set_version(
-    control: Database,
-    application: Database,
-    *,
-    name: str,
-    entity: str,
-    version: int | None,
-    drop_held: bool = False,
-    actor: str,
-    reason: str,
+    runtime: Runtime, *, name: str, entity: str, version: int | None, drop_held: bool = False, reason: str
 ) -> int:
     """Set an entity's version, None to forget it; return how many held events that drops.
 
@@ -124,9 +117,11 @@ def set_version(
     """
     facts = {"version": version, "drop_held": drop_held, "reason": reason}
     target = f"{check_name('versions', name)}/{entity}"
-    control.transaction(lambda connection: write_audit(connection, actor, "versions set", target, facts))
+    runtime.control.transaction(
+        lambda connection: write_audit(connection, runtime.actor, "versions set", target, facts)
+    )
     failpoint("version.after_audit")
     given = {"name": name, "entity": check_id("entity", entity), "version": version, "drop": drop_held}
-    with application.connection() as connection:
+    with runtime.outbox.connection() as connection:
         row = connection.execute(query("version_set"), given).fetchone()
     return int(row[0]) if row else 0

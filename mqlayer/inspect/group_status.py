@@ -22,9 +22,9 @@ from mqlayer.inspect.parked_status import (
     parked_heads,
     running_replays,
 )
-from mqlayer.postgres.database import Database
 from mqlayer.redis.read_scripts import GroupPosition, UnsettledHead
 from mqlayer.runtime.route_cache import load_nodes
+from mqlayer.runtime.runtime import Runtime
 
 StallReason = Literal[
     "node_away", "partition_missing", "hidden", "paused", "no_owner", "lease_over", "not_taken", "replayed",
@@ -135,28 +135,26 @@ class GroupStatus:
         ]
 
 
-def group_statuses(
-    database: Database, topic: str | None = None, name: str | None = None, *, prefix: str, unsafe: bool = False
-) -> list[GroupStatus]:
+def group_statuses(runtime: Runtime, topic: str | None = None, name: str | None = None) -> list[GroupStatus]:
     """Return all groups, a topic's, or one; one batch per node. Raises NotFound."""
-    groups = group_facts(database, topic, name)
+    groups = group_facts(runtime.control, topic, name)
     # Only the instances of a broadcast group have positions.
     live = [group for group in groups if group.state == "live" and group.mode != "broadcast"]
-    facts = partition_facts(database, live)
-    nodes = load_nodes(database)
+    facts = partition_facts(runtime.control, live)
+    nodes = load_nodes(runtime.control)
     group_partitions = (
         GroupPartition(one.node, one.partition, one.group_id, start=one.start, seek=one.seek) for one in facts
     )
-    positions = read_positions(nodes, group_partitions, prefix=prefix, unsafe=unsafe)
+    positions = read_positions(runtime, nodes, group_partitions)
     names = {node.node_id: node.name for node in nodes}
     by_id = {group.group_id: group for group in groups}
-    replays = running_replays(database, by_id)
+    replays = running_replays(runtime.control, by_id)
     partitions: dict[int, list[PartitionStatus]] = {group.group_id: [] for group in groups}
     unreachable: dict[int, dict[str, str]] = {group.group_id: {} for group in groups}
-    parked = parked_counts(database, by_id)
+    parked = parked_counts(runtime.control, by_id)
     looked = [(one, position) for one in facts if (position := positions.at(one.partition, one.group_id)) is not None]
     parked_sizes = parked_heads(
-        database, [(one.group_id, *ref) for one, position in looked if (ref := _head_key(position)) is not None]
+        runtime.control, [(one.group_id, *ref) for one, position in looked if (ref := _head_key(position)) is not None]
     )
     for one in facts:
         group, position, reason = (

@@ -14,9 +14,9 @@ from mqlayer.inspect.group_status import GroupStatus, PartitionStatus, Unsettled
 from mqlayer.inspect.parked_status import ParkedKeyStatus, describe_full, parked_key
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.queries import query
-from mqlayer.redis.node_connection import NodeConnection
 from mqlayer.redis.read_scripts import FIND_LIMIT, KeySearchResult, find_command, find_reply
 from mqlayer.runtime.route_cache import load_nodes, load_route
+from mqlayer.runtime.runtime import Runtime
 
 SCAN_LIMIT: Final = 10_000
 """Offsets searched for a key's messages, over all partitions."""
@@ -74,9 +74,7 @@ class KeyStatus:
     parked: ParkedKeyStatus | None = None
 
 
-def explain_key(
-    database: Database, topic: str, key: str, group: str, *, prefix: str, unsafe: bool = False
-) -> KeyStatus:
+def explain_key(runtime: Runtime, topic: str, key: str, group: str) -> KeyStatus:
     """Return a key's place, waiting messages and the next command.
 
     Raises NotFound, KeyTooLarge, InvalidInput for a broadcast group.
@@ -84,19 +82,19 @@ def explain_key(
     name = encode_key(key)
     lp = lp_of(name)
     check_group(group)
-    route = load_route(database, topic)
-    (status,) = group_statuses(database, topic, group, prefix=prefix, unsafe=unsafe)
+    route = load_route(runtime.control, topic)
+    (status,) = group_statuses(runtime, topic, group)
     if status.facts.mode == "broadcast":
         raise InvalidInput(f"group {group!r} is broadcast: name one of its instances, as {group}@INSTANCE")
     by_id = {one.facts.partition: one for one in status.partitions}
-    locations = _locations(database, topic, lp, by_id)
+    locations = _locations(runtime.control, topic, lp, by_id)
     ways = [by_id[one.partition] for one in locations if one.partition in by_id]
     undrained = [one for one in ways if not one.facts.drained]
-    search = _search(database, status, undrained, name, route, prefix=prefix, unsafe=unsafe)
+    search = _search(runtime, status, undrained, name, route)
     # Without a waiting message: the partition of the next one.
     waits_in = by_id.get(search.partition or locations[-1].partition)
     holds_up = [] if waits_in is None else _holding_up(waits_in, by_id)
-    parked = parked_key(database, status.facts.group_id, lp, name)
+    parked = parked_key(runtime.control, status.facts.group_id, lp, name)
     next_step = _next_of_parked(status, key, parked) or _next_step(status, undrained, search, waits_in, holds_up)
     return KeyStatus(
         key,
@@ -139,17 +137,10 @@ class _SearchSlice:
 
 
 def _search(
-    database: Database,
-    group: GroupStatus,
-    partitions: Sequence[PartitionStatus],
-    key: bytes,
-    route: Route,
-    *,
-    prefix: str,
-    unsafe: bool,
+    runtime: Runtime, group: GroupStatus, partitions: Sequence[PartitionStatus], key: bytes, route: Route
 ) -> KeySearch:
     slices, cut = _slices(partitions, min(FIND_LIMIT, max(1, CALL_BYTES // route.body_limit)))
-    found = _ask(database, slices, key, prefix=prefix, unsafe=unsafe)
+    found = _ask(runtime, slices, key)
     hits = [
         (search_slice, answer)
         for search_slice, answer in zip(slices, found, strict=True)
@@ -183,22 +174,20 @@ def _slices(partitions: Sequence[PartitionStatus], per_call: int) -> tuple[list[
     return slices, cut
 
 
-def _ask(
-    database: Database, slices: Sequence[_SearchSlice], key: bytes, *, prefix: str, unsafe: bool
-) -> list[KeySearchResult | None]:
-    nodes = {node.node_id: node for node in load_nodes(database)} if slices else {}
+def _ask(runtime: Runtime, slices: Sequence[_SearchSlice], key: bytes) -> list[KeySearchResult | None]:
+    nodes = {node.node_id: node for node in load_nodes(runtime.control)} if slices else {}
     by_node: dict[NodeId, list[int]] = {}
     for number, search_slice in enumerate(slices):
         by_node.setdefault(search_slice.status.facts.node, []).append(number)
     found: list[KeySearchResult | None] = [None] * len(slices)
     for node_id, numbers in by_node.items():
         try:
-            with NodeConnection(nodes[node_id], unsafe=unsafe) as connection:
+            with runtime.connection(nodes[node_id]) as connection:
                 replies = connection.call(
                     [
                         find_command(
                             connection,
-                            prefix,
+                            runtime.prefix,
                             search_slice.status.facts.partition,
                             search_slice.status.facts.group_id,
                             key=key,

@@ -12,9 +12,9 @@ from typing import Final
 from mqlayer.domain.message import Record
 from mqlayer.failpoints import failpoint
 from mqlayer.groups.positions import GroupPartition, read_positions
-from mqlayer.postgres.database import Database
 from mqlayer.postgres.queries import columns, query
 from mqlayer.runtime.route_cache import load_nodes
+from mqlayer.runtime.runtime import Runtime
 
 log = logging.getLogger(__name__)
 
@@ -27,31 +27,29 @@ Floor = float | None
 """Older messages are settled (Unix time); None: all are."""
 
 
-def clean_inbox(
-    control: Database, application: Database, *, prefix: str, horizon_s: float, unsafe: bool = False
-) -> int:
+def clean_inbox(runtime: Runtime, *, horizon_s: float) -> int:
     """Forget rows; return how many. Skips groups with a silent node. Safe to run concurrently."""
-    with application.connection() as connection:
+    with runtime.outbox.connection() as connection:
         rows = connection.execute(query("inbox_groups"), {"horizon_s": horizon_s}).fetchall()
-    floors = _floors(control, [group_id for (group_id,) in rows], prefix=prefix, unsafe=unsafe)
+    floors = _floors(runtime, [group_id for (group_id,) in rows])
     gone = 0
     for group_id, floor in floors.items():
-        gone += _clean_group(control, application, group_id, floor, horizon_s)
+        gone += _clean_group(runtime, group_id, floor, horizon_s)
     if gone:
         log.info("inbox_cleaned", extra={"rows": gone})
     return gone
 
 
-def _floors(control: Database, groups: Iterable[int], *, prefix: str, unsafe: bool) -> Mapping[int, Floor]:
+def _floors(runtime: Runtime, groups: Iterable[int]) -> Mapping[int, Floor]:
     """Omit groups with a silent node."""
     floors: dict[int, Floor] = dict.fromkeys(groups)
     if not floors:
         return floors
-    with control.connection() as connection:
+    with runtime.control.connection() as connection:
         group_partitions = [
             GroupPartition(*row) for row in connection.execute(query("inbox_positions"), {"group_ids": list(floors)})
         ]
-    positions = read_positions(load_nodes(control), group_partitions, prefix=prefix, unsafe=unsafe)
+    positions = read_positions(runtime, load_nodes(runtime.control), group_partitions)
     for group_partition in group_partitions:
         position = positions.at(group_partition.partition, group_partition.group_id)
         if position is None:
@@ -68,21 +66,21 @@ def _floors(control: Database, groups: Iterable[int], *, prefix: str, unsafe: bo
     return floors
 
 
-def _clean_group(control: Database, application: Database, group_id: int, floor: Floor, horizon_s: float) -> int:
+def _clean_group(runtime: Runtime, group_id: int, floor: Floor, horizon_s: float) -> int:
     gone = 0
     for _ in range(ROUNDS):
         wanted = {"group_id": group_id, "horizon_s": horizon_s, "floor_s": floor, "limit": ROWS_AT_ONCE}
-        with application.connection() as connection:
+        with runtime.outbox.connection() as connection:
             rows = connection.execute(query("inbox_old"), wanted).fetchall()
         identities = columns(("sources", "lps", "seqs"), [row[1:] for row in rows])
-        with control.connection() as connection:
+        with runtime.control.connection() as connection:
             kept = connection.execute(query("inbox_wanted"), {"group_id": group_id, **identities}).fetchall()
         waiting = {tuple(row) for row in kept}
         ids: dict[bool, list[str]] = {True: [], False: []}
         for id_, *identity in rows:
             ids[tuple(identity) in waiting].append(id_)
         failpoint("inbox.before_forget")
-        with application.connection() as connection:
+        with runtime.outbox.connection() as connection:
             if ids[True]:
                 connection.execute(query("inbox_keep"), {"group_id": group_id, "ids": ids[True]})
             facts = {"group_id": group_id, "ids": ids[False], "horizon_s": horizon_s}

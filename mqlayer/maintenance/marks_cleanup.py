@@ -10,11 +10,11 @@ from typing import Final, NamedTuple, TypeVar
 from mqlayer.domain.routing import NodeId
 from mqlayer.errors import MqlayerError
 from mqlayer.failpoints import failpoint
-from mqlayer.postgres.database import Database
 from mqlayer.postgres.queries import query
-from mqlayer.redis.node_connection import Command, Node, NodeConnection, is_missing_script, raise_for_reply
+from mqlayer.redis.node_connection import Command, Node, NodeConnection, raise_for_reply
 from mqlayer.redis.partition_scripts import drop_marks_command
 from mqlayer.runtime.route_cache import load_nodes
+from mqlayer.runtime.runtime import Runtime
 
 log = logging.getLogger(__name__)
 
@@ -35,14 +35,12 @@ class PartitionLps(NamedTuple):
     lp_to: int
 
 
-def drop_closed_marks(
-    database: Database, *, prefix: str, unsafe: bool = False, closed_for_s: float = CLOSED_FOR_S
-) -> int:
+def drop_closed_marks(runtime: Runtime, *, closed_for_s: float = CLOSED_FOR_S) -> int:
     """Remove marks of some closed sources; return of how many.
 
     Safe to run concurrently and to kill; later passes retry.
     """
-    with database.connection() as connection:
+    with runtime.control.connection() as connection:
         facts = {"closed_for_s": closed_for_s, "limit": SOURCES_PER_PASS}
         sources = [row[0] for row in connection.execute(query("source_try_closed"), facts)]
         if not sources:
@@ -50,13 +48,13 @@ def drop_closed_marks(
         by_node: dict[NodeId, list[PartitionLps]] = {}
         for partition, node_id, lp_from, lp_to in connection.execute(query("partition_places")):
             by_node.setdefault(NodeId(node_id), []).append(PartitionLps(partition, lp_from, lp_to))
-    nodes = {node.node_id: node for node in load_nodes(database)}
+    nodes = {node.node_id: node for node in load_nodes(runtime.control)}
     # One unavailable node must not stop the others.
-    took = [_drop(nodes[node_id], prefix, sources, places, unsafe=unsafe) for node_id, places in by_node.items()]
+    took = [_drop(runtime, nodes[node_id], sources, places) for node_id, places in by_node.items()]
     if not all(took):
         return 0
     failpoint("marks.before_record")
-    with database.connection() as connection:
+    with runtime.control.connection() as connection:
         connection.execute(query("source_marks_dropped"), {"source_ids": sources})
     log.info("closed_marks_dropped", extra={"sources": len(sources)})
     return len(sources)
@@ -72,14 +70,11 @@ def drop_commands(
             yield drop_marks_command(connection, prefix, place.partition, some)
 
 
-def _drop(node: Node, prefix: str, sources: Sequence[int], places: Iterable[PartitionLps], *, unsafe: bool) -> bool:
+def _drop(runtime: Runtime, node: Node, sources: Sequence[int], places: Iterable[PartitionLps]) -> bool:
     try:
-        with NodeConnection(node, unsafe=unsafe) as connection:
-            for some in _slices(drop_commands(connection, prefix, sources, places), COMMANDS_PER_WRITE):
+        with runtime.connection(node) as connection:
+            for some in _slices(drop_commands(connection, runtime.prefix, sources, places), COMMANDS_PER_WRITE):
                 replies = connection.call(some)
-                if any(map(is_missing_script, replies)):
-                    connection.reload_scripts()
-                    replies = connection.call(some)
                 for reply in replies:
                     raise_for_reply(reply, node.address)
     except MqlayerError as error:

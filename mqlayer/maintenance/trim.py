@@ -10,11 +10,12 @@ from typing import Any, Final, NamedTuple
 from mqlayer.domain.routing import NodeId
 from mqlayer.errors import MqlayerError, NodeNotArmed
 from mqlayer.failpoints import failpoint
-from mqlayer.postgres.database import Connection, Database
+from mqlayer.postgres.database import Connection
 from mqlayer.postgres.queries import query
-from mqlayer.redis.node_connection import Node, NodeConnection, raise_for_reply
+from mqlayer.redis.node_connection import Node, raise_for_reply
 from mqlayer.redis.partition_scripts import GroupStart, trim_command
 from mqlayer.runtime.route_cache import nodes_by
+from mqlayer.runtime.runtime import Runtime
 from mqlayer.topics import list_topics
 
 log = logging.getLogger(__name__)
@@ -49,17 +50,17 @@ class TrimTarget(NamedTuple):
     floor: int
 
 
-def trim_pass(database: Database, *, prefix: str, topic: str | None = None, unsafe: bool = False) -> TrimReport:
+def trim_pass(runtime: Runtime, *, topic: str | None = None) -> TrimReport:
     """Drop records that every group has settled (invariant 10), if archived where the topic is.
 
     Topics without groups, and successors of unretired parents, keep everything. Some hundred settled records stay. Safe
     to run concurrently; silent nodes are skipped and reported.
     """
-    names = [topic] if topic is not None else [summary.name for summary in list_topics(database)]
-    return database.transaction(lambda connection: _pass(connection, prefix, names, unsafe=unsafe))
+    names = [topic] if topic is not None else [summary.name for summary in list_topics(runtime.control)]
+    return runtime.control.transaction(lambda connection: _pass(runtime, connection, names))
 
 
-def _pass(connection: Connection, prefix: str, names: list[str], *, unsafe: bool) -> TrimReport:
+def _pass(runtime: Runtime, connection: Connection, names: list[str]) -> TrimReport:
     # Held to the end: switching a topic to archived waits, since this pass read its bounds before.
     connection.execute(query("transaction_patience"), TIMEOUTS)
     connection.execute(query("trim_enter"))
@@ -79,7 +80,7 @@ def _pass(connection: Connection, prefix: str, names: list[str], *, unsafe: bool
                 if _armings(connection)[node.node_id] != armed[node.node_id]:
                     raise NodeNotArmed(node.address, "it was armed anew while it was trimmed: the next pass goes on")
 
-            _trim_node(node, partitions, report, check, prefix=prefix, unsafe=unsafe)
+            _trim_node(runtime, node, partitions, report, check)
         except MqlayerError as error:
             report.skipped_nodes[nodes[node_id].name] = str(error)
             log.warning("trim_node_skipped", extra={"node": nodes[node_id].name, "reason": str(error)})
@@ -107,13 +108,13 @@ def _armings(connection: Connection) -> dict[NodeId, tuple[Any, ...]]:
 
 
 def _trim_node(
-    node: Node, work: list[TrimTarget], report: TrimReport, check: Callable[[], None], *, prefix: str, unsafe: bool
+    runtime: Runtime, node: Node, work: list[TrimTarget], report: TrimReport, check: Callable[[], None]
 ) -> None:
     """Repeat until nothing is dropped; `check` raises between."""
-    with NodeConnection(node, unsafe=unsafe) as connection:
+    with runtime.connection(node) as connection:
         for _ in range(ROUNDS):
             commands = [
-                trim_command(connection, prefix, one.partition, one.starts, floor=one.floor, limit=ENTRY_LIMIT)
+                trim_command(connection, runtime.prefix, one.partition, one.starts, floor=one.floor, limit=ENTRY_LIMIT)
                 for one in work
             ]
             check()

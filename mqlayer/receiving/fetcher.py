@@ -23,6 +23,7 @@ from mqlayer.redis.node_connection import NodeConnection, raise_for_reply
 from mqlayer.redis.partition_scripts import Fenced, Refused
 from mqlayer.redis.pop_scripts import Drained, NoBatch, PopBatch, ReceiveRequest, receive_command, receive_reply
 from mqlayer.runtime.route_cache import RouteCache
+from mqlayer.runtime.runtime import Runtime
 from mqlayer.settings import Settings
 from mqlayer.topics.nodes import arm_if_allowed
 
@@ -244,14 +245,8 @@ class Fetcher:
     def _repair(self, node_id: NodeId) -> None:
         """Raises nothing."""
         try:
-            arm_if_allowed(
-                self._database,
-                self._routes.node(node_id).name,
-                prefix=self._settings.key_prefix,
-                application=self._application,
-                actor="receiver",
-                unsafe=self._settings.allow_unsafe_redis,
-            )
+            runtime = Runtime(self._database, self._settings, self._application, "receiver")
+            arm_if_allowed(runtime, self._routes.node(node_id).name)
             self._routes.refresh_nodes()
         except MqlayerError as error:
             log.warning("node_not_armed", extra={"node_id": node_id, "reason": str(error)})

@@ -39,6 +39,7 @@ from mqlayer.receiving.settler import PopSettler
 from mqlayer.redis.access import use_access
 from mqlayer.redis.pop_scripts import BATCH_LIMIT, ReceiveRequest
 from mqlayer.runtime.route_cache import RouteCache
+from mqlayer.runtime.runtime import Runtime
 from mqlayer.settings import Settings
 
 BATCH_BYTES: Final = 4_000_000
@@ -210,15 +211,8 @@ class Receiver:
             check_schema(connection, "control", database.address)
         routes = RouteCache(database)
         cleanup.callback(routes.close)
-        group = ensure_group(
-            database,
-            routes,
-            topic=self._topic,
-            name=self._group,
-            prefix=prefix,
-            settings=self._wanted,
-            unsafe=settings.allow_unsafe_redis,
-        )
+        runtime = Runtime(database, settings, effects, "receiver")
+        group = ensure_group(runtime, routes, topic=self._topic, name=self._group, settings=self._wanted)
         cache = PartitionCache(database, group, routes, prefix=prefix)
         cleanup.callback(cache.close)
         asking, telling = NodePool(routes, settings), NodePool(routes, settings)

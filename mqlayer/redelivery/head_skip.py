@@ -20,7 +20,7 @@ from mqlayer.groups.group import Group, find_group
 from mqlayer.groups.positions import GroupPartition, read_positions
 from mqlayer.groups.rebalance import change_group
 from mqlayer.postgres.audit import write_audit
-from mqlayer.postgres.database import Connection, Database
+from mqlayer.postgres.database import Connection
 from mqlayer.postgres.queries import query
 from mqlayer.redelivery.act_notes import count_action, emit_action
 from mqlayer.redelivery.operator_actions import audit_target, check_reason, discard_first
@@ -29,6 +29,7 @@ from mqlayer.redis.node_connection import Node, NodeConnection, raise_for_reply
 from mqlayer.redis.partition_scripts import fence_command
 from mqlayer.redis.read_scripts import FIND_LIMIT, KeySearchResult, find_command, find_reply
 from mqlayer.runtime.route_cache import load_nodes, load_route
+from mqlayer.runtime.runtime import Runtime
 
 log = logging.getLogger(__name__)
 
@@ -76,52 +77,40 @@ class _StreamHead:
 
 
 def skip_head(
-    database: Database,
-    topic: str,
-    group: str,
-    key: str,
-    *,
-    reason: str,
-    actor: str,
-    prefix: str,
-    only: Identity | None = None,
-    application: Database | None = None,
-    unsafe: bool = False,
+    runtime: Runtime, topic: str, group: str, key: str, *, reason: str, only: Identity | None = None
 ) -> SkippedHead:
     """Make a key's head dead, with its body kept; the key continues.
 
-    `only`: refuse any other message. `application`: the database with the fence. Raises InvalidInput for an empty
+    `only`: refuse any other message. Raises InvalidInput for an empty
     reason, NotFound if nothing waits, Conflict if that changed or the effect is committed, StoreUnavailable; then
     nothing changes.
     """
     check_reason(reason)
-    found, name = find_group(database, topic, group), encode_key(key)
+    found, name = find_group(runtime.control, topic, group), encode_key(key)
     lp = lp_of(name)
-    act = _HeadSkip(database, found, name, lp, reason=reason, actor=actor, prefix=prefix, only=only, unsafe=unsafe)
+    act = _HeadSkip(runtime, found, name, lp, reason=reason, only=only)
     skipped = act.skip_parked()
     if skipped is None:
-        skipped = act.skip_in_stream(application)
+        skipped = act.skip_in_stream()
         failpoint("skip.after_commit")
-    emit_action("head_skipped", found, lp=int(lp), seq=skipped.identity.seq, actor=actor)
+    emit_action("head_skipped", found, lp=int(lp), seq=skipped.identity.seq, actor=runtime.actor)
     log.info("head_skipped", extra={"topic": topic, "group": group, "identity": str(skipped.identity)})
     return skipped
 
 
 class _HeadSkip:
     def __init__(
-        self, database: Database, group: Group, key: bytes, lp: Lp, *, reason: str, actor: str, prefix: str,
-        only: Identity | None, unsafe: bool,
-    ) -> None:  # fmt: skip
-        self._database, self._group, self._key, self._lp = database, group, key, lp
-        self._reason, self._actor, self._prefix = reason, actor, prefix
-        self._only, self._unsafe = only, unsafe
+        self, runtime: Runtime, group: Group, key: bytes, lp: Lp, *, reason: str, only: Identity | None
+    ) -> None:
+        self._runtime, self._group, self._key, self._lp = runtime, group, key, lp
+        self._reason, self._only = reason, only
         self._place: dict[str, Any] = {"group_id": group.group_id, "lp": int(lp), "name": key}
 
     # -- parked ------------------------------------------------------------------------------------------------------
 
     def skip_parked(self) -> SkippedHead | None:
         """None: the key is not parked."""
-        return change_group(self._database, self._group.group_id, self._skip_parked)
+        return change_group(self._runtime.control, self._group.group_id, self._skip_parked)
 
     def _skip_parked(self, connection: Connection) -> SkippedHead | None:
         if connection.execute(query("parked_hold"), self._place).fetchone() is None:
@@ -132,7 +121,7 @@ class _HeadSkip:
             raise Conflict("the key is parked and nothing waits in it", "its owner takes it up by itself")
         head = Identity(row[1], int(self._lp), row[2])
         self._check_only(head)
-        facts = {"reason": self._reason, "actor": self._actor, "limit": 1, "upto": row[0]}
+        facts = {"reason": self._reason, "actor": self._runtime.actor, "limit": 1, "upto": row[0]}
         discard_first(connection, self._group, self._place | facts, act="key skip-head")
         count_action(connection, self._group.group_id, "head_skipped")
         named = connection.execute(query("dead_find"), head._asdict() | self._names()).fetchone()
@@ -141,7 +130,7 @@ class _HeadSkip:
 
     # -- in the stream -----------------------------------------------------------------------------------------------
 
-    def skip_in_stream(self, application: Database | None) -> SkippedHead:
+    def skip_in_stream(self) -> SkippedHead:
         head = next(self._heads(), None)
         if head is None:
             raise NotFound(
@@ -150,17 +139,17 @@ class _HeadSkip:
             )  # fmt: skip
         self._check_only(head.identity)
         return change_group(
-            self._database, self._group.group_id, lambda connection: self._rule(connection, head, application),
+            self._runtime.control, self._group.group_id, lambda connection: self._rule(connection, head),
             idle_s=NODE_LIMIT_S,
         )  # fmt: skip
 
-    def _rule(self, connection: Connection, head: _StreamHead, application: Database | None) -> SkippedHead:
+    def _rule(self, connection: Connection, head: _StreamHead) -> SkippedHead:
         """New epoch, node, fence, recheck, dead row: the order matters."""
         epoch = self._new_epoch(connection, head)
-        with NodeConnection(head.node, unsafe=self._unsafe) as node_connection:
+        with self._runtime.connection(head.node) as node_connection:
             self._raise(node_connection, head, epoch)
             failpoint("skip.after_fence")
-            fenced = self._fence(application, head, epoch)
+            fenced = self._fence(head, epoch)
             record = self._recheck(connection, node_connection, head)
         facts = {
             "group_id": self._group.group_id,
@@ -171,12 +160,12 @@ class _HeadSkip:
             "body": record.body,
             "reason": self._reason,
             "attempts": head.attempts,
-            "actor": self._actor,
+            "actor": self._runtime.actor,
         }
         ((dead_id,),) = connection.execute(query("dead_kept_put"), facts | head.identity._asdict()).fetchall()
         said = {"key": self._key.decode(errors="replace"), "message": str(head.identity), "dead_id": dead_id,
                 "reason": self._reason}  # fmt: skip
-        write_audit(connection, self._actor, "key skip-head", audit_target(self._group), said)
+        write_audit(connection, self._runtime.actor, "key skip-head", audit_target(self._group), said)
         count_action(connection, self._group.group_id, "head_skipped")
         connection.execute(query("allocation_raise"), {"group_id": self._group.group_id})
         failpoint("skip.before_commit")
@@ -190,13 +179,14 @@ class _HeadSkip:
         return int(row[0])
 
     def _raise(self, connection: NodeConnection, head: _StreamHead, epoch: int) -> None:
-        command = fence_command(connection, self._prefix, head.part.partition, self._group.group_id, epoch)
+        command = fence_command(connection, self._runtime.prefix, head.part.partition, self._group.group_id, epoch)
         word = raise_for_reply(connection.call([command])[0], connection.node.address)[0]
         if word != b"fenced_off":
             raise Conflict(f"partition {head.part.partition} changed hands in the meantime", RETRY_HINT)
 
-    def _fence(self, application: Database | None, head: _StreamHead, epoch: int) -> bool:
+    def _fence(self, head: _StreamHead, epoch: int) -> bool:
         """Say whether the effect is surely refused."""
+        application = self._runtime.application
         if application is None:
             return False
         alone = not self._group.ordered or self._group.strategy != "strict"
@@ -229,7 +219,7 @@ class _HeadSkip:
         (seek,) = connection.execute(query("group_seeks"), self._place).fetchone() or (None,)
         parked = connection.execute(query("parked_hold"), self._place).fetchone()
         found = self._heads_found(node_connection, head.part, [(head.offset, 1)])[0].head
-        log_key = partition_keys(self._prefix, head.part.partition).log
+        log_key = partition_keys(self._runtime.prefix, head.part.partition).log
         (reply,) = node_connection.call([("XRANGE", log_key, b"%d-0" % head.offset, b"%d-0" % head.offset)])
         records = records_of(raise_for_reply(reply, node_connection.node.address))
         same = [record for record in records if record.identity == head.identity and record.key == self._key]
@@ -243,11 +233,11 @@ class _HeadSkip:
 
     def _heads(self) -> Iterator[_StreamHead]:
         """Yield the key's unsettled living messages in order."""
-        parts, nodes = self._parts(), {node.node_id: node for node in load_nodes(self._database)}
+        parts, nodes = self._parts(), {node.node_id: node for node in load_nodes(self._runtime.control)}
         group_partitions = [
             GroupPartition(w.node, w.partition, self._group.group_id, start=w.start, seek=w.seek) for w in parts
         ]
-        positions = read_positions(nodes.values(), group_partitions, prefix=self._prefix, unsafe=self._unsafe)
+        positions = read_positions(self._runtime, nodes.values(), group_partitions)
         left = SCAN_LIMIT
         for part in parts:
             node, position = nodes[part.node], positions.at(part.partition, self._group.group_id)
@@ -256,13 +246,15 @@ class _HeadSkip:
                 raise StoreUnavailable(f"node {node.name}", reason)
             end = min(position.next_offset, position.position + left)
             left -= max(0, end - position.position)
-            with NodeConnection(node, unsafe=self._unsafe) as connection:
+            with self._runtime.connection(node) as connection:
                 yield from self._heads_in(connection, part, node, position.position, end)
 
     def _heads_in(
         self, node_connection: NodeConnection, part: _SearchPartition, node: Node, first: int, end: int
     ) -> Iterator[_StreamHead]:
-        per_call = min(FIND_LIMIT, max(1, CALL_BYTES // load_route(self._database, self._group.topic).body_limit))
+        per_call = min(
+            FIND_LIMIT, max(1, CALL_BYTES // load_route(self._runtime.control, self._group.topic).body_limit)
+        )
         while first < end:
             upto = min(end, first + per_call * CALLS_AT_ONCE)
             pages = [(at, min(per_call, upto - at)) for at in range(first, upto, per_call)]
@@ -274,7 +266,7 @@ class _HeadSkip:
                 continue
             first = head.offset + 1
             identity = Record(head.offset, head.m, head.key, b"").identity
-            with self._database.connection() as connection:
+            with self._runtime.control.connection() as connection:
                 dead = self._is_dead(connection, identity, part)
             if not dead:
                 attempts = head.failures.attempts if head.failures else 0
@@ -285,15 +277,21 @@ class _HeadSkip:
     ) -> list[KeySearchResult]:
         commands = [
             find_command(
-                connection, self._prefix, part.partition, self._group.group_id, key=self._key, first=first, count=count,
+                connection,
+                self._runtime.prefix,
+                part.partition,
+                self._group.group_id,
+                key=self._key,
+                first=first,
+                count=count,
                 seek=part.seek,
             )
             for first, count in pages
-        ]  # fmt: skip
+        ]
         return [find_reply(reply, self._key, connection.node.address) for reply in connection.call(commands)]
 
     def _parts(self) -> list[_SearchPartition]:
-        with self._database.connection() as connection:
+        with self._runtime.control.connection() as connection:
             rows = connection.execute(query("head_skip_partitions"), self._place).fetchall()
         return [
             _SearchPartition(partition, NodeId(node), start, seek, replay)

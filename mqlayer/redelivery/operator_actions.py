@@ -21,37 +21,38 @@ from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.queries import query
 from mqlayer.redelivery.act_notes import count_action, emit_action, raise_parking_version
 from mqlayer.redelivery.filters import PARKED_CAUSES, check_cause
+from mqlayer.runtime.runtime import Runtime
 
 AT_ONCE: Final = 500
 
 
 def release_parked(
-    database: Database, topic: str, group: str, *, key: str | None = None, message: Identity | None = None, actor: str
+    runtime: Runtime, topic: str, group: str, *, key: str | None = None, message: Identity | None = None
 ) -> None:
     """Retry a parked key now, with all its attempts; name it by `key` or a waiting `message`.
 
     Raises NotFound if it is not parked, Conflict if it is paused.
     """
-    found, place = parked_place(database, topic, group, key=key, message=message)
+    found, place = parked_place(runtime.control, topic, group, key=key, message=message)
 
     def work(connection: Connection) -> None:
         if connection.execute(query("parked_release"), place).fetchone() is None:
             refuse_paused(connection, found, place)
             raise not_parked(found, place)
         connection.execute(query("parked_heads_reset"), place | {"lps": [place["lp"]], "names": [place["name"]]})
-        write_audit(connection, actor, "parked release", audit_target(found), {"key": key_label(place)})
+        write_audit(connection, runtime.actor, "parked release", audit_target(found), {"key": key_label(place)})
         count_action(connection, found.group_id, "released")
         raise_parking_version(connection, found.group_id, [(place["lp"], place["name"])])
         failpoint("release.before_commit")
 
-    change_group(database, found.group_id, work)
-    emit_action("released", found, lp=place["lp"], actor=actor)
+    change_group(runtime.control, found.group_id, work)
+    emit_action("released", found, lp=place["lp"], actor=runtime.actor)
 
 
-def release_all(database: Database, topic: str, group: str, *, cause: str | None = None, actor: str) -> int:
+def release_all(runtime: Runtime, topic: str, group: str, *, cause: str | None = None) -> int:
     """Retry a group's parked keys now, or those with this `cause`; return how many. Raises InvalidInput."""
     check_cause(cause, PARKED_CAUSES)
-    found = find_group(database, topic, group)
+    found = find_group(runtime.control, topic, group)
     after: tuple[int, bytes] = (-1, b"")
     count = 0
 
@@ -63,23 +64,23 @@ def release_all(database: Database, topic: str, group: str, *, cause: str | None
             columns = {"lps": [lp for lp, _ in keys], "names": [name for _, name in keys]}
             connection.execute(query("parked_heads_reset"), {"group_id": found.group_id} | columns)
             said = {"keys": len(rows)} | ({} if cause is None else {"cause": cause})
-            write_audit(connection, actor, "parked release", audit_target(found), said)
+            write_audit(connection, runtime.actor, "parked release", audit_target(found), said)
             count_action(connection, found.group_id, "released", len(keys))
             raise_parking_version(connection, found.group_id, keys)
         return keys
 
     while True:
-        released = change_group(database, found.group_id, work)
+        released = change_group(runtime.control, found.group_id, work)
         count += len(released)
         if released:
-            emit_action("released", found, count=len(released), actor=actor)
+            emit_action("released", found, count=len(released), actor=runtime.actor)
         if len(released) < AT_ONCE:
             return count
         after = released[-1]
 
 
 def discard_parked(
-    database: Database,
+    runtime: Runtime,
     topic: str,
     group: str,
     *,
@@ -87,7 +88,6 @@ def discard_parked(
     message: Identity | None = None,
     head: bool = False,
     reason: str,
-    actor: str,
 ) -> int:
     """Make a parked key's messages dead, or only its `head`; return how many.
 
@@ -95,8 +95,8 @@ def discard_parked(
     NotFound.
     """
     check_reason(reason)
-    found, place = parked_place(database, topic, group, key=key, message=message)
-    facts = place | {"reason": reason, "actor": actor, "limit": 1 if head else AT_ONCE}
+    found, place = parked_place(runtime.control, topic, group, key=key, message=message)
+    facts = place | {"reason": reason, "actor": runtime.actor, "limit": 1 if head else AT_ONCE}
     upto: int | None = None
 
     def work(connection: Connection) -> tuple[int, int]:
@@ -111,14 +111,14 @@ def discard_parked(
     count = 0
     while True:
         try:
-            upto, gone = change_group(database, found.group_id, work)
+            upto, gone = change_group(runtime.control, found.group_id, work)
         except NotFound:
             # The previous part removed the last message and the key's row.
             if upto is None:
                 raise
             return count
         count += gone
-        emit_action("discarded", found, lp=place["lp"], count=gone, actor=actor)
+        emit_action("discarded", found, lp=place["lp"], count=gone, actor=runtime.actor)
         if head or gone < AT_ONCE:
             return count
 
@@ -141,7 +141,7 @@ def discard_first(connection: Connection, group: Group, facts: dict[str, Any], *
     return len(gone)
 
 
-def discard_dead(database: Database, dead_id: int, *, reason: str, actor: str) -> None:
+def discard_dead(runtime: Runtime, dead_id: int, *, reason: str) -> None:
     """Record why a dead message stays dead; a redrive can still return it.
 
     Raises InvalidInput for an empty reason, NotFound.
@@ -149,7 +149,7 @@ def discard_dead(database: Database, dead_id: int, *, reason: str, actor: str) -
     check_reason(reason)
 
     def work(connection: Connection) -> tuple[str, str]:
-        facts = {"dead_id": dead_id, "reason": reason, "actor": actor}
+        facts = {"dead_id": dead_id, "reason": reason, "actor": runtime.actor}
         row = connection.execute(query("dead_keep"), facts).fetchone()
         if row is None:
             raise NotFound(
@@ -157,12 +157,12 @@ def discard_dead(database: Database, dead_id: int, *, reason: str, actor: str) -
             )
         before, (group_id, topic, name) = row[:2], row[2:]
         said = {"reason": reason, "before": {"cause": before[0], "reason": before[1]}}
-        write_audit(connection, actor, "dead discard", str(dead_id), said)
+        write_audit(connection, runtime.actor, "dead discard", str(dead_id), said)
         count_action(connection, group_id, "kept_dead")
         return str(topic), str(name)
 
-    topic, group = database.transaction(work)
-    emit(Event("kept_dead", topic, group, actor=actor))
+    topic, group = runtime.control.transaction(work)
+    emit(Event("kept_dead", topic, group, actor=runtime.actor))
 
 
 def parked_place(

@@ -42,12 +42,12 @@ def retry_scan(database: Database, *, at_most_s: float = 5.0) -> int:
     return notified
 
 
-def clean_attempts(database: Database, *, horizon_s: float = ATTEMPTS_HORIZON_S) -> int:
+def clean_attempts(database: Database) -> int:
     """Delete old failed attempts, in bounded steps; return how many."""
     gone = 0
     begin = datetime(1970, 1, 1, tzinfo=UTC)
     for _ in range(ROUNDS):
-        facts = {"horizon_s": horizon_s, "from": begin, "limit": ROWS_AT_ONCE}
+        facts = {"horizon_s": ATTEMPTS_HORIZON_S, "from": begin, "limit": ROWS_AT_ONCE}
         with database.connection() as connection:
             ((last, looked_at, deleted),) = connection.execute(query("attempts_clean"), facts).fetchall()
         gone += deleted

@@ -14,6 +14,7 @@ from mqlayer.errors import Conflict
 from mqlayer.postgres.audit import write_audit
 from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.queries import query
+from mqlayer.runtime.runtime import Runtime
 
 LEASE_S: Final = 10.0
 POLL_S: Final = 1.0
@@ -44,16 +45,16 @@ def claim_abandoned(database: Database, job_id: int, worker: str) -> bool:
     return row is not None
 
 
-def take_over(database: Database, job_id: int, *, act: str, over: Conflict, actor: str, worker: str) -> None:
+def take_over(runtime: Runtime, job_id: int, *, act: str, over: Conflict, worker: str) -> None:
     """Take over a job, even from another worker; raise `over` if it is not running."""
 
     def work(connection: Connection) -> None:
         facts = {"redrive_id": job_id, "worker": worker, "lease_s": LEASE_S, "instead": True}
         if connection.execute(query("redrive_take"), facts).fetchone() is None:
             raise over
-        write_audit(connection, actor, act, str(job_id), {})
+        write_audit(connection, runtime.actor, act, str(job_id), {})
 
-    database.transaction(work)
+    runtime.control.transaction(work)
 
 
 def cancel(

@@ -29,6 +29,7 @@ from mqlayer.redelivery.capacity import FULL_WAIT_S, REASONS, find_capacity
 from mqlayer.redelivery.filters import MAX_DEAD_IDS, DeadFilter
 from mqlayer.redelivery.lists import key_text, page
 from mqlayer.redelivery.redelivery_job import LEASE_S, JobState, cancel, run_job, take_over
+from mqlayer.runtime.runtime import Runtime
 
 log = logging.getLogger(__name__)
 
@@ -84,20 +85,13 @@ def count_dead(database: Database, topic: str, group: str, wanted: DeadFilter) -
 
 
 def start_redrive(
-    database: Database,
-    topic: str,
-    group: str,
-    wanted: DeadFilter,
-    *,
-    per_s: float = 0.0,
-    actor: str,
-    worker: str | None = None,
+    runtime: Runtime, topic: str, group: str, wanted: DeadFilter, *, per_s: float = 0.0, worker: str | None = None
 ) -> int:
     """Create a redrive of the dead messages that match now; return its id.
 
     `work_on` sends them; without `worker`, the retry scan. Raises NotFound, InvalidInput, Conflict for a retired group.
     """
-    found = find_group(database, topic, group)
+    found = find_group(runtime.control, topic, group)
     if found.state == "retired":
         raise Conflict(f"group {group!r} of topic {topic!r} is retired", "nobody would handle what is given back")
     if not 0 <= per_s < float("inf"):
@@ -105,34 +99,34 @@ def start_redrive(
     if wanted.dead_ids is not None and not 0 < len(wanted.dead_ids) <= MAX_DEAD_IDS:
         raise InvalidInput(f"name 1 to {MAX_DEAD_IDS} messages, or say what they have in common")
     wanted.facts()
-    facts = {"group_id": found.group_id, "filter": Jsonb(wanted.as_json()), "per_s": per_s, "actor": actor,
+    facts = {"group_id": found.group_id, "filter": Jsonb(wanted.as_json()), "per_s": per_s, "actor": runtime.actor,
              "worker": worker, "lease_s": LEASE_S}  # fmt: skip
 
     def work(connection: Connection) -> int:
         ((redrive_id,),) = connection.execute(query("redrive_insert"), facts).fetchall()
         said = {"redrive": redrive_id, "filter": wanted.as_json(), "per_s": per_s}
-        write_audit(connection, actor, "dead redrive", f"{topic}/{group}", said)
+        write_audit(connection, runtime.actor, "dead redrive", f"{topic}/{group}", said)
         return int(redrive_id)
 
-    redrive_id = database.transaction(work)
+    redrive_id = runtime.control.transaction(work)
     failpoint("redrive.after_start")
     log.info("redrive_started", extra={"redrive": redrive_id, "topic": topic, "group": group})
     return redrive_id
 
 
-def resume_redrive(database: Database, redrive_id: int, *, actor: str, worker: str) -> None:
+def resume_redrive(runtime: Runtime, redrive_id: int, *, worker: str) -> None:
     """Take over a running redrive. Raises NotFound, Conflict if it is over."""
-    _running(database, redrive_id)
-    take_over(database, redrive_id, act="dead redrive resume", over=_over(redrive_id), actor=actor, worker=worker)
+    _running(runtime.control, redrive_id)
+    take_over(runtime, redrive_id, act="dead redrive resume", over=_over(redrive_id), worker=worker)
 
 
-def cancel_redrive(database: Database, redrive_id: int, *, actor: str) -> Redrive:
+def cancel_redrive(runtime: Runtime, redrive_id: int) -> Redrive:
     """End a redrive; returned messages stay. Raises NotFound, Conflict if it is over."""
-    _running(database, redrive_id)
-    said: dict[str, Any] = {"act": "dead redrive cancel", "over": _over(redrive_id), "actor": actor}
-    database.transaction(lambda connection: cancel(connection, redrive_id, **said))
-    found = redrive_of(database, redrive_id)
-    emit(Event("redrive_ended", found.topic, found.group, cause="cancelled", actor=actor))
+    _running(runtime.control, redrive_id)
+    said: dict[str, Any] = {"act": "dead redrive cancel", "over": _over(redrive_id), "actor": runtime.actor}
+    runtime.control.transaction(lambda connection: cancel(connection, redrive_id, **said))
+    found = redrive_of(runtime.control, redrive_id)
+    emit(Event("redrive_ended", found.topic, found.group, cause="cancelled", actor=runtime.actor))
     return found
 
 

@@ -38,6 +38,7 @@ from mqlayer.redelivery.filters import ReplayFilter
 from mqlayer.redelivery.lists import page
 from mqlayer.redelivery.redelivery_job import LEASE_S, POLL_S, JobState, cancel, run_job, take_over
 from mqlayer.runtime.route_cache import load_nodes
+from mqlayer.runtime.runtime import Runtime
 
 log = logging.getLogger(__name__)
 
@@ -114,17 +115,14 @@ def count_archived(database: Database, topic: str, group: str, wanted: ReplayFil
 
 
 def start_replay(
-    database: Database,
+    runtime: Runtime,
     topic: str,
     group: str,
     wanted: ReplayFilter,
     *,
-    prefix: str,
-    actor: str,
     newer: Newer | None = None,
     per_s: float = 0.0,
     worker: str | None = None,
-    unsafe: bool = False,
 ) -> int:
     """Create a replay; return its id. `work_on_replay` sends the messages; without `worker`, the retry scan.
 
@@ -132,11 +130,11 @@ def start_replay(
     Raises NotFound, InvalidInput, StoreUnavailable, Conflict for a group that is not live, is pop or shared, or runs a
     replay, and for a topic without archive.
     """
-    found = find_group(database, topic, group)
+    found = find_group(runtime.control, topic, group)
     ordered = found.ordered and found.strategy == "strict"
     newer = newer or ("wait" if ordered else "between")
     _check(found, wanted, per_s, newer)
-    bounds = _bounds(database, found, prefix=prefix, unsafe=unsafe)
+    bounds = _bounds(runtime, found)
     if newer == "wait" and not ordered:
         raise InvalidInput(
             f"{_group_label(found)} keeps no order, so nothing newer waits: leave newer out, or say between"
@@ -151,40 +149,40 @@ def start_replay(
                 f"{_group_label(found)} was sent elsewhere in the meantime", "look where it is now, and try again"
             )
         upto, snapshot_id = _extent(connection, found, wanted)
-        facts = {"group_id": found.group_id, "filter": Jsonb(wanted.as_json()), "per_s": per_s, "actor": actor,
+        facts = {"group_id": found.group_id, "filter": Jsonb(wanted.as_json()), "per_s": per_s, "actor": runtime.actor,
                  "worker": worker, "lease_s": LEASE_S, "kind": "replay", "upto_batch": upto,
                  "snapshot_id": snapshot_id, "bounds": Jsonb(bounds), "newer": newer, "name": key}  # fmt: skip
         ((replay_id,),) = connection.execute(query("replay_insert"), facts).fetchall()
         said = {"replay": replay_id, "filter": wanted.as_json(), "per_s": per_s, "newer": newer}
-        write_audit(connection, actor, "replay start", f"{topic}/{group}", said)
+        write_audit(connection, runtime.actor, "replay start", f"{topic}/{group}", said)
         epochs = _hold_newer(connection, found, wanted, key=key, newer_wait=newer_wait)
         failpoint("replay.before_start")
         return int(replay_id), epochs
 
-    replay_id, epochs = change_group(database, found.group_id, work)
+    replay_id, epochs = change_group(runtime.control, found.group_id, work)
     failpoint("replay.after_start")
     if epochs:
-        _fence(database, found, dict(epochs), prefix=prefix, unsafe=unsafe)
+        _fence(runtime, found, dict(epochs))
     log.info("replay_started", extra={"replay": replay_id, "topic": topic, "group": group})
     return replay_id
 
 
-def resume_replay(database: Database, replay_id: int, *, actor: str, worker: str) -> None:
+def resume_replay(runtime: Runtime, replay_id: int, *, worker: str) -> None:
     """Take over a running replay or backfill. Raises NotFound, Conflict if it is over."""
-    _running(database, replay_id)
-    take_over(database, replay_id, act="replay resume", over=_over(replay_id), actor=actor, worker=worker)
+    _running(runtime.control, replay_id)
+    take_over(runtime, replay_id, act="replay resume", over=_over(replay_id), worker=worker)
 
 
-def cancel_replay(database: Database, replay_id: int, *, actor: str) -> Replay:
+def cancel_replay(runtime: Runtime, replay_id: int) -> Replay:
     """End a replay or backfill; given messages are handled before newer ones.
 
     Raises NotFound, Conflict if it is over.
     """
-    found = _running(database, replay_id)
-    group = find_group(database, found.topic, found.group)
-    work = partial(_cancel, replay_id=replay_id, actor=actor, group_id=group.group_id)
-    change_group(database, group.group_id, work)
-    return replay_of(database, replay_id)
+    found = _running(runtime.control, replay_id)
+    group = find_group(runtime.control, found.topic, found.group)
+    work = partial(_cancel, replay_id=replay_id, actor=runtime.actor, group_id=group.group_id)
+    change_group(runtime.control, group.group_id, work)
+    return replay_of(runtime.control, replay_id)
 
 
 def replays(
@@ -253,14 +251,14 @@ def _check(group: Group, wanted: ReplayFilter, per_s: float, newer: str) -> None
     wanted.facts()
 
 
-def _bounds(database: Database, group: Group, *, prefix: str, unsafe: bool) -> dict[str, int]:
+def _bounds(runtime: Runtime, group: Group) -> dict[str, int]:
     """Return each partition's first unsettled offset."""
-    with database.connection() as connection:
+    with runtime.control.connection() as connection:
         rows = connection.execute(query("replay_positions"), {"group_id": group.group_id}).fetchall()
     group_partitions = [
         GroupPartition(node, partition, group.group_id, start, seek) for partition, node, start, seek in rows
     ]
-    positions = read_positions(load_nodes(database), group_partitions, prefix=prefix, unsafe=unsafe)
+    positions = read_positions(runtime, load_nodes(runtime.control), group_partitions)
     for reason in positions.unreachable.values():
         raise StoreUnavailable("a node of the group's partitions", reason)
     bounds: dict[str, int] = {}
@@ -312,16 +310,16 @@ def _hold_newer(
     return [(partition, epoch) for partition, epoch in epochs]
 
 
-def _fence(database: Database, group: Group, epochs: Mapping[int, int], *, prefix: str, unsafe: bool) -> None:
+def _fence(runtime: Runtime, group: Group, epochs: Mapping[int, int]) -> None:
     """Best effort: next owners fence too."""
-    with database.connection() as connection:
+    with runtime.control.connection() as connection:
         kept = {
             one: epochs[one.partition]
             for one in undeleted_partitions(connection, group.topic_id)
             if one.partition in epochs
         }
-    nodes = {node.node_id: node for node in load_nodes(database)}
-    fence_old_owners(nodes, group.group_id, kept, prefix=prefix, unsafe=unsafe)
+    nodes = {node.node_id: node for node in load_nodes(runtime.control)}
+    fence_old_owners(runtime, nodes, group.group_id, kept)
 
 
 # -- the work --------------------------------------------------------------------------------------------------------

@@ -7,11 +7,11 @@ import logging
 from mqlayer.domain.routing import NodeId
 from mqlayer.errors import MqlayerError
 from mqlayer.failpoints import failpoint
-from mqlayer.postgres.database import Database
 from mqlayer.postgres.queries import query
-from mqlayer.redis.node_connection import Node, NodeConnection
+from mqlayer.redis.node_connection import Node
 from mqlayer.redis.shared_scripts import SharedGroupPartition, shared_count_reply, shared_reclaim_command
 from mqlayer.runtime.route_cache import load_nodes
+from mqlayer.runtime.runtime import Runtime
 
 log = logging.getLogger(__name__)
 
@@ -19,33 +19,33 @@ Places = list[tuple[SharedGroupPartition, float]]
 """With each group's visibility timeout in seconds."""
 
 
-def reclaim_shared(database: Database, *, prefix: str, unsafe: bool = False) -> int:
+def reclaim_shared(runtime: Runtime) -> int:
     """Make silent members' messages due; return how many.
 
     Takes a bounded number per partition; skips unavailable nodes.
     """
-    with database.connection() as connection:
+    with runtime.control.connection() as connection:
         rows = connection.execute(query("shared_places")).fetchall()
     by_node: dict[NodeId, Places] = {}
     for group_id, partition, node_id, epoch, visibility_timeout_s in rows:
         by_node.setdefault(NodeId(node_id), []).append(
-            (SharedGroupPartition(prefix, partition, group_id, epoch), visibility_timeout_s)
+            (SharedGroupPartition(runtime.prefix, partition, group_id, epoch), visibility_timeout_s)
         )
     if not by_node:
         return 0
     count = 0
-    for node in load_nodes(database):
+    for node in load_nodes(runtime.control):
         places = by_node.get(node.node_id)
         if places:
-            count += _reclaim(node, places, unsafe=unsafe)
+            count += _reclaim(runtime, node, places)
     if count:
         log.info("messages_reclaimed", extra={"count": count})
     return count
 
 
-def _reclaim(node: Node, places: Places, *, unsafe: bool) -> int:
+def _reclaim(runtime: Runtime, node: Node, places: Places) -> int:
     try:
-        with NodeConnection(node, unsafe=unsafe) as connection:
+        with runtime.connection(node) as connection:
             commands = [shared_reclaim_command(connection, place, round(seconds * 1000)) for place, seconds in places]
             replies = connection.call(commands)
             failpoint("shared.after_reclaim")

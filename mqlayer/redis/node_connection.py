@@ -158,7 +158,21 @@ class NodeConnection:
             raise StoreUnavailable(node.address, f"{reason}: the connection to it is given up")
 
     def call(self, commands: Sequence[Command]) -> list[Any]:
-        """Send in one write; return replies in order."""
+        """Send in one write; return replies in order.
+
+        Scripts that the server forgot are loaded, and their commands repeated once, in order: behind all others. Where
+        a later command relies on an earlier script's having run, or in MULTI, use `call_once`.
+        """
+        replies = self.call_once(commands)
+        missing = [place for place, reply in enumerate(replies) if is_missing_script(reply)]
+        if missing:
+            self.reload_scripts()
+            for place, reply in zip(missing, self.call_once([commands[place] for place in missing]), strict=True):
+                replies[place] = reply
+        return replies
+
+    def call_once(self, commands: Sequence[Command]) -> list[Any]:
+        """Send in one write; return replies in order, NOSCRIPT too."""
         self.send(commands)
         return self.receive(len(commands))
 

@@ -14,12 +14,12 @@ from typing import Any, Final, NamedTuple
 from mqlayer.domain.routing import NodeId
 from mqlayer.errors import NotFound, StoreUnavailable
 from mqlayer.failpoints import failpoint
-from mqlayer.postgres.database import Database
 from mqlayer.postgres.queries import query
 from mqlayer.redis.node_connection import NodeConnection
 from mqlayer.redis.partition_scripts import set_term
 from mqlayer.relay.outbox_source import OutboxSource, refuse_other_term
 from mqlayer.relay.stored_records import Content, content_of_row, is_of_row, marks_of, newest_records
+from mqlayer.runtime.runtime import Runtime
 
 log = logging.getLogger(__name__)
 
@@ -42,9 +42,7 @@ class CheckedNodeTerm(NamedTuple):
 class CommitChecker:
     """Compares nodes' records of a source with the outbox's rows. Thread-safe."""
 
-    control: Database
-    application: Database
-    prefix: str
+    runtime: Runtime
     source: OutboxSource
 
     def compare_node(self, connection: NodeConnection, connections: Connections) -> CheckedNodeTerm:
@@ -72,14 +70,16 @@ class CommitChecker:
     def _send_term(self, node_connection: NodeConnection) -> str:
         partitions = [partition for partition, _ in self._partitions(node_connection)]
         failpoint("relay.before_term")
-        token = set_term(node_connection, self.prefix, self.source.source_id, self.source.term, partitions=partitions)
+        token = set_term(
+            node_connection, self.runtime.prefix, self.source.source_id, self.source.term, partitions=partitions
+        )
         failpoint("relay.after_term")
-        with self.application.connection() as connection:
-            refuse_other_term(connection, self.source, self.application.address)
+        with self.runtime.outbox.connection() as connection:
+            refuse_other_term(connection, self.source, self.runtime.outbox.address)
         return token
 
     def _partitions(self, node_connection: NodeConnection) -> list[tuple[int, int]]:
-        with self.control.connection() as connection:
+        with self.runtime.control.connection() as connection:
             return connection.execute(query("partitions_of_node"), {"node_id": node_connection.node.node_id}).fetchall()
 
     def _compare_partitions(
@@ -88,7 +88,7 @@ class CommitChecker:
         partitions = [partition for partition, _ in rows]
         marks: dict[TopicLp, int] = {}
         holders: dict[TopicLp, list[int]] = {}
-        found = marks_of(connection, self.prefix, partitions, self.source.source_id)
+        found = marks_of(connection, self.runtime.prefix, partitions, self.source.source_id)
         for (partition, topic_id), of_partition in zip(rows, found, strict=True):
             for lp, mark in of_partition.items():
                 marks[topic_id, lp] = max(mark, marks.get((topic_id, lp), 0))
@@ -121,7 +121,7 @@ class CommitChecker:
             "lps": [lp for _, lp in marks],
             "seqs": list(marks.values()),
         }
-        with self.application.connection() as connection:
+        with self.runtime.outbox.connection() as connection:
             rows = connection.execute(query("marks_ahead"), facts).fetchall()
         return {(topic_id, lp): counter for topic_id, lp, counter in rows}
 
@@ -129,7 +129,7 @@ class CommitChecker:
         self, topic_id: int, wanted: Mapping[int, int], connections: Connections
     ) -> tuple[dict[int, Content], set[int]]:
         """Return records, and LPs whose record may be on an unavailable node. Removed nodes have none."""
-        with self.control.connection() as connection:
+        with self.runtime.control.connection() as connection:
             partitions = connection.execute(query("partition_list"), {"topic_id": topic_id}).fetchall()
         found: dict[int, Content] = {}
         unreachable: set[int] = set()
@@ -147,7 +147,9 @@ class CommitChecker:
 
     def _find(self, connection: NodeConnection, partition: int, wanted: Mapping[int, int]) -> dict[int, Content]:
         found: dict[int, Content] = {}
-        for page in newest_records(connection, self.prefix, partition, self.source.source_id, limit=MAX_RECORDS):
+        for page in newest_records(
+            connection, self.runtime.prefix, partition, self.source.source_id, limit=MAX_RECORDS
+        ):
             found |= {lp: content for lp, seq, content in page if wanted.get(lp) == seq}
             if len(found) == len(wanted):
                 break
@@ -155,20 +157,20 @@ class CommitChecker:
 
     def _rows(self, topic_id: int, wanted: Mapping[int, int]) -> dict[int, Content]:
         facts = {"topic_id": topic_id, "lps": list(wanted), "seqs": list(wanted.values())}
-        with self.application.connection() as connection:
+        with self.runtime.outbox.connection() as connection:
             rows: list[tuple[Any, ...]] = connection.execute(query("outbox_digests"), facts).fetchall()
         return {lp: content_of_row(facts, key, body) for lp, _, facts, key, body in rows}
 
     def _note(self, lost: Iterable[TopicLp], marks: Mapping[TopicLp, int]) -> None:
-        address, facts = self.application.address, {"outbox_uuid": self.source.outbox_uuid}
-        with self.application.connection() as connection:
+        address, facts = self.runtime.outbox.address, {"outbox_uuid": self.source.outbox_uuid}
+        with self.runtime.outbox.connection() as connection:
             if connection.execute(query("outbox_identity_now"), facts).fetchone() is None:
                 raise StoreUnavailable(address, "its outbox goes on under other numbers since")
         failpoint("recover.before_suspect")
         topic_lps = sorted(lost)
         topic_id, lp = topic_lps[0]
         shown = {"topic_id": topic_id, "lp": lp, "seq": marks[topic_id, lp], "lps": len(topic_lps)}
-        with self.application.connection() as connection:
+        with self.runtime.outbox.connection() as connection:
             connection.execute(query("outbox_suspect"), facts)
         log.error("outbox_behind_redis", extra=shown)
         raise StoreUnavailable(address, "it lost commits whose messages are in Redis")

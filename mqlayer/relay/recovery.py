@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 from uuid import UUID
 
@@ -18,17 +18,17 @@ from mqlayer.domain.routing import NodeId
 from mqlayer.errors import ConfigurationRefused, Conflict, NodeOutOfMemory, NotFound, StoreUnavailable
 from mqlayer.failpoints import failpoint
 from mqlayer.postgres.audit import write_audit
-from mqlayer.postgres.database import Connection, Database, connect, driver_errors
+from mqlayer.postgres.database import Connection, connect, driver_errors
 from mqlayer.postgres.queries import query
 from mqlayer.postgres.server_identity import SUSPECT
-from mqlayer.redis.node_connection import NodeConnection, connection_of
+from mqlayer.redis.node_connection import NodeConnection
 from mqlayer.redis.partition_scripts import end_sources
 from mqlayer.redis.roles import RedisRole
 from mqlayer.relay.outbox_source import end_former_sources, refuse_copy, refuse_former
 from mqlayer.relay.restore import Fallen, Serving, restore
 from mqlayer.relay.stored_records import Content, content_of_row, is_of_row, marks_of, newest_records
 from mqlayer.runtime.route_cache import load_nodes
-from mqlayer.settings import Settings
+from mqlayer.runtime.runtime import Runtime
 from mqlayer.topics.nodes import rearm_node
 from mqlayer.topics.outbox_access import is_replaced
 from mqlayer.topics.outbox_resend import BorrowedOutbox
@@ -96,14 +96,7 @@ class RecoveryReport:
 
 
 def recover_outbox(
-    application: Connection,
-    control: Database,
-    connections: Connections,
-    *,
-    prefix: str,
-    address: str,
-    unproven: bool = False,
-    actor: str,
+    application: Connection, runtime: Runtime, connections: Connections, *, address: str, unproven: bool = False
 ) -> RecoveryReport | None:
     """Recover an outbox that lost commits. None if there is nothing to do, or another process did it.
 
@@ -120,25 +113,27 @@ def recover_outbox(
     (outbox_uuid, _, cluster), suspect = identity, server[1] == SUSPECT
     failpoint("recover.before_source")
     # First, because proof may need a node armed, and arming waits for messages of these sources that it lost.
-    end_former_sources(application, control)
-    with control.connection() as connection:
+    end_former_sources(application, runtime.control)
+    with runtime.control.connection() as connection:
         known = connection.execute(query("source_of_outbox"), {"outbox_uuid": outbox_uuid}).fetchone()
     found: dict[str, tuple[int, TopicProof]] = {}
     if known is None:
         if application.execute(query("outbox_identity")).fetchone() != identity:
             # Another process recovered it and ended its source.
             return None
-        refuse_former(control, outbox_uuid, address)
+        refuse_former(runtime.control, outbox_uuid, address)
     else:
         refuse_copy(address, known[1], cluster, known[0])
-        _end_source(control, connections, prefix, known[0], skip_unreachable=unproven)
+        _end_source(runtime, connections, known[0], skip_unreachable=unproven)
         failpoint("recover.after_end")
         borrowed = BorrowedOutbox(known[0], outbox_uuid, application)
         provers: list[_Prover] = []
         for topic_id, name, *_ in application.execute(query("outbox_topics")).fetchall():
-            with control.connection() as connection:
+            with runtime.control.connection() as connection:
                 partitions = connection.execute(query("partition_list"), {"topic_id": topic_id}).fetchall()
-            provers.append(_Prover(borrowed, connections, prefix, topic_id, skip_unreachable=unproven, each=suspect))
+            provers.append(
+                _Prover(borrowed, connections, runtime.prefix, topic_id, skip_unreachable=unproven, each=suspect)
+            )
             found[name] = topic_id, provers[-1].prove(partitions)
         # Nodes proven first may have lost data during the later refills.
         for prover in provers:
@@ -146,7 +141,7 @@ def recover_outbox(
     if suspect:
         # The control database lost the same commits, and with them sources and epochs that Redis knows.
         why = {"facts": Jsonb({"outbox": str(outbox_uuid), "reason": "Redis holds more than it ever numbered"})}
-        control.transaction(lambda c: c.execute(query("server_replaced"), why))
+        runtime.control.transaction(lambda c: c.execute(query("server_replaced"), why))
     failpoint("recover.before_renumber")
     waiting = _renumber(application, outbox_uuid, found.values())
     if waiting is None:
@@ -157,68 +152,49 @@ def recover_outbox(
     recovered = RecoveryReport(waiting, beyond, missing, sum(proof.unasked for _, proof in found.values()))
     facts = recovered.facts()
     log.error("outbox_lost_commits", extra={"outbox": str(outbox_uuid)} | facts)
-    control.transaction(lambda c: write_audit(c, actor, "outbox recover", str(outbox_uuid), facts))
+    runtime.control.transaction(lambda c: write_audit(c, runtime.actor, "outbox recover", str(outbox_uuid), facts))
     return recovered
 
 
-def recover_now(
-    application: Database,
-    control: Database,
-    settings: Settings,
-    *,
-    unproven: bool = False,
-    anew: bool = False,
-    actor: str = "api",
-) -> RecoveryReport | None:
+def recover_now(runtime: Runtime, *, unproven: bool = False, anew: bool = False) -> RecoveryReport | None:
     """`recover_outbox` by hand.
 
     `anew`: also if only nodes say that it continues elsewhere, after an abandoned promotion.
     """
     with (
-        driver_errors(application.address),
+        driver_errors(runtime.outbox.address),
         # Outside the pool: arming needs a pooled connection while it locks the node's row.
-        closing(connect(application.dsn, application="mqlayer recover")) as connection,
-        armed_connections(control, application, settings) as connections,
+        closing(connect(runtime.outbox.dsn, application="mqlayer recover")) as connection,
+        armed_connections(runtime) as connections,
     ):
         if anew and (row := connection.execute(query("outbox_identity")).fetchone()) is not None:
             connection.execute(query("outbox_suspect"), {"outbox_uuid": row[0]})
-        return recover_outbox(
-            connection,
-            control,
-            connections,
-            prefix=settings.key_prefix,
-            address=application.address,
-            unproven=unproven,
-            actor=actor,
-        )
+        return recover_outbox(connection, runtime, connections, address=runtime.outbox.address, unproven=unproven)
 
 
 @contextmanager
-def armed_connections(control: Database, application: Database, settings: Settings) -> Iterator[Connections]:
+def armed_connections(runtime: Runtime) -> Iterator[Connections]:
     """Lend connections to nodes, armed if needed."""
     with ExitStack() as cleanup:
         connections: dict[NodeId, NodeConnection] = {}
 
         def connection_to(node_id: NodeId) -> NodeConnection:
             if node_id not in connections:
-                connections[node_id] = cleanup.enter_context(_armed(control, application, settings, node_id))
+                connections[node_id] = cleanup.enter_context(_armed(runtime, node_id))
             return connections[node_id]
 
         yield connection_to
 
 
-def _armed(control: Database, application: Database, settings: Settings, node_id: NodeId) -> NodeConnection:
-    node = next((node for node in load_nodes(control) if node.node_id == node_id), None)
+def _armed(runtime: Runtime, node_id: NodeId) -> NodeConnection:
+    node = next((node for node in load_nodes(runtime.control) if node.node_id == node_id), None)
     if node is None:
         raise NotFound("node", node_id, "its row is gone from the control database")
-    connection = connection_of(node, settings, RedisRole.RELAY)
-    prefix, unsafe = settings.key_prefix, settings.allow_unsafe_redis
+    connection = runtime.connection(node, RedisRole.RELAY)
     try:
         # Also if it is armed: an emptied node keeps its run, and a sealed partition that it lost can only be refilled
         # under the numbers that this recovery ends.
-        connection.node, _ = rearm_node(
-            control, node.name, prefix=prefix, application=application, actor="relay", unsafe=unsafe
-        )
+        connection.node, _ = rearm_node(replace(runtime, actor="relay"), node.name)
         connection.connect()
     except (Conflict, NodeOutOfMemory, ConfigurationRefused) as error:
         # It needs an operator, or memory. A relay waits, as for an unavailable node.
@@ -226,15 +202,13 @@ def _armed(control: Database, application: Database, settings: Settings, node_id
     return connection
 
 
-def _end_source(
-    control: Database, connections: Connections, prefix: str, source: int, *, skip_unreachable: bool
-) -> None:
+def _end_source(runtime: Runtime, connections: Connections, source: int, *, skip_unreachable: bool) -> None:
     # A late relay would append rows that get other numbers. Relays repeat this to a node that forgets it.
-    with control.connection() as connection:
+    with runtime.control.connection() as connection:
         rows = connection.execute(query("partition_nodes")).fetchall()
     for (node_id,) in rows:
         with _proving(skip_unreachable=skip_unreachable):
-            end_sources(connections(NodeId(node_id)), prefix, [source], closed=False)
+            end_sources(connections(NodeId(node_id)), runtime.prefix, [source], closed=False)
 
 
 @contextmanager

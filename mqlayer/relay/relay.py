@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Final
 
 from tenacity import (
@@ -25,13 +25,13 @@ from tenacity.nap import sleep_using_event
 
 from mqlayer.errors import PermissionDenied, StoreUnavailable, TransactionConflict
 from mqlayer.health import Health, Liveness, stuck_after_s
-from mqlayer.postgres.database import Database
 from mqlayer.redis.access import use_access
 from mqlayer.relay.backoff import backoff_s
 from mqlayer.relay.limits import RelayLimits
 from mqlayer.relay.lp_leases import LpSets
 from mqlayer.relay.recovery import SourceEnded
 from mqlayer.relay.relay_session import RelaySession
+from mqlayer.runtime.runtime import Runtime, open_runtime
 from mqlayer.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -102,10 +102,10 @@ class Relay:
 
     def _serve(self, work: Callable[[RelaySession], None], *, helper: bool) -> None:
         ended, rng = 0, random.Random()
-        with self._databases() as (control, application):
+        with self._runtime() as runtime:
             while not self._stopping.is_set():
                 try:
-                    with self._session_on(control, application, helper=helper) as session:
+                    with self._session_on(runtime, helper=helper) as session:
                         if session is not None:
                             work(session)
                         return
@@ -138,18 +138,11 @@ class Relay:
                     return
                 self._stopping.wait(self._limits.poll_min_s)
 
-    @contextmanager
-    def _databases(self) -> Iterator[tuple[Database, Database]]:
-        settings = self._settings
-        application = "mqlayer relay"
-        with (
-            Database(settings.control_dsn(), application=application, max_size=MOST_CONNECTIONS) as control,
-            Database(settings.application_dsn(), application=application, max_size=MOST_CONNECTIONS) as outbox,
-        ):
-            yield control, outbox
+    def _runtime(self) -> AbstractContextManager[Runtime]:
+        return open_runtime(self._settings, name="mqlayer relay", actor="relay", max_size=MOST_CONNECTIONS)
 
     @contextmanager
-    def _session_on(self, control: Database, application: Database, *, helper: bool) -> Iterator[RelaySession | None]:
+    def _session_on(self, runtime: Runtime, *, helper: bool) -> Iterator[RelaySession | None]:
         retrying = Retrying(
             retry=retry_if_exception_type(_UNREACHABLE) & retry_if_not_exception_type(PermissionDenied),
             wait=wait_random_exponential(multiplier=0.1, max=2),
@@ -158,7 +151,7 @@ class Relay:
             before_sleep=self._note_outage,
             retry_error_callback=lambda _: None,
         )
-        session: RelaySession | None = retrying(self._open, control, application, helper)
+        session: RelaySession | None = retrying(self._open, runtime, helper)
         clean = False
         try:
             yield session
@@ -167,14 +160,9 @@ class Relay:
             if session is not None:
                 self._end(session, leave=clean)
 
-    def _open(self, control: Database, application: Database, helper: bool) -> RelaySession:  # noqa: FBT001
-        session = RelaySession(
-            settings=self._settings,
-            limits=self._limits,
-            control=control,
-            application=application,
-            leases=LpSets(self.relay_id, lease_s=self._settings.lease_s, helper=helper),
-        )
+    def _open(self, runtime: Runtime, helper: bool) -> RelaySession:  # noqa: FBT001
+        leases = LpSets(self.relay_id, lease_s=self._settings.lease_s, helper=helper)
+        session = RelaySession(runtime, limits=self._limits, leases=leases)
         self._session = session
         try:
             session.open()

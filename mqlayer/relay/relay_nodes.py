@@ -6,24 +6,23 @@ import logging
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 from mqlayer.domain.routing import NodeId
 from mqlayer.errors import MqlayerError, NodeNotArmed, NotFound, StoreUnavailable
 from mqlayer.failpoints import failpoint
-from mqlayer.postgres.database import Database
-from mqlayer.redis.node_connection import Node, NodeConnection, connection_of
+from mqlayer.redis.node_connection import Node, NodeConnection
 from mqlayer.redis.partition_scripts import end_sources
 from mqlayer.redis.roles import RedisRole
 from mqlayer.relay.backoff import backoff_s
 from mqlayer.relay.commit_check import CheckedNodeTerm, CommitChecker
 from mqlayer.relay.lp_cursors import LpCursor, Target
+from mqlayer.runtime.node_pool import NodePool
 from mqlayer.runtime.route_cache import RouteCache
-from mqlayer.settings import Settings
+from mqlayer.runtime.runtime import Runtime
 from mqlayer.topics.nodes import rearm_node
 
 log = logging.getLogger(__name__)
@@ -113,15 +112,8 @@ class RelayNodes:
 
     comparer: CommitChecker
 
-    def __init__(
-        self,
-        settings: Settings,
-        control: Database,
-        application: Database,
-        routes: RouteCache,
-        background: ThreadPoolExecutor,
-    ) -> None:
-        self._settings, self._control, self._application = settings, control, application
+    def __init__(self, runtime: Runtime, routes: RouteCache, background: ThreadPoolExecutor) -> None:
+        self._runtime, self._settings = runtime, runtime.settings
         self._routes, self._background = routes, background
         self._nodes: dict[int, RelayNode] = {}
         self.former: tuple[int, ...] = ()
@@ -190,9 +182,8 @@ class RelayNodes:
         shown("relay_not_compared", extra={"node": node.address, "partitions": waiting, "reason": reason})
 
     def _compare_more(self, node_id: NodeId, partitions: frozenset[int]) -> frozenset[int]:
-        with ExitStack() as cleanup:
-            connections = self._others(cleanup)
-            return self.comparer.compare_more(connections(node_id), partitions, connections)
+        with self._others() as others:
+            return self.comparer.compare_more(others.to(node_id), partitions, others.to)
 
     def refresh(self, now: float) -> list[tuple[RelayNode, MqlayerError]]:
         """Query runs and addresses in the background; return nodes to drop.
@@ -217,7 +208,9 @@ class RelayNodes:
             self._refreshing = self._background.submit(self._routes.refresh_nodes)
         if now - self._refreshed_at <= max(self._settings.lease_s, REFRESH_TIMEOUT_S):
             return void
-        error = StoreUnavailable(self._control.address, "nobody can say whether the nodes' runs are still armed")
+        error = StoreUnavailable(
+            self._runtime.control.address, "nobody can say whether the nodes' runs are still armed"
+        )
         return [(node, error) for node in self if node.connection is not None]
 
     def send(self, node: RelayNode, packets: Sequence[bytes], requests: Sequence[AppendRequest | MarksRequest]) -> bool:
@@ -306,30 +299,21 @@ class RelayNodes:
                 # Show this reason while arming waits; arming reports its own only when it gives up.
                 self._nodes[node_id].last_error = str(error)
                 log.info("relay_node_not_armed", extra={"node": node.name})
-        settings = self._settings
-        node, _ = rearm_node(
-            self._control,
-            node.name,
-            prefix=settings.key_prefix,
-            application=self._application,
-            actor="relay",
-            unsafe=settings.allow_unsafe_redis,
-        )
+        node, _ = rearm_node(self._runtime, node.name)
         return self._connected(node)
 
     def _connected(self, node: Node) -> ConnectedNode:
         connection = self._open(node)
         try:
-            end_sources(connection, self._settings.key_prefix, self.former, closed=True)
-            with ExitStack() as cleanup:
-                return ConnectedNode(connection, self.comparer.compare_node(connection, self._others(cleanup)))
+            end_sources(connection, self._runtime.prefix, self.former, closed=True)
+            with self._others() as others:
+                return ConnectedNode(connection, self.comparer.compare_node(connection, others.to))
         except BaseException:
             connection.close()
             raise
 
     def _open(self, node: Node) -> NodeConnection:
-        settings = self._settings
-        connection = connection_of(node, settings, RedisRole.RELAY)
+        connection = self._runtime.connection(node, RedisRole.RELAY)
         try:
             connection.connect()
         except BaseException:
@@ -337,18 +321,14 @@ class RelayNodes:
             raise
         return connection
 
-    def _others(self, cleanup: ExitStack) -> Callable[[NodeId], NodeConnection]:
-        opened: dict[NodeId, NodeConnection] = {}
+    def _find(self, node_id: NodeId) -> Node:
+        try:
+            return self._routes.node(node_id)
+        except KeyError:
+            raise NotFound("node", node_id, "it was removed") from None
 
-        def connection_to(node_id: NodeId) -> NodeConnection:
-            if node_id not in opened:
-                node = self._routes.refresh_nodes().get(node_id)
-                if node is None:
-                    raise NotFound("node", node_id, "it was removed")
-                opened[node_id] = cleanup.enter_context(closing(self._open(node)))
-            return opened[node_id]
-
-        return connection_to
+    def _others(self) -> NodePool:
+        return NodePool(self._runtime, self._find, RedisRole.RELAY)
 
 
 def _close_unused(connecting: Future[ConnectedNode]) -> None:

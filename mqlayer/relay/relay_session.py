@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final
 
 from mqlayer.errors import MqlayerError, StoreUnavailable
-from mqlayer.postgres.database import Database, connect_at_best, driver_errors
+from mqlayer.postgres.database import connect_at_best, driver_errors
 from mqlayer.postgres.delayed_release import release_on
 from mqlayer.postgres.migrations import check_schema
 from mqlayer.postgres.rights import Right, require
@@ -25,7 +25,7 @@ from mqlayer.relay.relay_nodes import RelayNodes
 from mqlayer.relay.sender import Sender
 from mqlayer.relay.targets import Targets, retarget
 from mqlayer.runtime.route_cache import RouteCache
-from mqlayer.settings import Settings
+from mqlayer.runtime.runtime import Runtime
 from mqlayer.topics.outbox_access import is_replaced
 from mqlayer.topics.topics import attach_groups, attach_topics
 
@@ -43,27 +43,19 @@ class RelaySession:
     Errors of nodes stay inside. Discard it after an error of Postgres.
     """
 
-    def __init__(
-        self,
-        *,
-        settings: Settings,
-        limits: RelayLimits,
-        control: Database,
-        application: Database,
-        leases: LpSets,
-    ) -> None:
-        self._settings, self._limits = settings, limits
-        self._control, self._application, self._leases = control, application, leases
-        self._connection = connect_at_best(application.dsn, application="mqlayer relay")
+    def __init__(self, runtime: Runtime, *, limits: RelayLimits, leases: LpSets) -> None:
+        self._runtime, self._limits, self._leases = runtime, limits, leases
+        self._control, self._application = runtime.control, runtime.outbox
+        self._connection = connect_at_best(self._application.dsn, application="mqlayer relay")
         self._background = ThreadPoolExecutor(max_workers=8, thread_name_prefix="mqlayer-relay")
-        self._routes = RouteCache(control)
+        self._routes = RouteCache(self._control)
         self._routes_changed = threading.Event()
-        self._nodes = RelayNodes(settings, control, application, self._routes, self._background)
+        self._nodes = RelayNodes(runtime, self._routes, self._background)
         self._reader = OutboxReader(self._connection, limits)
         self._targets = Targets(self._routes, self._nodes, self._reader.topics)
         self._cursors = LpCursors(self._targets.find)
         self._sender = Sender(
-            prefix=settings.key_prefix, cursors=self._cursors, nodes=self._nodes, targets=self._targets, limits=limits
+            prefix=runtime.prefix, cursors=self._cursors, nodes=self._nodes, targets=self._targets, limits=limits
         )
         self._late = LateIds(limits)
         self._sweep: Sweep | None = None
@@ -71,7 +63,7 @@ class RelaySession:
         self._attaching: Future[int] | None = None
         self._naming: Future[None] | None = None
         # Four beats per lease, so that a dead relay is replaced soon after its lease.
-        self._heartbeat = Interval(min(limits.heartbeat_s, settings.lease_s / 4))
+        self._heartbeat = Interval(min(limits.heartbeat_s, runtime.settings.lease_s / 4))
         self._compare = Interval(limits.compare_s)
         self._progress, self._sweeping = Interval(limits.progress_s), Interval(limits.sweep_s)
         self._topics, self._groups = Interval(limits.topics_s), Interval(limits.groups_s)
@@ -121,14 +113,14 @@ class RelaySession:
         self._source, self._sender.source_id = source, source.source_id
         self._reader.outbox_uuid, self._reader.term = source.outbox_uuid, source.term
         self._nodes.former = source.former
-        self._nodes.comparer = CommitChecker(self._control, self._application, self._settings.key_prefix, source)
+        self._nodes.comparer = CommitChecker(self._runtime, source)
         now = time.monotonic()
         self._topics.due(now)
         self._heartbeat.due(now)
         self._hold_leases()
         if self._leases.helper and not self._leases.owned:
             return
-        attach_topics(self._control, self._application)
+        attach_topics(self._runtime)
         # `attach_topics` also names groups.
         self._groups.due(now)
         self._routes.listen(self._routes_changed.set)
@@ -141,18 +133,9 @@ class RelaySession:
         log.info("relay_started", extra={"lp_sets": self._leases.owned, "waiting": waiting})
 
     def _recover(self) -> None:
-        settings = self._settings
         if is_replaced(self._connection):
-            with armed_connections(self._control, self._application, settings) as connections:
-                where = self._application.address
-                recover_outbox(
-                    self._connection,
-                    self._control,
-                    connections,
-                    prefix=settings.key_prefix,
-                    address=where,
-                    actor="relay",
-                )
+            with armed_connections(self._runtime) as connections:
+                recover_outbox(self._connection, self._runtime, connections, address=self._application.address)
 
     def _refuse_other_term(self) -> None:
         # Called after each read and before progress is recorded: rows must be of our source and term.
@@ -360,14 +343,14 @@ class RelaySession:
             else:
                 log.warning("relay_attach_failed", extra={"reason": str(error)})
         if self._attaching is None and self._topics.due(now):
-            self._attaching = self._background.submit(attach_topics, self._control, self._application)
+            self._attaching = self._background.submit(attach_topics, self._runtime)
         if (self._naming is None or self._naming.done()) and self._groups.due(now):
             self._naming = self._background.submit(self._name_groups)
 
     def _name_groups(self) -> None:
         # The fence refuses members of groups that the application database does not know.
         try:
-            attach_groups(self._control, self._application)
+            attach_groups(self._runtime)
         except MqlayerError as error:
             log.warning("relay_attach_failed", extra={"reason": str(error)})
 

@@ -10,12 +10,9 @@ from mqlayer.routes.planner import (
     apply_change,
     drop_change,
     finish_earlier,
-    merge,
-    move,
     planned_merge,
     planned_move,
     planned_split,
-    split,
 )
 from mqlayer.routes.split_report import (
     PartitionSplit,
@@ -44,8 +41,6 @@ __all__ = [
     "finish_earlier",
     "give_up_node",
     "measured_load",
-    "merge",
-    "move",
     "plan_merge",
     "plan_move",
     "plan_split",
@@ -59,6 +54,5 @@ __all__ = [
     "retire_partitions",
     "route_history",
     "route_ranges",
-    "split",
     "write_split_report",
 ]

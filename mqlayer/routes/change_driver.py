@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from typing import Any, Final
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import Final
 
 from psycopg.types.json import Jsonb
 from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
@@ -21,14 +21,16 @@ from mqlayer.errors import Conflict, MqlayerError, NodeNotArmed, NotFound, Store
 from mqlayer.failpoints import failpoint
 from mqlayer.groups.lineage import raise_group_versions
 from mqlayer.postgres.audit import write_audit
-from mqlayer.postgres.database import Connection, Database
+from mqlayer.postgres.database import Connection
 from mqlayer.postgres.queries import query
 from mqlayer.redis.keys import partition_keys
-from mqlayer.redis.node_connection import Node, NodeConnection, is_missing_script, raise_for_reply
+from mqlayer.redis.node_connection import Node, NodeConnection, raise_for_reply
 from mqlayer.redis.partition_scripts import Refused, Sealed, create, open_partition, seal_command, seal_reply
 from mqlayer.routes.dedup_handover import hand_over_ids
 from mqlayer.routes.outbox_proof import prove, refuse_unproven, retain_unproven
+from mqlayer.runtime.node_pool import NodePool
 from mqlayer.runtime.route_cache import nodes_by
+from mqlayer.runtime.runtime import Runtime
 from mqlayer.topics.nodes import rearm_node
 
 log = logging.getLogger(__name__)
@@ -67,13 +69,10 @@ class LockedChange:
 class ChangeDriver:
     """Finishes changes. Keeps connections to nodes: close it."""
 
-    def __init__(
-        self, database: Database, *, prefix: str, application: Database | None = None, unsafe: bool = False
-    ) -> None:
-        self._database, self._application = database, application
-        self._prefix, self._unsafe = prefix, unsafe
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime, self._prefix = runtime, runtime.prefix
         self._nodes: dict[NodeId, Node] = {}
-        self._node_connections: dict[NodeId, NodeConnection] = {}
+        self._connections = NodePool(runtime, self._node)
         self._emptied = ""
 
     def finish(self, change_id: int) -> str:
@@ -95,20 +94,22 @@ class ChangeDriver:
 
     def close(self) -> None:
         """Close the connections."""
-        for connection in self._node_connections.values():
-            connection.close()
+        self._connections.close()
 
     def _run(self, step: Callable[[Connection, LockedChange], str], change_id: int) -> str:
         def change(connection: Connection) -> str:
             locked_now = locked(connection, change_id)
-            self._nodes = {node.node_id: node for node in nodes_by(connection)}
+            nodes = {node.node_id: node for node in nodes_by(connection)}
+            if nodes != self._nodes:
+                # Connections to an earlier run or address would refuse their next use.
+                self.close()
+            self._nodes = nodes
             return step(connection, locked_now)
 
         try:
-            return self._database.transaction(change)
+            return self._runtime.control.transaction(change)
         except NodeNotArmed:
             self.close()
-            self._node_connections.clear()
             self._arm_emptied()
             raise
         except TransactionConflict as error:
@@ -120,10 +121,7 @@ class ChangeDriver:
         """FLUSHALL keeps the armed run, so no other process may notice."""
         name, self._emptied = self._emptied, ""
         if name:
-            rearm_node(
-                self._database, name, prefix=self._prefix, application=self._application, actor="driver",
-                unsafe=self._unsafe,
-            )  # fmt: skip
+            rearm_node(replace(self._runtime, actor="driver"), name)
 
     def _begin(self, connection: Connection, change: LockedChange) -> str:
         if change.state != "planned":
@@ -208,7 +206,7 @@ class ChangeDriver:
     def _seal_one(self, change: LockedChange, part: ChangePartition) -> Sealed:
         connection = self.node_connection(part.node)
         command = seal_command(connection, self._prefix, part.partition, change.change_id, str(uuid.uuid4()))
-        answer = seal_reply(_once_more(connection, command), connection.node.address)
+        answer = seal_reply(connection.call([command])[0], connection.node.address)
         if isinstance(answer, Sealed):
             return answer
         if answer.status == "absent":
@@ -229,10 +227,10 @@ class ChangeDriver:
 
     def _record_proof(self, connection: Connection, change: LockedChange, part: ChangePartition) -> None:
         """Record an unreachable parent by its outbox's marks; its node seals it before it serves."""
-        proof = prove(connection, self._application, change.topic_id, part.lp_from, part.lp_to, change.mode)
-        if change.mode == "lost" and self._application is not None:
+        proof = prove(connection, self._runtime.application, change.topic_id, part.lp_from, part.lp_to, change.mode)
+        if change.mode == "lost" and self._runtime.application is not None:
             # The outbox must keep the rows that are to be sent again.
-            retain_unproven(self._application, change.topic_id, proof)
+            retain_unproven(self._runtime.application, change.topic_id, proof)
             given_up = {"partition": part.partition, "node": part.node} | proof.counts()
             write_audit(connection, "driver", "partition given up", change.topic, given_up)
         connection.execute(query("node_disarm"), {"node_id": part.node})
@@ -315,11 +313,13 @@ class ChangeDriver:
 
     def node_connection(self, node_id: NodeId) -> NodeConnection:
         """Return a node's connection, during a step. Raises NotFound."""
-        if node_id not in self._node_connections:
-            if node_id not in self._nodes:
-                raise NotFound("node", node_id, "its row is gone from the control database")
-            self._node_connections[node_id] = NodeConnection(self._nodes[node_id], unsafe=self._unsafe)
-        return self._node_connections[node_id]
+        return self._connections.to(node_id)
+
+    def _node(self, node_id: NodeId) -> Node:
+        node = self._nodes.get(node_id)
+        if node is None:
+            raise NotFound("node", node_id, "its row is gone from the control database")
+        return node
 
 
 def locked(connection: Connection, change_id: int) -> LockedChange:
@@ -340,40 +340,20 @@ def locked(connection: Connection, change_id: int) -> LockedChange:
     return LockedChange(number, topic_id, topic, version, kind, state, mode, tuple(parents), tuple(successors))
 
 
-@contextmanager
-def driver(
-    database: Database, *, prefix: str, application: Database | None = None, unsafe: bool = False
-) -> Iterator[ChangeDriver]:
-    """Yield a driver, then close it."""
-    with ExitStack() as cleanup:
-        borrowed = ChangeDriver(database, prefix=prefix, application=application, unsafe=unsafe)
-        cleanup.callback(borrowed.close)
-        yield borrowed
-
-
-def finish_change(
-    database: Database, change_id: int, *, prefix: str, application: Database | None = None, unsafe: bool = False
-) -> str:
+def finish_change(runtime: Runtime, change_id: int) -> str:
     """Finish a change; raises as `ChangeDriver.finish`. Safe to call concurrently.
 
-    `application`: the outbox's database, proof for partitions on unreachable nodes.
+    The application database proves the marks of partitions on unreachable nodes.
     """
-    with driver(database, prefix=prefix, application=application, unsafe=unsafe) as borrowed:
-        state = borrowed.finish(change_id)
+    with closing(ChangeDriver(runtime)) as driver:
+        state = driver.finish(change_id)
     # After the commit: a stopped member that holds its group's lock must not keep publishers waiting.
-    raise_group_versions(database)
+    raise_group_versions(runtime.control)
     return state
 
 
 def finish_changes(
-    database: Database,
-    *,
-    prefix: str,
-    topic: str | None = None,
-    application: Database | None = None,
-    unreachable: bool = False,
-    accept_loss: bool = False,
-    unsafe: bool = False,
+    runtime: Runtime, *, topic: str | None = None, unreachable: bool = False, accept_loss: bool = False
 ) -> dict[int, str]:
     """Finish all open changes, or a topic's; return final states or reasons of delay by id.
 
@@ -381,30 +361,20 @@ def finish_changes(
     `accept_loss`.
     """
     if unreachable and not accept_loss:
-        refuse_unproven(database)
-    with database.connection() as connection:
+        refuse_unproven(runtime.control)
+    with runtime.control.connection() as connection:
         open_ones = connection.execute(query("change_unfinished"), {"topic": topic}).fetchall()
         if unreachable:
             connection.execute(query("changes_without_nodes"), {"change_ids": [row[0] for row in open_ones]})
     came_to: dict[int, str] = {}
     for change_id, name in open_ones:
         try:
-            came_to[change_id] = finish_change(
-                database, change_id, prefix=prefix, application=application, unsafe=unsafe
-            )
+            came_to[change_id] = finish_change(runtime, change_id)
         except MqlayerError as error:
             came_to[change_id] = str(error)
             log.warning("route_change_delayed", extra={"topic": name, "change": change_id, "reason": str(error)})
-    raise_group_versions(database)
+    raise_group_versions(runtime.control)
     return came_to
-
-
-def _once_more(connection: NodeConnection, command: Any) -> Any:
-    (reply,) = connection.call([command])
-    if is_missing_script(reply):
-        connection.reload_scripts()
-        (reply,) = connection.call([command])
-    return reply
 
 
 def _not_sealed(change: LockedChange, part: ChangePartition, refused: Refused, address: str) -> MqlayerError:

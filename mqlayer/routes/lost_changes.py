@@ -6,7 +6,7 @@ All unknown successors become tombstones before any parent opens, so two partiti
 from __future__ import annotations
 
 import logging
-from contextlib import ExitStack
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -14,12 +14,14 @@ from mqlayer.domain.routing import NodeId
 from mqlayer.errors import Conflict, NodeNotArmed, StoreUnavailable
 from mqlayer.failpoints import failpoint
 from mqlayer.postgres.audit import write_audit
-from mqlayer.postgres.database import Connection, Database
+from mqlayer.postgres.database import Connection
 from mqlayer.postgres.queries import query
 from mqlayer.redis.keys import partition_keys
-from mqlayer.redis.node_connection import NodeConnection, raise_for_reply
+from mqlayer.redis.node_connection import Node, raise_for_reply
 from mqlayer.redis.partition_scripts import fence_command, reopen_command, retire_command
+from mqlayer.runtime.node_pool import NodePool
 from mqlayer.runtime.route_cache import load_route, nodes_by
+from mqlayer.runtime.runtime import Runtime
 
 log = logging.getLogger(__name__)
 
@@ -45,32 +47,31 @@ class _PartitionMeta:
     next: int
 
 
-def reopen_forgotten(
-    database: Database, topic: str, *, prefix: str, actor: str = "api", unsafe: bool = False
-) -> UndoReport:
+def reopen_forgotten(runtime: Runtime, topic: str) -> UndoReport:
     """Delete a topic's unknown successors, reopen their parents. After a crash, repeat it.
 
     Outboxes resend messages that only successors had, while the rows exist; direct producers get an error; groups may
     handle some again, except fenced effects. Scans all keys of every node. Raises NotFound, StoreUnavailable,
     NodeNotArmed, Conflict for a seal or partition with a number that this database never gave out.
     """
-    topic_id = load_route(database, topic).topic_id
+    topic_id = load_route(runtime.control, topic).topic_id
 
     def work(connection: Connection) -> UndoReport:
         connection.execute(query("transaction_patience"), TIMEOUTS)
-        with ExitStack() as connections:
-            undo = _LostChangeUndo(connection, connections, topic, topic_id, prefix=prefix, unsafe=unsafe)
+        nodes = {node.node_id: node for node in nodes_by(connection)}
+        with NodePool(runtime, nodes.__getitem__) as connections:
+            undo = _LostChangeUndo(connection, connections, nodes.values(), topic, topic_id, runtime.prefix)
             done = undo.run()
         if done.opened or done.deleted:
             facts: dict[str, Any] = {
                 "opened": done.opened,
                 "deleted": {str(number): count for number, count in done.deleted.items()},
             }
-            write_audit(connection, actor, "route reopen", topic, facts)
+            write_audit(connection, runtime.actor, "route reopen", topic, facts)
             log.warning("lost_change_undone", extra={"topic": topic, **facts})
         return done
 
-    reopened: UndoReport = database.transaction(work)
+    reopened: UndoReport = runtime.control.transaction(work)
     return reopened
 
 
@@ -78,31 +79,27 @@ class _LostChangeUndo:
     def __init__(
         self,
         connection: Connection,
-        connections: ExitStack,
+        connections: NodePool,
+        nodes: Collection[Node],
         topic: str,
         topic_id: int,
-        *,
         prefix: str,
-        unsafe: bool,
     ) -> None:
         self._connection, self._topic, self._topic_id, self._prefix = connection, topic, topic_id, prefix
-        nodes = nodes_by(connection)
+        self._connections = connections
         # These rows stay locked, so arming waits.
         rows = connection.execute(query("node_armed_runs"), {"node_ids": [node.node_id for node in nodes]}).fetchall()
         armed: dict[int, str | None] = {node_id: run for node_id, run, _ in rows}
         given_up = {node_id for node_id, _, lost in rows if lost}
-        self._node_connections: dict[NodeId, NodeConnection] = {}
-        for node in nodes:
-            if node.node_id in given_up:
-                continue
-            node_connection = connections.enter_context(NodeConnection(node, unsafe=unsafe))
-            if node_connection.connect().run_id != armed[node.node_id]:
-                raise NodeNotArmed(node.address, "it was armed anew meanwhile: say the command again")
-            self._node_connections[node.node_id] = node_connection
+        self._node_ids = [node.node_id for node in nodes if node.node_id not in given_up]
+        for node_id in self._node_ids:
+            node_connection = connections.to(node_id)
+            if node_connection.connect().run_id != armed[node_id]:
+                raise NodeNotArmed(node_connection.node.address, "it was armed anew meanwhile: say the command again")
         ((self._last_change, self._last_partition),) = connection.execute(query("forgotten_limits")).fetchall()
 
     def run(self) -> UndoReport:
-        metas = [meta for node_id in self._node_connections for meta in self._metas(node_id)]
+        metas = [meta for node_id in self._node_ids for meta in self._metas(node_id)]
         facts = {"changes": [meta.sealed_for for meta in metas], "partitions": [meta.partition for meta in metas]}
         ((known_changes, known_partitions),) = self._connection.execute(query("forgotten_known"), facts).fetchall()
         rows = self._connection.execute(query("forgotten_homes"), {"topic_id": self._topic_id}).fetchall()
@@ -130,7 +127,7 @@ class _LostChangeUndo:
         return done
 
     def _metas(self, node_id: NodeId) -> list[_PartitionMeta]:
-        connection, cursor, found = self._node_connections[node_id], b"0", set()
+        connection, cursor, found = self._connections.to(node_id), b"0", set()
         while True:
             command = (b"SCAN", cursor, b"MATCH", f"{self._prefix}:{{*}}:meta", b"COUNT", KEYS_PER_SCAN)
             cursor, keys = raise_for_reply(connection.call([command])[0], connection.node.address)
@@ -140,7 +137,7 @@ class _LostChangeUndo:
         return [meta for partition in sorted(found) if (meta := self._meta(node_id, partition)) is not None]
 
     def _meta(self, node_id: NodeId, partition: int) -> _PartitionMeta | None:
-        connection = self._node_connections[node_id]
+        connection = self._connections.to(node_id)
         meta_key = partition_keys(self._prefix, partition).meta
         (reply,) = connection.call([("HMGET", meta_key, "topic", "state", "sealed_for", "seal", "next")])
         topic, state, change, seal, following = raise_for_reply(reply, connection.node.address)
@@ -162,7 +159,7 @@ class _LostChangeUndo:
 
     def _delete(self, meta: _PartitionMeta) -> None:
         groups = [row[0] for row in self._connection.execute(query("forgotten_groups"), {"topic_id": self._topic_id})]
-        connection = self._node_connections[meta.node]
+        connection = self._connections.to(meta.node)
         raise_for_reply(
             connection.call([retire_command(connection, self._prefix, meta.partition, groups)])[0],
             connection.node.address,
@@ -174,17 +171,19 @@ class _LostChangeUndo:
         for group, partition, epoch in self._connection.execute(
             query("forgotten_epochs"), {"partitions": list(homes)}
         ).fetchall():
-            connection = self._node_connections[homes[partition]]
+            connection = self._connections.to(homes[partition])
             (reply,) = connection.call([fence_command(connection, self._prefix, partition, group, epoch)])
             raise_for_reply(reply, connection.node.address)
 
     def _open(self, meta: _PartitionMeta) -> None:
         """Remove the command record; free its entry id, because command records break dense offsets."""
-        connection, keys = self._node_connections[meta.node], partition_keys(self._prefix, meta.partition)
+        connection, keys = self._connections.to(meta.node), partition_keys(self._prefix, meta.partition)
         # Empty: no LP is short.
         reopen = reopen_command(connection, self._prefix, meta.partition, meta.seal, "", 0)
         last = ("XSETID", keys.log, f"{meta.next - 1}-0")
-        replies = raise_for_reply(connection.call([("MULTI",), reopen, last, ("EXEC",)])[-1], connection.node.address)
+        replies = raise_for_reply(
+            connection.call_once([("MULTI",), reopen, last, ("EXEC",)])[-1], connection.node.address
+        )
         word, *fact = raise_for_reply(replies[0], connection.node.address)
         if word != b"open" or isinstance(replies[1], Exception):
             shown = fact[0].decode() if fact else word.decode()

@@ -12,13 +12,12 @@ from mqlayer.postgres.database import Database
 from mqlayer.redis.keys import partition_keys
 from mqlayer.redis.node_connection import Node, NodeConnection, raise_for_reply
 from mqlayer.runtime.route_cache import load_nodes
+from mqlayer.runtime.runtime import Runtime
 
 LONGEST_S: Final = 3_600.0
 
 
-def measured_load(
-    database: Database, route: Route, partition: int, *, prefix: str, over_s: float = 0.0, unsafe: bool = False
-) -> dict[int, int]:
+def measured_load(runtime: Runtime, route: Route, partition: int, *, over_s: float = 0.0) -> dict[int, int]:
     """Return messages per LP over the next `over_s` seconds; with 0, or if none arrive, over all time.
 
     Raises NotFound for a partition not in force, InvalidInput above one hour, StoreUnavailable.
@@ -28,12 +27,12 @@ def measured_load(
     node_id = next((r.node for r in route.ranges if r.partition == partition), None)
     if node_id is None:
         raise NotFound("partition", partition, f"version {route.version} of topic {route.topic!r} does not have it")
-    with NodeConnection(_node(database, node_id), unsafe=unsafe) as connection:
-        before = _marks(connection, prefix, partition)
+    with runtime.connection(_node(runtime.control, node_id)) as connection:
+        before = _marks(connection, runtime.prefix, partition)
         if over_s == 0:
             return dict(before)
         time.sleep(over_s)
-        grown = _marks(connection, prefix, partition) - before
+        grown = _marks(connection, runtime.prefix, partition) - before
     return dict(grown or before)
 
 

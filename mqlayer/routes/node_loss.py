@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from mqlayer.domain.route_changes import emptiest, plan_move
@@ -11,14 +11,15 @@ from mqlayer.domain.routing import NodeId
 from mqlayer.errors import Conflict, MqlayerError, NodeNotArmed, StoreUnavailable
 from mqlayer.failpoints import failpoint
 from mqlayer.postgres.audit import write_audit
-from mqlayer.postgres.database import Connection, Database
+from mqlayer.postgres.database import Connection
 from mqlayer.postgres.queries import query
 from mqlayer.postgres.server_identity import meet_server
 from mqlayer.redis.keys import partition_keys
-from mqlayer.redis.node_connection import Node, NodeConnection, raise_for_reply
+from mqlayer.redis.node_connection import Node, raise_for_reply
 from mqlayer.routes.change_driver import finish_changes
 from mqlayer.routes.planner import apply_change, choose_node
 from mqlayer.runtime.route_cache import load_nodes, load_route
+from mqlayer.runtime.runtime import Runtime
 from mqlayer.topics.nodes import find_node, rearm_node
 
 log = logging.getLogger(__name__)
@@ -41,28 +42,22 @@ class NodeLossReport:
     direct: bool
 
 
-def give_up_node(
-    database: Database, name: str, *, prefix: str, application: Database, actor: str = "api", unsafe: bool = False
-) -> NodeLossReport:
+def give_up_node(runtime: Runtime, name: str) -> NodeLossReport:
     """Move everything off a node that never comes back; return and audit the loss.
 
     Raises Conflict if the node answers, NotFound without another armed node. After a crash or delay, repeat it.
     """
-    return _NodeRemoval(database, find_node(database, name), prefix, application, actor, unsafe).run()
+    return _NodeRemoval(runtime, find_node(runtime.control, name)).run()
 
 
 @dataclass(frozen=True, slots=True)
 class _NodeRemoval:
-    database: Database
+    runtime: Runtime
     node: Node
-    prefix: str
-    application: Database
-    actor: str
-    unsafe: bool
 
     def run(self) -> NodeLossReport:
         self._refuse_if_it_answers()
-        since = self.database.transaction(self._take_out_of_service)
+        since = self.runtime.control.transaction(self._take_out_of_service)
         failpoint("lost.after_disarm")
         # Partitions without publishers first: open changes wait for them.
         for partition, topic_id, _, state in self._partitions():
@@ -70,19 +65,21 @@ class _NodeRemoval:
                 self._relocate(partition, topic_id)
                 failpoint("lost.after_one")
         self._recreate(since)
-        finish_changes(self.database, prefix=self.prefix, application=self.application, unsafe=self.unsafe)
+        finish_changes(self.runtime)
         for partition, _, topic, state in self._partitions():
             if state == "open":
                 self._move(partition, topic)
                 failpoint("lost.after_one")
         loss = self._loss(since)
-        self.database.transaction(lambda c: write_audit(c, self.actor, "node lost", self.node.name, asdict(loss)))
+        self.runtime.control.transaction(
+            lambda c: write_audit(c, self.runtime.actor, "node lost", self.node.name, asdict(loss))
+        )
         log.warning("node_given_up", extra={"node": self.node.name} | asdict(loss))
         return loss
 
     def _refuse_if_it_answers(self) -> None:
-        node, wait_s = self.node, ANSWER_WITHIN_S
-        connection = NodeConnection(node, any_run=True, unsafe=self.unsafe, connect_timeout_s=wait_s, timeout_s=wait_s)
+        node = self.node
+        connection = self.runtime.connection(node, any_run=True, within_s=ANSWER_WITHIN_S)
         try:
             connection.connect()
         except StoreUnavailable:
@@ -97,21 +94,19 @@ class _NodeRemoval:
         # Lock changes before nodes, as change drivers do.
         connection.execute(query("changes_of_lost_node"), {"node_id": self.node.node_id})
         row = connection.execute(query("node_lost"), {"node_id": self.node.node_id}).fetchone()
-        write_audit(connection, self.actor, "node out of service", self.node.name, {})
+        write_audit(connection, self.runtime.actor, "node out of service", self.node.name, {})
         return row and row[0]
 
     def _partitions(self) -> list[tuple[int, int, str, str]]:
-        with self.database.connection() as connection:
+        with self.runtime.control.connection() as connection:
             facts = {"node_id": self.node.node_id}
             return [tuple(row) for row in connection.execute(query("partitions_of_lost_node"), facts).fetchall()]
 
     def _move(self, partition: int, topic: str) -> None:
-        route = load_route(self.database, topic)
-        target = choose_node(self.database, route, partition)
+        route = load_route(self.runtime.control, topic)
+        target = choose_node(self.runtime.control, route, partition)
         plan = plan_move(route, partition, target, mode="lost")
-        apply_change(
-            self.database, plan, prefix=self.prefix, application=self.application, actor=self.actor, unsafe=self.unsafe
-        )
+        apply_change(self.runtime, plan)
 
     def _relocate(self, partition: int, topic_id: int) -> None:
         """Assign a partition without publishers to another node; `_recreate` fills it."""
@@ -126,37 +121,29 @@ class _NodeRemoval:
             for name in names:
                 connection.execute(query(name), facts)
 
-        self.database.transaction(work)
+        self.runtime.control.transaction(work)
 
     def _recreate(self, since: Any) -> None:
         recreated = self._recreated(since)
-        with self.database.connection() as connection:
+        with self.runtime.control.connection() as connection:
             rows = connection.execute(query("nodes_of_partitions"), {"partitions": list(recreated)}).fetchall()
         for (name,) in rows:
-            rearm_node(
-                self.database,
-                name,
-                prefix=self.prefix,
-                application=self.application,
-                accept_loss_of=frozenset(recreated),
-                actor=self.actor,
-                unsafe=self.unsafe,
-            )
+            rearm_node(self.runtime, name, accept_loss_of=frozenset(recreated))
 
     def _emptiest(self, topic_id: int) -> NodeId:
-        nodes = [node.node_id for node in load_nodes(self.database) if node.armed_run_id is not None]
-        with self.database.connection() as connection:
+        nodes = [node.node_id for node in load_nodes(self.runtime.control) if node.armed_run_id is not None]
+        with self.runtime.control.connection() as connection:
             rows = connection.execute(query("partition_list"), {"topic_id": topic_id}).fetchall()
         return emptiest(nodes, (row[1] for row in rows), other_than=self.node.node_id)
 
     def _recreated(self, since: Any) -> tuple[int, ...]:
         facts = {"node_id": self.node.node_id, "since": since}
-        with self.database.connection() as connection:
+        with self.runtime.control.connection() as connection:
             return tuple(row[0] for row in connection.execute(query("abandoned_of_node"), facts).fetchall())
 
     def _loss(self, since: Any) -> NodeLossReport:
         facts = {"node_id": self.node.node_id, "since": since}
-        with self.database.connection() as connection:
+        with self.runtime.control.connection() as connection:
             given_up = [row[0] for row in connection.execute(query("given_up"), facts).fetchall()]
             direct = connection.execute(query("direct_sources_live")).fetchone()
         moved = tuple(fact["partition"] for fact in given_up)
@@ -164,15 +151,13 @@ class _NodeRemoval:
         return NodeLossReport(moved, self._recreated(since), resent, only_on_node, bool(direct and direct[0]))
 
 
-def rearm_lost_nodes(
-    database: Database, *, prefix: str, application: Database | None = None, unsafe: bool = False
-) -> dict[str, str]:
+def rearm_lost_nodes(runtime: Runtime) -> dict[str, str]:
     """Arm returned nodes; return "armed" or the reason why not, by name.
 
     These restarted or were emptied without a user, or must seal a partition moved away from them. Given-up nodes only
     in the second case.
     """
-    with database.connection() as connection:
+    with runtime.control.connection() as connection:
         # A pooler may keep our connections over a fail-over.
         meet_server(connection)
         sealing = [row[0] for row in connection.execute(query("seals_unreachable")).fetchall()]
@@ -182,15 +167,16 @@ def rearm_lost_nodes(
             places.setdefault(node_id, []).append(partition)
     restarted = [
         node.name
-        for node in load_nodes(database)
+        for node in load_nodes(runtime.control)
         if node.name not in given_up
         and node.name not in sealing
-        and _needs_arming(node, prefix, places.get(node.node_id, []), unsafe=unsafe)
+        and _needs_arming(runtime, node, places.get(node.node_id, []))
     ]
     came_to: dict[str, str] = {}
+    worker = replace(runtime, actor="worker")
     for name in sealing + restarted:
         try:
-            rearm_node(database, name, prefix=prefix, application=application, actor="worker", unsafe=unsafe)
+            rearm_node(worker, name)
             came_to[name] = "armed"
         except MqlayerError as error:
             came_to[name] = str(error)
@@ -198,15 +184,13 @@ def rearm_lost_nodes(
     return came_to
 
 
-def _needs_arming(node: Node, prefix: str, partitions: list[int], *, unsafe: bool) -> bool:
+def _needs_arming(runtime: Runtime, node: Node, partitions: list[int]) -> bool:
     """FLUSHALL keeps the run, so partitions are checked too."""
     try:
-        with NodeConnection(
-            node, connect_timeout_s=ANSWER_WITHIN_S, timeout_s=ANSWER_WITHIN_S, unsafe=unsafe
-        ) as connection:
+        with runtime.connection(node, within_s=ANSWER_WITHIN_S) as connection:
             connection.connect()
             states = connection.call(
-                [("HGET", partition_keys(prefix, partition).meta, "state") for partition in partitions]
+                [("HGET", partition_keys(runtime.prefix, partition).meta, "state") for partition in partitions]
             )
             return any(raise_for_reply(state, node.address) in (None, b"importing") for state in states)
     except NodeNotArmed:

@@ -14,41 +14,42 @@ from mqlayer.errors import MqlayerError
 from mqlayer.failpoints import failpoint
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.queries import query
-from mqlayer.redis.node_connection import Node, NodeConnection
+from mqlayer.redis.node_connection import Node
 from mqlayer.redis.partition_scripts import retire_command, retire_reply
 from mqlayer.runtime.route_cache import load_nodes
+from mqlayer.runtime.runtime import Runtime
 
 log = logging.getLogger(__name__)
 
 PER_ROUND: Final = 1_000
 
 
-def retire_partitions(database: Database, *, prefix: str, unsafe: bool = False) -> list[int]:
+def retire_partitions(runtime: Runtime) -> list[int]:
     """Delete sealed partitions that every group has drained; return those fully removed.
 
     Topics without groups keep theirs. Includes successors of dropped changes. Outcomes of archived topics wait for the
     archiver, unavailable nodes for a later pass. Safe to call concurrently.
     """
-    ended: list[int] = database.transaction(
+    ended: list[int] = runtime.control.transaction(
         lambda connection: [row[0] for row in connection.execute(query("partition_retire")).fetchall()]
     )
     failpoint("retire.after_mark")
     deleted: list[int] = []
     skipped_nodes: set[NodeId] = set()
     while True:
-        work = _undeleted(database, skipped_nodes)
-        nodes = {node.node_id: node for node in load_nodes(database)}
+        work = _undeleted(runtime.control, skipped_nodes)
+        nodes = {node.node_id: node for node in load_nodes(runtime.control)}
         done: list[int] = []
         silent: set[NodeId] = set()
         for node_id, partitions in work.items():
-            gone = _delete(nodes[node_id], partitions, prefix=prefix, unsafe=unsafe)
+            gone = _delete(runtime, nodes[node_id], partitions)
             if gone is None:
                 silent.add(node_id)
             else:
                 done += gone
         failpoint("retire.after_delete")
         if done:
-            with database.connection() as connection:
+            with runtime.control.connection() as connection:
                 connection.execute(query("partition_deleted"), {"partitions": done})
         deleted += done
         skipped_nodes |= silent
@@ -74,12 +75,13 @@ def _undeleted(database: Database, skipped_nodes: set[NodeId]) -> dict[NodeId, U
     return found
 
 
-def _delete(node: Node, partitions: Undeleted, *, prefix: str, unsafe: bool) -> list[int] | None:
+def _delete(runtime: Runtime, node: Node, partitions: Undeleted) -> list[int] | None:
     """Return the fully removed partitions; None: the node is unavailable."""
     try:
-        with NodeConnection(node, unsafe=unsafe) as connection:
+        with runtime.connection(node) as connection:
             commands = [
-                retire_command(connection, prefix, p, groups, archived=archived) for p, groups, archived in partitions
+                retire_command(connection, runtime.prefix, p, groups, archived=archived)
+                for p, groups, archived in partitions
             ]
             replies = connection.call(commands)
             gone = [retire_reply(reply, node.address) for reply in replies]

@@ -17,37 +17,36 @@ from mqlayer.routes.change_driver import finish_change, finish_changes, locked
 from mqlayer.routes.lp_load import measured_load
 from mqlayer.routes.outbox_proof import refuse_unproven
 from mqlayer.runtime.route_cache import load_nodes, load_route
+from mqlayer.runtime.runtime import Runtime
 from mqlayer.topics.nodes import find_node
 
 TIMEOUTS: Final = {"lock_wait": "10s", "idle": "5s"}
 
 
 def planned_split(
-    database: Database,
+    runtime: Runtime,
     topic: str,
     partition: int,
     *,
-    prefix: str,
     at: Sequence[int] = (),
     to: Sequence[str] = (),
     measure_s: float = 0.0,
     if_version: int | None = None,
-    unsafe: bool = False,
 ) -> ChangePlan:
     """Plan to split a partition at the LPs `at`, or where its load halves; change nothing.
 
     `to`: one node, or one per successor; default its own. `measure_s`: seconds; 0: all history. Raises InvalidInput,
     NotFound, StoreUnavailable, Conflict if a change is open or the route version is not `if_version`.
     """
-    route = _plannable(database, topic, if_version)
+    route = _plannable(runtime.control, topic, if_version)
     points = list(at)
     if not points:
-        loads = measured_load(database, route, partition, prefix=prefix, over_s=measure_s, unsafe=unsafe)
+        loads = measured_load(runtime, route, partition, over_s=measure_s)
         r = next(r for r in route.ranges if r.partition == partition)
         points = [halving_point(loads, r.lp_from, r.lp_to)]
     elif measure_s:
         raise InvalidInput("a split is at the LPs named, or where the measured load is halved, not both")
-    return plan_split(route, partition, points, [find_node(database, name).node_id for name in to])
+    return plan_split(route, partition, points, [find_node(runtime.control, name).node_id for name in to])
 
 
 def planned_merge(
@@ -80,63 +79,6 @@ def planned_move(
     return plan_move(route, partition, node, mode="unreachable" if unreachable else "live")
 
 
-def split(
-    database: Database,
-    topic: str,
-    partition: int,
-    *,
-    prefix: str,
-    at: Sequence[int] = (),
-    to: Sequence[str] = (),
-    measure_s: float = 0.0,
-    application: Database | None = None,
-    actor: str = "api",
-    unsafe: bool = False,
-) -> Route:
-    """Apply `planned_split`; return the new route; raises as `apply_change`."""
-    finish_earlier(database, topic, prefix=prefix, application=application, unsafe=unsafe)
-    plan = planned_split(
-        database, topic, partition, prefix=prefix, at=at, to=to, measure_s=measure_s, unsafe=unsafe
-    )  # fmt: skip
-    return apply_change(database, plan, prefix=prefix, application=application, actor=actor, unsafe=unsafe)
-
-
-def merge(
-    database: Database,
-    topic: str,
-    partitions: Sequence[int],
-    *,
-    prefix: str,
-    to: str | None = None,
-    application: Database | None = None,
-    actor: str = "api",
-    unsafe: bool = False,
-) -> Route:
-    """Apply `planned_merge`; return the new route; raises as `apply_change`."""
-    finish_earlier(database, topic, prefix=prefix, application=application, unsafe=unsafe)
-    plan = planned_merge(database, topic, partitions, to=to)
-    return apply_change(database, plan, prefix=prefix, application=application, actor=actor, unsafe=unsafe)
-
-
-def move(
-    database: Database,
-    topic: str,
-    partition: int,
-    *,
-    prefix: str,
-    to: str | None = None,
-    unreachable: bool = False,
-    accept_loss: bool = False,
-    application: Database | None = None,
-    actor: str = "api",
-    unsafe: bool = False,
-) -> Route:
-    """Apply `planned_move`; return the new route; raises as `apply_change`."""
-    finish_earlier(database, topic, prefix=prefix, application=application, unsafe=unsafe)
-    plan = planned_move(database, topic, partition, to=to, unreachable=unreachable, accept_loss=accept_loss)
-    return apply_change(database, plan, prefix=prefix, application=application, actor=actor, unsafe=unsafe)
-
-
 def choose_node(database: Database, route: Route, partition: int) -> NodeId:
     """Return the other armed node with the fewest partitions of the topic. Raises NotFound."""
     home = next((r.node for r in route.ranges if r.partition == partition), NodeId(0))
@@ -145,37 +87,29 @@ def choose_node(database: Database, route: Route, partition: int) -> NodeId:
     return emptiest(serving, in_use, other_than=home)
 
 
-def apply_change(
-    database: Database,
-    plan: ChangePlan,
-    *,
-    prefix: str,
-    application: Database | None = None,
-    actor: str = "api",
-    unsafe: bool = False,
-) -> Route:
+def apply_change(runtime: Runtime, plan: ChangePlan) -> Route:
     """Finish the topic's open changes, apply the plan, return the new route.
 
     Raises Conflict, nothing changed, if the route differs or an open change can't finish; StoreUnavailable leaves the
     change open, for the worker or the next command.
     """
-    finish_earlier(database, plan.topic, prefix=prefix, application=application, unsafe=unsafe)
-    change_id = _record_plan(database, plan, actor)
+    finish_earlier(runtime, plan.topic)
+    change_id = _record_plan(runtime, plan)
     failpoint("change.after_plan")
     try:
-        state = finish_change(database, change_id, prefix=prefix, application=application, unsafe=unsafe)
+        state = finish_change(runtime, change_id)
     except StoreUnavailable as error:
         raise type(error)(
             error.address, f"{error.reason}; change {change_id} stays open: mqlayer route repair {plan.topic}"
         ) from error
     if state == "dropped":
         raise Conflict(f"change {change_id} of topic {plan.topic!r} was dropped meanwhile", "nothing was changed")
-    return load_route(database, plan.topic)
+    return load_route(runtime.control, plan.topic)
 
 
-def drop_change(database: Database, topic: str, *, actor: str = "api") -> int:
+def drop_change(runtime: Runtime, topic: str) -> int:
     """Drop a topic's open change; return its id. Raises NotFound, Conflict once it is sealing."""
-    with database.connection() as connection:
+    with runtime.control.connection() as connection:
         row = connection.execute(query("change_unfinished"), {"topic": topic}).fetchone()
     if row is None:
         raise NotFound("open route change of topic", topic, "nothing is to be dropped")
@@ -189,10 +123,10 @@ def drop_change(database: Database, topic: str, *, actor: str = "api") -> int:
             )
         for name in ("change_drop", "change_parents_free", "change_successors_delete"):
             connection.execute(query(name), {"change_id": change_id})
-        write_audit(connection, actor, "route drop", topic, {"change": change_id, "kind": change.kind})
+        write_audit(connection, runtime.actor, "route drop", topic, {"change": change_id, "kind": change.kind})
         failpoint("drop.before_commit")
 
-    database.transaction(work)
+    runtime.control.transaction(work)
     return change_id
 
 
@@ -207,17 +141,15 @@ def _plannable(database: Database, topic: str, if_version: int | None) -> Route:
     return route
 
 
-def finish_earlier(
-    database: Database, topic: str, *, prefix: str, application: Database | None = None, unsafe: bool = False
-) -> None:
+def finish_earlier(runtime: Runtime, topic: str) -> None:
     """Finish a topic's open changes. Raises Conflict if one has to wait."""
-    came_to = finish_changes(database, prefix=prefix, topic=topic, application=application, unsafe=unsafe)
+    came_to = finish_changes(runtime, topic=topic)
     for change_id, word in came_to.items():
         if word not in ("done", "dropped"):
             raise Conflict(f"change {change_id} of topic {topic!r} is not finished", word)
 
 
-def _record_plan(database: Database, plan: ChangePlan, actor: str) -> int:
+def _record_plan(runtime: Runtime, plan: ChangePlan) -> int:
     def work(connection: Connection) -> int:
         connection.execute(query("transaction_patience"), TIMEOUTS)
         row = connection.execute(query("topic_lock"), {"name": plan.topic}).fetchone()
@@ -233,7 +165,7 @@ def _record_plan(database: Database, plan: ChangePlan, actor: str) -> int:
             "version": plan.version,
             "kind": plan.kind,
             "mode": plan.mode,
-            "actor": actor,
+            "actor": runtime.actor,
         }
         if connection.execute(query("change_unfinished"), {"topic": plan.topic}).fetchone():
             raise Conflict(
@@ -248,11 +180,11 @@ def _record_plan(database: Database, plan: ChangePlan, actor: str) -> int:
         ended = connection.execute(query("change_parents_put"), {"change_id": change_id, "partitions": parents})
         if ended.rowcount != len(parents):
             raise InvalidInput(f"not all of partitions {parents} are open")
-        write_audit(connection, actor, f"route {plan.kind}", plan.topic, {
+        write_audit(connection, runtime.actor, f"route {plan.kind}", plan.topic, {
             "change": change_id, "version": plan.version, "parents": list(parents),
             "successors": [[s.lp_from, s.lp_to, s.node] for s in plan.successors],
         })  # fmt: skip
         failpoint("change.before_plan_commit")
         return change_id
 
-    return database.transaction(work)
+    return runtime.control.transaction(work)

@@ -13,9 +13,9 @@ from mqlayer.domain.names import check_name
 from mqlayer.domain.route_changes import ChangePlan
 from mqlayer.domain.routing import RouteVersion
 from mqlayer.errors import Conflict, InvalidInput
-from mqlayer.postgres.database import Database
 from mqlayer.routes.planner import planned_split
 from mqlayer.runtime.route_cache import load_route
+from mqlayer.runtime.runtime import Runtime
 
 KIND: Final = "mqlayer split report 1"
 
@@ -70,11 +70,10 @@ def read_split_report(path: Path) -> SplitReport:
 
 
 def planned_splits(
-    database: Database,
+    runtime: Runtime,
     topic: str,
     report: SplitReport,
     *,
-    prefix: str,
     partition: int | None = None,
     to: Sequence[str] = (),
     done: int = 0,
@@ -90,7 +89,7 @@ def planned_splits(
     if not chosen:
         raise InvalidInput(_nothing(report, partition))
     version = report.version + done
-    at_version = load_route(database, check_name("topic", topic)).version
+    at_version = load_route(runtime.control, check_name("topic", topic)).version
     if at_version != version:
         raise Conflict(
             f"topic {topic!r} is at route version {at_version}, the report is of {version}",
@@ -98,9 +97,7 @@ def planned_splits(
         )
     plans = []
     for place, one in enumerate(chosen[done:]):
-        plan = planned_split(
-            database, topic, one.partition, prefix=prefix, at=one.at, to=to, if_version=version
-        )  # fmt: skip
+        plan = planned_split(runtime, topic, one.partition, at=one.at, to=to, if_version=version)  # fmt: skip
         plans.append(replace(plan, base=RouteVersion(version + place)))
     return plans
 

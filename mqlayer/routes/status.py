@@ -12,6 +12,7 @@ from mqlayer.groups.positions import GroupPartition, read_positions
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.queries import query
 from mqlayer.runtime.route_cache import load_nodes, load_route
+from mqlayer.runtime.runtime import Runtime
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +79,12 @@ def route_history(database: Database, topic: str) -> list[RouteChange]:
     return [RouteChange(*row) for row in rows]
 
 
-def drain_progress(database: Database, topic: str, *, prefix: str, unsafe: bool = False) -> list[DrainProgress]:
+def drain_progress(runtime: Runtime, topic: str) -> list[DrainProgress]:
     """Return groups' unsettled messages in undrained sealed partitions."""
-    with database.connection() as connection:
+    with runtime.control.connection() as connection:
         rows = connection.execute(query("drain_progress"), {"topic": check_name("topic", topic)}).fetchall()
     group_partitions = [GroupPartition(row[4], row[3], row[0], start=row[6], seek=row[7]) for row in rows]
-    positions = read_positions(load_nodes(database), group_partitions, prefix=prefix, unsafe=unsafe)
+    positions = read_positions(runtime, load_nodes(runtime.control), group_partitions)
     found = []
     for group_id, group, version, partition, _, next_offset, _, _ in rows:
         position = positions.at(partition, group_id)

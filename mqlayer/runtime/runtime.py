@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from mqlayer.errors import InvalidInput
@@ -38,14 +40,35 @@ class Runtime:
             raise InvalidInput("no application database given: pass `application` to Runtime")
         return self.application
 
-    def connection(self, node: Node, role: RedisRole | None = None, *, any_run: bool = False) -> NodeConnection:
-        """Return a connection to a node; it connects on use. `role`: rights to check once per run."""
+    def connection(
+        self, node: Node, role: RedisRole | None = None, *, any_run: bool = False, within_s: float | None = None
+    ) -> NodeConnection:
+        """Return a connection to a node; it connects on use.
+
+        `role`: rights to check once per run. `within_s`: in place of the settings' timeouts.
+        """
         settings = self.settings
         return NodeConnection(
             node,
-            connect_timeout_s=settings.connect_timeout_s,
-            timeout_s=settings.socket_timeout_s,
+            connect_timeout_s=settings.connect_timeout_s if within_s is None else within_s,
+            timeout_s=settings.socket_timeout_s if within_s is None else within_s,
             any_run=any_run,
             unsafe=settings.allow_unsafe_redis,
             required=None if role is None else RequiredAccess(role, self.prefix),
         )
+
+
+@contextmanager
+def open_runtime(
+    settings: Settings, *, name: str = "mqlayer", actor: str = "api", max_size: int = 4
+) -> Iterator[Runtime]:
+    """Lend a runtime with a pool per schema, each opened at first use. `name`: shown by Postgres.
+
+    Two pools also on one database: a holder of control locks may need the outbox, and must not queue behind its locks'
+    waiters.
+    """
+    with (
+        Database(settings.control_dsn(), application=name, max_size=max_size) as control,
+        Database(settings.application_dsn(), application=name, max_size=max_size) as application,
+    ):
+        yield Runtime(control, settings, application, actor)

@@ -108,13 +108,6 @@ class PostgresServer:
         password = f":{quote(self._login.password, safe='')}" if self._login.password else ""
         return f"postgresql://{SUPERUSER}{password}@127.0.0.1:{self.port}/{dbname}"
 
-    def socket_dsn(self, dbname: str = "postgres") -> str:
-        """Return a Unix-socket DSN (TCP if too long)."""
-        if not self._socket_directory:
-            return self.dsn(dbname)
-        dsn = f"host={self._socket_directory} port={self.port} user={SUPERUSER} dbname={dbname}"
-        return self._login.in_dsn(dsn)
-
     def create_database(self, name: str, *, template: str | None = None) -> str:
         """Create a database; return its DSN."""
         self.databases.create_database(name, template=template)

@@ -34,6 +34,8 @@ from mqlayer.redis.access import acting_as
 from mqlayer.redis.acl import acl_rules, password_rule
 from mqlayer.redis.addresses import display_broker_url, display_url
 from mqlayer.redis.node_connection import Node, NodeConnection, raise_for_reply
+from mqlayer.runtime.runtime import Runtime
+from mqlayer.settings import Settings
 from mqlayer.stack.accounts import unprivileged_account
 from mqlayer.stack.addresses import Addresses, GivenAddresses
 from mqlayer.stack.background_process import BackgroundProcess
@@ -246,14 +248,16 @@ class Stack:
         """A restart changes the run id."""
         contents = StackFile.load(self.directory)
         given = contents.given if contents else ()
+        settings = Settings(key_prefix=self._key_prefix, allow_unsafe_redis=self._unsafe)
         with Database(addresses.dsn, application="mqlayer up") as database:
+            runtime = Runtime(database, settings, actor="up")
             known = {node.name: node.url for node in list_nodes(database)}
             for name, url in addresses.nodes.items():
                 if name in known and known[name] != url and name not in given:
                     # An own server, now on another port.
-                    set_node_address(database, name, url, prefix=self._key_prefix, actor="up", unsafe=self._unsafe)
-                register_node(database, name=name, url=url, actor="up", unsafe=self._unsafe)
-                rearm_node(database, name, prefix=self._key_prefix, actor="up", unsafe=self._unsafe)
+                    set_node_address(runtime, name, url)
+                register_node(runtime, name=name, url=url)
+                rearm_node(runtime, name)
 
     def _give_users(self, addresses: Addresses) -> None:
         if addresses.node_access is None:

@@ -17,10 +17,10 @@ from psycopg.types.json import Jsonb
 from mqlayer.domain.route_changes import marks_within
 from mqlayer.errors import ConfigurationRefused, Conflict, StoreUnavailable
 from mqlayer.failpoints import failpoint
-from mqlayer.postgres.database import Connection, Database
+from mqlayer.postgres.database import Connection
 from mqlayer.postgres.queries import query
 from mqlayer.redis.keys import partition_keys
-from mqlayer.redis.node_connection import Command, NodeConnection, is_missing_script, raise_for_reply
+from mqlayer.redis.node_connection import Command, NodeConnection, raise_for_reply
 from mqlayer.redis.partition_scripts import (
     AS_BEFORE,
     MARKS_PER_CALL,
@@ -47,6 +47,7 @@ from mqlayer.redis.partition_scripts import (
     skip_marks_command,
     status_of,
 )
+from mqlayer.runtime.runtime import Runtime
 from mqlayer.topics.outbox_access import borrow_outbox, may_lack_commits_of
 from mqlayer.topics.outbox_resend import BorrowedOutbox, lost_runs
 
@@ -130,23 +131,22 @@ class RepairReport:
 class NodeRepair:
     """Repairs one node.
 
-    `application`: the database whose outbox this process reads. `empty`: the node's data are lost; ignore other
+    Resends from the outbox of the runtime's application database. `empty`: the node's data are lost; ignore other
     prefixes.
     """
 
     def __init__(
         self,
+        runtime: Runtime,
         connection: Connection,
         node_connection: NodeConnection,
         *,
-        prefix: str,
-        application: Database | None,
         accept_loss: bool,
         accept_loss_of: frozenset[int] = frozenset(),
         empty: bool = False,
     ) -> None:
-        self._connection, self._node_connection, self._prefix = connection, node_connection, prefix
-        self._application, self._empty = application, empty
+        self._connection, self._node_connection, self._prefix = connection, node_connection, runtime.prefix
+        self._application, self._empty = runtime.application, empty
         self._accept_loss, self._accept_loss_of = accept_loss, accept_loss_of
         self._desired = [
             DesiredPartition(*row)
@@ -260,9 +260,6 @@ class NodeRepair:
     def _observe_some(self, some: Sequence[DesiredPartition]) -> list[ObservedPartition]:
         commands = [ends_command(self._node_connection, self._prefix, desired.partition) for desired in some]
         replies = self._node_connection.call(commands) if commands else []
-        if any(map(is_missing_script, replies)):
-            self._node_connection.reload_scripts()
-            replies = self._node_connection.call(commands)
         return [ObservedPartition.of(ends_reply(reply, self._node_connection.node.address)) for reply in replies]
 
     def _is_right(self, desired: DesiredPartition) -> bool:
@@ -536,7 +533,8 @@ class NodeRepair:
         return last, self._sealed(desired, sealed).seal_id
 
     def _in_transaction(self, commands: list[Command]) -> list[Any]:
-        _, *queued, done = self._node_connection.call([("MULTI",), *commands, ("EXEC",)])
+        # No part of it may run by itself.
+        _, *queued, done = self._node_connection.call_once([("MULTI",), *commands, ("EXEC",)])
         for reply in queued:
             raise_for_reply(reply, self._node_connection.node.address)
         return [

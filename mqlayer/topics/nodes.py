@@ -22,6 +22,7 @@ from mqlayer.redis.partition_scripts import end_sources, fence_command
 from mqlayer.redis.roles import RedisRole
 from mqlayer.redis.server_info import check_access
 from mqlayer.runtime.route_cache import load_nodes
+from mqlayer.runtime.runtime import Runtime
 from mqlayer.topics.node_repair import NodeRepair
 
 log = logging.getLogger(__name__)
@@ -33,26 +34,23 @@ TIMEOUTS: Final = {"lock_wait": "10s", "idle": "30s"}
 """A stopped process must not block others."""
 
 
-def register_node(
-    database: Database, *, name: str, url: str, prefix: str = "mq", actor: str = "api", unsafe: bool = False
-) -> Node:
+def register_node(runtime: Runtime, *, name: str, url: str) -> Node:
     """Register a Redis as a node and arm its current run. Idempotent for the same name and URL.
 
     Checks that this process's Redis user may arm, on keys of this prefix. Raises ConfigurationRefused for unsafe server
     settings, Conflict for a name with another URL, InvalidInput for a URL with a user or password.
     """
     check_name("node", name)
-    required = RequiredAccess(RedisRole.ARMING, prefix)
-    with NodeConnection(_candidate(name, url), any_run=True, unsafe=unsafe, required=required) as node_connection:
+    with runtime.connection(_candidate(name, url), RedisRole.ARMING, any_run=True) as node_connection:
         run_id = node_connection.connect().run_id
 
     def work(connection: Connection) -> None:
         new = connection.execute(query("node_insert"), {"name": name, "url": url, "run_id": run_id}).fetchone()
         if new is not None:
-            write_audit(connection, actor, "node register", name, {"url": display_url(url)})
+            write_audit(connection, runtime.actor, "node register", name, {"url": display_url(url)})
 
-    database.transaction(work)
-    node = find_node(database, name)
+    runtime.control.transaction(work)
+    node = find_node(runtime.control, name)
     if node.url != url:
         raise Conflict(
             f"node {name!r} is registered as {node.address}",
@@ -75,71 +73,52 @@ def find_node(database: Database, name: str) -> Node:
 
 
 def rearm_node(
-    database: Database,
+    runtime: Runtime,
     name: str,
     *,
-    prefix: str,
-    application: Database | None = None,
     accept_loss: bool = False,
     accept_loss_of: frozenset[int] = frozenset(),
     empty: bool = False,
     former: bool = False,
-    actor: str = "api",
-    unsafe: bool = False,
 ) -> tuple[Node, int]:
     """Arm a node that restarted or lost data; return it and the number of raised epochs.
 
     Idempotent; a crash leaves the node unarmed. Acks under earlier epochs are refused.
 
-    `application`: the database of the outbox that may have to resend. `accept_loss`: continue without messages that it
+    Without an application database there is no outbox to resend from. `accept_loss`: continue without messages that it
     no longer has; `accept_loss_of`: for these partitions only. `empty`: the node's data are lost; partitions under
     another prefix belong to another system. `former`: accept a replaced primary.
 
     Raises ConfigurationRefused for another key prefix, StoreUnavailable if another outbox's relay must resend, Conflict
     for unaccepted loss, NodeNotArmed for a replaced primary.
     """
-    options: dict[str, Any] = {"prefix": prefix, "application": application, "accept_loss": accept_loss}
-    options |= {"accept_loss_of": accept_loss_of, "empty": empty}
+    options: dict[str, Any] = {"accept_loss": accept_loss, "accept_loss_of": accept_loss_of, "empty": empty}
 
     def work(connection: Connection, lowered: Lowered) -> int | Lowered:
         node, formers = _locked(connection, name)
-        arming = _NodeArming(connection, node, formers, unsafe=unsafe, former=former, lowered=lowered)
-        return arming.run(options, actor=actor, act="node rearm", facts={}, always=False)
+        arming = _NodeArming(runtime, connection, node, formers, former=former, lowered=lowered)
+        return arming.run(options, act="node rearm", facts={}, always=False)
 
-    epochs = _arm(database, name, work)
-    return find_node(database, name), epochs
+    epochs = _arm(runtime.control, name, work)
+    return find_node(runtime.control, name), epochs
 
 
-def arm_if_allowed(
-    database: Database, name: str, *, prefix: str, application: Database | None, actor: str, unsafe: bool
-) -> Node:
+def arm_if_allowed(runtime: Runtime, name: str) -> Node:
     """Arm a node if this process's Redis user may, else leave it to a worker.
 
     Raises as `rearm_node`, except AccessDenied.
     """
-    node = find_node(database, name)
+    node = find_node(runtime.control, name)
     try:
-        check_access(node, RequiredAccess(RedisRole.ARMING, prefix))
-        return rearm_node(
-            database, name, prefix=prefix, application=application, actor=actor, unsafe=unsafe
-        )[0]  # fmt: skip
+        check_access(node, RequiredAccess(RedisRole.ARMING, runtime.prefix))
+        return rearm_node(runtime, name)[0]
     except AccessDenied as error:
         log.warning("node_not_armed", extra={"node": name, "reason": f"{error}; it is left to a worker"})
-        return find_node(database, name)
+        return find_node(runtime.control, name)
 
 
 def set_node_address(
-    database: Database,
-    name: str,
-    url: str,
-    *,
-    prefix: str,
-    application: Database | None = None,
-    empty: bool = False,
-    accept_loss: bool = False,
-    former: bool = False,
-    actor: str = "api",
-    unsafe: bool = False,
+    runtime: Runtime, name: str, url: str, *, empty: bool = False, accept_loss: bool = False, former: bool = False
 ) -> tuple[Node, int]:
     """Change a node's address and arm the server there, in one transaction; return as `rearm_node`.
 
@@ -148,24 +127,23 @@ def set_node_address(
     """
     parse_address(url)
     refuse_secrets(url)
-    options: dict[str, Any] = {"prefix": prefix, "application": application, "accept_loss": accept_loss}
-    options["empty"] = empty
+    options: dict[str, Any] = {"accept_loss": accept_loss, "empty": empty}
 
     def work(connection: Connection, lowered: Lowered) -> int | Lowered:
         node, formers = _locked(connection, name)
         if node.url == url:
-            arming = _NodeArming(connection, node, formers, unsafe=unsafe, former=former, lowered=lowered)
-            return arming.run(options, actor=actor, act="node rearm", facts={}, always=False)
+            arming = _NodeArming(runtime, connection, node, formers, former=former, lowered=lowered)
+            return arming.run(options, act="node rearm", facts={}, always=False)
         facts = {"from": display_url(node.url), "to": display_url(url)}
         there = replace(node, url=url)
-        arming = _NodeArming(connection, there, formers, unsafe=unsafe, former=former, empty=empty, lowered=lowered)
-        epochs = arming.run(options, actor=actor, act="node set", facts=facts, always=True)
+        arming = _NodeArming(runtime, connection, there, formers, former=former, empty=empty, lowered=lowered)
+        epochs = arming.run(options, act="node set", facts=facts, always=True)
         if isinstance(epochs, int):
             connection.execute(query("node_address_put"), {"node_id": node.node_id, "url": url})
         return epochs
 
-    epochs = _arm(database, name, work)
-    return find_node(database, name), epochs
+    epochs = _arm(runtime.control, name, work)
+    return find_node(runtime.control, name), epochs
 
 
 def _arm(database: Database, name: str, work: Callable[[Connection, Lowered], int | Lowered]) -> int:
@@ -192,31 +170,28 @@ class _NodeArming:
 
     def __init__(
         self,
+        runtime: Runtime,
         connection: Connection,
         node: Node,
         formers: list[str],
         *,
-        unsafe: bool,
         former: bool,
         lowered: Lowered,
         empty: bool = True,
     ) -> None:
-        self._connection, self._node, self._formers = connection, node, formers
-        self._unsafe, self._former, self._empty, self._lowered = unsafe, former, empty, lowered
+        self._runtime, self._connection, self._node, self._formers = runtime, connection, node, formers
+        self._former, self._empty, self._lowered = former, empty, lowered
 
-    def run(
-        self, options: dict[str, Any], *, actor: str, act: str, facts: dict[str, Any], always: bool
-    ) -> int | Lowered:
+    def run(self, options: dict[str, Any], *, act: str, facts: dict[str, Any], always: bool) -> int | Lowered:
         """Arm if needed, or `always`; return the number of raised epochs.
 
         Returns offsets after only lowering positions: commit, repeat.
         """
         node, connection = self._node, self._connection
-        required = RequiredAccess(RedisRole.ARMING, options["prefix"])
-        with NodeConnection(node, any_run=True, unsafe=self._unsafe, required=required) as node_connection:
+        with self._runtime.connection(node, RedisRole.ARMING, any_run=True) as node_connection:
             run_id = node_connection.connect().run_id
             self._refuse(run_id)
-            repair = NodeRepair(connection, node_connection, **options)
+            repair = NodeRepair(self._runtime, connection, node_connection, **options)
             if not self._empty and repair.is_empty:
                 raise Conflict(
                     f"{node.address} holds none of the partitions of node {node.name!r}",
@@ -235,16 +210,16 @@ class _NodeArming:
                 self._renew_file(node_connection)
             raised = connection.execute(query("node_epochs_raise"), {"node_id": node.node_id}).fetchall()
             failpoint("rearm.before_fence")
-            self._put_numbers(node_connection, options["prefix"], raised)
+            self._put_numbers(node_connection, raised)
             failpoint("rearm.before_remake")
             repair.repair(raised)
             # A server emptied meanwhile has forgotten them and would accept stale epochs.
-            self._put_numbers(node_connection, options["prefix"], raised)
+            self._put_numbers(node_connection, raised)
             repair.recheck()
             failpoint("rearm.before_arm")
         connection.execute(query("node_arm"), {"node_id": node.node_id, "run_id": run_id})
         facts = facts | {"run_id": run_id, "epochs": len(raised)} | repair.report.facts()
-        write_audit(connection, actor, act, node.name, facts)
+        write_audit(connection, self._runtime.actor, act, node.name, facts)
         log.warning("node_rearmed", extra={"node": node.name} | facts)
         return len(raised)
 
@@ -267,7 +242,8 @@ class _NodeArming:
         if isinstance(reply, Exception):
             log.warning("node_file_not_rewritten", extra={"node": self._node.name, "reason": str(reply)})
 
-    def _put_numbers(self, connection: NodeConnection, prefix: str, raised: Sequence[tuple[int, int, int]]) -> None:
+    def _put_numbers(self, connection: NodeConnection, raised: Sequence[tuple[int, int, int]]) -> None:
+        prefix = self._runtime.prefix
         end_sources(
             connection, prefix, [row[0] for row in self._connection.execute(query("sources_ended"))], closed=True
         )

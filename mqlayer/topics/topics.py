@@ -21,9 +21,10 @@ from mqlayer.failpoints import failpoint
 from mqlayer.postgres.audit import write_audit
 from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.queries import query
-from mqlayer.redis.node_connection import NodeConnection
 from mqlayer.redis.partition_scripts import create
+from mqlayer.runtime.node_pool import NodePool
 from mqlayer.runtime.route_cache import load_nodes, load_route
+from mqlayer.runtime.runtime import Runtime
 
 log = logging.getLogger(__name__)
 
@@ -50,23 +51,19 @@ class TopicSummary:
 
 
 def create_topic(
-    database: Database,
+    runtime: Runtime,
     name: str,
     *,
-    prefix: str,
     partitions: int | None = None,
     strategy: Strategy = "strict",
     body_limit: int = DEFAULT_BODY_LIMIT,
     backlog_limit: int = 0,
     archived: bool = False,
-    application: Database | None = None,
-    actor: str = "api",
-    unsafe: bool = False,
 ) -> Route:
     """Create a topic, its partitions (default 8) over all nodes, and its first route version.
 
     Idempotent, also concurrently. `backlog_limit`: messages per partition, 0 for none. `archived`: see `set_archived`.
-    `application`: a database whose outbox publishes to the topic. Raises Conflict if the topic has other limits or
+    The application database, if any, knows the topic at once. Raises Conflict if the topic has other limits or
     another number of created partitions.
     """
     check_name("topic", name)
@@ -74,7 +71,7 @@ def create_topic(
     if not 1 <= body_limit <= BODY_LIMIT or backlog_limit < 0 or strategy not in ("strict", "best_effort"):
         raise InvalidInput(f"a topic takes bodies of 1 to {BODY_LIMIT} bytes, a backlog limit of 0 or more, and "
                            "the strategy strict or best_effort")  # fmt: skip
-    nodes = [node.node_id for node in load_nodes(database)]
+    nodes = [node.node_id for node in load_nodes(runtime.control)]
     if not nodes:
         raise NotFound("node", "(any)", "register one first: mqlayer node register NAME URL")
     limits = {"strategy": strategy, "body_limit": body_limit, "backlog_limit": backlog_limit, "archived": archived}
@@ -92,21 +89,21 @@ def create_topic(
                 connection.execute(query("partition_insert"), facts)
             if archived:
                 connection.execute(query("archive_topic_put"), {"topic_id": row[0]})
-            write_audit(connection, actor, "topic create", name, limits | {"partitions": len(ranges)})
+            write_audit(connection, runtime.actor, "topic create", name, limits | {"partitions": len(ranges)})
         return int(row[0])
 
-    topic_id = database.transaction(allocate)
+    topic_id = runtime.control.transaction(allocate)
     failpoint("topic.after_allocate")
-    _make_partitions(database, name, topic_id, prefix=prefix, unsafe=unsafe)
+    _make_partitions(runtime, name, topic_id)
     failpoint("topic.after_make")
-    _activate(database, name, topic_id)
+    _activate(runtime.control, name, topic_id)
     failpoint("topic.after_activate")
-    if application is not None:
-        _attach(application, topic_id, name, body_limit)
-    return load_route(database, name)
+    if runtime.application is not None:
+        _attach(runtime.application, topic_id, name, body_limit)
+    return load_route(runtime.control, name)
 
 
-def set_archived(database: Database, name: str, *, archived: bool, actor: str = "api") -> bool:
+def set_archived(runtime: Runtime, name: str, *, archived: bool) -> bool:
     """Switch a topic's archiving; return whether that changed anything. Audited.
 
     On: archive from the first record still in the streams; trimming waits. Off: groups alone decide trimming, so a
@@ -127,25 +124,17 @@ def set_archived(database: Database, name: str, *, archived: bool, actor: str = 
         if archived:
             connection.execute(query("archive_topic_put"), {"topic_id": topic_id})
         connection.execute(query("topic_archived_set"), {"topic_id": topic_id, "archived": archived})
-        write_audit(connection, actor, "topic set", name, {"archived": archived})
+        write_audit(connection, runtime.actor, "topic set", name, {"archived": archived})
         return True
 
-    return database.transaction(work)
+    return runtime.control.transaction(work)
 
 
-def set_limits(
-    database: Database,
-    name: str,
-    *,
-    body_limit: int | None = None,
-    backlog_limit: int | None = None,
-    application: Database | None = None,
-    actor: str = "api",
-) -> bool:
+def set_limits(runtime: Runtime, name: str, *, body_limit: int | None = None, backlog_limit: int | None = None) -> bool:
     """Change the limits of a topic in use; return whether that changed anything. Audited.
 
     Relays follow at once, direct producers within 5 s (1 s once a partition is full). Stored messages stay. The outbox
-    of `application` follows a body limit at once, others within a minute. Raises NotFound, InvalidInput.
+    of the runtime follows a body limit at once, others within a minute. Raises NotFound, InvalidInput.
     """
     if body_limit is None and backlog_limit is None:
         raise InvalidInput("nothing to set: name a limit")
@@ -161,13 +150,13 @@ def set_limits(
         ((body, backlog, _),) = connection.execute(query("topic_limits_put"), facts).fetchall()
         changed = (body, backlog) != (row[2], row[3])
         if changed:
-            write_audit(connection, actor, "topic set", name, {"body_limit": body, "backlog_limit": backlog})
+            write_audit(connection, runtime.actor, "topic set", name, {"body_limit": body, "backlog_limit": backlog})
         return int(row[0]), int(body), changed
 
-    topic_id, body, changed = database.transaction(work)
+    topic_id, body, changed = runtime.control.transaction(work)
     failpoint("topic.after_limits")
-    if application is not None:
-        _attach(application, topic_id, name, body)
+    if runtime.application is not None:
+        _attach(runtime.application, topic_id, name, body)
     return changed
 
 
@@ -177,29 +166,29 @@ def list_topics(database: Database) -> list[TopicSummary]:
         return [TopicSummary(*row) for row in connection.execute(query("topic_list")).fetchall()]
 
 
-def attach_topics(database: Database, application: Database) -> int:
-    """Let an application database publish to all topics with a route; return their number. Idempotent.
+def attach_topics(runtime: Runtime) -> int:
+    """Let the application database publish to all topics with a route; return their number. Idempotent.
 
     Skips and logs a topic known under another id.
     """
-    ready = [topic for topic in list_topics(database) if topic.version is not None]
-    with application.connection() as connection:
+    ready = [topic for topic in list_topics(runtime.control) if topic.version is not None]
+    with runtime.outbox.connection() as connection:
         known = {row[0]: row[2] for row in connection.execute(query("outbox_topics")).fetchall()}
     for topic in ready:
         if known.get(topic.topic_id) != topic.body_limit:
             try:
-                _attach(application, topic.topic_id, topic.name, topic.body_limit)
+                _attach(runtime.outbox, topic.topic_id, topic.name, topic.body_limit)
             except Conflict as error:
                 log.error("topic_not_attached", extra={"topic": topic.name, "reason": str(error)})
-    attach_groups(database, application)
+    attach_groups(runtime)
     return len(ready)
 
 
-def attach_groups(database: Database, application: Database) -> None:
-    """Copy group names to an application database, for rights to consume. Idempotent."""
-    with database.connection() as connection:
+def attach_groups(runtime: Runtime) -> None:
+    """Copy group names to the application database, for rights to consume. Idempotent."""
+    with runtime.control.connection() as connection:
         groups = dict(connection.execute(query("groups_named")).fetchall())
-    with application.connection() as connection:
+    with runtime.outbox.connection() as connection:
         known = dict(connection.execute(query("known_groups")).fetchall())
         if new := {group: scope for group, scope in groups.items() if known.get(group) != scope}:
             facts = {"group_ids": list(new), "scopes": list(new.values())}
@@ -222,25 +211,20 @@ def _check_partitions(connection: Connection, name: str, topic_id: int, wanted: 
         )
 
 
-def _make_partitions(database: Database, name: str, topic_id: int, *, prefix: str, unsafe: bool) -> None:
-    with database.connection() as connection:
+def _make_partitions(runtime: Runtime, name: str, topic_id: int) -> None:
+    with runtime.control.connection() as connection:
         rows = connection.execute(query("partition_list"), {"topic_id": topic_id}).fetchall()
     # A route change creates its own importing successors.
     rows = [row for row in rows if row[4] == "importing" and row[5] is None]
-    nodes = {node.node_id: node for node in load_nodes(database)}
-    connections: dict[NodeId, NodeConnection] = {}
-    try:
+    with NodePool.of_registered(runtime) as connections:
         for partition, node_id, lp_from, lp_to, *_ in rows:
-            node_connection = connections.setdefault(node_id, NodeConnection(nodes[node_id], unsafe=unsafe))
-            word = create(node_connection, prefix, partition, name, lp_from, lp_to, "open", "")
+            node_connection = connections.to(NodeId(node_id))
+            word = create(node_connection, runtime.prefix, partition, name, lp_from, lp_to, "open", "")
             if word == "conflict":
                 raise Conflict(
                     f"partition {partition} exists on {node_connection.node.address} with another range",
                     "this Redis holds data of another control database: use another MQLAYER_KEY_PREFIX",
                 )
-    finally:
-        for node_connection in connections.values():
-            node_connection.close()
 
 
 def _activate(database: Database, name: str, topic_id: int) -> None:

@@ -44,6 +44,7 @@ from mqlayer.routes import (
 from mqlayer.runtime.route_cache import load_nodes, load_route
 from tests.proof.history import Ack, Deliver, Effect, History, Operation, Publish
 from tests.proof.observer import MemberWitness, observe_parking, observe_retiring
+from tests.proof.runtimes import runtime_of
 
 log = logging.getLogger(__name__)
 
@@ -393,7 +394,7 @@ def reclaim(_name: str, _directory: Path, _stopping: threading.Event) -> None:
     """Look once for messages of members that are gone."""
     settings = mqlayer.Settings()
     with Database(settings.control_dsn()) as database:
-        reclaim_shared(database, prefix=settings.key_prefix)
+        reclaim_shared(runtime_of(database, settings.key_prefix))
 
 
 def _book_batch(
@@ -502,7 +503,7 @@ def drive(name: str, directory: Path, stopping: threading.Event) -> None:
             try:
                 _change(database, settings.key_prefix, rng, name)
                 if rng.random() < 0.3:
-                    retire_partitions(database, prefix=settings.key_prefix)
+                    retire_partitions(runtime_of(database, settings.key_prefix))
             except mqlayer.MqlayerError as error:
                 # A node or Postgres is away, or the other driver was faster: the next turn goes on.
                 log.warning("%s: %s", type(error).__name__, error)
@@ -511,10 +512,10 @@ def drive(name: str, directory: Path, stopping: threading.Event) -> None:
 def _change(database: Database, prefix: str, rng: random.Random, actor: str) -> None:
     if rng.random() < 0.2:
         with contextlib.suppress(NotFound, Conflict):
-            drop_change(database, TOPIC, actor=actor)
-    finish_changes(database, prefix=prefix, topic=TOPIC, application=database)
+            drop_change(runtime_of(database, actor=actor), TOPIC)
+    finish_changes(runtime_of(database, prefix, application=database), topic=TOPIC)
     plan = random_plan(load_route(database, TOPIC), [node.node_id for node in load_nodes(database)], rng)
-    apply_change(database, plan, prefix=prefix, application=database, actor=actor)
+    apply_change(runtime_of(database, prefix, application=database, actor=actor), plan)
 
 
 def random_plan(route: Route, nodes: Sequence[NodeId], rng: random.Random) -> ChangePlan:

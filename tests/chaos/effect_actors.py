@@ -14,6 +14,7 @@ import mqlayer
 from mqlayer.idempotency import set_version, watch_versions
 from mqlayer.maintenance import clean_inbox
 from mqlayer.postgres.database import Database
+from tests.proof.runtimes import runtime_of
 
 TOPIC: Final = "orders"
 GROUP: Final = "g"
@@ -54,7 +55,7 @@ def clean() -> None:
     """Forget all of the inbox that may be forgotten."""
     settings = mqlayer.Settings()
     with Database(settings.control_dsn()) as database:
-        clean_inbox(database, database, prefix=settings.key_prefix, horizon_s=0.0)
+        clean_inbox(runtime_of(database, settings.key_prefix, application=database), horizon_s=0.0)
 
 
 def watch() -> None:
@@ -72,7 +73,9 @@ def watch() -> None:
 def say() -> None:
     """Say where an entity goes on."""
     with Database(mqlayer.Settings().control_dsn()) as database:
-        set_version(database, database, name="sink", entity="e", version=1, actor="test", reason="lost")
+        set_version(
+            runtime_of(database, application=database, actor="test"), name="sink", entity="e", version=1, reason="lost"
+        )
 
 
 def _run(app: mqlayer.App) -> None:

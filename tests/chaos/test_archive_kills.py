@@ -20,10 +20,12 @@ import sys
 from datetime import timedelta
 from mqlayer.archive import archive_pass, batch_writer, retain
 from mqlayer.postgres.database import Database
+from mqlayer.runtime import Runtime
+from mqlayer.settings import Settings
 batch_writer.RECORDS = 30
 dsn, prefix, what = sys.argv[1:]
-database = Database(dsn)
-archive_pass(database, prefix=prefix) if what == "archive" else retain(database, older_than=timedelta(days=30))
+runtime = Runtime(Database(dsn), Settings(key_prefix=prefix))
+archive_pass(runtime) if what == "archive" else retain(runtime, older_than=timedelta(days=30))
 """
 
 

@@ -23,6 +23,7 @@ from tests.chaos.test_consumer_kills import COUNT, Scene, judge, scene
 from tests.chaos.test_parking_kills import Shop
 from tests.fixtures.failpoints import armed
 from tests.fixtures.wait import wait_until
+from tests.proof.runtimes import runtime_of
 
 __all__ = ["scene"]
 
@@ -37,11 +38,11 @@ def database(scene: Scene) -> Iterator[Database]:
 def begin_with_archive(scene: Scene, database: Database) -> int:
     """Create the group that consumers join; return the backfill that it begins with."""
     prefix = scene.settings.key_prefix
-    set_archived(database, TOPIC, archived=True)
-    assert archive_pass(database, prefix=prefix).total == COUNT
+    set_archived(runtime_of(database), TOPIC, archived=True)
+    assert archive_pass(runtime_of(database, prefix)).total == COUNT
     settings = GroupSettings(from_archive=True, backoff_s=(0.01,))
     with closing(RouteCache(database)) as routes:
-        ensure_group(database, routes, topic=TOPIC, name=GROUP, prefix=prefix, settings=settings)
+        ensure_group(runtime_of(database, prefix), routes, topic=TOPIC, name=GROUP, settings=settings)
     (found,) = replays(database)
     return found.replay_id
 

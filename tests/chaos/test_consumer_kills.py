@@ -29,6 +29,7 @@ from tests.fixtures.forked_programs import Process, start_python
 from tests.fixtures.wait import wait_until
 from tests.proof.checker import check
 from tests.proof.history import History, Publish, read_histories
+from tests.proof.runtimes import runtime_of
 
 ROOT: Final = Path(__file__).parents[2]
 COUNT: Final = 300
@@ -101,8 +102,8 @@ def scene(database_dsn: str, redis_url: str, key_prefix: str, tmp_path: Path) ->
     settings = Settings(dsn=SecretStr(database_dsn), key_prefix=key_prefix)
     with Database(database_dsn) as database, psycopg.connect(database_dsn, autocommit=True) as connection:
         connection.execute(SINK)
-        register_node(database, name="n1", url=redis_url)
-        create_topic(database, TOPIC, prefix=key_prefix, partitions=4, application=database)
+        register_node(runtime_of(database), name="n1", url=redis_url)
+        create_topic(runtime_of(database, key_prefix, application=database), TOPIC, partitions=4)
     scene = Scene(settings, tmp_path)
     yield scene
     for process in scene.running:

@@ -10,7 +10,6 @@ import pytest
 from pydantic import SecretStr
 
 from mqlayer.postgres.database import Database
-from mqlayer.routes import merge, move
 from mqlayer.runtime.route_cache import load_route
 from mqlayer.settings import Settings
 from tests.chaos.actors import SINK, TOPIC
@@ -21,6 +20,8 @@ from tests.fixtures.wait import wait_until
 from tests.proof.checker import Breach, Verdict, check
 from tests.proof.history import read_histories
 from tests.proof.planted_bugs import read_successors_at_once
+from tests.proof.route_steps import merge, move
+from tests.proof.runtimes import runtime_of
 
 
 @pytest.fixture
@@ -38,8 +39,8 @@ def change_under_backlog(scene: Scene, play: Play) -> Verdict:
     play.start("publisher-0")
     wait_until(lambda: scene.committed() > 600, timeout_s=30, what="a backlog")
     first, second, third, _ = (r.partition for r in load_route(scene.database, TOPIC).ranges)
-    merge(scene.database, TOPIC, [first, second], prefix=scene.prefix)
-    move(scene.database, TOPIC, third, prefix=scene.prefix)
+    merge(runtime_of(scene.database, scene.prefix), TOPIC, [first, second])
+    move(runtime_of(scene.database, scene.prefix), TOPIC, third)
     behind = scene.committed() + 600
     wait_until(lambda: scene.committed() > behind, timeout_s=30, what="more behind the change")
     play.start("pair-0")

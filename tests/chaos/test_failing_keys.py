@@ -36,7 +36,7 @@ from pydantic import SecretStr
 from mqlayer.errors import StoreUnavailable
 from mqlayer.postgres.database import Database
 from mqlayer.redelivery import release_all
-from mqlayer.routes import finish_changes, merge, split
+from mqlayer.routes import finish_changes
 from mqlayer.runtime.route_cache import load_route
 from mqlayer.settings import Settings
 from mqlayer.stack import RedisServer
@@ -49,6 +49,8 @@ from tests.fixtures.wait import wait_until
 from tests.proof.checker import Verdict
 from tests.proof.history import read_histories
 from tests.proof.pace import pace
+from tests.proof.route_steps import merge, split
+from tests.proof.runtimes import runtime_of
 
 CAST: Final = {"publisher": 2, "relay": 1, "seller": 3}
 KEYS: Final = 1_000
@@ -88,7 +90,7 @@ class FailingScene(Scene):
 
     def release(self) -> int:
         """Have every parked key tried now that is not due, as an operator does; return how many."""
-        return release_all(self.database, TOPIC, GROUP, actor="test")
+        return release_all(runtime_of(self.database, actor="test"), TOPIC, GROUP)
 
     def has_caught_up(self) -> bool:
         """Say whether hardly more waits than what is parked."""
@@ -107,7 +109,7 @@ class FailingScene(Scene):
 
     def only_failing_keys_wait(self) -> bool:
         """Say whether the streams are settled, and all that has no effect is parked, of keys that fail."""
-        finish_changes(self.database, prefix=self.prefix, topic=TOPIC, application=self.database)
+        finish_changes(runtime_of(self.database, self.prefix, application=self.database), topic=TOPIC)
         assert set(self.waiting()) <= {*ALWAYS, *HALF}
         unsettled = list(self.unsettled())
         assert not unsettled, unsettled
@@ -272,13 +274,13 @@ def quiet_stretch(scene: FailingScene, seconds: float) -> tuple[int, int]:
 
 def scene_split(scene: FailingScene) -> None:
     """Split the first partition, which holds some of the keys."""
-    split(scene.database, TOPIC, load_route(scene.database, TOPIC).ranges[0].partition, prefix=scene.prefix)
+    split(runtime_of(scene.database, scene.prefix), TOPIC, load_route(scene.database, TOPIC).ranges[0].partition)
 
 
 def scene_merge(scene: FailingScene) -> None:
     """Merge the last two partitions."""
     parents = [line.partition for line in load_route(scene.database, TOPIC).ranges[-2:]]
-    merge(scene.database, TOPIC, parents, prefix=scene.prefix)
+    merge(runtime_of(scene.database, scene.prefix), TOPIC, parents)
 
 
 def strike_for(nemesis: SellerNemesis, seconds: float, rng: random.Random) -> None:

@@ -18,7 +18,6 @@ from mqlayer.domain.routing import lp_of
 from mqlayer.groups.group import find_group
 from mqlayer.postgres.database import Database
 from mqlayer.redis.keys import group_keys, partition_keys
-from mqlayer.routes import split
 from mqlayer.runtime.route_cache import load_route
 from mqlayer.topics import list_nodes
 from tests.chaos.actors import DEADLY, GROUP, TOPIC, put_faults
@@ -27,6 +26,9 @@ from tests.fixtures.due_keys import try_now
 from tests.fixtures.forked_programs import Process
 from tests.fixtures.wait import wait_until
 from tests.proof.history import Deliver, read_histories
+from tests.proof.route_ranges import range_of
+from tests.proof.route_steps import split
+from tests.proof.runtimes import runtime_of
 
 __all__ = ["scene"]
 
@@ -187,8 +189,8 @@ def test_kills_while_a_key_at_its_limit_holds_a_route_change_up(scene: Scene) ->
     )  # fmt: skip
     prefix = scene.settings.key_prefix
     with Database(scene.settings.control_dsn()) as database:
-        parent = load_route(database, TOPIC).range_of(lp_of(b"key-7")).partition
-        split(database, TOPIC, parent, prefix=prefix)
+        parent = range_of(load_route(database, TOPIC), lp_of(b"key-7")).partition
+        split(runtime_of(database, prefix), TOPIC, parent)
     first.kill()
     scene.publish()
     for failpoint in ("acquire.after_send=kill", "parking.before_commit=kill", "parking.after_commit=kill"):

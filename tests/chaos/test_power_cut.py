@@ -37,6 +37,7 @@ from tests.fixtures.power import NOT_LAST, PoweredRedis
 from tests.fixtures.wait import wait_until
 from tests.proof.checker import check
 from tests.proof.history import History, read_histories
+from tests.proof.runtimes import runtime_of
 from tests.proof.streams import read_partition
 
 DIRECT: Final = "direct"
@@ -114,9 +115,9 @@ def test_a_power_cut_loses_nothing_that_came_through_the_outbox_and_nothing_else
     settings = Settings(dsn=SecretStr(database_dsn), key_prefix=key_prefix)
     with Database(database_dsn) as database, psycopg.connect(database_dsn, autocommit=True) as connection:
         connection.execute(SINK)
-        register_node(database, name="n1", url=node.url)
-        route = create_topic(database, TOPIC, prefix=key_prefix, partitions=4, application=database)
-        direct = create_topic(database, DIRECT, prefix=key_prefix, partitions=2)
+        register_node(runtime_of(database), name="n1", url=node.url)
+        route = create_topic(runtime_of(database, key_prefix, application=database), TOPIC, partitions=4)
+        direct = create_topic(runtime_of(database, key_prefix), DIRECT, partitions=2)
     play, lost_bytes, cuts = Play(settings, tmp_path), 0, 0
     try:
         for name in CAST:

@@ -17,6 +17,7 @@ from tests.chaos.actors import SINK, TOPIC
 from tests.chaos.test_consumer_kills import Scene, judge
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.wait import wait_until
+from tests.proof.runtimes import runtime_of
 
 
 @pytest.fixture
@@ -30,8 +31,8 @@ def scene(database_dsn: str, node: RedisServer, key_prefix: str, tmp_path: Path)
     """A backlog on that node, and consumers."""
     with Database(database_dsn) as database, psycopg.connect(database_dsn, autocommit=True) as connection:
         connection.execute(SINK)
-        register_node(database, name="n1", url=node.url)
-        create_topic(database, TOPIC, prefix=key_prefix, partitions=4, application=database)
+        register_node(runtime_of(database), name="n1", url=node.url)
+        create_topic(runtime_of(database, key_prefix, application=database), TOPIC, partitions=4)
     scene = Scene(Settings(dsn=SecretStr(database_dsn), key_prefix=key_prefix), tmp_path)
     yield scene
     for process in scene.running:

@@ -34,6 +34,7 @@ from tests.fixtures.forked_programs import Process, start_python
 from tests.fixtures.wait import wait_until
 from tests.proof.checker import check
 from tests.proof.history import History, Publish, read_histories
+from tests.proof.runtimes import runtime_of
 
 ROOT: Final = Path(__file__).parents[2]
 COUNT: Final = 240
@@ -111,8 +112,8 @@ def scene(database_dsn: str, redis_url: str, key_prefix: str, tmp_path: Path) ->
     settings = Settings(dsn=SecretStr(database_dsn), key_prefix=key_prefix)
     with Database(database_dsn) as database, psycopg.connect(database_dsn, autocommit=True) as connection:
         connection.execute(SINK)
-        register_node(database, name="n1", url=redis_url)
-        route = create_topic(database, TOPIC, prefix=key_prefix, partitions=2, application=database)
+        register_node(runtime_of(database), name="n1", url=redis_url)
+        route = create_topic(runtime_of(database, key_prefix, application=database), TOPIC, partitions=2)
     scene = Scene(settings, tmp_path, [int(line.partition) for line in route.ranges])
     yield scene
     for process in scene.running:
@@ -138,7 +139,7 @@ def test_a_kill_before_a_drained_partition_is_reported_leaves_it_to_the_next_one
         wait_until(lambda: scene.count() == 40, timeout_s=40, what="the parents are handled")
         route = load_route(database, TOPIC)
         plan = plan_split(route, scene.partitions[0], [200])
-        apply_change(database, plan, prefix=scene.settings.key_prefix, application=database, actor="test")
+        apply_change(runtime_of(database, scene.settings.key_prefix, application=database, actor="test"), plan)
         scene.partitions = [*scene.partitions, *(int(line.partition) for line in load_route(database, TOPIC).ranges)]
         scene.partitions = sorted(set(scene.partitions))
         assert first.wait(40) == -9, "the place was not reached"

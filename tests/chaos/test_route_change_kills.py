@@ -24,7 +24,7 @@ from mqlayer.errors import NotFound
 from mqlayer.groups import find_group
 from mqlayer.postgres.database import Database
 from mqlayer.redis.keys import partition_keys
-from mqlayer.routes import drop_change, finish_change, finish_changes, retire_partitions, split
+from mqlayer.routes import drop_change, finish_change, finish_changes, retire_partitions
 from mqlayer.runtime.route_cache import load_route
 from mqlayer.stack import RedisServer
 from tests.chaos.actors import SINK
@@ -38,6 +38,8 @@ from tests.proof.failpoint_names import failpoint_names
 from tests.proof.history import History, read_histories
 from tests.proof.manual_member import ManualMember
 from tests.proof.outbox_world import OutboxWorld
+from tests.proof.route_steps import split
+from tests.proof.runtimes import runtime_of
 from tests.proof.step_driver import drive
 
 KILLED = -signal.SIGKILL
@@ -174,13 +176,13 @@ def test_a_driver_killed_anywhere_leaves_a_change_that_anybody_completes(
         load.more()
         planned = world.rows("SELECT state FROM mqlayer.route_change")
         assert planned == ([] if name == "change.before_plan_commit" else [(_state_at(name),)])
-        came_to = finish_changes(database, prefix=world.key_prefix)
+        came_to = finish_changes(runtime_of(database, world.key_prefix))
         assert list(came_to.values()) == ["done"] * len(planned)
     assert_one_outcome(world, database, done=bool(planned))
     before = facts(world)
-    assert finish_changes(database, prefix=world.key_prefix) == {}
+    assert finish_changes(runtime_of(database, world.key_prefix)) == {}
     for change_id in came_to:
-        assert finish_change(database, change_id, prefix=world.key_prefix) == "done"
+        assert finish_change(runtime_of(database, world.key_prefix), change_id) == "done"
     assert facts(world) == before, "a repeated repair changed something"
 
 
@@ -194,7 +196,7 @@ def _state_at(name: str) -> str:
 def test_the_next_command_finishes_what_a_killed_driver_left(world: OutboxWorld, database: Database, name: str) -> None:
     with Load(world).running():
         assert drive(*KINDS["merge"], environment=world.environment(f"{name}=kill")) == KILLED
-        route = split(database, "orders", 3, at=[700], prefix=world.key_prefix)
+        route = split(runtime_of(database, world.key_prefix), "orders", 3, at=[700])
         assert [(r.lp_from, r.lp_to, int(r.partition)) for r in route.ranges] == [(0, 700, 4), (700, 1024, 5)]
         assert route.version == 3
 
@@ -203,8 +205,7 @@ def test_two_that_repair_at_once_come_to_one_outcome(world: OutboxWorld, databas
     with Load(world).running():
         assert drive(*KINDS["merge"], environment=world.environment("change.after_seal=kill")) == KILLED
         drivers = [
-            threading.Thread(target=finish_changes, args=(database,), kwargs={"prefix": world.key_prefix})
-            for _ in range(3)
+            threading.Thread(target=finish_changes, args=(runtime_of(database, world.key_prefix),)) for _ in range(3)
         ]
         for driver in drivers:
             driver.start()
@@ -225,14 +226,14 @@ def test_a_drop_that_was_killed_never_was(world: OutboxWorld, database: Database
         assert drive("drop", environment=world.environment(f"{name}=kill")) == KILLED
         load.more()
         if repair == "finish":
-            assert finish_changes(database, prefix=world.key_prefix) == {1: "done"}
+            assert finish_changes(runtime_of(database, world.key_prefix)) == {1: "done"}
         else:
-            assert drop_change(database, "orders") == 1
+            assert drop_change(runtime_of(database), "orders") == 1
         with pytest.raises(NotFound):
-            drop_change(database, "orders")
+            drop_change(runtime_of(database), "orders")
     came_to = "done" if repair == "finish" else "dropped"
     assert world.rows("SELECT state FROM mqlayer.route_change WHERE change_id = 1") == [(came_to,)]
-    retire_partitions(database, prefix=world.key_prefix)
+    retire_partitions(runtime_of(database, world.key_prefix))
     assert_one_outcome(world, database, done=repair == "finish")
 
 
@@ -278,8 +279,8 @@ def test_retiring_that_was_killed_is_completed_by_the_next(world: OutboxWorld, d
             lambda: world.rows("SELECT count(*)::int FROM mqlayer.drained") == [(2,)], what="the parents to be drained"
         )
     assert drive("retire", environment=world.environment(f"{name}=kill")) == KILLED
-    assert retire_partitions(database, prefix=world.key_prefix) == [1, 2]
-    assert retire_partitions(database, prefix=world.key_prefix) == []
+    assert retire_partitions(runtime_of(database, world.key_prefix)) == [1, 2]
+    assert retire_partitions(runtime_of(database, world.key_prefix)) == []
     for partition, url in zip((1, 2), world.urls, strict=True):
         with redis.Redis.from_url(url) as client:
             left = client.keys(f"{world.key_prefix}:{{{partition}}}:*")

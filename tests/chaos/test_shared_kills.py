@@ -24,6 +24,7 @@ from tests.fixtures.failpoints import armed
 from tests.fixtures.forked_programs import Process, start_python
 from tests.fixtures.shared_members import due, pending, share
 from tests.fixtures.wait import wait_until
+from tests.proof.runtimes import runtime_of
 
 ROOT: Final = Path(__file__).parents[2]
 COUNT: Final = 120
@@ -149,7 +150,7 @@ def test_what_a_dead_member_had_is_due_after_a_scan_also_one_that_is_killed_and_
         return sum(due(scene.stage, p, GROUP) for p in scene.stage.partitions) == had
 
     wait_until(scanned, what="all of it is due")
-    assert reclaim_shared(scene.stage.database, prefix=scene.stage.prefix) == 0
+    assert reclaim_shared(scene.stage.runtime) == 0
     scene.start("second")
     scene.stage.wait_settled(GROUP)
     assert scene.sink() == numbers
@@ -187,14 +188,14 @@ def test_a_kill_during_a_split_leaves_a_parent_that_the_next_member_drains(scene
     wait_until(scene.begun, what="it is at work")
     middle = (line.lp_from + line.lp_to) // 2
     plan = plan_split(stage.route, line.partition, [middle])
-    apply_change(stage.database, plan, prefix=stage.prefix, application=stage.database, actor="test")
+    apply_change(runtime_of(stage.database, stage.prefix, application=stage.database, actor="test"), plan)
     stage.route = load_route(stage.database, stage.topic)
     stage.partitions = [one.partition for one in stage.route.ranges]
     stage.send((f"key-{at % 7}", b"%d" % (COUNT + at)) for at in range(COUNT))
     numbers = sorted([*numbers, *(str(COUNT + at) for at in range(COUNT))])
     assert killed.wait(20) == -9
     scene.start("second")
-    wait_until(lambda: retire_partitions(stage.database, prefix=stage.prefix) == [parent], what="the parent is drained")
+    wait_until(lambda: retire_partitions(stage.runtime) == [parent], what="the parent is drained")
     stage.wait_settled(GROUP)
     assert scene.sink() == numbers
 
@@ -208,7 +209,7 @@ def test_dead_messages_that_are_given_back_survive_kills_of_whoever_has_them(sce
     first.kill()
     first.wait()
     (scene.directory / "go").touch()
-    redrive = start_redrive(stage.database, stage.topic, GROUP, DeadFilter(), actor="test", worker="w")
+    redrive = start_redrive(runtime_of(stage.database, actor="test"), stage.topic, GROUP, DeadFilter(), worker="w")
     assert work_on(stage.database, redrive, worker="w").sent == 4
     assert scene.start("second", "shared.after_claim=kill").wait(20) == -9
 

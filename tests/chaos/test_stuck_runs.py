@@ -18,6 +18,7 @@ from mqlayer.settings import Settings
 from tests.chaos.actors import GROUP, INTO_SINK, MIRROR, SINK, TOPIC
 from tests.chaos.harness.scene import Scene
 from tests.fixtures.servers import StartRedis
+from tests.proof.route_ranges import range_of
 
 
 @pytest.fixture
@@ -41,7 +42,7 @@ def test_it_says_which_lps_have_no_effect_and_which_partitions_nobody_consumes(
 ) -> None:
     route = load_route(scene.database, TOPIC)
     lps = sorted(lp_of(key.encode()) for key in ("a", "b"))
-    first, second = (f"LP {lp} of partition {route.range_of(lp).partition}: 1 of 1 have no effect" for lp in lps)
+    first, second = (f"LP {lp} of partition {range_of(route, lp).partition}: 1 of 1 have no effect" for lp in lps)
     for key in ("a", "b"):
         connection.execute("SELECT mqlayer_app.publish_v1(%s, %s, '')", (TOPIC, key))
     assert list(scene.without_effect(limit=10)) == [first, second]

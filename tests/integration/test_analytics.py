@@ -20,6 +20,7 @@ from mqlayer.postgres.database import Database
 from tests.fixtures.archived_topics import BEGAN
 from tests.fixtures.commands import Commands
 from tests.proof.outbox_world import OutboxWorld
+from tests.proof.runtimes import runtime_of
 
 ROOT: Final = Path(__file__).parents[2]
 EVIL: Final = "<script>alert('k')</script>"
@@ -44,7 +45,7 @@ def world(run: Commands, empty_database_dsn: str, redis_url: str, key_prefix: st
     run.text("topic", "create", "orders", "--partitions", "2")
     with Database(empty_database_dsn) as database:
         archive(database)
-        create_snapshot(database, "nightly")
+        create_snapshot(runtime_of(database), "nightly")
     return world
 
 

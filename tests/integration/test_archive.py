@@ -44,7 +44,7 @@ from mqlayer.redis.partition_scripts import (
     append_reply,
     settle_command,
 )
-from mqlayer.routes import give_up_node, merge, retire_partitions, split
+from mqlayer.routes import give_up_node, retire_partitions
 from mqlayer.runtime.route_cache import load_route
 from mqlayer.settings import Settings
 from mqlayer.topics import create_topic, list_nodes, rearm_node, register_node, set_archived
@@ -53,6 +53,9 @@ from tests.fixtures.servers import StartRedis
 from tests.fixtures.wait import wait_until
 from tests.proof.fall_back import FallBack
 from tests.proof.outbox_world import OutboxWorld
+from tests.proof.route_ranges import range_of
+from tests.proof.route_steps import merge, split
+from tests.proof.runtimes import runtime_of
 
 TOPIC = "orders"
 LOW = next(f"key-{n}" for n in range(100) if lp_of(f"key-{n}".encode()) < 512)
@@ -66,9 +69,12 @@ class Scene:
         self.dsn, self.prefix = dsn, prefix
         self.database = Database(dsn)
         for number, url in enumerate(urls, start=1):
-            register_node(self.database, name=f"n{number}", url=url)
+            register_node(runtime_of(self.database), name=f"n{number}", url=url)
         self.route = create_topic(
-            self.database, TOPIC, prefix=prefix, partitions=partitions, archived=archived, application=self.database
+            runtime_of(self.database, prefix, application=self.database),
+            TOPIC,
+            partitions=partitions,
+            archived=archived,
         )
         self.connection = psycopg.connect(dsn, autocommit=True)
         self.seqs: dict[tuple[int, int], int] = {}
@@ -85,7 +91,7 @@ class Scene:
         lp = lp_of(key.encode())
         first = self.seqs.get((source, lp), 0) + 1
         fields = [field for body in bodies for field in (facts, key.encode(), body)]
-        place = load_route(self.database, TOPIC).range_of(lp)
+        place = range_of(load_route(self.database, TOPIC), lp)
         node = next(node for node in list_nodes(self.database) if node.node_id == place.node)
         with NodeConnection(node) as connection:
             command = append_command(
@@ -158,7 +164,7 @@ class Scene:
         assert out_of_order == []
 
     def archive(self) -> Any:
-        return archive_pass(self.database, prefix=self.prefix)
+        return archive_pass(runtime_of(self.database, self.prefix))
 
     def archived(self) -> list[tuple[Any, ...]]:
         return self.rows("SELECT source, lp, seq FROM mqlayer_archive.record ORDER BY source, lp, seq")
@@ -193,7 +199,7 @@ def test_every_record_is_archived_once_with_its_place_and_content(scene: Scene) 
         "SELECT batch, version, partition_id, log_offset, seq, extract(epoch FROM published_at)::float8, key, tags, "
         "headers, body FROM mqlayer_archive.record WHERE lp = %s ORDER BY batch, log_offset", lp,
     )  # fmt: skip
-    partition = scene.route.range_of(lp).partition
+    partition = range_of(scene.route, lp).partition
     assert [row[1:] for row in rows] == [
         (1, partition, 1, 1, 1_700_000_000, b"a", None, None, b"one"),
         (1, partition, 2, 2, 1_700_000_000, b"a", None, None, b"two"),
@@ -234,7 +240,7 @@ def test_what_is_not_to_be_archived_is_not(database_dsn: str, redis_url: str, ke
     scene = Scene(database_dsn, key_prefix, redis_url, archived=False)
     scene.send(1, LOW, b"x")
     assert scene.archive().total == 0
-    assert archive_status(scene.database, prefix=scene.prefix) == []
+    assert archive_status(runtime_of(scene.database, scene.prefix)) == []
     scene.close()
 
 
@@ -244,8 +250,8 @@ def test_archiving_that_begins_late_begins_with_the_first_record_kept(
     scene = Scene(database_dsn, key_prefix, redis_url, partitions=1, archived=False)
     scene.send(1, LOW, *[b"x"] * 10)
     scene.client(1).xtrim(scene.log(1), minid="7-0", approximate=False)
-    assert set_archived(scene.database, TOPIC, archived=True)
-    assert not set_archived(scene.database, TOPIC, archived=True)
+    assert set_archived(runtime_of(scene.database), TOPIC, archived=True)
+    assert not set_archived(runtime_of(scene.database), TOPIC, archived=True)
     assert scene.archive().total == 4
     assert list(scene.marks().values()) == [(7, 10)]
     assert list_gaps(scene.database) == []
@@ -255,14 +261,14 @@ def test_archiving_that_begins_late_begins_with_the_first_record_kept(
 def test_off_and_on_again_begins_a_stretch_anew_and_shows_what_is_missing(scene: Scene) -> None:
     """A mark never says of seqs that they are there which were trimmed while nobody archived."""
     lp = lp_of(LOW.encode())
-    partition = scene.route.range_of(lp).partition
+    partition = range_of(scene.route, lp).partition
     scene.send(1, LOW, *[b"x"] * 5)
     scene.send(1, HIGH, b"y")
     scene.archive()
-    set_archived(scene.database, TOPIC, archived=False)
+    set_archived(runtime_of(scene.database), TOPIC, archived=False)
     scene.send(1, LOW, *[b"x"] * 5)
     scene.client(partition).xtrim(scene.log(partition), minid="9-0", approximate=False)
-    set_archived(scene.database, TOPIC, archived=True)
+    set_archived(runtime_of(scene.database), TOPIC, archived=True)
     scene.send(1, HIGH, b"y")
     report = scene.archive()
     assert (report.total, report.stopped) == (3, [])
@@ -278,7 +284,7 @@ def test_off_and_on_again_begins_a_stretch_anew_and_shows_what_is_missing(scene:
 def test_a_gap_stops_its_partition_until_somebody_accepts_it(scene: Scene) -> None:
     """The others go on; nothing behind it is trimmed."""
     lp = lp_of(LOW.encode())
-    low = scene.route.range_of(lp).partition
+    low = range_of(scene.route, lp).partition
     group = scene.group()
     scene.send(1, LOW, *[b"x"] * 300)
     scene.archive()
@@ -292,15 +298,15 @@ def test_a_gap_stops_its_partition_until_somebody_accepts_it(scene: Scene) -> No
     (gap,) = list_gaps(scene.database, waiting=True)
     assert (gap.source, gap.lp, gap.after, gap.next_seq, gap.partition, gap.offset) == (1, lp, 400, 403, low, 403)
     scene.settle(group, low, 600)
-    trim_pass(scene.database, prefix=scene.prefix)
+    trim_pass(runtime_of(scene.database, scene.prefix))
     assert scene.first(low) <= 403
     with pytest.raises(InvalidInput, match="reason"):
-        accept_gaps(scene.database, TOPIC, reason=" ")
-    assert accept_gaps(scene.database, TOPIC, reason="deleted by hand") == 1
+        accept_gaps(runtime_of(scene.database), TOPIC, reason=" ")
+    assert accept_gaps(runtime_of(scene.database), TOPIC, reason="deleted by hand") == 1
     assert scene.archive().total == 198
     assert scene.marks()[1, lp] == (403, 600)
     with pytest.raises(NotFound):
-        accept_gaps(scene.database, TOPIC, reason="again")
+        accept_gaps(runtime_of(scene.database), TOPIC, reason="again")
     facts = scene.rows("SELECT facts FROM mqlayer.audit WHERE act = 'archive accept-gap'")[0][0]
     assert facts == {"gaps": 1, "missing": 2, "partition": None, "reason": "deleted by hand"}
 
@@ -311,7 +317,7 @@ def test_whoever_accepts_a_gap_is_told_of_those_behind_it(scene: Scene) -> None:
         for n in range(999)
         if lp_of(f"o-{n}".encode()) < 512 and lp_of(f"o-{n}".encode()) != lp_of(LOW.encode())
     )
-    low = scene.route.range_of(lp_of(LOW.encode())).partition
+    low = range_of(scene.route, lp_of(LOW.encode())).partition
     for key in (LOW, other):
         scene.send(1, key, b"1")
     scene.archive()
@@ -319,7 +325,7 @@ def test_whoever_accepts_a_gap_is_told_of_those_behind_it(scene: Scene) -> None:
         scene.send(1, key, b"2")
     scene.client(low).xdel(scene.log(low), "3-0", "4-0")
     assert scene.archive().stopped == [low]
-    assert accept_gaps(scene.database, TOPIC, reason="lost", partition=low) == 2
+    assert accept_gaps(runtime_of(scene.database), TOPIC, reason="lost", partition=low) == 2
     assert scene.archive().total == 2
     assert set(scene.marks().values()) == {(3, 3)}
 
@@ -330,17 +336,17 @@ def test_a_hole_at_the_end_of_a_chain_is_found_where_the_partition_was_sealed(sc
     scene.send(2, LOW, *[b"x"] * 5)
     scene.archive()
     lp = lp_of(LOW.encode())
-    low = scene.route.range_of(lp).partition
+    low = range_of(scene.route, lp).partition
     scene.send(1, LOW, b"6", b"7")
     scene.send(2, LOW, b"6")
     scene.client(low).xdel(scene.log(low), "12-0", "13-0")
-    split(scene.database, TOPIC, low, at=[256], prefix=scene.prefix, application=scene.database)
+    split(runtime_of(scene.database, scene.prefix, application=scene.database), TOPIC, low, at=[256])
     for _ in range(2):
         report = scene.archive()
         assert (report.completed, report.stopped) == ([], [low])
     found = [(gap.source, gap.lp, gap.after, gap.next_seq, gap.offset) for gap in list_gaps(scene.database)]
     assert sorted(found) == [(1, lp, 6, 8, 14), (2, lp, 5, 7, 14)]
-    assert accept_gaps(scene.database, TOPIC, reason="deleted by hand") == 2
+    assert accept_gaps(runtime_of(scene.database), TOPIC, reason="deleted by hand") == 2
     assert scene.archive().completed == [low]
     assert scene.marks() == {(1, lp): (8, 7), (2, lp): (7, 6)}
     scene.send(1, LOW, b"8")
@@ -350,14 +356,14 @@ def test_a_hole_at_the_end_of_a_chain_is_found_where_the_partition_was_sealed(sc
 
 
 def test_a_topic_switched_off_and_on_explains_a_hole_at_the_end_of_a_chain(scene: Scene) -> None:
-    low = scene.route.range_of(lp_of(LOW.encode())).partition
+    low = range_of(scene.route, lp_of(LOW.encode())).partition
     scene.send(1, LOW, b"1")
     scene.archive()
-    set_archived(scene.database, TOPIC, archived=False)
+    set_archived(runtime_of(scene.database), TOPIC, archived=False)
     scene.send(1, LOW, b"2")
     scene.client(low).xdel(scene.log(low), "2-0")
-    set_archived(scene.database, TOPIC, archived=True)
-    split(scene.database, TOPIC, low, at=[256], prefix=scene.prefix, application=scene.database)
+    set_archived(runtime_of(scene.database), TOPIC, archived=True)
+    split(runtime_of(scene.database, scene.prefix, application=scene.database), TOPIC, low, at=[256])
     assert scene.archive().completed == [low]
     (gap,) = list_gaps(scene.database)
     assert (gap.after, gap.next_seq, gap.actor, gap.accepted_at is None) == (1, 3, None, False)
@@ -367,7 +373,7 @@ def test_what_is_looked_at_behind_a_gap_is_bounded_in_bytes(scene: Scene, monkey
     """It is read again by each pass, as long as the gap waits."""
     monkeypatch.setattr("mqlayer.archive.archiver.page_size", lambda _: 10)
     monkeypatch.setattr(batch_writer, "BYTES", 100_000)
-    low = scene.route.range_of(lp_of(LOW.encode())).partition
+    low = range_of(scene.route, lp_of(LOW.encode())).partition
     scene.send(1, LOW, *[b"x"] * 20)
     scene.archive()
     for _ in range(30):
@@ -392,7 +398,7 @@ def test_a_node_that_is_away_or_not_armed_keeps_nothing_else_waiting(
     assert (report.total, list(report.skipped_nodes)) == (1, ["n2"])
     node.start()
     assert "armed" in scene.archive().skipped_nodes["n2"]
-    rearm_node(scene.database, "n2", prefix=scene.prefix)
+    rearm_node(runtime_of(scene.database, scene.prefix), "n2")
     assert scene.archive().total == 1
     scene.assert_whole()
     scene.close()
@@ -411,7 +417,7 @@ def test_a_node_that_falls_back_gives_offsets_again_and_every_record_is_there_on
     scene.send(2, LOW, *[b"direct"] * 5)
     assert scene.archive().total == 7
     before.happen()
-    rearm_node(scene.database, "n1", prefix=scene.prefix)
+    rearm_node(runtime_of(scene.database, scene.prefix), "n1")
     # Source 2 ended with what it published; source 1 sends again, and more.
     scene.seqs[1, lp_of(LOW.encode())] = 2
     scene.send(1, LOW, b"3", b"4", b"5")
@@ -437,7 +443,7 @@ def test_what_was_read_of_a_run_that_fell_back_since_is_not_taken_for_what_is_th
         running = pool.submit(scene.archive)
         wait_until((tmp_path / "reached").exists, what="the archiver has the first piece")
         before.happen()
-        rearm_node(scene.database, "n1", prefix=scene.prefix)
+        rearm_node(runtime_of(scene.database, scene.prefix), "n1")
         scene.send(7, LOW, b"other", b"another")
         gate.touch()
         report = running.result()
@@ -455,12 +461,12 @@ def test_a_split_and_a_merge_are_archived_parents_first(scene: Scene) -> None:
         for key in (LOW, HIGH, "c"):
             scene.send(1 + number % 2, key, b"x")
         if number == 0:
-            split(scene.database, TOPIC, 1, at=[100, 200], prefix=scene.prefix)
+            split(runtime_of(scene.database, scene.prefix), TOPIC, 1, at=[100, 200])
         if number == 1:
             scene.archive()
-            merge(scene.database, TOPIC, [3, 4], prefix=scene.prefix)
+            merge(runtime_of(scene.database, scene.prefix), TOPIC, [3, 4])
         if number == 2:
-            merge(scene.database, TOPIC, [5, 6], prefix=scene.prefix)
+            merge(runtime_of(scene.database, scene.prefix), TOPIC, [5, 6])
     report = scene.archive()
     assert sorted(report.completed) == [3, 4, 5, 6]
     scene.assert_whole()
@@ -475,13 +481,13 @@ def test_a_successor_waits_for_its_parents_and_is_no_gap_meanwhile(
     node = start_redis()
     scene = Scene(database_dsn, key_prefix, node.url, redis_url)
     scene.send(1, LOW, b"1")
-    split(scene.database, TOPIC, 1, at=[100], to=["n2"], prefix=scene.prefix)
+    split(runtime_of(scene.database, scene.prefix), TOPIC, 1, at=[100], to=["n2"])
     scene.send(1, LOW, b"2")
     node.kill()
     report = scene.archive()
     assert (report.total, report.stopped) == (0, [])
     node.start()
-    rearm_node(scene.database, "n1", prefix=scene.prefix)
+    rearm_node(runtime_of(scene.database, scene.prefix), "n1")
     assert scene.archive().total == 2
     scene.assert_whole()
     scene.close()
@@ -495,18 +501,18 @@ def test_a_partition_made_anew_elsewhere_is_archived_from_its_beginning(
     world = OutboxWorld(database_dsn, key_prefix, [redis_url, node.url])
     world.add_topic("orders", partitions=2)
     with Database(database_dsn) as database, world.relay():
-        set_archived(database, "orders", archived=True)
+        set_archived(runtime_of(database), "orders", archived=True)
         world.publish(40, tag="first")
         world.wait_until_whole()
-        archive_pass(database, prefix=key_prefix)
+        archive_pass(runtime_of(database, key_prefix))
         world.publish(40, tag="second")
         world.wait_until_whole()
-        split(database, "orders", 2, at=[700], to=["node-1"], prefix=key_prefix, application=database)
+        split(runtime_of(database, key_prefix, application=database), "orders", 2, at=[700], to=["node-1"])
         node.kill()
-        give_up_node(database, "node-2", prefix=key_prefix, application=database)
+        give_up_node(runtime_of(database, key_prefix, application=database), "node-2")
         world.publish(40, tag="third")
         world.wait_until_whole()
-        report = archive_pass(database, prefix=key_prefix)
+        report = archive_pass(runtime_of(database, key_prefix))
         assert report.stopped == []
         assert 2 in report.completed
     kept = world.rows("SELECT lp, seq FROM mqlayer_archive.record ORDER BY lp, seq")
@@ -522,13 +528,13 @@ def test_a_stream_is_trimmed_below_what_is_archived_and_settled(
     group = scene.group()
 
     def first() -> int:
-        trim_pass(scene.database, prefix=scene.prefix)
+        trim_pass(runtime_of(scene.database, scene.prefix))
         return scene.first(1)
 
     scene.send(1, LOW, *[b"x" * 100] * 400)
     scene.settle(group, 1, 400)
     assert first() == 1, "nothing is archived"
-    (status,) = archive_status(scene.database, prefix=scene.prefix)
+    (status,) = archive_status(runtime_of(scene.database, scene.prefix))
     assert (status.lag, status.retained) == (400, 400)
     assert status.lag_s > 1e6
     assert 400 * 100 < status.retained_bytes <= (status.stream_bytes or 0)
@@ -536,7 +542,7 @@ def test_a_stream_is_trimmed_below_what_is_archived_and_settled(
     scene.send(1, LOW, *[b"x" * 100] * 400)
     scene.settle(group, 1, 800)
     assert 1 < first() <= 401, "the second half is settled only"
-    set_archived(scene.database, TOPIC, archived=False)
+    set_archived(runtime_of(scene.database), TOPIC, archived=False)
     assert first() > 401
     scene.close()
 
@@ -544,11 +550,11 @@ def test_a_stream_is_trimmed_below_what_is_archived_and_settled(
 def test_a_sealed_partition_is_retired_once_the_archive_has_it(scene: Scene) -> None:
     group = scene.group()
     scene.send(1, LOW, b"1")
-    split(scene.database, TOPIC, 1, at=[100], prefix=scene.prefix)
+    split(runtime_of(scene.database, scene.prefix), TOPIC, 1, at=[100])
     scene.connection.execute("INSERT INTO mqlayer.drained (group_id, partition_id) VALUES (%s, 1)", (group,))
-    assert retire_partitions(scene.database, prefix=scene.prefix) == []
+    assert retire_partitions(runtime_of(scene.database, scene.prefix)) == []
     assert scene.archive().completed == [1]
-    assert retire_partitions(scene.database, prefix=scene.prefix) == [1]
+    assert retire_partitions(runtime_of(scene.database, scene.prefix)) == [1]
 
 
 @pytest.mark.parametrize("emptied", [False, True], ids=["fell-back", "emptied"])
@@ -569,13 +575,13 @@ def test_a_pass_that_asked_before_a_node_fell_back_trims_nothing_of_what_comes_t
     failpoints.arm("trim.after_work", f"mark:{tmp_path / 'reached'}")
     failpoints.arm("trim.after_work", f"wait:{tmp_path / 'go'}")
     with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(trim_pass, scene.database, prefix=scene.prefix)
+        running = pool.submit(trim_pass, runtime_of(scene.database, scene.prefix))
         wait_until((tmp_path / "reached").exists, what="the pass knows its bounds")
         if emptied:
             scene.client(1).flushall()
         else:
             before.happen()
-        rearm_node(scene.database, "n1", prefix=scene.prefix)
+        rearm_node(runtime_of(scene.database, scene.prefix), "n1")
         for _ in range(2):
             scene.send(7, LOW, *[b"new"] * 500)
         scene.settle(group, 1, 1_000)
@@ -595,10 +601,10 @@ def test_what_was_read_before_a_node_was_emptied_moves_nobody_on(
     failpoints.arm("archive.before_copy", f"mark:{tmp_path / 'reached'}")
     failpoints.arm("archive.before_copy", f"wait:{tmp_path / 'go'}")
     with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(archive_pass, scene.database, prefix=scene.prefix)
+        running = pool.submit(archive_pass, runtime_of(scene.database, scene.prefix))
         wait_until((tmp_path / "reached").exists, what="the pass has read")
         scene.client(1).flushall()
-        rearm_node(scene.database, "n1", prefix=scene.prefix)
+        rearm_node(runtime_of(scene.database, scene.prefix), "n1")
         scene.send(7, LOW, *[b"new"] * 20)
         (tmp_path / "go").touch()
         running.result()
@@ -616,9 +622,9 @@ def test_trimming_that_is_on_its_way_and_archiving_switched_on_exclude_each_othe
     scene.settle(scene.group(), 1, 0)
     failpoints.arm("trim.after_round", f"wait:{tmp_path / 'go'}")
     with ThreadPoolExecutor(2) as pool:
-        trimming = pool.submit(trim_pass, scene.database, prefix=scene.prefix)
+        trimming = pool.submit(trim_pass, runtime_of(scene.database, scene.prefix))
         wait_until(lambda: scene.locks("locktype = 'advisory' AND granted AND mode = 'ShareLock'"), what="it trims")
-        switching = pool.submit(set_archived, scene.database, TOPIC, archived=True)
+        switching = pool.submit(set_archived, runtime_of(scene.database), TOPIC, archived=True)
         wait_until(lambda: scene.locks("locktype = 'advisory' AND NOT granted"), what="the switch waits")
         assert not switching.done()
         (tmp_path / "go").touch()
@@ -641,7 +647,7 @@ def test_two_archivers_at_once_archive_everything_once(scene: Scene, monkeypatch
 
 
 def days(scene: Scene, age: int = 30) -> list[RetentionResult]:
-    return [day.result for day in retain(scene.database, older_than=timedelta(days=age))]
+    return [day.result for day in retain(runtime_of(scene.database), older_than=timedelta(days=age))]
 
 
 def test_retention_drops_whole_days_and_marks_begin_behind_them(scene: Scene) -> None:
@@ -652,7 +658,7 @@ def test_retention_drops_whole_days_and_marks_begin_behind_them(scene: Scene) ->
     scene.send(1, LOW, b"3")
     scene.archive()
     with pytest.raises(InvalidInput, match="a day"):
-        retain(scene.database, older_than=timedelta(hours=1))
+        retain(runtime_of(scene.database), older_than=timedelta(hours=1))
     assert days(scene, 50) == []
     assert days(scene) == ["dropped"]
     assert days(scene) == []
@@ -728,7 +734,7 @@ def test_a_stream_of_the_archive_is_told_of_a_day_that_went_before_an_older_one(
     scene.age(5)
     scene.send(1, LOW, b"3")
     scene.archive()
-    words = [one.result for one in retain(scene.database, older_than=timedelta(days=1)) if one.records]
+    words = [one.result for one in retain(runtime_of(scene.database), older_than=timedelta(days=1)) if one.records]
     assert words == ["spared", "dropped"]
     with scene.database.connection() as connection:
         facts = {"topic_id": 1, "after": 1}
@@ -741,7 +747,7 @@ def test_a_stream_of_the_archive_is_told_of_a_day_that_went_before_an_older_one(
 
 def test_topics_say_how_long_they_are_kept_and_the_longest_counts(scene: Scene) -> None:
     for name in ("other", "third"):
-        create_topic(scene.database, name, prefix=scene.prefix, partitions=1, archived=True)
+        create_topic(runtime_of(scene.database, scene.prefix), name, partitions=1, archived=True)
     scene.send(1, LOW, b"1")
     scene.archive()
     scene.connection.execute(
@@ -751,20 +757,20 @@ def test_topics_say_how_long_they_are_kept_and_the_longest_counts(scene: Scene) 
     scene.age(40)
 
     def words() -> list[RetentionResult]:
-        return [one.result for one in retain_by_topics(scene.database)]
+        return [one.result for one in retain_by_topics(runtime_of(scene.database, actor="worker"))]
 
     assert words() == [], "nobody said so"
-    assert set_retention(scene.database, TOPIC, days=7, actor="me")
-    assert not set_retention(scene.database, TOPIC, days=7)
+    assert set_retention(runtime_of(scene.database, actor="me"), TOPIC, days=7)
+    assert not set_retention(runtime_of(scene.database), TOPIC, days=7)
     assert words() == [], "of the other one nobody said so"
-    set_retention(scene.database, "other", days=50)
+    set_retention(runtime_of(scene.database), "other", days=50)
     assert words() == []
-    set_retention(scene.database, "other", days=39)
+    set_retention(runtime_of(scene.database), "other", days=39)
     assert words() == ["dropped"]
     with pytest.raises(InvalidInput, match="0 days"):
-        set_retention(scene.database, TOPIC, days=0)
+        set_retention(runtime_of(scene.database), TOPIC, days=0)
     with pytest.raises(NotFound):
-        set_retention(scene.database, "none", days=1)
+        set_retention(runtime_of(scene.database), "none", days=1)
     ((facts,),) = scene.rows("SELECT facts FROM mqlayer.audit WHERE actor = 'me'")
     assert facts == {"retention_days": 7}
     ((actor, records),) = scene.rows("SELECT actor, facts FROM mqlayer.audit WHERE act = 'archive retain'")
@@ -779,7 +785,7 @@ def test_days_are_made_ahead_once_by_many(scene: Scene) -> None:
 
 
 def test_a_record_that_no_script_wrote_stops_its_partition_only(scene: Scene) -> None:
-    low = scene.route.range_of(lp_of(LOW.encode())).partition
+    low = range_of(scene.route, lp_of(LOW.encode())).partition
     scene.client(low).xadd(scene.log(low), {"m": "what?", "k": "k", "b": "secret"}, id="1-0")
     scene.send(1, HIGH, b"y")
     report = scene.archive()
@@ -803,7 +809,7 @@ def test_a_record_that_no_script_wrote_stops_its_partition_only(scene: Scene) ->
 def test_a_record_that_no_row_can_hold_stops_its_partition_only_and_the_doctor_sees_it(
     scene: Scene, fields: dict[str, str]
 ) -> None:
-    low = scene.route.range_of(0).partition
+    low = range_of(scene.route, 0).partition
     scene.archive()
     ((before,),) = scene.rows("SELECT last_pass_at FROM mqlayer_archive.topic")
     scene.client(low).xadd(scene.log(low), fields, id="1-0")  # type: ignore[arg-type]
@@ -827,7 +833,7 @@ def test_the_doctor_names_an_archive_that_waits_or_is_late(scene: Scene, monkeyp
     scene.archive()
     assert found()[0][0] is CheckStatus.OK
     scene.send(1, LOW, b"4", b"5")
-    low = scene.route.range_of(lp_of(LOW.encode())).partition
+    low = range_of(scene.route, lp_of(LOW.encode())).partition
     scene.client(low).xdel(scene.log(low), "4-0")
     scene.archive()
     assert found() == [(CheckStatus.BROKEN, f"the archive of topic {TOPIC} waits at 1 gaps, and holds trimming up")]
@@ -881,8 +887,8 @@ def test_writers_a_split_archivers_and_trimming_at_once(scene: Scene) -> None:
 
     def trim() -> None:
         while not ending.is_set():
-            trim_pass(scene.database, prefix=scene.prefix)
-            retire_partitions(scene.database, prefix=scene.prefix)
+            trim_pass(runtime_of(scene.database, scene.prefix))
+            retire_partitions(runtime_of(scene.database, scene.prefix))
 
     with ThreadPoolExecutor(3) as pool, ExitStack() as pool_ends:
         running = [pool.submit(archive), pool.submit(archive), pool.submit(trim)]
@@ -896,7 +902,7 @@ def test_writers_a_split_archivers_and_trimming_at_once(scene: Scene) -> None:
                 ranges = load_route(scene.database, TOPIC).ranges
                 widest = max(ranges, key=lambda one: one.lp_to - one.lp_from)
                 at = (widest.lp_from + widest.lp_to) // 2
-                split(scene.database, TOPIC, widest.partition, at=[at], prefix=scene.prefix)
+                split(runtime_of(scene.database, scene.prefix), TOPIC, widest.partition, at=[at])
                 scene.connection.execute(
                     "INSERT INTO mqlayer.drained SELECT %s, partition_id FROM mqlayer.partition WHERE state = 'sealed' "
                     "ON CONFLICT DO NOTHING", (group,),
@@ -906,5 +912,5 @@ def test_writers_a_split_archivers_and_trimming_at_once(scene: Scene) -> None:
             one.result()
     scene.archive()
     scene.assert_whole()
-    wait_until(lambda: retire_partitions(scene.database, prefix=scene.prefix) or True, what="it retires")
+    wait_until(lambda: retire_partitions(runtime_of(scene.database, scene.prefix)) or True, what="it retires")
     assert scene.rows("SELECT count(*) FROM mqlayer.partition WHERE state = 'deleted'")[0][0] >= 3

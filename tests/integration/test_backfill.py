@@ -30,6 +30,7 @@ from tests.fixtures.failpoints import armed
 from tests.fixtures.forked_programs import ask_python
 from tests.fixtures.wait import wait_until
 from tests.integration.test_route_gates import KEYS, Scene, database, scene, world
+from tests.proof.runtimes import runtime_of
 
 __all__ = ["database", "scene", "world"]
 
@@ -43,7 +44,7 @@ class Library:
 
     def __init__(self, scene: Scene) -> None:
         self.scene, self.database = scene, scene.database
-        set_archived(scene.database, "orders", archived=True)
+        set_archived(runtime_of(scene.database), "orders", archived=True)
         self._apps: list[App] = []
         self._stop = threading.Event()
         self._feeder: threading.Thread | None = None
@@ -60,9 +61,12 @@ class Library:
         """Create a group; return the replay that it begins with."""
         with closing(RouteCache(self.database)) as routes:
             ensure_group(
-                self.database, routes, topic="orders", name=group, prefix=self.scene.world.key_prefix,
+                runtime_of(self.database, self.scene.world.key_prefix),
+                routes,
+                topic="orders",
+                name=group,
                 settings=GroupSettings(**{"from_archive": True, **said}),
-            )  # fmt: skip
+            )
         found = replays(self.database, topic="orders", group=group)
         return found[0].replay_id if found else 0
 
@@ -73,12 +77,12 @@ class Library:
         wait_until(lambda: self.lag("ledger") == 0, timeout_s=20, what="all settled")
         app.stop(5.0)
         self.take()
-        trim_pass(self.database, prefix=self.scene.world.key_prefix)
-        retire_partitions(self.database, prefix=self.scene.world.key_prefix)
+        trim_pass(runtime_of(self.database, self.scene.world.key_prefix))
+        retire_partitions(runtime_of(self.database, self.scene.world.key_prefix))
 
     def take(self) -> None:
         """Archive what is there."""
-        archive_pass(self.database, prefix=self.scene.world.key_prefix)
+        archive_pass(runtime_of(self.database, self.scene.world.key_prefix))
 
     def sql(self, text: str, *parameters: Any) -> list[tuple[Any, ...]]:
         """Run a statement on the control database."""
@@ -88,7 +92,7 @@ class Library:
 
     def lag(self, group: str) -> int:
         """Return what a group has not settled, or is not through with in Postgres."""
-        (status,) = group_statuses(self.database, "orders", group, prefix=self.scene.world.key_prefix)
+        (status,) = group_statuses(runtime_of(self.database, self.scene.world.key_prefix), "orders", group)
         return status.lag + status.parked.messages + (status.replay is not None)
 
     def feed(self, replay_id: int, **facts: Any) -> None:
@@ -163,12 +167,12 @@ def test_the_streams_rest_while_the_archive_is_given_and_lag_says_so(library: Li
     recorder = Recorder()
     app = library.start(recorder)
     wait_until(lambda: [state for _, state in app.members[0].owned().values()] == ["open"] * 2, what="both")
-    (status,) = group_statuses(library.database, "orders", LATE, prefix=scene.world.key_prefix)
+    (status,) = group_statuses(runtime_of(library.database, scene.world.key_prefix), "orders", LATE)
     assert status.replay is not None
     assert (status.replay.kind, status.replay.sent, status.replay.newer_wait) == ("backfill", 0, True)
     assert {one.stall.reason for one in status.partitions if one.stall is not None} == {"replayed"}
     assert recorder.count() == 0
-    explained = explain_key(library.database, "orders", "key-1", LATE, prefix=scene.world.key_prefix)
+    explained = explain_key(runtime_of(library.database, scene.world.key_prefix), "orders", "key-1", LATE)
     assert f"mqlayer replay show {replay_id}" in explained.run_next
     library.feed(replay_id)
     library.expect(recorder)
@@ -254,7 +258,7 @@ def test_a_cancelled_backfill_lets_the_streams_go_on_behind_a_gap(library: Libra
     scene.publish(2)
     recorder = Recorder()
     library.start(recorder)
-    cancel_replay(library.database, replay_id, actor="a test")
+    cancel_replay(runtime_of(library.database, actor="a test"), replay_id)
     library.expect(recorder, first=4)
 
 
@@ -277,12 +281,10 @@ def test_a_replay_of_an_archive_taken_during_a_split_has_the_order_of_live_consu
     again = Recorder()
     worker = new_worker()
     replay_id = start_replay(
-        library.database,
+        runtime_of(library.database, scene.world.key_prefix, actor="a test"),
         "orders",
         "ledger",
         ReplayFilter(),
-        prefix=scene.world.key_prefix,
-        actor="a test",
         worker=worker,
     )
     library.start(again, "ledger")
@@ -306,7 +308,7 @@ def test_retention_spares_what_a_backfill_has_yet_to_read(library: Library) -> N
             return any(connection.execute(query("archive_day_needed"), {"day": day}).fetchone() for day in days)
 
     assert needed()
-    cancel_replay(library.database, replay_id, actor="a test")
+    cancel_replay(runtime_of(library.database, actor="a test"), replay_id)
     assert not needed()
 
 

@@ -18,6 +18,7 @@ from tests.fixtures.forked_programs import run_python
 from tests.fixtures.wait import wait_until
 from tests.proof.outbox_world import OutboxWorld
 from tests.proof.producer_world import ProducerWorld
+from tests.proof.runtimes import runtime_of
 
 LIMIT = 4
 
@@ -57,7 +58,7 @@ def test_who_does_not_wait_is_told_at_once_whichever_way_it_publishes(world: Pro
         assert time.monotonic() - began < 5
         # One that waits, in between, and takes its turn once there is room.
         waiting = producer.send_async("orders", key="k", body=b"4", timeout_s=60, on_backlog="wait")
-        set_limits(database, "orders", backlog_limit=100)
+        set_limits(runtime_of(database), "orders", backlog_limit=100)
         assert waiting.result(20).identity.seq == LIMIT + 1
         assert producer.send("orders", key="k", body=b"5").identity.seq == LIMIT + 2
         assert producer.stats.pending == 0
@@ -83,7 +84,7 @@ def test_what_waits_can_be_taken_back_and_what_is_behind_it_keeps_its_order(
 
         # Under way at that moment, to be refused again, it can't be taken back.
         wait_until(taken_back, what="a timeout takes it back")
-        set_limits(database, "orders", backlog_limit=0)
+        set_limits(runtime_of(database), "orders", backlog_limit=0)
         seqs = [future.result(20).identity.seq for future in futures if not future.cancelled()]
         assert seqs == [5, 6, 7, 8]
         assert not futures[0].cancel()
@@ -95,8 +96,8 @@ def test_what_waits_can_be_taken_back_and_what_is_behind_it_keeps_its_order(
 def test_a_producer_learns_of_another_limit_within_seconds(world: ProducerWorld, database: Database) -> None:
     with world.producer() as producer:
         producer.send("orders", key="k", body=b"0")
-        assert set_limits(database, "orders", backlog_limit=2, body_limit=10)
-        assert not set_limits(database, "orders", backlog_limit=2)
+        assert set_limits(runtime_of(database), "orders", backlog_limit=2, body_limit=10)
+        assert not set_limits(runtime_of(database), "orders", backlog_limit=2)
 
         def refused() -> bool:
             try:
@@ -107,17 +108,22 @@ def test_a_producer_learns_of_another_limit_within_seconds(world: ProducerWorld,
                 return False
             return False
 
-        set_limits(database, "orders", backlog_limit=0)
+        set_limits(runtime_of(database), "orders", backlog_limit=0)
         wait_until(refused, timeout_s=8, what="the producer knows")
     assert world.rows("SELECT facts FROM mqlayer.audit WHERE act = 'topic set' ORDER BY audit_id") == [
         ({"body_limit": 10, "backlog_limit": 2},),
         ({"body_limit": 10, "backlog_limit": 0},),
     ]
     with pytest.raises(NotFound):
-        set_limits(database, "none", backlog_limit=1)
+        set_limits(runtime_of(database), "none", backlog_limit=1)
     for wrong in ({}, {"body_limit": 0}, {"backlog_limit": -1}, {"body_limit": 10**7}):
         with pytest.raises(InvalidInput):
-            set_limits(database, "orders", body_limit=wrong.get("body_limit"), backlog_limit=wrong.get("backlog_limit"))
+            set_limits(
+                runtime_of(database),
+                "orders",
+                body_limit=wrong.get("body_limit"),
+                backlog_limit=wrong.get("backlog_limit"),
+            )
 
 
 def test_a_relay_that_waits_goes_on_when_the_limit_is_raised_and_publishing_never_waits(
@@ -130,7 +136,7 @@ def test_a_relay_that_waits_goes_on_when_the_limit_is_raised_and_publishing_neve
         wait_until(lambda: sum(map(len, world.relayed().values())) >= 5, what="a full partition")
         world.publish(20, topic="narrow", keys=20)
         began = time.monotonic()
-        set_limits(database, "narrow", backlog_limit=1000)
+        set_limits(runtime_of(database), "narrow", backlog_limit=1000)
         world.wait_until_whole()
         assert time.monotonic() - began < 5
 

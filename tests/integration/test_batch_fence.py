@@ -17,6 +17,7 @@ from mqlayer.errors import BatchUndone, HandlerFault, InvalidInput, StaleOwner
 from mqlayer.postgres.queries import query
 from tests.fixtures.consumers import Stage, member_of
 from tests.fixtures.wait import wait_until
+from tests.proof.route_ranges import range_of
 
 pytestmark = pytest.mark.usefixtures("as_consumer")
 
@@ -191,7 +192,7 @@ def test_a_batch_of_an_owner_that_lost_its_right_is_refused(
     app = stage.app()
     app.consumer(stage.topic, group="g", batch=BatchOf(kind, limit=20, linger_s=0.1), body=int)(handle)
     app.start()
-    good = [n for n in range(12) if stage.route.range_of(lp_of(f"key-{n}".encode())).partition != stale]
+    good = [n for n in range(12) if range_of(stage.route, lp_of(f"key-{n}".encode())).partition != stale]
     wait_until(lambda: all(booked(connection, f"key-{key}") == [*range(1, 6)] for key in good), what="the others")
     wait_until(lambda: raised, what="a refusal")
     assert all(booked(connection, f"key-{key}") == [] for key in range(12) if key not in good)

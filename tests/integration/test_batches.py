@@ -18,6 +18,7 @@ from mqlayer.redelivery import pause_key, release_parked
 from tests.fixtures.consumers import Stage, member_of
 from tests.fixtures.failed_messages import Failing
 from tests.fixtures.wait import wait_until
+from tests.proof.runtimes import runtime_of
 
 pytestmark = pytest.mark.usefixtures("as_consumer")
 
@@ -244,7 +245,7 @@ def test_a_parked_key_is_handled_in_batches_when_it_is_released(stage: Stage, ki
     stage.wait_settled()
     assert batches.bodies("good") == numbers(3)
     broken = False
-    release_parked(stage.database, "orders", "g", key="bad", actor="a test")
+    release_parked(runtime_of(stage.database, actor="a test"), "orders", "g", key="bad")
     wait_until(lambda: Failing(stage).parked() == [], timeout_s=20, what="the parked key is handled")
     handled = [body for given in batches.done for key, body, _ in given if key == "bad"]
     assert list(dict.fromkeys(handled)) == numbers(12)
@@ -289,10 +290,10 @@ def test_a_key_that_is_paused_while_it_is_handled_out_of_postgres_rests_soon(sta
     batches = Batches(act)
     stage.consume(batches, batch=DISTINCT)
     wait_until(lambda: len(Failing(stage).parked()) == 50, what="the key is parked")
-    release_parked(stage.database, stage.topic, "g", key="key", actor="test")
+    release_parked(runtime_of(stage.database, actor="test"), stage.topic, "g", key="key")
     wait_until(lambda: len(batches.begun) == 2, what="it goes on")
     began = time.monotonic()
-    assert pause_key(stage.database, stage.topic, "g", "key", actor="test")
+    assert pause_key(runtime_of(stage.database, actor="test"), stage.topic, "g", "key")
     wait_until(lambda: time.monotonic() > began + 2 * TIME_SLICE_S, what="the turn is over")
     go_on.set()
     wait_until(lambda: len(Failing(stage).parked()) < 50, what="what was handled is written")

@@ -18,6 +18,7 @@ from tests.fixtures.servers import StartRedis
 from tests.fixtures.wait import wait_until
 from tests.proof.producer_world import ProducerWorld, send_to_the_end
 from tests.proof.proxy import TcpProxy
+from tests.proof.route_ranges import range_of
 
 STRATEGIES = ("best_effort", "strict")
 
@@ -45,7 +46,7 @@ def world(
 def key_at(world: ProducerWorld, topic: str, node: int) -> str:
     """Return a key of the partition on a node."""
     names = (f"key-{number}" for number in range(1_000))
-    return next(name for name in names if world.routes[topic].range_of(lp_of(name.encode())).node == node)
+    return next(name for name in names if range_of(world.routes[topic], lp_of(name.encode())).node == node)
 
 
 def records(world: ProducerWorld, receipts: list[Receipt], topic: str) -> list[Record]:
@@ -152,7 +153,7 @@ def test_where_no_partition_takes_it_a_message_fails_as_in_a_strict_topic(world:
 
 def test_a_full_partition_is_used_again_when_it_takes_messages(world: ProducerWorld) -> None:
     key = fill(world, "best_effort", 1)
-    home = world.routes["best_effort"].range_of(lp_of(key.encode())).partition
+    home = range_of(world.routes["best_effort"], lp_of(key.encode())).partition
     with world.producer() as producer, world.client(1) as client:
         assert producer.send("best_effort", key=key, body=b"1").partition != home
         client.xtrim(world.keys(home).log, maxlen=0)

@@ -28,12 +28,14 @@ from mqlayer.groups.retirement import forget_instances, forget_retired, retire_a
 from mqlayer.inspect import explain_key, group_statuses
 from mqlayer.maintenance import trim_pass
 from mqlayer.redelivery.key_pause import pause_key
-from mqlayer.routes import retire_partitions, split
+from mqlayer.routes import retire_partitions
 from mqlayer.runtime.route_cache import RouteCache, load_route
 from tests.fixtures.commands import Commands
 from tests.fixtures.consumers import Recorder, Stage, member_of
 from tests.fixtures.failpoints import armed
 from tests.fixtures.wait import wait_until
+from tests.proof.route_steps import split
+from tests.proof.runtimes import runtime_of
 
 pytestmark = pytest.mark.usefixtures("as_consumer")
 
@@ -90,13 +92,13 @@ def test_every_instance_gets_every_message_in_order_over_a_split(stage: Stage) -
     join(stage, twos, "web-2")
     stage.send_numbers(KEYS, 20)
     parent = stage.partitions[0]
-    split(stage.database, "orders", parent, at=[100], prefix=stage.prefix)
+    split(stage.runtime, "orders", parent, at=[100])
     stage.route = load_route(stage.database, "orders")
     stage.send_numbers(KEYS, 20, first=21)
     wait_until(lambda: ones.count() == twos.count() == KEYS * 40, what="all messages of both", timeout_s=20)
     ones.assert_in_order()
     twos.assert_in_order()
-    wait_until(lambda: retire_partitions(stage.database, prefix=stage.prefix), what="the parent to go")
+    wait_until(lambda: retire_partitions(stage.runtime), what="the parent to go")
     assert states(stage) == {"cache": ("live", 0), "cache@web-1": ("live", 0), "cache@web-2": ("live", 0)}
 
 
@@ -185,12 +187,14 @@ def test_an_instance_away_beyond_the_limit_begins_anew_and_trimming_is_freed(sta
     stage.send_numbers(KEYS, 60, first=6)
     stage.wait_settled("cache@web-2")
     stage.wait_settled("cache@web-2")
-    trim_pass(stage.database, prefix=stage.prefix)
+    trim_pass(stage.runtime)
     before = {partition: first_kept(stage, partition) for partition in stage.partitions}
-    assert retire_absent(stage.database) == [], "an hour is not over"
-    set_group(stage.database, "orders", "cache", actor="a test", instance_expiry_s=SHORT_S)
-    assert wait_until(lambda: retire_absent(stage.database), what="its position to be dropped") == ["cache@web-1"]
-    trim_pass(stage.database, prefix=stage.prefix)
+    assert retire_absent(runtime_of(stage.database)) == [], "an hour is not over"
+    set_group(runtime_of(stage.database, actor="a test"), "orders", "cache", instance_expiry_s=SHORT_S)
+    assert wait_until(lambda: retire_absent(runtime_of(stage.database)), what="its position to be dropped") == [
+        "cache@web-1"
+    ]
+    trim_pass(stage.runtime)
     assert any(first_kept(stage, partition) > before[partition] for partition in stage.partitions)
     assert states(stage)["cache@web-1"] == ("retired", 0)
     anew = Recorder()
@@ -216,7 +220,7 @@ def test_the_limit_holds_for_one_that_comes_back_while_no_worker_ran(stage: Stag
 
 
 def away(stage: Stage) -> float:
-    (status,) = group_statuses(stage.database, "orders", "cache@web-1", prefix=stage.prefix)
+    (status,) = group_statuses(stage.runtime, "orders", "cache@web-1")
     return status.facts.absent_s or 0.0
 
 
@@ -237,9 +241,9 @@ def test_a_process_that_slept_through_its_retirement_begins_anew_by_itself(stage
             connection.execute("UPDATE mqlayer.member SET lease_until = now() - interval '1 minute'")
             connection.execute("UPDATE mqlayer.consumer_group SET absent_since = now() - interval '1 minute' "
                                "WHERE instance IS NOT NULL")  # fmt: skip
-    retire_absent(stage.database)
+    retire_absent(runtime_of(stage.database))
     wait_until(lambda: [event.kind for event in events] == ["instance_reset"], what="it to begin anew")
-    set_group(stage.database, "orders", "cache", actor="a test", instance_expiry_s=60)
+    set_group(runtime_of(stage.database, actor="a test"), "orders", "cache", instance_expiry_s=60)
     stage.send_numbers(1, 1, first=3)
     wait_until(lambda: recorder.bodies()[-1:] == [b"3"], what="what comes next")
     assert min(epoch for epoch, _ in member.owned().values()) > max(epochs)
@@ -257,7 +261,7 @@ def test_the_job_and_an_instance_that_comes_back_do_not_both_win(stage: Stage) -
 
     def retire() -> None:
         while not stop.is_set():
-            retire_absent(stage.database)
+            retire_absent(runtime_of(stage.database))
             stop.wait(0.002)
 
     retiring = threading.Thread(target=retire)
@@ -299,12 +303,12 @@ def test_it_is_told_that_it_begins_anew_though_the_one_who_brought_it_back_could
     """A node that is away fails the storing of its start; what it has built misses messages all the same."""
     join(stage, Recorder(), "web-1", start="latest").stop()
     stage.send_numbers(1, 3)
-    retire_group(stage.database, "orders", "cache@web-1", actor="a test")
+    retire_group(runtime_of(stage.database, actor="a test"), "orders", "cache@web-1")
     group = find_group(stage.database, "orders", "cache")
     with closing(RouteCache(stage.database)) as routes, stage.database.connection() as connection:
         connection.execute("UPDATE mqlayer.node SET url = 'redis://127.0.0.1:1/0'")
         with pytest.raises(StoreUnavailable):
-            ensure_instance(stage.database, routes, group, "web-1", prefix=stage.prefix)
+            ensure_instance(stage.runtime, routes, group, "web-1")
         connection.execute("UPDATE mqlayer.node SET url = %s", [stage.url])
     assert states(stage)["cache@web-1"] == ("creating", 1)
     events = list[Event]()
@@ -341,7 +345,7 @@ def test_an_instance_that_dies_while_it_begins_anew_does_so_the_next_time(stage:
     if place == "instance.after_revive":
         assert states(stage)["cache@web-1"] == ("creating", 1)
         # One that never comes back holds nothing up for ever.
-        assert wait_until(lambda: retire_absent(stage.database), what="the limit") == ["cache@web-1"]
+        assert wait_until(lambda: retire_absent(runtime_of(stage.database)), what="the limit") == ["cache@web-1"]
     recorder = Recorder()
     join(stage, recorder, "web-1")
     wait_until(lambda: recorder.bodies() == [b"1", b"2", b"3"], what="all that is kept")
@@ -350,28 +354,28 @@ def test_an_instance_that_dies_while_it_begins_anew_does_so_the_next_time(stage:
 def test_settings_and_rest_of_the_group_are_those_of_all_instances(stage: Stage) -> None:
     """Case 63, of instances: there is one place to set them, also for those that come later."""
     app = join(stage, Recorder(), "web-1", attempt_limit=5)
-    set_group(stage.database, "orders", "cache", actor="a test", attempt_limit=7, instance_expiry_s=90)
+    set_group(runtime_of(stage.database, actor="a test"), "orders", "cache", attempt_limit=7, instance_expiry_s=90)
     wait_until(lambda: member_of(app).rules.attempt_limit == 7, what="the member to know")
     assert find_group(stage.database, "orders", "cache").instance_expiry_s == 90
     with pytest.raises(Conflict, match="mqlayer group set of its group"):
-        set_group(stage.database, "orders", "cache@web-1", actor="a test", attempt_limit=8)
+        set_group(runtime_of(stage.database, actor="a test"), "orders", "cache@web-1", attempt_limit=8)
     with pytest.raises(Conflict, match="attempt_limit = 7"):
         join(stage, Recorder(), "web-2", attempt_limit=5)
     wait_until(
         lambda: running_partitions(stage.database, "orders", "cache") == len(stage.partitions), what="what it has"
     )
     with pytest.raises(InvalidInput, match="cache@INSTANCE"):
-        pause_partitions(stage.database, "orders", "cache", stage.partitions, actor="a test")
+        pause_partitions(runtime_of(stage.database, actor="a test"), "orders", "cache", stage.partitions)
     with pytest.raises(InvalidInput, match="cache@INSTANCE"):
-        pause_key(stage.database, "orders", "cache", "k0", actor="a test")
-    assert pause_group(stage.database, "orders", "cache", actor="a test")
+        pause_key(runtime_of(stage.database, actor="a test"), "orders", "cache", "k0")
+    assert pause_group(runtime_of(stage.database, actor="a test"), "orders", "cache")
     late = Recorder()
     other = join(stage, late, "web-2")
     assert member_of(other).rules.attempt_limit == 7
     stage.send_numbers(KEYS, 3)
     wait_until(lambda: not member_of(app).owned(), what="it to release")
     assert late.bodies() == []
-    assert resume_group(stage.database, "orders", "cache", actor="a test")
+    assert resume_group(runtime_of(stage.database, actor="a test"), "orders", "cache")
     wait_until(lambda: late.count() == KEYS * 3, what="all messages")
     stage.wait_settled("cache@web-1")
 
@@ -387,13 +391,13 @@ def test_a_pause_of_the_group_waits_for_its_instances_and_parts_of_it_are_refuse
     join(stage, Recorder(act=wait), "web-1")
     stage.send_numbers(1, 1)
     assert begun.wait(10)
-    assert pause_group(stage.database, "orders", "cache", actor="a test")
+    assert pause_group(runtime_of(stage.database, actor="a test"), "orders", "cache")
     assert running_partitions(stage.database, "orders", "cache") >= 1
     assert wait_paused(stage.database, "orders", "cache", timeout_s=0.1) >= 1
     with pytest.raises(InvalidInput, match="cache@INSTANCE"):
-        pause_partitions(stage.database, "orders", "cache", stage.partitions[:1], actor="a test")
+        pause_partitions(runtime_of(stage.database, actor="a test"), "orders", "cache", stage.partitions[:1])
     with pytest.raises(InvalidInput, match="cache@INSTANCE"):
-        pause_key(stage.database, "orders", "cache", "key", actor="a test")
+        pause_key(runtime_of(stage.database, actor="a test"), "orders", "cache", "key")
     go_on.set()
     assert wait_paused(stage.database, "orders", "cache", timeout_s=10) == 0
 
@@ -431,11 +435,11 @@ def test_a_group_is_broadcast_or_not(stage: Stage) -> None:
     routes = RouteCache(stage.database)
     try:
         with pytest.raises(InvalidInput, match="name one as cache@INSTANCE"):
-            planned_seek(stage.database, routes, topic="orders", name="cache", to="latest", prefix=stage.prefix)
-        planned_seek(stage.database, routes, topic="orders", name="cache@web-1", to="latest", prefix=stage.prefix)
+            planned_seek(stage.runtime, routes, topic="orders", name="cache", to="latest")
+        planned_seek(stage.runtime, routes, topic="orders", name="cache@web-1", to="latest")
         with pytest.raises(InvalidInput, match="cache@INSTANCE"):
-            explain_key(stage.database, "orders", "k", "cache", prefix=stage.prefix)
-        explain_key(stage.database, "orders", "k", "cache@web-1", prefix=stage.prefix)
+            explain_key(stage.runtime, "orders", "k", "cache")
+        explain_key(stage.runtime, "orders", "k", "cache@web-1")
     finally:
         routes.close()
     with pytest.raises(NotFound):
@@ -447,7 +451,7 @@ def test_instances_stand_below_their_group_and_the_doctor_names_those_that_are_a
     join(stage, Recorder(), "web-1").stop()
     join(stage, Recorder(), "web-2")
     stage.consume(Recorder(), group="cache-x")
-    found = group_statuses(stage.database, prefix=stage.prefix)
+    found = group_statuses(stage.runtime)
     assert [one.facts.name for one in found] == ["cache", "cache@web-1", "cache@web-2", "cache-x"]
     assert [one.facts.alive for one in found] == [1, 0, 1, 1]
     assert (found[0].partitions, found[0].facts.instance_expiry_s, found[1].facts.instance_expiry_s) == ([], 3600, 3600)
@@ -459,18 +463,18 @@ def test_a_retired_broadcast_group_ends_its_instances(stage: Stage) -> None:
     """Refused while one lives; then all of them are, and none comes back."""
     app = join(stage, Recorder(), "web-1")
     with pytest.raises(Conflict, match="1 living members"):
-        retire_group(stage.database, "orders", "cache", actor="a test")
+        retire_group(runtime_of(stage.database, actor="a test"), "orders", "cache")
     group = find_group(stage.database, "orders", "cache")
     app.stop()
-    assert retire_group(stage.database, "orders", "cache", actor="a test").instances == 1
-    assert forget_retired(stage.database, prefix=stage.prefix, grace_s=0) == len(stage.partitions)
+    assert retire_group(runtime_of(stage.database, actor="a test"), "orders", "cache").instances == 1
+    assert forget_retired(stage.runtime, grace_s=0) == len(stage.partitions)
     with pytest.raises(GroupRetired, match="group 'cache' of topic 'orders' is retired"):
         join(stage, Recorder(), "web-1")
     routes = RouteCache(stage.database)
     try:
         for instance in ("web-1", "web-2"):
             with pytest.raises(GroupRetired):
-                ensure_instance(stage.database, routes, group, instance, prefix=stage.prefix)
+                ensure_instance(stage.runtime, routes, group, instance)
     finally:
         routes.close()
     assert states(stage) == {"cache": ("retired", 0), "cache@web-1": ("retired", 0)}
@@ -485,12 +489,12 @@ def test_an_instance_that_was_dropped_long_ago_is_forgotten(stage: Stage) -> Non
         app.stop()
 
     def dropped() -> int:
-        retire_absent(stage.database)
+        retire_absent(runtime_of(stage.database))
         return [state for state, _ in states(stage).values()].count("retired")
 
     wait_until(lambda: dropped() == 2, what="both to be dropped")
     assert forget_instances(stage.database, horizon_s=0) == 0, "nodes hold something of them yet"
-    forget_retired(stage.database, prefix=stage.prefix, grace_s=0)
+    forget_retired(stage.runtime, grace_s=0)
     assert forget_instances(stage.database) == 0
     join(stage, Recorder(), "web-2")
     assert forget_instances(stage.database, horizon_s=0) == 1
@@ -570,6 +574,6 @@ def test_a_lease_that_others_noted_as_run_out_does_not_drop_the_position(stage: 
         connection.execute("UPDATE mqlayer.member SET session = nextval('mqlayer.member_session'), "
                            "lease_until = '-infinity'")  # fmt: skip
         connection.execute("UPDATE mqlayer.assignment SET member_id = NULL, target = NULL")
-    assert retire_absent(stage.database) == []
+    assert retire_absent(runtime_of(stage.database)) == []
     rebalance_groups(stage.database)
     assert 0 < away(stage) < 60

@@ -16,10 +16,11 @@ import pytest
 
 from mqlayer import App, failpoints
 from mqlayer.postgres.database import Database
-from mqlayer.routes import merge
 from tests.fixtures.commands import Commands
 from tests.fixtures.servers import StartRedis
 from tests.proof.outbox_world import OutboxWorld
+from tests.proof.route_steps import merge
+from tests.proof.runtimes import runtime_of
 
 
 @pytest.fixture
@@ -44,7 +45,7 @@ AS_BEFORE = [(0, 512, 1, "node-1"), (512, 1024, 2, "node-2")]
 def leave_planned(world: OutboxWorld) -> None:
     failpoints.arm("change.after_plan", "raise")
     with Database(world.dsn) as database, pytest.raises(failpoints.FailpointHit):
-        merge(database, "orders", [1, 2], prefix=world.key_prefix)
+        merge(runtime_of(database, world.key_prefix), "orders", [1, 2])
     failpoints.disarm_all()
 
 

@@ -27,6 +27,7 @@ from mqlayer.stack import RedisServer
 from tests.fixtures.consumers import Recorder, Stage, StartStage, member_of
 from tests.fixtures.wait import wait_until
 from tests.proof.proxy import TcpProxy
+from tests.proof.route_ranges import range_of
 
 OPERATIONS = 100_000
 MEMBERS = 3
@@ -202,7 +203,7 @@ def test_a_handler_of_many_leases_is_left_alone_until_its_member_goes_offline(
     wait_until(lambda: len(set(stage.owners().values())) == 2, timeout_s=20, what="one partition each")
     [(partition, epoch)] = [(p, epoch) for p, owner, epoch, _ in stage.assignments() if owner == member.member_id]
     names = (f"key-{number}" for number in itertools.count())
-    key = next(name for name in names if stage.route.range_of(lp_of(name.encode())).partition == partition)
+    key = next(name for name in names if range_of(stage.route, lp_of(name.encode())).partition == partition)
 
     stage.send([(key, b"1")])
     wait_until(lambda: stage.position(partition) == (2, 2), timeout_s=20, what="the long one settled")

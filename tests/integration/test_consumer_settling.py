@@ -37,6 +37,7 @@ from mqlayer.redis.partition_scripts import (
 from tests.fixtures.consumers import Recorder, Stage, StartStage, member_of
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.wait import wait_until
+from tests.proof.route_ranges import range_of
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +59,7 @@ def keys_of(stage: Stage, partition: int, count: int) -> list[str]:
     """Return some keys of one partition."""
     names = (f"key-{number}" for number in itertools.count())
     return list(
-        itertools.islice((k for k in names if stage.route.range_of(lp_of(k.encode())).partition == partition), count)
+        itertools.islice((k for k in names if range_of(stage.route, lp_of(k.encode())).partition == partition), count)
     )
 
 

@@ -18,6 +18,7 @@ from mqlayer.redis.partition_scripts import AppendReply, MessageRun, RunOutcome,
 from mqlayer.stack import RedisServer
 from mqlayer.topics import create_topic, register_node
 from mqlayer.topics.nodes import rearm_node
+from tests.proof.runtimes import runtime_of
 
 SOURCE = 3
 PASSWORD = "cut"
@@ -35,8 +36,8 @@ def test_records_that_a_user_without_hset_appended_are_counted(
 ) -> None:
     run = MessageRun(5, 1, 3, [b"1", b"k", b"b"] * 3)
     with Database(database_dsn) as database:
-        register_node(database, name="n1", url=connection.node.url)
-        (home,) = create_topic(database, "orders", prefix=key_prefix, partitions=1).ranges
+        register_node(runtime_of(database), name="n1", url=connection.node.url)
+        (home,) = create_topic(runtime_of(database, key_prefix), "orders", partitions=1).ranges
         command = append_command(connection, key_prefix, home.partition, SOURCE, [run])
         user = f"cut-{key_prefix}"
         connection.call([("ACL", "SETUSER", user, "on", f">{PASSWORD}", "~*", "+@all", "-hset")])
@@ -47,15 +48,15 @@ def test_records_that_a_user_without_hset_appended_are_counted(
                         cut.execute_command(*command)
         finally:
             connection.call([("ACL", "DELUSER", user)])
-        found = [one for one in verify(database, "orders", application=database, prefix=key_prefix)
+        found = [one for one in verify(runtime_of(database, key_prefix, application=database), "orders")
                  if one.verdict is CheckStatus.BROKEN]  # fmt: skip
         assert any("a call ended in its middle" in one.seen for one in found)
         assert all("node rearm" in one.fix for one in found)
         if repair == "rearm":
-            rearm_node(database, "n1", prefix=key_prefix)
+            rearm_node(runtime_of(database, key_prefix), "n1")
         answer = append_reply(connection.call([command])[0], "")
         assert answer == AppendReply(4, [RunOutcome("dup", 0, 3)])
         keys = partition_keys(key_prefix, home.partition)
         assert connection.call([("XLEN", keys.log), ("HGET", keys.meta, "next")]) == [3, b"4"]
-        after = verify(database, "orders", application=database, prefix=key_prefix, deep=True)
+        after = verify(runtime_of(database, key_prefix, application=database), "orders", deep=True)
         assert [one for one in after if one.verdict is CheckStatus.BROKEN] == []

@@ -22,7 +22,6 @@ from mqlayer.producing import Message, Receipt
 from mqlayer.redis.node_connection import Node, NodeConnection
 from mqlayer.redis.partition_scripts import OnceOutcome, Refused, append_once_reply, create
 from mqlayer.redis.wire import append_once_packet, bulk, bulk_number
-from mqlayer.routes import merge, move, split
 from mqlayer.routes.dedup_handover import hand_over_ids
 from mqlayer.stack import RedisServer
 from tests.fixtures.failpoints import armed
@@ -30,6 +29,9 @@ from tests.fixtures.servers import StartRedis
 from tests.fixtures.wait import wait_until
 from tests.proof.producer_world import ProducerWorld, send_to_the_end
 from tests.proof.proxy import TcpProxy
+from tests.proof.route_ranges import range_of
+from tests.proof.route_steps import merge, move, split
+from tests.proof.runtimes import runtime_of
 
 
 @pytest.fixture
@@ -239,9 +241,9 @@ def test_ids_go_with_their_lps_over_split_move_and_merge(
     with world.producer() as old, Database(database_dsn) as database:
         first = {key: old.send("orders", key=key, body=b"1", dedup_id="once") for key in keys}
         changes: list[Callable[[], Route]] = [
-            lambda: split(database, "orders", PartitionId(1), at=[300], prefix=key_prefix),
-            lambda: move(database, "orders", PartitionId(2), to="node-2", prefix=key_prefix),
-            lambda: merge(database, "orders", [PartitionId(4), PartitionId(3)], prefix=key_prefix),
+            lambda: split(runtime_of(database, key_prefix), "orders", PartitionId(1), at=[300]),
+            lambda: move(runtime_of(database, key_prefix), "orders", PartitionId(2), to="node-2"),
+            lambda: merge(runtime_of(database, key_prefix), "orders", [PartitionId(4), PartitionId(3)]),
         ]
         for change in changes:
             route = change()
@@ -250,7 +252,7 @@ def test_ids_go_with_their_lps_over_split_move_and_merge(
                 assert all(receipt.duplicate for receipt in repeated)
                 assert [place(receipt) for receipt in repeated] == [place(first[key]) for key in keys] * 2
                 fresh = new.send("orders", key="key-0", body=b"9", dedup_id=f"of version {route.version}")
-                assert fresh.partition == route.range_of(lp_of(b"key-0")).partition
+                assert fresh.partition == range_of(route, lp_of(b"key-0")).partition
     assert {key: values[:1] for key, values in world.by_key().items()} == {key: ["1"] for key in keys}
     assert world.by_key()["key-0"] == ["1", "9", "9", "9"]
 
@@ -271,7 +273,7 @@ def test_a_change_goes_on_although_a_sealed_parents_node_went_away(
 
     monkeypatch.setattr("mqlayer.routes.change_driver.hand_over_ids", after_its_death)
     with Database(database_dsn) as database:
-        route = move(database, "orders", PartitionId(1), to="node-2", prefix=key_prefix)
+        route = move(runtime_of(database, key_prefix), "orders", PartitionId(1), to="node-2")
     with world.producer() as producer:
         receipt = producer.send("orders", key="k", body=b"2", dedup_id="a")
         assert (receipt.partition, receipt.duplicate) == (route.ranges[0].partition, False)

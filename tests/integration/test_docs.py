@@ -22,6 +22,7 @@ from mqlayer.topics import create_topic, register_node
 from mqlayer.workers import connections
 from tests.fixtures.forked_programs import run_python
 from tests.fixtures.pages import commands_of, examples, runnable
+from tests.proof.runtimes import runtime_of
 
 ROOT: Final = Path(__file__).parents[2]
 DOCS: Final = ROOT / "docs"
@@ -40,8 +41,8 @@ def settings(
     """A node and the topic `orders`, with their addresses in the environment as a user would have them."""
     settings = Settings(dsn=SecretStr(database_dsn), key_prefix=key_prefix)
     with Database(database_dsn) as database:
-        register_node(database, name="n1", url=redis_server.url)
-        create_topic(database, "orders", prefix=key_prefix, partitions=2, application=database)
+        register_node(runtime_of(database), name="n1", url=redis_server.url)
+        create_topic(runtime_of(database, key_prefix, application=database), "orders", partitions=2)
     monkeypatch.setenv("MQLAYER_DSN", database_dsn)
     monkeypatch.setenv("MQLAYER_KEY_PREFIX", key_prefix)
     monkeypatch.setenv("MQLAYER_BROKER_URL", redis_server.url)

@@ -18,16 +18,16 @@ from mqlayer import failpoints
 from mqlayer.doctor import CheckLimits, Finding, diagnose, nodes
 from mqlayer.doctor.findings import LIMITS, CheckStatus, run_checks
 from mqlayer.doctor.nodes import CheckedNode
-from mqlayer.domain.jobs import CLEAN_FENCE, JOBS, TRIM
 from mqlayer.domain.routing import NodeId
 from mqlayer.groups.group import GroupSettings, ensure_group
 from mqlayer.groups.members import join
+from mqlayer.maintenance.jobs import JOBS
 from mqlayer.postgres.database import Database, connect
 from mqlayer.postgres.migrations import migrate
 from mqlayer.redis.node_connection import Node
 from mqlayer.redis.server_info import read_server_info
 from mqlayer.relay import relay_once
-from mqlayer.routes import finish_changes, split
+from mqlayer.routes import finish_changes
 from mqlayer.runtime.route_cache import RouteCache
 from mqlayer.stack import PostgresServer, RedisServer
 from mqlayer.stack.redis_server import DURABLE_OPTIONS
@@ -37,8 +37,11 @@ from tests.fixtures.commands import Commands
 from tests.fixtures.later_steps import LATER, with_later_step
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.wait import wait_until
+from tests.proof.jobs import BY_NAME
 from tests.proof.outbox_world import QUICK, OutboxWorld
 from tests.proof.proxy import TcpProxy
+from tests.proof.route_steps import split
+from tests.proof.runtimes import runtime_of
 
 PASSWORD = "s3cr3t"
 WELL = {"fsync": "on", "max_prepared_transactions": "4", "idle_in_transaction_session_timeout": "60s"}
@@ -123,7 +126,7 @@ def test_of_a_well_installation_nothing_is_broken(
 ) -> None:
     """What can't be helped on this machine is the version of its Redis."""
     monkeypatch.setenv("MQLAYER_BROKER_URL", start_redis().url)
-    assert claimed(ward.database, TRIM)
+    assert claimed(ward.database, BY_NAME["trim"])
     with ward.world.relay():
         wait_until(lambda: ward.findings("relay") == [], what="the relay has all LP sets")
         found = doctor.lines("doctor")
@@ -208,7 +211,7 @@ def test_a_node_that_restarted_is_not_armed_until_somebody_arms_it(ward: Ward, n
     finding = ward.finding("armed")
     assert finding.verdict == "broken"
     assert "mqlayer node rearm node-1" in finding.fix
-    rearm_node(ward.database, "node-1", prefix=ward.world.key_prefix)
+    rearm_node(runtime_of(ward.database, ward.world.key_prefix), "node-1")
     assert ward.findings("armed") == []
 
 
@@ -222,7 +225,7 @@ def test_a_node_that_was_given_up_and_answers_is_told(ward: Ward, node: RedisSer
 
 def test_a_replica_and_a_cluster_are_no_nodes(ward: Ward, node: RedisServer, start_redis: StartRedis) -> None:
     cluster = start_redis(options={"cluster-enabled": "yes"})
-    register_node(ward.database, name="cluster", url=cluster.url)
+    register_node(runtime_of(ward.database), name="cluster", url=cluster.url)
     assert "cluster mode" in ward.finding("role").seen
     with redis.Redis.from_url(node.url) as client:
         client.replicaof("127.0.0.1", str(cluster.port))
@@ -252,7 +255,7 @@ def test_a_node_that_is_away_or_silent_is_broken_and_the_others_are_looked_at(
     ward: Ward, node: RedisServer, start_redis: StartRedis
 ) -> None:
     other = start_redis()
-    register_node(ward.database, name="other", url=other.url)
+    register_node(runtime_of(ward.database), name="other", url=other.url)
     node.kill()
     finding = next(f for f in ward.findings("reachable") if f.subject.startswith("node"))
     assert finding.verdict == "broken"
@@ -446,7 +449,7 @@ def test_jobs_that_nobody_runs_are_told(ward: Ward) -> None:
     finding = ward.finding("beat")
     assert (finding.verdict, finding.seen) == ("warning", "no periodic job ever ran")
     ward.world.rows("UPDATE mqlayer.migration SET at = now()")
-    assert claimed(ward.database, CLEAN_FENCE)
+    assert claimed(ward.database, BY_NAME["clean_fence"])
     assert ward.findings("beat") == [], "the others have time to run for the first time"
     ward.world.rows("UPDATE mqlayer.job SET last_at = now() - interval '899 seconds'")
     assert ward.findings("beat") == [], "its interval is 300 s: it is not late before three of them"
@@ -455,7 +458,7 @@ def test_jobs_that_nobody_runs_are_told(ward: Ward) -> None:
     assert finding.verdict == "broken"
     assert finding.seen == "clean_fence is late by 55 min; it is due every 300 s"
     assert "--beat" in finding.fix
-    assert claimed(ward.database, CLEAN_FENCE)
+    assert claimed(ward.database, BY_NAME["clean_fence"])
     assert ward.findings("beat") == []
     ward.world.rows("UPDATE mqlayer.migration SET at = now() - interval '1 hour'")
     late = {finding.seen.split()[0] for finding in ward.findings("beat")}
@@ -499,7 +502,7 @@ def test_a_postgres_that_was_replaced_is_told_before_and_after_somebody_saw_to_i
         assert ward.finding("unarmed").verdict == "warning"
         unarmed = ward.finding("unarmed", waiting_s=0.0)
         assert (unarmed.verdict, "mqlayer node rearm node-1" in unarmed.fix) == ("broken", True)
-        rearm_node(database, "node-1", prefix=ward.world.settings().key_prefix)
+        rearm_node(runtime_of(database, ward.world.settings().key_prefix), "node-1")
     assert ward.findings("unarmed") == []
     assert ward.findings("replaced", replaced_s=0.0) == []
 
@@ -551,22 +554,25 @@ def test_a_route_change_that_waits_is_told(ward: Ward) -> None:
     prefix = ward.world.key_prefix
     failpoints.arm("change.after_seal", "raise")
     with pytest.raises(failpoints.FailpointHit):
-        split(ward.database, "orders", 1, at=[100], prefix=prefix)
+        split(runtime_of(ward.database, prefix), "orders", 1, at=[100])
     assert ward.findings("routes") == [], "it may be under way"
     finding = ward.finding("routes", waiting_s=0.0)
     assert finding.verdict == "broken"
     assert "split 1 of topic orders is sealing" in finding.seen
     assert "mqlayer route repair orders" in finding.fix
     failpoints.disarm_all()
-    finish_changes(ward.database, prefix=prefix, application=ward.database)
+    finish_changes(runtime_of(ward.database, prefix, application=ward.database))
     assert ward.findings("routes", waiting_s=0.0) == []
 
 
 def test_a_group_without_members_holds_trimming_up(ward: Ward) -> None:
     group = ensure_group(
-        ward.database, RouteCache(ward.database), topic="orders", name="ledger", prefix=ward.world.key_prefix,
+        runtime_of(ward.database, ward.world.key_prefix),
+        RouteCache(ward.database),
+        topic="orders",
+        name="ledger",
         settings=GroupSettings(start="earliest"),
-    )  # fmt: skip
+    )
     finding = ward.finding("groups")
     assert (finding.verdict, "group ledger of topic orders" in finding.seen) == ("warning", True)
     join(ward.database, group_id=group.group_id, member_id="m-1", lease_s=60)

@@ -14,6 +14,7 @@ from mqlayer.postgres.database import Database
 from mqlayer.settings import Settings
 from mqlayer.topics import create_topic, register_node
 from tests.fixtures.servers import StartRedis
+from tests.proof.runtimes import runtime_of
 
 COUNT = 8_000
 
@@ -22,9 +23,9 @@ COUNT = 8_000
 def system(database_dsn: str, key_prefix: str, start_redis: StartRedis) -> Iterator[System]:
     settings, url = Settings(dsn=SecretStr(database_dsn), key_prefix=key_prefix), start_redis().url
     with Database(database_dsn) as database:
-        register_node(database, name="n1", url=url)
-        route = create_topic(database, "bench", prefix=key_prefix, partitions=2, application=database)
-        yield System(settings, database, route, url)
+        runtime = runtime_of(database, settings=settings, application=database)
+        register_node(runtime, name="n1", url=url)
+        yield System(runtime, create_topic(runtime, "bench", partitions=2), url)
 
 
 @pytest.mark.parametrize("parked", [False, True])

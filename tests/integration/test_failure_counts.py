@@ -35,6 +35,7 @@ from tests.fixtures.failed_messages import Failing
 from tests.fixtures.health_probes import ask, free_ports
 from tests.fixtures.wait import wait_until
 from tests.integration.test_parking import LATER_S, Fault, Shop, parked, rows
+from tests.proof.runtimes import runtime_of
 
 
 @pytest.fixture
@@ -64,17 +65,22 @@ def test_acts_of_operators_and_jobs_are_told_and_counted(stage: Stage, heard: li
     join(database, group_id=failing.group_id, member_id="m1", lease_s=600)
     for key in "abcde":
         failing.park(*failing.publish((key, b"1"), (key, b"2")), due_in_s=600)
-    release_parked(database, "orders", "g", key="a", actor=by)
-    assert release_all(database, "orders", "g", actor=by) == 4
-    discard_parked(database, "orders", "g", key="b", reason="a test's", actor=by)
-    skip_head(database, "orders", "g", "c", reason="a test's", prefix=stage.prefix, actor=by)
+    release_parked(runtime_of(database, actor=by), "orders", "g", key="a")
+    assert release_all(runtime_of(database, actor=by), "orders", "g") == 4
+    discard_parked(runtime_of(database, actor=by), "orders", "g", key="b", reason="a test's")
+    skip_head(runtime_of(database, stage.prefix, actor=by), "orders", "g", "c", reason="a test's")
     (dead_id,) = failing.dead_letter(*failing.publish(("z", b"1")))
-    discard_dead(database, dead_id, reason="a test's", actor=by)
+    discard_dead(runtime_of(database, actor=by), dead_id, reason="a test's")
     worker = new_worker()
     work_on(
-        database, start_redrive(database, "orders", "g", DeadFilter(key="z"), worker=worker, actor=by), worker=worker
+        database,
+        start_redrive(runtime_of(database, actor=by), "orders", "g", DeadFilter(key="z"), worker=worker),
+        worker=worker,
     )
-    cancel_redrive(database, start_redrive(database, "orders", "g", DeadFilter(), worker=worker, actor=by), actor=by)
+    cancel_redrive(
+        runtime_of(database, actor=by),
+        start_redrive(runtime_of(database, actor=by), "orders", "g", DeadFilter(), worker=worker),
+    )
     failing.sql("UPDATE mqlayer.parked_key SET due_at = now() - interval '1 hour'")
     assert retry_scan(database) == 1
     assert [(event.kind, event.count) for event in heard] == [
@@ -108,7 +114,7 @@ def test_what_members_do_is_counted_where_others_see_it(
     assert (counts.keys, counts.waiting, counts.messages, counts.dead, counts.overdue_s) == (1, 0, 2, 1, None)
     assert counts.bytes > 0
     mended.append(True)
-    release_parked(stage.database, "orders", "g", key="waits", actor="ann")
+    release_parked(runtime_of(stage.database, actor="ann"), "orders", "g", key="waits")
     wait_until(lambda: totals(stage).get("unparked") == 1, what="in line again")
     (counts,) = failure_counts(stage.database)
     assert counts.totals == {"failed": 4, "parked": 1, "dead": 1, "released": 1, "unparked": 1}
@@ -159,7 +165,7 @@ def test_a_key_parked_before_that_blocks_tells_so(stage: Stage, heard: list[Even
     """Under the policy block it waits in Postgres, and for ever all the same."""
     failing = Failing(stage)
     failing.park(*failing.publish(("k", b"1")), due_in_s=0)
-    set_group(stage.database, "orders", "g", actor="ann", policy="block", attempt_limit=1)
+    set_group(runtime_of(stage.database, actor="ann"), "orders", "g", policy="block", attempt_limit=1)
     app = stage.consume(Shop("k").recorder, backoff_s=None)
     wait_until(lambda: heard, what="an event")
     assert heard[0].kind == "blocked"
@@ -182,10 +188,10 @@ def test_a_release_while_the_last_attempt_runs_counts(stage: Stage) -> None:
     stage.send([("k", b"1"), ("k", b"2")])
     stage.consume(recorder := Recorder(act), backoff_s=(10.5,), attempt_limit=2)
     wait_until(lambda: parked(stage) == {"k": [1, 2]}, what="parked")
-    release_parked(stage.database, "orders", "g", key="k", actor="ann")
+    release_parked(runtime_of(stage.database, actor="ann"), "orders", "g", key="k")
     rows_of = "SELECT attempts FROM mqlayer.parked_key"
     assert begun.wait(10)
-    release_parked(stage.database, "orders", "g", key="k", actor="ann")
+    release_parked(runtime_of(stage.database, actor="ann"), "orders", "g", key="k")
     released.set()
     wait_until(lambda: recorder.bodies("k") == [b"1", b"2"], what="both handled")
     wait_until(lambda: not rows(stage, rows_of), what="nothing parked")
@@ -197,7 +203,7 @@ def test_attempts_in_place_go_on_behind_what_an_operator_gives_back(stage: Stage
     failing = Failing(stage)
     first, second = failing.publish(("k", b"1"), ("k", b"2"))
     failing.dead_letter(first)
-    set_group(stage.database, "orders", "g", actor="ann", backoff_s=(0.01, 0.01, 1.0))
+    set_group(runtime_of(stage.database, actor="ann"), "orders", "g", backoff_s=(0.01, 0.01, 1.0))
     tries: list[int] = []
 
     def act(body: bytes, ctx: Context) -> None:
@@ -210,9 +216,10 @@ def test_attempts_in_place_go_on_behind_what_an_operator_gives_back(stage: Stage
     wait_until(lambda: tries == [1, 2, 3], what="three attempts in place")
     worker = new_worker()
     work_on(
-        stage.database, start_redrive(stage.database, "orders", "g", DeadFilter(), actor="ann", worker=worker),
+        stage.database,
+        start_redrive(runtime_of(stage.database, actor="ann"), "orders", "g", DeadFilter(), worker=worker),
         worker=worker,
-    )  # fmt: skip
+    )
     wait_until(lambda: recorder.bodies("k") == [b"1", b"2"], what="both handled")
     assert tries == [1, 2, 3, 4]
     assert second[1].identity.seq == 2
@@ -229,16 +236,16 @@ def test_members_are_told_which_keys_changed_and_look_at_all_where_that_is_not_k
         for key, row in zip("ab", rows(stage, "SELECT lp, name FROM mqlayer.parked_key ORDER BY name"), strict=True)
     }
     before = failing.parking()
-    release_parked(stage.database, "orders", "g", key="a", actor="ann")
+    release_parked(runtime_of(stage.database, actor="ann"), "orders", "g", key="a")
     assert store.changes(before, before + 1) == [refs["a"]]
-    release_parked(stage.database, "orders", "g", key="b", actor="ann")
+    release_parked(runtime_of(stage.database, actor="ann"), "orders", "g", key="b")
     assert store.changes(before, before + 2) == [refs["a"], refs["b"]]
     assert store.changes(before + 1, before + 2) == [refs["b"]]
     failing.sql("UPDATE mqlayer.consumer_group SET parking = parking + 1")
     assert store.changes(before, before + 3) is None, "by somebody who does not say which"
     assert store.changes(before, before + MAX_CHANGES + 1) is None
     failing.sql("UPDATE mqlayer.consumer_group SET parking = parking + %s", MAX_CHANGES)
-    release_parked(stage.database, "orders", "g", key="b", actor="ann")
+    release_parked(runtime_of(stage.database, actor="ann"), "orders", "g", key="b")
     assert [row[0] for row in rows(stage, "SELECT number FROM mqlayer.parking_change")] == [failing.parking()]
 
 
@@ -258,16 +265,17 @@ def test_a_member_follows_single_changes(stage: Stage, monkeypatch: pytest.Monke
     wait_until(lambda: len(parked(stage)) == 3, what="all parked")
     stage.wait_settled()
     shop.broken.clear()
-    release_parked(stage.database, "orders", "g", key="a", actor="ann")
+    release_parked(runtime_of(stage.database, actor="ann"), "orders", "g", key="a")
     wait_until(lambda: shop.recorder.bodies("a") == [b"1"], what="a handled")
-    discard_parked(stage.database, "orders", "g", key="b", reason="a test's", actor="ann")
+    discard_parked(runtime_of(stage.database, actor="ann"), "orders", "g", key="b", reason="a test's")
     stage.send([("b", b"2")])
     wait_until(lambda: shop.recorder.bodies("b") == [b"2"], what="b in line again")
     worker = new_worker()
     work_on(
-        stage.database, start_redrive(stage.database, "orders", "g", DeadFilter(), actor="ann", worker=worker),
+        stage.database,
+        start_redrive(runtime_of(stage.database, actor="ann"), "orders", "g", DeadFilter(), worker=worker),
         worker=worker,
-    )  # fmt: skip
+    )
     wait_until(lambda: shop.recorder.bodies("b") == [b"2", b"1"], what="b given back")
     assert shop.recorder.bodies("c") == []
     assert named

@@ -13,20 +13,21 @@ import pytest
 import redis
 
 from mqlayer import failpoints
-from mqlayer.domain.jobs import JOBS, REARM_NODES
+from mqlayer.maintenance.jobs import JOBS
 from mqlayer.postgres.database import Database
 from mqlayer.relay import recover_now
-from mqlayer.routes import finish_changes, give_up_node, move, reopen_forgotten, split
+from mqlayer.routes import finish_changes, give_up_node, reopen_forgotten
 from mqlayer.runtime.route_cache import load_route
 from mqlayer.stack import RedisServer
 from mqlayer.topics import rearm_node, register_node
-from mqlayer.workers import connections
 from mqlayer.workers.app import app
 from mqlayer.workers.schedule import task_name
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.wait import wait_until
 from tests.fixtures.worker_stores import UseStores
 from tests.proof.outbox_world import OutboxWorld
+from tests.proof.route_steps import move, split
+from tests.proof.runtimes import runtime_of
 
 SHORT_S = 1.0
 """How long a pool is asked for a connection that it can't have."""
@@ -69,7 +70,7 @@ def leave_sealed(world: OutboxWorld) -> None:
     with Database(world.dsn) as database:
         failpoints.arm("change.after_seal", "raise")
         with pytest.raises(failpoints.FailpointHit):
-            split(database, "orders", 2, at=[700], prefix=world.key_prefix)
+            split(runtime_of(database, world.key_prefix), "orders", 2, at=[700])
 
 
 def test_who_wait_for_a_change_do_not_keep_its_driver_waiting(world: OutboxWorld) -> None:
@@ -81,7 +82,7 @@ def test_who_wait_for_a_change_do_not_keep_its_driver_waiting(world: OutboxWorld
     with Database(world.dsn, max_size=2, timeout_s=SHORT_S) as database, ThreadPoolExecutor(2) as threads:
         with psycopg.connect(world.dsn) as other:
             other.execute("SELECT FROM mqlayer.route_change FOR UPDATE")
-            both = [threads.submit(finish_changes, database, prefix=world.key_prefix) for _ in range(2)]
+            both = [threads.submit(finish_changes, runtime_of(database, world.key_prefix)) for _ in range(2)]
             wait_until(lambda: world.rows(waiting) == [(2,)], what="both threads wait for the change")
         assert [one.result() for one in both] == [{1: "done"}, {1: "done"}]
 
@@ -95,15 +96,15 @@ def test_every_job_does_with_one_connection_of_each_pool(
     def small(dsn: str, *, application: str, max_size: int) -> Database:
         return Database(dsn, application=application, max_size=1, timeout_s=SHORT_S)
 
-    monkeypatch.setattr(connections, "Database", small)
+    monkeypatch.setattr("mqlayer.runtime.runtime.Database", small)
     app.loader.import_default_modules()
     for job in JOBS:
-        if job is REARM_NODES:
+        if job.name == "rearm_nodes":
             redis.Redis.from_url(node.url).flushall()
             node.kill()
             node.start()
         app.tasks[task_name(job)]()
-        if job is REARM_NODES:
+        if job.name == "rearm_nodes":
             run_id = redis.Redis.from_url(node.url, decode_responses=True).info("server")["run_id"]
             assert world.rows("SELECT armed_run_id FROM mqlayer.node WHERE name = 'node-2'") == [(run_id,)]
     with Database(world.dsn) as database:
@@ -116,15 +117,17 @@ def test_nodes_and_routes_are_repaired_with_one_connection_of_each_pool(
     world: OutboxWorld, node: RedisServer, control: Database, application: Database
 ) -> None:
     """A sealed partition is filled up from the outbox while its node's row is held; a dead node is given up."""
-    split(control, "orders", 2, at=[700], prefix=world.key_prefix)
+    split(runtime_of(control, world.key_prefix), "orders", 2, at=[700])
     redis.Redis.from_url(node.url).flushall()
-    rearm_node(control, "node-2", prefix=world.key_prefix, application=application)
+    rearm_node(runtime_of(control, world.key_prefix, application=application), "node-2")
     assert world.relayed() == world.published()
-    assert reopen_forgotten(control, "orders", prefix=world.key_prefix).opened == []
-    register_node(control, name="node-3", url=world.urls[0])
-    move(control, "orders", load_route(control, "orders").ranges[0].partition, to="node-3", prefix=world.key_prefix)
+    assert reopen_forgotten(runtime_of(control, world.key_prefix), "orders").opened == []
+    register_node(runtime_of(control), name="node-3", url=world.urls[0])
+    move(
+        runtime_of(control, world.key_prefix), "orders", load_route(control, "orders").ranges[0].partition, to="node-3"
+    )
     node.kill()
-    lost = give_up_node(control, "node-2", prefix=world.key_prefix, application=application)
+    lost = give_up_node(runtime_of(control, world.key_prefix, application=application), "node-2")
     assert len(lost.moved) == 2
 
 
@@ -132,8 +135,8 @@ def test_an_outbox_is_recovered_with_one_connection_of_each_pool(
     world: OutboxWorld, node: RedisServer, control: Database, application: Database
 ) -> None:
     """A node that has to prove something is filled up from the outbox first, a sealed partition too."""
-    split(control, "orders", 2, at=[700], prefix=world.key_prefix)
+    split(runtime_of(control, world.key_prefix), "orders", 2, at=[700])
     redis.Redis.from_url(node.url).flushall()
     world.rows("UPDATE mqlayer_app.identity SET timeline = 77")
-    assert recover_now(application, control, world.settings()) is not None
+    assert recover_now(runtime_of(control, settings=world.settings(), application=application)) is not None
     assert {record.value for record in world.records()} == {f"m-{number}" for number in range(50)}

@@ -32,7 +32,7 @@ PROGRAM: Final = """
 import json, os, sys, time
 import mqlayer
 from mqlayer import outbox
-from mqlayer.postgres.database import Database
+from mqlayer.runtime import open_runtime
 from mqlayer.topics import create_topic
 import psycopg
 
@@ -42,8 +42,8 @@ for line in sys.stdin:
     topic, at = line.split()
     while time.time() < float(at):
         pass
-    with Database(settings.control_dsn()) as database:
-        route = create_topic(database, topic, prefix=settings.key_prefix, partitions=3, application=database)
+    with open_runtime(settings) as runtime:
+        route = create_topic(runtime, topic, partitions=3)
         keys = [f"key-{number}" for number in range(count)]
         if way == "outbox":
             with psycopg.connect(settings.control_dsn()) as connection, outbox.transaction(connection) as transaction:

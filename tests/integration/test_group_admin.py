@@ -26,6 +26,7 @@ from tests.fixtures.consumers import Recorder, Stage, StartStage, member_of
 from tests.fixtures.failpoints import armed
 from tests.fixtures.forked_programs import run_python
 from tests.fixtures.wait import wait_until
+from tests.proof.runtimes import runtime_of
 
 
 def audit(stage: Stage) -> list[tuple[str, str, object]]:
@@ -88,13 +89,13 @@ def test_changed_settings_are_in_force_in_running_members_at_once(stage: Stage) 
 
     recorder = Recorder(act)
     app = stage.consume(recorder, backoff_s=(0.05,))
-    changed = set_group(stage.database, "orders", "g", backoff_s=(600.0,), actor="a test", if_version=1)
+    changed = set_group(runtime_of(stage.database, actor="a test"), "orders", "g", backoff_s=(600.0,), if_version=1)
     assert (changed.settings_version, changed.rules.backoff_s) == (2, (600.0,))
     wait_until(lambda: member_of(app).rules.backoff_s == (600.0,), what="the member to know")
     stage.send([("k", b"1")])
     wait_until(lambda: len(recorder.attempts(b"1")) == 1, what="the first attempt")
     with pytest.raises(Conflict, match="at version 2"):
-        set_group(stage.database, "orders", "g", backoff_s=(1.0,), actor="a test", if_version=1)
+        set_group(runtime_of(stage.database, actor="a test"), "orders", "g", backoff_s=(1.0,), if_version=1)
     may_pass.set()
     stage.send([("l", b"2")])
     wait_until(lambda: recorder.bodies() == [b"2"], what="another key's message")
@@ -115,10 +116,17 @@ def test_each_setting_can_be_changed_alone_and_taken_back(stage: Stage) -> None:
     ]
     for step in steps:
         changed = replace(changed, **step)
-        assert set_group(stage.database, "orders", "g", actor="a test", **step).rules == changed
+        assert set_group(runtime_of(stage.database, actor="a test"), "orders", "g", **step).rules == changed
         wait_until(lambda: member_of(app).rules == changed, what="the member to know")  # noqa: B023  # asked here only
-    set_group(stage.database, "orders", "g", actor="a test", non_retryable_errors=(), retryable_errors=(),
-              time_limit_s=math.inf, max_time_limit_s=math.inf)  # fmt: skip
+    set_group(
+        runtime_of(stage.database, actor="a test"),
+        "orders",
+        "g",
+        non_retryable_errors=(),
+        retryable_errors=(),
+        time_limit_s=math.inf,
+        max_time_limit_s=math.inf,
+    )
     taken_back = replace(
         changed, non_retryable_errors=(), retryable_errors=(), time_limit_s=None, max_time_limit_s=None
     )
@@ -135,9 +143,11 @@ def test_each_setting_can_be_changed_alone_and_taken_back(stage: Stage) -> None:
 def test_a_limit_that_does_not_fit_the_cap_in_force_is_refused(stage: Stage) -> None:
     stage.consume(Recorder(), time_limit_s=5.0, max_time_limit_s=10.0)
     with pytest.raises(InvalidInput, match="of 20 s is over max_time_limit_s, 10 s"):
-        set_group(stage.database, "orders", "g", actor="a test", time_limit_s=20.0)
+        set_group(runtime_of(stage.database, actor="a test"), "orders", "g", time_limit_s=20.0)
     assert find_group(stage.database, "orders", "g").settings_version == 1
-    changed = set_group(stage.database, "orders", "g", actor="a test", time_limit_s=20.0, max_time_limit_s=30.0)
+    changed = set_group(
+        runtime_of(stage.database, actor="a test"), "orders", "g", time_limit_s=20.0, max_time_limit_s=30.0
+    )
     assert changed.settings_version == 2
 
 
@@ -147,7 +157,7 @@ def test_a_limit_that_does_not_fit_the_cap_in_force_is_refused(stage: Stage) -> 
 def test_settings_that_no_group_can_have_are_refused(stage: Stage, bad: dict[str, object]) -> None:
     stage.consume(Recorder())
     with pytest.raises(InvalidInput, match=r"backoff table|balanced by|nothing to set|policy is one of"):
-        set_group(stage.database, "orders", "g", actor="a test", **bad)  # type: ignore[arg-type]
+        set_group(runtime_of(stage.database, actor="a test"), "orders", "g", **bad)  # type: ignore[arg-type]
     if bad:
         with pytest.raises(InvalidInput):
             App(stage.settings()).consumer("orders", group="h", **bad)  # type: ignore[arg-type]
@@ -190,8 +200,8 @@ def test_a_paused_group_finishes_what_runs_starts_nothing_more_and_goes_on_where
     stage.send([("k", b"1"), ("k", b"2")])
     app = stage.consume(recorder)
     assert runs.wait(20)
-    assert pause_group(stage.database, "orders", "g", actor="a test")
-    assert not pause_group(stage.database, "orders", "g", actor="a test")
+    assert pause_group(runtime_of(stage.database, actor="a test"), "orders", "g")
+    assert not pause_group(runtime_of(stage.database, actor="a test"), "orders", "g")
     newcomer = Recorder()
     stage.consume(newcomer)
     wait_until(lambda: {state for _, state in member_of(app).owned().values()} == {"draining"}, what="it to hear")
@@ -200,8 +210,8 @@ def test_a_paused_group_finishes_what_runs_starts_nothing_more_and_goes_on_where
     assert recorder.bodies() == [b"1"]
     stage.send([("k", b"3")])
     assert sum(position.next - position.committed for position in stage.positions().values()) == 2
-    assert resume_group(stage.database, "orders", "g", actor="a test")
-    assert not resume_group(stage.database, "orders", "g", actor="a test")
+    assert resume_group(runtime_of(stage.database, actor="a test"), "orders", "g")
+    assert not resume_group(runtime_of(stage.database, actor="a test"), "orders", "g")
     stage.wait_settled()
     assert recorder.bodies() + newcomer.bodies() == [b"1", b"2", b"3"]
     assert recorder.attempts(b"1") == [1]
@@ -221,8 +231,8 @@ def test_a_group_that_is_resumed_before_its_owners_have_let_go_loses_nothing(sta
     stage.consume(recorder)
     assert runs.wait(20)
     for _ in range(3):
-        assert pause_group(stage.database, "orders", "g", actor="a test")
-        assert resume_group(stage.database, "orders", "g", actor="a test")
+        assert pause_group(runtime_of(stage.database, actor="a test"), "orders", "g")
+        assert resume_group(runtime_of(stage.database, actor="a test"), "orders", "g")
     may_end.set()
     stage.wait_settled()
     recorder.assert_in_order()
@@ -231,7 +241,7 @@ def test_a_group_that_is_resumed_before_its_owners_have_let_go_loses_nothing(sta
 
 def test_a_pause_stays_over_the_death_of_all_members(stage: Stage) -> None:
     app = stage.consume(Recorder())
-    pause_group(stage.database, "orders", "g", actor="a test")
+    pause_group(runtime_of(stage.database, actor="a test"), "orders", "g")
     app.stop()
     recorder = Recorder()
     stage.consume(recorder)
@@ -239,20 +249,20 @@ def test_a_pause_stays_over_the_death_of_all_members(stage: Stage) -> None:
     join(stage.database, group_id=stage.group_id(), member_id="other", lease_s=5.0)
     assert set(stage.owners().values()) == {None}
     assert recorder.begun == []
-    resume_group(stage.database, "orders", "g", actor="a test")
+    resume_group(runtime_of(stage.database, actor="a test"), "orders", "g")
 
 
 def test_it_shows_that_a_group_is_paused_and_how_to_let_it_go_on(stage: Stage) -> None:
     stage.consume(Recorder())
-    pause_group(stage.database, "orders", "g", actor="a test")
+    pause_group(runtime_of(stage.database, actor="a test"), "orders", "g")
     wait_until(lambda: set(stage.owners().values()) == {None}, what="all partitions to be given back")
     stage.send([("k", b"1")])
-    (status,) = group_statuses(stage.database, "orders", "g", prefix=stage.prefix)
+    (status,) = group_statuses(stage.runtime, "orders", "g")
     assert status.facts.paused_at is not None
     assert {one.stall.reason for one in status.partitions if one.stall} == {"paused"}
-    explained = explain_key(stage.database, "orders", "k", "g", prefix=stage.prefix)
+    explained = explain_key(stage.runtime, "orders", "k", "g")
     assert explained.run_next.startswith("mqlayer group resume orders g")
-    resume_group(stage.database, "orders", "g", actor="a test")
+    resume_group(runtime_of(stage.database, actor="a test"), "orders", "g")
     stage.wait_settled()
 
 
@@ -263,7 +273,7 @@ def test_an_evicted_member_stops_and_others_have_its_partitions_at_once(stage: S
     first = stage.consume(Recorder())
     wait_until(lambda: set(stage.owners().values()) == {member_of(first).member_id}, what="all partitions to be owned")
     second = stage.consume(Recorder())
-    evict_member(stage.database, "orders", "g", member_of(first).member_id, actor="a test")
+    evict_member(runtime_of(stage.database, actor="a test"), "orders", "g", member_of(first).member_id)
     assert set(stage.owners().values()) == {member_of(second).member_id}
     wait_until(lambda: not first.running, what="the evicted member to stop")
     assert not first.health().live, "nothing but a new process brings it back"
@@ -272,9 +282,9 @@ def test_an_evicted_member_stops_and_others_have_its_partitions_at_once(stage: S
     stage.send([("k", b"1")])
     stage.wait_settled()
     with pytest.raises(NotFound, match="mqlayer group members orders g"):
-        evict_member(stage.database, "orders", "g", "nobody", actor="a test")
+        evict_member(runtime_of(stage.database, actor="a test"), "orders", "g", "nobody")
     with pytest.raises(NotFound):
-        evict_member(stage.database, "orders", "g", member_of(first).member_id, actor="a test")
+        evict_member(runtime_of(stage.database, actor="a test"), "orders", "g", member_of(first).member_id)
 
 
 def test_a_member_that_is_evicted_long_after_it_joined_does_not_join_again(stage: Stage) -> None:
@@ -282,7 +292,7 @@ def test_a_member_that_is_evicted_long_after_it_joined_does_not_join_again(stage
     first, second = stage.consume(Recorder()), stage.consume(Recorder())
     with stage.database.connection() as connection:
         connection.execute("UPDATE mqlayer.member SET joined_at = now() - interval '2 hours'")
-    evict_member(stage.database, "orders", "g", member_of(first).member_id, actor="a test")
+    evict_member(runtime_of(stage.database, actor="a test"), "orders", "g", member_of(first).member_id)
     wait_until(lambda: not first.running, what="the evicted member to stop")
     assert set(stage.owners().values()) == {member_of(second).member_id}
 
@@ -295,7 +305,7 @@ def test_a_member_that_is_evicted_while_it_joins_again_stays_out(stage: Stage, t
     failpoints.arm("member.before_join", f"wait:{go_on}")
     end_lease(stage)
     wait_until(reached.exists, what="it to join again")
-    evict_member(stage.database, "orders", "g", member_of(app).member_id, actor="a test")
+    evict_member(runtime_of(stage.database, actor="a test"), "orders", "g", member_of(app).member_id)
     go_on.touch()
     wait_until(lambda: not app.running, what="the evicted member to stop")
     assert set(stage.owners().values()) == {None}
@@ -336,14 +346,14 @@ def test_a_group_balanced_by_rate_keeps_hot_partitions_apart(start_stage: StartS
     # Not only some: a partition that is on its way to the second member would be taken for one of the first's.
     halves = dict.fromkeys(members, 2)
     wait_until(lambda: Counter(stage.owners().values()) == halves, what="each to own a half")
-    assert balance_by_rate(stage.database, prefix=stage.prefix) == 0
+    assert balance_by_rate(stage.runtime) == 0
     mine = [partition for partition, owner in stage.owners().items() if owner == member_of(first).member_id]
     hot = sorted(mine)[:2]
     assert len(hot) == 2
     before = stage.assignments()
     for partition in hot:
         stage.send([(stage.key_in(partition), b"x")] * 2_000)
-    assert balance_by_rate(stage.database, prefix=stage.prefix) == 1
+    assert balance_by_rate(stage.runtime) == 1
 
     def apart() -> bool:
         owners = stage.owners()

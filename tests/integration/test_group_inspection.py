@@ -18,7 +18,6 @@ from mqlayer.inspect import group_statuses
 from mqlayer.postgres.database import Database
 from mqlayer.redis.node_connection import NodeConnection
 from mqlayer.relay import relay_once
-from mqlayer.routes import split
 from mqlayer.runtime.route_cache import RouteCache, load_nodes
 from tests.fixtures.commands import Commands
 from tests.fixtures.consumers import Recorder, Stage
@@ -26,6 +25,8 @@ from tests.fixtures.servers import StartRedis
 from tests.fixtures.wait import wait_until
 from tests.proof.manual_member import ManualMember
 from tests.proof.outbox_world import QUICK, OutboxWorld
+from tests.proof.route_steps import split
+from tests.proof.runtimes import runtime_of
 
 KEYS = 6
 FAILED_TWICE = "offset 1 failed 2 times"
@@ -74,7 +75,9 @@ def test_a_group_that_nobody_consumes_shows_all_that_waits_for_it(
     world: OutboxWorld, database: Database, typed: Commands
 ) -> None:
     with closing(RouteCache(database)) as routes:
-        ensure_group(database, routes, topic="orders", name="ledger", prefix=world.key_prefix, settings=GroupSettings())
+        ensure_group(
+            runtime_of(database, world.key_prefix), routes, topic="orders", name="ledger", settings=GroupSettings()
+        )
     publish(world, "a")
     (line,) = typed.lines("group", "list")
     assert line == {
@@ -162,7 +165,7 @@ def test_what_an_undrained_parent_hides_counts_under_the_version_that_made_it(
     publish(world, "a")
     member = ManualMember(database, world.key_prefix, "orders")
     member.consume(1, 5)
-    split(database, "orders", 1, at=[500], prefix=world.key_prefix)
+    split(runtime_of(database, world.key_prefix), "orders", 1, at=[500])
     publish(world, "b")
 
     told = lag_of(typed, "orders", "ledger")
@@ -286,8 +289,10 @@ def test_a_seek_makes_what_was_settled_lag_again_before_anybody_takes_it(
     member.consume_all()
     assert lag_of(typed, "orders", "ledger")["lag"] == 0
     with closing(RouteCache(database)) as routes:
-        plan = planned_seek(database, routes, topic="orders", name="ledger", to="earliest", prefix=world.key_prefix)
-    apply_seek(database, plan, prefix=world.key_prefix, actor="a test")
+        plan = planned_seek(
+            runtime_of(database, world.key_prefix), routes, topic="orders", name="ledger", to="earliest"
+        )
+    apply_seek(runtime_of(database, world.key_prefix, actor="a test"), plan)
     shown = typed.lines("group", "show", "orders", "ledger")[0]
     (one,) = shown["partitions"]
     assert (shown["seek"], shown["lag"], one["committed"], one["head"]["offset"]) == (1, 2 * KEYS, 1, 1)
@@ -344,7 +349,7 @@ def test_many_partitions_are_asked_in_one_write_to_each_node(
     (node,) = load_nodes(database)
     with NodeConnection(node) as connection:
         connection.call([("CONFIG", "RESETSTAT")])
-        (status,) = group_statuses(database, "orders", "ledger", prefix=key_prefix)
+        (status,) = group_statuses(runtime_of(database, key_prefix), "orders", "ledger")
         stats, commands = (reply.decode() for reply in connection.call([("INFO", "stats"), ("INFO", "commandstats")]))
     assert len(status.partitions) == 100
     assert status.lag == 0
@@ -361,4 +366,4 @@ def test_what_is_not_there_is_refused_with_what_to_do(world: OutboxWorld, databa
     assert "created by its first member" in typed.text("group", "list", "orders")
     assert "created by its first member" in typed.text("group", "lag", "orders")
     with pytest.raises(InvalidName):
-        group_statuses(database, "", prefix=world.key_prefix)
+        group_statuses(runtime_of(database, world.key_prefix), "")

@@ -29,13 +29,15 @@ from mqlayer.redis.partition_scripts import (
 )
 from mqlayer.redis.pop_scripts import PopGroupPartition, ReceiveRequest, receive_command, receive_reply
 from mqlayer.redis.retirement_script import group_forget_command
-from mqlayer.routes import retire_partitions, split
+from mqlayer.routes import retire_partitions
 from mqlayer.topics import rearm_node, set_archived
 from tests.fixtures.commands import Commands
 from tests.fixtures.consumers import Recorder, Stage, member_of
 from tests.fixtures.failpoints import armed
 from tests.fixtures.forked_programs import ask_python
 from tests.fixtures.wait import wait_until
+from tests.proof.route_steps import split
+from tests.proof.runtimes import runtime_of
 
 KEYS = 8
 
@@ -45,7 +47,7 @@ def keys_of(stage: Stage, group_id: int) -> list[bytes]:
 
 
 def retire(stage: Stage, group: str = "g", **facts: Any) -> None:
-    retire_group(stage.database, "orders", group, actor="a test", **facts)
+    retire_group(runtime_of(stage.database, actor="a test"), "orders", group, **facts)
 
 
 def rows(stage: Stage, statement: str, *values: object) -> list[tuple[Any, ...]]:
@@ -74,7 +76,7 @@ def test_a_retired_group_holds_neither_records_nor_sealed_partitions(stage: Stag
     stage.consume(fast, group="fast")
     stage.send_numbers(KEYS, 60)
     parent, other = stage.partitions
-    split(stage.database, "orders", parent, at=[100], prefix=stage.prefix)
+    split(stage.runtime, "orders", parent, at=[100])
     wait_until(lambda: fast.count() == KEYS * 60, what="all messages")
     stage.wait_settled("fast")
 
@@ -82,12 +84,12 @@ def test_a_retired_group_holds_neither_records_nor_sealed_partitions(stage: Stag
         return rows(stage, "SELECT FROM mqlayer.drained WHERE group_id = %s", stage.group_id("fast"))
 
     wait_until(drained, what="the parent drained")
-    assert retire_partitions(stage.database, prefix=stage.prefix) == []
-    trim_pass(stage.database, prefix=stage.prefix)
+    assert retire_partitions(stage.runtime) == []
+    trim_pass(stage.runtime)
     assert stage.redis.xlen(stage.keys(other).log) == int(stage.redis.hget(stage.keys(other).meta, "next") or 0) - 1
     retire(stage, "slow")
-    assert retire_partitions(stage.database, prefix=stage.prefix) == [parent]
-    trim_pass(stage.database, prefix=stage.prefix)
+    assert retire_partitions(stage.runtime) == [parent]
+    trim_pass(stage.runtime)
     assert int(stage.redis.hget(stage.keys(other).meta, "first") or 1) > 1
 
 
@@ -101,7 +103,7 @@ def test_a_group_is_refused_while_it_lives_and_its_members_afterwards(stage: Sta
         stage.consume(Recorder())
     with pytest.raises(Conflict, match="is retired already"):
         retire(stage)
-    (status,) = group_statuses(stage.database, "orders", "g", prefix=stage.prefix)
+    (status,) = group_statuses(stage.runtime, "orders", "g")
     assert (status.facts.state, status.partitions) == ("retired", [])
     assert rows(stage, "SELECT act, object FROM mqlayer.audit WHERE act = 'group retire'") == [
         ("group retire", "orders/g")
@@ -127,7 +129,7 @@ def test_a_member_that_slept_through_the_retirement_of_its_group_ends_and_says_s
     assert member.owned() == {}
     # A call that was under way comes to its end: that is what `grace_s` is for.
     app.stop()
-    forget_retired(stage.database, prefix=stage.prefix, grace_s=0)
+    forget_retired(stage.runtime, grace_s=0)
     assert keys_of(stage, group_id) == []
 
 
@@ -137,7 +139,7 @@ def test_a_receiver_of_a_retired_group_is_told(stage: Stage) -> None:
     with Receiver("orders", group="pops", settings=stage.settings()) as receiver:
         (message,) = receiver.receive(1, wait_s=5)
         retire(stage, "pops")
-        forget_retired(stage.database, prefix=stage.prefix)
+        forget_retired(stage.runtime)
 
         def told() -> bool:
             try:
@@ -159,7 +161,7 @@ def test_a_receiver_that_postgres_does_not_reach_is_refused_however_late_it_asks
     group_id = stage.group_id("pops")
     late = pop_partitions(stage.database, group_id)
     retire(stage, "pops")
-    assert forget_retired(stage.database, prefix=stage.prefix, grace_s=0) == len(stage.partitions)
+    assert forget_retired(stage.runtime, grace_s=0) == len(stage.partitions)
     assert rows(stage, "SELECT count(*) FROM mqlayer.assignment") == [(0,)]
     assert [key.rsplit(b":", 1)[1] for key in keys_of(stage, group_id)] == [b"lock"] * len(stage.partitions)
     with stage.connection() as connection:
@@ -180,7 +182,7 @@ def test_a_retired_shared_group_leaves_no_native_group(stage: Stage) -> None:
     logs = [stage.keys(partition).log for partition in stage.partitions]
     assert any(stage.redis.xinfo_groups(log) for log in logs)
     retire(stage, "s")
-    forget_retired(stage.database, prefix=stage.prefix)
+    forget_retired(stage.runtime)
     assert [stage.redis.xinfo_groups(log) for log in logs if stage.redis.exists(log)] in ([[], []], [[]])
     with pytest.raises(GroupRetired):
         app.start()
@@ -193,7 +195,7 @@ def test_what_is_parked_is_dropped_only_when_that_is_said(stage: Stage) -> None:
         retire(stage)
     assert find_group(stage.database, "orders", "g").state == "live"
     retire(stage, drop_parked=True)
-    forget_retired(stage.database, prefix=stage.prefix)
+    forget_retired(stage.runtime)
     assert rows(stage, "SELECT count(*) FROM mqlayer.parked_key") == [(0,)]
     assert rows(stage, "SELECT sum(messages) FROM mqlayer.parked_total") in ([(0,)], [(None,)])
     assert rows(stage, "SELECT facts ->> 'parked' FROM mqlayer.audit WHERE act = 'group retire'") == [("2",)]
@@ -223,7 +225,7 @@ def test_a_retirement_that_is_killed_is_done_or_not_at_all_and_the_job_does_the_
         retire(stage, drop_parked=True)
     else:
         assert state == "retired"
-    forget_retired(stage.database, prefix=stage.prefix, grace_s=0)
+    forget_retired(stage.runtime, grace_s=0)
     assert keys_of(stage, group_id) == []
     assert rows(stage, "SELECT count(*) FROM mqlayer.assignment") == [(0,)]
     assert rows(stage, "SELECT count(*) FROM mqlayer.parked_message") == [(0,)]
@@ -278,7 +280,7 @@ def test_a_late_owner_is_refused_and_a_group_that_came_back_is_not_touched(every
 
 def test_what_became_of_messages_is_fetched_before_it_goes(stage: Stage) -> None:
     """Invariant 20, of a group that is retired before the archiver came by."""
-    set_archived(stage.database, "orders", archived=True, actor="a test")
+    set_archived(runtime_of(stage.database, actor="a test"), "orders", archived=True)
     app = stage.consume(Recorder())
     wait_until(lambda: member_of(app).archived, what="the member to know")
     stage.send_numbers(KEYS, 3)
@@ -286,11 +288,11 @@ def test_what_became_of_messages_is_fetched_before_it_goes(stage: Stage) -> None
     app.stop()
     group_id = stage.group_id()
     retire(stage)
-    assert forget_retired(stage.database, prefix=stage.prefix, grace_s=0) == 0
+    assert forget_retired(stage.runtime, grace_s=0) == 0
     assert any(key.endswith(b":outcomes") for key in keys_of(stage, group_id))
-    archive_outcomes(stage.database, prefix=stage.prefix)
+    archive_outcomes(stage.runtime)
     assert rows(stage, "SELECT sum(last_offset - first_offset + 1) FROM mqlayer_archive.outcome") == [(KEYS * 3,)]
-    assert forget_retired(stage.database, prefix=stage.prefix, grace_s=0) == len(stage.partitions)
+    assert forget_retired(stage.runtime, grace_s=0) == len(stage.partitions)
     assert keys_of(stage, group_id) == []
 
 
@@ -302,10 +304,10 @@ def test_a_node_that_is_away_is_passed_by_and_asked_again(stage: Stage) -> None:
     retire(stage)
     with stage.database.connection() as connection:
         connection.execute("UPDATE mqlayer.node SET armed_run_id = 'another'")
-    assert forget_retired(stage.database, prefix=stage.prefix, grace_s=0) == 0
-    rearm_node(stage.database, "node-1", prefix=stage.prefix, application=stage.database, actor="a test")
+    assert forget_retired(stage.runtime, grace_s=0) == 0
+    rearm_node(runtime_of(stage.database, stage.prefix, application=stage.database, actor="a test"), "node-1")
     assert keys_of(stage, group_id)
-    assert forget_retired(stage.database, prefix=stage.prefix, grace_s=0) == len(stage.partitions)
+    assert forget_retired(stage.runtime, grace_s=0) == len(stage.partitions)
     assert keys_of(stage, group_id) == []
 
 
@@ -317,8 +319,8 @@ def test_an_epoch_that_was_given_out_in_the_moment_of_the_retirement_is_raised_a
     retire(stage, "pops")
     for partition, _, epoch, _ in stage.assignments("pops"):
         stage.redis.hset(group_keys(stage.prefix, partition, group_id).lock, mapping={"owner": "pop", "epoch": epoch})
-    assert forget_retired(stage.database, prefix=stage.prefix, grace_s=0) == 0
-    assert forget_retired(stage.database, prefix=stage.prefix, grace_s=0) == len(stage.partitions)
+    assert forget_retired(stage.runtime, grace_s=0) == 0
+    assert forget_retired(stage.runtime, grace_s=0) == len(stage.partitions)
     assert keys_of(stage, group_id) == []
 
 

@@ -21,7 +21,7 @@ from mqlayer.maintenance import trim_pass
 from mqlayer.postgres.database import Database
 from mqlayer.redis.node_connection import NodeConnection
 from mqlayer.redis.partition_scripts import Fenced, LockHolder, settle_command, settle_reply
-from mqlayer.routes import drain_progress, retire_partitions, split
+from mqlayer.routes import drain_progress, retire_partitions
 from mqlayer.runtime.route_cache import RouteCache, load_nodes
 from mqlayer.topics import rearm_node
 from tests.fixtures.commands import Commands
@@ -32,6 +32,8 @@ from tests.fixtures.wait import wait_until
 from tests.proof.manual_member import ManualMember
 from tests.proof.outbox_world import OutboxWorld, Snapshot
 from tests.proof.rounds import ROUND, Seen, a_moment_between, of_tags, publish
+from tests.proof.route_steps import split
+from tests.proof.runtimes import runtime_of
 
 
 @pytest.fixture
@@ -53,12 +55,12 @@ def database(world: OutboxWorld) -> Iterator[Database]:
 
 def plan_of(world: OutboxWorld, database: Database, to: Start) -> SeekPlan:
     with closing(RouteCache(database)) as routes:
-        return planned_seek(database, routes, topic="orders", name="ledger", to=to, prefix=world.key_prefix)
+        return planned_seek(runtime_of(database, world.key_prefix), routes, topic="orders", name="ledger", to=to)
 
 
 def seek(world: OutboxWorld, database: Database, to: Start, *, replay: bool = False) -> None:
     plan = plan_of(world, database, to)
-    assert apply_seek(database, plan, prefix=world.key_prefix, actor="a test", replay=replay) == []
+    assert apply_seek(runtime_of(database, world.key_prefix, actor="a test"), plan, replay=replay) == []
 
 
 def split_and_publish(world: OutboxWorld, database: Database) -> datetime:
@@ -66,7 +68,7 @@ def split_and_publish(world: OutboxWorld, database: Database) -> datetime:
     publish(world, "a")
     at = a_moment_between()
     publish(world, "b")
-    split(database, "orders", 1, at=[500], prefix=world.key_prefix)
+    split(runtime_of(database, world.key_prefix), "orders", 1, at=[500])
     publish(world, "c")
     return at
 
@@ -229,7 +231,7 @@ def test_seeking_again_and_again_under_load_keeps_the_order_between_the_seeks(
         for number in range(seeks):
             publish(world, f"{number}")
             if number == 2:
-                split(database, "orders", 1, at=[500], prefix=world.key_prefix)
+                split(runtime_of(database, world.key_prefix), "orders", 1, at=[500])
             seek(world, database, "earliest")
         publish(world, "last")
         wanted = of_tags(*map(str, range(seeks)), "last")
@@ -262,9 +264,9 @@ def test_what_is_to_be_given_again_is_not_trimmed_before_anybody_takes_it(
     member = ManualMember(database, world.key_prefix, "orders")
     member.consume_all()
     seek(world, database, "earliest")
-    assert trim_pass(database, prefix=world.key_prefix).total == 0
-    split(database, "orders", 1, at=[500], prefix=world.key_prefix)
-    (progress,) = drain_progress(database, "orders", prefix=world.key_prefix)
+    assert trim_pass(runtime_of(database, world.key_prefix)).total == 0
+    split(runtime_of(database, world.key_prefix), "orders", 1, at=[500])
+    (progress,) = drain_progress(runtime_of(database, world.key_prefix), "orders")
     assert progress.remaining == ROUND
     member.handled.clear()
     member.consume_all()
@@ -275,14 +277,14 @@ def test_what_is_to_be_given_again_is_not_trimmed_before_anybody_takes_it(
 def test_what_is_kept_of_a_lineage_has_no_hole(world: OutboxWorld, database: Database, group: str) -> None:
     """A successor is not trimmed while its parent is kept: a group that begins there would miss what lies between."""
     publish(world, "a")
-    split(database, "orders", 1, at=[500], prefix=world.key_prefix)
+    split(runtime_of(database, world.key_prefix), "orders", 1, at=[500])
     world.publish(600, keys=1, tag="b")
     world.wait_until_whole()
     ManualMember(database, world.key_prefix, "orders").consume_all()
     everything = of_tags("a")["key-0"] + [f"b-{number}" for number in range(600)]
     for retired in (False, True):
-        assert bool(retired and retire_partitions(database, prefix=world.key_prefix)) == retired
-        assert bool(trim_pass(database, prefix=world.key_prefix).total) == retired
+        assert bool(retired and retire_partitions(runtime_of(database, world.key_prefix))) == retired
+        assert bool(trim_pass(runtime_of(database, world.key_prefix)).total) == retired
         if group == "ledger":
             seek(world, database, "earliest")
         member = ManualMember(
@@ -301,7 +303,7 @@ def test_a_group_is_not_sent_back_to_what_is_being_retired(world: OutboxWorld, d
     member.consume_all()
     with psycopg.connect(world.dsn) as other, ThreadPoolExecutor() as pool:
         other.execute("SELECT FROM mqlayer.partition WHERE partition_id = 1 FOR NO KEY UPDATE")
-        retired = pool.submit(retire_partitions, database, prefix=world.key_prefix)
+        retired = pool.submit(retire_partitions, runtime_of(database, world.key_prefix))
         wait_until(lambda: waiting(world) == 1, what="the pass to wait")
         sought = pool.submit(seek, world, database, "earliest")
         wait_until(lambda: waiting(world) == 2, what="the seek to wait")
@@ -325,7 +327,7 @@ def fall_back_and_arm(world: OutboxWorld, database: Database, before: Snapshot) 
     world.fall_back(before)
     world.rows("UPDATE mqlayer.node SET armed_run_id = 'before'")
     for name in ("node-1", "node-2"):
-        rearm_node(database, name, prefix=world.key_prefix)
+        rearm_node(runtime_of(database, world.key_prefix), name)
 
 
 def test_offsets_from_before_a_node_was_armed_again_are_refused(world: OutboxWorld, database: Database) -> None:
@@ -337,8 +339,8 @@ def test_offsets_from_before_a_node_was_armed_again_are_refused(world: OutboxWor
     fall_back_and_arm(world, database, before)
     publish(world, "b")
     with pytest.raises(Conflict, match="was armed again or given up in the meantime"):
-        apply_seek(database, plan, prefix=world.key_prefix, actor="a test")
-    assert apply_seek(database, back, prefix=world.key_prefix, actor="a test") == []
+        apply_seek(runtime_of(database, world.key_prefix, actor="a test"), plan)
+    assert apply_seek(runtime_of(database, world.key_prefix, actor="a test"), back) == []
     member.consume_all()
     assert in_order(member) == of_tags("a", "b")
 
@@ -350,7 +352,7 @@ def test_a_plan_that_was_overtaken_is_refused_and_changes_nothing(world: OutboxW
     seek(world, database, "latest")
     before = state(world)
     with pytest.raises(Conflict, match="was sent elsewhere in the meantime"):
-        apply_seek(database, old, prefix=world.key_prefix, actor="a test")
+        apply_seek(runtime_of(database, world.key_prefix, actor="a test"), old)
     assert state(world) == before
     assert member.consume_all() == 0
 

@@ -17,13 +17,15 @@ from mqlayer.errors import InvalidInput, NodeNotArmed
 from mqlayer.groups.group import Group, GroupSettings, ensure_group
 from mqlayer.groups.start_positions import Start
 from mqlayer.postgres.database import Database
-from mqlayer.routes import merge, retire_partitions, split
+from mqlayer.routes import retire_partitions
 from mqlayer.runtime.route_cache import RouteCache
 from mqlayer.topics import rearm_node
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.wait import wait_until
 from tests.proof.outbox_world import OutboxWorld
 from tests.proof.rounds import KEYS, ROUND, Seen, a_moment_between, of_tags, publish
+from tests.proof.route_steps import merge, split
+from tests.proof.runtimes import runtime_of
 
 
 @pytest.fixture
@@ -47,7 +49,7 @@ def split_first(world: OutboxWorld, database: Database, at: int) -> None:
     partition = next(row[0] for row in world.rows(
         "SELECT r.partition_id FROM mqlayer.route r JOIN mqlayer.topic t USING (topic_id, version) ORDER BY r.lp_from"
     ))  # fmt: skip
-    split(database, "orders", partition, at=[at], prefix=world.key_prefix)
+    split(runtime_of(database, world.key_prefix), "orders", partition, at=[at])
 
 
 @contextmanager
@@ -69,9 +71,12 @@ def consuming(world: OutboxWorld, start: Start) -> Iterator[Seen]:
 
 def ensure(world: OutboxWorld, database: Database, start: Start, name: str = "late") -> Group:
     return ensure_group(
-        database, RouteCache(database), topic="orders", name=name, prefix=world.key_prefix,
+        runtime_of(database, world.key_prefix),
+        RouteCache(database),
+        topic="orders",
+        name=name,
         settings=GroupSettings(start=start),
-    )  # fmt: skip
+    )
 
 
 def version_of(world: OutboxWorld) -> int:
@@ -146,7 +151,7 @@ def test_a_merge_of_a_drained_and_an_undrained_parent_begins_with_its_first_mess
     first, second = (row[0] for row in world.rows(
         "SELECT partition_id FROM mqlayer.partition WHERE state = 'open' ORDER BY lp_from LIMIT 2"
     ))  # fmt: skip
-    merge(database, "orders", [first, second], prefix=world.key_prefix)
+    merge(runtime_of(database, world.key_prefix), "orders", [first, second])
     publish(world, "c")
     with consuming(world, at) as seen:
         wait_until(lambda: seen == of_tags("b", "c"), what="what was published since")
@@ -163,7 +168,7 @@ def test_a_retired_partition_is_behind_every_new_group(world: OutboxWorld, datab
     publish(world, "a")
     split_first(world, database, 200)
     ensure(world, database, "latest", name="first")
-    assert retire_partitions(database, prefix=world.key_prefix) == [1]
+    assert retire_partitions(runtime_of(database, world.key_prefix)) == [1]
     world.publish(KEYS, keys=KEYS, tag="b")
     with consuming(world, "earliest") as seen:
         wait_until(lambda: sum(map(len, seen.values())) > 0, what="what is kept")
@@ -192,7 +197,7 @@ def test_where_a_group_starts_is_found_again_if_a_node_was_armed_in_between(
         world.fall_back(before)
         world.rows("UPDATE mqlayer.node SET armed_run_id = 'before'")
         for name in ("node-1", "node-2"):
-            rearm_node(database, name, prefix=world.key_prefix)
+            rearm_node(runtime_of(database, world.key_prefix), name)
         world.wait_until_whole()
         publish(world, "b")
         door.touch()

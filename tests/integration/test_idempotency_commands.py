@@ -14,9 +14,11 @@ from mqlayer.idempotency import InboxEntry, record_effect
 from mqlayer.postgres.database import Database
 from mqlayer.receiving.pop_message import PopMessage, Token
 from mqlayer.runtime.route_cache import RouteCache
-from mqlayer.workers import connections, tasks
+from mqlayer.workers import connections
+from mqlayer.workers.tasks import TASKS
 from tests.fixtures.commands import Commands
 from tests.proof.outbox_world import OutboxWorld
+from tests.proof.runtimes import runtime_of
 
 
 @pytest.fixture
@@ -35,7 +37,7 @@ def group_id(world: OutboxWorld) -> int:
         routes = RouteCache(database)
         settings = GroupSettings()
         group = ensure_group(
-            database, routes, topic="orders", name="mailer", prefix=world.key_prefix, settings=settings
+            runtime_of(database, world.key_prefix), routes, topic="orders", name="mailer", settings=settings
         )
         routes.close()
     return group.group_id
@@ -95,8 +97,8 @@ def test_the_jobs_forget_and_raise_alarms(world: OutboxWorld, group_id: int, cap
         connection.execute("UPDATE mqlayer_app.inbox SET kept_at = kept_at - interval '8 days' WHERE seq = 1")
     bring(world, 2)
     world.rows("UPDATE mqlayer_app.entity_version SET alarm_at = now()")
-    tasks.clean_inbox_rows()
-    tasks.watch_entity_versions()
+    TASKS["clean_inbox"]()
+    TASKS["watch_versions"]()
     assert world.rows("SELECT seq FROM mqlayer_app.inbox") == [(2,)]
     assert [record.message for record in caplog.records if record.message == "version_gap"] == ["version_gap"]
     assert {name for (name,) in world.rows("SELECT name FROM mqlayer.job")} == {"clean_inbox", "watch_versions"}

@@ -29,7 +29,7 @@ def test_arming_lowers_an_epoch_that_nothing_could_raise_and_the_group_consumes_
     with closing(psycopg.connect(stage.dsn, autocommit=True)) as owner:
         # As after its restart: arming one that is armed changes no epoch.
         owner.execute("UPDATE mqlayer.node SET armed_run_id = NULL")
-    rearm_node(stage.database, list_nodes(stage.database)[0].name, prefix=stage.prefix)
+    rearm_node(stage.runtime, list_nodes(stage.database)[0].name)
     app = stage.consume(recorder)
     stage.send_numbers(keys=4, each=3, first=4)
     stage.wait_settled()

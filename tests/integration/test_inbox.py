@@ -26,6 +26,7 @@ from mqlayer.redelivery import skip_head
 from mqlayer.runtime.route_cache import RouteCache
 from tests.fixtures.consumers import Recorder, Stage, StartStage
 from tests.fixtures.wait import wait_until
+from tests.proof.runtimes import runtime_of
 
 DAY_S = 86_400.0
 Connection = psycopg.Connection[Any]
@@ -266,9 +267,8 @@ def test_a_message_with_an_effect_is_not_passed_over(one: Stage) -> None:
     assert after.wait(20)
     with pytest.raises(Conflict, match="only has to be settled"):
         skip_head(
-            one.database, one.topic, "g", "k",
-            reason="r", actor="t", prefix=one.prefix, application=one.database,
-        )  # fmt: skip
+            runtime_of(one.database, one.prefix, application=one.database, actor="t"), one.topic, "g", "k", reason="r"
+        )
     end.set()
     one.wait_settled()
     assert bodies(one) == ["1"]
@@ -331,8 +331,8 @@ def test_a_seek_applies_effects_again_only_where_that_is_wanted(one: Stage, repl
     one.consume(booking)
     one.wait_settled()
     with closing(RouteCache(one.database)) as routes:
-        plan = planned_seek(one.database, routes, topic=one.topic, name="g", to="earliest", prefix=one.prefix)
-    apply_seek(one.database, plan, prefix=one.prefix, actor="test", replay=replay)
+        plan = planned_seek(runtime_of(one.database, one.prefix), routes, topic=one.topic, name="g", to="earliest")
+    apply_seek(runtime_of(one.database, one.prefix, actor="test"), plan, replay=replay)
     wait_until(lambda: len(booking.begun) == 4, what="both messages to come again")
     one.wait_settled()
     assert bodies(one) == (["1", "2"] * 2 if replay else ["1", "2"])
@@ -351,7 +351,7 @@ def age(stage: Stage, days: float) -> None:
 
 
 def clean(stage: Stage, horizon_s: float = 7 * DAY_S) -> int:
-    return clean_inbox(stage.database, stage.database, prefix=stage.prefix, horizon_s=horizon_s)
+    return clean_inbox(runtime_of(stage.database, stage.prefix, application=stage.database), horizon_s=horizon_s)
 
 
 def test_rows_go_once_they_are_older_than_the_horizon(one: Stage) -> None:
@@ -459,4 +459,4 @@ def test_rows_of_groups_that_nobody_knows_go_by_age(database_dsn: str) -> None:
         assert found is not None
         assert (found.source, found.lp, found.seq) == (3, 512, 2)
         assert find_effect(database, 7, "3:512:9") is None
-        assert clean_inbox(database, database, prefix="mq", horizon_s=0.0) == 6
+        assert clean_inbox(runtime_of(database, "mq", application=database), horizon_s=0.0) == 6

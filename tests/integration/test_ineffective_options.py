@@ -23,6 +23,7 @@ from mqlayer.settings import OTHERS, Settings
 from mqlayer.topics import create_topic, list_topics
 from tests.fixtures.commands import Commands
 from tests.fixtures.consumers import Stage
+from tests.proof.runtimes import runtime_of
 
 REQUESTS: dict[str, Any] = {
     "start": "latest", "backoff_s": (1.0,), "ordered": True, "balance": "rate", "tag_filter": str(mqlayer.any_of("eu")),
@@ -44,8 +45,8 @@ def created(stage: Stage) -> Callable[[GroupSettings], Group]:
 
     def create(settings: GroupSettings, name: str = "") -> Group:
         name = name or f"g{next(numbers)}"
-        facts: dict[str, Any] = {"topic": stage.topic, "name": name, "prefix": stage.prefix, "settings": settings}
-        return ensure_group(stage.database, routes, **facts)
+        here = stage.runtime
+        return ensure_group(here, routes, topic=stage.topic, name=name, settings=settings)
 
     return create
 
@@ -98,7 +99,7 @@ def test_a_setting_that_changes_nothing_beside_others_is_refused(told: str, crea
 
 def test_a_setting_that_changes_nothing_in_a_living_group_is_refused(created: Any, stage: Stage) -> None:
     def change(name: str, **said: Any) -> None:
-        set_group(stage.database, stage.topic, name, actor="test", **said)
+        set_group(runtime_of(stage.database, actor="test"), stage.topic, name, **said)
 
     created(GroupSettings(attempt_limit=1, policy="skip"), name="once")
     with pytest.raises(InvalidInput, match="raise attempt_limit"):
@@ -162,12 +163,11 @@ def test_a_group_says_its_start_again_and_again(created: Any) -> None:
 
 
 def test_order_is_refused_where_the_topic_keeps_none(stage: Stage) -> None:
-    create_topic(stage.database, "loose", prefix=stage.prefix, partitions=1, strategy="best_effort")
-    facts: dict[str, Any] = {"topic": "loose", "name": "g", "prefix": stage.prefix}
-    routes = RouteCache(stage.database)
+    create_topic(stage.runtime, "loose", partitions=1, strategy="best_effort")
+    here, routes = stage.runtime, RouteCache(stage.database)
     with pytest.raises(Conflict, match="leave ordered out"):
-        ensure_group(stage.database, routes, settings=GroupSettings(ordered=True), **facts)
-    assert ensure_group(stage.database, routes, settings=GroupSettings(), **facts).strategy == "best_effort"
+        ensure_group(here, routes, topic="loose", name="g", settings=GroupSettings(ordered=True))
+    assert ensure_group(here, routes, topic="loose", name="g", settings=GroupSettings()).strategy == "best_effort"
 
 
 def test_options_of_a_member_that_its_mode_has_no_use_for_are_refused() -> None:
@@ -182,10 +182,10 @@ def test_options_of_a_member_that_its_mode_has_no_use_for_are_refused() -> None:
 
 
 def test_a_topic_is_created_again_with_what_it_has_and_with_nothing_else(stage: Stage) -> None:
-    facts: dict[str, Any] = {"prefix": stage.prefix}
-    create_topic(stage.database, "three", partitions=3, **facts)
-    create_topic(stage.database, "three", partitions=3, **facts)
-    create_topic(stage.database, "three", **facts)
+    here = stage.runtime
+    create_topic(here, "three", partitions=3)
+    create_topic(here, "three", partitions=3)
+    create_topic(here, "three")
     other: dict[str, Any] = {
         "partitions": 6,
         "strategy": "best_effort",
@@ -193,11 +193,10 @@ def test_a_topic_is_created_again_with_what_it_has_and_with_nothing_else(stage: 
         "backlog_limit": 7,
         "archived": True,
     }
-    taken = set(inspect.signature(create_topic).parameters) - {"database", "name", "prefix", "application", "actor"}
-    assert set(other) == taken - {"unsafe"}
+    assert set(other) == set(inspect.signature(create_topic).parameters) - {"runtime", "name"}
     for name, value in other.items():
         with pytest.raises(Conflict):
-            create_topic(stage.database, "three", **{**facts, "partitions": 3, name: value})
+            create_topic(here, "three", **{"partitions": 3, name: value})
     assert [topic.partitions for topic in list_topics(stage.database) if topic.name == "three"] == [3]
 
 

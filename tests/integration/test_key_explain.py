@@ -16,7 +16,6 @@ from mqlayer.groups import GroupSettings, apply_seek, ensure_group, leave, plann
 from mqlayer.inspect import SCAN_LIMIT, explain_key
 from mqlayer.postgres.database import Database
 from mqlayer.relay import relay_once
-from mqlayer.routes import merge, split
 from mqlayer.runtime.route_cache import RouteCache
 from tests.fixtures.commands import Commands
 from tests.fixtures.consumers import Recorder, Stage
@@ -24,6 +23,9 @@ from tests.fixtures.servers import StartRedis
 from tests.fixtures.wait import wait_until
 from tests.proof.manual_member import ManualMember
 from tests.proof.outbox_world import QUICK, OutboxWorld
+from tests.proof.route_ranges import range_of
+from tests.proof.route_steps import merge, split
+from tests.proof.runtimes import runtime_of
 
 KEYS = 6
 
@@ -78,7 +80,7 @@ def test_a_key_that_fails_is_explained_by_its_head_and_the_others_have_nothing_w
     wait_until(lambda: explained(typed, "key-1", "g")["head"] is None, what="what is settled to be known")
 
     lp = lp_of(b"key-0")
-    partition = int(stage.route.range_of(lp).partition)
+    partition = int(range_of(stage.route, lp).partition)
     found = explained(typed, "key-0", "g")
     assert (found["lp"], found["publishes_to"]) == (lp, partition)
     head = found["head"]
@@ -110,7 +112,7 @@ def test_a_key_hidden_behind_an_undrained_parent_is_led_to_what_the_parent_waits
     publish(world, "a")
     member = ManualMember(database, world.key_prefix, "orders")
     member.consume(1, 2 * KEYS - 1)
-    split(database, "orders", 1, at=[500], prefix=world.key_prefix)
+    split(runtime_of(database, world.key_prefix), "orders", 1, at=[500])
     publish(world, "b")
     # What is left of the parent is the last message of the last key.
     found = explained(typed, "key-0")
@@ -147,7 +149,7 @@ def test_a_merged_partition_waits_for_the_parent_that_the_key_was_never_in(
     publish(world, "a")
     member = ManualMember(database, key_prefix, "orders")
     key = next(f"key-{n}" for n in range(KEYS) if lp_of(b"key-%d" % n) < 512)
-    merge(database, "orders", [1, 2], prefix=key_prefix)
+    merge(runtime_of(database, key_prefix), "orders", [1, 2])
     member.consume(1)
     publish(world, "b")
     member.position(2)
@@ -182,7 +184,7 @@ def test_a_node_that_is_away_hides_what_it_holds_and_is_named(
 
 def test_the_search_ends_at_its_bound_and_says_so(stage: Stage, database: Database, typed: Commands) -> None:
     """Also over many calls, and with messages of the key on both sides of the bound."""
-    keys = [key for key in (f"k{n}" for n in range(100)) if stage.route.range_of(lp_of(key.encode())).partition == 1]
+    keys = [key for key in (f"k{n}" for n in range(100)) if range_of(stage.route, lp_of(key.encode())).partition == 1]
     many, early, late = keys[:3]
     stage.send([(early, b"1"), *((many, b"2") for _ in range(SCAN_LIMIT - 2)), (early, b"3"), (late, b"4")])
     ManualMember(database, stage.prefix, "orders").position(1)
@@ -202,8 +204,10 @@ def test_a_seek_brings_back_what_was_settled(world: OutboxWorld, database: Datab
     member.consume_all()
     assert explained(typed, "key-3")["head"] is None
     with closing(RouteCache(database)) as routes:
-        plan = planned_seek(database, routes, topic="orders", name="ledger", to="earliest", prefix=world.key_prefix)
-    apply_seek(database, plan, prefix=world.key_prefix, actor="a test")
+        plan = planned_seek(
+            runtime_of(database, world.key_prefix), routes, topic="orders", name="ledger", to="earliest"
+        )
+    apply_seek(runtime_of(database, world.key_prefix, actor="a test"), plan)
     found = explained(typed, "key-3")
     assert (found["head"]["key"], found["head"]["age_s"] < 60, found["behind_it"]) == ("key-3", True, 1)
     assert found["run_next"] == "nothing: hand is about to take partition 1"
@@ -218,9 +222,11 @@ def test_what_is_not_there_is_refused_with_what_to_do(world: OutboxWorld, databa
     assert "mqlayer topic create nowhere" in typed.failure(*words, "nowhere", "k", "--group", "g")
     assert "mqlayer group list orders" in typed.failure(*words, "orders", "k", "--group", "nobody")
     with pytest.raises(KeyTooLarge):
-        explain_key(database, "orders", "k" * 513, "ledger", prefix=world.key_prefix)
+        explain_key(runtime_of(database, world.key_prefix), "orders", "k" * 513, "ledger")
     with closing(RouteCache(database)) as routes:
-        ensure_group(database, routes, topic="orders", name="ledger", prefix=world.key_prefix, settings=GroupSettings())
+        ensure_group(
+            runtime_of(database, world.key_prefix), routes, topic="orders", name="ledger", settings=GroupSettings()
+        )
     found = explained(typed, "key's \u00fc")
     assert found["key"] == "key's \u00fc"
     said = typed.text("key", "explain", "orders", "\x1b[31m", "--group", "ledger")

@@ -20,10 +20,12 @@ from mqlayer.topics import rearm_node
 from tests.fixtures.failpoints import armed
 from tests.fixtures.servers import StartRedis
 from tests.proof.producer_world import ProducerWorld
+from tests.proof.runtimes import runtime_of
 
 PROGRAM = (
     "import sys; from mqlayer.postgres.database import Database; from mqlayer.maintenance import drop_closed_marks; "
-    "drop_closed_marks(Database(sys.argv[1]), prefix=sys.argv[2], closed_for_s=0)"
+    "from mqlayer.runtime import Runtime; from mqlayer.settings import Settings; "
+    "drop_closed_marks(Runtime(Database(sys.argv[1]), Settings(key_prefix=sys.argv[2])), closed_for_s=0)"
 )
 
 
@@ -46,7 +48,7 @@ def sources_with_marks(world: ProducerWorld) -> set[int]:
 
 def dropped(world: ProducerWorld, closed_for_s: float) -> int:
     with Database(world.dsn) as database:
-        return drop_closed_marks(database, prefix=world.prefix, closed_for_s=closed_for_s)
+        return drop_closed_marks(runtime_of(database, world.prefix), closed_for_s=closed_for_s)
 
 
 def publish(world: ProducerWorld) -> int:
@@ -115,7 +117,7 @@ def test_a_node_that_is_away_keeps_no_source_from_being_cleaned_on_the_others(
     assert world.rows("SELECT count(*)::int FROM mqlayer.source WHERE dropped_at IS NULL") == [(SOURCES_PER_PASS + 5,)]
     away.start()
     with Database(world.dsn) as database:
-        rearm_node(database, "node-1", prefix=key_prefix)
+        rearm_node(runtime_of(database, key_prefix), "node-1")
     assert [dropped(world, closed_for_s=0) for _ in range(3)] == [SOURCES_PER_PASS, 5, 0]
 
 

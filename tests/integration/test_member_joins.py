@@ -17,6 +17,7 @@ from mqlayer.groups.admin import set_group
 from mqlayer.groups.members import HeartbeatReply
 from tests.fixtures.consumers import Recorder, Stage, StartStage, member_of
 from tests.fixtures.wait import wait_until
+from tests.proof.runtimes import runtime_of
 
 PARTITIONS = 12
 
@@ -141,7 +142,7 @@ def test_an_answer_of_an_earlier_allocation_that_comes_late_is_ignored(
     other = member_of(second)
     wait_until(lambda: [len(first.owned()), len(other.owned())] == [2, 2], what="half each")
     stage.send_numbers(keys=8, each=20)
-    set_group(stage.database, stage.topic, "g", actor="a test", attempt_limit=5, rate_limit=1e6)
+    set_group(runtime_of(stage.database, actor="a test"), stage.topic, "g", attempt_limit=5, rate_limit=1e6)
     wait_until(lambda: first.rules.attempt_limit == 5, what="the new settings")
     second.stop()
     wait_until(lambda: len(first.owned()) == 4, what="all partitions again")

@@ -58,11 +58,10 @@ def group(stage: Stage) -> Group:
 
 def make_group(stage: Stage, name: str = "g", settings: GroupSettings | None = None) -> Group:
     return ensure_group(
-        stage.database,
+        stage.runtime,
         RouteCache(stage.database),
         topic=stage.topic,
         name=name,
-        prefix=stage.prefix,
         settings=settings or GroupSettings(),
     )
 

@@ -18,12 +18,14 @@ from mqlayer.domain.tags import tags_text
 from mqlayer.groups.group import find_group
 from mqlayer.inspect import group_statuses
 from mqlayer.redis.partition_scripts import MessageRun, append_command
-from mqlayer.routes import split
 from mqlayer.runtime.route_cache import load_route
 from mqlayer.topics import create_topic
 from tests.fixtures.consumers import SOURCE, Stage
 from tests.fixtures.shared_members import share
 from tests.fixtures.wait import wait_until
+from tests.proof.route_ranges import range_of
+from tests.proof.route_steps import split
+from tests.proof.runtimes import runtime_of
 
 WANTED, ALIKE, OTHER, VOID = "t26821", "t49091", "other", "void"
 """A wanted tag, one with its hash, one without; and no message at all."""
@@ -45,7 +47,7 @@ class Mixed:
         self._stage, self._numbers, self._void = stage, 0, way == "best effort"
         stage.topic = TOPIC
         stage.route = create_topic(
-            stage.database, TOPIC, prefix=stage.prefix, partitions=1, strategy=strategy, application=stage.database
+            runtime_of(stage.database, stage.prefix, application=stage.database), TOPIC, partitions=1, strategy=strategy
         )
         stage.partitions = [line.partition for line in stage.route.ranges]
         self.wanted: list[bytes] = []
@@ -65,7 +67,7 @@ class Mixed:
                 self.wanted.append(body)
         lp = lp_of(KEY)
         with self._stage.connection() as connection:
-            partition = self._stage.route.range_of(lp).partition
+            partition = range_of(self._stage.route, lp).partition
             run = MessageRun(lp, first, len(kinds), fields)
             (reply,) = connection.call([append_command(connection, self._stage.prefix, partition, SOURCE, [run])])
         assert reply[0] == b"ok", reply
@@ -73,13 +75,14 @@ class Mixed:
     def split(self) -> None:
         """Split the partition, and send to its successors from here on."""
         split(
-            self._stage.database, TOPIC, self._stage.partitions[0], prefix=self._stage.prefix,
-            application=self._stage.database,
-        )  # fmt: skip
+            runtime_of(self._stage.database, self._stage.prefix, application=self._stage.database),
+            TOPIC,
+            self._stage.partitions[0],
+        )
         self._stage.route = load_route(self._stage.database, TOPIC)
 
     def lag(self) -> int:
-        (status,) = group_statuses(self._stage.database, TOPIC, "g", prefix=self._stage.prefix)
+        (status,) = group_statuses(runtime_of(self._stage.database, self._stage.prefix), TOPIC, "g")
         assert status.lag is not None
         return status.lag
 

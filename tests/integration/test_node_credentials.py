@@ -19,6 +19,7 @@ from mqlayer.stack import RedisServer
 from mqlayer.topics import list_nodes, register_node, set_node_address
 from tests.fixtures.commands import Commands
 from tests.fixtures.servers import StartRedis
+from tests.proof.runtimes import runtime_of
 
 PASSWORD = "first-p@ss/w%"
 SECOND = "second-p@ss"
@@ -56,7 +57,7 @@ def test_a_url_with_a_password_is_refused_and_nothing_of_it_is_kept_or_shown(
 ) -> None:
     url = guarded.url.replace("redis://", "redis://app:s3cr3t@")
     with pytest.raises(InvalidInput, match="MQLAYER_REDIS_USER") as refused:
-        register_node(database, name="n1", url=url)
+        register_node(runtime_of(database), name="n1", url=url)
     assert "s3cr3t" not in str(refused.value)
     said = commands("node", "register", "n1", url)
     assert said.exit_code == 1
@@ -68,19 +69,19 @@ def test_a_url_with_a_password_is_refused_and_nothing_of_it_is_kept_or_shown(
 def test_a_node_is_registered_with_the_password_of_its_own_file(
     database: Database, database_dsn: str, guarded: RedisServer, password_file: Path
 ) -> None:
-    node = register_node(database, name="n1", url=guarded.url)
+    node = register_node(runtime_of(database), name="n1", url=guarded.url)
     assert node.url == guarded.url
     with psycopg.connect(database_dsn) as connection:
         rows = connection.execute("SELECT n::text FROM mqlayer.node n UNION ALL SELECT a::text FROM mqlayer.audit a")
         assert not any("app" in text or PASSWORD in text for (text,) in rows)
     with pytest.raises(InvalidInput, match="MQLAYER_REDIS_USER"):
-        set_node_address(database, "n1", guarded.url.replace("//", "//u:p@"), prefix="mq")
+        set_node_address(runtime_of(database, "mq"), "n1", guarded.url.replace("//", "//u:p@"))
 
 
 def test_a_new_password_counts_from_the_next_connection_on(
     database: Database, guarded: RedisServer, password_file: Path
 ) -> None:
-    node = register_node(database, name="n1", url=guarded.url)
+    node = register_node(runtime_of(database), name="n1", url=guarded.url)
     with NodeConnection(node) as connection:
         assert connection.call([("ACL", "SETUSER", "app", f">{SECOND}", f"<{PASSWORD}")]) == [b"OK"]
         connection.close()
@@ -100,7 +101,7 @@ def test_a_password_file_that_can_not_be_used_is_named(
     else:
         password_file.write_text("\n")
     with pytest.raises(AccessDenied, match=str(password_file)):
-        register_node(database, name="n1", url=guarded.url)
+        register_node(runtime_of(database), name="n1", url=guarded.url)
 
 
 def test_a_user_without_a_password_is_told_what_to_set(
@@ -108,12 +109,12 @@ def test_a_user_without_a_password_is_told_what_to_set(
 ) -> None:
     monkeypatch.setenv("MQLAYER_REDIS_USER", "app")
     with pytest.raises(AccessDenied, match="MQLAYER_REDIS_PASSWORD_FILE"):
-        register_node(database, name="n1", url=guarded.url)
+        register_node(runtime_of(database), name="n1", url=guarded.url)
 
 
 def test_no_login_at_all_is_told_what_to_set(database: Database, guarded: RedisServer) -> None:
     with pytest.raises(AccessDenied, match="MQLAYER_REDIS_USER"):
-        register_node(database, name="n1", url=guarded.url)
+        register_node(runtime_of(database), name="n1", url=guarded.url)
 
 
 LOGGING_IN_URLS = ("redis://{}:{}@h:1/0", "redis://h:1/0?username={}&password={}", "sentinel://{}:{}@h:1/orders/0")

@@ -20,6 +20,7 @@ from mqlayer.stack import RedisServer
 from mqlayer.topics import create_topic, list_nodes, nodes, rearm_node, register_node
 from mqlayer.topics.node_repair import NodeRepair
 from tests.fixtures.servers import StartRedis
+from tests.proof.runtimes import runtime_of
 
 
 @pytest.fixture
@@ -38,8 +39,8 @@ def client(server: RedisServer) -> Iterator[redis.Redis]:
 def database(database_dsn: str, server: RedisServer, key_prefix: str) -> Iterator[Database]:
     """One node with a topic of two partitions, consumed by a group."""
     with Database(database_dsn) as database:
-        register_node(database, name="n1", url=server.url)
-        create_topic(database, "orders", prefix=key_prefix, partitions=2)
+        register_node(runtime_of(database), name="n1", url=server.url)
+        create_topic(runtime_of(database, key_prefix), "orders", partitions=2)
         with database.connection() as connection:
             connection.execute(
                 "INSERT INTO mqlayer.consumer_group (topic_id, name, start, backoff_s) "
@@ -61,13 +62,13 @@ def test_lost_partitions_are_made_again_under_epochs_that_no_old_ack_has(
 ) -> None:
     before = meta(client, key_prefix, 1)
     client.flushall()
-    _, epochs = rearm_node(database, "n1", prefix=key_prefix)
+    _, epochs = rearm_node(runtime_of(database, key_prefix), "n1")
     assert epochs == 1
     assert meta(client, key_prefix, 1) == before
     assert meta(client, key_prefix, 2)[b"lp_from"] == b"512"
     # The new epoch is 2; the lock is held by nobody one below, for the owner to whom Postgres gives it.
     assert client.hmget(group_keys(key_prefix, 1, 1).lock, "owner", "epoch") == [b"", b"1"]
-    assert rearm_node(database, "n1", prefix=key_prefix)[1] == 0
+    assert rearm_node(runtime_of(database, key_prefix), "n1")[1] == 0
 
 
 def test_a_partition_that_is_there_is_left_as_it_is(database: Database, client: redis.Redis, key_prefix: str) -> None:
@@ -76,7 +77,7 @@ def test_a_partition_that_is_there_is_left_as_it_is(database: Database, client: 
     client.xadd(keys.log, {"m": "1:0:1:0", "k": "k", "b": "b"}, id="76-0")
     client.hset(keys.marks, "1:0", "1")
     client.delete(partition_keys(key_prefix, 2).meta)
-    rearm_node(database, "n1", prefix=key_prefix)
+    rearm_node(runtime_of(database, key_prefix), "n1")
     assert meta(client, key_prefix, 1)[b"next"] == b"77"
     assert meta(client, key_prefix, 2)[b"next"] == b"1"
 
@@ -96,18 +97,18 @@ def test_what_broke_half_way_is_finished_by_the_next(
     failpoints.arm(place, "raise")
     try:
         with pytest.raises(failpoints.FailpointHit):
-            rearm_node(database, "n1", prefix=key_prefix)
+            rearm_node(runtime_of(database, key_prefix), "n1")
     finally:
         failpoints.disarm_all()
     with pytest.raises(NodeNotArmed), NodeConnection(list_nodes(database)[0]) as node_connection:
         node_connection.connect()
     append()
-    node, epochs = rearm_node(database, "n1", prefix=key_prefix)
+    node, epochs = rearm_node(runtime_of(database, key_prefix), "n1")
     assert epochs == 1
     with database.connection() as connection:
         assert connection.execute("SELECT start_offset FROM mqlayer.group_start").fetchall() == [(1,)]
     assert {meta(client, key_prefix, partition)[b"state"] for partition in (1, 2)} == {b"open"}
-    assert rearm_node(database, "n1", prefix=key_prefix) == (node, 0)
+    assert rearm_node(runtime_of(database, key_prefix), "n1") == (node, 0)
 
 
 def test_a_node_that_is_emptied_while_it_is_armed_stays_unarmed(
@@ -126,9 +127,9 @@ def test_a_node_that_is_emptied_while_it_is_armed_stays_unarmed(
     monkeypatch.setattr(NodeRepair, "repair", mend)
     for _ in range(3):
         with pytest.raises(StoreUnavailable, match="again while it was armed"):
-            rearm_node(database, "n1", prefix=key_prefix)
+            rearm_node(runtime_of(database, key_prefix), "n1")
         assert list_nodes(database)[0].armed_run_id is None
-    rearm_node(database, "n1", prefix=key_prefix)
+    rearm_node(runtime_of(database, key_prefix), "n1")
     assert {meta(client, key_prefix, partition)[b"state"] for partition in (1, 2)} == {b"open"}
     assert client.hget(group_keys(key_prefix, 1, 1).lock, "owner") == b""
 
@@ -146,7 +147,7 @@ def test_epochs_are_in_force_in_a_partition_from_the_moment_that_it_is_there(
         epochs.append(client.hget(group_keys(key_prefix, 1, 1).lock, "epoch"))
 
     monkeypatch.setattr(NodeRepair, "repair", mend)
-    rearm_node(database, "n1", prefix=key_prefix)
+    rearm_node(runtime_of(database, key_prefix), "n1")
     assert epochs == [b"1"]
 
 
@@ -171,7 +172,7 @@ def test_a_node_that_lost_more_while_it_is_armed_has_what_goes_by_offsets_lowere
     failpoints.arm("rearm.before_arm", "raise")
     try:
         with pytest.raises(failpoints.FailpointHit):
-            rearm_node(database, "n1", prefix=key_prefix)
+            rearm_node(runtime_of(database, key_prefix), "n1")
     finally:
         failpoints.disarm_all()
     with database.connection() as connection:
@@ -183,7 +184,7 @@ def test_a_partition_that_waits_for_another_change_is_an_error_and_not_armed_aga
 ) -> None:
     client.hset(partition_keys(key_prefix, 2).meta, mapping={"state": "importing", "change": "77"})
     with pytest.raises(Conflict, match="waits for the marks of another route change"):
-        rearm_node(database, "n1", prefix=key_prefix)
+        rearm_node(runtime_of(database, key_prefix), "n1")
 
 
 def test_a_partition_in_force_that_waits_for_its_marks_is_opened_by_a_worker(
@@ -191,9 +192,9 @@ def test_a_partition_in_force_that_waits_for_its_marks_is_opened_by_a_worker(
 ) -> None:
     """It was opened on a run that another one took the place of."""
     client.hset(partition_keys(key_prefix, 2).meta, "state", "importing")
-    assert rearm_lost_nodes(database, prefix=key_prefix) == {"n1": "armed"}
+    assert rearm_lost_nodes(runtime_of(database, key_prefix)) == {"n1": "armed"}
     assert meta(client, key_prefix, 2)[b"state"] == b"open"
-    assert rearm_lost_nodes(database, prefix=key_prefix) == {}
+    assert rearm_lost_nodes(runtime_of(database, key_prefix)) == {}
 
 
 def append_as_before(database: Database, prefix: str) -> Callable[[], None]:
@@ -212,14 +213,14 @@ def test_partitions_under_another_prefix_are_not_taken_for_lost(
     database: Database, client: redis.Redis, key_prefix: str
 ) -> None:
     with pytest.raises(ConfigurationRefused, match="MQLAYER_KEY_PREFIX") as refused:
-        rearm_node(database, "n1", prefix="elsewhere")
+        rearm_node(runtime_of(database, "elsewhere"), "n1")
     assert key_prefix in str(refused.value)
     assert list(client.scan_iter("elsewhere:*")) == []
     # One that is gone, or retired, says nothing of whose the others are.
     client.delete(partition_keys(key_prefix, 2).meta)
     with pytest.raises(ConfigurationRefused, match="say --empty"):
-        rearm_node(database, "n1", prefix="elsewhere")
-    rearm_node(database, "n1", prefix="elsewhere", empty=True)
+        rearm_node(runtime_of(database, "elsewhere"), "n1")
+    rearm_node(runtime_of(database, "elsewhere"), "n1", empty=True)
     assert {meta(client, "elsewhere", partition)[b"state"] for partition in (1, 2)} == {b"open"}
 
 
@@ -233,5 +234,5 @@ def test_another_systems_partitions_do_not_keep_an_emptied_node_unarmed(
     others[2][differs.encode()] = b"another"
     for number, facts in others.items():
         client.hset(partition_keys("another", number).meta, mapping=facts)  # type: ignore[arg-type]
-    rearm_node(database, "n1", prefix=key_prefix)
+    rearm_node(runtime_of(database, key_prefix), "n1")
     assert {meta(client, key_prefix, partition)[b"state"] for partition in (1, 2)} == {b"open"}

@@ -20,7 +20,7 @@ from mqlayer.postgres.database import Database
 from mqlayer.producing import Producer
 from mqlayer.redis.keys import partition_keys
 from mqlayer.redis.node_connection import NodeConnection
-from mqlayer.routes import change_driver, finish_changes, merge, split
+from mqlayer.routes import change_driver, finish_changes
 from mqlayer.stack import RedisServer
 from mqlayer.topics import node_repair, nodes, outbox_resend, rearm_node, set_node_address
 from mqlayer.topics.outbox_access import borrow_outbox
@@ -29,6 +29,8 @@ from tests.fixtures.wait import wait_until
 from tests.proof.fall_back import FallBack, lose_all
 from tests.proof.manual_member import ManualMember
 from tests.proof.outbox_world import OutboxWorld
+from tests.proof.route_steps import merge, split
+from tests.proof.runtimes import runtime_of
 
 KEYS = 20
 NEAR = next(f"key-{n}" for n in range(100) if lp_of(f"key-{n}".encode()) < 100)
@@ -66,17 +68,16 @@ class Scene(OutboxWorld):
 
     def split(self, at: int = 100) -> None:
         """Split partition 1."""
-        split(self.control, "orders", 1, at=[at], prefix=self.key_prefix)
+        split(runtime_of(self.control, self.key_prefix), "orders", 1, at=[at])
 
     def member(self) -> ManualMember:
         """Join the group."""
         return ManualMember(self.control, self.key_prefix, "orders")
 
-    def rearm(self, **options: Any) -> int:
-        """Arm the node as a worker does that can read the outbox."""
-        return rearm_node(self.control, "node-1", prefix=self.key_prefix, **({"application": self.control} | options))[
-            1
-        ]
+    def rearm(self, *, outbox: bool = True, **options: Any) -> int:
+        """Arm the node as a worker does that can read the outbox, or can't."""
+        here = runtime_of(self.control, self.key_prefix, application=self.control if outbox else None)
+        return rearm_node(here, "node-1", **options)[1]
 
     def seal_id(self, partition: int = 1) -> str:
         """Return the recorded seal of a partition."""
@@ -145,7 +146,7 @@ def test_a_node_that_lost_everything_gets_parents_and_successors_again(scene: Sc
     scene.bring(100, "a")
     scene.split()
     scene.bring(100, "b")
-    merge(scene.control, "orders", [3, 4], prefix=scene.key_prefix)
+    merge(runtime_of(scene.control, scene.key_prefix), "orders", [3, 4])
     scene.bring(100, "c")
     member.consume(1, 10)
     lose_all(node)
@@ -215,7 +216,7 @@ def test_a_seal_that_an_emptied_node_lost_is_not_recorded(
     with pytest.raises(StoreUnavailable, match="not there any more"):
         scene.split()
     assert scene.meta(1)["state"] == "open"
-    finish_changes(scene.control, prefix=scene.key_prefix, topic="orders", application=scene.control)
+    finish_changes(runtime_of(scene.control, scene.key_prefix, application=scene.control), topic="orders")
     assert scene.meta(1)["seal"] == scene.seal_id()
     scene.bring(50, "b")
 
@@ -226,7 +227,7 @@ def test_a_successor_that_an_emptied_node_lost_is_made_again_by_arming_it(
     """It may have been open, and consumed: under the epochs of before an old ack would pass."""
     scene.bring(100, "a")
     empty_before(monkeypatch, node, "_hand_over_ids")
-    split(scene.control, "orders", 1, at=[100], prefix=scene.key_prefix, application=scene.control)
+    split(runtime_of(scene.control, scene.key_prefix, application=scene.control), "orders", 1, at=[100])
     assert scene.audited()["partitions_remade"] == [1, 2, 3, 4]
     assert {partition: scene.meta(partition)["state"] for partition in (3, 4)} == {3: "open", 4: "open"}
     scene.bring(50, "b")
@@ -296,7 +297,7 @@ def test_without_the_outbox_a_sealed_partition_waits_for_who_can_read_it(scene: 
     scene.split()
     lose_all(node)
     with pytest.raises(StoreUnavailable, match="waits for the relay of outbox"):
-        scene.rearm(application=None)
+        scene.rearm(outbox=False)
     scene.rearm()
     assert scene.meta(1)["state"] == "sealed"
 
@@ -462,7 +463,7 @@ def test_direct_messages_that_were_counted_as_lost_are_not_counted_by_a_later_me
     second.happen()
     if address == "another":
         url = node.url.replace("127.0.0.1", "localhost")
-        set_node_address(scene.control, "node-1", url, prefix=scene.key_prefix, application=scene.control)
+        set_node_address(runtime_of(scene.control, scene.key_prefix, application=scene.control), "node-1", url)
     scene.rearm()
     assert scene.audited()["lost"] == {"1": 3}
     first.happen()
@@ -479,7 +480,7 @@ def test_a_successor_that_fell_back_to_importing_is_opened_again(
     with pytest.raises(FailpointHit):
         scene.split()
     then = FallBack(node, tmp_path / "then")
-    assert finish_changes(scene.control, prefix=scene.key_prefix) == {1: "done"}
+    assert finish_changes(runtime_of(scene.control, scene.key_prefix)) == {1: "done"}
     scene.bring(100, "b")
     then.happen()
     scene.rearm()
@@ -508,7 +509,7 @@ def test_a_node_that_falls_back_and_is_armed_under_a_driver_is_noticed(
     failpoints.arm(place, f"mark:{reached}", occurrence=nth)
     failpoints.arm(place, f"wait:{go_on}", occurrence=nth)
     with ThreadPoolExecutor(2) as pool:
-        driving = pool.submit(finish_changes, scene.control, prefix=scene.key_prefix)
+        driving = pool.submit(finish_changes, runtime_of(scene.control, scene.key_prefix))
         wait_until(reached.exists, what="the driver to be there")
         then.happen()
         arming = pool.submit(scene.rearm)
@@ -517,7 +518,7 @@ def test_a_node_that_falls_back_and_is_armed_under_a_driver_is_noticed(
         arming.result(20)
         came_to = driving.result(20)
     # A line that broke is no harm: whoever comes next goes on.
-    assert came_to == {1: "done"} or finish_changes(scene.control, prefix=scene.key_prefix) == {1: "done"}
+    assert came_to == {1: "done"} or finish_changes(runtime_of(scene.control, scene.key_prefix)) == {1: "done"}
     assert {p: scene.meta(p)["state"] for p in (1, 3, 4)} == {1: "sealed", 3: "open", 4: "open"}
     assert scene.meta(1)["seal"] == scene.seal_id()
     scene.bring(100, "b")

@@ -10,7 +10,6 @@ import pytest
 
 from mqlayer.domain.routing import LP_COUNT, lp_of
 from mqlayer.postgres.database import Database
-from mqlayer.routes import merge, split
 from mqlayer.spark.transforms import order
 from mqlayer.spark.transforms.lp import lp_of_key
 from mqlayer.topics import rearm_node
@@ -20,6 +19,8 @@ from tests.integration.test_archive import LOW, Scene
 from tests.proof.audit import archive_and_audit
 from tests.proof.fall_back import FallBack
 from tests.proof.outbox_world import OutboxWorld
+from tests.proof.route_steps import merge, split
+from tests.proof.runtimes import runtime_of
 
 KEYS: Final = [
     "",
@@ -246,9 +247,9 @@ def test_what_a_real_system_archives_over_changes_is_clean_until_it_is_tampered_
     world.add_topic("orders", partitions=2, archived=True)
     with world.relay(), Database(database_dsn) as database:
         world.publish(200)
-        split(database, "orders", 1, at=[200], prefix=key_prefix, application=database)
+        split(runtime_of(database, key_prefix, application=database), "orders", 1, at=[200])
         world.publish(200)
-        merge(database, "orders", [4, 2], prefix=key_prefix, application=database)
+        merge(runtime_of(database, key_prefix, application=database), "orders", [4, 2])
         world.publish(200)
         world.wait_until_whole()
     found = archive_and_audit(spark, database_dsn, prefix=key_prefix)
@@ -278,7 +279,7 @@ def test_what_a_node_that_fell_back_gives_again_is_in_order(
     scene.send(1, LOW, b"3", b"4")
     scene.archive()
     before.happen()
-    rearm_node(scene.database, "n1", prefix=scene.prefix)
+    rearm_node(runtime_of(scene.database, scene.prefix), "n1")
     scene.seqs[1, lp_of(LOW.encode())] = 2
     scene.send(1, LOW, b"3", b"4", b"5")
     found = archive_and_audit(spark, database_dsn, prefix=key_prefix)

@@ -28,6 +28,7 @@ from tests.proof.checker import Breach, Verdict, check
 from tests.proof.history import History, MessageEvent, Publish, read_histories
 from tests.proof.outbox_race import GROUP, Race, delivered, run_race, run_writers
 from tests.proof.planted_bugs import Outbox, OutboxById, OutboxByTransaction
+from tests.proof.runtimes import runtime_of
 from tests.proof.streams import read_partition, record_count
 
 ROUNDS_LIMIT_S = 60.0
@@ -119,8 +120,8 @@ def settings(database_dsn: str, redis_url: str, key_prefix: str) -> Settings:
     """A topic with two partitions on one node, and an outbox that has its source."""
     settings = Settings(dsn=SecretStr(database_dsn), key_prefix=key_prefix)
     with Database(database_dsn) as database:
-        register_node(database, name="node-1", url=redis_url)
-        create_topic(database, TOPIC, prefix=key_prefix, partitions=2, application=database)
+        register_node(runtime_of(database), name="node-1", url=redis_url)
+        create_topic(runtime_of(database, key_prefix, application=database), TOPIC, partitions=2)
     relay_once(settings)
     return settings
 

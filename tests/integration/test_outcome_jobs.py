@@ -15,6 +15,7 @@ from mqlayer.topics import set_archived
 from tests.fixtures.consumers import Recorder, Stage, member_of
 from tests.fixtures.missing_tools import import_or_leave_out
 from tests.fixtures.wait import wait_until
+from tests.proof.runtimes import runtime_of
 
 import_or_leave_out("pyspark")
 
@@ -63,7 +64,7 @@ def test_jobs_say_what_the_handlers_saw(stage: Stage, spark: Any) -> None:
     from mqlayer.spark.jobs.job import JobParams
     from mqlayer.spark.jobs.runner import JOBS, tables_of
 
-    set_archived(stage.database, stage.topic, archived=True)
+    set_archived(runtime_of(stage.database), stage.topic, archived=True)
     gate = threading.Event()
     # Of `dying` what fails three times is dead, and handled once it is redriven; what is rejected stays dead.
     dying = Members(stage, "dying", policy="dead_letter", fails={FLAKY: 2, POISON: 99, DEADLY: LIMIT}, gate=gate)
@@ -82,15 +83,18 @@ def test_jobs_say_what_the_handlers_saw(stage: Stage, spark: Any) -> None:
         stage.wait_settled(group)
     worker = new_worker()
     wanted = DeadFilter(cause="exhausted")
-    work_on(stage.database, start_redrive(stage.database, stage.topic, "dying", wanted, actor="otto", worker=worker),
-            worker=worker)  # fmt: skip
-    release_parked(stage.database, stage.topic, "parking", key="bad", actor="olga")
+    work_on(
+        stage.database,
+        start_redrive(runtime_of(stage.database, actor="otto"), stage.topic, "dying", wanted, worker=worker),
+        worker=worker,
+    )
+    release_parked(runtime_of(stage.database, actor="olga"), stage.topic, "parking", key="bad")
     wait_until(lambda: DEADLY in dying.handled_at, what="redriven")
     wait_until(lambda: b"behind" in parking.handled_at, what="released")
     wait_until(lambda: nothing_is_parked(stage), what="in line again")
     ended_at = time.time()
-    assert archive_pass(stage.database, prefix=stage.prefix).ended
-    create_snapshot(stage.database, "s")
+    assert archive_pass(stage.runtime).ended
+    create_snapshot(runtime_of(stage.database), "s")
 
     tables = tables_of(spark, "s", dsn=stage.dsn)
     facts = {name: JOBS[name](tables, JobParams()).facts for name in ("audit", "latency", "failures", "fairness")}

@@ -34,7 +34,7 @@ from mqlayer.redis.keys import outcomes_key
 from mqlayer.redis.node_connection import NodeConnection
 from mqlayer.redis.outcomes import OutcomeId, encode_outcome
 from mqlayer.redis.partition_scripts import LockHolder, acquire_command, settle_command
-from mqlayer.routes import retire_partitions, split
+from mqlayer.routes import retire_partitions
 from mqlayer.runtime.route_cache import RouteCache
 from mqlayer.settings import Settings
 from mqlayer.topics import list_nodes, set_archived
@@ -43,6 +43,8 @@ from tests.fixtures.consumers import Recorder, Stage, StartStage, member_of
 from tests.fixtures.failpoints import armed
 from tests.fixtures.forked_programs import run_python
 from tests.fixtures.wait import wait_until
+from tests.proof.route_steps import split
+from tests.proof.runtimes import runtime_of
 
 LATER_S: Final = 3600.0
 HANDLED: Final = [("handled", 1)]
@@ -123,7 +125,7 @@ def test_a_topic_that_becomes_archived_tells_from_then_on_without_a_restart(stag
     app = stage.consume(Recorder())
     member = member_of(app)
     for archived in (True, False, True):
-        set_archived(stage.database, stage.topic, archived=archived)
+        set_archived(runtime_of(stage.database), stage.topic, archived=archived)
         wait_until(lambda now=archived: member.archived is now, what="heard of it")  # type: ignore[misc]
         before, count = set(told.all()), len(spots(stage))
         new = {b"%d" % number for number in range(count, count + 5)}
@@ -154,7 +156,7 @@ def test_what_is_parked_and_released_is_told_from_postgres(stage: Stage, told: A
     at = spots(stage)
     parked = {at[b"a"]: [("parked", 2)], at[b"b"]: [("parked", 0)]}
     assert told.words() == parked | {at[b"c"]: HANDLED}
-    release_parked(stage.database, stage.topic, "g", key="k", actor="olga")
+    release_parked(runtime_of(stage.database, actor="olga"), stage.topic, "g", key="k")
     wait_until(lambda: told.rows("SELECT count(*) FROM mqlayer.parked_key") == [(0,)], what="in line again")
     told.fetch()
     assert told.words()[at[b"a"]] == [("parked", 2), ("handled", 4)]
@@ -174,7 +176,7 @@ def test_what_is_parked_beside_what_finds_no_room_is_not_told_as_handled(stage: 
     wait_until(lambda: stage.position(partition).committed == offset + 1, what="the first one is settled")
     told.fetch()
     assert told.words() == {at[b"a"]: [("parked", 1)]}
-    release_parked(stage.database, stage.topic, "g", key="k", actor="olga")
+    release_parked(runtime_of(stage.database, actor="olga"), stage.topic, "g", key="k")
     stage.wait_settled()
     told.fetch()
     assert told.words() == {at[b"a"]: [("parked", 1), ("handled", 2)], at[b"b"]: HANDLED}
@@ -210,9 +212,9 @@ def test_a_redrive_is_told_and_how_it_ended(stage: Stage, told: ArchivedOutcomes
     stage.consume(failing(b"a", times=2), backoff_s=(0.02,), attempt_limit=2, policy="dead_letter")
     stage.wait_settled()
     (dead,) = dead_messages(stage.database)
-    discard_dead(stage.database, dead.dead_id, reason="nobody wants it", actor="olga")
+    discard_dead(runtime_of(stage.database, actor="olga"), dead.dead_id, reason="nobody wants it")
     worker = new_worker()
-    redrive = start_redrive(stage.database, stage.topic, "g", DeadFilter(), actor="otto", worker=worker)
+    redrive = start_redrive(runtime_of(stage.database, actor="otto"), stage.topic, "g", DeadFilter(), worker=worker)
     work_on(stage.database, redrive, worker=worker)
     wait_until(lambda: told.rows("SELECT count(*) FROM mqlayer.parked_key") == [(0,)], what="handled")
     told.fetch()
@@ -237,9 +239,9 @@ def test_what_operators_let_die_is_told_with_reason_and_actor(stage: Stage, told
 
     stage.consume(Recorder(act), backoff_s=(5.0,), policy="park")
     wait_until(lambda: told.rows("SELECT count(*) FROM mqlayer.parked_message") == [(2,)], what="one key is parked")
-    skip_head(stage.database, stage.topic, "g", "k", reason="broken", actor="olga", prefix=stage.prefix)
+    skip_head(runtime_of(stage.database, stage.prefix, actor="olga"), stage.topic, "g", "k", reason="broken")
     held.set()
-    discard_parked(stage.database, stage.topic, "g", key="p", reason="all of it", actor="otto")
+    discard_parked(runtime_of(stage.database, actor="otto"), stage.topic, "g", key="p", reason="all of it")
     stage.wait_settled()
     told.fetch()
     at = spots(stage)
@@ -269,13 +271,13 @@ def test_what_comes_again_after_a_seek_is_told_again(stage: Stage, told: Archive
     stage.wait_settled()
     app.stop(5.0)
     with closing(RouteCache(stage.database)) as routes:
-        plan = planned_seek(stage.database, routes, topic=stage.topic, name="g", to="earliest", prefix=stage.prefix)
+        plan = planned_seek(stage.runtime, routes, topic=stage.topic, name="g", to="earliest")
     told.fetch()
     told.rows("UPDATE mqlayer_archive.outcome SET settled_at = settled_at + interval '1 hour' RETURNING 1")
-    apply_seek(stage.database, plan, prefix=stage.prefix, actor="a test")
+    apply_seek(runtime_of(stage.database, stage.prefix, actor="a test"), plan)
     stage.consume(failing(b"b", times=0))
     stage.wait_settled()
-    release_parked(stage.database, stage.topic, "g", key="k", actor="olga")
+    release_parked(runtime_of(stage.database, actor="olga"), stage.topic, "g", key="k")
     wait_until(lambda: told.rows("SELECT count(*) FROM mqlayer.parked_key") == [(0,)], what="handled")
     told.fetch()
     at = spots(stage)
@@ -295,8 +297,8 @@ def test_a_seek_over_the_stream_gives_a_second_row_behind_the_first(stage: Stage
         stage.wait_settled()
         app.stop(5.0)
         with closing(RouteCache(stage.database)) as routes:
-            plan = planned_seek(stage.database, routes, topic=stage.topic, name="g", to="earliest", prefix=stage.prefix)
-        apply_seek(stage.database, plan, prefix=stage.prefix, actor="a test")
+            plan = planned_seek(stage.runtime, routes, topic=stage.topic, name="g", to="earliest")
+        apply_seek(runtime_of(stage.database, stage.prefix, actor="a test"), plan)
     told.fetch()
     assert set(map(tuple, told.words().values())) == {(("handled", 1), ("handled", 1))}
     assert len(told.final()) == 40
@@ -324,7 +326,7 @@ def test_receivers_tell_what_they_acknowledge_and_how_often_it_was_given(
         for (one,) in outcomes.values():
             assert one.delivered_at is not None
             assert one.delivered_at <= one.settled_at
-        set_archived(stage.database, stage.topic, archived=False)
+        set_archived(runtime_of(stage.database), stage.topic, archived=False)
         wait_until(lambda: not _tells(stage, receiver), what="heard of it")
 
 
@@ -341,7 +343,9 @@ PROGRAM: Final = """
 import sys
 from mqlayer.archive import archive_outcomes
 from mqlayer.postgres.database import Database
-archive_outcomes(Database(sys.argv[1]), prefix=sys.argv[2])
+from mqlayer.runtime import Runtime
+from mqlayer.settings import Settings
+archive_outcomes(Runtime(Database(sys.argv[1]), Settings(key_prefix=sys.argv[2])))
 """
 
 
@@ -372,7 +376,7 @@ def test_two_archivers_at_once_archive_each_outcome_once(stage: Stage, told: Arc
     gate, mark = tmp_path / "gate", tmp_path / "mark"
     arm("outcomes.after_fetch", f"mark:{mark}")
     arm("outcomes.after_fetch", f"wait:{gate}")
-    slow = threading.Thread(target=archive_outcomes, args=(stage.database,), kwargs={"prefix": stage.prefix})
+    slow = threading.Thread(target=archive_outcomes, args=(stage.runtime,))
     slow.start()
     wait_until(mark.exists, what="it has read")
     told.fetch()
@@ -462,7 +466,7 @@ def test_what_no_archiver_fetches_is_dropped_at_a_bound_and_counted(stage: Stage
     report = told.fetch()
     assert report.dropped == 6
     assert told.rows("SELECT dropped FROM mqlayer_archive.outcome_progress WHERE dropped > 0") == [(6,)]
-    (status,) = archive_status(stage.database, prefix=stage.prefix)
+    (status,) = archive_status(stage.runtime)
     assert status.outcomes_dropped == 6
     settings = Settings(dsn=SecretStr(stage.dsn), key_prefix=stage.prefix)
 
@@ -485,13 +489,13 @@ def test_a_partition_is_not_dead_lettered_before_its_outcomes_are_archived(
     stage.wait_settled()
     old = stage.partitions[0]
     lps = stage.route.ranges[0]
-    split(stage.database, stage.topic, old, at=[(lps.lp_from + lps.lp_to) // 2], prefix=stage.prefix)
+    split(stage.runtime, stage.topic, old, at=[(lps.lp_from + lps.lp_to) // 2])
     sql = "SELECT count(*) FROM mqlayer.drained WHERE partition_id = %s"
     wait_until(lambda: told.rows(sql, old) == [(1,)], what="drained")
-    archive_pass(stage.database, prefix=stage.prefix)
+    archive_pass(stage.runtime)
     key = outcomes_key(stage.prefix, old, stage.group_id())
-    assert retire_partitions(stage.database, prefix=stage.prefix) == ([] if stage.redis.xlen(key) else [old])
+    assert retire_partitions(stage.runtime) == ([] if stage.redis.xlen(key) else [old])
     told.fetch()
-    assert retire_partitions(stage.database, prefix=stage.prefix) in ([old], [])
+    assert retire_partitions(stage.runtime) in ([old], [])
     assert stage.redis.keys(f"{stage.prefix}:{{{old}}}:*") == [stage.keys(old).meta]
     assert len(told.final()) == 40

@@ -51,6 +51,7 @@ from tests.fixtures.forked_programs import ask_python
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.wait import wait_until
 from tests.proof.manual_member import ManualMember
+from tests.proof.runtimes import runtime_of
 
 
 @pytest.fixture
@@ -192,9 +193,9 @@ def test_a_released_key_is_due_with_all_of_its_attempts(failing: Failing) -> Non
     failing.park(*a, attempts=17)
     failing.park(*b, alone=True)
     database, before = failing.stage.database, failing.parking()
-    release_parked(database, "orders", "g", key="a", actor="a test")
+    release_parked(runtime_of(database, actor="a test"), "orders", "g", key="a")
     assert failing.key_row("a") == ("exhausted", True, 0)
-    release_parked(database, "orders", "g", message=identity_of(b[0]), actor="a test")
+    release_parked(runtime_of(database, actor="a test"), "orders", "g", message=identity_of(b[0]))
     assert [one.due_in_s is not None for one in parked_keys(database)] == [True, True]
     assert failing.parking() == before + 2
     assert failing.audit() == [
@@ -203,11 +204,11 @@ def test_a_released_key_is_due_with_all_of_its_attempts(failing: Failing) -> Non
     ]
     for named in ({"key": "z"}, {"message": Identity(9, 9, 9)}):
         with pytest.raises(NotFound):
-            release_parked(database, "orders", "g", actor="a test", **named)
+            release_parked(runtime_of(database, actor="a test"), "orders", "g", **named)
     with pytest.raises(InvalidInput, match="name one"):
-        release_parked(database, "orders", "g", actor="a test")
+        release_parked(runtime_of(database, actor="a test"), "orders", "g")
     with pytest.raises(KeyTooLarge):
-        release_parked(database, "orders", "g", key="k" * 513, actor="a test")
+        release_parked(runtime_of(database, actor="a test"), "orders", "g", key="k" * 513)
 
 
 def test_all_keys_of_a_group_are_released_in_parts(failing: Failing, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,9 +217,9 @@ def test_all_keys_of_a_group_are_released_in_parts(failing: Failing, monkeypatch
         failing.park(*numbered(failing, f"k{number}", 1), cause="rejected" if number == 4 else "exhausted")
     failing.park(*numbered(failing, "due", 1), due_in_s=-5, attempts=3)
     database = failing.stage.database
-    assert release_all(database, "orders", "g", cause="rejected", actor="a test") == 1
-    assert release_all(database, "orders", "g", actor="a test") == 4
-    assert release_all(database, "orders", "g", actor="a test") == 0
+    assert release_all(runtime_of(database, actor="a test"), "orders", "g", cause="rejected") == 1
+    assert release_all(runtime_of(database, actor="a test"), "orders", "g") == 4
+    assert release_all(runtime_of(database, actor="a test"), "orders", "g") == 0
     assert failing.key_row("due") == ("exhausted", True, 3)
     assert [facts for _, _, facts in failing.audit()] == [{"keys": 1, "cause": "rejected"}, {"keys": 2}, {"keys": 2}]
 
@@ -233,15 +234,15 @@ def test_a_discarded_key_dies_in_its_order_with_bodies_and_the_reason(
     failing.attempt(a[0], 1, "boom")
     database = failing.stage.database
     with pytest.raises(InvalidInput, match="say why"):
-        discard_parked(database, "orders", "g", key="a", reason=" ", actor="a test")
-    assert discard_parked(database, "orders", "g", key="a", reason="a wrong batch", actor="a test") == 5
+        discard_parked(runtime_of(database, actor="a test"), "orders", "g", key="a", reason=" ")
+    assert discard_parked(runtime_of(database, actor="a test"), "orders", "g", key="a", reason="a wrong batch") == 5
     assert (failing.parked(), failing.dead(), failing.key_row("a")) == ([], [b"1", b"2", b"3", b"4", b"5"], None)
     newest = dead_messages(database)[-1]
     assert (newest.cause, newest.reason, newest.actor, newest.attempts) == ("discarded", "a wrong batch", "a test", 1)
     facts = [facts["dead_ids"] for act, _, facts in failing.audit() if act == "parked discard"]
     assert facts == [[1, 2], [3, 4], [5]]
     with pytest.raises(NotFound):
-        discard_parked(database, "orders", "g", key="a", reason="again", actor="a test")
+        discard_parked(runtime_of(database, actor="a test"), "orders", "g", key="a", reason="again")
 
 
 def test_a_discarded_head_lets_the_rest_of_the_key_go_on(failing: Failing) -> None:
@@ -250,7 +251,7 @@ def test_a_discarded_head_lets_the_rest_of_the_key_go_on(failing: Failing) -> No
     failing.sql("UPDATE mqlayer.dead_message SET redriven_at = now(), redriven_seek = 0")
     failing.park(*a, attempts=17, redriven=True)
     database = failing.stage.database
-    assert discard_parked(database, "orders", "g", key="a", head=True, reason="no", actor="a test") == 1
+    assert discard_parked(runtime_of(database, actor="a test"), "orders", "g", key="a", head=True, reason="no") == 1
     assert (failing.parked(), failing.dead(), failing.key_row("a")) == ([b"2"], [b"1"], ("exhausted", True, 0))
     again = show_dead(database, earlier)
     assert (again.cause, again.reason, again.redriven) == ("discarded", "no", False)
@@ -260,7 +261,7 @@ def test_a_discarded_head_lets_the_rest_of_the_key_go_on(failing: Failing) -> No
 def test_a_dead_message_is_discarded_with_what_was_said_before_in_the_audit_row(failing: Failing) -> None:
     (dead_id,) = failing.dead_letter(*numbered(failing, "a", 1), reason="KeyError at shop.py:9")
     database = failing.stage.database
-    discard_dead(database, dead_id, reason="the order was cancelled", actor="a test")
+    discard_dead(runtime_of(database, actor="a test"), dead_id, reason="the order was cancelled")
     shown = show_dead(database, dead_id)
     assert (shown.cause, shown.reason, shown.actor) == ("discarded", "the order was cancelled", "a test")
     before = {"cause": "exhausted", "reason": "KeyError at shop.py:9"}
@@ -268,15 +269,16 @@ def test_a_dead_message_is_discarded_with_what_was_said_before_in_the_audit_row(
     assert failing.audit() == [("dead discard", str(dead_id), said)]
     failing.sql("UPDATE mqlayer.dead_message SET redriven_at = now()")
     with pytest.raises(NotFound):
-        discard_dead(database, dead_id, reason="too late", actor="a test")
+        discard_dead(runtime_of(database, actor="a test"), dead_id, reason="too late")
 
 
 # -- skip-head -------------------------------------------------------------------------------------------------------
 
 
 def skip(failing: Failing, key: str = "a", **more: Any) -> SkippedHead:
-    facts = {"reason": "poison", "actor": "a test", "prefix": failing.stage.prefix} | more
-    return skip_head(failing.stage.database, "orders", "g", key, **facts)
+    application = more.pop("application", None)
+    here = runtime_of(failing.stage.database, failing.stage.prefix, application=application, actor="a test")
+    return skip_head(here, "orders", "g", key, **{"reason": "poison"} | more)
 
 
 def owner(failing: Failing, partition: int) -> Assignment:
@@ -371,7 +373,7 @@ def test_a_message_that_somebody_dealt_with_since_the_look_is_not_ruled(
     old = owner(failing, partition)
     before = failing.stage.assignments()
 
-    def found_then_lost(act: Any, application: Any) -> Any:
+    def found_then_lost(act: Any) -> Any:
         head = next(act._heads())
         if meanwhile == "settled":
             assert isinstance(settle(failing, old, record.offset), LockKept)
@@ -384,7 +386,7 @@ def test_a_message_that_somebody_dealt_with_since_the_look_is_not_ruled(
         else:
             failing.stage.redis.xdel(failing.stage.keys(partition).log, b"%d-0" % record.offset)
         monkeypatch.setattr(head_skip._HeadSkip, "_heads", lambda _: iter([head]))
-        return original(act, application)
+        return original(act)
 
     original = head_skip._HeadSkip.skip_in_stream
     monkeypatch.setattr(head_skip._HeadSkip, "skip_in_stream", found_then_lost)
@@ -428,7 +430,7 @@ def test_what_can_not_be_passed_over_is_refused(failing: Failing) -> None:
     with pytest.raises(InvalidInput, match="say why"):
         skip(failing, reason="")
     with pytest.raises(NotFound):
-        skip_head(failing.stage.database, "orders", "x", "a", reason="r", actor="t", prefix=failing.stage.prefix)
+        skip_head(runtime_of(failing.stage.database, failing.stage.prefix, actor="t"), "orders", "x", "a", reason="r")
     assert (failing.dead(), failing.audit()) == ([], [])
 
 

@@ -18,6 +18,7 @@ from mqlayer.parking import KeyEntry, KeyRef, KeyUpdate, ParkingBatch, ParkingSt
 from tests.fixtures.consumers import Recorder, Stage, member_of
 from tests.fixtures.due_keys import try_now
 from tests.fixtures.wait import wait_until
+from tests.proof.runtimes import runtime_of
 
 pytestmark = pytest.mark.usefixtures("as_consumer")
 
@@ -166,7 +167,7 @@ def test_a_group_that_blocks_waits_for_ever_until_it_is_told_otherwise(stage: St
     wait_until(lambda: shop.recorder.attempts(b"1") == [1, 2], what="attempts run out")
     assert not rows(stage, "SELECT FROM mqlayer.parked_key")
     assert not stage.all_settled()
-    set_group(stage.database, stage.topic, "g", actor="test", policy="dead_letter")
+    set_group(runtime_of(stage.database, actor="test"), stage.topic, "g", policy="dead_letter")
     wait_until(lambda: len(rows(stage, "SELECT FROM mqlayer.dead_message")) == 2, what="both dead", timeout_s=20)
     stage.wait_settled()
     assert shop.recorder.attempts(b"1") == [1, 2, 3]

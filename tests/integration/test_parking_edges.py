@@ -19,6 +19,7 @@ from mqlayer.runtime.route_cache import RouteCache
 from tests.fixtures.consumers import Recorder, Stage, StartStage
 from tests.fixtures.wait import wait_until
 from tests.integration.test_parking import LATER_S, Fault, Shop, parked, release, rows
+from tests.proof.runtimes import runtime_of
 
 
 @pytest.fixture
@@ -46,7 +47,7 @@ def test_what_was_discarded_is_not_handled_by_an_owner_that_has_yet_to_settle_it
     # It reads one message at a time: those of the key come when the first one is settled.
     stage.consume(recorder, backoff_s=(LATER_S,), prefetch_count=1, concurrency=1)
     assert begun.wait(10)
-    assert discard_parked(stage.database, stage.topic, "g", key="k", reason="a test's", actor="test") == 2
+    assert discard_parked(runtime_of(stage.database, actor="test"), stage.topic, "g", key="k", reason="a test's") == 2
     stage.send([("k", b"3")])
     discarded.set()
     stage.wait_settled()
@@ -64,7 +65,7 @@ def test_what_was_discarded_is_not_parked_again_where_the_answer_to_parking_it_w
     page = ParkingBatch(entries=[KeyEntry(ref, "exhausted", None, 1)], messages=messages)
     store = ParkingStore(stage.database, stage.group_id(), member_id or "")
     assert not store.write(PartitionId(partition), epoch, page).unparked
-    assert discard_parked(stage.database, stage.topic, "g", key="k", reason="a test's", actor="test") == 2
+    assert discard_parked(runtime_of(stage.database, actor="test"), stage.topic, "g", key="k", reason="a test's") == 2
     assert store.write(PartitionId(partition), epoch, page).unparked == {ref}
     assert not rows(stage, "SELECT FROM mqlayer.parked_key")
     assert store.dead(Span(PartitionId(partition), 0, 1024, 1)) == {record.identity for _, record in messages}
@@ -79,7 +80,9 @@ def test_a_head_that_was_discarded_is_not_parked_again_by_who_has_read_it(stage:
     messages = [(ref, Record(seq, b"1:%d:%d:0" % (ref.lp, seq), b"k", b"body")) for seq in (1, 2)]
     store = ParkingStore(stage.database, stage.group_id(), member_id or "")
     store.write(PartitionId(partition), epoch, ParkingBatch([KeyEntry(ref, "exhausted", None, 1)], messages))
-    gone = discard_parked(stage.database, stage.topic, "g", key="k", head=True, reason="a test's", actor="test")
+    gone = discard_parked(
+        runtime_of(stage.database, actor="test"), stage.topic, "g", key="k", head=True, reason="a test's"
+    )
     assert gone == 1
     later = (ref, Record(3, b"1:%d:3:0" % ref.lp, b"k", b"body"))
     written = store.write(PartitionId(partition), epoch, ParkingBatch(messages=[*messages, later]))
@@ -123,8 +126,8 @@ def test_what_comes_again_in_front_of_a_parked_key_has_its_own_attempts(stage: S
     stage.wait_settled()
     assert parked(stage) == {"k": [3, 4]}
     with closing(RouteCache(stage.database)) as routes:
-        plan = planned_seek(stage.database, routes, topic=stage.topic, name="g", to="earliest", prefix=stage.prefix)
-        apply_seek(stage.database, plan, prefix=stage.prefix, actor="test")
+        plan = planned_seek(stage.runtime, routes, topic=stage.topic, name="g", to="earliest")
+        apply_seek(runtime_of(stage.database, stage.prefix, actor="test"), plan)
     wait_until(lambda: parked(stage) == {"k": [1, 2, 3, 4]}, what="all of it parked")
     stage.wait_settled()
     fails.clear()

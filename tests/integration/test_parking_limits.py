@@ -32,6 +32,7 @@ from tests.fixtures.consumers import Recorder, Stage, StartStage, member_of
 from tests.fixtures.failed_messages import Failing
 from tests.fixtures.wait import wait_until
 from tests.integration.test_parking import LATER_S, Fault, Shop, parked, release, rows
+from tests.proof.runtimes import runtime_of
 
 
 @pytest.fixture
@@ -55,12 +56,12 @@ def consume(stage: Stage, handler: Callable[..., Any], **rules: Any) -> tuple[Ap
 def set_limit(stage: Stage, name: str, limit: int) -> None:
     """Change one limit of the group."""
     changed: dict[str, Any] = {name: limit}
-    set_group(stage.database, stage.topic, "g", actor="test", **changed)
+    set_group(runtime_of(stage.database, actor="test"), stage.topic, "g", **changed)
 
 
 def stall(stage: Stage) -> str | None:
     """Return why the group is stuck in the partition."""
-    (status,) = group_statuses(stage.database, stage.topic, "g", prefix=stage.prefix)
+    (status,) = group_statuses(stage.runtime, stage.topic, "g")
     found = status.partitions[0].stall
     return None if found is None else found.reason
 
@@ -91,7 +92,7 @@ def test_what_follows_a_key_at_its_limit_waits_in_the_stream_and_the_others_go_o
     wait_until(lambda: stall(stage) == "parking_full", what="a stall that says why")
     assert not stage.all_settled()
     assert counted(stage)[0] == room
-    says = explain_key(stage.database, stage.topic, "k", "g", prefix=stage.prefix).run_next
+    says = explain_key(stage.runtime, stage.topic, "k", "g").run_next
     assert f"{name} is" in says
     assert says.startswith("nothing: it is tried again at")
     assert [(e.kind, e.cause) for e in events if e.kind == "parking_full"] == [("parking_full", name[: -len("_limit")])]
@@ -111,7 +112,7 @@ def test_what_follows_is_parked_once_the_limit_is_raised(stage: Stage) -> None:
     consume(stage, shop.recorder, key_messages_limit=1)
     wait_until(lambda: parked(stage) == {"k": [1]}, what="one parked")
     wait_until(lambda: stall(stage) is not None, what="the others wait")
-    set_group(stage.database, stage.topic, "g", actor="test", key_messages_limit=10)
+    set_group(runtime_of(stage.database, actor="test"), stage.topic, "g", key_messages_limit=10)
     stage.wait_settled()
     assert parked(stage) == {"k": [1, 2, 3]}
 
@@ -156,8 +157,8 @@ def test_what_two_sources_sent_comes_again_in_front_of_a_full_key_in_its_order(s
     wait_until(lambda: len(parked(stage).get("k", [])) == 1, what="parked")
     stage.wait_settled()
     with closing(RouteCache(stage.database)) as routes:
-        plan = planned_seek(stage.database, routes, topic=stage.topic, name="g", to="earliest", prefix=stage.prefix)
-        apply_seek(stage.database, plan, prefix=stage.prefix, actor="test")
+        plan = planned_seek(stage.runtime, routes, topic=stage.topic, name="g", to="earliest")
+        apply_seek(runtime_of(stage.database, stage.prefix, actor="test"), plan)
     wait_until(lambda: len(parked(stage)["k"]) == 5, what="all of it parked")
     fails.clear()
     release(stage)
@@ -189,7 +190,7 @@ def test_a_key_that_fails_in_a_full_group_waits_in_place_and_is_tried_again_ther
     wait_until(lambda: stall(stage) == "parking_full", what="a stall that says why")
     assert parked(stage) == {"a": [1]}
     assert app.counts()["orders", "g"].parking_full >= 1
-    assert discard_parked(stage.database, stage.topic, "g", key="a", reason="a test's", actor="test") == 1
+    assert discard_parked(runtime_of(stage.database, actor="test"), stage.topic, "g", key="a", reason="a test's") == 1
     member_of(app).dispatcher.retry_now()
     # By one of them, or by both in one transaction.
     wait_until(lambda: parked(stage), what="room is used", timeout_s=20)
@@ -241,8 +242,8 @@ def test_what_comes_again_in_front_of_a_full_key_is_parked_in_front_of_it(stage:
     wait_until(lambda: parked(stage) == {"k": [3, 4]}, what="parked")
     stage.wait_settled()
     with closing(RouteCache(stage.database)) as routes:
-        plan = planned_seek(stage.database, routes, topic=stage.topic, name="g", to="earliest", prefix=stage.prefix)
-        apply_seek(stage.database, plan, prefix=stage.prefix, actor="test")
+        plan = planned_seek(stage.runtime, routes, topic=stage.topic, name="g", to="earliest")
+        apply_seek(runtime_of(stage.database, stage.prefix, actor="test"), plan)
     wait_until(lambda: parked(stage) == {"k": [1, 2, 3, 4]}, what="all of it parked")
     fails.clear()
     release(stage)
@@ -260,7 +261,7 @@ def test_a_redrive_waits_for_room_and_says_so(stage: Stage, limit: str) -> None:
     keys = ["k"] * 3 if limit.startswith("key") else ["a", "b", "c"]
     failing.dead_letter(*failing.publish(*zip(keys, bodies, strict=True)))
     set_limit(stage, limit, 1)
-    started = start_redrive(stage.database, "orders", "g", DeadFilter(), actor="a test")
+    started = start_redrive(runtime_of(stage.database, actor="a test"), "orders", "g", DeadFilter())
     retry_scan(stage.database, at_most_s=0.3)
     (found,) = redrives(stage.database)
     assert (found.state, found.sent, len(failing.parked())) == ("running", 1, 1)
@@ -268,7 +269,7 @@ def test_a_redrive_waits_for_room_and_says_so(stage: Stage, limit: str) -> None:
     assert limit in found.blocked_by
     stage.consume(recorder := Recorder(), backoff_s=None)
     worker = new_worker()
-    resume_redrive(stage.database, started, actor="a test", worker=worker)
+    resume_redrive(runtime_of(stage.database, actor="a test"), started, worker=worker)
     done = work_on(stage.database, started, worker=worker)
     assert (done.state, done.sent, done.blocked_by) == ("done", 3, None)
     wait_until(lambda: sorted(recorder.bodies()) == bodies, what="all handled")
@@ -280,7 +281,7 @@ def test_a_redrive_waits_for_room_and_says_so(stage: Stage, limit: str) -> None:
 def test_what_no_limit_can_be_is_refused(stage: Stage, limit: Any) -> None:
     stage.consume(Recorder())
     with pytest.raises(InvalidInput, match="whole number"):
-        set_group(stage.database, stage.topic, "g", actor="test", parked_bytes_limit=limit)
+        set_group(runtime_of(stage.database, actor="test"), stage.topic, "g", parked_bytes_limit=limit)
 
 
 def test_what_a_page_costs_does_not_grow_with_what_is_parked_of_its_key(stage: Stage) -> None:

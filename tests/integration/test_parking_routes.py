@@ -20,6 +20,7 @@ from tests.fixtures.due_keys import try_now
 from tests.fixtures.wait import wait_until
 from tests.integration.test_parking import LATER_S, Fault
 from tests.integration.test_route_gates import KEYS, Scene, database, scene, world
+from tests.proof.runtimes import runtime_of
 
 __all__ = ["database", "scene", "world"]
 
@@ -170,11 +171,11 @@ def test_what_successors_parked_comes_after_what_a_seek_brings_back_of_both(scen
     shop.wait_handled(but=BROKEN)
     prefix = scene.world.key_prefix
     with closing(RouteCache(scene.database)) as routes:
-        plan = planned_seek(scene.database, routes, topic="orders", name=GROUP, to="earliest", prefix=prefix)
+        plan = planned_seek(runtime_of(scene.database, prefix), routes, topic="orders", name=GROUP, to="earliest")
     shop.broken = False
     # Due, without a word to its present owner: the parent's next one finds it so.
     scene.world.rows("UPDATE mqlayer.parked_key SET due_at = now()")
-    apply_seek(scene.database, plan, prefix=prefix, actor="test")
+    apply_seek(runtime_of(scene.database, prefix, actor="test"), plan)
     wait_until(
         lambda: set(shop.bodies(BROKEN)[before:]) >= set(everything), timeout_s=30, what="all of it handled again"
     )
@@ -214,7 +215,7 @@ def test_a_key_that_blocks_holds_its_successors_back_until_the_policy_is_another
     assert shop.version() == 1
     assert not {handled.partition for handled in shop.recorder.begun} & children
     assert shop.parked() == []
-    set_group(scene.database, "orders", GROUP, actor="test", policy="dead_letter")
+    set_group(runtime_of(scene.database, actor="test"), "orders", GROUP, policy="dead_letter")
     shop.wait_handled(but=BROKEN)
     dead = "SELECT convert_from(body, 'UTF8') FROM mqlayer.dead_message ORDER BY seq"
     wait_until(

@@ -13,25 +13,28 @@ import pytest
 import redis
 
 from mqlayer import App, Producer, failpoints
-from mqlayer.domain.jobs import JOBS, PeriodicJob
 from mqlayer.errors import NodeNotArmed
 from mqlayer.groups.group import GroupSettings, ensure_group
 from mqlayer.maintenance import clean_fence
+from mqlayer.maintenance.jobs import JOBS
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.rights import Right
 from mqlayer.redis.keys import partition_keys
 from mqlayer.relay import relay_once
-from mqlayer.routes import finish_changes, give_up_node, move, split
+from mqlayer.routes import finish_changes, give_up_node
 from mqlayer.runtime.route_cache import RouteCache, load_route
 from mqlayer.topics import register_node
 from mqlayer.topics.nodes import find_node
-from mqlayer.workers import tasks
 from mqlayer.workers.job_claims import claimed
 from mqlayer.workers.schedule import beat_schedule, task_name
+from mqlayer.workers.tasks import TASKS
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.wait import wait_until
 from tests.fixtures.worker_stores import UseStores
+from tests.proof.jobs import idle_job
 from tests.proof.outbox_world import QUICK, OutboxWorld
+from tests.proof.route_steps import move, split
+from tests.proof.runtimes import runtime_of
 
 
 def test_of_many_schedulers_one_gets_the_job(database_dsn: str) -> None:
@@ -41,7 +44,7 @@ def test_of_many_schedulers_one_gets_the_job(database_dsn: str) -> None:
     def claim() -> None:
         with Database(database_dsn) as database:
             start.wait()
-            got.append(claimed(database, PeriodicJob("trim", 60)))
+            got.append(claimed(database, idle_job("trim", 60)))
 
     threads = [threading.Thread(target=claim) for _ in range(8)]
     for thread in threads:
@@ -53,11 +56,11 @@ def test_of_many_schedulers_one_gets_the_job(database_dsn: str) -> None:
 
 def test_a_job_is_due_again_a_little_before_its_interval_ends(database_dsn: str) -> None:
     with Database(database_dsn) as database:
-        assert claimed(database, PeriodicJob("trim", 60))
+        assert claimed(database, idle_job("trim", 60))
         with database.connection() as connection:
             connection.execute("UPDATE mqlayer.job SET next_at = next_at - interval '49 seconds'")
-        assert claimed(database, PeriodicJob("trim", 60))
-        assert claimed(database, PeriodicJob("relay", 60)), "jobs are claimed one by one"
+        assert claimed(database, idle_job("trim", 60))
+        assert claimed(database, idle_job("relay", 60)), "jobs are claimed one by one"
 
 
 def test_every_job_is_scheduled_and_has_a_task() -> None:
@@ -66,7 +69,7 @@ def test_every_job_is_scheduled_and_has_a_task() -> None:
     app.loader.import_default_modules()
     assert {entry["task"] for entry in beat_schedule().values()} == {task_name(job) for job in JOBS}
     assert {task_name(job) for job in JOBS} <= set(app.tasks)
-    assert tasks.relay.name == "mqlayer.relay"
+    assert TASKS["relay"].name == "mqlayer.relay"
     assert app.conf.accept_content == ["json"]
     assert app.conf.task_serializer == "json"
 
@@ -89,12 +92,12 @@ def test_a_change_that_its_driver_left_is_finished_by_the_job(world: OutboxWorld
     with Database(world.dsn) as database:
         failpoints.arm("change.after_seal", "raise")
         with pytest.raises(failpoints.FailpointHit):
-            split(database, "orders", 1, at=[100], prefix=world.key_prefix)
-        tasks.repair_routes()
+            split(runtime_of(database, world.key_prefix), "orders", 1, at=[100])
+        TASKS["repair_routes"]()
         route = load_route(database, "orders")
         assert (route.version, [r.lp_from for r in route.ranges]) == (2, [0, 100, 512])
         due_again(world)
-        tasks.repair_routes()
+        TASKS["repair_routes"]()
         assert load_route(database, "orders") == route
 
 
@@ -102,20 +105,23 @@ def test_a_partition_that_every_group_has_drained_is_retired_by_the_job(world: O
     """Cases 18 and 28."""
     state = "SELECT state, retired_at IS NOT NULL FROM mqlayer.partition WHERE partition_id = 1"
     with Database(world.dsn) as database:
-        split(database, "orders", 1, at=[100], prefix=world.key_prefix)
+        split(runtime_of(database, world.key_prefix), "orders", 1, at=[100])
         for name in ("slow", "fast"):
             ensure_group(
-                database, RouteCache(database), topic="orders", name=name, prefix=world.key_prefix,
+                runtime_of(database, world.key_prefix),
+                RouteCache(database),
+                topic="orders",
+                name=name,
                 settings=GroupSettings(start="earliest"),
-            )  # fmt: skip
+            )
     world.rows("INSERT INTO mqlayer.drained (group_id, partition_id) VALUES (2, 1)")
-    tasks.repair_routes()
+    TASKS["repair_routes"]()
     assert world.rows(state) == [("sealed", False)], "one group has not drained it"
     world.rows("INSERT INTO mqlayer.drained (group_id, partition_id) VALUES (1, 1)")
-    tasks.repair_routes()
+    TASKS["repair_routes"]()
     assert world.rows(state) == [("sealed", False)], "the job is not due yet"
     due_again(world)
-    tasks.repair_routes()
+    TASKS["repair_routes"]()
     assert world.rows(state) == [("deleted", True)]
     keys = redis.Redis.from_url(world.urls[0], decode_responses=True).keys(f"{world.key_prefix}:{{1}}:*")
     assert keys == [f"{world.key_prefix}:{{1}}:meta"]
@@ -128,17 +134,22 @@ def test_a_node_that_restarted_while_nobody_used_it_is_armed_by_the_job(
     """Else what changes or retires a partition there would wait for a visitor that never comes."""
     server = start_redis()
     with Database(world.dsn) as database:
-        register_node(database, name="idle", url=server.url)
-        move(database, "orders", 1, prefix=world.key_prefix, to="idle")
+        register_node(runtime_of(database), name="idle", url=server.url)
+        move(runtime_of(database, world.key_prefix), "orders", 1, to="idle")
         server.kill()
         server.start()
-        split(database, "orders", load_route(database, "orders").ranges[1].partition, at=[700], prefix=world.key_prefix)
+        split(
+            runtime_of(database, world.key_prefix),
+            "orders",
+            load_route(database, "orders").ranges[1].partition,
+            at=[700],
+        )
         with pytest.raises(NodeNotArmed):
-            move(database, "orders", load_route(database, "orders").ranges[0].partition, prefix=world.key_prefix)
-        tasks.rearm_nodes()
+            move(runtime_of(database, world.key_prefix), "orders", load_route(database, "orders").ranges[0].partition)
+        TASKS["rearm_nodes"]()
         assert find_node(database, "idle").armed_run_id == redis.Redis.from_url(server.url).info("server")["run_id"]
-        tasks.repair_routes()
-        assert set(finish_changes(database, prefix=world.key_prefix)) == set()
+        TASKS["repair_routes"]()
+        assert set(finish_changes(runtime_of(database, world.key_prefix))) == set()
 
 
 def test_a_node_that_is_away_or_was_given_up_is_left_alone_by_the_job(
@@ -146,21 +157,21 @@ def test_a_node_that_is_away_or_was_given_up_is_left_alone_by_the_job(
 ) -> None:
     server = start_redis()
     with Database(world.dsn) as database:
-        armed = register_node(database, name="idle", url=server.url).armed_run_id
+        armed = register_node(runtime_of(database), name="idle", url=server.url).armed_run_id
         server.kill()
-        tasks.rearm_nodes()
+        TASKS["rearm_nodes"]()
         assert find_node(database, "idle").armed_run_id == armed
-        give_up_node(database, "idle", prefix=world.key_prefix, application=database)
+        give_up_node(runtime_of(database, world.key_prefix, application=database), "idle")
         server.start()
         due_again(world)
-        tasks.rearm_nodes()
+        TASKS["rearm_nodes"]()
         assert find_node(database, "idle").armed_run_id is None
 
 
 def test_a_topic_without_groups_keeps_its_sealed_partitions(world: OutboxWorld) -> None:
     with Database(world.dsn) as database:
-        split(database, "orders", 1, at=[100], prefix=world.key_prefix)
-    tasks.repair_routes()
+        split(runtime_of(database, world.key_prefix), "orders", 1, at=[100])
+    TASKS["repair_routes"]()
     assert world.rows("SELECT state FROM mqlayer.partition WHERE partition_id = 1") == [("sealed",)]
 
 
@@ -182,11 +193,11 @@ def test_the_task_of_rotation_empties_a_slot_once_it_is_due(world: OutboxWorld) 
     world.rows(
         "UPDATE mqlayer_app.outbox SET slot = (floor(date_part('epoch', clock_timestamp()) / 900)::bigint + 2) & 3"
     )
-    tasks.rotate_outbox()
+    TASKS["rotate_outbox"]()
     assert world.published() == {}
     world.publish(1)
     assert world.rows("SELECT epoch FROM mqlayer.job WHERE name = 'rotate_outbox'") == [(1,)]
-    tasks.rotate_outbox()
+    TASKS["rotate_outbox"]()
     assert world.rows("SELECT epoch FROM mqlayer.job WHERE name = 'rotate_outbox'") == [(1,)]
 
 
@@ -195,7 +206,7 @@ def test_the_task_of_the_fence_forgets_what_is_older_than_the_horizon(world: Out
         "INSERT INTO mqlayer_app.fence_applied (group_id, lp, source_id, key, seq, applied_at) "
         "SELECT 1, 0, 1, 'key-' || n, n, now() - n * interval '1 day' FROM generate_series(1, 10) AS n"
     )
-    tasks.clean_fence_rows()
+    TASKS["clean_fence"]()
     assert world.rows("SELECT count(*)::int FROM mqlayer_app.fence_applied") == [(6,)]
 
 
@@ -211,15 +222,15 @@ def test_the_task_of_marks_removes_those_of_a_producer_that_ended_days_ago(world
     with redis.Redis.from_url(redis_url) as client:
         assert marks_of(client, marks, source)
         world.rows("UPDATE mqlayer.source SET closed_at = closed_at - interval '2 days' WHERE source_id = %s", source)
-        tasks.clean_marks()
+        TASKS["clean_marks"]()
         assert not marks_of(client, marks, source)
     assert world.rows("SELECT 1 FROM mqlayer.source WHERE dropped_at IS NULL") == []
 
 
 def test_the_tasks_of_relaying_and_trimming_run_and_keep_what_no_group_has_settled(world: OutboxWorld) -> None:
     world.publish(10)
-    tasks.relay()
-    tasks.trim()
+    TASKS["relay"]()
+    TASKS["trim"]()
     assert world.whole()
     assert {name for (name,) in world.rows("SELECT name FROM mqlayer.job")} == {"relay", "trim"}
 
@@ -235,16 +246,16 @@ def test_the_task_of_retired_groups_drops_positions_of_instances_that_are_away_a
         lambda: world.rows("SELECT 1 FROM mqlayer.consumer_group WHERE absent_since < now() - interval '0.01 s'"),
         what="the limit",
     )
-    tasks.retire_groups()
+    TASKS["retire_groups"]()
     assert world.rows("SELECT state FROM mqlayer.consumer_group ORDER BY name") == [("live",), ("retired",)]
     world.rows("UPDATE mqlayer.consumer_group SET retired_at = retired_at - interval '1 hour' WHERE instance = 'web'")
     world.rows("UPDATE mqlayer.job SET next_at = now()")
-    tasks.retire_groups()
+    TASKS["retire_groups"]()
     with redis.Redis.from_url(redis_url) as client:
         assert list(client.scan_iter(f"{world.key_prefix}:*:g2:*")) == []
     world.rows("UPDATE mqlayer.consumer_group SET retired_at = retired_at - interval '8 days' WHERE instance = 'web'")
     world.rows("UPDATE mqlayer.job SET next_at = now()")
-    tasks.retire_groups()
+    TASKS["retire_groups"]()
     assert world.rows("SELECT name FROM mqlayer.consumer_group") == [("cache",)]
 
 

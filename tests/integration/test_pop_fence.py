@@ -12,6 +12,7 @@ from mqlayer import PopMessage, Receiver
 from mqlayer.errors import AlreadyApplied, OutOfOrder, StaleOwner, StaleToken
 from mqlayer.topics.nodes import rearm_node
 from tests.fixtures.consumers import Stage, StartStage
+from tests.proof.runtimes import runtime_of
 
 pytestmark = pytest.mark.usefixtures("as_consumer")
 
@@ -128,7 +129,7 @@ def test_an_effect_under_an_earlier_epoch_is_refused(
     one.send([("k", b"1"), ("k", b"2")])
     old = late.receive(visibility_timeout_s=0.05)
     connection.execute("UPDATE mqlayer.node SET armed_run_id = 'another'")
-    rearm_node(one.database, "node-1", prefix=one.prefix, application=one.database, actor="test")
+    rearm_node(runtime_of(one.database, one.prefix, application=one.database, actor="test"), "node-1")
     new = other.receive(wait_s=5)
     book(connection, other, new[0], "other")
     with pytest.raises(StaleOwner):

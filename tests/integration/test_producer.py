@@ -25,6 +25,7 @@ from mqlayer.errors import (
 )
 from mqlayer.producing import Message, Producer, Receipt
 from tests.proof.producer_world import ProducerWorld
+from tests.proof.route_ranges import range_of
 
 KEYS = ("order-7", "Ωμέγα", "", "注文-42")
 
@@ -56,7 +57,7 @@ def test_a_message_is_stored_when_send_returns_and_the_receipt_says_where(world:
             receipt = producer.send("orders", key=key, body=body, headers={"kind": "test", "ü": "ß"})
             assert stored_body(world, receipt) == body
             assert receipt.topic == "orders"
-            assert receipt.partition == world.routes["orders"].range_of(lp_of(key.encode())).partition
+            assert receipt.partition == range_of(world.routes["orders"], lp_of(key.encode())).partition
             assert receipt.identity == Identity(receipt.identity.source, lp_of(key.encode()), 1)
             assert receipt.replicas is None
 

@@ -39,6 +39,7 @@ from tests.fixtures.servers import StartPostgres, StartRedis, different_redis_pr
 from tests.fixtures.wait import wait_until
 from tests.proof.producer_world import ProducerWorld, send_to_the_end
 from tests.proof.proxy import TcpProxy
+from tests.proof.route_ranges import range_of
 
 
 @pytest.fixture
@@ -80,9 +81,9 @@ def _disarmed() -> Iterator[None]:
 def other_partition_key(world: ProducerWorld, key: str, topic: str = "orders") -> str:
     """Return a key whose messages go to another partition than those of this key."""
     route = world.routes[topic]
-    home = route.range_of(lp_of(key.encode())).partition
+    home = range_of(route, lp_of(key.encode())).partition
     names = (f"other-{number}" for number in range(1_000))
-    return next(name for name in names if route.range_of(lp_of(name.encode())).partition != home)
+    return next(name for name in names if range_of(route, lp_of(name.encode())).partition != home)
 
 
 # Lines
@@ -209,7 +210,7 @@ def test_a_node_that_does_not_answer_holds_up_only_its_own_lps(
     )
     route = world.add_topic(partitions=2)
     names = [f"k{number}" for number in range(100)]
-    stuck = [name for name in names if route.range_of(lp_of(name.encode())).node == 2]
+    stuck = [name for name in names if range_of(route, lp_of(name.encode())).node == 2]
     with world.producer() as producer:
         producer.send_many("orders", [Message(name, b"0") for name in names])
         proxy.blackhole()

@@ -15,6 +15,7 @@ from tests.fixtures.servers import StartRedis
 from tests.fixtures.wait import wait_until
 from tests.proof.producer_world import ProducerWorld
 from tests.proof.proxy import TcpProxy
+from tests.proof.route_ranges import range_of
 
 
 @pytest.fixture
@@ -27,7 +28,7 @@ def world(database_dsn: str, redis_url: str, key_prefix: str) -> ProducerWorld:
 
 def home(world: ProducerWorld, key: str) -> int:
     """Return the partition of a key by the first route."""
-    return world.routes["orders"].range_of(lp_of(key.encode())).partition
+    return range_of(world.routes["orders"], lp_of(key.encode())).partition
 
 
 def elsewhere(world: ProducerWorld, key: str) -> str:
@@ -178,7 +179,7 @@ def test_lps_that_a_partition_does_not_serve_wait_and_the_others_go_on(world: Pr
     keys = [f"k{number}" for number in range(200) if home(world, f"k{number}") == home(world, "k0")]
     middle = sorted(lp_of(key.encode()) for key in keys)[len(keys) // 2]
     parent = home(world, "k0")
-    lp_to = world.routes["orders"].range_of(lp_of(b"k0")).lp_to
+    lp_to = range_of(world.routes["orders"], lp_of(b"k0")).lp_to
     unowned = {key for key in keys if lp_of(key.encode()) >= middle}
     with world.producer() as producer:
         producer.send_many("orders", [Message(key, b"1") for key in keys])

@@ -21,6 +21,7 @@ from mqlayer.redis.rate_script import RateGrant, rate_command, rate_reply
 from tests.fixtures.consumers import Recorder, Stage, StartStage, member_of
 from tests.fixtures.due_keys import try_now
 from tests.fixtures.wait import wait_until
+from tests.proof.runtimes import runtime_of
 
 GROUP_ID: Final = 7
 PARTITION: Final = 1
@@ -159,7 +160,7 @@ def test_a_shared_group_keeps_to_its_rate_whoever_of_its_members_handles(
         app.start()
     wait_until(lambda: all(len(recorder.at) > 40 for recorder in recorders), what="both handle messages")
     assert_rate(recorders, 2.0, low=0.9 * 2 * rate, high=1.1 * 2 * rate)
-    set_group(stage.database, stage.topic, "s", actor="a test", rate_limit=math.inf)
+    set_group(runtime_of(stage.database, actor="a test"), stage.topic, "s", rate_limit=math.inf)
     wait_until(lambda: sum(recorder.count() for recorder in recorders) == 1600, what="the rest, without a limit")
 
 
@@ -184,10 +185,10 @@ def test_a_rate_that_is_changed_while_members_run_is_in_force_at_once(stage: Sta
     turns = time.thread_time(), time.process_time()
     assert begun_in([recorder], time.monotonic(), 1.0) == 0
     assert time.process_time() - turns[1] < 0.6
-    set_group(stage.database, stage.topic, "g", rate_limit=200, rate_burst=10, actor="test")
+    set_group(runtime_of(stage.database, actor="test"), stage.topic, "g", rate_limit=200, rate_burst=10)
     app.members[0].wake()
     wait_until(lambda: len(recorder.at) > 50, timeout_s=5, what="the higher rate")
-    set_group(stage.database, stage.topic, "g", rate_limit=float("inf"), actor="test")
+    set_group(runtime_of(stage.database, actor="test"), stage.topic, "g", rate_limit=float("inf"))
     stage.wait_settled()
     assert find_group(stage.database, stage.topic, "g").rate is None
     recorder.assert_in_order()
@@ -215,7 +216,7 @@ def test_what_is_parked_and_due_keeps_to_the_rate_as_well(stage: Stage) -> None:
     recorder = Clocked(act=fail_first)
     limited(stage, recorder, None)
     wait_until(lambda: parked(stage) == 300, what="the key is parked")
-    set_group(stage.database, stage.topic, "g", rate_limit=60, rate_burst=1, actor="test")
+    set_group(runtime_of(stage.database, actor="test"), stage.topic, "g", rate_limit=60, rate_burst=1)
     try_now(stage.database, stage.group_id("g"), keep_attempts=True)
     wait_until(lambda: len(recorder.at) > 20, what="some came back")
     assert_rate([recorder], 1.2, low=0.8 * 72, high=1.2 * 72)
@@ -257,12 +258,12 @@ def test_parked_keys_go_on_beside_a_stream_that_takes_all_of_the_rate(start_stag
     recorder = Clocked(act=fail_first)
     member = member_of(limited(stage, recorder, None))
     wait_until(lambda: parked(stage) == 100, what="the key is parked")
-    set_group(stage.database, stage.topic, "g", rate_limit=20, rate_burst=1, actor="test")
+    set_group(runtime_of(stage.database, actor="test"), stage.topic, "g", rate_limit=20, rate_burst=1)
     wait_until(lambda: member.rate_limiter.limit is not None, what="the rate is known")
     stage.send((f"other-{number}", b"1") for number in range(400))
     wait_until(lambda: recorder.count() > 5, what="the stream takes all of the rate")
     others = recorder.count()
-    release_parked(stage.database, stage.topic, "g", key="key", actor="test")
+    release_parked(runtime_of(stage.database, actor="test"), stage.topic, "g", key="key")
     wait_until(lambda: len(recorder.bodies("key")) > 10, timeout_s=8, what="the key goes on")
     assert recorder.count() - len(recorder.bodies("key")) >= others + 3
     assert recorder.bodies("other-399") == []
@@ -282,7 +283,7 @@ def test_a_member_that_brings_another_rate_is_refused_and_no_group_has_a_rate_of
         limited(stage, Clocked(), 60.0)
     for wrong in ({"rate_limit": 0}, {"rate_limit": -1}, {"rate_burst": 0.5}, {"rate_limit": float("nan")}):
         with pytest.raises(InvalidInput):
-            set_group(stage.database, stage.topic, "g", actor="test", **wrong)
+            set_group(runtime_of(stage.database, actor="test"), stage.topic, "g", **wrong)
 
 
 # -- ordered pop -----------------------------------------------------------------------------------------------------
@@ -295,7 +296,7 @@ def test_receivers_are_given_no_more_than_the_rate_and_redelivery_counts(
     stage = start_stage(redis_url, partitions=1)
     stage.send((f"key-{number}", b"1") for number in range(300))
     with Receiver(stage.topic, group="g", settings=stage.settings()) as receiver:
-        set_group(stage.database, stage.topic, "g", rate_limit=50, rate_burst=1, actor="test")
+        set_group(runtime_of(stage.database, actor="test"), stage.topic, "g", rate_limit=50, rate_burst=1)
         listing = receiver._open_parts().fetcher._cache
 
         def known() -> bool:

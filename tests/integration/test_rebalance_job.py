@@ -18,11 +18,12 @@ from typing import Final
 import psycopg
 import pytest
 
-from mqlayer.domain.jobs import JOBS, REBALANCE, TRIM, PeriodicJob
 from mqlayer.domain.retry_rules import DEFAULT_BACKOFF_S
-from mqlayer.groups import GroupSettings, MemberSession, ensure_group, join, late_jobs, leave, rebalance_groups
+from mqlayer.groups import GroupSettings, MemberSession, ensure_group, join, leave, rebalance_groups
 from mqlayer.groups.members import release, send_heartbeat, start_leaving
 from mqlayer.groups.rebalance import ALONE_S, change_group
+from mqlayer.maintenance.jobs import JOBS
+from mqlayer.maintenance.late_jobs import late_jobs
 from mqlayer.postgres.database import Database
 from mqlayer.runtime.route_cache import RouteCache
 from mqlayer.workers.job_claims import claimed
@@ -30,6 +31,7 @@ from tests.fixtures.consumers import Recorder, Stage, StartStage, member_of
 from tests.fixtures.forked_programs import start_python
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.wait import wait_until
+from tests.proof.jobs import BY_NAME, idle_job
 
 LEASE_S = 60.0
 
@@ -44,11 +46,10 @@ def stage(start_stage: StartStage, redis_url: str) -> Stage:
 
 def make_group(stage: Stage, name: str) -> None:
     ensure_group(
-        stage.database,
+        stage.runtime,
         RouteCache(stage.database),
         topic=stage.topic,
         name=name,
-        prefix=stage.prefix,
         settings=GroupSettings(),
     )
 
@@ -223,13 +224,13 @@ def test_a_worker_with_its_beat_notices_a_silent_death(stage: Stage, worker: Pat
     run_sql(stage, "UPDATE mqlayer.migration SET at = at - interval '1 day'")
     assert {late.name for late in late_jobs(stage.database)} == {job.name for job in JOBS}
     wait_until(
-        lambda: REBALANCE.name not in {late.name for late in late_jobs(stage.database)},
+        lambda: BY_NAME["rebalance"].name not in {late.name for late in late_jobs(stage.database)},
         timeout_s=40,
         what=f"a first scan:\n{worker.read_text()}",
     )
     waits = [scanned_after_s(stage) for _ in range(3)]
     # The job's own period; a machine that others keep busy may be late now and then.
-    assert min(waits) < REBALANCE.every_s + 0.5, waits
+    assert min(waits) < BY_NAME["rebalance"].every_s + 0.5, waits
     assert "Traceback" not in worker.read_text()
 
 
@@ -327,7 +328,7 @@ def test_a_killed_member_is_reallocated_for_within_its_lease_and_a_heartbeat(sta
             )
             assert isinstance(waited_s, float)
             waits.append(waited_s)
-    assert min(waits) < REBALANCE.every_s, waits
+    assert min(waits) < BY_NAME["rebalance"].every_s, waits
     stage.send_numbers(keys=8, each=5)
     stage.wait_settled()
     recorder.assert_in_order()
@@ -373,11 +374,11 @@ def test_jobs_are_late_after_three_intervals_or_half_a_minute_by_the_databases_c
     often = {"repair_routes", "rearm_nodes", "rebalance", "balance_by_rate", "retry_scan"}
     assert names == {"relay", "trim", "archive", "release_delayed", "watch_versions", "retire_groups"} | often
     assert all(late.last_at is None and late.late_s is None for late in late_jobs(database))
-    assert claimed(database, TRIM)
+    assert claimed(database, BY_NAME["trim"])
     assert {late.name for late in late_jobs(database)} == names - {"trim"}
     run_sql(stage, "UPDATE mqlayer.job SET last_at = last_at - interval '31 s'")
     (late,) = [late for late in late_jobs(database) if late.name == "trim"]
-    assert late.every_s == TRIM.every_s
+    assert late.every_s == BY_NAME["trim"].every_s
     assert late.last_at is not None
     assert late.late_s is not None
     assert 21 <= late.late_s < 30
@@ -385,4 +386,4 @@ def test_jobs_are_late_after_three_intervals_or_half_a_minute_by_the_databases_c
 
 @pytest.mark.parametrize(("every_s", "limit_s"), [(2, 30), (10, 30), (60, 180), (300, 900)])
 def test_how_long_a_job_may_go_without_a_run(every_s: float, limit_s: float) -> None:
-    assert PeriodicJob("one", every_s).late_after_s == limit_s
+    assert idle_job("one", every_s).late_after_s == limit_s

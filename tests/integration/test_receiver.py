@@ -17,11 +17,13 @@ from mqlayer.groups import apply_seek, find_group, planned_seek, rebalance_group
 from mqlayer.groups.admin import pause_group, resume_group, set_group
 from mqlayer.inspect import explain_key, group_statuses
 from mqlayer.redis.keys import group_keys, partition_keys, pop_keys
-from mqlayer.routes import apply_change, merge, plan_split, retire_partitions
+from mqlayer.routes import apply_change, plan_split, retire_partitions
 from mqlayer.runtime.route_cache import RouteCache, load_route
 from mqlayer.topics.nodes import rearm_node
 from tests.fixtures.consumers import Stage, StartStage, migrated
 from tests.fixtures.wait import wait_until, within
+from tests.proof.route_steps import merge
+from tests.proof.runtimes import runtime_of
 
 pytestmark = pytest.mark.usefixtures("as_consumer")
 
@@ -413,9 +415,9 @@ def test_settings_that_need_an_owner_are_refused_for_ordered_pop(one: Stage, rec
     receiver = receiver_of(one)
     assert receiver.group.rules.policy == "block"
     with pytest.raises(InvalidInput, match="policy park needs a member"):
-        set_group(one.database, one.topic, "g", policy="park", actor="test")
+        set_group(runtime_of(one.database, actor="test"), one.topic, "g", policy="park")
     with pytest.raises(InvalidInput, match="no members to balance"):
-        set_group(one.database, one.topic, "g", balance="rate", actor="test")
+        set_group(runtime_of(one.database, actor="test"), one.topic, "g", balance="rate")
     with pytest.raises(InvalidInput, match="scope of ordered pop is partition or key"):
         receiver_of(one, group="other", scope="queue")
 
@@ -427,8 +429,8 @@ def test_nobody_rebalances_a_group_without_members(stage: Stage, receiver_of: Op
     before = stage.assignments()
     assert [(owner, target) for _, owner, _, target in before] == [(None, None)] * 2
     rebalance_groups(stage.database)
-    pause_group(stage.database, stage.topic, "g", actor="test")
-    resume_group(stage.database, stage.topic, "g", actor="test")
+    pause_group(runtime_of(stage.database, actor="test"), stage.topic, "g")
+    resume_group(runtime_of(stage.database, actor="test"), stage.topic, "g")
     assert stage.assignments() == before
 
 
@@ -436,14 +438,14 @@ def test_a_paused_group_is_given_nothing_and_may_settle(one: Stage, receiver_of:
     receiver = receiver_of(one)
     send(one, "k", 1, 2)
     batch = receiver.receive(1)
-    pause_group(one.database, one.topic, "g", actor="test")
+    pause_group(runtime_of(one.database, actor="test"), one.topic, "g")
     wait_until(lambda: not receiver._open_parts().fetcher._cache.views or receiver.receive(wait_s=0), what="it rests")
     receiver.ack(batch)
     assert nothing(receiver)
     waiter = threading.Thread(target=lambda: found.extend(receiver.receive(wait_s=WAIT_S)))
     found: list[PopMessage] = []
     waiter.start()
-    resume_group(one.database, one.topic, "g", actor="test")
+    resume_group(runtime_of(one.database, actor="test"), one.topic, "g")
     waiter.join()
     assert bodies(found) == [b"2"]
 
@@ -456,8 +458,8 @@ def test_a_seek_voids_every_token_and_gives_all_again(stage: Stage, receiver_of:
     assert len(old) == 12
     a.ack(old[:7])
     routes = RouteCache(stage.database)
-    plan = planned_seek(stage.database, routes, topic=stage.topic, name="g", to="earliest", prefix=stage.prefix)
-    apply_seek(stage.database, plan, actor="test", prefix=stage.prefix)
+    plan = planned_seek(stage.runtime, routes, topic=stage.topic, name="g", to="earliest")
+    apply_seek(runtime_of(stage.database, stage.prefix, actor="test"), plan)
     with pytest.raises(StaleToken):
         a.ack(old)
     again = [*b.receive(500, wait_s=WAIT_S), *b.receive(500, wait_s=WAIT_S)]
@@ -476,7 +478,7 @@ def test_arming_a_node_again_voids_every_token(one: Stage, receiver_of: OpenRece
     old = a.receive(visibility_timeout_s=0.1)
     with one.database.connection() as connection:
         connection.execute("UPDATE mqlayer.node SET armed_run_id = 'another'")
-    rearm_node(one.database, "node-1", prefix=one.prefix, application=one.database, actor="test")
+    rearm_node(runtime_of(one.database, one.prefix, application=one.database, actor="test"), "node-1")
     with pytest.raises(StaleToken):
         a.ack(old)
     again = a.receive(wait_s=WAIT_S)
@@ -581,7 +583,7 @@ def test_successors_are_given_out_when_their_parent_is_drained(one: Stage, recei
     assert find_group(one.database, one.topic, "g").version == 2
     # What was settled in the parent is settled for ever.
     a.ack(batch)
-    retired = retire_partitions(one.database, prefix=one.prefix)
+    retired = retire_partitions(runtime_of(one.database, one.prefix))
     assert retired == one.partitions
     parent = partition_keys(one.prefix, one.partitions[0])
     left = [parent.log, parent.marks, *group_keys(one.prefix, one.partitions[0], one.group_id())]
@@ -617,7 +619,7 @@ def split(stage: Stage) -> None:
     """Split the one partition of a stage."""
     route = load_route(stage.database, stage.topic)
     plan = plan_split(route, route.ranges[0].partition, [512])
-    apply_change(stage.database, plan, prefix=stage.prefix, application=stage.database, actor="test")
+    apply_change(runtime_of(stage.database, stage.prefix, application=stage.database, actor="test"), plan)
 
 
 def split_or_merge(stage: Stage) -> None:
@@ -626,7 +628,7 @@ def split_or_merge(stage: Stage) -> None:
     if len(parents) == 1:
         split(stage)
     else:
-        merge(stage.database, stage.topic, parents, prefix=stage.prefix, actor="test")
+        merge(runtime_of(stage.database, stage.prefix, actor="test"), stage.topic, parents)
     stage.route = load_route(stage.database, stage.topic)
 
 
@@ -637,19 +639,19 @@ def test_where_a_group_stands_is_told_as_of_any_other(one: Stage, receiver_of: O
     receiver = receiver_of(one, scope="partition")
     send(one, "k", 1, 2, 3)
     first, *_ = receiver.receive()
-    (status,) = group_statuses(one.database, one.topic, "g", prefix=one.prefix)
+    (status,) = group_statuses(runtime_of(one.database, one.prefix), one.topic, "g")
     assert (status.facts.mode, status.facts.scope, status.facts.alive, status.lag) == ("pop", "partition", 0, 3)
     (partition,) = status.partitions
     assert partition.stall is None
     receiver.ack([first])
-    (status,) = group_statuses(one.database, one.topic, "g", prefix=one.prefix)
+    (status,) = group_statuses(runtime_of(one.database, one.prefix), one.topic, "g")
     assert status.lag == 2
     (second, _) = receiver._open_parts().key_order._queues[one.partitions[0], "k"]
     receiver.nack(second)
     receiver.receive(wait_s=WAIT_S)
-    (status,) = group_statuses(one.database, one.topic, "g", prefix=one.prefix)
+    (status,) = group_statuses(runtime_of(one.database, one.prefix), one.topic, "g")
     (partition,) = status.partitions
     assert partition.stall is not None
     assert (partition.stall.reason, partition.head and partition.head.attempts) == ("failing", 1)
-    told = explain_key(one.database, one.topic, "k", "g", prefix=one.prefix)
+    told = explain_key(runtime_of(one.database, one.prefix), one.topic, "k", "g")
     assert "receivers" in told.run_next

@@ -17,8 +17,8 @@ import redis
 from typer.testing import CliRunner
 
 from mqlayer.cli.main import app
-from mqlayer.domain.jobs import JOBS
 from mqlayer.errors import ConfigurationRefused
+from mqlayer.maintenance.jobs import JOBS
 from mqlayer.postgres.database import Database
 from mqlayer.redis.access import use_only
 from mqlayer.redis.acl import acl_file_line
@@ -28,14 +28,15 @@ from mqlayer.topics import create_topic, rearm_node, register_node
 from tests.fixtures.servers import StartRedis, different_redis_programs
 from tests.fixtures.user_programs import EACH, TOPIC
 from tests.fixtures.wait import wait_until
+from tests.proof.runtimes import runtime_of
 
 ADMIN = "adm1n"
 PROGRAMS = "tests.fixtures.user_programs"
 OUTBOXED = 40
 JOB_TASKS = (
-    "relay", "trim", "rotate_outbox", "clean_fence_rows", "clean_marks", "repair_routes", "rearm_nodes", "rebalance",
-    "balance_groups_by_rate", "scan_parked", "clean_failed_attempts", "archive", "retain", "release_delayed_messages",
-    "clean_dedup_ids", "clean_inbox_rows", "watch_entity_versions", "retire_groups",
+    "relay", "trim", "rotate_outbox", "clean_fence", "clean_marks", "repair_routes", "rearm_nodes", "rebalance",
+    "balance_by_rate", "retry_scan", "clean_attempts", "archive", "retain", "release_delayed",
+    "clean_dedup", "clean_inbox", "watch_versions", "retire_groups",
 )  # fmt: skip
 
 
@@ -285,9 +286,9 @@ def test_a_default_user_without_rights_is_refused_because_a_restart_would_lose_w
     monkeypatch.setenv("MQLAYER_REDIS_PASSWORD", ADMIN)
     with Database(database_dsn) as database:
         with pytest.raises(ConfigurationRefused, match="user default off"):
-            register_node(database, name="n1", url=server.url)
-        register_node(database, name="n1", url=server.url, unsafe=True)
-        create_topic(database, TOPIC, prefix="mq", unsafe=True)
+            register_node(runtime_of(database), name="n1", url=server.url)
+        register_node(runtime_of(database, unsafe=True), name="n1", url=server.url)
+        create_topic(runtime_of(database, "mq", unsafe=True), TOPIC)
         with redis.Redis.from_url(server.url, username="admin", password=ADMIN) as client:
             client.eval("redis.call('SET', 'a', '1') redis.call('SET', 'b', '1')", 0)
             server.restart()
@@ -297,4 +298,4 @@ def test_a_default_user_without_rights_is_refused_because_a_restart_would_lose_w
             client.acl_save()
             server.restart()
             assert client.exists("a", "b") == 2
-        assert rearm_node(database, "n1", prefix="mq")[0].armed_run_id
+        assert rearm_node(runtime_of(database, "mq"), "n1")[0].armed_run_id

@@ -33,6 +33,7 @@ from tests.fixtures.failed_messages import Failing, identity_of
 from tests.fixtures.failpoints import armed
 from tests.fixtures.forked_programs import ask_python
 from tests.fixtures.wait import wait_until
+from tests.proof.runtimes import runtime_of
 
 ALL = DeadFilter()
 
@@ -45,8 +46,8 @@ def failing(stage: Stage) -> Failing:
 
 def begin(failing: Failing, wanted: DeadFilter = ALL, **changes: Any) -> tuple[int, str]:
     worker = new_worker()
-    facts = {"actor": "a test", "worker": worker} | changes
-    return start_redrive(failing.stage.database, "orders", failing.group, wanted, **facts), worker
+    here = runtime_of(failing.stage.database, actor="a test")
+    return start_redrive(here, "orders", failing.group, wanted, **{"worker": worker} | changes), worker
 
 
 def redrive(failing: Failing, wanted: DeadFilter = ALL, *, batch: int = 100, **changes: Any) -> Redrive:
@@ -233,10 +234,10 @@ def test_a_rate_is_kept_over_batches_and_workers(failing: Failing) -> None:
     first = work_on(database, redrive_id, worker=worker, longest_wait_s=0)
     assert (first.state, first.sent, first.worked_on) == ("running", 2, False)
     another = new_worker()
-    resume_redrive(database, redrive_id, actor="a test", worker=another)
+    resume_redrive(runtime_of(database, actor="a test"), redrive_id, worker=another)
     assert work_on(database, redrive_id, worker=another, longest_wait_s=0).sent == 2, "the rate is not the worker's"
     failing.sql("UPDATE mqlayer.redrive SET next_at = next_at - interval '1 second'")
-    resume_redrive(database, redrive_id, actor="a test", worker=another)
+    resume_redrive(runtime_of(database, actor="a test"), redrive_id, worker=another)
     assert work_on(database, redrive_id, worker=another, longest_wait_s=0).sent == 4
 
 
@@ -248,15 +249,15 @@ def test_a_cancelled_redrive_ends_for_whoever_works_on_it_and_what_it_gave_back_
     thread = threading.Thread(target=lambda: done.append(work_on(database, redrive_id, worker=worker)))
     thread.start()
     wait_until(lambda: failing.parked() == [b"1"], what="the first message")
-    cancelled = cancel_redrive(database, redrive_id, actor="an operator")
+    cancelled = cancel_redrive(runtime_of(database, actor="an operator"), redrive_id)
     assert (cancelled.state, cancelled.sent) == ("cancelled", 1)
     thread.join(timeout=20)
     assert (done[0].state, done[0].sent) == ("cancelled", 1)
     assert (failing.parked(), failing.dead()) == ([b"1"], [b"2", b"3"])
     with pytest.raises(Conflict, match="is cancelled"):
-        resume_redrive(database, redrive_id, actor="a test", worker=new_worker())
+        resume_redrive(runtime_of(database, actor="a test"), redrive_id, worker=new_worker())
     with pytest.raises(Conflict, match="is cancelled"):
-        cancel_redrive(database, redrive_id, actor="a test")
+        cancel_redrive(runtime_of(database, actor="a test"), redrive_id)
 
 
 def test_one_that_was_stopped_is_gone_on_with_by_another_and_the_former_worker_sends_nothing(failing: Failing) -> None:
@@ -266,7 +267,7 @@ def test_one_that_was_stopped_is_gone_on_with_by_another_and_the_former_worker_s
     stop.set()
     assert work_on(database, redrive_id, worker=worker, stop=stop).sent == 0
     another = new_worker()
-    resume_redrive(database, redrive_id, actor="a test", worker=another)
+    resume_redrive(runtime_of(database, actor="a test"), redrive_id, worker=another)
     assert work_on(database, redrive_id, worker=worker).state == "running"
     assert failing.parked() == []
     assert work_on(database, redrive_id, worker=another, batch=4).sent == 6
@@ -276,8 +277,8 @@ def test_every_act_has_its_audit_row_and_redrives_are_listed(failing: Failing) -
     (dead_id,) = failing.dead_letter(*numbered(failing, "a", 1))
     database = failing.stage.database
     redrive_id, worker = begin(failing, DeadFilter(dead_ids=(dead_id,)), per_s=5.0)
-    resume_redrive(database, redrive_id, actor="a test", worker=worker)
-    cancel_redrive(database, redrive_id, actor="a test")
+    resume_redrive(runtime_of(database, actor="a test"), redrive_id, worker=worker)
+    cancel_redrive(runtime_of(database, actor="a test"), redrive_id)
     done = redrive(failing, DeadFilter(key="a"))
     assert failing.audit() == [
         ("dead redrive", "orders/g", {"redrive": redrive_id, "filter": {"dead_ids": [dead_id]}, "per_s": 5.0}),
@@ -298,7 +299,7 @@ def test_what_no_redrive_can_be_is_refused(failing: Failing, bad: DeadFilter) ->
     with pytest.raises(InvalidInput):
         begin(failing, per_s=-1.0)
     with pytest.raises(NotFound):
-        start_redrive(failing.stage.database, "orders", "nobody", ALL, actor="a test")
+        start_redrive(runtime_of(failing.stage.database, actor="a test"), "orders", "nobody", ALL)
     with pytest.raises(NotFound, match="redrive"):
         work_on(failing.stage.database, 4_711, worker="w")
     failing.sql("UPDATE mqlayer.consumer_group SET state = 'retired'")

@@ -23,6 +23,7 @@ from tests.fixtures.servers import StartPostgres, StartRedis
 from tests.fixtures.wait import wait_until
 from tests.proof.outbox_world import QUICK, OutboxWorld
 from tests.proof.proxy import TcpProxy
+from tests.proof.runtimes import runtime_of
 
 
 @pytest.fixture
@@ -310,7 +311,7 @@ def test_a_wrong_key_prefix_is_refused_and_makes_no_second_home(world: OutboxWor
 def test_a_node_may_be_registered_again_by_anybody_while_a_relay_runs(world: OutboxWorld, node: RedisServer) -> None:
     with world.relay():
         with Database(world.dsn) as database:
-            register_node(database, name="node-1", url=node.url)
+            register_node(runtime_of(database), name="node-1", url=node.url)
         world.publish(20)
         world.wait_until_whole()
 

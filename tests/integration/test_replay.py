@@ -42,6 +42,7 @@ from tests.fixtures.failed_messages import Failing
 from tests.fixtures.failpoints import armed
 from tests.fixtures.forked_programs import ask_python
 from tests.fixtures.wait import wait_until
+from tests.proof.runtimes import runtime_of
 
 ALL = ReplayFilter()
 
@@ -63,8 +64,8 @@ class Scene:
 
     def begin(self, wanted: ReplayFilter = ALL, **changes: Any) -> tuple[int, str]:
         worker = new_worker()
-        facts = {"prefix": self.stage.prefix, "actor": "a test", "worker": worker} | changes
-        return start_replay(self.stage.database, "orders", "g", wanted, **facts), worker
+        here = runtime_of(self.stage.database, self.stage.prefix, actor="a test")
+        return start_replay(here, "orders", "g", wanted, **{"worker": worker} | changes), worker
 
     def replay(self, wanted: ReplayFilter = ALL, *, batch: int = 5, waiting: int = 10_000, **changes: Any) -> Replay:
         replay_id, worker = self.begin(wanted, **changes)
@@ -180,7 +181,7 @@ def test_a_rate_is_kept_and_at_most_so_many_wait(scene: Scene) -> None:
     stop.set()
     thread.join(10)
     assert not thread.is_alive()
-    assert cancel_replay(scene.stage.database, replay_id, actor="a test").state == "cancelled"
+    assert cancel_replay(runtime_of(scene.stage.database, actor="a test"), replay_id).state == "cancelled"
     # Of ten a second, the second batch waits for a second.
     started = datetime.now(UTC)
     assert scene.replay(ReplayFilter(key="key-1"), per_s=9.0).state == "done"
@@ -190,9 +191,9 @@ def test_a_rate_is_kept_and_at_most_so_many_wait(scene: Scene) -> None:
 def test_every_act_has_its_audit_row_and_replays_are_listed(scene: Scene) -> None:
     """Invariant 19."""
     replay_id, worker = scene.begin(ReplayFilter(key="key-0"), per_s=1.5)
-    resume_replay(scene.stage.database, replay_id, actor="another", worker=new_worker())
+    resume_replay(runtime_of(scene.stage.database, actor="another"), replay_id, worker=new_worker())
     assert work_on_replay(scene.stage.database, replay_id, worker=worker).sent == 0, "another one has it"
-    cancel_replay(scene.stage.database, replay_id, actor="a third")
+    cancel_replay(runtime_of(scene.stage.database, actor="a third"), replay_id)
     acts = scene.failing.sql("SELECT act, actor, object FROM mqlayer.audit WHERE act LIKE 'replay%%' ORDER BY audit_id")
     assert acts == [
         ("replay start", "a test", "orders/g"),
@@ -204,8 +205,9 @@ def test_every_act_has_its_audit_row_and_replays_are_listed(scene: Scene) -> Non
         "replay", "cancelled", 1.5, "wait", ReplayFilter(key="key-0")
     )  # fmt: skip
     for act in (resume_replay, cancel_replay):
+        here = runtime_of(scene.stage.database, actor="x")
         with pytest.raises(Conflict, match="cancelled"):
-            act(scene.stage.database, replay_id, actor="x", **({"worker": "w"} if act is resume_replay else {}))
+            act(here, replay_id, **({"worker": "w"} if act is resume_replay else {}))
 
 
 def test_what_no_replay_can_be_is_refused(scene: Scene) -> None:
@@ -223,11 +225,10 @@ def test_what_no_replay_can_be_is_refused(scene: Scene) -> None:
     with pytest.raises(Conflict, match=f"replay {replay_id}"):
         scene.begin()
     with closing(RouteCache(scene.stage.database)) as routes:
-        plan = planned_seek(scene.stage.database, routes, topic="orders", name="g", to="earliest",
-                            prefix=scene.stage.prefix)  # fmt: skip
+        plan = planned_seek(scene.stage.runtime, routes, topic="orders", name="g", to="earliest")
         with pytest.raises(Conflict, match="replay cancel"):
-            apply_seek(scene.stage.database, plan, prefix=scene.stage.prefix, actor="a test")
-    cancel_replay(scene.stage.database, replay_id, actor="a test")
+            apply_seek(runtime_of(scene.stage.database, scene.stage.prefix, actor="a test"), plan)
+    cancel_replay(runtime_of(scene.stage.database, actor="a test"), replay_id)
     scene.failing.sql("DELETE FROM mqlayer_archive.topic")
     with pytest.raises(Conflict, match="never archived"):
         scene.begin()
@@ -347,7 +348,9 @@ def test_what_was_redriven_and_waits_keeps_its_place_among_what_is_replayed(scen
     scene.failing.park(a[8])
     scene.failing.dead_letter(a[4])
     worker = new_worker()
-    redrive = start_redrive(scene.stage.database, "orders", "g", DeadFilter(), actor="a test", worker=worker)
+    redrive = start_redrive(
+        runtime_of(scene.stage.database, actor="a test"), "orders", "g", DeadFilter(), worker=worker
+    )
     work_on(scene.stage.database, redrive, worker=worker)
     scene.replay()
     line = "SELECT seq FROM mqlayer.parked_message WHERE key = 'key-0' ORDER BY position, seq"
@@ -374,7 +377,7 @@ def test_what_is_newer_never_keeps_a_replayed_key_from_its_end(scene: Scene) -> 
         assert replay_of(scene.stage.database, replay_id).state == "done"
     finally:
         if thread.is_alive():
-            cancel_replay(scene.stage.database, replay_id, actor="a test")
+            cancel_replay(runtime_of(scene.stage.database, actor="a test"), replay_id)
     wait_until(lambda: len(recorder.bodies("key-0")) == 15, what="all of it")
     assert recorder.bodies("key-0") == numbers(1, 15)
 
@@ -403,7 +406,7 @@ def test_each_message_that_is_given_again_is_told_and_what_a_backfill_leaves_out
 def taken(scene: Scene, replay_id: int) -> str:
     """Take a replay over; return the worker."""
     worker = new_worker()
-    resume_replay(scene.stage.database, replay_id, actor="a test", worker=worker)
+    resume_replay(runtime_of(scene.stage.database, actor="a test"), replay_id, worker=worker)
     return worker
 
 
@@ -414,7 +417,7 @@ def test_newer_messages_may_come_between(scene: Scene) -> None:
     replay_id, worker = scene.begin(newer="between", per_s=5.0)
     scene.stage.send_numbers(2, 1, first=11)
     wait_until(lambda: recorder.bodies() == [b"11", b"11"], what="what is newer")
-    cancel_replay(scene.stage.database, replay_id, actor="a test")
+    cancel_replay(runtime_of(scene.stage.database, actor="a test"), replay_id)
     assert work_on_replay(scene.stage.database, replay_id, worker=worker).state == "cancelled"
 
 
@@ -425,7 +428,7 @@ def test_cancelling_lets_newer_messages_go_on_at_once(scene: Scene) -> None:
     replay_id, worker = scene.begin()
     work_on_replay(scene.stage.database, replay_id, worker=worker, batch=4, waiting=1, stop=ready(scene, replay_id))
     scene.stage.send_numbers(2, 1, first=11)
-    cancel_replay(scene.stage.database, replay_id, actor="a test")
+    cancel_replay(runtime_of(scene.stage.database, actor="a test"), replay_id)
     wait_until(lambda: recorder.bodies().count(b"11") == 2, what="what is newer")
     scene.stage.wait_settled()
     wait_until(lambda: not scene.failing.parked(), what="nothing parked")

@@ -36,12 +36,14 @@ from mqlayer.redis.shared_scripts import (
     shared_settle_command,
 )
 from mqlayer.relay import relay_once
-from mqlayer.routes import retire_partitions, split
+from mqlayer.routes import retire_partitions
 from mqlayer.runtime.route_cache import RouteCache, load_nodes
 from mqlayer.topics import rearm_node, set_archived
 from tests.fixtures.wait import wait_until
 from tests.proof.outbox_world import QUICK, OutboxWorld
 from tests.proof.rounds import KEYS, ROUND, Seen, of_tags
+from tests.proof.route_steps import split
+from tests.proof.runtimes import runtime_of
 
 PARENT: Final = 1
 GROUP: Final = "ledger"
@@ -56,9 +58,9 @@ class Sealed:
         self.world, self.database, self.prefix = world, database, world.key_prefix
         self.keys = partition_keys(self.prefix, PARENT)
         self.client: redis.Redis = redis.Redis.from_url(world.urls[0])
-        set_archived(database, "orders", archived=True, actor="test")
+        set_archived(runtime_of(database, actor="test"), "orders", archived=True)
         self.publish("a")
-        split(database, "orders", PARENT, at=[500], prefix=self.prefix)
+        split(runtime_of(database, self.prefix), "orders", PARENT, at=[500])
         self.part = part
         self.seal_until(part)
         self.publish("b")
@@ -94,7 +96,7 @@ class Sealed:
 
     def wrong(self) -> list[Any]:
         """What `mqlayer verify` says of differences."""
-        found = verify(self.database, "orders", application=self.database, prefix=self.prefix, deep=True)
+        found = verify(runtime_of(self.database, self.prefix, application=self.database), "orders", deep=True)
         return [finding for finding in found if finding.verdict != "ok"]
 
 
@@ -152,10 +154,10 @@ def by_a_broadcast_group(sealed: Sealed) -> None:
 
 def by_a_group_that_begins_with_the_archive(sealed: Sealed) -> None:
     """It is given the parent from the archive, where the archive ends with it."""
-    archive_pass(sealed.database, prefix=sealed.prefix)
+    archive_pass(runtime_of(sealed.database, sealed.prefix))
     with closing(RouteCache(sealed.database)) as routes:
         settings = GroupSettings(from_archive=True)
-        ensure_group(sealed.database, routes, topic="orders", name=GROUP, prefix=sealed.prefix, settings=settings)
+        ensure_group(runtime_of(sealed.database, sealed.prefix), routes, topic="orders", name=GROUP, settings=settings)
     (replay,) = replays(sealed.database, topic="orders", group=GROUP)
     worker = new_worker()
     assert claim_abandoned(sealed.database, replay.replay_id, worker)
@@ -208,17 +210,17 @@ def _asked(sealed: Sealed) -> int:
 
 def by_verify(sealed: Sealed) -> None:
     handled_by(sealed)
-    archive_pass(sealed.database, prefix=sealed.prefix)
+    archive_pass(runtime_of(sealed.database, sealed.prefix))
     assert sealed.wrong() == []
 
 
 def by_the_archiver(sealed: Sealed) -> None:
-    archive_pass(sealed.database, prefix=sealed.prefix)
+    archive_pass(runtime_of(sealed.database, sealed.prefix))
     ((count, chains),) = sealed.world.rows(
         "SELECT count(*), count(DISTINCT (source, lp, seq)) FROM mqlayer_archive.record"
     )
     assert count == chains == 2 * ROUND
-    (status,) = archive_status(sealed.database, prefix=sealed.prefix)
+    (status,) = archive_status(runtime_of(sealed.database, sealed.prefix))
     assert status.lag == 0
     assert sealed.wrong() == []
 
@@ -226,20 +228,20 @@ def by_the_archiver(sealed: Sealed) -> None:
 def by_trimming(sealed: Sealed) -> None:
     """What all settled goes, the command stays until the partition goes."""
     handled_by(sealed)
-    archive_pass(sealed.database, prefix=sealed.prefix)
-    trim_pass(sealed.database, prefix=sealed.prefix)
+    archive_pass(runtime_of(sealed.database, sealed.prefix))
+    trim_pass(runtime_of(sealed.database, sealed.prefix))
     assert sealed.last_id() == b"%d-%d" % (ROUND, sealed.part)
     assert sealed.wrong() == []
-    assert retire_partitions(sealed.database, prefix=sealed.prefix) == [PARENT]
+    assert retire_partitions(runtime_of(sealed.database, sealed.prefix)) == [PARENT]
     assert sealed.wrong() == []
 
 
 def by_a_group_that_is_sent_back(sealed: Sealed) -> None:
     assert handled_by(sealed) == of_tags("a", "b")
     with closing(RouteCache(sealed.database)) as routes:
-        facts: dict[str, Any] = {"topic": "orders", "name": GROUP, "prefix": sealed.prefix}
-        plan = planned_seek(sealed.database, routes, to="earliest", **facts)
-    assert apply_seek(sealed.database, plan, prefix=sealed.prefix, actor="test", replay=False) == []
+        here = runtime_of(sealed.database, sealed.prefix)
+        plan = planned_seek(here, routes, to="earliest", topic="orders", name=GROUP)
+    assert apply_seek(runtime_of(sealed.database, sealed.prefix, actor="test"), plan, replay=False) == []
     assert not sealed.is_drained()
     assert handled_by(sealed) == of_tags("a", "b")
 
@@ -247,16 +249,16 @@ def by_a_group_that_is_sent_back(sealed: Sealed) -> None:
 def by_arming(sealed: Sealed) -> None:
     """A seal that is right is left as it is, and what Postgres recorded of it too."""
     before = sealed.client.xrange(sealed.keys.log)
-    rearm_node(sealed.database, "node-1", prefix=sealed.prefix, application=sealed.database)
+    rearm_node(runtime_of(sealed.database, sealed.prefix, application=sealed.database), "node-1")
     assert sealed.client.xrange(sealed.keys.log) == before
     assert handled_by(sealed) == of_tags("a", "b")
 
 
 def by_people_who_look(sealed: Sealed) -> None:
     handled_by(sealed)
-    (group,) = group_statuses(sealed.database, "orders", prefix=sealed.prefix)
+    (group,) = group_statuses(runtime_of(sealed.database, sealed.prefix), "orders")
     assert (group.lag, [one.head for one in group.partitions]) == (0, [None] * 3)
-    key = explain_key(sealed.database, "orders", "key-1", GROUP, prefix=sealed.prefix)
+    key = explain_key(runtime_of(sealed.database, sealed.prefix), "orders", "key-1", GROUP)
     assert key.search.head is None
 
 
@@ -275,8 +277,8 @@ def test_a_command_under_another_entry_id_is_read(read: Callable[[Sealed], None]
 def test_a_snapshot_behind_such_a_command_is_read_by_spark(spark: Any, sealed: Sealed, tmp_path: Path) -> None:
     from mqlayer.spark import read_snapshot
 
-    archive_pass(sealed.database, prefix=sealed.prefix)
-    create_snapshot(sealed.database, "s")
+    archive_pass(runtime_of(sealed.database, sealed.prefix))
+    create_snapshot(runtime_of(sealed.database), "s")
     frame = read_snapshot(spark, "s", dsn=sealed.world.dsn, method="python", columns=["key", "seq"], check=True)
     assert frame.count() == 2 * ROUND
     lineage = read_snapshot(spark, "s", dsn=sealed.world.dsn, method="python", table="lineage")

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from mqlayer.domain.jobs import CLEAN_ATTEMPTS, RETRY_SCAN
-from mqlayer.groups import join, late_jobs
+from mqlayer.groups import join
+from mqlayer.maintenance.late_jobs import late_jobs
 from mqlayer.postgres.notifications import GROUP, NotificationListener
 from mqlayer.redelivery import (
     DeadFilter,
@@ -23,11 +23,13 @@ from mqlayer.redelivery import (
     start_redrive,
 )
 from mqlayer.redelivery.redrive import redrive_of
-from mqlayer.workers import connections, tasks
+from mqlayer.workers import connections
+from mqlayer.workers.tasks import TASKS
 from tests.fixtures.consumers import Stage
 from tests.fixtures.failed_messages import Failing
 from tests.fixtures.failpoints import armed
 from tests.fixtures.wait import wait_until
+from tests.proof.runtimes import runtime_of
 
 DAY_S = 86_400.0
 
@@ -83,7 +85,7 @@ def test_a_group_that_could_do_nothing_about_it_is_not_told(failing: Failing, re
 def test_redrives_that_nobody_works_on_are_gone_on_with(failing: Failing) -> None:
     failing.dead_letter(*failing.publish(*(("a", b"%d" % number) for number in range(3))))
     database = failing.stage.database
-    left = start_redrive(database, "orders", "g", DeadFilter(key="a"), actor="a test")
+    left = start_redrive(runtime_of(database, actor="a test"), "orders", "g", DeadFilter(key="a"))
     retry_scan(database)
     (done,) = redrives(database)
     assert (done.redrive_id, done.state, done.sent) == (left, "done", 3)
@@ -98,7 +100,7 @@ def test_a_redrive_that_makes_no_sense_does_not_keep_others_waiting(failing: Fai
         failing.sql(f"ALTER TABLE mqlayer.redrive DROP CONSTRAINT redrive_filter_{constraint}")
     failing.sql(f"""INSERT INTO mqlayer.redrive (group_id, kind, filter, upto_id, per_s, actor)
                     VALUES ({failing.group_id}, 'dead', '{told}', 9, 0, 'a test')""")
-    left = start_redrive(failing.stage.database, "orders", "g", DeadFilter(key="a"), actor="a test")
+    left = start_redrive(runtime_of(failing.stage.database, actor="a test"), "orders", "g", DeadFilter(key="a"))
     retry_scan(failing.stage.database)
     assert redrive_of(failing.stage.database, left).state == "done"
 
@@ -114,9 +116,9 @@ def test_a_group_whose_counts_are_full_does_not_keep_others_from_being_told(fail
 def test_a_redrive_whose_worker_lives_or_that_is_over_is_left_alone(failing: Failing) -> None:
     failing.dead_letter(*failing.publish(("a", b"1")))
     database = failing.stage.database
-    start_redrive(database, "orders", "g", DeadFilter(), actor="a test", worker=new_worker())
-    over = start_redrive(database, "orders", "g", DeadFilter(), actor="a test")
-    cancel_redrive(database, over, actor="a test")
+    start_redrive(runtime_of(database, actor="a test"), "orders", "g", DeadFilter(), worker=new_worker())
+    over = start_redrive(runtime_of(database, actor="a test"), "orders", "g", DeadFilter())
+    cancel_redrive(runtime_of(database, actor="a test"), over)
     retry_scan(database)
     assert [(one.state, one.sent) for one in redrives(database)] == [("cancelled", 0), ("running", 0)]
     failing.sql("UPDATE mqlayer.redrive SET lease_until = clock_timestamp()")
@@ -127,7 +129,7 @@ def test_a_redrive_whose_worker_lives_or_that_is_over_is_left_alone(failing: Fai
 def test_a_slow_redrive_does_not_hold_the_scan_up(failing: Failing) -> None:
     failing.dead_letter(*failing.publish(("a", b"1"), ("a", b"2")))
     database = failing.stage.database
-    start_redrive(database, "orders", "g", DeadFilter(), per_s=0.01, actor="a test")
+    start_redrive(runtime_of(database, actor="a test"), "orders", "g", DeadFilter(), per_s=0.01)
     retry_scan(database)
     retry_scan(database)
     (found,) = redrives(database)
@@ -141,7 +143,7 @@ def test_a_slow_redrive_does_not_hold_the_scan_up(failing: Failing) -> None:
 def test_a_scan_that_is_killed_leaves_the_redrive_to_a_later_one(failing: Failing) -> None:
     failing.dead_letter(*failing.publish(("a", b"1")))
     database = failing.stage.database
-    start_redrive(database, "orders", "g", DeadFilter(), actor="a test")
+    start_redrive(runtime_of(database, actor="a test"), "orders", "g", DeadFilter())
     program = "from mqlayer.redelivery import retry_scan\nfrom mqlayer.postgres.database import Database\n"
     program += "import os\nretry_scan(Database(os.environ['MQLAYER_DSN']))"
     done = subprocess.run(
@@ -182,12 +184,12 @@ def test_the_tasks_claim_their_jobs_and_are_late_like_others(failing: Failing, w
     failing.attempt(lives, 1, "boom", age_s=8 * DAY_S)
     failing.park(*failing.publish(("b", b"2")), due_in_s=-60)
     before = failing.parking()
-    tasks.scan_parked()
-    tasks.clean_failed_attempts()
+    TASKS["retry_scan"]()
+    TASKS["clean_attempts"]()
     assert failing.parking() == before + 1
     assert failing.sql("SELECT count(*) FROM mqlayer.failed_attempt") == [(0,)]
-    tasks.scan_parked()
+    TASKS["retry_scan"]()
     assert failing.parking() == before + 1, "not due yet"
     failing.sql("UPDATE mqlayer.job SET last_at = now() - interval '1 hour', next_at = now() - interval '1 hour'")
     late = {one.name for one in late_jobs(failing.stage.database)}
-    assert {RETRY_SCAN.name, CLEAN_ATTEMPTS.name} <= late
+    assert {"retry_scan", "clean_attempts"} <= late

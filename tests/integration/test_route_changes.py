@@ -20,17 +20,16 @@ from mqlayer.routes import (
     drop_change,
     finish_change,
     finish_changes,
-    merge,
-    move,
     plan_merge,
     plan_move,
     plan_split,
-    split,
 )
 from mqlayer.runtime.route_cache import load_route
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.wait import wait_until
 from tests.proof.outbox_world import OutboxWorld
+from tests.proof.route_steps import merge, move, split
+from tests.proof.runtimes import runtime_of
 
 
 @pytest.fixture
@@ -60,7 +59,7 @@ def meta(world: OutboxWorld, partition: int) -> dict[Any, Any]:
 
 
 def test_a_split_gives_its_lps_to_two_new_partitions(world: OutboxWorld, database: Database) -> None:
-    route = split(database, "orders", 1, at=[100], prefix=world.key_prefix)
+    route = split(runtime_of(database, world.key_prefix), "orders", 1, at=[100])
     assert ranges(route) == [(0, 100, 3, 1), (100, 512, 4, 1), (512, 1024, 2, 2)]
     assert route.version == 2
     assert meta(world, 1)["state"] == "sealed"
@@ -84,12 +83,12 @@ def test_consumers_keep_every_keys_order_over_split_merge_and_move(world: Outbox
     try:
         with world.relay():
             publish_more()
-            route = split(database, "orders", 1, at=[100], prefix=world.key_prefix)
+            route = split(runtime_of(database, world.key_prefix), "orders", 1, at=[100])
             publish_more()
             one, two, three = (r.partition for r in route.ranges)
-            route = move(database, "orders", three, prefix=world.key_prefix)
+            route = move(runtime_of(database, world.key_prefix), "orders", three)
             publish_more()
-            route = merge(database, "orders", [one, two], prefix=world.key_prefix)
+            route = merge(runtime_of(database, world.key_prefix), "orders", [one, two])
             publish_more()
             wait_until(lambda: sum(map(len, seen.values())) >= 1600, what="everything to be handled", timeout_s=30)
     finally:
@@ -103,9 +102,9 @@ def test_a_plan_that_somebody_elses_change_overtook_changes_nothing(world: Outbo
     """Case 12: of two operators one gets the next version, the other a conflict; no version is skipped."""
     route = load_route(database, "orders")
     mine, theirs = plan_split(route, 1, [100]), plan_split(route, 2, [600])
-    assert apply_change(database, theirs, prefix=world.key_prefix).version == 2
+    assert apply_change(runtime_of(database, world.key_prefix), theirs).version == 2
     with pytest.raises(Conflict, match="plan again"):
-        apply_change(database, mine, prefix=world.key_prefix)
+        apply_change(runtime_of(database, world.key_prefix), mine)
     assert load_route(database, "orders").version == 2
     assert meta(world, 1)["state"] == "open"
 
@@ -121,22 +120,22 @@ def stop_at(name: str, work: Callable[[], object]) -> None:
 
 def test_a_change_that_sealed_nothing_may_be_dropped(world: OutboxWorld, database: Database) -> None:
     plan = plan_move(load_route(database, "orders"), 1, NodeId(2))
-    stop_at("change.before_sealing_commit", lambda: apply_change(database, plan, prefix=world.key_prefix))
-    assert drop_change(database, "orders") == 1
+    stop_at("change.before_sealing_commit", lambda: apply_change(runtime_of(database, world.key_prefix), plan))
+    assert drop_change(runtime_of(database), "orders") == 1
     with pytest.raises(NotFound, match="open route change"):
-        drop_change(database, "orders")
-    assert finish_change(database, 1, prefix=world.key_prefix) == "dropped"
+        drop_change(runtime_of(database), "orders")
+    assert finish_change(runtime_of(database, world.key_prefix), 1) == "dropped"
     assert meta(world, 1)["state"] == "open"
-    assert move(database, "orders", 1, prefix=world.key_prefix).version == 2
+    assert move(runtime_of(database, world.key_prefix), "orders", 1).version == 2
 
 
 def test_a_change_that_may_have_sealed_something_only_goes_forward(world: OutboxWorld, database: Database) -> None:
     plan = plan_move(load_route(database, "orders"), 1, NodeId(2))
-    stop_at("change.after_seal", lambda: apply_change(database, plan, prefix=world.key_prefix))
+    stop_at("change.after_seal", lambda: apply_change(runtime_of(database, world.key_prefix), plan))
     with pytest.raises(Conflict, match="only goes forward"):
-        drop_change(database, "orders")
-    assert finish_changes(database, prefix=world.key_prefix) == {1: "done"}
-    assert finish_changes(database, prefix=world.key_prefix) == {}
+        drop_change(runtime_of(database), "orders")
+    assert finish_changes(runtime_of(database, world.key_prefix)) == {1: "done"}
+    assert finish_changes(runtime_of(database, world.key_prefix)) == {}
     assert load_route(database, "orders").version == 2
 
 

@@ -28,12 +28,9 @@ from mqlayer.routes import (
     drain_progress,
     drop_change,
     finish_changes,
-    merge,
-    move,
     plan_move,
     retire_partitions,
     route_history,
-    split,
 )
 from mqlayer.runtime.route_cache import load_route
 from mqlayer.topics import rearm_node
@@ -42,6 +39,8 @@ from tests.fixtures.servers import StartRedis
 from tests.fixtures.wait import wait_until
 from tests.proof.manual_member import LEASE_S, ManualMember
 from tests.proof.outbox_world import QUICK, OutboxWorld
+from tests.proof.route_steps import merge, move, split
+from tests.proof.runtimes import runtime_of
 
 KEYS = 40
 
@@ -87,13 +86,13 @@ class Scene:
         return ManualMember(self.database, self.world.key_prefix, "orders", group, **facts)
 
     def split(self, partition: int, at: int) -> list[int]:
-        return self._new(lambda: split(self.database, "orders", partition, at=[at], prefix=self.world.key_prefix))
+        return self._new(lambda: split(runtime_of(self.database, self.world.key_prefix), "orders", partition, at=[at]))
 
     def merge(self, *partitions: int) -> list[int]:
-        return self._new(lambda: merge(self.database, "orders", partitions, prefix=self.world.key_prefix))
+        return self._new(lambda: merge(runtime_of(self.database, self.world.key_prefix), "orders", partitions))
 
     def move(self, partition: int) -> list[int]:
-        return self._new(lambda: move(self.database, "orders", partition, prefix=self.world.key_prefix))
+        return self._new(lambda: move(runtime_of(self.database, self.world.key_prefix), "orders", partition))
 
     def in_force(self) -> list[int]:
         return [int(r.partition) for r in load_route(self.database, "orders").ranges]
@@ -154,8 +153,8 @@ def test_a_parent_on_a_node_that_is_away_leaves_the_others_open(
             scene.merge(1, 2)
         assert scene.client(1).hget(partition_keys(key_prefix, 1).meta, "state") == b"open"
         away.start()
-        rearm_node(database, "node-2", prefix=key_prefix)
-        assert finish_changes(database, prefix=key_prefix) == {1: "done"}
+        rearm_node(runtime_of(database, key_prefix), "node-2")
+        assert finish_changes(runtime_of(database, key_prefix)) == {1: "done"}
         member = scene.member()
         scene.publish()
         member.consume_all()
@@ -276,10 +275,14 @@ def test_the_command_is_neither_handled_nor_counted(world: OutboxWorld, scene: S
     children = scene.split(1, 100)
     (moved,) = scene.move(2)
     sealed = len(manual.position(1)[0])
-    left = {(p.group, p.partition): p.remaining for p in drain_progress(database, "orders", prefix=world.key_prefix)}
+    left = {
+        (p.group, p.partition): p.remaining for p in drain_progress(runtime_of(database, world.key_prefix), "orders")
+    }
     assert left["by-hand", 1] == sealed
     manual.consume(1, report=False)
-    left = {(p.group, p.partition): p.remaining for p in drain_progress(database, "orders", prefix=world.key_prefix)}
+    left = {
+        (p.group, p.partition): p.remaining for p in drain_progress(runtime_of(database, world.key_prefix), "orders")
+    }
     assert left["by-hand", 1] == 0
 
     recorder = Recorder()
@@ -293,7 +296,7 @@ def test_the_command_is_neither_handled_nor_counted(world: OutboxWorld, scene: S
         app.stop()
     assert sorted(h.body for h in recorder.begun) == sorted(b"%d" % n for n in range(3) for _ in range(KEYS))
     assert member.stats.settled == 3 * KEYS
-    groups = {p.group for p in drain_progress(database, "orders", prefix=world.key_prefix)}
+    groups = {p.group for p in drain_progress(runtime_of(database, world.key_prefix), "orders")}
     assert groups == {"by-hand"}
 
 
@@ -424,17 +427,17 @@ def test_a_sealed_partition_stays_until_every_group_passed_its_command(
     length = scene.client(1).xlen(log)
     fast.consume_all()
     slow.consume(1, 10)
-    trim_pass(database, prefix=world.key_prefix)
+    trim_pass(runtime_of(database, world.key_prefix))
     kept: Any = scene.client(1).xlen(log)
     assert kept >= int(str(length)) - 10
-    assert retire_partitions(database, prefix=world.key_prefix) == []
+    assert retire_partitions(runtime_of(database, world.key_prefix)) == []
     slow.consume(1, report=False)
-    trim_pass(database, prefix=world.key_prefix)
+    trim_pass(runtime_of(database, world.key_prefix))
     assert slow.position(1)[1] is not None, "the command is trimmed only with its partition"
-    assert retire_partitions(database, prefix=world.key_prefix) == []
+    assert retire_partitions(runtime_of(database, world.key_prefix)) == []
     world.rows("UPDATE mqlayer.consumer_group SET state = 'retired' WHERE name = 'slow'")
-    assert retire_partitions(database, prefix=world.key_prefix) == [1]
-    assert retire_partitions(database, prefix=world.key_prefix) == []
+    assert retire_partitions(runtime_of(database, world.key_prefix)) == [1]
+    assert retire_partitions(runtime_of(database, world.key_prefix)) == []
     assert scene.states()[1] == "deleted"
     assert scene.client(1).keys(f"{world.key_prefix}:{{1}}:*") == [partition_keys(world.key_prefix, 1).meta]
     scene.publish()
@@ -445,7 +448,7 @@ def test_a_sealed_partition_stays_until_every_group_passed_its_command(
 def test_a_topic_without_groups_retires_nothing(world: OutboxWorld, scene: Scene, database: Database) -> None:
     scene.publish()
     scene.split(1, 100)
-    assert retire_partitions(database, prefix=world.key_prefix) == []
+    assert retire_partitions(runtime_of(database, world.key_prefix)) == []
     member = scene.member()
     member.consume_all()
     assert member.bodies() == scene.expected()
@@ -460,7 +463,7 @@ def test_a_group_that_begins_after_a_parent_is_gone_reads_what_is_left(
     scene.split(1, 100)
     scene.publish()
     first.consume_all()
-    assert retire_partitions(database, prefix=world.key_prefix) == [1]
+    assert retire_partitions(runtime_of(database, world.key_prefix)) == [1]
     later = scene.member("later")
     later.consume_all()
     near = {key: bodies for key, bodies in later.bodies().items() if lp_of(key.encode()) < 512}
@@ -516,8 +519,8 @@ def test_partition_ids_are_never_used_again(world: OutboxWorld, scene: Scene, da
     plan = plan_move(load_route(database, "orders"), 1, NodeId(2))
     failpoints.arm("change.after_plan", "raise")
     with pytest.raises(FailpointHit):
-        apply_change(database, plan, prefix=world.key_prefix)
-    drop_change(database, "orders")
+        apply_change(runtime_of(database, world.key_prefix), plan)
+    drop_change(runtime_of(database), "orders")
     dropped = set(scene.states()) - seen
     assert len(dropped) == 1
     seen |= dropped
@@ -526,7 +529,7 @@ def test_partition_ids_are_never_used_again(world: OutboxWorld, scene: Scene, da
         assert not set(new) & seen
         seen |= set(new)
         member.consume_all()
-        retire_partitions(database, prefix=world.key_prefix)
+        retire_partitions(runtime_of(database, world.key_prefix))
     assert [change.version for change in route_history(database, "orders") if change.state == "done"] == [2, 3, 4]
     assert {p for p, state in scene.states().items() if state == "deleted"} >= dropped
 

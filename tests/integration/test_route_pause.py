@@ -22,11 +22,12 @@ from mqlayer.domain.routing import lp_of
 from mqlayer.postgres.database import Database
 from mqlayer.producing import Producer, Receipt
 from mqlayer.redis.keys import partition_keys
-from mqlayer.routes import move
 from mqlayer.runtime.route_cache import load_route
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.wait import wait_until
 from tests.proof.outbox_world import OutboxWorld
+from tests.proof.route_steps import move
+from tests.proof.runtimes import runtime_of
 
 KEYS = 4
 EVERY_S = 0.02
@@ -174,7 +175,7 @@ def test_a_move_under_load_stops_a_key_for_the_drain_and_one_poll(
         wait_until(lambda: clocked.each_has(5, parent.partition), what="the load to be handled")
         clocked.hold()
         wait_until(clocked.caught.is_set, what="a handler to be held")
-        child = move(database, "orders", parent.partition, prefix=world.key_prefix).ranges[1]
+        child = move(runtime_of(database, world.key_prefix), "orders", parent.partition).ranges[1]
         # Later than the seal, so the drain is rather counted too short.
         sealed_at = time.monotonic()
         assert child.node != parent.node
@@ -214,7 +215,7 @@ def test_a_parent_drained_before_its_successor_may_be_read_costs_no_heartbeat_ei
         failpoints.arm("change.after_open", f"mark:{reached}")
         failpoints.arm("change.after_open", f"wait:{go_on}")
         try:
-            driving = pool.submit(move, database, "orders", parent.partition, prefix=world.key_prefix)
+            driving = pool.submit(move, runtime_of(database, world.key_prefix), "orders", parent.partition)
             wait_until(reached.exists, what="the parent to be sealed")
             drained = "SELECT partition_id FROM mqlayer.drained"
             wait_until(lambda: world.rows(drained) == [(parent.partition,)], what="the group to have drained it")

@@ -19,19 +19,18 @@ from mqlayer.routes import (
     drain_progress,
     drop_change,
     finish_changes,
-    merge,
-    move,
     planned_merge,
     planned_move,
     planned_split,
     retire_partitions,
-    split,
 )
 from mqlayer.runtime.route_cache import RouteCache, load_route
 from mqlayer.topics import rearm_node
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.wait import wait_until
 from tests.proof.outbox_world import OutboxWorld
+from tests.proof.route_steps import merge, move, split
+from tests.proof.runtimes import runtime_of
 
 
 @pytest.fixture
@@ -54,15 +53,18 @@ def leave_planned(world: OutboxWorld, database: Database) -> None:
     """Plan a merge of both partitions, and leave it there."""
     failpoints.arm("change.after_plan", "raise")
     with pytest.raises(failpoints.FailpointHit):
-        merge(database, "orders", [1, 2], prefix=world.key_prefix)
+        merge(runtime_of(database, world.key_prefix), "orders", [1, 2])
     failpoints.disarm_all()
 
 
 def make_group(world: OutboxWorld, database: Database, start: Start = "latest") -> None:
     ensure_group(
-        database, RouteCache(database), topic="orders", name="ledger", prefix=world.key_prefix,
+        runtime_of(database, world.key_prefix),
+        RouteCache(database),
+        topic="orders",
+        name="ledger",
         settings=GroupSettings(start=start),
-    )  # fmt: skip
+    )
 
 
 def meta(world: OutboxWorld, partition: int) -> str:
@@ -75,9 +77,9 @@ def test_who_applies_a_plan_that_somebody_drops_is_told(world: OutboxWorld, data
     plan, door = planned_move(database, "orders", 1), tmp_path / "door"
     failpoints.arm("change.after_plan", f"wait:{door}")
     with ThreadPoolExecutor(1) as pool:
-        applying = pool.submit(apply_change, database, plan, prefix=world.key_prefix)
+        applying = pool.submit(apply_change, runtime_of(database, world.key_prefix), plan)
         wait_until(lambda: world.rows("SELECT 1 FROM mqlayer.route_change"), what="the plan to be recorded")
-        assert drop_change(database, "orders") == 1
+        assert drop_change(runtime_of(database), "orders") == 1
         door.touch()
         with pytest.raises(Conflict, match="was dropped meanwhile"):
             applying.result(30)
@@ -90,36 +92,36 @@ def test_a_node_that_is_away_leaves_the_change_open_and_says_who_finishes_it(
     plan = planned_merge(database, "orders", [1, 2])
     world.rows("UPDATE mqlayer.node SET armed_run_id = 'another' WHERE name = 'node-2'")
     with pytest.raises(NodeNotArmed, match=r"change 1 stays open: mqlayer route repair orders"):
-        apply_change(database, plan, prefix=world.key_prefix)
-    (word,) = finish_changes(database, prefix=world.key_prefix).values()
+        apply_change(runtime_of(database, world.key_prefix), plan)
+    (word,) = finish_changes(runtime_of(database, world.key_prefix)).values()
     assert "not the armed one" in word
     with pytest.raises(Conflict, match="change 1 of topic 'orders' is open"):
-        planned_split(database, "orders", 1, at=[5], prefix=world.key_prefix)
-    rearm_node(database, "node-2", prefix=world.key_prefix)
-    assert finish_changes(database, prefix=world.key_prefix) == {1: "done"}
+        planned_split(runtime_of(database, world.key_prefix), "orders", 1, at=[5])
+    rearm_node(runtime_of(database, world.key_prefix), "node-2")
+    assert finish_changes(runtime_of(database, world.key_prefix)) == {1: "done"}
 
 
 def test_a_group_whose_version_stayed_behind_is_raised(world: OutboxWorld, database: Database) -> None:
     """A drain and the end of a change that met: neither saw the other's word."""
-    split(database, "orders", 1, at=[100], prefix=world.key_prefix)
-    split(database, "orders", 2, at=[600], prefix=world.key_prefix)
+    split(runtime_of(database, world.key_prefix), "orders", 1, at=[100])
+    split(runtime_of(database, world.key_prefix), "orders", 2, at=[600])
     make_group(world, database)
     version = "SELECT version FROM mqlayer.consumer_group"
     assert world.rows(version) == [(3,)]
     world.rows("UPDATE mqlayer.consumer_group SET version = 1")
-    assert finish_changes(database, prefix=world.key_prefix) == {}
+    assert finish_changes(runtime_of(database, world.key_prefix)) == {}
     assert world.rows(version) == [(3,)]
 
 
 def test_an_old_copy_of_a_deleted_partition_takes_nothing(world: OutboxWorld, database: Database) -> None:
     """A node put back to an old copy has it open again, and nobody would ever read what it takes."""
-    split(database, "orders", 1, at=[100], prefix=world.key_prefix)
+    split(runtime_of(database, world.key_prefix), "orders", 1, at=[100])
     make_group(world, database)
-    assert retire_partitions(database, prefix=world.key_prefix) == [1]
+    assert retire_partitions(runtime_of(database, world.key_prefix)) == [1]
     assert meta(world, 1) == "deleted"
     redis.Redis.from_url(world.urls[0]).hset(f"{world.key_prefix}:{{1}}:meta", mapping={"state": "open", "lp_from": 0})
     world.rows("UPDATE mqlayer.node SET armed_run_id = 'another' WHERE name = 'node-1'")
-    rearm_node(database, "node-1", prefix=world.key_prefix)
+    rearm_node(runtime_of(database, world.key_prefix), "node-1")
     assert meta(world, 1) == "deleted"
 
 
@@ -127,32 +129,32 @@ def test_what_a_group_has_yet_to_settle_is_counted_from_what_is_kept(world: Outb
     with world.relay():
         world.publish(100, keys=40)
         world.wait_until_whole()
-    split(database, "orders", 1, at=[100], prefix=world.key_prefix)
+    split(runtime_of(database, world.key_prefix), "orders", 1, at=[100])
     held = redis.Redis.from_url(world.urls[0]).xlen(f"{world.key_prefix}:{{1}}:log") - 1
     make_group(world, database, "earliest")
-    (progress,) = drain_progress(database, "orders", prefix=world.key_prefix)
+    (progress,) = drain_progress(runtime_of(database, world.key_prefix), "orders")
     assert (progress.group, progress.group_version, progress.partition, progress.remaining) == ("ledger", 1, 1, held)
     redis.Redis.from_url(world.urls[0]).hset(f"{world.key_prefix}:{{1}}:meta", "first", 11)
-    (progress,) = drain_progress(database, "orders", prefix=world.key_prefix)
+    (progress,) = drain_progress(runtime_of(database, world.key_prefix), "orders")
     assert progress.remaining == held - 10
     world.rows("UPDATE mqlayer.node SET armed_run_id = 'another'")
-    (progress,) = drain_progress(database, "orders", prefix=world.key_prefix)
+    (progress,) = drain_progress(runtime_of(database, world.key_prefix), "orders")
     assert progress.remaining is None
 
 
 def test_a_plan_starts_from_the_version_that_is_asked_for(world: OutboxWorld, database: Database) -> None:
-    plan = planned_split(database, "orders", 1, prefix=world.key_prefix, if_version=1)
+    plan = planned_split(runtime_of(database, world.key_prefix), "orders", 1, if_version=1)
     assert [(s.lp_from, s.lp_to, s.node) for s in plan.successors] == [(0, 256, 1), (256, 512, 1)]
     with pytest.raises(Conflict, match="is at route version 1, not 4"):
         planned_merge(database, "orders", [1, 2], if_version=4)
     with pytest.raises(InvalidInput, match="not both"):
-        planned_split(database, "orders", 1, at=[5], measure_s=1, prefix=world.key_prefix)
+        planned_split(runtime_of(database, world.key_prefix), "orders", 1, at=[5], measure_s=1)
     with pytest.raises(InvalidInput, match="measured for"):
-        planned_split(database, "orders", 1, measure_s=float("nan"), prefix=world.key_prefix)
+        planned_split(runtime_of(database, world.key_prefix), "orders", 1, measure_s=float("nan"))
     with pytest.raises(NotFound, match="node 'nobody'"):
         planned_move(database, "orders", 1, to="nobody")
 
 
 def test_a_move_without_a_target_goes_to_the_emptiest_other_node(world: OutboxWorld, database: Database) -> None:
     assert [s.node for s in planned_move(database, "orders", 1).successors] == [2]
-    assert [r.node for r in move(database, "orders", 1, prefix=world.key_prefix).ranges] == [2, 2]
+    assert [r.node for r in move(runtime_of(database, world.key_prefix), "orders", 1).ranges] == [2, 2]

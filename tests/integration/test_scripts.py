@@ -25,10 +25,13 @@ from mqlayer.redis.partition_scripts import (
     append_reply,
     brief_seal_command,
     create,
+    ends_command,
+    ends_reply,
     seal_command,
     seal_reply,
     skip_marks_command,
 )
+from mqlayer.redis.scripts import script_texts
 from mqlayer.stack import RedisServer
 from tests.fixtures.servers import StartRedis
 
@@ -187,10 +190,36 @@ def test_a_partition_is_made_once(partition: Partition) -> None:
 
 def test_a_flushed_script_cache_is_its_own_error_and_nothing_was_done(partition: Partition) -> None:
     partition.create()
-    partition.connection.call([("SCRIPT", "FLUSH")])
-    assert is_missing_script(partition.call(run(10, 1)))
-    partition.connection.reload_scripts()
+    connection = partition.connection
+    connection.call([("SCRIPT", "FLUSH")])
+    command = append_command(connection, partition.prefix, partition.number, SOURCE, (run(10, 1),), backlog=0)
+    assert is_missing_script(connection.call_once([command])[0])
+    assert partition.records() == []
+    connection.reload_scripts()
     assert partition.append(run(10, 1)) == AppendReply(1, None)
+
+
+def test_a_script_that_alone_is_missing_in_the_middle_of_a_write_is_repeated_behind_the_others(
+    partition: Partition,
+) -> None:
+    """Each command runs once, and each reply stands in its command's place."""
+    partition.create()
+    connection, number = partition.connection, partition.number
+    append, ends = (
+        append_command(connection, partition.prefix, number, SOURCE, (run(10, 1),), backlog=0),
+        ends_command(connection, partition.prefix, number),
+    )
+    texts = script_texts(connection.connect().version)
+    connection.call([("SCRIPT", "FLUSH"), ("SCRIPT", "LOAD", texts["log_ends"])])
+    before, appended, after, length = connection.call([ends, append, ends, ("XLEN", partition.keys.log)])
+    assert append_reply(appended, "the node") == AppendReply(1, None)
+    assert [ends_reply(reply, "the node").next_offset for reply in (before, after)] == [1, 1]
+    assert length == 0, "it ran behind what stood behind it"
+    assert [m for m, _ in partition.records()] == [b"1-0"]
+    connection.call([("SCRIPT", "FLUSH")])
+    again = connection.call([append, ends])
+    assert append_reply(again[0], "the node") == AppendReply(2, [RunOutcome("dup", 0, 1)])
+    assert ends_reply(again[1], "the node").next_offset == 2
 
 
 def test_appending_does_not_run_when_memory_is_out(

@@ -15,6 +15,7 @@ from mqlayer.postgres.database import Database
 from mqlayer.stack import PostgresServer, RedisProgram, RedisServer, ServerFailed, postgres_programs, redis_programs
 from mqlayer.stack.shared_memory import segment_of
 from tests.fixtures.servers import StartPostgres, StartRedis
+from tests.proof.sockets import by_socket
 
 
 def client(server: RedisServer) -> redis.Redis:
@@ -133,7 +134,7 @@ def segments_there() -> set[int]:
 
 def test_postgres_listens_on_a_socket_too(start_postgres: StartPostgres) -> None:
     server = start_postgres()
-    with psycopg.connect(server.socket_dsn()) as connection:
+    with psycopg.connect(by_socket(server.dsn())) as connection:
         assert connection.execute("SELECT inet_server_addr()").fetchone() == (None,)
 
 

@@ -27,6 +27,7 @@ from tests.fixtures.consumers import Recorder, Stage, StartStage, migrated
 from tests.fixtures.servers import StartPostgres, StartRedis
 from tests.fixtures.shared_members import due, pending, share, shared_member
 from tests.fixtures.wait import wait_until
+from tests.proof.runtimes import runtime_of
 
 DAY_S = 86_400.0
 
@@ -85,7 +86,7 @@ def test_what_nobody_began_goes_to_others_at_once_while_a_member_that_leaves_is_
     first = share(stage, evicted, concurrency=1, visibility_timeout_s=60.0)
     wait_until(lambda: len(evicted.begun) == 1 and shared_member(first).prefetch.count > 1, what="more in hand")
     second = share(stage, stopped, concurrency=1, visibility_timeout_s=60.0)
-    evict_member(stage.database, stage.topic, "g", shared_member(first).member_id, actor="test")
+    evict_member(runtime_of(stage.database, actor="test"), stage.topic, "g", shared_member(first).member_id)
     wait_until(lambda: len(stopped.begun) == 1 and not shared_member(first).running, what="the other is at work")
     stopper = threading.Thread(target=second.stop)
     stopper.start()
@@ -122,8 +123,8 @@ def test_a_node_that_is_away_does_not_keep_others_from_being_read(
 ) -> None:
     """What is in hand of it can't be settled, and takes no room meanwhile; it is handled once."""
     stage, far = start_stage(redis_url), start_redis()
-    register_node(stage.database, name="node-2", url=far.url)
-    route = create_topic(stage.database, "wide", prefix=stage.prefix, partitions=2, application=stage.database)
+    register_node(runtime_of(stage.database), name="node-2", url=far.url)
+    route = create_topic(runtime_of(stage.database, stage.prefix, application=stage.database), "wide", partitions=2)
     near = next(one for one in route.ranges if one.node == stage.route.ranges[0].node)
     keys = [f"key-{number}" for number in range(200)]
     here = [key for key in keys if near.lp_from <= lp_of(key.encode()) < near.lp_to]
@@ -212,7 +213,7 @@ def redriven(stage: Stage, body: bytes = b"bad") -> tuple[Recorder, threading.Ev
     share(stage, recorder, visibility_timeout_s=5.0)
     stage.send([("k", body)])
     stage.wait_settled()
-    redrive = start_redrive(stage.database, stage.topic, "g", DeadFilter(), actor="test", worker="w")
+    redrive = start_redrive(runtime_of(stage.database, actor="test"), stage.topic, "g", DeadFilter(), worker="w")
     assert work_on(stage.database, redrive, worker="w").sent == 1
     wait_until(lambda: len(recorder.begun) == 2, what="it is at work on what was given back")
     return recorder, go_on
@@ -222,7 +223,9 @@ def test_what_is_claimed_and_discarded_stays_dead_whatever_its_handler_says(stag
     """Case 67."""
     recorder, go_on = redriven(stage)
     identity = Identity(1, int(lp_of(b"k")), 1)
-    assert discard_parked(stage.database, stage.topic, "g", message=identity, reason="test", actor="test") == 1
+    assert (
+        discard_parked(runtime_of(stage.database, actor="test"), stage.topic, "g", message=identity, reason="test") == 1
+    )
     go_on.set()
     wait_until(lambda: len(recorder.ended) == 1, what="its handler ended")
     stage.send([("l", b"bad")])
@@ -233,7 +236,7 @@ def test_what_is_claimed_and_discarded_stays_dead_whatever_its_handler_says(stag
 
 def test_what_is_claimed_and_released_is_handled_and_leaves_nothing(stage: Stage) -> None:
     recorder, go_on = redriven(stage)
-    release_all(stage.database, stage.topic, "g", actor="test")
+    release_all(runtime_of(stage.database, actor="test"), stage.topic, "g")
     go_on.set()
     wait_until(lambda: rows(stage, "SELECT 1 FROM mqlayer.parked_key") == [], what="nothing is left of it")
     assert len(recorder.ended) in (1, 2), "an operator may have it given to another beside the first"
@@ -257,13 +260,13 @@ def test_checks_tell_the_truth_of_a_shared_group(stage: Stage) -> None:
     stage.send_numbers(keys=1, each=4)
     wait_until(lambda: shared_member(app).stats.settled == 3, what="all but one are settled")
     assert living() == [("orders", "g", 1)]
-    found = verify(stage.database, stage.topic, application=stage.database, prefix=stage.prefix, deep=True)
+    found = verify(runtime_of(stage.database, stage.prefix, application=stage.database), stage.topic, deep=True)
     assert [one for one in found if one.verdict != "ok" and one.check == "group"] == []
 
     def cleaned(days: int) -> int:
         with stage.database.connection() as connection:
             connection.execute("UPDATE mqlayer_app.inbox SET kept_at = now() - %s * interval '1 day'", [days])
-        return clean_inbox(stage.database, stage.database, prefix=stage.prefix, horizon_s=7 * DAY_S)
+        return clean_inbox(runtime_of(stage.database, stage.prefix, application=stage.database), horizon_s=7 * DAY_S)
 
     assert cleaned(29) == 0, "they may come again with what waits"
     assert cleaned(32) == 3

@@ -43,6 +43,7 @@ from tests.fixtures.servers import StartRedis
 from tests.fixtures.shared_members import due, pending, share, shared_member
 from tests.fixtures.wait import wait_until
 from tests.proof.fall_back import FallBack, lose_all
+from tests.proof.runtimes import runtime_of
 
 as_consumer = pytest.mark.usefixtures("as_consumer")
 """Where no node restarts: members that may only consume leave arming to a relay or a worker."""
@@ -153,18 +154,18 @@ def test_a_split_goes_on_while_a_message_of_the_parent_waits_and_ends_when_it_is
     wait_until(lambda: recorder.bodies() == [b"1"], what="the other one is handled")
     middle = (stage.route.ranges[0].lp_from + stage.route.ranges[0].lp_to) // 2
     plan = plan_split(stage.route, stage.route.ranges[0].partition, [middle])
-    apply_change(stage.database, plan, prefix=stage.prefix, application=stage.database, actor="test")
+    apply_change(runtime_of(stage.database, stage.prefix, application=stage.database, actor="test"), plan)
     stage.route = load_route(stage.database, stage.topic)
     stage.partitions = [line.partition for line in stage.route.ranges]
     wait_until(lambda: len(shared_member(app).owned()) == 4, what="parent and successors are read")
     stage.send([(key, b"2")])
     wait_until(lambda: recorder.bodies() == [b"1", b"2"], what="handled while the parent waits")
-    [status] = group_statuses(stage.database, stage.topic, prefix=stage.prefix)
+    [status] = group_statuses(stage.runtime, stage.topic)
     assert (status.facts.mode, status.lag) == ("shared", 1)
-    assert retire_partitions(stage.database, prefix=stage.prefix) == []
+    assert retire_partitions(stage.runtime) == []
     stop_failing.set()
     wait_until(lambda: len(shared_member(app).owned()) == 3, what="the parent is drained")
-    assert retire_partitions(stage.database, prefix=stage.prefix) == [parent]
+    assert retire_partitions(stage.runtime) == [parent]
     stage.send([(key, b"3")])
     stage.wait_settled()
     assert sorted(recorder.bodies()) == [b"1", b"2", b"3", b"late"]
@@ -182,10 +183,10 @@ def test_trimming_stays_below_the_lowest_message_that_is_not_settled(start_stage
     share(stage, Recorder(act), backoff_s=(60.0,))
     stage.send(("k", b"%d" % number) for number in range(1, 2001))
     wait_until(lambda: pending(stage, partition) == {b"-": 1}, what="all but one are settled")
-    trim_pass(stage.database, prefix=stage.prefix)
+    trim_pass(stage.runtime)
     first = int(stage.redis.hget(stage.keys(partition).meta, "first") or 1)
     assert 800 < first <= 1000
-    [status] = group_statuses(stage.database, stage.topic, prefix=stage.prefix)
+    [status] = group_statuses(stage.runtime, stage.topic)
     assert status.lag == 1
 
 
@@ -196,8 +197,8 @@ def test_a_seek_gives_everything_again(stage: Stage) -> None:
     share(stage, recorder)
     stage.wait_settled()
     with contextlib.closing(RouteCache(stage.database)) as routes:
-        plan = planned_seek(stage.database, routes, topic=stage.topic, name="g", to="earliest", prefix=stage.prefix)
-    apply_seek(stage.database, plan, prefix=stage.prefix, actor="test")
+        plan = planned_seek(stage.runtime, routes, topic=stage.topic, name="g", to="earliest")
+    apply_seek(runtime_of(stage.database, stage.prefix, actor="test"), plan)
     wait_until(lambda: len(recorder.ended) == 18, what="all of it again")
     stage.wait_settled()
 
@@ -257,7 +258,9 @@ def test_an_operator_may_pass_over_a_message_that_waits(stage: Stage) -> None:
     app = share(stage, recorder, backoff_s=(60.0,), visibility_timeout_s=0.5)
     stage.send_numbers(keys=1, each=3)
     wait_until(lambda: shared_member(app).stats.settled == 2, what="the others are settled")
-    skipped = skip_head(stage.database, stage.topic, "g", "key-0", reason="test", actor="test", prefix=stage.prefix)
+    skipped = skip_head(
+        runtime_of(stage.database, stage.prefix, actor="test"), stage.topic, "g", "key-0", reason="test"
+    )
     assert not skipped.parked
     wait_until(lambda: len(shared_member(app).owned()) == 2 and shared_member(app).health().ready, what="it reads on")
     stage.send_numbers(keys=1, each=1, first=4)
@@ -271,13 +274,13 @@ def test_a_paused_group_is_given_nothing_till_it_is_resumed(stage: Stage) -> Non
     app = share(stage, recorder)
     stage.send_numbers(keys=2, each=2)
     stage.wait_settled()
-    pause_group(stage.database, stage.topic, "g", actor="test")
+    pause_group(runtime_of(stage.database, actor="test"), stage.topic, "g")
     wait_until(lambda: shared_member(app).owned() == {}, what="it reads nothing")
     stage.send_numbers(keys=2, each=2, first=3)
-    [status] = group_statuses(stage.database, stage.topic, prefix=stage.prefix)
+    [status] = group_statuses(stage.runtime, stage.topic)
     assert (status.lag, status.facts.alive) == (4, 1)
     assert len(recorder.begun) == 4
-    resume_group(stage.database, stage.topic, "g", actor="test")
+    resume_group(runtime_of(stage.database, actor="test"), stage.topic, "g")
     stage.wait_settled()
     assert len(recorder.ended) == 8
 

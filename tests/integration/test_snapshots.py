@@ -41,6 +41,7 @@ from tests.fixtures.forked_programs import run_python
 from tests.fixtures.missing_tools import import_or_leave_out
 from tests.fixtures.wait import wait_until
 from tests.integration.test_archive import LOW, Scene
+from tests.proof.runtimes import runtime_of
 
 pq = import_or_leave_out("pyarrow.parquet")
 
@@ -66,7 +67,7 @@ def test_a_snapshot_has_what_the_archive_held_and_never_changes(archived: Archiv
     """Case 79."""
     archived.put("a", "b", "a")
     batch = archived.put("a", source=2)
-    made = create_snapshot(archived.database, "monday")
+    made = create_snapshot(runtime_of(archived.database), "monday")
     (topic,) = made.topics
     assert (topic.topic, topic.batch, topic.version, topic.records, made.records) == ("orders", batch, 1, 4, 4)
     before = read(archived, "monday")
@@ -74,7 +75,7 @@ def test_a_snapshot_has_what_the_archive_held_and_never_changes(archived: Archiv
     archived.put("a", "c")
     assert read(archived, "monday") == before
     assert find_snapshot(archived.database, "monday") == made
-    assert create_snapshot(archived.database, "tuesday").records == 6
+    assert create_snapshot(runtime_of(archived.database), "tuesday").records == 6
     assert [one.name for one in list_snapshots(archived.database)] == ["monday", "tuesday"]
     assert verify_snapshot(archived.database, "monday") == []
 
@@ -86,7 +87,7 @@ def test_a_snapshot_until_a_time_ends_before_the_first_later_record_of_each_chai
     archived.put("a", at=BEGAN)
     archived.put("b", at=BEGAN + HOUR)
     archived.put("c", at=BEGAN + 3 * HOUR)
-    made = create_snapshot(archived.database, "noon", at=BEGAN + HOUR)
+    made = create_snapshot(runtime_of(archived.database), "noon", at=BEGAN + HOUR)
     cut = snapshot_cut(archived.database, made.snapshot_id)
     assert sorted((one.first_seq, one.last_seq) for one in cut) == [(1, 1), (1, 2)]
     assert len(read(archived, "noon")) == made.records == 3
@@ -99,7 +100,7 @@ def test_what_a_snapshot_waited_for_is_in_it(archived: ArchivedTopics) -> None:
     writer = psycopg.connect(archived.dsn)
     writer.execute("SELECT FROM mqlayer_archive.topic FOR UPDATE")
     with ThreadPoolExecutor(1) as pool:
-        making = pool.submit(create_snapshot, archived.database, "s")
+        making = pool.submit(create_snapshot, runtime_of(archived.database), "s")
         wait_until(lambda: archived.rows("SELECT 1 FROM pg_locks WHERE NOT granted"), what="the snapshot waits")
         writer.execute(
             "INSERT INTO mqlayer_archive.record SELECT topic_id, 2, version, partition_id, 2, source, lp, 2, "
@@ -118,7 +119,7 @@ def test_reading_is_equal_while_writers_and_retention_run(archived: ArchivedTopi
     archived.put("a", "b", age_days=40)
     archived.put("a", "b", age_days=20)
     archived.put("a", "b")
-    create_snapshot(archived.database, "kept")
+    create_snapshot(runtime_of(archived.database), "kept")
     expected, ended = read(archived, "kept"), Event()
 
     def write() -> int:
@@ -131,7 +132,7 @@ def test_reading_is_equal_while_writers_and_retention_run(archived: ArchivedTopi
     def drop() -> set[str]:
         words = set()
         while not ended.is_set():
-            words |= {str(day.result) for day in retain(archived.database, older_than=timedelta(days=10))}
+            words |= {str(day.result) for day in retain(runtime_of(archived.database), older_than=timedelta(days=10))}
         return words
 
     with ThreadPoolExecutor(3) as pool:
@@ -139,17 +140,17 @@ def test_reading_is_equal_while_writers_and_retention_run(archived: ArchivedTopi
         try:
             for number in range(10):
                 assert read(archived, "kept") == expected
-                create_snapshot(archived.database, f"s{number}")
+                create_snapshot(runtime_of(archived.database), f"s{number}")
                 assert verify_snapshot(archived.database, f"s{number}") == []
         finally:
             ended.set()
         assert writing.result() > 0
         assert dropping.result() <= {"spared", "busy"}
     for one in list_snapshots(archived.database):
-        drop_snapshot(archived.database, one.name)
-    words = [day.result for day in retain(archived.database, older_than=timedelta(days=10))]
+        drop_snapshot(runtime_of(archived.database), one.name)
+    words = [day.result for day in retain(runtime_of(archived.database), older_than=timedelta(days=10))]
     assert words == ["dropped", "dropped"], "without snapshots, days go"
-    made = create_snapshot(archived.database, "later")
+    made = create_snapshot(runtime_of(archived.database), "later")
     assert min(one.first_seq for one in snapshot_cut(archived.database, made.snapshot_id)) == 1, "of key c"
     assert verify_snapshot(archived.database, "later") == []
 
@@ -165,7 +166,7 @@ def test_reading_is_equal_beside_writers_an_archiver_trimming_and_days_that_go(
     scene.age(40)
     scene.send(1, LOW, *[b"new"] * 50)
     scene.archive()
-    made = create_snapshot(scene.database, "kept")
+    made = create_snapshot(runtime_of(scene.database), "kept")
     # Another topic, of which days come and go meanwhile.
     other = ArchivedTopics(database_dsn, scene.connection, scene.database)
     topic_id = other.topic("other", archived=False)
@@ -180,12 +181,12 @@ def test_reading_is_equal_beside_writers_an_archiver_trimming_and_days_that_go(
 
     def archive_and_trim() -> None:
         seen["archived"] += scene.archive().total
-        trim_pass(scene.database, prefix=scene.prefix)
+        trim_pass(runtime_of(scene.database, scene.prefix))
         seen["trimmed"] = max(0, scene.first(1) - 1 - made.records)
 
     def keep_few_days() -> None:
         other.put("x", topic="other", age_days=60)
-        for day in retain(scene.database, older_than=timedelta(days=10)):
+        for day in retain(runtime_of(scene.database), older_than=timedelta(days=10)):
             seen[str(day.result)] = seen.get(str(day.result), 0) + 1
 
     def on_and_on(work: Callable[[], None]) -> None:
@@ -216,13 +217,13 @@ def test_retention_that_meets_a_snapshot_in_the_making_spares_it(archived: Archi
     archived.put("a", age_days=40)
     failpoints.arm("snapshot.after_lock", f"wait:{tmp_path / 'go'}")
     with ThreadPoolExecutor(2) as pool:
-        making = pool.submit(create_snapshot, archived.database, "s")
+        making = pool.submit(create_snapshot, runtime_of(archived.database), "s")
         wait_until(
             lambda: archived.rows("SELECT 1 FROM pg_stat_activity WHERE state = 'idle in transaction' AND "
                                   "datname = current_database()"),
             what="the snapshot holds its topics",
         )  # fmt: skip
-        dropping = pool.submit(retain, archived.database, older_than=timedelta(days=10))
+        dropping = pool.submit(retain, runtime_of(archived.database), older_than=timedelta(days=10))
         wait_until(lambda: archived.rows("SELECT 1 FROM pg_locks WHERE NOT granted"), what="retention waits")
         (tmp_path / "go").touch()
         assert making.result(timeout=10).records == 1
@@ -239,27 +240,27 @@ def test_nobody_drops_a_day_under_a_reader(archived: ArchivedTopics, monkeypatch
     monkeypatch.setitem(TIMEOUTS, "lock_wait", "50ms")
     archived.put("a", age_days=40)
     archived.put("a")
-    made = create_snapshot(archived.database, "s")
+    made = create_snapshot(runtime_of(archived.database), "s")
     facts = {"snapshot_id": made.snapshot_id, "lp_from": 0, "lp_to": 1024}
     with psycopg.connect(read_address(archived.dsn).conninfo(application="test")) as reader:
         reader.execute(there(made).encode())
-        drop_snapshot(archived.database, "s")
-        assert [day.result for day in retain(archived.database, older_than=timedelta(days=10))] == ["busy"]
+        drop_snapshot(runtime_of(archived.database), "s")
+        assert [day.result for day in retain(runtime_of(archived.database), older_than=timedelta(days=10))] == ["busy"]
         assert len(reader.execute(bound("snapshot_records", facts).encode()).fetchall()) == 2
-    assert [day.result for day in retain(archived.database, older_than=timedelta(days=10))] == ["dropped"]
+    assert [day.result for day in retain(runtime_of(archived.database), older_than=timedelta(days=10))] == ["dropped"]
 
 
 def test_a_reader_whose_days_went_before_it_held_them_is_refused(archived: ArchivedTopics) -> None:
     """Its transaction still sees the snapshot and its cut; the tables are gone all the same."""
     archived.put("a", age_days=40)
     archived.put("a")
-    made = create_snapshot(archived.database, "s")
+    made = create_snapshot(runtime_of(archived.database), "s")
     for ask in (there(made), bound("stream_there", {"topic_id": 1, "after": 0})):
         with psycopg.connect(read_address(archived.dsn).conninfo(application="test")) as reader:
             reader.execute("SELECT count(*) FROM mqlayer_archive.cut")
             if archived.rows("SELECT 1 FROM mqlayer_archive.snapshot"):
-                drop_snapshot(archived.database, "s")
-                retain(archived.database, older_than=timedelta(days=10))
+                drop_snapshot(runtime_of(archived.database), "s")
+                retain(runtime_of(archived.database), older_than=timedelta(days=10))
             with pytest.raises(psycopg.DatabaseError, match="dropped"):
                 reader.execute(ask.encode())
 
@@ -267,10 +268,10 @@ def test_a_reader_whose_days_went_before_it_held_them_is_refused(archived: Archi
 def test_a_stream_does_not_pass_days_that_were_dropped_behind_spared_ones(archived: ArchivedTopics) -> None:
     """A snapshot spares the oldest day only: whoever stands in it has lost what followed."""
     first = archived.put("a", age_days=50)
-    create_snapshot(archived.database, "s")
+    create_snapshot(runtime_of(archived.database), "s")
     second = archived.put("a", age_days=40)
     third = archived.put("a")
-    words = [day.result for day in retain(archived.database, older_than=timedelta(days=10))]
+    words = [day.result for day in retain(runtime_of(archived.database), older_than=timedelta(days=10))]
     assert words == ["spared", "dropped"]
     with archived.database.connection() as connection:
         ((_, _, last, kept_from),) = connection.execute(query("stream_topics"), {"topics": None}).fetchall()
@@ -283,8 +284,8 @@ def test_a_stream_does_not_pass_days_that_were_dropped_behind_spared_ones(archiv
 
 def test_what_is_dropped_is_not_read_as_empty(archived: ArchivedTopics) -> None:
     archived.put("a")
-    made = create_snapshot(archived.database, "s")
-    drop_snapshot(archived.database, "s")
+    made = create_snapshot(runtime_of(archived.database), "s")
+    drop_snapshot(runtime_of(archived.database), "s")
     assert archived.rows("SELECT count(*) FROM mqlayer_archive.cut") == [(0,)]
     statements = [bound("snapshot_there", {"snapshot_id": made.snapshot_id}), "SELECT 1"]
     with (
@@ -297,20 +298,22 @@ def test_what_is_dropped_is_not_read_as_empty(archived: ArchivedTopics) -> None:
 def test_what_is_refused_says_what_to_do(archived: ArchivedTopics) -> None:
     archived.topic("plain", archived=False)
     database = archived.database
-    create_snapshot(database, "s")
+    create_snapshot(runtime_of(database), "s")
     with pytest.raises(Conflict, match="snapshot drop s"):
-        create_snapshot(database, "s")
+        create_snapshot(runtime_of(database), "s")
     with pytest.raises(NotFound, match="topic list"):
-        create_snapshot(database, "t", topics=["nobody"])
+        create_snapshot(runtime_of(database), "t", topics=["nobody"])
     with pytest.raises(InvalidInput, match="topic set plain --archived"):
-        create_snapshot(database, "t", topics=["plain"])
+        create_snapshot(runtime_of(database), "t", topics=["plain"])
     with pytest.raises(InvalidInput, match="bad snapshot name"):
-        create_snapshot(database, "No")
+        create_snapshot(runtime_of(database), "No")
     with pytest.raises(InvalidInput, match="no time zone"):
-        create_snapshot(database, "t", at=BEGAN.replace(tzinfo=None))
-    for ask in (find_snapshot, drop_snapshot, verify_snapshot):
+        create_snapshot(runtime_of(database), "t", at=BEGAN.replace(tzinfo=None))
+    for ask in (find_snapshot, verify_snapshot):
         with pytest.raises(NotFound, match="snapshot list"):
             ask(database, "nobody")
+    with pytest.raises(NotFound, match="snapshot list"):
+        drop_snapshot(runtime_of(database), "nobody")
     assert [one.name for one in list_snapshots(database)] == ["s"]
     assert archived.rows("SELECT act, object FROM mqlayer.audit") == [("snapshot create", "s")]
 
@@ -319,7 +322,7 @@ def test_without_an_archived_topic_there_is_no_snapshot(database_dsn: str) -> No
     from mqlayer.postgres.database import Database
 
     with Database(database_dsn) as database, pytest.raises(InvalidInput, match="no topic is archived"):
-        create_snapshot(database, "s")
+        create_snapshot(runtime_of(database), "s")
 
 
 AGAIN = "INSERT INTO mqlayer_archive.record SELECT * FROM mqlayer_archive.record WHERE seq = 2"
@@ -330,21 +333,21 @@ AGAIN = "INSERT INTO mqlayer_archive.record SELECT * FROM mqlayer_archive.record
                                    AGAIN])  # fmt: skip
 def test_a_spoiled_archive_is_found_out(archived: ArchivedTopics, spoil: str, tmp_path: Path) -> None:
     archived.put("a", "a", "a")
-    create_snapshot(archived.database, "s")
+    create_snapshot(runtime_of(archived.database), "s")
     archived.connection.execute(spoil.encode())
     ((_topic, _source, _lp, wanted, rows, seqs),) = verify_snapshot(archived.database, "s")
     assert wanted == 3
     assert (rows, seqs) != (3, 3)
     with pytest.raises(ArchiveBroken, match="seqs 1 to 3"):
-        export_snapshot(archived.database, "s", tmp_path / "out")
+        export_snapshot(runtime_of(archived.database), "s", tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_an_export_is_whole_and_says_what_it_is(archived: ArchivedTopics, tmp_path: Path) -> None:
     for _ in range(3):
         archived.put(*[f"key-{number}" for number in range(40)], headers='{"x":"ä"}', tags=["t"], outcomes=True)
-    made = create_snapshot(archived.database, "s")
-    done = export_snapshot(archived.database, "s", tmp_path / "out", file_rows=50)
+    made = create_snapshot(runtime_of(archived.database), "s")
+    done = export_snapshot(runtime_of(archived.database), "s", tmp_path / "out", file_rows=50)
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
     assert (manifest["snapshot"], manifest["tables"]["records"]["rows"]) == ("s", 120)
     assert manifest["tables"]["outcomes"]["rows"] == 3
@@ -358,9 +361,9 @@ def test_an_export_is_whole_and_says_what_it_is(archived: ArchivedTopics, tmp_pa
     (first, *_) = pq.read_table(tmp_path / "out" / "records").to_pylist()
     assert (first["topic"], first["tags"], first["headers"], first["body"]) == ("orders", ["t"], [("x", "ä")], b"body")
     with pytest.raises(Conflict, match="exists"):
-        export_snapshot(archived.database, "s", tmp_path / "out")
+        export_snapshot(runtime_of(archived.database), "s", tmp_path / "out")
     with pytest.raises(InvalidInput, match="make it first"):
-        export_snapshot(archived.database, "s", tmp_path / "nowhere" / "out")
+        export_snapshot(runtime_of(archived.database), "s", tmp_path / "nowhere" / "out")
     assert ("snapshot export", "s") in archived.rows("SELECT act, object FROM mqlayer.audit")
 
 
@@ -374,15 +377,15 @@ def test_a_snapshot_that_is_killed_in_the_making_was_never_there(archived: Archi
     archived.put("a")
     killed(archived.dsn, f"{name}=kill", "snapshot", "create", "s")
     assert list_snapshots(archived.database) == []
-    assert create_snapshot(archived.database, "s").records == 1
+    assert create_snapshot(runtime_of(archived.database), "s").records == 1
 
 
 def test_an_export_that_is_killed_leaves_no_directory_of_its_name(archived: ArchivedTopics, tmp_path: Path) -> None:
     archived.put("a")
-    create_snapshot(archived.database, "s")
+    create_snapshot(runtime_of(archived.database), "s")
     killed(archived.dsn, "export.before_rename=kill", "snapshot", "export", "s", "--to", str(tmp_path / "out"))
     assert not (tmp_path / "out").exists()
-    assert export_snapshot(archived.database, "s", tmp_path / "out").snapshot.records == 1
+    assert export_snapshot(runtime_of(archived.database), "s", tmp_path / "out").snapshot.records == 1
 
 
 def test_commands(archived: ArchivedTopics, run: Commands, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -430,11 +433,11 @@ def test_a_snapshot_that_is_all_that_there_is_reads_as_by_its_cut(archived: Arch
     archived.put("a", "b", "a")
     archived.put("c", at=BEGAN + HOUR)
     made = {
-        "all": create_snapshot(archived.database, "all"),
-        "until": create_snapshot(archived.database, "until", at=BEGAN),
+        "all": create_snapshot(runtime_of(archived.database), "all"),
+        "until": create_snapshot(runtime_of(archived.database), "until", at=BEGAN),
     }
     archived.connection.execute("UPDATE mqlayer_archive.mark SET first_seq = 2 WHERE last_seq = 2")
-    made["behind"] = create_snapshot(archived.database, "behind")
+    made["behind"] = create_snapshot(runtime_of(archived.database), "behind")
     whole = {name: is_whole(archived.database, one.snapshot_id) for name, one in made.items()}
     assert whole == {"all": True, "until": False, "behind": False}
     archived.put("a")

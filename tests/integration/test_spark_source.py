@@ -19,12 +19,14 @@ from mqlayer.archive.parquet_export import export_snapshot
 from mqlayer.errors import ArchiveBroken, InvalidInput, NotFound
 from mqlayer.postgres.arrow_reader import read_address
 from mqlayer.postgres.rights import Right
-from mqlayer.routes import split
 from mqlayer.stack import PostgresServer
 from tests.fixtures.archived import BEGAN, ArchivedTopics
 from tests.fixtures.missing_tools import import_or_leave_out, leave_out
 from tests.fixtures.roles import role_dsn
 from tests.integration.test_archive import LOW, TOPIC, Scene
+from tests.proof.route_steps import split
+from tests.proof.runtimes import runtime_of
+from tests.proof.sockets import by_socket
 
 import_or_leave_out("pyspark")
 
@@ -42,7 +44,7 @@ def filled(archived: ArchivedTopics) -> ArchivedTopics:
     archived.put("a", body=b"", headers="{}", tags=[])
     archived.put("a", "b", topic="invoices", at=BEGAN.replace(year=1999))
     archived.put(*[f"key-{number}" for number in range(60)])
-    create_snapshot(archived.database, "s")
+    create_snapshot(runtime_of(archived.database), "s")
     archived.put("a", "late", outcomes=True)
     return archived
 
@@ -55,7 +57,7 @@ def read(spark: Any, filled: ArchivedTopics, way: str, tmp_path: Path, **facts: 
         # As the role that has the right to analyze, and no other.
         return read_snapshot(spark, "s", dsn=role_dsn(filled.dsn, Right.ANALYZE), method=way, **facts)  # type: ignore[arg-type]
     if not (tmp_path / "out").exists():
-        export_snapshot(filled.database, "s", tmp_path / "out", file_rows=20)
+        export_snapshot(runtime_of(filled.database), "s", tmp_path / "out", file_rows=20)
     return read_snapshot(spark, "s", path=str(tmp_path / "out"), **facts)
 
 
@@ -156,7 +158,7 @@ def test_errors_name_the_option_that_is_wrong(spark: Any, filled: ArchivedTopics
         with pytest.raises(PySparkException, match=f"(?s){text}"):
             spark.read.format("mqlayer").options(**options).load().collect()
     frame = spark.read.format("mqlayer").option("snapshot", "s").load()
-    drop_snapshot(filled.database, "s")
+    drop_snapshot(runtime_of(filled.database), "s")
     with pytest.raises(PySparkException, match="dropped"):
         frame.collect()
 
@@ -213,7 +215,7 @@ def test_a_socket_is_read_by_the_source_in_python(
 
     if not isinstance(postgres_server, PostgresServer):
         pytest.skip("only a server of our own has a socket that we know")
-    dsn = postgres_server.socket_dsn(filled.dsn.rpartition("/")[2])
+    dsn = by_socket(filled.dsn)
     assert read_snapshot(spark, "s", dsn=dsn).count() == 68
     require(spark, "jdbc")
     with pytest.raises(InvalidInput, match=r"option method.*socket"):
@@ -261,7 +263,10 @@ def test_a_stream_that_missed_dropped_batches_fails(spark: Any, archived: Archiv
     assert stream(spark, archived, tmp_path, topics="orders") == [("a", 1)]
     archived.put("a", age_days=40)
     archived.put("a")
-    assert [day.result for day in retain(archived.database, older_than=timedelta(days=30))] == ["dropped", "dropped"]
+    assert [day.result for day in retain(runtime_of(archived.database), older_than=timedelta(days=30))] == [
+        "dropped",
+        "dropped",
+    ]
     with pytest.raises(PySparkException, match="dropped from the archive"):
         stream(spark, archived, tmp_path, topics="orders")
 
@@ -279,10 +284,10 @@ def test_a_snapshot_during_a_split_replays_in_order(
         scene.send(1, LOW, *(str(number).encode() for number in range(20)))
         scene.archive()
         scene.send(1, LOW, *(str(number).encode() for number in range(20, 30)))
-        split(scene.database, TOPIC, 1, at=[100], prefix=scene.prefix)
+        split(runtime_of(scene.database, scene.prefix), TOPIC, 1, at=[100])
         scene.send(1, LOW, *(str(number).encode() for number in range(30, 40)))
-        archive_pass(scene.database, prefix=scene.prefix)
-        create_snapshot(scene.database, "s")
+        archive_pass(runtime_of(scene.database, scene.prefix))
+        create_snapshot(runtime_of(scene.database), "s")
         scene.send(1, LOW, b"late")
         scene.archive()
     finally:

@@ -34,6 +34,7 @@ from tests.fixtures.node_clients import COMMANDS, ClientsSeen, default_is_kept_o
 from tests.fixtures.process_files import file_of_each_process
 from tests.fixtures.servers import StartRedis, different_redis_programs
 from tests.fixtures.wait import wait_until
+from tests.proof.runtimes import runtime_of
 
 STRANGER = 65_533
 """An account that owns nothing here: no program of ours runs under it."""
@@ -137,7 +138,7 @@ def test_no_server_of_the_stack_lets_anybody_in_without_its_password(place: Path
 def test_user_default_is_off_on_nodes_and_each_process_is_there_as_its_own_user(place: Path) -> None:
     addresses = up(place, servers_only=False)
     with acting_as(addresses.node_access), Database(addresses.dsn) as database:
-        create_topic(database, "orders", prefix="mq", partitions=2)
+        create_topic(runtime_of(database, "mq"), "orders", partitions=2)
     with ClientsSeen(place, place) as seen:
         wait_until(lambda: "relay" in seen.users and seen.kept_out, timeout_s=60, what="the relay on the node")
     assert seen.users.pop(COMMANDS, set()) <= {"mqlayer-operator", "mqlayer-admin"}
@@ -153,7 +154,7 @@ def test_a_node_keeps_its_users_and_what_scripts_wrote_over_a_start_by_another(p
     """Case of a crash between two `up`: Redis reads its append-only file with the rights of user default."""
     addresses = up(place)
     with acting_as(addresses.node_access), Database(addresses.dsn) as database:
-        create_topic(database, "orders", prefix="mq", partitions=2)
+        create_topic(runtime_of(database, "mq"), "orders", partitions=2)
         server = Stack(place)._redis("node-1")
         with redis_users(place, "node-1") as owner:
             before = {key: owner.dump(key) for key in owner.scan_iter("mq:*")}
@@ -264,7 +265,7 @@ def test_a_stack_without_passwords_keeps_its_data_and_asks_for_passwords_from_th
     dsn = postgres.create_database("mqlayer")
     migrate(dsn)
     with Database(dsn) as database:
-        register_node(database, name="node-1", url=node.url)
+        register_node(runtime_of(database), name="node-1", url=node.url)
         with database.connection() as connection:
             connection.execute("CREATE TABLE public.kept AS SELECT 42 AS answer")
     with redis.Redis.from_url(node.url) as client:

@@ -25,10 +25,11 @@ from mqlayer.maintenance import trim_pass
 from mqlayer.redelivery import DeadFilter, new_worker, release_all, show_dead, start_redrive, work_on
 from mqlayer.redis.node_connection import Command, NodeConnection
 from mqlayer.redis.partition_scripts import MessageRun, append_command
-from mqlayer.routes import merge, split
 from mqlayer.runtime.route_cache import RouteCache, load_route
 from tests.fixtures.consumers import SOURCE, Recorder, Stage, StartStage, member_of
 from tests.fixtures.wait import wait_until
+from tests.proof.route_steps import merge, split
+from tests.proof.runtimes import runtime_of
 
 ALIKE = ("t26821", "t49091")
 """Two tags with one hash."""
@@ -147,13 +148,13 @@ def test_a_filter_holds_over_a_split_and_a_merge(stage: Stage, producer: Produce
     """Case 62: the command record inside a batch; a parent whose end does not match is drained nevertheless."""
     published = Published(producer)
     published.more(300)
-    split(stage.database, "orders", stage.partitions[0], prefix=stage.prefix, application=stage.database)
+    split(runtime_of(stage.database, stage.prefix, application=stage.database), "orders", stage.partitions[0])
     published.more(200)
     recorder = Recorder()
     stage.consume(recorder, tag_filter="all:us,vip")
     first, second, *_ = (line.partition for line in load_route(stage.database, "orders").ranges if line.lp_from < 512)
     published.more(100, [("eu",)])
-    merge(stage.database, "orders", (first, second), prefix=stage.prefix, application=stage.database)
+    merge(runtime_of(stage.database, stage.prefix, application=stage.database), "orders", (first, second))
     published.more(200)
     wanted = published.wanted("all:us,vip")
     wait_until(lambda: by_key(recorder) == wanted, what="all of it handled")
@@ -227,7 +228,7 @@ def test_a_member_that_brings_another_filter_is_refused(stage: Stage) -> None:
     with pytest.raises(InvalidInput, match="is no filter"):
         stage.consume(Recorder(), group="h", tag_filter="eu")
     with pytest.raises(InvalidInput, match="is no filter"):
-        set_group(stage.database, "orders", "g", tag_filter="eu", actor="a test")
+        set_group(runtime_of(stage.database, actor="a test"), "orders", "g", tag_filter="eu")
 
 
 def knows(members: list[Member], tag_filter: str) -> bool:
@@ -242,8 +243,8 @@ def test_ordered_pop_has_tags_and_no_filter(stage: Stage, producer: Producer) ->
         (message,) = receiver.receive(wait_s=10)
         assert message.tags == ("eu", "vip")
         with pytest.raises(InvalidInput, match="ordered pop gives out every message"):
-            set_group(stage.database, "orders", "g", tag_filter="any:eu", actor="a test")
-        set_group(stage.database, "orders", "g", tag_filter="none", actor="a test")
+            set_group(runtime_of(stage.database, actor="a test"), "orders", "g", tag_filter="any:eu")
+        set_group(runtime_of(stage.database, actor="a test"), "orders", "g", tag_filter="none")
 
 
 def test_a_changed_filter_counts_for_what_is_read_then_in_all_members(stage: Stage, producer: Producer) -> None:
@@ -256,7 +257,7 @@ def test_a_changed_filter_counts_for_what_is_read_then_in_all_members(stage: Sta
     steps = ["none", any_of("eu"), all_of("us", "vip"), "none", any_of("vip")]
     for version, tag_filter in enumerate(steps, 1):
         if version > 1:
-            changed = set_group(stage.database, "orders", "g", tag_filter=tag_filter, actor="a test")
+            changed = set_group(runtime_of(stage.database, actor="a test"), "orders", "g", tag_filter=tag_filter)
             assert (changed.settings_version, changed.tag_filter) == (version, tag_filter)
         wait_until(lambda wanted=tag_filter: knows(members, wanted), what="the members to know")  # type: ignore[misc]
         before = len(published.sent)
@@ -277,13 +278,13 @@ def test_another_filter_and_a_seek_give_what_was_left_out(stage: Stage, producer
     app = stage.consume(recorder, tag_filter="any:eu")
     published.more(60, [("eu",), ("us",)])
     stage.wait_settled()
-    set_group(stage.database, "orders", "g", tag_filter="any:us", actor="a test")
+    set_group(runtime_of(stage.database, actor="a test"), "orders", "g", tag_filter="any:us")
     wait_until(lambda: knows([member_of(app)], "any:us"), what="the member to know")
     recorder.begun.clear()
     recorder.ended.clear()
     routes = RouteCache(stage.database)
-    plan = planned_seek(stage.database, routes, topic="orders", name="g", to="earliest", prefix=stage.prefix)
-    apply_seek(stage.database, plan, prefix=stage.prefix, actor="a test")
+    plan = planned_seek(stage.runtime, routes, topic="orders", name="g", to="earliest")
+    apply_seek(runtime_of(stage.database, stage.prefix, actor="a test"), plan)
     routes.close()
     wait_until(lambda: by_key(recorder) == published.wanted("any:us"), what="what was left out")
 
@@ -316,7 +317,7 @@ def test_what_every_group_has_passed_over_is_trimmed(stage: Stage, producer: Pro
     stage.consume(Recorder(), tag_filter="any:nobody")
     published.more(600)
     stage.wait_settled()
-    trim_pass(stage.database, prefix=stage.prefix)
+    trim_pass(stage.runtime)
     left = sum(stage.redis.xlen(stage.keys(partition).log) for partition in stage.partitions)
     assert left < 600
 
@@ -343,7 +344,7 @@ def test_a_parked_key_keeps_its_tags_and_others_pass_it(stage: Stage, producer: 
     stage.wait_settled()
     assert [seq for (seq,) in rows(stage, "SELECT seq FROM mqlayer.parked_message ORDER BY seq")] == [*range(3, 31, 3)]
     broken.clear()
-    assert release_all(stage.database, "orders", "g", actor="a test") == 1
+    assert release_all(runtime_of(stage.database, actor="a test"), "orders", "g") == 1
     wait_until(lambda: len(seen) == 10, what="the parked key handled")
     assert seen == [(b"%d" % number, ("eu", "vip")) for number in range(3, 31, 3)]
 
@@ -361,13 +362,13 @@ def test_a_message_parked_and_not_settled_by_a_dead_owner_waits_for_that_though_
     for occurrence in range(1, 400):
         arm("ack.before_send", "raise", occurrence=occurrence)
     wait_until(lambda: len(rows(stage, "SELECT FROM mqlayer.parked_message")) == 3, what="parked")
-    set_group(stage.database, "orders", "g", tag_filter="any:us", actor="a test")
+    set_group(runtime_of(stage.database, actor="a test"), "orders", "g", tag_filter="any:us")
     first.stop(0.0)
     disarm_all()
     broken.clear()
     stage.consume(recorder, backoff_s=None)
     stage.wait_settled()
-    assert release_all(stage.database, "orders", "g", actor="a test") == 1
+    assert release_all(runtime_of(stage.database, actor="a test"), "orders", "g") == 1
     wait_until(lambda: not rows(stage, "SELECT FROM mqlayer.parked_key"), what="nothing parked")
     assert recorder.bodies("key-1") == [b"1", b"2", b"3"]
 
@@ -383,7 +384,7 @@ def test_attempts_of_what_the_filter_leaves_out_now_are_forgotten(stage: Stage, 
     first = stage.consume(Recorder(act), tag_filter="any:eu", backoff_s=(5.0,))
     producer.send("orders", key=stage.key_in(partition), body=b"1", tags=["eu"])
     wait_until(lambda: stage.redis.hlen(attempts(partition).attempts) == 1, what="the attempt counted")
-    set_group(stage.database, "orders", "g", tag_filter="any:us", actor="a test")
+    set_group(runtime_of(stage.database, actor="a test"), "orders", "g", tag_filter="any:us")
     first.stop(0.0)
     second = stage.consume(Recorder(), backoff_s=None)
     stage.wait_settled()
@@ -411,9 +412,9 @@ def test_a_dead_letter_keeps_its_tags_and_comes_again_whatever_the_filter_says_t
     shown = show_dead(stage.database, 1)
     assert (shown.tags, shown.headers) == (("eu", "vip"), {"a": "b"})
     broken.clear()
-    set_group(stage.database, "orders", "g", tag_filter="any:us", actor="a test")
+    set_group(runtime_of(stage.database, actor="a test"), "orders", "g", tag_filter="any:us")
     worker = new_worker()
-    redrive = start_redrive(stage.database, "orders", "g", DeadFilter(), actor="a test", worker=worker)
+    redrive = start_redrive(runtime_of(stage.database, actor="a test"), "orders", "g", DeadFilter(), worker=worker)
     assert work_on(stage.database, redrive, worker=worker).sent == 1
     wait_until(lambda: got == [(b"1", ("eu", "vip"))], what="it came again")
 
@@ -424,7 +425,7 @@ def test_a_key_that_does_not_match_is_explained(stage: Stage, producer: Producer
     for key, tags in (("in", ["eu"]), ("out", ["us"]), ("bare", [])):
         producer.send("orders", key=key, body=b"1", tags=tags)
     for key, unmatched in (("in", False), ("out", True), ("bare", True)):
-        head = explain_key(stage.database, "orders", key, "g", prefix=stage.prefix).search.head
+        head = explain_key(stage.runtime, "orders", key, "g").search.head
         assert head is not None
         assert head.unmatched is unmatched
 

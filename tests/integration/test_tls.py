@@ -22,6 +22,7 @@ from mqlayer.stack.accounts import unprivileged_account
 from mqlayer.stack.ports import free_port
 from mqlayer.topics import create_topic, register_node
 from tests.fixtures.servers import StartPostgres, StartRedis, different_redis_programs
+from tests.proof.runtimes import runtime_of
 
 TOPIC = "orders"
 
@@ -117,8 +118,8 @@ def test_a_message_goes_from_its_transaction_to_its_receiver_over_verified_tls(
     dsn = guarded.dsn_by(guarded.authority)
     migrate(dsn)
     with Database(dsn) as database:
-        assert register_node(database, name="n1", url=guarded.url()).url == guarded.url()
-        create_topic(database, TOPIC, prefix=key_prefix, application=database)
+        assert register_node(runtime_of(database), name="n1", url=guarded.url()).url == guarded.url()
+        create_topic(runtime_of(database, key_prefix, application=database), TOPIC)
     settings = mqlayer.Settings(dsn=dsn, key_prefix=key_prefix)  # type: ignore[arg-type]  # pydantic makes it a secret
     with psycopg.connect(dsn) as connection:
         connection.execute("SELECT mqlayer_app.publish_v1(%s, 'k', 'outboxed', NULL)", (TOPIC,))
@@ -139,20 +140,20 @@ def test_a_node_by_an_authority_that_is_not_known_is_refused_with_what_to_set(
     monkeypatch.setenv("MQLAYER_REDIS_CA_FILE", str(guarded.other.certificate))
     with Database(database_dsn) as database:
         with pytest.raises(AccessDenied, match="MQLAYER_REDIS_CA_FILE"):
-            register_node(database, name="n1", url=guarded.url())
+            register_node(runtime_of(database), name="n1", url=guarded.url())
         monkeypatch.delenv("MQLAYER_REDIS_CA_FILE")
         with pytest.raises(AccessDenied, match="MQLAYER_REDIS_CA_FILE"):
-            register_node(database, name="n1", url=guarded.url())
+            register_node(runtime_of(database), name="n1", url=guarded.url())
         monkeypatch.setenv("MQLAYER_REDIS_CA_FILE", "/nowhere/ca.crt")
         with pytest.raises(AccessDenied, match="/nowhere/"):
-            register_node(database, name="n1", url=guarded.url())
+            register_node(runtime_of(database), name="n1", url=guarded.url())
 
 
 def test_a_node_under_a_name_that_its_certificate_does_not_have_is_refused_with_what_to_do(
     client_certificate: Guarded, database_dsn: str
 ) -> None:
     with Database(database_dsn) as database, pytest.raises(AccessDenied, match="a host that its certificate has"):
-        register_node(database, name="n1", url=client_certificate.url("127.0.0.1"))
+        register_node(runtime_of(database), name="n1", url=client_certificate.url("127.0.0.1"))
 
 
 def test_a_node_that_wants_a_certificate_says_so(
@@ -161,7 +162,7 @@ def test_a_node_that_wants_a_certificate_says_so(
     monkeypatch.delenv("MQLAYER_REDIS_CERT_FILE")
     monkeypatch.delenv("MQLAYER_REDIS_KEY_FILE")
     with Database(database_dsn) as database, pytest.raises(StoreUnavailable) as refused:
-        register_node(database, name="n1", url=client_certificate.url())
+        register_node(runtime_of(database), name="n1", url=client_certificate.url())
     assert "MQLAYER_REDIS_CERT_FILE" in str(refused.value)
 
 

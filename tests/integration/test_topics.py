@@ -24,6 +24,8 @@ from mqlayer.topics import attach_topics, create_topic, list_nodes, list_topics,
 from tests.fixtures.failpoints import armed
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.wait import wait_until
+from tests.proof.route_ranges import range_of
+from tests.proof.runtimes import runtime_of
 
 PLACES = ["topic.after_allocate", "topic.after_make", "topic.after_activate"]
 
@@ -36,14 +38,14 @@ def database(database_dsn: str) -> Iterator[Database]:
 
 @pytest.fixture
 def node(database: Database, redis_url: str) -> str:
-    register_node(database, name="n1", url=redis_url)
+    register_node(runtime_of(database), name="n1", url=redis_url)
     return redis_url
 
 
 def test_a_topic_tiles_all_lps_over_all_nodes(database: Database, node: str, key_prefix: str) -> None:
     """Case 2: version 1 is there with its partitions, open in Redis."""
-    register_node(database, name="n2", url=node)
-    route = create_topic(database, "orders", prefix=key_prefix, partitions=5)
+    register_node(runtime_of(database), name="n2", url=node)
+    route = create_topic(runtime_of(database, key_prefix), "orders", partitions=5)
     assert route.version == 1
     check_tiling((r.lp_from, r.lp_to) for r in route.ranges)
     assert [r.node for r in route.ranges] == [1, 2, 1, 2, 1]
@@ -57,38 +59,40 @@ def test_a_topic_tiles_all_lps_over_all_nodes(database: Database, node: str, key
 def test_two_creators_at_once_make_one_version(database: Database, node: str, key_prefix: str) -> None:
     """Case 4."""
     with ThreadPoolExecutor(4) as pool:
-        made = list(pool.map(lambda _: create_topic(database, "orders", prefix=key_prefix, partitions=3), range(4)))
+        made = list(
+            pool.map(lambda _: create_topic(runtime_of(database, key_prefix), "orders", partitions=3), range(4))
+        )
     assert len(set(made)) == 1
     assert [(t.name, t.version, t.partitions) for t in list_topics(database)] == [("orders", 1, 3)]
 
 
 def test_a_topic_with_other_limits_is_a_conflict_and_stays(database: Database, node: str, key_prefix: str) -> None:
-    route = create_topic(database, "orders", prefix=key_prefix, partitions=2)
+    route = create_topic(runtime_of(database, key_prefix), "orders", partitions=2)
     with pytest.raises(Conflict, match="body_limit"):
-        create_topic(database, "orders", prefix=key_prefix, partitions=2, body_limit=10)
+        create_topic(runtime_of(database, key_prefix), "orders", partitions=2, body_limit=10)
     assert load_route(database, "orders") == route
 
 
 def test_a_limit_that_changed_is_in_force_once_topics_are_attached_again(
     database: Database, node: str, key_prefix: str
 ) -> None:
-    create_topic(database, "orders", prefix=key_prefix, application=database)
+    create_topic(runtime_of(database, key_prefix, application=database), "orders")
     publish = "SELECT mqlayer_app.publish_v1('orders', 'k', repeat('x', 11)::bytea)"
     with database.connection() as connection:
         assert connection.execute(publish).fetchone() == (1,)
         connection.execute("UPDATE mqlayer.topic SET body_limit = 10 WHERE name = 'orders'")
-    assert attach_topics(database, database) == 1
+    assert attach_topics(runtime_of(database, application=database)) == 1
     with database.connection() as connection, pytest.raises(psycopg.Error, match="takes 10"):
         connection.execute(publish)
 
 
 def test_creating_a_topic_again_waits_for_no_publisher(database: Database, node: str, key_prefix: str) -> None:
     """It would hold the counters that it has come past, and with them all who publish, behind one slow transaction."""
-    create_topic(database, "orders", prefix=key_prefix, application=database)
+    create_topic(runtime_of(database, key_prefix, application=database), "orders")
     with psycopg.connect(database.dsn) as slow:
         slow.execute("SELECT mqlayer_app.publish_v1('orders', 'k', 'x')")
         with ThreadPoolExecutor() as pool:
-            again = pool.submit(create_topic, database, "orders", prefix=key_prefix, application=database)
+            again = pool.submit(create_topic, runtime_of(database, key_prefix, application=database), "orders")
             try:
                 assert again.result(5).version == 1
             finally:
@@ -98,17 +102,17 @@ def test_creating_a_topic_again_waits_for_no_publisher(database: Database, node:
 @pytest.mark.parametrize("name", ["", "Orders", "1st", "a b", "a{b}", "x" * 64])
 def test_bad_names_are_refused(database: Database, node: str, key_prefix: str, name: str) -> None:
     with pytest.raises(InvalidName):
-        create_topic(database, name, prefix=key_prefix)
+        create_topic(runtime_of(database, key_prefix), name)
     with pytest.raises(InvalidName):
-        register_node(database, name=name, url=node)
+        register_node(runtime_of(database), name=name, url=node)
 
 
 def test_bad_limits_and_a_topic_without_nodes_are_refused(database: Database, key_prefix: str) -> None:
     for wrong in ({"partitions": 0}, {"body_limit": 0}, {"backlog_limit": -1}):
         with pytest.raises(InvalidInput):
-            create_topic(database, "orders", prefix=key_prefix, **wrong)  # type: ignore[arg-type]
+            create_topic(runtime_of(database, key_prefix), "orders", **wrong)  # type: ignore[arg-type]
     with pytest.raises(NotFound, match="node register"):
-        create_topic(database, "orders", prefix=key_prefix)
+        create_topic(runtime_of(database, key_prefix), "orders")
     assert list_topics(database) == []
 
 
@@ -119,7 +123,8 @@ def test_a_creation_that_was_killed_is_finished_by_the_next(
     """Case 17: until it is finished nobody sees a route to a stream that is not there."""
     program = (
         "import sys; from mqlayer.postgres.database import Database; from mqlayer.topics import create_topic; "
-        "create_topic(Database(sys.argv[1]), 'orders', prefix=sys.argv[2], partitions=3)"
+        "from mqlayer.runtime import Runtime; from mqlayer.settings import Settings; "
+        "create_topic(Runtime(Database(sys.argv[1]), Settings(key_prefix=sys.argv[2])), 'orders', partitions=3)"
     )
     killed = subprocess.run(
         [sys.executable, "-c", program, database.dsn, key_prefix],
@@ -130,9 +135,9 @@ def test_a_creation_that_was_killed_is_finished_by_the_next(
     if place != "topic.after_activate":
         with pytest.raises(NotFound):
             load_route(database, "orders")
-    route = create_topic(database, "orders", prefix=key_prefix, partitions=3)
+    route = create_topic(runtime_of(database, key_prefix), "orders", partitions=3)
     assert (route.version, len(route.ranges)) == (1, 3)
-    assert create_topic(database, "orders", prefix=key_prefix, partitions=3) == route
+    assert create_topic(runtime_of(database, key_prefix), "orders", partitions=3) == route
 
 
 def test_partitions_of_another_system_on_the_node_are_not_taken(database: Database, node: str, key_prefix: str) -> None:
@@ -140,7 +145,7 @@ def test_partitions_of_another_system_on_the_node_are_not_taken(database: Databa
         partition_keys(key_prefix, 1).meta.decode(), mapping={"state": "open", "lp_from": 5, "lp_to": 6, "change": ""}
     )
     with pytest.raises(Conflict, match="KEY_PREFIX"):
-        create_topic(database, "orders", prefix=key_prefix, partitions=2)
+        create_topic(runtime_of(database, key_prefix), "orders", partitions=2)
     with pytest.raises(NotFound):
         load_route(database, "orders")
 
@@ -177,7 +182,7 @@ def test_the_database_refuses_a_version_that_does_not_tile(
     database: Database, node: str, key_prefix: str, ranges: list[tuple[int, int]]
 ) -> None:
     """Case 2: a gap or an overlap changes nothing."""
-    before = create_topic(database, "orders", prefix=key_prefix, partitions=2)
+    before = create_topic(runtime_of(database, key_prefix), "orders", partitions=2)
     with pytest.raises(psycopg.errors.IntegrityError):
         put_version_2(database.dsn, ranges)
     assert load_route(database, "orders") == before
@@ -186,7 +191,7 @@ def test_the_database_refuses_a_version_that_does_not_tile(
 def test_the_database_refuses_a_version_without_routes_and_a_jump(
     database: Database, node: str, key_prefix: str
 ) -> None:
-    create_topic(database, "orders", prefix=key_prefix, partitions=2)
+    create_topic(runtime_of(database, key_prefix), "orders", partitions=2)
     for version in (2, 3, None):
         with pytest.raises(psycopg.errors.IntegrityError):
             put_version(database.dsn, version)
@@ -194,7 +199,7 @@ def test_the_database_refuses_a_version_without_routes_and_a_jump(
 
 def test_a_version_that_tiles_is_taken_and_notified(database: Database, node: str, key_prefix: str) -> None:
     """Caches hear of a new version; an old one that comes late does not replace it."""
-    create_topic(database, "orders", prefix=key_prefix, partitions=2)
+    create_topic(runtime_of(database, key_prefix), "orders", partitions=2)
     routes = RouteCache(database)
     assert routes.route("orders").version == 1
     routes.listen()
@@ -212,11 +217,11 @@ def test_a_version_that_tiles_is_taken_and_notified(database: Database, node: st
         wait_until(lambda: routes.route("orders").version == 2, what="the new version is used")
     finally:
         routes.close()
-    assert routes.route("orders").range_of(99).lp_to == 100
+    assert range_of(routes.route("orders"), 99).lp_to == 100
 
 
 def test_a_known_route_serves_while_postgres_is_away(database: Database, node: str, key_prefix: str) -> None:
-    create_topic(database, "orders", prefix=key_prefix, partitions=2)
+    create_topic(runtime_of(database, key_prefix), "orders", partitions=2)
     away = Database("postgresql://nobody:secret@127.0.0.1:1/none", timeout_s=0.2)
     routes = RouteCache(database, max_age_s=0)
     known = routes.route("orders")
@@ -237,21 +242,21 @@ def test_settings_that_void_the_promise_are_refused(
 ) -> None:
     server = start_redis(options={setting: value})
     with pytest.raises(ConfigurationRefused, match=setting):
-        register_node(database, name="n1", url=server.url)
+        register_node(runtime_of(database), name="n1", url=server.url)
     assert list_nodes(database) == []
-    assert register_node(database, name="n1", url=server.url, unsafe=True).name == "n1"
+    assert register_node(runtime_of(database, unsafe=True), name="n1", url=server.url).name == "n1"
 
 
 def test_a_node_is_registered_once_under_a_name(database: Database, node: str, start_redis: StartRedis) -> None:
-    assert register_node(database, name="n1", url=node) == list_nodes(database)[0]
+    assert register_node(runtime_of(database), name="n1", url=node) == list_nodes(database)[0]
     with pytest.raises(Conflict):
-        register_node(database, name="n1", url=start_redis().url)
+        register_node(runtime_of(database), name="n1", url=start_redis().url)
 
 
 @pytest.mark.parametrize("url", ["", "nonsense", "http://127.0.0.1", "redis://user:secret@127.0.0.1:1/0"])
 def test_an_address_that_does_not_answer_is_an_error_without_its_password(database: Database, url: str) -> None:
     with pytest.raises((InvalidInput, StoreUnavailable)) as refused:
-        register_node(database, name="n1", url=url)
+        register_node(runtime_of(database), name="n1", url=url)
     assert "secret" not in str(refused.value)
 
 
@@ -261,8 +266,8 @@ def test_arming_that_breaks_half_way_is_done_by_the_next(
 ) -> None:
     """A node serves only while it is armed (invariant 17)."""
     server: RedisServer = start_redis()
-    register_node(database, name="n1", url=server.url)
-    create_topic(database, "orders", prefix=key_prefix, partitions=2)
+    register_node(runtime_of(database), name="n1", url=server.url)
+    create_topic(runtime_of(database, key_prefix), "orders", partitions=2)
     server.restart()
     failpoints.arm(place, "raise")
     try:
@@ -273,14 +278,14 @@ def test_arming_that_breaks_half_way_is_done_by_the_next(
             )
             connection.execute("INSERT INTO mqlayer.assignment (group_id, partition_id, epoch) VALUES (1, 1, 1)")
         with pytest.raises(failpoints.FailpointHit):
-            rearm_node(database, "n1", prefix=key_prefix)
+            rearm_node(runtime_of(database, key_prefix), "n1")
     finally:
         failpoints.disarm_all()
     before = list_nodes(database)[0].armed_run_id
-    armed, epochs = rearm_node(database, "n1", prefix=key_prefix)
+    armed, epochs = rearm_node(runtime_of(database, key_prefix), "n1")
     assert armed.armed_run_id != before
     assert epochs == 1
-    assert rearm_node(database, "n1", prefix=key_prefix) == (armed, 0)
+    assert rearm_node(runtime_of(database, key_prefix), "n1") == (armed, 0)
     with psycopg.connect(database.dsn) as connection:
         acts = [row[0] for row in connection.execute("SELECT act FROM mqlayer.audit ORDER BY audit_id").fetchall()]
     assert acts == ["node register", "topic create", "node rearm"]

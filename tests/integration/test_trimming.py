@@ -29,6 +29,7 @@ from mqlayer.redis.partition_scripts import (
 from mqlayer.stack import RedisServer
 from mqlayer.topics import create_topic, list_nodes, register_node
 from tests.fixtures.failpoints import armed
+from tests.proof.runtimes import runtime_of
 
 COUNT = 400
 
@@ -37,8 +38,8 @@ class Stream:
     """A topic of one partition with some records, and groups that settle them."""
 
     def __init__(self, database: Database, server: RedisServer, prefix: str) -> None:
-        register_node(database, name="n1", url=server.url)
-        self.route: Route = create_topic(database, "orders", prefix=prefix, partitions=1)
+        register_node(runtime_of(database), name="n1", url=server.url)
+        self.route: Route = create_topic(runtime_of(database, prefix), "orders", partitions=1)
         self.database, self.prefix, self.partition = database, prefix, self.route.ranges[0].partition
         self.connection = NodeConnection(list_nodes(database)[0])
         self.client = redis.Redis.from_url(server.url)
@@ -76,7 +77,7 @@ class Stream:
 
     def trim(self) -> None:
         """Run the pass that Celery and the command run."""
-        trim_pass(self.database, prefix=self.prefix)
+        trim_pass(runtime_of(self.database, self.prefix))
 
 
 @pytest.fixture
@@ -139,7 +140,8 @@ def test_a_pass_that_is_killed_half_way_is_done_by_the_next(stream: Stream, plac
     stream.settle(group, 1, 350)
     program = (
         "import sys; from mqlayer.postgres.database import Database; from mqlayer.maintenance import trim_pass; "
-        "trim_pass(Database(sys.argv[1]), prefix=sys.argv[2])"
+        "from mqlayer.runtime import Runtime; from mqlayer.settings import Settings; "
+        "trim_pass(Runtime(Database(sys.argv[1]), Settings(key_prefix=sys.argv[2])))"
     )
     killed = subprocess.run(
         [sys.executable, "-c", program, stream.database.dsn, stream.prefix],

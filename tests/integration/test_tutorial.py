@@ -14,6 +14,7 @@ import pytest
 from mqlayer.postgres.database import Database
 from mqlayer.topics import register_node
 from tests.fixtures.pages import examples
+from tests.proof.runtimes import runtime_of
 
 ROOT: Final = Path(__file__).parents[2]
 TUTORIAL: Final = ROOT / "docs" / "tutorial" / "ordered-consumer.md"
@@ -23,7 +24,7 @@ TUTORIAL: Final = ROOT / "docs" / "tutorial" / "ordered-consumer.md"
 def test_the_tutorial_runs_as_printed(database_dsn: str, redis_url: str, key_prefix: str, tmp_path: Path) -> None:
     """It prints its results too, killed consumers, failed orders and a split partition included."""
     with Database(database_dsn) as database:
-        register_node(database, name="n1", url=redis_url)
+        register_node(runtime_of(database), name="n1", url=redis_url)
     page = TUTORIAL.read_text("utf-8")
     for name, text in re.findall(r"Save this as `(\S+)`:\n\n```python\n(.*?)```", page, re.DOTALL):
         (tmp_path / name).write_text(text)

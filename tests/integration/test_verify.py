@@ -18,11 +18,12 @@ from mqlayer.errors import NotFound
 from mqlayer.postgres.database import Database
 from mqlayer.redis.keys import group_keys, partition_keys
 from mqlayer.relay import relay_once
-from mqlayer.routes import split
 from mqlayer.topics import set_archived
 from tests.fixtures.commands import Commands
 from tests.fixtures.wait import wait_until
 from tests.proof.outbox_world import OutboxWorld
+from tests.proof.route_steps import split
+from tests.proof.runtimes import runtime_of
 
 KEY = next(f"key-{n}" for n in range(20) if lp_of(f"key-{n}".encode()) >= 512)
 LP = lp_of(KEY.encode())
@@ -39,11 +40,11 @@ class Whole:
 
     def live(self) -> None:
         """Let it live: partition 1 of [0, 512) becomes 3 and 4, partition 2 stays."""
-        set_archived(self.database, "orders", archived=True, actor="test")
+        set_archived(runtime_of(self.database, actor="test"), "orders", archived=True)
         self.world.publish(40)
         relay_once(self.settings)
         self.send(20)
-        split(self.database, "orders", 1, prefix=self.world.key_prefix)
+        split(runtime_of(self.database, self.world.key_prefix), "orders", 1)
         self.world.publish(40, tag="later")
         self.send(20)
         relay_once(self.settings)
@@ -53,7 +54,7 @@ class Whole:
         app.start()
         wait_until(lambda: len(seen) == 120, what="all handled")
         app.stop()
-        archive_pass(self.database, prefix=self.world.key_prefix)
+        archive_pass(runtime_of(self.database, self.world.key_prefix))
 
     def send(self, count: int) -> None:
         """Publish past the outbox."""
@@ -63,7 +64,7 @@ class Whole:
 
     def verify(self) -> list[Finding]:
         """Return what is said."""
-        return verify(self.database, "orders", application=self.database, prefix=self.world.key_prefix, deep=True)
+        return verify(runtime_of(self.database, self.world.key_prefix, application=self.database), "orders", deep=True)
 
     def wrong(self) -> list[Finding]:
         """Return what is said of differences."""
@@ -197,7 +198,7 @@ def test_nothing_differs_while_everything_runs(whole: Whole) -> None:
     def archive() -> None:
         with Database(whole.world.dsn) as database:
             while not over.is_set():
-                archive_pass(database, prefix=whole.world.key_prefix)
+                archive_pass(runtime_of(database, whole.world.key_prefix))
 
     threads = [threading.Thread(target=work) for work in (publish, archive)]
     app.start()
@@ -206,7 +207,7 @@ def test_nothing_differs_while_everything_runs(whole: Whole) -> None:
             thread.start()
         try:
             found = [finding for _ in range(5) for finding in whole.wrong()]
-            split(whole.database, "orders", 2, prefix=whole.world.key_prefix)
+            split(runtime_of(whole.database, whole.world.key_prefix), "orders", 2)
             found += [finding for _ in range(5) for finding in whole.wrong()]
         finally:
             over.set()
@@ -240,4 +241,4 @@ def test_the_command_exits_with_one_where_something_differs(whole: Whole, monkey
 
 def test_a_topic_that_is_not_there_is_an_error(whole: Whole) -> None:
     with pytest.raises(NotFound, match="topic list"):
-        verify(whole.database, "nothing", application=whole.database, prefix=whole.world.key_prefix)
+        verify(runtime_of(whole.database, whole.world.key_prefix, application=whole.database), "nothing")

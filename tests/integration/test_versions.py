@@ -21,6 +21,7 @@ from mqlayer.idempotency import held_versions, set_version, version_gaps, watch_
 from mqlayer.postgres.database import Database
 from tests.fixtures.consumers import StartStage
 from tests.fixtures.wait import wait_until
+from tests.proof.runtimes import runtime_of
 
 Connection = psycopg.Connection[Any]
 
@@ -269,7 +270,12 @@ def test_two_watches_at_once_tell_each_gap_once(database_dsn: str, database: Dat
 
 def say(database: Database, version: int | None, **more: Any) -> int:
     return set_version(
-        database, database, name="orders", entity="e", version=version, actor="test", reason="lost", **more
+        runtime_of(database, application=database, actor="test"),
+        name="orders",
+        entity="e",
+        version=version,
+        reason="lost",
+        **more,
     )
 
 

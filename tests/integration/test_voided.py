@@ -26,6 +26,7 @@ from mqlayer.relay import relay_once
 from tests.fixtures.consumers import Recorder
 from tests.fixtures.wait import wait_until
 from tests.proof.outbox_world import QUICK, OutboxWorld
+from tests.proof.runtimes import runtime_of
 
 LONG = "x" * (KEY_LIMIT + 1)
 LP = lp_of(b"key-1")
@@ -84,7 +85,7 @@ def consumed(world: OutboxWorld, **said: Any) -> Iterator[Recorder]:
 
 
 def settled(world: OutboxWorld, database: Database) -> bool:
-    (status,) = group_statuses(database, "loose", "g", prefix=world.key_prefix)
+    (status,) = group_statuses(runtime_of(database, world.key_prefix), "loose", "g")
     return status.lag == 0
 
 
@@ -142,14 +143,14 @@ def test_the_archive_has_a_whole_chain_and_a_replay_leaves_the_void_record_out(
     relay(world)
     with consumed(world):
         wait_until(lambda: settled(world, database), timeout_s=20, what="all settled")
-    archive_pass(database, prefix=world.key_prefix)
+    archive_pass(runtime_of(database, world.key_prefix))
     rows = world.rows("SELECT seq, key, headers FROM mqlayer_archive.record WHERE lp = %s ORDER BY seq", LP)
     assert [(seq, key) for seq, key, _ in rows] == [(1, b"key-1"), (2, None), (3, b"key-1")]
     assert "mq-void" in str(rows[1][2])
     assert world.rows("SELECT count(*)::int FROM mqlayer_archive.gap") == [(0,)]
     worker = new_worker()
     replay_id = start_replay(
-        database, "loose", "g", ReplayFilter(), prefix=world.key_prefix, actor="a test", worker=worker
+        runtime_of(database, world.key_prefix, actor="a test"), "loose", "g", ReplayFilter(), worker=worker
     )
     done = work_on_replay(database, replay_id, worker=worker)
     assert (done.state, done.results) == ("done", {"sent": 6, "unmatched": 1})

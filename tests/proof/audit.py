@@ -10,6 +10,7 @@ from mqlayer.postgres.database import Database
 from mqlayer.spark.jobs.job import JobParams, JobResult
 from mqlayer.spark.jobs.runner import JOBS, tables_of
 from tests.proof.archive_update import archive_all
+from tests.proof.runtimes import runtime_of
 
 
 def archive_and_audit(spark: Any, dsn: str, *, prefix: str, topics: list[str] | None = None) -> JobResult:
@@ -20,5 +21,5 @@ def archive_and_audit(spark: Any, dsn: str, *, prefix: str, topics: list[str] | 
     """
     with Database(dsn) as database:
         archive_all(database, prefix=prefix)
-        snapshot = create_snapshot(database, f"audit-{uuid.uuid4().hex[:8]}", topics=topics)
+        snapshot = create_snapshot(runtime_of(database), f"audit-{uuid.uuid4().hex[:8]}", topics=topics)
     return JOBS["audit"](tables_of(spark, snapshot.name, dsn=dsn), JobParams())

@@ -20,6 +20,7 @@ from mqlayer.redis.partition_scripts import (
     settle_reply,
 )
 from mqlayer.runtime.route_cache import RouteCache, load_nodes
+from tests.proof.runtimes import runtime_of
 
 LEASE_S = 600.0
 ALL = 1_000_000
@@ -42,9 +43,12 @@ class ManualMember:
         routes = RouteCache(self.database)
         try:
             found = ensure_group(
-                self.database, routes, topic=self.topic, name=self.group, prefix=self.prefix,
+                runtime_of(self.database, self.prefix),
+                routes,
+                topic=self.topic,
+                name=self.group,
                 settings=GroupSettings(start=self.start),
-            )  # fmt: skip
+            )
         finally:
             routes.close()
         self.group_id = found.group_id

@@ -26,6 +26,7 @@ from tests.fixtures.forked_programs import Process, start_python
 from tests.fixtures.roles import role_dsn
 from tests.fixtures.wait import wait_until
 from tests.proof.history import Append
+from tests.proof.runtimes import runtime_of
 from tests.proof.streams import read_partition
 
 QUICK = RelayLimits(sweep_s=0.05, compare_s=0.1, progress_s=0.05, heartbeat_s=0.05, late_s=0.5)
@@ -55,12 +56,12 @@ class OutboxWorld:
     def __post_init__(self) -> None:
         with Database(self.dsn) as database:
             for number, url in enumerate(self.urls, start=1):
-                register_node(database, name=f"node-{number}", url=url)
+                register_node(runtime_of(database), name=f"node-{number}", url=url)
 
     def add_topic(self, name: str, **options: Any) -> None:
         """Create a topic that the outbox may publish to."""
         with Database(self.dsn) as database:
-            create_topic(database, name, prefix=self.key_prefix, application=database, **options)
+            create_topic(runtime_of(database, self.key_prefix, application=database), name, **options)
         self.topics.append(name)
 
     def settings(self, **changes: Any) -> Settings:

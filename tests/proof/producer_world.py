@@ -21,6 +21,7 @@ from mqlayer.redis.node_connection import Node
 from mqlayer.settings import Settings
 from mqlayer.topics import create_topic, rearm_node, register_node
 from tests.proof.history import Append
+from tests.proof.runtimes import runtime_of
 from tests.proof.streams import read_partition
 
 
@@ -47,12 +48,12 @@ class ProducerWorld:
 
     def _register(self, number: int, url: str) -> None:
         with Database(self.dsn) as database:
-            register_node(database, name=f"node-{number}", url=url)
+            register_node(runtime_of(database), name=f"node-{number}", url=url)
 
     def add_topic(self, name: str = "orders", **options: Any) -> Route:
         """Create a topic."""
         with Database(self.dsn) as database:
-            self.routes[name] = create_topic(database, name, prefix=self.prefix, **options)
+            self.routes[name] = create_topic(runtime_of(database, self.prefix), name, **options)
         return self.routes[name]
 
     def settings(self, **changes: Any) -> Settings:
@@ -77,7 +78,7 @@ class ProducerWorld:
     def rearm(self, node: int = 1) -> tuple[Node, int]:
         """Arm a node's present run, as an operator or a worker does."""
         with Database(self.dsn) as database:
-            return rearm_node(database, f"node-{node}", prefix=self.prefix)
+            return rearm_node(runtime_of(database, self.prefix), f"node-{node}")
 
     def rows(self, sql: str, *arguments: Any) -> list[tuple[Any, ...]]:
         """Return what a query of the control database says."""

@@ -160,6 +160,8 @@ STACK: Final = Unit("mqlayer.stack.stack", "Stack")
 COUNTING: Final = Unit("mqlayer.redis.partition_scripts", "recount_command")
 """Repairs what a script left that ended in its middle. A consumer tries it, and goes on where its user may not: the
 next append or arming does the same, and who may write a partition's meta could stop it for good."""
+JOB_TABLE: Final = Unit("mqlayer.maintenance.jobs", "JOBS")
+"""The doctor reads the jobs' names and intervals only."""
 CONNECTION: Final = Unit("mqlayer.redis.node_connection", "NodeConnection")
 OTHERS: Final = ("mqlayer.cli.consume", "mqlayer.cli.relay", "mqlayer.cli.stack", "mqlayer.cli.addresses",
                  "mqlayer.cli.main")  # fmt: skip
@@ -180,6 +182,7 @@ def reached_by(role: str) -> Reached:
     """Return what the code of a role can send, besides what each connection sends to find out where it is."""
     left_out = {CONNECTION, HEALTH, STACK} | (ARMING if role in ("publisher", "consumer", "viewer") else set())
     left_out |= {COUNTING} if role == "consumer" else set()
+    left_out |= {JOB_TABLE} if role in ("viewer", "operator") else set()
     found = reached_from(PLACES[role], without=left_out)
     callers = {"evalsha"} if found.scripts else set()
     callers |= {"eval"} if found.scripts & WHOLE else set()

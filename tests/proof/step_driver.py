@@ -11,10 +11,12 @@ from typing import Final
 from pydantic import SecretStr
 
 from mqlayer.postgres.database import Database
-from mqlayer.routes import drop_change, finish_changes, give_up_node, merge, move, retire_partitions, split
+from mqlayer.routes import drop_change, finish_changes, give_up_node, retire_partitions
 from mqlayer.settings import Settings
 from mqlayer.topics import rearm_node
 from tests.fixtures.forked_programs import run_python
+from tests.proof.route_steps import merge, move, split
+from tests.proof.runtimes import runtime_of
 
 TOPIC: Final = "orders"
 ROOT: Final = Path(__file__).parents[2]
@@ -33,21 +35,21 @@ def main() -> None:
     with Database(settings.control_dsn()) as database, Database(settings.application_dsn()) as application:
         match act:
             case "split":
-                split(database, TOPIC, int(words[0]), at=[int(words[1])], to=words[2:], prefix=prefix)
+                split(runtime_of(database, prefix), TOPIC, int(words[0]), at=[int(words[1])], to=words[2:])
             case "merge":
-                merge(database, TOPIC, [int(word) for word in words], prefix=prefix)
+                merge(runtime_of(database, prefix), TOPIC, [int(word) for word in words])
             case "move":
-                move(database, TOPIC, int(words[0]), prefix=prefix)
+                move(runtime_of(database, prefix), TOPIC, int(words[0]))
             case "drop":
-                drop_change(database, TOPIC)
+                drop_change(runtime_of(database), TOPIC)
             case "finish":
-                finish_changes(database, prefix=prefix)
+                finish_changes(runtime_of(database, prefix))
             case "retire":
-                retire_partitions(database, prefix=prefix)
+                retire_partitions(runtime_of(database, prefix))
             case "rearm":
-                rearm_node(database, words[0], prefix=prefix, application=application)
+                rearm_node(runtime_of(database, prefix, application=application), words[0])
             case "give_up":
-                give_up_node(database, words[0], prefix=prefix, application=application)
+                give_up_node(runtime_of(database, prefix, application=application), words[0])
             case _:
                 raise ValueError(act)
 

@@ -58,6 +58,7 @@ from mqlayer.redis.shared_scripts import (
 from mqlayer.stack import RedisServer
 from mqlayer.topics import create_topic, register_node
 from mqlayer.topics.nodes import rearm_node
+from tests.proof.runtimes import runtime_of
 
 GROUP: Final = 1
 SOURCE: Final = 3
@@ -259,8 +260,8 @@ def test_what_is_left_of_a_partition_settles_nothing_and_gets_going_again(
     names = [*combinations(WAYS[way], 1), *combinations(WAYS[way], 2)]
     monkeypatch.setattr("mqlayer.doctor.verify.run.MAX_SHOWN", 10_000)
     with Database(database_dsn) as database:
-        register_node(database, name="n1", url=connection.node.url)
-        route = create_topic(database, "orders", prefix=key_prefix, partitions=len(names))
+        register_node(runtime_of(database), name="n1", url=connection.node.url)
+        route = create_topic(runtime_of(database, key_prefix), "orders", partitions=len(names))
         with database.connection() as control:
             control.execute(
                 "INSERT INTO mqlayer.consumer_group (topic_id, name, start, backoff_s) "
@@ -272,13 +273,13 @@ def test_what_is_left_of_a_partition_settles_nothing_and_gets_going_again(
         ]
         for case in cases:
             consume_half(case, way)
-        told = {finding.subject for finding in verify(database, "orders", application=database, prefix=key_prefix)
+        told = {finding.subject for finding in verify(runtime_of(database, key_prefix, application=database), "orders")
                 if finding.verdict is CheckStatus.BROKEN and "node rearm" in finding.fix}  # fmt: skip
         for case in cases:
             go_on_alone(case, way)
         unnamed = [case.names for case in cases if case.absent and f"partition {case.partition}" not in told]
         assert unnamed == [], "verify names the command for each that its node does not give out any more"
-        rearm_node(database, "n1", prefix=key_prefix)
+        rearm_node(runtime_of(database, key_prefix), "n1")
         for case in cases:
             go_on_armed(case, way)
 

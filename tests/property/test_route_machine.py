@@ -31,13 +31,16 @@ from mqlayer.redis.keys import partition_keys
 from mqlayer.redis.node_connection import NodeConnection
 from mqlayer.redis.partition_scripts import MessageRun, Refused, append_command, append_reply
 from mqlayer.relay import relay_once
-from mqlayer.routes import drop_change, finish_changes, merge, move, retire_partitions, split
+from mqlayer.routes import drop_change, finish_changes, retire_partitions
 from mqlayer.runtime.route_cache import RouteCache, load_nodes, load_route
 from mqlayer.topics import create_topic
 from tests.fixtures.servers import StartRedis
 from tests.proof.failpoint_names import failpoint_names
 from tests.proof.manual_member import LEASE_S, ManualMember
 from tests.proof.outbox_world import QUICK, OutboxWorld
+from tests.proof.route_ranges import range_of
+from tests.proof.route_steps import merge, move, split
+from tests.proof.runtimes import runtime_of
 
 CHANGE = sorted(name for name in failpoint_names() if name.startswith("change."))
 DROP = sorted(name for name in failpoint_names() if name.startswith("drop."))
@@ -75,7 +78,7 @@ class Direct:
 
     def _send_lp(self, lp: int, *, lose_reply: bool) -> bool:
         waiting = self._waiting[lp]
-        place = self._route.range_of(lp)
+        place = range_of(self._route, lp)
         node = next(node for node in load_nodes(self._database) if node.node_id == place.node)
         fields = [part for key, body in waiting for part in (b"1700000000000", key, body)]
         run = MessageRun(lp, self._acked[lp] + 1, len(waiting), fields)
@@ -121,7 +124,7 @@ class Routes(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.prefix, self.topic = self.world.key_prefix, f"topic-{next(_topics)}"
-        create_topic(self.database, self.topic, prefix=self.prefix, partitions=2, application=self.database)
+        create_topic(runtime_of(self.database, self.prefix, application=self.database), self.topic, partitions=2)
         self.hands = {group: ManualMember(self.database, self.prefix, self.topic, group) for group in GROUPS}
         self.direct = Direct(self.database, self.prefix, self.topic)
         self.published: dict[str, int] = dict.fromkeys(KEYS, 0)
@@ -163,33 +166,36 @@ class Routes(RuleBasedStateMachine):
         r = self.pick(which)
         point = r.lp_from + 1 + at % max(1, r.lp_to - r.lp_from - 1)
         nodes = ["node-1", "node-2"] if at % 2 else []
-        self.change(lambda: split(self.database, self.topic, r.partition, at=[point], to=nodes, prefix=self.prefix),
-                    name, nth)  # fmt: skip
+        self.change(
+            lambda: split(runtime_of(self.database, self.prefix), self.topic, r.partition, at=[point], to=nodes),
+            name,
+            nth,
+        )
 
     @rule(which=st.integers(0, 9), count=st.integers(2, 3), name=places(CHANGE), nth=st.integers(1, 2))
     def merge(self, which: int, count: int, name: str | None, nth: int) -> None:
         ranges = load_route(self.database, self.topic).ranges
         at = which % len(ranges)
         chosen = [r.partition for r in ranges[at : at + count]]
-        self.change(lambda: merge(self.database, self.topic, chosen, prefix=self.prefix), name, nth)
+        self.change(lambda: merge(runtime_of(self.database, self.prefix), self.topic, chosen), name, nth)
 
     @rule(which=st.integers(0, 9), name=places(CHANGE), nth=st.integers(1, 2))
     def move(self, which: int, name: str | None, nth: int) -> None:
         r = self.pick(which)
-        self.change(lambda: move(self.database, self.topic, r.partition, prefix=self.prefix), name, nth)
+        self.change(lambda: move(runtime_of(self.database, self.prefix), self.topic, r.partition), name, nth)
 
     @rule(name=places(DROP))
     def drop(self, name: str | None) -> None:
-        self.change(lambda: drop_change(self.database, self.topic), name, 1)
+        self.change(lambda: drop_change(runtime_of(self.database), self.topic), name, 1)
 
     @rule(name=places(CHANGE), nth=st.integers(1, 2))
     def resume(self, name: str | None, nth: int) -> None:
-        self.change(lambda: finish_changes(self.database, topic=self.topic, prefix=self.prefix), name, nth)
+        self.change(lambda: finish_changes(runtime_of(self.database, self.prefix), topic=self.topic), name, nth)
 
     @rule(name=places(RETIRE))
     def retire(self, name: str | None) -> None:
         with broken_off(name, 1):
-            retire_partitions(self.database, prefix=self.prefix)
+            retire_partitions(runtime_of(self.database, self.prefix))
 
     # -- consuming
 
@@ -219,8 +225,10 @@ class Routes(RuleBasedStateMachine):
     @rule(group=st.sampled_from(GROUPS), name=places(SEEK))
     def send_back(self, group: str, name: str | None) -> None:
         with broken_off(name, 1), closing(RouteCache(self.database)) as routes:
-            plan = planned_seek(self.database, routes, topic=self.topic, name=group, to="earliest", prefix=self.prefix)
-            apply_seek(self.database, plan, prefix=self.prefix, actor="machine")
+            plan = planned_seek(
+                runtime_of(self.database, self.prefix), routes, topic=self.topic, name=group, to="earliest"
+            )
+            apply_seek(runtime_of(self.database, self.prefix, actor="machine"), plan)
         if name != "seek.before_commit":
             self.sent_back[group] = set(KEYS)
 
@@ -247,9 +255,9 @@ class Routes(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         failpoints.disarm_all()
-        finished = finish_changes(self.database, topic=self.topic, prefix=self.prefix)
+        finished = finish_changes(runtime_of(self.database, self.prefix), topic=self.topic)
         assert set(finished.values()) <= {"done", "dropped"}, finished
-        assert finish_changes(self.database, topic=self.topic, prefix=self.prefix) == {}
+        assert finish_changes(runtime_of(self.database, self.prefix), topic=self.topic) == {}
         self.publish_to_all()
         assert self.direct.send(), "direct messages are refused though no change is open"
         relay_once(self.world.settings(), limits=QUICK)
@@ -259,7 +267,7 @@ class Routes(RuleBasedStateMachine):
             self.judge(group)
             assert self.handled[group] == self.published, group
             assert self.hands[group].version == version
-        retire_partitions(self.database, prefix=self.prefix)
+        retire_partitions(runtime_of(self.database, self.prefix))
         in_force = {int(r.partition) for r in load_route(self.database, self.topic).ranges}
         assert set(self.partitions(deleted=False)) == in_force
 

@@ -20,9 +20,9 @@ from typer.main import get_command
 import mqlayer
 from mqlayer import errors
 from mqlayer.cli.main import app
-from mqlayer.domain.jobs import JOBS
 from mqlayer.events import EventKind
 from mqlayer.groups import GroupSettings
+from mqlayer.maintenance.jobs import JOBS
 
 ROOT: Final = Path(__file__).parents[2]
 REFERENCE: Final = ROOT / "docs" / "reference"

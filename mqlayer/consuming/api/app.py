@@ -48,6 +48,7 @@ from mqlayer.postgres.notifications import GROUP, NotificationListener
 from mqlayer.postgres.rights import Right, require
 from mqlayer.redis.access import use_access
 from mqlayer.runtime.route_cache import RouteCache
+from mqlayer.runtime.runtime import Runtime
 from mqlayer.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -302,19 +303,13 @@ class App:
     def _member(
         self, consumer: Consumer, database: Database, routes: RouteCache, application: Database | None
     ) -> Member | SharedMember:
-        settings = self.settings
+        settings, runtime = self.settings, Runtime(database, self.settings, application, "member")
         group = ensure_group(
-            database,
-            routes,
-            topic=consumer.topic,
-            name=consumer.group,
-            prefix=settings.key_prefix,
-            settings=consumer.group_settings,
-            unsafe=settings.allow_unsafe_redis,
+            runtime, routes, topic=consumer.topic, name=consumer.group, settings=consumer.group_settings
         )
         rejoin = None
         if group.mode == "broadcast":
-            rejoin = partial(self._instance, consumer, group, database, routes)
+            rejoin = partial(self._instance, consumer, group, runtime, routes)
             group = rejoin()
         facts: dict[str, Any] = {
             "settings": settings, "database": database, "routes": routes, "group": group, "is_async": consumer.is_async,
@@ -326,16 +321,8 @@ class App:
             return Member(handle=_batch_handler(consumer, group, *consumer.batch), rejoin=rejoin, **facts)
         return Member(handle=_handle(consumer, group), rejoin=rejoin, **facts)
 
-    def _instance(self, consumer: Consumer, group: Group, database: Database, routes: RouteCache) -> Group:
-        settings = self.settings
-        instance, anew = ensure_instance(
-            database,
-            routes,
-            group,
-            self._instance_name(consumer),
-            prefix=settings.key_prefix,
-            unsafe=settings.allow_unsafe_redis,
-        )
+    def _instance(self, consumer: Consumer, group: Group, runtime: Runtime, routes: RouteCache) -> Group:
+        instance, anew = ensure_instance(runtime, routes, group, self._instance_name(consumer))
         if anew:
             emit(Event("instance_reset", group.topic, instance.name, cause=str(group.start)), self.hooks)
         return instance

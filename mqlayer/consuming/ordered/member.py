@@ -42,6 +42,7 @@ from mqlayer.redis.node_connection import Node, NodeConnection, connection_of
 from mqlayer.redis.partition_scripts import LockHolder, LockTaken
 from mqlayer.redis.roles import RedisRole
 from mqlayer.runtime.route_cache import RouteCache
+from mqlayer.runtime.runtime import Runtime
 from mqlayer.settings import Settings
 from mqlayer.topics.nodes import arm_if_allowed
 
@@ -413,14 +414,8 @@ class Member:
 
     def _repair(self, node_io: NodeIo, node_id: NodeId) -> None:
         node = self._node(node_id)
-        armed = arm_if_allowed(
-            self._database,
-            node.name,
-            prefix=self.settings.key_prefix,
-            application=self._application,
-            actor=self.member_id,
-            unsafe=self.settings.allow_unsafe_redis,
-        )
+        runtime = Runtime(self._database, self.settings, self._application, self.member_id)
+        armed = arm_if_allowed(runtime, node.name)
         self._routes.refresh_nodes()
         node_io.set_node(armed)
 

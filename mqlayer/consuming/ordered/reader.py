@@ -226,7 +226,8 @@ class Reader(NodeThread):
         waits: list[Command] = [("XREAD", "COUNT", 1, "BLOCK", block_ms, "STREAMS", *keys, *ids)]
         selects = [self._select_command(owned, count, wanted) for owned in readable]
         reads = [*selects, *map(self._check, readable)]
-        every = self._connection.call([*([] if self._more else waits), *reads, *rates])
+        # A scan repeated behind its check might read what another owner is given.
+        every = self._connection.call_once([*([] if self._more else waits), *reads, *rates])
         given, replies = every[len(every) - len(rates) :], every[: len(every) - len(rates)][-len(reads) :]
         if self._scripts_missing(replies):
             return

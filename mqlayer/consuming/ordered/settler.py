@@ -197,10 +197,11 @@ class Settler(NodeThread):
         return commands
 
     def _call(self, commands: Sequence[Command]) -> list[Any]:
-        replies = self._connection.call(commands)
+        # All again, in order: an attempt counted behind its offset's settling would be left there.
+        replies = self._connection.call_once(commands)
         if any(map(is_missing_script, replies)):
             self._connection.reload_scripts()
-            replies = self._connection.call(commands)
+            replies = self._connection.call_once(commands)
         return replies
 
     def _lost(self, owned: OwnedPartition, answer: Fenced | Refused) -> None:

@@ -18,6 +18,7 @@ from mqlayer.postgres.database import Database
 from mqlayer.redis.node_connection import Node, NodeConnection, connection_of
 from mqlayer.redis.roles import RedisRole
 from mqlayer.runtime.route_cache import RouteCache
+from mqlayer.runtime.runtime import Runtime
 from mqlayer.settings import Settings
 from mqlayer.topics.nodes import arm_if_allowed
 
@@ -102,14 +103,8 @@ class SharedMemberNodes:
         if node_io is None or not node_io.repairing.acquire(blocking=False):
             return
         try:
-            armed = arm_if_allowed(
-                self._database,
-                self._node(node_id).name,
-                prefix=self._owner.settings.key_prefix,
-                application=self._application,
-                actor=self._owner.member_id,
-                unsafe=self._owner.settings.allow_unsafe_redis,
-            )
+            runtime = Runtime(self._database, self._owner.settings, self._application, self._owner.member_id)
+            armed = arm_if_allowed(runtime, self._node(node_id).name)
             self._routes.refresh_nodes()
             for connection in node_io.connections:
                 connection.node = armed

@@ -99,7 +99,8 @@ def _read_state(
     positions = [
         position_command(connection, prefix, partition, one.group_id, start=one.start, seek=one.seek) for one in groups
     ]
-    seen, *replies = connection.call(
+    # Positions must be as new as the partition: a later look at it would know of trimmed offsets that they do not.
+    seen, *replies = connection.call_once(
         [connection.script("partition_read", (keys.log, keys.meta, keys.marks)), *positions]
     )
     found = [position_reply(reply, connection.node.address) for reply in replies]

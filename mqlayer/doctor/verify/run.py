@@ -21,37 +21,29 @@ from mqlayer.doctor.verify.rules import RULES, TopicState
 from mqlayer.domain.names import check_name
 from mqlayer.domain.routing import NodeId
 from mqlayer.errors import MqlayerError, NotFound
-from mqlayer.postgres.database import Database
-from mqlayer.redis.node_connection import Node, NodeConnection
+from mqlayer.redis.node_connection import Node
 from mqlayer.runtime.route_cache import load_nodes
+from mqlayer.runtime.runtime import Runtime
 
 MAX_SHOWN: Final = 20
 
 
-def verify(
-    database: Database,
-    topic: str | None = None,
-    *,
-    application: Database,
-    prefix: str,
-    deep: bool = False,
-    unsafe: bool = False,
-) -> list[Finding]:
+def verify(runtime: Runtime, topic: str | None = None, *, deep: bool = False) -> list[Finding]:
     """Compare Postgres, nodes and archive while they run, for one topic or all.
 
     Changing partitions are UNKNOWN. `deep` reads every record's identity and counts the archive. Raises NotFound,
     StoreUnavailable.
     """
-    topics = topics_to_verify(database, None if topic is None else check_name("topic", topic))
+    topics = topics_to_verify(runtime.control, None if topic is None else check_name("topic", topic))
     if topic is not None and not topics:
         raise NotFound("topic", topic, "those there are: mqlayer topic list")
-    nodes = {node.node_id: node for node in load_nodes(database)}
+    nodes = {node.node_id: node for node in load_nodes(runtime.control)}
     found: list[Finding] = []
     for topic_id, name in topics:
-        before = ask_before(database, application, topic_id, name)
-        actual, unreachable = _ask_nodes(nodes, before, prefix=prefix, deep=deep, unsafe=unsafe)
-        after = ask_after(database, application, before, deep=deep)
-        kept = partial(rows_kept, application, topic_id)
+        before = ask_before(runtime.control, runtime.outbox, topic_id, name)
+        actual, unreachable = _ask_nodes(runtime, nodes, before, deep=deep)
+        after = ask_after(runtime.control, runtime.outbox, before, deep=deep)
+        kept = partial(rows_kept, runtime.outbox, topic_id)
         changed = [
             one for one in before.partitions if one.partition in actual and one.partition not in after.partitions
         ]
@@ -88,7 +80,7 @@ def _agreed(name: str, state: TopicState) -> str:
 
 
 def _ask_nodes(
-    nodes: dict[NodeId, Node], before: ExpectedBefore, *, prefix: str, deep: bool, unsafe: bool
+    runtime: Runtime, nodes: dict[NodeId, Node], before: ExpectedBefore, *, deep: bool
 ) -> tuple[dict[int, NodePartition | None], list[Finding]]:
     homes: dict[NodeId, list[ExpectedPartition]] = {}
     for expected in before.partitions:
@@ -98,11 +90,11 @@ def _ask_nodes(
     unreachable: list[Finding] = []
     for node_id, partitions in homes.items():
         try:
-            with NodeConnection(nodes[node_id], unsafe=unsafe) as connection:
+            with runtime.connection(nodes[node_id]) as connection:
                 for expected in partitions:
                     groups = before.groups.get(expected.partition, ())
                     actual[expected.partition] = ask_partition(
-                        connection, prefix, expected.partition, groups, deep=deep
+                        connection, runtime.prefix, expected.partition, groups, deep=deep
                     )
         except MqlayerError as error:
             unreachable.append(

@@ -36,7 +36,7 @@ from mqlayer.redis.partition_scripts import (
     settle_command,
     settle_reply,
 )
-from mqlayer.routes import finish_changes, rearm_lost_nodes, split
+from mqlayer.routes import finish_changes, rearm_lost_nodes
 from mqlayer.settings import Settings
 from mqlayer.stack.wait import comes_true
 from mqlayer.topics import create_topic, rearm_node, register_node
@@ -51,6 +51,8 @@ from tests.proof.history import Ack, Deliver, Effect, History, OwnershipEvent, P
 from tests.proof.manual_member import ManualMember
 from tests.proof.outbox_race import Race, run_race
 from tests.proof.planted_bugs import Outbox
+from tests.proof.route_steps import split
+from tests.proof.runtimes import runtime_of
 
 GROUP: Final = "g"
 WRITERS: Final = 4
@@ -145,13 +147,13 @@ def power_cut(there: Place, planted: bool) -> str:
     try:
         settings = Settings(dsn=SecretStr(there.database()), key_prefix="race")
         with Database(settings.control_dsn()) as database:
-            register_node(database, name="n1", url=node.url)
-            route = create_topic(database, DIRECT, prefix="race", partitions=2)
+            register_node(runtime_of(database), name="n1", url=node.url)
+            route = create_topic(runtime_of(database, "race"), DIRECT, partitions=2)
             with DirectPublisher(settings) as publisher:
                 publisher.wait_for_more()
                 node.cut_power()
                 node.start()
-                rearm_lost_nodes(database, prefix="race", application=database)
+                rearm_lost_nodes(runtime_of(database, "race", application=database))
                 publisher.wait_for_more()
         missing = publisher.stored - stored_on(node, "race", [part.partition for part in route.ranges])
     finally:
@@ -207,13 +209,13 @@ def parked_keys(there: Place, planted: bool) -> str:
                 identity = Identity(1, lp_of(key.encode()), turn)
                 history.note(Publish(**_facts(identity, key, b"%d" % turn)))
             stage.send((key, b"%d" % turn) for key in keys)
-            release_all(stage.database, TOPIC, GROUP, actor="race")
+            release_all(runtime_of(stage.database, actor="race"), TOPIC, GROUP)
         comes_true(lambda: _nothing_is_parked(stage), within_s=8)
     return _broken(check(read_histories(directory), flows=[(GROUP, TOPIC)]).counts)
 
 
 def _nothing_is_parked(stage: Stage) -> bool:
-    release_all(stage.database, TOPIC, GROUP, actor="race")
+    release_all(runtime_of(stage.database, actor="race"), TOPIC, GROUP)
     with stage.database.connection() as connection:
         row = connection.execute("SELECT count(*) FROM mqlayer.parked_message").fetchone()
     return stage.all_settled() and row == (0,)
@@ -235,7 +237,7 @@ def trimmed_streams(there: Place, planted: bool) -> str:
         comes_true(lambda: None not in stage.owners().values(), within_s=PATIENCE_S)
         for turn in range(10):
             stage.send_numbers(keys=20, each=10, first=10 * turn + 1)
-            trim_pass(stage.database, prefix=stage.prefix)
+            trim_pass(stage.runtime)
         comes_true(stage.all_settled, within_s=8)
         missing = 2000 - len(handled)
     return f"{missing} lost" if missing else ""
@@ -394,7 +396,7 @@ def late_ack(there: Place, planted: bool) -> str:
         stage.send([(key, b"lost")] * 10)
         comes_true(lambda: stage.position(partition).committed == 21, within_s=PATIENCE_S)
         kept.happen()
-        rearm_node(stage.database, "node-1", prefix=stage.prefix, application=stage.database)
+        rearm_node(runtime_of(stage.database, stage.prefix, application=stage.database), "node-1")
         stage.forget_last(key, 10)
         stage.send([(key, b"new")] * 10)
         holder = LockHolder(stage.prefix, partition, stage.group_id(), member or "", epoch)
@@ -422,9 +424,9 @@ def lost_seal(there: Place, planted: bool) -> str:
         _seal_unrecorded(stage, partition)
         lost = member.position(partition)[1]
         kept.happen()
-        rearm_node(stage.database, "node-1", prefix=stage.prefix, application=stage.database)
+        rearm_node(runtime_of(stage.database, stage.prefix, application=stage.database), "node-1")
         stage.send_numbers(keys=20, each=10, first=11)
-        finish_changes(stage.database, prefix=stage.prefix, application=stage.database)
+        finish_changes(runtime_of(stage.database, stage.prefix, application=stage.database))
         left, command = member.position(partition)
         assert lost is not None, "the first seal was not read"
         assert command is not None, "there is no second seal"
@@ -437,6 +439,6 @@ def _seal_unrecorded(stage: Stage, partition: int) -> None:
     failpoints.arm("change.after_seal", "raise")
     try:
         with suppress(FailpointHit):
-            split(stage.database, TOPIC, partition, prefix=stage.prefix, application=stage.database)
+            split(runtime_of(stage.database, stage.prefix, application=stage.database), TOPIC, partition)
     finally:
         failpoints.disarm_all()

@@ -41,6 +41,7 @@ from tests.proof.archive_update import archive_all
 from tests.proof.checker import Verdict, check
 from tests.proof.history import FallBack, History, read_histories
 from tests.proof.observer import observe_retiring
+from tests.proof.runtimes import runtime_of
 
 CAST: Final = {"publisher": 3, "relay": 2, "pair": 4, "driver": 2, "worker": 2, "beat": 2}
 BATCHES: Final = {"pair-0": "distinct", "pair-1": "key", "pair-2": "distinct", "pair-3": "key"}
@@ -216,8 +217,10 @@ class _Run:
 
     def _is_settled(self) -> bool:
         try:
-            rearm_lost_nodes(self._database, prefix=self._settings.key_prefix, application=self._database)
-            finish_changes(self._database, prefix=self._settings.key_prefix, topic=TOPIC, application=self._database)
+            rearm_lost_nodes(runtime_of(self._database, self._settings.key_prefix, application=self._database))
+            finish_changes(
+                runtime_of(self._database, self._settings.key_prefix, application=self._database), topic=TOPIC
+            )
             return self._scene.is_settled()
         except MqlayerError as error:
             raise AssertionError(f"{type(error).__name__}: {error}") from error
@@ -243,7 +246,7 @@ class _Run:
     def _differences(self, *, stuck: bool) -> Iterator[str]:
         """Say what is wrong with what is left, by those who know nothing of histories."""
         prefix = self._settings.key_prefix
-        for one in verify(self._database, TOPIC, application=self._database, prefix=prefix, deep=True):
+        for one in verify(runtime_of(self._database, prefix, application=self._database), TOPIC, deep=True):
             # A group that drained a partition whose node lost the last acks is told as a warning, and no fault.
             if one.verdict != "ok" and (one.check, one.verdict) != ("group", "warning"):
                 yield f"{one.check} {one.subject}: {one.seen}"

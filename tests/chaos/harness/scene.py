@@ -21,6 +21,7 @@ from tests.chaos.actors import GROUP, MIRROR, TOPIC
 from tests.chaos.harness.stores import note_sink, note_streams
 from tests.proof.checker import Verdict, check
 from tests.proof.history import History, Lineage, read_histories
+from tests.proof.runtimes import runtime_of
 
 TOMBSTONE: Final = {"meta": {"state": "deleted"}}
 WITHOUT_EFFECT: Final = """
@@ -61,8 +62,8 @@ class Scene:
         self.database, self.nodes, self.settings, self.directory = database, nodes, settings, directory
         self.prefix, self.emptied = settings.key_prefix, False
         for number, node in enumerate(nodes):
-            register_node(database, name=f"n{number}", url=node.url)
-        create_topic(database, TOPIC, prefix=self.prefix, partitions=4, application=database, archived=True)
+            register_node(runtime_of(database), name=f"n{number}", url=node.url)
+        create_topic(runtime_of(database, self.prefix, application=database), TOPIC, partitions=4, archived=True)
 
     def rows(self, statement: str) -> list[tuple[Any, ...]]:
         """Return what Postgres answers."""
@@ -95,7 +96,7 @@ class Scene:
 
     def unsettled(self) -> Iterator[str]:
         """Say what the groups have yet to do."""
-        for progress in drain_progress(self.database, TOPIC, prefix=self.prefix):
+        for progress in drain_progress(runtime_of(self.database, self.prefix), TOPIC):
             yield f"{progress}"
         version = load_route(self.database, TOPIC).version
         for name in self.groups:
@@ -130,7 +131,7 @@ class Scene:
         ends = self.rows("SELECT coalesce(max(position), 0)::bigint FROM sink")[0][0]
         assert ends >= self.committed(), f"at least {self.committed() - ends} messages have no effect"
         # What the periodic job does: where a drain and the end of its change meet, neither raises the group's version.
-        finish_changes(self.database, prefix=self.prefix, topic=TOPIC, application=self.database)
+        finish_changes(runtime_of(self.database, self.prefix, application=self.database), topic=TOPIC)
         waiting = list(self.unsettled())
         assert not waiting, waiting
         there = self.rows("SELECT count(*) FROM sink")[0][0]
@@ -139,7 +140,7 @@ class Scene:
 
     def leftovers(self) -> Iterator[str]:
         """Retire what is drained; say what is left of any partition but those in force beside its tombstone."""
-        retire_partitions(self.database, prefix=self.prefix)
+        retire_partitions(runtime_of(self.database, self.prefix))
         in_force = sorted(r.partition for r in load_route(self.database, TOPIC).ranges)
         for state, wanted in (("open", in_force), ("sealed", []), ("importing", [])):
             if (found := sorted(self.partitions(state))) != wanted:

@@ -18,13 +18,15 @@ from mqlayer.groups.members import join, send_heartbeat
 from mqlayer.postgres.database import Database
 from mqlayer.redis.node_connection import NodeConnection
 from mqlayer.redis.partition_scripts import MessageRun, Refused, append_command, append_reply
-from mqlayer.routes import change_driver, finish_changes, give_up_node, move, node_loss, rearm_lost_nodes, split
+from mqlayer.routes import change_driver, finish_changes, give_up_node, node_loss, rearm_lost_nodes
 from mqlayer.runtime.route_cache import load_nodes, load_route
 from mqlayer.stack import RedisServer
 from mqlayer.topics import create_topic, rearm_node
 from tests.fixtures.dead_nodes import all_handled, bring, consuming, published
 from tests.fixtures.wait import wait_until
 from tests.proof.outbox_world import OutboxWorld
+from tests.proof.route_steps import move, split
+from tests.proof.runtimes import runtime_of
 from tests.proof.step_driver import drive
 
 IN_ORDER = "everything is handled in order"
@@ -36,11 +38,11 @@ def states(world: OutboxWorld) -> dict[int, tuple[int, str]]:
 
 
 def give_up(world: OutboxWorld, database: Database) -> node_loss.NodeLossReport:
-    return give_up_node(database, "node-2", prefix=world.key_prefix, application=database)
+    return give_up_node(runtime_of(database, world.key_prefix, application=database), "node-2")
 
 
 def rearm(world: OutboxWorld, database: Database) -> None:
-    rearm_node(database, "node-2", prefix=world.key_prefix, application=database)
+    rearm_node(runtime_of(database, world.key_prefix, application=database), "node-2")
 
 
 def test_a_living_parent_of_a_merge_keeps_what_groups_have_not_drained(
@@ -105,7 +107,7 @@ def test_a_successor_on_the_lost_node_is_made_elsewhere(
     third = load_route(database, "invoices").ranges[2].partition
     failpoints.arm("change.after_open", "raise")
     with pytest.raises(FailpointHit):
-        move(database, "invoices", third, prefix=world.key_prefix, to="node-2")
+        move(runtime_of(database, world.key_prefix), "invoices", third, to="node-2")
     failpoints.disarm_all()
     node.kill()
     loss = give_up(world, database)
@@ -121,12 +123,12 @@ def test_a_topic_that_was_created_half_holds_nobody_up(
 ) -> None:
     failpoints.arm("topic.after_allocate", "raise")
     with pytest.raises(FailpointHit):
-        create_topic(database, "aaa", prefix=world.key_prefix, partitions=2)
+        create_topic(runtime_of(database, world.key_prefix), "aaa", partitions=2)
     failpoints.disarm_all()
     node.kill()
     give_up(world, database)
     assert all(node_id == 1 for node_id, state in states(world).values() if state != "deleted")
-    assert create_topic(database, "aaa", prefix=world.key_prefix, partitions=2).version == 1
+    assert create_topic(runtime_of(database, world.key_prefix), "aaa", partitions=2).version == 1
 
 
 def test_a_group_that_began_late_gets_what_a_wiped_node_gets_again(world: OutboxWorld, database: Database) -> None:
@@ -155,7 +157,7 @@ def test_the_copy_that_a_lost_node_brings_back_takes_nothing(
         pass
     bring(world, 50, "before")
     node.kill()
-    move(database, "orders", 2, prefix=world.key_prefix, to="node-1", unreachable=True, application=database)
+    move(runtime_of(database, world.key_prefix, application=database), "orders", 2, to="node-1", unreachable=True)
     assert give_up(world, database).recreated == (2,)
     node.start()
     rearm(world, database)
@@ -174,7 +176,7 @@ def test_what_was_given_another_node_is_made_there_also_after_a_kill_in_between(
     with consuming(world):
         pass
     bring(world, 100, "before")
-    move(database, "orders", 2, prefix=world.key_prefix, to="node-1")
+    move(runtime_of(database, world.key_prefix), "orders", 2, to="node-1")
     world.rows("DELETE FROM mqlayer_app.outbox WHERE lp >= 512 AND seq = 1")
     node.kill()
     assert drive("give_up", "node-2", environment=world.environment("lost.after_one=kill")) == -9
@@ -226,7 +228,7 @@ def test_a_partition_that_its_node_does_not_have_leaves_the_others_there_alone(
 ) -> None:
     with consuming(world):
         pass
-    split(database, "orders", 2, at=[700], prefix=world.key_prefix)
+    split(runtime_of(database, world.key_prefix), "orders", 2, at=[700])
     with world.relay(), consuming(world) as seen:
         bring(world, 50, "before")
         wait_until(lambda: all_handled(world, seen), what=IN_ORDER)
@@ -264,9 +266,9 @@ def test_the_next_command_finishes_a_move_away(world: OutboxWorld, database: Dat
     node.kill()
     failpoints.arm("change.before_sealed_commit", "raise")
     with pytest.raises(FailpointHit):
-        move(database, "orders", 2, prefix=world.key_prefix, to="node-1", unreachable=True, application=database)
+        move(runtime_of(database, world.key_prefix, application=database), "orders", 2, to="node-1", unreachable=True)
     failpoints.disarm_all()
-    route = split(database, "orders", 1, at=[100], prefix=world.key_prefix, application=database)
+    route = split(runtime_of(database, world.key_prefix, application=database), "orders", 1, at=[100])
     assert route.version == 3
 
 
@@ -277,16 +279,14 @@ def test_away_is_refused_where_direct_producers_may_have_published(
         producer.send("orders", key="k", body=b"1")
     node.kill()
     with pytest.raises(Conflict, match="--accept-loss"):
-        move(database, "orders", 2, prefix=world.key_prefix, to="node-1", unreachable=True, application=database)
+        move(runtime_of(database, world.key_prefix, application=database), "orders", 2, to="node-1", unreachable=True)
     route = move(
-        database,
+        runtime_of(database, world.key_prefix, application=database),
         "orders",
         2,
-        prefix=world.key_prefix,
         to="node-1",
         unreachable=True,
         accept_loss=True,
-        application=database,
     )
     assert route.version == 2
 
@@ -298,9 +298,9 @@ def test_away_waits_for_a_node_that_answers_and_is_not_armed(
     node.kill()
     node.start()
     with pytest.raises(NodeNotArmed):
-        move(database, "orders", 2, prefix=world.key_prefix, to="node-1", unreachable=True, application=database)
+        move(runtime_of(database, world.key_prefix, application=database), "orders", 2, to="node-1", unreachable=True)
     rearm(world, database)
-    assert finish_changes(database, prefix=world.key_prefix, application=database) == {1: "done"}
+    assert finish_changes(runtime_of(database, world.key_prefix, application=database)) == {1: "done"}
     assert not world.rows("SELECT 1 FROM mqlayer.seal WHERE unreachable")
 
 
@@ -313,8 +313,8 @@ def move_a_parent_that_holds_more(world: OutboxWorld, database: Database, monkey
         change_driver.ChangeDriver, "_is_unreachable", lambda self, work, place: work.mode == "unreachable"
     )
     world.rows("UPDATE mqlayer_app.relayed SET seq = seq - 1 WHERE lp >= 512 AND seq > 1")
-    move(database, "orders", 2, prefix=world.key_prefix, to="node-1", unreachable=True, application=database)
-    assert rearm_lost_nodes(database, prefix=world.key_prefix, application=database) == {"node-2": "armed"}
+    move(runtime_of(database, world.key_prefix, application=database), "orders", 2, to="node-1", unreachable=True)
+    assert rearm_lost_nodes(runtime_of(database, world.key_prefix, application=database)) == {"node-2": "armed"}
     assert world.rows("SELECT unreachable, cut FROM mqlayer.seal") == [(False, True)]
 
 

@@ -5,25 +5,27 @@ from __future__ import annotations
 import pytest
 
 from mqlayer.postgres.database import Database
-from mqlayer.routes import move, partition_retirement, retire_partitions, split
+from mqlayer.routes import partition_retirement, retire_partitions
 from mqlayer.stack import RedisServer
 from mqlayer.topics import rearm_node
 from tests.fixtures.dead_nodes import consuming
 from tests.proof.outbox_world import OutboxWorld
+from tests.proof.route_steps import move, split
+from tests.proof.runtimes import runtime_of
 
 
 def test_a_dead_node_with_more_to_retire_than_a_round_takes_starves_no_other(
     world: OutboxWorld, database: Database, node: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    move(database, "orders", 2, prefix=world.key_prefix, to="node-1")
-    split(database, "orders", 3, at=[700], prefix=world.key_prefix)
+    move(runtime_of(database, world.key_prefix), "orders", 2, to="node-1")
+    split(runtime_of(database, world.key_prefix), "orders", 3, at=[700])
     with consuming(world, start="latest"):
         pass
     monkeypatch.setattr(partition_retirement, "PER_ROUND", 1)
     node.kill()
-    assert retire_partitions(database, prefix=world.key_prefix) == [3]
-    assert retire_partitions(database, prefix=world.key_prefix) == []
+    assert retire_partitions(runtime_of(database, world.key_prefix)) == [3]
+    assert retire_partitions(runtime_of(database, world.key_prefix)) == []
     node.start()
-    rearm_node(database, "node-2", prefix=world.key_prefix)
-    assert retire_partitions(database, prefix=world.key_prefix) == [2]
+    rearm_node(runtime_of(database, world.key_prefix), "node-2")
+    assert retire_partitions(runtime_of(database, world.key_prefix)) == [2]
     assert world.rows("SELECT 1 FROM mqlayer.partition WHERE state = 'deleted' AND retired_at IS NULL") == []

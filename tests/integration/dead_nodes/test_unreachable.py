@@ -15,7 +15,7 @@ from mqlayer.errors import ConfigurationRefused, Conflict, Reject, StoreUnavaila
 from mqlayer.failpoints import FailpointHit
 from mqlayer.postgres.database import Database
 from mqlayer.redis.keys import partition_keys
-from mqlayer.routes import apply_change, finish_changes, give_up_node, move, plan_move, rearm_lost_nodes
+from mqlayer.routes import apply_change, finish_changes, give_up_node, plan_move, rearm_lost_nodes
 from mqlayer.runtime.route_cache import load_route
 from mqlayer.stack import RedisServer
 from mqlayer.topics import rearm_node
@@ -24,6 +24,8 @@ from tests.fixtures.wait import wait_until
 from tests.proof.failpoint_names import failpoint_names
 from tests.proof.fall_back import FallBack
 from tests.proof.outbox_world import OutboxWorld
+from tests.proof.route_steps import move
+from tests.proof.runtimes import runtime_of
 from tests.proof.step_driver import drive
 
 IN_ORDER = "everything is handled in order"
@@ -48,9 +50,9 @@ def test_publishing_goes_on_without_a_dead_node_and_consuming_in_order_when_it_i
     node.kill()
     world.publish(100, tag="while")
     with pytest.raises(StoreUnavailable):
-        apply_change(database, plan_move(load_route(database, "orders"), 2, NodeId(1)), prefix=world.key_prefix)
-    assert "refused" in finish_changes(database, prefix=world.key_prefix, application=database)[1]
-    assert finish_changes(database, prefix=world.key_prefix, application=database, unreachable=True) == {1: "done"}
+        apply_change(runtime_of(database, world.key_prefix), plan_move(load_route(database, "orders"), 2, NodeId(1)))
+    assert "refused" in finish_changes(runtime_of(database, world.key_prefix, application=database))[1]
+    assert finish_changes(runtime_of(database, world.key_prefix, application=database), unreachable=True) == {1: "done"}
     assert load_route(database, "orders").version == 2
     with world.relay(), consuming(world) as seen:
         world.publish(100, tag="after")
@@ -66,9 +68,9 @@ def test_a_node_that_is_lost_for_good_is_given_up_and_what_the_outbox_holds_is_s
         world.publish(200, tag="before")
         world.wait_until_whole()
     with pytest.raises(Conflict, match="answers"):
-        give_up_node(database, "node-2", prefix=world.key_prefix, application=database)
+        give_up_node(runtime_of(database, world.key_prefix, application=database), "node-2")
     node.kill()
-    loss = give_up_node(database, "node-2", prefix=world.key_prefix, application=database)
+    loss = give_up_node(runtime_of(database, world.key_prefix, application=database), "node-2")
     assert (loss.moved, loss.recreated, loss.only_on_node) == ((2,), (), 0)
     assert loss.resent > 0
     with world.relay(), consuming(world) as seen:
@@ -100,7 +102,7 @@ def test_what_died_in_a_lost_partition_stays_dead_in_its_successor(
     finally:
         app.stop()
     node.kill()
-    assert give_up_node(database, "node-2", prefix=world.key_prefix, application=database).resent > 0
+    assert give_up_node(runtime_of(database, world.key_prefix, application=database), "node-2").resent > 0
     dead = {body for (body,) in world.rows(died)}
     with world.relay(), consuming(world) as seen:
         world.publish(100, tag="after")
@@ -125,7 +127,7 @@ def test_giving_a_node_up_that_was_killed_half_way_is_done_again(
         world.wait_until_whole()
     node.kill()
     assert drive("give_up", "node-2", environment=world.environment(f"{name}=kill")) == -9
-    give_up_node(database, "node-2", prefix=world.key_prefix, application=database)
+    give_up_node(runtime_of(database, world.key_prefix, application=database), "node-2")
     assert not world.rows("SELECT 1 FROM mqlayer.partition WHERE node_id = 2 AND state <> 'deleted'")
     with world.relay(), consuming(world) as seen:
         wait_until(lambda: all_handled(world, seen), what="everything is handled in order", timeout_s=30)
@@ -141,12 +143,12 @@ def test_members_that_held_a_lost_partition_go_on_with_its_successor(
     world.publish(100, tag="waiting")
     with world.relay():
         world.wait_until_whole()
-        move(database, "orders", 2, prefix=world.key_prefix, to="node-1")
+        move(runtime_of(database, world.key_prefix), "orders", 2, to="node-1")
         world.publish(50, tag="moved")
         world.wait_until_whole()
     with consuming(world) as seen_later, world.relay():
         node.kill()
-        loss = give_up_node(database, "node-2", prefix=world.key_prefix, application=database)
+        loss = give_up_node(runtime_of(database, world.key_prefix, application=database), "node-2")
         assert (loss.moved, loss.recreated) == ((), (2,))
         wait_until(
             lambda: all(
@@ -171,7 +173,7 @@ def test_a_node_that_lost_everything_goes_on_behind_what_the_outbox_forgot(
     world.publish(100, tag="after")
     with world.relay():
         wait_until(lambda: world.rows("SELECT 1 FROM mqlayer_app.quarantined"), what="LPs are held")
-        rearm_node(database, "node-2", prefix=world.key_prefix, application=database, accept_loss=True)
+        rearm_node(runtime_of(database, world.key_prefix, application=database), "node-2", accept_loss=True)
         wait_until(
             lambda: (
                 sum(map(len, world.relayed().values())) >= 100 + 0
@@ -202,13 +204,13 @@ def moved_off_after_it_was_sealed_short(world: OutboxWorld, database: Database, 
     bring(world, 100, "fallen")
     wait_until(lambda: not world.rows(NOT_RECORDED), what="all to be recorded as relayed")
     then.happen()
-    rearm_node(database, "node-2", prefix=world.key_prefix, application=database)
+    rearm_node(runtime_of(database, world.key_prefix, application=database), "node-2")
     failpoints.arm("change.after_seal", "raise")
     with pytest.raises(FailpointHit):
-        move(database, "orders", 2, prefix=world.key_prefix, to="node-1")
+        move(runtime_of(database, world.key_prefix), "orders", 2, to="node-1")
     failpoints.disarm_all()
     node.kill()
-    assert finish_changes(database, prefix=world.key_prefix, application=database, unreachable=True) == {1: "done"}
+    assert finish_changes(runtime_of(database, world.key_prefix, application=database), unreachable=True) == {1: "done"}
     node.start()
 
 
@@ -225,8 +227,8 @@ def test_a_parent_that_was_sealed_short_of_what_its_outbox_proves_is_filled_up_w
     if broken:
         failpoints.arm(broken, "raise")
         with pytest.raises(FailpointHit):
-            rearm_node(database, "node-2", prefix=world.key_prefix, application=database)
-    assert rearm_lost_nodes(database, prefix=world.key_prefix, application=database) == {"node-2": "armed"}
+            rearm_node(runtime_of(database, world.key_prefix, application=database), "node-2")
+    assert rearm_lost_nodes(runtime_of(database, world.key_prefix, application=database)) == {"node-2": "armed"}
     assert last_arming(world)["lost"] == {}
     log: Any = redis.Redis.from_url(node.url).xrange(partition_keys(world.key_prefix, 2).log)
     commands = [fields[b"b"].decode() for _, fields in log if fields[b"m"] == b"command"]
@@ -249,9 +251,9 @@ def test_what_the_outbox_does_not_hold_any_more_of_it_is_given_up_only_by_an_ope
     )
     for lp, seq in fallen[:3] if gone == "some" else fallen:
         world.rows("DELETE FROM mqlayer_app.outbox WHERE lp = %s AND seq = %s", lp, seq)
-    waits = rearm_lost_nodes(database, prefix=world.key_prefix, application=database)
+    waits = rearm_lost_nodes(runtime_of(database, world.key_prefix, application=database))
     assert "--accept-loss goes on without them" in waits["node-2"]
-    rearm_node(database, "node-2", prefix=world.key_prefix, application=database, accept_loss=True)
+    rearm_node(runtime_of(database, world.key_prefix, application=database), "node-2", accept_loss=True)
     assert last_arming(world)["lost"] == {"2": 3 if gone == "some" else len(fallen)}
     with world.relay(), consuming(world) as seen:
         world.publish(50, tag="after")
@@ -263,5 +265,5 @@ def test_another_outbox_proves_nothing(world: OutboxWorld, database: Database, n
     node.kill()
     world.rows("UPDATE mqlayer_app.identity SET outbox_uuid = gen_random_uuid()")
     with pytest.raises(ConfigurationRefused, match="MQLAYER_APP_DSN"):
-        move(database, "orders", 2, prefix=world.key_prefix, to="node-1", unreachable=True, application=database)
+        move(runtime_of(database, world.key_prefix, application=database), "orders", 2, to="node-1", unreachable=True)
     assert load_route(database, "orders").version == 1

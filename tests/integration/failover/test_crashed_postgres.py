@@ -24,7 +24,7 @@ from mqlayer.postgres.database import Database
 from mqlayer.postgres.migrations import migrate
 from mqlayer.redis.keys import terms_key
 from mqlayer.relay import relay_once
-from mqlayer.routes import finish_changes, move
+from mqlayer.routes import finish_changes
 from mqlayer.stack import PostgresServer
 from mqlayer.topics import create_topic, register_node
 from tests.fixtures.forked_programs import is_stopped
@@ -33,6 +33,8 @@ from tests.fixtures.servers import StartPostgres, StartRedis
 from tests.fixtures.wait import wait_until
 from tests.proof.manual_member import ManualMember
 from tests.proof.outbox_world import QUICK, OutboxWorld
+from tests.proof.route_steps import move
+from tests.proof.runtimes import runtime_of
 
 # Nothing but a commit that waits writes the log to the disk: what does not wait is lost in a crash for sure.
 LAZY: Final = {"wal_writer_delay": "10000", "bgwriter_delay": "10000", "autovacuum": "off"}
@@ -378,9 +380,9 @@ def test_a_partition_that_comes_to_a_node_waits_for_the_node_that_knows_what_its
     first, second = start_redis(), start_redis()
     world = OutboxWorld(own, key_prefix, [], control_dsn=database_dsn)
     with Database(database_dsn) as control, Database(own) as application:
-        register_node(control, name="node-1", url=first.url)
-        create_topic(control, "orders", prefix=key_prefix, application=application, partitions=1)
-        register_node(control, name="node-2", url=second.url)
+        register_node(runtime_of(control), name="node-1", url=first.url)
+        create_topic(runtime_of(control, key_prefix, application=application), "orders", partitions=1)
+        register_node(runtime_of(control), name="node-2", url=second.url)
         member = ManualMember(control, key_prefix, "orders")
         world.publish(5, keys=5, tag="kept")
         relay_once(world.settings(), limits=QUICK)
@@ -390,7 +392,7 @@ def test_a_partition_that_comes_to_a_node_waits_for_the_node_that_knows_what_its
         arm("change.after_open", "raise")
         try:
             with pytest.raises(FailpointHit):
-                move(control, "orders", 1, prefix=key_prefix, to="node-2", application=application)
+                move(runtime_of(control, key_prefix, application=application), "orders", 1, to="node-2")
         finally:
             disarm_all()
         disk.come_back()
@@ -402,7 +404,7 @@ def test_a_partition_that_comes_to_a_node_waits_for_the_node_that_knows_what_its
             wait_until(lambda: told() != then and live_relays(world), timeout_s=30, what="the relay to be on node-2")
             # Before the move, or the relay may see at once that counters are behind marks, and waits to recover.
             world.publish(20, keys=5, tag="new")
-            assert set(finish_changes(control, prefix=key_prefix, application=application).values()) == {"done"}
+            assert set(finish_changes(runtime_of(control, key_prefix, application=application)).values()) == {"done"}
             # So long that a relay that takes the new ones for the lost ones has recorded them as relayed.
             for _ in range(3):
                 wait_until(partial(beat_since, world, lease_end(world)), timeout_s=30, what="the relay's next beat")

@@ -10,11 +10,13 @@ from mqlayer.errors import ConfigurationRefused
 from mqlayer.outbox import adopt, renew
 from mqlayer.postgres.database import Database
 from mqlayer.relay import recover_now, relay_once
-from mqlayer.routes import give_up_node, split
+from mqlayer.routes import give_up_node
 from mqlayer.stack import RedisServer
 from mqlayer.topics import rearm_node
 from tests.proof.fall_back import lose_all
 from tests.proof.outbox_world import QUICK, OutboxWorld
+from tests.proof.route_steps import split
+from tests.proof.runtimes import runtime_of
 
 Act = Callable[[OutboxWorld, Database], None]
 
@@ -35,7 +37,7 @@ def relay(world: OutboxWorld) -> int:
 def recovered(world: OutboxWorld, database: Database) -> None:
     """Recover the outbox by hand, as after a promotion."""
     world.rows("UPDATE mqlayer_app.identity SET timeline = -1")
-    assert recover_now(database, database, world.settings()) is not None
+    assert recover_now(runtime_of(database, settings=world.settings(), application=database)) is not None
 
 
 def adopted(_: OutboxWorld, database: Database) -> None:
@@ -86,7 +88,7 @@ def test_a_node_is_given_up_after_an_outbox_was_adopted(
     world.publish(20, tag="after")
     relay(world)
     node.kill()
-    loss = give_up_node(database, "node-2", prefix=world.key_prefix, application=database)
+    loss = give_up_node(runtime_of(database, world.key_prefix, application=database), "node-2")
     assert loss.moved == (2,)
     assert 0 < loss.resent < 20
     assert relay(world) == loss.resent
@@ -97,7 +99,7 @@ def test_a_node_that_lost_what_a_former_source_sent_is_armed_again(
     world: OutboxWorld, database: Database, node: RedisServer, stale: bool
 ) -> None:
     """Its sealed partition is short of marks that nobody can restore: that is counted, and waited for by nobody."""
-    split(database, "orders", 2, at=[768], prefix=world.key_prefix)
+    split(runtime_of(database, world.key_prefix), "orders", 2, at=[768])
     of_the_sealed = sum(record.lp >= 512 for record in world.records())
     adopt(database)
     relay(world)
@@ -106,7 +108,7 @@ def test_a_node_that_lost_what_a_former_source_sent_is_armed_again(
         # As by a relay that was stopped between reading the identity and opening its source.
         world.rows("UPDATE mqlayer.source SET closed_at = NULL WHERE source_id = 1")
         recovered(world, database)
-    rearm_node(database, "node-2", prefix=world.key_prefix, application=database)
+    rearm_node(runtime_of(database, world.key_prefix, application=database), "node-2")
     lost = world.rows("SELECT facts -> 'lost' FROM mqlayer.audit WHERE object = 'node-2' AND facts ? 'lost'")
     assert [facts for (facts,) in lost if facts] == [{"2": of_the_sealed}]
 

@@ -15,7 +15,6 @@ from mqlayer.domain.routing import PartitionId, lp_of
 from mqlayer.errors import AcknowledgedLoss
 from mqlayer.postgres.database import Database
 from mqlayer.producing import Message, Producer, Receipt
-from mqlayer.routes import split
 from mqlayer.stack import RedisServer
 from mqlayer.topics import set_node_address
 from tests.fixtures.backups import Backup
@@ -24,6 +23,8 @@ from tests.fixtures.servers import StartRedis
 from tests.fixtures.wait import wait_until
 from tests.proof.producer_world import ProducerWorld
 from tests.proof.proxy import TcpProxy
+from tests.proof.route_steps import split
+from tests.proof.runtimes import runtime_of
 
 
 @pytest.fixture(autouse=True)
@@ -256,7 +257,7 @@ def test_successors_lack_nothing_of_a_former_source_that_their_parent_had(
     with world.producer() as producer:
         first, second = publish_under_two_sources(world, server, producer, tmp_path / "backup")
         with Database(world.dsn) as database:
-            split(database, "orders", PartitionId(first.partition), prefix=world.prefix)
+            split(runtime_of(database, world.prefix), "orders", PartitionId(first.partition))
         with world.client() as client:
             client.xtrim(world.keys(first.partition).log, maxlen=0, approximate=False)
         look_after_restart(world, server, producer)
@@ -296,7 +297,7 @@ def lose_the_end_of_a_replica(pair: Pair, world: ProducerWorld) -> None:
         pair.promote()
         with Database(world.dsn) as database:
             set_node_address(
-                database, "node-1", pair.replica.url, prefix=world.prefix, application=database, actor="test"
+                runtime_of(database, world.prefix, application=database, actor="test"), "node-1", pair.replica.url
             )
         wait_for_loss(producer, 2)
         with pytest.raises(AcknowledgedLoss) as raised:

@@ -14,7 +14,7 @@ from mqlayer.doctor.verify import verify
 from mqlayer.errors import AcknowledgedLoss, Conflict, PublishUnknown
 from mqlayer.postgres.database import Database
 from mqlayer.producing import Message
-from mqlayer.routes import reopen_forgotten, split
+from mqlayer.routes import reopen_forgotten
 from mqlayer.runtime.route_cache import RouteCache, load_route
 from mqlayer.stack import PostgresServer
 from mqlayer.topics import rearm_node
@@ -22,6 +22,8 @@ from tests.fixtures.failpoints import armed
 from tests.fixtures.forked_programs import start_python
 from tests.fixtures.wait import wait_until
 from tests.proof.producer_world import ProducerWorld
+from tests.proof.route_steps import split
+from tests.proof.runtimes import runtime_of
 
 
 @pytest.fixture
@@ -72,13 +74,13 @@ def split_once(world: ProducerWorld) -> None:
     """Split the topic's partition."""
     with Database(world.dsn) as database:
         ((partition, _),) = [(r.partition, r.node) for r in load_route(database, "orders").ranges]
-        split(database, "orders", partition, at=[512], prefix=world.prefix)
+        split(runtime_of(database, world.prefix), "orders", partition, at=[512])
 
 
 def reopen(world: ProducerWorld) -> tuple[list[int], dict[int, int]]:
     """Do what `mqlayer route reopen` does."""
     with Database(world.dsn) as database:
-        done = reopen_forgotten(database, "orders", prefix=world.prefix)
+        done = reopen_forgotten(runtime_of(database, world.prefix), "orders")
     return done.opened, done.deleted
 
 
@@ -113,7 +115,7 @@ def test_a_change_that_was_lost_is_named_and_undone(
         with pytest.raises((PublishUnknown, AcknowledgedLoss)):
             wait_until(lambda: not producer.send("orders", key="k", body=b"?", timeout_s=0.2), what="a refusal")
         with Database(world.dsn) as database:
-            told = verify(database, "orders", application=database, prefix=world.prefix)
+            told = verify(runtime_of(database, world.prefix, application=database), "orders")
             (named,) = (finding for finding in told if finding.check == "partition" and finding.verdict == "broken")
             assert "mqlayer route reopen orders" in named.fix
         assert reopen_process(world) == 1, "it has to be said with --yes"
@@ -186,7 +188,7 @@ def test_a_later_timelines_route_counts_whatever_its_version(world: ProducerWorl
     with Database(world.dsn) as database, closing(RouteCache(database)) as routes:
         routes._routes["orders"] = (newer, 0.0)
         assert routes.refresh("orders").version == 1
-        rearm_node(database, "node-1", prefix=world.prefix)
+        rearm_node(runtime_of(database, world.prefix), "node-1")
 
 
 def test_a_retirement_that_was_lost_does_not_keep_its_node_from_being_armed(world: ProducerWorld) -> None:

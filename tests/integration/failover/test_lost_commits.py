@@ -31,6 +31,7 @@ from tests.fixtures.standbys import Couple, couple_of
 from tests.fixtures.wait import wait_until
 from tests.proof.manual_member import ManualMember
 from tests.proof.outbox_world import QUICK, OutboxWorld, relayed_world
+from tests.proof.runtimes import runtime_of
 
 
 @pytest.fixture
@@ -265,7 +266,7 @@ def test_a_seek_after_one_that_was_lost_is_no_repetition_of_it(
             world.rows("SELECT mqlayer.server_seen_v1()")
         else:
             world.rows("SELECT mqlayer.server_replaced_v1('{}')")
-        rearm_node(database, "node-1", prefix=key_prefix)
+        rearm_node(runtime_of(database, key_prefix), "node-1")
         seek(member)
         member.consume_all()
         assert len(member.handled) == 30
@@ -280,11 +281,11 @@ def test_a_node_that_is_away_holds_the_recovery_up_until_an_operator_goes_on_wit
     node.kill()
     with Database(database_dsn) as database:
         with pytest.raises(StoreUnavailable, match="mqlayer outbox recover --unproven"):
-            recover_now(database, database, world.settings())
-        found = recover_now(database, database, world.settings(), unproven=True)
+            recover_now(runtime_of(database, settings=world.settings(), application=database))
+        found = recover_now(runtime_of(database, settings=world.settings(), application=database), unproven=True)
         assert found is not None
         assert found.waiting == 5
-        assert recover_now(database, database, world.settings()) is None
+        assert recover_now(runtime_of(database, settings=world.settings(), application=database)) is None
         node.start()
     assert relay_once(world.settings(), limits=QUICK) == 5
     assert values(world) == expected(5, ("m", 5), ("m", 5))
@@ -293,8 +294,10 @@ def test_a_node_that_is_away_holds_the_recovery_up_until_an_operator_goes_on_wit
 def seek(member: ManualMember) -> None:
     """Send its group back to the beginning."""
     with closing(RouteCache(member.database)) as routes:
-        plan = planned_seek(member.database, routes, topic="orders", name="ledger", to="earliest", prefix=member.prefix)
-    apply_seek(member.database, plan, prefix=member.prefix, actor="test")
+        plan = planned_seek(
+            runtime_of(member.database, member.prefix), routes, topic="orders", name="ledger", to="earliest"
+        )
+    apply_seek(runtime_of(member.database, member.prefix, actor="test"), plan)
 
 
 def recovered(world: OutboxWorld) -> bool:

@@ -19,7 +19,7 @@ from mqlayer.redis.keys import partition_keys
 from mqlayer.redis.node_connection import NodeConnection
 from mqlayer.redis.partition_scripts import AS_BEFORE_UNLESS_CLOSED, MessageRun, Refused, append_command, append_reply
 from mqlayer.relay import recover_now, relay_once
-from mqlayer.routes import finish_changes, move, split
+from mqlayer.routes import finish_changes
 from mqlayer.runtime.route_cache import load_nodes
 from mqlayer.stack import RedisServer
 from mqlayer.topics import create_topic, rearm_node, register_node
@@ -30,6 +30,8 @@ from tests.integration.failover.test_lost_commits import EarlierState, expected,
 from tests.proof.fall_back import FallBack, lose_all
 from tests.proof.manual_member import ManualMember
 from tests.proof.outbox_world import QUICK, OutboxWorld
+from tests.proof.route_steps import move, split
+from tests.proof.runtimes import runtime_of
 
 LOST_COMMITS = "UPDATE mqlayer_app.identity SET timeline = 77"
 
@@ -113,7 +115,7 @@ def test_what_neither_node_nor_outbox_holds_any_more_keeps_its_lps_waiting(
     lose_all(node)
     world.rows(LOST_COMMITS)
     with Database(world.dsn) as database:
-        found = recover_now(database, database, world.settings())
+        found = recover_now(runtime_of(database, settings=world.settings(), application=database))
     assert found is not None
     assert waiting
     assert found.missing_count == 2 + len(waiting)
@@ -122,7 +124,7 @@ def test_what_neither_node_nor_outbox_holds_any_more_keeps_its_lps_waiting(
         wait_until(lambda: world.rows(held) == [(topic_id, lp)], timeout_s=20, what="the LP to be held")
     assert {record.value for record in world.records()} == others
     with Database(world.dsn) as database:
-        rearm_node(database, "node-1", prefix=world.key_prefix, application=database, accept_loss=True)
+        rearm_node(runtime_of(database, world.key_prefix, application=database), "node-1", accept_loss=True)
     relay_once(world.settings(), limits=QUICK)
     assert {record.value for record in world.records()} == others | waiting
 
@@ -133,13 +135,13 @@ def test_while_a_route_changes_nothing_is_lost_either(world: OutboxWorld, node: 
     arm("change.after_open", "raise")
     with Database(world.dsn) as database:
         with pytest.raises(FailpointHit):
-            split(database, "orders", 1, prefix=world.key_prefix, application=database)
+            split(runtime_of(database, world.key_prefix, application=database), "orders", 1)
         disarm_all()
         lose_all(node)
         world.rows(LOST_COMMITS)
-        assert recover_now(database, database, world.settings()) is not None
+        assert recover_now(runtime_of(database, settings=world.settings(), application=database)) is not None
         member = ManualMember(database, world.key_prefix, "orders")
-        finish_changes(database, prefix=world.key_prefix, application=database)
+        finish_changes(runtime_of(database, world.key_prefix, application=database))
         bring(world, 20, "new")
         member.consume_all()
     assert member.bodies() == expected(10, ("a", 30), ("new", 20))
@@ -153,20 +155,20 @@ def test_what_has_other_numbers_now_does_not_take_the_place_of_what_a_sealed_par
     migrate(own)
     world = OutboxWorld(own, key_prefix, [node.url], control_dsn=database_dsn)
     with Database(database_dsn) as control, Database(own) as application:
-        register_node(control, name="node-1", url=node.url)
-        create_topic(control, "orders", prefix=key_prefix, application=application)
+        register_node(runtime_of(control), name="node-1", url=node.url)
+        create_topic(runtime_of(control, key_prefix, application=application), "orders")
         bring(world, 20, "a")
         then = EarlierState(world)
         bring(world, 20, "lost")
-        split(control, "orders", 1, prefix=key_prefix, application=application)
+        split(runtime_of(control, key_prefix, application=application), "orders", 1)
         then.come_back()
         world.rows(LOST_COMMITS)
         world.publish(20, keys=10, tag="new")
         lose_all(node)
         with pytest.raises(StoreUnavailable, match="may have others under these numbers"):
-            recover_now(application, control, world.settings())
-        rearm_node(control, "node-1", prefix=key_prefix, application=application, accept_loss=True)
-        assert recover_now(application, control, world.settings()) is not None
+            recover_now(runtime_of(control, settings=world.settings(), application=application))
+        rearm_node(runtime_of(control, key_prefix, application=application), "node-1", accept_loss=True)
+        assert recover_now(runtime_of(control, settings=world.settings(), application=application)) is not None
         assert relay_once(world.settings(), limits=QUICK) == 20
         member = ManualMember(control, key_prefix, "orders")
         member.consume_all()
@@ -179,10 +181,10 @@ def test_what_a_node_lost_comes_again_although_its_parents_node_is_away_for_good
     """An operator goes on without that one, which says nothing of what the successor had."""
     second = start_redis()
     with Database(world.dsn) as database:
-        register_node(database, name="node-2", url=second.url)
+        register_node(runtime_of(database), name="node-2", url=second.url)
         member = ManualMember(database, world.key_prefix, "orders")
         bring(world, 30, "a")
-        move(database, "orders", 1, prefix=world.key_prefix, to="node-2", application=database)
+        move(runtime_of(database, world.key_prefix, application=database), "orders", 1, to="node-2")
         then = FallBack(second, tmp_path / "then")
         bring(world, 30, "b")
         then.happen()
@@ -190,8 +192,8 @@ def test_what_a_node_lost_comes_again_although_its_parents_node_is_away_for_good
         relayed = world.rows("SELECT count(*) FROM mqlayer_app.relayed WHERE lp >= 512")
         world.rows(LOST_COMMITS)
         with pytest.raises(StoreUnavailable, match="--unproven"):
-            recover_now(database, database, world.settings())
-        found = recover_now(database, database, world.settings(), unproven=True)
+            recover_now(runtime_of(database, settings=world.settings(), application=database))
+        found = recover_now(runtime_of(database, settings=world.settings(), application=database), unproven=True)
         assert found is not None
         assert [(found.unasked,)] == relayed
         node.start()
@@ -205,7 +207,7 @@ def test_a_node_without_memory_for_what_it_lost_is_waited_for(world: OutboxWorld
     bring(world, 60, "a")
     lose_all(node)
     with redis.Redis.from_url(node.url) as client, Database(world.dsn) as database:
-        rearm_node(database, "node-1", prefix=world.key_prefix, application=database)
+        rearm_node(runtime_of(database, world.key_prefix, application=database), "node-1")
         client.config_set("maxmemory", 1)
         world.rows(LOST_COMMITS)
         with world.relay() as relay:
@@ -240,8 +242,8 @@ def test_what_a_node_loses_while_the_rest_is_filled_up_is_not_forgotten(
     """All that was to be there is looked at once more before the numbers change."""
     second = start_redis()
     with Database(world.dsn) as database:
-        register_node(database, name="node-2", url=second.url)
-        create_topic(database, "other", prefix=world.key_prefix, application=database, partitions=2)
+        register_node(runtime_of(database), name="node-2", url=second.url)
+        create_topic(runtime_of(database, world.key_prefix, application=database), "other", partitions=2)
         bring(world, 30, "a")
         world.publish(30, topic="other", keys=10)
         relay_once(world.settings(), limits=QUICK)
@@ -266,14 +268,14 @@ def test_what_an_emptied_node_lost_of_a_sealed_partition_is_there_before_the_num
     """It keeps its run, and its successor on another node has the marks: nothing seems to be missing."""
     second = start_redis()
     with Database(world.dsn) as database:
-        register_node(database, name="node-2", url=second.url)
+        register_node(runtime_of(database), name="node-2", url=second.url)
         member = ManualMember(database, world.key_prefix, "orders")
         bring(world, 30, "a")
-        move(database, "orders", 1, prefix=world.key_prefix, to="node-2", application=database)
+        move(runtime_of(database, world.key_prefix, application=database), "orders", 1, to="node-2")
         with redis.Redis.from_url(node.url) as client:
             client.flushall()
         world.rows(LOST_COMMITS)
-        assert recover_now(database, database, world.settings()) is not None
+        assert recover_now(runtime_of(database, settings=world.settings(), application=database)) is not None
         bring(world, 20, "new")
         member.consume_all()
     assert member.bodies() == expected(10, ("a", 30), ("new", 20))
@@ -284,13 +286,13 @@ def test_an_operator_can_go_on_without_a_partition_that_takes_nothing(world: Out
     bring(world, 30, "a")
     lose_all(node)
     with Database(world.dsn) as database:
-        rearm_node(database, "node-1", prefix=world.key_prefix, application=database)
+        rearm_node(runtime_of(database, world.key_prefix, application=database), "node-1")
         with redis.Redis.from_url(node.url) as client:
             client.hset(partition_keys(world.key_prefix, 1).meta, mapping={"state": "sealed", "sealed_for": "9"})
         world.rows(LOST_COMMITS)
         with pytest.raises(StoreUnavailable, match="was refused: sealed 9; mqlayer outbox recover --unproven"):
-            recover_now(database, database, world.settings())
-        found = recover_now(database, database, world.settings(), unproven=True)
+            recover_now(runtime_of(database, settings=world.settings(), application=database))
+        found = recover_now(runtime_of(database, settings=world.settings(), application=database), unproven=True)
         assert found is not None
         assert found.unasked > 0
     assert set(values(world)) == {f"key-{key}" for key in range(10) if lp_of(f"key-{key}".encode()) >= 512}

@@ -32,7 +32,7 @@ def test_members_go_on_under_epochs_above_all_that_may_have_been_lost(stage: Sta
     with stage.database.connection() as connection:
         connection.execute("UPDATE mqlayer.consumer_group SET allocation = allocation - 1")
     promote(stage.database)
-    assert rearm_lost_nodes(stage.database, prefix=stage.prefix) == {"node-1": "armed"}
+    assert rearm_lost_nodes(stage.runtime) == {"node-1": "armed"}
     stage.send_numbers(keys=5, each=4, first=5)
     wait_until(lambda: recorder.count() == 40, timeout_s=20, what="what came since handled")
     recorder.assert_in_order()
@@ -56,10 +56,10 @@ def test_an_emptied_node_is_made_again_by_the_worker(start_stage: StartStage, st
     """FLUSHALL keeps the run: with nobody there but direct producers, only the worker's look shows it."""
     server = start_redis()
     stage = start_stage(server.url)
-    assert rearm_lost_nodes(stage.database, prefix=stage.prefix) == {}
+    assert rearm_lost_nodes(stage.runtime) == {}
     armed = find_node(stage.database, "node-1").armed_run_id
     stage.redis.flushall()
-    assert rearm_lost_nodes(stage.database, prefix=stage.prefix) == {"node-1": "armed"}
+    assert rearm_lost_nodes(stage.runtime) == {"node-1": "armed"}
     assert find_node(stage.database, "node-1").armed_run_id == armed
     for partition in stage.partitions:
         assert stage.redis.hget(partition_keys(stage.prefix, partition).meta.decode(), "state") == b"open"

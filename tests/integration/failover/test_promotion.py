@@ -19,7 +19,7 @@ from mqlayer.producing import Message, Producer
 from mqlayer.receiving import Receiver
 from mqlayer.redis.keys import partition_keys
 from mqlayer.redis.node_connection import NodeConnection
-from mqlayer.routes import rearm_lost_nodes, split
+from mqlayer.routes import rearm_lost_nodes
 from mqlayer.stack import RedisServer
 from mqlayer.topics import create_topic, find_node, rearm_node, register_node, set_node_address
 from tests.fixtures.consumers import Recorder, StartStage, member_of
@@ -29,6 +29,8 @@ from tests.fixtures.shared_members import share, shared_member
 from tests.fixtures.wait import wait_until
 from tests.proof.outbox_world import OutboxWorld
 from tests.proof.producer_world import ProducerWorld
+from tests.proof.route_steps import split
+from tests.proof.runtimes import runtime_of
 
 
 @pytest.fixture
@@ -48,7 +50,9 @@ def switch(pair: Pair) -> Iterator[Switch]:
 def move(dsn: str, server: RedisServer, prefix: str, **options: bool) -> None:
     """Let node 1 be at a server's address."""
     with Database(dsn) as database:
-        set_node_address(database, "node-1", server.url, prefix=prefix, application=database, actor="test", **options)
+        set_node_address(
+            runtime_of(database, prefix, application=database, actor="test"), "node-1", server.url, **options
+        )
 
 
 def loss_of(producer: Producer) -> AcknowledgedLoss:
@@ -131,7 +135,7 @@ def test_members_and_receivers_leave_the_old_primary_behind_the_same_address(
     pair.cut_connection()
     pair.promote()
     switch.lead_to(pair.replica)
-    assert rearm_lost_nodes(stage.database, prefix=stage.prefix) == {"node-1": "armed"}
+    assert rearm_lost_nodes(stage.runtime) == {"node-1": "armed"}
     with client_of(pair.replica) as new:
         locks = [stage.group_keys(partition).lock.decode() for partition in stage.partitions]
         wait_until(lambda: all(new.hget(lock, "owner") for lock in locks), timeout_s=20, what="its locks there")
@@ -163,7 +167,7 @@ def test_members_of_a_shared_group_leave_the_old_primary_behind_the_same_address
     pair.cut_connection()
     pair.promote()
     switch.lead_to(pair.replica)
-    assert rearm_lost_nodes(stage.database, prefix=stage.prefix) == {"node-1": "armed"}
+    assert rearm_lost_nodes(stage.runtime) == {"node-1": "armed"}
     stage.send_numbers(keys=5, each=4, first=5)
     wait_until(lambda: len(set(recorder.ended)) == 40, timeout_s=20, what="what came to the new one handled")
     wait_until(
@@ -177,20 +181,20 @@ def test_successors_are_opened_on_the_run_that_is_armed(
 ) -> None:
     """Their node changes under a driver that made them there before, and still has a line to its old primary."""
     stage = start_stage(redis_url)
-    register_node(stage.database, name="n2", url=f"redis://{switch.host}:{switch.port}/0")
+    register_node(runtime_of(stage.database), name="n2", url=f"redis://{switch.host}:{switch.port}/0")
     reached, go_on = tmp_path / "reached", tmp_path / "go-on"
     failpoints.arm("change.after_seal", f"mark:{reached}")
     failpoints.arm("change.after_seal", f"wait:{go_on}")
     try:
         with ThreadPoolExecutor(1) as pool:
             parent, to = int(stage.partitions[0]), ["n2", "n2"]
-            driving = pool.submit(split, stage.database, stage.topic, parent, prefix=stage.prefix, to=to)
+            driving = pool.submit(split, stage.runtime, stage.topic, parent, to=to)
             wait_until(reached.exists, what="the parent to be sealed")
             pair.wait_in_step()
             pair.cut_connection()
             pair.promote()
             switch.lead_to(pair.replica)
-            assert rearm_lost_nodes(stage.database, prefix=stage.prefix) == {"n2": "armed"}
+            assert rearm_lost_nodes(stage.runtime) == {"n2": "armed"}
             go_on.touch()
             driving.result(20)
     finally:
@@ -205,29 +209,29 @@ def test_an_old_primary_is_never_armed_again_by_whoever_still_reaches_it(
 ) -> None:
     """Two that each reach one of the two would arm them in turn. A former primary comes back by a promotion only."""
     with Database(database_dsn) as database:
-        register_node(database, name="node-1", url=f"redis://{switch.host}:{switch.port}/0")
-        create_topic(database, "orders", prefix=key_prefix)
+        register_node(runtime_of(database), name="node-1", url=f"redis://{switch.host}:{switch.port}/0")
+        create_topic(runtime_of(database, key_prefix), "orders")
         pair.wait_in_step()
         pair.promote()
         switch.lead_to(pair.replica)
-        rearm_node(database, "node-1", prefix=key_prefix)
+        rearm_node(runtime_of(database, key_prefix), "node-1")
         armed = find_node(database, "node-1").armed_run_id
         switch.lead_to(pair.primary)
         with pytest.raises(NodeNotArmed, match="old primary"):
-            rearm_node(database, "node-1", prefix=key_prefix)
+            rearm_node(runtime_of(database, key_prefix), "node-1")
         assert find_node(database, "node-1").armed_run_id == armed
         # A real fail-back: it follows the one that took its place, and is promoted.
         with client_of(pair.primary) as old:
             old.replicaof("127.0.0.1", str(pair.replica.port))
             wait_until(lambda: old.info("replication")["master_link_status"] == "up", what="it to follow")
             old.replicaof("NO", "ONE")
-        rearm_node(database, "node-1", prefix=key_prefix)
+        rearm_node(runtime_of(database, key_prefix), "node-1")
         assert find_node(database, "node-1").armed_run_id != armed
         # By an operator's word, whatever it is.
         switch.lead_to(pair.replica)
         with pytest.raises(NodeNotArmed, match="old primary"):
-            rearm_node(database, "node-1", prefix=key_prefix)
-        rearm_node(database, "node-1", prefix=key_prefix, former=True)
+            rearm_node(runtime_of(database, key_prefix), "node-1")
+        rearm_node(runtime_of(database, key_prefix), "node-1", former=True)
 
 
 def test_an_address_of_another_redis_is_refused_unless_the_node_is_to_begin_anew(
@@ -252,7 +256,7 @@ def test_an_address_of_another_redis_is_refused_unless_the_node_is_to_begin_anew
 def test_a_connection_whose_server_is_no_primary_any_more_is_given_up(pair: Pair, database_dsn: str) -> None:
     """READONLY is no failure of the write, but of the line: only a new one may lead to the successor."""
     with Database(database_dsn) as database:
-        node = register_node(database, name="node-1", url=pair.primary.url)
+        node = register_node(runtime_of(database), name="node-1", url=pair.primary.url)
     with NodeConnection(node) as connection, client_of(pair.primary) as old:
         assert connection.call([("SET", "a", "1")]) == [b"OK"]
         pair.promote()
@@ -270,7 +274,7 @@ def test_a_connection_that_another_thread_closes_is_not_opened_again_without_bei
 ) -> None:
     """The driver connects by itself where it finds its socket closed, perhaps to another server."""
     with Database(database_dsn) as database:
-        node = register_node(database, name="node-1", url=f"redis://{switch.host}:{switch.port}/0")
+        node = register_node(runtime_of(database), name="node-1", url=f"redis://{switch.host}:{switch.port}/0")
     connection = NodeConnection(node)
     connection.connect()
     facts = connection.facts
@@ -293,21 +297,21 @@ def test_a_replaced_postgres_does_not_make_an_old_primary_eligible_again(
 ) -> None:
     """Both fail over at once: no run is armed then, and the replica's must not be the only one that was ever known."""
     with Database(database_dsn) as database:
-        register_node(database, name="node-1", url=f"redis://{switch.host}:{switch.port}/0")
-        create_topic(database, "orders", prefix=key_prefix)
+        register_node(runtime_of(database), name="node-1", url=f"redis://{switch.host}:{switch.port}/0")
+        create_topic(runtime_of(database, key_prefix), "orders")
         pair.wait_in_step()
         # As `server_seen_v1` does, and a move away from the node.
         with database.connection() as connection:
             connection.execute("UPDATE mqlayer.node SET armed_run_id = NULL")
         pair.promote()
         switch.lead_to(pair.replica)
-        rearm_node(database, "node-1", prefix=key_prefix)
+        rearm_node(runtime_of(database, key_prefix), "node-1")
         switch.lead_to(pair.primary)
         with pytest.raises(NodeNotArmed, match="old primary"):
-            rearm_node(database, "node-1", prefix=key_prefix)
+            rearm_node(runtime_of(database, key_prefix), "node-1")
         with database.connection() as connection:
             connection.execute("UPDATE mqlayer.node SET armed_run_id = NULL")
         with pytest.raises(NodeNotArmed, match="old primary"):
-            rearm_node(database, "node-1", prefix=key_prefix)
+            rearm_node(runtime_of(database, key_prefix), "node-1")
         switch.lead_to(pair.replica)
-        rearm_node(database, "node-1", prefix=key_prefix)
+        rearm_node(runtime_of(database, key_prefix), "node-1")

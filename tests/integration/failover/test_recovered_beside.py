@@ -21,7 +21,6 @@ from mqlayer.relay.backoff import FIRST_S
 from mqlayer.relay.lp_cursors import LpCursor, Target
 from mqlayer.relay.outbox_reader import OutboxReader
 from mqlayer.relay.outbox_source import term_of
-from mqlayer.routes import split
 from mqlayer.runtime.route_cache import load_nodes
 from mqlayer.stack import RedisServer
 from mqlayer.topics import rearm_node, register_node
@@ -31,6 +30,8 @@ from tests.fixtures.wait import wait_until
 from tests.integration.failover.test_lost_commits import expected, recovered, values
 from tests.proof.manual_member import ManualMember
 from tests.proof.outbox_world import QUICK, OutboxWorld, relayed_world
+from tests.proof.route_steps import split
+from tests.proof.runtimes import runtime_of
 
 ENDED = "SELECT count(*)::int FROM mqlayer.source WHERE closed_at IS NOT NULL"
 
@@ -56,7 +57,7 @@ def test_a_relay_at_work_notices_that_another_one_numbered_the_outbox_anew(
         before = world.rows("SELECT outbox_uuid FROM mqlayer_app.identity")
         # Another relay saw that commits are missing in an LP of its own; as a rule that one is first to see to it.
         world.rows("UPDATE mqlayer_app.identity SET timeline = -1")
-        recover_now(database, database, world.settings())
+        recover_now(runtime_of(database, settings=world.settings(), application=database))
         assert world.rows("SELECT outbox_uuid FROM mqlayer_app.identity") != before
         world.publish(60, keys=10, tag="new")
         wait_until(lambda: len(list(world.records())) == 100, timeout_s=10, what="what is new to arrive")
@@ -89,13 +90,13 @@ def test_what_a_relay_has_read_of_the_old_numbers_is_not_there_twice(
                 wait_until(lambda: world.rows(ENDED) == [(1,)], timeout_s=30, what="the source ended")
             with redis.Redis.from_url(node.url) as client:
                 client.flushall()
-            rearm_node(database, "node-1", prefix=key_prefix, application=database)
+            rearm_node(runtime_of(database, key_prefix, application=database), "node-1")
         else:
-            assert recover_now(database, database, world.settings()) is not None
+            assert recover_now(runtime_of(database, settings=world.settings(), application=database)) is not None
         if beside == "armed":
             # Before anybody says in Postgres that the source is ended.
             world.rows("UPDATE mqlayer.node SET armed_run_id = NULL")
-            rearm_node(database, "node-1", prefix=key_prefix, application=database)
+            rearm_node(runtime_of(database, key_prefix, application=database), "node-1")
         world.publish(20, keys=4, tag="new")
         with world.relay():
             wait_until(lambda: counted(world, "new") == 20, timeout_s=30, what="what is new to arrive")
@@ -210,7 +211,7 @@ def test_a_copy_on_another_server_does_not_take_the_place_of_its_original(
     with pytest.raises(ConfigurationRefused, match="outbox adopt"):
         relay_once(world.settings(), limits=QUICK)
     with Database(database_dsn) as database, pytest.raises(ConfigurationRefused, match="outbox adopt"):
-        recover_now(database, database, world.settings())
+        recover_now(runtime_of(database, settings=world.settings(), application=database))
     assert world.rows("SELECT count(*) FROM mqlayer.source WHERE closed_at IS NULL") == [(1,)]
 
 
@@ -221,7 +222,7 @@ def test_what_a_sealed_partition_lost_comes_again_under_a_source_that_is_about_t
     world = relayed_world(database_dsn, key_prefix, node.url, count=40, keys=10)
     with Database(database_dsn) as database:
         member = ManualMember(database, key_prefix, "orders")
-        split(database, "orders", 1, prefix=key_prefix, application=database)
+        split(runtime_of(database, key_prefix, application=database), "orders", 1)
         world.rows("UPDATE mqlayer_app.identity SET timeline = -1")
         with world.relay_process(failpoints="recover.after_end=kill") as process:
             assert process.wait(timeout=30) == -signal.SIGKILL
@@ -246,7 +247,7 @@ def test_who_recovers_an_outbox_that_another_one_recovers_meanwhile_takes_it_for
     world.rows("UPDATE mqlayer_app.identity SET timeline = -1")
     with world.relay_process(failpoints="recover.before_source=stop") as process, Database(world.dsn) as database:
         wait_until(lambda: is_stopped(process), timeout_s=30, what="a relay that recovers")
-        assert recover_now(database, database, world.settings()) is not None
+        assert recover_now(runtime_of(database, settings=world.settings(), application=database)) is not None
         relay_once(world.settings(), limits=QUICK)
         process.send_signal(signal.SIGCONT)
         world.publish(10, keys=4, tag="new")
@@ -271,12 +272,12 @@ def test_a_node_without_memory_is_told_and_armed_all_the_same(world: OutboxWorld
     with redis.Redis.from_url(node.url) as client, Database(world.dsn) as database:
         client.config_set("maxmemory", 1)
         world.rows("UPDATE mqlayer_app.identity SET timeline = -1")
-        assert recover_now(database, database, world.settings()) is not None
+        assert recover_now(runtime_of(database, settings=world.settings(), application=database)) is not None
         assert ended(world, node.url) == {b"1"}
         assert relay_once(world.settings(), limits=QUICK) == 0
         client.delete(ended_sources_key(world.key_prefix).decode())
         world.rows("UPDATE mqlayer.node SET armed_run_id = NULL")
-        rearm_node(database, "node-1", prefix=world.key_prefix, application=database)
+        rearm_node(runtime_of(database, world.key_prefix, application=database), "node-1")
         assert ended(world, node.url) == {b"1"}
 
 
@@ -284,8 +285,8 @@ def test_a_node_that_is_new_is_told_before_it_is_sent_anything(world: OutboxWorl
     new = start_redis()
     world.rows("UPDATE mqlayer_app.identity SET timeline = -1")
     with Database(world.dsn) as database:
-        assert recover_now(database, database, world.settings()) is not None
-        register_node(database, name="node-2", url=new.url)
+        assert recover_now(runtime_of(database, settings=world.settings(), application=database)) is not None
+        register_node(runtime_of(database), name="node-2", url=new.url)
     relay_once(world.settings(), limits=QUICK)
     assert ended(world, new.url) == {b"1"}
 
@@ -300,7 +301,7 @@ def test_a_node_that_is_emptied_in_the_middle_of_a_recovery_is_told_again_by_the
         assert ended(world, node.url) == {b"1"}
         with redis.Redis.from_url(node.url) as client:
             client.flushall()
-        rearm_node(database, "node-1", prefix=world.key_prefix, application=database)
+        rearm_node(runtime_of(database, world.key_prefix, application=database), "node-1")
         assert ended(world, node.url) == set()
         process.send_signal(signal.SIGCONT)
         world.publish(10, keys=4, tag="new")
@@ -324,8 +325,11 @@ def test_a_promotion_that_was_given_up_is_got_over_by_an_operators_word(
             wait_until(lambda: len(session_ends(caplog)) >= 6, timeout_s=30, what="six sessions that end at once")
             *_, fifth, sixth = session_ends(caplog)[:6]
             assert sixth - fifth >= FIRST_S * 2**4 / 2, "it begins session after session"
-            assert recover_now(database, database, world.settings()) is None
-            assert recover_now(database, database, world.settings(), anew=True) is not None
+            assert recover_now(runtime_of(database, settings=world.settings(), application=database)) is None
+            assert (
+                recover_now(runtime_of(database, settings=world.settings(), application=database), anew=True)
+                is not None
+            )
             wait_until(lambda: counted(world, "kept") == 10, timeout_s=30, what="what waited")
     assert values(world) == expected(4, ("m", 20), ("kept", 10))
 
@@ -340,7 +344,7 @@ def test_a_relay_that_starts_while_the_outbox_is_numbered_anew_is_no_former_one(
     with world.relay_process(failpoints="relay.before_source=stop") as process, Database(world.dsn) as database:
         wait_until(lambda: is_stopped(process), timeout_s=30, what="the relay at its source")
         world.rows("UPDATE mqlayer_app.identity SET timeline = -1")
-        assert recover_now(database, database, world.settings()) is not None
+        assert recover_now(runtime_of(database, settings=world.settings(), application=database)) is not None
         relay_once(world.settings(), limits=QUICK)
         process.send_signal(signal.SIGCONT)
         world.publish(10, keys=4, tag="new")

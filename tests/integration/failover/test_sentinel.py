@@ -17,6 +17,7 @@ from tests.fixtures.replicas import pair_of, sentinel_of
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.wait import wait_until
 from tests.proof.outbox_world import OutboxWorld
+from tests.proof.runtimes import runtime_of
 
 
 def test_a_relay_follows_what_sentinels_promote(
@@ -50,7 +51,7 @@ def test_members_and_producers_follow_a_replica_that_lagged(
     with pair_of(start_redis) as pair, sentinel_of(pair.primary, tmp_path / "sentinel") as port:
         stage = start_stage(pair.primary.url)
         url = f"sentinel://127.0.0.1:{port}/orders/0"
-        node, _ = set_node_address(stage.database, "node-1", url, prefix=stage.prefix, application=stage.database)
+        node, _ = set_node_address(runtime_of(stage.database, stage.prefix, application=stage.database), "node-1", url)
         recorder = Recorder()
         stage.consume(recorder)
         with closing(Producer(stage.settings(), name="p")) as producer:
@@ -69,7 +70,7 @@ def test_members_and_producers_follow_a_replica_that_lagged(
             wait_until(lambda: recorder.bodies()[-1] == b"17", timeout_s=30, what="what comes after it handled")
         assert sent.identity.seq in (1, 2)
         assert find_node(stage.database, "node-1").armed_run_id not in (None, node.armed_run_id)
-        assert rearm_lost_nodes(stage.database, prefix=stage.prefix, application=stage.database) == {}
+        assert rearm_lost_nodes(runtime_of(stage.database, stage.prefix, application=stage.database)) == {}
         recorder.assert_in_order()
 
 
@@ -79,4 +80,4 @@ def test_an_address_without_a_sentinel_is_said_to_be_away(database_dsn: str, sta
         Database(database_dsn) as database,
         pytest.raises(StoreUnavailable, match="unknown command 'SENTINEL'"),
     ):
-        register_node(database, name="n1", url=f"sentinel://127.0.0.1:{server.port}/orders")
+        register_node(runtime_of(database), name="n1", url=f"sentinel://127.0.0.1:{server.port}/orders")

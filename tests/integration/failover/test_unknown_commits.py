@@ -98,7 +98,7 @@ def test_connections_that_end_anywhere_in_an_answer_cost_nothing(stage: Stage, l
     for turn in range(EACH // 2):
         stage.send_numbers(KEYS, 2, first=1 + 2 * turn)
         cut()
-    apply_change(stage.database, plan_split(stage.route, PartitionId(stage.partitions[0]), [512]), prefix=stage.prefix)
+    apply_change(stage.runtime, plan_split(stage.route, PartitionId(stage.partitions[0]), [512]))
     for _ in range(3):
         cut()
     line.heal()

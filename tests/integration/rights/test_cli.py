@@ -16,6 +16,7 @@ from tests.fixtures.commands import Commands
 from tests.fixtures.consumers import Stage
 from tests.fixtures.roles import Roles
 from tests.fixtures.servers import StartRedis
+from tests.proof.runtimes import runtime_of
 
 SHOWS = {
     "archive gaps": "", "archive status": "", "dead list": "", "dead redrives": "", "dead results": "{redrive}",
@@ -160,7 +161,7 @@ def test_who_may_view_runs_all_that_shows(system: System, act_as: Act) -> None:
     system.redrive()
     system.facts["redrive"] = system.facts["job"]
     system.held_versions()
-    create_snapshot(system.database, "cut", actor="a test")
+    create_snapshot(runtime_of(system.database, actor="a test"), "cut")
     for right in (Right.VIEW, Right.OPERATE):
         act_as(right)
         for command, words in SHOWS.items():

@@ -20,6 +20,7 @@ from mqlayer.runtime.route_cache import RouteCache
 from mqlayer.topics import create_topic, register_node
 from tests.fixtures.roles import Roles
 from tests.fixtures.wait import wait_until
+from tests.proof.runtimes import runtime_of
 
 HUGE = 2**40
 
@@ -28,12 +29,16 @@ HUGE = 2**40
 def groups(database_dsn: str, redis_url: str, key_prefix: str) -> dict[str, int]:
     """The ids of orders/ledger and orders/mail, each with something of every kind, and of a second topic, invoices."""
     with Database(database_dsn) as database, closing(RouteCache(database)) as routes:
-        register_node(database, name="node-1", url=redis_url)
+        register_node(runtime_of(database), name="node-1", url=redis_url)
         for topic in ("orders", "invoices"):
-            create_topic(database, topic, prefix=key_prefix, partitions=1, application=database)
+            create_topic(runtime_of(database, key_prefix, application=database), topic, partitions=1)
         made = {
             name: ensure_group(
-                database, routes, topic="orders", name=name, prefix=key_prefix, settings=GroupSettings(start="earliest")
+                runtime_of(database, key_prefix),
+                routes,
+                topic="orders",
+                name=name,
+                settings=GroupSettings(start="earliest"),
             ).group_id
             for name in ("ledger", "mail")
         }

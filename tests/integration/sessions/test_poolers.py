@@ -32,6 +32,7 @@ from tests.fixtures.poolers import (
 )
 from tests.fixtures.whole_system import WholeSystem
 from tests.fixtures.worker_stores import UseStores
+from tests.proof.runtimes import runtime_of
 
 MANY = 8
 AGAIN = 40
@@ -155,8 +156,8 @@ def test_nothing_is_set_in_sessions_that_others_are_lent_too(
     with psycopg.connect(pooler.dsn(database_dsn), autocommit=True, prepare_threshold=None) as other:
         before = shown(other)
         with Database(settings.control_dsn()) as database:
-            register_node(database, name="node-1", url=redis_url)
-            create_topic(database, "orders", prefix=settings.key_prefix, partitions=1, application=database)
+            register_node(runtime_of(database), name="node-1", url=redis_url)
+            create_topic(runtime_of(database, settings.key_prefix, application=database), "orders", partitions=1)
         relay_once(settings, at_most_s=5.0)
         diagnose(settings)
         assert shown(other) == before
@@ -171,8 +172,8 @@ def pooled(pooler: Pooler, database_dsn: str, settings_of: Any, redis_url: str) 
     """Settings with nothing but the pooler's address, and a topic."""
     settings: Settings = settings_of(pooler.dsn(database_dsn))
     with Database(settings.control_dsn()) as database:
-        register_node(database, name="node-1", url=redis_url)
-        create_topic(database, "orders", prefix=settings.key_prefix, partitions=1, application=database)
+        register_node(runtime_of(database), name="node-1", url=redis_url)
+        create_topic(runtime_of(database, settings.key_prefix, application=database), "orders", partitions=1)
     return settings
 
 

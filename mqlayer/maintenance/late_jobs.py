@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Final
 
-from mqlayer.domain.jobs import JOBS
+from mqlayer.maintenance.jobs import JOBS
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.queries import query
 

@@ -1,0 +1,159 @@
+"""The periodic jobs. Workers make their tasks and the schedule from `JOBS`; the doctor reports late ones.
+
+A run must be idempotent and safe beside another one: `workers/job_claims.py` names what fences each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from mqlayer.archive import archive_pass, retain_by_topics
+from mqlayer.groups import balance_by_rate, rebalance_groups
+from mqlayer.groups.retirement import forget_instances, forget_retired, retire_absent
+from mqlayer.idempotency import watch_versions
+from mqlayer.maintenance.fence_cleanup import clean_fence
+from mqlayer.maintenance.inbox_cleanup import clean_inbox
+from mqlayer.maintenance.marks_cleanup import drop_closed_marks
+from mqlayer.maintenance.trim import trim_pass
+from mqlayer.outbox import clean_dedup, release_delayed, rotate
+from mqlayer.redelivery import clean_attempts, reclaim_shared, retry_scan
+from mqlayer.relay import relay_once
+from mqlayer.routes import finish_changes, rearm_lost_nodes, retire_partitions
+from mqlayer.runtime.runtime import Runtime
+
+LATE_AFTER_INTERVALS: Final = 3
+LATE_AFTER_AT_LEAST_S: Final = 30.0
+ARCHIVE_PART: Final = 0.8
+"""Part of the interval in which a pass of the archive may start batches."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeriodicJob:
+    """A periodic job. `run` gets the interval too, as the limit of a run's length where it needs one."""
+
+    name: str
+    every_s: float
+    run: Callable[[Runtime, float], object]
+
+    @property
+    def late_after_s(self) -> float:
+        """Seconds without a run that mean a missing worker, beat or broker."""
+        return max(LATE_AFTER_INTERVALS * self.every_s, LATE_AFTER_AT_LEAST_S)
+
+
+def _relay(runtime: Runtime, every_s: float) -> None:
+    """Relay LPs whose relays died."""
+    relay_once(runtime.settings, at_most_s=every_s)
+
+
+def _trim(runtime: Runtime, _: float) -> None:
+    """Trim records that all groups settled."""
+    trim_pass(runtime)
+
+
+def _rotate_outbox(runtime: Runtime, _: float) -> None:
+    """Empty old outbox slots that are relayed."""
+    rotate(runtime.outbox)
+
+
+def _clean_fence(runtime: Runtime, _: float) -> None:
+    """Delete applied seqs beyond redelivery."""
+    clean_fence(runtime.outbox)
+
+
+def _clean_marks(runtime: Runtime, _: float) -> None:
+    """Remove closed direct producers' marks."""
+    drop_closed_marks(runtime)
+
+
+def _repair_routes(runtime: Runtime, _: float) -> None:
+    """Finish abandoned route changes; retire drained partitions."""
+    finish_changes(runtime)
+    retire_partitions(runtime)
+
+
+def _rearm_nodes(runtime: Runtime, _: float) -> None:
+    """Arm returned nodes that no other process arms."""
+    rearm_lost_nodes(runtime)
+
+
+def _rebalance(runtime: Runtime, _: float) -> None:
+    """Rebalance groups of dead members."""
+    rebalance_groups(runtime.control)
+
+
+def _balance_by_rate(runtime: Runtime, _: float) -> None:
+    """Measure partitions' rates; balance groups by them."""
+    balance_by_rate(runtime)
+
+
+def _retry_scan(runtime: Runtime, every_s: float) -> None:
+    """Notify groups of overdue keys; continue abandoned redrives; reclaim messages of dead shared members."""
+    reclaim_shared(runtime)
+    retry_scan(runtime.control, at_most_s=every_s)
+
+
+def _clean_attempts(runtime: Runtime, _: float) -> None:
+    """Delete old failed attempts, except of parked or dead messages."""
+    clean_attempts(runtime.control)
+
+
+def _archive(runtime: Runtime, every_s: float) -> None:
+    """Archive the streams of archived topics."""
+    archive_pass(runtime, at_most_s=ARCHIVE_PART * every_s)
+
+
+def _retain(runtime: Runtime, _: float) -> None:
+    """Drop archive days past retention."""
+    retain_by_topics(runtime)
+
+
+def _release_delayed(runtime: Runtime, every_s: float) -> None:
+    """Publish due delayed messages."""
+    release_delayed(runtime.outbox, at_most_s=every_s)
+
+
+def _clean_dedup(runtime: Runtime, _: float) -> None:
+    """Delete dedup ids past their window."""
+    clean_dedup(runtime.outbox, window_s=runtime.settings.dedup_window_s)
+
+
+def _clean_inbox(runtime: Runtime, _: float) -> None:
+    """Delete inbox rows beyond redelivery."""
+    clean_inbox(runtime, horizon_s=runtime.settings.inbox_horizon_s)
+
+
+def _watch_versions(runtime: Runtime, _: float) -> None:
+    """Report versions missing too long."""
+    watch_versions(runtime.outbox)
+
+
+def _retire_groups(runtime: Runtime, _: float) -> None:
+    """Retire absent instances; clean up retired groups."""
+    retire_absent(runtime)
+    forget_retired(runtime)
+    forget_instances(runtime.control)
+
+
+JOBS: Final = (
+    PeriodicJob("relay", 10, _relay),
+    PeriodicJob("trim", 10, _trim),
+    PeriodicJob("rotate_outbox", 60, _rotate_outbox),
+    PeriodicJob("clean_fence", 300, _clean_fence),
+    PeriodicJob("clean_marks", 300, _clean_marks),
+    PeriodicJob("repair_routes", 2, _repair_routes),
+    PeriodicJob("rearm_nodes", 5, _rearm_nodes),
+    PeriodicJob("rebalance", 2, _rebalance),
+    PeriodicJob("balance_by_rate", 10, _balance_by_rate),
+    PeriodicJob("retry_scan", 5, _retry_scan),
+    PeriodicJob("clean_attempts", 300, _clean_attempts),
+    PeriodicJob("archive", 5, _archive),
+    PeriodicJob("retain", 300, _retain),
+    PeriodicJob("release_delayed", 5, _release_delayed),
+    PeriodicJob("clean_dedup", 60, _clean_dedup),
+    PeriodicJob("clean_inbox", 300, _clean_inbox),
+    PeriodicJob("watch_versions", 10, _watch_versions),
+    PeriodicJob("retire_groups", 10, _retire_groups),
+)
