@@ -6,7 +6,7 @@ from mqlayer.domain.tags import all_of, any_of
 from mqlayer.errors import MqlayerError, PauseKey, Reject, RetryLater, Skip
 from mqlayer.events import Event, on_event
 from mqlayer.idempotency import VersionedEvent, VersionGap, Versions
-from mqlayer.producing import Message, Producer, Receipt
+from mqlayer.producing import Message, Producer, ProducerOptions, Receipt
 from mqlayer.receiving import PopMessage, Receiver
 from mqlayer.settings import Settings
 
@@ -25,6 +25,7 @@ __all__ = [
     "PauseKey",
     "PopMessage",
     "Producer",
+    "ProducerOptions",
     "Receipt",
     "Receiver",
     "Reject",
