@@ -9,7 +9,7 @@ from mqlayer.domain.routing import Lp
 from mqlayer.errors import PublishError
 from mqlayer.producing.engine import ProducerEngine
 from mqlayer.producing.guarded_in_flight import GuardedInFlight
-from mqlayer.producing.listeners import BatchListener
+from mqlayer.producing.listeners import ThreadListener
 from mqlayer.producing.message_bulk import MessageBulk, Positions
 from mqlayer.producing.node_sender import NodeSender
 from mqlayer.producing.receipts import Receipts
@@ -23,7 +23,7 @@ class BulkSend:
     def __init__(self, bulk: MessageBulk, engine: ProducerEngine, deadline: float) -> None:
         self._bulk, self._engine, self._guarded, self._deadline = bulk, engine, engine.guarded, deadline
         self._max_in_flight = engine.options.max_in_flight
-        self._listener = BatchListener(len(bulk))
+        self._listener = ThreadListener(len(bulk))
         self._owners: list[PendingSend | None] = [None] * len(bulk)
         self._leading: dict[NodeSender, None] = {}
 
@@ -99,7 +99,7 @@ class BulkSend:
 
 def send_singly(bulk: MessageBulk, guarded: GuardedInFlight, deadline: float) -> Receipts:
     """Publish messages singly, for dedup ids. Raises PartlyPublished."""
-    listener = BatchListener(len(bulk))
+    listener = ThreadListener(len(bulk))
     owners: list[PendingSend] = []
     error: PublishError | None = None
     for lp, pending in bulk.singly(listener, deadline):

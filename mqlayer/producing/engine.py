@@ -83,7 +83,8 @@ class ProducerEngine:
 
     def known_topic(self, name: str) -> TopicQueues | None:
         """Return a topic unless it must be read first. Raises ProducerClosed."""
-        self.check_process()
+        if self._pid != os.getpid():
+            self.check_process()
         if self.guarded.closed:
             raise ProducerClosed(CLOSED)
         topic = self._topics.get(name)

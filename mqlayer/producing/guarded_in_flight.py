@@ -10,7 +10,7 @@ from typing import Final
 from mqlayer.errors import AcknowledgedLoss, ProducerClosed, ProducerFull
 from mqlayer.producing.follow_ups import ProducerJob
 from mqlayer.producing.in_flight import InFlight
-from mqlayer.producing.listeners import in_callback, notify_all
+from mqlayer.producing.listeners import ReceiptPromise, in_callback, notify_all
 from mqlayer.producing.send_queues import Listener, NodeQueue, PendingSend
 
 CLOSED: Final = "it is closed"
@@ -24,6 +24,8 @@ class GuardedInFlight:
 
     def __init__(self, in_flight: InFlight, schedule: Callable[[ProducerJob], None]) -> None:
         self.closed = False
+        self.on_freed: Callable[[], None] | None = None
+        """Called with the lock held when something was settled."""
         self._in_flight, self._schedule = in_flight, schedule
         self._follow_ups, self._capacity, self._losses = in_flight.follow_ups, in_flight.capacity, in_flight.losses
         self._lock = threading.Lock()
@@ -41,9 +43,9 @@ class GuardedInFlight:
             follow_ups = self._follow_ups
             if follow_ups.nodes or follow_ups.jobs:
                 self._ask_others()
-            if self._waiting and self._capacity.freed:
+            if self._capacity.freed:
                 self._capacity.freed = False
-                self._changed.notify_all()
+                self._note_freed()
             if follow_ups.listeners:
                 listeners = follow_ups.take_listeners()
         finally:
@@ -64,6 +66,16 @@ class GuardedInFlight:
         with self:
             self.closed = True
             self._changed.notify_all()
+
+    def promise(self, pending: PendingSend) -> ReceiptPromise | None:
+        """Have a future report a send, and wake its sender; None if it is settled."""
+        with self as in_flight:
+            if pending.outcome is not None:
+                return None
+            promise = ReceiptPromise(self.withdraw_refused)
+            pending.listener, promise.pending = promise, pending
+            in_flight.wake_for(pending)
+        return promise
 
     def withdraw_refused(self, pending: PendingSend) -> bool:
         """Withdraw a send that is refused and certainly not stored; else False."""
@@ -95,7 +107,10 @@ class GuardedInFlight:
 
     def wait_for_room(self, count: int, size: int, until: float) -> None:
         """Wait for capacity. Raises ProducerFull (in callbacks at once) or ProducerClosed."""
-        capacity, started = self._capacity, time.monotonic()
+        capacity = self._capacity
+        if not self.closed and capacity.has_room(count, size):
+            return
+        started = time.monotonic()
         while not self.closed and not capacity.has_room(count, size):
             wait_s = until - time.monotonic()
             if wait_s <= 0 or in_callback():
@@ -119,6 +134,12 @@ class GuardedInFlight:
             self._changed.wait(timeout_s)
         finally:
             self._waiting -= 1
+
+    def _note_freed(self) -> None:
+        if self._waiting:
+            self._changed.notify_all()
+        if self.on_freed is not None:
+            self.on_freed()
 
     def _ask_others(self) -> None:
         follow_ups = self._follow_ups

@@ -69,14 +69,13 @@ class ReceiptPromise(Listener):
 
 
 class BatchListener(Listener):
-    """Waits for a batch."""
+    """Waits for the messages of one call."""
 
-    __slots__ = ("any_failed", "done")
+    __slots__ = ("any_failed",)
 
     def __init__(self, remaining: int) -> None:
         super().__init__(remaining)
         self.any_failed = False
-        self.done: Future[None] = Future()
 
     @property
     def all_stored(self) -> bool:
@@ -92,6 +91,16 @@ class BatchListener(Listener):
         pending.outcome = error
         self.any_failed = True
         self.remaining -= pending.count
+
+
+class ThreadListener(BatchListener):
+    """The same in a thread."""
+
+    __slots__ = ("done",)
+
+    def __init__(self, remaining: int) -> None:
+        super().__init__(remaining)
+        self.done: Future[None] = Future()
 
     def notify(self) -> None:
         """Set `done`."""

@@ -82,6 +82,18 @@ class MessageBulk:
                 ),
             )
 
+    def parts(
+        self, listener: BatchListener, deadline: float, owners: list[PendingSend | None]
+    ) -> Iterator[list[tuple[Lp, PendingSend]]]:
+        """Yield what is queued at once: an append's messages, or with dedup ids, one; set `owners`."""
+        if self.tokens:
+            for position, placed in enumerate(self.singly(listener, deadline)):
+                owners[position] = placed[1]
+                yield [placed]
+        else:
+            for _, positions in self.chunks():
+                yield list(self.pending_sends(positions, listener, deadline, owners).items())
+
     def _note_ids(self, messages: Sequence[Message]) -> None:
         # Without a key, the dedup id determines the LP.
         if all(message.dedup_id is None for message in messages):

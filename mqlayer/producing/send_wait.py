@@ -6,19 +6,16 @@ import time
 from collections.abc import Sequence
 
 from mqlayer.producing.guarded_in_flight import GuardedInFlight
-from mqlayer.producing.listeners import BatchListener, ReceiptPromise
+from mqlayer.producing.listeners import ThreadListener
 from mqlayer.producing.receipts import Receipts, partly_published, unknown_outcome
 from mqlayer.producing.send_queues import PendingSend
 
 
 def await_one(guarded: GuardedInFlight, pending: PendingSend, deadline: float) -> None:
     """Wait for a pending send without a listener. Raises PublishUnknown at the deadline."""
-    with guarded as in_flight:
-        if pending.outcome is not None:
-            return
-        promise = ReceiptPromise(guarded.withdraw_refused)
-        pending.listener, promise.pending = promise, pending
-        in_flight.wake_for(pending)
+    promise = guarded.promise(pending)
+    if promise is None:
+        return
     try:
         promise.future.exception(max(0.0, deadline - time.monotonic()))
     except TimeoutError:
@@ -28,7 +25,7 @@ def await_one(guarded: GuardedInFlight, pending: PendingSend, deadline: float) -
 
 
 def await_all(
-    guarded: GuardedInFlight, listener: BatchListener, topic: str, owners: Sequence[PendingSend], deadline: float
+    guarded: GuardedInFlight, listener: ThreadListener, topic: str, owners: Sequence[PendingSend], deadline: float
 ) -> Receipts:
     """Wait for a batch until the deadline; return its receipts. Raises PartlyPublished."""
     if listener.remaining:

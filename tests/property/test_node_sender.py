@@ -27,7 +27,6 @@ from mqlayer.errors import (
     NodeOutOfMemory,
     PublishAborted,
 )
-from mqlayer.postgres.database import Database
 from mqlayer.producing.append_answers import AppendAnswers
 from mqlayer.producing.follow_ups import ProducerJob, RenewSource, Reroute, StoredLookup
 from mqlayer.producing.guarded_in_flight import GuardedInFlight
@@ -49,7 +48,8 @@ LPS = (3, 600)
 NEVER, AT_ONCE = float("inf"), 0.0
 NODE = Node(NodeId(1), "node", ADDRESS, "run")
 OPTIONS = ProducerOptions(max_in_flight=3)
-SETTINGS = Settings(dsn=SecretStr("x"))
+NO_DATABASE: Any = None
+RUNTIME = Runtime(NO_DATABASE, Settings(dsn=SecretStr("x")))
 
 
 class FakeSender(NodeSender):
@@ -57,7 +57,7 @@ class FakeSender(NodeSender):
 
     def __init__(self, world: World) -> None:
         self._world = world
-        super().__init__(NODE, world.guarded, Runtime(Database("x"), SETTINGS), OPTIONS, lambda node_id: NODE)
+        super().__init__(NODE, world.guarded, RUNTIME, OPTIONS, lambda node_id: NODE)
 
     def _new_connection(self, node: Node) -> Any:
         return ModelConnection(self._world.node)
