@@ -16,8 +16,8 @@ from mqlayer.producing.follow_ups import FollowUps, RefreshLimits, StoredLookup
 from mqlayer.producing.losses import Losses
 from mqlayer.producing.outcomes import Appended, Duplicate, Recovered
 from mqlayer.producing.producer_queues import ProducerQueues
-from mqlayer.producing.send_queues import LpQueue, PartitionQueue, PendingSend
-from mqlayer.producing.settlement import NOTHING, Settlement
+from mqlayer.producing.send_queues import LpQueue, NodeQueue, PartitionQueue, PendingSend
+from mqlayer.producing.settlement import NOTHING, SendSettlement
 from mqlayer.redis.partition_scripts import OnceOutcome, RunOutcome
 
 log = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class AppendAnswers:
     def __init__(
         self,
         queues: ProducerQueues,
-        settlement: Settlement,
+        settlement: SendSettlement,
         losses: Losses,
         *,
         capacity: Capacity,
@@ -53,9 +53,9 @@ class AppendAnswers:
 
     def stored(self, batch: AppendBatch, offset: int, replicas: int | None) -> None:
         """A batch was appended."""
-        answer = self._answer(batch, replicas)
-        outcome = answer.outcome
+        outcome = self._outcome(batch, replicas)
         if not isinstance(outcome, Appended) or self._queues.blocks(batch):
+            answer = _Answer(outcome, replicas, batch.partition_queue)
             for pending in batch.pending_sends:
                 self._stored_send(pending, offset, 0, answer)
                 offset += pending.count
@@ -137,13 +137,27 @@ class AppendAnswers:
         for queue in batch.queues():
             self._queues.block(queue, "route")
 
-    def unknown(self, batches: Iterable[AppendBatch], now: float) -> None:
-        """Their connection broke: send these batches again."""
+    def disconnected(self, node: NodeQueue, batches: Sequence[AppendBatch], reason: str, now: float) -> None:
+        """A node's connection failed: the outcome of these batches is unknown; send them again, later."""
         queues = dict.fromkeys(queue for batch in batches for queue in batch.queues())
         for queue in queues:
             queue.note_uncertain()
             self._queues.block(queue, "repeat")
         self.resolve(queues, now)
+        node.failures += 1
+        node.retry_at = now + backoff_s(node.failures)
+        node.last_error = reason
+        self._counts["connections_lost"] += 1
+        if node.failures in (1, 5) or node.failures % 30 == 0:
+            facts = {"node": node.runs[0], "reason": reason, "failures": node.failures}
+            log.warning("producer_connection_lost", extra=facts)
+        self._queues.divert(list(node.partition_queues), now)
+
+    def resolve_batch(self, batch: AppendBatch, unanswered: Iterable[AppendBatch], now: float) -> None:
+        """Resolve an answered batch's blocked queues, except those in unanswered batches."""
+        if self._queues.blocks(batch):
+            later = {pending.queue for sent in unanswered for pending in sent.pending_sends}
+            self.resolve([queue for queue in batch.queues() if queue not in later], now)
 
     def resolve(self, queues: Iterable[LpQueue], now: float) -> None:
         """Resolve blocked queues that await no more answers."""
@@ -166,14 +180,14 @@ class AppendAnswers:
                 self._queues.resume(queue)
 
     def _answer(self, batch: AppendBatch, replicas: int | None) -> _Answer:
+        return _Answer(self._outcome(batch, replicas), replicas, batch.partition_queue)
+
+    def _outcome(self, batch: AppendBatch, replicas: int | None) -> Appended | MqlayerError:
         partition_queue = batch.partition_queue
-        outcome: Appended | MqlayerError
         if replicas is not None and replicas < self._require_replicas:
             name = batch.pending_sends[0].queue.topic.name
-            outcome = NotReplicated(name, partition_queue.partition, self._require_replicas, replicas)
-        else:
-            outcome = Appended(partition_queue.partition, batch.source, replicas)
-        return _Answer(outcome, replicas, partition_queue)
+            return NotReplicated(name, partition_queue.partition, self._require_replicas, replicas)
+        return Appended(partition_queue.partition, batch.source, replicas)
 
     def _stored_send(self, pending: PendingSend, offset: int, early: int, answer: _Answer) -> None:
         queue, outcome = pending.queue, answer.outcome

@@ -38,16 +38,17 @@ class GuardedInFlight:
         return self._in_flight
 
     def __exit__(self, *_: object) -> None:
+        follow_ups = self._follow_ups
+        if not (follow_ups.nodes or follow_ups.jobs or follow_ups.listeners or self._capacity.freed):
+            self._lock.release()
+            return
         listeners: Sequence[Listener] = ()
         try:
-            follow_ups = self._follow_ups
             if follow_ups.nodes or follow_ups.jobs:
                 self._ask_others()
             if self._capacity.freed:
-                self._capacity.freed = False
                 self._note_freed()
-            if follow_ups.listeners:
-                listeners = follow_ups.take_listeners()
+            listeners = follow_ups.take_listeners()
         finally:
             self._lock.release()
         if listeners:
@@ -107,10 +108,7 @@ class GuardedInFlight:
 
     def wait_for_room(self, count: int, size: int, until: float) -> None:
         """Wait for capacity. Raises ProducerFull (in callbacks at once) or ProducerClosed."""
-        capacity = self._capacity
-        if not self.closed and capacity.has_room(count, size):
-            return
-        started = time.monotonic()
+        capacity, started = self._capacity, time.monotonic()
         while not self.closed and not capacity.has_room(count, size):
             wait_s = until - time.monotonic()
             if wait_s <= 0 or in_callback():
@@ -136,6 +134,7 @@ class GuardedInFlight:
             self._waiting -= 1
 
     def _note_freed(self) -> None:
+        self._capacity.freed = False
         if self._waiting:
             self._changed.notify_all()
         if self.on_freed is not None:

@@ -14,7 +14,7 @@ from mqlayer.producing.follow_ups import FollowUps
 from mqlayer.producing.losses import Losses
 from mqlayer.producing.producer_queues import ProducerQueues
 from mqlayer.producing.send_queues import PendingSend, TopicQueues
-from mqlayer.producing.settlement import Settlement
+from mqlayer.producing.settlement import SendSettlement
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class InFlight:
         self.follow_ups = FollowUps()
         self.capacity = Capacity(max_count, max_bytes)
         self.queues = ProducerQueues(source, self.capacity, self.counts, self.follow_ups, rng or random.Random())
-        self.settlement = Settlement(self.queues, self.capacity, self.counts, self.follow_ups)
+        self.settlement = SendSettlement(self.queues, self.capacity, self.counts, self.follow_ups)
         self.losses = Losses(self.queues, self.settlement, self.counts, self.follow_ups)
         self.answers = AppendAnswers(
             self.queues,

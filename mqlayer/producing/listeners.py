@@ -146,5 +146,5 @@ def in_callback() -> bool:
 
 def check_may_wait() -> None:
     """Raise InvalidInput in a callback: it would wait for its own thread."""
-    if in_callback():
+    if _callback.now:
         raise InvalidInput("a future's callback must not wait for the producer: use send_async or send_oneway there")

@@ -14,7 +14,7 @@ from mqlayer.producing.follow_ups import FollowUps
 from mqlayer.producing.listeners import OnewayListener
 from mqlayer.producing.producer_queues import ProducerQueues
 from mqlayer.producing.send_queues import Listener, LpQueue, NodeQueue
-from mqlayer.producing.settlement import Settlement
+from mqlayer.producing.settlement import SendSettlement
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ class Losses:
     """Acknowledged messages that nodes lost. The next publish raises the `unreported` ones."""
 
     def __init__(
-        self, queues: ProducerQueues, settlement: Settlement, counts: Counter[str], follow_ups: FollowUps
+        self, queues: ProducerQueues, settlement: SendSettlement, counts: Counter[str], follow_ups: FollowUps
     ) -> None:
         self.unreported: deque[Loss] = deque(maxlen=MAX_UNREPORTED_LOSSES)
         self.former = FormerSources(MAX_FORMER_SOURCES)

@@ -10,25 +10,17 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final
 
 from mqlayer.domain.routing import Lp, NodeId
-from mqlayer.errors import (
-    AccessDenied,
-    BacklogFull,
-    ConfigurationRefused,
-    MqlayerError,
-    NodeOutOfMemory,
-    StoreUnavailable,
-)
+from mqlayer.errors import AccessDenied, ConfigurationRefused, MqlayerError, StoreUnavailable
 from mqlayer.failpoints import failpoint
 from mqlayer.producing.append_batch import AppendBatch, next_batch
-from mqlayer.producing.backoff import backoff_s
+from mqlayer.producing.append_exchange import append_request, apply_reply
 from mqlayer.producing.guarded_in_flight import GuardedInFlight
 from mqlayer.producing.in_flight import InFlight
 from mqlayer.producing.options import ProducerOptions
 from mqlayer.producing.send_queues import NodeQueue, PartitionQueue, PendingSend, TopicQueues
 from mqlayer.redis.node_connection import Node, NodeConnection, is_missing_script
-from mqlayer.redis.partition_scripts import AppendReply, OnceOutcome, Refused, append_once_reply, append_reply
 from mqlayer.redis.roles import RedisRole
-from mqlayer.redis.wire import append_once_packet, append_packet, wait_packet
+from mqlayer.redis.wire import wait_packet
 from mqlayer.runtime.runtime import Runtime
 from mqlayer.runtime.service import Service
 
@@ -130,7 +122,8 @@ class NodeSender(Service):
 
     def push(self) -> None:
         """Send due batches, up to `max_in_flight`."""
-        while len(self._unanswered) < self._options.max_in_flight and self.good:
+        # Read without the lock: what is added meanwhile is seen by `resign`.
+        while self.queue.partition_queues and len(self._unanswered) < self._options.max_in_flight and self.good:
             with self._guarded as in_flight:
                 batch = next_batch(self.queue, time.monotonic())
                 if batch is None:
@@ -154,9 +147,9 @@ class NodeSender(Service):
 
     def _transmit(self, batch: AppendBatch) -> bool:
         try:
-            packet = self._packet(batch)
+            packet = append_request(self._connection, batch, self._runtime.settings)
             failpoint("producer.before_append")
-            self._connection.send_packet(packet)
+            self._connection.send_packet(packet + self._wait_packet if self._wait_packet else packet)
             failpoint("producer.after_send")
         except StoreUnavailable as error:
             self._lose(error)
@@ -185,105 +178,26 @@ class NodeSender(Service):
             raise
         return True
 
-    def _packet(self, batch: AppendBatch) -> bytes:
-        partition_queue, settings = batch.partition_queue, self._runtime.settings
-        if batch.once:
-            packet = append_once_packet(
-                self._connection,
-                settings.key_prefix,
-                partition_queue.partition,
-                batch.source,
-                batch.chunks,
-                count=batch.count,
-                backlog=partition_queue.backlog_limit,
-                window_ms=int(settings.dedup_window_s * 1000),
-            )
-        else:
-            packet = append_packet(
-                self._connection,
-                settings.key_prefix,
-                partition_queue.partition,
-                batch.source,
-                batch.heads,
-                batch.chunks,
-                count=batch.count,
-                backlog=partition_queue.backlog_limit,
-            )
-        # A repeat encodes another batch, so free these bytes.
-        batch.heads, batch.chunks = [], []
-        return packet + self._wait_packet if self._wait_packet else packet
-
     def _settle(self, in_flight: InFlight, batch: AppendBatch, replies: list[Any]) -> None:
-        """Apply an answer. Raises StoreUnavailable if it is unclear."""
         now, replicas = time.monotonic(), None
         if self._wait_packet:
             replicas = replies[1] if isinstance(replies[1], int) else 0
         if is_missing_script(replies[0]):
+            # Loaded once no append is unanswered; see `_connected`.
             self._scripts_missing = True
             in_flight.answers.repeat(batch)
         else:
-            try:
-                read = append_once_reply if batch.once else append_reply
-                self._act(in_flight, batch, read(replies[0], self._address), replicas, now)
-            except NodeOutOfMemory as error:
-                in_flight.answers.refused(batch, error, now)
+            apply_reply(in_flight, batch, replies[0], address=self._address, replicas=replicas, now=now)
         self._unanswered.popleft()
-        if in_flight.queues.blocks(batch):
-            self._resolve(in_flight, batch, now)
-
-    def _act(
-        self,
-        in_flight: InFlight,
-        batch: AppendBatch,
-        answer: AppendReply | list[OnceOutcome] | Refused,
-        replicas: int | None,
-        now: float,
-    ) -> None:
-        if isinstance(answer, AppendReply):
-            if answer.outcomes is None:
-                in_flight.answers.stored(batch, answer.offset, replicas)
-            else:
-                in_flight.answers.mixed(batch, answer.offset, answer.outcomes, replicas)
-        elif isinstance(answer, list):
-            in_flight.answers.each(batch, answer, replicas)
-        else:
-            self._refused(in_flight, batch, answer, now)
-
-    def _refused(self, in_flight: InFlight, batch: AppendBatch, answer: Refused, now: float) -> None:
-        topic, partition_queue = batch.pending_sends[0].queue.topic.name, batch.partition_queue
-        if answer.status == "full":
-            full = BacklogFull(topic, partition_queue.partition, partition_queue.backlog_limit)
-            in_flight.answers.refused(batch, full, now)
-        elif answer.status in ("sealed", "importing", "deleted", "absent"):
-            facts = {"topic": topic, "partition": partition_queue.partition, "word": answer.status}
-            log.info("publish_rerouted", extra=facts)
-            in_flight.answers.misrouted(batch)
-        else:
-            raise StoreUnavailable(self._address, f"unexpected answer to an append: {answer.status} {answer.fact}")
-
-    def _resolve(self, in_flight: InFlight, batch: AppendBatch, now: float) -> None:
-        later = {pending.queue for sent in self._unanswered for pending in sent.pending_sends}
-        in_flight.answers.resolve([queue for queue in batch.queues() if queue not in later], now)
+        in_flight.answers.resolve_batch(batch, self._unanswered, now)
 
     def _lose(self, error: BaseException) -> None:
         self._connection.close()
-        now = time.monotonic()
         with self._guarded as in_flight:
             unanswered = list(self._unanswered)
             self._unanswered.clear()
-            in_flight.answers.unknown(unanswered, now)
-            self._note_failure(in_flight, str(error) or type(error).__name__)
-            in_flight.queues.divert(list(self.queue.partition_queues), now)
-
-    def _note_failure(self, in_flight: InFlight, reason: str) -> None:
-        queue = self.queue
-        queue.failures += 1
-        queue.retry_at = time.monotonic() + backoff_s(queue.failures)
-        queue.last_error = reason
-        in_flight.counts["connections_lost"] += 1
-        if queue.failures in (1, 5) or queue.failures % 30 == 0:
-            facts = {"node": self._node.name, "reason": reason, "failures": queue.failures}
-            log.warning("producer_connection_lost", extra=facts)
+            reason = str(error) or type(error).__name__
+            in_flight.answers.disconnected(self.queue, unanswered, reason, time.monotonic())
 
     # The thread
 
@@ -301,7 +215,7 @@ class NodeSender(Service):
                 self._serve()
             except Exception as error:
                 with self._guarded as in_flight:
-                    self._note_failure(in_flight, type(error).__name__)
+                    in_flight.answers.disconnected(self.queue, (), type(error).__name__, time.monotonic())
                 raise
 
     def _serve(self) -> None:

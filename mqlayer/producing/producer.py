@@ -223,9 +223,10 @@ class Producer:
         lp, pending = engine.encode(topic_queues, message, deadline, listener, eager=eager)
         if isinstance(listener, ReceiptPromise):
             listener.pending = pending
-        now = time.monotonic()
-        with self._guarded as in_flight:
-            self._guarded.wait_for_room(1, pending.size, min(deadline, now + ROOM_TIMEOUT_S))
+        now, guarded = time.monotonic(), self._guarded
+        with guarded as in_flight:
+            if guarded.closed or not in_flight.capacity.has_room(1, pending.size):
+                guarded.wait_for_room(1, pending.size, min(deadline, now + ROOM_TIMEOUT_S))
             in_flight.accept(topic_queues, lp, pending, now)
             if listener is not None:
                 in_flight.wake_for(pending)

@@ -37,7 +37,9 @@ class ProducerQueues:
         pending.first = queue.next_seq
         queue.next_seq += pending.count
         queue.waiting.append(pending)
-        self._capacity.take(pending.count, pending.size)
+        capacity = self._capacity
+        capacity.count += pending.count
+        capacity.size += pending.size
         if not queue.queued:
             self.enqueue(queue)
         if topic.best_effort:

@@ -17,7 +17,7 @@ NOTHING: Final[tuple[bytes, ...]] = ()
 CLOSED: Final = "it was closed before an answer came, so the message may or may not be stored"
 
 
-class Settlement:
+class SendSettlement:
     """Sets outcomes, once each. `searched`: stored sends whose places are looked up."""
 
     def __init__(self, queues: ProducerQueues, capacity: Capacity, counts: Counter[str], follow_ups: FollowUps) -> None:

@@ -569,7 +569,7 @@ def leave_what_is_behind_a_failure(patch: pytest.MonkeyPatch) -> None:
 def resolve_too_early(patch: pytest.MonkeyPatch) -> None:
     """A queue is sent again while answers about it are still to come."""
     patch.setattr(
-        NodeSender, "_resolve", lambda sender, in_flight, batch, now: in_flight.answers.resolve(batch.queues(), now)
+        AppendAnswers, "resolve_batch", lambda answers, batch, unanswered, now: answers.resolve(batch.queues(), now)
     )
 
 
