@@ -18,9 +18,13 @@ from mqlayer.producing.outcomes import Appended, Duplicate, Recovered
 from mqlayer.producing.producer_queues import ProducerQueues
 from mqlayer.producing.send_queues import LpQueue, NodeQueue, PartitionQueue, PendingSend
 from mqlayer.producing.settlement import NOTHING, SendSettlement
-from mqlayer.redis.partition_scripts import OnceOutcome, RunOutcome
+from mqlayer.redis.partition_scripts import AppendReply, OnceOutcome, Refused, RunOutcome
 
 log = logging.getLogger(__name__)
+
+
+AppendAnswer = AppendReply | list[OnceOutcome] | Refused | PublishError
+"""Stored in whole or in part, an outcome per message, misrouted, or refused by a limit."""
 
 
 class _Answer(NamedTuple):
@@ -49,12 +53,37 @@ class AppendAnswers:
         self._capacity, self._counts, self._follow_ups = capacity, counts, follow_ups
         self._require_replicas = require_replicas
 
+    def apply(
+        self,
+        batch: AppendBatch,
+        answer: AppendAnswer | None,
+        replicas: int | None,
+        unanswered: Iterable[AppendBatch],
+        now: float,
+    ) -> None:
+        """Apply an answer; None if the append did not run. Then resolve queues that await no more answers."""
+        if isinstance(answer, AppendReply):
+            if answer.outcomes is None:
+                self.stored(batch, answer.offset, replicas)
+            else:
+                self.mixed(batch, answer.offset, answer.outcomes, replicas)
+        elif isinstance(answer, list):
+            self.each(batch, answer, replicas)
+        elif isinstance(answer, Refused):
+            self.misrouted(batch, answer.status)
+        elif answer is None:
+            self.repeat(batch)
+        else:
+            self.refused(batch, answer, now)
+        if self._queues.blocked:
+            self.resolve_batch(batch, unanswered, now)
+
     # Stored, at least in part
 
     def stored(self, batch: AppendBatch, offset: int, replicas: int | None) -> None:
         """A batch was appended."""
         outcome = self._outcome(batch, replicas)
-        if not isinstance(outcome, Appended) or self._queues.blocks(batch):
+        if not isinstance(outcome, Appended) or (self._queues.blocked and self._queues.blocks(batch)):
             answer = _Answer(outcome, replicas, batch.partition_queue)
             for pending in batch.pending_sends:
                 self._stored_send(pending, offset, 0, answer)
@@ -132,8 +161,10 @@ class AppendAnswers:
         for queue in batch.queues():
             self._queues.block(queue, "repeat")
 
-    def misrouted(self, batch: AppendBatch) -> None:
+    def misrouted(self, batch: AppendBatch, status: str) -> None:
         """Nothing was stored: get a newer route."""
+        topic, partition = batch.pending_sends[0].queue.topic.name, batch.partition_queue.partition
+        log.info("publish_rerouted", extra={"topic": topic, "partition": partition, "word": status})
         for queue in batch.queues():
             self._queues.block(queue, "route")
 
@@ -155,9 +186,8 @@ class AppendAnswers:
 
     def resolve_batch(self, batch: AppendBatch, unanswered: Iterable[AppendBatch], now: float) -> None:
         """Resolve an answered batch's blocked queues, except those in unanswered batches."""
-        if self._queues.blocks(batch):
-            later = {pending.queue for sent in unanswered for pending in sent.pending_sends}
-            self.resolve([queue for queue in batch.queues() if queue not in later], now)
+        later = {pending.queue for sent in unanswered for pending in sent.pending_sends}
+        self.resolve([queue for queue in batch.queues() if queue not in later], now)
 
     def resolve(self, queues: Iterable[LpQueue], now: float) -> None:
         """Resolve blocked queues that await no more answers."""

@@ -70,9 +70,8 @@ class AsyncProducer:
     ) -> Receipt:
         """Publish one message and return its place; see `Producer.send`."""
         engine = self._engine
-        engine.guarded.raise_losses()
-        deadline, message = engine.deadline(timeout_s), Message(key, body, headers, tags, dedup_id)
-        eager, listener = engine.options.is_eager(on_backlog), LoopListener(1, self._inbox)
+        deadline, eager = engine.begin(timeout_s, on_backlog)
+        message, listener = Message(key, body, headers, tags, dedup_id), LoopListener(1, self._inbox)
         placed, queues = None, None if self._turns else engine.known_topic(topic)
         if queues is not None:
             placed = engine.encode(queues, message, deadline, listener, eager=eager)
@@ -99,8 +98,7 @@ class AsyncProducer:
     ) -> Receipts:
         """Publish any number of messages in batches; see `Producer.send_many`."""
         engine = self._engine
-        engine.guarded.raise_losses()
-        deadline, eager = engine.deadline(timeout_s), engine.options.is_eager(on_backlog)
+        deadline, eager = engine.begin(timeout_s, on_backlog)
         async with self._my_turn(deadline):
             queues = await self._topic(topic)
             if not messages:

@@ -26,7 +26,7 @@ from mqlayer.producing.message import (
 )
 from mqlayer.producing.metadata_refresher import MetadataRefresher
 from mqlayer.producing.node_sender import NodeSender
-from mqlayer.producing.options import ProducerOptions
+from mqlayer.producing.options import OnBacklog, ProducerOptions
 from mqlayer.producing.record_lookup import RecordLookup
 from mqlayer.producing.scheduler import Scheduler
 from mqlayer.producing.send_queues import NO_KEY_BULK, Listener, PartitionQueue, PendingSend, TopicQueues
@@ -44,7 +44,7 @@ class ProducerEngine:
     """One incarnation: the in-flight store, its senders and its background jobs."""
 
     def __init__(self, settings: Settings, name: str, options: ProducerOptions) -> None:
-        self.options, self.rng = options, random.Random()
+        self.options, self.rng, self._eager = options, random.Random(), options.is_eager(None)
         self._pid, self._timeout_s = os.getpid(), settings.delivery_timeout_s
         self._runtime = Runtime(Database(settings.control_dsn(), application="mqlayer producer"), settings)
         try:
@@ -60,7 +60,7 @@ class ProducerEngine:
             require_replicas=options.required_replicas,
         )
         self.guarded = guarded = GuardedInFlight(in_flight, self._schedule)
-        self._topics = in_flight.queues.topics
+        self._topics, self._losses = in_flight.queues.topics, in_flight.losses
         self._scheduler = Scheduler()
         self._metadata = MetadataRefresher(guarded, self._scheduler, self._runtime, options)
         self._sources = ProducerSources(name, source, self._runtime.control, guarded, self._scheduler)
@@ -76,6 +76,13 @@ class ProducerEngine:
         """The counts so far."""
         with self.guarded as in_flight:
             return in_flight.stats()
+
+    def begin(self, timeout_s: float | None, on_backlog: OnBacklog | None) -> tuple[float, bool]:
+        """Return a call's deadline, and whether it is eager. Raises AcknowledgedLoss or InvalidInput."""
+        if self._losses.unreported:
+            self.guarded.raise_losses()
+        eager = self._eager if on_backlog is None else self.options.is_eager(on_backlog)
+        return time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s), eager
 
     def deadline(self, timeout_s: float | None) -> float:
         """Return a call's deadline (monotonic)."""

@@ -7,11 +7,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from mqlayer.domain.routing import Lp
 from mqlayer.errors import AcknowledgedLoss, ProducerClosed, ProducerFull
 from mqlayer.producing.follow_ups import ProducerJob
 from mqlayer.producing.in_flight import InFlight
 from mqlayer.producing.listeners import ReceiptPromise, in_callback, notify_all
-from mqlayer.producing.send_queues import Listener, NodeQueue, PendingSend
+from mqlayer.producing.send_queues import Listener, NodeQueue, PendingSend, TopicQueues
 
 CLOSED: Final = "it is closed"
 
@@ -48,7 +49,8 @@ class GuardedInFlight:
                 self._ask_others()
             if self._capacity.freed:
                 self._note_freed()
-            listeners = follow_ups.take_listeners()
+            if follow_ups.listeners:
+                listeners = follow_ups.take_listeners()
         finally:
             self._lock.release()
         if listeners:
@@ -86,6 +88,15 @@ class GuardedInFlight:
                 and pending.queue.partition_queue.refusal is not None
                 and in_flight.settlement.withdraw(pending)
             )
+
+    def accept(self, topic: TopicQueues, lp: Lp, pending: PendingSend, *, until: float, wake: bool) -> None:
+        """Queue a send; wait for room until a monotonic time. Raises ProducerFull or ProducerClosed."""
+        with self as in_flight:
+            if self.closed or not self._capacity.has_room(1, pending.size):
+                self.wait_for_room(1, pending.size, until)
+            in_flight.accept(topic, lp, pending, time.monotonic())
+            if wake:
+                in_flight.wake_for(pending)
 
     def abandon(self, pending_sends: Sequence[PendingSend]) -> None:
         """Fail overdue sends that are refused and certainly not stored."""

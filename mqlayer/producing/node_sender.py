@@ -13,7 +13,7 @@ from mqlayer.domain.routing import Lp, NodeId
 from mqlayer.errors import AccessDenied, ConfigurationRefused, MqlayerError, StoreUnavailable
 from mqlayer.failpoints import failpoint
 from mqlayer.producing.append_batch import AppendBatch, next_batch
-from mqlayer.producing.append_exchange import append_request, apply_reply
+from mqlayer.producing.append_exchange import append_request, read_reply
 from mqlayer.producing.guarded_in_flight import GuardedInFlight
 from mqlayer.producing.in_flight import InFlight
 from mqlayer.producing.options import ProducerOptions
@@ -182,14 +182,14 @@ class NodeSender(Service):
         now, replicas = time.monotonic(), None
         if self._wait_packet:
             replicas = replies[1] if isinstance(replies[1], int) else 0
+        answer = None
         if is_missing_script(replies[0]):
             # Loaded once no append is unanswered; see `_connected`.
             self._scripts_missing = True
-            in_flight.answers.repeat(batch)
         else:
-            apply_reply(in_flight, batch, replies[0], address=self._address, replicas=replicas, now=now)
+            answer = read_reply(batch, replies[0], self._address)
         self._unanswered.popleft()
-        in_flight.answers.resolve_batch(batch, self._unanswered, now)
+        in_flight.answers.apply(batch, answer, replicas, self._unanswered, now)
 
     def _lose(self, error: BaseException) -> None:
         self._connection.close()

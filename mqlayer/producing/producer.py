@@ -51,7 +51,7 @@ class Producer:
         self, settings: Settings | None = None, *, name: str = "producer", options: ProducerOptions | None = None
     ) -> None:
         self._engine = open_engine(settings, name, options)
-        self._guarded, self._options = self._engine.guarded, self._engine.options
+        self._guarded = self._engine.guarded
         self._oneway = OnewayListener()
 
     def send(
@@ -77,9 +77,7 @@ class Producer:
         it. Other PublishErrors are definite.
         """
         check_may_wait()
-        self._guarded.raise_losses()
-        deadline = self._engine.deadline(timeout_s)
-        eager = self._options.is_eager(on_backlog)
+        deadline, eager = self._engine.begin(timeout_s, on_backlog)
         pending = self._queue(topic, Message(key, body, headers, tags, dedup_id), deadline, None, eager=eager)
         sender = self._engine.sender(pending.queue.partition_queue)
         if sender.try_lead():
@@ -112,10 +110,8 @@ class Producer:
         it, else returns False. Invalid input raises at once; so does ProducerFull in a callback. Callbacks must not
         wait; they may call `send_async` and `send_oneway`.
         """
-        self._guarded.raise_losses()
+        deadline, eager = self._engine.begin(timeout_s, on_backlog)
         promise = ReceiptPromise(self._guarded.withdraw_refused)
-        deadline = self._engine.deadline(timeout_s)
-        eager = self._options.is_eager(on_backlog)
         self._queue(topic, Message(key, body, headers, tags, dedup_id), deadline, promise, eager=eager)
         return promise.future
 
@@ -135,7 +131,7 @@ class Producer:
         """
         message, deadline = Message(key, body, headers, tags, dedup_id), self._engine.deadline(None)
         try:
-            self._queue(topic, message, deadline, self._oneway, eager=self._options.is_eager(None))
+            self._queue(topic, message, deadline, self._oneway, eager=self._engine.options.is_eager(None))
         except ProducerFull as error:
             with self._guarded as in_flight:
                 in_flight.counts["failed"] += 1
@@ -155,12 +151,11 @@ class Producer:
         outcome. `timeout_s`: for the whole call.
         """
         check_may_wait()
-        self._guarded.raise_losses()
+        deadline, eager = self._engine.begin(timeout_s, on_backlog)
         topic_queues = self._engine.topic(topic)
         if not messages:
             return Receipts(())
-        deadline = self._engine.deadline(timeout_s)
-        bulk = MessageBulk(topic_queues, messages, self._engine.rng, eager=self._options.is_eager(on_backlog))
+        bulk = MessageBulk(topic_queues, messages, self._engine.rng, eager=eager)
         if bulk.tokens:
             return send_singly(bulk, self._guarded, deadline)
         return BulkSend(bulk, self._engine, deadline).run()
@@ -223,11 +218,6 @@ class Producer:
         lp, pending = engine.encode(topic_queues, message, deadline, listener, eager=eager)
         if isinstance(listener, ReceiptPromise):
             listener.pending = pending
-        now, guarded = time.monotonic(), self._guarded
-        with guarded as in_flight:
-            if guarded.closed or not in_flight.capacity.has_room(1, pending.size):
-                guarded.wait_for_room(1, pending.size, min(deadline, now + ROOM_TIMEOUT_S))
-            in_flight.accept(topic_queues, lp, pending, now)
-            if listener is not None:
-                in_flight.wake_for(pending)
+        until = min(deadline, time.monotonic() + ROOM_TIMEOUT_S)
+        self._guarded.accept(topic_queues, lp, pending, until=until, wake=listener is not None)
         return pending

@@ -100,7 +100,7 @@ class ProducerQueues:
 
     def blocks(self, batch: AppendBatch) -> bool:
         """Whether a batch has messages of a blocked queue."""
-        return bool(self.blocked) and not self.blocked.isdisjoint(pending.queue for pending in batch.pending_sends)
+        return not self.blocked.isdisjoint(pending.queue for pending in batch.pending_sends)
 
     def resume(self, queue: LpQueue) -> None:
         """Unblock and list a queue; wake its node, whose thread may sleep."""
