@@ -15,13 +15,11 @@ from bench.registry import Line, bench, compared, in_turn, note
 from bench.stage import BATCH, BODY, Stage, System
 from mqlayer.domain.routing import Route, lp_of
 from mqlayer.producing import Producer
-from mqlayer.producing.in_flight import InFlight
+from mqlayer.producing.engine import open_engine
 from mqlayer.producing.message import lp_and_key
-from mqlayer.producing.metadata_refresher import MetadataRefresher
-from mqlayer.producing.node_sender import SenderOptions
 from mqlayer.producing.send_queues import TopicQueues
 from mqlayer.routes import apply_change, planned_merge, planned_move, planned_split
-from mqlayer.runtime.route_cache import RouteCache, load_route
+from mqlayer.runtime.route_cache import load_route
 
 RATE_PER_S: Final = 1_000
 SECONDS: Final = 8.0
@@ -71,14 +69,11 @@ def route_lookup(stage: Stage) -> Iterator[Line]:
 @contextmanager
 def topic_of_a_producer(system: System) -> Iterator[TopicQueues]:
     """Lend the topic as a producer has it after its first message: the route in force, as a partition for each LP."""
-    ledger = InFlight(source=1, max_count=1, max_bytes=1, require_replicas=0)
-    options = SenderOptions(system.settings, max_in_flight=1, replicas=0, replica_timeout_s=1.0)
-    routes = RouteCache(system.database)
-    upkeep = MetadataRefresher(name="bench", database=system.database, routes=routes, in_flight=ledger, options=options)
+    engine = open_engine(system.settings, "bench", None)
     try:
-        yield upkeep.topic("bench")
+        yield engine.topic("bench")
     finally:
-        upkeep.stop(5.0)
+        engine.end(0)
 
 
 def measure(system: System, work: Callable[[threading.Event], object]) -> Figures:

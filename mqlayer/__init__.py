@@ -6,7 +6,7 @@ from mqlayer.domain.tags import all_of, any_of
 from mqlayer.errors import MqlayerError, PauseKey, Reject, RetryLater, Skip
 from mqlayer.events import Event, on_event
 from mqlayer.idempotency import VersionedEvent, VersionGap, Versions
-from mqlayer.producing import Message, Producer, Receipt
+from mqlayer.producing import AsyncProducer, Message, Producer, ProducerOptions, Receipt
 from mqlayer.receiving import PopMessage, Receiver
 from mqlayer.settings import Settings
 
@@ -14,6 +14,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "App",
+    "AsyncProducer",
     "Batch",
     "BatchMessage",
     "BatchOf",
@@ -25,6 +26,7 @@ __all__ = [
     "PauseKey",
     "PopMessage",
     "Producer",
+    "ProducerOptions",
     "Receipt",
     "Receiver",
     "Reject",

@@ -14,13 +14,15 @@ from typing import Final
 
 from mqlayer.domain.routing import NodeId
 from mqlayer.errors import MqlayerError
-from mqlayer.producing.in_flight import InFlight, notify_all
+from mqlayer.producing.guarded_in_flight import GuardedInFlight
 from mqlayer.producing.losses import AcknowledgedMark
 from mqlayer.producing.node_sender import NodeSender
 from mqlayer.producing.scheduler import Scheduler
-from mqlayer.redis.node_connection import NodeConnection
+from mqlayer.redis.node_connection import Node
 from mqlayer.redis.partition_scripts import LIVE_STATES
 from mqlayer.redis.read_scripts import MARKS_PER_CALL, marks_of
+from mqlayer.redis.roles import RedisRole
+from mqlayer.runtime.runtime import Runtime
 
 log = logging.getLogger(__name__)
 
@@ -38,17 +40,15 @@ class LossDetector:
     """
 
     def __init__(
-        self, in_flight: InFlight, scheduler: Scheduler, senders: Mapping[NodeId, NodeSender],
-        connection: Callable[[NodeId], NodeConnection], *,
-        prefix: str,
-    ) -> None:  # fmt: skip
-        self._in_flight, self._scheduler, self._senders, self._connection, self._prefix = (
-            in_flight,
-            scheduler,
-            senders,
-            connection,
-            prefix,
-        )
+        self,
+        guarded: GuardedInFlight,
+        scheduler: Scheduler,
+        senders: Mapping[NodeId, NodeSender],
+        runtime: Runtime,
+        find_node: Callable[[NodeId], Node],
+    ) -> None:
+        self._guarded, self._scheduler, self._senders = guarded, scheduler, senders
+        self._runtime, self._find_node = runtime, find_node
         self._armed_at: dict[NodeId, datetime | None] = {}
         self._due: dict[NodeId, tuple[int, float]] = {}
 
@@ -77,7 +77,7 @@ class LossDetector:
             if self._check(node_id, tries):
                 continue
             if tries + 1 == TRIES:
-                log.warning("producer_loss_check_abandoned", extra={"node": self._senders[node_id].runs[0]})
+                log.warning("producer_loss_check_abandoned", extra={"node": self._senders[node_id].queue.runs[0]})
                 continue
             pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**tries)
             self._due[node_id] = (tries + 1, now + pause_s)
@@ -86,8 +86,8 @@ class LossDetector:
     def _check(self, node_id: NodeId, tries: int) -> bool:
         """Return whether the check is complete."""
         sender = self._senders[node_id]
-        with self._in_flight.lock:
-            expected_marks = self._in_flight.expected_marks(sender)
+        with self._guarded as in_flight:
+            expected_marks = in_flight.losses.expected_marks(sender.queue)
             # An outstanding answer may predate the arming.
             whole = not sender.unanswered_count or tries >= LATE_TRIES
         if not expected_marks:
@@ -95,13 +95,11 @@ class LossDetector:
         try:
             found = self._marks(node_id, expected_marks)
         except MqlayerError as error:
-            log.info("producer_loss_check_failed", extra={"node": sender.runs[0], "reason": str(error)})
+            log.info("producer_loss_check_failed", extra={"node": sender.queue.runs[0], "reason": str(error)})
             return False
-        listeners = []
-        with self._in_flight.lock:
+        with self._guarded as in_flight:
             for expected, mark in found:
-                listeners += self._in_flight.check_mark(expected, mark)
-        notify_all(listeners)
+                in_flight.losses.check_mark(expected, mark)
         return whole and len(found) == len(expected_marks)
 
     def _marks(self, node_id: NodeId, expected_marks: Sequence[AcknowledgedMark]) -> list[tuple[AcknowledgedMark, int]]:
@@ -110,8 +108,8 @@ class LossDetector:
             of[expected.partition].append(expected)
         asked = [some[at : at + MARKS_PER_CALL] for some in of.values() for at in range(0, len(some), MARKS_PER_CALL)]
         wanted = [(some[0].partition, [(expected.source, expected.queue.lp) for expected in some]) for some in asked]
-        with self._connection(node_id) as connection:
-            answers = marks_of(connection, self._prefix, wanted)
+        with self._runtime.connection(self._find_node(node_id), RedisRole.PUBLISHER) as connection:
+            answers = marks_of(connection, self._runtime.prefix, wanted)
         return [
             pair
             for some, (state, marks) in zip(asked, answers, strict=True)

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter, deque
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from itertools import chain
+from typing import Final, NamedTuple
 
-from mqlayer.errors import Loss
+from mqlayer.errors import AcknowledgedLoss, Loss
 from mqlayer.events import Event, emit
-from mqlayer.producing.pending_send import Listener
-
-if TYPE_CHECKING:
-    from mqlayer.producing.send_queues import LpQueue
+from mqlayer.producing.follow_ups import FollowUps
+from mqlayer.producing.listeners import OnewayListener
+from mqlayer.producing.producer_queues import ProducerQueues
+from mqlayer.producing.send_queues import Listener, LpQueue, NodeQueue
+from mqlayer.producing.settlement import SendSettlement
 
 log = logging.getLogger(__name__)
+
+MAX_UNREPORTED_LOSSES: Final = 100_000
+MAX_FORMER_SOURCES: Final = 100_000
+"""Some 20 MB: a hundred losses in all LPs of a topic."""
 
 
 class AcknowledgedMark(NamedTuple):
@@ -75,3 +82,90 @@ class LossListener(Listener):
     def notify(self) -> None:
         """Call the hooks."""
         emit(self._event)
+
+
+class Losses:
+    """Acknowledged messages that nodes lost. The next publish raises the `unreported` ones."""
+
+    def __init__(
+        self, queues: ProducerQueues, settlement: SendSettlement, counts: Counter[str], follow_ups: FollowUps
+    ) -> None:
+        self.unreported: deque[Loss] = deque(maxlen=MAX_UNREPORTED_LOSSES)
+        self.former = FormerSources(MAX_FORMER_SOURCES)
+        self._queues, self._settlement, self._counts, self._follow_ups = queues, settlement, counts, follow_ups
+
+    def take_unreported(self) -> tuple[Loss, ...]:
+        """Return the unreported losses, once."""
+        losses = tuple(self.unreported)
+        self.unreported.clear()
+        return losses
+
+    def expected_marks(self, node: NodeQueue) -> list[AcknowledgedMark]:
+        """Return marks that a node must have, under present and former sources."""
+        present = (
+            (queue, queue.source, queue.acked) for queue in self._queues if queue.acked and queue.source is not None
+        )
+        return [
+            AcknowledgedMark(queue, source, acked, partition_queue.partition)
+            for queue, source, acked in chain(self.former, present)
+            for partition_queue in dict.fromkeys((queue.partition_queue, queue.topic.table[queue.lp]))
+            if partition_queue.node is node
+        ]
+
+    def check_mark(self, expected: AcknowledgedMark, mark: int) -> None:
+        """Handle a mark, read after `expected` from the armed run."""
+        queue = expected.queue
+        if mark >= expected.acked:
+            return
+        if queue.source != expected.source:
+            self._lose_former(expected, mark)
+            return
+        self.note(queue, mark)
+        # Answers for messages in flight are outstanding, and may report more losses.
+        if not queue.in_flight:
+            self.lose(queue)
+
+    def note(self, queue: LpQueue, mark: int) -> None:
+        """Block a queue whose acknowledged messages behind a mark are lost; of two marks, the lower one counts."""
+        queue.lost_after = min(mark, queue.lost_after) if queue.blocked_by == "lost" else mark
+        self._queues.set_block(queue, "lost")
+
+    def lose(self, queue: LpQueue) -> None:
+        """Fail a queue's messages and restart it; none may be in flight.
+
+        Lost seqs must never name other messages: groups that handled the lost ones would skip those. So the queue
+        continues under a new incarnation.
+        """
+        partition_queue = queue.partition_queue
+        loss = Loss(
+            queue.topic.name, queue.lp, queue.lost_after + 1, queue.acked, queue.source or 0, *partition_queue.node.runs
+        )
+        self._count(loss, partition_queue.partition)
+        if not queue.waiting or isinstance(queue.waiting[0].listener, OnewayListener):
+            self.unreported.append(loss)
+        if queue.waiting:
+            self._settlement.fail(queue, 0, AcknowledgedLoss(*loss))
+        self._queues.unblock(queue)
+        self.leave(queue, queue.lost_after)
+        queue.restart(self._queues.source)
+
+    def leave(self, queue: LpQueue, acked: int) -> None:
+        """Keep what is acknowledged under a queue's source, and leave that source."""
+        self.former.add(queue, acked)
+        self._queues.leave_source(queue)
+
+    def _lose_former(self, expected: AcknowledgedMark, mark: int) -> None:
+        queue = expected.queue
+        last = self.former.lower(queue, expected.source, mark)
+        if mark >= last:
+            return
+        node = self._queues.partition_queues[expected.partition].node
+        loss = Loss(queue.topic.name, queue.lp, mark + 1, last, expected.source, *node.runs)
+        self.unreported.append(loss)
+        self._count(loss, expected.partition)
+
+    def _count(self, loss: Loss, partition: int) -> None:
+        facts = {"topic": loss.topic, "lp": loss.lp, "reason": str(AcknowledgedLoss(*loss))}
+        log.error("acknowledged_messages_lost", extra=facts)
+        self._counts["lost"] += loss.messages
+        self._follow_ups.listeners.append(LossListener(loss, partition))

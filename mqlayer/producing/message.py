@@ -1,10 +1,9 @@
-"""Messages, receipts and input checks."""
+"""Messages, their checks and encoding."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import overload
 
 import msgspec
 
@@ -14,21 +13,7 @@ from mqlayer.domain.names import check_body, check_headers, encode_key
 from mqlayer.domain.routing import Lp, lp_of
 from mqlayer.domain.tags import tags_text
 from mqlayer.errors import InvalidInput, InvalidName
-from mqlayer.producing.pending_send import NO_KEY_BULK, PendingSend, Receipt
 from mqlayer.redis.wire import LINE_END, bulk, bulk_head
-
-__all__ = [
-    "NO_KEY_BULK",
-    "Body",
-    "Message",
-    "Receipts",
-    "chunks_of",
-    "facts_bulk",
-    "indices_within",
-    "lp_and_key",
-    "lp_and_token",
-    "whole_body",
-]
 
 Body = bytes | bytearray | memoryview
 
@@ -44,49 +29,6 @@ class Message(msgspec.Struct, frozen=True, gc=False):
     headers: Mapping[str, str] | None = None
     tags: Sequence[str] = ()
     dedup_id: str | None = None
-
-
-class Receipts(Sequence[Receipt]):
-    """A batch's receipts in message order, made on access."""
-
-    __slots__ = ("_indices", "_owners")
-
-    def __init__(self, owners: Sequence[PendingSend]) -> None:
-        self._owners = owners
-        self._indices: list[int] = []
-
-    def __len__(self) -> int:
-        return len(self._owners)
-
-    @overload
-    def __getitem__(self, position: int) -> Receipt: ...
-
-    @overload
-    def __getitem__(self, position: slice) -> list[Receipt]: ...
-
-    def __getitem__(self, position: int | slice) -> Receipt | list[Receipt]:
-        if not self._indices:
-            self._indices = indices_within(self._owners)
-        if isinstance(position, slice):
-            return [
-                pending.receipt(index)
-                for pending, index in zip(self._owners[position], self._indices[position], strict=True)
-            ]
-        return self._owners[position].receipt(self._indices[position])
-
-    def __repr__(self) -> str:
-        return f"<{len(self)} receipts>"
-
-
-def indices_within(owners: Sequence[PendingSend]) -> list[int]:
-    """Return messages' indices in their pending sends."""
-    seen: dict[PendingSend, int] = {}
-    indices = []
-    for pending in owners:
-        index = seen.get(pending, 0)
-        indices.append(index)
-        seen[pending] = index + 1
-    return indices
 
 
 @lru_cache(maxsize=65_536)

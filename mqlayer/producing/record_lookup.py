@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection
 from typing import Final
 
 from mqlayer.domain.message import Identity
-from mqlayer.errors import StoreUnavailable
+from mqlayer.domain.routing import NodeId
+from mqlayer.errors import MqlayerError, StoreUnavailable
+from mqlayer.producing.backoff import backoff_s
+from mqlayer.producing.follow_ups import StoredLookup
+from mqlayer.producing.guarded_in_flight import GuardedInFlight
+from mqlayer.producing.scheduler import Scheduler
 from mqlayer.redis.keys import partition_keys
-from mqlayer.redis.node_connection import NodeConnection, raise_for_reply
+from mqlayer.redis.node_connection import Node, NodeConnection, raise_for_reply
+from mqlayer.redis.roles import RedisRole
+from mqlayer.runtime.node_pool import NodePool
+from mqlayer.runtime.runtime import Runtime
 
+log = logging.getLogger(__name__)
+
+FIND_TRIES: Final = 5
 ENTRY_LIMIT: Final = 5_000
 FIRST_PAGE: Final = 20
 PAGE_BYTES: Final = 4_000_000
 
-Connections = Callable[[int], NodeConnection]
+Connections = Callable[[NodeId], NodeConnection]
+FindNode = Callable[[NodeId], Node]
 
 
 def find_offsets(
@@ -47,7 +60,7 @@ def _next_page(entries: list[tuple[bytes, list[bytes]]]) -> int:
 
 
 def find_on_nodes(
-    connections: Connections, prefix: str, places: Collection[tuple[int, int]], wanted: Collection[Identity]
+    connections: Connections, prefix: str, places: Collection[tuple[int, NodeId]], wanted: Collection[Identity]
 ) -> tuple[dict[Identity, tuple[int, int]], bool]:
     """Search (partition, node) places in order. Return the places found, and whether all nodes answered."""
     found: dict[Identity, tuple[int, int]] = {}
@@ -63,3 +76,31 @@ def find_on_nodes(
             continue
         found |= {identity: (partition, offset) for identity, offset in offsets.items()}
     return found, complete
+
+
+class RecordLookup:
+    """Settles sends that an earlier try stored, with their places."""
+
+    def __init__(self, guarded: GuardedInFlight, scheduler: Scheduler, runtime: Runtime, find_node: FindNode) -> None:
+        self._guarded, self._scheduler, self._runtime, self._find_node = guarded, scheduler, runtime, find_node
+
+    def run(self, lookup: StoredLookup, tries: int = 1) -> None:
+        """Search, and settle the send; repeats itself while nodes do not answer."""
+        try:
+            found, complete = self._find(lookup)
+        except MqlayerError as error:
+            # The messages are stored; only their places may stay unknown.
+            log.warning("position_not_found", extra={"reason": str(error)})
+            found, complete = {}, False
+        if len(found) < lookup.early and not complete and tries < FIND_TRIES:
+            self._scheduler.schedule(lambda: self.run(lookup, tries + 1), after_s=backoff_s(tries))
+            return
+        with self._guarded as in_flight:
+            in_flight.settlement.located(lookup.pending, lookup.outcome(found))
+
+    def _find(self, lookup: StoredLookup) -> tuple[dict[Identity, tuple[int, int]], bool]:
+        places = [
+            (partition_queue.partition, partition_queue.node.node_id) for partition_queue in lookup.partition_queues
+        ]
+        with NodePool(self._runtime, self._find_node, RedisRole.PUBLISHER) as pool:
+            return find_on_nodes(pool.to, self._runtime.prefix, places, lookup.wanted())

@@ -1,4 +1,4 @@
-"""Unsettled messages per LP and partition, guarded by the lock of `InFlight`. No I/O, no clock.
+"""Unsettled messages per LP, partition and node. No I/O, no clock.
 
 A queue's unsettled seqs, `acked` + 1 to `next_seq` - 1, are first `in_flight`, then `waiting`. A blocked queue sends
 nothing until its last answer:
@@ -12,24 +12,83 @@ once     a message with a dedup id is in flight
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
-from itertools import groupby
-from typing import TYPE_CHECKING, Literal, cast
+from typing import Final, Literal, cast
 
-from mqlayer.domain.names import BATCH_BYTES_LIMIT, BATCH_COUNT_LIMIT
-from mqlayer.domain.routing import LP_COUNT, Route
+import msgspec
+
+from mqlayer.domain.message import NO_KEY, mark_reordered
+from mqlayer.domain.routing import LP_COUNT, NodeId, Route
 from mqlayer.errors import PublishError
-from mqlayer.producing.pending_send import PendingSend
+from mqlayer.producing.outcomes import SendOutcome
 from mqlayer.redis.wire import bulk, bulk_number
 
-if TYPE_CHECKING:
-    from mqlayer.producing.node_sender import NodeSender
+NO_KEY_BULK: Final = bulk(NO_KEY)
+CHUNKS_PER_MESSAGE: Final = 5
+"""Facts, key, body head, body, line end."""
 
 BlockReason = Literal["repeat", "route", "lost", "once"]
 
 
+class Listener:
+    """Waits for `remaining` messages; `notify` runs once, after the last.
+
+    `remaining` and `failed` need the lock. `notify` runs without it: it may run application callbacks.
+    """
+
+    __slots__ = ("remaining",)
+
+    def __init__(self, remaining: int) -> None:
+        self.remaining = remaining
+
+    def notify(self) -> None:
+        """Report the outcome."""
+        raise NotImplementedError
+
+    def failed(self, pending: PendingSend) -> None:
+        """Note a failure."""
+
+
+class PendingSend(msgspec.Struct, eq=False, gc=False):
+    """Consecutive messages of one LP from one call, settled together.
+
+    `chunks`: encoded messages, of `size` bytes. Refusals are final after `deadline` (monotonic). Queuing sets `queue`
+    and `first`, the first seq; settling sets `outcome`, and `offset` if one append stored it. With a `token` (dedup id)
+    it is one message. `eager`: fail once the partition is full.
+
+    The garbage collector skips it: break its cycles.
+    """
+
+    chunks: tuple[bytes, ...]
+    count: int
+    size: int
+    deadline: float
+    listener: Listener | None
+    outcome: SendOutcome | None = None
+    offset: int = 0
+    first: int = 0
+    queue: LpQueue = cast("LpQueue", None)
+    token: bytes = b""
+    eager: bool = False
+
+    @property
+    def last(self) -> int:
+        """The last seq."""
+        return self.first + self.count - 1
+
+    def mark_reordered(self) -> int:
+        """Mark keyed messages as reordered; return the growth in bytes."""
+        chunks, before = list(self.chunks), self.size
+        for at in range(0, len(chunks), CHUNKS_PER_MESSAGE):
+            if chunks[at + 1] != NO_KEY_BULK:
+                facts = chunks[at]
+                chunks[at] = bulk(mark_reordered(facts[facts.index(b"\n") + 1 : -2]))
+                self.size += len(chunks[at]) - len(facts)
+        self.chunks = tuple(chunks)
+        return self.size - before
+
+
 class LpQueue:
-    """One LP of a topic. `source` is None until `InFlight.renew`.
+    """One LP of a topic. `source` is None until the producer has a new one.
 
     Seqs up to `uncertain_to` were sent without an answer; partitions in `uncertain_at` may have them.
     """
@@ -115,10 +174,12 @@ class LpQueue:
                 return index
         return None
 
-    def remove(self, pending: PendingSend) -> bool:
-        """Remove a message and close the gap; False if it does not wait or may be stored."""
-        if pending.first <= self.uncertain_to or pending not in self.waiting:
-            return False
+    def is_unsent(self, pending: PendingSend) -> bool:
+        """Whether a message waits and is certainly not stored."""
+        return pending.first > self.uncertain_to and pending in self.waiting
+
+    def remove(self, pending: PendingSend) -> None:
+        """Remove an unsent message and close the gap."""
         index = self.waiting.index(pending)
         behind = list(self.waiting)[index + 1 :]
         del self.waiting[index]
@@ -126,7 +187,6 @@ class LpQueue:
         for later in behind:
             later.first -= pending.count
         self.next_seq -= pending.count
-        return True
 
     def truncate(self, index: int) -> list[PendingSend]:
         """Remove waiting messages from an index on, and free their seqs."""
@@ -139,10 +199,10 @@ class LpQueue:
 class PartitionQueue:
     """A partition and its ready queues. After a `refusal` it pauses until `retry_at`."""
 
-    __slots__ = ("backlog_limit", "listed", "partition", "ready", "refusal", "refusals", "retry_at", "sender")
+    __slots__ = ("backlog_limit", "listed", "node", "partition", "ready", "refusal", "refusals", "retry_at")
 
-    def __init__(self, partition: int, sender: NodeSender, backlog_limit: int) -> None:
-        self.partition, self.sender, self.backlog_limit = partition, sender, backlog_limit
+    def __init__(self, partition: int, node: NodeQueue, backlog_limit: int) -> None:
+        self.partition, self.node, self.backlog_limit = partition, node, backlog_limit
         self.ready: deque[LpQueue] = deque()
         self.listed = False
         self.retry_at = 0.0
@@ -151,108 +211,33 @@ class PartitionQueue:
 
     def is_paused(self, now: float) -> bool:
         """Whether it or its node failed, and no retry is due."""
-        return (self.refusal is not None and now < self.retry_at) or self.sender.is_unreachable(now)
-
-    def take_batch(self) -> AppendBatch | None:
-        """Take one append: up to 500 messages and 1 MB, or one message, of one source."""
-        batch = AppendBatch(self)
-        ready = self.ready
-        while ready:
-            queue = ready[0]
-            if queue.blocked_by is None and queue.waiting and not batch.add(queue):
-                return batch
-            ready.popleft()
-            queue.queued = False
-        return batch if batch.pending_sends else None
+        return (self.refusal is not None and now < self.retry_at) or self.node.is_unreachable(now)
 
 
-class AppendBatch:
-    """One append, encoded. With `once`, all have dedup ids."""
+class NodeQueue:
+    """A node's partitions with ready queues. After `failures` of its connection it pauses until `retry_at`.
 
-    __slots__ = ("chunks", "count", "heads", "once", "partition_queue", "pending_sends", "size", "source")
+    `runs`: the node's name, its former armed run and the present one, or "".
+    """
 
-    def __init__(self, partition_queue: PartitionQueue) -> None:
-        self.partition_queue = partition_queue
-        self.once = False
-        self.source = 0
-        self.pending_sends: list[PendingSend] = []
-        self.heads: list[bytes] = []
-        self.chunks: list[bytes] = []
-        self.count = self.size = 0
+    __slots__ = ("failures", "last_error", "node_id", "partition_queues", "retry_at", "runs")
 
-    def add(self, queue: LpQueue) -> bool:
-        """Take a queue's next messages; return whether none is left."""
-        source = queue.source
-        if source is None or (self.source and self.source != source):
-            return source is None
-        waiting, in_flight = queue.waiting, queue.in_flight
-        if waiting[0].token or self.once:
-            return self._add_once(queue)
-        first, count, size = waiting[0].first, self.count, self.size
-        while waiting:
-            pending = waiting[0]
-            if pending.token:
-                break
-            if count and (count + pending.count > BATCH_COUNT_LIMIT or size + pending.size > BATCH_BYTES_LIMIT):
-                break
-            in_flight.append(waiting.popleft())
-            self.pending_sends.append(pending)
-            self.chunks += pending.chunks
-            count += pending.count
-            size += pending.size
-        if count > self.count:
-            self.source = source
-            self.heads += (queue.lp_bulk, bulk_number(first), bulk_number(count - self.count))
-            self.count, self.size = count, size
-        return not waiting
+    def __init__(self, node_id: NodeId, name: str, armed_run: str) -> None:
+        self.node_id, self.runs = node_id, (name, "", armed_run)
+        self.partition_queues: deque[PartitionQueue] = deque()
+        self.failures = 0
+        self.last_error = ""
+        self.retry_at = 0.0
 
-    def _add_once(self, queue: LpQueue) -> bool:
-        pending = queue.waiting[0]
-        full = self.count == BATCH_COUNT_LIMIT or self.size + pending.size > BATCH_BYTES_LIMIT
-        if not pending.token or (self.count and (full or not self.once)):
-            return False
-        self.once = True
-        self.source = cast("int", queue.source)
-        queue.in_flight.append(queue.waiting.popleft())
-        self.pending_sends.append(pending)
-        self.chunks += (queue.lp_bulk, bulk_number(pending.first), bulk(pending.token), *pending.chunks)
-        self.count += 1
-        self.size += pending.size
-        return True
+    def is_unreachable(self, now: float) -> bool:
+        """Whether the connection failed and no retry is due."""
+        return self.failures > 0 and now < self.retry_at
 
-    def add_fresh(self, queue: LpQueue, pending: PendingSend) -> bool:
-        """Take a new message past its queue; False if others wait there.
-
-        The caller must send this batch next.
-        """
-        source = queue.source
-        if queue.waiting or queue.blocked_by is not None or source is None or (self.source and self.source != source):
-            return False
-        if queue.partition_queue is not self.partition_queue:
-            if queue.in_flight or queue.topic.table[queue.lp] is not self.partition_queue:
-                return False
-            queue.partition_queue = self.partition_queue
-        self.source = source
-        count = pending.count
-        pending.queue = queue
-        pending.first = first = queue.next_seq
-        queue.next_seq = first + count
-        queue.in_flight.append(pending)
-        self.pending_sends.append(pending)
-        self.heads += (queue.lp_bulk, bulk_number(first), bulk_number(count))
-        self.chunks += pending.chunks
-        self.count += count
-        self.size += pending.size
-        return True
-
-    def runs(self) -> Iterator[tuple[LpQueue, list[PendingSend]]]:
-        """Yield each queue and its pending sends."""
-        for queue, pending_sends in groupby(self.pending_sends, key=lambda pending: pending.queue):
-            yield queue, list(pending_sends)
-
-    def queues(self) -> list[LpQueue]:
-        """Return the queues, each once."""
-        return list(dict.fromkeys(pending.queue for pending in self.pending_sends))
+    def due_in_s(self, now: float) -> float | None:
+        """Return how long its work can wait; None without work."""
+        if not self.partition_queues:
+            return None
+        return max(0.0, self.retry_at - now, min(queue.retry_at for queue in self.partition_queues) - now)
 
 
 class TopicQueues:

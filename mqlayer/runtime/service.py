@@ -91,8 +91,8 @@ class Service(ABC):
         self.last_error = ""
         return True
 
-    def _wait_s(self) -> float:
-        """Return how long to wait for `wake` before the next pass."""
+    def _wait_s(self) -> float | None:
+        """Return how long to wait for `wake` before the next pass; None: until then."""
         return RETRY_S
 
     @abstractmethod

@@ -135,7 +135,7 @@ def test_a_group_that_began_with_the_streams_does_not_begin_with_the_archive(cre
 def test_a_producer_refuses_what_only_replicas_give_meaning(stage: Stage) -> None:
     for wrong in ({"require_replicas": True}, {"replica_timeout_s": 0.5}):
         with pytest.raises(InvalidInput, match="say how many replicas"):
-            mqlayer.Producer(stage.settings(), **wrong)
+            mqlayer.Producer(stage.settings(), options=mqlayer.ProducerOptions(**wrong))
 
 
 def test_another_setting_for_a_group_that_is_there_is_refused(created: Any) -> None:

@@ -23,7 +23,7 @@ from mqlayer.errors import (
     ProducerClosed,
     ReservedHeader,
 )
-from mqlayer.producing import Message, Producer, Receipt
+from mqlayer.producing import Message, Producer, ProducerOptions, Receipt
 from tests.proof.producer_world import ProducerWorld
 from tests.proof.route_ranges import range_of
 
@@ -320,7 +320,7 @@ def test_a_producer_in_a_forked_child_says_what_to_do(world: ProducerWorld) -> N
 def test_bounds_of_a_producer_are_checked(world: ProducerWorld) -> None:
     for wrong in ({"replicas": -1}, {"max_in_flight": 0}, {"max_pending_messages": 0}, {"replica_timeout_s": 60.0}):
         with pytest.raises(InvalidInput):
-            Producer(world.settings(), **wrong)
+            Producer(world.settings(), options=ProducerOptions(**wrong))
     with pytest.raises(InvalidName):
         Producer(world.settings(), name="Not A Name")
 

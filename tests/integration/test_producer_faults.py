@@ -458,9 +458,11 @@ def test_publishing_waits_while_redis_is_out_of_memory(
     assert world.by_key() == {"k": ["1", "2", "3", "4"]}
 
 
-def test_a_producer_holds_no_more_than_its_bounds(mortal: ProducerWorld, server: RedisServer) -> None:
-    options = {"max_pending_messages": 5, "room_timeout_s": 0.2}
-    with mortal.producer(options=options) as producer:
+def test_a_producer_holds_no_more_than_its_bounds(
+    mortal: ProducerWorld, server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mqlayer.producing.producer.ROOM_TIMEOUT_S", 0.2)
+    with mortal.producer(options={"max_pending_messages": 5}) as producer:
         producer.send("orders", key="k", body=b"0")
         server.send(signal.SIGSTOP)
         futures = [producer.send_async("orders", key="k", body=b"%d" % number) for number in range(1, 6)]
@@ -480,12 +482,12 @@ def test_a_producer_holds_no_more_than_its_bounds(mortal: ProducerWorld, server:
 
 
 def test_a_producer_bounds_bytes_too_but_takes_any_one_message(mortal: ProducerWorld, server: RedisServer) -> None:
-    with mortal.producer(options={"max_pending_bytes": 1_000, "room_timeout_s": 0.2}) as producer:
+    with mortal.producer(options={"max_pending_bytes": 1_000}) as producer:
         producer.send("orders", key="k", body=bytes(5_000))
         server.send(signal.SIGSTOP)
         first = producer.send_async("orders", key="k", body=bytes(900))
         with pytest.raises(ProducerFull):
-            producer.send_async("orders", key="k", body=bytes(200))
+            producer.send_async("orders", key="k", body=bytes(200), timeout_s=0.2)
         server.send(signal.SIGCONT)
         assert first.result(20).offset == 2
 

@@ -196,6 +196,6 @@ def test_an_old_route_is_read_again_in_the_background(world: ProducerWorld) -> N
     with world.producer() as producer:
         producer.send("orders", key="k", body=b"x" * 2_000)
         world.rows("UPDATE mqlayer.topic SET body_limit = 100 WHERE name = 'orders'")
-        producer._in_flight.topics["orders"].read_at = float("-inf")
+        producer._engine._topics["orders"].read_at = float("-inf")
         producer.send("orders", key="k", body=b"x" * 2_000)
-        wait_until(lambda: producer._in_flight.topics["orders"].route.body_limit == 100, what="the new limit")
+        wait_until(lambda: producer._engine._topics["orders"].route.body_limit == 100, what="the new limit")

@@ -15,7 +15,7 @@ from pydantic import SecretStr
 from mqlayer.domain.routing import Route
 from mqlayer.errors import PublishUnknown
 from mqlayer.postgres.database import Database
-from mqlayer.producing import Producer
+from mqlayer.producing import Producer, ProducerOptions
 from mqlayer.redis.keys import PartitionKeys, partition_keys
 from mqlayer.redis.node_connection import Node
 from mqlayer.settings import Settings
@@ -65,7 +65,7 @@ class ProducerWorld:
         self, *, close_within_s: float = 20.0, options: dict[str, Any] | None = None, **changes: Any
     ) -> Iterator[Producer]:
         """Lend a producer; `changes` are settings, `options` the producer's own."""
-        producer = Producer(self.settings(**changes), name="test", **(options or {}))
+        producer = Producer(self.settings(**changes), name="test", options=ProducerOptions(**(options or {})))
         try:
             yield producer
         finally:

@@ -27,22 +27,29 @@ from mqlayer.errors import (
     NodeOutOfMemory,
     PublishAborted,
 )
-from mqlayer.producing.in_flight import InFlight, notify_all
+from mqlayer.producing.append_answers import AppendAnswers
+from mqlayer.producing.follow_ups import ProducerJob, RenewSource, Reroute, StoredLookup
+from mqlayer.producing.guarded_in_flight import GuardedInFlight
+from mqlayer.producing.in_flight import InFlight
 from mqlayer.producing.losses import AcknowledgedMark, FormerSources
 from mqlayer.producing.message import chunks_of
-from mqlayer.producing.metadata_refresher import StoredLookup
-from mqlayer.producing.node_sender import NodeSender, SenderOptions
-from mqlayer.producing.pending_send import Appended, PendingSend, Recovered
-from mqlayer.producing.send_queues import LpQueue, PartitionQueue, TopicQueues
+from mqlayer.producing.node_sender import NodeSender
+from mqlayer.producing.options import ProducerOptions
+from mqlayer.producing.outcomes import Appended, Recovered
+from mqlayer.producing.receipts import receipt_of
+from mqlayer.producing.send_queues import LpQueue, PartitionQueue, PendingSend, TopicQueues
 from mqlayer.redis.node_connection import Node
 from mqlayer.redis.wire import bulk
+from mqlayer.runtime.runtime import Runtime
 from mqlayer.settings import Settings
 from tests.proof.model_node import ADDRESS, BACKLOG_LIMIT, ModelConnection, ModelNode, Partition
 
 LPS = (3, 600)
 NEVER, AT_ONCE = float("inf"), 0.0
 NODE = Node(NodeId(1), "node", ADDRESS, "run")
-OPTIONS = SenderOptions(Settings(dsn=SecretStr("x")), max_in_flight=3, replicas=0, replica_timeout_s=1.0)
+OPTIONS = ProducerOptions(max_in_flight=3)
+NO_DATABASE: Any = None
+RUNTIME = Runtime(NO_DATABASE, Settings(dsn=SecretStr("x")))
 
 
 class FakeSender(NodeSender):
@@ -50,7 +57,7 @@ class FakeSender(NodeSender):
 
     def __init__(self, world: World) -> None:
         self._world = world
-        super().__init__(NODE, world.in_flight, OPTIONS, lambda node_id: NODE)
+        super().__init__(NODE, world.guarded, RUNTIME, OPTIONS, lambda node_id: NODE)
 
     def _new_connection(self, node: Node) -> Any:
         return ModelConnection(self._world.node)
@@ -76,8 +83,8 @@ class World(RuleBasedStateMachine):
         self.node = ModelNode()
         self.snapshot = copy.deepcopy(self.node.partitions)
         self.fell_back = False
-        self.in_flight = InFlight(source=1, max_count=10_000, max_bytes=10**9, require_replicas=0)
-        self.in_flight.background = self
+        self.in_flight = InFlight(source=1, max_count=10_000, max_bytes=10**9)
+        self.guarded = GuardedInFlight(self.in_flight, self.note)
         self.sender = FakeSender(self)
         self.serving, self.version = 1, 1
         self.sources = itertools.count(2)
@@ -89,7 +96,7 @@ class World(RuleBasedStateMachine):
         self.searches: list[StoredLookup] = []
         self.read: list[tuple[AcknowledgedMark, int]] = []
         self.topic = TopicQueues(self.route(), self.table(), 0.0)
-        self.in_flight.topics["orders"] = self.topic
+        self.in_flight.queues.topics["orders"] = self.topic
         self.sender.do_connect()
 
     def route(self) -> Route:
@@ -97,24 +104,19 @@ class World(RuleBasedStateMachine):
         return Route(1, "orders", RouteVersion(self.version), ranges, 1_000, BACKLOG_LIMIT)
 
     def table(self) -> list[Any]:
-        slot = self.in_flight.partition_queues.setdefault(
-            self.serving, PartitionQueue(self.serving, self.sender, BACKLOG_LIMIT)
+        slot = self.in_flight.queues.partition_queues.setdefault(
+            self.serving, PartitionQueue(self.serving, self.sender.queue, BACKLOG_LIMIT)
         )
         return [slot] * 1024
 
-    # Background requests of the in-flight store: noted, and run when the test says so.
-
-    def reroute(self, topic: TopicQueues) -> None:
-        self.stranded.append(topic)
-
-    def renew(self) -> None:
-        self.renewals += 1
-
-    def refresh_limits(self, topic: TopicQueues) -> None:
-        pass
-
-    def search(self, pending: PendingSend, early: int, place: Appended, offset: int) -> None:
-        self.searches.append(StoredLookup(pending, early, place, offset, ()))
+    def note(self, job: ProducerJob) -> None:
+        """Note a job of the in-flight store; it runs when the test says so."""
+        if isinstance(job, Reroute):
+            self.stranded.append(job.topic)
+        elif isinstance(job, RenewSource):
+            self.renewals += 1
+        elif isinstance(job, StoredLookup):
+            self.searches.append(job)
 
     # What a producer does
 
@@ -134,16 +136,20 @@ class World(RuleBasedStateMachine):
         if bulk_ and self.sender.good and self.sender.unanswered_count < OPTIONS.max_in_flight:
             self.sender.send_now(self.topic, {Lp(lp): pending}, self.topic.table[lp])
         else:
-            with self.in_flight.lock:
-                self.in_flight.add(self.topic, Lp(lp), pending)
-                notify_all(self.in_flight.refuse_eager(pending, time.monotonic()))
+            with self.guarded as in_flight:
+                in_flight.accept(self.topic, Lp(lp), pending, time.monotonic())
 
-    @rule(data=st.data())
-    def withdraw(self, data: st.DataObject) -> None:
-        """Somebody cancels a future: what is taken back is never stored, the others stay in order."""
+    @rule(data=st.data(), refused=st.booleans())
+    def withdraw(self, data: st.DataObject, refused: bool) -> None:
+        """Somebody cancels a future or an await: what is taken back is never stored, the others stay in order."""
         waiting = [pending for pending in self.published if pending.outcome is None]
         if waiting:
-            self.in_flight.withdraw(data.draw(st.sampled_from(waiting)))
+            pending = data.draw(st.sampled_from(waiting))
+            if refused:
+                self.guarded.withdraw_refused(pending)
+            else:
+                with self.guarded as in_flight:
+                    in_flight.settlement.withdraw(pending)
 
     @rule()
     def push(self) -> None:
@@ -160,8 +166,7 @@ class World(RuleBasedStateMachine):
     def give_up(self, data: st.DataObject) -> None:
         waiting = [pending for pending in self.published if pending.outcome is None]
         if waiting:
-            with self.in_flight.lock:
-                notify_all(self.in_flight.abandon(data.draw(st.sampled_from(waiting)), time.monotonic()))
+            self.guarded.abandon([data.draw(st.sampled_from(waiting))])
 
     @rule()
     def connect(self) -> None:
@@ -170,7 +175,7 @@ class World(RuleBasedStateMachine):
 
     @rule()
     def time_passes(self) -> None:
-        for slot in self.in_flight.partition_queues.values():
+        for slot in self.in_flight.queues.partition_queues.values():
             slot.retry_at = 0.0
 
     @rule()
@@ -314,31 +319,31 @@ class World(RuleBasedStateMachine):
 
     @rule()
     def run_errands(self) -> None:
-        with self.in_flight.lock:
-            for topic in self.stranded:
-                topic.adopt(self.route(), self.table(), 0.0)
-                topic.rerouting = False
-                self.in_flight.release(topic)
-            for _ in range(self.renewals):
-                self.in_flight.renew(next(self.sources))
-            for search in self.searches:
-                notify_all(self.in_flight.located(search.pending, self.answer(search)))
+        stranded, renewals, searches = self.stranded, self.renewals, self.searches
         self.stranded, self.renewals, self.searches = [], 0, []
+        with self.guarded as in_flight:
+            for topic in stranded:
+                topic.adopt(self.route(), self.table(), 0.0)
+                in_flight.queues.release(topic)
+            for _ in range(renewals):
+                in_flight.queues.renew(next(self.sources))
+            for search in searches:
+                in_flight.settlement.located(search.pending, self.answer(search))
 
     @rule()
     def read_marks(self) -> None:
         """The scheduler compares what the node has with what it acknowledged; what that says may come to pass later."""
         self.read = [
             (claim, self.node.partitions[claim.partition].marks.get((claim.source, claim.queue.lp), 0))
-            for claim in self.in_flight.expected_marks(self.sender)
+            for claim in self.in_flight.losses.expected_marks(self.sender.queue)
             if claim.partition in self.node.partitions
         ]
 
     @rule()
     def act_on_marks(self) -> None:
-        with self.in_flight.lock:
-            told = [listener for claim, mark in self.read for listener in self.in_flight.check_mark(claim, mark)]
-        notify_all(told)
+        with self.guarded as in_flight:
+            for claim, mark in self.read:
+                in_flight.losses.check_mark(claim, mark)
         self.read = []
 
     def answer(self, search: StoredLookup) -> Recovered:
@@ -365,7 +370,7 @@ class World(RuleBasedStateMachine):
         if self.node.partitions[self.serving].state == "sealed":
             self.open_successor()
         for _ in range(400):
-            if not self.in_flight.pending_count:
+            if not self.in_flight.capacity.count:
                 return
             self.run_errands()
             self.time_passes()
@@ -375,12 +380,13 @@ class World(RuleBasedStateMachine):
             self.work(10)
             while self.sender.unanswered_count and self.sender.fake_connection.outbox:
                 self.sender.pull()
-        raise AssertionError(f"{self.in_flight.pending_count} messages never settle")
+        raise AssertionError(f"{self.in_flight.capacity.count} messages never settle")
 
     def judge(self) -> None:
-        assert {
-            queue for queue in self.in_flight._all_queues() if queue.blocked_by is not None
-        } == self.in_flight._blocked
+        queues = self.in_flight.queues
+        assert {queue for queue in queues if queue.blocked_by is not None} == queues.blocked
+        follow_ups = self.in_flight.follow_ups
+        assert (follow_ups.listeners, follow_ups.nodes, follow_ups.jobs) == ([], {}, []), "left undone"
         held = [record for number in sorted(self.node.partitions) for record in self.node.partitions[number].log]
         place = {
             (number, offset): record[3]
@@ -396,7 +402,7 @@ class World(RuleBasedStateMachine):
         for pending in self.published:
             if isinstance(pending.outcome, Appended | Recovered):
                 for index, body in enumerate(self.bodies[pending]):
-                    receipt = pending.receipt(index)
+                    receipt = receipt_of(pending, index)
                     if body in bodies:
                         assert self.fell_back or place[receipt.partition, receipt.offset or 0] == body
                     else:
@@ -411,7 +417,7 @@ class World(RuleBasedStateMachine):
         for source, lp, seq, _ in held:
             chains.setdefault((source, lp), []).append(seq)
         assert all(chain == list(range(1, len(chain) + 1)) for chain in chains.values()), chains
-        assert self.in_flight.pending_bytes == 0
+        assert self.in_flight.capacity.size == 0
 
 
 def run(examples: int, **changes: Any) -> None:
@@ -430,7 +436,7 @@ def run(examples: int, **changes: Any) -> None:
 @pytest.fixture(autouse=True)
 def _time_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
     """A refused partition is left alone until the test says that time has passed."""
-    monkeypatch.setattr("mqlayer.producing.in_flight.backoff_s", lambda refusals: 1e6)
+    monkeypatch.setattr("mqlayer.producing.append_answers.backoff_s", lambda refusals: 1e6)
 
 
 def test_whatever_happens_each_message_is_stored_once_in_order_or_failed_and_not_stored() -> None:
@@ -501,9 +507,10 @@ def test_of_two_marks_behind_which_messages_are_lost_the_lower_one_counts(looked
     world.go_on()
     world.publish(3, 1, NEVER, bulk_=False)
     world.push()
-    (claim,) = world.in_flight.expected_marks(world.sender)
-    with world.in_flight.lock:
-        assert world.in_flight.check_mark(claim, looked) == []
+    (claim,) = world.in_flight.losses.expected_marks(world.sender.queue)
+    with world.guarded as in_flight:
+        in_flight.losses.check_mark(claim, looked)
+        assert not in_flight.follow_ups.listeners
     partition = world.node.partitions[world.serving]
     partition.log, partition.marks[claim.source, 3] = partition.log[:answered], answered
     world.work(1)
@@ -512,7 +519,7 @@ def test_of_two_marks_behind_which_messages_are_lost_the_lower_one_counts(looked
     assert isinstance(failure, AcknowledgedLoss)
     assert [(loss.first, loss.last) for loss in failure.losses] == [(2, 3)]
     assert world.in_flight.counts["lost"] == 2
-    assert list(world.in_flight._former) == [(claim.queue, claim.source, 1)]
+    assert list(world.in_flight.losses.former) == [(claim.queue, claim.source, 1)]
 
 
 def forget_former_sources(patch: pytest.MonkeyPatch) -> None:
@@ -561,19 +568,21 @@ def leave_what_is_behind_a_failure(patch: pytest.MonkeyPatch) -> None:
 
 def resolve_too_early(patch: pytest.MonkeyPatch) -> None:
     """A queue is sent again while answers about it are still to come."""
-    patch.setattr(NodeSender, "_resolve", lambda link, batch, now: link._resolve_queues(batch.queues(), now))
+    patch.setattr(
+        AppendAnswers, "resolve_batch", lambda answers, batch, unanswered, now: answers.resolve(batch.queues(), now)
+    )
 
 
 def take_repetitions_for_losses(patch: pytest.MonkeyPatch) -> None:
     """A gap behind a refused batch is taken for a loss."""
 
-    def mixed(ledger: InFlight, batch: Any, *rest: Any) -> Any:
+    def mixed(answers: AppendAnswers, batch: Any, *rest: Any) -> Any:
         for queue in batch.queues():
             queue.acked += 1
-        return original(ledger, batch, *rest)
+        return original(answers, batch, *rest)
 
-    original = InFlight.mixed
-    patch.setattr(InFlight, "mixed", mixed)
+    original = AppendAnswers.mixed
+    patch.setattr(AppendAnswers, "mixed", mixed)
 
 
 # How many runs it takes to the first finding is chance: some of them take minutes on a busy machine.

@@ -26,7 +26,7 @@ from mqlayer.errors import Conflict, InvalidInput, NotFound
 from mqlayer.failpoints import FailpointHit
 from mqlayer.groups import apply_seek, find_group, join, planned_seek
 from mqlayer.postgres.database import Database
-from mqlayer.producing.metadata_refresher import open_source
+from mqlayer.producing.sources import open_source
 from mqlayer.redis.keys import partition_keys
 from mqlayer.redis.node_connection import NodeConnection
 from mqlayer.redis.partition_scripts import MessageRun, Refused, append_command, append_reply

@@ -79,7 +79,7 @@ def look_after_restart(world: ProducerWorld, server: RedisServer, producer: Prod
     server.kill()
     server.start()
     world.rearm()
-    looks = producer._metadata._loss_detector
+    looks = producer._engine._metadata._loss_detector
     armed_at = world.rows("SELECT armed_at FROM mqlayer.node")[0][0]
     wait_until(lambda: armed_at in looks._armed_at.values() and not looks._due, what="a look")
 

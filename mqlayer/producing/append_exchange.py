@@ -1,0 +1,58 @@
+"""An append on its connection: the request and its reply."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mqlayer.errors import BacklogFull, NodeOutOfMemory, StoreUnavailable
+from mqlayer.producing.append_answers import AppendAnswer
+from mqlayer.producing.append_batch import AppendBatch
+from mqlayer.redis.node_connection import NodeConnection
+from mqlayer.redis.partition_scripts import Refused, append_once_reply, append_reply
+from mqlayer.redis.wire import append_once_packet, append_packet
+from mqlayer.settings import Settings
+
+
+def append_request(connection: NodeConnection, batch: AppendBatch, settings: Settings) -> bytes:
+    """Return a batch's request, and free what the batch encoded: a repeat encodes another one."""
+    partition_queue = batch.partition_queue
+    if batch.once:
+        packet = append_once_packet(
+            connection,
+            settings.key_prefix,
+            partition_queue.partition,
+            batch.source,
+            batch.chunks,
+            count=batch.count,
+            backlog=partition_queue.backlog_limit,
+            window_ms=int(settings.dedup_window_s * 1000),
+        )
+    else:
+        packet = append_packet(
+            connection,
+            settings.key_prefix,
+            partition_queue.partition,
+            batch.source,
+            batch.heads,
+            batch.chunks,
+            count=batch.count,
+            backlog=partition_queue.backlog_limit,
+        )
+    batch.heads, batch.chunks = [], []
+    return packet
+
+
+def read_reply(batch: AppendBatch, reply: Any, address: str) -> AppendAnswer:
+    """Return what a node answered. Raises StoreUnavailable if that is unclear."""
+    try:
+        answer = (append_once_reply if batch.once else append_reply)(reply, address)
+    except NodeOutOfMemory as error:
+        return error
+    if not isinstance(answer, Refused):
+        return answer
+    if answer.status == "full":
+        topic, partition_queue = batch.pending_sends[0].queue.topic.name, batch.partition_queue
+        return BacklogFull(topic, partition_queue.partition, partition_queue.backlog_limit)
+    if answer.status in ("sealed", "importing", "deleted", "absent"):
+        return answer
+    raise StoreUnavailable(address, f"unexpected answer to an append: {answer.status} {answer.fact}")

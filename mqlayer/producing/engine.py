@@ -1,0 +1,159 @@
+"""What both producers share: checks, encoding, routing and closing. It waits for stores, never for messages."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import time
+from typing import Final
+
+from mqlayer.domain.names import check_name
+from mqlayer.domain.routing import Lp, random_lp
+from mqlayer.errors import ProducerClosed
+from mqlayer.failpoints import failpoint
+from mqlayer.postgres.database import Database
+from mqlayer.producing.follow_ups import ProducerJob, RefreshLimits, RenewSource, Reroute, StoredLookup
+from mqlayer.producing.guarded_in_flight import CLOSED, GuardedInFlight
+from mqlayer.producing.in_flight import InFlight, ProducerStats
+from mqlayer.producing.message import (
+    Message,
+    chunks_of,
+    facts_bulk,
+    lp_and_key,
+    lp_and_token,
+    whole_body,
+)
+from mqlayer.producing.metadata_refresher import MetadataRefresher
+from mqlayer.producing.node_sender import NodeSender
+from mqlayer.producing.options import OnBacklog, ProducerOptions
+from mqlayer.producing.record_lookup import RecordLookup
+from mqlayer.producing.scheduler import Scheduler
+from mqlayer.producing.send_queues import NO_KEY_BULK, Listener, PartitionQueue, PendingSend, TopicQueues
+from mqlayer.producing.sources import ProducerSources, open_source
+from mqlayer.redis.access import use_access
+from mqlayer.runtime.runtime import Runtime
+from mqlayer.settings import Settings
+
+log = logging.getLogger(__name__)
+
+STOP_S: Final = 15.0
+
+
+class ProducerEngine:
+    """One incarnation: the in-flight store, its senders and its background jobs."""
+
+    def __init__(self, settings: Settings, name: str, options: ProducerOptions) -> None:
+        self.options, self.rng, self._eager = options, random.Random(), options.is_eager(None)
+        self._pid, self._timeout_s = os.getpid(), settings.delivery_timeout_s
+        self._runtime = Runtime(Database(settings.control_dsn(), application="mqlayer producer"), settings)
+        try:
+            source = open_source(self._runtime.control, name)
+        except BaseException:
+            self._runtime.control.close()
+            raise
+        failpoint("producer.after_source_open")
+        in_flight = InFlight(
+            source=source,
+            max_count=options.max_pending_messages,
+            max_bytes=options.max_pending_bytes,
+            require_replicas=options.required_replicas,
+        )
+        self.guarded = guarded = GuardedInFlight(in_flight, self._schedule)
+        self._topics, self._losses = in_flight.queues.topics, in_flight.losses
+        self._scheduler = Scheduler()
+        self._metadata = MetadataRefresher(guarded, self._scheduler, self._runtime, options)
+        self._sources = ProducerSources(name, source, self._runtime.control, guarded, self._scheduler)
+        self._lookup = RecordLookup(guarded, self._scheduler, self._runtime, self._metadata.node)
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this process is a child of its maker."""
+        return self._pid != os.getpid()
+
+    @property
+    def stats(self) -> ProducerStats:
+        """The counts so far."""
+        with self.guarded as in_flight:
+            return in_flight.stats()
+
+    def begin(self, timeout_s: float | None, on_backlog: OnBacklog | None) -> tuple[float, bool]:
+        """Return a call's deadline, and whether it is eager. Raises AcknowledgedLoss or InvalidInput."""
+        if self._losses.unreported:
+            self.guarded.raise_losses()
+        eager = self._eager if on_backlog is None else self.options.is_eager(on_backlog)
+        return time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s), eager
+
+    def deadline(self, timeout_s: float | None) -> float:
+        """Return a call's deadline (monotonic)."""
+        return time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
+
+    def known_topic(self, name: str) -> TopicQueues | None:
+        """Return a topic unless it must be read first. Raises ProducerClosed."""
+        if self._pid != os.getpid():
+            self.check_process()
+        if self.guarded.closed:
+            raise ProducerClosed(CLOSED)
+        topic = self._topics.get(name)
+        if topic is not None:
+            self._metadata.refresh_if_old(topic, time.monotonic())
+        return topic
+
+    def topic(self, name: str) -> TopicQueues:
+        """Return a topic; the first time, it is read from Postgres. Raises NotFound, ProducerClosed and others."""
+        return self.known_topic(name) or self._metadata.topic(name)
+
+    def sender(self, partition_queue: PartitionQueue) -> NodeSender:
+        """Return the sender of a partition's node."""
+        return self._metadata.senders[partition_queue.node.node_id]
+
+    def encode(
+        self, topic: TopicQueues, message: Message, deadline: float, listener: Listener | None, *, eager: bool
+    ) -> tuple[Lp, PendingSend]:
+        """Return a message's LP, and a pending send for it. Raises for invalid input."""
+        key, dedup_id = message.key, message.dedup_id
+        lp, key_bulk = (random_lp(self.rng), NO_KEY_BULK) if key is None else lp_and_key(key)
+        body = whole_body(topic.name, message.body, topic.route.body_limit)
+        facts = facts_bulk(time.time_ns() // 1_000_000, message.headers, message.tags)
+        size = len(facts) + len(key_bulk) + len(body)
+        pending = PendingSend(chunks_of(facts, key_bulk, body), 1, size, deadline, listener, eager=eager)
+        if dedup_id is not None:
+            lp, pending.token = lp_and_token(key, dedup_id, lp)
+        return lp, pending
+
+    def end(self, left: int) -> None:
+        """Stop; the messages left unsettled fail with ProducerClosed."""
+        self._scheduler.stop(STOP_S)
+        self._metadata.stop(STOP_S)
+        if left:
+            log.warning("producer_closed_unsettled", extra={"count": left})
+            with self.guarded as in_flight:
+                in_flight.settlement.fail_remaining()
+        self._sources.close()
+        self._runtime.control.close()
+
+    def check_process(self) -> None:
+        """Raise ProducerClosed in a forked child."""
+        if self.is_forked:
+            raise ProducerClosed(f"it was made in process {self._pid}, this is {os.getpid()}: make one after the fork")
+
+    def _schedule(self, job: ProducerJob) -> None:
+        schedule, metadata = self._scheduler.schedule, self._metadata
+        match job:
+            case Reroute(topic):
+                schedule(lambda: metadata.reroute(topic))
+            case RefreshLimits(topic):
+                metadata.refresh_limits(topic)
+            case RenewSource():
+                schedule(self._sources.renew)
+            case StoredLookup():
+                schedule(lambda: self._lookup.run(job))
+
+
+def open_engine(settings: Settings | None, name: str, options: ProducerOptions | None) -> ProducerEngine:
+    """Check a producer's arguments and register it. Raises InvalidInput, StoreUnavailable or SchemaMismatch."""
+    check_name("producer", name)
+    settings, options = settings or Settings(), options or ProducerOptions()
+    use_access(settings)
+    options.check(settings)
+    return ProducerEngine(settings, name, options)

@@ -1,0 +1,160 @@
+"""The in-flight store for several threads: its lock, the waits, and what its rules ask for."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from mqlayer.domain.routing import Lp
+from mqlayer.errors import AcknowledgedLoss, ProducerClosed, ProducerFull
+from mqlayer.producing.follow_ups import ProducerJob
+from mqlayer.producing.in_flight import InFlight
+from mqlayer.producing.listeners import ReceiptPromise, in_callback, notify_all
+from mqlayer.producing.send_queues import Listener, NodeQueue, PendingSend, TopicQueues
+
+CLOSED: Final = "it is closed"
+
+
+class GuardedInFlight:
+    """Lends the in-flight store to one thread at a time: `with guarded as in_flight`.
+
+    Leaving wakes senders and schedules jobs as the rules asked, then notifies listeners, without the lock.
+    """
+
+    def __init__(self, in_flight: InFlight, schedule: Callable[[ProducerJob], None]) -> None:
+        self.closed = False
+        self.on_freed: Callable[[], None] | None = None
+        """Called with the lock held when something was settled."""
+        self._in_flight, self._schedule = in_flight, schedule
+        self._follow_ups, self._capacity, self._losses = in_flight.follow_ups, in_flight.capacity, in_flight.losses
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._waiting = 0
+        self._wake: dict[NodeQueue, Callable[[], None]] = {}
+
+    def __enter__(self) -> InFlight:
+        self._lock.acquire()
+        return self._in_flight
+
+    def __exit__(self, *_: object) -> None:
+        follow_ups = self._follow_ups
+        if not (follow_ups.nodes or follow_ups.jobs or follow_ups.listeners or self._capacity.freed):
+            self._lock.release()
+            return
+        listeners: Sequence[Listener] = ()
+        try:
+            if follow_ups.nodes or follow_ups.jobs:
+                self._ask_others()
+            if self._capacity.freed:
+                self._note_freed()
+            if follow_ups.listeners:
+                listeners = follow_ups.take_listeners()
+        finally:
+            self._lock.release()
+        if listeners:
+            notify_all(listeners)
+
+    def add_node(self, node: NodeQueue, wake: Callable[[], None]) -> None:
+        """Have `wake` called, with the lock held, when a node has work."""
+        self._wake[node] = wake
+
+    def has_room(self, count: int, size: int) -> bool:
+        """Whether this much may be added at the moment."""
+        return self._capacity.has_room(count, size)
+
+    def close(self) -> None:
+        """Accept no more messages."""
+        with self:
+            self.closed = True
+            self._changed.notify_all()
+
+    def promise(self, pending: PendingSend) -> ReceiptPromise | None:
+        """Have a future report a send, and wake its sender; None if it is settled."""
+        with self as in_flight:
+            if pending.outcome is not None:
+                return None
+            promise = ReceiptPromise(self.withdraw_refused)
+            pending.listener, promise.pending = promise, pending
+            in_flight.wake_for(pending)
+        return promise
+
+    def withdraw_refused(self, pending: PendingSend) -> bool:
+        """Withdraw a send that is refused and certainly not stored; else False."""
+        with self as in_flight:
+            return (
+                pending.outcome is None
+                and pending.queue.partition_queue.refusal is not None
+                and in_flight.settlement.withdraw(pending)
+            )
+
+    def accept(self, topic: TopicQueues, lp: Lp, pending: PendingSend, *, until: float, wake: bool) -> None:
+        """Queue a send; wait for room until a monotonic time. Raises ProducerFull or ProducerClosed."""
+        with self as in_flight:
+            if self.closed or not self._capacity.has_room(1, pending.size):
+                self.wait_for_room(1, pending.size, until)
+            in_flight.accept(topic, lp, pending, time.monotonic())
+            if wake:
+                in_flight.wake_for(pending)
+
+    def abandon(self, pending_sends: Sequence[PendingSend]) -> None:
+        """Fail overdue sends that are refused and certainly not stored."""
+        now = time.monotonic()
+        with self as in_flight:
+            for pending in dict.fromkeys(pending_sends):
+                if pending.outcome is None:
+                    in_flight.settlement.abandon(pending, now)
+
+    def raise_losses(self) -> None:
+        """Raise AcknowledgedLoss if losses are unreported."""
+        if not self._losses.unreported:
+            return
+        with self as in_flight:
+            losses = in_flight.losses.take_unreported()
+        if losses:
+            raise AcknowledgedLoss(*losses[0], losses[1:])
+
+    # With the store lent
+
+    def wait_for_room(self, count: int, size: int, until: float) -> None:
+        """Wait for capacity. Raises ProducerFull (in callbacks at once) or ProducerClosed."""
+        capacity, started = self._capacity, time.monotonic()
+        while not self.closed and not capacity.has_room(count, size):
+            wait_s = until - time.monotonic()
+            if wait_s <= 0 or in_callback():
+                raise ProducerFull(capacity.count, capacity.size, time.monotonic() - started)
+            self._wait(wait_s)
+        if self.closed:
+            raise ProducerClosed(CLOSED)
+
+    def wait_until_settled(self, until: float) -> int:
+        """Wait until nothing is unsettled, or until a monotonic time; return how much is."""
+        for node in self._wake:
+            if node.partition_queues:
+                self._wake[node]()
+        while self._capacity.count and (wait_s := until - time.monotonic()) > 0:
+            self._wait(wait_s)
+        return self._capacity.count
+
+    def _wait(self, timeout_s: float) -> None:
+        self._waiting += 1
+        try:
+            self._changed.wait(timeout_s)
+        finally:
+            self._waiting -= 1
+
+    def _note_freed(self) -> None:
+        self._capacity.freed = False
+        if self._waiting:
+            self._changed.notify_all()
+        if self.on_freed is not None:
+            self.on_freed()
+
+    def _ask_others(self) -> None:
+        follow_ups = self._follow_ups
+        while follow_ups.nodes:
+            self._wake[follow_ups.nodes.popitem()[0]]()
+        jobs, follow_ups.jobs = follow_ups.jobs, []
+        for job in jobs:
+            self._schedule(job)
