@@ -25,6 +25,7 @@ from mqlayer.errors import Conflict, InvalidInput
 from mqlayer.groups.group import Group, GroupSettings, Scope, check_settings, check_start, ensure_group
 from mqlayer.groups.start_positions import Start
 from mqlayer.idempotency import InboxEntry, arecord_effect, record_effect
+from mqlayer.postgres.caller_connections import run, run_async
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.migrations import check_schema
 from mqlayer.postgres.notifications import GROUP, NotificationListener
@@ -172,11 +173,11 @@ class Receiver:
         and OutOfOrder; after AlreadyApplied, `ack`. The seq per key makes the effect happen once, since receivers share
         the epoch. If an earlier message of the key is in hand without its effect: OutOfOrder.
         """
-        self._open_parts().fence.fence(connection, message)
+        run(connection, self._open_parts().fence.check(message))
 
     async def afence(self, connection: Any, message: PopMessage) -> None:
         """`fence` on an async connection."""
-        await self._open_parts().fence.afence(connection, message)
+        await run_async(connection, self._open_parts().fence.check(message))
 
     def inbox(self, connection: Any, message: PopMessage, *, name: str | None = None) -> None:
         """Record the effect in its own transaction: once, in any order, whatever the token. After AlreadyApplied,
