@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 PopAnswer = PopBatch | NoBatch | Drained | Fenced | Refused
 
 
-class Fetched(NamedTuple):
+class FetchAnswer(NamedTuple):
     """Messages, and the request that they answer: an earlier one, if its answer was lost."""
 
     messages: list[PopMessage]
@@ -66,7 +66,7 @@ class Fetcher:
         self._cache.expire()
         self._cache.refresh()
 
-    def repeat(self, request: ReceiveRequest) -> Fetched:
+    def repeat(self, request: ReceiveRequest) -> FetchAnswer:
         """Return this attempt's former batches."""
         self._cache.refresh()
         found: list[PopMessage] = []
@@ -77,9 +77,9 @@ class Fetcher:
                     found += self._messages(view, answer)
             except MqlayerError as error:
                 self._failed(view, error)
-        return Fetched(found, request)
+        return FetchAnswer(found, request)
 
-    def fetch(self, request: ReceiveRequest, *, repeat: bool) -> Fetched:
+    def fetch(self, request: ReceiveRequest, *, repeat: bool) -> FetchAnswer:
         """Ask due partitions until one gives. `repeat`: unanswered attempts too."""
         self._cache.refresh()
         views = self._cache.views
@@ -97,10 +97,10 @@ class Fetcher:
             if found:
                 # The next call begins with the next partition: a busy one must not starve the others.
                 self._round = (self._round + number + 1) % len(views)
-                return Fetched(found, asked)
-        return Fetched([], request)
+                return FetchAnswer(found, asked)
+        return FetchAnswer([], request)
 
-    def take_back(self, fetched: Fetched) -> None:
+    def take_back(self, fetched: FetchAnswer) -> None:
         """Let a later request have messages that reached no caller, as the same attempt."""
         partitions = {message.token.partition for message in fetched.messages}
         for view in self._cache.views:

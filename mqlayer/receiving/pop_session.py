@@ -19,7 +19,7 @@ from mqlayer.postgres.database import Database
 from mqlayer.postgres.migrations import check_schema
 from mqlayer.postgres.notifications import GROUP, NotificationListener
 from mqlayer.postgres.rights import Right, require
-from mqlayer.receiving.fetcher import Fetched, Fetcher
+from mqlayer.receiving.fetcher import FetchAnswer, Fetcher
 from mqlayer.receiving.key_order import KeyOrder
 from mqlayer.receiving.partition_cache import PartitionCache
 from mqlayer.receiving.pop_fence import PopFence
@@ -63,7 +63,7 @@ class PopSession:
         """Disconnect."""
         self._cleanup.close()
 
-    def poll(self, call: ReceiveCall) -> Fetched | None:
+    def poll(self, call: ReceiveCall) -> FetchAnswer | None:
         """Ask for a call's messages; none if its time is over, None to wait and ask again.
 
         Raises StoreUnavailable at that time if no partition could be asked.

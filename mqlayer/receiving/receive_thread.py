@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Final
 
-from mqlayer.receiving.fetcher import Fetched
+from mqlayer.receiving.fetcher import FetchAnswer
 from mqlayer.receiving.pop_session import PopSession, ReceiveCall
 from mqlayer.receiving.receiver import not_open
 from mqlayer.runtime.service import Service
@@ -20,7 +20,7 @@ class PendingReceive:
     """A call and its answer."""
 
     call: ReceiveCall
-    answer: Future[Fetched] = field(default_factory=Future)
+    answer: Future[FetchAnswer] = field(default_factory=Future)
 
 
 class ReceiveThread(Service):
@@ -92,7 +92,7 @@ class ReceiveThread(Service):
             self._give_on(pending, fetched)
         return True
 
-    def _give_on(self, pending: PendingReceive, fetched: Fetched) -> None:
+    def _give_on(self, pending: PendingReceive, fetched: FetchAnswer) -> None:
         if not pending.call.own_attempt:
             self._session.fetcher.take_back(fetched)
 
