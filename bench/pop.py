@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -27,6 +28,7 @@ def pop(stage: Stage) -> Iterator[Line]:
     system = stage.system(fsync="always")
     fill(system, MESSAGES)
     contestants = {f"{scope}, {size}": partial(ours, system, scope, size) for scope in SCOPES for size in BATCHES}
+    contestants |= {f"key, {size}, asyncio": partial(ours_async, system, size) for size in BATCHES}
     figures = in_turn(ROUNDS, {"owner": partial(exclusive, system, MESSAGES), **contestants})
     for name in contestants:
         yield compared(f"pop[{name}]", figures[name], figures["owner"], unit="msg/s", target=None)
@@ -41,3 +43,18 @@ def ours(system: System, scope: Scope, size: int) -> float:
             receiver.ack(batch)
             seen += len(batch)
         return seen / (time.perf_counter() - began)
+
+
+def ours_async(system: System, size: int) -> float:
+    """As `ours`, by an AsyncReceiver."""
+
+    async def run() -> float:
+        async with mqlayer.AsyncReceiver("bench", group=new_group(), settings=system.settings) as receiver:
+            began, seen = time.perf_counter(), 0
+            while seen < MESSAGES:
+                batch = await receiver.receive(size)
+                await receiver.ack(batch)
+                seen += len(batch)
+            return seen / (time.perf_counter() - began)
+
+    return asyncio.run(run())

@@ -7,7 +7,7 @@ from mqlayer.errors import MqlayerError, PauseKey, Reject, RetryLater, Skip
 from mqlayer.events import Event, on_event
 from mqlayer.idempotency import VersionedEvent, VersionGap, Versions
 from mqlayer.producing import AsyncProducer, Message, Producer, ProducerOptions, Receipt
-from mqlayer.receiving import PopMessage, Receiver
+from mqlayer.receiving import AsyncReceiver, PopMessage, Receiver
 from mqlayer.settings import Settings
 
 __version__ = "0.1.0"
@@ -15,6 +15,7 @@ __version__ = "0.1.0"
 __all__ = [
     "App",
     "AsyncProducer",
+    "AsyncReceiver",
     "Batch",
     "BatchMessage",
     "BatchOf",

@@ -12,13 +12,7 @@ from mqlayer.domain.message import Identity
 from mqlayer.domain.names import check_id
 from mqlayer.errors import AlreadyApplied
 from mqlayer.failpoints import failpoint
-from mqlayer.postgres.caller_connections import (
-    caller_errors,
-    check_in_transaction,
-    check_in_transaction_async,
-    run_one,
-    run_one_async,
-)
+from mqlayer.postgres.caller_connections import Statement, Statements, run, run_async
 from mqlayer.postgres.queries import query
 
 
@@ -53,19 +47,16 @@ def record_effect(connection: Any, entry: InboxEntry) -> None:
     Raises InvalidInput without an open transaction or for long names; TransactionConflict for a concurrent record under
     REPEATABLE READ or SERIALIZABLE.
     """
-    failpoint("inbox.before")
-    with caller_errors(connection):
-        check_in_transaction(connection)
-        (answer,) = run_one(connection, query("inbox_put"), entry.facts())
-    entry.judge(answer)
-    failpoint("inbox.after")
+    run(connection, _recording(entry))
 
 
 async def arecord_effect(connection: Any, entry: InboxEntry) -> None:
     """`record_effect` on an async connection."""
+    await run_async(connection, _recording(entry))
+
+
+def _recording(entry: InboxEntry) -> Statements[None]:
     failpoint("inbox.before")
-    with caller_errors(connection):
-        await check_in_transaction_async(connection)
-        (answer,) = await run_one_async(connection, query("inbox_put"), entry.facts())
+    (answer,) = yield Statement(query("inbox_put"), entry.facts(), in_transaction=True)
     entry.judge(answer)
     failpoint("inbox.after")

@@ -17,13 +17,7 @@ from mqlayer.domain.names import check_id, check_name
 from mqlayer.errors import InvalidInput, VersionsFull
 from mqlayer.failpoints import failpoint
 from mqlayer.idempotency.version_gaps import VersionGap, report_gap
-from mqlayer.postgres.caller_connections import (
-    caller_errors,
-    check_in_transaction,
-    check_in_transaction_async,
-    run_one,
-    run_one_async,
-)
+from mqlayer.postgres.caller_connections import Statement, Statements, run, run_async
 from mqlayer.postgres.queries import query
 
 HELD_MESSAGES: Final = 100
@@ -112,33 +106,30 @@ class Versions:
         Raises VersionsFull if an early event finds no room, InvalidInput without an open transaction,
         TransactionConflict if the transaction must run again.
         """
-        event = self._event(message, entity, version)
-        with caller_errors(connection):
-            check_in_transaction(connection)
-            row = run_one(connection, query("version_take"), event)
-        return self._taken(message, entity, version, row)
+        return run(connection, self._taking(message, entity, version))
 
     async def atake(self, connection: Any, message: EventMessage, *, entity: str, version: int) -> list[VersionedEvent]:
         """`take` on an async connection."""
-        event = self._event(message, entity, version)
-        with caller_errors(connection):
-            await check_in_transaction_async(connection)
-            row = await run_one_async(connection, query("version_take"), event)
-        return self._taken(message, entity, version, row)
+        return await run_async(connection, self._taking(message, entity, version))
 
     def take_released(self, connection: Any) -> list[VersionedEvent]:
         """Return events of one entity that an operator released; optional, since its next event takes them too."""
-        with caller_errors(connection):
-            check_in_transaction(connection)
-            entity, *held = run_one(connection, query("version_released"), self._facts)
-        return _held_events(entity, *held)
+        return run(connection, self._taking_released())
 
     def set(self, connection: Any, *, entity: str, version: int | None) -> int:
         """Set an entity's version in the caller's transaction, None to forget it; return how many held events that
         drops."""
         facts = {"name": self.name, "entity": check_id("entity", entity), "version": version, "drop": False}
-        with caller_errors(connection):
-            return int(run_one(connection, query("version_set"), facts)[0])
+        return run(connection, _setting(facts))
+
+    def _taking(self, message: EventMessage, entity: str, version: int) -> Statements[list[VersionedEvent]]:
+        event = self._event(message, entity, version)
+        row = yield Statement(query("version_take"), event, in_transaction=True)
+        return self._taken(message, entity, version, row)
+
+    def _taking_released(self) -> Statements[list[VersionedEvent]]:
+        entity, *held = yield Statement(query("version_released"), self._facts, in_transaction=True)
+        return _held_events(entity, *held)
 
     def _event(self, message: EventMessage, entity: str, version: int) -> Mapping[str, Any]:
         if type(version) is not int or not 0 <= version < 2**53:
@@ -165,6 +156,11 @@ class Versions:
             events.append(own)
             events.sort(key=lambda event: event.version)
         return events
+
+
+def _setting(facts: Mapping[str, Any]) -> Statements[int]:
+    (dropped,) = yield Statement(query("version_set"), facts)
+    return int(dropped)
 
 
 def _origin_of(message: EventMessage) -> str:

@@ -7,26 +7,20 @@ from typing import Any, Final
 
 from mqlayer.domain.routing import LP_COUNT, lp_of
 from mqlayer.outbox.outbox_message import OutboxMessage, arguments_of
-from mqlayer.postgres.caller_connections import caller_errors, run_one, run_one_async
+from mqlayer.postgres.caller_connections import Statement, Statements, run
 from mqlayer.postgres.queries import query
 
 AT_ONCE: Final = 10_000
 
-Statement = tuple[str, dict[str, Any]]
-
 
 def send(connection: Any, messages: Sequence[OutboxMessage]) -> None:
     """Write messages in the open transaction, in LP order."""
-    with caller_errors(connection):
-        for statement in statements_for(messages):
-            run_one(connection, *statement)
+    run(connection, sending(messages))
 
 
-async def asend(connection: Any, messages: Sequence[OutboxMessage]) -> None:
-    """As `send`, asynchronously."""
-    with caller_errors(connection):
-        for statement in statements_for(messages):
-            await run_one_async(connection, *statement)
+def sending(messages: Sequence[OutboxMessage]) -> Statements[None]:
+    """Write messages in LP order."""
+    yield from statements_for(messages)
 
 
 def statements_for(messages: Sequence[OutboxMessage]) -> Iterator[Statement]:
@@ -47,5 +41,5 @@ def _place_of(message: OutboxMessage) -> tuple[str, int]:
 def _statement_for(messages: Sequence[OutboxMessage]) -> Statement:
     once = any(message.dedup_id is not None for message in messages)
     if len(messages) == 1:
-        return query("outbox_publish_once" if once else "outbox_publish"), messages[0]._asdict()
-    return query("outbox_publish_many_once" if once else "outbox_publish_many"), arguments_of(messages)
+        return Statement(query("outbox_publish_once" if once else "outbox_publish"), messages[0]._asdict())
+    return Statement(query("outbox_publish_many_once" if once else "outbox_publish_many"), arguments_of(messages))

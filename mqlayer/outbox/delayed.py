@@ -15,7 +15,7 @@ from mqlayer.domain.names import check_name
 from mqlayer.errors import InvalidInput
 from mqlayer.outbox import django_connections
 from mqlayer.outbox.outbox_message import Body, message_of
-from mqlayer.postgres.caller_connections import caller_errors, run_one, run_one_async
+from mqlayer.postgres.caller_connections import Statement, Statements, run, run_async
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.delayed_release import release_on
 from mqlayer.postgres.queries import query
@@ -54,10 +54,7 @@ def publish_delayed(
     By the application database's clock. A key's delayed messages follow their times, then numbers. Stored at once,
     without LP lock. Raises as `publish`, and InvalidInput unless exactly one time is given.
     """
-    facts = _facts(topic, delay_s, at, key, body, headers, tags)
-    connection = _of_alias(connection)
-    with caller_errors(connection):
-        return int(run_one(connection, query("delayed_publish"), facts)[0])
+    return run(_of_alias(connection), _publishing(_facts(topic, delay_s, at, key, body, headers, tags)))
 
 
 async def apublish_delayed(
@@ -72,22 +69,17 @@ async def apublish_delayed(
     tags: Sequence[str] = (),
 ) -> int:
     """As `publish_delayed`, on an async connection."""
-    facts = _facts(topic, delay_s, at, key, body, headers, tags)
-    with caller_errors(connection):
-        return int((await run_one_async(connection, query("delayed_publish"), facts))[0])
+    return await run_async(connection, _publishing(_facts(topic, delay_s, at, key, body, headers, tags)))
 
 
 def cancel_delayed(connection: Any, delayed_id: int) -> bool:
     """Cancel a delayed message if the caller's transaction commits; False if none waits."""
-    connection = _of_alias(connection)
-    with caller_errors(connection):
-        return bool(run_one(connection, query("delayed_cancel"), {"delayed_id": delayed_id})[0])
+    return run(_of_alias(connection), _cancelling(delayed_id))
 
 
 async def acancel_delayed(connection: Any, delayed_id: int) -> bool:
     """As `cancel_delayed`, on an async connection."""
-    with caller_errors(connection):
-        return bool((await run_one_async(connection, query("delayed_cancel"), {"delayed_id": delayed_id}))[0])
+    return await run_async(connection, _cancelling(delayed_id))
 
 
 def list_delayed(application: Database, *, topic: str | None = None, limit: int = 100) -> list[Delayed]:
@@ -108,6 +100,16 @@ def release_delayed(application: Database, *, at_most_s: float = 5.0) -> int:
             count += released
             if not released or time.monotonic() >= until:
                 return count
+
+
+def _publishing(facts: Mapping[str, Any]) -> Statements[int]:
+    (delayed_id,) = yield Statement(query("delayed_publish"), facts)
+    return int(delayed_id)
+
+
+def _cancelling(delayed_id: int) -> Statements[bool]:
+    (cancelled,) = yield Statement(query("delayed_cancel"), {"delayed_id": delayed_id})
+    return bool(cancelled)
 
 
 def _facts(

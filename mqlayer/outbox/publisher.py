@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import psycopg
-
-from mqlayer.outbox import django_connections, sqlalchemy_connections, transaction_buffer
-from mqlayer.outbox.batch_insert import asend, send
-from mqlayer.outbox.outbox_message import Body, message_of
-from mqlayer.postgres.caller_connections import caller_errors, run_one, run_one_async
+from mqlayer.outbox import django_connections, sqlalchemy_connections
+from mqlayer.outbox.outbox_message import Body, OutboxMessage, message_of
+from mqlayer.outbox.transaction_buffer import publishing
+from mqlayer.postgres.caller_connections import Statement, Statements, run, run_async
 from mqlayer.postgres.queries import query
 
 
@@ -48,8 +46,8 @@ def publish(
         sqlalchemy_connections.publish(connection, message)
     elif django_connections.recognises(connection):
         django_connections.publish(connection, message)
-    elif not transaction_buffer.collect(connection, message):
-        send(connection, [message])
+    else:
+        run(connection, publishing(connection, message))
 
 
 async def apublish(
@@ -66,10 +64,8 @@ async def apublish(
     message = message_of(topic, key=key, body=body, headers=headers, tags=tags, dedup_id=dedup_id)
     if sqlalchemy_connections.recognises(connection):
         await connection.run_sync(sqlalchemy_connections.publish, message)
-    elif not isinstance(connection, psycopg.AsyncConnection) or not await transaction_buffer.acollect(
-        connection, message
-    ):
-        await asend(connection, [message])
+    else:
+        await run_async(connection, publishing(connection, message))
 
 
 class Published(NamedTuple):
@@ -96,8 +92,7 @@ def publish_once(
     message = message_of(topic, key=key, body=body, headers=headers, tags=tags, dedup_id=_given(dedup_id))
     if isinstance(connection, str):
         connection = django_connections.of_alias(connection)
-    with caller_errors(connection):
-        return Published(*run_one(connection, query("outbox_publish_once"), message._asdict()))
+    return run(connection, _publishing_once(message))
 
 
 async def apublish_once(
@@ -112,8 +107,12 @@ async def apublish_once(
 ) -> Published:
     """As `publish_once`, on an async connection."""
     message = message_of(topic, key=key, body=body, headers=headers, tags=tags, dedup_id=_given(dedup_id))
-    with caller_errors(connection):
-        return Published(*await run_one_async(connection, query("outbox_publish_once"), message._asdict()))
+    return await run_async(connection, _publishing_once(message))
+
+
+def _publishing_once(message: OutboxMessage) -> Statements[Published]:
+    row = yield Statement(query("outbox_publish_once"), message._asdict())
+    return Published(*row)
 
 
 def _given(dedup_id: str | None) -> str:

@@ -83,7 +83,7 @@ class SqlalchemyTransaction:
         try:
             with caller_errors(connection):
                 for statement in statements_for(messages):
-                    connection.exec_driver_sql(*statement)
+                    connection.exec_driver_sql(statement.text, statement.parameters)
         except BaseException:
             # SQLAlchemy assumes that the server ended a transaction whose COMMIT failed; this one is open.
             with suppress(Exception):
@@ -110,7 +110,7 @@ def publish(connection: Any, message: OutboxMessage) -> None:
         # Without a commit() to wait for, write at once.
         with caller_errors(core):
             for statement in statements_for([message]):
-                core.exec_driver_sql(*statement)
+                core.exec_driver_sql(statement.text, statement.parameters)
         return
     if not core.in_transaction():
         core.begin()

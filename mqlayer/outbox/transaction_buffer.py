@@ -15,9 +15,9 @@ from weakref import WeakKeyDictionary
 import psycopg
 
 from mqlayer.errors import InvalidInput
-from mqlayer.outbox.batch_insert import asend, send
+from mqlayer.outbox.batch_insert import sending
 from mqlayer.outbox.outbox_message import Body, OutboxMessage, message_of
-from mqlayer.postgres.caller_connections import caller_errors, run_one, run_one_async
+from mqlayer.postgres.caller_connections import Statement, Statements, run, run_async
 from mqlayer.postgres.queries import query
 
 _WRONG_CONNECTION: Final = "takes a psycopg 3 connection: SQLAlchemy and Django transactions collect by themselves"
@@ -47,7 +47,8 @@ class OutboxTransaction:
         """As `outbox.publish`."""
         if not isinstance(self.connection, psycopg.Connection):
             raise InvalidInput("this connection is asynchronous: await tx.apublish(…)")
-        collect(self.connection, message_of(topic, key=key, body=body, headers=headers, tags=tags, dedup_id=dedup_id))
+        message = message_of(topic, key=key, body=body, headers=headers, tags=tags, dedup_id=dedup_id)
+        run(self.connection, publishing(self.connection, message))
 
     async def apublish(
         self,
@@ -62,9 +63,8 @@ class OutboxTransaction:
         """As `outbox.apublish`."""
         if not isinstance(self.connection, psycopg.AsyncConnection):
             raise InvalidInput("this connection is synchronous: tx.publish(…)")
-        await acollect(
-            self.connection, message_of(topic, key=key, body=body, headers=headers, tags=tags, dedup_id=dedup_id)
-        )
+        message = message_of(topic, key=key, body=body, headers=headers, tags=tags, dedup_id=dedup_id)
+        await run_async(self.connection, publishing(self.connection, message))
 
     def add(self, messages: Iterable[OutboxMessage]) -> int:
         """Add messages; return their trace, 0 for none."""
@@ -97,12 +97,9 @@ def transaction(connection: psycopg.Connection[Any]) -> Iterator[OutboxTransacti
         raise InvalidInput(f"a {type(connection).__name__}: outbox.transaction {_WRONG_CONNECTION}")
     with connection.transaction(), _collecting(connection) as (collector, outer):
         yield collector
-        _drop_rolled_back(connection, collector)
-        if outer is None:
-            send(connection, [message for message, _ in collector.messages])
+        run(connection, _ending(collector, outer))
     # Only now can no rollback of the savepoint follow.
-    if outer is not None:
-        _add(connection, outer, [message for message, _ in collector.messages])
+    run(connection, _handing_on(collector, outer))
 
 
 @asynccontextmanager
@@ -113,29 +110,17 @@ async def atransaction(connection: psycopg.AsyncConnection[Any]) -> AsyncIterato
     async with connection.transaction():
         with _collecting(connection) as (collector, outer):
             yield collector
-            await _adrop_rolled_back(connection, collector)
-            if outer is None:
-                await asend(connection, [message for message, _ in collector.messages])
-    if outer is not None:
-        await _aadd(connection, outer, [message for message, _ in collector.messages])
+            await run_async(connection, _ending(collector, outer))
+    await run_async(connection, _handing_on(collector, outer))
 
 
-def collect(connection: Any, message: OutboxMessage) -> bool:
-    """Add a message to the open collector; False without one."""
+def publishing(connection: Any, message: OutboxMessage) -> Statements[None]:
+    """Add a message to the open collector; without one, write it."""
     collector = _innermost(connection)
     if collector is None:
-        return False
-    _add(connection, collector, [message])
-    return True
-
-
-async def acollect(connection: psycopg.AsyncConnection[Any], message: OutboxMessage) -> bool:
-    """As `collect`, asynchronously."""
-    collector = _innermost(connection)
-    if collector is None:
-        return False
-    await _aadd(connection, collector, [message])
-    return True
+        yield from sending([message])
+    else:
+        yield from _adding(collector, [message])
 
 
 def depth_of(connection: AnyConnection) -> int:
@@ -149,32 +134,24 @@ def _innermost(connection: Any) -> OutboxTransaction | None:
     return stack[-1] if stack else None
 
 
-def _add(connection: Any, collector: OutboxTransaction, messages: Iterable[OutboxMessage]) -> None:
+def _adding(collector: OutboxTransaction, messages: Iterable[OutboxMessage]) -> Statements[None]:
     trace = collector.add(messages)
     if trace:
-        with caller_errors(connection):
-            run_one(connection, query("outbox_trace"), {"trace": trace})
+        yield Statement(query("outbox_trace"), {"trace": trace})
 
 
-async def _aadd(connection: Any, collector: OutboxTransaction, messages: Iterable[OutboxMessage]) -> None:
-    trace = collector.add(messages)
-    if trace:
-        with caller_errors(connection):
-            await run_one_async(connection, query("outbox_trace"), {"trace": trace})
-
-
-async def _adrop_rolled_back(connection: psycopg.AsyncConnection[Any], collector: OutboxTransaction) -> None:
+def _ending(collector: OutboxTransaction, outer: OutboxTransaction | None) -> Statements[None]:
+    """Discard rolled back messages; without an outer collector, write the others."""
     if collector.needs_traces:
-        with caller_errors(connection):
-            (traces,) = await run_one_async(connection, query("outbox_traces"), {})
+        (traces,) = yield Statement(query("outbox_traces"), {})
         collector.keep(traces)
+    if outer is None:
+        yield from sending([message for message, _ in collector.messages])
 
 
-def _drop_rolled_back(connection: psycopg.Connection[Any], collector: OutboxTransaction) -> None:
-    if collector.needs_traces:
-        with caller_errors(connection):
-            (traces,) = run_one(connection, query("outbox_traces"), {})
-        collector.keep(traces)
+def _handing_on(collector: OutboxTransaction, outer: OutboxTransaction | None) -> Statements[None]:
+    if outer is not None:
+        yield from _adding(outer, [message for message, _ in collector.messages])
 
 
 @contextmanager

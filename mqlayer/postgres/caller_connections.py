@@ -1,10 +1,14 @@
-"""Run statements in callers' transactions: psycopg, SQLAlchemy, Django."""
+"""Run statements in callers' transactions: psycopg, SQLAlchemy, Django.
+
+What has a sync and an async form is one generator: it yields statements, gets their rows, and returns the result;
+`run` and `run_async` run it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing, contextmanager
-from typing import Any, Final
+from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 
 import psycopg
 from psycopg.pq import TransactionStatus
@@ -15,28 +19,72 @@ from mqlayer.postgres.database import translate
 _SET_ENCODING: Final = "ALTER ROLE … SET client_encoding = 'UTF8', or say so when you connect"
 
 
-def run_one(connection: Any, statement: str, parameters: Mapping[str, Any]) -> tuple[Any, ...]:
+T = TypeVar("T")
+Row: TypeAlias = tuple[Any, ...]
+
+
+class Statement(NamedTuple):
+    """A statement that returns one row. `in_transaction`: refuse it as a transaction of its own."""
+
+    text: str
+    parameters: Mapping[str, Any]
+    in_transaction: bool = False
+
+
+Statements: TypeAlias = Generator[Statement, Row, T]
+
+
+def run(connection: Any, statements: Statements[T]) -> T:
+    """Run statements, each with the rows before it known; return the generator's result. Raises mqlayer's errors."""
+    try:
+        statement = next(statements)
+        while True:
+            with caller_errors(connection):
+                row = run_one(connection, statement)
+            statement = statements.send(row)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+
+
+async def run_async(connection: Any, statements: Statements[T]) -> T:
+    """As `run`, on async connections and sessions."""
+    if not isinstance(connection, psycopg.AsyncConnection) and not hasattr(connection, "run_sync"):
+        raise InvalidInput(f"can't use a {type(connection).__name__}: give a psycopg or SQLAlchemy async connection")
+    try:
+        statement = next(statements)
+        while True:
+            with caller_errors(connection):
+                row = await run_one_async(connection, statement)
+            statement = statements.send(row)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+
+
+def run_one(connection: Any, statement: Statement) -> Row:
     """Run a statement and return its one row. Driver errors pass."""
-    with_cursor = driver_cursor(connection)
-    with with_cursor as cursor:
+    if statement.in_transaction:
+        check_in_transaction(connection)
+    with driver_cursor(connection) as cursor:
         _check_encoding(connection)
-        cursor.execute(statement, parameters)
+        cursor.execute(statement.text, statement.parameters)
         row = cursor.fetchone()
     return tuple(row.values()) if isinstance(row, dict) else tuple(row)
 
 
-async def run_one_async(connection: Any, statement: str, parameters: Mapping[str, Any]) -> tuple[Any, ...]:
+async def run_one_async(connection: Any, statement: Statement) -> Row:
     """As `run_one`, on async connections and sessions."""
-    if isinstance(connection, psycopg.AsyncConnection):
-        _check_encoding(connection)
-        async with connection.cursor(row_factory=psycopg.rows.tuple_row) as cursor:
-            await cursor.execute(statement, parameters)
-            row = await cursor.fetchone()
-        return tuple(row or ())
-    if hasattr(connection, "run_sync"):
-        result: tuple[Any, ...] = await connection.run_sync(lambda inner: run_one(inner, statement, parameters))
+    if not isinstance(connection, psycopg.AsyncConnection):
+        result: Row = await connection.run_sync(run_one, statement)
         return result
-    raise InvalidInput(f"can't use a {type(connection).__name__}: give a psycopg or SQLAlchemy async connection")
+    if statement.in_transaction:
+        check_in_transaction(connection)
+    _check_encoding(connection)
+    async with connection.cursor(row_factory=psycopg.rows.tuple_row) as cursor:
+        await cursor.execute(statement.text, statement.parameters)
+        row = await cursor.fetchone()
+    return tuple(row or ())
 
 
 def _check_encoding(connection: Any) -> None:
@@ -67,14 +115,6 @@ def check_in_transaction(connection: Any) -> None:
             "no transaction is open, and this has to commit with the effect: use `with connection.transaction():`, "
             "or Django's `atomic()`, around both"
         )
-
-
-async def check_in_transaction_async(connection: Any) -> None:
-    """As `check_in_transaction`, on async connections and sessions."""
-    if hasattr(connection, "run_sync"):
-        await connection.run_sync(check_in_transaction)
-    else:
-        check_in_transaction(connection)
 
 
 def driver_cursor(connection: Any) -> Any:

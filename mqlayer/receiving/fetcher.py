@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from mqlayer.domain.message import Record
 from mqlayer.domain.routing import NodeId
@@ -13,8 +13,6 @@ from mqlayer.failpoints import failpoint
 from mqlayer.groups.group import Group
 from mqlayer.groups.lineage import drained_popped, seal_marks
 from mqlayer.groups.pop_partitions import renew_pop_epoch
-from mqlayer.postgres.database import Database
-from mqlayer.receiving.node_pool import NodePool, call_scripts
 from mqlayer.receiving.partition_cache import PartitionCache
 from mqlayer.receiving.partition_view import PartitionView
 from mqlayer.receiving.pop_message import PopMessage, Token, message_of
@@ -22,14 +20,22 @@ from mqlayer.receiving.settler import PopSettler
 from mqlayer.redis.node_connection import NodeConnection, raise_for_reply
 from mqlayer.redis.partition_scripts import Fenced, Refused
 from mqlayer.redis.pop_scripts import Drained, NoBatch, PopBatch, ReceiveRequest, receive_command, receive_reply
+from mqlayer.runtime.node_pool import NodePool
 from mqlayer.runtime.route_cache import RouteCache
 from mqlayer.runtime.runtime import Runtime
-from mqlayer.settings import Settings
 from mqlayer.topics.nodes import arm_if_allowed
 
 log = logging.getLogger(__name__)
 
 PopAnswer = PopBatch | NoBatch | Drained | Fenced | Refused
+
+
+class FetchAnswer(NamedTuple):
+    """Messages, and the request that they answer: an earlier one, if its answer was lost."""
+
+    messages: list[PopMessage]
+    request: ReceiveRequest
+
 
 BLOCK_S: Final = 0.1
 """Longest read, so the latest reaction to a notification."""
@@ -46,13 +52,11 @@ class Fetcher:
         connections: NodePool,
         settler: PopSettler,
         *,
-        settings: Settings,
-        database: Database,
-        application: Database,
+        runtime: Runtime,
         routes: RouteCache,
     ) -> None:
         self._group, self._cache, self._connections, self._settler = group, cache, connections, settler
-        self._settings, self._database, self._application, self._routes = settings, database, application, routes
+        self._runtime, self._database, self._routes = runtime, runtime.control, routes
         self._round = 0
         self._wakeups = cache.changed
         self.fetch_count = 0
@@ -62,7 +66,7 @@ class Fetcher:
         self._cache.expire()
         self._cache.refresh()
 
-    def repeat(self, request: ReceiveRequest) -> list[PopMessage]:
+    def repeat(self, request: ReceiveRequest) -> FetchAnswer:
         """Return this attempt's former batches."""
         self._cache.refresh()
         found: list[PopMessage] = []
@@ -73,9 +77,9 @@ class Fetcher:
                     found += self._messages(view, answer)
             except MqlayerError as error:
                 self._failed(view, error)
-        return found
+        return FetchAnswer(found, request)
 
-    def fetch(self, request: ReceiveRequest, *, repeat: bool) -> list[PopMessage]:
+    def fetch(self, request: ReceiveRequest, *, repeat: bool) -> FetchAnswer:
         """Ask due partitions until one gives. `repeat`: unanswered attempts too."""
         self._cache.refresh()
         views = self._cache.views
@@ -83,8 +87,9 @@ class Fetcher:
             view = views[(self._round + number) % len(views)]
             if not view.is_due(time.monotonic()):
                 continue
+            asked = view.repeated(request) if repeat else request
             try:
-                found = self._handle(view, self._request_for(view, request) if repeat else request)
+                found = self._handle(view, asked)
                 view.last_error = None
             except MqlayerError as error:
                 self._failed(view, error)
@@ -92,8 +97,16 @@ class Fetcher:
             if found:
                 # The next call begins with the next partition: a busy one must not starve the others.
                 self._round = (self._round + number + 1) % len(views)
-                return found
-        return []
+                return FetchAnswer(found, asked)
+        return FetchAnswer([], request)
+
+    def take_back(self, fetched: FetchAnswer) -> None:
+        """Let a later request have messages that reached no caller, as the same attempt."""
+        partitions = {message.token.partition for message in fetched.messages}
+        for view in self._cache.views:
+            if view.info.partition in partitions:
+                view.note_unanswered(fetched.request)
+                view.quiet = None
 
     @property
     def last_error(self) -> MqlayerError | None:
@@ -137,10 +150,6 @@ class Fetcher:
                 by_node.setdefault(view.info.node, {})[key] = (view, after)
         return by_node
 
-    def _request_for(self, view: PartitionView, request: ReceiveRequest) -> ReceiveRequest:
-        before = view.unanswered
-        return request._replace(attempt_id=before.attempt_id) if before and before.limit <= request.limit else request
-
     def _fetch_from(self, view: PartitionView, request: ReceiveRequest) -> PopAnswer:
         connection = self._connections.to(view.info.node)
         answer = self._call(connection, view, request)
@@ -152,12 +161,12 @@ class Fetcher:
 
     def _call(self, connection: NodeConnection, view: PartitionView, request: ReceiveRequest) -> PopAnswer:
         self.fetch_count += 1
-        view.unanswered = request
-        (reply,) = call_scripts(connection, [receive_command(connection, view.group_partition, request)])
+        view.note_unanswered(request)
+        (reply,) = connection.call_scripts([receive_command(connection, view.group_partition, request)])
         answer = receive_reply(reply, connection.node.address)
         if isinstance(answer, PopBatch):
             failpoint("pop.after_receive")
-        view.unanswered = None
+        view.unanswered.pop(request.attempt_id, None)
         return answer
 
     def _handle(self, view: PartitionView, request: ReceiveRequest) -> list[PopMessage]:
@@ -245,8 +254,7 @@ class Fetcher:
     def _repair(self, node_id: NodeId) -> None:
         """Raises nothing."""
         try:
-            runtime = Runtime(self._database, self._settings, self._application, "receiver")
-            arm_if_allowed(runtime, self._routes.node(node_id).name)
+            arm_if_allowed(self._runtime, self._routes.node(node_id).name)
             self._routes.refresh_nodes()
         except MqlayerError as error:
             log.warning("node_not_armed", extra={"node_id": node_id, "reason": str(error)})

@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Sequence
 from typing import Final
 
 from mqlayer.domain.routing import NodeId
-from mqlayer.errors import GroupRetired, MqlayerError
+from mqlayer.errors import GroupRetired
 from mqlayer.groups.group import Group
 from mqlayer.groups.pop_partitions import PopPartition, pop_partitions
-from mqlayer.postgres.database import Database
 from mqlayer.receiving.partition_view import PartitionView, view_of
 from mqlayer.runtime.route_cache import RouteCache
-
-log = logging.getLogger(__name__)
+from mqlayer.runtime.runtime import Runtime
+from mqlayer.runtime.service import Service
 
 LIST_AGE_S: Final = 1.0
+IDLE_S: Final = 60.0
 
 
-class PartitionCache:
-    """A group's partitions. Raises StoreUnavailable if the first read fails."""
+class PartitionCache(Service):
+    """A group's partitions, read again in the background. Raises StoreUnavailable if the first read fails."""
 
-    def __init__(self, database: Database, group: Group, routes: RouteCache, *, prefix: str) -> None:
-        self._database, self._group, self._routes, self._prefix = database, group, routes, prefix
+    def __init__(self, runtime: Runtime, group: Group, routes: RouteCache) -> None:
+        super().__init__("mqlayer-lists-partitions", title="the reader of partitions", event="partitions_list")
+        self._database, self._prefix, self._group, self._routes = runtime.control, runtime.prefix, group, routes
         self._views: dict[int, PartitionView] = {}
         # Unreadable ones too: their messages that are out can be settled.
         self._nodes: dict[int, NodeId] = {}
@@ -35,8 +35,6 @@ class PartitionCache:
         # Set for good once the group is retired.
         self.retired: GroupRetired | None = None
         self._read_at = -LIST_AGE_S
-        self._reading: threading.Thread | None = None
-        self._starting = threading.Lock()
         # Serializes reads: an older result must not replace a newer one.
         self._one_reading = threading.Lock()
         self._read()
@@ -52,28 +50,24 @@ class PartitionCache:
 
     def refresh(self) -> None:
         """Read an old list again in the background. For any thread."""
-        with self._starting:
-            reading = self._reading is not None and self._reading.is_alive()
-            if not reading and time.monotonic() - self._read_at >= LIST_AGE_S:
-                self._reading = threading.Thread(target=self._try_read, name="mqlayer-lists-partitions", daemon=True)
-                self._reading.start()
+        if self._is_old():
+            self.wake.set()
 
     def reload(self) -> None:
         """Read now. Raises nothing."""
-        self._try_read()
+        self._try_pass()
 
-    def close(self) -> None:
-        """Wait up to 1 s for a read."""
-        if self._reading is not None:
-            self._reading.join(timeout=1)
+    def _is_old(self) -> bool:
+        return time.monotonic() - self._read_at >= LIST_AGE_S
 
-    def _try_read(self) -> None:
+    def _wait_s(self) -> float:
+        return IDLE_S
+
+    def _pass(self) -> None:
         try:
             self._read()
         except GroupRetired as error:
             self.retired, self._views = error, {}
-        except MqlayerError as error:
-            log.warning("partitions_not_listed", extra={"reason": str(error)})
 
     def node_of(self, partition: int) -> NodeId | None:
         """Return a partition's node; None: retired, all settled."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -17,6 +17,8 @@ RECHECK_S: Final = 1.0
 FRUITLESS_S: Final = 0.05
 """Pause after news without messages."""
 AFTER_ERROR_S: Final = 0.5
+UNANSWERED_LIMIT: Final = 256
+"""A partition remembers as many batches."""
 
 
 @dataclass(slots=True)
@@ -31,8 +33,8 @@ class PartitionView:
     paused_until: float = 0.0
     woken: bool = False
     command_seen: bool = False
-    unanswered: ReceiveRequest | None = None
-    """The same attempt gets the same batch."""
+    unanswered: dict[str, ReceiveRequest] = field(default_factory=dict)
+    """By attempt id: requests whose messages reached no caller. The same attempt gets the same batch."""
     refused: int = 0
     put_off_count: int = 0
     last_error: MqlayerError | None = None
@@ -46,6 +48,17 @@ class PartitionView:
             self.command_seen = False
         free_at = now + answer.wait_ms / 1000 + 0.001 if answer.wait_ms >= 0 else math.inf
         self.quiet, self.due_at, self.woken = answer, min(free_at, now + RECHECK_S), False
+
+    def note_unanswered(self, request: ReceiveRequest) -> None:
+        """Note a request until its messages reach a caller."""
+        self.unanswered[request.attempt_id] = request
+        if len(self.unanswered) > UNANSWERED_LIMIT:
+            del self.unanswered[next(iter(self.unanswered))]
+
+    def repeated(self, request: ReceiveRequest) -> ReceiveRequest:
+        """Return a request under the attempt id of the oldest unanswered one that it has room for."""
+        fitting: Iterable[str] = (name for name, one in self.unanswered.items() if one.limit <= request.limit)
+        return request._replace(attempt_id=next(iter(fitting), request.attempt_id))
 
     def pause(self, now: float, last_error: MqlayerError | None = None) -> None:
         """Pause after an error, or until another process acts."""

@@ -7,12 +7,10 @@ from typing import Any
 
 from mqlayer.errors import AlreadyApplied, OutOfOrder, StaleOwner, StaleToken
 from mqlayer.groups.group import Group
-from mqlayer.postgres.caller_connections import caller_errors, run_one, run_one_async
+from mqlayer.postgres.caller_connections import Row, Statement, Statements
 from mqlayer.postgres.queries import query
 from mqlayer.receiving.key_order import KeyOrder
 from mqlayer.receiving.pop_message import PopMessage
-
-Row = tuple[Any, ...]
 
 
 class PopFence:
@@ -21,21 +19,12 @@ class PopFence:
     def __init__(self, group: Group, key_order: KeyOrder) -> None:
         self._group, self._key_order = group, key_order
 
-    def fence(self, connection: Any, message: PopMessage) -> None:
+    def check(self, message: PopMessage) -> Statements[None]:
         """Check in the effect's own transaction."""
         before = self._before(message)
-        with caller_errors(connection):
-            first = run_one(connection, query("fence"), self._facts(before)) if before else None
-            self._check_order(message, before, first)
-            self._judge(message, run_one(connection, query("fence"), self._facts(message)))
-
-    async def afence(self, connection: Any, message: PopMessage) -> None:
-        """`fence` on an async connection."""
-        before = self._before(message)
-        with caller_errors(connection):
-            first = await run_one_async(connection, query("fence"), self._facts(before)) if before else None
-            self._check_order(message, before, first)
-            self._judge(message, await run_one_async(connection, query("fence"), self._facts(message)))
+        if before is not None:
+            self._check_order(message, before, (yield self._statement(before)))
+        self._judge(message, (yield self._statement(message)))
 
     def _before(self, message: PopMessage) -> PopMessage | None:
         if self._key_order.is_void(message):
@@ -43,9 +32,9 @@ class PopFence:
             raise StaleToken(self._group.name, self._group.topic, [(token.partition, token.offset)])
         return self._key_order.before(message)
 
-    def _facts(self, message: PopMessage) -> Mapping[str, Any]:
+    def _statement(self, message: PopMessage) -> Statement:
         source, lp, seq = message.identity
-        return {
+        facts: Mapping[str, Any] = {
             "group_id": self._group.group_id,
             "lp": lp,
             "source": source,
@@ -54,9 +43,10 @@ class PopFence:
             "epoch": message.token.epoch,
             "replay": message.replay,
         }
+        return Statement(query("fence"), facts)
 
-    def _check_order(self, message: PopMessage, before: PopMessage | None, first: Row | None) -> None:
-        if before is None or first is None or first[0] == "applied":
+    def _check_order(self, message: PopMessage, before: PopMessage, first: Row) -> None:
+        if first[0] == "applied":
             return
         if first[0] == "stale":
             self._judge(message, first)

@@ -11,7 +11,6 @@ from mqlayer.domain.routing import NodeId
 from mqlayer.errors import InvalidInput, NodeNotArmed, StaleToken, StoreUnavailable
 from mqlayer.failpoints import failpoint
 from mqlayer.groups.group import Group
-from mqlayer.receiving.node_pool import NodePool, call_scripts
 from mqlayer.receiving.partition_cache import PartitionCache
 from mqlayer.receiving.pop_message import Token
 from mqlayer.redis.node_connection import NodeConnection
@@ -25,6 +24,7 @@ from mqlayer.redis.pop_scripts import (
     pop_settle_command,
     pop_settle_reply,
 )
+from mqlayer.runtime.node_pool import NodePool
 from mqlayer.runtime.route_cache import RouteCache
 
 
@@ -125,4 +125,4 @@ class PopSettler:
             )
             for group_partition, tokens in calls
         ]
-        return call_scripts(connection, commands)
+        return connection.call_scripts(commands)

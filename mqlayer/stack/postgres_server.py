@@ -8,8 +8,7 @@ import signal
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Final, Self
+from typing import Final
 from urllib.parse import quote
 
 from mqlayer.stack import processes
@@ -22,6 +21,7 @@ from mqlayer.stack.ports import free_port
 from mqlayer.stack.private_files import closed_directory, write_closed
 from mqlayer.stack.process_record import ProcessRecord
 from mqlayer.stack.server_paths import data_place, program_place
+from mqlayer.stack.server_process import ServerProcess
 from mqlayer.stack.server_programs import PostgresPrograms, best_postgres, postgres_programs
 from mqlayer.stack.shared_memory import release_shared_memory
 from mqlayer.stack.wait import comes_true
@@ -39,11 +39,10 @@ DEFAULT_OPTIONS: Final[Mapping[str, str]] = {
 }
 
 
-class PostgresServer:
-    """One Postgres on 127.0.0.1 that belongs to a directory.
+class PostgresServer(ServerProcess):
+    """A Postgres. Without a password, all local clients are trusted."""
 
-    Any process can find, stop or restart it by the directory. Without a password, all local clients are trusted.
-    """
+    log_name = "postgres.log"
 
     def __init__(
         self,
@@ -54,44 +53,12 @@ class PostgresServer:
         options: Mapping[str, str] | None = None,
         password: str = "",
     ) -> None:
-        self.directory = directory
         self.options = {**DEFAULT_OPTIONS, **(options or {})}
         self._account = unprivileged_account()
         self._home = data_place(directory, self._account)
         self.programs = programs or _programs_for(self._home / "data")
+        super().__init__(directory, self.programs)
         self._wanted_port, self._login = port, Login(SUPERUSER, password)
-
-    def __enter__(self) -> Self:
-        self.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.programs} {self.directory} port={self.port}>"
-
-    @property
-    def port(self) -> int:
-        """Port of this or the last run, else 0."""
-        return self._record.port
-
-    @property
-    def pid(self) -> int | None:
-        """The running postmaster's pid, else None."""
-        return self._record.pid
-
-    @property
-    def running(self) -> bool:
-        """Whether the postmaster is alive."""
-        return self._record.running
-
-    @property
-    def log(self) -> Path:
-        """The server's log file."""
-        return self.directory / "postgres.log"
 
     @property
     def data(self) -> Path:
@@ -145,22 +112,12 @@ class PostgresServer:
             # A busy child notices late, and keeps the shared memory until then.
             processes.stop(child, by=signal.SIGCONT, within_s=2.0)
 
-    def restart(self) -> None:
-        """Restart: same port and data."""
-        self.stop()
-        self.start()
-
     def erase(self) -> None:
         """Kill the server and remove its data."""
         self.kill()
         release_shared_memory(self.data)
         shutil.rmtree(self._home, ignore_errors=True)
         shutil.rmtree(self.directory, ignore_errors=True)
-
-    def send(self, number: signal.Signals) -> None:
-        """Send a signal to the postmaster."""
-        if process := self._record.process:
-            processes.send(process, number)
 
     @property
     def _socket_directory(self) -> Path | None:
@@ -211,10 +168,6 @@ class PostgresServer:
     def _guard(self) -> PasswordGuard:
         return PasswordGuard(self._home, self._login.password, self._account)
 
-    @property
-    def _record(self) -> ProcessRecord:
-        return ProcessRecord.load(self.directory)
-
     def _program(self, name: str) -> Path:
         return program_place(self.programs, self._account).directory / name
 
@@ -249,17 +202,6 @@ class PostgresServer:
             lines = (self.data / "postmaster.pid").read_text().splitlines()
             return len(lines) > 7 and lines[0] == str(self.pid) and lines[7].strip() == "ready"
         return False
-
-    def _give_up(self, within_s: float) -> None:
-        reason = f"was not ready within {within_s:g} s" if self.running else "ended at once"
-        self.kill()
-        raise ServerFailed(str(self.programs), reason, self.log, processes.last_lines(self.log))
-
-    def _end(self, by: signal.Signals) -> None:
-        record = self._record
-        if record.process is not None:
-            processes.stop(record.process, by=by)
-            record.with_process(None).save(self.directory)
 
 
 def _programs_for(data: Path) -> PostgresPrograms:

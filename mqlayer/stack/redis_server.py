@@ -7,17 +7,16 @@ import signal
 import socket
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Final, Self
+from typing import Final
 
 from mqlayer.stack import processes
 from mqlayer.stack.credentials import REDIS_DEFAULT_USER, Login
-from mqlayer.stack.errors import ServerFailed
 from mqlayer.stack.node_users import FILE_NAME as USERS
 from mqlayer.stack.node_users import holds, keeps_users, write_first_users
 from mqlayer.stack.ports import free_port, is_free
 from mqlayer.stack.private_files import closed_tree, write_closed
 from mqlayer.stack.process_record import ProcessRecord
+from mqlayer.stack.server_process import ServerProcess
 from mqlayer.stack.server_programs import RedisProgram, best_redis
 from mqlayer.stack.wait import comes_true
 
@@ -34,11 +33,10 @@ DURABLE_OPTIONS: Final[Mapping[str, str]] = {
 }
 
 
-class RedisServer:
-    """One Redis on 127.0.0.1 that belongs to a directory.
+class RedisServer(ServerProcess):
+    """A Redis. A login as another user turns `default` off."""
 
-    Any process can find, stop or restart it by the directory. A login as another user turns `default` off.
-    """
+    log_name = "redis.log"
 
     def __init__(
         self,
@@ -49,37 +47,10 @@ class RedisServer:
         options: Mapping[str, str] | None = None,
         login: Login = OPEN,
     ) -> None:
-        self.directory = directory
         self.program = program or best_redis()
+        super().__init__(directory, self.program)
         self.options = {**DURABLE_OPTIONS, **(options or {})}
         self._wanted_port, self._login = port, login
-
-    def __enter__(self) -> Self:
-        self.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.program} {self.directory} port={self.port}>"
-
-    @property
-    def port(self) -> int:
-        """Port of this or the last run, else 0."""
-        return self._record.port
-
-    @property
-    def pid(self) -> int | None:
-        """The running process, else None."""
-        return self._record.pid
-
-    @property
-    def running(self) -> bool:
-        """Whether the process is alive, also under SIGSTOP."""
-        return self._record.running
 
     @property
     def url(self) -> str:
@@ -90,11 +61,6 @@ class RedisServer:
     def address(self) -> str:
         """The address without the login."""
         return f"redis://127.0.0.1:{self.port}/0"
-
-    @property
-    def log(self) -> Path:
-        """The server's log file."""
-        return self.directory / "redis.log"
 
     def start(self, *, within_s: float = 30.0) -> None:
         """Return when the server answers, on its last port if free. Raises ServerFailed."""
@@ -108,28 +74,10 @@ class RedisServer:
         """Stop the server; data are on disk."""
         self._end(signal.SIGTERM)
 
-    def kill(self) -> None:
-        """Kill the server."""
-        self._end(signal.SIGKILL)
-
-    def restart(self) -> None:
-        """Stop and start; only the run id changes."""
-        self.stop()
-        self.start()
-
     def erase(self) -> None:
         """Kill the server and remove its data."""
         self.kill()
         shutil.rmtree(self.directory, ignore_errors=True)
-
-    def send(self, number: signal.Signals) -> None:
-        """Send a signal to the server."""
-        if process := self._record.process:
-            processes.send(process, number)
-
-    @property
-    def _record(self) -> ProcessRecord:
-        return ProcessRecord.load(self.directory)
 
     def _start(self, within_s: float) -> None:
         """Retry if another process takes the port."""
@@ -178,17 +126,6 @@ class RedisServer:
 
     def _answers(self) -> bool:
         return answers_ping(self.port, self._login)
-
-    def _give_up(self, within_s: float) -> None:
-        reason = f"was not ready within {within_s:g} s" if self.running else "ended at once"
-        self.kill()
-        raise ServerFailed(str(self.program), reason, self.log, processes.last_lines(self.log))
-
-    def _end(self, by: signal.Signals) -> None:
-        record = self._record
-        if record.process is not None:
-            processes.stop(record.process, by=by)
-            record.with_process(None).save(self.directory)
 
 
 def answers_ping(port: int, login: Login = OPEN) -> bool:

@@ -115,7 +115,7 @@ class Stack:
         Raises InvalidInput for an impossible `node_count`, StackError during another `up` or `down`.
         """
         own_directory(self.directory, traversed_by=unprivileged_account())
-        with self._locked():
+        with _locked(self.directory):
             addresses = self._start_servers()
             migrate(self.owner_dsn())
             self._make_roles(self.owner_dsn())
@@ -131,7 +131,7 @@ class Stack:
         """Stop worker, relay and own servers; data stay."""
         if not self.directory.exists():
             return
-        with self._locked():
+        with _locked(self.directory):
             for component in (*self._processes(), *self._own_servers()):
                 component.stop()
 
@@ -139,7 +139,7 @@ class Stack:
         """Stop the stack and remove its data only."""
         if not self.directory.exists():
             return
-        with self._locked():
+        with _locked(self.directory):
             for component in (*self._processes(), *self._own_servers()):
                 component.erase()
             for name in (CONTENTS, CREDENTIALS, ENVIRONMENT, LOCK, *map(_variables_of, USER_KINDS)):
@@ -313,14 +313,15 @@ class Stack:
         server = self._postgres() if name == "postgres" else self._redis(name)
         return _own_status(server, _display(name, address))
 
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        with open(self.directory / LOCK, "w", opener=open_closed) as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise StackError(f"{self.directory}: another `up` or `down` is at work; wait for it to end") from None
-            yield
+
+@contextlib.contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    with open(directory / LOCK, "w", opener=open_closed) as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise StackError(f"{directory}: another `up` or `down` is at work; wait for it to end") from None
+        yield
 
 
 def _variables_of(kind: ProcessKind) -> str:

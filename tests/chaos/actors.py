@@ -7,6 +7,7 @@ at SIGTERM, or are ended without warning.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import logging
@@ -352,6 +353,61 @@ def pop(name: str, directory: Path, stopping: threading.Event) -> None:
                 stopping.wait(0.1)
 
 
+def pop_async(name: str, directory: Path, stopping: threading.Event) -> None:
+    """As `pop`, by three tasks of one AsyncReceiver, whose calls are cancelled at times."""
+    asyncio.run(_pop_in_tasks(History(directory, f"{name}-{os.getpid()}"), stopping))
+
+
+async def _pop_in_tasks(history: History, stopping: threading.Event) -> None:
+    scope: Any = os.environ.get("MQLAYER_TEST_SCOPE", "key")
+    while not stopping.is_set():
+        try:
+            async with mqlayer.AsyncReceiver(TOPIC, group=GROUP, scope=scope) as receiver, asyncio.TaskGroup() as tasks:
+                for _ in range(3):
+                    tasks.create_task(_pop_in_task(receiver, history, stopping))
+        except* mqlayer.MqlayerError as errors:
+            log.warning("%s", errors.exceptions)
+            await asyncio.to_thread(stopping.wait, 0.1)
+
+
+async def _pop_in_task(receiver: mqlayer.AsyncReceiver, history: History, stopping: threading.Event) -> None:
+    async with await psycopg.AsyncConnection.connect(os.environ["MQLAYER_DSN"], autocommit=True) as connection:
+        while not stopping.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(random.random() * 0.3):
+                    batch = await receiver.receive(8, visibility_timeout_s=2.0)
+                await _book_batch_async(receiver, connection, history, batch)
+
+
+async def _book_batch_async(
+    receiver: mqlayer.AsyncReceiver,
+    connection: psycopg.AsyncConnection[Any],
+    history: History,
+    batch: Sequence[mqlayer.PopMessage],
+) -> None:
+    done: list[tuple[mqlayer.PopMessage, Operation]] = []
+    for message in batch:
+        facts = _pop_facts(message)
+        operation = history.begin(Deliver(topic=TOPIC, group=GROUP, attempt=message.attempt, **facts))
+        if _fails(message):
+            operation.info()
+            await receiver.nack(message, delay_s=0.02)
+            break
+        try:
+            async with connection.transaction():
+                await receiver.fence(connection, message)
+                await connection.execute(INTO_SINK, facts)
+        except AlreadyApplied:
+            pass
+        except BaseException:
+            operation.info()
+            raise
+        operation.ok()
+        done.append((message, history.begin(Ack(topic=TOPIC, group=GROUP, **facts))))
+    with _settling(done):
+        await receiver.ack(message for message, _ in done)
+
+
 def share(name: str, directory: Path, stopping: threading.Event) -> None:
     """Consume as a member of a shared group, through the fence, until asked to stop.
 
@@ -402,13 +458,9 @@ def _book_batch(
 ) -> None:
     done: list[tuple[mqlayer.PopMessage, Operation]] = []
     for message in batch:
-        source, lp, seq = message.identity
-        facts: dict[str, Any] = {
-            "key": message.key, "source": source, "lp": lp, "seq": seq, "value": message.body.decode(),
-            "partition": message.token.partition, "epoch": message.token.epoch,
-        }  # fmt: skip
+        facts = _pop_facts(message)
         operation = history.begin(Deliver(topic=TOPIC, group=GROUP, attempt=message.attempt, **facts))
-        if FAILING and message.attempt == 1 and seq % FAILING == 0:
+        if _fails(message):
             operation.info()
             receiver.nack(message, delay_s=0.02)
             break
@@ -423,9 +475,25 @@ def _book_batch(
             raise
         operation.ok()
         done.append((message, history.begin(Ack(topic=TOPIC, group=GROUP, **facts))))
+    with _settling(done):
+        receiver.ack(message for message, _ in done)
+
+
+def _pop_facts(message: mqlayer.PopMessage) -> dict[str, Any]:
+    source, lp, seq = message.identity
+    origin = {"key": message.key, "source": source, "lp": lp, "seq": seq, "value": message.body.decode()}
+    return origin | {"partition": message.token.partition, "epoch": message.token.epoch}
+
+
+def _fails(message: mqlayer.PopMessage) -> bool:
+    return bool(FAILING) and message.attempt == 1 and message.identity.seq % FAILING == 0
+
+
+@contextlib.contextmanager
+def _settling(done: Sequence[tuple[mqlayer.PopMessage, Operation]]) -> Iterator[None]:
     settled = False
     try:
-        receiver.ack(message for message, _ in done)
+        yield
         settled = True
     finally:
         for _, operation in done:
@@ -591,6 +659,7 @@ ROLES: Final[dict[str, Callable[[str, Path, threading.Event], None]]] = {
     "pair": consume_twice,
     "driver": drive,
     "receiver": pop,
+    "async_receiver": pop_async,
     "seller": sell,
     "sharer": share,
     "reclaimer": reclaim,

@@ -49,8 +49,8 @@ class Scene:
         self.running: list[Process] = []
         self.published = self.seed = 0
 
-    def start(self, name: str, failpoints: str = "", scope: str = "key") -> Process:
-        """Start a receiver, to be killed at a place."""
+    def start(self, name: str, failpoints: str = "", scope: str = "key", role: str = "receiver") -> Process:
+        """Start a receiver of either kind, to be killed at a place."""
         environment = os.environ | {
             "MQLAYER_DSN": self.settings.control_dsn(),
             "MQLAYER_KEY_PREFIX": self.settings.key_prefix,
@@ -60,7 +60,7 @@ class Scene:
         }
         with (self.directory / f"{name}.log").open("ab") as log:
             process = start_python(
-                "tests.chaos.actors", "receiver", name, str(self.directory),
+                "tests.chaos.actors", role, name, str(self.directory),
                 cwd=ROOT, env=environment, stdout=log, stderr=log,
             )  # fmt: skip
         self.running.append(process)
@@ -121,13 +121,14 @@ def scene(database_dsn: str, redis_url: str, key_prefix: str, tmp_path: Path) ->
         process.wait()
 
 
+@pytest.mark.parametrize("role", ["receiver", "async_receiver"])
 @pytest.mark.parametrize("place", ["pop.after_receive@3", "pop.before_settle@2", "pop.after_settle@2"])
-def test_a_kill_at_work_loses_and_reverses_nothing(scene: Scene, place: str) -> None:
+def test_a_kill_at_work_loses_and_reverses_nothing(scene: Scene, place: str, role: str) -> None:
     name, _, occurrence = place.partition("@")
     scene.publish(COUNT)
-    killed = scene.start("first", f"{name}=kill@{occurrence}")
+    killed = scene.start("first", f"{name}=kill@{occurrence}", role=role)
     assert killed.wait(40) == -9, "the place was not reached"
-    scene.start("second")
+    scene.start("second", role=role)
     scene.judge()
 
 
@@ -160,14 +161,14 @@ def test_a_message_that_kills_its_receiver_counts_each_time(scene: Scene) -> Non
         assert message.attempt == 4
 
 
-@pytest.mark.parametrize("scope", ["key", "partition"])
-def test_receivers_that_are_killed_at_random_keep_every_key_in_order(scene: Scene, scope: str) -> None:
+@pytest.mark.parametrize(("scope", "role"), [("key", "receiver"), ("partition", "receiver"), ("key", "async_receiver")])
+def test_receivers_that_are_killed_at_random_keep_every_key_in_order(scene: Scene, scope: str, role: str) -> None:
     """Cases 50 to 53: three receivers, one killed after the other, each started again."""
     scene.seed = int(os.environ.get("MQLAYER_CHAOS_SEED", random.randrange(2**32)))
     rng = random.Random(scene.seed)
     scene.publish(100)
     names = ["r-0", "r-1", "r-2"]
-    processes = {name: scene.start(name, scope=scope) for name in names}
+    processes = {name: scene.start(name, scope=scope, role=role) for name in names}
     for _ in range(5):
         seen = scene.count()
         scene.publish(40)
@@ -176,5 +177,5 @@ def test_receivers_that_are_killed_at_random_keep_every_key_in_order(scene: Scen
         time.sleep(rng.random() * 0.3)
         processes[name].kill()
         processes[name].wait()
-        processes[name] = scene.start(name, scope=scope)
+        processes[name] = scene.start(name, scope=scope, role=role)
     scene.judge()

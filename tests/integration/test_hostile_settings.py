@@ -17,7 +17,7 @@ from mqlayer.domain.message import Identity
 from mqlayer.errors import AlreadyApplied, InvalidInput, MqlayerError, StoreUnavailable
 from mqlayer.idempotency.inbox import InboxEntry, record_effect
 from mqlayer.idempotency.versions import Versions
-from mqlayer.postgres.caller_connections import caller_errors, run_one
+from mqlayer.postgres.caller_connections import Statement, caller_errors, run_one
 from mqlayer.postgres.database import connect
 from mqlayer.postgres.queries import query
 from tests.fixtures.roles import grant_application
@@ -81,12 +81,12 @@ def run_all(connection: psycopg.Connection[Any]) -> list[Any]:
     entry = InboxEntry(1, "billing", "orders", Identity(1, 5, 1))
     with connection.transaction(), caller_errors(connection):
         facts = {"group_id": 1, "lp": 5, "source": 1, "key": "k\\", "seq": 3, "epoch": 7, "replay": 0}
-        found += [run_one(connection, query("fence"), facts) for _ in range(2)]
-        found.append(run_one(connection, query("fence"), facts | {"epoch": 6}))
+        found += [run_one(connection, Statement(query("fence"), facts)) for _ in range(2)]
+        found.append(run_one(connection, Statement(query("fence"), facts | {"epoch": 6})))
         many = {"lps": [5, 6], "sources": [1, 1], "keys": ["NULL", None], "seqs": [4, 5], "epochs": [7, 7]}
-        found.append(run_one(connection, query("fence_many"), {"group_id": 1, "replays": [0, 0], **many}))
+        found.append(run_one(connection, Statement(query("fence_many"), {"group_id": 1, "replays": [0, 0], **many})))
         alone = many | {"keys": None, "seqs": [6, 7]}
-        found.append(run_one(connection, query("fence_many"), {"group_id": 1, "replays": [0, 0], **alone}))
+        found.append(run_one(connection, Statement(query("fence_many"), {"group_id": 1, "replays": [0, 0], **alone})))
         record_effect(connection, entry)
     with pytest.raises(AlreadyApplied), connection.transaction():
         record_effect(connection, entry)

@@ -15,7 +15,7 @@ import pytest
 import sqlalchemy
 from sqlalchemy.ext.asyncio import create_async_engine
 
-from mqlayer import Context, Receiver
+from mqlayer import AsyncReceiver, Context, Receiver
 from mqlayer.domain.message import Identity
 from mqlayer.errors import AlreadyApplied, Conflict, InvalidInput, Reject, TransactionConflict
 from mqlayer.groups.seek import apply_seek, planned_seek
@@ -315,9 +315,12 @@ def test_receivers_need_neither_token_nor_turn_for_it(one: Stage) -> None:
         receiver.ack(again)
 
         async def once_more() -> None:
-            async with await psycopg.AsyncConnection.connect(one.dsn) as connection:
+            async with (
+                AsyncReceiver(one.topic, group="g", settings=one.settings()) as receiver,
+                await psycopg.AsyncConnection.connect(one.dsn) as connection,
+            ):
                 with pytest.raises(AlreadyApplied):
-                    await receiver.ainbox(connection, first)
+                    await receiver.inbox(connection, first)
 
         asyncio.run(once_more())
     assert bodies(one) == ["2", "1"]

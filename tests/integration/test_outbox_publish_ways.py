@@ -17,7 +17,7 @@ from sqlalchemy.orm import Session
 from mqlayer import outbox
 from mqlayer.domain.routing import lp_of
 from mqlayer.errors import BodyTooLarge, InvalidInput, KeyTooLarge, NotFound, StoreUnavailable, TransactionConflict
-from mqlayer.postgres.caller_connections import run_one_async
+from mqlayer.postgres.caller_connections import Statement, run_one_async
 from mqlayer.postgres.database import translate
 from tests.fixtures.outboxes import BODY_LIMIT, CommittedOutbox
 from tests.fixtures.roles import grant_application
@@ -156,7 +156,8 @@ def test_one_statement_runs_on_asynchronous_sessions_too(url: sqlalchemy.URL) ->
     async def ask() -> list[tuple[object, ...]]:
         engine = create_async_engine(url)
         async with AsyncSession(engine) as session, engine.connect() as connection:
-            answers = [await run_one_async(each, "SELECT %(n)s::int", {"n": 7}) for each in (session, connection)]
+            seven = Statement("SELECT %(n)s::int", {"n": 7})
+            answers = [await run_one_async(each, seven) for each in (session, connection)]
         await engine.dispose()
         return answers
 

@@ -174,7 +174,7 @@ def test_receivers_are_given_nothing_of_a_topic_that_rests_and_settle_what_they_
     with Receiver(stage.topic, group="g", settings=stage.settings()) as receiver:
         first = receiver.receive(1, wait_s=2)
         assert pause_topic(runtime_of(stage.database, actor="ann"), stage.topic)
-        wait_until(lambda: not receiver._open_parts().fetcher._cache.views or receiver.receive(1, wait_s=0.05) is None,
+        wait_until(lambda: not receiver._opened().fetcher._cache.views or receiver.receive(1, wait_s=0.05) is None,
                    what="the receiver knows")  # fmt: skip
         receiver.ack(first)
         assert receiver.receive(10, wait_s=0.3) == []

@@ -297,7 +297,7 @@ def test_receivers_are_given_no_more_than_the_rate_and_redelivery_counts(
     stage.send((f"key-{number}", b"1") for number in range(300))
     with Receiver(stage.topic, group="g", settings=stage.settings()) as receiver:
         set_group(runtime_of(stage.database, actor="test"), stage.topic, "g", rate_limit=50, rate_burst=1)
-        listing = receiver._open_parts().fetcher._cache
+        listing = receiver._opened().fetcher._cache
 
         def known() -> bool:
             listing.refresh()

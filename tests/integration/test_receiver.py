@@ -439,7 +439,7 @@ def test_a_paused_group_is_given_nothing_and_may_settle(one: Stage, receiver_of:
     send(one, "k", 1, 2)
     batch = receiver.receive(1)
     pause_group(runtime_of(one.database, actor="test"), one.topic, "g")
-    wait_until(lambda: not receiver._open_parts().fetcher._cache.views or receiver.receive(wait_s=0), what="it rests")
+    wait_until(lambda: not receiver._opened().fetcher._cache.views or receiver.receive(wait_s=0), what="it rests")
     receiver.ack(batch)
     assert nothing(receiver)
     waiter = threading.Thread(target=lambda: found.extend(receiver.receive(wait_s=WAIT_S)))
@@ -646,7 +646,7 @@ def test_where_a_group_stands_is_told_as_of_any_other(one: Stage, receiver_of: O
     receiver.ack([first])
     (status,) = group_statuses(runtime_of(one.database, one.prefix), one.topic, "g")
     assert status.lag == 2
-    (second, _) = receiver._open_parts().key_order._queues[one.partitions[0], "k"]
+    (second, _) = receiver._opened().key_order._queues[one.partitions[0], "k"]
     receiver.nack(second)
     receiver.receive(wait_s=WAIT_S)
     (status,) = group_statuses(runtime_of(one.database, one.prefix), one.topic, "g")

@@ -19,6 +19,7 @@ from mqlayer.stack import Addresses, GivenAddresses, Stack
 from mqlayer.stack.credentials import StackCredentials
 from mqlayer.stack.process_record import ProcessRecord
 from mqlayer.stack.processes import ProcessId
+from mqlayer.stack.stack import _locked
 from tests.fixtures.servers import Postgres
 
 SECRET = "s3cret"
@@ -214,7 +215,7 @@ def test_a_later_owner_of_a_recorded_pid_is_not_taken_for_the_server(place: Path
 
 def test_two_commands_at_once_do_not_change_one_stack(place: Path) -> None:
     place.mkdir()
-    with Stack(place)._locked():
+    with _locked(place):
         assert "another `up` or `down`" in run("up", "--directory", place, code=1).stderr
 
 

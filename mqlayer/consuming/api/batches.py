@@ -21,7 +21,7 @@ from mqlayer.consuming.ordered.owned_partitions import KeyQueue, OwnedPartition,
 from mqlayer.domain.message import Record
 from mqlayer.errors import BatchUndone, BodyMismatch, HandlerFault, InvalidInput, StaleOwner
 from mqlayer.failpoints import failpoint
-from mqlayer.postgres.caller_connections import caller_errors, run_one, run_one_async
+from mqlayer.postgres.caller_connections import Statement, Statements, run, run_async
 from mqlayer.postgres.queries import query
 
 Body = TypeVar("Body")
@@ -221,24 +221,19 @@ class Batch(Sequence[BatchMessage[Body]], Generic[Body]):
         back. Fence a message once; of one key, in order.
         Raises StaleOwner: don't catch it, so that the transaction rolls back.
         """
-        chosen = self._to_fence(messages)
-        failpoint("fence.before")
-        if chosen:
-            with caller_errors(connection):
-                answers, epochs = run_one(connection, query("fence_many"), _facts_of(chosen))
-            self._judge(chosen, answers, epochs)
-        failpoint("fence.after")
-        return [message for message in chosen if message.fenced]
+        return run(connection, self._fencing(messages))
 
     async def afence(
         self, connection: Any, messages: Iterable[BatchMessage[Body]] | None = None
     ) -> list[BatchMessage[Body]]:
         """`fence` for an async connection."""
+        return await run_async(connection, self._fencing(messages))
+
+    def _fencing(self, messages: Iterable[BatchMessage[Body]] | None) -> Statements[list[BatchMessage[Body]]]:
         chosen = self._to_fence(messages)
         failpoint("fence.before")
         if chosen:
-            with caller_errors(connection):
-                answers, epochs = await run_one_async(connection, query("fence_many"), _facts_of(chosen))
+            answers, epochs = yield Statement(query("fence_many"), _facts_of(chosen))
             self._judge(chosen, answers, epochs)
         failpoint("fence.after")
         return [message for message in chosen if message.fenced]

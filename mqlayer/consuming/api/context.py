@@ -12,7 +12,7 @@ from mqlayer.domain.message import NO_KEY, Identity, ParkedRecord, Record
 from mqlayer.errors import AlreadyApplied, HandlerFault, StaleOwner
 from mqlayer.failpoints import failpoint
 from mqlayer.idempotency import InboxEntry, arecord_effect, record_effect
-from mqlayer.postgres.caller_connections import caller_errors, run_one, run_one_async
+from mqlayer.postgres.caller_connections import Statement, Statements, run, run_async
 from mqlayer.postgres.queries import query
 
 
@@ -145,21 +145,11 @@ class Context(Delivered):
         applied. Raises AlreadyApplied or StaleOwner: don't catch them; the member then settles the message, or drops
         the partition.
         """
-        failpoint("fence.before")
-        self._only_once()
-        with caller_errors(connection):
-            answer, epoch = run_one(connection, query("fence"), self.fence_facts())
-        self._judge(answer, epoch)
-        failpoint("fence.after")
+        run(connection, self._fencing())
 
     async def afence(self, connection: Any) -> None:
         """`fence` for an async connection."""
-        failpoint("fence.before")
-        self._only_once()
-        with caller_errors(connection):
-            answer, epoch = await run_one_async(connection, query("fence"), self.fence_facts())
-        self._judge(answer, epoch)
-        failpoint("fence.after")
+        await run_async(connection, self._fencing())
 
     def inbox(self, connection: Any, *, name: str | None = None) -> None:
         """Record in the effect's transaction that the message has its effect, independent of order and owner.
@@ -174,6 +164,13 @@ class Context(Delivered):
     async def ainbox(self, connection: Any, *, name: str | None = None) -> None:
         """`inbox` for an async connection."""
         await arecord_effect(connection, self._entry(name))
+
+    def _fencing(self) -> Statements[None]:
+        failpoint("fence.before")
+        self._only_once()
+        answer, epoch = yield Statement(query("fence"), self.fence_facts())
+        self._judge(answer, epoch)
+        failpoint("fence.after")
 
     def _entry(self, name: str | None) -> InboxEntry:
         if name in self._inbox_recorded:

@@ -1,0 +1,168 @@
+"""What an open receiver has, and what receivers of both kinds do with it."""
+
+from __future__ import annotations
+
+import math
+import time
+import uuid
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Final
+
+from mqlayer.domain.names import check_name
+from mqlayer.errors import InvalidInput
+from mqlayer.groups.group import Group, GroupSettings, ensure_group
+from mqlayer.idempotency import InboxEntry
+from mqlayer.postgres.caller_connections import Statements
+from mqlayer.postgres.database import Database
+from mqlayer.postgres.migrations import check_schema
+from mqlayer.postgres.notifications import GROUP, NotificationListener
+from mqlayer.postgres.rights import Right, require
+from mqlayer.receiving.fetcher import FetchAnswer, Fetcher
+from mqlayer.receiving.key_order import KeyOrder
+from mqlayer.receiving.partition_cache import PartitionCache
+from mqlayer.receiving.pop_fence import PopFence
+from mqlayer.receiving.pop_message import PopMessage
+from mqlayer.receiving.settler import PopSettler
+from mqlayer.redis.access import use_access
+from mqlayer.redis.pop_scripts import BATCH_LIMIT, ReceiveRequest
+from mqlayer.redis.roles import RedisRole
+from mqlayer.runtime.node_pool import NodePool
+from mqlayer.runtime.route_cache import RouteCache
+from mqlayer.runtime.runtime import Runtime
+from mqlayer.settings import Settings
+
+BATCH_BYTES: Final = 4_000_000
+"""A batch ends when keys and bodies reach it."""
+LONGEST_S: Final = 12 * 3600.0
+APPLICATION: Final = "mqlayer receiver"
+CLOSE_S: Final = 1.0
+"""Longest wait for a thread at closing."""
+
+
+@dataclass(slots=True)
+class ReceiveCall:
+    """A call of `receive`. `until`: `time.monotonic()`; `own_attempt`: its caller named the attempt."""
+
+    request: ReceiveRequest
+    until: float
+    own_attempt: bool
+    begun: bool = False
+
+
+class PopSession:
+    """An open receiver's parts. One thread polls and waits, any settles; see `Receiver`."""
+
+    def __init__(self, group: Group, fetcher: Fetcher, settler: PopSettler, cleanup: ExitStack) -> None:
+        self.group, self.fetcher, self.settler, self._cleanup = group, fetcher, settler, cleanup
+        self.key_order = KeyOrder()
+        self._fence = PopFence(group, self.key_order)
+
+    def close(self) -> None:
+        """Disconnect."""
+        self._cleanup.close()
+
+    def poll(self, call: ReceiveCall) -> FetchAnswer | None:
+        """Ask for a call's messages; none if its time is over, None to wait and ask again.
+
+        Raises StoreUnavailable at that time if no partition could be asked.
+        """
+        if not call.begun:
+            call.begun = True
+            again = self.fetcher.repeat(call.request) if call.own_attempt else None
+            if again and again.messages:
+                return again
+            self.fetcher.wait_for_wakeup(0.0)
+        fetched = self.fetcher.fetch(call.request, repeat=not call.own_attempt)
+        if not fetched.messages and time.monotonic() < call.until:
+            return None
+        if not fetched.messages and self.fetcher.last_error is not None:
+            raise self.fetcher.last_error
+        return fetched
+
+    def wait(self, calls: Iterable[ReceiveCall]) -> None:
+        """Wait until there may be messages, or the time of one of the calls is over."""
+        self.fetcher.wait_for_wakeup(max(0.0, min(call.until for call in calls) - time.monotonic()))
+
+    def ack(self, messages: Iterable[PopMessage]) -> None:
+        """See `Receiver.ack`."""
+        wanted = list(messages)
+        self.settler.settle("ack", [message.token for message in wanted])
+        self.key_order.settled(wanted)
+
+    def nack(self, message: PopMessage, delay_s: float) -> None:
+        """See `Receiver.nack`."""
+        check_duration("the delay", delay_s, least=0.0)
+        self.key_order.returned(message)
+        self.settler.settle("nack", [message.token], ms=round(delay_s * 1000))
+
+    def extend(self, message: PopMessage, seconds: float) -> None:
+        """See `Receiver.extend`."""
+        check_duration("the visibility timeout", seconds, least=0.0)
+        self.settler.settle("extend", [message.token], ms=round(seconds * 1000))
+
+    def fence(self, message: PopMessage) -> Statements[None]:
+        """See `Receiver.fence`."""
+        return self._fence.check(message)
+
+    def inbox_entry(self, message: PopMessage, name: str | None) -> InboxEntry:
+        """See `Receiver.inbox`."""
+        group = self.group
+        return InboxEntry(group.group_id, group.name, group.topic, message.identity, name, message.replay)
+
+
+def receive_call(max_messages: int, visibility_timeout_s: float, wait_s: float, attempt_id: str | None) -> ReceiveCall:
+    """Return a call that begins now. Raises InvalidInput for bad bounds."""
+    if not 1 <= max_messages <= BATCH_LIMIT:
+        raise InvalidInput(f"max_messages is {max_messages}: a batch has 1 to {BATCH_LIMIT} messages")
+    check_duration("the visibility timeout", visibility_timeout_s, least=0.001)
+    if not 0 <= wait_s < math.inf:
+        raise InvalidInput(f"wait_s is {wait_s}: wait for 0 seconds or more")
+    attempt = f"r{uuid.uuid4().hex}" if attempt_id is None else check_name("attempt", attempt_id)
+    request = ReceiveRequest(attempt, max_messages, BATCH_BYTES, max(1, round(visibility_timeout_s * 1000)))
+    return ReceiveCall(request, time.monotonic() + wait_s, attempt_id is not None)
+
+
+def check_duration(what: str, seconds: float, *, least: float) -> None:
+    """Raise InvalidInput unless `least` to 12 hours."""
+    if not least <= seconds <= LONGEST_S:
+        raise InvalidInput(f"{what} is {seconds:g} s: say {least:g} to {LONGEST_S:,.0f} seconds")
+
+
+def open_session(topic: str, wanted: GroupSettings, *, group: str, settings: Settings) -> PopSession:
+    """Connect; create a missing group. Raises the stores' errors."""
+    use_access(settings)
+    with ExitStack() as cleanup:
+        runtime = _open_databases(settings, f"{topic}/{group}", cleanup)
+        routes = RouteCache(runtime.control)
+        cleanup.callback(routes.close)
+        found = ensure_group(runtime, routes, topic=topic, name=group, settings=wanted)
+        cache = PartitionCache(runtime, found, routes)
+        cache.start()
+        cleanup.callback(cache.stop, CLOSE_S)
+        # Apart, so that neither fetching nor settling waits for the other.
+        fetching, settling = (cleanup.enter_context(NodePool(runtime, routes.node, RedisRole.CONSUMER)) for _ in "12")
+        settler = PopSettler(found, cache, settling, routes, prefix=runtime.prefix, name=f"r-{uuid.uuid4().hex}")
+        fetcher = Fetcher(found, cache, fetching, settler, runtime=runtime, routes=routes)
+
+        def hear(group_id: str) -> None:
+            if group_id in ("", str(found.group_id)):
+                fetcher.refresh_soon()
+
+        notices = NotificationListener(runtime.control, GROUP, hear)
+        notices.start()
+        cleanup.callback(notices.close)
+        return PopSession(found, fetcher, settler, cleanup.pop_all())
+
+
+def _open_databases(settings: Settings, work: str, cleanup: ExitStack) -> Runtime:
+    wait_s = settings.connect_timeout_s
+    control = Database(settings.control_dsn(), application=APPLICATION, max_size=3, timeout_s=wait_s)
+    cleanup.enter_context(control)
+    effects = Database(settings.application_dsn(), application=APPLICATION, max_size=1, timeout_s=wait_s)
+    application = cleanup.enter_context(effects)
+    with control.connection() as connection:
+        require(connection, "control", Right.CONSUME, work)
+        check_schema(connection, "control", control.address)
+    return Runtime(control, settings, application, actor="receiver")
