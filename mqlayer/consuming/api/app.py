@@ -31,7 +31,8 @@ from mqlayer.consuming.api.batch_handlers import BatchHandler, BatchShape, batch
 from mqlayer.consuming.api.batches import BatchOf
 from mqlayer.consuming.api.bodies import decoder_for, type_name
 from mqlayer.consuming.api.context import Context
-from mqlayer.consuming.ordered.member import Member, MemberOptions, MemberStats
+from mqlayer.consuming.engine.options import MemberOptions, MemberStats
+from mqlayer.consuming.ordered.member import OrderedMember
 from mqlayer.consuming.ordered.owned_partitions import OwnedPartition
 from mqlayer.consuming.shared.member import SharedMember
 from mqlayer.domain.message import Record
@@ -48,6 +49,7 @@ from mqlayer.postgres.notifications import GROUP, NotificationListener
 from mqlayer.postgres.rights import Right, require
 from mqlayer.redis.access import use_access
 from mqlayer.runtime.route_cache import RouteCache
+from mqlayer.runtime.runtime import Runtime
 from mqlayer.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -82,7 +84,7 @@ class App:
             use_access(settings)
         self._settings = settings
         self.consumers: list[Consumer] = []
-        self.members: list[Member | SharedMember] = []
+        self.members: list[OrderedMember | SharedMember] = []
         self.hooks: list[Hook] = []
         self._open: list[Any] = []
         # Number of this process among those of one command; each is an instance.
@@ -210,9 +212,9 @@ class App:
                 for consumer in self.consumers:
                     require(connection, "control", Right.CONSUME, f"{consumer.topic}/{consumer.group}")
                 check_schema(connection, "control", database.address)
-            fenced = _has_fence(application)
+            runtime = Runtime(database, settings, application if _has_fence(application) else None)
             for consumer in self.consumers:
-                member = self._member(consumer, database, routes, application if fenced else None)
+                member = self._member(consumer, runtime, routes)
                 member.start()
                 self.members.append(member)
             notices = NotificationListener(database, GROUP, self._wake_members)
@@ -299,42 +301,38 @@ class App:
                 return True
         return False
 
-    def _member(
-        self, consumer: Consumer, database: Database, routes: RouteCache, application: Database | None
-    ) -> Member | SharedMember:
-        settings = self.settings
+    def _member(self, consumer: Consumer, runtime: Runtime, routes: RouteCache) -> OrderedMember | SharedMember:
         group = ensure_group(
-            database,
+            runtime.control,
             routes,
             topic=consumer.topic,
             name=consumer.group,
-            prefix=settings.key_prefix,
+            prefix=runtime.prefix,
             settings=consumer.group_settings,
-            unsafe=settings.allow_unsafe_redis,
+            unsafe=runtime.settings.allow_unsafe_redis,
         )
         rejoin = None
         if group.mode == "broadcast":
-            rejoin = partial(self._instance, consumer, group, database, routes)
+            rejoin = partial(self._instance, consumer, group, runtime, routes)
             group = rejoin()
         facts: dict[str, Any] = {
-            "settings": settings, "database": database, "routes": routes, "group": group, "is_async": consumer.is_async,
-            "options": consumer.options, "application": application, "hooks": self.hooks,
+            "runtime": runtime, "routes": routes, "group": group, "is_async": consumer.is_async,
+            "options": consumer.options, "hooks": self.hooks,
         }  # fmt: skip
         if group.mode == "shared":
             return SharedMember(handle=_handle(consumer, group), **facts)
         if consumer.batch is not None:
-            return Member(handle=_batch_handler(consumer, group, *consumer.batch), rejoin=rejoin, **facts)
-        return Member(handle=_handle(consumer, group), rejoin=rejoin, **facts)
+            return OrderedMember(handle=_batch_handler(consumer, group, *consumer.batch), rejoin=rejoin, **facts)
+        return OrderedMember(handle=_handle(consumer, group), rejoin=rejoin, **facts)
 
-    def _instance(self, consumer: Consumer, group: Group, database: Database, routes: RouteCache) -> Group:
-        settings = self.settings
+    def _instance(self, consumer: Consumer, group: Group, runtime: Runtime, routes: RouteCache) -> Group:
         instance, anew = ensure_instance(
-            database,
+            runtime.control,
             routes,
             group,
             self._instance_name(consumer),
-            prefix=settings.key_prefix,
-            unsafe=settings.allow_unsafe_redis,
+            prefix=runtime.prefix,
+            unsafe=runtime.settings.allow_unsafe_redis,
         )
         if anew:
             emit(Event("instance_reset", group.topic, instance.name, cause=str(group.start)), self.hooks)
