@@ -32,9 +32,14 @@ class NodeService(Service):
     def _pass(self) -> None:
         try:
             self._serve()
-        except NodeNotArmed:
+        except NodeNotArmed as error:
+            # Arming may wait for long: meanwhile, health tells why.
+            self.last_error = str(error)
             self._node_lost(self._connection.node.node_id)
             raise
+
+    def _waits(self) -> tuple[str, ...]:
+        return (f"node {self._connection.node.name}: {self.last_error}",) if self.last_error else ()
 
     def _report(self, error: Exception) -> None:
         if isinstance(error, NodeNotArmed):

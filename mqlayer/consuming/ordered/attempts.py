@@ -25,7 +25,7 @@ class GuardedStart:
 class Attempts:
     """One partition's failed attempts and recorded starts. Workers add, its settler takes and forgets."""
 
-    __slots__ = ("_counts", "_died", "_failed", "_failing_since", "_recorded", "_starts", "_suspects", "guarded_below")
+    __slots__ = ("_counts", "_died", "_failed", "_failing_since", "_recorded", "_starts", "_suspects")
 
     def __init__(self) -> None:
         self._counts: dict[int, int] = {}
@@ -35,12 +35,10 @@ class Attempts:
         self._recorded: set[int] = set()  # starts recorded on the node, and not failed since
         self._suspects: set[int] = set()  # offsets that start alone
         self._died: set[int] = set()  # lone starts that never ended
-        self.guarded_below = 0
-        """Starts of lower offsets are recorded first."""
 
     def open(self, lock: LockTaken) -> None:
         """Take over the former owner's."""
-        self._counts, self.guarded_below = lock.attempts, lock.guarded_below
+        self._counts = lock.attempts
         self._suspects, self._died = set(lock.suspects), set(lock.died)
 
     def __bool__(self) -> bool:

@@ -25,6 +25,7 @@ from mqlayer.consuming.ordered.partition_opener import PartitionOpener
 from mqlayer.consuming.ordered.partition_reports import PartitionReports
 from mqlayer.consuming.ordered.poison_guard import PoisonMessageGuard
 from mqlayer.consuming.ordered.reader import Reader
+from mqlayer.consuming.ordered.record_intake import RecordIntake
 from mqlayer.consuming.ordered.settler import Settler
 from mqlayer.consuming.ordered.turn_results import TurnResults
 from mqlayer.consuming.ordered.workers import Handle, KeyQueueWorker
@@ -62,10 +63,6 @@ class OrderedMember(Member[Reader, Settler]):
         dispatcher, new_worker = _strategy(handle, core.lease)
         self.dispatcher = dispatcher
 
-        def unmatched(count: int) -> None:
-            events.unmatched(count)
-            nodes.wake_settlers()
-
         def settled(node_id: NodeId, count: int) -> None:
             events.settled(count)
             nodes.wake_reader(node_id)
@@ -75,7 +72,7 @@ class OrderedMember(Member[Reader, Settler]):
             nodes.wake_settlers()
 
         def reader(connection: NodeConnection, name: str) -> Reader:
-            return Reader(connection, core, self.ownership, dispatcher, opener, unmatched=unmatched, name=name)
+            return Reader(connection, core, self.ownership, dispatcher, opener, intake, name=name)
 
         def settler(connection: NodeConnection, name: str) -> Settler:
             return Settler(connection, core, self.ownership, dispatcher, reports, settled=settled, name=name)
@@ -84,6 +81,7 @@ class OrderedMember(Member[Reader, Settler]):
         self.ownership = Ownership(core, dispatcher, events, nodes.repair)
         reports = PartitionReports(core)
         opener = PartitionOpener(core, store, dispatcher, events)
+        intake = RecordIntake(core.settings, dispatcher, events, nodes.wake_settlers)
         writer = ParkingWorker(core, store, dispatcher.parking, self.ownership, events, nodes.wake_settlers)
         dispatcher.on_parking(writer.wake.set)
         guard = PoisonMessageGuard(nodes.wake_settler)

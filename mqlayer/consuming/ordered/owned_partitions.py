@@ -53,11 +53,13 @@ class KeyQueue(QueuedMessages):
     __slots__ = ("guarded_below", "owned", "parked_key", "resumed", "since", "singly", "spilled", "uncertain")
 
     def __init__(self, owned: OwnedPartition, key: bytes, record: Record) -> None:
-        super().__init__(key, [record], owned.results.handled)
+        # Without `super().__init__`: with one message per key, each message gets a key queue.
+        self.key, self.records, self.batch = key, [record], ()
+        self.handled, self.action = owned.handled, None
         self.owned = owned
         self.spilled: array[int] | None = None
         # Starts of lower offsets are recorded first: one of them may have killed the former owners.
-        self.guarded_below = owned.attempts.guarded_below
+        self.guarded_below = owned.guarded_below
         # Of batch handlers: lower offsets come one by one; when the key queue began to wait.
         self.singly, self.since = 0, 0.0
         # Set while the key is parked.
@@ -220,6 +222,8 @@ class OwnedPartition:
         "drain_until",
         "excluded",
         "finished",
+        "guarded_below",
+        "handled",
         "lock_holder",
         "next_read",
         "ordered",
@@ -252,7 +256,9 @@ class OwnedPartition:
         self.finished = False  # (lock) nothing more starts: the successors continue
         self.room = Room()
         self.results = Results()
+        self.handled = self.results.handled  # workers append
         self.attempts = Attempts()
+        self.guarded_below = 0  # starts of lower offsets are recorded first
         self.deliveries = DeliveryTimes()  # of an archived topic: delivery times of unsettled offsets
         self.excluded = ExcludedRecords(cut or {})
         self.parked = OwnedParkedKeys()  # (lock)
@@ -290,6 +296,7 @@ class OwnedPartition:
             self.committed = lock.committed
             self.next_read = self.excluded.open(lock)
             self.attempts.open(lock)
+            self.guarded_below = lock.guarded_below
             self.state = OwnershipState.OPEN
 
     def follow_replay(self, *, waits: bool) -> None:
@@ -395,7 +402,10 @@ class OwnedPartition:
 
     def begin(self, key_queue: KeyQueue, count: int | None = None) -> None:
         """(lock) Give a worker a key queue's first messages, by default all."""
-        key_queue.begin(count)
+        if count is None:
+            key_queue.batch, key_queue.records = key_queue.records, []
+        else:
+            key_queue.begin(count)
         # A resumed key queue counts as running until its result is in Postgres.
         self.running += not key_queue.resumed
 
@@ -403,8 +413,13 @@ class OwnedPartition:
         """(lock) Count what the parking worker has as running."""
         self.running += count
 
+    def take_back(self, key_queue: KeyQueue) -> None:
+        """(lock) Take a worker's part back."""
+        key_queue.batch = ()
+        self.running -= 1
+
     def ended(self) -> bool:
-        """(lock) Count one running key queue less; say whether none runs."""
+        """(lock) Count one key less that the parking worker has; say whether nothing runs."""
         self.running -= 1
         return self.running == 0
 

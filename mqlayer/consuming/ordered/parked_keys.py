@@ -33,12 +33,9 @@ class QueuedMessages:
         # Why the first remaining message failed, for the parking worker.
         self.action: FailureAction | None = None
 
-    def begin(self, count: int | None = None) -> None:
-        """Give a worker its part: the first messages, by default all."""
-        if count is None:
-            self.batch, self.records = self.records, []
-        else:
-            self.batch, self.records = self.records[:count], self.records[count:]
+    def begin(self, count: int) -> None:
+        """Give a worker its part: the first messages."""
+        self.batch, self.records = self.records[:count], self.records[count:]
 
     def put_back(self, leftover: Sequence[Record]) -> None:
         """Put messages first again."""

@@ -145,8 +145,7 @@ class ParkingDispatch:
             key_queue.put_back([record for record in key_queue.batch if record.identity in refused])
             # Not counted as handled: these are parked, and the parking worker reports them.
             owned.results.settle(record for record in key_queue.batch if record.identity not in refused)
-            key_queue.batch = ()
-            owned.ended()
+            owned.take_back(key_queue)
             if owned.state is not OwnershipState.OPEN:
                 self._queues.end(key_queue)
             else:

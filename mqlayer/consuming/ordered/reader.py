@@ -9,10 +9,9 @@ from __future__ import annotations
 import logging
 import random
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
-from mqlayer.consuming.engine.clock import clock
 from mqlayer.consuming.engine.core import MemberCore
 from mqlayer.consuming.engine.node_service import NodeService
 from mqlayer.consuming.engine.rate_limiter import RatePoller
@@ -20,15 +19,15 @@ from mqlayer.consuming.ordered.dispatcher import Dispatcher
 from mqlayer.consuming.ordered.owned_partitions import KeyQueue, OwnedPartition, OwnershipState
 from mqlayer.consuming.ordered.ownership import Ownership
 from mqlayer.consuming.ordered.partition_opener import PartitionOpener
-from mqlayer.domain.message import CommandRecord, Record, pop_command, records_of
-from mqlayer.domain.offsets import OffsetRange, as_ranges, joined
+from mqlayer.consuming.ordered.record_intake import RecordIntake, log_missing
+from mqlayer.domain.message import records_of
+from mqlayer.domain.offsets import as_ranges
 from mqlayer.domain.tags import TagFilter
 from mqlayer.failpoints import failpoint
 from mqlayer.redis.keys import partition_keys
 from mqlayer.redis.node_connection import Command, NodeConnection, is_missing_script, raise_for_reply
 from mqlayer.redis.partition_scripts import LockKept, LockTaken, Refused, acquire_command, acquire_reply
-from mqlayer.redis.rate_script import rate_command, rate_reply
-from mqlayer.redis.read_scripts import SelectedRecords, select_command, select_reply
+from mqlayer.redis.read_scripts import select_command, select_reply
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +42,7 @@ RETRY_S: Final = (0.05, 1.0)
 
 
 class Reader(NodeService):
-    """The reading thread of one node. `unmatched` counts records that no handler gets, and has them settled."""
+    """The reading thread of one node."""
 
     def __init__(
         self,
@@ -52,16 +51,16 @@ class Reader(NodeService):
         ownership: Ownership,
         dispatcher: Dispatcher,
         opener: PartitionOpener,
+        intake: RecordIntake,
         *,
-        unmatched: Callable[[int], None],
         name: str,
     ) -> None:
         super().__init__(connection, ownership.node_lost, name=name, work="reading", retry_s=RETRY_S[1])
         self._settings, self._lease, self._rate_limiter = core.settings, core.lease, core.settings.rate_limiter
-        self._ownership, self._dispatcher, self._opener, self._unmatched = ownership, dispatcher, opener, unmatched
+        self._ownership, self._dispatcher, self._opener, self._intake = ownership, dispatcher, opener, intake
         # With a filter: whether records remain behind the last scan.
         self._more = False
-        self._pacer = RatePoller(self._rate_limiter)
+        self._poller = RatePoller(self._rate_limiter)
         # Rotates the partitions where the rate allows less than one message each.
         self._round = 0
 
@@ -78,7 +77,7 @@ class Reader(NodeService):
         if not self._lease.holds():
             self._pause(BLOCK_MS)
             return
-        if self._pacer.due() and self._rate_limiter.wait_s() > 0:
+        if self._poller.due() and self._rate_limiter.wait_s() > 0:
             self._ask_rates(opened)
         for owned in opened:
             self._reload(owned)
@@ -86,7 +85,7 @@ class Reader(NodeService):
         readable, count = self._choose(growing)
         if readable:
             wanted, block_ms = self._settings.tag_filter, self._block_ms(opened, held_back=len(readable) < len(growing))
-            rates = self._rate_commands(opened) if self._pacer.due() else []
+            rates = self._rate_commands(opened) if self._poller.due() else []
             if wanted is None:
                 self._read(readable, count, block_ms, rates)
             else:
@@ -133,22 +132,11 @@ class Reader(NodeService):
             self._add_rates(self._connection.call(commands))
 
     def _rate_commands(self, partitions: list[OwnedPartition]) -> list[Command]:
-        limit = self._rate_limiter.limit
-        if limit is None:
-            return []
-        self._pacer.polled()
-        wanted = self._rate_limiter.needed()
-        holders = [owned.lock_holder for owned in partitions]
-        return [
-            rate_command(self._connection, h.prefix, h.partition, h.group_id, limit.share, wanted=wanted)
-            for h in holders
-        ]
+        return self._poller.commands(self._connection, (owned.lock_holder for owned in partitions))
 
     def _add_rates(self, replies: Sequence[Any]) -> None:
         if not self._scripts_missing(replies):
-            address = self._connection.node.address
-            self._rate_limiter.add(sum(rate_reply(reply, address).granted for reply in replies))
-            self._pacer.polled()
+            self._poller.add(replies, self._connection.node.address)
 
     def _acquire(self, partitions: list[OwnedPartition]) -> None:
         if not partitions:
@@ -186,7 +174,7 @@ class Reader(NodeService):
         for owned, key, lock in zip(readable, keys, locks, strict=True):
             entries = by_key.get(key)
             if self._ours(owned, lock) and entries:
-                self._put(owned, entries[: self._rate_limiter.available_to_read(len(entries))])
+                self._intake.put(owned, entries[: self._rate_limiter.available_to_read(len(entries))])
 
     def _select(
         self,
@@ -219,7 +207,7 @@ class Reader(NodeService):
                     # Other readers used up the rate: read again.
                     self._more = True
                     continue
-                self._put_selected(owned, selected, wanted)
+                self._intake.put_selected(owned, selected, wanted)
                 self._more = self._more or selected.more
 
     def _select_command(self, owned: OwnedPartition, count: int, wanted: TagFilter) -> Command:
@@ -235,57 +223,6 @@ class Reader(NodeService):
             limit=count,
             size=size,
         )
-
-    def _put_selected(self, owned: OwnedPartition, selected: SelectedRecords, wanted: TagFilter) -> None:
-        """Queue records whose tags match by name, not only by hash."""
-        command = pop_command(selected.entries)
-        found = records_of(selected.entries)
-        records = [record for record in found if wanted.takes(record.tags)]
-        unmatched: list[OffsetRange] = selected.unmatched
-        if len(records) < len(found):
-            taken = {record.offset for record in records}
-            others = as_ranges(record.offset for record in found if record.offset not in taken)
-            unmatched = joined([*unmatched, *others])
-        excluded = sum(last - first + 1 for first, last in unmatched)
-        if selected.last >= owned.next_read:
-            missing = selected.last - owned.next_read + 1 - len(records) - excluded
-            if missing > 0:
-                self._log_missing(owned, owned.next_read, selected.last, missing)
-            self._note_read(owned, selected.last)
-            self._rate_limiter.consume(len(records))
-            self._dispatcher.put(owned, records, last=selected.last, unmatched=unmatched)
-        if excluded:
-            self._unmatched(excluded)
-        self._note_command(owned, command)
-
-    def _put(self, owned: OwnedPartition, entries: list[Any]) -> None:
-        command = pop_command(entries)
-        if entries:
-            records = records_of(entries)
-            self._check_holes(owned, records)
-            self._note_read(owned, records[-1].offset)
-            self._rate_limiter.consume(len(records))
-            if self._settings.may_be_void:
-                self._put_without_void(owned, records)
-            else:
-                self._dispatcher.put(owned, records)
-        self._note_command(owned, command)
-
-    def _put_without_void(self, owned: OwnedPartition, records: list[Record]) -> None:
-        void = [record.offset for record in records if record.void]
-        real = [record for record in records if not record.void] if void else records
-        self._dispatcher.put(owned, real, last=records[-1].offset, unmatched=as_ranges(void))
-        if void:
-            self._unmatched(len(void))
-
-    def _note_read(self, owned: OwnedPartition, last: int) -> None:
-        if self._settings.archived:
-            owned.deliveries.note(owned.next_read, last, clock())
-
-    def _note_command(self, owned: OwnedPartition, command: CommandRecord | None) -> None:
-        if command is not None:
-            owned.seal(command)
-            self._unmatched(0)
 
     def _reload(self, owned: OwnedPartition) -> None:
         key_queues = self._dispatcher.queues_to_reload(owned)
@@ -319,21 +256,11 @@ class Reader(NodeService):
         if self._ours(owned, lock):
             records = records_of(entries)
             if len(records) < len(wanted):
-                self._log_missing(owned, wanted[0], wanted[-1], len(wanted) - len(records))
+                log_missing(owned, wanted[0], wanted[-1], len(wanted) - len(records))
             if key_queue.failed_before:
                 self._rate_limiter.consume(len(records))
             self._dispatcher.reload(key_queue, records, len(wanted))
         return len(wanted)
-
-    def _check_holes(self, owned: OwnedPartition, records: list[Record]) -> None:
-        first, last = records[0].offset, records[-1].offset
-        missing = last - owned.next_read + 1 - len(records)
-        if missing > 0:
-            self._log_missing(owned, min(first, owned.next_read), last, missing)
-
-    def _log_missing(self, owned: OwnedPartition, first: int, last: int, missing: int) -> None:
-        facts = {"partition": owned.partition, "first": first, "last": last, "missing": missing}
-        log.error("records_missing", extra=facts)
 
     def _ours(self, owned: OwnedPartition, lock: Any) -> bool:
         answer = acquire_reply(lock, self._connection.node.address)

@@ -154,7 +154,7 @@ class FailureWriter(Service):
         if due:
             kept = self._store.extend([batch.claim.ref for batch in due if batch.claim], self._visibility_timeout_s)
             for batch in due:
-                batch.extended_at = now
+                batch.extended(now)
                 if batch.claim and batch.claim.ref.token not in kept:
                     offset = batch.records[0].offset
                     self._prefetch.lose(batch, [offset])
@@ -176,7 +176,7 @@ class FailureWriter(Service):
         for claim in claims:
             batch = self._partitions.claimed(claim)
             prefetch.add(batch)
-            batch.extended_at = now
+            batch.extended(now)
             dead_letter = exhausted(batch, self._settings.rules)
             if dead_letter is not None:
                 self._queues.dead_letters.append(DeadLetterWrite(batch, dead_letter))

@@ -55,6 +55,44 @@ class SharedPartition:
         # Recorded marks of a parent whose last messages its successors hold too.
         self.marks: Mapping[str, int] = {}
 
+    def confirm(self, due_in_ms: int) -> None:
+        """Note that the node has its epoch, and when given back messages are due."""
+        self.acquired, self.due_in_ms, self.refused = True, due_in_ms, 0
+
+    def messages_due(self) -> None:
+        """Note that given back messages are due."""
+        self.due_in_ms = 0
+
+    def drain(self, until: float) -> None:
+        """Read nothing until then: everything is settled."""
+        self.due_in_ms, self.paused_until = -1, until
+
+    def acquire_again(self) -> None:
+        """Have its epoch set again on the node."""
+        self.acquired = False
+
+    def lose(self, until: float = 0.0) -> None:
+        """Note that its epoch is not in force; read nothing until then."""
+        self.acquired, self.has_unknown = False, True
+        self.paused_until = max(self.paused_until, until)
+
+    def note_unknown(self) -> None:
+        """Note that the node may list messages unknown here."""
+        self.has_unknown = True
+
+    def unknown_released(self) -> None:
+        """Note that those were given back."""
+        self.has_unknown = False
+
+    def load(self, dead: set[Identity], marks: Mapping[str, int]) -> None:
+        """Take over which records to skip."""
+        self.dead, self.marks = dead, marks
+
+    def refuse_again(self) -> bool:
+        """Note that a node refused its epoch; say whether it did before."""
+        again, self.refused = self.refused == self.group_partition.epoch, self.group_partition.epoch
+        return again
+
     def is_void(self, identity: Identity) -> bool:
         """Say whether a record is dead, or belongs to the successors."""
         source, lp, seq = identity
@@ -174,13 +212,14 @@ class SharedPartitions(MemberPartitions):
     def claimed(self, claim: ClaimedMessage) -> FetchedBatch:
         """Return a redriven message's batch."""
         batch = FetchedBatch(self.known(claim.partition), None, self.epoch, [claim.record], clock())
-        batch.claim = claim
+        batch.of_claim(claim)
         return batch
 
     def load_dead(self, partition: SharedPartition, committed: int) -> None:
         """Load records to skip."""
-        partition.dead = self._store.dead_from(partition.group_partition.partition, committed)
-        partition.marks = seal_marks(self._database, partition.group_partition.partition) if partition.info.cut else {}
+        number = partition.group_partition.partition
+        dead = self._store.dead_from(number, committed)
+        partition.load(dead, seal_marks(self._database, number) if partition.info.cut else {})
 
     def report_drained(self, partition: PartitionId, epoch: int, seal_id: str) -> None:
         """Record a partition as drained; repeated after refusals."""
@@ -194,7 +233,7 @@ class SharedPartitions(MemberPartitions):
         self._drop(group_partition)
         partition = self._readable.get(PartitionId(group_partition.partition))
         if partition is not None:
-            partition.has_unknown = True
+            partition.note_unknown()
         self._core.beat.set()
 
     def fenced(self, partition: SharedPartition) -> None:
@@ -202,9 +241,8 @@ class SharedPartitions(MemberPartitions):
         self._events.fenced()
         group_partition = partition.group_partition
         self._drop(group_partition)
-        if partition.refused == group_partition.epoch:
+        if partition.refuse_again():
             renew_pop_epoch(self._database, self._group.group_id, group_partition.partition, group_partition.epoch)
-        partition.refused = group_partition.epoch
         self._core.beat.set()
 
     def refused(self, partition: SharedPartition) -> None:
@@ -217,7 +255,7 @@ class SharedPartitions(MemberPartitions):
         """Drop a node's messages; arm it. Raises nothing."""
         self._prefetch.drop(lambda batch: batch.claim is None and batch.assignment.node == node_id)
         for partition in self.on(node_id):
-            partition.acquired, partition.has_unknown = False, True
+            partition.lose()
         self._repair(node_id)
         self._core.beat.set()
 

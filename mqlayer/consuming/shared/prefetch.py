@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final, Literal
 
 from mqlayer.consuming.engine.clock import clock
@@ -72,6 +72,22 @@ class FetchedBatch:
         self.suspect = self.dropped = False
         # Of a redriven message.
         self.claim: ClaimedMessage | None = None
+
+    def of_claim(self, claim: ClaimedMessage) -> None:
+        """Be a redriven message's."""
+        self.claim = claim
+
+    def extended(self, at: float, hung: Collection[int] = ()) -> None:
+        """Note when the node last gave this member time, except for `hung` offsets."""
+        self.extended_at, self.hung = at, set(hung)
+
+    def exclude(self, offsets: Iterable[int]) -> None:
+        """Start none of these."""
+        self.lost.update(offsets)
+
+    def count_failed(self, attempts: Mapping[int, int], *, suspect: bool = False) -> None:
+        """Note earlier failed attempts; `suspect`: it may have killed its former member."""
+        self.attempts, self.suspect = dict(attempts), suspect
 
     @property
     def open(self) -> list[int]:
@@ -299,7 +315,7 @@ class Prefetch:
 
     def lose(self, batch: FetchedBatch, offsets: Collection[int]) -> None:
         """Free messages that other members have, or will get."""
-        batch.lost.update(offsets)
+        batch.exclude(offsets)
         self.end(batch, offsets)
 
     def drop(self, doomed: Callable[[FetchedBatch], bool]) -> None:

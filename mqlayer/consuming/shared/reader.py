@@ -19,7 +19,6 @@ from mqlayer.domain.message import Record, pop_command, records_of
 from mqlayer.failpoints import failpoint
 from mqlayer.redis.node_connection import NodeConnection, is_missing_script, raise_for_reply
 from mqlayer.redis.partition_scripts import FailureHistory, Fenced, Refused
-from mqlayer.redis.rate_script import rate_command, rate_reply
 from mqlayer.redis.shared_scripts import (
     AT_ONCE,
     DueMessages,
@@ -75,7 +74,7 @@ class SharedReader(NodeService):
         self._extend_limit_s = core.options.extend_limit_s
         self._extend_at = self._reclaim_at = 0.0
         self._at = 0
-        self._pacer = RatePoller(self._rate_limiter)
+        self._poller = RatePoller(self._rate_limiter)
 
     def _await_work(self) -> None:
         """Wait in the read."""
@@ -89,7 +88,7 @@ class SharedReader(NodeService):
         if not well:
             # The node may have assigned messages whose reply was lost.
             for partition in self._partitions.on(node_id):
-                partition.has_unknown = True
+                partition.note_unknown()
         return well
 
     def _serve(self) -> None:
@@ -118,7 +117,7 @@ class SharedReader(NodeService):
 
     def _read_some(self, acquired: list[SharedPartition]) -> None:
         capacity = self._prefetch.capacity()
-        if capacity > 0 and self._pacer.due():
+        if capacity > 0 and self._poller.due():
             self._ask_rates(acquired)
         capacity = self._rate_limiter.available(capacity)
         if acquired and capacity > 0 and not self._prefetch.stopping:
@@ -130,24 +129,10 @@ class SharedReader(NodeService):
             self.wake.clear()
 
     def _ask_rates(self, partitions: list[SharedPartition]) -> None:
-        limit, rate_limiter = self._rate_limiter.limit, self._rate_limiter
-        if limit is None or not partitions:
-            return
-        self._pacer.polled()
-        share, wanted, group_partitions = (
-            limit.share,
-            rate_limiter.needed(),
-            [partition.group_partition for partition in partitions],
-        )
-        replies = self._connection.call(
-            [
-                rate_command(self._connection, p.prefix, p.partition, self._group_id, share, wanted=wanted)
-                for p in group_partitions
-            ]
-        )
-        if not self._scripts_missing(replies):
-            rate_limiter.add(sum(rate_reply(reply, self._connection.node.address).granted for reply in replies))
-            self._pacer.polled()
+        commands = self._poller.commands(self._connection, (one.group_partition for one in partitions))
+        replies = self._connection.call(commands) if commands else []
+        if replies and not self._scripts_missing(replies):
+            self._poller.add(replies, self._connection.node.address)
 
     def _is_here(self, batch: FetchedBatch) -> bool:
         return batch.group_partition is not None and batch.assignment.node == self._connection.node.node_id
@@ -201,12 +186,12 @@ class SharedReader(NodeService):
         if is_missing_group(streams):
             log.error("shared_group_missing", extra={"address": self._connection.node.address, "group": self._group_id})
             for partition in partitions:
-                partition.acquired = False
+                partition.acquire_again()
             return
         raise_for_reply(streams, self._connection.node.address)
         if self._scripts_missing(checks):
             for partition in partitions:
-                partition.has_unknown = True
+                partition.note_unknown()
             return
         failpoint("shared.after_read")
         self._accept(partitions, streams, checks, asked)
@@ -220,7 +205,8 @@ class SharedReader(NodeService):
                 # Paused, or under another epoch, since the read began.
                 self._release(partition, entries or [])
             elif not self._follow(partition, reply):
-                partition.has_unknown = partition.has_unknown or bool(entries)
+                if entries:
+                    partition.note_unknown()
             elif entries:
                 self._put(partition, entries, asked)
         for partition in partitions:
@@ -236,15 +222,13 @@ class SharedReader(NodeService):
         if isinstance(answer, EpochInForce):
             if answer.newly_acquired:
                 self._partitions.load_dead(partition, answer.committed)
-            partition.acquired, partition.due_in_ms, partition.refused = True, answer.due_in_ms, 0
+            partition.confirm(answer.due_in_ms)
             return True
         if isinstance(answer, SharedDrained):
-            partition.due_in_ms = -1
-            partition.paused_until = clock() + AFTER_ERROR_S
+            partition.drain(clock() + AFTER_ERROR_S)
             self._queues.drained(partition.group_partition.partition, partition.group_partition.epoch, answer.seal_id)
             return True
-        partition.acquired, partition.has_unknown = False, True
-        partition.paused_until = clock() + AFTER_ERROR_S
+        partition.lose(clock() + AFTER_ERROR_S)
         if isinstance(answer, Fenced):
             self._partitions.fenced(partition)
         else:
@@ -282,18 +266,15 @@ class SharedReader(NodeService):
         failures: Sequence[FailureHistory | None] = (),
     ) -> None:
         batch = self._batch(partition, records, asked)
-        batch.attempts = {
-            record.offset: noted.attempts
-            for record, noted in zip(records, failures, strict=False)
-            if noted and noted.attempts
-        }
+        noted_of = zip(records, failures, strict=False)
+        batch.count_failed({record.offset: noted.attempts for record, noted in noted_of if noted and noted.attempts})
         self._pass_over(partition, batch)
         self._prefetch.put(batch)
 
     def _batch(self, partition: SharedPartition, records: Sequence[Record], asked: float) -> FetchedBatch:
         batch = self._partitions.batch(partition, records)
         self._rate_limiter.consume(len(records))
-        batch.extended_at = asked
+        batch.extended(asked)
         self._prefetch.add(batch)
         return batch
 
@@ -302,7 +283,7 @@ class SharedReader(NodeService):
         if partition.dead or partition.marks:
             void = [record.offset for record in records if partition.is_void(record.identity)]
             if void:
-                batch.lost.update(void)
+                batch.exclude(void)
                 self._results.end(batch, void, "-")
                 self._rate_limiter.consume(-len(void))
         if wanted is not None or may_be_void:
@@ -313,7 +294,7 @@ class SharedReader(NodeService):
                 and ((may_be_void and record.void) or (wanted is not None and not wanted.takes(record.tags)))
             ]
             if others:
-                batch.lost.update(others)
+                batch.exclude(others)
                 self._results.unmatched(batch, others)
                 self._rate_limiter.consume(-len(others))
 
@@ -336,7 +317,7 @@ class SharedReader(NodeService):
         for record, noted in pairs:
             if noted is not None and noted.started == "t":
                 batch = self._batch(partition, [record], asked)
-                batch.suspect, batch.attempts = True, {record.offset: noted.attempts} if noted.attempts else {}
+                batch.count_failed({record.offset: noted.attempts} if noted.attempts else {}, suspect=True)
                 self._pass_over(partition, batch)
                 if batch.open:
                     self._queues.suspect(batch)
@@ -390,7 +371,7 @@ class SharedReader(NodeService):
             if len(found) < AT_ONCE:
                 break
             after = b"(" + found[-1][0]
-        partition.has_unknown = False
+        partition.unknown_released()
 
     def _extend(self) -> float:
         """Extend messages; return seconds until the next time."""
@@ -417,7 +398,7 @@ class SharedReader(NodeService):
                     break
                 self._prefetch.lose(batch, answer)
             else:
-                batch.extended_at, batch.hung = asked, set(still) - set(offsets)
+                batch.extended(asked, set(still) - set(offsets))
         return every / 4
 
     def _reclaim(self, partitions: list[SharedPartition]) -> float:
@@ -435,9 +416,9 @@ class SharedReader(NodeService):
                 break
             answer = shared_count_reply(reply, self._connection.node.address)
             if isinstance(answer, Refused):
-                partition.acquired = False
+                partition.acquire_again()
             elif isinstance(answer, int) and answer:
-                partition.due_in_ms = 0
+                partition.messages_due()
                 log.info(
                     "messages_reclaimed", extra={"partition": partition.group_partition.partition, "count": answer}
                 )

@@ -92,5 +92,5 @@ class SharedResults:
             # Another member has it, or the node did not answer; then it comes again.
             self._prefetch.lose(batch, (offset,))
             return False
-        batch.attempts[offset] = begin.attempts - 1
+        batch.count_failed({offset: begin.attempts - 1}, suspect=True)
         return True
