@@ -137,6 +137,10 @@ class MemberNodes(Generic[R, S]):
         """End the readers."""
         stop_all([node_io.reader for node_io in self._by_node.values()], timeout_s)
 
+    def stop_settlers(self, timeout_s: float) -> None:
+        """Send results and end the settlers."""
+        stop_all([node_io.settler for node_io in self._by_node.values()], timeout_s)
+
     def stop(self, timeout_s: float) -> None:
         """Send results and end all threads."""
         nodes = self._by_node.values()

@@ -89,7 +89,7 @@ class SharedMember(Member[SharedReader, SharedSettler]):
         self._nodes.stop_readers(5.0)
         self._results.release_unfinished()
         self._failure_writer.write_nacks()
-        self._nodes.stop(max(1.0, min(5.0, until - clock())))
+        self._nodes.stop_settlers(max(1.0, min(5.0, until - clock())))
 
     def _stop_workers(self) -> None:
         self.prefetch.stop()
