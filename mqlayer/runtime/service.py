@@ -93,6 +93,17 @@ class Service(ABC):
         self.last_error = ""
         return True
 
+    def _wait_s(self) -> float | None:
+        """Return how long to wait for `wake` before the next pass; None: until then."""
+        return RETRY_S
+
+    @abstractmethod
+    def _pass(self) -> None:
+        """Do the present work."""
+
+    def _close(self) -> None:  # noqa: B027 - most have nothing to close
+        """Do what remains after the last pass, in the thread."""
+
     def _report(self, error: Exception) -> None:
         """Log a pass's error, whose text is in `last_error`."""
         if isinstance(error, MqlayerError):
@@ -108,17 +119,6 @@ class Service(ABC):
     def _retry_wait_s(self) -> float:
         """Return how long to wait after a failed pass."""
         return self._retry_s
-
-    def _wait_s(self) -> float:
-        """Return how long to wait for `wake` before the next pass."""
-        return RETRY_S
-
-    @abstractmethod
-    def _pass(self) -> None:
-        """Do the present work."""
-
-    def _close(self) -> None:  # noqa: B027 - most have nothing to close
-        """Do what remains after the last pass, in the thread."""
 
     def _facts(self) -> Mapping[str, Any]:
         """Return what log events say besides the error."""
