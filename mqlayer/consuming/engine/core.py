@@ -1,4 +1,4 @@
-"""What all parts of one member share."""
+"""What a member's parts share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mqlayer.runtime.runtime import Runtime
 
 @dataclass(frozen=True, slots=True)
 class MemberCore:
-    """Who a member is, what it was given, and what its heartbeat tells all of its threads."""
+    """A member's identity, its means, and what its heartbeat hears."""
 
     runtime: Runtime
     routes: RouteCache
@@ -28,7 +28,7 @@ class MemberCore:
 
     @classmethod
     def of(cls, runtime: Runtime, routes: RouteCache, group: Group, options: MemberOptions | None) -> MemberCore:
-        """Return a new member's core; its runtime acts under the member's id."""
+        """Return a new member's; its runtime acts under its id."""
         chosen = options or MemberOptions()
         acting = replace(runtime, actor=chosen.member_id or new_member_id())
         return cls(acting, routes, group, chosen, LiveSettings(group))

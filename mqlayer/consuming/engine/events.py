@@ -27,7 +27,7 @@ class PartitionEpoch(Protocol):
 
 
 class MemberEvents:
-    """What happens in a member, for its counts, the log and hooks. It alone writes the counts."""
+    """Counts, logs and passes on what happens."""
 
     def __init__(self, group: Group, hooks: Sequence[Hook]) -> None:
         self.stats = MemberStats()
@@ -62,7 +62,7 @@ class MemberEvents:
                   attempts=dead_letter.attempts, cause=dead_letter.cause)  # fmt: skip
 
     def facts(self, place: PartitionEpoch) -> dict[str, Any]:
-        """Return what log events say about a partition."""
+        """Return a partition's log facts."""
         group = self._group
         return {"topic": group.topic, "group": group.name, "partition": place.partition, "epoch": place.epoch}
 

@@ -1,4 +1,4 @@
-"""Run workers, on threads or on one event loop; what a worker takes and does is its strategy."""
+"""Run workers, on threads or one event loop."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ Timeouts = ThreadTimeouts | AsyncioTimeouts
 
 
 class Worker(ABC):
-    """One worker: takes work, and handles it in a thread or as a coroutine. Its errors end nothing."""
+    """What one worker takes and does: the strategy. It raises nothing."""
 
     @property
     @abstractmethod
     def stopping(self) -> bool:
-        """Whether to take no more."""
+        """Whether to end."""
 
     @abstractmethod
     def take(self, timeout_s: float) -> bool:
-        """Take work, waiting up to the timeout; say whether there is any."""
+        """Take work; say whether there is any."""
 
     @abstractmethod
     def run(self) -> None:
-        """Handle what was taken, by a plain handler."""
+        """Handle it, plain."""
 
     @abstractmethod
     async def arun(self) -> None:
-        """Handle what was taken, by an async handler."""
+        """Handle it, async."""
 
     def idle_s(self) -> float:
-        """Return how long a coroutine may wait for work."""
+        """Return a coroutine's longest wait."""
         return IDLE_WAIT_S
 
 
@@ -65,7 +65,7 @@ class Executor(ABC):
 
 
 class ThreadExecutor(Executor):
-    """A thread for each worker."""
+    """A thread per worker."""
 
     def __init__(self, make_worker: MakeWorker, *, count: int, name: str) -> None:
         self._limits = ThreadTimeouts(name)
@@ -101,7 +101,7 @@ class ThreadExecutor(Executor):
 
 
 class AsyncioExecutor(Executor):
-    """An event loop's thread; a coroutine for each worker."""
+    """A coroutine per worker, on one event loop."""
 
     def __init__(self, make_worker: MakeWorker, *, count: int, name: str) -> None:
         self._make_worker, self._count = make_worker, count
@@ -153,7 +153,7 @@ class AsyncioExecutor(Executor):
 def executor_of(
     make_worker: MakeWorker, *, is_async: bool, count: int, name: str, on_ready: Callable[[Callable[[], None]], None]
 ) -> Executor:
-    """Return a member's executor; `on_ready` gets what wakes idle coroutines."""
+    """Return the executor; `on_ready` gets what wakes coroutines."""
     if not is_async:
         return ThreadExecutor(make_worker, count=count, name=name)
     executor = AsyncioExecutor(make_worker, count=count, name=name)

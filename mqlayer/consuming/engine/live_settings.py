@@ -9,7 +9,7 @@ from mqlayer.groups.members import HeartbeatReply
 
 
 class LiveSettings:
-    """A group's settings as last heard. The heartbeat's thread updates them, any thread reads them."""
+    """Settings as last heard by the heartbeat, for any thread."""
 
     def __init__(self, group: Group) -> None:
         self.rules = group.rules
@@ -23,7 +23,7 @@ class LiveSettings:
         self.rate_limiter = RateLimiter()
 
     def follow(self, reply: HeartbeatReply) -> bool:
-        """Take over a heartbeat's settings, except the rate; say whether the rules changed."""
+        """Follow all but the rate; say whether rules changed."""
         changed = reply.rules is not None and reply.rules != self.rules
         if reply.rules is not None:
             self.rules = reply.rules

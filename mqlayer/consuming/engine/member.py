@@ -116,11 +116,11 @@ class Member(ABC, Generic[R, S]):
         """Start no more messages."""
 
     def _wait_drained(self, until: float) -> None:
-        """Wait until what this member owns is given back, and stop its workers."""
+        """Wait until nothing is owned; stop the workers."""
 
     @abstractmethod
     def _end_threads(self, until: float) -> None:
-        """Send results, and end the threads of nodes and of the writer."""
+        """Send results; end nodes' threads and the writer."""
 
     @abstractmethod
     def _stop_workers(self) -> None:

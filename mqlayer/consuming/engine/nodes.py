@@ -66,7 +66,7 @@ class MemberNodes(Generic[R, S]):
         self._by_node: dict[NodeId, NodeIo[R, S]] = {}
 
     def open(self, node_id: NodeId) -> NodeIo[R, S]:
-        """Connect once, and start the node's threads. Raises StoreUnavailable, NotFound."""
+        """Connect once. Raises StoreUnavailable, NotFound."""
         known = self._by_node.get(node_id)
         if known is not None:
             return known
@@ -115,7 +115,7 @@ class MemberNodes(Generic[R, S]):
                 node_io.set_node(nodes[node_id])
 
     def repair(self, node_id: NodeId) -> None:
-        """Arm a node, unless a thread does so already; then send a heartbeat. Raises nothing of this package."""
+        """Arm a node unless that is under way. Raises nothing."""
         node_io = self._by_node.get(node_id)
         if node_io is None or not node_io.repairing.acquire(blocking=False):
             return

@@ -22,11 +22,11 @@ class MemberPartitions(ABC):
         """Follow the lease's end."""
 
     def report(self, session: MemberSession) -> None:  # noqa: B027 - shared members report nothing
-        """Report to Postgres what changed here; called before each heartbeat under a lease."""
+        """Report changes to Postgres, before a heartbeat."""
 
     @property
     def unreported(self) -> bool:
-        """Whether a report is to be repeated soon."""
+        """Whether to repeat a report soon."""
         return False
 
     @abstractmethod

@@ -150,7 +150,7 @@ class RatePoller:
     def commands(
         self, connection: NodeConnection, holders: Iterable[LockHolder | SharedGroupPartition]
     ) -> list[Command]:
-        """Return what takes rate from the partitions' buckets."""
+        """Return the polling commands."""
         limit = self._rate_limiter.limit
         if limit is None:
             return []

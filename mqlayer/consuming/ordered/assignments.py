@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class Assignments(MemberPartitions):
-    """Owns what is assigned, and gives back what is to be released. `follow` is for the heartbeat's thread."""
+    """Owns what is assigned, releases the rest."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Assignments(MemberPartitions):
         self._assigned: frozenset[PartitionId] = frozenset()
 
     def follow(self, session: MemberSession, reply: HeartbeatReply) -> None:
-        """Follow a heartbeat's reply, unless it is older than the last one."""
+        """Follow a reply, unless outdated."""
         if reply.allocation < self._allocation:
             return
         self._allocation = reply.allocation
@@ -79,7 +79,7 @@ class Assignments(MemberPartitions):
 
     @property
     def unreported(self) -> bool:
-        """Whether drained partitions are to be reported again soon."""
+        """Whether to repeat a report soon."""
         return self._reports.unsent
 
     def close(self) -> None:

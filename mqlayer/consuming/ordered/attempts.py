@@ -1,4 +1,4 @@
-"""Failed attempts and recorded starts of one partition's messages, by offset."""
+"""One partition's failed attempts and recorded starts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class GuardedStart:
 
 
 class Attempts:
-    """One partition's failed attempts and recorded starts. Workers add, its settler takes and forgets."""
+    """By offset. Workers add, the settler takes and forgets."""
 
     __slots__ = ("_counts", "_died", "_failed", "_failing_since", "_recorded", "_starts", "_suspects")
 
@@ -54,7 +54,7 @@ class Attempts:
     # -- workers -----------------------------------------------------------------------------------------------------
 
     def failing_s(self, offset: int) -> float:
-        """Return seconds since a message's first failure in this process."""
+        """Return seconds since its first failure here."""
         now = clock()
         return now - self._failing_since.setdefault(offset, now)
 
@@ -66,7 +66,7 @@ class Attempts:
         self._recorded.discard(offset)
 
     def blame(self, offset: int) -> bool:
-        """Say whether a lone start of it never ended, once; it starts alone again."""
+        """Say, once, whether its lone start never ended."""
         if offset not in self._died:
             return False
         self._died.discard(offset)
@@ -82,7 +82,7 @@ class Attempts:
         return offset in self._recorded
 
     def is_new(self, offset: int) -> bool:
-        """Say whether its start may be recorded beside others'."""
+        """Say whether its start is unknown."""
         return offset not in self._recorded and offset not in self._suspects and offset not in self._died
 
     def request_starts(self, starts: Iterable[GuardedStart]) -> None:
@@ -105,21 +105,21 @@ class Attempts:
 
     @property
     def unsent(self) -> bool:
-        """Whether failed attempts are to be recorded."""
+        """Whether failed attempts wait."""
         return bool(self._failed)
 
     def take(self) -> tuple[list[tuple[int, int]], list[GuardedStart]]:
-        """Take failed attempts and starts to record."""
+        """Take both, to record them."""
         failed = [self._failed.popleft() for _ in range(len(self._failed))]
         return failed, [self._starts.popleft() for _ in range(len(self._starts))]
 
     def put_back(self, failed: list[tuple[int, int]], starts: list[GuardedStart]) -> None:
-        """Take back what could not be recorded."""
+        """Take both back."""
         self._failed.extendleft(reversed(failed))
         self._starts.extendleft(reversed(starts))
 
     def counted(self, records: Sequence[Record], unmatched: list[OffsetRange]) -> list[int]:
-        """Return those of settled messages whose count the node is to delete."""
+        """Return settled offsets that have counts."""
         if not self._counts:
             return []
         found = [record.offset for record in records if record.offset in self._counts]

@@ -27,7 +27,7 @@ class BatchQueues(ReadyQueues):
         self._of = batch_of
 
     def gather(self) -> list[KeyQueue]:
-        """Return the key queues of a batch, with their records; empty where none is due."""
+        """Return a due batch's key queues, or none."""
         self.collect_finished()
         if self.stopping or not self.lease.holds():
             return []

@@ -43,11 +43,11 @@ class BatchWorker(Worker):
 
     @property
     def stopping(self) -> bool:
-        """Whether to take no more."""
+        """Whether to end."""
         return self._dispatcher.stopping
 
     def idle_s(self) -> float:
-        """Return how long a coroutine may wait for a batch."""
+        """Return a coroutine's longest wait."""
         return self._dispatcher.batch_due_s(IDLE_WAIT_S)
 
     def take(self, timeout_s: float) -> bool:
@@ -56,7 +56,7 @@ class BatchWorker(Worker):
         return bool(self._key_queues)
 
     def run(self) -> None:
-        """Handle the batch, by a plain handler."""
+        """Handle it, plain."""
         key_queues = self._startable()
         if key_queues:
             began = clock()
@@ -87,7 +87,7 @@ class BatchWorker(Worker):
             raise not_awaited(answer)
 
     async def arun(self) -> None:
-        """Handle the batch, by an async handler."""
+        """Handle it, async."""
         key_queues = self._startable()
         if key_queues:
             self._results.handled(await self._arun_batch(self._handler.batch(key_queues)))

@@ -1,4 +1,4 @@
-"""What happens in a member of an ordered group, for its counts, the log and hooks."""
+"""Events of an ordered member."""
 
 from __future__ import annotations
 

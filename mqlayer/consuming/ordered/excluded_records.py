@@ -1,4 +1,4 @@
-"""Records of one partition that no handler here gets."""
+"""Records that no handler here gets."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ExcludedRecords:
         self._settled: tuple[int, bytes] | None = None
 
     def open(self, lock: LockTaken) -> int:
-        """Exclude what the former owner settled; return the first offset to read."""
+        """Follow the former owner; return the first offset."""
         self._settled = (lock.base, lock.bits) if lock.bits else None
         return first_unsettled(lock.committed, lock.base, lock.bits)
 
@@ -32,7 +32,7 @@ class ExcludedRecords:
         self._dead |= dead
 
     def unsettled(self, records: list[Record], last: int) -> tuple[list[Record], int]:
-        """Return the unsettled of the records up to `last`, and the next offset to read."""
+        """Return unsettled records, and the offset behind `last`."""
         if self._settled is None:
             return records, last + 1
         base, bits = self._settled
@@ -42,7 +42,7 @@ class ExcludedRecords:
         return [record for record in records if not is_settled(record.offset, base, bits)], following
 
     def split(self, records: list[Record]) -> tuple[list[Record], list[Record]]:
-        """Return those that handlers get, and those to settle only."""
+        """Return those to handle, those to settle."""
         excluded: list[Record] = []
         if self._cut:
             records = _without(records, self._is_cut_off, excluded)
@@ -51,7 +51,7 @@ class ExcludedRecords:
         return records, excluded
 
     def split_dead(self, records: list[Record]) -> tuple[list[Record], list[Record]]:
-        """Return those still in the group, and others."""
+        """Return live and dead ones."""
         if not self._dead:
             return records, []
         dead: list[Record] = []

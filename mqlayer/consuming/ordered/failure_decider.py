@@ -1,4 +1,4 @@
-"""Decide what follows a failed message of an ordered group, and count the attempt."""
+"""Decide what follows a failed message."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mqlayer.runtime.error_text import described
 
 
 class FailureDecider:
-    """Decides by the group's rules; `record_attempt` has a failed attempt written to Postgres."""
+    """Decides by the group's rules."""
 
     def __init__(
         self, core: MemberCore, events: OrderedEvents, record_attempt: Callable[[FailedAttempt], None]

@@ -76,7 +76,7 @@ class KeyQueue(QueuedMessages):
 
 
 class ParkingQueue:
-    """One partition's key queues for the parking worker. Needs the dispatcher's lock."""
+    """Key queues for the parking worker. Needs the lock."""
 
     __slots__ = ("_dead_letters", "_to_park", "uncertain", "version")
 
@@ -108,7 +108,7 @@ class ParkingQueue:
         self._to_park.clear()
 
     def take(self, count: int, size: int) -> list[KeyQueue]:
-        """Take key queues with their batches, up to limits of messages and bytes."""
+        """Take batches, up to limits of messages, bytes."""
         if self.uncertain:
             # Possibly parked messages first: their key must not continue from Postgres before that is known.
             self._to_park = deque(sorted(self._to_park, key=lambda key_queue: not key_queue.uncertain))
@@ -150,7 +150,7 @@ class ParkingQueue:
 
 
 class SpilledQueues:
-    """One partition's spilled key queues. Needs the dispatcher's lock."""
+    """Spilled key queues. Needs the lock."""
 
     __slots__ = ("_due", "_owned")
 
@@ -200,7 +200,7 @@ class SpilledQueues:
             room.unspill()
 
     def continue_or_end(self, key_queue: KeyQueue) -> None:
-        """Reload more of an empty key queue, or end it."""
+        """Continue or end an empty key queue."""
         if key_queue.spilled:
             self._owned.room.take_place()
             self._due.append(key_queue)
@@ -300,13 +300,13 @@ class OwnedPartition:
             self.state = OwnershipState.OPEN
 
     def follow_replay(self, *, waits: bool) -> None:
-        """Note whether a replay holds newer messages back; only the parking worker ends that here."""
+        """Note that a replay holds newer messages back."""
         if waits != self.assignment.waits_for_replay:
             self.assignment = replace(self.assignment, waits_for_replay=waits)
         self.waits_for_replay = self.waits_for_replay or waits
 
     def replay_loaded(self) -> None:
-        """Read on: the keys that a replay parked are loaded."""
+        """Read on: its parked keys are loaded."""
         self.waits_for_replay = False
 
     def seal(self, command: CommandRecord) -> None:
@@ -393,7 +393,7 @@ class OwnedPartition:
         self.results.settle(dead)
 
     def settled(self, records: Sequence[Record], committed: int) -> bool:
-        """(lock) Free settled records' room; say whether a parked key became free."""
+        """(lock) Free records; say whether a parked key became free."""
         self.committed = max(self.committed, committed)
         self.room.release(records)
         return bool(self.parked.by_offset) and self.parked.all_settled(records)
@@ -401,7 +401,7 @@ class OwnedPartition:
     # -- key queues --------------------------------------------------------------------------------------------------
 
     def begin(self, key_queue: KeyQueue, count: int | None = None) -> None:
-        """(lock) Give a worker a key queue's first messages, by default all."""
+        """(lock) Give a worker messages, by default all."""
         if count is None:
             key_queue.batch, key_queue.records = key_queue.records, []
         else:
@@ -419,7 +419,7 @@ class OwnedPartition:
         self.running -= 1
 
     def ended(self) -> bool:
-        """(lock) Count one key less that the parking worker has; say whether nothing runs."""
+        """(lock) Count one less; say whether nothing runs."""
         self.running -= 1
         return self.running == 0
 

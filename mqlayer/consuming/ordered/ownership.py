@@ -105,7 +105,7 @@ class Ownership:
         self.lock_lost(owned)
 
     def lock_lost(self, owned: OwnedPartition) -> None:
-        """Drop a partition whose lock the node lost; it needs another epoch.
+        """Drop a partition; it needs another epoch.
 
         Under the old one, a late parking transaction could commit unseen.
         """

@@ -94,7 +94,7 @@ class OwnedParkedKey:
         self.entry = None
 
     def resume(self, queue: QueuedMessages, attempts: int, now: float) -> None:
-        """Note that workers have its first messages; `attempts`: the first one's."""
+        """Note that workers have messages."""
         self.queue, self.attempts, self.resumed_at = queue, attempts, now
 
     def ended(self) -> None:
@@ -105,7 +105,7 @@ class OwnedParkedKey:
         self.queue = None
 
     def wait(self, attempts: int) -> None:
-        """Wait again, after so many failed attempts of its first message."""
+        """Wait again."""
         self.queue, self.attempts, self.died = None, attempts, False
 
     @property

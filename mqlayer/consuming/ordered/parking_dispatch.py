@@ -1,4 +1,4 @@
-"""What the parking worker does to one member's key queues."""
+"""The parking worker's side of the dispatcher."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ParkingTasks:
 
 
 class ParkingDispatch:
-    """Takes key queues to park and due keys to start, and gives them back. Thread-safe."""
+    """Gives out parking tasks, takes results. Thread-safe."""
 
     def __init__(self, queues: ReadyQueues) -> None:
         self._queues, self._lock = queues, queues.lock

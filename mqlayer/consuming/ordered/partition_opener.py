@@ -25,14 +25,14 @@ FENCE_RAISE_S: Final = 2.0
 
 
 class PartitionOpener:
-    """Raises fences and loads parked keys, then lets messages start."""
+    """Raises fences, loads parked keys, opens."""
 
     def __init__(self, core: MemberCore, store: ParkingStore, dispatcher: Dispatcher, events: OrderedEvents) -> None:
         self._application, self._group = core.runtime.application, core.group
         self._store, self._dispatcher, self._events = store, dispatcher, events
 
     def open(self, pairs: Sequence[tuple[OwnedPartition, LockTaken]]) -> None:
-        """Open partitions. Raises StoreUnavailable; then they stay as they were."""
+        """Open partitions, or none. Raises StoreUnavailable."""
         self._raise_fences([owned for owned, _ in pairs])
         self._load(pairs)
         for owned, taken in pairs:
@@ -78,5 +78,5 @@ class PartitionOpener:
 
 
 def span_of(owned: OwnedPartition, committed: int) -> Span:
-    """Return what the store is asked about."""
+    """Return a partition's span."""
     return Span(owned.partition, owned.assignment.lp_from, owned.assignment.lp_to, committed)

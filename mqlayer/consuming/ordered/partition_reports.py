@@ -1,4 +1,4 @@
-"""What a member reports to Postgres about its partitions: given back, and drained."""
+"""Released and drained partitions, for Postgres."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class PartitionReports:
 
     @property
     def unsent(self) -> bool:
-        """Whether drained partitions are to be reported again soon."""
+        """Whether to repeat a report soon."""
         return bool(self._drained)
 
     def send(self, session: MemberSession) -> None:

@@ -74,7 +74,7 @@ class ReadyQueues:
             self._message_s += 0.2 * (seconds / messages - self._message_s)
 
     def fill(self, local_queue: deque[KeyQueue]) -> bool:
-        """Move ready key queues to a worker's local queue; say whether it has any."""
+        """Fill a local queue; say whether it has work."""
         self.collect_finished()
         if self.stopping or not self.lease.holds():
             return False
@@ -88,14 +88,14 @@ class ReadyQueues:
         return bool(local_queue)
 
     def enqueue(self, key_queues: Iterable[KeyQueue]) -> None:
-        """Make key queues ready; those of keys that still run under a former ownership wait for that."""
+        """Make ready; keys that still run wait."""
         if self._still_running:
             key_queues = [key_queue for key_queue in key_queues if not self._wait_for_running(key_queue)]
         self._ready.extend(key_queues)
         self.wake()
 
     def park(self, key_queue: KeyQueue) -> None:
-        """Hand a parked key's queue to the parking worker."""
+        """Give it to the parking worker."""
         key_queue.owned.to_park.add(key_queue)
         self.on_parking()
 
@@ -139,7 +139,7 @@ class ReadyQueues:
                 self.wake()
 
     def end(self, key_queue: KeyQueue) -> None:
-        """Forget a key queue of a partition that starts nothing more."""
+        """End a closed partition's key queue."""
         owned = key_queue.owned
         if not key_queue.resumed:
             owned.forget(key_queue)
@@ -165,7 +165,7 @@ class ReadyQueues:
         heapq.heappush(self._delayed, (clock() + seconds, next(self._order), key_queue))
 
     def release_due(self) -> None:
-        """Have the reader reload key queues whose backoff is over."""
+        """Have due key queues reloaded."""
         now = clock()
         while self._delayed and self._delayed[0][0] <= now:
             key_queue = heapq.heappop(self._delayed)[2]
@@ -185,7 +185,7 @@ class ReadyQueues:
         return any(queue_key[0] == partition for queue_key in self._still_running)
 
     def take_waiting(self, key_queue: KeyQueue) -> bool:
-        """Take out a key queue that no worker has; False for another."""
+        """Take a waiting key queue out, if it is."""
         queue_key = (key_queue.owned.partition, key_queue.key)
         if self._behind_running.get(queue_key) is key_queue:
             del self._behind_running[queue_key]
@@ -223,7 +223,7 @@ class ReadyQueues:
         self.changed.notify_all()
 
     def drop(self, owned: OwnedPartition) -> None:
-        """Forget a partition; what runs of it is waited for by its next ownership here."""
+        """Forget a partition; its running keys hold the next epoch."""
         owned.drop()
         self.drop_waiting(owned)
         key_queues = [*owned.queues.values(), *owned.parked.queues()]
@@ -231,7 +231,7 @@ class ReadyQueues:
         self.drop_parking(owned)
 
     def drop_parking(self, owned: OwnedPartition) -> None:
-        """Forget what the parking worker was to do for a partition that is gone."""
+        """Forget a gone partition's parking tasks."""
         self.take_returned(owned)
         for key_queue, _ in owned.to_park.take_dead_letters():
             self.finish(key_queue, 0.0)

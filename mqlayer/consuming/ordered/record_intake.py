@@ -1,4 +1,4 @@
-"""Queue what a reader read; what no handler gets is settled unseen."""
+"""Queue read records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is to be settled of one partition, and how much of it is in memory."""
+"""One partition's results, and its room."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Room:
             self.record_bytes = max(size / count, 0.9 * self.record_bytes)
 
     def keep(self, records: Sequence[Record]) -> None:
-        """Count records that no handler gets, or that came once more."""
+        """Count excluded or reloaded records."""
         self.count += len(records)
         self.bytes += sum(map(size_of, records))
 
@@ -100,7 +100,7 @@ class Room:
         self.bytes -= sum(map(size_of, records))
 
     def spill(self, records: Sequence[Record], *, first: bool) -> None:
-        """Free the room of a spilled key queue, but for one place; `first`: it was not spilled before."""
+        """Free a queue's room but one place."""
         self.spilled += first
         self.release(records)
         self.count += 1
@@ -110,7 +110,7 @@ class Room:
         self.spilled -= 1
 
     def take_place(self, count: int = 1) -> None:
-        """Change the places that spilled key queues take."""
+        """Count places of spilled queues."""
         self.count += count
 
     def back_off(self, change: int) -> None:
@@ -118,7 +118,7 @@ class Room:
         self.backing_off += change
 
     def note_full(self, *, full: bool) -> None:
-        """Note whether a read found no room."""
+        """Note whether room lacks."""
         self.full = full
 
     def capacity(self, count_share: int, bytes_share: int, read_count: int, reach: int) -> int:

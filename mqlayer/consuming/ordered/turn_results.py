@@ -1,4 +1,4 @@
-"""What follows a worker's turn at a key queue."""
+"""What follows a worker's turn."""
 
 from __future__ import annotations
 

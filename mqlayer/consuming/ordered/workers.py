@@ -1,4 +1,4 @@
-"""Workers of ordered groups: each handles key queues, message by message."""
+"""Workers of ordered groups."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class KeyQueueWorker(Worker):
 
     @property
     def stopping(self) -> bool:
-        """Whether to take no more."""
+        """Whether to end."""
         return self._dispatcher.stopping
 
     def take(self, timeout_s: float) -> bool:
@@ -49,7 +49,7 @@ class KeyQueueWorker(Worker):
         return self._dispatcher.fill(self._local_queue, timeout_s)
 
     def run(self) -> None:
-        """Handle what was taken, by a plain handler."""
+        """Handle it, plain."""
         began = now = clock()
         messages, local_queue = 0, self._local_queue
         while True:
@@ -99,7 +99,7 @@ class KeyQueueWorker(Worker):
         return True
 
     async def arun(self) -> None:
-        """Handle what was taken, by an async handler."""
+        """Handle it, async."""
         while self._local_queue:
             self._results.handled(await self._arun(self._local_queue.popleft()))
 

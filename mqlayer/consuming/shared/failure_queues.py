@@ -23,7 +23,7 @@ class DeadLetterWrite(NamedTuple):
 
 
 class FailureQueues:
-    """Any thread adds; the failure writer takes, and puts back what could not be written."""
+    """Any thread adds; the failure writer takes."""
 
     def __init__(self) -> None:
         self.wake = threading.Event()
@@ -43,12 +43,12 @@ class FailureQueues:
         self.wake.set()
 
     def take_poll(self) -> bool:
-        """Say whether to check for redriven messages now, once."""
+        """Say, once, whether to check now."""
         wanted, self._poll = self._poll, False
         return wanted
 
     def suspect(self, batch: FetchedBatch) -> None:
-        """Check a suspect in Postgres, then have it handled."""
+        """Check a suspect, then handle it."""
         self.suspects.append(batch)
         self.wake.set()
 
@@ -58,7 +58,7 @@ class FailureQueues:
         self.wake.set()
 
     def attempt(self, attempt: FailedAttempt) -> None:
-        """Record a failed attempt with the next pass."""
+        """Record a failed attempt."""
         self.attempts.append(attempt)
 
     def handled_claim(self, batch: FetchedBatch) -> None:
@@ -84,7 +84,7 @@ class FailureQueues:
 
 
 def write_each(waiting: deque[Any], write: Callable[[list[Any]], None]) -> None:
-    """Write what waits, some at once; put back what could not be written."""
+    """Write what waits; put back the unwritten."""
     while waiting:
         some = [waiting.popleft() for _ in range(min(AT_ONCE, len(waiting)))]
         try:

@@ -43,7 +43,7 @@ class SharedEvents(MemberEvents):
 
 
 class SharedFailures:
-    """Decides by the group's rules, and has the decision carried out."""
+    """Decides and acts."""
 
     def __init__(self, core: MemberCore, events: SharedEvents, results: SharedResults, queues: FailureQueues) -> None:
         self._settings, self._beat = core.settings, core.beat

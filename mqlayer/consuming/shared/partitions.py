@@ -56,7 +56,7 @@ class SharedPartition:
         self.marks: Mapping[str, int] = {}
 
     def confirm(self, due_in_ms: int) -> None:
-        """Note that the node has its epoch, and when given back messages are due."""
+        """Note a confirmed epoch."""
         self.acquired, self.due_in_ms, self.refused = True, due_in_ms, 0
 
     def messages_due(self) -> None:
@@ -72,12 +72,12 @@ class SharedPartition:
         self.acquired = False
 
     def lose(self, until: float = 0.0) -> None:
-        """Note that its epoch is not in force; read nothing until then."""
+        """Note a void epoch; pause until then."""
         self.acquired, self.has_unknown = False, True
         self.paused_until = max(self.paused_until, until)
 
     def note_unknown(self) -> None:
-        """Note that the node may list messages unknown here."""
+        """Note that the node may list others."""
         self.has_unknown = True
 
     def unknown_released(self) -> None:
@@ -89,7 +89,7 @@ class SharedPartition:
         self.dead, self.marks = dead, marks
 
     def refuse_again(self) -> bool:
-        """Note that a node refused its epoch; say whether it did before."""
+        """Note a refused epoch; say whether again."""
         again, self.refused = self.refused == self.group_partition.epoch, self.group_partition.epoch
         return again
 

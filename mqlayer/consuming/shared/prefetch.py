@@ -78,7 +78,7 @@ class FetchedBatch:
         self.claim = claim
 
     def extended(self, at: float, hung: Collection[int] = ()) -> None:
-        """Note when the node last gave this member time, except for `hung` offsets."""
+        """Note an extension, except of `hung` offsets."""
         self.extended_at, self.hung = at, set(hung)
 
     def exclude(self, offsets: Iterable[int]) -> None:

@@ -17,7 +17,7 @@ BEGIN_WAIT_S: Final = 15.0
 
 
 class SharedResults:
-    """Hands results to the settlers of nodes; those of redriven messages to the failure writer. Thread-safe."""
+    """Hands results to settlers, claims' to the failure writer. Thread-safe."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class SharedResults:
             self.nack(batch, offset, 0, None)
 
     def release_unfinished(self) -> None:
-        """Give back all messages that are neither running nor on their way to be settled."""
+        """Give back what neither runs nor is being settled."""
         running = self._prefetch.running()
         for batch in self._prefetch.batches():
             settler = self._settler_of(batch.assignment.node)

@@ -1,4 +1,4 @@
-"""Workers of shared groups: each handles slices of fetched batches."""
+"""Workers of shared groups."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class SliceWorker(Worker):
 
     @property
     def stopping(self) -> bool:
-        """Whether to take no more."""
+        """Whether to end."""
         return self._prefetch.stopping
 
     def take(self, timeout_s: float) -> bool:
@@ -53,7 +53,7 @@ class SliceWorker(Worker):
         return self._slice is not None
 
     def run(self) -> None:
-        """Handle the slice, by a plain handler."""
+        """Handle it, plain."""
         if self._slice is None:
             return
         batch, records = self._slice
@@ -90,7 +90,7 @@ class SliceWorker(Worker):
         prefetch.note_pace(max(1, count), now - began)
 
     async def arun(self) -> None:
-        """Handle the slice, by an async handler."""
+        """Handle it, async."""
         if self._slice is None:
             return
         batch, records = self._slice
