@@ -24,7 +24,6 @@ from celery.exceptions import Ignore, Retry
 from celery.result import denied_join_result
 
 from mqlayer.consuming import App, Context, MemberOptions
-from mqlayer.consuming.engine.error_text import where
 from mqlayer.consuming.engine.timeouts import HandlerInterrupt, timed_out
 from mqlayer.domain.names import check_name
 from mqlayer.errors import BodyMismatch, FenceError, HandlerFault, InvalidInput, NotFound
@@ -32,6 +31,7 @@ from mqlayer.failpoints import failpoint
 from mqlayer.groups.group import RetrySettings
 from mqlayer.groups.start_positions import Start
 from mqlayer.outbox import publish
+from mqlayer.runtime.error_text import where
 from mqlayer.workers import connections
 from mqlayer.workers.task_messages import (
     BODY,

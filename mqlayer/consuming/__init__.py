@@ -3,6 +3,6 @@
 from mqlayer.consuming.api.app import App, Consumer
 from mqlayer.consuming.api.batches import Batch, BatchMessage, BatchOf
 from mqlayer.consuming.api.context import Context
-from mqlayer.consuming.ordered.member import Member, MemberOptions, MemberStats
+from mqlayer.consuming.engine.options import MemberOptions, MemberStats
 
-__all__ = ["App", "Batch", "BatchMessage", "BatchOf", "Consumer", "Context", "Member", "MemberOptions", "MemberStats"]
+__all__ = ["App", "Batch", "BatchMessage", "BatchOf", "Consumer", "Context", "MemberOptions", "MemberStats"]

@@ -37,7 +37,7 @@ class ReceiveThread(Service):
         self._closed = False
         self._new: list[PendingReceive] = []
         self._unread: list[PendingReceive] = []
-        self._waiting: list[PendingReceive] = []
+        self._pending: list[PendingReceive] = []
 
     def receive(self, call: ReceiveCall) -> PendingReceive:
         """Begin a call. Raises Conflict once closed."""
@@ -56,16 +56,16 @@ class ReceiveThread(Service):
             self.wake.set()
 
     def _wait_s(self) -> float:
-        return 0.0 if self._waiting else IDLE_S
+        return 0.0 if self._pending else IDLE_S
 
     def _pass(self) -> None:
         self._take_back()
         with self._lock:
-            self._waiting += self._new
+            self._pending += self._new
             self._new = []
-        self._waiting = [pending for pending in self._waiting if not self._serve(pending)]
-        if self._waiting:
-            self._session.wait(pending.call for pending in self._waiting)
+        self._pending = [pending for pending in self._pending if not self._serve(pending)]
+        if self._pending:
+            self._session.wait(pending.call for pending in self._pending)
 
     def _take_back(self) -> None:
         while self._unread:
@@ -99,7 +99,7 @@ class ReceiveThread(Service):
     def _close(self) -> None:
         with self._lock:
             self._closed = True
-            left = self._waiting + self._new
+            left = self._pending + self._new
         for pending in left:
             if not pending.answer.done() and pending.answer.set_running_or_notify_cancel():
                 pending.answer.set_exception(not_open())

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from mqlayer.errors import MqlayerError
 from mqlayer.health import Health, Liveness
+from mqlayer.runtime.error_text import where
 
 log = logging.getLogger(__name__)
 
@@ -21,14 +21,14 @@ RETRY_S: Final = 0.5
 class Service(ABC):
     """A thread that makes passes from `start` to `stop`; no error of a pass ends it.
 
-    `title` names it for people, as in "the heartbeat". `event` begins its log events: `<event>_waits` for an
+    `title` names it for people, as in "the heartbeat". `event` begins its log events: `<event>_<waiting>` for an
     MqlayerError, `<event>_failed` for any other error. `wake` starts a pass early.
     """
 
-    def __init__(self, name: str, *, title: str, event: str, retry_s: float = RETRY_S) -> None:
+    def __init__(self, name: str, *, title: str, event: str, waiting: str = "waits", retry_s: float = RETRY_S) -> None:
         self.wake = threading.Event()
         self.last_error = ""
-        self._title, self._event, self._retry_s = title, event, retry_s
+        self._title, self._event, self._waiting, self._retry_s = title, event, waiting, retry_s
         self._stopping = threading.Event()
         self._liveness = Liveness()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -62,16 +62,18 @@ class Service(ABC):
         """Report a thread that ended or makes no pass for `limit_s`, and the last error."""
         if self.started and not self._thread.is_alive():
             return Health(stuck=(f"{self._title} ended",))
-        waits = (f"{self._title}: {self.last_error}",) if self.last_error else ()
-        return Health(self._liveness.stuck(self._title, limit_s), waits)
+        return Health(self._liveness.stuck(self._title, limit_s), self._waits())
+
+    def _waits(self) -> tuple[str, ...]:
+        """Return why it makes no progress."""
+        return (f"{self._title}: {self.last_error}",) if self.last_error else ()
 
     def _run(self) -> None:
         try:
             while not self._stopping.is_set():
-                self.wake.wait(self._wait_s())
-                self.wake.clear()
+                self._await_work()
                 if not self._try_pass():
-                    self._stopping.wait(self._retry_s)
+                    self._stopping.wait(self._retry_wait_s())
         finally:
             self._close()
 
@@ -82,11 +84,11 @@ class Service(ABC):
             self._pass()
         except MqlayerError as error:
             self.last_error = str(error)
-            log.warning("%s_waits", self._event, extra={"reason": self.last_error, **self._facts()})
+            self._report(error)
             return False
         except Exception as error:  # noqa: BLE001 - a thread that died would leave its work undone for good
             self.last_error = where(error)
-            log.error("%s_failed", self._event, extra={"error": self.last_error, **self._facts()})
+            self._report(error)
             return False
         self.last_error = ""
         return True
@@ -102,6 +104,22 @@ class Service(ABC):
     def _close(self) -> None:  # noqa: B027 - most have nothing to close
         """Do what remains after the last pass, in the thread."""
 
+    def _report(self, error: Exception) -> None:
+        """Log a pass's error, whose text is in `last_error`."""
+        if isinstance(error, MqlayerError):
+            log.warning("%s_%s", self._event, self._waiting, extra={"reason": self.last_error, **self._facts()})
+        else:
+            log.error("%s_failed", self._event, extra={"error": self.last_error, **self._facts()})
+
+    def _await_work(self) -> None:
+        """Wait until a pass is due. A loop whose passes block overrides it."""
+        self.wake.wait(self._wait_s())
+        self.wake.clear()
+
+    def _retry_wait_s(self) -> float:
+        """Return how long to wait after a failed pass."""
+        return self._retry_s
+
     def _facts(self) -> Mapping[str, Any]:
         """Return what log events say besides the error."""
         return {}
@@ -114,10 +132,3 @@ def stop_all(services: Iterable[Service], timeout_s: float) -> bool:
         service.end()
     running = [service for service in ending if not service.join(until - time.monotonic())]
     return not running
-
-
-def where(error: BaseException) -> str:
-    """Return an exception's type and place, without its text, which may hold message data."""
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-    return f"{type(error).__name__}{place}"

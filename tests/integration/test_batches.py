@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from mqlayer import App, Batch, BatchOf, PauseKey, Reject, RetryLater
-from mqlayer.consuming.ordered.executors import TIME_SLICE_S
+from mqlayer.consuming.ordered.workers import TIME_SLICE_S
 from mqlayer.errors import Conflict, InvalidInput
 from mqlayer.redelivery import pause_key, release_parked
 from tests.fixtures.consumers import Stage, member_of
@@ -313,7 +313,7 @@ def test_what_waits_for_a_batch_is_not_begun_at_a_stop(stage: Stage) -> None:
 
 
 def _read(app: App) -> bool:
-    return any(owned.count_in_flight for owned in member_of(app).all_partitions())
+    return any(owned.room.count for owned in member_of(app).ownership.all())
 
 
 def test_a_batch_of_a_key_goes_without_what_does_not_come_in_time(stage: Stage) -> None:

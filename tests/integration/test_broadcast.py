@@ -355,7 +355,7 @@ def test_settings_and_rest_of_the_group_are_those_of_all_instances(stage: Stage)
     """Case 63, of instances: there is one place to set them, also for those that come later."""
     app = join(stage, Recorder(), "web-1", attempt_limit=5)
     set_group(runtime_of(stage.database, actor="a test"), "orders", "cache", attempt_limit=7, instance_expiry_s=90)
-    wait_until(lambda: member_of(app).rules.attempt_limit == 7, what="the member to know")
+    wait_until(lambda: member_of(app).settings.rules.attempt_limit == 7, what="the member to know")
     assert find_group(stage.database, "orders", "cache").instance_expiry_s == 90
     with pytest.raises(Conflict, match="mqlayer group set of its group"):
         set_group(runtime_of(stage.database, actor="a test"), "orders", "cache@web-1", attempt_limit=8)
@@ -371,7 +371,7 @@ def test_settings_and_rest_of_the_group_are_those_of_all_instances(stage: Stage)
     assert pause_group(runtime_of(stage.database, actor="a test"), "orders", "cache")
     late = Recorder()
     other = join(stage, late, "web-2")
-    assert member_of(other).rules.attempt_limit == 7
+    assert member_of(other).settings.rules.attempt_limit == 7
     stage.send_numbers(KEYS, 3)
     wait_until(lambda: not member_of(app).owned(), what="it to release")
     assert late.bodies() == []

@@ -52,7 +52,7 @@ def test_a_clock_that_jumps_by_a_minute_moves_no_partition_and_holds_nothing_up(
         wall.off_s = off_s
         jumped = sent = time.monotonic()
         longest_s[off_s] = 0.0
-        went_on &= all(member.may_read() for member in members)
+        went_on &= all(member._heartbeat.lease.holds() for member in members)
         while sent < jumped + 1.2 * LEASE_S:
             number = b"%d" % next(numbers)
             stage.send((key, number) for key in keys)
@@ -76,7 +76,7 @@ def test_a_clock_that_is_set_back_lets_no_member_go_on_past_its_lease(
     with stage.database.connection() as connection:
         wall.off_s = -60
         proxy.blackhole()
-        wait_until(lambda: not member.may_read(), timeout_s=20, what="it stopped by itself")
+        wait_until(lambda: not member._heartbeat.lease.holds(), timeout_s=20, what="it stopped by itself")
         left = connection.execute("SELECT lease_until > clock_timestamp() FROM mqlayer.member").fetchone()
     proxy.heal()
     assert left == (True,)

@@ -66,8 +66,8 @@ def test_many_messages_without_a_key_use_no_bounds_up(stage: Stage) -> None:
     for _ in range(3):
         stage.send([(None, b"x" * 20) for _ in range(4_000)])
         stage.wait_settled()
-    held = member_of(app)._partitions.all()
-    assert [(h.count_in_flight, h.bytes_in_flight) for h in held] == [(0, 0)] * 2
+    held = member_of(app).ownership.all()
+    assert [(h.room.count, h.room.bytes) for h in held] == [(0, 0)] * 2
 
 
 def test_while_a_key_fails_and_waits_other_keys_go_on(every_stage: Stage) -> None:
@@ -103,7 +103,7 @@ def test_a_failing_key_with_a_long_backlog_takes_no_room_from_others(every_stage
     every_stage.send_numbers(keys=10, each=20)
     app = every_stage.consume(recorder, prefetch_count=100, prefetch_bytes=200_000)
     wait_until(lambda: recorder.count() == 200, timeout_s=20, what="all other keys handled")
-    assert sum(owned.count_in_flight for owned in member_of(app)._partitions.all()) < 100
+    assert sum(owned.room.count for owned in member_of(app).ownership.all()) < 100
     every_stage.send_numbers(keys=10, each=5, first=21)
     wait_until(lambda: recorder.count() == 250, timeout_s=20, what="later messages of other keys handled")
     may_pass.set()
@@ -111,9 +111,7 @@ def test_a_failing_key_with_a_long_backlog_takes_no_room_from_others(every_stage
     recorder.assert_in_order()
     assert len(recorder.bodies("bad")) == 800
     wait_until(
-        lambda: all(
-            (h.count_in_flight, h.bytes_in_flight, h.spilled) == (0, 0, 0) for h in member_of(app)._partitions.all()
-        ),
+        lambda: all((h.room.count, h.room.bytes, h.room.spilled) == (0, 0, 0) for h in member_of(app).ownership.all()),
         what="nothing in hand",
     )
 
@@ -290,10 +288,10 @@ def test_what_is_read_ahead_is_bounded_by_count(stage: Stage) -> None:
     stage.send(("k", b"%d" % number) for number in range(1, 3_001))
     app = stage.consume(Recorder(wait_for(go_on)), prefetch_count=200)
     member = member_of(app)
-    wait_until(lambda: max((h.count_in_flight for h in member._partitions.all()), default=0) >= 90, what="read ahead")
+    wait_until(lambda: max((h.room.count for h in member.ownership.all()), default=0) >= 90, what="read ahead")
     # A quarter of the share is the least that is read at a time: one pass more would show.
     wait_until(lambda: member._heartbeat.lease.until, what="a heartbeat")
-    assert max(h.count_in_flight for h in member._partitions.all()) <= 100
+    assert max(h.room.count for h in member.ownership.all()) <= 100
     go_on.set()
     stage.wait_settled()
 
@@ -302,12 +300,12 @@ def test_what_is_read_ahead_is_bounded_by_bytes(stage: Stage) -> None:
     go_on = threading.Event()
     stage.send((f"k{number}", b"x" * 50_000) for number in range(100))
     app = stage.consume(Recorder(wait_for(go_on)), prefetch_bytes=1_000_000)
-    held = member_of(app)._partitions
-    wait_until(lambda: any(h.bytes_in_flight > 300_000 for h in held.all()), what="read ahead")
+    held = member_of(app).ownership
+    wait_until(lambda: any(h.room.bytes > 300_000 for h in held.all()), what="read ahead")
     go_on.set()
     stage.wait_settled()
     # The first read knows no sizes: it may go over by what it believed.
-    assert all(h.record_bytes > 20_000 for h in held.all() if h.next_read > 1)
+    assert all(h.room.record_bytes > 20_000 for h in held.all() if h.next_read > 1)
 
 
 def test_one_message_larger_than_the_bound_is_still_read(stage: Stage) -> None:

@@ -130,7 +130,7 @@ def test_while_postgres_is_away_for_longer_a_member_pauses_and_says_so_then_goes
     )
     handled = len(recorder.begun)
     stage.send_numbers(keys=5, each=20, first=3)
-    assert not member_of(app).may_read()
+    assert not member_of(app)._heartbeat.lease.holds()
     server.start()
     wait_until(lambda: recorder.count() == 110, timeout_s=40, what="it goes on")
     stage.wait_settled()

@@ -17,7 +17,7 @@ from pydantic import SecretStr
 
 from mqlayer import Context
 from mqlayer.consuming.engine.clock import clock
-from mqlayer.consuming.ordered.member import Member
+from mqlayer.consuming.ordered.member import OrderedMember
 from mqlayer.consuming.ordered.owned_partitions import OwnershipState
 from mqlayer.domain.routing import lp_of
 from mqlayer.groups import rebalance_groups
@@ -47,9 +47,9 @@ def through(stage: Stage, proxy: TcpProxy) -> SecretStr:
     return SecretStr(stage.dsn.replace(f":{port}/", f":{proxy.port}/"))
 
 
-def valid_epoch(member: Member, partition: int) -> int | None:
+def valid_epoch(member: OrderedMember, partition: int) -> int | None:
     """Return the epoch under which a member would start a message of a partition now."""
-    for owned in member._partitions.all():
+    for owned in member.ownership.all():
         if (
             owned.partition == partition
             and owned.state is OwnershipState.OPEN
@@ -59,7 +59,7 @@ def valid_epoch(member: Member, partition: int) -> int | None:
     return None
 
 
-def two_owners(members: list[Member], partition: int) -> bool:
+def two_owners(members: list[OrderedMember], partition: int) -> bool:
     """Say whether two members hold a partition: one before and after the other was seen to."""
     for one, other in itertools.permutations(members, 2):
         before = valid_epoch(one, partition)
@@ -119,7 +119,7 @@ def test_a_member_stops_by_its_own_clock_before_the_database_frees_its_partition
     wait_until(lambda: len(member.owned()) == 2, what="it holds partitions")
     with stage.database.connection() as connection:
         proxies[0].blackhole()
-        wait_until(lambda: not member.may_read(), timeout_s=20, what="it stopped by itself")
+        wait_until(lambda: not member._heartbeat.lease.holds(), timeout_s=20, what="it stopped by itself")
         row = connection.execute(
             "SELECT extract(epoch FROM lease_until - clock_timestamp()) FROM mqlayer.member"
         ).fetchone()
@@ -144,13 +144,13 @@ def test_members_without_their_database_for_longer_than_their_leases_keep_what_t
         living = "SELECT FROM mqlayer.member WHERE lease_until >= now()"
         wait_until(lambda: not connection.execute(living).rowcount, timeout_s=20, what="all leases to run out")
         drawn = connection.execute("SELECT last_value FROM mqlayer.epoch").fetchone()
-    assert not any(member.may_read() for member in members)
+    assert not any(member._heartbeat.lease.holds() for member in members)
     assert rebalance_groups(stage.database) == 0
     proxies[0].heal()
     proxies[0].reset_all()
     stage.send_numbers(keys=30, each=2)
     stage.wait_settled(timeout_s=20)
-    wait_until(lambda: all(member.may_read() for member in members), timeout_s=20, what="all to be back")
+    wait_until(lambda: all(member._heartbeat.lease.holds() for member in members), timeout_s=20, what="all to be back")
     assert stage.owners() == owners
     assert drawn is not None
     raised = [epoch for partition, _, epoch, _ in stage.assignments() if epoch != before[partition]]

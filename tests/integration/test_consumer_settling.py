@@ -13,6 +13,7 @@ import pytest
 from mqlayer import Context
 from mqlayer.consuming.ordered.owned_partitions import OwnedPartition
 from mqlayer.domain.message import Record
+from mqlayer.domain.offsets import OffsetRange
 from mqlayer.domain.routing import lp_of
 from mqlayer.errors import AlreadyApplied, StaleOwner
 from mqlayer.failpoints import arm, disarm_all
@@ -231,8 +232,8 @@ def test_a_fenced_effect_is_there_once_though_its_ack_was_lost(every_stage: Stag
         arm("ack.before_send", "raise", occurrence=occurrence)
     app = every_stage.consume(handle)
     wait_until(lambda: member_of(app).stats.handled == 9, timeout_s=20, what="all handled")
-    for owned in member_of(app)._partitions.all():
-        member_of(app).lock_lost(owned)
+    for owned in member_of(app).ownership.all():
+        member_of(app).ownership.lock_lost(owned)
     # Not before: an ack that was about to be tried again would get through under the same epoch.
     wait_until(lambda: bool(refused), what="a redelivery")
     disarm_all()
@@ -298,7 +299,7 @@ def test_acks_that_could_not_be_sent_are_sent_again(every_stage: Stage, caplog: 
     assert "settling_failed" in caplog.text
     assert len(recorder.begun) == 1_000
     wait_until(lambda: member_of(app).stats.settled == 1_000, what="counted as settled")
-    assert {(h.count_in_flight, h.bytes_in_flight) for h in member_of(app)._partitions.all()} == {(0, 0)}
+    assert {(h.room.count, h.room.bytes) for h in member_of(app).ownership.all()} == {(0, 0)}
 
 
 def test_a_partition_that_always_has_acks_to_send_leaves_the_others_their_turn(
@@ -310,16 +311,16 @@ def test_a_partition_that_always_has_acks_to_send_leaves_the_others_their_turn(
     member = member_of(app)
     wait_until(lambda: len(member.owned()) == 2, what="both partitions held")
     turns = itertools.count()
-    acknowledged = member.settled
+    acknowledged = member.dispatcher.settled
 
-    def never_done(owned: OwnedPartition, records: list[Record], committed: int) -> None:
+    def never_done(owned: OwnedPartition, records: list[Record], committed: int, unmatched: list[OffsetRange]) -> None:
         if owned.partition == busy:
-            owned.settled.extend(records)
+            owned.results.handled.extend(records)
             next(turns)
         else:
-            acknowledged(owned, records, committed)
+            acknowledged(owned, records, committed, unmatched)
 
-    monkeypatch.setattr(member, "settled", never_done)
+    monkeypatch.setattr(member.dispatcher, "settled", never_done)
     stage.send((key, b"1") for key in keys_of(stage, busy, 1))
     wait_until(lambda: stage.position(busy) == (2, 2), what="the busy one settled the first time")
     stage.send((key, b"1") for key in keys_of(stage, other, 1))
@@ -348,10 +349,10 @@ def test_a_heartbeat_that_fails_goes_on(
     app = stage.consume(recorder)
     heartbeat = member_of(app)._heartbeat
 
-    def fail(_answer: object) -> None:
+    def fail(_session: object, _answer: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(member_of(app), "apply_assignments", fail)
+    monkeypatch.setattr(member_of(app).assignments, "follow", fail)
     wait_until(lambda: "ZeroDivisionError" in str([r.__dict__ for r in caplog.records]), what="the failure told")
     monkeypatch.undo()
     before = heartbeat.lease.until

@@ -118,15 +118,15 @@ def drop_while_it_runs(stage: Stage, owner: App, monkeypatch: pytest.MonkeyPatch
     """Let a second member ask for a partition whose owned partition the owner drops with handlers at work; return
     both."""
     member = member_of(owner)
-    monkeypatch.setattr(member, "apply_assignments", lambda _answer: None)
+    monkeypatch.setattr(member.assignments, "follow", lambda _session, _answer: None)
     asking = stage.consume(second, settings=stage.settings(lease_s=1.0))
 
     def asked_for() -> list[int]:
         return [partition for partition, _, _, target in stage.assignments() if target not in (None, member.member_id)]
 
     [partition] = wait_until(asked_for, what="the second to ask for a partition")
-    [owned] = [owned for owned in member._partitions.all() if owned.partition == partition]
-    member.lock_lost(owned)
+    [owned] = [owned for owned in member.ownership.all() if owned.partition == partition]
+    member.ownership.lock_lost(owned)
     monkeypatch.undo()
     return partition, asking
 
@@ -136,7 +136,7 @@ def see_beats(app: App, count: int) -> None:
     heartbeat = member_of(app)._heartbeat
     for _ in range(count):
         before = heartbeat.lease.until
-        heartbeat.wake()
+        heartbeat.wake.set()
         wait_until(lambda: heartbeat.lease.until > before, what="a heartbeat")  # noqa: B023
 
 
@@ -185,10 +185,10 @@ def test_what_is_asked_back_again_gets_the_whole_limit_again(stage: Stage, monke
     owner = stage.consume(first, settings=stage.settings(lease_s=1.0), concurrency=30)
     wait_until(lambda: len(first.begun) == 30, what="all keys begun")
     partition, asking = drop_while_it_runs(stage, owner, monkeypatch, Recorder())
-    wait_until(lambda: partition in member_of(owner)._release_by, what="the limit begun")
+    wait_until(lambda: partition in member_of(owner).assignments._release_by, what="the limit begun")
     assert asking.stop()
     wait_until(lambda: partition in member_of(owner).owned(), what="the partition held again")
-    assert member_of(owner)._release_by == {}
+    assert member_of(owner).assignments._release_by == {}
     go_on.set()
     stage.wait_settled()
 

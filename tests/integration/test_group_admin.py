@@ -91,7 +91,7 @@ def test_changed_settings_are_in_force_in_running_members_at_once(stage: Stage) 
     app = stage.consume(recorder, backoff_s=(0.05,))
     changed = set_group(runtime_of(stage.database, actor="a test"), "orders", "g", backoff_s=(600.0,), if_version=1)
     assert (changed.settings_version, changed.rules.backoff_s) == (2, (600.0,))
-    wait_until(lambda: member_of(app).rules.backoff_s == (600.0,), what="the member to know")
+    wait_until(lambda: member_of(app).settings.rules.backoff_s == (600.0,), what="the member to know")
     stage.send([("k", b"1")])
     wait_until(lambda: len(recorder.attempts(b"1")) == 1, what="the first attempt")
     with pytest.raises(Conflict, match="at version 2"):
@@ -117,7 +117,7 @@ def test_each_setting_can_be_changed_alone_and_taken_back(stage: Stage) -> None:
     for step in steps:
         changed = replace(changed, **step)
         assert set_group(runtime_of(stage.database, actor="a test"), "orders", "g", **step).rules == changed
-        wait_until(lambda: member_of(app).rules == changed, what="the member to know")  # noqa: B023  # asked here only
+        wait_until(lambda: member_of(app).settings.rules == changed, what="the member to know")  # noqa: B023  # asked here only
     set_group(
         runtime_of(stage.database, actor="a test"),
         "orders",
@@ -130,7 +130,7 @@ def test_each_setting_can_be_changed_alone_and_taken_back(stage: Stage) -> None:
     taken_back = replace(
         changed, non_retryable_errors=(), retryable_errors=(), time_limit_s=None, max_time_limit_s=None
     )
-    wait_until(lambda: member_of(app).rules == taken_back, what="the member to know")
+    wait_until(lambda: member_of(app).settings.rules == taken_back, what="the member to know")
     facts = audit(stage)[-1][2]
     assert facts == {
         "non_retryable_errors": [],

@@ -282,7 +282,7 @@ def test_what_became_of_messages_is_fetched_before_it_goes(stage: Stage) -> None
     """Invariant 20, of a group that is retired before the archiver came by."""
     set_archived(runtime_of(stage.database, actor="a test"), "orders", archived=True)
     app = stage.consume(Recorder())
-    wait_until(lambda: member_of(app).archived, what="the member to know")
+    wait_until(lambda: member_of(app).settings.archived, what="the member to know")
     stage.send_numbers(KEYS, 3)
     stage.wait_settled()
     app.stop()

@@ -11,7 +11,7 @@ import pytest
 
 import mqlayer
 from mqlayer.consuming.engine.failure_actions import ParkKey, failure_action
-from mqlayer.consuming.ordered.member import MemberOptions
+from mqlayer.consuming.engine.options import MemberOptions
 from mqlayer.domain.retry_rules import POLICIES, Policy, RetryRules
 from mqlayer.errors import Conflict, InvalidInput, NotFound
 from mqlayer.groups import GroupSettings, ensure_group, find_group

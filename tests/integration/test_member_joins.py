@@ -12,9 +12,9 @@ from statistics import median
 import pytest
 
 from mqlayer import App, Context
-from mqlayer.consuming.ordered.member import Member
+from mqlayer.consuming.ordered.member import OrderedMember
 from mqlayer.groups.admin import set_group
-from mqlayer.groups.members import HeartbeatReply
+from mqlayer.groups.members import HeartbeatReply, MemberSession
 from tests.fixtures.consumers import Recorder, Stage, StartStage, member_of
 from tests.fixtures.wait import wait_until
 from tests.proof.runtimes import runtime_of
@@ -96,19 +96,19 @@ def test_one_more_member_under_load_moves_few_partitions_and_the_others_go_on(
 class LateAnswers:
     """Has a member hear each answer of its heartbeats once more, behind every later one."""
 
-    def __init__(self, member: Member, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, member: OrderedMember, monkeypatch: pytest.MonkeyPatch) -> None:
         self.heard: list[HeartbeatReply] = []
         self.late, self.changes = 0, list[str]()
-        self._member, self._follow = member, member.apply_assignments
-        monkeypatch.setattr(member, "apply_assignments", self._hear)
+        self._member, self._follow = member, member.assignments.follow
+        monkeypatch.setattr(member.assignments, "follow", self._hear)
 
-    def _hear(self, answer: HeartbeatReply) -> None:
-        self._follow(answer)
+    def _hear(self, session: MemberSession, answer: HeartbeatReply) -> None:
+        self._follow(session, answer)
         wanted = {assigned.partition for assigned in answer.assignments if not assigned.release}
         for late in self.heard:
             if late.allocation < answer.allocation:
                 before, held = self._settings(), self._held()
-                self._follow(late)
+                self._follow(session, late)
                 self.late += 1
                 after = self._held()
                 if before != self._settings():
@@ -120,11 +120,11 @@ class LateAnswers:
         self.heard.append(answer)
 
     def _settings(self) -> tuple[object, ...]:
-        member = self._member
-        return (member.rules, member.tag_filter, member.archived, member._assigned, member.rate_limiter.limit)
+        settings, assigned = self._member.settings, self._member.assignments._assigned
+        return (settings.rules, settings.tag_filter, settings.archived, assigned, settings.rate_limiter.limit)
 
     def _held(self) -> dict[int, int]:
-        return {int(owned.partition): owned.epoch for owned in self._member.all_partitions()}
+        return {int(owned.partition): owned.epoch for owned in self._member.ownership.all()}
 
 
 def test_an_answer_of_an_earlier_allocation_that_comes_late_is_ignored(
@@ -143,7 +143,7 @@ def test_an_answer_of_an_earlier_allocation_that_comes_late_is_ignored(
     wait_until(lambda: [len(first.owned()), len(other.owned())] == [2, 2], what="half each")
     stage.send_numbers(keys=8, each=20)
     set_group(runtime_of(stage.database, actor="a test"), stage.topic, "g", attempt_limit=5, rate_limit=1e6)
-    wait_until(lambda: first.rules.attempt_limit == 5, what="the new settings")
+    wait_until(lambda: first.settings.rules.attempt_limit == 5, what="the new settings")
     second.stop()
     wait_until(lambda: len(first.owned()) == 4, what="all partitions again")
     stage.send_numbers(keys=8, each=20, first=21)
@@ -156,7 +156,7 @@ def test_an_answer_of_an_earlier_allocation_that_comes_late_is_ignored(
     recorder.assert_in_order()
     assert recorder.count() == 8 * 40
     epochs = {partition: epoch for partition, _, epoch, _ in stage.assignments()}
-    assert {int(owned.partition): owned.epoch for owned in first.all_partitions()} == epochs
+    assert {int(owned.partition): owned.epoch for owned in first.ownership.all()} == epochs
 
 
 def test_a_waiting_member_wakes_at_once_when_something_is_published(stage: Stage) -> None:
@@ -196,7 +196,7 @@ def test_appends_behind_a_blocked_head_are_read_and_wake_nobody_but_the_reader(s
     assert used.pop("mqlayer-g-node-1-reading") < 0.3
     # By pick-up and settling none at all; a thread that looked at each append would take a multiple of this.
     assert max(used.values()) < 0.03, used
-    wait_until(lambda: max(owned.next_read for owned in member_of(app)._partitions.all()) == 1_201, what="all read")
+    wait_until(lambda: max(owned.next_read for owned in member_of(app).ownership.all()) == 1_201, what="all read")
 
 
 def used_s() -> dict[str, float]:

@@ -126,7 +126,7 @@ def test_a_topic_that_becomes_archived_tells_from_then_on_without_a_restart(stag
     member = member_of(app)
     for archived in (True, False, True):
         set_archived(runtime_of(stage.database), stage.topic, archived=archived)
-        wait_until(lambda now=archived: member.archived is now, what="heard of it")  # type: ignore[misc]
+        wait_until(lambda now=archived: member.settings.archived is now, what="heard of it")  # type: ignore[misc]
         before, count = set(told.all()), len(spots(stage))
         new = {b"%d" % number for number in range(count, count + 5)}
         stage.send(("k", body) for body in sorted(new))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mqlayer import App, Context, Receiver
-from mqlayer.consuming.ordered.executors import TIME_SLICE_S
+from mqlayer.consuming.ordered.workers import TIME_SLICE_S
 from mqlayer.errors import Conflict, NotFound
 from mqlayer.groups.pauses import (
     pause_partitions,
@@ -248,7 +248,7 @@ def test_a_paused_key_waits_in_order_while_the_others_go_on(stage: Stage) -> Non
 
 
 def holds_paused(app: App, key: bytes) -> bool:
-    return any(key in owned.parked.by_name for owned in member_of(app).all_partitions())
+    return any(key in owned.parked.by_name for owned in member_of(app).ownership.all())
 
 
 def test_a_key_that_is_paused_while_its_messages_are_in_hand_stops_behind_the_one_that_runs(stage: Stage) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Final
 import pytest
 
 from mqlayer import App, Context, Receiver, RetryLater
-from mqlayer.consuming.ordered.member import MemberOptions
+from mqlayer.consuming.engine.options import MemberOptions
 from mqlayer.domain.rates import RateLimit, RateShare
 from mqlayer.errors import Conflict, InvalidInput
 from mqlayer.groups import find_group
@@ -259,7 +259,7 @@ def test_parked_keys_go_on_beside_a_stream_that_takes_all_of_the_rate(start_stag
     member = member_of(limited(stage, recorder, None))
     wait_until(lambda: parked(stage) == 100, what="the key is parked")
     set_group(runtime_of(stage.database, actor="test"), stage.topic, "g", rate_limit=20, rate_burst=1)
-    wait_until(lambda: member.rate_limiter.limit is not None, what="the rate is known")
+    wait_until(lambda: member.settings.rate_limiter.limit is not None, what="the rate is known")
     stage.send((f"other-{number}", b"1") for number in range(400))
     wait_until(lambda: recorder.count() > 5, what="the stream takes all of the rate")
     others = recorder.count()

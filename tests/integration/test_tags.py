@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mqlayer import Context, Message, Producer, Receiver, all_of, any_of
-from mqlayer.consuming.ordered.member import Member
+from mqlayer.consuming.ordered.member import OrderedMember
 from mqlayer.domain.message import encode_facts
 from mqlayer.domain.routing import lp_of
 from mqlayer.domain.tags import TagFilter, tags_text
@@ -103,7 +103,7 @@ def test_a_group_gets_what_its_filter_takes_in_order(stage: Stage, producer: Pro
     handled = sum(map(len, published.wanted(tag_filter).values()))
     assert member_of(app).stats.unmatched == 600 - handled
     wait_until(lambda: member_of(app).stats.settled == handled, what="acks counted")
-    assert {(owned.count_in_flight, owned.bytes_in_flight) for owned in member_of(app)._partitions.all()} == {(0, 0)}
+    assert {(owned.room.count, owned.room.bytes) for owned in member_of(app).ownership.all()} == {(0, 0)}
 
 
 def test_a_tag_with_the_hash_of_another_is_told_from_it(every_stage: Stage) -> None:
@@ -197,7 +197,7 @@ def test_a_long_run_of_others_moves_committed_with_few_calls_and_nothing_in_hand
     def counted(line: NodeConnection, commands: Sequence[Command]) -> list[Any]:
         replies = call(line, commands)
         calls.append((len(commands), repr(replies).count(body.decode())))
-        ranges.extend(len(owned.unmatched) for app in apps for owned in member_of(app)._partitions.all())
+        ranges.extend(len(owned.results) for app in apps for owned in member_of(app).ownership.all())
         return replies
 
     monkeypatch.setattr(NodeConnection, "call", counted)
@@ -207,8 +207,8 @@ def test_a_long_run_of_others_moves_committed_with_few_calls_and_nothing_in_hand
     apps[0].start()
     stage.wait_settled()
     assert recorder.begun == []
-    owned = member_of(apps[0])._partitions.all()[0]
-    assert (owned.count_in_flight, owned.bytes_in_flight, len(owned.queues)) == (0, 0, 0)
+    owned = member_of(apps[0]).ownership.all()[0]
+    assert (owned.room.count, owned.room.bytes, len(owned.queues)) == (0, 0, 0)
     assert len(calls) < MANY / 200
     assert sum(bodies for _, bodies in calls) <= 2
     assert max(ranges) <= MANY / 1_000
@@ -231,9 +231,9 @@ def test_a_member_that_brings_another_filter_is_refused(stage: Stage) -> None:
         set_group(runtime_of(stage.database, actor="a test"), "orders", "g", tag_filter="eu")
 
 
-def knows(members: list[Member], tag_filter: str) -> bool:
+def knows(members: list[OrderedMember], tag_filter: str) -> bool:
     """Say whether all members have a filter."""
-    return all(str(member.tag_filter or "none") == tag_filter for member in members)
+    return all(str(member.settings.tag_filter or "none") == tag_filter for member in members)
 
 
 def test_ordered_pop_has_tags_and_no_filter(stage: Stage, producer: Producer) -> None:
@@ -390,7 +390,7 @@ def test_attempts_of_what_the_filter_leaves_out_now_are_forgotten(stage: Stage, 
     stage.wait_settled()
     assert stage.redis.hlen(attempts(partition).attempts) == 0
     wait_until(
-        lambda: not any(owned.attempts for owned in member_of(second)._partitions.all()), what="forgotten here too"
+        lambda: not any(owned.attempts for owned in member_of(second).ownership.all()), what="forgotten here too"
     )
 
 

@@ -110,14 +110,14 @@ def test_a_limit_that_is_set_changed_or_taken_away_reaches_a_running_member(stag
         if number:
             said = math.inf if limit_s is None else limit_s
             set_group(runtime_of(stage.database, actor="a test"), "orders", "g", time_limit_s=said)
-        wait_until(lambda: member.rules.time_limit_s == limit_s, what="the member to know")  # noqa: B023
+        wait_until(lambda: member.settings.rules.time_limit_s == limit_s, what="the member to know")  # noqa: B023
         stage.send([("k", b"%d" % number)])
         wait_until(lambda: len(left) == number + 1, what="the message")  # noqa: B023
     assert left[0] == left[3] == math.inf
     assert 5 < left[1] <= 50
     assert left[2] <= 5
     set_group(runtime_of(stage.database, actor="a test"), "orders", "g", time_limit_s=0.1)
-    wait_until(lambda: member.rules.time_limit_s == 0.1, what="the member to know")
+    wait_until(lambda: member.settings.rules.time_limit_s == 0.1, what="the member to know")
     recorder.act = lambda _, ctx: work_for(30) if ctx.attempt == 1 else None
     stage.send([("k", b"9")])
     stage.wait_settled()
@@ -193,7 +193,7 @@ def test_a_limit_without_a_cap_can_not_be_extended_and_a_cap_alone_is_the_limit(
     stage.send([("k", b"1")])
     wait_until(lambda: len(left) == 1, what="the message")
     set_group(runtime_of(stage.database, actor="a test"), "orders", "g", time_limit_s=math.inf, max_time_limit_s=7.0)
-    wait_until(lambda: member.rules.max_time_limit_s == 7.0, what="the member to know")
+    wait_until(lambda: member.settings.rules.max_time_limit_s == 7.0, what="the member to know")
     stage.send([("k", b"2")])
     wait_until(lambda: len(left) == 2, what="the message")
     assert 0 < left[0] <= 5 < left[1] <= 7

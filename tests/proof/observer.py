@@ -12,7 +12,8 @@ from typing import Any, Literal
 import redis
 
 from mqlayer.consuming.engine import heartbeat
-from mqlayer.consuming.ordered.member import Member
+from mqlayer.consuming.ordered import partition_reports
+from mqlayer.consuming.ordered.dispatcher import Dispatcher
 from mqlayer.consuming.ordered.owned_partitions import OwnedPartition
 from mqlayer.consuming.ordered.settler import Settler
 from mqlayer.domain.message import Record
@@ -41,29 +42,30 @@ class MemberWitness:
 
     def observe(self) -> None:
         """From now on, for all members of this process."""
-        _replace(
-            heartbeat, send_heartbeat=self.send_heartbeat, release=self.release, leave=self.leave, drained=self.drained
-        )
+        _replace(heartbeat, send_heartbeat=self.send_heartbeat, leave=self.leave)
+        _replace(partition_reports, release=self.release, drained=self.drained)
         self._observe_settling()
 
     def _observe_settling(self) -> None:
         """Note what was handled and settled, once the node took it; what is parked is settled too, and not noted."""
-        send, acknowledged = Settler._send, Member.settled
+        send, acknowledged = Settler._send, Dispatcher.settled
         sending: dict[OwnedPartition, tuple[int, set[int]]] = {}
 
         def send_noted(settler: Settler, owned: OwnedPartition) -> None:
-            sending[owned] = time.monotonic_ns(), {record.offset for record in owned.settled.copy()}
+            sending[owned] = time.monotonic_ns(), {record.offset for record in owned.results.handled.copy()}
             send(settler, owned)
 
-        def settled_noted(member: Member, owned: OwnedPartition, records: list[Record], committed: int) -> None:
-            acknowledged(member, owned, records, committed)
+        def settled_noted(
+            dispatcher: Dispatcher, owned: OwnedPartition, records: list[Record], committed: int, *unmatched: Any
+        ) -> None:
+            acknowledged(dispatcher, owned, records, committed, *unmatched)
             began_ns, handled = sending.pop(owned)
             for record in records:
                 if record.offset in handled:
                     self._history.note(self._settled(owned, record), since_ns=began_ns)
 
         _replace(Settler, _send=send_noted)
-        _replace(Member, settled=settled_noted)
+        _replace(Dispatcher, settled=settled_noted)
 
     def _settled(self, owned: OwnedPartition, record: Record) -> Settled:
         source, lp, seq = record.identity

@@ -45,7 +45,7 @@ class BatchQueues(Queues):
         worker = self.rng.choice(self.batch_workers)
         if worker.queues:
             return
-        worker.queues = self.batching.take_batch_now()
+        worker.queues = self.batching.take_batch(0.0)
         taken = [(key_queue, record) for key_queue in worker.queues for record in key_queue.batch]
         assert len(taken) <= self.of.limit
         assert len(taken) == 1 or not any(is_alone(key_queue, record) for key_queue, record in taken)
@@ -82,7 +82,7 @@ class BatchQueues(Queues):
             return
         match self.rng.choice(["failed", "singly", "again"]):
             case "failed":
-                key_queue.owned.attempts[leftover[0].offset] = 1
+                key_queue.owned.attempts.count(leftover[0].offset, 1)
                 self.dispatcher.finish(key_queue, leftover, delay_s=AT_ONCE_S)
             case "singly":
                 key_queue.singly = leftover[-1].offset + 1
@@ -106,15 +106,15 @@ class BatchQueues(Queues):
         for _ in range(6 * len(self.server.log) + 6):
             self.read()
             self.reload()
-            self.batch_workers[0].queues = self.batching.take_batch_now()
+            self.batch_workers[0].queues = self.batching.take_batch(0.0)
             self.end_what_is_begun()
             self.acknowledge()
         assert self.server.committed == len(self.server.log) + 1
         handled = {offset for offsets in self.handled.values() for offset in offsets}
         assert handled == {record.offset for record in self.server.log if self.matches(record)}
         assert not self.owned.queues
-        assert (self.owned.count_in_flight, self.owned.bytes_in_flight, self.owned.spilled) == (0, 0, 0)
-        assert not self.dispatcher._still_running
+        assert (self.owned.room.count, self.owned.room.bytes, self.owned.room.spilled) == (0, 0, 0)
+        assert not self.dispatcher._queues._still_running
 
     def end_what_is_begun(self) -> None:
         for worker in self.batch_workers:

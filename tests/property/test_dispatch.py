@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from mqlayer.consuming.engine.clock import Lease
 from mqlayer.consuming.ordered.dispatcher import Dispatcher
-from mqlayer.consuming.ordered.owned_partitions import KeyQueue, OwnedPartition, OwnershipState, size_of
+from mqlayer.consuming.ordered.owned_partitions import KeyQueue, OwnedPartition, OwnershipState
+from mqlayer.consuming.ordered.results import size_of
 from mqlayer.domain.message import NO_KEY, Record
 from mqlayer.domain.offsets import as_ranges
 from mqlayer.domain.routing import NodeId, PartitionId
@@ -66,7 +67,7 @@ class Queues:
         lease = Lease()
         lease.until = float("inf")
         self.dispatcher = Dispatcher(lease)
-        self.dispatcher._message_s = 0.0  # as with quick handlers: several key queues in a hand
+        self.dispatcher._queues._message_s = 0.0  # as with quick handlers: several key queues in a hand
         self.workers = [Worker(self.dispatcher.new_local_queue()) for _ in range(WORKERS)]
         self.handled: dict[bytes, list[int]] = {key: [] for key in KEYS}
         self.epoch = 0
@@ -121,13 +122,13 @@ class Queues:
     def begin(self) -> None:
         """An idle worker fills its hand where that is empty, and begins the first key queue in it."""
         worker = self.worker(begun=False)
-        if worker and (worker.local_queue or self.dispatcher.fill_now(worker.local_queue)):
+        if worker and (worker.local_queue or self.dispatcher.fill(worker.local_queue, 0.0)):
             worker.queue, worker.done = worker.local_queue.popleft(), 0
 
     def take_over(self) -> None:
         worker = self.worker(begun=False)
         if worker and not worker.local_queue:
-            self.dispatcher._steal(worker.local_queue)
+            self.dispatcher.steal(worker.local_queue)
 
     def work(self) -> None:
         """A busy worker handles some of its key queue's messages, and gives the key queue back or not."""
@@ -155,18 +156,17 @@ class Queues:
             before = {r.offset for r in of_key if self.matches(r)}
             assert before <= set(self.handled[record.key])
         self.handled[record.key].append(record.offset)
-        key_queue.owned.settled.append(record)
+        key_queue.owned.results.handled.append(record)
         worker.done += 1
 
     def acknowledge(self) -> None:
         if self.owned.state is not OwnershipState.GONE:
-            records = list(self.owned.settled)
-            self.owned.settled.clear()
+            unsettled = self.owned.results.take()
+            records = unsettled.records
             self.server.settled.update(record.offset for record in records)
-            for first, last in self.owned.unmatched:
+            for first, last in unsettled.unmatched:
                 self.server.settled.update(range(first, last + 1))
-            self.owned.unmatched.clear()
-            self.dispatcher.settled(self.owned, records)
+            self.dispatcher.settled(self.owned, records, 0, unsettled.unmatched)
 
     def reload(self) -> None:
         for key_queue in self.dispatcher.queues_to_reload(self.owned):
@@ -193,15 +193,15 @@ class Queues:
         self.dispatcher.is_idle(self.owned)  # takes back what is done
         lanes = self.owned.queues.values()
         in_memory = {record for key_queue in lanes for record in (*key_queue.records, *key_queue.batch)} | set(
-            self.owned.settled
+            self.owned.results.handled
         )
         in_memory = {record for record in in_memory if record.offset not in self.server.settled}
         placeholders = sum(
             key_queue.spilled is not None and not key_queue.records and not key_queue.batch for key_queue in lanes
         )
-        assert self.owned.count_in_flight == len(in_memory) + placeholders
-        assert self.owned.bytes_in_flight == sum(map(size_of, in_memory))
-        assert self.owned.spilled == sum(key_queue.spilled is not None for key_queue in lanes)
+        assert self.owned.room.count == len(in_memory) + placeholders
+        assert self.owned.room.bytes == sum(map(size_of, in_memory))
+        assert self.owned.room.spilled == sum(key_queue.spilled is not None for key_queue in lanes)
         assert self.owned.running == sum(bool(key_queue.batch) for key_queue in lanes)
 
     def end(self) -> None:
@@ -212,15 +212,15 @@ class Queues:
         for _ in range(5 * len(self.server.log) + 5):
             self.read()
             self.reload()
-            self.dispatcher.fill_now(self.workers[0].local_queue)
+            self.dispatcher.fill(self.workers[0].local_queue, 0.0)
             self.end_what_is_begun()
             self.acknowledge()
         assert self.server.committed == len(self.server.log) + 1
         handled = {offset for offsets in self.handled.values() for offset in offsets}
         assert handled == {record.offset for record in self.server.log if self.matches(record)}
         assert not self.owned.queues
-        assert (self.owned.count_in_flight, self.owned.bytes_in_flight, self.owned.spilled) == (0, 0, 0)
-        assert not self.dispatcher._still_running
+        assert (self.owned.room.count, self.owned.room.bytes, self.owned.room.spilled) == (0, 0, 0)
+        assert not self.dispatcher._queues._still_running
 
     def end_what_is_begun(self) -> None:
         for worker in self.workers:
@@ -231,7 +231,7 @@ class Queues:
                 if key_queue.owned.state is OwnershipState.OPEN:
                     for record in key_queue.batch[worker.done :]:
                         self.handled[record.key].append(record.offset)
-                        key_queue.owned.settled.append(record)
+                        key_queue.owned.results.handled.append(record)
                         worker.done += 1
                 self.dispatcher.finish(key_queue, list(key_queue.batch[worker.done :]))
                 worker.queue = None

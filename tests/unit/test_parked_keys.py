@@ -55,29 +55,29 @@ def test_nothing_is_drained_while_a_key_is_being_started() -> None:
     """Case 24: the server knows the start already, the workers don't; the successor's owner would start it too."""
     parked_key = OwnedParkedKey(KeyRef(1, b"k"), due=clock())
     dispatcher, owned = opened(parked_key)
-    work = dispatcher.take_parking_tasks(owned, LIMITS)
+    work = dispatcher.parking.take_tasks(owned, LIMITS)
     assert work.due == [parked_key]
     assert not dispatcher.stop_starting(owned)
     assert not dispatcher.is_idle(owned)
-    dispatcher.resume(owned, parked_key, [ParkedRecord(1, b"1:1:1:0", b"k", b"body")])
+    dispatcher.parking.resume(owned, parked_key, [ParkedRecord(1, b"1:1:1:0", b"k", b"body")])
     assert not dispatcher.stop_starting(owned)
-    dispatcher.reschedule(owned, parked_key, 0, float("inf"))
+    dispatcher.parking.reschedule(owned, parked_key, 0, float("inf"))
     assert dispatcher.stop_starting(owned)
 
 
 def test_a_start_that_could_not_be_written_is_not_under_way() -> None:
     parked_key = OwnedParkedKey(KeyRef(1, b"k"), due=clock())
     dispatcher, owned = opened(parked_key)
-    dispatcher.not_written(owned, dispatcher.take_parking_tasks(owned, LIMITS))
+    dispatcher.parking.not_written(owned, dispatcher.parking.take_tasks(owned, LIMITS))
     assert dispatcher.is_idle(owned)
-    assert dispatcher.take_parking_tasks(owned, LIMITS).due == [parked_key]
+    assert dispatcher.parking.take_tasks(owned, LIMITS).due == [parked_key]
 
 
 def test_a_key_of_which_nothing_is_left_is_not_under_way() -> None:
     parked_key = OwnedParkedKey(KeyRef(1, b"k"), due=clock())
     dispatcher, owned = opened(parked_key)
-    dispatcher.take_parking_tasks(owned, LIMITS)
-    dispatcher.resume(owned, parked_key, [])
+    dispatcher.parking.take_tasks(owned, LIMITS)
+    dispatcher.parking.resume(owned, parked_key, [])
     assert dispatcher.is_idle(owned)
     assert not owned.parked
 
@@ -87,14 +87,14 @@ def test_after_a_death_only_so_many_messages_as_were_in_hand_go_one_by_one() -> 
     parked_key = OwnedParkedKey(KeyRef(1, b"k"), due=clock())
     parked_key.guarded_count = 2
     dispatcher, owned = opened(parked_key)
-    dispatcher.take_parking_tasks(owned, LIMITS)
+    dispatcher.parking.take_tasks(owned, LIMITS)
     seen = []
     for offset in range(1, 4):
         seen.append(parked_key.alone)
-        dispatcher.resume(owned, parked_key, [ParkedRecord(offset, b"1:1:%d:0" % offset, b"k", b"body")])
+        dispatcher.parking.resume(owned, parked_key, [ParkedRecord(offset, b"1:1:%d:0" % offset, b"k", b"body")])
         assert parked_key.queue is not None
         parked_key.queue.handled.append(parked_key.queue.records[0])
-    dispatcher.resume(owned, parked_key, [])
+    dispatcher.parking.resume(owned, parked_key, [])
     assert seen == [True, True, True]
     assert not parked_key.alone
 
@@ -104,7 +104,7 @@ def test_a_key_that_waits_for_an_earlier_handler_and_is_parked_by_an_operator_is
     dispatcher, former = opened()
     local_queue = dispatcher.new_local_queue()
     dispatcher.put(former, [Record(1, b"1:1:1:0", b"k", b"running")])
-    assert dispatcher.fill_now(local_queue)
+    assert dispatcher.fill(local_queue, 0.0)
     running = local_queue.popleft()
     dispatcher.drop(former)
     owned = OwnedPartition(
@@ -112,16 +112,16 @@ def test_a_key_that_waits_for_an_earlier_handler_and_is_parked_by_an_operator_is
     )
     dispatcher.open(owned, LockTaken(1, 3, 1, b"", {}))
     dispatcher.put(owned, [Record(1, b"1:1:1:0", b"k", b"again"), Record(2, b"1:1:2:0", b"k", b"next")])
-    assert not dispatcher.fill_now(local_queue)
-    dispatcher.sync_parked(owned, [OwnedParkedKey(KeyRef(1, b"k"), due=clock())])
-    work = dispatcher.take_parking_tasks(owned, LIMITS)
+    assert not dispatcher.fill(local_queue, 0.0)
+    dispatcher.parking.sync(owned, [OwnedParkedKey(KeyRef(1, b"k"), due=clock())])
+    work = dispatcher.parking.take_tasks(owned, LIMITS)
     [key_queue], [parked_key] = work.queues, work.due
     assert [record.body for record in key_queue.batch] == [b"again", b"next"]
-    dispatcher.batch_parked(owned, key_queue, parked=True)
-    dispatcher.resume(owned, parked_key, [ParkedRecord(1, b"1:1:1:0", b"k", b"given back")])
-    assert not dispatcher.fill_now(local_queue)
+    dispatcher.parking.batch_parked(owned, key_queue, parked=True)
+    dispatcher.parking.resume(owned, parked_key, [ParkedRecord(1, b"1:1:1:0", b"k", b"given back")])
+    assert not dispatcher.fill(local_queue, 0.0)
     dispatcher.done(running)
-    assert dispatcher.fill_now(local_queue)
+    assert dispatcher.fill(local_queue, 0.0)
     assert [record.body for record in local_queue.popleft().batch] == [b"given back"]
 
 
@@ -129,15 +129,15 @@ def test_nobody_looks_for_what_is_due_while_nothing_may_be_started() -> None:
     """Else the parking worker would never rest: while Postgres is away, a hand-over lasts, or successors are waited
     for."""
     dispatcher, owned = opened(OwnedParkedKey(KeyRef(1, b"k"), due=clock()))
-    assert dispatcher.next_parked_due_s([owned]) == 0
+    assert dispatcher.parking.next_due_s([owned]) == 0
     dispatcher.lease.until = 0.0
-    assert dispatcher.next_parked_due_s([owned]) == float("inf")
+    assert dispatcher.parking.next_due_s([owned]) == float("inf")
     dispatcher.lease.until = float("inf")
     dispatcher.stop_starting(owned)
-    assert dispatcher.next_parked_due_s([owned]) == float("inf")
+    assert dispatcher.parking.next_due_s([owned]) == float("inf")
     owned.finished = False
     dispatcher.drain(owned, clock() + 30)
-    assert dispatcher.next_parked_due_s([owned]) == float("inf")
+    assert dispatcher.parking.next_due_s([owned]) == float("inf")
 
 
 def test_a_key_that_is_given_back_to_while_it_still_runs_under_a_former_epoch_goes_on_from_postgres_alone() -> None:
@@ -150,10 +150,10 @@ def test_a_key_that_is_given_back_to_while_it_still_runs_under_a_former_epoch_go
     dispatcher.drop(former)
     owned = owned_under(dispatcher, 2)
     dispatcher.put(owned, [read(5)])
-    dispatcher.sync_parked(owned, [OwnedParkedKey(KeyRef(1, b"k"), due=clock())])
+    dispatcher.parking.sync(owned, [OwnedParkedKey(KeyRef(1, b"k"), due=clock())])
     dispatcher.finish(running, [])
     assert not dispatcher.fill(local_queue, 0.0)
-    assert [key_queue.batch for key_queue in dispatcher.take_parking_tasks(owned, LIMITS).queues] == [[read(5)]]
+    assert [key_queue.batch for key_queue in dispatcher.parking.take_tasks(owned, LIMITS).queues] == [[read(5)]]
 
 
 def test_what_was_to_be_parked_of_a_key_that_an_operator_ended_holds_up_no_later_epoch() -> None:
@@ -161,13 +161,13 @@ def test_what_was_to_be_parked_of_a_key_that_an_operator_ended_holds_up_no_later
     parked_key = OwnedParkedKey(KeyRef(1, b"k"), due=clock())
     dispatcher, owned = opened(parked_key)
     local_queue = dispatcher.new_local_queue()
-    dispatcher.take_parking_tasks(owned, LIMITS)
-    dispatcher.resume(owned, parked_key, [ParkedRecord(1, b"1:1:1:0", b"k", b"body")])
+    dispatcher.parking.take_tasks(owned, LIMITS)
+    dispatcher.parking.resume(owned, parked_key, [ParkedRecord(1, b"1:1:1:0", b"k", b"body")])
     assert dispatcher.fill(local_queue, 0.0)
     dispatcher.put(owned, [read(2)])
-    (key_queue,) = dispatcher.take_parking_tasks(owned, LIMITS).queues
+    (key_queue,) = dispatcher.parking.take_tasks(owned, LIMITS).queues
     dispatcher.drop(owned)
-    dispatcher.batch_parked(owned, key_queue, parked=False)
+    dispatcher.parking.batch_parked(owned, key_queue, parked=False)
     assert dispatcher.runs_on(PartitionId(1))
     dispatcher.finish(local_queue.popleft(), [])
     assert not dispatcher.runs_on(PartitionId(1))
@@ -181,13 +181,13 @@ def test_what_may_be_parked_already_is_written_before_its_key_goes_on() -> None:
     parked_key, other = OwnedParkedKey(KeyRef(1, b"k")), OwnedParkedKey(KeyRef(1, b"other"))
     dispatcher, owned = opened(parked_key, other)
     dispatcher.put(owned, [read(1)])
-    lost = dispatcher.take_parking_tasks(owned, (2, 100_000, 8))
+    lost = dispatcher.parking.take_tasks(owned, (2, 100_000, 8))
     assert [list(key_queue.batch) for key_queue in lost.queues] == [[read(1)]]
     more = [Record(seq, b"1:1:%d:0" % seq, b"other", b"body") for seq in (2, 3, 4)]
     dispatcher.put(owned, [*more, read(5)])
-    dispatcher.not_written(owned, lost)
-    assert owned.uncertain
+    dispatcher.parking.not_written(owned, lost)
+    assert owned.to_park.uncertain
     owned.parked.schedule(parked_key, clock())
-    work = dispatcher.take_parking_tasks(owned, (2, 100_000, 8))
+    work = dispatcher.parking.take_tasks(owned, (2, 100_000, 8))
     assert work.due == [parked_key]
     assert [list(key_queue.batch) for key_queue in work.queues] == [[read(1)], more[:1]]

@@ -31,7 +31,8 @@ from mqlayer.consuming.api.batch_handlers import BatchHandler, BatchShape, batch
 from mqlayer.consuming.api.batches import BatchOf
 from mqlayer.consuming.api.bodies import decoder_for, type_name
 from mqlayer.consuming.api.context import Context
-from mqlayer.consuming.ordered.member import Member, MemberOptions, MemberStats
+from mqlayer.consuming.engine.options import MemberOptions, MemberStats
+from mqlayer.consuming.ordered.member import OrderedMember
 from mqlayer.consuming.ordered.owned_partitions import OwnedPartition
 from mqlayer.consuming.shared.member import SharedMember
 from mqlayer.domain.message import Record
@@ -83,7 +84,7 @@ class App:
             use_access(settings)
         self._settings = settings
         self.consumers: list[Consumer] = []
-        self.members: list[Member | SharedMember] = []
+        self.members: list[OrderedMember | SharedMember] = []
         self.hooks: list[Hook] = []
         self._open: list[Any] = []
         # Number of this process among those of one command; each is an instance.
@@ -211,9 +212,9 @@ class App:
                 for consumer in self.consumers:
                     require(connection, "control", Right.CONSUME, f"{consumer.topic}/{consumer.group}")
                 check_schema(connection, "control", database.address)
-            fenced = _has_fence(application)
+            runtime = Runtime(database, settings, application if _has_fence(application) else None)
             for consumer in self.consumers:
-                member = self._member(consumer, database, routes, application if fenced else None)
+                member = self._member(consumer, runtime, routes)
                 member.start()
                 self.members.append(member)
             notices = NotificationListener(database, GROUP, self._wake_members)
@@ -300,10 +301,7 @@ class App:
                 return True
         return False
 
-    def _member(
-        self, consumer: Consumer, database: Database, routes: RouteCache, application: Database | None
-    ) -> Member | SharedMember:
-        settings, runtime = self.settings, Runtime(database, self.settings, application, "member")
+    def _member(self, consumer: Consumer, runtime: Runtime, routes: RouteCache) -> OrderedMember | SharedMember:
         group = ensure_group(
             runtime, routes, topic=consumer.topic, name=consumer.group, settings=consumer.group_settings
         )
@@ -312,14 +310,14 @@ class App:
             rejoin = partial(self._instance, consumer, group, runtime, routes)
             group = rejoin()
         facts: dict[str, Any] = {
-            "settings": settings, "database": database, "routes": routes, "group": group, "is_async": consumer.is_async,
-            "options": consumer.options, "application": application, "hooks": self.hooks,
+            "runtime": runtime, "routes": routes, "group": group, "is_async": consumer.is_async,
+            "options": consumer.options, "hooks": self.hooks,
         }  # fmt: skip
         if group.mode == "shared":
             return SharedMember(handle=_handle(consumer, group), **facts)
         if consumer.batch is not None:
-            return Member(handle=_batch_handler(consumer, group, *consumer.batch), rejoin=rejoin, **facts)
-        return Member(handle=_handle(consumer, group), rejoin=rejoin, **facts)
+            return OrderedMember(handle=_batch_handler(consumer, group, *consumer.batch), rejoin=rejoin, **facts)
+        return OrderedMember(handle=_handle(consumer, group), rejoin=rejoin, **facts)
 
     def _instance(self, consumer: Consumer, group: Group, runtime: Runtime, routes: RouteCache) -> Group:
         instance, anew = ensure_instance(runtime, routes, group, self._instance_name(consumer))

@@ -323,23 +323,10 @@ class Batch(Sequence[BatchMessage[Body]], Generic[Body]):
     def end(self, raised: BaseException | None) -> list[MessageOutcome]:
         """Close the batch; return each message's outcome."""
         self._closed = True
+        rest = self._when_open(raised)
         if self.kind == "key":
-            return self._of_one_key(raised)
-        return self._of_distinct_keys(raised)
-
-    def _of_distinct_keys(self, raised: BaseException | None) -> list[MessageOutcome]:
-        rest = self._when_open(raised)
+            return _in_order(self._all, raised, rest)
         return [_outcome(message, raised, rest) for message in self._all]
-
-    def _of_one_key(self, raised: BaseException | None) -> list[MessageOutcome]:
-        rest = self._when_open(raised)
-        # Messages behind an unfinished one keep their order: they come again, however marked.
-        behind = rest if isinstance(rest, Redelivered) else Redelivered(singly=False)
-        outcomes: list[MessageOutcome] = []
-        for message in self._all:
-            waits = bool(outcomes) and not isinstance(outcomes[-1], Handled)
-            outcomes.append(behind if waits else _outcome(message, raised, rest))
-        return outcomes
 
     def _when_open(self, raised: BaseException | None) -> MessageOutcome:
         if raised is None:
@@ -354,6 +341,18 @@ class Batch(Sequence[BatchMessage[Body]], Generic[Body]):
         open_count = sum(not m.is_done and m.mark is not MessageMark.FAILED for m in self._messages)
         marked = any(message.mark is MessageMark.FAILED for message in self._messages)
         return Failed(raised) if open_count == 1 and not marked else Redelivered(singly=True)
+
+
+def _in_order(
+    messages: list[BatchMessage[Any]], raised: BaseException | None, rest: MessageOutcome
+) -> list[MessageOutcome]:
+    # Messages behind an unfinished one keep their order: they come again, however marked.
+    behind = rest if isinstance(rest, Redelivered) else Redelivered(singly=False)
+    outcomes: list[MessageOutcome] = []
+    for message in messages:
+        waits = bool(outcomes) and not isinstance(outcomes[-1], Handled)
+        outcomes.append(behind if waits else _outcome(message, raised, rest))
+    return outcomes
 
 
 def _outcome(message: BatchMessage[Any], raised: BaseException | None, rest: MessageOutcome) -> MessageOutcome:

@@ -1,20 +1,75 @@
-"""Run handlers on threads, or on one event loop."""
+"""Run workers, on threads or one event loop."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, Final
 
 from mqlayer.consuming.engine.clock import clock
-from mqlayer.consuming.engine.timeouts import ThreadTimeouts
+from mqlayer.consuming.engine.timeouts import AsyncioTimeouts, ThreadTimeouts
+from mqlayer.errors import HandlerFault
+
+IDLE_WAIT_S: Final = 0.25
+"""Idle poll interval."""
+
+Timeouts = ThreadTimeouts | AsyncioTimeouts
 
 
-class ThreadExecutor:
-    """Threads that each run `_work`."""
+class Worker(ABC):
+    """What one worker takes and does: the strategy. It raises nothing."""
 
-    def __init__(self, *, count: int, name: str) -> None:
+    @property
+    @abstractmethod
+    def stopping(self) -> bool:
+        """Whether to end."""
+
+    @abstractmethod
+    def take(self, timeout_s: float) -> bool:
+        """Take work; say whether there is any."""
+
+    @abstractmethod
+    def run(self) -> None:
+        """Handle it, plain."""
+
+    @abstractmethod
+    async def arun(self) -> None:
+        """Handle it, async."""
+
+    def idle_s(self) -> float:
+        """Return a coroutine's longest wait."""
+        return IDLE_WAIT_S
+
+
+MakeWorker = Callable[[Timeouts], Worker]
+
+
+class Executor(ABC):
+    """A member's workers."""
+
+    @abstractmethod
+    def start(self) -> None:
+        """Start the threads."""
+
+    @property
+    @abstractmethod
+    def alive(self) -> bool:
+        """Whether no thread has ended."""
+
+    @abstractmethod
+    def join(self, timeout_s: float) -> bool:
+        """Wait; say whether all ended."""
+
+
+class ThreadExecutor(Executor):
+    """A thread per worker."""
+
+    def __init__(self, make_worker: MakeWorker, *, count: int, name: str) -> None:
         self._limits = ThreadTimeouts(name)
+        self._make_worker = make_worker
         self._threads = [
             threading.Thread(target=self._work, name=f"{name}-worker-{i}", daemon=True) for i in range(count)
         ]
@@ -39,14 +94,17 @@ class ThreadExecutor:
         return not any(thread.is_alive() for thread in self._threads)
 
     def _work(self) -> None:
-        raise NotImplementedError
+        worker = self._make_worker(self._limits)
+        while not worker.stopping:
+            if worker.take(IDLE_WAIT_S):
+                worker.run()
 
 
-class AsyncioExecutor:
-    """A loop's thread; coroutines run `_work`."""
+class AsyncioExecutor(Executor):
+    """A coroutine per worker, on one event loop."""
 
-    def __init__(self, *, count: int, name: str) -> None:
-        self._count = count
+    def __init__(self, make_worker: MakeWorker, *, count: int, name: str) -> None:
+        self._make_worker, self._count = make_worker, count
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ready: asyncio.Event | None = None
         self._thread = threading.Thread(target=self._run_loop, name=f"{name}-loop", daemon=True)
@@ -74,18 +132,37 @@ class AsyncioExecutor:
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(ready.set)
 
-    async def wait(self, ready: asyncio.Event, longest_s: float) -> None:
-        """Wait for `wake`, or `longest_s`."""
-        ready.clear()
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(ready.wait(), longest_s)
-
     def _run_loop(self) -> None:
         asyncio.run(self._main())
 
     async def _main(self) -> None:
         self._loop, self._ready = asyncio.get_running_loop(), asyncio.Event()
-        await asyncio.gather(*(self._work(self._ready) for _ in range(self._count)))
+        limits = AsyncioTimeouts()
+        await asyncio.gather(*(self._work(self._make_worker(limits), self._ready) for _ in range(self._count)))
 
-    async def _work(self, ready: asyncio.Event) -> None:
-        raise NotImplementedError
+    async def _work(self, worker: Worker, ready: asyncio.Event) -> None:
+        while not worker.stopping:
+            if worker.take(0.0):
+                await worker.arun()
+                continue
+            ready.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(ready.wait(), worker.idle_s())
+
+
+def executor_of(
+    make_worker: MakeWorker, *, is_async: bool, count: int, name: str, on_ready: Callable[[Callable[[], None]], None]
+) -> Executor:
+    """Return the executor; `on_ready` gets what wakes coroutines."""
+    if not is_async:
+        return ThreadExecutor(make_worker, count=count, name=name)
+    executor = AsyncioExecutor(make_worker, count=count, name=name)
+    on_ready(executor.wake)
+    return executor
+
+
+def not_awaited(answer: Any) -> HandlerFault:
+    """Return the fault of a plain handler that returns an awaitable."""
+    if hasattr(answer, "close"):
+        answer.close()
+    return HandlerFault("the handler returned an awaitable that nobody awaits: make it `async def` itself")

@@ -66,6 +66,11 @@ def failure_action(
     return _retry_or_park(attempts, "retry", wait_s, in_place=short and not parked)
 
 
+def wait_in_place_s(rules: RetryRules, attempts: int, seconds: float | None) -> float:
+    """Return how long a message waits that finds no room for parking."""
+    return rules.wait_s(max(1, attempts), 0.0) if seconds is None else seconds
+
+
 def _retry_or_park(attempts: int, cause: ParkCause, wait_s: float, *, in_place: bool) -> FailureAction:
     return RetryInPlace(attempts, wait_s) if in_place else ParkKey(attempts, cause, wait_s)
 

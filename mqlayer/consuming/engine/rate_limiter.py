@@ -7,10 +7,15 @@ member.
 from __future__ import annotations
 
 import threading
-from typing import Final
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
 
 from mqlayer.consuming.engine.clock import clock
 from mqlayer.domain.rates import BUCKET_S, RateLimit
+from mqlayer.redis.node_connection import Command, NodeConnection
+from mqlayer.redis.partition_scripts import LockHolder
+from mqlayer.redis.rate_script import rate_command, rate_reply
+from mqlayer.redis.shared_scripts import SharedGroupPartition
 
 GRAIN_S: Final = 0.02
 """High rates are spent in steps of this length."""
@@ -132,7 +137,7 @@ class RateLimiter:
 
 
 class RatePoller:
-    """Schedules a reader's polls."""
+    """Fetches rate for one reader, from the buckets of its node's partitions."""
 
     def __init__(self, rate_limiter: RateLimiter) -> None:
         self._rate_limiter = rate_limiter
@@ -142,6 +147,23 @@ class RatePoller:
         """Say whether to poll now."""
         return self._rate_limiter.limit is not None and clock() >= self._ask_at
 
-    def polled(self) -> None:
-        """Note a poll."""
+    def commands(
+        self, connection: NodeConnection, holders: Iterable[LockHolder | SharedGroupPartition]
+    ) -> list[Command]:
+        """Return the polling commands."""
+        limit = self._rate_limiter.limit
+        if limit is None:
+            return []
+        self._polled()
+        wanted = self._rate_limiter.needed()
+        return [
+            rate_command(connection, h.prefix, h.partition, h.group_id, limit.share, wanted=wanted) for h in holders
+        ]
+
+    def add(self, replies: Sequence[Any], address: str) -> None:
+        """Add what the buckets gave."""
+        self._rate_limiter.add(sum(rate_reply(reply, address).granted for reply in replies))
+        self._polled()
+
+    def _polled(self) -> None:
         self._ask_at = clock() + max(GRAIN_S / 2, self._rate_limiter.fetch_wait_s())

@@ -24,9 +24,9 @@ from functools import partial
 from typing import Any, Final, ParamSpec
 
 from mqlayer.consuming.engine.clock import clock
-from mqlayer.consuming.engine.error_text import where
 from mqlayer.domain.retry_rules import RetryRules
 from mqlayer.errors import InvalidInput, MessageTimeout
+from mqlayer.runtime.error_text import where
 
 log = logging.getLogger(__name__)
 

@@ -5,69 +5,53 @@ A key queue is in one batch at most, so keys stay in order. Failed, suspect, and
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from mqlayer.consuming.api.batches import BatchOf
 from mqlayer.consuming.engine.clock import Lease, clock
 from mqlayer.consuming.ordered.dispatcher import Dispatcher
-from mqlayer.consuming.ordered.executors import TIME_SLICE_S
-from mqlayer.consuming.ordered.owned_partitions import KeyQueue, OwnedPartition, OwnershipState, size_of
+from mqlayer.consuming.ordered.owned_partitions import KeyQueue, OwnedPartition, OwnershipState
+from mqlayer.consuming.ordered.ready_queues import ReadyQueues
+from mqlayer.consuming.ordered.results import size_of
+from mqlayer.consuming.ordered.workers import TIME_SLICE_S
 from mqlayer.domain.message import NO_KEY, ParkedRecord, Record
 
 SHORTEST_WAIT_S = 0.001
 
 
-class BatchDispatcher(Dispatcher):
-    """A dispatcher whose workers take batches."""
+class BatchQueues(ReadyQueues):
+    """Ready key queues that are given out in batches."""
 
     def __init__(self, lease: Lease, batch_of: BatchOf) -> None:
         super().__init__(lease)
         self._of = batch_of
 
-    def take_batch(self, timeout_s: float) -> list[KeyQueue]:
-        """Return key queues with their records; empty at the timeout."""
-        with self.changed:
-            key_queues = self._gather()
-            if not key_queues and not self.stopping:
-                self._idle += 1
-                try:
-                    self.changed.wait(self._wait_s(timeout_s))
-                finally:
-                    self._idle -= 1
-                key_queues = self._gather()
-            return key_queues
-
-    def take_batch_now(self) -> list[KeyQueue]:
-        """`take_batch` without waiting."""
-        with self.lock:
-            return self._gather()
-
-    def note_full(self, owned: OwnedPartition, *, full: bool) -> None:
-        """Note whether a partition lacks room; then batches don't wait."""
-        if owned.full != full:
-            with self.lock:
-                owned.full = full
-                if full:
-                    self._wake()
+    def gather(self) -> list[KeyQueue]:
+        """Return a due batch's key queues, or none."""
+        self.collect_finished()
+        if self.stopping or not self.lease.holds():
+            return []
+        key_queues = list(self._of_one_key() if self._of.kind == "key" else self._of_distinct_keys())
+        for key_queue in key_queues:
+            key_queue.owned.begin(key_queue, self._count(key_queue) if self._of.kind == "key" else 1)
+        return key_queues
 
     def batch_due_s(self, timeout_s: float) -> float:
         """Return seconds until a batch is due."""
-        with self.lock:
-            return self._wait_s(timeout_s)
-
-    def _wait_s(self, timeout_s: float) -> float:
         if not self._ready or not self._of.linger_s or not self.lease.holds():
             return timeout_s
         due_s = self._ready[0].since + self._of.linger_s - clock()
         return max(SHORTEST_WAIT_S, min(timeout_s, due_s))
 
-    def _enqueue(self, key_queues: list[KeyQueue]) -> None:
-        now = clock()
+    def enqueue(self, key_queues: Iterable[KeyQueue]) -> None:
+        """Make key queues ready, from now on."""
+        now, key_queues = clock(), list(key_queues)
         for key_queue in key_queues:
             key_queue.since = now
-        super()._enqueue(key_queues)
+        super().enqueue(key_queues)
 
-    def _finish(self, key_queue: KeyQueue, delay_s: float) -> None:
+    def finish(self, key_queue: KeyQueue, delay_s: float) -> None:
+        """Take back a key queue with its remaining records."""
         key_queue.since = clock()
         owned = key_queue.owned
         goes_on = key_queue.resumed and key_queue.records and key_queue.action is None and self._in_turn(key_queue)
@@ -76,7 +60,7 @@ class BatchDispatcher(Dispatcher):
             key_queue.batch = ()
             self._ready.append(key_queue)
         else:
-            super()._finish(key_queue, delay_s)
+            super().finish(key_queue, delay_s)
 
     def _in_turn(self, key_queue: KeyQueue) -> bool:
         """Say whether a parked key continues; after a failed batch always, to keep messages single."""
@@ -85,18 +69,6 @@ class BatchDispatcher(Dispatcher):
             or key_queue.singly > 0
             or clock() < key_queue.parked_key.resumed_at + TIME_SLICE_S
         )
-
-    def _gather(self) -> list[KeyQueue]:
-        self._collect_finished()
-        if self.stopping or not self.lease.holds():
-            return []
-        key_queues = list(self._of_one_key() if self._of.kind == "key" else self._of_distinct_keys())
-        for key_queue in key_queues:
-            count = self._count(key_queue) if self._of.kind == "key" else 1
-            key_queue.batch, key_queue.records = key_queue.records[:count], key_queue.records[count:]
-            # A resumed key queue counts as running until its result is in Postgres.
-            key_queue.owned.running += not key_queue.resumed
-        return key_queues
 
     def _of_distinct_keys(self) -> list[KeyQueue]:
         ready, key_queues, size, full = self._ready, list[KeyQueue](), 0, False
@@ -116,7 +88,7 @@ class BatchDispatcher(Dispatcher):
                 key_queues
                 and not full
                 and self._may_linger(key_queues[0])
-                and not any(key_queue.owned.full for key_queue in key_queues)
+                and not any(key_queue.owned.room.full for key_queue in key_queues)
             ):
                 ready.extendleft(reversed(key_queues))
                 return []
@@ -133,7 +105,7 @@ class BatchDispatcher(Dispatcher):
 
     def _may_linger(self, key_queue: KeyQueue) -> bool:
         # A partition without room reads nothing that could fill the batch.
-        return self._of.linger_s > 0 and not key_queue.owned.full and clock() < key_queue.since + self._of.linger_s
+        return self._of.linger_s > 0 and not key_queue.owned.room.full and clock() < key_queue.since + self._of.linger_s
 
     def _is_full(self, key_queue: KeyQueue) -> bool:
         if len(key_queue.records) >= self._of.limit or key_queue.spilled is not None or key_queue.resumed:
@@ -156,10 +128,40 @@ class BatchDispatcher(Dispatcher):
         return min(len(key_queue.records), self._of.limit)
 
 
+class BatchDispatcher(Dispatcher):
+    """A dispatcher whose workers take batches."""
+
+    def __init__(self, lease: Lease, batch_of: BatchOf) -> None:
+        self._batches = BatchQueues(lease, batch_of)
+        super().__init__(lease, self._batches)
+
+    def take_batch(self, timeout_s: float) -> list[KeyQueue]:
+        """Return key queues with their records, waiting; empty at the timeout."""
+        with self.lock:
+            key_queues = self._batches.gather()
+            if not key_queues and timeout_s and not self._batches.stopping:
+                self._batches.wait(self._batches.batch_due_s(timeout_s))
+                key_queues = self._batches.gather()
+            return key_queues
+
+    def note_full(self, owned: OwnedPartition, *, full: bool) -> None:
+        """Note whether a partition lacks room; then batches don't wait."""
+        if owned.room.full != full:
+            with self.lock:
+                owned.room.note_full(full=full)
+                if full:
+                    self._batches.wake()
+
+    def batch_due_s(self, timeout_s: float) -> float:
+        """Return seconds until a batch is due."""
+        with self.lock:
+            return self._batches.batch_due_s(timeout_s)
+
+
 def is_alone(key_queue: KeyQueue, record: Record) -> bool:
     """Say whether a message needs its own batch."""
     if record.offset < key_queue.guarded_below or record.offset < key_queue.singly:
         return True
     if isinstance(record, ParkedRecord):
         return record.attempts > 0 or (key_queue.parked_key is not None and key_queue.parked_key.guarded_count > 0)
-    return bool(key_queue.owned.attempts.get(record.offset))
+    return key_queue.owned.attempts.get(record.offset) > 0

@@ -1,4 +1,4 @@
-"""Partitions that a member owns, each with one key queue per key.
+"""A partition that a member owns, with one key queue per key.
 
 An owned partition is *new* -> *open* (pull lock taken) -> *draining* -> *gone*.
 A key queue is *waiting*, *running*, *delayed* (its head failed) or *spilled* (reduced to offsets). A parked key's queue
@@ -7,20 +7,23 @@ goes to the parking worker; its first messages return from Postgres in a separat
 
 from __future__ import annotations
 
-import threading
 from array import array
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from enum import Enum, auto
 
 from mqlayer.consuming.engine.clock import clock
 from mqlayer.consuming.engine.delivery_times import DeliveryTimes
-from mqlayer.consuming.engine.failure_actions import FailureAction, ParkKey
-from mqlayer.consuming.ordered.parked_keys import NEVER, OwnedParkedKey, OwnedParkedKeys
-from mqlayer.domain.message import NO_KEY, CommandRecord, Identity, ParkedRecord, Record
-from mqlayer.domain.offsets import OffsetRange, first_unsettled, is_settled
+from mqlayer.consuming.engine.failure_actions import ParkKey
+from mqlayer.consuming.ordered.attempts import Attempts
+from mqlayer.consuming.ordered.excluded_records import ExcludedRecords
+from mqlayer.consuming.ordered.parked_keys import NEVER, OwnedParkedKey, OwnedParkedKeys, QueuedMessages
+from mqlayer.consuming.ordered.results import Results, Room
+from mqlayer.domain.message import NO_KEY, CommandRecord, ParkedRecord, Record
+from mqlayer.domain.offsets import OffsetRange
 from mqlayer.domain.parked_names import parked_name
-from mqlayer.domain.routing import NodeId, PartitionId
+from mqlayer.domain.routing import PartitionId
 from mqlayer.groups.members import Assignment
 from mqlayer.parking import DeadLetterEntry, KeyEntry, KeyRef
 from mqlayer.redis.partition_scripts import LockHolder, LockTaken
@@ -41,45 +44,20 @@ class OwnershipState(Enum):
     GONE = auto()
 
 
-class GuardedStart:
-    """A message whose start is recorded before its handler runs."""
-
-    __slots__ = ("alone", "offset", "recorded")
-
-    def __init__(self, offset: int, *, alone: bool) -> None:
-        self.offset, self.alone = offset, alone
-        self.recorded = threading.Event()
-
-
-class KeyQueue:
-    """One key's unhandled messages, in order; `batch` is a worker's part.
+class KeyQueue(QueuedMessages):
+    """One key's queue in its partition.
 
     `spilled`: offsets behind `records`, else None; a failing key's backlog must not use shared room.
     """
 
-    __slots__ = (
-        "action",
-        "batch",
-        "guarded_below",
-        "handled",
-        "key",
-        "owned",
-        "parked_key",
-        "records",
-        "resumed",
-        "since",
-        "singly",
-        "spilled",
-        "uncertain",
-    )  # fmt: skip
+    __slots__ = ("guarded_below", "owned", "parked_key", "resumed", "since", "singly", "spilled", "uncertain")
 
     def __init__(self, owned: OwnedPartition, key: bytes, record: Record) -> None:
-        self.owned, self.key = owned, key
-        self.records = [record]
-        self.batch: Sequence[Record] = ()
+        # Without `super().__init__`: with one message per key, each message gets a key queue.
+        self.key, self.records, self.batch = key, [record], ()
+        self.handled, self.action = owned.handled, None
+        self.owned = owned
         self.spilled: array[int] | None = None
-        # Where workers append handled records.
-        self.handled: deque[Record] = owned.settled
         # Starts of lower offsets are recorded first: one of them may have killed the former owners.
         self.guarded_below = owned.guarded_below
         # Of batch handlers: lower offsets come one by one; when the key queue began to wait.
@@ -89,56 +67,185 @@ class KeyQueue:
         # How many leading messages may be parked already: the answer was lost.
         self.uncertain = 0
         self.resumed = False
-        # Why the first remaining message failed, for the parking worker.
-        self.action: FailureAction | None = None
+
+    @property
+    def failed_before(self) -> bool:
+        """Whether its first spilled message failed."""
+        spilled = self.spilled
+        return spilled is not None and len(spilled) > 0 and spilled[0] in self.owned.attempts
+
+
+class ParkingQueue:
+    """Key queues for the parking worker. Needs the lock."""
+
+    __slots__ = ("_dead_letters", "_to_park", "uncertain", "version")
+
+    def __init__(self) -> None:
+        self._to_park: deque[KeyQueue] = deque()
+        self._dead_letters: deque[tuple[KeyQueue, DeadLetterEntry]] = deque()
+        self.uncertain = False
+        """Some may be parked already."""
+        self.version = 0
+        """Others' changes to parked keys that are applied here."""
+
+    def __bool__(self) -> bool:
+        return bool(self._to_park)
+
+    def __contains__(self, key_queue: KeyQueue) -> bool:
+        return key_queue in self._to_park
+
+    def add(self, key_queue: KeyQueue) -> None:
+        """Add a parked key's queue that holds messages."""
+        self._to_park.append(key_queue)
+
+    def discard(self, key_queue: KeyQueue) -> None:
+        """Take a key queue out."""
+        if key_queue in self._to_park:
+            self._to_park.remove(key_queue)
+
+    def clear(self) -> None:
+        """Take all of them out."""
+        self._to_park.clear()
+
+    def take(self, count: int, size: int) -> list[KeyQueue]:
+        """Take batches, up to limits of messages, bytes."""
+        if self.uncertain:
+            # Possibly parked messages first: their key must not continue from Postgres before that is known.
+            self._to_park = deque(sorted(self._to_park, key=lambda key_queue: not key_queue.uncertain))
+        taken: list[KeyQueue] = []
+        while self._to_park and (self._to_park[0].uncertain or (count > 0 and size > 0)):
+            key_queue = self._to_park.popleft()
+            most, key_queue.uncertain = key_queue.uncertain or count, 0
+            key_queue.begin(most)
+            taken.append(key_queue)
+            count -= len(key_queue.batch)
+            size -= sum(len(record.body) for record in key_queue.batch)
+        return taken
+
+    def synced(self, version: int) -> None:
+        """Note which changes of others are applied here."""
+        self.version = version
+
+    def written(self) -> None:
+        """Note that a transaction was answered."""
+        self.uncertain = False
+
+    def not_written(self, key_queue: KeyQueue) -> None:
+        """Put a batch back; its messages may be parked already."""
+        key_queue.put_back(key_queue.batch)
+        key_queue.uncertain = len(key_queue.batch)
+        self.uncertain = True
+
+    def add_dead_letter(self, key_queue: KeyQueue, dead_letter: DeadLetterEntry) -> None:
+        """Add a key queue whose first message leaves the group."""
+        self._dead_letters.append((key_queue, dead_letter))
+
+    def take_dead_letters(self) -> list[tuple[KeyQueue, DeadLetterEntry]]:
+        """Take those."""
+        return [self._dead_letters.popleft() for _ in range(len(self._dead_letters))]
+
+    def put_back_dead_letters(self, dead_letters: Sequence[tuple[KeyQueue, DeadLetterEntry]]) -> None:
+        """Take them back."""
+        self._dead_letters.extendleft(reversed(dead_letters))
+
+
+class SpilledQueues:
+    """Spilled key queues. Needs the lock."""
+
+    __slots__ = ("_due", "_owned")
+
+    def __init__(self, owned: OwnedPartition) -> None:
+        self._owned = owned
+        self._due: deque[KeyQueue] = deque()
+
+    def take_due(self) -> list[KeyQueue]:
+        """Take the key queues to reload."""
+        return [self._due.popleft() for _ in range(len(self._due))]
+
+    def put_back(self, key_queues: list[KeyQueue]) -> None:
+        """Take key queues back that were not reloaded."""
+        self._due.extendleft(reversed(key_queues))
+
+    def clear(self) -> None:
+        """Reload nothing."""
+        self._due.clear()
+
+    def add(self, key_queue: KeyQueue) -> None:
+        """Reduce a key queue to offsets, until its backoff is over."""
+        first = key_queue.spilled is None
+        if key_queue.spilled is None:
+            key_queue.spilled = array("q")
+        key_queue.spilled[:0] = array("q", [record.offset for record in key_queue.records])
+        self._owned.room.spill(key_queue.records, first=first)
+        self._owned.room.back_off(1)
+        key_queue.records = []
+
+    def backed_off(self, key_queue: KeyQueue) -> None:
+        """Reload a key queue whose backoff is over."""
+        self._owned.room.back_off(-1)
+        self._due.append(key_queue)
+
+    def reload(self, key_queue: KeyQueue, records: list[Record], asked: int) -> None:
+        """Add the first `asked` spilled offsets' records."""
+        room, spilled = self._owned.room, key_queue.spilled or array("q")
+        del spilled[:asked]
+        # They may have died since the first read.
+        key_queue.records = self._owned.without_dead(records)
+        room.keep(key_queue.records)
+        room.take_place(-1)
+        if not key_queue.records:
+            self.continue_or_end(key_queue)
+        elif not spilled:
+            key_queue.spilled = None
+            room.unspill()
+
+    def continue_or_end(self, key_queue: KeyQueue) -> None:
+        """Continue or end an empty key queue."""
+        if key_queue.spilled:
+            self._owned.room.take_place()
+            self._due.append(key_queue)
+        else:
+            if key_queue.spilled is not None:
+                self._owned.room.unspill()
+            self._owned.forget(key_queue)
 
 
 class OwnedPartition:
-    """One partition under one epoch. Fields marked (lock), and methods that change them, need the dispatcher's lock."""
+    """One partition under one epoch; it alone writes its state. Methods marked (lock) need the dispatcher's lock."""
 
     __slots__ = (
         "assignment",
         "attempts",
-        "backing_off",
-        "bytes_in_flight",
         "command",
         "committed",
-        "count_in_flight",
-        "cut",
-        "dead",
         "deliveries",
-        "died",
         "drain_until",
-        "failed",
-        "failing_since",
+        "excluded",
         "finished",
-        "full",
         "guarded_below",
-        "guarded_starts",
+        "handled",
         "lock_holder",
         "next_read",
         "ordered",
         "parked",
-        "parking_version",
         "queues",
-        "record_bytes",
+        "results",
+        "room",
         "running",
-        "settled",
-        "settled_before",
         "spilled",
-        "starts_recorded",
         "state",
-        "suspects",
-        "to_dead_letter",
         "to_park",
-        "to_reload",
-        "to_settle",
-        "uncertain",
-        "unmatched",
         "waits_for_replay",
     )
 
-    def __init__(self, assignment: Assignment, lock_holder: LockHolder, *, ordered: bool = True) -> None:
+    def __init__(
+        self,
+        assignment: Assignment,
+        lock_holder: LockHolder,
+        *,
+        ordered: bool = True,
+        cut: Mapping[str, int] | None = None,
+    ) -> None:
         self.assignment, self.lock_holder, self.ordered = assignment, lock_holder, ordered
         self.state = OwnershipState.NEW
         # Nothing is read: a replay holds newer messages back, until the parking worker has loaded the keys that it
@@ -146,40 +253,19 @@ class OwnedPartition:
         self.waits_for_replay = assignment.waits_for_replay
         self.queues: dict[bytes, KeyQueue] = {}  # (lock)
         self.running = 0  # (lock) key queues that workers have
-        self.count_in_flight = 0  # (lock) read and not settled
-        self.bytes_in_flight = 0  # (lock)
-        self.spilled = 0  # (lock) key queues that are spilled
-        self.full = False  # no room for reads; set by its reader
-        self.backing_off = 0  # (lock) spilled key queues that wait for their backoff
-        self.to_reload: deque[KeyQueue] = deque()  # (lock) spilled key queues that are due
-        self.settled: deque[Record] = deque()  # handled; workers append, the settler pops
-        # Settled without a handler here: parked, dead, or another partition's; likewise.
-        self.to_settle: deque[Record] = deque()
-        # Filtered offsets to settle; likewise.
-        self.unmatched: deque[OffsetRange] = deque()
-        self.failed: deque[tuple[int, int]] = deque()  # (offset, failed attempts) to record; likewise
-        self.deliveries = DeliveryTimes()  # of an archived topic: delivery times of unsettled offsets
-        self.attempts: dict[int, int] = {}
-        self.failing_since: dict[int, float] = {}  # offset -> first failure in this process
-        self.parked = OwnedParkedKeys()  # (lock)
-        self.parking_version = 0  # others' changes to parked keys that are applied here
-        self.to_park: deque[KeyQueue] = deque()  # (lock) key queues of parked keys that hold messages
-        self.uncertain = False  # some of these may be parked already
-        self.to_dead_letter: deque[tuple[KeyQueue, DeadLetterEntry]] = (
-            deque()
-        )  # (lock) key queues whose first message leaves the group
-        self.dead: set[Identity] = set()  # left the group, and may be read again
         self.finished = False  # (lock) nothing more starts: the successors continue
+        self.room = Room()
+        self.results = Results()
+        self.handled = self.results.handled  # workers append
+        self.attempts = Attempts()
         self.guarded_below = 0  # starts of lower offsets are recorded first
-        self.guarded_starts: deque[GuardedStart] = deque()  # the settler records them before workers begin
-        self.starts_recorded: set[int] = set()  # recorded on the node, and not failed since
-        self.suspects: set[int] = set()  # offsets that start alone
-        self.died: set[int] = set()  # lone starts that never ended
-        self.settled_before: tuple[int, bytes] | None = None  # base and bits of the former owner's ack bitmap
+        self.deliveries = DeliveryTimes()  # of an archived topic: delivery times of unsettled offsets
+        self.excluded = ExcludedRecords(cut or {})
+        self.parked = OwnedParkedKeys()  # (lock)
+        self.to_park = ParkingQueue()  # (lock)
+        self.spilled = SpilledQueues(self)  # (lock)
         self.committed = self.next_read = 0
-        self.record_bytes = 1024.0
         self.drain_until = float("inf")
-        self.cut: Mapping[str, int] = {}  # marks beyond which the successors have the messages too; mostly empty
         self.command: CommandRecord | None = None  # set once read: nothing follows
 
     @property
@@ -192,20 +278,60 @@ class OwnedPartition:
         """The assignment's epoch."""
         return self.assignment.epoch
 
-    def start_at(self, lock: LockTaken) -> None:
-        """Open at the former owner's position."""
-        self.committed = lock.committed
-        self.settled_before = (lock.base, lock.bits) if lock.bits else None
-        self.next_read = first_unsettled(lock.committed, lock.base, lock.bits)
-        self.attempts = lock.attempts
-        self.guarded_below, self.suspects, self.died = lock.guarded_below, set(lock.suspects), set(lock.died)
-        self.state = OwnershipState.OPEN
+    @property
+    def is_settled(self) -> bool:
+        """Whether everything before the command record is settled."""
+        return self.command is not None and self.committed >= self.command.end
+
+    @property
+    def reach(self) -> int:
+        """Offsets left in the ack bitmap."""
+        return self.committed + BITMAP_REACH - self.next_read
+
+    # -- life --------------------------------------------------------------------------------------------------------
+
+    def open(self, lock: LockTaken) -> None:
+        """(lock) Open a new partition at the former owner's position."""
+        if self.state is OwnershipState.NEW:
+            self.committed = lock.committed
+            self.next_read = self.excluded.open(lock)
+            self.attempts.open(lock)
+            self.guarded_below = lock.guarded_below
+            self.state = OwnershipState.OPEN
+
+    def follow_replay(self, *, waits: bool) -> None:
+        """Note that a replay holds newer messages back."""
+        if waits != self.assignment.waits_for_replay:
+            self.assignment = replace(self.assignment, waits_for_replay=waits)
+        self.waits_for_replay = self.waits_for_replay or waits
+
+    def replay_loaded(self) -> None:
+        """Read on: its parked keys are loaded."""
+        self.waits_for_replay = False
+
+    def seal(self, command: CommandRecord) -> None:
+        """Note the last record."""
+        self.command = command
+
+    def finish(self) -> None:
+        """(lock) Start nothing more."""
+        self.finished = True
+
+    def drain(self, until: float) -> None:
+        """(lock) Start nothing more; running handlers have until `until`."""
+        self.drain_until, self.state = until, OwnershipState.DRAINING
+
+    def drop(self) -> None:
+        """(lock) Be gone."""
+        self.state = OwnershipState.GONE
+
+    # -- records -----------------------------------------------------------------------------------------------------
 
     def add(self, records: list[Record], last: int) -> list[KeyQueue]:
-        """Queue records; return key queues that became ready."""
+        """(lock) Queue records; return key queues that became ready."""
         ready: list[KeyQueue] = []
         key_queues = self.queues
-        records = self._handleable(records, last)
+        records, following = self._handleable(records, last)
         size = admitted = 0
         ordered, parked = self.ordered, self.parked
         for record in records:
@@ -217,7 +343,10 @@ class OwnedPartition:
                 key_queues[name] = key_queue = KeyQueue(self, name, record)
                 if parked:
                     key_queue.parked_key = parked.by_name.get(self.parked_name(record))
-                (ready if key_queue.parked_key is None else self.to_park).append(key_queue)
+                if key_queue.parked_key is None:
+                    ready.append(key_queue)
+                else:
+                    self.to_park.add(key_queue)
             elif key_queue.spilled is None:
                 key_queue.records.append(record)
             else:
@@ -225,16 +354,22 @@ class OwnedPartition:
                 continue
             size += len(m) + len(key) + len(body)
             admitted += 1
-        self.count_in_flight += admitted
-        self.bytes_in_flight += size
-        self.next_read = max(self.next_read, last + 1)
-        if admitted:
-            self.record_bytes = max(size / admitted, 0.9 * self.record_bytes)
+        self.room.admit(admitted, size)
+        self.next_read = max(self.next_read, following)
         return ready
 
+    def _handleable(self, records: list[Record], last: int) -> tuple[list[Record], int]:
+        records, following = self.excluded.unsettled(records, last)
+        records, excluded = self.excluded.split(records)
+        self.room.keep(excluded)
+        self.results.settle(excluded)
+        if self.parked.expected:
+            self.parked.read({record.offset: self.parked_name(record) for record in records}, last)
+        return records, following
+
     def add_unmatched(self, unmatched: Sequence[OffsetRange]) -> None:
-        """Settle filtered offsets; call before `add`."""
-        self.unmatched.extend(unmatched)
+        """(lock) Settle filtered offsets; call before `add`."""
+        self.results.settle_unmatched(unmatched)
         if self.parked.expected:
             self.parked.exclude(unmatched)
 
@@ -245,173 +380,52 @@ class OwnedPartition:
             return record.key
         return parked_name(record.key, record.identity, alone=True)
 
-    def _handleable(self, records: list[Record], last: int) -> list[Record]:
-        if self.settled_before is not None:
-            records = self._without_settled(records, last, *self.settled_before)
-        if self.cut:
-            records = self._without(records, self._is_cut_off)
-        if self.dead:
-            records = self._without(records, self._is_dead)
-        if self.parked.expected:
-            self.parked.read({record.offset: self.parked_name(record) for record in records}, last)
+    def without_dead(self, records: list[Record]) -> list[Record]:
+        """(lock) Settle the dead of reloaded records; return the others."""
+        records, dead = self.excluded.split_dead(records)
+        self.room.keep(dead)
+        self.results.settle(dead)
         return records
 
-    def _without(self, records: list[Record], passed_over: Callable[[Record], bool]) -> list[Record]:
-        remaining: list[Record] = []
-        excluded: list[Record] = []
-        for record in records:
-            (excluded if passed_over(record) else remaining).append(record)
-        self.count_in_flight += len(excluded)
-        self.bytes_in_flight += sum(map(size_of, excluded))
-        self.to_settle.extend(excluded)
-        return remaining
-
     def skip_dead(self, key_queue: KeyQueue) -> None:
-        """Settle dead messages."""
-        if self.dead:
-            dead = [record for record in key_queue.records if self._is_dead(record)]
-            key_queue.records = [record for record in key_queue.records if not self._is_dead(record)]
-            self.to_settle.extend(dead)
+        """(lock) Settle a key queue's dead messages."""
+        key_queue.records, dead = self.excluded.split_dead(key_queue.records)
+        self.results.settle(dead)
 
-    def _is_cut_off(self, record: Record) -> bool:
-        """Say whether the successors handle a record instead."""
-        source, lp, seq = record.identity
-        return seq > self.cut.get(f"{source}:{lp}", seq)
+    def settled(self, records: Sequence[Record], committed: int) -> bool:
+        """(lock) Free records; say whether a parked key became free."""
+        self.committed = max(self.committed, committed)
+        self.room.release(records)
+        return bool(self.parked.by_offset) and self.parked.all_settled(records)
 
-    def _is_dead(self, record: Record) -> bool:
-        return record.identity in self.dead
+    # -- key queues --------------------------------------------------------------------------------------------------
 
-    def _without_settled(self, records: list[Record], last: int, base: int, bits: bytes) -> list[Record]:
-        self.next_read = first_unsettled(last + 1, base, bits)
-        if self.next_read >= base + 8 * len(bits):
-            self.settled_before = None
-        return [record for record in records if not is_settled(record.offset, base, bits)]
-
-    def spill(self, key_queue: KeyQueue) -> None:
-        """Reduce a key queue to offsets."""
-        if key_queue.spilled is None:
-            key_queue.spilled = array("q")
-            self.spilled += 1
-        key_queue.spilled[:0] = array("q", [record.offset for record in key_queue.records])
-        self.release(key_queue.records)
-        self.count_in_flight += 1
-        key_queue.records = []
-
-    def end_or_reload(self, key_queue: KeyQueue) -> None:
-        """End or reload an empty key queue."""
-        if key_queue.spilled is None:
-            del self.queues[key_queue.key]
+    def begin(self, key_queue: KeyQueue, count: int | None = None) -> None:
+        """(lock) Give a worker messages, by default all."""
+        if count is None:
+            key_queue.batch, key_queue.records = key_queue.records, []
         else:
-            self.reload_or_end(key_queue)
+            key_queue.begin(count)
+        # A resumed key queue counts as running until its result is in Postgres.
+        self.running += not key_queue.resumed
 
-    def reload_or_end(self, key_queue: KeyQueue) -> None:
-        """Reload or end a spilled key queue."""
-        if key_queue.spilled:
-            self.count_in_flight += 1
-            self.to_reload.append(key_queue)
-        else:
-            self.spilled -= 1
-            del self.queues[key_queue.key]
+    def began(self, count: int = 1) -> None:
+        """(lock) Count what the parking worker has as running."""
+        self.running += count
 
-    def reload(self, key_queue: KeyQueue, records: list[Record], asked: int) -> None:
-        """Add the first `asked` spilled offsets' records."""
-        spilled = key_queue.spilled or array("q")
-        del spilled[:asked]
-        if self.dead:
-            # They may have died since the first read.
-            records = self._without(records, self._is_dead)
-        key_queue.records = records
-        self.count_in_flight += len(records) - 1
-        self.bytes_in_flight += sum(map(size_of, records))
-        if not records:
-            self.reload_or_end(key_queue)
-        elif not spilled:
-            key_queue.spilled = None
-            self.spilled -= 1
+    def take_back(self, key_queue: KeyQueue) -> None:
+        """(lock) Take a worker's part back."""
+        key_queue.batch = ()
+        self.running -= 1
 
-    def release(self, records: list[Record]) -> None:
-        """Free the records' room."""
-        self.count_in_flight -= len(records)
-        self.bytes_in_flight -= sum(map(size_of, records))
+    def ended(self) -> bool:
+        """(lock) Count one less; say whether nothing runs."""
+        self.running -= 1
+        return self.running == 0
 
-    def capacity(self, count_share: int, bytes_share: int, read_count: int) -> int:
-        """Return how many records to read; 0 where a read is not worthwhile."""
-        by_bytes = int((bytes_share - self.bytes_in_flight) / self.record_bytes)
-        capacity = min(count_share - self.count_in_flight, by_bytes, self.reach)
-        others = count_share - self.spilled
-        if self.count_in_flight <= self.spilled:
-            # An empty partition may always read one record, however large.
-            capacity = max(capacity, min(1, self.reach, others))
-        # At least a quarter of the bound: no reads of single records.
-        enough = min(others, int(bytes_share / self.record_bytes)) // 4
-        return capacity if capacity >= min(max(1, enough), read_count) else 0
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether everything before the command record is settled."""
-        return self.command is not None and self.committed >= self.command.end
-
-    @property
-    def reach(self) -> int:
-        """Offsets left in the ack bitmap."""
-        return self.committed + BITMAP_REACH - self.next_read
-
-
-class OwnedPartitions:
-    """A member's partitions. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._by_partition: dict[PartitionId, OwnedPartition] = {}
-        self._changed = threading.Condition()
-        self._closed = False
-
-    def __len__(self) -> int:
-        return len(self._by_partition)
-
-    def all(self) -> list[OwnedPartition]:
-        """Return every owned partition."""
-        with self._changed:
-            return list(self._by_partition.values())
-
-    def on(self, node_id: NodeId) -> list[OwnedPartition]:
-        """Return a node's owned partitions."""
-        with self._changed:
-            return [owned for owned in self._by_partition.values() if owned.assignment.node == node_id]
-
-    def get(self, partition: PartitionId) -> OwnedPartition | None:
-        """Return the owned partition, or None."""
-        with self._changed:
-            return self._by_partition.get(partition)
-
-    def add(self, owned: OwnedPartition) -> bool:
-        """Add unless closed; say whether added."""
-        with self._changed:
-            if not self._closed:
-                self._by_partition[owned.partition] = owned
-            return not self._closed
-
-    def remove(self, owned: OwnedPartition) -> None:
-        """Remove this object, not its successor."""
-        with self._changed:
-            if self._by_partition.get(owned.partition) is owned:
-                del self._by_partition[owned.partition]
-            self._changed.notify_all()
-
-    def close(self) -> None:
-        """Refuse further partitions."""
-        with self._changed:
-            self._closed = True
-
-    def wait_empty(self, timeout_s: float) -> bool:
-        """Wait; say whether empty."""
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._by_partition, timeout=max(0.0, timeout_s))
-
-
-def size_of(record: Record) -> int:
-    """Return a record's bytes."""
-    _, m, key, body = record
-    return len(m) + len(key) + len(body)
+    def forget(self, key_queue: KeyQueue) -> None:
+        """(lock) Forget a key queue."""
+        self.queues.pop(key_queue.key, None)
 
 
 def parked_key_for(action: ParkKey, key_queue: KeyQueue, record: Record) -> OwnedParkedKey:
@@ -428,7 +442,6 @@ def resumed_queue(owned: OwnedPartition, parked_key: OwnedParkedKey, records: li
     key_queue.records = [*records]
     key_queue.handled = deque()
     key_queue.parked_key, key_queue.resumed = parked_key, True
-    parked_key.resumed_at = clock()
     key_queue.guarded_below = EVERY_OFFSET if parked_key.died else 0
-    parked_key.queue = key_queue
+    parked_key.resume(key_queue, records[0].attempts, clock())
     return key_queue

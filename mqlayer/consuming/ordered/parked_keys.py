@@ -7,18 +7,39 @@ it are parked too.
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import count
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from mqlayer.consuming.engine.failure_actions import DeadLetter, FailureAction
 from mqlayer.domain.message import Record
 from mqlayer.domain.offsets import OffsetRange, covers
 from mqlayer.parking import BATCH, KeyEntry, KeyRef, KeyState, ParkingLimit
 
-if TYPE_CHECKING:
-    from mqlayer.consuming.ordered.owned_partitions import KeyQueue
-
 NEVER: Final = float("inf")
+
+
+class QueuedMessages:
+    """One key's unhandled messages, in order; `batch` is a worker's part."""
+
+    __slots__ = ("action", "batch", "handled", "key", "records")
+
+    def __init__(self, key: bytes, records: list[Record], handled: deque[Record]) -> None:
+        self.key, self.records = key, records
+        self.batch: Sequence[Record] = ()
+        # Where workers append handled records.
+        self.handled = handled
+        # Why the first remaining message failed, for the parking worker.
+        self.action: FailureAction | None = None
+
+    def begin(self, count: int) -> None:
+        """Give a worker its part: the first messages."""
+        self.batch, self.records = self.records[:count], self.records[count:]
+
+    def put_back(self, leftover: Sequence[Record]) -> None:
+        """Put messages first again."""
+        self.records[:0] = leftover
 
 
 class OwnedParkedKey:
@@ -43,7 +64,7 @@ class OwnedParkedKey:
         # To be written to Postgres first; None: Postgres has the key.
         self.entry = entry
         # The workers' resumed key queue.
-        self.queue: KeyQueue | None = None
+        self.queue: QueuedMessages | None = None
         # When workers got it.
         self.resumed_at = 0.0
         # Offsets that a former owner parked and may not have settled: handled now, they could be read again later.
@@ -63,6 +84,29 @@ class OwnedParkedKey:
         self.probing = False
         if not more_waits:
             self.full = None
+
+    def has_no_capacity(self, limit: ParkingLimit) -> None:
+        """Note that its messages found none."""
+        self.full, self.probing = limit, True
+
+    def written(self) -> None:
+        """Note that Postgres has the key."""
+        self.entry = None
+
+    def resume(self, queue: QueuedMessages, attempts: int, now: float) -> None:
+        """Note that workers have messages."""
+        self.queue, self.attempts, self.resumed_at = queue, attempts, now
+
+    def ended(self) -> None:
+        """Note the end of what workers had."""
+        if self.queue is not None:
+            done = len(self.queue.handled) + isinstance(self.queue.action, DeadLetter)
+            self.guarded_count = max(0, self.guarded_count - done)
+        self.queue = None
+
+    def wait(self, attempts: int) -> None:
+        """Wait again."""
+        self.queue, self.attempts, self.died = None, attempts, False
 
     @property
     def alone(self) -> bool:
@@ -100,6 +144,11 @@ class OwnedParkedKeys:
             self.by_offset.pop(offset, None)
             self.expected.discard(offset)
 
+    def follow(self, parked_key: OwnedParkedKey, there: OwnedParkedKey) -> None:
+        """Take over what Postgres has of a key."""
+        parked_key.attempts = there.attempts
+        self.schedule(parked_key, there.due)
+
     def schedule(self, parked_key: OwnedParkedKey, due: float) -> None:
         """Set when a key is due."""
         parked_key.due = due
@@ -133,7 +182,7 @@ class OwnedParkedKeys:
         """Note settled ranges; say whether a key became free."""
         return sum([self.settled(offset) for offset in list(self.by_offset) if covers(unmatched, offset)]) > 0
 
-    def queues(self) -> list[KeyQueue]:
+    def queues(self) -> list[QueuedMessages]:
         """Return the workers' resumed key queues."""
         return [parked_key.queue for parked_key in self.by_name.values() if parked_key.queue is not None]
 

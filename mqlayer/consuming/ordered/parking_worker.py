@@ -5,22 +5,21 @@ One transaction per partition and pass, under the epoch; failed writes are repea
 
 from __future__ import annotations
 
-import logging
-import threading
 from collections import deque
-from collections.abc import Sequence
-from typing import Final, Protocol
+from collections.abc import Callable, Sequence
+from typing import Final
 
 from mqlayer.consuming.engine.clock import clock
-from mqlayer.consuming.engine.error_text import where
-from mqlayer.consuming.engine.failure_actions import DeadLetter, ParkKey, RetryInPlace
-from mqlayer.consuming.engine.rate_limiter import RateLimiter
-from mqlayer.consuming.ordered.dispatcher import Dispatcher, ParkingTasks
+from mqlayer.consuming.engine.core import MemberCore
+from mqlayer.consuming.engine.failure_actions import DeadLetter, ParkKey, RetryInPlace, wait_in_place_s
+from mqlayer.consuming.ordered.events import OrderedEvents
 from mqlayer.consuming.ordered.owned_partitions import KeyQueue, OwnedPartition, OwnershipState
+from mqlayer.consuming.ordered.ownership import Ownership
 from mqlayer.consuming.ordered.parked_keys import NEVER, OwnedParkedKey, parked_key_of
+from mqlayer.consuming.ordered.parking_dispatch import ParkingDispatch, ParkingTasks
+from mqlayer.consuming.ordered.partition_opener import span_of
 from mqlayer.errors import MqlayerError
 from mqlayer.failpoints import failpoint
-from mqlayer.health import Health, Liveness
 from mqlayer.parking import (
     DeadLetterEntry,
     FailedAttempt,
@@ -29,15 +28,11 @@ from mqlayer.parking import (
     KeyUpdate,
     NotOwner,
     ParkingBatch,
-    ParkingLimit,
     ParkingResult,
     ParkingStore,
-    Span,
     tried,
 )
-from mqlayer.redis.partition_scripts import LockTaken
-
-log = logging.getLogger(__name__)
+from mqlayer.runtime.service import Service
 
 IDLE_WAIT_S: Final = 0.25
 RETRY_S: Final = 0.5
@@ -57,125 +52,63 @@ PAGE_BYTES: Final = 1_000_000
 UNKNOWN: Final = -1
 
 
-class ParkingOwner(Protocol):
-    """The member, as its parking worker uses it."""
+class ParkingWorker(Service):
+    """The thread that writes a member's failures.
 
-    dispatcher: Dispatcher
-    rate_limiter: RateLimiter
+    `wake_settlers` has them settle what is parked or left the group.
+    """
 
-    def all_partitions(self) -> list[OwnedPartition]:
-        """Return all owned partitions."""
-
-    def parked(self, owned: OwnedPartition, *, keys: list[KeyEntry], messages: int) -> None:
-        """Report parked keys; wake the settlers."""
-
-    def parking_is_full(self, owned: OwnedPartition, lp: int, limit: ParkingLimit, entry: KeyEntry | None) -> float:
-        """Report missing room; return seconds to wait in place."""
-
-    def unparked(self, owned: OwnedPartition, ref: KeyRef) -> None:
-        """Report a key that left parking."""
-
-    def dead_lettered(self, owned: OwnedPartition, dead_letters: list[DeadLetterEntry]) -> None:
-        """Report messages that left the group."""
-
-    def fenced(self, owned: OwnedPartition, reason: str) -> None:
-        """Drop a partition that a later owner has."""
-
-
-class ParkingWorker:
-    """The thread that writes a member's failures."""
-
-    def __init__(self, owner: ParkingOwner, store: ParkingStore, *, started_limit: int, name: str) -> None:
-        self._owner, self._store, self._started_limit = owner, store, started_limit
-        self.wake = threading.Event()
-        self._stopping = threading.Event()
-        self._liveness, self._last_error = Liveness(), ""
+    def __init__(
+        self,
+        core: MemberCore,
+        store: ParkingStore,
+        dispatch: ParkingDispatch,
+        ownership: Ownership,
+        events: OrderedEvents,
+        wake_settlers: Callable[[], None],
+    ) -> None:
+        super().__init__(
+            f"{core.name}-parking-worker",
+            title="the parking worker",
+            event="parking",
+            waiting="blocked",
+            retry_s=RETRY_S,
+        )
+        self._settings, self._rate_limiter = core.settings, core.settings.rate_limiter
+        self._started_limit = 2 * core.options.concurrency
+        self._store, self._dispatch, self._ownership, self._events = store, dispatch, ownership, events
+        self._wake_settlers = wake_settlers
         self._attempts: deque[FailedAttempt] = deque(maxlen=MAX_ATTEMPTS_BUFFERED)
         self._write_attempts_at = 0.0
-        # Changes to parked keys by others, as last reported; each partition stores the count it has applied.
-        self._parking_version = 0
-        self._thread = threading.Thread(target=self._run, name=f"{name}-parking-worker", daemon=True)
-
-    def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
-
-    def stop(self, timeout_s: float) -> None:
-        """Write what remains, and end."""
-        self._stopping.set()
-        self.wake.set()
-        if self._thread.ident is not None:
-            self._thread.join(timeout_s)
-
-    def health(self, limit_s: float) -> Health:
-        """Report the thread and its last error."""
-        if not self._thread.is_alive():
-            return Health(stuck=("the parking worker ended",))
-        waits = (f"parking: {self._last_error}",) if self._last_error else ()
-        return Health(self._liveness.stuck("the parking worker", limit_s), waits)
 
     def add_attempt(self, attempt: FailedAttempt) -> None:
         """Record a failed attempt."""
         self._attempts.append(attempt)
 
-    def follow_parking_version(self, parking_version: int) -> None:
-        """Reload parked keys after others' changes."""
-        if parking_version != self._parking_version:
-            self._parking_version = parking_version
-            self.wake.set()
+    def _wait_s(self) -> float:
+        return max(0.0, min(IDLE_WAIT_S, self._next_due_s()))
 
-    def load(self, pairs: Sequence[tuple[OwnedPartition, LockTaken]]) -> None:
-        """Load newly locked partitions' parked keys and dead messages. Raises StoreUnavailable."""
-        found = self._store.load([_span_of(owned, taken.committed) for owned, taken in pairs])
-        now = clock()
-        for owned, taken in pairs:
-            loaded = found[owned.partition]
-            owned.parking_version = loaded.parking_version
-            self._owner.dispatcher.load_parked(
-                owned, loaded, [parked_key_of(state, now) for state in loaded.keys], taken
-            )
-
-    def _run(self) -> None:
-        while not self._stopping.is_set():
-            self.wake.wait(max(0.0, min(IDLE_WAIT_S, self._next_due_s())))
-            self.wake.clear()
-            if not self._try_pass():
-                self._stopping.wait(RETRY_S)
+    def _close(self) -> None:
         self._try_pass()
 
     def _next_due_s(self) -> float:
-        partitions = self._owner.all_partitions()
-        due_s = self._owner.dispatcher.next_parked_due_s(partitions)
-        if self._owner.rate_limiter.limit is not None and any(owned.parked.has_due for owned in partitions):
+        partitions = self._ownership.all()
+        due_s = self._dispatch.next_due_s(partitions)
+        if self._rate_limiter.limit is not None and any(owned.parked.has_due for owned in partitions):
             return min(due_s, RATE_RETRY_S)
         return due_s
 
-    def _try_pass(self) -> bool:
-        self._liveness.note_turn()
-        try:
-            self._pass()
-        except MqlayerError as error:
-            self._last_error = str(error)
-            log.warning("parking_blocked", extra={"reason": str(error)})
-        except Exception as error:  # noqa: BLE001 - a thread that died would leave a member that parks no more
-            self._last_error = where(error)
-            log.error("parking_failed", extra={"error": where(error)})
-        else:
-            self._last_error = ""
-            return True
-        return False
-
     def _pass(self) -> None:
-        parking_version = self._parking_version
-        partitions = self._owner.all_partitions()
+        parking_version = self._settings.parking_version
+        partitions = self._ownership.all()
         started = sum(p.queue is not None for owned in partitions for p in list(owned.parked.by_name.values()))
         failed: MqlayerError | None = None
         for owned in partitions:
-            starts = self._owner.rate_limiter.available(self._started_limit - started)
-            tasks = self._owner.dispatcher.take_parking_tasks(owned, (PAGE_COUNT, PAGE_BYTES, starts))
+            starts = self._rate_limiter.available(self._started_limit - started)
+            tasks = self._dispatch.take_tasks(owned, (PAGE_COUNT, PAGE_BYTES, starts))
             started += len(tasks.due)
             if not starts and owned.parked.has_due and started < self._started_limit:
-                self._owner.rate_limiter.reserve_for_parked()
+                self._rate_limiter.reserve_for_parked()
             try:
                 self._serve(owned, tasks, parking_version)
             except MqlayerError as error:
@@ -192,11 +125,11 @@ class ParkingWorker:
         # Checked before loading parked keys: a replay that has ended by then has parked everything.
         over = owned.waits_for_replay and not owned.assignment.waits_for_replay
         if over:
-            owned.parking_version = UNKNOWN
-        if owned.parking_version < parking_version and owned.state is OwnershipState.OPEN:
+            owned.to_park.synced(UNKNOWN)
+        if owned.to_park.version < parking_version and owned.state is OwnershipState.OPEN:
             self._sync(owned, parking_version)
             if over:
-                owned.waits_for_replay = False
+                owned.replay_loaded()
 
     def _write(self, owned: OwnedPartition, tasks: ParkingTasks) -> None:
         batch, updates = _batch_of(owned, tasks)
@@ -206,30 +139,31 @@ class ParkingWorker:
             if result.unparked:
                 self._load_dead(owned)
         except BaseException as error:
-            self._owner.rate_limiter.return_unused(taken, 0)
-            self._owner.dispatcher.not_written(owned, tasks)
+            self._rate_limiter.return_unused(taken, 0)
+            self._dispatch.not_written(owned, tasks)
             if not isinstance(error, NotOwner):
                 raise
-            self._owner.fenced(owned, "parking")
+            self._ownership.fenced(owned, "parking")
             return
-        owned.uncertain = False
-        self._owner.rate_limiter.return_unused(taken, sum(map(len, result.next.values())))
+        owned.to_park.written()
+        self._rate_limiter.return_unused(taken, sum(map(len, result.next.values())))
         self._apply(owned, tasks, updates, result)
         if result.changed:
-            owned.parking_version = UNKNOWN
+            owned.to_park.synced(UNKNOWN)
             self.wake.set()
         dead_letters = [
             *batch.dead_letters,
             *(update.dead_letter for update in batch.updates if update.dead_letter is not None),
         ]
-        if dead_letters:
-            self._owner.dead_lettered(owned, dead_letters)
+        for dead_letter in dead_letters:
+            self._events.dead_lettered(owned, dead_letter)
         if batch.messages:
             keys = [entry for entry in batch.entries if entry.ref not in result.refused_keys]
-            self._owner.parked(owned, keys=keys, messages=len(batch.messages) - len(result.refused_messages))
+            self._events.parked(owned, keys, len(batch.messages) - len(result.refused_messages))
+            self._wake_settlers()
 
     def _limit_rate(self, updates: Sequence[KeyUpdate]) -> int:
-        rate_limiter, taken = self._owner.rate_limiter, 0
+        rate_limiter, taken = self._rate_limiter, 0
         going = [update for update in updates if update.go_on]
         if rate_limiter.limit is None:
             return 0
@@ -249,7 +183,7 @@ class ParkingWorker:
         updates: list[tuple[OwnedParkedKey, KeyUpdate]],
         result: ParkingResult,
     ) -> None:
-        dispatcher = self._owner.dispatcher
+        dispatch = self._dispatch
         for key_queue in tasks.queues:
             parked_key = key_queue.parked_key
             if parked_key is not None and parked_key.ref in result.full:
@@ -257,40 +191,40 @@ class ParkingWorker:
                 continue
             if parked_key is not None:
                 parked_key.has_capacity(more_waits=bool(key_queue.records or key_queue.spilled))
-            dispatcher.batch_parked(
+            dispatch.batch_parked(
                 owned, key_queue, parked=parked_key is not None and parked_key.ref not in result.unparked
             )
         for key_queue, _ in tasks.dead_letters:
-            dispatcher.dead_lettered(key_queue)
+            dispatch.dead_lettered(key_queue)
         for parked_key, update in updates:
             self._apply_update(owned, parked_key, update, result)
         if tasks.dead_letters or tasks.queues:
             # Settles them for the group.
-            self._owner.parked(owned, keys=[], messages=0)
+            self._wake_settlers()
 
     def _apply_update(
         self, owned: OwnedPartition, parked_key: OwnedParkedKey, update: KeyUpdate, result: ParkingResult
     ) -> None:
-        dispatcher = self._owner.dispatcher
+        dispatch = self._dispatch
         # Attempts count for the key's head.
         attempts = 0 if update.handled or update.dead_letter else parked_key.attempts
         if update.ref in result.too_early:
-            dispatcher.reschedule(owned, parked_key, 0, clock() + EARLY_S)
+            dispatch.reschedule(owned, parked_key, 0, clock() + EARLY_S)
         elif update.ref in result.paused:
             # The heartbeat reports when it is resumed.
-            dispatcher.reschedule(owned, parked_key, attempts, NEVER)
+            dispatch.reschedule(owned, parked_key, attempts, NEVER)
         elif update.go_on:
             records = result.next[update.ref]
             failpoint("parking.before_resume")
-            dispatcher.resume(owned, parked_key, records)
+            dispatch.resume(owned, parked_key, records)
             if not records:
-                self._owner.unparked(owned, update.ref)
+                self._events.unparked(owned, update.ref)
         elif update.entry is None and update.retry_s is not None:
-            dispatcher.reschedule(owned, parked_key, attempts, clock() + update.retry_s)
+            dispatch.reschedule(owned, parked_key, attempts, clock() + update.retry_s)
         else:
             wait_s = update.entry.wait_s if update.entry is not None else None
             attempts = update.entry.attempts if update.entry is not None else 0
-            dispatcher.reschedule(owned, parked_key, attempts, NEVER if wait_s is None else clock() + wait_s)
+            dispatch.reschedule(owned, parked_key, attempts, NEVER if wait_s is None else clock() + wait_s)
 
     def _apply_full(
         self, owned: OwnedPartition, key_queue: KeyQueue, parked_key: OwnedParkedKey, result: ParkingResult
@@ -299,36 +233,36 @@ class ParkingWorker:
         refused = parked_key.ref in result.refused_keys
         wait_s = 0.0
         if refused or parked_key.full != limit:
-            wait_s = self._owner.parking_is_full(owned, parked_key.ref.lp, limit, parked_key.entry if refused else None)
-        parked_key.full, parked_key.probing = limit, True
-        retry_s = wait_s if refused else max(FULL_RETRY_S, FULL_EACH_S * owned.backing_off)
-        self._owner.dispatcher.batch_refused(
-            owned, key_queue, result.refused_messages, parked=not refused, retry_s=retry_s
-        )
+            self._events.parking_full(owned, parked_key.ref.lp, limit)
+        if refused and parked_key.entry is not None:
+            wait_s = wait_in_place_s(self._settings.rules, parked_key.entry.attempts, parked_key.entry.wait_s)
+        parked_key.has_no_capacity(limit)
+        retry_s = wait_s if refused else max(FULL_RETRY_S, FULL_EACH_S * owned.room.backing_off)
+        self._dispatch.batch_refused(owned, key_queue, result.refused_messages, parked=not refused, retry_s=retry_s)
 
     def _sync(self, owned: OwnedPartition, parking_version: int) -> None:
         assignment = owned.assignment
         changed = (
-            None if owned.parking_version == UNKNOWN else self._store.changes(owned.parking_version, parking_version)
+            None if owned.to_park.version == UNKNOWN else self._store.changes(owned.to_park.version, parking_version)
         )
         named = None if changed is None else [r for r in changed if assignment.lp_from <= r.lp < assignment.lp_to]
         if named is None or named:
             self._sync_keys(owned, named)
-        owned.parking_version = parking_version
+        owned.to_park.synced(parking_version)
 
     def _sync_keys(self, owned: OwnedPartition, named: list[KeyRef] | None) -> None:
         now = clock()
-        states = self._store.keys(_span_of(owned, owned.committed), named)
+        states = self._store.keys(span_of(owned, owned.committed), named)
         parked_keys = [parked_key_of(state, now, own_epoch=owned.epoch) for state in states]
-        if owned.parked.by_offset or owned.uncertain:
+        if owned.parked.by_offset or owned.to_park.uncertain:
             # A former owner's parked, unsettled messages come once more; possibly parked ones of this owner are in its
             # queues.
             self._load_dead(owned)
-        self._owner.dispatcher.sync_parked(owned, parked_keys, None if named is None else {ref.name for ref in named})
-        self._owner.parked(owned, keys=[], messages=0)
+        self._dispatch.sync(owned, parked_keys, None if named is None else {ref.name for ref in named})
+        self._wake_settlers()
 
     def _load_dead(self, owned: OwnedPartition) -> None:
-        self._owner.dispatcher.add_dead(owned, self._store.dead(_span_of(owned, owned.committed)))
+        self._dispatch.add_dead(owned, self._store.dead(span_of(owned, owned.committed)))
 
     def _write_attempts(self) -> None:
         attempts = [self._attempts.popleft() for _ in range(len(self._attempts))]
@@ -338,10 +272,6 @@ class ParkingWorker:
         except BaseException:
             self._attempts.extendleft(reversed(attempts))
             raise
-
-
-def _span_of(owned: OwnedPartition, committed: int) -> Span:
-    return Span(owned.partition, owned.assignment.lp_from, owned.assignment.lp_to, committed)
 
 
 def _batch_of(
@@ -357,7 +287,7 @@ def _batch_of(
         batch.messages += [(parked_key.ref, record) for record in key_queue.batch]
         if parked_key.entry is None and owned.attempts:
             counted = owned.attempts
-            batch.attempts |= {r.identity: counted[r.offset] for r in key_queue.batch if r.offset in counted}
+            batch.attempts |= {r.identity: counted.get(r.offset) for r in key_queue.batch if r.offset in counted}
     batch.dead_letters = [dead_letter for _, dead_letter in tasks.dead_letters]
     updates = [
         (key_queue.parked_key, _update_of(owned, key_queue, key_queue.parked_key))

@@ -7,11 +7,14 @@ again has failed (`docs/design/decisions/0022-attempts-counted-after-two-deaths.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from itertools import islice
 
 from mqlayer.consuming.engine.clock import clock
-from mqlayer.consuming.ordered.owned_partitions import GuardedStart, KeyQueue, OwnedPartition, OwnershipState
+from mqlayer.consuming.ordered.attempts import GuardedStart
+from mqlayer.consuming.ordered.owned_partitions import KeyQueue, OwnedPartition, OwnershipState
 from mqlayer.domain.message import Record
+from mqlayer.domain.routing import NodeId
 from mqlayer.errors import HandlerFault
 
 RECHECK_S = 0.1
@@ -27,31 +30,33 @@ class ConsumerCrashed(HandlerFault):
 
 
 class PoisonMessageGuard:
-    """Admits guarded starts, alone or beside others."""
+    """Admits guarded starts, alone or beside others.
 
-    def __init__(self) -> None:
+    `wake_settler` wakes a node's settler, which records them; False without one.
+    """
+
+    def __init__(self, wake_settler: Callable[[NodeId], bool]) -> None:
+        self._wake_settler = wake_settler
         self._changed = threading.Condition()
         self._beside = 0
         self._alone = False
         # The last message that ran alone, and when it ended.
         self._former: tuple[OwnedPartition, int, float] | None = None
 
-    def begin(self, key_queue: KeyQueue, record: Record, wake: threading.Event) -> bool:
+    def begin(self, key_queue: KeyQueue, record: Record) -> bool:
         """Wait for admission and record the start; False where the partition is gone.
 
-        `wake` wakes the settler. Raises ConsumerCrashed where a lone start never ended.
+        Raises ConsumerCrashed where a lone start never ended.
         """
         owned, offset = key_queue.owned, record.offset
         if key_queue.resumed:
             raise ConsumerCrashed("nobody answered")
-        if offset in owned.died:
-            owned.died.discard(offset)
-            owned.suspects.add(offset)
+        if owned.attempts.blame(offset):
             raise ConsumerCrashed("nobody answered")
-        alone = offset in owned.suspects
+        alone = owned.attempts.is_suspect(offset)
         if not self._enter(owned, offset, alone=alone):
             return False
-        if offset in owned.starts_recorded or self._record(owned, _starts(key_queue, record, alone=alone), wake):
+        if owned.attempts.is_recorded(offset) or self._record(owned, _starts(key_queue, record, alone=alone)):
             return True
         self.end(key_queue, record)
         return False
@@ -59,7 +64,7 @@ class PoisonMessageGuard:
     def end(self, key_queue: KeyQueue, record: Record) -> None:
         """End a guarded start."""
         with self._changed:
-            if record.offset in key_queue.owned.suspects:
+            if key_queue.owned.attempts.is_suspect(record.offset):
                 self._alone = False
                 self._former = (key_queue.owned, record.offset, clock())
             else:
@@ -84,30 +89,24 @@ class PoisonMessageGuard:
             return False
         owned, former, ended = self._former
         # Settled messages have no count; a failed one's count is sent before any start.
-        waits = owned.state is OwnershipState.OPEN and former != offset and owned.attempts.get(former) == 0
+        waits = owned.state is OwnershipState.OPEN and former != offset and owned.attempts.get(former, -1) == 0
         return waits and clock() < ended + SETTLED_WAIT_S
 
-    def _record(self, owned: OwnedPartition, starts: list[GuardedStart], wake: threading.Event) -> bool:
-        owned.guarded_starts.extend(starts)
-        wake.set()
+    def _record(self, owned: OwnedPartition, starts: list[GuardedStart]) -> bool:
+        owned.attempts.request_starts(starts)
+        if not self._wake_settler(owned.assignment.node):
+            return False
         for start in starts:
             while not start.recorded.wait(RECHECK_S):
                 if owned.state is not OwnershipState.OPEN:
                     return False
-            # Makes the settler delete the count with the settlement.
-            owned.attempts.setdefault(start.offset, 0)
-            if not start.alone:
-                owned.starts_recorded.add(start.offset)
+            owned.attempts.started(start)
         return owned.state is OwnershipState.OPEN
 
 
 def _starts(key_queue: KeyQueue, record: Record, *, alone: bool) -> list[GuardedStart]:
     if alone:
         return [GuardedStart(record.offset, alone=True)]
-    owned, until = key_queue.owned, key_queue.guarded_below
-    later = (r.offset for r in key_queue.batch if record.offset < r.offset < until and _is_new(owned, r.offset))
+    attempts, until = key_queue.owned.attempts, key_queue.guarded_below
+    later = (r.offset for r in key_queue.batch if record.offset < r.offset < until and attempts.is_new(r.offset))
     return [GuardedStart(offset, alone=False) for offset in (record.offset, *islice(later, RECORDED_AT_ONCE - 1))]
-
-
-def _is_new(owned: OwnedPartition, offset: int) -> bool:
-    return offset not in owned.starts_recorded and offset not in owned.suspects and offset not in owned.died

@@ -10,23 +10,24 @@ import logging
 import random
 from array import array
 from collections.abc import Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
-from mqlayer.consuming.engine.clock import clock
-from mqlayer.consuming.engine.node_thread import NodeThread
-from mqlayer.consuming.engine.rate_limiter import RateLimiter, RatePoller
+from mqlayer.consuming.engine.core import MemberCore
+from mqlayer.consuming.engine.node_service import NodeService
+from mqlayer.consuming.engine.rate_limiter import RatePoller
 from mqlayer.consuming.ordered.dispatcher import Dispatcher
 from mqlayer.consuming.ordered.owned_partitions import KeyQueue, OwnedPartition, OwnershipState
-from mqlayer.domain.message import CommandRecord, Record, pop_command, records_of
-from mqlayer.domain.offsets import OffsetRange, as_ranges, joined
-from mqlayer.domain.routing import NodeId
+from mqlayer.consuming.ordered.ownership import Ownership
+from mqlayer.consuming.ordered.partition_opener import PartitionOpener
+from mqlayer.consuming.ordered.record_intake import RecordIntake, log_missing
+from mqlayer.domain.message import records_of
+from mqlayer.domain.offsets import as_ranges
 from mqlayer.domain.tags import TagFilter
 from mqlayer.failpoints import failpoint
 from mqlayer.redis.keys import partition_keys
 from mqlayer.redis.node_connection import Command, NodeConnection, is_missing_script, raise_for_reply
 from mqlayer.redis.partition_scripts import LockKept, LockTaken, Refused, acquire_command, acquire_reply
-from mqlayer.redis.rate_script import rate_command, rate_reply
-from mqlayer.redis.read_scripts import SelectedRecords, select_command, select_reply
+from mqlayer.redis.read_scripts import select_command, select_reply
 
 log = logging.getLogger(__name__)
 
@@ -40,80 +41,51 @@ SHORT_BLOCK_MS: Final = 10
 RETRY_S: Final = (0.05, 1.0)
 
 
-class ReaderOwner(Protocol):
-    """The member, as its readers use it."""
-
-    dispatcher: Dispatcher
-    tag_filter: TagFilter | None
-    archived: bool
-    may_be_void: bool
-    """Whether the topic may hold void records."""
-    rate_limiter: RateLimiter
-
-    def partitions_on(self, node_id: NodeId) -> list[OwnedPartition]:
-        """Return a node's owned partitions."""
-
-    def may_read(self) -> bool:
-        """Say whether the lease holds."""
-
-    def shares(self, owned: OwnedPartition) -> tuple[int, int]:
-        """Return a partition's bounds in flight: records, bytes."""
-
-    def locks_acquired(self, pairs: Sequence[tuple[OwnedPartition, LockTaken]]) -> None:
-        """Open partitions whose locks were acquired."""
-
-    def fenced(self, owned: OwnedPartition, reason: str) -> None:
-        """Drop a partition that a later owner has."""
-
-    def lock_lost(self, owned: OwnedPartition) -> None:
-        """Drop a partition whose lock the node lost."""
-
-    def unmatched(self, count: int) -> None:
-        """Count filtered and void records; wake the settlers."""
-
-    def sealed(self) -> None:
-        """Note that a command record was read."""
-
-    def partition_refused(self, owned: OwnedPartition) -> None:
-        """Drop a partition that its node lost; repair the node."""
-
-    def node_lost(self, node_id: NodeId) -> None:
-        """Drop all partitions of an unarmed node."""
-
-
-class Reader(NodeThread):
+class Reader(NodeService):
     """The reading thread of one node."""
 
-    def __init__(self, owner: ReaderOwner, connection: NodeConnection, *, name: str) -> None:
-        super().__init__(connection, owner.node_lost, name=name, work="reading")
-        self._owner = owner
+    def __init__(
+        self,
+        connection: NodeConnection,
+        core: MemberCore,
+        ownership: Ownership,
+        dispatcher: Dispatcher,
+        opener: PartitionOpener,
+        intake: RecordIntake,
+        *,
+        name: str,
+    ) -> None:
+        super().__init__(connection, ownership.node_lost, name=name, work="reading", retry_s=RETRY_S[1])
+        self._settings, self._lease, self._rate_limiter = core.settings, core.lease, core.settings.rate_limiter
+        self._ownership, self._dispatcher, self._opener, self._intake = ownership, dispatcher, opener, intake
         # With a filter: whether records remain behind the last scan.
         self._more = False
-        self._pacer = RatePoller(owner.rate_limiter)
+        self._poller = RatePoller(self._rate_limiter)
         # Rotates the partitions where the rate allows less than one message each.
         self._round = 0
 
-    def _loop(self) -> None:
-        while not self._stopping.is_set():
-            if not self._try_pass():
-                self._stopping.wait(random.uniform(*RETRY_S))
+    def _await_work(self) -> None:
+        """Wait in the read."""
 
-    def _pass(self) -> None:
-        partitions = self._owner.partitions_on(self._connection.node.node_id)
+    def _retry_wait_s(self) -> float:
+        return random.uniform(*RETRY_S)
+
+    def _serve(self) -> None:
+        partitions = self._ownership.on(self._connection.node.node_id)
         self._acquire([owned for owned in partitions if owned.state is OwnershipState.NEW])
         opened = [owned for owned in partitions if owned.state is OwnershipState.OPEN]
-        if not self._owner.may_read():
+        if not self._lease.holds():
             self._pause(BLOCK_MS)
             return
-        if self._pacer.due() and self._owner.rate_limiter.wait_s() > 0:
+        if self._poller.due() and self._rate_limiter.wait_s() > 0:
             self._ask_rates(opened)
         for owned in opened:
             self._reload(owned)
         growing = [owned for owned in opened if owned.command is None and not owned.waits_for_replay]
         readable, count = self._choose(growing)
         if readable:
-            wanted, block_ms = self._owner.tag_filter, self._block_ms(opened, held_back=len(readable) < len(growing))
-            rates = self._rate_commands(opened) if self._pacer.due() else []
+            wanted, block_ms = self._settings.tag_filter, self._block_ms(opened, held_back=len(readable) < len(growing))
+            rates = self._rate_commands(opened) if self._poller.due() else []
             if wanted is None:
                 self._read(readable, count, block_ms, rates)
             else:
@@ -127,22 +99,25 @@ class Reader(NodeThread):
         self.wake.clear()
 
     def _block_ms(self, partitions: list[OwnedPartition], *, held_back: bool) -> int:
-        short = held_back or any(owned.spilled > owned.backing_off for owned in partitions)
-        due_ms = self._owner.dispatcher.next_due_s() * 1000
-        rate_limiter = self._owner.rate_limiter
+        short = held_back or any(owned.room.spilled > owned.room.backing_off for owned in partitions)
+        due_ms = self._dispatcher.next_due_s() * 1000
+        rate_limiter = self._rate_limiter
         rate_ms = BLOCK_MS if rate_limiter.limit is None else rate_limiter.wait_s() * 1000 or LIMITED_BLOCK_MS
         return max(1, int(min(SHORT_BLOCK_MS if short else BLOCK_MS, due_ms + 1, rate_ms + 1)))
 
     def _choose(self, partitions: list[OwnedPartition]) -> tuple[list[OwnedPartition], int]:
-        capacities = [(owned, owned.capacity(*self._owner.shares(owned), READ_COUNT)) for owned in partitions]
+        capacities = [(owned, self._capacity(owned)) for owned in partitions]
         for owned, capacity in capacities:
-            self._owner.dispatcher.note_full(owned, full=capacity == 0)
+            self._dispatcher.note_full(owned, full=capacity == 0)
         readable = [(owned, capacity) for owned, capacity in capacities if capacity > 0]
         count = min([READ_COUNT, *(capacity for _, capacity in readable)])
         return self._within_rate([owned for owned, _ in readable], count)
 
+    def _capacity(self, owned: OwnedPartition) -> int:
+        return owned.room.capacity(*self._ownership.shares(owned), READ_COUNT, owned.reach)
+
     def _within_rate(self, readable: list[OwnedPartition], count: int) -> tuple[list[OwnedPartition], int]:
-        rate_limiter = self._owner.rate_limiter
+        rate_limiter = self._rate_limiter
         if rate_limiter.limit is None or not readable:
             return readable, count
         left = 0 if rate_limiter.wait_s() > 0 else rate_limiter.available_to_read(count * len(readable))
@@ -157,22 +132,11 @@ class Reader(NodeThread):
             self._add_rates(self._connection.call(commands))
 
     def _rate_commands(self, partitions: list[OwnedPartition]) -> list[Command]:
-        limit = self._owner.rate_limiter.limit
-        if limit is None:
-            return []
-        self._pacer.polled()
-        wanted = self._owner.rate_limiter.needed()
-        holders = [owned.lock_holder for owned in partitions]
-        return [
-            rate_command(self._connection, h.prefix, h.partition, h.group_id, limit.share, wanted=wanted)
-            for h in holders
-        ]
+        return self._poller.commands(self._connection, (owned.lock_holder for owned in partitions))
 
     def _add_rates(self, replies: Sequence[Any]) -> None:
         if not self._scripts_missing(replies):
-            address = self._connection.node.address
-            self._owner.rate_limiter.add(sum(rate_reply(reply, address).granted for reply in replies))
-            self._pacer.polled()
+            self._poller.add(replies, self._connection.node.address)
 
     def _acquire(self, partitions: list[OwnedPartition]) -> None:
         if not partitions:
@@ -190,7 +154,7 @@ class Reader(NodeThread):
                 pairs.append((owned, answer))
             else:
                 self._lost(owned, answer)
-        self._owner.locks_acquired(pairs)
+        self._opener.open(pairs)
 
     def _read(self, readable: list[OwnedPartition], count: int, block_ms: int, rates: Sequence[Command] = ()) -> None:
         keys = [self._log(owned) for owned in readable]
@@ -204,13 +168,13 @@ class Reader(NodeThread):
         raise_for_reply(streams, self._connection.node.address)
         by_key: dict[bytes, Any] = dict(streams) if streams else {}
         failpoint("read.after_reply")
-        if self._owner.tag_filter is not None:
+        if self._settings.tag_filter is not None:
             # A filter was set meanwhile: the next pass applies it.
             return
         for owned, key, lock in zip(readable, keys, locks, strict=True):
             entries = by_key.get(key)
             if self._ours(owned, lock) and entries:
-                self._put(owned, entries[: self._owner.rate_limiter.available_to_read(len(entries))])
+                self._intake.put(owned, entries[: self._rate_limiter.available_to_read(len(entries))])
 
     def _select(
         self,
@@ -234,21 +198,21 @@ class Reader(NodeThread):
         self._add_rates(given)
         failpoint("select.after_reply")
         self._more = False
-        if self._owner.tag_filter != wanted:
+        if self._settings.tag_filter != wanted:
             # The filter changed meanwhile: the next pass applies the new one.
             return
         for owned, reply, lock in zip(readable, replies, replies[len(readable) :], strict=False):
             selected = select_reply(reply, self._connection.node.address)
             if self._ours(owned, lock):
-                if selected.entries and not self._owner.rate_limiter.available_to_read(1):
+                if selected.entries and not self._rate_limiter.available_to_read(1):
                     # Other readers used up the rate: read again.
                     self._more = True
                     continue
-                self._put_selected(owned, selected, wanted)
+                self._intake.put_selected(owned, selected, wanted)
                 self._more = self._more or selected.more
 
     def _select_command(self, owned: OwnedPartition, count: int, wanted: TagFilter) -> Command:
-        size = self._owner.shares(owned)[1] - owned.bytes_in_flight
+        size = self._ownership.shares(owned)[1] - owned.room.bytes
         prefix, after = owned.lock_holder.prefix, owned.next_read - 1
         return select_command(
             self._connection,
@@ -261,71 +225,20 @@ class Reader(NodeThread):
             size=size,
         )
 
-    def _put_selected(self, owned: OwnedPartition, selected: SelectedRecords, wanted: TagFilter) -> None:
-        """Queue records whose tags match by name, not only by hash."""
-        command = pop_command(selected.entries)
-        found = records_of(selected.entries)
-        records = [record for record in found if wanted.takes(record.tags)]
-        unmatched: list[OffsetRange] = selected.unmatched
-        if len(records) < len(found):
-            taken = {record.offset for record in records}
-            others = as_ranges(record.offset for record in found if record.offset not in taken)
-            unmatched = joined([*unmatched, *others])
-        excluded = sum(last - first + 1 for first, last in unmatched)
-        if selected.last >= owned.next_read:
-            missing = selected.last - owned.next_read + 1 - len(records) - excluded
-            if missing > 0:
-                self._log_missing(owned, owned.next_read, selected.last, missing)
-            self._note_read(owned, selected.last)
-            self._owner.rate_limiter.consume(len(records))
-            self._owner.dispatcher.put(owned, records, last=selected.last, unmatched=unmatched)
-        if excluded:
-            self._owner.unmatched(excluded)
-        self._note_command(owned, command)
-
-    def _put(self, owned: OwnedPartition, entries: list[Any]) -> None:
-        command = pop_command(entries)
-        if entries:
-            records = records_of(entries)
-            self._check_holes(owned, records)
-            self._note_read(owned, records[-1].offset)
-            self._owner.rate_limiter.consume(len(records))
-            if self._owner.may_be_void:
-                self._put_without_void(owned, records)
-            else:
-                self._owner.dispatcher.put(owned, records)
-        self._note_command(owned, command)
-
-    def _put_without_void(self, owned: OwnedPartition, records: list[Record]) -> None:
-        void = [record.offset for record in records if record.void]
-        real = [record for record in records if not record.void] if void else records
-        self._owner.dispatcher.put(owned, real, last=records[-1].offset, unmatched=as_ranges(void))
-        if void:
-            self._owner.unmatched(len(void))
-
-    def _note_read(self, owned: OwnedPartition, last: int) -> None:
-        if self._owner.archived:
-            owned.deliveries.note(owned.next_read, last, clock())
-
-    def _note_command(self, owned: OwnedPartition, command: CommandRecord | None) -> None:
-        if command is not None:
-            owned.command = command
-            self._owner.sealed()
-
     def _reload(self, owned: OwnedPartition) -> None:
-        key_queues = self._owner.dispatcher.queues_to_reload(owned)
-        capacity = owned.capacity(*self._owner.shares(owned), READ_COUNT)
-        budget = max(capacity // 2, 1 if capacity or owned.count_in_flight <= owned.spilled else 0)
+        key_queues = self._dispatcher.queues_to_reload(owned)
+        capacity = self._capacity(owned)
+        budget = max(capacity // 2, 1 if capacity or owned.room.count <= owned.room.spilled else 0)
         try:
             while key_queues and budget > 0 and owned.state is OwnershipState.OPEN and self._may_start(key_queues[0]):
                 budget -= self._reload_queue(owned, key_queues[0], budget)
                 del key_queues[0]
         finally:
             if key_queues:
-                self._owner.dispatcher.not_reloaded(owned, key_queues)
+                self._dispatcher.not_reloaded(owned, key_queues)
 
     def _may_start(self, key_queue: KeyQueue) -> bool:
-        return not _failed_before(key_queue) or self._owner.rate_limiter.available_to_read(1) > 0
+        return not key_queue.failed_before or self._rate_limiter.available_to_read(1) > 0
 
     def _reload_queue(self, owned: OwnedPartition, key_queue: KeyQueue, limit: int) -> int:
         later = key_queue.spilled or array("q")
@@ -344,21 +257,11 @@ class Reader(NodeThread):
         if self._ours(owned, lock):
             records = records_of(entries)
             if len(records) < len(wanted):
-                self._log_missing(owned, wanted[0], wanted[-1], len(wanted) - len(records))
-            if _failed_before(key_queue):
-                self._owner.rate_limiter.consume(len(records))
-            self._owner.dispatcher.reload(key_queue, records, len(wanted))
+                log_missing(owned, wanted[0], wanted[-1], len(wanted) - len(records))
+            if key_queue.failed_before:
+                self._rate_limiter.consume(len(records))
+            self._dispatcher.reload(key_queue, records, len(wanted))
         return len(wanted)
-
-    def _check_holes(self, owned: OwnedPartition, records: list[Record]) -> None:
-        first, last = records[0].offset, records[-1].offset
-        missing = last - owned.next_read + 1 - len(records)
-        if missing > 0:
-            self._log_missing(owned, min(first, owned.next_read), last, missing)
-
-    def _log_missing(self, owned: OwnedPartition, first: int, last: int, missing: int) -> None:
-        facts = {"partition": owned.partition, "first": first, "last": last, "missing": missing}
-        log.error("records_missing", extra=facts)
 
     def _ours(self, owned: OwnedPartition, lock: Any) -> bool:
         answer = acquire_reply(lock, self._connection.node.address)
@@ -366,7 +269,7 @@ class Reader(NodeThread):
             return True
         if isinstance(answer, LockTaken):
             log.error("lock_lost", extra={"partition": owned.partition, "address": self._connection.node.address})
-            self._owner.lock_lost(owned)
+            self._ownership.lock_lost(owned)
         else:
             self._lost(owned, answer)
         return False
@@ -378,9 +281,9 @@ class Reader(NodeThread):
             # The node lost the partition although its run is armed, or it was deleted: arming repairs that.
             facts = {"partition": owned.partition, "word": answer.status, "address": self._connection.node.address}
             log.error("partition_refused", extra=facts)
-            self._owner.partition_refused(owned)
+            self._ownership.partition_refused(owned)
         else:
-            self._owner.fenced(owned, "pull")
+            self._ownership.fenced(owned, "pull")
 
     def _check(self, owned: OwnedPartition) -> Command:
         return self._acquire_command(owned, afresh=False)
@@ -399,11 +302,3 @@ class Reader(NodeThread):
         if missing:
             self._connection.reload_scripts()
         return missing
-
-
-def _failed_before(key_queue: KeyQueue) -> bool:
-    return (
-        key_queue.spilled is not None
-        and len(key_queue.spilled) > 0
-        and key_queue.spilled[0] in key_queue.owned.attempts
-    )

@@ -4,16 +4,20 @@ idempotent."""
 from __future__ import annotations
 
 import logging
-from collections import deque
-from collections.abc import Sequence
-from typing import Any, Final, Protocol, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, Final
 
 from mqlayer.consuming.engine.clock import clock
-from mqlayer.consuming.engine.node_thread import NodeThread
+from mqlayer.consuming.engine.core import MemberCore
+from mqlayer.consuming.engine.node_service import NodeService
+from mqlayer.consuming.ordered.attempts import GuardedStart
 from mqlayer.consuming.ordered.dispatcher import Dispatcher
-from mqlayer.consuming.ordered.owned_partitions import EVERY_OFFSET, GuardedStart, OwnedPartition, OwnershipState
+from mqlayer.consuming.ordered.owned_partitions import EVERY_OFFSET, OwnedPartition, OwnershipState
+from mqlayer.consuming.ordered.ownership import Ownership
+from mqlayer.consuming.ordered.partition_reports import PartitionReports
+from mqlayer.consuming.ordered.results import Unsettled
 from mqlayer.domain.message import Record
-from mqlayer.domain.offsets import OffsetRange, as_ranges, covers, joined
+from mqlayer.domain.offsets import OffsetRange, as_ranges, joined
 from mqlayer.domain.routing import NodeId
 from mqlayer.failpoints import failpoint
 from mqlayer.redis.node_connection import Command, NodeConnection, is_missing_script, raise_for_reply
@@ -34,8 +38,6 @@ from mqlayer.redis.partition_scripts import (
 
 log = logging.getLogger(__name__)
 
-Item = TypeVar("Item")
-
 RANGES_PER_CALL: Final = 500
 LINGER_S: Final = 0.003
 """How long results gather: round trips are expensive."""
@@ -43,83 +45,62 @@ IDLE_WAIT_S: Final = 0.25
 RETRY_S: Final = 0.5
 
 
-class SettlerOwner(Protocol):
-    """The member, as its settlers use it."""
+class Settler(NodeService):
+    """The settling thread of one node. Its stop sends remaining results.
 
-    dispatcher: Dispatcher
-    archived: bool
+    `settled` counts settled messages and wakes the node's reader.
+    """
 
-    def partitions_on(self, node_id: NodeId) -> list[OwnedPartition]:
-        """Return a node's owned partitions."""
+    def __init__(
+        self,
+        connection: NodeConnection,
+        core: MemberCore,
+        ownership: Ownership,
+        dispatcher: Dispatcher,
+        reports: PartitionReports,
+        *,
+        settled: Callable[[NodeId, int], None],
+        name: str,
+    ) -> None:
+        super().__init__(connection, ownership.node_lost, name=name, work="settling", retry_s=RETRY_S)
+        self._settings, self._ownership, self._dispatcher = core.settings, ownership, dispatcher
+        self._reports, self._settled = reports, settled
 
-    def settled(self, owned: OwnedPartition, records: list[Record], committed: int) -> None:
-        """Note that the node settled these records."""
+    def _await_work(self) -> None:
+        self.wake.wait(IDLE_WAIT_S)
+        if not any(owned.attempts.has_starts for owned in self._partitions()):
+            self._stopping.wait(LINGER_S)
+        self.wake.clear()
 
-    def fenced(self, owned: OwnedPartition, reason: str) -> None:
-        """Drop a partition that a later owner has."""
-
-    def drained(self, owned: OwnedPartition) -> None:
-        """Note a settled, sealed partition; repeated until dropped."""
-
-    def released(self, owned: OwnedPartition) -> None:
-        """Note that a drained partition's lock is released."""
-
-    def node_lost(self, node_id: NodeId) -> None:
-        """Drop all partitions of an unarmed node."""
-
-
-class Settler(NodeThread):
-    """The settling thread of one node. Its stop sends remaining results."""
-
-    def __init__(self, owner: SettlerOwner, connection: NodeConnection, *, name: str) -> None:
-        super().__init__(connection, owner.node_lost, name=name, work="settling")
-        self._owner = owner
-
-    def _loop(self) -> None:
-        while not self._stopping.is_set():
-            self.wake.wait(IDLE_WAIT_S)
-            if not self._awaited():
-                self._stopping.wait(LINGER_S)
-            self.wake.clear()
-            if not self._try_pass():
-                self._stopping.wait(RETRY_S)
+    def _close(self) -> None:
         self._try_pass()
+        super()._close()
 
-    def _awaited(self) -> bool:
-        return any(owned.guarded_starts for owned in self._owner.partitions_on(self._connection.node.node_id))
+    def _partitions(self) -> list[OwnedPartition]:
+        return self._ownership.on(self._connection.node.node_id)
 
-    def _pass(self) -> None:
-        partitions = self._owner.partitions_on(self._connection.node.node_id)
+    def _serve(self) -> None:
+        partitions = self._partitions()
         # Once each: otherwise a busy partition would starve the others.
         for owned in partitions:
-            if owned.settled or owned.to_settle or owned.unmatched or owned.failed or owned.guarded_starts:
+            if owned.results or owned.attempts.unsent or owned.attempts.has_starts:
                 self._send(owned)
         for owned in partitions:
             if owned.state is OwnershipState.DRAINING and self._idle(owned):
                 self._release(owned)
-            elif (
-                owned.state is OwnershipState.OPEN and owned.is_settled and self._owner.dispatcher.stop_starting(owned)
-            ):
-                self._owner.drained(owned)
+            elif owned.state is OwnershipState.OPEN and owned.is_settled and self._dispatcher.stop_starting(owned):
+                self._reports.drained(owned)
 
     def _send(self, owned: OwnedPartition) -> None:
-        handled, settle_only = _drain(owned.settled), _drain(owned.to_settle)
-        failed, starts = _drain(owned.failed), _drain(owned.guarded_starts)
-        unmatched, records = joined(_drain(owned.unmatched)), [*handled, *settle_only]
-        forget = self._failed_of(owned, records, unmatched)
+        unsettled = owned.results.take()
+        failed, starts = owned.attempts.take()
+        records = unsettled.records
+        counted = owned.attempts.counted(records, unsettled.unmatched)
         try:
-            if self._owner.archived:
-                settles = self._outcome_commands(owned, _with_outcomes(handled, settle_only, unmatched), forget)
-            else:
-                ranges = as_ranges(record.offset for record in records)
-                settles = self._settle_commands(owned, joined([*ranges, *unmatched]) if unmatched else ranges, forget)
-            answers = self._ask(owned, settles, failed, starts)
+            answers = self._ask(owned, self._settles(owned, unsettled, records, counted), failed, starts)
         except BaseException:
-            owned.unmatched.extendleft(reversed(unmatched))
-            owned.settled.extendleft(reversed(handled))
-            owned.to_settle.extendleft(reversed(settle_only))
-            owned.failed.extendleft(reversed(failed))
-            owned.guarded_starts.extendleft(reversed(starts))
+            owned.results.put_back(unsettled)
+            owned.attempts.put_back(failed, starts)
             raise
         for answer in answers:
             if isinstance(answer, Fenced | Refused):
@@ -127,18 +108,19 @@ class Settler(NodeThread):
                 return
         for start in starts:
             start.recorded.set()
-        if owned.attempts or owned.failing_since:
-            for record in records:
-                owned.attempts.pop(record.offset, None)
-                owned.failing_since.pop(record.offset, None)
-                owned.starts_recorded.discard(record.offset)
-            for offset in forget:
-                owned.attempts.pop(offset, None)
+        owned.attempts.forget(records, counted)
         committed = max((answer.committed for answer in answers if isinstance(answer, LockKept)), default=0)
         owned.deliveries.forget(committed)
-        self._owner.settled(owned, records, committed)
-        if unmatched:
-            self._owner.dispatcher.unmatched_settled(owned, unmatched)
+        self._dispatcher.settled(owned, records, committed, unsettled.unmatched)
+        self._settled(self._connection.node.node_id, len(records))
+
+    def _settles(
+        self, owned: OwnedPartition, unsettled: Unsettled, records: list[Record], counted: list[int]
+    ) -> list[Command]:
+        if self._settings.archived:
+            return self._outcome_commands(owned, _with_outcomes(*unsettled), counted)
+        ranges, unmatched = as_ranges(record.offset for record in records), unsettled.unmatched
+        return self._settle_commands(owned, joined([*ranges, *unmatched]) if unmatched else ranges, counted)
 
     def _ask(
         self,
@@ -161,14 +143,6 @@ class Settler(NodeThread):
             *(start_reply(reply, address) for reply in replies[len(counts) : len(counts) + len(begun)]),
             *(settle_reply(reply, address) for reply in replies[len(counts) + len(begun) :]),
         ]
-
-    def _failed_of(self, owned: OwnedPartition, records: list[Record], unmatched: list[OffsetRange]) -> list[int]:
-        if not owned.attempts:
-            return []
-        failed = [record.offset for record in records if record.offset in owned.attempts]
-        if unmatched:
-            failed += [offset for offset in list(owned.attempts) if covers(unmatched, offset)]
-        return failed
 
     def _settle_commands(self, owned: OwnedPartition, ranges: list[OffsetRange], forget: list[int]) -> list[Command]:
         commands: list[Command] = []
@@ -212,12 +186,10 @@ class Settler(NodeThread):
             if answer.status == "unknown":
                 # Or an append was cut off: recounting includes its records, which are then delivered again.
                 self._connection.call([recount_command(self._connection, owned.lock_holder.prefix, owned.partition)])
-        self._owner.fenced(owned, "settle")
+        self._ownership.fenced(owned, "settle")
 
     def _idle(self, owned: OwnedPartition) -> bool:
-        if self._owner.dispatcher.is_idle(owned) and not (
-            owned.settled or owned.to_settle or owned.unmatched or owned.failed
-        ):
+        if self._dispatcher.is_idle(owned) and not (owned.results or owned.attempts.unsent):
             return True
         late = clock() > owned.drain_until
         if late:
@@ -230,11 +202,8 @@ class Settler(NodeThread):
         for reply in self._call([release_command(self._connection, owned.lock_holder)]):
             raise_for_reply(reply, self._connection.node.address)
         failpoint("release.after_redis")
-        self._owner.released(owned)
-
-
-def _drain(queue: deque[Item]) -> list[Item]:
-    return [queue.popleft() for _ in range(len(queue))]
+        self._ownership.drop(owned)
+        self._reports.release(owned.assignment)
 
 
 def _with_outcomes(

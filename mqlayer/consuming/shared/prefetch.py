@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final, Literal
 
 from mqlayer.consuming.engine.clock import clock
@@ -73,6 +73,22 @@ class FetchedBatch:
         # Of a redriven message.
         self.claim: ClaimedMessage | None = None
 
+    def of_claim(self, claim: ClaimedMessage) -> None:
+        """Be a redriven message's."""
+        self.claim = claim
+
+    def extended(self, at: float, hung: Collection[int] = ()) -> None:
+        """Note an extension, except of `hung` offsets."""
+        self.extended_at, self.hung = at, set(hung)
+
+    def exclude(self, offsets: Iterable[int]) -> None:
+        """Start none of these."""
+        self.lost.update(offsets)
+
+    def count_failed(self, attempts: Mapping[int, int], *, suspect: bool = False) -> None:
+        """Note earlier failed attempts; `suspect`: it may have killed its former member."""
+        self.attempts, self.suspect = dict(attempts), suspect
+
     @property
     def open(self) -> list[int]:
         """Offsets neither settled, given back nor lost."""
@@ -118,7 +134,7 @@ class Prefetch:
         self, *, concurrency: int, prefetch_count: int, prefetch_bytes: int, visibility_timeout_s: float
     ) -> None:
         self._concurrency, self._count_limit, self._bytes_limit = concurrency, prefetch_count, prefetch_bytes
-        self._visibility_timeout_s = visibility_timeout_s
+        self.visibility_timeout_s = visibility_timeout_s
         self._changed = threading.Condition()
         self._ready: deque[WorkSlice] = deque()
         # Suspects: those without a guarded start yet run beside each other, the others alone.
@@ -130,7 +146,11 @@ class Prefetch:
         self._unreachable: set[NodeId] = set()
         self.count = self.bytes = 0
         self.stopping = False
-        self.on_ready: Callable[[], None] | None = None
+        self._on_ready: Callable[[], None] | None = None
+
+    def on_ready(self, wake: Callable[[], None]) -> None:
+        """Have `wake` called when something is ready."""
+        self._on_ready = wake
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
@@ -166,8 +186,8 @@ class Prefetch:
             else:
                 self._ready.append((batch, batch.records))
             self._changed.notify_all()
-        if self.on_ready is not None:
-            self.on_ready()
+        if self._on_ready is not None:
+            self._on_ready()
 
     # -- handling ------------------------------------------------------------------------------------------------------
 
@@ -193,7 +213,7 @@ class Prefetch:
         if suspect is not None:
             return suspect, suspect.records
         count = max(1, min(SLICE_LIMIT, int(SLICE_S / self._pace_s)))
-        limit, now = self._visibility_timeout_s * FRESH, clock()
+        limit, now = self.visibility_timeout_s * FRESH, clock()
         for _ in range(len(self._ready)):
             batch, records = self._ready.popleft()
             if batch.dropped:
@@ -251,8 +271,8 @@ class Prefetch:
                 self._ready.appendleft((batch, records))
             if records or batch.suspect:
                 self._changed.notify_all()
-        if records and self.on_ready is not None:
-            self.on_ready()
+        if records and self._on_ready is not None:
+            self._on_ready()
 
     def reclaim_slow(self) -> list[tuple[FetchedBatch, list[int]]]:
         """Free slow workers' unstarted records; return handled offsets."""
@@ -268,8 +288,8 @@ class Prefetch:
                 with self._changed:
                     self._ready.appendleft((batch, rest))
                     self._changed.notify_all()
-                if self.on_ready is not None:
-                    self.on_ready()
+                if self._on_ready is not None:
+                    self._on_ready()
             handled = drain(done)
             if handled:
                 found.append((batch, handled))
@@ -293,6 +313,11 @@ class Prefetch:
             if len(batch.ended) >= len(batch.records):
                 self._forget(batch)
 
+    def lose(self, batch: FetchedBatch, offsets: Collection[int]) -> None:
+        """Free messages that other members have, or will get."""
+        batch.exclude(offsets)
+        self.end(batch, offsets)
+
     def drop(self, doomed: Callable[[FetchedBatch], bool]) -> None:
         """Forget lost batches."""
         with self._changed:
@@ -306,7 +331,7 @@ class Prefetch:
         """Say whose a message is; `unsure`: the node must confirm."""
         if batch.dropped or offset in batch.lost:
             return "gone"
-        late = clock() - batch.extended_at > self._visibility_timeout_s * FRESH
+        late = clock() - batch.extended_at > self.visibility_timeout_s * FRESH
         return "unsure" if late or offset in batch.hung else "ours"
 
     def _forget(self, batch: FetchedBatch) -> None:
@@ -333,5 +358,5 @@ class Prefetch:
         with self._changed:
             self.stopping = True
             self._changed.notify_all()
-        if self.on_ready is not None:
-            self.on_ready()
+        if self._on_ready is not None:
+            self._on_ready()

@@ -5,20 +5,20 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from mqlayer.consuming.engine.clock import clock
-from mqlayer.consuming.engine.node_thread import NodeThread
-from mqlayer.consuming.engine.rate_limiter import RateLimiter, RatePoller
+from mqlayer.consuming.engine.core import MemberCore
+from mqlayer.consuming.engine.node_service import NodeService
+from mqlayer.consuming.engine.rate_limiter import RatePoller
+from mqlayer.consuming.shared.failure_queues import FailureQueues
 from mqlayer.consuming.shared.partitions import SharedPartition, SharedPartitions
 from mqlayer.consuming.shared.prefetch import FetchedBatch, Prefetch
+from mqlayer.consuming.shared.results import SharedResults
 from mqlayer.domain.message import Record, pop_command, records_of
-from mqlayer.domain.tags import TagFilter
 from mqlayer.failpoints import failpoint
 from mqlayer.redis.node_connection import NodeConnection, is_missing_script, raise_for_reply
-from mqlayer.redis.outcomes import RangeOutcome
 from mqlayer.redis.partition_scripts import FailureHistory, Fenced, Refused
-from mqlayer.redis.rate_script import rate_command, rate_reply
 from mqlayer.redis.shared_scripts import (
     AT_ONCE,
     DueMessages,
@@ -52,77 +52,55 @@ RECLAIM_PART: Final = 3.0
 """Searches for silent members' messages per visibility timeout; one a second at least."""
 
 
-class SharedReaderOwner(Protocol):
-    """The member, as its readers use it."""
-
-    prefetch: Prefetch
-    partitions: SharedPartitions
-    rate_limiter: RateLimiter
-    tag_filter: TagFilter | None
-    may_be_void: bool
-    member_id: str
-    visibility_timeout_s: float
-    extend_limit_s: float
-
-    def handled(self, batch: FetchedBatch, offsets: list[int]) -> None:
-        """Count and settle handled messages."""
-
-    def make_batch(self, partition: SharedPartition, records: Sequence[Record]) -> FetchedBatch:
-        """Return a batch."""
-
-    def unmatched(self, batch: FetchedBatch, offsets: list[int]) -> None:
-        """Settle filtered and void messages."""
-
-    def end(self, batch: FetchedBatch, offsets: list[int], outcome: RangeOutcome) -> None:
-        """Settle messages."""
-
-    def command_read(self, partition: SharedPartition, entry_id: bytes) -> None:
-        """Settle a command record."""
-
-    def release(self, batch: FetchedBatch, offsets: list[int]) -> None:
-        """Give back unstarted messages at once."""
-
-    def settle_missing(self, partition: SharedPartition, offsets: Sequence[int]) -> None:
-        """Settle offsets without records."""
-
-    def suspect(self, batch: FetchedBatch) -> None:
-        """Check a suspect in Postgres, then handle it."""
-
-    def drained(self, partition: SharedPartition, seal_id: str) -> None:
-        """Report a drained partition."""
-
-
-class SharedReader(NodeThread):
+class SharedReader(NodeService):
     """The reading thread of one node."""
 
-    def __init__(self, owner: SharedReaderOwner, connection: NodeConnection, *, group_id: int, name: str) -> None:
-        super().__init__(connection, owner.partitions.node_lost, name=name, work="reading")
-        self._owner, self._group_id = owner, group_id
+    def __init__(
+        self,
+        connection: NodeConnection,
+        core: MemberCore,
+        partitions: SharedPartitions,
+        prefetch: Prefetch,
+        results: SharedResults,
+        queues: FailureQueues,
+        *,
+        name: str,
+    ) -> None:
+        super().__init__(connection, partitions.node_lost, name=name, work="reading", retry_s=RETRY_S[1])
+        self._settings, self._rate_limiter = core.settings, core.settings.rate_limiter
+        self._member_id, self._group_id = core.member_id, core.group.group_id
+        self._partitions, self._prefetch, self._results, self._queues = partitions, prefetch, results, queues
+        self._visibility_timeout_s = prefetch.visibility_timeout_s
+        self._extend_limit_s = core.options.extend_limit_s
         self._extend_at = self._reclaim_at = 0.0
         self._at = 0
-        self._pacer = RatePoller(owner.rate_limiter)
+        self._poller = RatePoller(self._rate_limiter)
 
-    def _loop(self) -> None:
-        prefetch, node_id = self._owner.prefetch, self._connection.node.node_id
-        while not self._stopping.is_set():
-            well = self._try_pass()
-            prefetch.note_node(node_id, unreachable=not well)
-            if not well:
-                # The node may have assigned messages whose reply was lost.
-                for partition in self._owner.partitions.on(node_id):
-                    partition.has_unknown = True
-                self._stopping.wait(random.uniform(*RETRY_S))
+    def _await_work(self) -> None:
+        """Wait in the read."""
 
-    def _pass(self) -> None:
-        now, owner = clock(), self._owner
-        for batch, offsets in owner.prefetch.reclaim_slow():
-            owner.handled(batch, offsets)
-        if owner.prefetch.stopping:
-            for batch, offsets in owner.prefetch.take_unstarted(self._is_here):
-                owner.release(batch, offsets)
+    def _retry_wait_s(self) -> float:
+        return random.uniform(*RETRY_S)
+
+    def _try_pass(self) -> bool:
+        well, node_id = super()._try_pass(), self._connection.node.node_id
+        self._prefetch.note_node(node_id, unreachable=not well)
+        if not well:
+            # The node may have assigned messages whose reply was lost.
+            for partition in self._partitions.on(node_id):
+                partition.note_unknown()
+        return well
+
+    def _serve(self) -> None:
+        now = clock()
+        for batch, offsets in self._prefetch.reclaim_slow():
+            self._results.handled(batch, offsets)
+        if self._prefetch.stopping:
+            for batch, offsets in self._prefetch.take_unstarted(self._is_here):
+                self._results.release(batch, offsets)
         partitions = [
             partition
-            for partition in owner.partitions.on(self._connection.node.node_id)
+            for partition in self._partitions.on(self._connection.node.node_id)
             if now >= partition.paused_until
         ]
         if not self._acquire([partition for partition in partitions if not partition.acquired]):
@@ -138,38 +116,23 @@ class SharedReader(NodeThread):
         self._read_some(acquired)
 
     def _read_some(self, acquired: list[SharedPartition]) -> None:
-        owner = self._owner
-        capacity = owner.prefetch.capacity()
-        if capacity > 0 and self._pacer.due():
+        capacity = self._prefetch.capacity()
+        if capacity > 0 and self._poller.due():
             self._ask_rates(acquired)
-        capacity = owner.rate_limiter.available(capacity)
-        if acquired and capacity > 0 and not owner.prefetch.stopping:
+        capacity = self._rate_limiter.available(capacity)
+        if acquired and capacity > 0 and not self._prefetch.stopping:
             self._read(*self._next_read(acquired, capacity), capacity)
         else:
             # Ended messages wake this thread; rate comes with time.
             extend_s = max(0.0, self._extend_at - clock())
-            self.wake.wait(min(BLOCK_MS / 1000, extend_s, owner.rate_limiter.wait_s() or BLOCK_MS / 1000))
+            self.wake.wait(min(BLOCK_MS / 1000, extend_s, self._rate_limiter.wait_s() or BLOCK_MS / 1000))
             self.wake.clear()
 
     def _ask_rates(self, partitions: list[SharedPartition]) -> None:
-        limit, rate_limiter = self._owner.rate_limiter.limit, self._owner.rate_limiter
-        if limit is None or not partitions:
-            return
-        self._pacer.polled()
-        share, wanted, group_partitions = (
-            limit.share,
-            rate_limiter.needed(),
-            [partition.group_partition for partition in partitions],
-        )
-        replies = self._connection.call(
-            [
-                rate_command(self._connection, p.prefix, p.partition, self._group_id, share, wanted=wanted)
-                for p in group_partitions
-            ]
-        )
-        if not self._scripts_missing(replies):
-            rate_limiter.add(sum(rate_reply(reply, self._connection.node.address).granted for reply in replies))
-            self._pacer.polled()
+        commands = self._poller.commands(self._connection, (one.group_partition for one in partitions))
+        replies = self._connection.call(commands) if commands else []
+        if replies and not self._scripts_missing(replies):
+            self._poller.add(replies, self._connection.node.address)
 
     def _is_here(self, batch: FetchedBatch) -> bool:
         return batch.group_partition is not None and batch.assignment.node == self._connection.node.node_id
@@ -199,7 +162,6 @@ class SharedReader(NodeThread):
         )
 
     def _read(self, partitions: list[SharedPartition], longest_ms: int, capacity: int) -> None:
-        owner = self._owner
         count = max(1, min(READ_COUNT, capacity // len(partitions)))
         # Messages in hand must be extended meanwhile.
         extend_ms = int((self._extend_at - clock()) * 1000)
@@ -215,7 +177,7 @@ class SharedReader(NodeThread):
         )
         group_partitions = [partition.group_partition for partition in partitions]
         read = shared_read_command(
-            group_partitions, owner.member_id, group_id=self._group_id, count=count, block_ms=block_ms
+            group_partitions, self._member_id, group_id=self._group_id, count=count, block_ms=block_ms
         )
         asked = clock()
         streams, *checks = self._connection.call(
@@ -224,34 +186,34 @@ class SharedReader(NodeThread):
         if is_missing_group(streams):
             log.error("shared_group_missing", extra={"address": self._connection.node.address, "group": self._group_id})
             for partition in partitions:
-                partition.acquired = False
+                partition.acquire_again()
             return
         raise_for_reply(streams, self._connection.node.address)
         if self._scripts_missing(checks):
             for partition in partitions:
-                partition.has_unknown = True
+                partition.note_unknown()
             return
         failpoint("shared.after_read")
         self._accept(partitions, streams, checks, asked)
 
     def _accept(self, partitions: list[SharedPartition], streams: Any, checks: Sequence[Any], asked: float) -> None:
-        owner = self._owner
         by_key: dict[bytes, Any] = dict(streams) if streams else {}
-        wanted = owner.partitions.on(self._connection.node.node_id)
+        wanted = self._partitions.on(self._connection.node.node_id)
         for partition, reply in zip(partitions, checks, strict=True):
             entries = by_key.get(partition.group_partition.log)
             if partition not in wanted:
                 # Paused, or under another epoch, since the read began.
                 self._release(partition, entries or [])
             elif not self._follow(partition, reply):
-                partition.has_unknown = partition.has_unknown or bool(entries)
+                if entries:
+                    partition.note_unknown()
             elif entries:
                 self._put(partition, entries, asked)
         for partition in partitions:
             if (
                 partition.acquired
                 and partition.due_in_ms == 0
-                and owner.rate_limiter.available(owner.prefetch.capacity()) > 0
+                and self._rate_limiter.available(self._prefetch.capacity()) > 0
             ):
                 self._read_due(partition)
 
@@ -259,18 +221,16 @@ class SharedReader(NodeThread):
         answer = shared_acquire_reply(reply, self._connection.node.address)
         if isinstance(answer, EpochInForce):
             if answer.newly_acquired:
-                self._owner.partitions.load_dead(partition, answer.committed)
-            partition.acquired, partition.due_in_ms, partition.refused = True, answer.due_in_ms, 0
+                self._partitions.load_dead(partition, answer.committed)
+            partition.confirm(answer.due_in_ms)
             return True
         if isinstance(answer, SharedDrained):
-            partition.due_in_ms = -1
-            partition.paused_until = clock() + AFTER_ERROR_S
-            self._owner.drained(partition, answer.seal_id)
+            partition.drain(clock() + AFTER_ERROR_S)
+            self._queues.drained(partition.group_partition.partition, partition.group_partition.epoch, answer.seal_id)
             return True
-        partition.acquired, partition.has_unknown = False, True
-        partition.paused_until = clock() + AFTER_ERROR_S
+        partition.lose(clock() + AFTER_ERROR_S)
         if isinstance(answer, Fenced):
-            self._owner.partitions.fenced(partition)
+            self._partitions.fenced(partition)
         else:
             facts = {
                 "partition": partition.group_partition.partition,
@@ -278,7 +238,7 @@ class SharedReader(NodeThread):
                 "address": self._connection.node.address,
             }
             log.error("partition_refused", extra=facts)
-            self._owner.partitions.refused(partition)
+            self._partitions.refused(partition)
         return False
 
     def _put(self, partition: SharedPartition, entries: list[Any], asked: float) -> None:
@@ -286,17 +246,17 @@ class SharedReader(NodeThread):
         if entries:
             self._deliver(partition, records_of(entries), asked)
         if command is not None:
-            self._owner.command_read(partition, command.entry_id)
+            self._results.command_read(partition, command.entry_id)
 
     def _release(self, partition: SharedPartition, entries: list[Any]) -> None:
         command = pop_command(entries)
         back = [(record.offset, 0, None) for record in records_of(entries)]
         if back:
             self._connection.call(
-                [shared_nack_command(self._connection, partition.group_partition, self._owner.member_id, back)]
+                [shared_nack_command(self._connection, partition.group_partition, self._member_id, back)]
             )
         if command is not None:
-            self._owner.command_read(partition, command.entry_id)
+            self._results.command_read(partition, command.entry_id)
 
     def _deliver(
         self,
@@ -306,53 +266,50 @@ class SharedReader(NodeThread):
         failures: Sequence[FailureHistory | None] = (),
     ) -> None:
         batch = self._batch(partition, records, asked)
-        batch.attempts = {
-            record.offset: noted.attempts
-            for record, noted in zip(records, failures, strict=False)
-            if noted and noted.attempts
-        }
+        noted_of = zip(records, failures, strict=False)
+        batch.count_failed({record.offset: noted.attempts for record, noted in noted_of if noted and noted.attempts})
         self._pass_over(partition, batch)
-        self._owner.prefetch.put(batch)
+        self._prefetch.put(batch)
 
     def _batch(self, partition: SharedPartition, records: Sequence[Record], asked: float) -> FetchedBatch:
-        batch = self._owner.make_batch(partition, records)
-        self._owner.rate_limiter.consume(len(records))
-        batch.extended_at = asked
-        self._owner.prefetch.add(batch)
+        batch = self._partitions.batch(partition, records)
+        self._rate_limiter.consume(len(records))
+        batch.extended(asked)
+        self._prefetch.add(batch)
         return batch
 
     def _pass_over(self, partition: SharedPartition, batch: FetchedBatch) -> None:
-        owner, wanted, records = self._owner, self._owner.tag_filter, batch.records
+        wanted, may_be_void, records = self._settings.tag_filter, self._settings.may_be_void, batch.records
         if partition.dead or partition.marks:
             void = [record.offset for record in records if partition.is_void(record.identity)]
             if void:
-                batch.lost.update(void)
-                owner.end(batch, void, "-")
-                owner.rate_limiter.consume(-len(void))
-        if wanted is not None or owner.may_be_void:
+                batch.exclude(void)
+                self._results.end(batch, void, "-")
+                self._rate_limiter.consume(-len(void))
+        if wanted is not None or may_be_void:
             others = [
                 record.offset
                 for record in records
                 if record.offset not in batch.lost
-                and ((owner.may_be_void and record.void) or (wanted is not None and not wanted.takes(record.tags)))
+                and ((may_be_void and record.void) or (wanted is not None and not wanted.takes(record.tags)))
             ]
             if others:
-                batch.lost.update(others)
-                owner.unmatched(batch, others)
-                owner.rate_limiter.consume(-len(others))
+                batch.exclude(others)
+                self._results.unmatched(batch, others)
+                self._rate_limiter.consume(-len(others))
 
     def _read_due(self, partition: SharedPartition) -> None:
-        capacity = self._owner.rate_limiter.available(self._owner.prefetch.capacity())
+        capacity = self._rate_limiter.available(self._prefetch.capacity())
         limit, asked = max(1, min(DUE_COUNT, capacity)), clock()
         (reply,) = self._connection.call(
-            [shared_due_command(self._connection, partition.group_partition, self._owner.member_id, limit)]
+            [shared_due_command(self._connection, partition.group_partition, self._member_id, limit)]
         )
         answer = shared_due_reply(reply, self._connection.node.address)
         if not isinstance(answer, DueMessages):
             return
         failpoint("shared.after_due")
         if answer.missing:
-            self._owner.settle_missing(partition, answer.missing)
+            self._settle_missing(partition, answer.missing)
         pairs = self._unknown(partition, answer)
         usual = [(record, noted) for record, noted in pairs if noted is None or noted.started != "t"]
         if usual:
@@ -360,16 +317,23 @@ class SharedReader(NodeThread):
         for record, noted in pairs:
             if noted is not None and noted.started == "t":
                 batch = self._batch(partition, [record], asked)
-                batch.suspect, batch.attempts = True, {record.offset: noted.attempts} if noted.attempts else {}
+                batch.count_failed({record.offset: noted.attempts} if noted.attempts else {}, suspect=True)
                 self._pass_over(partition, batch)
                 if batch.open:
-                    self._owner.suspect(batch)
+                    self._queues.suspect(batch)
+
+    def _settle_missing(self, partition: SharedPartition, offsets: Sequence[int]) -> None:
+        """Settle offsets without records."""
+        log.error(
+            "records_missing", extra={"partition": partition.group_partition.partition, "offsets": list(offsets)[:10]}
+        )
+        self._results.end(self._partitions.batch(partition, ()), list(offsets), "-")
 
     def _unknown(self, partition: SharedPartition, answer: DueMessages) -> list[tuple[Record, FailureHistory | None]]:
         """Leave out messages lost while silent and given again."""
         ours = {
             offset
-            for batch in self._owner.prefetch.batches()
+            for batch in self._prefetch.batches()
             if batch.group_partition == partition.group_partition
             for offset in set(batch.open)
         }
@@ -378,10 +342,10 @@ class SharedReader(NodeThread):
 
     def _release_unknown(self, partition: SharedPartition) -> None:
         """Give back messages that only the node knows as this member's."""
-        owner, connection = self._owner, self._connection
+        connection = self._connection
         known = {
             o
-            for batch in owner.prefetch.batches()
+            for batch in self._prefetch.batches()
             if batch.group_partition == partition.group_partition
             for o in batch.open
         }
@@ -394,27 +358,27 @@ class SharedReader(NodeThread):
                 after,
                 "+",
                 AT_ONCE,
-                owner.member_id,
+                self._member_id,
             )
             found = raise_for_reply(connection.call([pending])[0], connection.node.address)
             unknown = [int(one[0][:-2]) for one in found if one[0].endswith(b"-0") and int(one[0][:-2]) not in known]
             if unknown:
                 back = shared_nack_command(
-                    connection, partition.group_partition, owner.member_id, [(o, 0, None) for o in unknown]
+                    connection, partition.group_partition, self._member_id, [(o, 0, None) for o in unknown]
                 )
                 if isinstance(shared_count_reply(connection.call([back])[0], connection.node.address), Fenced):
                     return
             if len(found) < AT_ONCE:
                 break
             after = b"(" + found[-1][0]
-        partition.has_unknown = False
+        partition.unknown_released()
 
     def _extend(self) -> float:
         """Extend messages; return seconds until the next time."""
-        owner, now = self._owner, clock()
-        every = owner.visibility_timeout_s / 3
-        hung = owner.prefetch.hung(owner.extend_limit_s)
-        for batch in owner.prefetch.batches():
+        now = clock()
+        every = self._visibility_timeout_s / 3
+        hung = self._prefetch.hung(self._extend_limit_s)
+        for batch in self._prefetch.batches():
             group_partition = batch.group_partition
             if (
                 group_partition is None
@@ -427,20 +391,19 @@ class SharedReader(NodeThread):
             asked = clock()
             for at in range(0, len(offsets), AT_ONCE):
                 command = shared_extend_command(
-                    self._connection, group_partition, owner.member_id, offsets[at : at + AT_ONCE]
+                    self._connection, group_partition, self._member_id, offsets[at : at + AT_ONCE]
                 )
                 answer = shared_extend_reply(self._connection.call([command])[0], self._connection.node.address)
                 if isinstance(answer, Fenced):
                     break
-                batch.lost.update(answer)
-                owner.prefetch.end(batch, answer)
+                self._prefetch.lose(batch, answer)
             else:
-                batch.extended_at, batch.hung = asked, set(still) - set(offsets)
+                batch.extended(asked, set(still) - set(offsets))
         return every / 4
 
     def _reclaim(self, partitions: list[SharedPartition]) -> float:
         """Reclaim messages; return seconds until the next time."""
-        visibility_timeout_ms = max(1, round(self._owner.visibility_timeout_s * 1000))
+        visibility_timeout_ms = max(1, round(self._visibility_timeout_s * 1000))
         replies = self._connection.call(
             [
                 shared_reclaim_command(self._connection, partition.group_partition, visibility_timeout_ms)
@@ -453,13 +416,13 @@ class SharedReader(NodeThread):
                 break
             answer = shared_count_reply(reply, self._connection.node.address)
             if isinstance(answer, Refused):
-                partition.acquired = False
+                partition.acquire_again()
             elif isinstance(answer, int) and answer:
-                partition.due_in_ms = 0
+                partition.messages_due()
                 log.info(
                     "messages_reclaimed", extra={"partition": partition.group_partition.partition, "count": answer}
                 )
-        return random.uniform(0.5, 1.0) * min(1.0, self._owner.visibility_timeout_s / RECLAIM_PART)
+        return random.uniform(0.5, 1.0) * min(1.0, self._visibility_timeout_s / RECLAIM_PART)
 
     def _scripts_missing(self, replies: Sequence[Any]) -> bool:
         missing = any(map(is_missing_script, replies))

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 from mqlayer.consuming.engine.clock import clock
-from mqlayer.consuming.engine.node_thread import NodeThread
+from mqlayer.consuming.engine.core import MemberCore
+from mqlayer.consuming.engine.node_service import NodeService
 from mqlayer.consuming.shared.partitions import SharedPartitions
 from mqlayer.consuming.shared.prefetch import FetchedBatch, Prefetch
 from mqlayer.domain.offsets import OffsetRange, as_ranges
@@ -36,18 +37,6 @@ LINGER_S: Final = 0.001
 """How long results gather for one call."""
 RETRY_S: Final = 0.1
 RANGES: Final = 500
-
-
-class SharedSettlerOwner(Protocol):
-    """The member, as its settlers use it."""
-
-    prefetch: Prefetch
-    partitions: SharedPartitions
-    member_id: str
-    archived: bool
-
-    def settled(self, count: int) -> None:
-        """Count settled messages."""
 
 
 class Settlement(NamedTuple):
@@ -85,31 +74,67 @@ class _ScriptCall(NamedTuple):
     item: Any
 
 
-class SharedSettler(NodeThread):
-    """One node's settling thread. Its stop sends remaining results."""
+class SharedSettler(NodeService):
+    """One node's settling thread. Its stop sends remaining results. `settled` counts, and wakes readers."""
 
-    def __init__(self, owner: SharedSettlerOwner, connection: NodeConnection, *, name: str) -> None:
-        super().__init__(connection, owner.partitions.node_lost, name=name, work="settling")
-        self._owner = owner
+    def __init__(
+        self,
+        connection: NodeConnection,
+        core: MemberCore,
+        partitions: SharedPartitions,
+        prefetch: Prefetch,
+        *,
+        settled: Callable[[int], None],
+        name: str,
+    ) -> None:
+        super().__init__(connection, partitions.node_lost, name=name, work="settling", retry_s=RETRY_S)
+        self._settings, self._member_id = core.settings, core.member_id
+        self._partitions, self._prefetch, self._settled = partitions, prefetch, settled
         # Any thread appends; this thread removes.
-        self.settlements: deque[Settlement] = deque()
-        self.nacks: deque[Nack] = deque()
-        self.attempt_starts: deque[AttemptStart] = deque()
-        self.commands: deque[tuple[SharedGroupPartition, bytes]] = deque()
+        self._settlements: deque[Settlement] = deque()
+        self._nacks: deque[Nack] = deque()
+        self._attempt_starts: deque[AttemptStart] = deque()
+        self._commands: deque[tuple[SharedGroupPartition, bytes]] = deque()
 
-    def _loop(self) -> None:
-        while not self._stopping.is_set():
-            self.wake.wait(IDLE_WAIT_S)
-            if not self.attempt_starts:
-                self._stopping.wait(LINGER_S)
-            self.wake.clear()
-            if not self._try_pass():
-                self._stopping.wait(RETRY_S)
+    def settle(self, settlement: Settlement) -> None:
+        """Settle messages soon."""
+        self._settlements.append(settlement)
+        if not self.wake.is_set():
+            self.wake.set()
+
+    def nack(self, nack: Nack) -> None:
+        """Give a message back soon."""
+        self._nacks.append(nack)
+        self.wake.set()
+
+    def count_attempt(self, start: AttemptStart) -> None:
+        """Count an attempt at once."""
+        self._attempt_starts.append(start)
+        self.wake.set()
+
+    def settle_command(self, group_partition: SharedGroupPartition, entry_id: bytes) -> None:
+        """Settle a command record soon."""
+        self._commands.append((group_partition, entry_id))
+        self.wake.set()
+
+    def unsent(self, batch: FetchedBatch) -> set[int]:
+        """Return a batch's offsets that are to be sent."""
+        ended = {offset for one in list(self._settlements) if one.batch is batch for offset in one.offsets}
+        return ended | {one.offset for one in list(self._nacks) if one.batch is batch}
+
+    def _await_work(self) -> None:
+        self.wake.wait(IDLE_WAIT_S)
+        if not self._attempt_starts:
+            self._stopping.wait(LINGER_S)
+        self.wake.clear()
+
+    def _close(self) -> None:
         self._try_pass()
+        super()._close()
 
-    def _pass(self) -> None:
-        ended, nacks = _all_of(self.settlements), _all_of(self.nacks)
-        begins, commands = _all_of(self.attempt_starts), _all_of(self.commands)
+    def _serve(self) -> None:
+        ended, nacks = _all_of(self._settlements), _all_of(self._nacks)
+        begins, commands = _all_of(self._attempt_starts), _all_of(self._commands)
         if not (ended or nacks or begins or commands):
             return
         try:
@@ -124,9 +149,9 @@ class SharedSettler(NodeThread):
             for call, reply in zip(calls, replies, strict=True):
                 self._follow(call, reply)
         except BaseException:
-            self.settlements.extendleft(reversed(ended))
-            self.nacks.extendleft(reversed(nacks))
-            self.commands.extendleft(reversed(commands))
+            self._settlements.extendleft(reversed(ended))
+            self._nacks.extendleft(reversed(nacks))
+            self._commands.extendleft(reversed(commands))
             for begin in begins:
                 begin.counted.set()
             raise
@@ -145,14 +170,14 @@ class SharedSettler(NodeThread):
                 self._connection.call(
                     [recount_command(self._connection, call.group_partition.prefix, call.group_partition.partition)]
                 )
-            self._owner.partitions.void(call.group_partition)
+            self._partitions.void(call.group_partition)
             return
         for batch, offsets in call.ends:
-            self._owner.prefetch.end(batch, offsets)
-        self._owner.settled(answer.newly_settled if isinstance(answer, SharedSettled) else 0)
+            self._prefetch.end(batch, offsets)
+        self._settled(answer.newly_settled if isinstance(answer, SharedSettled) else 0)
 
     def _attempt_calls(self, begins: Iterable[AttemptStart]) -> list[_ScriptCall]:
-        connection, member = self._connection, self._owner.member_id
+        connection, member = self._connection, self._member_id
         return [
             _ScriptCall(
                 shared_attempt_command(connection, group_partition, member, begin.offset),
@@ -169,10 +194,10 @@ class SharedSettler(NodeThread):
     def _settle_calls(
         self, ended: Sequence[Settlement], commands: Iterable[tuple[SharedGroupPartition, bytes]]
     ) -> list[_ScriptCall]:
-        connection, owner = self._connection, self._owner
+        connection = self._connection
         calls = [
             _ScriptCall(
-                shared_settle_command(connection, group_partition, owner.member_id, (), command=entry),
+                shared_settle_command(connection, group_partition, self._member_id, (), command=entry),
                 group_partition,
                 (),
                 None,
@@ -180,7 +205,7 @@ class SharedSettler(NodeThread):
             )
             for group_partition, entry in commands
         ]
-        if owner.archived:
+        if self._settings.archived:
             for one in ended:
                 calls += self._outcome_calls(one)
             return calls
@@ -193,7 +218,7 @@ class SharedSettler(NodeThread):
             ranges = as_ranges(offset for _, offsets in ends for offset in offsets)
             chunks = chunks_of(ranges)
             for number, chunk in enumerate(chunks):
-                command = shared_settle_command(connection, group_partition, owner.member_id, chunk)
+                command = shared_settle_command(connection, group_partition, self._member_id, chunk)
                 # The last reply stands for all chunks: a refusal refuses each.
                 calls.append(
                     _ScriptCall(command, group_partition, ends if number == len(chunks) - 1 else (), None, "settle")
@@ -210,7 +235,7 @@ class SharedSettler(NodeThread):
         for number, chunk in enumerate(chunks):
             outcomes = encode_outcome(one.outcome * len(chunk), [(chunk[-1][1], age_ms)])
             command = shared_settle_command(
-                self._connection, group_partition, self._owner.member_id, chunk, encoded_outcome=outcomes
+                self._connection, group_partition, self._member_id, chunk, encoded_outcome=outcomes
             )
             ends = ((one.batch, one.offsets),) if number == len(chunks) - 1 else ()
             calls.append(_ScriptCall(command, group_partition, ends, None, "settle"))
@@ -226,7 +251,7 @@ class SharedSettler(NodeThread):
             for at in range(0, len(of_place), AT_ONCE):
                 chunk = of_place[at : at + AT_ONCE]
                 facts = [(one.offset, one.ms, one.failed) for one in chunk]
-                command = shared_nack_command(self._connection, group_partition, self._owner.member_id, facts)
+                command = shared_nack_command(self._connection, group_partition, self._member_id, facts)
                 calls.append(
                     _ScriptCall(command, group_partition, [(one.batch, (one.offset,)) for one in chunk], None, "back")
                 )

@@ -8,8 +8,8 @@ from typing import Any, Final
 import psycopg
 import pytest
 
-from mqlayer.consuming.engine.error_text import described
 from mqlayer.postgres.rights import Right
+from mqlayer.runtime.error_text import described
 from tests.fixtures.roles import Roles
 
 # What a role may write, of types whose values have no size of their own.

@@ -1,0 +1,44 @@
+"""What a member's parts share."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field, replace
+
+from mqlayer.consuming.engine.clock import Lease
+from mqlayer.consuming.engine.live_settings import LiveSettings
+from mqlayer.consuming.engine.options import MemberOptions, new_member_id
+from mqlayer.groups.group import Group
+from mqlayer.runtime.route_cache import RouteCache
+from mqlayer.runtime.runtime import Runtime
+
+
+@dataclass(frozen=True, slots=True)
+class MemberCore:
+    """A member's identity, its means, and what its heartbeat hears."""
+
+    runtime: Runtime
+    routes: RouteCache
+    group: Group
+    options: MemberOptions
+    settings: LiveSettings
+    lease: Lease = field(default_factory=Lease)
+    beat: threading.Event = field(default_factory=threading.Event)
+    """Set to send a heartbeat soon."""
+
+    @classmethod
+    def of(cls, runtime: Runtime, routes: RouteCache, group: Group, options: MemberOptions | None) -> MemberCore:
+        """Return a new member's; its runtime acts under its id."""
+        chosen = options or MemberOptions()
+        acting = replace(runtime, actor=chosen.member_id or new_member_id())
+        return cls(acting, routes, group, chosen, LiveSettings(group))
+
+    @property
+    def member_id(self) -> str:
+        """The member's id."""
+        return self.runtime.actor
+
+    @property
+    def name(self) -> str:
+        """First part of its threads' names."""
+        return f"mqlayer-{self.group.name}"

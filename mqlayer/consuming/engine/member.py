@@ -1,0 +1,133 @@
+"""The life of one member, ordered or shared. Threads: `docs/design/consuming.md`; crashes:
+`docs/design/crash-matrix.md`."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Generic
+
+from mqlayer.consuming.engine.clock import clock
+from mqlayer.consuming.engine.core import MemberCore
+from mqlayer.consuming.engine.events import MemberEvents
+from mqlayer.consuming.engine.executors import Executor
+from mqlayer.consuming.engine.heartbeat import Heartbeat
+from mqlayer.consuming.engine.nodes import MemberNodes, R, S
+from mqlayer.consuming.engine.options import MemberStats
+from mqlayer.consuming.engine.partitions import MemberPartitions
+from mqlayer.groups.group import Group
+from mqlayer.health import Health, stuck_after_s
+from mqlayer.runtime.service import Service
+
+
+class Member(ABC, Generic[R, S]):
+    """Joins a group, consumes, stops and leaves. `writer` writes failures to Postgres.
+
+    `rejoin` revives a retired broadcast instance.
+    """
+
+    def __init__(
+        self,
+        core: MemberCore,
+        events: MemberEvents,
+        *,
+        partitions: MemberPartitions,
+        executor: Executor,
+        nodes: MemberNodes[R, S],
+        writer: Service,
+        rejoin: Callable[[], object] | None = None,
+    ) -> None:
+        self._core, self._events, self._executor, self._nodes, self._writer = core, events, executor, nodes, writer
+        self._served = partitions
+        self._heartbeat = Heartbeat(core, partitions, nodes.refresh, self._replace, rejoin)
+        self._stopping, self._replaced = False, ""
+
+    def start(self) -> None:
+        """Join the group and start consuming. Raises StoreUnavailable, SchemaMismatch; nothing runs then."""
+        try:
+            self._executor.start()
+            self._writer.start()
+            self._heartbeat.start()
+        except BaseException:
+            self.stop(0.0)
+            raise
+
+    def stop(self, timeout_s: float | None = None) -> bool:
+        """Wait for running handlers, settle, give back the rest; return whether every handler ended.
+
+        Handlers that outlast `timeout_s` (default `drain_timeout_s`) can't settle: their messages are handled again.
+        """
+        until = clock() + (self._core.options.drain_timeout_s if timeout_s is None else timeout_s)
+        self._stopping = True
+        self._stop_starting(until)
+        self._heartbeat.start_leaving()
+        self._wait_drained(until)
+        ended = self._executor.join(max(0.2, until - clock()))
+        self._end_threads(until)
+        self._heartbeat.stop(10.0)
+        return ended
+
+    def wake(self) -> None:
+        """Fetch the assignments now."""
+        self._core.beat.set()
+
+    @property
+    def running(self) -> bool:
+        """Whether it consumes; False after `stop`, eviction, or replacement."""
+        return not self._stopping
+
+    def health(self) -> Health:
+        """Report whether threads respond and all partitions are served. Thread-safe."""
+        if self._replaced:
+            # Only a new process recovers from this, and other members here would hide it.
+            return Health(stuck=(self._replaced,))
+        if self._stopping:
+            return Health(waits=("it is stopping",))
+        ended = () if self._executor.alive else ("a worker's thread ended",)
+        limit_s = stuck_after_s(self._core.runtime.settings)
+        return Health.of_all(
+            self._heartbeat.health(limit_s),
+            self._nodes.health(limit_s),
+            self._writer.health(limit_s),
+            Health(ended, self._served.missing()),
+        )
+
+    def owned(self) -> dict[int, tuple[int, str]]:
+        """Return partition -> (epoch, state)."""
+        return self._served.served()
+
+    @property
+    def stats(self) -> MemberStats:
+        """Its counts."""
+        return self._events.stats
+
+    @property
+    def group(self) -> Group:
+        """Its group."""
+        return self._core.group
+
+    @property
+    def member_id(self) -> str:
+        """Its id."""
+        return self._core.member_id
+
+    @abstractmethod
+    def _stop_starting(self, until: float) -> None:
+        """Start no more messages."""
+
+    def _wait_drained(self, until: float) -> None:
+        """Wait until nothing is owned; stop the workers."""
+
+    @abstractmethod
+    def _end_threads(self, until: float) -> None:
+        """Send results; end nodes' threads and the writer."""
+
+    @abstractmethod
+    def _stop_workers(self) -> None:
+        """Have workers take nothing more."""
+
+    def _replace(self, reason: str) -> None:
+        """End: id taken, member evicted, or group retired."""
+        self._stopping, self._replaced = True, reason
+        self._served.close()
+        self._stop_workers()

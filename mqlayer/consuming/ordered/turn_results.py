@@ -1,0 +1,76 @@
+"""What follows a worker's turn."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Final
+
+from mqlayer.consuming.engine.failure_actions import FailureAction, ParkKey, RetryInPlace
+from mqlayer.consuming.ordered.dispatcher import Dispatcher
+from mqlayer.consuming.ordered.failure_decider import FailureDecider
+from mqlayer.consuming.ordered.owned_partitions import KeyQueue, OwnedPartition, parked_key_for
+from mqlayer.errors import AlreadyApplied, StaleOwner
+from mqlayer.failpoints import failpoint
+from mqlayer.parking import DeadLetterEntry
+from mqlayer.runtime.error_text import where
+
+log = logging.getLogger(__name__)
+
+RETRY_S: Final = 1.0
+
+
+class TurnResults:
+    """Gives key queues back, by what handlers did.
+
+    `handled` counts handled messages and wakes settlers; `fenced` drops a partition that a later owner has.
+    """
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        decider: FailureDecider,
+        *,
+        handled: Callable[[int], None],
+        fenced: Callable[[OwnedPartition, str], None],
+    ) -> None:
+        self._dispatcher, self._decider, self.handled, self._fenced = dispatcher, decider, handled, fenced
+
+    def give_back(self, key_queue: KeyQueue, done: int, *, delay_s: float = 0.0) -> None:
+        """Give back a key queue after `done` messages."""
+        if done == len(key_queue.batch):
+            self._dispatcher.done(key_queue)
+        else:
+            self._dispatcher.finish(key_queue, list(key_queue.batch[done:]), delay_s=delay_s)
+
+    def failed(self, key_queue: KeyQueue, done: int, error: BaseException) -> int:
+        """Act on a handler's exception; return the handled count."""
+        owned, record = key_queue.owned, key_queue.batch[done]
+        action: FailureAction | None = None
+        try:
+            if isinstance(error, AlreadyApplied):
+                key_queue.handled.append(record)
+                done += 1
+            elif isinstance(error, StaleOwner):
+                self._fenced(owned, "fence")
+            else:
+                failpoint("handler.after_failure")
+                action = self._decider.decide(owned, record, error)
+        except Exception as fault:  # noqa: BLE001 - a worker that died would leave a member that handles less and less
+            action = RetryInPlace(owned.attempts.get(record.offset), RETRY_S)
+            log.error("failure_decision_failed", extra={"partition": owned.partition, "error": where(fault)})
+        self._give_back_failed(key_queue, done, action)
+        return done
+
+    def _give_back_failed(self, key_queue: KeyQueue, done: int, action: FailureAction | None) -> None:
+        leftover = list(key_queue.batch[done:])
+        if key_queue.resumed or action is None:
+            key_queue.action = action
+            self.give_back(key_queue, done)
+        elif isinstance(action, RetryInPlace):
+            self.give_back(key_queue, done, delay_s=action.seconds)
+        elif isinstance(action, ParkKey):
+            self._dispatcher.park(key_queue, leftover, parked_key_for(action, key_queue, leftover[0]))
+        else:
+            dead_letter = DeadLetterEntry(leftover[0], action.cause, action.reason, action.attempts, action.keep_body)
+            self._dispatcher.dead_letter(key_queue, leftover, dead_letter)

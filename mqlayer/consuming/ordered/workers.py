@@ -1,0 +1,136 @@
+"""Workers of ordered groups."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from inspect import isawaitable
+from typing import Any, Final
+
+from mqlayer.consuming.engine.clock import clock
+from mqlayer.consuming.engine.executors import Timeouts, Worker, not_awaited
+from mqlayer.consuming.engine.live_settings import LiveSettings
+from mqlayer.consuming.ordered.dispatcher import Dispatcher
+from mqlayer.consuming.ordered.owned_partitions import KeyQueue, OwnedPartition, OwnershipState
+from mqlayer.consuming.ordered.poison_guard import PoisonMessageGuard
+from mqlayer.consuming.ordered.turn_results import TurnResults
+from mqlayer.domain.message import Record
+from mqlayer.failpoints import failpoint
+
+TIME_SLICE_S: Final = 0.1
+"""How long a key keeps its worker while others wait."""
+
+Handle = Callable[[OwnedPartition, Record], Any]
+
+
+class KeyQueueWorker(Worker):
+    """Takes key queues, several while handlers are quick."""
+
+    def __init__(
+        self,
+        handle: Handle,
+        dispatcher: Dispatcher,
+        settings: LiveSettings,
+        guard: PoisonMessageGuard,
+        results: TurnResults,
+        limits: Timeouts,
+    ) -> None:
+        self._handle, self._dispatcher, self._settings = handle, dispatcher, settings
+        self._guard, self._results, self._limits = guard, results, limits
+        self._local_queue = dispatcher.new_local_queue()
+
+    @property
+    def stopping(self) -> bool:
+        """Whether to end."""
+        return self._dispatcher.stopping
+
+    def take(self, timeout_s: float) -> bool:
+        """Take key queues."""
+        return self._dispatcher.fill(self._local_queue, timeout_s)
+
+    def run(self) -> None:
+        """Handle it, plain."""
+        began = now = clock()
+        messages, local_queue = 0, self._local_queue
+        while True:
+            try:
+                key_queue = local_queue.popleft()
+            except IndexError:
+                break
+            done, now = self._run(key_queue, now)
+            messages += done
+        self._results.handled(messages)
+        self._dispatcher.note_pace(messages, now - began)
+
+    def _run(self, key_queue: KeyQueue, now: float) -> tuple[int, float]:
+        lease, owned, batch = self._dispatcher.lease, key_queue.owned, key_queue.batch
+        handle = self._limits.wrap(self._handle, self._settings.rules)
+        settled, until, done, guarded_below = key_queue.handled.append, now + TIME_SLICE_S, 0, key_queue.guarded_below
+        try:
+            for record in batch:
+                if now >= until or owned.state is not OwnershipState.OPEN or now >= lease.until:
+                    break
+                if record.offset < guarded_below:
+                    if not self._handle_with_care(handle, key_queue, record):
+                        break
+                    answer = None
+                else:
+                    answer = handle(owned, record)
+                if answer is not None and isawaitable(answer):
+                    raise not_awaited(answer)
+                failpoint("handler.after_success")
+                settled(record)
+                done += 1
+                now = clock()
+        except BaseException as error:  # noqa: BLE001 - whatever a handler raises is its failure
+            return self._results.failed(key_queue, done, error), clock()
+        self._results.give_back(key_queue, done)
+        return done, now
+
+    def _handle_with_care(self, handle: Handle, key_queue: KeyQueue, record: Record) -> bool:
+        if not self._guard.begin(key_queue, record):
+            return False
+        try:
+            answer = handle(key_queue.owned, record)
+            if answer is not None and isawaitable(answer):
+                raise not_awaited(answer)
+        finally:
+            self._guard.end(key_queue, record)
+        return True
+
+    async def arun(self) -> None:
+        """Handle it, async."""
+        while self._local_queue:
+            self._results.handled(await self._arun(self._local_queue.popleft()))
+
+    async def _arun(self, key_queue: KeyQueue) -> int:
+        lease, owned, batch = self._dispatcher.lease, key_queue.owned, key_queue.batch
+        handle = self._limits.wrap(self._handle, self._settings.rules)
+        settled, now, done, guarded_below = key_queue.handled.append, clock(), 0, key_queue.guarded_below
+        until = now + TIME_SLICE_S
+        try:
+            for record in batch:
+                if now >= until or owned.state is not OwnershipState.OPEN or now >= lease.until:
+                    break
+                if record.offset >= guarded_below:
+                    await handle(owned, record)
+                elif not await self._ahandle_with_care(handle, key_queue, record):
+                    break
+                failpoint("handler.after_success")
+                settled(record)
+                done += 1
+                now = clock()
+        except BaseException as error:  # noqa: BLE001 - whatever a handler raises is its failure
+            return self._results.failed(key_queue, done, error)
+        self._results.give_back(key_queue, done)
+        return done
+
+    async def _ahandle_with_care(self, handle: Handle, key_queue: KeyQueue, record: Record) -> bool:
+        # `begin` waits for other workers; the loop must not.
+        if not await asyncio.to_thread(self._guard.begin, key_queue, record):
+            return False
+        try:
+            await handle(key_queue.owned, record)
+        finally:
+            self._guard.end(key_queue, record)
+        return True

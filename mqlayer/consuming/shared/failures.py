@@ -1,0 +1,89 @@
+"""Decide what follows a failed message of a shared group."""
+
+from __future__ import annotations
+
+import logging
+import random
+from typing import Any, Final
+
+from mqlayer.consuming.engine.core import MemberCore
+from mqlayer.consuming.engine.events import MemberEvents
+from mqlayer.consuming.engine.failure_actions import DeadLetter, FailureAction, failure_action
+from mqlayer.consuming.shared.failure_queues import FailureQueues
+from mqlayer.consuming.shared.prefetch import FetchedBatch
+from mqlayer.consuming.shared.results import SharedResults
+from mqlayer.domain.message import ParkedRecord, Record
+from mqlayer.domain.retry_rules import RetryRules
+from mqlayer.errors import MessageTimeout, StaleOwner
+from mqlayer.parking import DeadLetterEntry, FailedAttempt
+from mqlayer.runtime.error_text import described, where
+
+log = logging.getLogger(__name__)
+
+STALE_WAIT_MS: Final = 200
+"""Delay where the fence found a newer epoch."""
+
+
+class SharedEvents(MemberEvents):
+    """Adds a shared group's failures."""
+
+    def handler_failed(
+        self, batch: FetchedBatch, record: Record, error: BaseException, action: FailureAction, *, counted: bool
+    ) -> None:
+        """Report a failure, and what follows."""
+        identity, place = record.identity, where(error)
+        self.stats.timed_out += isinstance(error, MessageTimeout)
+        self.stats.failed += counted
+        facts: dict[str, Any] = self.facts(batch) | {"offset": record.offset, "lp": identity.lp, "seq": identity.seq}
+        facts |= {"attempt": action.attempts, "error": place, "verdict": type(action).__name__.lower()}
+        log.warning("handler_failed", extra=facts)
+        if not isinstance(action, DeadLetter):
+            self.emit("failed", batch, identity.lp, seq=identity.seq, attempts=action.attempts, wait_s=action.seconds,
+                      error=place)  # fmt: skip
+
+
+class SharedFailures:
+    """Decides and acts."""
+
+    def __init__(self, core: MemberCore, events: SharedEvents, results: SharedResults, queues: FailureQueues) -> None:
+        self._settings, self._beat = core.settings, core.beat
+        self._events, self._results, self._queues = events, results, queues
+
+    def failed(self, batch: FetchedBatch, record: Record, error: BaseException) -> None:
+        """Count a failed attempt, where the error counts; act on it."""
+        if isinstance(error, StaleOwner):
+            # Another owner acted under a newer epoch.
+            self._events.fenced()
+            self._beat.set()
+            self._results.nack(batch, record.offset, STALE_WAIT_MS, None)
+            return
+        before, text = attempts_before(batch, record), described(error)
+        action = failure_action(
+            error, self._settings.rules, before=before, failing_s=0.0, share=random.random(), parked=True, text=text
+        )
+        counted = action.attempts > before
+        if counted:
+            timed_out = isinstance(error, MessageTimeout)
+            self._queues.attempt(FailedAttempt(record.identity, action.attempts, text, batch.partition, timed_out))
+        self._events.handler_failed(batch, record, error, action, counted=counted)
+        if isinstance(action, DeadLetter):
+            dead_letter = DeadLetterEntry(record, action.cause, action.reason, action.attempts, action.keep_body)
+            self._queues.dead_letter(batch, dead_letter)
+        else:
+            self._results.nack(batch, record.offset, round(1000 * (action.seconds or 0.0)), action.attempts)
+
+
+def attempts_before(batch: FetchedBatch, record: Record) -> int:
+    """Return a message's earlier failed attempts."""
+    return record.attempts if isinstance(record, ParkedRecord) else batch.attempts.get(record.offset, 0)
+
+
+def exhausted(batch: FetchedBatch, rules: RetryRules) -> DeadLetterEntry | None:
+    """Return a suspect's dead letter if its attempts ran out."""
+    record = batch.records[0]
+    before = attempts_before(batch, record)
+    if before < rules.attempt_limit:
+        return None
+    keep = rules.policy != "skip"
+    reason = f"{before} attempts, the last of which nobody answered: it may end its process"
+    return DeadLetterEntry(record, "exhausted" if keep else "skipped", reason, before, keep)
