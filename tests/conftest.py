@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -81,6 +82,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     let_groups_be_groups(items)
     # After they were shuffled.
     items[:] = long_ones_early(items)
+
+
+def pytest_collection_finish() -> None:
+    # Thousands of tests are nobody's garbage: each full collection would look at all of them again.
+    gc.collect()
+    gc.freeze()
 
 
 def let_groups_be_groups(items: list[pytest.Item]) -> None:
