@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from _pytest.nodeid import NodeId
 from hypothesis import settings
 
 from mqlayer.redis.access import forget_access
@@ -29,22 +31,6 @@ pytest_plugins = [
 ]
 
 TESTS = Path(__file__).parent
-SLOW = {
-    "test_chaos.py",
-    "test_consumer_ownership.py",
-    "test_demo.py",
-    "test_failing_keys.py",
-    "test_parking_kills.py",
-    "test_periodic_jobs.py",
-    "test_power_cut.py",
-    "test_node_sender.py",
-    "test_receiver_kills.py",
-    "test_relay_chaos.py",
-    "test_route_machine.py",
-    "test_models.py",
-    "test_tutorial.py",
-}
-"""Files with tests of ten seconds and more."""
 MARKED_FOLDERS = {"unit", "property", "integration", "chaos"}
 
 
@@ -93,16 +79,35 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
         if "spark" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.xdist_group("spark"))
     yield
+    let_groups_be_groups(items)
     # After they were shuffled.
-    items[:] = slow_ones_early(items)
+    items[:] = long_ones_early(items)
 
 
-def slow_ones_early(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Spread the tests of slow files over the first half: at the end one worker would wait for another's."""
-    slow = [item for item in items if item.path.name in SLOW]
-    others = [item for item in items if item.path.name not in SLOW]
+def pytest_collection_finish() -> None:
+    # Thousands of tests are nobody's garbage: each full collection would look at all of them again.
+    gc.collect()
+    gc.freeze()
+
+
+def let_groups_be_groups(items: list[pytest.Item]) -> None:
+    """Give grouped tests the ids that pytest-xdist 3.8 means: pytest 9.2 keeps them in another attribute."""
+    for item in items:
+        if named := vars(item).get("_nodeid"):
+            item._id = NodeId.parse(named)
+
+
+def long_ones_early(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Put groups, each of which one worker runs, first, and spread slow tests over the first half.
+
+    At the end one worker would wait for another's.
+    """
+    kinds: dict[str, list[pytest.Item]] = {"xdist_group": [], "slow": [], "": []}
+    for item in items:
+        kinds[next((mark for mark in ("xdist_group", "slow") if item.get_closest_marker(mark)), "")].append(item)
+    grouped, slow, others = kinds.values()
     apart = max(1, len(others) // 2 // max(1, len(slow)))
     ordered: list[pytest.Item] = []
     for number, item in enumerate(slow):
         ordered += [*others[number * apart : (number + 1) * apart], item]
-    return ordered + others[len(slow) * apart :]
+    return grouped + ordered + others[len(slow) * apart :]

@@ -47,6 +47,7 @@ def begin_with_archive(scene: Scene, database: Database) -> int:
     return found.replay_id
 
 
+@pytest.mark.slow
 def test_kills_while_the_archive_is_given(scene: Scene, database: Database) -> None:
     """What it gives comes before the streams, each effect once, whoever is killed at whatever step."""
     shop = Shop(scene)

@@ -66,6 +66,7 @@ def order_audit(request: pytest.FixtureRequest) -> Callable[[Scene], Iterator[st
     return audit
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(0)
 def test_whatever_breaks_every_key_is_handled_in_commit_order_and_once(
     request: pytest.FixtureRequest, order_audit: Callable[[Scene], Iterator[str]]

@@ -73,6 +73,7 @@ class Witness:
         return sorted(Counter(row[0] for row in self.rows("SELECT member_id FROM mqlayer.assignment")).values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
 def test_a_consumer_stopped_past_its_lease_wakes_up_and_changes_nothing(
     scene: Scene,

@@ -187,6 +187,7 @@ def chaos_seconds(config: pytest.Config) -> float:
     return float(os.environ.get("MQLAYER_CHAOS_SECONDS", "240" if long else "8"))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(0)
 def test_keys_that_fail_hold_up_nobody_and_are_whole_in_the_end(
     request: pytest.FixtureRequest, scene: FailingScene

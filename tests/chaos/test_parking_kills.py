@@ -151,6 +151,7 @@ def test_kills_while_keys_are_parked(scene: Scene) -> None:
     judge(scene)
 
 
+@pytest.mark.slow
 def test_kills_while_keys_are_resumed(scene: Scene) -> None:
     """Case 64: what is parked comes before what came meanwhile, whoever goes on with it."""
     shop = Shop(scene, policy="park", attempt_limit=2, backoff_s=[0.01])
@@ -290,6 +291,7 @@ def attempts_of(scene: Scene, *but: str) -> set[int]:
     return {event.attempt for event in events if isinstance(event, Deliver) and event.value not in but}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("in_loop", "limit"), [(False, 2), (True, 1)])
 def test_a_message_that_kills_its_consumer_every_time_comes_to_its_end(scene: Scene, in_loop: bool, limit: int) -> None:
     """Cases 58, 59: nobody ever answers for it; its neighbours are handled, and no attempt of theirs is counted."""

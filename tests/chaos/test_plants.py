@@ -18,6 +18,7 @@ BUGS: dict[str, Plant] = {**PLANTS, **{name: one.bug for name, one in RACES.item
 QUICK = ("by_id", "no_new_epochs", "any_seal")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(0)
 def test_planted_bugs_are_caught_and_told_in_a_table(request: pytest.FixtureRequest) -> None:
     names = NAMES if request.config.getoption("--long", default=False) else QUICK

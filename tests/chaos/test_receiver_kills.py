@@ -161,6 +161,7 @@ def test_a_message_that_kills_its_receiver_counts_each_time(scene: Scene) -> Non
         assert message.attempt == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("scope", "role"), [("key", "receiver"), ("partition", "receiver"), ("key", "async_receiver")])
 def test_receivers_that_are_killed_at_random_keep_every_key_in_order(scene: Scene, scope: str, role: str) -> None:
     """Cases 50 to 53: three receivers, one killed after the other, each started again."""

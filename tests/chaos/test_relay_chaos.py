@@ -110,6 +110,7 @@ def writers(world: OutboxWorld, seed: int) -> Iterator[list[int]]:
             thread.join()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2])
 def test_whatever_happens_to_relays_and_stores_every_chain_is_whole(
     database_dsn: str, key_prefix: str, start_redis: StartRedis, seed: int

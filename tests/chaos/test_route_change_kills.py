@@ -165,6 +165,7 @@ def assert_route_is_there(world: OutboxWorld, database: Database) -> None:
             assert client.exists(partition_keys(world.key_prefix, r.partition).meta)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "name", "nth"), PLACES)
 def test_a_driver_killed_anywhere_leaves_a_change_that_anybody_completes(
     world: OutboxWorld, database: Database, kind: str, name: str, nth: int
@@ -299,6 +300,7 @@ def node(start_redis: StartRedis) -> RedisServer:
     return start_redis()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "nth"),
     [(name, 1) for name in sorted(n for n in failpoint_names() if n.startswith("rearm."))]

@@ -165,6 +165,7 @@ def test_consumption_goes_on_while_the_broker_is_down_and_after(
     assert log.read_text().count("consumers_started") == 1
 
 
+@pytest.mark.slow
 def test_a_worker_waits_for_stores_that_are_down_at_its_start(
     worker: Worker,
     start_postgres: StartPostgres,

@@ -127,6 +127,7 @@ BAD: Final[list[tuple[tuple[str, ...], str]]] = [
 """What can't be done, and a part of what is said to it."""
 
 
+@pytest.mark.slow
 def test_what_can_not_be_done_is_one_line_and_changes_nothing(world: OutboxWorld, run: Commands) -> None:
     """Cases 13 to 15."""
     for words, reason in BAD:

@@ -79,6 +79,7 @@ def users(services: dict[str, Any], tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_setup_gives_each_kind_of_process_a_role_with_its_rights_in_postgres(
     services: dict[str, Any], tmp_path: Path, empty_database_dsn: str
 ) -> None:

@@ -131,6 +131,7 @@ def test_several_processes_share_the_messages_and_stop_together(
     assert len(lines(handled)) == sent
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_is_started_again(consume: Command, orders: Appender, handled: Path) -> None:
     process = consume("--processes", "2")
     orders.send(numbered(0, 20))
@@ -195,6 +196,7 @@ def test_a_second_signal_kills_what_does_not_stop(consume: Command, orders: Appe
     assert not any(is_running(child) for child in began)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", ["1", "2"])
 def test_what_can_not_start_fails_with_the_reason_and_no_password(consume: Command, handled: Path, count: str) -> None:
     process = consume("--processes", count, MQLAYER_DSN="postgresql://me:s3cret@127.0.0.1:1/none")

@@ -68,6 +68,7 @@ def two_owners(members: list[OrderedMember], partition: int) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_no_two_members_ever_hold_a_partition_while_they_are_cut_off_and_come_back(
     stage: Stage, proxies: list[TcpProxy]
 ) -> None:
@@ -240,6 +241,7 @@ def operate(connection: NodeConnection, owner: LockHolder, rng: random.Random) -
     return accepted
 
 
+@pytest.mark.slow
 def test_under_any_race_only_the_highest_epoch_so_far_is_ever_accepted(
     start_stage: StartStage, every_redis: RedisServer
 ) -> None:

@@ -69,6 +69,7 @@ def processes_of(directory: Path) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_the_demo_keeps_the_promise_with_a_killed_and_a_stopped_consumer(place: Path) -> None:
     demo = start(place, "--seconds", "10", "--rate", "100", "--clients", "4", "--json")
     with ClientsSeen(place / "mqlayer-bank-*" / "stack", place / "mqlayer-bank-*") as seen:
@@ -93,6 +94,7 @@ def test_the_demo_keeps_the_promise_with_a_killed_and_a_stopped_consumer(place: 
         assert fault in progress
 
 
+@pytest.mark.slow
 def test_the_demo_keeps_the_promise_by_ordered_pop_with_a_killed_and_a_stopped_receiver(place: Path) -> None:
     """Cases 50 to 53, 57, 77, with effects of pgbench's own tables; both are caught inside an effect."""
     demo = start(place, "--seconds", "8", "--rate", "100", "--clients", "4", "--json", "--no-spark", "--pop")
@@ -108,6 +110,7 @@ def test_the_demo_keeps_the_promise_by_ordered_pop_with_a_killed_and_a_stopped_r
     assert "route version 7" in progress
 
 
+@pytest.mark.slow
 def test_an_interrupted_demo_leaves_nothing_behind(place: Path) -> None:
     demo = start(place, "--seconds", "60", "--rate", "50")
     progress = demo.stderr

@@ -99,6 +99,7 @@ def test_what_is_not_parked_is_refused_with_what_to_do(failing: Failing, typed: 
 # -- dead ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_dead_messages_are_listed_shown_and_discarded(failing: Failing, typed: Commands) -> None:
     assert typed.text("dead", "list") == "no message is dead\n"
     a = failing.publish(("a", b'{"id": 7, "who": "J\xc3\xb6rg"}'), ("a", b"\x00\xff"))

@@ -105,6 +105,7 @@ def programs(world: ProducerWorld) -> Iterator[Programs]:
     programs.end()
 
 
+@pytest.mark.slow
 def test_processes_that_register_a_topic_at_once_make_one_version_and_all_publish_to_it(
     world: ProducerWorld, programs: Programs
 ) -> None:

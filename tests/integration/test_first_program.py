@@ -58,6 +58,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
     assert process.wait(30) == 0
 
 
+@pytest.mark.slow
 def test_each_order_is_booked_once_and_in_order(run: Run, start: Start, database_dsn: str, redis_url: str) -> None:
     run("mqlayer", "node", "register", "node-1", redis_url)
     run("mqlayer", "topic", "create", "orders")

@@ -208,6 +208,7 @@ def test_a_relay_whose_node_is_not_armed_names_it_until_it_is(
         world.wait_until_whole()
 
 
+@pytest.mark.slow
 def test_a_celery_worker_that_hosts_consumers_answers_for_them(
     start: Start, orders: Appender, proxy: TcpProxy, start_redis: StartRedis
 ) -> None:

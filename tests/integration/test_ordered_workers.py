@@ -176,6 +176,7 @@ def call_all(step: OrderedTask, numbers: range) -> None:
         list(pool.map(of_one, range(KEYS)))
 
 
+@pytest.mark.slow
 def test_order_per_key_holds_while_workers_are_killed_in_a_body_and_another_goes_on(
     shop: Shop, step: OrderedTask
 ) -> None:

@@ -554,6 +554,7 @@ def test_without_the_schema_a_producer_says_what_to_run(empty_database_dsn: str)
         Producer(Settings(dsn=SecretStr(empty_database_dsn)))
 
 
+@pytest.mark.slow
 def test_publishing_goes_on_while_postgres_is_away(
     start_postgres: StartPostgres, redis_url: str, key_prefix: str, caplog: pytest.LogCaptureFixture
 ) -> None:

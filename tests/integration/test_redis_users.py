@@ -144,6 +144,7 @@ def publish_through_the_outbox(dsn: str) -> None:
             )
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_every_process_does_its_work_as_its_own_user_and_is_refused_nothing(site: Site, database_dsn: str) -> None:
     operator, viewer, worker = RedisRole.OPERATOR, RedisRole.VIEWER, RedisRole.WORKER

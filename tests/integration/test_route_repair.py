@@ -86,6 +86,7 @@ def test_who_applies_a_plan_that_somebody_drops_is_told(world: OutboxWorld, data
     assert load_route(database, "orders").version == 1
 
 
+@pytest.mark.slow
 def test_a_node_that_is_away_leaves_the_change_open_and_says_who_finishes_it(
     world: OutboxWorld, database: Database
 ) -> None:

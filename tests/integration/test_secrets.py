@@ -203,6 +203,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Database, "close", lambda database: database._pool.close(timeout=0))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("way", ["encoded", "raw", "pairs"])
 def test_no_command_shows_a_password_of_the_settings(
@@ -230,6 +231,7 @@ def test_no_command_shows_a_password_of_the_settings(
     assert reached > 40
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("encode", [True, False])
 def test_celery_shows_no_password_of_the_broker(encode: bool) -> None:
     for secret in ("".join(f"{MARK}{number}{part}" for number, part in enumerate(AWKWARD)), f"12/{MARK}3"):

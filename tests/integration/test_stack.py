@@ -235,6 +235,7 @@ def test_commands_prefer_the_addresses_in_the_environment(place: Path, monkeypat
     assert settings_here(place).control_dsn() == "postgresql://elsewhere/x"
 
 
+@pytest.mark.slow
 def test_up_runs_the_relay_and_the_worker_until_down(place: Path) -> None:
     run("up", "--nodes", "1", "--directory", place)
     assert states(place) == dict.fromkeys(["postgres", "node-1", "broker", "worker", "relay"], "running")

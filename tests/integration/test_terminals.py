@@ -84,6 +84,7 @@ def unseen(text: str) -> set[str]:
     return {one for one in text if one != "\n" and not one.isprintable()}
 
 
+@pytest.mark.slow
 def test_no_command_prints_what_a_terminal_would_obey(
     hostile: dict[str, str], typed_commands: Commands, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -185,6 +185,7 @@ def test_each_way_in_which_a_server_ends_a_connection_without_a_certificate_says
         assert "MQLAYER_REDIS_CERT_FILE" not in str(not_reached("redis://localhost:1/0", error))
 
 
+@pytest.mark.slow
 def test_a_postgres_by_another_authority_or_under_another_name_is_refused(guarded: Guarded) -> None:
     for dsn, reason in (
         (guarded.dsn_by(guarded.other), "certificate verify failed"),

@@ -20,6 +20,7 @@ ROOT: Final = Path(__file__).parents[2]
 TUTORIAL: Final = ROOT / "docs" / "tutorial" / "ordered-consumer.md"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_the_tutorial_runs_as_printed(database_dsn: str, redis_url: str, key_prefix: str, tmp_path: Path) -> None:
     """It prints its results too, killed consumers, failed orders and a split partition included."""

@@ -41,7 +41,10 @@ def _python_files(package: Path) -> Iterator[Path]:
 
 
 def _uses_in(path: Path) -> Iterator[FailpointUse]:
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
+    source = path.read_text(encoding="utf-8")
+    if "failpoint" not in source:
+        return
+    for node in ast.walk(ast.parse(source, str(path))):
         if isinstance(node, ast.Call) and _is_failpoint(node.func):
             yield FailpointUse(_literal_name(node, path), path, node.lineno)
 

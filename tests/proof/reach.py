@@ -65,17 +65,17 @@ class Module:
 @cache
 def modules() -> dict[str, Module]:
     """Return all modules of the library, workers included."""
+    return {name: Module(name, path) for name, path in sources().items()}
+
+
+@cache
+def sources() -> dict[str, Path]:
+    """Return the file of each module: names alone take no reading."""
     found = {}
-    for path in sorted(_sources()):
+    for path in sorted(path for folder in (ROOT, ROOT / "workers") for path in folder.rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts
-        name = ".".join(("mqlayer", *(part for part in parts if part != "__init__")))
-        found[name] = Module(name, path)
+        found[".".join(("mqlayer", *(part for part in parts if part != "__init__")))] = path
     return found
-
-
-def _sources() -> Iterator[Path]:
-    for folder in (ROOT, ROOT / "workers"):
-        yield from folder.rglob("*.py")
 
 
 def resolve(unit: Unit) -> Unit | None:
@@ -172,7 +172,7 @@ PLACES: Final = {
     "relay": ("mqlayer.relay",),
     "worker": ("mqlayer.workers.tasks",),
     "viewer": ("mqlayer.inspect", "mqlayer.doctor", "mqlayer.archive.status", "mqlayer.cli.doctor"),
-    "operator": tuple(name for name in modules() if name.startswith("mqlayer.cli.") and name not in OTHERS),
+    "operator": tuple(name for name in sources() if name.startswith("mqlayer.cli.") and name not in OTHERS),
     "arming": ("mqlayer.topics.nodes",),
 }
 """Where the code of each role begins."""

@@ -285,6 +285,7 @@ def connection(every_redis: RedisServer) -> Iterator[NodeConnection]:
         yield connection
 
 
+@pytest.mark.slow
 def test_steps_in_any_order_leave_what_the_model_leaves(connection: NodeConnection, key_prefix: str) -> None:
     class Here(Changes):
         pass

@@ -207,6 +207,7 @@ def connection(every_redis: RedisServer) -> Iterator[NodeConnection]:
         yield connection
 
 
+@pytest.mark.slow
 def test_appends_in_any_order_leave_what_the_model_leaves(connection: NodeConnection, key_prefix: str) -> None:
     class Here(Appends):
         pass

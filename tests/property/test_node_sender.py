@@ -439,6 +439,7 @@ def _time_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mqlayer.producing.append_answers.backoff_s", lambda refusals: 1e6)
 
 
+@pytest.mark.slow
 def test_whatever_happens_each_message_is_stored_once_in_order_or_failed_and_not_stored() -> None:
     run(400)
 
@@ -586,6 +587,7 @@ def take_repetitions_for_losses(patch: pytest.MonkeyPatch) -> None:
 
 
 # How many runs it takes to the first finding is chance: some of them take minutes on a busy machine.
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "plant",

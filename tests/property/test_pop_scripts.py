@@ -453,6 +453,7 @@ def connection(every_redis: RedisServer) -> Iterator[NodeConnection]:
         yield connection
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scope", ["partition", "key"])
 def test_receivers_calls_in_any_order_leave_what_the_model_leaves(
     connection: NodeConnection, key_prefix: str, scope: Scope

@@ -310,6 +310,7 @@ class Routes(RuleBasedStateMachine):
         return [partition for (partition,) in rows]
 
 
+@pytest.mark.slow
 def test_whatever_becomes_of_a_route_each_group_handles_each_keys_list(
     request: pytest.FixtureRequest, database_dsn: str, redis_url: str, start_redis: StartRedis, key_prefix: str
 ) -> None:

@@ -114,6 +114,7 @@ def test_who_may_operate_does_what_who_may_view_is_refused(system: System, act_a
     assert scene.said.format(**system.facts) in Commands().text(*words)
 
 
+@pytest.mark.slow
 def test_who_may_view_is_refused_each_change_where_there_is_nothing_to_do(database_dsn: str, act_as: Act) -> None:
     """Postgres refuses statements; a command that finds nothing to do runs none that changes something."""
     nothing = {command: typed_for_nothing(scene) for command, scene in SCENES.items()} | NOTHING_LEFT
@@ -155,6 +156,7 @@ def test_who_may_view_sees_plans_of_changes(system: System, act_as: Act) -> None
         assert (result.exit_code, "nothing was" in result.stdout) == (0, True), (command, result.output)
 
 
+@pytest.mark.slow
 def test_who_may_view_runs_all_that_shows(system: System, act_as: Act) -> None:
     system.replay()
     system.facts["replay"] = system.facts["job"]

@@ -24,6 +24,7 @@ def dsns(roles: Roles) -> dict[str, str]:
     return given | {right: roles.login(right) for right in Right if right is not Right.MIGRATE}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_every_role_may_do_what_the_matrix_says_and_nothing_else(database_dsn: str, dsns: dict[str, str]) -> None:
     assert set(dsns) == set(COLUMNS)

@@ -79,6 +79,7 @@ def takes(connection: psycopg.Connection[Any], column: str, type_: str, value: A
     return True
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_every_column_that_a_right_may_write_is_bounded_or_has_a_reason(database_dsn: str, roles: Roles) -> None:
     found = set().union(*(written(roles.login(right)) for right in Right if right is not Right.MIGRATE))

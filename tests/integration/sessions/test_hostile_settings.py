@@ -89,6 +89,7 @@ def as_applications_do(connection: psycopg.Connection[Any]) -> None:
     connection.execute("SET LOCAL statement_timeout = '20s'")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", HOSTILE, indirect=True)
 def test_a_system_does_the_same_whatever_its_sessions_begin_with(settings: Settings, redis_url: str) -> None:
     found = WholeSystem(settings, redis_url, as_applications_do).run()
