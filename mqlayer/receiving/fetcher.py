@@ -162,7 +162,7 @@ class Fetcher:
     def _call(self, connection: NodeConnection, view: PartitionView, request: ReceiveRequest) -> PopAnswer:
         self.fetch_count += 1
         view.note_unanswered(request)
-        (reply,) = connection.call_scripts([receive_command(connection, view.group_partition, request)])
+        (reply,) = connection.call([receive_command(connection, view.group_partition, request)])
         answer = receive_reply(reply, connection.node.address)
         if isinstance(answer, PopBatch):
             failpoint("pop.after_receive")

@@ -125,4 +125,4 @@ class PopSettler:
             )
             for group_partition, tokens in calls
         ]
-        return connection.call_scripts(commands)
+        return connection.call(commands)

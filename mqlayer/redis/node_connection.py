@@ -176,17 +176,6 @@ class NodeConnection:
         self.send(commands)
         return self.receive(len(commands))
 
-    def call_scripts(self, commands: Sequence[Command]) -> list[Any]:
-        """As `call`, for scripts that depend on none before; those that get NOSCRIPT are sent once more."""
-        replies = self.call(commands)
-        missing = [number for number, reply in enumerate(replies) if is_missing_script(reply)]
-        if missing:
-            self.reload_scripts()
-            again = self.call([commands[number] for number in missing])
-            for number, reply in zip(missing, again, strict=True):
-                replies[number] = reply
-        return replies
-
     def send(self, commands: Iterable[Command]) -> None:
         """Send without waiting; `receive` as many replies."""
         self.connect()
