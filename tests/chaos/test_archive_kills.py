@@ -12,6 +12,7 @@ import pytest
 
 from mqlayer.archive import batches
 from tests.fixtures.failpoints import armed
+from tests.fixtures.forked_programs import ask_python
 from tests.fixtures.wait import wait_until
 from tests.integration.test_archive import HIGH, LOW, Scene
 
@@ -50,11 +51,7 @@ def send(scene: Scene) -> None:
 
 def killed(scene: Scene, what: str, place: str) -> None:
     """Run a pass that ends at a failpoint."""
-    process = subprocess.run(
-        [sys.executable, "-c", PROGRAM, scene.dsn, scene.prefix, what],
-        env=os.environ | armed(place),
-        check=False,
-    )
+    process = ask_python("-c", PROGRAM, scene.dsn, scene.prefix, what, env=os.environ | armed(place))
     assert process.returncode == -9, "the place was not reached"
 
 
@@ -98,7 +95,7 @@ def test_retention_killed_before_its_commit_dropped_nothing(scene: Scene, place:
     killed(scene, "retain", f"{place}=kill")
     scene.assert_whole()
     before = scene.marks()
-    subprocess.run([sys.executable, "-c", PROGRAM, scene.dsn, scene.prefix, "retain"], check=True)
+    ask_python("-c", PROGRAM, scene.dsn, scene.prefix, "retain", env=os.environ).check_returncode()
     assert scene.archived() == []
     assert scene.marks() == {pair: (last + 1, last) for pair, (_, last) in before.items()}
 

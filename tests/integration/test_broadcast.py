@@ -33,6 +33,7 @@ from mqlayer.runtime.route_cache import RouteCache, load_route
 from tests.fixtures.commands import Commands
 from tests.fixtures.consumers import Recorder, Stage, member_of
 from tests.fixtures.failpoints import armed
+from tests.fixtures.forked_programs import ask_python
 from tests.fixtures.wait import wait_until
 from tests.proof.route_steps import split
 from tests.proof.runtimes import runtime_of
@@ -340,7 +341,7 @@ def test_an_instance_that_dies_while_it_begins_anew_does_so_the_next_time(stage:
         "MQLAYER_KEY_PREFIX": stage.prefix,
         **armed(f"{place}=kill"),
     }
-    done = subprocess.run([sys.executable, "-c", program], env=os.environ | environment, check=False)
+    done = ask_python("-c", program, env=os.environ | environment)
     assert done.returncode == -9
     if place == "instance.after_revive":
         assert states(stage)["cache@web-1"] == ("creating", 1)

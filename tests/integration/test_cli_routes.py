@@ -17,6 +17,7 @@ import pytest
 from mqlayer import App, failpoints
 from mqlayer.postgres.database import Database
 from tests.fixtures.commands import Commands
+from tests.fixtures.forked_programs import ask_python
 from tests.fixtures.servers import StartRedis
 from tests.proof.outbox_world import OutboxWorld
 from tests.proof.route_steps import merge
@@ -279,11 +280,10 @@ def test_an_operator_who_is_stopped_while_planning_holds_the_topic_for_seconds_o
 
 def test_two_operators_get_one_version_each_or_a_conflict(world: OutboxWorld, run: Commands) -> None:
     """Case 12."""
-    command = [sys.executable, "-m", "mqlayer", "route", "split", "orders", "--apply", "--if-version", "1", "--at"]
+    command = ["mqlayer", "route", "split", "orders", "--apply", "--if-version", "1", "--at"]
 
     def split(partition: int, at: int) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([*command, str(at), str(partition)], env=world.environment(), capture_output=True,
-                              text=True, check=False)  # fmt: skip
+        return ask_python(*command, str(at), str(partition), env=world.environment())
 
     with ThreadPoolExecutor(2) as pool:
         ended = list(pool.map(split, (1, 2), (100, 600)))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,6 +23,7 @@ from mqlayer.redis.wire import append_once_packet, bulk, bulk_number
 from mqlayer.routes.dedup_handover import hand_over_ids
 from mqlayer.stack import RedisServer
 from tests.fixtures.failpoints import armed
+from tests.fixtures.forked_programs import ask_python
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.wait import wait_until
 from tests.proof.producer_world import ProducerWorld, send_to_the_end
@@ -190,7 +189,7 @@ def test_who_does_the_work_of_a_killed_process_again_stores_each_message_once(wo
     """Case 8: whatever the first one had sent, stored or heard of."""
     addresses = {"MQLAYER_DSN": world.dsn, "MQLAYER_KEY_PREFIX": world.prefix}
     killed = {**os.environ, **addresses, **armed(f"{name}=kill@57")}
-    assert subprocess.run([sys.executable, "-c", PROGRAM], env=killed, check=False).returncode == -signal.SIGKILL
+    assert ask_python("-c", PROGRAM, env=killed).returncode == -signal.SIGKILL
     with world.producer() as producer:
         receipts = producer.send_many(
             "orders", [Message(f"k{number % 5}", b"%d" % number, dedup_id=f"job-{number}") for number in range(200)]

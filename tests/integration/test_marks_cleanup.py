@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -18,6 +16,7 @@ from mqlayer.redis.keys import partition_keys
 from mqlayer.redis.node_connection import Node, NodeConnection
 from mqlayer.topics import rearm_node
 from tests.fixtures.failpoints import armed
+from tests.fixtures.forked_programs import ask_python
 from tests.fixtures.servers import StartRedis
 from tests.proof.producer_world import ProducerWorld
 from tests.proof.runtimes import runtime_of
@@ -72,11 +71,7 @@ def test_marks_of_closed_sources_go_and_the_others_stay(world: ProducerWorld) ->
 
 def test_a_pass_that_is_killed_before_it_noted_its_work_is_done_again(world: ProducerWorld) -> None:
     publish(world)
-    killed = subprocess.run(
-        [sys.executable, "-c", PROGRAM, world.dsn, world.prefix],
-        env=os.environ | armed("marks.before_record=kill"),
-        check=False,
-    )
+    killed = ask_python("-c", PROGRAM, world.dsn, world.prefix, env=os.environ | armed("marks.before_record=kill"))
     assert killed.returncode == -9
     assert dropped(world, closed_for_s=0) == 1
     assert sources_with_marks(world) == set()

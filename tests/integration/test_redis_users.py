@@ -25,6 +25,7 @@ from mqlayer.redis.acl import acl_file_line
 from mqlayer.redis.roles import GRANTED, RedisRole
 from mqlayer.stack import RedisServer
 from mqlayer.topics import create_topic, rearm_node, register_node
+from tests.fixtures.forked_programs import Process, ask_python, start_python
 from tests.fixtures.servers import StartRedis, different_redis_programs
 from tests.fixtures.user_programs import EACH, TOPIC
 from tests.fixtures.wait import wait_until
@@ -48,7 +49,7 @@ class Site:
     environment: Mapping[str, str]
     passwords: Path
     log: Path
-    running: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    running: list[Process] = field(default_factory=list)
 
     def of(self, role: RedisRole) -> dict[str, str]:
         own = {"MQLAYER_REDIS_USER": f"u-{role}", "MQLAYER_REDIS_PASSWORD_FILE": str(self.passwords / str(role))}
@@ -63,8 +64,7 @@ class Site:
 
     def run(self, role: RedisRole, *words: str, code: int = 0) -> str:
         """Run a program of `user_programs` as a user and return what it says."""
-        command = [sys.executable, "-m", PROGRAMS, *words]
-        done = subprocess.run(command, env=self.of(role), capture_output=True, text=True, timeout=60, check=False)
+        done = ask_python(PROGRAMS, *words, env=self.of(role))
         assert done.returncode == code, (words, done.stdout, done.stderr)
         self.unspoken(done.stdout + done.stderr)
         return done.stdout + done.stderr
@@ -73,8 +73,7 @@ class Site:
         """Start a process as a user; return the file of what it says."""
         said = self.log.with_name(f"{name}.said")
         with said.open("wb") as out:
-            command = [sys.executable, "-m", module, *words]
-            self.running.append(subprocess.Popen(command, env=self.of(role), stdout=out, stderr=out))
+            self.running.append(start_python(module, *words, env=self.of(role), stdout=out, stderr=out))
         return said
 
     def unspoken(self, text: str) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
@@ -28,6 +26,7 @@ from mqlayer.workers.tasks import TASKS
 from tests.fixtures.consumers import Stage
 from tests.fixtures.failed_messages import Failing
 from tests.fixtures.failpoints import armed
+from tests.fixtures.forked_programs import ask_python
 from tests.fixtures.wait import wait_until
 from tests.proof.runtimes import runtime_of
 
@@ -146,11 +145,8 @@ def test_a_scan_that_is_killed_leaves_the_redrive_to_a_later_one(failing: Failin
     start_redrive(runtime_of(database, actor="a test"), "orders", "g", DeadFilter())
     program = "from mqlayer.redelivery import retry_scan\nfrom mqlayer.postgres.database import Database\n"
     program += "import os\nretry_scan(Database(os.environ['MQLAYER_DSN']))"
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=os.environ | {"MQLAYER_DSN": failing.stage.dsn, **armed("scan.after_claim=kill")},
-        check=False,
-        capture_output=True,
+    done = ask_python(
+        "-c", program, env=os.environ | {"MQLAYER_DSN": failing.stage.dsn, **armed("scan.after_claim=kill")}
     )
     assert done.returncode == -9, done.stderr
     retry_scan(database)

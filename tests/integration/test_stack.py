@@ -26,7 +26,7 @@ SECRET = "s3cret"
 
 
 @pytest.fixture
-def place(server_directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def place(server_directory: Path, quick_initdb: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A directory for a stack of the test's own, which is down afterwards; no address is given."""
     for name in ("MQLAYER_DSN", "MQLAYER_REDIS_URL", "MQLAYER_BROKER_URL"):
         monkeypatch.delenv(name, raising=False)

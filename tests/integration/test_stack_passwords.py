@@ -42,7 +42,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as 
 
 
 @pytest.fixture
-def place(server_directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def place(server_directory: Path, quick_initdb: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A directory for a stack, in one that everybody may enter, as a project's often is."""
     for name in ("MQLAYER_DSN", "MQLAYER_REDIS_URL", "MQLAYER_BROKER_URL"):
         monkeypatch.delenv(name, raising=False)

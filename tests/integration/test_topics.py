@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -22,6 +20,7 @@ from mqlayer.runtime.route_cache import RouteCache, load_route
 from mqlayer.stack import RedisServer
 from mqlayer.topics import attach_topics, create_topic, list_nodes, list_topics, rearm_node, register_node
 from tests.fixtures.failpoints import armed
+from tests.fixtures.forked_programs import ask_python
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.wait import wait_until
 from tests.proof.route_ranges import range_of
@@ -126,11 +125,7 @@ def test_a_creation_that_was_killed_is_finished_by_the_next(
         "from mqlayer.runtime import Runtime; from mqlayer.settings import Settings; "
         "create_topic(Runtime(Database(sys.argv[1]), Settings(key_prefix=sys.argv[2])), 'orders', partitions=3)"
     )
-    killed = subprocess.run(
-        [sys.executable, "-c", program, database.dsn, key_prefix],
-        env=os.environ | armed(f"{place}=kill"),
-        check=False,
-    )
+    killed = ask_python("-c", program, database.dsn, key_prefix, env=os.environ | armed(f"{place}=kill"))
     assert killed.returncode == -9
     if place != "topic.after_activate":
         with pytest.raises(NotFound):

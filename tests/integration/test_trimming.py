@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,6 +27,7 @@ from mqlayer.redis.partition_scripts import (
 from mqlayer.stack import RedisServer
 from mqlayer.topics import create_topic, list_nodes, register_node
 from tests.fixtures.failpoints import armed
+from tests.fixtures.forked_programs import ask_python
 from tests.proof.runtimes import runtime_of
 
 COUNT = 400
@@ -143,11 +142,7 @@ def test_a_pass_that_is_killed_half_way_is_done_by_the_next(stream: Stream, plac
         "from mqlayer.runtime import Runtime; from mqlayer.settings import Settings; "
         "trim_pass(Runtime(Database(sys.argv[1]), Settings(key_prefix=sys.argv[2])))"
     )
-    killed = subprocess.run(
-        [sys.executable, "-c", program, stream.database.dsn, stream.prefix],
-        env=os.environ | armed(f"{place}=kill"),
-        check=False,
-    )
+    killed = ask_python("-c", program, stream.database.dsn, stream.prefix, env=os.environ | armed(f"{place}=kill"))
     assert killed.returncode == -9
     stream.trim()
     assert 1 < stream.first() <= 351
