@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final
 
 from mqlayer.domain.routing import Lp
 from mqlayer.errors import AcknowledgedLoss, ProducerClosed, ProducerFull
+from mqlayer.producing.append_batch import AppendBatch, next_batch
 from mqlayer.producing.follow_ups import ProducerJob
 from mqlayer.producing.in_flight import InFlight
 from mqlayer.producing.listeners import ReceiptPromise, in_callback, notify_all
@@ -48,7 +50,11 @@ class GuardedInFlight:
             if follow_ups.nodes or follow_ups.jobs:
                 self._ask_others()
             if self._capacity.freed:
-                self._note_freed()
+                self._capacity.freed = False
+                if self._waiting:
+                    self._changed.notify_all()
+                if self.on_freed is not None:
+                    self.on_freed()
             if follow_ups.listeners:
                 listeners = follow_ups.take_listeners()
         finally:
@@ -91,12 +97,26 @@ class GuardedInFlight:
 
     def accept(self, topic: TopicQueues, lp: Lp, pending: PendingSend, *, until: float, wake: bool) -> None:
         """Queue a send; wait for room until a monotonic time. Raises ProducerFull or ProducerClosed."""
-        with self as in_flight:
+        # As `with self` does it, but cheaper: it runs for every message.
+        self._lock.acquire()
+        try:
             if self.closed or not self._capacity.has_room(1, pending.size):
                 self.wait_for_room(1, pending.size, until)
-            in_flight.accept(topic, lp, pending, time.monotonic())
+            self._in_flight.accept(topic, lp, pending, time.monotonic())
             if wake:
-                in_flight.wake_for(pending)
+                self._in_flight.wake_for(pending)
+        finally:
+            self.__exit__()
+
+    def take_batch(self, node: NodeQueue, unanswered: deque[AppendBatch]) -> AppendBatch | None:
+        """Move a node's next due batch to its unanswered ones; nothing follows from that."""
+        with self._lock:
+            batch = next_batch(node, time.monotonic())
+            if batch is not None:
+                if batch.once:
+                    self._in_flight.queues.block_behind(batch)
+                unanswered.append(batch)
+            return batch
 
     def abandon(self, pending_sends: Sequence[PendingSend]) -> None:
         """Fail overdue sends that are refused and certainly not stored."""
@@ -143,13 +163,6 @@ class GuardedInFlight:
             self._changed.wait(timeout_s)
         finally:
             self._waiting -= 1
-
-    def _note_freed(self) -> None:
-        self._capacity.freed = False
-        if self._waiting:
-            self._changed.notify_all()
-        if self.on_freed is not None:
-            self.on_freed()
 
     def _ask_others(self) -> None:
         follow_ups = self._follow_ups

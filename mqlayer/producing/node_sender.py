@@ -12,7 +12,7 @@ from typing import Any, Final
 from mqlayer.domain.routing import Lp, NodeId
 from mqlayer.errors import AccessDenied, ConfigurationRefused, MqlayerError, StoreUnavailable
 from mqlayer.failpoints import failpoint
-from mqlayer.producing.append_batch import AppendBatch, next_batch
+from mqlayer.producing.append_batch import AppendBatch
 from mqlayer.producing.append_exchange import append_request, read_reply
 from mqlayer.producing.guarded_in_flight import GuardedInFlight
 from mqlayer.producing.in_flight import InFlight
@@ -124,14 +124,8 @@ class NodeSender(Service):
         """Send due batches, up to `max_in_flight`."""
         # Read without the lock: what is added meanwhile is seen by `resign`.
         while self.queue.partition_queues and len(self._unanswered) < self._options.max_in_flight and self.good:
-            with self._guarded as in_flight:
-                batch = next_batch(self.queue, time.monotonic())
-                if batch is None:
-                    return
-                if batch.once:
-                    in_flight.queues.block_behind(batch)
-                self._unanswered.append(batch)
-            if not self._transmit(batch):
+            batch = self._guarded.take_batch(self.queue, self._unanswered)
+            if batch is None or not self._transmit(batch):
                 return
 
     def send_now(
