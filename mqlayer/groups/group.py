@@ -125,7 +125,7 @@ class RetrySettings(TypedDict, total=False):
 
 
 class GroupChanges(RetrySettings, total=False):
-    """What of a group's settings can change, as programs write it. None: not set."""
+    """The changeable settings of a group, as programs write them. None: not set."""
 
     balance: Balance | None
     tag_filter: str | None
