@@ -145,8 +145,6 @@ class Reader(NodeService):
         failpoint("acquire.before_send")
         replies = self._connection.call(commands)
         failpoint("acquire.after_send")
-        if self._scripts_missing(replies):
-            return
         pairs: list[tuple[OwnedPartition, LockTaken]] = []
         for owned, reply in zip(partitions, replies, strict=True):
             answer = acquire_reply(reply, self._connection.node.address)
@@ -162,8 +160,6 @@ class Reader(NodeService):
         read = ("XREAD", "COUNT", count, "BLOCK", block_ms, "STREAMS", *keys, *after)
         streams, *replies = self._connection.call([read, *map(self._check, readable), *rates])
         locks, given = replies[: len(readable)], replies[len(readable) :]
-        if self._scripts_missing(locks):
-            return
         self._add_rates(given)
         raise_for_reply(streams, self._connection.node.address)
         by_key: dict[bytes, Any] = dict(streams) if streams else {}
@@ -250,9 +246,6 @@ class Reader(NodeService):
             ("XRANGE", self._log(owned), b"%d-0" % first, b"%d-0" % last) for first, last in as_ranges(wanted)
         ]
         *found, lock = self._connection.call([*reads, self._check(owned)])
-        if is_missing_script(lock):
-            self._connection.reload_scripts()
-            return self._reload_queue(owned, key_queue, limit)
         entries = [entry for reply in found for entry in raise_for_reply(reply, self._connection.node.address)]
         if self._ours(owned, lock):
             records = records_of(entries)

@@ -17,7 +17,7 @@ from mqlayer.consuming.shared.prefetch import FetchedBatch, Prefetch
 from mqlayer.consuming.shared.results import SharedResults
 from mqlayer.domain.message import Record, pop_command, records_of
 from mqlayer.failpoints import failpoint
-from mqlayer.redis.node_connection import NodeConnection, is_missing_script, raise_for_reply
+from mqlayer.redis.node_connection import NodeConnection, raise_for_reply
 from mqlayer.redis.partition_scripts import FailureHistory, Fenced, Refused
 from mqlayer.redis.shared_scripts import (
     AT_ONCE,
@@ -103,8 +103,7 @@ class SharedReader(NodeService):
             for partition in self._partitions.on(self._connection.node.node_id)
             if now >= partition.paused_until
         ]
-        if not self._acquire([partition for partition in partitions if not partition.acquired]):
-            return
+        self._acquire([partition for partition in partitions if not partition.acquired])
         acquired = [partition for partition in partitions if partition.acquired]
         for partition in acquired:
             if partition.has_unknown:
@@ -130,27 +129,23 @@ class SharedReader(NodeService):
 
     def _ask_rates(self, partitions: list[SharedPartition]) -> None:
         commands = self._poller.commands(self._connection, (one.group_partition for one in partitions))
-        replies = self._connection.call(commands) if commands else []
-        if replies and not self._scripts_missing(replies):
-            self._poller.add(replies, self._connection.node.address)
+        if commands:
+            self._poller.add(self._connection.call(commands), self._connection.node.address)
 
     def _is_here(self, batch: FetchedBatch) -> bool:
         return batch.group_partition is not None and batch.assignment.node == self._connection.node.node_id
 
-    def _acquire(self, partitions: list[SharedPartition]) -> bool:
+    def _acquire(self, partitions: list[SharedPartition]) -> None:
         if not partitions:
-            return True
+            return
         replies = self._connection.call(
             [
                 shared_acquire_command(self._connection, partition.group_partition, afresh=True)
                 for partition in partitions
             ]
         )
-        if self._scripts_missing(replies):
-            return False
         for partition, reply in zip(partitions, replies, strict=True):
             self._follow(partition, reply)
-        return True
 
     def _next_read(self, partitions: list[SharedPartition], capacity: int) -> tuple[list[SharedPartition], int]:
         if capacity >= len(partitions):
@@ -189,10 +184,6 @@ class SharedReader(NodeService):
                 partition.acquire_again()
             return
         raise_for_reply(streams, self._connection.node.address)
-        if self._scripts_missing(checks):
-            for partition in partitions:
-                partition.note_unknown()
-            return
         failpoint("shared.after_read")
         self._accept(partitions, streams, checks, asked)
 
@@ -411,9 +402,6 @@ class SharedReader(NodeService):
             ]
         )
         for partition, reply in zip(partitions, replies, strict=True):
-            if is_missing_script(reply):
-                self._connection.reload_scripts()
-                break
             answer = shared_count_reply(reply, self._connection.node.address)
             if isinstance(answer, Refused):
                 partition.acquire_again()
@@ -423,9 +411,3 @@ class SharedReader(NodeService):
                     "messages_reclaimed", extra={"partition": partition.group_partition.partition, "count": answer}
                 )
         return random.uniform(0.5, 1.0) * min(1.0, self._visibility_timeout_s / RECLAIM_PART)
-
-    def _scripts_missing(self, replies: Sequence[Any]) -> bool:
-        missing = any(map(is_missing_script, replies))
-        if missing:
-            self._connection.reload_scripts()
-        return missing

@@ -16,7 +16,7 @@ from mqlayer.consuming.shared.partitions import SharedPartitions
 from mqlayer.consuming.shared.prefetch import FetchedBatch, Prefetch
 from mqlayer.domain.offsets import OffsetRange, as_ranges
 from mqlayer.failpoints import failpoint
-from mqlayer.redis.node_connection import Command, NodeConnection, is_missing_script
+from mqlayer.redis.node_connection import Command, NodeConnection
 from mqlayer.redis.outcomes import RangeOutcome, encode_outcome
 from mqlayer.redis.partition_scripts import Fenced, Refused, recount_command
 from mqlayer.redis.shared_scripts import (
@@ -141,10 +141,6 @@ class SharedSettler(NodeService):
             calls = [*self._attempt_calls(begins), *self._settle_calls(ended, commands), *self._nack_calls(nacks)]
             failpoint("shared.before_settle")
             replies = self._connection.call([call.command for call in calls])
-            if any(map(is_missing_script, replies)):
-                self._connection.reload_scripts()
-                # Repeats are harmless.
-                replies = self._connection.call([call.command for call in calls])
             failpoint("shared.after_settle")
             for call, reply in zip(calls, replies, strict=True):
                 self._follow(call, reply)
