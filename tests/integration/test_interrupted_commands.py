@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -15,22 +13,13 @@ import pytest
 from mqlayer.postgres.migrations import migrate
 from mqlayer.stack import Stack
 from tests.fixtures.failpoints import armed
+from tests.fixtures.forked_programs import ask_python, start_python
 from tests.fixtures.wait import wait_until
 from tests.proof.outbox_world import OutboxWorld
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM]
 
 Interrupt = Callable[..., None]
-
-
-def command(words: tuple[str, ...], environment: Mapping[str, str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "mqlayer", *words],
-        env={**os.environ, **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
 
 
 @pytest.fixture
@@ -40,18 +29,18 @@ def interrupt(tmp_path: Path) -> Interrupt:
     def run(*words: str, at: str, by: signal.Signals, environment: Mapping[str, str]) -> None:
         reached = tmp_path / "reached"
         places = f"{at}=mark:{reached},{at}=wait:{tmp_path / 'never'}"
-        with command(words, {**environment, **armed(places)}) as process:
-            try:
-                wait_until(reached.exists, timeout_s=60, what=f"{at} to be reached")
-                process.send_signal(by)
-                _, told = process.communicate(timeout=30)
-            finally:
-                process.kill()
-        assert process.returncode == (130 if by is signal.SIGINT else -by)
-        assert "Traceback" not in told
-        with command(words, environment) as again:
-            _, told = again.communicate(timeout=60)
-        assert again.returncode == 0, told
+        told = tmp_path / "told"
+        with told.open("wb") as output:
+            process = start_python("mqlayer", *words, env={**os.environ, **environment, **armed(places)}, stderr=output)
+        try:
+            wait_until(reached.exists, timeout_s=60, what=f"{at} to be reached")
+            process.send_signal(by)
+            assert process.wait(30) == (130 if by is signal.SIGINT else -by)
+        finally:
+            process.kill()
+        assert "Traceback" not in told.read_text()
+        again = ask_python("mqlayer", *words, env={**os.environ, **environment})
+        assert again.returncode == 0, again.stderr
 
     return run
 
