@@ -14,6 +14,7 @@ from _pytest.nodeid import NodeId
 from hypothesis import settings
 
 from mqlayer.redis.access import forget_access
+from tests.fixtures.kept_connections import close_kept_connections
 from tests.fixtures.missing_tools import parts_left_out
 
 pytest_plugins = [
@@ -44,6 +45,7 @@ def process_as_before() -> Iterator[None]:
     """What one test lets the process log in as, or find in MQLAYER_* variables, no other test of the process meets."""
     before = {name: value for name, value in os.environ.items() if name.startswith("MQLAYER_")}
     yield
+    close_kept_connections()
     forget_access()
     for name in [name for name in os.environ if name.startswith("MQLAYER_") and name not in before]:
         del os.environ[name]
@@ -78,6 +80,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
             item.add_marker(folder)
         if "spark" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.xdist_group("spark"))
+            # A session that a limit interrupts serves no other test.
+            item.add_marker(pytest.mark.timeout(600))
     yield
     let_groups_be_groups(items)
     # After they were shuffled.

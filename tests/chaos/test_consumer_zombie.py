@@ -10,7 +10,6 @@ import time
 from collections import Counter
 from typing import Any, Final
 
-import psycopg
 import pytest
 import redis
 
@@ -20,6 +19,7 @@ from mqlayer.redis.keys import group_keys, partition_keys
 from tests.chaos.actors import GROUP, TOPIC
 from tests.chaos.test_consumer_kills import Scene, judge, scene
 from tests.fixtures.forked_programs import is_stopped
+from tests.fixtures.kept_connections import ask_postgres
 from tests.fixtures.wait import wait_until
 from tests.proof.history import Deliver, read_histories
 
@@ -43,8 +43,7 @@ class Witness:
             self._group_id = find_group(database, TOPIC, GROUP).group_id
 
     def rows(self, statement: str) -> list[tuple[Any, ...]]:
-        with psycopg.connect(self._dsn) as connection:
-            return connection.execute(statement.encode()).fetchall()
+        return ask_postgres(self._dsn, statement)
 
     def positions(self) -> list[tuple[int, int]]:
         """Committed and next offset of each partition."""

@@ -17,6 +17,7 @@ from tests.chaos.effect_actors import SINK
 from tests.fixtures.consumers import Stage, StartStage
 from tests.fixtures.failpoints import armed
 from tests.fixtures.forked_programs import Process, start_python
+from tests.fixtures.kept_connections import ask_postgres
 
 ROOT: Final = Path(__file__).parents[2]
 
@@ -53,9 +54,7 @@ class Scene:
 
     def rows(self, statement: str) -> list[tuple[object, ...]]:
         """Run a statement; return its rows."""
-        with psycopg.connect(self.stage.dsn) as connection:
-            cursor = connection.execute(statement.encode())
-            return cursor.fetchall() if cursor.description else []
+        return ask_postgres(self.stage.dsn, statement)
 
     def sink(self) -> dict[object, list[object]]:
         """Return the effects of each entity in their order."""

@@ -10,7 +10,6 @@ import json
 from collections.abc import Callable
 from typing import Any, Final
 
-import psycopg
 import pytest
 import redis
 
@@ -24,6 +23,7 @@ from tests.chaos.actors import DEADLY, GROUP, TOPIC, put_faults
 from tests.chaos.test_consumer_kills import COUNT, KEYS, Scene, judge, scene
 from tests.fixtures.due_keys import try_now
 from tests.fixtures.forked_programs import Process
+from tests.fixtures.kept_connections import ask_postgres
 from tests.fixtures.wait import wait_until
 from tests.proof.history import Deliver, read_histories
 from tests.proof.route_ranges import range_of
@@ -72,9 +72,7 @@ class Shop:
 
     def rows(self, statement: str, *arguments: Any) -> list[tuple[Any, ...]]:
         """Return what Postgres answers."""
-        with psycopg.connect(self.scene.settings.control_dsn(), autocommit=True) as connection:
-            cursor = connection.execute(statement.encode(), arguments)
-            return cursor.fetchall() if cursor.description else []
+        return ask_postgres(self.scene.settings.control_dsn(), statement, arguments)
 
     def trying(self, done: Callable[[], bool]) -> bool:
         """Have all parked keys tried now; return what is asked."""

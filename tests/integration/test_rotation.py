@@ -114,5 +114,5 @@ def test_rotation_sees_what_was_committed_last_whatever_the_databases_isolation_
     (name,) = world.rows("SELECT current_database()")[0]
     world.rows(f"ALTER DATABASE \"{name}\" SET default_transaction_isolation = 'repeatable read'")
     assert rotated(world)[old_slot] == "emptied"
-    with pytest.raises(psycopg.DatabaseError, match="READ COMMITTED"):
-        world.rows("SELECT mqlayer_app.outbox_rotate_v1(0::smallint)")
+    with psycopg.connect(world.dsn) as session, pytest.raises(psycopg.DatabaseError, match="READ COMMITTED"):
+        session.execute("SELECT mqlayer_app.outbox_rotate_v1(0::smallint)")

@@ -23,6 +23,7 @@ from mqlayer.settings import Settings
 from mqlayer.topics import create_topic, register_node
 from tests.fixtures.failpoints import armed
 from tests.fixtures.forked_programs import Process, start_python
+from tests.fixtures.kept_connections import ask_postgres
 from tests.fixtures.roles import role_dsn
 from tests.fixtures.wait import wait_until
 from tests.proof.history import Append
@@ -86,9 +87,7 @@ class OutboxWorld:
 
     def rows(self, sql: str, *arguments: Any) -> list[tuple[Any, ...]]:
         """Run a statement in the outbox's database and return its rows."""
-        with psycopg.connect(self.dsn, autocommit=True) as connection:
-            cursor = connection.execute(sql.encode(), arguments)
-            return cursor.fetchall() if cursor.description else []
+        return ask_postgres(self.dsn, sql, arguments)
 
     def published(self) -> Chains:
         """Return what the outbox holds."""

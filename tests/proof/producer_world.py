@@ -20,6 +20,7 @@ from mqlayer.redis.keys import PartitionKeys, partition_keys
 from mqlayer.redis.node_connection import Node
 from mqlayer.settings import Settings
 from mqlayer.topics import create_topic, rearm_node, register_node
+from tests.fixtures.kept_connections import ask_postgres
 from tests.proof.history import Append
 from tests.proof.runtimes import runtime_of
 from tests.proof.streams import read_partition
@@ -82,9 +83,7 @@ class ProducerWorld:
 
     def rows(self, sql: str, *arguments: Any) -> list[tuple[Any, ...]]:
         """Return what a query of the control database says."""
-        with psycopg.connect(self.dsn, autocommit=True) as connection:
-            cursor = connection.execute(sql, arguments)
-            return cursor.fetchall() if cursor.description else []
+        return ask_postgres(self.dsn, sql, arguments)
 
     def partitions(self, topic: str = "orders") -> list[tuple[int, int]]:
         """Return a topic's partitions with their nodes, in the order of their making."""

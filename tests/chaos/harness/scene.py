@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-import psycopg
 import redis
 
 from mqlayer.groups.group import find_group
@@ -19,6 +18,7 @@ from mqlayer.settings import Settings
 from mqlayer.topics import create_topic, register_node
 from tests.chaos.actors import GROUP, MIRROR, TOPIC
 from tests.chaos.harness.stores import note_sink, note_streams
+from tests.fixtures.kept_connections import ask_postgres
 from tests.proof.checker import Verdict, check
 from tests.proof.history import History, Lineage, read_histories
 from tests.proof.runtimes import runtime_of
@@ -67,8 +67,7 @@ class Scene:
 
     def rows(self, statement: str) -> list[tuple[Any, ...]]:
         """Return what Postgres answers."""
-        with psycopg.connect(self.settings.control_dsn()) as connection:
-            return connection.execute(statement.encode()).fetchall()
+        return ask_postgres(self.settings.control_dsn(), statement)
 
     def changes(self) -> Counter[str]:
         """Return how many changes of each kind came into force."""
