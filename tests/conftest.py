@@ -32,6 +32,7 @@ pytest_plugins = [
 ]
 
 TESTS = Path(__file__).parent
+SPARK_TIMEOUT_S = 600
 MARKED_FOLDERS = {"unit", "property", "integration", "chaos"}
 
 
@@ -80,6 +81,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
             item.add_marker(folder)
         if "spark" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.xdist_group("spark"))
+            # The first of them starts the session, which takes a minute of a busy machine; cut off in the middle of a
+            # call, the session would be lost to all others.
+            if item.get_closest_marker("timeout") is None:
+                item.add_marker(pytest.mark.timeout(SPARK_TIMEOUT_S))
             # A session that a limit interrupts serves no other test.
             item.add_marker(pytest.mark.timeout(600))
     yield
