@@ -81,12 +81,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
             item.add_marker(folder)
         if "spark" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.xdist_group("spark"))
-            # The first of them starts the session, which takes a minute of a busy machine; cut off in the middle of a
-            # call, the session would be lost to all others.
-            if item.get_closest_marker("timeout") is None:
-                item.add_marker(pytest.mark.timeout(SPARK_TIMEOUT_S))
-            # A session that a limit interrupts serves no other test.
-            item.add_marker(pytest.mark.timeout(600))
+            # The first of them starts the session, which takes a minute of a busy machine; a session that a limit
+            # interrupts serves no other test.
+            item.add_marker(pytest.mark.timeout(SPARK_TIMEOUT_S))
     yield
     let_groups_be_groups(items)
     # After they were shuffled.
