@@ -1,18 +1,6 @@
 """Claims of periodic jobs: one row per job, so that several schedulers do no harm.
 
-A claim guards nothing: a worker stopped after its claim may run beside the next. The facts that a step changes fence
-it:
-
-- relay: the chain, LP sets by lease
-- trim: each group's position, in the trimming script
-- rotate_outbox: the slot's exclusive lock
-- clean_fence, clean_attempts, clean_dedup, clean_inbox: rows by age
-- clean_marks: closed sources
-- repair_routes: the change's row and seal id
-- rebalance: the group's lock, and epochs
-- retry_scan: the redrive's row
-- archive: the topic's lock and marks
-- release_delayed, watch_versions: the message's or alarm's row
+A claim guards nothing: a worker stopped after its claim may run beside the next. `JOBS` names each job's fence.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The periodic jobs. Workers make their tasks and the schedule from `JOBS`; the doctor reports late ones.
 
-A run must be idempotent and safe beside another one: `workers/job_claims.py` names what fences each.
+A run must be idempotent and safe beside another one: a worker that was stopped after its claim may run beside the next.
+Each row names what fences its changes.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ class PeriodicJob:
     name: str
     every_s: float
     run: Callable[[Runtime, float], object]
+    fenced_by: str
 
     @property
     def late_after_s(self) -> float:
@@ -138,22 +140,22 @@ def _retire_groups(runtime: Runtime, _: float) -> None:
 
 
 JOBS: Final = (
-    PeriodicJob("relay", 10, _relay),
-    PeriodicJob("trim", 10, _trim),
-    PeriodicJob("rotate_outbox", 60, _rotate_outbox),
-    PeriodicJob("clean_fence", 300, _clean_fence),
-    PeriodicJob("clean_marks", 300, _clean_marks),
-    PeriodicJob("repair_routes", 2, _repair_routes),
-    PeriodicJob("rearm_nodes", 5, _rearm_nodes),
-    PeriodicJob("rebalance", 2, _rebalance),
-    PeriodicJob("balance_by_rate", 10, _balance_by_rate),
-    PeriodicJob("retry_scan", 5, _retry_scan),
-    PeriodicJob("clean_attempts", 300, _clean_attempts),
-    PeriodicJob("archive", 5, _archive),
-    PeriodicJob("retain", 300, _retain),
-    PeriodicJob("release_delayed", 5, _release_delayed),
-    PeriodicJob("clean_dedup", 60, _clean_dedup),
-    PeriodicJob("clean_inbox", 300, _clean_inbox),
-    PeriodicJob("watch_versions", 10, _watch_versions),
-    PeriodicJob("retire_groups", 10, _retire_groups),
+    PeriodicJob("relay", 10, _relay, "the chain; LP sets by lease"),
+    PeriodicJob("trim", 10, _trim, "each group's position, in the trimming script"),
+    PeriodicJob("rotate_outbox", 60, _rotate_outbox, "the slot's exclusive lock"),
+    PeriodicJob("clean_fence", 300, _clean_fence, "rows by age"),
+    PeriodicJob("clean_marks", 300, _clean_marks, "closed sources"),
+    PeriodicJob("repair_routes", 2, _repair_routes, "the change's row and seal id"),
+    PeriodicJob("rearm_nodes", 5, _rearm_nodes, "the node's row; the armed run"),
+    PeriodicJob("rebalance", 2, _rebalance, "the group's lock, and epochs"),
+    PeriodicJob("balance_by_rate", 10, _balance_by_rate, "the group's lock, and epochs"),
+    PeriodicJob("retry_scan", 5, _retry_scan, "the redrive's row; claims of shared messages"),
+    PeriodicJob("clean_attempts", 300, _clean_attempts, "rows by age"),
+    PeriodicJob("archive", 5, _archive, "the topic's lock and marks"),
+    PeriodicJob("retain", 300, _retain, "days by age; snapshots keep theirs"),
+    PeriodicJob("release_delayed", 5, _release_delayed, "the message's row"),
+    PeriodicJob("clean_dedup", 60, _clean_dedup, "rows by age"),
+    PeriodicJob("clean_inbox", 300, _clean_inbox, "rows by age"),
+    PeriodicJob("watch_versions", 10, _watch_versions, "the alarm's row"),
+    PeriodicJob("retire_groups", 10, _retire_groups, "the group's lock"),
 )

@@ -11,4 +11,4 @@ BY_NAME: Final = {job.name: job for job in JOBS}
 
 def idle_job(name: str, every_s: float) -> PeriodicJob:
     """Return a job that does nothing."""
-    return PeriodicJob(name, every_s, lambda _runtime, _every_s: None)
+    return PeriodicJob(name, every_s, lambda _runtime, _every_s: None, "it changes nothing")
