@@ -448,8 +448,10 @@ def test_a_term_ends_with_each_recovery_from_a_crash_and_each_start(
     before = term()
     assert term() == before
     if way == "backend":
-        with closing(psycopg.connect(world.dsn)) as victim:
+        with closing(psycopg.connect(world.dsn)) as victim, closing(psycopg.connect(world.dsn)) as other:
             os.kill(victim.info.backend_pid, signal.SIGKILL)
+            # Until the postmaster has noticed, Postgres answers as before.
+            wait_until(lambda: is_ended(other), timeout_s=30, what="the other sessions to end")
         started = "SELECT pg_postmaster_start_time()"
         wait_until(lambda: answers(world, started), timeout_s=30, what="Postgres to be back")
     elif way == "postmaster":
@@ -460,6 +462,14 @@ def test_a_term_ends_with_each_recovery_from_a_crash_and_each_start(
     after = term()
     assert after != before
     assert term() == after
+
+
+def is_ended(connection: psycopg.Connection) -> bool:
+    try:
+        connection.execute("SELECT")
+    except psycopg.OperationalError:
+        return True
+    return False
 
 
 def answers(world: OutboxWorld, statement: str) -> bool:
