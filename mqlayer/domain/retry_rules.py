@@ -65,7 +65,7 @@ class RetryRules:
         return whole_s * (1.0 - self.jitter * share)
 
     def is_final(self, error: BaseException) -> bool:
-        """Say whether an error gets no further attempt.
+        """Whether an error gets no further attempt.
 
         The nearest named class in its MRO decides, final before retried. Without one, it is final if `retryable_errors`
         are set, except a HandlerFault. A HandlerControl is never final.

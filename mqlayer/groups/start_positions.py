@@ -61,7 +61,7 @@ def undeleted_partitions(connection: Connection, topic_id: int) -> list[Undelete
 def still_hold(
     connection: Connection, partitions: Sequence[UndeletedPartition], beginnings: Sequence[StartPosition]
 ) -> bool:
-    """Say whether the positions' nodes are unchanged; lock them."""
+    """Whether the positions' nodes are unchanged; lock them."""
     found = {
         partition.partition: (partition.node, partition.armed_at)
         for partition, beginning in zip(partitions, beginnings, strict=True)

@@ -87,7 +87,7 @@ def of_alias(alias: str) -> Any:
 
 
 def recognises(connection: Any) -> bool:
-    """Say whether an object is a Django connection."""
+    """Whether an object is a Django connection."""
     return hasattr(connection, "in_atomic_block") and hasattr(connection, "run_on_commit")
 
 

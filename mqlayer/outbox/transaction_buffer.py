@@ -141,7 +141,7 @@ def _adding(collector: OutboxTransaction, messages: Iterable[OutboxMessage]) -> 
 
 
 def _ending(collector: OutboxTransaction, outer: OutboxTransaction | None) -> Statements[None]:
-    """Discard rolled back messages; without an outer collector, write the others."""
+    """Discard rolled back messages; outermost, write the others."""
     if collector.needs_traces:
         (traces,) = yield Statement(query("outbox_traces"), {})
         collector.keep(traces)

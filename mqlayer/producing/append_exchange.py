@@ -1,4 +1,4 @@
-"""An append on its connection: the request and its reply."""
+"""An append's request and reply."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mqlayer.settings import Settings
 
 
 def append_request(connection: NodeConnection, batch: AppendBatch, settings: Settings) -> bytes:
-    """Return a batch's request, and free what the batch encoded: a repeat encodes another one."""
+    """Return a batch's request, and free its encoding: a repeat encodes again."""
     partition_queue = batch.partition_queue
     if batch.once:
         packet = append_once_packet(
@@ -43,7 +43,7 @@ def append_request(connection: NodeConnection, batch: AppendBatch, settings: Set
 
 
 def read_reply(batch: AppendBatch, reply: Any, address: str) -> AppendAnswer:
-    """Return what a node answered. Raises StoreUnavailable if that is unclear."""
+    """Parse the answer. Raises StoreUnavailable if it is unclear."""
     try:
         answer = (append_once_reply if batch.once else append_reply)(reply, address)
     except NodeOutOfMemory as error:

@@ -85,7 +85,7 @@ class LossListener(Listener):
 
 
 class Losses:
-    """Acknowledged messages that nodes lost. The next publish raises the `unreported` ones."""
+    """Lost acknowledged messages. The next publish raises `unreported` ones."""
 
     def __init__(
         self, queues: ProducerQueues, settlement: SendSettlement, counts: Counter[str], follow_ups: FollowUps
@@ -150,7 +150,7 @@ class Losses:
         queue.restart(self._queues.source)
 
     def leave(self, queue: LpQueue, acked: int) -> None:
-        """Keep what is acknowledged under a queue's source, and leave that source."""
+        """Keep a queue's acknowledged mark, and leave its source."""
         self.former.add(queue, acked)
         self._queues.leave_source(queue)
 

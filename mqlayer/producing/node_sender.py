@@ -98,7 +98,7 @@ class NodeSender(Service):
             self.wake_up()
 
     def set_node(self, node: Node) -> None:
-        """Switch to this run and address; unanswered messages are sent again. Thread-safe."""
+        """Switch to this run and address; unanswered messages go again. Thread-safe."""
         if self._aim(node):
             self.wake_up()
 

@@ -212,7 +212,7 @@ class Producer:
     def _queue(
         self, topic: str, message: Message, deadline: float, listener: Listener | None, *, eager: bool
     ) -> PendingSend:
-        """Queue a message. Without a listener, the caller is to lead its sender."""
+        """Queue a message. Without a listener, the caller leads its sender."""
         engine = self._engine
         topic_queues = engine.topic(topic)
         lp, pending = engine.encode(topic_queues, message, deadline, listener, eager=eager)

@@ -91,7 +91,7 @@ class AsyncReceiver(ReceiverBase):
         wait_s: float = 20.0,
         attempt_id: str | None = None,
     ) -> list[PopMessage]:
-        """As `Receiver.receive`. Calls are served in turn; while others wait, one lasts up to 0.1 s longer."""
+        """As `Receiver.receive`; among several, a call lasts up to 0.1 s longer."""
         call = receive_call(max_messages, visibility_timeout_s, wait_s, attempt_id)
         thread = self._running().receiving
         pending = thread.receive(call)
@@ -154,6 +154,5 @@ def _close(session: PopSession, receiving: ReceiveThread) -> None:
 
 
 def _close_unused(opening: Future[PopSession]) -> None:
-    """Close a session that was opened for a cancelled call."""
     if not opening.cancelled() and opening.exception() is None:
         opening.result().close()

@@ -109,7 +109,6 @@ class _HeadSkip:
     # -- parked ------------------------------------------------------------------------------------------------------
 
     def skip_parked(self) -> SkippedHead | None:
-        """None: the key is not parked."""
         return change_group(self._runtime.control, self._group.group_id, self._skip_parked)
 
     def _skip_parked(self, connection: Connection) -> SkippedHead | None:
@@ -185,7 +184,6 @@ class _HeadSkip:
             raise Conflict(f"partition {head.part.partition} changed hands in the meantime", RETRY_HINT)
 
     def _fence(self, head: _StreamHead, epoch: int) -> bool:
-        """Say whether the effect is surely refused."""
         application = self._runtime.application
         if application is None:
             return False
@@ -232,7 +230,6 @@ class _HeadSkip:
     # -- finding it --------------------------------------------------------------------------------------------------
 
     def _heads(self) -> Iterator[_StreamHead]:
-        """Yield the key's unsettled living messages in order."""
         parts, nodes = self._parts(), {node.node_id: node for node in load_nodes(self._runtime.control)}
         group_partitions = [
             GroupPartition(w.node, w.partition, self._group.group_id, start=w.start, seek=w.seek) for w in parts

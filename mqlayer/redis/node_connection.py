@@ -172,7 +172,7 @@ class NodeConnection:
         return replies
 
     def call_once(self, commands: Sequence[Command]) -> list[Any]:
-        """Send in one write; return replies in order, NOSCRIPT too."""
+        """Send in one write; return all replies, NOSCRIPT too."""
         self.send(commands)
         return self.receive(len(commands))
 
@@ -207,7 +207,7 @@ class NodeConnection:
         return self._digests[name]
 
     def ready(self, timeout_s: float) -> bool:
-        """Say whether a reply or disconnect arrives in time."""
+        """Whether a reply or disconnect arrives in time."""
         self.connect()
         try:
             return bool(self._factory.can_read(timeout_s))
@@ -366,5 +366,5 @@ def _is_demotion(reply: Exception) -> bool:
 
 
 def is_missing_script(reply: Any) -> bool:
-    """Say whether a reply is NOSCRIPT."""
+    """Whether a reply is NOSCRIPT."""
     return isinstance(reply, redis.exceptions.NoScriptError)

@@ -1,4 +1,4 @@
-"""Appends as RESP2 bytes: each message is encoded once, since the driver's encoding costs most of a send."""
+"""Appends as RESP2 bytes, encoded once: the driver's encoding costs most of a send."""
 
 from __future__ import annotations
 

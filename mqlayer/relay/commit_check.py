@@ -1,4 +1,4 @@
-"""Checks that Postgres still has the rows whose records are in Redis, since a crash may take commits back.
+"""Checks that Postgres still has the rows of Redis' records, since a crash may take commits back.
 
 See `docs/design/relay-term.md`. On a difference the outbox is marked as suspect, unless another relay has renumbered
 it, and the next session recovers it.
@@ -115,7 +115,6 @@ class CommitChecker:
         return unknown
 
     def _ahead(self, marks: Mapping[TopicLp, int]) -> dict[TopicLp, int]:
-        """Return the counters of marks past the recorded seqs."""
         facts = {
             "topic_ids": [topic_id for topic_id, _ in marks],
             "lps": [lp for _, lp in marks],
@@ -128,7 +127,7 @@ class CommitChecker:
     def _records(
         self, topic_id: int, wanted: Mapping[int, int], connections: Connections
     ) -> tuple[dict[int, Content], set[int]]:
-        """Return records, and LPs whose record may be on an unavailable node. Removed nodes have none."""
+        """Return records, and LPs whose record may be on an unavailable node."""
         with self.runtime.control.connection() as connection:
             partitions = connection.execute(query("partition_list"), {"topic_id": topic_id}).fetchall()
         found: dict[int, Content] = {}

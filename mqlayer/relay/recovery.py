@@ -297,7 +297,6 @@ class _Prover:
         return proof
 
     def _fill(self, partition: int, lps: Iterable[int], proof: TopicProof) -> bool:
-        """Refill a serving partition; False if skipped."""
         scan = self._scans.get(partition)
         if scan is None:
             return False
@@ -318,7 +317,6 @@ class _Prover:
         return filled
 
     def recheck(self) -> None:
-        """Raise StoreUnavailable if a partition changed meanwhile."""
         for partition, scan in self._scans.items():
             connection = self._connections(scan.node_id)
             marks = self._marks_of(connection, partition)

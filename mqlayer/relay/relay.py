@@ -1,4 +1,4 @@
-"""The relay moves outbox rows to partitions, in order and without loss."""
+"""Move outbox rows to partitions, in order, without loss."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class Relay:
         return self.appended_count
 
     def stop(self) -> None:
-        """Make `run` finish, release its LPs and return. For signal handlers and threads."""
+        """Make `run` release its LPs and return. For signal handlers and threads."""
         self._stopping.set()
 
     def _serve(self, work: Callable[[RelaySession], None], *, helper: bool) -> None:

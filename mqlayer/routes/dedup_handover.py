@@ -52,7 +52,6 @@ def hand_over_ids(
 
 
 def _pages(connection: NodeConnection, partition: int, prefix: str) -> Iterator[tuple[list[KnownId], int]]:
-    """Yield ids with their remaining lifetime in ms."""
     keys, start = partition_keys(prefix, partition), 0
     while True:
         replies = connection.call(

@@ -176,7 +176,7 @@ class _LostChangeUndo:
             raise_for_reply(reply, connection.node.address)
 
     def _open(self, meta: _PartitionMeta) -> None:
-        """Remove the command record; free its entry id, because command records break dense offsets."""
+        """Remove the command record; free its entry id: it breaks dense offsets."""
         connection, keys = self._connections.to(meta.node), partition_keys(self._prefix, meta.partition)
         # Empty: no LP is short.
         reopen = reopen_command(connection, self._prefix, meta.partition, meta.seal, "", 0)

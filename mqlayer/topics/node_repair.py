@@ -175,8 +175,7 @@ class NodeRepair:
         return True
 
     def _refuse_other_prefix(self) -> None:
-        """Refuse partitions under another prefix, unless topic or LP range differ: then they belong to another
-        system."""
+        """Refuse another prefix, unless topic or LP range differ: then it is another system's."""
         for other in _prefixes(self._node_connection, self._desired[0].partition) - {self._prefix}:
             keys = [partition_keys(other, desired.partition).meta for desired in self._desired]
             replies = self._node_connection.call([("HMGET", key, "topic", "lp_from", "lp_to") for key in keys])
@@ -481,8 +480,7 @@ class NodeRepair:
     def _sure(
         self, outbox: Connection, desired: DesiredPartition, lps: Mapping[int, tuple[int, int]]
     ) -> Mapping[int, tuple[int, int]]:
-        """Return, per LP, the missing range for which the outbox provably has the same messages: rows relayed before
-        its loss."""
+        """Return, per LP, the missing range that the outbox provably has: rows relayed before its loss."""
         if not may_lack_commits_of(outbox, self._connection):
             return lps
         rows = outbox.execute(query("relayed_all"), {"topic_id": desired.topic_id}).fetchall()

@@ -237,7 +237,7 @@ class _NodeArming:
             )
 
     def _renew_file(self, connection: NodeConnection) -> None:
-        """Rewrite the append-only file in the background: a restart would run the torn start of a transaction."""
+        """Rewrite the append-only file: a restart would run the torn start of a transaction."""
         (reply,) = connection.call([("BGREWRITEAOF",)])
         if isinstance(reply, Exception):
             log.warning("node_file_not_rewritten", extra={"node": self._node.name, "reason": str(reply)})

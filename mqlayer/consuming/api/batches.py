@@ -110,7 +110,7 @@ class BatchMessage(Delivered, Generic[Body]):
 
     @property
     def is_done(self) -> bool:
-        """Whether it is done even if its handler raises."""
+        """Whether it stays done if its handler raises."""
         return self.mark is MessageMark.APPLIED or (self.mark is MessageMark.DONE and not self.fenced)
 
 
@@ -371,5 +371,5 @@ def _facts_of(messages: list[BatchMessage[Any]]) -> dict[str, Any]:
 
 
 def is_lost(owned: OwnedPartition, error: BaseException) -> bool:
-    """Say whether an error only repeats that the partition is lost."""
+    """Whether an error only repeats that the partition is lost."""
     return isinstance(error, StaleOwner) and owned.state is OwnershipState.GONE

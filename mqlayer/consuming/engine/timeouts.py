@@ -92,7 +92,7 @@ def timed_out(end: HandlerInterrupt) -> MessageTimeout:
 
 
 def limited(rules: RetryRules) -> bool:
-    """Say whether handlers have a time limit."""
+    """Whether handlers have a time limit."""
     return rules.time_limit_s is not None or rules.max_time_limit_s is not None
 
 

@@ -119,7 +119,6 @@ class BatchWorker(Worker):
             await answer
 
     def _startable(self) -> list[KeyQueue]:
-        """Return the key queues that may begin; give back others."""
         found: list[KeyQueue] = []
         late = not self._dispatcher.lease.holds()
         for key_queue in self._key_queues:
@@ -131,14 +130,12 @@ class BatchWorker(Worker):
 
     @contextlib.contextmanager
     def _ended(self, message: BatchMessage[Any]) -> Iterator[None]:
-        """End a guarded start on exit."""
         try:
             yield
         finally:
             self._guard.end(message.queue, message.record)
 
     def _conclude(self, batch: Batch[Any], raised: BaseException | None) -> int:
-        """Give back a batch's key queues; return the handled count."""
         outcomes = batch.end(raised)
         if raised is not None and any(isinstance(outcome, Redelivered) for outcome in outcomes):
             facts = {"topic": batch.topic, "group": batch.group, "messages": len(outcomes), "error": where(raised)}

@@ -174,7 +174,7 @@ class Dispatcher:
     def settled(
         self, owned: OwnedPartition, records: Sequence[Record], committed: int, unmatched: Sequence[OffsetRange] = ()
     ) -> None:
-        """Free settled records' room, and parked keys that waited for them."""
+        """Free settled records' room, and parked keys behind them."""
         with self.lock:
             free = owned.settled(records, committed)
             if unmatched and owned.parked.by_offset:
@@ -183,7 +183,7 @@ class Dispatcher:
                 self._queues.on_parking()
 
     def is_idle(self, owned: OwnedPartition) -> bool:
-        """Say whether nothing runs."""
+        """Whether nothing runs."""
         with self.lock:
             self._queues.collect_finished()
             return owned.running == 0
@@ -218,7 +218,7 @@ class Dispatcher:
                 self._queues.drop(owned)
 
     def runs_on(self, partition: PartitionId) -> bool:
-        """Say whether a dropped ownership's handler still runs."""
+        """Whether a dropped ownership's handler still runs."""
         with self.lock:
             self._queues.collect_finished()
             return self._queues.runs_on(partition)

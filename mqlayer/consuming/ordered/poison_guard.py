@@ -84,7 +84,7 @@ class PoisonMessageGuard:
             return True
 
     def _unsettled(self, offset: int) -> bool:
-        """Say whether a crash now would blame the former suspect."""
+        """Whether a crash now would blame the former suspect."""
         if self._former is None:
             return False
         owned, former, ended = self._former

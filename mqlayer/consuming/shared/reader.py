@@ -314,7 +314,6 @@ class SharedReader(NodeService):
                     self._queues.suspect(batch)
 
     def _settle_missing(self, partition: SharedPartition, offsets: Sequence[int]) -> None:
-        """Settle offsets without records."""
         log.error(
             "records_missing", extra={"partition": partition.group_partition.partition, "offsets": list(offsets)[:10]}
         )
@@ -365,7 +364,6 @@ class SharedReader(NodeService):
         partition.unknown_released()
 
     def _extend(self) -> float:
-        """Extend messages; return seconds until the next time."""
         now = clock()
         every = self._visibility_timeout_s / 3
         hung = self._prefetch.hung(self._extend_limit_s)
@@ -393,7 +391,6 @@ class SharedReader(NodeService):
         return every / 4
 
     def _reclaim(self, partitions: list[SharedPartition]) -> float:
-        """Reclaim messages; return seconds until the next time."""
         visibility_timeout_ms = max(1, round(self._visibility_timeout_s * 1000))
         replies = self._connection.call(
             [

@@ -39,7 +39,7 @@ class ClaimedMessage:
 
 
 class SharedStore:
-    """A member's access to these rows. Each call is one transaction."""
+    """Access to these rows. Each call is one transaction."""
 
     def __init__(self, database: Database, group_id: int, member_id: str) -> None:
         self._database = database
