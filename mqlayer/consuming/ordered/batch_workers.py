@@ -11,7 +11,8 @@ from itertools import groupby
 from typing import Any
 
 from mqlayer.consuming.api.batch_handlers import BatchHandler
-from mqlayer.consuming.api.batches import Batch, BatchMessage, Failed, Handled, MessageOutcome, Redelivered, is_lost
+from mqlayer.consuming.api.batch_messages import BatchMessage, Failed, Handled, MessageOutcome, Redelivered
+from mqlayer.consuming.api.batches import Batch, is_lost
 from mqlayer.consuming.engine.clock import clock
 from mqlayer.consuming.engine.executors import IDLE_WAIT_S, Timeouts, Worker, not_awaited
 from mqlayer.consuming.engine.live_settings import LiveSettings
