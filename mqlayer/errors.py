@@ -297,21 +297,10 @@ class Loss(NamedTuple):
 class AcknowledgedLoss(PublishError):
     """A node lost acknowledged messages; `losses` has all unreported ones."""
 
-    def __init__(
-        self,
-        topic: str,
-        lp: int,
-        first_lost: int,
-        last_lost: int,
-        source: int = 0,
-        node: str = "",
-        run_before: str = "",
-        run_after: str = "",
-        others: tuple[Loss, ...] = (),
-    ) -> None:
-        super().__init__(topic, lp, first_lost, last_lost, source, node, run_before, run_after, others)
-        self.topic, self.lp, self.first_lost, self.last_lost = topic, lp, first_lost, last_lost
-        self.losses = (Loss(topic, lp, first_lost, last_lost, source, node, run_before, run_after), *others)
+    def __init__(self, loss: Loss, *others: Loss) -> None:
+        super().__init__(loss, *others)
+        self.topic, self.lp, self.first_lost, self.last_lost = loss.topic, loss.lp, loss.first, loss.last
+        self.losses = (loss, *others)
 
     def __str__(self) -> str:
         first, *others = self.losses

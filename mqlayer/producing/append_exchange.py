@@ -9,7 +9,7 @@ from mqlayer.producing.append_answers import AppendAnswer
 from mqlayer.producing.append_batch import AppendBatch
 from mqlayer.redis.node_connection import NodeConnection
 from mqlayer.redis.partition_scripts import Refused, append_once_reply, append_reply
-from mqlayer.redis.wire import append_once_packet, append_packet
+from mqlayer.redis.wire import append_once_packet, append_packet, append_start
 from mqlayer.settings import Settings
 
 
@@ -28,16 +28,9 @@ def append_request(connection: NodeConnection, batch: AppendBatch, settings: Set
             window_ms=int(settings.dedup_window_s * 1000),
         )
     else:
-        packet = append_packet(
-            connection,
-            settings.key_prefix,
-            partition_queue.partition,
-            batch.source,
-            batch.heads,
-            batch.chunks,
-            count=batch.count,
-            backlog=partition_queue.backlog_limit,
-        )
+        digest, partition = connection.digest("log_append"), partition_queue.partition
+        start = append_start(digest, settings.key_prefix, partition, batch.source, partition_queue.backlog_limit)
+        packet = append_packet(start, batch.heads, batch.chunks, count=batch.count)
     batch.heads, batch.chunks = [], []
     return packet
 

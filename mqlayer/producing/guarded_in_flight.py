@@ -133,7 +133,7 @@ class GuardedInFlight:
         with self as in_flight:
             losses = in_flight.losses.take_unreported()
         if losses:
-            raise AcknowledgedLoss(*losses[0], losses[1:])
+            raise AcknowledgedLoss(*losses)
 
     # With the store lent
 

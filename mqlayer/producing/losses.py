@@ -144,7 +144,7 @@ class Losses:
         if not queue.waiting or isinstance(queue.waiting[0].listener, OnewayListener):
             self.unreported.append(loss)
         if queue.waiting:
-            self._settlement.fail(queue, 0, AcknowledgedLoss(*loss))
+            self._settlement.fail(queue, 0, AcknowledgedLoss(loss))
         self._queues.unblock(queue)
         self.leave(queue, queue.lost_after)
         queue.restart(self._queues.source)
@@ -165,7 +165,7 @@ class Losses:
         self._count(loss, expected.partition)
 
     def _count(self, loss: Loss, partition: int) -> None:
-        facts = {"topic": loss.topic, "lp": loss.lp, "reason": str(AcknowledgedLoss(*loss))}
+        facts = {"topic": loss.topic, "lp": loss.lp, "reason": str(AcknowledgedLoss(loss))}
         log.error("acknowledged_messages_lost", extra=facts)
         self._counts["lost"] += loss.messages
         self._follow_ups.listeners.append(LossListener(loss, partition))

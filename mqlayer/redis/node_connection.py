@@ -25,7 +25,6 @@ from mqlayer.redis.acl_check import CHECKED, DEFAULT_USER_ADVICE, RequiredAccess
 from mqlayer.redis.addresses import ConnectionFactory, display_url
 from mqlayer.redis.roles import PLAIN_COMMANDS, RedisRole
 from mqlayer.redis.scripts import script_digests, script_texts
-from mqlayer.settings import Settings
 
 OLDEST: Final = (6, 2, 0)
 REQUIRED_SETTINGS: Final = {
@@ -330,17 +329,6 @@ class NodeConnection:
             if isinstance(reply, Exception):
                 raise reply
         self._digests = dict(script_digests(version))
-
-
-def connection_of(node: Node, settings: Settings, role: RedisRole) -> NodeConnection:
-    """Return a role's connection; it connects on use."""
-    return NodeConnection(
-        node,
-        connect_timeout_s=settings.connect_timeout_s,
-        timeout_s=settings.socket_timeout_s,
-        unsafe=settings.allow_unsafe_redis,
-        required=RequiredAccess(role, settings.key_prefix),
-    )
 
 
 def _settings_from_info(info: Mapping[str, str]) -> dict[str, str]:
