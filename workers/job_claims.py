@@ -1,7 +1,6 @@
 """Claims of periodic jobs: one row per job, so that several schedulers do no harm.
 
-A claim guards nothing: a worker stopped after its claim may run beside the next. The facts that a step changes fence
-it:
+A claim guards nothing: a stopped worker may run beside the next. Each step's facts fence it:
 
 - relay: the chain, LP sets by lease
 - trim: each group's position, in the trimming script

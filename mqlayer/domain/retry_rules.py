@@ -34,9 +34,8 @@ _ERROR_NAME: Final = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 class RetryRules:
     """A group's settings for failing messages, in column order: `docs/reference/group-settings.md`.
 
-    Times in seconds, None for no limit; bytes count bodies, keys and headers. Concurrent writes may exceed a group's
-    parking limits by 500 messages or 1 MB per member, any byte limit by one message. Excess messages wait in the
-    stream.
+    Times in seconds, None for no limit; bytes count bodies, keys and headers. Concurrent writes may exceed parking
+    limits by 500 messages or 1 MB per member, any byte limit by one message. Excess waits in the stream.
     """
 
     backoff_s: tuple[float, ...] = DEFAULT_BACKOFF_S

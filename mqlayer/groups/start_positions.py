@@ -4,7 +4,7 @@
 publish time or later; publishers' clocks may make it some records off. A partition with an undrained parent starts at
 its first record.
 
-Stored only if no asked node was armed since, because a node that falls back reuses offsets.
+Stored only if no asked node was armed since: it may reuse offsets.
 """
 
 from __future__ import annotations

@@ -26,11 +26,10 @@ from mqlayer.settings import Settings
 class AsyncProducer:
     """`Producer` for an event loop: the same options, errors and guarantees, with awaits in place of waits.
 
-    Start it with `async with` or `start`; all tasks of that loop may use it. Messages of a key are stored in the order
-    in which the calls began. Without room, a call waits behind earlier ones until its time is over, then raises
-    ProducerFull.
+    Start it with `async with` or `start`; all tasks of that loop may use it. Messages of a key are stored in the
+    calls' order. Without room, a call waits behind earlier ones, then raises ProducerFull.
 
-    A cancelled call withdraws its messages that are certainly not stored, those not sent yet; the others are stored.
+    A cancelled call withdraws its unsent messages; the others are stored.
     """
 
     def __init__(

@@ -22,7 +22,7 @@ CLOSED: Final = "it is closed"
 class GuardedInFlight:
     """Lends the in-flight store to one thread at a time: `with guarded as in_flight`.
 
-    Leaving wakes senders and schedules jobs as the rules asked, then notifies listeners, without the lock.
+    Leaving wakes senders, schedules jobs, then notifies listeners without the lock.
     """
 
     def __init__(self, in_flight: InFlight, schedule: Callable[[ProducerJob], None]) -> None:

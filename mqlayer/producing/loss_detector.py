@@ -1,4 +1,4 @@
-"""Finds acknowledged messages that nodes lost, after arming or a route change.
+"""Finds acknowledged messages lost by nodes, after arming or a route change.
 
 The chain reports losses to publishes; this covers idle LPs, with one connection per node.
 """

@@ -35,8 +35,7 @@ class AcknowledgedMark(NamedTuple):
 class FormerSources:
     """Seqs acknowledged under queues' former sources, less reported losses.
 
-    Nothing continues these chains, so only the loss detector finds losses. Beyond `limit`, the oldest is logged and
-    dropped.
+    Only the loss detector finds their losses. Beyond `limit`, the oldest is logged and dropped.
     """
 
     def __init__(self, limit: int) -> None:
@@ -126,7 +125,7 @@ class Losses:
             self.lose(queue)
 
     def note(self, queue: LpQueue, mark: int) -> None:
-        """Block a queue whose acknowledged messages behind a mark are lost; of two marks, the lower one counts."""
+        """Block a queue with lost acknowledged messages; the lower mark counts."""
         queue.lost_after = min(mark, queue.lost_after) if queue.blocked_by == "lost" else mark
         self._queues.set_block(queue, "lost")
 

@@ -33,8 +33,7 @@ LAST_ANSWER_S: Final = 1.0
 class NodeSender(Service):
     """One node's connection, shared by callers and a background thread.
 
-    The holder of `io` sends and receives. A caller takes it with `try_lead`, works until its message is settled, then
-    calls `resign`. The thread does all else.
+    The holder of `io` sends and receives: a caller between `try_lead` and `resign`, else the thread.
     """
 
     def __init__(

@@ -26,8 +26,8 @@ class PendingReceive:
 class ReceiveThread(Service):
     """Serves calls of `receive`, the oldest first.
 
-    A cancelled call's messages go to a later one under the same attempt, unless the caller named the attempt: then it
-    asks again. Where neither comes, they come again after their visibility timeout.
+    A cancelled call's messages go to a later one under the same attempt, unless the caller named it: then it asks
+    again. Otherwise they come again after their visibility timeout.
     """
 
     def __init__(self, session: PopSession) -> None:

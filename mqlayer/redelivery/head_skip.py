@@ -1,7 +1,7 @@
 """Skip a key's head: the message dies by an operator's decision, and the key continues.
 
-Parked: one transaction. In the stream: see docs/design/parked-keys.md, "Passing over the head of a key". A crash before
-the commit leaves only raised epochs on the node and in the fence; the owner then asks Postgres for a higher one.
+Parked: one transaction. In the stream: see docs/design/parked-keys.md, "Passing over the head of a key". A crash
+before the commit leaves only raised epochs; the owner then asks Postgres for a higher one.
 """
 
 from __future__ import annotations
@@ -213,7 +213,6 @@ class _HeadSkip:
         return at is not None and int(at) >= epoch
 
     def _recheck(self, connection: Connection, node_connection: NodeConnection, head: _StreamHead) -> Record:
-        """Raise Conflict if it is no longer the head."""
         (seek,) = connection.execute(query("group_seeks"), self._place).fetchone() or (None,)
         parked = connection.execute(query("parked_hold"), self._place).fetchone()
         found = self._heads_found(node_connection, head.part, [(head.offset, 1)])[0].head

@@ -1,7 +1,7 @@
 """Jobs that give messages to a group: rows of `mqlayer.redrive`.
 
-Each batch is one transaction that holds the group's lock and the row, and notes the place reached: each message is
-given once. An operator takes over a job at once, the retry scan after its lease.
+Each batch is one transaction under the group's lock, and notes its place: each message is given once. An operator
+takes over a job at once, the retry scan after its lease.
 """
 
 from __future__ import annotations

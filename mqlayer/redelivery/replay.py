@@ -1,6 +1,6 @@
 """Replays and backfills: jobs that give a group archived messages (docs/design/parked-keys.md).
 
-By batch, then offset: each key's publish order, because archivers add parents before successors.
+By batch, then offset: each key's publish order (archivers add parents first).
 """
 
 from __future__ import annotations

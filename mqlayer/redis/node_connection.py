@@ -71,8 +71,8 @@ class ServerFacts:
 class NodeConnection:
     """One connection to a node, for one thread; connects on use.
 
-    Error replies are returned, not raised. When the connection fails, StoreUnavailable is raised and sent commands have
-    an unknown outcome. Any thread may replace `node`; a connection to another run or address closes at its next use.
+    Error replies are returned, not raised. A failed connection raises StoreUnavailable; sent commands have an
+    unknown outcome. Any thread may replace `node`; a connection to another run or address closes at its next use.
     `required`: rights to check once per run. `any_run`, `unsafe`: skip the check of run or settings.
     """
 

@@ -1,4 +1,4 @@
-"""Tell the application database of topics and groups, in the background."""
+"""Attach topics and groups to the application database."""
 
 from __future__ import annotations
 

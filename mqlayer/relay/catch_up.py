@@ -12,7 +12,7 @@ from mqlayer.relay.sender import Sender
 
 
 class CatchUp:
-    """Moves cursors that are behind. `compare`: the interval of comparing marks. `sweep`: counters yet to judge."""
+    """Moves cursors behind. `compare`: interval of comparing marks. `sweep`: counters to judge."""
 
     def __init__(
         self, reader: OutboxReader, cursors: LpCursors, sender: Sender, limits: RelayLimits, compare: Interval
@@ -22,7 +22,7 @@ class CatchUp:
         self.sweep: Sweep | None = None
 
     def read(self, send: Callable[[list[Row]], None]) -> int:
-        """Read and `send` the next rows of cursors behind; return how many."""
+        """Read and `send` next rows; return how many."""
         cursors = self.readable()
         if not cursors:
             return 0
@@ -73,7 +73,6 @@ class CatchUp:
         return found
 
     def _continues(self, cursor: LpCursor, seqs: list[int], *, whole: bool) -> bool:
-        """Whether rows continue a cursor; if not, compare its mark soon."""
         missing = seqs[0] != cursor.sent + 1 if seqs else whole and cursor.counted > cursor.sent
         if missing:
             self._sender.suspect(cursor)

@@ -99,7 +99,6 @@ class CommitChecker:
         return frozenset(partitions).difference(*(holders[topic_lp] for topic_lp in unknown))
 
     def _compare(self, marks: Mapping[TopicLp, int], connections: Connections) -> set[TopicLp]:
-        """Return LPs whose record is on an unavailable node. Raises StoreUnavailable for lost commits."""
         ahead = self._ahead(marks)
         lost = {topic_lp for topic_lp, counter in ahead.items() if counter < marks[topic_lp]}
         unknown: set[TopicLp] = set()
@@ -127,7 +126,6 @@ class CommitChecker:
     def _records(
         self, topic_id: int, wanted: Mapping[int, int], connections: Connections
     ) -> tuple[dict[int, Content], set[int]]:
-        """Return records, and LPs whose record may be on an unavailable node."""
         with self.runtime.control.connection() as connection:
             partitions = connection.execute(query("partition_list"), {"topic_id": topic_id}).fetchall()
         found: dict[int, Content] = {}

@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 
 
 class ProgressWriter:
-    """Empties the sender's lists into the outbox. `refuse_other_term`: checked before progress is recorded."""
+    """Empties the sender's lists. `refuse_other_term`: called before progress is recorded."""
 
     def __init__(
         self, reader: OutboxReader, sender: Sender, cursors: LpCursors, refuse_other_term: Callable[[], None]
@@ -54,7 +54,7 @@ class ProgressWriter:
             log.warning("relay_row_voided", extra=facts)
 
     def check_quarantine(self, lp_sets: Sequence[int]) -> None:
-        """Block cursors of quarantined rows in these LP sets; release the others."""
+        """Block cursors of quarantined rows; release others."""
         blocked = set()
         for topic_id, lp in self._reader.quarantined():
             if lp >> 6 in lp_sets:

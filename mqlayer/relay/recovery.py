@@ -248,8 +248,8 @@ class PartitionScan:
 class _Prover:
     """Compares a topic's records with its rows, newest first, and refills lost ones.
 
-    Only partitions that serve LPs count. The newest record equal to its row proves all before it. `each`: relays may
-    have reused numbers, so proof ends at the first difference.
+    Only serving partitions count. The newest record equal to its row proves all before it. `each`: numbers may be
+    reused, so proof ends at the first difference.
     """
 
     def __init__(

@@ -44,8 +44,8 @@ _UNREACHABLE: Final = (StoreUnavailable, TransactionConflict)
 class Relay:
     """Moves one outbox's rows to their partitions until stopped.
 
-    A message is in its partition exactly once, in commit order per key. Relays share an outbox's LPs; a kill at any
-    line is safe. Unavailable stores are retried. Raises SchemaMismatch, ConfigurationRefused, PermissionDenied,
+    A message is in its partition exactly once, in commit order per key. Relays share LPs; a kill at any line is
+    safe. Unavailable stores are retried. Raises SchemaMismatch, ConfigurationRefused, PermissionDenied,
     InvalidInput or Conflict (a broken database constraint) if waiting can't help.
     """
 

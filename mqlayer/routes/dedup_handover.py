@@ -1,7 +1,7 @@
 """Copy dedup ids from sealed parents to importing successors.
 
-No process writes them meanwhile, and loading is idempotent. Best effort if the parent's node is unavailable: forgotten
-ids may let duplicates in, never loss or reordering.
+Loading is idempotent. Best effort without the parent's node: forgotten ids may let duplicates in, never loss or
+reordering.
 """
 
 from __future__ import annotations

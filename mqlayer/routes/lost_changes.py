@@ -1,6 +1,6 @@
 """Undo route changes that the control database lost (docs/design/lost-commits.md).
 
-All unknown successors become tombstones before any parent opens, so two partitions never take one LP (invariant 4).
+All unknown successors become tombstones before a parent opens (invariant 4).
 """
 
 from __future__ import annotations

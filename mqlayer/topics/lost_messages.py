@@ -1,4 +1,4 @@
-"""Messages that neither a node nor its outbox has any more."""
+"""Messages lost by a node and its outbox."""
 
 from __future__ import annotations
 
@@ -35,8 +35,7 @@ class LostMessages:
         self.counts: dict[int, int] = {}
 
     def skip(self, desired: DesiredPartition, source: int, lp: int, after: int, to: int) -> None:
-        """Advance a mark past lost seqs, if accepted. The partition stores the count, even if the repair is
-        interrupted."""
+        """Advance a mark past lost seqs, if accepted; the partition stores the count."""
         if not self._accept and desired.partition not in self._accept_of:
             raise Conflict(
                 f"partition {desired.partition} lost messages {after + 1} to {to} of LP {lp}, and the outbox does not "

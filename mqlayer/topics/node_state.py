@@ -1,4 +1,4 @@
-"""The partitions of a node: as Postgres has them, and as the node has them."""
+"""A node's partitions, desired and observed."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class NodeState:
 
     @property
     def is_empty(self) -> bool:
-        """Whether all partitions are missing. Raises ConfigurationRefused for a wrong key prefix."""
+        """Whether all partitions are missing. Raises ConfigurationRefused for another prefix."""
         states = [self._observed[desired.partition].state for desired in self.desired]
         if not states or any(states):
             return False

@@ -85,8 +85,8 @@ def rearm_node(
 
     Idempotent; a crash leaves the node unarmed. Acks under earlier epochs are refused.
 
-    Without an application database there is no outbox to resend from. `accept_loss`: continue without messages that it
-    no longer has; `accept_loss_of`: for these partitions only. `empty`: the node's data are lost; partitions under
+    Only an application database can resend. `accept_loss`: continue without messages that it lacks;
+    `accept_loss_of`: for these partitions only. `empty`: the node's data are lost; partitions under
     another prefix belong to another system. `former`: accept a replaced primary.
 
     Raises ConfigurationRefused for another key prefix, StoreUnavailable if another outbox's relay must resend, Conflict

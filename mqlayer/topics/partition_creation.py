@@ -47,7 +47,7 @@ class PartitionCreation:
         self._create(desired, *clear, *epochs)
 
     def load(self, desired: DesiredPartition) -> bool:
-        """Load a successor's marks and open it; False for a partition of no route change."""
+        """Load a successor's marks and open it; False for none."""
         if desired.created_by_change is None:
             return False
         marks = self._came_with(desired)
@@ -93,7 +93,7 @@ class PartitionCreation:
         return open_command(self._node_connection, self._prefix, desired.partition, desired.change)
 
     def check_opening(self, desired: DesiredPartition, reply: Any) -> None:
-        """Raise Conflict or StoreUnavailable unless the reply opened it."""
+        """Raise Conflict or StoreUnavailable unless it opened."""
         word, *state = raise_for_reply(reply, self._node_connection.node.address)
         if state == [b"importing"]:
             raise Conflict(
@@ -130,7 +130,7 @@ class PartitionCreation:
 
 
 def in_transaction(connection: NodeConnection, commands: Sequence[Command]) -> list[Any]:
-    """Run commands in one transaction of Redis; return their replies. Raises as `raise_for_reply`."""
+    """Run commands in one transaction; return replies. Raises as `raise_for_reply`."""
     address = connection.node.address
     # No part of it may run by itself.
     _, *queued, done = connection.call_once([("MULTI",), *commands, ("EXEC",)])

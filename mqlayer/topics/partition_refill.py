@@ -37,7 +37,7 @@ SEEN_EVERY_S: Final = 5.0
 
 
 class PartitionRefill:
-    """Resends from the outbox of the runtime's application database. A partition is sealed between any two writes."""
+    """Resends from the runtime's outbox. A partition is sealed between any two writes."""
 
     def __init__(
         self,
@@ -110,7 +110,6 @@ class PartitionRefill:
         return {name.decode(): int(seq) for name, seq in zip(flat[::2], flat[1::2], strict=True)}
 
     def _resend(self, desired: DesiredPartition, seal_id: str) -> int:
-        """Append missing messages; return the lost direct ones."""
         there = self._marks(desired)
         short: dict[int, dict[int, tuple[int, int]]] = {}
         for name, seq in desired.marks.items():
@@ -126,7 +125,6 @@ class PartitionRefill:
     def _resend_source(
         self, desired: DesiredPartition, seal_id: str, source: int, lps: Mapping[int, tuple[int, int]]
     ) -> tuple[str, int]:
-        """Return the new seal id and the messages without outbox."""
         row = self._connection.execute(query("source_outbox"), {"source_id": source}).fetchone()
         if row is None or row[0] is None:
             # No outbox to resend direct messages from.
@@ -185,7 +183,6 @@ class PartitionRefill:
         return sealed
 
     def _at_once(self, desired: DesiredPartition, commands: list[Command]) -> tuple[Any, str]:
-        """Run commands and seal in one transaction; return the last reply and new seal id."""
         # By its text: an emptied server may have reloaded the other scripts, but not this one.
         seal = brief_seal_command(
             self._node_connection, self._prefix, desired.partition, desired.change_id or 0, str(uuid.uuid4())

@@ -1,4 +1,4 @@
-"""The fence of a batch, and the order in which its messages are finished."""
+"""A batch's fence, and its messages' order."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mqlayer.postgres.queries import query
 
 
 class BatchFence(Generic[Body]):
-    """Marks a batch's messages as the fence answers; takes none once `closed`."""
+    """Marks messages as the fence answers; none once `closed`."""
 
     __slots__ = ("_ahead", "_all", "_group", "_kind", "_topic", "closed")
 
@@ -38,7 +38,7 @@ class BatchFence(Generic[Body]):
     def choose(
         self, visible: Sequence[BatchMessage[Body]], messages: Iterable[BatchMessage[Body]] | None
     ) -> list[BatchMessage[Body]]:
-        """Return the messages to fence: by default the unmarked visible ones."""
+        """Return messages to fence; default: unmarked visible ones."""
         if messages is None:
             chosen = self.own(m for m in self._ahead_of_failed(visible) if m.mark is MessageMark.OPEN)
         else:
@@ -77,7 +77,7 @@ class BatchFence(Generic[Body]):
         return StaleOwner(self._group, self._topic, message.identity.lp, message.epoch, epoch)
 
     def own(self, messages: Iterable[BatchMessage[Body]]) -> list[BatchMessage[Body]]:
-        """Return messages of this batch. Raises HandlerFault once closed, InvalidInput for others."""
+        """Check messages. Raises HandlerFault once closed, InvalidInput for another batch's."""
         found = list(messages)
         if self.closed:
             raise HandlerFault("the batch's handler has ended: nothing more is marked or fenced of it")

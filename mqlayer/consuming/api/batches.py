@@ -1,8 +1,8 @@
 """Batches of messages for one call of a handler: of distinct keys, or of one key in order.
 
-A message that the fence let through is done only when the handler returns; if its transaction committed before a crash,
-the next fence answers "applied".
-An exception fails the only open message; of several, all come again singly, uncounted
+A fenced message is done only when the handler returns; if its transaction committed before a crash, the next fence
+answers "applied".
+An exception fails the only open message; several come again singly, uncounted
 (`docs/design/decisions/0057-batches-blame-no-message.md`).
 """
 
@@ -63,8 +63,8 @@ class BatchOf:
 class Batch(Sequence[BatchMessage[Body]], Generic[Body]):
     """The messages of one call of a handler, their results and their fence.
 
-    When the handler returns, all messages not marked as failed are done. When it raises, those found applied, or marked
-    done and not fenced, are.
+    A return makes all messages not marked as failed done; an exception, those found applied, or marked done and not
+    fenced.
     """
 
     __slots__ = ("_all", "_deadline", "_fence", "_group", "_messages", "_topic", "kind")
@@ -123,7 +123,7 @@ class Batch(Sequence[BatchMessage[Body]], Generic[Body]):
         return math.inf if self._deadline is None else self._deadline.extend(seconds)
 
     def done(self, *messages: BatchMessage[Body]) -> None:
-        """Mark messages as done, whatever the handler raises later; of one key, in order.
+        """Mark messages as done, even if the handler raises later; of one key, in order.
 
         Raises InvalidInput for a failed message, or one behind an unfinished one of its key.
         """

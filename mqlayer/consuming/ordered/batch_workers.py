@@ -167,6 +167,5 @@ class BatchWorker(Worker):
 
 
 def _guarded_message(batch: Batch[Any]) -> BatchMessage[Any] | None:
-    """Return the batch's suspect message, if any; it is alone."""
     first = batch.everything[0]
     return first if first.record.offset < first.queue.guarded_below else None

@@ -1,7 +1,6 @@
 """Give key queues to workers: keys in parallel, each strictly in order.
 
-While handlers are quick, a worker takes several at once to share the lock's cost. Idle workers steal half of a busy
-one's local queue.
+With quick handlers, a worker takes several at once. Idle workers steal half of a busy one's local queue.
 """
 
 from __future__ import annotations

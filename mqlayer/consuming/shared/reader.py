@@ -320,7 +320,6 @@ class SharedReader(NodeService):
         self._results.end(self._partitions.batch(partition, ()), list(offsets), "-")
 
     def _unknown(self, partition: SharedPartition, answer: DueMessages) -> list[tuple[Record, FailureHistory | None]]:
-        """Leave out messages lost while silent and given again."""
         ours = {
             offset
             for batch in self._prefetch.batches()
@@ -331,7 +330,6 @@ class SharedReader(NodeService):
         return [(record, noted) for record, noted in pairs if record.offset not in ours]
 
     def _release_unknown(self, partition: SharedPartition) -> None:
-        """Give back messages that only the node knows as this member's."""
         connection = self._connection
         known = {
             o
