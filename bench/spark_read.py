@@ -62,12 +62,12 @@ def spark_read_parquet(stage: Stage) -> Iterator[Line]:
 
 def measured(stage: Stage, way: str) -> Iterator[Line]:
     """Compare a way with the plain reading, for 1, 2 and 4 tasks; an export of four files."""
-    from mqlayer.spark import read_snapshot, session
+    from mqlayer.spark import read_export, read_snapshot, session
 
     system, directory = filled(stage), Path(tempfile.mkdtemp(prefix="mqlayer-bench-"))
     spark = session("bench", master="local[2]", **{"spark.ui.enabled": "false", "spark.log.level": "ERROR"})
     try:
-        path = None
+        path = ""
         if way == "parquet":
             began = time.perf_counter()
             export_snapshot(system.runtime, "bench", directory / "out", file_rows=ROWS // 4)
@@ -81,8 +81,10 @@ def measured(stage: Stage, way: str) -> Iterator[Line]:
                 {
                     "plain": rate(lambda tasks=tasks: plain(spark, system, tasks)),
                     way: rate(
-                        lambda tasks=tasks: read_snapshot(
-                            spark, "bench", dsn=system.dsn, method=way, partitions=tasks, path=path
+                        lambda tasks=tasks: (
+                            read_export(spark, "bench", path)
+                            if way == "parquet"
+                            else read_snapshot(spark, "bench", dsn=system.dsn, method=way, partitions=tasks)
                         ).coalesce(tasks)
                     ),
                 },

@@ -22,7 +22,7 @@ class InvalidInput(MqlayerError):
 
 
 class InvalidName(InvalidInput):
-    """A topic, group, node or member name has a wrong form."""
+    """A name has a wrong form."""
 
     def __init__(self, kind: str, name: object) -> None:
         super().__init__(kind, name)
@@ -193,7 +193,7 @@ class NodeNotArmed(StoreUnavailable):
 
 
 class AccessDenied(StoreUnavailable):
-    """A node refuses this process or its user's command; mqlayer keeps trying."""
+    """A node refuses this user or its command; mqlayer keeps trying."""
 
     def __str__(self) -> str:
         return f"{self.address} refuses this process: {self.reason.strip()}"
@@ -295,23 +295,12 @@ class Loss(NamedTuple):
 
 
 class AcknowledgedLoss(PublishError):
-    """A node lost acknowledged messages; `losses` has all that were not reported before."""
+    """A node lost acknowledged messages; `losses` has all unreported ones."""
 
-    def __init__(
-        self,
-        topic: str,
-        lp: int,
-        first_lost: int,
-        last_lost: int,
-        source: int = 0,
-        node: str = "",
-        run_before: str = "",
-        run_after: str = "",
-        others: tuple[Loss, ...] = (),
-    ) -> None:
-        super().__init__(topic, lp, first_lost, last_lost, source, node, run_before, run_after, others)
-        self.topic, self.lp, self.first_lost, self.last_lost = topic, lp, first_lost, last_lost
-        self.losses = (Loss(topic, lp, first_lost, last_lost, source, node, run_before, run_after), *others)
+    def __init__(self, loss: Loss, *others: Loss) -> None:
+        super().__init__(loss, *others)
+        self.topic, self.lp, self.first_lost, self.last_lost = loss.topic, loss.lp, loss.first, loss.last
+        self.losses = (loss, *others)
 
     def __str__(self) -> str:
         first, *others = self.losses
@@ -361,7 +350,7 @@ class PartlyPublished(PublishError):
 
 
 class ProducerFull(PublishError):
-    """The producer holds its limit of unsettled messages; this one was not taken."""
+    """The producer holds its limit of unsettled messages; it refused this one."""
 
     def __init__(self, count: int, size: int, waited_s: float) -> None:
         super().__init__(count, size, waited_s)

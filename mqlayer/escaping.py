@@ -13,7 +13,7 @@ _BLANK: Final = frozenset("\u115f\u1160\u2800\u3164\uffa0")
 
 
 def is_printable(text: str) -> bool:
-    """Return whether a terminal shows each character."""
+    """Whether a terminal shows each character."""
     return text.isprintable() and _BLANK.isdisjoint(text)
 
 

@@ -21,7 +21,7 @@ FETCH_ROWS: Final = (50, 10_000)
 
 
 def has_driver(spark: SparkSession) -> bool:
-    """Return whether Postgres' driver is there; never with Spark Connect."""
+    """Whether Postgres' driver is there; never with Spark Connect."""
     jvm: Any = getattr(spark, "_jvm", None)
     return jvm is not None and bool(jvm.org.apache.spark.util.Utils.classIsLoadable(DRIVER))
 

@@ -1,8 +1,8 @@
-"""Snapshots of the archive as DataFrames, by three methods with one schema.
+"""Snapshots of the archive as DataFrames, by three ways with one schema.
 
 - ``jdbc``: Spark's JDBC source; needs Postgres' driver on the class path
 - ``python``: Arrow in Python workers; needs no jar
-- ``parquet``: an export; needs no database
+- an export in Parquet; needs no database
 
 Passwords are in no plan.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 from pyspark.sql import DataFrame, SparkSession
 
@@ -26,8 +26,8 @@ from mqlayer.spark.chain_check import COLUMNS, check_chain
 from mqlayer.spark.data_source import APPLICATION, bound_source, parts_of
 from mqlayer.spark.parquet_snapshot import ParquetSnapshot
 
-ReadMethod = Literal["jdbc", "python", "parquet"]
-METHODS: Final = ("jdbc", "python", "parquet")
+ReadMethod = Literal["jdbc", "python"]
+METHODS: Final = ("jdbc", "python")
 # A private name: `mqlayer` may be bound to another database.
 BOUND: Final = "mqlayer_bound"
 
@@ -43,42 +43,56 @@ def read_snapshot(
     columns: Sequence[str] | None = None,
     method: ReadMethod | None = None,
     partitions: int | None = None,
-    path: str | None = None,
     check: bool = False,
 ) -> DataFrame:
     """Return a snapshot's records, outcomes or lineage; every read gives the same rows.
 
     `dsn`: default MQLAYER_DSN. `columns`: only these, in this order. `method`: default JDBC if a driver and host allow
-    it, else Python. `partitions`: most tasks. `path`: an export, read without the database. `check`: first prove by
-    another read that each seq of the cut is there once.
+    it, else Python. `partitions`: most tasks. `check`: first prove by another read that each seq of the cut is there
+    once.
 
     Raises ArchiveBroken (`check`), NotFound, InvalidInput for a wrong option.
     """
-    known = check_table(table)
-    chosen = chosen_columns(known, None if columns is None else list(columns))
+    selection = _Selection.of(table, columns, check=check)
     if partitions is not None and partitions < 1:
         raise InvalidInput(f"option partitions: {partitions} tasks can't read; say 1 or more")
-    source = _source(spark, name, dsn=dsn, method=method, partitions=partitions, path=path)
-    if check:
-        check_chain(source.frame("records", chosen_columns("records", list(COLUMNS))), source.cut(), name=name)
-    return source.frame(known, chosen)
-
-
-def _source(
-    spark: SparkSession, name: str, *, dsn: str | None, method: str | None, partitions: int | None, path: str | None
-) -> ParquetSnapshot | _DatabaseSnapshot:
     if method is not None and method not in METHODS:
         raise InvalidInput(f"option method: there is no {method!r}; choose one of {', '.join(METHODS)}")
-    if path is None and method == "parquet":
-        raise InvalidInput(
-            "option path: method='parquet' needs one that names an export; mqlayer snapshot export makes it"
-        )
-    if path is not None:
-        if method not in (None, "parquet"):
-            raise InvalidInput(f"option method: an export is read as Parquet, not by {method}")
-        return ParquetSnapshot(spark, name, path)
     address = read_address(dsn or Settings().control_dsn())
-    return _DatabaseSnapshot(spark, name, address, _method(spark, method, address), partitions or _parallelism(spark))
+    how = _method(spark, method, address)
+    return selection.read(_DatabaseSnapshot(spark, name, address, how, partitions or _parallelism(spark)), name)
+
+
+def read_export(
+    spark: SparkSession,
+    name: str,
+    path: str,
+    *,
+    table: ArchiveTable = "records",
+    columns: Sequence[str] | None = None,
+    check: bool = False,
+) -> DataFrame:
+    """As `read_snapshot`, from a Parquet export, without the database.
+
+    Raises ArchiveBroken (`check`), InvalidInput for a wrong option or another snapshot's export.
+    """
+    return _Selection.of(table, columns, check=check).read(ParquetSnapshot(spark, name, path), name)
+
+
+class _Selection(NamedTuple):
+    table: ArchiveTable
+    columns: Mapping[str, str]
+    check: bool
+
+    @classmethod
+    def of(cls, table: ArchiveTable, columns: Sequence[str] | None, *, check: bool) -> _Selection:
+        known = check_table(table)
+        return cls(known, chosen_columns(known, None if columns is None else list(columns)), check)
+
+    def read(self, source: ParquetSnapshot | _DatabaseSnapshot, name: str) -> DataFrame:
+        if self.check:
+            check_chain(source.frame("records", chosen_columns("records", list(COLUMNS))), source.cut(), name=name)
+        return source.frame(self.table, self.columns)
 
 
 class _DatabaseSnapshot:

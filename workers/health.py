@@ -1,7 +1,6 @@
 """Health endpoints of a Celery worker without consumers, and of beat.
 
-A lost broker makes them unready, never dead: a restart would not repair it. A beat inside a worker has none: `mqlayer
-doctor` reports late jobs.
+A lost broker makes them unready, never dead. A beat inside a worker has none: `mqlayer doctor` reports late jobs.
 """
 
 from __future__ import annotations

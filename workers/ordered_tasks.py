@@ -1,10 +1,10 @@
-"""Celery tasks whose calls run in order per key; docs/how-to/ordered-tasks.md explains their use.
+"""Celery tasks whose calls run in order per key: docs/how-to/ordered-tasks.md.
 
 A broker keeps no order per key, so a call is a message of a topic. Members of a group run it inside Celery's tracer,
-with results, signals and hooks as usual. Celery sees a failed attempt as a retry, because the call is not over.
+with results, signals and hooks. Celery sees a failed attempt as a retry.
 
-ARCHITECTURE.md has a call's states, docs/design/crash-matrix.md its crashes. A stopped worker that wakes may store its
-result late; its acknowledgement and fenced effects are refused.
+States: ARCHITECTURE.md; crashes: docs/design/crash-matrix.md. A worker that wakes may store its result late; its
+acknowledgement and fenced effects are refused.
 """
 
 from __future__ import annotations

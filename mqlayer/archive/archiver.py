@@ -52,8 +52,8 @@ class ArchiveReport:
 def archive_pass(runtime: Runtime, *, topic: str | None = None, at_most_s: float | None = None) -> ArchiveReport:
     """Archive records and outcomes of archived topics, or of one.
 
-    Batches of all partitions in turn; none starts after `at_most_s`. Skips unavailable and unarmed nodes. Safe to kill
-    and to run concurrently.
+    All partitions in turn; no batch starts after `at_most_s`. Skips unavailable and unarmed nodes. Safe to kill and
+    to run concurrently.
     """
     report = ArchiveReport()
     until = float("inf") if at_most_s is None else time.monotonic() + at_most_s
@@ -77,7 +77,7 @@ def archive_pass(runtime: Runtime, *, topic: str | None = None, at_most_s: float
 
 
 class _Sources:
-    """What partitions hold. `nodes`: as of the start: a node armed meanwhile waits for the next pass."""
+    """Partitions' contents. `nodes`: as of the start: one armed meanwhile waits for the next pass."""
 
     def __init__(self, pool: NodePool, nodes: Mapping[NodeId, Node], report: ArchiveReport, prefix: str) -> None:
         self._pool, self._nodes, self._report, self._prefix = pool, nodes, report, prefix
@@ -135,7 +135,6 @@ class _TopicPass:
                 connection.execute(query("archive_passed"), {"topic_id": self._topic_id})
 
     def _round(self) -> bool:
-        """Return whether other partitions became ready."""
         connection = deque((source, since) for source, since in self._work() if source.partition not in self._done)
         completed = False
         while connection:
@@ -192,7 +191,6 @@ class _TopicPass:
         return BatchResult(since)
 
     def _chains_of(self, source: ArchiveInput, batch: ArchiveBatch) -> PartitionChains:
-        """Return the chains; new ones after another process's batch or a failed try."""
         position = (batch.number, batch.segment)
         if position != self._position:
             self._chains.clear()

@@ -122,7 +122,6 @@ class BatchWriter:
         return size
 
     def _decide(self, entries: list[Entry], at: int) -> int:
-        """Return the index to continue at."""
         entry = entries[at]
         self._copy.end()
         if is_command(entry):
@@ -163,7 +162,6 @@ class BatchWriter:
         return at
 
     def _pass_gap(self, chain: LpChain, seq: int, offset: int) -> bool:
-        """Record a gap; pass it if accepted or if archiving was off."""
         switched = chain.segment < self._batch.segment and chain.last == chain.stored
         accepted = switched or self._is_accepted(chain, seq)
         self._written.gaps.append(SeqGap(chain.source, chain.lp, chain.last, seq, offset, accepted))
@@ -182,7 +180,6 @@ class BatchWriter:
         return self._connection.execute(query("archive_gap_accepted"), facts).fetchone() is not None
 
     def _look_ahead(self, entries: list[Entry]) -> None:
-        """Find other chains' first gaps, for operators."""
         for entry in entries:
             if is_command(entry):
                 continue

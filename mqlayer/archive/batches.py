@@ -1,6 +1,6 @@
 """Batches: the archive's transactions, each with a lock on its topic.
 
-Lock several topics in the order of their ids, before all else of the archive.
+Lock several topics by id, before all else of the archive.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Select records that continue their chains; encode them for binary COPY, which saves parsing and escaping."""
+"""Select records that continue their chains; encode them for binary COPY."""
 
 from __future__ import annotations
 

@@ -166,7 +166,6 @@ class _OutcomePass:
 
 
 def _fetch(connection: NodeConnection, prefix: str, cursors: Sequence[OutcomeCursor]) -> Fetched:
-    """Delete archived entries from a node; return the next ones."""
     places = [(prefix, cursor.partition, cursor.group_id, cursor.after) for cursor in cursors]
     commands = [
         command
@@ -179,7 +178,6 @@ def _fetch(connection: NodeConnection, prefix: str, cursors: Sequence[OutcomeCur
 
 
 def _write(connection: Connection, batch: ArchiveBatch, fetched: Fetched) -> OutcomeBatchResult:
-    """Write entries and cursors unless another process did."""
     facts: dict[str, Any] = {
         "groups": [s.group_id for s, _ in fetched],
         "partitions": [s.partition for s, _ in fetched],

@@ -1,6 +1,6 @@
 """Export snapshots as Parquet files.
 
-A rename publishes the finished directory, whole or not at all.
+A rename publishes the directory, whole or not at all.
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ def lp_weights(database: Database, snapshot_id: int) -> dict[int, int]:
 
 
 def is_whole(database: Database, snapshot_id: int) -> bool:
-    """Say whether a snapshot has all records of its batches."""
+    """Whether a snapshot has all records of its batches."""
     with database.connection() as connection:
         row = connection.execute(query("snapshot_whole"), {"snapshot_id": snapshot_id}).fetchone()
     return bool(row and row[0])

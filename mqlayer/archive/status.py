@@ -1,4 +1,4 @@
-"""Archives' status, for people and gauges, not for decisions."""
+"""Archives' status, for people and gauges only."""
 
 from __future__ import annotations
 

@@ -65,7 +65,6 @@ class StreamPages:
         self.more = len(self.first) == self._count
 
     def __iter__(self) -> Iterator[list[Entry]]:
-        """Yield pages up to the first short one."""
         page, follows = self.first, self.more
         following = offset_of(page[-1]) + 1 if follows else 0
         while page:
@@ -103,5 +102,5 @@ def offset_of(entry: Entry) -> int:
 
 
 def is_command(entry: Entry) -> bool:
-    """Say whether an entry is the command record: no -0 in its id."""
+    """Whether an entry is the command record: no -0 in its id."""
     return bool(entry[0][-1:] != b"0")

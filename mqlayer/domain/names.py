@@ -1,4 +1,4 @@
-"""Names and limits; SQL functions and scripts check the same."""
+"""Names and limits; SQL and scripts check them too."""
 
 from __future__ import annotations
 

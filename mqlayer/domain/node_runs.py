@@ -16,10 +16,9 @@ def run_of(info: Mapping[str, str]) -> str:
 
 
 def is_former(run: str, *, armed: str | None, former: Collection[str]) -> bool:
-    """Say whether a run was armed and replaced, so must not serve.
+    """Whether a run was armed and replaced, so must not serve.
 
-    An old primary forgets after an hour without replicas whom it followed, so a replaced process that names none is
-    former too.
+    A replaced process that names none is former too: after an hour without replicas it forgets.
     """
     process, _, followed = run.partition("/")
     if armed is not None and armed.partition("/")[0] == process:

@@ -40,13 +40,13 @@ def joined(ranges: Iterable[OffsetRange]) -> list[OffsetRange]:
 
 
 def covers(ranges: Sequence[OffsetRange], offset: int) -> bool:
-    """Say whether sorted, disjoint ranges contain an offset."""
+    """Whether sorted, disjoint ranges contain an offset."""
     at = bisect_right(ranges, (offset, 1 << 63)) - 1
     return at >= 0 and ranges[at][0] <= offset <= ranges[at][1]
 
 
 def is_settled(offset: int, base: int, bits: bytes) -> bool:
-    """Say whether an ack bitmap, which starts at `base`, has the offset settled."""
+    """Whether an ack bitmap, which starts at `base`, has the offset settled."""
     index = offset - base
     return 0 <= index < 8 * len(bits) and bool(bits[index >> 3] & (0x80 >> (index & 7)))
 

@@ -34,9 +34,8 @@ _ERROR_NAME: Final = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 class RetryRules:
     """A group's settings for failing messages, in column order: `docs/reference/group-settings.md`.
 
-    Times in seconds, None for no limit; bytes count bodies, keys and headers. Concurrent writes may exceed a group's
-    parking limits by 500 messages or 1 MB per member, any byte limit by one message. Excess messages wait in the
-    stream.
+    Times in seconds, None for no limit; bytes count bodies, keys and headers. Concurrent writes may exceed parking
+    limits by 500 messages or 1 MB per member, any byte limit by one message. Excess waits in the stream.
     """
 
     backoff_s: tuple[float, ...] = DEFAULT_BACKOFF_S
@@ -65,7 +64,7 @@ class RetryRules:
         return whole_s * (1.0 - self.jitter * share)
 
     def is_final(self, error: BaseException) -> bool:
-        """Say whether an error gets no further attempt.
+        """Whether an error gets no further attempt.
 
         The nearest named class in its MRO decides, final before retried. Without one, it is final if `retryable_errors`
         are set, except a HandlerFault. A HandlerControl is never final.

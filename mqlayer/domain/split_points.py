@@ -63,7 +63,6 @@ def _lightest(loads: Mapping[int, int], ranges: Sequence[tuple[int, int]], parts
 
 
 def _cuts(loads: Mapping[int, int], r: tuple[int, int], limit: int) -> list[int]:
-    """Return the fewest points that keep parts within a limit."""
     points, load = [], 0
     for lp in range(*r):
         load += loads.get(lp, 0)

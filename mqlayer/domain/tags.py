@@ -94,7 +94,7 @@ class TagFilter:
         return frozenset(self.tags)
 
     def takes(self, tags: Iterable[str]) -> bool:
-        """Say whether a message with these tags passes."""
+        """Whether a message with these tags passes."""
         return not self._wanted.isdisjoint(tags) if self.match == "any" else self._wanted.issubset(tags)
 
 

@@ -124,7 +124,6 @@ def evict_member(runtime: Runtime, topic: str, name: str, member_id: str) -> Non
 
 
 def _change_group(database: Database, topic: str, name: str, work: Any) -> Any:
-    """Change a group under its lock, rebalance, notify members."""
     group = find_group(database, topic, name)
 
     def steered(connection: Connection) -> Any:

@@ -59,7 +59,6 @@ def _find(database: Database, group: Group, name: str) -> Group:
 
 
 def _revive(database: Database, group_id: int, facts: Mapping[str, Any]) -> None:
-    """Let a retired instance be created again, without its parked messages."""
     drop_parked(database, group_id)
     database.transaction(lambda connection: connection.execute(query("instance_revive"), facts))
     failpoint("instance.after_revive")

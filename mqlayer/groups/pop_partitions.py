@@ -1,6 +1,6 @@
 """Partitions and epochs for receivers of ordered pop (docs/design/ordered-pop.md).
 
-Rows of `assignment` without an owner hold the epochs; arming, node loss and seeks raise them, which refuses old tokens.
+Rows of `assignment` without owner hold the epochs; arming, node loss and seeks raise them.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Groups' positions, read from nodes: for display and inbox cleaning, never for a decision that later answers could
-reverse."""
+"""Groups' positions on nodes: for display and inbox cleaning, never for a decision that later answers could reverse."""
 
 from __future__ import annotations
 

@@ -37,8 +37,7 @@ def change_group(
 ) -> Result:
     """Run `work` in one transaction under the group's lock; `idle_s` without a statement ends it.
 
-    `work` may run again after a conflict. Raises TransactionConflict if the lock takes longer than `lock_wait_s`,
-    retried for `timeout_s`.
+    `work` may run again. Raises TransactionConflict after `lock_wait_s` for the lock, retried for `timeout_s`.
     """
     timeouts = {"lock_wait": f"{max(1, int(lock_wait_s * 1000))}ms", "idle": f"{int(idle_s * 1000)}ms"}
 

@@ -102,7 +102,6 @@ def _refuse_living(connection: Connection, group: Group) -> None:
 
 
 def _instances(connection: Connection, group: Group) -> list[int]:
-    """Lock and return the instances; the group's lock excludes new ones."""
     rows = connection.execute(query("instances_of"), {"group_id": group.group_id}).fetchall()
     for (instance,) in rows:
         connection.execute(query("group_lock"), {"group_id": instance})
@@ -112,7 +111,6 @@ def _instances(connection: Connection, group: Group) -> list[int]:
 
 
 def _retire(connection: Connection, group_id: int) -> bool:
-    """False: it was retired before."""
     facts = {"group_id": group_id}
     if connection.execute(query("group_retire"), facts).fetchone() is None:
         return False

@@ -81,7 +81,6 @@ def apply_seek(runtime: Runtime, plan: SeekPlan, *, replay: bool = False) -> lis
 
 
 def _change_position(connection: Connection, plan: SeekPlan, *, replay: bool) -> dict[UndeletedPartition, int]:
-    """Return the new epochs of the group's partitions."""
     group_id = plan.group.group_id
     facts = {"group_id": group_id, "seek": plan.group.seek, "replay": replay}
     refuse_beside_replay(connection, plan.group)

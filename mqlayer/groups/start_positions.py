@@ -4,7 +4,7 @@
 publish time or later; publishers' clocks may make it some records off. A partition with an undrained parent starts at
 its first record.
 
-Stored only if no asked node was armed since, because a node that falls back reuses offsets.
+Stored only if no asked node was armed since: it may reuse offsets.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def undeleted_partitions(connection: Connection, topic_id: int) -> list[Undelete
 def still_hold(
     connection: Connection, partitions: Sequence[UndeletedPartition], beginnings: Sequence[StartPosition]
 ) -> bool:
-    """Say whether the positions' nodes are unchanged; lock them."""
+    """Whether the positions' nodes are unchanged; lock them."""
     found = {
         partition.partition: (partition.node, partition.armed_at)
         for partition, beginning in zip(partitions, beginnings, strict=True)

@@ -38,7 +38,7 @@ class HealthEndpoint:
         counts: Counts | None = None,
         routes: Mapping[str, Responder] | None = None,
     ) -> None:
-        """Bind the port. `counts`: JSON of `/counts`. Raises Conflict if the port is in use, else InvalidInput."""
+        """Bind the port. `counts`: JSON of `/counts`. Raises Conflict for a port in use, else InvalidInput."""
         if not 0 < port < 65_536:
             raise InvalidInput(f"health port {port}: set MQLAYER_HEALTH_PORT so that each process gets one up to 65535")
         self._routes: dict[str, Responder] = {"/live": lambda: _live(ask), "/ready": lambda: _ready(ask)}

@@ -76,7 +76,7 @@ def watch_versions(application: Database) -> int:
 
 
 def report_gap(gap: VersionGap, hook: Callable[[VersionGap], None] | None = None) -> None:
-    """Log a gap, emit `version_gap`, call the hook; only the hook gets the entity."""
+    """Log a gap, emit `version_gap`, call the hook (alone with the entity)."""
     facts = {"versions": gap.name, "missing": gap.missing, "held": gap.held, "missing_s": round(gap.missing_s, 1)}
     log.warning("version_gap", extra=facts)
     emit(Event("version_gap", topic="", group="", cause=gap.name, count=gap.held))

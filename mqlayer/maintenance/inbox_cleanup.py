@@ -41,7 +41,6 @@ def clean_inbox(runtime: Runtime, *, horizon_s: float) -> int:
 
 
 def _floors(runtime: Runtime, groups: Iterable[int]) -> Mapping[int, Floor]:
-    """Omit groups with a silent node."""
     floors: dict[int, Floor] = dict.fromkeys(groups)
     if not floors:
         return floors

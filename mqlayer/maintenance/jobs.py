@@ -92,7 +92,7 @@ def _balance_by_rate(runtime: Runtime, _: float) -> None:
 
 
 def _retry_scan(runtime: Runtime, every_s: float) -> None:
-    """Notify groups of overdue keys; continue abandoned redrives; reclaim messages of dead shared members."""
+    """Notify groups of overdue keys; continue redrives; reclaim dead shared members' messages."""
     reclaim_shared(runtime)
     retry_scan(runtime.control, at_most_s=every_s)
 

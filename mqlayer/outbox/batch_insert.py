@@ -1,4 +1,4 @@
-"""Write messages to the outbox, up to 10,000 per statement."""
+"""Insert messages, up to 10,000 per statement."""
 
 from __future__ import annotations
 
@@ -33,7 +33,6 @@ def statements_for(messages: Sequence[OutboxMessage]) -> Iterator[Statement]:
 
 
 def _place_of(message: OutboxMessage) -> tuple[str, int]:
-    """Return topic and LP; any LP sorts last."""
     name = message.dedup_id if message.key is None else message.key
     return message.topic, LP_COUNT if name is None else lp_of(name.encode())
 

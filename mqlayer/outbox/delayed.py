@@ -1,6 +1,6 @@
 """Delayed messages: stored in the caller's transaction, published when due.
 
-A relay or the job `release_delayed` publishes them; this decides their place in the key's order.
+A relay or the job `release_delayed` publishes them; that sets their place in order.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Write a Django transaction's messages right before COMMIT.
 
-Each message puts a marker into Django's `on_commit` list, which follows rollbacks. The connection's wrapped `commit`
-first writes the messages whose markers remain. Wrapped savepoint methods cover `transaction.savepoint()`, which the
-list ignores.
+Each message's marker in Django's `on_commit` list follows rollbacks. The wrapped `commit` first writes messages
+whose markers remain. Wrapped savepoint methods cover `transaction.savepoint()`, which the list ignores.
 """
 
 from __future__ import annotations
@@ -87,7 +86,7 @@ def of_alias(alias: str) -> Any:
 
 
 def recognises(connection: Any) -> bool:
-    """Say whether an object is a Django connection."""
+    """Whether an object is a Django connection."""
     return hasattr(connection, "in_atomic_block") and hasattr(connection, "run_on_commit")
 
 

@@ -18,7 +18,7 @@ def adopt(application: Database) -> int:
 def renew(application: Database) -> None:
     """Give a copy, whose original continues, its own identity; empty its outbox, delayed messages included.
 
-    Loses messages published in the copy, so call this first. Raises InvalidInput while a relay works on the outbox.
+    Loses the copy's messages: call it first. Raises InvalidInput while a relay works on the outbox.
     """
     application.transaction(lambda connection: _renew(connection, keep=False))
 

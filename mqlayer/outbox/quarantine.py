@@ -73,7 +73,6 @@ def _retry(application: Database, row: QuarantinedRow) -> bool:
 def _end(
     connection: Connection, *, number: int, ended: str, act: Callable[[Connection, int, str], None] | None = None
 ) -> bool:
-    """End a replaced row; False if another process did."""
     locked = connection.execute(query("voided_hold"), {"id": number}).fetchone()
     if locked is None:
         return False

@@ -21,7 +21,7 @@ RotationResult = Literal["emptied", "empty", "waiting", "current", "busy"]
 
 
 def rotate(application: Database) -> dict[int, RotationResult]:
-    """Empty every old slot whose rows are all relayed (invariant 14); return each slot's result.
+    """Empty every fully relayed old slot (invariant 14); return each slot's result.
 
     Never waits for a lock; the next call retries busy slots. Safe to run concurrently.
     """

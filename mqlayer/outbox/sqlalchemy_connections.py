@@ -95,7 +95,7 @@ _collectors: Final[WeakKeyDictionary[Any, SqlalchemyTransaction]] = WeakKeyDicti
 
 
 def recognises(connection: Any) -> bool:
-    """Say whether an object is SQLAlchemy's."""
+    """Whether an object is SQLAlchemy's."""
     return any(base.__module__.startswith("sqlalchemy.") for base in type(connection).__mro__)
 
 

@@ -1,7 +1,7 @@
 """Write a psycopg transaction's messages right before COMMIT, so LP locks are short and ordered.
 
-psycopg does not report a rolled back inner `connection.transaction()`. So each message there leaves a trace in a
-transaction-local setting; Postgres rolls it back, and the message is discarded.
+psycopg reports no rolled back inner `connection.transaction()`. So each message leaves a trace in a
+transaction-local setting, which Postgres rolls back.
 """
 
 from __future__ import annotations
@@ -141,7 +141,6 @@ def _adding(collector: OutboxTransaction, messages: Iterable[OutboxMessage]) -> 
 
 
 def _ending(collector: OutboxTransaction, outer: OutboxTransaction | None) -> Statements[None]:
-    """Discard rolled back messages; without an outer collector, write the others."""
     if collector.needs_traces:
         (traces,) = yield Statement(query("outbox_traces"), {})
         collector.keep(traces)

@@ -63,7 +63,7 @@ class KeyState(NamedTuple):
 
 
 class DeadLetterEntry(NamedTuple):
-    """A message that leaves without effect. `keep_body`: for redrives."""
+    """A message without effect. `keep_body`: for redrives."""
 
     record: Record
     cause: DeathCause
@@ -78,7 +78,7 @@ class DeadLetterEntry(NamedTuple):
 
 
 def tried(record: Record, attempts: int) -> int:
-    """Return the failed attempts since it was read or handed out."""
+    """Return the failed attempts since its read."""
     return max(0, attempts - (record.attempts if isinstance(record, ParkedRecord) else 0))
 
 
@@ -299,7 +299,6 @@ class ParkingStore:
             connection.execute(query("parked_keys_hold"), self._who | columns(("lps", "names"), refs))
 
     def _living(self, connection: Connection, batch: ParkingBatch) -> list[KeyEntry]:
-        """Leave out keys whose head an operator discarded after an answer was lost."""
         if not batch.entries:
             return []
         heads: dict[KeyRef, Identity] = {}
@@ -446,7 +445,7 @@ class ParkingStore:
     def _reschedule(
         self, connection: Connection, update: KeyUpdate, entry: KeyEntry, key: dict[str, object]
     ) -> bool | None:
-        """Return whether an operator released the key; None: the head changed."""
+        """Whether an operator released the key; None: the head changed."""
         if update.failed is None:
             return None
         facts = {"cause": entry.cause, "wait_s": entry.wait_s, "attempts": entry.attempts, "tried": update.tried}

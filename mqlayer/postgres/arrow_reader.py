@@ -37,7 +37,7 @@ _MISSING: Final = ("42P01", "3F000", "42883")
 
 @dataclass(frozen=True, slots=True)
 class ReadAddress:
-    """A database with all parameters in force, for other processes. Its repr hides the password."""
+    """A database's parameters, for other processes. Its repr hides the password."""
 
     parameters: Mapping[str, str] = field(repr=False)
     password: str = field(repr=False)

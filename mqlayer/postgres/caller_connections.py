@@ -1,7 +1,7 @@
 """Run statements in callers' transactions: psycopg, SQLAlchemy, Django.
 
-What has a sync and an async form is one generator: it yields statements, gets their rows, and returns the result;
-`run` and `run_async` run it.
+One generator serves both forms, sync and async: it yields statements, gets rows, returns the result; `run` or
+`run_async` runs it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Statements: TypeAlias = Generator[Statement, Row, T]
 
 
 def run(connection: Any, statements: Statements[T]) -> T:
-    """Run statements, each with the rows before it known; return the generator's result. Raises mqlayer's errors."""
+    """Run the generator's statements; return its result. Raises mqlayer's errors."""
     try:
         statement = next(statements)
         while True:
@@ -100,7 +100,7 @@ def _check_encoding(connection: Any) -> None:
 
 
 def check_in_transaction(connection: Any) -> None:
-    """Raise InvalidInput if a statement would be its own transaction: checks must commit with effects."""
+    """Raise InvalidInput in autocommit: checks must commit with effects."""
     if _is_sqlalchemy(connection):
         # SQLAlchemy's transaction is none at the isolation level AUTOCOMMIT.
         connection = _core_of(connection).connection.driver_connection

@@ -187,7 +187,6 @@ class Database:
                 return connection
 
     def _answers(self, connection: Connection) -> bool:
-        """Say whether a connection is alive; the pool drops a dead one."""
         try:
             if not refuse_moved(connection, self.address):
                 ConnectionPool.check_connection(connection)

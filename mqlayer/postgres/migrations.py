@@ -130,7 +130,6 @@ def _migrate_schema(connection: Connection, schema: SchemaName, address: str, ow
 
 
 def _prepare_owner(connection: Connection, schema: SchemaName, address: str, owner: str | None) -> int:
-    """Return the last migration; the session then acts as the owner."""
     # Otherwise the session uses the database's encoding.
     connection.execute("SET client_encoding = 'UTF8'")
     with _refusals(address), connection.transaction():

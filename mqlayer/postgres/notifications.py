@@ -27,7 +27,7 @@ POLL_S: Final = 0.5
 
 
 class NotificationListener:
-    """Calls `heard(payload)` per notification, and `heard("")` when listening begins: earlier ones are missed."""
+    """Calls `heard(payload)` per notification, and `heard("")` when listening begins."""
 
     def __init__(
         self, database: Database, channel: str, heard: Callable[[str], None], *, application: str = "mqlayer routes"

@@ -155,13 +155,13 @@ def _shared(
 
 
 def is_own(connection: AnyConnection) -> bool:
-    """Say whether the session outlives a statement."""
+    """Whether the session outlives a statement."""
     session = _sessions.get(connection)
     return session is None or session.own
 
 
 def is_direct(connection: AnyConnection) -> bool:
-    """Say whether no pooler is between."""
+    """Whether no pooler is between."""
     session = _sessions.get(connection)
     return session is None or session.server_pid == connection.info.backend_pid
 

@@ -28,7 +28,7 @@ AppendAnswer = AppendReply | list[OnceOutcome] | Refused | PublishError
 
 
 class _Answer(NamedTuple):
-    """What an append's answer means for all its messages that are stored."""
+    """An append's effect on its stored messages."""
 
     outcome: Appended | MqlayerError
     replicas: int | None
@@ -36,7 +36,7 @@ class _Answer(NamedTuple):
 
 
 class AppendAnswers:
-    """Applies answers, in the order in which a connection brings them."""
+    """Applies answers in a connection's order."""
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class AppendAnswers:
     # Not stored, or unknown
 
     def refused(self, batch: AppendBatch, error: PublishError, now: float) -> None:
-        """The partition refused a batch; leave it alone for a while."""
+        """The partition refused a batch: pause it."""
         partition_queue = batch.partition_queue
         partition_queue.refusals += 1
         partition_queue.refusal = error
@@ -169,7 +169,7 @@ class AppendAnswers:
             self._queues.block(queue, "route")
 
     def disconnected(self, node: NodeQueue, batches: Sequence[AppendBatch], reason: str, now: float) -> None:
-        """A node's connection failed: the outcome of these batches is unknown; send them again, later."""
+        """A connection failed; the batches' outcome is unknown: send them again later."""
         queues = dict.fromkeys(queue for batch in batches for queue in batch.queues())
         for queue in queues:
             queue.note_uncertain()

@@ -1,4 +1,4 @@
-"""Batches: the encoded appends that queues are sent in. No I/O, no clock."""
+"""Batches: encoded appends. No I/O, no clock."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class AppendBatch:
         self.count = self.size = 0
 
     def add(self, queue: LpQueue) -> bool:
-        """Take a queue's next messages; return whether none is left."""
+        """Take a queue's next messages; return whether it is empty."""
         source = queue.source
         if source is None or (self.source and self.source != source):
             return source is None
@@ -116,7 +116,7 @@ def next_batch(node: NodeQueue, now: float) -> AppendBatch | None:
 
 
 def _take_batch(partition_queue: PartitionQueue) -> AppendBatch | None:
-    """Take one append: up to 500 messages and 1 MB, or one message, of one source."""
+    """Take up to 500 messages and 1 MB, or one message, of one source."""
     batch = AppendBatch(partition_queue)
     ready = partition_queue.ready
     while ready:

@@ -1,4 +1,4 @@
-"""An append on its connection: the request and its reply."""
+"""An append's request and reply."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from mqlayer.producing.append_answers import AppendAnswer
 from mqlayer.producing.append_batch import AppendBatch
 from mqlayer.redis.node_connection import NodeConnection
 from mqlayer.redis.partition_scripts import Refused, append_once_reply, append_reply
-from mqlayer.redis.wire import append_once_packet, append_packet
+from mqlayer.redis.wire import append_once_packet, append_packet, append_start
 from mqlayer.settings import Settings
 
 
 def append_request(connection: NodeConnection, batch: AppendBatch, settings: Settings) -> bytes:
-    """Return a batch's request, and free what the batch encoded: a repeat encodes another one."""
+    """Return a batch's request, and free its encoding: a repeat encodes again."""
     partition_queue = batch.partition_queue
     if batch.once:
         packet = append_once_packet(
@@ -28,22 +28,15 @@ def append_request(connection: NodeConnection, batch: AppendBatch, settings: Set
             window_ms=int(settings.dedup_window_s * 1000),
         )
     else:
-        packet = append_packet(
-            connection,
-            settings.key_prefix,
-            partition_queue.partition,
-            batch.source,
-            batch.heads,
-            batch.chunks,
-            count=batch.count,
-            backlog=partition_queue.backlog_limit,
-        )
+        digest, partition = connection.digest("log_append"), partition_queue.partition
+        start = append_start(digest, settings.key_prefix, partition, batch.source, partition_queue.backlog_limit)
+        packet = append_packet(start, batch.heads, batch.chunks, count=batch.count)
     batch.heads, batch.chunks = [], []
     return packet
 
 
 def read_reply(batch: AppendBatch, reply: Any, address: str) -> AppendAnswer:
-    """Return what a node answered. Raises StoreUnavailable if that is unclear."""
+    """Parse the answer. Raises StoreUnavailable if it is unclear."""
     try:
         answer = (append_once_reply if batch.once else append_reply)(reply, address)
     except NodeOutOfMemory as error:

@@ -26,11 +26,10 @@ from mqlayer.settings import Settings
 class AsyncProducer:
     """`Producer` for an event loop: the same options, errors and guarantees, with awaits in place of waits.
 
-    Start it with `async with` or `start`; all tasks of that loop may use it. Messages of a key are stored in the order
-    in which the calls began. Without room, a call waits behind earlier ones until its time is over, then raises
-    ProducerFull.
+    Start it with `async with` or `start`; all tasks of that loop may use it. Messages of a key are stored in the
+    calls' order. Without room, a call waits behind earlier ones, then raises ProducerFull.
 
-    A cancelled call withdraws its messages that are certainly not stored, those not sent yet; the others are stored.
+    A cancelled call withdraws its unsent messages; the others are stored.
     """
 
     def __init__(
@@ -168,7 +167,6 @@ class AsyncProducer:
 
     @asynccontextmanager
     async def _my_turn(self, deadline: float) -> AsyncIterator[None]:
-        """Wait for the calls that began before. Raises ProducerFull at the deadline."""
         began = time.monotonic()
         self._turns += 1
         try:
@@ -185,7 +183,6 @@ class AsyncProducer:
             self._turns -= 1
 
     def _accepts(self, queues: TopicQueues, placed: Sequence[tuple[Lp, PendingSend]]) -> bool:
-        """Queue pending sends if there is room. Raises ProducerClosed."""
         guarded, now = self._engine.guarded, time.monotonic()
         count, size = sum(pending.count for _, pending in placed), sum(pending.size for _, pending in placed)
         with guarded as in_flight:
@@ -199,7 +196,6 @@ class AsyncProducer:
         return True
 
     async def _accept(self, queues: TopicQueues, placed: Sequence[tuple[Lp, PendingSend]], deadline: float) -> None:
-        """Queue pending sends once there is room. Raises ProducerFull at the deadline, or ProducerClosed."""
         began = time.monotonic()
         try:
             async with asyncio.timeout(deadline - began):
@@ -214,7 +210,7 @@ class AsyncProducer:
     async def _accept_all(
         self, bulk: MessageBulk, listener: LoopListener, owners: list[PendingSend | None], deadline: float
     ) -> None:
-        """Queue a batch, part by part; after a part that is refused, refuse the others: none overtakes it."""
+        """Queue a batch in parts; a refused part refuses later ones: none overtakes it."""
         error: PublishError | None = None
         for placed in bulk.parts(listener, deadline, owners):
             if error is None:
@@ -236,7 +232,6 @@ class AsyncProducer:
     # Waiting
 
     async def _settled(self, listener: LoopListener, pending_sends: Sequence[PendingSend], deadline: float) -> None:
-        """Wait for messages until the deadline; then fail those that are refused and certainly not stored."""
         timer = self._inbox.loop.call_later(deadline - time.monotonic(), self._give_up, listener, pending_sends)
         try:
             await listener.done

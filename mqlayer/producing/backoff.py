@@ -18,7 +18,7 @@ def backoff_s(failures: int) -> float:
 
 
 def route_backoff_s(refusals: int) -> float:
-    """The same before reading a route; shorter, because route changes take milliseconds."""
+    """As `backoff_s` before reading a route; shorter: route changes take milliseconds."""
     return _WAIT_FOR_ROUTE(_state(refusals))
 
 

@@ -1,4 +1,4 @@
-"""Publishing many messages in one call, from a thread."""
+"""Publish many messages from a thread."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mqlayer.producing.send_wait import await_all
 
 
 class BulkSend:
-    """One call's batches, sent by the calling thread if it can lead the sender."""
+    """One call's batches, sent by the caller if it leads the sender."""
 
     def __init__(self, bulk: MessageBulk, engine: ProducerEngine, deadline: float) -> None:
         self._bulk, self._engine, self._guarded, self._deadline = bulk, engine, engine.guarded, deadline
@@ -65,7 +65,6 @@ class BulkSend:
                 in_flight.wake_for(pending)
 
     def _holds(self, sender: NodeSender) -> bool:
-        """Whether we lead a sender that can take an append."""
         if sender not in self._leading:
             if not sender.try_lead():
                 return False

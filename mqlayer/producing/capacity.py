@@ -15,7 +15,7 @@ class Capacity:
         """Something was settled since the reader cleared this."""
 
     def has_room(self, count: int, size: int) -> bool:
-        """Whether this much may be added; always if nothing is pending."""
+        """Whether this much fits; always if nothing is pending."""
         return not self.count or (self.count + count <= self.max_count and self.size + size <= self.max_bytes)
 
     def take(self, count: int, size: int) -> None:

@@ -1,4 +1,4 @@
-"""What both producers share: checks, encoding, routing and closing. It waits for stores, never for messages."""
+"""What both producers share: checks, encoding, routing, closing. Never waits for messages."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ STOP_S: Final = 15.0
 
 
 class ProducerEngine:
-    """One incarnation: the in-flight store, its senders and its background jobs."""
+    """One incarnation: in-flight store, senders, background jobs."""
 
     def __init__(self, settings: Settings, name: str, options: ProducerOptions) -> None:
         self.options, self.rng, self._eager = options, random.Random(), options.is_eager(None)
@@ -89,7 +89,7 @@ class ProducerEngine:
         return time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
 
     def known_topic(self, name: str) -> TopicQueues | None:
-        """Return a topic unless it must be read first. Raises ProducerClosed."""
+        """Return a topic, None if unread. Raises ProducerClosed."""
         if self._pid != os.getpid():
             self.check_process()
         if self.guarded.closed:
@@ -100,7 +100,7 @@ class ProducerEngine:
         return topic
 
     def topic(self, name: str) -> TopicQueues:
-        """Return a topic; the first time, it is read from Postgres. Raises NotFound, ProducerClosed and others."""
+        """Return a topic, first read from Postgres. Raises NotFound, ProducerClosed and others."""
         return self.known_topic(name) or self._metadata.topic(name)
 
     def sender(self, partition_queue: PartitionQueue) -> NodeSender:
@@ -110,7 +110,7 @@ class ProducerEngine:
     def encode(
         self, topic: TopicQueues, message: Message, deadline: float, listener: Listener | None, *, eager: bool
     ) -> tuple[Lp, PendingSend]:
-        """Return a message's LP, and a pending send for it. Raises for invalid input."""
+        """Return a message's LP and pending send. Raises for invalid input."""
         key, dedup_id = message.key, message.dedup_id
         lp, key_bulk = (random_lp(self.rng), NO_KEY_BULK) if key is None else lp_and_key(key)
         body = whole_body(topic.name, message.body, topic.route.body_limit)

@@ -1,4 +1,4 @@
-"""What must follow a change of the in-flight store: the rules ask, the store's owner does it."""
+"""Follow-ups of a change of the in-flight store: rules ask, the owner acts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The in-flight store for several threads: its lock, the waits, and what its rules ask for."""
+"""The in-flight store for several threads: lock, waits, follow-ups."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CLOSED: Final = "it is closed"
 class GuardedInFlight:
     """Lends the in-flight store to one thread at a time: `with guarded as in_flight`.
 
-    Leaving wakes senders and schedules jobs as the rules asked, then notifies listeners, without the lock.
+    Leaving wakes senders, schedules jobs, then notifies listeners without the lock.
     """
 
     def __init__(self, in_flight: InFlight, schedule: Callable[[ProducerJob], None]) -> None:
@@ -67,7 +67,7 @@ class GuardedInFlight:
         self._wake[node] = wake
 
     def has_room(self, count: int, size: int) -> bool:
-        """Whether this much may be added at the moment."""
+        """Whether this much fits now."""
         return self._capacity.has_room(count, size)
 
     def close(self) -> None:
@@ -87,7 +87,7 @@ class GuardedInFlight:
         return promise
 
     def withdraw_refused(self, pending: PendingSend) -> bool:
-        """Withdraw a send that is refused and certainly not stored; else False."""
+        """Withdraw a refused send certainly not stored; else False."""
         with self as in_flight:
             return (
                 pending.outcome is None
@@ -109,7 +109,7 @@ class GuardedInFlight:
             self.__exit__()
 
     def take_batch(self, node: NodeQueue, unanswered: deque[AppendBatch]) -> AppendBatch | None:
-        """Move a node's next due batch to its unanswered ones; nothing follows from that."""
+        """Move a node's next due batch to its unanswered ones."""
         with self._lock:
             batch = next_batch(node, time.monotonic())
             if batch is not None:
@@ -119,7 +119,7 @@ class GuardedInFlight:
             return batch
 
     def abandon(self, pending_sends: Sequence[PendingSend]) -> None:
-        """Fail overdue sends that are refused and certainly not stored."""
+        """Fail overdue, refused sends certainly not stored."""
         now = time.monotonic()
         with self as in_flight:
             for pending in dict.fromkeys(pending_sends):
@@ -133,7 +133,7 @@ class GuardedInFlight:
         with self as in_flight:
             losses = in_flight.losses.take_unreported()
         if losses:
-            raise AcknowledgedLoss(*losses[0], losses[1:])
+            raise AcknowledgedLoss(*losses)
 
     # With the store lent
 
@@ -149,7 +149,7 @@ class GuardedInFlight:
             raise ProducerClosed(CLOSED)
 
     def wait_until_settled(self, until: float) -> int:
-        """Wait until nothing is unsettled, or until a monotonic time; return how much is."""
+        """Wait until nothing is unsettled, or a monotonic time; return the rest's count."""
         for node in self._wake:
             if node.partition_queues:
                 self._wake[node]()

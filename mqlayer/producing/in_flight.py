@@ -1,4 +1,4 @@
-"""A producer's unsettled messages: the state, and the rules by which it changes. No I/O, no lock, no clock."""
+"""A producer's unsettled messages: state and rules. No I/O, no lock, no clock."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ COUNTED: Final = (
 
 
 class InFlight:
-    """The in-flight store: its parts share one state, and note in `follow_ups` what must be done outside."""
+    """The in-flight store: its parts share one state, and note outside work in `follow_ups`."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What waits for messages to be settled, and how it is notified."""
+"""Waits for settled messages."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ _callback = _CallbackState()
 
 
 def notify_all(listeners: Sequence[Listener]) -> None:
-    """Notify listeners. Call without the lock: application callbacks run here."""
+    """Notify listeners, without the lock: application callbacks run here."""
     before, _callback.now = _callback.now, True
     try:
         for listener in listeners:

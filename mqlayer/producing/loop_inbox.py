@@ -1,4 +1,4 @@
-"""Hands what senders' threads settle to an event loop, many messages per wake-up."""
+"""Passes settled messages to an event loop, many per wake-up."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mqlayer.producing.listeners import BatchListener
 
 
 class LoopInbox:
-    """Settled listeners and freed room, on their way to a loop. `put` and `note_change` may run in any thread."""
+    """Settled listeners and freed room for a loop. `put` and `note_change` may run in any thread."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
@@ -30,12 +30,12 @@ class LoopInbox:
         self._call()
 
     def note_change(self) -> None:
-        """Tell those who wait for room or for the end of all messages."""
+        """Wake waits for room or for the end of all messages."""
         if self._changed is not None:
             self._call()
 
     def next_change(self) -> asyncio.Future[None]:
-        """Return a future of the next change; ask for it before looking at the present state."""
+        """Return a future of the next change; get it before reading the state."""
         if self._changed is None:
             self._changed = self.loop.create_future()
         return self._changed

@@ -1,4 +1,4 @@
-"""Finds acknowledged messages that nodes lost, after arming or a route change.
+"""Finds acknowledged messages lost by nodes, after arming or a route change.
 
 The chain reports losses to publishes; this covers idle LPs, with one connection per node.
 """
@@ -84,7 +84,7 @@ class LossDetector:
             self._scheduler.schedule(self.run, after_s=pause_s)
 
     def _check(self, node_id: NodeId, tries: int) -> bool:
-        """Return whether the check is complete."""
+        """Whether the check is complete."""
         sender = self._senders[node_id]
         with self._guarded as in_flight:
             expected_marks = in_flight.losses.expected_marks(sender.queue)

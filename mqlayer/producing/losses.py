@@ -35,8 +35,7 @@ class AcknowledgedMark(NamedTuple):
 class FormerSources:
     """Seqs acknowledged under queues' former sources, less reported losses.
 
-    Nothing continues these chains, so only the loss detector finds losses. Beyond `limit`, the oldest is logged and
-    dropped.
+    Only the loss detector finds their losses. Beyond `limit`, the oldest is logged and dropped.
     """
 
     def __init__(self, limit: int) -> None:
@@ -85,7 +84,7 @@ class LossListener(Listener):
 
 
 class Losses:
-    """Acknowledged messages that nodes lost. The next publish raises the `unreported` ones."""
+    """Lost acknowledged messages. The next publish raises `unreported` ones."""
 
     def __init__(
         self, queues: ProducerQueues, settlement: SendSettlement, counts: Counter[str], follow_ups: FollowUps
@@ -126,7 +125,7 @@ class Losses:
             self.lose(queue)
 
     def note(self, queue: LpQueue, mark: int) -> None:
-        """Block a queue whose acknowledged messages behind a mark are lost; of two marks, the lower one counts."""
+        """Block a queue with lost acknowledged messages; the lower mark counts."""
         queue.lost_after = min(mark, queue.lost_after) if queue.blocked_by == "lost" else mark
         self._queues.set_block(queue, "lost")
 
@@ -144,13 +143,13 @@ class Losses:
         if not queue.waiting or isinstance(queue.waiting[0].listener, OnewayListener):
             self.unreported.append(loss)
         if queue.waiting:
-            self._settlement.fail(queue, 0, AcknowledgedLoss(*loss))
+            self._settlement.fail(queue, 0, AcknowledgedLoss(loss))
         self._queues.unblock(queue)
         self.leave(queue, queue.lost_after)
         queue.restart(self._queues.source)
 
     def leave(self, queue: LpQueue, acked: int) -> None:
-        """Keep what is acknowledged under a queue's source, and leave that source."""
+        """Keep a queue's acknowledged mark, and leave its source."""
         self.former.add(queue, acked)
         self._queues.leave_source(queue)
 
@@ -165,7 +164,7 @@ class Losses:
         self._count(loss, expected.partition)
 
     def _count(self, loss: Loss, partition: int) -> None:
-        facts = {"topic": loss.topic, "lp": loss.lp, "reason": str(AcknowledgedLoss(*loss))}
+        facts = {"topic": loss.topic, "lp": loss.lp, "reason": str(AcknowledgedLoss(loss))}
         log.error("acknowledged_messages_lost", extra=facts)
         self._counts["lost"] += loss.messages
         self._follow_ups.listeners.append(LossListener(loss, partition))

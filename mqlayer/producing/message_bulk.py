@@ -1,4 +1,4 @@
-"""The messages of one bulk call, checked, encoded and cut into appends."""
+"""A bulk call's messages, checked, encoded, cut into appends."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class MessageBulk:
     def parts(
         self, listener: BatchListener, deadline: float, owners: list[PendingSend | None]
     ) -> Iterator[list[tuple[Lp, PendingSend]]]:
-        """Yield what is queued at once: an append's messages, or with dedup ids, one; set `owners`."""
+        """Yield parts to queue at once: an append's messages, or with dedup ids, one; set `owners`."""
         if self.tokens:
             for position, placed in enumerate(self.singly(listener, deadline)):
                 owners[position] = placed[1]

@@ -1,4 +1,4 @@
-"""A producer's routes, nodes and senders, kept current in the background."""
+"""Keeps a producer's routes, nodes and senders current."""
 
 from __future__ import annotations
 
@@ -140,7 +140,6 @@ class MetadataRefresher:
     # Routes
 
     def _refresh(self, topic: TopicQueues) -> bool:
-        """Reload a route; return whether stranded queues get another partition."""
         route = self._routes.refresh(topic.name)
         senders = self._senders_of(route)
         with self._guarded as in_flight:

@@ -33,8 +33,7 @@ LAST_ANSWER_S: Final = 1.0
 class NodeSender(Service):
     """One node's connection, shared by callers and a background thread.
 
-    The holder of `io` sends and receives. A caller takes it with `try_lead`, works until its message is settled, then
-    calls `resign`. The thread does all else.
+    The holder of `io` sends and receives: a caller between `try_lead` and `resign`, else the thread.
     """
 
     def __init__(
@@ -98,7 +97,7 @@ class NodeSender(Service):
             self.wake_up()
 
     def set_node(self, node: Node) -> None:
-        """Switch to this run and address; unanswered messages are sent again. Thread-safe."""
+        """Switch to this run and address; unanswered messages go again. Thread-safe."""
         if self._aim(node):
             self.wake_up()
 

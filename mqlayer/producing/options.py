@@ -60,7 +60,7 @@ class ProducerOptions:
         self.is_eager(None)
 
     def is_eager(self, on_backlog: OnBacklog | None) -> bool:
-        """Return whether a call's messages fail at once at a full partition. Raises InvalidInput."""
+        """Whether messages fail at once at a full partition. Raises InvalidInput."""
         choice = self.on_backlog if on_backlog is None else on_backlog
         if choice not in ("wait", "error"):
             raise InvalidInput(f"at a full partition a message can wait, or be an error, not {choice!r}")

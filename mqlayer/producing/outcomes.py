@@ -1,4 +1,4 @@
-"""What became of a pending send."""
+"""Outcomes of pending sends."""
 
 from __future__ import annotations
 

@@ -31,15 +31,15 @@ ROOM_TIMEOUT_S: Final = 5.0
 class Producer:
     """Publishes straight to partitions, without an outbox. Thread-safe; make it after a fork.
 
-    Messages of a key that one thread publishes are stored once each, in order: after an unknown outcome, the producer
-    repeats the message before later ones of its LP.
+    A thread's messages of a key are stored once each, in order: after an unknown outcome, the producer repeats the
+    message before later ones of its LP.
 
     "Stored" is as durable as the node (`appendfsync always`: on disk). If a node loses acknowledged messages (noticed
     seconds after its arming), the next publish in any thread, `flush` or `close` raises AcknowledgedLoss, once; that
     publish stores nothing. If no loss is acceptable, use the outbox.
 
-    A message that a node refuses until its deadline (BacklogFull, NodeOutOfMemory) is not stored; those queued behind
-    it in its LP fail with PublishAborted. With `on_backlog="error"`, here or per call, BacklogFull comes at once.
+    A message refused until its deadline (BacklogFull, NodeOutOfMemory) is not stored; those behind it in its LP fail
+    with PublishAborted. With `on_backlog="error"`, here or per call, BacklogFull comes at once.
 
     Without room for a message (`options`), a publish waits up to 5 seconds, then raises ProducerFull.
 
@@ -68,9 +68,8 @@ class Producer:
     ) -> Receipt:
         """Publish one message and return its place.
 
-        `tags`: up to 8 names, for groups' filters. `dedup_id`: the message's name within its key. While an earlier
-        message with it is remembered (setting dedup_window_s), nothing is stored; the receipt is a `duplicate` with the
-        earlier place.
+        `tags`: up to 8 names, for groups' filters. `dedup_id`: the message's name within its key. While it is
+        remembered (setting dedup_window_s), nothing is stored; the receipt is a `duplicate` with the earlier place.
 
         Raises InvalidInput or NotFound if nothing was queued. Raises PublishUnknown if the outcome is unknown after
         `timeout_s` (default: setting delivery_timeout_s): the message stays queued, and the error's `future` reports
@@ -212,7 +211,7 @@ class Producer:
     def _queue(
         self, topic: str, message: Message, deadline: float, listener: Listener | None, *, eager: bool
     ) -> PendingSend:
-        """Queue a message. Without a listener, the caller is to lead its sender."""
+        """Queue a message. Without a listener, the caller leads its sender."""
         engine = self._engine
         topic_queues = engine.topic(topic)
         lp, pending = engine.encode(topic_queues, message, deadline, listener, eager=eager)

@@ -1,4 +1,4 @@
-"""Which messages wait, are ready, blocked or diverted. No I/O, no clock."""
+"""Waiting, ready, blocked and diverted messages. No I/O, no clock."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mqlayer.producing.send_queues import BlockReason, LpQueue, PartitionQueue, 
 
 
 class ProducerQueues:
-    """All queues of one producer, under its present `source`; None while a new one is registered."""
+    """One producer's queues. `source` is None while a new one is registered."""
 
     def __init__(
         self, source: int, capacity: Capacity, counts: Counter[str], follow_ups: FollowUps, rng: random.Random
@@ -154,7 +154,7 @@ class ProducerQueues:
                 self.divert_queue(queue, now)
 
     def divert_queue(self, queue: LpQueue, now: float) -> None:
-        """The same for one queue. Messages that may be stored stay: elsewhere they might be stored twice."""
+        """`divert` for one queue. Messages that may be stored stay: elsewhere they might be stored twice."""
         topic = queue.topic
         if not topic.best_effort or not queue.waiting or not queue.partition_queue.is_paused(now):
             return

@@ -1,4 +1,4 @@
-"""What became of messages, and receipts made of it."""
+"""Receipts made of outcomes."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _receipt(
 
 
 def unknown_outcome(pending: PendingSend, index: int = 0, future: Future[Receipt] | None = None) -> PublishUnknown:
-    """Return the error for an unsettled message; its future reports the outcome."""
+    """Return an unsettled message's error; its future reports the outcome."""
     queue = pending.queue
     error = PublishUnknown(queue.topic.name, queue.lp, pending.first + index, _reason(queue))
     error.future = future
@@ -97,7 +97,7 @@ def unknown_outcome(pending: PendingSend, index: int = 0, future: Future[Receipt
 
 
 def partly_published(topic: str, owners: Sequence[PendingSend]) -> PartlyPublished:
-    """Return the error for a batch some of whose messages have no receipt."""
+    """Return the error for a batch without all receipts."""
     outcomes = [_outcome_of(pending, index) for pending, index in zip(owners, _indices_within(owners), strict=True)]
     errors = [outcome for outcome in outcomes if isinstance(outcome, MqlayerError)]
     partly = PartlyPublished(topic, len(outcomes) - len(errors), len(errors), str(errors[0]) if errors else "")
@@ -113,7 +113,6 @@ def _outcome_of(pending: PendingSend, index: int) -> Receipt | MqlayerError:
 
 
 def _indices_within(owners: Sequence[PendingSend]) -> list[int]:
-    """Return messages' indices in their pending sends."""
     seen: dict[PendingSend, int] = {}
     indices = []
     for pending in owners:

@@ -1,4 +1,4 @@
-"""Lookup of messages that an earlier try stored."""
+"""Look up messages stored by earlier tries."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _next_page(entries: list[tuple[bytes, list[bytes]]]) -> int:
 def find_on_nodes(
     connections: Connections, prefix: str, places: Collection[tuple[int, NodeId]], wanted: Collection[Identity]
 ) -> tuple[dict[Identity, tuple[int, int]], bool]:
-    """Search (partition, node) places in order. Return the places found, and whether all nodes answered."""
+    """Search (partition, node) places in order. Return findings, and whether all nodes answered."""
     found: dict[Identity, tuple[int, int]] = {}
     complete = True
     for partition, node_id in places:
@@ -79,13 +79,13 @@ def find_on_nodes(
 
 
 class RecordLookup:
-    """Settles sends that an earlier try stored, with their places."""
+    """Settles sends stored by earlier tries, with places."""
 
     def __init__(self, guarded: GuardedInFlight, scheduler: Scheduler, runtime: Runtime, find_node: FindNode) -> None:
         self._guarded, self._scheduler, self._runtime, self._find_node = guarded, scheduler, runtime, find_node
 
     def run(self, lookup: StoredLookup, tries: int = 1) -> None:
-        """Search, and settle the send; repeats itself while nodes do not answer."""
+        """Search, and settle the send; repeated while nodes are silent."""
         try:
             found, complete = self._find(lookup)
         except MqlayerError as error:

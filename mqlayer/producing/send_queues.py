@@ -130,7 +130,7 @@ class LpQueue:
         self.uncertain_at: tuple[PartitionQueue, ...] = ()
 
     def take_unsent(self) -> list[PendingSend]:
-        """Remove messages certainly not stored, except with a dedup id, which only this LP knows."""
+        """Remove messages certainly not stored, except with dedup ids, which only this LP knows."""
         index = next((i for i, pending in enumerate(self.waiting) if pending.first > self.uncertain_to), None)
         if index is None:
             return []
@@ -234,7 +234,7 @@ class NodeQueue:
         return self.failures > 0 and now < self.retry_at
 
     def due_in_s(self, now: float) -> float | None:
-        """Return how long its work can wait; None without work."""
+        """Seconds until its work is due; None without work."""
         if not self.partition_queues:
             return None
         return max(0.0, self.retry_at - now, min(queue.retry_at for queue in self.partition_queues) - now)

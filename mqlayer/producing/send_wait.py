@@ -1,4 +1,4 @@
-"""Waiting in a thread for messages to be settled."""
+"""Wait in a thread for settled messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settling messages, and failing those that are certainly not stored. No I/O, no clock."""
+"""Settle messages; fail those certainly not stored. No I/O, no clock."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class SendSettlement:
         self._queues, self._capacity, self._counts, self._follow_ups = queues, capacity, counts, follow_ups
 
     def finish(self, pending: PendingSend, outcome: SendOutcome) -> None:
-        """Settle a send that no queue holds any more."""
+        """Settle a send outside of queues."""
         pending.outcome = outcome
         pending.chunks = NOTHING
         self._capacity.free(pending.count, pending.size)
@@ -68,7 +68,7 @@ class SendSettlement:
             self.expire(pending.queue, now)
 
     def withdraw(self, pending: PendingSend) -> bool:
-        """Withdraw a send that is certainly not stored; else False."""
+        """Withdraw a send certainly not stored; else False."""
         queue = pending.queue
         if pending.outcome is not None or not queue.is_unsent(pending):
             return False
@@ -79,7 +79,7 @@ class SendSettlement:
         return True
 
     def abandon(self, pending: PendingSend, now: float) -> None:
-        """Fail an overdue send that is refused and certainly not stored."""
+        """Fail an overdue, refused send certainly not stored."""
         pending.deadline = min(pending.deadline, now)
         queue = pending.queue
         refusal = queue.partition_queue.refusal

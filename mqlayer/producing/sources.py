@@ -1,4 +1,4 @@
-"""A producer's incarnations: each is a source that numbers its messages."""
+"""A producer's incarnations: each a source that numbers messages."""
 
 from __future__ import annotations
 

@@ -8,8 +8,8 @@ async with mqlayer.AsyncReceiver("orders", group="mailer") as receiver:
             await receiver.ack([message])
 ```
 
-One source: both kinds of receivers share PopSession, which blocks. Two threads per AsyncReceiver run it, however many
-calls wait: one asks and waits for all of them, one opens, settles and closes.
+Both kinds of receivers share PopSession, which blocks. Two threads per AsyncReceiver run it: one asks for all calls,
+one opens, settles and closes.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class _Threads:
 class AsyncReceiver(ReceiverBase):
     """`Receiver` for asyncio: the same arguments, promises and errors; it never blocks the event loop.
 
-    Any number of tasks may receive and settle, in any event loop. A cancelled `receive` loses nothing: messages given
-    out for it go to this receiver's next `receive`, as the same attempt, or come again after their visibility timeout.
+    Any number of tasks may receive and settle, in any event loop. A cancelled `receive` loses nothing: its messages
+    go to the next `receive`, as the same attempt, or come again after their visibility timeout.
     A cancelled settlement may be done.
     """
 
@@ -91,7 +91,7 @@ class AsyncReceiver(ReceiverBase):
         wait_s: float = 20.0,
         attempt_id: str | None = None,
     ) -> list[PopMessage]:
-        """As `Receiver.receive`. Calls are served in turn; while others wait, one lasts up to 0.1 s longer."""
+        """As `Receiver.receive`; among several, a call lasts up to 0.1 s longer."""
         call = receive_call(max_messages, visibility_timeout_s, wait_s, attempt_id)
         thread = self._running().receiving
         pending = thread.receive(call)
@@ -154,6 +154,5 @@ def _close(session: PopSession, receiving: ReceiveThread) -> None:
 
 
 def _close_unused(opening: Future[PopSession]) -> None:
-    """Close a session that was opened for a cancelled call."""
     if not opening.cancelled() and opening.exception() is None:
         opening.result().close()

@@ -31,7 +31,7 @@ PopAnswer = PopBatch | NoBatch | Drained | Fenced | Refused
 
 
 class FetchAnswer(NamedTuple):
-    """Messages, and the request that they answer: an earlier one, if its answer was lost."""
+    """Messages, and their request: an earlier one after a lost answer."""
 
     messages: list[PopMessage]
     request: ReceiveRequest
@@ -101,7 +101,7 @@ class Fetcher:
         return FetchAnswer([], request)
 
     def take_back(self, fetched: FetchAnswer) -> None:
-        """Let a later request have messages that reached no caller, as the same attempt."""
+        """Give undelivered messages to a later request, as the same attempt."""
         partitions = {message.token.partition for message in fetched.messages}
         for view in self._cache.views:
             if view.info.partition in partitions:
@@ -226,7 +226,6 @@ class Fetcher:
         self._cache.reload()
 
     def _fenced(self, view: PartitionView) -> None:
-        """Reload the epoch; if unchanged, request a higher one."""
         if view.refused == view.group_partition.epoch:
             renew_pop_epoch(
                 self._database, self._group.group_id, view.group_partition.partition, view.group_partition.epoch
@@ -252,7 +251,6 @@ class Fetcher:
                 view.pause(now, error)
 
     def _repair(self, node_id: NodeId) -> None:
-        """Raises nothing."""
         try:
             arm_if_allowed(self._runtime, self._routes.node(node_id).name)
             self._routes.refresh_nodes()

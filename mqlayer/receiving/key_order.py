@@ -54,7 +54,7 @@ class KeyOrder:
             return earlier[-1] if earlier else None
 
     def is_void(self, message: PopMessage) -> bool:
-        """Say whether it, or an earlier one of its key, was returned here."""
+        """Whether it, or an earlier one of its key, was returned here."""
         return message.token in self._void
 
     def _cut(self, message: PopMessage, *, behind: bool) -> None:

@@ -56,7 +56,7 @@ class PartitionView:
             del self.unanswered[next(iter(self.unanswered))]
 
     def repeated(self, request: ReceiveRequest) -> ReceiveRequest:
-        """Return a request under the attempt id of the oldest unanswered one that it has room for."""
+        """Return a request under the oldest unanswered attempt id that fits."""
         fitting: Iterable[str] = (name for name, one in self.unanswered.items() if one.limit <= request.limit)
         return request._replace(attempt_id=next(iter(fitting), request.attempt_id))
 
@@ -71,7 +71,7 @@ class PartitionView:
         self.put_off_count += 1
 
     def is_due(self, now: float) -> bool:
-        """Say whether to ask."""
+        """Whether to ask."""
         return now >= self.paused_until and (self.quiet is None or self.woken or now >= self.due_at)
 
     def due_in(self, now: float) -> float:

@@ -10,7 +10,7 @@ from mqlayer.domain.message import NO_KEY, Identity, Record
 
 
 class Token(NamedTuple):
-    """One delivery of a message; void after redelivery or nack, or under a higher epoch of the partition."""
+    """A delivery; void after redelivery or nack, or under a higher epoch of the partition."""
 
     partition: int
     epoch: int

@@ -1,4 +1,4 @@
-"""What an open receiver has, and what receivers of both kinds do with it."""
+"""An open receiver's session, for both kinds of receivers."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class ReceiveCall:
 
 
 class PopSession:
-    """An open receiver's parts. One thread polls and waits, any settles; see `Receiver`."""
+    """An open receiver. One thread polls and waits, any settles."""
 
     def __init__(self, group: Group, fetcher: Fetcher, settler: PopSettler, cleanup: ExitStack) -> None:
         self.group, self.fetcher, self.settler, self._cleanup = group, fetcher, settler, cleanup
@@ -82,7 +82,7 @@ class PopSession:
         return fetched
 
     def wait(self, calls: Iterable[ReceiveCall]) -> None:
-        """Wait until there may be messages, or the time of one of the calls is over."""
+        """Wait until there may be messages, or a call's time is over."""
         self.fetcher.wait_for_wakeup(max(0.0, min(call.until for call in calls) - time.monotonic()))
 
     def ack(self, messages: Iterable[PopMessage]) -> None:

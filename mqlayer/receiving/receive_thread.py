@@ -1,4 +1,4 @@
-"""The thread that asks and waits for all calls of an AsyncReceiver."""
+"""The asking thread of an AsyncReceiver."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class PendingReceive:
 class ReceiveThread(Service):
     """Serves calls of `receive`, the oldest first.
 
-    A cancelled call's messages go to a later one under the same attempt, unless the caller named the attempt: then it
-    asks again. Where neither comes, they come again after their visibility timeout.
+    A cancelled call's messages go to a later one under the same attempt, unless the caller named it: then it asks
+    again. Otherwise they come again after their visibility timeout.
     """
 
     def __init__(self, session: PopSession) -> None:
@@ -50,7 +50,7 @@ class ReceiveThread(Service):
         return pending
 
     def cancel(self, pending: PendingReceive) -> None:
-        """End a call whose answer, there or not, nobody reads."""
+        """End a call that no caller awaits."""
         if not pending.answer.cancel():
             self._unread.append(pending)
             self.wake.set()
@@ -74,7 +74,6 @@ class ReceiveThread(Service):
                 self._give_on(pending, pending.answer.result())
 
     def _serve(self, pending: PendingReceive) -> bool:
-        """Ask for a call; say whether it is over."""
         if pending.answer.done():
             return True
         try:

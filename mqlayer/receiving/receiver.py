@@ -27,7 +27,7 @@ from mqlayer.settings import Settings
 
 
 class ReceiverBase:
-    """A receiver's arguments, and what it has while it is open."""
+    """A receiver's arguments, and its session while open."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class ReceiverBase:
 
 
 def not_open() -> Conflict:
-    """Return the error for a receiver that was not opened, or is closed."""
+    """Return the error for a closed receiver."""
     return Conflict("the receiver is not open", "use it as a context manager, or call open()")
 
 
@@ -162,6 +162,5 @@ class Receiver(ReceiverBase):
         run(connection, self._opened().fence(message))
 
     def inbox(self, connection: Any, message: PopMessage, *, name: str | None = None) -> None:
-        """Record the effect in its own transaction: once, in any order, whatever the token. After AlreadyApplied,
-        `ack`."""
+        """Record the effect in its transaction: once, in any order, under any token. After AlreadyApplied, `ack`."""
         record_effect(connection, self._opened().inbox_entry(message, name))

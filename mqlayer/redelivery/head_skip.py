@@ -1,7 +1,7 @@
 """Skip a key's head: the message dies by an operator's decision, and the key continues.
 
-Parked: one transaction. In the stream: see docs/design/parked-keys.md, "Passing over the head of a key". A crash before
-the commit leaves only raised epochs on the node and in the fence; the owner then asks Postgres for a higher one.
+Parked: one transaction. In the stream: see docs/design/parked-keys.md, "Passing over the head of a key". A crash
+before the commit leaves only raised epochs; the owner then asks Postgres for a higher one.
 """
 
 from __future__ import annotations
@@ -109,7 +109,6 @@ class _HeadSkip:
     # -- parked ------------------------------------------------------------------------------------------------------
 
     def skip_parked(self) -> SkippedHead | None:
-        """None: the key is not parked."""
         return change_group(self._runtime.control, self._group.group_id, self._skip_parked)
 
     def _skip_parked(self, connection: Connection) -> SkippedHead | None:
@@ -185,7 +184,6 @@ class _HeadSkip:
             raise Conflict(f"partition {head.part.partition} changed hands in the meantime", RETRY_HINT)
 
     def _fence(self, head: _StreamHead, epoch: int) -> bool:
-        """Say whether the effect is surely refused."""
         application = self._runtime.application
         if application is None:
             return False
@@ -215,7 +213,6 @@ class _HeadSkip:
         return at is not None and int(at) >= epoch
 
     def _recheck(self, connection: Connection, node_connection: NodeConnection, head: _StreamHead) -> Record:
-        """Raise Conflict if it is no longer the head."""
         (seek,) = connection.execute(query("group_seeks"), self._place).fetchone() or (None,)
         parked = connection.execute(query("parked_hold"), self._place).fetchone()
         found = self._heads_found(node_connection, head.part, [(head.offset, 1)])[0].head
@@ -232,7 +229,6 @@ class _HeadSkip:
     # -- finding it --------------------------------------------------------------------------------------------------
 
     def _heads(self) -> Iterator[_StreamHead]:
-        """Yield the key's unsettled living messages in order."""
         parts, nodes = self._parts(), {node.node_id: node for node in load_nodes(self._runtime.control)}
         group_partitions = [
             GroupPartition(w.node, w.partition, self._group.group_id, start=w.start, seek=w.seek) for w in parts

@@ -29,7 +29,7 @@ AT_ONCE: Final = 500
 def release_parked(
     runtime: Runtime, topic: str, group: str, *, key: str | None = None, message: Identity | None = None
 ) -> None:
-    """Retry a parked key now, with all its attempts; name it by `key` or a waiting `message`.
+    """Retry a parked key now, with all attempts; name it by `key` or a waiting `message`.
 
     Raises NotFound if it is not parked, Conflict if it is paused.
     """

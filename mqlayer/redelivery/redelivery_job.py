@@ -1,7 +1,7 @@
-"""Jobs that give messages to a group: rows of `mqlayer.redrive`, worked on by `redrive` and `replay`.
+"""Jobs that give messages to a group: rows of `mqlayer.redrive`.
 
-Each batch is one transaction that holds the group's lock and the row, and notes the place reached: each message is
-given once. An operator takes over a job at once, the retry scan after its lease.
+Each batch is one transaction under the group's lock, and notes its place: each message is given once. An operator
+takes over a job at once, the retry scan after its lease.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def cancel(
 
 
 def extend_lease(database: Database, job_id: int, worker: str) -> float | None:
-    """Return the wait in seconds that the rate demands; None: over, or another worker's."""
+    """Return the rate's wait in seconds; None: over, or another worker's."""
     facts = {"redrive_id": job_id, "worker": worker, "lease_s": LEASE_S}
     row = database.transaction(lambda connection: connection.execute(query("redrive_keep"), facts).fetchone())
     return None if row is None else float(row[0])

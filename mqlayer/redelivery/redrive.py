@@ -262,7 +262,7 @@ class _RedriveWorker:
         return [_PickedMessage(dead_id, lp, bytes(key), *rest) for dead_id, lp, key, *rest in rows]
 
     def _without_known(self, connection: Connection, picked: list[_PickedMessage]) -> list[_PickedMessage]:
-        """Drop messages that an earlier batch took ahead; they may have died again."""
+        """Drop messages that an earlier batch took; they may have died again."""
         facts = {"redrive_id": self._redrive_id, "dead_ids": [one.dead_id for one in picked]}
         known = {row[0] for row in _run(connection, "redrive_known", facts).fetchall()}
         return [one for one in picked if one.dead_id not in known]

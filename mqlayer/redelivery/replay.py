@@ -1,6 +1,6 @@
 """Replays and backfills: jobs that give a group archived messages (docs/design/parked-keys.md).
 
-By batch, then offset: each key's publish order, because archivers add parents before successors.
+By batch, then offset: each key's publish order (archivers add parents first).
 """
 
 from __future__ import annotations
@@ -252,7 +252,6 @@ def _check(group: Group, wanted: ReplayFilter, per_s: float, newer: str) -> None
 
 
 def _bounds(runtime: Runtime, group: Group) -> dict[str, int]:
-    """Return each partition's first unsettled offset."""
     with runtime.control.connection() as connection:
         rows = connection.execute(query("replay_positions"), {"group_id": group.group_id}).fetchall()
     group_partitions = [
@@ -273,7 +272,6 @@ def _bounds(runtime: Runtime, group: Group) -> dict[str, int]:
 def _extent(
     connection: Connection, group: Group, wanted: ReplayFilter, *, locked: bool = True
 ) -> tuple[int, int | None]:
-    """Return a replay's last batch, and its snapshot's id."""
     facts = {"group_id": group.group_id, "snapshot": wanted.snapshot}
     if wanted.snapshot is not None:
         found = connection.execute(query("replay_snapshot"), facts).fetchone()
@@ -296,7 +294,6 @@ def _partitions(connection: Connection, facts: Mapping[str, Any]) -> list[int] |
 def _hold_newer(
     connection: Connection, group: Group, wanted: ReplayFilter, *, key: bytes | None, newer_wait: bool
 ) -> list[tuple[int, int]]:
-    """Return the fenced partitions with their new epochs."""
     facts: dict[str, Any] = {"group_id": group.group_id}
     if key is not None:
         lp = wanted.facts()["lp"]
@@ -399,7 +396,6 @@ class _ReplayWorker:
         return _ReplayState(row)
 
     def _read(self, state: _ReplayState) -> tuple[list[_ArchivedRecord], tuple[int, int] | None]:
-        """Return the next records and the place read up to; None: the end."""
         until = time.monotonic() + SCAN_S
         limit = self._batch if state.per_s == 0 else max(1, min(self._batch, int(state.per_s)))
         at = state.at

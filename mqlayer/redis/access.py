@@ -55,7 +55,7 @@ class NodeAccess:
         return tuple(part for part in (user, password) if part)
 
     def logs_in(self, server: ServerKind) -> bool:
-        """Say whether credentials exist."""
+        """Whether credentials exist."""
         if server == "sentinel":
             return bool(self.sentinel_user or self.sentinel_password or self.sentinel_password_file)
         return bool(self.user or self.password or self.password_file)
@@ -172,7 +172,7 @@ def acting_as(access: NodeAccess | None) -> Iterator[None]:
 
 
 def use_only(access: NodeAccess | None) -> None:
-    """Replace the process's login; None: the environment's. For commands; libraries use `use_access`."""
+    """Replace the process's login; None: the environment's. For commands only."""
     with _given.lock:
         _given.access = access
 

@@ -28,7 +28,7 @@ RIGHTS_HINT: Final = "`mqlayer node acl ROLE` prints what its user needs"
 
 
 def is_denial(reply: object) -> bool:
-    """Say whether a reply or error is a denial, also from within a script."""
+    """Whether a reply or error is a denial, also from within a script."""
     if isinstance(reply, redis.exceptions.NoPermissionError):
         return True
     return isinstance(reply, redis.ResponseError) and any(text in str(reply) for text in IN_SCRIPTS)

@@ -1,4 +1,4 @@
-"""Checks the user's rights on a node before they are needed."""
+"""Checks the user's rights on a node early."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ def access_of(ask: Ask, required: RequiredAccess, version: tuple[int, int, int],
 
 
 def loses_transactions(ask: Ask, required: RequiredAccess, version: tuple[int, int, int]) -> bool:
-    """Say whether a restart would lose writes of scripts.
+    """Whether a restart would lose writes of scripts.
 
-    Redis 7 replays its append-only file with user default's rights, also where it is off, and silently skips what these
-    forbid in a transaction.
+    Redis 7 replays its append-only file with user default's rights, even if off, and silently skips forbidden
+    commands in transactions.
     """
     found = access_of(ask, RequiredAccess(RedisRole.WORKER, required.prefix), version, "default")
     return bool(found.missing)

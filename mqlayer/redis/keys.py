@@ -1,7 +1,7 @@
 """Names of all Redis keys; no other module makes any.
 
-A partition's keys, `<prefix>:{<partition>}:<name>`, share a hash tag, so scripts may use them together. Groups go by
-id, since a name may be reused. Formats of values: headers of mqlayer/lua/*.lua.
+A partition's keys, `<prefix>:{<partition>}:<name>`, share a hash tag, for scripts. Groups go by id: names may be
+reused. Values: headers of mqlayer/lua/*.lua.
 
 ```text
 log             stream  records, id <offset>-0

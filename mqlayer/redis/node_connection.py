@@ -25,7 +25,6 @@ from mqlayer.redis.acl_check import CHECKED, DEFAULT_USER_ADVICE, RequiredAccess
 from mqlayer.redis.addresses import ConnectionFactory, display_url
 from mqlayer.redis.roles import PLAIN_COMMANDS, RedisRole
 from mqlayer.redis.scripts import script_digests, script_texts
-from mqlayer.settings import Settings
 
 OLDEST: Final = (6, 2, 0)
 REQUIRED_SETTINGS: Final = {
@@ -72,8 +71,8 @@ class ServerFacts:
 class NodeConnection:
     """One connection to a node, for one thread; connects on use.
 
-    Error replies are returned, not raised. When the connection fails, StoreUnavailable is raised and sent commands have
-    an unknown outcome. Any thread may replace `node`; a connection to another run or address closes at its next use.
+    Error replies are returned, not raised. A failed connection raises StoreUnavailable; sent commands have an
+    unknown outcome. Any thread may replace `node`; a connection to another run or address closes at its next use.
     `required`: rights to check once per run. `any_run`, `unsafe`: skip the check of run or settings.
     """
 
@@ -172,7 +171,7 @@ class NodeConnection:
         return replies
 
     def call_once(self, commands: Sequence[Command]) -> list[Any]:
-        """Send in one write; return replies in order, NOSCRIPT too."""
+        """Send in one write; return all replies, NOSCRIPT too."""
         self.send(commands)
         return self.receive(len(commands))
 
@@ -207,7 +206,7 @@ class NodeConnection:
         return self._digests[name]
 
     def ready(self, timeout_s: float) -> bool:
-        """Say whether a reply or disconnect arrives in time."""
+        """Whether a reply or disconnect arrives in time."""
         self.connect()
         try:
             return bool(self._factory.can_read(timeout_s))
@@ -332,17 +331,6 @@ class NodeConnection:
         self._digests = dict(script_digests(version))
 
 
-def connection_of(node: Node, settings: Settings, role: RedisRole) -> NodeConnection:
-    """Return a role's connection; it connects on use."""
-    return NodeConnection(
-        node,
-        connect_timeout_s=settings.connect_timeout_s,
-        timeout_s=settings.socket_timeout_s,
-        unsafe=settings.allow_unsafe_redis,
-        required=RequiredAccess(role, settings.key_prefix),
-    )
-
-
 def _settings_from_info(info: Mapping[str, str]) -> dict[str, str]:
     settings = {"maxmemory-policy": info.get("maxmemory_policy", "")}
     if "aof_enabled" in info:
@@ -366,5 +354,5 @@ def _is_demotion(reply: Exception) -> bool:
 
 
 def is_missing_script(reply: Any) -> bool:
-    """Say whether a reply is NOSCRIPT."""
+    """Whether a reply is NOSCRIPT."""
     return isinstance(reply, redis.exceptions.NoScriptError)

@@ -319,7 +319,7 @@ def recount_command(
 
 
 def recount_reply(reply: Any, address: str) -> tuple[int, int] | Refused:
-    """Return the next offset, and the one behind the last record read."""
+    """Return the next offset, and the one behind the read."""
     reply = raise_for_reply(reply, address)
     return (reply[1], reply[2]) if reply[0] == b"counted" else _refused(reply)
 

@@ -1,7 +1,7 @@
 """Script texts per server version.
 
-6.2 knows no ``#!lua`` header: there, scripts replicate effects, so that they may read the time first, and ``allow-oom``
-ones begin with a write that needs no memory, since only the first is checked.
+6.2 knows no ``#!lua`` header: there, scripts replicate effects, to read the time first, and ``allow-oom`` ones begin
+with a write without memory: only the first is checked.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ def shared_read_command(
 
 
 def is_missing_group(reply: Any) -> bool:
-    """Say whether a reply is NOGROUP."""
+    """Whether a reply is NOGROUP."""
     return isinstance(reply, Exception) and str(reply).startswith("NOGROUP")
 
 

@@ -1,4 +1,4 @@
-"""Appends as RESP2 bytes: each message is encoded once, since the driver's encoding costs most of a send."""
+"""Appends as RESP2 bytes, encoded once: the driver's encoding costs most of a send."""
 
 from __future__ import annotations
 
@@ -32,31 +32,20 @@ def bulk_number(number: int) -> bytes:
 
 
 @lru_cache(maxsize=1_024)
-def _append_start(digest: bytes, prefix: str, partition: int, source: int, backlog: int, term: str) -> bytes:
+def append_start(digest: bytes, prefix: str, partition: int, source: int, backlog: int = 0, term: str = "") -> bytes:
+    """Return what a partition's appends have in common. `term`: token of `set_term`."""
     keys = partition_keys(prefix, partition)
     names = (keys.log, keys.meta, keys.marks, ended_sources_key(prefix), terms_key(prefix))
     values = (b"%d" % source, b"%d" % backlog, term.encode())
     return b"".join(map(bulk, (b"EVALSHA", digest, b"5", *names, *values)))
 
 
-def append_packet(
-    connection: NodeConnection,
-    prefix: str,
-    partition: int,
-    source: int,
-    heads: Sequence[bytes],
-    messages: Sequence[bytes],
-    *,
-    count: int,
-    backlog: int = 0,
-    term: str = "",
-) -> bytes:
-    """Return an append for `send_packet`; one reply.
+def append_packet(start: bytes, heads: Sequence[bytes], messages: Sequence[bytes], *, count: int) -> bytes:
+    """Return an append for `send_packet`; one reply. `start`: of `append_start`.
 
     `heads`: LP, first seq, count per run, as bulk numbers. `messages`: `count` messages, each the bulk strings facts,
-    key, body. `term`: token of `set_term`.
+    key, body.
     """
-    start = _append_start(connection.digest("log_append"), prefix, partition, source, backlog, term)
     length = 12 + len(heads) + 3 * count
     return b"".join((b"*%d\r\n" % length, start, bulk_number(len(heads) // 3), *heads, *messages))
 

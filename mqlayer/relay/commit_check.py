@@ -1,4 +1,4 @@
-"""Checks that Postgres still has the rows whose records are in Redis, since a crash may take commits back.
+"""Checks that Postgres still has the rows of Redis' records, since a crash may take commits back.
 
 See `docs/design/relay-term.md`. On a difference the outbox is marked as suspect, unless another relay has renumbered
 it, and the next session recovers it.
@@ -99,7 +99,6 @@ class CommitChecker:
         return frozenset(partitions).difference(*(holders[topic_lp] for topic_lp in unknown))
 
     def _compare(self, marks: Mapping[TopicLp, int], connections: Connections) -> set[TopicLp]:
-        """Return LPs whose record is on an unavailable node. Raises StoreUnavailable for lost commits."""
         ahead = self._ahead(marks)
         lost = {topic_lp for topic_lp, counter in ahead.items() if counter < marks[topic_lp]}
         unknown: set[TopicLp] = set()
@@ -115,7 +114,6 @@ class CommitChecker:
         return unknown
 
     def _ahead(self, marks: Mapping[TopicLp, int]) -> dict[TopicLp, int]:
-        """Return the counters of marks past the recorded seqs."""
         facts = {
             "topic_ids": [topic_id for topic_id, _ in marks],
             "lps": [lp for _, lp in marks],
@@ -128,7 +126,6 @@ class CommitChecker:
     def _records(
         self, topic_id: int, wanted: Mapping[int, int], connections: Connections
     ) -> tuple[dict[int, Content], set[int]]:
-        """Return records, and LPs whose record may be on an unavailable node. Removed nodes have none."""
         with self.runtime.control.connection() as connection:
             partitions = connection.execute(query("partition_list"), {"topic_id": topic_id}).fetchall()
         found: dict[int, Content] = {}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class RelayLimits:
-    """Bounds and intervals of a relay. Its memory depends on these, never on the backlog."""
+    """A relay's bounds and intervals. They bound its memory, whatever the backlog."""
 
     chunk_rows: int = 2_000
     """Rows per read."""

@@ -241,7 +241,6 @@ def _odd_message(
     planned: SendPlan,
     cursors: LpCursors,
 ) -> bytes | None:
-    """Return a void record, or None if the cursor must wait."""
     target = cursor.target
     reason = refusal_of(target, key, body)
     if reason and target.ready and target.passes_over:

@@ -248,8 +248,8 @@ class PartitionScan:
 class _Prover:
     """Compares a topic's records with its rows, newest first, and refills lost ones.
 
-    Only partitions that serve LPs count. The newest record equal to its row proves all before it. `each`: relays may
-    have reused numbers, so proof ends at the first difference.
+    Only serving partitions count. The newest record equal to its row proves all before it. `each`: numbers may be
+    reused, so proof ends at the first difference.
     """
 
     def __init__(
@@ -297,7 +297,6 @@ class _Prover:
         return proof
 
     def _fill(self, partition: int, lps: Iterable[int], proof: TopicProof) -> bool:
-        """Refill a serving partition; False if skipped."""
         scan = self._scans.get(partition)
         if scan is None:
             return False
@@ -318,7 +317,6 @@ class _Prover:
         return filled
 
     def recheck(self) -> None:
-        """Raise StoreUnavailable if a partition changed meanwhile."""
         for partition, scan in self._scans.items():
             connection = self._connections(scan.node_id)
             marks = self._marks_of(connection, partition)

@@ -1,4 +1,4 @@
-"""The relay moves outbox rows to partitions, in order and without loss."""
+"""Move outbox rows to partitions, in order, without loss."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ _UNREACHABLE: Final = (StoreUnavailable, TransactionConflict)
 class Relay:
     """Moves one outbox's rows to their partitions until stopped.
 
-    A message is in its partition exactly once, in commit order per key. Relays share an outbox's LPs; a kill at any
-    line is safe. Unavailable stores are retried. Raises SchemaMismatch, ConfigurationRefused, PermissionDenied,
+    A message is in its partition exactly once, in commit order per key. Relays share LPs; a kill at any line is
+    safe. Unavailable stores are retried. Raises SchemaMismatch, ConfigurationRefused, PermissionDenied,
     InvalidInput or Conflict (a broken database constraint) if waiting can't help.
     """
 
@@ -97,7 +97,7 @@ class Relay:
         return self.appended_count
 
     def stop(self) -> None:
-        """Make `run` finish, release its LPs and return. For signal handlers and threads."""
+        """Make `run` release its LPs and return. For signal handlers and threads."""
         self._stopping.set()
 
     def _serve(self, work: Callable[[RelaySession], None], *, helper: bool) -> None:

@@ -93,7 +93,7 @@ class RelayNode:
     compare_at: float = float("-inf")
 
     def takes(self, partition: int) -> bool:
-        """Whether messages may go to a partition; if not compared, it becomes due for that."""
+        """Whether messages may go to a partition; else its comparison becomes due."""
         if not self.usable:
             return False
         if partition not in self.compared:

@@ -5,21 +5,24 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
-from mqlayer.errors import MqlayerError, StoreUnavailable
+from mqlayer.errors import StoreUnavailable
 from mqlayer.postgres.database import connect_at_best, driver_errors
 from mqlayer.postgres.delayed_release import release_on
 from mqlayer.postgres.migrations import check_schema
 from mqlayer.postgres.rights import Right, require
+from mqlayer.relay.attachments import Attachments
 from mqlayer.relay.backoff import Interval
+from mqlayer.relay.catch_up import CatchUp
 from mqlayer.relay.commit_check import CommitChecker
 from mqlayer.relay.limits import RelayLimits
-from mqlayer.relay.lp_cursors import LpCursor, LpCursors, Row, Unsendable, chain_of, plan
+from mqlayer.relay.lp_cursors import LpCursors, Row, plan
 from mqlayer.relay.lp_leases import LpSets
-from mqlayer.relay.outbox_reader import LateIds, OutboxReader, Sweep
+from mqlayer.relay.outbox_reader import LateIds, OutboxReader
 from mqlayer.relay.outbox_source import OutboxSource, open_source, refuse_other_term
+from mqlayer.relay.progress_writer import ProgressWriter
 from mqlayer.relay.recovery import SourceEnded, armed_connections, recover_outbox
 from mqlayer.relay.relay_nodes import RelayNodes
 from mqlayer.relay.sender import Sender
@@ -27,7 +30,6 @@ from mqlayer.relay.targets import Targets, retarget
 from mqlayer.runtime.route_cache import RouteCache
 from mqlayer.runtime.runtime import Runtime
 from mqlayer.topics.outbox_access import is_replaced
-from mqlayer.topics.topics import attach_groups, attach_topics
 
 log = logging.getLogger(__name__)
 
@@ -57,16 +59,15 @@ class RelaySession:
         self._sender = Sender(
             prefix=runtime.prefix, cursors=self._cursors, nodes=self._nodes, targets=self._targets, limits=limits
         )
+        self._writer = ProgressWriter(self._reader, self._sender, self._cursors, self._refuse_other_term)
         self._late = LateIds(limits)
-        self._sweep: Sweep | None = None
         self._source: OutboxSource | None = None
-        self._attaching: Future[int] | None = None
-        self._naming: Future[None] | None = None
         # Four beats per lease, so that a dead relay is replaced soon after its lease.
         self._heartbeat = Interval(min(limits.heartbeat_s, runtime.settings.lease_s / 4))
         self._compare = Interval(limits.compare_s)
+        self._catch_up = CatchUp(self._reader, self._cursors, self._sender, limits, self._compare)
+        self._attachments = Attachments(runtime, limits, self._background, self._retarget_all)
         self._progress, self._sweeping = Interval(limits.progress_s), Interval(limits.sweep_s)
-        self._topics, self._groups = Interval(limits.topics_s), Interval(limits.groups_s)
         self._release_at = 0.0
         self.drained = False
         # When the leases were extended last; whether `open` is complete.
@@ -115,14 +116,12 @@ class RelaySession:
         self._nodes.former = source.former
         self._nodes.comparer = CommitChecker(self._runtime, source)
         now = time.monotonic()
-        self._topics.due(now)
+        self._attachments.begin_topics(now)
         self._heartbeat.due(now)
         self._hold_leases()
         if self._leases.helper and not self._leases.owned:
             return
-        attach_topics(self._runtime)
-        # `attach_topics` also names groups.
-        self._groups.due(now)
+        self._attachments.attach_first(now)
         self._routes.listen(self._routes_changed.set)
         self._connect_nodes()
         waiting, first_id = self._reader.backlog(self._leases.owned)
@@ -154,14 +153,16 @@ class RelaySession:
         self._nodes.compare(now)
         rows, late = self._read(now)
         self._pump(late + rows)
-        self._judge_sweep(end=not rows)
-        seen = len(rows) + len(late) + self._catch_up()
+        self._catch_up.judge_sweep(end=not rows)
+        seen = len(rows) + len(late) + self._catch_up.read(self._send)
         if len(rows) < self._limits.chunk_rows // 2:
             self._sender.collect(allowed=0)
-        self._quarantine()
-        self._lower_fallen()
+        self._writer.quarantine()
+        self._writer.lower_fallen()
         self._end_with_source()
-        self.drained = not seen and self._sweep is None and not self._readable() and not self._sender.has_pending
+        self.drained = (
+            not seen and self._catch_up.sweep is None and not self._catch_up.readable() and not self._sender.has_pending
+        )
         return seen
 
     def close(self, *, leave: bool) -> None:
@@ -182,7 +183,7 @@ class RelaySession:
         deadline = time.monotonic() + FIRST_CONNECT_S
         while self._sender.has_pending and time.monotonic() < deadline:
             self._sender.collect(allowed=0)
-        self._record_progress()
+        self._writer.record()
         self._leases.leave(self._connection)
 
     def _connect_nodes(self) -> None:
@@ -218,75 +219,9 @@ class RelaySession:
             return
         self._refuse_other_term()
         planned = plan(rows, self._cursors)
-        self._keep_voided(planned.voided)
+        self._writer.keep_voided(planned.voided)
         self._sender.send(planned.batches)
-        self._quarantine(planned.unsendable)
-
-    def _catch_up(self) -> int:
-        cursors = self._readable()
-        if not cursors:
-            return 0
-        afters = [cursor.sent for cursor in cursors]
-        rows, each = self._reader.of_lps(cursors)
-        self._sender.collect(allowed=self._limits.max_in_flight - 1)
-        seqs: dict[int, list[int]] = {cursor.chain: [] for cursor in cursors}
-        for row in rows:
-            seqs[row[1]].append(row[2])
-        # If bytes cut the chunk, no rows of a cursor means nothing.
-        whole = sum(len(row[5] or b"") for row in rows) < self._limits.chunk_bytes
-        read = [
-            (cursor, seqs[cursor.chain])
-            for cursor, after in zip(cursors, afters, strict=True)
-            # An answer meanwhile may have moved the cursor past these rows.
-            if cursor.state == "behind"
-            and cursor.sent == after
-            and self._continues(cursor, seqs[cursor.chain], whole=whole)
-        ]
-        for cursor, _ in read:
-            cursor.expected = cursor.sent + 1
-        self._send(rows)
-        for cursor, found in read:
-            self._after_reading(cursor, found, ended=whole and len(found) < each)
-        return len(rows)
-
-    def _continues(self, cursor: LpCursor, seqs: list[int], *, whole: bool) -> bool:
-        """Whether rows continue a cursor; if not, compare its mark soon."""
-        missing = seqs[0] != cursor.sent + 1 if seqs else whole and cursor.counted > cursor.sent
-        if missing:
-            self._sender.suspect(cursor)
-            self._compare.hasten()
-        return not missing
-
-    def _after_reading(self, cursor: LpCursor, seqs: list[int], *, ended: bool) -> None:
-        if cursor.state != "behind":
-            return
-        if ended and (not seqs or cursor.sent == seqs[-1]):
-            self._cursors.follow(cursor)
-        else:
-            self._cursors.fall_behind(cursor)
-            # Move it to the end: no cursor waits for another's whole backlog.
-            self._cursors.behind[cursor.chain] = self._cursors.behind.pop(cursor.chain)
-
-    def _readable(self) -> list[LpCursor]:
-        found: list[LpCursor] = []
-        for cursor in self._cursors.behind.values():
-            if cursor.target.ready or cursor.target.refusal:
-                found.append(cursor)
-                if len(found) == self._limits.lps_at_once:
-                    break
-        return found
-
-    def _judge_sweep(self, *, end: bool) -> None:
-        # The scan must first pass all that the sweep counted.
-        sweep = self._sweep
-        if sweep is None or not (end or self._reader.after >= sweep.last_id):
-            return
-        self._sweep = None
-        for chain, seq in sweep.counters.items():
-            cursor = self._cursors.get(chain)
-            cursor.counted = max(cursor.counted, seq)
-            if cursor.sent < seq and cursor.state == "open":
-                self._cursors.fall_behind(cursor)
+        self._writer.quarantine(planned.unsendable)
 
     def _end_with_source(self) -> None:
         if self._sender.ended:
@@ -299,20 +234,23 @@ class RelaySession:
                 self._sender.drop_connection(node, error)
         if self._routes_changed.is_set():
             self._routes_changed.clear()
-            retarget(self._cursors, self._targets, self._targets.refresh_all())
+            self._retarget_all()
         fresh = self._nodes.tend(now)
         if self._compare.due(now):
             fresh = [node for node in self._nodes if node.connection is not None]
         self._sender.ask_marks(fresh)
         if self._progress.due(now):
-            self._record_progress()
-        self._attach(now)
+            self._writer.record()
+        self._attachments.attach(now)
         if now >= self._release_at:
             self._release_delayed(now)
-        if self._sweep is None and self._sweeping.due(now):
-            self._sweep = self._reader.sweep(self._leases.owned)
-            self._check_quarantine()
+        if self._catch_up.sweep is None and self._sweeping.due(now):
+            self._catch_up.sweep = self._reader.sweep(self._leases.owned)
+            self._writer.check_quarantine(self._leases.owned)
             retarget(self._cursors, self._targets, self._targets.retry_unrouted(now))
+
+    def _retarget_all(self) -> None:
+        retarget(self._cursors, self._targets, self._targets.refresh_all())
 
     def _release_delayed(self, now: float) -> None:
         moved, next_s = release_on(self._connection, wait_ms=DELAYED_WAIT_MS)
@@ -330,65 +268,7 @@ class RelaySession:
         if gained:
             for chain, seq in self._reader.relayed(gained):
                 self._cursors.start(chain, seq)
-            self._check_quarantine()
+            self._writer.check_quarantine(self._leases.owned)
             self._sweeping.hasten()
         if gained or lost:
             log.info("relay_lp_sets", extra={"gained": gained, "lost": lost})
-
-    def _attach(self, now: float) -> None:
-        if self._attaching is not None and self._attaching.done():
-            error, self._attaching = self._attaching.exception(), None
-            if error is None:
-                retarget(self._cursors, self._targets, self._targets.refresh_all())
-            else:
-                log.warning("relay_attach_failed", extra={"reason": str(error)})
-        if self._attaching is None and self._topics.due(now):
-            self._attaching = self._background.submit(attach_topics, self._runtime)
-        if (self._naming is None or self._naming.done()) and self._groups.due(now):
-            self._naming = self._background.submit(self._name_groups)
-
-    def _name_groups(self) -> None:
-        # The fence refuses members of groups that the application database does not know.
-        try:
-            attach_groups(self._runtime)
-        except MqlayerError as error:
-            log.warning("relay_attach_failed", extra={"reason": str(error)})
-
-    def _check_quarantine(self) -> None:
-        blocked = set()
-        for topic_id, lp in self._reader.quarantined():
-            if lp >> 6 in self._leases.owned:
-                cursor = self._cursors.get(chain_of(topic_id, lp))
-                self._cursors.block(cursor)
-                blocked.add(cursor.chain)
-        for chain, cursor in list(self._cursors.blocked.items()):
-            if chain not in blocked:
-                self._cursors.release(cursor)
-
-    def _quarantine(self, unsendable: list[Unsendable] | None = None) -> None:
-        rows = (unsendable or []) + self._sender.missing
-        self._sender.missing = []
-        for cursor, seq, reason in rows:
-            self._reader.quarantine(cursor, seq, reason)
-            facts = {"topic_id": cursor.topic_id, "lp": cursor.lp, "seq": seq, "reason": reason}
-            log.warning("relay_row_quarantined", extra=facts)
-
-    def _keep_voided(self, rows: list[Unsendable]) -> None:
-        # First keep the rows, then send their void records: rotation empties the outbox behind these.
-        for cursor, seq, reason in rows:
-            self._reader.put_voided(cursor, seq, reason)
-            facts = {"topic_id": cursor.topic_id, "lp": cursor.lp, "seq": seq, "reason": reason}
-            log.warning("relay_row_voided", extra=facts)
-
-    def _record_progress(self) -> None:
-        moved = [cursor for cursor in self._sender.moved.values() if cursor.acked > cursor.recorded]
-        self._sender.moved = {}
-        if moved:
-            self._refuse_other_term()
-            self._reader.put_relayed(moved)
-
-    def _lower_fallen(self) -> None:
-        fallen, self._sender.fallen = list(self._sender.fallen.values()), {}
-        if fallen:
-            self._refuse_other_term()
-            self._reader.lower_relayed(fallen)

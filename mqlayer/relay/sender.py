@@ -11,7 +11,7 @@ from mqlayer.errors import MqlayerError, NodeOutOfMemory, StoreUnavailable
 from mqlayer.failpoints import failpoint
 from mqlayer.redis.node_connection import NodeConnection
 from mqlayer.redis.partition_scripts import LIVE_STATES, Refused, RunOutcome, append_reply, marks_reply
-from mqlayer.redis.wire import append_packet, bulk_number, marks_packet
+from mqlayer.redis.wire import append_packet, append_start, bulk_number, marks_packet
 from mqlayer.relay.backoff import ROUTE_FIRST_S
 from mqlayer.relay.limits import RelayLimits
 from mqlayer.relay.lp_cursors import LpCursor, LpCursors, RelayBatch, Target, Unsendable
@@ -262,17 +262,9 @@ class Sender:
             heads += (bulk_number(cursor.lp), bulk_number(first), bulk_number(len(of_cursor)))
             messages += of_cursor
         target = batch.target
-        return append_packet(
-            connection,
-            self._prefix,
-            target.partition,
-            self.source_id,
-            heads,
-            messages,
-            count=batch.count,
-            backlog=target.backlog_limit,
-            term=token,
-        )
+        digest = connection.digest("log_append")
+        start = append_start(digest, self._prefix, target.partition, self.source_id, target.backlog_limit, token)
+        return append_packet(start, heads, messages, count=batch.count)
 
     def _marks(self, connection: NodeConnection, question: MarksRequest) -> bytes:
         lps = [cursor.lp for cursor in question.cursors]

@@ -1,7 +1,7 @@
 """Copy dedup ids from sealed parents to importing successors.
 
-No process writes them meanwhile, and loading is idempotent. Best effort if the parent's node is unavailable: forgotten
-ids may let duplicates in, never loss or reordering.
+Loading is idempotent. Best effort without the parent's node: forgotten ids may let duplicates in, never loss or
+reordering.
 """
 
 from __future__ import annotations
@@ -52,7 +52,6 @@ def hand_over_ids(
 
 
 def _pages(connection: NodeConnection, partition: int, prefix: str) -> Iterator[tuple[list[KnownId], int]]:
-    """Yield ids with their remaining lifetime in ms."""
     keys, start = partition_keys(prefix, partition), 0
     while True:
         replies = connection.call(

@@ -1,6 +1,6 @@
 """Undo route changes that the control database lost (docs/design/lost-commits.md).
 
-All unknown successors become tombstones before any parent opens, so two partitions never take one LP (invariant 4).
+All unknown successors become tombstones before a parent opens (invariant 4).
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ class _LostChangeUndo:
             raise_for_reply(reply, connection.node.address)
 
     def _open(self, meta: _PartitionMeta) -> None:
-        """Remove the command record; free its entry id, because command records break dense offsets."""
+        """Remove the command record; free its entry id: it breaks dense offsets."""
         connection, keys = self._connections.to(meta.node), partition_keys(self._prefix, meta.partition)
         # Empty: no LP is short.
         reopen = reopen_command(connection, self._prefix, meta.partition, meta.seal, "", 0)

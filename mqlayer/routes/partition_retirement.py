@@ -76,7 +76,6 @@ def _undeleted(database: Database, skipped_nodes: set[NodeId]) -> dict[NodeId, U
 
 
 def _delete(runtime: Runtime, node: Node, partitions: Undeleted) -> list[int] | None:
-    """Return the fully removed partitions; None: the node is unavailable."""
     try:
         with runtime.connection(node) as connection:
             commands = [

@@ -1,4 +1,4 @@
-"""Split reports: files with the LPs at which splits would balance a topic."""
+"""Split reports: files with LPs whose splits balance a topic."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class RouteChange:
 
 @dataclass(frozen=True, slots=True)
 class DrainProgress:
-    """A group's unsettled messages in a sealed partition; None: its node is unavailable."""
+    """Unsettled messages in a sealed partition; None: its node is unavailable."""
 
     group: str
     group_version: int

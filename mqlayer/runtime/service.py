@@ -43,13 +43,13 @@ class Service(ABC):
         self.wake.set()
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for the thread's end; say whether it ended."""
+        """Wait; return whether the thread ended."""
         if self._thread.ident is not None:
             self._thread.join(max(0.0, timeout_s))
         return not self._thread.is_alive()
 
     def stop(self, timeout_s: float) -> bool:
-        """End the thread and wait; say whether it ended."""
+        """End the thread; return whether it ended."""
         self.end()
         return self.join(timeout_s)
 
@@ -59,7 +59,7 @@ class Service(ABC):
         return self._thread.ident is not None
 
     def health(self, limit_s: float) -> Health:
-        """Report a thread that ended or makes no pass for `limit_s`, and the last error."""
+        """Report an ended thread, no pass for `limit_s`, or the last error."""
         if self.started and not self._thread.is_alive():
             return Health(stuck=(f"{self._title} ended",))
         return Health(self._liveness.stuck(self._title, limit_s), self._waits())
@@ -94,7 +94,7 @@ class Service(ABC):
         return True
 
     def _wait_s(self) -> float | None:
-        """Return how long to wait for `wake` before the next pass; None: until then."""
+        """Return the longest wait for `wake`; None: no bound."""
         return RETRY_S
 
     @abstractmethod
@@ -102,10 +102,9 @@ class Service(ABC):
         """Do the present work."""
 
     def _close(self) -> None:  # noqa: B027 - most have nothing to close
-        """Do what remains after the last pass, in the thread."""
+        """Act after the last pass, in the thread."""
 
     def _report(self, error: Exception) -> None:
-        """Log a pass's error, whose text is in `last_error`."""
         if isinstance(error, MqlayerError):
             log.warning("%s_%s", self._event, self._waiting, extra={"reason": self.last_error, **self._facts()})
         else:
@@ -117,16 +116,15 @@ class Service(ABC):
         self.wake.clear()
 
     def _retry_wait_s(self) -> float:
-        """Return how long to wait after a failed pass."""
         return self._retry_s
 
     def _facts(self) -> Mapping[str, Any]:
-        """Return what log events say besides the error."""
+        """Return further facts of log events."""
         return {}
 
 
 def stop_all(services: Iterable[Service], timeout_s: float) -> bool:
-    """End services in parallel, so that silent stores cost one timeout; say whether all ended."""
+    """End services in parallel; return whether all ended."""
     until, ending = time.monotonic() + timeout_s, list(services)
     for service in ending:
         service.end()

@@ -85,8 +85,8 @@ def rearm_node(
 
     Idempotent; a crash leaves the node unarmed. Acks under earlier epochs are refused.
 
-    Without an application database there is no outbox to resend from. `accept_loss`: continue without messages that it
-    no longer has; `accept_loss_of`: for these partitions only. `empty`: the node's data are lost; partitions under
+    Only an application database can resend. `accept_loss`: continue without messages that it lacks;
+    `accept_loss_of`: for these partitions only. `empty`: the node's data are lost; partitions under
     another prefix belong to another system. `former`: accept a replaced primary.
 
     Raises ConfigurationRefused for another key prefix, StoreUnavailable if another outbox's relay must resend, Conflict
@@ -192,20 +192,20 @@ class _NodeArming:
             run_id = node_connection.connect().run_id
             self._refuse(run_id)
             repair = NodeRepair(self._runtime, connection, node_connection, **options)
-            if not self._empty and repair.is_empty:
+            if not self._empty and repair.state.is_empty:
                 raise Conflict(
                     f"{node.address} holds none of the partitions of node {node.name!r}",
                     "look at the address; say --empty if the node's data are gone and it begins anew there",
                 )
             if not always and not repair.needed and run_id == node.armed_run_id:
                 return 0
-            emptied = repair.is_emptied and run_id == node.armed_run_id
-            if emptied or (repair.needs_restore and self._is_shorter(repair.offsets)):
+            emptied = repair.state.is_emptied and run_id == node.armed_run_id
+            if emptied or (repair.state.needs_restore and self._is_shorter(repair.state.offsets)):
                 repair.lower()
                 if emptied:
                     # A crash from here on must not leave an incomplete run armed.
                     connection.execute(query("node_disarm"), {"node_id": node.node_id})
-                return repair.offsets
+                return repair.state.offsets
             if run_id != node.armed_run_id:
                 self._renew_file(node_connection)
             raised = connection.execute(query("node_epochs_raise"), {"node_id": node.node_id}).fetchall()
@@ -215,7 +215,7 @@ class _NodeArming:
             repair.repair(raised)
             # A server emptied meanwhile has forgotten them and would accept stale epochs.
             self._put_numbers(node_connection, raised)
-            repair.recheck()
+            repair.state.recheck()
             failpoint("rearm.before_arm")
         connection.execute(query("node_arm"), {"node_id": node.node_id, "run_id": run_id})
         facts = facts | {"run_id": run_id, "epochs": len(raised)} | repair.report.facts()
@@ -237,7 +237,7 @@ class _NodeArming:
             )
 
     def _renew_file(self, connection: NodeConnection) -> None:
-        """Rewrite the append-only file in the background: a restart would run the torn start of a transaction."""
+        """Rewrite the append-only file: a restart would run the torn start of a transaction."""
         (reply,) = connection.call([("BGREWRITEAOF",)])
         if isinstance(reply, Exception):
             log.warning("node_file_not_rewritten", extra={"node": self._node.name, "reason": str(reply)})

@@ -23,7 +23,7 @@ def borrow_outbox(application: Database | None, outbox_uuid: UUID) -> Iterator[C
 
 
 def is_replaced(outbox: Connection) -> bool:
-    """Say whether the outbox's timeline differs from the recorded one; record the first."""
+    """Whether the outbox's timeline differs from the recorded one; record the first."""
     row = outbox.execute(query("outbox_server")).fetchone()
     if row is None:
         return False
@@ -39,7 +39,7 @@ def is_replaced(outbox: Connection) -> bool:
 
 
 def may_lack_commits_of(outbox: Connection, control: Connection) -> bool:
-    """Say whether an outbox may lack commits that the control database has.
+    """Whether an outbox may lack commits that the control database has.
 
     Schemas in one server lose commits together; without a new timeline, only those in one database.
     """

@@ -89,14 +89,12 @@ def _run(lp: int, after: int, to: int, found: Sequence[tuple[Any, ...]], missing
 
 
 def _fields(facts: bytes, key: bytes | None, body: bytes | None) -> tuple[bytes, bytes, bytes]:
-    """Return record fields; a void record's if oversized."""
     if reason := oversize(key, body):
         return void_facts(facts, reason), NO_KEY, b""
     return facts, NO_KEY if key is None else key, body or b""
 
 
 def _refuse_if_renumbered(borrowed: BorrowedOutbox, address: str) -> None:
-    """Check the outbox's identity after each read."""
     # The timeline is not compared: a recovery records it at its end, after it has nodes armed, so both would wait for
     # each other.
     identity = borrowed.outbox.execute(query("outbox_identity")).fetchone()

@@ -106,8 +106,8 @@ def create_topic(
 def set_archived(runtime: Runtime, name: str, *, archived: bool) -> bool:
     """Switch a topic's archiving; return whether that changed anything. Audited.
 
-    On: archive from the first record still in the streams; trimming waits. Off: groups alone decide trimming, so a
-    later switch-on leaves a gap. Raises NotFound; TransactionConflict while trimming or an archiver blocks it for
+    On: archive from the streams' first record; trimming waits. Off: trimming goes on, so a later switch-on leaves a
+    gap. Raises NotFound; TransactionConflict while trimming or an archiver blocks it for
     seconds.
     """
 

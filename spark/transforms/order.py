@@ -86,7 +86,7 @@ def totals(per_chain: DataFrame) -> DataFrame:
 
 
 def clean(total: Mapping[str, int]) -> bool:
-    """Return whether totals have no finding."""
+    """Whether totals have no finding."""
     return not any(total[_plural(kind)] for kind in KINDS)
 
 

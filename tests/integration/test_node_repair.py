@@ -22,7 +22,7 @@ from mqlayer.redis.keys import partition_keys
 from mqlayer.redis.node_connection import NodeConnection
 from mqlayer.routes import change_driver, finish_changes
 from mqlayer.stack import RedisServer
-from mqlayer.topics import node_repair, nodes, outbox_resend, rearm_node, set_node_address
+from mqlayer.topics import nodes, outbox_resend, partition_refill, rearm_node, set_node_address
 from mqlayer.topics.outbox_access import borrow_outbox
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.wait import wait_until
@@ -253,14 +253,14 @@ def test_filling_up_takes_its_time_and_keeps_its_locks(
     scene.bring(20, "a")
     scene.split()
     lose_all(node)
-    plain = node_repair.NodeRepair._append
+    plain = partition_refill.PartitionRefill._append
 
-    def append(mender: node_repair.NodeRepair, *args: Any) -> str:
+    def append(refill: partition_refill.PartitionRefill, *args: Any) -> str:
         threading.Event().wait(0.1)
-        return plain(mender, *args)
+        return plain(refill, *args)
 
-    monkeypatch.setattr(node_repair.NodeRepair, "_append", append)
-    monkeypatch.setattr(node_repair, "SEEN_EVERY_S", 0.0)
+    monkeypatch.setattr(partition_refill.PartitionRefill, "_append", append)
+    monkeypatch.setattr(partition_refill, "SEEN_EVERY_S", 0.0)
     monkeypatch.setattr(outbox_resend, "ROWS_PER_READ", 1)
     monkeypatch.setitem(nodes.TIMEOUTS, "idle", "500ms")
     scene.rearm()
@@ -277,13 +277,13 @@ def test_many_lps_are_filled_up_at_a_time_by_rows_and_by_bytes(
     scene.split()
     lose_all(node)
     appends: list[int] = []
-    plain = node_repair.NodeRepair._append
+    plain = partition_refill.PartitionRefill._append
 
-    def append(mender: node_repair.NodeRepair, wanted: Any, seal_id: str, source: int, runs: Any) -> str:
+    def append(refill: partition_refill.PartitionRefill, wanted: Any, seal_id: str, source: int, runs: Any) -> str:
         appends.append(len(runs))
-        return plain(mender, wanted, seal_id, source, runs)
+        return plain(refill, wanted, seal_id, source, runs)
 
-    monkeypatch.setattr(node_repair.NodeRepair, "_append", append)
+    monkeypatch.setattr(partition_refill.PartitionRefill, "_append", append)
     monkeypatch.setattr(outbox_resend, "BYTES_PER_READ", size)
     scene.rearm()
     assert 0 < len(appends) <= most

@@ -50,7 +50,7 @@ def filled(archived: ArchivedTopics) -> ArchivedTopics:
 
 
 def read(spark: Any, filled: ArchivedTopics, way: str, tmp_path: Path, **facts: Any) -> Any:
-    from mqlayer.spark import read_snapshot
+    from mqlayer.spark import read_export, read_snapshot
 
     if way != "parquet":
         require(spark, way)
@@ -58,7 +58,7 @@ def read(spark: Any, filled: ArchivedTopics, way: str, tmp_path: Path, **facts: 
         return read_snapshot(spark, "s", dsn=role_dsn(filled.dsn, Right.ANALYZE), method=way, **facts)  # type: ignore[arg-type]
     if not (tmp_path / "out").exists():
         export_snapshot(runtime_of(filled.database), "s", tmp_path / "out", file_rows=20)
-    return read_snapshot(spark, "s", path=str(tmp_path / "out"), **facts)
+    return read_export(spark, "s", str(tmp_path / "out"), **facts)
 
 
 def require(spark: Any, way: str) -> None:
@@ -132,7 +132,7 @@ def test_a_reading_that_is_not_the_cut_is_refused(spark: Any, filled: ArchivedTo
 def test_errors_name_the_option_that_is_wrong(spark: Any, filled: ArchivedTopics, tmp_path: Path) -> None:
     from pyspark.errors import PySparkException
 
-    from mqlayer.spark import read_snapshot, register
+    from mqlayer.spark import read_export, read_snapshot, register
 
     with pytest.raises(NotFound, match="snapshot list"):
         read_snapshot(spark, "nobody", dsn=filled.dsn)
@@ -141,12 +141,13 @@ def test_errors_name_the_option_that_is_wrong(spark: Any, filled: ArchivedTopics
         ({"columns": ["key", "x"]}, "option columns: no 'x'"),
         ({"columns": []}, "option columns"),
         ({"method": "x"}, "option method"),
-        ({"method": "parquet"}, "option path"),
-        ({"path": str(tmp_path / "x")}, "option path: no export"),
+        ({"method": "parquet"}, "option method"),
         ({"partitions": 0}, "option partitions"),
     ):
         with pytest.raises(InvalidInput, match=text):
             read_snapshot(spark, "s", dsn=filled.dsn, **facts)
+    with pytest.raises(InvalidInput, match="option path: no export"):
+        read_export(spark, "s", str(tmp_path / "x"))
     register(spark, dsn=filled.dsn)
     for options, text in (
         ({}, "option snapshot"),

@@ -28,7 +28,7 @@ from mqlayer.redis.partition_scripts import (
     create,
     end_sources,
 )
-from mqlayer.redis.wire import LINE_END, append_packet, bulk, bulk_head, bulk_number
+from mqlayer.redis.wire import LINE_END, append_packet, append_start, bulk, bulk_head, bulk_number
 from mqlayer.stack import RedisServer
 
 LP_FROM, LP_TO = 4, 8
@@ -183,11 +183,9 @@ class Appends(RuleBasedStateMachine):
             for facts, key, body in zip(parts[::3], parts[1::3], parts[2::3], strict=True):
                 pieces += (bulk(facts), bulk(key), bulk_head(len(body)), body, LINE_END)
         count = sum(run.count for run in runs)
-        self.connection.send_packet(
-            append_packet(
-                self.connection, self.prefix, self.partition, source, heads, pieces, count=count, backlog=backlog
-            )
-        )
+        digest = self.connection.digest("log_append")
+        start = append_start(digest, self.prefix, self.partition, source, backlog)
+        self.connection.send_packet(append_packet(start, heads, pieces, count=count))
         return self.connection.receive(1)[0]
 
     def fields(self, count: int) -> list[bytes]:

@@ -10,16 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mqlayer.consuming.api.batch_handlers import batch_shape
-from mqlayer.consuming.api.batches import (
-    Batch,
+from mqlayer.consuming.api.batch_messages import (
+    BatchKind,
     BatchMessage,
     Failed,
     Handled,
-    Kind,
     MessageMark,
     MessageOutcome,
     Redelivered,
 )
+from mqlayer.consuming.api.batches import Batch
 from mqlayer.consuming.api.bodies import decoder_for
 from mqlayer.consuming.api.context import Context
 from mqlayer.consuming.ordered.owned_partitions import KeyQueue, OwnedPartition
@@ -30,10 +30,10 @@ from mqlayer.groups.members import Assignment
 from mqlayer.redis.partition_scripts import LockHolder
 
 BOOM = RuntimeError("boom")
-KINDS: list[Kind] = ["distinct", "key"]
+KINDS: list[BatchKind] = ["distinct", "key"]
 
 
-def batch_of(kind: Kind, count: int, *, bodies: list[bytes] | None = None, partitions: int = 1) -> Batch[Any]:
+def batch_of(kind: BatchKind, count: int, *, bodies: list[bytes] | None = None, partitions: int = 1) -> Batch[Any]:
     """Return a batch of so many messages, in turn of so many partitions."""
     helds = [
         OwnedPartition(
@@ -60,22 +60,22 @@ def words(outcomes: list[MessageOutcome]) -> str:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_with_a_return_all_are_done(kind: Kind) -> None:
+def test_with_a_return_all_are_done(kind: BatchKind) -> None:
     assert words(batch_of(kind, 3).end(None)) == "ddd"
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_exception_blames_nobody_of_several(kind: Kind) -> None:
+def test_an_exception_blames_nobody_of_several(kind: BatchKind) -> None:
     assert words(batch_of(kind, 3).end(BOOM)) == "sss"
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_exception_blames_the_only_one(kind: Kind) -> None:
+def test_an_exception_blames_the_only_one(kind: BatchKind) -> None:
     assert batch_of(kind, 1).end(BOOM) == [Failed(BOOM)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_exception_blames_the_only_one_that_is_not_done(kind: Kind) -> None:
+def test_an_exception_blames_the_only_one_that_is_not_done(kind: BatchKind) -> None:
     batch = batch_of(kind, 3)
     batch.done(*batch[:2])
     assert batch.end(BOOM) == [Handled(), Handled(), Failed(BOOM)]
@@ -104,7 +104,7 @@ def test_of_one_key_the_first_failed_one_counts_and_the_rest_waits() -> None:
 
 
 @pytest.mark.parametrize(("kind", "seen", "outcomes"), [("distinct", [1, 3], "dfd"), ("key", [1], "dfa")])
-def test_a_body_that_does_not_fit_is_not_seen(kind: Kind, seen: list[int], outcomes: str) -> None:
+def test_a_body_that_does_not_fit_is_not_seen(kind: BatchKind, seen: list[int], outcomes: str) -> None:
     batch = batch_of(kind, 3, bodies=[b"1", b"secret", b"3"])
     assert batch.values == seen
     ended = batch.end(None)
@@ -114,32 +114,32 @@ def test_a_body_that_does_not_fit_is_not_seen(kind: Kind, seen: list[int], outco
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_the_fence_let_through_is_done_only_by_a_return(kind: Kind) -> None:
+def test_what_the_fence_let_through_is_done_only_by_a_return(kind: BatchKind) -> None:
     """Until then its transaction may be rolled back, whatever is marked."""
     for raised, expected in ((None, "ddd"), (BOOM, "sss")):
         batch = batch_of(kind, 3)
-        batch._judge(batch[:], ["current"] * 3, [1] * 3)
+        batch._fence.judge(batch[:], ["current"] * 3, [1] * 3)
         batch.done(*batch)
         assert words(batch.end(raised)) == expected
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_message_that_is_named_twice_is_fenced_once(kind: Kind) -> None:
+def test_a_message_that_is_named_twice_is_fenced_once(kind: BatchKind) -> None:
     """The second answer would be "applied" for the first one's sake, in a transaction that may be rolled back."""
     batch = batch_of(kind, 2)
-    assert batch._to_fence([batch[0], batch[0], batch[1]]) == batch[:]
+    assert batch._fence.choose(batch[:], [batch[0], batch[0], batch[1]]) == batch[:]
 
 
 @pytest.mark.parametrize(("kind", "outcomes"), [("distinct", "dafa"), ("key", "dsss")])
-def test_a_failure_behind_the_fence_rolls_back_and_counts_once_it_is_first(kind: Kind, outcomes: str) -> None:
+def test_a_failure_behind_the_fence_rolls_back_and_counts_once_it_is_first(kind: BatchKind, outcomes: str) -> None:
     """Those before it of its key have to be applied first, without it."""
     batch = batch_of(kind, 4)
-    batch._judge(batch[:], ["applied", "current", "current", "current"], [1] * 4)
+    batch._fence.judge(batch[:], ["applied", "current", "current", "current"], [1] * 4)
     with pytest.raises(BatchUndone) as undone:
         batch.fail(batch[2], BOOM)
     assert words(batch.end(undone.value)) == outcomes
     alone = batch_of(kind, 1)
-    alone._judge(alone[:], ["current"], [1])
+    alone._fence.judge(alone[:], ["current"], [1])
     with pytest.raises(BatchUndone) as undone:
         alone.fail(alone[0], BOOM)
     assert alone.end(undone.value) == [Failed(BOOM)]
@@ -148,7 +148,7 @@ def test_a_failure_behind_the_fence_rolls_back_and_counts_once_it_is_first(kind:
 def test_a_lost_partition_is_named_and_the_others_come_again() -> None:
     batch = batch_of("distinct", 4, partitions=2)
     with pytest.raises(StaleOwner) as stale:
-        batch._judge(batch[:], ["current", "stale", None, None], [1, 9, None, None])
+        batch._fence.judge(batch[:], ["current", "stale", None, None], [1, 9, None, None])
     outcomes = batch.end(stale.value)
     assert words(outcomes) == "afaf"
     assert all(isinstance(o.error, StaleOwner) for o in outcomes if isinstance(o, Failed))
@@ -167,7 +167,7 @@ def test_a_word_about_another_batch_or_after_the_end_is_refused() -> None:
 
 
 @given(st.integers(0, 2**32), st.sampled_from(KINDS))
-def test_nothing_is_lost_and_no_key_is_reversed(seed: int, kind: Kind) -> None:
+def test_nothing_is_lost_and_no_key_is_reversed(seed: int, kind: BatchKind) -> None:
     """Whatever a handler says: done means said so, applied, or a return; of a key only what is in front is done."""
     rng = random.Random(seed)
     batch = batch_of(kind, rng.randint(1, 6))
@@ -195,8 +195,8 @@ def say_anything(batch: Batch[Any], rng: random.Random) -> BaseException | None:
                 case "fail":
                     batch.fail(some, BOOM)
                 case "fence":
-                    chosen = batch._to_fence(some)
-                    batch._judge(chosen, [rng.choice(["current", "applied"]) for _ in chosen], [1] * len(chosen))
+                    chosen = batch._fence.choose(batch[:], some)
+                    batch._fence.judge(chosen, [rng.choice(["current", "applied"]) for _ in chosen], [1] * len(chosen))
         except InvalidInput:
             continue
         except (BatchUndone, HandlerFault) as error:

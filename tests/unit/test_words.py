@@ -1,4 +1,4 @@
-"""One word per idea, one idea per word: no class name stands for two things, and words that were replaced stay away."""
+"""One word per idea, one idea per word, few words; classes, signatures and docstrings within the limits of size."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 CODE = ("mqlayer", "workers", "spark")
+MOST_METHODS = 25
+MOST_PARAMETERS = 8
+MOST_DOCSTRING_WORDS = 35_000
 REPLACED = {
     "burial": "dead letter",
     "buried": "dead-lettered, or deleted",
@@ -92,3 +95,47 @@ def test_a_word_that_was_replaced_stays_away(word: str) -> None:
         if found.search(line)
     ]
     assert lines == []
+
+
+def counted_classes() -> Iterator[tuple[int, str]]:
+    """Yield each class with the number of its methods."""
+    for path in sources():
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                methods = sum(isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef) for one in node.body)
+                yield methods, f"{path.relative_to(ROOT)}: {node.name}"
+
+
+def counted_functions() -> Iterator[tuple[int, str]]:
+    """Yield each function with the number of its parameters; commands and App.consumer are lists of options."""
+    for path in sources():
+        if "cli" in path.parts:
+            continue
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name != "consumer":
+                parameters = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+                own = [one for one in parameters if one.arg not in ("self", "cls")]
+                yield len(own), f"{path.relative_to(ROOT)}: {node.name}"
+
+
+def docstrings() -> Iterator[str]:
+    """Yield the docstrings of modules, classes and functions."""
+    for path in sources():
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                yield ast.get_docstring(node) or ""
+
+
+def test_no_class_has_more_than_25_methods() -> None:
+    """Where this fails, split the class by the state that its parts own."""
+    assert [found for found in counted_classes() if found[0] > MOST_METHODS] == []
+
+
+def test_no_function_has_more_than_8_parameters() -> None:
+    """Where this fails, parameters that travel together are an object."""
+    assert [found for found in counted_functions() if found[0] > MOST_PARAMETERS] == []
+
+
+def test_docstrings_say_only_what_signatures_do_not() -> None:
+    """Where this fails, cut words that repeat a name or a type, not promises, units or reasons."""
+    assert sum(len(text.split()) for text in docstrings()) <= MOST_DOCSTRING_WORDS

@@ -226,8 +226,7 @@ class App:
         log.info("consumers_started", extra={"members": len(self.members)})
 
     def stop(self, timeout_s: float | None = None) -> bool:
-        """Stop all members as `Member.stop` does; return whether every handler ended. No message is handled
-        afterwards."""
+        """Stop all members as `Member.stop` does; return whether every handler ended."""
         ended: list[bool] = []
         threads = [threading.Thread(target=lambda m=member: ended.append(m.stop(timeout_s))) for member in self.members]
         for thread in threads:

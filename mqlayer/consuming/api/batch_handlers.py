@@ -6,7 +6,8 @@ import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
-from mqlayer.consuming.api.batches import Batch, BatchMessage, BatchOf
+from mqlayer.consuming.api.batch_messages import BatchMessage
+from mqlayer.consuming.api.batches import Batch, BatchOf
 from mqlayer.consuming.api.bodies import decoder_for, type_name
 from mqlayer.consuming.engine.timeouts import current_deadline
 from mqlayer.consuming.ordered.owned_partitions import KeyQueue

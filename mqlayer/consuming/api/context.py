@@ -139,7 +139,7 @@ class Context(Delivered):
         return math.inf if self._deadline is None else self._deadline.extend(seconds)
 
     def fence(self, connection: Any) -> None:
-        """Check in the effect's transaction that this process owns the partition and the message is not applied.
+        """Check in the effect's transaction that this process owns the partition and the effect is missing.
 
         Call it first, once, on the effect's connection (psycopg, SQLAlchemy, Django). The commit marks the message as
         applied. Raises AlreadyApplied or StaleOwner: don't catch them; the member then settles the message, or drops

@@ -1,1 +1,1 @@
-"""What ordered and shared consumption have in common: heartbeat, executors, time limits, failure decisions."""
+"""Shared by ordered and shared consumption: heartbeat, executors, time limits, failure decisions."""

@@ -23,5 +23,5 @@ class Lease:
         self.until = 0.0
 
     def holds(self) -> bool:
-        """Say whether the lease holds."""
+        """Whether the lease holds."""
         return clock() < self.until

@@ -15,7 +15,7 @@ from mqlayer.runtime.runtime import Runtime
 
 @dataclass(frozen=True, slots=True)
 class MemberCore:
-    """A member's identity, its means, and what its heartbeat hears."""
+    """A member's identity, means, and live settings."""
 
     runtime: Runtime
     routes: RouteCache
@@ -28,7 +28,7 @@ class MemberCore:
 
     @classmethod
     def of(cls, runtime: Runtime, routes: RouteCache, group: Group, options: MemberOptions | None) -> MemberCore:
-        """Return a new member's; its runtime acts under its id."""
+        """Return a new member's core; its runtime acts under its id."""
         chosen = options or MemberOptions()
         acting = replace(runtime, actor=chosen.member_id or new_member_id())
         return cls(acting, routes, group, chosen, LiveSettings(group))

@@ -20,7 +20,7 @@ Timeouts = ThreadTimeouts | AsyncioTimeouts
 
 
 class Worker(ABC):
-    """What one worker takes and does: the strategy. It raises nothing."""
+    """One worker's strategy. It raises nothing."""
 
     @property
     @abstractmethod

@@ -67,7 +67,7 @@ def failure_action(
 
 
 def wait_in_place_s(rules: RetryRules, attempts: int, seconds: float | None) -> float:
-    """Return how long a message waits that finds no room for parking."""
+    """Return the wait of a message without parking room."""
     return rules.wait_s(max(1, attempts), 0.0) if seconds is None else seconds
 
 

@@ -1,7 +1,7 @@
 """A member's session in Postgres: join, heartbeat, leave.
 
-The lease counts on this process's clock from before each heartbeat, and ends a margin before Postgres frees the
-partitions; see `docs/design/ownership.md`.
+The lease counts on this process's clock from before each heartbeat, and ends before Postgres frees the partitions;
+see `docs/design/ownership.md`.
 """
 
 from __future__ import annotations
@@ -131,7 +131,6 @@ class Heartbeat(Service):
             return False
 
     def _join_or_reset(self) -> bool:
-        """Join; or revive a retired instance and return False."""
         try:
             self._join()
         except GroupRetired:

@@ -53,7 +53,7 @@ class Member(ABC, Generic[R, S]):
             raise
 
     def stop(self, timeout_s: float | None = None) -> bool:
-        """Wait for running handlers, settle, give back the rest; return whether every handler ended.
+        """Wait for handlers, settle, give back the rest; return whether every handler ended.
 
         Handlers that outlast `timeout_s` (default `drain_timeout_s`) can't settle: their messages are handled again.
         """

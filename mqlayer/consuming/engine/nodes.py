@@ -51,7 +51,7 @@ class NodeIo(Generic[R, S]):
 class MemberNodes(Generic[R, S]):
     """A member's nodes, opened at first need by one thread.
 
-    `reader` and `settler` make a node's threads, from a connection and the first part of their names.
+    `reader` and `settler` make a node's threads, from a connection and a name's first part.
     """
 
     def __init__(

@@ -32,7 +32,7 @@ class MemberOptions:
 
 @dataclass(slots=True)
 class MemberStats:
-    """Counts since the start; readable by any thread, exact once the member stopped."""
+    """Counts since the start; any thread may read them; exact after the stop."""
 
     handled: int = 0
     settled: int = 0

@@ -8,7 +8,7 @@ from mqlayer.groups.members import HeartbeatReply, MemberSession
 
 
 class MemberPartitions(ABC):
-    """A member's partitions, as its heartbeats say.
+    """A member's assigned partitions.
 
     Only the heartbeat's thread calls `follow`, `lease_lost` and `report`.
     """

@@ -62,13 +62,13 @@ class RateLimiter:
             self._permits += given
 
     def available(self, most: int) -> int:
-        """Return how many parked messages may begin, at most `most`."""
+        """Return how many parked messages may begin."""
         with self._lock:
             # The tolerance absorbs rounding of summed fractions.
             return most if self._limit is None else max(0, min(most, int(self._permits + SUM_ERROR)))
 
     def available_to_read(self, most: int) -> int:
-        """Return how many stream messages may begin, at most `most`."""
+        """Return how many stream messages may begin."""
         with self._lock:
             if self._limit is None:
                 return most
@@ -137,14 +137,14 @@ class RateLimiter:
 
 
 class RatePoller:
-    """Fetches rate for one reader, from the buckets of its node's partitions."""
+    """Fetches rate from the buckets of a node's partitions."""
 
     def __init__(self, rate_limiter: RateLimiter) -> None:
         self._rate_limiter = rate_limiter
         self._ask_at = 0.0
 
     def due(self) -> bool:
-        """Say whether to poll now."""
+        """Whether to poll now."""
         return self._rate_limiter.limit is not None and clock() >= self._ask_at
 
     def commands(

@@ -1,10 +1,10 @@
 """Time limits of handlers.
 
-A deadline leaves the running ones exactly once: by its worker, or by the watcher when time is up. That decides who ends
-it, without a lock, which an interrupted handler could leave locked.
+A deadline leaves the running ones exactly once: by its worker, or by the watcher. That decides who ends it; an
+interrupted handler could leave a lock locked.
 
-- Plain handlers: a watcher thread raises HandlerInterrupt in the handler's thread. Its worker waits for that, so it
-  never hits later code. Blocking C calls end first.
+- Plain handlers: a watcher raises HandlerInterrupt in their thread. The worker waits for that, so it never hits
+later code. Blocking C calls end first.
 - Async handlers: the event loop cancels them at their next await.
 """
 
@@ -92,7 +92,7 @@ def timed_out(end: HandlerInterrupt) -> MessageTimeout:
 
 
 def limited(rules: RetryRules) -> bool:
-    """Say whether handlers have a time limit."""
+    """Whether handlers have a time limit."""
     return rules.time_limit_s is not None or rules.max_time_limit_s is not None
 
 

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class Assignments(MemberPartitions):
-    """Owns what is assigned, releases the rest."""
+    """Owns assigned partitions, releases others."""
 
     def __init__(
         self,

@@ -74,15 +74,15 @@ class Attempts:
         return True
 
     def is_suspect(self, offset: int) -> bool:
-        """Say whether it starts alone."""
+        """Whether it starts alone."""
         return offset in self._suspects
 
     def is_recorded(self, offset: int) -> bool:
-        """Say whether the node knows its start."""
+        """Whether the node knows its start."""
         return offset in self._recorded
 
     def is_new(self, offset: int) -> bool:
-        """Say whether its start is unknown."""
+        """Whether its start is unknown."""
         return offset not in self._recorded and offset not in self._suspects and offset not in self._died
 
     def request_starts(self, starts: Iterable[GuardedStart]) -> None:
@@ -100,7 +100,7 @@ class Attempts:
 
     @property
     def has_starts(self) -> bool:
-        """Whether starts are to be recorded."""
+        """Whether starts await recording."""
         return bool(self._starts)
 
     @property

@@ -63,7 +63,7 @@ class BatchQueues(ReadyQueues):
             super().finish(key_queue, delay_s)
 
     def _in_turn(self, key_queue: KeyQueue) -> bool:
-        """Say whether a parked key continues; after a failed batch always, to keep messages single."""
+        """Whether a parked key continues; always after a failed batch."""
         return (
             key_queue.parked_key is None
             or key_queue.singly > 0
@@ -136,7 +136,7 @@ class BatchDispatcher(Dispatcher):
         super().__init__(lease, self._batches)
 
     def take_batch(self, timeout_s: float) -> list[KeyQueue]:
-        """Return key queues with their records, waiting; empty at the timeout."""
+        """Return key queues with their records; empty at the timeout."""
         with self.lock:
             key_queues = self._batches.gather()
             if not key_queues and timeout_s and not self._batches.stopping:
@@ -159,7 +159,7 @@ class BatchDispatcher(Dispatcher):
 
 
 def is_alone(key_queue: KeyQueue, record: Record) -> bool:
-    """Say whether a message needs its own batch."""
+    """Whether a message needs its own batch."""
     if record.offset < key_queue.guarded_below or record.offset < key_queue.singly:
         return True
     if isinstance(record, ParkedRecord):

@@ -11,7 +11,8 @@ from itertools import groupby
 from typing import Any
 
 from mqlayer.consuming.api.batch_handlers import BatchHandler
-from mqlayer.consuming.api.batches import Batch, BatchMessage, Failed, Handled, MessageOutcome, Redelivered, is_lost
+from mqlayer.consuming.api.batch_messages import BatchMessage, Failed, Handled, MessageOutcome, Redelivered
+from mqlayer.consuming.api.batches import Batch, is_lost
 from mqlayer.consuming.engine.clock import clock
 from mqlayer.consuming.engine.executors import IDLE_WAIT_S, Timeouts, Worker, not_awaited
 from mqlayer.consuming.engine.live_settings import LiveSettings
@@ -119,7 +120,6 @@ class BatchWorker(Worker):
             await answer
 
     def _startable(self) -> list[KeyQueue]:
-        """Return the key queues that may begin; give back others."""
         found: list[KeyQueue] = []
         late = not self._dispatcher.lease.holds()
         for key_queue in self._key_queues:
@@ -131,14 +131,12 @@ class BatchWorker(Worker):
 
     @contextlib.contextmanager
     def _ended(self, message: BatchMessage[Any]) -> Iterator[None]:
-        """End a guarded start on exit."""
         try:
             yield
         finally:
             self._guard.end(message.queue, message.record)
 
     def _conclude(self, batch: Batch[Any], raised: BaseException | None) -> int:
-        """Give back a batch's key queues; return the handled count."""
         outcomes = batch.end(raised)
         if raised is not None and any(isinstance(outcome, Redelivered) for outcome in outcomes):
             facts = {"topic": batch.topic, "group": batch.group, "messages": len(outcomes), "error": where(raised)}
@@ -169,6 +167,5 @@ class BatchWorker(Worker):
 
 
 def _guarded_message(batch: Batch[Any]) -> BatchMessage[Any] | None:
-    """Return the batch's suspect message, if any; it is alone."""
     first = batch.everything[0]
     return first if first.record.offset < first.queue.guarded_below else None

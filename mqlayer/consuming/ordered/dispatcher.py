@@ -1,7 +1,6 @@
 """Give key queues to workers: keys in parallel, each strictly in order.
 
-While handlers are quick, a worker takes several at once to share the lock's cost. Idle workers steal half of a busy
-one's local queue.
+With quick handlers, a worker takes several at once. Idle workers steal half of a busy one's local queue.
 """
 
 from __future__ import annotations
@@ -174,7 +173,7 @@ class Dispatcher:
     def settled(
         self, owned: OwnedPartition, records: Sequence[Record], committed: int, unmatched: Sequence[OffsetRange] = ()
     ) -> None:
-        """Free settled records' room, and parked keys that waited for them."""
+        """Free settled records' room, and parked keys behind them."""
         with self.lock:
             free = owned.settled(records, committed)
             if unmatched and owned.parked.by_offset:
@@ -183,7 +182,7 @@ class Dispatcher:
                 self._queues.on_parking()
 
     def is_idle(self, owned: OwnedPartition) -> bool:
-        """Say whether nothing runs."""
+        """Whether nothing runs."""
         with self.lock:
             self._queues.collect_finished()
             return owned.running == 0
@@ -218,7 +217,7 @@ class Dispatcher:
                 self._queues.drop(owned)
 
     def runs_on(self, partition: PartitionId) -> bool:
-        """Say whether a dropped ownership's handler still runs."""
+        """Whether a dropped ownership's handler still runs."""
         with self.lock:
             self._queues.collect_finished()
             return self._queues.runs_on(partition)

@@ -70,7 +70,7 @@ class OrderedEvents(MemberEvents):
         self.emit("parking_full", owned, lp, seq=seq, cause=limit)
 
     def unparked(self, owned: OwnedPartition, ref: KeyRef) -> None:
-        """Report a key that left parking."""
+        """Report an unparked key."""
         self.stats.unparked += 1
         log.info("key_unparked", extra=self.facts(owned) | {"lp": ref.lp})
         self.emit("unparked", owned, ref.lp)

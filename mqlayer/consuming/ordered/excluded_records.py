@@ -10,7 +10,7 @@ from mqlayer.redis.partition_scripts import LockTaken
 
 
 class ExcludedRecords:
-    """Which records are settled, left the group, or belong to the successors."""
+    """Records settled, out of the group, or of the successors."""
 
     __slots__ = ("_cut", "_dead", "_settled")
 
@@ -58,7 +58,6 @@ class ExcludedRecords:
         return _without(records, self._is_dead, dead), dead
 
     def _is_cut_off(self, record: Record) -> bool:
-        """Say whether the successors handle a record instead."""
         source, lp, seq = record.identity
         return seq > self._cut.get(f"{source}:{lp}", seq)
 

@@ -121,7 +121,6 @@ NewWorker = Callable[[LiveSettings, PoisonMessageGuard, TurnResults, Timeouts], 
 
 
 def _strategy(handle: Handle | BatchHandler, lease: Lease) -> tuple[Dispatcher, NewWorker]:
-    """Return a dispatcher and its workers, for messages or for batches."""
     if isinstance(handle, BatchHandler):
         batches = BatchDispatcher(lease, handle.batch_of)
         return batches, partial(BatchWorker, handle, batches)

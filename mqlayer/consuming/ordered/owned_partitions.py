@@ -211,7 +211,7 @@ class SpilledQueues:
 
 
 class OwnedPartition:
-    """One partition under one epoch; it alone writes its state. Methods marked (lock) need the dispatcher's lock."""
+    """One partition under one epoch; alone writes its state. Methods marked (lock) need the dispatcher's lock."""
 
     __slots__ = (
         "assignment",

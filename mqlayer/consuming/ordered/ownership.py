@@ -71,7 +71,7 @@ class Ownership:
             return not self._closed
 
     def is_refused(self, assignment: Assignment) -> bool:
-        """Say whether a node refused the assignment's epoch."""
+        """Whether a node refused the assignment's epoch."""
         return self._refused.get(assignment.partition) == assignment.epoch
 
     def drop(self, owned: OwnedPartition) -> None:

@@ -187,7 +187,7 @@ class OwnedParkedKeys:
         return [parked_key.queue for parked_key in self.by_name.values() if parked_key.queue is not None]
 
     def read(self, name_at: dict[int, bytes], last: int) -> None:
-        """Note reads up to `last`; expected offsets without their message never come."""
+        """Note reads up to `last`; earlier missing messages never come."""
         for offset in [offset for offset in self.expected if offset <= last]:
             self.expected.discard(offset)
             parked_key = self.by_offset[offset]

@@ -55,7 +55,7 @@ UNKNOWN: Final = -1
 class ParkingWorker(Service):
     """The thread that writes a member's failures.
 
-    `wake_settlers` has them settle what is parked or left the group.
+    `wake_settlers` has them settle messages that are parked or left the group.
     """
 
     def __init__(

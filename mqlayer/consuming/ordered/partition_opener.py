@@ -40,7 +40,6 @@ class PartitionOpener:
             self._events.acquired(owned, taken.committed)
 
     def _load(self, pairs: Sequence[tuple[OwnedPartition, LockTaken]]) -> None:
-        """Load parked keys and dead messages."""
         found = self._store.load([span_of(owned, taken.committed) for owned, taken in pairs])
         now = clock()
         for owned, taken in pairs:

@@ -46,7 +46,7 @@ class PartitionReports:
         return bool(self._drained)
 
     def send(self, session: MemberSession) -> None:
-        """Send what was added."""
+        """Send the added reports."""
         self._release(session)
         self._report_drained(session)
 

@@ -1,7 +1,7 @@
 """Find messages that kill their consumer.
 
-After two deaths in a row, starts are recorded; those recorded at the next death start alone, and the one that dies
-again has failed (`docs/design/decisions/0022-attempts-counted-after-two-deaths.md`).
+After two deaths in a row, starts are recorded; those recorded at the next death start alone; dying again counts as
+failed (`docs/design/decisions/0022-attempts-counted-after-two-deaths.md`).
 """
 
 from __future__ import annotations
@@ -84,7 +84,6 @@ class PoisonMessageGuard:
             return True
 
     def _unsettled(self, offset: int) -> bool:
-        """Say whether a crash now would blame the former suspect."""
         if self._former is None:
             return False
         owned, former, ended = self._former

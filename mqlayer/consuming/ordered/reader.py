@@ -1,7 +1,6 @@
 """Read records of one node within bounds, and take pull locks.
 
-A blocking XREAD waits on all readable partitions. Lock checks travel behind it, so records count only if the lock was
-owned when they were read.
+A blocking XREAD waits on all readable partitions. Lock checks follow it: records count only under an owned lock.
 """
 
 from __future__ import annotations

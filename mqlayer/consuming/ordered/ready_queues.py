@@ -100,7 +100,7 @@ class ReadyQueues:
         self.on_parking()
 
     def wake(self) -> None:
-        """Wake workers for what is ready."""
+        """Wake workers for ready queues."""
         if self._idle:
             # A second worker pays off where the work exceeds what the first does during a wake-up.
             self.changed.notify(1 + int(len(self._ready) * min(1.0, self._message_s / WORTH_S)))
@@ -181,7 +181,7 @@ class ReadyQueues:
         heapq.heapify(self._delayed)
 
     def runs_on(self, partition: PartitionId) -> bool:
-        """Say whether a dropped ownership's handler still runs."""
+        """Whether a dropped ownership's handler still runs."""
         return any(queue_key[0] == partition for queue_key in self._still_running)
 
     def take_waiting(self, key_queue: KeyQueue) -> bool:

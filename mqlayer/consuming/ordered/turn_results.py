@@ -21,7 +21,7 @@ RETRY_S: Final = 1.0
 
 
 class TurnResults:
-    """Gives key queues back, by what handlers did.
+    """Gives key queues back, by handlers' results.
 
     `handled` counts handled messages and wakes settlers; `fenced` drops a partition that a later owner has.
     """

@@ -1,4 +1,4 @@
-"""What waits for a shared member's failure writer."""
+"""Queues of a shared member's failure writer."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ class SharedPartition:
         return again
 
     def is_void(self, identity: Identity) -> bool:
-        """Say whether a record is dead, or belongs to the successors."""
+        """Whether a record is dead, or belongs to the successors."""
         source, lp, seq = identity
         return identity in self.dead or seq > self.marks.get(f"{source}:{lp}", seq)
 
@@ -181,7 +181,6 @@ class SharedPartitions(MemberPartitions):
         return self._known.get(PartitionId(partition), gone)
 
     def _refresh(self) -> None:
-        """Load partitions and epochs. Raises StoreUnavailable."""
         found = pop_partitions(self._database, self._group.group_id)
         self.epoch = max([self.epoch, *(one.epoch for one in found if one.epoch is not None)])
         self._known = {one.partition: one for one in found}

@@ -1,4 +1,4 @@
-"""Messages that a shared member has read. Its pace bounds read-ahead, which leaves work to others."""
+"""Messages that a shared member has read. Its pace bounds read-ahead."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ WorkSlice = tuple[FetchedBatch, Sequence[Record]]
 
 
 class WorkerSlot:
-    """A worker's batch, unstarted records, and handled offsets to report. Other workers may take records."""
+    """A worker's batch, unstarted records (others may take them), and handled offsets."""
 
     __slots__ = ("offset", "since", "work")
 
@@ -167,7 +167,7 @@ class Prefetch:
         return min(self._count_limit, max(2 * self._concurrency, ahead)) - count
 
     def note_node(self, node_id: NodeId, *, unreachable: bool) -> None:
-        """Note whether a node answers; messages of silent nodes take no capacity."""
+        """Messages of silent nodes take no capacity."""
         if unreachable != (node_id in self._unreachable):
             self._unreachable = self._unreachable | {node_id} if unreachable else self._unreachable - {node_id}
 
@@ -314,7 +314,7 @@ class Prefetch:
                 self._forget(batch)
 
     def lose(self, batch: FetchedBatch, offsets: Collection[int]) -> None:
-        """Free messages that other members have, or will get."""
+        """Free messages lost to other members."""
         batch.exclude(offsets)
         self.end(batch, offsets)
 

@@ -314,14 +314,12 @@ class SharedReader(NodeService):
                     self._queues.suspect(batch)
 
     def _settle_missing(self, partition: SharedPartition, offsets: Sequence[int]) -> None:
-        """Settle offsets without records."""
         log.error(
             "records_missing", extra={"partition": partition.group_partition.partition, "offsets": list(offsets)[:10]}
         )
         self._results.end(self._partitions.batch(partition, ()), list(offsets), "-")
 
     def _unknown(self, partition: SharedPartition, answer: DueMessages) -> list[tuple[Record, FailureHistory | None]]:
-        """Leave out messages lost while silent and given again."""
         ours = {
             offset
             for batch in self._prefetch.batches()
@@ -332,7 +330,6 @@ class SharedReader(NodeService):
         return [(record, noted) for record, noted in pairs if record.offset not in ours]
 
     def _release_unknown(self, partition: SharedPartition) -> None:
-        """Give back messages that only the node knows as this member's."""
         connection = self._connection
         known = {
             o
@@ -365,7 +362,6 @@ class SharedReader(NodeService):
         partition.unknown_released()
 
     def _extend(self) -> float:
-        """Extend messages; return seconds until the next time."""
         now = clock()
         every = self._visibility_timeout_s / 3
         hung = self._prefetch.hung(self._extend_limit_s)
@@ -393,7 +389,6 @@ class SharedReader(NodeService):
         return every / 4
 
     def _reclaim(self, partitions: list[SharedPartition]) -> float:
-        """Reclaim messages; return seconds until the next time."""
         visibility_timeout_ms = max(1, round(self._visibility_timeout_s * 1000))
         replies = self._connection.call(
             [

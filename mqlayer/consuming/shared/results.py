@@ -1,4 +1,4 @@
-"""What becomes of a shared member's messages: settled, or given back."""
+"""A shared member's results: messages settled, or given back."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class Nack(NamedTuple):
 
 @dataclass(slots=True)
 class AttemptStart:
-    """A worker's wait for a counted attempt; `attempts` None: refused or unanswered."""
+    """A wait for a counted attempt; `attempts` None: refused or unanswered."""
 
     batch: FetchedBatch
     offset: int
@@ -118,7 +118,7 @@ class SharedSettler(NodeService):
         self.wake.set()
 
     def unsent(self, batch: FetchedBatch) -> set[int]:
-        """Return a batch's offsets that are to be sent."""
+        """Return a batch's unsent offsets."""
         ended = {offset for one in list(self._settlements) if one.batch is batch for offset in one.offsets}
         return ended | {one.offset for one in list(self._nacks) if one.batch is batch}
 

@@ -1,7 +1,7 @@
 """Postgres rows of a shared group: dead and redriven messages.
 
-A member *claims* a redriven message for a visibility timeout; only the claim's token ends it. An unfinished claim is
-followed by a guarded one: alone among those, its attempt counted first.
+A member *claims* a redriven message for a visibility timeout; only the claim's token ends it. After an unfinished
+claim comes a guarded one: alone, its attempt counted first.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ClaimedMessage:
 
 
 class SharedStore:
-    """A member's access to these rows. Each call is one transaction."""
+    """Access to these rows. Each call is one transaction."""
 
     def __init__(self, database: Database, group_id: int, member_id: str) -> None:
         self._database = database

@@ -1,0 +1,66 @@
+"""Write a session's results to its outbox: progress, quarantined and voided rows."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from mqlayer.relay.lp_cursors import LpCursors, Unsendable, chain_of
+from mqlayer.relay.outbox_reader import OutboxReader
+from mqlayer.relay.sender import Sender
+
+log = logging.getLogger(__name__)
+
+
+class ProgressWriter:
+    """Empties the sender's lists. `refuse_other_term`: called before progress is recorded."""
+
+    def __init__(
+        self, reader: OutboxReader, sender: Sender, cursors: LpCursors, refuse_other_term: Callable[[], None]
+    ) -> None:
+        self._reader, self._sender, self._cursors = reader, sender, cursors
+        self._refuse_other_term = refuse_other_term
+
+    def record(self) -> None:
+        """Record acknowledged seqs as relayed."""
+        moved = [cursor for cursor in self._sender.moved.values() if cursor.acked > cursor.recorded]
+        self._sender.moved = {}
+        if moved:
+            self._refuse_other_term()
+            self._reader.put_relayed(moved)
+
+    def lower_fallen(self) -> None:
+        """Lower recorded seqs of cursors whose marks fell."""
+        fallen, self._sender.fallen = list(self._sender.fallen.values()), {}
+        if fallen:
+            self._refuse_other_term()
+            self._reader.lower_relayed(fallen)
+
+    def quarantine(self, unsendable: list[Unsendable] | None = None) -> None:
+        """Quarantine rows, and those missing in both stores."""
+        rows = (unsendable or []) + self._sender.missing
+        self._sender.missing = []
+        for cursor, seq, reason in rows:
+            self._reader.quarantine(cursor, seq, reason)
+            facts = {"topic_id": cursor.topic_id, "lp": cursor.lp, "seq": seq, "reason": reason}
+            log.warning("relay_row_quarantined", extra=facts)
+
+    def keep_voided(self, rows: list[Unsendable]) -> None:
+        """Keep voided rows under numbers."""
+        # First keep the rows, then send their void records: rotation empties the outbox behind these.
+        for cursor, seq, reason in rows:
+            self._reader.put_voided(cursor, seq, reason)
+            facts = {"topic_id": cursor.topic_id, "lp": cursor.lp, "seq": seq, "reason": reason}
+            log.warning("relay_row_voided", extra=facts)
+
+    def check_quarantine(self, lp_sets: Sequence[int]) -> None:
+        """Block cursors of quarantined rows; release others."""
+        blocked = set()
+        for topic_id, lp in self._reader.quarantined():
+            if lp >> 6 in lp_sets:
+                cursor = self._cursors.get(chain_of(topic_id, lp))
+                self._cursors.block(cursor)
+                blocked.add(cursor.chain)
+        for chain, cursor in list(self._cursors.blocked.items()):
+            if chain not in blocked:
+                self._cursors.release(cursor)
