@@ -11,11 +11,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import psycopg
 import pytest
 import redis
+from kombu.connection import Connection
 from psycopg.conninfo import conninfo_to_dict
 from typer.testing import CliRunner
 
@@ -27,6 +29,7 @@ from mqlayer.stack import Addresses, PostgresServer, RedisProgram, RedisServer, 
 from mqlayer.stack.accounts import unprivileged_account
 from mqlayer.stack.containers import PostgresContainer, RedisContainer
 from mqlayer.stack.credentials import BROKER_KINDS, NODE_ROLES, Login, ProcessKind, StackCredentials
+from mqlayer.stack.node_users import CELERY_RIGHTS
 from mqlayer.stack.private_files import write_closed
 from mqlayer.stack.stack_file import StackFile
 from mqlayer.topics import create_topic, list_nodes, register_node
@@ -189,6 +192,33 @@ def test_users_of_the_broker_have_no_command_that_changes_the_server(place: Path
             redis.Redis.from_url(login.in_url(addresses.broker_url), protocol=2) as client,
         ):
             assert harmful_commands(client, owner) == {"info"}
+
+
+@pytest.mark.parametrize("program", different_redis_programs(), ids=str)
+def test_every_kind_of_redis_keeps_celerys_user_to_its_queues(program: RedisProgram, server_directory: Path) -> None:
+    """Also the embedded one, whose rules are coarser."""
+    server = RedisServer(
+        server_directory / f"broker-{program}", program=program, login=Login("mqlayer-admin", "s3cret")
+    )
+    celery = Login("mqlayer-worker", "pa55")
+    connect: Any = Connection
+    try:
+        server.start()
+        with (
+            redis.Redis.from_url(server.url, protocol=2) as owner,
+            redis.Redis.from_url(celery.in_url(server.address), protocol=2) as client,
+        ):
+            owner.execute_command("ACL", "SETUSER", celery.user, "reset", "on", ">pa55", *CELERY_RIGHTS)
+            assert harmful_commands(client, owner) == {"info"}
+        with connect(celery.in_url(server.address)) as connection:
+            queue = connection.SimpleQueue("mqlayer")
+            queue.put({"n": 1})
+            message = queue.get(timeout=10)
+            assert message.payload == {"n": 1}
+            message.ack()
+            queue.close()
+    finally:
+        server.erase()
 
 
 def test_a_stack_whose_broker_had_one_password_gets_users_there_and_keeps_its_queue(place: Path) -> None:
