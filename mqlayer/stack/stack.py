@@ -200,7 +200,7 @@ class Stack:
         contents.save(self.directory)
         write_closed(self.environment_file, addresses.exports().encode())
         for kind in () if given.complete else USER_KINDS:
-            exports = self._addresses_of(contents, kind).exports()
+            exports = _addresses_of(kind, contents, self._credentials).exports()
             write_closed(self.directory / _variables_of(kind), exports.encode())
         return addresses
 
@@ -287,11 +287,7 @@ class Stack:
     def environment(self, kind: ProcessKind) -> dict[str, str]:
         """Return a kind's environment variables; {} before `up`."""
         contents = StackFile.load(self.directory)
-        return self._addresses_of(contents, kind).environment() if contents else {}
-
-    def _addresses_of(self, contents: StackFile, kind: ProcessKind) -> Addresses:
-        found = contents.addresses_for(self._credentials.of(kind))
-        return found if kind in BROKER_KINDS else replace(found, broker_url="")
+        return _addresses_of(kind, contents, self._credentials).environment() if contents else {}
 
     def _start_processes(self) -> None:
         """In parallel: imports take seconds."""
@@ -348,6 +344,11 @@ def _set_users(
         ]
         for reply in line.call([*commands, ("ACL", "SAVE")]):
             raise_for_reply(reply, node.url)
+
+
+def _addresses_of(kind: ProcessKind, contents: StackFile, credentials: StackCredentials) -> Addresses:
+    found = contents.addresses_for(credentials.of(kind))
+    return found if kind in BROKER_KINDS else replace(found, broker_url="")
 
 
 def _variables_of(kind: ProcessKind) -> str:
