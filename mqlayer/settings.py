@@ -114,6 +114,8 @@ class Settings(BaseSettings):
     redis_cert_file: str = ""
     redis_key_file: str = ""
     """This process's certificate, for nodes that require one."""
+    redis_hosts: str = ""
+    """Nodes' and Sentinels' hosts, divided by commas: no other one gets the login. Default: all."""
     key_prefix: str = Field(default="mq", pattern=r"^[a-z][a-z0-9_.-]{0,31}$")
     """First part of every Redis key; systems can share a node."""
 

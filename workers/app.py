@@ -18,6 +18,7 @@ from mqlayer.settings import Settings
 from mqlayer.workers import logs as logs  # noqa: PLC0414  # connects to Celery's signals
 from mqlayer.workers.bootstep import CheckRights, host_consumers
 from mqlayer.workers.schedule import beat_schedule
+from mqlayer.workers.transport import use_transport
 
 # The broker redelivers a task after this time; all tasks end earlier, and are idempotent.
 VISIBILITY_TIMEOUT_S: Final = 3600
@@ -48,6 +49,7 @@ def _configuration(settings: Settings) -> dict[str, Any]:
     }
 
 
+use_transport()
 app = Celery("mqlayer", include=["mqlayer.workers.tasks"])
 app.conf.update(_configuration(Settings()))
 host_consumers(app)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 import re
 from functools import lru_cache
 from typing import Any, Final
@@ -35,12 +36,24 @@ def parse_dsn(dsn: str) -> dict[str, Any]:
 
 
 def address_of(dsn: str) -> str:
-    """Return host, port and database."""
+    """Return host, port and database, or the service that decides what the DSN leaves open."""
     parts = _parse(dsn)
     if parts is None:
         return "postgres (the DSN can't be parsed)"
-    host, port = parts.get("host") or "localhost", parts.get("port") or 5432
-    return f"postgres at {host}:{port}/{parts.get('dbname') or ''}"
+    service = parts.get("service") or os.environ.get("PGSERVICE")
+    host, port = parts.get("host") or parts.get("hostaddr"), parts.get("port")
+    if not service:
+        host = host or os.environ.get("PGHOST") or os.environ.get("PGHOSTADDR") or "localhost"
+        port = port or os.environ.get("PGPORT") or 5432
+    elif not host:
+        # libpq reads the address from its file.
+        database = f", database {parts['dbname']}" if parts.get("dbname") else ""
+        return f"postgres of service {_shown(service)}{database}"
+    return f"postgres at {_shown(host)}{f':{port}' if port else ''}/{parts.get('dbname') or ''}"
+
+
+def _shown(name: str) -> str:
+    return name if all(map(_is_host, name.split(","))) else "(a name that can't be shown)"
 
 
 def _parse(dsn: str) -> dict[str, Any] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -36,6 +37,7 @@ class NodeAccess:
     ca_file: str = ""
     cert_file: str = ""
     key_file: str = ""
+    hosts: str = ""
     setting: str = "MQLAYER_REDIS_"
 
     def credentials(self, server: ServerKind, node: str = "") -> tuple[str, ...]:
@@ -65,12 +67,37 @@ class NodeAccess:
         files = {"ssl_ca_certs": self.ca_file, "ssl_certfile": self.cert_file, "ssl_keyfile": self.key_file}
         return {"ssl_cert_reqs": "required", "ssl_check_hostname": True} | {k: v for k, v in files.items() if v}
 
+    def check_host(self, host: str, port: int | None = None) -> None:
+        """Raise InvalidInput for a server outside `hosts`.
+
+        `*` in a pattern stands for a part without dot or colon; a pattern without port holds for all ports.
+        """
+        patterns = [pattern.strip().lower() for pattern in self.hosts.split(",") if pattern.strip()]
+        host = host.lower()
+        server = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        if patterns and not any(_fits(pattern, name) for pattern in patterns for name in (host, server)):
+            raise InvalidInput(
+                f"{server} is not among MQLAYER_REDIS_HOSTS, so it gets no login: add it, or correct the address"
+            )
+
+    def check_encrypted(self, *, secure: bool) -> None:
+        """Raise InvalidInput for an address without TLS where TLS is set up."""
+        if not secure and (self.ca_file or self.cert_file):
+            raise InvalidInput(
+                "its address has no TLS, and MQLAYER_REDIS_CA_FILE or MQLAYER_REDIS_CERT_FILE is set, so it gets no "
+                "login: give the node an address at rediss:// or sentinels://, or unset them"
+            )
+
     def check_files(self) -> None:
         """Raise InvalidInput for an unreadable TLS file."""
         for name in ("ca_file", "cert_file", "key_file"):
             path = getattr(self, name)
             if path and not os.access(path, os.R_OK):
                 raise InvalidInput(f"{path} can't be read: see MQLAYER_REDIS_{name.upper()}")
+
+
+def _fits(pattern: str, name: str) -> bool:
+    return re.fullmatch("[^.:]*".join(map(re.escape, pattern.split("*"))), name) is not None
 
 
 def read_secret(path: str) -> str:
@@ -121,6 +148,7 @@ def access_of(settings: Settings) -> NodeAccess:
         ca_file=settings.redis_ca_file,
         cert_file=settings.redis_cert_file,
         key_file=settings.redis_key_file,
+        hosts=settings.redis_hosts,
     )
 
 

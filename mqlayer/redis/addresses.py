@@ -183,7 +183,8 @@ class ConnectionFactory:
         access: NodeAccess | None = None,
     ) -> None:
         address = parse_address(url)
-        of_node, access = access is None, access_here() if access is None else access
+        of_node = self._of_node = access is None
+        access = access_here() if access is None else access
         self._secure = address.url.startswith("rediss:")
         self.anonymous = self._secure and not access.cert_file
         self._access, self._node = access, node
@@ -208,13 +209,15 @@ class ConnectionFactory:
         self.connection: Any = pool.make_connection()
 
     def resolve_primary(self) -> None:
-        """Ask Sentinels, if any, for the primary. Raises the driver's errors; InvalidInput for an unreadable TLS file
-        or two logins."""
+        """Ask Sentinels, if any, for the primary. Raises the driver's errors; InvalidInput for an unreadable TLS file,
+        two logins, or a server that must not get the login."""
         if self._refused:
             raise InvalidInput(
                 "its URL holds a user or a password, and MQLAYER_REDIS_* say how to log in: give the node an address "
                 "without them, or unset MQLAYER_REDIS_USER and MQLAYER_REDIS_PASSWORD_FILE"
             )
+        if self._of_node:
+            self._check_place()
         if self._secure:
             self._access.check_files()
         found = self._sentinels
@@ -237,7 +240,21 @@ class ConnectionFactory:
         finally:
             for client in asked.sentinels:
                 client.close()
+        if self._of_node:
+            self._access.check_host(host, port)
         self.connection.host, self.connection.port = host, port
+
+    def _check_place(self) -> None:
+        """A role that may change addresses must not get the login sent to a server of its own."""
+        self._access.check_encrypted(secure=self._secure)
+        at: Any = self.connection
+        places = (
+            self._sentinels.hosts
+            if self._sentinels
+            else ((getattr(at, "host", None) or at.path, getattr(at, "port", None)),)
+        )
+        for host, port in places:
+            self._access.check_host(host, port)
 
 
 def _logs_in(access: NodeAccess, server: ServerKind, node: str) -> dict[str, Any]:

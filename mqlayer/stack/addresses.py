@@ -23,6 +23,7 @@ class Addresses:
     dsn: str
     nodes: dict[str, str]
     broker_url: str
+    """"" for processes that need none."""
     node_login: Login = NO_LOGIN
     """For the stack's own nodes, whose addresses hold no password."""
 
@@ -33,7 +34,9 @@ class Addresses:
 
     def environment(self) -> dict[str, str]:
         """Return environment variables for processes of this stack."""
-        found = {"MQLAYER_DSN": self.dsn, "MQLAYER_BROKER_URL": self.broker_url}
+        found = {"MQLAYER_DSN": self.dsn}
+        if self.broker_url:
+            found["MQLAYER_BROKER_URL"] = self.broker_url
         if self.node_login.password:
             found |= {
                 "MQLAYER_REDIS_USER": self.node_login.user,

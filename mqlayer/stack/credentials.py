@@ -20,8 +20,8 @@ FILE_NAME: Final = "credentials.json"
 PASSWORD_BYTES: Final = 24
 SUPERUSER: Final = "postgres"
 REDIS_DEFAULT_USER: Final = "default"
-NODE_ADMIN: Final = "mqlayer-admin"
-"""Creates the nodes' other users; no process runs as it."""
+REDIS_ADMIN: Final = "mqlayer-admin"
+"""Creates the other users of nodes and broker; no process runs as it."""
 
 ProcessKind = Literal["owner", "operator", "relay", "worker", "consumer", "publisher", "viewer"]
 NODE_ROLES: Final[dict[ProcessKind, tuple[RedisRole, ...]]] = {
@@ -34,6 +34,8 @@ NODE_ROLES: Final[dict[ProcessKind, tuple[RedisRole, ...]]] = {
     "publisher": (RedisRole.PUBLISHER,),
     "viewer": (RedisRole.VIEWER,),
 }
+BROKER_KINDS: Final[tuple[ProcessKind, ...]] = ("operator", "worker")
+"""Commands send tasks, and workers take them; no other kind gets the broker's address."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +100,9 @@ class StackCredentials:
         found = cls.load(directory)
         owner = _with_admin(found.kinds.get("owner") or _random_logins())
         own = {kind: _of_kind(owner, kind) for kind in NODE_ROLES} | found.kinds
-        made = cls({kind: _with_role(kind, logins) for kind, logins in own.items()} | {"owner": owner})
+        made = cls(
+            {kind: _with_broker(kind, _with_role(kind, logins)) for kind, logins in own.items()} | {"owner": owner}
+        )
         if made == found:
             return found
         write_closed(directory / FILE_NAME, msgspec.json.format(msgspec.json.encode(made)))
@@ -110,26 +114,36 @@ class StackCredentials:
 
 
 def _of_kind(owner: Logins, kind: ProcessKind) -> Logins:
-    return replace(owner, node=Login(f"mqlayer-{kind}", secrets.token_urlsafe(PASSWORD_BYTES)))
+    return replace(owner, node=_random_login(f"mqlayer-{kind}"))
 
 
 def _with_admin(owner: Logins) -> Logins:
-    """Earlier versions used `default` on nodes."""
-    if owner.node.user != REDIS_DEFAULT_USER:
-        return owner
-    return replace(owner, node=Login(NODE_ADMIN, secrets.token_urlsafe(PASSWORD_BYTES)))
+    """Earlier versions used `default` on nodes and broker."""
+    if owner.node.user == REDIS_DEFAULT_USER:
+        owner = replace(owner, node=_random_login(REDIS_ADMIN))
+    if owner.broker.user == REDIS_DEFAULT_USER:
+        owner = replace(owner, broker=_random_login(REDIS_ADMIN))
+    return owner
+
+
+def _with_broker(kind: ProcessKind, logins: Logins) -> Logins:
+    """Earlier versions gave the administrator's password to all."""
+    if kind not in BROKER_KINDS:
+        return replace(logins, broker=Login(REDIS_DEFAULT_USER))
+    user = f"mqlayer-{kind}"
+    return logins if logins.broker.user == user else replace(logins, broker=_random_login(user))
 
 
 def _with_role(kind: ProcessKind, logins: Logins) -> Logins:
     """Earlier versions used the superuser for all."""
     if kind == "owner" or logins.postgres.user != SUPERUSER:
         return logins
-    return replace(logins, postgres=Login(f"mqlayer_{kind}", secrets.token_urlsafe(PASSWORD_BYTES)))
+    return replace(logins, postgres=_random_login(f"mqlayer_{kind}"))
 
 
 def _random_logins() -> Logins:
-    return Logins(
-        postgres=Login(SUPERUSER, secrets.token_urlsafe(PASSWORD_BYTES)),
-        node=Login(NODE_ADMIN, secrets.token_urlsafe(PASSWORD_BYTES)),
-        broker=Login(REDIS_DEFAULT_USER, secrets.token_urlsafe(PASSWORD_BYTES)),
-    )
+    return Logins(postgres=_random_login(SUPERUSER), node=_random_login(REDIS_ADMIN), broker=_random_login(REDIS_ADMIN))
+
+
+def _random_login(user: str) -> Login:
+    return Login(user, secrets.token_urlsafe(PASSWORD_BYTES))

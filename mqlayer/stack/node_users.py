@@ -11,6 +11,8 @@ from mqlayer.stack.private_files import write_closed
 
 FILE_NAME: Final = "users.acl"
 ALL_RIGHTS: Final = ("~*", "&*", "+@all")
+CELERY_RIGHTS: Final = (*ALL_RIGHTS, "-@admin", "-@dangerous", "+info")
+"""On the broker, for all that use its queues."""
 DEFAULT_OFF: Final = f"user {REDIS_DEFAULT_USER} off {' '.join(ALL_RIGHTS)}"
 """Keeps its rights: Redis loads the append-only file with them."""
 

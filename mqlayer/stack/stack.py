@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Literal
 
@@ -39,10 +39,18 @@ from mqlayer.settings import Settings
 from mqlayer.stack.accounts import unprivileged_account
 from mqlayer.stack.addresses import Addresses, GivenAddresses
 from mqlayer.stack.background_process import BackgroundProcess
+from mqlayer.stack.credentials import (
+    BROKER_KINDS,
+    NODE_ROLES,
+    REDIS_DEFAULT_USER,
+    Login,
+    ProcessKind,
+    StackCredentials,
+)
 from mqlayer.stack.credentials import FILE_NAME as CREDENTIALS
-from mqlayer.stack.credentials import NODE_ROLES, REDIS_DEFAULT_USER, Login, ProcessKind, StackCredentials
 from mqlayer.stack.databases import PostgresDatabases
 from mqlayer.stack.errors import StackError
+from mqlayer.stack.node_users import CELERY_RIGHTS
 from mqlayer.stack.private_files import open_closed, own_directory, write_closed
 from mqlayer.stack.server_choice import AnyPostgres, AnyRedis, postgres_for, redis_for
 from mqlayer.stack.stack_file import FILE_NAME as CONTENTS
@@ -119,8 +127,7 @@ class Stack:
             addresses = self._start_servers()
             migrate(self.owner_dsn())
             self._make_roles(self.owner_dsn())
-            with acting_as(self._credentials.of("owner").node.access if addresses.node_access else None):
-                self._give_users(addresses)
+            self._give_users(addresses)
             with acting_as(addresses.node_access):
                 self._register_nodes(addresses)
             if not servers_only:
@@ -185,14 +192,15 @@ class Stack:
         addresses = Addresses(
             dsn=given.dsn or self._credentials.of("operator").postgres.in_dsn(self._start_postgres()),
             nodes=nodes,
-            broker_url=given.broker_url or self._start_redis("broker").url,
+            broker_url=given.broker_url
+            or self._credentials.of("operator").broker.in_url(self._start_redis("broker").address),
             node_login=Login(REDIS_DEFAULT_USER) if given.redis_urls else self._credentials.of("operator").node,
         )
         contents = StackFile(addresses, given=given.names(nodes))
         contents.save(self.directory)
         write_closed(self.environment_file, addresses.exports().encode())
         for kind in () if given.complete else USER_KINDS:
-            exports = contents.addresses_for(self._credentials.of(kind)).exports()
+            exports = _addresses_of(kind, contents, self._credentials).exports()
             write_closed(self.directory / _variables_of(kind), exports.encode())
         return addresses
 
@@ -260,24 +268,26 @@ class Stack:
                 rearm_node(runtime, name)
 
     def _give_users(self, addresses: Addresses) -> None:
-        if addresses.node_access is None:
-            return
-        for name, url in addresses.nodes.items():
-            with NodeConnection(Node(NodeId(0), name, url, None), any_run=True, unsafe=True) as line:
-                version = line.connect().version
-                commands = [
-                    ("ACL", "SETUSER", login.user, "reset", "on", password_rule(login.password), *rules)
-                    for kind, roles in NODE_ROLES.items()
-                    for login in [self._credentials.of(kind).node]
-                    for rules in [acl_rules(roles, prefix=self._key_prefix, version=version)]
-                ]
-                for reply in line.call([*commands, ("ACL", "SAVE")]):
-                    raise_for_reply(reply, url)
+        contents, of = StackFile.load(self.directory), self._credentials.of
+        if addresses.node_access is not None:
+            for name, url in addresses.nodes.items():
+                _set_users(
+                    Node(NodeId(0), name, url, None),
+                    of("owner").node,
+                    lambda version: [
+                        (of(kind).node, acl_rules(roles, prefix=self._key_prefix, version=version))
+                        for kind, roles in NODE_ROLES.items()
+                    ],
+                )
+        if contents is not None and "broker" not in contents.given:
+            broker = Node(NodeId(0), "broker", self._redis("broker").address, None)
+            users = [(of(kind).broker, CELERY_RIGHTS) for kind in BROKER_KINDS]
+            _set_users(broker, of("owner").broker, lambda _: users)
 
     def environment(self, kind: ProcessKind) -> dict[str, str]:
         """Return a kind's environment variables; {} before `up`."""
         contents = StackFile.load(self.directory)
-        return contents.addresses_for(self._credentials.of(kind)).environment() if contents else {}
+        return _addresses_of(kind, contents, self._credentials).environment() if contents else {}
 
     def _start_processes(self) -> None:
         """In parallel: imports take seconds."""
@@ -322,6 +332,23 @@ def _locked(directory: Path) -> Iterator[None]:
         except BlockingIOError:
             raise StackError(f"{directory}: another `up` or `down` is at work; wait for it to end") from None
         yield
+
+
+def _set_users(
+    node: Node, admin: Login, users: Callable[[tuple[int, int, int]], Sequence[tuple[Login, Sequence[str]]]]
+) -> None:
+    with acting_as(admin.access), NodeConnection(node, any_run=True, unsafe=True) as line:
+        commands = [
+            ("ACL", "SETUSER", login.user, "reset", "on", password_rule(login.password), *rules)
+            for login, rules in users(line.connect().version)
+        ]
+        for reply in line.call([*commands, ("ACL", "SAVE")]):
+            raise_for_reply(reply, node.url)
+
+
+def _addresses_of(kind: ProcessKind, contents: StackFile, credentials: StackCredentials) -> Addresses:
+    found = contents.addresses_for(credentials.of(kind))
+    return found if kind in BROKER_KINDS else replace(found, broker_url="")
 
 
 def _variables_of(kind: ProcessKind) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import redis
 
 from mqlayer.postgres.migrations import migrate
 from mqlayer.stack import RedisServer
@@ -32,6 +34,37 @@ def handle(body: bytes) -> None:
         file.write(f"{os.getpid()} {body.decode()}\\n")
 """
 START_S = 30.0
+TASK = "mqlayer.clean_dedup"
+
+
+def message(**changes: object) -> bytes:
+    """Return an item of a queue, a message but for the changes."""
+    properties: dict[str, object] = {
+        "delivery_tag": "one",
+        "delivery_info": {"exchange": "", "routing_key": "mqlayer"},
+        "body_encoding": "base64",
+    }
+    headers = {"task": "mqlayer.tasks.none", "id": "1"}
+    base = {"body": "W10=", "content-type": "application/json", "content-encoding": "utf-8", "headers": headers}
+    of_properties = {name: value for name, value in changes.items() if name in properties}
+    return json.dumps(
+        base | {"properties": properties | of_properties} | {n: v for n, v in changes.items() if n not in properties}
+    ).encode()
+
+
+PARTS = (
+    "properties", "headers", "body", "content-type", "content-encoding", "delivery_tag", "delivery_info",
+    "body_encoding",
+)  # fmt: skip
+VALUES: tuple[object, ...] = (
+    None, 5, "text", [], ["text"], {}, {"task": []}, {"task": None}, {"task": "mqlayer.none"}, {"task": TASK},
+)  # fmt: skip
+NO_MESSAGES = [
+    b"not json", b"\xff\xfe", b"{", b"[" * 100_000, b"null", b"5", b'"text"', b"[]", b"{}", b'{"properties": 5}',
+    b'{"properties": {}}',
+    *(message(**{name: value}) for name in PARTS for value in VALUES),
+]  # fmt: skip
+"""Items of a queue that are no message of Celery in each part of one."""
 
 Worker = Callable[..., subprocess.Popen[bytes]]
 
@@ -194,3 +227,35 @@ def test_a_wrong_path_ends_the_worker_with_the_reason(worker: Worker, log: Path,
     process = worker("--mqlayer-app", "no_such_shop:app", MQLAYER_DSN=database_dsn)
     assert process.wait(START_S) != 0
     assert "mqlayer consumers: unknown module 'no_such_shop'" in log.read_text()
+
+
+def test_items_of_the_queue_that_are_no_messages_end_no_worker_and_hold_up_no_task(
+    worker: Worker, log: Path, broker: RedisServer, database_dsn: str
+) -> None:
+    """In the queue, in what was not acknowledged, and among the commands for workers."""
+    with redis.Redis.from_url(broker.url) as client:
+        for number, item in enumerate(NO_MESSAGES):
+            client.lpush("mqlayer", item)
+            client.hset("unacked", f"tag-{number}", item)
+            client.zadd("unacked_index", {f"tag-{number}": 1})
+        process = worker("--hostname", "one@here", MQLAYER_DSN=database_dsn)
+        wait_until(lambda: " ready." in log.read_text(), timeout_s=60, what="the worker is ready")
+        for item in NO_MESSAGES:
+            # Celery subscribes anew behind some.
+            wait_until(lambda item=item: client.publish("/0.celery.pidbox", item), what="a subscriber")  # type: ignore[misc]
+
+        def gone() -> bool:
+            assert process.poll() is None, log.read_text()[-3000:]
+            # Ten of those without an acknowledgement are looked at in a round.
+            return int(client.llen("mqlayer")) == 0 and int(client.zcard("unacked_index")) <= len(NO_MESSAGES) - 10
+
+        wait_until(gone, timeout_s=60, what="all items are dropped")
+        celery = [sys.executable, "-m", "celery", "-A", "mqlayer.workers.app"]
+        variables = os.environ | {"MQLAYER_BROKER_URL": broker.url}
+        ping = [*celery, "inspect", "ping", "--destination", "one@here", "--timeout", "20"]
+        done = subprocess.run(ping, env=variables, capture_output=True, text=True, timeout=60, check=False)
+        assert "pong" in done.stdout, done.stdout + done.stderr + log.read_text()[-3000:]
+        subprocess.run([*celery, "call", TASK], env=variables, check=True, timeout=60, stdout=subprocess.DEVNULL)
+        wait_until(lambda: f"Task {TASK}" in log.read_text(), timeout_s=30, what="a task behind them")
+    assert process.poll() is None
+    assert "broker_item_dropped" in log.read_text()

@@ -23,6 +23,8 @@ from mqlayer.postgres.rights import grants
 from mqlayer.redis.acl import acl_file_line, acl_rules, password_rule
 from mqlayer.redis.roles import RedisRole
 from mqlayer.stack import RedisServer
+from mqlayer.stack.node_users import CELERY_RIGHTS
+from tests.fixtures.node_clients import harmful_commands
 from tests.fixtures.servers import StartRedis, different_redis_programs
 from tests.fixtures.wait import wait_until
 
@@ -160,7 +162,7 @@ def test_celery_works_with_the_user_of_the_broker(users: Path, start_redis: Star
     """Publishes, takes, and answers a ping, as the worker's health check asks it."""
     assert (users / "broker.acl").read_text().splitlines() == [
         "user default off ~* &* +@all",
-        f"user mqlayer-celery on {password_rule('secret of BROKER_PASSWORD')} ~* &* +@all -@admin",
+        f"user mqlayer-celery on {password_rule('secret of BROKER_PASSWORD')} {' '.join(CELERY_RIGHTS)}",
     ]
     server = started(start_redis, users / "broker.acl")
     with pytest.raises(redis.AuthenticationError):
@@ -191,6 +193,15 @@ def test_celery_works_with_the_user_of_the_broker(users: Path, start_redis: Star
         worker.terminate()
         worker.wait(30)
     assert "NOPERM" not in log.read_text()
+
+
+def test_the_user_of_the_broker_has_no_command_that_changes_the_server(users: Path, start_redis: StartRedis) -> None:
+    server = started(start_redis, users / "broker.acl")
+    with (
+        redis.Redis.from_url(start_redis(program=server.program).url) as owner,
+        redis.Redis.from_url(server.url, username="mqlayer-celery", password="secret of BROKER_PASSWORD") as celery,
+    ):
+        assert harmful_commands(celery, owner) == {"info"}
 
 
 def test_each_service_has_the_redis_user_of_its_role(services: dict[str, Any]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from datetime import UTC, datetime
 from typing import Any, Final, NamedTuple
@@ -184,3 +184,53 @@ def test_an_impatient_session_is_told_which_limit_ended_its_statement(applicatio
             with pytest.raises(MqlayerError, match=setting.replace("_", " ")):
                 outbox.publish(two, "orders", key="k", body="second")
             two.rollback()
+
+
+FACTS: Final = {"group_id": 1, "lp": 5, "source": 1, "key": "k", "seq": 3, "epoch": 7, "replay": 0}
+MANY: Final = {"lps": [5], "sources": [1], "keys": ["m"], "seqs": [4], "epochs": [7], "replays": [0], "group_id": 1}
+CALLS: Final[dict[str, Callable[[psycopg.Connection[Any]], object]]] = {
+    "publish": lambda connection: outbox.publish(connection, "orders", body="x"),
+    "publish_once": lambda connection: outbox.publish_once(connection, "orders", key="k", body="x", dedup_id="d"),
+    "publish_delayed": lambda connection: outbox.publish_delayed(
+        connection, "orders", key="k", body="x", at=datetime(2030, 2, 1, tzinfo=UTC)
+    ),
+    "fence": lambda connection: run_one(connection, Statement(query("fence"), FACTS)),
+    "fence_many": lambda connection: run_one(connection, Statement(query("fence_many"), MANY)),
+    "inbox": lambda connection: record_effect(connection, InboxEntry(1, "billing", "orders", Identity(1, 5, 1))),
+    "versions": lambda connection: Versions("state").set(connection, entity="e", version=9),
+}
+WRAPPED: Final = """
+    CREATE FUNCTION pg_temp.wrapped() RETURNS void LANGUAGE plpgsql SET synchronous_commit = 'on' AS $$ BEGIN
+        PERFORM mqlayer_app.publish_v1('orders', 'k', 'x');
+        PERFORM mqlayer_app.fence_v1(1, 5::smallint, 1, 'k', 3, 7);
+    END $$
+"""
+
+
+def waits_for_the_disk(connection: psycopg.Connection[Any]) -> bool:
+    row = connection.execute("SELECT current_setting('synchronous_commit')").fetchone()
+    return row == ("on",)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_a_python_call_writes_is_on_the_disk_at_its_commit(name: str, application: str) -> None:
+    """Its statement is in no function of the caller's, so nothing is restored behind it."""
+    with closing(psycopg.connect(application, autocommit=True)) as connection:
+        connection.execute("SET synchronous_commit = off")
+        with connection.transaction():
+            CALLS[name](connection)
+            assert waits_for_the_disk(connection)
+
+
+def test_behind_a_callers_function_with_a_setting_of_its_own_the_transaction_has_to_say_so(application: str) -> None:
+    """SECURITY.md, "Synchronous commits": Postgres takes the session's value back where such a function returns."""
+    with closing(psycopg.connect(application, autocommit=True)) as connection:
+        connection.execute("SET synchronous_commit = off")
+        connection.execute(WRAPPED)
+        with connection.transaction(force_rollback=True):
+            connection.execute("SELECT pg_temp.wrapped()")
+            assert not waits_for_the_disk(connection), "close the row in docs/limitations.md"
+        with connection.transaction():
+            connection.execute("SET LOCAL synchronous_commit = on")
+            connection.execute("SELECT pg_temp.wrapped()")
+            assert waits_for_the_disk(connection)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import socket
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psycopg
@@ -12,12 +13,15 @@ from mqlayer.domain.routing import NodeId
 from mqlayer.errors import AccessDenied, Conflict, InvalidInput
 from mqlayer.postgres.database import Database
 from mqlayer.redis.access import NodeAccess, access_here, broker_access, broker_url, forget_access, use_access
+from mqlayer.redis.acl_check import RequiredAccess
 from mqlayer.redis.node_connection import Node, NodeConnection
-from mqlayer.redis.server_info import read_server_info
+from mqlayer.redis.roles import RedisRole
+from mqlayer.redis.server_info import read_access, read_server_info
 from mqlayer.settings import Settings
 from mqlayer.stack import RedisServer
 from mqlayer.topics import list_nodes, register_node, set_node_address
 from tests.fixtures.commands import Commands
+from tests.fixtures.replicas import pair_of, sentinel_of
 from tests.fixtures.servers import StartRedis
 from tests.proof.runtimes import runtime_of
 
@@ -190,3 +194,111 @@ def test_no_program_can_write_credentials_into_a_nodes_row(database_dsn: str) ->
         for url in ("redis://u:p@h/0", "redis://h/0?password=p", "sentinel://h/o/0?a=1&sentinel_password=p"):
             with pytest.raises(psycopg.errors.CheckViolation):
                 connection.execute("INSERT INTO mqlayer.node (name, url) VALUES ('n1', %s)", (url,))
+
+
+# -- servers that must not get the login -----------------------------------------------------------------------------
+
+WAYS: dict[str, Callable[[Node], object]] = {
+    "connection": lambda node: NodeConnection(node, any_run=True).connect(),
+    "facts": lambda node: read_server_info(node.url, timeout_s=5.0, node=node.name),
+    "rights": lambda node: read_access(node, RequiredAccess(RedisRole.RELAY, "mq"), timeout_s=5.0),
+}
+"""All that makes connections to nodes."""
+ELSEWHERE = (
+    "redis://127.0.0.1:{}/0", "redis://LOCALHOST:{}/0", "redis://[::1]:{}/0", "redis:///0?host=127.0.0.1&port={}",
+    "rediss://127.0.0.1:{}/0", "sentinel://127.0.0.1:{}/orders/0", "sentinels://127.0.0.1:{}/orders/0",
+    "redis+sentinel://127.0.0.1:{}/orders/0",
+)  # fmt: skip
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    """A server of somebody who may change the addresses of nodes."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.setblocking(False)
+        yield server
+
+
+def nobody_came(listener: socket.socket) -> bool:
+    """Whether no connection waits: one that was closed since would too."""
+    try:
+        listener.accept()
+    except BlockingIOError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("form", ELSEWHERE)
+def test_a_server_that_is_not_among_the_hosts_is_not_connected_to(
+    form: str, way: str, listener: socket.socket, password_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port = listener.getsockname()[1]
+    monkeypatch.setenv("MQLAYER_REDIS_HOSTS", f"redis-*.example.com, 127.0.0.1:{port + 1}")
+    with pytest.raises(AccessDenied, match="MQLAYER_REDIS_HOSTS"):
+        WAYS[way](Node(NodeId(1), "n1", form.format(port), None))
+    assert nobody_came(listener)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("form", [form for form in ELSEWHERE if not form.startswith(("rediss:", "sentinels:"))])
+@pytest.mark.parametrize("setting", ["MQLAYER_REDIS_CA_FILE", "MQLAYER_REDIS_CERT_FILE"])
+def test_where_tls_is_set_up_an_address_without_it_is_not_connected_to(
+    setting: str, form: str, way: str, listener: socket.socket, password_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(setting, "/etc/ssl/any.pem")
+    with pytest.raises(AccessDenied, match="rediss://"):
+        WAYS[way](Node(NodeId(1), "n1", form.format(listener.getsockname()[1]), None))
+    assert nobody_came(listener)
+
+
+def test_a_primary_that_a_sentinel_names_is_among_the_hosts_too(
+    start_redis: StartRedis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pair_of(start_redis) as pair, sentinel_of(pair.primary, tmp_path / "sentinel") as port:
+        primary = pair.primary
+        node = Node(NodeId(1), "n1", f"sentinel://127.0.0.1:{port}/orders/0", None)
+        monkeypatch.setenv("MQLAYER_REDIS_HOSTS", f"127.0.0.1:{port}")
+        with pytest.raises(AccessDenied, match=f"127.0.0.1:{primary.port} is not among MQLAYER_REDIS_HOSTS"):
+            WAYS["connection"](node)
+        monkeypatch.setenv("MQLAYER_REDIS_HOSTS", f"127.0.0.1:{port},127.0.0.1:{primary.port}")
+        WAYS["connection"](node)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "host", "fits"),
+    [
+        ("", "anything", True),
+        (" , ", "anything", True),
+        ("redis-1.example.com", "REDIS-1.example.com", True),
+        ("redis-*.example.com", "redis-12.example.com", True),
+        ("redis-*.example.com", "redis-1.evil.example.com", False),
+        ("redis-*.example.com", "redis-1.example.com.evil", False),
+        ("redis-*.example.com", "redis-1xexample.com", False),
+        ("10.0.0.*", "10.0.0.7", True),
+        ("10.0.0.*", "10.0.0.7.evil", False),
+        ("a:6379", "a", True),
+        ("a:6380", "a", False),
+        ("[::1]:6379", "::1", True),
+        ("::1", "::1", True),
+        ("::1", "::2", False),
+        ("*", "10.0.0.7", False),
+    ],
+)
+def test_hosts_are_compared_whole(hosts: str, host: str, fits: bool) -> None:
+    access = NodeAccess(hosts=hosts)
+    if fits:
+        access.check_host(host, 6379)
+    else:
+        with pytest.raises(InvalidInput, match="MQLAYER_REDIS_HOSTS"):
+            access.check_host(host, 6379)
+
+
+def test_the_setting_of_a_program_counts_as_the_variable_does(listener: socket.socket) -> None:
+    use_access(Settings(redis_hosts="elsewhere", redis_user="app", redis_password=PASSWORD))  # type: ignore[arg-type]
+    try:
+        with pytest.raises(AccessDenied, match="MQLAYER_REDIS_HOSTS"):
+            WAYS["connection"](Node(NodeId(1), "n1", f"redis://127.0.0.1:{listener.getsockname()[1]}/0", None))
+    finally:
+        forget_access()
+    assert nobody_came(listener)

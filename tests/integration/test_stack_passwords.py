@@ -11,11 +11,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import psycopg
 import pytest
 import redis
+from kombu.connection import Connection
 from psycopg.conninfo import conninfo_to_dict
 from typer.testing import CliRunner
 
@@ -26,11 +28,18 @@ from mqlayer.redis.access import acting_as, forget_access
 from mqlayer.stack import Addresses, PostgresServer, RedisProgram, RedisServer, Stack
 from mqlayer.stack.accounts import unprivileged_account
 from mqlayer.stack.containers import PostgresContainer, RedisContainer
-from mqlayer.stack.credentials import NODE_ROLES, Login, ProcessKind, StackCredentials
+from mqlayer.stack.credentials import BROKER_KINDS, NODE_ROLES, Login, ProcessKind, StackCredentials
+from mqlayer.stack.node_users import CELERY_RIGHTS
 from mqlayer.stack.private_files import write_closed
 from mqlayer.stack.stack_file import StackFile
 from mqlayer.topics import create_topic, list_nodes, register_node
-from tests.fixtures.node_clients import COMMANDS, ClientsSeen, default_is_kept_out, redis_users
+from tests.fixtures.node_clients import (
+    COMMANDS,
+    ClientsSeen,
+    default_is_kept_out,
+    harmful_commands,
+    redis_users,
+)
 from tests.fixtures.process_files import file_of_each_process
 from tests.fixtures.servers import StartRedis, different_redis_programs
 from tests.fixtures.wait import wait_until
@@ -148,6 +157,92 @@ def test_user_default_is_off_on_nodes_and_each_process_is_there_as_its_own_user(
         if part.name in ("relay", "worker"):
             given = Path(f"/proc/{part.pid}/environ").read_bytes().split(b"\0")
             assert f"MQLAYER_REDIS_USER=mqlayer-{part.name}".encode() in given
+
+
+def test_a_file_of_variables_holds_the_passwords_of_its_own_kind_alone(place: Path) -> None:
+    """Each password of the stack is looked for in each file, and in what each process was started with."""
+    up(place, servers_only=False)
+    kinds = StackCredentials.load(place).kinds
+    secrets = {
+        (kind, server): login.password
+        for kind, logins in kinds.items()
+        for server in ("postgres", "node", "broker")
+        for login in [getattr(logins, server)]
+        if login.password
+    }
+    assert len(set(secrets.values())) == len(secrets)
+    given = {path.stem: path.read_bytes() for path in place.glob("*.env")} | {"operator": (place / "env").read_bytes()}
+    for part in Stack(place).status():
+        if part.name in ("relay", "worker"):
+            given[part.name] = Path(f"/proc/{part.pid}/environ").read_bytes()
+    assert set(given) == {*kinds} - {"owner"}
+    for kind, text in given.items():
+        known = {secret for secret, password in secrets.items() if password.encode() in text}
+        expected = {(kind, "postgres"), (kind, "node")} | ({(kind, "broker")} if kind in BROKER_KINDS else set())
+        assert known == expected, kind
+        assert (b"MQLAYER_BROKER_URL" in text) == (kind in BROKER_KINDS), kind
+
+
+def test_users_of_the_broker_have_no_command_that_changes_the_server(place: Path) -> None:
+    addresses = up(place)
+    for kind in BROKER_KINDS:
+        login = StackCredentials.load(place).of(kind).broker
+        with (
+            redis_users(place, "broker") as owner,
+            redis.Redis.from_url(login.in_url(addresses.broker_url), protocol=2) as client,
+        ):
+            assert harmful_commands(client, owner) == {"info"}
+
+
+@pytest.mark.parametrize("program", different_redis_programs(), ids=str)
+def test_every_kind_of_redis_keeps_celerys_user_to_its_queues(program: RedisProgram, server_directory: Path) -> None:
+    """Also the embedded one, whose rules are coarser."""
+    server = RedisServer(
+        server_directory / f"broker-{program}", program=program, login=Login("mqlayer-admin", "s3cret")
+    )
+    celery = Login("mqlayer-worker", "pa55")
+    connect: Any = Connection
+    try:
+        server.start()
+        with (
+            redis.Redis.from_url(server.url, protocol=2) as owner,
+            redis.Redis.from_url(celery.in_url(server.address), protocol=2) as client,
+        ):
+            owner.execute_command("ACL", "SETUSER", celery.user, "reset", "on", ">pa55", *CELERY_RIGHTS)
+            assert harmful_commands(client, owner) == {"info"}
+        with connect(celery.in_url(server.address)) as connection:
+            queue = connection.SimpleQueue("mqlayer")
+            queue.put({"n": 1})
+            message = queue.get(timeout=10)
+            assert message.payload == {"n": 1}
+            message.ack()
+            queue.close()
+    finally:
+        server.erase()
+
+
+def test_a_stack_whose_broker_had_one_password_gets_users_there_and_keeps_its_queue(place: Path) -> None:
+    """As the version before left it: running, all kinds have the password of user default."""
+    up(place)
+    old = StackCredentials.load(place)
+    one = Login("default", "as-before")
+    Stack(place).down()
+    kinds = {kind: replace(logins, broker=one) for kind, logins in old.kinds.items()}
+    write_closed(place / "credentials.json", msgspec.json.encode(StackCredentials(kinds)))
+    (place / "broker" / "users.acl").unlink()
+    before = RedisServer(place / "broker", login=one)
+    before.start()
+    with redis.Redis.from_url(before.url) as client:
+        client.lpush("mqlayer", "kept")
+
+    addresses = up(place)
+
+    assert default_is_kept_out(place)
+    with redis.Redis.from_url(addresses.broker_url) as client:
+        assert client.lrange("mqlayer", 0, -1) == [b"kept"]
+    assert [kind for kind, logins in StackCredentials.load(place).kinds.items() if logins.broker.password] == [
+        "operator", "worker", "owner",
+    ]  # fmt: skip
 
 
 def test_a_node_keeps_its_users_and_what_scripts_wrote_over_a_start_by_another(place: Path) -> None:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
+from itertools import product
+from pathlib import Path
+
 import pytest
+from psycopg import pq
 
 from mqlayer.domain.node_runs import is_former, run_of
 from mqlayer.errors import InvalidInput
+from mqlayer.postgres.dsn import address_of
 from mqlayer.redis.addresses import parse_address, refuse_secrets
 
 
@@ -81,3 +87,42 @@ def test_an_old_primary_is_told_from_one_that_was_promoted_again(
     run: str, armed: str | None, former: list[str], expected: bool
 ) -> None:
     assert is_former(run, armed=armed, former=former) is expected
+
+
+PARTS = ("host=127.0.0.1", "hostaddr=127.0.0.2", "port=1", "dbname=bank", "service=known")
+VARIABLES = {"PGHOST": "127.0.0.3", "PGHOSTADDR": "127.0.0.4", "PGPORT": "2", "PGSERVICE": "known"}
+
+
+@pytest.mark.parametrize("given", list(product([False, True], repeat=len(VARIABLES))))
+def test_the_address_of_postgres_is_the_one_that_its_library_takes(
+    given: tuple[bool, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """For each DSN of these parts, and each environment: a DSN, a service and variables can each decide."""
+    services = tmp_path / "services"
+    services.write_text("[known]\nhost=127.0.0.5\nport=3\n")
+    for name in [name for name in os.environ if name.startswith("PG")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PGSERVICEFILE", str(services))
+    for there, (name, value) in zip(given, VARIABLES.items(), strict=True):
+        if there:
+            monkeypatch.setenv(name, value)
+    for chosen in product([False, True], repeat=len(PARTS)):
+        dsn = " ".join(part for there, part in zip(chosen, PARTS, strict=True) if there)
+        # Nothing listens at these ports: the connection fails, and tells where it went.
+        tried = pq.PGconn.connect_start(f"{dsn} connect_timeout=1".encode())
+        # A name has an address besides, and a socket of this machine counts as localhost.
+        hosts = {"localhost" if name.startswith(b"/") else name.decode() for name in (tried.host, tried.hostaddr)}
+        port = tried.port.decode()
+        tried.finish()
+        shown = address_of(dsn)
+        if shown.startswith("postgres at "):
+            place = shown.removeprefix("postgres at ").partition("/")[0]
+            by_service = hosts if "service" in dsn or given[3] else set()
+            assert place in {f"{host}:{port}" for host in hosts} | by_service, (dsn, shown)
+        else:
+            assert shown == "postgres of service known" + (", database bank" if "dbname" in dsn else "")
+            assert "service" in dsn or given[3]
+
+
+def test_a_service_whose_name_may_be_something_else_is_not_shown() -> None:
+    assert "s3cret" not in address_of("service='x password=s3cret'")
