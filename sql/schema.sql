@@ -167,6 +167,7 @@ CREATE TABLE mqlayer.source (
     tried_at    timestamptz,
     CONSTRAINT source_kind CHECK (kind IN ('outbox', 'direct')),
     CONSTRAINT source_outbox_identity CHECK ((kind = 'outbox') = (outbox_uuid IS NOT NULL AND cluster IS NOT NULL)),
+    CONSTRAINT source_closed_at CHECK (closed_at >= '1970-01-01 00:00:00+00' AND closed_at <= '9000-01-01 00:00:00+00'),
     CONSTRAINT source_name_length CHECK (octet_length(name) <= 1024),
     CONSTRAINT source_cluster_length CHECK (octet_length(cluster) <= 1024)
 );
@@ -231,34 +232,48 @@ CREATE TABLE mqlayer.consumer_group (
     CONSTRAINT consumer_group_instance_mode CHECK (instance IS NULL OR mode = 'exclusive'),
     CONSTRAINT consumer_group_instance_length CHECK (octet_length(instance) <= 63),
     CONSTRAINT consumer_group_keep_away CHECK ((mode = 'broadcast') = (instance_expiry_s IS NOT NULL)
-        AND instance_expiry_s > 0::double precision AND instance_expiry_s < 'Infinity'),
+        AND instance_expiry_s > 0::double precision AND instance_expiry_s <= '100000000000'::numeric::double precision),
     CONSTRAINT consumer_group_tag_filter
         CHECK (tag_filter ~ '^(none|(any|all):[a-z0-9][a-z0-9_.-]*(,[a-z0-9][a-z0-9_.-]*)*)$'),
     CONSTRAINT consumer_group_balance CHECK (balance IN ('count', 'rate')),
-    CONSTRAINT consumer_group_attempt_limit CHECK (attempt_limit >= 1),
+    CONSTRAINT consumer_group_attempt_limit CHECK (attempt_limit >= 1 AND attempt_limit <= 2000000000),
     CONSTRAINT consumer_group_policy CHECK (policy IN ('park', 'block', 'dead_letter', 'skip')),
     CONSTRAINT consumer_group_backoff CHECK (cardinality(backoff_s) >= 1),
     CONSTRAINT consumer_group_backoff_jitter CHECK (backoff_jitter >= 0::double precision
         AND backoff_jitter <= 1::double precision),
-    CONSTRAINT consumer_group_time_limit CHECK (time_limit_s > 0::double precision AND time_limit_s < 'Infinity'),
+    CONSTRAINT consumer_group_time_limit CHECK (time_limit_s > 0::double precision
+        AND time_limit_s <= '100000000000'::numeric::double precision),
     CONSTRAINT consumer_group_max_time_limit CHECK (max_time_limit_s > 0::double precision
-        AND max_time_limit_s < 'Infinity'),
+        AND max_time_limit_s <= '100000000000'::numeric::double precision),
     CONSTRAINT consumer_group_visibility_timeout CHECK (visibility_timeout_s > 0::double precision
-        AND visibility_timeout_s < 'Infinity'),
+        AND visibility_timeout_s <= '100000000000'::numeric::double precision),
     CONSTRAINT consumer_group_visibility_timeout_of_shared CHECK (mode <> 'shared' OR visibility_timeout_s IS NOT NULL),
     CONSTRAINT consumer_group_shared CHECK (mode <> 'shared' OR NOT ordered AND (policy IN ('dead_letter', 'skip'))),
-    CONSTRAINT consumer_group_rate_limit CHECK (rate_limit > 0::double precision AND rate_limit < 'Infinity'),
-    CONSTRAINT consumer_group_rate_burst CHECK (rate_burst >= 1::double precision AND rate_burst < 'Infinity'),
-    CONSTRAINT consumer_group_parking_limits CHECK (parked_keys_limit > 0 AND parked_messages_limit > 0
-        AND parked_bytes_limit > 0 AND key_messages_limit > 0 AND key_bytes_limit > 0),
-    CONSTRAINT consumer_group_counts CHECK (allocation >= 0 AND allocation <= 4611686018427387904 AND parking >= 0
-        AND parking <= 4611686018427387904),
+    CONSTRAINT consumer_group_rate_limit CHECK (rate_limit > 0::double precision
+        AND rate_limit <= '100000000000'::numeric::double precision),
+    CONSTRAINT consumer_group_rate_burst CHECK (rate_burst >= 1::double precision
+        AND rate_burst <= '100000000000'::numeric::double precision),
+    CONSTRAINT consumer_group_parking_limits CHECK (parked_keys_limit >= 1 AND parked_keys_limit <= 2000000000
+        AND parked_messages_limit >= 1 AND parked_messages_limit <= 9007199254740991 AND parked_bytes_limit >= 1
+        AND parked_bytes_limit <= 9007199254740991 AND key_messages_limit >= 1
+        AND key_messages_limit <= 9007199254740991 AND key_bytes_limit >= 1 AND key_bytes_limit <= 9007199254740991),
+    CONSTRAINT consumer_group_counts CHECK (version >= 1 AND version <= 1000000000 AND seek >= 0 AND seek <= 1000000000
+        AND replay >= 0 AND replay <= 1000000000 AND settings_version >= 1 AND settings_version <= 1000000000
+        AND allocation >= 0 AND allocation <= 4611686018427387904 AND parking >= 0 AND parking <= 4611686018427387904),
+    CONSTRAINT consumer_group_times CHECK (absent_since >= '1970-01-01 00:00:00+00'
+        AND absent_since <= '9000-01-01 00:00:00+00' AND paused_at >= '1970-01-01 00:00:00+00'
+        AND paused_at <= '9000-01-01 00:00:00+00' AND retired_at >= '1970-01-01 00:00:00+00'
+        AND retired_at <= '9000-01-01 00:00:00+00' AND start_at >= '1970-01-01 00:00:00+00'
+        AND start_at <= '9000-01-01 00:00:00+00'),
     CONSTRAINT consumer_group_texts_length CHECK (octet_length(COALESCE(paused_by, '')) <= 1024
         AND octet_length(COALESCE(tag_filter, '')) <= 65536 AND cardinality(backoff_s) <= 1000
         AND pg_column_size(non_retryable_errors) <= 1000000 AND pg_column_size(retryable_errors) <= 1000000)
 );
 CREATE UNIQUE INDEX consumer_group_instances ON mqlayer.consumer_group (broadcast_of, instance)
     WHERE broadcast_of IS NOT NULL;
+CREATE TRIGGER consumer_group_instance_of_broadcast BEFORE INSERT
+    OR UPDATE OF broadcast_of, instance, name, topic_id ON mqlayer.consumer_group FOR EACH ROW
+    WHEN (new.broadcast_of IS NOT NULL) EXECUTE FUNCTION mqlayer.group_instance_guard();
 CREATE TRIGGER group_known AFTER INSERT ON mqlayer.consumer_group FOR EACH ROW
     EXECUTE FUNCTION mqlayer.group_known_v1();
 -- Row-level security by the policies read, add, change, remove.
@@ -268,7 +283,7 @@ CREATE TABLE mqlayer.group_start (
     partition_id int    NOT NULL REFERENCES mqlayer.partition(partition_id),
     start_offset bigint NOT NULL,
     CONSTRAINT group_start_key PRIMARY KEY (group_id, partition_id),
-    CONSTRAINT group_start_offset CHECK (start_offset >= 1)
+    CONSTRAINT group_start_offset CHECK (start_offset >= 1 AND start_offset <= 9007199254740991)
 );
 -- Row-level security by the policies read, change, remove, add.
 
@@ -302,6 +317,9 @@ CREATE TABLE mqlayer.member (
     CONSTRAINT member_key PRIMARY KEY (group_id, member_id),
     CONSTRAINT member_id_form CHECK (member_id ~ '^[a-z][a-z0-9_.-]{0,62}$'),
     CONSTRAINT member_host_length CHECK (octet_length(host) <= 1024),
+    CONSTRAINT member_numbers CHECK (session >= 0 AND session <= 4611686018427387904 AND pid >= 0
+        AND pid <= 2000000000),
+    CONSTRAINT member_joined_at CHECK (joined_at >= '1970-01-01 00:00:00+00' AND joined_at <= '9000-01-01 00:00:00+00'),
     CONSTRAINT member_lease_until CHECK (lease_until = '-infinity' OR lease_until >= '1970-01-01 00:00:00+00'
         AND lease_until <= '9000-01-01 00:00:00+00')
 );
@@ -315,6 +333,9 @@ CREATE TABLE mqlayer.assignment (
     target       text,
     changed_at   timestamptz NOT NULL DEFAULT now(),
     CONSTRAINT assignment_key PRIMARY KEY (group_id, partition_id),
+    CONSTRAINT assignment_epoch CHECK (epoch >= 0 AND epoch <= 9007199254740991),
+    CONSTRAINT assignment_changed_at CHECK (changed_at >= '1970-01-01 00:00:00+00'
+        AND changed_at <= '9000-01-01 00:00:00+00'),
     CONSTRAINT assignment_texts CHECK (octet_length(member_id) <= 1024 AND octet_length(target) <= 1024),
     CONSTRAINT assignment_member FOREIGN KEY (group_id, member_id) REFERENCES mqlayer.member(group_id, member_id)
 );
@@ -343,6 +364,8 @@ CREATE TABLE mqlayer.parked_key (
     CONSTRAINT parked_key_key PRIMARY KEY (group_id, lp, name),
     CONSTRAINT parked_key_cause CHECK (cause IN ('retry', 'exhausted', 'rejected', 'paused', 'redriven', 'replayed')),
     CONSTRAINT parked_key_due_at CHECK (due_at >= '1970-01-01 00:00:00+00' AND due_at <= '9000-01-01 00:00:00+00'),
+    CONSTRAINT parked_key_numbers CHECK (lp >= 0 AND lp <= 1023 AND attempts >= 0 AND attempts <= 2000000000
+        AND started >= 0 AND started <= 9007199254740991),
     CONSTRAINT parked_key_texts CHECK (octet_length(name) <= 65536 AND octet_length(paused_by) <= 4096)
 );
 CREATE INDEX parked_key_due ON mqlayer.parked_key (due_at) WHERE due_at IS NOT NULL;
@@ -365,6 +388,10 @@ CREATE TABLE mqlayer.parked_message (
     attempts     int      NOT NULL DEFAULT 0,
     tried        int      NOT NULL DEFAULT 0,
     CONSTRAINT parked_message_key PRIMARY KEY (group_id, lp, source, seq),
+    CONSTRAINT parked_message_numbers CHECK (source >= 1 AND source <= 2147483646 AND seq >= 1
+        AND seq <= 9007199254740991 AND log_offset >= 0 AND log_offset <= 9007199254740991
+        AND "position" >= -4611686018427387904 AND "position" <= 4611686018427387904 AND attempts >= 0
+        AND attempts <= 2000000000 AND tried >= 0 AND tried <= 2000000000),
     CONSTRAINT parked_message_sizes CHECK (octet_length(name) <= 65536 AND octet_length(key) <= 65536
         AND octet_length(m) <= 1000000 AND octet_length(body) <= 16777216),
     CONSTRAINT parked_message_of_key FOREIGN KEY (group_id, lp, name) REFERENCES mqlayer.parked_key(group_id, lp, name)
@@ -421,6 +448,11 @@ CREATE TABLE mqlayer.dead_message (
     log_lost      boolean     NOT NULL DEFAULT false,
     CONSTRAINT dead_message_once UNIQUE (group_id, lp, source, seq),
     CONSTRAINT dead_message_cause CHECK (cause IN ('exhausted', 'rejected', 'skipped', 'discarded')),
+    CONSTRAINT dead_message_numbers CHECK (lp >= 0 AND lp <= 1023 AND source >= 1 AND source <= 2147483646 AND seq >= 1
+        AND seq <= 9007199254740991 AND log_offset >= 0 AND log_offset <= 9007199254740991 AND attempts >= 0
+        AND attempts <= 2000000000 AND redriven_seek >= 0 AND redriven_seek <= 1000000000),
+    CONSTRAINT dead_message_times CHECK (died_at >= '1970-01-01 00:00:00+00' AND died_at <= '9000-01-01 00:00:00+00'
+        AND redriven_at >= '1970-01-01 00:00:00+00' AND redriven_at <= '9000-01-01 00:00:00+00'),
     CONSTRAINT dead_message_sizes CHECK (octet_length(key) <= 65536 AND octet_length(m) <= 1000000
         AND octet_length(body) <= 16777216),
     CONSTRAINT dead_message_texts CHECK (octet_length(reason) <= 65536 AND octet_length(actor) <= 4096)
@@ -443,6 +475,8 @@ CREATE TABLE mqlayer.failed_attempt (
     member_id text        NOT NULL,
     error     text        NOT NULL,
     CONSTRAINT failed_attempt_key PRIMARY KEY (group_id, lp, source, seq, attempt, failed_at),
+    CONSTRAINT failed_attempt_numbers CHECK (lp >= 0 AND lp <= 1023 AND source >= 1 AND source <= 2147483646
+        AND seq >= 1 AND seq <= 9007199254740991 AND attempt >= 0 AND attempt <= 2000000000),
     CONSTRAINT failed_attempt_texts CHECK (octet_length(error) <= 65536 AND octet_length(member_id) <= 1024)
 );
 CREATE INDEX failed_attempt_old ON mqlayer.failed_attempt (failed_at);
@@ -456,6 +490,9 @@ CREATE TABLE mqlayer.failure_count (
     count        bigint      NOT NULL,
     last_at      timestamptz NOT NULL DEFAULT clock_timestamp(),
     CONSTRAINT failure_count_key PRIMARY KEY (group_id, partition_id, event),
+    CONSTRAINT failure_count_partition CHECK (partition_id >= 0 AND partition_id <= 2147483646),
+    CONSTRAINT failure_count_last_at CHECK (last_at >= '1970-01-01 00:00:00+00'
+        AND last_at <= '9000-01-01 00:00:00+00'),
     CONSTRAINT failure_count_event_length CHECK (octet_length(event) <= 63),
     CONSTRAINT failure_count_count CHECK (count >= 0 AND count <= 9007199254740991)
 );
@@ -494,8 +531,13 @@ CREATE TABLE mqlayer.redrive (
     ended_at     timestamptz,
     CONSTRAINT redrive_kind CHECK (kind IN ('dead', 'replay', 'backfill')),
     CONSTRAINT redrive_state CHECK (state IN ('running', 'done', 'cancelled')),
-    CONSTRAINT redrive_rate CHECK (per_s >= 0::double precision AND per_s < 'Infinity'),
+    CONSTRAINT redrive_rate CHECK (per_s >= 0::double precision AND per_s <= '100000000000'::numeric::double precision),
     CONSTRAINT redrive_ended CHECK ((state = 'running') = (ended_at IS NULL)),
+    CONSTRAINT redrive_numbers CHECK (upto_id >= 0 AND upto_id <= 4611686018427387904 AND upto_batch >= 0
+        AND upto_batch <= 4611686018427387904 AND "position" >= -4611686018427387904
+        AND "position" <= 4611686018427387904 AND snapshot_id >= 0 AND snapshot_id <= 2000000000),
+    CONSTRAINT redrive_times CHECK (lease_until >= '1970-01-01 00:00:00+00' AND lease_until <= '9000-01-01 00:00:00+00'
+        AND ended_at >= '1970-01-01 00:00:00+00' AND ended_at <= '9000-01-01 00:00:00+00'),
     CONSTRAINT redrive_newer CHECK (newer IN ('wait', 'between')),
     CONSTRAINT redrive_of_archive CHECK ((kind = 'dead') = (upto_batch IS NULL)
         AND (kind = 'dead') = ("position" IS NULL) AND (kind = 'dead') = (newer IS NULL)),
@@ -588,6 +630,7 @@ CREATE TABLE mqlayer.migration (
 CREATE SEQUENCE mqlayer.member_session;
 CREATE SEQUENCE mqlayer.epoch;
 CREATE SEQUENCE mqlayer.parked_position INCREMENT BY 16777216 START WITH 16777216;
+CREATE SEQUENCE mqlayer.repaired_at;
 
 -- views
 CREATE VIEW mqlayer.readable (group_id int, partition_id int);
@@ -604,6 +647,7 @@ CREATE FUNCTION mqlayer.has_v1(VARIADIC p_privileges text[]) RETURNS boolean STA
 CREATE FUNCTION mqlayer.has_for_v1(p_privilege text, p_scope text) RETURNS boolean STABLE SECURITY DEFINER;
 CREATE FUNCTION mqlayer.groups_v1() RETURNS int[] STABLE SECURITY DEFINER;
 CREATE FUNCTION mqlayer.route_version_guard() RETURNS trigger;
+CREATE FUNCTION mqlayer.group_instance_guard() RETURNS trigger;
 CREATE FUNCTION mqlayer.group_known_v1() RETURNS trigger SECURITY DEFINER;
 CREATE FUNCTION mqlayer.may_create_group_v1(p_topic_id int, p_name text, p_broadcast_of int)
     RETURNS boolean STABLE SECURITY DEFINER;
@@ -612,7 +656,9 @@ CREATE FUNCTION mqlayer.assignment_epoch_given_v1() RETURNS trigger SECURITY DEF
 CREATE FUNCTION mqlayer.parked_count_v1() RETURNS trigger SECURITY DEFINER;
 CREATE FUNCTION mqlayer.timeline_v1() RETURNS int SECURITY DEFINER;
 CREATE FUNCTION mqlayer.system_v1() RETURNS text SECURITY DEFINER;
+CREATE FUNCTION mqlayer.server_repair_v1(p_facts jsonb) RETURNS void SECURITY DEFINER;
 CREATE FUNCTION mqlayer.server_replaced_v1(p_facts jsonb) RETURNS void SECURITY DEFINER;
+CREATE FUNCTION mqlayer.numbers_used_v1(OUT sequence_name text, OUT used double precision) STABLE SECURITY DEFINER;
 CREATE FUNCTION mqlayer.server_seen_v1() RETURNS boolean SECURITY DEFINER;
 CREATE FUNCTION mqlayer.check_group_v1(p_group_id int) RETURNS void STABLE SECURITY DEFINER;
 CREATE FUNCTION mqlayer.check_count_v1(p_name text, p_count bigint) RETURNS void IMMUTABLE;
@@ -734,6 +780,7 @@ CREATE TABLE mqlayer_archive.outcome_queue (
         CHECK (outcome IN ('handled', 'unmatched', 'parked', 'exhausted', 'rejected', 'skipped', 'discarded',
         'redriven', 'replayed')),
     CONSTRAINT outcome_queue_offset CHECK (log_offset >= 0 AND log_offset <= 9007199254740991),
+    CONSTRAINT outcome_queue_attempts CHECK (attempts >= 0 AND attempts <= 2000000000),
     CONSTRAINT outcome_queue_texts CHECK (octet_length(actor) <= 4096 AND octet_length(reason) <= 65536),
     CONSTRAINT outcome_queue_delivered_at CHECK (delivered_at >= '1970-01-01 00:00:00+00'
         AND delivered_at <= '9000-01-01 00:00:00+00')

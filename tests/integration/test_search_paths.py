@@ -29,6 +29,8 @@ INNER: Final = {
     "mqlayer.system_v1": "SELECT mqlayer.system_v1()",
     "mqlayer.server_seen_v1": "SELECT mqlayer.server_seen_v1()",
     "mqlayer.server_replaced_v1": "SELECT mqlayer.server_replaced_v1('{}')",
+    "mqlayer.server_repair_v1": "SELECT mqlayer.server_repair_v1('{}')",
+    "mqlayer.numbers_used_v1": "SELECT mqlayer.numbers_used_v1()",
     "mqlayer_app.timeline_v1": "SELECT mqlayer_app.timeline_v1()",
     "mqlayer_app.term_v1": "SELECT mqlayer_app.term_v1()",
     "mqlayer_archive.day_make_v1": "SELECT mqlayer_archive.day_make_v1(date '2030-01-01')",

@@ -82,8 +82,9 @@ DECLARE
     v_caller name := mqlayer_app.caller_v1();
 BEGIN
     IF NOT mqlayer_app.has_for_v1('publish', p_topic) THEN
-        RAISE EXCEPTION 'role "%" lacks the right to publish %', v_caller, p_topic
-            USING ERRCODE = 'insufficient_privilege', HINT = format('mqlayer grant publish %s --topic %s', v_caller, p_topic);
+        RAISE EXCEPTION 'role "%" lacks the right to publish %', v_caller, left(p_topic, 63)
+            USING ERRCODE = 'insufficient_privilege',
+                  HINT = format('mqlayer grant publish %s --topic %s', v_caller, left(p_topic, 63));
     END IF;
 END $$;
 
