@@ -62,7 +62,7 @@ BEGIN
 END $$;
 
 -- The groups that the caller may consume by name, with the instances of those that broadcast.
-CREATE FUNCTION mqlayer.groups_v1() RETURNS int[]
+CREATE FUNCTION mqlayer.groups_v1() RETURNS bigint[]
     LANGUAGE plpgsql STABLE SECURITY DEFINER SET search_path = pg_catalog, mqlayer, pg_temp AS $$
 DECLARE
     v_caller name := mqlayer.caller_v1();
@@ -284,7 +284,7 @@ CREATE TABLE mqlayer.partition_rate (
 
 -- One incarnation of a publisher: a restarted producer and a restored outbox get another one.
 CREATE TABLE mqlayer.source (
-    source_id   int GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    source_id   bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
     kind        text NOT NULL,
     name        text NOT NULL,
     -- Outbox only: the database, and the cluster that it was seen in.
@@ -311,7 +311,7 @@ CREATE UNIQUE INDEX source_outbox_live ON mqlayer.source (outbox_uuid) WHERE kin
 -- Groups -------------------------------------------------------------------------------------------------------------
 
 CREATE TABLE mqlayer.consumer_group (
-    group_id         int GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    group_id         bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
     topic_id         int NOT NULL REFERENCES mqlayer.topic,
     name             text NOT NULL,
     state            text NOT NULL DEFAULT 'creating',
@@ -332,7 +332,7 @@ CREATE TABLE mqlayer.consumer_group (
 
     -- Broadcast. The group has settings only. Each instance is a group of its own beneath it, with one member at a
     -- time: its group, and its name in there.
-    broadcast_of     int REFERENCES mqlayer.consumer_group,
+    broadcast_of     bigint REFERENCES mqlayer.consumer_group,
     instance         text,
     -- Of a broadcast group: for how long it keeps the position of an instance that is away.
     instance_expiry_s      double precision,
@@ -479,14 +479,14 @@ CREATE TRIGGER group_known AFTER INSERT ON mqlayer.consumer_group
     FOR EACH ROW EXECUTE FUNCTION mqlayer.group_known_v1();
 
 -- Whether the caller may create this group, or this instance of one.
-CREATE FUNCTION mqlayer.may_create_group_v1(p_topic_id int, p_name text, p_broadcast_of int) RETURNS boolean
+CREATE FUNCTION mqlayer.may_create_group_v1(p_topic_id int, p_name text, p_broadcast_of bigint) RETURNS boolean
     LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, mqlayer, pg_temp
     RETURN mqlayer.has_for_v1('consume', (
         SELECT t.name || '/' || coalesce((SELECT b.name FROM mqlayer.consumer_group b WHERE b.group_id = p_broadcast_of), p_name)
         FROM mqlayer.topic t WHERE t.topic_id = p_topic_id));
 
 CREATE TABLE mqlayer.group_start (
-    group_id     int NOT NULL REFERENCES mqlayer.consumer_group,
+    group_id     bigint NOT NULL REFERENCES mqlayer.consumer_group,
     partition_id int NOT NULL REFERENCES mqlayer.partition,
     start_offset bigint NOT NULL,
     CONSTRAINT group_start_key PRIMARY KEY (group_id, partition_id),
@@ -495,7 +495,7 @@ CREATE TABLE mqlayer.group_start (
 
 -- A group has settled everything before the recorded command of a sealed partition, or began behind it.
 CREATE TABLE mqlayer.drained (
-    group_id     int NOT NULL REFERENCES mqlayer.consumer_group,
+    group_id     bigint NOT NULL REFERENCES mqlayer.consumer_group,
     partition_id int NOT NULL REFERENCES mqlayer.partition,
     drained_at   timestamptz NOT NULL DEFAULT clock_timestamp(),
     CONSTRAINT drained_key PRIMARY KEY (group_id, partition_id)
@@ -503,7 +503,7 @@ CREATE TABLE mqlayer.drained (
 
 -- Partitions that rest for one group.
 CREATE TABLE mqlayer.partition_pause (
-    group_id     int NOT NULL REFERENCES mqlayer.consumer_group,
+    group_id     bigint NOT NULL REFERENCES mqlayer.consumer_group,
     partition_id int NOT NULL REFERENCES mqlayer.partition,
     paused_at    timestamptz NOT NULL DEFAULT now(),
     paused_by    text NOT NULL,
@@ -538,7 +538,7 @@ WHERE g.paused_at IS NULL AND t.paused_at IS NULL AND g.state <> 'retired' AND g
 CREATE SEQUENCE mqlayer.member_session;
 
 CREATE TABLE mqlayer.member (
-    group_id    int NOT NULL REFERENCES mqlayer.consumer_group,
+    group_id    bigint NOT NULL REFERENCES mqlayer.consumer_group,
     member_id   text NOT NULL,
     -- A member id that joins again gets a new session, and the old process is refused.
     session     bigint NOT NULL DEFAULT nextval('mqlayer.member_session'),
@@ -561,7 +561,7 @@ CREATE TABLE mqlayer.member (
 CREATE SEQUENCE mqlayer.epoch;
 
 CREATE TABLE mqlayer.assignment (
-    group_id     int NOT NULL REFERENCES mqlayer.consumer_group,
+    group_id     bigint NOT NULL REFERENCES mqlayer.consumer_group,
     partition_id int NOT NULL REFERENCES mqlayer.partition,
     -- The member that may consume. Null while none does.
     member_id    text,
@@ -616,7 +616,7 @@ CREATE TRIGGER assignment_epoch_given AFTER INSERT OR UPDATE OF epoch ON mqlayer
 
 -- A key of a group that waits here: its messages are handled from here, in order, before anything newer.
 CREATE TABLE mqlayer.parked_key (
-    group_id      int NOT NULL REFERENCES mqlayer.consumer_group,
+    group_id      bigint NOT NULL REFERENCES mqlayer.consumer_group,
     lp            smallint NOT NULL,
     -- The key's UTF-8. Of a message that stands alone: \xff and its identity.
     name          bytea NOT NULL,
@@ -653,10 +653,10 @@ CREATE INDEX parked_key_due ON mqlayer.parked_key (due_at) WHERE due_at IS NOT N
 CREATE SEQUENCE mqlayer.parked_position INCREMENT BY 16777216 START WITH 16777216;
 
 CREATE TABLE mqlayer.parked_message (
-    group_id     int NOT NULL,
+    group_id     bigint NOT NULL,
     lp           smallint NOT NULL,
     name         bytea NOT NULL,
-    source       int NOT NULL,
+    source       bigint NOT NULL,
     seq          bigint NOT NULL,
     -- A key's messages are handled by (place, seq). One that comes again goes in front of its source's next one.
     position        bigint NOT NULL,
@@ -677,7 +677,7 @@ CREATE TABLE mqlayer.parked_message (
     CONSTRAINT parked_message_key PRIMARY KEY (group_id, lp, source, seq),
     CONSTRAINT parked_message_of_key FOREIGN KEY (group_id, lp, name) REFERENCES mqlayer.parked_key,
     CONSTRAINT parked_message_numbers CHECK (
-        source BETWEEN 1 AND 2147483646 AND seq BETWEEN 1 AND 9007199254740991 AND log_offset BETWEEN 0 AND 9007199254740991
+        source BETWEEN 1 AND 9007199254740991 AND seq BETWEEN 1 AND 9007199254740991 AND log_offset BETWEEN 0 AND 9007199254740991
         AND position BETWEEN -4611686018427387904 AND 4611686018427387904 AND attempts BETWEEN 0 AND 2000000000
         AND tried BETWEEN 0 AND 2000000000),
     CONSTRAINT parked_message_sizes CHECK (
@@ -707,7 +707,7 @@ FROM mqlayer.parked_message;
 -- The amount that is parked of a group: the sum over its rows. A connection adds to the row of its own slot, so that
 -- members do not wait for each other. A single row may be below 0.
 CREATE TABLE mqlayer.parked_total (
-    group_id int NOT NULL REFERENCES mqlayer.consumer_group,
+    group_id bigint NOT NULL REFERENCES mqlayer.consumer_group,
     slot     smallint NOT NULL,
     messages bigint NOT NULL,
     bytes    bigint NOT NULL,
@@ -743,7 +743,7 @@ CREATE TRIGGER parked_message_out AFTER DELETE ON mqlayer.parked_message REFEREN
 -- The parked keys that the last acts of operators and scans changed, by the number that consumer_group.parking had
 -- then. Members look at these, and at all where a number is missing here.
 CREATE TABLE mqlayer.parking_change (
-    group_id int NOT NULL REFERENCES mqlayer.consumer_group,
+    group_id bigint NOT NULL REFERENCES mqlayer.consumer_group,
     number   bigint NOT NULL,
     -- -1: any.
     lp       smallint NOT NULL,
@@ -758,9 +758,9 @@ CREATE TABLE mqlayer.parking_change (
 -- A message that left a group without its effect, and why: dead letters, and messages that were passed over.
 CREATE TABLE mqlayer.dead_message (
     dead_id       bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
-    group_id      int NOT NULL REFERENCES mqlayer.consumer_group,
+    group_id      bigint NOT NULL REFERENCES mqlayer.consumer_group,
     lp            smallint NOT NULL,
-    source        int NOT NULL,
+    source        bigint NOT NULL,
     seq           bigint NOT NULL,
     partition_id  int NOT NULL REFERENCES mqlayer.partition,
     log_offset    bigint NOT NULL,
@@ -789,7 +789,7 @@ CREATE TABLE mqlayer.dead_message (
     CONSTRAINT dead_message_once UNIQUE (group_id, lp, source, seq),
     CONSTRAINT dead_message_cause CHECK (cause IN ('exhausted', 'rejected', 'skipped', 'discarded')),
     CONSTRAINT dead_message_numbers CHECK (
-        lp BETWEEN 0 AND 1023 AND source BETWEEN 1 AND 2147483646 AND seq BETWEEN 1 AND 9007199254740991
+        lp BETWEEN 0 AND 1023 AND source BETWEEN 1 AND 9007199254740991 AND seq BETWEEN 1 AND 9007199254740991
         AND log_offset BETWEEN 0 AND 9007199254740991 AND attempts BETWEEN 0 AND 2000000000
         AND redriven_seek BETWEEN 0 AND 1000000000),
     CONSTRAINT dead_message_times CHECK (
@@ -816,9 +816,9 @@ FROM mqlayer.dead_message;
 
 -- Failed attempts, for people: kept while the message waits or is dead, else for a week.
 CREATE TABLE mqlayer.failed_attempt (
-    group_id  int NOT NULL REFERENCES mqlayer.consumer_group,
+    group_id  bigint NOT NULL REFERENCES mqlayer.consumer_group,
     lp        smallint NOT NULL,
-    source    int NOT NULL,
+    source    bigint NOT NULL,
     seq       bigint NOT NULL,
     attempt   int NOT NULL,
     failed_at timestamptz NOT NULL DEFAULT clock_timestamp(),
@@ -827,7 +827,7 @@ CREATE TABLE mqlayer.failed_attempt (
     error     text NOT NULL,
     CONSTRAINT failed_attempt_key PRIMARY KEY (group_id, lp, source, seq, attempt, failed_at),
     CONSTRAINT failed_attempt_numbers CHECK (
-        lp BETWEEN 0 AND 1023 AND source BETWEEN 1 AND 2147483646 AND seq BETWEEN 1 AND 9007199254740991
+        lp BETWEEN 0 AND 1023 AND source BETWEEN 1 AND 9007199254740991 AND seq BETWEEN 1 AND 9007199254740991
         AND attempt BETWEEN 0 AND 2000000000),
     CONSTRAINT failed_attempt_texts CHECK (octet_length(error) <= 65536 AND octet_length(member_id) <= 1024)
 );
@@ -837,7 +837,7 @@ ALTER TABLE mqlayer.failed_attempt ALTER COLUMN group_id SET STATISTICS 0;
 
 -- How often each event of failing messages and keys happened, ever: see mqlayer/events.py.
 CREATE TABLE mqlayer.failure_count (
-    group_id     int NOT NULL REFERENCES mqlayer.consumer_group,
+    group_id     bigint NOT NULL REFERENCES mqlayer.consumer_group,
     -- Its owner alone counts here, so that members do not wait for each other. 0: operators and jobs, under the group's
     -- lock.
     partition_id int NOT NULL,
@@ -860,7 +860,7 @@ CREATE TABLE mqlayer.failure_count (
 -- group's start, ahead of its streams.
 CREATE TABLE mqlayer.redrive (
     redrive_id   bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
-    group_id     int NOT NULL REFERENCES mqlayer.consumer_group,
+    group_id     bigint NOT NULL REFERENCES mqlayer.consumer_group,
     kind         text NOT NULL DEFAULT 'dead',
     -- The messages that it is for: see mqlayer/redelivery/filters.py.
     filter       jsonb NOT NULL,
@@ -973,7 +973,7 @@ CREATE TABLE mqlayer.redrive_result (
 CREATE TABLE mqlayer.replay_result (
     redrive_id bigint NOT NULL REFERENCES mqlayer.redrive,
     lp         smallint NOT NULL,
-    source     int NOT NULL,
+    source     bigint NOT NULL,
     seq        bigint NOT NULL,
     -- already: it waits in the group. dead: it is dead there. ahead: the group has yet to come to it by itself.
     result     text NOT NULL,
@@ -1059,7 +1059,8 @@ BEGIN
     FOR v_one IN
         SELECT format('%I.%I', schemaname, sequencename)::regclass AS number, coalesce(last_value, 0) AS last,
                max_value AS most,
-               CASE WHEN sequencename LIKE 'source%' THEN 1000000 WHEN max_value > 2147483647 THEN 1000000000
+               CASE WHEN sequencename LIKE 'source%' THEN 1000000 WHEN sequencename LIKE 'consumer_group%' THEN 1000
+                    WHEN max_value > 2147483647 THEN 1000000000
                     ELSE 1000 END AS leap
         FROM pg_sequences WHERE schemaname IN ('mqlayer', 'mqlayer_archive') AND sequencename <> 'repaired_at'
     LOOP
@@ -1144,7 +1145,7 @@ END $$;
 -- all columns. So consumers delete by these functions, and have no such privilege.
 
 -- Refuse a caller who may not change the rows of a group.
-CREATE FUNCTION mqlayer.check_group_v1(p_group_id int) RETURNS void
+CREATE FUNCTION mqlayer.check_group_v1(p_group_id bigint) RETURNS void
     LANGUAGE plpgsql STABLE SECURITY DEFINER SET search_path = pg_catalog, mqlayer, pg_temp AS $$
 DECLARE
     v_caller name := mqlayer.caller_v1();
@@ -1172,7 +1173,7 @@ BEGIN
 END $$;
 
 -- Forget members that are gone, joined long ago and own nothing. Of a group that is retired: all.
-CREATE FUNCTION mqlayer.members_forget_v1(p_group_id int) RETURNS void
+CREATE FUNCTION mqlayer.members_forget_v1(p_group_id bigint) RETURNS void
     LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, mqlayer, pg_temp AS $$
 BEGIN
     PERFORM mqlayer.check_group_v1(p_group_id);
@@ -1184,7 +1185,7 @@ BEGIN
 END $$;
 
 -- Forget where a group started, and which partitions it has drained.
-CREATE FUNCTION mqlayer.beginnings_forget_v1(p_group_id int) RETURNS void
+CREATE FUNCTION mqlayer.beginnings_forget_v1(p_group_id bigint) RETURNS void
     LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, mqlayer, pg_temp AS $$
 BEGIN
     PERFORM mqlayer.check_group_v1(p_group_id);
@@ -1193,7 +1194,7 @@ BEGIN
 END $$;
 
 -- End messages of parked keys that are handled, or dead. Note the handled ones for the archive.
-CREATE FUNCTION mqlayer.parked_messages_end_v1(p_group_id int, p_lps smallint[], p_sources int[], p_seqs bigint[],
+CREATE FUNCTION mqlayer.parked_messages_end_v1(p_group_id bigint, p_lps smallint[], p_sources bigint[], p_seqs bigint[],
                                                p_handled boolean[], p_given_s double precision, p_actor text)
     RETURNS void
     LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, mqlayer, pg_temp AS $$
@@ -1215,7 +1216,7 @@ END $$;
 
 -- End a parked key if it has no message, no operator paused it, and no replay is for it alone. Returns its LP if it
 -- did.
-CREATE FUNCTION mqlayer.parked_key_end_v1(p_group_id int, p_lp smallint, p_name bytea) RETURNS SETOF smallint
+CREATE FUNCTION mqlayer.parked_key_end_v1(p_group_id bigint, p_lp smallint, p_name bytea) RETURNS SETOF smallint
     LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, mqlayer, pg_temp AS $$
 BEGIN
     PERFORM mqlayer.check_group_v1(p_group_id);
@@ -1230,7 +1231,7 @@ BEGIN
 END $$;
 
 -- Forget parked keys without messages.
-CREATE FUNCTION mqlayer.parked_keys_forget_v1(p_group_id int, p_lps smallint[], p_names bytea[]) RETURNS void
+CREATE FUNCTION mqlayer.parked_keys_forget_v1(p_group_id bigint, p_lps smallint[], p_names bytea[]) RETURNS void
     LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, mqlayer, pg_temp AS $$
 BEGIN
     PERFORM mqlayer.check_group_v1(p_group_id), mqlayer.check_count_v1('p_names', cardinality(p_names));
@@ -1239,7 +1240,7 @@ BEGIN
 END $$;
 
 -- Drop some of the parked rows of a retired group, messages before keys. Each returns how many it dropped.
-CREATE FUNCTION mqlayer.retired_messages_drop_v1(p_group_id int, p_limit int) RETURNS bigint
+CREATE FUNCTION mqlayer.retired_messages_drop_v1(p_group_id bigint, p_limit int) RETURNS bigint
     LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, mqlayer, pg_temp AS $$
 DECLARE
     v_gone bigint;
@@ -1252,7 +1253,7 @@ BEGIN
     RETURN v_gone;
 END $$;
 
-CREATE FUNCTION mqlayer.retired_keys_drop_v1(p_group_id int, p_limit int) RETURNS bigint
+CREATE FUNCTION mqlayer.retired_keys_drop_v1(p_group_id bigint, p_limit int) RETURNS bigint
     LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, mqlayer, pg_temp AS $$
 DECLARE
     v_gone bigint;
@@ -1302,7 +1303,7 @@ CREATE INDEX progress_by_topic ON mqlayer_archive.progress (topic_id);
 -- grows when retention drops records. Identity makes records unique: a seq up to the last is never archived again.
 CREATE TABLE mqlayer_archive.mark (
     topic_id  int NOT NULL REFERENCES mqlayer.topic,
-    source    int NOT NULL,
+    source    bigint NOT NULL,
     lp        smallint NOT NULL,
     first_seq bigint NOT NULL,
     last_seq  bigint NOT NULL,
@@ -1315,7 +1316,7 @@ CREATE TABLE mqlayer_archive.mark (
 -- is archived no further than a gap without acceptance. The mark begins anew behind a gap.
 CREATE TABLE mqlayer_archive.gap (
     topic_id     int NOT NULL REFERENCES mqlayer.topic,
-    source       int NOT NULL,
+    source       bigint NOT NULL,
     lp           smallint NOT NULL,
     after_seq    bigint NOT NULL,
     next_seq     bigint NOT NULL,
@@ -1341,7 +1342,7 @@ CREATE TABLE mqlayer_archive.record (
     version      int NOT NULL,
     partition_id int NOT NULL,
     log_offset   bigint NOT NULL,
-    source       int NOT NULL,
+    source       bigint NOT NULL,
     lp           smallint NOT NULL,
     seq          bigint NOT NULL,
     -- By the publisher's clock.
@@ -1362,7 +1363,7 @@ CREATE INDEX record_read ON mqlayer_archive.record (topic_id, batch, partition_i
 CREATE TABLE mqlayer_archive.outcome (
     topic_id     int NOT NULL,
     batch        bigint NOT NULL,
-    group_id     int NOT NULL,
+    group_id     bigint NOT NULL,
     partition_id int NOT NULL,
     first_offset bigint NOT NULL,
     last_offset  bigint NOT NULL,
@@ -1401,7 +1402,7 @@ CREATE TABLE mqlayer_archive.outcome_queue (
     -- Rises with the acts on one message: each act holds a lock that the one before held to its commit.
     position        bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
     topic_id     int NOT NULL,
-    group_id     int NOT NULL,
+    group_id     bigint NOT NULL,
     partition_id int NOT NULL,
     log_offset   bigint NOT NULL,
     outcome         text NOT NULL,
@@ -1425,7 +1426,7 @@ CREATE INDEX outcome_queue_by_topic ON mqlayer_archive.outcome_queue (topic_id, 
 -- Up to where the entries of a partition and group on its node are in the archive. An entry's place is never given
 -- again, so one that is not above it was fetched before, also on a node that fell back.
 CREATE TABLE mqlayer_archive.outcome_progress (
-    group_id     int NOT NULL REFERENCES mqlayer.consumer_group,
+    group_id     bigint NOT NULL REFERENCES mqlayer.consumer_group,
     partition_id int NOT NULL REFERENCES mqlayer.partition,
     epoch        bigint NOT NULL,
     position        bigint NOT NULL,
@@ -1531,7 +1532,7 @@ CREATE TABLE mqlayer_archive.snapshot_topic (
 CREATE TABLE mqlayer_archive.cut (
     snapshot_id int NOT NULL REFERENCES mqlayer_archive.snapshot ON DELETE CASCADE,
     topic_id    int NOT NULL,
-    source      int NOT NULL,
+    source      bigint NOT NULL,
     lp          smallint NOT NULL,
     first_seq   bigint NOT NULL,
     last_seq    bigint NOT NULL,
@@ -1605,7 +1606,7 @@ DECLARE
     v_reads CONSTANT text := $$(SELECT mqlayer.has_v1('relay', 'work', 'operate', 'consume', 'view', 'analyze'))$$;
     v_writes CONSTANT text := $$(SELECT mqlayer.has_v1('relay', 'work', 'operate', 'consume'))$$;
     v_operates CONSTANT text := $$(SELECT mqlayer.has_v1('operate'))$$;
-    v_own CONSTANT text := 'group_id = ANY((SELECT mqlayer.groups_v1())::int[])';
+    v_own CONSTANT text := 'group_id = ANY((SELECT mqlayer.groups_v1())::bigint[])';
     v_fits text;
 BEGIN
     FOREACH v_table IN ARRAY ARRAY[
