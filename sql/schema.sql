@@ -155,7 +155,7 @@ CREATE TABLE mqlayer.partition_rate (
 );
 
 CREATE TABLE mqlayer.source (
-    source_id   int         NOT NULL GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    source_id   bigint      NOT NULL GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
     kind        text        NOT NULL,
     name        text        NOT NULL,
     outbox_uuid uuid,
@@ -167,6 +167,7 @@ CREATE TABLE mqlayer.source (
     tried_at    timestamptz,
     CONSTRAINT source_kind CHECK (kind IN ('outbox', 'direct')),
     CONSTRAINT source_outbox_identity CHECK ((kind = 'outbox') = (outbox_uuid IS NOT NULL AND cluster IS NOT NULL)),
+    CONSTRAINT source_closed_at CHECK (closed_at >= '1970-01-01 00:00:00+00' AND closed_at <= '9000-01-01 00:00:00+00'),
     CONSTRAINT source_name_length CHECK (octet_length(name) <= 1024),
     CONSTRAINT source_cluster_length CHECK (octet_length(cluster) <= 1024)
 );
@@ -175,7 +176,7 @@ CREATE UNIQUE INDEX source_outbox_live ON mqlayer.source (outbox_uuid) WHERE kin
 -- Row-level security by the policies read, add, change.
 
 CREATE TABLE mqlayer.consumer_group (
-    group_id              int                NOT NULL GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    group_id              bigint             NOT NULL GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
     topic_id              int                NOT NULL REFERENCES mqlayer.topic(topic_id),
     name                  text               NOT NULL,
     state                 text               NOT NULL DEFAULT 'creating',
@@ -185,7 +186,7 @@ CREATE TABLE mqlayer.consumer_group (
     start                 text               NOT NULL,
     start_at              timestamptz,
     from_archive          boolean            NOT NULL DEFAULT false,
-    broadcast_of          int                REFERENCES mqlayer.consumer_group(group_id),
+    broadcast_of          bigint             REFERENCES mqlayer.consumer_group(group_id),
     instance              text,
     instance_expiry_s     double precision,
     absent_since          timestamptz,
@@ -231,49 +232,63 @@ CREATE TABLE mqlayer.consumer_group (
     CONSTRAINT consumer_group_instance_mode CHECK (instance IS NULL OR mode = 'exclusive'),
     CONSTRAINT consumer_group_instance_length CHECK (octet_length(instance) <= 63),
     CONSTRAINT consumer_group_keep_away CHECK ((mode = 'broadcast') = (instance_expiry_s IS NOT NULL)
-        AND instance_expiry_s > 0::double precision AND instance_expiry_s < 'Infinity'),
+        AND instance_expiry_s > 0::double precision AND instance_expiry_s <= '100000000000'::numeric::double precision),
     CONSTRAINT consumer_group_tag_filter
         CHECK (tag_filter ~ '^(none|(any|all):[a-z0-9][a-z0-9_.-]*(,[a-z0-9][a-z0-9_.-]*)*)$'),
     CONSTRAINT consumer_group_balance CHECK (balance IN ('count', 'rate')),
-    CONSTRAINT consumer_group_attempt_limit CHECK (attempt_limit >= 1),
+    CONSTRAINT consumer_group_attempt_limit CHECK (attempt_limit >= 1 AND attempt_limit <= 2000000000),
     CONSTRAINT consumer_group_policy CHECK (policy IN ('park', 'block', 'dead_letter', 'skip')),
     CONSTRAINT consumer_group_backoff CHECK (cardinality(backoff_s) >= 1),
     CONSTRAINT consumer_group_backoff_jitter CHECK (backoff_jitter >= 0::double precision
         AND backoff_jitter <= 1::double precision),
-    CONSTRAINT consumer_group_time_limit CHECK (time_limit_s > 0::double precision AND time_limit_s < 'Infinity'),
+    CONSTRAINT consumer_group_time_limit CHECK (time_limit_s > 0::double precision
+        AND time_limit_s <= '100000000000'::numeric::double precision),
     CONSTRAINT consumer_group_max_time_limit CHECK (max_time_limit_s > 0::double precision
-        AND max_time_limit_s < 'Infinity'),
+        AND max_time_limit_s <= '100000000000'::numeric::double precision),
     CONSTRAINT consumer_group_visibility_timeout CHECK (visibility_timeout_s > 0::double precision
-        AND visibility_timeout_s < 'Infinity'),
+        AND visibility_timeout_s <= '100000000000'::numeric::double precision),
     CONSTRAINT consumer_group_visibility_timeout_of_shared CHECK (mode <> 'shared' OR visibility_timeout_s IS NOT NULL),
     CONSTRAINT consumer_group_shared CHECK (mode <> 'shared' OR NOT ordered AND (policy IN ('dead_letter', 'skip'))),
-    CONSTRAINT consumer_group_rate_limit CHECK (rate_limit > 0::double precision AND rate_limit < 'Infinity'),
-    CONSTRAINT consumer_group_rate_burst CHECK (rate_burst >= 1::double precision AND rate_burst < 'Infinity'),
-    CONSTRAINT consumer_group_parking_limits CHECK (parked_keys_limit > 0 AND parked_messages_limit > 0
-        AND parked_bytes_limit > 0 AND key_messages_limit > 0 AND key_bytes_limit > 0),
-    CONSTRAINT consumer_group_counts CHECK (allocation >= 0 AND allocation <= 4611686018427387904 AND parking >= 0
-        AND parking <= 4611686018427387904),
+    CONSTRAINT consumer_group_rate_limit CHECK (rate_limit > 0::double precision
+        AND rate_limit <= '100000000000'::numeric::double precision),
+    CONSTRAINT consumer_group_rate_burst CHECK (rate_burst >= 1::double precision
+        AND rate_burst <= '100000000000'::numeric::double precision),
+    CONSTRAINT consumer_group_parking_limits CHECK (parked_keys_limit >= 1 AND parked_keys_limit <= 2000000000
+        AND parked_messages_limit >= 1 AND parked_messages_limit <= 9007199254740991 AND parked_bytes_limit >= 1
+        AND parked_bytes_limit <= 9007199254740991 AND key_messages_limit >= 1
+        AND key_messages_limit <= 9007199254740991 AND key_bytes_limit >= 1 AND key_bytes_limit <= 9007199254740991),
+    CONSTRAINT consumer_group_counts CHECK (version >= 1 AND version <= 1000000000 AND seek >= 0 AND seek <= 1000000000
+        AND replay >= 0 AND replay <= 1000000000 AND settings_version >= 1 AND settings_version <= 1000000000
+        AND allocation >= 0 AND allocation <= 4611686018427387904 AND parking >= 0 AND parking <= 4611686018427387904),
+    CONSTRAINT consumer_group_times CHECK (absent_since >= '1970-01-01 00:00:00+00'
+        AND absent_since <= '9000-01-01 00:00:00+00' AND paused_at >= '1970-01-01 00:00:00+00'
+        AND paused_at <= '9000-01-01 00:00:00+00' AND retired_at >= '1970-01-01 00:00:00+00'
+        AND retired_at <= '9000-01-01 00:00:00+00' AND start_at >= '1970-01-01 00:00:00+00'
+        AND start_at <= '9000-01-01 00:00:00+00'),
     CONSTRAINT consumer_group_texts_length CHECK (octet_length(COALESCE(paused_by, '')) <= 1024
         AND octet_length(COALESCE(tag_filter, '')) <= 65536 AND cardinality(backoff_s) <= 1000
         AND pg_column_size(non_retryable_errors) <= 1000000 AND pg_column_size(retryable_errors) <= 1000000)
 );
 CREATE UNIQUE INDEX consumer_group_instances ON mqlayer.consumer_group (broadcast_of, instance)
     WHERE broadcast_of IS NOT NULL;
+CREATE TRIGGER consumer_group_instance_of_broadcast BEFORE INSERT
+    OR UPDATE OF broadcast_of, instance, name, topic_id ON mqlayer.consumer_group FOR EACH ROW
+    WHEN (new.broadcast_of IS NOT NULL) EXECUTE FUNCTION mqlayer.group_instance_guard();
 CREATE TRIGGER group_known AFTER INSERT ON mqlayer.consumer_group FOR EACH ROW
     EXECUTE FUNCTION mqlayer.group_known_v1();
 -- Row-level security by the policies read, add, change, remove.
 
 CREATE TABLE mqlayer.group_start (
-    group_id     int    NOT NULL REFERENCES mqlayer.consumer_group(group_id),
+    group_id     bigint NOT NULL REFERENCES mqlayer.consumer_group(group_id),
     partition_id int    NOT NULL REFERENCES mqlayer.partition(partition_id),
     start_offset bigint NOT NULL,
     CONSTRAINT group_start_key PRIMARY KEY (group_id, partition_id),
-    CONSTRAINT group_start_offset CHECK (start_offset >= 1)
+    CONSTRAINT group_start_offset CHECK (start_offset >= 1 AND start_offset <= 9007199254740991)
 );
 -- Row-level security by the policies read, change, remove, add.
 
 CREATE TABLE mqlayer.drained (
-    group_id     int         NOT NULL REFERENCES mqlayer.consumer_group(group_id),
+    group_id     bigint      NOT NULL REFERENCES mqlayer.consumer_group(group_id),
     partition_id int         NOT NULL REFERENCES mqlayer.partition(partition_id),
     drained_at   timestamptz NOT NULL DEFAULT clock_timestamp(),
     CONSTRAINT drained_key PRIMARY KEY (group_id, partition_id)
@@ -281,7 +296,7 @@ CREATE TABLE mqlayer.drained (
 -- Row-level security by the policies read, change, remove, add.
 
 CREATE TABLE mqlayer.partition_pause (
-    group_id     int         NOT NULL REFERENCES mqlayer.consumer_group(group_id),
+    group_id     bigint      NOT NULL REFERENCES mqlayer.consumer_group(group_id),
     partition_id int         NOT NULL REFERENCES mqlayer.partition(partition_id),
     paused_at    timestamptz NOT NULL DEFAULT now(),
     paused_by    text        NOT NULL,
@@ -291,7 +306,7 @@ CREATE TABLE mqlayer.partition_pause (
 -- Row-level security by the policies read, change, remove, add.
 
 CREATE TABLE mqlayer.member (
-    group_id    int         NOT NULL REFERENCES mqlayer.consumer_group(group_id),
+    group_id    bigint      NOT NULL REFERENCES mqlayer.consumer_group(group_id),
     member_id   text        NOT NULL,
     session     bigint      NOT NULL DEFAULT nextval('mqlayer.member_session'),
     host        text        NOT NULL,
@@ -302,19 +317,25 @@ CREATE TABLE mqlayer.member (
     CONSTRAINT member_key PRIMARY KEY (group_id, member_id),
     CONSTRAINT member_id_form CHECK (member_id ~ '^[a-z][a-z0-9_.-]{0,62}$'),
     CONSTRAINT member_host_length CHECK (octet_length(host) <= 1024),
+    CONSTRAINT member_numbers CHECK (session >= 0 AND session <= 4611686018427387904 AND pid >= 0
+        AND pid <= 2000000000),
+    CONSTRAINT member_joined_at CHECK (joined_at >= '1970-01-01 00:00:00+00' AND joined_at <= '9000-01-01 00:00:00+00'),
     CONSTRAINT member_lease_until CHECK (lease_until = '-infinity' OR lease_until >= '1970-01-01 00:00:00+00'
         AND lease_until <= '9000-01-01 00:00:00+00')
 );
 -- Row-level security by the policies read, change, remove, add.
 
 CREATE TABLE mqlayer.assignment (
-    group_id     int         NOT NULL REFERENCES mqlayer.consumer_group(group_id),
+    group_id     bigint      NOT NULL REFERENCES mqlayer.consumer_group(group_id),
     partition_id int         NOT NULL REFERENCES mqlayer.partition(partition_id),
     member_id    text,
     epoch        bigint      NOT NULL,
     target       text,
     changed_at   timestamptz NOT NULL DEFAULT now(),
     CONSTRAINT assignment_key PRIMARY KEY (group_id, partition_id),
+    CONSTRAINT assignment_epoch CHECK (epoch >= 0 AND epoch <= 9007199254740991),
+    CONSTRAINT assignment_changed_at CHECK (changed_at >= '1970-01-01 00:00:00+00'
+        AND changed_at <= '9000-01-01 00:00:00+00'),
     CONSTRAINT assignment_texts CHECK (octet_length(member_id) <= 1024 AND octet_length(target) <= 1024),
     CONSTRAINT assignment_member FOREIGN KEY (group_id, member_id) REFERENCES mqlayer.member(group_id, member_id)
 );
@@ -326,7 +347,7 @@ CREATE TRIGGER assignment_epoch_given AFTER INSERT OR UPDATE OF epoch ON mqlayer
 -- Row-level security by the policies read, change, remove, add.
 
 CREATE TABLE mqlayer.parked_key (
-    group_id      int         NOT NULL REFERENCES mqlayer.consumer_group(group_id),
+    group_id      bigint      NOT NULL REFERENCES mqlayer.consumer_group(group_id),
     lp            smallint    NOT NULL,
     name          bytea       NOT NULL,
     cause         text        NOT NULL,
@@ -343,16 +364,18 @@ CREATE TABLE mqlayer.parked_key (
     CONSTRAINT parked_key_key PRIMARY KEY (group_id, lp, name),
     CONSTRAINT parked_key_cause CHECK (cause IN ('retry', 'exhausted', 'rejected', 'paused', 'redriven', 'replayed')),
     CONSTRAINT parked_key_due_at CHECK (due_at >= '1970-01-01 00:00:00+00' AND due_at <= '9000-01-01 00:00:00+00'),
+    CONSTRAINT parked_key_numbers CHECK (lp >= 0 AND lp <= 1023 AND attempts >= 0 AND attempts <= 2000000000
+        AND started >= 0 AND started <= 9007199254740991),
     CONSTRAINT parked_key_texts CHECK (octet_length(name) <= 65536 AND octet_length(paused_by) <= 4096)
 );
 CREATE INDEX parked_key_due ON mqlayer.parked_key (due_at) WHERE due_at IS NOT NULL;
 -- Row-level security by the policies read, change, remove, add.
 
 CREATE TABLE mqlayer.parked_message (
-    group_id     int      NOT NULL,
+    group_id     bigint   NOT NULL,
     lp           smallint NOT NULL,
     name         bytea    NOT NULL,
-    source       int      NOT NULL,
+    source       bigint   NOT NULL,
     seq          bigint   NOT NULL,
     position     bigint   NOT NULL,
     partition_id int      NOT NULL REFERENCES mqlayer.partition(partition_id),
@@ -365,6 +388,10 @@ CREATE TABLE mqlayer.parked_message (
     attempts     int      NOT NULL DEFAULT 0,
     tried        int      NOT NULL DEFAULT 0,
     CONSTRAINT parked_message_key PRIMARY KEY (group_id, lp, source, seq),
+    CONSTRAINT parked_message_numbers CHECK (source >= 1 AND source <= 9007199254740991 AND seq >= 1
+        AND seq <= 9007199254740991 AND log_offset >= 0 AND log_offset <= 9007199254740991
+        AND "position" >= -4611686018427387904 AND "position" <= 4611686018427387904 AND attempts >= 0
+        AND attempts <= 2000000000 AND tried >= 0 AND tried <= 2000000000),
     CONSTRAINT parked_message_sizes CHECK (octet_length(name) <= 65536 AND octet_length(key) <= 65536
         AND octet_length(m) <= 1000000 AND octet_length(body) <= 16777216),
     CONSTRAINT parked_message_of_key FOREIGN KEY (group_id, lp, name) REFERENCES mqlayer.parked_key(group_id, lp, name)
@@ -382,7 +409,7 @@ ALTER TABLE mqlayer.parked_message ALTER COLUMN group_id SET STATISTICS 0;
 -- Row-level security by the policies read, change, remove, add.
 
 CREATE TABLE mqlayer.parked_total (
-    group_id int      NOT NULL REFERENCES mqlayer.consumer_group(group_id),
+    group_id bigint   NOT NULL REFERENCES mqlayer.consumer_group(group_id),
     slot     smallint NOT NULL,
     messages bigint   NOT NULL,
     bytes    bigint   NOT NULL,
@@ -391,7 +418,7 @@ CREATE TABLE mqlayer.parked_total (
 -- Row-level security by the policies read, change, remove, add.
 
 CREATE TABLE mqlayer.parking_change (
-    group_id int      NOT NULL REFERENCES mqlayer.consumer_group(group_id),
+    group_id bigint   NOT NULL REFERENCES mqlayer.consumer_group(group_id),
     number   bigint   NOT NULL,
     lp       smallint NOT NULL,
     name     bytea    NOT NULL,
@@ -402,9 +429,9 @@ CREATE TABLE mqlayer.parking_change (
 
 CREATE TABLE mqlayer.dead_message (
     dead_id       bigint      NOT NULL GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
-    group_id      int         NOT NULL REFERENCES mqlayer.consumer_group(group_id),
+    group_id      bigint      NOT NULL REFERENCES mqlayer.consumer_group(group_id),
     lp            smallint    NOT NULL,
-    source        int         NOT NULL,
+    source        bigint      NOT NULL,
     seq           bigint      NOT NULL,
     partition_id  int         NOT NULL REFERENCES mqlayer.partition(partition_id),
     log_offset    bigint      NOT NULL,
@@ -421,6 +448,11 @@ CREATE TABLE mqlayer.dead_message (
     log_lost      boolean     NOT NULL DEFAULT false,
     CONSTRAINT dead_message_once UNIQUE (group_id, lp, source, seq),
     CONSTRAINT dead_message_cause CHECK (cause IN ('exhausted', 'rejected', 'skipped', 'discarded')),
+    CONSTRAINT dead_message_numbers CHECK (lp >= 0 AND lp <= 1023 AND source >= 1 AND source <= 9007199254740991
+        AND seq >= 1 AND seq <= 9007199254740991 AND log_offset >= 0 AND log_offset <= 9007199254740991
+        AND attempts >= 0 AND attempts <= 2000000000 AND redriven_seek >= 0 AND redriven_seek <= 1000000000),
+    CONSTRAINT dead_message_times CHECK (died_at >= '1970-01-01 00:00:00+00' AND died_at <= '9000-01-01 00:00:00+00'
+        AND redriven_at >= '1970-01-01 00:00:00+00' AND redriven_at <= '9000-01-01 00:00:00+00'),
     CONSTRAINT dead_message_sizes CHECK (octet_length(key) <= 65536 AND octet_length(m) <= 1000000
         AND octet_length(body) <= 16777216),
     CONSTRAINT dead_message_texts CHECK (octet_length(reason) <= 65536 AND octet_length(actor) <= 4096)
@@ -434,15 +466,17 @@ ALTER TABLE mqlayer.dead_message ALTER COLUMN group_id SET STATISTICS 0;
 -- Row-level security by the policies read, change, remove, add.
 
 CREATE TABLE mqlayer.failed_attempt (
-    group_id  int         NOT NULL REFERENCES mqlayer.consumer_group(group_id),
+    group_id  bigint      NOT NULL REFERENCES mqlayer.consumer_group(group_id),
     lp        smallint    NOT NULL,
-    source    int         NOT NULL,
+    source    bigint      NOT NULL,
     seq       bigint      NOT NULL,
     attempt   int         NOT NULL,
     failed_at timestamptz NOT NULL DEFAULT clock_timestamp(),
     member_id text        NOT NULL,
     error     text        NOT NULL,
     CONSTRAINT failed_attempt_key PRIMARY KEY (group_id, lp, source, seq, attempt, failed_at),
+    CONSTRAINT failed_attempt_numbers CHECK (lp >= 0 AND lp <= 1023 AND source >= 1 AND source <= 9007199254740991
+        AND seq >= 1 AND seq <= 9007199254740991 AND attempt >= 0 AND attempt <= 2000000000),
     CONSTRAINT failed_attempt_texts CHECK (octet_length(error) <= 65536 AND octet_length(member_id) <= 1024)
 );
 CREATE INDEX failed_attempt_old ON mqlayer.failed_attempt (failed_at);
@@ -450,12 +484,15 @@ ALTER TABLE mqlayer.failed_attempt ALTER COLUMN group_id SET STATISTICS 0;
 -- Row-level security by the policies read, change, remove, add.
 
 CREATE TABLE mqlayer.failure_count (
-    group_id     int         NOT NULL REFERENCES mqlayer.consumer_group(group_id),
+    group_id     bigint      NOT NULL REFERENCES mqlayer.consumer_group(group_id),
     partition_id int         NOT NULL,
     event        text        NOT NULL,
     count        bigint      NOT NULL,
     last_at      timestamptz NOT NULL DEFAULT clock_timestamp(),
     CONSTRAINT failure_count_key PRIMARY KEY (group_id, partition_id, event),
+    CONSTRAINT failure_count_partition CHECK (partition_id >= 0 AND partition_id <= 2147483646),
+    CONSTRAINT failure_count_last_at CHECK (last_at >= '1970-01-01 00:00:00+00'
+        AND last_at <= '9000-01-01 00:00:00+00'),
     CONSTRAINT failure_count_event_length CHECK (octet_length(event) <= 63),
     CONSTRAINT failure_count_count CHECK (count >= 0 AND count <= 9007199254740991)
 );
@@ -463,7 +500,7 @@ CREATE TABLE mqlayer.failure_count (
 
 CREATE TABLE mqlayer.redrive (
     redrive_id   bigint           NOT NULL GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
-    group_id     int              NOT NULL REFERENCES mqlayer.consumer_group(group_id),
+    group_id     bigint           NOT NULL REFERENCES mqlayer.consumer_group(group_id),
     kind         text             NOT NULL DEFAULT 'dead',
     filter       jsonb            NOT NULL,
     upto_id      bigint           NOT NULL,
@@ -494,8 +531,13 @@ CREATE TABLE mqlayer.redrive (
     ended_at     timestamptz,
     CONSTRAINT redrive_kind CHECK (kind IN ('dead', 'replay', 'backfill')),
     CONSTRAINT redrive_state CHECK (state IN ('running', 'done', 'cancelled')),
-    CONSTRAINT redrive_rate CHECK (per_s >= 0::double precision AND per_s < 'Infinity'),
+    CONSTRAINT redrive_rate CHECK (per_s >= 0::double precision AND per_s <= '100000000000'::numeric::double precision),
     CONSTRAINT redrive_ended CHECK ((state = 'running') = (ended_at IS NULL)),
+    CONSTRAINT redrive_numbers CHECK (upto_id >= 0 AND upto_id <= 4611686018427387904 AND upto_batch >= 0
+        AND upto_batch <= 4611686018427387904 AND "position" >= -4611686018427387904
+        AND "position" <= 4611686018427387904 AND snapshot_id >= 0 AND snapshot_id <= 2000000000),
+    CONSTRAINT redrive_times CHECK (lease_until >= '1970-01-01 00:00:00+00' AND lease_until <= '9000-01-01 00:00:00+00'
+        AND ended_at >= '1970-01-01 00:00:00+00' AND ended_at <= '9000-01-01 00:00:00+00'),
     CONSTRAINT redrive_newer CHECK (newer IN ('wait', 'between')),
     CONSTRAINT redrive_of_archive CHECK ((kind = 'dead') = (upto_batch IS NULL)
         AND (kind = 'dead') = ("position" IS NULL) AND (kind = 'dead') = (newer IS NULL)),
@@ -538,7 +580,7 @@ CREATE TABLE mqlayer.redrive_result (
 CREATE TABLE mqlayer.replay_result (
     redrive_id bigint      NOT NULL REFERENCES mqlayer.redrive(redrive_id),
     lp         smallint    NOT NULL,
-    source     int         NOT NULL,
+    source     bigint      NOT NULL,
     seq        bigint      NOT NULL,
     result     text        NOT NULL,
     at         timestamptz NOT NULL DEFAULT clock_timestamp(),
@@ -588,44 +630,48 @@ CREATE TABLE mqlayer.migration (
 CREATE SEQUENCE mqlayer.member_session;
 CREATE SEQUENCE mqlayer.epoch;
 CREATE SEQUENCE mqlayer.parked_position INCREMENT BY 16777216 START WITH 16777216;
+CREATE SEQUENCE mqlayer.repaired_at;
 
 -- views
-CREATE VIEW mqlayer.readable (group_id int, partition_id int);
-CREATE VIEW mqlayer.parked_fact (group_id int, lp smallint, name bytea, source int, seq bigint, position bigint,
+CREATE VIEW mqlayer.readable (group_id bigint, partition_id int);
+CREATE VIEW mqlayer.parked_fact (group_id bigint, lp smallint, name bytea, source bigint, seq bigint, position bigint,
     partition_id int, log_offset bigint, key bytea, redriven boolean, replay bigint, attempts int, tried int, m bytea,
     m_size int, body_size int);
-CREATE VIEW mqlayer.dead_fact (dead_id bigint, group_id int, lp smallint, source int, seq bigint, partition_id int,
-    log_offset bigint, key bytea, body_size int, cause text, reason text, attempts int, actor text, died_at timestamptz,
-    redriven_at timestamptz, redriven_seek int, log_lost boolean);
+CREATE VIEW mqlayer.dead_fact (dead_id bigint, group_id bigint, lp smallint, source bigint, seq bigint,
+    partition_id int, log_offset bigint, key bytea, body_size int, cause text, reason text, attempts int, actor text,
+    died_at timestamptz, redriven_at timestamptz, redriven_seek int, log_lost boolean);
 
 -- functions
 CREATE FUNCTION mqlayer.caller_v1() RETURNS name STABLE;
 CREATE FUNCTION mqlayer.has_v1(VARIADIC p_privileges text[]) RETURNS boolean STABLE SECURITY DEFINER;
 CREATE FUNCTION mqlayer.has_for_v1(p_privilege text, p_scope text) RETURNS boolean STABLE SECURITY DEFINER;
-CREATE FUNCTION mqlayer.groups_v1() RETURNS int[] STABLE SECURITY DEFINER;
+CREATE FUNCTION mqlayer.groups_v1() RETURNS bigint[] STABLE SECURITY DEFINER;
 CREATE FUNCTION mqlayer.route_version_guard() RETURNS trigger;
+CREATE FUNCTION mqlayer.group_instance_guard() RETURNS trigger;
 CREATE FUNCTION mqlayer.group_known_v1() RETURNS trigger SECURITY DEFINER;
-CREATE FUNCTION mqlayer.may_create_group_v1(p_topic_id int, p_name text, p_broadcast_of int)
+CREATE FUNCTION mqlayer.may_create_group_v1(p_topic_id int, p_name text, p_broadcast_of bigint)
     RETURNS boolean STABLE SECURITY DEFINER;
 CREATE FUNCTION mqlayer.assignment_epoch_guard() RETURNS trigger;
 CREATE FUNCTION mqlayer.assignment_epoch_given_v1() RETURNS trigger SECURITY DEFINER;
 CREATE FUNCTION mqlayer.parked_count_v1() RETURNS trigger SECURITY DEFINER;
 CREATE FUNCTION mqlayer.timeline_v1() RETURNS int SECURITY DEFINER;
 CREATE FUNCTION mqlayer.system_v1() RETURNS text SECURITY DEFINER;
+CREATE FUNCTION mqlayer.server_repair_v1(p_facts jsonb) RETURNS void SECURITY DEFINER;
 CREATE FUNCTION mqlayer.server_replaced_v1(p_facts jsonb) RETURNS void SECURITY DEFINER;
+CREATE FUNCTION mqlayer.numbers_used_v1(OUT sequence_name text, OUT used double precision) STABLE SECURITY DEFINER;
 CREATE FUNCTION mqlayer.server_seen_v1() RETURNS boolean SECURITY DEFINER;
-CREATE FUNCTION mqlayer.check_group_v1(p_group_id int) RETURNS void STABLE SECURITY DEFINER;
+CREATE FUNCTION mqlayer.check_group_v1(p_group_id bigint) RETURNS void STABLE SECURITY DEFINER;
 CREATE FUNCTION mqlayer.check_count_v1(p_name text, p_count bigint) RETURNS void IMMUTABLE;
-CREATE FUNCTION mqlayer.members_forget_v1(p_group_id int) RETURNS void SECURITY DEFINER;
-CREATE FUNCTION mqlayer.beginnings_forget_v1(p_group_id int) RETURNS void SECURITY DEFINER;
-CREATE FUNCTION mqlayer.parked_messages_end_v1(p_group_id int, p_lps smallint[], p_sources int[], p_seqs bigint[],
+CREATE FUNCTION mqlayer.members_forget_v1(p_group_id bigint) RETURNS void SECURITY DEFINER;
+CREATE FUNCTION mqlayer.beginnings_forget_v1(p_group_id bigint) RETURNS void SECURITY DEFINER;
+CREATE FUNCTION mqlayer.parked_messages_end_v1(p_group_id bigint, p_lps smallint[], p_sources bigint[], p_seqs bigint[],
     p_handled boolean[], p_given_s double precision, p_actor text) RETURNS void SECURITY DEFINER;
-CREATE FUNCTION mqlayer.parked_key_end_v1(p_group_id int, p_lp smallint, p_name bytea)
+CREATE FUNCTION mqlayer.parked_key_end_v1(p_group_id bigint, p_lp smallint, p_name bytea)
     RETURNS SETOF smallint SECURITY DEFINER;
-CREATE FUNCTION mqlayer.parked_keys_forget_v1(p_group_id int, p_lps smallint[], p_names bytea[])
+CREATE FUNCTION mqlayer.parked_keys_forget_v1(p_group_id bigint, p_lps smallint[], p_names bytea[])
     RETURNS void SECURITY DEFINER;
-CREATE FUNCTION mqlayer.retired_messages_drop_v1(p_group_id int, p_limit int) RETURNS bigint SECURITY DEFINER;
-CREATE FUNCTION mqlayer.retired_keys_drop_v1(p_group_id int, p_limit int) RETURNS bigint SECURITY DEFINER;
+CREATE FUNCTION mqlayer.retired_messages_drop_v1(p_group_id bigint, p_limit int) RETURNS bigint SECURITY DEFINER;
+CREATE FUNCTION mqlayer.retired_keys_drop_v1(p_group_id bigint, p_limit int) RETURNS bigint SECURITY DEFINER;
 
 
 -- mqlayer_archive -----------------------------------------------------------------------------------------------------
@@ -651,7 +697,7 @@ CREATE INDEX progress_by_topic ON mqlayer_archive.progress (topic_id);
 
 CREATE TABLE mqlayer_archive.mark (
     topic_id  int      NOT NULL REFERENCES mqlayer.topic(topic_id),
-    source    int      NOT NULL,
+    source    bigint   NOT NULL,
     lp        smallint NOT NULL,
     first_seq bigint   NOT NULL,
     last_seq  bigint   NOT NULL,
@@ -661,7 +707,7 @@ CREATE TABLE mqlayer_archive.mark (
 
 CREATE TABLE mqlayer_archive.gap (
     topic_id     int         NOT NULL REFERENCES mqlayer.topic(topic_id),
-    source       int         NOT NULL,
+    source       bigint      NOT NULL,
     lp           smallint    NOT NULL,
     after_seq    bigint      NOT NULL,
     next_seq     bigint      NOT NULL,
@@ -681,7 +727,7 @@ CREATE TABLE mqlayer_archive.record (
     version      int         NOT NULL,
     partition_id int         NOT NULL,
     log_offset   bigint      NOT NULL,
-    source       int         NOT NULL,
+    source       bigint      NOT NULL,
     lp           smallint    NOT NULL,
     seq          bigint      NOT NULL,
     published_at timestamptz NOT NULL,
@@ -696,7 +742,7 @@ CREATE INDEX record_read ON mqlayer_archive.record (topic_id, batch, partition_i
 CREATE TABLE mqlayer_archive.outcome (
     topic_id     int         NOT NULL,
     batch        bigint      NOT NULL,
-    group_id     int         NOT NULL,
+    group_id     bigint      NOT NULL,
     partition_id int         NOT NULL,
     first_offset bigint      NOT NULL,
     last_offset  bigint      NOT NULL,
@@ -720,7 +766,7 @@ CREATE INDEX outcome_by_batch ON mqlayer_archive.outcome (topic_id, batch);
 CREATE TABLE mqlayer_archive.outcome_queue (
     position     bigint      NOT NULL GENERATED ALWAYS AS IDENTITY PRIMARY KEY ("position"),
     topic_id     int         NOT NULL,
-    group_id     int         NOT NULL,
+    group_id     bigint      NOT NULL,
     partition_id int         NOT NULL,
     log_offset   bigint      NOT NULL,
     outcome      text        NOT NULL,
@@ -734,6 +780,7 @@ CREATE TABLE mqlayer_archive.outcome_queue (
         CHECK (outcome IN ('handled', 'unmatched', 'parked', 'exhausted', 'rejected', 'skipped', 'discarded',
         'redriven', 'replayed')),
     CONSTRAINT outcome_queue_offset CHECK (log_offset >= 0 AND log_offset <= 9007199254740991),
+    CONSTRAINT outcome_queue_attempts CHECK (attempts >= 0 AND attempts <= 2000000000),
     CONSTRAINT outcome_queue_texts CHECK (octet_length(actor) <= 4096 AND octet_length(reason) <= 65536),
     CONSTRAINT outcome_queue_delivered_at CHECK (delivered_at >= '1970-01-01 00:00:00+00'
         AND delivered_at <= '9000-01-01 00:00:00+00')
@@ -742,7 +789,7 @@ CREATE INDEX outcome_queue_by_topic ON mqlayer_archive.outcome_queue (topic_id, 
 -- Row-level security by the policies read, change, remove, add.
 
 CREATE TABLE mqlayer_archive.outcome_progress (
-    group_id     int         NOT NULL REFERENCES mqlayer.consumer_group(group_id),
+    group_id     bigint      NOT NULL REFERENCES mqlayer.consumer_group(group_id),
     partition_id int         NOT NULL REFERENCES mqlayer.partition(partition_id),
     epoch        bigint      NOT NULL,
     position     bigint      NOT NULL,
@@ -784,7 +831,7 @@ CREATE TABLE mqlayer_archive.snapshot_topic (
 CREATE TABLE mqlayer_archive.cut (
     snapshot_id int      NOT NULL REFERENCES mqlayer_archive.snapshot(snapshot_id) ON DELETE CASCADE,
     topic_id    int      NOT NULL,
-    source      int      NOT NULL,
+    source      bigint   NOT NULL,
     lp          smallint NOT NULL,
     first_seq   bigint   NOT NULL,
     last_seq    bigint   NOT NULL,
@@ -815,8 +862,8 @@ CREATE TABLE mqlayer_app.granted (
 );
 
 CREATE TABLE mqlayer_app.known_group (
-    group_id int  NOT NULL,
-    scope    text NOT NULL,
+    group_id bigint NOT NULL,
+    scope    text   NOT NULL,
     CONSTRAINT known_group_key PRIMARY KEY (group_id),
     CONSTRAINT known_group_scope_length CHECK (octet_length(scope) <= 1024)
 );
@@ -968,16 +1015,16 @@ CREATE INDEX delayed_topic_due_at ON mqlayer_app.delayed (topic_id, due_at);
 CREATE INDEX delayed_order ON mqlayer_app.delayed (topic_id, lp, due_at, delayed_id);
 
 CREATE TABLE mqlayer_app.fence_epoch (
-    group_id int      NOT NULL,
+    group_id bigint   NOT NULL,
     lp       smallint NOT NULL,
     epoch    bigint   NOT NULL,
     CONSTRAINT fence_epoch_key PRIMARY KEY (group_id, lp)
 ) WITH (fillfactor=50);
 
 CREATE TABLE mqlayer_app.fence_applied (
-    group_id   int         NOT NULL,
+    group_id   bigint      NOT NULL,
     lp         smallint    NOT NULL,
-    source_id  int         NOT NULL,
+    source_id  bigint      NOT NULL,
     key        text        NOT NULL,
     replay     int         NOT NULL DEFAULT 0,
     seq        bigint      NOT NULL,
@@ -986,9 +1033,9 @@ CREATE TABLE mqlayer_app.fence_applied (
 ) WITH (fillfactor=70);
 
 CREATE TABLE mqlayer_app.inbox (
-    group_id   int         NOT NULL,
+    group_id   bigint      NOT NULL,
     id         text        COLLATE "C" NOT NULL,
-    source_id  int         NOT NULL,
+    source_id  bigint      NOT NULL,
     lp         smallint    NOT NULL,
     seq        bigint      NOT NULL,
     replay     int         NOT NULL,
@@ -1062,7 +1109,7 @@ CREATE FUNCTION mqlayer_app.has_for_v1(p_privilege text, p_scope text) RETURNS b
 CREATE FUNCTION mqlayer_app.may_publish_all_v1() RETURNS boolean STABLE;
 CREATE FUNCTION mqlayer_app.may_consume_all_v1() RETURNS boolean STABLE;
 CREATE FUNCTION mqlayer_app.check_topic_v1(p_topic text) RETURNS void STABLE SECURITY DEFINER;
-CREATE FUNCTION mqlayer_app.check_group_v1(p_group_id int) RETURNS void STABLE SECURITY DEFINER;
+CREATE FUNCTION mqlayer_app.check_group_v1(p_group_id bigint) RETURNS void STABLE SECURITY DEFINER;
 CREATE FUNCTION mqlayer_app.check_versions_v1(p_name text) RETURNS void SECURITY DEFINER;
 CREATE FUNCTION mqlayer_app.within_v1(p_name text, p_value numeric, p_low numeric, p_high numeric)
     RETURNS void IMMUTABLE;
@@ -1092,14 +1139,14 @@ CREATE FUNCTION mqlayer_app.delayed_release_v1(p_limit int, p_wait_ms int, OUT r
 CREATE FUNCTION mqlayer_app.outbox_renew_v1(p_keep boolean) RETURNS bigint SECURITY DEFINER;
 CREATE FUNCTION mqlayer_app.outbox_recover_v1(p_outbox uuid, p_topic_ids int[], p_lps smallint[], p_seqs bigint[],
     p_fallen boolean[]) RETURNS bigint SECURITY DEFINER;
-CREATE FUNCTION mqlayer_app.fence_v1(p_group_id int, p_lp smallint, p_source_id int, p_key text, p_seq bigint,
+CREATE FUNCTION mqlayer_app.fence_v1(p_group_id bigint, p_lp smallint, p_source_id bigint, p_key text, p_seq bigint,
     p_epoch bigint, p_replay int DEFAULT 0, OUT answer text, OUT epoch bigint) SECURITY DEFINER;
-CREATE FUNCTION mqlayer_app.fence_many_v1(p_group_id int, p_lps smallint[], p_source_ids int[], p_keys text[],
+CREATE FUNCTION mqlayer_app.fence_many_v1(p_group_id bigint, p_lps smallint[], p_source_ids bigint[], p_keys text[],
     p_seqs bigint[], p_epochs bigint[], p_replays int[], OUT answers text[], OUT epochs bigint[]) SECURITY DEFINER;
-CREATE FUNCTION mqlayer_app.fence_raise_v1(p_group_id int, p_lp_from smallint, p_lp_to smallint, p_epoch bigint)
+CREATE FUNCTION mqlayer_app.fence_raise_v1(p_group_id bigint, p_lp_from smallint, p_lp_to smallint, p_epoch bigint)
     RETURNS int SECURITY DEFINER;
 CREATE FUNCTION mqlayer_app.fence_clean_v1(p_horizon interval, p_limit int) RETURNS int SECURITY DEFINER;
-CREATE FUNCTION mqlayer_app.inbox_put_v1(p_group_id int, p_source_id int, p_lp smallint, p_seq bigint,
+CREATE FUNCTION mqlayer_app.inbox_put_v1(p_group_id bigint, p_source_id bigint, p_lp smallint, p_seq bigint,
     p_name text DEFAULT NULL, p_seek int DEFAULT 0, p_replay bigint DEFAULT NULL) RETURNS text SECURITY DEFINER;
 CREATE FUNCTION mqlayer_app.held_total_add_v1(p_name text, p_messages bigint, p_bytes bigint) RETURNS void;
 CREATE FUNCTION mqlayer_app.version_take_v1(p_name text, p_entity text, p_version bigint, p_body bytea, p_headers text,

@@ -15,7 +15,7 @@ COLUMNS: Final[Mapping[ArchiveTable, Mapping[str, str]]] = {
         "version": "int",
         "partition": "int",
         "offset": "bigint",
-        "source": "int",
+        "source": "bigint",
         "lp": "int",
         "seq": "bigint",
         "published_at": "timestamp",

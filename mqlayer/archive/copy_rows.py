@@ -24,7 +24,7 @@ OPENING: Final = b"PGCOPY\n\xff\r\n\0" + bytes(8)
 ENDING: Final = b"\xff\xff"
 
 _START: Final = struct.Struct(">hiiiqiiii")
-_MIDDLE: Final = struct.Struct(">iqiiihiqiqiqi")
+_MIDDLE: Final = struct.Struct(">iqiqihiqiqiqi")
 _SIZE: Final = struct.Struct(">i")
 _NO_HEADERS: Final = struct.Struct(">iii")
 _ARRAY: Final = struct.Struct(">iIIII")
@@ -173,7 +173,7 @@ class PartitionChains:
                     size, key = -1, b""
                 published_us = (min(int(ms), _LAST_MS) - _EPOCH_MS) * 1_000
                 placed = middle(
-                    8, int(entry_id[:-2]), 4, chain.source, 2, chain.lp, 8, seq, 8, published_us, 8, archived_us, size
+                    8, int(entry_id[:-2]), 8, chain.source, 2, chain.lp, 8, seq, 8, published_us, 8, archived_us, size
                 )
                 pages += (start, placed, key, headers, body)
         except (IndexError, ValueError, struct.error, msgspec.MsgspecError) as error:

@@ -41,6 +41,18 @@ def check_replaced(checked: CheckedDatabase, limits: CheckLimits) -> list[Findin
     ]
 
 
+def check_numbers(checked: CheckedDatabase, limits: CheckLimits) -> list[Finding]:
+    """Report sequences near their end: nothing that they number can be made behind it."""
+    found = []
+    for name, used in checked.rows("check_numbers", part=limits.part / 2):
+        verdict = CheckStatus.BROKEN if used > limits.part else CheckStatus.WARNING
+        seen = f"sequence {name} gave out {used:.0%} of its numbers: no role needs that many"
+        found.append(
+            Finding("numbers", checked.subject, verdict, seen, "end the role that uses them up: mqlayer grants")
+        )
+    return found or [Finding("numbers", checked.subject, CheckStatus.OK, "each sequence has numbers left")]
+
+
 def check_unarmed(checked: CheckedDatabase, limits: CheckLimits) -> list[Finding]:
     """Report nodes without an armed run: they serve nothing."""
     found = []
@@ -171,6 +183,7 @@ def check_archive(checked: CheckedDatabase, limits: CheckLimits) -> list[Finding
 
 CHECKS: Final[dict[str, Check[CheckedDatabase]]] = {
     "replaced": check_replaced,
+    "numbers": check_numbers,
     "unarmed": check_unarmed,
     "beat": check_beat,
     "routes": check_changes,

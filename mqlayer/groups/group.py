@@ -56,6 +56,8 @@ CALLED: Final[Mapping[str, str]] = {
     "broadcast": "mqlayer.App and mode='broadcast'",
 }
 FIXED_SETTINGS: Final = ("ordered", "scope", "visibility_timeout_s")
+MOST: Final = 2_000_000_000
+"""What a count in a group's settings is at most, below the end of its type."""
 VISIBILITY_TIMEOUT_S: Final = 30.0
 INSTANCE_EXPIRY_S: Final = 3600.0
 
@@ -289,8 +291,8 @@ def check_settings(settings: GroupSettings) -> None:
     if settings.jitter is not None and not 0 <= settings.jitter <= 1:
         raise InvalidInput(f"the jitter is the part of a wait that may be left out: from 0 to 1, not {settings.jitter}")
     attempts = settings.attempt_limit
-    if attempts is not None and not (1 <= attempts < 2**31 and attempts == int(attempts)):
-        raise InvalidInput(f"the attempts of a message are a whole number from 1 on, not {attempts}")
+    if attempts is not None and not (1 <= attempts <= MOST and attempts == int(attempts)):
+        raise InvalidInput(f"the attempts of a message are a whole number from 1 to {MOST}, not {attempts}")
     if settings.policy not in (None, *POLICIES):
         raise InvalidInput(f"the policy is one of {', '.join(POLICIES)}, not {settings.policy!r}")
     _check_parking_limits(settings)
@@ -307,9 +309,9 @@ def check_settings(settings: GroupSettings) -> None:
 def _check_parking_limits(settings: GroupSettings) -> None:
     for name in PARKING_LIMITS:
         limit = getattr(settings, name)
-        most = 2**31 if name == "parked_keys_limit" else 2**63
-        if limit is not None and not (1 <= limit < most and limit == int(limit)):
-            raise InvalidInput(f"{name} is a whole number from 1 on, not {limit}")
+        most = MOST if name == "parked_keys_limit" else 2**53 - 1
+        if limit is not None and not (1 <= limit <= most and limit == int(limit)):
+            raise InvalidInput(f"{name} is a whole number from 1 to {most}, not {limit}")
 
 
 def _check_mode(settings: GroupSettings) -> None:

@@ -250,6 +250,8 @@ def translate(error: Exception, address: str = "postgres") -> MqlayerError:
         return InvalidInput(f"{text}: an earlier statement of this transaction failed, so it can only be rolled back")
     if isinstance(error, psycopg.IntegrityError):
         return Conflict(text)
+    if isinstance(error, psycopg.DataError):
+        return InvalidInput(text)
     if isinstance(error, pg_errors.InsufficientPrivilege):
         return PermissionDenied(address, text, _hint(error) or _GRANT)
     if isinstance(error, pg_errors.UndefinedTable | pg_errors.InvalidSchemaName | pg_errors.UndefinedFunction):

@@ -125,7 +125,7 @@ def grant_statements(schema: SchemaName, role: str, right: Right, scopes: Iterab
     if right is Right.MIGRATE:
         return [_membership(schema, "GRANT %I TO %I", role)]
     scopes = tuple(scopes)
-    put = "INSERT INTO {} (role, privilege, scope) VALUES ({}::regrole, {}, {}) ON CONFLICT DO NOTHING"
+    put = "INSERT INTO {} (role, privilege, scope) VALUES ({}::pg_catalog.regrole, {}, {}) ON CONFLICT DO NOTHING"
     rows = [sql.SQL(put).format(*_row(schema, role, right, scope)) for scope in scopes]
     return _privileges(schema, role, right, limited="" not in scopes) + rows
 
@@ -135,7 +135,7 @@ def revoke_statements(schema: SchemaName, role: str, right: Right, scopes: Itera
     if right is Right.MIGRATE:
         return [_membership(schema, "REVOKE %I FROM %I", role)]
     scopes = tuple(scopes)
-    drop = "DELETE FROM {} WHERE role = {}::regrole AND privilege = {} AND {} IN ('', scope)"
+    drop = "DELETE FROM {} WHERE role = {}::pg_catalog.regrole AND privilege = {} AND {} IN ('', scope)"
     rows = [sql.SQL(drop).format(*_row(schema, role, right, scope)) for scope in scopes]
     whole = [] if "" in scopes else [_refusal_of_whole(schema, role, right)]
     gone = [_spelled("REVOKE {} ON {} FROM {}", p, role) for p in privileges(right) if p.schema == schema]
@@ -289,8 +289,8 @@ def _rows(connection: Connection, schema: SchemaName, role: str) -> list[tuple[s
 
 def _membership(schema: SchemaName, pattern: str, role: str) -> sql.Composed:
     body = sql.SQL(
-        "BEGIN EXECUTE format({}, (SELECT pg_get_userbyid(nspowner) FROM pg_namespace "
-        "WHERE oid = {}::regnamespace), {}); END"
+        "BEGIN EXECUTE pg_catalog.format({}, (SELECT pg_catalog.pg_get_userbyid(nspowner) FROM pg_catalog.pg_namespace "
+        "WHERE oid = {}::pg_catalog.regnamespace), {}); END"
     )
     return _block(body.format(sql.Literal(pattern), sql.Literal(SCHEMAS[schema]), sql.Literal(role)))
 
@@ -312,7 +312,9 @@ def _regrant(schema: SchemaName, role: str, targets: set[str]) -> sql.Composed:
 
 
 def _has(schema: SchemaName, role: str, right: Right, *, whole: bool) -> sql.Composed:
-    condition = "EXISTS (SELECT FROM {} WHERE role = {}::regrole AND privilege = {} AND {} IN (scope, 'any'))"
+    condition = (
+        "EXISTS (SELECT FROM {} WHERE role = {}::pg_catalog.regrole AND privilege = {} AND {} IN (scope, 'any'))"
+    )
     return sql.SQL(condition).format(*_row(schema, role, right, "" if whole else "any"))
 
 

@@ -37,7 +37,7 @@ JOBS: Final[Mapping[str, JobFunction]] = {
     "fairness": fairness.run,
 }
 ALL: Final = "all"
-CUT: Final = "topic string, source int, lp int, first_seq bigint, last_seq bigint"
+CUT: Final = "topic string, source bigint, lp int, first_seq bigint, last_seq bigint"
 LOCAL: Final = {
     "spark.log.level": "ERROR",
     "spark.sql.shuffle.partitions": "16",

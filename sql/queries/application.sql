@@ -357,7 +357,7 @@ FROM mqlayer_app.fence_v1(%(group_id)s, %(lp)s::smallint, %(source)s, %(key)s, %
 -- name: fence_many
 -- Check and note the messages of a batch in the effect's own transaction; answers and epochs are in their order.
 SELECT answers, epochs
-FROM mqlayer_app.fence_many_v1(%(group_id)s, %(lps)s::smallint[], %(sources)s::int[], %(keys)b::text[],
+FROM mqlayer_app.fence_many_v1(%(group_id)s, %(lps)s::smallint[], %(sources)s::bigint[], %(keys)b::text[],
                                %(seqs)s::bigint[], %(epochs)s::bigint[], %(replays)s::int[]);
 
 -- name: fence_raise
@@ -383,5 +383,5 @@ SELECT group_id, scope FROM mqlayer_app.known_group;
 -- name: known_groups_put
 -- Groups, each as TOPIC/GROUP.
 INSERT INTO mqlayer_app.known_group (group_id, scope)
-SELECT * FROM unnest(%(group_ids)s::int[], %(scopes)s::text[])
+SELECT * FROM unnest(%(group_ids)s::bigint[], %(scopes)s::text[])
 ON CONFLICT (group_id) DO UPDATE SET scope = excluded.scope;

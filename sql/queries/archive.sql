@@ -80,7 +80,7 @@ UPDATE mqlayer_archive.progress SET upto_offset = 1 WHERE partition_id = %(parti
 -- name: archive_marks
 -- How far sources are in the archive, per LP of a range, and in which stretch.
 SELECT source, lp, last_seq, segment FROM mqlayer_archive.mark
-WHERE topic_id = %(topic_id)s AND source = ANY(%(sources)s::int[]) AND lp >= %(lp_from)s AND lp < %(lp_to)s;
+WHERE topic_id = %(topic_id)s AND source = ANY(%(sources)s::bigint[]) AND lp >= %(lp_from)s AND lp < %(lp_to)s;
 
 -- name: archive_gap_accepted
 -- Whether somebody accepted that nothing is archived between two seqs, or more than that.
@@ -92,7 +92,7 @@ WHERE topic_id = %(topic_id)s AND source = %(source)s AND lp = %(lp)s AND after_
 -- Raise marks. A first seq of 0 leaves the one that is there.
 INSERT INTO mqlayer_archive.mark AS m (topic_id, source, lp, first_seq, last_seq, segment)
 SELECT %(topic_id)s, source, lp, first_seq, last_seq, %(segment)s
-FROM unnest(%(sources)s::int[], %(lps)s::smallint[], %(firsts)s::bigint[], %(lasts)s::bigint[])
+FROM unnest(%(sources)s::bigint[], %(lps)s::smallint[], %(firsts)s::bigint[], %(lasts)s::bigint[])
      AS raised(source, lp, first_seq, last_seq)
 ON CONFLICT (topic_id, source, lp) DO UPDATE
 SET last_seq = excluded.last_seq, segment = excluded.segment,
@@ -104,7 +104,7 @@ INSERT INTO mqlayer_archive.gap AS g
     (topic_id, source, lp, after_seq, next_seq, partition_id, log_offset, accepted_at)
 SELECT %(topic_id)s, source, lp, after_seq, next_seq, %(partition_id)s, log_offset,
        CASE WHEN accepted THEN clock_timestamp() END
-FROM unnest(%(sources)s::int[], %(lps)s::smallint[], %(afters)s::bigint[], %(nexts)s::bigint[], %(offsets)s::bigint[],
+FROM unnest(%(sources)s::bigint[], %(lps)s::smallint[], %(afters)s::bigint[], %(nexts)s::bigint[], %(offsets)s::bigint[],
             %(accepted)s::boolean[]) AS found(source, lp, after_seq, next_seq, log_offset, accepted)
 ON CONFLICT (topic_id, source, lp, after_seq) DO UPDATE
 SET next_seq = excluded.next_seq, partition_id = excluded.partition_id, log_offset = excluded.log_offset,
@@ -169,7 +169,7 @@ SELECT mqlayer_archive.lock_v1();
 -- name: archive_marks_begin
 -- The archive's stretches begin behind what is dropped.
 UPDATE mqlayer_archive.mark m SET first_seq = gone.last + 1
-FROM unnest(%(topics)s::int[], %(sources)s::int[], %(lps)s::smallint[], %(lasts)s::bigint[]) AS gone(topic_id, source, lp, last)
+FROM unnest(%(topics)s::int[], %(sources)s::bigint[], %(lps)s::smallint[], %(lasts)s::bigint[]) AS gone(topic_id, source, lp, last)
 WHERE m.topic_id = gone.topic_id AND m.source = gone.source AND m.lp = gone.lp AND m.first_seq <= gone.last;
 
 -- name: archive_day_drop

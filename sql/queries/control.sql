@@ -165,7 +165,7 @@ RETURNING source_id;
 
 -- name: source_marks_dropped
 -- The marks of these sources are gone.
-UPDATE mqlayer.source SET dropped_at = now() WHERE source_id = ANY(%(source_ids)s::int[]) AND dropped_at IS NULL;
+UPDATE mqlayer.source SET dropped_at = now() WHERE source_id = ANY(%(source_ids)s::bigint[]) AND dropped_at IS NULL;
 
 -- name: partition_nodes
 -- Nodes that have partitions, or are to have some.

@@ -110,6 +110,10 @@ SELECT s.timeline AS known, mqlayer.timeline_v1() AS now,
         WHERE a.act = 'postgres replaced') AS noted_s
 FROM mqlayer.server s;
 
+-- name: check_numbers
+-- The sequences that gave out most of their numbers.
+SELECT n.sequence_name, n.used FROM mqlayer.numbers_used_v1() n WHERE n.used >= %(part)s ORDER BY 1;
+
 -- name: check_unarmed
 -- Nodes of which no run is armed at all, and for how long: since a Postgres was replaced, as a rule.
 SELECT n.name, extract(epoch FROM clock_timestamp() - greatest(n.armed_at, s.since))::float8 AS age_s

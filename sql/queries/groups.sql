@@ -135,7 +135,7 @@ WHERE p.topic_id = %(topic_id)s AND p.partition_id = ANY(%(partitions)s::int[])
 -- finish what they have in hand.
 SELECT count(*) FROM mqlayer.assignment a JOIN mqlayer.consumer_group g USING (group_id)
 WHERE g.topic_id = %(topic_id)s AND a.member_id IS NOT NULL
-  AND (%(group_id)s::int IS NULL OR g.group_id = %(group_id)s OR g.broadcast_of = %(group_id)s)
+  AND (%(group_id)s::bigint IS NULL OR g.group_id = %(group_id)s OR g.broadcast_of = %(group_id)s)
   AND (%(partitions)s::int[] IS NULL OR a.partition_id = ANY(%(partitions)s::int[]));
 
 -- name: assignments_of_group_release

@@ -37,7 +37,7 @@ FROM mqlayer.consumer_group g
 JOIN mqlayer.partition p ON p.topic_id = g.topic_id AND p.state IN ('open', 'sealed')
 LEFT JOIN mqlayer.drained d ON d.group_id = g.group_id AND d.partition_id = p.partition_id
 LEFT JOIN mqlayer.group_start s ON s.group_id = g.group_id AND s.partition_id = p.partition_id
-WHERE g.group_id = ANY(%(group_ids)s::int[]) AND g.state <> 'retired' AND d.group_id IS NULL;
+WHERE g.group_id = ANY(%(group_ids)s::bigint[]) AND g.state <> 'retired' AND d.group_id IS NULL;
 
 -- name: inbox_old
 -- What the inbox has of a group from before the horizon, and from before its oldest unsettled message came.
@@ -49,7 +49,7 @@ ORDER BY kept_at LIMIT %(limit)s;
 -- name: inbox_wanted
 -- Which of these messages wait in Postgres, or are dead and can be sent again.
 SELECT w.source, w.lp, w.seq
-FROM unnest(%(sources)s::int[], %(lps)s::smallint[], %(seqs)s::bigint[]) AS w(source, lp, seq)
+FROM unnest(%(sources)s::bigint[], %(lps)s::smallint[], %(seqs)s::bigint[]) AS w(source, lp, seq)
 WHERE EXISTS (SELECT FROM mqlayer.parked_message m
               WHERE m.group_id = %(group_id)s AND m.lp = w.lp AND m.source = w.source AND m.seq = w.seq)
    OR EXISTS (SELECT FROM mqlayer.dead_message d

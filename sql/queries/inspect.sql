@@ -38,7 +38,7 @@ LEFT JOIN mqlayer.group_start s ON s.group_id = g.group_id AND s.partition_id = 
 LEFT JOIN mqlayer.assignment a ON a.group_id = g.group_id AND a.partition_id = p.partition_id
 LEFT JOIN mqlayer.member m ON m.group_id = a.group_id AND m.member_id = a.member_id
 LEFT JOIN mqlayer.partition_pause pp ON pp.group_id = g.group_id AND pp.partition_id = p.partition_id
-WHERE g.group_id = ANY(%(group_ids)s::int[])
+WHERE g.group_id = ANY(%(group_ids)s::bigint[])
 ORDER BY g.group_id, p.partition_id;
 
 -- name: inspected_members
@@ -67,12 +67,12 @@ SELECT k.group_id, count(*), coalesce(n.messages, 0), count(*) FILTER (WHERE k.d
 FROM mqlayer.parked_key k
 LEFT JOIN (SELECT group_id, sum(messages)::bigint AS messages, sum(bytes)::bigint AS bytes
       FROM mqlayer.parked_total GROUP BY group_id) AS n USING (group_id)
-WHERE k.group_id = ANY(%(group_ids)s::int[]) GROUP BY k.group_id, n.messages, n.bytes;
+WHERE k.group_id = ANY(%(group_ids)s::bigint[]) GROUP BY k.group_id, n.messages, n.bytes;
 
 -- name: inspected_parked_heads
 -- What is parked of these keys of groups: messages and bytes.
 SELECT k.group_id, k.lp, k.name, k.messages, k.bytes
-FROM unnest(%(group_ids)s::int[], %(lps)s::smallint[], %(names)s::bytea[]) AS given (group_id, lp, name)
+FROM unnest(%(group_ids)s::bigint[], %(lps)s::smallint[], %(names)s::bytea[]) AS given (group_id, lp, name)
 JOIN mqlayer.parked_key k USING (group_id, lp, name);
 
 -- name: inspected_parked_key
@@ -92,4 +92,4 @@ WHERE k.group_id = %(group_id)s AND k.lp = %(lp)s AND k.name = %(name)s;
 -- What groups are being given of the archive.
 SELECT r.group_id, r.redrive_id, r.kind, r.newer = 'wait' AND r.name IS NULL AS rests, r.sent, r.at_batch, r.upto_batch,
        (SELECT count(*) FROM mqlayer.parked_message m WHERE m.replay = r.redrive_id), r.started_at
-FROM mqlayer.redrive r WHERE r.group_id = ANY(%(group_ids)s::int[]) AND r.state = 'running' AND r.kind <> 'dead';
+FROM mqlayer.redrive r WHERE r.group_id = ANY(%(group_ids)s::bigint[]) AND r.state = 'running' AND r.kind <> 'dead';

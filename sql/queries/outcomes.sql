@@ -11,14 +11,14 @@ ORDER BY p.partition_id, g.group_id;
 -- name: outcome_progress
 -- Up to where groups' entries of partitions are in the archive.
 SELECT o.group_id, o.partition_id, o.epoch, o.position
-FROM unnest(%(groups)s::int[], %(partitions)s::int[]) AS wanted(group_id, partition_id)
+FROM unnest(%(groups)s::bigint[], %(partitions)s::int[]) AS wanted(group_id, partition_id)
 JOIN mqlayer_archive.outcome_progress o USING (group_id, partition_id);
 
 -- name: outcome_progress_put
 -- Groups' entries of partitions are in the archive up to a place.
 INSERT INTO mqlayer_archive.outcome_progress AS o (group_id, partition_id, epoch, position, dropped, dropped_at)
 SELECT group_id, partition_id, epoch, position, dropped, CASE WHEN dropped > 0 THEN now() END
-FROM unnest(%(groups)s::int[], %(partitions)s::int[], %(epochs)s::bigint[], %(numbers)s::bigint[], %(dropped)s::bigint[])
+FROM unnest(%(groups)s::bigint[], %(partitions)s::int[], %(epochs)s::bigint[], %(numbers)s::bigint[], %(dropped)s::bigint[])
      AS u(group_id, partition_id, epoch, position, dropped)
 ON CONFLICT (group_id, partition_id) DO UPDATE
 SET epoch = excluded.epoch, position = excluded.position, dropped = o.dropped + excluded.dropped,
@@ -31,7 +31,7 @@ INSERT INTO mqlayer_archive.outcome
      archived_at, epoch, position)
 SELECT %(topic_id)s, %(batch)s, group_id, partition_id, first_offset, last_offset, outcome, attempts,
        to_timestamp(given_ms / 1000.0), to_timestamp(at_ms / 1000.0), actor, %(at)s, epoch, position
-FROM unnest(%(groups)s::int[], %(partitions)s::int[], %(firsts)s::bigint[], %(lasts)s::bigint[], %(words)s::text[],
+FROM unnest(%(groups)s::bigint[], %(partitions)s::int[], %(firsts)s::bigint[], %(lasts)s::bigint[], %(words)s::text[],
             %(attempts)s::int[], %(givens)s::bigint[], %(ats)s::bigint[], %(actors)s::text[], %(epochs)s::bigint[],
             %(numbers)s::bigint[])
      AS told(group_id, partition_id, first_offset, last_offset, outcome, attempts, given_ms, at_ms, actor, epoch, position);

@@ -56,7 +56,7 @@ WHERE d.redriven_at IS NULL OR d.redriven_seek = g.seek;
 -- name: dead_named
 -- Which of these messages are dead, or were given back since the group was last sent elsewhere.
 SELECT d.source, d.lp, d.seq FROM mqlayer.dead_message d JOIN mqlayer.consumer_group g USING (group_id)
-JOIN unnest(%(lps)s::smallint[], %(sources)s::int[], %(seqs)s::bigint[]) AS given (lp, source, seq)
+JOIN unnest(%(lps)s::smallint[], %(sources)s::bigint[], %(seqs)s::bigint[]) AS given (lp, source, seq)
     USING (lp, source, seq)
 WHERE d.group_id = %(group_id)s AND (d.redriven_at IS NULL OR d.redriven_seek = g.seek);
 
@@ -94,7 +94,7 @@ WHERE g.group_id = %(group_id)s;
 -- name: parked_in_front
 -- Which of these messages are parked, or have a later one parked in their key: of their source, or further on in the log.
 SELECT given.source, given.lp, given.seq
-FROM unnest(%(lps)s::smallint[], %(names)s::bytea[], %(sources)s::int[], %(seqs)s::bigint[], %(offsets)s::bigint[])
+FROM unnest(%(lps)s::smallint[], %(names)s::bytea[], %(sources)s::bigint[], %(seqs)s::bigint[], %(offsets)s::bigint[])
      AS given (lp, name, source, seq, log_offset)
 -- Ordered as the indexes are: without that a look without anything behind went through all of the key.
 WHERE coalesce(
@@ -125,7 +125,7 @@ WITH put AS (
           FROM (SELECT given.*,
                        -- No further on than what follows it here.
                        min(behind.position) OVER (PARTITION BY lp, name ORDER BY n DESC) AS ceiling
-                FROM unnest(%(lps)s::smallint[], %(names)s::bytea[], %(sources)s::int[], %(seqs)s::bigint[],
+                FROM unnest(%(lps)s::smallint[], %(names)s::bytea[], %(sources)s::bigint[], %(seqs)s::bigint[],
                             %(offsets)s::bigint[], %(keys)s::bytea[], %(ms)s::bytea[], %(bodies)s::bytea[],
                             %(attempts)s::int[], %(tried)s::int[])
                      WITH ORDINALITY AS given (lp, name, source, seq, log_offset, key, m, body, attempts, tried, n)
@@ -164,7 +164,7 @@ WHERE k.group_id = %(group_id)s AND k.lp = given.lp AND k.name = given.name
 
 -- name: parked_messages_end
 -- Messages of parked keys that are handled, or dead.
-SELECT mqlayer.parked_messages_end_v1(%(group_id)s, %(lps)s::smallint[], %(sources)s::int[], %(seqs)s::bigint[],
+SELECT mqlayer.parked_messages_end_v1(%(group_id)s, %(lps)s::smallint[], %(sources)s::bigint[], %(seqs)s::bigint[],
                                       %(handled)s::boolean[], %(given_s)s, %(member_id)s);
 
 -- name: parked_key_put
@@ -179,13 +179,13 @@ WITH put AS (
     FROM (SELECT released FROM mqlayer.parked_key
           WHERE group_id = %(group_id)s AND lp = %(lp)s AND name = %(name)s FOR UPDATE) AS before
     WHERE k.group_id = %(group_id)s AND k.lp = %(lp)s AND k.name = %(name)s
-      AND (%(source)s::int, %(seq)s::bigint) = (
+      AND (%(source)s::bigint, %(seq)s::bigint) = (
           SELECT m.source, m.seq FROM mqlayer.parked_message m
           WHERE m.group_id = k.group_id AND m.lp = k.lp AND m.name = k.name ORDER BY m.position, m.seq LIMIT 1)
     RETURNING before.released, k.group_id, k.lp
 ), counted AS (
     UPDATE mqlayer.parked_message m SET tried = m.tried + %(tried)s::int FROM put
-    WHERE m.group_id = put.group_id AND m.lp = put.lp AND m.source = %(source)s::int AND m.seq = %(seq)s::bigint
+    WHERE m.group_id = put.group_id AND m.lp = put.lp AND m.source = %(source)s::bigint AND m.seq = %(seq)s::bigint
       AND %(tried)s::int > 0
 )
 SELECT released FROM put;
@@ -232,7 +232,7 @@ WHERE (before < %(bytes)s OR before = 0) AND next ORDER BY position, seq;
 -- name: dead_put
 -- Messages that leave the group without their effect, and why.
 WITH given AS (
-    SELECT * FROM unnest(%(lps)s::smallint[], %(sources)s::int[], %(seqs)s::bigint[], %(offsets)s::bigint[],
+    SELECT * FROM unnest(%(lps)s::smallint[], %(sources)s::bigint[], %(seqs)s::bigint[], %(offsets)s::bigint[],
                          %(keys)s::bytea[], %(ms)s::bytea[], %(bodies)s::bytea[], %(causes)s::text[], %(reasons)s::text[],
                          %(attempts)s::int[], %(tried)s::int[])
          AS u (lp, source, seq, log_offset, key, m, body, cause, reason, attempts, tried)
@@ -263,7 +263,7 @@ SELECT kept FROM put;
 -- Failed attempts, for people.
 INSERT INTO mqlayer.failed_attempt (group_id, lp, source, seq, attempt, member_id, error)
 SELECT %(group_id)s, lp, source, seq, attempt, %(member_id)s, error
-FROM unnest(%(lps)s::smallint[], %(sources)s::int[], %(seqs)s::bigint[], %(attempts)s::int[], %(errors)s::text[])
+FROM unnest(%(lps)s::smallint[], %(sources)s::bigint[], %(seqs)s::bigint[], %(attempts)s::int[], %(errors)s::text[])
      AS given (lp, source, seq, attempt, error);
 
 -- name: failure_counts_add

@@ -24,7 +24,7 @@ NOT EXISTS (SELECT FROM mqlayer.partition_pause pp JOIN mqlayer.partition p USIN
 WITH page AS (
     SELECT k.*, t.name AS topic, g.name AS group_name
     FROM mqlayer.parked_key k JOIN mqlayer.consumer_group g USING (group_id) JOIN mqlayer.topic t USING (topic_id)
-    WHERE (k.group_id, k.lp, k.name) > (%(after_group)s::int, %(after_lp)s::smallint, %(after_name)s::bytea)
+    WHERE (k.group_id, k.lp, k.name) > (%(after_group)s::bigint, %(after_lp)s::smallint, %(after_name)s::bytea)
       AND (%(topic)s::text IS NULL OR t.name = %(topic)s) AND (%(group)s::text IS NULL OR g.name = %(group)s)
       AND (%(name)s::bytea IS NULL OR k.name = %(name)s) AND (%(cause)s::text IS NULL OR k.cause = %(cause)s)
       AND (%(since)s::timestamptz IS NULL OR k.parked_at >= %(since)s)
@@ -214,7 +214,7 @@ SELECT pg_notify('mqlayer_group', group_id::text) FROM raised;
 -- name: failure_counts
 -- How often what happened to messages and keys of groups that fail, ever, and when it did last.
 SELECT c.group_id, c.event, sum(c.count)::bigint, max(c.last_at)
-FROM mqlayer.failure_count c WHERE c.group_id = ANY(%(group_ids)s::int[]) GROUP BY c.group_id, c.event ORDER BY 1, 2;
+FROM mqlayer.failure_count c WHERE c.group_id = ANY(%(group_ids)s::bigint[]) GROUP BY c.group_id, c.event ORDER BY 1, 2;
 
 -- name: failure_groups
 -- Groups by their names: of all topics, of one, or one of one topic; with what of each is parked and how much may be, and
@@ -309,7 +309,7 @@ SELECT (SELECT f.epoch FROM mqlayer_app.fence_epoch f WHERE f.group_id = %(group
                WHERE a.group_id = %(group_id)s AND a.lp = %(lp)s AND a.source_id = %(source)s AND a.key = %(key)s
                  AND a.replay >= %(replay)s AND a.seq >= %(seq)s)
        OR EXISTS (SELECT FROM mqlayer_app.inbox i
-                  WHERE i.group_id = %(group_id)s AND i.id = concat_ws(':', abs(%(source)s::int), %(lp)s::int, %(seq)s::bigint)
+                  WHERE i.group_id = %(group_id)s AND i.id = concat_ws(':', abs(%(source)s::bigint), %(lp)s::int, %(seq)s::bigint)
                     AND i.replay >= %(replay)s);
 
 -- name: redrive_insert

@@ -76,7 +76,7 @@ ORDER BY r.redrive_id DESC LIMIT %(limit)s;
 -- What a replay did not send, by LP, source and seq, from behind one of them on.
 SELECT lp, source, seq, result, at FROM mqlayer.replay_result
 WHERE redrive_id = %(redrive_id)s
-  AND (lp, source, seq) > (%(after_lp)s::smallint, %(after_source)s::int, %(after_seq)s::bigint)
+  AND (lp, source, seq) > (%(after_lp)s::smallint, %(after_source)s::bigint, %(after_seq)s::bigint)
 ORDER BY lp, source, seq LIMIT %(limit)s;
 
 -- name: replay_state
@@ -134,7 +134,7 @@ WHERE redrive_id = %(redrive_id)s AND state = 'running' AND worker = %(worker)s
 -- name: replay_dead
 -- Which of these messages are dead in a group.
 SELECT d.source, d.lp, d.seq FROM mqlayer.dead_message d
-JOIN unnest(%(lps)s::smallint[], %(sources)s::int[], %(seqs)s::bigint[]) AS given (lp, source, seq) USING (lp, source, seq)
+JOIN unnest(%(lps)s::smallint[], %(sources)s::bigint[], %(seqs)s::bigint[]) AS given (lp, source, seq) USING (lp, source, seq)
 WHERE d.group_id = %(group_id)s AND d.redriven_at IS NULL;
 
 -- name: replay_keys_put
@@ -159,7 +159,7 @@ SELECT %(group_id)s, g.lp, g.name, g.source, g.seq,
                  WHERE p.group_id = %(group_id)s AND p.lp = g.lp AND p.name = g.name AND p.source = g.source
                    AND p.seq < g.seq ORDER BY p.seq DESC LIMIT 1)),
        g.partition_id, g.log_offset, g.key, g.m, g.body, %(again)s, %(redrive_id)s
-FROM unnest(%(lps)s::smallint[], %(names)s::bytea[], %(sources)s::int[], %(seqs)s::bigint[], %(partitions)s::int[],
+FROM unnest(%(lps)s::smallint[], %(names)s::bytea[], %(sources)s::bigint[], %(seqs)s::bigint[], %(partitions)s::int[],
             %(offsets)s::bigint[], %(keys)s::bytea[], %(ms)s::bytea[], %(bodies)s::bytea[])
      WITH ORDINALITY AS g (lp, name, source, seq, partition_id, log_offset, key, m, body, number)
 CROSS JOIN LATERAL (
@@ -198,7 +198,7 @@ WHERE r.redrive_id = %(redrive_id)s AND t.archived;
 -- What was not sent of messages, and why.
 INSERT INTO mqlayer.replay_result (redrive_id, lp, source, seq, result)
 SELECT %(redrive_id)s, lp, source, seq, result
-FROM unnest(%(lps)s::smallint[], %(sources)s::int[], %(seqs)s::bigint[], %(results)s::text[]) AS given(lp, source, seq, result)
+FROM unnest(%(lps)s::smallint[], %(sources)s::bigint[], %(seqs)s::bigint[], %(results)s::text[]) AS given(lp, source, seq, result)
 ON CONFLICT DO NOTHING;
 
 -- name: replay_advance

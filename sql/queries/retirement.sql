@@ -10,7 +10,7 @@ WHERE (g.group_id = %(group_id)s OR g.broadcast_of = %(group_id)s) AND m.lease_u
 
 -- name: parked_of_groups
 -- How many messages are parked of these groups.
-SELECT count(*) FROM mqlayer.parked_message WHERE group_id = ANY(%(group_ids)s::int[]);
+SELECT count(*) FROM mqlayer.parked_message WHERE group_id = ANY(%(group_ids)s::bigint[]);
 
 -- name: retired_parked
 -- Retired groups of which something is parked yet.
@@ -45,13 +45,13 @@ FROM mqlayer.assignment a
 JOIN mqlayer.consumer_group g ON g.group_id = a.group_id AND g.state = 'retired'
 JOIN mqlayer.partition p ON p.partition_id = a.partition_id
 JOIN mqlayer.topic t ON t.topic_id = g.topic_id
-WHERE (a.group_id, a.partition_id) > (%(after_group)s::int, %(after_partition)s::int)
+WHERE (a.group_id, a.partition_id) > (%(after_group)s::bigint, %(after_partition)s::int)
 ORDER BY a.group_id, a.partition_id LIMIT %(limit)s;
 
 -- name: retired_keys_gone
 -- Redis holds nothing of these groups in these partitions. Not of a group that came back meanwhile.
 DELETE FROM mqlayer.assignment a
-USING unnest(%(groups)s::int[], %(partitions)s::int[], %(epochs)s::bigint[]) AS gone (group_id, partition_id, epoch),
+USING unnest(%(groups)s::bigint[], %(partitions)s::int[], %(epochs)s::bigint[]) AS gone (group_id, partition_id, epoch),
       mqlayer.consumer_group g
 WHERE a.group_id = gone.group_id AND a.partition_id = gone.partition_id AND a.epoch = gone.epoch
   AND g.group_id = a.group_id AND g.state = 'retired';
@@ -59,7 +59,7 @@ WHERE a.group_id = gone.group_id AND a.partition_id = gone.partition_id AND a.ep
 -- name: retired_keys_raise
 -- Give retired groups epochs above those that nodes have seen. Not a group that came back meanwhile.
 UPDATE mqlayer.assignment a SET epoch = nextval('mqlayer.epoch'), changed_at = now()
-FROM unnest(%(groups)s::int[], %(partitions)s::int[], %(epochs)s::bigint[]) AS held (group_id, partition_id, epoch),
+FROM unnest(%(groups)s::bigint[], %(partitions)s::int[], %(epochs)s::bigint[]) AS held (group_id, partition_id, epoch),
      mqlayer.consumer_group g
 WHERE a.group_id = held.group_id AND a.partition_id = held.partition_id AND a.epoch = held.epoch
   AND g.group_id = a.group_id AND g.state = 'retired';

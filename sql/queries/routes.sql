@@ -169,7 +169,7 @@ INSERT INTO mqlayer.drained (group_id, partition_id) VALUES (%(group_id)s, %(par
 UPDATE mqlayer.consumer_group g SET version = g.version + 1
 WHERE g.group_id = %(group_id)s AND g.version = %(version)s
   AND EXISTS (SELECT FROM mqlayer.route_change c
-              WHERE c.topic_id = g.topic_id AND c.version = g.version + 1 AND c.state = 'done'
+              WHERE c.topic_id = g.topic_id AND c.version - 1 = g.version AND c.state = 'done'
                 AND NOT EXISTS (
                     SELECT FROM mqlayer.partition p
                     WHERE p.ended_by_change = c.change_id AND p.state <> 'deleted'
@@ -185,7 +185,7 @@ SELECT version FROM mqlayer.consumer_group WHERE group_id = %(group_id)s FOR NO 
 -- name: groups_behind
 -- Groups that have drained all that came before their next route version, and are not there yet.
 SELECT g.group_id FROM mqlayer.consumer_group g
-JOIN mqlayer.route_change c ON c.topic_id = g.topic_id AND c.version = g.version + 1 AND c.state = 'done'
+JOIN mqlayer.route_change c ON c.topic_id = g.topic_id AND c.version - 1 = g.version AND c.state = 'done'
 WHERE g.state = 'live' AND g.mode <> 'broadcast'
   AND NOT EXISTS (SELECT FROM mqlayer.partition p
                   WHERE p.ended_by_change = c.change_id AND p.state <> 'deleted'

@@ -37,6 +37,7 @@ GRANT SELECT, UPDATE (joined_at, lease_until, leaving, session) ON mqlayer.membe
 GRANT USAGE ON SEQUENCE mqlayer.member_session TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.members_forget_v1 TO {role};
 GRANT SELECT ON mqlayer.migration TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer.numbers_used_v1 TO {role};
 GRANT SELECT, INSERT (armed_at, armed_run_id, last_run_id, name, url), UPDATE (armed_at, armed_run_id, former_runs,
     last_run_id, lost_at, url) ON mqlayer.node TO {role};
 GRANT SELECT ON mqlayer.parked_fact TO {role};

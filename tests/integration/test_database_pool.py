@@ -8,7 +8,7 @@ from contextlib import ExitStack
 import pytest
 from psycopg_pool import ConnectionPool
 
-from mqlayer.errors import StoreUnavailable
+from mqlayer.errors import Conflict, InvalidInput, MqlayerError, StoreUnavailable
 from mqlayer.postgres.database import Connection, Database
 from tests.fixtures.servers import StartPostgres
 
@@ -70,3 +70,18 @@ def test_who_finds_all_connections_in_use_is_told_how_many_there_are(database_ds
             lent.enter_context(database.connection())
         with pytest.raises(StoreUnavailable, match="all 2 connections of this process are in use"):
             lent.enter_context(database.connection())
+
+
+@pytest.mark.parametrize(
+    ("statement", "error"),
+    [
+        ("SELECT 2147483647 + %s", InvalidInput),
+        ("SELECT 'infinity'::timestamptz, %s", InvalidInput),
+        ("INSERT INTO mqlayer.job (name) VALUES (repeat('x', 64 * %s))", Conflict),
+    ],
+)
+def test_a_value_that_is_refused_or_that_no_program_can_hold_is_no_unavailable_store(
+    database_dsn: str, statement: str, error: type[MqlayerError]
+) -> None:
+    with Database(database_dsn) as database, pytest.raises(error), database.connection() as connection:
+        connection.execute(statement.encode(), [1]).fetchall()

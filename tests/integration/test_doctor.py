@@ -135,7 +135,7 @@ def test_of_a_well_installation_nothing_is_broken(
     assert {line["check"] for line in found} == {
         "reachable", "version", "durability", "connections", "transactions", "prepared", "functions", "clock",
         "sessions", "pooler",
-        "control schema", "replaced", "unarmed", "beat", "routes", "groups", "parked", "pauses", "archive",
+        "control schema", "replaced", "numbers", "unarmed", "beat", "routes", "groups", "parked", "pauses", "archive",
         "application schema",
             "relay", "recovery", "quarantined",
         "publishers", "versions", "armed", "role", "persistence", "eviction", "memory", "replicas", "broker apart",
@@ -505,6 +505,15 @@ def test_a_postgres_that_was_replaced_is_told_before_and_after_somebody_saw_to_i
         rearm_node(runtime_of(database, ward.world.settings().key_prefix), "node-1")
     assert ward.findings("unarmed") == []
     assert ward.findings("replaced", replaced_s=0.0) == []
+
+
+def test_a_sequence_that_gave_out_many_of_its_numbers_is_told(ward: Ward) -> None:
+    assert ward.findings("numbers") == []
+    for last, verdict in ((1_000_000_000, "warning"), (2_000_000_000, "broken")):
+        ward.world.rows(f"SELECT setval('mqlayer.partition_partition_id_seq', {last})")
+        finding = ward.finding("numbers")
+        assert finding.verdict == verdict
+        assert "mqlayer.partition_partition_id_seq gave out" in finding.seen
 
 
 def test_lp_sets_without_an_owner_and_rows_that_wait_beside_a_relay_are_told(ward: Ward) -> None:

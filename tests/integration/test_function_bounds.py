@@ -25,7 +25,7 @@ SEQ_LIMIT: Final = 2**53 - 1
 TYPE_LIMITS: Final = {"smallint": 2**15 - 1, "integer": 2**31 - 1, "bigint": 2**63 - 1}
 
 # Every positive number of the type names something that may exist.
-WHOLE_RANGE: Final = {"p_group_id", "p_source_id", "p_source_ids", "p_replay", "p_replays", "p_seek"}
+WHOLE_RANGE: Final = {"p_replay", "p_replays", "p_seek"}
 # A source below 0 is of what a replay of the archive gave.
 BELOW_ZERO: Final = {("fence_v1", "p_source_id"), ("fence_many_v1", "p_source_ids")}
 NULL_MEANS_NONE: Final = {

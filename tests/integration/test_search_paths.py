@@ -29,6 +29,8 @@ INNER: Final = {
     "mqlayer.system_v1": "SELECT mqlayer.system_v1()",
     "mqlayer.server_seen_v1": "SELECT mqlayer.server_seen_v1()",
     "mqlayer.server_replaced_v1": "SELECT mqlayer.server_replaced_v1('{}')",
+    "mqlayer.server_repair_v1": "SELECT mqlayer.server_repair_v1('{}')",
+    "mqlayer.numbers_used_v1": "SELECT mqlayer.numbers_used_v1()",
     "mqlayer_app.timeline_v1": "SELECT mqlayer_app.timeline_v1()",
     "mqlayer_app.term_v1": "SELECT mqlayer_app.term_v1()",
     "mqlayer_archive.day_make_v1": "SELECT mqlayer_archive.day_make_v1(date '2030-01-01')",
@@ -77,6 +79,7 @@ GRANTED: Final = f"""
     INSERT INTO mqlayer.partition (topic_id, node_id, lp_from, lp_to) VALUES (1, 1, 0, 1024);
     INSERT INTO mqlayer.consumer_group (topic_id, name, start, backoff_s) VALUES (1, 'g', 'latest', '{{1}}');
     GRANT INSERT ON mqlayer.consumer_group, mqlayer.assignment, mqlayer.parked_key, mqlayer.parked_message TO {ROLE};
+    GRANT SELECT ON mqlayer.consumer_group, mqlayer.partition TO {ROLE};
     INSERT INTO mqlayer_app.known_group (group_id, scope) VALUES (1, 'orders/g') ON CONFLICT DO NOTHING;
 """
 TRAP: Final = """
@@ -279,6 +282,7 @@ def intruder(intruded: str) -> Iterator[psycopg.Connection]:
     with closing(psycopg.connect(intruded, autocommit=True)) as connection:
         connection.execute("DROP SCHEMA IF EXISTS intruder CASCADE")
         connection.execute(f"CREATE SCHEMA intruder AUTHORIZATION {ROLE}")
+        connection.execute("SELECT setval('mqlayer.repaired_at', 1)")
         connection.execute(f"SET SESSION AUTHORIZATION {ROLE}")
         connection.execute(TRAP)
         yield connection

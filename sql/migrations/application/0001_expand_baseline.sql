@@ -82,15 +82,16 @@ DECLARE
     v_caller name := mqlayer_app.caller_v1();
 BEGIN
     IF NOT mqlayer_app.has_for_v1('publish', p_topic) THEN
-        RAISE EXCEPTION 'role "%" lacks the right to publish %', v_caller, p_topic
-            USING ERRCODE = 'insufficient_privilege', HINT = format('mqlayer grant publish %s --topic %s', v_caller, p_topic);
+        RAISE EXCEPTION 'role "%" lacks the right to publish %', v_caller, left(p_topic, 63)
+            USING ERRCODE = 'insufficient_privilege',
+                  HINT = format('mqlayer grant publish %s --topic %s', v_caller, left(p_topic, 63));
     END IF;
 END $$;
 
 -- Groups by id, as TOPIC/GROUP. An instance of a broadcast group counts as its group. Relays bring them from the
 -- control schema, whose trigger does so at once where both are in one database.
 CREATE TABLE mqlayer_app.known_group (
-    group_id int NOT NULL,
+    group_id bigint NOT NULL,
     scope    text NOT NULL,
     CONSTRAINT known_group_key PRIMARY KEY (group_id),
     CONSTRAINT known_group_scope_length CHECK (octet_length(scope) <= 1024)
@@ -108,7 +109,7 @@ BEGIN
 END $do$;
 
 -- Refuse a caller who may not consume for a group.
-CREATE FUNCTION mqlayer_app.check_group_v1(p_group_id int) RETURNS void
+CREATE FUNCTION mqlayer_app.check_group_v1(p_group_id bigint) RETURNS void
     LANGUAGE plpgsql STABLE SECURITY DEFINER SET search_path = pg_catalog, mqlayer_app, pg_temp AS $$
 DECLARE
     v_caller name := mqlayer_app.caller_v1();
@@ -1031,17 +1032,17 @@ END $$;
 -- The highest epoch seen per group and LP, and the last applied seq per key.
 
 CREATE TABLE mqlayer_app.fence_epoch (
-    group_id int NOT NULL,
+    group_id bigint NOT NULL,
     lp       smallint NOT NULL,
     epoch    bigint NOT NULL,
     CONSTRAINT fence_epoch_key PRIMARY KEY (group_id, lp)
 ) WITH (fillfactor = 50);
 
 CREATE TABLE mqlayer_app.fence_applied (
-    group_id   int NOT NULL,
+    group_id   bigint NOT NULL,
     lp         smallint NOT NULL,
     -- Negative for messages without a key: each stands alone, under its seq as key.
-    source_id  int NOT NULL,
+    source_id  bigint NOT NULL,
     key        text NOT NULL,
     -- The newest seek under which the group applies again, and came to this key.
     replay     int NOT NULL DEFAULT 0,
@@ -1052,7 +1053,7 @@ CREATE TABLE mqlayer_app.fence_applied (
 
 -- Check in the effect's own transaction that the epoch is current for the LP and that the message was not applied.
 -- Answers 'current' (go on; noted as applied when the transaction commits), 'applied' or 'stale' (roll back).
-CREATE FUNCTION mqlayer_app.fence_v1(p_group_id int, p_lp smallint, p_source_id int, p_key text, p_seq bigint,
+CREATE FUNCTION mqlayer_app.fence_v1(p_group_id bigint, p_lp smallint, p_source_id bigint, p_key text, p_seq bigint,
                                      p_epoch bigint, p_replay int DEFAULT 0, OUT answer text, OUT epoch bigint)
     LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, mqlayer_app, pg_temp AS $$
 DECLARE
@@ -1066,16 +1067,16 @@ BEGIN
         PERFORM set_config('synchronous_commit', 'on', true);
     END IF;
     -- A source below 0 stands for messages of a replay of the archive, whose effects are noted apart.
-    IF (p_group_id BETWEEN 1 AND 2147483647
+    IF (p_group_id BETWEEN 1 AND 9007199254740991
        AND p_lp BETWEEN 0 AND 1023
-       AND p_source_id BETWEEN -2147483647 AND 2147483647
+       AND p_source_id BETWEEN -9007199254740991 AND 9007199254740991
        AND (p_key IS NULL OR octet_length(p_key) BETWEEN 0 AND 512)
        AND p_seq BETWEEN 1 AND 9007199254740991
        AND p_epoch BETWEEN 1 AND 9007199254740991
        AND p_replay BETWEEN 0 AND 2147483647) IS NOT TRUE THEN
-        PERFORM mqlayer_app.within_v1('p_group_id', p_group_id, 1, 2147483647),
+        PERFORM mqlayer_app.within_v1('p_group_id', p_group_id, 1, 9007199254740991),
                 mqlayer_app.within_v1('p_lp', p_lp, 0, 1023),
-                mqlayer_app.within_v1('p_source_id', p_source_id, -2147483647, 2147483647),
+                mqlayer_app.within_v1('p_source_id', p_source_id, -9007199254740991, 9007199254740991),
                 mqlayer_app.within_v1('bytes of p_key', coalesce(octet_length(p_key), 0), 0, 512),
                 mqlayer_app.within_v1('p_seq', p_seq, 1, 9007199254740991),
                 mqlayer_app.within_v1('p_epoch', p_epoch, 1, 9007199254740991),
@@ -1114,7 +1115,7 @@ END $$;
 -- batches have keys in common must not deadlock. Of one key's messages the first ones that are applied are asked for
 -- one by one, of the others only the last is noted: it stands for all before it, and no other transaction comes between
 -- once the row is ours.
-CREATE FUNCTION mqlayer_app.fence_many_v1(p_group_id int, p_lps smallint[], p_source_ids int[], p_keys text[],
+CREATE FUNCTION mqlayer_app.fence_many_v1(p_group_id bigint, p_lps smallint[], p_source_ids bigint[], p_keys text[],
                                           p_seqs bigint[], p_epochs bigint[], p_replays int[],
                                           OUT answers text[], OUT epochs bigint[])
     LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, mqlayer_app, pg_temp AS $$
@@ -1124,7 +1125,7 @@ DECLARE
     -- The key that is open: its row is ours. Its last seq that may go on, and the one that is noted.
     v_open boolean := false;
     v_lp smallint;
-    v_source_id int;
+    v_source_id bigint;
     v_key text;
     v_epoch bigint;
     v_replay int;
@@ -1181,7 +1182,7 @@ END $$;
 
 -- Raise the epoch of a range of LPs when a new owner takes them, so that an earlier owner's effects are refused even
 -- where the new owner has not handled anything yet. Rows that an open effect holds are left to their next fence call.
-CREATE FUNCTION mqlayer_app.fence_raise_v1(p_group_id int, p_lp_from smallint, p_lp_to smallint, p_epoch bigint)
+CREATE FUNCTION mqlayer_app.fence_raise_v1(p_group_id bigint, p_lp_from smallint, p_lp_to smallint, p_epoch bigint)
     RETURNS int
     LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, mqlayer_app, pg_temp AS $$
 DECLARE
@@ -1193,11 +1194,11 @@ BEGIN
     IF current_setting('synchronous_commit') = 'off' THEN
         PERFORM set_config('synchronous_commit', 'on', true);
     END IF;
-    IF (p_group_id BETWEEN 1 AND 2147483647
+    IF (p_group_id BETWEEN 1 AND 9007199254740991
        AND p_lp_from BETWEEN 0 AND 1023
        AND p_lp_to BETWEEN p_lp_from + 1 AND 1024
        AND p_epoch BETWEEN 1 AND 9007199254740991) IS NOT TRUE THEN
-        PERFORM mqlayer_app.within_v1('p_group_id', p_group_id, 1, 2147483647),
+        PERFORM mqlayer_app.within_v1('p_group_id', p_group_id, 1, 9007199254740991),
                 mqlayer_app.within_v1('p_lp_from', p_lp_from, 0, 1023),
                 mqlayer_app.within_v1('p_lp_to', p_lp_to, p_lp_from + 1, 1024),
                 mqlayer_app.within_v1('p_epoch', p_epoch, 1, 9007199254740991);
@@ -1236,12 +1237,12 @@ END $$;
 -- The messages that have their effect, one row for each, for handlers to which order says nothing.
 
 CREATE TABLE mqlayer_app.inbox (
-    group_id   int NOT NULL,
+    group_id   bigint NOT NULL,
     -- <source>:<lp>:<seq>, or '=' and a name that the handler gave. For messages of a replay of the archive,
     -- '@<replay>/' in front of that: each replay has its effects once.
     id         text COLLATE "C" NOT NULL,
     -- The message that it was noted with: while this one may come again, the row stays.
-    source_id  int NOT NULL,
+    source_id  bigint NOT NULL,
     lp         smallint NOT NULL,
     seq        bigint NOT NULL,
     -- The newest seek under which the group applies again, and came to this message.
@@ -1256,7 +1257,7 @@ CREATE INDEX inbox_kept_at ON mqlayer_app.inbox (group_id, kept_at);
 -- Note in the effect's own transaction that a message has its effect. Answers 'current' (go on; noted when the
 -- transaction commits) or 'applied' (roll back). Of two that note it at once the second waits, and its answer is by the
 -- end of the first.
-CREATE FUNCTION mqlayer_app.inbox_put_v1(p_group_id int, p_source_id int, p_lp smallint, p_seq bigint,
+CREATE FUNCTION mqlayer_app.inbox_put_v1(p_group_id bigint, p_source_id bigint, p_lp smallint, p_seq bigint,
                                          p_name text DEFAULT NULL, p_seek int DEFAULT 0, p_replay bigint DEFAULT NULL)
     RETURNS text
     LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, mqlayer_app, pg_temp AS $$
@@ -1269,14 +1270,14 @@ BEGIN
     IF current_setting('synchronous_commit') = 'off' THEN
         PERFORM set_config('synchronous_commit', 'on', true);
     END IF;
-    IF (p_group_id BETWEEN 1 AND 2147483647
-       AND p_source_id BETWEEN 1 AND 2147483647
+    IF (p_group_id BETWEEN 1 AND 9007199254740991
+       AND p_source_id BETWEEN 1 AND 9007199254740991
        AND p_lp BETWEEN 0 AND 1023
        AND p_seq BETWEEN 1 AND 9007199254740991
        AND p_seek BETWEEN 0 AND 2147483647
        AND (p_replay IS NULL OR p_replay BETWEEN 1 AND 9007199254740991)) IS NOT TRUE THEN
-        PERFORM mqlayer_app.within_v1('p_group_id', p_group_id, 1, 2147483647),
-                mqlayer_app.within_v1('p_source_id', p_source_id, 1, 2147483647),
+        PERFORM mqlayer_app.within_v1('p_group_id', p_group_id, 1, 9007199254740991),
+                mqlayer_app.within_v1('p_source_id', p_source_id, 1, 9007199254740991),
                 mqlayer_app.within_v1('p_lp', p_lp, 0, 1023),
                 mqlayer_app.within_v1('p_seq', p_seq, 1, 9007199254740991),
                 mqlayer_app.within_v1('p_seek', p_seek, 0, 2147483647),

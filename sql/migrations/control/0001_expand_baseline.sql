@@ -62,7 +62,7 @@ BEGIN
 END $$;
 
 -- The groups that the caller may consume by name, with the instances of those that broadcast.
-CREATE FUNCTION mqlayer.groups_v1() RETURNS int[]
+CREATE FUNCTION mqlayer.groups_v1() RETURNS bigint[]
     LANGUAGE plpgsql STABLE SECURITY DEFINER SET search_path = pg_catalog, mqlayer, pg_temp AS $$
 DECLARE
     v_caller name := mqlayer.caller_v1();
@@ -284,7 +284,7 @@ CREATE TABLE mqlayer.partition_rate (
 
 -- One incarnation of a publisher: a restarted producer and a restored outbox get another one.
 CREATE TABLE mqlayer.source (
-    source_id   int GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    source_id   bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
     kind        text NOT NULL,
     name        text NOT NULL,
     -- Outbox only: the database, and the cluster that it was seen in.
@@ -300,6 +300,7 @@ CREATE TABLE mqlayer.source (
     tried_at    timestamptz,
     CONSTRAINT source_kind CHECK (kind IN ('outbox', 'direct')),
     CONSTRAINT source_outbox_identity CHECK ((kind = 'outbox') = (outbox_uuid IS NOT NULL AND cluster IS NOT NULL)),
+    CONSTRAINT source_closed_at CHECK (closed_at BETWEEN '1970-01-01 00:00+00' AND '9000-01-01 00:00+00'),
     CONSTRAINT source_name_length CHECK (octet_length(name) <= 1024),
     CONSTRAINT source_cluster_length CHECK (octet_length(cluster) <= 1024)
 );
@@ -310,7 +311,7 @@ CREATE UNIQUE INDEX source_outbox_live ON mqlayer.source (outbox_uuid) WHERE kin
 -- Groups -------------------------------------------------------------------------------------------------------------
 
 CREATE TABLE mqlayer.consumer_group (
-    group_id         int GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    group_id         bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
     topic_id         int NOT NULL REFERENCES mqlayer.topic,
     name             text NOT NULL,
     state            text NOT NULL DEFAULT 'creating',
@@ -331,7 +332,7 @@ CREATE TABLE mqlayer.consumer_group (
 
     -- Broadcast. The group has settings only. Each instance is a group of its own beneath it, with one member at a
     -- time: its group, and its name in there.
-    broadcast_of     int REFERENCES mqlayer.consumer_group,
+    broadcast_of     bigint REFERENCES mqlayer.consumer_group,
     instance         text,
     -- Of a broadcast group: for how long it keeps the position of an instance that is away.
     instance_expiry_s      double precision,
@@ -402,27 +403,35 @@ CREATE TABLE mqlayer.consumer_group (
     CONSTRAINT consumer_group_instance_mode CHECK (instance IS NULL OR mode = 'exclusive'),
     CONSTRAINT consumer_group_instance_length CHECK (octet_length(instance) <= 63),
     CONSTRAINT consumer_group_keep_away CHECK (
-        (mode = 'broadcast') = (instance_expiry_s IS NOT NULL) AND instance_expiry_s > 0 AND instance_expiry_s < 'Infinity'),
+        (mode = 'broadcast') = (instance_expiry_s IS NOT NULL) AND instance_expiry_s > 0 AND instance_expiry_s <= 1e11),
     CONSTRAINT consumer_group_tag_filter
         CHECK (tag_filter ~ '^(none|(any|all):[a-z0-9][a-z0-9_.-]*(,[a-z0-9][a-z0-9_.-]*)*)$'),
     CONSTRAINT consumer_group_balance CHECK (balance IN ('count', 'rate')),
-    CONSTRAINT consumer_group_attempt_limit CHECK (attempt_limit >= 1),
+    CONSTRAINT consumer_group_attempt_limit CHECK (attempt_limit BETWEEN 1 AND 2000000000),
     CONSTRAINT consumer_group_policy CHECK (policy IN ('park', 'block', 'dead_letter', 'skip')),
     CONSTRAINT consumer_group_backoff CHECK (cardinality(backoff_s) >= 1),
     CONSTRAINT consumer_group_backoff_jitter CHECK (backoff_jitter BETWEEN 0 AND 1),
-    CONSTRAINT consumer_group_time_limit CHECK (time_limit_s > 0 AND time_limit_s < 'Infinity'),
-    CONSTRAINT consumer_group_max_time_limit CHECK (max_time_limit_s > 0 AND max_time_limit_s < 'Infinity'),
-    CONSTRAINT consumer_group_visibility_timeout CHECK (visibility_timeout_s > 0 AND visibility_timeout_s < 'Infinity'),
+    CONSTRAINT consumer_group_time_limit CHECK (time_limit_s > 0 AND time_limit_s <= 1e11),
+    CONSTRAINT consumer_group_max_time_limit CHECK (max_time_limit_s > 0 AND max_time_limit_s <= 1e11),
+    CONSTRAINT consumer_group_visibility_timeout CHECK (visibility_timeout_s > 0 AND visibility_timeout_s <= 1e11),
     CONSTRAINT consumer_group_visibility_timeout_of_shared CHECK (mode <> 'shared' OR visibility_timeout_s IS NOT NULL),
     CONSTRAINT consumer_group_shared CHECK (mode <> 'shared' OR NOT ordered AND policy IN ('dead_letter', 'skip')),
-    CONSTRAINT consumer_group_rate_limit CHECK (rate_limit > 0 AND rate_limit < 'Infinity'),
-    CONSTRAINT consumer_group_rate_burst CHECK (rate_burst >= 1 AND rate_burst < 'Infinity'),
+    CONSTRAINT consumer_group_rate_limit CHECK (rate_limit > 0 AND rate_limit <= 1e11),
+    CONSTRAINT consumer_group_rate_burst CHECK (rate_burst >= 1 AND rate_burst <= 1e11),
     CONSTRAINT consumer_group_parking_limits CHECK (
-        parked_keys_limit > 0 AND parked_messages_limit > 0 AND parked_bytes_limit > 0 AND key_messages_limit > 0
-        AND key_bytes_limit > 0),
-    -- With room for the leap of a server that was replaced.
+        parked_keys_limit BETWEEN 1 AND 2000000000 AND parked_messages_limit BETWEEN 1 AND 9007199254740991
+        AND parked_bytes_limit BETWEEN 1 AND 9007199254740991 AND key_messages_limit BETWEEN 1 AND 9007199254740991
+        AND key_bytes_limit BETWEEN 1 AND 9007199254740991),
+    -- With room for the next one, and for the leap of a server that was replaced: statements add to those of all groups.
     CONSTRAINT consumer_group_counts CHECK (
-        allocation BETWEEN 0 AND 4611686018427387904 AND parking BETWEEN 0 AND 4611686018427387904),
+        version BETWEEN 1 AND 1000000000 AND seek BETWEEN 0 AND 1000000000 AND replay BETWEEN 0 AND 1000000000
+        AND settings_version BETWEEN 1 AND 1000000000 AND allocation BETWEEN 0 AND 4611686018427387904
+        AND parking BETWEEN 0 AND 4611686018427387904),
+    CONSTRAINT consumer_group_times CHECK (
+        absent_since BETWEEN '1970-01-01 00:00+00' AND '9000-01-01 00:00+00'
+        AND paused_at BETWEEN '1970-01-01 00:00+00' AND '9000-01-01 00:00+00'
+        AND retired_at BETWEEN '1970-01-01 00:00+00' AND '9000-01-01 00:00+00'
+        AND start_at BETWEEN '1970-01-01 00:00+00' AND '9000-01-01 00:00+00'),
     CONSTRAINT consumer_group_texts_length CHECK (
         octet_length(coalesce(paused_by, '')) <= 1024 AND octet_length(coalesce(tag_filter, '')) <= 65536
         AND cardinality(backoff_s) <= 1000 AND pg_column_size(non_retryable_errors) <= 1000000
@@ -430,6 +439,24 @@ CREATE TABLE mqlayer.consumer_group (
 );
 CREATE UNIQUE INDEX consumer_group_instances ON mqlayer.consumer_group (broadcast_of, instance)
     WHERE broadcast_of IS NOT NULL;
+
+-- An instance is of a group that broadcasts, in its own topic, and has its name from both. Whoever may consume the group
+-- may consume the instance.
+CREATE FUNCTION mqlayer.group_instance_guard() RETURNS trigger
+    LANGUAGE plpgsql SET search_path = pg_catalog, mqlayer, pg_temp AS $$
+BEGIN
+    IF NOT EXISTS (SELECT FROM mqlayer.consumer_group b
+                   WHERE b.group_id = NEW.broadcast_of AND b.topic_id = NEW.topic_id AND b.mode = 'broadcast'
+                     AND NEW.name = b.name || '@' || NEW.instance) THEN
+        RAISE EXCEPTION 'group "%" is no instance of group %', NEW.name, NEW.broadcast_of
+            USING ERRCODE = 'check_violation', CONSTRAINT = 'consumer_group_instance_of_broadcast';
+    END IF;
+    RETURN NEW;
+END $$;
+
+CREATE TRIGGER consumer_group_instance_of_broadcast BEFORE INSERT OR UPDATE OF broadcast_of, instance, name, topic_id
+    ON mqlayer.consumer_group FOR EACH ROW WHEN (NEW.broadcast_of IS NOT NULL)
+    EXECUTE FUNCTION mqlayer.group_instance_guard();
 
 -- Where the outbox is in this database too, its functions know each group from the moment it is there.
 CREATE FUNCTION mqlayer.group_known_v1() RETURNS trigger
@@ -452,23 +479,23 @@ CREATE TRIGGER group_known AFTER INSERT ON mqlayer.consumer_group
     FOR EACH ROW EXECUTE FUNCTION mqlayer.group_known_v1();
 
 -- Whether the caller may create this group, or this instance of one.
-CREATE FUNCTION mqlayer.may_create_group_v1(p_topic_id int, p_name text, p_broadcast_of int) RETURNS boolean
+CREATE FUNCTION mqlayer.may_create_group_v1(p_topic_id int, p_name text, p_broadcast_of bigint) RETURNS boolean
     LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, mqlayer, pg_temp
     RETURN mqlayer.has_for_v1('consume', (
         SELECT t.name || '/' || coalesce((SELECT b.name FROM mqlayer.consumer_group b WHERE b.group_id = p_broadcast_of), p_name)
         FROM mqlayer.topic t WHERE t.topic_id = p_topic_id));
 
 CREATE TABLE mqlayer.group_start (
-    group_id     int NOT NULL REFERENCES mqlayer.consumer_group,
+    group_id     bigint NOT NULL REFERENCES mqlayer.consumer_group,
     partition_id int NOT NULL REFERENCES mqlayer.partition,
     start_offset bigint NOT NULL,
     CONSTRAINT group_start_key PRIMARY KEY (group_id, partition_id),
-    CONSTRAINT group_start_offset CHECK (start_offset >= 1)
+    CONSTRAINT group_start_offset CHECK (start_offset BETWEEN 1 AND 9007199254740991)
 );
 
 -- A group has settled everything before the recorded command of a sealed partition, or began behind it.
 CREATE TABLE mqlayer.drained (
-    group_id     int NOT NULL REFERENCES mqlayer.consumer_group,
+    group_id     bigint NOT NULL REFERENCES mqlayer.consumer_group,
     partition_id int NOT NULL REFERENCES mqlayer.partition,
     drained_at   timestamptz NOT NULL DEFAULT clock_timestamp(),
     CONSTRAINT drained_key PRIMARY KEY (group_id, partition_id)
@@ -476,7 +503,7 @@ CREATE TABLE mqlayer.drained (
 
 -- Partitions that rest for one group.
 CREATE TABLE mqlayer.partition_pause (
-    group_id     int NOT NULL REFERENCES mqlayer.consumer_group,
+    group_id     bigint NOT NULL REFERENCES mqlayer.consumer_group,
     partition_id int NOT NULL REFERENCES mqlayer.partition,
     paused_at    timestamptz NOT NULL DEFAULT now(),
     paused_by    text NOT NULL,
@@ -511,7 +538,7 @@ WHERE g.paused_at IS NULL AND t.paused_at IS NULL AND g.state <> 'retired' AND g
 CREATE SEQUENCE mqlayer.member_session;
 
 CREATE TABLE mqlayer.member (
-    group_id    int NOT NULL REFERENCES mqlayer.consumer_group,
+    group_id    bigint NOT NULL REFERENCES mqlayer.consumer_group,
     member_id   text NOT NULL,
     -- A member id that joins again gets a new session, and the old process is refused.
     session     bigint NOT NULL DEFAULT nextval('mqlayer.member_session'),
@@ -524,6 +551,8 @@ CREATE TABLE mqlayer.member (
     CONSTRAINT member_key PRIMARY KEY (group_id, member_id),
     CONSTRAINT member_id_form CHECK (member_id ~ '^[a-z][a-z0-9_.-]{0,62}$'),
     CONSTRAINT member_host_length CHECK (octet_length(host) <= 1024),
+    CONSTRAINT member_numbers CHECK (session BETWEEN 0 AND 4611686018427387904 AND pid BETWEEN 0 AND 2000000000),
+    CONSTRAINT member_joined_at CHECK (joined_at BETWEEN '1970-01-01 00:00+00' AND '9000-01-01 00:00+00'),
     CONSTRAINT member_lease_until
         CHECK (lease_until = '-infinity' OR lease_until BETWEEN '1970-01-01 00:00+00' AND '9000-01-01 00:00+00')
 );
@@ -532,7 +561,7 @@ CREATE TABLE mqlayer.member (
 CREATE SEQUENCE mqlayer.epoch;
 
 CREATE TABLE mqlayer.assignment (
-    group_id     int NOT NULL REFERENCES mqlayer.consumer_group,
+    group_id     bigint NOT NULL REFERENCES mqlayer.consumer_group,
     partition_id int NOT NULL REFERENCES mqlayer.partition,
     -- The member that may consume. Null while none does.
     member_id    text,
@@ -542,6 +571,8 @@ CREATE TABLE mqlayer.assignment (
     changed_at   timestamptz NOT NULL DEFAULT now(),
     CONSTRAINT assignment_key PRIMARY KEY (group_id, partition_id),
     CONSTRAINT assignment_member FOREIGN KEY (group_id, member_id) REFERENCES mqlayer.member (group_id, member_id),
+    CONSTRAINT assignment_epoch CHECK (epoch BETWEEN 0 AND 9007199254740991),
+    CONSTRAINT assignment_changed_at CHECK (changed_at BETWEEN '1970-01-01 00:00+00' AND '9000-01-01 00:00+00'),
     CONSTRAINT assignment_texts CHECK (octet_length(member_id) <= 1024 AND octet_length(target) <= 1024)
 );
 CREATE INDEX assignment_by_member ON mqlayer.assignment (group_id, member_id);
@@ -585,7 +616,7 @@ CREATE TRIGGER assignment_epoch_given AFTER INSERT OR UPDATE OF epoch ON mqlayer
 
 -- A key of a group that waits here: its messages are handled from here, in order, before anything newer.
 CREATE TABLE mqlayer.parked_key (
-    group_id      int NOT NULL REFERENCES mqlayer.consumer_group,
+    group_id      bigint NOT NULL REFERENCES mqlayer.consumer_group,
     lp            smallint NOT NULL,
     -- The key's UTF-8. Of a message that stands alone: \xff and its identity.
     name          bytea NOT NULL,
@@ -611,6 +642,8 @@ CREATE TABLE mqlayer.parked_key (
     CONSTRAINT parked_key_key PRIMARY KEY (group_id, lp, name),
     CONSTRAINT parked_key_cause CHECK (cause IN ('retry', 'exhausted', 'rejected', 'paused', 'redriven', 'replayed')),
     CONSTRAINT parked_key_due_at CHECK (due_at BETWEEN '1970-01-01 00:00+00' AND '9000-01-01 00:00+00'),
+    CONSTRAINT parked_key_numbers CHECK (
+        lp BETWEEN 0 AND 1023 AND attempts BETWEEN 0 AND 2000000000 AND started BETWEEN 0 AND 9007199254740991),
     CONSTRAINT parked_key_texts CHECK (octet_length(name) <= 65536 AND octet_length(paused_by) <= 4096)
 );
 CREATE INDEX parked_key_due ON mqlayer.parked_key (due_at) WHERE due_at IS NOT NULL;
@@ -620,10 +653,10 @@ CREATE INDEX parked_key_due ON mqlayer.parked_key (due_at) WHERE due_at IS NOT N
 CREATE SEQUENCE mqlayer.parked_position INCREMENT BY 16777216 START WITH 16777216;
 
 CREATE TABLE mqlayer.parked_message (
-    group_id     int NOT NULL,
+    group_id     bigint NOT NULL,
     lp           smallint NOT NULL,
     name         bytea NOT NULL,
-    source       int NOT NULL,
+    source       bigint NOT NULL,
     seq          bigint NOT NULL,
     -- A key's messages are handled by (place, seq). One that comes again goes in front of its source's next one.
     position        bigint NOT NULL,
@@ -643,6 +676,10 @@ CREATE TABLE mqlayer.parked_message (
     tried        int NOT NULL DEFAULT 0,
     CONSTRAINT parked_message_key PRIMARY KEY (group_id, lp, source, seq),
     CONSTRAINT parked_message_of_key FOREIGN KEY (group_id, lp, name) REFERENCES mqlayer.parked_key,
+    CONSTRAINT parked_message_numbers CHECK (
+        source BETWEEN 1 AND 9007199254740991 AND seq BETWEEN 1 AND 9007199254740991 AND log_offset BETWEEN 0 AND 9007199254740991
+        AND position BETWEEN -4611686018427387904 AND 4611686018427387904 AND attempts BETWEEN 0 AND 2000000000
+        AND tried BETWEEN 0 AND 2000000000),
     CONSTRAINT parked_message_sizes CHECK (
         octet_length(name) <= 65536 AND octet_length(key) <= 65536 AND octet_length(m) <= 1000000
         AND octet_length(body) <= 16777216)
@@ -670,7 +707,7 @@ FROM mqlayer.parked_message;
 -- The amount that is parked of a group: the sum over its rows. A connection adds to the row of its own slot, so that
 -- members do not wait for each other. A single row may be below 0.
 CREATE TABLE mqlayer.parked_total (
-    group_id int NOT NULL REFERENCES mqlayer.consumer_group,
+    group_id bigint NOT NULL REFERENCES mqlayer.consumer_group,
     slot     smallint NOT NULL,
     messages bigint NOT NULL,
     bytes    bigint NOT NULL,
@@ -706,7 +743,7 @@ CREATE TRIGGER parked_message_out AFTER DELETE ON mqlayer.parked_message REFEREN
 -- The parked keys that the last acts of operators and scans changed, by the number that consumer_group.parking had
 -- then. Members look at these, and at all where a number is missing here.
 CREATE TABLE mqlayer.parking_change (
-    group_id int NOT NULL REFERENCES mqlayer.consumer_group,
+    group_id bigint NOT NULL REFERENCES mqlayer.consumer_group,
     number   bigint NOT NULL,
     -- -1: any.
     lp       smallint NOT NULL,
@@ -721,9 +758,9 @@ CREATE TABLE mqlayer.parking_change (
 -- A message that left a group without its effect, and why: dead letters, and messages that were passed over.
 CREATE TABLE mqlayer.dead_message (
     dead_id       bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
-    group_id      int NOT NULL REFERENCES mqlayer.consumer_group,
+    group_id      bigint NOT NULL REFERENCES mqlayer.consumer_group,
     lp            smallint NOT NULL,
-    source        int NOT NULL,
+    source        bigint NOT NULL,
     seq           bigint NOT NULL,
     partition_id  int NOT NULL REFERENCES mqlayer.partition,
     log_offset    bigint NOT NULL,
@@ -751,6 +788,13 @@ CREATE TABLE mqlayer.dead_message (
     log_lost        boolean NOT NULL DEFAULT false,
     CONSTRAINT dead_message_once UNIQUE (group_id, lp, source, seq),
     CONSTRAINT dead_message_cause CHECK (cause IN ('exhausted', 'rejected', 'skipped', 'discarded')),
+    CONSTRAINT dead_message_numbers CHECK (
+        lp BETWEEN 0 AND 1023 AND source BETWEEN 1 AND 9007199254740991 AND seq BETWEEN 1 AND 9007199254740991
+        AND log_offset BETWEEN 0 AND 9007199254740991 AND attempts BETWEEN 0 AND 2000000000
+        AND redriven_seek BETWEEN 0 AND 1000000000),
+    CONSTRAINT dead_message_times CHECK (
+        died_at BETWEEN '1970-01-01 00:00+00' AND '9000-01-01 00:00+00'
+        AND redriven_at BETWEEN '1970-01-01 00:00+00' AND '9000-01-01 00:00+00'),
     CONSTRAINT dead_message_sizes CHECK (
         octet_length(key) <= 65536 AND octet_length(m) <= 1000000 AND octet_length(body) <= 16777216),
     CONSTRAINT dead_message_texts CHECK (octet_length(reason) <= 65536 AND octet_length(actor) <= 4096)
@@ -772,9 +816,9 @@ FROM mqlayer.dead_message;
 
 -- Failed attempts, for people: kept while the message waits or is dead, else for a week.
 CREATE TABLE mqlayer.failed_attempt (
-    group_id  int NOT NULL REFERENCES mqlayer.consumer_group,
+    group_id  bigint NOT NULL REFERENCES mqlayer.consumer_group,
     lp        smallint NOT NULL,
-    source    int NOT NULL,
+    source    bigint NOT NULL,
     seq       bigint NOT NULL,
     attempt   int NOT NULL,
     failed_at timestamptz NOT NULL DEFAULT clock_timestamp(),
@@ -782,6 +826,9 @@ CREATE TABLE mqlayer.failed_attempt (
     -- An error's type, text and place, or that no answer came.
     error     text NOT NULL,
     CONSTRAINT failed_attempt_key PRIMARY KEY (group_id, lp, source, seq, attempt, failed_at),
+    CONSTRAINT failed_attempt_numbers CHECK (
+        lp BETWEEN 0 AND 1023 AND source BETWEEN 1 AND 9007199254740991 AND seq BETWEEN 1 AND 9007199254740991
+        AND attempt BETWEEN 0 AND 2000000000),
     CONSTRAINT failed_attempt_texts CHECK (octet_length(error) <= 65536 AND octet_length(member_id) <= 1024)
 );
 CREATE INDEX failed_attempt_old ON mqlayer.failed_attempt (failed_at);
@@ -790,7 +837,7 @@ ALTER TABLE mqlayer.failed_attempt ALTER COLUMN group_id SET STATISTICS 0;
 
 -- How often each event of failing messages and keys happened, ever: see mqlayer/events.py.
 CREATE TABLE mqlayer.failure_count (
-    group_id     int NOT NULL REFERENCES mqlayer.consumer_group,
+    group_id     bigint NOT NULL REFERENCES mqlayer.consumer_group,
     -- Its owner alone counts here, so that members do not wait for each other. 0: operators and jobs, under the group's
     -- lock.
     partition_id int NOT NULL,
@@ -798,6 +845,8 @@ CREATE TABLE mqlayer.failure_count (
     count        bigint NOT NULL,
     last_at      timestamptz NOT NULL DEFAULT clock_timestamp(),
     CONSTRAINT failure_count_key PRIMARY KEY (group_id, partition_id, event),
+    CONSTRAINT failure_count_partition CHECK (partition_id BETWEEN 0 AND 2147483646),
+    CONSTRAINT failure_count_last_at CHECK (last_at BETWEEN '1970-01-01 00:00+00' AND '9000-01-01 00:00+00'),
     CONSTRAINT failure_count_event_length CHECK (octet_length(event) <= 63),
     -- The sum over a group's partitions stays a bigint.
     CONSTRAINT failure_count_count CHECK (count BETWEEN 0 AND 9007199254740991)
@@ -811,7 +860,7 @@ CREATE TABLE mqlayer.failure_count (
 -- group's start, ahead of its streams.
 CREATE TABLE mqlayer.redrive (
     redrive_id   bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
-    group_id     int NOT NULL REFERENCES mqlayer.consumer_group,
+    group_id     bigint NOT NULL REFERENCES mqlayer.consumer_group,
     kind         text NOT NULL DEFAULT 'dead',
     -- The messages that it is for: see mqlayer/redelivery/filters.py.
     filter       jsonb NOT NULL,
@@ -860,8 +909,14 @@ CREATE TABLE mqlayer.redrive (
     ended_at     timestamptz,
     CONSTRAINT redrive_kind CHECK (kind IN ('dead', 'replay', 'backfill')),
     CONSTRAINT redrive_state CHECK (state IN ('running', 'done', 'cancelled')),
-    CONSTRAINT redrive_rate CHECK (per_s >= 0 AND per_s < 'Infinity'),
+    CONSTRAINT redrive_rate CHECK (per_s >= 0 AND per_s <= 1e11),
     CONSTRAINT redrive_ended CHECK ((state = 'running') = (ended_at IS NULL)),
+    CONSTRAINT redrive_numbers CHECK (
+        upto_id BETWEEN 0 AND 4611686018427387904 AND upto_batch BETWEEN 0 AND 4611686018427387904
+        AND position BETWEEN -4611686018427387904 AND 4611686018427387904 AND snapshot_id BETWEEN 0 AND 2000000000),
+    CONSTRAINT redrive_times CHECK (
+        lease_until BETWEEN '1970-01-01 00:00+00' AND '9000-01-01 00:00+00'
+        AND ended_at BETWEEN '1970-01-01 00:00+00' AND '9000-01-01 00:00+00'),
     CONSTRAINT redrive_newer CHECK (newer IN ('wait', 'between')),
     CONSTRAINT redrive_of_archive CHECK (
         (kind = 'dead') = (upto_batch IS NULL) AND (kind = 'dead') = (position IS NULL) AND (kind = 'dead') = (newer IS NULL)),
@@ -918,7 +973,7 @@ CREATE TABLE mqlayer.redrive_result (
 CREATE TABLE mqlayer.replay_result (
     redrive_id bigint NOT NULL REFERENCES mqlayer.redrive,
     lp         smallint NOT NULL,
-    source     int NOT NULL,
+    source     bigint NOT NULL,
     seq        bigint NOT NULL,
     -- already: it waits in the group. dead: it is dead there. ahead: the group has yet to come to it by itself.
     result     text NOT NULL,
@@ -993,26 +1048,58 @@ END $$;
 
 -- Repair what a server that took another one's place may lack. Numbers that were given out in lost commits would be
 -- given out again, while Redis holds the work that was done under them: each sequence leaps over more than can have
--- been lost. So do allocations, which are counted in rows, as seeks are: a member that saw the lost ones would take
--- those of now for older ones, hold nothing, and give nothing away. And no node is armed any more, so that each owner
--- there gets a new epoch, above all that the lost commits gave out, before a node is used.
-CREATE FUNCTION mqlayer.server_replaced_v1(p_facts jsonb) RETURNS void
+-- been lost, and never beyond its end. So do allocations, which are counted in rows, as seeks are: a member that saw
+-- the lost ones would take those of now for older ones, hold nothing, and give nothing away. And no node is armed any
+-- more, so that each owner there gets a new epoch, above all that the lost commits gave out, before a node is used.
+CREATE FUNCTION mqlayer.server_repair_v1(p_facts jsonb) RETURNS void
     LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, mqlayer, pg_temp AS $$
 DECLARE
     v_one record;
 BEGIN
     FOR v_one IN
         SELECT format('%I.%I', schemaname, sequencename)::regclass AS number, coalesce(last_value, 0) AS last,
-               CASE WHEN max_value > 2147483647 THEN 1000000000 WHEN sequencename LIKE 'source%' THEN 1000000
+               max_value AS most,
+               CASE WHEN sequencename LIKE 'source%' THEN 1000000 WHEN sequencename LIKE 'consumer_group%' THEN 1000
+                    WHEN max_value > 2147483647 THEN 1000000000
                     ELSE 1000 END AS leap
-        FROM pg_sequences WHERE schemaname IN ('mqlayer', 'mqlayer_archive')
+        FROM pg_sequences WHERE schemaname IN ('mqlayer', 'mqlayer_archive') AND sequencename <> 'repaired_at'
     LOOP
-        PERFORM setval(v_one.number, v_one.last + v_one.leap);
+        PERFORM setval(v_one.number, least(v_one.last, v_one.most - v_one.leap) + v_one.leap);
     END LOOP;
     UPDATE mqlayer.consumer_group SET allocation = least(allocation, 9007199254740991) + 1000000;
     UPDATE mqlayer.node SET armed_run_id = NULL;
     UPDATE mqlayer.server SET replaced = replaced + 1;
     INSERT INTO mqlayer.audit (actor, act, object, facts) VALUES ('database', 'postgres replaced', 'control', p_facts);
+END $$;
+
+-- When the numbers last leapt at a role's word, in seconds since 1970. A sequence, since no rollback takes it back, as
+-- none takes back a leap.
+CREATE SEQUENCE mqlayer.repaired_at;
+
+-- The same at the word of a role, where only Redis tells that commits are missing. Every 5 seconds at most, so that no
+-- relay can use numbers up, but for roles that may operate.
+CREATE FUNCTION mqlayer.server_replaced_v1(p_facts jsonb) RETURNS void
+    LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, mqlayer, pg_temp AS $$
+DECLARE
+    v_now bigint;
+BEGIN
+    -- One after the other: the second one sees when the first one did it.
+    PERFORM FROM mqlayer.server FOR UPDATE;
+    v_now := extract(epoch FROM clock_timestamp());
+    IF v_now - coalesce(pg_sequence_last_value('mqlayer.repaired_at'), 0) BETWEEN 0 AND 4
+       AND NOT mqlayer.has_v1('operate') THEN
+        RAISE EXCEPTION 'the numbers leapt less than 5 seconds ago'
+            USING ERRCODE = 'lock_not_available', HINT = 'try again in 5 seconds';
+    END IF;
+    PERFORM setval('mqlayer.repaired_at', v_now), mqlayer.server_repair_v1(p_facts);
+END $$;
+
+-- The numbers that sequences gave out, as a part of all that they have. Few roles may read the sequences themselves.
+CREATE FUNCTION mqlayer.numbers_used_v1(OUT sequence_name text, OUT used double precision) RETURNS SETOF record
+    LANGUAGE plpgsql STABLE SECURITY DEFINER SET search_path = pg_catalog, mqlayer, pg_temp AS $$
+BEGIN
+    RETURN QUERY SELECT s.schemaname || '.' || s.sequencename, s.last_value::float8 / s.max_value::float8
+                 FROM pg_sequences s WHERE s.schemaname IN ('mqlayer', 'mqlayer_archive') AND s.last_value IS NOT NULL;
 END $$;
 
 -- Say whether this server is another one than the schema knows, and if so repair what it may lack.
@@ -1047,7 +1134,7 @@ BEGIN
         RETURN false;
     END IF;
     UPDATE mqlayer.server SET system_id = v_system, timeline = v_timeline, since = now();
-    PERFORM mqlayer.server_replaced_v1(jsonb_build_object(
+    PERFORM mqlayer.server_repair_v1(jsonb_build_object(
         'timeline', v_timeline, 'before', v_known.timeline, 'another_system', v_known.system_id <> v_system));
     RETURN true;
 END $$;
@@ -1058,7 +1145,7 @@ END $$;
 -- all columns. So consumers delete by these functions, and have no such privilege.
 
 -- Refuse a caller who may not change the rows of a group.
-CREATE FUNCTION mqlayer.check_group_v1(p_group_id int) RETURNS void
+CREATE FUNCTION mqlayer.check_group_v1(p_group_id bigint) RETURNS void
     LANGUAGE plpgsql STABLE SECURITY DEFINER SET search_path = pg_catalog, mqlayer, pg_temp AS $$
 DECLARE
     v_caller name := mqlayer.caller_v1();
@@ -1086,7 +1173,7 @@ BEGIN
 END $$;
 
 -- Forget members that are gone, joined long ago and own nothing. Of a group that is retired: all.
-CREATE FUNCTION mqlayer.members_forget_v1(p_group_id int) RETURNS void
+CREATE FUNCTION mqlayer.members_forget_v1(p_group_id bigint) RETURNS void
     LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, mqlayer, pg_temp AS $$
 BEGIN
     PERFORM mqlayer.check_group_v1(p_group_id);
@@ -1098,7 +1185,7 @@ BEGIN
 END $$;
 
 -- Forget where a group started, and which partitions it has drained.
-CREATE FUNCTION mqlayer.beginnings_forget_v1(p_group_id int) RETURNS void
+CREATE FUNCTION mqlayer.beginnings_forget_v1(p_group_id bigint) RETURNS void
     LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, mqlayer, pg_temp AS $$
 BEGIN
     PERFORM mqlayer.check_group_v1(p_group_id);
@@ -1107,7 +1194,7 @@ BEGIN
 END $$;
 
 -- End messages of parked keys that are handled, or dead. Note the handled ones for the archive.
-CREATE FUNCTION mqlayer.parked_messages_end_v1(p_group_id int, p_lps smallint[], p_sources int[], p_seqs bigint[],
+CREATE FUNCTION mqlayer.parked_messages_end_v1(p_group_id bigint, p_lps smallint[], p_sources bigint[], p_seqs bigint[],
                                                p_handled boolean[], p_given_s double precision, p_actor text)
     RETURNS void
     LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, mqlayer, pg_temp AS $$
@@ -1129,7 +1216,7 @@ END $$;
 
 -- End a parked key if it has no message, no operator paused it, and no replay is for it alone. Returns its LP if it
 -- did.
-CREATE FUNCTION mqlayer.parked_key_end_v1(p_group_id int, p_lp smallint, p_name bytea) RETURNS SETOF smallint
+CREATE FUNCTION mqlayer.parked_key_end_v1(p_group_id bigint, p_lp smallint, p_name bytea) RETURNS SETOF smallint
     LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, mqlayer, pg_temp AS $$
 BEGIN
     PERFORM mqlayer.check_group_v1(p_group_id);
@@ -1144,7 +1231,7 @@ BEGIN
 END $$;
 
 -- Forget parked keys without messages.
-CREATE FUNCTION mqlayer.parked_keys_forget_v1(p_group_id int, p_lps smallint[], p_names bytea[]) RETURNS void
+CREATE FUNCTION mqlayer.parked_keys_forget_v1(p_group_id bigint, p_lps smallint[], p_names bytea[]) RETURNS void
     LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, mqlayer, pg_temp AS $$
 BEGIN
     PERFORM mqlayer.check_group_v1(p_group_id), mqlayer.check_count_v1('p_names', cardinality(p_names));
@@ -1153,7 +1240,7 @@ BEGIN
 END $$;
 
 -- Drop some of the parked rows of a retired group, messages before keys. Each returns how many it dropped.
-CREATE FUNCTION mqlayer.retired_messages_drop_v1(p_group_id int, p_limit int) RETURNS bigint
+CREATE FUNCTION mqlayer.retired_messages_drop_v1(p_group_id bigint, p_limit int) RETURNS bigint
     LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, mqlayer, pg_temp AS $$
 DECLARE
     v_gone bigint;
@@ -1166,7 +1253,7 @@ BEGIN
     RETURN v_gone;
 END $$;
 
-CREATE FUNCTION mqlayer.retired_keys_drop_v1(p_group_id int, p_limit int) RETURNS bigint
+CREATE FUNCTION mqlayer.retired_keys_drop_v1(p_group_id bigint, p_limit int) RETURNS bigint
     LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, mqlayer, pg_temp AS $$
 DECLARE
     v_gone bigint;
@@ -1216,7 +1303,7 @@ CREATE INDEX progress_by_topic ON mqlayer_archive.progress (topic_id);
 -- grows when retention drops records. Identity makes records unique: a seq up to the last is never archived again.
 CREATE TABLE mqlayer_archive.mark (
     topic_id  int NOT NULL REFERENCES mqlayer.topic,
-    source    int NOT NULL,
+    source    bigint NOT NULL,
     lp        smallint NOT NULL,
     first_seq bigint NOT NULL,
     last_seq  bigint NOT NULL,
@@ -1229,7 +1316,7 @@ CREATE TABLE mqlayer_archive.mark (
 -- is archived no further than a gap without acceptance. The mark begins anew behind a gap.
 CREATE TABLE mqlayer_archive.gap (
     topic_id     int NOT NULL REFERENCES mqlayer.topic,
-    source       int NOT NULL,
+    source       bigint NOT NULL,
     lp           smallint NOT NULL,
     after_seq    bigint NOT NULL,
     next_seq     bigint NOT NULL,
@@ -1255,7 +1342,7 @@ CREATE TABLE mqlayer_archive.record (
     version      int NOT NULL,
     partition_id int NOT NULL,
     log_offset   bigint NOT NULL,
-    source       int NOT NULL,
+    source       bigint NOT NULL,
     lp           smallint NOT NULL,
     seq          bigint NOT NULL,
     -- By the publisher's clock.
@@ -1276,7 +1363,7 @@ CREATE INDEX record_read ON mqlayer_archive.record (topic_id, batch, partition_i
 CREATE TABLE mqlayer_archive.outcome (
     topic_id     int NOT NULL,
     batch        bigint NOT NULL,
-    group_id     int NOT NULL,
+    group_id     bigint NOT NULL,
     partition_id int NOT NULL,
     first_offset bigint NOT NULL,
     last_offset  bigint NOT NULL,
@@ -1315,7 +1402,7 @@ CREATE TABLE mqlayer_archive.outcome_queue (
     -- Rises with the acts on one message: each act holds a lock that the one before held to its commit.
     position        bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
     topic_id     int NOT NULL,
-    group_id     int NOT NULL,
+    group_id     bigint NOT NULL,
     partition_id int NOT NULL,
     log_offset   bigint NOT NULL,
     outcome         text NOT NULL,
@@ -1329,6 +1416,7 @@ CREATE TABLE mqlayer_archive.outcome_queue (
     CONSTRAINT outcome_queue_known CHECK (outcome IN
         ('handled', 'unmatched', 'parked', 'exhausted', 'rejected', 'skipped', 'discarded', 'redriven', 'replayed')),
     CONSTRAINT outcome_queue_offset CHECK (log_offset BETWEEN 0 AND 9007199254740991),
+    CONSTRAINT outcome_queue_attempts CHECK (attempts BETWEEN 0 AND 2000000000),
     CONSTRAINT outcome_queue_texts CHECK (octet_length(actor) <= 4096 AND octet_length(reason) <= 65536),
     CONSTRAINT outcome_queue_delivered_at
         CHECK (delivered_at BETWEEN '1970-01-01 00:00+00' AND '9000-01-01 00:00+00')
@@ -1338,7 +1426,7 @@ CREATE INDEX outcome_queue_by_topic ON mqlayer_archive.outcome_queue (topic_id, 
 -- Up to where the entries of a partition and group on its node are in the archive. An entry's place is never given
 -- again, so one that is not above it was fetched before, also on a node that fell back.
 CREATE TABLE mqlayer_archive.outcome_progress (
-    group_id     int NOT NULL REFERENCES mqlayer.consumer_group,
+    group_id     bigint NOT NULL REFERENCES mqlayer.consumer_group,
     partition_id int NOT NULL REFERENCES mqlayer.partition,
     epoch        bigint NOT NULL,
     position        bigint NOT NULL,
@@ -1444,7 +1532,7 @@ CREATE TABLE mqlayer_archive.snapshot_topic (
 CREATE TABLE mqlayer_archive.cut (
     snapshot_id int NOT NULL REFERENCES mqlayer_archive.snapshot ON DELETE CASCADE,
     topic_id    int NOT NULL,
-    source      int NOT NULL,
+    source      bigint NOT NULL,
     lp          smallint NOT NULL,
     first_seq   bigint NOT NULL,
     last_seq    bigint NOT NULL,
@@ -1518,7 +1606,8 @@ DECLARE
     v_reads CONSTANT text := $$(SELECT mqlayer.has_v1('relay', 'work', 'operate', 'consume', 'view', 'analyze'))$$;
     v_writes CONSTANT text := $$(SELECT mqlayer.has_v1('relay', 'work', 'operate', 'consume'))$$;
     v_operates CONSTANT text := $$(SELECT mqlayer.has_v1('operate'))$$;
-    v_own CONSTANT text := 'group_id = ANY((SELECT mqlayer.groups_v1())::int[])';
+    v_own CONSTANT text := 'group_id = ANY((SELECT mqlayer.groups_v1())::bigint[])';
+    v_fits text;
 BEGIN
     FOREACH v_table IN ARRAY ARRAY[
         'mqlayer.member', 'mqlayer.assignment', 'mqlayer.group_start', 'mqlayer.drained', 'mqlayer.parked_key',
@@ -1528,14 +1617,21 @@ BEGIN
     LOOP
         EXECUTE format('ALTER TABLE %s ENABLE ROW LEVEL SECURITY', v_table);
         EXECUTE format('CREATE POLICY read ON %s FOR SELECT USING (%s OR %s)', v_table, v_reads, v_own);
-        EXECUTE format('CREATE POLICY change ON %s FOR UPDATE USING (%s OR %s)', v_table, v_writes, v_own);
+        -- Where that is no hot write, a partition is of the group's own topic, and so is the topic of a queued outcome.
+        -- The subquery of the right runs once, the one of the topic for each row of a role without it.
+        v_fits := v_own || CASE
+            WHEN v_table IN ('mqlayer.assignment', 'mqlayer.group_start', 'mqlayer.drained', 'mqlayer.dead_message',
+                             'mqlayer.partition_pause', 'mqlayer_archive.outcome_queue') THEN format(
+                ' AND EXISTS (SELECT FROM mqlayer.consumer_group g JOIN mqlayer.partition p USING (topic_id)'
+                ' WHERE g.group_id = %1$s.group_id AND p.partition_id = %1$s.partition_id%2$s)',
+                split_part(v_table, '.', 2),
+                CASE v_table WHEN 'mqlayer_archive.outcome_queue' THEN ' AND g.topic_id = outcome_queue.topic_id'
+                ELSE '' END)
+            ELSE '' END;
+        EXECUTE format('CREATE POLICY change ON %s FOR UPDATE USING (%s OR %s) WITH CHECK (%2$s OR %4$s)',
+                       v_table, v_writes, v_own, CASE v_table WHEN 'mqlayer.dead_message' THEN v_fits ELSE v_own END);
         EXECUTE format('CREATE POLICY remove ON %s FOR DELETE USING (%s OR %s)', v_table, v_writes, v_own);
-        -- A queued outcome is of the group's own topic. The subquery of the right runs once, the one of the topic for
-        -- each row of a role without it.
-        EXECUTE format('CREATE POLICY add ON %s FOR INSERT WITH CHECK (%s OR %s%s)', v_table, v_writes, v_own,
-                       CASE v_table WHEN 'mqlayer_archive.outcome_queue' THEN
-                           ' AND topic_id = (SELECT g.topic_id FROM mqlayer.consumer_group g'
-                           ' WHERE g.group_id = outcome_queue.group_id)' ELSE '' END);
+        EXECUTE format('CREATE POLICY add ON %s FOR INSERT WITH CHECK (%s OR %s)', v_table, v_writes, v_fits);
     END LOOP;
     -- Each role that may see groups at all knows the settings of each.
     ALTER TABLE mqlayer.consumer_group ENABLE ROW LEVEL SECURITY;

@@ -152,7 +152,8 @@ def test_a_consumer_of_one_group_does_nothing_in_the_name_of_another(
     [
         "UPDATE mqlayer.assignment SET epoch = 9223372036854775807",
         """INSERT INTO mqlayer.assignment (group_id, partition_id, epoch)
-           SELECT $ledger, max(partition_id), 9007199254740991 FROM mqlayer.partition""",
+           SELECT $ledger, min(partition_id), 9007199254740991 FROM mqlayer.partition
+           ON CONFLICT (group_id, partition_id) DO UPDATE SET epoch = excluded.epoch""",
         "UPDATE mqlayer.parked_key SET due_at = 'infinity'",
         "UPDATE mqlayer.member SET host = repeat('x', 5000)",
         "UPDATE mqlayer.consumer_group SET paused_by = repeat('x', 5000)",
@@ -164,6 +165,9 @@ def test_a_consumer_of_one_group_does_nothing_in_the_name_of_another(
            (topic_id, group_id, partition_id, log_offset, outcome, attempts, actor, delivered_at)
            VALUES (1, $ledger, 1, 1, 'skipped', 1, 'x', 'infinity')""",
         "UPDATE mqlayer.parked_key SET due_at = '294000-01-01'",
+        "UPDATE mqlayer.consumer_group SET version = 2147483647 WHERE group_id = $ledger",
+        "UPDATE mqlayer.consumer_group SET absent_since = 'infinity' WHERE group_id = $ledger",
+        "UPDATE mqlayer.dead_message SET died_at = '-infinity'",
         "UPDATE mqlayer.member SET lease_until = 'infinity'",
         "UPDATE mqlayer.member SET lease_until = '294000-01-01'",
         """INSERT INTO mqlayer_archive.outcome_queue
@@ -193,11 +197,69 @@ def test_a_consumer_says_nothing_of_another_topic(groups: dict[str, int], ledger
         ledger.execute(put, [groups["ledger"], "invoices"])
 
 
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "INSERT INTO mqlayer.assignment (group_id, partition_id, epoch) VALUES ($group, $partition, 0)",
+        "INSERT INTO mqlayer.group_start (group_id, partition_id, start_offset) VALUES ($group, $partition, 1)",
+        "INSERT INTO mqlayer.drained (group_id, partition_id) VALUES ($group, $partition)",
+        """INSERT INTO mqlayer.dead_message
+           (group_id, lp, source, seq, partition_id, log_offset, key, m, cause, reason, attempts, actor)
+           VALUES ($group, 1, 1, 99, $partition, 9, 'k', 'm', 'skipped', 'r', 1, 'a')""",
+        "UPDATE mqlayer.dead_message SET partition_id = $partition",
+        """INSERT INTO mqlayer_archive.outcome_queue
+           (topic_id, group_id, partition_id, log_offset, outcome, attempts, actor)
+           SELECT topic_id, group_id, $partition, 1, 'skipped', 1, 'x'
+           FROM mqlayer.consumer_group WHERE group_id = $group""",
+    ],
+)
+def test_a_consumer_names_partitions_of_its_own_topic(
+    groups: dict[str, int], ledger: psycopg.Connection, statement: str
+) -> None:
+    partitions = """SELECT p.partition_id FROM mqlayer.partition p JOIN mqlayer.topic t USING (topic_id)
+                    WHERE t.name = %s"""
+    foreign = ledger.execute(partitions, ["invoices"]).fetchall()[0][0]
+    own = ledger.execute(partitions, ["orders"]).fetchall()[0][0]
+    statement = statement.replace("$group", str(groups["ledger"]))
+    with pytest.raises(pg_errors.InsufficientPrivilege, match="row-level security"):
+        ledger.execute(statement.replace("$partition", str(foreign)).encode())
+    again = "ON CONFLICT DO NOTHING" if statement.startswith("INSERT") else ""
+    ledger.execute(f"{statement.replace('$partition', str(own))} {again}".encode())
+
+
+PUT_GROUP = """INSERT INTO mqlayer.consumer_group (topic_id, name, mode, instance_expiry_s, start, backoff_s)
+    SELECT topic_id, %s, %s, %s, 'earliest', '{1}' FROM mqlayer.topic WHERE name = %s RETURNING group_id"""
+PUT_INSTANCE = """INSERT INTO mqlayer.consumer_group (topic_id, name, broadcast_of, instance, start, backoff_s)
+    SELECT topic_id, %s, %s, %s, 'earliest', '{1}' FROM mqlayer.topic WHERE name = %s"""
+
+
+def test_an_instance_is_of_a_group_that_broadcasts_in_its_own_topic_and_has_its_name(
+    groups: dict[str, int], roles: Roles, database_dsn: str
+) -> None:
+    with closing(psycopg.connect(database_dsn, autocommit=True)) as owner:
+        ((other,),) = owner.execute(PUT_GROUP, ["cast", "broadcast", 60, "invoices"]).fetchall()
+        ((own,),) = owner.execute(PUT_GROUP, ["cast", "broadcast", 60, "orders"]).fetchall()
+        ((plain,),) = owner.execute(PUT_GROUP, ["plain", "exclusive", None, "orders"]).fetchall()
+    scopes = ["orders/cast", "orders/plain"]
+    with closing(psycopg.connect(roles.login(Right.CONSUME, scopes=scopes), autocommit=True)) as consumer:
+        consumer.execute(PUT_INSTANCE, ["cast@a", own, "a", "orders"])
+        for wrong in (
+            ["cast@b", other, "b", "orders"],
+            ["cast@b", own, "c", "orders"],
+            ["other@b", own, "b", "orders"],
+            ["plain@b", plain, "b", "orders"],
+        ):
+            with pytest.raises(pg_errors.CheckViolation, match="is no instance of group"):
+                consumer.execute(PUT_INSTANCE, wrong)
+
+
 def test_a_consumer_gives_its_partitions_epochs_that_were_given_out(
     groups: dict[str, int], ledger: psycopg.Connection
 ) -> None:
     raised = """INSERT INTO mqlayer.assignment (group_id, partition_id, epoch)
-                SELECT %s, max(partition_id), nextval('mqlayer.epoch') FROM mqlayer.partition"""
+                SELECT %s, min(partition_id), nextval('mqlayer.epoch') FROM mqlayer.partition
+                ON CONFLICT (group_id, partition_id) DO UPDATE SET epoch = excluded.epoch"""
+    ledger.execute("SELECT nextval('mqlayer.epoch') FROM generate_series(1, 10)")
     assert ledger.execute(raised, [groups["ledger"]]).rowcount == 1
 
 
@@ -209,6 +271,48 @@ def test_a_replaced_server_is_seen_to_whatever_number_a_consumer_gave_its_group(
     ledger.execute("UPDATE mqlayer.consumer_group SET allocation = 4611686018427387904")
     with closing(psycopg.connect(roles.login(Right.RELAY), autocommit=True)) as relay:
         relay.execute("SELECT mqlayer.server_replaced_v1('{}')")
+
+
+USED = "SELECT last_value FROM mqlayer.topic_topic_id_seq"
+NEAR_THE_END = """SELECT setval(format('%I.%I', schemaname, sequencename)::regclass, max_value - 1)
+    FROM pg_sequences WHERE schemaname IN ('mqlayer', 'mqlayer_archive') AND max_value <= 2147483647"""
+
+
+@pytest.mark.parametrize("right", [Right.RELAY, Right.WORK])
+def test_no_role_uses_the_numbers_up_by_leaps(
+    groups: dict[str, int], roles: Roles, database_dsn: str, right: Right
+) -> None:
+    """No rollback takes a leap back, nor when it was."""
+    with (
+        closing(psycopg.connect(database_dsn, autocommit=True)) as owner,
+        closing(psycopg.connect(roles.login(right), autocommit=True)) as role,
+    ):
+        with role.transaction(force_rollback=True):
+            role.execute("SELECT mqlayer.server_replaced_v1('{}')")
+        used = owner.execute(USED).fetchall()
+        with pytest.raises(pg_errors.LockNotAvailable, match="leapt less than 5 seconds ago"):
+            role.execute("SELECT mqlayer.server_replaced_v1('{}')")
+        assert owner.execute(USED).fetchall() == used
+        owner.execute("SELECT setval('mqlayer.repaired_at', extract(epoch FROM now())::bigint - 6)")
+        role.execute("SELECT mqlayer.server_replaced_v1('{}')")
+        assert owner.execute(USED).fetchall() > used
+        with closing(psycopg.connect(roles.login(Right.OPERATE), autocommit=True)) as operator:
+            operator.execute("SELECT mqlayer.server_replaced_v1('{}')")
+        with pytest.raises(pg_errors.InsufficientPrivilege):
+            role.execute("SELECT mqlayer.server_repair_v1('{}')")
+
+
+def test_a_replaced_server_is_seen_to_with_sequences_at_their_end(
+    groups: dict[str, int], roles: Roles, database_dsn: str
+) -> None:
+    with closing(psycopg.connect(database_dsn, autocommit=True)) as owner:
+        owner.execute(NEAR_THE_END.encode())
+        owner.execute("UPDATE mqlayer.server SET timeline = timeline + 5")
+        owner.execute("INSERT INTO mqlayer.server (system_id, timeline) VALUES ('1', 7) ON CONFLICT DO NOTHING")
+        with closing(psycopg.connect(roles.login(Right.VIEW), autocommit=True)) as viewer:
+            assert viewer.execute("SELECT mqlayer.server_seen_v1()").fetchone() == (True,)
+            ((count,),) = viewer.execute("SELECT count(*) FROM mqlayer.numbers_used_v1() WHERE used > 0.99").fetchall()
+            assert count == 5, "nodes, topics, partitions, changes and snapshots"
 
 
 @pytest.mark.parametrize(
@@ -304,6 +408,14 @@ def test_a_publisher_of_one_topic_publishes_to_no_other(groups: dict[str, int], 
             connection.execute(way.format("invoices").encode())
         with pytest.raises(pg_errors.InsufficientPrivilege):
             connection.execute(way.format("not.there").encode())
+
+
+def test_a_topic_that_is_refused_is_named_in_short(groups: dict[str, int], roles: Roles) -> None:
+    with closing(psycopg.connect(roles.login(Right.PUBLISH, scopes=["orders"]), autocommit=True)) as connection:
+        for way in WAYS:
+            with pytest.raises(pg_errors.InsufficientPrivilege) as refused:
+                connection.execute(way.format("x" * 100_000).encode())
+            assert len(f"{refused.value.diag.message_primary}{refused.value.diag.message_hint}") < 500
 
 
 def test_a_delayed_message_is_cancelled_by_who_may_publish_to_its_topic(groups: dict[str, int], roles: Roles) -> None:
