@@ -139,7 +139,7 @@ def test_waiting_calls_need_no_thread_each_and_end_in_time(one: Stage) -> None:
             assert await receiver.receive(wait_s=0) == []
             threads = threading.active_count()
             calls = [asyncio.create_task(receiver.receive(wait_s=1.0)) for _ in range(50)]
-            await until(lambda: len(receiver._running().receiving._waiting) == 50, what="all wait")
+            await until(lambda: len(receiver._running().receiving._pending) == 50, what="all wait")
             assert threading.active_count() <= threads + 1  # the one of `until`
             began = time.monotonic()
             await asyncio.to_thread(one.send, [("k", b"1")])
@@ -195,7 +195,7 @@ def test_a_cancelled_call_that_waits_takes_nothing(one: Stage) -> None:
     async def run() -> None:
         async with receiver_of(one) as receiver:
             call = asyncio.create_task(receiver.receive())
-            await until(lambda: receiver._running().receiving._waiting, what="it waits")
+            await until(lambda: receiver._running().receiving._pending, what="it waits")
             await ended(call)
             await asyncio.to_thread(one.send, [("k", b"1")])
             again = await receiver.receive(wait_s=WAIT_S)
@@ -215,7 +215,7 @@ def test_messages_given_out_for_a_cancelled_call_go_to_the_next_one_uncounted(on
                 call = asyncio.create_task(receiver.receive())
                 await asyncio.sleep(0)
                 # Here the loop stands still, so that the answer is there and nobody has it.
-                wait_until(lambda: not receiver._running().receiving._waiting and out_count(one) == 3, what="all out")
+                wait_until(lambda: not receiver._running().receiving._pending and out_count(one) == 3, what="all out")
                 await ended(call)
             again = await receiver.receive(wait_s=WAIT_S)
             assert [(message.body, message.attempt) for message in again] == [(b"1", 1), (b"2", 1), (b"3", 1)]
@@ -324,7 +324,7 @@ def test_closing_ends_calls_and_leaves_messages_out(one: Stage) -> None:
         receiver = await receiver_of(one).open()
         (first,) = await receiver.receive(1, visibility_timeout_s=0.5, wait_s=WAIT_S)
         calls = [asyncio.create_task(receiver.receive()) for _ in range(3)]
-        await until(lambda: len(receiver._running().receiving._waiting) == 3, what="they wait")
+        await until(lambda: len(receiver._running().receiving._pending) == 3, what="they wait")
         await receiver.close()
         for call in calls:
             with pytest.raises(Conflict, match="not open"):
@@ -463,7 +463,7 @@ def test_a_restarted_node_is_armed_and_gives_everything_again(start_stage: Start
             old = await receiver.receive(1, visibility_timeout_s=1.0, wait_s=WAIT_S)
             call: Coroutine[Any, Any, list[PopMessage]] = receiver.receive(wait_s=15)
             waiting = asyncio.create_task(call)
-            await until(lambda: receiver._running().receiving._waiting, what="it waits")
+            await until(lambda: receiver._running().receiving._pending, what="it waits")
             await asyncio.to_thread(server.kill)
             await asyncio.to_thread(server.start)
             again = await waiting
