@@ -418,6 +418,16 @@ class OwnedPartition:
         key_queue.batch = ()
         self.running -= 1
 
+    def end_turn(self, key_queue: KeyQueue) -> bool:
+        """(lock) Take a worker's part back; forget a queue without messages, and say so."""
+        # In one call: with one message per key, each message makes it.
+        key_queue.batch = ()
+        self.running -= 1
+        if key_queue.records or key_queue.spilled is not None or self.state is not OwnershipState.OPEN:
+            return False
+        self.queues.pop(key_queue.key, None)
+        return True
+
     def ended(self) -> bool:
         """(lock) Count one less; say whether nothing runs."""
         self.running -= 1

@@ -121,14 +121,12 @@ class ReadyQueues:
             self._returned.append(key_queue)
             self.on_parking()
             return
-        owned.take_back(key_queue)
+        if owned.end_turn(key_queue):
+            return
         if owned.state is not OwnershipState.OPEN:
             self.end(key_queue)
         elif not key_queue.records:
-            if key_queue.spilled is None:
-                owned.forget(key_queue)
-            else:
-                owned.spilled.continue_or_end(key_queue)
+            owned.spilled.continue_or_end(key_queue)
         elif key_queue.parked_key is not None:
             self.park(key_queue)
         elif delay_s > 0:
