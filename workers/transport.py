@@ -37,7 +37,7 @@ class QoS(redis.QoS):
     """Unacknowledged messages."""
 
     def restore_by_tag(self, tag: Any, client: Any = None, leftmost: bool = False) -> None:
-        """Restore a message; forget what is none."""
+        """Restore a message; drop an item that can't be read."""
         restore: Any = super().restore_by_tag
         try:
             restore(tag, client=client, leftmost=leftmost)
