@@ -91,7 +91,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
 
 
 def pytest_collection_finish() -> None:
-    # Thousands of tests are nobody's garbage: each full collection would look at all of them again.
+    # Each full garbage collection would look at all of the thousands of tests again; none of them is garbage.
     gc.collect()
     gc.freeze()
 

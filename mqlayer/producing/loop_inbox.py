@@ -48,7 +48,7 @@ class LoopInbox:
                 self.loop.call_soon_threadsafe(self._deliver)
 
     def _deliver(self) -> None:
-        # Cleared first: what is put from now on calls again.
+        # Cleared first: a later item schedules a call of its own.
         self._called = False
         settled = self._settled
         while settled:

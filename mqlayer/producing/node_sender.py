@@ -121,7 +121,7 @@ class NodeSender(Service):
 
     def push(self) -> None:
         """Send due batches, up to `max_in_flight`."""
-        # Read without the lock: what is added meanwhile is seen by `resign`.
+        # Read without the lock: `resign` sees additions of the meantime.
         while self.queue.partition_queues and len(self._unanswered) < self._options.max_in_flight and self.good:
             batch = self._guarded.take_batch(self.queue, self._unanswered)
             if batch is None or not self._transmit(batch):

@@ -214,7 +214,7 @@ def test_messages_given_out_for_a_cancelled_call_go_to_the_next_one_uncounted(on
             for _ in range(times):
                 call = asyncio.create_task(receiver.receive())
                 await asyncio.sleep(0)
-                # Here the loop stands still, so that the answer is there and nobody has it.
+                # The loop stands still here, so the answer waits unread.
                 wait_until(lambda: not receiver._running().receiving._pending and out_count(one) == 3, what="all out")
                 await ended(call)
             again = await receiver.receive(wait_s=WAIT_S)
