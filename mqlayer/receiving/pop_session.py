@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 import uuid
 from collections.abc import Iterable
@@ -52,10 +53,11 @@ class ReceiveCall:
 
 
 class PopSession:
-    """An open receiver. One thread polls and waits, any settles."""
+    """An open receiver. One thread at a time, with `receiving`, polls and waits; any settles."""
 
     def __init__(self, group: Group, fetcher: Fetcher, settler: PopSettler, cleanup: ExitStack) -> None:
         self.group, self.fetcher, self.settler, self._cleanup = group, fetcher, settler, cleanup
+        self.receiving = threading.Lock()
         self.key_order = KeyOrder()
         self._fence = PopFence(group, self.key_order)
 

@@ -11,7 +11,6 @@ with mqlayer.Receiver("orders", group="mailer") as receiver:
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable
 from typing import Any, Self
 
@@ -80,18 +79,6 @@ class Receiver(ReceiverBase):
     another scope.
     """
 
-    def __init__(
-        self,
-        topic: str,
-        *,
-        group: str,
-        settings: Settings | None = None,
-        scope: Scope | None = None,
-        start: Start | None = None,
-    ) -> None:
-        super().__init__(topic, group=group, settings=settings, scope=scope, start=start)
-        self._receiving = threading.Lock()
-
     def open(self) -> Self:
         """Connect; create a missing group. Raises the stores' errors."""
         self._session = self._connect()
@@ -126,7 +113,7 @@ class Receiver(ReceiverBase):
         """
         session = self._opened()
         call = receive_call(max_messages, visibility_timeout_s, wait_s, attempt_id)
-        with self._receiving:
+        with session.receiving:
             while (fetched := session.poll(call)) is None:
                 session.wait([call])
             session.key_order.delivered(fetched.messages)
