@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -138,7 +139,7 @@ def test_attempts_are_numbered_and_survive_a_hand_over(every_stage: Stage) -> No
 
 
 def test_a_failing_message_waits_by_the_table_within_a_tenth_and_keeps_what_follows_of_its_key(stage: Stage) -> None:
-    """Case 66: the last entry serves for all further attempts. The quickest of some keys: the machine may be busy."""
+    """Case 66: the last entry serves for all further attempts. On a busy machine it takes some keys to see it."""
     begun: dict[str | None, list[float]] = {}
     followed: dict[str | None, int] = {}
 
@@ -150,14 +151,21 @@ def test_a_failing_message_waits_by_the_table_within_a_tenth_and_keeps_what_foll
         if ctx.attempt < 4:
             raise Fault
 
-    keys = [f"k-{number}" for number in range(6)]
-    stage.send((key, body) for body in (b"1", b"2") for key in keys)
+    expected, quickest = (0.3, 0.6, 0.6), [math.inf] * 3
+
     stage.consume(handle, backoff_s=(0.3, 0.6))
-    stage.wait_settled()
-    assert followed == dict.fromkeys(keys, 4)
-    waits = [[later - earlier for earlier, later in pairwise(begun[key])] for key in keys]
-    for expected, of_all in zip((0.3, 0.6, 0.6), zip(*waits, strict=True), strict=True):
-        assert 0.999 * expected <= min(of_all) <= 1.1 * expected
+    for turn in range(10):
+        keys = [f"k-{turn}-{number}" for number in range(6)]
+        stage.send((key, body) for body in (b"1", b"2") for key in keys)
+        stage.wait_settled()
+        for key in keys:
+            assert followed[key] == 4
+            waits = [later - earlier for earlier, later in pairwise(begun[key])]
+            assert all(wait >= 0.999 * least for wait, least in zip(waits, expected, strict=True))
+            quickest[:] = map(min, quickest, waits)
+        if all(wait <= 1.1 * least for wait, least in zip(quickest, expected, strict=True)):
+            return
+    pytest.fail(f"later than a tenth, ten times: {quickest}")
 
 
 def test_a_slow_key_does_not_keep_its_worker_from_other_keys(stage: Stage) -> None:
