@@ -28,6 +28,9 @@ from tests.fixtures.node_clients import harmful_commands
 from tests.fixtures.servers import StartRedis, different_redis_programs
 from tests.fixtures.wait import wait_until
 
+# One worker makes the users, in six starts of the command.
+pytestmark = pytest.mark.xdist_group("compose_users")
+
 ROOT = Path(__file__).parents[2]
 NODES = ("node-1", "node-2")
 ROLES = {
@@ -60,25 +63,26 @@ def services() -> dict[str, Any]:
     return dict(parsed["services"])
 
 
-@pytest.fixture
-def users(services: dict[str, Any], tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def users(services: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory that the service `users` filled, with a password of its own for each variable."""
+    place = tmp_path_factory.mktemp("users")
     service = services["users"]
-    script = service["command"][0].replace("$$", "$").replace("/users/", f"{tmp_path}/")
+    script = service["command"][0].replace("$$", "$").replace("/users/", f"{place}/")
     environment = {name: f"secret of {name}" for name in service["environment"]}
     path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
     done = subprocess.run(
         [*service["entrypoint"], script],
         env=environment | {"PATH": path, "PYTHONPATH": str(ROOT)},
-        cwd=tmp_path,
+        cwd=place,
         capture_output=True,
         text=True,
         check=False,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    assert {path.name for path in tmp_path.iterdir()} == {"node.acl", "broker.acl"}
-    assert all(path.stat().st_mode & 0o077 == 0 for path in tmp_path.iterdir())
-    return tmp_path
+    assert {path.name for path in place.iterdir()} == {"node.acl", "broker.acl"}
+    assert all(path.stat().st_mode & 0o077 == 0 for path in place.iterdir())
+    return place
 
 
 @pytest.mark.slow
@@ -158,7 +162,7 @@ def test_a_node_lets_in_its_users_and_not_user_default(users: Path, start_redis:
             redis.Redis.from_url(server.url, password=password).ping()
 
 
-def test_celery_works_with_the_user_of_the_broker(users: Path, start_redis: StartRedis) -> None:
+def test_celery_works_with_the_user_of_the_broker(users: Path, start_redis: StartRedis, tmp_path: Path) -> None:
     """Publishes, takes, and answers a ping, as the worker's health check asks it."""
     assert (users / "broker.acl").read_text().splitlines() == [
         "user default off ~* &* +@all",
@@ -175,7 +179,7 @@ def test_celery_works_with_the_user_of_the_broker(users: Path, start_redis: Star
         "MQLAYER_BROKER_PASSWORD": "secret of BROKER_PASSWORD",
     }
     celery = [sys.executable, "-m", "celery", "-A", "mqlayer.workers.app"]
-    log = users / "worker.log"
+    log = tmp_path / "worker.log"
     with log.open("wb") as out:
         worker = subprocess.Popen(
             [*celery, "worker", "--loglevel", "INFO", "--pool", "solo", "--hostname", "one@here"],
