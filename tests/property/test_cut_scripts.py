@@ -24,6 +24,7 @@ from mqlayer.redis.partition_scripts import (
     GroupStart,
     LockKept,
     LockTaken,
+    Sealed,
     create_command,
     dedup_load_command,
     drop_marks_command,
@@ -142,31 +143,33 @@ def sending(world: World) -> None:
     append(1)
     append(2)
     tail(5)
-    sealed: Any = None
+    sealed: object = None
     for number in range(2 if world.again else 3):
         sealed = cut.seal(seal_id=f"seal-{number}")
-    assert sealed[0] == b"sealed"
-    check_log(plain, sent, sealed[1])
-    while world.ask(lambda: reopen_command(*cut.where, sealed[1].decode(), f"{SOURCE}:5", sent[5])) is None:
-        seal_again(plain, sealed[1])
+    assert isinstance(sealed, Sealed)
+    check_log(plain, sent, sealed.seal_id)
+    while world.ask(lambda: reopen_command(*cut.where, sealed.seal_id, f"{SOURCE}:5", sent[5])) is None:
+        seal_again(plain, sealed.seal_id)
     append(2)
     cut.seal(seal_id="last") or plain.seal(seal_id="other")
     check_log(plain, sent, None)
 
 
-def seal_again(partition: PartitionHarness, seal: bytes) -> None:
+def seal_again(partition: PartitionHarness, seal: str) -> None:
     """Whoever drives the change asks again: the command may be gone by now, and its entry id used up."""
-    assert partition.seal(seal_id=seal.decode())[:2] == [b"sealed", seal]
-    assert partition.entries()[-1][1][5] == seal
+    sealed = partition.seal(seal_id=seal)
+    assert isinstance(sealed, Sealed)
+    assert sealed.seal_id == seal
+    assert partition.entries()[-1][1][5] == seal.encode()
 
 
-def check_log(partition: PartitionHarness, sent: Mapping[int, int], seal: bytes | None) -> None:
+def check_log(partition: PartitionHarness, sent: Mapping[int, int], seal: str | None) -> None:
     entries = partition.entries()
     facts, marks = (dump(partition.connection, key) for key in (partition.keys.meta, partition.keys.marks))
     chains: dict[int, list[int]] = {lp: [] for lp in sent}
     assert [entry_id for entry_id, _ in entries[:-1]] == [b"%d-0" % n for n in range(1, len(entries))]
     assert entries[-1][0] == b"%d-1" % (len(entries) - 1)
-    assert entries[-1][1][5] == facts[b"seal"] == (seal or facts[b"seal"])
+    assert entries[-1][1][5] == facts[b"seal"] == (seal.encode() if seal else facts[b"seal"])
     for _, fields in entries[:-1]:
         _, lp, seq, _ = map(int, fields[1].split(b":"))
         assert fields[5] == b"%d/%d" % (lp, seq)
