@@ -15,7 +15,7 @@ from mqlayer.producing.engine import ProducerEngine, open_engine
 from mqlayer.producing.guarded_in_flight import CLOSED
 from mqlayer.producing.in_flight import ProducerStats
 from mqlayer.producing.loop_inbox import LoopInbox, LoopListener
-from mqlayer.producing.message import Body, Message
+from mqlayer.producing.message import Body, Message, pending_send_of
 from mqlayer.producing.message_bulk import MessageBulk
 from mqlayer.producing.options import OnBacklog, ProducerOptions
 from mqlayer.producing.receipts import Receipt, Receipts, partly_published, receipt_of, unknown_outcome
@@ -73,11 +73,11 @@ class AsyncProducer:
         message, listener = Message(key, body, headers, tags, dedup_id), LoopListener(1, self._inbox)
         placed, queues = None, None if self._turns else engine.known_topic(topic)
         if queues is not None:
-            placed = engine.encode(queues, message, deadline, listener, eager=eager)
+            placed = pending_send_of(message, queues, listener, deadline, engine.rng, eager=eager)
         if queues is None or placed is None or not self._accepts(queues, [placed]):
             async with self._my_turn(deadline):
                 queues = await self._topic(topic)
-                placed = engine.encode(queues, message, deadline, listener, eager=eager)
+                placed = pending_send_of(message, queues, listener, deadline, engine.rng, eager=eager)
                 await self._accept(queues, [placed], deadline)
         pending = placed[1]
         await self._settled(listener, [pending], deadline)
