@@ -44,6 +44,10 @@ class GuardedInFlight:
         return self._in_flight
 
     def __exit__(self, *_: object) -> None:
+        self.give_back()
+
+    def give_back(self) -> None:
+        """End a loan: have others do what was noted, and release the lock; then notify listeners."""
         follow_ups = self._follow_ups
         if not (follow_ups.nodes or follow_ups.jobs or follow_ups.listeners or self._capacity.freed):
             self._lock.release()
@@ -100,7 +104,7 @@ class GuardedInFlight:
 
     def accept(self, topic: TopicQueues, lp: Lp, pending: PendingSend, *, wake: bool) -> None:
         """Queue a send; wait for room. Raises ProducerFull or ProducerClosed."""
-        # As `with self` does it, but cheaper: it runs for every message.
+        # As `with self` lends it, but cheaper: it runs for every message.
         self._lock.acquire()
         try:
             in_flight, now = self._in_flight, time.monotonic()
@@ -110,7 +114,7 @@ class GuardedInFlight:
             if wake:
                 in_flight.wake_for(pending)
         finally:
-            self.__exit__()
+            self.give_back()
 
     def take_batch(self, node: NodeQueue, unanswered: deque[AppendBatch]) -> AppendBatch | None:
         """Move a node's next due batch to its unanswered ones."""
@@ -126,10 +130,13 @@ class GuardedInFlight:
         self, node: NodeQueue, unanswered: deque[AppendBatch], answer: AppendAnswer | None, replicas: int | None
     ) -> None:
         """Settle the first of a node's unanswered batches; `answer` None: it did not run."""
-        with self as in_flight:
+        self._lock.acquire()
+        try:
             batch = unanswered.popleft()
-            in_flight.answers.apply(batch, answer, replicas, unanswered, time.monotonic())
+            self._in_flight.answers.apply(batch, answer, replicas, unanswered, time.monotonic())
             node.failures, node.last_error = 0, ""
+        finally:
+            self.give_back()
 
     def abandon(self, pending_sends: Sequence[PendingSend]) -> None:
         """Fail overdue, refused sends certainly not stored."""
