@@ -6,6 +6,7 @@ import logging
 import os
 import random
 import time
+from functools import partial
 from typing import Final
 
 from mqlayer.domain.names import check_name
@@ -147,3 +148,16 @@ def open_engine(settings: Settings | None, name: str, options: ProducerOptions |
     use_access(settings)
     options.check(settings)
     return ProducerEngine(settings, name, options)
+
+
+class ProducerBase:
+    """The arguments of both producers. Making one calls `_made`, the subclass's part."""
+
+    def __init__(
+        self, settings: Settings | None = None, *, name: str = "producer", options: ProducerOptions | None = None
+    ) -> None:
+        self._open_engine = partial(open_engine, settings, name, options)
+        self._made()
+
+    def _made(self) -> None:
+        raise NotImplementedError

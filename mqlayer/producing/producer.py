@@ -10,20 +10,19 @@ from typing import Self
 
 from mqlayer.errors import ProducerFull
 from mqlayer.producing.bulk_send import BulkSend, send_singly
-from mqlayer.producing.engine import open_engine
+from mqlayer.producing.engine import ProducerBase
 from mqlayer.producing.in_flight import ProducerStats
 from mqlayer.producing.listeners import OnewayListener, ReceiptPromise, callback, check_may_wait
 from mqlayer.producing.message import Body, Message, pending_send_of
 from mqlayer.producing.message_bulk import MessageBulk
-from mqlayer.producing.options import OnBacklog, ProducerOptions
+from mqlayer.producing.options import OnBacklog
 from mqlayer.producing.receipts import Receipt, Receipts, receipt_of
 from mqlayer.producing.send_wait import await_one
-from mqlayer.settings import Settings
 
 log = logging.getLogger(__name__)
 
 
-class Producer:
+class Producer(ProducerBase):
     """Publishes straight to partitions, without an outbox. Thread-safe; make it after a fork.
 
     A thread's messages of a key are stored once each, in order: after an unknown outcome, the producer repeats the
@@ -42,10 +41,8 @@ class Producer:
     is unavailable at the start; later, known routes serve.
     """
 
-    def __init__(
-        self, settings: Settings | None = None, *, name: str = "producer", options: ProducerOptions | None = None
-    ) -> None:
-        self._engine = open_engine(settings, name, options)
+    def _made(self) -> None:
+        self._engine = self._open_engine()
         self._guarded = self._engine.guarded
         self._oneway = OnewayListener()
 
