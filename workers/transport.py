@@ -1,4 +1,7 @@
-"""Celery's Redis transport, which drops items that are no messages: else one such item ends the worker."""
+"""Celery's Redis transport, for workers that no item of a queue and no broker ends.
+
+It drops items that are no messages, and takes a broker that became a replica for a lost connection.
+"""
 
 # The driver's hooks are private, and partly untyped.
 # ruff: noqa: SLF001, FBT001, FBT002, BLE001
@@ -11,6 +14,8 @@ from queue import Empty
 from typing import Any
 
 from kombu.transport import TRANSPORT_ALIASES, redis
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import ReadOnlyError, ResponseError
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +84,9 @@ class Channel(redis.Channel):
         try:
             return read(**options)
         except Exception as error:
+            if isinstance(error, ResponseError) and str(error).startswith("UNBLOCKED"):
+                # A primary that becomes a replica ends waits so, and then their connections.
+                raise RedisConnectionError(str(error)) from error
             _drop(self.connection, error)
             return True
 
@@ -95,6 +103,24 @@ class Transport(redis.Transport):
     """The transport of `redis://` and `rediss://`."""
 
     Channel = Channel
+    # A replica refuses writes; kombu counts that among errors of the command, which end a worker.
+    connection_errors = (*redis.Transport.connection_errors, ReadOnlyError)
+
+    def establish_connection(self) -> Any:
+        """Connect to a server that takes writes; kombu would notice a replica later, and try again without a pause."""
+        connect: Any = super().establish_connection
+        connection = connect()
+        channel = self._avail_channels[-1]
+        try:
+            # Nothing has this tag.
+            channel.client.zrem(channel.unacked_index_key, "")
+        except ReadOnlyError:
+            self._avail_channels.remove(channel)
+            channel.close()
+            raise
+        except ResponseError as error:
+            log.debug("broker_writes_unproven", extra={"error": type(error).__name__})
+        return connection
 
 
 def use_transport() -> None:

@@ -17,7 +17,7 @@ from mqlayer.cli.options import ApplyOption, PlanOption, TopicArgument
 from mqlayer.cli.output import JsonOption, echo, show_rows
 from mqlayer.cli.permissions import check_change
 from mqlayer.cli.runtime import runtime_here
-from mqlayer.domain.routing import LP_COUNT, NodeId
+from mqlayer.domain.routing import LP_COUNT, NodeId, Route
 from mqlayer.errors import InvalidInput
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.rights import Right
@@ -27,6 +27,7 @@ from mqlayer.routes import (
     RouteRange,
     SplitReport,
     apply_change,
+    apply_plan,
     drop_change,
     finish_changes,
     finish_earlier,
@@ -265,7 +266,8 @@ def _change(topic: str, planned: Callable[[Runtime], ChangePlan], options: Chang
         if not options.apply:
             echo("nothing was changed; --apply does this")
             return
-        _apply(runtime, plan)
+        # Nothing is open: this or the plan saw to that.
+        _show_applied(plan, apply_plan(runtime, plan))
         if options.watch:
             watch_draining(runtime, topic, options.timeout_s)
 
@@ -288,7 +290,8 @@ def _split_by_report(
             echo("nothing was changed; --apply does this")
             return
         for done in range(len(plans)):
-            _apply(runtime, planned(done)[0])
+            plan = planned(done)[0]
+            _show_applied(plan, apply_change(runtime, plan))
         if options.watch:
             watch_draining(runtime, topic, options.timeout_s)
 
@@ -300,8 +303,7 @@ def _show_plans(database: Database, plans: Iterable[ChangePlan]) -> None:
             echo(line)
 
 
-def _apply(runtime: Runtime, plan: ChangePlan) -> None:
-    route = apply_change(runtime, plan)
+def _show_applied(plan: ChangePlan, route: Route) -> None:
     echo(f"route version {route.version} of topic {plan.topic} is in force")
 
 

@@ -11,11 +11,10 @@ from mqlayer.domain.dedup import FirstPosition
 from mqlayer.errors import BacklogFull, MqlayerError, NotReplicated, PublishError
 from mqlayer.producing.append_batch import AppendBatch
 from mqlayer.producing.backoff import backoff_s
-from mqlayer.producing.capacity import Capacity
 from mqlayer.producing.follow_ups import FollowUps, RefreshLimits, StoredLookup
 from mqlayer.producing.losses import Losses
 from mqlayer.producing.outcomes import Appended, Duplicate, Recovered
-from mqlayer.producing.producer_queues import ProducerQueues
+from mqlayer.producing.producer_queues import Capacity, ProducerQueues
 from mqlayer.producing.send_queues import LpQueue, NodeQueue, PartitionQueue, PendingSend
 from mqlayer.producing.settlement import NOTHING, SendSettlement
 from mqlayer.redis.partition_scripts import AppendReply, OnceOutcome, Refused, RunOutcome
@@ -107,7 +106,10 @@ class AppendAnswers:
                 if not listener.remaining:
                     listeners.append(listener)
         self._counts["stored"] += batch.count
-        self._capacity.free(batch.count, batch.size)
+        capacity = self._capacity
+        capacity.count -= batch.count
+        capacity.size -= batch.size
+        capacity.freed = True
         _clear_refusal(batch.partition_queue)
 
     def mixed(self, batch: AppendBatch, offset: int, outcomes: Sequence[RunOutcome], replicas: int | None) -> None:

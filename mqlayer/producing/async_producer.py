@@ -11,19 +11,18 @@ from typing import Self, cast
 
 from mqlayer.domain.routing import Lp
 from mqlayer.errors import InvalidInput, ProducerClosed, ProducerFull, PublishError
-from mqlayer.producing.engine import ProducerEngine, open_engine
+from mqlayer.producing.engine import ProducerBase, ProducerEngine
 from mqlayer.producing.guarded_in_flight import CLOSED
 from mqlayer.producing.in_flight import ProducerStats
 from mqlayer.producing.loop_inbox import LoopInbox, LoopListener
-from mqlayer.producing.message import Body, Message
+from mqlayer.producing.message import Body, Message, pending_send_of
 from mqlayer.producing.message_bulk import MessageBulk
-from mqlayer.producing.options import OnBacklog, ProducerOptions
+from mqlayer.producing.options import OnBacklog
 from mqlayer.producing.receipts import Receipt, Receipts, partly_published, receipt_of, unknown_outcome
 from mqlayer.producing.send_queues import PendingSend, TopicQueues
-from mqlayer.settings import Settings
 
 
-class AsyncProducer:
+class AsyncProducer(ProducerBase):
     """`Producer` for an event loop: the same options, errors and guarantees, with awaits in place of waits.
 
     Start it with `async with` or `start`; all tasks of that loop may use it. Messages of a key are stored in the
@@ -32,10 +31,7 @@ class AsyncProducer:
     A cancelled call withdraws its unsent messages; the others are stored.
     """
 
-    def __init__(
-        self, settings: Settings | None = None, *, name: str = "producer", options: ProducerOptions | None = None
-    ) -> None:
-        self._settings, self._name, self._options = settings, name, options
+    def _made(self) -> None:
         self._started: ProducerEngine | None = None
         self._inbox: LoopInbox
         # Calls that wait for their turn or for room, first come, first served; usually none.
@@ -46,7 +42,7 @@ class AsyncProducer:
         """Register the producer. Raises InvalidInput, StoreUnavailable or SchemaMismatch."""
         if self._started is not None:
             raise InvalidInput("the producer was started already: make one for each start")
-        opening = asyncio.ensure_future(asyncio.to_thread(open_engine, self._settings, self._name, self._options))
+        opening = asyncio.ensure_future(asyncio.to_thread(self._open_engine))
         try:
             engine = await asyncio.shield(opening)
         except asyncio.CancelledError:
@@ -73,11 +69,11 @@ class AsyncProducer:
         message, listener = Message(key, body, headers, tags, dedup_id), LoopListener(1, self._inbox)
         placed, queues = None, None if self._turns else engine.known_topic(topic)
         if queues is not None:
-            placed = engine.encode(queues, message, deadline, listener, eager=eager)
+            placed = pending_send_of(message, queues, listener, deadline, engine.rng, eager=eager)
         if queues is None or placed is None or not self._accepts(queues, [placed]):
             async with self._my_turn(deadline):
                 queues = await self._topic(topic)
-                placed = engine.encode(queues, message, deadline, listener, eager=eager)
+                placed = pending_send_of(message, queues, listener, deadline, engine.rng, eager=eager)
                 await self._accept(queues, [placed], deadline)
         pending = placed[1]
         await self._settled(listener, [pending], deadline)

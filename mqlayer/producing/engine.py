@@ -1,4 +1,4 @@
-"""What both producers share: checks, encoding, routing, closing. Never waits for messages."""
+"""What both producers share: checks, routing, closing. Never waits for messages."""
 
 from __future__ import annotations
 
@@ -6,30 +6,23 @@ import logging
 import os
 import random
 import time
+from functools import partial
 from typing import Final
 
 from mqlayer.domain.names import check_name
-from mqlayer.domain.routing import Lp, random_lp
+from mqlayer.domain.routing import Lp
 from mqlayer.errors import ProducerClosed
 from mqlayer.failpoints import failpoint
 from mqlayer.postgres.database import Database
 from mqlayer.producing.follow_ups import ProducerJob, RefreshLimits, RenewSource, Reroute, StoredLookup
 from mqlayer.producing.guarded_in_flight import CLOSED, GuardedInFlight
 from mqlayer.producing.in_flight import InFlight, ProducerStats
-from mqlayer.producing.message import (
-    Message,
-    chunks_of,
-    facts_bulk,
-    lp_and_key,
-    lp_and_token,
-    whole_body,
-)
-from mqlayer.producing.metadata_refresher import MetadataRefresher
-from mqlayer.producing.node_sender import NodeSender
+from mqlayer.producing.message import Message, pending_send_of
+from mqlayer.producing.metadata_refresher import NODE_POLL_S, ROUTE_AGE_S, MetadataRefresher
 from mqlayer.producing.options import OnBacklog, ProducerOptions
 from mqlayer.producing.record_lookup import RecordLookup
 from mqlayer.producing.scheduler import Scheduler
-from mqlayer.producing.send_queues import NO_KEY_BULK, Listener, PartitionQueue, PendingSend, TopicQueues
+from mqlayer.producing.send_queues import Listener, PendingSend, TopicQueues
 from mqlayer.producing.sources import ProducerSources, open_source
 from mqlayer.redis.access import use_access
 from mqlayer.runtime.runtime import Runtime
@@ -63,6 +56,7 @@ class ProducerEngine:
         self._topics, self._losses = in_flight.queues.topics, in_flight.losses
         self._scheduler = Scheduler()
         self._metadata = MetadataRefresher(guarded, self._scheduler, self._runtime, options)
+        self.senders = self._metadata.senders
         self._sources = ProducerSources(name, source, self._runtime.control, guarded, self._scheduler)
         self._lookup = RecordLookup(guarded, self._scheduler, self._runtime, self._metadata.node)
 
@@ -96,30 +90,27 @@ class ProducerEngine:
             raise ProducerClosed(CLOSED)
         topic = self._topics.get(name)
         if topic is not None:
-            self._metadata.refresh_if_old(topic, time.monotonic())
+            now, metadata = time.monotonic(), self._metadata
+            if now - topic.read_at > ROUTE_AGE_S or now - metadata.nodes_read_at > NODE_POLL_S:
+                metadata.refresh_if_old(topic, now)
         return topic
 
     def topic(self, name: str) -> TopicQueues:
         """Return a topic, first read from Postgres. Raises NotFound, ProducerClosed and others."""
         return self.known_topic(name) or self._metadata.topic(name)
 
-    def sender(self, partition_queue: PartitionQueue) -> NodeSender:
-        """Return the sender of a partition's node."""
-        return self._metadata.senders[partition_queue.node.node_id]
-
-    def encode(
-        self, topic: TopicQueues, message: Message, deadline: float, listener: Listener | None, *, eager: bool
-    ) -> tuple[Lp, PendingSend]:
-        """Return a message's LP and pending send. Raises for invalid input."""
-        key, dedup_id = message.key, message.dedup_id
-        lp, key_bulk = (random_lp(self.rng), NO_KEY_BULK) if key is None else lp_and_key(key)
-        body = whole_body(topic.name, message.body, topic.route.body_limit)
-        facts = facts_bulk(time.time_ns() // 1_000_000, message.headers, message.tags)
-        size = len(facts) + len(key_bulk) + len(body)
-        pending = PendingSend(chunks_of(facts, key_bulk, body), 1, size, deadline, listener, eager=eager)
-        if dedup_id is not None:
-            lp, pending.token = lp_and_token(key, dedup_id, lp)
-        return lp, pending
+    def prepare(
+        self,
+        topic: str,
+        message: Message,
+        listener: Listener | None,
+        timeout_s: float | None,
+        on_backlog: OnBacklog | None,
+    ) -> tuple[TopicQueues, Lp, PendingSend]:
+        """Check a message and find its queue: return its topic, LP and pending send. Raises as `begin` and `topic`."""
+        deadline, eager = self.begin(timeout_s, on_backlog)
+        queues = self.topic(topic)
+        return queues, *pending_send_of(message, queues, listener, deadline, self.rng, eager=eager)
 
     def end(self, left: int) -> None:
         """Stop; the messages left unsettled fail with ProducerClosed."""
@@ -157,3 +148,16 @@ def open_engine(settings: Settings | None, name: str, options: ProducerOptions |
     use_access(settings)
     options.check(settings)
     return ProducerEngine(settings, name, options)
+
+
+class ProducerBase:
+    """The arguments of both producers. Making one calls `_made`, the subclass's part."""
+
+    def __init__(
+        self, settings: Settings | None = None, *, name: str = "producer", options: ProducerOptions | None = None
+    ) -> None:
+        self._open_engine = partial(open_engine, settings, name, options)
+        self._made()
+
+    def _made(self) -> None:
+        raise NotImplementedError

@@ -10,13 +10,16 @@ from typing import Final
 
 from mqlayer.domain.routing import Lp
 from mqlayer.errors import AcknowledgedLoss, ProducerClosed, ProducerFull
+from mqlayer.producing.append_answers import AppendAnswer
 from mqlayer.producing.append_batch import AppendBatch, next_batch
 from mqlayer.producing.follow_ups import ProducerJob
 from mqlayer.producing.in_flight import InFlight
-from mqlayer.producing.listeners import ReceiptPromise, in_callback, notify_all
+from mqlayer.producing.listeners import ReceiptPromise, callback, notify_all
 from mqlayer.producing.send_queues import Listener, NodeQueue, PendingSend, TopicQueues
 
 CLOSED: Final = "it is closed"
+ROOM_TIMEOUT_S: Final = 5.0
+"""A thread's message waits this long for room, within its own time."""
 
 
 class GuardedInFlight:
@@ -41,6 +44,10 @@ class GuardedInFlight:
         return self._in_flight
 
     def __exit__(self, *_: object) -> None:
+        self.give_back()
+
+    def give_back(self) -> None:
+        """End a loan: have others do what was noted, and release the lock; then notify listeners."""
         follow_ups = self._follow_ups
         if not (follow_ups.nodes or follow_ups.jobs or follow_ups.listeners or self._capacity.freed):
             self._lock.release()
@@ -95,18 +102,19 @@ class GuardedInFlight:
                 and in_flight.settlement.withdraw(pending)
             )
 
-    def accept(self, topic: TopicQueues, lp: Lp, pending: PendingSend, *, until: float, wake: bool) -> None:
-        """Queue a send; wait for room until a monotonic time. Raises ProducerFull or ProducerClosed."""
-        # As `with self` does it, but cheaper: it runs for every message.
+    def accept(self, topic: TopicQueues, lp: Lp, pending: PendingSend, *, wake: bool) -> None:
+        """Queue a send; wait for room. Raises ProducerFull or ProducerClosed."""
+        # As `with self` lends it, but cheaper: it runs for every message.
         self._lock.acquire()
         try:
-            if self.closed or not self._capacity.has_room(1, pending.size):
-                self.wait_for_room(1, pending.size, until)
-            self._in_flight.accept(topic, lp, pending, time.monotonic())
+            in_flight, now = self._in_flight, time.monotonic()
+            if self.closed or not in_flight.offer(topic, lp, pending, now):
+                self.wait_for_room(1, pending.size, min(pending.deadline, now + ROOM_TIMEOUT_S))
+                in_flight.accept(topic, lp, pending, time.monotonic())
             if wake:
-                self._in_flight.wake_for(pending)
+                in_flight.wake_for(pending)
         finally:
-            self.__exit__()
+            self.give_back()
 
     def take_batch(self, node: NodeQueue, unanswered: deque[AppendBatch]) -> AppendBatch | None:
         """Move a node's next due batch to its unanswered ones."""
@@ -117,6 +125,18 @@ class GuardedInFlight:
                     self._in_flight.queues.block_behind(batch)
                 unanswered.append(batch)
             return batch
+
+    def apply_answer(
+        self, node: NodeQueue, unanswered: deque[AppendBatch], answer: AppendAnswer | None, replicas: int | None
+    ) -> None:
+        """Settle the first of a node's unanswered batches; `answer` None: it did not run."""
+        self._lock.acquire()
+        try:
+            batch = unanswered.popleft()
+            self._in_flight.answers.apply(batch, answer, replicas, unanswered, time.monotonic())
+            node.failures, node.last_error = 0, ""
+        finally:
+            self.give_back()
 
     def abandon(self, pending_sends: Sequence[PendingSend]) -> None:
         """Fail overdue, refused sends certainly not stored."""
@@ -142,7 +162,7 @@ class GuardedInFlight:
         capacity, started = self._capacity, time.monotonic()
         while not self.closed and not capacity.has_room(count, size):
             wait_s = until - time.monotonic()
-            if wait_s <= 0 or in_callback():
+            if wait_s <= 0 or callback.now:
                 raise ProducerFull(capacity.count, capacity.size, time.monotonic() - started)
             self._wait(wait_s)
         if self.closed:

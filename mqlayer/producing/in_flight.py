@@ -9,10 +9,9 @@ from typing import Final
 
 from mqlayer.domain.routing import Lp
 from mqlayer.producing.append_answers import AppendAnswers
-from mqlayer.producing.capacity import Capacity
 from mqlayer.producing.follow_ups import FollowUps
 from mqlayer.producing.losses import Losses
-from mqlayer.producing.producer_queues import ProducerQueues
+from mqlayer.producing.producer_queues import Capacity, ProducerQueues
 from mqlayer.producing.send_queues import PendingSend, TopicQueues
 from mqlayer.producing.settlement import SendSettlement
 
@@ -90,6 +89,14 @@ class InFlight:
         self.queues.add(topic, lp, pending, now)
         if pending.eager:
             self.settlement.refuse_eager(pending, now)
+
+    def offer(self, topic: TopicQueues, lp: Lp, pending: PendingSend, now: float) -> bool:
+        """`accept` a pending send if there is room; else return False."""
+        if not self.queues.offer(topic, lp, pending, now):
+            return False
+        if pending.eager:
+            self.settlement.refuse_eager(pending, now)
+        return True
 
     def wake_for(self, pending: PendingSend) -> None:
         """Have the sender of a pending send look for work."""

@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from typing import Final
 
 from mqlayer.errors import InvalidInput, MqlayerError
 from mqlayer.producing.receipts import Receipt, receipt_of
@@ -122,29 +123,26 @@ class OnewayListener(Listener):
         log.warning("oneway_publish_failed", extra=facts)
 
 
-class _CallbackState(threading.local):
+class CallbackState(threading.local):
+    """Whether this thread runs an application's callback, and so must not wait for its own work."""
+
     now = False
 
 
-_callback = _CallbackState()
+callback: Final = CallbackState()
 
 
 def notify_all(listeners: Sequence[Listener]) -> None:
     """Notify listeners, without the lock: application callbacks run here."""
-    before, _callback.now = _callback.now, True
+    before, callback.now = callback.now, True
     try:
         for listener in listeners:
             listener.notify()
     finally:
-        _callback.now = before
-
-
-def in_callback() -> bool:
-    """Whether this thread runs a callback, and so must not wait."""
-    return _callback.now
+        callback.now = before
 
 
 def check_may_wait() -> None:
     """Raise InvalidInput in a callback: it would wait for its own thread."""
-    if _callback.now:
+    if callback.now:
         raise InvalidInput("a future's callback must not wait for the producer: use send_async or send_oneway there")

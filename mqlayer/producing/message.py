@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import time
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
@@ -10,9 +12,10 @@ import msgspec
 from mqlayer.domain.dedup import encode_dedup_id, lp_of_unkeyed, token_of
 from mqlayer.domain.message import encode_facts
 from mqlayer.domain.names import check_body, check_headers, encode_key
-from mqlayer.domain.routing import Lp, lp_of
+from mqlayer.domain.routing import Lp, lp_of, random_lp
 from mqlayer.domain.tags import tags_text
 from mqlayer.errors import InvalidInput, InvalidName
+from mqlayer.producing.send_queues import NO_KEY_BULK, Listener, PendingSend, TopicQueues
 from mqlayer.redis.wire import LINE_END, bulk, bulk_head
 
 Body = bytes | bytearray | memoryview
@@ -29,6 +32,21 @@ class Message(msgspec.Struct, frozen=True, gc=False):
     headers: Mapping[str, str] | None = None
     tags: Sequence[str] = ()
     dedup_id: str | None = None
+
+
+def pending_send_of(
+    message: Message, topic: TopicQueues, listener: Listener | None, deadline: float, rng: random.Random, *, eager: bool
+) -> tuple[Lp, PendingSend]:
+    """Return a message's LP and pending send. Raises for invalid input."""
+    key, dedup_id = message.key, message.dedup_id
+    lp, key_bulk = (random_lp(rng), NO_KEY_BULK) if key is None else lp_and_key(key)
+    body = whole_body(topic.name, message.body, topic.route.body_limit)
+    facts = facts_bulk(time.time_ns() // 1_000_000, message.headers, message.tags)
+    size = len(facts) + len(key_bulk) + len(body)
+    pending = PendingSend(chunks_of(facts, key_bulk, body), 1, size, deadline, listener, eager=eager)
+    if dedup_id is not None:
+        lp, pending.token = lp_and_token(key, dedup_id, lp)
+    return lp, pending
 
 
 @lru_cache(maxsize=65_536)

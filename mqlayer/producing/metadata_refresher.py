@@ -50,7 +50,7 @@ class MetadataRefresher:
         self._guarded, self._scheduler, self._runtime, self._options = guarded, scheduler, runtime, options
         self._routes = RouteCache(runtime.control)
         self._senders_lock = threading.Lock()
-        self._nodes_read_at = time.monotonic()
+        self.nodes_read_at = time.monotonic()
         self._loss_detector = LossDetector(guarded, scheduler, self.senders, runtime, self.node)
 
     def topic(self, name: str) -> TopicQueues:
@@ -75,8 +75,8 @@ class MetadataRefresher:
 
     def refresh_if_old(self, topic: TopicQueues, now: float) -> None:
         """Reload an old route and nodes, in the background."""
-        if now - self._nodes_read_at > NODE_POLL_S:
-            self._nodes_read_at = now
+        if now - self.nodes_read_at > NODE_POLL_S:
+            self.nodes_read_at = now
             self._scheduler.schedule(self._refresh_nodes)
         if now - topic.read_at > ROUTE_AGE_S:
             topic.read_at = now
@@ -113,8 +113,8 @@ class MetadataRefresher:
     def _poll_when_idle(self) -> None:
         try:
             now = time.monotonic()
-            if now - self._nodes_read_at > NODE_POLL_S:
-                self._nodes_read_at = now
+            if now - self.nodes_read_at > NODE_POLL_S:
+                self.nodes_read_at = now
                 self._refresh_nodes()
             with self._guarded as in_flight:
                 topics = list(in_flight.queues.topics.values())

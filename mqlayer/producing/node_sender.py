@@ -10,19 +10,27 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final
 
 from mqlayer.domain.routing import Lp, NodeId
-from mqlayer.errors import AccessDenied, ConfigurationRefused, MqlayerError, StoreUnavailable
+from mqlayer.errors import (
+    AccessDenied,
+    BacklogFull,
+    ConfigurationRefused,
+    MqlayerError,
+    NodeOutOfMemory,
+    StoreUnavailable,
+)
 from mqlayer.failpoints import failpoint
+from mqlayer.producing.append_answers import AppendAnswer
 from mqlayer.producing.append_batch import AppendBatch
-from mqlayer.producing.append_exchange import append_request, read_reply
 from mqlayer.producing.guarded_in_flight import GuardedInFlight
-from mqlayer.producing.in_flight import InFlight
 from mqlayer.producing.options import ProducerOptions
 from mqlayer.producing.send_queues import NodeQueue, PartitionQueue, PendingSend, TopicQueues
 from mqlayer.redis.node_connection import Node, NodeConnection, is_missing_script
+from mqlayer.redis.partition_scripts import Refused, append_once_reply, append_reply
 from mqlayer.redis.roles import RedisRole
-from mqlayer.redis.wire import wait_packet
+from mqlayer.redis.wire import append_once_packet, append_packet, append_start, wait_packet
 from mqlayer.runtime.runtime import Runtime
 from mqlayer.runtime.service import Service
+from mqlayer.settings import Settings
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +80,18 @@ class NodeSender(Service):
     def wait_until(self, deadline: float) -> float | None:
         """Return a caller's deadline; None if the socket timeout comes first."""
         return None if deadline - time.monotonic() > self._runtime.settings.socket_timeout_s else deadline
+
+    def lead(self, pending: PendingSend) -> None:
+        """Send a caller's pending send and those due before it, unless another thread sends; wait for the answer."""
+        if not self.try_lead():
+            return
+        try:
+            while pending.outcome is None:
+                self.push()
+                if not self._unanswered or not self.pull(self.wait_until(pending.deadline)):
+                    return
+        finally:
+            self.resign()
 
     def try_lead(self) -> bool:
         """Take `io` if free and connected; then `resign` must follow."""
@@ -140,7 +160,7 @@ class NodeSender(Service):
 
     def _transmit(self, batch: AppendBatch) -> bool:
         try:
-            packet = append_request(self._connection, batch, self._runtime.settings)
+            packet = _append_request(self._connection, batch, self._runtime.settings)
             failpoint("producer.before_append")
             self._connection.send_packet(packet + self._wait_packet if self._wait_packet else packet)
             failpoint("producer.after_send")
@@ -160,9 +180,7 @@ class NodeSender(Service):
                 return False
             replies = connection.receive(2 if self._wait_packet else 1)
             failpoint("producer.after_reply")
-            with self._guarded as in_flight:
-                self._settle(in_flight, self._unanswered[0], replies)
-                self.queue.failures, self.queue.last_error = 0, ""
+            self._settle(replies)
         except StoreUnavailable as error:
             self._lose(error)
             return True
@@ -171,18 +189,16 @@ class NodeSender(Service):
             raise
         return True
 
-    def _settle(self, in_flight: InFlight, batch: AppendBatch, replies: list[Any]) -> None:
-        now, replicas = time.monotonic(), None
+    def _settle(self, replies: list[Any]) -> None:
+        replicas = answer = None
         if self._wait_packet:
             replicas = replies[1] if isinstance(replies[1], int) else 0
-        answer = None
         if is_missing_script(replies[0]):
             # Loaded once no append is unanswered; see `_connected`.
             self._scripts_missing = True
         else:
-            answer = read_reply(batch, replies[0], self._address)
-        self._unanswered.popleft()
-        in_flight.answers.apply(batch, answer, replicas, self._unanswered, now)
+            answer = _read_reply(self._unanswered[0], replies[0], self._address)
+        self._guarded.apply_answer(self.queue, self._unanswered, answer, replicas)
 
     def _lose(self, error: BaseException) -> None:
         self._connection.close()
@@ -256,6 +272,44 @@ class NodeSender(Service):
 
     def _new_connection(self, node: Node) -> NodeConnection:
         return self._runtime.connection(node, RedisRole.PUBLISHER)
+
+
+def _append_request(connection: NodeConnection, batch: AppendBatch, settings: Settings) -> bytes:
+    """Return a batch's request, and free its encoding: a repeat encodes again."""
+    partition_queue = batch.partition_queue
+    if batch.once:
+        packet = append_once_packet(
+            connection,
+            settings.key_prefix,
+            partition_queue.partition,
+            batch.source,
+            batch.chunks,
+            count=batch.count,
+            backlog=partition_queue.backlog_limit,
+            window_ms=int(settings.dedup_window_s * 1000),
+        )
+    else:
+        digest, partition = connection.digest("log_append"), partition_queue.partition
+        start = append_start(digest, settings.key_prefix, partition, batch.source, partition_queue.backlog_limit)
+        packet = append_packet(start, batch.heads, batch.chunks, count=batch.count)
+    batch.heads, batch.chunks = [], []
+    return packet
+
+
+def _read_reply(batch: AppendBatch, reply: Any, address: str) -> AppendAnswer:
+    """Parse the answer. Raises StoreUnavailable if it is unclear."""
+    try:
+        answer = (append_once_reply if batch.once else append_reply)(reply, address)
+    except NodeOutOfMemory as error:
+        return error
+    if not isinstance(answer, Refused):
+        return answer
+    if answer.status == "full":
+        topic, partition_queue = batch.pending_sends[0].queue.topic.name, batch.partition_queue
+        return BacklogFull(topic, partition_queue.partition, partition_queue.backlog_limit)
+    if answer.status in ("sealed", "importing", "deleted", "absent"):
+        return answer
+    raise StoreUnavailable(address, f"unexpected answer to an append: {answer.status} {answer.fact}")
 
 
 def stop_senders(senders: Collection[NodeSender], timeout_s: float) -> None:

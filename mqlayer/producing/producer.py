@@ -3,32 +3,26 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from types import TracebackType
-from typing import Final, Self
+from typing import Self
 
 from mqlayer.errors import ProducerFull
 from mqlayer.producing.bulk_send import BulkSend, send_singly
-from mqlayer.producing.engine import open_engine
+from mqlayer.producing.engine import ProducerBase
 from mqlayer.producing.in_flight import ProducerStats
-from mqlayer.producing.listeners import OnewayListener, ReceiptPromise, check_may_wait
-from mqlayer.producing.message import Body, Message
+from mqlayer.producing.listeners import OnewayListener, ReceiptPromise, callback, check_may_wait
+from mqlayer.producing.message import Body, Message, pending_send_of
 from mqlayer.producing.message_bulk import MessageBulk
-from mqlayer.producing.options import OnBacklog, ProducerOptions
+from mqlayer.producing.options import OnBacklog
 from mqlayer.producing.receipts import Receipt, Receipts, receipt_of
-from mqlayer.producing.send_queues import Listener, PendingSend
 from mqlayer.producing.send_wait import await_one
-from mqlayer.settings import Settings
 
 log = logging.getLogger(__name__)
 
-ROOM_TIMEOUT_S: Final = 5.0
-"""A publish waits this long for room, within its own time."""
 
-
-class Producer:
+class Producer(ProducerBase):
     """Publishes straight to partitions, without an outbox. Thread-safe; make it after a fork.
 
     A thread's messages of a key are stored once each, in order: after an unknown outcome, the producer repeats the
@@ -47,10 +41,8 @@ class Producer:
     is unavailable at the start; later, known routes serve.
     """
 
-    def __init__(
-        self, settings: Settings | None = None, *, name: str = "producer", options: ProducerOptions | None = None
-    ) -> None:
-        self._engine = open_engine(settings, name, options)
+    def _made(self) -> None:
+        self._engine = self._open_engine()
         self._guarded = self._engine.guarded
         self._oneway = OnewayListener()
 
@@ -75,20 +67,15 @@ class Producer:
         `timeout_s` (default: setting delivery_timeout_s): the message stays queued, and the error's `future` reports
         it. Other PublishErrors are definite.
         """
-        check_may_wait()
-        deadline, eager = self._engine.begin(timeout_s, on_backlog)
-        pending = self._queue(topic, Message(key, body, headers, tags, dedup_id), deadline, None, eager=eager)
-        sender = self._engine.sender(pending.queue.partition_queue)
-        if sender.try_lead():
-            try:
-                while pending.outcome is None:
-                    sender.push()
-                    if not sender.unanswered_count or not sender.pull(sender.wait_until(deadline)):
-                        break
-            finally:
-                sender.resign()
+        if callback.now:
+            check_may_wait()
+        engine, message = self._engine, Message(key, body, headers, tags, dedup_id)
+        queues, lp, pending = engine.prepare(topic, message, None, timeout_s, on_backlog)
+        # Without a listener no thread is woken for it: this one sends it, or `await_one` wakes the sender's.
+        self._guarded.accept(queues, lp, pending, wake=False)
+        engine.senders[pending.queue.partition_queue.node.node_id].lead(pending)
         if pending.outcome is None:
-            await_one(self._guarded, pending, deadline)
+            await_one(self._guarded, pending, pending.deadline)
         return receipt_of(pending)
 
     def send_async(
@@ -109,9 +96,10 @@ class Producer:
         it, else returns False. Invalid input raises at once; so does ProducerFull in a callback. Callbacks must not
         wait; they may call `send_async` and `send_oneway`.
         """
-        deadline, eager = self._engine.begin(timeout_s, on_backlog)
-        promise = ReceiptPromise(self._guarded.withdraw_refused)
-        self._queue(topic, Message(key, body, headers, tags, dedup_id), deadline, promise, eager=eager)
+        message, promise = Message(key, body, headers, tags, dedup_id), ReceiptPromise(self._guarded.withdraw_refused)
+        queues, lp, pending = self._engine.prepare(topic, message, promise, timeout_s, on_backlog)
+        promise.pending = pending
+        self._guarded.accept(queues, lp, pending, wake=True)
         return promise.future
 
     def send_oneway(
@@ -128,9 +116,11 @@ class Producer:
 
         Without room for 5 seconds, the message is dropped.
         """
-        message, deadline = Message(key, body, headers, tags, dedup_id), self._engine.deadline(None)
+        engine, message = self._engine, Message(key, body, headers, tags, dedup_id)
+        queues, deadline, eager = engine.topic(topic), engine.deadline(None), engine.options.is_eager(None)
+        lp, pending = pending_send_of(message, queues, self._oneway, deadline, engine.rng, eager=eager)
         try:
-            self._queue(topic, message, deadline, self._oneway, eager=self._engine.options.is_eager(None))
+            self._guarded.accept(queues, lp, pending, wake=True)
         except ProducerFull as error:
             with self._guarded as in_flight:
                 in_flight.counts["failed"] += 1
@@ -207,16 +197,3 @@ class Producer:
         deadline = self._engine.deadline(timeout_s)
         with self._guarded:
             return self._guarded.wait_until_settled(deadline)
-
-    def _queue(
-        self, topic: str, message: Message, deadline: float, listener: Listener | None, *, eager: bool
-    ) -> PendingSend:
-        """Queue a message. Without a listener, the caller leads its sender."""
-        engine = self._engine
-        topic_queues = engine.topic(topic)
-        lp, pending = engine.encode(topic_queues, message, deadline, listener, eager=eager)
-        if isinstance(listener, ReceiptPromise):
-            listener.pending = pending
-        until = min(deadline, time.monotonic() + ROOM_TIMEOUT_S)
-        self._guarded.accept(topic_queues, lp, pending, until=until, wake=listener is not None)
-        return pending

@@ -8,9 +8,35 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from mqlayer.domain.routing import Lp
 from mqlayer.producing.append_batch import AppendBatch
-from mqlayer.producing.capacity import Capacity
 from mqlayer.producing.follow_ups import FollowUps, RenewSource, Reroute
 from mqlayer.producing.send_queues import BlockReason, LpQueue, PartitionQueue, PendingSend, TopicQueues
+
+
+class Capacity:
+    """Counts unsettled messages and bytes, within bounds."""
+
+    __slots__ = ("count", "freed", "max_bytes", "max_count", "size")
+
+    def __init__(self, max_count: int, max_bytes: int) -> None:
+        self.max_count, self.max_bytes = max_count, max_bytes
+        self.count = self.size = 0
+        self.freed = False
+        """Something was settled since the reader cleared this."""
+
+    def has_room(self, count: int, size: int) -> bool:
+        """Whether this much fits; always if nothing is pending."""
+        return not self.count or (self.count + count <= self.max_count and self.size + size <= self.max_bytes)
+
+    def take(self, count: int, size: int) -> None:
+        """Add unsettled messages."""
+        self.count += count
+        self.size += size
+
+    def free(self, count: int, size: int) -> None:
+        """Remove settled ones."""
+        self.count -= count
+        self.size -= size
+        self.freed = True
 
 
 class ProducerQueues:
@@ -29,6 +55,13 @@ class ProducerQueues:
     def __iter__(self) -> Iterator[LpQueue]:
         for topic in self.topics.values():
             yield from filter(None, topic.queues)
+
+    def offer(self, topic: TopicQueues, lp: int, pending: PendingSend, now: float) -> bool:
+        """`add` a pending send if there is room; else return False."""
+        if not self._capacity.has_room(pending.count, pending.size):
+            return False
+        self.add(topic, lp, pending, now)
+        return True
 
     def add(self, topic: TopicQueues, lp: int, pending: PendingSend, now: float) -> None:
         """Number and queue a pending send."""

@@ -7,10 +7,9 @@ from collections.abc import Iterable
 from typing import Final
 
 from mqlayer.errors import BacklogFull, MqlayerError, ProducerClosed, PublishAborted
-from mqlayer.producing.capacity import Capacity
 from mqlayer.producing.follow_ups import FollowUps
 from mqlayer.producing.outcomes import Appended, Recovered, SendOutcome
-from mqlayer.producing.producer_queues import ProducerQueues
+from mqlayer.producing.producer_queues import Capacity, ProducerQueues
 from mqlayer.producing.send_queues import LpQueue, PartitionQueue, PendingSend
 
 NOTHING: Final[tuple[bytes, ...]] = ()

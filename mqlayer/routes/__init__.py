@@ -8,6 +8,7 @@ from mqlayer.routes.node_loss import NodeLossReport, give_up_node, rearm_lost_no
 from mqlayer.routes.partition_retirement import retire_partitions
 from mqlayer.routes.planner import (
     apply_change,
+    apply_plan,
     drop_change,
     finish_earlier,
     planned_merge,
@@ -34,6 +35,7 @@ __all__ = [
     "Successor",
     "UndoReport",
     "apply_change",
+    "apply_plan",
     "drain_progress",
     "drop_change",
     "finish_change",

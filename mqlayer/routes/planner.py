@@ -88,12 +88,17 @@ def choose_node(database: Database, route: Route, partition: int) -> NodeId:
 
 
 def apply_change(runtime: Runtime, plan: ChangePlan) -> Route:
-    """Finish the topic's open changes, apply the plan, return the new route.
-
-    Raises Conflict, nothing changed, if the route differs or an open change can't finish; StoreUnavailable leaves the
-    change open, for the worker or the next command.
-    """
+    """Finish the topic's open changes, then `apply_plan`. Raises Conflict, too, if an open change can't finish."""
     finish_earlier(runtime, plan.topic)
+    return apply_plan(runtime, plan)
+
+
+def apply_plan(runtime: Runtime, plan: ChangePlan) -> Route:
+    """Apply a plan, return the new route.
+
+    Raises Conflict, nothing changed, if the route differs or a change is open; StoreUnavailable leaves the change open,
+    for the worker or the next command.
+    """
     change_id = _record_plan(runtime, plan)
     failpoint("change.after_plan")
     try:

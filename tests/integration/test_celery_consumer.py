@@ -198,6 +198,30 @@ def test_consumption_goes_on_while_the_broker_is_down_and_after(
     assert log.read_text().count("consumers_started") == 1
 
 
+def test_a_worker_outlives_its_broker_as_a_replica(
+    worker: Worker, broker: RedisServer, start_redis: StartRedis, log: Path, database_dsn: str
+) -> None:
+    """It loses its connection when the primary becomes a replica, and works again with the next primary there."""
+    process = worker("--hostname", "one@here", MQLAYER_DSN=database_dsn)
+    wait_until(lambda: " ready." in log.read_text(), timeout_s=START_S, what="the worker is ready")
+    other = start_redis()
+    with redis.Redis.from_url(broker.url) as client:
+        client.replicaof("127.0.0.1", str(other.port))
+        wait_until(lambda: "Connection to broker lost" in log.read_text(), timeout_s=30, what="the worker notes it")
+        wait_until(lambda: "Trying again in" in log.read_text(), timeout_s=30, what="a pause before the next try")
+        assert "read only replica" in log.read_text()
+        assert "Frequent restarts" not in log.read_text()
+        assert process.poll() is None, log.read_text()[-3000:]
+        client.replicaof("NO", "ONE")
+    wait_until(lambda: log.read_text().count("Connected to redis") == 2, timeout_s=START_S, what="connected again")
+    celery = [sys.executable, "-m", "celery", "-A", "mqlayer.workers.app", "call", TASK]
+    variables = os.environ | {"MQLAYER_BROKER_URL": broker.url}
+    subprocess.run(celery, env=variables, check=True, timeout=60, stdout=subprocess.DEVNULL)
+    wait_until(lambda: f"Task {TASK}" in log.read_text(), timeout_s=30, what="a task")
+    process.terminate()
+    assert ended(process, log) == 0, log.read_text()
+
+
 @pytest.mark.slow
 def test_a_worker_waits_for_stores_that_are_down_at_its_start(
     worker: Worker,

@@ -16,6 +16,8 @@ import pytest
 
 from mqlayer import App, failpoints
 from mqlayer.postgres.database import Database
+from mqlayer.routes import finish_changes
+from mqlayer.runtime.runtime import Runtime
 from tests.fixtures.commands import Commands
 from tests.fixtures.forked_programs import ask_python
 from tests.fixtures.servers import StartRedis
@@ -177,6 +179,22 @@ def test_an_open_change_is_finished_by_the_next_command(world: OutboxWorld, run:
     assert refused.exit_code == 1
     assert "unknown partition 1" in refused.stderr.splitlines()[-1]
     assert [line["state"] for line in run.lines("route", "history", "orders")] == ["done"]
+
+
+def test_earlier_changes_are_finished_once_for_a_command(
+    world: OutboxWorld, run: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finished: list[str] = []
+
+    def noted(runtime: Runtime, *, topic: str) -> dict[int, str]:
+        finished.append(topic)
+        return finish_changes(runtime, topic=topic)
+
+    monkeypatch.setattr("mqlayer.routes.planner.finish_changes", noted)
+    leave_planned(world)
+    finished.clear()
+    assert "route version 3" in run.text("route", "move", "orders", "3", "--apply")
+    assert finished == ["orders"]
 
 
 def test_an_open_change_is_not_finished_where_a_version_is_asked_for(world: OutboxWorld, run: Commands) -> None:

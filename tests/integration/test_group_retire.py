@@ -10,7 +10,6 @@ import redis
 
 from mqlayer import App, Context, Receiver
 from mqlayer.archive import archive_outcomes
-from mqlayer.domain.routing import PartitionId
 from mqlayer.errors import Conflict, GroupRetired, MqlayerError
 from mqlayer.groups import find_group
 from mqlayer.groups.pop_partitions import pop_partitions
@@ -18,15 +17,7 @@ from mqlayer.groups.retirement import forget_retired, retire_group
 from mqlayer.inspect import group_statuses
 from mqlayer.maintenance import trim_pass
 from mqlayer.redis.keys import group_keys
-from mqlayer.redis.partition_scripts import (
-    Fenced,
-    LockHolder,
-    LockTaken,
-    acquire_command,
-    acquire_reply,
-    settle_command,
-    settle_reply,
-)
+from mqlayer.redis.partition_scripts import Fenced, LockKept, LockTaken
 from mqlayer.redis.pop_scripts import PopGroupPartition, ReceiveRequest, receive_command, receive_reply
 from mqlayer.redis.retirement_script import group_forget_command
 from mqlayer.routes import retire_partitions
@@ -35,6 +26,7 @@ from tests.fixtures.commands import Commands
 from tests.fixtures.consumers import Recorder, Stage, member_of
 from tests.fixtures.failpoints import armed
 from tests.fixtures.forked_programs import ask_python
+from tests.fixtures.partition_harness import PartitionHarness
 from tests.fixtures.wait import wait_until
 from tests.proof.route_steps import split
 from tests.proof.runtimes import runtime_of
@@ -240,13 +232,11 @@ def test_a_late_owner_is_refused_and_a_group_that_came_back_is_not_touched(every
     client: redis.Redis = stage.redis
     lock = group_keys(stage.prefix, partition, 77).lock
 
-    def holder(epoch: int) -> LockHolder:
-        return LockHolder(stage.prefix, PartitionId(partition), 77, "m", epoch)
-
     with stage.connection() as connection:
+        harness = PartitionHarness(connection, stage.prefix, partition, group_id=77)
 
-        def take(epoch: int) -> Any:
-            return acquire_reply(connection.call([acquire_command(connection, holder(epoch), start=1)])[0], "the node")
+        def take(epoch: int) -> object:
+            return harness.member("m", epoch).acquire()
 
         def forget(*, for_good: bool) -> list[Any]:
             words = connection.call(
@@ -255,14 +245,11 @@ def test_a_late_owner_is_refused_and_a_group_that_came_back_is_not_touched(every
             return list(words)
 
         assert isinstance(take(9), LockTaken)
-        settled = settle_reply(connection.call([settle_command(connection, holder(9), [(1, 1)])])[0], "the node")
-        assert settled == (2,)
+        assert harness.member("m", 9).settle([(1, 1)]) == LockKept(2)
         assert forget(for_good=False) == [b"lock_only"]
         assert client.hgetall(lock) == {b"owner": b"", b"epoch": b"9"}
         assert take(9) == Fenced(9)
-        assert settle_reply(
-            connection.call([settle_command(connection, holder(9), [(1, 1)])])[0], "the node"
-        ) == Fenced(9)
+        assert harness.member("m", 9).settle([(1, 1)]) == Fenced(9)
         assert isinstance(take(11), LockTaken)
         for for_good in (False, True):
             assert forget(for_good=for_good) == [b"unchanged", 11]

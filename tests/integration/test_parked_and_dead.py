@@ -34,20 +34,13 @@ from mqlayer.redelivery import (
     show_parked,
     skip_head,
 )
-from mqlayer.redis.partition_scripts import (
-    Fenced,
-    LockHolder,
-    LockKept,
-    LockTaken,
-    acquire_command,
-    acquire_reply,
-    settle_command,
-    settle_reply,
-)
+from mqlayer.redis.node_connection import NodeConnection
+from mqlayer.redis.partition_scripts import Fenced, LockKept, LockTaken
 from tests.fixtures.consumers import Recorder, Stage, StartStage
 from tests.fixtures.failed_messages import Failing, identity_of
 from tests.fixtures.failpoints import armed
 from tests.fixtures.forked_programs import ask_python
+from tests.fixtures.partition_harness import MemberScripts, PartitionHarness
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.wait import wait_until
 from tests.proof.manual_member import ManualMember
@@ -288,22 +281,19 @@ def owner(failing: Failing, partition: int) -> Assignment:
     return member.assigned()[partition]
 
 
-def holder(failing: Failing, one: Assignment) -> LockHolder:
-    return LockHolder(failing.stage.prefix, one.partition, failing.group_id, "hand", one.epoch)
+def member_at(failing: Failing, connection: NodeConnection, one: Assignment) -> MemberScripts:
+    place = PartitionHarness(connection, failing.stage.prefix, one.partition, group_id=failing.group_id)
+    return place.member("hand", one.epoch)
 
 
 def settle(failing: Failing, one: Assignment, offset: int) -> object:
     with failing.stage.connection() as connection:
-        return settle_reply(
-            connection.call([settle_command(connection, holder(failing, one), [(offset, offset)])])[0], ""
-        )
+        return member_at(failing, connection, one).settle([(offset, offset)])
 
 
 def take(failing: Failing, one: Assignment) -> object:
     with failing.stage.connection() as connection:
-        return acquire_reply(
-            connection.call([acquire_command(connection, holder(failing, one), start=1, afresh=True)])[0], ""
-        )
+        return member_at(failing, connection, one).acquire(afresh=True)
 
 
 def test_the_head_of_a_parked_key_is_passed_over_and_the_rest_is_tried(failing: Failing) -> None:

@@ -461,7 +461,7 @@ def test_publishing_waits_while_redis_is_out_of_memory(
 def test_a_producer_holds_no_more_than_its_bounds(
     mortal: ProducerWorld, server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mqlayer.producing.producer.ROOM_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("mqlayer.producing.guarded_in_flight.ROOM_TIMEOUT_S", 0.2)
     with mortal.producer(options={"max_pending_messages": 5}) as producer:
         producer.send("orders", key="k", body=b"0")
         server.send(signal.SIGSTOP)

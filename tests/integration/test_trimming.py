@@ -15,19 +15,12 @@ from mqlayer.maintenance import trim_pass
 from mqlayer.postgres.database import Database
 from mqlayer.redis.keys import group_keys, partition_keys
 from mqlayer.redis.node_connection import NodeConnection
-from mqlayer.redis.partition_scripts import (
-    GroupStart,
-    LockHolder,
-    MessageRun,
-    acquire_command,
-    append_command,
-    settle_command,
-    trim_command,
-)
+from mqlayer.redis.partition_scripts import GroupStart, MessageRun, trim_command
 from mqlayer.stack import RedisServer
 from mqlayer.topics import create_topic, list_nodes, register_node
 from tests.fixtures.failpoints import armed
 from tests.fixtures.forked_programs import ask_python
+from tests.fixtures.partition_harness import PartitionHarness
 from tests.proof.runtimes import runtime_of
 
 COUNT = 400
@@ -43,9 +36,7 @@ class Stream:
         self.connection = NodeConnection(list_nodes(database)[0])
         self.client = redis.Redis.from_url(server.url)
         fields = [field for _ in range(COUNT) for field in (b"0", b"k", b"x" * 100)]
-        self.connection.call(
-            [append_command(self.connection, prefix, self.partition, 1, [MessageRun(5, 1, COUNT, fields)])]
-        )
+        PartitionHarness(self.connection, prefix, self.partition).append(MessageRun(5, 1, COUNT, fields), source=1)
 
     def group(self, start: str = "earliest", at: int = 1) -> int:
         """Create a group that starts at an offset."""
@@ -61,13 +52,9 @@ class Stream:
 
     def settle(self, group_id: int, first: int, last: int) -> None:
         """Have a group settle a range."""
-        holder = LockHolder(self.prefix, self.partition, group_id, "m", 1)
-        self.connection.call(
-            [
-                acquire_command(self.connection, holder, start=1),
-                settle_command(self.connection, holder, [(first, last)]),
-            ]
-        )
+        member = PartitionHarness(self.connection, self.prefix, self.partition, group_id=group_id).member("m", 1)
+        member.acquire()
+        member.settle([(first, last)])
 
     def first(self) -> int:
         """The lowest offset that is there."""

@@ -6,54 +6,41 @@ import itertools
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import invariant, precondition, rule
 
 from mqlayer.domain.message import pop_command, records_of
 from mqlayer.domain.routing import NodeId
-from mqlayer.redis.keys import group_keys, partition_keys
-from mqlayer.redis.node_connection import Node, NodeConnection, raise_for_reply
+from mqlayer.redis.node_connection import Node, NodeConnection
 from mqlayer.redis.partition_scripts import (
     MARKS_PER_CALL,
     AppendReply,
     Fenced,
-    GroupStart,
-    LockHolder,
     LockKept,
     LockTaken,
     MessageRun,
     Refused,
     RunOutcome,
     Sealed,
-    acquire_command,
-    acquire_reply,
     append_command,
     append_reply,
-    create,
-    fence_command,
     open_partition,
     reopen_command,
-    retire_command,
     seal_command,
     seal_reply,
-    settle_command,
-    settle_reply,
-    trim_command,
 )
 from mqlayer.stack import RedisServer
+from tests.fixtures.partition_harness import SOURCE, PartitionHarness, PartitionMachine, placed, run_machine
 
-GROUP, SOURCE = 7, 3
-LP_FROM, LP_TO = 4, 8
+LPS = LP_FROM, LP_TO = 4, 8
 BORN_IN = 5
 CHANGES = (4, 5, 6, 7, 8)
 RACES = 1_000
-
-_partitions = itertools.count(1)
 
 
 @dataclass
@@ -148,29 +135,18 @@ class Model:
         return LockKept(self.committed)
 
 
-class Changes(RuleBasedStateMachine):
+class Changes(PartitionMachine):
     """Steps of several changes, right ones and wrong ones, in any order, beside publishing, consuming and trimming."""
-
-    connection: NodeConnection
-    prefix: str
 
     def __init__(self) -> None:
         super().__init__()
-        self.partition = next(_partitions)
-        self.keys = partition_keys(self.prefix, self.partition)
         self.model = Model()
         self.seals = itertools.count(1)
-
-    def holder(self, epoch: int) -> LockHolder:
-        return LockHolder(self.prefix, self.partition, GROUP, "a", epoch)
-
-    def ask(self, command: Any) -> Any:
-        return self.connection.call([command])[0]
 
     @rule(born=st.sampled_from([0, BORN_IN, BORN_IN]))
     def create(self, born: int) -> None:
         state, change = ("importing", born) if born else ("open", "")
-        word = create(self.connection, self.prefix, self.partition, "t", LP_FROM, LP_TO, state, change)
+        word = self.partition.create(state, change, lps=LPS)
         assert word == self.model.create(born)
 
     @rule(
@@ -182,14 +158,13 @@ class Changes(RuleBasedStateMachine):
         named = {f"{SOURCE}:{lp}": seq for lp, seq in marks.items()}
         if many:
             named |= {f"{source}:{LP_FROM}": 1 for source in range(100, 100 + 2 * MARKS_PER_CALL)}
-        word = open_partition(self.connection, self.prefix, self.partition, change, named)
+        word = open_partition(*self.partition.where, change, named)
         assert word == self.model.open(change, named)
 
     @rule(change=st.sampled_from(CHANGES))
     def seal(self, change: int) -> None:
         seal_id = f"seal-{next(self.seals)}"
-        reply = self.ask(seal_command(self.connection, self.prefix, self.partition, change, seal_id))
-        assert seal_reply(reply, "the node") == self.model.seal(change, seal_id)
+        assert self.partition.seal(change, seal_id) == self.model.seal(change, seal_id)
 
     @precondition(lambda self: self.model.state in ("sealed", "open", "deleted"))
     @rule(
@@ -203,30 +178,27 @@ class Changes(RuleBasedStateMachine):
         name = f"{SOURCE}:{lp}"
         mark, seal_id = self.model.marks.get(name, 0), seal_id or self.model.seal_id
         run = MessageRun(lp, mark + 1, count, [b"1700000000000", b"k", b"b"] * count)
-        reopening = reopen_command(self.connection, self.prefix, self.partition, seal_id, name, mark + behind)
-        appending = append_command(self.connection, self.prefix, self.partition, SOURCE, [run])
-        opened, appended = self.connection.call([("MULTI",), reopening, appending, ("EXEC",)])[-1]
+        reopening = reopen_command(*self.partition.where, seal_id, name, mark + behind)
+        appending = append_command(*self.partition.where, SOURCE, [run])
+        opened, appended = self.partition.call(("MULTI",), reopening, appending, ("EXEC",))[-1]
         assert opened == self.model.reopen(seal_id, name, mark + behind)
         assert append_reply(appended, "the node") == self.model.append(lp, mark + 1, count)
 
     @rule(sure=st.sampled_from([True, False, False, False, False]))
     def retire(self, sure: bool) -> None:
         if sure:
-            reply = self.ask(retire_command(self.connection, self.prefix, self.partition, [GROUP]))
-            assert raise_for_reply(reply, "the node") == [b"retired"]
+            assert self.partition.retire() == [b"retired"]
             self.model.retire()
 
     @rule(lp=st.integers(LP_FROM, LP_TO - 1), begin=st.sampled_from([0, 0, 0, -1, 2]), count=st.integers(1, 5))
     def append(self, lp: int, begin: int, count: int) -> None:
         first = max(1, self.model.marks.get(f"{SOURCE}:{lp}", 0) + 1 + begin)
         run = MessageRun(lp, first, count, [b"1700000000000", b"k", b"b"] * count)
-        reply = self.ask(append_command(self.connection, self.prefix, self.partition, SOURCE, [run]))
-        assert append_reply(reply, "the node") == self.model.append(lp, first, count)
+        assert self.partition.append(run) == self.model.append(lp, first, count)
 
     @rule(epoch=st.integers(1, 4), start=st.sampled_from([1, 1, 3, 100]))
     def take(self, epoch: int, start: int) -> None:
-        reply = self.ask(acquire_command(self.connection, self.holder(epoch), start=start, afresh=True))
-        answer = acquire_reply(reply, "the node")
+        answer = self.partition.member("a", epoch).acquire(start=start, afresh=True)
         shown = LockKept(answer.committed) if isinstance(answer, LockTaken) else answer
         assert shown == self.model.take(epoch, start)
         assert not isinstance(answer, LockTaken) or answer.next_offset == self.model.next
@@ -234,15 +206,12 @@ class Changes(RuleBasedStateMachine):
     @rule(epoch=st.integers(1, 4), count=st.integers(1, 4))
     def settle(self, epoch: int, count: int) -> None:
         first = self.model.committed
-        reply = self.ask(settle_command(self.connection, self.holder(epoch), [(first, first + count - 1)]))
-        assert settle_reply(reply, "the node") == self.model.settle(epoch, count)
+        answer = self.partition.member("a", epoch).settle([(first, first + count - 1)])
+        assert answer == self.model.settle(epoch, count)
 
     @rule(floor=st.sampled_from([2, 5, 2**53]))
     def trim(self, floor: int) -> None:
-        command = trim_command(
-            self.connection, self.prefix, self.partition, [GroupStart(GROUP, 0, 1)], floor=floor, limit=10_000
-        )
-        word, *facts = raise_for_reply(self.ask(command), "the node")
+        word, *facts = self.partition.trim(floor, start=1, limit=10_000)
         if self.model.state in (None, "deleted"):
             assert word == b"absent"
             return
@@ -254,15 +223,15 @@ class Changes(RuleBasedStateMachine):
 
     @invariant()
     def the_servers_state_is_the_models(self) -> None:
-        meta, marks, entries = self.connection.call(
-            [("HGETALL", self.keys.meta), ("HGETALL", self.keys.marks), ("XRANGE", self.keys.log, "-", "+")]
+        keys = self.partition.keys
+        meta, marks, entries = self.partition.call(
+            ("HGETALL", keys.meta), ("HGETALL", keys.marks), ("XRANGE", keys.log, "-", "+")
         )
         known = dict(zip(meta[::2], meta[1::2], strict=True))
         assert known.get(b"state") == (self.model.state.encode() if self.model.state else None)
         if self.model.state == "deleted":
             assert known.keys() == {b"state"}
-            group = group_keys(self.prefix, self.partition, GROUP)
-            assert self.ask(("EXISTS", self.keys.log, self.keys.marks, *group)) == 0
+            assert self.partition.call(("EXISTS", keys.log, keys.marks, *self.partition.group)) == [0]
             return
         if self.model.state is None:
             assert known == {}
@@ -278,25 +247,9 @@ class Changes(RuleBasedStateMachine):
         assert all(record.body == b"b" for record in records_of(entries))
 
 
-@pytest.fixture
-def connection(every_redis: RedisServer) -> Iterator[NodeConnection]:
-    """A connection to a Redis of each version."""
-    with NodeConnection(Node(NodeId(1), "n", every_redis.url, None), any_run=True) as connection:
-        yield connection
-
-
 @pytest.mark.slow
 def test_steps_in_any_order_leave_what_the_model_leaves(connection: NodeConnection, key_prefix: str) -> None:
-    class Here(Changes):
-        pass
-
-    Here.connection, Here.prefix = connection, key_prefix
-    run_state_machine_as_test(
-        Here,
-        settings=settings(
-            max_examples=100, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
-        ),
-    )
+    run_machine(placed(Changes, connection, key_prefix), examples=100, steps=30)
 
 
 class Race:
@@ -310,35 +263,35 @@ class Race:
 
     def publish(self, source: int) -> None:
         with NodeConnection(self.node, any_run=True) as connection:
-            for partition in self.partitions:
+            for number in self.partitions:
+                partition = PartitionHarness(connection, self.prefix, number)
                 self.together.wait(20)
                 for seq in itertools.count(1):
                     run = MessageRun(1, seq, 1, [b"1", b"k", b"%d" % seq])
-                    reply = connection.call([append_command(connection, self.prefix, partition, source, [run])])[0]
-                    answer = append_reply(reply, "the node")
+                    answer = partition.append(run, source=source)
+                    assert answer is not None
                     if isinstance(answer, Refused):
                         assert answer == Refused("sealed", "9")
                         break
-                    self.stored[partition].append(answer.offset)
+                    self.stored[number].append(answer.offset)
 
     def seal(self, name: str) -> None:
         with NodeConnection(self.node, any_run=True) as connection:
-            for partition in self.partitions:
+            for number in self.partitions:
+                partition = PartitionHarness(connection, self.prefix, number)
                 self.together.wait(20)
-                answer = seal_reply(
-                    connection.call([seal_command(connection, self.prefix, partition, 9, name)])[0], "the node"
-                )
+                answer = partition.seal(9, name)
                 assert isinstance(answer, Sealed)
-                self.sealed[partition].add((answer.seal_id, answer.next_offset))
+                self.sealed[number].add((answer.seal_id, answer.next_offset))
 
 
 def test_no_record_is_behind_the_command_however_appends_and_seals_race(
     every_redis: RedisServer, connection: NodeConnection, key_prefix: str
 ) -> None:
     """Case 6: 1000 races."""
-    partitions = [next(_partitions) for _ in range(RACES)]
+    partitions = list(range(1, RACES + 1))
     for partition in partitions:
-        create(connection, key_prefix, partition, "t", 0, 1024, "open", "")
+        PartitionHarness(connection, key_prefix, partition).create()
     race = Race(Node(NodeId(1), "n", every_redis.url, None), key_prefix, partitions)
     with ThreadPoolExecutor(4) as pool:
         crew = [pool.submit(race.publish, source) for source in (1, 2)]
@@ -346,15 +299,11 @@ def test_no_record_is_behind_the_command_however_appends_and_seals_race(
         for one in crew:
             one.result(60)
     for partition in partitions:
-        assert_nothing_behind_the_command(
-            connection, key_prefix, partition, race.sealed[partition], race.stored[partition]
-        )
+        entries = PartitionHarness(connection, key_prefix, partition).entries()
+        assert_nothing_behind_the_command(entries, race.sealed[partition], race.stored[partition])
 
 
-def assert_nothing_behind_the_command(
-    connection: NodeConnection, prefix: str, partition: int, sealed: set[tuple[str, int]], stored: list[int]
-) -> None:
-    (entries,) = connection.call([("XRANGE", partition_keys(prefix, partition).log, "-", "+")])
+def assert_nothing_behind_the_command(entries: list[Any], sealed: set[tuple[str, int]], stored: list[int]) -> None:
     command = pop_command(entries)
     assert command is not None
     assert sealed == {(command.seal_id, command.end)}
@@ -364,66 +313,65 @@ def assert_nothing_behind_the_command(
 
 def test_a_late_arming_brings_no_lock_back_to_a_tombstone(connection: NodeConnection, key_prefix: str) -> None:
     """One that was stopped before it raised epochs, while another armed the node and the partition was retired."""
-    partition = next(_partitions)
-    create(connection, key_prefix, partition, "t", LP_FROM, LP_TO, "open", "")
-    raising = fence_command(connection, key_prefix, partition, GROUP, 5)
-    assert connection.call([raising])[0] == [b"fenced_off"]
-    connection.call([retire_command(connection, key_prefix, partition, [GROUP])])
-    assert connection.call([raising])[0] == [b"deleted"]
-    (left,) = connection.call([("KEYS", f"{key_prefix}:{{{partition}}}:*")])
-    assert left == [partition_keys(key_prefix, partition).meta]
+    partition = PartitionHarness(connection, key_prefix)
+    partition.create(lps=LPS)
+    assert partition.fence(5) == [b"fenced_off"]
+    partition.retire()
+    assert partition.fence(5) == [b"deleted"]
+    assert partition.call(("KEYS", f"{key_prefix}:{{1}}:*")) == [[partition.keys.meta]]
 
 
-def test_a_seal_is_appended_though_the_server_is_out_of_memory(every_redis: RedisServer, key_prefix: str) -> None:
+@contextmanager
+def out_of_memory(connection: NodeConnection) -> Iterator[None]:
+    """Let the server refuse what needs memory."""
+    connection.call([("CONFIG", "SET", "maxmemory", "1")])
+    try:
+        yield
+    finally:
+        connection.call([("CONFIG", "SET", "maxmemory", "0")])
+
+
+def test_a_seal_is_appended_though_the_server_is_out_of_memory(connection: NodeConnection, key_prefix: str) -> None:
     """A full node must be able to give its partitions away."""
-    with NodeConnection(Node(NodeId(1), "n", every_redis.url, None), any_run=True) as connection:
-        partition = next(_partitions)
-        create(connection, key_prefix, partition, "t", LP_FROM, LP_TO, "open", "")
-        connection.call([("CONFIG", "SET", "maxmemory", "1")])
-        try:
-            reply = connection.call([seal_command(connection, key_prefix, partition, 9, "s")])[0]
-        finally:
-            connection.call([("CONFIG", "SET", "maxmemory", "0")])
-        if connection.connect().version >= (7, 0, 0):
-            assert seal_reply(reply, "") == Sealed("s", 1, {})
+    partition = PartitionHarness(connection, key_prefix)
+    partition.create(lps=LPS)
+    with out_of_memory(connection):
+        reply = connection.call([seal_command(*partition.where, 9, "s")])[0]
+    if connection.connect().version >= (7, 0, 0):
+        assert seal_reply(reply, "") == Sealed("s", 1, {})
 
 
 def test_whoever_comes_late_to_take_a_seal_back_changes_nothing(connection: NodeConnection, key_prefix: str) -> None:
     """One that was stopped while another repaired the partition: it saw another seal, or another mark."""
-    partition, name = next(_partitions), f"{SOURCE}:{LP_FROM}"
-    log = partition_keys(key_prefix, partition).log
+    partition, name = PartitionHarness(connection, key_prefix), f"{SOURCE}:{LP_FROM}"
 
     def reopen(seal_id: str, mark: int) -> Any:
-        return connection.call([reopen_command(connection, key_prefix, partition, seal_id, name, mark)])[0]
+        return partition.call(reopen_command(*partition.where, seal_id, name, mark))[0]
 
     assert reopen("old", 0) == [b"absent"]
-    create(connection, key_prefix, partition, "t", LP_FROM, LP_TO, "open", "")
+    partition.create(lps=LPS)
     assert reopen("old", 0) == [b"conflict", b"open"]
-    run = MessageRun(LP_FROM, 1, 1, [b"1", b"k", b"b"])
-    connection.call([append_command(connection, key_prefix, partition, SOURCE, [run])])
-    connection.call([seal_command(connection, key_prefix, partition, 9, "new")])
+    partition.append(MessageRun(LP_FROM, 1, 1, [b"1", b"k", b"b"]))
+    partition.seal(9, "new")
     assert reopen("old", 1) == [b"conflict", b"sealed"]
     assert reopen("new", 0) == [b"conflict", b"sealed"]
-    assert [entry_id for entry_id, _ in connection.call([("XRANGE", log, "-", "+")])[0]] == [b"1-0", b"1-1"]
+    assert [entry_id for entry_id, _ in partition.entries()] == [b"1-0", b"1-1"]
     assert reopen("new", 1) == [b"open"]
-    assert [entry_id for entry_id, _ in connection.call([("XRANGE", log, "-", "+")])[0]] == [b"1-0"]
+    assert [entry_id for entry_id, _ in partition.entries()] == [b"1-0"]
 
 
 def test_a_seal_is_not_taken_back_where_memory_is_out(connection: NodeConnection, key_prefix: str) -> None:
     """What was to follow it is refused too, and the next seal would need a higher entry id."""
-    partition = next(_partitions)
-    create(connection, key_prefix, partition, "t", LP_FROM, LP_TO, "open", "")
-    connection.call([seal_command(connection, key_prefix, partition, 9, "s")])
-    name, run = f"{SOURCE}:{LP_FROM}", MessageRun(LP_FROM, 1, 1, [b"1", b"k", b"b"])
+    partition, run = PartitionHarness(connection, key_prefix), MessageRun(LP_FROM, 1, 1, [b"1", b"k", b"b"])
+    partition.create(lps=LPS)
+    partition.seal(9, "s")
     both = [
-        reopen_command(connection, key_prefix, partition, "s", name, 0),
-        append_command(connection, key_prefix, partition, SOURCE, [run]),
+        reopen_command(*partition.where, "s", f"{SOURCE}:{LP_FROM}", 0),
+        append_command(*partition.where, SOURCE, [run]),
     ]
-    connection.call([("CONFIG", "SET", "maxmemory", "1")])
-    try:
+    state = ("HGET", partition.keys.meta, "state")
+    with out_of_memory(connection):
         connection.call([("MULTI",), *both, ("EXEC",)])
-    finally:
-        connection.call([("CONFIG", "SET", "maxmemory", "0")])
-    assert connection.call([("HGET", partition_keys(key_prefix, partition).meta, "state")]) == [b"sealed"]
+    assert connection.call([state]) == [b"sealed"]
     connection.call([("MULTI",), *both, ("EXEC",)])
-    assert connection.call([("HGET", partition_keys(key_prefix, partition).meta, "state")]) == [b"open"]
+    assert connection.call([state]) == [b"open"]

@@ -2,69 +2,41 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import invariant, precondition, rule
 
 from mqlayer.domain.offsets import is_settled
-from mqlayer.domain.routing import NodeId
 from mqlayer.errors import StoreUnavailable
-from mqlayer.redis.keys import group_keys, outcomes_key, partition_keys
-from mqlayer.redis.node_connection import Node, NodeConnection
-from mqlayer.redis.outcomes import (
-    BEGINNING,
-    OutcomeId,
-    OutcomeRange,
-    encode_outcome,
-    entries_of,
-    fetch_command,
-    forget_command,
-)
+from mqlayer.redis.node_connection import NodeConnection
+from mqlayer.redis.outcomes import OutcomeId, OutcomeRange, encode_outcome, forget_command
 from mqlayer.redis.partition_scripts import (
     FailureHistory,
     Fenced,
-    GroupStart,
-    LockHolder,
     LockKept,
     LockTaken,
     MessageRun,
     Refused,
-    acquire_command,
-    acquire_reply,
-    append_command,
     attempt_command,
     attempt_reply,
-    create,
     failures_of,
-    fence_command,
-    release_command,
-    retire_command,
-    seal_command,
-    settle_command,
-    settle_reply,
-    start_command,
-    start_reply,
-    trim_command,
 )
-from mqlayer.redis.read_scripts import (
-    FIND_LIMIT,
-    UnsettledHead,
-    find_command,
-    find_reply,
-    position_command,
-    position_reply,
+from mqlayer.redis.read_scripts import FIND_LIMIT, UnsettledHead
+from tests.fixtures.partition_harness import (
+    GROUP,
+    PartitionHarness,
+    PartitionMachine,
+    all_handled,
+    in_ms,
+    placed,
+    run_machine,
 )
-from mqlayer.stack import RedisServer
 from tests.fixtures.state_programs import Program, drawn, play
 from tests.fixtures.wait import wait_until
 
-GROUP = 7
 WINDOW = 1_048_576
 IN_HAND = 20_000
 MEMBERS = ("a", "b")
@@ -194,41 +166,20 @@ class Model:
         return self.attempts[offset]
 
 
-_partitions = itertools.count(1)
-
-
-class ConsumerScripts(RuleBasedStateMachine):
+class ConsumerScripts(PartitionMachine):
     """Calls of two members under any epochs, in any order, beside appends and trims."""
-
-    connection: NodeConnection
-    prefix: str
 
     def __init__(self) -> None:
         super().__init__()
-        self.partition = next(_partitions)
-        self.keys = partition_keys(self.prefix, self.partition)
-        self.group = group_keys(self.prefix, self.partition, GROUP)
-        create(self.connection, self.prefix, self.partition, "t", 0, 1024, "open", "")
+        self.partition.create()
         self.model = Model()
-
-    def holder(self, member: str, epoch: int) -> LockHolder:
-        return LockHolder(self.prefix, self.partition, GROUP, member, epoch)
-
-    def ask(self, command: object) -> object:
-        return self.connection.call([command])[0]  # type: ignore[list-item]
 
     @rule(count=st.sampled_from([1, 2, 3, 10, 10_000]))
     def append(self, count: int) -> None:
         """Records, of many only the last ones: settling looks at numbers, not at the log."""
         self.model.next += count
         offsets = range(self.model.next - min(count, 10), self.model.next)
-        self.connection.call(
-            [
-                ("XADD", self.keys.log, f"{offset}-0", "m", f"1:0:{offset}:0", "k", key_at(offset), "b", "body")
-                for offset in offsets
-            ]
-        )
-        self.ask(("HSET", self.keys.meta, "next", self.model.next))
+        self.partition.add(offsets, key_at)
         self.model.log += offsets
 
     @rule(
@@ -241,8 +192,7 @@ class ConsumerScripts(RuleBasedStateMachine):
     def take(self, member: str, step: int, start: int, seeks: int, afresh: bool) -> None:
         epoch = max(1, self.model.epoch + step)
         start, seek = min(start, self.model.next), self.model.seek + seeks
-        command = acquire_command(self.connection, self.holder(member, epoch), start=start, seek=seek, afresh=afresh)
-        answer = acquire_reply(self.ask(command), "")
+        answer = self.partition.member(member, epoch).acquire(start=start, seek=seek, afresh=afresh)
         expected = self.model.take(member, epoch, start, seek, afresh=afresh)
         assert type(answer) is type(expected)
         if isinstance(answer, LockTaken) and isinstance(expected, LockTaken):
@@ -255,19 +205,15 @@ class ConsumerScripts(RuleBasedStateMachine):
         member, epoch = self.model.owner or "a", self.model.epoch + epoch_step
         reads = [(self.model.committed + 5, 40), (self.model.next + 20, 3)]
         told = encode_outcome(words, reads, max_entries=KEPT) if words else b""
-        command = settle_command(self.connection, self.holder(member, epoch), ranges, forget, told)
-        answer = settle_reply(self.ask(command), "")
+        answer = self.partition.member(member, epoch).settle(ranges, forget, told)
         assert answer == self.model.settle(member, epoch, ranges, forget, words)
-
-    def entries(self) -> Any:
-        return self.ask(fetch_command(self.prefix, self.partition, GROUP, BEGINNING, count=100))
 
     @precondition(lambda self: self.model.tellings)
     @rule(data=st.data())
     def fetch(self, data: st.DataObject) -> None:
         """An archiver has some of what was told, the oldest first; the node drops that."""
         upto = data.draw(st.sampled_from([telling.place for telling in self.model.tellings]))
-        self.ask(forget_command(self.prefix, self.partition, GROUP, upto))
+        self.partition.call(forget_command(self.prefix, self.partition.number, GROUP, upto))
         self.model.tellings = [telling for telling in self.model.tellings if telling.place > upto]
 
     @precondition(lambda self: self.model.committed)
@@ -332,7 +278,7 @@ class ConsumerScripts(RuleBasedStateMachine):
     @rule(member=st.sampled_from(MEMBERS), step=st.sampled_from([0, 0, -1, 1]))
     def release(self, member: str, step: int) -> None:
         epoch = self.model.epoch + step
-        reply = self.ask(release_command(self.connection, self.holder(member, epoch)))
+        reply = self.partition.member(member, epoch).release()
         if self.model.owns(member, epoch):
             assert reply == [b"released"]
             self.model.owner = ""
@@ -347,9 +293,9 @@ class ConsumerScripts(RuleBasedStateMachine):
     )
     def count(self, member: str, step: int, offset: int, attempts: int) -> None:
         epoch = self.model.epoch + step
-        command = attempt_command(self.connection, self.holder(member, epoch), offset, attempts)
-        noted = ("HGET", self.group.attempts, offset)
-        before, counted, value, after = self.connection.call([("TIME",), command, noted, ("TIME",)])
+        command = attempt_command(self.connection, self.partition.member(member, epoch).holder, offset, attempts)
+        noted = ("HGET", self.partition.group.attempts, offset)
+        before, counted, value, after = self.partition.call(("TIME",), command, noted, ("TIME",))
         known = self.model.failures.get(offset)
         answer = self.model.count(member, epoch, offset, attempts)
         assert attempt_reply(counted, "") == answer
@@ -370,8 +316,7 @@ class ConsumerScripts(RuleBasedStateMachine):
     def start(self, member: str, step: int, offset: int, alone: bool) -> None:
         """Before a message is handled, where former owners died."""
         epoch = self.model.epoch + step
-        command = start_command(self.connection, self.holder(member, epoch), offset, alone=alone)
-        answer = start_reply(self.ask(command), "")
+        answer = self.partition.member(member, epoch).start(offset, alone=alone)
         if not self.model.owns(member, epoch):
             assert answer == Fenced(self.model.epoch)
             return
@@ -383,7 +328,7 @@ class ConsumerScripts(RuleBasedStateMachine):
     @rule(step=st.sampled_from([-1, 0, 1, 2, 5]))
     def raise_epoch(self, step: int) -> None:
         epoch = max(1, self.model.epoch + step)
-        reply = self.ask(fence_command(self.connection, self.prefix, self.partition, GROUP, epoch))
+        reply = self.partition.fence(epoch)
         if self.model.epoch >= epoch:
             assert reply == [b"unchanged", self.model.epoch]
         else:
@@ -400,20 +345,16 @@ class ConsumerScripts(RuleBasedStateMachine):
         settled = self.model.settled if begun else 0
         waiting = [offset for offset in self.model.log if offset >= position and not settled >> offset & 1]
         above = [offset for offset in self.model.log if offset >= position]
-        command = position_command(self.connection, self.prefix, self.partition, GROUP, start=start, seek=seek)
-        look = position_reply(self.ask(command), "")
+        look = self.partition.position(start=start, seek=seek)
         assert look is not None
         assert look[1:-1] == (
             self.model.next, position, (settled >> position).bit_count(), self.model.owner or "", self.model.epoch,
         )  # fmt: skip
         assert look.head == (self.head(above[0]) if above else None)
         first = position + skip
-        command = find_command(
-            self.connection, self.prefix, self.partition, GROUP, key=key, first=first, count=count, seek=seek
-        )
         of_key = [offset for offset in waiting if first <= offset < first + count and key_at(offset) == key]
         head = self.head(of_key[0]) if of_key else None
-        assert find_reply(self.ask(command), key, "") == (len(of_key), head)
+        assert self.partition.find(key, first=first, count=count, seek=seek) == (len(of_key), head)
 
     def head(self, offset: int) -> UnsettledHead:
         failures = self.model.failures.get(offset)
@@ -429,13 +370,9 @@ class ConsumerScripts(RuleBasedStateMachine):
     )
     def trim(self, floor: int, limit: int, seeks: int, start: int) -> None:
         """What was committed counts where it was since the group's last seek, else where it starts."""
-        group = GroupStart(GROUP, self.model.seek + seeks, start)
-        command = trim_command(self.connection, self.prefix, self.partition, [group], floor=floor, limit=limit)
         place = self.model.committed if self.model.committed and seeks <= 0 else start
         settled_by_all = [offset for offset in self.model.log if offset < min(floor, place)]
-        reply = self.ask(command)
-        assert isinstance(reply, list)
-        word, count, first = reply
+        word, count, first = self.partition.trim(floor, start=start, seek=self.model.seek + seeks, limit=limit)
         assert word == b"trimmed"
         assert count <= len(settled_by_all)
         self.model.log = self.model.log[count:]
@@ -444,13 +381,12 @@ class ConsumerScripts(RuleBasedStateMachine):
 
     @invariant()
     def the_servers_state_is_the_models(self) -> None:
-        owner, epoch, committed, base, bits, attempts, length = self.connection.call(
-            [
-                *(("HGET", self.group.lock, name) for name in ("owner", "epoch", "committed", "base")),
-                ("GET", self.group.acks),
-                ("HGETALL", self.group.attempts),
-                ("XLEN", self.keys.log),
-            ]
+        group = self.partition.group
+        (owner, epoch, committed, base), bits, attempts, length = self.partition.call(
+            ("HMGET", group.lock, "owner", "epoch", "committed", "base"),
+            ("GET", group.acks),
+            ("HGETALL", group.attempts),
+            ("XLEN", self.partition.keys.log),
         )
         assert (owner.decode() if owner is not None else None, int(epoch or 0)) == (self.model.owner, self.model.epoch)
         assert int(committed or 0) == self.model.committed
@@ -464,7 +400,7 @@ class ConsumerScripts(RuleBasedStateMachine):
 
     @invariant()
     def each_offset_is_told_by_the_call_that_settled_it(self) -> None:
-        entries = entries_of(self.entries())
+        entries = self.partition.told()
         told = [(telling.place, telling.member, telling.dropped) for telling in self.model.tellings]
         assert [(entry.entry_id, entry.member, entry.dropped) for entry in entries] == told
         for entry, telling in zip(entries, self.model.tellings, strict=True):
@@ -478,11 +414,6 @@ class ConsumerScripts(RuleBasedStateMachine):
 def key_at(offset: int) -> bytes:
     """Return the key of the message at an offset."""
     return b"k%d" % (offset % 3)
-
-
-def in_ms(time: list[bytes]) -> int:
-    """Return what a server's TIME says, in ms."""
-    return int(time[0]) * 1000 + int(time[1]) // 1000
 
 
 def fail_and_settle_after_a_trim(state: ConsumerScripts) -> None:
@@ -535,64 +466,47 @@ PROGRAMS: list[Program[ConsumerScripts]] = [
 """What chance found once, and what is of its kind."""
 
 
-@pytest.fixture
-def connection(every_redis: RedisServer) -> Iterator[NodeConnection]:
-    """A connection to a Redis of each version."""
-    with NodeConnection(Node(NodeId(1), "n", every_redis.url, None), any_run=True) as connection:
-        yield connection
-
-
 def test_members_calls_in_any_order_leave_what_the_model_leaves(connection: NodeConnection, key_prefix: str) -> None:
-    class Here(ConsumerScripts):
-        pass
-
-    Here.connection, Here.prefix = connection, key_prefix
-    run_state_machine_as_test(
-        Here,
-        settings=settings(
-            max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
-        ),
-    )
+    run_machine(placed(ConsumerScripts, connection, key_prefix))
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_what_chance_found_once_leaves_what_the_model_leaves(
     connection: NodeConnection, key_prefix: str, program: Program[ConsumerScripts]
 ) -> None:
-    class Here(ConsumerScripts):
-        pass
-
-    Here.connection, Here.prefix = connection, key_prefix
-    play(Here, program)
+    play(placed(ConsumerScripts, connection, key_prefix), program)
 
 
-class Partition:
-    """A partition with many records, owned by one member."""
+class OwnedHarness(PartitionHarness):
+    """A partition that one member owns, with messages of one key; `far`: with the last of these only."""
 
-    def __init__(self, connection: NodeConnection, prefix: str, next_offset: int) -> None:
-        self.connection, self.holder = connection, LockHolder(prefix, 1, GROUP, "a", 5)
-        self.acks = group_keys(prefix, 1, GROUP).acks
-        create(connection, prefix, 1, "t", 0, 1024, "open", "")
-        keys = partition_keys(prefix, 1)
-        connection.call([("XADD", keys.log, f"{next_offset - 1}-0", "m", "1:0:1:0", "k", "k", "b", "b")])
-        connection.call([("HSET", keys.meta, "next", next_offset)])
+    def __init__(self, connection: NodeConnection, prefix: str, count: int, *, far: bool = True) -> None:
+        super().__init__(connection, prefix)
+        self.owner = self.member("a", 5)
+        self.create()
+        if far:
+            self.add([count])
+        else:
+            self.append(MessageRun(0, 1, count, [b"0", b"k", b"b"] * count), source=5)
         self.take()
 
     def take(self) -> LockTaken:
-        command = acquire_command(self.connection, self.holder, start=1, afresh=True)
-        answer = acquire_reply(self.connection.call([command])[0], "")
+        answer = self.owner.acquire(afresh=True)
         assert isinstance(answer, LockTaken)
         return answer
 
-    def settle(self, *ranges: tuple[int, int]) -> LockKept | Fenced | Refused:
-        return settle_reply(self.connection.call([settle_command(self.connection, self.holder, ranges)])[0], "")
+    def settle(self, *ranges: tuple[int, int]) -> object:
+        return self.owner.settle(ranges)
+
+    def settle_and_tell(self, ranges: list[tuple[int, int]]) -> None:
+        self.owner.settle(ranges, told=all_handled(ranges, 1_000))
 
 
 def test_the_bitmap_is_cut_when_many_offsets_behind_a_blocked_head_are_settled(
     connection: NodeConnection, key_prefix: str
 ) -> None:
     """Cases 51 and 54: committed jumps over all that is settled, and what is spent of the bitmap is dropped."""
-    partition = Partition(connection, key_prefix, 200_001)
+    partition = OwnedHarness(connection, key_prefix, 200_000)
     assert partition.settle((2, 90_000), (90_002, 100_000)) == LockKept(1)
     assert partition.settle((1, 1)) == LockKept(90_001)
     taken = partition.take()
@@ -601,13 +515,13 @@ def test_the_bitmap_is_cut_when_many_offsets_behind_a_blocked_head_are_settled(
     assert all(is_settled(offset, taken.base, taken.bits) for offset in range(90_002, 100_001))
     assert partition.settle((100_500, 200_000)) == LockKept(90_001)
     assert partition.settle((90_001, 90_001), (100_001, 100_499)) == LockKept(200_001)
-    assert connection.call([("EXISTS", partition.acks)]) == [0]
+    assert partition.call(("EXISTS", partition.group.acks)) == [0]
 
 
 def test_offsets_beyond_the_window_are_refused_and_nothing_is_changed(
     connection: NodeConnection, key_prefix: str
 ) -> None:
-    partition = Partition(connection, key_prefix, 3 * WINDOW)
+    partition = OwnedHarness(connection, key_prefix, 3 * WINDOW - 1)
     assert partition.settle((5, 5), (WINDOW + 1, WINDOW + 1)) == Refused("beyond", str(WINDOW + 1))
     assert partition.take().bits == b""
     assert partition.settle((2, WINDOW)) == LockKept(1)
@@ -618,34 +532,28 @@ def test_offsets_beyond_the_window_are_refused_and_nothing_is_changed(
 def test_looking_passes_over_a_command_record_and_says_where_there_is_no_partition(
     connection: NodeConnection, key_prefix: str
 ) -> None:
-    look = position_command(connection, key_prefix, 1, GROUP, start=1, seek=0)
-    assert position_reply(connection.call([look])[0], "") is None
-    create(connection, key_prefix, 1, "t", 0, 1024, "open", "")
-    connection.call([append_command(connection, key_prefix, 1, 5, [MessageRun(0, 1, 1, [b"0", b"k", b"b"])])])
-    connection.call([seal_command(connection, key_prefix, 1, 12, "the seal")])
-    found = position_reply(connection.call([look])[0], "")
+    partition = PartitionHarness(connection, key_prefix)
+    assert partition.position() is None
+    partition.create()
+    partition.append(MessageRun(0, 1, 1, [b"0", b"k", b"b"]), source=5)
+    partition.seal()
+    found = partition.position()
     assert found is not None
     assert (found.unsettled, found.head) == (1, UnsettledHead(1, b"5:0:1:0", b"k", None))
-    find = find_command(connection, key_prefix, 1, GROUP, key=b"12", first=1, count=9, seek=0)
-    assert find_reply(connection.call([find])[0], b"12", "").messages == 0
-    holder = LockHolder(key_prefix, 1, GROUP, "a", 5)
-    connection.call([acquire_command(connection, holder, start=1), settle_command(connection, holder, [(1, 1)])])
-    found = position_reply(connection.call([look])[0], "")
+    assert partition.find(b"12").messages == 0
+    partition.member("a", 5).acquire()
+    partition.member("a", 5).settle([(1, 1)])
+    found = partition.position()
     assert found is not None
     assert (found.unsettled, found.owner, found.epoch, found.head) == (0, "a", 5, None)
-    connection.call([retire_command(connection, key_prefix, 1, [GROUP])])
-    assert position_reply(connection.call([look])[0], "") is None
+    partition.retire()
+    assert partition.position() is None
 
 
 def test_looking_counts_only_what_is_settled_above_the_head_and_finds_nothing_below_it(
     connection: NodeConnection, key_prefix: str
 ) -> None:
-    create(connection, key_prefix, 1, "t", 0, 1024, "open", "")
-    connection.call([append_command(connection, key_prefix, 1, 5, [MessageRun(0, 1, 9, [b"0", b"k", b"b"] * 9)])])
-    holder = LockHolder(key_prefix, 1, GROUP, "a", 5)
-    connection.call([acquire_command(connection, holder, start=1)])
-    look = position_command(connection, key_prefix, 1, GROUP, start=1, seek=0)
-    find = find_command(connection, key_prefix, 1, GROUP, key=b"k", first=1, count=9, seek=0)
+    partition = OwnedHarness(connection, key_prefix, 9, far=False)
     # Settled; then the first offset that is not, how many above it are, and how many of the key are not.
     for ranges, position, above, left in (
         ([(1, 1)], 2, 0, 8),
@@ -653,24 +561,22 @@ def test_looking_counts_only_what_is_settled_above_the_head_and_finds_nothing_be
         ([(2, 2)], 5, 1, 4),
         ([(5, 5), (7, 9)], 10, 0, 0),
     ):
-        connection.call([settle_command(connection, holder, ranges)])
-        found = position_reply(connection.call([look])[0], "")
+        partition.settle(*ranges)
+        found = partition.position()
         assert found is not None
         assert (found.position, found.settled, found.unsettled) == (position, above, left)
-        of_key = find_reply(connection.call([find])[0], b"k", "")
+        of_key = partition.find(b"k")
         assert (of_key.messages, of_key.head and of_key.head.offset) == (left, position if left else None)
 
 
 def test_failures_keep_the_time_of_the_first_and_a_repeated_call_moves_no_time(
     connection: NodeConnection, key_prefix: str
 ) -> None:
-    create(connection, key_prefix, 1, "t", 0, 1024, "open", "")
-    holder = LockHolder(key_prefix, 1, GROUP, "a", 5)
-    connection.call([acquire_command(connection, holder, start=1)])
+    partition = OwnedHarness(connection, key_prefix, 1)
 
     def count(attempts: int) -> FailureHistory:
-        noted = ("HGET", group_keys(key_prefix, 1, GROUP).attempts, 1)
-        return failures_of(connection.call([attempt_command(connection, holder, 1, attempts), noted])[1])
+        partition.owner.count(1, attempts)
+        return failures_of(partition.call(("HGET", partition.group.attempts, 1))[0])
 
     def is_later() -> bool:
         return in_ms(connection.call([("TIME",)])[0]) > (first.last_ms or 0)
@@ -686,21 +592,17 @@ def test_failures_keep_the_time_of_the_first_and_a_repeated_call_moves_no_time(
 
 @pytest.mark.parametrize("count", [0, FIND_LIMIT + 1])
 def test_a_search_is_bounded(connection: NodeConnection, key_prefix: str, count: int) -> None:
-    command = find_command(connection, key_prefix, 1, GROUP, key=b"k", first=1, count=count, seek=0)
     with pytest.raises(StoreUnavailable, match="1 to 1000 offsets"):
-        find_reply(connection.call([command])[0], b"k", "")
+        PartitionHarness(connection, key_prefix).find(b"k", count=count)
 
 
 def test_what_was_settled_by_whole_bytes_is_not_told_again(connection: NodeConnection, key_prefix: str) -> None:
     """Single offsets far above a blocked head first, then all at once: each is told once, by its own call."""
-    partition = Partition(connection, key_prefix, 1_001)
+    partition = OwnedHarness(connection, key_prefix, 1_000)
     single = [(offset, offset) for offset in range(30, 900, 7)]
-    told = [encode_outcome("h" * len(single), [(1_000, 1)]), encode_outcome("h", [(1_000, 1)])]
-    connection.call([settle_command(connection, partition.holder, single, (), told[0])])
-    connection.call([settle_command(connection, partition.holder, [(2, 1_000)], (), told[1])])
-    connection.call([settle_command(connection, partition.holder, [(1, 1_000)], (), told[1])])
-    key = outcomes_key(key_prefix, 1, GROUP)
-    first, second, third = entries_of(connection.call([("XRANGE", key, "-", "+")])[0])
+    for ranges in (single, [(2, 1_000)], [(1, 1_000)]):
+        partition.settle_and_tell(ranges)
+    first, second, third = partition.told()
     offsets = [offset for one in second.ranges for offset in range(one.first, one.last + 1)]
     assert [(one.first, one.last) for one in first.ranges] == single
     assert offsets == sorted({*range(2, 1_001)} - {one for one, _ in single})
@@ -712,23 +614,22 @@ def test_retiring_leaves_what_is_told_until_it_is_fetched(
     connection: NodeConnection, key_prefix: str, kept: bool
 ) -> None:
     """Of an archived topic; of another one nothing is left but the tombstone."""
-    partition = Partition(connection, key_prefix, 11)
-    connection.call([settle_command(connection, partition.holder, [(1, 10)], (), encode_outcome("h", [(10, 1)]))])
-    keys, key = partition_keys(key_prefix, 1), outcomes_key(key_prefix, 1, GROUP)
-    retire = retire_command(connection, key_prefix, 1, [GROUP, 8], archived=kept)
-    assert connection.call([retire]) == [[b"unfetched", 1] if kept else [b"retired"]]
-    assert connection.call([("HGETALL", keys.meta), ("EXISTS", key)]) == [[b"state", b"deleted"], int(kept)]
-    connection.call([forget_command(key_prefix, 1, GROUP, OutcomeId(5, 1))])
-    assert connection.call([retire, ("EXISTS", key)]) == [[b"retired"], 0]
+    partition = OwnedHarness(connection, key_prefix, 10)
+    partition.settle_and_tell([(1, 10)])
+    assert partition.retire(archived=kept, groups=[8]) == ([b"unfetched", 1] if kept else [b"retired"])
+    left = partition.call(("HGETALL", partition.keys.meta), ("EXISTS", partition.outcomes))
+    assert left == [[b"state", b"deleted"], int(kept)]
+    partition.call(forget_command(key_prefix, 1, GROUP, OutcomeId(5, 1)))
+    assert partition.retire(archived=kept, groups=[8]) == [b"retired"]
+    assert partition.call(("EXISTS", partition.outcomes)) == [0]
 
 
 def test_what_is_settled_again_above_a_blocked_head_is_not_told_again(
     connection: NodeConnection, key_prefix: str
 ) -> None:
     """Bit by bit: at the edges of a range, within one call and over calls."""
-    partition = Partition(connection, key_prefix, 101)
+    partition = OwnedHarness(connection, key_prefix, 100)
     for ranges in ([(5, 6), (6, 7)], [(4, 9)], [(4, 9)]):
-        told = encode_outcome("h" * len(ranges), [(100, 1)])
-        connection.call([settle_command(connection, partition.holder, ranges, (), told)])
-    entries = entries_of(connection.call([("XRANGE", outcomes_key(key_prefix, 1, GROUP), "-", "+")])[0])
+        partition.settle_and_tell(ranges)
+    entries = partition.told()
     assert [[one[:2] for one in entry.ranges] for entry in entries] == [[(5, 7)], [(4, 4), (8, 9)]]

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import invariant, rule
 
 from mqlayer.domain.message import NO_KEY
-from mqlayer.domain.routing import NodeId
-from mqlayer.redis.keys import ended_sources_key, partition_keys
-from mqlayer.redis.node_connection import Node, NodeConnection
+from mqlayer.redis.keys import ended_sources_key
+from mqlayer.redis.node_connection import NodeConnection
 from mqlayer.redis.partition_scripts import (
     AS_BEFORE,
     AS_BEFORE_UNLESS_CLOSED,
@@ -23,19 +20,15 @@ from mqlayer.redis.partition_scripts import (
     MessageRun,
     Refused,
     RunOutcome,
-    append_command,
     append_reply,
-    create,
     end_sources,
 )
 from mqlayer.redis.wire import LINE_END, append_packet, append_start, bulk, bulk_head, bulk_number
-from mqlayer.stack import RedisServer
+from tests.fixtures.partition_harness import PartitionMachine, placed, run_machine
 
-LP_FROM, LP_TO = 4, 8
+LPS = LP_FROM, LP_TO = 4, 8
 SOURCES = (3, 12)
 STATES = ("open", "sealed", "importing")
-
-_partitions = itertools.count(1)
 
 Entry = tuple[str, bytes, bytes, bytes]
 
@@ -95,17 +88,13 @@ def steps(draw: st.DrawFn) -> list[tuple[int, int, int]]:
     return [(lp, draw(begins), draw(st.integers(1, 6))) for lp in lps]
 
 
-class Appends(RuleBasedStateMachine):
+class Appends(PartitionMachine):
     """Calls of two sources, right ones and wrong ones, in any order, beside changes of the partition's state."""
 
-    connection: NodeConnection
-    prefix: str
-
-    @initialize()
-    def make(self) -> None:
-        self.partition = next(_partitions)
-        self.keys = partition_keys(self.prefix, self.partition)
-        create(self.connection, self.prefix, self.partition, "t", LP_FROM, LP_TO, "open", "")
+    def __init__(self) -> None:
+        super().__init__()
+        self.partition.create(lps=LPS)
+        self.keys = self.partition.keys
         self.model = Model()
         self.connection.call([("DEL", ended_sources_key(self.prefix))])
         self.messages = itertools.count(1)
@@ -169,13 +158,13 @@ class Appends(RuleBasedStateMachine):
         assert all(fields[::2] == [b"m", b"k", b"b"] for _, fields in entries)
 
     def check(self, source: int, runs: list[MessageRun], backlog: int, *, as_packet: bool) -> None:
-        reply = self.send(source, runs, backlog, as_packet=as_packet)
-        assert append_reply(reply, "the node") == self.model.append(source, runs, backlog)
+        assert self.send(source, runs, backlog, as_packet=as_packet) == self.model.append(source, runs, backlog)
 
-    def send(self, source: int, runs: list[MessageRun], backlog: int, *, as_packet: bool) -> Any:
+    def send(
+        self, source: int, runs: list[MessageRun], backlog: int, *, as_packet: bool
+    ) -> AppendReply | Refused | None:
         if not as_packet:
-            command = append_command(self.connection, self.prefix, self.partition, source, runs, backlog=backlog)
-            return self.connection.call([command])[0]
+            return self.partition.append(*runs, source=source, backlog=backlog)
         heads = [bulk_number(number) for run in runs for number in (run.lp, run.first, run.count)]
         pieces: list[bytes] = []
         for run in runs:
@@ -184,9 +173,9 @@ class Appends(RuleBasedStateMachine):
                 pieces += (bulk(facts), bulk(key), bulk_head(len(body)), body, LINE_END)
         count = sum(run.count for run in runs)
         digest = self.connection.digest("log_append")
-        start = append_start(digest, self.prefix, self.partition, source, backlog)
+        start = append_start(digest, *self.partition.place, source, backlog)
         self.connection.send_packet(append_packet(start, heads, pieces, count=count))
-        return self.connection.receive(1)[0]
+        return append_reply(self.connection.receive(1)[0], "the node")
 
     def fields(self, count: int) -> list[bytes]:
         """Facts, key and body of new messages: no two are equal."""
@@ -198,22 +187,6 @@ class Appends(RuleBasedStateMachine):
         return fields
 
 
-@pytest.fixture
-def connection(every_redis: RedisServer) -> Iterator[NodeConnection]:
-    """A connection to a Redis of each version."""
-    with NodeConnection(Node(NodeId(1), "n", every_redis.url, None), any_run=True) as connection:
-        yield connection
-
-
 @pytest.mark.slow
 def test_appends_in_any_order_leave_what_the_model_leaves(connection: NodeConnection, key_prefix: str) -> None:
-    class Here(Appends):
-        pass
-
-    Here.connection, Here.prefix = connection, key_prefix
-    run_state_machine_as_test(
-        Here,
-        settings=settings(
-            max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
-        ),
-    )
+    run_machine(placed(Appends, connection, key_prefix), steps=30)

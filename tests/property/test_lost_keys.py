@@ -7,7 +7,8 @@ What dedup ids a partition knew is not held against it: docs/how-to/deduplicate.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any, Final
@@ -17,52 +18,20 @@ import pytest
 from mqlayer.doctor.findings import CheckStatus
 from mqlayer.doctor.verify import verify
 from mqlayer.domain.offsets import as_ranges
-from mqlayer.domain.routing import NodeId
+from mqlayer.errors import StoreUnavailable
 from mqlayer.postgres.database import Database
-from mqlayer.redis.keys import group_keys, outcomes_key, partition_keys, pop_keys, rate_key
-from mqlayer.redis.node_connection import Node, NodeConnection
-from mqlayer.redis.outcomes import encode_outcome, encode_pop_outcome
-from mqlayer.redis.partition_scripts import (
-    AppendReply,
-    LockHolder,
-    LockTaken,
-    MessageRun,
-    acquire_command,
-    acquire_reply,
-    append_command,
-    append_reply,
-    attempt_command,
-    settle_command,
-)
-from mqlayer.redis.pop_scripts import (
-    PopBatch,
-    PopGroupPartition,
-    ReceiveRequest,
-    pop_settle_command,
-    receive_command,
-    receive_reply,
-)
-from mqlayer.redis.shared_scripts import (
-    DueMessages,
-    EpochInForce,
-    SharedGroupPartition,
-    shared_acquire_command,
-    shared_acquire_reply,
-    shared_due_command,
-    shared_due_reply,
-    shared_nack_command,
-    shared_read_command,
-    shared_reclaim_command,
-    shared_settle_command,
-)
-from mqlayer.stack import RedisServer
+from mqlayer.redis.keys import rate_key
+from mqlayer.redis.node_connection import Command, NodeConnection
+from mqlayer.redis.outcomes import encode_pop_outcome
+from mqlayer.redis.partition_scripts import AppendReply, LockTaken
+from mqlayer.redis.pop_scripts import PopBatch
+from mqlayer.redis.shared_scripts import DueMessages, EpochInForce
 from mqlayer.topics import create_topic, register_node
 from mqlayer.topics.nodes import rearm_node
+from tests.fixtures.partition_harness import KEYS, SOURCE, Book, PartitionHarness, all_handled, keyed_run
 from tests.proof.runtimes import runtime_of
 
 GROUP: Final = 1
-SOURCE: Final = 3
-KEYS: Final = 3
 FIRST, LAST = 12, 15
 TURNS: Final = 60
 PARTITION: Final = ("log", "meta", "marks", "ids", "ages")
@@ -70,91 +39,85 @@ NATIVE: Final = "native group"
 
 
 @dataclass
-class Lost:
+class Lost(Book):
     """A partition of which some keys are removed, and what became of its messages: seqs 1 to LAST of one LP."""
 
-    connection: NodeConnection
-    prefix: str
-    partition: int
-    lp: int
-    names: tuple[str, ...]
-    ordered: bool = True
+    lp: int = 0
+    names: tuple[str, ...] = ()
     epoch: int = 1
     absent: bool = False
     appended: int = 0
-    handled: set[int] = field(default_factory=set)
-    said: set[int] = field(default_factory=set)
     seqs: dict[int, int] = field(default_factory=dict)
 
-    def call(self, command: Any) -> Any:
-        """Return a reply, and note where the node says that it does not have the partition."""
-        (reply,) = self.connection.call([command])
-        self.absent = self.absent or (isinstance(reply, list) and reply[:1] == [b"absent"])
-        return reply
+    @classmethod
+    def of(
+        cls, connection: NodeConnection, prefix: str, partition: int, lp: int, names: tuple[str, ...], *, in_order: bool
+    ) -> Lost:
+        """Return one whose calls note where the node says that it does not have the partition."""
+
+        def ask(make: Callable[[], Command]) -> Any:
+            (reply,) = connection.call([make()])
+            lost.absent = lost.absent or (isinstance(reply, list) and reply[:1] == [b"absent"])
+            return reply
+
+        lost = cls(
+            PartitionHarness(connection, prefix, partition, group_id=GROUP, ask=ask), in_order, lp=lp, names=names
+        )
+        return lost
 
     def learn(self) -> None:
         """Look which message is at which offset: what is removed keeps its offsets until the node is armed."""
-        (entries,) = self.connection.call([("XRANGE", partition_keys(self.prefix, self.partition).log, "-", "+")])
+        entries = self.partition.entries()
         self.seqs |= {int(entry_id[:-2]): int(fields[1].split(b":")[2]) for entry_id, fields in entries}
 
     def append(self, upto: int) -> None:
         """Send what is missing up to a seq, as a relay: from behind the mark that the partition tells."""
         if not self.send(self.appended + 1, upto):
-            marks = partition_keys(self.prefix, self.partition).marks
-            (mark,) = self.connection.call([("HGET", marks, f"{SOURCE}:{self.lp}")])
+            (mark,) = self.partition.call(("HGET", self.partition.keys.marks, f"{SOURCE}:{self.lp}"))
             self.send(int(mark or 0) + 1, upto)
 
     def send(self, first: int, upto: int) -> bool:
         """Append seqs from one to another, if any; say whether they are there."""
         if first > upto:
             return True
-        fields = [part for n in range(first, upto + 1) for part in (b"1", b"k%d" % (n % KEYS), b"%d" % n)]
-        run = MessageRun(self.lp, first, upto + 1 - first, fields)
-        answer = append_reply(
-            self.call(append_command(self.connection, self.prefix, self.partition, SOURCE, [run])), ""
-        )
+        answer = self.partition.append(keyed_run(self.lp, first, upto + 1 - first))
         if isinstance(answer, AppendReply) and (answer.outcomes is None or answer.outcomes[0].status in ("ok", "dup")):
             self.appended = upto
         return self.appended == upto
 
-    def handle(self, seq: int) -> None:
-        before = set(range(seq - KEYS, 0, -KEYS)) if self.ordered else set()
-        assert before <= self.handled, f"{seq} before {sorted(before - self.handled)}"
-        self.handled.add(seq)
+    def handle_at(self, offsets: Sequence[int]) -> None:
+        for offset in offsets:
+            self.handle(self.seqs[offset])
 
-    @property
-    def committed(self) -> int:
-        """The group's place; all below it was said to be settled."""
-        (text,) = self.connection.call([("HGET", group_keys(self.prefix, self.partition, GROUP).lock, "committed")])
-        below = {self.seqs[offset] for offset in range(1, int(text or 1)) if offset in self.seqs}
-        assert below <= self.said, f"{sorted(below - self.said)} were never settled"
-        return int(text or 1)
+    def say(self, offsets: Sequence[int]) -> None:
+        """Note what is about to be settled."""
+        self.said |= {self.seqs[offset] for offset in offsets}
+
+    def messages_below(self, offset: int) -> set[int]:
+        return {seq for at, seq in self.seqs.items() if at < offset}
 
     @property
     def done(self) -> bool:
-        (following,) = self.connection.call([("HGET", partition_keys(self.prefix, self.partition).meta, "next")])
-        return self.committed == int(following or 0) and self.handled == set(range(1, LAST + 1))
+        return self.committed == self.partition.next_offset and self.handled == set(range(1, LAST + 1))
 
     def remove(self) -> None:
         """Remove the keys."""
-        partition, group = partition_keys(self.prefix, self.partition), group_keys(self.prefix, self.partition, GROUP)
-        pop = pop_keys(self.prefix, self.partition, GROUP)
-        named = {**partition._asdict(), **group._asdict(), **pop._asdict()}
-        named["outcomes"] = outcomes_key(self.prefix, self.partition, GROUP)
-        named["rate"] = rate_key(self.prefix, self.partition, GROUP)
+        at = self.partition
+        named = {**at.keys._asdict(), **at.group._asdict(), **at.pops._asdict(), "outcomes": at.outcomes}
+        named["rate"] = rate_key(at.prefix, at.number, GROUP)
         self.learn()
         for name in self.names:
             if name == NATIVE:
-                self.connection.call([("XGROUP", "DESTROY", partition.log, "g1")])
+                at.destroy_native_group()
             else:
-                self.connection.call([("DEL", named[name])])
+                at.call(("DEL", named[name]))
 
 
 def member(lost: Lost, most: int) -> Callable[[], None]:
     """A member takes the partition and handles some messages of each key; return how it goes on later, as it was."""
     lost.epoch += 2
-    holder = LockHolder(lost.prefix, lost.partition, GROUP, f"m{lost.epoch}", lost.epoch)
-    taken = acquire_reply(lost.call(acquire_command(lost.connection, holder, start=1, afresh=True)), "")
+    scripts = lost.partition.member(f"m{lost.epoch}", lost.epoch)
+    taken = scripts.acquire(afresh=True)
     if not isinstance(taken, LockTaken):
         return lambda: None
     todo = [offset for offset in range(1, taken.next_offset) if not taken.has_settled(offset)]
@@ -164,11 +127,11 @@ def member(lost: Lost, most: int) -> Callable[[], None]:
 
     def go_on(some: list[int]) -> None:
         for offset in some:
-            lost.call(attempt_command(lost.connection, holder, offset, 1))
-            lost.handle(lost.seqs[offset])
-            lost.said.add(lost.seqs[offset])
-            told = encode_outcome("h", [(offset, 1)])
-            lost.call(settle_command(lost.connection, holder, [(offset, offset)], [offset], told))
+            scripts.count(offset, 1)
+            lost.handle_at([offset])
+            lost.say([offset])
+            ranges = [(offset, offset)]
+            scripts.settle(ranges, [offset], all_handled(ranges, offset))
             assert lost.committed
 
     go_on(todo[:most])
@@ -177,56 +140,60 @@ def member(lost: Lost, most: int) -> Callable[[], None]:
 
 def receiver(lost: Lost, most: int) -> Callable[[], None]:
     """A receiver is given a batch, and acknowledges some of it, the last first; the rest later."""
-    place = PopGroupPartition(lost.prefix, lost.partition, GROUP, "key", lost.epoch)
-    answer = receive_reply(
-        lost.call(
-            receive_command(lost.connection, place, ReceiveRequest(f"a{len(lost.handled)}-{most}", most + 2, 10**6, 1))
-        ),
-        "",
-    )
+    scripts = lost.partition.receiver("key", lost.epoch)
+    answer = scripts.receive(f"a{len(lost.handled)}-{most}", most + 2, 1)
     if not isinstance(answer, PopBatch):
         return lambda: None
-    for record in answer.records:
-        lost.handle(lost.seqs[record.offset])
+    lost.handle_at([record.offset for record in answer.records])
 
-    def go_on(records: Any) -> None:
-        for record in records:
-            lost.said.add(lost.seqs[record.offset])
-            token = [(answer.batch, record.offset)]
-            lost.call(pop_settle_command(lost.connection, place, "ack", token, encoded_outcome=encode_pop_outcome("r")))
+    def go_on(offsets: list[int]) -> None:
+        for offset in offsets:
+            lost.say([offset])
+            scripts.settle("ack", [(answer.batch, offset)], told=encode_pop_outcome("r"))
             assert lost.committed
 
-    records = answer.records[::-1]
-    go_on(records[:most])
-    return lambda: go_on(records[most:])
+    given = [record.offset for record in answer.records][::-1]
+    go_on(given[:most])
+    return lambda: go_on(given[most:])
+
+
+@contextmanager
+def group_may_be_gone() -> Iterator[None]:
+    """Let a call fail for want of the native group; nothing else may be wrong."""
+    try:
+        yield
+    except StoreUnavailable as error:
+        if "NOGROUP" not in str(error):
+            raise
 
 
 def sharer(lost: Lost, most: int) -> Callable[[], None]:
     """A member of a shared group settles some of what it reads, gives some back, and has the rest."""
-    place, connection = SharedGroupPartition(lost.prefix, lost.partition, GROUP, lost.epoch), lost.connection
-    taken = shared_acquire_reply(lost.call(shared_acquire_command(connection, place, afresh=True)), "")
-    if not isinstance(taken, EpochInForce):
+    scripts = lost.partition.sharer("a", lost.epoch)
+    if not isinstance(scripts.acquire(afresh=True), EpochInForce):
         return lambda: None
-    (found,) = connection.call([shared_read_command([place], "a", group_id=GROUP, count=most + 4, block_ms=0)])
-    offsets = [int(entry_id[:-2]) for entry_id, _ in found[0][1]] if found and not isinstance(found, Exception) else []
-    lost.call(shared_reclaim_command(connection, place, 0)) if not offsets else None
-    again = shared_due_reply(lost.call(shared_due_command(connection, place, "a", 5)), "")
+    offsets = [int(entry_id[:-2]) for entry_id, _ in scripts.read(most + 4, may_miss=True)]
+    if not offsets:
+        with group_may_be_gone():
+            scripts.reclaim()
+    again = scripts.due(5)
     offsets += [record.offset for record in again.records] if isinstance(again, DueMessages) else []
 
     def go_on(some: list[int]) -> None:
-        for offset in some:
-            lost.handle(lost.seqs[offset])
-            lost.said.add(lost.seqs[offset])
+        lost.handle_at(some)
+        lost.say(some)
         if some:
             ranges = as_ranges(sorted(some))
-            told = encode_outcome("h" * len(ranges), [(some[-1], 1)])
-            lost.call(shared_settle_command(connection, place, "a", ranges, encoded_outcome=told))
+            with group_may_be_gone():
+                scripts.settle(ranges, told=all_handled(ranges, some[-1]))
             assert lost.committed
 
     begin = int(len(offsets) > 1)
     settled, back, rest = offsets[begin : most + begin], offsets[:begin], offsets[most + begin :]
     go_on(settled)
-    lost.call(shared_nack_command(connection, place, "a", [(offset, 0, 1) for offset in back])) if back else None
+    if back:
+        with group_may_be_gone():
+            scripts.nack([(offset, 1) for offset in back])
     return lambda: go_on(rest)
 
 
@@ -239,13 +206,6 @@ WAYS: Final[dict[Way, tuple[str, ...]]] = {
     ),
     sharer: (*PARTITION, "lock", "attempts", "outcomes", "rate", "due", NATIVE),
 }  # fmt: skip
-
-
-@pytest.fixture
-def connection(every_redis: RedisServer) -> Iterator[NodeConnection]:
-    """A connection to a Redis of each version."""
-    with NodeConnection(Node(NodeId(1), "n1", every_redis.url, None), any_run=True) as connection:
-        yield connection
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
@@ -268,7 +228,7 @@ def test_what_is_left_of_a_partition_settles_nothing_and_gets_going_again(
                 "VALUES (1, 'g', 'earliest', '{1}')"
             )
         cases = [
-            Lost(connection, key_prefix, at.partition, at.lp_from, lost, ordered=way is not sharer)
+            Lost.of(connection, key_prefix, at.partition, at.lp_from, lost, in_order=way is not sharer)
             for at, lost in zip(route.ranges, names, strict=True)
         ]
         for case in cases:
@@ -277,7 +237,7 @@ def test_what_is_left_of_a_partition_settles_nothing_and_gets_going_again(
                 if finding.verdict is CheckStatus.BROKEN and "node rearm" in finding.fix}  # fmt: skip
         for case in cases:
             go_on_alone(case, way)
-        unnamed = [case.names for case in cases if case.absent and f"partition {case.partition}" not in told]
+        unnamed = [case.names for case in cases if case.absent and f"partition {case.partition.number}" not in told]
         assert unnamed == [], "verify names the command for each that its node does not give out any more"
         rearm_node(runtime_of(database, key_prefix), "n1")
         for case in cases:

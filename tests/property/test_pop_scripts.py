@@ -5,48 +5,30 @@ Cases 50 to 54, 56 to 58. The model knows no time: a message that is out is invi
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from mqlayer.domain.offsets import is_settled
-from mqlayer.domain.routing import NodeId
-from mqlayer.redis.keys import group_keys, partition_keys, pop_keys
-from mqlayer.redis.node_connection import Node, NodeConnection
-from mqlayer.redis.outcomes import BEGINNING, encode_pop_outcome, entries_of, fetch_command
+from mqlayer.redis.node_connection import Command, NodeConnection
 from mqlayer.redis.outcomes import OutcomeId as At
-from mqlayer.redis.partition_scripts import Fenced, Refused, create, fence_command, retire_command
-from mqlayer.redis.pop_scripts import (
-    NoBatch,
-    PopBatch,
-    PopGroupPartition,
-    PopSettled,
-    ReceiveRequest,
-    Scope,
-    SettleAction,
-    pop_settle_command,
-    pop_settle_reply,
-    receive_command,
-    receive_reply,
+from mqlayer.redis.outcomes import encode_pop_outcome
+from mqlayer.redis.partition_scripts import Fenced, Refused
+from mqlayer.redis.pop_scripts import NoBatch, PopBatch, PopSettled, Scope, SettleAction
+from tests.fixtures.partition_harness import (
+    HOUR_MS,
+    PartitionHarness,
+    PartitionMachine,
+    ReceiverScripts,
+    in_ms,
+    placed,
+    run_machine,
 )
-from mqlayer.redis.read_scripts import position_command, position_reply
-from mqlayer.stack import RedisServer
 
-GROUP = 7
-HOUR_MS = 3_600_000
 BRIEF_MS = 1
 """Over before the next call: each call is followed by a look at the server's clock until it has moved on."""
 
@@ -170,39 +152,28 @@ class Model:
         return PopSettled(self.committed, stale)
 
 
-_partitions = itertools.count(1)
-
-
-class PopScripts(RuleBasedStateMachine):
+class PopScripts(PartitionMachine):
     """Receivers that ask, settle, fail and are late, beside appends, arming and seeks."""
 
-    connection: NodeConnection
-    prefix: str
     scope: Scope
 
     def __init__(self) -> None:
         super().__init__()
-        self.partition = next(_partitions)
-        self.keys = partition_keys(self.prefix, self.partition)
-        self.group = group_keys(self.prefix, self.partition, GROUP)
-        self.pops = pop_keys(self.prefix, self.partition, GROUP)
-        create(self.connection, self.prefix, self.partition, "t", 0, 1024, "open", "")
+        self.partition.create()
         self.model = Model(self.scope)
         self.epoch, self.seek, self.start = 1, 0, 1
         self.tokens: list[Token] = []
         self.attempts = 0
 
-    def place(self, epoch: int, seek: int) -> PopGroupPartition:
-        return PopGroupPartition(self.prefix, self.partition, GROUP, self.scope, epoch, self.start, seek)
+    def receiver(self, epoch: int) -> ReceiverScripts:
+        return self.partition.receiver(self.scope, epoch, self.start, self.seek)
 
-    def ask(self, command: object) -> object:
+    def ask(self, make: Callable[[], Command]) -> Any:
         """Call, and let the server's clock go on."""
-        reply, (seconds, micros) = self.connection.call([command, ("TIME",)])  # type: ignore[list-item]
-        after = int(seconds) * 1000 + int(micros) // 1000
-        while True:
-            seconds, micros = self.connection.call([("TIME",)])[0]
-            if int(seconds) * 1000 + int(micros) // 1000 >= after + 2:
-                return reply
+        reply, time = self.connection.call([make(), ("TIME",)])
+        while in_ms(self.connection.call([("TIME",)])[0]) < in_ms(time) + 2:
+            pass
+        return reply
 
     @initialize(start=st.integers(1, 4))
     def begin(self, start: int) -> None:
@@ -210,10 +181,8 @@ class PopScripts(RuleBasedStateMachine):
 
     @rule(count=st.sampled_from([1, 2, 5, 12, 130]))
     def append(self, count: int) -> None:
-        offsets = range(self.model.next, self.model.next + count)
+        self.partition.add(range(self.model.next, self.model.next + count), key_at, body_at)
         self.model.next += count
-        adds = [("XADD", self.keys.log, f"{o}-0", "m", f"1:0:{o}:0", "k", key_at(o), "b", body_at(o)) for o in offsets]
-        self.connection.call([*adds, ("HSET", self.keys.meta, "next", self.model.next)])
 
     @rule(limit=st.sampled_from([1, 2, 5, 40, 500]), brief=st.booleans(), step=st.sampled_from([0] * 8 + [-1]))
     def receive(self, limit: int, brief: bool, step: int) -> None:
@@ -241,8 +210,7 @@ class PopScripts(RuleBasedStateMachine):
         self.tokens += [(self.epoch, batch, offset) for offset in left]
 
     def asked(self, attempt: str, limit: int, *, brief: bool, epoch: int) -> object:
-        wish = ReceiveRequest(attempt, limit, 10**9, BRIEF_MS if brief else HOUR_MS)
-        return receive_reply(self.ask(receive_command(self.connection, self.place(epoch, self.seek), wish)), "")
+        return self.receiver(epoch).receive(attempt, limit, BRIEF_MS if brief else HOUR_MS)
 
     def receive_as(self, attempt: str, limit: int, *, brief: bool, epoch: int) -> None:
         answer = self.asked(attempt, limit, brief=brief, epoch=epoch)
@@ -354,18 +322,15 @@ class PopScripts(RuleBasedStateMachine):
         for at in range(0, len(pairs), 500):
             piece = pairs[at : at + 500]
             told = encode_pop_outcome("r", max_entries=KEPT)
-            command = pop_settle_command(
-                self.connection, self.place(epoch, self.seek), word, piece, ms=ms, encoded_outcome=told
-            )
             expected = self.model.settle(word, epoch, piece, invisible=not brief)
-            assert pop_settle_reply(self.ask(command), "") == expected
+            assert self.receiver(epoch).settle(word, piece, ms=ms, told=told) == expected
 
     @rule(step=st.sampled_from([0, 1, 2]), told=st.booleans())
     def raise_epoch(self, step: int, told: bool) -> None:
         """Its node is armed again: what was given out before is refused, and waits until it is visible."""
         if told:
             self.epoch = max(1, self.model.epoch + step)
-            reply = self.ask(fence_command(self.connection, self.prefix, self.partition, GROUP, self.epoch))
+            reply = self.partition.fence(self.epoch)
             if self.model.epoch >= self.epoch:
                 assert reply == [b"unchanged", self.model.epoch]
                 # What Postgres gives out only grows.
@@ -385,9 +350,8 @@ class PopScripts(RuleBasedStateMachine):
 
     @invariant()
     def each_ack_tells_what_it_settled_and_how_often_that_was_given(self) -> None:
-        command = fetch_command(self.prefix, self.partition, GROUP, BEGINNING, count=100)
         told = []
-        for entry in entries_of(self.connection.call([command])[0]):
+        for entry in self.partition.told():
             assert entry.member == "r"
             assert all((one.delivered_ms_ago or -1) >= 0 for one in entry.ranges if one.delivered_ms_ago != 0)
             times = {o: one.attempts for one in entry.ranges for o in range(one.first, one.last + 1)}
@@ -396,15 +360,14 @@ class PopScripts(RuleBasedStateMachine):
 
     @invariant()
     def the_servers_state_is_the_models(self) -> None:
-        owner, epoch, committed, base, seen, bits, times, pops, lines, due = self.connection.call(
-            [
-                *(("HGET", self.group.lock, name) for name in ("owner", "epoch", "committed", "base", "examined")),
-                ("GET", self.group.acks),
-                ("HGETALL", self.group.attempts),
-                ("HGETALL", self.pops.pops),
-                ("ZRANGE", self.pops.queues, 0, -1),
-                ("ZRANGE", self.pops.due, 0, -1),
-            ]
+        group, pop = self.partition.group, self.partition.pops
+        (owner, epoch, committed, base, seen), bits, times, pops, lines, due = self.partition.call(
+            ("HMGET", group.lock, "owner", "epoch", "committed", "base", "examined"),
+            ("GET", group.acks),
+            ("HGETALL", group.attempts),
+            ("HGETALL", pop.pops),
+            ("ZRANGE", pop.queues, 0, -1),
+            ("ZRANGE", pop.due, 0, -1),
         )
         model = self.model
         assert (owner == b"pop", int(epoch or 0)) == (model.owned, model.epoch)
@@ -420,12 +383,7 @@ class PopScripts(RuleBasedStateMachine):
         assert {int(member[-16:]) for member in lines} == looked_at
         lanes = {model.queue_of(offset) for offset in looked_at}
         assert {name.decode("latin1") if name[:1] == b"\xff" else name.decode() for name in due} == lanes
-        look = position_reply(
-            self.connection.call(
-                [position_command(self.connection, self.prefix, self.partition, GROUP, start=1, seek=0)]
-            )[0],
-            "",
-        )
+        look = self.partition.position()
         assert look is not None
         assert look.position == model.committed
         assert look.unsettled == model.next - model.start - len(model.settled)
@@ -446,45 +404,25 @@ def body_at(offset: int) -> bytes:
     return b"body %d" % offset
 
 
-@pytest.fixture
-def connection(every_redis: RedisServer) -> Iterator[NodeConnection]:
-    """A connection to a Redis of each version."""
-    with NodeConnection(Node(NodeId(1), "n", every_redis.url, None), any_run=True) as connection:
-        yield connection
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("scope", ["partition", "key"])
 def test_receivers_calls_in_any_order_leave_what_the_model_leaves(
     connection: NodeConnection, key_prefix: str, scope: Scope
 ) -> None:
-    class Here(PopScripts):
-        pass
-
-    Here.connection, Here.prefix, Here.scope = connection, key_prefix, scope
-    run_state_machine_as_test(
-        Here,
-        settings=settings(
-            max_examples=40, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
-        ),
-    )
+    run_machine(placed(PopScripts, connection, key_prefix, scope=scope), examples=40)
 
 
 def test_nothing_of_a_retired_partition_is_left_but_its_tombstone(connection: NodeConnection, key_prefix: str) -> None:
-    partition, keys = next(_partitions), partition_keys(key_prefix, 1)
-    keys = partition_keys(key_prefix, partition)
-    create(connection, key_prefix, partition, "t", 0, 1024, "open", "")
-    connection.call([("XADD", keys.log, f"{o}-0", "m", "1:0:1:0", "k", "k", "b", "b") for o in (1, 2)])
-    connection.call([("HSET", keys.meta, "next", 3)])
-    place = PopGroupPartition(key_prefix, partition, GROUP, "key", 1)
-    receive = receive_command(connection, place, ReceiveRequest("a", 2, 10**6, HOUR_MS))
-    answer = receive_reply(connection.call([receive])[0], "")
+    partition = PartitionHarness(connection, key_prefix)
+    partition.create()
+    partition.add([1, 2])
+    receiver = partition.receiver("key", 1)
+    answer = receiver.receive("a", 2)
     assert isinstance(answer, PopBatch)
-    connection.call([pop_settle_command(connection, place, "nack", [(answer.batch, 1)])])
-    there = (*group_keys(key_prefix, partition, GROUP), *pop_keys(key_prefix, partition, GROUP))
-    assert connection.call([("EXISTS", *there)])[0] == len(there) - 1, "all but the ack bitmap"
-    connection.call([retire_command(connection, key_prefix, partition, [GROUP])])
-    assert connection.call([("EXISTS", *there, keys.log, keys.marks)]) == [0]
-    assert receive_reply(connection.call([receive])[0], "") == Refused("absent", "")
-    settle = pop_settle_command(connection, place, "ack", [(answer.batch, 1)])
-    assert pop_settle_reply(connection.call([settle])[0], "") == Refused("absent", "")
+    receiver.settle("nack", [(answer.batch, 1)])
+    there = (*partition.group, *partition.pops)
+    assert partition.call(("EXISTS", *there)) == [len(there) - 1], "all but the ack bitmap"
+    partition.retire()
+    assert partition.call(("EXISTS", *there, partition.keys.log, partition.keys.marks)) == [0]
+    assert receiver.receive("a", 2) == Refused("absent", "")
+    assert receiver.settle("ack", [(answer.batch, 1)]) == Refused("absent", "")

@@ -160,7 +160,6 @@ class ParkingWorker(Service):
         if batch.messages:
             keys = [entry for entry in batch.entries if entry.ref not in result.refused_keys]
             self._events.parked(owned, keys, len(batch.messages) - len(result.refused_messages))
-            self._wake_settlers()
 
     def _limit_rate(self, updates: Sequence[KeyUpdate]) -> int:
         rate_limiter, taken = self._rate_limiter, 0

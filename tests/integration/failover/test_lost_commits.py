@@ -12,12 +12,14 @@ from pathlib import Path
 
 import psycopg
 import pytest
+from psycopg import errors as pg_errors
 
 from mqlayer import App, Context
 from mqlayer.errors import StoreUnavailable
 from mqlayer.groups import apply_seek, planned_seek
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.migrations import migrate
+from mqlayer.postgres.rights import Right
 from mqlayer.producing import Message, Producer
 from mqlayer.relay import recover_now, relay_once
 from mqlayer.runtime.route_cache import RouteCache
@@ -26,6 +28,7 @@ from mqlayer.topics import rearm_node
 from tests.fixtures.consumers import member_of
 from tests.fixtures.forked_programs import is_stopped
 from tests.fixtures.replicas import Switch
+from tests.fixtures.roles import Roles
 from tests.fixtures.servers import StartPostgres, StartRedis
 from tests.fixtures.standbys import Couple, couple_of
 from tests.fixtures.wait import wait_until
@@ -271,6 +274,45 @@ def test_a_seek_after_one_that_was_lost_is_no_repetition_of_it(
         seek(member)
         member.consume_all()
         assert len(member.handled) == 30
+
+
+LEAP = "SELECT mqlayer.server_replaced_v1('{}')"
+USED = "SELECT last_value FROM mqlayer.topic_topic_id_seq"
+NOTE_LEAP = """SELECT setval('mqlayer.repaired_at', floor(extract(epoch FROM clock_timestamp()))::bigint + %s)"""
+
+
+@pytest.mark.parametrize("noted_s", [-3600, -5, 2, 3600], ids="{:+}s".format)
+def test_numbers_leap_whatever_a_clock_that_was_set_makes_of_the_last_leap(
+    database_dsn: str, roles: Roles, noted_s: int
+) -> None:
+    """A leap from a time to come is none of the last 5 seconds: a clock set back holds up no recovery."""
+    with (
+        closing(psycopg.connect(database_dsn, autocommit=True)) as owner,
+        closing(psycopg.connect(roles.login(Right.RELAY), autocommit=True)) as relay,
+    ):
+        owner.execute(NOTE_LEAP, [noted_s])
+        used = owner.execute(USED).fetchall()
+        relay.execute(LEAP)
+        leapt = owner.execute(USED).fetchall()
+        assert leapt > used
+        # Then it is noted by the new clock, and the bound holds again.
+        with pytest.raises(pg_errors.LockNotAvailable, match="less than 5 seconds ago"):
+            relay.execute(LEAP)
+        assert owner.execute(USED).fetchall() == leapt
+
+
+def test_a_clock_set_ahead_lets_numbers_leap_5_seconds_after_the_last_leap_by_it(
+    database_dsn: str, roles: Roles
+) -> None:
+    with (
+        closing(psycopg.connect(database_dsn, autocommit=True)) as owner,
+        closing(psycopg.connect(roles.login(Right.RELAY), autocommit=True)) as relay,
+    ):
+        owner.execute(NOTE_LEAP, [-1])
+        with pytest.raises(pg_errors.LockNotAvailable, match="less than 5 seconds ago"):
+            relay.execute(LEAP)
+        owner.execute(NOTE_LEAP, [-5])
+        relay.execute(LEAP)
 
 
 def test_a_node_that_is_away_holds_the_recovery_up_until_an_operator_goes_on_without_it(
