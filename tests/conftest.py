@@ -18,10 +18,12 @@ from tests.fixtures.kept_connections import close_kept_connections
 from tests.fixtures.missing_tools import parts_left_out
 
 pytest_plugins = [
+    "tests.fixtures.archive_scenes",
     "tests.fixtures.archived",
     "tests.fixtures.commands",
     "tests.fixtures.consumers",
     "tests.fixtures.dead_nodes",
+    "tests.fixtures.gate_scenes",
     "tests.fixtures.outboxes",
     "tests.fixtures.plain_install",
     "tests.fixtures.poolers",
