@@ -24,6 +24,7 @@ pytest_plugins = [
     "tests.fixtures.consumers",
     "tests.fixtures.dead_nodes",
     "tests.fixtures.gate_scenes",
+    "tests.fixtures.kill_scenes",
     "tests.fixtures.outboxes",
     "tests.fixtures.plain_install",
     "tests.fixtures.poolers",
@@ -32,6 +33,9 @@ pytest_plugins = [
     "tests.fixtures.spark",
     "tests.fixtures.worker_stores",
 ]
+
+# Their asserts say what they compared, as those of tests do.
+pytest.register_assert_rewrite("tests.proof")
 
 TESTS = Path(__file__).parent
 SPARK_TIMEOUT_S = 600
