@@ -18,10 +18,13 @@ from tests.fixtures.kept_connections import close_kept_connections
 from tests.fixtures.missing_tools import parts_left_out
 
 pytest_plugins = [
+    "tests.fixtures.archive_scenes",
     "tests.fixtures.archived",
     "tests.fixtures.commands",
     "tests.fixtures.consumers",
     "tests.fixtures.dead_nodes",
+    "tests.fixtures.gate_scenes",
+    "tests.fixtures.kill_scenes",
     "tests.fixtures.outboxes",
     "tests.fixtures.plain_install",
     "tests.fixtures.poolers",
@@ -30,6 +33,9 @@ pytest_plugins = [
     "tests.fixtures.spark",
     "tests.fixtures.worker_stores",
 ]
+
+# Their asserts say what they compared, as those of tests do.
+pytest.register_assert_rewrite("tests.proof")
 
 TESTS = Path(__file__).parent
 SPARK_TIMEOUT_S = 600

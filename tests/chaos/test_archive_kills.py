@@ -6,15 +6,14 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import pytest
 
 from mqlayer.archive import batches
+from tests.fixtures.archive_scenes import HIGH, LOW, ArchiveScene
 from tests.fixtures.failpoints import armed
 from tests.fixtures.forked_programs import ask_python
 from tests.fixtures.wait import wait_until
-from tests.integration.test_archive import HIGH, LOW, Scene
 
 PROGRAM = """
 import sys
@@ -36,20 +35,13 @@ WAITING = (
 )
 
 
-@pytest.fixture
-def scene(database_dsn: str, redis_url: str, key_prefix: str) -> Iterator[Scene]:
-    scene = Scene(database_dsn, key_prefix, redis_url)
-    yield scene
-    scene.close()
-
-
-def send(scene: Scene) -> None:
+def send(scene: ArchiveScene) -> None:
     for source in (1, 2):
         for key in (LOW, HIGH, "c"):
             scene.send(source, key, *[b"x"] * 20)
 
 
-def killed(scene: Scene, what: str, place: str) -> None:
+def killed(scene: ArchiveScene, what: str, place: str) -> None:
     """Run a pass that ends at a failpoint."""
     process = ask_python("-c", PROGRAM, scene.dsn, scene.prefix, what, env=os.environ | armed(place))
     assert process.returncode == -9, "the place was not reached"
@@ -67,54 +59,54 @@ def killed(scene: Scene, what: str, place: str) -> None:
         ("archive.after_commit", 1),
     ],
 )
-def test_an_archiver_killed_in_a_batch_leaves_whole_batches(scene: Scene, place: str, nth: int) -> None:
-    send(scene)
-    killed(scene, "archive", f"{place}=kill@{nth}")
-    send(scene)
-    scene.archive()
-    scene.assert_whole()
-    ((batch, batches, records),) = scene.rows(
+def test_an_archiver_killed_in_a_batch_leaves_whole_batches(archive_scene: ArchiveScene, place: str, nth: int) -> None:
+    send(archive_scene)
+    killed(archive_scene, "archive", f"{place}=kill@{nth}")
+    send(archive_scene)
+    archive_scene.archive()
+    archive_scene.assert_whole()
+    ((batch, batches, records),) = archive_scene.rows(
         "SELECT (SELECT batch FROM mqlayer_archive.topic), (SELECT count(DISTINCT batch) FROM mqlayer_archive.record), "
         "(SELECT sum(records) FROM mqlayer_archive.day)"
     )
     assert (batch, records) == (batches, 240)
 
 
-def test_an_archiver_killed_after_it_made_days_leaves_them(scene: Scene) -> None:
-    send(scene)
-    killed(scene, "archive", "archive.after_days=kill")
-    scene.archive()
-    scene.assert_whole()
+def test_an_archiver_killed_after_it_made_days_leaves_them(archive_scene: ArchiveScene) -> None:
+    send(archive_scene)
+    killed(archive_scene, "archive", "archive.after_days=kill")
+    archive_scene.archive()
+    archive_scene.assert_whole()
 
 
 @pytest.mark.parametrize("place", ["archive.before_retention", "archive.before_drop_commit"])
-def test_retention_killed_before_its_commit_dropped_nothing(scene: Scene, place: str) -> None:
-    send(scene)
-    scene.archive()
-    scene.age(40)
-    killed(scene, "retain", f"{place}=kill")
-    scene.assert_whole()
-    before = scene.marks()
-    ask_python("-c", PROGRAM, scene.dsn, scene.prefix, "retain", env=os.environ).check_returncode()
-    assert scene.archived() == []
-    assert scene.marks() == {pair: (last + 1, last) for pair, (_, last) in before.items()}
+def test_retention_killed_before_its_commit_dropped_nothing(archive_scene: ArchiveScene, place: str) -> None:
+    send(archive_scene)
+    archive_scene.archive()
+    archive_scene.age(40)
+    killed(archive_scene, "retain", f"{place}=kill")
+    archive_scene.assert_whole()
+    before = archive_scene.marks()
+    ask_python("-c", PROGRAM, archive_scene.dsn, archive_scene.prefix, "retain", env=os.environ).check_returncode()
+    assert archive_scene.archived() == []
+    assert archive_scene.marks() == {pair: (last + 1, last) for pair, (_, last) in before.items()}
 
 
 def test_an_archiver_stopped_in_a_copy_is_ended_by_whoever_waits_for_the_topic(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
+    archive_scene: ArchiveScene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Postgres ends no COPY that waits for its client; woken, the archiver finds its session gone."""
     monkeypatch.setitem(batches.TIMEOUTS, "lock_wait", "200ms")
     monkeypatch.setattr(batches, "STOPPED_S", 0.1)
     monkeypatch.setattr(batches, "CONFLICT_S", 0.5)
-    send(scene)
-    command = [sys.executable, "-c", PROGRAM, scene.dsn, scene.prefix, "archive"]
+    send(archive_scene)
+    command = [sys.executable, "-c", PROGRAM, archive_scene.dsn, archive_scene.prefix, "archive"]
     with subprocess.Popen(
         command, env=os.environ | armed("archive.in_copy=stop"), stderr=subprocess.DEVNULL
     ) as stopped:
-        wait_until(lambda: scene.rows(WAITING), what="it is stopped in its COPY", timeout_s=20)
-        wait_until(lambda: scene.archive().total == 120, what="another one goes on", timeout_s=20)
+        wait_until(lambda: archive_scene.rows(WAITING), what="it is stopped in its COPY", timeout_s=20)
+        wait_until(lambda: archive_scene.archive().total == 120, what="another one goes on", timeout_s=20)
         os.kill(stopped.pid, signal.SIGCONT)
         stopped.wait(20)
-    scene.archive()
-    scene.assert_whole()
+    archive_scene.archive()
+    archive_scene.assert_whole()

@@ -19,23 +19,21 @@ from mqlayer.redelivery.redelivery_job import claim_abandoned
 from mqlayer.runtime.route_cache import RouteCache
 from mqlayer.topics import set_archived
 from tests.chaos.actors import GROUP, TOPIC
-from tests.chaos.test_consumer_kills import COUNT, Scene, judge, scene
-from tests.chaos.test_parking_kills import Shop
 from tests.fixtures.failpoints import armed
+from tests.fixtures.kill_scenes import COUNT, KillScene, judge
 from tests.fixtures.wait import wait_until
 from tests.proof.runtimes import runtime_of
-
-__all__ = ["scene"]
+from tests.proof.seller_shop import SellerShop
 
 
 @pytest.fixture
-def database(scene: Scene) -> Iterator[Database]:
+def database(kill_scene: KillScene) -> Iterator[Database]:
     """The control database."""
-    with Database(scene.settings.control_dsn()) as database:
+    with Database(kill_scene.settings.control_dsn()) as database:
         yield database
 
 
-def begin_with_archive(scene: Scene, database: Database) -> int:
+def begin_with_archive(scene: KillScene, database: Database) -> int:
     """Create the group that consumers join; return the backfill that it begins with."""
     prefix = scene.settings.key_prefix
     set_archived(runtime_of(database), TOPIC, archived=True)
@@ -48,19 +46,19 @@ def begin_with_archive(scene: Scene, database: Database) -> int:
 
 
 @pytest.mark.slow
-def test_kills_while_the_archive_is_given(scene: Scene, database: Database) -> None:
+def test_kills_while_the_archive_is_given(kill_scene: KillScene, database: Database) -> None:
     """What it gives comes before the streams, each effect once, whoever is killed at whatever step."""
-    shop = Shop(scene)
+    shop = SellerShop(kill_scene)
     shop.fail()
-    scene.publish()
-    replay_id = begin_with_archive(scene, database)
-    scene.publish()
+    kill_scene.publish()
+    replay_id = begin_with_archive(kill_scene, database)
+    kill_scene.publish()
     given = subprocess.run(
         [sys.executable, "-m", "mqlayer", "replay", "resume", str(replay_id)],
         env=os.environ
         | {
-            "MQLAYER_DSN": scene.settings.control_dsn(),
-            "MQLAYER_KEY_PREFIX": scene.settings.key_prefix,
+            "MQLAYER_DSN": kill_scene.settings.control_dsn(),
+            "MQLAYER_KEY_PREFIX": kill_scene.settings.key_prefix,
             **armed("replay.before_commit=kill@2"),
         },
         capture_output=True,
@@ -82,7 +80,7 @@ def test_kills_while_the_archive_is_given(scene: Scene, database: Database) -> N
         for failpoint in ("parking.before_commit=kill@2", "parking.after_commit=kill@3", "read.after_reply=kill"):
             shop.killed(failpoint)
         shop.start("last")
-        scene.wait_until_drained()
+        kill_scene.wait_until_drained()
     finally:
         stop.set()
         giver.join(20)
@@ -90,4 +88,4 @@ def test_kills_while_the_archive_is_given(scene: Scene, database: Database) -> N
     assert (done.state, done.results) == ("done", {"sent": COUNT})
     # Its effect commits before its owner takes a message out of its line: till then, and no longer, it counts.
     wait_until(lambda: replay_of(database, replay_id).waiting == 0, what="nothing counts as waiting that was handled")
-    judge(scene)
+    judge(kill_scene)

@@ -9,12 +9,10 @@ from typing import Any, Final
 
 import pytest
 
-from tests.chaos.test_consumer_kills import COUNT, KEYS, Scene, judge, scene
-from tests.chaos.test_consumer_zombie import wake_a_zombie
-from tests.chaos.test_parking_kills import Shop, attempts_of, restart_until
+from tests.fixtures.kill_scenes import COUNT, KEYS, KillScene, judge
 from tests.proof.history import Deliver, read_histories
-
-__all__ = ["scene"]
+from tests.proof.seller_shop import SellerShop, attempts_of, restart_until
+from tests.proof.zombies import wake_a_zombie
 
 PLACES: Final = [
     ("batch.after_handler@4", "distinct"), ("batch.after_handler@4", "key"),
@@ -23,56 +21,54 @@ PLACES: Final = [
 ]  # fmt: skip
 
 
-def batching(scene: Scene, kind: str, **rules: object) -> Shop:
+def batching(scene: KillScene, kind: str, **rules: object) -> SellerShop:
     """Return a shop whose consumers take batches."""
-    scene._environment["MQLAYER_TEST_BATCH"] = kind
+    scene.environment["MQLAYER_TEST_BATCH"] = kind
     backoff: dict[str, Any] = {} if rules.get("attempt_limit") == 1 else {"backoff_s": [0.01]}
-    shop = Shop(scene, **backoff, **rules)
+    shop = SellerShop(scene, **backoff, **rules)
     shop.fail()
     return shop
 
 
 @pytest.mark.parametrize(("place", "kind"), PLACES)
-def test_a_kill_in_a_batch_loses_repeats_and_reverses_nothing(scene: Scene, place: str, kind: str) -> None:
+def test_a_kill_in_a_batch_loses_repeats_and_reverses_nothing(kill_scene: KillScene, place: str, kind: str) -> None:
     """Case 77: what a part of the batch had committed is left out by the fence, the rest is applied."""
-    shop = batching(scene, kind)
-    scene.publish()
+    shop = batching(kill_scene, kind)
+    kill_scene.publish()
     name, _, nth = place.partition("@")
     shop.killed(f"{name}=kill@{nth}")
     shop.start("second")
-    scene.wait_until_drained()
-    judge(scene)
+    kill_scene.wait_until_drained()
+    judge(kill_scene)
 
 
-def test_a_consumer_stopped_in_a_batch_past_its_lease_wakes_up_and_changes_nothing(
-    scene: Scene, redis_url: str
-) -> None:
+def test_a_consumer_stopped_in_a_batch_past_its_lease_wakes_up_and_changes_nothing(kill_scene: KillScene) -> None:
     """Case 34: what it has in hand is another one's, its transaction comes to nothing."""
-    scene._environment["MQLAYER_TEST_BATCH"] = "key"
-    wake_a_zombie(scene, redis_url, "fence.after@6", in_hand=8)
+    kill_scene.environment["MQLAYER_TEST_BATCH"] = "key"
+    wake_a_zombie(kill_scene, "fence.after@6", in_hand=8)
 
 
 @pytest.mark.parametrize("kind", ["distinct", "key"])
-def test_a_message_that_kills_its_consumer_every_time_dies_alone(scene: Scene, kind: str) -> None:
+def test_a_message_that_kills_its_consumer_every_time_dies_alone(kill_scene: KillScene, kind: str) -> None:
     """Case 59: suspects are not handled in a batch with others, and no attempt of these is counted."""
-    scene._environment["MQLAYER_TEST_FAILING"] = "0"
-    shop = batching(scene, kind, policy="dead_letter", attempt_limit=1)
+    kill_scene.environment["MQLAYER_TEST_FAILING"] = "0"
+    shop = batching(kill_scene, kind, policy="dead_letter", attempt_limit=1)
     shop.fail(deadly=["47"])
-    scene.publish()
+    kill_scene.publish()
     restart_until(shop, lambda: shop.in_place(dead_message=1, sink=COUNT - 1))
     [(cause, attempts, reason)] = shop.rows("SELECT cause, attempts, reason FROM mqlayer.dead_message")
     assert (cause, attempts, reason) == ("exhausted", 1, "nobody answered")
-    assert attempts_of(scene, "47") == {1}
-    judge(scene)
+    assert attempts_of(kill_scene, "47") == {1}
+    judge(kill_scene)
 
 
 @pytest.mark.parametrize("kind", ["distinct", "key"])
-def test_keys_that_fail_are_parked_and_come_back_in_order(scene: Scene, kind: str) -> None:
+def test_keys_that_fail_are_parked_and_come_back_in_order(kill_scene: KillScene, kind: str) -> None:
     """Cases 64, 65: an exception of a batch parks the keys that fail by themselves, and no other."""
-    scene._environment["MQLAYER_TEST_FAILING"] = "0"
-    shop = batching(scene, kind, policy="park", attempt_limit=1)
+    kill_scene.environment["MQLAYER_TEST_FAILING"] = "0"
+    shop = batching(kill_scene, kind, policy="park", attempt_limit=1)
     shop.fail(always=["key-3", "key-7"])
-    scene.publish()
+    kill_scene.publish()
     first = shop.start("first")
     shop.wait_places(parked_message=2 * (COUNT // KEYS), sink=COUNT - 2 * (COUNT // KEYS))
     shop.fail()
@@ -81,8 +77,8 @@ def test_keys_that_fail_are_parked_and_come_back_in_order(scene: Scene, kind: st
     shop.stop(first)
     others = {
         r.event.attempt
-        for r in read_histories(scene.directory)
+        for r in read_histories(kill_scene.directory)
         if isinstance(r.event, Deliver) and r.event.key not in ("key-3", "key-7")
     }
     assert others == {1}
-    judge(scene)
+    judge(kill_scene)

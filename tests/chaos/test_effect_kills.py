@@ -22,7 +22,7 @@ from tests.fixtures.kept_connections import ask_postgres
 ROOT: Final = Path(__file__).parents[2]
 
 
-class Scene:
+class EffectScene:
     """A topic, a sink, and the processes that a test starts."""
 
     def __init__(self, stage: Stage, directory: Path) -> None:
@@ -65,8 +65,8 @@ class Scene:
 
 
 @pytest.fixture
-def scene(start_stage: StartStage, redis_url: str, tmp_path: Path) -> Iterator[Scene]:
-    scene = Scene(start_stage(redis_url), tmp_path)
+def scene(start_stage: StartStage, redis_url: str, tmp_path: Path) -> Iterator[EffectScene]:
+    scene = EffectScene(start_stage(redis_url), tmp_path)
     yield scene
     for process in scene.running:
         process.kill()
@@ -74,7 +74,7 @@ def scene(start_stage: StartStage, redis_url: str, tmp_path: Path) -> Iterator[S
 
 
 @pytest.mark.parametrize("place", ["inbox.before@20", "inbox.after@20", "handler.after_success@20"])
-def test_a_kill_around_the_inbox_repeats_and_loses_no_effect(scene: Scene, place: str) -> None:
+def test_a_kill_around_the_inbox_repeats_and_loses_no_effect(scene: EffectScene, place: str) -> None:
     """Case 77."""
     name, _, nth = place.partition("@")
     scene.stage.send((f"key-{number % 7}", b"%d" % number) for number in range(60))
@@ -85,7 +85,7 @@ def test_a_kill_around_the_inbox_repeats_and_loses_no_effect(scene: Scene, place
 
 
 @pytest.mark.parametrize("place", ["version.after_take@40", "handler.after_success@40"])
-def test_a_kill_around_a_version_repeats_loses_and_reverses_nothing(scene: Scene, place: str) -> None:
+def test_a_kill_around_a_version_repeats_loses_and_reverses_nothing(scene: EffectScene, place: str) -> None:
     """Case 78: what was held is there, what was not committed is delivered again."""
     name, _, nth = place.partition("@")
     sent = [(None, b"e%d:%d" % (entity, version)) for entity in range(4) for version in range(1, 21)]
@@ -97,7 +97,7 @@ def test_a_kill_around_a_version_repeats_loses_and_reverses_nothing(scene: Scene
     assert scene.sink() == {f"e{entity}": [str(version) for version in range(1, 21)] for entity in range(4)}
 
 
-def test_a_kill_of_the_cleaning_leaves_the_rest_to_the_next(scene: Scene) -> None:
+def test_a_kill_of_the_cleaning_leaves_the_rest_to_the_next(scene: EffectScene) -> None:
     with psycopg.connect(scene.stage.dsn) as connection:
         record_effect(connection, InboxEntry(1, "g", "orders", Identity(1, 2, 3)))
     assert scene.run("clean", "inbox.before_forget=kill") == -9
@@ -106,7 +106,7 @@ def test_a_kill_of_the_cleaning_leaves_the_rest_to_the_next(scene: Scene) -> Non
     assert inbox_stats(scene.stage.database) == []
 
 
-def test_a_kill_before_an_alarm_is_told_leaves_the_gap_to_be_seen_and_the_next_alarm(scene: Scene) -> None:
+def test_a_kill_before_an_alarm_is_told_leaves_the_gap_to_be_seen_and_the_next_alarm(scene: EffectScene) -> None:
     """Case 78."""
     hold_early(scene)
     scene.rows("UPDATE mqlayer_app.entity_version SET alarm_at = now()")
@@ -119,7 +119,7 @@ def test_a_kill_before_an_alarm_is_told_leaves_the_gap_to_be_seen_and_the_next_a
     assert scene.said() == ["version_gap"]
 
 
-def test_a_kill_between_an_act_and_its_audit_row_leaves_the_row(scene: Scene) -> None:
+def test_a_kill_between_an_act_and_its_audit_row_leaves_the_row(scene: EffectScene) -> None:
     hold_early(scene)
     assert scene.run("say", "version.after_audit=kill") == -9
     assert scene.rows("SELECT act FROM mqlayer.audit WHERE object = 'sink/e'") == [("versions set",)]
@@ -128,6 +128,6 @@ def test_a_kill_between_an_act_and_its_audit_row_leaves_the_row(scene: Scene) ->
     assert version_gaps(scene.stage.database)[0].released
 
 
-def hold_early(scene: Scene) -> None:
+def hold_early(scene: EffectScene) -> None:
     """Have version 2 of an entity come first."""
     scene.rows("SELECT mqlayer_app.version_take_v1('sink', 'e', 2, '', '{}', '', 1, 9, 999, 9, 999, 60)")

@@ -41,7 +41,7 @@ COUNT: Final = 240
 KEYS: Final = 20
 
 
-class Scene:
+class ReceiverScene:
     """Messages in the partitions, receivers that are killed, and what they leave."""
 
     def __init__(self, settings: Settings, directory: Path, partitions: list[int]) -> None:
@@ -108,13 +108,13 @@ class Scene:
 
 
 @pytest.fixture
-def scene(database_dsn: str, redis_url: str, key_prefix: str, tmp_path: Path) -> Iterator[Scene]:
+def scene(database_dsn: str, redis_url: str, key_prefix: str, tmp_path: Path) -> Iterator[ReceiverScene]:
     settings = Settings(dsn=SecretStr(database_dsn), key_prefix=key_prefix)
     with Database(database_dsn) as database, psycopg.connect(database_dsn, autocommit=True) as connection:
         connection.execute(SINK)
         register_node(runtime_of(database), name="n1", url=redis_url)
         route = create_topic(runtime_of(database, key_prefix, application=database), TOPIC, partitions=2)
-    scene = Scene(settings, tmp_path, [int(line.partition) for line in route.ranges])
+    scene = ReceiverScene(settings, tmp_path, [int(line.partition) for line in route.ranges])
     yield scene
     for process in scene.running:
         process.kill()
@@ -123,7 +123,7 @@ def scene(database_dsn: str, redis_url: str, key_prefix: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize("role", ["receiver", "async_receiver"])
 @pytest.mark.parametrize("place", ["pop.after_receive@3", "pop.before_settle@2", "pop.after_settle@2"])
-def test_a_kill_at_work_loses_and_reverses_nothing(scene: Scene, place: str, role: str) -> None:
+def test_a_kill_at_work_loses_and_reverses_nothing(scene: ReceiverScene, place: str, role: str) -> None:
     name, _, occurrence = place.partition("@")
     scene.publish(COUNT)
     killed = scene.start("first", f"{name}=kill@{occurrence}", role=role)
@@ -132,7 +132,7 @@ def test_a_kill_at_work_loses_and_reverses_nothing(scene: Scene, place: str, rol
     scene.judge()
 
 
-def test_a_kill_before_a_drained_partition_is_reported_leaves_it_to_the_next_one(scene: Scene) -> None:
+def test_a_kill_before_a_drained_partition_is_reported_leaves_it_to_the_next_one(scene: ReceiverScene) -> None:
     """Cases 20 and 29: the successors wait until somebody has said so."""
     scene.publish(40)
     with Database(scene.settings.control_dsn()) as database:
@@ -151,7 +151,7 @@ def test_a_kill_before_a_drained_partition_is_reported_leaves_it_to_the_next_one
         assert find_group(database, TOPIC, GROUP).version == 2
 
 
-def test_a_message_that_kills_its_receiver_counts_each_time(scene: Scene) -> None:
+def test_a_message_that_kills_its_receiver_counts_each_time(scene: ReceiverScene) -> None:
     """Case 59: counted when it is given out, so also where nobody ever answers."""
     scene.publish(1)
     for number in range(3):
@@ -163,7 +163,9 @@ def test_a_message_that_kills_its_receiver_counts_each_time(scene: Scene) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("scope", "role"), [("key", "receiver"), ("partition", "receiver"), ("key", "async_receiver")])
-def test_receivers_that_are_killed_at_random_keep_every_key_in_order(scene: Scene, scope: str, role: str) -> None:
+def test_receivers_that_are_killed_at_random_keep_every_key_in_order(
+    scene: ReceiverScene, scope: str, role: str
+) -> None:
     """Cases 50 to 53: three receivers, one killed after the other, each started again."""
     scene.seed = int(os.environ.get("MQLAYER_CHAOS_SEED", random.randrange(2**32)))
     rng = random.Random(scene.seed)

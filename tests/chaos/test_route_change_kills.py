@@ -29,8 +29,8 @@ from mqlayer.runtime.route_cache import load_route
 from mqlayer.stack import RedisServer
 from tests.chaos.actors import SINK
 from tests.chaos.harness.stores import note_sink, note_streams
-from tests.chaos.test_consumer_kills import Scene
 from tests.fixtures.consumers import Recorder
+from tests.fixtures.kill_scenes import KillScene
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.wait import wait_until
 from tests.proof.checker import check
@@ -247,7 +247,7 @@ def test_a_consumer_killed_as_it_opens_a_gate_leaves_that_to_the_next(
     world: OutboxWorld, database: Database, tmp_path: Path, name: str, kind: str
 ) -> None:
     world.rows(SINK)
-    scene = Scene(world.settings(lease_s=1.0), tmp_path)
+    scene = KillScene(world.settings(lease_s=1.0), tmp_path)
     try:
         scene.publish()
         assert drive(*KINDS[kind], environment=world.environment()) == 0
@@ -258,9 +258,7 @@ def test_a_consumer_killed_as_it_opens_a_gate_leaves_that_to_the_next(
         scene.wait_until_drained()
         wait_until(lambda: find_group(database, "orders", "ledger").version == 2, what="the version to be raised")
     finally:
-        for process in scene.running:
-            process.kill()
-            process.wait()
+        scene.kill_all()
     partitions = [row[0] for row in world.rows("SELECT partition_id FROM mqlayer.partition ORDER BY 1")]
     with History(tmp_path, "witness") as history:
         note_streams(history, world.dsn, world.key_prefix, partitions)

@@ -30,7 +30,7 @@ ROOT: Final = Path(__file__).parents[2]
 COUNT: Final = 120
 
 
-class Scene:
+class SharedScene:
     """A stage with a sink, members in processes of their own, and what they leave."""
 
     def __init__(self, stage: Stage, directory: Path) -> None:
@@ -76,8 +76,8 @@ class Scene:
 
 
 @pytest.fixture
-def scene(stage: Stage, tmp_path: Path) -> Iterator[Scene]:
-    scene = Scene(stage, tmp_path)
+def scene(stage: Stage, tmp_path: Path) -> Iterator[SharedScene]:
+    scene = SharedScene(stage, tmp_path)
     yield scene
     for process in scene.running:
         process.kill()
@@ -98,7 +98,7 @@ def send(stage: Stage, *special: bytes) -> list[str]:
         "shared.after_dead",
     ],
 )  # fmt: skip
-def test_a_kill_loses_nothing_and_writes_off_what_failed_once(scene: Scene, place: str) -> None:
+def test_a_kill_loses_nothing_and_writes_off_what_failed_once(scene: SharedScene, place: str) -> None:
     """Case 67: exactly one of pending and dead, wherever its member dies; other places are further down."""
     numbers = send(scene.stage, b"bad")
     name, _, occurrence = place.partition("@")
@@ -114,7 +114,7 @@ def test_a_kill_loses_nothing_and_writes_off_what_failed_once(scene: Scene, plac
         assert sum(pending(scene.stage, partition, GROUP).values()) == 0
 
 
-def test_a_message_that_ends_its_process_each_time_dies_and_its_neighbours_do_not(scene: Scene) -> None:
+def test_a_message_that_ends_its_process_each_time_dies_and_its_neighbours_do_not(scene: SharedScene) -> None:
     """Case 59: an attempt is counted before it is begun, alone at last."""
     numbers = send(scene.stage, b"fatal")
     deaths = 0
@@ -131,14 +131,14 @@ def test_a_message_that_ends_its_process_each_time_dies_and_its_neighbours_do_no
     assert scene.begun()["fatal"] == deaths
 
 
-def settled(scene: Scene) -> bool:
+def settled(scene: SharedScene) -> bool:
     """Say whether the group exists and has settled everything."""
     rows = scene.sql(f"SELECT 1 FROM mqlayer.consumer_group WHERE name = '{GROUP}' AND state = 'live'")
     return bool(rows) and scene.stage.all_settled(GROUP)
 
 
 def test_what_a_dead_member_had_is_due_after_a_scan_also_one_that_is_killed_and_one_that_runs_twice(
-    scene: Scene,
+    scene: SharedScene,
 ) -> None:
     numbers = send(scene.stage)
     assert scene.start("first", "shared.after_read=kill").wait(20) == -9
@@ -156,7 +156,7 @@ def test_what_a_dead_member_had_is_due_after_a_scan_also_one_that_is_killed_and_
     assert scene.sink() == numbers
 
 
-def test_a_member_that_wakes_late_neither_repeats_nor_writes_off_what_others_handled(scene: Scene) -> None:
+def test_a_member_that_wakes_late_neither_repeats_nor_writes_off_what_others_handled(scene: SharedScene) -> None:
     """Cases 67 and 77: it was stopped for longer than the visibility timeout, at work on two messages."""
     stage = scene.stage
     stage.send([("k", b"late"), ("l", b"late-bad")])
@@ -178,7 +178,7 @@ def test_a_member_that_wakes_late_neither_repeats_nor_writes_off_what_others_han
     assert stage.all_settled(GROUP)
 
 
-def test_a_kill_during_a_split_leaves_a_parent_that_the_next_member_drains(scene: Scene) -> None:
+def test_a_kill_during_a_split_leaves_a_parent_that_the_next_member_drains(scene: SharedScene) -> None:
     """Case 24 without order: what was in hand is handled, each effect once."""
     stage = scene.stage
     numbers = send(stage)
@@ -200,7 +200,7 @@ def test_a_kill_during_a_split_leaves_a_parent_that_the_next_member_drains(scene
     assert scene.sink() == numbers
 
 
-def test_dead_messages_that_are_given_back_survive_kills_of_whoever_has_them(scene: Scene) -> None:
+def test_dead_messages_that_are_given_back_survive_kills_of_whoever_has_them(scene: SharedScene) -> None:
     """Cases 59 and 68: they are handled from Postgres; one that ends its process dies, its neighbours do not."""
     stage = scene.stage
     stage.send([("k", b"mended"), ("l", b"cursed"), ("m", b"mended"), ("n", b"mended")])

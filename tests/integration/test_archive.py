@@ -12,7 +12,6 @@ from typing import Any
 
 import psycopg
 import pytest
-import redis
 from pydantic import SecretStr
 
 from mqlayer import failpoints
@@ -33,21 +32,11 @@ from mqlayer.errors import InvalidInput, NotFound
 from mqlayer.maintenance import trim_pass
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.queries import query
-from mqlayer.redis.keys import partition_keys
-from mqlayer.redis.node_connection import NodeConnection
-from mqlayer.redis.partition_scripts import (
-    AppendReply,
-    LockHolder,
-    MessageRun,
-    acquire_command,
-    append_command,
-    append_reply,
-    settle_command,
-)
 from mqlayer.routes import give_up_node, retire_partitions
 from mqlayer.runtime.route_cache import load_route
 from mqlayer.settings import Settings
-from mqlayer.topics import create_topic, list_nodes, rearm_node, register_node, set_archived
+from mqlayer.topics import create_topic, rearm_node, set_archived
+from tests.fixtures.archive_scenes import HIGH, LOW, TOPIC, ArchiveScene
 from tests.fixtures.commands import Commands
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.wait import wait_until
@@ -57,121 +46,6 @@ from tests.proof.route_ranges import range_of
 from tests.proof.route_steps import merge, split
 from tests.proof.runtimes import runtime_of
 
-TOPIC = "orders"
-LOW = next(f"key-{n}" for n in range(100) if lp_of(f"key-{n}".encode()) < 512)
-HIGH = next(f"key-{n}" for n in range(100) if lp_of(f"key-{n}".encode()) >= 512)
-
-
-class Scene:
-    """An archived topic, and sources that append to it straight."""
-
-    def __init__(self, dsn: str, prefix: str, *urls: str, partitions: int = 2, archived: bool = True) -> None:
-        self.dsn, self.prefix = dsn, prefix
-        self.database = Database(dsn)
-        for number, url in enumerate(urls, start=1):
-            register_node(runtime_of(self.database), name=f"n{number}", url=url)
-        self.route = create_topic(
-            runtime_of(self.database, prefix, application=self.database),
-            TOPIC,
-            partitions=partitions,
-            archived=archived,
-        )
-        self.connection = psycopg.connect(dsn, autocommit=True)
-        self.seqs: dict[tuple[int, int], int] = {}
-
-    def close(self) -> None:
-        self.connection.close()
-        self.database.close()
-
-    def rows(self, sql: str, *facts: object) -> list[tuple[Any, ...]]:
-        return self.connection.execute(sql.encode(), facts).fetchall()
-
-    def send(self, source: int, key: str, *bodies: bytes, facts: bytes = b"1700000000000") -> None:
-        """Append messages of a key as a source, where its LP is now."""
-        lp = lp_of(key.encode())
-        first = self.seqs.get((source, lp), 0) + 1
-        fields = [field for body in bodies for field in (facts, key.encode(), body)]
-        place = range_of(load_route(self.database, TOPIC), lp)
-        node = next(node for node in list_nodes(self.database) if node.node_id == place.node)
-        with NodeConnection(node) as connection:
-            command = append_command(
-                connection, self.prefix, place.partition, source, [MessageRun(lp, first, len(bodies), fields)]
-            )
-            answer = append_reply(connection.call([command])[0], node.address)
-        assert isinstance(answer, AppendReply), answer
-        assert answer.outcomes is None, answer
-        self.seqs[source, lp] = first + len(bodies) - 1
-
-    def client(self, partition: int) -> redis.Redis:
-        (url,) = self.rows(
-            "SELECT url FROM mqlayer.partition JOIN mqlayer.node USING (node_id) WHERE partition_id = %s", partition
-        )[0]
-        return redis.Redis.from_url(url)
-
-    def log(self, partition: int) -> bytes:
-        return partition_keys(self.prefix, partition).log
-
-    def first(self, partition: int) -> int:
-        """The lowest offset that is there, or the next one."""
-        return int(self.meta(partition, "first") or 1)
-
-    def meta(self, partition: int, field: str) -> str:
-        value: Any = self.client(partition).hget(partition_keys(self.prefix, partition).meta, field)
-        return value.decode() if value else ""
-
-    def locks(self, condition: str) -> bool:
-        """Say whether somebody has or waits for such a lock in this database."""
-        return bool(self.rows("SELECT 1 FROM pg_locks WHERE database = (SELECT oid FROM pg_database "
-                              f"WHERE datname = current_database()) AND {condition}"))  # fmt: skip
-
-    def group(self) -> int:
-        """Create a group that begins with the first record."""
-        return int(
-            self.rows(
-                "INSERT INTO mqlayer.consumer_group (topic_id, name, start, state, backoff_s) "
-                "VALUES (1, 'g', 'earliest', 'live', '{1}') RETURNING group_id"
-            )[0][0]
-        )
-
-    def settle(self, group: int, partition: int, upto: int) -> None:
-        """Have the group settle a partition's records up to an offset."""
-        holder = LockHolder(self.prefix, partition, group, "m", 1)
-        with NodeConnection(list_nodes(self.database)[0]) as connection:
-            connection.call(
-                [acquire_command(connection, holder, start=1), settle_command(connection, holder, [(1, upto)])]
-            )
-
-    def age(self, days: int) -> None:
-        """Have all that is archived be so many days older, as it is not through waiting."""
-        self.connection.execute("SELECT mqlayer_archive.day_make_v1((now() AT TIME ZONE 'UTC')::date - %s)", (days,))
-        self.connection.execute(
-            "UPDATE mqlayer_archive.record SET archived_at = archived_at - make_interval(days => %s)", (days,)
-        )
-        self.connection.execute("UPDATE mqlayer_archive.day SET day = day - %s", (days,))
-
-    def marks(self) -> dict[tuple[int, int], tuple[int, int]]:
-        rows = self.rows("SELECT source, lp, first_seq, last_seq FROM mqlayer_archive.mark")
-        return {(source, lp): (first, last) for source, lp, first, last in rows}
-
-    def assert_whole(self) -> None:
-        """Every record is there once, marks are what is there, a key's records come in the order of (batch, offset)."""
-        assert self.archived() == self.expected()
-        assert self.marks() == {pair: (1, last) for pair, last in self.seqs.items()}
-        out_of_order = self.rows(
-            "SELECT * FROM (SELECT source, lp, seq, lag(seq) OVER (PARTITION BY source, lp ORDER BY batch, log_offset) "
-            "AS before FROM mqlayer_archive.record) AS r WHERE before <> seq - 1"
-        )
-        assert out_of_order == []
-
-    def archive(self) -> Any:
-        return archive_pass(runtime_of(self.database, self.prefix))
-
-    def archived(self) -> list[tuple[Any, ...]]:
-        return self.rows("SELECT source, lp, seq FROM mqlayer_archive.record ORDER BY source, lp, seq")
-
-    def expected(self) -> list[tuple[int, int, int]]:
-        return sorted((s, lp, seq) for (s, lp), last in self.seqs.items() for seq in range(1, last + 1))
-
 
 @pytest.fixture(autouse=True)
 def _nothing_stays_armed() -> Iterator[None]:
@@ -179,57 +53,54 @@ def _nothing_stays_armed() -> Iterator[None]:
     failpoints.disarm_all()
 
 
-@pytest.fixture
-def scene(database_dsn: str, redis_url: str, key_prefix: str) -> Iterator[Scene]:
-    scene = Scene(database_dsn, key_prefix, redis_url)
-    yield scene
-    scene.close()
-
-
-def test_every_record_is_archived_once_with_its_place_and_content(scene: Scene) -> None:
+def test_every_record_is_archived_once_with_its_place_and_content(archive_scene: ArchiveScene) -> None:
     """Case 79."""
-    scene.send(1, "a", b"one", b"two")
-    scene.send(2, "a", b"other", facts=b'1700000000123:{"mq-tags":"0011223344556677:eu,vip","x":"\xc3\xa4"}')
-    scene.send(1, "b", b"\x00\xff", facts=b'1700000000000:{"h":"1"}')
-    report = scene.archive()
+    archive_scene.send(1, "a", b"one", b"two")
+    archive_scene.send(2, "a", b"other", facts=b'1700000000123:{"mq-tags":"0011223344556677:eu,vip","x":"\xc3\xa4"}')
+    archive_scene.send(1, "b", b"\x00\xff", facts=b'1700000000000:{"h":"1"}')
+    report = archive_scene.archive()
     assert report.archived == {TOPIC: 4}
-    assert scene.archived() == scene.expected()
+    assert archive_scene.archived() == archive_scene.expected()
     lp = lp_of(b"a")
-    rows = scene.rows(
+    rows = archive_scene.rows(
         "SELECT batch, version, partition_id, log_offset, seq, extract(epoch FROM published_at)::float8, key, tags, "
         "headers, body FROM mqlayer_archive.record WHERE lp = %s ORDER BY batch, log_offset", lp,
     )  # fmt: skip
-    partition = range_of(scene.route, lp).partition
+    partition = range_of(archive_scene.route, lp).partition
     assert [row[1:] for row in rows] == [
         (1, partition, 1, 1, 1_700_000_000, b"a", None, None, b"one"),
         (1, partition, 2, 2, 1_700_000_000, b"a", None, None, b"two"),
         (1, partition, 3, 1, pytest.approx(1_700_000_000.123), b"a", ["eu", "vip"], '{"x":"ä"}', b"other"),
     ]
-    assert scene.rows("SELECT count(*) FROM mqlayer_archive.record WHERE archived_at > now() - interval '1 min'") == [
-        (4,)
-    ]
-    assert scene.archive().archived == {}
+    assert archive_scene.rows(
+        "SELECT count(*) FROM mqlayer_archive.record WHERE archived_at > now() - interval '1 min'"
+    ) == [(4,)]
+    assert archive_scene.archive().archived == {}
 
 
-def test_a_pass_goes_on_where_the_last_one_ended(scene: Scene) -> None:
+def test_a_pass_goes_on_where_the_last_one_ended(archive_scene: ArchiveScene) -> None:
     for turn in range(3):
         for key in (LOW, HIGH, "c"):
-            scene.send(1, key, b"x", b"y")
-        assert scene.archive().total == 6, turn
-    scene.assert_whole()
-    assert scene.archive().total == 0
-    assert scene.rows("SELECT batch, last_pass_at > now() - interval '1 min' FROM mqlayer_archive.topic") == [(6, True)]
-    assert scene.rows("SELECT first_batch, last_batch, records FROM mqlayer_archive.day") == [(1, 6, 18)]
+            archive_scene.send(1, key, b"x", b"y")
+        assert archive_scene.archive().total == 6, turn
+    archive_scene.assert_whole()
+    assert archive_scene.archive().total == 0
+    assert archive_scene.rows("SELECT batch, last_pass_at > now() - interval '1 min' FROM mqlayer_archive.topic") == [
+        (6, True)
+    ]
+    assert archive_scene.rows("SELECT first_batch, last_batch, records FROM mqlayer_archive.day") == [(1, 6, 18)]
 
 
-def test_a_batch_is_bounded_and_a_piece_may_end_anywhere(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_is_bounded_and_a_piece_may_end_anywhere(
+    archive_scene: ArchiveScene, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(batch_writer, "RECORDS", 10)
     monkeypatch.setattr("mqlayer.archive.archiver.page_size", lambda _: 3)
     for number in range(20):
-        scene.send(1 + number % 2, f"key-{number % 5}", b"a", b"b", b"c")
-    assert scene.archive().total == 60
-    scene.assert_whole()
-    ((largest, batches),) = scene.rows(
+        archive_scene.send(1 + number % 2, f"key-{number % 5}", b"a", b"b", b"c")
+    assert archive_scene.archive().total == 60
+    archive_scene.assert_whole()
+    ((largest, batches),) = archive_scene.rows(
         "SELECT max(n), count(*) FROM (SELECT count(*) AS n FROM mqlayer_archive.record GROUP BY batch) AS b"
     )
     assert largest <= 12
@@ -237,7 +108,7 @@ def test_a_batch_is_bounded_and_a_piece_may_end_anywhere(scene: Scene, monkeypat
 
 
 def test_what_is_not_to_be_archived_is_not(database_dsn: str, redis_url: str, key_prefix: str) -> None:
-    scene = Scene(database_dsn, key_prefix, redis_url, archived=False)
+    scene = ArchiveScene(database_dsn, key_prefix, redis_url, archived=False)
     scene.send(1, LOW, b"x")
     assert scene.archive().total == 0
     assert archive_status(runtime_of(scene.database, scene.prefix)) == []
@@ -247,7 +118,7 @@ def test_what_is_not_to_be_archived_is_not(database_dsn: str, redis_url: str, ke
 def test_archiving_that_begins_late_begins_with_the_first_record_kept(
     database_dsn: str, redis_url: str, key_prefix: str
 ) -> None:
-    scene = Scene(database_dsn, key_prefix, redis_url, partitions=1, archived=False)
+    scene = ArchiveScene(database_dsn, key_prefix, redis_url, partitions=1, archived=False)
     scene.send(1, LOW, *[b"x"] * 10)
     scene.client(1).xtrim(scene.log(1), minid="7-0", approximate=False)
     assert set_archived(runtime_of(scene.database), TOPIC, archived=True)
@@ -258,131 +129,146 @@ def test_archiving_that_begins_late_begins_with_the_first_record_kept(
     scene.close()
 
 
-def test_off_and_on_again_begins_a_stretch_anew_and_shows_what_is_missing(scene: Scene) -> None:
+def test_off_and_on_again_begins_a_stretch_anew_and_shows_what_is_missing(archive_scene: ArchiveScene) -> None:
     """A mark never says of seqs that they are there which were trimmed while nobody archived."""
     lp = lp_of(LOW.encode())
-    partition = range_of(scene.route, lp).partition
-    scene.send(1, LOW, *[b"x"] * 5)
-    scene.send(1, HIGH, b"y")
-    scene.archive()
-    set_archived(runtime_of(scene.database), TOPIC, archived=False)
-    scene.send(1, LOW, *[b"x"] * 5)
-    scene.client(partition).xtrim(scene.log(partition), minid="9-0", approximate=False)
-    set_archived(runtime_of(scene.database), TOPIC, archived=True)
-    scene.send(1, HIGH, b"y")
-    report = scene.archive()
+    partition = range_of(archive_scene.route, lp).partition
+    archive_scene.send(1, LOW, *[b"x"] * 5)
+    archive_scene.send(1, HIGH, b"y")
+    archive_scene.archive()
+    set_archived(runtime_of(archive_scene.database), TOPIC, archived=False)
+    archive_scene.send(1, LOW, *[b"x"] * 5)
+    archive_scene.client(partition).xtrim(archive_scene.log(partition), minid="9-0", approximate=False)
+    set_archived(runtime_of(archive_scene.database), TOPIC, archived=True)
+    archive_scene.send(1, HIGH, b"y")
+    report = archive_scene.archive()
     assert (report.total, report.stopped) == (3, [])
-    assert scene.marks() == {(1, lp): (9, 10), (1, lp_of(HIGH.encode())): (1, 2)}
-    (gap,) = list_gaps(scene.database)
+    assert archive_scene.marks() == {(1, lp): (9, 10), (1, lp_of(HIGH.encode())): (1, 2)}
+    (gap,) = list_gaps(archive_scene.database)
     assert (gap.after, gap.next_seq, gap.missing, gap.actor) == (5, 9, 3, None)
     assert gap.accepted_at is not None
-    assert list_gaps(scene.database, waiting=True) == []
-    acts = [row[0] for row in scene.rows("SELECT facts FROM mqlayer.audit WHERE act = 'topic set' ORDER BY audit_id")]
+    assert list_gaps(archive_scene.database, waiting=True) == []
+    acts = [
+        row[0]
+        for row in archive_scene.rows("SELECT facts FROM mqlayer.audit WHERE act = 'topic set' ORDER BY audit_id")
+    ]
     assert acts == [{"archived": False}, {"archived": True}]
 
 
-def test_a_gap_stops_its_partition_until_somebody_accepts_it(scene: Scene) -> None:
+def test_a_gap_stops_its_partition_until_somebody_accepts_it(archive_scene: ArchiveScene) -> None:
     """The others go on; nothing behind it is trimmed."""
     lp = lp_of(LOW.encode())
-    low = range_of(scene.route, lp).partition
-    group = scene.group()
-    scene.send(1, LOW, *[b"x"] * 300)
-    scene.archive()
-    scene.send(1, LOW, *[b"x"] * 300)
-    scene.send(1, HIGH, b"y")
+    low = range_of(archive_scene.route, lp).partition
+    group = archive_scene.group()
+    archive_scene.send(1, LOW, *[b"x"] * 300)
+    archive_scene.archive()
+    archive_scene.send(1, LOW, *[b"x"] * 300)
+    archive_scene.send(1, HIGH, b"y")
     for offset in (401, 402):
-        scene.client(low).xdel(scene.log(low), f"{offset}-0")
-    report = scene.archive()
+        archive_scene.client(low).xdel(archive_scene.log(low), f"{offset}-0")
+    report = archive_scene.archive()
     assert (report.total, report.stopped) == (101, [low])
-    assert scene.archive().stopped == [low]
-    (gap,) = list_gaps(scene.database, waiting=True)
+    assert archive_scene.archive().stopped == [low]
+    (gap,) = list_gaps(archive_scene.database, waiting=True)
     assert (gap.source, gap.lp, gap.after, gap.next_seq, gap.partition, gap.offset) == (1, lp, 400, 403, low, 403)
-    scene.settle(group, low, 600)
-    trim_pass(runtime_of(scene.database, scene.prefix))
-    assert scene.first(low) <= 403
+    archive_scene.settle(group, low, 600)
+    trim_pass(runtime_of(archive_scene.database, archive_scene.prefix))
+    assert archive_scene.first(low) <= 403
     with pytest.raises(InvalidInput, match="reason"):
-        accept_gaps(runtime_of(scene.database), TOPIC, reason=" ")
-    assert accept_gaps(runtime_of(scene.database), TOPIC, reason="deleted by hand") == 1
-    assert scene.archive().total == 198
-    assert scene.marks()[1, lp] == (403, 600)
+        accept_gaps(runtime_of(archive_scene.database), TOPIC, reason=" ")
+    assert accept_gaps(runtime_of(archive_scene.database), TOPIC, reason="deleted by hand") == 1
+    assert archive_scene.archive().total == 198
+    assert archive_scene.marks()[1, lp] == (403, 600)
     with pytest.raises(NotFound):
-        accept_gaps(runtime_of(scene.database), TOPIC, reason="again")
-    facts = scene.rows("SELECT facts FROM mqlayer.audit WHERE act = 'archive accept-gap'")[0][0]
+        accept_gaps(runtime_of(archive_scene.database), TOPIC, reason="again")
+    facts = archive_scene.rows("SELECT facts FROM mqlayer.audit WHERE act = 'archive accept-gap'")[0][0]
     assert facts == {"gaps": 1, "missing": 2, "partition": None, "reason": "deleted by hand"}
 
 
-def test_whoever_accepts_a_gap_is_told_of_those_behind_it(scene: Scene) -> None:
+def test_whoever_accepts_a_gap_is_told_of_those_behind_it(archive_scene: ArchiveScene) -> None:
     other = next(
         f"o-{n}"
         for n in range(999)
         if lp_of(f"o-{n}".encode()) < 512 and lp_of(f"o-{n}".encode()) != lp_of(LOW.encode())
     )
-    low = range_of(scene.route, lp_of(LOW.encode())).partition
+    low = range_of(archive_scene.route, lp_of(LOW.encode())).partition
     for key in (LOW, other):
-        scene.send(1, key, b"1")
-    scene.archive()
+        archive_scene.send(1, key, b"1")
+    archive_scene.archive()
     for key in (LOW, other, LOW, other):
-        scene.send(1, key, b"2")
-    scene.client(low).xdel(scene.log(low), "3-0", "4-0")
-    assert scene.archive().stopped == [low]
-    assert accept_gaps(runtime_of(scene.database), TOPIC, reason="lost", partition=low) == 2
-    assert scene.archive().total == 2
-    assert set(scene.marks().values()) == {(3, 3)}
+        archive_scene.send(1, key, b"2")
+    archive_scene.client(low).xdel(archive_scene.log(low), "3-0", "4-0")
+    assert archive_scene.archive().stopped == [low]
+    assert accept_gaps(runtime_of(archive_scene.database), TOPIC, reason="lost", partition=low) == 2
+    assert archive_scene.archive().total == 2
+    assert set(archive_scene.marks().values()) == {(3, 3)}
 
 
-def test_a_hole_at_the_end_of_a_chain_is_found_where_the_partition_was_sealed(scene: Scene) -> None:
+def test_a_hole_at_the_end_of_a_chain_is_found_where_the_partition_was_sealed(archive_scene: ArchiveScene) -> None:
     """Nothing may ever follow it: without the marks of the seal nobody would hear of it. Case 80."""
-    scene.send(1, LOW, *[b"x"] * 5)
-    scene.send(2, LOW, *[b"x"] * 5)
-    scene.archive()
+    archive_scene.send(1, LOW, *[b"x"] * 5)
+    archive_scene.send(2, LOW, *[b"x"] * 5)
+    archive_scene.archive()
     lp = lp_of(LOW.encode())
-    low = range_of(scene.route, lp).partition
-    scene.send(1, LOW, b"6", b"7")
-    scene.send(2, LOW, b"6")
-    scene.client(low).xdel(scene.log(low), "12-0", "13-0")
-    split(runtime_of(scene.database, scene.prefix, application=scene.database), TOPIC, low, at=[256])
+    low = range_of(archive_scene.route, lp).partition
+    archive_scene.send(1, LOW, b"6", b"7")
+    archive_scene.send(2, LOW, b"6")
+    archive_scene.client(low).xdel(archive_scene.log(low), "12-0", "13-0")
+    split(
+        runtime_of(archive_scene.database, archive_scene.prefix, application=archive_scene.database),
+        TOPIC,
+        low,
+        at=[256],
+    )
     for _ in range(2):
-        report = scene.archive()
+        report = archive_scene.archive()
         assert (report.completed, report.stopped) == ([], [low])
-    found = [(gap.source, gap.lp, gap.after, gap.next_seq, gap.offset) for gap in list_gaps(scene.database)]
+    found = [(gap.source, gap.lp, gap.after, gap.next_seq, gap.offset) for gap in list_gaps(archive_scene.database)]
     assert sorted(found) == [(1, lp, 6, 8, 14), (2, lp, 5, 7, 14)]
-    assert accept_gaps(runtime_of(scene.database), TOPIC, reason="deleted by hand") == 2
-    assert scene.archive().completed == [low]
-    assert scene.marks() == {(1, lp): (8, 7), (2, lp): (7, 6)}
-    scene.send(1, LOW, b"8")
-    assert scene.archive().total == 1
-    assert scene.marks()[1, lp] == (8, 8)
-    assert list_gaps(scene.database, waiting=True) == []
+    assert accept_gaps(runtime_of(archive_scene.database), TOPIC, reason="deleted by hand") == 2
+    assert archive_scene.archive().completed == [low]
+    assert archive_scene.marks() == {(1, lp): (8, 7), (2, lp): (7, 6)}
+    archive_scene.send(1, LOW, b"8")
+    assert archive_scene.archive().total == 1
+    assert archive_scene.marks()[1, lp] == (8, 8)
+    assert list_gaps(archive_scene.database, waiting=True) == []
 
 
-def test_a_topic_switched_off_and_on_explains_a_hole_at_the_end_of_a_chain(scene: Scene) -> None:
-    low = range_of(scene.route, lp_of(LOW.encode())).partition
-    scene.send(1, LOW, b"1")
-    scene.archive()
-    set_archived(runtime_of(scene.database), TOPIC, archived=False)
-    scene.send(1, LOW, b"2")
-    scene.client(low).xdel(scene.log(low), "2-0")
-    set_archived(runtime_of(scene.database), TOPIC, archived=True)
-    split(runtime_of(scene.database, scene.prefix, application=scene.database), TOPIC, low, at=[256])
-    assert scene.archive().completed == [low]
-    (gap,) = list_gaps(scene.database)
+def test_a_topic_switched_off_and_on_explains_a_hole_at_the_end_of_a_chain(archive_scene: ArchiveScene) -> None:
+    low = range_of(archive_scene.route, lp_of(LOW.encode())).partition
+    archive_scene.send(1, LOW, b"1")
+    archive_scene.archive()
+    set_archived(runtime_of(archive_scene.database), TOPIC, archived=False)
+    archive_scene.send(1, LOW, b"2")
+    archive_scene.client(low).xdel(archive_scene.log(low), "2-0")
+    set_archived(runtime_of(archive_scene.database), TOPIC, archived=True)
+    split(
+        runtime_of(archive_scene.database, archive_scene.prefix, application=archive_scene.database),
+        TOPIC,
+        low,
+        at=[256],
+    )
+    assert archive_scene.archive().completed == [low]
+    (gap,) = list_gaps(archive_scene.database)
     assert (gap.after, gap.next_seq, gap.actor, gap.accepted_at is None) == (1, 3, None, False)
 
 
-def test_what_is_looked_at_behind_a_gap_is_bounded_in_bytes(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_looked_at_behind_a_gap_is_bounded_in_bytes(
+    archive_scene: ArchiveScene, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is read again by each pass, as long as the gap waits."""
     monkeypatch.setattr("mqlayer.archive.archiver.page_size", lambda _: 10)
     monkeypatch.setattr(batch_writer, "BYTES", 100_000)
-    low = range_of(scene.route, lp_of(LOW.encode())).partition
-    scene.send(1, LOW, *[b"x"] * 20)
-    scene.archive()
+    low = range_of(archive_scene.route, lp_of(LOW.encode())).partition
+    archive_scene.send(1, LOW, *[b"x"] * 20)
+    archive_scene.archive()
     for _ in range(30):
-        scene.send(1, LOW, *[b"x" * 10_000] * 10)
-    scene.client(low).xdel(scene.log(low), "21-0")
-    scene.archive()
-    client = scene.client(low)
+        archive_scene.send(1, LOW, *[b"x" * 10_000] * 10)
+    archive_scene.client(low).xdel(archive_scene.log(low), "21-0")
+    archive_scene.archive()
+    client = archive_scene.client(low)
     client.config_resetstat()
-    scene.archive()
+    archive_scene.archive()
     assert int(client.info("stats")["total_net_output_bytes"]) < 500_000
 
 
@@ -390,7 +276,7 @@ def test_a_node_that_is_away_or_not_armed_keeps_nothing_else_waiting(
     database_dsn: str, redis_url: str, start_redis: StartRedis, key_prefix: str
 ) -> None:
     node = start_redis()
-    scene = Scene(database_dsn, key_prefix, redis_url, node.url)
+    scene = ArchiveScene(database_dsn, key_prefix, redis_url, node.url)
     scene.send(1, LOW, b"x")
     scene.send(1, HIGH, b"y")
     node.kill()
@@ -409,7 +295,7 @@ def test_a_node_that_falls_back_gives_offsets_again_and_every_record_is_there_on
 ) -> None:
     """Offsets are positions, identity decides: the same comes again, and others at offsets that the archive knows."""
     node = start_redis()
-    scene = Scene(database_dsn, key_prefix, node.url, partitions=1)
+    scene = ArchiveScene(database_dsn, key_prefix, node.url, partitions=1)
     scene.send(1, LOW, b"1", b"2")
     before = FallBack(node, tmp_path / "copy")
     scene.archive()
@@ -432,7 +318,7 @@ def test_what_was_read_of_a_run_that_fell_back_since_is_not_taken_for_what_is_th
 ) -> None:
     """The node restarts with less, is armed and gives the offsets to others, while the stretch is on its way."""
     node = start_redis()
-    scene = Scene(database_dsn, key_prefix, node.url, partitions=1)
+    scene = ArchiveScene(database_dsn, key_prefix, node.url, partitions=1)
     scene.send(1, LOW, b"1", b"2")
     before = FallBack(node, tmp_path / "copy")
     scene.send(1, LOW, b"3", b"4")
@@ -455,22 +341,22 @@ def test_what_was_read_of_a_run_that_fell_back_since_is_not_taken_for_what_is_th
     scene.close()
 
 
-def test_a_split_and_a_merge_are_archived_parents_first(scene: Scene) -> None:
+def test_a_split_and_a_merge_are_archived_parents_first(archive_scene: ArchiveScene) -> None:
     """Case 79: the order of a key's records is that of (batch, offset), over route versions."""
     for number in range(4):
         for key in (LOW, HIGH, "c"):
-            scene.send(1 + number % 2, key, b"x")
+            archive_scene.send(1 + number % 2, key, b"x")
         if number == 0:
-            split(runtime_of(scene.database, scene.prefix), TOPIC, 1, at=[100, 200])
+            split(runtime_of(archive_scene.database, archive_scene.prefix), TOPIC, 1, at=[100, 200])
         if number == 1:
-            scene.archive()
-            merge(runtime_of(scene.database, scene.prefix), TOPIC, [3, 4])
+            archive_scene.archive()
+            merge(runtime_of(archive_scene.database, archive_scene.prefix), TOPIC, [3, 4])
         if number == 2:
-            merge(runtime_of(scene.database, scene.prefix), TOPIC, [5, 6])
-    report = scene.archive()
+            merge(runtime_of(archive_scene.database, archive_scene.prefix), TOPIC, [5, 6])
+    report = archive_scene.archive()
     assert sorted(report.completed) == [3, 4, 5, 6]
-    scene.assert_whole()
-    versions = scene.rows("SELECT DISTINCT partition_id, version FROM mqlayer_archive.record ORDER BY 1")
+    archive_scene.assert_whole()
+    versions = archive_scene.rows("SELECT DISTINCT partition_id, version FROM mqlayer_archive.record ORDER BY 1")
     assert dict(versions)[1] == 1
     assert {version for _, version in versions} >= {1, 2, 4}
 
@@ -479,7 +365,7 @@ def test_a_successor_waits_for_its_parents_and_is_no_gap_meanwhile(
     database_dsn: str, redis_url: str, start_redis: StartRedis, key_prefix: str
 ) -> None:
     node = start_redis()
-    scene = Scene(database_dsn, key_prefix, node.url, redis_url)
+    scene = ArchiveScene(database_dsn, key_prefix, node.url, redis_url)
     scene.send(1, LOW, b"1")
     split(runtime_of(scene.database, scene.prefix), TOPIC, 1, at=[100], to=["n2"])
     scene.send(1, LOW, b"2")
@@ -524,7 +410,7 @@ def test_a_stream_is_trimmed_below_what_is_archived_and_settled(
     database_dsn: str, redis_url: str, key_prefix: str
 ) -> None:
     """Case 80."""
-    scene = Scene(database_dsn, key_prefix, redis_url, partitions=1)
+    scene = ArchiveScene(database_dsn, key_prefix, redis_url, partitions=1)
     group = scene.group()
 
     def first() -> int:
@@ -547,14 +433,14 @@ def test_a_stream_is_trimmed_below_what_is_archived_and_settled(
     scene.close()
 
 
-def test_a_sealed_partition_is_retired_once_the_archive_has_it(scene: Scene) -> None:
-    group = scene.group()
-    scene.send(1, LOW, b"1")
-    split(runtime_of(scene.database, scene.prefix), TOPIC, 1, at=[100])
-    scene.connection.execute("INSERT INTO mqlayer.drained (group_id, partition_id) VALUES (%s, 1)", (group,))
-    assert retire_partitions(runtime_of(scene.database, scene.prefix)) == []
-    assert scene.archive().completed == [1]
-    assert retire_partitions(runtime_of(scene.database, scene.prefix)) == [1]
+def test_a_sealed_partition_is_retired_once_the_archive_has_it(archive_scene: ArchiveScene) -> None:
+    group = archive_scene.group()
+    archive_scene.send(1, LOW, b"1")
+    split(runtime_of(archive_scene.database, archive_scene.prefix), TOPIC, 1, at=[100])
+    archive_scene.connection.execute("INSERT INTO mqlayer.drained (group_id, partition_id) VALUES (%s, 1)", (group,))
+    assert retire_partitions(runtime_of(archive_scene.database, archive_scene.prefix)) == []
+    assert archive_scene.archive().completed == [1]
+    assert retire_partitions(runtime_of(archive_scene.database, archive_scene.prefix)) == [1]
 
 
 @pytest.mark.parametrize("emptied", [False, True], ids=["fell-back", "emptied"])
@@ -566,7 +452,7 @@ def test_a_pass_that_asked_before_a_node_fell_back_trims_nothing_of_what_comes_t
     A node that is emptied keeps its run.
     """
     node = start_redis()
-    scene = Scene(database_dsn, key_prefix, node.url, partitions=1)
+    scene = ArchiveScene(database_dsn, key_prefix, node.url, partitions=1)
     group = scene.group()
     before = FallBack(node, tmp_path / "copy")
     for _ in range(2):
@@ -596,7 +482,7 @@ def test_what_was_read_before_a_node_was_emptied_moves_nobody_on(
     database_dsn: str, start_redis: StartRedis, key_prefix: str, tmp_path: Path
 ) -> None:
     """A first batch: nothing is noted yet that the arming could lower, and the run is the same."""
-    scene = Scene(database_dsn, key_prefix, start_redis().url, partitions=1)
+    scene = ArchiveScene(database_dsn, key_prefix, start_redis().url, partitions=1)
     scene.send(1, LOW, *[b"old"] * 50)
     failpoints.arm("archive.before_copy", f"mark:{tmp_path / 'reached'}")
     failpoints.arm("archive.before_copy", f"wait:{tmp_path / 'go'}")
@@ -618,7 +504,7 @@ def test_trimming_that_is_on_its_way_and_archiving_switched_on_exclude_each_othe
     database_dsn: str, redis_url: str, key_prefix: str, tmp_path: Path
 ) -> None:
     """Else a pass that asked before would drop by what groups settled alone."""
-    scene = Scene(database_dsn, key_prefix, redis_url, partitions=1, archived=False)
+    scene = ArchiveScene(database_dsn, key_prefix, redis_url, partitions=1, archived=False)
     scene.settle(scene.group(), 1, 0)
     failpoints.arm("trim.after_round", f"wait:{tmp_path / 'go'}")
     with ThreadPoolExecutor(2) as pool:
@@ -633,41 +519,43 @@ def test_trimming_that_is_on_its_way_and_archiving_switched_on_exclude_each_othe
     scene.close()
 
 
-def test_two_archivers_at_once_archive_everything_once(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_archivers_at_once_archive_everything_once(
+    archive_scene: ArchiveScene, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(batch_writer, "RECORDS", 20)
     monkeypatch.setattr("mqlayer.archive.archiver.page_size", lambda _: 10)
     with ThreadPoolExecutor(2) as pool:
         for _ in range(3):
             for number in range(20):
-                scene.send(1 + number % 2, f"key-{number % 7}", *[b"x"] * 10)
-            done = [pool.submit(scene.archive) for _ in range(2)]
+                archive_scene.send(1 + number % 2, f"key-{number % 7}", *[b"x"] * 10)
+            done = [pool.submit(archive_scene.archive) for _ in range(2)]
             assert [one.result().stopped for one in done] == [[], []]
-    scene.archive()
-    scene.assert_whole()
+    archive_scene.archive()
+    archive_scene.assert_whole()
 
 
-def days(scene: Scene, age: int = 30) -> list[RetentionResult]:
+def days(scene: ArchiveScene, age: int = 30) -> list[RetentionResult]:
     return [day.result for day in retain(runtime_of(scene.database), older_than=timedelta(days=age))]
 
 
-def test_retention_drops_whole_days_and_marks_begin_behind_them(scene: Scene) -> None:
-    scene.send(1, LOW, b"1", b"2")
-    scene.send(1, HIGH, b"1")
-    scene.archive()
-    scene.age(40)
-    scene.send(1, LOW, b"3")
-    scene.archive()
+def test_retention_drops_whole_days_and_marks_begin_behind_them(archive_scene: ArchiveScene) -> None:
+    archive_scene.send(1, LOW, b"1", b"2")
+    archive_scene.send(1, HIGH, b"1")
+    archive_scene.archive()
+    archive_scene.age(40)
+    archive_scene.send(1, LOW, b"3")
+    archive_scene.archive()
     with pytest.raises(InvalidInput, match="a day"):
-        retain(runtime_of(scene.database), older_than=timedelta(hours=1))
-    assert days(scene, 50) == []
-    assert days(scene) == ["dropped"]
-    assert days(scene) == []
+        retain(runtime_of(archive_scene.database), older_than=timedelta(hours=1))
+    assert days(archive_scene, 50) == []
+    assert days(archive_scene) == ["dropped"]
+    assert days(archive_scene) == []
     low, high = lp_of(LOW.encode()), lp_of(HIGH.encode())
-    assert scene.marks() == {(1, low): (3, 3), (1, high): (2, 1)}
-    assert scene.archived() == [(1, low, 3)]
-    scene.send(1, HIGH, b"2")
-    assert scene.archive().total == 1, "the chain goes on"
-    assert scene.marks()[1, high] == (2, 2)
+    assert archive_scene.marks() == {(1, low): (3, 3), (1, high): (2, 1)}
+    assert archive_scene.archived() == [(1, low, 3)]
+    archive_scene.send(1, HIGH, b"2")
+    assert archive_scene.archive().total == 1, "the chain goes on"
+    assert archive_scene.marks()[1, high] == (2, 2)
 
 
 def snapshot(connection: Any) -> None:
@@ -680,63 +568,69 @@ def snapshot(connection: Any) -> None:
     )
 
 
-def test_retention_spares_a_day_that_a_snapshot_covers(scene: Scene) -> None:
-    scene.send(1, LOW, b"1")
-    scene.archive()
-    scene.age(40)
-    snapshot(scene.connection)
-    assert days(scene) == ["spared"]
-    scene.connection.execute("DELETE FROM mqlayer_archive.snapshot")
-    assert days(scene) == ["dropped"]
+def test_retention_spares_a_day_that_a_snapshot_covers(archive_scene: ArchiveScene) -> None:
+    archive_scene.send(1, LOW, b"1")
+    archive_scene.archive()
+    archive_scene.age(40)
+    snapshot(archive_scene.connection)
+    assert days(archive_scene) == ["spared"]
+    archive_scene.connection.execute("DELETE FROM mqlayer_archive.snapshot")
+    assert days(archive_scene) == ["dropped"]
 
 
-def test_a_snapshot_that_is_being_made_is_waited_for(scene: Scene) -> None:
-    scene.send(1, LOW, b"1")
-    scene.archive()
-    scene.age(40)
-    with psycopg.connect(scene.dsn) as making, ThreadPoolExecutor(1) as pool:
+def test_a_snapshot_that_is_being_made_is_waited_for(archive_scene: ArchiveScene) -> None:
+    archive_scene.send(1, LOW, b"1")
+    archive_scene.archive()
+    archive_scene.age(40)
+    with psycopg.connect(archive_scene.dsn) as making, ThreadPoolExecutor(1) as pool:
         snapshot(making)
-        running = pool.submit(days, scene)
-        wait_until(lambda: scene.rows("SELECT 1 FROM pg_locks WHERE NOT granted"), what="retention waits for it")
+        running = pool.submit(days, archive_scene)
+        wait_until(
+            lambda: archive_scene.rows("SELECT 1 FROM pg_locks WHERE NOT granted"), what="retention waits for it"
+        )
         making.commit()
         assert running.result() == ["spared"]
 
 
-def test_a_day_that_somebody_reads_is_left_for_the_next_call(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_day_that_somebody_reads_is_left_for_the_next_call(
+    archive_scene: ArchiveScene, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(TIMEOUTS, "lock_wait", "100ms")
-    scene.send(1, LOW, b"1")
-    scene.archive()
-    scene.age(40)
-    with psycopg.connect(scene.dsn) as reading:
+    archive_scene.send(1, LOW, b"1")
+    archive_scene.archive()
+    archive_scene.age(40)
+    with psycopg.connect(archive_scene.dsn) as reading:
         reading.execute("SELECT 1 FROM mqlayer_archive.record").fetchall()
-        assert days(scene) == ["busy"]
-    assert days(scene) == ["dropped"]
+        assert days(archive_scene) == ["busy"]
+    assert days(archive_scene) == ["dropped"]
 
 
-def test_days_that_hold_nothing_go_too(scene: Scene) -> None:
-    scene.archive()
-    scene.connection.execute("SELECT mqlayer_archive.day_make_v1((now() AT TIME ZONE 'UTC')::date - 40)")
-    assert days(scene) == ["dropped"]
-    assert days(scene) == []
-    made = scene.rows("SELECT count(*) FROM pg_inherits WHERE inhparent = 'mqlayer_archive.record'::regclass")
+def test_days_that_hold_nothing_go_too(archive_scene: ArchiveScene) -> None:
+    archive_scene.archive()
+    archive_scene.connection.execute("SELECT mqlayer_archive.day_make_v1((now() AT TIME ZONE 'UTC')::date - 40)")
+    assert days(archive_scene) == ["dropped"]
+    assert days(archive_scene) == []
+    made = archive_scene.rows("SELECT count(*) FROM pg_inherits WHERE inhparent = 'mqlayer_archive.record'::regclass")
     assert made == [(2,)]
 
 
-def test_a_stream_of_the_archive_is_told_of_a_day_that_went_before_an_older_one(scene: Scene) -> None:
+def test_a_stream_of_the_archive_is_told_of_a_day_that_went_before_an_older_one(archive_scene: ArchiveScene) -> None:
     """A snapshot keeps the first day; the second one is gone, and whoever had yet to read it must hear of that."""
-    scene.send(1, LOW, b"1")
-    scene.archive()
-    scene.age(40)
-    snapshot(scene.connection)
-    scene.send(1, LOW, b"2")
-    scene.archive()
-    scene.connection.execute("SELECT mqlayer_archive.day_make_v1((now() AT TIME ZONE 'UTC')::date - 45)")
-    scene.age(5)
-    scene.send(1, LOW, b"3")
-    scene.archive()
-    words = [one.result for one in retain(runtime_of(scene.database), older_than=timedelta(days=1)) if one.records]
+    archive_scene.send(1, LOW, b"1")
+    archive_scene.archive()
+    archive_scene.age(40)
+    snapshot(archive_scene.connection)
+    archive_scene.send(1, LOW, b"2")
+    archive_scene.archive()
+    archive_scene.connection.execute("SELECT mqlayer_archive.day_make_v1((now() AT TIME ZONE 'UTC')::date - 45)")
+    archive_scene.age(5)
+    archive_scene.send(1, LOW, b"3")
+    archive_scene.archive()
+    words = [
+        one.result for one in retain(runtime_of(archive_scene.database), older_than=timedelta(days=1)) if one.records
+    ]
     assert words == ["spared", "dropped"]
-    with scene.database.connection() as connection:
+    with archive_scene.database.connection() as connection:
         facts = {"topic_id": 1, "after": 1}
         with pytest.raises(psycopg.Error, match="dropped from the archive"):
             connection.execute(query("stream_there"), facts)
@@ -745,50 +639,50 @@ def test_a_stream_of_the_archive_is_told_of_a_day_that_went_before_an_older_one(
         assert connection.execute(query("stream_there"), facts | {"after": row[3] - 1}).fetchone() == (3,)
 
 
-def test_topics_say_how_long_they_are_kept_and_the_longest_counts(scene: Scene) -> None:
+def test_topics_say_how_long_they_are_kept_and_the_longest_counts(archive_scene: ArchiveScene) -> None:
     for name in ("other", "third"):
-        create_topic(runtime_of(scene.database, scene.prefix), name, partitions=1, archived=True)
-    scene.send(1, LOW, b"1")
-    scene.archive()
-    scene.connection.execute(
+        create_topic(runtime_of(archive_scene.database, archive_scene.prefix), name, partitions=1, archived=True)
+    archive_scene.send(1, LOW, b"1")
+    archive_scene.archive()
+    archive_scene.connection.execute(
         "INSERT INTO mqlayer_archive.day SELECT day, t.topic_id, 1, 1, 0, 1 FROM mqlayer_archive.day, mqlayer.topic t "
         "WHERE t.name = 'other'"
     )
-    scene.age(40)
+    archive_scene.age(40)
 
     def words() -> list[RetentionResult]:
-        return [one.result for one in retain_by_topics(runtime_of(scene.database, actor="worker"))]
+        return [one.result for one in retain_by_topics(runtime_of(archive_scene.database, actor="worker"))]
 
     assert words() == [], "nobody said so"
-    assert set_retention(runtime_of(scene.database, actor="me"), TOPIC, days=7)
-    assert not set_retention(runtime_of(scene.database), TOPIC, days=7)
+    assert set_retention(runtime_of(archive_scene.database, actor="me"), TOPIC, days=7)
+    assert not set_retention(runtime_of(archive_scene.database), TOPIC, days=7)
     assert words() == [], "of the other one nobody said so"
-    set_retention(runtime_of(scene.database), "other", days=50)
+    set_retention(runtime_of(archive_scene.database), "other", days=50)
     assert words() == []
-    set_retention(runtime_of(scene.database), "other", days=39)
+    set_retention(runtime_of(archive_scene.database), "other", days=39)
     assert words() == ["dropped"]
     with pytest.raises(InvalidInput, match="0 days"):
-        set_retention(runtime_of(scene.database), TOPIC, days=0)
+        set_retention(runtime_of(archive_scene.database), TOPIC, days=0)
     with pytest.raises(NotFound):
-        set_retention(runtime_of(scene.database), "none", days=1)
-    ((facts,),) = scene.rows("SELECT facts FROM mqlayer.audit WHERE actor = 'me'")
+        set_retention(runtime_of(archive_scene.database), "none", days=1)
+    ((facts,),) = archive_scene.rows("SELECT facts FROM mqlayer.audit WHERE actor = 'me'")
     assert facts == {"retention_days": 7}
-    ((actor, records),) = scene.rows("SELECT actor, facts FROM mqlayer.audit WHERE act = 'archive retain'")
+    ((actor, records),) = archive_scene.rows("SELECT actor, facts FROM mqlayer.audit WHERE act = 'archive retain'")
     assert (actor, records) == ("worker", {"records": 1})
 
 
-def test_days_are_made_ahead_once_by_many(scene: Scene) -> None:
+def test_days_are_made_ahead_once_by_many(archive_scene: ArchiveScene) -> None:
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda _: scene.archive(), range(4)))
-    made = scene.rows("SELECT count(*) FROM pg_inherits WHERE inhparent = 'mqlayer_archive.record'::regclass")
+        list(pool.map(lambda _: archive_scene.archive(), range(4)))
+    made = archive_scene.rows("SELECT count(*) FROM pg_inherits WHERE inhparent = 'mqlayer_archive.record'::regclass")
     assert made == [(2,)]
 
 
-def test_a_record_that_no_script_wrote_stops_its_partition_only(scene: Scene) -> None:
-    low = range_of(scene.route, lp_of(LOW.encode())).partition
-    scene.client(low).xadd(scene.log(low), {"m": "what?", "k": "k", "b": "secret"}, id="1-0")
-    scene.send(1, HIGH, b"y")
-    report = scene.archive()
+def test_a_record_that_no_script_wrote_stops_its_partition_only(archive_scene: ArchiveScene) -> None:
+    low = range_of(archive_scene.route, lp_of(LOW.encode())).partition
+    archive_scene.client(low).xadd(archive_scene.log(low), {"m": "what?", "k": "k", "b": "secret"}, id="1-0")
+    archive_scene.send(1, HIGH, b"y")
+    report = archive_scene.archive()
     assert report.total == 1
     ((partition, reason),) = report.failed.items()
     assert partition == low
@@ -807,40 +701,44 @@ def test_a_record_that_no_script_wrote_stops_its_partition_only(scene: Scene) ->
     ],
 )
 def test_a_record_that_no_row_can_hold_stops_its_partition_only_and_the_doctor_sees_it(
-    scene: Scene, fields: dict[str, str]
+    archive_scene: ArchiveScene, fields: dict[str, str]
 ) -> None:
-    low = range_of(scene.route, 0).partition
-    scene.archive()
-    ((before,),) = scene.rows("SELECT last_pass_at FROM mqlayer_archive.topic")
-    scene.client(low).xadd(scene.log(low), fields, id="1-0")  # type: ignore[arg-type]
-    scene.send(1, HIGH, b"y")
+    low = range_of(archive_scene.route, 0).partition
+    archive_scene.archive()
+    ((before,),) = archive_scene.rows("SELECT last_pass_at FROM mqlayer_archive.topic")
+    archive_scene.client(low).xadd(archive_scene.log(low), fields, id="1-0")  # type: ignore[arg-type]
+    archive_scene.send(1, HIGH, b"y")
     with ThreadPoolExecutor(1) as pool:
-        report = pool.submit(scene.archive).result(20)
+        report = pool.submit(archive_scene.archive).result(20)
     assert report.total == 1
     assert list(report.failed) == [low]
     assert "offset 1 " in report.failed[low]
     assert "secret" not in report.failed[low]
-    assert scene.rows("SELECT last_pass_at FROM mqlayer_archive.topic") == [(before,)], "it is behind, and says so"
+    assert archive_scene.rows("SELECT last_pass_at FROM mqlayer_archive.topic") == [(before,)], (
+        "it is behind, and says so"
+    )
 
 
-def test_the_doctor_names_an_archive_that_waits_or_is_late(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_doctor_names_an_archive_that_waits_or_is_late(
+    archive_scene: ArchiveScene, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def found() -> list[tuple[CheckStatus, str]]:
-        settings = Settings(dsn=SecretStr(scene.dsn), key_prefix=scene.prefix)
+        settings = Settings(dsn=SecretStr(archive_scene.dsn), key_prefix=archive_scene.prefix)
         return [(one.verdict, one.seen) for one in diagnose(settings) if one.check == "archive"]
 
     assert "never" in found()[0][1]
-    scene.send(1, LOW, b"1", b"2", b"3")
-    scene.archive()
+    archive_scene.send(1, LOW, b"1", b"2", b"3")
+    archive_scene.archive()
     assert found()[0][0] is CheckStatus.OK
-    scene.send(1, LOW, b"4", b"5")
-    low = range_of(scene.route, lp_of(LOW.encode())).partition
-    scene.client(low).xdel(scene.log(low), "4-0")
-    scene.archive()
+    archive_scene.send(1, LOW, b"4", b"5")
+    low = range_of(archive_scene.route, lp_of(LOW.encode())).partition
+    archive_scene.client(low).xdel(archive_scene.log(low), "4-0")
+    archive_scene.archive()
     assert found() == [(CheckStatus.BROKEN, f"the archive of topic {TOPIC} waits at 1 gaps, and holds trimming up")]
 
 
-def test_the_commands(scene: Scene, commands: Commands) -> None:
-    scene.send(1, LOW, b"1")
+def test_the_commands(archive_scene: ArchiveScene, commands: Commands) -> None:
+    archive_scene.send(1, LOW, b"1")
     assert commands.text("archive", "run", "--once") == "1 record archived, 0 partitions completed\n"
     (connection,) = commands.lines("archive", "status")
     assert (connection["topic"], connection["batch"], connection["records"], connection["lag"], connection["gaps"]) == (
@@ -868,49 +766,51 @@ def test_the_commands(scene: Scene, commands: Commands) -> None:
 
 
 @pytest.fixture
-def commands(scene: Scene, monkeypatch: pytest.MonkeyPatch, logging_as_before: None) -> Commands:
+def commands(archive_scene: ArchiveScene, monkeypatch: pytest.MonkeyPatch, logging_as_before: None) -> Commands:
     """The command, at the scene's servers."""
-    monkeypatch.setenv("MQLAYER_DSN", scene.dsn)
-    monkeypatch.setenv("MQLAYER_KEY_PREFIX", scene.prefix)
+    monkeypatch.setenv("MQLAYER_DSN", archive_scene.dsn)
+    monkeypatch.setenv("MQLAYER_KEY_PREFIX", archive_scene.prefix)
     return Commands()
 
 
-def test_writers_a_split_archivers_and_trimming_at_once(scene: Scene) -> None:
+def test_writers_a_split_archivers_and_trimming_at_once(archive_scene: ArchiveScene) -> None:
     """Nothing is trimmed that is not archived, and the archive has everything once."""
-    group = scene.group()
+    group = archive_scene.group()
     ending = threading.Event()
     done = [0]
 
     def archive() -> None:
         while not ending.is_set():
-            done[0] += scene.archive().total
+            done[0] += archive_scene.archive().total
 
     def trim() -> None:
         while not ending.is_set():
-            trim_pass(runtime_of(scene.database, scene.prefix))
-            retire_partitions(runtime_of(scene.database, scene.prefix))
+            trim_pass(runtime_of(archive_scene.database, archive_scene.prefix))
+            retire_partitions(runtime_of(archive_scene.database, archive_scene.prefix))
 
     with ThreadPoolExecutor(3) as pool, ExitStack() as pool_ends:
         running = [pool.submit(archive), pool.submit(archive), pool.submit(trim)]
         pool_ends.callback(ending.set)
         for turn in range(12):
             for key in (LOW, HIGH, "c", "d"):
-                scene.send(1 + turn % 2, key, *[b"x" * 50] * 60)
-            for (partition,) in scene.rows("SELECT partition_id FROM mqlayer.partition WHERE state = 'open'"):
-                scene.settle(group, partition, int(scene.meta(partition, "next")) - 1)
+                archive_scene.send(1 + turn % 2, key, *[b"x" * 50] * 60)
+            for (partition,) in archive_scene.rows("SELECT partition_id FROM mqlayer.partition WHERE state = 'open'"):
+                archive_scene.settle(group, partition, int(archive_scene.meta(partition, "next")) - 1)
             if turn in (3, 6, 9):
-                ranges = load_route(scene.database, TOPIC).ranges
+                ranges = load_route(archive_scene.database, TOPIC).ranges
                 widest = max(ranges, key=lambda one: one.lp_to - one.lp_from)
                 at = (widest.lp_from + widest.lp_to) // 2
-                split(runtime_of(scene.database, scene.prefix), TOPIC, widest.partition, at=[at])
-                scene.connection.execute(
+                split(runtime_of(archive_scene.database, archive_scene.prefix), TOPIC, widest.partition, at=[at])
+                archive_scene.connection.execute(
                     "INSERT INTO mqlayer.drained SELECT %s, partition_id FROM mqlayer.partition WHERE state = 'sealed' "
                     "ON CONFLICT DO NOTHING", (group,),
                 )  # fmt: skip
         ending.set()
         for one in running:
             one.result()
-    scene.archive()
-    scene.assert_whole()
-    wait_until(lambda: retire_partitions(runtime_of(scene.database, scene.prefix)) or True, what="it retires")
-    assert scene.rows("SELECT count(*) FROM mqlayer.partition WHERE state = 'deleted'")[0][0] >= 3
+    archive_scene.archive()
+    archive_scene.assert_whole()
+    wait_until(
+        lambda: retire_partitions(runtime_of(archive_scene.database, archive_scene.prefix)) or True, what="it retires"
+    )
+    assert archive_scene.rows("SELECT count(*) FROM mqlayer.partition WHERE state = 'deleted'")[0][0] >= 3

@@ -28,11 +28,9 @@ from mqlayer.topics import set_archived
 from tests.fixtures.consumers import Recorder
 from tests.fixtures.failpoints import armed
 from tests.fixtures.forked_programs import ask_python
+from tests.fixtures.gate_scenes import KEYS, GateScene
 from tests.fixtures.wait import wait_until
-from tests.integration.test_route_gates import KEYS, Scene, database, scene, world
 from tests.proof.runtimes import runtime_of
-
-__all__ = ["database", "scene", "world"]
 
 # Nobody dies here: a lease that ran out on a busy machine would rightly have what is in hand handled again.
 SETTINGS: dict[str, Any] = {"lease_s": 10.0, "connect_timeout_s": 1.0, "socket_timeout_s": 2.0}
@@ -42,7 +40,7 @@ LATE = "late"
 class Library:
     """A topic that is archived and trimmed, a group that has settled it, and one that comes late."""
 
-    def __init__(self, scene: Scene) -> None:
+    def __init__(self, scene: GateScene) -> None:
         self.scene, self.database = scene, scene.database
         set_archived(runtime_of(scene.database), "orders", archived=True)
         self._apps: list[App] = []
@@ -123,10 +121,10 @@ class Library:
 
 
 @pytest.fixture
-def library(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
+def library(gate_scene: GateScene, monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
     """An archived topic of two partitions on two nodes, in small batches."""
     monkeypatch.setattr("mqlayer.archive.archiver.page_size", lambda _: 25)
-    library = Library(scene)
+    library = Library(gate_scene)
     yield library
     library.close()
 
@@ -367,7 +365,7 @@ def test_a_creation_that_is_killed_is_done_once_by_the_next(library: Library) ->
     library.expect(recorder)
 
 
-def command(scene: Scene, *, failpoint: str = "") -> subprocess.CompletedProcess[str]:
+def command(scene: GateScene, *, failpoint: str = "") -> subprocess.CompletedProcess[str]:
     facts = {"MQLAYER_DSN": scene.world.dsn, "MQLAYER_KEY_PREFIX": scene.world.key_prefix}
     words = ("group", "create", "orders", LATE, "--from-archive")
     return ask_python("mqlayer", *words, env=os.environ | facts | armed(failpoint))

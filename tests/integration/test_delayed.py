@@ -22,8 +22,8 @@ from mqlayer.postgres.database import Database
 from mqlayer.postgres.delayed_release import release_on
 from tests.fixtures.commands import Commands
 from tests.fixtures.outboxes import BODY_LIMIT, CommittedOutbox
+from tests.fixtures.sqlalchemy_engines import engine_of
 from tests.fixtures.wait import wait_until
-from tests.integration.test_outbox_tags import engine_of
 from tests.proof.outbox_world import OutboxWorld
 
 

@@ -34,7 +34,7 @@ from tests.fixtures.consumers import Recorder, Stage, StartStage, member_of
 from tests.fixtures.failed_messages import Failing
 from tests.fixtures.health_probes import ask, free_ports
 from tests.fixtures.wait import wait_until
-from tests.integration.test_parking import LATER_S, Fault, Shop, parked, rows
+from tests.proof.parking_shop import LATER_S, Fault, ParkingShop, parked, rows
 from tests.proof.runtimes import runtime_of
 
 
@@ -166,7 +166,7 @@ def test_a_key_parked_before_that_blocks_tells_so(stage: Stage, heard: list[Even
     failing = Failing(stage)
     failing.park(*failing.publish(("k", b"1")), due_in_s=0)
     set_group(runtime_of(stage.database, actor="ann"), "orders", "g", policy="block", attempt_limit=1)
-    app = stage.consume(Shop("k").recorder, backoff_s=None)
+    app = stage.consume(ParkingShop("k").recorder, backoff_s=None)
     wait_until(lambda: heard, what="an event")
     assert heard[0].kind == "blocked"
     assert member_of(app).stats.blocked >= 1
@@ -259,7 +259,7 @@ def test_a_member_follows_single_changes(stage: Stage, monkeypatch: pytest.Monke
         return keys(self, span, only)
 
     monkeypatch.setattr(ParkingStore, "keys", noted)
-    shop = Shop("a", "b", "c")
+    shop = ParkingShop("a", "b", "c")
     stage.send([(key, b"1") for key in "abc"])
     stage.consume(shop.recorder, backoff_s=(LATER_S,))
     wait_until(lambda: len(parked(stage)) == 3, what="all parked")

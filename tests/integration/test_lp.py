@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from mqlayer.domain.routing import lp_of
 from mqlayer.postgres.queries import query
-from tests.unit.test_routing import GOLDEN
+from tests.proof.golden_lps import GOLDEN_LPS
 
 # Postgres holds no NUL and no lone surrogate in text.
 KEYS = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=100)
@@ -33,5 +33,5 @@ def test_sql_and_python_agree_on_every_key(database_dsn: str) -> None:
         connection.execute(query("outbox_topic_put"), {"topic_id": 1, "name": "orders", "body_limit": 100})
         connection.execute(query("outbox_counters_put"), {"topic_id": 1})
         published()
-        for key, lp in GOLDEN.items():
+        for key, lp in GOLDEN_LPS.items():
             assert connection.execute("SELECT mqlayer_app.lp_v1(%s)", (key,)).fetchone() == (lp,)

@@ -13,9 +13,9 @@ from mqlayer.postgres.database import Database
 from mqlayer.spark.transforms import order
 from mqlayer.spark.transforms.lp import lp_of_key
 from mqlayer.topics import rearm_node
+from tests.fixtures.archive_scenes import LOW, ArchiveScene
 from tests.fixtures.archived_topics import CUT, LINEAGE, RECORDS, ArchivedTopic, Row, random_topic
 from tests.fixtures.servers import StartRedis
-from tests.integration.test_archive import LOW, Scene
 from tests.proof.audit import archive_and_audit
 from tests.proof.fall_back import FallBack
 from tests.proof.outbox_world import OutboxWorld
@@ -272,7 +272,7 @@ def test_what_a_node_that_fell_back_gives_again_is_in_order(
 ) -> None:
     """A later record stands at a lower offset than an earlier one, which the archive had before the node fell back."""
     node = start_redis()
-    scene = Scene(database_dsn, key_prefix, node.url, partitions=1)
+    scene = ArchiveScene(database_dsn, key_prefix, node.url, partitions=1)
     scene.send(1, LOW, b"1", b"2")
     before = FallBack(node, tmp_path / "copy")
     scene.send(2, LOW, *[b"direct"] * 5)

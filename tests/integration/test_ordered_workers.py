@@ -68,7 +68,7 @@ EACH: Final = 12
 START_S: Final = 40.0
 
 
-class Shop:
+class TaskShop:
     """The programs of a shop, its workers, and what their bodies noted."""
 
     def __init__(self, stage: Stage, broker: RedisServer, directory: Path, cleanup: ExitStack) -> None:
@@ -141,13 +141,13 @@ def stage(start_stage: StartStage, redis_url: str) -> Stage:
 
 
 @pytest.fixture
-def shop(stage: Stage, start_redis: StartRedis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shop]:
+def shop(stage: Stage, start_redis: StartRedis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TaskShop]:
     """The shop's programs; calls of this process go to the same topic."""
     monkeypatch.setenv("MQLAYER_DSN", stage.dsn)
     monkeypatch.setenv("MQLAYER_KEY_PREFIX", stage.prefix)
     connections.close()
     with ExitStack() as cleanup:
-        yield Shop(stage, start_redis(), tmp_path, cleanup)
+        yield TaskShop(stage, start_redis(), tmp_path, cleanup)
     connections.close()
 
 
@@ -178,7 +178,7 @@ def call_all(step: OrderedTask, numbers: range) -> None:
 
 @pytest.mark.slow
 def test_order_per_key_holds_while_workers_are_killed_in_a_body_and_another_goes_on(
-    shop: Shop, step: OrderedTask
+    shop: TaskShop, step: OrderedTask
 ) -> None:
     """None lost, none overtaken; twice only what a dead worker had under way and not settled."""
     victims = [
@@ -214,7 +214,7 @@ def test_order_per_key_holds_while_workers_are_killed_in_a_body_and_another_goes
     assert by_process == {str(worker.pid) for worker in (*victims, survivor)}
 
 
-def test_calls_by_name_from_the_pool_and_by_consume_all_come_to_the_topic(shop: Shop, step: OrderedTask) -> None:
+def test_calls_by_name_from_the_pool_and_by_consume_all_come_to_the_topic(shop: TaskShop, step: OrderedTask) -> None:
     """A call that a broker brought is passed on, never run by the worker's pool past the order."""
     worker = shop.worker()
     caller = Celery("elsewhere", broker=shop._environment["BROKER"], set_as_current=False)

@@ -17,7 +17,7 @@ from mqlayer.errors import BodyTooLarge, InvalidInput, NotFound, TransactionConf
 from mqlayer.outbox import Published, clean_dedup
 from mqlayer.postgres.database import Database
 from tests.fixtures.outboxes import BODY_LIMIT, CommittedOutbox
-from tests.integration.test_outbox_tags import engine_of
+from tests.fixtures.sqlalchemy_engines import engine_of
 
 
 def test_a_second_message_with_an_id_is_not_published_and_the_first_ones_seq_is_told(

@@ -10,7 +10,7 @@ import psycopg
 import pytest
 import sqlalchemy
 from psycopg import sql
-from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from psycopg.conninfo import make_conninfo
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import Session
 
@@ -21,6 +21,7 @@ from mqlayer.postgres.caller_connections import Statement, run_one_async
 from mqlayer.postgres.database import translate
 from tests.fixtures.outboxes import BODY_LIMIT, CommittedOutbox
 from tests.fixtures.roles import grant_application
+from tests.fixtures.sqlalchemy_engines import url_of
 
 ROLE = "shop_of_outbox_tests"
 
@@ -28,15 +29,7 @@ ROLE = "shop_of_outbox_tests"
 @pytest.fixture
 def url(outbox_dsn: str) -> sqlalchemy.URL:
     """The outbox's database as SQLAlchemy names it."""
-    parts = {name: str(value) for name, value in conninfo_to_dict(outbox_dsn).items()}
-    return sqlalchemy.URL.create(
-        "postgresql+psycopg",
-        username=parts["user"],
-        password=parts.get("password"),
-        host=parts["host"],
-        port=int(parts["port"]),
-        database=parts["dbname"],
-    )
+    return url_of(outbox_dsn)
 
 
 @pytest.fixture

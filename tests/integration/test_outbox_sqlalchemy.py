@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 import pytest
 import sqlalchemy
-from psycopg.conninfo import conninfo_to_dict
 from sqlalchemy import Engine, text
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
@@ -15,6 +14,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 from mqlayer import outbox
 from mqlayer.errors import InvalidInput, NotFound, TransactionConflict
 from tests.fixtures.outboxes import CommittedOutbox
+from tests.fixtures.sqlalchemy_engines import url_of
 
 
 class Base(DeclarativeBase):
@@ -29,15 +29,7 @@ class Order(Base):
 @pytest.fixture
 def url(outbox_dsn: str) -> sqlalchemy.URL:
     """The outbox's database as SQLAlchemy names it."""
-    parts = conninfo_to_dict(outbox_dsn)
-    return sqlalchemy.URL.create(
-        "postgresql+psycopg",
-        username=str(parts["user"]),
-        password=str(parts["password"]) if parts.get("password") else None,
-        host=str(parts["host"]),
-        port=int(str(parts["port"])),
-        database=str(parts["dbname"]),
-    )
+    return url_of(outbox_dsn)
 
 
 @pytest.fixture

@@ -8,9 +8,8 @@ from typing import Any
 
 import psycopg
 import pytest
-import sqlalchemy
 from psycopg import sql
-from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from psycopg.conninfo import make_conninfo
 from sqlalchemy.orm import Session
 
 from mqlayer import outbox
@@ -20,27 +19,13 @@ from mqlayer.postgres.database import translate
 from mqlayer.relay import relay_once
 from tests.fixtures.consumers import Recorder, Stage
 from tests.fixtures.roles import grant_application
+from tests.fixtures.sqlalchemy_engines import engine_of
 
 ROLE = "shop_of_tag_tests"
 TAGS = ("vip", "eu")
 HEADERS = {"kind": "placed", "é": 'mq-tags": "'}
 
 Publish = Callable[[str], None]
-
-
-def engine_of(dsn: str) -> sqlalchemy.Engine:
-    """Return an engine on a database."""
-    parts = {name: str(value) for name, value in conninfo_to_dict(dsn).items()}
-    return sqlalchemy.create_engine(
-        sqlalchemy.URL.create(
-            "postgresql+psycopg",
-            username=parts["user"],
-            password=parts.get("password"),
-            host=parts["host"],
-            port=int(parts["port"]),
-            database=parts["dbname"],
-        )
-    )
 
 
 def by_psycopg(dsn: str) -> None:

@@ -14,7 +14,7 @@ from mqlayer.stack import RedisServer
 from tests.fixtures.consumers import Recorder, Stage, StartStage
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.wait import wait_until
-from tests.integration.test_parking import LATER_S, Shop, parked, release, rows
+from tests.proof.parking_shop import LATER_S, ParkingShop, parked, release, rows
 
 
 def restart(stage: Stage, server: RedisServer) -> None:
@@ -50,7 +50,7 @@ def test_a_parked_key_stays_parked_and_in_order(
 ) -> None:
     server = start_redis()
     stage = start_stage(server.url)
-    shop = Shop("key-1")
+    shop = ParkingShop("key-1")
     stage.send_numbers(3, 5)
     app = stage.consume(shop.recorder, backoff_s=(LATER_S,))
     stage.wait_settled()

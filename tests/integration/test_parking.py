@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import psycopg
 import pytest
@@ -16,51 +15,16 @@ from mqlayer.errors import PauseKey, Reject, RetryLater, Skip
 from mqlayer.groups.admin import set_group
 from mqlayer.parking import KeyEntry, KeyRef, KeyUpdate, ParkingBatch, ParkingStore
 from tests.fixtures.consumers import Recorder, Stage, member_of
-from tests.fixtures.due_keys import try_now
 from tests.fixtures.wait import wait_until
+from tests.proof.parking_shop import LATER_S, Fault, ParkingShop, parked, release, rows
 from tests.proof.runtimes import runtime_of
 
 pytestmark = pytest.mark.usefixtures("as_consumer")
 
-LATER_S = 3600.0
-
-
-class Fault(Exception):
-    """What a handler fails with."""
-
-
-class Shop:
-    """A handler that fails for some keys until it is repaired."""
-
-    def __init__(self, *broken: str, error: Exception | None = None) -> None:
-        self.broken, self.error = set(broken), error or Fault("no stock")
-        self.recorder = Recorder(self.act)
-
-    def act(self, body: bytes, ctx: Context) -> None:
-        if ctx.key in self.broken:
-            raise self.error
-
-
-def rows(stage: Stage, sql: str, *arguments: Any) -> list[tuple[Any, ...]]:
-    """Return what the control database says."""
-    with stage.database.connection() as connection:
-        return connection.execute(sql.encode(), arguments).fetchall()
-
-
-def parked(stage: Stage) -> dict[str, list[int]]:
-    """Return the seqs that are parked of each key, in their order."""
-    found = rows(stage, "SELECT convert_from(key, 'UTF8'), seq FROM mqlayer.parked_message ORDER BY position, seq")
-    return {key: [seq for name, seq in found if name == key] for key, _ in found}
-
-
-def release(stage: Stage, group: str = "g") -> None:
-    """Have every parked key of a group tried now, as an operator does."""
-    try_now(stage.database, stage.group_id(group))
-
 
 def test_a_key_that_waits_long_is_parked_and_the_others_go_on(stage: Stage) -> None:
     """Case 64."""
-    shop = Shop("key-1")
+    shop = ParkingShop("key-1")
     stage.send_numbers(4, 10)
     app = stage.consume(shop.recorder, backoff_s=(LATER_S,))
     stage.wait_settled()
@@ -103,7 +67,7 @@ def test_a_parked_key_is_tried_again_when_it_is_due(stage: Stage) -> None:
 @pytest.mark.parametrize("error", [Fault("no stock"), Reject("not for us")])
 def test_attempts_that_run_out_leave_the_key_parked(stage: Stage, error: Exception) -> None:
     """Case 65, the policy park: until somebody releases it, however long that takes."""
-    shop = Shop("key-1", error=error)
+    shop = ParkingShop("key-1", error=error)
     stage.send_numbers(3, 5)
     stage.consume(shop.recorder, backoff_s=(0.01,), attempt_limit=2, policy="park")
     stage.wait_settled()
@@ -161,7 +125,7 @@ def test_what_is_skipped_leaves_a_written_reason(stage: Stage, policy: str, erro
 
 def test_a_group_that_blocks_waits_for_ever_until_it_is_told_otherwise(stage: Stage) -> None:
     """Case 65, the policy block, and switching the policy while it blocks."""
-    shop = Shop("k")
+    shop = ParkingShop("k")
     stage.send([("k", b"1"), ("k", b"2")])
     stage.consume(shop.recorder, backoff_s=(0.01, LATER_S), attempt_limit=2, policy="block")
     wait_until(lambda: shop.recorder.attempts(b"1") == [1, 2], what="attempts run out")
@@ -196,7 +160,7 @@ def test_a_key_rests_when_its_handler_says_so(stage: Stage) -> None:
 
 def test_messages_that_stand_alone_are_parked_alone(stage: Stage) -> None:
     """Without a key, or in a group that does not order: nothing waits for the one that fails."""
-    shop = Shop("k")
+    shop = ParkingShop("k")
     stage.send([("k", b"1"), ("k", b"2"), (None, b"3"), ("other", b"4")])
     stage.consume(shop.recorder, backoff_s=(LATER_S,), ordered=False)
     stage.wait_settled()
@@ -211,7 +175,7 @@ def test_messages_that_stand_alone_are_parked_alone(stage: Stage) -> None:
 @pytest.mark.parametrize("error", [Reject("a\x00b"), Reject("\ud800"), Fault("a\x00b"), Fault("\ud800")])
 def test_whatever_an_error_says_can_be_kept(stage: Stage, error: Exception) -> None:
     """Postgres takes neither NUL nor half of a pair: it would be sent for ever, and nothing else be parked."""
-    shop = Shop("k", error=error)
+    shop = ParkingShop("k", error=error)
     stage.send([("k", b"1"), ("other", b"2")])
     stage.consume(shop.recorder, backoff_s=(0.01,), attempt_limit=2, policy="dead_letter")
     stage.wait_settled()
@@ -249,7 +213,7 @@ def test_an_application_hears_and_counts_what_fails(stage: Stage) -> None:
 
 def test_an_owner_takes_several_keys_in_the_order_of_operators(stage: Stage) -> None:
     """Else each would wait for a key that the other one has."""
-    shop = Shop("key-0", "key-1")
+    shop = ParkingShop("key-0", "key-1")
     stage.send_numbers(2, 1)
     app = stage.consume(shop.recorder, backoff_s=(LATER_S,))
     stage.wait_settled()

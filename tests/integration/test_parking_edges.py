@@ -18,7 +18,7 @@ from mqlayer.redelivery.operator_actions import discard_parked
 from mqlayer.runtime.route_cache import RouteCache
 from tests.fixtures.consumers import Recorder, Stage, StartStage
 from tests.fixtures.wait import wait_until
-from tests.integration.test_parking import LATER_S, Fault, Shop, parked, release, rows
+from tests.proof.parking_shop import LATER_S, Fault, ParkingShop, parked, release, rows
 from tests.proof.runtimes import runtime_of
 
 
@@ -31,7 +31,7 @@ def stage(start_stage: StartStage, redis_url: str) -> Stage:
 def test_what_was_discarded_is_not_handled_by_an_owner_that_has_yet_to_settle_it(stage: Stage) -> None:
     """Case 67: the owner died between parking and settling, and an operator discards before the next one reads."""
     stage.send([("first", b"0"), ("k", b"1"), ("k", b"2")])
-    app = stage.consume(Shop("k").recorder, backoff_s=(LATER_S,))
+    app = stage.consume(ParkingShop("k").recorder, backoff_s=(LATER_S,))
     stage.wait_settled()
     app.stop()
     (partition,) = stage.partitions

@@ -31,7 +31,7 @@ from mqlayer.runtime.route_cache import RouteCache
 from tests.fixtures.consumers import Recorder, Stage, StartStage, member_of
 from tests.fixtures.failed_messages import Failing
 from tests.fixtures.wait import wait_until
-from tests.integration.test_parking import LATER_S, Fault, Shop, parked, release, rows
+from tests.proof.parking_shop import LATER_S, Fault, ParkingShop, parked, release, rows
 from tests.proof.runtimes import runtime_of
 
 
@@ -83,7 +83,7 @@ def test_what_follows_a_key_at_its_limit_waits_in_the_stream_and_the_others_go_o
     """Case 64: nothing is lost, order holds over both places, and it is told once, shown in lag and explain."""
     (name,) = limit
     room = 3 if name == "key_messages_limit" else 1
-    shop = Shop("k")
+    shop = ParkingShop("k")
     stage.send([("k", b"%d" % number) for number in range(1, 11)])
     app, events = consume(stage, shop.recorder, **limit)
     wait_until(lambda: len(parked(stage).get("k", [])) == room, what="the key is parked as far as there is room")
@@ -107,7 +107,7 @@ def test_what_follows_a_key_at_its_limit_waits_in_the_stream_and_the_others_go_o
 
 
 def test_what_follows_is_parked_once_the_limit_is_raised(stage: Stage) -> None:
-    shop = Shop("k")
+    shop = ParkingShop("k")
     stage.send([("k", b"1"), ("k", b"2"), ("k", b"3")])
     consume(stage, shop.recorder, key_messages_limit=1)
     wait_until(lambda: parked(stage) == {"k": [1]}, what="one parked")
@@ -119,7 +119,7 @@ def test_what_follows_is_parked_once_the_limit_is_raised(stage: Stage) -> None:
 
 def test_looking_for_room_reads_one_message_of_what_waits_and_says_nothing_new(stage: Stage) -> None:
     """Case 64: a key at its limit for ever costs its node and its member next to nothing, whatever waits behind it."""
-    shop = Shop("k")
+    shop = ParkingShop("k")
     stage.send([("k", b"1"), *[("k", b"x" * 50_000)] * 100])
     _, events = consume(stage, shop.recorder, key_messages_limit=1)
     wait_until(lambda: stall(stage) == "parking_full", what="the others wait")
@@ -179,7 +179,7 @@ def send_from(stage: Stage, source: int, body: bytes) -> None:
 @pytest.mark.parametrize("limit", ["parked_messages_limit", "parked_bytes_limit"])
 def test_a_key_that_fails_in_a_full_group_waits_in_place_and_is_tried_again_there(stage: Stage, limit: str) -> None:
     """Before Postgres fills up; with room again it is parked as any other one."""
-    shop = Shop("a", "b")
+    shop = ParkingShop("a", "b")
     stage.send([("a", b"1")])
     app, events = consume(stage, shop.recorder, **{limit: 1})
     wait_until(lambda: parked(stage) == {"a": [1]}, what="one parked")
@@ -211,7 +211,7 @@ def test_a_key_that_fails_in_a_full_group_waits_in_place_and_is_tried_again_ther
 
 def test_what_a_former_owner_parked_and_did_not_settle_needs_no_room(stage: Stage) -> None:
     """Else its key would wait for room, and the room for its key."""
-    shop = Shop("k")
+    shop = ParkingShop("k")
     stage.send([("k", b"1"), ("k", b"2"), ("k", b"3")])
     app, _ = consume(stage, shop.recorder, key_messages_limit=2)
     wait_until(lambda: parked(stage) == {"k": [1, 2]}, what="two parked")

@@ -47,7 +47,7 @@ from tests.proof.runtimes import runtime_of
 ALL = ReplayFilter()
 
 
-class Scene:
+class ReplayScene:
     """A group that has settled what its topic's archive holds."""
 
     def __init__(self, stage: Stage) -> None:
@@ -76,9 +76,9 @@ class Scene:
 
 
 @pytest.fixture
-def scene(stage: Stage) -> Scene:
+def scene(stage: Stage) -> ReplayScene:
     """A topic of two partitions, two keys of ten messages each, settled and archived."""
-    scene = Scene(stage)
+    scene = ReplayScene(stage)
     stage.send_numbers(2, 10)
     scene.settle()
     return scene
@@ -91,7 +91,7 @@ def numbers(first: int, last: int) -> list[bytes]:
 @pytest.mark.parametrize("batch", [1, 3, 100])
 def test_all_is_parked_in_order_with_all_that_makes_its_messages(stage: Stage, batch: int) -> None:
     """Whatever the batch: identity, time, headers, tags, key and body are those of the records."""
-    scene = Scene(stage)
+    scene = ReplayScene(stage)
     stage.send_numbers(3, 10)
     stage.send([(None, b"alone")])
     scene.settle()
@@ -106,7 +106,7 @@ def test_all_is_parked_in_order_with_all_that_makes_its_messages(stage: Stage, b
     )
 
 
-def test_a_filter_narrows_by_key_tag_time_and_snapshot(scene: Scene) -> None:
+def test_a_filter_narrows_by_key_tag_time_and_snapshot(scene: ReplayScene) -> None:
     """And the plan counts what it takes."""
     scene.archive.snapshot("early")
     scene.stage.send_numbers(2, 2, first=11)
@@ -130,7 +130,7 @@ def test_a_filter_narrows_by_key_tag_time_and_snapshot(scene: Scene) -> None:
         scene.failing.sql("DELETE FROM mqlayer.parked_key")
 
 
-def test_what_waits_is_dead_or_is_ahead_is_not_given(scene: Scene) -> None:
+def test_what_waits_is_dead_or_is_ahead_is_not_given(scene: ReplayScene) -> None:
     """Nothing that the group comes to by itself is handed out; each of them is told."""
     a = [one for one in scene.failing.records() if one[1].key == b"key-0"]
     scene.failing.park(*a[3:5])
@@ -148,7 +148,7 @@ def test_what_waits_is_dead_or_is_ahead_is_not_given(scene: Scene) -> None:
 
 def test_messages_of_several_sources_come_in_the_order_of_the_log_before_what_is_parked(stage: Stage) -> None:
     """Also where a later one of another source waits: its place is behind them."""
-    scene = Scene(stage)
+    scene = ReplayScene(stage)
     lp = int(lp_of(b"key-0"))
     given: Counter[int] = Counter()
     for number, source in enumerate((1, 2, 1, 3, 2), start=1):
@@ -163,7 +163,7 @@ def test_messages_of_several_sources_come_in_the_order_of_the_log_before_what_is
     assert scene.failing.parked("key-0") == numbers(1, 5)
 
 
-def test_a_rate_is_kept_and_at_most_so_many_wait(scene: Scene) -> None:
+def test_a_rate_is_kept_and_at_most_so_many_wait(scene: ReplayScene) -> None:
     """Without members it goes no further than what may wait; it is told."""
     replay_id, worker = scene.begin()
     stop = threading.Event()
@@ -188,7 +188,7 @@ def test_a_rate_is_kept_and_at_most_so_many_wait(scene: Scene) -> None:
     assert datetime.now(UTC) - started > timedelta(seconds=0.9)
 
 
-def test_every_act_has_its_audit_row_and_replays_are_listed(scene: Scene) -> None:
+def test_every_act_has_its_audit_row_and_replays_are_listed(scene: ReplayScene) -> None:
     """Invariant 19."""
     replay_id, worker = scene.begin(ReplayFilter(key="key-0"), per_s=1.5)
     resume_replay(runtime_of(scene.stage.database, actor="another"), replay_id, worker=new_worker())
@@ -210,7 +210,7 @@ def test_every_act_has_its_audit_row_and_replays_are_listed(scene: Scene) -> Non
             act(here, replay_id, **({"worker": "w"} if act is resume_replay else {}))
 
 
-def test_what_no_replay_can_be_is_refused(scene: Scene) -> None:
+def test_what_no_replay_can_be_is_refused(scene: ReplayScene) -> None:
     """With what to do instead."""
     for bad in (ReplayFilter(tag="No Tag"), ReplayFilter(since=datetime(2026, 1, 1))):  # noqa: DTZ001
         with pytest.raises(InvalidInput):
@@ -240,7 +240,7 @@ def test_what_no_replay_can_be_is_refused(scene: Scene) -> None:
         scene.begin()
 
 
-def test_a_replay_of_a_snapshot_that_is_dropped_ends(scene: Scene) -> None:
+def test_a_replay_of_a_snapshot_that_is_dropped_ends(scene: ReplayScene) -> None:
     """It does not go on with what the snapshot left out."""
     scene.archive.snapshot("early")
     replay_id, worker = scene.begin(ReplayFilter(snapshot="early"))
@@ -282,7 +282,7 @@ def fenced(stage: Stage, applied: list[tuple[str | None, bytes]]) -> Recorder:
     return Recorder(act)
 
 
-def test_fenced_effects_are_applied_again_once_for_each_replay(scene: Scene) -> None:
+def test_fenced_effects_are_applied_again_once_for_each_replay(scene: ReplayScene) -> None:
     """In order; and newer messages of the group have theirs as ever."""
     applied: list[tuple[str | None, bytes]] = []
     scene.stage.consume(fenced(scene.stage, applied), backoff_s=None)
@@ -298,7 +298,7 @@ def test_fenced_effects_are_applied_again_once_for_each_replay(scene: Scene) -> 
 
 
 @pytest.mark.parametrize("wanted", [ReplayFilter(key="key-0"), ALL])
-def test_newer_messages_wait_until_all_is_given(scene: Scene, wanted: ReplayFilter) -> None:
+def test_newer_messages_wait_until_all_is_given(scene: ReplayScene, wanted: ReplayFilter) -> None:
     """Of the key that is replayed alone, or of all; nothing comes between."""
     recorder = Recorder()
     scene.stage.consume(recorder, backoff_s=None)
@@ -324,7 +324,7 @@ def test_newer_messages_wait_until_all_is_given(scene: Scene, wanted: ReplayFilt
 
 
 @pytest.mark.parametrize("wanted", [ReplayFilter(key="key-0"), ALL])
-def test_what_was_parked_before_waits_in_its_place(scene: Scene, wanted: ReplayFilter) -> None:
+def test_what_was_parked_before_waits_in_its_place(scene: ReplayScene, wanted: ReplayFilter) -> None:
     """Though it is due: what is replayed later comes before it, what is replayed already behind an earlier one."""
     a = [one for one in scene.failing.records() if one[1].key == b"key-0"]
     scene.failing.park(a[1], cause="retry", due_in_s=0.0)
@@ -342,7 +342,7 @@ def test_what_was_parked_before_waits_in_its_place(scene: Scene, wanted: ReplayF
     assert recorder.bodies("key-0") == numbers(1, 10)
 
 
-def test_what_was_redriven_and_waits_keeps_its_place_among_what_is_replayed(scene: Scene) -> None:
+def test_what_was_redriven_and_waits_keeps_its_place_among_what_is_replayed(scene: ReplayScene) -> None:
     """Cases 64, 68: it has the place of the next one of its source, and what comes between the two has to, too."""
     a = [one for one in scene.failing.records() if one[1].key == b"key-0"]
     scene.failing.park(a[8])
@@ -358,7 +358,7 @@ def test_what_was_redriven_and_waits_keeps_its_place_among_what_is_replayed(scen
         assert connection.execute(line).fetchall() == [(record.identity.seq,) for _, record in a]
 
 
-def test_what_is_newer_never_keeps_a_replayed_key_from_its_end(scene: Scene) -> None:
+def test_what_is_newer_never_keeps_a_replayed_key_from_its_end(scene: ReplayScene) -> None:
     """It waits for that end, and may be as much as the group may have parked."""
     recorder = Recorder()
     scene.stage.consume(recorder, backoff_s=None)
@@ -382,7 +382,7 @@ def test_what_is_newer_never_keeps_a_replayed_key_from_its_end(scene: Scene) -> 
     assert recorder.bodies("key-0") == numbers(1, 15)
 
 
-def test_each_message_that_is_given_again_is_told_and_what_a_backfill_leaves_out(scene: Scene) -> None:
+def test_each_message_that_is_given_again_is_told_and_what_a_backfill_leaves_out(scene: ReplayScene) -> None:
     """A replay tells nothing of what the filter leaves out: the group has come past it before."""
     scene.archive.sql("UPDATE mqlayer_archive.record SET tags = '{eu,vip}' WHERE body = '3'")
     scene.failing.sql("UPDATE mqlayer.consumer_group SET tag_filter = 'any:vip'")
@@ -403,14 +403,14 @@ def test_each_message_that_is_given_again_is_told_and_what_a_backfill_leaves_out
     assert words.count(("replayed", f"backfill {replay_id}")) == 2
 
 
-def taken(scene: Scene, replay_id: int) -> str:
+def taken(scene: ReplayScene, replay_id: int) -> str:
     """Take a replay over; return the worker."""
     worker = new_worker()
     resume_replay(runtime_of(scene.stage.database, actor="a test"), replay_id, worker=worker)
     return worker
 
 
-def test_newer_messages_may_come_between(scene: Scene) -> None:
+def test_newer_messages_may_come_between(scene: ReplayScene) -> None:
     """Where that is wanted: the group's streams go on."""
     recorder = Recorder()
     scene.stage.consume(recorder, backoff_s=None)
@@ -421,7 +421,7 @@ def test_newer_messages_may_come_between(scene: Scene) -> None:
     assert work_on_replay(scene.stage.database, replay_id, worker=worker).state == "cancelled"
 
 
-def test_cancelling_lets_newer_messages_go_on_at_once(scene: Scene) -> None:
+def test_cancelling_lets_newer_messages_go_on_at_once(scene: ReplayScene) -> None:
     """What was given before is handled first."""
     recorder = Recorder()
     scene.stage.consume(recorder, backoff_s=None)
@@ -436,7 +436,7 @@ def test_cancelling_lets_newer_messages_go_on_at_once(scene: Scene) -> None:
         assert recorder.bodies(key) == sorted(recorder.bodies(key), key=int)
 
 
-def ready(scene: Scene, replay_id: int) -> threading.Event:
+def ready(scene: ReplayScene, replay_id: int) -> threading.Event:
     """Return what is set once some of a replay is given."""
     stop = threading.Event()
 
@@ -448,14 +448,14 @@ def ready(scene: Scene, replay_id: int) -> threading.Event:
     return stop
 
 
-def test_the_scan_goes_on_with_a_replay_that_nobody_works_on(scene: Scene) -> None:
+def test_the_scan_goes_on_with_a_replay_that_nobody_works_on(scene: ReplayScene) -> None:
     """As with redrives."""
     replay_id, _ = scene.begin(worker=None)
     retry_scan(scene.stage.database)
     assert (replay_of(scene.stage.database, replay_id).state, len(scene.failing.parked())) == ("done", 20)
 
 
-def test_a_group_is_given_what_its_tag_filter_takes(scene: Scene) -> None:
+def test_a_group_is_given_what_its_tag_filter_takes(scene: ReplayScene) -> None:
     """The rest is told as unmatched."""
     scene.archive.sql("UPDATE mqlayer_archive.record SET tags = '{eu,vip}' WHERE body = '3'")
     scene.failing.sql("UPDATE mqlayer.consumer_group SET tag_filter = 'any:vip'")
@@ -484,7 +484,7 @@ def test_a_replay_that_is_killed_goes_on_and_gives_nothing_twice(
     stage: Stage, place: str, state: str | None, came: int
 ) -> None:
     """At any line; what was given before it counts, and the rest comes in order."""
-    scene = Scene(stage)
+    scene = ReplayScene(stage)
     scene.archive.per_batch = 50
     stage.send_numbers(3, 100)
     scene.settle()

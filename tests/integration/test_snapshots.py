@@ -34,13 +34,13 @@ from mqlayer.errors import ArchiveBroken, Conflict, InvalidInput, NotFound
 from mqlayer.maintenance import trim_pass
 from mqlayer.postgres.arrow_reader import arrow_batches, bound, read_address
 from mqlayer.postgres.queries import query
+from tests.fixtures.archive_scenes import LOW, ArchiveScene
 from tests.fixtures.archived import BEGAN, ArchivedTopics
 from tests.fixtures.commands import Commands
 from tests.fixtures.failpoints import armed
 from tests.fixtures.forked_programs import run_python
 from tests.fixtures.missing_tools import import_or_leave_out
 from tests.fixtures.wait import wait_until
-from tests.integration.test_archive import LOW, Scene
 from tests.proof.runtimes import runtime_of
 
 pq = import_or_leave_out("pyarrow.parquet")
@@ -159,7 +159,7 @@ def test_reading_is_equal_beside_writers_an_archiver_trimming_and_days_that_go(
     database_dsn: str, redis_url: str, key_prefix: str
 ) -> None:
     """Invariant 18, cases 79, 80: what is read twice and in parallel is one thing, whatever streams and archive do."""
-    scene = Scene(database_dsn, key_prefix, redis_url, partitions=1)
+    scene = ArchiveScene(database_dsn, key_prefix, redis_url, partitions=1)
     group = scene.group()
     scene.send(1, LOW, *[b"old"] * 50)
     scene.archive()

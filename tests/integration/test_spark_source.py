@@ -20,10 +20,10 @@ from mqlayer.errors import ArchiveBroken, InvalidInput, NotFound
 from mqlayer.postgres.arrow_reader import read_address
 from mqlayer.postgres.rights import Right
 from mqlayer.stack import PostgresServer
+from tests.fixtures.archive_scenes import LOW, TOPIC, ArchiveScene
 from tests.fixtures.archived import BEGAN, ArchivedTopics
 from tests.fixtures.missing_tools import import_or_leave_out, leave_out
 from tests.fixtures.roles import role_dsn
-from tests.integration.test_archive import LOW, TOPIC, Scene
 from tests.proof.route_steps import split
 from tests.proof.runtimes import runtime_of
 from tests.proof.sockets import by_socket
@@ -280,7 +280,7 @@ def test_a_snapshot_during_a_split_replays_in_order(
 
     from mqlayer.spark import read_snapshot
 
-    scene = Scene(database_dsn, key_prefix, redis_url)
+    scene = ArchiveScene(database_dsn, key_prefix, redis_url)
     try:
         scene.send(1, LOW, *(str(number).encode() for number in range(20)))
         scene.archive()

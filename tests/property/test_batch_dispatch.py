@@ -14,17 +14,17 @@ from mqlayer.consuming.api.batches import BatchOf
 from mqlayer.consuming.engine.clock import Lease
 from mqlayer.consuming.ordered.batch_dispatch import BatchDispatcher, is_alone
 from mqlayer.consuming.ordered.owned_partitions import KeyQueue, OwnershipState
-from tests.property.test_dispatch import AT_ONCE_S, WORKERS, Queues, Worker
+from tests.proof.dispatch_walk import AT_ONCE_S, WORKERS, DispatchWalk, WalkWorker
 
 
 @dataclass
-class BatchWorker(Worker):
+class BatchWalkWorker(WalkWorker):
     """A worker with the key queues of one batch."""
 
     queues: list[KeyQueue] = field(default_factory=list)
 
 
-class BatchQueues(Queues):
+class BatchWalk(DispatchWalk):
     """The same, whose workers take batches; some messages had failed attempts, or are to be given one by one."""
 
     def __init__(self, rng: random.Random) -> None:
@@ -36,7 +36,7 @@ class BatchQueues(Queues):
         lease.until = float("inf")
         self.batching = BatchDispatcher(lease, self.of)
         self.dispatcher = self.batching
-        self.batch_workers = [BatchWorker(deque()) for _ in range(WORKERS)]
+        self.batch_workers = [BatchWalkWorker(deque()) for _ in range(WORKERS)]
         self.workers = [*self.batch_workers]
         self.owned = self.open()
 
@@ -68,7 +68,7 @@ class BatchQueues(Queues):
                 worker, key_queue, self.rng.choice([0, len(key_queue.batch), self.rng.randint(0, len(key_queue.batch))])
             )
 
-    def end_queue(self, worker: BatchWorker, key_queue: KeyQueue, count: int) -> None:
+    def end_queue(self, worker: BatchWalkWorker, key_queue: KeyQueue, count: int) -> None:
         done = 0
         worker.queue = key_queue
         for record in key_queue.batch[:count]:
@@ -90,7 +90,7 @@ class BatchQueues(Queues):
             case _:
                 self.dispatcher.finish(key_queue, leftover)
 
-    def handle(self, worker: Worker, key_queue: KeyQueue, record: object) -> None:
+    def handle(self, worker: WalkWorker, key_queue: KeyQueue, record: object) -> None:
         """Nobody else has a message of this key in its batch."""
         others = [
             w for w in self.batch_workers if w is not worker and any(other.key == key_queue.key for other in w.queues)
@@ -127,8 +127,8 @@ class BatchQueues(Queues):
 @settings(max_examples=150, deadline=None)
 def test_batches_keep_each_key_in_order_and_forget_nothing(seed: int) -> None:
     """Invariant 11: per key one message is out, or one batch of the key."""
-    lanes = BatchQueues(random.Random(seed))
+    walk = BatchWalk(random.Random(seed))
     for _ in range(300):
-        lanes.step()
-        lanes.what_is_in_hand_is_counted()
-    lanes.end()
+        walk.step()
+        walk.what_is_in_hand_is_counted()
+    walk.end()

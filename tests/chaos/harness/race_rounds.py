@@ -41,14 +41,14 @@ from mqlayer.settings import Settings
 from mqlayer.stack.wait import comes_true
 from mqlayer.topics import create_topic, rearm_node, register_node
 from tests.chaos.harness.race_servers import TOPIC, Place
-from tests.chaos.test_power_cut import DIRECT, DirectPublisher, stored_on
 from tests.fixtures.consumers import Stage
 from tests.fixtures.power import PoweredRedis, build_sync_noter
-from tests.integration.test_outbox_race import OurOutbox
 from tests.proof.checker import check
+from tests.proof.direct_publisher import DIRECT, DirectPublisher, stored_on
 from tests.proof.fall_back import FallBack
 from tests.proof.history import Ack, Deliver, Effect, History, OwnershipEvent, Publish, read_histories
 from tests.proof.manual_member import ManualMember
+from tests.proof.our_outbox import OurOutbox
 from tests.proof.outbox_race import Race, run_race
 from tests.proof.planted_bugs import Outbox
 from tests.proof.route_steps import split

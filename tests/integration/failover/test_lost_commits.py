@@ -32,6 +32,7 @@ from tests.fixtures.roles import Roles
 from tests.fixtures.servers import StartPostgres, StartRedis
 from tests.fixtures.standbys import Couple, couple_of
 from tests.fixtures.wait import wait_until
+from tests.proof.lost_commits import EarlierState, expected, recovered, values
 from tests.proof.manual_member import ManualMember
 from tests.proof.outbox_world import QUICK, OutboxWorld, relayed_world
 from tests.proof.runtimes import runtime_of
@@ -48,22 +49,6 @@ def couple(start_postgres: StartPostgres, server_directory: Path, key_prefix: st
     """A Postgres and its standby."""
     with couple_of(start_postgres, server_directory / f"standby-{key_prefix}") as couple:
         yield couple
-
-
-def values(world: OutboxWorld) -> dict[str | None, list[str]]:
-    """Return what the partitions hold, by key."""
-    found: dict[str | None, list[str]] = {}
-    for record in world.records():
-        found.setdefault(record.key, []).append(record.value)
-    return found
-
-
-def expected(keys: int, *parts: tuple[str, int]) -> dict[str | None, list[str]]:
-    """Return what was published: per part, so many messages of each key in turn."""
-    return {
-        f"key-{key}": [f"{tag}-{number}" for tag, count in parts for number in range(key, count, keys)]
-        for key in range(keys)
-    }
 
 
 def epochs(dsn: str) -> int:
@@ -341,30 +326,3 @@ def seek(member: ManualMember) -> None:
             runtime_of(member.database, member.prefix), routes, topic="orders", name="ledger", to="earliest"
         )
     apply_seek(runtime_of(member.database, member.prefix, actor="test"), plan)
-
-
-def recovered(world: OutboxWorld) -> bool:
-    """Say whether a relay works on the outbox under its new source."""
-    rows = world.rows(
-        "SELECT 1 FROM mqlayer.source s JOIN mqlayer_app.identity i USING (outbox_uuid) "
-        "WHERE i.replaces IS NOT NULL AND i.timeline > 0"
-    )
-    return len(rows) == 1
-
-
-class EarlierState:
-    """What an outbox held at a moment, as in a copy of its disk: neither timeline nor database change with it."""
-
-    TABLES = ("counter", "outbox", "relayed")
-
-    def __init__(self, world: OutboxWorld) -> None:
-        self._world = world
-        for table in self.TABLES:
-            world.rows(f"DROP TABLE IF EXISTS public.{table}_then")
-            world.rows(f"CREATE TABLE public.{table}_then AS SELECT * FROM mqlayer_app.{table}")
-
-    def come_back(self) -> None:
-        """Let the outbox hold that again."""
-        for table in self.TABLES:
-            self._world.rows(f"TRUNCATE mqlayer_app.{table}")
-            self._world.rows(f"INSERT INTO mqlayer_app.{table} SELECT * FROM public.{table}_then")

@@ -26,8 +26,8 @@ from mqlayer.topics import create_topic, rearm_node, register_node
 from tests.fixtures.forked_programs import is_stopped
 from tests.fixtures.servers import StartPostgres, StartRedis
 from tests.fixtures.wait import wait_until
-from tests.integration.failover.test_lost_commits import EarlierState, expected, recovered, values
 from tests.proof.fall_back import FallBack, lose_all
+from tests.proof.lost_commits import EarlierState, expected, recovered, values
 from tests.proof.manual_member import ManualMember
 from tests.proof.outbox_world import QUICK, OutboxWorld
 from tests.proof.route_steps import move, split

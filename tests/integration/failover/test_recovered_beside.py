@@ -27,7 +27,7 @@ from mqlayer.topics import rearm_node, register_node
 from tests.fixtures.forked_programs import is_stopped
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.wait import wait_until
-from tests.integration.failover.test_lost_commits import expected, recovered, values
+from tests.proof.lost_commits import expected, recovered, values
 from tests.proof.manual_member import ManualMember
 from tests.proof.outbox_world import QUICK, OutboxWorld, relayed_world
 from tests.proof.route_steps import split

@@ -19,7 +19,7 @@ from mqlayer.domain.routing import PartitionId
 from mqlayer.routes import apply_change, plan_split
 from tests.fixtures.consumers import Recorder, Stage, StartStage
 from tests.fixtures.wait import wait_until
-from tests.integration.test_parking import LATER_S, Shop, release, rows
+from tests.proof.parking_shop import LATER_S, ParkingShop, release, rows
 from tests.proof.proxy import TcpProxy
 
 KEYS, EACH = 8, 30
@@ -80,7 +80,7 @@ def test_an_effect_whose_commit_was_not_answered_is_there_once(stage: Stage, lin
 @pytest.mark.parametrize("seed", [1, 2])
 def test_connections_that_end_anywhere_in_an_answer_cost_nothing(stage: Stage, line: TcpProxy, seed: int) -> None:
     """Two keys fail at first and are parked, the partition is split, each line ends behind up to 400 bytes."""
-    rng, shop = random.Random(seed), Shop("key-1", "key-2")
+    rng, shop = random.Random(seed), ParkingShop("key-1", "key-2")
 
     def act(body: bytes, ctx: Context) -> None:
         shop.act(body, ctx)
