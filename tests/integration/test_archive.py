@@ -52,10 +52,10 @@ from tests.fixtures.commands import Commands
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.wait import wait_until
 from tests.proof.fall_back import FallBack
-from tests.proof.outbox_world import OutboxWorld
 from tests.proof.route_ranges import range_of
 from tests.proof.route_steps import merge, split
 from tests.proof.runtimes import runtime_of
+from tests.proof.world import World
 
 TOPIC = "orders"
 LOW = next(f"key-{n}" for n in range(100) if lp_of(f"key-{n}".encode()) < 512)
@@ -171,12 +171,6 @@ class Scene:
 
     def expected(self) -> list[tuple[int, int, int]]:
         return sorted((s, lp, seq) for (s, lp), last in self.seqs.items() for seq in range(1, last + 1))
-
-
-@pytest.fixture(autouse=True)
-def _nothing_stays_armed() -> Iterator[None]:
-    yield
-    failpoints.disarm_all()
 
 
 @pytest.fixture
@@ -498,7 +492,7 @@ def test_a_partition_made_anew_elsewhere_is_archived_from_its_beginning(
 ) -> None:
     """A node is given up: a sealed partition begins again at offset 1 on another one, from the outbox."""
     node = start_redis()
-    world = OutboxWorld(database_dsn, key_prefix, [redis_url, node.url])
+    world = World(database_dsn, key_prefix, [redis_url, node.url])
     world.add_topic("orders", partitions=2)
     with Database(database_dsn) as database, world.relay():
         set_archived(runtime_of(database), "orders", archived=True)

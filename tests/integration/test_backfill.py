@@ -29,10 +29,12 @@ from tests.fixtures.consumers import Recorder
 from tests.fixtures.failpoints import armed
 from tests.fixtures.forked_programs import ask_python
 from tests.fixtures.wait import wait_until
-from tests.integration.test_route_gates import KEYS, Scene, database, scene, world
+from tests.integration.test_route_gates import KEYS, Scene, database, scene
 from tests.proof.runtimes import runtime_of
 
-__all__ = ["database", "scene", "world"]
+__all__ = ["database", "scene"]
+
+pytestmark = pytest.mark.world(nodes=2)
 
 # Nobody dies here: a lease that ran out on a busy machine would rightly have what is in hand handled again.
 SETTINGS: dict[str, Any] = {"lease_s": 10.0, "connect_timeout_s": 1.0, "socket_timeout_s": 2.0}

@@ -19,10 +19,12 @@ from tests.fixtures.consumers import Recorder
 from tests.fixtures.due_keys import try_now
 from tests.fixtures.wait import wait_until
 from tests.integration.test_parking import LATER_S, Fault
-from tests.integration.test_route_gates import KEYS, Scene, database, scene, world
+from tests.integration.test_route_gates import KEYS, Scene, database, scene
 from tests.proof.runtimes import runtime_of
 
-__all__ = ["database", "scene", "world"]
+__all__ = ["database", "scene"]
+
+pytestmark = pytest.mark.world(nodes=2)
 
 GROUP = "ledger"
 BROKEN = "key-1"

@@ -38,29 +38,17 @@ from tests.fixtures.consumers import Recorder
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.wait import wait_until
 from tests.proof.manual_member import LEASE_S, ManualMember
-from tests.proof.outbox_world import QUICK, OutboxWorld
 from tests.proof.route_steps import merge, move, split
 from tests.proof.runtimes import runtime_of
+from tests.proof.world import QUICK, World
 
 KEYS = 40
 
-
-@pytest.fixture(autouse=True)
-def _nothing_stays_armed() -> Iterator[None]:
-    yield
-    failpoints.disarm_all()
+pytestmark = pytest.mark.world(nodes=2)
 
 
 @pytest.fixture
-def world(database_dsn: str, redis_url: str, start_redis: StartRedis, key_prefix: str) -> OutboxWorld:
-    """Two nodes, a topic of two partitions, one on each."""
-    world = OutboxWorld(database_dsn, key_prefix, [redis_url, start_redis().url])
-    world.add_topic("orders", partitions=2)
-    return world
-
-
-@pytest.fixture
-def database(world: OutboxWorld) -> Iterator[Database]:
+def database(world: World) -> Iterator[Database]:
     """The control database."""
     with Database(world.dsn, max_size=8) as database:
         yield database
@@ -69,7 +57,7 @@ def database(world: OutboxWorld) -> Iterator[Database]:
 class Scene:
     """What a test does to the topic."""
 
-    def __init__(self, world: OutboxWorld, database: Database) -> None:
+    def __init__(self, world: World, database: Database) -> None:
         self.world, self.database, self._round = world, database, 0
 
     def publish(self, each: int = 3) -> None:
@@ -115,14 +103,14 @@ class Scene:
 
 
 @pytest.fixture
-def scene(world: OutboxWorld, database: Database) -> Scene:
+def scene(world: World, database: Database) -> Scene:
     return Scene(world, database)
 
 
 # Publishing
 
 
-def test_a_producer_with_an_old_route_finds_the_successors_and_keeps_order(world: OutboxWorld, scene: Scene) -> None:
+def test_a_producer_with_an_old_route_finds_the_successors_and_keeps_order(world: World, scene: Scene) -> None:
     """Cases 5 and 7: what was queued behind a refused message isn't sent before it."""
     with Producer(world.settings(), name="direct") as producer:
         futures = [producer.send_async("orders", key=f"key-{n % KEYS}", body=b"%d" % (n // KEYS)) for n in range(400)]
@@ -144,7 +132,7 @@ def test_a_parent_on_a_node_that_is_away_leaves_the_others_open(
 ) -> None:
     """Publishing to a healthy partition must not wait for a node that has nothing to do with it."""
     away = start_redis()
-    world = OutboxWorld(database_dsn, key_prefix, [redis_url, away.url])
+    world = World(database_dsn, key_prefix, [redis_url, away.url])
     world.add_topic("orders", partitions=2)
     with Database(world.dsn) as database:
         scene = Scene(world, database)
@@ -181,7 +169,7 @@ def test_a_child_is_invisible_until_everything_before_the_command_is_settled(sce
     assert member.bodies() == scene.expected()
 
 
-def test_a_failing_head_on_the_parent_holds_the_child_and_nobody_else(world: OutboxWorld, scene: Scene) -> None:
+def test_a_failing_head_on_the_parent_holds_the_child_and_nobody_else(world: World, scene: Scene) -> None:
     """Cases 20, 21 and 30: the parent's other keys and the other partition go on; the child waits for the head."""
     blocked = next(f"key-{key}" for key in range(KEYS) if lp_of(f"key-{key}".encode()) < 512)
     heal = threading.Event()
@@ -268,7 +256,7 @@ def test_an_empty_partition_is_drained_by_its_command_alone(scene: Scene) -> Non
     assert set(member.assigned()) == {2, *children}
 
 
-def test_the_command_is_neither_handled_nor_counted(world: OutboxWorld, scene: Scene, database: Database) -> None:
+def test_the_command_is_neither_handled_nor_counted(world: World, scene: Scene, database: Database) -> None:
     """Case 19."""
     manual = scene.member("by-hand")
     scene.publish()
@@ -300,7 +288,7 @@ def test_the_command_is_neither_handled_nor_counted(world: OutboxWorld, scene: S
     assert groups == {"by-hand"}
 
 
-def test_a_group_without_members_during_a_change_keeps_order(world: OutboxWorld, scene: Scene) -> None:
+def test_a_group_without_members_during_a_change_keeps_order(world: World, scene: Scene) -> None:
     """Case 29."""
     first = scene.member()
     scene.publish()
@@ -375,7 +363,7 @@ def test_of_two_that_raise_a_groups_version_at_once_one_does(scene: Scene, datab
 
 
 def test_a_partition_drained_while_its_change_is_put_in_force_raises_the_version(
-    world: OutboxWorld, scene: Scene, database: Database, tmp_path: Path
+    world: World, scene: Scene, database: Database, tmp_path: Path
 ) -> None:
     """Case 24, nothing sticks: neither transaction sees the other's half, so they have to go one after the other."""
     member = scene.member()
@@ -417,7 +405,7 @@ def test_a_slow_group_does_not_hold_a_fast_one(scene: Scene) -> None:
 
 
 def test_a_sealed_partition_stays_until_every_group_passed_its_command(
-    world: OutboxWorld, scene: Scene, database: Database
+    world: World, scene: Scene, database: Database
 ) -> None:
     """Case 28: neither trimmed nor retired before; a retired group doesn't hold it."""
     slow, fast = scene.member("slow"), scene.member("fast")
@@ -445,7 +433,7 @@ def test_a_sealed_partition_stays_until_every_group_passed_its_command(
     assert fast.bodies() == scene.expected()
 
 
-def test_a_topic_without_groups_retires_nothing(world: OutboxWorld, scene: Scene, database: Database) -> None:
+def test_a_topic_without_groups_retires_nothing(world: World, scene: Scene, database: Database) -> None:
     scene.publish()
     scene.split(1, 100)
     assert retire_partitions(runtime_of(database, world.key_prefix)) == []
@@ -455,7 +443,7 @@ def test_a_topic_without_groups_retires_nothing(world: OutboxWorld, scene: Scene
 
 
 def test_a_group_that_begins_after_a_parent_is_gone_reads_what_is_left(
-    world: OutboxWorld, scene: Scene, database: Database
+    world: World, scene: Scene, database: Database
 ) -> None:
     """Case 27, as far as records are retained."""
     first = scene.member()
@@ -493,7 +481,7 @@ def test_a_group_begins_anywhere_in_a_lineage(scene: Scene, start: Any) -> None:
     assert member.bodies() == expected
 
 
-def test_a_group_that_begins_at_a_time_begins_in_the_partitions_of_that_time(world: OutboxWorld, scene: Scene) -> None:
+def test_a_group_that_begins_at_a_time_begins_in_the_partitions_of_that_time(world: World, scene: Scene) -> None:
     """Case 27: what lies before counts as drained, what follows comes along the lineage."""
     scene.publish()
     one, other = scene.split(1, 100)
@@ -512,7 +500,7 @@ def test_a_group_that_begins_at_a_time_begins_in_the_partitions_of_that_time(wor
     assert member.version == 3
 
 
-def test_partition_ids_are_never_used_again(world: OutboxWorld, scene: Scene, database: Database) -> None:
+def test_partition_ids_are_never_used_again(world: World, scene: Scene, database: Database) -> None:
     """Case 18: not those of a dropped change, nor those of retired partitions."""
     member = scene.member()
     seen = set(scene.in_force())
@@ -566,7 +554,7 @@ def test_only_the_owner_that_read_the_recorded_command_opens_the_gate(
     assert [row[0] for row in rows] == ([2, *children] if taken else [1, 2])
 
 
-def _waits_for_a_lock(world: OutboxWorld) -> bool:
+def _waits_for_a_lock(world: World) -> bool:
     return world.rows(
         "SELECT count(*)::int FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()"
     ) != [(0,)]

@@ -11,7 +11,6 @@ import psycopg
 import pytest
 import redis
 
-from mqlayer import failpoints
 from mqlayer.domain.routing import check_tiling
 from mqlayer.errors import ConfigurationRefused, Conflict, InvalidInput, InvalidName, NotFound, StoreUnavailable
 from mqlayer.postgres.database import Database
@@ -19,7 +18,7 @@ from mqlayer.redis.keys import partition_keys
 from mqlayer.runtime.route_cache import RouteCache, load_route
 from mqlayer.stack import RedisServer
 from mqlayer.topics import attach_topics, create_topic, list_nodes, list_topics, rearm_node, register_node
-from tests.fixtures.failpoints import armed
+from tests.fixtures.failpoints import armed, broken_off_at
 from tests.fixtures.forked_programs import ask_python
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.wait import wait_until
@@ -264,18 +263,13 @@ def test_arming_that_breaks_half_way_is_done_by_the_next(
     register_node(runtime_of(database), name="n1", url=server.url)
     create_topic(runtime_of(database, key_prefix), "orders", partitions=2)
     server.restart()
-    failpoints.arm(place, "raise")
-    try:
-        with psycopg.connect(database.dsn) as connection:
-            connection.execute(
-                "INSERT INTO mqlayer.consumer_group (topic_id, name, start, backoff_s) "
-                "VALUES (1, 'g', 'earliest', '{1}')"
-            )
-            connection.execute("INSERT INTO mqlayer.assignment (group_id, partition_id, epoch) VALUES (1, 1, 1)")
-        with pytest.raises(failpoints.FailpointHit):
-            rearm_node(runtime_of(database, key_prefix), "n1")
-    finally:
-        failpoints.disarm_all()
+    with psycopg.connect(database.dsn) as connection:
+        connection.execute(
+            "INSERT INTO mqlayer.consumer_group (topic_id, name, start, backoff_s) VALUES (1, 'g', 'earliest', '{1}')"
+        )
+        connection.execute("INSERT INTO mqlayer.assignment (group_id, partition_id, epoch) VALUES (1, 1, 1)")
+    with broken_off_at(place):
+        rearm_node(runtime_of(database, key_prefix), "n1")
     before = list_nodes(database)[0].armed_run_id
     armed, epochs = rearm_node(runtime_of(database, key_prefix), "n1")
     assert armed.armed_run_id != before

@@ -30,8 +30,8 @@ from tests.fixtures.servers import StartPostgres, StartRedis
 from tests.fixtures.standbys import Couple, couple_of
 from tests.fixtures.wait import wait_until
 from tests.proof.manual_member import ManualMember
-from tests.proof.outbox_world import QUICK, OutboxWorld, relayed_world
 from tests.proof.runtimes import runtime_of
+from tests.proof.world import QUICK, World, relayed_world
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def couple(start_postgres: StartPostgres, server_directory: Path, key_prefix: st
         yield couple
 
 
-def values(world: OutboxWorld) -> dict[str | None, list[str]]:
+def values(world: World) -> dict[str | None, list[str]]:
     """Return what the partitions hold, by key."""
     found: dict[str | None, list[str]] = {}
     for record in world.records():
@@ -78,7 +78,7 @@ def test_what_a_promoted_standby_numbers_again_is_not_taken_for_what_it_lost(
     migrate(dsn)
     with Switch("127.0.0.1", couple.primary.port) as switch, ExitStack() as cleanup:
         way = f"postgresql://postgres@{switch.host}:{switch.port}/app"
-        world = OutboxWorld(dsn, key_prefix, [node.url], app_dsn=way, control_dsn=way)
+        world = World(dsn, key_prefix, [node.url], app_dsn=way, control_dsn=way)
         world.add_topic("orders", partitions=2)
         with world.relay() as relay:
             world.publish(40, keys=10)
@@ -126,7 +126,7 @@ def test_members_and_their_fenced_effects_go_on_with_a_promoted_standby(
     migrate(dsn)
     with Switch("127.0.0.1", couple.primary.port) as switch:
         way = f"postgresql://postgres@{switch.host}:{switch.port}/app"
-        world = OutboxWorld(dsn, key_prefix, [node.url], app_dsn=way, control_dsn=way)
+        world = World(dsn, key_prefix, [node.url], app_dsn=way, control_dsn=way)
         world.add_topic("orders", partitions=2)
         world.rows("CREATE TABLE sink (position bigserial PRIMARY KEY, key text, value text)")
         app = App(world.settings(lease_s=2.0))
@@ -176,7 +176,7 @@ def test_a_copy_of_the_disk_in_its_place_is_noticed_by_the_marks(
     database_dsn: str, node: RedisServer, key_prefix: str
 ) -> None:
     """The same timeline: only that Redis holds more than was ever numbered shows it. Relays may die over it."""
-    world = OutboxWorld(database_dsn, key_prefix, [node.url])
+    world = World(database_dsn, key_prefix, [node.url])
     world.add_topic("orders", partitions=2)
     parts = [("m", 20)]
     world.publish(20, keys=5)
@@ -301,7 +301,7 @@ def seek(member: ManualMember) -> None:
     apply_seek(runtime_of(member.database, member.prefix, actor="test"), plan)
 
 
-def recovered(world: OutboxWorld) -> bool:
+def recovered(world: World) -> bool:
     """Say whether a relay works on the outbox under its new source."""
     rows = world.rows(
         "SELECT 1 FROM mqlayer.source s JOIN mqlayer_app.identity i USING (outbox_uuid) "
@@ -315,7 +315,7 @@ class EarlierState:
 
     TABLES = ("counter", "outbox", "relayed")
 
-    def __init__(self, world: OutboxWorld) -> None:
+    def __init__(self, world: World) -> None:
         self._world = world
         for table in self.TABLES:
             world.rows(f"DROP TABLE IF EXISTS public.{table}_then")

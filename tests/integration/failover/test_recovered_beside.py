@@ -29,24 +29,20 @@ from tests.fixtures.servers import StartRedis
 from tests.fixtures.wait import wait_until
 from tests.integration.failover.test_lost_commits import expected, recovered, values
 from tests.proof.manual_member import ManualMember
-from tests.proof.outbox_world import QUICK, OutboxWorld, relayed_world
 from tests.proof.route_steps import split
 from tests.proof.runtimes import runtime_of
+from tests.proof.world import QUICK, World, relayed_world
 
 ENDED = "SELECT count(*)::int FROM mqlayer.source WHERE closed_at IS NOT NULL"
 
-
-@pytest.fixture
-def node(start_redis: StartRedis) -> RedisServer:
-    """A Redis of the test's own."""
-    return start_redis()
+pytestmark = pytest.mark.world(own_node=True, partitions=1, relayed=20, keys=4)
 
 
 def test_a_relay_at_work_notices_that_another_one_numbered_the_outbox_anew(
     database_dsn: str, node: RedisServer, key_prefix: str
 ) -> None:
     """It has lost nothing itself and knows old numbers: by these it would pass the new ones over."""
-    world = OutboxWorld(database_dsn, key_prefix, [node.url])
+    world = World(database_dsn, key_prefix, [node.url])
     world.add_topic("orders", partitions=2)
     with world.relay() as relay, Database(database_dsn) as database:
         world.publish(40, keys=10)
@@ -74,7 +70,7 @@ def test_what_a_relay_has_read_of_the_old_numbers_is_not_there_twice(
     By its chain the node would take the messages once more, under their old numbers and behind newer ones; where it is
     emptied meanwhile, those that begin a chain.
     """
-    world = OutboxWorld(database_dsn, key_prefix, [node.url])
+    world = World(database_dsn, key_prefix, [node.url])
     world.add_topic("orders", partitions=2)
     before = [] if beside == "emptied" else [("m", 20)]
     for tag, count in before:
@@ -112,7 +108,7 @@ def test_a_relay_that_was_stopped_while_it_was_numbered_anew_records_nothing_by_
     database_dsn: str, node: RedisServer, key_prefix: str
 ) -> None:
     """Else what is published next would count as relayed, and be rotated away."""
-    world = OutboxWorld(database_dsn, key_prefix, [node.url])
+    world = World(database_dsn, key_prefix, [node.url])
     world.add_topic("orders", partitions=1)
     world.publish(50, keys=1)
     moved = "SELECT c.seq, r.seq FROM mqlayer_app.counter c JOIN mqlayer_app.relayed r USING (topic_id, lp)"
@@ -192,7 +188,7 @@ def test_progress_counts_in_the_term_only_in_which_its_rows_were_read(
     assert noted(world) == before
 
 
-def noted(world: OutboxWorld) -> tuple[Any, ...]:
+def noted(world: World) -> tuple[Any, ...]:
     """Return what relays noted: progress, rows quarantined and passed over, the timeline."""
     (row,) = world.rows(
         "SELECT (SELECT seq FROM mqlayer_app.relayed), (SELECT count(*) FROM mqlayer_app.quarantined), "
@@ -254,20 +250,14 @@ def test_who_recovers_an_outbox_that_another_one_recovers_meanwhile_takes_it_for
         wait_until(lambda: counted(world, "new") == 10, timeout_s=30, what="what is new, by that relay")
 
 
-@pytest.fixture
-def world(database_dsn: str, node: RedisServer, key_prefix: str) -> OutboxWorld:
-    """Twenty messages that were relayed to one node."""
-    return relayed_world(database_dsn, key_prefix, node.url, count=20, keys=4)
-
-
-def ended(world: OutboxWorld, url: str) -> set[bytes]:
+def ended(world: World, url: str) -> set[bytes]:
     """Return the sources that a node takes nothing of any more."""
     with redis.Redis.from_url(url) as client:
         found: Any = client.smembers(ended_sources_key(world.key_prefix).decode())
         return {word for word in found if b":" not in word}
 
 
-def test_a_node_without_memory_is_told_and_armed_all_the_same(world: OutboxWorld, node: RedisServer) -> None:
+def test_a_node_without_memory_is_told_and_armed_all_the_same(world: World, node: RedisServer) -> None:
     """Else nobody would settle and trim there, and it would stay full."""
     with redis.Redis.from_url(node.url) as client, Database(world.dsn) as database:
         client.config_set("maxmemory", 1)
@@ -281,7 +271,7 @@ def test_a_node_without_memory_is_told_and_armed_all_the_same(world: OutboxWorld
         assert ended(world, node.url) == {b"1"}
 
 
-def test_a_node_that_is_new_is_told_before_it_is_sent_anything(world: OutboxWorld, start_redis: StartRedis) -> None:
+def test_a_node_that_is_new_is_told_before_it_is_sent_anything(world: World, start_redis: StartRedis) -> None:
     new = start_redis()
     world.rows("UPDATE mqlayer_app.identity SET timeline = -1")
     with Database(world.dsn) as database:
@@ -292,7 +282,7 @@ def test_a_node_that_is_new_is_told_before_it_is_sent_anything(world: OutboxWorl
 
 
 def test_a_node_that_is_emptied_in_the_middle_of_a_recovery_is_told_again_by_the_relay_that_goes_on(
-    world: OutboxWorld, node: RedisServer
+    world: World, node: RedisServer
 ) -> None:
     """Who arms it says what Postgres knows as ended, and that is not so far before the outbox is numbered anew."""
     world.rows("UPDATE mqlayer_app.identity SET timeline = -1")
@@ -314,7 +304,7 @@ def test_a_node_that_is_emptied_in_the_middle_of_a_recovery_is_told_again_by_the
 
 
 def test_a_promotion_that_was_given_up_is_got_over_by_an_operators_word(
-    world: OutboxWorld, node: RedisServer, caplog: pytest.LogCaptureFixture
+    world: World, node: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nodes were told that the source ends, and the server that it was to go on with is gone: the old one stays."""
     with redis.Redis.from_url(node.url) as client, Database(world.dsn) as database:
@@ -339,7 +329,7 @@ def session_ends(caplog: pytest.LogCaptureFixture) -> list[float]:
     return [record.created for record in caplog.records if record.message == "relay_postgres_lost"]
 
 
-def test_a_relay_that_starts_while_the_outbox_is_numbered_anew_is_no_former_one(world: OutboxWorld) -> None:
+def test_a_relay_that_starts_while_the_outbox_is_numbered_anew_is_no_former_one(world: World) -> None:
     """It has read the identity of before, whose source is ended by the time it asks for that."""
     with world.relay_process(failpoints="relay.before_source=stop") as process, Database(world.dsn) as database:
         wait_until(lambda: is_stopped(process), timeout_s=30, what="the relay at its source")
@@ -351,6 +341,6 @@ def test_a_relay_that_starts_while_the_outbox_is_numbered_anew_is_no_former_one(
         wait_until(lambda: counted(world, "new") == 10, timeout_s=30, what="what is new, by that relay")
 
 
-def counted(world: OutboxWorld, tag: str) -> int:
+def counted(world: World, tag: str) -> int:
     """Return how many messages with a tag are in the partitions."""
     return sum(value.startswith(f"{tag}-") for of_key in values(world).values() for value in of_key)
