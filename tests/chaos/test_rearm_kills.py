@@ -15,15 +15,8 @@ from mqlayer.stack import RedisServer
 from mqlayer.topics import create_topic, register_node
 from tests.chaos.actors import SINK, TOPIC
 from tests.chaos.test_consumer_kills import Scene, judge
-from tests.fixtures.servers import StartRedis
 from tests.fixtures.wait import wait_until
 from tests.proof.runtimes import runtime_of
-
-
-@pytest.fixture
-def node(start_redis: StartRedis) -> RedisServer:
-    """A Redis that may be killed."""
-    return start_redis()
 
 
 @pytest.fixture

@@ -31,7 +31,6 @@ from tests.chaos.actors import SINK
 from tests.chaos.harness.stores import note_sink, note_streams
 from tests.chaos.test_consumer_kills import Scene
 from tests.fixtures.consumers import Recorder
-from tests.fixtures.servers import StartRedis
 from tests.fixtures.wait import wait_until
 from tests.proof.checker import check
 from tests.proof.failpoint_names import failpoint_names
@@ -279,12 +278,6 @@ def test_retiring_that_was_killed_is_completed_by_the_next(world: World, databas
 
 
 # Re-arming
-
-
-@pytest.fixture
-def node(start_redis: StartRedis) -> RedisServer:
-    """A Redis that loses everything."""
-    return start_redis()
 
 
 @pytest.mark.slow

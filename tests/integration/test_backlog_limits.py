@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Iterator
 
 import pytest
 
@@ -22,12 +21,6 @@ from tests.proof.world import World
 LIMIT = 4
 
 pytestmark = pytest.mark.world(partitions=1, backlog_limit=LIMIT)
-
-
-@pytest.fixture
-def database(database_dsn: str) -> Iterator[Database]:
-    with Database(database_dsn) as database:
-        yield database
 
 
 def bodies(world: World) -> list[str]:

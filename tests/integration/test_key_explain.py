@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
 
@@ -38,13 +37,6 @@ def typed(database_dsn: str, key_prefix: str, monkeypatch: pytest.MonkeyPatch, l
     monkeypatch.setenv("MQLAYER_DSN", database_dsn)
     monkeypatch.setenv("MQLAYER_KEY_PREFIX", key_prefix)
     return Commands()
-
-
-@pytest.fixture
-def database(database_dsn: str) -> Iterator[Database]:
-    """The control database."""
-    with Database(database_dsn) as database:
-        yield database
 
 
 def publish(world: World, tag: str, count: int = 2 * KEYS) -> None:

@@ -25,7 +25,6 @@ from mqlayer.stack import RedisServer
 from mqlayer.topics import nodes, outbox_resend, partition_refill, rearm_node, set_node_address
 from mqlayer.topics.outbox_access import borrow_outbox
 from tests.fixtures.failpoints import broken_off_at
-from tests.fixtures.servers import StartRedis
 from tests.fixtures.wait import wait_until
 from tests.proof.fall_back import FallBack, lose_all
 from tests.proof.manual_member import ManualMember
@@ -35,12 +34,6 @@ from tests.proof.world import World
 
 KEYS = 20
 NEAR = next(f"key-{n}" for n in range(100) if lp_of(f"key-{n}".encode()) < 100)
-
-
-@pytest.fixture
-def node(start_redis: StartRedis) -> RedisServer:
-    """A Redis of the test's own."""
-    return start_redis()
 
 
 class Scene(World):

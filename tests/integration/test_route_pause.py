@@ -116,13 +116,6 @@ def steady_load(producer: Producer, keys: list[str]) -> Iterator[list[Future[Rec
 
 
 @pytest.fixture
-def database(world: World) -> Iterator[Database]:
-    """The control database."""
-    with Database(world.dsn) as database:
-        yield database
-
-
-@pytest.fixture
 def clocked(database: Database) -> Clocked:
     """The handler of all members, and the keys of the second partition."""
     parent = load_route(database, "orders").ranges[1]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
@@ -26,12 +25,6 @@ from tests.proof.route_ranges import range_of
 from tests.proof.runtimes import runtime_of
 
 PLACES = ["topic.after_allocate", "topic.after_make", "topic.after_activate"]
-
-
-@pytest.fixture
-def database(database_dsn: str) -> Iterator[Database]:
-    with Database(database_dsn) as database:
-        yield database
 
 
 @pytest.fixture

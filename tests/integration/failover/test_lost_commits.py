@@ -26,18 +26,12 @@ from mqlayer.topics import rearm_node
 from tests.fixtures.consumers import member_of
 from tests.fixtures.forked_programs import is_stopped
 from tests.fixtures.replicas import Switch
-from tests.fixtures.servers import StartPostgres, StartRedis
+from tests.fixtures.servers import StartPostgres
 from tests.fixtures.standbys import Couple, couple_of
 from tests.fixtures.wait import wait_until
 from tests.proof.manual_member import ManualMember
 from tests.proof.runtimes import runtime_of
 from tests.proof.world import QUICK, World, relayed_world
-
-
-@pytest.fixture
-def node(start_redis: StartRedis) -> RedisServer:
-    """A Redis of the test's own."""
-    return start_redis()
 
 
 @pytest.fixture
