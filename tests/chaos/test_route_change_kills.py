@@ -280,6 +280,7 @@ def test_retiring_that_was_killed_is_completed_by_the_next(world: World, databas
 # Re-arming
 
 
+@pytest.mark.world(own_node=True)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "nth"),
@@ -287,11 +288,9 @@ def test_retiring_that_was_killed_is_completed_by_the_next(world: World, databas
     + [(name, nth) for name in sorted(n for n in failpoint_names() if n.startswith("repair.")) for nth in (1, 2)],
 )
 def test_mending_that_was_killed_is_completed_by_the_next(
-    database_dsn: str, node: RedisServer, key_prefix: str, name: str, nth: int
+    world: World, node: RedisServer, key_prefix: str, name: str, nth: int
 ) -> None:
     """The node holds two sealed partitions that a group has half drained, and their open successors."""
-    world = World(database_dsn, key_prefix, [node.url])
-    world.add_topic("orders", partitions=2)
     with Database(world.dsn) as database:
         member = ManualMember(database, key_prefix, "orders")
         with world.relay():

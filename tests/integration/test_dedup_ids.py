@@ -189,9 +189,8 @@ def test_what_is_no_id_is_refused_at_the_edge(world: World, bad: Any) -> None:
     assert world.by_key() == {}
 
 
-def test_a_refused_message_with_an_id_fails_as_others_do(database_dsn: str, redis_url: str, key_prefix: str) -> None:
-    world = World(database_dsn, key_prefix, [redis_url])
-    world.add_topic(partitions=1, backlog_limit=1)
+@pytest.mark.world(partitions=1, backlog_limit=1)
+def test_a_refused_message_with_an_id_fails_as_others_do(world: World) -> None:
     with world.producer() as producer:
         first = producer.send("orders", key="k", body=b"1", dedup_id="a")
         with pytest.raises(BacklogFull):
@@ -204,12 +203,9 @@ def test_a_refused_message_with_an_id_fails_as_others_do(database_dsn: str, redi
 # Route changes
 
 
-def test_ids_go_with_their_lps_over_split_move_and_merge(
-    database_dsn: str, redis_url: str, start_redis: StartRedis, key_prefix: str
-) -> None:
+@pytest.mark.world(nodes=2, partitions=1)
+def test_ids_go_with_their_lps_over_split_move_and_merge(world: World, database_dsn: str, key_prefix: str) -> None:
     """Case 8: the first copy is in the parent, the retry reaches the child, also on another node."""
-    world = World(database_dsn, key_prefix, [redis_url, start_redis().url])
-    world.add_topic(partitions=1)
     keys = [f"key-{number}" for number in range(30)]
 
     def send(body: bytes) -> list[Receipt]:

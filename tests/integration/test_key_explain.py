@@ -127,11 +127,10 @@ def test_a_key_hidden_behind_an_undrained_parent_is_led_to_what_the_parent_waits
     assert (after["current"]["partition"], after["run_next"]) == (successor, "nothing: no message of it waits")
 
 
+@pytest.mark.world
 def test_a_merged_partition_waits_for_the_parent_that_the_key_was_never_in(
-    database_dsn: str, redis_url: str, key_prefix: str, database: Database, typed: Commands
+    world: World, key_prefix: str, database: Database, typed: Commands
 ) -> None:
-    world = World(database_dsn, key_prefix, [redis_url])
-    world.add_topic("orders", partitions=2)
     publish(world, "a")
     member = ManualMember(database, key_prefix, "orders")
     key = next(f"key-{n}" for n in range(KEYS) if lp_of(b"key-%d" % n) < 512)

@@ -247,12 +247,11 @@ def test_the_task_of_retired_groups_drops_positions_of_instances_that_are_away_a
     assert world.rows("SELECT name FROM mqlayer.consumer_group") == [("cache",)]
 
 
+@pytest.mark.world
 @pytest.mark.slow
 def test_a_worker_with_its_beat_makes_up_for_a_dead_relay(
-    database_dsn: str, redis_url: str, key_prefix: str, start_redis: StartRedis, tmp_path: Path
+    world: World, start_redis: StartRedis, tmp_path: Path
 ) -> None:
-    world = World(database_dsn, key_prefix, [redis_url])
-    world.add_topic("orders", partitions=2)
     world.publish(50)
     log = tmp_path / "log"
     environment = world.environment(MQLAYER_BROKER_URL=start_redis().url)

@@ -319,9 +319,8 @@ def test_bounds_of_a_producer_are_checked(world: World) -> None:
         Producer(world.settings(), name="Not A Name")
 
 
-def test_several_nodes_take_one_batch(database_dsn: str, redis_url: str, start_redis: Any, key_prefix: str) -> None:
-    world = World(database_dsn, key_prefix, [redis_url, start_redis().url])
-    world.add_topic(partitions=4)
+@pytest.mark.world(nodes=2, partitions=4)
+def test_several_nodes_take_one_batch(world: World) -> None:
     with world.producer() as producer:
         messages = [Message(f"k{number % 97}", b"%d" % number) for number in range(3_000)]
         receipts = producer.send_many("orders", messages)

@@ -339,11 +339,8 @@ def test_what_waits_behind_a_message_that_notices_a_loss_is_not_sent(
 # Refusals
 
 
-def test_a_full_partition_refuses_after_the_time_and_nothing_overtakes(
-    database_dsn: str, redis_url: str, key_prefix: str
-) -> None:
-    world = World(database_dsn, key_prefix, [redis_url])
-    world.add_topic(partitions=2, backlog_limit=4)
+@pytest.mark.world(backlog_limit=4)
+def test_a_full_partition_refuses_after_the_time_and_nothing_overtakes(world: World) -> None:
     with world.producer() as producer, world.client() as client:
         bystander = other_partition_key(world, "k")
         full = producer.send_many("orders", [Message("k", b"%d" % number) for number in range(4)])[0].partition
@@ -375,13 +372,10 @@ def test_a_full_partition_refuses_after_the_time_and_nothing_overtakes(
         assert producer.stats.pending == 0
 
 
-def test_a_message_that_may_be_stored_is_not_refused_for_good(
-    database_dsn: str, redis_url: str, key_prefix: str, proxy: TcpProxy
-) -> None:
+@pytest.mark.world(proxied=True, partitions=1, backlog_limit=3)
+def test_a_message_that_may_be_stored_is_not_refused_for_good(world: World, proxy: TcpProxy) -> None:
     """Its first try was stored and made the partition full, so the second one is refused. Had it failed, its seq would
     go to the next message, which the node would take for a repetition and not store."""
-    world = World(database_dsn, key_prefix, [f"redis://{proxy.host}:{proxy.port}/0"], [redis_url])
-    world.add_topic(partitions=1, backlog_limit=3)
     with world.producer() as producer, world.client() as client:
         producer.send_many("orders", [Message("k", b"1"), Message("k", b"2")])
         proxy.cut_after(server_bytes=0)

@@ -80,11 +80,8 @@ def test_a_repeated_message_is_found_in_the_parent_where_it_was_stored(
         assert world.by_key() == {"k": ["1", "2", "3"]}
 
 
-def test_queues_follow_a_move_to_another_node(
-    database_dsn: str, redis_url: str, start_redis: StartRedis, key_prefix: str
-) -> None:
-    world = World(database_dsn, key_prefix, [redis_url])
-    world.add_topic(partitions=1)
+@pytest.mark.world(partitions=1)
+def test_queues_follow_a_move_to_another_node(world: World, start_redis: StartRedis) -> None:
     with world.producer() as producer:
         receipts = producer.send_many("orders", [Message(f"k{number % 40}", b"%d" % number) for number in range(400)])
         parent = receipts[0].partition

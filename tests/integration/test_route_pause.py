@@ -116,9 +116,9 @@ def steady_load(producer: Producer, keys: list[str]) -> Iterator[list[Future[Rec
 
 
 @pytest.fixture
-def clocked(database: Database) -> Clocked:
+def clocked(world: World) -> Clocked:
     """The handler of all members, and the keys of the second partition."""
-    parent = load_route(database, "orders").ranges[1]
+    parent = world.routes["orders"].ranges[1]
     names = (f"key-{number}" for number in range(1_000))
     return Clocked(list(islice((n for n in names if parent.lp_from <= lp_of(n.encode()) < parent.lp_to), KEYS)))
 

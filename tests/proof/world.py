@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +21,7 @@ from mqlayer.postgres.rights import Right
 from mqlayer.producing import Producer, ProducerOptions
 from mqlayer.redis.keys import PartitionKeys, partition_keys
 from mqlayer.redis.node_connection import Node
-from mqlayer.relay import Relay, RelayLimits, relay_once
+from mqlayer.relay import Relay, RelayLimits
 from mqlayer.settings import Settings
 from mqlayer.topics import create_topic, rearm_node, register_node
 from tests.fixtures.failpoints import armed
@@ -241,22 +241,3 @@ class World:
                 process.send_signal(signal.SIGCONT)
                 process.kill()
             process.wait()
-
-
-def counts_by_key(chains: Chains, keys: Iterable[str]) -> dict[str, int]:
-    """Return how many messages each key has in all chains."""
-    counts = dict.fromkeys(keys, 0)
-    for chain in chains.values():
-        for _, key, _ in chain:
-            if key in counts:
-                counts[key] += 1
-    return counts
-
-
-def relayed_world(dsn: str, key_prefix: str, url: str, *, count: int, keys: int) -> World:
-    """Return a world of one node and the topic orders of one partition, with so many messages that were relayed."""
-    world = World(dsn, key_prefix, [url])
-    world.add_topic("orders", partitions=1)
-    world.publish(count, keys=keys)
-    relay_once(world.settings(), limits=QUICK)
-    return world

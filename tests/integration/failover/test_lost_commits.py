@@ -31,7 +31,7 @@ from tests.fixtures.standbys import Couple, couple_of
 from tests.fixtures.wait import wait_until
 from tests.proof.manual_member import ManualMember
 from tests.proof.runtimes import runtime_of
-from tests.proof.world import QUICK, World, relayed_world
+from tests.proof.world import QUICK, World
 
 
 @pytest.fixture
@@ -165,13 +165,10 @@ def app_settled(app: App) -> None:
     wait_until(lambda: stats.settled == stats.handled == 60, what="all settled")
 
 
+@pytest.mark.world(own_node=True)
 @pytest.mark.slow
-def test_a_copy_of_the_disk_in_its_place_is_noticed_by_the_marks(
-    database_dsn: str, node: RedisServer, key_prefix: str
-) -> None:
+def test_a_copy_of_the_disk_in_its_place_is_noticed_by_the_marks(world: World) -> None:
     """The same timeline: only that Redis holds more than was ever numbered shows it. Relays may die over it."""
-    world = World(database_dsn, key_prefix, [node.url])
-    world.add_topic("orders", partitions=2)
     parts = [("m", 20)]
     world.publish(20, keys=5)
     relay_once(world.settings(), limits=QUICK)
@@ -197,11 +194,9 @@ def test_a_copy_of_the_disk_in_its_place_is_noticed_by_the_marks(
     assert len(world.rows("SELECT 1 FROM mqlayer.source WHERE closed_at IS NULL")) == 1
 
 
-def test_a_relay_that_was_slower_to_notice_does_not_have_a_recovered_outbox_recovered_again(
-    database_dsn: str, node: RedisServer, key_prefix: str
-) -> None:
+@pytest.mark.world(own_node=True, partitions=1, relayed=20, keys=5)
+def test_a_relay_that_was_slower_to_notice_does_not_have_a_recovered_outbox_recovered_again(world: World) -> None:
     """It compared marks of the old source with counters, of whichever; stopped then, it must not say so of the new."""
-    world = relayed_world(database_dsn, key_prefix, node.url, count=20, keys=5)
     then = EarlierState(world)
     world.publish(20, keys=5, tag="lost")
     relay_once(world.settings(), limits=QUICK)
@@ -217,11 +212,9 @@ def test_a_relay_that_was_slower_to_notice_does_not_have_a_recovered_outbox_reco
             assert world.rows("SELECT outbox_uuid, timeline FROM mqlayer_app.identity") == identity
 
 
-def test_no_number_of_what_a_copy_of_the_disk_forgot_is_given_out_again(
-    database_dsn: str, node: RedisServer, key_prefix: str
-) -> None:
+@pytest.mark.world(own_node=True, partitions=1, relayed=10, keys=1)
+def test_no_number_of_what_a_copy_of_the_disk_forgot_is_given_out_again(world: World) -> None:
     """Else the outbox would go on under a producer's source that Redis knows, and its first messages be swallowed."""
-    world = relayed_world(database_dsn, key_prefix, node.url, count=10, keys=1)
     then = EarlierState(world)
     with closing(Producer(world.settings(), name="p")) as producer:
         lost = producer.send_many("orders", [Message("key-0", b"direct")] * 3)[0].identity.source
@@ -242,12 +235,12 @@ def test_no_number_of_what_a_copy_of_the_disk_forgot_is_given_out_again(
     }  # fmt: skip
 
 
+@pytest.mark.world(own_node=True, partitions=1, relayed=10, keys=2)
 @pytest.mark.parametrize("told", [True, False], ids=["by the timeline", "by hand"])
 def test_a_seek_after_one_that_was_lost_is_no_repetition_of_it(
-    database_dsn: str, node: RedisServer, key_prefix: str, told: bool
+    world: World, database_dsn: str, node: RedisServer, key_prefix: str, told: bool
 ) -> None:
     """Redis knows the number of the lost one: under the same, what was committed since would count."""
-    world = relayed_world(database_dsn, key_prefix, node.url, count=10, keys=2)
     with Database(database_dsn) as database:
         member = ManualMember(database, key_prefix, "orders")
         member.consume_all()
@@ -267,10 +260,10 @@ def test_a_seek_after_one_that_was_lost_is_no_repetition_of_it(
         assert len(member.handled) == 30
 
 
+@pytest.mark.world(own_node=True, partitions=1, relayed=5, keys=5)
 def test_a_node_that_is_away_holds_the_recovery_up_until_an_operator_goes_on_without_it(
-    database_dsn: str, node: RedisServer, key_prefix: str
+    world: World, database_dsn: str, node: RedisServer
 ) -> None:
-    world = relayed_world(database_dsn, key_prefix, node.url, count=5, keys=5)
     world.rows("UPDATE mqlayer_app.identity SET timeline = -1")
     world.rows("DELETE FROM mqlayer_app.relayed")
     node.kill()

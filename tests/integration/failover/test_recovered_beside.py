@@ -31,19 +31,16 @@ from tests.integration.failover.test_lost_commits import expected, recovered, va
 from tests.proof.manual_member import ManualMember
 from tests.proof.route_steps import split
 from tests.proof.runtimes import runtime_of
-from tests.proof.world import QUICK, World, relayed_world
+from tests.proof.world import QUICK, World
 
 ENDED = "SELECT count(*)::int FROM mqlayer.source WHERE closed_at IS NOT NULL"
 
 pytestmark = pytest.mark.world(own_node=True, partitions=1, relayed=20, keys=4)
 
 
-def test_a_relay_at_work_notices_that_another_one_numbered_the_outbox_anew(
-    database_dsn: str, node: RedisServer, key_prefix: str
-) -> None:
+@pytest.mark.world(own_node=True)
+def test_a_relay_at_work_notices_that_another_one_numbered_the_outbox_anew(world: World, database_dsn: str) -> None:
     """It has lost nothing itself and knows old numbers: by these it would pass the new ones over."""
-    world = World(database_dsn, key_prefix, [node.url])
-    world.add_topic("orders", partitions=2)
     with world.relay() as relay, Database(database_dsn) as database:
         world.publish(40, keys=10)
         world.wait_until_whole()
@@ -61,17 +58,16 @@ def test_a_relay_at_work_notices_that_another_one_numbered_the_outbox_anew(
     assert values(world) == expected(10, ("m", 40), ("new", 60))
 
 
+@pytest.mark.world(own_node=True)
 @pytest.mark.parametrize("beside", ["", "armed", "emptied"])
 def test_what_a_relay_has_read_of_the_old_numbers_is_not_there_twice(
-    database_dsn: str, node: RedisServer, key_prefix: str, beside: str
+    world: World, database_dsn: str, node: RedisServer, key_prefix: str, beside: str
 ) -> None:
     """It is stuck between its look at the outbox and its append, while another one numbers that anew.
 
     By its chain the node would take the messages once more, under their old numbers and behind newer ones; where it is
     emptied meanwhile, those that begin a chain.
     """
-    world = World(database_dsn, key_prefix, [node.url])
-    world.add_topic("orders", partitions=2)
     before = [] if beside == "emptied" else [("m", 20)]
     for tag, count in before:
         world.publish(count, keys=4, tag=tag)
@@ -104,12 +100,9 @@ def test_what_a_relay_has_read_of_the_old_numbers_is_not_there_twice(
     assert values(world) == expected(4, *before, ("read", 20), ("new", 20), ("after", 20))
 
 
-def test_a_relay_that_was_stopped_while_it_was_numbered_anew_records_nothing_by_the_old_numbers(
-    database_dsn: str, node: RedisServer, key_prefix: str
-) -> None:
+@pytest.mark.world(own_node=True, partitions=1)
+def test_a_relay_that_was_stopped_while_it_was_numbered_anew_records_nothing_by_the_old_numbers(world: World) -> None:
     """Else what is published next would count as relayed, and be rotated away."""
-    world = World(database_dsn, key_prefix, [node.url])
-    world.add_topic("orders", partitions=1)
     world.publish(50, keys=1)
     moved = "SELECT c.seq, r.seq FROM mqlayer_app.counter c JOIN mqlayer_app.relayed r USING (topic_id, lp)"
     with world.relay_process(failpoints="relay.before_progress=stop") as process:
@@ -125,11 +118,9 @@ def test_a_relay_that_was_stopped_while_it_was_numbered_anew_records_nothing_by_
             assert world.rows(moved) == [(3, 3)]
 
 
-def test_progress_that_waits_for_the_renumbering_is_none_by_then(
-    database_dsn: str, node: RedisServer, key_prefix: str
-) -> None:
+@pytest.mark.world(own_node=True, partitions=1, relayed=5, keys=1)
+def test_progress_that_waits_for_the_renumbering_is_none_by_then(world: World, database_dsn: str) -> None:
     """It was asked for by the old numbers, and neither makes the other give up."""
-    world = relayed_world(database_dsn, key_prefix, node.url, count=5, keys=1)
     ((topic_id, lp),) = world.rows("SELECT topic_id, lp FROM mqlayer_app.relayed")
     world.rows("UPDATE mqlayer_app.identity SET timeline = -1")
     ((outbox_uuid,),) = world.rows("SELECT outbox_uuid FROM mqlayer_app.identity")
@@ -146,11 +137,11 @@ def test_progress_that_waits_for_the_renumbering_is_none_by_then(
     assert world.rows("SELECT * FROM mqlayer_app.relayed") == []
 
 
+@pytest.mark.world(own_node=True, partitions=1, relayed=5, keys=1)
 @pytest.mark.parametrize("whose", ["its own", "a former one's"])
 def test_what_a_relay_writes_counts_for_the_outbox_whose_numbers_it_knows(
-    database_dsn: str, node: RedisServer, key_prefix: str, whose: str
+    world: World, database_dsn: str, whose: str
 ) -> None:
-    world = relayed_world(database_dsn, key_prefix, node.url, count=5, keys=1)
     ((topic_id, lp),) = world.rows("SELECT topic_id, lp FROM mqlayer_app.relayed")
     cursor = LpCursor(topic_id * 1024 + lp, Target(1, 1, 0), seq=7)
     with connect(database_dsn) as connection:
@@ -173,11 +164,9 @@ def test_what_a_relay_writes_counts_for_the_outbox_whose_numbers_it_knows(
         assert after_progress == noted(world) == before
 
 
-def test_progress_counts_in_the_term_only_in_which_its_rows_were_read(
-    database_dsn: str, node: RedisServer, key_prefix: str
-) -> None:
+@pytest.mark.world(own_node=True, partitions=1, relayed=5, keys=1)
+def test_progress_counts_in_the_term_only_in_which_its_rows_were_read(world: World, database_dsn: str) -> None:
     """A pooler may run the statement on a server that lost the rows in a crash since."""
-    world = relayed_world(database_dsn, key_prefix, node.url, count=5, keys=1)
     ((topic_id, lp),) = world.rows("SELECT topic_id, lp FROM mqlayer_app.relayed")
     before = noted(world)
     with connect(database_dsn) as connection:
@@ -197,11 +186,9 @@ def noted(world: World) -> tuple[Any, ...]:
     return row
 
 
-def test_a_copy_on_another_server_does_not_take_the_place_of_its_original(
-    database_dsn: str, node: RedisServer, key_prefix: str
-) -> None:
+@pytest.mark.world(own_node=True, partitions=1, relayed=5, keys=5)
+def test_a_copy_on_another_server_does_not_take_the_place_of_its_original(world: World, database_dsn: str) -> None:
     """It is on another timeline too, as a rule: that must not hide that it is a copy, nor end the original's source."""
-    world = relayed_world(database_dsn, key_prefix, node.url, count=5, keys=5)
     world.rows("UPDATE mqlayer.source SET cluster = '1/elsewhere'")
     world.rows("UPDATE mqlayer_app.identity SET timeline = 77")
     with pytest.raises(ConfigurationRefused, match="outbox adopt"):
@@ -211,11 +198,11 @@ def test_a_copy_on_another_server_does_not_take_the_place_of_its_original(
     assert world.rows("SELECT count(*) FROM mqlayer.source WHERE closed_at IS NULL") == [(1,)]
 
 
+@pytest.mark.world(own_node=True, partitions=1, relayed=40, keys=10)
 def test_what_a_sealed_partition_lost_comes_again_under_a_source_that_is_about_to_end(
-    database_dsn: str, node: RedisServer, key_prefix: str, caplog: pytest.LogCaptureFixture
+    world: World, database_dsn: str, node: RedisServer, key_prefix: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Who began to recover the outbox died, and the node lost some: nobody could arm it if it refused that source."""
-    world = relayed_world(database_dsn, key_prefix, node.url, count=40, keys=10)
     with Database(database_dsn) as database:
         member = ManualMember(database, key_prefix, "orders")
         split(runtime_of(database, key_prefix, application=database), "orders", 1)
@@ -236,10 +223,7 @@ def test_what_a_sealed_partition_lost_comes_again_under_a_source_that_is_about_t
     assert "messages_lost" not in caplog.text
 
 
-def test_who_recovers_an_outbox_that_another_one_recovers_meanwhile_takes_it_for_no_former_one(
-    database_dsn: str, node: RedisServer, key_prefix: str
-) -> None:
-    world = relayed_world(database_dsn, key_prefix, node.url, count=20, keys=4)
+def test_who_recovers_an_outbox_that_another_one_recovers_meanwhile_takes_it_for_no_former_one(world: World) -> None:
     world.rows("UPDATE mqlayer_app.identity SET timeline = -1")
     with world.relay_process(failpoints="recover.before_source=stop") as process, Database(world.dsn) as database:
         wait_until(lambda: is_stopped(process), timeout_s=30, what="a relay that recovers")
