@@ -13,6 +13,7 @@ import pytest
 from _pytest.nodeid import NodeId
 from hypothesis import settings
 
+from mqlayer.failpoints import disarm_all
 from mqlayer.redis.access import forget_access
 from tests.fixtures.kept_connections import close_kept_connections
 from tests.fixtures.missing_tools import parts_left_out
@@ -22,7 +23,6 @@ pytest_plugins = [
     "tests.fixtures.archived",
     "tests.fixtures.commands",
     "tests.fixtures.consumers",
-    "tests.fixtures.dead_nodes",
     "tests.fixtures.gate_scenes",
     "tests.fixtures.kill_scenes",
     "tests.fixtures.outboxes",
@@ -32,6 +32,7 @@ pytest_plugins = [
     "tests.fixtures.servers",
     "tests.fixtures.spark",
     "tests.fixtures.worker_stores",
+    "tests.fixtures.worlds",
 ]
 
 # Their asserts say what they compared, as those of tests do.
@@ -49,9 +50,10 @@ settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 @pytest.fixture(autouse=True)
 def process_as_before() -> Iterator[None]:
-    """What one test lets the process log in as, or find in MQLAYER_* variables, no other test of the process meets."""
+    """What one test arms, logs in as, or puts into MQLAYER_* variables, no other test of the process meets."""
     before = {name: value for name, value in os.environ.items() if name.startswith("MQLAYER_")}
     yield
+    disarm_all()
     close_kept_connections()
     forget_access()
     for name in [name for name in os.environ if name.startswith("MQLAYER_") and name not in before]:

@@ -17,7 +17,7 @@ import pytest
 from mqlayer.stack import RedisServer
 from tests.fixtures.forked_programs import Process, start_python
 from tests.fixtures.servers import StartRedis
-from tests.proof.outbox_world import OutboxWorld
+from tests.proof.world import World
 
 SECONDS = float(os.environ.get("MQLAYER_CHAOS_S", "12"))
 WRITERS = 4
@@ -27,7 +27,7 @@ RELAYS = 2
 class Nemesis:
     """Does one bad thing after the other to relays, a node, and connections to Postgres; the seed decides which."""
 
-    def __init__(self, world: OutboxWorld, node: RedisServer, seed: int) -> None:
+    def __init__(self, world: World, node: RedisServer, seed: int) -> None:
         self._world, self._node, self._rng = world, node, random.Random(seed)
         self._relays = [self._start() for _ in range(RELAYS)]
         self.acts: list[str] = []
@@ -74,7 +74,7 @@ class Nemesis:
 
 
 @contextlib.contextmanager
-def writers(world: OutboxWorld, seed: int) -> Iterator[list[int]]:
+def writers(world: World, seed: int) -> Iterator[list[int]]:
     """Publish from several connections, a tenth of it rolled back; the list gets each writer's committed messages."""
     done, counts = threading.Event(), [0] * WRITERS
 
@@ -116,7 +116,7 @@ def test_whatever_happens_to_relays_and_stores_every_chain_is_whole(
     database_dsn: str, key_prefix: str, start_redis: StartRedis, seed: int
 ) -> None:
     node = start_redis()
-    world = OutboxWorld(database_dsn, key_prefix, [node.url])
+    world = World(database_dsn, key_prefix, [node.url])
     world.add_topic("orders", partitions=4)
     nemesis = Nemesis(world, node, seed)
     try:

@@ -31,16 +31,15 @@ from tests.chaos.actors import SINK
 from tests.chaos.harness.stores import note_sink, note_streams
 from tests.fixtures.consumers import Recorder
 from tests.fixtures.kill_scenes import KillScene
-from tests.fixtures.servers import StartRedis
 from tests.fixtures.wait import wait_until
 from tests.proof.checker import check
 from tests.proof.failpoint_names import failpoint_names
 from tests.proof.history import History, read_histories
 from tests.proof.manual_member import ManualMember
-from tests.proof.outbox_world import OutboxWorld
 from tests.proof.route_steps import split
 from tests.proof.runtimes import runtime_of
 from tests.proof.step_driver import drive
+from tests.proof.world import World
 
 KILLED = -signal.SIGKILL
 KEYS = 30
@@ -56,26 +55,13 @@ PLACES = [
     (kind, name, nth) for kind in KINDS for name in CHANGE for nth in range(1, TIMES.get(name, {kind: 1})[kind] + 1)
 ]
 
-
-@pytest.fixture
-def world(database_dsn: str, redis_url: str, start_redis: StartRedis, key_prefix: str) -> OutboxWorld:
-    """Two nodes, a topic of two partitions, one on each."""
-    world = OutboxWorld(database_dsn, key_prefix, [redis_url, start_redis().url])
-    world.add_topic("orders", partitions=2)
-    return world
-
-
-@pytest.fixture
-def database(world: OutboxWorld) -> Iterator[Database]:
-    """The control database."""
-    with Database(world.dsn) as database:
-        yield database
+pytestmark = pytest.mark.world(nodes=2)
 
 
 class Load:
     """Messages that come in all the time, and a group that handles them."""
 
-    def __init__(self, world: OutboxWorld) -> None:
+    def __init__(self, world: World) -> None:
         self.world, self.recorder, self.count = world, Recorder(), 0
         self._done = threading.Event()
 
@@ -124,7 +110,7 @@ class Load:
                 connection.commit()
 
 
-def facts(world: OutboxWorld) -> list[Any]:
+def facts(world: World) -> list[Any]:
     """Return all that a repair could change, in both stores."""
     found: list[Any] = [
         world.rows("SELECT partition_id, state, created_by_change, ended_by_change FROM mqlayer.partition ORDER BY 1"),
@@ -141,7 +127,7 @@ def facts(world: OutboxWorld) -> list[Any]:
     return found
 
 
-def assert_one_outcome(world: OutboxWorld, database: Database, *, done: bool) -> None:
+def assert_one_outcome(world: World, database: Database, *, done: bool) -> None:
     """The route in force is served by exactly its partitions; what is not in force refuses."""
     assert world.rows("SELECT count(*)::int FROM mqlayer.route_change WHERE state IN ('planned', 'sealed')") == [(0,)]
     route = load_route(database, "orders")
@@ -158,7 +144,7 @@ def assert_one_outcome(world: OutboxWorld, database: Database, *, done: bool) ->
                 assert serving == (in_force.get(partition) == number), (partition, client.hgetall(key))
 
 
-def assert_route_is_there(world: OutboxWorld, database: Database) -> None:
+def assert_route_is_there(world: World, database: Database) -> None:
     """Case 17: no route in force names a partition that does not exist, since successors are open before its rows."""
     for r in load_route(database, "orders").ranges:
         with redis.Redis.from_url(world.urls[r.node - 1]) as client:
@@ -168,7 +154,7 @@ def assert_route_is_there(world: OutboxWorld, database: Database) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "name", "nth"), PLACES)
 def test_a_driver_killed_anywhere_leaves_a_change_that_anybody_completes(
-    world: OutboxWorld, database: Database, kind: str, name: str, nth: int
+    world: World, database: Database, kind: str, name: str, nth: int
 ) -> None:
     with Load(world).running() as load:
         code = drive(*KINDS[kind], environment=world.environment(f"{name}=kill@{nth}"))
@@ -194,7 +180,7 @@ def _state_at(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", ["change.after_seal", "change.after_open"])
-def test_the_next_command_finishes_what_a_killed_driver_left(world: OutboxWorld, database: Database, name: str) -> None:
+def test_the_next_command_finishes_what_a_killed_driver_left(world: World, database: Database, name: str) -> None:
     with Load(world).running():
         assert drive(*KINDS["merge"], environment=world.environment(f"{name}=kill")) == KILLED
         route = split(runtime_of(database, world.key_prefix), "orders", 3, at=[700])
@@ -202,7 +188,7 @@ def test_the_next_command_finishes_what_a_killed_driver_left(world: OutboxWorld,
         assert route.version == 3
 
 
-def test_two_that_repair_at_once_come_to_one_outcome(world: OutboxWorld, database: Database) -> None:
+def test_two_that_repair_at_once_come_to_one_outcome(world: World, database: Database) -> None:
     with Load(world).running():
         assert drive(*KINDS["merge"], environment=world.environment("change.after_seal=kill")) == KILLED
         drivers = [
@@ -220,7 +206,7 @@ def test_two_that_repair_at_once_come_to_one_outcome(world: OutboxWorld, databas
 
 @pytest.mark.parametrize("name", sorted(name for name in failpoint_names() if name.startswith("drop.")))
 @pytest.mark.parametrize("repair", ["finish", "drop"])
-def test_a_drop_that_was_killed_never_was(world: OutboxWorld, database: Database, name: str, repair: str) -> None:
+def test_a_drop_that_was_killed_never_was(world: World, database: Database, name: str, repair: str) -> None:
     """A drop is one transaction: the change may go on, or be dropped again."""
     with Load(world).running() as load:
         assert drive(*KINDS["merge"], environment=world.environment("change.after_make=kill")) == KILLED
@@ -244,7 +230,7 @@ def test_a_drop_that_was_killed_never_was(world: OutboxWorld, database: Database
 @pytest.mark.parametrize("name", sorted(name for name in failpoint_names() if name.startswith("drained.")))
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_consumer_killed_as_it_opens_a_gate_leaves_that_to_the_next(
-    world: OutboxWorld, database: Database, tmp_path: Path, name: str, kind: str
+    world: World, database: Database, tmp_path: Path, name: str, kind: str
 ) -> None:
     world.rows(SINK)
     scene = KillScene(world.settings(lease_s=1.0), tmp_path)
@@ -271,7 +257,7 @@ def test_a_consumer_killed_as_it_opens_a_gate_leaves_that_to_the_next(
 
 
 @pytest.mark.parametrize("name", sorted(name for name in failpoint_names() if name.startswith("retire.")))
-def test_retiring_that_was_killed_is_completed_by_the_next(world: OutboxWorld, database: Database, name: str) -> None:
+def test_retiring_that_was_killed_is_completed_by_the_next(world: World, database: Database, name: str) -> None:
     with Load(world).running():
         assert drive(*KINDS["merge"], environment=world.environment()) == 0
         wait_until(
@@ -292,12 +278,7 @@ def test_retiring_that_was_killed_is_completed_by_the_next(world: OutboxWorld, d
 # Re-arming
 
 
-@pytest.fixture
-def node(start_redis: StartRedis) -> RedisServer:
-    """A Redis that loses everything."""
-    return start_redis()
-
-
+@pytest.mark.world(own_node=True)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "nth"),
@@ -305,11 +286,9 @@ def node(start_redis: StartRedis) -> RedisServer:
     + [(name, nth) for name in sorted(n for n in failpoint_names() if n.startswith("repair.")) for nth in (1, 2)],
 )
 def test_mending_that_was_killed_is_completed_by_the_next(
-    database_dsn: str, node: RedisServer, key_prefix: str, name: str, nth: int
+    world: World, node: RedisServer, key_prefix: str, name: str, nth: int
 ) -> None:
     """The node holds two sealed partitions that a group has half drained, and their open successors."""
-    world = OutboxWorld(database_dsn, key_prefix, [node.url])
-    world.add_topic("orders", partitions=2)
     with Database(world.dsn) as database:
         member = ManualMember(database, key_prefix, "orders")
         with world.relay():
@@ -348,7 +327,7 @@ def _remove(path: Path) -> None:
         path.unlink()
 
 
-def _published(world: OutboxWorld, key: str) -> list[tuple[int, bytes]]:
+def _published(world: World, key: str) -> list[tuple[int, bytes]]:
     rows = world.rows("SELECT seq, body FROM mqlayer_app.outbox WHERE key = %s AND lp = %s ORDER BY seq", key,
                       lp_of(key.encode()))  # fmt: skip
     return [(seq, bytes(body)) for seq, body in rows]

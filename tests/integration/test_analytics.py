@@ -19,8 +19,8 @@ from mqlayer.domain.routing import lp_of
 from mqlayer.postgres.database import Database
 from tests.fixtures.archived_topics import BEGAN
 from tests.fixtures.commands import Commands
-from tests.proof.outbox_world import OutboxWorld
 from tests.proof.runtimes import runtime_of
+from tests.proof.world import World
 
 ROOT: Final = Path(__file__).parents[2]
 EVIL: Final = "<script>alert('k')</script>"
@@ -34,16 +34,13 @@ TABLES: Final = {
     "fairness": {"members", "groups"},
 }
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.timeout(240), pytest.mark.world(by_commands=True)]
 
 
 @pytest.fixture
-def world(run: Commands, empty_database_dsn: str, redis_url: str, key_prefix: str, spark: Any) -> OutboxWorld:
-    """A topic of two partitions in the archive, most of its load in one key, and the snapshot `nightly` of it."""
-    run.text("migrate")
-    world = OutboxWorld(empty_database_dsn, key_prefix, [redis_url])
-    run.text("topic", "create", "orders", "--partitions", "2")
-    with Database(empty_database_dsn) as database:
+def analysed(world: World, spark: Any) -> World:
+    """Its topic is in the archive, most of the load in one key, with the snapshot `nightly` of it."""
+    with Database(world.dsn) as database:
         archive(database)
         create_snapshot(runtime_of(database), "nightly")
     return world
@@ -102,7 +99,7 @@ class Page(HTMLParser):
 
 
 def test_all_jobs_write_parquet_and_one_page_that_fetches_nothing(
-    world: OutboxWorld, run: Commands, spark: Any, tmp_path: Path
+    analysed: World, run: Commands, spark: Any, tmp_path: Path
 ) -> None:
     page = tmp_path / "reports" / "nightly.html"
     lines = run.lines("analytics", "all", "--snapshot", "nightly", "--out", str(tmp_path), "--html", str(page), *SPARK)
@@ -132,7 +129,7 @@ def test_all_jobs_write_parquet_and_one_page_that_fetches_nothing(
 
 
 def test_each_job_is_a_program(
-    world: OutboxWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    analysed: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As spark-submit runs it: with the session that is there, and an exit code."""
 
@@ -152,15 +149,15 @@ def test_each_job_is_a_program(
         assert capsys.readouterr().err.startswith("mqlayer: unknown snapshot 'weekly'")
 
 
-def test_an_audit_that_is_not_clean_says_so_and_exits_with_1(world: OutboxWorld, run: Commands) -> None:
-    world.rows("UPDATE mqlayer_archive.record SET key = 'other' WHERE key = 'key-7' RETURNING 1")
+def test_an_audit_that_is_not_clean_says_so_and_exits_with_1(analysed: World, run: Commands) -> None:
+    analysed.rows("UPDATE mqlayer_archive.record SET key = 'other' WHERE key = 'key-7' RETURNING 1")
     result = run("analytics", "audit", "--snapshot", "nightly", *SPARK)
     assert result.exit_code == 1
     assert "order audit: not clean" in result.stdout
     assert f"its key's LP is {lp_of(b'other')}" in result.stdout
 
 
-def test_a_topic_is_split_where_the_report_says(world: OutboxWorld, run: Commands, tmp_path: Path) -> None:
+def test_a_topic_is_split_where_the_report_says(analysed: World, run: Commands, tmp_path: Path) -> None:
     """From the report to routes: one plan for each partition, each from the version that the one before makes."""
     file = tmp_path / "split.json"
     run.text(
@@ -187,7 +184,7 @@ def test_a_topic_is_split_where_the_report_says(world: OutboxWorld, run: Command
     assert "mqlayer analytics skew --snapshot NAME --topic orders --partitions 5" in again
 
 
-def test_one_partition_of_a_report_can_be_split(world: OutboxWorld, run: Commands, tmp_path: Path) -> None:
+def test_one_partition_of_a_report_can_be_split(analysed: World, run: Commands, tmp_path: Path) -> None:
     file = report_file(tmp_path, {1: [100, 200], 2: []})
     assert "makes a partition: LPs [100, 200)" in run.text("route", "split", "orders", "1", "--from-report", str(file))
     assert "does not split partition 2, but 1" in run.failure(
@@ -218,19 +215,8 @@ def report_file(directory: Path, at: dict[int, list[int]], **facts: Any) -> Path
         ({1: [700]}, {}, "a part would be empty"),
     ],
 )
-def test_reports_that_do_not_fit_are_one_line(
-    run: Commands,
-    empty_database_dsn: str,
-    redis_url: str,
-    key_prefix: str,
-    tmp_path: Path,
-    at: Any,
-    facts: Any,
-    said: str,
-) -> None:
-    run.text("migrate")
-    OutboxWorld(empty_database_dsn, key_prefix, [redis_url])
-    run.text("topic", "create", "orders", "--partitions", "2")
+@pytest.mark.usefixtures("world")
+def test_reports_that_do_not_fit_are_one_line(run: Commands, tmp_path: Path, at: Any, facts: Any, said: str) -> None:
     file = report_file(tmp_path, at, **facts)
     assert said in run.failure("route", "split", "orders", "--from-report", str(file), "--apply")
     assert len(run.lines("route", "show", "orders")) == 2
@@ -246,7 +232,7 @@ def test_what_does_not_go_with_a_report_is_refused(run: Commands, tmp_path: Path
     assert "name the partition to split" in run.failure("route", "split", "orders")
 
 
-def test_what_analytics_can_not_do_is_one_line(world: OutboxWorld, run: Commands, tmp_path: Path) -> None:
+def test_what_analytics_can_not_do_is_one_line(analysed: World, run: Commands, tmp_path: Path) -> None:
     def failure(*words: str) -> str:
         return run.failure("analytics", *words, *SPARK)
 
@@ -259,7 +245,7 @@ def test_what_analytics_can_not_do_is_one_line(world: OutboxWorld, run: Commands
 
 
 def test_without_java_it_says_what_to_install(
-    world: OutboxWorld, run: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    analysed: World, run: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ("analytics", "audit", "--snapshot", "nightly")
     monkeypatch.setenv("JAVA_HOME", str(tmp_path))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import timedelta
@@ -41,16 +40,10 @@ from tests.fixtures.commands import Commands
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.wait import wait_until
 from tests.proof.fall_back import FallBack
-from tests.proof.outbox_world import OutboxWorld
 from tests.proof.route_ranges import range_of
 from tests.proof.route_steps import merge, split
 from tests.proof.runtimes import runtime_of
-
-
-@pytest.fixture(autouse=True)
-def _nothing_stays_armed() -> Iterator[None]:
-    yield
-    failpoints.disarm_all()
+from tests.proof.world import World
 
 
 def test_every_record_is_archived_once_with_its_place_and_content(archive_scene: ArchiveScene) -> None:
@@ -384,7 +377,7 @@ def test_a_partition_made_anew_elsewhere_is_archived_from_its_beginning(
 ) -> None:
     """A node is given up: a sealed partition begins again at offset 1 on another one, from the outbox."""
     node = start_redis()
-    world = OutboxWorld(database_dsn, key_prefix, [redis_url, node.url])
+    world = World(database_dsn, key_prefix, [redis_url, node.url])
     world.add_topic("orders", partitions=2)
     with Database(database_dsn) as database, world.relay():
         set_archived(runtime_of(database), "orders", archived=True)

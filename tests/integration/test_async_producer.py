@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -28,37 +28,18 @@ from mqlayer.errors import (
     PublishUnknown,
     StoreUnavailable,
 )
-from mqlayer.failpoints import arm, disarm_all
+from mqlayer.failpoints import arm
 from mqlayer.producing import AsyncProducer, Message, ProducerOptions, Receipt
 from mqlayer.stack import RedisServer
-from tests.fixtures.servers import StartRedis
 from tests.fixtures.wait import wait_until
-from tests.proof.producer_world import ProducerWorld
 from tests.proof.proxy import TcpProxy
+from tests.proof.world import World
 
-
-@pytest.fixture
-def server(start_redis: StartRedis) -> RedisServer:
-    """A Redis that the test may stop and kill."""
-    return start_redis()
-
-
-@pytest.fixture
-def world(database_dsn: str, key_prefix: str, server: RedisServer) -> ProducerWorld:
-    """One node with the topic orders of two partitions."""
-    world = ProducerWorld(database_dsn, key_prefix, [server.url])
-    world.add_topic(partitions=2)
-    return world
-
-
-@pytest.fixture(autouse=True)
-def _disarmed() -> Iterator[None]:
-    yield
-    disarm_all()
+pytestmark = pytest.mark.world(own_node=True)
 
 
 @asynccontextmanager
-async def started(world: ProducerWorld, *, stop_within_s: float = 20.0, **options: Any) -> AsyncIterator[AsyncProducer]:
+async def started(world: World, *, stop_within_s: float = 20.0, **options: Any) -> AsyncIterator[AsyncProducer]:
     """Lend a producer of this world that knows the topic."""
     producer = AsyncProducer(world.settings(), name="test", options=ProducerOptions(**options))
     await producer.start()
@@ -87,7 +68,7 @@ def sending(producer: AsyncProducer, *bodies: int, key: str = "k", **options: An
 # Order
 
 
-def test_calls_are_stored_in_their_order_per_key_and_receipts_say_where(world: ProducerWorld) -> None:
+def test_calls_are_stored_in_their_order_per_key_and_receipts_say_where(world: World) -> None:
     async def publish() -> None:
         async with mqlayer.AsyncProducer(world.settings(), name="test") as producer:
             calls = [producer.send("orders", key=f"k{n % 7}", body=b"%d" % n, tags=["a"]) for n in range(1_000)]
@@ -100,7 +81,7 @@ def test_calls_are_stored_in_their_order_per_key_and_receipts_say_where(world: P
     assert world.by_key() == {f"k{k}": [str(n) for n in range(1_000) if n % 7 == k] for k in range(7)}
 
 
-def test_calls_that_wait_for_the_route_of_a_new_topic_keep_their_order(world: ProducerWorld) -> None:
+def test_calls_that_wait_for_the_route_of_a_new_topic_keep_their_order(world: World) -> None:
     """The first call reads the topic in a thread; calls that begin meanwhile wait behind it, and each other."""
 
     async def publish() -> None:
@@ -117,7 +98,7 @@ def test_calls_that_wait_for_the_route_of_a_new_topic_keep_their_order(world: Pr
     assert found == [str(n) for n in range(len(found))]
 
 
-def test_all_ways_and_tasks_keep_the_order_of_their_calls(world: ProducerWorld) -> None:
+def test_all_ways_and_tasks_keep_the_order_of_their_calls(world: World) -> None:
     async def work(producer: AsyncProducer, task: int) -> None:
         for number in range(0, 100, 5):
             await producer.send("orders", key=f"k{task}", body=b"%d" % number)
@@ -138,7 +119,7 @@ def test_all_ways_and_tasks_keep_the_order_of_their_calls(world: ProducerWorld) 
 # Batches
 
 
-def test_a_batch_beyond_the_bounds_goes_part_by_part(world: ProducerWorld) -> None:
+def test_a_batch_beyond_the_bounds_goes_part_by_part(world: World) -> None:
     async def publish() -> None:
         messages = [Message(f"k{n % 37}", b"%d" % n) for n in range(3_000)]
         async with started(world, max_pending_messages=600) as producer:
@@ -150,7 +131,7 @@ def test_a_batch_beyond_the_bounds_goes_part_by_part(world: ProducerWorld) -> No
     assert world.by_key() == {f"k{k}": [str(n) for n in range(3_000) if n % 37 == k] for k in range(37)}
 
 
-def test_ids_name_messages_in_singles_and_batches(world: ProducerWorld) -> None:
+def test_ids_name_messages_in_singles_and_batches(world: World) -> None:
     async def publish() -> None:
         async with started(world) as producer:
             first = await producer.send("orders", key="k", body=b"1", dedup_id="a")
@@ -163,14 +144,14 @@ def test_ids_name_messages_in_singles_and_batches(world: ProducerWorld) -> None:
     assert world.by_key() == {"k": ["1", "2"]}
 
 
-def test_of_a_batch_that_is_late_each_outcome_is_told(world: ProducerWorld, server: RedisServer) -> None:
+def test_of_a_batch_that_is_late_each_outcome_is_told(world: World, node: RedisServer) -> None:
     async def publish() -> None:
         async with started(world) as producer:
-            server.send(signal.SIGSTOP)
+            node.send(signal.SIGSTOP)
             with pytest.raises(PartlyPublished) as raised:
                 await producer.send_many("orders", [Message("k", b"1"), Message("k", b"2")], timeout_s=0.2)
             assert [type(outcome) for outcome in raised.value.outcomes] == [PublishUnknown] * 2
-            server.send(signal.SIGCONT)
+            node.send(signal.SIGCONT)
             assert await producer.flush(20) == 0
 
     run(publish())
@@ -180,10 +161,10 @@ def test_of_a_batch_that_is_late_each_outcome_is_told(world: ProducerWorld, serv
 # Back-pressure
 
 
-def test_without_room_calls_wait_in_order_and_the_loop_goes_on(world: ProducerWorld, server: RedisServer) -> None:
+def test_without_room_calls_wait_in_order_and_the_loop_goes_on(world: World, node: RedisServer) -> None:
     async def publish() -> None:
         async with started(world, max_pending_messages=5) as producer:
-            server.send(signal.SIGSTOP)
+            node.send(signal.SIGSTOP)
             calls = sending(producer, *range(20))
             batch = asyncio.ensure_future(producer.send_many("orders", [Message("k", b"20"), Message("k", b"21")]))
             await until(lambda: producer.stats.pending == 5, "the bound to be reached")
@@ -191,7 +172,7 @@ def test_without_room_calls_wait_in_order_and_the_loop_goes_on(world: ProducerWo
             with pytest.raises(ProducerFull, match="5 messages"):
                 await producer.send("orders", key="k", body=b"no room", timeout_s=0.1)
             assert await producer.flush(0.1) == 5
-            server.send(signal.SIGCONT)
+            node.send(signal.SIGCONT)
             assert [receipt.identity.seq for receipt in await asyncio.gather(*calls)] == list(range(1, 21))
             await batch
 
@@ -199,7 +180,7 @@ def test_without_room_calls_wait_in_order_and_the_loop_goes_on(world: ProducerWo
     assert world.by_key() == {"k": [str(n) for n in range(22)]}
 
 
-def test_flush_waits_also_for_calls_without_room(world: ProducerWorld) -> None:
+def test_flush_waits_also_for_calls_without_room(world: World) -> None:
     async def publish() -> None:
         async with started(world, max_pending_messages=2) as producer:
             calls = sending(producer, *range(30))
@@ -211,7 +192,7 @@ def test_flush_waits_also_for_calls_without_room(world: ProducerWorld) -> None:
     run(publish())
 
 
-def test_a_full_partition_is_an_error_or_a_wait(world: ProducerWorld) -> None:
+def test_a_full_partition_is_an_error_or_a_wait(world: World) -> None:
     world.add_topic("narrow", partitions=1, backlog_limit=1)
 
     async def publish() -> None:
@@ -235,13 +216,13 @@ def test_a_full_partition_is_an_error_or_a_wait(world: ProducerWorld) -> None:
 # Cancellation
 
 
-def test_a_cancelled_call_withdraws_what_was_not_sent_and_only_that(world: ProducerWorld, server: RedisServer) -> None:
+def test_a_cancelled_call_withdraws_what_was_not_sent_and_only_that(world: World, node: RedisServer) -> None:
     """One message is under way, one queued behind it, one waits for room: only the first is stored."""
 
     async def publish() -> None:
         async with started(world, max_in_flight=1, max_pending_messages=3) as producer:
             await producer.send("orders", key="k", body=b"0")
-            server.send(signal.SIGSTOP)
+            node.send(signal.SIGSTOP)
             under_way = sending(producer, 1)
             sender = next(iter(producer._engine._metadata.senders.values()))
             await until(lambda: sender.unanswered_count == 1, "the message under way")
@@ -252,7 +233,7 @@ def test_a_cancelled_call_withdraws_what_was_not_sent_and_only_that(world: Produ
             ended = await asyncio.gather(*under_way, queued, without_room, return_exceptions=True)
             assert [type(error) for error in ended] == [asyncio.CancelledError] * 3
             assert producer.stats.withdrawn == 1
-            server.send(signal.SIGCONT)
+            node.send(signal.SIGCONT)
             assert (await kept).identity.seq == 3
             assert (await producer.send("orders", key="k", body=b"5")).identity.seq == 4
 
@@ -260,12 +241,12 @@ def test_a_cancelled_call_withdraws_what_was_not_sent_and_only_that(world: Produ
     assert world.by_key() == {"k": ["0", "1", "3", "5"]}
 
 
-def test_a_cancelled_batch_withdraws_what_was_not_sent(world: ProducerWorld, server: RedisServer) -> None:
+def test_a_cancelled_batch_withdraws_what_was_not_sent(world: World, node: RedisServer) -> None:
     """Of its parts one is under way, one queued, and the others wait for room."""
 
     async def publish() -> None:
         async with started(world, max_in_flight=1, max_pending_messages=1_000) as producer:
-            server.send(signal.SIGSTOP)
+            node.send(signal.SIGSTOP)
             batch = asyncio.ensure_future(producer.send_many("orders", [Message("k", b"%d" % n) for n in range(2_000)]))
             sender = next(iter(producer._engine._metadata.senders.values()))
             await until(lambda: sender.unanswered_count == 1 and producer.stats.pending == 1_000, "two parts")
@@ -273,27 +254,27 @@ def test_a_cancelled_batch_withdraws_what_was_not_sent(world: ProducerWorld, ser
             with pytest.raises(asyncio.CancelledError):
                 await batch
             assert (producer.stats.pending, producer.stats.withdrawn) == (500, 500)
-            server.send(signal.SIGCONT)
+            node.send(signal.SIGCONT)
             assert (await producer.send("orders", key="k", body=b"next")).identity.seq == 501
 
     run(publish())
     assert world.by_key() == {"k": [*(str(n) for n in range(500)), "next"]}
 
 
-def test_a_timeout_of_the_caller_is_a_cancellation(world: ProducerWorld, server: RedisServer) -> None:
+def test_a_timeout_of_the_caller_is_a_cancellation(world: World, node: RedisServer) -> None:
     async def publish() -> None:
         async with started(world) as producer:
-            server.send(signal.SIGSTOP)
+            node.send(signal.SIGSTOP)
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(producer.send("orders", key="k", body=b"1"), 0.2)
-            server.send(signal.SIGCONT)
+            node.send(signal.SIGCONT)
             await producer.send("orders", key="k", body=b"2")
 
     run(publish())
     assert world.by_key()["k"][-1] == "2"
 
 
-def test_a_cancelled_start_leaves_nothing_open(world: ProducerWorld, tmp_path: Path) -> None:
+def test_a_cancelled_start_leaves_nothing_open(world: World, tmp_path: Path) -> None:
     going_on = tmp_path / "go-on"
     arm("producer.after_source_open", f"wait:{going_on}")
 
@@ -313,7 +294,7 @@ def test_a_cancelled_start_leaves_nothing_open(world: ProducerWorld, tmp_path: P
 # Stopping
 
 
-def test_stopping_sends_what_is_pending_and_refuses_what_comes_later(world: ProducerWorld) -> None:
+def test_stopping_sends_what_is_pending_and_refuses_what_comes_later(world: World) -> None:
     async def publish() -> None:
         producer = AsyncProducer(world.settings(), name="test")
         with pytest.raises(ProducerClosed, match="not started"):
@@ -337,10 +318,10 @@ def test_stopping_sends_what_is_pending_and_refuses_what_comes_later(world: Prod
     assert not world.rows("SELECT 1 FROM mqlayer.source WHERE kind = 'direct' AND closed_at IS NULL")
 
 
-def test_stopping_with_messages_unsettled_fails_them(world: ProducerWorld, server: RedisServer) -> None:
+def test_stopping_with_messages_unsettled_fails_them(world: World, node: RedisServer) -> None:
     async def publish() -> None:
         async with started(world, max_pending_messages=2) as producer:
-            server.send(signal.SIGSTOP)
+            node.send(signal.SIGSTOP)
             pending, behind, without_room = sending(producer, 1, 2, 3)
             await until(lambda: producer.stats.pending == 2, "the bound to be reached")
             stopping = asyncio.ensure_future(producer.stop(0.1))
@@ -348,7 +329,7 @@ def test_stopping_with_messages_unsettled_fails_them(world: ProducerWorld, serve
                 await without_room
             with pytest.raises(ProducerClosed, match="may or may not be stored"):
                 await pending
-            server.send(signal.SIGCONT)
+            node.send(signal.SIGCONT)
             await stopping
             with pytest.raises(ProducerClosed):
                 await behind
@@ -356,7 +337,7 @@ def test_stopping_with_messages_unsettled_fails_them(world: ProducerWorld, serve
     run(publish())
 
 
-def test_an_error_of_the_block_stops_the_producer(world: ProducerWorld) -> None:
+def test_an_error_of_the_block_stops_the_producer(world: World) -> None:
     async def publish(calls: list[asyncio.Task[Receipt]]) -> None:
         async with AsyncProducer(world.settings(), name="test") as producer:
             calls += sending(producer, 1)
@@ -377,15 +358,15 @@ def test_an_error_of_the_block_stops_the_producer(world: ProducerWorld) -> None:
 # Stores that fail
 
 
-def test_a_node_that_restarts_gets_each_message_once_in_order(world: ProducerWorld, server: RedisServer) -> None:
+def test_a_node_that_restarts_gets_each_message_once_in_order(world: World, node: RedisServer) -> None:
     async def publish() -> None:
         async with started(world) as producer:
             calls = sending(producer, *range(200))
             await calls[20]
-            await asyncio.to_thread(server.kill)
+            await asyncio.to_thread(node.kill)
             calls += sending(producer, *range(200, 400))
-            await asyncio.to_thread(server.start)
-            await asyncio.to_thread(world.rearm)
+            await asyncio.to_thread(node.start)
+            await asyncio.to_thread(world.arm_node)
             await asyncio.gather(*calls)
 
     run(publish())
@@ -397,7 +378,7 @@ def test_an_outcome_that_is_late_is_told_by_the_future_of_the_error(
 ) -> None:
     parts: Any = redis.ConnectionPool.from_url(redis_url).connection_kwargs
     with TcpProxy(parts["host"], parts["port"]) as proxy:
-        world = ProducerWorld(database_dsn, key_prefix, [f"redis://{proxy.host}:{proxy.port}/0"], [redis_url])
+        world = World(database_dsn, key_prefix, [f"redis://{proxy.host}:{proxy.port}/0"], [redis_url])
         world.add_topic(partitions=1)
 
         async def publish() -> None:
@@ -417,13 +398,13 @@ def test_an_outcome_that_is_late_is_told_by_the_future_of_the_error(
         assert world.by_key() == {"k": ["1", "2", "3"]}
 
 
-def test_a_loss_is_raised_by_the_next_call(world: ProducerWorld) -> None:
+def test_a_loss_is_raised_by_the_next_call(world: World) -> None:
     async def publish() -> None:
         async with started(world) as producer:
             await producer.send("orders", key="k", body=b"lost")
             with world.client() as client:
                 client.flushall()
-            await asyncio.to_thread(world.rearm)
+            await asyncio.to_thread(world.arm_node)
             with pytest.raises(AcknowledgedLoss):
                 await producer.send("orders", key="k", body=b"refused")
             await producer.send("orders", key="k", body=b"1")
@@ -432,7 +413,7 @@ def test_a_loss_is_raised_by_the_next_call(world: ProducerWorld) -> None:
     assert world.by_key() == {"k": ["1"]}
 
 
-def test_without_stores_a_start_says_so(world: ProducerWorld) -> None:
+def test_without_stores_a_start_says_so(world: World) -> None:
     async def publish() -> None:
         settings = world.settings().model_copy(update={"dsn": type(world.settings().dsn)("postgresql://127.0.0.1:1/x")})
         with pytest.raises(StoreUnavailable, match=r"127\.0\.0\.1:1/x"):
@@ -454,7 +435,7 @@ def test_without_stores_a_start_says_so(world: ProducerWorld) -> None:
     ],
 )
 def test_what_can_never_work_is_refused_at_the_edge(
-    world: ProducerWorld, wrong: dict[str, Any], error: type[MqlayerError]
+    world: World, wrong: dict[str, Any], error: type[MqlayerError]
 ) -> None:
     message: dict[str, Any] = {"topic": "orders", "key": "k", "body": b"x"} | wrong
     topic = message.pop("topic")
@@ -472,7 +453,7 @@ def test_what_can_never_work_is_refused_at_the_edge(
 # Loops
 
 
-def test_a_producer_belongs_to_the_loop_that_started_it(world: ProducerWorld) -> None:
+def test_a_producer_belongs_to_the_loop_that_started_it(world: World) -> None:
     producer = AsyncProducer(world.settings(), name="test")
     refused: list[BaseException] = []
 
@@ -493,7 +474,7 @@ def test_a_producer_belongs_to_the_loop_that_started_it(world: ProducerWorld) ->
     assert world.by_key() == {"k": ["1"]}
 
 
-def test_loops_have_producers_of_their_own(world: ProducerWorld) -> None:
+def test_loops_have_producers_of_their_own(world: World) -> None:
     async def publish(loop: int) -> None:
         async with started(world) as producer:
             await asyncio.gather(*sending(producer, *range(300), key=f"k{loop}"))

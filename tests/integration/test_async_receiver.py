@@ -18,9 +18,9 @@ import pytest
 
 from mqlayer import AsyncReceiver, PopMessage, Receiver
 from mqlayer.errors import AlreadyApplied, Conflict, InvalidInput, NodeNotArmed, OutOfOrder, StaleToken
-from mqlayer.failpoints import FailpointHit, arm, disarm_all
 from mqlayer.redis.keys import pop_keys
 from tests.fixtures.consumers import Stage, StartStage
+from tests.fixtures.failpoints import broken_off_at
 from tests.fixtures.wait import wait_until
 
 pytestmark = pytest.mark.usefixtures("as_consumer")
@@ -301,12 +301,8 @@ def test_a_lost_reply_is_asked_for_again_by_the_next_call(one: Stage) -> None:
 
     async def run() -> None:
         async with receiver_of(one) as receiver:
-            arm("pop.after_receive", "raise")
-            try:
-                with pytest.raises(FailpointHit):
-                    await receiver.receive(wait_s=0)
-            finally:
-                disarm_all()
+            with broken_off_at("pop.after_receive"):
+                await receiver.receive(wait_s=0)
             again = await receiver.receive(wait_s=WAIT_S)
             assert [(message.body, message.attempt) for message in again] == [(b"1", 1), (b"2", 1)]
 

@@ -34,6 +34,8 @@ from tests.proof.runtimes import runtime_of
 
 # Nobody dies here: a lease that ran out on a busy machine would rightly have what is in hand handled again.
 SETTINGS: dict[str, Any] = {"lease_s": 10.0, "connect_timeout_s": 1.0, "socket_timeout_s": 2.0}
+pytestmark = pytest.mark.world(nodes=2)
+
 LATE = "late"
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Iterator
 
 import pytest
 
@@ -16,32 +15,19 @@ from mqlayer.topics import set_limits
 from tests.fixtures.failpoints import armed
 from tests.fixtures.forked_programs import run_python
 from tests.fixtures.wait import wait_until
-from tests.proof.outbox_world import OutboxWorld
-from tests.proof.producer_world import ProducerWorld
 from tests.proof.runtimes import runtime_of
+from tests.proof.world import World
 
 LIMIT = 4
 
-
-@pytest.fixture
-def world(database_dsn: str, redis_url: str, key_prefix: str) -> ProducerWorld:
-    """A topic of one partition that holds four messages."""
-    world = ProducerWorld(database_dsn, key_prefix, [redis_url])
-    world.add_topic(partitions=1, backlog_limit=LIMIT)
-    return world
+pytestmark = pytest.mark.world(partitions=1, backlog_limit=LIMIT)
 
 
-@pytest.fixture
-def database(database_dsn: str) -> Iterator[Database]:
-    with Database(database_dsn) as database:
-        yield database
-
-
-def bodies(world: ProducerWorld) -> list[str]:
+def bodies(world: World) -> list[str]:
     return [body for of_key in world.by_key().values() for body in of_key]
 
 
-def test_who_does_not_wait_is_told_at_once_whichever_way_it_publishes(world: ProducerWorld, database: Database) -> None:
+def test_who_does_not_wait_is_told_at_once_whichever_way_it_publishes(world: World, database: Database) -> None:
     with world.producer(options={"on_backlog": "error"}) as producer:
         producer.send_many("orders", [Message("k", b"%d" % number) for number in range(LIMIT)])
         began = time.monotonic()
@@ -65,9 +51,7 @@ def test_who_does_not_wait_is_told_at_once_whichever_way_it_publishes(world: Pro
     assert world.by_key() == {"k": [str(number) for number in range(6)]}
 
 
-def test_what_waits_can_be_taken_back_and_what_is_behind_it_keeps_its_order(
-    world: ProducerWorld, database: Database
-) -> None:
+def test_what_waits_can_be_taken_back_and_what_is_behind_it_keeps_its_order(world: World, database: Database) -> None:
     with world.producer() as producer:
         producer.send_many("orders", [Message("k", b"%d" % number) for number in range(LIMIT)])
         futures = [producer.send_async("orders", key="k", body=b"%d" % number, timeout_s=60) for number in range(4, 10)]
@@ -93,7 +77,7 @@ def test_what_waits_can_be_taken_back_and_what_is_behind_it_keeps_its_order(
     assert world.by_key() == {"k": ["0", "1", "2", "3", "4", "6", "8", "9"]}
 
 
-def test_a_producer_learns_of_another_limit_within_seconds(world: ProducerWorld, database: Database) -> None:
+def test_a_producer_learns_of_another_limit_within_seconds(world: World, database: Database) -> None:
     with world.producer() as producer:
         producer.send("orders", key="k", body=b"0")
         assert set_limits(runtime_of(database), "orders", backlog_limit=2, body_limit=10)
@@ -129,7 +113,7 @@ def test_a_producer_learns_of_another_limit_within_seconds(world: ProducerWorld,
 def test_a_relay_that_waits_goes_on_when_the_limit_is_raised_and_publishing_never_waits(
     database_dsn: str, redis_url: str, key_prefix: str, database: Database
 ) -> None:
-    world = OutboxWorld(database_dsn, key_prefix, [redis_url])
+    world = World(database_dsn, key_prefix, [redis_url])
     world.add_topic("narrow", partitions=1, backlog_limit=5)
     world.publish(20, topic="narrow", keys=20)
     with world.relay():
@@ -144,7 +128,7 @@ def test_a_relay_that_waits_goes_on_when_the_limit_is_raised_and_publishing_neve
 def test_an_outbox_goes_by_another_body_limit_also_where_the_command_dies_before_it_says_so(
     database_dsn: str, redis_url: str, key_prefix: str, database: Database
 ) -> None:
-    world = OutboxWorld(database_dsn, key_prefix, [redis_url])
+    world = World(database_dsn, key_prefix, [redis_url])
     world.add_topic("small", partitions=1)
     env = {"MQLAYER_DSN": database_dsn, "MQLAYER_KEY_PREFIX": key_prefix}
     words = ("topic", "set", "small", "--body-limit", "10")

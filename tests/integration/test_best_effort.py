@@ -2,56 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from typing import Any
 
 import pytest
-import redis
 
 from mqlayer import App, Context
 from mqlayer.domain.message import Record, mark_reordered, records_of
 from mqlayer.domain.routing import lp_of
 from mqlayer.errors import BacklogFull, PublishAborted, PublishUnknown
 from mqlayer.producing import Message, Receipt
-from tests.fixtures.servers import StartRedis
 from tests.fixtures.wait import wait_until
-from tests.proof.producer_world import ProducerWorld, send_to_the_end
 from tests.proof.proxy import TcpProxy
+from tests.proof.refused_sends import send_to_the_end
 from tests.proof.route_ranges import range_of
+from tests.proof.world import World
 
 STRATEGIES = ("best_effort", "strict")
 
-
-@pytest.fixture
-def proxy(redis_url: str) -> Iterator[TcpProxy]:
-    """A bad network on the way to the first node."""
-    parts: Any = redis.ConnectionPool.from_url(redis_url).connection_kwargs
-    with TcpProxy(parts["host"], parts["port"]) as proxy:
-        yield proxy
+pytestmark = pytest.mark.world(nodes=2, proxied=True, partitions=0)
 
 
-@pytest.fixture
-def world(
-    database_dsn: str, redis_url: str, start_redis: StartRedis, key_prefix: str, proxy: TcpProxy
-) -> ProducerWorld:
-    """Two nodes, the first behind a proxy; a topic of each strategy, named so, of two partitions, one on each."""
-    other = start_redis().url
-    world = ProducerWorld(database_dsn, key_prefix, [f"redis://{proxy.host}:{proxy.port}/0", other], [redis_url, other])
+@pytest.fixture(autouse=True)
+def _topics(world: World) -> None:
+    """A topic of each strategy, named so, of two partitions, one on each node."""
     for strategy in STRATEGIES:
         world.add_topic(strategy, partitions=2, backlog_limit=20, strategy=strategy)
-    return world
 
 
-def key_at(world: ProducerWorld, topic: str, node: int) -> str:
+def key_at(world: World, topic: str, node: int) -> str:
     """Return a key of the partition on a node."""
     names = (f"key-{number}" for number in range(1_000))
     return next(name for name in names if range_of(world.routes[topic], lp_of(name.encode())).node == node)
 
 
-def records(world: ProducerWorld, receipts: list[Receipt], topic: str) -> list[Record]:
+def records(world: World, receipts: list[Receipt], topic: str) -> list[Record]:
     """Return the records that receipts name."""
-    nodes = dict(world.partitions(topic))
+    nodes = {partition: node for _, partition, node in world.partitions(topic)}
     found = []
     for receipt in receipts:
         at = f"{receipt.offset}-0"
@@ -62,7 +49,7 @@ def records(world: ProducerWorld, receipts: list[Receipt], topic: str) -> list[R
     return found
 
 
-def fill(world: ProducerWorld, topic: str, node: int) -> str:
+def fill(world: World, topic: str, node: int) -> str:
     """Bring the partition on a node to its backlog limit; return a key of it."""
     key = key_at(world, topic, node)
     with world.producer() as producer:
@@ -71,7 +58,7 @@ def fill(world: ProducerWorld, topic: str, node: int) -> str:
 
 
 @pytest.mark.parametrize("way", ["send", "send_async", "send_many"])
-def test_what_a_full_partition_refuses_goes_to_another_one_marked(world: ProducerWorld, way: str) -> None:
+def test_what_a_full_partition_refuses_goes_to_another_one_marked(world: World, way: str) -> None:
     """Case 10, of best effort."""
     key = fill(world, "best_effort", 1)
     messages = [Message(key, b"%d" % n, {"h": "v"} if n % 2 else None, ("eu",) if n % 3 else ()) for n in range(6)]
@@ -90,7 +77,7 @@ def test_what_a_full_partition_refuses_goes_to_another_one_marked(world: Produce
             receipts = list(producer.send_many("best_effort", messages))
         assert producer.stats.diverted == 6
         assert producer.stats.pending_bytes == 0
-    nodes = dict(world.partitions("best_effort"))
+    nodes = {partition: node for _, partition, node in world.partitions("best_effort")}
     assert {nodes[receipt.partition] for receipt in receipts} == {2}
     found = records(world, receipts, "best_effort")
     assert [(r.key, r.body, dict(r.headers), r.tags) for r in found] == [
@@ -101,7 +88,7 @@ def test_what_a_full_partition_refuses_goes_to_another_one_marked(world: Produce
     world.chains("best_effort")
 
 
-def test_a_strict_topic_never_does_that(world: ProducerWorld) -> None:
+def test_a_strict_topic_never_does_that(world: World) -> None:
     """Case 10: what is refused fails, and nothing behind it is stored before it."""
     key = fill(world, "strict", 1)
     with world.producer() as producer:
@@ -115,9 +102,7 @@ def test_a_strict_topic_never_does_that(world: ProducerWorld) -> None:
 
 
 @pytest.mark.parametrize("topic", STRATEGIES)
-def test_while_a_node_is_away_best_effort_goes_on_and_strict_waits(
-    world: ProducerWorld, proxy: TcpProxy, topic: str
-) -> None:
+def test_while_a_node_is_away_best_effort_goes_on_and_strict_waits(world: World, proxy: TcpProxy, topic: str) -> None:
     """Case 10: what may be stored there stays, so that nothing is stored twice."""
     key = key_at(world, topic, 1)
     with world.producer() as producer:
@@ -144,14 +129,14 @@ def test_while_a_node_is_away_best_effort_goes_on_and_strict_waits(
         assert bodies == ["0", "unknown", *map(str, range(1, 8))]
 
 
-def test_where_no_partition_takes_it_a_message_fails_as_in_a_strict_topic(world: ProducerWorld) -> None:
+def test_where_no_partition_takes_it_a_message_fails_as_in_a_strict_topic(world: World) -> None:
     key = fill(world, "best_effort", 1)
     fill(world, "best_effort", 2)
     with world.producer() as producer, pytest.raises(BacklogFull):
         send_to_the_end(producer, "best_effort", key=key, body=b"x", timeout_s=2.0)
 
 
-def test_a_full_partition_is_used_again_when_it_takes_messages(world: ProducerWorld) -> None:
+def test_a_full_partition_is_used_again_when_it_takes_messages(world: World) -> None:
     key = fill(world, "best_effort", 1)
     home = range_of(world.routes["best_effort"], lp_of(key.encode())).partition
     with world.producer() as producer, world.client(1) as client:
@@ -162,7 +147,7 @@ def test_a_full_partition_is_used_again_when_it_takes_messages(world: ProducerWo
         )
 
 
-def test_messages_with_a_dedup_id_or_without_a_key(world: ProducerWorld) -> None:
+def test_messages_with_a_dedup_id_or_without_a_key(world: World) -> None:
     """An id is known in its own LP only, so its message waits; without a key there is no order to lose, and no mark."""
     key = fill(world, "best_effort", 1)
     with world.producer() as producer:
@@ -172,7 +157,7 @@ def test_messages_with_a_dedup_id_or_without_a_key(world: ProducerWorld) -> None
     assert not any(record.reordered for record in records(world, receipts, "best_effort"))
 
 
-def test_a_handler_sees_which_messages_may_be_out_of_order(world: ProducerWorld) -> None:
+def test_a_handler_sees_which_messages_may_be_out_of_order(world: World) -> None:
     key = fill(world, "best_effort", 1)
     with world.producer() as producer:
         producer.send("best_effort", key=key, body=b"1", headers={"h": "v"})

@@ -13,16 +13,9 @@ from mqlayer.redis.keys import partition_keys
 from tests.fixtures.commands import Commands
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.wait import wait_until
-from tests.proof.outbox_world import OutboxWorld
+from tests.proof.world import World
 
-
-@pytest.fixture
-def world(run: Commands, empty_database_dsn: str, redis_url: str, key_prefix: str) -> OutboxWorld:
-    """What the first commands of an operator make: the schemas, a node, a topic."""
-    run.text("migrate")
-    world = OutboxWorld(empty_database_dsn, key_prefix, [redis_url])
-    run.text("topic", "create", "orders", "--partitions", "2")
-    return world
+pytestmark = pytest.mark.world(by_commands=True)
 
 
 def test_migrating_tells_its_steps_and_then_that_there_is_nothing_to_do(run: Commands) -> None:
@@ -37,7 +30,7 @@ def test_printed_sql_needs_no_server(run: Commands, monkeypatch: pytest.MonkeyPa
     assert "CREATE TABLE mqlayer_app.outbox" in run.text("migrate", "--sql")
 
 
-def test_a_role_that_was_granted_publishes(world: OutboxWorld, run: Commands) -> None:
+def test_a_role_that_was_granted_publishes(world: World, run: Commands) -> None:
     world.rows("DROP ROLE IF EXISTS cli_publisher")
     world.rows("CREATE ROLE cli_publisher LOGIN")
     try:
@@ -49,7 +42,7 @@ def test_a_role_that_was_granted_publishes(world: OutboxWorld, run: Commands) ->
         world.rows("DROP ROLE cli_publisher")
 
 
-def test_nodes_are_registered_listed_and_armed(world: OutboxWorld, run: Commands, redis_url: str) -> None:
+def test_nodes_are_registered_listed_and_armed(world: World, run: Commands, redis_url: str) -> None:
     assert "node-1 is " in run.text("node", "register", "node-1", redis_url)
     (node,) = run.lines("node", "list")
     assert (node["name"], node["address"]) == ("node-1", redis_url)
@@ -59,7 +52,7 @@ def test_nodes_are_registered_listed_and_armed(world: OutboxWorld, run: Commands
 
 
 def test_a_node_gets_another_address_which_is_refused_where_it_holds_nothing(
-    world: OutboxWorld, run: Commands, start_redis: StartRedis
+    world: World, run: Commands, start_redis: StartRedis
 ) -> None:
     """Case 83: never silently empty. Only an operator's word has a node begin anew."""
     other = start_redis()
@@ -77,14 +70,14 @@ def test_a_node_gets_another_address_which_is_refused_where_it_holds_nothing(
     assert "node 'nobody'" in run.failure("node", "set", "nobody", "--url", other.url)
 
 
-def test_a_run_of_before_is_armed_by_an_operators_word_only(world: OutboxWorld, run: Commands) -> None:
+def test_a_run_of_before_is_armed_by_an_operators_word_only(world: World, run: Commands) -> None:
     world.rows("UPDATE mqlayer.node SET former_runs = ARRAY[armed_run_id], armed_run_id = repeat('0', 40)")
     assert "--former" in run.failure("node", "rearm", "node-1")
     assert "is armed" in run.text("node", "rearm", "node-1", "--former")
 
 
 def test_an_emptied_redis_that_another_system_shares_is_armed_by_an_operators_word(
-    world: OutboxWorld, run: Commands, start_redis: StartRedis
+    world: World, run: Commands, start_redis: StartRedis
 ) -> None:
     """Partitions of the same numbers under another prefix look like a wrong prefix of ours."""
     own = start_redis()
@@ -97,7 +90,7 @@ def test_an_emptied_redis_that_another_system_shares_is_armed_by_an_operators_wo
     assert "is armed" in run.text("node", "rearm", "node-1", "--empty")
 
 
-def test_a_node_is_given_up_only_when_that_is_said(world: OutboxWorld, run: Commands, start_redis: StartRedis) -> None:
+def test_a_node_is_given_up_only_when_that_is_said(world: World, run: Commands, start_redis: StartRedis) -> None:
     lost = start_redis()
     run.text("node", "set", "node-1", "--url", lost.url, "--empty", "--accept-loss")
     run.text("node", "register", "node-2", world.urls[0])
@@ -109,14 +102,14 @@ def test_a_node_is_given_up_only_when_that_is_said(world: OutboxWorld, run: Comm
     assert run.text("relay", "--once") == "20 messages relayed\n"
 
 
-def test_topics_are_created_and_listed(world: OutboxWorld, run: Commands) -> None:
+def test_topics_are_created_and_listed(world: World, run: Commands) -> None:
     assert run.text("topic", "create", "orders", "--partitions", "2") == "orders has 2 partitions, route version 1\n"
     (topic,) = run.lines("topic", "list")
     assert (topic["topic"], topic["partitions"], topic["version"]) == ("orders", 2, 1)
     assert "exists with" in run.failure("topic", "create", "orders", "--body-limit", "7")
 
 
-def test_who_acted_is_in_the_audit(world: OutboxWorld, run: Commands) -> None:
+def test_who_acted_is_in_the_audit(world: World, run: Commands) -> None:
     (act,) = world.rows("SELECT actor FROM mqlayer.audit WHERE act = 'topic create'")
     assert act[0].count("@") == 1
 
@@ -128,13 +121,13 @@ def test_lists_that_are_empty_say_what_to_do(run: Commands) -> None:
     assert run.lines("topic", "list") == []
 
 
-def test_one_pass_of_the_relay_by_hand(world: OutboxWorld, run: Commands) -> None:
+def test_one_pass_of_the_relay_by_hand(world: World, run: Commands) -> None:
     world.publish(20)
     assert run.text("relay", "--once") == "20 messages relayed\n"
     assert world.whole()
 
 
-def test_rows_quarantined_are_listed_and_tried_again(world: OutboxWorld, run: Commands) -> None:
+def test_rows_quarantined_are_listed_and_tried_again(world: World, run: Commands) -> None:
     assert run.text("outbox", "quarantine", "list") == "nothing is quarantined\n"
     world.publish(1)
     world.rows("UPDATE mqlayer_app.outbox SET key = repeat('x', 600)")
@@ -148,7 +141,7 @@ def test_rows_quarantined_are_listed_and_tried_again(world: OutboxWorld, run: Co
     assert run.text("outbox", "quarantine", "retry") == "nothing is quarantined\n"
 
 
-def test_rows_that_were_passed_over_are_listed_published_anew_and_discarded(world: OutboxWorld, run: Commands) -> None:
+def test_rows_that_were_passed_over_are_listed_published_anew_and_discarded(world: World, run: Commands) -> None:
     world.add_topic("loose", partitions=1, strategy="best_effort")
     world.publish(2, topic="loose")
     world.rows("UPDATE mqlayer_app.outbox SET key = repeat('x', 600)")
@@ -163,12 +156,12 @@ def test_rows_that_were_passed_over_are_listed_published_anew_and_discarded(worl
     assert run.text("outbox", "quarantine", "retry") == "nothing is quarantined\n"
 
 
-def test_rotation_tells_of_every_slot(world: OutboxWorld, run: Commands) -> None:
+def test_rotation_tells_of_every_slot(world: World, run: Commands) -> None:
     lines = run.text("outbox", "rotate").splitlines()
     assert [line.split(":")[0] for line in lines] == [f"slot {number}" for number in range(4)]
 
 
-def test_an_outbox_is_renewed_only_when_that_is_confirmed(world: OutboxWorld, run: Commands) -> None:
+def test_an_outbox_is_renewed_only_when_that_is_confirmed(world: World, run: Commands) -> None:
     world.publish(3)
     assert run("outbox", "renew", typed="n\n").exit_code == 1
     assert len(world.published()) > 0
@@ -177,7 +170,7 @@ def test_an_outbox_is_renewed_only_when_that_is_confirmed(world: OutboxWorld, ru
     assert "0 messages" in run.text("outbox", "adopt", "--yes")
 
 
-def test_trimming_by_hand_tells_what_it_dropped(world: OutboxWorld, run: Commands) -> None:
+def test_trimming_by_hand_tells_what_it_dropped(world: World, run: Commands) -> None:
     assert run.text("trim") == "0 records dropped from 0 partitions\n"
     assert run.text("trim", "orders") == "0 records dropped from 0 partitions\n"
 
@@ -207,7 +200,7 @@ def test_without_any_address_the_commands_say_which_to_set(
     assert "MQLAYER_DSN" in run.failure("topic", "list")
 
 
-def test_a_relay_process_says_when_it_works(world: OutboxWorld, tmp_path: Any) -> None:
+def test_a_relay_process_says_when_it_works(world: World, tmp_path: Any) -> None:
     import subprocess
     import sys
 

@@ -8,34 +8,23 @@ import pty
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 import pytest
 
-from mqlayer import App, failpoints
+from mqlayer import App
 from mqlayer.postgres.database import Database
 from mqlayer.routes import finish_changes
 from mqlayer.runtime.runtime import Runtime
 from tests.fixtures.commands import Commands
+from tests.fixtures.failpoints import broken_off_at
 from tests.fixtures.forked_programs import ask_python
-from tests.fixtures.servers import StartRedis
-from tests.proof.outbox_world import OutboxWorld
 from tests.proof.route_steps import merge
 from tests.proof.runtimes import runtime_of
+from tests.proof.world import World
 
-
-@pytest.fixture
-def world(
-    run: Commands, empty_database_dsn: str, redis_url: str, start_redis: StartRedis, key_prefix: str
-) -> Iterator[OutboxWorld]:
-    """Two nodes, a topic of two partitions, one on each."""
-    run.text("migrate")
-    world = OutboxWorld(empty_database_dsn, key_prefix, [redis_url, start_redis().url])
-    run.text("topic", "create", "orders", "--partitions", "2")
-    yield world
-    failpoints.disarm_all()
+pytestmark = pytest.mark.world(by_commands=True, nodes=2)
 
 
 def ranges(run: Commands) -> list[tuple[int, int, int, str]]:
@@ -45,14 +34,12 @@ def ranges(run: Commands) -> list[tuple[int, int, int, str]]:
 AS_BEFORE = [(0, 512, 1, "node-1"), (512, 1024, 2, "node-2")]
 
 
-def leave_planned(world: OutboxWorld) -> None:
-    failpoints.arm("change.after_plan", "raise")
-    with Database(world.dsn) as database, pytest.raises(failpoints.FailpointHit):
+def leave_planned(world: World) -> None:
+    with Database(world.dsn) as database, broken_off_at("change.after_plan"):
         merge(runtime_of(database, world.key_prefix), "orders", [1, 2])
-    failpoints.disarm_all()
 
 
-def test_a_plan_says_what_would_be_done_and_changes_nothing(world: OutboxWorld, run: Commands) -> None:
+def test_a_plan_says_what_would_be_done_and_changes_nothing(world: World, run: Commands) -> None:
     words = ("route", "split", "orders", "1", "--at", "100", "--at", "300", "--to", "node-2")
     said = run.text(*words)
     assert said.splitlines() == [
@@ -68,7 +55,7 @@ def test_a_plan_says_what_would_be_done_and_changes_nothing(world: OutboxWorld, 
     assert world.rows("SELECT 1 FROM mqlayer.route_change") == []
 
 
-def test_what_is_applied_is_what_was_planned(world: OutboxWorld, run: Commands) -> None:
+def test_what_is_applied_is_what_was_planned(world: World, run: Commands) -> None:
     words = ("route", "split", "orders", "1", "--at", "100", "--to", "node-1", "--to", "node-2")
     planned = run.text(*words).splitlines()[:-1]
     *done, last = run.text(*words, "--apply", "--if-version", "1").splitlines()
@@ -77,19 +64,19 @@ def test_what_is_applied_is_what_was_planned(world: OutboxWorld, run: Commands) 
     assert ranges(run) == [(0, 100, 3, "node-1"), (100, 512, 4, "node-2"), (512, 1024, 2, "node-2")]
 
 
-def test_a_merge_and_a_move(world: OutboxWorld, run: Commands) -> None:
+def test_a_merge_and_a_move(world: World, run: Commands) -> None:
     assert "LPs [0, 1024) on node-1" in run.text("route", "merge", "orders", "2", "1", "--apply")
     assert "on node-2" in run.text("route", "move", "orders", "3", "--apply")
     assert ranges(run) == [(0, 1024, 4, "node-2")]
     assert "on node-1" in run.text("route", "move", "orders", "4", "--to", "node-1", "--apply")
 
 
-def test_a_plan_says_that_it_goes_on_without_the_old_node(world: OutboxWorld, run: Commands) -> None:
+def test_a_plan_says_that_it_goes_on_without_the_old_node(world: World, run: Commands) -> None:
     assert "does not answer" in run.text("route", "move", "orders", "1", "--unreachable")
     assert "does not answer" not in run.text("route", "move", "orders", "1")
 
 
-def test_a_split_without_a_point_halves_the_load(world: OutboxWorld, run: Commands) -> None:
+def test_a_split_without_a_point_halves_the_load(world: World, run: Commands) -> None:
     world.publish(300, keys=60)
     run.text("relay", "--once")
     said = run.text("route", "split", "orders", "1")
@@ -131,7 +118,7 @@ BAD: Final[list[tuple[tuple[str, ...], str]]] = [
 
 
 @pytest.mark.slow
-def test_what_can_not_be_done_is_one_line_and_changes_nothing(world: OutboxWorld, run: Commands) -> None:
+def test_what_can_not_be_done_is_one_line_and_changes_nothing(world: World, run: Commands) -> None:
     """Cases 13 to 15."""
     for words, reason in BAD:
         assert reason in run.failure("route", *words)
@@ -142,13 +129,13 @@ def test_what_can_not_be_done_is_one_line_and_changes_nothing(world: OutboxWorld
     assert world.rows("SELECT count(*)::int FROM mqlayer.partition") == [(2,)]
 
 
-def test_partitions_that_are_not_adjacent_are_not_merged(world: OutboxWorld, run: Commands) -> None:
+def test_partitions_that_are_not_adjacent_are_not_merged(world: World, run: Commands) -> None:
     """Case 14."""
     run.text("route", "split", "orders", "1", "--at", "100", "--apply")
     assert "not adjacent" in run.failure("route", "merge", "orders", "3", "2", "--apply")
 
 
-def test_a_route_is_drawn_with_its_lineage(world: OutboxWorld, run: Commands) -> None:
+def test_a_route_is_drawn_with_its_lineage(world: World, run: Commands) -> None:
     run.text("route", "split", "orders", "1", "--at", "256", "--apply")
     head, first, second, third = run.text("route", "show", "orders").splitlines()
     assert head.split() == ["version", "LPs", "of", "all", "partition", "node", "state", "from"]
@@ -160,7 +147,7 @@ def test_a_route_is_drawn_with_its_lineage(world: OutboxWorld, run: Commands) ->
     assert [line["parents"] for line in run.lines("route", "show", "orders")] == [[1], [1], []]
 
 
-def test_the_history_tells_who_did_what_and_how_long_it_took(world: OutboxWorld, run: Commands) -> None:
+def test_the_history_tells_who_did_what_and_how_long_it_took(world: World, run: Commands) -> None:
     assert "never changed" in run.text("route", "history", "orders")
     run.text("route", "split", "orders", "1", "--at", "256", "--apply")
     run.text("route", "merge", "orders", "3", "4", "--apply")
@@ -172,7 +159,7 @@ def test_the_history_tells_who_did_what_and_how_long_it_took(world: OutboxWorld,
     assert "1 -> 3, 4" in run.text("route", "history", "orders")
 
 
-def test_an_open_change_is_finished_by_the_next_command(world: OutboxWorld, run: Commands) -> None:
+def test_an_open_change_is_finished_by_the_next_command(world: World, run: Commands) -> None:
     leave_planned(world)
     assert "mqlayer route repair orders" in run.failure("route", "move", "orders", "1")
     refused = run("route", "move", "orders", "1", "--apply")
@@ -182,7 +169,7 @@ def test_an_open_change_is_finished_by_the_next_command(world: OutboxWorld, run:
 
 
 def test_earlier_changes_are_finished_once_for_a_command(
-    world: OutboxWorld, run: Commands, monkeypatch: pytest.MonkeyPatch
+    world: World, run: Commands, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     finished: list[str] = []
 
@@ -197,13 +184,13 @@ def test_earlier_changes_are_finished_once_for_a_command(
     assert finished == ["orders"]
 
 
-def test_an_open_change_is_not_finished_where_a_version_is_asked_for(world: OutboxWorld, run: Commands) -> None:
+def test_an_open_change_is_not_finished_where_a_version_is_asked_for(world: World, run: Commands) -> None:
     leave_planned(world)
     assert "is open" in run.failure("route", "move", "orders", "1", "--apply", "--if-version", "1")
     assert ranges(run) == AS_BEFORE
 
 
-def test_repair_says_what_became_of_each_change(world: OutboxWorld, run: Commands) -> None:
+def test_repair_says_what_became_of_each_change(world: World, run: Commands) -> None:
     assert run.text("route", "repair") == "no change is open\n"
     leave_planned(world)
     world.rows("UPDATE mqlayer.node SET armed_run_id = 'another' WHERE name = 'node-2'")
@@ -214,7 +201,7 @@ def test_repair_says_what_became_of_each_change(world: OutboxWorld, run: Command
     assert run.text("route", "repair", "orders") == "change 1 is done\n"
 
 
-def test_a_change_that_sealed_nothing_is_dropped(world: OutboxWorld, run: Commands) -> None:
+def test_a_change_that_sealed_nothing_is_dropped(world: World, run: Commands) -> None:
     leave_planned(world)
     assert run.text("route", "drop", "orders") == "change 1 is dropped; the route is as before\n"
     assert ranges(run) == AS_BEFORE
@@ -223,13 +210,13 @@ def test_a_change_that_sealed_nothing_is_dropped(world: OutboxWorld, run: Comman
     assert run.text("route", "merge", "orders", "1", "2", "--apply").endswith("is in force\n")
 
 
-def consumer(world: OutboxWorld) -> App:
+def consumer(world: World) -> App:
     app = App(world.settings(lease_s=2.0))
     app.consumer("orders", group="ledger")(lambda body: None)
     return app
 
 
-def test_watching_ends_when_every_group_has_drained(world: OutboxWorld, run: Commands) -> None:
+def test_watching_ends_when_every_group_has_drained(world: World, run: Commands) -> None:
     world.publish(50)
     run.text("relay", "--once")
     app = consumer(world)
@@ -252,7 +239,7 @@ def test_watching_ends_when_every_group_has_drained(world: OutboxWorld, run: Com
         app.stop()
 
 
-def test_watching_says_that_a_node_is_away(world: OutboxWorld, run: Commands) -> None:
+def test_watching_says_that_a_node_is_away(world: World, run: Commands) -> None:
     app = consumer(world)
     app.start()
     app.stop()
@@ -261,7 +248,7 @@ def test_watching_says_that_a_node_is_away(world: OutboxWorld, run: Commands) ->
     assert "partition 1: its node is away" in run("route", "watch", "orders", "--timeout", "0").stdout
 
 
-def test_on_a_terminal_watching_is_live(world: OutboxWorld, run: Commands) -> None:
+def test_on_a_terminal_watching_is_live(world: World, run: Commands) -> None:
     app = consumer(world)
     app.start()
     app.stop()
@@ -279,7 +266,7 @@ def test_on_a_terminal_watching_is_live(world: OutboxWorld, run: Commands) -> No
 
 
 def test_an_operator_who_is_stopped_while_planning_holds_the_topic_for_seconds_only(
-    world: OutboxWorld, run: Commands
+    world: World, run: Commands
 ) -> None:
     command = [sys.executable, "-m", "mqlayer", "route", "split", "orders", "1", "--at", "100", "--apply"]
     environment = world.environment("change.before_plan_commit=stop")
@@ -296,7 +283,7 @@ def test_an_operator_who_is_stopped_while_planning_holds_the_topic_for_seconds_o
     assert ranges(run)[0] == AS_BEFORE[0]
 
 
-def test_two_operators_get_one_version_each_or_a_conflict(world: OutboxWorld, run: Commands) -> None:
+def test_two_operators_get_one_version_each_or_a_conflict(world: World, run: Commands) -> None:
     """Case 12."""
     command = ["mqlayer", "route", "split", "orders", "--apply", "--if-version", "1", "--at"]
 

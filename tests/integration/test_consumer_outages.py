@@ -15,7 +15,7 @@ from pydantic import SecretStr
 from mqlayer import Context
 from mqlayer.domain.routing import lp_of
 from mqlayer.errors import NodeOutOfMemory, NotFound, Reject, StoreUnavailable
-from mqlayer.failpoints import arm, disarm_all
+from mqlayer.failpoints import arm
 from mqlayer.redis.partition_scripts import (
     Fenced,
     LockHolder,
@@ -39,12 +39,6 @@ as_consumer = pytest.mark.usefixtures("as_consumer")
 """Where no node restarts: members that may only consume leave arming to a relay or a worker."""
 
 PASSWORD = "s3cr3t"
-
-
-@pytest.fixture(autouse=True)
-def _nothing_stays_armed() -> Iterator[None]:
-    yield
-    disarm_all()
 
 
 @pytest.fixture(params=different_redis_programs(), ids=str)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-from collections.abc import Iterator
 
 import psycopg
 import pytest
@@ -39,12 +38,6 @@ from tests.fixtures.consumers import Recorder, Stage, StartStage, member_of
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.wait import wait_until
 from tests.proof.route_ranges import range_of
-
-
-@pytest.fixture(autouse=True)
-def _nothing_stays_armed() -> Iterator[None]:
-    yield
-    disarm_all()
 
 
 def hold_all(go_on: threading.Event) -> Recorder:

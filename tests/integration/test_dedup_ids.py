@@ -8,13 +8,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import redis
 
 from mqlayer.domain.dedup import IDS_PER_PARTITION, token_of
 from mqlayer.domain.message import Identity
 from mqlayer.domain.routing import NodeId, PartitionId, Route, lp_of
 from mqlayer.errors import BacklogFull, InvalidInput, PartlyPublished
-from mqlayer.failpoints import disarm_all
 from mqlayer.postgres.database import Database
 from mqlayer.producing import Message, Receipt
 from mqlayer.redis.node_connection import Node, NodeConnection
@@ -26,33 +24,14 @@ from tests.fixtures.failpoints import armed
 from tests.fixtures.forked_programs import ask_python
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.wait import wait_until
-from tests.proof.producer_world import ProducerWorld, send_to_the_end
 from tests.proof.proxy import TcpProxy
+from tests.proof.refused_sends import send_to_the_end
 from tests.proof.route_ranges import range_of
 from tests.proof.route_steps import merge, move, split
 from tests.proof.runtimes import runtime_of
+from tests.proof.world import World
 
-
-@pytest.fixture
-def proxy(redis_url: str) -> Iterator[TcpProxy]:
-    """A bad network on the way to the Redis."""
-    parts: Any = redis.ConnectionPool.from_url(redis_url).connection_kwargs
-    with TcpProxy(parts["host"], parts["port"]) as proxy:
-        yield proxy
-
-
-@pytest.fixture
-def world(database_dsn: str, redis_url: str, key_prefix: str, proxy: TcpProxy) -> ProducerWorld:
-    """One node behind the proxy, with the topic orders of two partitions."""
-    world = ProducerWorld(database_dsn, key_prefix, [f"redis://{proxy.host}:{proxy.port}/0"], [redis_url])
-    world.add_topic(partitions=2)
-    return world
-
-
-@pytest.fixture(autouse=True)
-def _disarmed() -> Iterator[None]:
-    yield
-    disarm_all()
+pytestmark = pytest.mark.world(proxied=True)
 
 
 def place(receipt: Receipt) -> tuple[int, int | None, Identity]:
@@ -63,7 +42,7 @@ def place(receipt: Receipt) -> tuple[int, int | None, Identity]:
 # Producers
 
 
-def test_a_second_message_with_an_id_is_not_stored_and_the_answer_is_the_first_ones_place(world: ProducerWorld) -> None:
+def test_a_second_message_with_an_id_is_not_stored_and_the_answer_is_the_first_ones_place(world: World) -> None:
     """Case 8: whoever sends it again, this producer or one that was started after it died."""
     with world.producer() as producer:
         producer.send("orders", key="k", body=b"0")
@@ -83,7 +62,7 @@ def test_a_second_message_with_an_id_is_not_stored_and_the_answer_is_the_first_o
     assert world.by_key() == {"k": ["0", "1", "2", "3", "4"], "l": ["5"]}
 
 
-def test_a_message_without_a_key_goes_to_the_lp_of_its_id(world: ProducerWorld) -> None:
+def test_a_message_without_a_key_goes_to_the_lp_of_its_id(world: World) -> None:
     with world.producer() as producer:
         receipts = [producer.send("orders", body=b"x", dedup_id=f"id-{n % 20}") for n in range(40)]
     assert [receipt.identity.lp for receipt in receipts[:20]] == [lp_of(b"id-%d" % n) for n in range(20)]
@@ -91,7 +70,7 @@ def test_a_message_without_a_key_goes_to_the_lp_of_its_id(world: ProducerWorld) 
     assert world.by_key() == {None: ["x"] * 20}
 
 
-def test_messages_with_and_without_ids_keep_the_order_of_their_key(world: ProducerWorld) -> None:
+def test_messages_with_and_without_ids_keep_the_order_of_their_key(world: World) -> None:
     """Duplicates in between take no number: what waited behind them is numbered anew before it is sent."""
     with world.producer() as producer:
         futures = []
@@ -105,7 +84,7 @@ def test_messages_with_and_without_ids_keep_the_order_of_their_key(world: Produc
     assert world.by_key() == {"k": [str(number) for number in range(300) if number not in duplicates]}
 
 
-def test_a_batch_may_mix_messages_with_and_without_ids(world: ProducerWorld) -> None:
+def test_a_batch_may_mix_messages_with_and_without_ids(world: World) -> None:
     messages = [Message(f"k-{n % 7}", b"%d" % n, dedup_id=f"id-{n % 10}" if n % 2 else None) for n in range(140)]
     with world.producer() as producer:
         receipts = producer.send_many("orders", messages)
@@ -122,7 +101,7 @@ def test_a_batch_may_mix_messages_with_and_without_ids(world: ProducerWorld) -> 
 
 @pytest.mark.parametrize("server_bytes", [0, 1, 7])
 def test_a_reply_that_is_lost_leaves_one_record_and_the_place_it_had(
-    world: ProducerWorld, proxy: TcpProxy, server_bytes: int
+    world: World, proxy: TcpProxy, server_bytes: int
 ) -> None:
     """Case 8: the resend finds its number taken; its id says where."""
     with world.producer() as producer:
@@ -136,7 +115,7 @@ def test_a_reply_that_is_lost_leaves_one_record_and_the_place_it_had(
     assert world.by_key() == {"k": ["1", "2", "3"]}
 
 
-def test_a_place_whose_id_was_forgotten_is_found_by_its_identity(world: ProducerWorld, proxy: TcpProxy) -> None:
+def test_a_place_whose_id_was_forgotten_is_found_by_its_identity(world: World, proxy: TcpProxy) -> None:
     with world.producer() as producer:
         first = producer.send("orders", key="k", body=b"1")
         keys = world.keys(first.partition)
@@ -150,7 +129,7 @@ def test_a_place_whose_id_was_forgotten_is_found_by_its_identity(world: Producer
 
 
 def test_a_duplicate_whose_first_answer_was_lost_never_gives_its_number_to_another_message(
-    world: ProducerWorld, proxy: TcpProxy
+    world: World, proxy: TcpProxy
 ) -> None:
     """The lost try may still be on its way, and be worked off when the id is forgotten: a new incarnation."""
     with world.producer() as other:
@@ -168,7 +147,7 @@ def test_a_duplicate_whose_first_answer_was_lost_never_gives_its_number_to_anoth
         # The lost try arrives when the id is forgotten: a second copy then, and nobody's number is taken.
         with world.client() as client:
             client.delete(world.keys(before.partition).ids, world.keys(before.partition).ages)
-        late = Once(world.direct_urls[0], world.prefix, before.partition)
+        late = Once(world.server_urls[0], world.key_prefix, before.partition)
         token = token_of(b"k", b"a")
         assert late.words((before.identity.lp, 2, token), source=before.identity.source) == ["ok"]
         late.connection.close()
@@ -185,9 +164,9 @@ with Producer(name="shop") as producer:
 
 
 @pytest.mark.parametrize("name", ["producer.before_append", "producer.after_send", "producer.after_reply"])
-def test_who_does_the_work_of_a_killed_process_again_stores_each_message_once(world: ProducerWorld, name: str) -> None:
+def test_who_does_the_work_of_a_killed_process_again_stores_each_message_once(world: World, name: str) -> None:
     """Case 8: whatever the first one had sent, stored or heard of."""
-    addresses = {"MQLAYER_DSN": world.dsn, "MQLAYER_KEY_PREFIX": world.prefix}
+    addresses = {"MQLAYER_DSN": world.dsn, "MQLAYER_KEY_PREFIX": world.key_prefix}
     killed = {**os.environ, **addresses, **armed(f"{name}=kill@57")}
     assert ask_python("-c", PROGRAM, env=killed).returncode == -signal.SIGKILL
     with world.producer() as producer:
@@ -200,7 +179,7 @@ def test_who_does_the_work_of_a_killed_process_again_stores_each_message_once(wo
 
 
 @pytest.mark.parametrize("bad", ["", "x" * 129, "a\0b", "\ud800", 7, b"id"])
-def test_what_is_no_id_is_refused_at_the_edge(world: ProducerWorld, bad: Any) -> None:
+def test_what_is_no_id_is_refused_at_the_edge(world: World, bad: Any) -> None:
     with world.producer() as producer:
         with pytest.raises(InvalidInput, match="dedup id"):
             producer.send("orders", key="k", body=b"x", dedup_id=bad)
@@ -210,9 +189,8 @@ def test_what_is_no_id_is_refused_at_the_edge(world: ProducerWorld, bad: Any) ->
     assert world.by_key() == {}
 
 
-def test_a_refused_message_with_an_id_fails_as_others_do(database_dsn: str, redis_url: str, key_prefix: str) -> None:
-    world = ProducerWorld(database_dsn, key_prefix, [redis_url])
-    world.add_topic(partitions=1, backlog_limit=1)
+@pytest.mark.world(partitions=1, backlog_limit=1)
+def test_a_refused_message_with_an_id_fails_as_others_do(world: World) -> None:
     with world.producer() as producer:
         first = producer.send("orders", key="k", body=b"1", dedup_id="a")
         with pytest.raises(BacklogFull):
@@ -225,12 +203,9 @@ def test_a_refused_message_with_an_id_fails_as_others_do(database_dsn: str, redi
 # Route changes
 
 
-def test_ids_go_with_their_lps_over_split_move_and_merge(
-    database_dsn: str, redis_url: str, start_redis: StartRedis, key_prefix: str
-) -> None:
+@pytest.mark.world(nodes=2, partitions=1)
+def test_ids_go_with_their_lps_over_split_move_and_merge(world: World, database_dsn: str, key_prefix: str) -> None:
     """Case 8: the first copy is in the parent, the retry reaches the child, also on another node."""
-    world = ProducerWorld(database_dsn, key_prefix, [redis_url, start_redis().url])
-    world.add_topic(partitions=1)
     keys = [f"key-{number}" for number in range(30)]
 
     def send(body: bytes) -> list[Receipt]:
@@ -261,7 +236,7 @@ def test_a_change_goes_on_although_a_sealed_parents_node_went_away(
 ) -> None:
     """Its ids are forgotten then; its marks are in Postgres, so nothing is lost or out of order."""
     server = start_redis()
-    world = ProducerWorld(database_dsn, key_prefix, [server.url, redis_url])
+    world = World(database_dsn, key_prefix, [server.url, redis_url])
     world.add_topic(partitions=1)
     with world.producer() as producer:
         producer.send("orders", key="k", body=b"1", dedup_id="a")

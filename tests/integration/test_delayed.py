@@ -24,15 +24,7 @@ from tests.fixtures.commands import Commands
 from tests.fixtures.outboxes import BODY_LIMIT, CommittedOutbox
 from tests.fixtures.sqlalchemy_engines import engine_of
 from tests.fixtures.wait import wait_until
-from tests.proof.outbox_world import OutboxWorld
-
-
-@pytest.fixture
-def world(database_dsn: str, redis_url: str, key_prefix: str) -> OutboxWorld:
-    """One node, one topic of two partitions."""
-    world = OutboxWorld(database_dsn, key_prefix, [redis_url])
-    world.add_topic("orders", partitions=2)
-    return world
+from tests.proof.world import World
 
 
 @pytest.fixture
@@ -352,7 +344,7 @@ def test_a_copy_drops_its_delayed_messages_and_a_successor_keeps_them(outbox_dsn
 # Relays, and who dies when
 
 
-def test_a_relay_publishes_what_is_due_within_a_moment(world: OutboxWorld) -> None:
+def test_a_relay_publishes_what_is_due_within_a_moment(world: World) -> None:
     with world.relay():
         for number in range(40):
             delay(world.dsn, b"%d" % number, key=f"key-{number % 4}", due_in_s=0.01 * number)
@@ -368,7 +360,7 @@ def test_a_relay_publishes_what_is_due_within_a_moment(world: OutboxWorld) -> No
 
 
 @pytest.mark.parametrize("name", ["delayed.before_release", "delayed.after_release"])
-def test_a_relay_killed_around_a_release_leaves_each_message_published_once(world: OutboxWorld, name: str) -> None:
+def test_a_relay_killed_around_a_release_leaves_each_message_published_once(world: World, name: str) -> None:
     for number in range(20):
         delay(world.dsn, b"%d" % number, key=f"key-{number % 4}", due_in_s=-60 + number)
     with world.relay_process(failpoints=f"{name}=kill") as process:

@@ -14,7 +14,6 @@ import psycopg
 import pytest
 import redis
 
-from mqlayer import failpoints
 from mqlayer.doctor import CheckLimits, Finding, diagnose, nodes
 from mqlayer.doctor.findings import LIMITS, CheckStatus, run_checks
 from mqlayer.doctor.nodes import CheckedNode
@@ -34,14 +33,15 @@ from mqlayer.stack.redis_server import DURABLE_OPTIONS
 from mqlayer.topics import rearm_node, register_node
 from mqlayer.workers.job_claims import claimed
 from tests.fixtures.commands import Commands
+from tests.fixtures.failpoints import broken_off_at
 from tests.fixtures.later_steps import LATER, with_later_step
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.wait import wait_until
 from tests.proof.jobs import BY_NAME
-from tests.proof.outbox_world import QUICK, OutboxWorld
 from tests.proof.proxy import TcpProxy
 from tests.proof.route_steps import split
 from tests.proof.runtimes import runtime_of
+from tests.proof.world import QUICK, World
 
 PASSWORD = "s3cr3t"
 WELL = {"fsync": "on", "max_prepared_transactions": "4", "idle_in_transaction_session_timeout": "60s"}
@@ -80,7 +80,7 @@ def node(redis_of_the_node: RedisServer) -> Iterator[RedisServer]:
 class Ward:
     """An installation, and what the doctor says of it."""
 
-    def __init__(self, world: OutboxWorld) -> None:
+    def __init__(self, world: World) -> None:
         self.world, self.broker_url, self.database = world, "", Database(world.dsn)
 
     def findings(self, check: str = "", **limits: float) -> list[Finding]:
@@ -101,12 +101,11 @@ class Ward:
 def ward(well_postgres: PostgresServer, node: RedisServer, key_prefix: str) -> Iterator[Ward]:
     """A topic of two partitions on a node of its own."""
     name = f"ward_{key_prefix.replace('-', '_')}"
-    world = OutboxWorld(well_postgres.create_database(name, template="well"), key_prefix, [node.url])
+    world = World(well_postgres.create_database(name, template="well"), key_prefix, [node.url])
     world.add_topic("orders", partitions=2)
     ward = Ward(world)
     yield ward
     ward.database.close()
-    failpoints.disarm_all()
     well_postgres.drop_database(name)
 
 
@@ -561,15 +560,13 @@ def test_a_version_that_does_not_come_is_told(ward: Ward) -> None:
 
 def test_a_route_change_that_waits_is_told(ward: Ward) -> None:
     prefix = ward.world.key_prefix
-    failpoints.arm("change.after_seal", "raise")
-    with pytest.raises(failpoints.FailpointHit):
+    with broken_off_at("change.after_seal"):
         split(runtime_of(ward.database, prefix), "orders", 1, at=[100])
     assert ward.findings("routes") == [], "it may be under way"
     finding = ward.finding("routes", waiting_s=0.0)
     assert finding.verdict == "broken"
     assert "split 1 of topic orders is sealing" in finding.seen
     assert "mqlayer route repair orders" in finding.fix
-    failpoints.disarm_all()
     finish_changes(runtime_of(ward.database, prefix, application=ward.database))
     assert ward.findings("routes", waiting_s=0.0) == []
 

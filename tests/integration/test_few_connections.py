@@ -22,33 +22,15 @@ from mqlayer.stack import RedisServer
 from mqlayer.topics import rearm_node, register_node
 from mqlayer.workers.app import app
 from mqlayer.workers.schedule import task_name
-from tests.fixtures.servers import StartRedis
 from tests.fixtures.wait import wait_until
-from tests.fixtures.worker_stores import UseStores
-from tests.proof.outbox_world import OutboxWorld
 from tests.proof.route_steps import move, split
 from tests.proof.runtimes import runtime_of
+from tests.proof.world import World
 
 SHORT_S = 1.0
 """How long a pool is asked for a connection that it can't have."""
 
-
-@pytest.fixture
-def node(start_redis: StartRedis) -> RedisServer:
-    """The topic's second node, to be emptied and killed."""
-    return start_redis()
-
-
-@pytest.fixture
-def world(database_dsn: str, redis_url: str, key_prefix: str, node: RedisServer, use_stores: UseStores) -> OutboxWorld:
-    """A topic of two partitions, one on each node, with relayed messages; tasks called in this process work on it."""
-    world = OutboxWorld(database_dsn, key_prefix, [redis_url, node.url])
-    world.add_topic("orders", partitions=2)
-    with world.relay():
-        world.publish(50)
-        world.wait_until_whole()
-    use_stores(world.environment())
-    return world
+pytestmark = pytest.mark.world(nodes=2, relayed=50, tasks=True)
 
 
 @pytest.fixture
@@ -65,7 +47,7 @@ def application(database_dsn: str) -> Iterator[Database]:
         yield database
 
 
-def leave_sealed(world: OutboxWorld) -> None:
+def leave_sealed(world: World) -> None:
     """Leave a split of the second node's partition where its driver died."""
     with Database(world.dsn) as database:
         failpoints.arm("change.after_seal", "raise")
@@ -73,7 +55,7 @@ def leave_sealed(world: OutboxWorld) -> None:
             split(runtime_of(database, world.key_prefix), "orders", 2, at=[700])
 
 
-def test_who_wait_for_a_change_do_not_keep_its_driver_waiting(world: OutboxWorld) -> None:
+def test_who_wait_for_a_change_do_not_keep_its_driver_waiting(world: World) -> None:
     """Two threads of a worker have both connections of its pool when the change's row comes free."""
     leave_sealed(world)
     waiting = (
@@ -88,7 +70,7 @@ def test_who_wait_for_a_change_do_not_keep_its_driver_waiting(world: OutboxWorld
 
 
 def test_every_job_does_with_one_connection_of_each_pool(
-    world: OutboxWorld, node: RedisServer, monkeypatch: pytest.MonkeyPatch
+    world: World, node: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where there is most to do: a change to be finished, and a node to be filled up again."""
     leave_sealed(world)
@@ -114,7 +96,7 @@ def test_every_job_does_with_one_connection_of_each_pool(
 
 
 def test_nodes_and_routes_are_repaired_with_one_connection_of_each_pool(
-    world: OutboxWorld, node: RedisServer, control: Database, application: Database
+    world: World, node: RedisServer, control: Database, application: Database
 ) -> None:
     """A sealed partition is filled up from the outbox while its node's row is held; a dead node is given up."""
     split(runtime_of(control, world.key_prefix), "orders", 2, at=[700])
@@ -132,7 +114,7 @@ def test_nodes_and_routes_are_repaired_with_one_connection_of_each_pool(
 
 
 def test_an_outbox_is_recovered_with_one_connection_of_each_pool(
-    world: OutboxWorld, node: RedisServer, control: Database, application: Database
+    world: World, node: RedisServer, control: Database, application: Database
 ) -> None:
     """A node that has to prove something is filled up from the outbox first, a sealed partition too."""
     split(runtime_of(control, world.key_prefix), "orders", 2, at=[700])

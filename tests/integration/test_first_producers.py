@@ -18,7 +18,7 @@ import pytest
 
 from mqlayer.domain.routing import check_tiling
 from mqlayer.relay import relay_once
-from tests.proof.producer_world import ProducerWorld
+from tests.proof.world import World
 
 ROOT: Final = Path(__file__).parents[2]
 PARTITIONS: Final = 3
@@ -56,12 +56,14 @@ for line in sys.stdin:
     print(json.dumps({"route": repr(route), "source": source}), flush=True)
 """
 
+pytestmark = pytest.mark.world(partitions=0)
+
 
 class Programs:
     """One process for each way, which all begin with a topic when they are told to."""
 
-    def __init__(self, world: ProducerWorld, ways: list[str]) -> None:
-        environment = os.environ | {"MQLAYER_DSN": world.dsn, "MQLAYER_KEY_PREFIX": world.prefix}
+    def __init__(self, world: World, ways: list[str]) -> None:
+        environment = os.environ | {"MQLAYER_DSN": world.dsn, "MQLAYER_KEY_PREFIX": world.key_prefix}
         self._processes = [
             subprocess.Popen(
                 [sys.executable, "-c", PROGRAM, way, str(COUNT)], env=environment, cwd=ROOT,
@@ -93,12 +95,7 @@ def _line(process: subprocess.Popen[str]) -> str:
 
 
 @pytest.fixture
-def world(database_dsn: str, redis_url: str, key_prefix: str) -> ProducerWorld:
-    return ProducerWorld(database_dsn, key_prefix, [redis_url])
-
-
-@pytest.fixture
-def programs(world: ProducerWorld) -> Iterator[Programs]:
+def programs(world: World) -> Iterator[Programs]:
     """Two direct producers and an outbox."""
     programs = Programs(world, ["first", "second", "outbox"])
     yield programs
@@ -107,7 +104,7 @@ def programs(world: ProducerWorld) -> Iterator[Programs]:
 
 @pytest.mark.slow
 def test_processes_that_register_a_topic_at_once_make_one_version_and_all_publish_to_it(
-    world: ProducerWorld, programs: Programs
+    world: World, programs: Programs
 ) -> None:
     """Case 4: one default route version, the same to all, and each message is stored once, in its source's chain."""
     for number in range(ROUNDS):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from contextlib import closing
 from datetime import UTC, datetime
 from typing import Any
@@ -24,12 +23,14 @@ from tests.fixtures.consumers import Recorder, Stage
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.wait import wait_until
 from tests.proof.manual_member import ManualMember
-from tests.proof.outbox_world import QUICK, OutboxWorld
 from tests.proof.route_steps import split
 from tests.proof.runtimes import runtime_of
+from tests.proof.world import QUICK, World
 
 KEYS = 6
 FAILED_TWICE = "offset 1 failed 2 times"
+
+pytestmark = pytest.mark.world(partitions=1)
 
 
 @pytest.fixture
@@ -40,22 +41,7 @@ def typed(database_dsn: str, key_prefix: str, monkeypatch: pytest.MonkeyPatch, l
     return Commands()
 
 
-@pytest.fixture
-def world(database_dsn: str, redis_url: str, key_prefix: str) -> OutboxWorld:
-    """One node, a topic of one partition."""
-    world = OutboxWorld(database_dsn, key_prefix, [redis_url])
-    world.add_topic("orders", partitions=1)
-    return world
-
-
-@pytest.fixture
-def database(database_dsn: str) -> Iterator[Database]:
-    """The control database."""
-    with Database(database_dsn) as database:
-        yield database
-
-
-def publish(world: OutboxWorld, tag: str, count: int = 2 * KEYS) -> None:
+def publish(world: World, tag: str, count: int = 2 * KEYS) -> None:
     """Publish messages of a few keys, and see them in the partitions."""
     world.publish(count, keys=KEYS, tag=tag)
     assert relay_once(world.settings(), limits=QUICK) == count
@@ -72,7 +58,7 @@ def by_partition(told: dict[str, Any]) -> dict[int, dict[str, Any]]:
 
 
 def test_a_group_that_nobody_consumes_shows_all_that_waits_for_it(
-    world: OutboxWorld, database: Database, typed: Commands
+    world: World, database: Database, typed: Commands
 ) -> None:
     with closing(RouteCache(database)) as routes:
         ensure_group(
@@ -160,7 +146,7 @@ def test_a_message_that_is_being_handled_stands_still_for_no_reason(stage: Stage
 
 
 def test_what_an_undrained_parent_hides_counts_under_the_version_that_made_it(
-    world: OutboxWorld, database: Database, typed: Commands
+    world: World, database: Database, typed: Commands
 ) -> None:
     publish(world, "a")
     member = ManualMember(database, world.key_prefix, "orders")
@@ -196,7 +182,7 @@ def test_what_an_undrained_parent_hides_counts_under_the_version_that_made_it(
 
 
 def test_an_owner_that_is_silent_is_told_and_then_marked_as_gone(
-    world: OutboxWorld, database: Database, typed: Commands
+    world: World, database: Database, typed: Commands
 ) -> None:
     member = ManualMember(database, world.key_prefix, "orders")
     join(database, group_id=member.group_id, member_id="brief", lease_s=0.3)
@@ -227,7 +213,7 @@ def states(typed: Commands) -> dict[str, tuple[str, int]]:
 
 
 def test_members_and_owners_are_shown_as_postgres_and_the_node_know_them(
-    world: OutboxWorld, database: Database, typed: Commands
+    world: World, database: Database, typed: Commands
 ) -> None:
     member = ManualMember(database, world.key_prefix, "orders")
     (row,) = typed.lines("group", "members", "orders", "ledger")
@@ -255,7 +241,7 @@ def test_a_node_that_is_away_is_told_and_the_others_are_counted(
     database_dsn: str, redis_url: str, start_redis: StartRedis, key_prefix: str, database: Database, typed: Commands
 ) -> None:
     server = start_redis()
-    world = OutboxWorld(database_dsn, key_prefix, [redis_url, server.url])
+    world = World(database_dsn, key_prefix, [redis_url, server.url])
     world.add_topic("orders", partitions=2)
     publish(world, "a", 40)
     member = ManualMember(database, key_prefix, "orders")
@@ -282,7 +268,7 @@ def test_a_node_that_is_away_is_told_and_the_others_are_counted(
 
 
 def test_a_seek_makes_what_was_settled_lag_again_before_anybody_takes_it(
-    world: OutboxWorld, database: Database, typed: Commands
+    world: World, database: Database, typed: Commands
 ) -> None:
     publish(world, "a")
     member = ManualMember(database, world.key_prefix, "orders")
@@ -300,9 +286,7 @@ def test_a_seek_makes_what_was_settled_lag_again_before_anybody_takes_it(
     assert lag_of(typed, "orders", "ledger")["lag"] == 2 * KEYS - 4
 
 
-def test_where_a_group_started_and_its_settings_are_shown(
-    world: OutboxWorld, database: Database, typed: Commands
-) -> None:
+def test_where_a_group_started_and_its_settings_are_shown(world: World, database: Database, typed: Commands) -> None:
     at = datetime(2026, 11, 1, tzinfo=UTC)
     ManualMember(database, world.key_prefix, "orders", "late", start="latest")
     ManualMember(database, world.key_prefix, "orders", "timed", start=at)
@@ -318,7 +302,7 @@ def test_where_a_group_started_and_its_settings_are_shown(
     assert [line.split()[1] for line in table[1:]] == ["late", "timed"]
 
 
-def test_looking_changes_nothing(world: OutboxWorld, database: Database, typed: Commands) -> None:
+def test_looking_changes_nothing(world: World, database: Database, typed: Commands) -> None:
     publish(world, "a")
     member = ManualMember(database, world.key_prefix, "orders")
     member.consume(1, 3)
@@ -329,7 +313,7 @@ def test_looking_changes_nothing(world: OutboxWorld, database: Database, typed: 
     assert everything(world) == before
 
 
-def everything(world: OutboxWorld) -> list[Any]:
+def everything(world: World) -> list[Any]:
     """Return all keys of the nodes, and all rows that say how groups stand."""
     found: list[Any] = []
     with redis.Redis.from_url(world.urls[0]) as client:
@@ -343,7 +327,7 @@ def test_many_partitions_are_asked_in_one_write_to_each_node(
     database_dsn: str, start_redis: StartRedis, key_prefix: str, database: Database
 ) -> None:
     server = start_redis()
-    world = OutboxWorld(database_dsn, key_prefix, [server.url])
+    world = World(database_dsn, key_prefix, [server.url])
     world.add_topic("orders", partitions=100)
     ManualMember(database, key_prefix, "orders")
     (node,) = load_nodes(database)
@@ -357,7 +341,7 @@ def test_many_partitions_are_asked_in_one_write_to_each_node(
     assert "cmdstat_evalsha:calls=100," in commands
 
 
-def test_what_is_not_there_is_refused_with_what_to_do(world: OutboxWorld, database: Database, typed: Commands) -> None:
+def test_what_is_not_there_is_refused_with_what_to_do(world: World, database: Database, typed: Commands) -> None:
     for command in ("show", "members", "lag"):
         assert "mqlayer topic create nowhere" in typed.failure("group", command, "nowhere", "ledger")
         assert "those there are: mqlayer group list orders" in typed.failure("group", command, "orders", "ledger")

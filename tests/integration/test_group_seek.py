@@ -14,7 +14,7 @@ from itertools import pairwise
 import psycopg
 import pytest
 
-from mqlayer import App, Context, failpoints
+from mqlayer import App, Context
 from mqlayer.errors import Conflict, InvalidInput, NotFound
 from mqlayer.groups import SeekPlan, Start, apply_seek, drained, planned_seek
 from mqlayer.maintenance import trim_pass
@@ -27,43 +27,28 @@ from mqlayer.topics import rearm_node
 from tests.fixtures.commands import Commands
 from tests.fixtures.failpoints import armed
 from tests.fixtures.forked_programs import ask_python
-from tests.fixtures.servers import StartRedis
 from tests.fixtures.wait import wait_until
 from tests.proof.manual_member import ManualMember
-from tests.proof.outbox_world import OutboxWorld, Snapshot
+from tests.proof.partition_values import Snapshot, fall_back, snapshot
 from tests.proof.rounds import ROUND, Seen, a_moment_between, of_tags, publish
 from tests.proof.route_steps import split
 from tests.proof.runtimes import runtime_of
+from tests.proof.world import World
+
+pytestmark = pytest.mark.world(nodes=2, partitions=1, relay=True)
 
 
-@pytest.fixture
-def world(database_dsn: str, redis_url: str, start_redis: StartRedis, key_prefix: str) -> Iterator[OutboxWorld]:
-    """Two nodes, a topic of one partition, a relay."""
-    world = OutboxWorld(database_dsn, key_prefix, [redis_url, start_redis().url])
-    world.add_topic("orders", partitions=1)
-    with world.relay():
-        yield world
-    failpoints.disarm_all()
-
-
-@pytest.fixture
-def database(world: OutboxWorld) -> Iterator[Database]:
-    """The control database."""
-    with Database(world.dsn) as database:
-        yield database
-
-
-def plan_of(world: OutboxWorld, database: Database, to: Start) -> SeekPlan:
+def plan_of(world: World, database: Database, to: Start) -> SeekPlan:
     with closing(RouteCache(database)) as routes:
         return planned_seek(runtime_of(database, world.key_prefix), routes, topic="orders", name="ledger", to=to)
 
 
-def seek(world: OutboxWorld, database: Database, to: Start, *, replay: bool = False) -> None:
+def seek(world: World, database: Database, to: Start, *, replay: bool = False) -> None:
     plan = plan_of(world, database, to)
     assert apply_seek(runtime_of(database, world.key_prefix, actor="a test"), plan, replay=replay) == []
 
 
-def split_and_publish(world: OutboxWorld, database: Database) -> datetime:
+def split_and_publish(world: World, database: Database) -> datetime:
     """Make a lineage: rounds a and b in partition 1, c in its successors; return a time between a and b."""
     publish(world, "a")
     at = a_moment_between()
@@ -74,7 +59,7 @@ def split_and_publish(world: OutboxWorld, database: Database) -> datetime:
 
 
 def test_a_time_in_an_older_version_replays_from_there_and_fences_who_holds_newer_partitions(
-    world: OutboxWorld, database: Database
+    world: World, database: Database
 ) -> None:
     """Case 31."""
     at = split_and_publish(world, database)
@@ -130,7 +115,7 @@ def in_order(*hands: ManualMember) -> Seen:
 
 
 @contextmanager
-def consuming(world: OutboxWorld, *, fenced: bool = False) -> Iterator[tuple[Seen, Seen]]:
+def consuming(world: World, *, fenced: bool = False) -> Iterator[tuple[Seen, Seen]]:
     """Run two members of the group; what is handled, and what of it was applied, by key."""
     handled: Seen = defaultdict(list)
     applied: Seen = defaultdict(list)
@@ -156,14 +141,14 @@ def consuming(world: OutboxWorld, *, fenced: bool = False) -> Iterator[tuple[See
             app.stop()
 
 
-def settled(world: OutboxWorld) -> bool:
+def settled(world: World) -> bool:
     """Say whether the group has come to the newest version and consumes nothing older."""
     return world.rows(
         "SELECT g.version = t.version FROM mqlayer.consumer_group g JOIN mqlayer.topic t USING (topic_id)"
     ) == [(True,)]
 
 
-def test_running_members_replay_in_order_without_a_restart(world: OutboxWorld, database: Database) -> None:
+def test_running_members_replay_in_order_without_a_restart(world: World, database: Database) -> None:
     """Case 31, by members that run: each key's messages come again from the time on, in order, and once."""
     at = split_and_publish(world, database)
     with consuming(world) as (handled, _):
@@ -182,7 +167,7 @@ def test_running_members_replay_in_order_without_a_restart(world: OutboxWorld, d
 
 @pytest.mark.parametrize("replay", [False, True])
 def test_fenced_effects_are_applied_again_only_where_that_is_said(
-    world: OutboxWorld, database: Database, replay: bool
+    world: World, database: Database, replay: bool
 ) -> None:
     split_and_publish(world, database)
     everything = of_tags("a", "b", "c")
@@ -198,7 +183,7 @@ def test_fenced_effects_are_applied_again_only_where_that_is_said(
         assert applied == wanted
 
 
-def test_a_seek_without_replay_ends_an_earlier_replay(world: OutboxWorld, database: Database) -> None:
+def test_a_seek_without_replay_ends_an_earlier_replay(world: World, database: Database) -> None:
     """What lay before the place where the replay began was applied once, and is passed over."""
     publish(world, "a")
     at = a_moment_between()
@@ -222,9 +207,7 @@ def count_of(seen: Seen) -> int:
     return sum(map(len, seen.values()))
 
 
-def test_seeking_again_and_again_under_load_keeps_the_order_between_the_seeks(
-    world: OutboxWorld, database: Database
-) -> None:
+def test_seeking_again_and_again_under_load_keeps_the_order_between_the_seeks(world: World, database: Database) -> None:
     """Each key's messages only ever go forward by one, but for the jumps back, of which there is one a seek at most."""
     seeks = 6
     with consuming(world) as (handled, _):
@@ -245,7 +228,7 @@ def test_seeking_again_and_again_under_load_keeps_the_order_between_the_seeks(
         assert all(next_one == 0 for _, next_one in jumps), (key, places)
 
 
-def test_latest_leaves_out_what_waits(world: OutboxWorld, database: Database) -> None:
+def test_latest_leaves_out_what_waits(world: World, database: Database) -> None:
     member = ManualMember(database, world.key_prefix, "orders")
     split_and_publish(world, database)
     seek(world, database, "latest")
@@ -256,9 +239,7 @@ def test_latest_leaves_out_what_waits(world: OutboxWorld, database: Database) ->
     assert member.bodies() == of_tags("d")
 
 
-def test_what_is_to_be_given_again_is_not_trimmed_before_anybody_takes_it(
-    world: OutboxWorld, database: Database
-) -> None:
+def test_what_is_to_be_given_again_is_not_trimmed_before_anybody_takes_it(world: World, database: Database) -> None:
     """Invariant 10: what was committed before a seek is void, also while no member has looked at it since."""
     publish(world, "a")
     member = ManualMember(database, world.key_prefix, "orders")
@@ -274,7 +255,7 @@ def test_what_is_to_be_given_again_is_not_trimmed_before_anybody_takes_it(
 
 
 @pytest.mark.parametrize("group", ["ledger", "new"])
-def test_what_is_kept_of_a_lineage_has_no_hole(world: OutboxWorld, database: Database, group: str) -> None:
+def test_what_is_kept_of_a_lineage_has_no_hole(world: World, database: Database, group: str) -> None:
     """A successor is not trimmed while its parent is kept: a group that begins there would miss what lies between."""
     publish(world, "a")
     split(runtime_of(database, world.key_prefix), "orders", 1, at=[500])
@@ -296,7 +277,7 @@ def test_what_is_kept_of_a_lineage_has_no_hole(world: OutboxWorld, database: Dat
         assert retired or bodies == everything
 
 
-def test_a_group_is_not_sent_back_to_what_is_being_retired(world: OutboxWorld, database: Database) -> None:
+def test_a_group_is_not_sent_back_to_what_is_being_retired(world: World, database: Database) -> None:
     """The pass looked before the seek, and is held up: the seek waits, or the partition would go while it is given."""
     split_and_publish(world, database)
     member = ManualMember(database, world.key_prefix, "orders")
@@ -316,23 +297,23 @@ def test_a_group_is_not_sent_back_to_what_is_being_retired(world: OutboxWorld, d
     assert member.version == 2
 
 
-def waiting(world: OutboxWorld) -> int:
+def waiting(world: World) -> int:
     (row,) = world.rows("SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() "
                         "AND wait_event_type = 'Lock'")  # fmt: skip
     return int(row[0])
 
 
-def fall_back_and_arm(world: OutboxWorld, database: Database, before: Snapshot) -> None:
+def fall_back_and_arm(world: World, database: Database, before: Snapshot) -> None:
     """Let the nodes hold what they held, as after a restart."""
-    world.fall_back(before)
+    fall_back(world, before)
     world.rows("UPDATE mqlayer.node SET armed_run_id = 'before'")
     for name in ("node-1", "node-2"):
         rearm_node(runtime_of(database, world.key_prefix), name)
 
 
-def test_offsets_from_before_a_node_was_armed_again_are_refused(world: OutboxWorld, database: Database) -> None:
+def test_offsets_from_before_a_node_was_armed_again_are_refused(world: World, database: Database) -> None:
     """It may have fallen back: offsets of the plan are given out again, to messages that nobody has seen."""
-    before = world.snapshot()
+    before = snapshot(world)
     publish(world, "a")
     member = ManualMember(database, world.key_prefix, "orders")
     plan, back = plan_of(world, database, "latest"), plan_of(world, database, "earliest")
@@ -345,7 +326,7 @@ def test_offsets_from_before_a_node_was_armed_again_are_refused(world: OutboxWor
     assert in_order(member) == of_tags("a", "b")
 
 
-def test_a_plan_that_was_overtaken_is_refused_and_changes_nothing(world: OutboxWorld, database: Database) -> None:
+def test_a_plan_that_was_overtaken_is_refused_and_changes_nothing(world: World, database: Database) -> None:
     publish(world, "a")
     member = ManualMember(database, world.key_prefix, "orders")
     old = plan_of(world, database, "earliest")
@@ -357,7 +338,7 @@ def test_a_plan_that_was_overtaken_is_refused_and_changes_nothing(world: OutboxW
     assert member.consume_all() == 0
 
 
-def state(world: OutboxWorld) -> list[tuple[object, ...]]:
+def state(world: World) -> list[tuple[object, ...]]:
     return [
         *world.rows("SELECT version, seek, replay, allocation FROM mqlayer.consumer_group"),
         *world.rows("SELECT partition_id, start_offset FROM mqlayer.group_start ORDER BY 1"),
@@ -368,7 +349,7 @@ def state(world: OutboxWorld) -> list[tuple[object, ...]]:
 
 
 @pytest.mark.parametrize("place", ["seek.before_commit", "seek.after_commit"])
-def test_a_seek_that_is_killed_is_done_or_not_at_all(world: OutboxWorld, database: Database, place: str) -> None:
+def test_a_seek_that_is_killed_is_done_or_not_at_all(world: World, database: Database, place: str) -> None:
     """Between the two there is nothing; who held a partition is fenced by its next owner's taking."""
     split_and_publish(world, database)
     member = ManualMember(database, world.key_prefix, "orders")
@@ -388,7 +369,7 @@ def test_a_seek_that_is_killed_is_done_or_not_at_all(world: OutboxWorld, databas
         assert member.bodies() == of_tags("a", "b", "c")
 
 
-def test_what_makes_no_sense_is_refused(world: OutboxWorld, database: Database) -> None:
+def test_what_makes_no_sense_is_refused(world: World, database: Database) -> None:
     with pytest.raises(NotFound, match="orders/ledger"):
         plan_of(world, database, "earliest")
     ManualMember(database, world.key_prefix, "orders")
@@ -403,7 +384,7 @@ def test_the_command_prints_its_plan_and_applies_it(
     run: Commands, empty_database_dsn: str, redis_url: str, key_prefix: str
 ) -> None:
     run.text("migrate")
-    world = OutboxWorld(empty_database_dsn, key_prefix, [redis_url])
+    world = World(empty_database_dsn, key_prefix, [redis_url])
     run.text("topic", "create", "orders", "--partitions", "2")
     with Database(world.dsn) as database:
         with world.relay():

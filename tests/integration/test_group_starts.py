@@ -20,32 +20,17 @@ from mqlayer.postgres.database import Database
 from mqlayer.routes import retire_partitions
 from mqlayer.runtime.route_cache import RouteCache
 from mqlayer.topics import rearm_node
-from tests.fixtures.servers import StartRedis
 from tests.fixtures.wait import wait_until
-from tests.proof.outbox_world import OutboxWorld
+from tests.proof.partition_values import fall_back, snapshot
 from tests.proof.rounds import KEYS, ROUND, Seen, a_moment_between, of_tags, publish
 from tests.proof.route_steps import merge, split
 from tests.proof.runtimes import runtime_of
+from tests.proof.world import World
+
+pytestmark = pytest.mark.world(nodes=2, relay=True)
 
 
-@pytest.fixture
-def world(database_dsn: str, redis_url: str, start_redis: StartRedis, key_prefix: str) -> Iterator[OutboxWorld]:
-    """Two nodes, a topic of two partitions, a relay."""
-    world = OutboxWorld(database_dsn, key_prefix, [redis_url, start_redis().url])
-    world.add_topic("orders", partitions=2)
-    with world.relay():
-        yield world
-    failpoints.disarm_all()
-
-
-@pytest.fixture
-def database(world: OutboxWorld) -> Iterator[Database]:
-    """The control database."""
-    with Database(world.dsn) as database:
-        yield database
-
-
-def split_first(world: OutboxWorld, database: Database, at: int) -> None:
+def split_first(world: World, database: Database, at: int) -> None:
     partition = next(row[0] for row in world.rows(
         "SELECT r.partition_id FROM mqlayer.route r JOIN mqlayer.topic t USING (topic_id, version) ORDER BY r.lp_from"
     ))  # fmt: skip
@@ -53,7 +38,7 @@ def split_first(world: OutboxWorld, database: Database, at: int) -> None:
 
 
 @contextmanager
-def consuming(world: OutboxWorld, start: Start) -> Iterator[Seen]:
+def consuming(world: World, start: Start) -> Iterator[Seen]:
     """Run a new group from a start; what its handler sees, per key."""
     app = App(world.settings(lease_s=2.0))
     seen: Seen = defaultdict(list)
@@ -69,7 +54,7 @@ def consuming(world: OutboxWorld, start: Start) -> Iterator[Seen]:
         app.stop()
 
 
-def ensure(world: OutboxWorld, database: Database, start: Start, name: str = "late") -> Group:
+def ensure(world: World, database: Database, start: Start, name: str = "late") -> Group:
     return ensure_group(
         runtime_of(database, world.key_prefix),
         RouteCache(database),
@@ -79,11 +64,11 @@ def ensure(world: OutboxWorld, database: Database, start: Start, name: str = "la
     )
 
 
-def version_of(world: OutboxWorld) -> int:
+def version_of(world: World) -> int:
     return int(world.rows("SELECT version FROM mqlayer.consumer_group WHERE name = 'late'")[0][0])
 
 
-def test_earliest_replays_the_whole_lineage_in_order(world: OutboxWorld, database: Database) -> None:
+def test_earliest_replays_the_whole_lineage_in_order(world: World, database: Database) -> None:
     """Case 27."""
     publish(world, "a")
     split_first(world, database, 200)
@@ -95,7 +80,7 @@ def test_earliest_replays_the_whole_lineage_in_order(world: OutboxWorld, databas
         wait_until(lambda: version_of(world) == 3, what="the group to come to the newest version")
 
 
-def test_latest_begins_in_the_newest_version_behind_all_that_there_is(world: OutboxWorld, database: Database) -> None:
+def test_latest_begins_in_the_newest_version_behind_all_that_there_is(world: World, database: Database) -> None:
     """Case 27."""
     publish(world, "a")
     split_first(world, database, 200)
@@ -107,9 +92,7 @@ def test_latest_begins_in_the_newest_version_behind_all_that_there_is(world: Out
         assert seen == of_tags("c")
 
 
-def test_a_time_inside_a_version_begins_in_the_partitions_of_that_version(
-    world: OutboxWorld, database: Database
-) -> None:
+def test_a_time_inside_a_version_begins_in_the_partitions_of_that_version(world: World, database: Database) -> None:
     """Case 27: inside version 2, with version 3 in force; version 1 counts as drained."""
     publish(world, "a")
     split_first(world, database, 200)
@@ -126,7 +109,7 @@ def test_a_time_inside_a_version_begins_in_the_partitions_of_that_version(
 
 
 def test_a_time_before_everything_is_the_earliest_start_and_one_to_come_the_latest(
-    world: OutboxWorld, database: Database
+    world: World, database: Database
 ) -> None:
     publish(world, "a")
     split_first(world, database, 200)
@@ -142,7 +125,7 @@ def test_a_time_before_everything_is_the_earliest_start_and_one_to_come_the_late
 
 
 def test_a_merge_of_a_drained_and_an_undrained_parent_begins_with_its_first_message(
-    world: OutboxWorld, database: Database
+    world: World, database: Database
 ) -> None:
     publish(world, "a")
     split_first(world, database, 200)
@@ -158,13 +141,13 @@ def test_a_merge_of_a_drained_and_an_undrained_parent_begins_with_its_first_mess
 
 
 @pytest.mark.parametrize("start", [datetime(2026, 1, 1), "newest", 7])  # noqa: DTZ001 - the point of it
-def test_a_start_that_means_nothing_is_refused_before_anything_runs(world: OutboxWorld, start: Start) -> None:
+def test_a_start_that_means_nothing_is_refused_before_anything_runs(world: World, start: Start) -> None:
     with pytest.raises(InvalidInput, match=r"time zone|a group starts at"):
         App(world.settings()).consumer("orders", group="late", start=start)
     assert not world.rows("SELECT 1 FROM mqlayer.consumer_group")
 
 
-def test_a_retired_partition_is_behind_every_new_group(world: OutboxWorld, database: Database) -> None:
+def test_a_retired_partition_is_behind_every_new_group(world: World, database: Database) -> None:
     publish(world, "a")
     split_first(world, database, 200)
     ensure(world, database, "latest", name="first")
@@ -175,7 +158,7 @@ def test_a_retired_partition_is_behind_every_new_group(world: OutboxWorld, datab
         assert version_of(world) == 2
 
 
-def test_a_partition_that_its_node_lost_is_no_empty_one(world: OutboxWorld, database: Database) -> None:
+def test_a_partition_that_its_node_lost_is_no_empty_one(world: World, database: Database) -> None:
     """A missing meta means "refuse", never "new": the group would start with what it must not see."""
     publish(world, "a")
     redis.Redis.from_url(world.urls[0]).delete(f"{world.key_prefix}:{{1}}:meta")
@@ -184,17 +167,17 @@ def test_a_partition_that_its_node_lost_is_no_empty_one(world: OutboxWorld, data
 
 
 def test_where_a_group_starts_is_found_again_if_a_node_was_armed_in_between(
-    world: OutboxWorld, database: Database, tmp_path: Path
+    world: World, database: Database, tmp_path: Path
 ) -> None:
     """It may have fallen back: the offset that was found is given out again, to a message that is new."""
-    before, door = world.snapshot(), tmp_path / "door"
+    before, door = snapshot(world), tmp_path / "door"
     publish(world, "a")
     failpoints.arm("group.before_starts", f"mark:{door}-reached", occurrence=1)
     failpoints.arm("group.before_starts", f"wait:{door}", occurrence=1)
     with ThreadPoolExecutor(1) as pool:
         group = pool.submit(ensure, world, database, "latest")
         wait_until((tmp_path / "door-reached").exists, what="the group to know where it would start")
-        world.fall_back(before)
+        fall_back(world, before)
         world.rows("UPDATE mqlayer.node SET armed_run_id = 'before'")
         for name in ("node-1", "node-2"):
             rearm_node(runtime_of(database, world.key_prefix), name)
@@ -207,9 +190,7 @@ def test_where_a_group_starts_is_found_again_if_a_node_was_armed_in_between(
     assert ends == sorted(counts.items())
 
 
-def test_of_two_first_members_one_says_where_the_group_starts(
-    world: OutboxWorld, database: Database, tmp_path: Path
-) -> None:
+def test_of_two_first_members_one_says_where_the_group_starts(world: World, database: Database, tmp_path: Path) -> None:
     """What they saw is not mixed: a split came between, and each has seen other partitions.
 
     Had both a say, the group would start at the parent's old end, take the parent for drained all the same, and begin

@@ -21,8 +21,8 @@ from tests.fixtures.consumers import Recorder, Stage, StartStage, member_of
 from tests.fixtures.health_probes import ask, ask_until, free_ports
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.wait import wait_until
-from tests.proof.outbox_world import QUICK, OutboxWorld
 from tests.proof.proxy import TcpProxy
+from tests.proof.world import QUICK, World
 
 PROGRAM = """
 import mqlayer
@@ -177,7 +177,7 @@ def test_a_relay_is_ready_while_its_lease_holds_and_live_throughout(
 
 def test_a_relay_that_stands_by_is_ready(database_dsn: str, redis_url: str, key_prefix: str) -> None:
     """Others have all LPs; it takes over when one of them dies."""
-    world = OutboxWorld(database_dsn, key_prefix, [redis_url])
+    world = World(database_dsn, key_prefix, [redis_url])
     taken = "UPDATE mqlayer_app.lp_set SET relay_id = 'other', lease_until = now() + interval '1 hour'"
     world.rows(taken)
     with world.relay(limits=QUICK) as relay:
@@ -191,7 +191,7 @@ def test_a_relay_whose_node_is_not_armed_names_it_until_it_is(
 ) -> None:
     """Case 83. Whoever arms it waits for the node's row, which somebody else holds."""
     node = start_redis()
-    world = OutboxWorld(database_dsn, key_prefix, [node.url])
+    world = World(database_dsn, key_prefix, [node.url])
     world.add_topic("orders")
     with world.relay(limits=QUICK, lease_s=5.0) as relay:
         world.publish(5)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import psycopg
 import pytest
 
@@ -14,25 +12,16 @@ from mqlayer.idempotency import InboxEntry, record_effect
 from mqlayer.postgres.database import Database
 from mqlayer.receiving.pop_message import PopMessage, Token
 from mqlayer.runtime.route_cache import RouteCache
-from mqlayer.workers import connections
 from mqlayer.workers.tasks import TASKS
 from tests.fixtures.commands import Commands
-from tests.proof.outbox_world import OutboxWorld
 from tests.proof.runtimes import runtime_of
+from tests.proof.world import World
+
+pytestmark = pytest.mark.world(by_commands=True, tasks=True)
 
 
 @pytest.fixture
-def world(run: Commands, empty_database_dsn: str, redis_url: str, key_prefix: str) -> Iterator[OutboxWorld]:
-    run.text("migrate")
-    world = OutboxWorld(empty_database_dsn, key_prefix, [redis_url])
-    run.text("topic", "create", "orders", "--partitions", "2")
-    connections.close()
-    yield world
-    connections.close()
-
-
-@pytest.fixture
-def group_id(world: OutboxWorld) -> int:
+def group_id(world: World) -> int:
     with Database(world.dsn) as database:
         routes = RouteCache(database)
         settings = GroupSettings()
@@ -43,13 +32,13 @@ def group_id(world: OutboxWorld) -> int:
     return group.group_id
 
 
-def bring(world: OutboxWorld, version: int) -> None:
+def bring(world: World, version: int) -> None:
     message = PopMessage(None, b"x" * 10, {}, Identity(3, 512, version), 1, Token(1, 1, 1, 1), 0)
     with psycopg.connect(world.dsn) as connection:
         Versions("sink").take(connection, message, entity="order 7", version=version)
 
 
-def test_the_inbox_says_what_it_has_of_whom(world: OutboxWorld, run: Commands, group_id: int) -> None:
+def test_the_inbox_says_what_it_has_of_whom(world: World, run: Commands, group_id: int) -> None:
     assert run.text("inbox", "stats") == "nothing is noted\n"
     with psycopg.connect(world.dsn) as connection:
         for seq in (17, 18):
@@ -67,7 +56,7 @@ def test_the_inbox_says_what_it_has_of_whom(world: OutboxWorld, run: Commands, g
     assert "unknown group" in run.failure("inbox", "show", "orders", "nobody", "3:512:17")
 
 
-def test_gaps_are_listed_and_passed_over(world: OutboxWorld, run: Commands) -> None:
+def test_gaps_are_listed_and_passed_over(world: World, run: Commands) -> None:
     assert run.text("versions", "gaps") == "no version is missing\n"
     for version in (3, 4, 9):
         bring(world, version)
@@ -89,7 +78,7 @@ def test_gaps_are_listed_and_passed_over(world: OutboxWorld, run: Commands) -> N
     assert rows == [("never published",), ("lost as well",), ("again",)]
 
 
-def test_the_jobs_forget_and_raise_alarms(world: OutboxWorld, group_id: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_jobs_forget_and_raise_alarms(world: World, group_id: int, caplog: pytest.LogCaptureFixture) -> None:
     """Cases 77 and 78."""
     with psycopg.connect(world.dsn) as connection:
         for seq in (1, 2):

@@ -15,11 +15,13 @@ from mqlayer.stack import Stack
 from tests.fixtures.failpoints import armed
 from tests.fixtures.forked_programs import ask_python, start_python
 from tests.fixtures.wait import wait_until
-from tests.proof.outbox_world import OutboxWorld
+from tests.proof.world import World
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM]
 
 Interrupt = Callable[..., None]
+
+pytestmark = pytest.mark.world(by_commands=True, partitions=0)
 
 
 @pytest.fixture
@@ -52,13 +54,6 @@ def environment(empty_database_dsn: str, key_prefix: str) -> dict[str, str]:
 
 
 @pytest.fixture
-def world(environment: dict[str, str], redis_url: str, key_prefix: str) -> OutboxWorld:
-    """A migrated database with a node."""
-    migrate(environment["MQLAYER_DSN"])
-    return OutboxWorld(environment["MQLAYER_DSN"], key_prefix, [redis_url])
-
-
-@pytest.fixture
 def place(server_directory: Path) -> Iterator[Path]:
     """A directory for a stack, which is erased after the test."""
     home = Path(tempfile.mkdtemp(dir=server_directory, prefix="stack-"))
@@ -76,7 +71,7 @@ def test_migrating(interrupt: Interrupt, environment: dict[str, str], by: signal
 @pytest.mark.parametrize("by", SIGNALS)
 @pytest.mark.parametrize("at", ["topic.after_allocate", "topic.after_make"])
 def test_creating_a_topic(
-    interrupt: Interrupt, world: OutboxWorld, environment: dict[str, str], at: str, by: signal.Signals
+    interrupt: Interrupt, world: World, environment: dict[str, str], at: str, by: signal.Signals
 ) -> None:
     interrupt("topic", "create", "orders", "--partitions", "2", at=at, by=by, environment=environment)
     world.publish(5)
@@ -84,7 +79,7 @@ def test_creating_a_topic(
 
 
 @pytest.mark.parametrize("by", SIGNALS)
-def test_trimming(interrupt: Interrupt, world: OutboxWorld, environment: dict[str, str], by: signal.Signals) -> None:
+def test_trimming(interrupt: Interrupt, world: World, environment: dict[str, str], by: signal.Signals) -> None:
     world.add_topic("orders", partitions=2)
     world.rows(
         "INSERT INTO mqlayer.consumer_group (topic_id, name, start, backoff_s) VALUES (1, 'g', 'earliest', '{1}')"

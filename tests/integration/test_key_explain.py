@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
 
@@ -22,12 +21,14 @@ from tests.fixtures.consumers import Recorder, Stage
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.wait import wait_until
 from tests.proof.manual_member import ManualMember
-from tests.proof.outbox_world import QUICK, OutboxWorld
 from tests.proof.route_ranges import range_of
 from tests.proof.route_steps import merge, split
 from tests.proof.runtimes import runtime_of
+from tests.proof.world import QUICK, World
 
 KEYS = 6
+
+pytestmark = pytest.mark.world(partitions=1)
 
 
 @pytest.fixture
@@ -38,22 +39,7 @@ def typed(database_dsn: str, key_prefix: str, monkeypatch: pytest.MonkeyPatch, l
     return Commands()
 
 
-@pytest.fixture
-def database(database_dsn: str) -> Iterator[Database]:
-    """The control database."""
-    with Database(database_dsn) as database:
-        yield database
-
-
-@pytest.fixture
-def world(database_dsn: str, redis_url: str, key_prefix: str) -> OutboxWorld:
-    """One node, a topic of one partition."""
-    world = OutboxWorld(database_dsn, key_prefix, [redis_url])
-    world.add_topic("orders", partitions=1)
-    return world
-
-
-def publish(world: OutboxWorld, tag: str, count: int = 2 * KEYS) -> None:
+def publish(world: World, tag: str, count: int = 2 * KEYS) -> None:
     """Publish messages of a few keys, and see them in the partitions."""
     world.publish(count, keys=KEYS, tag=tag)
     assert relay_once(world.settings(), limits=QUICK) == count
@@ -107,7 +93,7 @@ def test_a_key_that_fails_is_explained_by_its_head_and_the_others_have_nothing_w
 
 
 def test_a_key_hidden_behind_an_undrained_parent_is_led_to_what_the_parent_waits_for(
-    world: OutboxWorld, database: Database, typed: Commands
+    world: World, database: Database, typed: Commands
 ) -> None:
     publish(world, "a")
     member = ManualMember(database, world.key_prefix, "orders")
@@ -141,11 +127,10 @@ def test_a_key_hidden_behind_an_undrained_parent_is_led_to_what_the_parent_waits
     assert (after["current"]["partition"], after["run_next"]) == (successor, "nothing: no message of it waits")
 
 
+@pytest.mark.world
 def test_a_merged_partition_waits_for_the_parent_that_the_key_was_never_in(
-    database_dsn: str, redis_url: str, key_prefix: str, database: Database, typed: Commands
+    world: World, key_prefix: str, database: Database, typed: Commands
 ) -> None:
-    world = OutboxWorld(database_dsn, key_prefix, [redis_url])
-    world.add_topic("orders", partitions=2)
     publish(world, "a")
     member = ManualMember(database, key_prefix, "orders")
     key = next(f"key-{n}" for n in range(KEYS) if lp_of(b"key-%d" % n) < 512)
@@ -165,7 +150,7 @@ def test_a_node_that_is_away_hides_what_it_holds_and_is_named(
     database_dsn: str, start_redis: StartRedis, key_prefix: str, database: Database, typed: Commands
 ) -> None:
     server = start_redis()
-    world = OutboxWorld(database_dsn, key_prefix, [server.url])
+    world = World(database_dsn, key_prefix, [server.url])
     world.add_topic("orders", partitions=1)
     member = ManualMember(database, key_prefix, "orders")
     member.position(1)
@@ -198,7 +183,7 @@ def test_the_search_ends_at_its_bound_and_says_so(stage: Stage, database: Databa
     assert f"the search ended at its bound of {SCAN_LIMIT} offsets" in said
 
 
-def test_a_seek_brings_back_what_was_settled(world: OutboxWorld, database: Database, typed: Commands) -> None:
+def test_a_seek_brings_back_what_was_settled(world: World, database: Database, typed: Commands) -> None:
     publish(world, "a")
     member = ManualMember(database, world.key_prefix, "orders")
     member.consume_all()
@@ -217,7 +202,7 @@ def test_a_seek_brings_back_what_was_settled(world: OutboxWorld, database: Datab
     assert found["run_next"] == "mqlayer group resume orders ledger  # it is paused"
 
 
-def test_what_is_not_there_is_refused_with_what_to_do(world: OutboxWorld, database: Database, typed: Commands) -> None:
+def test_what_is_not_there_is_refused_with_what_to_do(world: World, database: Database, typed: Commands) -> None:
     words = ("key", "explain")
     assert "mqlayer topic create nowhere" in typed.failure(*words, "nowhere", "k", "--group", "g")
     assert "mqlayer group list orders" in typed.failure(*words, "orders", "k", "--group", "nobody")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import pytest
 import redis
 
 from mqlayer.domain.routing import NodeId
@@ -18,8 +17,8 @@ from mqlayer.topics import rearm_node
 from tests.fixtures.failpoints import armed
 from tests.fixtures.forked_programs import ask_python
 from tests.fixtures.servers import StartRedis
-from tests.proof.producer_world import ProducerWorld
 from tests.proof.runtimes import runtime_of
+from tests.proof.world import World
 
 PROGRAM = (
     "import sys; from mqlayer.postgres.database import Database; from mqlayer.maintenance import drop_closed_marks; "
@@ -28,36 +27,28 @@ PROGRAM = (
 )
 
 
-@pytest.fixture
-def world(database_dsn: str, redis_url: str, key_prefix: str) -> ProducerWorld:
-    """A topic of two partitions."""
-    world = ProducerWorld(database_dsn, key_prefix, [redis_url])
-    world.add_topic(partitions=2)
-    return world
-
-
-def sources_with_marks(world: ProducerWorld) -> set[int]:
+def sources_with_marks(world: World) -> set[int]:
     found: set[int] = set()
     for r in world.routes["orders"].ranges:
-        names: Any = world.client().hkeys(partition_keys(world.prefix, r.partition).marks)
+        names: Any = world.client().hkeys(partition_keys(world.key_prefix, r.partition).marks)
         # Where no mark would be left, one of source 0 stays, which says nothing.
         found |= {int(name.split(b":")[0]) for name in names} - {0}
     return found
 
 
-def dropped(world: ProducerWorld, closed_for_s: float) -> int:
+def dropped(world: World, closed_for_s: float) -> int:
     with Database(world.dsn) as database:
-        return drop_closed_marks(runtime_of(database, world.prefix), closed_for_s=closed_for_s)
+        return drop_closed_marks(runtime_of(database, world.key_prefix), closed_for_s=closed_for_s)
 
 
-def publish(world: ProducerWorld) -> int:
+def publish(world: World) -> int:
     """Publish with a producer that ends; return its source."""
     with world.producer() as producer:
         receipts = [producer.send("orders", key=f"key-{number}", body=b"x") for number in range(20)]
     return receipts[0].identity.source
 
 
-def test_marks_of_closed_sources_go_and_the_others_stay(world: ProducerWorld) -> None:
+def test_marks_of_closed_sources_go_and_the_others_stay(world: World) -> None:
     ended = publish(world)
     with world.producer() as living:
         source = living.send("orders", key="k", body=b"1").identity.source
@@ -69,9 +60,9 @@ def test_marks_of_closed_sources_go_and_the_others_stay(world: ProducerWorld) ->
         assert living.send("orders", key="k", body=b"2").identity.seq == 2
 
 
-def test_a_pass_that_is_killed_before_it_noted_its_work_is_done_again(world: ProducerWorld) -> None:
+def test_a_pass_that_is_killed_before_it_noted_its_work_is_done_again(world: World) -> None:
     publish(world)
-    killed = ask_python("-c", PROGRAM, world.dsn, world.prefix, env=os.environ | armed("marks.before_record=kill"))
+    killed = ask_python("-c", PROGRAM, world.dsn, world.key_prefix, env=os.environ | armed("marks.before_record=kill"))
     assert killed.returncode == -9
     assert dropped(world, closed_for_s=0) == 1
     assert sources_with_marks(world) == set()
@@ -81,7 +72,7 @@ def test_sources_wait_for_a_node_that_is_away(
     database_dsn: str, redis_url: str, start_redis: StartRedis, key_prefix: str
 ) -> None:
     away = start_redis()
-    world = ProducerWorld(database_dsn, key_prefix, [redis_url, away.url])
+    world = World(database_dsn, key_prefix, [redis_url, away.url])
     world.add_topic(partitions=2)
     publish(world)
     away.stop()
@@ -94,7 +85,7 @@ def test_a_node_that_is_away_keeps_no_source_from_being_cleaned_on_the_others(
 ) -> None:
     """More sources than a pass takes: each gets its turn, and is done when the node is back."""
     away = start_redis()
-    world = ProducerWorld(database_dsn, key_prefix, [away.url, redis_url])
+    world = World(database_dsn, key_prefix, [away.url, redis_url])
     [_, here] = world.add_topic(partitions=2).ranges
     rows = world.rows(
         "INSERT INTO mqlayer.source (kind, name, closed_at) "

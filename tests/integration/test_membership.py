@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -13,7 +12,7 @@ import psycopg
 import pytest
 
 from mqlayer.errors import Conflict, InvalidInput, NotFound
-from mqlayer.failpoints import FailpointHit, arm, disarm_all
+from mqlayer.failpoints import FailpointHit, arm
 from mqlayer.groups import (
     Group,
     GroupSettings,
@@ -36,12 +35,6 @@ from tests.fixtures.consumers import Stage, StartStage
 from tests.fixtures.wait import wait_until, within
 
 LEASE_S = 60.0
-
-
-@pytest.fixture(autouse=True)
-def _nothing_stays_armed() -> Iterator[None]:
-    yield
-    disarm_all()
 
 
 @pytest.fixture

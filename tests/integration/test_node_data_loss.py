@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import redis
 
-from mqlayer import failpoints
 from mqlayer.errors import ConfigurationRefused, Conflict, NodeNotArmed, StoreUnavailable
 from mqlayer.postgres.database import Database
 from mqlayer.redis.keys import group_keys, partition_keys
@@ -19,6 +18,7 @@ from mqlayer.routes import rearm_lost_nodes
 from mqlayer.stack import RedisServer
 from mqlayer.topics import create_topic, list_nodes, nodes, rearm_node, register_node
 from mqlayer.topics.node_repair import NodeRepair
+from tests.fixtures.failpoints import broken_off_at
 from tests.fixtures.servers import StartRedis
 from tests.proof.runtimes import runtime_of
 
@@ -94,12 +94,8 @@ def test_what_broke_half_way_is_finished_by_the_next(
     client.flushall()
     if restarted:
         server.restart()
-    failpoints.arm(place, "raise")
-    try:
-        with pytest.raises(failpoints.FailpointHit):
-            rearm_node(runtime_of(database, key_prefix), "n1")
-    finally:
-        failpoints.disarm_all()
+    with broken_off_at(place):
+        rearm_node(runtime_of(database, key_prefix), "n1")
     with pytest.raises(NodeNotArmed), NodeConnection(list_nodes(database)[0]) as node_connection:
         node_connection.connect()
     append()
@@ -169,12 +165,8 @@ def test_a_node_that_lost_more_while_it_is_armed_has_what_goes_by_offsets_lowere
         return plain(arming, *args, **options)
 
     monkeypatch.setattr(nodes._NodeArming, "run", run)
-    failpoints.arm("rearm.before_arm", "raise")
-    try:
-        with pytest.raises(failpoints.FailpointHit):
-            rearm_node(runtime_of(database, key_prefix), "n1")
-    finally:
-        failpoints.disarm_all()
+    with broken_off_at("rearm.before_arm"):
+        rearm_node(runtime_of(database, key_prefix), "n1")
     with database.connection() as connection:
         assert connection.execute("SELECT start_offset FROM mqlayer.group_start").fetchall() == [(1,)]
 

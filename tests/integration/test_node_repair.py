@@ -24,31 +24,19 @@ from mqlayer.routes import change_driver, finish_changes
 from mqlayer.stack import RedisServer
 from mqlayer.topics import nodes, outbox_resend, partition_refill, rearm_node, set_node_address
 from mqlayer.topics.outbox_access import borrow_outbox
-from tests.fixtures.servers import StartRedis
+from tests.fixtures.failpoints import broken_off_at
 from tests.fixtures.wait import wait_until
 from tests.proof.fall_back import FallBack, lose_all
 from tests.proof.manual_member import ManualMember
-from tests.proof.outbox_world import OutboxWorld
 from tests.proof.route_steps import merge, split
 from tests.proof.runtimes import runtime_of
+from tests.proof.world import World
 
 KEYS = 20
 NEAR = next(f"key-{n}" for n in range(100) if lp_of(f"key-{n}".encode()) < 100)
 
 
-@pytest.fixture(autouse=True)
-def _nothing_stays_armed() -> Iterator[None]:
-    yield
-    failpoints.disarm_all()
-
-
-@pytest.fixture
-def node(start_redis: StartRedis) -> RedisServer:
-    """A Redis of the test's own."""
-    return start_redis()
-
-
-class Scene(OutboxWorld):
+class Scene(World):
     """One node that loses data, a topic of two partitions, a group."""
 
     _control: Database | None = None
@@ -499,11 +487,9 @@ def test_a_node_that_falls_back_and_is_armed_under_a_driver_is_noticed(
     """What Postgres records of a node is of the run in service: else nobody would ever look again."""
     member = scene.member()
     scene.bring(100, "a")
-    failpoints.arm("change.after_make", "raise", occurrence=2)
-    with pytest.raises(FailpointHit):
+    with broken_off_at("change.after_make", occurrence=2):
         scene.split()
     then = FallBack(node, tmp_path / "then")
-    failpoints.disarm_all()
     reached, go_on = tmp_path / "reached", tmp_path / "go-on"
     nth = 2 if place == "change.after_open" else 1
     failpoints.arm(place, f"mark:{reached}", occurrence=nth)

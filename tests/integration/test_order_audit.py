@@ -18,9 +18,9 @@ from tests.fixtures.archived_topics import CUT, LINEAGE, RECORDS, ArchivedTopic,
 from tests.fixtures.servers import StartRedis
 from tests.proof.audit import archive_and_audit
 from tests.proof.fall_back import FallBack
-from tests.proof.outbox_world import OutboxWorld
 from tests.proof.route_steps import merge, split
 from tests.proof.runtimes import runtime_of
+from tests.proof.world import World
 
 KEYS: Final = [
     "",
@@ -243,7 +243,7 @@ def test_what_a_real_system_archives_over_changes_is_clean_until_it_is_tampered_
     spark: Any, database_dsn: str, redis_url: str, key_prefix: str
 ) -> None:
     """Case 79: outbox, relay, splits and a merge between messages, archive, snapshot, audit."""
-    world = OutboxWorld(database_dsn, key_prefix, [redis_url])
+    world = World(database_dsn, key_prefix, [redis_url])
     world.add_topic("orders", partitions=2, archived=True)
     with world.relay(), Database(database_dsn) as database:
         world.publish(200)

@@ -29,7 +29,7 @@ from mqlayer.workers import connections
 from mqlayer.workers.ordered_tasks import OrderedTask, consume_tasks, ordered_task
 from tests.fixtures.consumers import QUICK_BACKOFF_S, Recorder, Stage
 from tests.fixtures.wait import wait_until
-from tests.proof.outbox_world import QUICK
+from tests.proof.world import QUICK
 
 NO_BROKER = "redis://127.0.0.1:1/0"
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any, Final
@@ -17,7 +16,7 @@ from mqlayer.archive import archive_outcomes, archive_pass, archive_status
 from mqlayer.doctor import diagnose
 from mqlayer.domain.message import records_of
 from mqlayer.errors import Reject, Skip
-from mqlayer.failpoints import arm, disarm_all
+from mqlayer.failpoints import arm
 from mqlayer.groups import apply_seek, planned_seek
 from mqlayer.redelivery import (
     DeadFilter,
@@ -48,12 +47,6 @@ from tests.proof.runtimes import runtime_of
 
 LATER_S: Final = 3600.0
 HANDLED: Final = [("handled", 1)]
-
-
-@pytest.fixture(autouse=True)
-def _nothing_stays_armed() -> Iterator[None]:
-    yield
-    disarm_all()
 
 
 @pytest.fixture

@@ -22,6 +22,8 @@ from tests.fixtures.wait import wait_until
 from tests.proof.parking_shop import LATER_S, Fault
 from tests.proof.runtimes import runtime_of
 
+pytestmark = pytest.mark.world(nodes=2)
+
 GROUP = "ledger"
 BROKEN = "key-1"
 SETTINGS: dict[str, Any] = {"lease_s": 2.0, "connect_timeout_s": 1.0, "socket_timeout_s": 2.0}

@@ -30,11 +30,12 @@ from mqlayer.workers.schedule import beat_schedule, task_name
 from mqlayer.workers.tasks import TASKS
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.wait import wait_until
-from tests.fixtures.worker_stores import UseStores
 from tests.proof.jobs import idle_job
-from tests.proof.outbox_world import QUICK, OutboxWorld
 from tests.proof.route_steps import move, split
 from tests.proof.runtimes import runtime_of
+from tests.proof.world import QUICK, World
+
+pytestmark = pytest.mark.world(right=Right.WORK, tasks=True)
 
 
 def test_of_many_schedulers_one_gets_the_job(database_dsn: str) -> None:
@@ -74,20 +75,11 @@ def test_every_job_is_scheduled_and_has_a_task() -> None:
     assert app.conf.task_serializer == "json"
 
 
-@pytest.fixture
-def world(database_dsn: str, redis_url: str, key_prefix: str, use_stores: UseStores) -> OutboxWorld:
-    """A topic of two partitions; tasks that are called in this process work on it."""
-    world = OutboxWorld(database_dsn, key_prefix, [redis_url], right=Right.WORK)
-    world.add_topic("orders", partitions=2)
-    use_stores(world.environment())
-    return world
-
-
-def due_again(world: OutboxWorld) -> None:
+def due_again(world: World) -> None:
     world.rows("UPDATE mqlayer.job SET next_at = now()")
 
 
-def test_a_change_that_its_driver_left_is_finished_by_the_job(world: OutboxWorld) -> None:
+def test_a_change_that_its_driver_left_is_finished_by_the_job(world: World) -> None:
     """Case 16: to one outcome; the repair repeated does nothing."""
     with Database(world.dsn) as database:
         failpoints.arm("change.after_seal", "raise")
@@ -101,7 +93,7 @@ def test_a_change_that_its_driver_left_is_finished_by_the_job(world: OutboxWorld
         assert load_route(database, "orders") == route
 
 
-def test_a_partition_that_every_group_has_drained_is_retired_by_the_job(world: OutboxWorld) -> None:
+def test_a_partition_that_every_group_has_drained_is_retired_by_the_job(world: World) -> None:
     """Cases 18 and 28."""
     state = "SELECT state, retired_at IS NOT NULL FROM mqlayer.partition WHERE partition_id = 1"
     with Database(world.dsn) as database:
@@ -128,9 +120,7 @@ def test_a_partition_that_every_group_has_drained_is_retired_by_the_job(world: O
     assert world.rows("SELECT DISTINCT version FROM mqlayer.consumer_group") == [(2,)]
 
 
-def test_a_node_that_restarted_while_nobody_used_it_is_armed_by_the_job(
-    world: OutboxWorld, start_redis: StartRedis
-) -> None:
+def test_a_node_that_restarted_while_nobody_used_it_is_armed_by_the_job(world: World, start_redis: StartRedis) -> None:
     """Else what changes or retires a partition there would wait for a visitor that never comes."""
     server = start_redis()
     with Database(world.dsn) as database:
@@ -152,9 +142,7 @@ def test_a_node_that_restarted_while_nobody_used_it_is_armed_by_the_job(
         assert set(finish_changes(runtime_of(database, world.key_prefix))) == set()
 
 
-def test_a_node_that_is_away_or_was_given_up_is_left_alone_by_the_job(
-    world: OutboxWorld, start_redis: StartRedis
-) -> None:
+def test_a_node_that_is_away_or_was_given_up_is_left_alone_by_the_job(world: World, start_redis: StartRedis) -> None:
     server = start_redis()
     with Database(world.dsn) as database:
         armed = register_node(runtime_of(database), name="idle", url=server.url).armed_run_id
@@ -168,7 +156,7 @@ def test_a_node_that_is_away_or_was_given_up_is_left_alone_by_the_job(
         assert find_node(database, "idle").armed_run_id is None
 
 
-def test_a_topic_without_groups_keeps_its_sealed_partitions(world: OutboxWorld) -> None:
+def test_a_topic_without_groups_keeps_its_sealed_partitions(world: World) -> None:
     with Database(world.dsn) as database:
         split(runtime_of(database, world.key_prefix), "orders", 1, at=[100])
     TASKS["repair_routes"]()
@@ -187,7 +175,7 @@ def test_the_fence_forgets_what_is_older_than_the_horizon(database_dsn: str) -> 
         assert clean_fence(database, horizon_s=0) == 6
 
 
-def test_the_task_of_rotation_empties_a_slot_once_it_is_due(world: OutboxWorld) -> None:
+def test_the_task_of_rotation_empties_a_slot_once_it_is_due(world: World) -> None:
     world.publish(10)
     relay_once(world.settings(), limits=QUICK)
     world.rows(
@@ -201,7 +189,7 @@ def test_the_task_of_rotation_empties_a_slot_once_it_is_due(world: OutboxWorld) 
     assert world.rows("SELECT epoch FROM mqlayer.job WHERE name = 'rotate_outbox'") == [(1,)]
 
 
-def test_the_task_of_the_fence_forgets_what_is_older_than_the_horizon(world: OutboxWorld) -> None:
+def test_the_task_of_the_fence_forgets_what_is_older_than_the_horizon(world: World) -> None:
     world.rows(
         "INSERT INTO mqlayer_app.fence_applied (group_id, lp, source_id, key, seq, applied_at) "
         "SELECT 1, 0, 1, 'key-' || n, n, now() - n * interval '1 day' FROM generate_series(1, 10) AS n"
@@ -215,7 +203,7 @@ def marks_of(client: redis.Redis, names: list[str], source: int) -> list[bytes]:
     return [field for field in fields if field.startswith(b"%d:" % source)]
 
 
-def test_the_task_of_marks_removes_those_of_a_producer_that_ended_days_ago(world: OutboxWorld, redis_url: str) -> None:
+def test_the_task_of_marks_removes_those_of_a_producer_that_ended_days_ago(world: World, redis_url: str) -> None:
     with Producer(replace(world, right=Right.PUBLISH).settings(), name="billing") as producer:
         source = producer.send("orders", key="k", body=b"1").identity.source
     marks = [partition_keys(world.key_prefix, partition).marks.decode() for partition in (1, 2)]
@@ -227,7 +215,7 @@ def test_the_task_of_marks_removes_those_of_a_producer_that_ended_days_ago(world
     assert world.rows("SELECT 1 FROM mqlayer.source WHERE dropped_at IS NULL") == []
 
 
-def test_the_tasks_of_relaying_and_trimming_run_and_keep_what_no_group_has_settled(world: OutboxWorld) -> None:
+def test_the_tasks_of_relaying_and_trimming_run_and_keep_what_no_group_has_settled(world: World) -> None:
     world.publish(10)
     TASKS["relay"]()
     TASKS["trim"]()
@@ -236,7 +224,7 @@ def test_the_tasks_of_relaying_and_trimming_run_and_keep_what_no_group_has_settl
 
 
 def test_the_task_of_retired_groups_drops_positions_of_instances_that_are_away_and_their_keys(
-    world: OutboxWorld, redis_url: str
+    world: World, redis_url: str
 ) -> None:
     app = App(replace(world, right=Right.CONSUME).settings())
     app.consumer("orders", group="cache", mode="broadcast", instance="web", instance_expiry_s=0.01)(lambda body: None)
@@ -259,12 +247,11 @@ def test_the_task_of_retired_groups_drops_positions_of_instances_that_are_away_a
     assert world.rows("SELECT name FROM mqlayer.consumer_group") == [("cache",)]
 
 
+@pytest.mark.world
 @pytest.mark.slow
 def test_a_worker_with_its_beat_makes_up_for_a_dead_relay(
-    database_dsn: str, redis_url: str, key_prefix: str, start_redis: StartRedis, tmp_path: Path
+    world: World, start_redis: StartRedis, tmp_path: Path
 ) -> None:
-    world = OutboxWorld(database_dsn, key_prefix, [redis_url])
-    world.add_topic("orders", partitions=2)
     world.publish(50)
     log = tmp_path / "log"
     environment = world.environment(MQLAYER_BROKER_URL=start_redis().url)

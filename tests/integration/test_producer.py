@@ -24,21 +24,15 @@ from mqlayer.errors import (
     ReservedHeader,
 )
 from mqlayer.producing import Message, Producer, ProducerOptions, Receipt
-from tests.proof.producer_world import ProducerWorld
 from tests.proof.route_ranges import range_of
+from tests.proof.world import World
 
 KEYS = ("order-7", "Ωμέγα", "", "注文-42")
 
-
-@pytest.fixture
-def world(database_dsn: str, redis_url: str, key_prefix: str) -> ProducerWorld:
-    """One node with the topic orders of four partitions."""
-    world = ProducerWorld(database_dsn, key_prefix, [redis_url])
-    world.add_topic(partitions=4)
-    return world
+pytestmark = pytest.mark.world(partitions=4)
 
 
-def stored_body(world: ProducerWorld, receipt: Receipt) -> bytes:
+def stored_body(world: World, receipt: Receipt) -> bytes:
     """Return the body of the record that a receipt names."""
     with world.client() as client:
         entries: Any = client.xrange(
@@ -49,7 +43,7 @@ def stored_body(world: ProducerWorld, receipt: Receipt) -> bytes:
     return bytes(fields[b"b"])
 
 
-def test_a_message_is_stored_when_send_returns_and_the_receipt_says_where(world: ProducerWorld) -> None:
+def test_a_message_is_stored_when_send_returns_and_the_receipt_says_where(world: World) -> None:
     """Cases 1 and 11: the partition follows from the key alone; the record is there when the call returns."""
     with world.producer() as producer:
         for number, key in enumerate(KEYS):
@@ -62,7 +56,7 @@ def test_a_message_is_stored_when_send_returns_and_the_receipt_says_where(world:
             assert receipt.replicas is None
 
 
-def test_every_producer_is_a_source_of_its_own_that_ends_with_it(world: ProducerWorld) -> None:
+def test_every_producer_is_a_source_of_its_own_that_ends_with_it(world: World) -> None:
     with world.producer() as one, world.producer() as other:
         first = one.send("orders", key="k", body=b"1").identity
         second = other.send("orders", key="k", body=b"2").identity
@@ -73,7 +67,7 @@ def test_every_producer_is_a_source_of_its_own_that_ends_with_it(world: Producer
     assert not world.rows("SELECT 1 FROM mqlayer.source WHERE closed_at IS NULL")
 
 
-def test_futures_bring_receipts_also_to_coroutines(world: ProducerWorld) -> None:
+def test_futures_bring_receipts_also_to_coroutines(world: World) -> None:
     with world.producer() as producer:
         futures = [producer.send_async("orders", key="k", body=b"%d" % number) for number in range(50)]
         receipts = [future.result(10) for future in futures]
@@ -87,7 +81,7 @@ def test_futures_bring_receipts_also_to_coroutines(world: ProducerWorld) -> None
     assert world.by_key() == {"k": [str(number) for number in range(51)]}
 
 
-def test_a_cancelled_wait_does_not_take_the_message_back(world: ProducerWorld) -> None:
+def test_a_cancelled_wait_does_not_take_the_message_back(world: World) -> None:
     with world.producer() as producer:
 
         async def publish() -> None:
@@ -101,7 +95,7 @@ def test_a_cancelled_wait_does_not_take_the_message_back(world: ProducerWorld) -
     assert world.by_key() == {"k": ["kept"]}
 
 
-def test_callbacks_of_futures_may_publish_but_not_wait(world: ProducerWorld) -> None:
+def test_callbacks_of_futures_may_publish_but_not_wait(world: World) -> None:
     refused: list[Exception] = []
     followed: list[Future[Receipt]] = []
     told = threading.Event()
@@ -128,7 +122,7 @@ def test_callbacks_of_futures_may_publish_but_not_wait(world: ProducerWorld) -> 
     assert world.by_key() == {"k": ["1", "2"]}
 
 
-def test_one_way_messages_arrive_in_order(world: ProducerWorld) -> None:
+def test_one_way_messages_arrive_in_order(world: World) -> None:
     with world.producer() as producer:
         for number in range(200):
             producer.send_oneway("orders", key=f"k{number % 3}", body=b"%d" % number)
@@ -137,7 +131,7 @@ def test_one_way_messages_arrive_in_order(world: ProducerWorld) -> None:
     assert world.by_key() == {f"k{k}": [str(n) for n in range(200) if n % 3 == k] for k in range(3)}
 
 
-def test_ways_of_sending_keep_the_order_of_their_calls(world: ProducerWorld) -> None:
+def test_ways_of_sending_keep_the_order_of_their_calls(world: World) -> None:
     """What was queued before is stored before, whichever way it was given."""
     expected: list[str] = []
 
@@ -154,7 +148,7 @@ def test_ways_of_sending_keep_the_order_of_their_calls(world: ProducerWorld) -> 
     assert world.by_key() == {"k": expected}
 
 
-def test_receipts_of_a_batch_name_each_message_in_its_order(world: ProducerWorld) -> None:
+def test_receipts_of_a_batch_name_each_message_in_its_order(world: World) -> None:
     messages = [Message(f"k{number % 37}", f"{number}".encode()) for number in range(2_600)]
     with world.producer() as producer:
         receipts = producer.send_many("orders", messages)
@@ -169,7 +163,7 @@ def test_receipts_of_a_batch_name_each_message_in_its_order(world: ProducerWorld
     assert world.by_key() == {f"k{k}": [str(n) for n in range(2_600) if n % 37 == k] for k in range(37)}
 
 
-def test_large_messages_go_in_calls_of_a_megabyte(world: ProducerWorld) -> None:
+def test_large_messages_go_in_calls_of_a_megabyte(world: World) -> None:
     world.add_topic("large", partitions=1, body_limit=1_000_000)
     sizes = [900_000, 1_000_000, 10, 400_000, 400_000, 400_000, 1]
     messages = [Message("k" * 512, bytes(size), {"h": "x" * 8_000}) for size in sizes]
@@ -183,7 +177,7 @@ def test_large_messages_go_in_calls_of_a_megabyte(world: ProducerWorld) -> None:
     assert [len(value) for value in world.by_key("large")["other"]] == sizes
 
 
-def test_headers_reach_the_records(world: ProducerWorld) -> None:
+def test_headers_reach_the_records(world: World) -> None:
     with world.producer() as producer:
         receipts = producer.send_many("orders", [Message("k", b"a"), Message("k", b"b", {"trace": "1:2", "π": "ü"})])
         with world.client() as client:
@@ -193,7 +187,7 @@ def test_headers_reach_the_records(world: ProducerWorld) -> None:
 
 
 @pytest.mark.parametrize("way", ["send_many", "send_async"])
-def test_10_000_messages_without_a_key_reach_every_partition_evenly(world: ProducerWorld, way: str) -> None:
+def test_10_000_messages_without_a_key_reach_every_partition_evenly(world: World, way: str) -> None:
     """Case 3: each of the four partitions gets a quarter, give or take a tenth (six standard deviations)."""
     with world.producer() as producer:
         if way == "send_many":
@@ -204,13 +198,13 @@ def test_10_000_messages_without_a_key_reach_every_partition_evenly(world: Produ
             ]
         single = producer.send("orders", body=b"y")
     counts = Counter(receipt.partition for receipt in receipts)
-    assert set(counts) == {partition for partition, _ in world.partitions()}
+    assert set(counts) == {partition for _, partition, _ in world.partitions()}
     assert all(2_250 <= count <= 2_750 for count in counts.values()), counts
     assert single.partition in counts
     assert set(world.by_key()) == {None}
 
 
-def test_threads_keep_the_order_of_their_keys(world: ProducerWorld) -> None:
+def test_threads_keep_the_order_of_their_keys(world: World) -> None:
     """Eight threads with keys of their own and one in common, in all ways at once."""
     failures: list[BaseException] = []
 
@@ -261,7 +255,7 @@ def test_threads_keep_the_order_of_their_keys(world: ProducerWorld) -> None:
     ],
 )
 def test_what_can_never_work_is_refused_at_the_edge(
-    world: ProducerWorld, wrong: dict[str, Any], error: type[MqlayerError]
+    world: World, wrong: dict[str, Any], error: type[MqlayerError]
 ) -> None:
     message: dict[str, Any] = {"topic": "orders", "key": "k", "body": b"x", "headers": None} | wrong
     topic = message.pop("topic")
@@ -276,12 +270,12 @@ def test_what_can_never_work_is_refused_at_the_edge(
     assert world.by_key() == {"k": ["good"]}
 
 
-def test_a_batch_of_something_else_is_refused(world: ProducerWorld) -> None:
+def test_a_batch_of_something_else_is_refused(world: World) -> None:
     with world.producer() as producer, pytest.raises(InvalidInput, match="Message"):
         producer.send_many("orders", [("k", b"x")])  # type: ignore[list-item]
 
 
-def test_a_closed_producer_says_so_and_closing_it_twice_is_nothing(world: ProducerWorld) -> None:
+def test_a_closed_producer_says_so_and_closing_it_twice_is_nothing(world: World) -> None:
     with world.producer() as producer:
         future = producer.send_async("orders", key="k", body=b"x")
         producer.close()
@@ -296,7 +290,7 @@ def test_a_closed_producer_says_so_and_closing_it_twice_is_nothing(world: Produc
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_producer_in_a_forked_child_says_what_to_do(world: ProducerWorld) -> None:
+def test_a_producer_in_a_forked_child_says_what_to_do(world: World) -> None:
     with world.producer() as producer:
         producer.send("orders", key="k", body=b"parent")
         reading, writing = os.pipe()
@@ -317,7 +311,7 @@ def test_a_producer_in_a_forked_child_says_what_to_do(world: ProducerWorld) -> N
         assert producer.send("orders", key="k", body=b"parent again").identity.seq == 2
 
 
-def test_bounds_of_a_producer_are_checked(world: ProducerWorld) -> None:
+def test_bounds_of_a_producer_are_checked(world: World) -> None:
     for wrong in ({"replicas": -1}, {"max_in_flight": 0}, {"max_pending_messages": 0}, {"replica_timeout_s": 60.0}):
         with pytest.raises(InvalidInput):
             Producer(world.settings(), options=ProducerOptions(**wrong))
@@ -325,13 +319,12 @@ def test_bounds_of_a_producer_are_checked(world: ProducerWorld) -> None:
         Producer(world.settings(), name="Not A Name")
 
 
-def test_several_nodes_take_one_batch(database_dsn: str, redis_url: str, start_redis: Any, key_prefix: str) -> None:
-    world = ProducerWorld(database_dsn, key_prefix, [redis_url, start_redis().url])
-    world.add_topic(partitions=4)
+@pytest.mark.world(nodes=2, partitions=4)
+def test_several_nodes_take_one_batch(world: World) -> None:
     with world.producer() as producer:
         messages = [Message(f"k{number % 97}", b"%d" % number) for number in range(3_000)]
         receipts = producer.send_many("orders", messages)
         futures = [producer.send_async("orders", key=message.key, body=message.body) for message in messages[:500]]
         wait(futures, 20)
-        assert {receipt.partition for receipt in receipts} == {partition for partition, _ in world.partitions()}
+        assert {receipt.partition for receipt in receipts} == {partition for _, partition, _ in world.partitions()}
     assert sum(map(len, world.by_key().values())) == 3_500

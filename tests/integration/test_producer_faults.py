@@ -5,13 +5,11 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
 from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
 import pytest
-import redis
 from pydantic import SecretStr
 
 from mqlayer.domain.routing import lp_of
@@ -29,7 +27,7 @@ from mqlayer.errors import (
     SchemaMismatch,
     StoreUnavailable,
 )
-from mqlayer.failpoints import FailpointHit, arm, disarm_all
+from mqlayer.failpoints import FailpointHit, arm
 from mqlayer.postgres.migrations import migrate
 from mqlayer.producing import Message, Producer
 from mqlayer.settings import Settings
@@ -37,48 +35,15 @@ from mqlayer.stack import RedisProgram, RedisServer
 from tests.fixtures.backups import Backup
 from tests.fixtures.servers import StartPostgres, StartRedis, different_redis_programs
 from tests.fixtures.wait import wait_until
-from tests.proof.producer_world import ProducerWorld, send_to_the_end
 from tests.proof.proxy import TcpProxy
+from tests.proof.refused_sends import send_to_the_end
 from tests.proof.route_ranges import range_of
+from tests.proof.world import World
+
+pytestmark = pytest.mark.world(proxied=True)
 
 
-@pytest.fixture
-def proxy(redis_url: str) -> Iterator[TcpProxy]:
-    """A bad network on the way to the Redis."""
-    parts: Any = redis.ConnectionPool.from_url(redis_url).connection_kwargs
-    with TcpProxy(parts["host"], parts["port"]) as proxy:
-        yield proxy
-
-
-@pytest.fixture
-def world(database_dsn: str, redis_url: str, key_prefix: str, proxy: TcpProxy) -> ProducerWorld:
-    """One node behind the proxy, with the topic orders of two partitions."""
-    world = ProducerWorld(database_dsn, key_prefix, [f"redis://{proxy.host}:{proxy.port}/0"], [redis_url])
-    world.add_topic(partitions=2)
-    return world
-
-
-@pytest.fixture
-def server(start_redis: StartRedis) -> RedisServer:
-    """A Redis that the test may kill."""
-    return start_redis()
-
-
-@pytest.fixture
-def mortal(database_dsn: str, key_prefix: str, server: RedisServer) -> ProducerWorld:
-    """One node that the test may kill, with the topic orders of two partitions."""
-    world = ProducerWorld(database_dsn, key_prefix, [server.url])
-    world.add_topic(partitions=2)
-    return world
-
-
-@pytest.fixture(autouse=True)
-def _disarmed() -> Iterator[None]:
-    yield
-    disarm_all()
-
-
-def other_partition_key(world: ProducerWorld, key: str, topic: str = "orders") -> str:
+def other_partition_key(world: World, key: str, topic: str = "orders") -> str:
     """Return a key whose messages go to another partition than those of this key."""
     route = world.routes[topic]
     home = range_of(route, lp_of(key.encode())).partition
@@ -91,7 +56,7 @@ def other_partition_key(world: ProducerWorld, key: str, topic: str = "orders") -
 
 @pytest.mark.parametrize("server_bytes", [0, 1, 7])
 def test_a_reply_that_is_lost_leaves_the_message_stored_once_at_its_first_place(
-    world: ProducerWorld, proxy: TcpProxy, server_bytes: int
+    world: World, proxy: TcpProxy, server_bytes: int
 ) -> None:
     """Case 8: the resend is answered `dup`, and the receipt names the original position."""
     with world.producer() as producer:
@@ -105,20 +70,21 @@ def test_a_reply_that_is_lost_leaves_the_message_stored_once_at_its_first_place(
     assert world.by_key() == {"k": ["1", "2", "3"]}
 
 
+@pytest.mark.world(own_node=True)
 def test_a_place_that_can_not_be_asked_for_is_told_and_the_message_counts_as_stored(
-    mortal: ProducerWorld, server: RedisServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    world: World, node: RedisServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Between the answer `dup` and the search the node gets settings under which nobody connects to it."""
     going_on = tmp_path / "go-on"
-    with TcpProxy("127.0.0.1", server.port) as way:
-        mortal.rows(f"UPDATE mqlayer.node SET url = 'redis://{way.host}:{way.port}/0'")
-        with mortal.producer() as producer, mortal.client() as client:
+    with TcpProxy("127.0.0.1", node.port) as way:
+        world.rows(f"UPDATE mqlayer.node SET url = 'redis://{way.host}:{way.port}/0'")
+        with world.producer() as producer, world.client() as client:
             producer.send("orders", key="k", body=b"1")
             arm("producer.after_reply", f"wait:{going_on}")
             way.cut_after(server_bytes=0)
             future = producer.send_async("orders", key="k", body=b"2")
             way.wait_for_cut()
-            wait_until(lambda: len(mortal.by_key()["k"]) == 2, what="the message stored")
+            wait_until(lambda: len(world.by_key()["k"]) == 2, what="the message stored")
             client.config_set("maxmemory-policy", "allkeys-lru")
             going_on.touch()
             receipt = future.result(20)
@@ -131,7 +97,7 @@ def test_a_place_that_can_not_be_asked_for_is_told_and_the_message_counts_as_sto
 
 
 @pytest.mark.parametrize("client_bytes", [0, 100])
-def test_a_request_that_is_lost_is_sent_again(world: ProducerWorld, proxy: TcpProxy, client_bytes: int) -> None:
+def test_a_request_that_is_lost_is_sent_again(world: World, proxy: TcpProxy, client_bytes: int) -> None:
     with world.producer() as producer:
         producer.send("orders", key="k", body=b"1")
         proxy.cut_after(client_bytes=client_bytes)
@@ -140,7 +106,7 @@ def test_a_request_that_is_lost_is_sent_again(world: ProducerWorld, proxy: TcpPr
     assert world.by_key() == {"k": ["1", "2"]}
 
 
-def test_a_batch_whose_reply_is_lost_is_stored_once(world: ProducerWorld, proxy: TcpProxy) -> None:
+def test_a_batch_whose_reply_is_lost_is_stored_once(world: World, proxy: TcpProxy) -> None:
     """Case 9, and its receipts name the first places."""
     with world.producer() as producer:
         producer.send("orders", key="k", body=b"0")
@@ -151,9 +117,7 @@ def test_a_batch_whose_reply_is_lost_is_stored_once(world: ProducerWorld, proxy:
     assert world.by_key() == {"k": ["0", "1", "2", "3"]}
 
 
-def test_batches_under_way_while_connections_break_are_stored_once_and_in_order(
-    world: ProducerWorld, proxy: TcpProxy
-) -> None:
+def test_batches_under_way_while_connections_break_are_stored_once_and_in_order(world: World, proxy: TcpProxy) -> None:
     messages = [Message(f"k{number % 150}", b"%d" % number) for number in range(6_000)]
     with world.producer() as producer:
         producer.send("orders", key="first", body=b"x")
@@ -169,7 +133,7 @@ def test_batches_under_way_while_connections_break_are_stored_once_and_in_order(
     assert found == {f"k{k}": [str(n) for n in range(6_000) if n % 150 == k] for k in range(150)}
 
 
-def test_an_outcome_that_is_late_is_told_by_the_future_of_the_error(world: ProducerWorld, proxy: TcpProxy) -> None:
+def test_an_outcome_that_is_late_is_told_by_the_future_of_the_error(world: World, proxy: TcpProxy) -> None:
     """Cases 7 and 10: what is published behind it is not stored before it."""
     with world.producer() as producer:
         producer.send("orders", key="k", body=b"1")
@@ -188,7 +152,7 @@ def test_an_outcome_that_is_late_is_told_by_the_future_of_the_error(world: Produ
     assert world.by_key() == {"k": ["1", "2", "3", "4"]}
 
 
-def test_a_batch_whose_outcome_is_late_says_so_for_each_message(world: ProducerWorld, proxy: TcpProxy) -> None:
+def test_a_batch_whose_outcome_is_late_says_so_for_each_message(world: World, proxy: TcpProxy) -> None:
     with world.producer() as producer:
         producer.send("orders", key="k", body=b"0")
         proxy.blackhole("server_to_client")
@@ -205,9 +169,7 @@ def test_a_batch_whose_outcome_is_late_says_so_for_each_message(world: ProducerW
 def test_a_node_that_does_not_answer_holds_up_only_its_own_lps(
     database_dsn: str, redis_url: str, key_prefix: str, proxy: TcpProxy
 ) -> None:
-    world = ProducerWorld(
-        database_dsn, key_prefix, [redis_url, f"redis://{proxy.host}:{proxy.port}/0"], [redis_url, redis_url]
-    )
+    world = World(database_dsn, key_prefix, [redis_url, f"redis://{proxy.host}:{proxy.port}/0"], [redis_url, redis_url])
     route = world.add_topic(partitions=2)
     names = [f"k{number}" for number in range(100)]
     stuck = [name for name in names if range_of(route, lp_of(name.encode())).node == 2]
@@ -223,7 +185,7 @@ def test_a_node_that_does_not_answer_holds_up_only_its_own_lps(
 
 
 @pytest.mark.parametrize("name", ["producer.before_append", "producer.after_send", "producer.after_reply"])
-def test_an_interrupted_call_leaves_its_message_queued(world: ProducerWorld, name: str) -> None:
+def test_an_interrupted_call_leaves_its_message_queued(world: World, name: str) -> None:
     with world.producer() as producer:
         producer.send("orders", key="k", body=b"1")
         arm(name, "raise")
@@ -241,7 +203,7 @@ def test_an_interrupted_call_leaves_its_message_queued(world: ProducerWorld, nam
 def test_scripts_that_a_server_forgot_are_loaded_again(
     every_redis: RedisServer, database_dsn: str, key_prefix: str
 ) -> None:
-    world = ProducerWorld(database_dsn, key_prefix, [every_redis.url])
+    world = World(database_dsn, key_prefix, [every_redis.url])
     world.add_topic(partitions=1)
     expected = [str(number) for number in range(3_000)]
     with world.producer() as producer, world.client() as client:
@@ -255,12 +217,13 @@ def test_scripts_that_a_server_forgot_are_loaded_again(
     assert world.by_key() == {"k": expected}
 
 
+@pytest.mark.world(own_node=True)
 def test_a_redis_that_is_killed_and_armed_again_has_each_message_once_and_in_order(
-    mortal: ProducerWorld, server: RedisServer
+    world: World, node: RedisServer
 ) -> None:
     stop = threading.Event()
     sent: dict[str, int] = dict.fromkeys(("a", "b", "c"), 0)
-    with mortal.producer(delivery_timeout_s=60) as producer:
+    with world.producer(delivery_timeout_s=60) as producer:
 
         def publish() -> None:
             while not stop.is_set():
@@ -275,26 +238,25 @@ def test_a_redis_that_is_killed_and_armed_again_has_each_message_once_and_in_ord
         for _ in range(2):
             before = producer.stats.stored
             wait_until(lambda: producer.stats.stored > before + 100, what="messages to be stored")  # noqa: B023
-            server.kill()
+            node.kill()
             wait_until(lambda: producer.stats.pending > 0, what="messages to wait")
-            server.start()
-            mortal.rearm()
+            node.start()
+            world.arm_node()
         stop.set()
         thread.join(60)
         assert producer.flush(60) == 0
         assert producer.stats.failed == producer.stats.lost == 0
-    found = mortal.by_key()
+    found = world.by_key()
     assert {key: found[key] for key in sent} == {key: [str(n) for n in range(count)] for key, count in sent.items()}
 
 
-def test_a_node_that_is_away_is_named_and_what_was_queued_arrives_later(
-    mortal: ProducerWorld, server: RedisServer
-) -> None:
-    with mortal.producer() as producer:
-        server.kill()
-        with pytest.raises(PublishUnknown, match=f"127.0.0.1:{server.port}") as raised:
+@pytest.mark.world(own_node=True)
+def test_a_node_that_is_away_is_named_and_what_was_queued_arrives_later(world: World, node: RedisServer) -> None:
+    with world.producer() as producer:
+        node.kill()
+        with pytest.raises(PublishUnknown, match=f"127.0.0.1:{node.port}") as raised:
             producer.send("orders", key="k", body=b"1", timeout_s=0.2)
-        server.start()
+        node.start()
         sent = [b"1"]
 
         def refusal() -> str:
@@ -305,15 +267,16 @@ def test_a_node_that_is_away_is_named_and_what_was_queued_arrives_later(
 
         # Until its line is tried once more it is the failed connection that is named.
         wait_until(lambda: "not the armed one" in refusal(), what="a refusal by the run")
-        mortal.rearm()
+        world.arm_node()
         assert raised.value.future is not None
         assert raised.value.future.result(20).offset == 1
         assert producer.flush(20) == 0
-    assert mortal.by_key() == {"k": [body.decode() for body in sent]}
+    assert world.by_key() == {"k": [body.decode() for body in sent]}
 
 
-def test_settings_that_void_the_promise_stop_publishing(mortal: ProducerWorld, server: RedisServer) -> None:
-    with mortal.producer() as producer, mortal.client() as client:
+@pytest.mark.world(own_node=True)
+def test_settings_that_void_the_promise_stop_publishing(world: World, node: RedisServer) -> None:
+    with world.producer() as producer, world.client() as client:
         producer.send("orders", key="k", body=b"1")
         client.config_set("maxmemory-policy", "allkeys-lru")
         client.client_kill_filter(_type="normal", skipme=True)
@@ -324,18 +287,19 @@ def test_settings_that_void_the_promise_stop_publishing(mortal: ProducerWorld, s
         client.config_set("maxmemory-policy", "noeviction")
         assert producer.send("orders", key="l", body=b"2").identity.seq == 1
         assert producer.flush(20) == 0
-    assert mortal.by_key()["l"] == ["2"]
+    assert world.by_key()["l"] == ["2"]
 
 
+@pytest.mark.world(own_node=True)
 def test_messages_that_a_node_lost_after_it_acknowledged_them_are_an_error(
-    mortal: ProducerWorld, server: RedisServer, tmp_path: Path
+    world: World, node: RedisServer, tmp_path: Path
 ) -> None:
     """DESIGN 9. The lost seqs are not given out again: groups may have handled the lost messages."""
-    with mortal.producer() as producer:
-        bystander = other_partition_key(mortal, "k")
+    with world.producer() as producer:
+        bystander = other_partition_key(world, "k")
         old = producer.send_many("orders", [Message("k", b"kept %d" % number) for number in range(3)])[0]
         producer.send_many("orders", [Message(bystander, b"%d" % number) for number in range(3)])
-        fall_back_to_here = Backup(server, mortal.rearm, tmp_path / "backup")
+        fall_back_to_here = Backup(node, world.arm_node, tmp_path / "backup")
         for number in range(2):
             producer.send("orders", key="k", body=b"lost %d" % number)
         fall_back_to_here.restore()
@@ -350,17 +314,18 @@ def test_messages_that_a_node_lost_after_it_acknowledged_them_are_an_error(
         assert producer.send("orders", key=bystander, body=b"3").identity.seq == 4
         fresh = producer.send("orders", key="new", body=b"x")
         assert fresh.identity.source == again.identity.source
-    assert mortal.by_key()["k"] == ["kept 0", "kept 1", "kept 2", "goes on"]
-    assert mortal.by_key()[bystander] == ["0", "1", "2", "3"]
-    assert not mortal.rows("SELECT 1 FROM mqlayer.source WHERE closed_at IS NULL")
+    assert world.by_key()["k"] == ["kept 0", "kept 1", "kept 2", "goes on"]
+    assert world.by_key()[bystander] == ["0", "1", "2", "3"]
+    assert not world.rows("SELECT 1 FROM mqlayer.source WHERE closed_at IS NULL")
 
 
+@pytest.mark.world(own_node=True)
 def test_what_waits_behind_a_message_that_notices_a_loss_is_not_sent(
-    mortal: ProducerWorld, server: RedisServer, tmp_path: Path
+    world: World, node: RedisServer, tmp_path: Path
 ) -> None:
-    with mortal.producer() as producer:
+    with world.producer() as producer:
         producer.send("orders", key="k", body=b"1")
-        fall_back_to_here = Backup(server, mortal.rearm, tmp_path / "backup")
+        fall_back_to_here = Backup(node, world.arm_node, tmp_path / "backup")
         producer.send("orders", key="k", body=b"2")
         fall_back_to_here.stop()
         futures = [producer.send_async("orders", key="k", body=b"%d" % number) for number in range(3, 6)]
@@ -368,17 +333,14 @@ def test_what_waits_behind_a_message_that_notices_a_loss_is_not_sent(
         errors = [future.exception(20) for future in futures]
         assert [type(error) for error in errors] == [AcknowledgedLoss, PublishAborted, PublishAborted]
         producer.send("orders", key="k", body=b"6", timeout_s=20)
-    assert mortal.by_key() == {"k": ["1", "6"]}
+    assert world.by_key() == {"k": ["1", "6"]}
 
 
 # Refusals
 
 
-def test_a_full_partition_refuses_after_the_time_and_nothing_overtakes(
-    database_dsn: str, redis_url: str, key_prefix: str
-) -> None:
-    world = ProducerWorld(database_dsn, key_prefix, [redis_url])
-    world.add_topic(partitions=2, backlog_limit=4)
+@pytest.mark.world(backlog_limit=4)
+def test_a_full_partition_refuses_after_the_time_and_nothing_overtakes(world: World) -> None:
     with world.producer() as producer, world.client() as client:
         bystander = other_partition_key(world, "k")
         full = producer.send_many("orders", [Message("k", b"%d" % number) for number in range(4)])[0].partition
@@ -410,13 +372,10 @@ def test_a_full_partition_refuses_after_the_time_and_nothing_overtakes(
         assert producer.stats.pending == 0
 
 
-def test_a_message_that_may_be_stored_is_not_refused_for_good(
-    database_dsn: str, redis_url: str, key_prefix: str, proxy: TcpProxy
-) -> None:
+@pytest.mark.world(proxied=True, partitions=1, backlog_limit=3)
+def test_a_message_that_may_be_stored_is_not_refused_for_good(world: World, proxy: TcpProxy) -> None:
     """Its first try was stored and made the partition full, so the second one is refused. Had it failed, its seq would
     go to the next message, which the node would take for a repetition and not store."""
-    world = ProducerWorld(database_dsn, key_prefix, [f"redis://{proxy.host}:{proxy.port}/0"], [redis_url])
-    world.add_topic(partitions=1, backlog_limit=3)
     with world.producer() as producer, world.client() as client:
         producer.send_many("orders", [Message("k", b"1"), Message("k", b"2")])
         proxy.cut_after(server_bytes=0)
@@ -438,7 +397,7 @@ def test_publishing_waits_while_redis_is_out_of_memory(
 ) -> None:
     """Case 10: a busy node; what is behind a message that it refused is not stored before it, nor without it."""
     server = start_redis(program=program)
-    world = ProducerWorld(database_dsn, key_prefix, [server.url])
+    world = World(database_dsn, key_prefix, [server.url])
     world.add_topic(partitions=1)
     with world.producer() as producer, world.client() as client:
         producer.send("orders", key="k", body=b"1")
@@ -458,13 +417,14 @@ def test_publishing_waits_while_redis_is_out_of_memory(
     assert world.by_key() == {"k": ["1", "2", "3", "4"]}
 
 
+@pytest.mark.world(own_node=True)
 def test_a_producer_holds_no_more_than_its_bounds(
-    mortal: ProducerWorld, server: RedisServer, monkeypatch: pytest.MonkeyPatch
+    world: World, node: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("mqlayer.producing.guarded_in_flight.ROOM_TIMEOUT_S", 0.2)
-    with mortal.producer(options={"max_pending_messages": 5}) as producer:
+    with world.producer(options={"max_pending_messages": 5}) as producer:
         producer.send("orders", key="k", body=b"0")
-        server.send(signal.SIGSTOP)
+        node.send(signal.SIGSTOP)
         futures = [producer.send_async("orders", key="k", body=b"%d" % number) for number in range(1, 6)]
         with pytest.raises(ProducerFull, match="5 messages"):
             producer.send_async("orders", key="k", body=b"no room")
@@ -475,50 +435,53 @@ def test_a_producer_holds_no_more_than_its_bounds(
         assert [type(outcome) for outcome in raised.value.outcomes] == [ProducerFull, ProducerFull]
         producer.send_oneway("orders", key="k", body=b"dropped")
         assert producer.stats.failed == 1
-        server.send(signal.SIGCONT)
+        node.send(signal.SIGCONT)
         wait(futures, 20)
         assert producer.send_many("orders", [Message("l", b"%d" % number) for number in range(20)])[-1].offset
-    assert mortal.by_key() == {"k": [str(number) for number in range(6)], "l": [str(number) for number in range(20)]}
+    assert world.by_key() == {"k": [str(number) for number in range(6)], "l": [str(number) for number in range(20)]}
 
 
-def test_a_producer_bounds_bytes_too_but_takes_any_one_message(mortal: ProducerWorld, server: RedisServer) -> None:
-    with mortal.producer(options={"max_pending_bytes": 1_000}) as producer:
+@pytest.mark.world(own_node=True)
+def test_a_producer_bounds_bytes_too_but_takes_any_one_message(world: World, node: RedisServer) -> None:
+    with world.producer(options={"max_pending_bytes": 1_000}) as producer:
         producer.send("orders", key="k", body=bytes(5_000))
-        server.send(signal.SIGSTOP)
+        node.send(signal.SIGSTOP)
         first = producer.send_async("orders", key="k", body=bytes(900))
         with pytest.raises(ProducerFull):
             producer.send_async("orders", key="k", body=bytes(200), timeout_s=0.2)
-        server.send(signal.SIGCONT)
+        node.send(signal.SIGCONT)
         assert first.result(20).offset == 2
 
 
-def test_closing_with_messages_unsettled_fails_them(mortal: ProducerWorld, server: RedisServer) -> None:
-    with mortal.producer() as producer:
+@pytest.mark.world(own_node=True)
+def test_closing_with_messages_unsettled_fails_them(world: World, node: RedisServer) -> None:
+    with world.producer() as producer:
         producer.send("orders", key="k", body=b"0")
-        server.send(signal.SIGSTOP)
+        node.send(signal.SIGSTOP)
         future = producer.send_async("orders", key="k", body=b"1")
         assert producer.flush(0.1) == 1
         closing = threading.Thread(target=producer.close, args=(0.1,))
         closing.start()
         with pytest.raises(ProducerClosed, match="may or may not be stored"):
             future.result(40)
-        server.send(signal.SIGCONT)
+        node.send(signal.SIGCONT)
         closing.join(20)
 
 
 # Replicas
 
 
+@pytest.mark.world(own_node=True)
 def test_receipts_say_how_many_replicas_received_the_message(
-    mortal: ProducerWorld, server: RedisServer, start_redis: StartRedis
+    world: World, node: RedisServer, start_redis: StartRedis
 ) -> None:
     """Case 11."""
-    replica = start_redis(options={"replicaof": f"127.0.0.1 {server.port}"})
-    with mortal.client() as client:
+    replica = start_redis(options={"replicaof": f"127.0.0.1 {node.port}"})
+    with world.client() as client:
         wait_until(lambda: client.wait(1, 100) == 1, what="the replica to follow")
     with (
-        mortal.producer(options={"replicas": 1, "replica_timeout_s": 5.0}) as willing,
-        mortal.producer(options={"replicas": 1, "require_replicas": True, "replica_timeout_s": 0.5}) as strict,
+        world.producer(options={"replicas": 1, "replica_timeout_s": 5.0}) as willing,
+        world.producer(options={"replicas": 1, "require_replicas": True, "replica_timeout_s": 0.5}) as strict,
     ):
         assert willing.send("orders", key="k", body=b"1").replicas == 1
         assert [r.replicas for r in willing.send_many("orders", [Message("k", b"2"), Message("l", b"x")])] == [1, 1]
@@ -532,9 +495,9 @@ def test_receipts_say_how_many_replicas_received_the_message(
             strict.send_many("orders", [Message("s", b"4"), Message("s", b"5")])
         assert [type(outcome) for outcome in raised.value.outcomes] == [NotReplicated, NotReplicated]
         assert strict.stats.unreplicated == 4
-    with mortal.producer(options={"replicas": 1, "replica_timeout_s": 0.1}) as willing:
+    with world.producer(options={"replicas": 1, "replica_timeout_s": 0.1}) as willing:
         assert willing.send("orders", key="k", body=b"3").replicas == 0
-    found = mortal.by_key()
+    found = world.by_key()
     assert found["k"] == ["1", "2", "3"]
     assert found["s"][-4:] == ["2", "3", "4", "5"]
 
@@ -561,7 +524,7 @@ def test_publishing_goes_on_while_postgres_is_away(
     postgres = start_postgres()
     dsn = postgres.create_database("control")
     migrate(dsn)
-    world = ProducerWorld(dsn, key_prefix, [redis_url])
+    world = World(dsn, key_prefix, [redis_url])
     world.add_topic(partitions=1)
     world.add_topic("unseen", partitions=1)
     producer = Producer(world.settings(), name="test")

@@ -13,24 +13,17 @@ from tests.fixtures.failpoints import armed
 from tests.fixtures.forked_programs import Process, start_python
 from tests.fixtures.wait import wait_until
 from tests.proof.failpoint_names import failpoint_names
-from tests.proof.producer_world import ProducerWorld
+from tests.proof.manual_change import set_meta
+from tests.proof.world import World
 
 FAILPOINTS = sorted(name for name in failpoint_names() if name.startswith("producer."))
 OFTEN = {"producer.before_append", "producer.after_send", "producer.after_reply"}
 PLACES = [(name, nth) for name in FAILPOINTS for nth in ((1, 2, 40) if name in OFTEN else (1,))]
 
 
-@pytest.fixture
-def world(database_dsn: str, redis_url: str, key_prefix: str) -> ProducerWorld:
-    """One node with the topic orders of two partitions."""
-    world = ProducerWorld(database_dsn, key_prefix, [redis_url])
-    world.add_topic(partitions=2)
-    return world
-
-
 @pytest.mark.parametrize(("name", "nth"), PLACES)
 def test_a_producer_killed_at_any_failpoint_leaves_whole_chains(
-    world: ProducerWorld, tmp_path: Path, name: str, nth: int
+    world: World, tmp_path: Path, name: str, nth: int
 ) -> None:
     count = 300 if name == "producer.before_source_close" else 1_000_000
     acknowledged = tmp_path / "acknowledged"
@@ -42,7 +35,7 @@ def test_a_producer_killed_at_any_failpoint_leaves_whole_chains(
             env={
                 **os.environ,
                 "MQLAYER_DSN": world.dsn,
-                "MQLAYER_KEY_PREFIX": world.prefix,
+                "MQLAYER_KEY_PREFIX": world.key_prefix,
                 **armed(f"{name}=kill@{nth}"),
             },
         )
@@ -53,8 +46,8 @@ def test_a_producer_killed_at_any_failpoint_leaves_whole_chains(
         process.wait()
     assert process.returncode == -signal.SIGKILL
 
-    for partition, _ in world.partitions():
-        world.state(partition, state="open")
+    for _, partition, _ in world.partitions():
+        set_meta(world, partition, state="open")
     stored = world.by_key()
     for line in acknowledged.read_text().splitlines():
         key, number = line.split()
@@ -67,22 +60,22 @@ def test_a_producer_killed_at_any_failpoint_leaves_whole_chains(
     assert world.by_key()["k0"][-1] == "1000000"
 
 
-def _reach(world: ProducerWorld, name: str, process: Process) -> bool:
+def _reach(world: World, name: str, process: Process) -> bool:
     """Make the process come to the place, unless it does by itself; return whether it died there."""
     if process.poll() is not None:
         return True
     if name == "producer.before_reroute" and world.records():
-        for partition, _ in world.partitions():
-            world.state(partition, state="sealed")
+        for _, partition, _ in world.partitions():
+            set_meta(world, partition, state="sealed")
     if name == "producer.after_renewal":
         _lose_marks(world)
     return False
 
 
-def _lose_marks(world: ProducerWorld) -> None:
+def _lose_marks(world: World) -> None:
     """Have the node forget that it has the newest messages, as after a fall-back."""
     with world.client() as client:
-        for partition, _ in world.partitions():
+        for _, partition, _ in world.partitions():
             marks: Any = client.hgetall(world.keys(partition).marks)
             if marks:
                 client.hset(world.keys(partition).marks, mapping=dict.fromkeys(marks, 0))

@@ -12,7 +12,6 @@ import pytest
 
 from mqlayer import PopMessage, Receiver
 from mqlayer.errors import Conflict, InvalidInput, NodeNotArmed, StaleToken, StoreUnavailable
-from mqlayer.failpoints import FailpointHit, arm, disarm_all
 from mqlayer.groups import apply_seek, find_group, planned_seek, rebalance_groups
 from mqlayer.groups.admin import pause_group, resume_group, set_group
 from mqlayer.inspect import explain_key, group_statuses
@@ -21,6 +20,7 @@ from mqlayer.routes import apply_change, plan_split, retire_partitions
 from mqlayer.runtime.route_cache import RouteCache, load_route
 from mqlayer.topics.nodes import rearm_node
 from tests.fixtures.consumers import Stage, StartStage, migrated
+from tests.fixtures.failpoints import broken_off_at
 from tests.fixtures.wait import wait_until, within
 from tests.proof.route_steps import merge
 from tests.proof.runtimes import runtime_of
@@ -48,7 +48,6 @@ def receiver_of() -> Iterator[OpenReceiver]:
         return receivers[-1]
 
     yield opened
-    disarm_all()
     # Side by side: each waits for its connection that hears notices.
     closing = [threading.Thread(target=receiver.close) for receiver in receivers]
     for thread in closing:
@@ -259,10 +258,8 @@ def test_a_lost_reply_is_asked_for_again_by_the_next_call(one: Stage, receiver_o
     """Case 57, without a word of the caller: a receiver knows which calls were not answered."""
     receiver = receiver_of(one, scope="partition")
     send(one, "k", 1, 2)
-    arm("pop.after_receive", "raise")
-    with pytest.raises(FailpointHit):
+    with broken_off_at("pop.after_receive"):
         receiver.receive(wait_s=0)
-    disarm_all()
     again = receiver.receive(wait_s=WAIT_S)
     assert [(message.body, message.attempt) for message in again] == [(b"1", 1), (b"2", 1)]
 

@@ -11,7 +11,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from mqlayer import Context, failpoints
+from mqlayer import Context
 from mqlayer.domain.message import Record
 from mqlayer.domain.routing import PartitionId
 from mqlayer.errors import Conflict, InvalidInput, NotFound
@@ -30,7 +30,7 @@ from mqlayer.redelivery import (
 )
 from tests.fixtures.consumers import Recorder, Stage
 from tests.fixtures.failed_messages import Failing, identity_of
-from tests.fixtures.failpoints import armed
+from tests.fixtures.failpoints import armed, broken_off_at
 from tests.fixtures.forked_programs import ask_python
 from tests.fixtures.wait import wait_until
 from tests.proof.runtimes import runtime_of
@@ -192,10 +192,8 @@ def test_a_message_that_dies_again_is_not_of_the_same_redrive_and_is_of_the_next
     failing.dead_letter(*a)
     redrive_id, worker = begin(failing)
     database = failing.stage.database
-    failpoints.arm("redrive.after_commit", "raise")
-    with pytest.raises(failpoints.FailpointHit):
+    with broken_off_at("redrive.after_commit"):
         work_on(database, redrive_id, worker=worker, batch=1)
-    failpoints.disarm_all()
     failing.sql("DELETE FROM mqlayer.parked_message")
     failing.sql("UPDATE mqlayer.dead_message SET redriven_at = NULL, died_at = clock_timestamp()")
     assert work_on(database, redrive_id, worker=worker, batch=1).sent == 2

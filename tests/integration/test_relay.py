@@ -22,18 +22,12 @@ from mqlayer.relay.lp_cursors import plan
 from mqlayer.relay.lp_leases import LpSets
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.wait import wait_until
-from tests.proof.outbox_world import QUICK, OutboxWorld
+from tests.proof.world import QUICK, World
+
+pytestmark = pytest.mark.world(partitions=4, right=Right.RELAY)
 
 
-@pytest.fixture
-def world(database_dsn: str, redis_url: str, key_prefix: str) -> OutboxWorld:
-    """One node, one topic of four partitions."""
-    world = OutboxWorld(database_dsn, key_prefix, [redis_url], right=Right.RELAY)
-    world.add_topic("orders", partitions=4)
-    return world
-
-
-def test_everything_published_arrives_once_and_in_order(world: OutboxWorld) -> None:
+def test_everything_published_arrives_once_and_in_order(world: World) -> None:
     world.publish(500, keys=50)
     with world.relay():
         world.publish(500, keys=50, tag="later")
@@ -41,7 +35,7 @@ def test_everything_published_arrives_once_and_in_order(world: OutboxWorld) -> N
     assert sum(len(chain) for chain in world.relayed().values()) == 1_000
 
 
-def test_headers_and_messages_without_a_key_arrive_as_they_are(world: OutboxWorld) -> None:
+def test_headers_and_messages_without_a_key_arrive_as_they_are(world: World) -> None:
     world.rows("SELECT mqlayer_app.publish_v1('orders', NULL, '\\x00ff', '{\"trace\": \"ä\"}')")
     world.rows("SELECT mqlayer_app.publish_v1('orders', '', 'empty key')")
     with world.relay() as relay:
@@ -54,14 +48,14 @@ def test_headers_and_messages_without_a_key_arrive_as_they_are(world: OutboxWorl
     assert by_key[b""][b"b"] == b"empty key"
 
 
-def test_a_backlog_larger_than_a_chunk_is_read_in_bounded_chunks(world: OutboxWorld) -> None:
+def test_a_backlog_larger_than_a_chunk_is_read_in_bounded_chunks(world: World) -> None:
     world.publish(700, keys=100)
     with world.relay(limits=replace(QUICK, chunk_rows=64, chunk_bytes=500, lps_at_once=8)):
         world.publish(300, keys=100, tag="later")
         world.wait_until_whole()
 
 
-def test_a_thin_backlog_is_read_by_lp(world: OutboxWorld) -> None:
+def test_a_thin_backlog_is_read_by_lp(world: World) -> None:
     world.publish(400, keys=100)
     with world.relay():
         world.wait_until_whole()
@@ -72,7 +66,7 @@ def test_a_thin_backlog_is_read_by_lp(world: OutboxWorld) -> None:
         world.wait_until_whole()
 
 
-def test_two_relays_share_the_lps_and_send_each_message_once(world: OutboxWorld) -> None:
+def test_two_relays_share_the_lps_and_send_each_message_once(world: World) -> None:
     with world.relay() as first, world.relay() as second:
         wait_until(lambda: _shares(world) == {first.relay_id: 8, second.relay_id: 8}, what="eight LP sets each")
         world.publish(1_000, keys=200)
@@ -84,14 +78,14 @@ def test_two_relays_share_the_lps_and_send_each_message_once(world: OutboxWorld)
     assert _shares(world) == {None: 16}, "a relay that stops gives its LPs back"
 
 
-def test_a_relay_takes_over_what_a_dead_one_held(world: OutboxWorld) -> None:
+def test_a_relay_takes_over_what_a_dead_one_held(world: World) -> None:
     world.rows("UPDATE mqlayer_app.lp_set SET relay_id = 'dead', lease_until = now() + interval '0.3 seconds'")
     world.publish(100)
     with world.relay():
         world.wait_until_whole()
 
 
-def test_a_relay_that_was_silent_for_half_of_its_lease_gets_no_share(world: OutboxWorld) -> None:
+def test_a_relay_that_was_silent_for_half_of_its_lease_gets_no_share(world: World) -> None:
     """One that dies again and again leaves such rows: nobody would relay the LP sets that were theirs by right."""
     beat = "INSERT INTO mqlayer_app.relay (relay_id, lease_until) VALUES (%s, now() + make_interval(secs => %s))"
     with psycopg.connect(world.dsn, autocommit=True) as connection:
@@ -105,7 +99,7 @@ def test_a_relay_that_was_silent_for_half_of_its_lease_gets_no_share(world: Outb
         assert len(me.owned) == 16
 
 
-def test_two_relays_on_the_same_lps_are_harmless(world: OutboxWorld) -> None:
+def test_two_relays_on_the_same_lps_are_harmless(world: World) -> None:
     stop = threading.Event()
 
     def steal() -> None:
@@ -124,7 +118,7 @@ def test_two_relays_on_the_same_lps_are_harmless(world: OutboxWorld) -> None:
             thief.join()
 
 
-def test_a_row_that_becomes_visible_late_is_not_passed_by(world: OutboxWorld) -> None:
+def test_a_row_that_becomes_visible_late_is_not_passed_by(world: World) -> None:
     with world.relay(), psycopg.connect(world.dsn) as slow:
         slow.execute("SELECT mqlayer_app.publish_v1('orders', 'slow', 'first')")
         world.publish(50, keys=10)
@@ -133,7 +127,7 @@ def test_a_row_that_becomes_visible_late_is_not_passed_by(world: OutboxWorld) ->
         world.wait_until_whole()
 
 
-def test_a_row_that_becomes_visible_after_its_id_was_given_up_is_found_by_its_counter(world: OutboxWorld) -> None:
+def test_a_row_that_becomes_visible_after_its_id_was_given_up_is_found_by_its_counter(world: World) -> None:
     with world.relay(limits=replace(QUICK, late_ids=1, late_s=0.0)), psycopg.connect(world.dsn) as slow:
         slow.execute("SELECT mqlayer_app.publish_v1('orders', 'slow', 'first')")
         world.publish(50, keys=10)
@@ -142,7 +136,7 @@ def test_a_row_that_becomes_visible_after_its_id_was_given_up_is_found_by_its_co
         world.wait_until_whole()
 
 
-def test_a_rolled_back_transaction_sends_nothing_and_holds_nobody(world: OutboxWorld) -> None:
+def test_a_rolled_back_transaction_sends_nothing_and_holds_nobody(world: World) -> None:
     with world.relay():
         with psycopg.connect(world.dsn) as connection:
             connection.execute("SELECT mqlayer_app.publish_v1('orders', 'key-1', 'never')")
@@ -152,7 +146,7 @@ def test_a_rolled_back_transaction_sends_nothing_and_holds_nobody(world: OutboxW
     assert "never" not in {value for chain in world.relayed().values() for _, _, value in chain}
 
 
-def test_a_row_that_can_never_be_sent_holds_its_lp_visibly_and_no_other(world: OutboxWorld) -> None:
+def test_a_row_that_can_never_be_sent_holds_its_lp_visibly_and_no_other(world: World) -> None:
     """Case 76."""
     lp = lp_of(b"key-1")
     key = "x" * (KEY_LIMIT + 1)
@@ -173,7 +167,7 @@ def test_a_row_that_can_never_be_sent_holds_its_lp_visibly_and_no_other(world: O
         world.wait_until_whole()
 
 
-def test_a_body_over_the_hard_limit_is_quarantined_without_being_read(world: OutboxWorld) -> None:
+def test_a_body_over_the_hard_limit_is_quarantined_without_being_read(world: World) -> None:
     with world.relay():
         _insert_row(world, lp=7, key="big", body=bytes(BODY_LIMIT + 1))
         with Database(world.dsn) as database:
@@ -181,7 +175,7 @@ def test_a_body_over_the_hard_limit_is_quarantined_without_being_read(world: Out
         assert str(BODY_LIMIT) in row.reason
 
 
-def test_rows_of_a_topic_that_control_does_not_know_are_quarantined(world: OutboxWorld) -> None:
+def test_rows_of_a_topic_that_control_does_not_know_are_quarantined(world: World) -> None:
     world.rows("INSERT INTO mqlayer_app.topic (topic_id, name, body_limit) VALUES (77, 'ghosts', 1000)")
     world.rows("INSERT INTO mqlayer_app.counter SELECT 77, lp, 'ghosts', 1000 FROM generate_series(0, 1023) AS lp")
     world.publish(3, topic="ghosts", keys=1)
@@ -192,7 +186,7 @@ def test_rows_of_a_topic_that_control_does_not_know_are_quarantined(world: Outbo
         wait_until(lambda: sum(map(len, world.relayed().values())) == 20, what="the other topic to go on")
 
 
-def test_rows_that_are_nowhere_any_more_are_reported_and_hold_their_lp(world: OutboxWorld) -> None:
+def test_rows_that_are_nowhere_any_more_are_reported_and_hold_their_lp(world: World) -> None:
     world.publish(20, keys=2)
     lp = lp_of(b"key-0")
     world.rows("DELETE FROM mqlayer_app.outbox WHERE lp = %s AND seq = 3", lp)
@@ -203,14 +197,14 @@ def test_rows_that_are_nowhere_any_more_are_reported_and_hold_their_lp(world: Ou
     assert [seq for seq, _, _ in world.relayed()["orders", lp]] == [1, 2]
 
 
-def test_a_topic_made_while_the_relay_runs_is_served(world: OutboxWorld) -> None:
+def test_a_topic_made_while_the_relay_runs_is_served(world: World) -> None:
     with world.relay():
         world.add_topic("invoices", partitions=2)
         world.publish(20, topic="invoices")
         world.wait_until_whole()
 
 
-def test_a_full_partition_waits_and_the_others_go_on(world: OutboxWorld) -> None:
+def test_a_full_partition_waits_and_the_others_go_on(world: World) -> None:
     world.add_topic("narrow", partitions=2, backlog_limit=5)
     world.publish(40, topic="narrow", keys=40)
     world.publish(40)
@@ -225,7 +219,7 @@ def test_a_node_out_of_memory_waits_and_the_others_go_on(
     database_dsn: str, redis_url: str, key_prefix: str, start_redis: StartRedis
 ) -> None:
     small = start_redis()
-    world = OutboxWorld(database_dsn, key_prefix, [redis_url, small.url])
+    world = World(database_dsn, key_prefix, [redis_url, small.url])
     world.add_topic("orders", partitions=2)
     _configure(small.url, "maxmemory", "1")
     world.publish(100, keys=100)
@@ -236,7 +230,7 @@ def test_a_node_out_of_memory_waits_and_the_others_go_on(
         world.wait_until_whole()
 
 
-def test_the_compensating_pass_relays_what_nobody_holds_and_nothing_else(world: OutboxWorld) -> None:
+def test_the_compensating_pass_relays_what_nobody_holds_and_nothing_else(world: World) -> None:
     world.publish(100)
     assert relay_once(world.settings(), limits=QUICK) == 100
     assert world.whole()
@@ -247,7 +241,7 @@ def test_the_compensating_pass_relays_what_nobody_holds_and_nothing_else(world: 
     assert _shares(world) == {None: 16}
 
 
-def test_progress_is_recorded_and_the_next_relay_begins_there(world: OutboxWorld) -> None:
+def test_progress_is_recorded_and_the_next_relay_begins_there(world: World) -> None:
     world.publish(100)
     with world.relay():
         world.wait_until_whole()
@@ -258,14 +252,14 @@ def test_progress_is_recorded_and_the_next_relay_begins_there(world: OutboxWorld
         assert relay.appended_count == 10
 
 
-def test_a_copy_of_the_database_is_refused_with_what_to_do(world: OutboxWorld) -> None:
+def test_a_copy_of_the_database_is_refused_with_what_to_do(world: World) -> None:
     relay_once(world.settings(), limits=QUICK)
     world.rows("UPDATE mqlayer.source SET cluster = '1/elsewhere'")
     with pytest.raises(ConfigurationRefused, match="outbox adopt"):
         relay_once(world.settings(), limits=QUICK)
 
 
-def test_a_restored_database_goes_on_as_a_new_source_and_loses_nothing(world: OutboxWorld) -> None:
+def test_a_restored_database_goes_on_as_a_new_source_and_loses_nothing(world: World) -> None:
     world.publish(30, keys=3)
     relay_once(world.settings(), limits=QUICK)
     world.publish(6, keys=3, tag="waiting")
@@ -281,14 +275,14 @@ def test_a_restored_database_goes_on_as_a_new_source_and_loses_nothing(world: Ou
     assert {record.source for record in records} == {1, 2}
 
 
-def test_an_outbox_that_a_relay_works_on_keeps_its_identity(world: OutboxWorld) -> None:
+def test_an_outbox_that_a_relay_works_on_keeps_its_identity(world: World) -> None:
     with world.relay() as relay, Database(world.dsn) as database:
         wait_until(lambda: _shares(world) == {relay.relay_id: 16}, what="the relay to work")
         with pytest.raises(InvalidInput, match="stop its relays first"):
             adopt(database)
 
 
-def test_a_copy_gets_an_identity_and_an_empty_outbox_of_its_own(world: OutboxWorld) -> None:
+def test_a_copy_gets_an_identity_and_an_empty_outbox_of_its_own(world: World) -> None:
     relay_once(world.settings(), limits=QUICK)
     world.publish(6, keys=3)
     world.rows("UPDATE mqlayer.source SET cluster = '1/elsewhere'")
@@ -299,13 +293,13 @@ def test_a_copy_gets_an_identity_and_an_empty_outbox_of_its_own(world: OutboxWor
     assert {record.value.partition("-")[0] for record in world.records()} == {"own"}
 
 
-def test_a_database_without_the_schema_is_refused(empty_database_dsn: str, world: OutboxWorld) -> None:
+def test_a_database_without_the_schema_is_refused(empty_database_dsn: str, world: World) -> None:
     world.app_dsn = empty_database_dsn
     with pytest.raises(SchemaMismatch, match="mqlayer migrate"):
         relay_once(world.settings(), limits=QUICK)
 
 
-def test_memory_does_not_depend_on_the_backlog(world: OutboxWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_does_not_depend_on_the_backlog(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     chunks: list[int] = []
 
     def watched(rows: Any, lanes: Any) -> Any:
@@ -319,11 +313,11 @@ def test_memory_does_not_depend_on_the_backlog(world: OutboxWorld, monkeypatch: 
     assert max(chunks) <= 100
 
 
-def _shares(world: OutboxWorld) -> dict[str | None, int]:
+def _shares(world: World) -> dict[str | None, int]:
     return dict(world.rows("SELECT relay_id, count(*)::int FROM mqlayer_app.lp_set GROUP BY 1"))
 
 
-def _insert_row(world: OutboxWorld, *, lp: int, key: str, body: bytes) -> None:
+def _insert_row(world: World, *, lp: int, key: str, body: bytes) -> None:
     """Put a row into the outbox past the functions, which would refuse it."""
     world.rows(
         "WITH c AS (UPDATE mqlayer_app.counter SET seq = seq + 1 WHERE topic_id = 1 AND lp = %s RETURNING lp, seq) "
@@ -333,11 +327,11 @@ def _insert_row(world: OutboxWorld, *, lp: int, key: str, body: bytes) -> None:
     )  # fmt: skip
 
 
-def _count(world: OutboxWorld, lps: range) -> int:
+def _count(world: World, lps: range) -> int:
     return sum(len(chain) for (_, lp), chain in world.relayed().items() if lp in lps)
 
 
-def _published(world: OutboxWorld, lps: range) -> int:
+def _published(world: World, lps: range) -> int:
     return sum(len(chain) for (_, lp), chain in world.published().items() if lp in lps)
 
 

@@ -13,7 +13,8 @@ from mqlayer.relay import relay_once
 from tests.fixtures.forked_programs import Process, is_stopped
 from tests.fixtures.wait import wait_until
 from tests.proof.failpoint_names import failpoint_names
-from tests.proof.outbox_world import QUICK, OutboxWorld
+from tests.proof.partition_values import fall_back, snapshot
+from tests.proof.world import QUICK, World
 
 # Rows are voided in topics of the strategy best_effort only: test_voided.
 RELAY_FAILPOINTS = sorted(name for name in failpoint_names() if name.startswith("relay.") and "voided" not in name)
@@ -32,18 +33,14 @@ ONCE = {
 PLACES = [(name, nth) for name in RELAY_FAILPOINTS for nth in ((1,) if name in ONCE else (1, 2))]
 
 
-@pytest.fixture
-def world(database_dsn: str, redis_url: str, key_prefix: str) -> OutboxWorld:
-    """One node, one topic of two partitions, a backlog, and a row that can't be sent."""
-    world = OutboxWorld(database_dsn, key_prefix, [redis_url])
-    world.add_topic("orders", partitions=2)
+@pytest.fixture(autouse=True)
+def _backlog(world: World) -> None:
     world.publish(60)
-    return world
 
 
 @pytest.mark.parametrize(("name", "nth"), PLACES)
 def test_a_relay_killed_at_any_failpoint_leaves_chains_that_the_next_one_completes(
-    world: OutboxWorld, name: str, nth: int
+    world: World, name: str, nth: int
 ) -> None:
     _make_reachable(world, name)
     with world.relay_process(failpoints=f"{name}=kill@{nth}", chunk_rows=8) as process:
@@ -59,7 +56,7 @@ def test_a_relay_killed_at_any_failpoint_leaves_chains_that_the_next_one_complet
 
 
 @pytest.mark.parametrize("name", ["relay.after_send", "relay.after_append", "relay.before_progress"])
-def test_a_relay_stopped_past_its_lease_wakes_up_beside_its_successor(world: OutboxWorld, name: str) -> None:
+def test_a_relay_stopped_past_its_lease_wakes_up_beside_its_successor(world: World, name: str) -> None:
     with world.relay_process(failpoints=f"{name}=stop") as process:
         wait_until(lambda: is_stopped(process), timeout_s=30, what=f"{name} to be reached")
         with world.relay():
@@ -72,7 +69,7 @@ def test_a_relay_stopped_past_its_lease_wakes_up_beside_its_successor(world: Out
             assert process.wait(timeout=20) == 0
 
 
-def test_a_relay_told_to_end_finishes_and_gives_its_lps_back(world: OutboxWorld) -> None:
+def test_a_relay_told_to_end_finishes_and_gives_its_lps_back(world: World) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         world.publish(100, tag=f"before-{number}")
         with world.relay_process() as process:
@@ -83,14 +80,14 @@ def test_a_relay_told_to_end_finishes_and_gives_its_lps_back(world: OutboxWorld)
         assert world.rows("SELECT count(*)::int FROM mqlayer_app.relay") == [(0,)]
 
 
-def test_the_compensating_pass_makes_up_for_a_killed_relay(world: OutboxWorld) -> None:
+def test_the_compensating_pass_makes_up_for_a_killed_relay(world: World) -> None:
     with world.relay_process(failpoints="relay.after_send=kill") as process:
         assert process.wait(timeout=20) == -signal.SIGKILL
     wait_until(lambda: relay_once(world.settings(), limits=QUICK) + world.whole(), what="the lease of the dead to end")
     world.wait_until_whole()
 
 
-def _make_reachable(world: OutboxWorld, name: str) -> None:
+def _make_reachable(world: World, name: str) -> None:
     """Have something to do at places that a relay does not come by every day."""
     if "quarantine" in name:
         for key in ("key-1", "key-2"):
@@ -100,21 +97,21 @@ def _make_reachable(world: OutboxWorld, name: str) -> None:
         world.rows("SELECT setval('mqlayer_app.outbox_number', 100000)")
     if "_lower" in name:
         # The node holds nothing of what was recorded as relayed.
-        before = world.snapshot()
+        before = snapshot(world)
         relay_once(world.settings(), limits=QUICK)
-        world.fall_back(before)
+        fall_back(world, before)
 
 
-def _publish_until_dead(world: OutboxWorld, process: Process) -> bool:
+def _publish_until_dead(world: World, process: Process) -> bool:
     world.publish(5, tag="while")
     return process.poll() is not None
 
 
-def _spoil(world: OutboxWorld, lp: int) -> None:
+def _spoil(world: World, lp: int) -> None:
     world.rows("UPDATE mqlayer_app.outbox SET key = repeat('x', 600) WHERE lp = %s AND seq = 2", lp)
 
 
-def _repair(world: OutboxWorld) -> None:
+def _repair(world: World) -> None:
     world.rows("UPDATE mqlayer_app.outbox SET key = 'repaired' WHERE length(key) > 512")
     with Database(world.dsn) as database:
         retry_quarantined(database)

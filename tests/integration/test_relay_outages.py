@@ -21,23 +21,12 @@ from mqlayer.stack import RedisServer
 from mqlayer.topics import register_node
 from tests.fixtures.servers import StartPostgres, StartRedis
 from tests.fixtures.wait import wait_until
-from tests.proof.outbox_world import QUICK, OutboxWorld
+from tests.proof.partition_values import fall_back, remove_partitions, snapshot
 from tests.proof.proxy import TcpProxy
 from tests.proof.runtimes import runtime_of
+from tests.proof.world import QUICK, World
 
-
-@pytest.fixture
-def node(start_redis: StartRedis) -> RedisServer:
-    """A Redis of the test's own."""
-    return start_redis()
-
-
-@pytest.fixture
-def world(database_dsn: str, node: RedisServer, key_prefix: str) -> OutboxWorld:
-    """One node, one topic of two partitions."""
-    world = OutboxWorld(database_dsn, key_prefix, [node.url])
-    world.add_topic("orders", partitions=2)
-    return world
+pytestmark = pytest.mark.world(own_node=True)
 
 
 @pytest.fixture
@@ -53,7 +42,7 @@ def says(caplog: pytest.LogCaptureFixture, event: str) -> bool:
     return event in [record.message for record in caplog.records]
 
 
-def bodies(world: OutboxWorld, tag: str) -> list[str]:
+def bodies(world: World, tag: str) -> list[str]:
     """Return what the partitions hold of a tag."""
     return [body for chain in world.relayed().values() for _, _, body in chain if body.startswith(tag)]
 
@@ -63,9 +52,7 @@ def through(dsn: str, proxy: TcpProxy) -> str:
     return make_conninfo(dsn, host=proxy.host, port=proxy.port, password="secret-of-the-test")
 
 
-def test_a_node_that_is_killed_and_restarts_is_armed_again_and_nothing_is_lost(
-    world: OutboxWorld, node: RedisServer
-) -> None:
+def test_a_node_that_is_killed_and_restarts_is_armed_again_and_nothing_is_lost(world: World, node: RedisServer) -> None:
     with world.relay():
         world.publish(50)
         world.wait_until_whole()
@@ -75,7 +62,7 @@ def test_a_node_that_is_killed_and_restarts_is_armed_again_and_nothing_is_lost(
         world.wait_until_whole()
 
 
-def test_a_node_that_lost_everything_gets_it_again_from_the_outbox(world: OutboxWorld, node: RedisServer) -> None:
+def test_a_node_that_lost_everything_gets_it_again_from_the_outbox(world: World, node: RedisServer) -> None:
     with world.relay():
         world.publish(50)
         world.wait_until_whole()
@@ -87,7 +74,7 @@ def test_a_node_that_lost_everything_gets_it_again_from_the_outbox(world: Outbox
         world.wait_until_whole()
 
 
-def test_a_node_that_fell_back_gets_the_rest_again_without_traffic(world: OutboxWorld, node: RedisServer) -> None:
+def test_a_node_that_fell_back_gets_the_rest_again_without_traffic(world: World, node: RedisServer) -> None:
     with world.relay(), redis.Redis.from_url(node.url) as client:
         world.publish(40)
         world.wait_until_whole()
@@ -104,22 +91,22 @@ def test_a_node_that_fell_back_gets_the_rest_again_without_traffic(world: Outbox
 
 
 def test_marks_of_a_partition_that_is_not_there_are_not_taken_for_rows_that_are_gone(
-    world: OutboxWorld, caplog: pytest.LogCaptureFixture
+    world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A node is emptied, the outbox rotated, and arming takes a while: marks come back, and nothing is missing."""
     with Database(world.dsn) as database, world.relay():
         world.publish(50)
         world.wait_until_whole()
-        before = world.snapshot()
+        before = snapshot(world)
         world.rows("DELETE FROM mqlayer_app.outbox")
         with database.connection() as arming, arming.transaction():
             # Nobody arms the node meanwhile.
             arming.execute("SELECT 1 FROM mqlayer.node FOR UPDATE")
-            world.remove()
+            remove_partitions(world)
             wait_until(
                 lambda: says(caplog, "relay_node_away") or list_quarantined(database), what="the relay misses it"
             )
-            world.fall_back(before)
+            fall_back(world, before)
         world.publish(20, tag="later")
         later = [f"later-{number}" for number in range(20)]
         wait_until(lambda: sorted(later) == sorted(bodies(world, "later")), what="all that came later")
@@ -127,7 +114,7 @@ def test_marks_of_a_partition_that_is_not_there_are_not_taken_for_rows_that_are_
 
 
 def test_a_relay_that_meets_a_full_memory_keeps_its_connection(
-    world: OutboxWorld, node: RedisServer, caplog: pytest.LogCaptureFixture
+    world: World, node: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What only reads is answered: it says what is wrong, and goes on by itself."""
     with redis.Redis.from_url(node.url) as client:
@@ -145,23 +132,20 @@ def test_a_relay_that_meets_a_full_memory_keeps_its_connection(
 
 
 def test_what_fails_while_a_node_is_armed_does_not_end_the_relay(
-    world: OutboxWorld, node: RedisServer, caplog: pytest.LogCaptureFixture
+    world: World, node: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Not only what is known to fail: a fault about one node must not stop the others' LPs."""
     failpoints.arm("rearm.before_fence", "raise")
-    try:
-        with world.relay():
-            node.kill()
-            node.start()
-            world.publish(50)
-            world.wait_until_whole()
-    finally:
-        failpoints.disarm_all()
+    with world.relay():
+        node.kill()
+        node.start()
+        world.publish(50)
+        world.wait_until_whole()
     told = {record.__dict__.get("error") for record in caplog.records if record.message == "relay_connect_failed"}
     assert told == {"FailpointHit"}
 
 
-def test_scripts_that_were_flushed_are_loaded_again(world: OutboxWorld, node: RedisServer) -> None:
+def test_scripts_that_were_flushed_are_loaded_again(world: World, node: RedisServer) -> None:
     with world.relay(), redis.Redis.from_url(node.url) as client:
         world.publish(20)
         world.wait_until_whole()
@@ -171,7 +155,7 @@ def test_scripts_that_were_flushed_are_loaded_again(world: OutboxWorld, node: Re
 
 
 def test_a_node_that_is_down_at_the_start_is_waited_for(
-    world: OutboxWorld, node: RedisServer, caplog: pytest.LogCaptureFixture
+    world: World, node: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     node.stop()
     world.publish(20)
@@ -185,7 +169,7 @@ def test_a_node_that_stands_still_has_only_its_own_lps_wait(
     database_dsn: str, key_prefix: str, node: RedisServer, start_redis: StartRedis
 ) -> None:
     other = start_redis()
-    world = OutboxWorld(database_dsn, key_prefix, [node.url, other.url])
+    world = World(database_dsn, key_prefix, [node.url, other.url])
     world.add_topic("orders", partitions=2)
     with world.relay():
         world.publish(40, keys=40)
@@ -201,7 +185,7 @@ def test_a_reply_that_is_lost_is_asked_for_again_and_stored_once(
     database_dsn: str, key_prefix: str, node: RedisServer
 ) -> None:
     with TcpProxy("127.0.0.1", node.port) as proxy:
-        world = OutboxWorld(database_dsn, key_prefix, [f"redis://127.0.0.1:{proxy.port}/0"])
+        world = World(database_dsn, key_prefix, [f"redis://127.0.0.1:{proxy.port}/0"])
         world.add_topic("orders", partitions=2)
         with world.relay():
             world.publish(20)
@@ -218,7 +202,7 @@ def test_a_request_that_is_cut_in_the_middle_is_sent_again(
     database_dsn: str, key_prefix: str, node: RedisServer
 ) -> None:
     with TcpProxy("127.0.0.1", node.port) as proxy:
-        world = OutboxWorld(database_dsn, key_prefix, [f"redis://127.0.0.1:{proxy.port}/0"])
+        world = World(database_dsn, key_prefix, [f"redis://127.0.0.1:{proxy.port}/0"])
         world.add_topic("orders", partitions=2)
         with world.relay():
             for number, size in enumerate((0, 100, 1_000)):
@@ -230,7 +214,7 @@ def test_a_request_that_is_cut_in_the_middle_is_sent_again(
 
 
 def test_postgres_away_at_the_start_is_waited_for_and_its_password_is_not_told(
-    world: OutboxWorld, connection: TcpProxy, caplog: pytest.LogCaptureFixture
+    world: World, connection: TcpProxy, caplog: pytest.LogCaptureFixture
 ) -> None:
     world.app_dsn = world.control_dsn = through(world.dsn, connection)
     connection.refuse_new()
@@ -246,9 +230,7 @@ def test_postgres_away_at_the_start_is_waited_for_and_its_password_is_not_told(
     assert "secret-of-the-test" not in "".join(told) + caplog.text
 
 
-def test_the_compensating_pass_ends_in_its_time_while_postgres_is_away(
-    world: OutboxWorld, connection: TcpProxy
-) -> None:
+def test_the_compensating_pass_ends_in_its_time_while_postgres_is_away(world: World, connection: TcpProxy) -> None:
     world.app_dsn = world.control_dsn = through(world.dsn, connection)
     connection.refuse_new()
     world.publish(5)
@@ -259,7 +241,7 @@ def test_the_compensating_pass_ends_in_its_time_while_postgres_is_away(
     assert relay_once(world.settings(), at_most_s=30.0, limits=QUICK) == 5
 
 
-def test_postgres_lost_while_running_is_connected_to_again(world: OutboxWorld, connection: TcpProxy) -> None:
+def test_postgres_lost_while_running_is_connected_to_again(world: World, connection: TcpProxy) -> None:
     world.app_dsn = world.control_dsn = through(world.dsn, connection)
     with world.relay():
         for turn in range(3):
@@ -271,7 +253,7 @@ def test_postgres_lost_while_running_is_connected_to_again(world: OutboxWorld, c
             world.wait_until_whole()
 
 
-def test_answers_of_postgres_that_are_lost_cost_nothing(world: OutboxWorld, connection: TcpProxy) -> None:
+def test_answers_of_postgres_that_are_lost_cost_nothing(world: World, connection: TcpProxy) -> None:
     world.app_dsn = world.control_dsn = through(world.dsn, connection)
     with world.relay():
         for turn, size in enumerate((0, 50, 500)):
@@ -286,7 +268,7 @@ def test_a_postgres_that_crashes_is_waited_for(start_postgres: StartPostgres, re
     server = start_postgres(options={"fsync": "on"})
     dsn = server.create_database("app")
     migrate(dsn)
-    world = OutboxWorld(dsn, key_prefix, [redis_url])
+    world = World(dsn, key_prefix, [redis_url])
     world.add_topic("orders", partitions=2)
     with world.relay():
         world.publish(50)
@@ -296,7 +278,7 @@ def test_a_postgres_that_crashes_is_waited_for(start_postgres: StartPostgres, re
         world.wait_until_whole()
 
 
-def test_a_wrong_key_prefix_is_refused_and_makes_no_second_home(world: OutboxWorld, node: RedisServer) -> None:
+def test_a_wrong_key_prefix_is_refused_and_makes_no_second_home(world: World, node: RedisServer) -> None:
     world.publish(20)
     home, world.key_prefix = world.key_prefix, "elsewhere"
     with world.relay():
@@ -308,7 +290,7 @@ def test_a_wrong_key_prefix_is_refused_and_makes_no_second_home(world: OutboxWor
         assert list(client.scan_iter("elsewhere:*")) == []
 
 
-def test_a_node_may_be_registered_again_by_anybody_while_a_relay_runs(world: OutboxWorld, node: RedisServer) -> None:
+def test_a_node_may_be_registered_again_by_anybody_while_a_relay_runs(world: World, node: RedisServer) -> None:
     with world.relay():
         with Database(world.dsn) as database:
             register_node(runtime_of(database), name="node-1", url=node.url)
@@ -316,12 +298,12 @@ def test_a_node_may_be_registered_again_by_anybody_while_a_relay_runs(world: Out
         world.wait_until_whole()
 
 
-def _served_by_first(world: OutboxWorld, node: RedisServer) -> int:
+def _served_by_first(world: World, node: RedisServer) -> int:
     with redis.Redis(port=urlsplit(node.url).port or 0) as client:
         return sum(client.xlen(key) for key in client.scan_iter(f"{world.key_prefix}:*:log"))
 
 
-def _owed_to_first(world: OutboxWorld) -> int:
+def _owed_to_first(world: World) -> int:
     return sum(len(chain) for (_, lp), chain in world.published().items() if lp < 512)
 
 

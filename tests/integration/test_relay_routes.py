@@ -9,19 +9,11 @@ import redis
 
 from mqlayer.redis.keys import partition_keys
 from tests.fixtures.wait import wait_until
-from tests.proof.outbox_world import OutboxWorld
-
-
-@pytest.fixture
-def world(database_dsn: str, redis_url: str, key_prefix: str) -> OutboxWorld:
-    """One node, one topic of two partitions: 1 has the LPs below 512, 2 the others."""
-    world = OutboxWorld(database_dsn, key_prefix, [redis_url])
-    world.add_topic("orders", partitions=2)
-    return world
+from tests.proof.world import World
 
 
 @pytest.mark.parametrize("state", ["sealed", "importing"])
-def test_a_partition_that_is_not_open_has_its_lps_wait_and_goes_on_in_order(world: OutboxWorld, state: str) -> None:
+def test_a_partition_that_is_not_open_has_its_lps_wait_and_goes_on_in_order(world: World, state: str) -> None:
     with redis.Redis.from_url(world.urls[0]) as client, world.relay():
         meta = partition_keys(world.key_prefix, 1).meta
         world.publish(60)
@@ -34,7 +26,7 @@ def test_a_partition_that_is_not_open_has_its_lps_wait_and_goes_on_in_order(worl
         world.wait_until_whole()
 
 
-def test_lps_that_moved_to_another_partition_are_followed_there(world: OutboxWorld) -> None:
+def test_lps_that_moved_to_another_partition_are_followed_there(world: World) -> None:
     with world.relay():
         world.publish(60)
         world.wait_until_whole()
@@ -46,7 +38,7 @@ def test_lps_that_moved_to_another_partition_are_followed_there(world: OutboxWor
     assert {record.partition for record in world.records()} == {1, 2, 3, 4, 5}
 
 
-def move(world: OutboxWorld, *, partition: int, successor: int, version: int) -> None:
+def move(world: World, *, partition: int, successor: int, version: int) -> None:
     """Do what a route change does, the short way: seal, hand the marks over, open, put the version in force."""
     ((lp_from, lp_to),) = world.rows("SELECT lp_from, lp_to FROM mqlayer.partition WHERE partition_id = %s", partition)
     world.rows(
@@ -70,9 +62,9 @@ def move(world: OutboxWorld, *, partition: int, successor: int, version: int) ->
     )  # fmt: skip
 
 
-def relayed(world: OutboxWorld, lp_from: int) -> int:
+def relayed(world: World, lp_from: int) -> int:
     return sum(len(chain) for (_, lp), chain in world.relayed().items() if lp_from <= lp < lp_from + 512)
 
 
-def published(world: OutboxWorld, lp_from: int) -> int:
+def published(world: World, lp_from: int) -> int:
     return sum(len(chain) for (_, lp), chain in world.published().items() if lp_from <= lp < lp_from + 512)

@@ -40,10 +40,10 @@ from mqlayer.routes import retire_partitions
 from mqlayer.runtime.route_cache import RouteCache, load_nodes
 from mqlayer.topics import rearm_node, set_archived
 from tests.fixtures.wait import wait_until
-from tests.proof.outbox_world import QUICK, OutboxWorld
 from tests.proof.rounds import KEYS, ROUND, Seen, of_tags
 from tests.proof.route_steps import split
 from tests.proof.runtimes import runtime_of
+from tests.proof.world import QUICK, World
 
 PARENT: Final = 1
 GROUP: Final = "ledger"
@@ -54,7 +54,7 @@ PARTS: Final = (2, 9)
 class Sealed:
     """An archived topic whose first partition was split: round a is in it, round b in its successors."""
 
-    def __init__(self, world: OutboxWorld, database: Database, part: int) -> None:
+    def __init__(self, world: World, database: Database, part: int) -> None:
         self.world, self.database, self.prefix = world, database, world.key_prefix
         self.keys = partition_keys(self.prefix, PARENT)
         self.client: redis.Redis = redis.Redis.from_url(world.urls[0])
@@ -102,7 +102,7 @@ class Sealed:
 
 @pytest.fixture(params=PARTS, ids=[f"-{part}" for part in PARTS])
 def sealed(request: pytest.FixtureRequest, database_dsn: str, redis_url: str, key_prefix: str) -> Iterator[Sealed]:
-    world = OutboxWorld(database_dsn, key_prefix, [redis_url])
+    world = World(database_dsn, key_prefix, [redis_url])
     world.add_topic("orders", partitions=1)
     with Database(world.dsn) as database:
         sealed = Sealed(world, database, request.param)

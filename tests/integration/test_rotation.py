@@ -9,43 +9,36 @@ from mqlayer.outbox import rotate
 from mqlayer.postgres.database import Database
 from mqlayer.relay import relay_once
 from tests.fixtures.wait import wait_until
-from tests.proof.outbox_world import QUICK, OutboxWorld
+from tests.proof.partition_values import fall_back, set_states, snapshot
+from tests.proof.world import QUICK, World
+
+pytestmark = pytest.mark.world(relayed=20)
 
 
 @pytest.fixture
-def world(database_dsn: str, redis_url: str, key_prefix: str) -> OutboxWorld:
-    """An outbox with relayed rows in an old slot."""
-    world = OutboxWorld(database_dsn, key_prefix, [redis_url])
-    world.add_topic("orders", partitions=2)
-    world.publish(20)
-    relay_once(world.settings(), limits=QUICK)
-    return world
-
-
-@pytest.fixture
-def old_slot(world: OutboxWorld) -> int:
+def old_slot(world: World) -> int:
     """The slot of half an hour ago, into which all rows are put."""
     return age(world)
 
 
-def age(world: OutboxWorld) -> int:
+def age(world: World) -> int:
     """Put all rows into the slot of half an hour ago; return it."""
     (slot,) = world.rows("SELECT (floor(date_part('epoch', clock_timestamp()) / 900)::bigint + 2) & 3")[0]
     world.rows("UPDATE mqlayer_app.outbox SET slot = %s", slot)
     return int(slot)
 
 
-def relayed_count(world: OutboxWorld) -> int:
+def relayed_count(world: World) -> int:
     """Return how many messages are recorded as relayed."""
     return int(world.rows("SELECT coalesce(sum(seq), 0) FROM mqlayer_app.relayed")[0][0])
 
 
-def rotated(world: OutboxWorld) -> dict[int, str]:
+def rotated(world: World) -> dict[int, str]:
     with Database(world.dsn) as database:
         return dict(rotate(database))
 
 
-def test_a_slot_whose_rows_are_relayed_and_old_is_emptied(world: OutboxWorld, old_slot: int) -> None:
+def test_a_slot_whose_rows_are_relayed_and_old_is_emptied(world: World, old_slot: int) -> None:
     answers = rotated(world)
     assert answers[old_slot] == "emptied"
     assert sorted(answers.values()) == ["current", "current", "emptied", "empty"]
@@ -53,21 +46,21 @@ def test_a_slot_whose_rows_are_relayed_and_old_is_emptied(world: OutboxWorld, ol
     assert rotated(world)[old_slot] == "empty"
 
 
-def test_a_slot_with_one_row_that_is_not_relayed_stays(world: OutboxWorld, old_slot: int) -> None:
+def test_a_slot_with_one_row_that_is_not_relayed_stays(world: World, old_slot: int) -> None:
     world.publish(1, tag="waiting")
     world.rows("UPDATE mqlayer_app.outbox SET slot = %s", old_slot)
     assert rotated(world)[old_slot] == "waiting"
     assert sum(map(len, world.published().values())) == 21
 
 
-def test_rows_of_this_and_the_last_quarter_of_an_hour_stay(world: OutboxWorld) -> None:
+def test_rows_of_this_and_the_last_quarter_of_an_hour_stay(world: World) -> None:
     assert "emptied" not in rotated(world).values()
     assert sum(map(len, world.published().values())) == 20
 
 
 @pytest.mark.parametrize("known", [-1, 77])
 def test_nothing_is_emptied_before_an_outbox_that_may_lack_commits_is_recovered(
-    world: OutboxWorld, old_slot: int, known: int
+    world: World, old_slot: int, known: int
 ) -> None:
     """What nodes lost of it is not noted so far, and is to be sent again from these rows."""
     world.rows("UPDATE mqlayer_app.identity SET timeline = %s", known)
@@ -76,7 +69,7 @@ def test_nothing_is_emptied_before_an_outbox_that_may_lack_commits_is_recovered(
     assert rotated(world)[old_slot] == "emptied"
 
 
-def test_a_slot_that_an_open_transaction_wrote_to_stays_and_nobody_waits(world: OutboxWorld, old_slot: int) -> None:
+def test_a_slot_that_an_open_transaction_wrote_to_stays_and_nobody_waits(world: World, old_slot: int) -> None:
     with psycopg.connect(world.dsn) as writer:
         writer.execute("UPDATE mqlayer_app.outbox SET key = key WHERE slot = %s", (old_slot,))
         assert rotated(world)[old_slot] == "busy"
@@ -84,33 +77,31 @@ def test_a_slot_that_an_open_transaction_wrote_to_stays_and_nobody_waits(world: 
     assert rotated(world)[old_slot] == "emptied"
 
 
-def test_relaying_goes_on_after_rotation(world: OutboxWorld, old_slot: int) -> None:
+def test_relaying_goes_on_after_rotation(world: World, old_slot: int) -> None:
     assert rotated(world)[old_slot] == "emptied"
     world.publish(10, tag="after")
     assert relay_once(world.settings(), limits=QUICK) == 10
     assert sum(map(len, world.relayed().values())) == 30
 
 
-def test_what_redis_lost_keeps_its_slot_until_it_is_sent_again(world: OutboxWorld) -> None:
+def test_what_redis_lost_keeps_its_slot_until_it_is_sent_again(world: World) -> None:
     """A node falls back and takes nothing for a while: the relay takes back what it had recorded as relayed."""
-    before = world.snapshot()
+    before = snapshot(world)
     world.publish(20, tag="lost")
     relay_once(world.settings(), limits=QUICK)
     slot = age(world)
     assert relayed_count(world) == 40
-    world.fall_back(before, state="sealed")
+    fall_back(world, before, state="sealed")
     with world.relay():
         wait_until(lambda: relayed_count(world) == 20, what="what was lost to be taken back")
         assert rotated(world)[slot] == "waiting"
-        world.set_state("open")
+        set_states(world, "open")
         world.wait_until_whole()
         wait_until(lambda: relayed_count(world) == 40, what="it to be recorded again")
     assert rotated(world)[slot] == "emptied"
 
 
-def test_rotation_sees_what_was_committed_last_whatever_the_databases_isolation_is(
-    world: OutboxWorld, old_slot: int
-) -> None:
+def test_rotation_sees_what_was_committed_last_whatever_the_databases_isolation_is(world: World, old_slot: int) -> None:
     (name,) = world.rows("SELECT current_database()")[0]
     world.rows(f"ALTER DATABASE \"{name}\" SET default_transaction_isolation = 'repeatable read'")
     assert rotated(world)[old_slot] == "emptied"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import redis
 
-from mqlayer import App, Context, failpoints
+from mqlayer import App, Context
 from mqlayer.domain.routing import LpRange, NodeId, PartitionId, Route, RouteVersion
 from mqlayer.errors import Conflict, InvalidInput, NotFound
 from mqlayer.postgres.database import Database
@@ -25,23 +25,17 @@ from mqlayer.routes import (
     plan_split,
 )
 from mqlayer.runtime.route_cache import load_route
-from tests.fixtures.servers import StartRedis
+from tests.fixtures.failpoints import broken_off_at
 from tests.fixtures.wait import wait_until
-from tests.proof.outbox_world import OutboxWorld
 from tests.proof.route_steps import merge, move, split
 from tests.proof.runtimes import runtime_of
+from tests.proof.world import World
+
+pytestmark = pytest.mark.world(nodes=2)
 
 
 @pytest.fixture
-def world(database_dsn: str, redis_url: str, start_redis: StartRedis, key_prefix: str) -> OutboxWorld:
-    """Two nodes, a topic of two partitions, one on each."""
-    world = OutboxWorld(database_dsn, key_prefix, [redis_url, start_redis().url])
-    world.add_topic("orders", partitions=2)
-    return world
-
-
-@pytest.fixture
-def database(world: OutboxWorld) -> Database:
+def database(world: World) -> Database:
     """The control database."""
     return Database(world.dsn)
 
@@ -50,7 +44,7 @@ def ranges(route: Route) -> list[tuple[int, int, int, int]]:
     return [(r.lp_from, r.lp_to, r.partition, r.node) for r in route.ranges]
 
 
-def meta(world: OutboxWorld, partition: int) -> dict[Any, Any]:
+def meta(world: World, partition: int) -> dict[Any, Any]:
     for url in world.urls:
         found = redis.Redis.from_url(url, decode_responses=True).hgetall(f"{world.key_prefix}:{{{partition}}}:meta")
         if found:
@@ -58,7 +52,7 @@ def meta(world: OutboxWorld, partition: int) -> dict[Any, Any]:
     return {}
 
 
-def test_a_split_gives_its_lps_to_two_new_partitions(world: OutboxWorld, database: Database) -> None:
+def test_a_split_gives_its_lps_to_two_new_partitions(world: World, database: Database) -> None:
     route = split(runtime_of(database, world.key_prefix), "orders", 1, at=[100])
     assert ranges(route) == [(0, 100, 3, 1), (100, 512, 4, 1), (512, 1024, 2, 2)]
     assert route.version == 2
@@ -66,7 +60,7 @@ def test_a_split_gives_its_lps_to_two_new_partitions(world: OutboxWorld, databas
     assert [meta(world, p)["state"] for p in (3, 4)] == ["open", "open"]
 
 
-def test_consumers_keep_every_keys_order_over_split_merge_and_move(world: OutboxWorld, database: Database) -> None:
+def test_consumers_keep_every_keys_order_over_split_merge_and_move(world: World, database: Database) -> None:
     app = App(world.settings(lease_s=2.0))
     seen: dict[str, list[int]] = defaultdict(list)
 
@@ -98,7 +92,7 @@ def test_consumers_keep_every_keys_order_over_split_merge_and_move(world: Outbox
     assert route.version == 4
 
 
-def test_a_plan_that_somebody_elses_change_overtook_changes_nothing(world: OutboxWorld, database: Database) -> None:
+def test_a_plan_that_somebody_elses_change_overtook_changes_nothing(world: World, database: Database) -> None:
     """Case 12: of two operators one gets the next version, the other a conflict; no version is skipped."""
     route = load_route(database, "orders")
     mine, theirs = plan_split(route, 1, [100]), plan_split(route, 2, [600])
@@ -109,18 +103,10 @@ def test_a_plan_that_somebody_elses_change_overtook_changes_nothing(world: Outbo
     assert meta(world, 1)["state"] == "open"
 
 
-def stop_at(name: str, work: Callable[[], object]) -> None:
-    failpoints.arm(name, "raise")
-    try:
-        with pytest.raises(failpoints.FailpointHit):
-            work()
-    finally:
-        failpoints.disarm_all()
-
-
-def test_a_change_that_sealed_nothing_may_be_dropped(world: OutboxWorld, database: Database) -> None:
+def test_a_change_that_sealed_nothing_may_be_dropped(world: World, database: Database) -> None:
     plan = plan_move(load_route(database, "orders"), 1, NodeId(2))
-    stop_at("change.before_sealing_commit", lambda: apply_change(runtime_of(database, world.key_prefix), plan))
+    with broken_off_at("change.before_sealing_commit"):
+        apply_change(runtime_of(database, world.key_prefix), plan)
     assert drop_change(runtime_of(database), "orders") == 1
     with pytest.raises(NotFound, match="open route change"):
         drop_change(runtime_of(database), "orders")
@@ -129,9 +115,10 @@ def test_a_change_that_sealed_nothing_may_be_dropped(world: OutboxWorld, databas
     assert move(runtime_of(database, world.key_prefix), "orders", 1).version == 2
 
 
-def test_a_change_that_may_have_sealed_something_only_goes_forward(world: OutboxWorld, database: Database) -> None:
+def test_a_change_that_may_have_sealed_something_only_goes_forward(world: World, database: Database) -> None:
     plan = plan_move(load_route(database, "orders"), 1, NodeId(2))
-    stop_at("change.after_seal", lambda: apply_change(runtime_of(database, world.key_prefix), plan))
+    with broken_off_at("change.after_seal"):
+        apply_change(runtime_of(database, world.key_prefix), plan)
     with pytest.raises(Conflict, match="only goes forward"):
         drop_change(runtime_of(database), "orders")
     assert finish_changes(runtime_of(database, world.key_prefix)) == {1: "done"}

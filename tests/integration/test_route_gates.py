@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
@@ -37,15 +36,10 @@ from tests.fixtures.gate_scenes import KEYS, GateScene
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.wait import wait_until
 from tests.proof.manual_member import LEASE_S
-from tests.proof.outbox_world import OutboxWorld
 from tests.proof.runtimes import runtime_of
+from tests.proof.world import World
 
-
-@pytest.fixture(autouse=True)
-def _nothing_stays_armed() -> Iterator[None]:
-    yield
-    failpoints.disarm_all()
-
+pytestmark = pytest.mark.world(nodes=2)
 
 # Publishing
 
@@ -72,7 +66,7 @@ def test_a_parent_on_a_node_that_is_away_leaves_the_others_open(
 ) -> None:
     """Publishing to a healthy partition must not wait for a node that has nothing to do with it."""
     away = start_redis()
-    world = OutboxWorld(database_dsn, key_prefix, [redis_url, away.url])
+    world = World(database_dsn, key_prefix, [redis_url, away.url])
     world.add_topic("orders", partitions=2)
     with Database(world.dsn) as database:
         scene = GateScene(world, database)
@@ -497,7 +491,7 @@ def test_only_the_owner_that_read_the_recorded_command_opens_the_gate(gate_scene
     assert [row[0] for row in rows] == ([2, *children] if taken else [1, 2])
 
 
-def _waits_for_a_lock(world: OutboxWorld) -> bool:
+def _waits_for_a_lock(world: World) -> bool:
     return world.rows(
         "SELECT count(*)::int FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()"
     ) != [(0,)]

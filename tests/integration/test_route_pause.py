@@ -23,11 +23,10 @@ from mqlayer.postgres.database import Database
 from mqlayer.producing import Producer, Receipt
 from mqlayer.redis.keys import partition_keys
 from mqlayer.runtime.route_cache import load_route
-from tests.fixtures.servers import StartRedis
 from tests.fixtures.wait import wait_until
-from tests.proof.outbox_world import OutboxWorld
 from tests.proof.route_steps import move
 from tests.proof.runtimes import runtime_of
+from tests.proof.world import World
 
 KEYS = 4
 EVERY_S = 0.02
@@ -43,6 +42,8 @@ ALLOWANCE_S = 2.0
 
 
 StartMembers = Callable[[str, str], dict[str, App]]
+
+pytestmark = pytest.mark.world(nodes=2, partitions=3)
 
 
 class Handled(NamedTuple):
@@ -115,30 +116,15 @@ def steady_load(producer: Producer, keys: list[str]) -> Iterator[list[Future[Rec
 
 
 @pytest.fixture
-def world(database_dsn: str, redis_url: str, start_redis: StartRedis, key_prefix: str) -> OutboxWorld:
-    """Two nodes, a topic of three partitions: the second alone on the second node."""
-    world = OutboxWorld(database_dsn, key_prefix, [redis_url, start_redis().url])
-    world.add_topic("orders", partitions=3)
-    return world
-
-
-@pytest.fixture
-def database(world: OutboxWorld) -> Iterator[Database]:
-    """The control database."""
-    with Database(world.dsn) as database:
-        yield database
-
-
-@pytest.fixture
-def clocked(database: Database) -> Clocked:
+def clocked(world: World) -> Clocked:
     """The handler of all members, and the keys of the second partition."""
-    parent = load_route(database, "orders").ranges[1]
+    parent = world.routes["orders"].ranges[1]
     names = (f"key-{number}" for number in range(1_000))
     return Clocked(list(islice((n for n in names if parent.lp_from <= lp_of(n.encode()) < parent.lp_to), KEYS)))
 
 
 @pytest.fixture
-def start_members(world: OutboxWorld, clocked: Clocked, monkeypatch: pytest.MonkeyPatch) -> Iterator[StartMembers]:
+def start_members(world: World, clocked: Clocked, monkeypatch: pytest.MonkeyPatch) -> Iterator[StartMembers]:
     """Start two members without heartbeats: the first one holds two partitions, the second one the third."""
     monkeypatch.setattr(heartbeat, "LONGEST_HEARTBEAT_S", BEAT_S)
     apps: dict[str, App] = {}
@@ -161,7 +147,7 @@ def start_members(world: OutboxWorld, clocked: Clocked, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize(("first", "second"), [("a", "b"), ("b", "a")], ids=["to-the-same-member", "to-another-member"])
 def test_a_move_under_load_stops_a_key_for_the_drain_and_one_poll(
-    world: OutboxWorld, database: Database, clocked: Clocked, start_members: StartMembers, first: str, second: str
+    world: World, database: Database, clocked: Clocked, start_members: StartMembers, first: str, second: str
 ) -> None:
     """Case 23: the pause is the parent's drain and one poll, not a heartbeat more.
 
@@ -200,7 +186,7 @@ def test_a_move_under_load_stops_a_key_for_the_drain_and_one_poll(
 
 
 def test_a_parent_drained_before_its_successor_may_be_read_costs_no_heartbeat_either(
-    world: OutboxWorld, database: Database, clocked: Clocked, start_members: StartMembers, tmp_path: Path
+    world: World, database: Database, clocked: Clocked, start_members: StartMembers, tmp_path: Path
 ) -> None:
     """Case 23: who drains between the seal and the new route finds nothing to give out; the change has to tell."""
     start_members("a", "b")
@@ -221,7 +207,6 @@ def test_a_parent_drained_before_its_successor_may_be_read_costs_no_heartbeat_ei
             wait_until(lambda: world.rows(drained) == [(parent.partition,)], what="the group to have drained it")
         finally:
             go_on.touch()
-            failpoints.disarm_all()
         wait_for_the_successor(clocked, driving.result(20).ranges[1].partition)
 
 

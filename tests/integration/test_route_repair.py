@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -26,38 +25,22 @@ from mqlayer.routes import (
 )
 from mqlayer.runtime.route_cache import RouteCache, load_route
 from mqlayer.topics import rearm_node
-from tests.fixtures.servers import StartRedis
+from tests.fixtures.failpoints import broken_off_at
 from tests.fixtures.wait import wait_until
-from tests.proof.outbox_world import OutboxWorld
 from tests.proof.route_steps import merge, move, split
 from tests.proof.runtimes import runtime_of
+from tests.proof.world import World
+
+pytestmark = pytest.mark.world(nodes=2)
 
 
-@pytest.fixture
-def world(database_dsn: str, redis_url: str, start_redis: StartRedis, key_prefix: str) -> Iterator[OutboxWorld]:
-    """Two nodes, a topic of two partitions, one on each."""
-    world = OutboxWorld(database_dsn, key_prefix, [redis_url, start_redis().url])
-    world.add_topic("orders", partitions=2)
-    yield world
-    failpoints.disarm_all()
-
-
-@pytest.fixture
-def database(world: OutboxWorld) -> Iterator[Database]:
-    """The control database."""
-    with Database(world.dsn) as database:
-        yield database
-
-
-def leave_planned(world: OutboxWorld, database: Database) -> None:
+def leave_planned(world: World, database: Database) -> None:
     """Plan a merge of both partitions, and leave it there."""
-    failpoints.arm("change.after_plan", "raise")
-    with pytest.raises(failpoints.FailpointHit):
+    with broken_off_at("change.after_plan"):
         merge(runtime_of(database, world.key_prefix), "orders", [1, 2])
-    failpoints.disarm_all()
 
 
-def make_group(world: OutboxWorld, database: Database, start: Start = "latest") -> None:
+def make_group(world: World, database: Database, start: Start = "latest") -> None:
     ensure_group(
         runtime_of(database, world.key_prefix),
         RouteCache(database),
@@ -67,13 +50,13 @@ def make_group(world: OutboxWorld, database: Database, start: Start = "latest") 
     )
 
 
-def meta(world: OutboxWorld, partition: int) -> str:
+def meta(world: World, partition: int) -> str:
     key = f"{world.key_prefix}:{{{partition}}}:meta"
     found = [redis.Redis.from_url(url, decode_responses=True).hget(key, "state") for url in world.urls]
     return next((str(state) for state in found if state), "absent")
 
 
-def test_who_applies_a_plan_that_somebody_drops_is_told(world: OutboxWorld, database: Database, tmp_path: Path) -> None:
+def test_who_applies_a_plan_that_somebody_drops_is_told(world: World, database: Database, tmp_path: Path) -> None:
     plan, door = planned_move(database, "orders", 1), tmp_path / "door"
     failpoints.arm("change.after_plan", f"wait:{door}")
     with ThreadPoolExecutor(1) as pool:
@@ -87,9 +70,7 @@ def test_who_applies_a_plan_that_somebody_drops_is_told(world: OutboxWorld, data
 
 
 @pytest.mark.slow
-def test_a_node_that_is_away_leaves_the_change_open_and_says_who_finishes_it(
-    world: OutboxWorld, database: Database
-) -> None:
+def test_a_node_that_is_away_leaves_the_change_open_and_says_who_finishes_it(world: World, database: Database) -> None:
     plan = planned_merge(database, "orders", [1, 2])
     world.rows("UPDATE mqlayer.node SET armed_run_id = 'another' WHERE name = 'node-2'")
     with pytest.raises(NodeNotArmed, match=r"change 1 stays open: mqlayer route repair orders"):
@@ -102,7 +83,7 @@ def test_a_node_that_is_away_leaves_the_change_open_and_says_who_finishes_it(
     assert finish_changes(runtime_of(database, world.key_prefix)) == {1: "done"}
 
 
-def test_a_group_whose_version_stayed_behind_is_raised(world: OutboxWorld, database: Database) -> None:
+def test_a_group_whose_version_stayed_behind_is_raised(world: World, database: Database) -> None:
     """A drain and the end of a change that met: neither saw the other's word."""
     split(runtime_of(database, world.key_prefix), "orders", 1, at=[100])
     split(runtime_of(database, world.key_prefix), "orders", 2, at=[600])
@@ -114,7 +95,7 @@ def test_a_group_whose_version_stayed_behind_is_raised(world: OutboxWorld, datab
     assert world.rows(version) == [(3,)]
 
 
-def test_an_old_copy_of_a_deleted_partition_takes_nothing(world: OutboxWorld, database: Database) -> None:
+def test_an_old_copy_of_a_deleted_partition_takes_nothing(world: World, database: Database) -> None:
     """A node put back to an old copy has it open again, and nobody would ever read what it takes."""
     split(runtime_of(database, world.key_prefix), "orders", 1, at=[100])
     make_group(world, database)
@@ -126,7 +107,7 @@ def test_an_old_copy_of_a_deleted_partition_takes_nothing(world: OutboxWorld, da
     assert meta(world, 1) == "deleted"
 
 
-def test_what_a_group_has_yet_to_settle_is_counted_from_what_is_kept(world: OutboxWorld, database: Database) -> None:
+def test_what_a_group_has_yet_to_settle_is_counted_from_what_is_kept(world: World, database: Database) -> None:
     with world.relay():
         world.publish(100, keys=40)
         world.wait_until_whole()
@@ -143,7 +124,7 @@ def test_what_a_group_has_yet_to_settle_is_counted_from_what_is_kept(world: Outb
     assert progress.remaining is None
 
 
-def test_a_plan_starts_from_the_version_that_is_asked_for(world: OutboxWorld, database: Database) -> None:
+def test_a_plan_starts_from_the_version_that_is_asked_for(world: World, database: Database) -> None:
     plan = planned_split(runtime_of(database, world.key_prefix), "orders", 1, if_version=1)
     assert [(s.lp_from, s.lp_to, s.node) for s in plan.successors] == [(0, 256, 1), (256, 512, 1)]
     with pytest.raises(Conflict, match="is at route version 1, not 4"):
@@ -156,6 +137,6 @@ def test_a_plan_starts_from_the_version_that_is_asked_for(world: OutboxWorld, da
         planned_move(database, "orders", 1, to="nobody")
 
 
-def test_a_move_without_a_target_goes_to_the_emptiest_other_node(world: OutboxWorld, database: Database) -> None:
+def test_a_move_without_a_target_goes_to_the_emptiest_other_node(world: World, database: Database) -> None:
     assert [s.node for s in planned_move(database, "orders", 1).successors] == [2]
     assert [r.node for r in move(runtime_of(database, world.key_prefix), "orders", 1).ranges] == [2, 2]

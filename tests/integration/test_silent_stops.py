@@ -14,14 +14,16 @@ from mqlayer.domain.routing import LP_COUNT, lp_of
 from mqlayer.settings import Settings
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.wait import wait_until
-from tests.proof.outbox_world import OutboxWorld
 from tests.proof.proxy import TcpProxy
+from tests.proof.world import World
 
 NODES = 4
 SILENCE_S = 60.0
 """For how long a process waits for an answer: longer than any of its parts may take to stop."""
 STOPPED_WITHIN_S = 15.0
 """Four silent nodes, one after the other, would take a member 20 to 40 s."""
+
+pytestmark = pytest.mark.world(partitions=NODES)
 
 
 @pytest.fixture
@@ -33,15 +35,13 @@ def lines(start_redis: StartRedis) -> Iterator[list[TcpProxy]]:
 
 
 @pytest.fixture
-def world(database_dsn: str, key_prefix: str, lines: list[TcpProxy]) -> OutboxWorld:
-    """A topic with a partition on each node."""
-    world = OutboxWorld(database_dsn, key_prefix, [f"redis://{line.host}:{line.port}/0" for line in lines])
-    world.add_topic("orders", partitions=NODES)
-    return world
+def world_urls(lines: list[TcpProxy]) -> list[str]:
+    """Each node is reached by its own way."""
+    return [f"redis://{line.host}:{line.port}/0" for line in lines]
 
 
 @pytest.fixture
-def settings(world: OutboxWorld) -> Settings:
+def settings(world: World) -> Settings:
     """Of a process that takes silence for an answer that is late."""
     return world.settings(socket_timeout_s=SILENCE_S, lease_s=30.0)
 
@@ -62,7 +62,7 @@ def stop_in_silence(lines: list[TcpProxy], stop: Callable[[], object]) -> float:
 
 
 @pytest.mark.parametrize("mode", ["exclusive", "shared"])
-def test_a_member_stops(world: OutboxWorld, settings: Settings, lines: list[TcpProxy], mode: str) -> None:
+def test_a_member_stops(world: World, settings: Settings, lines: list[TcpProxy], mode: str) -> None:
     app, handled = App(settings), list[bytes]()
     options = MemberOptions(drain_timeout_s=0.5)
     register = app.consumer("orders", group="g", mode=mode, options=options)  # type: ignore[arg-type]
@@ -77,7 +77,7 @@ def test_a_member_stops(world: OutboxWorld, settings: Settings, lines: list[TcpP
         assert stop_in_silence(lines, app.stop) < STOPPED_WITHIN_S
 
 
-def test_a_producer_closes(world: OutboxWorld, settings: Settings, lines: list[TcpProxy]) -> None:
+def test_a_producer_closes(world: World, settings: Settings, lines: list[TcpProxy]) -> None:
     producer = Producer(settings)
     for node in range(NODES):
         producer.send("orders", key=key_of(node), body=b"1")

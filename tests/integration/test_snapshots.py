@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -46,12 +46,6 @@ from tests.proof.runtimes import runtime_of
 pq = import_or_leave_out("pyarrow.parquet")
 
 HOUR = timedelta(hours=1)
-
-
-@pytest.fixture(autouse=True)
-def _nothing_stays_armed() -> Iterator[None]:
-    yield
-    failpoints.disarm_all()
 
 
 def read(archived: ArchivedTopics, name: str) -> list[tuple[Any, ...]]:

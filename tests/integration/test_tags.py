@@ -38,12 +38,6 @@ SETS = ((), ("eu",), ("us",), ("eu", "vip"), ("us", "vip"), ("eu", "us", "vip"))
 MANY = 100_000
 
 
-@pytest.fixture(autouse=True)
-def _nothing_stays_armed() -> Iterator[None]:
-    yield
-    disarm_all()
-
-
 @pytest.fixture
 def producer(stage: Stage) -> Iterator[Producer]:
     """A producer of the topic."""

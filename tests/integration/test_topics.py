@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
@@ -11,7 +10,6 @@ import psycopg
 import pytest
 import redis
 
-from mqlayer import failpoints
 from mqlayer.domain.routing import check_tiling
 from mqlayer.errors import ConfigurationRefused, Conflict, InvalidInput, InvalidName, NotFound, StoreUnavailable
 from mqlayer.postgres.database import Database
@@ -19,7 +17,7 @@ from mqlayer.redis.keys import partition_keys
 from mqlayer.runtime.route_cache import RouteCache, load_route
 from mqlayer.stack import RedisServer
 from mqlayer.topics import attach_topics, create_topic, list_nodes, list_topics, rearm_node, register_node
-from tests.fixtures.failpoints import armed
+from tests.fixtures.failpoints import armed, broken_off_at
 from tests.fixtures.forked_programs import ask_python
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.wait import wait_until
@@ -27,12 +25,6 @@ from tests.proof.route_ranges import range_of
 from tests.proof.runtimes import runtime_of
 
 PLACES = ["topic.after_allocate", "topic.after_make", "topic.after_activate"]
-
-
-@pytest.fixture
-def database(database_dsn: str) -> Iterator[Database]:
-    with Database(database_dsn) as database:
-        yield database
 
 
 @pytest.fixture
@@ -264,18 +256,13 @@ def test_arming_that_breaks_half_way_is_done_by_the_next(
     register_node(runtime_of(database), name="n1", url=server.url)
     create_topic(runtime_of(database, key_prefix), "orders", partitions=2)
     server.restart()
-    failpoints.arm(place, "raise")
-    try:
-        with psycopg.connect(database.dsn) as connection:
-            connection.execute(
-                "INSERT INTO mqlayer.consumer_group (topic_id, name, start, backoff_s) "
-                "VALUES (1, 'g', 'earliest', '{1}')"
-            )
-            connection.execute("INSERT INTO mqlayer.assignment (group_id, partition_id, epoch) VALUES (1, 1, 1)")
-        with pytest.raises(failpoints.FailpointHit):
-            rearm_node(runtime_of(database, key_prefix), "n1")
-    finally:
-        failpoints.disarm_all()
+    with psycopg.connect(database.dsn) as connection:
+        connection.execute(
+            "INSERT INTO mqlayer.consumer_group (topic_id, name, start, backoff_s) VALUES (1, 'g', 'earliest', '{1}')"
+        )
+        connection.execute("INSERT INTO mqlayer.assignment (group_id, partition_id, epoch) VALUES (1, 1, 1)")
+    with broken_off_at(place):
+        rearm_node(runtime_of(database, key_prefix), "n1")
     before = list_nodes(database)[0].armed_run_id
     armed, epochs = rearm_node(runtime_of(database, key_prefix), "n1")
     assert armed.armed_run_id != before

@@ -21,9 +21,9 @@ from mqlayer.relay import relay_once
 from mqlayer.topics import set_archived
 from tests.fixtures.commands import Commands
 from tests.fixtures.wait import wait_until
-from tests.proof.outbox_world import OutboxWorld
 from tests.proof.route_steps import split
 from tests.proof.runtimes import runtime_of
+from tests.proof.world import World
 
 KEY = next(f"key-{n}" for n in range(20) if lp_of(f"key-{n}".encode()) >= 512)
 LP = lp_of(KEY.encode())
@@ -33,7 +33,7 @@ RULES = {"partition", "stream", "seal", "marks", "outbox", "archive", "group", "
 class Whole:
     """A system after some life: a split, two sources, a group that settled what there was, an archive of it."""
 
-    def __init__(self, world: OutboxWorld) -> None:
+    def __init__(self, world: World) -> None:
         self.world, self.database = world, Database(world.dsn)
         self.client = redis.Redis.from_url(world.urls[0], decode_responses=True)
         self.settings = world.settings(lease_s=5.0)
@@ -94,7 +94,7 @@ class Whole:
 
 @pytest.fixture
 def whole(database_dsn: str, redis_url: str, key_prefix: str) -> Iterator[Whole]:
-    world = OutboxWorld(database_dsn, key_prefix, [redis_url])
+    world = World(database_dsn, key_prefix, [redis_url])
     world.add_topic("orders", partitions=2)
     whole = Whole(world)
     whole.live()

@@ -61,12 +61,6 @@ def entity(database_dsn: str) -> Entity:
 
 
 @pytest.fixture
-def database(database_dsn: str) -> Iterator[Database]:
-    with Database(database_dsn) as database:
-        yield database
-
-
-@pytest.fixture
 def events() -> Iterator[list[Event]]:
     found: list[Event] = []
     hook = on_event(found.append)

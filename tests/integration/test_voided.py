@@ -25,31 +25,26 @@ from mqlayer.redelivery import ReplayFilter, new_worker, start_replay, work_on_r
 from mqlayer.relay import relay_once
 from tests.fixtures.consumers import Recorder
 from tests.fixtures.wait import wait_until
-from tests.proof.outbox_world import QUICK, OutboxWorld
+from tests.proof.partition_values import fall_back, snapshot
 from tests.proof.runtimes import runtime_of
+from tests.proof.world import QUICK, World
 
 LONG = "x" * (KEY_LIMIT + 1)
 LP = lp_of(b"key-1")
 
+pytestmark = pytest.mark.world(partitions=0)
 
-@pytest.fixture
-def world(database_dsn: str, redis_url: str, key_prefix: str) -> OutboxWorld:
-    """One node, an archived best_effort topic of one partition, and in it a row with a key that is too long."""
-    world = OutboxWorld(database_dsn, key_prefix, [redis_url])
+
+@pytest.fixture(autouse=True)
+def _row_that_is_too_long(world: World) -> None:
+    """An archived best_effort topic of one partition, and in it a row with a key that is too long."""
     world.add_topic("loose", partitions=1, strategy="best_effort", archived=True)
     world.publish(3, topic="loose", keys=3, tag="before")
     spoil(world, LONG, b"kept")
     world.publish(3, topic="loose", keys=3, tag="behind")
-    return world
 
 
-@pytest.fixture
-def database(world: OutboxWorld) -> Iterator[Database]:
-    with Database(world.dsn) as database:
-        yield database
-
-
-def spoil(world: OutboxWorld, key: str, body: bytes) -> None:
+def spoil(world: World, key: str, body: bytes) -> None:
     """Put a row into the outbox past the functions, which would refuse it: next in the LP of key-1."""
     world.rows(
         "WITH c AS (UPDATE mqlayer_app.counter SET seq = seq + 1 WHERE topic = 'loose' AND lp = %s RETURNING *) "
@@ -59,12 +54,12 @@ def spoil(world: OutboxWorld, key: str, body: bytes) -> None:
     )  # fmt: skip
 
 
-def relay(world: OutboxWorld) -> int:
+def relay(world: World) -> int:
     """Relay what is there; return how many records that made."""
     return relay_once(world.settings(), limits=QUICK)
 
 
-def chain(world: OutboxWorld) -> list[tuple[int, str | None, str]]:
+def chain(world: World) -> list[tuple[int, str | None, str]]:
     """Return seq, key and body of what the partition holds of the row's LP."""
     return world.relayed()["loose", LP]
 
@@ -73,7 +68,7 @@ PASSED_OVER = [(1, "key-1", "before-1"), (2, None, ""), (3, "key-1", "behind-1")
 
 
 @contextmanager
-def consumed(world: OutboxWorld, **said: Any) -> Iterator[Recorder]:
+def consumed(world: World, **said: Any) -> Iterator[Recorder]:
     """Run a member that handles what comes."""
     recorder, app = Recorder(), App(world.settings(lease_s=2.0))
     app.consumer("loose", group="g", backoff_s=None, **said)(recorder)
@@ -84,12 +79,12 @@ def consumed(world: OutboxWorld, **said: Any) -> Iterator[Recorder]:
         app.stop(5.0)
 
 
-def settled(world: OutboxWorld, database: Database) -> bool:
+def settled(world: World, database: Database) -> bool:
     (status,) = group_statuses(runtime_of(database, world.key_prefix), "loose", "g")
     return status.lag == 0
 
 
-def test_its_lp_goes_on_and_the_row_is_quarantined_with_its_reason(world: OutboxWorld, database: Database) -> None:
+def test_its_lp_goes_on_and_the_row_is_quarantined_with_its_reason(world: World, database: Database) -> None:
     """Case 76, with bodies too, which nobody reads."""
     spoil(world, "key-1", bytes(BODY_LIMIT + 1))
     assert relay(world) == 8
@@ -109,7 +104,7 @@ def test_its_lp_goes_on_and_the_row_is_quarantined_with_its_reason(world: Outbox
 @pytest.mark.parametrize("mode", ["exclusive", "shared"])
 @pytest.mark.parametrize("tag_filter", [None, any_of("eu")])
 def test_no_handler_of_a_member_sees_the_void_record(
-    world: OutboxWorld, database: Database, tag_filter: str | None, mode: str
+    world: World, database: Database, tag_filter: str | None, mode: str
 ) -> None:
     """Case 62: nor does it leave a gap in the bitmap."""
     relay(world)
@@ -122,7 +117,7 @@ def test_no_handler_of_a_member_sees_the_void_record(
 
 
 @pytest.mark.parametrize("scope", ["key", "partition"])
-def test_no_receiver_is_given_the_void_record(world: OutboxWorld, database: Database, scope: Scope) -> None:
+def test_no_receiver_is_given_the_void_record(world: World, database: Database, scope: Scope) -> None:
     """In batches of one, a batch may be the void record alone."""
     relay(world)
     found: list[PopMessage] = []
@@ -138,7 +133,7 @@ def test_no_receiver_is_given_the_void_record(world: OutboxWorld, database: Data
 
 
 def test_the_archive_has_a_whole_chain_and_a_replay_leaves_the_void_record_out(
-    world: OutboxWorld, database: Database
+    world: World, database: Database
 ) -> None:
     relay(world)
     with consumed(world):
@@ -159,14 +154,14 @@ def test_the_archive_has_a_whole_chain_and_a_replay_leaves_the_void_record_out(
 # -- what an operator makes of it --------------------------------------------------------------------------------------
 
 
-def passed_over(world: OutboxWorld, database: Database) -> QuarantinedRow:
+def passed_over(world: World, database: Database) -> QuarantinedRow:
     """Relay, and return the row that was passed over."""
     relay(world)
     (row,) = list_quarantined(database)
     return row
 
 
-def test_what_is_repaired_is_published_anew_at_the_end_and_once(world: OutboxWorld, database: Database) -> None:
+def test_what_is_repaired_is_published_anew_at_the_end_and_once(world: World, database: Database) -> None:
     row = passed_over(world, database)
     with pytest.raises(KeyTooLarge):
         retry_quarantined(database)
@@ -183,7 +178,7 @@ def test_what_is_repaired_is_published_anew_at_the_end_and_once(world: OutboxWor
     assert world.rows("SELECT headers FROM mqlayer_app.outbox WHERE lp = %s AND seq = 4", LP) == [('{"h": "v"}',)]
 
 
-def test_what_is_discarded_leaves_a_word_and_nothing_else(world: OutboxWorld, database: Database) -> None:
+def test_what_is_discarded_leaves_a_word_and_nothing_else(world: World, database: Database) -> None:
     row = passed_over(world, database)
     assert row.number is not None
     discard_quarantined(database, row.number)
@@ -194,19 +189,19 @@ def test_what_is_discarded_leaves_a_word_and_nothing_else(world: OutboxWorld, da
 
 
 def test_a_node_that_falls_back_has_the_row_passed_over_again_and_told_no_second_time(
-    world: OutboxWorld, database: Database
+    world: World, database: Database
 ) -> None:
-    before = world.snapshot()
+    before = snapshot(world)
     row = passed_over(world, database)
     world.rows("UPDATE mqlayer_app.voided SET key = 'key-1' WHERE id = %s", row.number)
     retry_quarantined(database)
-    world.fall_back(before)
+    fall_back(world, before)
     assert relay(world) == 8
     assert chain(world) == [*PASSED_OVER, (4, "key-1", "kept")]
     assert list_quarantined(database) == []
 
 
-def test_an_adopted_outbox_numbers_the_row_anew_and_keeps_it_once(world: OutboxWorld, database: Database) -> None:
+def test_an_adopted_outbox_numbers_the_row_anew_and_keeps_it_once(world: World, database: Database) -> None:
     row = passed_over(world, database)
     # As in a copy that was made before this was recorded, but for the first message.
     world.rows("UPDATE mqlayer_app.relayed SET seq = least(seq, 1)")
@@ -225,7 +220,7 @@ def test_an_adopted_outbox_numbers_the_row_anew_and_keeps_it_once(world: OutboxW
 
 @pytest.mark.parametrize("name", ["relay.before_voided", "relay.after_voided"])
 def test_a_relay_killed_around_keeping_the_row_leaves_that_to_the_next_one(
-    world: OutboxWorld, database: Database, name: str
+    world: World, database: Database, name: str
 ) -> None:
     """Kept before its void record can be anywhere, since the outbox is emptied behind that."""
     with world.relay_process(failpoints=f"{name}=kill@1") as process:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from tests.proof.outbox_world import OutboxWorld
+from tests.proof.world import World
 
 
-def values(world: OutboxWorld) -> dict[str | None, list[str]]:
+def values(world: World) -> dict[str | None, list[str]]:
     """Return what the partitions hold, by key."""
     found: dict[str | None, list[str]] = {}
     for record in world.records():
@@ -21,7 +21,7 @@ def expected(keys: int, *parts: tuple[str, int]) -> dict[str | None, list[str]]:
     }
 
 
-def recovered(world: OutboxWorld) -> bool:
+def recovered(world: World) -> bool:
     """Say whether a relay works on the outbox under its new source."""
     rows = world.rows(
         "SELECT 1 FROM mqlayer.source s JOIN mqlayer_app.identity i USING (outbox_uuid) "
@@ -35,7 +35,7 @@ class EarlierState:
 
     TABLES = ("counter", "outbox", "relayed")
 
-    def __init__(self, world: OutboxWorld) -> None:
+    def __init__(self, world: World) -> None:
         self._world = world
         for table in self.TABLES:
             world.rows(f"DROP TABLE IF EXISTS public.{table}_then")

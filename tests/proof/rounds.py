@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Final
 
 from tests.fixtures.wait import wait_until
-from tests.proof.outbox_world import OutboxWorld
+from tests.proof.world import World
 
 KEYS: Final = 12
 ROUND: Final = 3 * KEYS
@@ -16,7 +16,7 @@ Seen = dict[str, list[str]]
 """Bodies by key, in the order in which they were handled."""
 
 
-def publish(world: OutboxWorld, tag: str) -> None:
+def publish(world: World, tag: str) -> None:
     """Publish three messages of each key, and see them in the partitions."""
     world.publish(ROUND, keys=KEYS, tag=tag)
     world.wait_until_whole()

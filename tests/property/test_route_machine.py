@@ -37,10 +37,10 @@ from mqlayer.topics import create_topic
 from tests.fixtures.servers import StartRedis
 from tests.proof.failpoint_names import failpoint_names
 from tests.proof.manual_member import LEASE_S, ManualMember
-from tests.proof.outbox_world import QUICK, OutboxWorld
 from tests.proof.route_ranges import range_of
 from tests.proof.route_steps import merge, move, split
 from tests.proof.runtimes import runtime_of
+from tests.proof.world import QUICK, World
 
 CHANGE = sorted(name for name in failpoint_names() if name.startswith("change."))
 DROP = sorted(name for name in failpoint_names() if name.startswith("drop."))
@@ -117,7 +117,7 @@ def places(names: list[str]) -> st.SearchStrategy[str | None]:
 class Routes(RuleBasedStateMachine):
     """One topic from its creation until everything is drained."""
 
-    world: OutboxWorld
+    world: World
     database: Database
     clients: list[redis.Redis]
 
@@ -254,7 +254,6 @@ class Routes(RuleBasedStateMachine):
         assert all(find_group(self.database, self.topic, group).version <= in_force for group in GROUPS)
 
     def teardown(self) -> None:
-        failpoints.disarm_all()
         finished = finish_changes(runtime_of(self.database, self.prefix), topic=self.topic)
         assert set(finished.values()) <= {"done", "dropped"}, finished
         assert finish_changes(runtime_of(self.database, self.prefix), topic=self.topic) == {}
@@ -315,7 +314,7 @@ def test_whatever_becomes_of_a_route_each_group_handles_each_keys_list(
     request: pytest.FixtureRequest, database_dsn: str, redis_url: str, start_redis: StartRedis, key_prefix: str
 ) -> None:
     """Cases 5, 7, 12, 16, 18, 20 to 26, 31: `--long` for many runs."""
-    world = OutboxWorld(database_dsn, key_prefix, [redis_url, start_redis().url])
+    world = World(database_dsn, key_prefix, [redis_url, start_redis().url])
     long = request.config.getoption("--long", default=False)
     with Database(database_dsn, max_size=6) as database:
 

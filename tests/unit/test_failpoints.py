@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,13 +16,6 @@ from tests.fixtures.wait import wait_until
 from tests.proof.failpoint_names import failpoint_names, failpoint_uses
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture(autouse=True)
-def _nothing_stays_armed() -> Iterator[None]:
-    disarm_all()
-    yield
-    disarm_all()
 
 
 def start_python(program: str, failpoints: str, **variables: str) -> subprocess.Popen[str]:

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import redis
 
-from mqlayer import Producer, failpoints
+from mqlayer import Producer
 from mqlayer.domain.assignment import assign
 from mqlayer.errors import Conflict, NodeNotArmed
-from mqlayer.failpoints import FailpointHit
 from mqlayer.groups import members
 from mqlayer.groups.members import join, send_heartbeat
 from mqlayer.postgres.database import Database
@@ -23,30 +22,33 @@ from mqlayer.runtime.route_cache import load_nodes, load_route
 from mqlayer.stack import RedisServer
 from mqlayer.topics import create_topic, rearm_node
 from tests.fixtures.dead_nodes import all_handled, bring, consuming, published
+from tests.fixtures.failpoints import broken_off_at
 from tests.fixtures.wait import wait_until
-from tests.proof.outbox_world import OutboxWorld
 from tests.proof.route_steps import move, split
 from tests.proof.runtimes import runtime_of
 from tests.proof.step_driver import drive
+from tests.proof.world import World
 
 IN_ORDER = "everything is handled in order"
 
+pytestmark = pytest.mark.world(nodes=2)
 
-def states(world: OutboxWorld) -> dict[int, tuple[int, str]]:
+
+def states(world: World) -> dict[int, tuple[int, str]]:
     rows = world.rows("SELECT partition_id, node_id, state FROM mqlayer.partition")
     return {partition: (node, state) for partition, node, state in rows}
 
 
-def give_up(world: OutboxWorld, database: Database) -> node_loss.NodeLossReport:
+def give_up(world: World, database: Database) -> node_loss.NodeLossReport:
     return give_up_node(runtime_of(database, world.key_prefix, application=database), "node-2")
 
 
-def rearm(world: OutboxWorld, database: Database) -> None:
+def rearm(world: World, database: Database) -> None:
     rearm_node(runtime_of(database, world.key_prefix, application=database), "node-2")
 
 
 def test_a_living_parent_of_a_merge_keeps_what_groups_have_not_drained(
-    world: OutboxWorld, database: Database, node: RedisServer
+    world: World, database: Database, node: RedisServer
 ) -> None:
     with consuming(world):
         pass
@@ -63,7 +65,7 @@ def test_a_living_parent_of_a_merge_keeps_what_groups_have_not_drained(
 
 
 def test_a_node_that_is_back_in_the_middle_keeps_its_partitions(
-    world: OutboxWorld, database: Database, node: RedisServer
+    world: World, database: Database, node: RedisServer
 ) -> None:
     with consuming(world):
         pass
@@ -80,7 +82,7 @@ def test_a_node_that_is_back_in_the_middle_keeps_its_partitions(
 
 
 def test_a_node_that_is_back_before_its_partition_is_moved_seals_it_itself(
-    world: OutboxWorld, database: Database, node: RedisServer, monkeypatch: pytest.MonkeyPatch
+    world: World, database: Database, node: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with consuming(world):
         pass
@@ -100,15 +102,11 @@ def test_a_node_that_is_back_before_its_partition_is_moved_seals_it_itself(
         wait_until(lambda: all_handled(world, seen), what=IN_ORDER, timeout_s=30)
 
 
-def test_a_successor_on_the_lost_node_is_made_elsewhere(
-    world: OutboxWorld, database: Database, node: RedisServer
-) -> None:
+def test_a_successor_on_the_lost_node_is_made_elsewhere(world: World, database: Database, node: RedisServer) -> None:
     world.add_topic("invoices", partitions=4)
     third = load_route(database, "invoices").ranges[2].partition
-    failpoints.arm("change.after_open", "raise")
-    with pytest.raises(FailpointHit):
+    with broken_off_at("change.after_open"):
         move(runtime_of(database, world.key_prefix), "invoices", third, to="node-2")
-    failpoints.disarm_all()
     node.kill()
     loss = give_up(world, database)
     assert len(loss.recreated) == 1
@@ -118,20 +116,16 @@ def test_a_successor_on_the_lost_node_is_made_elsewhere(
         wait_until(lambda: all_handled(world, seen), what=IN_ORDER, timeout_s=30)
 
 
-def test_a_topic_that_was_created_half_holds_nobody_up(
-    world: OutboxWorld, database: Database, node: RedisServer
-) -> None:
-    failpoints.arm("topic.after_allocate", "raise")
-    with pytest.raises(FailpointHit):
+def test_a_topic_that_was_created_half_holds_nobody_up(world: World, database: Database, node: RedisServer) -> None:
+    with broken_off_at("topic.after_allocate"):
         create_topic(runtime_of(database, world.key_prefix), "aaa", partitions=2)
-    failpoints.disarm_all()
     node.kill()
     give_up(world, database)
     assert all(node_id == 1 for node_id, state in states(world).values() if state != "deleted")
     assert create_topic(runtime_of(database, world.key_prefix), "aaa", partitions=2).version == 1
 
 
-def test_a_group_that_began_late_gets_what_a_wiped_node_gets_again(world: OutboxWorld, database: Database) -> None:
+def test_a_group_that_began_late_gets_what_a_wiped_node_gets_again(world: World, database: Database) -> None:
     bring(world, 300, "old")
     with consuming(world, start="latest"):
         pass
@@ -151,7 +145,7 @@ def test_a_group_that_began_late_gets_what_a_wiped_node_gets_again(world: Outbox
 
 
 def test_the_copy_that_a_lost_node_brings_back_takes_nothing(
-    world: OutboxWorld, database: Database, node: RedisServer
+    world: World, database: Database, node: RedisServer
 ) -> None:
     with consuming(world):
         pass
@@ -170,7 +164,7 @@ def test_the_copy_that_a_lost_node_brings_back_takes_nothing(
 
 
 def test_what_was_given_another_node_is_made_there_also_after_a_kill_in_between(
-    world: OutboxWorld, database: Database, node: RedisServer
+    world: World, database: Database, node: RedisServer
 ) -> None:
     """Its first rows are in no outbox any more, so nobody but the operator's command may go on without them."""
     with consuming(world):
@@ -188,7 +182,7 @@ def test_what_was_given_another_node_is_made_there_also_after_a_kill_in_between(
 
 
 def test_a_rebalance_beside_the_loss_leaves_nobody_with_a_partition_that_is_gone(
-    world: OutboxWorld, database: Database, node: RedisServer, monkeypatch: pytest.MonkeyPatch
+    world: World, database: Database, node: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with consuming(world):
         pass
@@ -224,7 +218,7 @@ def test_a_rebalance_beside_the_loss_leaves_nobody_with_a_partition_that_is_gone
 
 
 def test_a_partition_that_its_node_does_not_have_leaves_the_others_there_alone(
-    world: OutboxWorld, database: Database, node: RedisServer
+    world: World, database: Database, node: RedisServer
 ) -> None:
     with consuming(world):
         pass
@@ -242,9 +236,7 @@ def test_a_partition_that_its_node_does_not_have_leaves_the_others_there_alone(
         wait_until(lambda: sum(map(len, seen.values())) > before + len(keys), what="the others go on", timeout_s=20)
 
 
-def test_what_is_sent_again_is_not_rotated_away_before(
-    world: OutboxWorld, database: Database, node: RedisServer
-) -> None:
+def test_what_is_sent_again_is_not_rotated_away_before(world: World, database: Database, node: RedisServer) -> None:
     bring(world, 200, "before")
     wait_until(
         lambda: (
@@ -261,19 +253,17 @@ def test_what_is_sent_again_is_not_rotated_away_before(
     assert rows == [], "the outbox would be emptied of what the successors have not got"
 
 
-def test_the_next_command_finishes_a_move_away(world: OutboxWorld, database: Database, node: RedisServer) -> None:
+def test_the_next_command_finishes_a_move_away(world: World, database: Database, node: RedisServer) -> None:
     bring(world, 50, "before")
     node.kill()
-    failpoints.arm("change.before_sealed_commit", "raise")
-    with pytest.raises(FailpointHit):
+    with broken_off_at("change.before_sealed_commit"):
         move(runtime_of(database, world.key_prefix, application=database), "orders", 2, to="node-1", unreachable=True)
-    failpoints.disarm_all()
     route = split(runtime_of(database, world.key_prefix, application=database), "orders", 1, at=[100])
     assert route.version == 3
 
 
 def test_away_is_refused_where_direct_producers_may_have_published(
-    world: OutboxWorld, database: Database, node: RedisServer
+    world: World, database: Database, node: RedisServer
 ) -> None:
     with Producer(world.settings(), name="direct") as producer:
         producer.send("orders", key="k", body=b"1")
@@ -292,7 +282,7 @@ def test_away_is_refused_where_direct_producers_may_have_published(
 
 
 def test_away_waits_for_a_node_that_answers_and_is_not_armed(
-    world: OutboxWorld, database: Database, node: RedisServer
+    world: World, database: Database, node: RedisServer
 ) -> None:
     bring(world, 50, "before")
     node.kill()
@@ -304,7 +294,7 @@ def test_away_waits_for_a_node_that_answers_and_is_not_armed(
     assert not world.rows("SELECT 1 FROM mqlayer.seal WHERE unreachable")
 
 
-def move_a_parent_that_holds_more(world: OutboxWorld, database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+def move_a_parent_that_holds_more(world: World, database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     """Move a partition whose node is away for the driver only, and has more than the outbox proves."""
     with consuming(world):
         pass
@@ -319,7 +309,7 @@ def move_a_parent_that_holds_more(world: OutboxWorld, database: Database, monkey
 
 
 def test_what_a_parent_holds_beyond_its_proven_marks_is_handled_once(
-    world: OutboxWorld, database: Database, monkeypatch: pytest.MonkeyPatch
+    world: World, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its node was away for the driver only; relays went on. The successor has the rest too, so no group handles it
     in the parent."""
@@ -331,7 +321,7 @@ def test_what_a_parent_holds_beyond_its_proven_marks_is_handled_once(
 
 
 def test_what_only_a_moved_parent_holds_is_in_its_successor_before_the_outbox_is_numbered_anew(
-    world: OutboxWorld, database: Database, monkeypatch: pytest.MonkeyPatch
+    world: World, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody reads it in the parent, and nobody sends by the old numbers any more: it would be held for relayed."""
     move_a_parent_that_holds_more(world, database, monkeypatch)

@@ -9,13 +9,15 @@ from mqlayer.routes import partition_retirement, retire_partitions
 from mqlayer.stack import RedisServer
 from mqlayer.topics import rearm_node
 from tests.fixtures.dead_nodes import consuming
-from tests.proof.outbox_world import OutboxWorld
 from tests.proof.route_steps import move, split
 from tests.proof.runtimes import runtime_of
+from tests.proof.world import World
+
+pytestmark = pytest.mark.world(nodes=2)
 
 
 def test_a_dead_node_with_more_to_retire_than_a_round_takes_starves_no_other(
-    world: OutboxWorld, database: Database, node: RedisServer, monkeypatch: pytest.MonkeyPatch
+    world: World, database: Database, node: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     move(runtime_of(database, world.key_prefix), "orders", 2, to="node-1")
     split(runtime_of(database, world.key_prefix), "orders", 3, at=[700])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +19,14 @@ from mqlayer.runtime.route_cache import load_route
 from mqlayer.stack import RedisServer
 from mqlayer.topics import rearm_node
 from tests.fixtures.dead_nodes import all_handled, bring, consuming, first_times, published
+from tests.fixtures.failpoints import broken_off_at
 from tests.fixtures.wait import wait_until
 from tests.proof.failpoint_names import failpoint_names
 from tests.proof.fall_back import FallBack
-from tests.proof.outbox_world import OutboxWorld
 from tests.proof.route_steps import move
 from tests.proof.runtimes import runtime_of
 from tests.proof.step_driver import drive
+from tests.proof.world import World
 
 IN_ORDER = "everything is handled in order"
 NOT_RECORDED = (
@@ -34,15 +34,11 @@ NOT_RECORDED = (
     "WHERE c.seq > coalesce(r.seq, 0)"
 )
 
-
-@pytest.fixture(autouse=True)
-def _nothing_stays_armed() -> Iterator[None]:
-    yield
-    failpoints.disarm_all()
+pytestmark = pytest.mark.world(nodes=2)
 
 
 def test_publishing_goes_on_without_a_dead_node_and_consuming_in_order_when_it_is_back(
-    world: OutboxWorld, database: Database, node: RedisServer
+    world: World, database: Database, node: RedisServer
 ) -> None:
     with world.relay():
         world.publish(200, tag="before")
@@ -62,7 +58,7 @@ def test_publishing_goes_on_without_a_dead_node_and_consuming_in_order_when_it_i
 
 
 def test_a_node_that_is_lost_for_good_is_given_up_and_what_the_outbox_holds_is_sent_again(
-    world: OutboxWorld, database: Database, node: RedisServer
+    world: World, database: Database, node: RedisServer
 ) -> None:
     with world.relay():
         world.publish(200, tag="before")
@@ -80,7 +76,7 @@ def test_a_node_that_is_lost_for_good_is_given_up_and_what_the_outbox_holds_is_s
 
 
 def test_what_died_in_a_lost_partition_stays_dead_in_its_successor(
-    world: OutboxWorld, database: Database, node: RedisServer
+    world: World, database: Database, node: RedisServer
 ) -> None:
     """Case 67: it is sent again there, under its number and at another offset."""
     with world.relay():
@@ -119,7 +115,7 @@ def test_what_died_in_a_lost_partition_stays_dead_in_its_successor(
 
 @pytest.mark.parametrize("name", sorted(name for name in failpoint_names() if name.startswith("lost.")))
 def test_giving_a_node_up_that_was_killed_half_way_is_done_again(
-    world: OutboxWorld, database: Database, node: RedisServer, name: str
+    world: World, database: Database, node: RedisServer, name: str
 ) -> None:
     world.add_topic("invoices", partitions=4)
     with world.relay():
@@ -134,7 +130,7 @@ def test_giving_a_node_up_that_was_killed_half_way_is_done_again(
 
 
 def test_members_that_held_a_lost_partition_go_on_with_its_successor(
-    world: OutboxWorld, database: Database, node: RedisServer
+    world: World, database: Database, node: RedisServer
 ) -> None:
     """Also a sealed one that the group had not drained: it is made anew elsewhere, from the outbox."""
     with world.relay(), consuming(world) as seen:
@@ -160,9 +156,7 @@ def test_members_that_held_a_lost_partition_go_on_with_its_successor(
         )
 
 
-def test_a_node_that_lost_everything_goes_on_behind_what_the_outbox_forgot(
-    world: OutboxWorld, database: Database
-) -> None:
+def test_a_node_that_lost_everything_goes_on_behind_what_the_outbox_forgot(world: World, database: Database) -> None:
     """Rows that were relayed and rotated away are gone with the node; an operator says so, and the loss is written."""
     with world.relay():
         world.publish(200, tag="before")
@@ -195,7 +189,7 @@ def test_a_node_that_lost_everything_goes_on_behind_what_the_outbox_forgot(
     assert sum(facts["lost"].values()) > 0
 
 
-def moved_off_after_it_was_sealed_short(world: OutboxWorld, database: Database, node: RedisServer, place: Path) -> None:
+def moved_off_after_it_was_sealed_short(world: World, database: Database, node: RedisServer, place: Path) -> None:
     """Have partition 2 fall back and sealed before the relay notices, its driver die, and its node moved off."""
     with consuming(world):
         pass
@@ -205,23 +199,21 @@ def moved_off_after_it_was_sealed_short(world: OutboxWorld, database: Database, 
     wait_until(lambda: not world.rows(NOT_RECORDED), what="all to be recorded as relayed")
     then.happen()
     rearm_node(runtime_of(database, world.key_prefix, application=database), "node-2")
-    failpoints.arm("change.after_seal", "raise")
-    with pytest.raises(FailpointHit):
+    with broken_off_at("change.after_seal"):
         move(runtime_of(database, world.key_prefix), "orders", 2, to="node-1")
-    failpoints.disarm_all()
     node.kill()
     assert finish_changes(runtime_of(database, world.key_prefix, application=database), unreachable=True) == {1: "done"}
     node.start()
 
 
-def last_arming(world: OutboxWorld) -> dict[str, Any]:
+def last_arming(world: World) -> dict[str, Any]:
     rows = world.rows("SELECT facts FROM mqlayer.audit WHERE act = 'node rearm' ORDER BY audit_id DESC LIMIT 1")
     return dict(rows[0][0])
 
 
 @pytest.mark.parametrize("broken", ["", "repair.after_resend", "repair.after_seal"])
 def test_a_parent_that_was_sealed_short_of_what_its_outbox_proves_is_filled_up_when_its_node_is_back(
-    world: OutboxWorld, database: Database, node: RedisServer, tmp_path: Path, broken: str
+    world: World, database: Database, node: RedisServer, tmp_path: Path, broken: str
 ) -> None:
     moved_off_after_it_was_sealed_short(world, database, node, tmp_path / "then")
     if broken:
@@ -242,7 +234,7 @@ def test_a_parent_that_was_sealed_short_of_what_its_outbox_proves_is_filled_up_w
 
 @pytest.mark.parametrize("gone", ["some", "all"])
 def test_what_the_outbox_does_not_hold_any_more_of_it_is_given_up_only_by_an_operators_word(
-    world: OutboxWorld, database: Database, node: RedisServer, tmp_path: Path, gone: str
+    world: World, database: Database, node: RedisServer, tmp_path: Path, gone: str
 ) -> None:
     moved_off_after_it_was_sealed_short(world, database, node, tmp_path / "then")
     fallen = world.rows(
@@ -260,7 +252,7 @@ def test_what_the_outbox_does_not_hold_any_more_of_it_is_given_up_only_by_an_ope
         wait_until(lambda: all_handled(world, seen), what=IN_ORDER, timeout_s=30)
 
 
-def test_another_outbox_proves_nothing(world: OutboxWorld, database: Database, node: RedisServer) -> None:
+def test_another_outbox_proves_nothing(world: World, database: Database, node: RedisServer) -> None:
     bring(world, 50, "before")
     node.kill()
     world.rows("UPDATE mqlayer_app.identity SET outbox_uuid = gen_random_uuid()")

@@ -19,7 +19,6 @@ import psycopg
 import pytest
 import redis
 
-from mqlayer.failpoints import FailpointHit, arm, disarm_all
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.migrations import migrate
 from mqlayer.redis.keys import terms_key
@@ -27,14 +26,15 @@ from mqlayer.relay import relay_once
 from mqlayer.routes import finish_changes
 from mqlayer.stack import PostgresServer
 from mqlayer.topics import create_topic, register_node
+from tests.fixtures.failpoints import broken_off_at
 from tests.fixtures.forked_programs import is_stopped
 from tests.fixtures.functions import GOOD, call, signatures
 from tests.fixtures.servers import StartPostgres, StartRedis
 from tests.fixtures.wait import wait_until
 from tests.proof.manual_member import ManualMember
-from tests.proof.outbox_world import QUICK, OutboxWorld
 from tests.proof.route_steps import move
 from tests.proof.runtimes import runtime_of
+from tests.proof.world import QUICK, World
 
 # Nothing but a commit that waits writes the log to the disk: what does not wait is lost in a crash for sure.
 LAZY: Final = {"wal_writer_delay": "10000", "bgwriter_delay": "10000", "autovacuum": "off"}
@@ -49,6 +49,8 @@ TABLES: Final = (
 )  # fmt: skip
 LEVELS: Final = ("ALTER ROLE postgres SET", "ALTER DATABASE app SET", "SET")
 
+pytestmark = pytest.mark.world(own_node=True)
+
 
 @pytest.fixture
 def postgres(start_postgres: StartPostgres) -> PostgresServer:
@@ -56,16 +58,14 @@ def postgres(start_postgres: StartPostgres) -> PostgresServer:
 
 
 @pytest.fixture
-def world(postgres: PostgresServer, start_redis: StartRedis, key_prefix: str) -> OutboxWorld:
-    """A topic of two partitions on servers of the test's own."""
+def world_dsn(postgres: PostgresServer) -> str:
+    """A database on a server of the test's own."""
     dsn = postgres.create_database("app")
     migrate(dsn)
-    world = OutboxWorld(dsn, key_prefix, [start_redis().url])
-    world.add_topic("orders", partitions=2)
-    return world
+    return dsn
 
 
-def counts(world: OutboxWorld) -> list[int]:
+def counts(world: World) -> list[int]:
     """Return how many rows the tables have that callers write to."""
     return [world.rows(f"SELECT count(*) FROM mqlayer_app.{table}")[0][0] for table in TABLES]
 
@@ -94,16 +94,16 @@ class Disk:
         self._server.start()
 
 
-def values(world: OutboxWorld) -> list[str]:
+def values(world: World) -> list[str]:
     return [record.value for record in world.records()]
 
 
-def of_key(world: OutboxWorld, key: str, tags: tuple[str, ...]) -> list[str]:
+def of_key(world: World, key: str, tags: tuple[str, ...]) -> list[str]:
     """Return what the partitions hold of a key, of some parts."""
     return [r.value for r in world.records() if r.key == key and r.value.rpartition("-")[0] in tags]
 
 
-def arrived_once_in_order(world: OutboxWorld, count: int, *tags: str, keys: int = 5) -> bool:
+def arrived_once_in_order(world: World, count: int, *tags: str, keys: int = 5) -> bool:
     """Say whether all messages of some parts are there, once each, each key's in their order."""
     wanted = {f"key-{k}": [f"{tag}-{n}" for tag in tags for n in range(k, count, keys)] for k in range(keys)}
     return all(of_key(world, key, tags) == values for key, values in wanted.items())
@@ -114,7 +114,7 @@ def arrived_once_in_order(world: OutboxWorld, count: int, *tags: str, keys: int 
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_what_a_function_of_ours_wrote_survives_a_crash_whatever_the_session_waits_for(
-    world: OutboxWorld, postgres: PostgresServer, level: str
+    world: World, postgres: PostgresServer, level: str
 ) -> None:
     with closing(psycopg.connect(world.dsn, autocommit=True)) as connection:
         types = {name: of for name, of in signatures(connection, "postgres").items() if name in WRITES}
@@ -157,7 +157,7 @@ def counts_on(connection: psycopg.Connection) -> list[int]:
 
 
 @pytest.mark.parametrize("value", ["local", "remote_write", "on", "remote_apply"])
-def test_a_session_that_waits_for_the_disk_at_least_is_left_as_it_is(world: OutboxWorld, value: str) -> None:
+def test_a_session_that_waits_for_the_disk_at_least_is_left_as_it_is(world: World, value: str) -> None:
     with closing(psycopg.connect(world.dsn, autocommit=True)) as connection:
         connection.execute(f"SET synchronous_commit = {value}")
         with connection.transaction():
@@ -168,18 +168,18 @@ def test_a_session_that_waits_for_the_disk_at_least_is_left_as_it_is(world: Outb
 # -- commits that are lost all the same ------------------------------------------------------------------------------
 
 
-def identity(world: OutboxWorld) -> object:
+def identity(world: World) -> object:
     return world.rows("SELECT outbox_uuid, timeline FROM mqlayer_app.identity")[0]
 
 
-def recovered(world: OutboxWorld) -> int:
+def recovered(world: World) -> int:
     """Return how often the outbox was recovered."""
     return int(world.rows("SELECT count(*) FROM mqlayer.audit WHERE act = 'outbox recover'")[0][0])
 
 
 @pytest.mark.parametrize("new", [10, 20, 60])
 def test_numbers_that_an_older_disk_gives_out_again_are_not_taken_for_what_it_lost(
-    world: OutboxWorld, postgres: PostgresServer, new: int
+    world: World, postgres: PostgresServer, new: int
 ) -> None:
     """Fewer, as many, or more than were lost: a counter behind its mark tells of the first ones only."""
     world.publish(20, keys=5, tag="kept")
@@ -199,14 +199,14 @@ def test_numbers_that_an_older_disk_gives_out_again_are_not_taken_for_what_it_lo
     assert world.rows("SELECT 1 FROM mqlayer.audit WHERE act = 'postgres replaced'") == [(1,)]
 
 
-def forget_relays(world: OutboxWorld) -> None:
+def forget_relays(world: World) -> None:
     """Do not wait for the lease of a relay that was killed."""
     world.rows("UPDATE mqlayer_app.lp_set SET relay_id = NULL, lease_until = '-infinity'")
     world.rows("DELETE FROM mqlayer_app.relay")
 
 
 def test_a_commit_that_was_relayed_and_lost_in_a_crash_is_noticed(
-    world: OutboxWorld, postgres: PostgresServer, caplog: pytest.LogCaptureFixture
+    world: World, postgres: PostgresServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nothing keeps a session from setting it off once more behind the call; then the next relay sees what is gone."""
 
@@ -251,7 +251,7 @@ def test_a_commit_that_was_relayed_and_lost_in_a_crash_is_noticed(
 
 @pytest.mark.parametrize("failpoint", ["relay.after_append", "relay.before_progress"])
 def test_a_crash_in_which_nothing_was_lost_changes_no_number(
-    world: OutboxWorld, postgres: PostgresServer, failpoint: str
+    world: World, postgres: PostgresServer, failpoint: str
 ) -> None:
     """Messages that are in Redis and not recorded are compared, and found to be the outbox's."""
     before = identity_after_first(world)
@@ -270,14 +270,14 @@ def test_a_crash_in_which_nothing_was_lost_changes_no_number(
     assert recovered(world) == 0
 
 
-def identity_after_first(world: OutboxWorld) -> object:
+def identity_after_first(world: World) -> object:
     world.publish(1, keys=1, tag="first")
     relay_once(world.settings(), limits=QUICK)
     return identity(world)
 
 
 def test_rows_that_a_relay_read_before_the_crash_and_sends_after_it_take_no_other_messages_place(
-    world: OutboxWorld, postgres: PostgresServer
+    world: World, postgres: PostgresServer
 ) -> None:
     """It is stuck between its last look at Postgres and the write to the node, and no other has told the node."""
     world.publish(5, keys=5, tag="kept")
@@ -295,7 +295,7 @@ def test_rows_that_a_relay_read_before_the_crash_and_sends_after_it_take_no_othe
 
 @pytest.mark.parametrize("earlier", [False, True])
 def test_a_node_takes_nothing_that_was_read_before_the_crash_once_another_relay_told_it(
-    world: OutboxWorld, postgres: PostgresServer, *, earlier: bool
+    world: World, postgres: PostgresServer, *, earlier: bool
 ) -> None:
     """Else messages of the other relay that are under way would go behind it, ahead of one whose place it took."""
     world.publish(5, keys=5, tag="kept")
@@ -325,13 +325,13 @@ def test_a_node_takes_nothing_that_was_read_before_the_crash_once_another_relay_
     assert recovered(world) == earlier
 
 
-def live_relays(world: OutboxWorld) -> list[str]:
+def live_relays(world: World) -> list[str]:
     return [row[0] for row in world.rows("SELECT DISTINCT relay_id FROM mqlayer_app.lp_set WHERE lease_until > now()")]
 
 
 @pytest.mark.parametrize("failpoint", ["relay.before_term", "relay.after_term"])
 def test_a_relay_that_tells_a_node_of_a_term_that_is_over_sends_nothing_by_it(
-    world: OutboxWorld, postgres: PostgresServer, failpoint: str
+    world: World, postgres: PostgresServer, failpoint: str
 ) -> None:
     """It is stuck before or behind the telling, over a crash; the other one's are refused once, and come again."""
     world.publish(5, keys=5, tag="kept")
@@ -351,7 +351,7 @@ def test_a_relay_that_tells_a_node_of_a_term_that_is_over_sends_nothing_by_it(
 
 
 @pytest.mark.parametrize("failpoint", ["relay.before_term", "relay.after_term"])
-def test_a_relay_that_ends_around_the_telling_leaves_nothing_undone(world: OutboxWorld, failpoint: str) -> None:
+def test_a_relay_that_ends_around_the_telling_leaves_nothing_undone(world: World, failpoint: str) -> None:
     world.publish(10, keys=5, tag="a")
     with world.relay_process(failpoints=f"{failpoint}=kill") as process:
         assert process.wait(timeout=30) == -signal.SIGKILL
@@ -361,7 +361,7 @@ def test_a_relay_that_ends_around_the_telling_leaves_nothing_undone(world: Outbo
         world.wait_until_whole()
 
 
-def test_a_node_that_lost_what_it_was_told_is_told_again(world: OutboxWorld) -> None:
+def test_a_node_that_lost_what_it_was_told_is_told_again(world: World) -> None:
     with world.relay(), closing(redis.Redis.from_url(world.urls[0])) as client:
         world.publish(10, keys=5, tag="a")
         world.wait_until_whole()
@@ -378,7 +378,7 @@ def test_a_partition_that_comes_to_a_node_waits_for_the_node_that_knows_what_its
     own = postgres.create_database("app")
     migrate(own)
     first, second = start_redis(), start_redis()
-    world = OutboxWorld(own, key_prefix, [], control_dsn=database_dsn)
+    world = World(own, key_prefix, [], control_dsn=database_dsn)
     with Database(database_dsn) as control, Database(own) as application:
         register_node(runtime_of(control), name="node-1", url=first.url)
         create_topic(runtime_of(control, key_prefix, application=application), "orders", partitions=1)
@@ -389,12 +389,8 @@ def test_a_partition_that_comes_to_a_node_waits_for_the_node_that_knows_what_its
         disk = Disk(postgres)
         world.publish(10, keys=5, tag="lost")
         relay_once(world.settings(), limits=QUICK)
-        arm("change.after_open", "raise")
-        try:
-            with pytest.raises(FailpointHit):
-                move(runtime_of(control, key_prefix, application=application), "orders", 1, to="node-2")
-        finally:
-            disarm_all()
+        with broken_off_at("change.after_open"):
+            move(runtime_of(control, key_prefix, application=application), "orders", 1, to="node-2")
         disk.come_back()
         first.kill()
         with closing(redis.Redis.from_url(second.url)) as client:
@@ -416,17 +412,17 @@ def test_a_partition_that_comes_to_a_node_waits_for_the_node_that_knows_what_its
     assert {key: [body for body in bodies if body.startswith("new")] for key, bodies in member.bodies().items()} == new
 
 
-def lease_end(world: OutboxWorld) -> datetime:
+def lease_end(world: World) -> datetime:
     (end,) = world.rows("SELECT max(lease_until) FROM mqlayer_app.lp_set WHERE relay_id IS NOT NULL")[0]
     assert isinstance(end, datetime)
     return end
 
 
-def beat_since(world: OutboxWorld, then: datetime) -> bool:
+def beat_since(world: World, then: datetime) -> bool:
     return lease_end(world) > then
 
 
-def unrelayed(world: OutboxWorld) -> int:
+def unrelayed(world: World) -> int:
     lines = "mqlayer_app.counter c LEFT JOIN mqlayer_app.relayed r USING (topic_id, lp)"
     return int(world.rows(f"SELECT count(*) FROM {lines} WHERE coalesce(r.seq, 0) < c.seq")[0][0])
 
@@ -438,7 +434,7 @@ def recoveries(control: Database) -> int:
 
 @pytest.mark.parametrize("way", ["backend", "postmaster", "restart"])
 def test_a_term_ends_with_each_recovery_from_a_crash_and_each_start(
-    world: OutboxWorld, postgres: PostgresServer, way: str
+    world: World, postgres: PostgresServer, way: str
 ) -> None:
     """A backend that is killed has all others ended and the log read again, by a postmaster that lives on."""
 
@@ -472,16 +468,14 @@ def is_ended(connection: psycopg.Connection) -> bool:
     return False
 
 
-def answers(world: OutboxWorld, statement: str) -> bool:
+def answers(world: World, statement: str) -> bool:
     try:
         return bool(world.rows(statement))
     except psycopg.OperationalError:
         return False
 
 
-def test_what_is_due_and_what_has_a_dedup_id_is_compared_as_all_else(
-    world: OutboxWorld, postgres: PostgresServer
-) -> None:
+def test_what_is_due_and_what_has_a_dedup_id_is_compared_as_all_else(world: World, postgres: PostgresServer) -> None:
     disk = Disk(postgres)
     once = "SELECT mqlayer_app.publish_once_v1('orders', 'key-0', %s, %s)"
     world.rows(once, b"lost-0", "id-0")

@@ -20,9 +20,11 @@ from mqlayer.stack import RedisServer
 from tests.fixtures.consumers import Recorder
 from tests.fixtures.full_disks import SmallDisk, small_disk
 from tests.fixtures.wait import wait_until
-from tests.proof.outbox_world import OutboxWorld
+from tests.proof.world import World
 
 DIRECT = "direct"
+
+pytestmark = pytest.mark.world(own_node=True)
 
 
 @pytest.fixture
@@ -45,18 +47,10 @@ def node(request: pytest.FixtureRequest, disk: SmallDisk, tmp_path: Path) -> Ite
     server.kill()
 
 
-@pytest.fixture
-def world(database_dsn: str, key_prefix: str, node: RedisServer) -> OutboxWorld:
-    """A topic with an outbox, and one for direct producers."""
-    world = OutboxWorld(database_dsn, key_prefix, [node.url])
-    world.add_topic("orders", partitions=2)
-    world.add_topic(DIRECT, partitions=2)
-    return world
-
-
 def test_while_a_disk_is_full_nothing_is_lost_and_with_room_all_goes_on(
-    world: OutboxWorld, node: RedisServer, disk: SmallDisk, caplog: pytest.LogCaptureFixture
+    world: World, node: RedisServer, disk: SmallDisk, caplog: pytest.LogCaptureFixture
 ) -> None:
+    world.add_topic(DIRECT, partitions=2)
     settings = world.settings(connect_timeout_s=1.0, socket_timeout_s=2.0, lease_s=3.0)
     address = node.url.removeprefix("redis://").removesuffix("/0")
     handled, app = Recorder(), App(settings)
@@ -100,7 +94,7 @@ def in_order(handled: Recorder) -> dict[str, list[str]]:
     return {key: list(bodies) for key, bodies in found.items()}
 
 
-def of_keys(world: OutboxWorld) -> dict[str, list[tuple[int, str | None, str]]]:
+def of_keys(world: World) -> dict[str, list[tuple[int, str | None, str]]]:
     """Return what the outbox holds of each key, in order."""
     found: dict[str, list[tuple[int, str | None, str]]] = {}
     for chain in world.published().values():
@@ -125,6 +119,6 @@ def refuses(node: RedisServer) -> bool:
     return False
 
 
-def stored_on(node: RedisServer, world: OutboxWorld) -> set[int]:
+def stored_on(node: RedisServer, world: World) -> set[int]:
     """Return the seqs of the direct producer's messages that the node has."""
     return {record.seq for record in world.records() if record.topic == DIRECT}

@@ -14,43 +14,37 @@ from mqlayer.routes import give_up_node
 from mqlayer.stack import RedisServer
 from mqlayer.topics import rearm_node
 from tests.proof.fall_back import lose_all
-from tests.proof.outbox_world import QUICK, OutboxWorld
 from tests.proof.route_steps import split
 from tests.proof.runtimes import runtime_of
+from tests.proof.world import QUICK, World
 
-Act = Callable[[OutboxWorld, Database], None]
+Act = Callable[[World, Database], None]
 
-
-@pytest.fixture
-def world(world: OutboxWorld) -> OutboxWorld:
-    """Two nodes of which the second may go away, a topic on both, and forty messages that were relayed."""
-    world.publish(40)
-    assert relay(world) == 40
-    return world
+pytestmark = pytest.mark.world(nodes=2, relayed=40)
 
 
-def relay(world: OutboxWorld) -> int:
+def relay(world: World) -> int:
     """Start a relay, and have it relay what waits."""
     return relay_once(world.settings(), limits=QUICK)
 
 
-def recovered(world: OutboxWorld, database: Database) -> None:
+def recovered(world: World, database: Database) -> None:
     """Recover the outbox by hand, as after a promotion."""
     world.rows("UPDATE mqlayer_app.identity SET timeline = -1")
     assert recover_now(runtime_of(database, settings=world.settings(), application=database)) is not None
 
 
-def adopted(_: OutboxWorld, database: Database) -> None:
+def adopted(_: World, database: Database) -> None:
     """Adopt the outbox."""
     adopt(database)
 
 
-def live_sources(world: OutboxWorld) -> list[tuple[object, ...]]:
+def live_sources(world: World) -> list[tuple[object, ...]]:
     """Return the outboxes whose sources are live, oldest first."""
     return world.rows("SELECT outbox_uuid FROM mqlayer.source WHERE closed_at IS NULL ORDER BY source_id")
 
 
-def identity(world: OutboxWorld) -> list[tuple[object, ...]]:
+def identity(world: World) -> list[tuple[object, ...]]:
     """Return which outbox it is now."""
     return world.rows("SELECT outbox_uuid FROM mqlayer_app.identity")
 
@@ -61,7 +55,7 @@ def identity(world: OutboxWorld) -> list[tuple[object, ...]]:
     ids=lambda acts: " ".join(act.__name__ for act in acts),
 )
 def test_one_source_is_live_whatever_was_done_before_a_relay_starts(
-    world: OutboxWorld, database: Database, acts: list[Act]
+    world: World, database: Database, acts: list[Act]
 ) -> None:
     for act in acts:
         act(world, database)
@@ -70,7 +64,7 @@ def test_one_source_is_live_whatever_was_done_before_a_relay_starts(
     assert live_sources(world) == identity(world)
 
 
-def test_a_copy_that_is_renewed_ends_nothing_of_its_original(world: OutboxWorld, database: Database) -> None:
+def test_a_copy_that_is_renewed_ends_nothing_of_its_original(world: World, database: Database) -> None:
     """Nor what its original went on in place of: that is the original's business."""
     adopt(database)
     relay(world)
@@ -81,9 +75,7 @@ def test_a_copy_that_is_renewed_ends_nothing_of_its_original(world: OutboxWorld,
     assert live_sources(world) == [original, *identity(world)]
 
 
-def test_a_node_is_given_up_after_an_outbox_was_adopted(
-    world: OutboxWorld, database: Database, node: RedisServer
-) -> None:
+def test_a_node_is_given_up_after_an_outbox_was_adopted(world: World, database: Database, node: RedisServer) -> None:
     adopt(database)
     world.publish(20, tag="after")
     relay(world)
@@ -96,7 +88,7 @@ def test_a_node_is_given_up_after_an_outbox_was_adopted(
 
 @pytest.mark.parametrize("stale", [False, True], ids=["", "a former one opened late"])
 def test_a_node_that_lost_what_a_former_source_sent_is_armed_again(
-    world: OutboxWorld, database: Database, node: RedisServer, stale: bool
+    world: World, database: Database, node: RedisServer, stale: bool
 ) -> None:
     """Its sealed partition is short of marks that nobody can restore: that is counted, and waited for by nobody."""
     split(runtime_of(database, world.key_prefix), "orders", 2, at=[768])
@@ -113,7 +105,7 @@ def test_a_node_that_lost_what_a_former_source_sent_is_armed_again(
     assert [facts for (facts,) in lost if facts] == [{"2": of_the_sealed}]
 
 
-def test_a_former_primary_that_a_relay_is_started_on_is_refused(world: OutboxWorld, database: Database) -> None:
+def test_a_former_primary_that_a_relay_is_started_on_is_refused(world: World, database: Database) -> None:
     """Under a source of its own all that it has would come again. If it is the one that is left, it is adopted."""
     ((before,),) = identity(world)
     recovered(world, database)
@@ -133,7 +125,7 @@ def test_a_former_primary_that_a_relay_is_started_on_is_refused(world: OutboxWor
     assert live_sources(world) == identity(world)
 
 
-def test_a_copy_that_is_renewed_beside_its_original_ends_nothing_of_it(world: OutboxWorld, database: Database) -> None:
+def test_a_copy_that_is_renewed_beside_its_original_ends_nothing_of_it(world: World, database: Database) -> None:
     """Copied as files, it has the original's name of cluster and database."""
     ((original,),) = identity(world)
     renew(database)

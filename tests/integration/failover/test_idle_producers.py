@@ -21,10 +21,12 @@ from tests.fixtures.backups import Backup
 from tests.fixtures.replicas import Pair, pair_of
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.wait import wait_until
-from tests.proof.producer_world import ProducerWorld
 from tests.proof.proxy import TcpProxy
 from tests.proof.route_steps import split
 from tests.proof.runtimes import runtime_of
+from tests.proof.world import World
+
+pytestmark = pytest.mark.world(own_node=True)
 
 
 @pytest.fixture(autouse=True)
@@ -42,21 +44,7 @@ def heard() -> Iterator[list[mqlayer.Event]]:
     events.remove_hook(told.append)
 
 
-@pytest.fixture
-def server(start_redis: StartRedis) -> RedisServer:
-    """A Redis that the test may kill."""
-    return start_redis()
-
-
-@pytest.fixture
-def world(database_dsn: str, key_prefix: str, server: RedisServer) -> ProducerWorld:
-    """One node that the test may kill, with the topic orders of two partitions."""
-    world = ProducerWorld(database_dsn, key_prefix, [server.url])
-    world.add_topic(partitions=2)
-    return world
-
-
-def armed_run(world: ProducerWorld) -> str:
+def armed_run(world: World) -> str:
     """Return the run that Postgres has armed."""
     ((run,),) = world.rows("SELECT armed_run_id FROM mqlayer.node WHERE name = 'node-1'")
     return str(run)
@@ -67,32 +55,32 @@ def wait_for_loss(producer: Producer, count: int) -> None:
     wait_until(lambda: producer.stats.lost == count, timeout_s=20, what=f"{count} lost messages, without publishing")
 
 
-def empty(world: ProducerWorld) -> None:
+def empty(world: World) -> None:
     """Empty the node, and arm it."""
     with world.client() as client:
         client.flushall()
-    world.rearm()
+    world.arm_node()
 
 
-def look_after_restart(world: ProducerWorld, server: RedisServer, producer: Producer) -> None:
+def look_after_restart(world: World, node: RedisServer, producer: Producer) -> None:
     """Restart the node, arm it, and return when the producer has looked at it."""
-    server.kill()
-    server.start()
-    world.rearm()
+    node.kill()
+    node.start()
+    world.arm_node()
     looks = producer._engine._metadata._loss_detector
     armed_at = world.rows("SELECT armed_at FROM mqlayer.node")[0][0]
     wait_until(lambda: armed_at in looks._armed_at.values() and not looks._due, what="a look")
 
 
 def publish_under_two_sources(
-    world: ProducerWorld, server: RedisServer, producer: Producer, backup: Path
+    world: World, node: RedisServer, producer: Producer, backup: Path
 ) -> tuple[Receipt, Receipt]:
     """Leave three messages of a key under a source whose fourth was lost, and told; and one under the next source.
 
     Return the first one of each.
     """
     first = producer.send_many("orders", [Message("k", b"x") for _ in range(3)])[0]
-    fall_back_to_here = Backup(server, world.rearm, backup)
+    fall_back_to_here = Backup(node, world.arm_node, backup)
     producer.send("orders", key="k", body=b"lost")
     fall_back_to_here.restore()
     wait_for_loss(producer, 1)
@@ -102,13 +90,13 @@ def publish_under_two_sources(
 
 
 def test_a_producer_that_publishes_nothing_is_told_what_its_node_lost(
-    world: ProducerWorld, server: RedisServer, tmp_path: Path, heard: list[mqlayer.Event]
+    world: World, node: RedisServer, tmp_path: Path, heard: list[mqlayer.Event]
 ) -> None:
     """Case 83: two LPs lost their end, a third did not. All of it is one error, told once."""
     with world.producer() as producer:
         kept = producer.send_many("orders", [Message("k", b"%d" % number) for number in range(3)])[0]
         producer.send("orders", key="whole", body=b"0")
-        fall_back_to_here = Backup(server, world.rearm, tmp_path / "backup")
+        fall_back_to_here = Backup(node, world.arm_node, tmp_path / "backup")
         producer.send_many("orders", [Message("k", b"lost"), Message("k", b"lost"), Message("other", b"lost")])
         before = armed_run(world)
         fall_back_to_here.restore()
@@ -141,12 +129,12 @@ def test_a_producer_that_publishes_nothing_is_told_what_its_node_lost(
 
 
 def test_a_producer_that_publishes_to_other_lps_is_told_by_its_next_call(
-    world: ProducerWorld, server: RedisServer, tmp_path: Path
+    world: World, node: RedisServer, tmp_path: Path
 ) -> None:
     """What raises is not stored; futures and oneway messages that went before are."""
     with world.producer() as producer:
         producer.send("orders", key="elsewhere", body=b"0")
-        fall_back_to_here = Backup(server, world.rearm, tmp_path / "backup")
+        fall_back_to_here = Backup(node, world.arm_node, tmp_path / "backup")
         producer.send("orders", key="k", body=b"lost")
         fall_back_to_here.restore()
         producer.send_oneway("orders", key="elsewhere", body=b"1")
@@ -159,7 +147,7 @@ def test_a_producer_that_publishes_to_other_lps_is_told_by_its_next_call(
     assert world.by_key() == {"elsewhere": ["0", "1", "2", "3"]}
 
 
-def test_a_node_that_was_emptied_goes_on_as_the_same_run_and_is_looked_at(world: ProducerWorld) -> None:
+def test_a_node_that_was_emptied_goes_on_as_the_same_run_and_is_looked_at(world: World) -> None:
     """Case 42. FLUSHALL: nothing restarted, nobody publishes; whoever closes the producer hears it then."""
     producer = Producer(world.settings(), name="test")
     producer.send_many("orders", [Message(f"k{number}", b"x") for number in range(50)])
@@ -176,13 +164,13 @@ def test_a_node_that_was_emptied_goes_on_as_the_same_run_and_is_looked_at(world:
 
 
 def test_what_was_acknowledged_before_a_loss_is_missed_too_when_the_node_loses_that_as_well(
-    world: ProducerWorld, server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    world: World, node: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Case 83. Nobody continues the former source, so no chain tells; each message is told once, and nothing fails."""
     monkeypatch.setattr("mqlayer.producing.loss_detector.MARKS_PER_CALL", 1)
     with world.producer() as producer:
         first = producer.send_many("orders", [Message("k", b"x") for _ in range(8)])[0].identity
-        fall_back_to_here = Backup(server, world.rearm, tmp_path / "backup")
+        fall_back_to_here = Backup(node, world.arm_node, tmp_path / "backup")
         producer.send_many("orders", [Message("k", b"x"), Message("k", b"x")])
         fall_back_to_here.restore()
         wait_for_loss(producer, 2)
@@ -207,16 +195,16 @@ def test_what_was_acknowledged_before_a_loss_is_missed_too_when_the_node_loses_t
 
 
 def test_a_loss_of_former_messages_only_leaves_the_present_source_alone(
-    world: ProducerWorld, server: RedisServer, tmp_path: Path, heard: list[mqlayer.Event]
+    world: World, node: RedisServer, tmp_path: Path, heard: list[mqlayer.Event]
 ) -> None:
     """What is missing is told; the lane goes on with its next number."""
     with world.producer() as producer:
-        first, second = publish_under_two_sources(world, server, producer, tmp_path / "backup")
+        first, second = publish_under_two_sources(world, node, producer, tmp_path / "backup")
         with world.client() as client:
             client.hset(world.keys(first.partition).marks, f"{first.identity.source}:{first.identity.lp}", 1)
-        server.kill()
-        server.start()
-        world.rearm()
+        node.kill()
+        node.start()
+        world.arm_node()
         wait_for_loss(producer, 1 + 2)
         with pytest.raises(AcknowledgedLoss) as raised:
             producer.flush()
@@ -226,12 +214,12 @@ def test_a_loss_of_former_messages_only_leaves_the_present_source_alone(
 
 
 def test_what_was_acknowledged_before_an_unanswered_duplicate_is_missed_too(
-    database_dsn: str, key_prefix: str, server: RedisServer
+    database_dsn: str, key_prefix: str, node: RedisServer
 ) -> None:
     """The lane goes on under another source, without any loss."""
-    parts = redis.ConnectionPool.from_url(server.url).connection_kwargs
+    parts = redis.ConnectionPool.from_url(node.url).connection_kwargs
     with TcpProxy(parts["host"], parts["port"]) as proxy:
-        world = ProducerWorld(database_dsn, key_prefix, [f"redis://{proxy.host}:{proxy.port}/0"], [server.url])
+        world = World(database_dsn, key_prefix, [f"redis://{proxy.host}:{proxy.port}/0"], [node.url])
         world.add_topic()
         with world.producer() as producer:
             before = producer.send("orders", key="k", body=b"x", dedup_id="a").identity
@@ -251,23 +239,23 @@ def test_what_was_acknowledged_before_an_unanswered_duplicate_is_missed_too(
 
 
 def test_successors_lack_nothing_of_a_former_source_that_their_parent_had(
-    world: ProducerWorld, server: RedisServer, tmp_path: Path
+    world: World, node: RedisServer, tmp_path: Path
 ) -> None:
     """They come with all marks, also of what was trimmed, whether the lane was sent there before or not."""
     with world.producer() as producer:
-        first, second = publish_under_two_sources(world, server, producer, tmp_path / "backup")
+        first, second = publish_under_two_sources(world, node, producer, tmp_path / "backup")
         with Database(world.dsn) as database:
-            split(runtime_of(database, world.prefix), "orders", PartitionId(first.partition))
+            split(runtime_of(database, world.key_prefix), "orders", PartitionId(first.partition))
         with world.client() as client:
             client.xtrim(world.keys(first.partition).log, maxlen=0, approximate=False)
-        look_after_restart(world, server, producer)
+        look_after_restart(world, node, producer)
         after = producer.send("orders", key="k", body=b"1")
         assert (after.identity, after.partition != first.partition) == (second.identity._replace(seq=2), True)
-        look_after_restart(world, server, producer)
+        look_after_restart(world, node, producer)
         assert (producer.stats.lost, producer.flush()) == (1, 0)
 
 
-def test_what_goes_wrong_in_the_block_is_not_hidden_by_what_was_lost(world: ProducerWorld) -> None:
+def test_what_goes_wrong_in_the_block_is_not_hidden_by_what_was_lost(world: World) -> None:
     def lose_and_fail() -> None:
         with Producer(world.settings(), name="test") as producer:
             producer.send("orders", key="k", body=b"x")
@@ -284,10 +272,10 @@ def test_what_a_promoted_replica_lacks_is_told_to_a_producer_that_publishes_noth
 ) -> None:
     """Case 83. The old primary lives on, and so does the producer's line to it."""
     with pair_of(start_redis) as pair:
-        lose_the_end_of_a_replica(pair, ProducerWorld(database_dsn, key_prefix, [pair.primary.url]))
+        lose_the_end_of_a_replica(pair, World(database_dsn, key_prefix, [pair.primary.url]))
 
 
-def lose_the_end_of_a_replica(pair: Pair, world: ProducerWorld) -> None:
+def lose_the_end_of_a_replica(pair: Pair, world: World) -> None:
     world.add_topic()
     with world.producer() as producer:
         producer.send_many("orders", [Message("k", b"%d" % number) for number in range(3)])
@@ -297,7 +285,7 @@ def lose_the_end_of_a_replica(pair: Pair, world: ProducerWorld) -> None:
         pair.promote()
         with Database(world.dsn) as database:
             set_node_address(
-                runtime_of(database, world.prefix, application=database, actor="test"), "node-1", pair.replica.url
+                runtime_of(database, world.key_prefix, application=database, actor="test"), "node-1", pair.replica.url
             )
         wait_for_loss(producer, 2)
         with pytest.raises(AcknowledgedLoss) as raised:
@@ -305,12 +293,12 @@ def lose_the_end_of_a_replica(pair: Pair, world: ProducerWorld) -> None:
         assert {loss.lp: loss.first for loss in raised.value.losses} == {lp_of(b"k"): 4, lp_of(b"other"): 1}
 
 
-def test_a_restart_that_loses_nothing_is_no_loss(world: ProducerWorld, server: RedisServer) -> None:
+def test_a_restart_that_loses_nothing_is_no_loss(world: World, node: RedisServer) -> None:
     """The producer goes on under its source, whatever it had looked at."""
     with world.producer() as producer:
         source = producer.send("orders", key="k", body=b"0").identity.source
         for _ in range(2):
-            look_after_restart(world, server, producer)
+            look_after_restart(world, node, producer)
         assert producer.flush() == 0
         assert producer.send("orders", key="k", body=b"1").identity == (source, lp_of(b"k"), 2)
         assert producer.stats.lost == 0

@@ -21,21 +21,15 @@ from mqlayer.topics import rearm_node
 from tests.fixtures.failpoints import armed
 from tests.fixtures.forked_programs import start_python
 from tests.fixtures.wait import wait_until
-from tests.proof.producer_world import ProducerWorld
 from tests.proof.route_steps import split
 from tests.proof.runtimes import runtime_of
+from tests.proof.world import World
+
+pytestmark = pytest.mark.world(partitions=1)
 
 
 @pytest.fixture
-def world(database_dsn: str, redis_url: str, key_prefix: str) -> ProducerWorld:
-    """A topic of one partition."""
-    world = ProducerWorld(database_dsn, key_prefix, [redis_url])
-    world.add_topic(partitions=1)
-    return world
-
-
-@pytest.fixture
-def past(postgres_server: PostgresServer, world: ProducerWorld) -> Iterator[Callable[[], str]]:
+def past(postgres_server: PostgresServer, world: World) -> Iterator[Callable[[], str]]:
     """Keeps the control database as it is; the second call puts it back to that, on another timeline."""
     name = world.dsn.rsplit("/", 1)[1]
     copy, kept = f"{name}_past", False
@@ -70,35 +64,35 @@ def copied(connection: psycopg.Connection, name: str, copy: str) -> bool:
     return False
 
 
-def split_once(world: ProducerWorld) -> None:
+def split_once(world: World) -> None:
     """Split the topic's partition."""
     with Database(world.dsn) as database:
         ((partition, _),) = [(r.partition, r.node) for r in load_route(database, "orders").ranges]
-        split(runtime_of(database, world.prefix), "orders", partition, at=[512])
+        split(runtime_of(database, world.key_prefix), "orders", partition, at=[512])
 
 
-def reopen(world: ProducerWorld) -> tuple[list[int], dict[int, int]]:
+def reopen(world: World) -> tuple[list[int], dict[int, int]]:
     """Do what `mqlayer route reopen` does."""
     with Database(world.dsn) as database:
-        done = reopen_forgotten(runtime_of(database, world.prefix), "orders")
+        done = reopen_forgotten(runtime_of(database, world.key_prefix), "orders")
     return done.opened, done.deleted
 
 
-def reopen_process(world: ProducerWorld, *options: str, failpoints: str = "") -> int:
+def reopen_process(world: World, *options: str, failpoints: str = "") -> int:
     """Say `mqlayer route reopen`; return the exit code."""
-    names = {"MQLAYER_DSN": world.dsn, "MQLAYER_APP_DSN": world.dsn, "MQLAYER_KEY_PREFIX": world.prefix}
+    names = {"MQLAYER_DSN": world.dsn, "MQLAYER_APP_DSN": world.dsn, "MQLAYER_KEY_PREFIX": world.key_prefix}
     environment = {**os.environ, **names, **armed(failpoints)}
     return start_python("mqlayer", "route", "reopen", "orders", *options, env=environment).wait(60)
 
 
-def states(world: ProducerWorld, partitions: int) -> list[str]:
+def states(world: World, partitions: int) -> list[str]:
     """Return what the node says of the first partitions."""
     with world.client() as client:
         return [client.hget(world.keys(number).meta, "state").decode() for number in range(1, partitions + 1)]
 
 
 def test_a_change_that_was_lost_is_named_and_undone(
-    world: ProducerWorld, past: Callable[[], str], monkeypatch: pytest.MonkeyPatch
+    world: World, past: Callable[[], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Case 72. A producer of before follows the older route, hears what it lost, and goes on; so do later changes."""
     for name in ("NODE_POLL_S", "IDLE_POLL_S", "IDLE_ROUTE_AGE_S", "ROUTE_CHECK_AFTER_S", "ROUTE_AGE_S"):
@@ -110,12 +104,12 @@ def test_a_change_that_was_lost_is_named_and_undone(
         producer.send_many("orders", [Message("k", b"lost"), Message("k", b"lost")])
         assert states(world, 3) == ["sealed", "open", "open"]
         past()
-        world.rearm()
+        world.arm_node()
         # The old route is another one's, also for who knows a newer version of it.
         with pytest.raises((PublishUnknown, AcknowledgedLoss)):
             wait_until(lambda: not producer.send("orders", key="k", body=b"?", timeout_s=0.2), what="a refusal")
         with Database(world.dsn) as database:
-            told = verify(runtime_of(database, world.prefix, application=database), "orders")
+            told = verify(runtime_of(database, world.key_prefix, application=database), "orders")
             (named,) = (finding for finding in told if finding.check == "partition" and finding.verdict == "broken")
             assert "mqlayer route reopen orders" in named.fix
         assert reopen_process(world) == 1, "it has to be said with --yes"
@@ -142,7 +136,7 @@ def goes_on(producer: object) -> bool:
         return False
 
 
-def test_the_next_change_can_seal_at_once_what_was_opened_again(world: ProducerWorld, past: Callable[[], str]) -> None:
+def test_the_next_change_can_seal_at_once_what_was_opened_again(world: World, past: Callable[[], str]) -> None:
     """The command that was taken back leaves its entry id to the next one, with and without a message before it."""
     for filled in (False, True):
         if filled:
@@ -151,7 +145,7 @@ def test_the_next_change_can_seal_at_once_what_was_opened_again(world: ProducerW
     past()
     split_once(world)
     past()
-    world.rearm()
+    world.arm_node()
     assert reopen(world) == ([1], {2: 0, 3: 0})
     assert reopen(world) == ([], {})
     audit = world.rows("SELECT facts -> 'opened' FROM mqlayer.audit WHERE act = 'route reopen'")
@@ -163,9 +157,7 @@ def test_the_next_change_can_seal_at_once_what_was_opened_again(world: ProducerW
     assert world.by_key()["k"] == ["0", "1"]
 
 
-def test_an_old_primary_leaves_the_changes_of_its_successor_alone(
-    world: ProducerWorld, past: Callable[[], str]
-) -> None:
+def test_an_old_primary_leaves_the_changes_of_its_successor_alone(world: World, past: Callable[[], str]) -> None:
     """A database that was cut off never gave out, nor leaped over, the numbers that it finds."""
     past()
     split_once(world)
@@ -178,7 +170,7 @@ def test_an_old_primary_leaves_the_changes_of_its_successor_alone(
     assert states(world, 3) == ["sealed", "open", "open"]
 
 
-def test_a_later_timelines_route_counts_whatever_its_version(world: ProducerWorld, past: Callable[[], str]) -> None:
+def test_a_later_timelines_route_counts_whatever_its_version(world: World, past: Callable[[], str]) -> None:
     with Database(world.dsn) as database, closing(RouteCache(database)) as routes:
         past()
         split_once(world)
@@ -188,10 +180,10 @@ def test_a_later_timelines_route_counts_whatever_its_version(world: ProducerWorl
     with Database(world.dsn) as database, closing(RouteCache(database)) as routes:
         routes._routes["orders"] = (newer, 0.0)
         assert routes.refresh("orders").version == 1
-        rearm_node(runtime_of(database, world.prefix), "node-1")
+        rearm_node(runtime_of(database, world.key_prefix), "node-1")
 
 
-def test_a_retirement_that_was_lost_does_not_keep_its_node_from_being_armed(world: ProducerWorld) -> None:
+def test_a_retirement_that_was_lost_does_not_keep_its_node_from_being_armed(world: World) -> None:
     """Case 72. A tombstone is written only when all groups are known to have drained the partition: that stays true."""
     with world.producer() as producer:
         producer.send("orders", key="k", body=b"0")
@@ -200,7 +192,7 @@ def test_a_retirement_that_was_lost_does_not_keep_its_node_from_being_armed(worl
         client.delete(world.keys(1).log, world.keys(1).marks, world.keys(1).meta)
         client.hset(world.keys(1).meta, "state", "deleted")
     world.rows("UPDATE mqlayer.node SET armed_run_id = NULL")
-    world.rearm()
+    world.arm_node()
     assert world.rows("SELECT state FROM mqlayer.partition WHERE partition_id = 1") == [("deleted",)]
     assert states(world, 3) == ["deleted", "open", "open"]
     with world.producer() as producer:

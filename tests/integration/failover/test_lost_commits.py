@@ -29,19 +29,13 @@ from tests.fixtures.consumers import member_of
 from tests.fixtures.forked_programs import is_stopped
 from tests.fixtures.replicas import Switch
 from tests.fixtures.roles import Roles
-from tests.fixtures.servers import StartPostgres, StartRedis
+from tests.fixtures.servers import StartPostgres
 from tests.fixtures.standbys import Couple, couple_of
 from tests.fixtures.wait import wait_until
 from tests.proof.lost_commits import EarlierState, expected, recovered, values
 from tests.proof.manual_member import ManualMember
-from tests.proof.outbox_world import QUICK, OutboxWorld, relayed_world
 from tests.proof.runtimes import runtime_of
-
-
-@pytest.fixture
-def node(start_redis: StartRedis) -> RedisServer:
-    """A Redis of the test's own."""
-    return start_redis()
+from tests.proof.world import QUICK, World
 
 
 @pytest.fixture
@@ -66,7 +60,7 @@ def test_what_a_promoted_standby_numbers_again_is_not_taken_for_what_it_lost(
     migrate(dsn)
     with Switch("127.0.0.1", couple.primary.port) as switch, ExitStack() as cleanup:
         way = f"postgresql://postgres@{switch.host}:{switch.port}/app"
-        world = OutboxWorld(dsn, key_prefix, [node.url], app_dsn=way, control_dsn=way)
+        world = World(dsn, key_prefix, [node.url], app_dsn=way, control_dsn=way)
         world.add_topic("orders", partitions=2)
         with world.relay() as relay:
             world.publish(40, keys=10)
@@ -114,7 +108,7 @@ def test_members_and_their_fenced_effects_go_on_with_a_promoted_standby(
     migrate(dsn)
     with Switch("127.0.0.1", couple.primary.port) as switch:
         way = f"postgresql://postgres@{switch.host}:{switch.port}/app"
-        world = OutboxWorld(dsn, key_prefix, [node.url], app_dsn=way, control_dsn=way)
+        world = World(dsn, key_prefix, [node.url], app_dsn=way, control_dsn=way)
         world.add_topic("orders", partitions=2)
         world.rows("CREATE TABLE sink (position bigserial PRIMARY KEY, key text, value text)")
         app = App(world.settings(lease_s=2.0))
@@ -159,13 +153,10 @@ def app_settled(app: App) -> None:
     wait_until(lambda: stats.settled == stats.handled == 60, what="all settled")
 
 
+@pytest.mark.world(own_node=True)
 @pytest.mark.slow
-def test_a_copy_of_the_disk_in_its_place_is_noticed_by_the_marks(
-    database_dsn: str, node: RedisServer, key_prefix: str
-) -> None:
+def test_a_copy_of_the_disk_in_its_place_is_noticed_by_the_marks(world: World) -> None:
     """The same timeline: only that Redis holds more than was ever numbered shows it. Relays may die over it."""
-    world = OutboxWorld(database_dsn, key_prefix, [node.url])
-    world.add_topic("orders", partitions=2)
     parts = [("m", 20)]
     world.publish(20, keys=5)
     relay_once(world.settings(), limits=QUICK)
@@ -191,11 +182,9 @@ def test_a_copy_of_the_disk_in_its_place_is_noticed_by_the_marks(
     assert len(world.rows("SELECT 1 FROM mqlayer.source WHERE closed_at IS NULL")) == 1
 
 
-def test_a_relay_that_was_slower_to_notice_does_not_have_a_recovered_outbox_recovered_again(
-    database_dsn: str, node: RedisServer, key_prefix: str
-) -> None:
+@pytest.mark.world(own_node=True, partitions=1, relayed=20, keys=5)
+def test_a_relay_that_was_slower_to_notice_does_not_have_a_recovered_outbox_recovered_again(world: World) -> None:
     """It compared marks of the old source with counters, of whichever; stopped then, it must not say so of the new."""
-    world = relayed_world(database_dsn, key_prefix, node.url, count=20, keys=5)
     then = EarlierState(world)
     world.publish(20, keys=5, tag="lost")
     relay_once(world.settings(), limits=QUICK)
@@ -211,11 +200,9 @@ def test_a_relay_that_was_slower_to_notice_does_not_have_a_recovered_outbox_reco
             assert world.rows("SELECT outbox_uuid, timeline FROM mqlayer_app.identity") == identity
 
 
-def test_no_number_of_what_a_copy_of_the_disk_forgot_is_given_out_again(
-    database_dsn: str, node: RedisServer, key_prefix: str
-) -> None:
+@pytest.mark.world(own_node=True, partitions=1, relayed=10, keys=1)
+def test_no_number_of_what_a_copy_of_the_disk_forgot_is_given_out_again(world: World) -> None:
     """Else the outbox would go on under a producer's source that Redis knows, and its first messages be swallowed."""
-    world = relayed_world(database_dsn, key_prefix, node.url, count=10, keys=1)
     then = EarlierState(world)
     with closing(Producer(world.settings(), name="p")) as producer:
         lost = producer.send_many("orders", [Message("key-0", b"direct")] * 3)[0].identity.source
@@ -236,12 +223,12 @@ def test_no_number_of_what_a_copy_of_the_disk_forgot_is_given_out_again(
     }  # fmt: skip
 
 
+@pytest.mark.world(own_node=True, partitions=1, relayed=10, keys=2)
 @pytest.mark.parametrize("told", [True, False], ids=["by the timeline", "by hand"])
 def test_a_seek_after_one_that_was_lost_is_no_repetition_of_it(
-    database_dsn: str, node: RedisServer, key_prefix: str, told: bool
+    world: World, database_dsn: str, node: RedisServer, key_prefix: str, told: bool
 ) -> None:
     """Redis knows the number of the lost one: under the same, what was committed since would count."""
-    world = relayed_world(database_dsn, key_prefix, node.url, count=10, keys=2)
     with Database(database_dsn) as database:
         member = ManualMember(database, key_prefix, "orders")
         member.consume_all()
@@ -301,9 +288,8 @@ def test_a_clock_set_ahead_lets_numbers_leap_5_seconds_after_the_last_leap_by_it
 
 
 def test_a_node_that_is_away_holds_the_recovery_up_until_an_operator_goes_on_without_it(
-    database_dsn: str, node: RedisServer, key_prefix: str
+    world: World, database_dsn: str, node: RedisServer
 ) -> None:
-    world = relayed_world(database_dsn, key_prefix, node.url, count=5, keys=5)
     world.rows("UPDATE mqlayer_app.identity SET timeline = -1")
     world.rows("DELETE FROM mqlayer_app.relayed")
     node.kill()

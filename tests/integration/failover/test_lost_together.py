@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ import redis
 
 from mqlayer.domain.routing import lp_of
 from mqlayer.errors import StoreUnavailable
-from mqlayer.failpoints import FailpointHit, arm, disarm_all
 from mqlayer.postgres.database import Database, connect
 from mqlayer.postgres.migrations import migrate
 from mqlayer.postgres.queries import query
@@ -23,46 +21,29 @@ from mqlayer.routes import finish_changes
 from mqlayer.runtime.route_cache import load_nodes
 from mqlayer.stack import RedisServer
 from mqlayer.topics import create_topic, rearm_node, register_node
+from tests.fixtures.failpoints import broken_off_at
 from tests.fixtures.forked_programs import is_stopped
 from tests.fixtures.servers import StartPostgres, StartRedis
 from tests.fixtures.wait import wait_until
 from tests.proof.fall_back import FallBack, lose_all
 from tests.proof.lost_commits import EarlierState, expected, recovered, values
 from tests.proof.manual_member import ManualMember
-from tests.proof.outbox_world import QUICK, OutboxWorld
 from tests.proof.route_steps import move, split
 from tests.proof.runtimes import runtime_of
+from tests.proof.world import QUICK, World
 
 LOST_COMMITS = "UPDATE mqlayer_app.identity SET timeline = 77"
 
-
-@pytest.fixture(autouse=True)
-def _nothing_stays_armed() -> Iterator[None]:
-    yield
-    disarm_all()
+pytestmark = pytest.mark.world(own_node=True)
 
 
-@pytest.fixture
-def node(start_redis: StartRedis) -> RedisServer:
-    """A Redis of the test's own."""
-    return start_redis()
-
-
-@pytest.fixture
-def world(database_dsn: str, node: RedisServer, key_prefix: str) -> OutboxWorld:
-    """A node, and the topic orders of two partitions."""
-    world = OutboxWorld(database_dsn, key_prefix, [node.url])
-    world.add_topic("orders", partitions=2)
-    return world
-
-
-def bring(world: OutboxWorld, count: int, tag: str) -> None:
+def bring(world: World, count: int, tag: str) -> None:
     """Publish messages of ten keys, and relay them."""
     world.publish(count, keys=10, tag=tag)
     relay_once(world.settings(), limits=QUICK)
 
 
-def sources(world: OutboxWorld) -> dict[str, set[int]]:
+def sources(world: World) -> dict[str, set[int]]:
     """Return under which sources the messages of each tag are in Redis."""
     found: dict[str, set[int]] = {}
     for record in world.records():
@@ -72,7 +53,7 @@ def sources(world: OutboxWorld) -> dict[str, set[int]]:
 
 @pytest.mark.parametrize("lost", ["all", "some"])
 def test_what_a_node_lost_of_an_outbox_that_may_lack_commits_comes_again_under_its_own_numbers(
-    world: OutboxWorld, node: RedisServer, tmp_path: Path, lost: str
+    world: World, node: RedisServer, tmp_path: Path, lost: str
 ) -> None:
     """Handlers that were given it know it by these. It is recorded as relayed: nobody else would send it again."""
     bring(world, 30, "a")
@@ -92,7 +73,7 @@ def test_what_a_node_lost_of_an_outbox_that_may_lack_commits_comes_again_under_i
     assert found["new"].isdisjoint({1})
 
 
-def test_who_dies_in_the_middle_of_that_leaves_it_to_the_next_one(world: OutboxWorld, node: RedisServer) -> None:
+def test_who_dies_in_the_middle_of_that_leaves_it_to_the_next_one(world: World, node: RedisServer) -> None:
     bring(world, 60, "a")
     lose_all(node)
     world.rows(LOST_COMMITS)
@@ -103,9 +84,7 @@ def test_who_dies_in_the_middle_of_that_leaves_it_to_the_next_one(world: OutboxW
     assert values(world) == expected(10, ("a", 60), ("new", 20))
 
 
-def test_what_neither_node_nor_outbox_holds_any_more_keeps_its_lps_waiting(
-    world: OutboxWorld, node: RedisServer
-) -> None:
+def test_what_neither_node_nor_outbox_holds_any_more_keeps_its_lps_waiting(world: World, node: RedisServer) -> None:
     bring(world, 30, "a")
     ((topic_id, lp),) = world.rows("SELECT topic_id, lp FROM mqlayer_app.outbox LIMIT 1")
     world.rows("DELETE FROM mqlayer_app.outbox WHERE lp = %s AND seq <= 2", lp)
@@ -129,14 +108,12 @@ def test_what_neither_node_nor_outbox_holds_any_more_keeps_its_lps_waiting(
     assert {record.value for record in world.records()} == others | waiting
 
 
-def test_while_a_route_changes_nothing_is_lost_either(world: OutboxWorld, node: RedisServer) -> None:
+def test_while_a_route_changes_nothing_is_lost_either(world: World, node: RedisServer) -> None:
     """The parent is sealed for good, and no successor serves as yet."""
     bring(world, 30, "a")
-    arm("change.after_open", "raise")
     with Database(world.dsn) as database:
-        with pytest.raises(FailpointHit):
+        with broken_off_at("change.after_open"):
             split(runtime_of(database, world.key_prefix, application=database), "orders", 1)
-        disarm_all()
         lose_all(node)
         world.rows(LOST_COMMITS)
         assert recover_now(runtime_of(database, settings=world.settings(), application=database)) is not None
@@ -153,7 +130,7 @@ def test_what_has_other_numbers_now_does_not_take_the_place_of_what_a_sealed_par
     """Only the outbox's server lost commits: a seal of before tells of numbers that are given out again."""
     own = start_postgres().create_database("app")
     migrate(own)
-    world = OutboxWorld(own, key_prefix, [node.url], control_dsn=database_dsn)
+    world = World(own, key_prefix, [node.url], control_dsn=database_dsn)
     with Database(database_dsn) as control, Database(own) as application:
         register_node(runtime_of(control), name="node-1", url=node.url)
         create_topic(runtime_of(control, key_prefix, application=application), "orders")
@@ -176,7 +153,7 @@ def test_what_has_other_numbers_now_does_not_take_the_place_of_what_a_sealed_par
 
 
 def test_what_a_node_lost_comes_again_although_its_parents_node_is_away_for_good(
-    world: OutboxWorld, node: RedisServer, start_redis: StartRedis, tmp_path: Path
+    world: World, node: RedisServer, start_redis: StartRedis, tmp_path: Path
 ) -> None:
     """An operator goes on without that one, which says nothing of what the successor had."""
     second = start_redis()
@@ -202,7 +179,7 @@ def test_what_a_node_lost_comes_again_although_its_parents_node_is_away_for_good
     assert member.bodies() == expected(10, ("a", 30), ("b", 30), ("new", 20))
 
 
-def test_a_node_without_memory_for_what_it_lost_is_waited_for(world: OutboxWorld, node: RedisServer) -> None:
+def test_a_node_without_memory_for_what_it_lost_is_waited_for(world: World, node: RedisServer) -> None:
     """Relays stay up, and say so: what is settled and trimmed there makes room."""
     bring(world, 60, "a")
     lose_all(node)
@@ -218,7 +195,7 @@ def test_a_node_without_memory_for_what_it_lost_is_waited_for(world: OutboxWorld
 
 
 def test_who_stood_still_before_it_sent_something_again_does_not_send_it_behind_what_is_newer(
-    world: OutboxWorld, node: RedisServer
+    world: World, node: RedisServer
 ) -> None:
     """Another one recovered the outbox meanwhile, without that node as it had to."""
     bring(world, 10, "a")
@@ -237,7 +214,7 @@ def test_who_stood_still_before_it_sent_something_again_does_not_send_it_behind_
 
 
 def test_what_a_node_loses_while_the_rest_is_filled_up_is_not_forgotten(
-    world: OutboxWorld, node: RedisServer, start_redis: StartRedis
+    world: World, node: RedisServer, start_redis: StartRedis
 ) -> None:
     """All that was to be there is looked at once more before the numbers change."""
     second = start_redis()
@@ -263,7 +240,7 @@ def test_what_a_node_loses_while_the_rest_is_filled_up_is_not_forgotten(
 
 
 def test_what_an_emptied_node_lost_of_a_sealed_partition_is_there_before_the_numbers_change(
-    world: OutboxWorld, node: RedisServer, start_redis: StartRedis
+    world: World, node: RedisServer, start_redis: StartRedis
 ) -> None:
     """It keeps its run, and its successor on another node has the marks: nothing seems to be missing."""
     second = start_redis()
@@ -281,7 +258,7 @@ def test_what_an_emptied_node_lost_of_a_sealed_partition_is_there_before_the_num
     assert member.bodies() == expected(10, ("a", 30), ("new", 20))
 
 
-def test_an_operator_can_go_on_without_a_partition_that_takes_nothing(world: OutboxWorld, node: RedisServer) -> None:
+def test_an_operator_can_go_on_without_a_partition_that_takes_nothing(world: World, node: RedisServer) -> None:
     """As where the control database lost a whole route change: it is sealed on its node, and Postgres knows nothing."""
     bring(world, 30, "a")
     lose_all(node)
@@ -299,7 +276,7 @@ def test_an_operator_can_go_on_without_a_partition_that_takes_nothing(world: Out
 
 
 @pytest.mark.parametrize("timeline", [-1, 77])
-def test_nothing_is_recorded_as_relayed_before_the_outbox_is_recovered(world: OutboxWorld, timeline: int) -> None:
+def test_nothing_is_recorded_as_relayed_before_the_outbox_is_recovered(world: World, timeline: int) -> None:
     """On another timeline what was acknowledged may be in no commit, and its number be another message's by now."""
     bring(world, 10, "a")
     before = world.rows("SELECT sum(seq) FROM mqlayer_app.relayed")

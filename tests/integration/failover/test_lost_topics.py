@@ -9,30 +9,29 @@ import pytest
 
 from mqlayer.relay import relay_once
 from tests.fixtures.wait import wait_until
-from tests.proof.outbox_world import QUICK, OutboxWorld
+from tests.proof.world import QUICK, World
 
 FORMER_ID = 1_000_000
 PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "fail-over-postgres.md"
 
+pytestmark = pytest.mark.world(partitions=1)
 
-@pytest.fixture
-def world(database_dsn: str, redis_url: str, key_prefix: str) -> OutboxWorld:
-    """A topic that the outbox knows under another id, with two messages there; and one that is as it has to be."""
-    world = OutboxWorld(database_dsn, key_prefix, [redis_url])
-    world.add_topic("orders", partitions=1)
+
+@pytest.fixture(autouse=True)
+def _lost(world: World) -> None:
+    """The outbox knows the topic under another id, with two messages there; another topic is as it has to be."""
     world.rows("UPDATE mqlayer_app.topic SET topic_id = %s", FORMER_ID)
     world.rows("UPDATE mqlayer_app.counter SET topic_id = %s", FORMER_ID)
     world.add_topic("payments", partitions=1)
     world.publish(2, keys=1, tag="before")
-    return world
 
 
-def values(world: OutboxWorld, topic: str) -> list[str]:
+def values(world: World, topic: str) -> list[str]:
     """Return what a topic's partitions hold."""
     return [record.value for record in world.records() if record.topic == topic]
 
 
-def test_other_topics_go_on_and_the_log_says_what_to_do(world: OutboxWorld, caplog: pytest.LogCaptureFixture) -> None:
+def test_other_topics_go_on_and_the_log_says_what_to_do(world: World, caplog: pytest.LogCaptureFixture) -> None:
     world.publish(3, topic="payments", keys=1)
     with world.relay():
         wait_until(lambda: len(values(world, "payments")) == 3, what="the other topic's messages")
@@ -42,7 +41,7 @@ def test_other_topics_go_on_and_the_log_says_what_to_do(world: OutboxWorld, capl
     assert values(world, "orders") == []
 
 
-def test_its_messages_are_published_anew_once_the_former_one_has_another_name(world: OutboxWorld) -> None:
+def test_its_messages_are_published_anew_once_the_former_one_has_another_name(world: World) -> None:
     """As docs/how-to/fail-over-postgres.md has it."""
     rename, publish = re.findall(r"```sql\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
     relay_once(world.settings(), limits=QUICK)

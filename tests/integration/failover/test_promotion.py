@@ -27,10 +27,9 @@ from tests.fixtures.replicas import Pair, Switch, client_of, pair_of
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.shared_members import share, shared_member
 from tests.fixtures.wait import wait_until
-from tests.proof.outbox_world import OutboxWorld
-from tests.proof.producer_world import ProducerWorld
 from tests.proof.route_steps import split
 from tests.proof.runtimes import runtime_of
+from tests.proof.world import World
 
 
 @pytest.fixture
@@ -70,7 +69,7 @@ def test_what_a_promoted_replica_lacks_is_sent_again_without_traffic(
     pair: Pair, database_dsn: str, key_prefix: str
 ) -> None:
     """Case 83. The old primary lives on, and the relay has a line to it: it is told, and rewinds by the chain."""
-    world = OutboxWorld(database_dsn, key_prefix, [pair.primary.url])
+    world = World(database_dsn, key_prefix, [pair.primary.url])
     world.add_topic("orders", partitions=2)
     with world.relay() as relay:
         world.publish(40)
@@ -99,7 +98,7 @@ def test_a_producer_with_a_connection_to_the_old_primary_is_told_what_is_missing
 ) -> None:
     """Case 83. Without an outbox, what was acknowledged and not replicated is lost: said with LP and seqs, counted."""
     monkeypatch.setattr("mqlayer.producing.metadata_refresher.NODE_POLL_S", 0.05)
-    world = ProducerWorld(database_dsn, key_prefix, [pair.primary.url])
+    world = World(database_dsn, key_prefix, [pair.primary.url])
     world.add_topic()
     with world.producer() as producer:
         kept = producer.send_many("orders", [Message("k", b"%d" % number) for number in range(3)])[0]
@@ -114,7 +113,7 @@ def test_a_producer_with_a_connection_to_the_old_primary_is_told_what_is_missing
         assert producer.stats.lost == lost.last_lost - 3
         again = producer.send("orders", key="k", body=b"again", timeout_s=20)
         assert again.identity.source != kept.identity.source
-    world.direct_urls[0] = pair.replica.url
+    world.urls = [pair.replica.url]
     assert world.by_key()["k"] == ["0", "1", "2", "again"]
 
 
@@ -185,20 +184,17 @@ def test_successors_are_opened_on_the_run_that_is_armed(
     reached, go_on = tmp_path / "reached", tmp_path / "go-on"
     failpoints.arm("change.after_seal", f"mark:{reached}")
     failpoints.arm("change.after_seal", f"wait:{go_on}")
-    try:
-        with ThreadPoolExecutor(1) as pool:
-            parent, to = int(stage.partitions[0]), ["n2", "n2"]
-            driving = pool.submit(split, stage.runtime, stage.topic, parent, to=to)
-            wait_until(reached.exists, what="the parent to be sealed")
-            pair.wait_in_step()
-            pair.cut_connection()
-            pair.promote()
-            switch.lead_to(pair.replica)
-            assert rearm_lost_nodes(stage.runtime) == {"n2": "armed"}
-            go_on.touch()
-            driving.result(20)
-    finally:
-        failpoints.disarm_all()
+    with ThreadPoolExecutor(1) as pool:
+        parent, to = int(stage.partitions[0]), ["n2", "n2"]
+        driving = pool.submit(split, stage.runtime, stage.topic, parent, to=to)
+        wait_until(reached.exists, what="the parent to be sealed")
+        pair.wait_in_step()
+        pair.cut_connection()
+        pair.promote()
+        switch.lead_to(pair.replica)
+        assert rearm_lost_nodes(stage.runtime) == {"n2": "armed"}
+        go_on.touch()
+        driving.result(20)
     with client_of(pair.replica) as new:
         metas = [partition_keys(stage.prefix, number).meta.decode() for number in (3, 4)]
         assert [new.hget(meta, "state") for meta in metas] == [b"open", b"open"]
@@ -238,7 +234,7 @@ def test_an_address_of_another_redis_is_refused_unless_the_node_is_to_begin_anew
     pair: Pair, start_redis: StartRedis, database_dsn: str, key_prefix: str
 ) -> None:
     """An empty node is never taken silently: the outbox's relay fills it again where an operator wants that."""
-    world = OutboxWorld(database_dsn, key_prefix, [pair.primary.url])
+    world = World(database_dsn, key_prefix, [pair.primary.url])
     world.add_topic("orders", partitions=2)
     other = start_redis()
     with world.relay():

@@ -29,25 +29,18 @@ from tests.fixtures.servers import StartRedis
 from tests.fixtures.wait import wait_until
 from tests.proof.lost_commits import expected, recovered, values
 from tests.proof.manual_member import ManualMember
-from tests.proof.outbox_world import QUICK, OutboxWorld, relayed_world
 from tests.proof.route_steps import split
 from tests.proof.runtimes import runtime_of
+from tests.proof.world import QUICK, World
 
 ENDED = "SELECT count(*)::int FROM mqlayer.source WHERE closed_at IS NOT NULL"
 
-
-@pytest.fixture
-def node(start_redis: StartRedis) -> RedisServer:
-    """A Redis of the test's own."""
-    return start_redis()
+pytestmark = pytest.mark.world(own_node=True, partitions=1, relayed=20, keys=4)
 
 
-def test_a_relay_at_work_notices_that_another_one_numbered_the_outbox_anew(
-    database_dsn: str, node: RedisServer, key_prefix: str
-) -> None:
+@pytest.mark.world(own_node=True)
+def test_a_relay_at_work_notices_that_another_one_numbered_the_outbox_anew(world: World, database_dsn: str) -> None:
     """It has lost nothing itself and knows old numbers: by these it would pass the new ones over."""
-    world = OutboxWorld(database_dsn, key_prefix, [node.url])
-    world.add_topic("orders", partitions=2)
     with world.relay() as relay, Database(database_dsn) as database:
         world.publish(40, keys=10)
         world.wait_until_whole()
@@ -65,17 +58,16 @@ def test_a_relay_at_work_notices_that_another_one_numbered_the_outbox_anew(
     assert values(world) == expected(10, ("m", 40), ("new", 60))
 
 
+@pytest.mark.world(own_node=True)
 @pytest.mark.parametrize("beside", ["", "armed", "emptied"])
 def test_what_a_relay_has_read_of_the_old_numbers_is_not_there_twice(
-    database_dsn: str, node: RedisServer, key_prefix: str, beside: str
+    world: World, database_dsn: str, node: RedisServer, key_prefix: str, beside: str
 ) -> None:
     """It is stuck between its look at the outbox and its append, while another one numbers that anew.
 
     By its chain the node would take the messages once more, under their old numbers and behind newer ones; where it is
     emptied meanwhile, those that begin a chain.
     """
-    world = OutboxWorld(database_dsn, key_prefix, [node.url])
-    world.add_topic("orders", partitions=2)
     before = [] if beside == "emptied" else [("m", 20)]
     for tag, count in before:
         world.publish(count, keys=4, tag=tag)
@@ -108,12 +100,9 @@ def test_what_a_relay_has_read_of_the_old_numbers_is_not_there_twice(
     assert values(world) == expected(4, *before, ("read", 20), ("new", 20), ("after", 20))
 
 
-def test_a_relay_that_was_stopped_while_it_was_numbered_anew_records_nothing_by_the_old_numbers(
-    database_dsn: str, node: RedisServer, key_prefix: str
-) -> None:
+@pytest.mark.world(own_node=True, partitions=1)
+def test_a_relay_that_was_stopped_while_it_was_numbered_anew_records_nothing_by_the_old_numbers(world: World) -> None:
     """Else what is published next would count as relayed, and be rotated away."""
-    world = OutboxWorld(database_dsn, key_prefix, [node.url])
-    world.add_topic("orders", partitions=1)
     world.publish(50, keys=1)
     moved = "SELECT c.seq, r.seq FROM mqlayer_app.counter c JOIN mqlayer_app.relayed r USING (topic_id, lp)"
     with world.relay_process(failpoints="relay.before_progress=stop") as process:
@@ -129,11 +118,9 @@ def test_a_relay_that_was_stopped_while_it_was_numbered_anew_records_nothing_by_
             assert world.rows(moved) == [(3, 3)]
 
 
-def test_progress_that_waits_for_the_renumbering_is_none_by_then(
-    database_dsn: str, node: RedisServer, key_prefix: str
-) -> None:
+@pytest.mark.world(own_node=True, partitions=1, relayed=5, keys=1)
+def test_progress_that_waits_for_the_renumbering_is_none_by_then(world: World, database_dsn: str) -> None:
     """It was asked for by the old numbers, and neither makes the other give up."""
-    world = relayed_world(database_dsn, key_prefix, node.url, count=5, keys=1)
     ((topic_id, lp),) = world.rows("SELECT topic_id, lp FROM mqlayer_app.relayed")
     world.rows("UPDATE mqlayer_app.identity SET timeline = -1")
     ((outbox_uuid,),) = world.rows("SELECT outbox_uuid FROM mqlayer_app.identity")
@@ -150,11 +137,11 @@ def test_progress_that_waits_for_the_renumbering_is_none_by_then(
     assert world.rows("SELECT * FROM mqlayer_app.relayed") == []
 
 
+@pytest.mark.world(own_node=True, partitions=1, relayed=5, keys=1)
 @pytest.mark.parametrize("whose", ["its own", "a former one's"])
 def test_what_a_relay_writes_counts_for_the_outbox_whose_numbers_it_knows(
-    database_dsn: str, node: RedisServer, key_prefix: str, whose: str
+    world: World, database_dsn: str, whose: str
 ) -> None:
-    world = relayed_world(database_dsn, key_prefix, node.url, count=5, keys=1)
     ((topic_id, lp),) = world.rows("SELECT topic_id, lp FROM mqlayer_app.relayed")
     cursor = LpCursor(topic_id * 1024 + lp, Target(1, 1, 0), seq=7)
     with connect(database_dsn) as connection:
@@ -177,11 +164,9 @@ def test_what_a_relay_writes_counts_for_the_outbox_whose_numbers_it_knows(
         assert after_progress == noted(world) == before
 
 
-def test_progress_counts_in_the_term_only_in_which_its_rows_were_read(
-    database_dsn: str, node: RedisServer, key_prefix: str
-) -> None:
+@pytest.mark.world(own_node=True, partitions=1, relayed=5, keys=1)
+def test_progress_counts_in_the_term_only_in_which_its_rows_were_read(world: World, database_dsn: str) -> None:
     """A pooler may run the statement on a server that lost the rows in a crash since."""
-    world = relayed_world(database_dsn, key_prefix, node.url, count=5, keys=1)
     ((topic_id, lp),) = world.rows("SELECT topic_id, lp FROM mqlayer_app.relayed")
     before = noted(world)
     with connect(database_dsn) as connection:
@@ -192,7 +177,7 @@ def test_progress_counts_in_the_term_only_in_which_its_rows_were_read(
     assert noted(world) == before
 
 
-def noted(world: OutboxWorld) -> tuple[Any, ...]:
+def noted(world: World) -> tuple[Any, ...]:
     """Return what relays noted: progress, rows quarantined and passed over, the timeline."""
     (row,) = world.rows(
         "SELECT (SELECT seq FROM mqlayer_app.relayed), (SELECT count(*) FROM mqlayer_app.quarantined), "
@@ -201,11 +186,9 @@ def noted(world: OutboxWorld) -> tuple[Any, ...]:
     return row
 
 
-def test_a_copy_on_another_server_does_not_take_the_place_of_its_original(
-    database_dsn: str, node: RedisServer, key_prefix: str
-) -> None:
+@pytest.mark.world(own_node=True, partitions=1, relayed=5, keys=5)
+def test_a_copy_on_another_server_does_not_take_the_place_of_its_original(world: World, database_dsn: str) -> None:
     """It is on another timeline too, as a rule: that must not hide that it is a copy, nor end the original's source."""
-    world = relayed_world(database_dsn, key_prefix, node.url, count=5, keys=5)
     world.rows("UPDATE mqlayer.source SET cluster = '1/elsewhere'")
     world.rows("UPDATE mqlayer_app.identity SET timeline = 77")
     with pytest.raises(ConfigurationRefused, match="outbox adopt"):
@@ -215,11 +198,11 @@ def test_a_copy_on_another_server_does_not_take_the_place_of_its_original(
     assert world.rows("SELECT count(*) FROM mqlayer.source WHERE closed_at IS NULL") == [(1,)]
 
 
+@pytest.mark.world(own_node=True, partitions=1, relayed=40, keys=10)
 def test_what_a_sealed_partition_lost_comes_again_under_a_source_that_is_about_to_end(
-    database_dsn: str, node: RedisServer, key_prefix: str, caplog: pytest.LogCaptureFixture
+    world: World, database_dsn: str, node: RedisServer, key_prefix: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Who began to recover the outbox died, and the node lost some: nobody could arm it if it refused that source."""
-    world = relayed_world(database_dsn, key_prefix, node.url, count=40, keys=10)
     with Database(database_dsn) as database:
         member = ManualMember(database, key_prefix, "orders")
         split(runtime_of(database, key_prefix, application=database), "orders", 1)
@@ -240,10 +223,7 @@ def test_what_a_sealed_partition_lost_comes_again_under_a_source_that_is_about_t
     assert "messages_lost" not in caplog.text
 
 
-def test_who_recovers_an_outbox_that_another_one_recovers_meanwhile_takes_it_for_no_former_one(
-    database_dsn: str, node: RedisServer, key_prefix: str
-) -> None:
-    world = relayed_world(database_dsn, key_prefix, node.url, count=20, keys=4)
+def test_who_recovers_an_outbox_that_another_one_recovers_meanwhile_takes_it_for_no_former_one(world: World) -> None:
     world.rows("UPDATE mqlayer_app.identity SET timeline = -1")
     with world.relay_process(failpoints="recover.before_source=stop") as process, Database(world.dsn) as database:
         wait_until(lambda: is_stopped(process), timeout_s=30, what="a relay that recovers")
@@ -254,20 +234,14 @@ def test_who_recovers_an_outbox_that_another_one_recovers_meanwhile_takes_it_for
         wait_until(lambda: counted(world, "new") == 10, timeout_s=30, what="what is new, by that relay")
 
 
-@pytest.fixture
-def world(database_dsn: str, node: RedisServer, key_prefix: str) -> OutboxWorld:
-    """Twenty messages that were relayed to one node."""
-    return relayed_world(database_dsn, key_prefix, node.url, count=20, keys=4)
-
-
-def ended(world: OutboxWorld, url: str) -> set[bytes]:
+def ended(world: World, url: str) -> set[bytes]:
     """Return the sources that a node takes nothing of any more."""
     with redis.Redis.from_url(url) as client:
         found: Any = client.smembers(ended_sources_key(world.key_prefix).decode())
         return {word for word in found if b":" not in word}
 
 
-def test_a_node_without_memory_is_told_and_armed_all_the_same(world: OutboxWorld, node: RedisServer) -> None:
+def test_a_node_without_memory_is_told_and_armed_all_the_same(world: World, node: RedisServer) -> None:
     """Else nobody would settle and trim there, and it would stay full."""
     with redis.Redis.from_url(node.url) as client, Database(world.dsn) as database:
         client.config_set("maxmemory", 1)
@@ -281,7 +255,7 @@ def test_a_node_without_memory_is_told_and_armed_all_the_same(world: OutboxWorld
         assert ended(world, node.url) == {b"1"}
 
 
-def test_a_node_that_is_new_is_told_before_it_is_sent_anything(world: OutboxWorld, start_redis: StartRedis) -> None:
+def test_a_node_that_is_new_is_told_before_it_is_sent_anything(world: World, start_redis: StartRedis) -> None:
     new = start_redis()
     world.rows("UPDATE mqlayer_app.identity SET timeline = -1")
     with Database(world.dsn) as database:
@@ -292,7 +266,7 @@ def test_a_node_that_is_new_is_told_before_it_is_sent_anything(world: OutboxWorl
 
 
 def test_a_node_that_is_emptied_in_the_middle_of_a_recovery_is_told_again_by_the_relay_that_goes_on(
-    world: OutboxWorld, node: RedisServer
+    world: World, node: RedisServer
 ) -> None:
     """Who arms it says what Postgres knows as ended, and that is not so far before the outbox is numbered anew."""
     world.rows("UPDATE mqlayer_app.identity SET timeline = -1")
@@ -314,7 +288,7 @@ def test_a_node_that_is_emptied_in_the_middle_of_a_recovery_is_told_again_by_the
 
 
 def test_a_promotion_that_was_given_up_is_got_over_by_an_operators_word(
-    world: OutboxWorld, node: RedisServer, caplog: pytest.LogCaptureFixture
+    world: World, node: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nodes were told that the source ends, and the server that it was to go on with is gone: the old one stays."""
     with redis.Redis.from_url(node.url) as client, Database(world.dsn) as database:
@@ -339,7 +313,7 @@ def session_ends(caplog: pytest.LogCaptureFixture) -> list[float]:
     return [record.created for record in caplog.records if record.message == "relay_postgres_lost"]
 
 
-def test_a_relay_that_starts_while_the_outbox_is_numbered_anew_is_no_former_one(world: OutboxWorld) -> None:
+def test_a_relay_that_starts_while_the_outbox_is_numbered_anew_is_no_former_one(world: World) -> None:
     """It has read the identity of before, whose source is ended by the time it asks for that."""
     with world.relay_process(failpoints="relay.before_source=stop") as process, Database(world.dsn) as database:
         wait_until(lambda: is_stopped(process), timeout_s=30, what="the relay at its source")
@@ -351,6 +325,6 @@ def test_a_relay_that_starts_while_the_outbox_is_numbered_anew_is_no_former_one(
         wait_until(lambda: counted(world, "new") == 10, timeout_s=30, what="what is new, by that relay")
 
 
-def counted(world: OutboxWorld, tag: str) -> int:
+def counted(world: World, tag: str) -> int:
     """Return how many messages with a tag are in the partitions."""
     return sum(value.startswith(f"{tag}-") for of_key in values(world).values() for value in of_key)

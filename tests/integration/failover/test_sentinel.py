@@ -16,8 +16,8 @@ from tests.fixtures.consumers import Recorder, StartStage
 from tests.fixtures.replicas import pair_of, sentinel_of
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.wait import wait_until
-from tests.proof.outbox_world import OutboxWorld
 from tests.proof.runtimes import runtime_of
+from tests.proof.world import World
 
 
 def test_a_relay_follows_what_sentinels_promote(
@@ -25,7 +25,7 @@ def test_a_relay_follows_what_sentinels_promote(
 ) -> None:
     with pair_of(start_redis) as pair, sentinel_of(pair.primary, tmp_path / "sentinel") as port:
         url = f"sentinel://127.0.0.1:1,127.0.0.1:{port}/orders/0"
-        world = OutboxWorld(database_dsn, key_prefix, [url])
+        world = World(database_dsn, key_prefix, [url])
         world.add_topic("orders", partitions=2)
         with Database(database_dsn) as database:
             armed = find_node(database, "node-1").armed_run_id

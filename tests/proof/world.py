@@ -1,4 +1,4 @@
-"""An outbox, nodes and a topic for tests of the relay, and the question that decides them: is every chain whole?"""
+"""Databases, nodes and topics of one test, its relays and producers, and what its partitions hold in the end."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,12 +15,15 @@ import psycopg
 import redis
 from pydantic import SecretStr
 
+from mqlayer.domain.routing import Route
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.rights import Right
+from mqlayer.producing import Producer, ProducerOptions
 from mqlayer.redis.keys import PartitionKeys, partition_keys
-from mqlayer.relay import Relay, RelayLimits, relay_once
+from mqlayer.redis.node_connection import Node
+from mqlayer.relay import Relay, RelayLimits
 from mqlayer.settings import Settings
-from mqlayer.topics import create_topic, register_node
+from mqlayer.topics import create_topic, rearm_node, register_node
 from tests.fixtures.failpoints import armed
 from tests.fixtures.forked_programs import Process, start_python
 from tests.fixtures.kept_connections import ask_postgres
@@ -34,39 +37,55 @@ QUICK = RelayLimits(sweep_s=0.05, compare_s=0.1, progress_s=0.05, heartbeat_s=0.
 """Limits with which what a relay does at times is done often."""
 LEASE_S = 0.5
 
-Snapshot = list[tuple[str, PartitionKeys, dict[bytes, bytes | None]]]
-"""Per partition: its node's address, its keys, and the value of each."""
 Chains = dict[tuple[str, int], list[tuple[int, str | None, str]]]
 """Per topic and LP: seq, key and value of each message, in order."""
 
 
 @dataclass
-class OutboxWorld:
-    """One outbox whose control schema is in the same database, and the nodes at the URLs given."""
+class World:
+    """A control database with an outbox in it, or in another database, and the nodes at the URLs given."""
 
     dsn: str
     key_prefix: str
     urls: Sequence[str]
-    topics: list[str] = field(default_factory=list)
+    server_urls: Sequence[str] = ()
+    """Where a test reads the partitions, if `urls` lead through proxies."""
     app_dsn: str | None = None
     control_dsn: str | None = None
     """Other ways to the same database, such as through a proxy."""
     right: Right | None = None
     """The one right of the Postgres role that its processes log in as; None: they are superusers."""
+    routes: dict[str, Route] = field(default_factory=dict)
+    """The first route version of each topic."""
 
     def __post_init__(self) -> None:
-        with Database(self.dsn) as database:
-            for number, url in enumerate(self.urls, start=1):
-                register_node(runtime_of(database), name=f"node-{number}", url=url)
+        for number, url in enumerate(self.urls, start=1):
+            self._register(number, url)
 
-    def add_topic(self, name: str, **options: Any) -> None:
+    def add_node(self, url: str) -> None:
+        """Register one more node."""
+        self.server_urls = [*self.server_urls, url] if self.server_urls else ()
+        self.urls = [*self.urls, url]
+        self._register(len(self.urls), url)
+
+    def _register(self, number: int, url: str) -> None:
+        with Database(self.dsn) as database:
+            register_node(runtime_of(database), name=f"node-{number}", url=url)
+
+    def add_topic(self, name: str = "orders", **options: Any) -> Route:
         """Create a topic that the outbox may publish to."""
         with Database(self.dsn) as database:
-            create_topic(runtime_of(database, self.key_prefix, application=database), name, **options)
-        self.topics.append(name)
+            runtime = runtime_of(database, self.key_prefix, application=database)
+            self.routes[name] = create_topic(runtime, name, **options)
+        return self.routes[name]
+
+    def arm_node(self, node: int = 1) -> tuple[Node, int]:
+        """Arm a node's present run, as an operator or a worker does."""
+        with Database(self.dsn) as database:
+            return rearm_node(runtime_of(database, self.key_prefix), f"node-{node}")
 
     def settings(self, **changes: Any) -> Settings:
-        """Return the settings of a relay of this world."""
+        """Return the settings of a process of this world."""
         return Settings(
             dsn=SecretStr(self._as_process(self.control_dsn or self.dsn)),
             app_dsn=SecretStr(self._as_process(self.app_dsn or self.dsn)),
@@ -106,50 +125,49 @@ class OutboxWorld:
             chains[record.topic, record.lp].append((record.seq, record.key, record.value))
         return chains
 
-    def snapshot(self) -> Snapshot:
-        """Return what the partitions hold now."""
-        found: Snapshot = []
-        for url, keys in self._partition_keys():
-            with redis.Redis.from_url(url) as client:
-                found.append((url, keys, {key: client.dump(key) for key in (keys.log, keys.meta, keys.marks)}))
+    def client(self, node: int = 1) -> redis.Redis:
+        """Return a plain client of a node's server."""
+        return redis.Redis.from_url((self.server_urls or self.urls)[node - 1], protocol=2)
+
+    def partitions(self, topic: str | None = None) -> list[tuple[str, int, int]]:
+        """Return the topic, partition and node of each partition, or of those of one topic, in the order of making."""
+        return [
+            (name, partition, node)
+            for name, partition, node in self.rows(
+                "SELECT t.name, p.partition_id, p.node_id FROM mqlayer.partition p "
+                "JOIN mqlayer.topic t USING (topic_id) ORDER BY p.partition_id"
+            )
+            if topic in (None, name)
+        ]
+
+    def keys(self, partition: int) -> PartitionKeys:
+        """Return the names of a partition's keys."""
+        return partition_keys(self.key_prefix, partition)
+
+    def records(self, topic: str | None = None) -> list[Append]:
+        """Return every record of every partition, or of those of one topic."""
+        found: list[Append] = []
+        for name, partition, node in self.partitions(topic):
+            with self.client(node) as client:
+                found += read_partition(client, self.key_prefix, partition, name)
         return found
 
-    def fall_back(self, before: Snapshot, *, state: str = "open") -> None:
-        """Let the partitions hold again what they held, as after an append-only file that was cut, in a state."""
-        for url, keys, values in before:
-            with redis.Redis.from_url(url) as client, client.pipeline(transaction=True) as pipeline:
-                pipeline.delete(*values)
-                for key, value in values.items():
-                    if value is not None:
-                        pipeline.restore(key, 0, value)
-                pipeline.hset(keys.meta, "state", state)
-                pipeline.execute()
+    def chains(self, topic: str = "orders") -> dict[tuple[int, int], list[str]]:
+        """Return the values of each source's LP in order, after checking that every chain is dense from 1 on."""
+        chains: dict[tuple[int, int], list[Append]] = defaultdict(list)
+        for record in self.records(topic):
+            chains[record.source, record.lp].append(record)
+        for name, chain in chains.items():
+            assert [record.seq for record in chain] == list(range(1, len(chain) + 1)), f"chain of {name}"
+        return {name: [record.value for record in chain] for name, chain in chains.items()}
 
-    def remove(self) -> None:
-        """Remove the partitions from their nodes, whose runs go on."""
-        for url, keys in self._partition_keys():
-            with redis.Redis.from_url(url) as client:
-                client.delete(keys.log, keys.meta, keys.marks)
-
-    def set_state(self, state: str) -> None:
-        """Let every partition say that it is `open` or `sealed`, whatever Postgres says."""
-        for url, keys in self._partition_keys():
-            with redis.Redis.from_url(url) as client:
-                client.hset(keys.meta, "state", state)
-
-    def _partition_keys(self) -> list[tuple[str, PartitionKeys]]:
-        places = self.rows("SELECT node_id, partition_id FROM mqlayer.partition ORDER BY partition_id")
-        return [(self.urls[node_id - 1], partition_keys(self.key_prefix, partition)) for node_id, partition in places]
-
-    def records(self) -> Iterator[Append]:
-        """Return every record of every partition."""
-        places = self.rows(
-            "SELECT t.name, p.partition_id, p.node_id FROM mqlayer.partition p JOIN mqlayer.topic t USING (topic_id) "
-            "ORDER BY p.partition_id"
-        )
-        for topic, partition, node_id in places:
-            with redis.Redis.from_url(self.urls[node_id - 1]) as client:
-                yield from read_partition(client, self.key_prefix, partition, topic)
+    def by_key(self, topic: str = "orders") -> dict[str | None, list[str]]:
+        """Return the values of each key in order; every chain must be dense."""
+        self.chains(topic)
+        found: dict[str | None, list[str]] = defaultdict(list)
+        for record in self.records(topic):
+            found[record.key].append(record.value)
+        return dict(found)
 
     def whole(self) -> bool:
         """Say whether the partitions hold what the outbox holds: per LP nothing lost, repeated or reversed."""
@@ -186,6 +204,17 @@ class OutboxWorld:
         if failures:
             raise failures[0]
 
+    @contextmanager
+    def producer(
+        self, *, close_within_s: float = 20.0, options: dict[str, Any] | None = None, **changes: Any
+    ) -> Iterator[Producer]:
+        """Lend a producer; `changes` are settings, `options` the producer's own."""
+        producer = Producer(self.settings(**changes), name="test", options=ProducerOptions(**(options or {})))
+        try:
+            yield producer
+        finally:
+            producer.close(close_within_s)
+
     def environment(self, failpoints: str = "", **more: str) -> Mapping[str, str]:
         """Return the environment of a process of this world."""
         return {
@@ -212,22 +241,3 @@ class OutboxWorld:
                 process.send_signal(signal.SIGCONT)
                 process.kill()
             process.wait()
-
-
-def counts_by_key(chains: Chains, keys: Iterable[str]) -> dict[str, int]:
-    """Return how many messages each key has in all chains."""
-    counts = dict.fromkeys(keys, 0)
-    for chain in chains.values():
-        for _, key, _ in chain:
-            if key in counts:
-                counts[key] += 1
-    return counts
-
-
-def relayed_world(dsn: str, key_prefix: str, url: str, *, count: int, keys: int) -> OutboxWorld:
-    """Return a world of one node and the topic orders of one partition, with so many messages that were relayed."""
-    world = OutboxWorld(dsn, key_prefix, [url])
-    world.add_topic("orders", partitions=1)
-    world.publish(count, keys=keys)
-    relay_once(world.settings(), limits=QUICK)
-    return world
