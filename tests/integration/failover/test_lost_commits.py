@@ -287,6 +287,7 @@ def test_a_clock_set_ahead_lets_numbers_leap_5_seconds_after_the_last_leap_by_it
         relay.execute(LEAP)
 
 
+@pytest.mark.world(own_node=True, partitions=1, relayed=5, keys=5)
 def test_a_node_that_is_away_holds_the_recovery_up_until_an_operator_goes_on_without_it(
     world: World, database_dsn: str, node: RedisServer
 ) -> None:
