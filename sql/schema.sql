@@ -900,14 +900,13 @@ CREATE TABLE mqlayer_app.topic (
 );
 
 CREATE TABLE mqlayer_app.counter (
-    topic_id   int      NOT NULL,
-    lp         smallint NOT NULL,
-    topic      text     NOT NULL,
-    body_limit int      NOT NULL,
-    seq        bigint   NOT NULL DEFAULT 0,
+    topic_id   int                   NOT NULL,
+    lp         smallint              NOT NULL,
+    topic      character varying(63) NOT NULL,
+    body_limit int                   NOT NULL,
+    seq        bigint                NOT NULL DEFAULT 0,
     CONSTRAINT counter_key PRIMARY KEY (topic_id, lp),
-    CONSTRAINT counter_topic_unique UNIQUE (topic, lp),
-    CONSTRAINT counter_topic_length CHECK (octet_length(topic) <= 63)
+    CONSTRAINT counter_topic_unique UNIQUE (topic, lp)
 ) WITH (fillfactor=20);
 
 CREATE TABLE mqlayer_app.outbox (

@@ -418,13 +418,18 @@ class OwnedPartition:
         key_queue.batch = ()
         self.running -= 1
 
-    def end_turn(self, key_queue: KeyQueue) -> bool:
-        """(lock) Take a worker's part back; forget a queue without messages, and say so."""
+    def end_empty(self, key_queue: KeyQueue) -> bool:
+        """(lock) Take a worker's part back and forget the queue, if it is without messages; say whether it was."""
         # In one call: with one message per key, each message makes it.
+        if (
+            key_queue.records
+            or key_queue.spilled is not None
+            or key_queue.resumed
+            or self.state is not OwnershipState.OPEN
+        ):
+            return False
         key_queue.batch = ()
         self.running -= 1
-        if key_queue.records or key_queue.spilled is not None or self.state is not OwnershipState.OPEN:
-            return False
         self.queues.pop(key_queue.key, None)
         return True
 

@@ -111,7 +111,9 @@ class ReadyQueues:
         """Take back what workers finished."""
         done = self._done
         while done:
-            self.finish(done.popleft(), 0.0)
+            key_queue = done.popleft()
+            if not key_queue.owned.end_empty(key_queue):
+                self.finish(key_queue, 0.0)
 
     def finish(self, key_queue: KeyQueue, delay_s: float) -> None:
         """Take back a key queue with its remaining records."""
@@ -121,8 +123,7 @@ class ReadyQueues:
             self._returned.append(key_queue)
             self.on_parking()
             return
-        if owned.end_turn(key_queue):
-            return
+        owned.take_back(key_queue)
         if owned.state is not OwnershipState.OPEN:
             self.end(key_queue)
         elif not key_queue.records:
