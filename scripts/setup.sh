@@ -148,6 +148,14 @@ try_later_pgbouncer() {
     rm -rf "$place"
 }
 
+# The models of the protocols are searched by spin, which makes a program in C. Tried once per .venv.
+try_spin() {
+    if command -v spin >/dev/null 2>&1 || [ -e .venv/spin-tried ] || ! may_install; then return; fi
+    touch .venv/spin-tried
+    note "installing Debian's spin"
+    (apt_install spin gcc libc6-dev) || note "spin could not be installed: the tests of the models are left out"
+}
+
 has_java() { [ -n "${JAVA_HOME:-}" ] || command -v java >/dev/null 2>&1; }
 
 # Spark runs on Java, the one thing beyond Python that its tests and jobs need. Tried once per .venv.
@@ -173,6 +181,7 @@ set_up() {
     try_redis_server
     try_pgbouncer
     try_later_pgbouncer
+    try_spin
     try_java
     try_jdbc_driver
 }
