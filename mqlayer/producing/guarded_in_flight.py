@@ -47,7 +47,7 @@ class GuardedInFlight:
         self.give_back()
 
     def give_back(self) -> None:
-        """End a loan: have others do what was noted, and release the lock; then notify listeners."""
+        """End a loan: pass the follow-ups on, release the lock, then notify listeners."""
         follow_ups = self._follow_ups
         if not (follow_ups.nodes or follow_ups.jobs or follow_ups.listeners or self._capacity.freed):
             self._lock.release()

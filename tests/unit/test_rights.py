@@ -27,6 +27,8 @@ WRITING_OF_CONSUMERS = {
 }
 
 
+# One worker reads the sources.
+@pytest.mark.xdist_group("sources")
 @pytest.mark.parametrize("role", sorted(PLACES))
 def test_a_role_has_the_scripts_and_commands_that_its_code_sends(role: str) -> None:
     """Where this fails, `python -m tests.proof.reach` prints the tables of mqlayer/redis/roles.py anew."""
