@@ -79,9 +79,9 @@ NUMBERED_FIRST: Final = """v_seq := nextval('mqlayer_app.outbox_number');
     -- Whatever else a publisher does between the two.
     PERFORM pg_sleep(random() * 0.002);
     UPDATE mqlayer_app.counter c SET seq = greatest(c.seq, v_seq) WHERE c.topic = p_topic AND c.lp = v_lp
-        RETURNING c.topic_id, c.body_limit INTO v_topic_id, v_limit;"""
+        RETURNING c.topic_id, c.body_limit, clock_timestamp() INTO v_topic_id, v_limit, v_at;"""
 LOCKED_FIRST: Final = """UPDATE mqlayer_app.counter c SET seq = c.seq + 1 WHERE c.topic = p_topic AND c.lp = v_lp
-        RETURNING c.seq, c.topic_id, c.body_limit INTO v_seq, v_topic_id, v_limit;"""
+        RETURNING c.seq, c.topic_id, c.body_limit, clock_timestamp() INTO v_seq, v_topic_id, v_limit, v_at;"""
 STILL_WAITS: Final = """
           AND NOT EXISTS (SELECT FROM mqlayer.parked_message m
                           WHERE m.group_id = k.group_id AND m.lp = k.lp AND m.name = k.name)"""
