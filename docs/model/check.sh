@@ -1,17 +1,18 @@
 #!/usr/bin/env bash
-# Check the models in all configurations, and that each guard is needed: check.sh [--quick] [MODEL]
+# Check the models in all configurations, and that each guard is needed: check.sh [--quick] [MODEL] [VARIANT ...]
 #
 # One line per variant: what was expected, what was found, states, seconds. Ends with 1 when a variant that must be
 # clean breaks, one that must break is clean, or a search does not complete. Needs spin and a C compiler.
 set -uo pipefail
 
 # Small searches take less time than an optimising compiler; long ones leave the machine to others.
-quick="" optimise=-O1 politely="nice -n 10" only=""
+quick="" optimise=-O1 politely="nice -n 10" only="" variants=""
 for argument in "$@"; do
     case "$argument" in
         --quick) quick=1 optimise=-O0 politely="" ;;
         route_change|handover|parking) only=$argument ;;
-        *) echo "usage: check.sh [--quick] [route_change|handover|parking]" >&2; exit 2 ;;
+        -*|"") echo "usage: check.sh [--quick] [route_change|handover|parking] [VARIANT ...]" >&2; exit 2 ;;
+        *) variants+=" $argument " ;;
     esac
 done
 
@@ -34,7 +35,7 @@ use() { # use MODEL: what is tried from here is of this model
     cp "$models/$1.pml" model.pml || exit 1
 }
 
-failed=0
+failed=0 tried=0
 began=$SECONDS
 
 # What a violated assertion means. Anything else is an error of the model itself.
@@ -82,6 +83,8 @@ try() { # try clean|breaks|spare quick|long NAME SWITCHES
     local expected=$1 size=$2 name=$3 switches=$4 verdict=ok from to
     [ -n "$quick" ] && [ "$size" = long ] && return
     [ -n "$only" ] && [ "$only" != "$model" ] && return
+    [ -n "$variants" ] && [[ $variants != *" $name "* ]] && return
+    tried=$((tried + 1))
     from=$(date +%s%N)
     search "$name" "$switches"
     to=$(date +%s%N)
@@ -210,5 +213,9 @@ try breaks quick park-dead          "-DTHEFTS=1 -DDISCARDS=1 -DPARK_DEAD"
 # Covered.
 try spare long  no-living           "-DTHEFTS=1 -DDISCARDS=1 -DLOST=1 -DNO_LIVING"
 
+if [ "$tried" = 0 ]; then
+    echo "no such variant:$variants" >&2
+    exit 2
+fi
 echo "$((SECONDS - began)) s in all"
 exit "$failed"

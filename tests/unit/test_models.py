@@ -30,11 +30,18 @@ MISSING = [
 def test_a_protocol_is_clean_and_breaks_without_each_of_its_guards(
     model: str, clean: str, broken: str, how: str
 ) -> None:
-    """The smaller part; `docs/model/check.sh` runs all of it. Cases 33 to 35, 38, 41, 53, 65."""
-    done = check("--quick", model)
+    """One variant of each kind; `docs/model/check.sh` runs all of them. Cases 33 to 35, 38, 41, 53, 65."""
+    done = check("--quick", model, clean, broken)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(rf"^ok +{clean} +expected clean +found clean", done.stdout, re.MULTILINE)
     assert re.search(rf"^ok +{broken} +expected breaks +found {how}", done.stdout, re.MULTILINE)
+
+
+@pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
+def test_a_variant_that_is_not_there_is_an_error() -> None:
+    done = check("--quick", "parking", "no-such-variant")
+    assert done.returncode == 2
+    assert "no-such-variant" in done.stderr
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="not installed: bash")
