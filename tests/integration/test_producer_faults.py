@@ -122,7 +122,7 @@ def test_batches_under_way_while_connections_break_are_stored_once_and_in_order(
     with world.producer() as producer:
         producer.send("orders", key="first", body=b"x")
         proxy.cut_after(server_bytes=30, times=4)
-        receipts = producer.send_many("orders", messages)
+        receipts = producer.send_many("orders", messages, timeout_s=60)
         assert proxy.cut_count == 4
         places = {(record.partition, record.offset): record.value for record in world.records()}
         for message, receipt in zip(messages, receipts, strict=True):
