@@ -35,7 +35,7 @@ pytest_plugins = [
     "tests.fixtures.worlds",
 ]
 
-# Their asserts say what they compared, as those of tests do.
+# A failing assert of these shows both values, as in a test module.
 pytest.register_assert_rewrite("tests.proof")
 
 TESTS = Path(__file__).parent

@@ -1,4 +1,4 @@
-"""A thread that publishes without an outbox, and what of its messages a node holds."""
+"""A thread that publishes without an outbox, and the messages of it that a node holds."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KEYS: Final = [f"key-{number}" for number in range(20)]
 
 
 class DirectPublisher:
-    """A thread that publishes without an outbox, and keeps what it was told."""
+    """A thread that publishes without an outbox, and keeps the answers."""
 
     def __init__(self, settings: Settings) -> None:
         self._producer, self._stopping = Producer(settings, name="direct"), threading.Event()
@@ -71,7 +71,7 @@ class DirectPublisher:
 
 
 def stored_on(node: PoweredRedis, prefix: str, partitions: list[int]) -> set[Identity]:
-    """Return what is there of the direct producer's messages."""
+    """Return the direct producer's messages that a node holds."""
     client = redis.Redis.from_url(node.url)
     return {
         Identity(record.source, record.lp, record.seq)

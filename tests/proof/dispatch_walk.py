@@ -24,7 +24,7 @@ AT_ONCE_S = 1e-9
 
 @dataclass
 class WalkPartition:
-    """What the partition holds and what it knows to be settled."""
+    """The partition: its messages, and the offsets that are settled."""
 
     log: list[Record] = field(default_factory=list)
     settled: set[int] = field(default_factory=set)
@@ -142,7 +142,7 @@ class DispatchWalk:
             worker.queue = None
 
     def handle(self, worker: WalkWorker, key_queue: KeyQueue, record: Record) -> None:
-        """Nobody else may be at this key, and nothing before the message may be left out."""
+        """No other worker is at this key, and no earlier message of it is left out."""
         assert [w for w in self.workers if w.queue is not None and w.queue.key == key_queue.key] == [worker]
         assert record.offset not in self.server.settled
         if record.key != NO_KEY:
@@ -209,6 +209,10 @@ class DispatchWalk:
             self.dispatcher.fill(self.workers[0].local_queue, 0.0)
             self.end_what_is_begun()
             self.acknowledge()
+        self.assert_all_is_settled()
+
+    def assert_all_is_settled(self) -> None:
+        """Each message that matches was handled, all are settled, and nothing takes room any more."""
         assert self.server.committed == len(self.server.log) + 1
         handled = {offset for offsets in self.handled.values() for offset in offsets}
         assert handled == {record.offset for record in self.server.log if self.matches(record)}

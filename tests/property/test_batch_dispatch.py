@@ -109,12 +109,7 @@ class BatchWalk(DispatchWalk):
             self.batch_workers[0].queues = self.batching.take_batch(0.0)
             self.end_what_is_begun()
             self.acknowledge()
-        assert self.server.committed == len(self.server.log) + 1
-        handled = {offset for offsets in self.handled.values() for offset in offsets}
-        assert handled == {record.offset for record in self.server.log if self.matches(record)}
-        assert not self.owned.queues
-        assert (self.owned.room.count, self.owned.room.bytes, self.owned.room.spilled) == (0, 0, 0)
-        assert not self.dispatcher._queues._still_running
+        self.assert_all_is_settled()
 
     def end_what_is_begun(self) -> None:
         for worker in self.batch_workers:
