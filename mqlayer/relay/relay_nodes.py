@@ -102,6 +102,13 @@ class RelayNode:
         return True
 
     @property
+    def undecided(self) -> bool:
+        """Whether it, or a comparison of its partitions, neither succeeded nor failed yet."""
+        if self.connection is None or not self.synced:
+            return not self.failures
+        return bool(self.missing or self.comparing) and not self.compare_failures
+
+    @property
     def usable(self) -> bool:
         """Whether messages may go to this node."""
         return self.connection is not None and self.synced and not self.stalled

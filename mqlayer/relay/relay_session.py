@@ -150,6 +150,8 @@ class RelaySession:
         now = time.monotonic()
         self._housekeeping(now)
         self._targets.set_ready(now)
+        # Asked with the targets: a node that is decided later has targets that are ready in the next step.
+        undecided = any(node.undecided for node in self._nodes)
         self._nodes.compare(now)
         rows, late = self._read(now)
         self._pump(late + rows)
@@ -160,9 +162,8 @@ class RelaySession:
         self._writer.quarantine()
         self._writer.lower_fallen()
         self._end_with_source()
-        self.drained = (
-            not seen and self._catch_up.sweep is None and not self._catch_up.readable() and not self._sender.has_pending
-        )
+        waits = undecided or self._sender.has_pending
+        self.drained = not seen and not waits and self._catch_up.sweep is None and not self._catch_up.readable()
         return seen
 
     def close(self, *, leave: bool) -> None:

@@ -17,7 +17,7 @@ from mqlayer.errors import ConfigurationRefused, InvalidInput, SchemaMismatch
 from mqlayer.outbox import adopt, list_quarantined, renew, retry_quarantined
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.rights import Right
-from mqlayer.relay import RelayLimits, relay_once
+from mqlayer.relay import RelayLimits, relay_once, relay_session
 from mqlayer.relay.lp_cursors import plan
 from mqlayer.relay.lp_leases import LpSets
 from tests.fixtures.servers import StartRedis
@@ -239,6 +239,16 @@ def test_the_compensating_pass_relays_what_nobody_holds_and_nothing_else(world: 
         assert relay_once(world.settings(), limits=QUICK) == 0
         assert _shares(world) == {relay.relay_id: 16}
     assert _shares(world) == {None: 16}
+
+
+def test_a_pass_waits_for_nodes_that_it_neither_reached_nor_was_refused_by(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A busy machine connects later than the first scan: the rows wait, and the pass with them.
+    monkeypatch.setattr(relay_session, "FIRST_CONNECT_S", 0.0)
+    world.publish(12)
+    assert relay_once(world.settings(), limits=QUICK) == 12
+    assert world.whole()
 
 
 def test_progress_is_recorded_and_the_next_relay_begins_there(world: World) -> None:
