@@ -102,10 +102,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     items[:] = long_ones_early(items)
 
 
-def pytest_collection_finish() -> None:
-    # Each full garbage collection would look at all of the thousands of tests again; none of them is garbage.
-    gc.collect()
-    gc.freeze()
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection() -> Iterator[None]:
+    # What is collected is nobody's garbage, and each full garbage collection would look at all of the thousands again.
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.collect()
+        gc.freeze()
+        # A test makes more objects than Python's first 700.
+        gc.set_threshold(10_000, 20, 20)
+        gc.enable()
 
 
 def let_groups_be_groups(items: list[pytest.Item]) -> None:
