@@ -6,6 +6,7 @@ from mqlayer.domain.tags import all_of, any_of
 from mqlayer.errors import MqlayerError, PauseKey, Reject, RetryLater, Skip
 from mqlayer.events import Event, on_event
 from mqlayer.idempotency import VersionedEvent, VersionGap, Versions
+from mqlayer.logs import configure_logging
 from mqlayer.producing import AsyncProducer, Message, Producer, ProducerOptions, Receipt
 from mqlayer.receiving import AsyncReceiver, PopMessage, Receiver
 from mqlayer.settings import Settings
@@ -40,6 +41,7 @@ __all__ = [
     "__version__",
     "all_of",
     "any_of",
+    "configure_logging",
     "on_event",
     "outbox",
 ]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, TypeVar
 
-log = logging.getLogger(__name__)
+from mqlayer.logs import event_logger
+
+log = event_logger(__name__)
 
 EventKind = Literal[
     "failed", "timed_out", "paused", "blocked", "parking_full", "parked", "unparked", "dead", "skipped",
@@ -19,7 +20,7 @@ EventKind = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One event; it never holds a key, a body or an error's text.
+    """One event; it never holds a key or a body.
 
     docs/reference/events.md explains kinds and fields. `wait_s`: seconds, None while the message waits for an operator.
     `partition`, `lp`, `seq`: None without a single one. `version_gap` repeats hourly.

@@ -14,7 +14,6 @@
     mark:<path>  append one byte to the file, and go on
 """
 
-import logging
 import os
 import re
 import signal
@@ -26,7 +25,9 @@ from typing import Final, Literal, assert_never, cast, get_args
 
 __all__ = ["ALLOWING_VARIABLE", "ENVIRONMENT_VARIABLE", "FailpointHit", "arm", "disarm_all", "failpoint"]
 
-log = logging.getLogger(__name__)
+from mqlayer.logs import event_logger
+
+log = event_logger(__name__)
 
 ENVIRONMENT_VARIABLE: Final = "MQLAYER_FAILPOINTS"
 ALLOWING_VARIABLE: Final = "MQLAYER_ALLOW_FAILPOINTS"

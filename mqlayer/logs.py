@@ -1,18 +1,54 @@
-"""Log formats: an event with fields, without secrets."""
+"""Log lines: an event with fields, without secrets; with any logging configuration, plain or as JSON."""
 
 from __future__ import annotations
 
 import json
 import logging
+import sys
+from collections.abc import Mapping, MutableMapping
 from datetime import UTC, datetime
-from typing import Any, Final
+from typing import Any, Final, Literal, TextIO
 
-from mqlayer.errors import redact
+from mqlayer.errors import InvalidInput, redact
 from mqlayer.escaping import escape, json_line
 
+LEVELS: Final = ("DEBUG", "INFO", "WARNING", "ERROR")
+TRACE: Final = "trace"
+"""The field that holds a traceback."""
 # Attributes of every record; all others are the event's fields. `data` is Celery's.
 _STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "data"}
 _NEEDS_QUOTES: Final = frozenset(" \t\r\n\"'=")
+
+
+class EventText:
+    """The message of a log record: its text is `event field=value …`, and below it the traceback if it has one."""
+
+    __slots__ = ("event", "fields")
+
+    def __init__(self, event: str, fields: Mapping[str, Any]) -> None:
+        self.event, self.fields = event, fields
+
+    def __str__(self) -> str:
+        shown = (f" {name}={_quote(value)}" for name, value in self.fields.items() if name != TRACE)
+        trace = self.fields.get(TRACE)
+        line = escape(self.event + "".join(shown))
+        return redact(f"{line}\n{escape(str(trace), lines=True)}" if trace else line)
+
+
+class EventLogger(logging.LoggerAdapter[logging.Logger]):
+    """Logs an event with fields: `log.warning("node_away", extra={"node": name})`.
+
+    The fields are in the text, for handlers that know nothing of mqlayer, and attributes of the record.
+    """
+
+    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
+        """Return the record's message."""
+        return EventText(str(msg), kwargs.get("extra") or {}), kwargs
+
+
+def event_logger(name: str) -> EventLogger:
+    """Return a module's logger."""
+    return EventLogger(logging.getLogger(name))
 
 
 class EventFormatter(logging.Formatter):
@@ -27,6 +63,8 @@ class EventFormatter(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  # the base class's name
         """Return the line."""
+        if isinstance(record.msg, EventText):
+            return super().formatMessage(record)
         shown = (f" {name}={_quote(value)}" for name, value in fields_of(record).items())
         return escape(super().formatMessage(record) + "".join(shown))
 
@@ -48,12 +86,42 @@ class JsonFormatter(logging.Formatter):
             "at": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname,
             "logger": record.name,
-            "event": record.getMessage(),
+            "event": event_of(record),
         }
         line |= fields_of(record)
         if record.exc_info:
-            line["trace"] = self.formatException(record.exc_info)
+            line[TRACE] = self.formatException(record.exc_info)
         return redact(json_line(line))
+
+
+class StandardErrorHandler(logging.StreamHandler[TextIO]):
+    """Writes to the current `sys.stderr`."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write the record."""
+        self.stream = sys.stderr
+        super().emit(record)
+
+
+def configure_logging(level: str = "INFO", *, style: Literal["text", "json"] = "text") -> None:
+    """Log everything from `level` on to standard error; other handlers stay, and a second call replaces the first.
+
+    Raises InvalidInput for another level or style.
+    """
+    if level.upper() not in LEVELS:
+        raise InvalidInput(f"{level!r} is no level: use one of {', '.join(LEVELS)}")
+    if style not in ("text", "json"):
+        raise InvalidInput(f"{style!r} is no style: use 'text' or 'json'")
+    handler = StandardErrorHandler()
+    handler.setFormatter(JsonFormatter() if style == "json" else EventFormatter())
+    root = logging.getLogger()
+    root.handlers[:] = [other for other in root.handlers if not isinstance(other, StandardErrorHandler)] + [handler]
+    root.setLevel(level.upper())
+
+
+def event_of(record: logging.LogRecord) -> str:
+    """Return a record's event, of other loggers their text."""
+    return record.msg.event if isinstance(record.msg, EventText) else record.getMessage()
 
 
 def fields_of(record: logging.LogRecord) -> dict[str, Any]:

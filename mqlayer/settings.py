@@ -134,6 +134,8 @@ class Settings(BaseSettings):
     relay_chunk_rows: int = Field(default=2_000, ge=1)
     relay_chunk_bytes: int = Field(default=4_000_000, ge=1)
     """Most that a relay reads at once; it needs a few times that memory."""
+    error_messages: bool = True
+    """Whether logs, events and Postgres hold the messages of handlers' exceptions, besides type and line."""
     instance: str = ""
     """Its name in broadcast groups; default: the host's."""
     health_port: int = Field(default=0, ge=0, le=65_535)

@@ -8,7 +8,6 @@ States of the host: *connecting* (repeated while stores are unavailable) -> *con
 
 from __future__ import annotations
 
-import logging
 import os
 import random
 import threading
@@ -22,6 +21,7 @@ from mqlayer.consuming import App
 from mqlayer.consuming.api.app_loader import load_app
 from mqlayer.errors import AccessDenied, MqlayerError, PermissionDenied, StoreUnavailable, redact
 from mqlayer.health import Health, HealthEndpoint
+from mqlayer.logs import event_logger
 from mqlayer.postgres.database import Database, address_of, connect, driver_errors
 from mqlayer.postgres.rights import Right, SchemaName, require
 from mqlayer.redis.acl_check import RequiredAccess
@@ -31,7 +31,7 @@ from mqlayer.settings import Settings
 from mqlayer.topics import list_nodes
 from mqlayer.workers.health import BareWorker
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 VARIABLE: Final = "MQLAYER_CONSUMERS"
 GREEN_POOLS: Final = ("celery.concurrency.eventlet", "celery.concurrency.gevent")

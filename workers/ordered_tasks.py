@@ -10,7 +10,6 @@ acknowledgement and fenced effects are refused.
 from __future__ import annotations
 
 import inspect
-import logging
 import socket
 import sys
 import threading
@@ -30,6 +29,7 @@ from mqlayer.errors import BodyMismatch, FenceError, HandlerFault, InvalidInput,
 from mqlayer.failpoints import failpoint
 from mqlayer.groups.group import RetrySettings
 from mqlayer.groups.start_positions import Start
+from mqlayer.logs import event_logger
 from mqlayer.outbox import publish
 from mqlayer.runtime.error_text import where
 from mqlayer.workers import connections
@@ -48,7 +48,7 @@ from mqlayer.workers.task_messages import (
     key_of,
 )
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 TOPIC: Final = "tasks"
 GROUP: Final = "tasks"

@@ -8,7 +8,6 @@ It drops items that are no messages, and takes a broker that became a replica fo
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from queue import Empty
 from typing import Any
@@ -17,7 +16,9 @@ from kombu.transport import TRANSPORT_ALIASES, redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ReadOnlyError, ResponseError
 
-log = logging.getLogger(__name__)
+from mqlayer.logs import event_logger
+
+log = event_logger(__name__)
 
 
 def _drop(transport: Any, error: Exception, queue: str = "") -> None:

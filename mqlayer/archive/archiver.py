@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -16,6 +15,7 @@ from mqlayer.archive.stream_reader import ArchiveInput, StreamPages, page_size
 from mqlayer.domain.routing import NodeId
 from mqlayer.errors import Conflict, MqlayerError, StoreUnavailable, TransactionConflict
 from mqlayer.failpoints import failpoint
+from mqlayer.logs import event_logger
 from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.queries import query
 from mqlayer.redis.node_connection import Node
@@ -23,7 +23,7 @@ from mqlayer.runtime.node_pool import NodePool
 from mqlayer.runtime.route_cache import load_nodes
 from mqlayer.runtime.runtime import Runtime
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 
 @dataclass(slots=True)

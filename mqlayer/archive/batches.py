@@ -5,17 +5,17 @@ Lock several topics by id, before all else of the archive.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import date, datetime
 from typing import Final, TypeVar
 
 from mqlayer.errors import StoreUnavailable
+from mqlayer.logs import event_logger
 from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.queries import query
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 Result = TypeVar("Result")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from mqlayer.archive.batches import ArchiveBatch, in_batch
 from mqlayer.domain.routing import NodeId
 from mqlayer.errors import MqlayerError, TransactionConflict
 from mqlayer.failpoints import failpoint
+from mqlayer.logs import event_logger
 from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.queries import query
 from mqlayer.redis.node_connection import Node, NodeConnection, raise_for_reply
@@ -19,7 +19,7 @@ from mqlayer.redis.outcomes import OutcomeEntry, OutcomeId, entries_of, fetch_co
 from mqlayer.runtime.route_cache import load_nodes
 from mqlayer.runtime.runtime import Runtime
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 CURSORS_PER_CALL: Final = 20
 ENTRIES_PER_CURSOR: Final = 200

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from datetime import date, timedelta
 from typing import Any, Final, Literal
 
 from mqlayer.errors import InvalidInput, NotFound, TransactionConflict
 from mqlayer.failpoints import failpoint
+from mqlayer.logs import event_logger
 from mqlayer.postgres.audit import write_audit
 from mqlayer.postgres.database import Connection
 from mqlayer.postgres.queries import columns, query
 from mqlayer.runtime.runtime import Runtime
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 TIMEOUTS: Final = {"lock_wait": "2s", "idle": "30s"}
 """Short: readers and writers queue behind our table lock."""

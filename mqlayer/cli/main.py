@@ -30,7 +30,7 @@ from mqlayer.cli import (
     trim,
 )
 from mqlayer.cli.errors import ErrorPrintingGroup
-from mqlayer.cli.logs import configure_logging
+from mqlayer.cli.logs import configure_command_logging
 from mqlayer.cli.output import echo
 
 app = typer.Typer(
@@ -61,7 +61,7 @@ def main(
     ] = False,
 ) -> None:
     """Configure logging."""
-    configure_logging(log_level, as_json=log_json)
+    configure_command_logging(log_level, as_json=log_json)
 
 
 stack.add_to(app)

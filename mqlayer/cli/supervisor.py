@@ -7,7 +7,6 @@ supervisor gives up if none ever started.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import queue
 import random
@@ -22,8 +21,9 @@ from types import FrameType
 from typing import Final
 
 from mqlayer.health import Health, Liveness
+from mqlayer.logs import event_logger
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 PIPE_VARIABLE: Final = "MQLAYER_SUPERVISOR_FD"
 NUMBER_VARIABLE: Final = "MQLAYER_SUPERVISOR_NUMBER"

@@ -6,7 +6,6 @@ one seek more and higher epochs; see docs/design/ownership.md, "Broadcast, retir
 
 from __future__ import annotations
 
-import logging
 import re
 import socket
 from collections.abc import Mapping
@@ -18,12 +17,13 @@ from mqlayer.errors import GroupRetired
 from mqlayer.failpoints import failpoint
 from mqlayer.groups.group import Group, bring_to_life, find_group
 from mqlayer.groups.retirement import drop_parked, retire_absent_instance
+from mqlayer.logs import event_logger
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.queries import query
 from mqlayer.runtime.route_cache import RouteCache
 from mqlayer.runtime.runtime import Runtime
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 
 def ensure_instance(runtime: Runtime, routes: RouteCache, group: Group, instance: str) -> tuple[Group, bool]:

@@ -6,7 +6,6 @@ next `ensure_group` continues.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -37,13 +36,14 @@ from mqlayer.groups.start_positions import (
     still_hold,
     undeleted_partitions,
 )
+from mqlayer.logs import event_logger
 from mqlayer.postgres.audit import write_audit
 from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.queries import query
 from mqlayer.runtime.route_cache import RouteCache
 from mqlayer.runtime.runtime import Runtime
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 Balance = Literal["count", "rate"]
 Mode = Literal["exclusive", "pop", "shared", "broadcast"]

@@ -5,7 +5,6 @@ See docs/design/route-changes.md, "Consumers: the gate".
 
 from __future__ import annotations
 
-import logging
 from functools import partial
 from typing import Final
 
@@ -14,10 +13,11 @@ from mqlayer.failpoints import failpoint
 from mqlayer.groups.group import raise_group_version
 from mqlayer.groups.members import Assignment, MemberSession
 from mqlayer.groups.rebalance import change_group, rebalance
+from mqlayer.logs import event_logger
 from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.queries import query
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 LOCK_WAIT_S: Final = 2.0
 """Short: members that read a command record try again."""

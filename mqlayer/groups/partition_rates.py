@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import logging
-
 from mqlayer.domain.routing import NodeId
 from mqlayer.errors import MqlayerError
 from mqlayer.groups.rebalance import rebalance_each
+from mqlayer.logs import event_logger
 from mqlayer.postgres.queries import query
 from mqlayer.redis.keys import partition_keys
 from mqlayer.redis.node_connection import raise_for_reply
 from mqlayer.runtime.route_cache import load_nodes
 from mqlayer.runtime.runtime import Runtime
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 
 def balance_by_rate(runtime: Runtime) -> int:

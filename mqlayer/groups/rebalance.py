@@ -5,7 +5,6 @@ An assignment is *free*, *held* (target = owner) or *releasing* (another target)
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Final, TypeVar
@@ -13,10 +12,11 @@ from typing import Final, TypeVar
 from mqlayer.domain.assignment import assign, assign_by_rate
 from mqlayer.domain.routing import PartitionId
 from mqlayer.errors import MqlayerError
+from mqlayer.logs import event_logger
 from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.queries import query
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 Result = TypeVar("Result")
 SCAN_LOCK_WAIT_S: Final = 0.1

@@ -7,7 +7,6 @@ until its node confirms.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
@@ -17,6 +16,7 @@ from mqlayer.errors import Conflict, MqlayerError
 from mqlayer.failpoints import failpoint
 from mqlayer.groups.group import Group, find_group
 from mqlayer.groups.rebalance import change_group
+from mqlayer.logs import event_logger
 from mqlayer.postgres.audit import write_audit
 from mqlayer.postgres.bounded_delete import forget_rows
 from mqlayer.postgres.database import Connection, Database
@@ -26,7 +26,7 @@ from mqlayer.redis.retirement_script import group_forget_command, group_forget_r
 from mqlayer.runtime.route_cache import load_nodes
 from mqlayer.runtime.runtime import Runtime
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 GRACE_S: Final = 600.0
 """How long a lock refuses late owners."""

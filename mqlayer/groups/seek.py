@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -20,6 +19,7 @@ from mqlayer.groups.start_positions import (
     still_hold,
     undeleted_partitions,
 )
+from mqlayer.logs import event_logger
 from mqlayer.postgres.audit import write_audit
 from mqlayer.postgres.database import Connection
 from mqlayer.postgres.queries import query
@@ -28,7 +28,7 @@ from mqlayer.redis.partition_scripts import fence_command
 from mqlayer.runtime.route_cache import RouteCache, load_nodes
 from mqlayer.runtime.runtime import Runtime
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import logging
 import os
 import socket
 import weakref
@@ -16,9 +15,10 @@ from typing import Final
 from mqlayer.errors import Conflict, InvalidInput, redact
 from mqlayer.health.reports import Health
 from mqlayer.health.server import HttpServer, Reply
+from mqlayer.logs import event_logger
 from mqlayer.settings import Settings
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 HealthCheck = Callable[[], Health]
 Counts = Callable[[], object]

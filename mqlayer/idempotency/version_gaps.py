@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
@@ -11,12 +10,13 @@ from typing import Final
 from mqlayer.domain.names import check_id, check_name
 from mqlayer.events import Event, emit
 from mqlayer.failpoints import failpoint
+from mqlayer.logs import event_logger
 from mqlayer.postgres.audit import write_audit
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.queries import query
 from mqlayer.runtime.runtime import Runtime
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 ALARMS_AT_ONCE: Final = 500
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Final
 
+from mqlayer.logs import event_logger
 from mqlayer.postgres.bounded_delete import forget_rows
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.queries import query
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 HORIZON_S: Final = 7 * 86_400
 """No redelivery is older."""

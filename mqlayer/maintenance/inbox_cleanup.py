@@ -5,18 +5,18 @@ The checks' order matters: a message is parked or dead in Postgres before it is 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping
 from typing import Final
 
 from mqlayer.domain.message import Record
 from mqlayer.failpoints import failpoint
 from mqlayer.groups.positions import GroupPartition, read_positions
+from mqlayer.logs import event_logger
 from mqlayer.postgres.queries import columns, query
 from mqlayer.runtime.route_cache import load_nodes
 from mqlayer.runtime.runtime import Runtime
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 CLOCKS_S: Final = 86_400.0
 """Tolerated lead of publishers' clocks."""

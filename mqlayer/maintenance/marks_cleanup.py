@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Final, NamedTuple, TypeVar
@@ -10,13 +9,14 @@ from typing import Final, NamedTuple, TypeVar
 from mqlayer.domain.routing import NodeId
 from mqlayer.errors import MqlayerError
 from mqlayer.failpoints import failpoint
+from mqlayer.logs import event_logger
 from mqlayer.postgres.queries import query
 from mqlayer.redis.node_connection import Command, Node, NodeConnection, raise_for_reply
 from mqlayer.redis.partition_scripts import drop_marks_command
 from mqlayer.runtime.route_cache import load_nodes
 from mqlayer.runtime.runtime import Runtime
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 Item = TypeVar("Item")
 

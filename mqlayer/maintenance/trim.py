@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
@@ -10,6 +9,7 @@ from typing import Any, Final, NamedTuple
 from mqlayer.domain.routing import NodeId
 from mqlayer.errors import MqlayerError, NodeNotArmed
 from mqlayer.failpoints import failpoint
+from mqlayer.logs import event_logger
 from mqlayer.postgres.database import Connection
 from mqlayer.postgres.queries import query
 from mqlayer.redis.node_connection import Node, raise_for_reply
@@ -18,7 +18,7 @@ from mqlayer.runtime.route_cache import nodes_by
 from mqlayer.runtime.runtime import Runtime
 from mqlayer.topics import list_topics
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 ENTRY_LIMIT: Final = 10_000
 """About ten milliseconds of the node."""

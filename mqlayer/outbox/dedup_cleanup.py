@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import logging
-
+from mqlayer.logs import event_logger
 from mqlayer.postgres.bounded_delete import forget_rows
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.queries import query
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 
 def clean_dedup(application: Database, *, window_s: float) -> int:

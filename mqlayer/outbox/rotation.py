@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 import random
 import time
 from typing import Final, Literal
 
 from mqlayer.errors import TransactionConflict
+from mqlayer.logs import event_logger
 from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.queries import query
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 SLOTS: Final = 4
 TRIES: Final = 5

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Final, NamedTuple
 
 from mqlayer.failpoints import failpoint
+from mqlayer.logs import event_logger
 from mqlayer.postgres.database import Connection
 from mqlayer.postgres.queries import query
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 ROWS_AT_ONCE: Final = 500
 

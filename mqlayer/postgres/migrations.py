@@ -5,7 +5,6 @@ A role without login owns the schemas and runs migrations (`sql/owner/prepare.sq
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,11 +15,12 @@ from psycopg import sql
 
 from mqlayer.errors import ConfigurationRefused, SchemaMismatch
 from mqlayer.failpoints import failpoint
+from mqlayer.logs import event_logger
 from mqlayer.postgres import rights
 from mqlayer.postgres.database import Connection, address_of, connect_directly, driver_errors
 from mqlayer.resources import sql_names, sql_source
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 SchemaName = Literal["control", "application"]
 SCHEMAS: Final[dict[SchemaName, str]] = {"control": "mqlayer", "application": "mqlayer_app"}

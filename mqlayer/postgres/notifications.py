@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import select
 import threading
@@ -13,9 +12,10 @@ import psycopg
 from psycopg import sql
 
 from mqlayer.errors import MqlayerError
+from mqlayer.logs import event_logger
 from mqlayer.postgres.database import Database, connect_directly
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 ROUTE: Final = "mqlayer_route"
 """A new route version; payload: the topic."""

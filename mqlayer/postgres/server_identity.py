@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any, Final
 
 import psycopg
 
+from mqlayer.logs import event_logger
 from mqlayer.postgres.queries import query
 
 NOT_REPORTED: Final = 0
 SUSPECT: Final = -1
 """Instead of timelines: unreported; commits missing."""
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 
 def meet_server(connection: psycopg.Connection[tuple[Any, ...]]) -> bool:

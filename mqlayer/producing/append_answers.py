@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from mqlayer.domain.dedup import FirstPosition
 from mqlayer.errors import BacklogFull, MqlayerError, NotReplicated, PublishError
+from mqlayer.logs import event_logger
 from mqlayer.producing.append_batch import AppendBatch
 from mqlayer.producing.backoff import backoff_s
 from mqlayer.producing.follow_ups import FollowUps, RefreshLimits, StoredLookup
@@ -19,7 +19,7 @@ from mqlayer.producing.send_queues import LpQueue, NodeQueue, PartitionQueue, Pe
 from mqlayer.producing.settlement import NOTHING, SendSettlement
 from mqlayer.redis.partition_scripts import AppendReply, OnceOutcome, Refused, RunOutcome
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 
 AppendAnswer = AppendReply | list[OnceOutcome] | Refused | PublishError

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import random
 import time
@@ -13,6 +12,7 @@ from mqlayer.domain.names import check_name
 from mqlayer.domain.routing import Lp
 from mqlayer.errors import ProducerClosed
 from mqlayer.failpoints import failpoint
+from mqlayer.logs import event_logger
 from mqlayer.postgres.database import Database
 from mqlayer.producing.follow_ups import ProducerJob, RefreshLimits, RenewSource, Reroute, StoredLookup
 from mqlayer.producing.guarded_in_flight import CLOSED, GuardedInFlight
@@ -28,7 +28,7 @@ from mqlayer.redis.access import use_access
 from mqlayer.runtime.runtime import Runtime
 from mqlayer.settings import Settings
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 STOP_S: Final = 15.0
 

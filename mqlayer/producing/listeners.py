@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Final
 
 from mqlayer.errors import InvalidInput, MqlayerError
+from mqlayer.logs import event_logger
 from mqlayer.producing.receipts import Receipt, receipt_of
 from mqlayer.producing.send_queues import Listener, PendingSend
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 
 class ReceiptFuture(Future[Receipt]):

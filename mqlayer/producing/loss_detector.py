@@ -5,7 +5,6 @@ The chain reports losses to publishes; this covers idle LPs, with one connection
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,6 +13,7 @@ from typing import Final
 
 from mqlayer.domain.routing import NodeId
 from mqlayer.errors import MqlayerError
+from mqlayer.logs import event_logger
 from mqlayer.producing.guarded_in_flight import GuardedInFlight
 from mqlayer.producing.losses import AcknowledgedMark
 from mqlayer.producing.node_sender import NodeSender
@@ -24,7 +24,7 @@ from mqlayer.redis.read_scripts import MARKS_PER_CALL, marks_of
 from mqlayer.redis.roles import RedisRole
 from mqlayer.runtime.runtime import Runtime
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 TRIES: Final = 10
 FIRST_PAUSE_S: Final = 0.25

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter, deque
 from collections.abc import Iterator
 from itertools import chain
@@ -10,13 +9,14 @@ from typing import Final, NamedTuple
 
 from mqlayer.errors import AcknowledgedLoss, Loss
 from mqlayer.events import Event, emit
+from mqlayer.logs import event_logger
 from mqlayer.producing.follow_ups import FollowUps
 from mqlayer.producing.listeners import OnewayListener
 from mqlayer.producing.producer_queues import ProducerQueues
 from mqlayer.producing.send_queues import Listener, LpQueue, NodeQueue
 from mqlayer.producing.settlement import SendSettlement
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 MAX_UNREPORTED_LOSSES: Final = 100_000
 MAX_FORMER_SOURCES: Final = 100_000

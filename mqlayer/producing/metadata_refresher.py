@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from typing import Final
@@ -10,6 +9,7 @@ from typing import Final
 from mqlayer.domain.routing import NodeId, Route
 from mqlayer.errors import MqlayerError, NotFound
 from mqlayer.failpoints import failpoint
+from mqlayer.logs import event_logger
 from mqlayer.producing.backoff import route_backoff_s
 from mqlayer.producing.guarded_in_flight import GuardedInFlight
 from mqlayer.producing.in_flight import InFlight
@@ -22,7 +22,7 @@ from mqlayer.redis.node_connection import Node
 from mqlayer.runtime.route_cache import RouteCache
 from mqlayer.runtime.runtime import Runtime
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 ROUTE_AGE_S: Final = 5.0
 NODE_POLL_S: Final = 2.0

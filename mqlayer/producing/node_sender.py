@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import deque
@@ -19,6 +18,7 @@ from mqlayer.errors import (
     StoreUnavailable,
 )
 from mqlayer.failpoints import failpoint
+from mqlayer.logs import event_logger
 from mqlayer.producing.append_answers import AppendAnswer
 from mqlayer.producing.append_batch import AppendBatch
 from mqlayer.producing.guarded_in_flight import GuardedInFlight
@@ -32,7 +32,7 @@ from mqlayer.runtime.runtime import Runtime
 from mqlayer.runtime.service import Service
 from mqlayer.settings import Settings
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 LAST_ANSWER_S: Final = 1.0
 """A stopped sender's last wait for an answer."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Self
 
 from mqlayer.errors import ProducerFull
+from mqlayer.logs import event_logger
 from mqlayer.producing.bulk_send import BulkSend, send_singly
 from mqlayer.producing.engine import ProducerBase
 from mqlayer.producing.in_flight import ProducerStats
@@ -19,7 +19,7 @@ from mqlayer.producing.options import OnBacklog
 from mqlayer.producing.receipts import Receipt, Receipts, receipt_of
 from mqlayer.producing.send_wait import await_one
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 
 class Producer(ProducerBase):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection
 from typing import Final
 
 from mqlayer.domain.message import Identity
 from mqlayer.domain.routing import NodeId
 from mqlayer.errors import MqlayerError, StoreUnavailable
+from mqlayer.logs import event_logger
 from mqlayer.producing.backoff import backoff_s
 from mqlayer.producing.follow_ups import StoredLookup
 from mqlayer.producing.guarded_in_flight import GuardedInFlight
@@ -19,7 +19,7 @@ from mqlayer.redis.roles import RedisRole
 from mqlayer.runtime.node_pool import NodePool
 from mqlayer.runtime.runtime import Runtime
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 FIND_TRIES: Final = 5
 ENTRY_LIMIT: Final = 5_000

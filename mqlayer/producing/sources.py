@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import logging
-
 from mqlayer.errors import MqlayerError, StoreUnavailable
 from mqlayer.failpoints import failpoint
+from mqlayer.logs import event_logger
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.migrations import check_schema
 from mqlayer.postgres.queries import query
@@ -14,7 +13,7 @@ from mqlayer.producing.backoff import backoff_s
 from mqlayer.producing.guarded_in_flight import GuardedInFlight
 from mqlayer.producing.scheduler import Scheduler
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 
 def open_source(database: Database, name: str) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from typing import Any, Final, NamedTuple
 
@@ -13,6 +12,7 @@ from mqlayer.failpoints import failpoint
 from mqlayer.groups.group import Group
 from mqlayer.groups.lineage import drained_popped, seal_marks
 from mqlayer.groups.pop_partitions import renew_pop_epoch
+from mqlayer.logs import event_logger
 from mqlayer.receiving.partition_cache import PartitionCache
 from mqlayer.receiving.partition_view import PartitionView
 from mqlayer.receiving.pop_message import PopMessage, Token, message_of
@@ -25,7 +25,7 @@ from mqlayer.runtime.route_cache import RouteCache
 from mqlayer.runtime.runtime import Runtime
 from mqlayer.topics.nodes import arm_if_allowed
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 PopAnswer = PopBatch | NoBatch | Drained | Fenced | Refused
 

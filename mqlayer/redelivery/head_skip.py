@@ -6,7 +6,6 @@ before the commit leaves only raised epochs; the owner then asks Postgres for a 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
@@ -19,6 +18,7 @@ from mqlayer.failpoints import failpoint
 from mqlayer.groups.group import Group, find_group
 from mqlayer.groups.positions import GroupPartition, read_positions
 from mqlayer.groups.rebalance import change_group
+from mqlayer.logs import event_logger
 from mqlayer.postgres.audit import write_audit
 from mqlayer.postgres.database import Connection
 from mqlayer.postgres.queries import query
@@ -31,7 +31,7 @@ from mqlayer.redis.read_scripts import FIND_LIMIT, KeySearchResult, find_command
 from mqlayer.runtime.route_cache import load_nodes, load_route
 from mqlayer.runtime.runtime import Runtime
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 SCAN_LIMIT: Final = 10_000
 """Offsets searched, over all partitions."""

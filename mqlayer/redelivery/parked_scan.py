@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from datetime import UTC, datetime
@@ -12,6 +11,7 @@ from typing import Final
 from mqlayer.errors import MqlayerError
 from mqlayer.events import Event, emit
 from mqlayer.failpoints import failpoint
+from mqlayer.logs import event_logger
 from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.queries import query
 from mqlayer.redelivery.act_notes import ANY_KEY, count_action, raise_parking_version
@@ -19,7 +19,7 @@ from mqlayer.redelivery.redelivery_job import claim_abandoned, new_worker
 from mqlayer.redelivery.redrive import work_on
 from mqlayer.redelivery.replay import work_on_replay
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 OVERDUE_S: Final = 5.0
 """A key due for longer makes its group be notified again."""

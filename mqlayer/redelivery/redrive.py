@@ -5,7 +5,6 @@ Order within a key: by seq within a source, by lineage and offset between source
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from mqlayer.events import Event, EventKind, emit
 from mqlayer.failpoints import failpoint
 from mqlayer.groups.group import find_group
 from mqlayer.groups.rebalance import change_group
+from mqlayer.logs import event_logger
 from mqlayer.parking import ParkingLimit
 from mqlayer.postgres.audit import write_audit
 from mqlayer.postgres.database import Connection, Database
@@ -31,7 +31,7 @@ from mqlayer.redelivery.lists import key_text, page
 from mqlayer.redelivery.redelivery_job import LEASE_S, JobState, cancel, run_job, take_over
 from mqlayer.runtime.runtime import Runtime
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 BATCH: Final = 100
 """Messages per transaction; at most one second's worth of the rate."""

@@ -5,7 +5,6 @@ By batch, then offset: each key's publish order (archivers add parents first).
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import Counter
@@ -29,6 +28,7 @@ from mqlayer.groups.positions import GroupPartition, read_positions
 from mqlayer.groups.rebalance import change_group
 from mqlayer.groups.seek import fence_old_owners, refuse_beside_replay
 from mqlayer.groups.start_positions import undeleted_partitions
+from mqlayer.logs import event_logger
 from mqlayer.parking import ParkingCapacity
 from mqlayer.postgres.audit import write_audit
 from mqlayer.postgres.database import Connection, Database
@@ -40,7 +40,7 @@ from mqlayer.redelivery.redelivery_job import LEASE_S, POLL_S, JobState, cancel,
 from mqlayer.runtime.route_cache import load_nodes
 from mqlayer.runtime.runtime import Runtime
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 BATCH: Final = 200
 """Messages per transaction; at most one second's worth of the rate."""

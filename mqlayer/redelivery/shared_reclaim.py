@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import logging
-
 from mqlayer.domain.routing import NodeId
 from mqlayer.errors import MqlayerError
 from mqlayer.failpoints import failpoint
+from mqlayer.logs import event_logger
 from mqlayer.postgres.queries import query
 from mqlayer.redis.node_connection import Node
 from mqlayer.redis.shared_scripts import SharedGroupPartition, shared_count_reply, shared_reclaim_command
 from mqlayer.runtime.route_cache import load_nodes
 from mqlayer.runtime.runtime import Runtime
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 Places = list[tuple[SharedGroupPartition, float]]
 """With each group's visibility timeout in seconds."""

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from mqlayer.errors import MqlayerError
+from mqlayer.logs import event_logger
 from mqlayer.relay.backoff import Interval
 from mqlayer.relay.limits import RelayLimits
 from mqlayer.runtime.runtime import Runtime
 from mqlayer.topics.topics import attach_groups, attach_topics
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 
 class Attachments:

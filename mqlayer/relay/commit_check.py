@@ -6,7 +6,6 @@ it, and the next session recovers it.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
@@ -14,6 +13,7 @@ from typing import Any, Final, NamedTuple
 from mqlayer.domain.routing import NodeId
 from mqlayer.errors import NotFound, StoreUnavailable
 from mqlayer.failpoints import failpoint
+from mqlayer.logs import event_logger
 from mqlayer.postgres.queries import query
 from mqlayer.redis.node_connection import NodeConnection
 from mqlayer.redis.partition_scripts import set_term
@@ -21,7 +21,7 @@ from mqlayer.relay.outbox_source import OutboxSource, refuse_other_term
 from mqlayer.relay.stored_records import Content, content_of_row, is_of_row, marks_of, newest_records
 from mqlayer.runtime.runtime import Runtime
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 MAX_RECORDS: Final = 20_000
 """Newest records searched per partition; an older one counts as equal to its row."""

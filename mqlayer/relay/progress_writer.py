@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 
+from mqlayer.logs import event_logger
 from mqlayer.relay.lp_cursors import LpCursors, Unsendable, chain_of
 from mqlayer.relay.outbox_reader import OutboxReader
 from mqlayer.relay.sender import Sender
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 
 class ProgressWriter:

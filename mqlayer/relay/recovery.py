@@ -5,7 +5,6 @@ Records that Redis trimmed before they were recorded as relayed can't be proven,
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
@@ -17,6 +16,7 @@ from psycopg.types.json import Jsonb
 from mqlayer.domain.routing import NodeId
 from mqlayer.errors import ConfigurationRefused, Conflict, NodeOutOfMemory, NotFound, StoreUnavailable
 from mqlayer.failpoints import failpoint
+from mqlayer.logs import event_logger
 from mqlayer.postgres.audit import write_audit
 from mqlayer.postgres.database import Connection, connect, driver_errors
 from mqlayer.postgres.queries import query
@@ -33,7 +33,7 @@ from mqlayer.topics.nodes import rearm_node
 from mqlayer.topics.outbox_access import is_replaced
 from mqlayer.topics.outbox_resend import BorrowedOutbox
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 MAX_RECORDS: Final = 200_000
 """Newest records compared per partition; older ones count as not proven."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import random
 import secrets
@@ -25,6 +24,7 @@ from tenacity.nap import sleep_using_event
 
 from mqlayer.errors import PermissionDenied, StoreUnavailable, TransactionConflict
 from mqlayer.health import Health, Liveness, stuck_after_s
+from mqlayer.logs import event_logger
 from mqlayer.redis.access import use_access
 from mqlayer.relay.backoff import backoff_s
 from mqlayer.relay.limits import RelayLimits
@@ -34,7 +34,7 @@ from mqlayer.relay.relay_session import RelaySession
 from mqlayer.runtime.runtime import Runtime, open_runtime
 from mqlayer.settings import Settings
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 MOST_CONNECTIONS: Final = 12
 """Per schema: one for each background thread, and some more."""

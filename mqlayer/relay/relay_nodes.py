@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import random
 import time
 from collections import deque
@@ -14,6 +13,7 @@ from typing import Any, Final, NamedTuple
 from mqlayer.domain.routing import NodeId
 from mqlayer.errors import MqlayerError, NodeNotArmed, NotFound, StoreUnavailable
 from mqlayer.failpoints import failpoint
+from mqlayer.logs import event_logger
 from mqlayer.redis.node_connection import Node, NodeConnection
 from mqlayer.redis.partition_scripts import end_sources
 from mqlayer.redis.roles import RedisRole
@@ -25,7 +25,7 @@ from mqlayer.runtime.route_cache import RouteCache
 from mqlayer.runtime.runtime import Runtime
 from mqlayer.topics.nodes import rearm_node
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 REFRESH_TIMEOUT_S: Final = 5.0
 """A lease may be shorter than a query."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from mqlayer.errors import StoreUnavailable
+from mqlayer.logs import event_logger
 from mqlayer.postgres.database import connect_at_best, driver_errors
 from mqlayer.postgres.delayed_release import release_on
 from mqlayer.postgres.migrations import check_schema
@@ -31,7 +31,7 @@ from mqlayer.runtime.route_cache import RouteCache
 from mqlayer.runtime.runtime import Runtime
 from mqlayer.topics.outbox_access import is_replaced
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 DELAYED_WAIT_MS: Final = 20
 """How long a release waits for an overdue message's busy LP; all else waits too."""

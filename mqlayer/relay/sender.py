@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from mqlayer.errors import MqlayerError, NodeOutOfMemory, StoreUnavailable
 from mqlayer.failpoints import failpoint
+from mqlayer.logs import event_logger
 from mqlayer.redis.node_connection import NodeConnection
 from mqlayer.redis.partition_scripts import LIVE_STATES, Refused, RunOutcome, append_reply, marks_reply
 from mqlayer.redis.wire import append_packet, append_start, bulk_number, marks_packet
@@ -18,7 +18,7 @@ from mqlayer.relay.lp_cursors import LpCursor, LpCursors, RelayBatch, Target, Un
 from mqlayer.relay.relay_nodes import AppendRequest, MarksRequest, PendingWrite, RelayNode, RelayNodes
 from mqlayer.relay.targets import Targets, retarget
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 ASK_LIMIT_AFTER: Final = 4
 """Refusals after which a full partition's limit is read again."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -10,12 +9,13 @@ from typing import Final
 
 from mqlayer.domain.routing import LP_COUNT, Route
 from mqlayer.errors import NotFound, StoreUnavailable
+from mqlayer.logs import event_logger
 from mqlayer.relay.backoff import FIRST_S, backoff_s
 from mqlayer.relay.lp_cursors import LpCursor, Target
 from mqlayer.relay.relay_nodes import RelayNodes
 from mqlayer.runtime.route_cache import RouteCache
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 NO_NODE: Final = -1
 RETRY_UNREACHABLE_S: Final = 0.5

@@ -5,7 +5,6 @@ Steps, guards and crashes: docs/design/route-changes.md.
 
 from __future__ import annotations
 
-import logging
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
@@ -20,6 +19,7 @@ from mqlayer.domain.routing import NodeId, PartitionId
 from mqlayer.errors import Conflict, MqlayerError, NodeNotArmed, NotFound, StoreUnavailable, TransactionConflict
 from mqlayer.failpoints import failpoint
 from mqlayer.groups.lineage import raise_group_versions
+from mqlayer.logs import event_logger
 from mqlayer.postgres.audit import write_audit
 from mqlayer.postgres.database import Connection
 from mqlayer.postgres.queries import query
@@ -33,7 +33,7 @@ from mqlayer.runtime.route_cache import nodes_by
 from mqlayer.runtime.runtime import Runtime
 from mqlayer.topics.nodes import rearm_node
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 TIMEOUTS: Final = {"lock_wait": "10s", "idle": "30s"}
 """A stopped driver must not block others."""

@@ -6,16 +6,16 @@ reordering.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 from mqlayer.errors import StoreUnavailable
+from mqlayer.logs import event_logger
 from mqlayer.redis.keys import partition_keys
 from mqlayer.redis.node_connection import NodeConnection, raise_for_reply
 from mqlayer.redis.partition_scripts import dedup_load_command
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 PAGE: Final = 2_000
 

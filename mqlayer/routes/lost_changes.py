@@ -5,7 +5,6 @@ All unknown successors become tombstones before a parent opens (invariant 4).
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -13,6 +12,7 @@ from typing import Any, Final
 from mqlayer.domain.routing import NodeId
 from mqlayer.errors import Conflict, NodeNotArmed, StoreUnavailable
 from mqlayer.failpoints import failpoint
+from mqlayer.logs import event_logger
 from mqlayer.postgres.audit import write_audit
 from mqlayer.postgres.database import Connection
 from mqlayer.postgres.queries import query
@@ -23,7 +23,7 @@ from mqlayer.runtime.node_pool import NodePool
 from mqlayer.runtime.route_cache import load_route, nodes_by
 from mqlayer.runtime.runtime import Runtime
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 TIMEOUTS: Final = {"lock_wait": "10s", "idle": "30s"}
 KEYS_PER_SCAN: Final = 1_000

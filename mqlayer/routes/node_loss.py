@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -10,6 +9,7 @@ from mqlayer.domain.route_changes import emptiest, plan_move
 from mqlayer.domain.routing import NodeId
 from mqlayer.errors import Conflict, MqlayerError, NodeNotArmed, StoreUnavailable
 from mqlayer.failpoints import failpoint
+from mqlayer.logs import event_logger
 from mqlayer.postgres.audit import write_audit
 from mqlayer.postgres.database import Connection
 from mqlayer.postgres.queries import query
@@ -22,7 +22,7 @@ from mqlayer.runtime.route_cache import load_nodes, load_route
 from mqlayer.runtime.runtime import Runtime
 from mqlayer.topics.nodes import find_node, rearm_node
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 ANSWER_WITHIN_S = 3.0
 

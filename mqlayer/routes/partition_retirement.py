@@ -6,12 +6,12 @@ docs/design/route-changes.md, "Retiring parents".
 
 from __future__ import annotations
 
-import logging
 from typing import Final
 
 from mqlayer.domain.routing import NodeId
 from mqlayer.errors import MqlayerError
 from mqlayer.failpoints import failpoint
+from mqlayer.logs import event_logger
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.queries import query
 from mqlayer.redis.node_connection import Node
@@ -19,7 +19,7 @@ from mqlayer.redis.partition_scripts import retire_command, retire_reply
 from mqlayer.runtime.route_cache import load_nodes
 from mqlayer.runtime.runtime import Runtime
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 PER_ROUND: Final = 1_000
 

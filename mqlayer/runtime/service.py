@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -11,9 +10,10 @@ from typing import Any, Final
 
 from mqlayer.errors import MqlayerError
 from mqlayer.health import Health, Liveness
+from mqlayer.logs import event_logger
 from mqlayer.runtime.error_text import where
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 RETRY_S: Final = 0.5
 

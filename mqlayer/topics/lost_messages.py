@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
-
 from mqlayer.errors import Conflict, StoreUnavailable
+from mqlayer.logs import event_logger
 from mqlayer.postgres.database import Connection
 from mqlayer.postgres.queries import query
 from mqlayer.redis.keys import partition_keys
@@ -12,7 +11,7 @@ from mqlayer.redis.node_connection import NodeConnection, raise_for_reply
 from mqlayer.redis.partition_scripts import skip_marks_command
 from mqlayer.topics.node_state import DesiredPartition
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 
 class LostMessages:

@@ -5,12 +5,12 @@ Runs under the lock on the node's row, before its run is armed.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from mqlayer.failpoints import failpoint
+from mqlayer.logs import event_logger
 from mqlayer.postgres.database import Connection
 from mqlayer.postgres.queries import query
 from mqlayer.redis.node_connection import NodeConnection, raise_for_reply
@@ -21,7 +21,7 @@ from mqlayer.topics.node_state import DesiredPartition, NodeState
 from mqlayer.topics.partition_creation import PartitionCreation
 from mqlayer.topics.partition_refill import PartitionRefill
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 TOMBSTONES_PER_WRITE: Final = 500
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
@@ -12,6 +11,7 @@ from mqlayer.domain.node_runs import is_former
 from mqlayer.domain.routing import NodeId
 from mqlayer.errors import AccessDenied, Conflict, NodeNotArmed, NotFound, StoreUnavailable
 from mqlayer.failpoints import failpoint
+from mqlayer.logs import event_logger
 from mqlayer.postgres.audit import write_audit
 from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.queries import query
@@ -25,7 +25,7 @@ from mqlayer.runtime.route_cache import load_nodes
 from mqlayer.runtime.runtime import Runtime
 from mqlayer.topics.node_repair import NodeRepair
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 TRIES: Final = 5
 Lowered = Mapping[int, int]

@@ -10,7 +10,6 @@ States of a creation; after a crash, creating again continues:
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -18,6 +17,7 @@ from mqlayer.domain.names import BODY_LIMIT, DEFAULT_BODY_LIMIT, check_name
 from mqlayer.domain.routing import NodeId, Route, even_ranges, spread
 from mqlayer.errors import Conflict, InvalidInput, NotFound
 from mqlayer.failpoints import failpoint
+from mqlayer.logs import event_logger
 from mqlayer.postgres.audit import write_audit
 from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.queries import query
@@ -26,7 +26,7 @@ from mqlayer.runtime.node_pool import NodePool
 from mqlayer.runtime.route_cache import load_nodes, load_route
 from mqlayer.runtime.runtime import Runtime
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 DEFAULT_PARTITIONS: Final = 8
 

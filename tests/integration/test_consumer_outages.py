@@ -16,6 +16,7 @@ from mqlayer import Context
 from mqlayer.domain.routing import lp_of
 from mqlayer.errors import NodeOutOfMemory, NotFound, Reject, StoreUnavailable
 from mqlayer.failpoints import arm
+from mqlayer.logs import event_of
 from mqlayer.redis.partition_scripts import (
     Fenced,
     LockHolder,
@@ -57,7 +58,7 @@ def proxy(redis_url: str) -> Iterator[TcpProxy]:
 
 
 def events(caplog: pytest.LogCaptureFixture) -> set[str]:
-    return {record.getMessage() for record in caplog.records}
+    return {event_of(record) for record in caplog.records}
 
 
 # -- Postgres ----------------------------------------------------------------------------------------------------------
@@ -515,7 +516,7 @@ def test_acks_wait_while_the_node_can_not_be_reached(
     proxy.reset_all()
     go_on.set()
     wait_until(lambda: recorder.count() == 80, what="all in hand handled")
-    wait_until(lambda: [r.getMessage() for r in caplog.records].count("settling_waits") >= 3, what="acks wait")
+    wait_until(lambda: [event_of(r) for r in caplog.records].count("settling_waits") >= 3, what="acks wait")
     proxy.heal()
     wait_until(stage.all_settled, timeout_s=20, what="settled")
     assert len(recorder.begun) == 80

@@ -17,6 +17,7 @@ from mqlayer.domain.routing import lp_of
 from mqlayer.errors import AlreadyApplied, StaleOwner
 from mqlayer.failpoints import arm, disarm_all
 from mqlayer.groups.members import join
+from mqlayer.logs import event_of
 from mqlayer.postgres.queries import query
 from mqlayer.redis.partition_scripts import (
     Fenced,
@@ -250,7 +251,7 @@ def test_the_fences_of_other_partitions_are_raised_where_one_can_not_be(
         )
         raised = connection.execute("SELECT count(*)::int, min(lp)::int FROM mqlayer_app.fence_epoch").fetchone()
     assert raised == (512, 512)
-    told = [record.__dict__["partition"] for record in caplog.records if record.getMessage() == "fence_not_raised"]
+    told = [record.__dict__["partition"] for record in caplog.records if event_of(record) == "fence_not_raised"]
     assert told == [stage.partitions[0]]
 
 

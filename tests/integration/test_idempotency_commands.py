@@ -9,6 +9,7 @@ from mqlayer import Versions
 from mqlayer.domain.message import Identity
 from mqlayer.groups import GroupSettings, ensure_group
 from mqlayer.idempotency import InboxEntry, record_effect
+from mqlayer.logs import event_of
 from mqlayer.postgres.database import Database
 from mqlayer.receiving.pop_message import PopMessage, Token
 from mqlayer.runtime.route_cache import RouteCache
@@ -89,5 +90,5 @@ def test_the_jobs_forget_and_raise_alarms(world: World, group_id: int, caplog: p
     TASKS["clean_inbox"]()
     TASKS["watch_versions"]()
     assert world.rows("SELECT seq FROM mqlayer_app.inbox") == [(2,)]
-    assert [record.message for record in caplog.records if record.message == "version_gap"] == ["version_gap"]
+    assert [event_of(record) for record in caplog.records if event_of(record) == "version_gap"] == ["version_gap"]
     assert {name for (name,) in world.rows("SELECT name FROM mqlayer.job")} == {"clean_inbox", "watch_versions"}

@@ -15,6 +15,7 @@ import pytest
 
 import mqlayer
 from mqlayer.errors import SchemaMismatch, StoreUnavailable
+from mqlayer.logs import event_of
 from mqlayer.postgres.database import Database, connect
 from mqlayer.postgres.migrations import SCHEMAS, SchemaName, check_schema, latest, migrate, migrations, script
 from mqlayer.postgres.queries import queries, query
@@ -98,7 +99,7 @@ def test_an_older_database_is_refused_until_it_is_migrated_and_keeps_its_rows(
             assert migrate(database_dsn) == list(LATER.values())
         check_schema(connection, "control", "postgres")
         assert connection.execute("SELECT name FROM mqlayer.job").fetchall() == [("kept",)]
-    told = [record.__dict__.get("text") for record in caplog.records if record.message == "migration_notice"]
+    told = [record.__dict__.get("text") for record in caplog.records if event_of(record) == "migration_notice"]
     assert told == [WARNING] * 2
 
 

@@ -24,6 +24,7 @@ from celery.result import AsyncResult
 
 from mqlayer import RetryLater, outbox
 from mqlayer.errors import BodyTooLarge, Conflict, InvalidInput, MessageTimeout, NotFound
+from mqlayer.logs import event_of
 from mqlayer.relay import relay_once
 from mqlayer.workers import connections
 from mqlayer.workers.ordered_tasks import OrderedTask, consume_tasks, ordered_task
@@ -305,7 +306,7 @@ def test_a_result_that_cannot_be_stored_does_not_repeat_the_body(
         return object() if key == "a" else key
 
     def lost() -> int:
-        return [record.getMessage() for record in caplog.records].count("task_result_lost")
+        return [event_of(record) for record in caplog.records].count("task_result_lost")
 
     with caplog.at_level(logging.ERROR, "mqlayer.workers.ordered_tasks"):
         step.delay("a")

@@ -28,6 +28,7 @@ from mqlayer.errors import (
     StoreUnavailable,
 )
 from mqlayer.failpoints import FailpointHit, arm
+from mqlayer.logs import event_of
 from mqlayer.postgres.migrations import migrate
 from mqlayer.producing import Message, Producer
 from mqlayer.settings import Settings
@@ -91,7 +92,7 @@ def test_a_place_that_can_not_be_asked_for_is_told_and_the_message_counts_as_sto
             client.config_set("maxmemory-policy", "noeviction")
             assert (receipt.offset, receipt.identity.seq) == (None, 2)
             assert producer.send("orders", key="k", body=b"3").offset == 3
-    reasons = [str(r.__dict__["reason"]) for r in caplog.records if r.getMessage() == "position_not_found"]
+    reasons = [str(r.__dict__["reason"]) for r in caplog.records if event_of(r) == "position_not_found"]
     assert reasons
     assert all("maxmemory-policy" in reason for reason in reasons)
 

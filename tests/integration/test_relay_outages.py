@@ -13,6 +13,7 @@ import redis
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from mqlayer import failpoints
+from mqlayer.logs import event_of
 from mqlayer.outbox import list_quarantined
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.migrations import migrate
@@ -39,7 +40,7 @@ def connection(database_dsn: str) -> Iterator[TcpProxy]:
 
 def says(caplog: pytest.LogCaptureFixture, event: str) -> bool:
     """Say whether an event was logged."""
-    return event in [record.message for record in caplog.records]
+    return event in [event_of(record) for record in caplog.records]
 
 
 def bodies(world: World, tag: str) -> list[str]:
@@ -141,7 +142,7 @@ def test_what_fails_while_a_node_is_armed_does_not_end_the_relay(
         node.start()
         world.publish(50)
         world.wait_until_whole()
-    told = {record.__dict__.get("error") for record in caplog.records if record.message == "relay_connect_failed"}
+    told = {record.__dict__.get("error") for record in caplog.records if event_of(record) == "relay_connect_failed"}
     assert told == {"FailpointHit"}
 
 
@@ -224,7 +225,7 @@ def test_postgres_away_at_the_start_is_waited_for_and_its_password_is_not_told(
         connection.heal()
         world.wait_until_whole()
     told = [
-        str(vars(record).get("reason")) for record in caplog.records if record.message == "relay_postgres_unreachable"
+        str(vars(record).get("reason")) for record in caplog.records if event_of(record) == "relay_postgres_unreachable"
     ]
     assert str(connection.port) in told[0]
     assert "secret-of-the-test" not in "".join(told) + caplog.text

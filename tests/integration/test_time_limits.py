@@ -21,6 +21,7 @@ from mqlayer.domain.message import Record
 from mqlayer.domain.retry_rules import RetryRules
 from mqlayer.errors import InvalidInput, MessageTimeout
 from mqlayer.groups.admin import set_group
+from mqlayer.logs import event_of
 from tests.fixtures.consumers import Recorder, Stage, StartStage, member_of
 from tests.fixtures.wait import wait_until
 from tests.proof.runtimes import runtime_of
@@ -32,7 +33,7 @@ RECORD = Record(1, b"", b"k", b"")
 
 def failures(caplog: pytest.LogCaptureFixture) -> list[str]:
     """Return what members logged of failed attempts: the errors' types and places."""
-    return [str(vars(record)["error"]) for record in caplog.records if record.getMessage() == "handler_failed"]
+    return [str(vars(record)["error"]) for record in caplog.records if event_of(record) == "handler_failed"]
 
 
 def work_for(seconds: float) -> None:
@@ -350,6 +351,6 @@ def test_members_settle_thousands_of_messages_whose_handlers_end_near_their_limi
     assert ended == {f"key-{key}": [b"%d" % number for number in range(1, 51)] for key in range(60)}
     assert member_of(app).health().live
     assert {text.split(" at ")[0] for text in failures(caplog)} == {"MessageTimeout"}
-    assert not [record for record in caplog.records if record.getMessage() == "failure_decision_failed"]
+    assert not [record for record in caplog.records if event_of(record) == "failure_decision_failed"]
     assert app.stop()
     wait_until(lambda: not any(t.name.endswith("-limits") for t in threading.enumerate()), what="the watcher to end")

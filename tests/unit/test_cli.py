@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 
 import mqlayer
 from mqlayer.cli.errors import ErrorPrintingGroup
-from mqlayer.cli.logs import EventFormatter
 from mqlayer.cli.main import app
 from mqlayer.errors import StoreUnavailable
+from mqlayer.logs import EventFormatter
 
 
 @pytest.fixture(autouse=True)

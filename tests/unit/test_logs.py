@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import sys
+from typing import Literal
 
-from mqlayer.logs import EventFormatter, JsonFormatter
+import pytest
+
+import mqlayer
+from mqlayer.errors import InvalidInput
+from mqlayer.logs import EventFormatter, EventText, JsonFormatter, event_logger
 
 
 def record(event: str, **fields: object) -> logging.LogRecord:
@@ -44,3 +50,51 @@ def test_no_password_of_an_address_is_shown() -> None:
     waits = record("settling_waits", reason="redis://user:s3cret@host/0 and password=s3cret host=h")
     for formatter in (EventFormatter(), JsonFormatter()):
         assert "s3cret" not in formatter.format(waits)
+
+
+def test_any_configuration_of_logging_shows_the_fields() -> None:
+    log, shown = event_logger("mqlayer.test"), io.StringIO()
+    handler = logging.StreamHandler(shown)
+    handler.setFormatter(logging.Formatter("%(levelname)s:%(message)s"))
+    log.logger.addHandler(handler)
+    try:
+        log.warning("handler_failed", extra={"topic": "orders", "error": "redis://:s3cret@host \x1b[2J"})
+    finally:
+        log.logger.removeHandler(handler)
+    assert shown.getvalue() == 'WARNING:handler_failed topic=orders error="redis://***@host \\u001b[2J"\n'
+
+
+def test_a_traceback_stands_below_the_line_and_in_its_own_json_field() -> None:
+    fields = {"topic": "orders", "trace": "  File one\nValueError: a\x1bb"}
+    failed = record("", **fields)
+    failed.msg = EventText("handler_failed", fields)
+    assert (
+        EventFormatter().format(failed).endswith("INFO handler_failed topic=orders\n  File one\nValueError: a\\u001bb")
+    )
+    line = json.loads(JsonFormatter().format(failed))
+    assert (line["event"], line["trace"]) == ("handler_failed", fields["trace"])
+
+
+@pytest.mark.parametrize("style", ["text", "json"])
+def test_logging_is_configured_by_one_call_and_anew_by_the_next(
+    style: Literal["text", "json"], capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = logging.getLogger()
+    before, level = list(root.handlers), root.level
+    try:
+        mqlayer.configure_logging(style="text")
+        mqlayer.configure_logging("warning", style=style)
+        event_logger("mqlayer.test").warning("node_away", extra={"node": "n-1"})
+        event_logger("mqlayer.test").info("not_shown")
+    finally:
+        root.handlers[:] = before
+        root.setLevel(level)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert json.loads(line)["node"] == "n-1" if style == "json" else line.endswith("WARNING node_away node=n-1")
+
+
+def test_another_level_or_style_is_refused_with_those_that_there_are() -> None:
+    with pytest.raises(InvalidInput, match="DEBUG, INFO, WARNING, ERROR"):
+        mqlayer.configure_logging("loud")
+    with pytest.raises(InvalidInput, match="'text' or 'json'"):
+        mqlayer.configure_logging(style="xml")  # type: ignore[arg-type]

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import logging
 import queue
 import signal
 import threading
@@ -31,6 +30,7 @@ from mqlayer.consuming.api.batch_handlers import BatchHandler, BatchShape, batch
 from mqlayer.consuming.api.batches import BatchOf
 from mqlayer.consuming.api.bodies import decoder_for, type_name
 from mqlayer.consuming.api.context import Context
+from mqlayer.consuming.engine.events import Reporting
 from mqlayer.consuming.engine.options import MemberOptions, MemberStats
 from mqlayer.consuming.ordered.member import OrderedMember
 from mqlayer.consuming.ordered.owned_partitions import OwnedPartition
@@ -43,16 +43,18 @@ from mqlayer.groups.broadcast_instances import ensure_instance, host_instance
 from mqlayer.groups.group import Balance, Group, GroupSettings, RetrySettings, check_settings, ensure_group, settings_of
 from mqlayer.groups.start_positions import Start
 from mqlayer.health import Health, health_endpoint
+from mqlayer.logs import event_logger
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.migrations import check_schema
 from mqlayer.postgres.notifications import GROUP, NotificationListener
 from mqlayer.postgres.rights import Right, require
 from mqlayer.redis.access import use_access
+from mqlayer.runtime.error_text import Describe, ErrorTexts
 from mqlayer.runtime.route_cache import RouteCache
 from mqlayer.runtime.runtime import Runtime
 from mqlayer.settings import Settings
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 CONNECTIONS_OF_A_MEMBER: Final = 12
 """At most, on demand: heartbeat, parking worker, threads that arm nodes."""
@@ -79,10 +81,11 @@ class Consumer:
 class App:
     """The consumers of an application in this process."""
 
-    def __init__(self, settings: Settings | None = None) -> None:
+    def __init__(self, settings: Settings | None = None, *, describe_error: Describe | None = None) -> None:
+        """`describe_error` returns what logs, events and Postgres say of an exception in place of its message."""
         if settings is not None:
             use_access(settings)
-        self._settings = settings
+        self._settings, self._describe_error = settings, describe_error
         self.consumers: list[Consumer] = []
         self.members: list[OrderedMember | SharedMember] = []
         self.hooks: list[Hook] = []
@@ -310,13 +313,16 @@ class App:
             group = rejoin()
         facts: dict[str, Any] = {
             "runtime": runtime, "routes": routes, "group": group, "is_async": consumer.is_async,
-            "options": consumer.options, "hooks": self.hooks,
+            "options": consumer.options, "reporting": Reporting(self.hooks, self._texts()),
         }  # fmt: skip
         if group.mode == "shared":
             return SharedMember(handle=_handle(consumer, group), **facts)
         if consumer.batch is not None:
             return OrderedMember(handle=_batch_handler(consumer, group, *consumer.batch), rejoin=rejoin, **facts)
         return OrderedMember(handle=_handle(consumer, group), rejoin=rejoin, **facts)
+
+    def _texts(self) -> ErrorTexts:
+        return ErrorTexts(shown=self.settings.error_messages, describe=self._describe_error)
 
     def _instance(self, consumer: Consumer, group: Group, runtime: Runtime, routes: RouteCache) -> Group:
         instance, anew = ensure_instance(runtime, routes, group, self._instance_name(consumer))

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from mqlayer.consuming.engine.failure_actions import FailureAction
 from mqlayer.consuming.engine.options import MemberStats
 from mqlayer.events import Event, EventKind, Hook, emit
 from mqlayer.groups.group import Group
+from mqlayer.logs import TRACE, event_logger
 from mqlayer.parking import DeadLetterEntry
+from mqlayer.runtime.error_text import ErrorTexts
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 
 class PartitionEpoch(Protocol):
@@ -26,12 +29,25 @@ class PartitionEpoch(Protocol):
         """The epoch."""
 
 
+@dataclass(frozen=True, slots=True)
+class Reporting:
+    """Who hears of events, and how errors are told."""
+
+    hooks: Sequence[Hook] = ()
+    texts: ErrorTexts = field(default_factory=ErrorTexts)
+
+
 class MemberEvents:
     """Counts, logs and passes on what happens."""
 
-    def __init__(self, group: Group, hooks: Sequence[Hook]) -> None:
+    def __init__(self, group: Group, reporting: Reporting | None) -> None:
         self.stats = MemberStats()
-        self._group, self._hooks = group, hooks
+        self._group, self._reporting = group, reporting or Reporting()
+
+    @property
+    def texts(self) -> ErrorTexts:
+        """How errors are told."""
+        return self._reporting.texts
 
     def handled(self, count: int) -> None:
         """Count handled messages."""
@@ -66,6 +82,12 @@ class MemberEvents:
         group = self._group
         return {"topic": group.topic, "group": group.name, "partition": place.partition, "epoch": place.epoch}
 
+    def failure_facts(self, error: BaseException, action: FailureAction) -> dict[str, Any]:
+        """Return what a failure's log line says of it; a new one comes with its traceback."""
+        facts = {"attempt": action.attempts, "error": self.texts.text(error), "verdict": type(action).__name__.lower()}
+        trace = self.texts.trace_if_new(error)
+        return facts if trace is None else facts | {TRACE: trace}
+
     def emit(self, kind: EventKind, place: PartitionEpoch, lp: int, **facts: Any) -> None:
         """Pass an event to the hooks."""
-        emit(Event(kind, self._group.topic, self._group.name, place.partition, lp, **facts), self._hooks)
+        emit(Event(kind, self._group.topic, self._group.name, place.partition, lp, **facts), self._reporting.hooks)

@@ -6,7 +6,6 @@ see `docs/design/ownership.md`.
 
 from __future__ import annotations
 
-import logging
 import random
 from collections.abc import Callable
 from functools import partial
@@ -25,10 +24,11 @@ from mqlayer.groups.members import (
     send_heartbeat,
     start_leaving,
 )
+from mqlayer.logs import event_logger
 from mqlayer.postgres.database import Database
 from mqlayer.runtime.service import RETRY_S, Service
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 LONGEST_HEARTBEAT_S: Final = 1.0
 """Short even for long leases: heartbeats notice hand-overs."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
@@ -12,12 +11,13 @@ from mqlayer.consuming.engine.node_service import NodeService
 from mqlayer.domain.routing import NodeId
 from mqlayer.errors import MqlayerError, NotFound
 from mqlayer.health import Health
+from mqlayer.logs import event_logger
 from mqlayer.redis.node_connection import Node, NodeConnection
 from mqlayer.redis.roles import RedisRole
 from mqlayer.runtime.service import stop_all
 from mqlayer.topics.nodes import arm_if_allowed
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 R = TypeVar("R", bound=NodeService)
 S = TypeVar("S", bound=NodeService)

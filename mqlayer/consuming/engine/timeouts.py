@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
-import logging
 import math
 import queue
 import threading
@@ -26,9 +25,10 @@ from typing import Any, Final, ParamSpec
 from mqlayer.consuming.engine.clock import clock
 from mqlayer.domain.retry_rules import RetryRules
 from mqlayer.errors import InvalidInput, MessageTimeout
+from mqlayer.logs import event_logger
 from mqlayer.runtime.error_text import where
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 Facts = ParamSpec("Facts")
 

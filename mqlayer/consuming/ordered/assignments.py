@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 from mqlayer.consuming.engine.clock import clock
 from mqlayer.consuming.engine.core import MemberCore
 from mqlayer.consuming.engine.nodes import MemberNodes
@@ -19,9 +17,10 @@ from mqlayer.domain.routing import PartitionId
 from mqlayer.errors import MqlayerError
 from mqlayer.groups.lineage import seal_marks
 from mqlayer.groups.members import Assignment, HeartbeatReply, MemberSession, renew
+from mqlayer.logs import event_logger
 from mqlayer.redis.partition_scripts import LockHolder
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 
 class Assignments(MemberPartitions):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import Iterator
 from inspect import isawaitable
 from itertools import groupby
@@ -21,9 +20,10 @@ from mqlayer.consuming.ordered.owned_partitions import EVERY_OFFSET, KeyQueue, O
 from mqlayer.consuming.ordered.poison_guard import PoisonMessageGuard
 from mqlayer.consuming.ordered.turn_results import TurnResults
 from mqlayer.failpoints import failpoint
+from mqlayer.logs import event_logger
 from mqlayer.runtime.error_text import where
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 
 class BatchWorker(Worker):

@@ -11,10 +11,10 @@ from mqlayer.consuming.ordered.owned_partitions import OwnedPartition
 from mqlayer.domain.message import Record
 from mqlayer.errors import MessageTimeout, PauseKey
 from mqlayer.events import EventKind
+from mqlayer.logs import event_logger
 from mqlayer.parking import KeyEntry, KeyRef, ParkingLimit
-from mqlayer.runtime.error_text import where
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 
 class OrderedEvents(MemberEvents):
@@ -33,13 +33,13 @@ class OrderedEvents(MemberEvents):
         self, owned: OwnedPartition, record: Record, error: BaseException, action: FailureAction, *, counted: bool
     ) -> None:
         """Report a failure, and what follows."""
-        identity, place = record.identity, where(error)
+        identity, text = record.identity, self.texts.text(error)
         if isinstance(error, MessageTimeout):
             self.stats.timed_out += 1
-            self.emit("timed_out", owned, identity.lp, seq=identity.seq, attempts=action.attempts, error=place)
+            self.emit("timed_out", owned, identity.lp, seq=identity.seq, attempts=action.attempts, error=text)
         self.stats.failed += counted
         facts = self.facts(owned) | {"offset": record.offset, "lp": identity.lp, "seq": identity.seq}
-        facts |= {"attempt": action.attempts, "error": place, "verdict": type(action).__name__.lower()}
+        facts |= self.failure_facts(error, action)
         if not isinstance(action, DeadLetter):
             facts["wait_s"] = action.seconds
         blocked = not isinstance(action, DeadLetter) and action.blocked
@@ -53,7 +53,7 @@ class OrderedEvents(MemberEvents):
         self.stats.paused += paused
         self.stats.blocked += blocked and not paused
         self.emit(kind, owned, identity.lp, seq=identity.seq, attempts=action.attempts, wait_s=action.seconds,
-                  error=place)  # fmt: skip
+                  error=text)  # fmt: skip
 
     def parked(self, owned: OwnedPartition, keys: Sequence[KeyEntry], messages: int) -> None:
         """Report parked keys."""

@@ -18,7 +18,6 @@ from mqlayer.consuming.ordered.owned_partitions import OwnedPartition
 from mqlayer.domain.message import ParkedRecord, Record
 from mqlayer.errors import MessageTimeout
 from mqlayer.parking import FailedAttempt
-from mqlayer.runtime.error_text import described
 
 
 class FailureDecider:
@@ -32,7 +31,7 @@ class FailureDecider:
 
     def decide(self, owned: OwnedPartition, record: Record, error: BaseException) -> FailureAction:
         """Count a failed attempt, where the error counts; return what follows."""
-        resumed, text = isinstance(record, ParkedRecord), described(error)
+        resumed, text = isinstance(record, ParkedRecord), self._events.texts.text(error)
         before = record.attempts if isinstance(record, ParkedRecord) else owned.attempts.get(record.offset)
         action = failure_action(
             error,

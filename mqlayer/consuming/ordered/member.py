@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 from mqlayer.consuming.api.batch_handlers import BatchHandler
 from mqlayer.consuming.engine.clock import Lease, clock
 from mqlayer.consuming.engine.core import MemberCore
+from mqlayer.consuming.engine.events import Reporting
 from mqlayer.consuming.engine.executors import Timeouts, Worker, executor_of
 from mqlayer.consuming.engine.live_settings import LiveSettings
 from mqlayer.consuming.engine.member import Member
@@ -30,7 +31,6 @@ from mqlayer.consuming.ordered.settler import Settler
 from mqlayer.consuming.ordered.turn_results import TurnResults
 from mqlayer.consuming.ordered.workers import Handle, KeyQueueWorker
 from mqlayer.domain.routing import NodeId
-from mqlayer.events import Hook
 from mqlayer.groups.group import Group
 from mqlayer.parking import ParkingStore
 from mqlayer.redis.node_connection import NodeConnection
@@ -54,10 +54,10 @@ class OrderedMember(Member[Reader, Settler]):
         *,
         is_async: bool = False,
         options: MemberOptions | None = None,
-        hooks: Sequence[Hook] = (),
+        reporting: Reporting | None = None,
         rejoin: Callable[[], object] | None = None,
     ) -> None:
-        core, events = MemberCore.of(runtime, routes, group, options), OrderedEvents(group, hooks)
+        core, events = MemberCore.of(runtime, routes, group, options), OrderedEvents(group, reporting)
         self.settings = core.settings
         store = ParkingStore(core.runtime.control, group.group_id, core.member_id)
         dispatcher, new_worker = _strategy(handle, core.lease)

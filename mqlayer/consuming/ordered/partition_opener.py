@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Final
 
@@ -13,12 +12,13 @@ from mqlayer.consuming.ordered.events import OrderedEvents
 from mqlayer.consuming.ordered.owned_partitions import OwnedPartition
 from mqlayer.consuming.ordered.parked_keys import parked_key_of
 from mqlayer.errors import MqlayerError
+from mqlayer.logs import event_logger
 from mqlayer.parking import ParkingStore, Span
 from mqlayer.postgres.database import Connection, driver_errors
 from mqlayer.postgres.queries import query
 from mqlayer.redis.partition_scripts import LockTaken
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 FENCE_RAISE_S: Final = 2.0
 """Time limit for raising fences."""

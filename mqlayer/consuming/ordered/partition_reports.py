@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import queue
 import threading
 
@@ -11,8 +10,9 @@ from mqlayer.consuming.ordered.owned_partitions import OwnedPartition, Ownership
 from mqlayer.errors import MqlayerError
 from mqlayer.groups.lineage import drained
 from mqlayer.groups.members import Assignment, MemberSession, release
+from mqlayer.logs import event_logger
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 
 class PartitionReports:

@@ -5,7 +5,6 @@ A blocking XREAD waits on all readable partitions. Lock checks follow it: record
 
 from __future__ import annotations
 
-import logging
 import random
 from array import array
 from collections.abc import Sequence
@@ -23,12 +22,13 @@ from mqlayer.domain.message import records_of
 from mqlayer.domain.offsets import as_ranges
 from mqlayer.domain.tags import TagFilter
 from mqlayer.failpoints import failpoint
+from mqlayer.logs import event_logger
 from mqlayer.redis.keys import partition_keys
 from mqlayer.redis.node_connection import Command, NodeConnection, is_missing_script, raise_for_reply
 from mqlayer.redis.partition_scripts import LockKept, LockTaken, Refused, acquire_command, acquire_reply
 from mqlayer.redis.read_scripts import select_command, select_reply
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 READ_COUNT: Final = 500
 BLOCK_MS: Final = 100

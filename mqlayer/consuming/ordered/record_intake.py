@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -14,9 +13,10 @@ from mqlayer.consuming.ordered.owned_partitions import OwnedPartition
 from mqlayer.domain.message import CommandRecord, Record, pop_command, records_of
 from mqlayer.domain.offsets import OffsetRange, as_ranges, joined
 from mqlayer.domain.tags import TagFilter
+from mqlayer.logs import event_logger
 from mqlayer.redis.read_scripts import SelectedRecords
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 
 class RecordIntake:

@@ -3,7 +3,6 @@ idempotent."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -20,6 +19,7 @@ from mqlayer.domain.message import Record
 from mqlayer.domain.offsets import OffsetRange, as_ranges, joined
 from mqlayer.domain.routing import NodeId
 from mqlayer.failpoints import failpoint
+from mqlayer.logs import event_logger
 from mqlayer.redis.node_connection import Command, NodeConnection, is_missing_script, raise_for_reply
 from mqlayer.redis.outcomes import RangeOutcome, encode_outcome
 from mqlayer.redis.partition_scripts import (
@@ -36,7 +36,7 @@ from mqlayer.redis.partition_scripts import (
     start_reply,
 )
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 RANGES_PER_CALL: Final = 500
 LINGER_S: Final = 0.003

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Final
 
@@ -12,10 +11,11 @@ from mqlayer.consuming.ordered.failure_decider import FailureDecider
 from mqlayer.consuming.ordered.owned_partitions import KeyQueue, OwnedPartition, parked_key_for
 from mqlayer.errors import AlreadyApplied, StaleOwner
 from mqlayer.failpoints import failpoint
+from mqlayer.logs import event_logger
 from mqlayer.parking import DeadLetterEntry
 from mqlayer.runtime.error_text import where
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 RETRY_S: Final = 1.0
 

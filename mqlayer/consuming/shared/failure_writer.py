@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Final
 
 from mqlayer.consuming.engine.clock import clock
@@ -17,10 +16,11 @@ from mqlayer.consuming.shared.store import ClaimedMessage, SharedStore
 from mqlayer.domain.routing import PartitionId
 from mqlayer.errors import MqlayerError
 from mqlayer.failpoints import failpoint
+from mqlayer.logs import event_logger
 from mqlayer.redis.outcomes import RangeOutcome
 from mqlayer.runtime.service import Service
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 POLL_S: Final = 1.0
 """Interval of checks for redriven messages."""

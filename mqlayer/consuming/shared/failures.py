@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import random
 from typing import Any, Final
 
@@ -15,10 +14,10 @@ from mqlayer.consuming.shared.results import SharedResults
 from mqlayer.domain.message import ParkedRecord, Record
 from mqlayer.domain.retry_rules import RetryRules
 from mqlayer.errors import MessageTimeout, StaleOwner
+from mqlayer.logs import event_logger
 from mqlayer.parking import DeadLetterEntry, FailedAttempt
-from mqlayer.runtime.error_text import described, where
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 STALE_WAIT_MS: Final = 200
 """Delay where the fence found a newer epoch."""
@@ -31,15 +30,15 @@ class SharedEvents(MemberEvents):
         self, batch: FetchedBatch, record: Record, error: BaseException, action: FailureAction, *, counted: bool
     ) -> None:
         """Report a failure, and what follows."""
-        identity, place = record.identity, where(error)
+        identity = record.identity
         self.stats.timed_out += isinstance(error, MessageTimeout)
         self.stats.failed += counted
         facts: dict[str, Any] = self.facts(batch) | {"offset": record.offset, "lp": identity.lp, "seq": identity.seq}
-        facts |= {"attempt": action.attempts, "error": place, "verdict": type(action).__name__.lower()}
+        facts |= self.failure_facts(error, action)
         log.warning("handler_failed", extra=facts)
         if not isinstance(action, DeadLetter):
             self.emit("failed", batch, identity.lp, seq=identity.seq, attempts=action.attempts, wait_s=action.seconds,
-                      error=place)  # fmt: skip
+                      error=self.texts.text(error))  # fmt: skip
 
 
 class SharedFailures:
@@ -57,7 +56,7 @@ class SharedFailures:
             self._beat.set()
             self._results.nack(batch, record.offset, STALE_WAIT_MS, None)
             return
-        before, text = attempts_before(batch, record), described(error)
+        before, text = attempts_before(batch, record), self._events.texts.text(error)
         action = failure_action(
             error, self._settings.rules, before=before, failing_s=0.0, share=random.random(), parked=True, text=text
         )

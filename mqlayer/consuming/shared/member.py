@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from mqlayer.consuming.engine.clock import clock
 from mqlayer.consuming.engine.core import MemberCore
+from mqlayer.consuming.engine.events import Reporting
 from mqlayer.consuming.engine.executors import Timeouts, executor_of
 from mqlayer.consuming.engine.member import Member
 from mqlayer.consuming.engine.nodes import MemberNodes
@@ -20,7 +19,6 @@ from mqlayer.consuming.shared.results import SharedResults
 from mqlayer.consuming.shared.settler import SharedSettler
 from mqlayer.consuming.shared.store import SharedStore
 from mqlayer.consuming.shared.workers import Handle, SliceWorker
-from mqlayer.events import Hook
 from mqlayer.groups.group import VISIBILITY_TIMEOUT_S, Group
 from mqlayer.redis.node_connection import NodeConnection
 from mqlayer.runtime.route_cache import RouteCache
@@ -42,9 +40,9 @@ class SharedMember(Member[SharedReader, SharedSettler]):
         *,
         is_async: bool = False,
         options: MemberOptions | None = None,
-        hooks: Sequence[Hook] = (),
+        reporting: Reporting | None = None,
     ) -> None:
-        core, events = MemberCore.of(runtime, routes, group, options), SharedEvents(group, hooks)
+        core, events = MemberCore.of(runtime, routes, group, options), SharedEvents(group, reporting)
         store = SharedStore(core.runtime.control, group.group_id, core.member_id)
         self.prefetch = Prefetch(
             concurrency=core.options.concurrency,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Final
 
@@ -20,9 +19,10 @@ from mqlayer.errors import MqlayerError
 from mqlayer.groups.lineage import drained_popped, seal_marks
 from mqlayer.groups.members import HeartbeatReply, MemberSession
 from mqlayer.groups.pop_partitions import PopPartition, pop_partitions, renew_pop_epoch
+from mqlayer.logs import event_logger
 from mqlayer.redis.shared_scripts import SharedGroupPartition
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 NO_NODE: Final = NodeId(0)
 

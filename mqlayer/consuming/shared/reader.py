@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import random
 from collections.abc import Sequence
 from typing import Any, Final
@@ -17,6 +16,7 @@ from mqlayer.consuming.shared.prefetch import FetchedBatch, Prefetch
 from mqlayer.consuming.shared.results import SharedResults
 from mqlayer.domain.message import Record, pop_command, records_of
 from mqlayer.failpoints import failpoint
+from mqlayer.logs import event_logger
 from mqlayer.redis.node_connection import NodeConnection, raise_for_reply
 from mqlayer.redis.partition_scripts import FailureHistory, Fenced, Refused
 from mqlayer.redis.shared_scripts import (
@@ -38,7 +38,7 @@ from mqlayer.redis.shared_scripts import (
     shared_reclaim_command,
 )
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 READ_COUNT: Final = 500
 DUE_COUNT: Final = 100

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import deque
 from collections.abc import Callable
 from inspect import isawaitable
@@ -18,9 +17,10 @@ from mqlayer.consuming.shared.results import SharedResults
 from mqlayer.domain.message import Record
 from mqlayer.errors import AlreadyApplied
 from mqlayer.failpoints import failpoint
+from mqlayer.logs import event_logger
 from mqlayer.runtime.error_text import where
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 Handle = Callable[[Any, Record], Any]
 

@@ -17,6 +17,7 @@ from psycopg import errors as pg_errors
 from mqlayer import App, Context
 from mqlayer.errors import StoreUnavailable
 from mqlayer.groups import apply_seek, planned_seek
+from mqlayer.logs import event_of
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.migrations import migrate
 from mqlayer.postgres.rights import Right
@@ -88,7 +89,7 @@ def test_what_a_promoted_standby_numbers_again_is_not_taken_for_what_it_lost(
             wanted = expected(10, ("m", 40), ("lost", 20), ("new", 30), ("after", 10))
             wait_until(lambda: len(list(world.records())) == 101, timeout_s=30, what="what is new to arrive")
         assert values(world) == wanted | {"direct": ["1"]}
-        (told,) = (record for record in caplog.records if record.message == "outbox_lost_commits")
+        (told,) = (record for record in caplog.records if event_of(record) == "outbox_lost_commits")
         assert told.__dict__["unproven"] == 20
         acts = world.rows("SELECT act FROM mqlayer.audit WHERE act IN ('postgres replaced', 'outbox recover')")
         assert sorted(acts) == [("outbox recover",), ("postgres replaced",)]

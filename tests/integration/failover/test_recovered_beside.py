@@ -11,6 +11,7 @@ import pytest
 import redis
 
 from mqlayer.errors import ConfigurationRefused
+from mqlayer.logs import event_of
 from mqlayer.postgres.database import Database, connect
 from mqlayer.postgres.queries import query
 from mqlayer.redis.keys import ended_sources_key, partition_keys
@@ -310,7 +311,7 @@ def test_a_promotion_that_was_given_up_is_got_over_by_an_operators_word(
 
 def session_ends(caplog: pytest.LogCaptureFixture) -> list[float]:
     """Return when a relay's sessions ended (s)."""
-    return [record.created for record in caplog.records if record.message == "relay_postgres_lost"]
+    return [record.created for record in caplog.records if event_of(record) == "relay_postgres_lost"]
 
 
 def test_a_relay_that_starts_while_the_outbox_is_numbered_anew_is_no_former_one(world: World) -> None:

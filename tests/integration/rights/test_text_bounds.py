@@ -9,7 +9,7 @@ import psycopg
 import pytest
 
 from mqlayer.postgres.rights import Right
-from mqlayer.runtime.error_text import described
+from mqlayer.runtime.error_text import ErrorTexts
 from tests.fixtures.column_bounds import SIZED_BY_VALUE, ColumnCopy, written_columns
 from tests.fixtures.roles import Roles
 
@@ -61,4 +61,4 @@ def test_every_column_that_a_right_may_write_is_bounded_or_has_a_reason(database
 def test_what_is_kept_of_an_exception_stays_below_the_bounds() -> None:
     """A member would send a reason that Postgres refuses for ever."""
     long = type("\u20ac" * 100_000, (Exception,), {})
-    assert len(described(long("\u20ac" * 100_000)).encode()) <= 65_536
+    assert len(ErrorTexts().text(long("\u20ac" * 100_000)).encode()) <= 65_536
