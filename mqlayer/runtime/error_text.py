@@ -36,9 +36,13 @@ class ErrorTexts:
 
     def text(self, error: BaseException) -> str:
         """Return type, message and the innermost line of the application's own code."""
-        if isinstance(error, HandlerControl | HandlerFault):
+        if isinstance(error, HandlerControl | BodyMismatch):
             return self._message(error)
-        place, said = own_place(error), f"{type(error).__name__}: {self._message(error)}".removesuffix(": ")
+        # Where the handler was when its time was up is the application's line too.
+        said = self._message(error)
+        if not isinstance(error, HandlerFault):
+            said = f"{type(error).__name__}: {said}".removesuffix(": ")
+        place = own_place(error)
         return (f"{said} ({place})" if place else said)[:WHOLE_LIMIT]
 
     def trace_if_new(self, error: BaseException) -> str | None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mqlayer.errors import BodyMismatch, Reject
+from mqlayer.errors import BodyMismatch, MessageTimeout, Reject
 from mqlayer.runtime.error_text import HIDDEN, ErrorTexts, own_place
 
 LIBRARY = Path(sysconfig.get_paths()["purelib"]) / "driver.py"
@@ -65,6 +65,13 @@ def test_what_handlers_decide_is_told_as_it_is() -> None:
     mismatch = BodyMismatch("Order", "it is not JSON")
     assert ErrorTexts().text(mismatch) == "body does not fit Order: it is not JSON"
     assert ErrorTexts().trace_if_new(mismatch) is None
+
+
+def test_a_time_limit_is_told_with_the_line_that_the_handler_was_at() -> None:
+    handler = function_of("/srv/shop/orders.py", "orders", "def run(error):\n    raise error\n")
+    assert (
+        ErrorTexts(shown=False).text(raised_by(handler, MessageTimeout(2))).endswith("(/srv/shop/orders.py:2 in run)")
+    )
 
 
 def test_messages_are_left_out_of_texts_and_traces(driver: types.FunctionType) -> None:

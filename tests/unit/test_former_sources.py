@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from mqlayer.domain.routing import LpRange, NodeId, PartitionId, Route, RouteVersion
+from mqlayer.logs import event_of
 from mqlayer.producing.losses import FormerSources
 from mqlayer.producing.send_queues import LpQueue, PartitionQueue, TopicQueues
 
@@ -45,5 +46,5 @@ def test_beyond_the_limit_the_oldest_is_forgotten_and_named(queue: LpQueue, capl
     assert list(former) == [(queue, 2, 5), (queue, 3, 3)]
     (record,) = caplog.records
     facts: Any = record
-    assert (record.message, facts.topic, facts.lp, facts.source) == ("former_source_forgotten", "orders", 3, 1)
+    assert (event_of(record), facts.topic, facts.lp, facts.source) == ("former_source_forgotten", "orders", 3, 1)
     assert facts.messages == 8
