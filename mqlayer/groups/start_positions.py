@@ -127,15 +127,18 @@ class StartFinder:
                 found[partition.partition] = self._in_partition(connections.to(partition.node), partition, start)
         return list(found.values())
 
+    def ends(self) -> dict[int, int]:
+        """Return the offset behind each partition's last record; 1 for a deleted one. Raises StoreUnavailable."""
+        with NodePool(self._runtime, self._routes.node) as connections:
+            found = {one.partition: self._meta(connections.to(one.node), one.partition) for one in self._partitions}
+        return {partition: int(meta[1] or 1) for partition, meta in found.items()}
+
+    def _meta(self, connection: NodeConnection, partition: int) -> Any:
+        key = partition_keys(self._runtime.prefix, partition).meta
+        return self._ask(connection, "HMGET", key, "state", "next", "first")
+
     def _in_partition(self, connection: NodeConnection, partition: UndeletedPartition, start: Start) -> StartPosition:
-        meta = self._ask(
-            connection,
-            "HMGET",
-            partition_keys(self._runtime.prefix, partition.partition).meta,
-            "state",
-            "next",
-            "first",
-        )
+        meta = self._meta(connection, partition.partition)
         if meta[0] == b"deleted":
             return StartPosition(partition.partition, 1, drained=True)
         if meta[0] is None:

@@ -11,6 +11,7 @@ from mqlayer.inspect.group_status import (
 )
 from mqlayer.inspect.key_status import SCAN_LIMIT, KeySearch, KeyStatus, LpLocation, explain_key
 from mqlayer.inspect.parked_status import ParkedCounts, ParkedKeyStatus, ReplayStatus
+from mqlayer.inspect.topic_reader import StoredMessage, TopicReader
 
 __all__ = [
     "SCAN_LIMIT",
@@ -26,6 +27,8 @@ __all__ = [
     "PartitionStatus",
     "ReplayStatus",
     "Stall",
+    "StoredMessage",
+    "TopicReader",
     "UnsettledMessage",
     "VersionLag",
     "explain_key",
