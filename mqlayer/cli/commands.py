@@ -86,6 +86,10 @@ class LazyGroup(ErrorPrintingGroup):
         super().__init__(**attributes)
         self.commands = LoadedCommands()  # type: ignore[assignment]  # commands are added to the table alone
 
+    def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002  # as the base class has it
+        """Return the names."""
+        return list(COMMANDS)
+
     def get_command(self, ctx: Any, cmd_name: str) -> TyperCommand | None:  # noqa: ARG002  # as the base class has it
         """Return a command as help and completion list it: with its name and summary, not to be run."""
         source = COMMANDS.get(cmd_name)
