@@ -53,11 +53,14 @@ _MODULES: Final = {
     "mqlayer.domain.tags": ("all_of", "any_of"),
     "mqlayer.errors": ("MqlayerError", "PauseKey", "Reject", "RetryLater", "Skip"),
     "mqlayer.events": ("Event", "on_event"),
+    "mqlayer.groups": (),
     "mqlayer.idempotency": ("VersionGap", "VersionedEvent", "Versions"),
     "mqlayer.outbox": (),
     "mqlayer.producing": ("AsyncProducer", "Message", "Producer", "ProducerOptions", "Receipt"),
     "mqlayer.receiving": ("AsyncReceiver", "PopMessage", "Receiver"),
+    "mqlayer.runtime": (),
     "mqlayer.settings": ("Settings",),
+    "mqlayer.topics": (),
 }
 """Where the public names are. Each module is imported when one of its names is first used, so a command imports only
 what it needs."""
