@@ -1,15 +1,19 @@
 """Strictly ordered, elastic messaging on the Redis and Postgres that teams already run."""
 
-from mqlayer import outbox
-from mqlayer.consuming import App, Batch, BatchMessage, BatchOf, Context, MemberOptions
-from mqlayer.domain.tags import all_of, any_of
-from mqlayer.errors import MqlayerError, PauseKey, Reject, RetryLater, Skip
-from mqlayer.events import Event, on_event
-from mqlayer.idempotency import VersionedEvent, VersionGap, Versions
-from mqlayer.logs import configure_logging
-from mqlayer.producing import AsyncProducer, Message, Producer, ProducerOptions, Receipt
-from mqlayer.receiving import AsyncReceiver, PopMessage, Receiver
-from mqlayer.settings import Settings
+from importlib import import_module
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from mqlayer import outbox
+    from mqlayer.consuming import App, Batch, BatchMessage, BatchOf, Context, MemberOptions
+    from mqlayer.domain.tags import all_of, any_of
+    from mqlayer.errors import MqlayerError, PauseKey, Reject, RetryLater, Skip
+    from mqlayer.events import Event, on_event
+    from mqlayer.idempotency import VersionedEvent, VersionGap, Versions
+    from mqlayer.logs import configure_logging
+    from mqlayer.producing import AsyncProducer, Message, Producer, ProducerOptions, Receipt
+    from mqlayer.receiving import AsyncReceiver, PopMessage, Receiver
+    from mqlayer.settings import Settings
 
 __version__ = "0.1.0"
 
@@ -45,3 +49,40 @@ __all__ = [
     "on_event",
     "outbox",
 ]
+
+_MODULES: Final = {
+    "mqlayer.consuming": ("App", "Batch", "BatchMessage", "BatchOf", "Context", "MemberOptions"),
+    "mqlayer.domain.tags": ("all_of", "any_of"),
+    "mqlayer.errors": ("MqlayerError", "PauseKey", "Reject", "RetryLater", "Skip"),
+    "mqlayer.events": ("Event", "on_event"),
+    "mqlayer.groups": (),
+    "mqlayer.idempotency": ("VersionGap", "VersionedEvent", "Versions"),
+    "mqlayer.logs": ("configure_logging",),
+    "mqlayer.outbox": (),
+    "mqlayer.producing": ("AsyncProducer", "Message", "Producer", "ProducerOptions", "Receipt"),
+    "mqlayer.receiving": ("AsyncReceiver", "PopMessage", "Receiver"),
+    "mqlayer.runtime": (),
+    "mqlayer.settings": ("Settings",),
+    "mqlayer.topics": (),
+}
+"""Where the public names are. Each module is imported when one of its names is first used, so a command imports only
+what it needs."""
+_MODULE_OF: Final = {name: module for module, names in _MODULES.items() for name in names}
+
+# Type checkers know the names from above; to them this function would make every other name valid too.
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        """Import a public name, or one of the modules themselves, as in `mqlayer.errors.StaleToken`."""
+        if name in _MODULE_OF:
+            found = getattr(import_module(_MODULE_OF[name]), name)
+        elif (module := f"{__name__}.{name}") in _MODULES:
+            found = import_module(module)
+        else:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        globals()[name] = found
+        return found
+
+    def __dir__() -> list[str]:
+        """Return all names, the public ones among them."""
+        return sorted({*globals(), *__all__})

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 from pydantic import Field, SecretStr, model_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from mqlayer.errors import InvalidInput
 
@@ -144,6 +144,18 @@ class Settings(BaseSettings):
     """Anyone who reaches it may ask."""
     allow_unsafe_redis: bool = False
     """Accept Redis settings that void the promise: for tests."""
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],  # noqa: ARG003  # as the base class has it
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+        file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Read arguments and the environment; looking for files of variables would take as long again."""
+        return init_settings, env_settings
 
     @model_validator(mode="before")
     @classmethod

@@ -5,16 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 import typer
-from rich.live import Live
-from rich.table import Table
 
 from mqlayer.cli.output import console, echo
 from mqlayer.escaping import escape
 from mqlayer.routes import DrainProgress, drain_progress
 from mqlayer.runtime.runtime import Runtime
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 POLL_INTERVAL_S: Final = 0.5
 
@@ -49,6 +50,8 @@ def _display() -> Iterator[Display]:
     if not shown.is_terminal:
         yield PlainProgress()
         return
+    from rich.live import Live
+
     with Live(console=shown, auto_refresh=False, transient=True) as live:
         yield lambda left: live.update(_table(left), refresh=True)
 
@@ -74,6 +77,8 @@ class PlainProgress:
 
 
 def _table(left: Sequence[DrainProgress]) -> Table:
+    from rich.table import Table
+
     table = Table("group", "route version", "partition", "left to drain", box=None, pad_edge=False)
     for one in left:
         table.add_row(escape(one.group), str(one.group_version), str(one.partition), _remaining(one))

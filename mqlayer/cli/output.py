@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from mqlayer.escaping import escape, is_printable, json_line
+
+# Most commands print lines only; rich is a tenth of a second of their start.
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object per line and nothing else.")]
 
@@ -55,6 +58,8 @@ def format_age(seconds: float | None) -> str:
 
 
 def _table(rows: list[Mapping[str, Any]]) -> None:
+    from rich.table import Table
+
     table = Table(box=None, pad_edge=False)
     for name in rows[0]:
         table.add_column(name.replace("_", " "), overflow="fold")
@@ -71,6 +76,8 @@ def show_table(table: Table) -> None:
 
 def console(*, width: int | None = None, stderr: bool = False) -> Console:
     """Return a console without markup and emoji names."""
+    from rich.console import Console
+
     return Console(highlight=False, markup=False, emoji=False, width=width, stderr=stderr)
 
 

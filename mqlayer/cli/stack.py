@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Annotated, Final
 
 import typer
-from rich.table import Table
-from rich.text import Text
 
 from mqlayer.cli.output import echo, show_table
 from mqlayer.escaping import escape, json_line
@@ -91,6 +89,9 @@ def _show(parts: list[ComponentStatus], *, as_json: bool) -> None:
         for part in parts:
             typer.echo(json_line(_facts(part)))
         return
+    from rich.table import Table
+    from rich.text import Text
+
     table = Table("part", "state", "pid", box=None, header_style="bold", pad_edge=False)
     table.add_column("address", overflow="fold")
     for part in parts:

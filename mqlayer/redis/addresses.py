@@ -115,8 +115,8 @@ def _parsed(url: str) -> Address | None:
     try:
         address = _parse(url) if _is_clear(url) else None
         if address is not None:
-            # Does not connect; an unknown option is a TypeError.
-            redis.ConnectionPool.from_url(address.url).make_connection()
+            # Does not connect; an unknown option is a TypeError. Without a driver's info: that reads files.
+            redis.ConnectionPool.from_url(address.url, driver_info=None).make_connection()
     except (ValueError, TypeError, redis.RedisError):
         # The driver's message may hold a part of the URL.
         return None

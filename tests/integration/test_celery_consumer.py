@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,6 +17,7 @@ import redis
 from mqlayer.postgres.migrations import migrate
 from mqlayer.stack import RedisServer
 from tests.fixtures.appender import Appender
+from tests.fixtures.forked_programs import Process, ask_python, start_python
 from tests.fixtures.servers import StartPostgres, StartRedis
 from tests.fixtures.wait import wait_until
 
@@ -66,7 +66,8 @@ NO_MESSAGES = [
 ]  # fmt: skip
 """Items of a queue that are no message of Celery in each part of one."""
 
-Worker = Callable[..., subprocess.Popen[bytes]]
+Worker = Callable[..., Process]
+CELERY = ("celery", "-A", "mqlayer.workers.app")
 
 
 @pytest.fixture
@@ -97,17 +98,17 @@ def worker(handled: Path, log: Path, broker: RedisServer, key_prefix: str) -> It
     environment |= {"MQLAYER_BROKER_URL": broker.url}
     with ExitStack() as cleanup:
 
-        def start(*options: str, **variables: str) -> subprocess.Popen[bytes]:
-            command = [sys.executable, "-m", "celery", "-A", "mqlayer.workers.app", "worker", "--loglevel", "INFO"]
-            command += ["--without-gossip", "--without-mingle", "--concurrency", "1", *options]
+        def start(*options: str, **variables: str) -> Process:
+            words = [*CELERY, "worker", "--loglevel", "INFO", "--without-gossip", "--without-mingle"]
+            words += ["--concurrency", "1", *options]
             with log.open("ab") as output:
-                process = subprocess.Popen(
-                    command,
+                process = start_python(
+                    *words,
                     cwd=handled.parent,
                     env=environment | variables,
                     stdout=output,
                     stderr=output,
-                    start_new_session=True,
+                    new_session=True,
                 )
             cleanup.callback(end, process)
             return process
@@ -123,7 +124,7 @@ def orders(database_dsn: str, redis_url: str, key_prefix: str) -> Iterator[Appen
     appender.close()
 
 
-def end(process: subprocess.Popen[bytes]) -> None:
+def end(process: Process) -> None:
     """Kill the worker with the pool's processes."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
@@ -161,7 +162,7 @@ def test_a_worker_of_any_pool_handles_messages_in_its_main_process(
     assert "consumers_stopped" in log.read_text()
 
 
-def ended(process: subprocess.Popen[bytes], log: Path) -> int:
+def ended(process: Process, log: Path) -> int:
     """Return the exit code of a worker that was told to stop; if it does not, show where its threads are."""
     try:
         return process.wait(20)
@@ -214,9 +215,7 @@ def test_a_worker_outlives_its_broker_as_a_replica(
         assert process.poll() is None, log.read_text()[-3000:]
         client.replicaof("NO", "ONE")
     wait_until(lambda: log.read_text().count("Connected to redis") == 2, timeout_s=START_S, what="connected again")
-    celery = [sys.executable, "-m", "celery", "-A", "mqlayer.workers.app", "call", TASK]
-    variables = os.environ | {"MQLAYER_BROKER_URL": broker.url}
-    subprocess.run(celery, env=variables, check=True, timeout=60, stdout=subprocess.DEVNULL)
+    ask_python(*CELERY, "call", TASK, env=os.environ | {"MQLAYER_BROKER_URL": broker.url}).check_returncode()
     wait_until(lambda: f"Task {TASK}" in log.read_text(), timeout_s=30, what="a task")
     process.terminate()
     assert ended(process, log) == 0, log.read_text()
@@ -274,12 +273,11 @@ def test_items_of_the_queue_that_are_no_messages_end_no_worker_and_hold_up_no_ta
             return int(client.llen("mqlayer")) == 0 and int(client.zcard("unacked_index")) <= len(NO_MESSAGES) - 10
 
         wait_until(gone, timeout_s=60, what="all items are dropped")
-        celery = [sys.executable, "-m", "celery", "-A", "mqlayer.workers.app"]
         variables = os.environ | {"MQLAYER_BROKER_URL": broker.url}
-        ping = [*celery, "inspect", "ping", "--destination", "one@here", "--timeout", "20"]
-        done = subprocess.run(ping, env=variables, capture_output=True, text=True, timeout=60, check=False)
+        ping = ("inspect", "ping", "--destination", "one@here", "--timeout", "20")
+        done = ask_python(*CELERY, *ping, env=variables)
         assert "pong" in done.stdout, done.stdout + done.stderr + log.read_text()[-3000:]
-        subprocess.run([*celery, "call", TASK], env=variables, check=True, timeout=60, stdout=subprocess.DEVNULL)
+        ask_python(*CELERY, "call", TASK, env=variables).check_returncode()
         wait_until(lambda: f"Task {TASK}" in log.read_text(), timeout_s=30, what="a task behind them")
     assert process.poll() is None
     assert "broker_item_dropped" in log.read_text()

@@ -11,6 +11,7 @@ from psycopg.conninfo import make_conninfo
 
 from mqlayer.redis.keys import partition_keys
 from tests.fixtures.commands import Commands
+from tests.fixtures.forked_programs import start_python
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.wait import wait_until
 from tests.proof.world import World
@@ -201,12 +202,9 @@ def test_without_any_address_the_commands_say_which_to_set(
 
 
 def test_a_relay_process_says_when_it_works(world: World, tmp_path: Any) -> None:
-    import subprocess
-    import sys
-
     log = tmp_path / "log"
     with log.open("wb") as output:
-        process = subprocess.Popen([sys.executable, "-m", "mqlayer", "relay"], env=world.environment(), stderr=output)
+        process = start_python("mqlayer", "relay", env=world.environment(), stderr=output)
     try:
         wait_until(lambda: "relay_started" in log.read_text(), timeout_s=60, what="the relay to start")
     finally:

@@ -7,8 +7,8 @@ import os
 import pty
 import signal
 import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Final
 
 import pytest
@@ -19,7 +19,8 @@ from mqlayer.routes import finish_changes
 from mqlayer.runtime.runtime import Runtime
 from tests.fixtures.commands import Commands
 from tests.fixtures.failpoints import broken_off_at
-from tests.fixtures.forked_programs import ask_python
+from tests.fixtures.forked_programs import ask_python, is_stopped, run_python, start_python
+from tests.fixtures.wait import wait_until
 from tests.proof.route_steps import merge
 from tests.proof.runtimes import runtime_of
 from tests.proof.world import World
@@ -255,30 +256,31 @@ def test_on_a_terminal_watching_is_live(world: World, run: Commands) -> None:
     run.text("route", "split", "orders", "1", "--apply")
     ours, theirs = pty.openpty()
     with os.fdopen(ours, "rb", buffering=0) as screen, os.fdopen(theirs, "wb", buffering=0) as terminal:
-        done = subprocess.run(
-            [sys.executable, "-m", "mqlayer", "route", "watch", "orders", "--timeout", "0"],
-            env=world.environment(TERM="xterm", COLUMNS="100"), stdout=terminal, stderr=subprocess.PIPE, check=False,
+        code = run_python(
+            *("mqlayer", "route", "watch", "orders", "--timeout", "0"),
+            env=world.environment(TERM="xterm", COLUMNS="100"), stdout=terminal, timeout=60,
         )  # fmt: skip
         shown = screen.read(4096).decode()
-    assert done.returncode == 1
+    assert code == 1
     assert "left to drain" in shown
     assert "ledger" in shown
 
 
 def test_an_operator_who_is_stopped_while_planning_holds_the_topic_for_seconds_only(
-    world: World, run: Commands
+    world: World, run: Commands, tmp_path: Path
 ) -> None:
-    command = [sys.executable, "-m", "mqlayer", "route", "split", "orders", "1", "--at", "100", "--apply"]
+    command = ("mqlayer", "route", "split", "orders", "1", "--at", "100", "--apply")
     environment = world.environment("change.before_plan_commit=stop")
-    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as stopped:
-        try:
-            assert os.WIFSTOPPED(os.waitpid(stopped.pid, os.WUNTRACED)[1])
-            assert "is in force" in run.text("route", "split", "orders", "2", "--at", "600", "--apply")
-        finally:
-            stopped.send_signal(signal.SIGCONT)
-        _, said = stopped.communicate(timeout=30)
-    assert stopped.returncode == 1
-    assert len(said.splitlines()) == 1
+    said = tmp_path / "said"
+    with said.open("wb") as output:
+        stopped = start_python(*command, env=environment, stderr=output)
+    try:
+        wait_until(lambda: is_stopped(stopped), timeout_s=60, what="it stopped")
+        assert "is in force" in run.text("route", "split", "orders", "2", "--at", "600", "--apply")
+    finally:
+        stopped.send_signal(signal.SIGCONT)
+    assert stopped.wait(30) == 1
+    assert len(said.read_text().splitlines()) == 1
     assert [change["kind"] for change in run.lines("route", "history", "orders")] == ["split"]
     assert ranges(run)[0] == AS_BEFORE[0]
 

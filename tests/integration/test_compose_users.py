@@ -24,6 +24,7 @@ from mqlayer.redis.acl import acl_file_line, acl_rules, password_rule
 from mqlayer.redis.roles import RedisRole
 from mqlayer.stack import RedisServer
 from mqlayer.stack.node_users import CELERY_RIGHTS
+from tests.fixtures.forked_programs import ask_python, start_python
 from tests.fixtures.node_clients import harmful_commands
 from tests.fixtures.servers import StartRedis, different_redis_programs
 from tests.fixtures.wait import wait_until
@@ -178,19 +179,15 @@ def test_celery_works_with_the_user_of_the_broker(users: Path, start_redis: Star
         "MQLAYER_BROKER_USER": "mqlayer-celery",
         "MQLAYER_BROKER_PASSWORD": "secret of BROKER_PASSWORD",
     }
-    celery = [sys.executable, "-m", "celery", "-A", "mqlayer.workers.app"]
+    celery = ("celery", "-A", "mqlayer.workers.app")
     log = tmp_path / "worker.log"
     with log.open("wb") as out:
-        worker = subprocess.Popen(
-            [*celery, "worker", "--loglevel", "INFO", "--pool", "solo", "--hostname", "one@here"],
-            env=environment,
-            stdout=out,
-            stderr=out,
-        )
+        options = ("--loglevel", "INFO", "--pool", "solo", "--hostname", "one@here")
+        worker = start_python(*celery, "worker", *options, env=environment, stdout=out, stderr=out)
     try:
         wait_until(lambda: " ready." in log.read_text(), timeout_s=60, what="the worker is ready")
-        ping = [*celery, "inspect", "ping", "--destination", "one@here", "--timeout", "20"]
-        done = subprocess.run(ping, env=environment, capture_output=True, text=True, timeout=60, check=False)
+        ping = ("inspect", "ping", "--destination", "one@here", "--timeout", "20")
+        done = ask_python(*celery, *ping, env=environment)
         assert done.returncode == 0, done.stdout + done.stderr
         assert "pong" in done.stdout
     finally:

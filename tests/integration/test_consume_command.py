@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -14,6 +13,7 @@ import pytest
 
 from mqlayer.stack.processes import ProcessId, _started, children_of, is_running
 from tests.fixtures.appender import Appender
+from tests.fixtures.forked_programs import Process, start_python
 from tests.fixtures.wait import wait_until
 
 PROGRAM = """
@@ -29,7 +29,7 @@ def handle(body: bytes) -> None:
         file.write(f"{os.getpid()} {body.decode()}\\n")
 """
 
-Command = Callable[..., subprocess.Popen[str]]
+Command = Callable[..., Process]
 
 
 @pytest.fixture
@@ -42,21 +42,23 @@ def handled(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def consume(handled: Path, database_dsn: str, key_prefix: str) -> Iterator[Command]:
+def log(tmp_path: Path) -> Path:
+    """What the command says."""
+    return tmp_path / "log"
+
+
+@pytest.fixture
+def consume(handled: Path, log: Path, database_dsn: str, key_prefix: str) -> Iterator[Command]:
     """Start `mqlayer consume` on the program; it is killed after the test."""
     environment = {**os.environ, "HANDLED": str(handled), "MQLAYER_LEASE_S": "2"}
     environment |= {"MQLAYER_DSN": database_dsn, "MQLAYER_KEY_PREFIX": key_prefix}
     with ExitStack() as cleanup:
 
-        def start(*options: str, path: str = "orders_program:app", **variables: str) -> subprocess.Popen[str]:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "mqlayer", "consume", path, *options],
-                cwd=handled.parent,
-                env=environment | variables,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            cleanup.callback(end, process)
+        def start(*options: str, path: str = "orders_program:app", **variables: str) -> Process:
+            words = ("mqlayer", "consume", path, *options)
+            with log.open("ab") as said:
+                process = start_python(*words, cwd=handled.parent, env=environment | variables, stderr=said)
+            cleanup.callback(end, process, log)
             return process
 
         yield start
@@ -70,13 +72,14 @@ def orders(database_dsn: str, redis_url: str, key_prefix: str) -> Iterator[Appen
     appender.close()
 
 
-def end(process: subprocess.Popen[str]) -> None:
+def end(process: Process, log: Path) -> None:
     """Kill the process; pytest shows its log where the test failed."""
     process.kill()
-    sys.stderr.write(process.communicate()[1] or "")
+    process.wait()
+    sys.stderr.write(log.read_text())
 
 
-def children(process: subprocess.Popen[str]) -> list[ProcessId]:
+def children(process: Process) -> list[ProcessId]:
     return children_of(ProcessId(process.pid, _started(process.pid) or ""))
 
 
@@ -97,19 +100,18 @@ def all_handled(handled: Path, first: int, last: int) -> Callable[[], bool]:
 
 
 def test_one_process_handles_messages_until_it_is_asked_to_stop(
-    consume: Command, orders: Appender, handled: Path
+    consume: Command, orders: Appender, handled: Path, log: Path
 ) -> None:
     process = consume("--concurrency", "2")
     orders.send(numbered(0, 20))
     wait_until(all_handled(handled, 0, 20), timeout_s=20, what="20 messages handled")
     process.terminate()
-    _, log = process.communicate(timeout=20)
-    assert process.returncode == 0, log
-    assert "consumers_started members=1" in log
+    assert process.wait(20) == 0, log.read_text()
+    assert "consumers_started members=1" in log.read_text()
 
 
 def test_several_processes_share_the_messages_and_stop_together(
-    consume: Command, orders: Appender, handled: Path
+    consume: Command, orders: Appender, handled: Path, log: Path
 ) -> None:
     process = consume("--processes", "2")
     wait_until(lambda: len(children(process)) == 2, timeout_s=20, what="two children")
@@ -125,14 +127,13 @@ def test_several_processes_share_the_messages_and_stop_together(
     wait_until(shared, timeout_s=20, what="both processes handle messages")
     wait_until(all_handled(handled, 0, sent), what="all messages handled")
     process.send_signal(signal.SIGINT)
-    _, log = process.communicate(timeout=20)
-    assert process.returncode == 0, log
+    assert process.wait(20) == 0, log.read_text()
     assert not any(is_running(child) for child in began)
     assert len(lines(handled)) == sent
 
 
 @pytest.mark.slow
-def test_a_process_that_dies_is_started_again(consume: Command, orders: Appender, handled: Path) -> None:
+def test_a_process_that_dies_is_started_again(consume: Command, orders: Appender, handled: Path, log: Path) -> None:
     process = consume("--processes", "2")
     orders.send(numbered(0, 20))
     wait_until(all_handled(handled, 0, 20), timeout_s=20, what="messages handled")
@@ -147,13 +148,12 @@ def test_a_process_that_dies_is_started_again(consume: Command, orders: Appender
     assert survivor in children(process)
     assert victim not in children(process)
     process.terminate()
-    _, log = process.communicate(timeout=20)
-    assert process.returncode == 0, log
-    assert f"pid={victim.pid} signal=SIGKILL again_in_s=" in log
+    assert process.wait(20) == 0, log.read_text()
+    assert f"pid={victim.pid} signal=SIGKILL again_in_s=" in log.read_text()
 
 
 def test_a_process_that_dies_while_it_starts_is_started_again(
-    consume: Command, orders: Appender, handled: Path
+    consume: Command, orders: Appender, handled: Path, log: Path
 ) -> None:
     process = consume("--processes", "2")
     wait_until(lambda: len(children(process)) == 2, timeout_s=20, what="two children")
@@ -165,8 +165,7 @@ def test_a_process_that_dies_while_it_starts_is_started_again(
     orders.send(numbered(0, 20))
     wait_until(all_handled(handled, 0, 20), timeout_s=20, what="messages handled")
     process.terminate()
-    _, log = process.communicate(timeout=20)
-    assert process.returncode == 0, log
+    assert process.wait(20) == 0, log.read_text()
 
 
 def test_no_process_outlives_a_killed_supervisor(consume: Command, orders: Appender, handled: Path) -> None:
@@ -179,7 +178,7 @@ def test_no_process_outlives_a_killed_supervisor(consume: Command, orders: Appen
     wait_until(lambda: not any(is_running(child) for child in began), timeout_s=20, what="the children ended")
 
 
-def test_a_second_signal_kills_what_does_not_stop(consume: Command, orders: Appender, handled: Path) -> None:
+def test_a_second_signal_kills_what_does_not_stop(consume: Command, orders: Appender, handled: Path, log: Path) -> None:
     program = (handled.parent / "orders_program.py").read_text()
     stuck = program + "    import threading; threading.Event().wait()\n"
     (handled.parent / "orders_program.py").write_text(stuck)
@@ -190,41 +189,38 @@ def test_a_second_signal_kills_what_does_not_stop(consume: Command, orders: Appe
     process.terminate()
     wait_until(lambda: process.poll() is None and len(children(process)) < 2, what="the idle process ended")
     process.terminate()
-    _, log = process.communicate(timeout=10)
-    assert process.returncode == 1, log
-    assert "processes_killed" in log
+    assert process.wait(10) == 1, log.read_text()
+    assert "processes_killed" in log.read_text()
     assert not any(is_running(child) for child in began)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("count", ["1", "2"])
-def test_what_can_not_start_fails_with_the_reason_and_no_password(consume: Command, handled: Path, count: str) -> None:
+def test_what_can_not_start_fails_with_the_reason_and_no_password(
+    consume: Command, handled: Path, log: Path, count: str
+) -> None:
     process = consume("--processes", count, MQLAYER_DSN="postgresql://me:s3cret@127.0.0.1:1/none")
-    _, log = process.communicate(timeout=30)
-    assert process.returncode == 1
-    assert "postgres at 127.0.0.1:1/none is not available" in log
-    assert "s3cret" not in log
-    assert "Traceback" not in log
+    assert process.wait(30) == 1
+    assert "postgres at 127.0.0.1:1/none is not available" in log.read_text()
+    assert "s3cret" not in log.read_text()
+    assert "Traceback" not in log.read_text()
 
 
-def test_an_unknown_topic_is_named(consume: Command, handled: Path) -> None:
+def test_an_unknown_topic_is_named(consume: Command, handled: Path, log: Path) -> None:
     process = consume("--processes", "2")
-    _, log = process.communicate(timeout=30)
-    assert process.returncode == 1
-    assert "unknown topic 'orders'" in log
+    assert process.wait(30) == 1
+    assert "unknown topic 'orders'" in log.read_text()
 
 
-def test_a_wrong_path_is_named_once(consume: Command, handled: Path) -> None:
+def test_a_wrong_path_is_named_once(consume: Command, handled: Path, log: Path) -> None:
     process = consume("--processes", "3", path="no_such_shop:app")
-    _, log = process.communicate(timeout=30)
-    assert process.returncode == 1
-    assert log.count("unknown module 'no_such_shop'") == 1
+    assert process.wait(30) == 1
+    assert log.read_text().count("unknown module 'no_such_shop'") == 1
 
 
-def test_a_fixed_member_id_is_refused_for_several_processes(consume: Command, handled: Path) -> None:
+def test_a_fixed_member_id_is_refused_for_several_processes(consume: Command, handled: Path, log: Path) -> None:
     program = PROGRAM.replace('"ledger"', '"ledger", options=mqlayer.MemberOptions(member_id="m-1")')
     (handled.parent / "orders_program.py").write_text(program)
     process = consume("--processes", "2")
-    _, log = process.communicate(timeout=30)
-    assert process.returncode == 1
-    assert "member id 'm-1' is for one process" in log
+    assert process.wait(30) == 1
+    assert "member id 'm-1' is for one process" in log.read_text()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,12 +11,13 @@ from pathlib import Path
 import psycopg
 import pytest
 
+from tests.fixtures.forked_programs import Process, ask_python, start_python
 from tests.fixtures.wait import wait_until
 
 ROOT = Path(__file__).parents[2]
 
 Run = Callable[..., str]
-Start = Callable[..., subprocess.Popen[bytes]]
+Start = Callable[..., Process]
 
 
 @pytest.fixture
@@ -32,8 +31,7 @@ def run(environment: dict[str, str]) -> Run:
     """Run a Python module to its end and return what it prints."""
 
     def to_end(*arguments: str) -> str:
-        command = [sys.executable, "-m", *arguments]
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+        done = ask_python(*arguments, cwd=ROOT, env=environment)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
@@ -45,15 +43,15 @@ def start(environment: dict[str, str]) -> Iterator[Start]:
     """Start a Python module; it is asked to stop after the test, and does."""
     with ExitStack() as cleanup:
 
-        def begin(*arguments: str) -> subprocess.Popen[bytes]:
-            process = subprocess.Popen([sys.executable, "-m", *arguments], cwd=ROOT, env=environment)
+        def begin(*arguments: str) -> Process:
+            process = start_python(*arguments, cwd=ROOT, env=environment)
             cleanup.callback(end, process)
             return process
 
         yield begin
 
 
-def end(process: subprocess.Popen[bytes]) -> None:
+def end(process: Process) -> None:
     process.send_signal(signal.SIGTERM)
     assert process.wait(30) == 0
 

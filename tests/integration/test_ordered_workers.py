@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +21,7 @@ from mqlayer.workers import connections
 from mqlayer.workers.ordered_tasks import OrderedTask, ordered_task
 from tests.fixtures.consumers import Stage, StartStage
 from tests.fixtures.failpoints import armed
+from tests.fixtures.forked_programs import Process, start_python
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.wait import wait_until
 
@@ -81,20 +80,20 @@ class TaskShop:
         self._environment |= {"MQLAYER_KEY_PREFIX": stage.prefix, "MQLAYER_LEASE_S": "2"}
         self._environment |= {"MQLAYER_CONSUMERS": "shop:consumers"}
 
-    def worker(self, **variables: str) -> subprocess.Popen[bytes]:
+    def worker(self, **variables: str) -> Process:
         """Start a worker."""
         options = ["--loglevel", "INFO", "--without-gossip", "--without-mingle", "--concurrency", "1"]
-        return self.start([sys.executable, "-m", "celery", "-A", "shop:celery", "worker", *options], variables)
+        return self.start(["celery", "-A", "shop:celery", "worker", *options], variables)
 
-    def start(self, command: list[str], variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    def start(self, words: list[str], variables: Mapping[str, str]) -> Process:
         with self.log.open("ab") as output:
-            process = subprocess.Popen(
-                command,
+            process = start_python(
+                *words,
                 cwd=self.directory,
                 env={**self._environment, **variables},
                 stdout=output,
                 stderr=output,
-                start_new_session=True,
+                new_session=True,
             )
         self._cleanup.callback(end, process)
         return process
@@ -127,7 +126,7 @@ class TaskShop:
         wait_until(all_there, timeout_s=START_S, what="the calls")
 
 
-def end(process: subprocess.Popen[bytes]) -> None:
+def end(process: Process) -> None:
     """Kill a worker with its pool."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
@@ -232,7 +231,7 @@ def test_calls_by_name_from_the_pool_and_by_consume_all_come_to_the_topic(shop: 
         ).fetchall()
     assert sources == [(True,)], "the pool's process closed its producer"
 
-    consume = shop.start([sys.executable, "-m", "mqlayer", "consume", "shop:consumers"], {"BROKER": "redis://no.where"})
+    consume = shop.start(["mqlayer", "consume", "shop:consumers"], {"BROKER": "redis://no.where"})
     step.delay("k2", 0)
     wait_until(lambda: shop.noted("end").get("k2") == [0], timeout_s=START_S, what="the call without a broker")
     consume.terminate()

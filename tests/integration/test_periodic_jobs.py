@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +27,7 @@ from mqlayer.topics.nodes import find_node
 from mqlayer.workers.job_claims import claimed
 from mqlayer.workers.schedule import beat_schedule, task_name
 from mqlayer.workers.tasks import TASKS
+from tests.fixtures.forked_programs import start_python
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.wait import wait_until
 from tests.proof.jobs import idle_job
@@ -257,12 +257,8 @@ def test_a_worker_with_its_beat_makes_up_for_a_dead_relay(
     environment = world.environment(MQLAYER_BROKER_URL=start_redis().url)
     arguments = ["--beat", "--schedule", str(tmp_path / "schedule"), "--concurrency", "2", "--loglevel", "INFO"]
     with log.open("wb") as output:
-        worker = subprocess.Popen(
-            [sys.executable, "-m", "celery", "-A", "mqlayer.workers.app", "worker", *arguments],
-            env=environment,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
+        celery = ("celery", "-A", "mqlayer.workers.app", "worker", *arguments)
+        worker = start_python(*celery, env=environment, stdout=output, stderr=output)
     try:
         world.wait_until_whole()
         jobs = "SELECT count(*)::int FROM mqlayer.job WHERE epoch >= 1"

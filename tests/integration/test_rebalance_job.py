@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -208,10 +206,10 @@ def worker(stage: Stage, start_redis: StartRedis, tmp_path: Path) -> Iterator[Pa
     log = tmp_path / "worker.log"
     environment = {**os.environ, "MQLAYER_DSN": stage.dsn, "MQLAYER_KEY_PREFIX": stage.prefix}
     environment["MQLAYER_BROKER_URL"] = start_redis().url
-    command = [sys.executable, "-m", "celery", "-A", "mqlayer.workers.app", "worker", "--beat", "--loglevel", "INFO"]
+    command = ["celery", "-A", "mqlayer.workers.app", "worker", "--beat", "--loglevel", "INFO"]
     command += ["--schedule", str(tmp_path / "beat"), "--without-gossip", "--without-mingle", "--concurrency", "1"]
     with log.open("wb") as output:
-        process = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
+        process = start_python(*command, env=environment, stdout=output, stderr=output, new_session=True)
     try:
         yield log
     finally:

@@ -11,7 +11,6 @@ import itertools
 import logging
 import os
 import pickle
-import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -39,6 +38,7 @@ from mqlayer.redis.server_info import read_server_info
 from mqlayer.settings import Settings
 from mqlayer.stack import Addresses, GivenAddresses
 from tests.fixtures.command_tree import leaf_commands
+from tests.fixtures.forked_programs import ask_python
 
 MARK = "Zq"
 AWKWARD = [
@@ -237,15 +237,8 @@ def test_celery_shows_no_password_of_the_broker(encode: bool) -> None:
     for secret in ("".join(f"{MARK}{number}{part}" for number, part in enumerate(AWKWARD)), f"12/{MARK}3"):
         written = quote(secret, safe="") if encode else secret
         url = f"redis://bob:{written}@{NOWHERE}/0"
-        command = [sys.executable, "-m", "celery", "-A", "mqlayer.workers.app", "status", "--timeout", "0.2"]
-        done = subprocess.run(
-            command,
-            env={**os.environ, "MQLAYER_BROKER_URL": url},
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=60,
-        )
+        celery = ("celery", "-A", "mqlayer.workers.app", "status", "--timeout", "0.2")
+        done = ask_python(*celery, env={**os.environ, "MQLAYER_BROKER_URL": url})
         assert done.returncode != 0
         assert MARK not in done.stdout + done.stderr
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psycopg
@@ -20,21 +21,51 @@ from mqlayer.stack.credentials import StackCredentials
 from mqlayer.stack.process_record import ProcessRecord
 from mqlayer.stack.processes import ProcessId
 from mqlayer.stack.stack import _locked
-from tests.fixtures.servers import Postgres
+from tests.fixtures.servers import InitialisedClusters, Postgres
+
+# One worker starts the stack that most tests look at.
+pytestmark = pytest.mark.xdist_group("stack")
 
 SECRET = "s3cret"
 
 
 @pytest.fixture
-def place(server_directory: Path, quick_initdb: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A directory for a stack of the test's own, which is down afterwards; no address is given."""
+def no_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No address is given."""
     for name in ("MQLAYER_DSN", "MQLAYER_REDIS_URL", "MQLAYER_BROKER_URL"):
         monkeypatch.delenv(name, raising=False)
+
+
+@contextmanager
+def directory_of_a_stack(server_directory: Path) -> Iterator[Path]:
+    """Lend a directory for a stack, which is down afterwards."""
     home = Path(tempfile.mkdtemp(dir=server_directory, prefix="stack-"))
     home.chmod(0o755)
     yield home / ".mqlayer"
     forget_access()
     Stack(home / ".mqlayer").erase()
+
+
+@pytest.fixture
+def place(server_directory: Path, quick_initdb: None, no_addresses: None) -> Iterator[Path]:
+    """A directory for a stack of the test's own."""
+    with directory_of_a_stack(server_directory) as place:
+        yield place
+
+
+@pytest.fixture(scope="module")
+def place_of_all(server_directory: Path, initialised_clusters: InitialisedClusters) -> Iterator[Path]:
+    """The directory of the stack that tests share."""
+    with directory_of_a_stack(server_directory) as place:
+        yield place
+
+
+@pytest.fixture
+def running(place_of_all: Path, no_addresses: None) -> Path:
+    """The directory of a stack that runs, two nodes in it; a test may stop it and start it again."""
+    if set(states(place_of_all).values()) != {"running"}:
+        up(place_of_all)
+    return place_of_all
 
 
 def run(*arguments: str | Path, code: int = 0) -> Result:
@@ -45,6 +76,10 @@ def run(*arguments: str | Path, code: int = 0) -> Result:
 
 def up(place: Path, *arguments: str) -> Addresses:
     run("up", "--servers-only", "--directory", place, *arguments)
+    return addresses_of(place)
+
+
+def addresses_of(place: Path) -> Addresses:
     addresses = Stack(place).addresses()
     assert addresses is not None
     return addresses
@@ -52,8 +87,7 @@ def up(place: Path, *arguments: str) -> Addresses:
 
 def node_of(place: Path, name: str) -> redis.Redis:
     """Return a client of a node as the stack's own user, which may do all."""
-    addresses = Stack(place).addresses()
-    assert addresses is not None
+    addresses = addresses_of(place)
     return redis.Redis.from_url(StackCredentials.load(place).of("owner").node.in_url(addresses.nodes[name]))
 
 
@@ -61,46 +95,45 @@ def states(place: Path) -> dict[str, str]:
     return {part.name: part.state for part in Stack(place).status()}
 
 
-def test_up_starts_all_servers_and_registers_the_nodes(place: Path) -> None:
-    addresses = up(place)
+def test_up_starts_all_servers_and_registers_the_nodes(running: Path) -> None:
+    addresses = addresses_of(running)
 
-    assert states(place) == dict.fromkeys(["postgres", "node-1", "node-2", "broker"], "running")
+    assert states(running) == dict.fromkeys(["postgres", "node-1", "node-2", "broker"], "running")
     with psycopg.connect(addresses.dsn) as connection:
         nodes: dict[str, str] = dict(connection.execute("SELECT name, url FROM mqlayer.node").fetchall())
     assert nodes == addresses.nodes
 
 
-def test_up_twice_changes_nothing(place: Path) -> None:
-    first = up(place)
-    pids = [part.pid for part in Stack(place).status()]
-    assert up(place) == first
-    assert "leave --nodes 1 out" in run("up", "--servers-only", "--nodes", "1", "--directory", place, code=1).output
-    assert [part.pid for part in Stack(place).status()] == pids
+def test_up_twice_changes_nothing(running: Path) -> None:
+    first = addresses_of(running)
+    pids = [part.pid for part in Stack(running).status()]
+    assert up(running) == first
+    assert "leave --nodes 1 out" in run("up", "--servers-only", "--nodes", "1", "--directory", running, code=1).output
+    assert [part.pid for part in Stack(running).status()] == pids
 
 
-def test_data_and_addresses_survive_down_and_up(place: Path) -> None:
-    before = up(place)
+def test_data_and_addresses_survive_down_and_up(running: Path) -> None:
+    before = addresses_of(running)
     with psycopg.connect(before.dsn) as connection:
         connection.execute("CREATE TABLE kept AS SELECT 42 AS answer")
-    with node_of(place, "node-2") as node:
+    with node_of(running, "node-2") as node:
         node.set("kept", "yes")
 
-    run("down", "--directory", place)
-    assert set(states(place).values()) == {"stopped"}
-    run("status", "--directory", place, code=1)
-    after = up(place)
+    run("down", "--directory", running)
+    assert set(states(running).values()) == {"stopped"}
+    run("status", "--directory", running, code=1)
+    after = up(running)
 
     assert after == before
     with psycopg.connect(after.dsn) as connection:
         assert connection.execute("SELECT answer FROM kept").fetchone() == (42,)
-    with node_of(place, "node-2") as node:
+    with node_of(running, "node-2") as node:
         assert node.get("kept") == b"yes"
 
 
-def test_nodes_are_armed_for_their_present_run_after_a_restart(place: Path) -> None:
-    up(place)
-    run("down", "--directory", place)
-    addresses = up(place)
+def test_nodes_are_armed_for_their_present_run_after_a_restart(running: Path) -> None:
+    run("down", "--directory", running)
+    addresses = up(running)
 
     with psycopg.connect(addresses.dsn) as connection:
         armed: dict[str, str] = dict(connection.execute("SELECT name, armed_run_id FROM mqlayer.node").fetchall())
@@ -109,19 +142,19 @@ def test_nodes_are_armed_for_their_present_run_after_a_restart(place: Path) -> N
             assert armed[name] == node.info("server")["run_id"]
 
 
-def test_up_again_brings_back_what_was_killed(place: Path) -> None:
-    before = up(place)
-    stack = Stack(place)
+def test_up_again_brings_back_what_was_killed(running: Path) -> None:
+    before = addresses_of(running)
+    stack = Stack(running)
     stack._redis("node-1").kill()
     stack._postgres().kill()
-    assert states(place)["node-1"] == states(place)["postgres"] == "stopped"
+    assert states(running)["node-1"] == states(running)["postgres"] == "stopped"
 
-    assert up(place) == before
-    assert set(states(place).values()) == {"running"}
+    assert up(running) == before
+    assert set(states(running).values()) == {"running"}
 
 
 def test_down_erases_the_data_only_when_told_to(place: Path) -> None:
-    up(place)
+    up(place, "--nodes", "1")
     run("down", "--erase", "--directory", place)
     assert not place.exists()
 
@@ -133,11 +166,10 @@ def test_erasing_leaves_the_files_of_others(place: Path) -> None:
     assert [path.name for path in place.iterdir()] == ["notes"]
 
 
-def test_status_prints_one_json_object_per_part(place: Path) -> None:
-    up(place, "--nodes", "1")
-    lines = run("status", "--json", "--directory", place).stdout.splitlines()
+def test_status_prints_one_json_object_per_part(running: Path) -> None:
+    lines = run("status", "--json", "--directory", running).stdout.splitlines()
     parts = [json.loads(line) for line in lines]
-    assert [part["name"] for part in parts] == ["postgres", "node-1", "broker"]
+    assert [part["name"] for part in parts] == ["postgres", "node-1", "node-2", "broker"]
     assert all(part["state"] == "running" and Path(part["log"]).exists() for part in parts)
 
 
@@ -185,13 +217,13 @@ def test_a_given_server_that_is_down_fails_in_one_line_without_its_password(
 
 
 def test_addresses_of_the_stack_itself_in_the_environment_are_not_taken_for_given(
-    place: Path, monkeypatch: pytest.MonkeyPatch
+    running: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in up(place).environment().items():
+    for name, value in addresses_of(running).environment().items():
         monkeypatch.setenv(name, value)
-    run("down", "--directory", place)
-    up(place)
-    assert set(states(place).values()) == {"running"}
+    run("down", "--directory", running)
+    up(running)
+    assert set(states(running).values()) == {"running"}
 
 
 def test_addresses_show_no_password() -> None:
@@ -200,17 +232,16 @@ def test_addresses_show_no_password() -> None:
     assert SECRET not in repr(given) + repr(addresses)
 
 
-def test_a_later_owner_of_a_recorded_pid_is_not_taken_for_the_server(place: Path) -> None:
-    up(place, "--nodes", "1")
-    stack = Stack(place)
+def test_a_later_owner_of_a_recorded_pid_is_not_taken_for_the_server(running: Path) -> None:
+    stack = Stack(running)
     stack._redis("node-1").kill()
-    broker = ProcessRecord.load(place / "broker").process
+    broker = ProcessRecord.load(running / "broker").process
     assert broker is not None
-    ProcessRecord(port=stack._redis("node-1").port, process=ProcessId(broker.pid, "0")).save(place / "node-1")
+    ProcessRecord(port=stack._redis("node-1").port, process=ProcessId(broker.pid, "0")).save(running / "node-1")
 
-    assert states(place)["node-1"] == "stopped"
+    assert states(running)["node-1"] == "stopped"
     stack._redis("node-1").stop()
-    assert states(place)["broker"] == "running"
+    assert states(running)["broker"] == "running"
 
 
 def test_two_commands_at_once_do_not_change_one_stack(place: Path) -> None:
@@ -219,20 +250,19 @@ def test_two_commands_at_once_do_not_change_one_stack(place: Path) -> None:
         assert "another `up` or `down`" in run("up", "--directory", place, code=1).stderr
 
 
-def test_commands_use_the_stack_that_is_here(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_use_the_stack_that_is_here(place: Path, running: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert settings_here(place).control_dsn() == ""
-    addresses = up(place, "--nodes", "1")
+    addresses = addresses_of(running)
     monkeypatch.setenv("MQLAYER_LEASE_S", "3")
-    settings = settings_here(place)
+    settings = settings_here(running)
     assert settings.control_dsn() == addresses.dsn
     assert settings.broker_url.get_secret_value() == addresses.broker_url
     assert settings.lease_s == 3
 
 
-def test_commands_prefer_the_addresses_in_the_environment(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    up(place, "--nodes", "1")
+def test_commands_prefer_the_addresses_in_the_environment(running: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MQLAYER_DSN", "postgresql://elsewhere/x")
-    assert settings_here(place).control_dsn() == "postgresql://elsewhere/x"
+    assert settings_here(running).control_dsn() == "postgresql://elsewhere/x"
 
 
 @pytest.mark.slow

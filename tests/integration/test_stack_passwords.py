@@ -8,7 +8,8 @@ import subprocess
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -41,20 +42,29 @@ from tests.fixtures.node_clients import (
     redis_users,
 )
 from tests.fixtures.process_files import file_of_each_process
-from tests.fixtures.servers import StartRedis, different_redis_programs
+from tests.fixtures.servers import InitialisedClusters, StartRedis, different_redis_programs
 from tests.fixtures.wait import wait_until
 from tests.proof.runtimes import runtime_of
 
+# One worker starts the stack that most tests look at.
+pytestmark = pytest.mark.xdist_group("stack_passwords")
+
+GIVEN = ("MQLAYER_DSN", "MQLAYER_REDIS_URL", "MQLAYER_BROKER_URL")
 STRANGER = 65_533
 """An account that owns nothing here: no program of ours runs under it."""
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another account")
 
 
 @pytest.fixture
-def place(server_directory: Path, quick_initdb: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A directory for a stack, in one that everybody may enter, as a project's often is."""
-    for name in ("MQLAYER_DSN", "MQLAYER_REDIS_URL", "MQLAYER_BROKER_URL"):
+def no_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No address is given."""
+    for name in GIVEN:
         monkeypatch.delenv(name, raising=False)
+
+
+@contextmanager
+def directory_of_a_stack(server_directory: Path) -> Iterator[Path]:
+    """Lend a directory for a stack, in one that everybody may enter, as a project's often is."""
     home = Path(tempfile.mkdtemp(dir=server_directory, prefix="stack-"))
     home.chmod(0o755)
     yield home / ".mqlayer"
@@ -63,13 +73,37 @@ def place(server_directory: Path, quick_initdb: None, monkeypatch: pytest.Monkey
 
 
 @pytest.fixture
-def addresses(place: Path) -> Addresses:
-    """The addresses of a stack that runs."""
-    return up(place)
+def place(server_directory: Path, quick_initdb: None, no_addresses: None) -> Iterator[Path]:
+    """A directory for a stack of the test's own."""
+    with directory_of_a_stack(server_directory) as place:
+        yield place
 
 
-def up(place: Path, *, servers_only: bool = True) -> Addresses:
-    return Stack(place, node_count=1).up(servers_only=servers_only)
+@dataclass(frozen=True)
+class RunningStack:
+    """A whole stack that tests look at: its directory, its addresses, and what `mqlayer up` printed."""
+
+    place: Path
+    addresses: Addresses
+    printed: str
+
+
+@pytest.fixture(scope="module")
+def running(server_directory: Path, initialised_clusters: InitialisedClusters) -> Iterator[RunningStack]:
+    """A stack with its relay and worker; a test leaves it as it is."""
+    with directory_of_a_stack(server_directory) as place:
+        with pytest.MonkeyPatch.context() as patch:
+            for name in GIVEN:
+                patch.delenv(name, raising=False)
+            result = CliRunner().invoke(app, ["up", "--nodes", "1", "--directory", str(place)])
+        assert result.exit_code == 0, result.output
+        addresses = Stack(place).addresses()
+        assert addresses is not None
+        yield RunningStack(place, addresses, result.output)
+
+
+def up(place: Path) -> Addresses:
+    return Stack(place, node_count=1).up(servers_only=True)
 
 
 def passwords(place: Path) -> set[str]:
@@ -135,8 +169,9 @@ def as_stranger(work: Callable[[], list[str]]) -> list[str]:
     return list(json.loads(said))
 
 
-def test_no_server_of_the_stack_lets_anybody_in_without_its_password(place: Path, addresses: Addresses) -> None:
-    assert refusals(place, addresses) == []
+def test_no_server_of_the_stack_lets_anybody_in_without_its_password(running: RunningStack) -> None:
+    place = running.place
+    assert refusals(place, running.addresses) == []
     assert default_is_kept_out(place)
     with psycopg.connect(Stack(place).owner_dsn()) as connection:
         assert connection.execute("SHOW password_encryption").fetchone() == ("scram-sha-256",)
@@ -144,8 +179,8 @@ def test_no_server_of_the_stack_lets_anybody_in_without_its_password(place: Path
     assert rules == [("scram-sha-256",)]
 
 
-def test_user_default_is_off_on_nodes_and_each_process_is_there_as_its_own_user(place: Path) -> None:
-    addresses = up(place, servers_only=False)
+def test_user_default_is_off_on_nodes_and_each_process_is_there_as_its_own_user(running: RunningStack) -> None:
+    place, addresses = running.place, running.addresses
     with acting_as(addresses.node_access), Database(addresses.dsn) as database:
         create_topic(runtime_of(database, "mq"), "orders", partitions=2)
     with ClientsSeen(place, place) as seen:
@@ -159,9 +194,9 @@ def test_user_default_is_off_on_nodes_and_each_process_is_there_as_its_own_user(
             assert f"MQLAYER_REDIS_USER=mqlayer-{part.name}".encode() in given
 
 
-def test_a_file_of_variables_holds_the_passwords_of_its_own_kind_alone(place: Path) -> None:
+def test_a_file_of_variables_holds_the_passwords_of_its_own_kind_alone(running: RunningStack) -> None:
     """Each password of the stack is looked for in each file, and in what each process was started with."""
-    up(place, servers_only=False)
+    place = running.place
     kinds = StackCredentials.load(place).kinds
     secrets = {
         (kind, server): login.password
@@ -183,8 +218,8 @@ def test_a_file_of_variables_holds_the_passwords_of_its_own_kind_alone(place: Pa
         assert (b"MQLAYER_BROKER_URL" in text) == (kind in BROKER_KINDS), kind
 
 
-def test_users_of_the_broker_have_no_command_that_changes_the_server(place: Path) -> None:
-    addresses = up(place)
+def test_users_of_the_broker_have_no_command_that_changes_the_server(running: RunningStack) -> None:
+    place, addresses = running.place, running.addresses
     for kind in BROKER_KINDS:
         login = StackCredentials.load(place).of(kind).broker
         with (
@@ -290,9 +325,8 @@ def test_a_stack_whose_user_default_had_a_password_gets_users_and_keeps_its_data
     assert {kind: StackCredentials.load(place).of(kind) for kind in kinds} == kinds
 
 
-def test_files_of_the_stack_are_for_their_owner_only(place: Path) -> None:
-    up(place, servers_only=False)
-    account = unprivileged_account()
+def test_files_of_the_stack_are_for_their_owner_only(running: RunningStack) -> None:
+    place, account = running.place, unprivileged_account()
     for path in (place, *place.rglob("*")):
         facts = path.lstat()
         if not path.is_symlink():
@@ -301,8 +335,8 @@ def test_files_of_the_stack_are_for_their_owner_only(place: Path) -> None:
 
 
 @needs_root
-def test_another_account_of_the_machine_gets_at_no_server_and_no_file(place: Path) -> None:
-    addresses = up(place, servers_only=False)
+def test_another_account_of_the_machine_gets_at_no_server_and_no_file(running: RunningStack) -> None:
+    place, addresses = running.place, running.addresses
     pids = [part.pid for part in Stack(place).status()]
     files = [path for path in place.rglob("*") if path.is_file()]
     environments = [Path(f"/proc/{pid}/environ") for pid in pids]
@@ -318,21 +352,19 @@ def test_another_account_of_the_machine_gets_at_no_server_and_no_file(place: Pat
     assert as_stranger(work) == []
 
 
-def test_no_password_is_in_arguments_logs_or_output(place: Path) -> None:
-    result = CliRunner().invoke(app, ["up", "--nodes", "1", "--directory", str(place)])
-    assert result.exit_code == 0, result.output
+def test_no_password_is_in_arguments_logs_or_output(running: RunningStack) -> None:
+    place = running.place
     status = CliRunner().invoke(app, ["status", "--json", "--directory", str(place)])
     arguments = [told for _, told in file_of_each_process("cmdline")]
     logs = [path.read_bytes() for path in place.rglob("*.log")]
     assert logs
     for password in passwords(place):
-        assert password not in result.output + status.output
+        assert password not in running.printed + status.output
         assert not [text for text in arguments + logs if password.encode() in text]
 
 
-def test_what_up_tells_to_source_is_what_a_program_needs(place: Path) -> None:
-    result = CliRunner().invoke(app, ["up", "--servers-only", "--nodes", "1", "--directory", str(place)])
-    line = next(line for line in result.stdout.splitlines() if "source" in line)
+def test_what_up_tells_to_source_is_what_a_program_needs(running: RunningStack) -> None:
+    line = next(line for line in running.printed.splitlines() if "source" in line)
     command = line.partition("program: ")[2]
     said = subprocess.run(
         ["bash", "-c", f'{command} && printf "%s\\n%s" "$MQLAYER_DSN" "$MQLAYER_BROKER_URL"'],
@@ -378,7 +410,8 @@ def test_a_stack_without_passwords_keeps_its_data_and_asks_for_passwords_from_th
     assert (place / "node-1").stat().st_mode & 0o077 == 0
 
 
-def test_passwords_that_were_lost_are_made_anew(place: Path, addresses: Addresses) -> None:
+def test_passwords_that_were_lost_are_made_anew(place: Path) -> None:
+    addresses = up(place)
     before = passwords(place)
     (place / "credentials.json").unlink()
     after = up(place)
@@ -390,9 +423,10 @@ def test_passwords_that_were_lost_are_made_anew(place: Path, addresses: Addresse
         assert node.ping()
 
 
-def test_up_again_keeps_passwords_and_processes(place: Path, addresses: Addresses) -> None:
+def test_up_again_keeps_passwords_and_processes(running: RunningStack, no_addresses: None) -> None:
+    place = running.place
     pids = [part.pid for part in Stack(place).status()]
-    assert up(place) == addresses
+    assert up(place) == running.addresses
     assert [part.pid for part in Stack(place).status()] == pids
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -23,7 +21,11 @@ from mqlayer.cli.main import app
 from mqlayer.postgres.rights import Grant, Right, grants
 from mqlayer.redis.access import forget_access
 from mqlayer.stack import Stack
+from tests.fixtures.forked_programs import Process, run_python, start_python
 from tests.fixtures.wait import wait_until
+
+# One worker starts the stack.
+pytestmark = pytest.mark.xdist_group("stack_roles")
 
 ROOT = Path(__file__).parents[2]
 KINDS = ("publisher", "consumer", "viewer")
@@ -76,8 +78,8 @@ def refused(dsn: str, statement: str) -> bool:
 
 
 @contextmanager
-def process(environment: Mapping[str, str], *words: str) -> Iterator[subprocess.Popen[bytes]]:
-    running = subprocess.Popen([sys.executable, "-m", *words], cwd=ROOT, env={**os.environ, **environment})
+def process(environment: Mapping[str, str], *words: str) -> Iterator[Process]:
+    running = start_python(*words, cwd=ROOT, env={**os.environ, **environment})
     try:
         yield running
     finally:
@@ -86,7 +88,7 @@ def process(environment: Mapping[str, str], *words: str) -> Iterator[subprocess.
 
 
 def run(environment: Mapping[str, str], *words: str) -> None:
-    subprocess.run([sys.executable, "-m", *words], cwd=ROOT, env={**os.environ, **environment}, check=True, timeout=60)
+    assert run_python(*words, cwd=ROOT, env={**os.environ, **environment}, timeout=60) == 0
 
 
 class Sessions:

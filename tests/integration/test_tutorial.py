@@ -13,6 +13,7 @@ import pytest
 
 from mqlayer.postgres.database import Database
 from mqlayer.topics import register_node
+from tests.fixtures.forked_programs import start_python
 from tests.fixtures.pages import examples
 from tests.proof.runtimes import runtime_of
 
@@ -36,7 +37,7 @@ def test_the_tutorial_runs_as_printed(database_dsn: str, redis_url: str, key_pre
         "MQLAYER_DSN": database_dsn,
         "MQLAYER_KEY_PREFIX": key_prefix,
     }
-    relay = subprocess.Popen([sys.executable, "-m", "mqlayer", "relay"], env=environment)
+    relay = start_python("mqlayer", "relay", env=environment)
     try:
         done = subprocess.run(
             ["/bin/bash", "-c", f"trap 'kill $(jobs -p)' ERR; set -e\n{script}"],

@@ -5,10 +5,14 @@ from __future__ import annotations
 import ast
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 import pytest
+
+# One worker reads the sources.
+pytestmark = pytest.mark.xdist_group("sources")
 
 ROOT = Path(__file__).parents[2]
 CODE = ("mqlayer", "workers", "spark")
@@ -69,11 +73,17 @@ def defined(tree: ast.Module) -> Iterator[tuple[str, str]]:
 def test_no_class_name_stands_for_two_things() -> None:
     found = defaultdict[str, list[str]](list)
     kinds = defaultdict[str, set[str]](set)
-    for path in sources():
-        for name, kind in defined(ast.parse(path.read_text("utf-8"))):
+    for path, tree in trees().items():
+        for name, kind in defined(tree):
             found[name].append(str(path.relative_to(ROOT)))
             kinds[name].add(kind)
     assert {name: paths for name, paths in found.items() if len(paths) > 1 and "class" in kinds[name]} == {}
+
+
+@cache
+def trees() -> Mapping[Path, ast.Module]:
+    """Return the modules of the library, parsed."""
+    return {path: ast.parse(path.read_text("utf-8")) for path in sources()}
 
 
 def texts() -> Iterator[Path]:
@@ -84,13 +94,20 @@ def texts() -> Iterator[Path]:
     yield from (path for path in sorted(ROOT.glob("*.md")) if path.name != "CHANGELOG.md")
 
 
+@cache
+def lowered() -> list[tuple[Path, str]]:
+    """Return these texts in small letters."""
+    return [(path, path.read_text("utf-8").lower()) for path in texts()]
+
+
 @pytest.mark.parametrize("word", sorted(REPLACED))
 def test_a_word_that_was_replaced_stays_away(word: str) -> None:
     """Where this fails, say the other word: REPLACED has it."""
     found = re.compile(rf"(?<![^\W_]){re.escape(word)}(?![^\W_])", re.IGNORECASE)
     lines = [
         f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
-        for path in texts()
+        for path, text in lowered()
+        if word in text
         for number, line in enumerate(path.read_text("utf-8").splitlines(), 1)
         if found.search(line)
     ]
@@ -99,8 +116,8 @@ def test_a_word_that_was_replaced_stays_away(word: str) -> None:
 
 def counted_classes() -> Iterator[tuple[int, str]]:
     """Yield each class with the number of its methods."""
-    for path in sources():
-        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+    for path, tree in trees().items():
+        for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
                 methods = sum(isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef) for one in node.body)
                 yield methods, f"{path.relative_to(ROOT)}: {node.name}"
@@ -108,10 +125,10 @@ def counted_classes() -> Iterator[tuple[int, str]]:
 
 def counted_functions() -> Iterator[tuple[int, str]]:
     """Yield each function with the number of its parameters; commands and App.consumer are lists of options."""
-    for path in sources():
+    for path, tree in trees().items():
         if "cli" in path.parts:
             continue
-        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name != "consumer":
                 parameters = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
                 own = [one for one in parameters if one.arg not in ("self", "cls")]
@@ -120,8 +137,8 @@ def counted_functions() -> Iterator[tuple[int, str]]:
 
 def docstrings() -> Iterator[str]:
     """Yield the docstrings of modules, classes and functions."""
-    for path in sources():
-        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+    for tree in trees().values():
+        for node in ast.walk(tree):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 yield ast.get_docstring(node) or ""
 

@@ -1,0 +1,118 @@
+"""The commands by name. A command's module is imported when the command runs: imports are most of its start."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from typing import Any, Final, NamedTuple
+
+import typer
+from typer.core import TyperCommand
+from typer.main import get_group
+
+from mqlayer.cli.errors import ErrorPrintingGroup
+
+
+class CommandSource(NamedTuple):
+    """A module of this package that adds a command, and the first paragraph of the command's help."""
+
+    module: str
+    summary: str
+
+
+COMMANDS: Final[Mapping[str, CommandSource]] = {
+    "up": CommandSource("stack", "Start the stack, or its stopped parts, and print its addresses."),
+    "down": CommandSource("stack", "Stop the stack; data stay for the next `up`."),
+    "status": CommandSource("stack", "Show every part; exit code 1 if one is not running."),
+    "consume": CommandSource("consume", "Run the consumers of MODULE:APP until SIGTERM or SIGINT."),
+    "publish": CommandSource(
+        "messages", "Publish through the outbox of MQLAYER_APP_DSN; a relay moves it to its partition."
+    ),
+    "peek": CommandSource(
+        "messages", "Show the newest messages, or the first from an offset, a time or of a key; nothing is settled."
+    ),
+    "tail": CommandSource(
+        "messages",
+        "Show messages as they come, from now or from an offset or a time on, until Ctrl+C; nothing is settled.",
+    ),
+    "migrate": CommandSource(
+        "migrate",
+        "Migrate the schemas in MQLAYER_DSN (control) and MQLAYER_APP_DSN (application; default: the same).",
+    ),
+    "grant": CommandSource("rights", "Grant a role a right, in both schemas. See docs/how-to/grant-rights.md."),
+    "revoke": CommandSource("rights", "Revoke a right, or only some topics or groups of it."),
+    "grants": CommandSource("rights", "List granted rights: role, right, scope."),
+    "relay": CommandSource("relay", "Relay the outbox until SIGTERM or SIGINT. Several may run."),
+    "trim": CommandSource("trim", "Drop settled records in one pass; the worker does so regularly."),
+    "analytics": CommandSource("analytics", "Run Spark jobs on a snapshot; exit code 1 if the order audit fails."),
+    "doctor": CommandSource(
+        "doctor", "Check servers, settings, schemas and waiting work; exit code 1 if something is broken."
+    ),
+    "verify": CommandSource(
+        "doctor", "Compare Postgres, nodes and archive; exit code 1 for differences, 3 if some could not be compared."
+    ),
+    "node": CommandSource("nodes", "Redis nodes: register, list, arm again, give another address."),
+    "topic": CommandSource("topics", "Topics: create, list, set."),
+    "route": CommandSource("routes", "Routes: split, merge and move partitions while messages flow."),
+    "group": CommandSource("groups", "Groups: settings, pauses, and where they stand."),
+    "key": CommandSource("keys", "Keys: where they are, and what they wait for."),
+    "parked": CommandSource("parked", "Parked keys: what waits outside of the stream, and why."),
+    "dead": CommandSource("dead", "Dead messages: why they died, and redrive."),
+    "replay": CommandSource("replay", "What the archive holds, given to a group again."),
+    "outbox": CommandSource("outbox", "The outbox of MQLAYER_APP_DSN: rows quarantined, delayed messages, rotation."),
+    "inbox": CommandSource("idempotency", "The inbox of MQLAYER_APP_DSN: messages that have their effects."),
+    "versions": CommandSource("idempotency", "Versions of entities: what came early, and what is missing."),
+    "archive": CommandSource("archive", "The archive: records kept in Postgres."),
+    "snapshot": CommandSource("snapshot", "Snapshots of the archive: create, list, show, export, drop."),
+}
+"""In the order of the help."""
+
+
+class LoadedCommands(Mapping[str, TyperCommand]):
+    """All commands by name; reading one imports its module."""
+
+    def __init__(self) -> None:
+        self._loaded: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        """Return a command. Raises KeyError."""
+        if name not in self._loaded:
+            self._loaded |= commands_of(COMMANDS[name].module)
+        return self._loaded[name]
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield the names."""
+        return iter(COMMANDS)
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+        return len(COMMANDS)
+
+
+class LazyGroup(ErrorPrintingGroup):
+    """Knows all commands; imports the one that runs."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        self.commands = LoadedCommands()  # type: ignore[assignment]  # commands are added to the table alone
+
+    def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002  # as the base class has it
+        """Return the names."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> TyperCommand | None:  # noqa: ARG002  # as the base class has it
+        """Return a command as help and completion list it: with its name and summary, not to be run."""
+        source = COMMANDS.get(cmd_name)
+        return None if source is None else TyperCommand(cmd_name, help=source.summary)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        """Return the command to run."""
+        name, listed, rest = super().resolve_command(ctx, args)
+        return name, None if listed is None else self.commands[listed.name or ""], rest
+
+
+def commands_of(module: str) -> dict[str, Any]:
+    """Import a module of this package and return the commands that it adds."""
+    added = typer.Typer()
+    import_module(f"mqlayer.cli.{module}").add_to(added)
+    return dict(get_group(added).commands)
