@@ -137,9 +137,7 @@ class _Publisher:
             if dedup_id is None:
                 outbox.publish(connection, self._topic, key=key, body=body, **self._extra)
                 return True
-            found = outbox.publish_once(
-                connection, self._topic, dedup_id=dedup_id, key=key, body=body, **self._extra
-            )
+            found = outbox.publish_once(connection, self._topic, dedup_id=dedup_id, key=key, body=body, **self._extra)
             return not found.duplicate
 
     def publish_lines(self, lines: Iterable[bytes]) -> int:
@@ -184,7 +182,13 @@ def _input(file: Path | None) -> Iterator[bytes]:
 
 
 def _reader(
-    runtime: Runtime, topic: str, key: str | None, partition: int | None, offset: int | None, since: str | None, *,
+    runtime: Runtime,
+    topic: str,
+    key: str | None,
+    partition: int | None,
+    offset: int | None,
+    since: str | None,
+    *,
     latest: bool,
 ) -> TopicReader:
     start: Start = parse_time_option(since) or ("latest" if latest and offset is None else "earliest")
@@ -203,13 +207,17 @@ def _until_end(reader: TopicReader) -> Iterator[StoredMessage]:
 
 def _rows(messages: Iterable[StoredMessage], *, as_json: bool) -> Iterator[dict[str, Any]]:
     for message in messages:
-        yield _facts(message) if as_json else {
-            "published_at": message.published_at.isoformat(timespec="milliseconds"),
-            "partition": message.partition,
-            "offset": message.offset,
-            "key": format_key(message.key),
-            "body": _short(message.body),
-        }
+        yield (
+            _facts(message)
+            if as_json
+            else {
+                "published_at": message.published_at.isoformat(timespec="milliseconds"),
+                "partition": message.partition,
+                "offset": message.offset,
+                "key": format_key(message.key),
+                "body": _short(message.body),
+            }
+        )
 
 
 def _show_line(message: StoredMessage, *, as_json: bool) -> None:
