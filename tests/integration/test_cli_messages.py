@@ -105,9 +105,10 @@ def test_what_makes_no_sense_is_refused_with_what_would(
 
 def test_without_a_start_the_newest_are_shown_oldest_first(world: World, run: Commands) -> None:
     world.publish(50, keys=5)
+    relayed(world)
     for number in range(3):
         world.publish(1, tag=f"newest-{number}")
-    relayed(world)
+        relayed(world)
     assert len(run.lines("peek", "orders")) == 10
     assert bodies(run.lines("peek", "orders", "--limit", "3")) == ["newest-0-0", "newest-1-0", "newest-2-0"]
     assert run.text("peek", "orders", "--key", "never used") == "no message is there\n"
