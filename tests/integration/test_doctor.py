@@ -43,6 +43,9 @@ from tests.proof.route_steps import split
 from tests.proof.runtimes import runtime_of
 from tests.proof.world import QUICK, World
 
+# One worker starts their Postgres.
+pytestmark = pytest.mark.xdist_group("doctor")
+
 PASSWORD = "s3cr3t"
 WELL = {"fsync": "on", "max_prepared_transactions": "4", "idle_in_transaction_session_timeout": "60s"}
 
