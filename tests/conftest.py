@@ -16,7 +16,7 @@ from hypothesis import settings
 from mqlayer.failpoints import disarm_all
 from mqlayer.redis.access import forget_access
 from tests.fixtures.kept_connections import close_kept_connections
-from tests.fixtures.missing_tools import parts_left_out
+from tests.fixtures.missing_tools import pytest_terminal_summary as pytest_terminal_summary  # noqa: PLC0414  # a hook
 
 pytest_plugins = [
     "tests.fixtures.archive_scenes",
@@ -74,15 +74,6 @@ def pytest_configure() -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         with contextlib.suppress(ValueError):
             signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say at the end which parts of tests were left out: the reasons of whole ones come with `-rs`, see pyproject."""
-    reports = [report for found in terminalreporter.stats.values() for report in found]
-    if lines := parts_left_out(reports):
-        terminalreporter.section("parts left out")
-        for line in lines:
-            terminalreporter.write_line(line)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
