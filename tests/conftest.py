@@ -40,6 +40,8 @@ pytest.register_assert_rewrite("tests.proof")
 
 TESTS = Path(__file__).parent
 SPARK_TIMEOUT_S = 600
+# Hypothesis tries hundreds of examples, ten seconds of work that a busy machine makes minutes of.
+PROPERTY_TIMEOUT_S = 400
 MARKED_FOLDERS = {"unit", "property", "integration", "chaos"}
 
 
@@ -91,6 +93,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
         folder = item.path.relative_to(TESTS).parts[0]
         if folder in MARKED_FOLDERS:
             item.add_marker(folder)
+        if folder == "property":
+            item.add_marker(pytest.mark.timeout(PROPERTY_TIMEOUT_S))
         if "spark" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.xdist_group("spark"))
             # The first of them starts the session, which takes a minute of a busy machine; a session that a limit
