@@ -40,6 +40,8 @@ pytest.register_assert_rewrite("tests.proof")
 
 TESTS = Path(__file__).parent
 SPARK_TIMEOUT_S = 600
+# Hypothesis tries hundreds of examples, ten seconds of work that a busy machine makes minutes of.
+PROPERTY_TIMEOUT_S = 400
 MARKED_FOLDERS = {"unit", "property", "integration", "chaos"}
 
 
@@ -82,6 +84,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
         folder = item.path.relative_to(TESTS).parts[0]
         if folder in MARKED_FOLDERS:
             item.add_marker(folder)
+        if folder == "property":
+            item.add_marker(pytest.mark.timeout(PROPERTY_TIMEOUT_S))
         if "spark" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.xdist_group("spark"))
             # The first of them starts the session, which takes a minute of a busy machine; a session that a limit
@@ -93,10 +97,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     items[:] = long_ones_early(items)
 
 
-def pytest_collection_finish() -> None:
-    # Each full garbage collection would look at all of the thousands of tests again; none of them is garbage.
-    gc.collect()
-    gc.freeze()
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection() -> Iterator[None]:
+    # What is collected is nobody's garbage, and each full garbage collection would look at all of the thousands again.
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.collect()
+        gc.freeze()
+        # A test makes more objects than Python's first 700.
+        gc.set_threshold(10_000, 20, 20)
+        gc.enable()
 
 
 def let_groups_be_groups(items: list[pytest.Item]) -> None:

@@ -266,13 +266,11 @@ INSERT INTO mqlayer.audit (actor, act, object, facts) VALUES (%(actor)s, %(act)s
 
 -- name: server_known
 -- Whether there is a control schema here that can tell this server from others, and that this user has a business with:
--- not on connections that only read, unless the server is a standby.
-SELECT EXISTS (
-    SELECT FROM pg_proc p JOIN pg_namespace n ON n.oid = p.pronamespace
-    WHERE n.nspname = 'mqlayer' AND p.proname = 'server_seen_v1' AND has_schema_privilege(n.oid, 'USAGE')
-      AND has_function_privilege(p.oid, 'EXECUTE')
-      AND (pg_is_in_recovery() OR NOT current_setting('transaction_read_only')::boolean)
-);
+-- not on connections that only read, unless the server is a standby. By names, without a scan: each connection asks.
+SELECT CASE WHEN has_schema_privilege(to_regnamespace('mqlayer'), 'USAGE')
+    THEN has_function_privilege(to_regprocedure('mqlayer.server_seen_v1()'), 'EXECUTE')
+     AND (pg_is_in_recovery() OR NOT current_setting('transaction_read_only')::boolean)
+    ELSE false END;
 
 -- name: server_seen
 -- Whether this server is another one than before; if so, that is seen to.

@@ -212,7 +212,7 @@ def test_a_change_that_sealed_nothing_is_dropped(world: World, run: Commands) ->
 
 
 def consumer(world: World) -> App:
-    app = App(world.settings(lease_s=2.0))
+    app = App(world.settings(lease_s=10.0))
     app.consumer("orders", group="ledger")(lambda body: None)
     return app
 

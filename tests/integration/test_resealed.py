@@ -113,7 +113,7 @@ def sealed(request: pytest.FixtureRequest, database_dsn: str, redis_url: str, ke
 def handled_by(sealed: Sealed, *, group: str = GROUP, count: int = 2 * ROUND, **said: Any) -> Seen:
     """Run a member until it has handled so many messages and is through with the parent; return what it handled."""
     seen: defaultdict[str, list[str]] = defaultdict(list)
-    app = App(sealed.world.settings(lease_s=2.0))
+    app = App(sealed.world.settings(lease_s=10.0))
     # An instance has a group of its own.
     drained_by = f"{group}@{said['instance']}" if "instance" in said else group
 

@@ -113,7 +113,7 @@ def test_a_failing_head_on_the_parent_holds_the_child_and_nobody_else(gate_scene
             raise RuntimeError("planted")
 
     recorder = Recorder(act)
-    app = App(gate_scene.world.settings(lease_s=2.0))
+    app = App(gate_scene.world.settings(lease_s=10.0))
     app.consumer("orders", group="ledger", backoff_s=(0.05,), policy="block", options=MemberOptions(concurrency=4))(
         recorder
     )
@@ -210,7 +210,7 @@ def test_the_command_is_neither_handled_nor_counted(gate_scene: GateScene) -> No
     assert left["by-hand", 1] == 0
 
     recorder = Recorder()
-    app = App(gate_scene.world.settings(lease_s=2.0))
+    app = App(gate_scene.world.settings(lease_s=10.0))
     app.consumer("orders", group="ledger")(recorder)
     app.start()
     (member,) = app.members
@@ -235,7 +235,7 @@ def test_a_group_without_members_during_a_change_keeps_order(gate_scene: GateSce
     (merged,) = gate_scene.merge(one, other)
     gate_scene.publish()
     recorder = Recorder()
-    app = App(gate_scene.world.settings(lease_s=2.0))
+    app = App(gate_scene.world.settings(lease_s=10.0))
     app.consumer("orders", group="ledger")(recorder)
     app.start()
     try:

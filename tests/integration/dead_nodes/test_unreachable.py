@@ -82,7 +82,7 @@ def test_what_died_in_a_lost_partition_stays_dead_in_its_successor(
     with world.relay():
         world.publish(100, tag="before")
         world.wait_until_whole()
-    app = App(world.settings(lease_s=2.0))
+    app = App(world.settings(lease_s=10.0))
 
     @app.consumer("orders", group="ledger", start="earliest", policy="dead_letter")
     def refuse(_body: bytes, ctx: Context) -> None:
