@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 
 import pytest
 
 from mqlayer.archive import batches
 from tests.fixtures.archive_scenes import HIGH, LOW, ArchiveScene
 from tests.fixtures.failpoints import armed
-from tests.fixtures.forked_programs import ask_python
+from tests.fixtures.forked_programs import ask_python, start_python
 from tests.fixtures.wait import wait_until
 
 PROGRAM = """
@@ -100,13 +99,15 @@ def test_an_archiver_stopped_in_a_copy_is_ended_by_whoever_waits_for_the_topic(
     monkeypatch.setattr(batches, "STOPPED_S", 0.1)
     monkeypatch.setattr(batches, "CONFLICT_S", 0.5)
     send(archive_scene)
-    command = [sys.executable, "-c", PROGRAM, archive_scene.dsn, archive_scene.prefix, "archive"]
-    with subprocess.Popen(
-        command, env=os.environ | armed("archive.in_copy=stop"), stderr=subprocess.DEVNULL
-    ) as stopped:
+    arguments = PROGRAM, archive_scene.dsn, archive_scene.prefix, "archive"
+    stopped = start_python("-c", *arguments, env=os.environ | armed("archive.in_copy=stop"), stderr=subprocess.DEVNULL)
+    try:
         wait_until(lambda: archive_scene.rows(WAITING), what="it is stopped in its COPY", timeout_s=20)
         wait_until(lambda: archive_scene.archive().total == 120, what="another one goes on", timeout_s=20)
-        os.kill(stopped.pid, signal.SIGCONT)
+        stopped.send_signal(signal.SIGCONT)
         stopped.wait(20)
+    finally:
+        stopped.kill()
+        stopped.wait()
     archive_scene.archive()
     archive_scene.assert_whole()

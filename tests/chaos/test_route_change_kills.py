@@ -122,7 +122,7 @@ def facts(world: World) -> list[Any]:
     for url in world.urls:
         with redis.Redis.from_url(url) as client:
             for pattern in ("meta", "marks", "log"):
-                keys = sorted(client.scan_iter(f"{world.key_prefix}:*:{pattern}"))
+                keys = sorted(client.scan_iter(f"{world.key_prefix}:*:{pattern}", count=10_000))
                 found += [(key, client.dump(key)) for key in keys]
     return found
 
@@ -138,7 +138,7 @@ def assert_one_outcome(world: World, database: Database, *, done: bool) -> None:
     in_force = {int(r.partition): r.node for r in route.ranges}
     for number, url in enumerate(world.urls, start=1):
         with redis.Redis.from_url(url, decode_responses=True) as client:
-            for key in client.scan_iter(f"{world.key_prefix}:*:meta"):
+            for key in client.scan_iter(f"{world.key_prefix}:*:meta", count=10_000):
                 partition = int(key.split("{")[1].split("}")[0])
                 serving = client.hget(key, "state") == "open"
                 assert serving == (in_force.get(partition) == number), (partition, client.hgetall(key))
@@ -244,7 +244,7 @@ def test_a_consumer_killed_as_it_opens_a_gate_leaves_that_to_the_next(
         scene.wait_until_drained()
         wait_until(lambda: find_group(database, "orders", "ledger").version == 2, what="the version to be raised")
     finally:
-        scene.kill_all()
+        scene.end()
     partitions = [row[0] for row in world.rows("SELECT partition_id FROM mqlayer.partition ORDER BY 1")]
     with History(tmp_path, "witness") as history:
         note_streams(history, world.dsn, world.key_prefix, partitions)

@@ -26,12 +26,11 @@ class ZombieWitness:
 
     def picture(self) -> object:
         """All that the zombie must not change."""
-        kept = []
-        with self._scene.node() as node:
-            for partition in PARTITIONS:
-                keys = group_keys(self._prefix, partition, self._group_id)
-                log = partition_keys(self._prefix, partition).log.decode()
-                kept.append([node.xrange(log), node.get(keys.acks), node.hgetall(keys.attempts.decode())])
+        node, kept = self._scene.node, []
+        for partition in PARTITIONS:
+            keys = group_keys(self._prefix, partition, self._group_id)
+            log = partition_keys(self._prefix, partition).log.decode()
+            kept.append([node.xrange(log), node.get(keys.acks), node.hgetall(keys.attempts.decode())])
         return self._scene.positions(), kept, self.rows("SELECT * FROM sink ORDER BY position")
 
     def shares(self) -> list[int]:
