@@ -246,7 +246,7 @@ def sell(name: str, directory: Path, stopping: threading.Event) -> None:
         MemberWitness(history, TOPIC).observe()
     observe_parking(history, TOPIC, GROUP)
     rules: dict[str, Any] = json.loads(os.environ.get("MQLAYER_TEST_RULES", "{}"))
-    options = mqlayer.MemberOptions(concurrency=6, member_id=os.environ.get("MQLAYER_TEST_MEMBER", ""))
+    options = mqlayer.MemberOptions(concurrency=HANDLERS, member_id=os.environ.get("MQLAYER_TEST_MEMBER", ""))
     batch = mqlayer.BatchOf(BATCH, limit=BATCH_LIMIT) if BATCH is not None else None
     register = app.consumer(TOPIC, group=GROUP, start="earliest", batch=batch, options=options, **rules)
     pool, async_pool = Connections(os.environ["MQLAYER_DSN"]), AsyncConnections(os.environ["MQLAYER_DSN"])

@@ -10,7 +10,7 @@ from typing import Any
 from mqlayer.redis.keys import group_keys, partition_keys
 from tests.fixtures.forked_programs import is_stopped
 from tests.fixtures.kept_connections import ask_postgres
-from tests.fixtures.kill_scenes import PARTITIONS, KillScene, judge
+from tests.fixtures.kill_scenes import HANDLERS, PARTITIONS, KillScene, judge
 from tests.fixtures.wait import wait_until
 from tests.proof.history import Deliver, read_histories
 
@@ -38,7 +38,7 @@ class ZombieWitness:
         return sorted(Counter(row[0] for row in self.rows("SELECT member_id FROM mqlayer.assignment")).values())
 
 
-OTHER_WORKERS = 5
+OTHER_WORKERS = HANDLERS - 1
 """Of a stopped consumer: each may stand between the look at its lease and the line that it begins."""
 
 
