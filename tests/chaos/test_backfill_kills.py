@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
+from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
@@ -16,7 +20,6 @@ from mqlayer.runtime.route_cache import RouteCache
 from mqlayer.topics import set_archived
 from tests.chaos.actors import GROUP, TOPIC
 from tests.fixtures.failpoints import armed
-from tests.fixtures.forked_programs import ask_python
 from tests.fixtures.kill_scenes import COUNT, KillScene, judge
 from tests.fixtures.wait import wait_until
 from tests.proof.runtimes import runtime_of
@@ -24,9 +27,10 @@ from tests.proof.seller_shop import SellerShop
 
 
 @pytest.fixture
-def database(kill_scene: KillScene) -> Database:
+def database(kill_scene: KillScene) -> Iterator[Database]:
     """The control database."""
-    return kill_scene.database
+    with Database(kill_scene.settings.control_dsn()) as database:
+        yield database
 
 
 def begin_with_archive(scene: KillScene, database: Database) -> int:
@@ -49,8 +53,18 @@ def test_kills_while_the_archive_is_given(kill_scene: KillScene, database: Datab
     kill_scene.publish()
     replay_id = begin_with_archive(kill_scene, database)
     kill_scene.publish()
-    environment = kill_scene.environment | armed("replay.before_commit=kill@2")
-    given = ask_python("mqlayer", "replay", "resume", str(replay_id), env=environment)
+    given = subprocess.run(
+        [sys.executable, "-m", "mqlayer", "replay", "resume", str(replay_id)],
+        env=os.environ
+        | {
+            "MQLAYER_DSN": kill_scene.settings.control_dsn(),
+            "MQLAYER_KEY_PREFIX": kill_scene.settings.key_prefix,
+            **armed("replay.before_commit=kill@2"),
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert given.returncode == -9, given.stderr
     shop.killed("parking.before_resume=kill@2")
     shop.killed("fence.after=kill@30")

@@ -43,6 +43,8 @@ from tests.proof.world import World
 
 KILLED = -signal.SIGKILL
 KEYS = 30
+PACE_S = 0.02
+"""Between two transactions of three messages: so that some are under way at each step of a change."""
 KINDS = {"split": ("split", "1", "100", "node-1", "node-2"), "merge": ("merge", "1", "2"), "move": ("move", "1")}
 SUCCESSORS = {"split": 2, "merge": 1, "move": 1}
 PARENTS = {"split": 1, "merge": 2, "move": 1}
@@ -95,13 +97,13 @@ class Load:
         self.recorder.assert_in_order()
 
     def more(self) -> None:
-        """Wait until every key got some more."""
-        wanted = self.count + 3 * KEYS
+        """Wait until every key got more."""
+        wanted = self.count + KEYS + 1
         wait_until(lambda: self.count >= wanted, timeout_s=20, what="more to be published")
 
     def _write(self) -> None:
         with psycopg.connect(self.world.dsn) as connection:
-            while not self._done.wait(0.005):
+            while not self._done.wait(PACE_S):
                 for _ in range(3):
                     body = b"%d" % (self.count // KEYS)
                     key = f"key-{self.count % KEYS}"
