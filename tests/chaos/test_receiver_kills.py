@@ -42,8 +42,8 @@ COUNT: Final = 240
 class ReceiverScene:
     """Messages in the partitions, receivers that are killed, and what they leave."""
 
-    def __init__(self, settings: Settings, directory: Path, partitions: list[int]) -> None:
-        self.settings, self.directory, self.partitions = settings, directory, partitions
+    def __init__(self, database: Database, settings: Settings, directory: Path, partitions: list[int]) -> None:
+        self.database, self.settings, self.directory, self.partitions = database, settings, directory, partitions
         self.running: list[Process] = []
         self.published = self.seed = 0
 
@@ -66,7 +66,7 @@ class ReceiverScene:
 
     def publish(self, count: int) -> None:
         """Commit messages and bring them to the partitions."""
-        publish_numbered(self.settings, self.directory, first=self.published, count=count)
+        publish_numbered(self.database, self.settings, self.directory, first=self.published, count=count)
         self.published += count
 
     def count(self) -> int:
@@ -101,8 +101,8 @@ def scene(database_dsn: str, redis_url: str, key_prefix: str, tmp_path: Path) ->
     with Database(database_dsn) as database:
         register_node(runtime_of(database), name="n1", url=redis_url)
         route = create_topic(runtime_of(database, key_prefix, application=database), TOPIC, partitions=2)
-    scene = ReceiverScene(settings, tmp_path, [int(line.partition) for line in route.ranges])
-    yield scene
+        scene = ReceiverScene(database, settings, tmp_path, [int(line.partition) for line in route.ranges])
+        yield scene
     for process in scene.running:
         process.kill()
         process.wait()
@@ -122,20 +122,19 @@ def test_a_kill_at_work_loses_and_reverses_nothing(scene: ReceiverScene, place: 
 def test_a_kill_before_a_drained_partition_is_reported_leaves_it_to_the_next_one(scene: ReceiverScene) -> None:
     """Cases 20 and 29: the successors wait until somebody has said so."""
     scene.publish(40)
-    with Database(scene.settings.control_dsn()) as database:
-        first = scene.start("first", "pop.before_drained=kill")
-        wait_until(lambda: scene.count() == 40, timeout_s=40, what="the parents are handled")
-        route = load_route(database, TOPIC)
-        plan = plan_split(route, scene.partitions[0], [200])
-        apply_change(runtime_of(database, scene.settings.key_prefix, application=database, actor="test"), plan)
-        scene.partitions = [*scene.partitions, *(int(line.partition) for line in load_route(database, TOPIC).ranges)]
-        scene.partitions = sorted(set(scene.partitions))
-        assert first.wait(40) == -9, "the place was not reached"
-        assert find_group(database, TOPIC, GROUP).version == 1
-        scene.publish(40)
-        scene.start("second")
-        scene.judge()
-        assert find_group(database, TOPIC, GROUP).version == 2
+    database, first = scene.database, scene.start("first", "pop.before_drained=kill")
+    wait_until(lambda: scene.count() == 40, timeout_s=40, what="the parents are handled")
+    route = load_route(database, TOPIC)
+    plan = plan_split(route, scene.partitions[0], [200])
+    apply_change(runtime_of(database, scene.settings.key_prefix, application=database, actor="test"), plan)
+    scene.partitions = [*scene.partitions, *(int(line.partition) for line in load_route(database, TOPIC).ranges)]
+    scene.partitions = sorted(set(scene.partitions))
+    assert first.wait(40) == -9, "the place was not reached"
+    assert find_group(database, TOPIC, GROUP).version == 1
+    scene.publish(40)
+    scene.start("second")
+    scene.judge()
+    assert find_group(database, TOPIC, GROUP).version == 2
 
 
 def test_a_message_that_kills_its_receiver_counts_each_time(scene: ReceiverScene) -> None:
