@@ -24,6 +24,7 @@ from mqlayer.errors import NotFound
 from mqlayer.groups import find_group
 from mqlayer.postgres.database import Database
 from mqlayer.redis.keys import partition_keys
+from mqlayer.relay import RelayLimits
 from mqlayer.routes import drop_change, finish_change, finish_changes, retire_partitions
 from mqlayer.runtime.route_cache import load_route
 from mqlayer.stack import RedisServer
@@ -43,8 +44,10 @@ from tests.proof.world import World
 
 KILLED = -signal.SIGKILL
 KEYS = 30
-PACE_S = 0.02
-"""Between two transactions of three messages: so that some are under way at each step of a change."""
+PACE_S = 0.05
+AT_A_TIME = 10
+"""Messages come all the time, so that some are under way at each step of a change, by few transactions."""
+CALM = RelayLimits(sweep_s=0.2, compare_s=0.2, progress_s=0.2, heartbeat_s=0.1, poll_min_s=0.02, late_s=0.5)
 KINDS = {"split": ("split", "1", "100", "node-1", "node-2"), "merge": ("merge", "1", "2"), "move": ("move", "1")}
 SUCCESSORS = {"split": 2, "merge": 1, "move": 1}
 PARENTS = {"split": 1, "merge": 2, "move": 1}
@@ -75,7 +78,7 @@ class Load:
         writer = threading.Thread(target=self._write, daemon=True)
         app.start()
         try:
-            with self.world.relay():
+            with self.world.relay(limits=CALM):
                 writer.start()
                 try:
                     self.more()
@@ -98,18 +101,19 @@ class Load:
 
     def more(self) -> None:
         """Wait until every key got more."""
-        wanted = self.count + KEYS + 1
+        wanted = self.count + KEYS + AT_A_TIME
         wait_until(lambda: self.count >= wanted, timeout_s=20, what="more to be published")
 
     def _write(self) -> None:
         with psycopg.connect(self.world.dsn) as connection:
             while not self._done.wait(PACE_S):
-                for _ in range(3):
-                    body = b"%d" % (self.count // KEYS)
-                    key = f"key-{self.count % KEYS}"
-                    connection.execute("SELECT mqlayer_app.publish_v1('orders', %s, %s)", (key, body))
-                    self.count += 1
+                numbers = range(self.count, self.count + AT_A_TIME)
+                connection.cursor().executemany(
+                    "SELECT mqlayer_app.publish_v1('orders', %s, %s)",
+                    [(f"key-{number % KEYS}", b"%d" % (number // KEYS)) for number in numbers],
+                )
                 connection.commit()
+                self.count += AT_A_TIME
 
 
 def facts(world: World) -> list[Any]:
