@@ -40,8 +40,10 @@ class Nemesis:
         self._relays = [relay if relay.poll() is None else self._start() for relay in self._relays]
 
     def kill(self) -> None:
-        """Kill a relay, wherever it stands."""
-        self._rng.choice(self._relays).kill()
+        """Kill a relay, wherever it stands; it is known to be dead, and replaced, before the next thing happens."""
+        relay = self._rng.choice(self._relays)
+        relay.kill()
+        relay.wait()
 
     def stop(self) -> None:
         """Stop a relay for longer than its lease, and wake it."""
