@@ -59,7 +59,7 @@ def test_the_first_program_runs_as_printed_from_a_plain_install(
     places = shlex.quote(f"{built_wheel.parent} {locked_wheels}")
     # No registry is asked: a package of this name there would be somebody else's.
     # Nor is all compiled: the programs read a part of it.
-    settings = f"PIP_NO_INDEX=1 PIP_FIND_LINKS={places} PIP_NO_COMPILE=1"
+    settings = f"PIP_NO_INDEX=1 PIP_FIND_LINKS={places} PIP_COMPILE=no"
     script = "\n".join([f"set -e; export {settings}", *steps, f"exec {last}"])
     heard: list[str] = []
     # Apart from what is printed: a log line could come between a line that the program prints and its end.
