@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import signal
@@ -35,7 +36,7 @@ from mqlayer.workers.job_claims import claimed
 from tests.fixtures.commands import Commands
 from tests.fixtures.failpoints import broken_off_at
 from tests.fixtures.later_steps import LATER, with_later_step
-from tests.fixtures.servers import StartRedis
+from tests.fixtures.servers import InitialisedClusters, StartRedis
 from tests.fixtures.wait import wait_until
 from tests.proof.jobs import BY_NAME
 from tests.proof.proxy import TcpProxy
@@ -47,9 +48,14 @@ PASSWORD = "s3cr3t"
 WELL = {"fsync": "on", "max_prepared_transactions": "4", "idle_in_transaction_session_timeout": "60s"}
 
 
+# All look at servers that one worker starts.
+pytestmark = pytest.mark.xdist_group("doctor")
+
+
 @pytest.fixture(scope="module")
-def well_postgres(server_directory: Path) -> Iterator[PostgresServer]:
+def well_postgres(server_directory: Path, initialised_clusters: InitialisedClusters) -> Iterator[PostgresServer]:
     """A Postgres with nothing to complain of."""
+    initialised_clusters.numbers = itertools.count()
     server = PostgresServer(server_directory / "postgres-well", options=WELL)
     server.start()
     migrate(server.create_database("well"))

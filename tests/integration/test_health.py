@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -18,6 +18,7 @@ from mqlayer.health import reports
 from mqlayer.stack import RedisServer
 from tests.fixtures.appender import Appender
 from tests.fixtures.consumers import Recorder, Stage, StartStage, member_of
+from tests.fixtures.forked_programs import Process, start_python
 from tests.fixtures.health_probes import ask, ask_until, free_ports
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.wait import wait_until
@@ -44,7 +45,7 @@ main()
 """Celery's command, with less patience for a broker."""
 START_S = 30.0
 
-Start = Callable[..., subprocess.Popen[str]]
+Start = Callable[..., Process]
 
 
 @pytest.fixture
@@ -69,32 +70,36 @@ def orders(database_dsn: str, redis_url: str, key_prefix: str) -> Iterator[Appen
 
 
 @pytest.fixture
-def start(proxied_dsn: str, key_prefix: str, tmp_path: Path) -> Iterator[Start]:
+def log(tmp_path: Path) -> Path:
+    """What programs write to their errors."""
+    return tmp_path / "log"
+
+
+@pytest.fixture
+def start(proxied_dsn: str, key_prefix: str, tmp_path: Path, log: Path) -> Iterator[Start]:
     """Start a program; it is killed after the test, and its log shown where that failed."""
     (tmp_path / "orders_program.py").write_text(PROGRAM)
-    environment = {**os.environ, "MQLAYER_LEASE_S": "1", "MQLAYER_DSN": proxied_dsn, "MQLAYER_KEY_PREFIX": key_prefix}
-    with ExitStack() as cleanup:
+    environment = {
+        **os.environ, "PYTHONPATH": str(tmp_path),
+        "MQLAYER_LEASE_S": "1", "MQLAYER_DSN": proxied_dsn, "MQLAYER_KEY_PREFIX": key_prefix,
+    }  # fmt: skip
+    with ExitStack() as cleanup, log.open("wb") as said:
 
-        def run(*words: str, **variables: str) -> subprocess.Popen[str]:
-            process = subprocess.Popen(
-                [sys.executable, *(() if words[0] == "-c" else ("-m",)), *words],
-                cwd=tmp_path,
-                env=environment | variables,
-                stderr=subprocess.PIPE,
-                text=True,
-                start_new_session=True,
-            )
+        def run(*words: str, **variables: str) -> Process:
+            process = start_python(*words, env=environment | variables, cwd=tmp_path, stderr=said, own_session=True)
             cleanup.callback(end, process)
             return process
 
         yield run
+    sys.stderr.write(log.read_text())
 
 
-def end(process: subprocess.Popen[str]) -> None:
+def end(process: Process) -> None:
     """Kill it with all that it started."""
     if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-    sys.stderr.write(process.communicate()[1] or "")
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------
@@ -151,12 +156,12 @@ def test_each_process_of_a_supervisor_answers_on_a_port_of_its_own(
     ids=["consume", "relay", "worker", "bare_worker", "beat"],
 )
 def test_a_port_in_use_ends_the_start_with_the_name_of_the_setting(
-    start: Start, orders: Appender, proxy: TcpProxy, words: list[str]
+    start: Start, orders: Appender, proxy: TcpProxy, words: list[str], log: Path
 ) -> None:
     process = start(*words, MQLAYER_HEALTH_PORT=str(proxy.port))
-    _, log = process.communicate(timeout=START_S)
-    assert process.returncode == 1
-    assert f"health port {proxy.port} of 127.0.0.1 is in use: set MQLAYER_HEALTH_PORT" in log.splitlines()[-1]
+    assert process.wait(START_S) == 1
+    said = log.read_text().splitlines()[-1]
+    assert f"health port {proxy.port} of 127.0.0.1 is in use: set MQLAYER_HEALTH_PORT" in said
 
 
 def test_a_relay_is_ready_while_its_lease_holds_and_live_throughout(

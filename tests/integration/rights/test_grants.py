@@ -19,8 +19,9 @@ from mqlayer.postgres.database import Database
 from mqlayer.postgres.migrations import migrate
 from mqlayer.postgres.rights import SCHEMAS, Right
 from tests.fixtures.commands import Commands
+from tests.fixtures.kept_connections import ask_postgres
 from tests.fixtures.roles import PASSWORD, Roles
-from tests.fixtures.servers import Postgres
+from tests.fixtures.servers import DatabaseMaker, Postgres
 
 RIGHTS = [right for right in Right if right is not Right.MIGRATE]
 LIMITED = [(Right.PUBLISH, "--topic", "orders"), (Right.CONSUME, "--group", "orders/ledger")]
@@ -41,21 +42,29 @@ Held = set[tuple[str, ...]]
 
 def held(dsn: str, role: str) -> Held:
     """Every privilege of a role in a database, and its rows in the tables of grants that are there."""
-    with closing(psycopg.connect(dsn, autocommit=True)) as connection:
-        oid = connection.execute("SELECT oid FROM pg_roles WHERE rolname = %s", [role]).fetchone()
-        assert oid is not None
-        found = {tuple(row) for row in connection.execute(HELD, {"role": oid[0]})}
-        for schema in SCHEMAS.values():
-            if connection.execute("SELECT to_regnamespace(%s)", [schema]).fetchone() != (None,):
-                rows = f"SELECT '{schema}', privilege, scope FROM {schema}.granted WHERE role = %s"
-                found |= {tuple(row) for row in connection.execute(rows.encode(), [oid[0]])}
+    ((oid,),) = ask_postgres(dsn, "SELECT oid FROM pg_roles WHERE rolname = %s", [role])
+    found = {tuple(row) for row in ask_postgres(dsn, HELD, {"role": oid})}
+    for schema in SCHEMAS.values():
+        if ask_postgres(dsn, "SELECT to_regnamespace(%s)", [schema]) != [(None,)]:
+            rows = f"SELECT '{schema}', privilege, scope FROM {schema}.granted WHERE role = %s"
+            found |= {tuple(row) for row in ask_postgres(dsn, rows, [oid])}
     return found
 
 
 def execute(dsn: str, script: str) -> None:
     """Run a script as a database administrator does."""
-    with closing(psycopg.connect(dsn, autocommit=True)) as connection:
-        connection.execute(script.encode())
+    try:
+        ask_postgres(dsn, script)
+    except psycopg.Error:
+        ask_postgres(dsn, "ROLLBACK")
+        raise
+
+
+@pytest.fixture(scope="module")
+def database_dsn(database_maker: DatabaseMaker, migrated_template: str) -> Iterator[str]:
+    """A database with both schemas: each test gives rights to roles of its own."""
+    with database_maker.copy_of(migrated_template) as dsn:
+        yield dsn
 
 
 @pytest.fixture
@@ -97,10 +106,10 @@ def test_the_right_to_migrate_is_to_be_a_member_of_the_owner(
 
 
 @pytest.mark.parametrize("right", RIGHTS)
-def test_other_rights_keep_all_that_they_need(commands: Commands, database_dsn: str, role: str, right: str) -> None:
-    others = [other for other in RIGHTS if other != right]
-    for other in others:
-        commands.text("grant", other, role)
+def test_other_rights_keep_all_that_they_need(
+    commands: Commands, database_dsn: str, roles: Roles, role: str, right: str
+) -> None:
+    roles.give(role, *(other for other in RIGHTS if other != right))
     before = held(database_dsn, role)
     commands.text("grant", right, role)
     commands.text("revoke", right, role)
@@ -159,7 +168,7 @@ def test_the_printed_sql_does_what_the_command_does(
     for one in (by_command, by_sql):
         for other in others:
             name, *scope = other.split()
-            commands.text("grant", name, one, *scope)
+            roles.give(one, Right(name), scopes=scope[1:] or [""])
     for verb in ("grant", "revoke"):
         commands.text(verb, right, by_command, *limits)
         before = held(database_dsn, by_sql)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Mapping
 
@@ -16,6 +15,7 @@ from mqlayer.errors import PermissionDenied
 from mqlayer.postgres.rights import Right
 from mqlayer.relay import Relay, relay_once
 from tests.fixtures.consumers import Stage
+from tests.fixtures.forked_programs import ask_python
 from tests.fixtures.roles import Roles
 
 START_S = 60
@@ -97,9 +97,7 @@ def test_a_publisher_to_single_topics_sends_nothing_directly(stage: Stage, roles
 def run_program(stage: Stage, dsn: str, *words: str) -> subprocess.CompletedProcess[str]:
     names = {"MQLAYER_DSN": dsn, "MQLAYER_KEY_PREFIX": stage.prefix, "MQLAYER_BROKER_URL": stage.url}
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MQLAYER_")} | names
-    return subprocess.run(
-        [sys.executable, "-m", *words], env=environment, capture_output=True, text=True, timeout=START_S, check=False
-    )
+    return ask_python(*words, env=environment, timeout=START_S)
 
 
 def test_the_relay_command_without_its_right_says_so_in_one_line(stage: Stage, roles: Roles) -> None:
