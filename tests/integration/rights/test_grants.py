@@ -28,9 +28,13 @@ LIMITED = [(Right.PUBLISH, "--topic", "orders"), (Right.CONSUME, "--group", "ord
 HELD = """
     WITH held AS (
         SELECT 'schema' AS kind, nspname::text AS object, '' AS part, a.* FROM pg_namespace, aclexplode(nspacl) a
+        WHERE nspacl IS NOT NULL
         UNION ALL SELECT 'relation', c.oid::regclass::text, '', a.* FROM pg_class c, aclexplode(relacl) a
+        WHERE relacl IS NOT NULL
         UNION ALL SELECT 'column', attrelid::regclass::text, attname, a.* FROM pg_attribute, aclexplode(attacl) a
+        WHERE attacl IS NOT NULL
         UNION ALL SELECT 'function', p.oid::regprocedure::text, '', a.* FROM pg_proc p, aclexplode(proacl) a
+        WHERE proacl IS NOT NULL
     )
     SELECT kind, object, part, privilege_type, grantor::regrole::text, is_grantable::text FROM held
     WHERE grantee = %(role)s
