@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -235,11 +234,11 @@ def test_a_worker_that_lacks_a_right_says_which_and_does_not_start(site: Site) -
     site.type(RedisRole.OPERATOR, "node", "register", "n1", site.server.url)
     with psycopg.connect(site.environment["MQLAYER_DSN"]) as connection:
         connection.execute("INSERT INTO mqlayer.node (name, url) VALUES ('unreachable', 'redis://127.0.0.1:1/0')")
-    worker = [sys.executable, "-m", "celery", "-A", "mqlayer.workers.app", "worker", "--pool", "solo"]
+    worker = ("celery", "-A", "mqlayer.workers.app", "worker", "--pool", "solo")
 
     def start() -> tuple[int, str]:
         environment = site.of(RedisRole.WORKER) | {"MQLAYER_BROKER_URL": "memory://"}
-        done = subprocess.run(worker, env=environment, capture_output=True, text=True, timeout=60, check=False)
+        done = ask_python(*worker, env=environment)
         site.unspoken(done.stdout + done.stderr)
         return done.returncode, done.stdout + done.stderr
 

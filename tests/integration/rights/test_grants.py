@@ -21,7 +21,7 @@ from mqlayer.postgres.rights import SCHEMAS, Right
 from tests.fixtures.commands import Commands
 from tests.fixtures.kept_connections import ask_postgres
 from tests.fixtures.roles import PASSWORD, Roles
-from tests.fixtures.servers import DatabaseMaker, Postgres
+from tests.fixtures.servers import DatabaseMaker
 
 RIGHTS = [right for right in Right if right is not Right.MIGRATE]
 LIMITED = [(Right.PUBLISH, "--topic", "orders"), (Right.CONSUME, "--group", "orders/ledger")]
@@ -424,21 +424,24 @@ def test_migrating_forgets_roles_that_are_gone(commands: Commands, database_dsn:
             assert rows.fetchone() == (0,)
 
 
+@pytest.fixture(scope="module")
+def two_databases(database_maker: DatabaseMaker) -> Iterator[tuple[str, str]]:
+    """One with the control schema, one with the application schema."""
+    with database_maker.copy_of("template1") as control, database_maker.copy_of("template1") as application:
+        migrate(control, schema="control")
+        migrate(application, schema="application")
+        yield control, application
+
+
 @pytest.fixture
-def apart(
-    postgres_server: Postgres, empty_database_dsn: str, monkeypatch: pytest.MonkeyPatch, logging_as_before: None
-) -> Iterator[tuple[str, str]]:
-    """Two databases: one with the control schema, one with the application schema."""
-    name = f"mqlayer_test_{uuid.uuid4().hex[:12]}"
-    application = postgres_server.create_database(name)
-    migrate(empty_database_dsn, schema="control")
-    migrate(application, schema="application")
-    monkeypatch.setenv("MQLAYER_DSN", empty_database_dsn)
-    monkeypatch.setenv("MQLAYER_APP_DSN", application)
-    yield empty_database_dsn, application
-    postgres_server.drop_database(name)
+def apart(two_databases: tuple[str, str], monkeypatch: pytest.MonkeyPatch, logging_as_before: None) -> tuple[str, str]:
+    """Both, named to commands."""
+    monkeypatch.setenv("MQLAYER_DSN", two_databases[0])
+    monkeypatch.setenv("MQLAYER_APP_DSN", two_databases[1])
+    return two_databases
 
 
+@pytest.mark.xdist_group("two_databases")
 @pytest.mark.parametrize("words", [["publish"], ["consume"], ["consume", "--group", "orders/g"], ["work"], ["operate"]])
 def test_each_of_two_databases_gets_its_own(apart: tuple[str, str], new_role: str, words: list[str]) -> None:
     commands = Commands()
