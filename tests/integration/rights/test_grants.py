@@ -64,13 +64,6 @@ def execute(dsn: str, script: str) -> None:
         raise
 
 
-@pytest.fixture(scope="module")
-def database_dsn(database_maker: DatabaseMaker, migrated_template: str) -> Iterator[str]:
-    """A database with both schemas: each test gives rights to roles of its own."""
-    with database_maker.copy_of(migrated_template) as dsn:
-        yield dsn
-
-
 @pytest.fixture
 def commands(database_dsn: str, monkeypatch: pytest.MonkeyPatch, logging_as_before: None) -> Commands:
     """Commands of the owner, on a database that holds both schemas."""

@@ -99,7 +99,10 @@ def run(dsn: str, path: str, *scripts: str) -> None:
 @pytest.fixture(scope="module")
 def trapped(database_maker: DatabaseMaker, migrated_template: str) -> Iterator[tuple[str, list[str]]]:
     """A database with traps for what is printed of rights, and that, for a role of its own."""
-    with database_maker.copy_of(migrated_template) as dsn, closing(Roles(dsn)) as roles:
+    with (
+        database_maker.copy_of(migrated_template) as dsn,
+        closing(Roles(dsn, database_maker.roles_of(dsn))) as roles,
+    ):
         role = Roles.name_of(roles.login())
         scripts = [
             Commands().text(verb, right, role, *limits, "--sql")

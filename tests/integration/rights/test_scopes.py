@@ -87,9 +87,12 @@ def database_dsn(request: pytest.FixtureRequest, scene: Scene, database_maker: D
 
 
 @pytest.fixture(scope="module")
-def common_ledger(common_dsn: str) -> Iterator[psycopg.Connection]:
+def common_ledger(common_dsn: str, database_maker: DatabaseMaker) -> Iterator[psycopg.Connection]:
     """A connection of a role that may consume orders/ledger, and nothing else."""
-    with closing(Roles(common_dsn)) as roles, closing(as_ledger(roles)) as connection:
+    with (
+        closing(Roles(common_dsn, database_maker.roles_of(common_dsn))) as roles,
+        closing(as_ledger(roles)) as connection,
+    ):
         yield connection
 
 
