@@ -8,7 +8,6 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import psycopg
 import pytest
@@ -19,7 +18,7 @@ from mqlayer import Context
 from mqlayer.domain.routing import PartitionId
 from mqlayer.routes import apply_change, plan_split
 from tests.fixtures.consumers import Recorder, Stage, StartStage
-from tests.fixtures.kept_connections import ask_postgres
+from tests.fixtures.kept_connections import LentSessions, ask_postgres
 from tests.fixtures.wait import wait_until
 from tests.proof.parking_shop import LATER_S, ParkingShop, release, rows
 from tests.proof.proxy import TcpProxy
@@ -57,31 +56,6 @@ def effects(stage: Stage) -> dict[str, list[int]]:
     return {key: [body for name, body in rows if name == key] for key, _ in rows}
 
 
-class Sessions:
-    """A handler's sessions, each used again until its line ends."""
-
-    def __init__(self, dsn: str) -> None:
-        self._dsn = dsn
-        self._free: list[psycopg.Connection] = []
-
-    @contextmanager
-    def lent(self) -> Iterator[psycopg.Connection]:
-        """Lend one; commit what was done in it."""
-        connection = self._free.pop() if self._free else psycopg.connect(self._dsn)
-        try:
-            yield connection
-            connection.commit()
-        except BaseException:
-            connection.close()
-            raise
-        self._free.append(connection)
-
-    def close(self) -> None:
-        """Close those that nobody has."""
-        for connection in self._free:
-            connection.close()
-
-
 def test_an_effect_whose_commit_was_not_answered_is_there_once(stage: Stage, line: TcpProxy) -> None:
     """It was committed; the handler is told that it failed, comes again, and the fence says that it is done."""
     lost = threading.Event()
@@ -106,7 +80,7 @@ def test_an_effect_whose_commit_was_not_answered_is_there_once(stage: Stage, lin
 @pytest.mark.parametrize("seed", [1, 2])
 def test_connections_that_end_anywhere_in_an_answer_cost_nothing(stage: Stage, line: TcpProxy, seed: int) -> None:
     """Two keys fail at first and are parked, the partition is split, each line ends behind up to 400 bytes."""
-    rng, shop, sessions = random.Random(seed), ParkingShop("key-1", "key-2"), Sessions(through(stage, line))
+    rng, shop, sessions = random.Random(seed), ParkingShop("key-1", "key-2"), LentSessions(through(stage, line))
 
     def act(body: bytes, ctx: Context) -> None:
         shop.act(body, ctx)
