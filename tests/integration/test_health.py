@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -70,7 +71,7 @@ def orders(database_dsn: str, redis_url: str, key_prefix: str) -> Iterator[Appen
 
 @pytest.fixture
 def log(tmp_path: Path) -> Path:
-    """What the programs say."""
+    """What programs write to their errors."""
     return tmp_path / "log"
 
 
@@ -78,24 +79,27 @@ def log(tmp_path: Path) -> Path:
 def start(proxied_dsn: str, key_prefix: str, tmp_path: Path, log: Path) -> Iterator[Start]:
     """Start a program; it is killed after the test, and its log shown where that failed."""
     (tmp_path / "orders_program.py").write_text(PROGRAM)
-    environment = {**os.environ, "MQLAYER_LEASE_S": "1", "MQLAYER_DSN": proxied_dsn, "MQLAYER_KEY_PREFIX": key_prefix}
-    with ExitStack() as cleanup:
+    environment = {
+        **os.environ, "PYTHONPATH": str(tmp_path),
+        "MQLAYER_LEASE_S": "1", "MQLAYER_DSN": proxied_dsn, "MQLAYER_KEY_PREFIX": key_prefix,
+    }  # fmt: skip
+    with ExitStack() as cleanup, log.open("wb") as said:
 
         def run(*words: str, **variables: str) -> Process:
-            with log.open("ab") as said:
-                process = start_python(*words, cwd=tmp_path, env=environment | variables, stderr=said, new_session=True)
-            cleanup.callback(end, process, log)
+            process = start_python(*words, env=environment | variables, cwd=tmp_path, stderr=said, new_session=True)
+            cleanup.callback(end, process)
             return process
 
         yield run
+    sys.stderr.write(log.read_text())
 
 
-def end(process: Process, log: Path) -> None:
+def end(process: Process) -> None:
     """Kill it with all that it started."""
     if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    sys.stderr.write(log.read_text())
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------
@@ -152,9 +156,10 @@ def test_each_process_of_a_supervisor_answers_on_a_port_of_its_own(
     ids=["consume", "relay", "worker", "bare_worker", "beat"],
 )
 def test_a_port_in_use_ends_the_start_with_the_name_of_the_setting(
-    start: Start, orders: Appender, proxy: TcpProxy, log: Path, words: list[str]
+    start: Start, orders: Appender, proxy: TcpProxy, words: list[str], log: Path
 ) -> None:
-    assert start(*words, MQLAYER_HEALTH_PORT=str(proxy.port)).wait(START_S) == 1
+    process = start(*words, MQLAYER_HEALTH_PORT=str(proxy.port))
+    assert process.wait(START_S) == 1
     said = log.read_text().splitlines()[-1]
     assert f"health port {proxy.port} of 127.0.0.1 is in use: set MQLAYER_HEALTH_PORT" in said
 
