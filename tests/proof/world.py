@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import psycopg
 import redis
 from pydantic import SecretStr
 
@@ -26,7 +25,7 @@ from mqlayer.settings import Settings
 from mqlayer.topics import create_topic, rearm_node, register_node
 from tests.fixtures.failpoints import armed
 from tests.fixtures.forked_programs import Process, start_python
-from tests.fixtures.kept_connections import ask_postgres
+from tests.fixtures.kept_connections import ask_postgres, kept_database, kept_session
 from tests.fixtures.roles import role_dsn
 from tests.fixtures.wait import wait_until
 from tests.proof.history import Append
@@ -62,6 +61,11 @@ class World:
         for number, url in enumerate(self.urls, start=1):
             self._register(number, url)
 
+    @property
+    def database(self) -> Database:
+        """The control database, as an operator reaches it; closed after the test."""
+        return kept_database(self.dsn)
+
     def add_node(self, url: str) -> None:
         """Register one more node."""
         self.server_urls = [*self.server_urls, url] if self.server_urls else ()
@@ -69,20 +73,17 @@ class World:
         self._register(len(self.urls), url)
 
     def _register(self, number: int, url: str) -> None:
-        with Database(self.dsn) as database:
-            register_node(runtime_of(database), name=f"node-{number}", url=url)
+        register_node(runtime_of(self.database), name=f"node-{number}", url=url)
 
     def add_topic(self, name: str = "orders", **options: Any) -> Route:
         """Create a topic that the outbox may publish to."""
-        with Database(self.dsn) as database:
-            runtime = runtime_of(database, self.key_prefix, application=database)
-            self.routes[name] = create_topic(runtime, name, **options)
+        runtime = runtime_of(self.database, self.key_prefix, application=self.database)
+        self.routes[name] = create_topic(runtime, name, **options)
         return self.routes[name]
 
     def arm_node(self, node: int = 1) -> tuple[Node, int]:
         """Arm a node's present run, as an operator or a worker does."""
-        with Database(self.dsn) as database:
-            return rearm_node(runtime_of(database, self.key_prefix), f"node-{node}")
+        return rearm_node(runtime_of(self.database, self.key_prefix), f"node-{node}")
 
     def settings(self, **changes: Any) -> Settings:
         """Return the settings of a process of this world."""
@@ -98,7 +99,7 @@ class World:
 
     def publish(self, count: int, *, topic: str = "orders", keys: int = 20, tag: str = "m") -> None:
         """Publish messages of a few keys, one transaction each."""
-        with psycopg.connect(self.dsn, autocommit=True) as connection, connection.cursor() as cursor:
+        with kept_session(self.dsn) as connection, connection.cursor() as cursor:
             cursor.executemany(
                 "SELECT mqlayer_app.publish_v1(%s, %s, %s)",
                 [(topic, f"key-{number % keys}", f"{tag}-{number}".encode()) for number in range(count)],
