@@ -386,23 +386,22 @@ def test_the_command_prints_its_plan_and_applies_it(
     run.text("migrate")
     world = World(empty_database_dsn, key_prefix, [redis_url])
     run.text("topic", "create", "orders", "--partitions", "2")
-    with Database(world.dsn) as database:
-        with world.relay():
-            publish(world, "a")
-        member = ManualMember(database, key_prefix, "orders")
-        member.consume_all()
-        words = ("group", "seek", "orders", "ledger", "--to", "earliest")
-        assert run.text(*words).splitlines() == [
-            "seek of group ledger of topic orders; fenced effects that were applied are passed over",
-            "  partition 1, LPs [0, 512): from offset 1",
-            "  partition 2, LPs [512, 1024): from offset 1",
-            "nothing was changed; --apply does this",
-        ]
-        assert member.consume_all() == 0
-        said = run.text(*words, "--replay", "--apply").splitlines()
-        assert said[0] == "seek of group ledger of topic orders; fenced effects are applied again"
-        assert said[-1] == "group ledger of topic orders goes on from there"
-        assert member.consume_all() == ROUND
+    with world.relay():
+        publish(world, "a")
+    member = ManualMember(world.database, key_prefix, "orders")
+    member.consume_all()
+    words = ("group", "seek", "orders", "ledger", "--to", "earliest")
+    assert run.text(*words).splitlines() == [
+        "seek of group ledger of topic orders; fenced effects that were applied are passed over",
+        "  partition 1, LPs [0, 512): from offset 1",
+        "  partition 2, LPs [512, 1024): from offset 1",
+        "nothing was changed; --apply does this",
+    ]
+    assert member.consume_all() == 0
+    said = run.text(*words, "--replay", "--apply").splitlines()
+    assert said[0] == "seek of group ledger of topic orders; fenced effects are applied again"
+    assert said[-1] == "group ledger of topic orders goes on from there"
+    assert member.consume_all() == ROUND
     assert "no place to go" in run.failure("group", "seek", "orders", "ledger", "--to", "yesterday")
     assert "no time zone" in run.failure("group", "seek", "orders", "ledger", "--to", "2026-11-21T09:30:00")
     assert "choose one" in run.failure(*words, "--plan", "--apply")

@@ -9,7 +9,6 @@ from mqlayer import Versions
 from mqlayer.domain.message import Identity
 from mqlayer.groups import GroupSettings, ensure_group
 from mqlayer.idempotency import InboxEntry, record_effect
-from mqlayer.postgres.database import Database
 from mqlayer.receiving.pop_message import PopMessage, Token
 from mqlayer.runtime.route_cache import RouteCache
 from mqlayer.workers.tasks import TASKS
@@ -22,13 +21,12 @@ pytestmark = pytest.mark.world(by_commands=True, tasks=True)
 
 @pytest.fixture
 def group_id(world: World) -> int:
-    with Database(world.dsn) as database:
-        routes = RouteCache(database)
-        settings = GroupSettings()
-        group = ensure_group(
-            runtime_of(database, world.key_prefix), routes, topic="orders", name="mailer", settings=settings
-        )
-        routes.close()
+    routes = RouteCache(world.database)
+    settings = GroupSettings()
+    group = ensure_group(
+        runtime_of(world.database, world.key_prefix), routes, topic="orders", name="mailer", settings=settings
+    )
+    routes.close()
     return group.group_id
 
 

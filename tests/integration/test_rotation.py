@@ -6,7 +6,6 @@ import psycopg
 import pytest
 
 from mqlayer.outbox import rotate
-from mqlayer.postgres.database import Database
 from mqlayer.relay import relay_once
 from tests.fixtures.wait import wait_until
 from tests.proof.partition_values import fall_back, set_states, snapshot
@@ -34,8 +33,7 @@ def relayed_count(world: World) -> int:
 
 
 def rotated(world: World) -> dict[int, str]:
-    with Database(world.dsn) as database:
-        return dict(rotate(database))
+    return dict(rotate(world.database))
 
 
 def test_a_slot_whose_rows_are_relayed_and_old_is_emptied(world: World, old_slot: int) -> None:

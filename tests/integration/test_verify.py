@@ -15,7 +15,6 @@ from mqlayer.doctor import Finding
 from mqlayer.doctor.verify import verify
 from mqlayer.domain.routing import lp_of
 from mqlayer.errors import NotFound
-from mqlayer.postgres.database import Database
 from mqlayer.redis.keys import group_keys, partition_keys
 from mqlayer.relay import relay_once
 from mqlayer.topics import set_archived
@@ -34,7 +33,7 @@ class Whole:
     """A system after some life: a split, two sources, a group that settled what there was, an archive of it."""
 
     def __init__(self, world: World) -> None:
-        self.world, self.database = world, Database(world.dsn)
+        self.world, self.database = world, world.database
         self.client = redis.Redis.from_url(world.urls[0], decode_responses=True)
         self.settings = world.settings(lease_s=5.0)
 
@@ -196,9 +195,8 @@ def test_nothing_differs_while_everything_runs(whole: Whole) -> None:
             whole.world.publish(20, tag="busy")
 
     def archive() -> None:
-        with Database(whole.world.dsn) as database:
-            while not over.is_set():
-                archive_pass(runtime_of(database, whole.world.key_prefix))
+        while not over.is_set():
+            archive_pass(runtime_of(whole.world.database, whole.world.key_prefix))
 
     threads = [threading.Thread(target=work) for work in (publish, archive)]
     app.start()

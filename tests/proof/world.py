@@ -21,6 +21,7 @@ from mqlayer.producing import Producer, ProducerOptions
 from mqlayer.redis.keys import PartitionKeys, partition_keys
 from mqlayer.redis.node_connection import Node
 from mqlayer.relay import Relay, RelayLimits
+from mqlayer.runtime.runtime import Runtime
 from mqlayer.settings import Settings
 from mqlayer.topics import create_topic, rearm_node, register_node
 from tests.fixtures.failpoints import armed
@@ -66,6 +67,10 @@ class World:
         """The control database, as an operator reaches it; closed after the test."""
         return kept_database(self.dsn)
 
+    def runtime(self, *, actor: str = "api") -> Runtime:
+        """Return an operator's runtime, with outbox, on the settings of this world's processes."""
+        return runtime_of(self.database, settings=self.settings(), application=self.database, actor=actor)
+
     def add_node(self, url: str) -> None:
         """Register one more node."""
         self.server_urls = [*self.server_urls, url] if self.server_urls else ()
@@ -99,7 +104,7 @@ class World:
 
     def publish(self, count: int, *, topic: str = "orders", keys: int = 20, tag: str = "m") -> None:
         """Publish messages of a few keys, one transaction each."""
-        with kept_session(self.dsn) as connection, connection.cursor() as cursor:
+        with kept_session(self.dsn, autocommit=True) as connection, connection.cursor() as cursor:
             cursor.executemany(
                 "SELECT mqlayer_app.publish_v1(%s, %s, %s)",
                 [(topic, f"key-{number % keys}", f"{tag}-{number}".encode()) for number in range(count)],
