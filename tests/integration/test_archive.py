@@ -37,6 +37,7 @@ from mqlayer.settings import Settings
 from mqlayer.topics import create_topic, rearm_node, set_archived
 from tests.fixtures.archive_scenes import HIGH, LOW, TOPIC, ArchiveScene
 from tests.fixtures.commands import Commands
+from tests.fixtures.kept_connections import kept_session
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.wait import wait_until
 from tests.proof.fall_back import FallBack
@@ -575,7 +576,7 @@ def test_a_snapshot_that_is_being_made_is_waited_for(archive_scene: ArchiveScene
     archive_scene.send(1, LOW, b"1")
     archive_scene.archive()
     archive_scene.age(40)
-    with psycopg.connect(archive_scene.dsn) as making, ThreadPoolExecutor(1) as pool:
+    with kept_session(archive_scene.dsn) as making, ThreadPoolExecutor(1) as pool:
         snapshot(making)
         running = pool.submit(days, archive_scene)
         wait_until(
@@ -592,7 +593,7 @@ def test_a_day_that_somebody_reads_is_left_for_the_next_call(
     archive_scene.send(1, LOW, b"1")
     archive_scene.archive()
     archive_scene.age(40)
-    with psycopg.connect(archive_scene.dsn) as reading:
+    with kept_session(archive_scene.dsn) as reading:
         reading.execute("SELECT 1 FROM mqlayer_archive.record").fetchall()
         assert days(archive_scene) == ["busy"]
     assert days(archive_scene) == ["dropped"]

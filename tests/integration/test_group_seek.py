@@ -11,7 +11,6 @@ from contextlib import closing, contextmanager
 from datetime import datetime
 from itertools import pairwise
 
-import psycopg
 import pytest
 
 from mqlayer import App, Context
@@ -27,6 +26,7 @@ from mqlayer.topics import rearm_node
 from tests.fixtures.commands import Commands
 from tests.fixtures.failpoints import armed
 from tests.fixtures.forked_programs import ask_python
+from tests.fixtures.kept_connections import kept_session
 from tests.fixtures.wait import wait_until
 from tests.proof.manual_member import ManualMember
 from tests.proof.partition_values import Snapshot, fall_back, snapshot
@@ -85,7 +85,7 @@ def test_a_time_in_an_older_version_replays_from_there_and_fences_who_holds_newe
             assert answer.epoch >= old.epoch
         assert not drained(database, before.session, old, "00000000-0000-0000-0000-000000000000")
     (parent,) = before.assigned().values() or again.assigned().values()
-    with psycopg.connect(world.dsn) as connection:
+    with kept_session(world.dsn) as connection:
         connection.execute("SELECT mqlayer_app.fence_raise_v1(%s, 0::smallint, 1024::smallint, %s)",
                            (before.group_id, parent.epoch))  # fmt: skip
         for old in held.values():
@@ -125,7 +125,7 @@ def consuming(world: World, *, fenced: bool = False) -> Iterator[tuple[Seen, See
         with lock:
             handled[ctx.key or ""].append(body.decode())
         if fenced:
-            with psycopg.connect(world.dsn) as connection:
+            with kept_session(world.dsn) as connection:
                 ctx.fence(connection)
                 with lock:
                     applied[ctx.key or ""].append(body.decode())
@@ -282,7 +282,7 @@ def test_a_group_is_not_sent_back_to_what_is_being_retired(world: World, databas
     split_and_publish(world, database)
     member = ManualMember(database, world.key_prefix, "orders")
     member.consume_all()
-    with psycopg.connect(world.dsn) as other, ThreadPoolExecutor() as pool:
+    with kept_session(world.dsn) as other, ThreadPoolExecutor() as pool:
         other.execute("SELECT FROM mqlayer.partition WHERE partition_id = 1 FOR NO KEY UPDATE")
         retired = pool.submit(retire_partitions, runtime_of(database, world.key_prefix))
         wait_until(lambda: waiting(world) == 1, what="the pass to wait")

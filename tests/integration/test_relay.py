@@ -6,7 +6,6 @@ import threading
 from dataclasses import replace
 from typing import Any
 
-import psycopg
 import pytest
 import redis
 
@@ -19,6 +18,7 @@ from mqlayer.postgres.rights import Right
 from mqlayer.relay import RelayLimits, relay_once, relay_session
 from mqlayer.relay.lp_cursors import plan
 from mqlayer.relay.lp_leases import LpSets
+from tests.fixtures.kept_connections import kept_session
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.wait import wait_until
 from tests.proof.world import QUICK, World
@@ -87,7 +87,7 @@ def test_a_relay_takes_over_what_a_dead_one_held(world: World) -> None:
 def test_a_relay_that_was_silent_for_half_of_its_lease_gets_no_share(world: World) -> None:
     """One that dies again and again leaves such rows: nobody would relay the LP sets that were theirs by right."""
     beat = "INSERT INTO mqlayer_app.relay (relay_id, lease_until) VALUES (%s, now() + make_interval(secs => %s))"
-    with psycopg.connect(world.dsn, autocommit=True) as connection:
+    with kept_session(world.dsn, autocommit=True) as connection:
         connection.execute(beat, ("well", 60.0))
         connection.execute(beat, ("dead", 29.0))
         me = LpSets("me", lease_s=60.0)
@@ -118,7 +118,7 @@ def test_two_relays_on_the_same_lps_are_harmless(world: World) -> None:
 
 
 def test_a_row_that_becomes_visible_late_is_not_passed_by(world: World) -> None:
-    with world.relay(), psycopg.connect(world.dsn) as slow:
+    with world.relay(), kept_session(world.dsn) as slow:
         slow.execute("SELECT mqlayer_app.publish_v1('orders', 'slow', 'first')")
         world.publish(50, keys=10)
         wait_until(lambda: sum(map(len, world.relayed().values())) == 50, what="the others to pass")
@@ -127,7 +127,7 @@ def test_a_row_that_becomes_visible_late_is_not_passed_by(world: World) -> None:
 
 
 def test_a_row_that_becomes_visible_after_its_id_was_given_up_is_found_by_its_counter(world: World) -> None:
-    with world.relay(limits=replace(QUICK, late_ids=1, late_s=0.0)), psycopg.connect(world.dsn) as slow:
+    with world.relay(limits=replace(QUICK, late_ids=1, late_s=0.0)), kept_session(world.dsn) as slow:
         slow.execute("SELECT mqlayer_app.publish_v1('orders', 'slow', 'first')")
         world.publish(50, keys=10)
         wait_until(lambda: sum(map(len, world.relayed().values())) == 50, what="the others to pass")
@@ -137,7 +137,7 @@ def test_a_row_that_becomes_visible_after_its_id_was_given_up_is_found_by_its_co
 
 def test_a_rolled_back_transaction_sends_nothing_and_holds_nobody(world: World) -> None:
     with world.relay():
-        with psycopg.connect(world.dsn) as connection:
+        with kept_session(world.dsn) as connection:
             connection.execute("SELECT mqlayer_app.publish_v1('orders', 'key-1', 'never')")
             connection.rollback()
         world.publish(20)

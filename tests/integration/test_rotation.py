@@ -7,6 +7,7 @@ import pytest
 
 from mqlayer.outbox import rotate
 from mqlayer.relay import relay_once
+from tests.fixtures.kept_connections import kept_session
 from tests.fixtures.wait import wait_until
 from tests.proof.partition_values import fall_back, set_states, snapshot
 from tests.proof.world import QUICK, World
@@ -68,7 +69,7 @@ def test_nothing_is_emptied_before_an_outbox_that_may_lack_commits_is_recovered(
 
 
 def test_a_slot_that_an_open_transaction_wrote_to_stays_and_nobody_waits(world: World, old_slot: int) -> None:
-    with psycopg.connect(world.dsn) as writer:
+    with kept_session(world.dsn) as writer:
         writer.execute("UPDATE mqlayer_app.outbox SET key = key WHERE slot = %s", (old_slot,))
         assert rotated(world)[old_slot] == "busy"
         writer.rollback()

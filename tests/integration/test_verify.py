@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
-import psycopg
 import pytest
 import redis
 
@@ -19,6 +18,7 @@ from mqlayer.redis.keys import group_keys, partition_keys
 from mqlayer.relay import relay_once
 from mqlayer.topics import set_archived
 from tests.fixtures.commands import Commands
+from tests.fixtures.kept_connections import kept_session
 from tests.fixtures.wait import wait_until
 from tests.proof.route_steps import split
 from tests.proof.runtimes import runtime_of
@@ -87,18 +87,17 @@ class Whole:
 
     def sql(self, text: str) -> None:
         """Do it as nobody should."""
-        with psycopg.connect(self.world.dsn, autocommit=True) as connection:
+        with kept_session(self.world.dsn, autocommit=True) as connection:
             connection.execute(text.encode())
 
 
 @pytest.fixture
-def whole(database_dsn: str, redis_url: str, key_prefix: str) -> Iterator[Whole]:
+def whole(database_dsn: str, redis_url: str, key_prefix: str) -> Whole:
     world = World(database_dsn, key_prefix, [redis_url])
     world.add_topic("orders", partitions=2)
     whole = Whole(world)
     whole.live()
-    yield whole
-    whole.database.close()
+    return whole
 
 
 def test_a_system_that_is_whole_has_no_difference(whole: Whole) -> None:
