@@ -68,7 +68,7 @@ def test_a_parent_on_a_node_that_is_away_leaves_the_others_open(
     away = start_redis()
     world = World(database_dsn, key_prefix, [redis_url, away.url])
     world.add_topic("orders", partitions=2)
-    scene = GateScene(world, world.database)
+    scene = GateScene(world)
     away.kill()
     with pytest.raises(StoreUnavailable):
         scene.merge(1, 2)
