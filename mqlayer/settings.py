@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 from pydantic import Field, SecretStr, model_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from mqlayer.errors import InvalidInput
 
@@ -142,6 +142,14 @@ class Settings(BaseSettings):
     """Anyone who reaches it may ask."""
     allow_unsafe_redis: bool = False
     """Accept Redis settings that void the promise: for tests."""
+
+    @classmethod
+    def settings_customise_sources(
+        cls, settings_cls: type[BaseSettings], *sources: PydanticBaseSettingsSource, **named: PydanticBaseSettingsSource
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Read arguments, then variables; the sources of files would find none, at half of the cost."""
+        del cls, settings_cls, sources
+        return named["init_settings"], named["env_settings"]
 
     @model_validator(mode="before")
     @classmethod

@@ -116,7 +116,7 @@ def _parsed(url: str) -> Address | None:
         address = _parse(url) if _is_clear(url) else None
         if address is not None:
             # Does not connect; an unknown option is a TypeError.
-            redis.ConnectionPool.from_url(address.url).make_connection()
+            redis.ConnectionPool.from_url(address.url, driver_info=None).make_connection()
     except (ValueError, TypeError, redis.RedisError):
         # The driver's message may hold a part of the URL.
         return None
