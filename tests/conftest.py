@@ -7,9 +7,11 @@ import gc
 import os
 import signal
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
+import redis.utils
 from _pytest.nodeid import NodeId
 from hypothesis import settings
 
@@ -34,6 +36,10 @@ pytest_plugins = [
     "tests.fixtures.worker_stores",
     "tests.fixtures.worlds",
 ]
+
+# Each client of a test asks for the driver's version, which is read from its package's files: that takes longer than
+# to connect.
+vars(redis.utils)["get_lib_version"] = cache(redis.utils.get_lib_version)
 
 # A failing assert of these shows both values, as in a test module.
 pytest.register_assert_rewrite("tests.proof")

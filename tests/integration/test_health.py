@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
-import psycopg
 import pytest
 from psycopg.conninfo import conninfo_to_dict
 
@@ -20,6 +19,7 @@ from tests.fixtures.appender import Appender
 from tests.fixtures.consumers import Recorder, Stage, StartStage, member_of
 from tests.fixtures.forked_programs import Process, start_python
 from tests.fixtures.health_probes import ask, ask_until, free_ports
+from tests.fixtures.kept_connections import kept_session
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.wait import wait_until
 from tests.proof.proxy import TcpProxy
@@ -202,7 +202,7 @@ def test_a_relay_whose_node_is_not_armed_names_it_until_it_is(
         world.publish(5)
         world.wait_until_whole()
         wait_until(lambda: relay.health().ready, what="it serves")
-        with psycopg.connect(database_dsn) as connection:
+        with kept_session(database_dsn) as connection:
             connection.execute("SELECT FROM mqlayer.node FOR UPDATE")
             node.restart()
             world.publish(5)
@@ -263,7 +263,7 @@ def test_a_member_whose_node_is_not_armed_is_not_ready_until_it_is(
     stage = start_stage(node.url)
     app = stage.consume(Recorder())
     wait_until(lambda: app.health().ready, what="the member serves")
-    with psycopg.connect(stage.dsn) as connection:
+    with kept_session(stage.dsn) as connection:
         connection.execute("SELECT FROM mqlayer.node FOR UPDATE")
         node.restart()
         reasons = wait_until(lambda: [r for r in app.health().waits if "not the armed one" in r], what="it says so")

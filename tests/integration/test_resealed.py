@@ -104,10 +104,9 @@ class Sealed:
 def sealed(request: pytest.FixtureRequest, database_dsn: str, redis_url: str, key_prefix: str) -> Iterator[Sealed]:
     world = World(database_dsn, key_prefix, [redis_url])
     world.add_topic("orders", partitions=1)
-    with Database(world.dsn) as database:
-        sealed = Sealed(world, database, request.param)
-        with sealed.client:
-            yield sealed
+    sealed = Sealed(world, world.database, request.param)
+    with sealed.client:
+        yield sealed
 
 
 def handled_by(sealed: Sealed, *, group: str = GROUP, count: int = 2 * ROUND, **said: Any) -> Seen:

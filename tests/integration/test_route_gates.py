@@ -17,7 +17,7 @@ from mqlayer.errors import StoreUnavailable
 from mqlayer.failpoints import FailpointHit
 from mqlayer.groups import MemberSession, drained, join, raise_group_version
 from mqlayer.maintenance import trim_pass
-from mqlayer.postgres.database import Connection, Database
+from mqlayer.postgres.database import Connection
 from mqlayer.producing import Producer
 from mqlayer.redis.keys import partition_keys
 from mqlayer.routes import (
@@ -68,19 +68,18 @@ def test_a_parent_on_a_node_that_is_away_leaves_the_others_open(
     away = start_redis()
     world = World(database_dsn, key_prefix, [redis_url, away.url])
     world.add_topic("orders", partitions=2)
-    with Database(world.dsn) as database:
-        scene = GateScene(world, database)
-        away.kill()
-        with pytest.raises(StoreUnavailable):
-            scene.merge(1, 2)
-        assert scene.client(1).hget(partition_keys(key_prefix, 1).meta, "state") == b"open"
-        away.start()
-        rearm_node(runtime_of(database, key_prefix), "node-2")
-        assert finish_changes(runtime_of(database, key_prefix)) == {1: "done"}
-        member = scene.member()
-        scene.publish()
-        member.consume_all()
-        assert member.bodies() == scene.expected()
+    scene = GateScene(world)
+    away.kill()
+    with pytest.raises(StoreUnavailable):
+        scene.merge(1, 2)
+    assert scene.client(1).hget(partition_keys(key_prefix, 1).meta, "state") == b"open"
+    away.start()
+    rearm_node(runtime_of(world.database, key_prefix), "node-2")
+    assert finish_changes(runtime_of(world.database, key_prefix)) == {1: "done"}
+    member = scene.member()
+    scene.publish()
+    member.consume_all()
+    assert member.bodies() == scene.expected()
 
 
 # Gates
