@@ -7,16 +7,18 @@ import gc
 import os
 import signal
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
+import redis.utils
 from _pytest.nodeid import NodeId
 from hypothesis import settings
 
 from mqlayer.failpoints import disarm_all
 from mqlayer.redis.access import forget_access
 from tests.fixtures.kept_connections import close_kept_connections
-from tests.fixtures.missing_tools import parts_left_out
+from tests.fixtures.missing_tools import pytest_terminal_summary as pytest_terminal_summary  # noqa: PLC0414  # a hook
 
 pytest_plugins = [
     "tests.fixtures.archive_scenes",
@@ -35,11 +37,17 @@ pytest_plugins = [
     "tests.fixtures.worlds",
 ]
 
+# Each client of a test asks for the driver's version, which is read from its package's files: that takes longer than
+# to connect.
+vars(redis.utils)["get_lib_version"] = cache(redis.utils.get_lib_version)
+
 # A failing assert of these shows both values, as in a test module.
 pytest.register_assert_rewrite("tests.proof")
 
 TESTS = Path(__file__).parent
 SPARK_TIMEOUT_S = 600
+# Hypothesis tries hundreds of examples, ten seconds of work that a busy machine makes minutes of.
+PROPERTY_TIMEOUT_S = 400
 MARKED_FOLDERS = {"unit", "property", "integration", "chaos"}
 
 
@@ -76,21 +84,14 @@ def pytest_configure() -> None:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say at the end which parts of tests were left out: the reasons of whole ones come with `-rs`, see pyproject."""
-    reports = [report for found in terminalreporter.stats.values() for report in found]
-    if lines := parts_left_out(reports):
-        terminalreporter.section("parts left out")
-        for line in lines:
-            terminalreporter.write_line(line)
-
-
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     for item in items:
         folder = item.path.relative_to(TESTS).parts[0]
         if folder in MARKED_FOLDERS:
             item.add_marker(folder)
+        if folder == "property":
+            item.add_marker(pytest.mark.timeout(PROPERTY_TIMEOUT_S))
         if "spark" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.xdist_group("spark"))
             # The first of them starts the session, which takes a minute of a busy machine; a session that a limit

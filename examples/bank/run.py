@@ -29,10 +29,10 @@ import typer
 from examples.bank.archiving import ArchiveFailed, archive, audit
 from examples.bank.crews import Crew, Members, Receivers
 from examples.bank.faults import Faults
-from examples.bank.figures import Figures, Verdict
+from examples.bank.figures import Details, Figures, Verdict
 from examples.bank.rerouting import PREFIX, Rerouting
 from examples.bank.show import Show, show_verdict
-from examples.bank.stage import CONSUMER_PROCESSES, PARTITIONS, Stage
+from examples.bank.stage import CONSUMER_PROCESSES, PARTITIONS, SCALE, Stage
 from mqlayer.errors import MqlayerError
 from mqlayer.stack.wait import comes_true
 
@@ -50,6 +50,7 @@ def main(
     seconds: Annotated[int, typer.Option(min=1, help="How long pgbench runs.")] = 60,
     rate: Annotated[int, typer.Option(min=0, help="Transactions per second; 0: as fast as possible.")] = DEFAULT_RATE,
     clients: Annotated[int, typer.Option(min=1, max=100, help="Clients of pgbench.")] = 8,
+    scale: Annotated[int, typer.Option(min=1, help="Branches of the bank, of 100,000 accounts each.")] = SCALE,
     as_json: Annotated[bool, typer.Option("--json", help="Print the verdict as one JSON object.")] = False,  # noqa: FBT002
     spark: Annotated[bool, typer.Option(help="End with Spark's order audit of the archive.")] = True,  # noqa: FBT002
     pop: Annotated[bool, typer.Option("--pop", help="Consume by ordered pop, without members.")] = False,  # noqa: FBT002
@@ -59,7 +60,9 @@ def main(
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _interrupt)
     try:
-        verdict = _run(seconds, rate=rate, clients=clients, on_stderr=as_json, spark=spark, pop=pop, logs=logs)
+        with Show(seconds=seconds) as show, _stage(logs, pop=pop, scale=scale) as stage:
+            verdict, details = _run(stage, show, seconds=seconds, rate=rate, clients=clients, spark=spark)
+        show_verdict(verdict, details, on_stderr=as_json)
     except (MqlayerError, RunFailed, ArchiveFailed) as error:
         sys.stderr.write(f"bank: {error}\n")
         raise typer.Exit(1) from None
@@ -68,35 +71,31 @@ def main(
     raise typer.Exit(0 if verdict.good else 1)
 
 
-def _run(
-    seconds: int, *, rate: int, clients: int, on_stderr: bool, spark: bool, pop: bool, logs: Path | None
-) -> Verdict:
-    with Show(seconds=seconds) as show, _stage(logs, pop=pop) as stage:
-        show.note("starting two partition nodes, a broker and Postgres")
-        stage.start_servers()
-        show.note("making pgbench's tables, the topic, the trigger and the read model")
-        stage.prepare()
-        hosts = "and processes that receive" if pop else "that hosts consumers, and more consumer processes"
-        show.note(f"starting the relay, a Celery worker {hosts}")
-        stage.start_processes()
-        figures = Figures(stage.control_dsn, stage.bank_dsn)
-        crew = _crew(stage, figures, pop=pop)
-        if not comes_true(crew.complete, within_s=JOINED_WITHIN_S):
-            raise RunFailed(f"the consumers were not all at work within {JOINED_WITHIN_S:g} s")
-        show.note(f"pgbench runs for {seconds} s, {f'{rate} transactions/s' if rate else 'as fast as it can'}")
-        faults_at = _load(stage, figures, crew, show, seconds=seconds, rate=rate, clients=clients)
-        _drain(figures, show, seconds)
-        stage.stop_processes()
-        verdict, details = figures.verdict(), figures.details(faults_at)
-        show.note("archiving what is not archived yet, and taking a snapshot")
-        archived = archive(stage.control_dsn)
-        verdict = replace(verdict, archived=archived, audit=audit(stage.control_dsn, show.note) if spark else None)
-    show_verdict(verdict, details, on_stderr=on_stderr)
-    return verdict
+def _run(stage: Stage, show: Show, *, seconds: int, rate: int, clients: int, spark: bool) -> tuple[Verdict, Details]:
+    show.note("starting two partition nodes, a broker and Postgres")
+    stage.start_servers()
+    show.note("making pgbench's tables, the topic, the trigger and the read model")
+    stage.prepare()
+    hosts = "and processes that receive" if stage.pop else "that hosts consumers, and more consumer processes"
+    show.note(f"starting the relay, a Celery worker {hosts}")
+    stage.start_processes()
+    figures = Figures(stage.control_dsn, stage.bank_dsn)
+    crew = _crew(stage, figures)
+    if not comes_true(crew.complete, within_s=JOINED_WITHIN_S):
+        raise RunFailed(f"the consumers were not all at work within {JOINED_WITHIN_S:g} s")
+    show.note(f"pgbench runs for {seconds} s, {f'{rate} transactions/s' if rate else 'as fast as it can'}")
+    faults_at = _load(stage, figures, crew, show, seconds=seconds, rate=rate, clients=clients)
+    _drain(figures, show, seconds)
+    stage.stop_processes()
+    verdict, details = figures.verdict(), figures.details(faults_at)
+    show.note("archiving what is not archived yet, and taking a snapshot")
+    archived = archive(stage.control_dsn)
+    verdict = replace(verdict, archived=archived, audit=audit(stage.control_dsn, show.note) if spark else None)
+    return verdict, details
 
 
-def _crew(stage: Stage, figures: Figures, *, pop: bool) -> Crew:
-    if pop:
+def _crew(stage: Stage, figures: Figures) -> Crew:
+    if stage.pop:
         return Receivers(figures, stage.control_dsn, stage.receiver_pids, prefix=PREFIX)
     return Members(figures, spared_pid=stage.worker_pid, members=CONSUMER_PROCESSES + 1, partitions=PARTITIONS)
 
@@ -146,12 +145,12 @@ def _drain(figures: Figures, show: Show, seconds: int) -> None:
 
 
 @contextmanager
-def _stage(logs: Path | None, *, pop: bool) -> Iterator[Stage]:
+def _stage(logs: Path | None, *, pop: bool, scale: int) -> Iterator[Stage]:
     """Lend a stage in a directory of its own; nothing of it is left afterwards, whatever happens."""
     directory = Path(tempfile.mkdtemp(prefix="mqlayer-bank-"))
     # The account of Postgres must be able to enter.
     directory.chmod(0o755)
-    stage = Stage(directory, pop=pop)
+    stage = Stage(directory, pop=pop, scale=scale)
     with ExitStack() as cleanup:
         cleanup.callback(shutil.rmtree, directory, ignore_errors=True)
         cleanup.callback(stage.close)

@@ -49,12 +49,13 @@ RECEIVER_PROCESSES: Final = 4
 class Stage:
     """Everything of one run. `close` leaves nothing of it behind, however far it came.
 
-    `pop`: who consumes are receivers in processes of their own, and the worker hosts nobody.
+    `pop`: who consumes are receivers in processes of their own, and the worker hosts nobody. `scale`: pgbench's.
     """
 
-    def __init__(self, directory: Path, *, pop: bool = False) -> None:
+    def __init__(self, directory: Path, *, pop: bool = False, scale: int = SCALE) -> None:
         self.directory = directory
-        self._pop = pop
+        self.pop = pop
+        self._scale = scale
         self._password = secrets.token_urlsafe(16)
         self._stack = Stack(directory / "stack", node_count=2)
         self._processes: list[BackgroundProcess] = []
@@ -100,7 +101,7 @@ class Stage:
             self._make_roles()
             with Database(self._up.dsn) as control, Database(self.bank_dsn) as bank:
                 create_topic(Runtime(control, Settings(), bank), TOPIC, partitions=PARTITIONS, archived=True)
-            self._pgbench("--initialize", "--quiet", "--scale", str(SCALE))
+            self._pgbench("--initialize", "--quiet", "--scale", str(self._scale))
             connection.execute(Path(__file__).with_name("schema.sql").read_bytes())
 
     def _make_roles(self) -> None:
@@ -120,8 +121,8 @@ class Stage:
         """Start relay, worker and consumers; return when each says that it serves."""
         worker = ["-m", "celery", "-A", "mqlayer.workers.app", "worker", "--beat", "--loglevel", "INFO"]
         worker += ["--schedule", str(self.directory / "beat"), "--concurrency", "1", "--without-gossip"]
-        worker += ["--without-mingle", *([] if self._pop else ["--mqlayer-app", APPLICATION])]
-        self._consumers = self._receivers() if self._pop else [self._members()]
+        worker += ["--without-mingle", *([] if self.pop else ["--mqlayer-app", APPLICATION])]
+        self._consumers = self._receivers() if self.pop else [self._members()]
         self._worker = self._process("worker", worker, ready_line=" ready.", kind="worker")
         relay = self._process("relay", ("-m", "mqlayer", "relay"), ready_line="relay_started", kind="relay")
         self._processes = [*self._consumers, self._worker, relay]

@@ -39,6 +39,8 @@ INFO_SECTIONS: Final = ("server", "replication", "persistence", "memory")
 Command = Sequence[Any]
 
 
+_scripts_sent: Final[set[tuple[str, str]]] = set()
+"""Address and run of each server that this process sent all scripts to, until it answers NOSCRIPT."""
 # Cached: asked for with each reply.
 _display = lru_cache(maxsize=256)(display_url)
 
@@ -95,7 +97,7 @@ class NodeConnection:
         self._open_connection(node.url)
 
     def connect(self) -> ServerFacts:
-        """Connect unless connected: check run, role, settings and rights, load scripts.
+        """Connect unless connected: check run, role, settings and rights; load scripts once per run.
 
         Raises StoreUnavailable, NodeNotArmed, AccessDenied or ConfigurationRefused; nothing was sent. If another run or
         address counts by now, raises StoreUnavailable: commands under way have an unknown outcome.
@@ -140,7 +142,9 @@ class NodeConnection:
         facts = self._ask_facts()
         self._check(facts)
         self._check_rights(facts)
-        self._load_scripts(facts.version)
+        if (self._url, facts.run_id) not in _scripts_sent:
+            self._load_scripts(facts)
+        self._digests = dict(script_digests(facts.version))
         self.facts, self._demoted = facts, False
 
     def _refuse_if_void(self, facts: ServerFacts) -> None:
@@ -225,6 +229,8 @@ class NodeConnection:
                 except redis.ResponseError as error:
                     # A demoted primary keeps its connections; only a new connection reaches the new primary.
                     self._demoted = self._demoted or "READONLY" in str(error) or _is_demotion(error)
+                    if is_missing_script(error) and self.facts is not None:
+                        _scripts_sent.discard((self._url, self.facts.run_id))
                     replies.append(error)
         except (redis.RedisError, OSError) as error:
             self.close()
@@ -257,9 +263,9 @@ class NodeConnection:
 
     def reload_scripts(self) -> None:
         """Load scripts again, after NOSCRIPT."""
-        version = self.connect().version
+        facts = self.connect()
         try:
-            self._load_scripts(version)
+            self._load_scripts(facts)
         except (redis.RedisError, OSError) as error:
             self.close()
             raise not_reached(self.node.address, error) from error
@@ -324,11 +330,11 @@ class NodeConnection:
                 f"any worker, or `mqlayer node rearm {self.node.name}`, arms it again",
             )
 
-    def _load_scripts(self, version: tuple[int, int, int]) -> None:
-        for reply in self._ask([("SCRIPT", "LOAD", text) for text in script_texts(version).values()]):
+    def _load_scripts(self, facts: ServerFacts) -> None:
+        for reply in self._ask([("SCRIPT", "LOAD", text) for text in script_texts(facts.version).values()]):
             if isinstance(reply, Exception):
                 raise reply
-        self._digests = dict(script_digests(version))
+        _scripts_sent.add((self._url, facts.run_id))
 
 
 def _settings_from_info(info: Mapping[str, str]) -> dict[str, str]:

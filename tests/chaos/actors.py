@@ -18,7 +18,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final
@@ -190,6 +190,28 @@ class Connections:
             return psycopg.connect(self._dsn, connect_timeout=5)
 
 
+class AsyncConnections:
+    """The same for a handler that is a coroutine."""
+
+    def __init__(self, dsn: str) -> None:
+        self._dsn, self._idle = dsn, list[psycopg.AsyncConnection[Any]]()
+
+    @contextlib.asynccontextmanager
+    async def connection(self) -> AsyncIterator[psycopg.AsyncConnection[Any]]:
+        """Lend a connection; what was done is committed at the end, or rolled back."""
+        connection = self._idle.pop() if self._idle else await psycopg.AsyncConnection.connect(self._dsn)
+        try:
+            yield connection
+            await connection.commit()
+        except BaseException:
+            with contextlib.suppress(psycopg.Error):
+                await connection.rollback()
+            raise
+        finally:
+            if not connection.closed:
+                self._idle.append(connection)
+
+
 def _book_into_sink(app: mqlayer.App, history: History, kind: Any = BATCH) -> None:
     pool = Connections(os.environ["MQLAYER_DSN"])
     if kind is not None:
@@ -224,10 +246,10 @@ def sell(name: str, directory: Path, stopping: threading.Event) -> None:
         MemberWitness(history, TOPIC).observe()
     observe_parking(history, TOPIC, GROUP)
     rules: dict[str, Any] = json.loads(os.environ.get("MQLAYER_TEST_RULES", "{}"))
-    options = mqlayer.MemberOptions(concurrency=6, member_id=os.environ.get("MQLAYER_TEST_MEMBER", ""))
+    options = mqlayer.MemberOptions(concurrency=HANDLERS, member_id=os.environ.get("MQLAYER_TEST_MEMBER", ""))
     batch = mqlayer.BatchOf(BATCH, limit=BATCH_LIMIT) if BATCH is not None else None
     register = app.consumer(TOPIC, group=GROUP, start="earliest", batch=batch, options=options, **rules)
-    pool = Connections(os.environ["MQLAYER_DSN"])
+    pool, async_pool = Connections(os.environ["MQLAYER_DSN"]), AsyncConnections(os.environ["MQLAYER_DSN"])
 
     def handle(body: bytes, ctx: mqlayer.Context) -> None:
         facts = _facts(body, ctx)
@@ -241,7 +263,7 @@ def sell(name: str, directory: Path, stopping: threading.Event) -> None:
         facts = _facts(body, ctx)
         with _delivery(history, facts, ctx):
             faults.strike(facts)
-            async with await psycopg.AsyncConnection.connect(os.environ["MQLAYER_DSN"]) as connection:
+            async with async_pool.connection() as connection:
                 await ctx.afence(connection)
                 await connection.execute(INTO_SINK, facts)
 

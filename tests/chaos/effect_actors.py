@@ -8,12 +8,11 @@ import threading
 from collections.abc import Callable
 from typing import Final
 
-import psycopg
-
 import mqlayer
 from mqlayer.idempotency import set_version, watch_versions
 from mqlayer.maintenance import clean_inbox
 from mqlayer.postgres.database import Database
+from tests.chaos.actors import Connections
 from tests.proof.runtimes import runtime_of
 
 TOPIC: Final = "orders"
@@ -25,11 +24,11 @@ INTO_SINK: Final = "INSERT INTO sink (entity, value) VALUES (%s, %s)"
 def note() -> None:
     """Have an effect for each message, by the inbox."""
     app = mqlayer.App()
-    dsn = app.settings.application_dsn()
+    pool = Connections(app.settings.application_dsn())
 
     @app.consumer(TOPIC, group=GROUP, ordered=False, backoff_s=(0.05,))
     def handle(body: bytes, ctx: mqlayer.Context) -> None:
-        with psycopg.connect(dsn) as connection:
+        with pool.connection() as connection:
             ctx.inbox(connection)
             connection.execute(INTO_SINK, ("", body.decode()))
 
@@ -39,12 +38,12 @@ def note() -> None:
 def version() -> None:
     """Have an effect for each version of an entity, in order."""
     app, versions = mqlayer.App(), mqlayer.Versions("sink")
-    dsn = app.settings.application_dsn()
+    pool = Connections(app.settings.application_dsn())
 
     @app.consumer(TOPIC, group=GROUP, ordered=False, backoff_s=(0.05,))
     def handle(body: bytes, ctx: mqlayer.Context) -> None:
         entity, number = body.decode().split(":")
-        with psycopg.connect(dsn) as connection:
+        with pool.connection() as connection:
             for event in versions.take(connection, ctx, entity=entity, version=int(number)):
                 connection.execute(INTO_SINK, event.body.decode().split(":"))
 

@@ -99,13 +99,15 @@ def test_an_archiver_stopped_in_a_copy_is_ended_by_whoever_waits_for_the_topic(
     monkeypatch.setattr(batches, "STOPPED_S", 0.1)
     monkeypatch.setattr(batches, "CONFLICT_S", 0.5)
     send(archive_scene)
-    words = ("-c", PROGRAM, archive_scene.dsn, archive_scene.prefix, "archive")
-    stopped = start_python(*words, env=os.environ | armed("archive.in_copy=stop"), stderr=subprocess.DEVNULL)
+    arguments = PROGRAM, archive_scene.dsn, archive_scene.prefix, "archive"
+    stopped = start_python("-c", *arguments, env=os.environ | armed("archive.in_copy=stop"), stderr=subprocess.DEVNULL)
     try:
         wait_until(lambda: archive_scene.rows(WAITING), what="it is stopped in its COPY", timeout_s=20)
         wait_until(lambda: archive_scene.archive().total == 120, what="another one goes on", timeout_s=20)
-    finally:
         stopped.send_signal(signal.SIGCONT)
-    stopped.wait(20)
+        stopped.wait(20)
+    finally:
+        stopped.kill()
+        stopped.wait()
     archive_scene.archive()
     archive_scene.assert_whole()

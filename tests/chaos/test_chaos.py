@@ -31,14 +31,16 @@ from tests.chaos.harness.run import SHORT, Length, run, shown
 from tests.chaos.harness.scene import Scene
 from tests.fixtures.missing_tools import leave_out_part
 
-LONG_S = 600.0
+LONG_S, LONG_PAUSE_S = 600.0, 0.04
 
 
 def length_of(config: pytest.Config) -> Length:
     """Return the short form, the long one, or as many seconds as are asked for."""
     long = bool(config.getoption("--long", default=False))
     seconds = float(os.environ.get("MQLAYER_CHAOS_SECONDS", LONG_S if long else 0))
-    return replace(SHORT, seconds=seconds, changes=20, messages=100_000) if long else replace(SHORT, seconds=seconds)
+    if not long:
+        return replace(SHORT, seconds=seconds)
+    return replace(SHORT, seconds=seconds, changes=20, messages=100_000, pause_s=LONG_PAUSE_S)
 
 
 @pytest.fixture

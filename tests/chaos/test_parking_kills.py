@@ -11,7 +11,6 @@ from typing import Any, Final
 import pytest
 
 from mqlayer.domain.routing import lp_of
-from mqlayer.postgres.database import Database
 from mqlayer.runtime.route_cache import load_route
 from tests.chaos.actors import TOPIC
 from tests.fixtures.kill_scenes import COUNT, KEYS, KillScene, judge
@@ -82,13 +81,13 @@ def test_kills_while_a_key_at_its_limit_holds_a_route_change_up(kill_scene: Kill
     of_key = COUNT // KEYS
     first = shop.start("first")
     wait_until(
-        lambda: shop.places() == {"parked_message": LIMIT, "dead_message": 0, "sink": COUNT - of_key},
+        lambda: shop.counts() == {"parked_message": LIMIT, "dead_message": 0, "sink": COUNT - of_key},
         timeout_s=40, what="the key is parked as far as there is room, the others are handled",
     )  # fmt: skip
     prefix = kill_scene.settings.key_prefix
-    with Database(kill_scene.settings.control_dsn()) as database:
-        parent = range_of(load_route(database, TOPIC), lp_of(b"key-7")).partition
-        split(runtime_of(database, prefix), TOPIC, parent)
+    database = kill_scene.database
+    parent = range_of(load_route(database, TOPIC), lp_of(b"key-7")).partition
+    split(runtime_of(database, prefix), TOPIC, parent)
     first.kill()
     kill_scene.publish()
     for failpoint in ("acquire.after_send=kill", "parking.before_commit=kill", "parking.after_commit=kill"):
@@ -110,7 +109,7 @@ def test_kills_while_a_key_at_its_limit_holds_a_route_change_up(kill_scene: Kill
         shop.killed_trying(failpoint)
     shop.start("last")
     wait_until(
-        lambda: shop.trying(lambda: shop.places()["sink"] == 2 * COUNT),
+        lambda: shop.trying(lambda: shop.counts()["sink"] == 2 * COUNT),
         timeout_s=40, what="every message has its effect",
     )  # fmt: skip
     shop.wait_unparked()
@@ -160,7 +159,7 @@ def test_kills_while_messages_are_dead_lettered_that_were_parked(kill_scene: Kil
     shop.start("last")
     waiting = "SELECT count(*) FROM mqlayer.parked_key WHERE due_at > now() + interval '1 minute'"
     wait_until(
-        lambda: shop.places()["dead_message"] >= len(BROKEN) and shop.rows(waiting) == [(len(BROKEN),)],
+        lambda: shop.counts()["dead_message"] >= len(BROKEN) and shop.rows(waiting) == [(len(BROKEN),)],
         timeout_s=40, what="each key's first message is dead, and its next one waits",
     )  # fmt: skip
     shop.fail()

@@ -28,6 +28,7 @@ def test_planted_bugs_are_caught_and_told_in_a_table(request: pytest.FixtureRequ
     assert all(f"| `{name}` |" in told for name in names)
 
 
+@pytest.mark.usefixtures("quick_initdb")
 @pytest.mark.parametrize("name", ["number_before_lock", "fence_without_epoch", "no_new_epochs", "any_seal"])
 def test_without_its_bug_a_race_is_clean(name: str) -> None:
     found = race(name, planted=False, most_rounds=1)

@@ -83,7 +83,7 @@ def test_a_power_cut_loses_nothing_that_came_through_the_outbox_and_nothing_else
                     if torn:
                         _wait_for_rewrite(node)
             play.end("writer")
-            wait_until(lambda: drained(reader), timeout_s=90, what=f"the sink holds all of the outbox, {seed=}")
+            wait_until(lambda: drained(database_dsn), timeout_s=90, what=f"the sink holds all of the outbox, {seed=}")
         play.end("consumer")
         play.end("relay")
     finally:

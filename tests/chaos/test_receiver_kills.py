@@ -14,15 +14,12 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-import psycopg
 import pytest
 from pydantic import SecretStr
 
 from mqlayer import Receiver
-from mqlayer.domain.routing import lp_of
 from mqlayer.groups import find_group
 from mqlayer.postgres.database import Database
-from mqlayer.relay import relay_once
 from mqlayer.routes import apply_change, plan_split
 from mqlayer.runtime.route_cache import load_route
 from mqlayer.settings import Settings
@@ -31,21 +28,22 @@ from tests.chaos.actors import GROUP, SINK, TOPIC
 from tests.chaos.harness.stores import drained, note_sink, note_streams
 from tests.fixtures.failpoints import armed
 from tests.fixtures.forked_programs import Process, start_python
+from tests.fixtures.kept_connections import ask_postgres
+from tests.fixtures.kill_scenes import publish_numbered
 from tests.fixtures.wait import wait_until
 from tests.proof.checker import check
-from tests.proof.history import History, Publish, read_histories
+from tests.proof.history import History, read_histories
 from tests.proof.runtimes import runtime_of
 
 ROOT: Final = Path(__file__).parents[2]
 COUNT: Final = 240
-KEYS: Final = 20
 
 
 class ReceiverScene:
     """Messages in the partitions, receivers that are killed, and what they leave."""
 
-    def __init__(self, settings: Settings, directory: Path, partitions: list[int]) -> None:
-        self.settings, self.directory, self.partitions = settings, directory, partitions
+    def __init__(self, database: Database, settings: Settings, directory: Path, partitions: list[int]) -> None:
+        self.database, self.settings, self.directory, self.partitions = database, settings, directory, partitions
         self.running: list[Process] = []
         self.published = self.seed = 0
 
@@ -68,24 +66,13 @@ class ReceiverScene:
 
     def publish(self, count: int) -> None:
         """Commit messages and bring them to the partitions."""
-        name = f"writer-{self.published}"
-        with psycopg.connect(self.settings.control_dsn()) as connection, History(self.directory, name) as history:
-            for number in range(self.published, self.published + count):
-                key, value = f"key-{number % KEYS}", str(number)
-                operation = history.begin(Publish(topic=TOPIC, key=key, value=value))
-                row = connection.execute(
-                    "SELECT mqlayer_app.publish_v1(%s, %s, %s)", (TOPIC, key, value.encode())
-                ).fetchone()
-                connection.commit()
-                operation.ok(source=1, lp=lp_of(key.encode()), seq=row[0] if row else 0)
-        assert relay_once(self.settings) == count
+        publish_numbered(self.database, self.settings, self.directory, first=self.published, count=count)
         self.published += count
 
     def count(self) -> int:
         """Return how many effects there are."""
-        with psycopg.connect(self.settings.control_dsn(), autocommit=True) as connection:
-            row = connection.execute("SELECT count(*) FROM sink").fetchone()
-        return int(row[0]) if row else 0
+        [(count,)] = ask_postgres(self.settings.control_dsn(), "SELECT count(*) FROM sink")
+        return int(count)
 
     def is_past(self, count: int) -> bool:
         """Say whether there are more effects than that."""
@@ -93,8 +80,8 @@ class ReceiverScene:
 
     def judge(self) -> None:
         """Wait until every message has its effect, and have the histories, the streams and the sink judged."""
-        with psycopg.connect(self.settings.control_dsn(), autocommit=True) as connection:
-            wait_until(lambda: drained(connection), timeout_s=40, what="every message has its effect")
+        dsn = self.settings.control_dsn()
+        wait_until(lambda: drained(dsn), timeout_s=40, what="every message has its effect")
         for process in self.running:
             process.terminate()
         for process in self.running:
@@ -110,12 +97,12 @@ class ReceiverScene:
 @pytest.fixture
 def scene(database_dsn: str, redis_url: str, key_prefix: str, tmp_path: Path) -> Iterator[ReceiverScene]:
     settings = Settings(dsn=SecretStr(database_dsn), key_prefix=key_prefix)
-    with Database(database_dsn) as database, psycopg.connect(database_dsn, autocommit=True) as connection:
-        connection.execute(SINK)
+    ask_postgres(database_dsn, SINK)
+    with Database(database_dsn) as database:
         register_node(runtime_of(database), name="n1", url=redis_url)
         route = create_topic(runtime_of(database, key_prefix, application=database), TOPIC, partitions=2)
-    scene = ReceiverScene(settings, tmp_path, [int(line.partition) for line in route.ranges])
-    yield scene
+        scene = ReceiverScene(database, settings, tmp_path, [int(line.partition) for line in route.ranges])
+        yield scene
     for process in scene.running:
         process.kill()
         process.wait()
@@ -135,20 +122,19 @@ def test_a_kill_at_work_loses_and_reverses_nothing(scene: ReceiverScene, place: 
 def test_a_kill_before_a_drained_partition_is_reported_leaves_it_to_the_next_one(scene: ReceiverScene) -> None:
     """Cases 20 and 29: the successors wait until somebody has said so."""
     scene.publish(40)
-    with Database(scene.settings.control_dsn()) as database:
-        first = scene.start("first", "pop.before_drained=kill")
-        wait_until(lambda: scene.count() == 40, timeout_s=40, what="the parents are handled")
-        route = load_route(database, TOPIC)
-        plan = plan_split(route, scene.partitions[0], [200])
-        apply_change(runtime_of(database, scene.settings.key_prefix, application=database, actor="test"), plan)
-        scene.partitions = [*scene.partitions, *(int(line.partition) for line in load_route(database, TOPIC).ranges)]
-        scene.partitions = sorted(set(scene.partitions))
-        assert first.wait(40) == -9, "the place was not reached"
-        assert find_group(database, TOPIC, GROUP).version == 1
-        scene.publish(40)
-        scene.start("second")
-        scene.judge()
-        assert find_group(database, TOPIC, GROUP).version == 2
+    database, first = scene.database, scene.start("first", "pop.before_drained=kill")
+    wait_until(lambda: scene.count() == 40, timeout_s=40, what="the parents are handled")
+    route = load_route(database, TOPIC)
+    plan = plan_split(route, scene.partitions[0], [200])
+    apply_change(runtime_of(database, scene.settings.key_prefix, application=database, actor="test"), plan)
+    scene.partitions = [*scene.partitions, *(int(line.partition) for line in load_route(database, TOPIC).ranges)]
+    scene.partitions = sorted(set(scene.partitions))
+    assert first.wait(40) == -9, "the place was not reached"
+    assert find_group(database, TOPIC, GROUP).version == 1
+    scene.publish(40)
+    scene.start("second")
+    scene.judge()
+    assert find_group(database, TOPIC, GROUP).version == 2
 
 
 def test_a_message_that_kills_its_receiver_counts_each_time(scene: ReceiverScene) -> None:

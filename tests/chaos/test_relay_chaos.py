@@ -19,7 +19,7 @@ from tests.fixtures.forked_programs import Process, start_python
 from tests.fixtures.servers import StartRedis
 from tests.proof.world import World
 
-SECONDS = float(os.environ.get("MQLAYER_CHAOS_S", "12"))
+SECONDS = float(os.environ.get("MQLAYER_CHAOS_S", "9"))
 WRITERS = 4
 RELAYS = 2
 
@@ -40,8 +40,10 @@ class Nemesis:
         self._relays = [relay if relay.poll() is None else self._start() for relay in self._relays]
 
     def kill(self) -> None:
-        """Kill a relay, wherever it stands."""
-        self._rng.choice(self._relays).kill()
+        """Kill a relay, wherever it stands; it is known to be dead, and replaced, before the next thing happens."""
+        relay = self._rng.choice(self._relays)
+        relay.kill()
+        relay.wait()
 
     def stop(self) -> None:
         """Stop a relay for longer than its lease, and wake it."""
@@ -86,7 +88,7 @@ def writers(world: World, seed: int) -> Iterator[list[int]]:
                 for turn in range(batch):
                     key, body = f"key-{rng.randrange(40)}", f"{number}-{counts[number] + turn}".encode()
                     connection.execute("SELECT mqlayer_app.publish_v1('orders', %s, %s)", (key, body))
-                    time.sleep(rng.uniform(0, 0.004))
+                    time.sleep(rng.uniform(0, 0.016))
                 if rng.random() < 0.1:
                     connection.rollback()
                 else:

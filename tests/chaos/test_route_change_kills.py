@@ -24,6 +24,7 @@ from mqlayer.errors import NotFound
 from mqlayer.groups import find_group
 from mqlayer.postgres.database import Database
 from mqlayer.redis.keys import partition_keys
+from mqlayer.relay import RelayLimits
 from mqlayer.routes import drop_change, finish_change, finish_changes, retire_partitions
 from mqlayer.runtime.route_cache import load_route
 from mqlayer.stack import RedisServer
@@ -43,6 +44,10 @@ from tests.proof.world import World
 
 KILLED = -signal.SIGKILL
 KEYS = 30
+PACE_S = 0.05
+AT_A_TIME = 10
+"""Messages come all the time, so that some are under way at each step of a change, by few transactions."""
+CALM = RelayLimits(sweep_s=0.2, compare_s=0.2, progress_s=0.2, heartbeat_s=0.1, poll_min_s=0.02, late_s=0.5)
 KINDS = {"split": ("split", "1", "100", "node-1", "node-2"), "merge": ("merge", "1", "2"), "move": ("move", "1")}
 SUCCESSORS = {"split": 2, "merge": 1, "move": 1}
 PARENTS = {"split": 1, "merge": 2, "move": 1}
@@ -73,7 +78,7 @@ class Load:
         writer = threading.Thread(target=self._write, daemon=True)
         app.start()
         try:
-            with self.world.relay():
+            with self.world.relay(limits=CALM):
                 writer.start()
                 try:
                     self.more()
@@ -95,19 +100,20 @@ class Load:
         self.recorder.assert_in_order()
 
     def more(self) -> None:
-        """Wait until every key got some more."""
-        wanted = self.count + 3 * KEYS
+        """Wait until every key got more."""
+        wanted = self.count + KEYS + AT_A_TIME
         wait_until(lambda: self.count >= wanted, timeout_s=20, what="more to be published")
 
     def _write(self) -> None:
         with psycopg.connect(self.world.dsn) as connection:
-            while not self._done.wait(0.005):
-                for _ in range(3):
-                    body = b"%d" % (self.count // KEYS)
-                    key = f"key-{self.count % KEYS}"
-                    connection.execute("SELECT mqlayer_app.publish_v1('orders', %s, %s)", (key, body))
-                    self.count += 1
+            while not self._done.wait(PACE_S):
+                numbers = range(self.count, self.count + AT_A_TIME)
+                connection.cursor().executemany(
+                    "SELECT mqlayer_app.publish_v1('orders', %s, %s)",
+                    [(f"key-{number % KEYS}", b"%d" % (number // KEYS)) for number in numbers],
+                )
                 connection.commit()
+                self.count += AT_A_TIME
 
 
 def facts(world: World) -> list[Any]:
@@ -122,7 +128,7 @@ def facts(world: World) -> list[Any]:
     for url in world.urls:
         with redis.Redis.from_url(url) as client:
             for pattern in ("meta", "marks", "log"):
-                keys = sorted(client.scan_iter(f"{world.key_prefix}:*:{pattern}"))
+                keys = sorted(client.scan_iter(f"{world.key_prefix}:*:{pattern}", count=10_000))
                 found += [(key, client.dump(key)) for key in keys]
     return found
 
@@ -138,7 +144,7 @@ def assert_one_outcome(world: World, database: Database, *, done: bool) -> None:
     in_force = {int(r.partition): r.node for r in route.ranges}
     for number, url in enumerate(world.urls, start=1):
         with redis.Redis.from_url(url, decode_responses=True) as client:
-            for key in client.scan_iter(f"{world.key_prefix}:*:meta"):
+            for key in client.scan_iter(f"{world.key_prefix}:*:meta", count=10_000):
                 partition = int(key.split("{")[1].split("}")[0])
                 serving = client.hget(key, "state") == "open"
                 assert serving == (in_force.get(partition) == number), (partition, client.hgetall(key))
@@ -244,7 +250,7 @@ def test_a_consumer_killed_as_it_opens_a_gate_leaves_that_to_the_next(
         scene.wait_until_drained()
         wait_until(lambda: find_group(database, "orders", "ledger").version == 2, what="the version to be raised")
     finally:
-        scene.kill_all()
+        scene.end()
     partitions = [row[0] for row in world.rows("SELECT partition_id FROM mqlayer.partition ORDER BY 1")]
     with History(tmp_path, "witness") as history:
         note_streams(history, world.dsn, world.key_prefix, partitions)

@@ -37,6 +37,7 @@ from mqlayer.settings import Settings
 from mqlayer.topics import create_topic, rearm_node, set_archived
 from tests.fixtures.archive_scenes import HIGH, LOW, TOPIC, ArchiveScene
 from tests.fixtures.commands import Commands
+from tests.fixtures.kept_connections import kept_session
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.wait import wait_until
 from tests.proof.fall_back import FallBack
@@ -274,10 +275,10 @@ def test_a_node_that_is_away_or_not_armed_keeps_nothing_else_waiting(
     scene.send(1, HIGH, b"y")
     node.kill()
     report = scene.archive()
-    assert (report.total, list(report.skipped_nodes)) == (1, ["n2"])
+    assert (report.total, list(report.skipped_nodes)) == (1, ["node-2"])
     node.start()
-    assert "armed" in scene.archive().skipped_nodes["n2"]
-    rearm_node(runtime_of(scene.database, scene.prefix), "n2")
+    assert "armed" in scene.archive().skipped_nodes["node-2"]
+    rearm_node(runtime_of(scene.database, scene.prefix), "node-2")
     assert scene.archive().total == 1
     scene.assert_whole()
     scene.close()
@@ -296,7 +297,7 @@ def test_a_node_that_falls_back_gives_offsets_again_and_every_record_is_there_on
     scene.send(2, LOW, *[b"direct"] * 5)
     assert scene.archive().total == 7
     before.happen()
-    rearm_node(runtime_of(scene.database, scene.prefix), "n1")
+    rearm_node(runtime_of(scene.database, scene.prefix), "node-1")
     # Source 2 ended with what it published; source 1 sends again, and more.
     scene.seqs[1, lp_of(LOW.encode())] = 2
     scene.send(1, LOW, b"3", b"4", b"5")
@@ -322,11 +323,11 @@ def test_what_was_read_of_a_run_that_fell_back_since_is_not_taken_for_what_is_th
         running = pool.submit(scene.archive)
         wait_until((tmp_path / "reached").exists, what="the archiver has the first piece")
         before.happen()
-        rearm_node(runtime_of(scene.database, scene.prefix), "n1")
+        rearm_node(runtime_of(scene.database, scene.prefix), "node-1")
         scene.send(7, LOW, b"other", b"another")
         gate.touch()
         report = running.result()
-    assert (report.total, list(report.skipped_nodes)) == (0, ["n1"])
+    assert (report.total, list(report.skipped_nodes)) == (0, ["node-1"])
     assert scene.archive().total == 4
     assert scene.archived() == [(1, lp_of(LOW.encode()), 1), (1, lp_of(LOW.encode()), 2)] + [
         (7, lp_of(LOW.encode()), seq) for seq in (1, 2)
@@ -360,13 +361,13 @@ def test_a_successor_waits_for_its_parents_and_is_no_gap_meanwhile(
     node = start_redis()
     scene = ArchiveScene(database_dsn, key_prefix, node.url, redis_url)
     scene.send(1, LOW, b"1")
-    split(runtime_of(scene.database, scene.prefix), TOPIC, 1, at=[100], to=["n2"])
+    split(runtime_of(scene.database, scene.prefix), TOPIC, 1, at=[100], to=["node-2"])
     scene.send(1, LOW, b"2")
     node.kill()
     report = scene.archive()
     assert (report.total, report.stopped) == (0, [])
     node.start()
-    rearm_node(runtime_of(scene.database, scene.prefix), "n1")
+    rearm_node(runtime_of(scene.database, scene.prefix), "node-1")
     assert scene.archive().total == 2
     scene.assert_whole()
     scene.close()
@@ -460,13 +461,13 @@ def test_a_pass_that_asked_before_a_node_fell_back_trims_nothing_of_what_comes_t
             scene.client(1).flushall()
         else:
             before.happen()
-        rearm_node(runtime_of(scene.database, scene.prefix), "n1")
+        rearm_node(runtime_of(scene.database, scene.prefix), "node-1")
         for _ in range(2):
             scene.send(7, LOW, *[b"new"] * 500)
         scene.settle(group, 1, 1_000)
         (tmp_path / "go").touch()
         report = running.result()
-    assert (report.dropped, list(report.skipped_nodes)) == ({}, ["n1"])
+    assert (report.dropped, list(report.skipped_nodes)) == ({}, ["node-1"])
     assert scene.archive().total == 1_000
     scene.close()
 
@@ -483,7 +484,7 @@ def test_what_was_read_before_a_node_was_emptied_moves_nobody_on(
         running = pool.submit(archive_pass, runtime_of(scene.database, scene.prefix))
         wait_until((tmp_path / "reached").exists, what="the pass has read")
         scene.client(1).flushall()
-        rearm_node(runtime_of(scene.database, scene.prefix), "n1")
+        rearm_node(runtime_of(scene.database, scene.prefix), "node-1")
         scene.send(7, LOW, *[b"new"] * 20)
         (tmp_path / "go").touch()
         running.result()
@@ -575,7 +576,7 @@ def test_a_snapshot_that_is_being_made_is_waited_for(archive_scene: ArchiveScene
     archive_scene.send(1, LOW, b"1")
     archive_scene.archive()
     archive_scene.age(40)
-    with psycopg.connect(archive_scene.dsn) as making, ThreadPoolExecutor(1) as pool:
+    with kept_session(archive_scene.dsn) as making, ThreadPoolExecutor(1) as pool:
         snapshot(making)
         running = pool.submit(days, archive_scene)
         wait_until(
@@ -592,7 +593,7 @@ def test_a_day_that_somebody_reads_is_left_for_the_next_call(
     archive_scene.send(1, LOW, b"1")
     archive_scene.archive()
     archive_scene.age(40)
-    with psycopg.connect(archive_scene.dsn) as reading:
+    with kept_session(archive_scene.dsn) as reading:
         reading.execute("SELECT 1 FROM mqlayer_archive.record").fetchall()
         assert days(archive_scene) == ["busy"]
     assert days(archive_scene) == ["dropped"]

@@ -21,6 +21,7 @@ from mqlayer.errors import AlreadyApplied, Conflict, InvalidInput, NodeNotArmed,
 from mqlayer.redis.keys import pop_keys
 from tests.fixtures.consumers import Stage, StartStage
 from tests.fixtures.failpoints import broken_off_at
+from tests.fixtures.kept_connections import kept_session
 from tests.fixtures.wait import wait_until
 
 pytestmark = pytest.mark.usefixtures("as_consumer")
@@ -439,7 +440,7 @@ def test_a_sync_connection_is_refused(one: Stage) -> None:
     async def run() -> None:
         async with receiver_of(one) as receiver:
             (message,) = await receiver.receive(wait_s=WAIT_S)
-            with psycopg.connect(one.dsn) as connection:
+            with kept_session(one.dsn) as connection:
                 for use in (receiver.fence(connection, message), receiver.inbox(connection, message)):
                     with pytest.raises(InvalidInput, match="async connection"):
                         await use

@@ -16,6 +16,7 @@ from mqlayer.domain.routing import lp_of
 from mqlayer.errors import BatchUndone, HandlerFault, InvalidInput, StaleOwner
 from mqlayer.postgres.queries import query
 from tests.fixtures.consumers import Stage, member_of
+from tests.fixtures.kept_connections import kept_session
 from tests.fixtures.wait import wait_until
 from tests.proof.route_ranges import range_of
 
@@ -27,7 +28,7 @@ KINDS = ["distinct", "key"]
 
 @pytest.fixture
 def connection(stage: Stage) -> Any:
-    with psycopg.connect(stage.dsn, autocommit=True) as connection:
+    with kept_session(stage.dsn, autocommit=True) as connection:
         connection.execute(SINK)
         yield connection
 
@@ -57,7 +58,7 @@ def test_a_batch_is_applied_in_one_transaction_and_once(
         losing, half = not lost and len(batch) > 1, len(batch) // 2
         if losing:
             lost.append(half)
-        with psycopg.connect(stage.dsn) as own:
+        with kept_session(stage.dsn) as own:
             book(own, batch.fence(own, batch[:half] if losing else None))
         if losing:
             raise RuntimeError("its end is not known")
@@ -79,7 +80,7 @@ def test_what_fails_before_the_fence_is_not_applied_and_the_rest_is(
         for message in batch:
             if message.value % 7 == 0 and message.attempt == 1:
                 batch.fail(message, ValueError("planted"))
-        with psycopg.connect(stage.dsn) as own:
+        with kept_session(stage.dsn) as own:
             book(own, batch.fence(own))
 
     stage.send_numbers(keys=3, each=20)
@@ -96,7 +97,7 @@ def test_a_message_that_fails_behind_the_fence_takes_its_transaction_back(
     attempts: set[int] = set()
 
     def handle(batch: Batch[int]) -> None:
-        with psycopg.connect(stage.dsn) as own:
+        with kept_session(stage.dsn) as own:
             for message in batch.fence(own):
                 attempts.add(message.attempt if message.value != 5 else 1)
                 if message.value == 5 and message.attempt == 1:
@@ -115,7 +116,7 @@ def test_marks_do_not_outlive_a_transaction_that_was_rolled_back(stage: Stage, c
     failed: list[bool] = []
 
     def handle(batch: Batch[int]) -> None:
-        with psycopg.connect(stage.dsn) as own:
+        with kept_session(stage.dsn) as own:
             for message in batch.fence(own):
                 book(own, [message])
                 batch.done(message)
@@ -145,7 +146,7 @@ def test_the_fence_refuses_what_would_lose_or_reverse_an_effect(stage: Stage, co
         if kept:
             return
         kept.append(batch)
-        with psycopg.connect(stage.dsn) as own:
+        with kept_session(stage.dsn) as own:
             refuse(lambda: batch.fence(own, batch[1:]))
             batch.fail(batch[3], ValueError("planted"))
             refuse(lambda: batch.fence(own, batch[3:4]))
@@ -177,7 +178,7 @@ def test_a_batch_of_an_owner_that_lost_its_right_is_refused(
 
     def handle(batch: Batch[int]) -> None:
         attempts.update(message.attempt for message in batch if message.partition != stale)
-        with psycopg.connect(stage.dsn) as own:
+        with kept_session(stage.dsn) as own:
             mine = [message for message in batch if message.partition == stale]
             if mine and not raised:
                 facts = {"group_id": stage.group_id(), "lp_from": 0, "lp_to": 512, "epoch": mine[0].epoch + 1_000}
@@ -229,7 +230,7 @@ def test_it_answers_as_the_fence_of_single_messages_does(database_dsn: str) -> N
     """Whatever the order, repetitions and sources: one call answers and notes what single calls in turn would."""
     rng = random.Random(7)
     noted = "SELECT group_id, lp, source_id, key, replay, seq FROM mqlayer_app.fence_applied ORDER BY 1, 2, 3, 4"
-    with closing(psycopg.connect(database_dsn, autocommit=True)) as connection:
+    with kept_session(database_dsn, autocommit=True) as connection:
         for _ in range(150):
             # All messages of an owned partition have one replay.
             replay = rng.choice([0, 0, 0, 1])
@@ -260,7 +261,7 @@ def one(
 
 
 def test_a_stale_one_ends_it(database_dsn: str) -> None:
-    with closing(psycopg.connect(database_dsn, autocommit=True)) as connection:
+    with kept_session(database_dsn, autocommit=True) as connection:
         assert many(connection, [(1, 1, "a", 1, 9, 0)]) == ["current"]
         assert many(connection, [(2, 1, "b", 1, 8, 0), (1, 1, "a", 2, 8, 0), (0, 1, "c", 1, 8, 0)]) == [
             None, "stale", "current"
@@ -269,7 +270,7 @@ def test_a_stale_one_ends_it(database_dsn: str) -> None:
 
 def test_arrays_of_different_lengths_are_refused(database_dsn: str) -> None:
     with (
-        closing(psycopg.connect(database_dsn, autocommit=True)) as connection,
+        kept_session(database_dsn, autocommit=True) as connection,
         pytest.raises(psycopg.Error, match="arrays of different lengths"),
     ):
         connection.execute("SELECT mqlayer_app.fence_many_v1(1, '{1}', '{1,2}', '{a}', '{1}', '{1}', '{0}')")
@@ -281,7 +282,7 @@ def test_batches_with_keys_in_common_do_not_deadlock(database_dsn: str) -> None:
     with (
         closing(psycopg.connect(database_dsn)) as first,
         closing(psycopg.connect(database_dsn)) as second,
-        closing(psycopg.connect(database_dsn, autocommit=True)) as observer,
+        kept_session(database_dsn, autocommit=True) as observer,
     ):
         assert many(first, forth[4:]) == ["current"] * 5
         answers: list[Any] = []

@@ -162,7 +162,7 @@ def test_a_handler_sees_which_messages_may_be_out_of_order(world: World) -> None
     with world.producer() as producer:
         producer.send("best_effort", key=key, body=b"1", headers={"h": "v"})
     seen: list[tuple[bytes, bool, dict[str, str]]] = []
-    app = App(world.settings(lease_s=2.0))
+    app = App(world.settings(lease_s=10.0))
 
     @app.consumer("best_effort", group="g")
     def handle(body: bytes, ctx: Context) -> None:

@@ -34,6 +34,7 @@ from tests.fixtures.commands import Commands
 from tests.fixtures.consumers import Recorder, Stage, member_of
 from tests.fixtures.failpoints import armed
 from tests.fixtures.forked_programs import ask_python
+from tests.fixtures.kept_connections import kept_session
 from tests.fixtures.wait import wait_until
 from tests.proof.route_steps import split
 from tests.proof.runtimes import runtime_of
@@ -419,7 +420,7 @@ def test_names_of_instances(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> No
     join(stage, Recorder(), None)
     join(stage, Recorder(), None, settings={"instance": "10-0-0-7"})
     assert [name for name in states(stage) if "@" in name] == ["cache@10-0-0-7", "cache@web_7.example.com"]
-    with psycopg.connect(stage.dsn) as connection, pytest.raises(psycopg.errors.CheckViolation):
+    with kept_session(stage.dsn) as connection, pytest.raises(psycopg.errors.CheckViolation):
         connection.execute("UPDATE mqlayer.consumer_group SET name = 'web@1' WHERE mode = 'broadcast'")
 
 

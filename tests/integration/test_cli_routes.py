@@ -14,7 +14,6 @@ from typing import Final
 import pytest
 
 from mqlayer import App
-from mqlayer.postgres.database import Database
 from mqlayer.routes import finish_changes
 from mqlayer.runtime.runtime import Runtime
 from tests.fixtures.commands import Commands
@@ -36,8 +35,8 @@ AS_BEFORE = [(0, 512, 1, "node-1"), (512, 1024, 2, "node-2")]
 
 
 def leave_planned(world: World) -> None:
-    with Database(world.dsn) as database, broken_off_at("change.after_plan"):
-        merge(runtime_of(database, world.key_prefix), "orders", [1, 2])
+    with broken_off_at("change.after_plan"):
+        merge(runtime_of(world.database, world.key_prefix), "orders", [1, 2])
 
 
 def test_a_plan_says_what_would_be_done_and_changes_nothing(world: World, run: Commands) -> None:
@@ -212,7 +211,7 @@ def test_a_change_that_sealed_nothing_is_dropped(world: World, run: Commands) ->
 
 
 def consumer(world: World) -> App:
-    app = App(world.settings(lease_s=2.0))
+    app = App(world.settings(lease_s=10.0))
     app.consumer("orders", group="ledger")(lambda body: None)
     return app
 

@@ -6,7 +6,6 @@ import itertools
 import logging
 import threading
 
-import psycopg
 import pytest
 
 from mqlayer import Context
@@ -36,6 +35,7 @@ from mqlayer.redis.partition_scripts import (
     settle_reply,
 )
 from tests.fixtures.consumers import Recorder, Stage, StartStage, member_of
+from tests.fixtures.kept_connections import kept_session
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.wait import wait_until
 from tests.proof.route_ranges import range_of
@@ -207,14 +207,14 @@ def test_an_old_process_never_learns_the_epochs_of_the_one_that_took_its_id(stag
 
 def test_a_fenced_effect_is_there_once_though_its_ack_was_lost(every_stage: Stage) -> None:
     """Case 77: between commit and ack the member loses the partition; redelivery finds the effect and settles."""
-    with psycopg.connect(every_stage.dsn, autocommit=True) as connection:
+    with kept_session(every_stage.dsn, autocommit=True) as connection:
         connection.execute("CREATE TABLE effect (body text)")
 
     refused: list[type[Exception]] = []
 
     def handle(body: str, ctx: Context) -> None:
         try:
-            with psycopg.connect(every_stage.dsn) as connection:
+            with kept_session(every_stage.dsn) as connection:
                 ctx.fence(connection)
                 connection.execute("INSERT INTO effect VALUES (%s)", [body])
         except (AlreadyApplied, StaleOwner) as error:
@@ -232,7 +232,7 @@ def test_a_fenced_effect_is_there_once_though_its_ack_was_lost(every_stage: Stag
     wait_until(lambda: bool(refused), what="a redelivery")
     disarm_all()
     every_stage.wait_settled()
-    with psycopg.connect(every_stage.dsn) as connection:
+    with kept_session(every_stage.dsn) as connection:
         assert connection.execute("SELECT count(*) FROM effect").fetchone() == (9,)
     assert set(refused) == {AlreadyApplied}
 
@@ -242,7 +242,7 @@ def test_the_fences_of_other_partitions_are_raised_where_one_can_not_be(
 ) -> None:
     """A transaction that nobody ends holds an LP of the first partition."""
     assert stage.consume(Recorder()).stop()
-    with psycopg.connect(stage.dsn, autocommit=True) as connection, psycopg.connect(stage.dsn) as holder:
+    with kept_session(stage.dsn, autocommit=True) as connection, kept_session(stage.dsn) as holder:
         connection.execute("DELETE FROM mqlayer_app.fence_epoch")
         holder.execute("INSERT INTO mqlayer_app.fence_epoch VALUES (%s, 0, 1)", (stage.group_id(),))
         app = stage.consume(Recorder())
@@ -259,13 +259,13 @@ def test_the_fence_called_twice_for_a_message_is_a_fault_and_loses_no_effect(
     stage: Stage, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The second call would answer "applied", the transaction would roll back, and the message would be settled."""
-    with psycopg.connect(stage.dsn, autocommit=True) as connection:
+    with kept_session(stage.dsn, autocommit=True) as connection:
         connection.execute("CREATE TABLE effect (body text)")
     twice = threading.Event()
     twice.set()
 
     def handle(body: str, ctx: Context) -> None:
-        with psycopg.connect(stage.dsn) as connection:
+        with kept_session(stage.dsn) as connection:
             ctx.fence(connection)
             connection.execute("INSERT INTO effect VALUES (%s)", [body])
             if twice.is_set():
@@ -277,7 +277,7 @@ def test_the_fence_called_twice_for_a_message_is_a_fault_and_loses_no_effect(
         wait_until(lambda: "handler_failed" in caplog.text, what="the fault")
     twice.clear()
     stage.wait_settled()
-    with psycopg.connect(stage.dsn) as connection:
+    with kept_session(stage.dsn) as connection:
         assert connection.execute("SELECT count(*) FROM effect").fetchone() == (1,)
 
 

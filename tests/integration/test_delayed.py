@@ -21,6 +21,7 @@ from mqlayer.outbox import list_delayed, release_delayed
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.delayed_release import release_on
 from tests.fixtures.commands import Commands
+from tests.fixtures.kept_connections import kept_session
 from tests.fixtures.outboxes import BODY_LIMIT, CommittedOutbox
 from tests.fixtures.sqlalchemy_engines import engine_of
 from tests.fixtures.wait import wait_until
@@ -36,7 +37,7 @@ def database(outbox_dsn: str) -> Iterator[Database]:
 
 def delay(dsn: str, body: bytes, *, key: str = "k", due_in_s: float = 0.0) -> int:
     """Delay a message, or one that is overdue by now."""
-    with psycopg.connect(dsn, autocommit=True) as connection:
+    with kept_session(dsn, autocommit=True) as connection:
         at = datetime.now(UTC) + timedelta(seconds=due_in_s)
         return outbox.publish_delayed(connection, "orders", key=key, body=body, at=at)
 
@@ -44,7 +45,7 @@ def delay(dsn: str, body: bytes, *, key: str = "k", due_in_s: float = 0.0) -> in
 @contextmanager
 def busy(dsn: str, key: str = "k") -> Iterator[psycopg.Connection[Any]]:
     """Hold a key's LP, as a transaction that publishes to it does."""
-    with psycopg.connect(dsn) as connection:
+    with kept_session(dsn) as connection:
         connection.execute("SELECT FROM mqlayer_app.counter WHERE lp = %s FOR NO KEY UPDATE", [lp_of(key.encode())])
         yield connection
         connection.rollback()
@@ -54,7 +55,7 @@ def busy(dsn: str, key: str = "k") -> Iterator[psycopg.Connection[Any]]:
 
 
 def by_psycopg(dsn: str) -> int:
-    with psycopg.connect(dsn) as connection, outbox.transaction(connection):
+    with kept_session(dsn) as connection, outbox.transaction(connection):
         return outbox.publish_delayed(
             connection, "orders", key="k", body={"a": 1}, headers={"h": "v"}, tags=["eu"], delay_s=60
         )
@@ -101,7 +102,7 @@ def test_every_way_in_delays_a_message_with_all_that_belongs_to_it(
 
 
 def test_a_delayed_message_goes_with_its_transaction(outbox_dsn: str, database: Database) -> None:
-    with psycopg.connect(outbox_dsn) as connection:
+    with kept_session(outbox_dsn) as connection:
         outbox.publish_delayed(connection, "orders", key="k", body=b"x", delay_s=1)
         connection.rollback()
     assert list_delayed(database) == []
@@ -118,7 +119,7 @@ def test_a_delayed_message_goes_with_its_transaction(outbox_dsn: str, database: 
     ],
 )
 def test_a_message_needs_either_a_delay_or_a_time(outbox_dsn: str, wrong: dict[str, Any]) -> None:
-    with psycopg.connect(outbox_dsn) as connection, pytest.raises(InvalidInput):
+    with kept_session(outbox_dsn) as connection, pytest.raises(InvalidInput):
         outbox.publish_delayed(connection, "orders", key="k", **wrong)
 
 
@@ -146,7 +147,7 @@ def test_a_delayed_message_takes_its_place_when_it_is_due(
     for body, due_in_s in ((b"d3", -1), (b"d1", -3), (b"d2", -2), (b"later", 60)):
         delay(outbox_dsn, body, due_in_s=due_in_s)
     at = datetime.now(UTC) - timedelta(seconds=0.5)
-    with psycopg.connect(outbox_dsn) as connection:
+    with kept_session(outbox_dsn) as connection:
         for number in range(4, 7):
             outbox.publish_delayed(connection, "orders", key="k", body=b"d%d" % number, at=at)
         outbox.publish(connection, "orders", key="k", body=b"before")
@@ -155,7 +156,7 @@ def test_a_delayed_message_takes_its_place_when_it_is_due(
         outbox.publish(connection, "orders", key="k", body=b"after")
     of_key = [body for _, key, body in committed.messages() if key == "k"]
     assert of_key == [b"before", b"d1", b"d2", b"d3", b"d4", b"d5", b"d6", b"after"]
-    with psycopg.connect(outbox_dsn) as connection:
+    with kept_session(outbox_dsn) as connection:
         seqs = connection.execute("SELECT array_agg(seq ORDER BY id) FROM mqlayer_app.outbox").fetchone()
     assert seqs == ([1, 2, 3, 4, 5, 6, 7, 8],)
 
@@ -197,7 +198,7 @@ def test_an_lp_in_which_a_message_is_overdue_is_waited_for_and_not_for_ever(
 
 def flood(dsn: str, count: int, *, key: str = "k", topic: str = "orders") -> None:
     """Delay messages that have been overdue for long."""
-    with psycopg.connect(dsn, autocommit=True) as connection:
+    with kept_session(dsn, autocommit=True) as connection:
         at = datetime.now(UTC) - timedelta(hours=1)
         for number in range(count):
             outbox.publish_delayed(connection, topic, key=key, body=b"%d" % number, at=at)
@@ -205,7 +206,7 @@ def flood(dsn: str, count: int, *, key: str = "k", topic: str = "orders") -> Non
 
 def move(dsn: str, limit: int = 10, wait_ms: int = 0) -> int:
     """Move so many messages at most."""
-    with psycopg.connect(dsn, autocommit=True) as connection:
+    with kept_session(dsn, autocommit=True) as connection:
         row = connection.execute("SELECT released FROM mqlayer_app.delayed_release_v1(%s, %s)", [limit, wait_ms])
         return int(row.fetchall()[0][0])
 
@@ -233,9 +234,9 @@ def test_who_holds_its_topic_with_more_that_is_due_than_a_call_moves_keeps_no_ot
 ) -> None:
     for key in keys:
         flood(outbox_dsn, 25, key=key)
-    with psycopg.connect(outbox_dsn) as holder:
+    with kept_session(outbox_dsn) as holder:
         hold(holder)
-        with psycopg.connect(outbox_dsn, autocommit=True) as connection:
+        with kept_session(outbox_dsn, autocommit=True) as connection:
             outbox.publish_delayed(connection, "invoices", key="x", body=b"victim", at=datetime.now(UTC))
         wait_until(lambda: move(outbox_dsn) == 0, what="all that is free moved")
         assert ("invoices", "x", b"victim") in committed.messages()
@@ -299,7 +300,7 @@ def test_a_cancelled_message_never_comes_and_a_published_one_can_not_be_cancelle
     outbox_dsn: str, committed: CommittedOutbox, database: Database
 ) -> None:
     first, second = delay(outbox_dsn, b"1"), delay(outbox_dsn, b"2")
-    with psycopg.connect(outbox_dsn) as connection:
+    with kept_session(outbox_dsn) as connection:
         assert outbox.cancel_delayed(connection, first)
         assert not outbox.cancel_delayed(connection, first)
         connection.commit()
@@ -314,7 +315,7 @@ def test_while_somebody_cancels_what_is_behind_waits(
 ) -> None:
     """Or it would be published before the one in front, should that not be cancelled after all."""
     numbers = [delay(outbox_dsn, b"%d" % number, due_in_s=-9 + number) for number in range(3)]
-    with psycopg.connect(outbox_dsn) as connection:
+    with kept_session(outbox_dsn) as connection:
         outbox.cancel_delayed(connection, numbers[1])
         assert release_delayed(database) == 1
         assert committed.bodies() == [b"0"]
@@ -383,7 +384,7 @@ def test_a_release_that_is_cut_off_in_the_middle_moves_nothing(
 
     def release() -> None:
         try:
-            with psycopg.connect(outbox_dsn, autocommit=True) as connection:
+            with kept_session(outbox_dsn, autocommit=True) as connection:
                 connection.execute("SELECT mqlayer_app.delayed_release_v1(100, 20000)")
         except psycopg.Error as error:
             failed.append(error)

@@ -41,7 +41,7 @@ def place(server_directory: Path) -> Iterator[Path]:
 def start(place: Path, *options: str) -> subprocess.Popen[str]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MQLAYER_")}
     return subprocess.Popen(
-        [sys.executable, "-m", "examples.bank.run", *options],
+        [sys.executable, "-m", "examples.bank.run", "--scale", "2", *options],
         cwd=ROOT,
         env=environment | {"TMPDIR": str(place)},
         stdout=subprocess.PIPE,

@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, Any, Final
 
 import pytest
 
 from mqlayer.domain.routing import check_tiling
 from mqlayer.relay import relay_once
+from tests.fixtures.forked_programs import start_python
 from tests.proof.world import World
 
 ROOT: Final = Path(__file__).parents[2]
@@ -38,10 +37,9 @@ import psycopg
 
 way, count, settings = sys.argv[1], int(sys.argv[2]), mqlayer.Settings()
 print("ready", flush=True)
-for line in sys.stdin:
+for line in open(sys.argv[3]):
     topic, at = line.split()
-    while time.time() < float(at):
-        pass
+    time.sleep(max(0.0, float(at) - time.time()))
     with open_runtime(settings) as runtime:
         route = create_topic(runtime, topic, partitions=3)
         keys = [f"key-{number}" for number in range(count)]
@@ -62,42 +60,60 @@ pytestmark = pytest.mark.world(partitions=0)
 class Programs:
     """One process for each way, which all begin with a topic when they are told to."""
 
-    def __init__(self, world: World, ways: list[str]) -> None:
+    def __init__(self, world: World, ways: list[str], directory: Path) -> None:
         environment = os.environ | {"MQLAYER_DSN": world.dsn, "MQLAYER_KEY_PREFIX": world.key_prefix}
-        self._processes = [
-            subprocess.Popen(
-                [sys.executable, "-c", PROGRAM, way, str(COUNT)], env=environment, cwd=ROOT,
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            )
-            for way in ways
-        ]  # fmt: skip
-        for process in self._processes:
-            assert _line(process) == "ready"
+        self._programs = [Program(way, environment, directory / way) for way in ways]
+        for program in self._programs:
+            assert program.line() == "ready"
 
     def begin(self, topic: str, at: float) -> list[dict[str, Any]]:
         """Have all publish to a topic from a time on; return what each says of it."""
-        for process in self._processes:
-            assert process.stdin is not None
-            process.stdin.write(f"{topic} {at}\n")
-            process.stdin.flush()
-        return [json.loads(_line(process)) for process in self._processes]
+        for program in self._programs:
+            program.tell(f"{topic} {at}")
+        return [json.loads(program.line()) for program in self._programs]
 
     def end(self) -> None:
         """End all."""
-        for process in self._processes:
-            process.kill()
-            process.communicate()
+        for program in self._programs:
+            program.end()
 
 
-def _line(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    return process.stdout.readline().strip()
+class Program:
+    """One of them; it is told by a named pipe."""
+
+    def __init__(self, way: str, environment: Mapping[str, str], orders: Path) -> None:
+        os.mkfifo(orders)
+        said, says = os.pipe()
+        words = (PROGRAM, way, str(COUNT), str(orders))
+        try:
+            self._process = start_python("-c", *words, env=environment, cwd=ROOT, stdout=says)
+        finally:
+            os.close(says)
+        self._said, self._orders = os.fdopen(said), orders
+        self._tells: IO[str] | None = None
+
+    def line(self) -> str:
+        """Return the next line that it says."""
+        return self._said.readline().strip()
+
+    def tell(self, text: str) -> None:
+        """Tell it a line; the first time, it comes for it."""
+        self._tells = self._tells or self._orders.open("w")
+        self._tells.write(f"{text}\n")
+        self._tells.flush()
+
+    def end(self) -> None:
+        """End it."""
+        self._process.kill()
+        self._process.wait()
+        for file in filter(None, (self._said, self._tells)):
+            file.close()
 
 
 @pytest.fixture
-def programs(world: World) -> Iterator[Programs]:
+def programs(world: World, tmp_path: Path) -> Iterator[Programs]:
     """Two direct producers and an outbox."""
-    programs = Programs(world, ["first", "second", "outbox"])
+    programs = Programs(world, ["first", "second", "outbox"], tmp_path)
     yield programs
     programs.end()
 

@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psycopg
 import pytest
 
 from mqlayer import App, Context, failpoints
@@ -25,6 +24,7 @@ from tests.fixtures.commands import Commands
 from tests.fixtures.consumers import Recorder, Stage, StartStage, member_of
 from tests.fixtures.failpoints import armed
 from tests.fixtures.forked_programs import run_python
+from tests.fixtures.kept_connections import kept_session
 from tests.fixtures.wait import wait_until
 from tests.proof.runtimes import runtime_of
 
@@ -173,7 +173,7 @@ def test_an_unordered_group_handles_messages_of_a_key_side_by_side_and_each_fenc
     def handle(body: bytes, ctx: Context) -> None:
         if ctx.attempt == 1 and body in (b"1", b"2"):
             both_run.wait()
-        with psycopg.connect(stage.dsn) as connection:
+        with kept_session(stage.dsn) as connection:
             ctx.fence(connection)
         applied.append(body)
         if ctx.attempt == 1 and body == b"2":

@@ -11,7 +11,6 @@ from contextlib import closing, contextmanager
 from datetime import datetime
 from itertools import pairwise
 
-import psycopg
 import pytest
 
 from mqlayer import App, Context
@@ -27,6 +26,7 @@ from mqlayer.topics import rearm_node
 from tests.fixtures.commands import Commands
 from tests.fixtures.failpoints import armed
 from tests.fixtures.forked_programs import ask_python
+from tests.fixtures.kept_connections import kept_session
 from tests.fixtures.wait import wait_until
 from tests.proof.manual_member import ManualMember
 from tests.proof.partition_values import Snapshot, fall_back, snapshot
@@ -85,7 +85,7 @@ def test_a_time_in_an_older_version_replays_from_there_and_fences_who_holds_newe
             assert answer.epoch >= old.epoch
         assert not drained(database, before.session, old, "00000000-0000-0000-0000-000000000000")
     (parent,) = before.assigned().values() or again.assigned().values()
-    with psycopg.connect(world.dsn) as connection:
+    with kept_session(world.dsn) as connection:
         connection.execute("SELECT mqlayer_app.fence_raise_v1(%s, 0::smallint, 1024::smallint, %s)",
                            (before.group_id, parent.epoch))  # fmt: skip
         for old in held.values():
@@ -125,7 +125,7 @@ def consuming(world: World, *, fenced: bool = False) -> Iterator[tuple[Seen, See
         with lock:
             handled[ctx.key or ""].append(body.decode())
         if fenced:
-            with psycopg.connect(world.dsn) as connection:
+            with kept_session(world.dsn) as connection:
                 ctx.fence(connection)
                 with lock:
                     applied[ctx.key or ""].append(body.decode())
@@ -282,7 +282,7 @@ def test_a_group_is_not_sent_back_to_what_is_being_retired(world: World, databas
     split_and_publish(world, database)
     member = ManualMember(database, world.key_prefix, "orders")
     member.consume_all()
-    with psycopg.connect(world.dsn) as other, ThreadPoolExecutor() as pool:
+    with kept_session(world.dsn) as other, ThreadPoolExecutor() as pool:
         other.execute("SELECT FROM mqlayer.partition WHERE partition_id = 1 FOR NO KEY UPDATE")
         retired = pool.submit(retire_partitions, runtime_of(database, world.key_prefix))
         wait_until(lambda: waiting(world) == 1, what="the pass to wait")
@@ -386,23 +386,22 @@ def test_the_command_prints_its_plan_and_applies_it(
     run.text("migrate")
     world = World(empty_database_dsn, key_prefix, [redis_url])
     run.text("topic", "create", "orders", "--partitions", "2")
-    with Database(world.dsn) as database:
-        with world.relay():
-            publish(world, "a")
-        member = ManualMember(database, key_prefix, "orders")
-        member.consume_all()
-        words = ("group", "seek", "orders", "ledger", "--to", "earliest")
-        assert run.text(*words).splitlines() == [
-            "seek of group ledger of topic orders; fenced effects that were applied are passed over",
-            "  partition 1, LPs [0, 512): from offset 1",
-            "  partition 2, LPs [512, 1024): from offset 1",
-            "nothing was changed; --apply does this",
-        ]
-        assert member.consume_all() == 0
-        said = run.text(*words, "--replay", "--apply").splitlines()
-        assert said[0] == "seek of group ledger of topic orders; fenced effects are applied again"
-        assert said[-1] == "group ledger of topic orders goes on from there"
-        assert member.consume_all() == ROUND
+    with world.relay():
+        publish(world, "a")
+    member = ManualMember(world.database, key_prefix, "orders")
+    member.consume_all()
+    words = ("group", "seek", "orders", "ledger", "--to", "earliest")
+    assert run.text(*words).splitlines() == [
+        "seek of group ledger of topic orders; fenced effects that were applied are passed over",
+        "  partition 1, LPs [0, 512): from offset 1",
+        "  partition 2, LPs [512, 1024): from offset 1",
+        "nothing was changed; --apply does this",
+    ]
+    assert member.consume_all() == 0
+    said = run.text(*words, "--replay", "--apply").splitlines()
+    assert said[0] == "seek of group ledger of topic orders; fenced effects are applied again"
+    assert said[-1] == "group ledger of topic orders goes on from there"
+    assert member.consume_all() == ROUND
     assert "no place to go" in run.failure("group", "seek", "orders", "ledger", "--to", "yesterday")
     assert "no time zone" in run.failure("group", "seek", "orders", "ledger", "--to", "2026-11-21T09:30:00")
     assert "choose one" in run.failure(*words, "--plan", "--apply")

@@ -40,7 +40,7 @@ def split_first(world: World, database: Database, at: int) -> None:
 @contextmanager
 def consuming(world: World, start: Start) -> Iterator[Seen]:
     """Run a new group from a start; what its handler sees, per key."""
-    app = App(world.settings(lease_s=2.0))
+    app = App(world.settings(lease_s=10.0))
     seen: Seen = defaultdict(list)
 
     @app.consumer("orders", group="late", start=start)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -9,7 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
-import psycopg
 import pytest
 from psycopg.conninfo import conninfo_to_dict
 
@@ -19,6 +19,7 @@ from tests.fixtures.appender import Appender
 from tests.fixtures.consumers import Recorder, Stage, StartStage, member_of
 from tests.fixtures.forked_programs import Process, start_python
 from tests.fixtures.health_probes import ask, ask_until, free_ports
+from tests.fixtures.kept_connections import kept_session
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.wait import wait_until
 from tests.proof.proxy import TcpProxy
@@ -70,7 +71,7 @@ def orders(database_dsn: str, redis_url: str, key_prefix: str) -> Iterator[Appen
 
 @pytest.fixture
 def log(tmp_path: Path) -> Path:
-    """What the programs say."""
+    """What programs write to their errors."""
     return tmp_path / "log"
 
 
@@ -78,24 +79,27 @@ def log(tmp_path: Path) -> Path:
 def start(proxied_dsn: str, key_prefix: str, tmp_path: Path, log: Path) -> Iterator[Start]:
     """Start a program; it is killed after the test, and its log shown where that failed."""
     (tmp_path / "orders_program.py").write_text(PROGRAM)
-    environment = {**os.environ, "MQLAYER_LEASE_S": "1", "MQLAYER_DSN": proxied_dsn, "MQLAYER_KEY_PREFIX": key_prefix}
-    with ExitStack() as cleanup:
+    environment = {
+        **os.environ, "PYTHONPATH": str(tmp_path),
+        "MQLAYER_LEASE_S": "1", "MQLAYER_DSN": proxied_dsn, "MQLAYER_KEY_PREFIX": key_prefix,
+    }  # fmt: skip
+    with ExitStack() as cleanup, log.open("wb") as said:
 
         def run(*words: str, **variables: str) -> Process:
-            with log.open("ab") as said:
-                process = start_python(*words, cwd=tmp_path, env=environment | variables, stderr=said, new_session=True)
-            cleanup.callback(end, process, log)
+            process = start_python(*words, env=environment | variables, cwd=tmp_path, stderr=said, new_session=True)
+            cleanup.callback(end, process)
             return process
 
         yield run
+    sys.stderr.write(log.read_text())
 
 
-def end(process: Process, log: Path) -> None:
+def end(process: Process) -> None:
     """Kill it with all that it started."""
     if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    sys.stderr.write(log.read_text())
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------
@@ -152,9 +156,10 @@ def test_each_process_of_a_supervisor_answers_on_a_port_of_its_own(
     ids=["consume", "relay", "worker", "bare_worker", "beat"],
 )
 def test_a_port_in_use_ends_the_start_with_the_name_of_the_setting(
-    start: Start, orders: Appender, proxy: TcpProxy, log: Path, words: list[str]
+    start: Start, orders: Appender, proxy: TcpProxy, words: list[str], log: Path
 ) -> None:
-    assert start(*words, MQLAYER_HEALTH_PORT=str(proxy.port)).wait(START_S) == 1
+    process = start(*words, MQLAYER_HEALTH_PORT=str(proxy.port))
+    assert process.wait(START_S) == 1
     said = log.read_text().splitlines()[-1]
     assert f"health port {proxy.port} of 127.0.0.1 is in use: set MQLAYER_HEALTH_PORT" in said
 
@@ -197,7 +202,7 @@ def test_a_relay_whose_node_is_not_armed_names_it_until_it_is(
         world.publish(5)
         world.wait_until_whole()
         wait_until(lambda: relay.health().ready, what="it serves")
-        with psycopg.connect(database_dsn) as connection:
+        with kept_session(database_dsn) as connection:
             connection.execute("SELECT FROM mqlayer.node FOR UPDATE")
             node.restart()
             world.publish(5)
@@ -258,7 +263,7 @@ def test_a_member_whose_node_is_not_armed_is_not_ready_until_it_is(
     stage = start_stage(node.url)
     app = stage.consume(Recorder())
     wait_until(lambda: app.health().ready, what="the member serves")
-    with psycopg.connect(stage.dsn) as connection:
+    with kept_session(stage.dsn) as connection:
         connection.execute("SELECT FROM mqlayer.node FOR UPDATE")
         node.restart()
         reasons = wait_until(lambda: [r for r in app.health().waits if "not the armed one" in r], what="it says so")

@@ -20,6 +20,7 @@ from mqlayer.idempotency.versions import Versions
 from mqlayer.postgres.caller_connections import Statement, caller_errors, run_one
 from mqlayer.postgres.database import connect
 from mqlayer.postgres.queries import query
+from tests.fixtures.kept_connections import ask_postgres
 from tests.fixtures.roles import grant_application
 
 ROLE: Final = f"mqlayer_test_{uuid.uuid4().hex[:12]}"
@@ -130,22 +131,21 @@ def written(dsn: str) -> list[Any]:
         "SELECT name, entity, version FROM mqlayer_app.entity_version",
     )
     tables = "outbox, delayed, dedup, fence_applied, fence_epoch, inbox, entity_version, held_version, held_total"
-    with connect(dsn) as connection:
-        found = [connection.execute(statement).fetchall() for statement in statements]
-        connection.execute("TRUNCATE " + ", ".join(f"mqlayer_app.{table.strip()}" for table in tables.split(",")))
-        connection.execute("UPDATE mqlayer_app.counter SET seq = 0 WHERE seq <> 0")
+    found = [ask_postgres(dsn, statement) for statement in statements]
+    # Of a few rows it takes less than to truncate.
+    deleted = [f"DELETE FROM mqlayer_app.{table.strip()}" for table in tables.split(",")]
+    ask_postgres(dsn, "; ".join([*deleted, "UPDATE mqlayer_app.counter SET seq = 0 WHERE seq <> 0"]))
     return found
 
 
 def answers_under(application: str, database_dsn: str, setting: str = "", value: str = "") -> Answers:
     """Run all functions in a new session of the role with one setting."""
-    with connect(database_dsn) as owner:
-        owner.execute(f"ALTER ROLE {ROLE} RESET ALL")
-        if setting == "search_path" or (setting and value == ""):
-            owner.execute(f"ALTER ROLE {ROLE} SET {setting} = {value or repr('')}")
-        elif setting:
-            shown = value if setting == "DateStyle" else f"'{value}'"
-            owner.execute(f"ALTER ROLE {ROLE} SET {setting} = {shown}")
+    ask_postgres(database_dsn, f"ALTER ROLE {ROLE} RESET ALL")
+    if setting == "search_path" or (setting and value == ""):
+        ask_postgres(database_dsn, f"ALTER ROLE {ROLE} SET {setting} = {value or repr('')}")
+    elif setting:
+        shown = value if setting == "DateStyle" else f"'{value}'"
+        ask_postgres(database_dsn, f"ALTER ROLE {ROLE} SET {setting} = {shown}")
     try:
         with closing(psycopg.connect(application, autocommit=True)) as connection:
             answers = run_all(connection)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import psycopg
 import pytest
 
 from mqlayer import Versions
@@ -10,11 +9,11 @@ from mqlayer.domain.message import Identity
 from mqlayer.groups import GroupSettings, ensure_group
 from mqlayer.idempotency import InboxEntry, record_effect
 from mqlayer.logs import event_of
-from mqlayer.postgres.database import Database
 from mqlayer.receiving.pop_message import PopMessage, Token
 from mqlayer.runtime.route_cache import RouteCache
 from mqlayer.workers.tasks import TASKS
 from tests.fixtures.commands import Commands
+from tests.fixtures.kept_connections import kept_session
 from tests.proof.runtimes import runtime_of
 from tests.proof.world import World
 
@@ -23,25 +22,24 @@ pytestmark = pytest.mark.world(by_commands=True, tasks=True)
 
 @pytest.fixture
 def group_id(world: World) -> int:
-    with Database(world.dsn) as database:
-        routes = RouteCache(database)
-        settings = GroupSettings()
-        group = ensure_group(
-            runtime_of(database, world.key_prefix), routes, topic="orders", name="mailer", settings=settings
-        )
-        routes.close()
+    routes = RouteCache(world.database)
+    settings = GroupSettings()
+    group = ensure_group(
+        runtime_of(world.database, world.key_prefix), routes, topic="orders", name="mailer", settings=settings
+    )
+    routes.close()
     return group.group_id
 
 
 def bring(world: World, version: int) -> None:
     message = PopMessage(None, b"x" * 10, {}, Identity(3, 512, version), 1, Token(1, 1, 1, 1), 0)
-    with psycopg.connect(world.dsn) as connection:
+    with kept_session(world.dsn) as connection:
         Versions("sink").take(connection, message, entity="order 7", version=version)
 
 
 def test_the_inbox_says_what_it_has_of_whom(world: World, run: Commands, group_id: int) -> None:
     assert run.text("inbox", "stats") == "nothing is noted\n"
-    with psycopg.connect(world.dsn) as connection:
+    with kept_session(world.dsn) as connection:
         for seq in (17, 18):
             record_effect(connection, InboxEntry(group_id, "mailer", "orders", Identity(3, 512, seq)))
         record_effect(connection, InboxEntry(group_id, "mailer", "orders", Identity(3, 512, 18), "order-7"))
@@ -81,7 +79,7 @@ def test_gaps_are_listed_and_passed_over(world: World, run: Commands) -> None:
 
 def test_the_jobs_forget_and_raise_alarms(world: World, group_id: int, caplog: pytest.LogCaptureFixture) -> None:
     """Cases 77 and 78."""
-    with psycopg.connect(world.dsn) as connection:
+    with kept_session(world.dsn) as connection:
         for seq in (1, 2):
             record_effect(connection, InboxEntry(group_id, "mailer", "orders", Identity(3, 512, seq)))
         connection.execute("UPDATE mqlayer_app.inbox SET kept_at = kept_at - interval '8 days' WHERE seq = 1")

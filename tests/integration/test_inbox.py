@@ -25,6 +25,7 @@ from mqlayer.postgres.database import Database
 from mqlayer.redelivery import skip_head
 from mqlayer.runtime.route_cache import RouteCache
 from tests.fixtures.consumers import Recorder, Stage, StartStage
+from tests.fixtures.kept_connections import kept_session
 from tests.fixtures.wait import wait_until
 from tests.proof.runtimes import runtime_of
 
@@ -47,7 +48,7 @@ def waits_for_lock(dsn: str) -> bool:
 
 @pytest.fixture
 def connection(database_dsn: str) -> Iterator[Connection]:
-    with psycopg.connect(database_dsn) as connection:
+    with kept_session(database_dsn) as connection:
         connection.execute("CREATE TABLE sink (position bigserial, body text)")
         connection.commit()
         yield connection
@@ -58,7 +59,7 @@ def late(database_dsn: str, connection: Connection) -> Iterator[Future[None]]:
     """What becomes of a delivery that comes while the connection's transaction has noted the same message."""
 
     def deliver() -> None:
-        with psycopg.connect(database_dsn) as other:
+        with kept_session(database_dsn) as other:
             record_effect(other, entry())
             other.execute("INSERT INTO sink (body) VALUES ('late')")
 
@@ -124,7 +125,7 @@ def test_a_name_that_can_not_be_kept_is_refused(name: str) -> None:
 
 def test_without_a_transaction_it_is_refused(database_dsn: str) -> None:
     """It would be noted, and the effect might never come."""
-    with psycopg.connect(database_dsn, autocommit=True) as connection:
+    with kept_session(database_dsn, autocommit=True) as connection:
         with pytest.raises(InvalidInput, match="no transaction is open"):
             record_effect(connection, entry())
         with connection.transaction():
@@ -134,7 +135,7 @@ def test_without_a_transaction_it_is_refused(database_dsn: str) -> None:
 def test_a_conflict_under_a_snapshot_asks_for_the_whole_transaction(connection: Connection, database_dsn: str) -> None:
     connection.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
     connection.execute("SELECT 1 FROM sink")
-    with psycopg.connect(database_dsn) as other:
+    with kept_session(database_dsn) as other:
         record_effect(other, entry())
     with pytest.raises(TransactionConflict):
         record_effect(connection, entry())
@@ -189,7 +190,7 @@ def test_sqlalchemy_and_async_connections_will_do(database_dsn: str) -> None:
 @pytest.fixture
 def one(start_stage: StartStage, redis_url: str) -> Stage:
     stage = start_stage(redis_url, partitions=1)
-    with psycopg.connect(stage.dsn, autocommit=True) as connection:
+    with kept_session(stage.dsn, autocommit=True) as connection:
         connection.execute("CREATE TABLE sink (position bigserial, body text)")
     return stage
 
@@ -202,14 +203,14 @@ class Booking(Recorder):
         self._dsn, self._then, self._noted = dsn, then, noted
 
     def _book(self, body: bytes, ctx: Context) -> None:
-        with psycopg.connect(self._dsn) as connection:
+        with kept_session(self._dsn) as connection:
             ctx.inbox(connection, **self._noted)
             connection.execute("INSERT INTO sink (body) VALUES (%s)", (body.decode(),))
         self._then(body, ctx)
 
 
 def bodies(stage: Stage) -> list[str]:
-    with psycopg.connect(stage.dsn) as connection:
+    with kept_session(stage.dsn) as connection:
         return sink(connection)
 
 
@@ -233,7 +234,7 @@ def test_a_member_that_is_stopped_in_its_transaction_has_no_second_effect(one: S
     go_on, held = threading.Event(), threading.Event()
 
     def hold(body: bytes, ctx: Context) -> None:
-        with psycopg.connect(one.dsn) as connection:
+        with kept_session(one.dsn) as connection:
             ctx.inbox(connection)
             connection.execute("INSERT INTO sink (body) VALUES ('old')")
             held.set()
@@ -295,14 +296,14 @@ def test_an_async_handler_notes_each_name_once(one: Stage) -> None:
     one.consume(handle, attempt_limit=1, policy="dead_letter", ordered=False)
     one.wait_settled()
     assert noted == ["mail", "print"]
-    with psycopg.connect(one.dsn) as connection:
+    with kept_session(one.dsn) as connection:
         (reason,) = connection.execute("SELECT reason FROM mqlayer.dead_message").fetchone() or ("",)
     assert "noted twice" in reason
 
 
 def test_receivers_need_neither_token_nor_turn_for_it(one: Stage) -> None:
     one.send([("k", b"1"), ("k", b"2")])
-    with Receiver(one.topic, group="g", settings=one.settings()) as receiver, psycopg.connect(one.dsn) as connection:
+    with Receiver(one.topic, group="g", settings=one.settings()) as receiver, kept_session(one.dsn) as connection:
         first, second = receiver.receive(visibility_timeout_s=0.02)
         again = receiver.receive(wait_s=5)
         for message in (second, *again):
@@ -453,7 +454,7 @@ def test_nothing_of_a_group_goes_while_a_node_does_not_answer(one: Stage) -> Non
 
 def test_rows_of_groups_that_nobody_knows_go_by_age(database_dsn: str) -> None:
     with Database(database_dsn) as database:
-        with psycopg.connect(database_dsn) as connection:
+        with kept_session(database_dsn) as connection:
             for group in (7, 8):
                 for seq in range(1, 4):
                     record_effect(connection, entry(seq, group=group))

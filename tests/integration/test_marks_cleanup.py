@@ -10,7 +10,6 @@ import redis
 from mqlayer.domain.routing import NodeId
 from mqlayer.maintenance import drop_closed_marks
 from mqlayer.maintenance.marks_cleanup import FIELDS_PER_COMMAND, SOURCES_PER_PASS, PartitionLps, drop_commands
-from mqlayer.postgres.database import Database
 from mqlayer.redis.keys import partition_keys
 from mqlayer.redis.node_connection import Node, NodeConnection
 from mqlayer.topics import rearm_node
@@ -37,8 +36,7 @@ def sources_with_marks(world: World) -> set[int]:
 
 
 def dropped(world: World, closed_for_s: float) -> int:
-    with Database(world.dsn) as database:
-        return drop_closed_marks(runtime_of(database, world.key_prefix), closed_for_s=closed_for_s)
+    return drop_closed_marks(runtime_of(world.database, world.key_prefix), closed_for_s=closed_for_s)
 
 
 def publish(world: World) -> int:
@@ -102,8 +100,7 @@ def test_a_node_that_is_away_keeps_no_source_from_being_cleaned_on_the_others(
         assert client.hgetall(marks) == {b"0:%d" % here.lp_from: b"0"}
     assert world.rows("SELECT count(*)::int FROM mqlayer.source WHERE dropped_at IS NULL") == [(SOURCES_PER_PASS + 5,)]
     away.start()
-    with Database(world.dsn) as database:
-        rearm_node(runtime_of(database, key_prefix), "node-1")
+    rearm_node(runtime_of(world.database, key_prefix), "node-1")
     assert [dropped(world, closed_for_s=0) for _ in range(3)] == [SOURCES_PER_PASS, 5, 0]
 
 

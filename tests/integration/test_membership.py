@@ -32,6 +32,7 @@ from mqlayer.groups.rebalance import change_group
 from mqlayer.postgres.queries import query
 from mqlayer.runtime.route_cache import RouteCache
 from tests.fixtures.consumers import Stage, StartStage
+from tests.fixtures.kept_connections import kept_session
 from tests.fixtures.wait import wait_until, within
 
 LEASE_S = 60.0
@@ -281,11 +282,11 @@ def test_leases_are_judged_by_the_databases_clock_in_one_statement(members: Memb
 def test_a_heartbeat_that_waits_while_it_is_replaced_is_told(members: Members) -> None:
     """It must not take the end of its session for a lease that ran out: it would join again, and end the newer one."""
     members.join("a")
-    with psycopg.connect(members.stage.dsn) as other, ThreadPoolExecutor(1) as pool:
+    with kept_session(members.stage.dsn) as other, ThreadPoolExecutor(1) as pool:
         other.execute("UPDATE mqlayer.member SET session = nextval('mqlayer.member_session')")
         answer = pool.submit(members.beat, "a")
         waits = "SELECT FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()"
-        with psycopg.connect(members.stage.dsn, autocommit=True) as watcher:
+        with kept_session(members.stage.dsn, autocommit=True) as watcher:
             wait_until(lambda: watcher.execute(waits).rowcount == 1, what="the heartbeat to wait")
         other.commit()
         assert answer.result(20) == HeartbeatReply(known=False, replaced=True)

@@ -21,6 +21,7 @@ from mqlayer.settings import Settings
 from mqlayer.stack import RedisServer
 from mqlayer.topics import list_nodes, register_node, set_node_address
 from tests.fixtures.commands import Commands
+from tests.fixtures.kept_connections import kept_session
 from tests.fixtures.replicas import pair_of, sentinel_of
 from tests.fixtures.servers import StartRedis
 from tests.proof.runtimes import runtime_of
@@ -75,7 +76,7 @@ def test_a_node_is_registered_with_the_password_of_its_own_file(
 ) -> None:
     node = register_node(runtime_of(database), name="n1", url=guarded.url)
     assert node.url == guarded.url
-    with psycopg.connect(database_dsn) as connection:
+    with kept_session(database_dsn) as connection:
         rows = connection.execute("SELECT n::text FROM mqlayer.node n UNION ALL SELECT a::text FROM mqlayer.audit a")
         assert not any("app" in text or PASSWORD in text for (text,) in rows)
     with pytest.raises(InvalidInput, match="MQLAYER_REDIS_USER"):
@@ -180,7 +181,7 @@ URLS = {
 
 
 def test_a_nodes_row_holds_no_credentials(database_dsn: str) -> None:
-    with psycopg.connect(database_dsn, autocommit=True) as connection:
+    with kept_session(database_dsn, autocommit=True) as connection:
         put = "INSERT INTO mqlayer.node (name, url) VALUES (%s, %s)"
         for number, (url, plain) in enumerate(URLS.items()):
             if url != plain:
@@ -190,7 +191,7 @@ def test_a_nodes_row_holds_no_credentials(database_dsn: str) -> None:
 
 
 def test_no_program_can_write_credentials_into_a_nodes_row(database_dsn: str) -> None:
-    with psycopg.connect(database_dsn, autocommit=True) as connection:
+    with kept_session(database_dsn, autocommit=True) as connection:
         for url in ("redis://u:p@h/0", "redis://h/0?password=p", "sentinel://h/o/0?a=1&sentinel_password=p"):
             with pytest.raises(psycopg.errors.CheckViolation):
                 connection.execute("INSERT INTO mqlayer.node (name, url) VALUES ('n1', %s)", (url,))

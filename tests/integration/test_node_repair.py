@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ from mqlayer.domain.routing import lp_of
 from mqlayer.errors import Conflict, StoreUnavailable
 from mqlayer.failpoints import FailpointHit
 from mqlayer.groups import drained
-from mqlayer.postgres.database import Database
 from mqlayer.producing import Producer
 from mqlayer.redis.keys import partition_keys
 from mqlayer.redis.node_connection import NodeConnection
@@ -39,15 +38,6 @@ NEAR = next(f"key-{n}" for n in range(100) if lp_of(f"key-{n}".encode()) < 100)
 class Scene(World):
     """One node that loses data, a topic of two partitions, a group."""
 
-    _control: Database | None = None
-
-    @property
-    def control(self) -> Database:
-        """The control and application database."""
-        if self._control is None:
-            self._control = Database(self.dsn, max_size=6)
-        return self._control
-
     def bring(self, count: int, tag: str, *, keys: int = KEYS) -> None:
         """Publish, and wait until the partitions hold it."""
         with self.relay():
@@ -56,15 +46,15 @@ class Scene(World):
 
     def split(self, at: int = 100) -> None:
         """Split partition 1."""
-        split(runtime_of(self.control, self.key_prefix), "orders", 1, at=[at])
+        split(runtime_of(self.database, self.key_prefix), "orders", 1, at=[at])
 
     def member(self) -> ManualMember:
         """Join the group."""
-        return ManualMember(self.control, self.key_prefix, "orders")
+        return ManualMember(self.database, self.key_prefix, "orders")
 
     def rearm(self, *, outbox: bool = True, **options: Any) -> int:
         """Arm the node as a worker does that can read the outbox, or can't."""
-        here = runtime_of(self.control, self.key_prefix, application=self.control if outbox else None)
+        here = runtime_of(self.database, self.key_prefix, application=self.database if outbox else None)
         return rearm_node(here, "node-1", **options)[1]
 
     def seal_id(self, partition: int = 1) -> str:
@@ -92,11 +82,10 @@ class Scene(World):
 
 
 @pytest.fixture
-def scene(database_dsn: str, node: RedisServer, key_prefix: str) -> Iterator[Scene]:
+def scene(database_dsn: str, node: RedisServer, key_prefix: str) -> Scene:
     scene = Scene(database_dsn, key_prefix, [node.url])
     scene.add_topic("orders", partitions=2)
-    yield scene
-    scene.control.close()
+    return scene
 
 
 def test_a_node_that_fell_back_behind_a_recorded_seal_is_filled_up_and_sealed_anew(
@@ -119,8 +108,8 @@ def test_a_node_that_fell_back_behind_a_recorded_seal_is_filled_up_and_sealed_an
     assert scene.meta(1)["seal"] == scene.seal_id()
     assert {p: scene.meta(p)["state"] for p in (1, 2, 3, 4)} == {1: "sealed", 2: "open", 3: "open", 4: "open"}
     # Whoever read the command that was lost can't open the gate, under whatever epoch.
-    assert not drained(scene.control, member.session, old, seal_id)
-    assert not drained(scene.control, member.session, member.assigned()[1], seal_id)
+    assert not drained(scene.database, member.session, old, seal_id)
+    assert not drained(scene.database, member.session, member.assigned()[1], seal_id)
     scene.bring(100, "d")
     assert member.consume(1) > 0
     member.consume_all()
@@ -134,7 +123,7 @@ def test_a_node_that_lost_everything_gets_parents_and_successors_again(scene: Sc
     scene.bring(100, "a")
     scene.split()
     scene.bring(100, "b")
-    merge(runtime_of(scene.control, scene.key_prefix), "orders", [3, 4])
+    merge(runtime_of(scene.database, scene.key_prefix), "orders", [3, 4])
     scene.bring(100, "c")
     member.consume(1, 10)
     lose_all(node)
@@ -204,7 +193,7 @@ def test_a_seal_that_an_emptied_node_lost_is_not_recorded(
     with pytest.raises(StoreUnavailable, match="not there any more"):
         scene.split()
     assert scene.meta(1)["state"] == "open"
-    finish_changes(runtime_of(scene.control, scene.key_prefix, application=scene.control), topic="orders")
+    finish_changes(runtime_of(scene.database, scene.key_prefix, application=scene.database), topic="orders")
     assert scene.meta(1)["seal"] == scene.seal_id()
     scene.bring(50, "b")
 
@@ -215,7 +204,7 @@ def test_a_successor_that_an_emptied_node_lost_is_made_again_by_arming_it(
     """It may have been open, and consumed: under the epochs of before an old ack would pass."""
     scene.bring(100, "a")
     empty_before(monkeypatch, node, "_hand_over_ids")
-    split(runtime_of(scene.control, scene.key_prefix, application=scene.control), "orders", 1, at=[100])
+    split(runtime_of(scene.database, scene.key_prefix, application=scene.database), "orders", 1, at=[100])
     assert scene.audited()["partitions_remade"] == [1, 2, 3, 4]
     assert {partition: scene.meta(partition)["state"] for partition in (3, 4)} == {3: "open", 4: "open"}
     scene.bring(50, "b")
@@ -297,7 +286,7 @@ def test_another_outbox_fills_nothing_up_and_gives_nothing_up(scene: Scene, node
     lose_all(node)
     ours = scene.rows("SELECT outbox_uuid FROM mqlayer_app.identity")[0][0]
     scene.rows("UPDATE mqlayer_app.identity SET outbox_uuid = gen_random_uuid()")
-    with borrow_outbox(scene.control, ours) as outbox:
+    with borrow_outbox(scene.database, ours) as outbox:
         assert outbox is None
     with pytest.raises(StoreUnavailable, match=f"waits for the relay of outbox {ours}"):
         scene.rearm(accept_loss=True)
@@ -316,7 +305,7 @@ def test_where_groups_begin_goes_by_what_the_node_had_before_an_arming_that_brok
     """That lies LP by LP at the offsets of before: what the group is owed may be in front of its start."""
     then = FallBack(node, tmp_path / "then")
     scene.bring(50, "a")
-    member = ManualMember(scene.control, scene.key_prefix, "orders", start="latest")
+    member = ManualMember(scene.database, scene.key_prefix, "orders", start="latest")
     scene.bring(50, "b")
     scene.split()
     then.happen()
@@ -451,7 +440,7 @@ def test_direct_messages_that_were_counted_as_lost_are_not_counted_by_a_later_me
     second.happen()
     if address == "another":
         url = node.url.replace("127.0.0.1", "localhost")
-        set_node_address(runtime_of(scene.control, scene.key_prefix, application=scene.control), "node-1", url)
+        set_node_address(runtime_of(scene.database, scene.key_prefix, application=scene.database), "node-1", url)
     scene.rearm()
     assert scene.audited()["lost"] == {"1": 3}
     first.happen()
@@ -468,7 +457,7 @@ def test_a_successor_that_fell_back_to_importing_is_opened_again(
     with pytest.raises(FailpointHit):
         scene.split()
     then = FallBack(node, tmp_path / "then")
-    assert finish_changes(runtime_of(scene.control, scene.key_prefix)) == {1: "done"}
+    assert finish_changes(runtime_of(scene.database, scene.key_prefix)) == {1: "done"}
     scene.bring(100, "b")
     then.happen()
     scene.rearm()
@@ -495,7 +484,7 @@ def test_a_node_that_falls_back_and_is_armed_under_a_driver_is_noticed(
     failpoints.arm(place, f"mark:{reached}", occurrence=nth)
     failpoints.arm(place, f"wait:{go_on}", occurrence=nth)
     with ThreadPoolExecutor(2) as pool:
-        driving = pool.submit(finish_changes, runtime_of(scene.control, scene.key_prefix))
+        driving = pool.submit(finish_changes, runtime_of(scene.database, scene.key_prefix))
         wait_until(reached.exists, what="the driver to be there")
         then.happen()
         arming = pool.submit(scene.rearm)
@@ -504,7 +493,7 @@ def test_a_node_that_falls_back_and_is_armed_under_a_driver_is_noticed(
         arming.result(20)
         came_to = driving.result(20)
     # A line that broke is no harm: whoever comes next goes on.
-    assert came_to == {1: "done"} or finish_changes(runtime_of(scene.control, scene.key_prefix)) == {1: "done"}
+    assert came_to == {1: "done"} or finish_changes(runtime_of(scene.database, scene.key_prefix)) == {1: "done"}
     assert {p: scene.meta(p)["state"] for p in (1, 3, 4)} == {1: "sealed", 3: "open", 4: "open"}
     assert scene.meta(1)["seal"] == scene.seal_id()
     scene.bring(100, "b")

@@ -279,7 +279,7 @@ def test_what_a_node_that_fell_back_gives_again_is_in_order(
     scene.send(1, LOW, b"3", b"4")
     scene.archive()
     before.happen()
-    rearm_node(runtime_of(scene.database, scene.prefix), "n1")
+    rearm_node(runtime_of(scene.database, scene.prefix), "node-1")
     scene.seqs[1, lp_of(LOW.encode())] = 2
     scene.send(1, LOW, b"3", b"4", b"5")
     found = archive_and_audit(spark, database_dsn, prefix=key_prefix)

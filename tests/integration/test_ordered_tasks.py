@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 from uuid import UUID
 
-import psycopg
 import pytest
 from celery import Celery, chain, chord, current_app, signals
 from celery.exceptions import Ignore, Reject, Retry
@@ -29,6 +28,7 @@ from mqlayer.relay import relay_once
 from mqlayer.workers import connections
 from mqlayer.workers.ordered_tasks import OrderedTask, consume_tasks, ordered_task
 from tests.fixtures.consumers import QUICK_BACKOFF_S, Recorder, Stage
+from tests.fixtures.kept_connections import kept_session
 from tests.fixtures.wait import wait_until
 from tests.proof.world import QUICK
 
@@ -321,13 +321,13 @@ def test_a_result_that_cannot_be_stored_does_not_repeat_the_body(
 
 def test_a_body_that_passes_the_fence_has_its_effect_once(stage: Stage, celery: Celery, run: Run) -> None:
     attempts: list[int] = []
-    with psycopg.connect(stage.dsn) as connection:
+    with kept_session(stage.dsn) as connection:
         connection.execute("CREATE TABLE booked (account text, amount int)")
 
     @ordered(celery, topic=stage.topic, key="account", bind=True)
     def book(self: OrderedTask, account: str, amount: int) -> None:
         attempts.append(self.request.retries)
-        with psycopg.connect(stage.dsn) as connection:
+        with kept_session(stage.dsn) as connection:
             self.fence(connection)
             connection.execute("INSERT INTO booked VALUES (%s, %s)", (account, amount))
         if amount == 1 and len(attempts) == 1:
@@ -338,7 +338,7 @@ def test_a_body_that_passes_the_fence_has_its_effect_once(stage: Stage, celery: 
     run()
     stage.wait_settled()
     assert attempts == [0, 1, 0]
-    with psycopg.connect(stage.dsn) as connection:
+    with kept_session(stage.dsn) as connection:
         assert connection.execute("SELECT * FROM booked").fetchall() == [("a", 1), ("a", 2)]
     book("a", 3)
 
@@ -351,10 +351,10 @@ def test_calls_in_a_transaction_run_if_it_commits_in_its_order(
         bodies.ended.append((key, number))
         return number
 
-    with psycopg.connect(stage.dsn) as connection:
+    with kept_session(stage.dsn) as connection:
         connection.execute("CREATE TABLE business (number int)")
     results = []
-    with psycopg.connect(stage.dsn, autocommit=True) as connection:
+    with kept_session(stage.dsn, autocommit=True) as connection:
         for number in range(10):
             try:
                 with outbox.transaction(connection):

@@ -16,6 +16,7 @@ from mqlayer.domain.routing import lp_of
 from mqlayer.errors import BodyTooLarge, InvalidInput, NotFound, TransactionConflict
 from mqlayer.outbox import Published, clean_dedup
 from mqlayer.postgres.database import Database
+from tests.fixtures.kept_connections import kept_session
 from tests.fixtures.outboxes import BODY_LIMIT, CommittedOutbox
 from tests.fixtures.sqlalchemy_engines import engine_of
 
@@ -24,12 +25,12 @@ def test_a_second_message_with_an_id_is_not_published_and_the_first_ones_seq_is_
     outbox_dsn: str, committed: CommittedOutbox
 ) -> None:
     """Case 8, for outboxes: also in the same transaction."""
-    with psycopg.connect(outbox_dsn) as connection:
+    with kept_session(outbox_dsn) as connection:
         outbox.publish(connection, "orders", key="k", body=b"0")
         assert outbox.publish_once(connection, "orders", key="k", body=b"1", dedup_id="a") == Published(2, False)
         assert outbox.publish_once(connection, "orders", key="k", body=b"x", dedup_id="a") == Published(2, True)
         outbox.publish(connection, "orders", key="k", body=b"x", dedup_id="a")
-    with psycopg.connect(outbox_dsn) as connection:
+    with kept_session(outbox_dsn) as connection:
         assert outbox.publish_once(connection, "orders", key="k", body=b"x", dedup_id="a") == Published(2, True)
         assert outbox.publish_once(connection, "orders", key="k", body=b"2", dedup_id="b") == Published(3, False)
         assert outbox.publish_once(connection, "orders", key="l", body=b"3", dedup_id="a").duplicate is False
@@ -38,7 +39,7 @@ def test_a_second_message_with_an_id_is_not_published_and_the_first_ones_seq_is_
 
 
 def by_collecting(dsn: str) -> None:
-    with psycopg.connect(dsn) as connection, outbox.transaction(connection) as tx:
+    with kept_session(dsn) as connection, outbox.transaction(connection) as tx:
         for number in range(6):
             tx.publish("orders", key="k", body=b"%d" % number, dedup_id="a" if number % 2 else None)
         tx.publish("orders", body=b"9", headers={"h": "v"}, tags=["eu"], dedup_id="unkeyed")
@@ -82,7 +83,7 @@ def test_every_way_in_takes_ids_and_keeps_the_order_of_the_key(
 
 
 def test_what_is_rolled_back_leaves_no_id(outbox_dsn: str, committed: CommittedOutbox) -> None:
-    with psycopg.connect(outbox_dsn) as connection:
+    with kept_session(outbox_dsn) as connection:
         outbox.publish_once(connection, "orders", key="k", body=b"x", dedup_id="a")
         connection.rollback()
         assert outbox.publish_once(connection, "orders", key="k", body=b"1", dedup_id="a") == Published(1, False)
@@ -95,7 +96,7 @@ def test_of_many_who_publish_an_id_at_once_one_does(outbox_dsn: str, committed: 
     start = threading.Barrier(8)
 
     def publish(number: int) -> None:
-        with psycopg.connect(outbox_dsn) as connection:
+        with kept_session(outbox_dsn) as connection:
             start.wait()
             for _ in range(10):
                 answer = outbox.publish_once(connection, "orders", key="k", body=b"%d" % number, dedup_id="a")
@@ -129,7 +130,7 @@ def test_a_snapshot_that_is_too_old_to_see_the_first_one_is_a_conflict(
 
 
 def test_ids_are_forgotten_after_the_window_by_the_job(outbox_dsn: str, committed: CommittedOutbox) -> None:
-    with psycopg.connect(outbox_dsn, autocommit=True) as connection, Database(outbox_dsn) as database:
+    with kept_session(outbox_dsn, autocommit=True) as connection, Database(outbox_dsn) as database:
         for number in range(3):
             outbox.publish(connection, "orders", key="k", body=b"%d" % number, dedup_id=f"id-{number}")
         connection.execute("UPDATE mqlayer_app.dedup SET published_at = published_at - interval '61 s' WHERE seq < 3")
@@ -142,7 +143,7 @@ def test_ids_are_forgotten_after_the_window_by_the_job(outbox_dsn: str, committe
 
 @pytest.mark.parametrize("dedup_id", ["", "x" * 129, "a\0b", 7, None])
 def test_what_is_no_id_is_refused_at_the_call(outbox_dsn: str, dedup_id: Any) -> None:
-    with psycopg.connect(outbox_dsn) as connection, pytest.raises(InvalidInput, match="dedup id"):
+    with kept_session(outbox_dsn) as connection, pytest.raises(InvalidInput, match="dedup id"):
         outbox.publish_once(connection, "orders", key="k", body=b"x", dedup_id=dedup_id)
 
 
@@ -167,7 +168,7 @@ def test_the_functions_refuse_by_themselves_what_can_not_be_sent(outbox_dsn: str
 
 @pytest.mark.parametrize("key", [None, "", "k", "注文"])
 def test_sql_and_python_compare_the_same_of_an_id(outbox_dsn: str, key: str | None) -> None:
-    with psycopg.connect(outbox_dsn) as connection:
+    with kept_session(outbox_dsn) as connection:
         row = connection.execute("SELECT mqlayer_app.dedup_token_v1(%s, 'ü-1')", [key]).fetchone()
     assert row is not None
     assert bytes(row[0]) == token_of(None if key is None else key.encode(), encode_dedup_id("ü-1"))

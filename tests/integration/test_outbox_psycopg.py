@@ -23,6 +23,7 @@ from mqlayer.errors import (
     StoreUnavailable,
     TransactionConflict,
 )
+from tests.fixtures.kept_connections import kept_session
 from tests.fixtures.outboxes import BODY_LIMIT, CommittedOutbox
 from tests.fixtures.wait import wait_until
 
@@ -53,7 +54,7 @@ def test_a_rolled_back_transaction_sends_nothing(connection: Connection, committ
 
 
 def test_in_autocommit_each_call_is_its_own_transaction(outbox_dsn: str, committed: CommittedOutbox) -> None:
-    with psycopg.connect(outbox_dsn, autocommit=True) as connection:
+    with kept_session(outbox_dsn, autocommit=True) as connection:
         outbox.publish(connection, "orders", key="a", body=b"1")
         assert committed.bodies() == [b"1"]
 
@@ -208,14 +209,14 @@ def test_other_objects_and_dead_connections_are_refused(outbox_dsn: str, empty_d
     dead.close()
     with pytest.raises(StoreUnavailable):
         outbox.publish(dead, "orders", key="a")
-    with psycopg.connect(empty_database_dsn) as bare, pytest.raises(SchemaMismatch, match="mqlayer migrate"):
+    with kept_session(empty_database_dsn) as bare, pytest.raises(SchemaMismatch, match="mqlayer migrate"):
         outbox.publish(bare, "orders", key="a")
 
 
 def test_a_busy_lp_under_repeatable_read_is_a_conflict_to_run_again(outbox_dsn: str, connection: Connection) -> None:
     connection.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
     connection.execute("SELECT 1")
-    with psycopg.connect(outbox_dsn) as other:
+    with kept_session(outbox_dsn) as other:
         outbox.publish(other, "orders", key="a", body=b"other")
     with pytest.raises(TransactionConflict) as caught:
         outbox.publish(connection, "orders", key="a", body=b"ours")
@@ -232,7 +233,7 @@ def test_collected_transactions_on_the_same_lps_in_opposite_order_do_not_deadloc
 
     def publish(order: list[str]) -> None:
         try:
-            with psycopg.connect(outbox_dsn) as connection:
+            with kept_session(outbox_dsn) as connection:
                 for _ in range(100):
                     with outbox.transaction(connection) as tx:
                         for key in order:
@@ -254,7 +255,7 @@ def test_collected_transactions_on_the_same_lps_in_opposite_order_do_not_deadloc
 
 
 def test_published_at_once_in_opposite_order_a_deadlock_is_a_conflict(outbox_dsn: str) -> None:
-    with psycopg.connect(outbox_dsn) as one, psycopg.connect(outbox_dsn) as two:
+    with kept_session(outbox_dsn) as one, kept_session(outbox_dsn) as two:
         outbox.publish(one, "orders", key="key-1")
         outbox.publish(two, "orders", key="key-2")
         conflicts: list[TransactionConflict] = []
@@ -275,7 +276,7 @@ def test_published_at_once_in_opposite_order_a_deadlock_is_a_conflict(outbox_dsn
 
 def test_two_transactions_of_one_key_are_ordered_by_their_commits(outbox_dsn: str, committed: CommittedOutbox) -> None:
     """Case 74: whoever holds the LP commits first, whatever began first."""
-    with psycopg.connect(outbox_dsn) as early, psycopg.connect(outbox_dsn) as late:
+    with kept_session(outbox_dsn) as early, kept_session(outbox_dsn) as late:
         early.execute("SELECT pg_current_xact_id()")
         outbox.publish(late, "orders", key="a", body=b"late")
         waiting = threading.Thread(target=lambda: outbox.publish(early, "orders", key="a", body=b"early"))
@@ -288,6 +289,6 @@ def test_two_transactions_of_one_key_are_ordered_by_their_commits(outbox_dsn: st
 
 
 def _is_waiting(dsn: str) -> bool:
-    with psycopg.connect(dsn) as connection:
+    with kept_session(dsn) as connection:
         row = connection.execute("SELECT count(*) FROM pg_locks WHERE NOT granted").fetchone()
     return bool(row and row[0])

@@ -19,6 +19,7 @@ from mqlayer.domain.routing import lp_of
 from mqlayer.errors import BodyTooLarge, InvalidInput, KeyTooLarge, NotFound, StoreUnavailable, TransactionConflict
 from mqlayer.postgres.caller_connections import Statement, run_one_async
 from mqlayer.postgres.database import translate
+from tests.fixtures.kept_connections import kept_session
 from tests.fixtures.outboxes import BODY_LIMIT, CommittedOutbox
 from tests.fixtures.roles import grant_application
 from tests.fixtures.sqlalchemy_engines import url_of
@@ -110,7 +111,7 @@ def test_a_session_may_publish_while_it_commits(engine: sqlalchemy.Engine, commi
 
 
 def test_an_aborted_transaction_whose_error_was_swallowed_says_so(outbox_dsn: str, committed: CommittedOutbox) -> None:
-    with psycopg.connect(outbox_dsn) as connection:
+    with kept_session(outbox_dsn) as connection:
         with pytest.raises(InvalidInput, match="aborted"), outbox.transaction(connection) as tx:  # noqa: PT012
             tx.publish("orders", key="a", body=b"1")
             with pytest.raises(psycopg.errors.DivisionByZero):
@@ -124,7 +125,7 @@ def give_up() -> None:
 
 
 def test_an_explicit_rollback_out_of_the_block_sends_nothing(outbox_dsn: str, committed: CommittedOutbox) -> None:
-    with psycopg.connect(outbox_dsn) as connection:
+    with kept_session(outbox_dsn) as connection:
         with outbox.transaction(connection) as tx:
             tx.publish("orders", key="a", body=b"1")
             give_up()
@@ -138,7 +139,7 @@ def test_a_connection_that_dies_before_the_commit_raises(outbox_dsn: str, commit
             tx.publish("orders", key="a", body=b"1")
             other.execute("SELECT pg_terminate_backend(%s)", (connection.info.backend_pid,))
 
-    with psycopg.connect(outbox_dsn, autocommit=True) as other, pytest.raises(StoreUnavailable):
+    with kept_session(outbox_dsn, autocommit=True) as other, pytest.raises(StoreUnavailable):
         publish_and_end(other)
     assert committed.messages() == []
 
@@ -178,7 +179,7 @@ def test_a_cancelled_task_sends_nothing(outbox_dsn: str, committed: CommittedOut
 
 def test_large_batches_keep_each_keys_order_over_several_topics(outbox_dsn: str, committed: CommittedOutbox) -> None:
     calls = [(("orders", "invoices")[n % 2], f"key-{n % 50}", b"%d" % n) for n in range(20_000)]
-    with psycopg.connect(outbox_dsn) as connection, outbox.transaction(connection) as tx:
+    with kept_session(outbox_dsn) as connection, outbox.transaction(connection) as tx:
         for topic, key, body in calls:
             tx.publish(topic, key=key, body=body)
     sent = committed.messages()
@@ -206,7 +207,7 @@ def test_serializable_transactions_on_one_lp_conflict_and_run_again(
 
 
 def test_refusals_carry_their_facts(outbox_dsn: str) -> None:
-    with psycopg.connect(outbox_dsn, autocommit=True) as connection:
+    with kept_session(outbox_dsn, autocommit=True) as connection:
         with pytest.raises(BodyTooLarge) as body:
             outbox.publish(connection, "orders", key="a", body=bytes(BODY_LIMIT + 1))
         with pytest.raises(psycopg.Error) as key:
@@ -237,7 +238,7 @@ def test_arrays_whose_elements_are_not_numbered_from_one_are_refused(
     outbox_dsn: str, committed: CommittedOutbox, arrays: str
 ) -> None:
     """They would be published with other messages' keys or bodies, or with none."""
-    with psycopg.connect(outbox_dsn, autocommit=True) as connection:
+    with kept_session(outbox_dsn, autocommit=True) as connection:
         with pytest.raises(psycopg.Error, match="one dimension") as refused:
             connection.execute(f"SELECT mqlayer_app.publish_many_v1({arrays})".encode())
         assert refused.value.sqlstate == "MQ005"
@@ -285,7 +286,7 @@ def test_an_applications_role_publishes_and_fences_and_can_do_nothing_else(
 
 def objects_of(dsn: str) -> list[str]:
     """Return a statement for each thing that an application must not do: use a table, a sequence, another function."""
-    with psycopg.connect(dsn) as connection:
+    with kept_session(dsn) as connection:
         relations = connection.execute(
             "SELECT n.nspname || '.' || c.relname, c.relkind "
             "FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace "
@@ -351,7 +352,7 @@ def test_10_000_messages_without_a_key_reach_every_partition_evenly(
     outbox_dsn: str, committed: CommittedOutbox, publish: Callable[[psycopg.Connection], None]
 ) -> None:
     """Case 3: whatever ranges of LPs partitions serve, here eight equal ones, give or take a sixth (6 deviations)."""
-    with psycopg.connect(outbox_dsn) as connection:
+    with kept_session(outbox_dsn) as connection:
         publish(connection)
     counts = Counter(lp // 128 for lp in committed.lps())
     assert set(counts) == set(range(8))

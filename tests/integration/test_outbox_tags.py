@@ -18,6 +18,7 @@ from mqlayer.errors import InvalidInput, ReservedHeader
 from mqlayer.postgres.database import translate
 from mqlayer.relay import relay_once
 from tests.fixtures.consumers import Recorder, Stage
+from tests.fixtures.kept_connections import kept_session
 from tests.fixtures.roles import grant_application
 from tests.fixtures.sqlalchemy_engines import engine_of
 
@@ -29,12 +30,12 @@ Publish = Callable[[str], None]
 
 
 def by_psycopg(dsn: str) -> None:
-    with psycopg.connect(dsn) as connection:
+    with kept_session(dsn) as connection:
         outbox.publish(connection, "orders", key="k", body=b"1", headers=HEADERS, tags=TAGS)
 
 
 def by_collecting(dsn: str) -> None:
-    with psycopg.connect(dsn) as connection, outbox.transaction(connection) as transaction:
+    with kept_session(dsn) as connection, outbox.transaction(connection) as transaction:
         transaction.publish("orders", key="k", body=b"1", headers=HEADERS, tags=TAGS)
 
 
@@ -56,7 +57,7 @@ def by_sqlalchemy(dsn: str) -> None:
 
 
 def by_sql(dsn: str) -> None:
-    with psycopg.connect(dsn) as connection:
+    with kept_session(dsn) as connection:
         connection.execute(
             "SELECT mqlayer_app.publish_v1('orders', 'k', '1', %s::jsonb || mqlayer_app.tags_v1('vip', 'eu', 'vip'))",
             [psycopg.types.json.Jsonb(HEADERS)],
@@ -64,7 +65,7 @@ def by_sql(dsn: str) -> None:
 
 
 def by_sql_in_bulk(dsn: str) -> None:
-    with psycopg.connect(dsn) as connection:
+    with kept_session(dsn) as connection:
         connection.execute(
             "SELECT mqlayer_app.publish_many_v1(ARRAY['orders', 'orders', 'orders'], ARRAY['k', 'a', 'b'],"
             " ARRAY['1', '2', '3']::bytea[], ARRAY[%s::jsonb || mqlayer_app.tags_v1(VARIADIC %s), NULL,"

@@ -8,7 +8,6 @@ import threading
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-import psycopg
 import pytest
 
 from mqlayer import Context
@@ -40,6 +39,7 @@ from tests.fixtures.consumers import Recorder, Stage, StartStage
 from tests.fixtures.failed_messages import Failing, identity_of
 from tests.fixtures.failpoints import armed
 from tests.fixtures.forked_programs import ask_python
+from tests.fixtures.kept_connections import kept_session
 from tests.fixtures.partition_harness import MemberScripts, PartitionHarness
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.wait import wait_until
@@ -319,7 +319,7 @@ def test_the_head_of_a_key_in_the_stream_is_passed_over_while_an_owner_has_it(fa
     assert skipped == SkippedHead(identity_of(a[0]), 1, parked=False, fenced=True)
     assert isinstance(settle(failing, old, a[0][1].offset), Fenced)
     assert isinstance(take(failing, old), Fenced)
-    with psycopg.connect(failing.stage.dsn) as connection:
+    with kept_session(failing.stage.dsn) as connection:
         source, lp, seq = identity_of(a[0])
         facts = (failing.group_id, lp, source, "a", seq, old.epoch)
         answer = connection.execute("SELECT answer FROM mqlayer_app.fence_v1(%s, %s::smallint, %s, %s, %s, %s)", facts)
@@ -391,7 +391,7 @@ def test_a_message_that_somebody_dealt_with_since_the_look_is_not_ruled(
 def test_a_message_whose_effect_is_there_is_not_ruled_dead(failing: Failing) -> None:
     a = numbered(failing, "a", 1)
     old = owner(failing, a[0][0])
-    with psycopg.connect(failing.stage.dsn) as connection:
+    with kept_session(failing.stage.dsn) as connection:
         source, lp, seq = identity_of(a[0])
         facts = (failing.group_id, lp, source, "a", seq, old.epoch)
         connection.execute("SELECT mqlayer_app.fence_v1(%s, %s::smallint, %s, %s, %s, %s)", facts)
@@ -404,7 +404,7 @@ def test_a_message_whose_effect_is_there_is_not_ruled_dead(failing: Failing) -> 
 def test_an_effect_that_is_being_committed_is_told_of(failing: Failing) -> None:
     a = numbered(failing, "a", 1)
     old = owner(failing, a[0][0])
-    with psycopg.connect(failing.stage.dsn) as connection:
+    with kept_session(failing.stage.dsn) as connection:
         source, lp, seq = identity_of(a[0])
         facts = (failing.group_id, lp, source, "a", seq, old.epoch)
         connection.execute("SELECT mqlayer_app.fence_v1(%s, %s::smallint, %s, %s, %s, %s)", facts)
@@ -440,7 +440,7 @@ def test_a_running_member_passes_a_message_over_that_it_has_in_hand(failing: Fai
     def act(body: bytes, ctx: Context) -> None:
         if body == b"1":
             may_end.wait(20)
-            with psycopg.connect(failing.stage.dsn) as connection:
+            with kept_session(failing.stage.dsn) as connection:
                 try:
                     ctx.fence(connection)
                 except StaleOwner:

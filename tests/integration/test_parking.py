@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-import psycopg
 import pytest
 
 from mqlayer import Context, Event
@@ -15,6 +14,7 @@ from mqlayer.errors import PauseKey, Reject, RetryLater, Skip
 from mqlayer.groups.admin import set_group
 from mqlayer.parking import KeyEntry, KeyRef, KeyUpdate, ParkingBatch, ParkingStore
 from tests.fixtures.consumers import Recorder, Stage, member_of
+from tests.fixtures.kept_connections import kept_session
 from tests.fixtures.wait import wait_until
 from tests.proof.parking_shop import LATER_S, Fault, ParkingShop, parked, release, rows
 from tests.proof.runtimes import runtime_of
@@ -224,7 +224,7 @@ def test_an_owner_takes_several_keys_in_the_order_of_operators(stage: Stage) -> 
     store = ParkingStore(stage.database, stage.group_id(), member_of(app).member_id)
     assert member_id == member_of(app).member_id
     hold = "SELECT FROM mqlayer.parked_key WHERE lp = %s AND name = %s FOR UPDATE"
-    with psycopg.connect(stage.dsn) as operator, ThreadPoolExecutor(1) as pool:
+    with kept_session(stage.dsn) as operator, ThreadPoolExecutor(1) as pool:
         operator.execute("SET lock_timeout = '300ms'")
         operator.execute(hold, first[0])
         written = pool.submit(store.write, PartitionId(partition), epoch, ParkingBatch(updates=waits))

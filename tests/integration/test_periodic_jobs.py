@@ -81,31 +81,29 @@ def due_again(world: World) -> None:
 
 def test_a_change_that_its_driver_left_is_finished_by_the_job(world: World) -> None:
     """Case 16: to one outcome; the repair repeated does nothing."""
-    with Database(world.dsn) as database:
-        failpoints.arm("change.after_seal", "raise")
-        with pytest.raises(failpoints.FailpointHit):
-            split(runtime_of(database, world.key_prefix), "orders", 1, at=[100])
-        TASKS["repair_routes"]()
-        route = load_route(database, "orders")
-        assert (route.version, [r.lp_from for r in route.ranges]) == (2, [0, 100, 512])
-        due_again(world)
-        TASKS["repair_routes"]()
-        assert load_route(database, "orders") == route
+    failpoints.arm("change.after_seal", "raise")
+    with pytest.raises(failpoints.FailpointHit):
+        split(runtime_of(world.database, world.key_prefix), "orders", 1, at=[100])
+    TASKS["repair_routes"]()
+    route = load_route(world.database, "orders")
+    assert (route.version, [r.lp_from for r in route.ranges]) == (2, [0, 100, 512])
+    due_again(world)
+    TASKS["repair_routes"]()
+    assert load_route(world.database, "orders") == route
 
 
 def test_a_partition_that_every_group_has_drained_is_retired_by_the_job(world: World) -> None:
     """Cases 18 and 28."""
     state = "SELECT state, retired_at IS NOT NULL FROM mqlayer.partition WHERE partition_id = 1"
-    with Database(world.dsn) as database:
-        split(runtime_of(database, world.key_prefix), "orders", 1, at=[100])
-        for name in ("slow", "fast"):
-            ensure_group(
-                runtime_of(database, world.key_prefix),
-                RouteCache(database),
-                topic="orders",
-                name=name,
-                settings=GroupSettings(start="earliest"),
-            )
+    split(runtime_of(world.database, world.key_prefix), "orders", 1, at=[100])
+    for name in ("slow", "fast"):
+        ensure_group(
+            runtime_of(world.database, world.key_prefix),
+            RouteCache(world.database),
+            topic="orders",
+            name=name,
+            settings=GroupSettings(start="earliest"),
+        )
     world.rows("INSERT INTO mqlayer.drained (group_id, partition_id) VALUES (2, 1)")
     TASKS["repair_routes"]()
     assert world.rows(state) == [("sealed", False)], "one group has not drained it"
@@ -123,42 +121,43 @@ def test_a_partition_that_every_group_has_drained_is_retired_by_the_job(world: W
 def test_a_node_that_restarted_while_nobody_used_it_is_armed_by_the_job(world: World, start_redis: StartRedis) -> None:
     """Else what changes or retires a partition there would wait for a visitor that never comes."""
     server = start_redis()
-    with Database(world.dsn) as database:
-        register_node(runtime_of(database), name="idle", url=server.url)
-        move(runtime_of(database, world.key_prefix), "orders", 1, to="idle")
-        server.kill()
-        server.start()
-        split(
-            runtime_of(database, world.key_prefix),
+    register_node(runtime_of(world.database), name="idle", url=server.url)
+    move(runtime_of(world.database, world.key_prefix), "orders", 1, to="idle")
+    server.kill()
+    server.start()
+    split(
+        runtime_of(world.database, world.key_prefix),
+        "orders",
+        load_route(world.database, "orders").ranges[1].partition,
+        at=[700],
+    )
+    with pytest.raises(NodeNotArmed):
+        move(
+            runtime_of(world.database, world.key_prefix),
             "orders",
-            load_route(database, "orders").ranges[1].partition,
-            at=[700],
+            load_route(world.database, "orders").ranges[0].partition,
         )
-        with pytest.raises(NodeNotArmed):
-            move(runtime_of(database, world.key_prefix), "orders", load_route(database, "orders").ranges[0].partition)
-        TASKS["rearm_nodes"]()
-        assert find_node(database, "idle").armed_run_id == redis.Redis.from_url(server.url).info("server")["run_id"]
-        TASKS["repair_routes"]()
-        assert set(finish_changes(runtime_of(database, world.key_prefix))) == set()
+    TASKS["rearm_nodes"]()
+    assert find_node(world.database, "idle").armed_run_id == redis.Redis.from_url(server.url).info("server")["run_id"]
+    TASKS["repair_routes"]()
+    assert set(finish_changes(runtime_of(world.database, world.key_prefix))) == set()
 
 
 def test_a_node_that_is_away_or_was_given_up_is_left_alone_by_the_job(world: World, start_redis: StartRedis) -> None:
     server = start_redis()
-    with Database(world.dsn) as database:
-        armed = register_node(runtime_of(database), name="idle", url=server.url).armed_run_id
-        server.kill()
-        TASKS["rearm_nodes"]()
-        assert find_node(database, "idle").armed_run_id == armed
-        give_up_node(runtime_of(database, world.key_prefix, application=database), "idle")
-        server.start()
-        due_again(world)
-        TASKS["rearm_nodes"]()
-        assert find_node(database, "idle").armed_run_id is None
+    armed = register_node(runtime_of(world.database), name="idle", url=server.url).armed_run_id
+    server.kill()
+    TASKS["rearm_nodes"]()
+    assert find_node(world.database, "idle").armed_run_id == armed
+    give_up_node(runtime_of(world.database, world.key_prefix, application=world.database), "idle")
+    server.start()
+    due_again(world)
+    TASKS["rearm_nodes"]()
+    assert find_node(world.database, "idle").armed_run_id is None
 
 
 def test_a_topic_without_groups_keeps_its_sealed_partitions(world: World) -> None:
-    with Database(world.dsn) as database:
-        split(runtime_of(database, world.key_prefix), "orders", 1, at=[100])
+    split(runtime_of(world.database, world.key_prefix), "orders", 1, at=[100])
     TASKS["repair_routes"]()
     assert world.rows("SELECT state FROM mqlayer.partition WHERE partition_id = 1") == [("sealed",)]
 

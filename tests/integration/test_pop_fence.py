@@ -12,6 +12,7 @@ from mqlayer import PopMessage, Receiver
 from mqlayer.errors import AlreadyApplied, OutOfOrder, StaleOwner, StaleToken
 from mqlayer.topics.nodes import rearm_node
 from tests.fixtures.consumers import Stage, StartStage
+from tests.fixtures.kept_connections import kept_session
 from tests.proof.runtimes import runtime_of
 
 pytestmark = pytest.mark.usefixtures("as_consumer")
@@ -22,14 +23,14 @@ Connection = psycopg.Connection[Any]
 @pytest.fixture
 def one(start_stage: StartStage, redis_url: str) -> Stage:
     stage = start_stage(redis_url, partitions=1)
-    with psycopg.connect(stage.dsn, autocommit=True) as connection:
+    with kept_session(stage.dsn, autocommit=True) as connection:
         connection.execute("CREATE TABLE sink (position bigserial, who text, body text)")
     return stage
 
 
 @pytest.fixture
 def connection(one: Stage) -> Iterator[Connection]:
-    with psycopg.connect(one.dsn, autocommit=True) as connection:
+    with kept_session(one.dsn, autocommit=True) as connection:
         yield connection
 
 

@@ -8,7 +8,6 @@ import threading
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-import psycopg
 import pytest
 
 from mqlayer import Context
@@ -32,6 +31,7 @@ from tests.fixtures.consumers import Recorder, Stage
 from tests.fixtures.failed_messages import Failing, identity_of
 from tests.fixtures.failpoints import armed, broken_off_at
 from tests.fixtures.forked_programs import ask_python
+from tests.fixtures.kept_connections import kept_session
 from tests.fixtures.wait import wait_until
 from tests.proof.runtimes import runtime_of
 
@@ -310,7 +310,7 @@ def test_a_running_member_handles_what_was_given_back_in_order_and_once(failing:
     applied: list[bytes] = []
 
     def act(body: bytes, ctx: Context) -> None:
-        with psycopg.connect(failing.stage.dsn) as connection:
+        with kept_session(failing.stage.dsn) as connection:
             ctx.fence(connection)
         applied.append(body)
 

@@ -6,7 +6,6 @@ import threading
 from dataclasses import replace
 from typing import Any
 
-import psycopg
 import pytest
 import redis
 
@@ -15,11 +14,11 @@ from mqlayer.domain.names import BODY_LIMIT, KEY_LIMIT
 from mqlayer.domain.routing import lp_of
 from mqlayer.errors import ConfigurationRefused, InvalidInput, SchemaMismatch
 from mqlayer.outbox import adopt, list_quarantined, renew, retry_quarantined
-from mqlayer.postgres.database import Database
 from mqlayer.postgres.rights import Right
 from mqlayer.relay import RelayLimits, relay_once, relay_session
 from mqlayer.relay.lp_cursors import plan
 from mqlayer.relay.lp_leases import LpSets
+from tests.fixtures.kept_connections import kept_session
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.wait import wait_until
 from tests.proof.world import QUICK, World
@@ -88,7 +87,7 @@ def test_a_relay_takes_over_what_a_dead_one_held(world: World) -> None:
 def test_a_relay_that_was_silent_for_half_of_its_lease_gets_no_share(world: World) -> None:
     """One that dies again and again leaves such rows: nobody would relay the LP sets that were theirs by right."""
     beat = "INSERT INTO mqlayer_app.relay (relay_id, lease_until) VALUES (%s, now() + make_interval(secs => %s))"
-    with psycopg.connect(world.dsn, autocommit=True) as connection:
+    with kept_session(world.dsn, autocommit=True) as connection:
         connection.execute(beat, ("well", 60.0))
         connection.execute(beat, ("dead", 29.0))
         me = LpSets("me", lease_s=60.0)
@@ -119,7 +118,7 @@ def test_two_relays_on_the_same_lps_are_harmless(world: World) -> None:
 
 
 def test_a_row_that_becomes_visible_late_is_not_passed_by(world: World) -> None:
-    with world.relay(), psycopg.connect(world.dsn) as slow:
+    with world.relay(), kept_session(world.dsn) as slow:
         slow.execute("SELECT mqlayer_app.publish_v1('orders', 'slow', 'first')")
         world.publish(50, keys=10)
         wait_until(lambda: sum(map(len, world.relayed().values())) == 50, what="the others to pass")
@@ -128,7 +127,7 @@ def test_a_row_that_becomes_visible_late_is_not_passed_by(world: World) -> None:
 
 
 def test_a_row_that_becomes_visible_after_its_id_was_given_up_is_found_by_its_counter(world: World) -> None:
-    with world.relay(limits=replace(QUICK, late_ids=1, late_s=0.0)), psycopg.connect(world.dsn) as slow:
+    with world.relay(limits=replace(QUICK, late_ids=1, late_s=0.0)), kept_session(world.dsn) as slow:
         slow.execute("SELECT mqlayer_app.publish_v1('orders', 'slow', 'first')")
         world.publish(50, keys=10)
         wait_until(lambda: sum(map(len, world.relayed().values())) == 50, what="the others to pass")
@@ -138,7 +137,7 @@ def test_a_row_that_becomes_visible_after_its_id_was_given_up_is_found_by_its_co
 
 def test_a_rolled_back_transaction_sends_nothing_and_holds_nobody(world: World) -> None:
     with world.relay():
-        with psycopg.connect(world.dsn) as connection:
+        with kept_session(world.dsn) as connection:
             connection.execute("SELECT mqlayer_app.publish_v1('orders', 'key-1', 'never')")
             connection.rollback()
         world.publish(20)
@@ -155,23 +154,21 @@ def test_a_row_that_can_never_be_sent_holds_its_lp_visibly_and_no_other(world: W
         world.wait_until_whole()
         _insert_row(world, lp=lp, key=key, body=b"too long a key")
         world.publish(20, tag="behind")
-        with Database(world.dsn) as database:
-            (row,) = wait_until(lambda: list_quarantined(database), what="the row to be quarantined")
-            assert (row.topic, row.lp, row.seq) == ("orders", lp, 2)
-            assert str(KEY_LIMIT) in row.reason
-            wait_until(lambda: sum(map(len, world.relayed().values())) == 39, what="all other LPs to go on")
-            assert [value for _, _, value in world.relayed()["orders", lp]] == ["m-1"]
+        (row,) = wait_until(lambda: list_quarantined(world.database), what="the row to be quarantined")
+        assert (row.topic, row.lp, row.seq) == ("orders", lp, 2)
+        assert str(KEY_LIMIT) in row.reason
+        wait_until(lambda: sum(map(len, world.relayed().values())) == 39, what="all other LPs to go on")
+        assert [value for _, _, value in world.relayed()["orders", lp]] == ["m-1"]
 
-            world.rows("UPDATE mqlayer_app.outbox SET key = 'repaired' WHERE key = %s", key)
-            assert retry_quarantined(database, topic="orders", lp=lp) == [row]
+        world.rows("UPDATE mqlayer_app.outbox SET key = 'repaired' WHERE key = %s", key)
+        assert retry_quarantined(world.database, topic="orders", lp=lp) == [row]
         world.wait_until_whole()
 
 
 def test_a_body_over_the_hard_limit_is_quarantined_without_being_read(world: World) -> None:
     with world.relay():
         _insert_row(world, lp=7, key="big", body=bytes(BODY_LIMIT + 1))
-        with Database(world.dsn) as database:
-            (row,) = wait_until(lambda: list_quarantined(database), what="the row to be quarantined")
+        (row,) = wait_until(lambda: list_quarantined(world.database), what="the row to be quarantined")
         assert str(BODY_LIMIT) in row.reason
 
 
@@ -180,8 +177,8 @@ def test_rows_of_a_topic_that_control_does_not_know_are_quarantined(world: World
     world.rows("INSERT INTO mqlayer_app.counter SELECT 77, lp, 'ghosts', 1000 FROM generate_series(0, 1023) AS lp")
     world.publish(3, topic="ghosts", keys=1)
     world.publish(20)
-    with world.relay(), Database(world.dsn) as database:
-        (row,) = wait_until(lambda: list_quarantined(database), what="the row to be quarantined")
+    with world.relay():
+        (row,) = wait_until(lambda: list_quarantined(world.database), what="the row to be quarantined")
         assert "mqlayer topic create ghosts" in row.reason
         wait_until(lambda: sum(map(len, world.relayed().values())) == 20, what="the other topic to go on")
 
@@ -190,8 +187,8 @@ def test_rows_that_are_nowhere_any_more_are_reported_and_hold_their_lp(world: Wo
     world.publish(20, keys=2)
     lp = lp_of(b"key-0")
     world.rows("DELETE FROM mqlayer_app.outbox WHERE lp = %s AND seq = 3", lp)
-    with world.relay(), Database(world.dsn) as database:
-        (row,) = wait_until(lambda: list_quarantined(database), what="the row to be quarantined")
+    with world.relay():
+        (row,) = wait_until(lambda: list_quarantined(world.database), what="the row to be quarantined")
         assert (row.lp, row.seq) == (lp, 3)
         assert "gone" in row.reason
     assert [seq for seq, _, _ in world.relayed()["orders", lp]] == [1, 2]
@@ -274,8 +271,7 @@ def test_a_restored_database_goes_on_as_a_new_source_and_loses_nothing(world: Wo
     relay_once(world.settings(), limits=QUICK)
     world.publish(6, keys=3, tag="waiting")
     world.rows("UPDATE mqlayer.source SET cluster = '1/elsewhere'")
-    with Database(world.dsn) as database:
-        assert adopt(database) == 6
+    assert adopt(world.database) == 6
     world.publish(6, keys=3, tag="after")
     assert relay_once(world.settings(), limits=QUICK) == 12
     records = list(world.records())
@@ -286,18 +282,17 @@ def test_a_restored_database_goes_on_as_a_new_source_and_loses_nothing(world: Wo
 
 
 def test_an_outbox_that_a_relay_works_on_keeps_its_identity(world: World) -> None:
-    with world.relay() as relay, Database(world.dsn) as database:
+    with world.relay() as relay:
         wait_until(lambda: _shares(world) == {relay.relay_id: 16}, what="the relay to work")
         with pytest.raises(InvalidInput, match="stop its relays first"):
-            adopt(database)
+            adopt(world.database)
 
 
 def test_a_copy_gets_an_identity_and_an_empty_outbox_of_its_own(world: World) -> None:
     relay_once(world.settings(), limits=QUICK)
     world.publish(6, keys=3)
     world.rows("UPDATE mqlayer.source SET cluster = '1/elsewhere'")
-    with Database(world.dsn) as database:
-        renew(database)
+    renew(world.database)
     world.publish(3, keys=3, tag="own")
     assert relay_once(world.settings(), limits=QUICK) == 3
     assert {record.value.partition("-")[0] for record in world.records()} == {"own"}

@@ -15,7 +15,6 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from mqlayer import failpoints
 from mqlayer.logs import event_of
 from mqlayer.outbox import list_quarantined
-from mqlayer.postgres.database import Database
 from mqlayer.postgres.migrations import migrate
 from mqlayer.relay import relay_once
 from mqlayer.stack import RedisServer
@@ -95,23 +94,23 @@ def test_marks_of_a_partition_that_is_not_there_are_not_taken_for_rows_that_are_
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A node is emptied, the outbox rotated, and arming takes a while: marks come back, and nothing is missing."""
-    with Database(world.dsn) as database, world.relay():
+    with world.relay():
         world.publish(50)
         world.wait_until_whole()
         before = snapshot(world)
         world.rows("DELETE FROM mqlayer_app.outbox")
-        with database.connection() as arming, arming.transaction():
+        with world.database.connection() as arming, arming.transaction():
             # Nobody arms the node meanwhile.
             arming.execute("SELECT 1 FROM mqlayer.node FOR UPDATE")
             remove_partitions(world)
             wait_until(
-                lambda: says(caplog, "relay_node_away") or list_quarantined(database), what="the relay misses it"
+                lambda: says(caplog, "relay_node_away") or list_quarantined(world.database), what="the relay misses it"
             )
             fall_back(world, before)
         world.publish(20, tag="later")
         later = [f"later-{number}" for number in range(20)]
         wait_until(lambda: sorted(later) == sorted(bodies(world, "later")), what="all that came later")
-        assert list_quarantined(database) == []
+        assert list_quarantined(world.database) == []
 
 
 def test_a_relay_that_meets_a_full_memory_keeps_its_connection(
@@ -293,8 +292,7 @@ def test_a_wrong_key_prefix_is_refused_and_makes_no_second_home(world: World, no
 
 def test_a_node_may_be_registered_again_by_anybody_while_a_relay_runs(world: World, node: RedisServer) -> None:
     with world.relay():
-        with Database(world.dsn) as database:
-            register_node(runtime_of(database), name="node-1", url=node.url)
+        register_node(runtime_of(world.database), name="node-1", url=node.url)
         world.publish(20)
         world.wait_until_whole()
 

@@ -10,7 +10,6 @@ from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-import psycopg
 import pytest
 
 from mqlayer import Context
@@ -41,6 +40,7 @@ from tests.fixtures.consumers import Recorder, Stage
 from tests.fixtures.failed_messages import Failing
 from tests.fixtures.failpoints import armed
 from tests.fixtures.forked_programs import ask_python
+from tests.fixtures.kept_connections import kept_session
 from tests.fixtures.wait import wait_until
 from tests.proof.runtimes import runtime_of
 
@@ -255,7 +255,7 @@ def test_reads_go_along_the_batches_however_much_the_archive_holds(database_dsn:
     nothing = dict.fromkeys(("key", "lp", "tag", "since", "until", "snapshot_id", "partitions"))
     facts = nothing | {"topic_id": 1, "batch": 50, "upto": 100, "rows": 500, "first": 50, "last": 52, "at_batch": 50,
                        "at_record": 10_100, "limit": 200, "bytes": 1_000_000} | found  # fmt: skip
-    with psycopg.connect(database_dsn, autocommit=True) as connection:
+    with kept_session(database_dsn, autocommit=True) as connection:
         connection.execute("CREATE TABLE mqlayer_archive.record_all PARTITION OF mqlayer_archive.record DEFAULT")
         connection.execute(
             "INSERT INTO mqlayer_archive.record (topic_id, batch, version, partition_id, log_offset, source, lp, seq, "
@@ -275,7 +275,7 @@ def test_reads_go_along_the_batches_however_much_the_archive_holds(database_dsn:
 
 def fenced(stage: Stage, applied: list[tuple[str | None, bytes]]) -> Recorder:
     def act(body: bytes, ctx: Context) -> None:
-        with psycopg.connect(stage.dsn) as connection:
+        with kept_session(stage.dsn) as connection:
             ctx.fence(connection)
         applied.append((ctx.key, body))
 

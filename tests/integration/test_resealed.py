@@ -104,16 +104,15 @@ class Sealed:
 def sealed(request: pytest.FixtureRequest, database_dsn: str, redis_url: str, key_prefix: str) -> Iterator[Sealed]:
     world = World(database_dsn, key_prefix, [redis_url])
     world.add_topic("orders", partitions=1)
-    with Database(world.dsn) as database:
-        sealed = Sealed(world, database, request.param)
-        with sealed.client:
-            yield sealed
+    sealed = Sealed(world, world.database, request.param)
+    with sealed.client:
+        yield sealed
 
 
 def handled_by(sealed: Sealed, *, group: str = GROUP, count: int = 2 * ROUND, **said: Any) -> Seen:
     """Run a member until it has handled so many messages and is through with the parent; return what it handled."""
     seen: defaultdict[str, list[str]] = defaultdict(list)
-    app = App(sealed.world.settings(lease_s=2.0))
+    app = App(sealed.world.settings(lease_s=10.0))
     # An instance has a group of its own.
     drained_by = f"{group}@{said['instance']}" if "instance" in said else group
 

@@ -6,8 +6,8 @@ import psycopg
 import pytest
 
 from mqlayer.outbox import rotate
-from mqlayer.postgres.database import Database
 from mqlayer.relay import relay_once
+from tests.fixtures.kept_connections import kept_session
 from tests.fixtures.wait import wait_until
 from tests.proof.partition_values import fall_back, set_states, snapshot
 from tests.proof.world import QUICK, World
@@ -34,8 +34,7 @@ def relayed_count(world: World) -> int:
 
 
 def rotated(world: World) -> dict[int, str]:
-    with Database(world.dsn) as database:
-        return dict(rotate(database))
+    return dict(rotate(world.database))
 
 
 def test_a_slot_whose_rows_are_relayed_and_old_is_emptied(world: World, old_slot: int) -> None:
@@ -70,7 +69,7 @@ def test_nothing_is_emptied_before_an_outbox_that_may_lack_commits_is_recovered(
 
 
 def test_a_slot_that_an_open_transaction_wrote_to_stays_and_nobody_waits(world: World, old_slot: int) -> None:
-    with psycopg.connect(world.dsn) as writer:
+    with kept_session(world.dsn) as writer:
         writer.execute("UPDATE mqlayer_app.outbox SET key = key WHERE slot = %s", (old_slot,))
         assert rotated(world)[old_slot] == "busy"
         writer.rollback()

@@ -61,7 +61,7 @@ def test_a_split_gives_its_lps_to_two_new_partitions(world: World, database: Dat
 
 
 def test_consumers_keep_every_keys_order_over_split_merge_and_move(world: World, database: Database) -> None:
-    app = App(world.settings(lease_s=2.0))
+    app = App(world.settings(lease_s=10.0))
     seen: dict[str, list[int]] = defaultdict(list)
 
     @app.consumer("orders", group="ledger")

@@ -17,7 +17,7 @@ from mqlayer.errors import StoreUnavailable
 from mqlayer.failpoints import FailpointHit
 from mqlayer.groups import MemberSession, drained, join, raise_group_version
 from mqlayer.maintenance import trim_pass
-from mqlayer.postgres.database import Connection, Database
+from mqlayer.postgres.database import Connection
 from mqlayer.producing import Producer
 from mqlayer.redis.keys import partition_keys
 from mqlayer.routes import (
@@ -68,19 +68,18 @@ def test_a_parent_on_a_node_that_is_away_leaves_the_others_open(
     away = start_redis()
     world = World(database_dsn, key_prefix, [redis_url, away.url])
     world.add_topic("orders", partitions=2)
-    with Database(world.dsn) as database:
-        scene = GateScene(world, database)
-        away.kill()
-        with pytest.raises(StoreUnavailable):
-            scene.merge(1, 2)
-        assert scene.client(1).hget(partition_keys(key_prefix, 1).meta, "state") == b"open"
-        away.start()
-        rearm_node(runtime_of(database, key_prefix), "node-2")
-        assert finish_changes(runtime_of(database, key_prefix)) == {1: "done"}
-        member = scene.member()
-        scene.publish()
-        member.consume_all()
-        assert member.bodies() == scene.expected()
+    scene = GateScene(world)
+    away.kill()
+    with pytest.raises(StoreUnavailable):
+        scene.merge(1, 2)
+    assert scene.client(1).hget(partition_keys(key_prefix, 1).meta, "state") == b"open"
+    away.start()
+    rearm_node(runtime_of(world.database, key_prefix), "node-2")
+    assert finish_changes(runtime_of(world.database, key_prefix)) == {1: "done"}
+    member = scene.member()
+    scene.publish()
+    member.consume_all()
+    assert member.bodies() == scene.expected()
 
 
 # Gates
@@ -113,7 +112,7 @@ def test_a_failing_head_on_the_parent_holds_the_child_and_nobody_else(gate_scene
             raise RuntimeError("planted")
 
     recorder = Recorder(act)
-    app = App(gate_scene.world.settings(lease_s=2.0))
+    app = App(gate_scene.world.settings(lease_s=10.0))
     app.consumer("orders", group="ledger", backoff_s=(0.05,), policy="block", options=MemberOptions(concurrency=4))(
         recorder
     )
@@ -210,7 +209,7 @@ def test_the_command_is_neither_handled_nor_counted(gate_scene: GateScene) -> No
     assert left["by-hand", 1] == 0
 
     recorder = Recorder()
-    app = App(gate_scene.world.settings(lease_s=2.0))
+    app = App(gate_scene.world.settings(lease_s=10.0))
     app.consumer("orders", group="ledger")(recorder)
     app.start()
     (member,) = app.members
@@ -235,7 +234,7 @@ def test_a_group_without_members_during_a_change_keeps_order(gate_scene: GateSce
     (merged,) = gate_scene.merge(one, other)
     gate_scene.publish()
     recorder = Recorder()
-    app = App(gate_scene.world.settings(lease_s=2.0))
+    app = App(gate_scene.world.settings(lease_s=10.0))
     app.consumer("orders", group="ledger")(recorder)
     app.start()
     try:

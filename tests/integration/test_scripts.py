@@ -5,6 +5,7 @@ Those on the consuming side: tests/property/test_consumer_scripts.py.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -197,6 +198,27 @@ def test_a_flushed_script_cache_is_its_own_error_and_nothing_was_done(partition:
     assert partition.records() == []
     connection.reload_scripts()
     assert partition.append(run(10, 1)) == AppendReply(1, None)
+
+
+def test_connections_send_scripts_to_a_run_once_and_again_after_it_forgot_them(partition: Partition) -> None:
+    partition.create()
+    command = ends_command(partition.connection, partition.prefix, partition.number)
+    with NodeConnection(partition.connection.node, any_run=True) as second:
+        before = loads(second)
+        assert ends_reply(second.call([command])[0], "the node").next_offset == 1
+    with NodeConnection(partition.connection.node, any_run=True) as third:
+        assert loads(third) == before
+        third.call([("SCRIPT", "FLUSH")])
+        assert is_missing_script(third.call_once([command])[0])
+    with NodeConnection(partition.connection.node, any_run=True) as fourth:
+        assert ends_reply(fourth.call_once([command])[0], "the node").next_offset == 1
+
+
+def loads(connection: NodeConnection) -> int:
+    """Return how many scripts a server was given."""
+    info = connection.call([("INFO", "commandstats")])[0].decode()
+    # Before Redis 7, it counts all of SCRIPT.
+    return sum(int(calls) for calls in re.findall(r"cmdstat_script(?:\|load)?:calls=(\d+)", info))
 
 
 def test_a_script_that_alone_is_missing_in_the_middle_of_a_write_is_repeated_behind_the_others(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from typing import Any, Final
 
@@ -11,10 +11,12 @@ import pytest
 from psycopg import sql
 
 from mqlayer.postgres.database import connect
-from mqlayer.postgres.migrations import migrate
 from mqlayer.postgres.queries import query
 from tests.fixtures.functions import GOOD, call, signatures
-from tests.fixtures.servers import Postgres
+from tests.fixtures.servers import DatabaseMaker
+
+# All but the rules look at one database, which a worker makes once.
+pytestmark = pytest.mark.xdist_group("search_paths")
 
 ROLE: Final = "mqlayer_test_intruder"
 Signatures = dict[str, dict[str, str]]
@@ -101,6 +103,11 @@ def rows(connection: psycopg.Connection, statement: str, *parameters: Any) -> li
     return connection.execute(statement, parameters).fetchall()
 
 
+def all_at_once(connection: psycopg.Connection, statements: Sequence[str | sql.Composed]) -> None:
+    """Run some hundred statements in one round trip."""
+    connection.execute(b";".join(one.encode() if isinstance(one, str) else one.as_bytes() for one in statements))
+
+
 # -- the rule --------------------------------------------------------------------------------------------------------
 
 
@@ -161,10 +168,8 @@ def shadow_types(connection: psycopg.Connection, schema: str) -> None:
         "SELECT typname FROM pg_type WHERE typnamespace = 'pg_catalog'::regnamespace AND typtype = 'b' "
         "AND typelem = 0 AND typname !~ '^pg_|^_|^reg' AND typname <> 'cstring'",
     )
-    for (name,) in types:
-        text = "CREATE DOMAIN {}.{} AS pg_catalog.{} CHECK (intruder.trap())"
-        names = map(sql.Identifier, (schema, name, name))
-        connection.execute(sql.SQL(text).format(*names))
+    text = sql.SQL("CREATE DOMAIN {0}.{1} AS pg_catalog.{1} CHECK (intruder.trap())")
+    all_at_once(connection, [text.format(*map(sql.Identifier, (schema, name))) for (name,) in types])
 
 
 def shadow_functions(connection: psycopg.Connection, schema: str) -> None:
@@ -182,9 +187,11 @@ def shadow_functions(connection: psycopg.Connection, schema: str) -> None:
         schema,
     )
     assert len(functions) > 100
+    made = []
     for signature, bare in functions:
         body = "PERFORM intruder.trap(); RETURN" + (";" if bare else " NULL;")
-        connection.execute(f"CREATE FUNCTION {signature} LANGUAGE plpgsql AS $$ BEGIN {body} END $$")
+        made.append(f"CREATE FUNCTION {signature} LANGUAGE plpgsql AS $$ BEGIN {body} END $$")
+    all_at_once(connection, made)
 
 
 def shadow_operators(connection: psycopg.Connection, schema: str) -> None:
@@ -199,15 +206,17 @@ def shadow_operators(connection: psycopg.Connection, schema: str) -> None:
         types,
     )
     assert len(operators) > 200
+    made = []
     for number, (name, left, right, result) in enumerate(operators):
-        connection.execute(
+        made.append(
             f"CREATE FUNCTION {schema}.operator_{number}({left}, {right}) RETURNS {result} LANGUAGE plpgsql "
             "AS $$ BEGIN PERFORM intruder.trap(); RETURN NULL; END $$"
         )
-        connection.execute(
+        made.append(
             f"CREATE OPERATOR {schema}.{name} (LEFTARG = {left}, RIGHTARG = {right}, "
             f"FUNCTION = {schema}.operator_{number})"
         )
+    all_at_once(connection, made)
 
 
 def shadow_relations(connection: psycopg.Connection, schema: str) -> None:
@@ -218,9 +227,8 @@ def shadow_relations(connection: psycopg.Connection, schema: str) -> None:
         "AND (relnamespace::regnamespace::text LIKE 'mqlayer%%' "
         "OR relname IN ('pg_class', 'pg_proc', 'pg_sequences', 'pg_namespace'))",
     )
-    for (name,) in relations:
-        text = sql.SQL("CREATE VIEW {}.{} AS SELECT intruder.trap() AS trap")
-        connection.execute(text.format(sql.Identifier(schema), sql.Identifier(name)))
+    text = sql.SQL("CREATE VIEW {}.{} AS SELECT intruder.trap() AS trap")
+    all_at_once(connection, [text.format(*map(sql.Identifier, (schema, name))) for (name,) in relations])
 
 
 def shadow_casts(connection: psycopg.Connection, schema: str) -> None:
@@ -255,13 +263,9 @@ KINDS: Final[dict[str, Callable[[psycopg.Connection, str], None]]] = {
 
 
 @pytest.fixture(scope="module")
-def intruded(postgres_server: Postgres) -> Iterator[str]:
-    """A database in which a role may call every function, and has a schema of its own; nothing else."""
-    name = "mqlayer_test_intruder"
-    postgres_server.drop_database(name)
-    dsn = postgres_server.create_database(name)
-    migrate(dsn)
-    with connect(dsn) as owner:
+def intruded(database_maker: DatabaseMaker, migrated_template: str) -> Iterator[str]:
+    """A database in which a role may call every function; nothing else."""
+    with database_maker.copy_of(migrated_template) as dsn, connect(dsn) as owner:
         owner.execute(f"DROP ROLE IF EXISTS {ROLE}")
         owner.execute(f"CREATE ROLE {ROLE}")
         for schema in SCHEMAS:
@@ -270,22 +274,20 @@ def intruded(postgres_server: Postgres) -> Iterator[str]:
         owner.execute(query("outbox_topic_put"), {"topic_id": 1, "name": "orders", "body_limit": 1_000_000})
         owner.execute(query("outbox_counters_put"), {"topic_id": 1})
         owner.execute(GRANTED.encode())
-    yield dsn
-    postgres_server.drop_database(name)
-    with connect(postgres_server.dsn("postgres")) as owner:
-        owner.execute(f"DROP ROLE {ROLE}")
+        yield dsn
+        owner.execute(f"DROP OWNED BY {ROLE}; DROP ROLE {ROLE}")
 
 
 @pytest.fixture
 def intruder(intruded: str) -> Iterator[psycopg.Connection]:
-    """A connection of the role, with the trap in its schema."""
+    """A connection of the role, with the trap in a schema of its own; all of it is taken back with its transaction."""
     with closing(psycopg.connect(intruded, autocommit=True)) as connection:
-        connection.execute("DROP SCHEMA IF EXISTS intruder CASCADE")
-        connection.execute(f"CREATE SCHEMA intruder AUTHORIZATION {ROLE}")
         connection.execute("SELECT setval('mqlayer.repaired_at', 1)")
-        connection.execute(f"SET SESSION AUTHORIZATION {ROLE}")
-        connection.execute(TRAP)
-        yield connection
+        with connection.transaction(force_rollback=True):
+            connection.execute(f"CREATE SCHEMA intruder AUTHORIZATION {ROLE}")
+            connection.execute(f"SET SESSION AUTHORIZATION {ROLE}")
+            connection.execute(TRAP)
+            yield connection
         assert not connection.closed
 
 

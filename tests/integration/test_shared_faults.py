@@ -9,7 +9,6 @@ import threading
 import time
 from typing import Any
 
-import psycopg
 import pytest
 
 from mqlayer import Context, MemberOptions, Producer
@@ -24,6 +23,7 @@ from mqlayer.redelivery import DeadFilter, discard_parked, release_all, start_re
 from mqlayer.redis.shared_scripts import SharedGroupPartition, shared_read_command, shared_reclaim_command
 from mqlayer.topics import create_topic, register_node
 from tests.fixtures.consumers import Recorder, Stage, StartStage, migrated
+from tests.fixtures.kept_connections import kept_session
 from tests.fixtures.servers import StartPostgres, StartRedis
 from tests.fixtures.shared_members import due, pending, share, shared_member
 from tests.fixtures.wait import wait_until
@@ -249,7 +249,7 @@ def test_checks_tell_the_truth_of_a_shared_group(stage: Stage) -> None:
     def act(body: bytes, ctx: Context) -> None:
         if body == b"2":
             raise ValueError("no")
-        with psycopg.connect(stage.dsn) as connection:
+        with kept_session(stage.dsn) as connection:
             ctx.inbox(connection)
 
     def living() -> list[tuple[Any, ...]]:

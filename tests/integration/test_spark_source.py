@@ -30,7 +30,6 @@ from tests.proof.sockets import by_socket
 
 import_or_leave_out("pyspark")
 
-ROOT = Path(__file__).parents[2]
 SECRET = "sentinel-8d1f"
 WAYS = ["jdbc", "python", "parquet"]
 
@@ -305,21 +304,6 @@ def test_a_snapshot_during_a_split_replays_in_order(
     assert {row.last_version for row in lineage.values()} == {1, None}
 
 
-def built_wheel(directory: Path) -> Path:
-    """The wheel, built from a copy of the tree."""
-    tree = directory / "tree"
-    for name in ("mqlayer", "spark", "sql", "lua", "workers"):
-        shutil.copytree(ROOT / name, tree / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, tree / name)
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "-q", "--no-deps"]
-    command = [*pip, "--no-build-isolation", "-w", str(directory), str(tree)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    (wheel,) = directory.glob("*.whl")
-    return wheel
-
-
 JOB = """
 import runpy, sys, mqlayer.spark
 assert 'mqlayer.zip' in mqlayer.__file__, mqlayer.__file__
@@ -332,13 +316,15 @@ runpy.run_path(sys.argv.pop(1), run_name='__main__')
 
 
 @pytest.mark.timeout(300)
-def test_the_wheel_as_a_zip_serves_as_py_files(filled: ArchivedTopics, spark_python: Path, tmp_path: Path) -> None:
+@pytest.mark.xdist_group("plain_install")  # where the wheel is built
+def test_the_wheel_as_a_zip_serves_as_py_files(
+    filled: ArchivedTopics, built_wheel: Path, spark_python: Path, tmp_path: Path
+) -> None:
     """Packaged data is read out of the archive; workers find the package there and nowhere else; a job's file is a
     program of spark-submit."""
     if shutil.which("java") is None:
         leave_out("Spark needs Java 17 or newer")
-    package = tmp_path / "mqlayer.zip"
-    built_wheel(tmp_path).rename(package)
+    package = Path(shutil.copy(built_wheel, tmp_path / "mqlayer.zip"))
     with zipfile.ZipFile(package) as archive:
         archive.extract("mqlayer/spark/jobs/audit.py", tmp_path)
     (tmp_path / "job.py").write_text(JOB)

@@ -24,6 +24,7 @@ from tests.fixtures.command_tree import leaf_commands
 from tests.fixtures.commands import Commands
 from tests.fixtures.consumers import Stage
 from tests.fixtures.failed_messages import Failing, identity_of
+from tests.fixtures.kept_connections import kept_session
 
 COMMANDS = [*map(chr, range(1, 32)), "\x7f", *map(chr, range(0x80, 0xA0))]
 UNSEEN = [*"\u200b\u200c\u200d\u2060\ufeff\u00ad\u061c\u200e\u200f\u2028\u2029\u3164", "\U000e0041"]
@@ -45,7 +46,7 @@ def hostile(stage: Stage, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, loggi
     failing.park(records[0], cause="exhausted", attempts=3)
     failing.attempt(records[0], 1, HOSTILE)
     (dead_id,) = failing.dead_letter(records[1], reason=HOSTILE, actor=HOSTILE)
-    with psycopg.connect(stage.dsn, autocommit=True) as connection:
+    with kept_session(stage.dsn, autocommit=True) as connection:
         changed = spoil(connection)
     assert changed > 5
     for name in ("MQLAYER_DSN", "MQLAYER_APP_DSN"):

@@ -19,6 +19,7 @@ from mqlayer.stack import RedisServer
 from mqlayer.topics import attach_topics, create_topic, list_nodes, list_topics, rearm_node, register_node
 from tests.fixtures.failpoints import armed, broken_off_at
 from tests.fixtures.forked_programs import ask_python
+from tests.fixtures.kept_connections import kept_session
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.wait import wait_until
 from tests.proof.route_ranges import range_of
@@ -80,7 +81,7 @@ def test_a_limit_that_changed_is_in_force_once_topics_are_attached_again(
 def test_creating_a_topic_again_waits_for_no_publisher(database: Database, node: str, key_prefix: str) -> None:
     """It would hold the counters that it has come past, and with them all who publish, behind one slow transaction."""
     create_topic(runtime_of(database, key_prefix, application=database), "orders")
-    with psycopg.connect(database.dsn) as slow:
+    with kept_session(database.dsn) as slow:
         slow.execute("SELECT mqlayer_app.publish_v1('orders', 'k', 'x')")
         with ThreadPoolExecutor() as pool:
             again = pool.submit(create_topic, runtime_of(database, key_prefix, application=database), "orders")
@@ -256,7 +257,7 @@ def test_arming_that_breaks_half_way_is_done_by_the_next(
     register_node(runtime_of(database), name="n1", url=server.url)
     create_topic(runtime_of(database, key_prefix), "orders", partitions=2)
     server.restart()
-    with psycopg.connect(database.dsn) as connection:
+    with kept_session(database.dsn) as connection:
         connection.execute(
             "INSERT INTO mqlayer.consumer_group (topic_id, name, start, backoff_s) VALUES (1, 'g', 'earliest', '{1}')"
         )
@@ -268,6 +269,6 @@ def test_arming_that_breaks_half_way_is_done_by_the_next(
     assert armed.armed_run_id != before
     assert epochs == 1
     assert rearm_node(runtime_of(database, key_prefix), "n1") == (armed, 0)
-    with psycopg.connect(database.dsn) as connection:
+    with kept_session(database.dsn) as connection:
         acts = [row[0] for row in connection.execute("SELECT act FROM mqlayer.audit ORDER BY audit_id").fetchall()]
     assert acts == ["node register", "topic create", "node rearm"]

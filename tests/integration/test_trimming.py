@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-import psycopg
 import pytest
 import redis
 
@@ -20,6 +19,7 @@ from mqlayer.stack import RedisServer
 from mqlayer.topics import create_topic, list_nodes, register_node
 from tests.fixtures.failpoints import armed
 from tests.fixtures.forked_programs import ask_python
+from tests.fixtures.kept_connections import kept_session
 from tests.fixtures.partition_harness import PartitionHarness
 from tests.proof.runtimes import runtime_of
 
@@ -40,7 +40,7 @@ class Stream:
 
     def group(self, start: str = "earliest", at: int = 1) -> int:
         """Create a group that starts at an offset."""
-        with psycopg.connect(self.database.dsn) as connection:
+        with kept_session(self.database.dsn) as connection:
             row = connection.execute(
                 "INSERT INTO mqlayer.consumer_group (topic_id, name, start, state, backoff_s) "
                 "SELECT 1, 'g' || count(*), %s, 'live', '{1}' FROM mqlayer.consumer_group RETURNING group_id",

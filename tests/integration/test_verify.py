@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
-import psycopg
 import pytest
 import redis
 
@@ -15,11 +14,11 @@ from mqlayer.doctor import Finding
 from mqlayer.doctor.verify import verify
 from mqlayer.domain.routing import lp_of
 from mqlayer.errors import NotFound
-from mqlayer.postgres.database import Database
 from mqlayer.redis.keys import group_keys, partition_keys
 from mqlayer.relay import relay_once
 from mqlayer.topics import set_archived
 from tests.fixtures.commands import Commands
+from tests.fixtures.kept_connections import kept_session
 from tests.fixtures.wait import wait_until
 from tests.proof.route_steps import split
 from tests.proof.runtimes import runtime_of
@@ -34,7 +33,7 @@ class Whole:
     """A system after some life: a split, two sources, a group that settled what there was, an archive of it."""
 
     def __init__(self, world: World) -> None:
-        self.world, self.database = world, Database(world.dsn)
+        self.world, self.database = world, world.database
         self.client = redis.Redis.from_url(world.urls[0], decode_responses=True)
         self.settings = world.settings(lease_s=5.0)
 
@@ -88,18 +87,17 @@ class Whole:
 
     def sql(self, text: str) -> None:
         """Do it as nobody should."""
-        with psycopg.connect(self.world.dsn, autocommit=True) as connection:
+        with kept_session(self.world.dsn, autocommit=True) as connection:
             connection.execute(text.encode())
 
 
 @pytest.fixture
-def whole(database_dsn: str, redis_url: str, key_prefix: str) -> Iterator[Whole]:
+def whole(database_dsn: str, redis_url: str, key_prefix: str) -> Whole:
     world = World(database_dsn, key_prefix, [redis_url])
     world.add_topic("orders", partitions=2)
     whole = Whole(world)
     whole.live()
-    yield whole
-    whole.database.close()
+    return whole
 
 
 def test_a_system_that_is_whole_has_no_difference(whole: Whole) -> None:
@@ -196,9 +194,8 @@ def test_nothing_differs_while_everything_runs(whole: Whole) -> None:
             whole.world.publish(20, tag="busy")
 
     def archive() -> None:
-        with Database(whole.world.dsn) as database:
-            while not over.is_set():
-                archive_pass(runtime_of(database, whole.world.key_prefix))
+        while not over.is_set():
+            archive_pass(runtime_of(whole.world.database, whole.world.key_prefix))
 
     threads = [threading.Thread(target=work) for work in (publish, archive)]
     app.start()

@@ -20,6 +20,7 @@ from mqlayer.events import on_event, remove_hook
 from mqlayer.idempotency import held_versions, set_version, version_gaps, watch_versions
 from mqlayer.postgres.database import Database
 from tests.fixtures.consumers import StartStage
+from tests.fixtures.kept_connections import kept_session
 from tests.fixtures.wait import wait_until
 from tests.proof.runtimes import runtime_of
 
@@ -48,7 +49,7 @@ class Entity:
 
     def bring(self, version: int, body: bytes | None = None, **headers: str) -> list[int]:
         """Take an event; return what was applied with it."""
-        with psycopg.connect(self.dsn) as connection:
+        with kept_session(self.dsn) as connection:
             due = self.versions.take(connection, event(version, body, **headers), entity=self.name, version=version)
         found = [one.version for one in due]
         self.applied += found
@@ -99,7 +100,7 @@ def test_any_arrival_is_applied_in_order_and_once(entity: Entity, seed: int) -> 
     for version in arrival:
         entity.bring(version)
     assert entity.applied == list(range(1, 21))
-    with psycopg.connect(entity.dsn) as connection:
+    with kept_session(entity.dsn) as connection:
         assert connection.execute("SELECT sum(messages), sum(bytes) FROM mqlayer_app.held_total").fetchone() == (0, 0)
         row = connection.execute(
             "SELECT version, held_messages, held_bytes, missing_since, alarm_at FROM mqlayer_app.entity_version"
@@ -109,7 +110,7 @@ def test_any_arrival_is_applied_in_order_and_once(entity: Entity, seed: int) -> 
 
 def test_what_was_held_comes_as_it_was_sent(entity: Entity, database_dsn: str) -> None:
     entity.bring(2, b"\x00\xff", colour="blue")
-    with psycopg.connect(database_dsn) as connection:
+    with kept_session(database_dsn) as connection:
         first, second = entity.versions.take(connection, event(1), entity="e", version=1)
     assert first == VersionedEvent("e", 1, b"v1", {}, "3:512:1", held=False)
     assert second == VersionedEvent("e", 2, b"\x00\xff", {"colour": "blue"}, "3:512:2", held=True)
@@ -117,7 +118,7 @@ def test_what_was_held_comes_as_it_was_sent(entity: Entity, database_dsn: str) -
 
 def test_a_transaction_that_rolls_back_took_nothing(entity: Entity, database_dsn: str) -> None:
     entity.bring(2)
-    with psycopg.connect(database_dsn) as connection:
+    with kept_session(database_dsn) as connection:
         assert len(entity.versions.take(connection, event(1), entity="e", version=1)) == 2
         entity.versions.take(connection, event(4), entity="e", version=4)
         connection.rollback()
@@ -127,11 +128,11 @@ def test_a_transaction_that_rolls_back_took_nothing(entity: Entity, database_dsn
 
 def test_events_of_one_entity_that_come_at_once_take_turns(entity: Entity, database_dsn: str) -> None:
     """Twice each, from many connections: every version is applied once, in order."""
-    with psycopg.connect(database_dsn) as connection:
+    with kept_session(database_dsn) as connection:
         connection.execute("CREATE TABLE sink (position bigserial, version int)")
 
     def bring(version: int) -> None:
-        with psycopg.connect(database_dsn) as connection:
+        with kept_session(database_dsn) as connection:
             for due in entity.versions.take(connection, event(version), entity="e", version=version):
                 connection.execute("INSERT INTO sink (version) VALUES (%s)", (due.version,))
 
@@ -139,7 +140,7 @@ def test_events_of_one_entity_that_come_at_once_take_turns(entity: Entity, datab
     random.Random(7).shuffle(arrival)
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(bring, arrival))
-    with psycopg.connect(database_dsn) as connection:
+    with kept_session(database_dsn) as connection:
         rows = connection.execute("SELECT version FROM sink ORDER BY position").fetchall()
     assert [version for (version,) in rows] == list(range(1, 31))
 
@@ -284,7 +285,7 @@ def test_a_version_that_will_never_come_is_passed_over(entity: Entity, database:
     assert version_gaps(database)[0].released
     assert entity.bring(8) == [3, 4]
     assert say(database, 5) == 0
-    with psycopg.connect(database_dsn) as connection:
+    with kept_session(database_dsn) as connection:
         assert [one.version for one in entity.versions.take_released(connection)] == [6]
         assert entity.versions.take_released(connection) == []
     assert entity.bring(7) == [7, 8]
@@ -319,7 +320,7 @@ def test_held_events_can_be_dropped_and_entities_forgotten(entity: Entity, datab
 
 
 def test_an_entity_may_begin_in_the_middle(entity: Entity, database_dsn: str) -> None:
-    with psycopg.connect(database_dsn) as connection:
+    with kept_session(database_dsn) as connection:
         assert entity.versions.set(connection, entity="e", version=41) == 0
     assert entity.bring(41) == []
     assert entity.bring(42) == [42]
@@ -343,7 +344,7 @@ def test_bounds_that_can_not_be_kept_are_refused(limits: dict[str, Any]) -> None
 def test_names_are_checked_and_a_transaction_is_asked_for(entity: Entity, database_dsn: str) -> None:
     with pytest.raises(InvalidName):
         Versions("No Name")
-    with psycopg.connect(database_dsn, autocommit=True) as connection:
+    with kept_session(database_dsn, autocommit=True) as connection:
         with pytest.raises(InvalidInput, match="no transaction is open"):
             entity.versions.take(connection, event(1), entity="e", version=1)
         with connection.transaction(), pytest.raises(InvalidInput, match="1 to 512 bytes"):
@@ -385,13 +386,13 @@ def test_sqlalchemy_and_async_connections_will_do(entity: Entity, database_dsn: 
 def test_an_unordered_group_applies_each_entity_in_order(start_stage: StartStage, redis_url: str) -> None:
     """Case 78: whatever fails, is repeated and comes side by side; a message that is held is settled."""
     stage = start_stage(redis_url)
-    with psycopg.connect(stage.dsn, autocommit=True) as connection:
+    with kept_session(stage.dsn, autocommit=True) as connection:
         connection.execute("CREATE TABLE sink (position bigserial, entity text, version int)")
     versions = Versions("orders")
 
     def handle(body: bytes, ctx: Context) -> None:
         entity, version = body.decode().split(":")
-        with psycopg.connect(stage.dsn) as connection:
+        with kept_session(stage.dsn) as connection:
             for due in versions.take(connection, ctx, entity=entity, version=int(version)):
                 row = due.body.decode().split(":")
                 connection.execute("INSERT INTO sink (entity, version) VALUES (%s, %s)", row)
@@ -404,7 +405,7 @@ def test_an_unordered_group_applies_each_entity_in_order(start_stage: StartStage
     stage.send([*sent, *sent[:10]])
     stage.consume(handle, ordered=False, concurrency=8)
     stage.wait_settled()
-    with psycopg.connect(stage.dsn) as connection:
+    with kept_session(stage.dsn) as connection:
         rows = connection.execute("SELECT entity, version FROM sink ORDER BY position").fetchall()
     assert {entity: [v for e, v in rows if e == entity] for entity, _ in rows} == {
         f"e{entity}": list(range(1, 11)) for entity in range(4)
@@ -417,7 +418,7 @@ def test_what_finds_no_room_comes_again_once_there_is_some(start_stage: StartSta
 
     def handle(body: bytes, ctx: Context) -> None:
         try:
-            with psycopg.connect(stage.dsn) as connection:
+            with kept_session(stage.dsn) as connection:
                 due = versions.take(connection, ctx, entity="e", version=int(body))
         except VersionsFull:
             refused.append(body)
@@ -440,7 +441,7 @@ def test_receivers_take_versions_too(start_stage: StartStage, redis_url: str) ->
     applied: list[int] = []
     with Receiver(stage.topic, group="g", settings=stage.settings()) as receiver:
         for message in receiver.receive():
-            with psycopg.connect(stage.dsn) as connection:
+            with kept_session(stage.dsn) as connection:
                 due = versions.take(connection, message, entity="e", version=int(message.body))
             applied += [one.version for one in due]
             receiver.ack([message])

@@ -70,7 +70,7 @@ PASSED_OVER = [(1, "key-1", "before-1"), (2, None, ""), (3, "key-1", "behind-1")
 @contextmanager
 def consumed(world: World, **said: Any) -> Iterator[Recorder]:
     """Run a member that handles what comes."""
-    recorder, app = Recorder(), App(world.settings(lease_s=2.0))
+    recorder, app = Recorder(), App(world.settings(lease_s=10.0))
     app.consumer("loose", group="g", backoff_s=None, **said)(recorder)
     app.start()
     try:

@@ -10,7 +10,7 @@ from typing import Any
 from mqlayer.redis.keys import group_keys, partition_keys
 from tests.fixtures.forked_programs import is_stopped
 from tests.fixtures.kept_connections import ask_postgres
-from tests.fixtures.kill_scenes import PARTITIONS, KillScene, judge
+from tests.fixtures.kill_scenes import HANDLERS, PARTITIONS, KillScene, judge
 from tests.fixtures.wait import wait_until
 from tests.proof.history import Deliver, read_histories
 
@@ -26,12 +26,11 @@ class ZombieWitness:
 
     def picture(self) -> object:
         """All that the zombie must not change."""
-        kept = []
-        with self._scene.node() as node:
-            for partition in PARTITIONS:
-                keys = group_keys(self._prefix, partition, self._group_id)
-                log = partition_keys(self._prefix, partition).log.decode()
-                kept.append([node.xrange(log), node.get(keys.acks), node.hgetall(keys.attempts.decode())])
+        node, kept = self._scene.node, []
+        for partition in PARTITIONS:
+            keys = group_keys(self._prefix, partition, self._group_id)
+            log = partition_keys(self._prefix, partition).log.decode()
+            kept.append([node.xrange(log), node.get(keys.acks), node.hgetall(keys.attempts.decode())])
         return self._scene.positions(), kept, self.rows("SELECT * FROM sink ORDER BY position")
 
     def shares(self) -> list[int]:
@@ -39,7 +38,7 @@ class ZombieWitness:
         return sorted(Counter(row[0] for row in self.rows("SELECT member_id FROM mqlayer.assignment")).values())
 
 
-OTHER_WORKERS = 5
+OTHER_WORKERS = HANDLERS - 1
 """Of a stopped consumer: each may stand between the look at its lease and the line that it begins."""
 
 

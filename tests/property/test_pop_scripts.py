@@ -5,16 +5,16 @@ Cases 50 to 54, 56 to 58. The model knows no time: a message that is out is invi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from mqlayer.domain.offsets import is_settled
-from mqlayer.redis.node_connection import Command, NodeConnection
+from mqlayer.redis.node_connection import NodeConnection
 from mqlayer.redis.outcomes import OutcomeId as At
 from mqlayer.redis.outcomes import encode_pop_outcome
 from mqlayer.redis.partition_scripts import Fenced, Refused
@@ -28,9 +28,10 @@ from tests.fixtures.partition_harness import (
     placed,
     run_machine,
 )
+from tests.fixtures.wait import wait_until
 
 BRIEF_MS = 1
-"""Over before the next call: each call is followed by a look at the server's clock until it has moved on."""
+"""Over before the next call, which waits for that."""
 
 KEPT: Final = 4
 """How many entries of what was told wait to be fetched, here."""
@@ -168,12 +169,8 @@ class PopScripts(PartitionMachine):
     def receiver(self, epoch: int) -> ReceiverScripts:
         return self.partition.receiver(self.scope, epoch, self.start, self.seek)
 
-    def ask(self, make: Callable[[], Command]) -> Any:
-        """Call, and let the server's clock go on."""
-        reply, time = self.connection.call([make(), ("TIME",)])
-        while in_ms(self.connection.call([("TIME",)])[0]) < in_ms(time) + 2:
-            pass
-        return reply
+    def server_ms(self) -> int:
+        return in_ms(self.connection.call([("TIME",)])[0])
 
     @initialize(start=st.integers(1, 4))
     def begin(self, start: int) -> None:
@@ -210,7 +207,12 @@ class PopScripts(PartitionMachine):
         self.tokens += [(self.epoch, batch, offset) for offset in left]
 
     def asked(self, attempt: str, limit: int, *, brief: bool, epoch: int) -> object:
-        return self.receiver(epoch).receive(attempt, limit, BRIEF_MS if brief else HOUR_MS)
+        """Receive; wait until what is invisible for a moment only is visible, by the server's clock."""
+        answer = self.receiver(epoch).receive(attempt, limit, BRIEF_MS if brief else HOUR_MS)
+        if brief:
+            over = self.server_ms() + BRIEF_MS + 1
+            wait_until(lambda: self.server_ms() >= over, what="the server's clock to have gone on")
+        return answer
 
     def receive_as(self, attempt: str, limit: int, *, brief: bool, epoch: int) -> None:
         answer = self.asked(attempt, limit, brief=brief, epoch=epoch)

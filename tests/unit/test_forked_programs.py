@@ -11,6 +11,7 @@ import pytest
 
 from tests.fixtures.failpoints import armed
 from tests.fixtures.forked_programs import ask_python, run_python, start_python
+from tests.fixtures.wait import wait_until
 
 PROGRAM = """
 import os, sys, threading
@@ -71,3 +72,28 @@ def test_what_it_says_is_handed_back_and_a_text_runs_as_a_module_does(tmp_path: 
     armed = environment(tmp_path, "a.place=kill")
     text = "from mqlayer.failpoints import failpoint; failpoint('a.place')"
     assert ask_python("-c", text, env=armed).returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "said"),
+    [
+        ("import atexit; atexit.register(print, 'bye')", 0, ("bye\n", "")),
+        ("import threading, time; threading.Timer(0.05, print, ['last']).start()", 0, ("last\n", "")),
+        ("raise SystemExit", 0, ("", "")),
+        ("raise SystemExit('why')", 1, ("", "why\n")),
+        ("raise SystemExit(257)", 1, ("", "")),
+        ("import sys; sys.stdout.write('no line')", 0, ("no line", "")),
+    ],
+)
+def test_it_ends_as_an_interpreter_does(text: str, code: int, said: tuple[str, str], tmp_path: Path) -> None:
+    done = ask_python("-c", text, env=environment(tmp_path))
+    assert (done.returncode, (done.stdout, done.stderr)) == (code, said)
+
+
+def test_it_has_a_session_of_its_own_where_that_is_asked(program: str, tmp_path: Path) -> None:
+    with (tmp_path / "said").open("wb") as said:
+        process = start_python(program, "wait", env=environment(tmp_path), stdout=said, new_session=True)
+    wait_until((tmp_path / "said").read_text, what="it runs")
+    assert os.getsid(process.pid) == process.pid
+    os.killpg(process.pid, signal.SIGKILL)
+    assert process.wait(20) == -signal.SIGKILL

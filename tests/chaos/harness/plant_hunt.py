@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -13,10 +13,12 @@ from typing import Any, Final
 from tests.chaos.harness.plants import HARMLESS, PLANTS
 from tests.chaos.harness.races import RACES, race
 from tests.chaos.harness.run import Length, run
+from tests.fixtures.forked_programs import ask_python
 
 ROOT: Final = Path(__file__).parents[3]
 HUNT: Final = Length(seconds=15, faults=8, every_s=1.0, settling_s=40.0, stall_s=12.0, poll_interval_s=3.0)
 PIECES: Final = 6
+LONGEST_S: Final = 3600.0
 NAMES: Final = (*RACES, *PLANTS)
 
 
@@ -55,8 +57,9 @@ def _seen_by(report: dict[str, Any]) -> str:
 def hunt_all(names: Sequence[str], seed: int) -> Iterator[dict[str, Any]]:
     """Hunt bugs, each in a process of its own."""
     for name in names:
-        command = [sys.executable, "-m", "tests.chaos", "--seed", str(seed), "--plant", name]
-        ended = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=False)
+        words = "--seed", str(seed), "--plant", name
+        ended = ask_python("tests.chaos", *words, cwd=ROOT, env=os.environ, timeout=LONGEST_S)
+        sys.stderr.write(ended.stderr)
         lines = ended.stdout.splitlines()
         broken = {"plant": name, "detail": "", "seconds": 0.0, "caught": False, "by": "no report", "as_expected": False}
         yield json.loads(lines[-1]) if lines else broken

@@ -40,8 +40,8 @@ def judge_so_far(scene: Scene) -> Verdict:
 
 
 def _sink(scene: Scene) -> list[Record]:
-    with psycopg.connect(scene.settings.control_dsn()) as connection:
-        return [_noted(number, effect) for number, effect in enumerate(effects_in(connection), start=1)]
+    effects = effects_in(scene.settings.control_dsn())
+    return [_noted(number, effect) for number, effect in enumerate(effects, start=1)]
 
 
 def _lineage(scene: Scene) -> list[Record]:

@@ -48,6 +48,8 @@ BATCHES: Final = {"pair-0": "distinct", "pair-1": "key", "pair-2": "distinct", "
 """Whose handlers take batches of what. The visitor's take single messages: a group may have all kinds."""
 KEYS: Final = 500
 LEASE_S: Final = 2.0
+SETTLED_ASKED_S: Final = 0.2
+"""How often it is asked whether all is settled: that counts all of a run, on all nodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +67,11 @@ class Length:
     """How long nothing may change meanwhile; else the run is stuck."""
     poll_interval_s: float = math.inf
     """How often what there is so far is judged; the run ends when that finds something."""
+    pause_s: float = 0.04
+    """How long a publisher waits between two transactions, on average."""
 
 
-SHORT: Final = Length(seconds=0, faults=60, every_s=0.45, changes=5, messages=5_000)
+SHORT: Final = Length(seconds=0, faults=60, every_s=0.45, changes=5, messages=5_000, pause_s=0.08)
 """About a minute."""
 Audit = Callable[[Scene], Iterable[str]]
 """One more judge of what a run leaves that is not stuck: says what is wrong."""
@@ -82,7 +86,7 @@ def run(seed: int, length: Length, *, bug: str = "", audits: Iterable[Audit] = (
         with ExitStack() as cleanup:
             directory = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="mqchaos-", dir=best_place())))
             directory.chmod(0o755)
-            return _Run(directory, seed, cleanup, bug, audits).play(length)
+            return _Run(directory, seed, cleanup, bug, audits, length.pause_s).play(length)
     finally:
         # Histories of millions of records hang in cycles: collected in the middle of the next run, they would hold all
         # lines to the servers up for seconds, since the proxies are threads of this process.
@@ -117,7 +121,9 @@ def total(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 class _Run:
-    def __init__(self, directory: Path, seed: int, cleanup: ExitStack, bug: str, audits: Iterable[Audit]) -> None:
+    def __init__(
+        self, directory: Path, seed: int, cleanup: ExitStack, bug: str, audits: Iterable[Audit], pause_s: float
+    ) -> None:
         if bug:
             plant(bug)
         self._audits = audits
@@ -139,7 +145,7 @@ class _Run:
         # This process arms nodes and buries partitions too, at the end.
         cleanup.callback(observe_retiring(self._history, TOPIC))
         environment = {
-            "MQLAYER_TEST_KEYS": str(KEYS), "MQLAYER_CHAOS_SEED": str(seed), "MQLAYER_TEST_PAUSE_S": "0.04",
+            "MQLAYER_TEST_KEYS": str(KEYS), "MQLAYER_CHAOS_SEED": str(seed), "MQLAYER_TEST_PAUSE_S": str(pause_s),
             "MQLAYER_TEST_DRIVE_EVERY_S": "4", "MQLAYER_LEASE_S": str(LEASE_S), "MQLAYER_BROKER_URL": broker.url,
             "MQLAYER_TEST_FAILING": "199", "MQLAYER_TEST_PLANT": bug, "MQLAYER_TEST_BATCHES": json.dumps(BATCHES),
             "MQLAYER_TEST_BATCH_LIMIT": "50", "MQLAYER_TEST_PART": "25", "MQLAYER_TEST_HANDLERS": "24",
@@ -205,7 +211,10 @@ class _Run:
             self._play.end(role)
         what = f"all that was committed is settled, {self._seed=}"
         progress = Progress(self._scene, length.stall_s)
-        wait_until(lambda: progress.has_ended() or self._is_settled(), timeout_s=length.settling_s, what=what)
+        wait_until(
+            lambda: progress.has_ended() or self._is_settled(),
+            timeout_s=length.settling_s, longest_s=SETTLED_ASKED_S, what=what,
+        )  # fmt: skip
         assert not progress.has_ended(), f"nothing changed for {length.stall_s:g} s: {what}"
 
     def _caught(self, verdict: Verdict, struck_s: float) -> dict[str, Any]:

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import psycopg
 import redis
 
-from mqlayer.postgres.database import Connection, Database
-from mqlayer.topics import list_nodes
 from tests.chaos.actors import GROUP, TOPIC
+from tests.fixtures.kept_connections import ask_postgres
 from tests.proof.history import Effect, History
 from tests.proof.streams import read_records
 
 
-def drained(connection: Connection) -> bool:
+def drained(dsn: str) -> bool:
     """Say whether the sink holds as many messages as were committed to the outbox."""
-    row = connection.execute(
-        "SELECT (SELECT count(*) FROM sink), (SELECT sum(seq) FROM mqlayer_app.counter)"
-    ).fetchone()
-    return row is not None and row[0] == row[1]
+    statement = "SELECT (SELECT count(*) FROM sink), (SELECT sum(seq) FROM mqlayer_app.counter)"
+    [(there, committed)] = ask_postgres(dsn, statement)
+    return bool(there == committed)
 
 
 def note_streams(history: History, dsn: str, prefix: str, partitions: list[int]) -> None:
     """Write down what the partitions hold."""
-    with Database(dsn) as database:
-        clients = [redis.Redis.from_url(node.url) for node in list_nodes(database)]
+    clients = [redis.Redis.from_url(url) for (url,) in ask_postgres(dsn, "SELECT url FROM mqlayer.node")]
     for partition in partitions:
         for client in clients:
             for event in read_records(client, prefix, partition, TOPIC):
@@ -32,20 +28,17 @@ def note_streams(history: History, dsn: str, prefix: str, partitions: list[int])
 
 def note_sink(history: History, dsn: str) -> None:
     """Write down the effects, in the order in which the sink got them."""
-    with psycopg.connect(dsn) as connection:
-        for effect in effects_in(connection):
-            history.note(effect)
+    for effect in effects_in(dsn):
+        history.note(effect)
 
 
-def effects_in(connection: Connection) -> list[Effect]:
+def effects_in(dsn: str) -> list[Effect]:
     """Return the effects, in the order in which the sink got them."""
-    rows = connection.execute(
-        "SELECT position, key, source, lp, seq, epoch, partition, value FROM sink ORDER BY position"
-    ).fetchall()
+    statement = "SELECT position, key, source, lp, seq, epoch, partition, value FROM sink ORDER BY position"
     return [
         Effect(
             topic=TOPIC, key=key, source=source, lp=lp, seq=seq, value=value,
             group=GROUP, partition=partition, epoch=epoch, place=place,
         )
-        for place, key, source, lp, seq, epoch, partition, value in rows
+        for place, key, source, lp, seq, epoch, partition, value in ask_postgres(dsn, statement)
     ]  # fmt: skip

@@ -21,7 +21,7 @@ from mqlayer.routes import change_driver, finish_changes, give_up_node, node_los
 from mqlayer.runtime.route_cache import load_nodes, load_route
 from mqlayer.stack import RedisServer
 from mqlayer.topics import create_topic, rearm_node
-from tests.fixtures.dead_nodes import all_handled, bring, consuming, published
+from tests.fixtures.dead_nodes import all_handled, bring, consuming, known_group, published
 from tests.fixtures.failpoints import broken_off_at
 from tests.fixtures.wait import wait_until
 from tests.proof.route_steps import move, split
@@ -50,8 +50,7 @@ def rearm(world: World, database: Database) -> None:
 def test_a_living_parent_of_a_merge_keeps_what_groups_have_not_drained(
     world: World, database: Database, node: RedisServer
 ) -> None:
-    with consuming(world):
-        pass
+    known_group(world, database)
     bring(world, 200, "before")
     assert drive("merge", "1", "2", environment=world.environment("change.after_plan=kill")) == -9
     node.kill()
@@ -67,8 +66,7 @@ def test_a_living_parent_of_a_merge_keeps_what_groups_have_not_drained(
 def test_a_node_that_is_back_in_the_middle_keeps_its_partitions(
     world: World, database: Database, node: RedisServer
 ) -> None:
-    with consuming(world):
-        pass
+    known_group(world, database)
     bring(world, 100, "before")
     node.kill()
     assert drive("give_up", "node-2", environment=world.environment("lost.after_disarm=kill")) == -9
@@ -84,8 +82,7 @@ def test_a_node_that_is_back_in_the_middle_keeps_its_partitions(
 def test_a_node_that_is_back_before_its_partition_is_moved_seals_it_itself(
     world: World, database: Database, node: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with consuming(world):
-        pass
+    known_group(world, database)
     bring(world, 100, "before")
     node.kill()
 
@@ -127,8 +124,7 @@ def test_a_topic_that_was_created_half_holds_nobody_up(world: World, database: D
 
 def test_a_group_that_began_late_gets_what_a_wiped_node_gets_again(world: World, database: Database) -> None:
     bring(world, 300, "old")
-    with consuming(world, start="latest"):
-        pass
+    known_group(world, database, start="latest")
     bring(world, 50, "new")
     client = redis.Redis.from_url(world.urls[1])
     client.delete(*client.keys(f"{world.key_prefix}:*"))
@@ -147,8 +143,7 @@ def test_a_group_that_began_late_gets_what_a_wiped_node_gets_again(world: World,
 def test_the_copy_that_a_lost_node_brings_back_takes_nothing(
     world: World, database: Database, node: RedisServer
 ) -> None:
-    with consuming(world):
-        pass
+    known_group(world, database)
     bring(world, 50, "before")
     node.kill()
     move(runtime_of(database, world.key_prefix, application=database), "orders", 2, to="node-1", unreachable=True)
@@ -167,8 +162,7 @@ def test_what_was_given_another_node_is_made_there_also_after_a_kill_in_between(
     world: World, database: Database, node: RedisServer
 ) -> None:
     """Its first rows are in no outbox any more, so nobody but the operator's command may go on without them."""
-    with consuming(world):
-        pass
+    known_group(world, database)
     bring(world, 100, "before")
     move(runtime_of(database, world.key_prefix), "orders", 2, to="node-1")
     world.rows("DELETE FROM mqlayer_app.outbox WHERE lp >= 512 AND seq = 1")
@@ -184,8 +178,7 @@ def test_what_was_given_another_node_is_made_there_also_after_a_kill_in_between(
 def test_a_rebalance_beside_the_loss_leaves_nobody_with_a_partition_that_is_gone(
     world: World, database: Database, node: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with consuming(world):
-        pass
+    known_group(world, database)
     bring(world, 50, "before")
     node.kill()
     read, go_on = threading.Event(), threading.Event()
@@ -220,8 +213,7 @@ def test_a_rebalance_beside_the_loss_leaves_nobody_with_a_partition_that_is_gone
 def test_a_partition_that_its_node_does_not_have_leaves_the_others_there_alone(
     world: World, database: Database, node: RedisServer
 ) -> None:
-    with consuming(world):
-        pass
+    known_group(world, database)
     split(runtime_of(database, world.key_prefix), "orders", 2, at=[700])
     with world.relay(), consuming(world) as seen:
         bring(world, 50, "before")
@@ -296,8 +288,7 @@ def test_away_waits_for_a_node_that_answers_and_is_not_armed(
 
 def move_a_parent_that_holds_more(world: World, database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     """Move a partition whose node is away for the driver only, and has more than the outbox proves."""
-    with consuming(world):
-        pass
+    known_group(world, database)
     bring(world, 100, "before")
     monkeypatch.setattr(
         change_driver.ChangeDriver, "_is_unreachable", lambda self, work, place: work.mode == "unreachable"

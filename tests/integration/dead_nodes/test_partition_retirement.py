@@ -8,7 +8,7 @@ from mqlayer.postgres.database import Database
 from mqlayer.routes import partition_retirement, retire_partitions
 from mqlayer.stack import RedisServer
 from mqlayer.topics import rearm_node
-from tests.fixtures.dead_nodes import consuming
+from tests.fixtures.dead_nodes import known_group
 from tests.proof.route_steps import move, split
 from tests.proof.runtimes import runtime_of
 from tests.proof.world import World
@@ -21,8 +21,7 @@ def test_a_dead_node_with_more_to_retire_than_a_round_takes_starves_no_other(
 ) -> None:
     move(runtime_of(database, world.key_prefix), "orders", 2, to="node-1")
     split(runtime_of(database, world.key_prefix), "orders", 3, at=[700])
-    with consuming(world, start="latest"):
-        pass
+    known_group(world, database, start="latest")
     monkeypatch.setattr(partition_retirement, "PER_ROUND", 1)
     node.kill()
     assert retire_partitions(runtime_of(database, world.key_prefix)) == [3]

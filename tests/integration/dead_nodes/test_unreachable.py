@@ -18,7 +18,7 @@ from mqlayer.routes import apply_change, finish_changes, give_up_node, plan_move
 from mqlayer.runtime.route_cache import load_route
 from mqlayer.stack import RedisServer
 from mqlayer.topics import rearm_node
-from tests.fixtures.dead_nodes import all_handled, bring, consuming, first_times, published
+from tests.fixtures.dead_nodes import all_handled, bring, consuming, first_times, known_group, published
 from tests.fixtures.failpoints import broken_off_at
 from tests.fixtures.wait import wait_until
 from tests.proof.failpoint_names import failpoint_names
@@ -82,7 +82,7 @@ def test_what_died_in_a_lost_partition_stays_dead_in_its_successor(
     with world.relay():
         world.publish(100, tag="before")
         world.wait_until_whole()
-    app = App(world.settings(lease_s=2.0))
+    app = App(world.settings(lease_s=10.0))
 
     @app.consumer("orders", group="ledger", start="earliest", policy="dead_letter")
     def refuse(_body: bytes, ctx: Context) -> None:
@@ -191,8 +191,7 @@ def test_a_node_that_lost_everything_goes_on_behind_what_the_outbox_forgot(world
 
 def moved_off_after_it_was_sealed_short(world: World, database: Database, node: RedisServer, place: Path) -> None:
     """Have partition 2 fall back and sealed before the relay notices, its driver die, and its node moved off."""
-    with consuming(world):
-        pass
+    known_group(world, database)
     bring(world, 100, "before")
     then = FallBack(node, place)
     bring(world, 100, "fallen")

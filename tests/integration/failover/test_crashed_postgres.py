@@ -6,13 +6,16 @@ all the same, the next relay notices before anything that was committed later is
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import signal
 import subprocess
+from collections.abc import Iterator
 from contextlib import closing
 from datetime import datetime
 from functools import partial
+from pathlib import Path
 from typing import Final
 
 import psycopg
@@ -29,7 +32,7 @@ from mqlayer.topics import create_topic, register_node
 from tests.fixtures.failpoints import broken_off_at
 from tests.fixtures.forked_programs import is_stopped
 from tests.fixtures.functions import GOOD, call, signatures
-from tests.fixtures.servers import StartPostgres, StartRedis
+from tests.fixtures.servers import FAST_POSTGRES, InitialisedClusters, StartRedis
 from tests.fixtures.wait import wait_until
 from tests.proof.manual_member import ManualMember
 from tests.proof.route_steps import move
@@ -52,17 +55,40 @@ LEVELS: Final = ("ALTER ROLE postgres SET", "ALTER DATABASE app SET", "SET")
 pytestmark = pytest.mark.world(own_node=True)
 
 
+@pytest.fixture(scope="module")
+def lazy_postgres(server_directory: Path, initialised_clusters: InitialisedClusters) -> Iterator[PostgresServer]:
+    """A server of these tests' own, with both schemas in a database that is copied."""
+    initialised_clusters.numbers = itertools.count()
+    # Tests copy its disk: it keeps no more of its log than it needs.
+    options = {**FAST_POSTGRES, **LAZY, "min_wal_size": "32MB", "max_wal_size": "64MB"}
+    server = PostgresServer(server_directory / "postgres-lazy", options=options)
+    server.start()
+    migrate(server.create_database("migrated"))
+    yield server
+    server.erase()
+
+
 @pytest.fixture
-def postgres(start_postgres: StartPostgres) -> PostgresServer:
-    return start_postgres(options=LAZY)
+def postgres(lazy_postgres: PostgresServer) -> Iterator[PostgresServer]:
+    """That server; a test may do with it what it likes: it runs again afterwards, without the test's database."""
+    yield lazy_postgres
+    lazy_postgres.start()
+    with closing(psycopg.connect(lazy_postgres.dsn(), autocommit=True)) as connection:
+        connection.execute("DROP DATABASE app WITH (FORCE)")
+        connection.execute("ALTER ROLE postgres RESET ALL")
+
+
+def own_database(postgres: PostgresServer) -> str:
+    """Make a database that no test has used."""
+    with closing(psycopg.connect(postgres.dsn(), autocommit=True)) as connection:
+        connection.execute("CREATE DATABASE app TEMPLATE migrated STRATEGY file_copy")
+    return postgres.dsn("app")
 
 
 @pytest.fixture
 def world_dsn(postgres: PostgresServer) -> str:
-    """A database on a server of the test's own."""
-    dsn = postgres.create_database("app")
-    migrate(dsn)
-    return dsn
+    """A database on the server that a test may crash."""
+    return own_database(postgres)
 
 
 def counts(world: World) -> list[int]:
@@ -82,6 +108,7 @@ class Disk:
     def __init__(self, server: PostgresServer) -> None:
         self._server, self._copy = server, server.data.resolve().with_name("copy")
         server.stop()
+        shutil.rmtree(self._copy, ignore_errors=True)
         subprocess.run(["cp", "-a", server.data.resolve(), self._copy], check=True)
         server.start()
 
@@ -98,15 +125,11 @@ def values(world: World) -> list[str]:
     return [record.value for record in world.records()]
 
 
-def of_key(world: World, key: str, tags: tuple[str, ...]) -> list[str]:
-    """Return what the partitions hold of a key, of some parts."""
-    return [r.value for r in world.records() if r.key == key and r.value.rpartition("-")[0] in tags]
-
-
 def arrived_once_in_order(world: World, count: int, *tags: str, keys: int = 5) -> bool:
     """Say whether all messages of some parts are there, once each, each key's in their order."""
     wanted = {f"key-{k}": [f"{tag}-{n}" for tag in tags for n in range(k, count, keys)] for k in range(keys)}
-    return all(of_key(world, key, tags) == values for key, values in wanted.items())
+    records = [record for record in world.records() if record.value.rpartition("-")[0] in tags]
+    return all([record.value for record in records if record.key == key] == wanted[key] for key in wanted)
 
 
 # -- what our functions commit is on the disk ------------------------------------------------------------------------
@@ -157,8 +180,11 @@ def counts_on(connection: psycopg.Connection) -> list[int]:
 
 
 @pytest.mark.parametrize("value", ["local", "remote_write", "on", "remote_apply"])
-def test_a_session_that_waits_for_the_disk_at_least_is_left_as_it_is(world: World, value: str) -> None:
-    with closing(psycopg.connect(world.dsn, autocommit=True)) as connection:
+def test_a_session_that_waits_for_the_disk_at_least_is_left_as_it_is(
+    database_dsn: str, redis_url: str, key_prefix: str, value: str
+) -> None:
+    World(database_dsn, key_prefix, [redis_url]).add_topic("orders")
+    with closing(psycopg.connect(database_dsn, autocommit=True)) as connection:
         connection.execute(f"SET synchronous_commit = {value}")
         with connection.transaction():
             connection.execute("SELECT mqlayer_app.publish_v1('orders', 'k', 'x')")
@@ -375,8 +401,7 @@ def test_a_partition_that_comes_to_a_node_waits_for_the_node_that_knows_what_its
     database_dsn: str, postgres: PostgresServer, start_redis: StartRedis, key_prefix: str
 ) -> None:
     """Its marks are from before the crash; without its parent's records a lost message is not told from a new one."""
-    own = postgres.create_database("app")
-    migrate(own)
+    own = own_database(postgres)
     first, second = start_redis(), start_redis()
     world = World(own, key_prefix, [], control_dsn=database_dsn)
     with Database(database_dsn) as control, Database(own) as application:

@@ -13,7 +13,6 @@ import mqlayer
 from mqlayer import events
 from mqlayer.domain.routing import PartitionId, lp_of
 from mqlayer.errors import AcknowledgedLoss
-from mqlayer.postgres.database import Database
 from mqlayer.producing import Message, Producer, Receipt
 from mqlayer.stack import RedisServer
 from mqlayer.topics import set_node_address
@@ -244,8 +243,7 @@ def test_successors_lack_nothing_of_a_former_source_that_their_parent_had(
     """They come with all marks, also of what was trimmed, whether the lane was sent there before or not."""
     with world.producer() as producer:
         first, second = publish_under_two_sources(world, node, producer, tmp_path / "backup")
-        with Database(world.dsn) as database:
-            split(runtime_of(database, world.key_prefix), "orders", PartitionId(first.partition))
+        split(runtime_of(world.database, world.key_prefix), "orders", PartitionId(first.partition))
         with world.client() as client:
             client.xtrim(world.keys(first.partition).log, maxlen=0, approximate=False)
         look_after_restart(world, node, producer)
@@ -283,10 +281,7 @@ def lose_the_end_of_a_replica(pair: Pair, world: World) -> None:
         pair.cut_connection()
         producer.send_many("orders", [Message("k", b"lost"), Message("other", b"lost")])
         pair.promote()
-        with Database(world.dsn) as database:
-            set_node_address(
-                runtime_of(database, world.key_prefix, application=database, actor="test"), "node-1", pair.replica.url
-            )
+        set_node_address(world.runtime(actor="test"), "node-1", pair.replica.url)
         wait_for_loss(producer, 2)
         with pytest.raises(AcknowledgedLoss) as raised:
             producer.flush()

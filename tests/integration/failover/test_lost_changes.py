@@ -12,7 +12,6 @@ import pytest
 
 from mqlayer.doctor.verify import verify
 from mqlayer.errors import AcknowledgedLoss, Conflict, PublishUnknown
-from mqlayer.postgres.database import Database
 from mqlayer.producing import Message
 from mqlayer.routes import reopen_forgotten
 from mqlayer.runtime.route_cache import RouteCache, load_route
@@ -66,15 +65,13 @@ def copied(connection: psycopg.Connection, name: str, copy: str) -> bool:
 
 def split_once(world: World) -> None:
     """Split the topic's partition."""
-    with Database(world.dsn) as database:
-        ((partition, _),) = [(r.partition, r.node) for r in load_route(database, "orders").ranges]
-        split(runtime_of(database, world.key_prefix), "orders", partition, at=[512])
+    ((partition, _),) = [(r.partition, r.node) for r in load_route(world.database, "orders").ranges]
+    split(runtime_of(world.database, world.key_prefix), "orders", partition, at=[512])
 
 
 def reopen(world: World) -> tuple[list[int], dict[int, int]]:
     """Do what `mqlayer route reopen` does."""
-    with Database(world.dsn) as database:
-        done = reopen_forgotten(runtime_of(database, world.key_prefix), "orders")
+    done = reopen_forgotten(runtime_of(world.database, world.key_prefix), "orders")
     return done.opened, done.deleted
 
 
@@ -108,10 +105,9 @@ def test_a_change_that_was_lost_is_named_and_undone(
         # The old route is another one's, also for who knows a newer version of it.
         with pytest.raises((PublishUnknown, AcknowledgedLoss)):
             wait_until(lambda: not producer.send("orders", key="k", body=b"?", timeout_s=0.2), what="a refusal")
-        with Database(world.dsn) as database:
-            told = verify(runtime_of(database, world.key_prefix, application=database), "orders")
-            (named,) = (finding for finding in told if finding.check == "partition" and finding.verdict == "broken")
-            assert "mqlayer route reopen orders" in named.fix
+        told = verify(world.runtime(), "orders")
+        (named,) = (finding for finding in told if finding.check == "partition" and finding.verdict == "broken")
+        assert "mqlayer route reopen orders" in named.fix
         assert reopen_process(world) == 1, "it has to be said with --yes"
         assert reopen_process(world, "--yes", failpoints="lost_change.after_retire=kill") == -signal.SIGKILL
         assert states(world, 3) == ["sealed", "deleted", "open"]
@@ -171,16 +167,16 @@ def test_an_old_primary_leaves_the_changes_of_its_successor_alone(world: World, 
 
 
 def test_a_later_timelines_route_counts_whatever_its_version(world: World, past: Callable[[], str]) -> None:
-    with Database(world.dsn) as database, closing(RouteCache(database)) as routes:
+    with closing(RouteCache(world.database)) as routes:
         past()
         split_once(world)
         assert routes.refresh("orders").version == 2
         newer = routes.refresh("orders")
     past()
-    with Database(world.dsn) as database, closing(RouteCache(database)) as routes:
+    with closing(RouteCache(world.database)) as routes:
         routes._routes["orders"] = (newer, 0.0)
         assert routes.refresh("orders").version == 1
-        rearm_node(runtime_of(database, world.key_prefix), "node-1")
+        rearm_node(runtime_of(world.database, world.key_prefix), "node-1")
 
 
 def test_a_retirement_that_was_lost_does_not_keep_its_node_from_being_armed(world: World) -> None:

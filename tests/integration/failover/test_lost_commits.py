@@ -112,7 +112,7 @@ def test_members_and_their_fenced_effects_go_on_with_a_promoted_standby(
         world = World(dsn, key_prefix, [node.url], app_dsn=way, control_dsn=way)
         world.add_topic("orders", partitions=2)
         world.rows("CREATE TABLE sink (position bigserial PRIMARY KEY, key text, value text)")
-        app = App(world.settings(lease_s=2.0))
+        app = App(world.settings(lease_s=10.0))
 
         @app.consumer("orders", group="g", start="earliest", backoff_s=(0.1,))
         def book(body: bytes, ctx: Context) -> None:

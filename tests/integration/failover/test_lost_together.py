@@ -93,8 +93,7 @@ def test_what_neither_node_nor_outbox_holds_any_more_keeps_its_lps_waiting(world
     others = {body for (body,) in world.rows(f"{bodies} <> %s", lp)}
     lose_all(node)
     world.rows(LOST_COMMITS)
-    with Database(world.dsn) as database:
-        found = recover_now(runtime_of(database, settings=world.settings(), application=database))
+    found = recover_now(world.runtime())
     assert found is not None
     assert waiting
     assert found.missing_count == 2 + len(waiting)
@@ -102,8 +101,7 @@ def test_what_neither_node_nor_outbox_holds_any_more_keeps_its_lps_waiting(world
         held = "SELECT topic_id, lp FROM mqlayer_app.quarantined"
         wait_until(lambda: world.rows(held) == [(topic_id, lp)], timeout_s=20, what="the LP to be held")
     assert {record.value for record in world.records()} == others
-    with Database(world.dsn) as database:
-        rearm_node(runtime_of(database, world.key_prefix, application=database), "node-1", accept_loss=True)
+    rearm_node(world.runtime(), "node-1", accept_loss=True)
     relay_once(world.settings(), limits=QUICK)
     assert {record.value for record in world.records()} == others | waiting
 
@@ -111,16 +109,15 @@ def test_what_neither_node_nor_outbox_holds_any_more_keeps_its_lps_waiting(world
 def test_while_a_route_changes_nothing_is_lost_either(world: World, node: RedisServer) -> None:
     """The parent is sealed for good, and no successor serves as yet."""
     bring(world, 30, "a")
-    with Database(world.dsn) as database:
-        with broken_off_at("change.after_open"):
-            split(runtime_of(database, world.key_prefix, application=database), "orders", 1)
-        lose_all(node)
-        world.rows(LOST_COMMITS)
-        assert recover_now(runtime_of(database, settings=world.settings(), application=database)) is not None
-        member = ManualMember(database, world.key_prefix, "orders")
-        finish_changes(runtime_of(database, world.key_prefix, application=database))
-        bring(world, 20, "new")
-        member.consume_all()
+    with broken_off_at("change.after_open"):
+        split(world.runtime(), "orders", 1)
+    lose_all(node)
+    world.rows(LOST_COMMITS)
+    assert recover_now(world.runtime()) is not None
+    member = ManualMember(world.database, world.key_prefix, "orders")
+    finish_changes(world.runtime())
+    bring(world, 20, "new")
+    member.consume_all()
     assert member.bodies() == expected(10, ("a", 30), ("new", 20))
 
 
@@ -157,25 +154,24 @@ def test_what_a_node_lost_comes_again_although_its_parents_node_is_away_for_good
 ) -> None:
     """An operator goes on without that one, which says nothing of what the successor had."""
     second = start_redis()
-    with Database(world.dsn) as database:
-        register_node(runtime_of(database), name="node-2", url=second.url)
-        member = ManualMember(database, world.key_prefix, "orders")
-        bring(world, 30, "a")
-        move(runtime_of(database, world.key_prefix, application=database), "orders", 1, to="node-2")
-        then = FallBack(second, tmp_path / "then")
-        bring(world, 30, "b")
-        then.happen()
-        node.kill()
-        relayed = world.rows("SELECT count(*) FROM mqlayer_app.relayed WHERE lp >= 512")
-        world.rows(LOST_COMMITS)
-        with pytest.raises(StoreUnavailable, match="--unproven"):
-            recover_now(runtime_of(database, settings=world.settings(), application=database))
-        found = recover_now(runtime_of(database, settings=world.settings(), application=database), unproven=True)
-        assert found is not None
-        assert [(found.unasked,)] == relayed
-        node.start()
-        bring(world, 20, "new")
-        member.consume_all()
+    register_node(runtime_of(world.database), name="node-2", url=second.url)
+    member = ManualMember(world.database, world.key_prefix, "orders")
+    bring(world, 30, "a")
+    move(world.runtime(), "orders", 1, to="node-2")
+    then = FallBack(second, tmp_path / "then")
+    bring(world, 30, "b")
+    then.happen()
+    node.kill()
+    relayed = world.rows("SELECT count(*) FROM mqlayer_app.relayed WHERE lp >= 512")
+    world.rows(LOST_COMMITS)
+    with pytest.raises(StoreUnavailable, match="--unproven"):
+        recover_now(world.runtime())
+    found = recover_now(world.runtime(), unproven=True)
+    assert found is not None
+    assert [(found.unasked,)] == relayed
+    node.start()
+    bring(world, 20, "new")
+    member.consume_all()
     assert member.bodies() == expected(10, ("a", 30), ("b", 30), ("new", 20))
 
 
@@ -183,8 +179,8 @@ def test_a_node_without_memory_for_what_it_lost_is_waited_for(world: World, node
     """Relays stay up, and say so: what is settled and trimmed there makes room."""
     bring(world, 60, "a")
     lose_all(node)
-    with redis.Redis.from_url(node.url) as client, Database(world.dsn) as database:
-        rearm_node(runtime_of(database, world.key_prefix, application=database), "node-1")
+    with redis.Redis.from_url(node.url) as client:
+        rearm_node(world.runtime(), "node-1")
         client.config_set("maxmemory", 1)
         world.rows(LOST_COMMITS)
         with world.relay() as relay:
@@ -201,7 +197,7 @@ def test_who_stood_still_before_it_sent_something_again_does_not_send_it_behind_
     bring(world, 10, "a")
     world.rows(LOST_COMMITS)
     bring(world, 10, "new")
-    with Database(world.dsn) as database, NodeConnection(load_nodes(database)[0]) as connection:
+    with NodeConnection(load_nodes(world.database)[0]) as connection:
         late = append_command(
             connection,
             world.key_prefix,
@@ -218,12 +214,11 @@ def test_what_a_node_loses_while_the_rest_is_filled_up_is_not_forgotten(
 ) -> None:
     """All that was to be there is looked at once more before the numbers change."""
     second = start_redis()
-    with Database(world.dsn) as database:
-        register_node(runtime_of(database), name="node-2", url=second.url)
-        create_topic(runtime_of(database, world.key_prefix, application=database), "other", partitions=2)
-        bring(world, 30, "a")
-        world.publish(30, topic="other", keys=10)
-        relay_once(world.settings(), limits=QUICK)
+    register_node(runtime_of(world.database), name="node-2", url=second.url)
+    create_topic(world.runtime(), "other", partitions=2)
+    bring(world, 30, "a")
+    world.publish(30, topic="other", keys=10)
+    relay_once(world.settings(), limits=QUICK)
     world.rows(LOST_COMMITS)
     lose_all(second)
     with world.relay_process(failpoints="recover.after_refill=stop") as process:
@@ -244,17 +239,16 @@ def test_what_an_emptied_node_lost_of_a_sealed_partition_is_there_before_the_num
 ) -> None:
     """It keeps its run, and its successor on another node has the marks: nothing seems to be missing."""
     second = start_redis()
-    with Database(world.dsn) as database:
-        register_node(runtime_of(database), name="node-2", url=second.url)
-        member = ManualMember(database, world.key_prefix, "orders")
-        bring(world, 30, "a")
-        move(runtime_of(database, world.key_prefix, application=database), "orders", 1, to="node-2")
-        with redis.Redis.from_url(node.url) as client:
-            client.flushall()
-        world.rows(LOST_COMMITS)
-        assert recover_now(runtime_of(database, settings=world.settings(), application=database)) is not None
-        bring(world, 20, "new")
-        member.consume_all()
+    register_node(runtime_of(world.database), name="node-2", url=second.url)
+    member = ManualMember(world.database, world.key_prefix, "orders")
+    bring(world, 30, "a")
+    move(world.runtime(), "orders", 1, to="node-2")
+    with redis.Redis.from_url(node.url) as client:
+        client.flushall()
+    world.rows(LOST_COMMITS)
+    assert recover_now(world.runtime()) is not None
+    bring(world, 20, "new")
+    member.consume_all()
     assert member.bodies() == expected(10, ("a", 30), ("new", 20))
 
 
@@ -262,16 +256,15 @@ def test_an_operator_can_go_on_without_a_partition_that_takes_nothing(world: Wor
     """As where the control database lost a whole route change: it is sealed on its node, and Postgres knows nothing."""
     bring(world, 30, "a")
     lose_all(node)
-    with Database(world.dsn) as database:
-        rearm_node(runtime_of(database, world.key_prefix, application=database), "node-1")
-        with redis.Redis.from_url(node.url) as client:
-            client.hset(partition_keys(world.key_prefix, 1).meta, mapping={"state": "sealed", "sealed_for": "9"})
-        world.rows(LOST_COMMITS)
-        with pytest.raises(StoreUnavailable, match="was refused: sealed 9; mqlayer outbox recover --unproven"):
-            recover_now(runtime_of(database, settings=world.settings(), application=database))
-        found = recover_now(runtime_of(database, settings=world.settings(), application=database), unproven=True)
-        assert found is not None
-        assert found.unasked > 0
+    rearm_node(world.runtime(), "node-1")
+    with redis.Redis.from_url(node.url) as client:
+        client.hset(partition_keys(world.key_prefix, 1).meta, mapping={"state": "sealed", "sealed_for": "9"})
+    world.rows(LOST_COMMITS)
+    with pytest.raises(StoreUnavailable, match="was refused: sealed 9; mqlayer outbox recover --unproven"):
+        recover_now(world.runtime())
+    found = recover_now(world.runtime(), unproven=True)
+    assert found is not None
+    assert found.unasked > 0
     assert set(values(world)) == {f"key-{key}" for key in range(10) if lp_of(f"key-{key}".encode()) >= 512}
 
 

@@ -226,9 +226,9 @@ def test_what_a_sealed_partition_lost_comes_again_under_a_source_that_is_about_t
 
 def test_who_recovers_an_outbox_that_another_one_recovers_meanwhile_takes_it_for_no_former_one(world: World) -> None:
     world.rows("UPDATE mqlayer_app.identity SET timeline = -1")
-    with world.relay_process(failpoints="recover.before_source=stop") as process, Database(world.dsn) as database:
+    with world.relay_process(failpoints="recover.before_source=stop") as process:
         wait_until(lambda: is_stopped(process), timeout_s=30, what="a relay that recovers")
-        assert recover_now(runtime_of(database, settings=world.settings(), application=database)) is not None
+        assert recover_now(world.runtime()) is not None
         relay_once(world.settings(), limits=QUICK)
         process.send_signal(signal.SIGCONT)
         world.publish(10, keys=4, tag="new")
@@ -244,24 +244,23 @@ def ended(world: World, url: str) -> set[bytes]:
 
 def test_a_node_without_memory_is_told_and_armed_all_the_same(world: World, node: RedisServer) -> None:
     """Else nobody would settle and trim there, and it would stay full."""
-    with redis.Redis.from_url(node.url) as client, Database(world.dsn) as database:
+    with redis.Redis.from_url(node.url) as client:
         client.config_set("maxmemory", 1)
         world.rows("UPDATE mqlayer_app.identity SET timeline = -1")
-        assert recover_now(runtime_of(database, settings=world.settings(), application=database)) is not None
+        assert recover_now(world.runtime()) is not None
         assert ended(world, node.url) == {b"1"}
         assert relay_once(world.settings(), limits=QUICK) == 0
         client.delete(ended_sources_key(world.key_prefix).decode())
         world.rows("UPDATE mqlayer.node SET armed_run_id = NULL")
-        rearm_node(runtime_of(database, world.key_prefix, application=database), "node-1")
+        rearm_node(world.runtime(), "node-1")
         assert ended(world, node.url) == {b"1"}
 
 
 def test_a_node_that_is_new_is_told_before_it_is_sent_anything(world: World, start_redis: StartRedis) -> None:
     new = start_redis()
     world.rows("UPDATE mqlayer_app.identity SET timeline = -1")
-    with Database(world.dsn) as database:
-        assert recover_now(runtime_of(database, settings=world.settings(), application=database)) is not None
-        register_node(runtime_of(database), name="node-2", url=new.url)
+    assert recover_now(world.runtime()) is not None
+    register_node(runtime_of(world.database), name="node-2", url=new.url)
     relay_once(world.settings(), limits=QUICK)
     assert ended(world, new.url) == {b"1"}
 
@@ -271,17 +270,17 @@ def test_a_node_that_is_emptied_in_the_middle_of_a_recovery_is_told_again_by_the
 ) -> None:
     """Who arms it says what Postgres knows as ended, and that is not so far before the outbox is numbered anew."""
     world.rows("UPDATE mqlayer_app.identity SET timeline = -1")
-    with world.relay_process(failpoints="recover.after_end=stop") as process, Database(world.dsn) as database:
+    with world.relay_process(failpoints="recover.after_end=stop") as process:
         wait_until(lambda: is_stopped(process), timeout_s=30, what="the source ended")
         assert ended(world, node.url) == {b"1"}
         with redis.Redis.from_url(node.url) as client:
             client.flushall()
-        rearm_node(runtime_of(database, world.key_prefix, application=database), "node-1")
+        rearm_node(world.runtime(), "node-1")
         assert ended(world, node.url) == set()
         process.send_signal(signal.SIGCONT)
         world.publish(10, keys=4, tag="new")
         wait_until(lambda: counted(world, "new") == 10, timeout_s=30, what="what is new, under the next source")
-        (found,) = load_nodes(database)
+        (found,) = load_nodes(world.database)
         with NodeConnection(found) as connection:
             late = append_command(connection, world.key_prefix, 1, 1, [MessageRun(0, 1, 1, [b"1", b"k", b"late"])])
             assert append_reply(connection.call([late])[0], node.url) == Refused("ended", "1")
@@ -292,7 +291,7 @@ def test_a_promotion_that_was_given_up_is_got_over_by_an_operators_word(
     world: World, node: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nodes were told that the source ends, and the server that it was to go on with is gone: the old one stays."""
-    with redis.Redis.from_url(node.url) as client, Database(world.dsn) as database:
+    with redis.Redis.from_url(node.url) as client:
         client.sadd(ended_sources_key(world.key_prefix).decode(), 1)
         world.publish(10, keys=4, tag="kept")
         with world.relay() as relay:
@@ -300,11 +299,8 @@ def test_a_promotion_that_was_given_up_is_got_over_by_an_operators_word(
             wait_until(lambda: len(session_ends(caplog)) >= 6, timeout_s=30, what="six sessions that end at once")
             *_, fifth, sixth = session_ends(caplog)[:6]
             assert sixth - fifth >= FIRST_S * 2**4 / 2, "it begins session after session"
-            assert recover_now(runtime_of(database, settings=world.settings(), application=database)) is None
-            assert (
-                recover_now(runtime_of(database, settings=world.settings(), application=database), anew=True)
-                is not None
-            )
+            assert recover_now(world.runtime()) is None
+            assert recover_now(world.runtime(), anew=True) is not None
             wait_until(lambda: counted(world, "kept") == 10, timeout_s=30, what="what waited")
     assert values(world) == expected(4, ("m", 20), ("kept", 10))
 
@@ -316,10 +312,10 @@ def session_ends(caplog: pytest.LogCaptureFixture) -> list[float]:
 
 def test_a_relay_that_starts_while_the_outbox_is_numbered_anew_is_no_former_one(world: World) -> None:
     """It has read the identity of before, whose source is ended by the time it asks for that."""
-    with world.relay_process(failpoints="relay.before_source=stop") as process, Database(world.dsn) as database:
+    with world.relay_process(failpoints="relay.before_source=stop") as process:
         wait_until(lambda: is_stopped(process), timeout_s=30, what="the relay at its source")
         world.rows("UPDATE mqlayer_app.identity SET timeline = -1")
-        assert recover_now(runtime_of(database, settings=world.settings(), application=database)) is not None
+        assert recover_now(world.runtime()) is not None
         relay_once(world.settings(), limits=QUICK)
         process.send_signal(signal.SIGCONT)
         world.publish(10, keys=4, tag="new")

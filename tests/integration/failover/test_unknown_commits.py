@@ -18,6 +18,7 @@ from mqlayer import Context
 from mqlayer.domain.routing import PartitionId
 from mqlayer.routes import apply_change, plan_split
 from tests.fixtures.consumers import Recorder, Stage, StartStage
+from tests.fixtures.kept_connections import LentSessions, ask_postgres
 from tests.fixtures.wait import wait_until
 from tests.proof.parking_shop import LATER_S, ParkingShop, release, rows
 from tests.proof.proxy import TcpProxy
@@ -51,8 +52,7 @@ def through(stage: Stage, line: TcpProxy) -> str:
 
 def effects(stage: Stage) -> dict[str, list[int]]:
     """Return what each key's effects were, in their order."""
-    with psycopg.connect(stage.dsn) as connection:
-        rows = connection.execute("SELECT key, body FROM sink ORDER BY position").fetchall()
+    rows = ask_postgres(stage.dsn, "SELECT key, body FROM sink ORDER BY position")
     return {key: [body for name, body in rows if name == key] for key, _ in rows}
 
 
@@ -80,11 +80,11 @@ def test_an_effect_whose_commit_was_not_answered_is_there_once(stage: Stage, lin
 @pytest.mark.parametrize("seed", [1, 2])
 def test_connections_that_end_anywhere_in_an_answer_cost_nothing(stage: Stage, line: TcpProxy, seed: int) -> None:
     """Two keys fail at first and are parked, the partition is split, each line ends behind up to 400 bytes."""
-    rng, shop = random.Random(seed), ParkingShop("key-1", "key-2")
+    rng, shop, sessions = random.Random(seed), ParkingShop("key-1", "key-2"), LentSessions(through(stage, line))
 
     def act(body: bytes, ctx: Context) -> None:
         shop.act(body, ctx)
-        with psycopg.connect(through(stage, line)) as connection:
+        with sessions.lent() as connection:
             ctx.fence(connection)
             connection.execute(PUT, (ctx.key, int(body)))
 
@@ -111,3 +111,4 @@ def test_connections_that_end_anywhere_in_an_answer_cost_nothing(stage: Stage, l
 
     wait_until(is_whole, timeout_s=40, what="every effect, once and in order")
     wait_until(lambda: rows(stage, DRAINED) == [(1,)], timeout_s=20, what="the parent drained")
+    sessions.close()

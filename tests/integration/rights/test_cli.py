@@ -14,7 +14,7 @@ from tests.fixtures.command_scenes import SCENES, System, typed, typed_for_nothi
 from tests.fixtures.command_tree import leaf_commands
 from tests.fixtures.commands import Commands
 from tests.fixtures.consumers import Stage
-from tests.fixtures.roles import Roles
+from tests.fixtures.roles import Roles, role_dsn
 from tests.fixtures.servers import StartRedis
 from tests.proof.runtimes import runtime_of
 
@@ -82,11 +82,11 @@ Act = Callable[[Right], str]
 
 
 @pytest.fixture
-def act_as(roles: Roles, monkeypatch: pytest.MonkeyPatch, logging_as_before: None) -> Act:
+def act_as(database_dsn: str, monkeypatch: pytest.MonkeyPatch, logging_as_before: None) -> Act:
     """Have the commands that follow log in as a role with one right; return its name."""
 
     def act(right: Right) -> str:
-        dsn = roles.login(right)
+        dsn = role_dsn(database_dsn, right)
         monkeypatch.setenv("MQLAYER_DSN", dsn)
         return Roles.name_of(dsn)
 
@@ -191,15 +191,13 @@ def test_the_doctor_says_the_same_to_both(system: System, act_as: Act) -> None:
 
 
 @pytest.mark.parametrize("command", ["grant view {role}", "revoke view {role}"])
-def test_rights_and_schemas_are_neither_for_those_who_view_nor_who_operate(
-    system: System, act_as: Act, command: str
-) -> None:
+def test_rights_and_schemas_are_neither_for_those_who_view_nor_who_operate(act_as: Act, command: str) -> None:
     for right in (Right.VIEW, Right.OPERATE):
         role = act_as(right)
         assert f"mqlayer grant migrate {role}" in Commands().failure(*command.format(role=role).split())
 
 
-def test_migrating_is_for_the_schemas_owner_also_where_nothing_is_left_to_migrate(system: System, act_as: Act) -> None:
+def test_migrating_is_for_the_schemas_owner_also_where_nothing_is_left_to_migrate(act_as: Act) -> None:
     for right in (Right.VIEW, Right.OPERATE):
         role = act_as(right)
         assert f"GRANT mqlayer_owner TO {role}" in Commands().failure("migrate")

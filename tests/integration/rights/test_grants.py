@@ -19,17 +19,22 @@ from mqlayer.postgres.database import Database
 from mqlayer.postgres.migrations import migrate
 from mqlayer.postgres.rights import SCHEMAS, Right
 from tests.fixtures.commands import Commands
+from tests.fixtures.kept_connections import ask_postgres
 from tests.fixtures.roles import PASSWORD, Roles
-from tests.fixtures.servers import Postgres
+from tests.fixtures.servers import DatabaseMaker
 
 RIGHTS = [right for right in Right if right is not Right.MIGRATE]
 LIMITED = [(Right.PUBLISH, "--topic", "orders"), (Right.CONSUME, "--group", "orders/ledger")]
 HELD = """
     WITH held AS (
         SELECT 'schema' AS kind, nspname::text AS object, '' AS part, a.* FROM pg_namespace, aclexplode(nspacl) a
+        WHERE nspacl IS NOT NULL
         UNION ALL SELECT 'relation', c.oid::regclass::text, '', a.* FROM pg_class c, aclexplode(relacl) a
+        WHERE relacl IS NOT NULL
         UNION ALL SELECT 'column', attrelid::regclass::text, attname, a.* FROM pg_attribute, aclexplode(attacl) a
+        WHERE attacl IS NOT NULL
         UNION ALL SELECT 'function', p.oid::regprocedure::text, '', a.* FROM pg_proc p, aclexplode(proacl) a
+        WHERE proacl IS NOT NULL
     )
     SELECT kind, object, part, privilege_type, grantor::regrole::text, is_grantable::text FROM held
     WHERE grantee = %(role)s
@@ -41,21 +46,22 @@ Held = set[tuple[str, ...]]
 
 def held(dsn: str, role: str) -> Held:
     """Every privilege of a role in a database, and its rows in the tables of grants that are there."""
-    with closing(psycopg.connect(dsn, autocommit=True)) as connection:
-        oid = connection.execute("SELECT oid FROM pg_roles WHERE rolname = %s", [role]).fetchone()
-        assert oid is not None
-        found = {tuple(row) for row in connection.execute(HELD, {"role": oid[0]})}
-        for schema in SCHEMAS.values():
-            if connection.execute("SELECT to_regnamespace(%s)", [schema]).fetchone() != (None,):
-                rows = f"SELECT '{schema}', privilege, scope FROM {schema}.granted WHERE role = %s"
-                found |= {tuple(row) for row in connection.execute(rows.encode(), [oid[0]])}
+    ((oid,),) = ask_postgres(dsn, "SELECT oid FROM pg_roles WHERE rolname = %s", [role])
+    found = {tuple(row) for row in ask_postgres(dsn, HELD, {"role": oid})}
+    for schema in SCHEMAS.values():
+        if ask_postgres(dsn, "SELECT to_regnamespace(%s)", [schema]) != [(None,)]:
+            rows = f"SELECT '{schema}', privilege, scope FROM {schema}.granted WHERE role = %s"
+            found |= {tuple(row) for row in ask_postgres(dsn, rows, [oid])}
     return found
 
 
 def execute(dsn: str, script: str) -> None:
     """Run a script as a database administrator does."""
-    with closing(psycopg.connect(dsn, autocommit=True)) as connection:
-        connection.execute(script.encode())
+    try:
+        ask_postgres(dsn, script)
+    except psycopg.Error:
+        ask_postgres(dsn, "ROLLBACK")
+        raise
 
 
 @pytest.fixture
@@ -97,10 +103,10 @@ def test_the_right_to_migrate_is_to_be_a_member_of_the_owner(
 
 
 @pytest.mark.parametrize("right", RIGHTS)
-def test_other_rights_keep_all_that_they_need(commands: Commands, database_dsn: str, role: str, right: str) -> None:
-    others = [other for other in RIGHTS if other != right]
-    for other in others:
-        commands.text("grant", other, role)
+def test_other_rights_keep_all_that_they_need(
+    commands: Commands, database_dsn: str, roles: Roles, role: str, right: str
+) -> None:
+    roles.give(role, *(other for other in RIGHTS if other != right))
     before = held(database_dsn, role)
     commands.text("grant", right, role)
     commands.text("revoke", right, role)
@@ -159,7 +165,7 @@ def test_the_printed_sql_does_what_the_command_does(
     for one in (by_command, by_sql):
         for other in others:
             name, *scope = other.split()
-            commands.text("grant", name, one, *scope)
+            roles.give(one, Right(name), scopes=scope[1:] or [""])
     for verb in ("grant", "revoke"):
         commands.text(verb, right, by_command, *limits)
         before = held(database_dsn, by_sql)
@@ -411,21 +417,24 @@ def test_migrating_forgets_roles_that_are_gone(commands: Commands, database_dsn:
             assert rows.fetchone() == (0,)
 
 
+@pytest.fixture(scope="module")
+def two_databases(database_maker: DatabaseMaker) -> Iterator[tuple[str, str]]:
+    """One with the control schema, one with the application schema."""
+    with database_maker.copy_of("template1") as control, database_maker.copy_of("template1") as application:
+        migrate(control, schema="control")
+        migrate(application, schema="application")
+        yield control, application
+
+
 @pytest.fixture
-def apart(
-    postgres_server: Postgres, empty_database_dsn: str, monkeypatch: pytest.MonkeyPatch, logging_as_before: None
-) -> Iterator[tuple[str, str]]:
-    """Two databases: one with the control schema, one with the application schema."""
-    name = f"mqlayer_test_{uuid.uuid4().hex[:12]}"
-    application = postgres_server.create_database(name)
-    migrate(empty_database_dsn, schema="control")
-    migrate(application, schema="application")
-    monkeypatch.setenv("MQLAYER_DSN", empty_database_dsn)
-    monkeypatch.setenv("MQLAYER_APP_DSN", application)
-    yield empty_database_dsn, application
-    postgres_server.drop_database(name)
+def apart(two_databases: tuple[str, str], monkeypatch: pytest.MonkeyPatch, logging_as_before: None) -> tuple[str, str]:
+    """Both, named to commands."""
+    monkeypatch.setenv("MQLAYER_DSN", two_databases[0])
+    monkeypatch.setenv("MQLAYER_APP_DSN", two_databases[1])
+    return two_databases
 
 
+@pytest.mark.xdist_group("two_databases")
 @pytest.mark.parametrize("words", [["publish"], ["consume"], ["consume", "--group", "orders/g"], ["work"], ["operate"]])
 def test_each_of_two_databases_gets_its_own(apart: tuple[str, str], new_role: str, words: list[str]) -> None:
     commands = Commands()

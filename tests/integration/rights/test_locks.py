@@ -8,6 +8,7 @@ from typing import Final
 
 import psycopg
 import pytest
+from psycopg import sql
 
 from mqlayer.postgres.rights import Right, privileges
 from tests.fixtures.roles import Roles
@@ -33,19 +34,34 @@ def relations(dsn: str) -> list[str]:
     return found
 
 
+# As the role that tries; what it was given is taken back with the transaction.
+TRY: Final = """
+    DO $do$
+    DECLARE
+        v_name text;
+        v_mode text;
+        v_given text[] := '{{}}';
+    BEGIN
+        FOREACH v_name IN ARRAY {names}::text[] LOOP
+            FOREACH v_mode IN ARRAY {modes}::text[] LOOP
+                BEGIN
+                    EXECUTE format('LOCK TABLE %s IN %s MODE NOWAIT', v_name, v_mode);
+                    v_given := v_given || (v_name || ' ' || v_mode);
+                EXCEPTION WHEN insufficient_privilege THEN NULL;
+                END;
+            END LOOP;
+        END LOOP;
+        PERFORM set_config('test.given', array_to_string(v_given, ','), false);
+    END $do$"""
+
+
 def locked(dsn: str, names: list[str]) -> set[tuple[str, str]]:
     """Try each lock that is stronger than those of reading and writing; return which ones were given."""
-    given = set()
     with closing(psycopg.connect(dsn, autocommit=True)) as connection:
-        for name in names:
-            for mode in STRONG:
-                try:
-                    with connection.transaction(force_rollback=True):
-                        connection.execute(f"LOCK TABLE {name} IN {mode} MODE NOWAIT".encode())
-                        given.add((name, mode))
-                except psycopg.errors.InsufficientPrivilege:
-                    pass
-    return given
+        connection.execute(sql.SQL(TRY).format(names=sql.Literal(names), modes=sql.Literal(list(STRONG))))
+        ((given,),) = connection.execute("SELECT current_setting('test.given')").fetchall()
+    pairs = (one.split(" ", maxsplit=1) for one in given.split(",") if one)
+    return {(name, mode) for name, mode in pairs}
 
 
 def deletes(right: Right) -> set[str]:

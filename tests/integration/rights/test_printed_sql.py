@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from contextlib import closing
 from typing import Final
 
 import psycopg
 import pytest
+from psycopg.conninfo import conninfo_to_dict
 
 from mqlayer.postgres.migrations import migrate
 from mqlayer.postgres.rights import Right
 from tests.fixtures.commands import Commands
 from tests.fixtures.roles import Roles
+from tests.fixtures.servers import DatabaseMaker
+
+# Traps are set once, by one worker: hundreds of them, for each of which its server takes a while.
+pytestmark = pytest.mark.xdist_group("printed_sql")
 
 # In schema public: an operator for each pair of types that has one in Postgres, a function for each one that a script
 # names, with the types of its parameters and with nearer ones, a table and a type for each that it names, and casts.
@@ -82,31 +88,53 @@ def set_traps(dsn: str, scripts: list[str]) -> None:
         owner.execute(TRAPS.replace("%(words)s", words).encode())
 
 
-def run(dsn: str, path: str, script: str) -> None:
-    """Run a script as a superuser with this path."""
+def run(dsn: str, path: str, *scripts: str) -> None:
+    """Run scripts as a superuser with this path."""
     with closing(psycopg.connect(dsn, autocommit=True)) as superuser:
         superuser.execute(f"SET search_path = {path}".encode())
-        superuser.execute(script.encode())
+        for script in scripts:
+            superuser.execute(script.encode())
+
+
+@pytest.fixture(scope="module")
+def trapped(database_maker: DatabaseMaker, migrated_template: str) -> Iterator[tuple[str, list[str]]]:
+    """A database with traps for what is printed of rights, and that, for a role of its own."""
+    with (
+        database_maker.copy_of(migrated_template) as dsn,
+        closing(Roles(dsn, database_maker.roles_of(dsn))) as roles,
+    ):
+        role = Roles.name_of(roles.login())
+        scripts = [
+            Commands().text(verb, right, role, *limits, "--sql")
+            for right, *limits in GIVEN
+            for verb in ("grant", "revoke")
+        ]
+        set_traps(dsn, scripts)
+        yield dsn, scripts
 
 
 @pytest.mark.parametrize("path", PATHS)
 def test_nothing_of_a_hostile_schema_public_is_called_by_what_is_printed_of_rights(
-    database_dsn: str, roles: Roles, path: str
+    trapped: tuple[str, list[str]], path: str
 ) -> None:
-    role = Roles.name_of(roles.login())
-    scripts = [
-        Commands().text(verb, right, role, *limits, "--sql") for right, *limits in GIVEN for verb in ("grant", "revoke")
-    ]
-    set_traps(database_dsn, scripts)
+    dsn, scripts = trapped
     with pytest.raises(psycopg.errors.DataCorrupted, match="trapped"):
-        run(database_dsn, path, "DO 'BEGIN PERFORM format(''%s%s'', ''a''::name, ''b''); END'")
-    for script in scripts:
-        run(database_dsn, path, script)
+        run(dsn, path, "DO 'BEGIN PERFORM format(''%s%s'', ''a''::name, ''b''); END'")
+    run(dsn, path, *scripts)
+
+
+@pytest.fixture(scope="module")
+def trapped_template(database_maker: DatabaseMaker) -> Iterator[str]:
+    """The name of a database without our schemas, with traps for the printed migration; to be copied."""
+    with database_maker.copy_of("template1") as dsn:
+        set_traps(dsn, [Commands().text("migrate", "--sql")])
+        yield str(conninfo_to_dict(dsn)["dbname"])
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_nothing_of_a_hostile_schema_public_is_called_by_printed_migrations(empty_database_dsn: str, path: str) -> None:
-    script = Commands().text("migrate", "--sql")
-    set_traps(empty_database_dsn, [script])
-    run(empty_database_dsn, path, script)
-    assert migrate(empty_database_dsn) == []
+def test_nothing_of_a_hostile_schema_public_is_called_by_printed_migrations(
+    database_maker: DatabaseMaker, trapped_template: str, path: str
+) -> None:
+    with database_maker.copy_of(trapped_template) as dsn:
+        run(dsn, path, Commands().text("migrate", "--sql"))
+        assert migrate(dsn) == []

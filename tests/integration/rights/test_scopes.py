@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from typing import NamedTuple
 
 import psycopg
 import pytest
 from psycopg import errors as pg_errors
+from psycopg.conninfo import conninfo_to_dict
 
 from mqlayer.errors import Conflict, PermissionDenied
 from mqlayer.groups.group import GroupSettings, ensure_group
@@ -19,33 +22,97 @@ from mqlayer.postgres.rights import Right, grants, revoke
 from mqlayer.runtime.route_cache import RouteCache
 from mqlayer.topics import create_topic, register_node
 from tests.fixtures.roles import Roles
+from tests.fixtures.servers import DatabaseMaker
 from tests.fixtures.wait import wait_until
 from tests.proof.runtimes import runtime_of
 
-HUGE = 2**40
+# All look at one database, which a worker makes once.
+pytestmark = pytest.mark.xdist_group("scopes")
+
+
+class Scene(NamedTuple):
+    """A database with two topics, and two groups of one of them."""
+
+    name: str
+    groups: dict[str, int]
+    """The ids of orders/ledger and orders/mail, each with something of every kind."""
+
+
+@pytest.fixture(scope="module")
+def scene(database_maker: DatabaseMaker, migrated_template: str, redis_url: str) -> Iterator[Scene]:
+    """What each test begins with, to be copied."""
+    prefix = f"scopes-{uuid.uuid4().hex[:8]}"
+    with database_maker.copy_of(migrated_template) as dsn:
+        with Database(dsn) as database, closing(RouteCache(database)) as routes:
+            register_node(runtime_of(database), name="node-1", url=redis_url)
+            for topic in ("orders", "invoices"):
+                create_topic(runtime_of(database, prefix, application=database), topic, partitions=1)
+            here, settings = runtime_of(database, prefix), GroupSettings(start="earliest")
+            made = {
+                name: ensure_group(here, routes, topic="orders", name=name, settings=settings).group_id
+                for name in ("ledger", "mail")
+            }
+            with database.connection() as connection:
+                for group in made.values():
+                    connection.execute(FILL.replace("$group", str(group)).encode())
+        yield Scene(str(conninfo_to_dict(dsn)["dbname"]), made)
 
 
 @pytest.fixture
-def groups(database_dsn: str, redis_url: str, key_prefix: str) -> dict[str, int]:
-    """The ids of orders/ledger and orders/mail, each with something of every kind, and of a second topic, invoices."""
-    with Database(database_dsn) as database, closing(RouteCache(database)) as routes:
-        register_node(runtime_of(database), name="node-1", url=redis_url)
-        for topic in ("orders", "invoices"):
-            create_topic(runtime_of(database, key_prefix, application=database), topic, partitions=1)
-        made = {
-            name: ensure_group(
-                runtime_of(database, key_prefix),
-                routes,
-                topic="orders",
-                name=name,
-                settings=GroupSettings(start="earliest"),
-            ).group_id
-            for name in ("ledger", "mail")
-        }
-        with database.connection() as connection:
-            for group in made.values():
-                connection.execute(FILL.replace("$group", str(group)).encode())
-    return made
+def groups(scene: Scene) -> dict[str, int]:
+    """The ids of the groups."""
+    return scene.groups
+
+
+@pytest.fixture(scope="module")
+def common_dsn(scene: Scene, database_maker: DatabaseMaker) -> Iterator[str]:
+    """The database of all tests that leave nothing in it that another one meets."""
+    with database_maker.copy_of(scene.name) as dsn:
+        yield dsn
+
+
+@pytest.fixture
+def own_database() -> None:
+    """A test that commits what others would meet has a database of its own."""
+
+
+@pytest.fixture
+def database_dsn(request: pytest.FixtureRequest, scene: Scene, database_maker: DatabaseMaker) -> Iterator[str]:
+    """The database of the test."""
+    if "own_database" not in request.fixturenames:
+        yield request.getfixturevalue("common_dsn")
+        return
+    with database_maker.copy_of(scene.name) as dsn:
+        yield dsn
+
+
+@pytest.fixture(scope="module")
+def common_ledger(common_dsn: str, database_maker: DatabaseMaker) -> Iterator[psycopg.Connection]:
+    """A connection of a role that may consume orders/ledger, and nothing else."""
+    with (
+        closing(Roles(common_dsn, database_maker.roles_of(common_dsn))) as roles,
+        closing(as_ledger(roles)) as connection,
+    ):
+        yield connection
+
+
+def as_ledger(roles: Roles) -> psycopg.Connection:
+    """Connect as such a role."""
+    return psycopg.connect(roles.login(Right.CONSUME, scopes=["orders/ledger"]), autocommit=True)
+
+
+@pytest.fixture
+def ledger(common_ledger: psycopg.Connection) -> Iterator[psycopg.Connection]:
+    """Its connection, in a transaction that is rolled back."""
+    with common_ledger.transaction(force_rollback=True):
+        yield common_ledger
+
+
+@pytest.fixture
+def ledger_alone(own_database: None, roles: Roles) -> Iterator[psycopg.Connection]:
+    """A connection of such a role to the test's own database: what it does is committed."""
+    with closing(as_ledger(roles)) as connection:
+        yield connection
 
 
 FILL = """
@@ -76,13 +143,6 @@ OF_GROUPS = (
     "member", "assignment", "group_start", "drained", "parked_key", "parked_message", "parked_total", "dead_message",
     "failure_count", "partition_pause", "parking_change",
 )  # fmt: skip
-
-
-@pytest.fixture
-def ledger(groups: dict[str, int], roles: Roles) -> Iterator[psycopg.Connection]:
-    """A connection of a role that may consume orders/ledger, and nothing else."""
-    with closing(psycopg.connect(roles.login(Right.CONSUME, scopes=["orders/ledger"]), autocommit=True)) as connection:
-        yield connection
 
 
 @pytest.mark.parametrize("table", OF_GROUPS)
@@ -221,7 +281,7 @@ def test_a_consumer_names_partitions_of_its_own_topic(
     foreign = ledger.execute(partitions, ["invoices"]).fetchall()[0][0]
     own = ledger.execute(partitions, ["orders"]).fetchall()[0][0]
     statement = statement.replace("$group", str(groups["ledger"]))
-    with pytest.raises(pg_errors.InsufficientPrivilege, match="row-level security"):
+    with pytest.raises(pg_errors.InsufficientPrivilege, match="row-level security"), ledger.transaction():
         ledger.execute(statement.replace("$partition", str(foreign)).encode())
     again = "ON CONFLICT DO NOTHING" if statement.startswith("INSERT") else ""
     ledger.execute(f"{statement.replace('$partition', str(own))} {again}".encode())
@@ -264,11 +324,11 @@ def test_a_consumer_gives_its_partitions_epochs_that_were_given_out(
 
 
 def test_a_replaced_server_is_seen_to_whatever_number_a_consumer_gave_its_group(
-    groups: dict[str, int], ledger: psycopg.Connection, roles: Roles
+    ledger_alone: psycopg.Connection, roles: Roles
 ) -> None:
     with pytest.raises(pg_errors.CheckViolation):
-        ledger.execute("UPDATE mqlayer.consumer_group SET allocation = 9223372036854775807")
-    ledger.execute("UPDATE mqlayer.consumer_group SET allocation = 4611686018427387904")
+        ledger_alone.execute("UPDATE mqlayer.consumer_group SET allocation = 9223372036854775807")
+    ledger_alone.execute("UPDATE mqlayer.consumer_group SET allocation = 4611686018427387904")
     with closing(psycopg.connect(roles.login(Right.RELAY), autocommit=True)) as relay:
         relay.execute("SELECT mqlayer.server_replaced_v1('{}')")
 
@@ -280,7 +340,7 @@ NEAR_THE_END = """SELECT setval(format('%I.%I', schemaname, sequencename)::regcl
 
 @pytest.mark.parametrize("right", [Right.RELAY, Right.WORK])
 def test_no_role_uses_the_numbers_up_by_leaps(
-    groups: dict[str, int], roles: Roles, database_dsn: str, right: Right
+    own_database: None, roles: Roles, database_dsn: str, right: Right
 ) -> None:
     """No rollback takes a leap back, nor when it was."""
     with (
@@ -303,7 +363,7 @@ def test_no_role_uses_the_numbers_up_by_leaps(
 
 
 def test_a_replaced_server_is_seen_to_with_sequences_at_their_end(
-    groups: dict[str, int], roles: Roles, database_dsn: str
+    own_database: None, roles: Roles, database_dsn: str
 ) -> None:
     with closing(psycopg.connect(database_dsn, autocommit=True)) as owner:
         owner.execute(NEAR_THE_END.encode())
@@ -356,10 +416,10 @@ def test_what_is_missing_and_who_may_give_it_is_said(groups: dict[str, int], led
 
 
 def test_names_of_versions_belong_to_the_role_that_used_them_first(
-    groups: dict[str, int], roles: Roles, ledger: psycopg.Connection
+    roles: Roles, ledger_alone: psycopg.Connection
 ) -> None:
     take = "SELECT answer FROM mqlayer_app.version_take_v1(%s, 'e', 1, '', '{}', 'o', 1, 9, 9, 9, 9, 60)"
-    assert ledger.execute(take, ["ledger"]).fetchone() == ("due",)
+    assert ledger_alone.execute(take, ["ledger"]).fetchone() == ("due",)
     mail = roles.login(Right.CONSUME, scopes=["orders/mail"])
     with closing(psycopg.connect(mail, autocommit=True)) as other:
         for statement in (
@@ -370,11 +430,11 @@ def test_names_of_versions_belong_to_the_role_that_used_them_first(
             with pytest.raises(pg_errors.InsufficientPrivilege, match="another role uses"):
                 other.execute(statement, ["ledger"])
         assert other.execute(take, ["mail"]).fetchone() == ("due",)
-    assert ledger.execute(take.replace("1, ''", "2, ''"), ["ledger"]).fetchone() == ("due",)
+    assert ledger_alone.execute(take.replace("1, ''", "2, ''"), ["ledger"]).fetchone() == ("due",)
 
 
 def test_a_name_of_versions_that_all_groups_use_is_not_taken_by_a_consumer_of_one(
-    groups: dict[str, int], roles: Roles, ledger: psycopg.Connection
+    roles: Roles, ledger_alone: psycopg.Connection
 ) -> None:
     take = "SELECT * FROM mqlayer_app.version_take_v1('stock', 'e', {}, 'secret', '{{}}', 'o', 1, 9, 999, 9, 999, 60)"
     with closing(psycopg.connect(roles.login(Right.CONSUME), autocommit=True)) as everything:
@@ -386,7 +446,7 @@ def test_a_name_of_versions_that_all_groups_use_is_not_taken_by_a_consumer_of_on
             "SELECT * FROM mqlayer_app.version_released_v1('stock', 60)",
         ):
             with pytest.raises(pg_errors.InsufficientPrivilege, match="another role uses"):
-                ledger.execute(statement.encode())
+                ledger_alone.execute(statement.encode())
         row = everything.execute(f"SELECT answer, versions FROM ({take.format(2)}) AS t".encode()).fetchone()
         assert row == ("due", [3])
 
@@ -418,7 +478,7 @@ def test_a_topic_that_is_refused_is_named_in_short(groups: dict[str, int], roles
             assert len(f"{refused.value.diag.message_primary}{refused.value.diag.message_hint}") < 500
 
 
-def test_a_delayed_message_is_cancelled_by_who_may_publish_to_its_topic(groups: dict[str, int], roles: Roles) -> None:
+def test_a_delayed_message_is_cancelled_by_who_may_publish_to_its_topic(own_database: None, roles: Roles) -> None:
     orders = roles.login(Right.PUBLISH, scopes=["orders"])
     invoices = roles.login(Right.PUBLISH, scopes=["invoices"])
     cancel = query("delayed_cancel")
@@ -434,7 +494,7 @@ def test_a_delayed_message_is_cancelled_by_who_may_publish_to_its_topic(groups: 
 
 
 def test_a_delayed_message_that_comes_while_it_is_cancelled_is_kept_from_who_may_not(
-    groups: dict[str, int], roles: Roles, database_dsn: str
+    own_database: None, roles: Roles, database_dsn: str
 ) -> None:
     """The canceller waits for the table while the message is committed: its next statement sees the message."""
     orders = roles.login(Right.PUBLISH, scopes=["orders"])

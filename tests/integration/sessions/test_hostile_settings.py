@@ -85,8 +85,10 @@ def as_applications_do(connection: psycopg.Connection[Any]) -> None:
     though by default its sessions do not."""
     if connection.info.parameter_status("client_encoding") == "SQL_ASCII":
         connection.execute("SET client_encoding = 'UTF8'")
-    connection.execute("SET TRANSACTION ISOLATION LEVEL READ COMMITTED READ WRITE NOT DEFERRABLE")
-    connection.execute("SET LOCAL statement_timeout = '20s'")
+    connection.execute(
+        "SET TRANSACTION ISOLATION LEVEL READ COMMITTED READ WRITE NOT DEFERRABLE; "
+        "SET LOCAL statement_timeout = '20s'; SET LOCAL idle_in_transaction_session_timeout = '20s'"
+    )
 
 
 @pytest.mark.slow
