@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from mqlayer.producing import AsyncProducer, Message, Producer, ProducerOptions, Receipt
     from mqlayer.receiving import AsyncReceiver, PopMessage, Receiver
     from mqlayer.settings import Settings
+    from mqlayer.typed_topic import Topic
 
 __version__ = "0.1.0"
 
@@ -39,6 +40,7 @@ __all__ = [
     "RetryLater",
     "Settings",
     "Skip",
+    "Topic",
     "VersionGap",
     "VersionedEvent",
     "Versions",
@@ -64,6 +66,7 @@ _MODULES: Final = {
     "mqlayer.runtime": (),
     "mqlayer.settings": ("Settings",),
     "mqlayer.topics": (),
+    "mqlayer.typed_topic": ("Topic",),
 }
 """Where the public names are. Each module is imported when one of its names is first used, so a command imports only
 what it needs."""

@@ -10,7 +10,7 @@ from uuid import UUID
 import msgspec
 from kombu.utils import json as celery_json
 
-from mqlayer.consuming.api.bodies import decoder_for
+from mqlayer.domain.codecs import decoder_for
 from mqlayer.errors import BodyMismatch, InvalidInput
 
 Key: TypeAlias = "str | Callable[..., object]"

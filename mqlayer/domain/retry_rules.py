@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, get_args
 
-from mqlayer.errors import HandlerControl, HandlerFault, InvalidInput
+from mqlayer.errors import BodyMismatch, HandlerControl, HandlerFault, InvalidInput
 
 Policy = Literal["park", "block", "dead_letter", "skip"]
 """For a message out of attempts, with a final error, or rejected."""
@@ -66,8 +66,9 @@ class RetryRules:
     def is_final(self, error: BaseException) -> bool:
         """Whether an error gets no further attempt.
 
-        The nearest named class in its MRO decides, final before retried. Without one, it is final if `retryable_errors`
-        are set, except a HandlerFault. A HandlerControl is never final.
+        The nearest named class in its MRO decides, final before retried. Without one, a BodyMismatch is final, as it
+        will not fit later; others are if `retryable_errors` are set, except a HandlerFault. A HandlerControl is never
+        final.
         """
         if isinstance(error, HandlerControl):
             return False
@@ -77,7 +78,7 @@ class RetryRules:
                 return True
             if name in self.retryable_errors:
                 return False
-        return bool(self.retryable_errors) and not isinstance(error, HandlerFault)
+        return isinstance(error, BodyMismatch) or (bool(self.retryable_errors) and not isinstance(error, HandlerFault))
 
 
 RULES_COUNT: Final = len(RetryRules.__slots__)

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import msgspec
 
+from mqlayer.domain.codecs import AnyBody, encode_body
 from mqlayer.domain.dedup import encode_dedup_id
 from mqlayer.domain.names import BODY_LIMIT, check_body, check_headers, check_name, encode_key
 from mqlayer.domain.tags import TAGS_HEADER, tags_text
 from mqlayer.errors import InvalidInput, ReservedHeader
 
-Body: TypeAlias = Any
-"""bytes-like: unchanged. str: UTF-8. Others: JSON by msgspec (dict, dataclass, Struct, datetime, UUID …). pydantic:
-pass `model_dump_json()`."""
+Body = AnyBody
 
 _encode_json = msgspec.json.Encoder().encode
 
@@ -51,20 +50,6 @@ def message_of(
         encode_dedup_id(dedup_id)
     data = check_body(topic, encode_body(body), BODY_LIMIT)
     return OutboxMessage(topic, key, data, _headers_text(headers or {}, tags) if headers or tags else None, dedup_id)
-
-
-def encode_body(body: Body) -> bytes:
-    """Return a body's bytes. Raises InvalidInput."""
-    if isinstance(body, bytes):
-        return body
-    if isinstance(body, str):
-        return body.encode()
-    if isinstance(body, bytearray | memoryview):
-        return bytes(body)
-    try:
-        return _encode_json(body)
-    except (TypeError, msgspec.MsgspecError) as error:
-        raise InvalidInput(f"a body of type {type(body).__name__} can't be encoded as JSON: give bytes") from error
 
 
 def arguments_of(messages: Sequence[OutboxMessage]) -> dict[str, list[Any] | None]:

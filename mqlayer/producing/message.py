@@ -9,16 +9,17 @@ from functools import lru_cache
 
 import msgspec
 
+from mqlayer.domain.codecs import AnyBody, encode_body
 from mqlayer.domain.dedup import encode_dedup_id, lp_of_unkeyed, token_of
 from mqlayer.domain.message import encode_facts
 from mqlayer.domain.names import check_body, check_headers, encode_key
 from mqlayer.domain.routing import Lp, lp_of, random_lp
 from mqlayer.domain.tags import tags_text
-from mqlayer.errors import InvalidInput, InvalidName
+from mqlayer.errors import InvalidName
 from mqlayer.producing.send_queues import NO_KEY_BULK, Listener, PendingSend, TopicQueues
 from mqlayer.redis.wire import LINE_END, bulk, bulk_head
 
-Body = bytes | bytearray | memoryview
+Body = AnyBody
 
 
 class Message(msgspec.Struct, frozen=True, gc=False):
@@ -69,13 +70,7 @@ def lp_and_token(key: str | None, dedup_id: str | None, lp: Lp) -> tuple[Lp, byt
 
 def whole_body(topic: str, body: Body, limit: int) -> bytes:
     """Return checked bytes. Raises BodyTooLarge or InvalidInput."""
-    return check_body(topic, body if type(body) is bytes else _as_bytes(body), limit)
-
-
-def _as_bytes(body: object) -> bytes:
-    if not isinstance(body, Body):
-        raise InvalidInput(f"a body is bytes, not {type(body).__name__}: encode it")
-    return bytes(body)
+    return check_body(topic, body if type(body) is bytes else encode_body(body), limit)
 
 
 def facts_bulk(at_ms: int, headers: Mapping[str, str] | None, tags: Sequence[str] = ()) -> bytes:

@@ -20,9 +20,9 @@ from mqlayer.consuming.api.batch_messages import (
     Redelivered,
 )
 from mqlayer.consuming.api.batches import Batch
-from mqlayer.consuming.api.bodies import decoder_for
 from mqlayer.consuming.api.context import Context
 from mqlayer.consuming.ordered.owned_partitions import KeyQueue, OwnedPartition
+from mqlayer.domain.codecs import decoder_for
 from mqlayer.domain.message import Record
 from mqlayer.domain.routing import NodeId, PartitionId
 from mqlayer.errors import BatchUndone, BodyMismatch, HandlerFault, InvalidInput, StaleOwner

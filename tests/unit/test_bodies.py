@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mqlayer.consuming.api.bodies import decoder_for
+from mqlayer.domain.codecs import decoder_for
 from mqlayer.errors import BodyMismatch
 
 SECRET = "s3cr3t"

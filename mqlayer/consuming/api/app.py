@@ -24,17 +24,18 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from types import FrameType
-from typing import Any, Final, Literal, TypeVar, Unpack, get_type_hints
+from typing import Any, Final, Literal, TypeVar, Unpack, get_type_hints, overload
 
 from mqlayer.consuming.api.batch_handlers import BatchHandler, BatchShape, batch_shape
 from mqlayer.consuming.api.batches import BatchOf
-from mqlayer.consuming.api.bodies import decoder_for, type_name
 from mqlayer.consuming.api.context import Context
+from mqlayer.consuming.api.registration import ConsumerOptions, TypedRegistration
 from mqlayer.consuming.engine.events import Reporting
 from mqlayer.consuming.engine.options import MemberOptions, MemberStats
 from mqlayer.consuming.ordered.member import OrderedMember
 from mqlayer.consuming.ordered.owned_partitions import OwnedPartition
 from mqlayer.consuming.shared.member import SharedMember
+from mqlayer.domain.codecs import AS_IS, Body, TypedBodies, decoder_for, type_name
 from mqlayer.domain.message import Record
 from mqlayer.domain.names import check_instance, check_name
 from mqlayer.errors import Conflict, InvalidInput, SchemaMismatch
@@ -70,6 +71,7 @@ class Consumer:
     group: str
     handler: Callable[..., Any]
     body_type: Any
+    decode: Callable[[bytes], Any]
     with_context: bool
     is_async: bool
     group_settings: GroupSettings
@@ -100,9 +102,19 @@ class App:
             self._settings = Settings()
         return self._settings
 
+    @overload
+    def consumer(
+        self, topic: TypedBodies[Body], *, group: str, **options: Unpack[ConsumerOptions]
+    ) -> TypedRegistration[Body]: ...
+
+    @overload
+    def consumer(
+        self, topic: str, *, group: str, body: Any = None, **options: Unpack[ConsumerOptions]
+    ) -> Callable[[Handler], Handler]: ...
+
     def consumer(
         self,
-        topic: str,
+        topic: str | TypedBodies[Any],
         *,
         group: str,
         mode: Literal["exclusive", "shared", "broadcast"] = "exclusive",
@@ -120,11 +132,12 @@ class App:
         instance: str | None = None,
         instance_expiry_s: float | None = None,
         **rules: Unpack[RetrySettings],
-    ) -> Callable[[Handler], Handler]:
+    ) -> Any:
         """Register a handler, plain or `async def`, for a topic and a group.
 
-        It takes the body and optionally the Context. `body`, by default the first parameter's annotation, is the type
-        to decode to: msgspec Struct, pydantic model, dataclass, bytes, str, or any type that msgspec reads from JSON.
+        It takes the body and optionally the Context. A `mqlayer.Topic` knows the type of its bodies; else `body`, by
+        default the first parameter's annotation, is the type to decode to: msgspec Struct, pydantic model, dataclass,
+        bytes, str, or any type that msgspec reads from JSON.
         An exception or undecodable body is a failed attempt: the group's backoff follows, the key waits, others
         continue. RetryLater, Reject, Skip and PauseKey decide otherwise.
 
@@ -141,8 +154,11 @@ class App:
         where they differ. See `docs/reference/group-settings.md`.
         Raises InvalidInput for a bad value, Conflict for a group's second handler.
         """
+        typed, topic = (None, topic) if isinstance(topic, str) else (topic, topic.name)
         check_name("topic", topic)
         check_name("group", group)
+        if typed is not None and body is not None:
+            raise InvalidInput(f"topic {topic!r} says what its bodies are: leave `body` out")
         if any((c.topic, c.group) == (topic, group) for c in self.consumers):
             raise Conflict(f"group {group!r} of topic {topic!r} has a handler already", "use another group")
         if instance is not None:
@@ -161,17 +177,18 @@ class App:
 
         def register(handler: Handler) -> Handler:
             is_async = _is_async(handler)
-            if batch is not None:
+            shape = None
+            if batch is None:
+                body_type, with_context = _parameters(handler, body)
+            else:
                 shape = batch_shape(handler, body)
-                of = (topic, group, handler, shape.body_type, shape.batch, is_async, group_settings, member)
-                self.consumers.append(Consumer(*of, batch=(batch, shape), instance=instance))
-                return handler
-            body_type, with_context = _parameters(handler, body)
-            self.consumers.append(
-                Consumer(
-                    topic, group, handler, body_type, with_context, is_async, group_settings, member, instance=instance
-                )
-            )
+                body_type, with_context = shape.body_type, shape.batch
+            if typed is not None:
+                body_type = _check_annotation(handler, typed, body_type)
+            decode = decoder_for(body_type) if typed is None else typed.decode
+            of = (topic, group, handler, body_type, decode, with_context, is_async, group_settings, member)
+            pair = None if batch is None or shape is None else (batch, shape)
+            self.consumers.append(Consumer(*of, batch=pair, instance=instance))
             return handler
 
         return register
@@ -355,12 +372,22 @@ def _parameters(handler: Callable[..., Any], body: Any) -> tuple[Any, bool]:
     return body, len(parameters) == 2
 
 
+def _check_annotation(handler: Callable[..., Any], typed: TypedBodies[Any], annotated: Any) -> Any:
+    # Without an annotation it is bytes.
+    if annotated not in (bytes, Any, typed.body):
+        raise InvalidInput(
+            f"handler {type_name(handler)!r} takes {type_name(annotated)}, but the bodies of topic {typed.name!r} are "
+            f"{type_name(typed.body)}"
+        )
+    return typed.body
+
+
 def _handle(consumer: Consumer, group: Group) -> Callable[[OwnedPartition, Record], Any]:
-    handler, decode = consumer.handler, decoder_for(consumer.body_type)
+    handler, decode = consumer.handler, consumer.decode
     context = partial(Context, consumer.topic, consumer.group, group.group_id)
     if consumer.with_context:
         return lambda owned, record: handler(decode(record.body), context(owned, record))
-    if consumer.body_type is bytes:
+    if consumer.body_type is bytes and consumer.decode is AS_IS:
         return lambda _, record: handler(record.body)
     return lambda _, record: handler(decode(record.body))
 
@@ -389,7 +416,7 @@ def _batch_handler(consumer: Consumer, group: Group, batch_of: BatchOf, shape: B
             f"group {group.name!r} of topic {group.topic!r} keeps no order, so it has no batches of one key",
             "use BatchOf('distinct')",
         )
-    return BatchHandler(consumer.topic, group, batch_of, consumer.handler, shape)
+    return BatchHandler(consumer.topic, group, batch_of, consumer.handler, shape, consumer.decode)
 
 
 def _has_fence(application: Database) -> bool:

@@ -8,9 +8,9 @@ from typing import Any, Final, NamedTuple, TypeVar, get_args, get_origin, get_ty
 
 from mqlayer.consuming.api.batch_messages import BatchMessage
 from mqlayer.consuming.api.batches import Batch, BatchOf
-from mqlayer.consuming.api.bodies import decoder_for, type_name
 from mqlayer.consuming.engine.timeouts import current_deadline
 from mqlayer.consuming.ordered.owned_partitions import KeyQueue
+from mqlayer.domain.codecs import type_name
 from mqlayer.errors import InvalidInput
 from mqlayer.groups.group import Group
 
@@ -29,11 +29,17 @@ class BatchHandler:
     """A batch handler and its batches' settings."""
 
     def __init__(
-        self, topic: str, group: Group, batch_of: BatchOf, handler: Callable[..., Any], shape: BatchShape
+        self,
+        topic: str,
+        group: Group,
+        batch_of: BatchOf,
+        handler: Callable[..., Any],
+        shape: BatchShape,
+        decode: Callable[[bytes], Any],
     ) -> None:
         self.batch_of = batch_of
         self._topic, self._group, self._handler, self._shape = topic, group, handler, shape
-        self._decode = decoder_for(shape.body_type)
+        self._decode = decode
 
     def batch(self, key_queues: list[KeyQueue]) -> Batch[Any]:
         """Return the key queues' batch."""

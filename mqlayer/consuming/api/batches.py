@@ -26,9 +26,9 @@ from mqlayer.consuming.api.batch_messages import (
     outcome_of,
     outcomes_in_order,
 )
-from mqlayer.consuming.api.bodies import Decode
 from mqlayer.consuming.engine.timeouts import HandlerDeadline
 from mqlayer.consuming.ordered.owned_partitions import OwnedPartition, OwnershipState
+from mqlayer.domain.codecs import Decode
 from mqlayer.errors import BatchUndone, BodyMismatch, HandlerFault, InvalidInput, StaleOwner
 from mqlayer.postgres.caller_connections import run, run_async
 

@@ -1,17 +1,56 @@
-"""Decode bodies to the type that a handler wants."""
+"""Encode and decode message bodies: one place for every way of publishing and receiving."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, Protocol, TypeVar
 
 import msgspec
 
-from mqlayer.errors import BodyMismatch
+from mqlayer.errors import BodyMismatch, HandlerFault, InvalidInput
 
+Body = TypeVar("Body")
+AnyBody = Any
+"""bytes-like: unchanged. str: UTF-8. JSON: pydantic models and all that msgspec knows, such as dict, dataclass, Struct,
+datetime, UUID."""
 Decode = Callable[[bytes], Any]
 
+
+def _as_is(body: bytes) -> bytes:
+    return body
+
+
+AS_IS: Final[Decode] = _as_is
+"""The decoder of bytes."""
+
+
+class Codec(Protocol[Body]):
+    """Another content type than JSON: a class of the application's, such as for protobuf or Avro."""
+
+    def encode(self, body: Body) -> bytes:
+        """Return a body's bytes; whatever it raises, nothing is published."""
+
+    def decode(self, data: bytes) -> Body:
+        """Return a body; whatever it raises is a body that does not fit."""
+
+
+class TypedBodies(Protocol[Body]):
+    """What a consumer needs of a typed topic."""
+
+    @property
+    def name(self) -> str:
+        """The topic's name."""
+
+    @property
+    def body(self) -> type[Body]:
+        """The type of its bodies."""
+
+    def decode(self, data: bytes) -> Body:
+        """Return a body. Raises BodyMismatch."""
+
+
+_encode_json = msgspec.json.Encoder().encode
 _PLACE: Final = re.compile(r" - at (`\$[^`]*`)\Z")
 
 
@@ -22,7 +61,7 @@ def decoder_for(body_type: Any) -> Decode:
     It raises BodyMismatch, which names the place in the body, never its content.
     """
     if body_type is bytes:
-        return _as_is
+        return AS_IS
     if body_type is str:
         return _text
     if hasattr(body_type, "model_validate_json"):
@@ -30,13 +69,40 @@ def decoder_for(body_type: Any) -> Decode:
     return _json(body_type)
 
 
+def encode_body(body: AnyBody) -> bytes:
+    """Return a body's bytes. Raises InvalidInput."""
+    if isinstance(body, bytes):
+        return body
+    if isinstance(body, str):
+        return body.encode()
+    if isinstance(body, bytearray | memoryview):
+        return bytes(body)
+    if hasattr(body, "model_dump_json"):
+        return str(body.model_dump_json()).encode()
+    try:
+        return _encode_json(body)
+    except (TypeError, msgspec.MsgspecError) as error:
+        raise InvalidInput(f"a body of type {type(body).__name__} can't be encoded as JSON: give bytes") from error
+
+
+def decoder_of(codec: Codec[Body], body_type: Any) -> Callable[[bytes], Body]:
+    """Return a codec's decoder. It raises BodyMismatch, which names the codec's error but not its text."""
+    name, decode = type_name(body_type), codec.decode
+
+    def read(data: bytes) -> Body:
+        try:
+            return decode(data)
+        except HandlerFault:
+            raise
+        except Exception as error:
+            raise BodyMismatch(name, f"{type(codec).__name__} raised {type(error).__name__}") from error
+
+    return read
+
+
 def type_name(body_type: Any) -> str:
     """Return a type's name."""
     return str(getattr(body_type, "__name__", body_type))
-
-
-def _as_is(body: bytes) -> bytes:
-    return body
 
 
 def _text(body: bytes) -> str:
