@@ -330,7 +330,10 @@ def _lag_json(status: GroupStatus) -> dict[str, Any]:
 def _show_lag(status: GroupStatus) -> None:
     behind = [one for one in status.undrained if one.lag != 0]
     oldest = f", the oldest {format_age(status.age_s)} old" if status.age_s is not None else ""
-    echo(f"group {status.facts.name}: {pluralize(status.lag, 'message')} not settled{oldest}")
+    unasked = [str(one.facts.partition) for one in status.undrained if one.lag is None]
+    more = f"; not asked: partition {', '.join(unasked)}" if unasked else ""
+    count = ("at least " if unasked else "") + pluralize(status.lag, "message")
+    echo(f"group {status.facts.name}: {count} not settled{oldest}{more}")
     if (parked := status.parked).keys:
         named = f"{status.facts.topic} {status.facts.name}"
         echo(

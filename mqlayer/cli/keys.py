@@ -106,7 +106,9 @@ def _crossed(crossing: dict[str, Any]) -> dict[str, Any]:
 def _text_lines(found: KeyStatus) -> Iterable[str]:
     group, current = found.group.facts, found.current
     where = "is in no partition yet" if current is None else f"is in partition {current.facts.partition}"
-    if current is not None and current.facts.owner is not None:
+    if current is not None and current.facts.owner is not None and not current.facts.alive:
+        where += f": the lease of its owner {current.facts.owner} is over"
+    elif current is not None and current.facts.owner is not None:
         where += f": owner {current.facts.owner}, epoch {current.facts.epoch}"
     elif current is not None:
         where += ": nobody owns it"

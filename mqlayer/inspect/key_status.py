@@ -23,6 +23,7 @@ SCAN_LIMIT: Final = 10_000
 CALL_BYTES: Final = 16_000_000
 """Body bytes that a node reads per call."""
 NOTHING: Final = "nothing: "
+NO_MEMBER: Final = "mqlayer consume MODULE:APP  # no member of the group lives"
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,8 +225,13 @@ def _next_of_parked(group: GroupStatus, key: str, parked: ParkedKeyStatus | None
     if parked is not None and parked.paused_at is not None:
         named = shlex.quote(key)
         return f"mqlayer key resume {group.facts.topic} {named} --group {group.facts.name}  # it is paused"
-    if parked is None or group.facts.state != "live" or group.facts.paused_at is not None or not group.facts.alive:
+    if parked is None or group.facts.state != "live":
         return None
+    # A parked message is tried by an owner: a group that is paused, or has none, tries nothing.
+    if (resume := _resume_of_group(group)) is not None:
+        return resume
+    if group.facts.mode != "pop" and not group.facts.alive:
+        return NO_MEMBER
     # An unprintable key is named by its first message.
     named = shlex.quote(key) if key.isprintable() else f"--message {parked.head}"
     release = f"mqlayer parked release {group.facts.topic} {group.facts.name} {named}"
@@ -286,10 +292,10 @@ def _of_servers(one: PartitionStatus, group: GroupStatus) -> str | None:
     if group.facts.mode == "pop":
         return None
     if group.facts.mode == "shared":
-        return None if group.facts.alive else "mqlayer consume MODULE:APP  # no member of the group lives"
+        return None if group.facts.alive else NO_MEMBER
     if reason in ("no_owner", "lease_over") or not one.facts.alive:
         if not group.facts.alive:
-            return "mqlayer consume MODULE:APP  # no member of the group lives"
+            return NO_MEMBER
         return f"{NOTHING}the next heartbeat of a member gives partition {one.facts.partition} an owner"
     if reason == "replayed" and one.stall is not None:
         return f"{NOTHING}{one.stall.detail}"
@@ -298,12 +304,19 @@ def _of_servers(one: PartitionStatus, group: GroupStatus) -> str | None:
     return None
 
 
-def _resume(group: GroupStatus, one: PartitionStatus) -> str | None:
+def _resume_of_group(group: GroupStatus) -> str | None:
     topic, name = group.facts.topic, group.facts.name
     if group.facts.topic_paused_at is not None:
         return f"mqlayer topic resume {topic}  # it is paused"
     if group.facts.paused_at is not None:
         return f"mqlayer group resume {topic} {name}  # it is paused"
+    return None
+
+
+def _resume(group: GroupStatus, one: PartitionStatus) -> str | None:
+    topic, name = group.facts.topic, group.facts.name
+    if (resume := _resume_of_group(group)) is not None:
+        return resume
     if one.facts.paused_at is not None:
         return f"mqlayer group resume {topic} {name} --partition {one.facts.partition}  # it is paused"
     return None

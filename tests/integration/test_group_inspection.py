@@ -264,6 +264,9 @@ def test_a_node_that_is_away_is_told_and_the_others_are_counted(
     result = typed("group", "show", "orders", "ledger")
     assert result.exit_code == 0
     assert "node node-2 does not answer" in result.stderr
+    said = typed.text("group", "lag", "orders", "ledger").splitlines()
+    assert said[0].startswith(f"group ledger: at least {told['lag']} messages not settled")
+    assert said[0].endswith("; not asked: partition 2")
     assert result.stdout.splitlines()[-1].split()[-1] == "?"
 
 

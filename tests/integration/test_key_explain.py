@@ -92,6 +92,36 @@ def test_a_key_that_fails_is_explained_by_its_head_and_the_others_have_nothing_w
     assert (other["behind_it"], other["run_next"]) == (0, "nothing: no message of it waits")
 
 
+def test_a_parked_key_is_not_said_to_go_on_where_nobody_can_try_it(stage: Stage, typed: Commands) -> None:
+    """Of a paused group, of a paused topic, and of a group whose members are gone."""
+
+    def act(body: bytes, ctx: Context) -> None:
+        raise RuntimeError
+
+    stage.send_numbers(keys=1, each=3)
+    app = stage.consume(Recorder(act), backoff_s=(300.0,))
+    wait_until(lambda: explained(typed, "key-0", "g")["parked"], what="the key to be parked")
+    assert explained(typed, "key-0", "g")["run_next"].startswith("nothing: it is tried again at ")
+    for resume in ("group resume orders g", "topic resume orders"):
+        typed.text(*resume.replace("resume", "pause").split())
+        assert explained(typed, "key-0", "g")["run_next"] == f"mqlayer {resume}  # it is paused"
+        typed.text(*resume.split())
+    assert app.stop()
+    found = explained(typed, "key-0", "g")
+    assert found["run_next"] == "mqlayer consume MODULE:APP  # no member of the group lives"
+    assert "nobody owns it" in typed.text("key", "explain", "orders", "key-0", "--group", "g")
+
+
+def test_a_dead_owner_is_not_shown_as_one(world: World, database: Database, typed: Commands) -> None:
+    publish(world, "a")
+    ManualMember(database, world.key_prefix, "orders").consume(1, 3)
+    with closing(database), database.connection() as connection:
+        connection.execute("UPDATE mqlayer.member SET lease_until = clock_timestamp() - interval '1 second'")
+    said = typed.text("key", "explain", "orders", "key-5", "--group", "ledger")
+    assert "group ledger is in partition 1: the lease of its owner hand is over" in said
+    assert "run next: mqlayer consume MODULE:APP  # no member of the group lives" in said
+
+
 def test_a_key_hidden_behind_an_undrained_parent_is_led_to_what_the_parent_waits_for(
     world: World, database: Database, typed: Commands
 ) -> None:
