@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from mqlayer.cli.addresses import settings_here
+from mqlayer.cli.completion import group_names, topic_names
 from mqlayer.cli.message_output import LimitOption, RawOption, ReasonOption, show_message
 from mqlayer.cli.option_rules import RuledCommand, excludes
 from mqlayer.cli.options import parse_time_option
@@ -35,8 +36,8 @@ from mqlayer.redelivery import (
     work_on,
 )
 
-OnlyTopic = Annotated[str | None, typer.Argument(help="Only of this topic.")]
-OnlyGroup = Annotated[str | None, typer.Argument(help="Only of this group.")]
+OnlyTopic = Annotated[str | None, typer.Argument(help="Only of this topic.", autocompletion=topic_names)]
+OnlyGroup = Annotated[str | None, typer.Argument(help="Only of this group.", autocompletion=group_names)]
 CauseOption = Annotated[str | None, typer.Option(help="exhausted, rejected, skipped or discarded.")]
 ErrorOption = Annotated[str | None, typer.Option(help="A part of why they died, or of what an attempt said.")]
 SinceOption = Annotated[str | None, typer.Option(help="Died then or later: a time with its zone.")]

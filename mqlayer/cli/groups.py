@@ -11,8 +11,9 @@ from typing import Annotated, Any
 import typer
 
 from mqlayer.cli.addresses import settings_here
+from mqlayer.cli.completion import topic_names
 from mqlayer.cli.option_rules import RuledCommand, excludes
-from mqlayer.cli.options import ApplyOption, PlanOption, TopicArgument
+from mqlayer.cli.options import ApplyOption, GroupArgument, PlanOption, TopicArgument
 from mqlayer.cli.output import JsonOption, echo, format_age, pluralize, show_rows
 from mqlayer.cli.pauses import PartitionOption, WaitOption, print_partitions, print_running
 from mqlayer.cli.permissions import check_change, check_group_change
@@ -42,8 +43,6 @@ from mqlayer.inspect import GroupStatus, group_members, group_statuses
 from mqlayer.postgres.database import Database
 from mqlayer.redelivery import failure_counts
 from mqlayer.runtime.route_cache import RouteCache
-
-GroupArgument = Annotated[str, typer.Argument(help="The group's name.")]
 
 groups = typer.Typer(no_args_is_help=True, help="Groups: settings, pauses, and where they stand.")
 
@@ -238,7 +237,8 @@ def create(
 
 @groups.command("list")
 def list_(
-    topic: Annotated[str | None, typer.Argument(help="Only of this topic.")] = None, as_json: JsonOption = False
+    topic: Annotated[str | None, typer.Argument(help="Only of this topic.", autocompletion=topic_names)] = None,
+    as_json: JsonOption = False,
 ) -> None:
     """List groups: state, version, members, undrained partitions, lag."""
     found = _statuses(topic)

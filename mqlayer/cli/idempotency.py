@@ -10,7 +10,7 @@ import typer
 from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.message_output import LimitOption
 from mqlayer.cli.option_rules import RuledCommand, excludes
-from mqlayer.cli.options import TopicArgument
+from mqlayer.cli.options import GroupArgument, TopicArgument
 from mqlayer.cli.output import JsonOption, echo, format_age, format_key, pluralize, show_rows
 from mqlayer.cli.permissions import check_group_change
 from mqlayer.cli.runtime import runtime_here
@@ -62,7 +62,7 @@ def _stats(row: InboxStats, names: tuple[str, str]) -> dict[str, Any]:
 @excludes("MESSAGE", "--name", why="an effect is noted under one of them")
 def show(
     topic: TopicArgument,
-    group: Annotated[str, typer.Argument(help="The group's name.")],
+    group: GroupArgument,
     message: Annotated[str | None, typer.Argument(metavar="SOURCE:LP:SEQ", help="The message's identity.")] = None,
     name: Annotated[str | None, typer.Option(help="In place of it: a name that the handler gave.")] = None,
     as_json: JsonOption = False,

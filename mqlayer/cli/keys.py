@@ -8,8 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
+from mqlayer.cli.completion import group_names
 from mqlayer.cli.message_output import MessageOption, ReasonOption, parse_identity_option
-from mqlayer.cli.options import TopicArgument
+from mqlayer.cli.options import GroupArgument, TopicArgument
 from mqlayer.cli.output import JsonOption, echo, format_age, format_key, pluralize, show_rows
 from mqlayer.cli.permissions import check_change, check_group_change
 from mqlayer.cli.rows import describe_waiting, head_facts, partition_facts
@@ -29,7 +30,7 @@ def add_to(app: typer.Typer) -> None:
 def explain(
     topic: TopicArgument,
     key: Annotated[str, typer.Argument(help="The message key.")],
-    group: Annotated[str, typer.Option(help="For which group.")],
+    group: Annotated[str, typer.Option(help="For which group.", autocompletion=group_names)],
     as_json: JsonOption = False,
 ) -> None:
     """Show a key's partitions, its waiting messages and why, and the next command; no bodies."""
@@ -48,7 +49,7 @@ def explain(
 @keys.command("skip-head")
 def skip_head_(
     topic: TopicArgument,
-    group: Annotated[str, typer.Argument(help="The group's name.")],
+    group: GroupArgument,
     key: Annotated[str, typer.Argument(help="The message key.")],
     reason: ReasonOption,
     message: MessageOption = None,
@@ -69,7 +70,7 @@ def skip_head_(
 def pause(
     topic: TopicArgument,
     key: Annotated[str, typer.Argument(help="The message key.")],
-    group: Annotated[str, typer.Option(help="For which group.")],
+    group: Annotated[str, typer.Option(help="For which group.", autocompletion=group_names)],
 ) -> None:
     """Pause a key: its messages wait in Postgres; other keys continue."""
     with runtime_here() as runtime:
@@ -82,7 +83,7 @@ def pause(
 def resume(
     topic: TopicArgument,
     key: Annotated[str, typer.Argument(help="The message key.")],
-    group: Annotated[str, typer.Option(help="For which group.")],
+    group: Annotated[str, typer.Option(help="For which group.", autocompletion=group_names)],
 ) -> None:
     """Resume a paused key, waiting messages first."""
     with runtime_here() as runtime:

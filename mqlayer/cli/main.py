@@ -16,7 +16,7 @@ app = typer.Typer(
     cls=LazyGroup,
     help="Strictly ordered, elastic messaging on Redis Streams and Postgres.",
     no_args_is_help=True,
-    add_completion=False,
+    add_completion=True,
     pretty_exceptions_enable=False,
 )
 

@@ -7,9 +7,11 @@ from typing import Annotated
 
 import typer
 
+from mqlayer.cli.completion import group_names, topic_names
 from mqlayer.errors import InvalidInput
 
-TopicArgument = Annotated[str, typer.Argument(help="The topic's name.")]
+TopicArgument = Annotated[str, typer.Argument(help="The topic's name.", autocompletion=topic_names)]
+GroupArgument = Annotated[str, typer.Argument(help="The group's name.", autocompletion=group_names)]
 PlanOption = Annotated[bool, typer.Option("--plan", help="Print what --apply would do; change nothing. The default.")]
 ApplyOption = Annotated[bool, typer.Option("--apply", help="Print the plan, and do it.")]
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from mqlayer.cli.addresses import settings_here
+from mqlayer.cli.completion import group_names, topic_names
 from mqlayer.cli.message_output import (
     LimitOption,
     MessageOption,
@@ -16,7 +17,7 @@ from mqlayer.cli.message_output import (
     show_message,
 )
 from mqlayer.cli.option_rules import RuledCommand, excludes, needs
-from mqlayer.cli.options import TopicArgument, parse_time_option
+from mqlayer.cli.options import GroupArgument, TopicArgument, parse_time_option
 from mqlayer.cli.output import JsonOption, echo, format_age, format_key, pluralize, show_rows
 from mqlayer.cli.permissions import check_change
 from mqlayer.cli.rows import failure_facts, failure_row
@@ -35,7 +36,6 @@ from mqlayer.redelivery import (
     show_parked,
 )
 
-GroupArgument = Annotated[str, typer.Argument(help="The group's name.")]
 KeyArgument = Annotated[str | None, typer.Argument(help="The message key; or name a message.")]
 
 parked = typer.Typer(no_args_is_help=True, help="Parked keys: what waits outside of the stream, and why.")
@@ -48,8 +48,8 @@ def add_to(app: typer.Typer) -> None:
 
 @parked.command("list")
 def list_(
-    topic: Annotated[str | None, typer.Argument(help="Only of this topic.")] = None,
-    group: Annotated[str | None, typer.Argument(help="Only of this group.")] = None,
+    topic: Annotated[str | None, typer.Argument(help="Only of this topic.", autocompletion=topic_names)] = None,
+    group: Annotated[str | None, typer.Argument(help="Only of this group.", autocompletion=group_names)] = None,
     key: Annotated[str | None, typer.Option(help="Only this message key.")] = None,
     cause: Annotated[str | None, typer.Option(help="retry, exhausted, rejected, paused, redriven or replayed.")] = None,
     error: Annotated[str | None, typer.Option(help="A part of what a failed attempt said.")] = None,
@@ -71,8 +71,8 @@ def list_(
 
 @parked.command()
 def stats(
-    topic: Annotated[str | None, typer.Argument(help="Only of this topic.")] = None,
-    group: Annotated[str | None, typer.Argument(help="Only of this group.")] = None,
+    topic: Annotated[str | None, typer.Argument(help="Only of this topic.", autocompletion=topic_names)] = None,
+    group: Annotated[str | None, typer.Argument(help="Only of this group.", autocompletion=group_names)] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Count parked and dead messages per group, with lifetime totals."""

@@ -8,9 +8,10 @@ from typing import Annotated, Any, cast
 import typer
 
 from mqlayer.cli.addresses import settings_here
+from mqlayer.cli.completion import group_names, topic_names
 from mqlayer.cli.message_output import LimitOption, parse_identity_option
 from mqlayer.cli.option_rules import RuledCommand, excludes
-from mqlayer.cli.options import TopicArgument, parse_time_option
+from mqlayer.cli.options import GroupArgument, TopicArgument, parse_time_option
 from mqlayer.cli.output import JsonOption, echo, pluralize, show_rows
 from mqlayer.cli.permissions import check_change
 from mqlayer.cli.redelivery import BackgroundOption, KeyOption, RateOption, common_columns, print_result, work_here
@@ -51,7 +52,7 @@ def add_to(app: typer.Typer) -> None:
 @excludes("--background", "--json", why="it has no end to tell here: mqlayer replay show --json has it")
 def start(
     topic: TopicArgument,
-    group: Annotated[str, typer.Argument(help="The group's name.")],
+    group: GroupArgument,
     key: KeyOption = None,
     tag: Annotated[str | None, typer.Option(help="Only with this tag.")] = None,
     since: Annotated[str | None, typer.Option(help="Published then or later: a time with its zone.")] = None,
@@ -108,8 +109,8 @@ def resume(replay_id: IdArgument, as_json: JsonOption = False) -> None:
 
 @replay.command("list")
 def list_(
-    topic: Annotated[str | None, typer.Argument(help="Only of this topic.")] = None,
-    group: Annotated[str | None, typer.Argument(help="Only of this group.")] = None,
+    topic: Annotated[str | None, typer.Argument(help="Only of this topic.", autocompletion=topic_names)] = None,
+    group: Annotated[str | None, typer.Argument(help="Only of this group.", autocompletion=group_names)] = None,
     limit: LimitOption = 50,
     after: Annotated[int | None, typer.Option(help="Go on behind this replay, the last of the page before.")] = None,
     as_json: JsonOption = False,

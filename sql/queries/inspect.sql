@@ -93,3 +93,12 @@ WHERE k.group_id = %(group_id)s AND k.lp = %(lp)s AND k.name = %(name)s;
 SELECT r.group_id, r.redrive_id, r.kind, r.newer = 'wait' AND r.name IS NULL AS rests, r.sent, r.at_batch, r.upto_batch,
        (SELECT count(*) FROM mqlayer.parked_message m WHERE m.replay = r.redrive_id), r.started_at
 FROM mqlayer.redrive r WHERE r.group_id = ANY(%(group_ids)s::bigint[]) AND r.state = 'running' AND r.kind <> 'dead';
+
+-- name: topic_names
+-- Names of topics that begin so, for a shell to complete.
+SELECT name FROM mqlayer.topic WHERE starts_with(name, %(begins)s) ORDER BY name;
+
+-- name: group_names
+-- Names of groups that begin so, of one topic or of all, for a shell to complete.
+SELECT DISTINCT g.name FROM mqlayer.consumer_group g JOIN mqlayer.topic t USING (topic_id)
+WHERE starts_with(g.name, %(begins)s) AND (%(topic)s::text IS NULL OR t.name = %(topic)s::text) ORDER BY g.name;
