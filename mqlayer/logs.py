@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any, Final, Literal, TextIO
 
@@ -41,9 +41,17 @@ class EventLogger(logging.LoggerAdapter[logging.Logger]):
     The fields are in the text, for handlers that know nothing of mqlayer, and attributes of the record.
     """
 
-    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
-        """Return the record's message."""
-        return EventText(str(msg), kwargs.get("extra") or {}), kwargs
+    def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
+        """Log an event; `args` are put into its name, never into its fields' text."""
+        if self.isEnabledFor(level):
+            text = EventText(str(msg) % args if args else str(msg), kwargs.get("extra") or {})
+            # The line that is told is the caller's, not this one.
+            self.logger.log(level, text, **{**kwargs, "stacklevel": kwargs.get("stacklevel", 1) + 1})
+
+
+def is_reported(failures: int) -> bool:
+    """Whether a failure, the how many-th in a row, gets a line: the first, the fifth, and each thirtieth."""
+    return failures in (1, 5) or failures % 30 == 0
 
 
 def event_logger(name: str) -> EventLogger:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from mqlayer.domain.dedup import FirstPosition
 from mqlayer.errors import BacklogFull, MqlayerError, NotReplicated, PublishError
-from mqlayer.logs import event_logger
+from mqlayer.logs import event_logger, is_reported
 from mqlayer.producing.append_batch import AppendBatch
 from mqlayer.producing.backoff import backoff_s
 from mqlayer.producing.follow_ups import FollowUps, RefreshLimits, StoredLookup
@@ -181,7 +181,7 @@ class AppendAnswers:
         node.retry_at = now + backoff_s(node.failures)
         node.last_error = reason
         self._counts["connections_lost"] += 1
-        if node.failures in (1, 5) or node.failures % 30 == 0:
+        if is_reported(node.failures):
             facts = {"node": node.runs[0], "reason": reason, "failures": node.failures}
             log.warning("producer_connection_lost", extra=facts)
         self._queues.divert(list(node.partition_queues), now)

@@ -24,7 +24,7 @@ from tenacity.nap import sleep_using_event
 
 from mqlayer.errors import PermissionDenied, StoreUnavailable, TransactionConflict
 from mqlayer.health import Health, Liveness, stuck_after_s
-from mqlayer.logs import event_logger
+from mqlayer.logs import event_logger, is_reported
 from mqlayer.redis.access import use_access
 from mqlayer.relay.backoff import backoff_s
 from mqlayer.relay.limits import RelayLimits
@@ -175,7 +175,7 @@ class Relay:
         error = state.outcome.exception() if state.outcome is not None else None
         self._unreachable = str(error)
         self._liveness.note_turn()
-        if state.attempt_number in (1, 5) or state.attempt_number % 30 == 0:
+        if is_reported(state.attempt_number):
             log.warning("relay_postgres_unreachable", extra={"reason": str(error), "failures": state.attempt_number})
 
     def _end(self, session: RelaySession, *, leave: bool) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 from mqlayer.domain.routing import NodeId
 from mqlayer.errors import MqlayerError, NodeNotArmed, NotFound, StoreUnavailable
 from mqlayer.failpoints import failpoint
-from mqlayer.logs import event_logger
+from mqlayer.logs import event_logger, is_reported
 from mqlayer.redis.node_connection import Node, NodeConnection
 from mqlayer.redis.partition_scripts import end_sources
 from mqlayer.redis.roles import RedisRole
@@ -184,7 +184,7 @@ class RelayNodes:
             return
         node.compare_failures += 1
         node.compare_at = now + backoff_s(node.compare_failures, self._rng)
-        shown = log.warning if node.compare_failures in (1, 5) or node.compare_failures % 30 == 0 else log.debug
+        shown = log.warning if is_reported(node.compare_failures) else log.debug
         waiting = sorted(requests - node.compared)
         shown("relay_not_compared", extra={"node": node.address, "partitions": waiting, "reason": reason})
 
@@ -264,7 +264,7 @@ class RelayNodes:
         node.last_error = str(error)
         wait_s = backoff_s(node.failures, self._rng)
         node.try_at = time.monotonic() + wait_s
-        shown = log.warning if node.failures in (1, 5) or node.failures % 30 == 0 else log.debug
+        shown = log.warning if is_reported(node.failures) else log.debug
         shown("relay_node_away", extra={"reason": str(error), "failures": node.failures, "retry_s": round(wait_s, 3)})
 
     def close(self) -> None:

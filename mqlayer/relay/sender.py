@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from mqlayer.errors import MqlayerError, NodeOutOfMemory, StoreUnavailable
 from mqlayer.failpoints import failpoint
-from mqlayer.logs import event_logger
+from mqlayer.logs import event_logger, is_reported
 from mqlayer.redis.node_connection import NodeConnection
 from mqlayer.redis.partition_scripts import LIVE_STATES, Refused, RunOutcome, append_reply, marks_reply
 from mqlayer.redis.wire import append_packet, append_start, bulk_number, marks_packet
@@ -195,7 +195,7 @@ class Sender:
         target = append.target
         self._send_again(append, write_number)
         wait_s = self._targets.pause(target, time.monotonic())
-        shown = log.warning if target.pause_count in (1, 5) or target.pause_count % 30 == 0 else log.debug
+        shown = log.warning if is_reported(target.pause_count) else log.debug
         shown(event, extra={"partition": target.partition, "reason": reason, "retry_s": round(wait_s, 3)})
 
     def _on_marks(self, node: RelayNode, write: PendingWrite, question: MarksRequest, reply: Any) -> None:

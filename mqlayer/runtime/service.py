@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from mqlayer.errors import MqlayerError
 from mqlayer.health import Health, Liveness
-from mqlayer.logs import event_logger
+from mqlayer.logs import event_logger, is_reported
 from mqlayer.runtime.error_text import where
 
 log = event_logger(__name__)
@@ -22,7 +22,8 @@ class Service(ABC):
     """A thread that makes passes from `start` to `stop`; no error of a pass ends it.
 
     `title` names it for people, as in "the heartbeat". `event` begins its log events: `<event>_<waiting>` for an
-    MqlayerError, `<event>_failed` for any other error. `wake` starts a pass early.
+    MqlayerError, `<event>_failed` for any other error, `<event>_goes_on` after such. Of failures in a row some are
+    logged, with their count, and each with another text. `wake` starts a pass early.
     """
 
     def __init__(self, name: str, *, title: str, event: str, waiting: str = "waits", retry_s: float = RETRY_S) -> None:
@@ -31,6 +32,8 @@ class Service(ABC):
         self._title, self._event, self._waiting, self._retry_s = title, event, waiting, retry_s
         self._stopping = threading.Event()
         self._liveness = Liveness()
+        self._failures, self._failing_since = 0, 0.0
+        self._told: object = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
@@ -82,16 +85,25 @@ class Service(ABC):
         self._liveness.note_turn()
         try:
             self._pass()
-        except MqlayerError as error:
-            self.last_error = str(error)
-            self._report(error)
-            return False
         except Exception as error:  # noqa: BLE001 - a thread that died would leave its work undone for good
-            self.last_error = where(error)
-            self._report(error)
+            self._note_failure(error)
             return False
-        self.last_error = ""
+        if self._failures:
+            seconds = round(time.monotonic() - self._failing_since, 1)
+            log.info("%s_goes_on", self._event, extra={"failures": self._failures, "seconds": seconds, **self._facts()})
+        self._failures, self.last_error, self._told = 0, "", None
         return True
+
+    def _note_failure(self, error: Exception) -> None:
+        text = str(error) if isinstance(error, MqlayerError) else where(error)
+        if not self._failures:
+            self._failing_since = time.monotonic()
+        self._failures, self.last_error = self._failures + 1, text
+        self._after_failure(error)
+        told = (text, self._condition())
+        if is_reported(self._failures) or told != self._told:
+            self._told = told
+            self._report(error)
 
     def _wait_s(self) -> float | None:
         """Return the longest wait for `wake`; None: no bound."""
@@ -104,11 +116,19 @@ class Service(ABC):
     def _close(self) -> None:  # noqa: B027 - most have nothing to close
         """Act after the last pass, in the thread."""
 
+    def _after_failure(self, error: Exception) -> None:  # noqa: B027 - most have nothing to do
+        """Act after each failed pass."""
+
+    def _condition(self) -> object:
+        """Return what a line about a failure says besides the error: a change of it is news."""
+        return None
+
     def _report(self, error: Exception) -> None:
+        facts = {"failures": self._failures, **self._facts()}
         if isinstance(error, MqlayerError):
-            log.warning("%s_%s", self._event, self._waiting, extra={"reason": self.last_error, **self._facts()})
+            log.warning("%s_%s", self._event, self._waiting, extra={"reason": self.last_error, **facts})
         else:
-            log.error("%s_failed", self._event, extra={"error": self.last_error, **self._facts()})
+            log.error("%s_failed", self._event, extra={"error": self.last_error, **facts})
 
     def _await_work(self) -> None:
         """Wait until a pass is due. A loop whose passes block overrides it."""

@@ -12,7 +12,7 @@ import pytest
 
 import mqlayer
 from mqlayer.errors import InvalidInput
-from mqlayer.logs import EventFormatter, EventText, JsonFormatter, event_logger
+from mqlayer.logs import EventFormatter, EventText, JsonFormatter, event_logger, is_reported
 
 
 def record(event: str, **fields: object) -> logging.LogRecord:
@@ -98,3 +98,19 @@ def test_another_level_or_style_is_refused_with_those_that_there_are() -> None:
         mqlayer.configure_logging("loud")
     with pytest.raises(InvalidInput, match="'text' or 'json'"):
         mqlayer.configure_logging(style="xml")  # type: ignore[arg-type]
+
+
+def test_a_name_may_be_put_together_and_a_field_never_is_a_format() -> None:
+    log, shown = event_logger("mqlayer.test"), io.StringIO()
+    handler = logging.StreamHandler(shown)
+    handler.setFormatter(logging.Formatter("%(module)s %(message)s"))
+    log.logger.addHandler(handler)
+    try:
+        log.warning("%s_%s", "reading", "waits", extra={"reason": "100 %s of it"})
+    finally:
+        log.logger.removeHandler(handler)
+    assert shown.getvalue() == 'test_logs reading_waits reason="100 %s of it"\n'
+
+
+def test_of_failures_in_a_row_few_are_told() -> None:
+    assert [failures for failures in range(1, 100) if is_reported(failures)] == [1, 5, 30, 60, 90]

@@ -114,8 +114,11 @@ class Heartbeat(Service):
         # Wake-ups may come faster than Postgres should be asked.
         self._stopping.wait(max(0.0, min(SHORTEST_HEARTBEAT_S, self._lease_s / 20) - (clock() - began)))
 
+    def _condition(self) -> object:
+        return self.lease.holds()
+
     def _report(self, error: Exception) -> None:
-        facts = {"reason": self.last_error, **self._facts()}
+        facts = {"reason": self.last_error, "failures": self._failures, **self._facts()}
         if isinstance(error, StoreUnavailable):
             log.warning("heartbeat_failed", extra=facts | {"paused": not self.lease.holds()})
         else:

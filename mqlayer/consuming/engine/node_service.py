@@ -41,13 +41,14 @@ class NodeService(Service):
     def _waits(self) -> tuple[str, ...]:
         return (f"node {self._connection.node.name}: {self.last_error}",) if self.last_error else ()
 
-    def _report(self, error: Exception) -> None:
-        if isinstance(error, NodeNotArmed):
-            # Losing and arming the node are logged.
-            return
+    def _after_failure(self, error: Exception) -> None:
         if not isinstance(error, MqlayerError):
             self._connection.close()
-        super()._report(error)
+
+    def _report(self, error: Exception) -> None:
+        # Losing and arming a node are logged.
+        if not isinstance(error, NodeNotArmed):
+            super()._report(error)
 
     def _close(self) -> None:
         self._connection.close()
