@@ -11,6 +11,7 @@ import msgspec
 from mqlayer.errors import BodyMismatch, HandlerFault, InvalidInput
 
 Body = TypeVar("Body")
+ReadBody = TypeVar("ReadBody", covariant=True)
 AnyBody = Any
 """bytes-like: unchanged. str: UTF-8. JSON: pydantic models and all that msgspec knows, such as dict, dataclass, Struct,
 datetime, UUID."""
@@ -35,7 +36,7 @@ class Codec(Protocol[Body]):
         """Return a body; whatever it raises is a body that does not fit."""
 
 
-class TypedBodies(Protocol[Body]):
+class TypedBodies(Protocol[ReadBody]):
     """What a consumer needs of a typed topic."""
 
     @property
@@ -43,10 +44,10 @@ class TypedBodies(Protocol[Body]):
         """The topic's name."""
 
     @property
-    def body(self) -> type[Body]:
+    def body(self) -> type[ReadBody]:
         """The type of its bodies."""
 
-    def decode(self, data: bytes) -> Body:
+    def decode(self, data: bytes) -> ReadBody:
         """Return a body. Raises BodyMismatch."""
 
 

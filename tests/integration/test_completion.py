@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mqlayer.groups import ensure_group
+from mqlayer.groups import GroupSettings, ensure_group
 from mqlayer.runtime.route_cache import RouteCache
 from tests.fixtures.forked_programs import ask_python
 from tests.proof.world import World
@@ -27,7 +27,7 @@ def named(world: World) -> World:
         world.add_topic(topic, partitions=1)
     runtime = world.runtime()
     for topic, group in (("orders", "ledger"), ("orders", "late"), ("payments", "lost")):
-        ensure_group(runtime, RouteCache(runtime.control), topic=topic, name=group)
+        ensure_group(runtime, RouteCache(runtime.control), topic=topic, name=group, settings=GroupSettings())
     return world
 
 

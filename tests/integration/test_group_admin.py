@@ -160,7 +160,7 @@ def test_settings_that_no_group_can_have_are_refused(stage: Stage, bad: dict[str
         set_group(runtime_of(stage.database, actor="a test"), "orders", "g", **bad)  # type: ignore[arg-type]
     if bad:
         with pytest.raises(InvalidInput):
-            App(stage.settings()).consumer("orders", group="h", **bad)  # type: ignore[arg-type]
+            App(stage.settings()).consumer("orders", group="h", **bad)  # type: ignore[call-overload]
     assert find_group(stage.database, "orders", "g").settings_version == 1
 
 

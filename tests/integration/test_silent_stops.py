@@ -65,7 +65,7 @@ def stop_in_silence(lines: list[TcpProxy], stop: Callable[[], object]) -> float:
 def test_a_member_stops(world: World, settings: Settings, lines: list[TcpProxy], mode: str) -> None:
     app, handled = App(settings), list[bytes]()
     options = MemberOptions(drain_timeout_s=0.5)
-    register = app.consumer("orders", group="g", mode=mode, options=options)  # type: ignore[arg-type]
+    register = app.consumer("orders", group="g", mode=mode, options=options)  # type: ignore[call-overload]
     register(handled.append)
     app.start()
     with ExitStack() as cleanup:

@@ -165,7 +165,7 @@ if TYPE_CHECKING:
         asyncio.run(placed.apublish(connection, Placed("ann", 10)))  # type: ignore[arg-type]
         asyncio.run(placed.asend(producer, Placed("ann", 10)))  # type: ignore[arg-type]
         mqlayer.Topic("orders", body=Placed, key=lambda order: order.amount)  # type: ignore[arg-type, return-value]
-        mqlayer.Topic("orders", body=Data, codec=Reversing())  # type: ignore[arg-type]
+        mqlayer.Topic("orders", body=Data, codec=Reversing())  # type: ignore[misc]
 
     def handlers(app: mqlayer.App) -> None:
         @app.consumer(placed, group="a")
