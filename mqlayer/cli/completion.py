@@ -1,12 +1,10 @@
-"""Names that a shell completes: those of topics and groups. Without an answer within a second, there are none."""
+"""Names that a shell completes: those of topics and groups. Without an answer of Postgres, there are none."""
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any
 
 import typer
-
-LONGEST_S: Final = 1.0
 
 
 def topic_names(incomplete: str) -> list[str]:
@@ -21,14 +19,11 @@ def group_names(ctx: typer.Context, incomplete: str) -> list[str]:
 
 def _names(name: str, facts: dict[str, Any]) -> list[str]:
     from mqlayer.cli.addresses import settings_here
-    from mqlayer.postgres.database import Database
+    from mqlayer.postgres.database import connect
     from mqlayer.postgres.queries import query
 
     try:
-        with (
-            Database(settings_here().control_dsn(), timeout_s=LONGEST_S) as database,
-            database.connection() as connection,
-        ):
+        with connect(settings_here().control_dsn()) as connection:
             return [found for (found,) in connection.execute(query(name), facts).fetchall()]
     except Exception:  # noqa: BLE001 - whatever is wrong, the shell's line stays as it is typed
         return []

@@ -116,8 +116,9 @@ def test_the_key_is_the_bodys() -> None:
 def test_a_name_or_a_type_that_can_t_be_used_is_refused_at_once() -> None:
     with pytest.raises(InvalidInput, match="Orders"):
         mqlayer.Topic("Orders", body=Placed)
-    with pytest.raises(InvalidInput, match="bodies of type socket can't be read from JSON"):
-        mqlayer.Topic("orders", body=__import__("socket").socket)
+    several: Any = Placed | Data
+    with pytest.raises(InvalidInput, match="can't be read from JSON"):
+        mqlayer.Topic("orders", body=several)
 
 
 def test_a_handler_takes_what_the_topic_has() -> None:
