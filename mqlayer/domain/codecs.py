@@ -11,7 +11,7 @@ import msgspec
 from mqlayer.errors import BodyMismatch, HandlerFault, InvalidInput
 
 Body = TypeVar("Body")
-ReadBody = TypeVar("ReadBody", covariant=True)
+ReadBody_co = TypeVar("ReadBody_co", covariant=True)
 AnyBody = Any
 """bytes-like: unchanged. str: UTF-8. JSON: pydantic models and all that msgspec knows, such as dict, dataclass, Struct,
 datetime, UUID."""
@@ -36,7 +36,7 @@ class Codec(Protocol[Body]):
         """Return a body; whatever it raises is a body that does not fit."""
 
 
-class TypedBodies(Protocol[ReadBody]):
+class TypedBodies(Protocol[ReadBody_co]):
     """What a consumer needs of a typed topic."""
 
     @property
@@ -44,10 +44,10 @@ class TypedBodies(Protocol[ReadBody]):
         """The topic's name."""
 
     @property
-    def body(self) -> type[ReadBody]:
+    def body(self) -> type[ReadBody_co]:
         """The type of its bodies."""
 
-    def decode(self, data: bytes) -> ReadBody:
+    def decode(self, data: bytes) -> ReadBody_co:
         """Return a body. Raises BodyMismatch."""
 
 
