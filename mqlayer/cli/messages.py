@@ -54,7 +54,7 @@ def publish(
     topic: TopicArgument,
     key: Annotated[str | None, typer.Option(help="The message key; messages of a key keep their order.")] = None,
     body: Annotated[str | None, typer.Option(help="The body; without it or --file, standard input.")] = None,
-    file: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="Read the body from a file.")] = None,
+    file: Annotated[Path | None, typer.Option(help="Read the body from a file.")] = None,
     lines: Annotated[
         bool, typer.Option("--lines", help="A message per line: KEY, a tab, and the body; without a tab, no key.")
     ] = False,
@@ -177,7 +177,11 @@ def _input(file: Path | None) -> Iterator[bytes]:
     if file is None:
         yield from sys.stdin.buffer
         return
-    with file.open("rb") as opened:
+    try:
+        opened = file.open("rb")
+    except OSError as error:
+        raise InvalidInput(f"{file} can't be read: {error.strerror}") from None
+    with opened:
         yield from opened
 
 

@@ -42,7 +42,7 @@ class ErrorTexts:
         said = self._message(error)
         if not isinstance(error, HandlerFault):
             said = f"{type(error).__name__}: {said}".removesuffix(": ")
-        place = own_place(error)
+        place = own_place(error, also_ours=not isinstance(error, HandlerFault))
         return (f"{said} ({place})" if place else said)[:WHOLE_LIMIT]
 
     def trace_if_new(self, error: BaseException) -> str | None:
@@ -78,8 +78,9 @@ class ErrorTexts:
         return _storable(redact(said))[:TEXT_LIMIT]
 
 
-def own_place(error: BaseException) -> str:
-    """Return `file:line in function` of the innermost line of the application's own code; without one, of any.
+def own_place(error: BaseException, *, also_ours: bool = True) -> str:
+    """Return `file:line in function` of the innermost line of the application's own code; without one, of a library's,
+    or also of mqlayer's.
 
     Its own code is the package of the handler, the first that mqlayer called, and all that is installed nowhere.
     """
@@ -89,7 +90,7 @@ def own_place(error: BaseException) -> str:
     ]
     others = [call for call in calls if call[0] != _OURS and not _is_python(call[1].co_filename)]
     own = [call for call in others if call[0] == others[0][0] or not call[1].co_filename.startswith(_LIBRARIES)]
-    for _, code, line in (own or others or calls)[-1:]:
+    for _, code, line in (own or others or (calls if also_ours else []))[-1:]:
         return f"{code.co_filename}:{line} in {code.co_name}"
     return ""
 

@@ -430,7 +430,7 @@ def test_without_stores_a_start_says_so(world: World) -> None:
         ({"topic": "nobody-made-it"}, NotFound),
         ({"key": 7}, InvalidName),
         ({"body": b"x" * 262_145}, BodyTooLarge),
-        ({"body": "text"}, InvalidInput),
+        ({"body": object()}, InvalidInput),
         ({"on_backlog": "never"}, InvalidInput),
     ],
 )

@@ -85,7 +85,9 @@ def resolve(unit: Unit) -> Unit | None:
         return None
     if unit.name in module.own:
         return Unit(module.name, unit.name)
-    return resolve(module.imported[unit.name]) if unit.name in module.imported else None
+    found = module.imported.get(unit.name)
+    # A package that names its own module, as in `from mqlayer import outbox`, defines it nowhere.
+    return None if found is None or found == unit else resolve(found)
 
 
 def reached_from(packages: Iterable[str], *, without: Iterable[Unit] = ()) -> Reached:

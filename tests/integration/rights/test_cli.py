@@ -45,6 +45,9 @@ BY_FUNCTION = {"outbox delayed cancel"}
 OTHERS = {
     "analytics": "needs Java, and the right to analyze",
     "consume": "runs until it is stopped, under the right to consume",
+    "publish": "needs the right to publish: see test_cli_messages.py",
+    "peek": "shows what the nodes hold, under their rights: see test_cli_messages.py",
+    "tail": "runs until it is stopped, and shows what peek shows",
     "relay": "runs until it is stopped, under the right to relay; operate has it",
     "doctor": "its exit code says how the whole system is: see test_the_doctor_says_the_same_to_both",
     "grant": "needs the right to migrate: see the tests of it below",
