@@ -68,8 +68,7 @@ _MODULES: Final = {
     "mqlayer.topics": (),
     "mqlayer.typed_topic": ("Topic",),
 }
-"""Where the public names are. Each module is imported when one of its names is first used, so a command imports only
-what it needs."""
+"""The public names by module. The first use of a name imports its module; a command's start stays short."""
 _MODULE_OF: Final = {name: module for module, names in _MODULES.items() for name in names}
 
 # Type checkers know the names from above; to them this function would make every other name valid too.

@@ -105,7 +105,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection() -> Iterator[None]:
-    # What is collected is nobody's garbage, and each full garbage collection would look at all of the thousands again.
+    # Collected tests stay until the end; each full garbage collection would look at all of them again.
     gc.disable()
     try:
         yield

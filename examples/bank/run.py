@@ -88,7 +88,7 @@ def _run(stage: Stage, show: Show, *, seconds: int, rate: int, clients: int, spa
     _drain(figures, show, seconds)
     stage.stop_processes()
     verdict, details = figures.verdict(), figures.details(faults_at)
-    show.note("archiving what is not archived yet, and taking a snapshot")
+    show.note("archiving the remaining messages, and taking a snapshot")
     archived = archive(stage.control_dsn)
     verdict = replace(verdict, archived=archived, audit=audit(stage.control_dsn, show.note) if spark else None)
     return verdict, details

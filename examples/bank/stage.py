@@ -49,7 +49,7 @@ RECEIVER_PROCESSES: Final = 4
 class Stage:
     """Everything of one run. `close` leaves nothing of it behind, however far it came.
 
-    `pop`: who consumes are receivers in processes of their own, and the worker hosts nobody. `scale`: pgbench's.
+    `pop`: receivers consume, each in a process of its own; the worker hosts no consumer. `scale`: pgbench's.
     """
 
     def __init__(self, directory: Path, *, pop: bool = False, scale: int = SCALE) -> None:

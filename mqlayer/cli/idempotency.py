@@ -34,7 +34,7 @@ EntityArgument = Annotated[str, typer.Argument(help="The entity, as the program 
 WhyOption = Annotated[str, typer.Option("--reason", help="Why: it is kept in the audit row.")]
 
 inbox = typer.Typer(no_args_is_help=True, help="The inbox of MQLAYER_APP_DSN: messages that have their effects.")
-versions = typer.Typer(no_args_is_help=True, help="Versions of entities: what came early, and what is missing.")
+versions = typer.Typer(no_args_is_help=True, help="Versions of entities: held events and gaps.")
 
 
 def add_to(app: typer.Typer) -> None:

@@ -18,7 +18,7 @@ from mqlayer.cli.runtime import runtime_here
 from mqlayer.inspect import KeySearch, KeyStatus, ParkedKeyStatus, explain_key
 from mqlayer.redelivery import pause_key, resume_key, skip_head
 
-keys = typer.Typer(no_args_is_help=True, help="Keys: where they are, and what they wait for.")
+keys = typer.Typer(no_args_is_help=True, help="Keys: their partitions, waiting messages, pauses.")
 
 
 def add_to(app: typer.Typer) -> None:

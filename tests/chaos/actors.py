@@ -167,7 +167,7 @@ class Connections:
 
     @contextlib.contextmanager
     def connection(self) -> Iterator[Connection]:
-        """Lend a connection; what was done is committed at the end, or rolled back."""
+        """Lend a connection; commit at the end, or roll back after an error."""
         connection = self._take()
         try:
             yield connection
@@ -198,7 +198,7 @@ class AsyncConnections:
 
     @contextlib.asynccontextmanager
     async def connection(self) -> AsyncIterator[psycopg.AsyncConnection[Any]]:
-        """Lend a connection; what was done is committed at the end, or rolled back."""
+        """Lend a connection; commit at the end, or roll back after an error."""
         connection = self._idle.pop() if self._idle else await psycopg.AsyncConnection.connect(self._dsn)
         try:
             yield connection

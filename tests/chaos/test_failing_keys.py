@@ -183,7 +183,7 @@ def scene(database_dsn: str, key_prefix: str, start_redis: StartRedis, tmp_path:
 
 @dataclass(frozen=True)
 class Load:
-    """How long the faults go on, and what is published meanwhile: so much that each failing key is met."""
+    """The time of the faults, and the messages published meanwhile: enough for each failing key to be met."""
 
     seconds: float
     keys: int
