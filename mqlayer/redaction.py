@@ -19,8 +19,9 @@ SHORT: Final = 4
 # Such secrets stay visible: hiding `postgres` would garble texts.
 PLAIN_WORD: Final = re.compile(r"[a-z]{1,11}")
 _IN_URL: Final = re.compile(r"(?P<scheme>\b[a-zA-Z][a-zA-Z0-9+.-]*://)[^\s'\"<>]*@")
+# From a word's beginning: a search from each of its letters takes twice as long.
 _NAMED: Final = re.compile(
-    r"(?i)(?P<name>\w*(?:password|passwd|secret)\w*)\s*=\s*(?:'(?:[^'\\]|\\.)*'?|\"(?:[^\"\\]|\\.)*\"?|[^\s&,;)\]}]+)"
+    r"(?i)(?P<name>(?<!\w)\w*(?:password|passwd|secret)\w*)\s*=\s*(?:'(?:[^'\\]|\\.)*'?|\"(?:[^\"\\]|\\.)*\"?|[^\s&,;)\]}]+)"
 )
 
 
