@@ -68,7 +68,8 @@ def order_audit(request: pytest.FixtureRequest) -> Callable[[Scene], Iterator[st
     return audit
 
 
-@pytest.mark.slow
+# The audit's session is the one of Spark's other tests: another would take as long as the faults.
+@pytest.mark.xdist_group("spark")
 @pytest.mark.timeout(0)
 def test_whatever_breaks_every_key_is_handled_in_commit_order_and_once(
     request: pytest.FixtureRequest, order_audit: Callable[[Scene], Iterator[str]]
