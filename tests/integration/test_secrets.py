@@ -152,21 +152,17 @@ def test_nothing_that_is_said_of_a_redis_holds_its_password(
         monkeypatch.setenv("MQLAYER_REDIS_PASSWORD", f"{MARK}own")
     ways: list[Callable[[str], Any]] = [
         called,
+        display_url,
+        display_broker_url,
         lambda url: read_server_info(url, timeout_s=0.2),
         lambda url: read_server_info(url, timeout_s=0.2, access=access_here()),
+        lambda url: check_broker_url(url) and None,
+        lambda url: len(parse_address(url)),
+        lambda url: Node(NodeId(1), "n1", url, None),
+        lambda url: Node(NodeId(1), "n1", url, None).address,
         lambda url: Settings(broker_url=SecretStr(url)),
+        lambda url: Addresses("", {"n1": url}, url),
     ]
-    if not logs_in:
-        # These read no settings.
-        ways += [
-            display_url,
-            display_broker_url,
-            lambda url: check_broker_url(url) and None,
-            lambda url: len(parse_address(url)),
-            lambda url: Node(NodeId(1), "n1", url, None),
-            lambda url: Node(NodeId(1), "n1", url, None).address,
-            lambda url: Addresses("", {"n1": url}, url),
-        ]
     for url, way in itertools.product(redis_urls(secret), ways):
         assert MARK not in told_by(lambda url=url, way=way: way(url)), url  # type: ignore[misc]
 
