@@ -22,9 +22,11 @@ def escape(text: str, *, lines: bool = False) -> str:
 
     Unprintable: controls, direction marks, invisible and unassigned ones, line separators.
     """
+    if lines:
+        return "\n".join(escape(line) for line in text.split("\n"))
     if is_printable(text):
         return text
-    return "".join(one if is_printable(one) or (lines and one == "\n") else _escaped(one) for one in text)
+    return "".join(one if is_printable(one) else _escaped(one) for one in text)
 
 
 def json_line(value: object) -> str:

@@ -176,6 +176,14 @@ try_jdbc_driver() {
     (apt_install libpostgresql-jdbc-java) || note "no JDBC driver for Postgres: Spark reads without it, more slowly"
 }
 
+# Short sessions of Spark end before code that Java compiles with more care pays for itself.
+use_quick_spark() {
+    if [ -z "${SPARK_SUBMIT_OPTS:-}" ]; then
+        SPARK_SUBMIT_OPTS="-XX:TieredStopAtLevel=1 -XX:+UseSerialGC $(spark_classes)"
+    fi
+    export SPARK_SUBMIT_OPTS
+}
+
 # What Java loads of Spark is kept ready in .venv, once: a session of tests starts in two thirds of the time. Prints the
 # option of Java that takes it from there; nothing where there is no Java, or it could not be kept.
 spark_classes() {

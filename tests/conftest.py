@@ -31,6 +31,7 @@ pytest_plugins = [
     "tests.fixtures.plain_install",
     "tests.fixtures.poolers",
     "tests.fixtures.power",
+    "tests.fixtures.reused_sessions",
     "tests.fixtures.servers",
     "tests.fixtures.spark",
     "tests.fixtures.worker_stores",

@@ -3,7 +3,7 @@
 While pgbench runs, partitions of the topic are split, moved and merged; half-way one consumer is killed and another one
 stopped past its lease. With `--pop` the consumers are receivers of an ordered pop, stopped past a visibility timeout.
 
-    python -m examples.bank.run --seconds 60
+    python -m examples.bank.run --seconds 20
 
 Exit code 0 only if no message was lost, none was out of order, and the read model equals pgbench's own tables.
 """
@@ -47,7 +47,7 @@ class RunFailed(Exception):
 
 
 def main(
-    seconds: Annotated[int, typer.Option(min=1, help="How long pgbench runs.")] = 60,
+    seconds: Annotated[int, typer.Option(min=1, help="How long pgbench runs.")] = 20,
     rate: Annotated[int, typer.Option(min=0, help="Transactions per second; 0: as fast as possible.")] = DEFAULT_RATE,
     clients: Annotated[int, typer.Option(min=1, max=100, help="Clients of pgbench.")] = 8,
     scale: Annotated[int, typer.Option(min=1, help="Branches of the bank, of 100,000 accounts each.")] = SCALE,

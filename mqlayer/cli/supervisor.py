@@ -31,6 +31,8 @@ STARTED: Final = b"s"
 POLL_INTERVAL_S: Final = 0.1
 FIRST_WAIT_S: Final = 0.5
 LONGEST_WAIT_S: Final = 30.0
+KILLED_WITHIN_S: Final = 5.0
+"""The kernel ends a killed process in no time, unless a disk holds it."""
 STUCK_AFTER_S: Final = 30.0
 STEADY_AFTER_S: Final = 60.0
 """After so long, the wait starts anew."""
@@ -110,6 +112,12 @@ class Child:
         self._listen()
         if code is not None:
             self._note_end(code, now)
+
+    def join(self, timeout_s: float) -> None:
+        """Wait until the process, if there is one, has ended."""
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout_s)
 
     def close(self) -> None:
         """Close the pipe."""
@@ -204,6 +212,8 @@ class Supervisor:
         for child in self._children:
             child.send(signal.SIGKILL)
             child.close()
+        for child in self._children:
+            child.join(KILLED_WITHIN_S)
 
     def _start(self, number: int, pipe: socket.socket) -> subprocess.Popen[bytes]:
         descriptor = pipe.fileno()

@@ -30,7 +30,7 @@ def main() -> int:
     arguments.add_argument("--pieces", type=int, default=1, help="runs, one after the other, of seeds that follow")
     arguments.add_argument("--faults", type=int, default=0, help="at least so many in each piece")
     arguments.add_argument("--every", type=float, default=2.5, help="seconds between two faults, on average")
-    arguments.add_argument("--short", action="store_true", help="each piece as short as in the test suite")
+    arguments.add_argument("--short", action="store_true", help="each piece of a minute, with 60 faults at least")
     arguments.add_argument("--plant", choices=["all", *sorted(NAMES)], help="a bug to be caught")
     wanted = arguments.parse_args()
     if wanted.plant:

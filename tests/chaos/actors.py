@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import json
 import logging
 import os
@@ -187,7 +188,7 @@ class Connections:
         try:
             return self._idle.get_nowait()
         except queue.Empty:
-            return psycopg.connect(self._dsn, connect_timeout=5)
+            return psycopg.connect(self._dsn)
 
 
 class AsyncConnections:
@@ -699,6 +700,8 @@ def main() -> None:
         stopping.set()
 
     signal.signal(signal.SIGTERM, end)
+    # One that does not end is asked where it is.
+    faulthandler.register(signal.SIGUSR1)
     if name_of_bug := os.environ.get("MQLAYER_TEST_PLANT"):
         from tests.chaos.harness.plants import plant
 

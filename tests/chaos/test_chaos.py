@@ -27,7 +27,7 @@ from mqlayer.cli.spark_requirements import check_spark
 from mqlayer.errors import SparkMissing
 from tests.chaos.actors import TOPIC
 from tests.chaos.harness.nemesis import KINDS
-from tests.chaos.harness.run import SHORT, Length, run, shown
+from tests.chaos.harness.run import SHORT, SUITE, Length, run, shown
 from tests.chaos.harness.scene import Scene
 from tests.fixtures.missing_tools import leave_out_part
 
@@ -39,7 +39,7 @@ def length_of(config: pytest.Config) -> Length:
     long = bool(config.getoption("--long", default=False))
     seconds = float(os.environ.get("MQLAYER_CHAOS_SECONDS", LONG_S if long else 0))
     if not long:
-        return replace(SHORT, seconds=seconds)
+        return replace(SUITE, seconds=seconds)
     return replace(SHORT, seconds=seconds, changes=20, messages=100_000, pause_s=LONG_PAUSE_S)
 
 
@@ -68,7 +68,8 @@ def order_audit(request: pytest.FixtureRequest) -> Callable[[Scene], Iterator[st
     return audit
 
 
-@pytest.mark.slow
+# The audit's session is the one of Spark's other tests: another would take as long as the faults.
+@pytest.mark.xdist_group("spark")
 @pytest.mark.timeout(0)
 def test_whatever_breaks_every_key_is_handled_in_commit_order_and_once(
     request: pytest.FixtureRequest, order_audit: Callable[[Scene], Iterator[str]]

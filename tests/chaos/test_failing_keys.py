@@ -1,6 +1,6 @@
 """Cases 34, 35, 59, 64, 65: some keys fail for ever, others half of the time, and nobody else notices.
 
-First nothing fails: a quiet stretch, and one in which consumers are killed and stopped at random. Then 10 of 200 keys
+First nothing fails: a quiet stretch, and one in which consumers are killed and stopped at random. Then 10 of 100 keys
 (of 1,000 in the long form) always fail, 10 fail half of the time, at the same pace of faults, also at the places
 between two writes of parking; an operator releases keys now and then, and two route changes happen. Then a quiet
 stretch in which those keys still fail: all others have to be handled as in the first one. Then everything is let go
@@ -190,7 +190,7 @@ class Load:
     pause_s: float
 
 
-SHORT: Final = Load(8, keys=200, pause_s=0.02)
+SHORT: Final = Load(6, keys=100, pause_s=0.04)
 LONG: Final = Load(240, keys=1_000, pause_s=0.004)
 
 

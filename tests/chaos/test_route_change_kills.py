@@ -44,7 +44,7 @@ from tests.proof.world import World
 
 KILLED = -signal.SIGKILL
 KEYS = 30
-PACE_S = 0.05
+PACE_S = 0.1
 AT_A_TIME = 10
 """Messages come all the time, so that some are under way at each step of a change, by few transactions."""
 CALM = RelayLimits(sweep_s=0.2, compare_s=0.2, progress_s=0.2, heartbeat_s=0.1, poll_min_s=0.02, late_s=0.5)

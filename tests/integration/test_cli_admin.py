@@ -16,7 +16,7 @@ from tests.fixtures.servers import StartRedis
 from tests.fixtures.wait import wait_until
 from tests.proof.world import World
 
-pytestmark = pytest.mark.world(by_commands=True)
+pytestmark = pytest.mark.world(by_commands=True, empty=True)
 
 
 def test_migrating_tells_its_steps_and_then_that_there_is_nothing_to_do(run: Commands) -> None:

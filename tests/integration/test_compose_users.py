@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from mqlayer.redis.acl import acl_file_line, acl_rules, password_rule
 from mqlayer.redis.roles import RedisRole
 from mqlayer.stack import RedisServer
 from mqlayer.stack.node_users import CELERY_RIGHTS
+from tests.fixtures.forked_commands import forked_commands
 from tests.fixtures.forked_programs import ask_python, start_python
 from tests.fixtures.node_clients import harmful_commands
 from tests.fixtures.servers import StartRedis, different_redis_programs
@@ -65,21 +65,21 @@ def services() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def users(services: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def users(services: dict[str, Any], tmp_path_factory: pytest.TempPathFactory, server_directory: Path) -> Path:
     """The directory that the service `users` filled, with a password of its own for each variable."""
     place = tmp_path_factory.mktemp("users")
     service = services["users"]
     script = service["command"][0].replace("$$", "$").replace("/users/", f"{place}/")
     environment = {name: f"secret of {name}" for name in service["environment"]}
-    path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
-    done = subprocess.run(
-        [*service["entrypoint"], script],
-        env=environment | {"PATH": path, "PYTHONPATH": str(ROOT)},
-        cwd=place,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    with forked_commands(server_directory) as programs:
+        done = subprocess.run(
+            [*service["entrypoint"], script],
+            env=environment | {"PATH": f"{programs}:/usr/bin:/bin", "PYTHONPATH": str(ROOT)},
+            cwd=place,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert {path.name for path in place.iterdir()} == {"node.acl", "broker.acl"}
     assert all(path.stat().st_mode & 0o077 == 0 for path in place.iterdir())
@@ -88,7 +88,7 @@ def users(services: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.mark.slow
 def test_setup_gives_each_kind_of_process_a_role_with_its_rights_in_postgres(
-    services: dict[str, Any], tmp_path: Path, empty_database_dsn: str
+    services: dict[str, Any], tmp_path: Path, server_directory: Path, empty_database_dsn: str
 ) -> None:
     """The service's own script, but for the nodes."""
     service = services["setup"]
@@ -97,15 +97,16 @@ def test_setup_gives_each_kind_of_process_a_role_with_its_rights_in_postgres(
     for role, name in made.items():
         script = script.replace(role, name)
     environment = {name: f"secret of {name}" for name in service["environment"] if name.endswith("_PASSWORD")}
-    path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
-    done = subprocess.run(
-        [*service["entrypoint"], script],
-        env=environment | {"PATH": path, "PYTHONPATH": str(ROOT), "MQLAYER_DSN": empty_database_dsn},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    variables = {"PYTHONPATH": str(ROOT), "MQLAYER_DSN": empty_database_dsn}
+    with forked_commands(server_directory) as programs:
+        done = subprocess.run(
+            [*service["entrypoint"], script],
+            env=environment | variables | {"PATH": f"{programs}:/usr/bin:/bin"},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
     assert (done.returncode, done.stderr) == (0, "")
     assert list(tmp_path.iterdir()) == []
     expected = {(made[role], right) for role, rights in RIGHTS_OF.items() for right in rights}

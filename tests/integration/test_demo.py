@@ -41,7 +41,7 @@ def place(server_directory: Path) -> Iterator[Path]:
 def start(place: Path, *options: str) -> subprocess.Popen[str]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MQLAYER_")}
     return subprocess.Popen(
-        [sys.executable, "-m", "examples.bank.run", "--scale", "2", *options],
+        [sys.executable, "-m", "examples.bank.run", "--scale", "1", *options],
         cwd=ROOT,
         env=environment | {"TMPDIR": str(place)},
         stdout=subprocess.PIPE,
@@ -71,7 +71,7 @@ def processes_of(directory: Path) -> list[str]:
 
 @pytest.mark.slow
 def test_the_demo_keeps_the_promise_with_a_killed_and_a_stopped_consumer(place: Path) -> None:
-    demo = start(place, "--seconds", "10", "--rate", "60", "--clients", "4", "--json")
+    demo = start(place, "--seconds", "6", "--rate", "40", "--clients", "2", "--json")
     with ClientsSeen(place / "mqlayer-bank-*" / "stack", place / "mqlayer-bank-*") as seen:
         output, progress = demo.communicate()
     assert demo.returncode == 0, progress
@@ -97,7 +97,7 @@ def test_the_demo_keeps_the_promise_with_a_killed_and_a_stopped_consumer(place: 
 @pytest.mark.slow
 def test_the_demo_keeps_the_promise_by_ordered_pop_with_a_killed_and_a_stopped_receiver(place: Path) -> None:
     """Cases 50 to 53, 57, 77, with effects of pgbench's own tables; both are caught inside an effect."""
-    demo = start(place, "--seconds", "8", "--rate", "60", "--clients", "4", "--json", "--no-spark", "--pop")
+    demo = start(place, "--seconds", "6", "--rate", "60", "--clients", "4", "--json", "--no-spark", "--pop")
     output, progress = demo.communicate()
     assert demo.returncode == 0, progress
     verdict = json.loads(output)

@@ -109,7 +109,7 @@ class Event(NamedTuple):
 
 
 @pytest.fixture
-def application(database_dsn: str) -> Iterator[str]:
+def application(database_dsn: str, new_sessions: None) -> Iterator[str]:
     """The address of the database for a role with the rights to publish and to consume."""
     with connect(database_dsn) as owner:
         owner.execute(f"CREATE ROLE {ROLE} LOGIN PASSWORD 'secret'")

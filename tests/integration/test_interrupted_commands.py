@@ -21,7 +21,7 @@ SIGNALS = [signal.SIGINT, signal.SIGTERM]
 
 Interrupt = Callable[..., None]
 
-pytestmark = pytest.mark.world(by_commands=True, partitions=0)
+pytestmark = pytest.mark.world(by_commands=True, empty=True, partitions=0)
 
 
 @pytest.fixture

@@ -100,6 +100,7 @@ def test_what_redis_lost_keeps_its_slot_until_it_is_sent_again(world: World) -> 
     assert rotated(world)[slot] == "emptied"
 
 
+@pytest.mark.usefixtures("new_sessions")
 def test_rotation_sees_what_was_committed_last_whatever_the_databases_isolation_is(world: World, old_slot: int) -> None:
     (name,) = world.rows("SELECT current_database()")[0]
     world.rows(f"ALTER DATABASE \"{name}\" SET default_transaction_isolation = 'repeatable read'")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 
+import pytest
 from psycopg import sql
 
 from mqlayer.postgres.database import connect
@@ -20,6 +21,7 @@ def test_the_file_shows_what_the_migrations_make(database_dsn: str) -> None:
     assert not changed(database_dsn), "scripts/schema writes it anew"
 
 
+@pytest.mark.usefixtures("new_sessions")
 def test_the_text_is_the_same_whatever_a_database_sets(database_dsn: str) -> None:
     settings = {"TimeZone": "Asia/Tokyo", "DateStyle": "German", "search_path": "mqlayer, public"}
     with connect(database_dsn) as connection:

@@ -24,6 +24,7 @@ from tests.fixtures.archive_scenes import LOW, TOPIC, ArchiveScene
 from tests.fixtures.archived import BEGAN, ArchivedTopics
 from tests.fixtures.missing_tools import import_or_leave_out, leave_out
 from tests.fixtures.roles import role_dsn
+from tests.fixtures.spark import QUICK_QUERIES
 from tests.proof.route_steps import split
 from tests.proof.runtimes import runtime_of
 from tests.proof.sockets import by_socket
@@ -309,8 +310,8 @@ import runpy, sys, mqlayer.spark
 assert 'mqlayer.zip' in mqlayer.__file__, mqlayer.__file__
 spark = mqlayer.spark.session('job')
 frame = mqlayer.spark.read_snapshot(spark, 's', method='python', check=True)
-where = frame.rdd.map(lambda row: __import__('mqlayer').__file__).distinct().collect()
-print('read', frame.count(), all('mqlayer.zip' in path for path in where))
+where = frame.rdd.map(lambda row: __import__('mqlayer').__file__).collect()
+print('read', len(where), all('mqlayer.zip' in path for path in where))
 runpy.run_path(sys.argv.pop(1), run_name='__main__')
 """
 
@@ -330,8 +331,10 @@ def test_the_wheel_as_a_zip_serves_as_py_files(
     (tmp_path / "job.py").write_text(JOB)
     environment = os.environ | {"MQLAYER_DSN": filled.dsn, "PYSPARK_PYTHON": str(spark_python), "PYTHONSAFEPATH": "1"}
     environment.pop("PYTHONPATH", None)
-    command = [str(Path(sys.executable).parent / "spark-submit"), "--master", "local[2]", "--py-files", str(package)]
-    settings = {"spark.ui.enabled": "false", "spark.driver.host": "127.0.0.1", "spark.sql.shuffle.partitions": "2"}
+    command = [str(Path(sys.executable).parent / "spark-submit"), "--master", "local[1]", "--py-files", str(package)]
+    settings = QUICK_QUERIES | {
+        "spark.ui.enabled": "false", "spark.driver.host": "127.0.0.1", "spark.sql.shuffle.partitions": "1",
+    }  # fmt: skip
     command += [word for name, value in settings.items() for word in ("--conf", f"{name}={value}")]
     job = ["job.py", "mqlayer/spark/jobs/audit.py", "--snapshot", "s", "--method", "python", "--out", "found"]
     done = subprocess.run([*command, *job], env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)

@@ -440,8 +440,10 @@ def _time_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_whatever_happens_each_message_is_stored_once_in_order_or_failed_and_not_stored() -> None:
-    run(400)
+def test_whatever_happens_each_message_is_stored_once_in_order_or_failed_and_not_stored(
+    request: pytest.FixtureRequest,
+) -> None:
+    run(400 if request.config.getoption("--long", default=False) else 120)
 
 
 def test_a_stored_message_refused_at_its_repetition_is_settled_by_what_is_accepted_behind_it() -> None:

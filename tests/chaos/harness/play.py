@@ -19,6 +19,7 @@ ROOT: Final = Path(__file__).parents[3]
 LEASE_S: Final = 1.5
 POLL_INTERVAL_S: Final = 0.05
 """How often it is looked whether a process ended that was told to."""
+LONGEST_STACK: Final = 4_000
 
 
 class Play:
@@ -32,6 +33,8 @@ class Play:
                 "MQLAYER_DSN": settings.control_dsn(),
                 "MQLAYER_KEY_PREFIX": settings.key_prefix,
                 "MQLAYER_LEASE_S": str(LEASE_S),
+                # Of the actors' own sessions: one that nobody answers would last longer than the run.
+                "PGCONNECT_TIMEOUT": "5",
             }
             | environment
         )
@@ -98,11 +101,23 @@ class Play:
             self.processes[name].terminate()
         late = []
         for name in names:
+            process = self.processes.pop(name)
             try:
-                self.processes.pop(name).wait(timeout_s)
+                process.wait(timeout_s)
             except subprocess.TimeoutExpired:
-                late.append(name)
-        assert not late, f"{late} did not end at SIGTERM"
+                late.append(f"{name}: {self._where(name, process)}")
+                process.kill()
+                process.wait()
+        assert not late, f"these did not end at SIGTERM: {late}"
+
+    def _where(self, name: str, process: Process) -> str:
+        """Return where each thread of a process is, as it says itself at a signal."""
+        log = self._directory / f"{name}.log"
+        before, deadline = log.stat().st_size, time.monotonic() + 5
+        process.send_signal(signal.SIGUSR1)
+        while log.stat().st_size == before and time.monotonic() < deadline:
+            time.sleep(POLL_INTERVAL_S)
+        return log.read_bytes()[before:].decode(errors="replace")[:LONGEST_STACK]
 
     def kill_all(self) -> None:
         """Leave nothing behind."""

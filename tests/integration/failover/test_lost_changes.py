@@ -24,7 +24,7 @@ from tests.proof.route_steps import split
 from tests.proof.runtimes import runtime_of
 from tests.proof.world import World
 
-pytestmark = pytest.mark.world(partitions=1)
+pytestmark = [pytest.mark.world(partitions=1), pytest.mark.usefixtures("new_sessions")]
 
 
 @pytest.fixture

@@ -187,7 +187,7 @@ def test_the_printed_sql_takes_one_limit_and_leaves_the_others(
 
 
 @pytest.fixture
-def administrator(database_dsn: str) -> Iterator[str]:
+def administrator(database_dsn: str, new_sessions: None) -> Iterator[str]:
     """The DSN of a role that may give rights, and is no superuser."""
     name = f"mq_dba_{uuid.uuid4().hex[:8]}"
     execute(

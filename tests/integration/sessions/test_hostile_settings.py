@@ -113,7 +113,7 @@ def in_force(connection: psycopg.Connection[Any], names: Iterable[str]) -> dict[
 
 
 @pytest.fixture
-def worst_dsn(database_dsn: str) -> str:
+def worst_dsn(database_dsn: str, new_sessions: None) -> str:
     """A database that gives new sessions the worst of all rows at once."""
     left_out = ("lock_timeout", "statement_timeout", "exit_on_error")
     with psycopg.connect(database_dsn, autocommit=True) as connection:
@@ -140,6 +140,7 @@ def test_limits_that_are_set_take_the_place_of_the_kinds(worst_dsn: str) -> None
         assert in_force(connection, LIMITS) == dict(zip(LIMITS, ("7s", "500ms", "10min"), strict=True))
 
 
+@pytest.mark.usefixtures("new_sessions")
 @pytest.mark.parametrize("stronger", ["local", "remote_write", "remote_apply"])
 def test_a_session_that_waits_for_standbys_goes_on_waiting_for_them(database_dsn: str, stronger: str) -> None:
     with psycopg.connect(database_dsn, autocommit=True) as connection:
