@@ -278,7 +278,8 @@ def build(out: Path) -> Path:
         cwd=out, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
     )  # fmt: skip
     if done.returncode:
-        raise BuildError(done.stdout)
+        # Its findings; a traceback of its own follows them.
+        raise BuildError(done.stdout.partition("Traceback (")[0])
     for page in (out / "html").rglob("*.html"):
         own_worker(page, out / "html")
     return out / "html"

@@ -33,8 +33,8 @@ def units() -> dict[str, str]:
 
 
 def service(text: str) -> configparser.SectionProxy:
+    """Return the section of a unit; names are found in any letters."""
     parser = configparser.RawConfigParser(strict=False, delimiters=("=",))
-    parser.optionxform = str  # type: ignore[assignment, method-assign] - systemd's names have capitals
     parser.read_string(text)
     return parser["Service"]
 
