@@ -60,8 +60,10 @@ def run(connection: Any, statements: Statements[T]) -> T:
 
 async def run_async(connection: Any, statements: Statements[T]) -> T:
     """As `run`, on async connections and sessions."""
-    if not isinstance(connection, psycopg.AsyncConnection) and not hasattr(connection, "run_sync") and not (
-        isinstance(connection, StandIn) and connection.asynchronous
+    if (
+        not isinstance(connection, psycopg.AsyncConnection)
+        and not hasattr(connection, "run_sync")
+        and not (isinstance(connection, StandIn) and connection.asynchronous)
     ):
         raise InvalidInput(f"can't use a {type(connection).__name__}: give a psycopg or SQLAlchemy async connection")
     try:

@@ -61,7 +61,7 @@ class MemoryParking(ParkingStore):
         del span
         now = self._clock.seconds()
         return [
-            KeyState(ref, key.cause, key.attempts, None, False, None if key.due_s is None else key.due_s - now)  # noqa: FBT003
+            KeyState(ref, key.cause, key.attempts, None, False, None if key.due_s is None else key.due_s - now)
             for ref, key in self.parked.items()
             if named is None or ref in named
         ]
@@ -71,7 +71,7 @@ class MemoryParking(ParkingStore):
         del span
         return {entry.record.identity for entry in self.dead_letters}
 
-    def changes(self, after: int, upto: int) -> list[KeyRef] | None:
+    def changes(self, after: int, upto: int) -> None:
         """Return None: any key may have changed."""
         del after, upto
 
@@ -83,7 +83,7 @@ class MemoryParking(ParkingStore):
         """Write a batch."""
         del partition, epoch
         result = ParkingResult()
-        capacity = self._capacity()
+        capacity = self._room()
         for entry in [] if capacity.full else batch.entries:
             self.parked.setdefault(entry.ref, MemoryKey(entry.cause, entry.attempts, self._due_s(entry.wait_s)))
         self._put_all(batch, capacity, result)
@@ -92,7 +92,7 @@ class MemoryParking(ParkingStore):
             self._update(update, result)
         return result
 
-    def _capacity(self) -> ParkingCapacity:
+    def _room(self) -> ParkingCapacity:
         rules, keys = self._rules, self.parked.values()
         return ParkingCapacity(
             sum(len(key.records) for key in keys),
@@ -124,7 +124,7 @@ class MemoryParking(ParkingStore):
                 # The head of a new key is counted in the key already.
                 before = 0 if ref in heads else batch.attempts.get(record.identity, 0)
                 heads.discard(ref)
-                key.records.append(ParkedRecord.of(tuple(record), attempts=before, redriven=False))
+                key.records.append(ParkedRecord.of(_plain(record), attempts=before, redriven=False))
 
     def _update(self, update: KeyUpdate, result: ParkingResult) -> None:
         key = self.parked[update.ref]
@@ -137,11 +137,11 @@ class MemoryParking(ParkingStore):
         if ended:
             key.attempts = 0
         if update.go_on:
-            result.next[update.ref] = self._next(update, key)
+            result.next[update.ref] = self._hand_out(update, key)
         elif update.entry is not None:
-            self._reschedule(key, update.entry)
+            self._wait(key, update.entry)
 
-    def _next(self, update: KeyUpdate, key: MemoryKey) -> list[ParkedRecord]:
+    def _hand_out(self, update: KeyUpdate, key: MemoryKey) -> list[ParkedRecord]:
         records = key.records[: 1 if update.alone else update.count]
         if not records:
             del self.parked[update.ref]
@@ -149,12 +149,16 @@ class MemoryParking(ParkingStore):
         # A new head has its own attempts.
         key.attempts = key.attempts or records[0].attempts
         return [
-            ParkedRecord.of(tuple(record), attempts=record.attempts if at else key.attempts, redriven=False)
+            ParkedRecord.of(_plain(record), attempts=record.attempts if at else key.attempts, redriven=False)
             for at, record in enumerate(records)
         ]
 
-    def _reschedule(self, key: MemoryKey, entry: KeyEntry) -> None:
+    def _wait(self, key: MemoryKey, entry: KeyEntry) -> None:
         key.cause, key.attempts, key.due_s = entry.cause, entry.attempts, self._due_s(entry.wait_s)
 
     def _due_s(self, wait_s: float | None) -> float | None:
         return None if wait_s is None else self._clock.seconds() + wait_s
+
+
+def _plain(record: Record) -> tuple[int, bytes, bytes, bytes]:
+    return record.offset, record.m, record.key, record.body

@@ -36,6 +36,10 @@ class MemorySender:
             for m in messages
         ]
 
+    def send_oneway(self, topic: str, **facts: Any) -> None:
+        """Store a message at once."""
+        self.send(topic, **facts)
+
     def stats(self) -> ProducerStats:
         """The counts of all producers."""
         counts = dict.fromkeys(COUNTED, 0) | {"stored": self._stored, "duplicates": self._duplicates}
@@ -69,11 +73,11 @@ def _methods(sender: MemorySender) -> dict[str, Any]:
         "_made": lambda _: None,
         "send": lambda _, topic, **facts: sender.send(topic, **facts),
         "send_async": lambda _, topic, **facts: sender.future(topic, **facts),
-        "send_oneway": lambda _, topic, **facts: sender.send(topic, **facts) and None,
+        "send_oneway": lambda _, topic, **facts: sender.send_oneway(topic, **facts),
         "send_many": lambda _, topic, messages, **__: sender.send_many(topic, messages),
-        "flush": lambda _, timeout_s=None: 0,
+        "flush": lambda *_, **__: 0,
         "stats": property(lambda _: sender.stats()),
-        "close": lambda _, timeout_s=None: None,
+        "close": lambda *_, **__: None,
         "__exit__": lambda *_: None,
     }
 

@@ -109,7 +109,7 @@ class TransactionState(StandIn):
 
     def _publish_many(self, facts: Mapping[str, Any]) -> Row:
         columns = [facts[f"{name}s" if name != "body" else "bodies"] for name in ("topic", "key", "body")]
-        columns += [facts["headers"], facts["dedup_ids"] if "dedup_ids" in facts else None]
+        columns += [facts["headers"], facts.get("dedup_ids")]
         size = len(facts["topics"])
         rows = zip(*([None] * size if column is None else column for column in columns), strict=True)
         return (sum(not self._publish(OutboxMessage(*row)._asdict())[1] for row in rows),)
