@@ -78,9 +78,14 @@ class OutboxTransaction:
         return any(trace for _, trace in self.messages)
 
     def keep(self, traces: str) -> None:
+        """Discard rolled back messages, at the end."""
+        self.keep_traced(traces)
+        self.messages = [(message, 0) for message, _ in self.messages]
+
+    def keep_traced(self, traces: str) -> None:
         """Discard rolled back messages."""
         left = {int(number) for number in traces.split(",") if number}
-        self.messages = [(message, 0) for message, trace in self.messages if not trace or trace in left]
+        self.messages = [each for each in self.messages if not each[1] or each[1] in left]
 
 
 _open: Final[WeakKeyDictionary[AnyConnection, list[OutboxTransaction]]] = WeakKeyDictionary()
@@ -121,6 +126,16 @@ def publishing(connection: Any, message: OutboxMessage) -> Statements[None]:
         yield from sending([message])
     else:
         yield from _adding(collector, [message])
+
+
+def collected(connection: AnyConnection) -> Statements[list[OutboxMessage]]:
+    """Return what open transactions of a connection have collected and not rolled back."""
+    collectors = _open.get(connection, [])
+    if any(collector.needs_traces for collector in collectors):
+        (traces,) = yield Statement(query("outbox_traces"), {})
+        for collector in collectors:
+            collector.keep_traced(traces)
+    return [message for collector in collectors for message, _ in collector.messages]
 
 
 def depth_of(connection: AnyConnection) -> int:
