@@ -12,15 +12,18 @@ if TYPE_CHECKING:
     from mqlayer.testing.contexts import context
     from mqlayer.testing.in_memory import TestApp
     from mqlayer.testing.messages import PublishedMessage
+    from mqlayer.testing.real import RealApp, engine_for
     from mqlayer.testing.transactions import apublished, assert_not_published, assert_published, published
 
 __all__ = [
     "PublishedMessage",
+    "RealApp",
     "TestApp",
     "apublished",
     "assert_not_published",
     "assert_published",
     "context",
+    "engine_for",
     "published",
     "wait_until",
 ]
@@ -29,6 +32,7 @@ _MODULES: Final = {
     "contexts": ("context",),
     "in_memory": ("TestApp",),
     "messages": ("PublishedMessage",),
+    "real": ("RealApp", "engine_for"),
     "transactions": ("apublished", "assert_not_published", "assert_published", "published"),
 }
 """Names whose modules cost an import of the engine; the first use imports them."""

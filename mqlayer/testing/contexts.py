@@ -17,7 +17,7 @@ from mqlayer.outbox.outbox_message import message_of
 from mqlayer.postgres.caller_connections import Row, StandIn, Statement, run, run_async
 from mqlayer.postgres.queries import query
 from mqlayer.redis.partition_scripts import LockHolder
-from mqlayer.testing.messages import PublishedMessage, TopicOrName, record_of
+from mqlayer.testing.messages import PublishedMessage, TopicOrName, new_message, record_of, topic_name
 
 FenceAnswer = Literal["current", "applied", "stale"]
 
@@ -98,7 +98,7 @@ def context(
     answer: FenceAnswer = facts.get("answer", "current")
     if connection is not None and answer != "current":
         raise InvalidInput("with a connection, its database answers: leave `answer` out")
-    name = topic if isinstance(topic, str) else topic.name
+    name = topic_name(topic)
     record = _record(body, topic, key, facts)
     group, owned = facts.get("group", "tests"), _owned()
     if connection is None:
@@ -110,13 +110,10 @@ def _record(body: Any, topic: TopicOrName, key: str | None, facts: MessageFacts)
     headers, tags = facts.get("headers"), facts.get("tags", ())
     if isinstance(body, PublishedMessage):
         key, headers, tags, data = key or body.key, headers or body.headers, tags or body.tags, body.body
-    elif isinstance(topic, str):
-        data = body
     else:
-        data, key = topic.encode(body), topic.key_of(body) if key is None else key
-    message = message_of(
-        topic if isinstance(topic, str) else topic.name, key=key, body=data, headers=headers, tags=tags
-    )
+        said = new_message(topic, body, key)
+        data, key = said["body"], said["key"]
+    message = message_of(topic_name(topic), key=key, body=data, headers=headers, tags=tags)
     seq = next(_seqs)
     identity = Identity(1, 0 if key is None else lp_of(key.encode()), seq)
     record = record_of(message, facts.get("offset", seq), identity, facts.get("at_ms", 0))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -35,7 +34,7 @@ from mqlayer.domain.message import Record
 from mqlayer.domain.retry_rules import RetryRules
 from mqlayer.domain.routing import LP_COUNT, NodeId, PartitionId
 from mqlayer.domain.tags import NO_FILTER
-from mqlayer.errors import HandlerControl, NotFound
+from mqlayer.errors import NotFound
 from mqlayer.groups.group import Group, refuse_ineffective
 from mqlayer.groups.members import Assignment
 from mqlayer.parking import KeyRef, ParkedState
@@ -45,27 +44,11 @@ from mqlayer.runtime.route_cache import RouteCache
 from mqlayer.runtime.runtime import Runtime
 from mqlayer.testing.broker import TopicLog
 from mqlayer.testing.clock import TestClock
+from mqlayer.testing.failures import Failure
 from mqlayer.testing.messages import PublishedMessage, message_in
 from mqlayer.testing.parking import MemoryParking
 
 NODE = NodeId(1)
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """A handler's exception, and what followed: `retryinplace`, `parkkey` or `deadletter` as in the logs."""
-
-    topic: str
-    group: str
-    message: PublishedMessage
-    error: BaseException
-    attempt: int
-    action: FailureAction
-
-    @property
-    def wanted(self) -> bool:
-        """Whether the handler decided it: RetryLater, Reject, Skip or PauseKey."""
-        return isinstance(self.error, HandlerControl)
 
 
 class ObservedDecider(FailureDecider):

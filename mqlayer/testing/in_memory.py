@@ -19,8 +19,9 @@ from mqlayer.testing import producers
 from mqlayer.testing.assertions import Assertions
 from mqlayer.testing.broker import MemoryBroker
 from mqlayer.testing.clock import TestClock, installed
-from mqlayer.testing.group_runner import Failure, GroupRunner
-from mqlayer.testing.messages import PublishedMessage, TopicOrName
+from mqlayer.testing.failures import Failure
+from mqlayer.testing.group_runner import GroupRunner
+from mqlayer.testing.messages import PublishedMessage, TopicOrName, new_message, topic_name
 from mqlayer.testing.sessions import AsyncMemorySession, MemoryEffects, MemorySession
 
 MOST_TURNS: Final = 100_000
@@ -95,25 +96,20 @@ class TestApp(Assertions):
         delay_s: float | None = None,
     ) -> None:
         """Publish a message, as a committed transaction does. Raises InvalidInput."""
-        if isinstance(topic, str):
-            name, data = topic, body
-        else:
-            name, data = topic.name, topic.encode(body)
-            key = topic.key_of(body) if key is None else key
-        facts: dict[str, Any] = {"key": key, "body": data, "headers": headers, "tags": tags}
+        facts = new_message(topic, body, key) | {"headers": headers, "tags": tags}
         with self.session() as session:
             if delay_s is None:
-                publish(session, name, dedup_id=dedup_id, **facts)
+                publish(session, dedup_id=dedup_id, **facts)
             elif dedup_id is not None:
                 raise InvalidInput("a delayed message has no dedup id: leave one of the two out")
             else:
-                publish_delayed(session, name, delay_s=delay_s, **facts)
+                publish_delayed(session, delay_s=delay_s, **facts)
 
     def published(self, topic: TopicOrName | None = None) -> list[PublishedMessage]:
         """Return what was published, in order, also by handlers; delayed messages from the start."""
         if topic is None:
             return list(self._broker.published)
-        name = topic if isinstance(topic, str) else topic.name
+        name = topic_name(topic)
         return [message for message in self._broker.published if message.topic == name]
 
     # -- handling -----------------------------------------------------------------------------------------------------
@@ -225,7 +221,7 @@ class TestApp(Assertions):
 
     def _runner(self, topic: TopicOrName, group: str | None) -> GroupRunner:
         self._join()
-        name = topic if isinstance(topic, str) else topic.name
+        name = topic_name(topic)
         found = [r for r in self._runners.values() if r.group.topic == name and group in (None, r.group.name)]
         if not found:
             known = sorted(f"{r.group.topic}/{r.group.name}" for r in self._runners.values())

@@ -62,6 +62,18 @@ class PublishedMessage:
         return self.body if isinstance(topic, str) else topic.decode(self.body)
 
 
+def topic_name(topic: TopicOrName) -> str:
+    """Return a topic's name."""
+    return topic if isinstance(topic, str) else topic.name
+
+
+def new_message(topic: TopicOrName, body: Any, key: str | None) -> dict[str, Any]:
+    """Return topic, body and key as `outbox.publish` takes them; a typed topic encodes the body and knows the key."""
+    if isinstance(topic, str):
+        return {"topic": topic, "body": body, "key": key}
+    return {"topic": topic.name, "body": topic.encode(body), "key": topic.key_of(body) if key is None else key}
+
+
 def published_of(message: OutboxMessage, *, delayed: bool = False, due_at: datetime | None = None) -> PublishedMessage:
     """Return an outbox's message as a test sees it."""
     record = record_of(message, 0, Identity(0, 0, 0), 0)

@@ -81,9 +81,8 @@ def _published(connection: Any) -> list[PublishedMessage]:
     if isinstance(connection, TransactionState):
         return [published_of(message) for message in messages_of(connection)]
     if hasattr(connection, "run_sync") or isinstance(connection, psycopg.AsyncConnection):
-        raise InvalidInput(f"a {type(connection).__name__} is asynchronous: await apublished(on=…), and assert on that")
-            f"a {type(connection).__name__} is asynchronous: await apublished(on=…), then assert on that"
-        )
+        kind = type(connection).__name__
+        raise InvalidInput(f"a {kind} is asynchronous: await apublished(on=…), and assert on that")
     return run(connection, _reading(connection))
 
 
