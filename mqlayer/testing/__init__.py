@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from mqlayer.testing.contexts import context
     from mqlayer.testing.in_memory import TestApp
     from mqlayer.testing.messages import PublishedMessage
+    from mqlayer.testing.outbox_table import prepare_database
     from mqlayer.testing.real import RealApp, engine_for
     from mqlayer.testing.transactions import apublished, assert_not_published, assert_published, published
 
@@ -24,6 +25,7 @@ __all__ = [
     "assert_published",
     "context",
     "engine_for",
+    "prepare_database",
     "published",
     "wait_until",
 ]
@@ -32,6 +34,7 @@ _MODULES: Final = {
     "contexts": ("context",),
     "in_memory": ("TestApp",),
     "messages": ("PublishedMessage",),
+    "outbox_table": ("prepare_database",),
     "real": ("RealApp", "engine_for"),
     "transactions": ("apublished", "assert_not_published", "assert_published", "published"),
 }

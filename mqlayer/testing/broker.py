@@ -20,6 +20,8 @@ OUTBOX: Final = 1
 """The source of messages from transactions."""
 DIRECT: Final = 2
 """The source of messages from producers."""
+TABLE: Final = 3
+"""The source of messages from a database."""
 
 
 class StoredAt(NamedTuple):
@@ -86,6 +88,12 @@ class MemoryBroker:
             self.published.append(published_of(message))
         return stored
 
+    def append_numbered(self, message: OutboxMessage, lp: int, seq: int) -> None:
+        """Store a message that a database has numbered."""
+        log, at_ms = self.log(message.topic), round(self.clock.now().timestamp() * 1000)
+        log.records.append(record_of(message, len(log.records) + 1, Identity(TABLE, lp, seq), at_ms))
+        self.published.append(published_of(message))
+
     def next_number(self) -> int:
         """Return the number of a delayed message."""
         return next(self._numbers)
@@ -97,7 +105,12 @@ class MemoryBroker:
 
     def waits(self, number: int) -> bool:
         """Whether a delayed message waits."""
-        return any(number == waiting for _, waiting, _ in self._delayed)
+        return number in self.waiting
+
+    @property
+    def waiting(self) -> list[int]:
+        """The numbers of the delayed messages."""
+        return [number for _, number, _ in self._delayed]
 
     def cancel(self, number: int) -> None:
         """Forget a delayed message."""

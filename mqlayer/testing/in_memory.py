@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Final, Self
@@ -22,6 +22,7 @@ from mqlayer.testing.clock import TestClock, installed
 from mqlayer.testing.failures import Failure
 from mqlayer.testing.group_runner import GroupRunner
 from mqlayer.testing.messages import PublishedMessage, TopicOrName, new_message, topic_name
+from mqlayer.testing.outbox_table import OutboxTable
 from mqlayer.testing.sessions import AsyncMemorySession, MemoryEffects, MemorySession
 
 MOST_TURNS: Final = 100_000
@@ -46,10 +47,15 @@ class TestApp(Assertions):
 
     __test__ = False
 
-    def __init__(self, *apps: App) -> None:
+    def __init__(self, *apps: App, database: str | None = None, topics: Sequence[TopicOrName] = ()) -> None:
+        """`database`: address of a database of tests, for code that opens transactions there: messages that it commits
+        are handled too. `topics`: those that it publishes to, besides the consumers' own.
+        """
         self.clock = TestClock()
         self._apps, self._broker, self._effects = apps, MemoryBroker(self.clock), MemoryEffects()
         self._runners: dict[int, GroupRunner] = {}
+        named = [*map(topic_name, topics), *(consumer.topic for app in apps for consumer in app.consumers)]
+        self._table = None if database is None else OutboxTable(database, self._broker, named)
         # Of this test alone, so that a database that outlives it knows none of its effects.
         self._group_ids = random.randrange(2**40, 2**52)
         self._cleanup = ExitStack()
@@ -65,6 +71,8 @@ class TestApp(Assertions):
             cleanup.enter_context(producers.installed(self._broker))
             _active.append(self)
             cleanup.callback(_active.clear)
+            if self._table is not None:
+                cleanup.enter_context(self._table)
             self._join()
             self._cleanup = cleanup.pop_all()
         return self
@@ -105,8 +113,16 @@ class TestApp(Assertions):
             else:
                 publish_delayed(session, delay_s=delay_s, **facts)
 
+    def deliver(self, messages: Iterable[PublishedMessage]) -> None:
+        """Publish messages again, such as `published(on=connection)` of a transaction that never commits."""
+        for message in messages:
+            facts: dict[str, Any] = {"key": message.key, "headers": message.headers, "tags": message.tags}
+            self.publish(message.topic, message.body, **facts)
+
     def published(self, topic: TopicOrName | None = None) -> list[PublishedMessage]:
         """Return what was published, in order, also by handlers; delayed messages from the start."""
+        if self._table is not None and self in _active:
+            self._table.read()
         if topic is None:
             return list(self._broker.published)
         name = topic_name(topic)
@@ -189,6 +205,8 @@ class TestApp(Assertions):
         self._join()
         seen = {name: len(runner.failures) for name, runner in self._runners.items()}
         for _ in range(MOST_TURNS):
+            if self._table is not None:
+                self._table.read()
             progressed = self._broker.release_due()
             for name, runner in self._runners.items():
                 yield from runner.step()

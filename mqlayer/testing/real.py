@@ -9,17 +9,20 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from types import TracebackType
-from typing import Any, Final, Literal, Self, TypeAlias
+from typing import Any, Final, Literal, NamedTuple, Self, TypeAlias
 
 import psycopg
 
 from mqlayer import outbox
 from mqlayer.consuming import App, Batch, Consumer, Context
+from mqlayer.domain.codecs import Decode
 from mqlayer.domain.message import Identity
-from mqlayer.errors import AlreadyApplied, InvalidInput
+from mqlayer.errors import AlreadyApplied, BodyMismatch, InvalidInput
 from mqlayer.inspect import group_statuses
 from mqlayer.inspect.topic_reader import TopicReader
+from mqlayer.postgres.queries import query
 from mqlayer.redelivery import dead_messages, parked_keys, release_parked
 from mqlayer.redelivery.filters import ParkedFilter
 from mqlayer.redelivery.lists import ParkedKey
@@ -205,15 +208,14 @@ class RealApp(Assertions):
             reader.close()
 
     def _numbered(self) -> int:
-        return self._asked("SELECT coalesce(sum(seq), 0)::bigint FROM mqlayer_app.counter")
+        return self._asked("outbox_numbered")
 
     def _delayed_within(self, seconds: float) -> int:
-        statement = "SELECT count(*) FROM mqlayer_app.delayed WHERE due_at <= now() + make_interval(secs => %s)"
-        return self._asked(statement, min(seconds, DAY_S))
+        return self._asked("delayed_count_due", within_s=min(seconds, DAY_S))
 
-    def _asked(self, statement: str, *facts: Any) -> int:
+    def _asked(self, name: str, **facts: float) -> int:
         with self._runtime.outbox.connection() as connection:
-            row = connection.execute(statement.encode(), facts).fetchone()
+            row = connection.execute(query(name), facts).fetchone()
         return int(row[0]) if row else 0
 
     def _parked(self, wanted: ParkedFilter) -> list[ParkedKey]:
@@ -253,9 +255,9 @@ class Observed:
             observed = self._observed(consumer, call, _messages_of_batch)
             return replace(consumer, handler=observed, batch=(options, shape._replace(bodies=False, batch=False)))
         call = consumer.handler if consumer.with_context else _without_context(consumer.handler)
-        return replace(
-            consumer, handler=self._observed(consumer, call, lambda facts: [_delivered(facts[1])]), with_context=True
-        )
+        observed = self._observed(consumer, _refusing(call), lambda facts: [_delivered(facts[1])])
+        # A body that does not fit is observed with its message, so the handler raises it.
+        return replace(consumer, handler=observed, with_context=True, decode=partial(_decoded, consumer.decode))
 
     def _observed(
         self,
@@ -302,10 +304,32 @@ def engine_for(
     `topics`: further ones that handlers publish to. Raises InvalidInput.
     """
     if kind == "memory":
-        return TestApp(app)
+        return TestApp(app, topics=topics)
     if kind != "real":
         raise InvalidInput(f"an engine is 'memory' or 'real', not {kind!r}")
     return RealApp(app, settings or Settings(), topics=topics)
+
+
+class Misfit(NamedTuple):
+    """A body that could not be decoded."""
+
+    error: BodyMismatch
+
+
+def _decoded(decode: Decode, body: bytes) -> Any:
+    try:
+        return decode(body)
+    except BodyMismatch as error:
+        return Misfit(error)
+
+
+def _refusing(handler: Callable[..., Any]) -> Callable[..., Any]:
+    def call(body: Any, ctx: Context) -> Any:
+        if isinstance(body, Misfit):
+            raise body.error
+        return handler(body, ctx)
+
+    return call
 
 
 def _without_context(handler: Callable[..., Any]) -> Callable[..., Any]:

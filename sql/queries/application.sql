@@ -350,31 +350,6 @@ SELECT set_config('mqlayer.traces', concat_ws(',', nullif(current_setting('mqlay
 -- The traces that are left of this transaction.
 SELECT coalesce(current_setting('mqlayer.traces', true), '');
 
--- name: outbox_here
--- Whether this database has an outbox.
-SELECT to_regclass('mqlayer_app.outbox') IS NOT NULL;
-
--- name: outbox_uncommitted
--- What the open transaction has published and delayed, for its own tests. A row that is seen while its transaction is in
--- progress is of this one, or of a subtransaction of it. Row headers have 32 bits of a transaction's number.
-WITH latest AS (SELECT pg_snapshot_xmax(pg_current_snapshot())::text::bigint AS xid),
-written AS (
-    SELECT o.topic_id, o.key, o.body, o.headers, NULL::timestamptz AS due_at, o.id AS n, o.xmin::text::bigint AS short
-    FROM mqlayer_app.outbox o
-    UNION ALL
-    SELECT d.topic_id, d.key, d.body, d.headers, d.due_at, d.delayed_id, d.xmin::text::bigint
-    FROM mqlayer_app.delayed d
-),
-numbered AS (
-    SELECT w.*, (l.xid >> 32 << 32) + w.short - CASE WHEN w.short >= (l.xid & 4294967295) THEN 4294967296 ELSE 0 END AS xid
-    FROM written w, latest l
-)
-SELECT array_agg(t.name ORDER BY n.due_at IS NOT NULL, n.n), array_agg(n.key ORDER BY n.due_at IS NOT NULL, n.n),
-       array_agg(n.body ORDER BY n.due_at IS NOT NULL, n.n), array_agg(n.headers ORDER BY n.due_at IS NOT NULL, n.n),
-       array_agg(n.due_at ORDER BY n.due_at IS NOT NULL, n.n)
-FROM numbered n JOIN mqlayer_app.topic t USING (topic_id)
-WHERE n.xid > 2 AND pg_xact_status(n.xid::text::xid8) = 'in progress';
-
 -- name: fence
 -- Check and note a message in the effect's own transaction.
 SELECT answer, epoch

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -255,7 +256,7 @@ def test_policy_block_tries_for_ever(engine: Engine) -> None:
 
 def test_a_body_that_does_not_fit_is_final(engine: Engine) -> None:
     engine.publish("work-dead_letter", b'{"nome": 1}', key="mismatch")
-    with pytest.raises(BodyMismatch) if isinstance(engine, TestApp) else ExitStack():
+    with pytest.raises(BodyMismatch):
         engine.run_until_idle()
     engine.run_until_idle()
     assert [message.key for message in engine.dead(by_policy["dead_letter"])][-1] == "mismatch"
@@ -314,12 +315,12 @@ def test_a_delayed_message_comes_when_it_is_due(engine: Engine) -> None:
 
 
 def test_nothing_is_published_by_a_transaction_that_rolls_back(engine: Engine) -> None:
-    with pytest.raises(ZeroDivisionError), engine.session() as session:
+    with suppress(ZeroDivisionError), engine.session() as session:
         work.publish(session, Work("never"), key="never")
         raise ZeroDivisionError
     with engine.session() as session, outbox.transaction(session) as tx:
         tx.publish("work-park", key="never", body=Work("kept"))
-        with pytest.raises(ZeroDivisionError), session.transaction():
+        with suppress(ZeroDivisionError), session.transaction():
             work.publish(session, Work("savepoint"), key="never")
             raise ZeroDivisionError
     engine.run()
@@ -331,7 +332,7 @@ def test_a_batch_of_distinct_keys_fails_single_messages(engine: Engine) -> None:
         for body in ("good", "bad", "fine"):
             loose.publish(session, body, key=f"distinct-{body}")
     engine.run_until_idle(raises=False)
-    assert sorted(sum(world.batches, [])) == ["bad", "bad", "fine", "good"]
+    assert sorted(chain(*world.batches)) == ["bad", "bad", "fine", "good"]
     assert ["bad"] in world.batches
 
 
@@ -340,7 +341,7 @@ def test_a_batch_of_one_key_is_in_order_and_fenced(engine: Engine) -> None:
         for number in range(10):
             many.publish(session, str(number), key="run")
     engine.run()
-    assert sum(world.batches, []) == [str(number) for number in range(10)]
+    assert list(chain(*world.batches)) == [str(number) for number in range(10)]
 
 
 def test_async_handlers_fence_publish_and_retry(engine: Engine) -> None:
