@@ -34,7 +34,7 @@ from mqlayer.testing.failures import Failure
 from mqlayer.testing.in_memory import DAY_S, TestApp
 from mqlayer.testing.messages import PublishedMessage, TopicOrName, new_message, topic_name
 from mqlayer.testing.waiting import wait_until
-from mqlayer.topics import create_topic
+from mqlayer.topics import create_topic, list_topics
 
 EngineKind = Literal["memory", "real"]
 Attempted: TypeAlias = list[tuple[PublishedMessage, int]]
@@ -80,6 +80,8 @@ class RealApp(Assertions):
     def __enter__(self) -> Self:
         with ExitStack() as cleanup:
             self._runtime = cleanup.enter_context(open_runtime(self._settings, name="mqlayer test"))
+            with self._runtime.outbox.connection() as connection:
+                connection.execute(query("topics_of_tests_drop"))
             for name in self._topics:
                 self._open(name)
             self._published_before = self._numbered()
@@ -200,7 +202,8 @@ class RealApp(Assertions):
 
     def _open(self, name: str) -> None:
         if name not in self._readers:
-            create_topic(self._runtime, name, partitions=2)
+            if name not in {topic.name for topic in list_topics(self._runtime.control)}:
+                create_topic(self._runtime, name, partitions=2)
             self._readers[name] = TopicReader(self._runtime, name, start="latest")
 
     def _close_readers(self) -> None:

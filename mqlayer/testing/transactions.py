@@ -94,8 +94,10 @@ def _reading(connection: Any) -> Statements[list[PublishedMessage]]:
         collected = sqlalchemy_connections.collected(connection)
     elif django_connections.recognises(connection):
         collected = django_connections.collected(connection)
-    (here,) = yield Statement(query("outbox_here"), {})
+    here, readable = yield Statement(query("outbox_here"), {})
     rows: tuple[Any, ...] = (None,)
+    if here and not readable:
+        raise InvalidInput("the role of this connection can't read the outbox: test with the owner of the schema")
     if here:
         rows = yield Statement(query("outbox_uncommitted"), {})
     written = zip(*rows, strict=True) if rows[0] is not None else ()

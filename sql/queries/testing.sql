@@ -1,6 +1,7 @@
 -- name: outbox_here
--- Whether this database has an outbox.
-SELECT to_regclass('mqlayer_app.outbox') IS NOT NULL;
+-- Whether this database has an outbox, and whether the caller may read it.
+SELECT o.outbox IS NOT NULL, has_table_privilege(o.outbox, 'SELECT') AND has_table_privilege(o.delayed, 'SELECT')
+FROM (SELECT to_regclass('mqlayer_app.outbox')::oid, to_regclass('mqlayer_app.delayed')::oid) AS o(outbox, delayed);
 
 -- name: outbox_uncommitted
 -- What the open transaction has published and delayed, for its own tests. A row that is seen while its transaction is in
@@ -51,3 +52,10 @@ SELECT coalesce(sum(seq), 0)::bigint FROM mqlayer_app.counter;
 -- name: topic_number_for_tests
 -- A number for a topic that only a database of tests knows: above those of real topics.
 SELECT greatest(max(topic_id), 2000000000) + 1 FROM mqlayer_app.topic;
+
+-- name: topics_of_tests_drop
+-- Forget the topics that only tests knew, with their messages: real ones of these names are to come.
+WITH messages AS (DELETE FROM mqlayer_app.outbox WHERE topic_id > 2000000000),
+delayed AS (DELETE FROM mqlayer_app.delayed WHERE topic_id > 2000000000),
+counters AS (DELETE FROM mqlayer_app.counter WHERE topic_id > 2000000000)
+DELETE FROM mqlayer_app.topic WHERE topic_id > 2000000000;

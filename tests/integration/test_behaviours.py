@@ -183,7 +183,7 @@ def test_a_failing_key_waits_and_other_keys_go_on(engine: Engine) -> None:
     assert world.order.index("free") < world.order.index("bad") < world.order.index("behind")
 
 
-def test_a_handlers_error_is_raised_in_the_test(engine: Engine) -> None:
+def test_an_error_of_a_handler_is_raised_in_the_test(engine: Engine) -> None:
     engine.publish(work, Work("raises", ["fail"]), key="raises")
     with pytest.raises(ValueError, match="as the message says"):
         engine.run_until_idle()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -267,3 +269,12 @@ def test_a_published_message_makes_a_context_too() -> None:
         assert test.published() == []
     ctx = context(found, topic=orders)
     assert (ctx.key, ctx.tags, orders.decode(ctx.body)) == ("ann", ("eu",), Order("ann"))
+
+
+def test_the_page_lists_what_both_engines_do() -> None:
+    root = Path(__file__).parents[2]
+    tests = (root / "tests" / "integration" / "test_behaviours.py").read_text("utf-8")
+    page = (root / "docs" / "how-to" / "test-handlers.md").read_text("utf-8")
+    listed = page.partition("## What is the same on both\n")[2].partition("\n## ")[0]
+    names = [name.replace("_", " ") for name in re.findall(r"^def test_(\w+)", tests, re.MULTILINE)]
+    assert re.findall(r"^- (.*)$", listed, re.MULTILINE) == names
