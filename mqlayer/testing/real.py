@@ -21,11 +21,11 @@ from mqlayer.domain.codecs import Decode
 from mqlayer.domain.message import Identity
 from mqlayer.errors import AlreadyApplied, BodyMismatch, InvalidInput
 from mqlayer.inspect import group_statuses
-from mqlayer.inspect.topic_reader import TopicReader
+from mqlayer.inspect.topic_reader import StoredMessage, TopicReader
 from mqlayer.postgres.queries import query
 from mqlayer.redelivery import dead_messages, parked_keys, release_parked
 from mqlayer.redelivery.filters import ParkedFilter
-from mqlayer.redelivery.lists import ParkedKey
+from mqlayer.redelivery.lists import PAGE_LIMIT, ParkedKey
 from mqlayer.relay import Relay, RelayLimits
 from mqlayer.runtime.runtime import open_runtime
 from mqlayer.settings import Settings
@@ -33,7 +33,6 @@ from mqlayer.testing.assertions import Assertions
 from mqlayer.testing.failures import Failure
 from mqlayer.testing.in_memory import DAY_S, TestApp
 from mqlayer.testing.messages import PublishedMessage, TopicOrName, new_message, topic_name
-from mqlayer.testing.waiting import wait_until
 from mqlayer.topics import create_topic, list_topics
 
 EngineKind = Literal["memory", "real"]
@@ -41,6 +40,7 @@ Attempted: TypeAlias = list[tuple[PublishedMessage, int]]
 """Messages with the number of their attempt."""
 IDLE_S: Final = 60.0
 """How long a run may take."""
+POLL_S: Final = 0.05
 QUICK: Final = RelayLimits(sweep_s=0.05, late_s=0.5)
 
 
@@ -138,7 +138,7 @@ class RealApp(Assertions):
     def published(self, topic: TopicOrName | None = None) -> list[PublishedMessage]:
         """Return what reached a topic, in order per key; delayed messages once they are due."""
         for name, reader in self._readers.items():
-            for stored in reader.read():
+            for stored in _rest(reader):
                 self._read[name, stored.identity] = PublishedMessage(
                     name, stored.key, stored.body, stored.headers, stored.tags
                 )
@@ -158,14 +158,17 @@ class RealApp(Assertions):
     def run_until_idle(self, *, raises: bool = True, limit_s: float = DAY_S) -> Self:
         """`run`, and wait for retries and delayed messages that are due within `limit_s` seconds."""
         seen, until = len(self._observed.failures), time.monotonic() + limit_s
-        wait_until(
-            lambda: self._is_idle(until - time.monotonic()) or (raises and self._raised(seen)),
-            timeout_s=IDLE_S + min(limit_s, DAY_S),
-        )
-        error = self._raised(seen) if raises else None
-        if error is not None:
-            raise error
-        return self
+        deadline = time.monotonic() + IDLE_S + min(limit_s, DAY_S)
+        while True:
+            idle = self._is_idle(until - time.monotonic())
+            error = self._raised(seen) if raises else None
+            if error is not None:
+                raise error
+            if idle:
+                return self
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"something is due after {IDLE_S:g} s: `mqlayer group lag` says what waits")
+            time.sleep(POLL_S)
 
     async def arun_until_idle(self, *, raises: bool = True, limit_s: float = DAY_S) -> Self:
         """`run_until_idle`, in the event loop of the test."""
@@ -186,7 +189,7 @@ class RealApp(Assertions):
     def dead(self, topic: TopicOrName, *, group: str | None = None) -> list[PublishedMessage]:
         """Return messages that left a group without an effect: dead, or passed over."""
         self.published()
-        rows = dead_messages(self._runtime.control, topic=topic_name(topic), group=group)
+        rows = dead_messages(self._runtime.control, topic=topic_name(topic), group=group, limit=PAGE_LIMIT)
         return [self._read[row.topic, row.identity] for row in reversed(rows)]
 
     def parked(self, topic: TopicOrName, *, group: str | None = None) -> list[str | None]:
@@ -222,7 +225,7 @@ class RealApp(Assertions):
         return int(row[0]) if row else 0
 
     def _parked(self, wanted: ParkedFilter) -> list[ParkedKey]:
-        return parked_keys(self._runtime.control, wanted)
+        return parked_keys(self._runtime.control, wanted, limit=PAGE_LIMIT)
 
     def _is_idle(self, within_s: float) -> bool:
         within_s = max(0.0, within_s)
@@ -311,6 +314,12 @@ def engine_for(
     if kind != "real":
         raise InvalidInput(f"an engine is 'memory' or 'real', not {kind!r}")
     return RealApp(app, settings or Settings(), topics=topics)
+
+
+def _rest(reader: TopicReader) -> Iterator[StoredMessage]:
+    yield from reader.read()
+    while not reader.at_end:
+        yield from reader.read()
 
 
 class Misfit(NamedTuple):
