@@ -72,6 +72,12 @@ class DjangoHooks:
         ]
 
 
+def collected(connection: Any) -> list[OutboxMessage]:
+    """Return what the open transaction has collected."""
+    markers = (entry[1] for entry in connection.run_on_commit)
+    return [marker.message for marker in markers if isinstance(marker, MessageMarker)]
+
+
 def of_alias(alias: str) -> Any:
     """Return this thread's Django connection. Raises InvalidInput."""
     try:

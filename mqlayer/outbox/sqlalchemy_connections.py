@@ -117,6 +117,13 @@ def publish(connection: Any, message: OutboxMessage) -> None:
     collector_of(core).add(message)
 
 
+def collected(connection: Any) -> list[OutboxMessage]:
+    """Return what the open transaction has collected."""
+    core = connection.connection() if callable(connection.connection) else connection
+    collector = _collectors.get(core)
+    return [] if collector is None else [message for message, _ in collector.messages]
+
+
 def collector_of(core: Any) -> SqlalchemyTransaction:
     """Return a Connection's collector, created if new."""
     collector = _collectors.get(core)

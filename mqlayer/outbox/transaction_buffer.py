@@ -45,7 +45,7 @@ class OutboxTransaction:
         dedup_id: str | None = None,
     ) -> None:
         """As `outbox.publish`."""
-        if not isinstance(self.connection, psycopg.Connection):
+        if not _is_sync(self.connection):
             raise InvalidInput("this connection is asynchronous: await tx.apublish(…)")
         message = message_of(topic, key=key, body=body, headers=headers, tags=tags, dedup_id=dedup_id)
         run(self.connection, publishing(self.connection, message))
@@ -61,7 +61,7 @@ class OutboxTransaction:
         dedup_id: str | None = None,
     ) -> None:
         """As `outbox.apublish`."""
-        if not isinstance(self.connection, psycopg.AsyncConnection):
+        if not _is_async(self.connection):
             raise InvalidInput("this connection is synchronous: tx.publish(…)")
         message = message_of(topic, key=key, body=body, headers=headers, tags=tags, dedup_id=dedup_id)
         await run_async(self.connection, publishing(self.connection, message))
@@ -78,9 +78,14 @@ class OutboxTransaction:
         return any(trace for _, trace in self.messages)
 
     def keep(self, traces: str) -> None:
+        """Discard rolled back messages, at the end."""
+        self.keep_traced(traces)
+        self.messages = [(message, 0) for message, _ in self.messages]
+
+    def keep_traced(self, traces: str) -> None:
         """Discard rolled back messages."""
         left = {int(number) for number in traces.split(",") if number}
-        self.messages = [(message, 0) for message, trace in self.messages if not trace or trace in left]
+        self.messages = [each for each in self.messages if not each[1] or each[1] in left]
 
 
 _open: Final[WeakKeyDictionary[AnyConnection, list[OutboxTransaction]]] = WeakKeyDictionary()
@@ -93,7 +98,7 @@ def transaction(connection: psycopg.Connection[Any]) -> Iterator[OutboxTransacti
     Writes them right before COMMIT, sorted by LP. Rolling back a savepoint discards its messages; a SAVEPOINT statement
     of your own goes unnoticed. Raises as `publish`.
     """
-    if not isinstance(connection, psycopg.Connection):
+    if not _is_sync(connection):
         raise InvalidInput(f"a {type(connection).__name__}: outbox.transaction {_WRONG_CONNECTION}")
     with connection.transaction(), _collecting(connection) as (collector, outer):
         yield collector
@@ -105,7 +110,7 @@ def transaction(connection: psycopg.Connection[Any]) -> Iterator[OutboxTransacti
 @asynccontextmanager
 async def atransaction(connection: psycopg.AsyncConnection[Any]) -> AsyncIterator[OutboxTransaction]:
     """As `transaction`, on an AsyncConnection."""
-    if not isinstance(connection, psycopg.AsyncConnection):
+    if not _is_async(connection):
         raise InvalidInput(f"a {type(connection).__name__}: outbox.transaction {_WRONG_CONNECTION}")
     async with connection.transaction():
         with _collecting(connection) as (collector, outer):
@@ -123,10 +128,28 @@ def publishing(connection: Any, message: OutboxMessage) -> Statements[None]:
         yield from _adding(collector, [message])
 
 
+def collected(connection: AnyConnection) -> Statements[list[OutboxMessage]]:
+    """Return what open transactions of a connection have collected and not rolled back."""
+    collectors = _open.get(connection, [])
+    if any(collector.needs_traces for collector in collectors):
+        (traces,) = yield Statement(query("outbox_traces"), {})
+        for collector in collectors:
+            collector.keep_traced(traces)
+    return [message for collector in collectors for message, _ in collector.messages]
+
+
 def depth_of(connection: AnyConnection) -> int:
     """Return the depth of `connection.transaction()` blocks."""
     # psycopg has no public name for its count; without it, plain savepoints go unnoticed.
     return int(getattr(connection, "_num_transactions", 0))
+
+
+def _is_sync(connection: object) -> bool:
+    return isinstance(connection, psycopg.Connection) or getattr(connection, "asynchronous", True) is False
+
+
+def _is_async(connection: object) -> bool:
+    return isinstance(connection, psycopg.AsyncConnection) or getattr(connection, "asynchronous", False) is True
 
 
 def _innermost(connection: Any) -> OutboxTransaction | None:

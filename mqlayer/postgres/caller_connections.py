@@ -6,6 +6,7 @@ One generator serves both forms, sync and async: it yields statements, gets rows
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing, contextmanager
 from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
@@ -31,6 +32,16 @@ class Statement(NamedTuple):
     in_transaction: bool = False
 
 
+class StandIn(ABC):
+    """A session of tests, which answers statements itself."""
+
+    asynchronous = False
+
+    @abstractmethod
+    def answer(self, statement: Statement) -> Row:
+        """Return a statement's one row."""
+
+
 Statements: TypeAlias = Generator[Statement, Row, T]
 
 
@@ -49,7 +60,11 @@ def run(connection: Any, statements: Statements[T]) -> T:
 
 async def run_async(connection: Any, statements: Statements[T]) -> T:
     """As `run`, on async connections and sessions."""
-    if not isinstance(connection, psycopg.AsyncConnection) and not hasattr(connection, "run_sync"):
+    if (
+        not isinstance(connection, psycopg.AsyncConnection)
+        and not hasattr(connection, "run_sync")
+        and not (isinstance(connection, StandIn) and connection.asynchronous)
+    ):
         raise InvalidInput(f"can't use a {type(connection).__name__}: give a psycopg or SQLAlchemy async connection")
     try:
         statement = next(statements)
@@ -64,6 +79,8 @@ async def run_async(connection: Any, statements: Statements[T]) -> T:
 
 def run_one(connection: Any, statement: Statement) -> Row:
     """Run a statement and return its one row. Driver errors pass."""
+    if isinstance(connection, StandIn) and not connection.asynchronous:
+        return connection.answer(statement)
     if statement.in_transaction:
         check_in_transaction(connection)
     with driver_cursor(connection) as cursor:
@@ -75,6 +92,8 @@ def run_one(connection: Any, statement: Statement) -> Row:
 
 async def run_one_async(connection: Any, statement: Statement) -> Row:
     """As `run_one`, on async connections and sessions."""
+    if isinstance(connection, StandIn):
+        return connection.answer(statement)
     if not isinstance(connection, psycopg.AsyncConnection):
         result: Row = await connection.run_sync(run_one, statement)
         return result

@@ -30,7 +30,7 @@ def test_the_tutorial_runs_as_printed(
     with Database(database_dsn) as database:
         register_node(runtime_of(database), name="n1", url=redis_url)
     page = TUTORIAL.read_text("utf-8")
-    for name, text in re.findall(r"Save this as `(\S+)`:\n\n```python\n(.*?)```", page, re.DOTALL):
+    for name, text in re.findall(r"Save this as `(\S+)`[^\n]*:\n\n```python\n(.*?)```", page, re.DOTALL):
         (tmp_path / name).write_text(text)
     script = "".join(text for language, text in examples(TUTORIAL) if language == "bash")
     environment = os.environ | {

@@ -35,7 +35,8 @@ INLINE: Final = re.compile(r"`([^`\n]+)`")
 PATH: Final = re.compile(r"(?:(?:tests|unit|property|integration|chaos|proof|fixtures|bench|sql|lua)/)[\w/.]+")
 MARKDOWN: Final = [
     *sorted(ROOT.glob("*.md")),
-    *(page for top in sorted(ROOT.glob("[a-z]*/")) for page in sorted(top.rglob("*.md"))),
+    # build/ has the site's copies.
+    *(page for top in sorted(ROOT.glob("[a-z]*/")) if top.name != "build" for page in sorted(top.rglob("*.md"))),
 ]
 LINK: Final = re.compile(r"\]\(([\w./-]+\.md)[)#]")
 RELATIVE: Final = re.compile(r"\]\((?!\w+:)([^)#\s]*)(?:#([^)\s]+))?\)")

@@ -34,6 +34,7 @@ from mqlayer.consuming.engine.events import Reporting
 from mqlayer.consuming.engine.options import MemberOptions, MemberStats
 from mqlayer.consuming.ordered.member import OrderedMember
 from mqlayer.consuming.ordered.owned_partitions import OwnedPartition
+from mqlayer.consuming.ordered.workers import Handle
 from mqlayer.consuming.shared.member import SharedMember
 from mqlayer.domain.codecs import AS_IS, Body, TypedBodies, decoder_for, type_name
 from mqlayer.domain.message import Record
@@ -330,15 +331,14 @@ class App:
             group = rejoin()
         facts: dict[str, Any] = {
             "runtime": runtime, "routes": routes, "group": group, "is_async": consumer.is_async,
-            "options": consumer.options, "reporting": Reporting(self.hooks, self._texts()),
+            "options": consumer.options, "reporting": Reporting(self.hooks, self.error_texts()),
         }  # fmt: skip
         if group.mode == "shared":
             return SharedMember(handle=_handle(consumer, group), **facts)
-        if consumer.batch is not None:
-            return OrderedMember(handle=_batch_handler(consumer, group, *consumer.batch), rejoin=rejoin, **facts)
-        return OrderedMember(handle=_handle(consumer, group), rejoin=rejoin, **facts)
+        return OrderedMember(handle=call_of(consumer, group), rejoin=rejoin, **facts)
 
-    def _texts(self) -> ErrorTexts:
+    def error_texts(self) -> ErrorTexts:
+        """Return how its errors are told."""
         return ErrorTexts(shown=self.settings.error_messages, describe=self._describe_error)
 
     def _instance(self, consumer: Consumer, group: Group, runtime: Runtime, routes: RouteCache) -> Group:
@@ -380,6 +380,11 @@ def _check_annotation(handler: Callable[..., Any], typed: TypedBodies[Any], anno
             f"{type_name(typed.body)}"
         )
     return typed.body
+
+
+def call_of(consumer: Consumer, group: Group) -> Handle | BatchHandler:
+    """Return what a group's workers call."""
+    return _handle(consumer, group) if consumer.batch is None else _batch_handler(consumer, group, *consumer.batch)
 
 
 def _handle(consumer: Consumer, group: Group) -> Callable[[OwnedPartition, Record], Any]:

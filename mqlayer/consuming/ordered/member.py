@@ -60,7 +60,7 @@ class OrderedMember(Member[Reader, Settler]):
         core, events = MemberCore.of(runtime, routes, group, options), OrderedEvents(group, reporting)
         self.settings = core.settings
         store = ParkingStore(core.runtime.control, group.group_id, core.member_id)
-        dispatcher, new_worker = _strategy(handle, core.lease)
+        dispatcher, new_worker = strategy_of(handle, core.lease)
         self.dispatcher = dispatcher
 
         def settled(node_id: NodeId, count: int) -> None:
@@ -120,7 +120,8 @@ class OrderedMember(Member[Reader, Settler]):
 NewWorker = Callable[[LiveSettings, PoisonMessageGuard, TurnResults, Timeouts], Worker]
 
 
-def _strategy(handle: Handle | BatchHandler, lease: Lease) -> tuple[Dispatcher, NewWorker]:
+def strategy_of(handle: Handle | BatchHandler, lease: Lease) -> tuple[Dispatcher, NewWorker]:
+    """Return how messages are given out, and to which workers."""
     if isinstance(handle, BatchHandler):
         batches = BatchDispatcher(lease, handle.batch_of)
         return batches, partial(BatchWorker, handle, batches)
