@@ -132,6 +132,8 @@ class RealApp(Assertions):
         with self.session() as session:
             if delay_s is None:
                 outbox.publish(session, dedup_id=dedup_id, **facts)
+            elif dedup_id is not None:
+                raise InvalidInput("a delayed message has no dedup id: leave one of the two out")
             else:
                 outbox.publish_delayed(session, delay_s=delay_s, **facts)
 
