@@ -17,13 +17,13 @@ import psycopg
 from mqlayer.errors import InvalidInput
 from mqlayer.outbox.batch_insert import sending
 from mqlayer.outbox.outbox_message import Body, OutboxMessage, message_of
-from mqlayer.postgres.caller_connections import Statement, Statements, run, run_async
+from mqlayer.postgres.caller_connections import StandIn, Statement, Statements, run, run_async
 from mqlayer.postgres.queries import query
 
 _WRONG_CONNECTION: Final = "takes a psycopg 3 connection: SQLAlchemy and Django transactions collect by themselves"
 _numbers = count(1)
 
-AnyConnection: TypeAlias = "psycopg.Connection[Any] | psycopg.AsyncConnection[Any]"
+AnyConnection: TypeAlias = "psycopg.Connection[Any] | psycopg.AsyncConnection[Any] | StandIn"
 
 
 class OutboxTransaction:
@@ -92,7 +92,7 @@ _open: Final[WeakKeyDictionary[AnyConnection, list[OutboxTransaction]]] = WeakKe
 
 
 @contextmanager
-def transaction(connection: psycopg.Connection[Any]) -> Iterator[OutboxTransaction]:
+def transaction(connection: psycopg.Connection[Any] | StandIn) -> Iterator[OutboxTransaction]:
     """Open a transaction or savepoint that collects messages.
 
     Writes them right before COMMIT, sorted by LP. Rolling back a savepoint discards its messages; a SAVEPOINT statement
@@ -108,7 +108,7 @@ def transaction(connection: psycopg.Connection[Any]) -> Iterator[OutboxTransacti
 
 
 @asynccontextmanager
-async def atransaction(connection: psycopg.AsyncConnection[Any]) -> AsyncIterator[OutboxTransaction]:
+async def atransaction(connection: psycopg.AsyncConnection[Any] | StandIn) -> AsyncIterator[OutboxTransaction]:
     """As `transaction`, on an AsyncConnection."""
     if not _is_async(connection):
         raise InvalidInput(f"a {type(connection).__name__}: outbox.transaction {_WRONG_CONNECTION}")

@@ -41,6 +41,10 @@ class StandIn(ABC):
     def answer(self, statement: Statement) -> Row:
         """Return a statement's one row."""
 
+    def transaction(self) -> Any:
+        """Open a transaction, or a savepoint."""
+        raise NotImplementedError
+
 
 Statements: TypeAlias = Generator[Statement, Row, T]
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from mqlayer.testing.waiting import wait_until
 
 if TYPE_CHECKING:
-    from mqlayer.testing.contexts import context
+    from mqlayer.testing.contexts import batch, context
     from mqlayer.testing.in_memory import TestApp
     from mqlayer.testing.messages import PublishedMessage
     from mqlayer.testing.outbox_table import prepare_database
@@ -23,6 +23,7 @@ __all__ = [
     "apublished",
     "assert_not_published",
     "assert_published",
+    "batch",
     "context",
     "engine_for",
     "prepare_database",
@@ -31,7 +32,7 @@ __all__ = [
 ]
 
 _MODULES: Final = {
-    "contexts": ("context",),
+    "contexts": ("batch", "context"),
     "in_memory": ("TestApp",),
     "messages": ("PublishedMessage",),
     "outbox_table": ("prepare_database",),

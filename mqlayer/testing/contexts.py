@@ -1,14 +1,15 @@
-"""A handler as a function: a Context from one call."""
+"""A handler as a function: a Context, or a Batch, from one call."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
 from typing import Any, Final, Literal, TypedDict, Unpack
 
-from mqlayer.consuming import Context
-from mqlayer.consuming.ordered.owned_partitions import OwnedPartition
+from mqlayer.consuming import Batch, BatchMessage, Context
+from mqlayer.consuming.api.batch_messages import BatchKind
+from mqlayer.consuming.ordered.owned_partitions import KeyQueue, OwnedPartition
 from mqlayer.domain.message import Identity, ParkedRecord, Record
 from mqlayer.domain.routing import LP_COUNT, NodeId, PartitionId, lp_of
 from mqlayer.errors import InvalidInput
@@ -47,6 +48,9 @@ class FixedAnswer(StandIn):
 
     def answer(self, statement: Statement) -> Row:
         """Return the answer to all."""
+        if statement.text == query("fence_many"):
+            count = len(statement.parameters["lps"])
+            return [self._answer] * count, [EPOCH + 1] * count
         return (self._answer, EPOCH + 1) if statement.text == query("fence") else (self._answer,)
 
 
@@ -80,6 +84,24 @@ class MemoryContext(Context):
         await super().ainbox(FixedAnswer(self._given, asynchronous=True), name=name)
 
 
+class MemoryBatch(Batch[Any]):
+    """A Batch whose fence takes any connection, and asks none."""
+
+    __slots__ = ()
+
+    def fence(self, connection: Any, messages: Iterable[BatchMessage[Any]] | None = None) -> list[BatchMessage[Any]]:
+        """Let messages through, once."""
+        del connection
+        return super().fence(FixedAnswer("current"), messages)
+
+    async def afence(
+        self, connection: Any, messages: Iterable[BatchMessage[Any]] | None = None
+    ) -> list[BatchMessage[Any]]:
+        """`fence` for async code."""
+        del connection
+        return await super().afence(FixedAnswer("current", asynchronous=True), messages)
+
+
 def context(
     body: Any = b"",
     *,
@@ -104,6 +126,31 @@ def context(
     if connection is None:
         return MemoryContext(name, group, owned, record, answer)
     return Context(name, group, _GROUP_ID, owned, record)
+
+
+def batch(
+    bodies: Sequence[Any],
+    *,
+    topic: TopicOrName = "tests",
+    kind: BatchKind = "distinct",
+    key: str | None = None,
+    connection: Any = None,
+    group: str = "tests",
+) -> Batch[Any]:
+    """Return the Batch of some messages, to call a batch handler as a function; arguments as of `context`.
+
+    `key`: of all, for the kind "key". Raises InvalidInput, BodyMismatch.
+    """
+    name, owned, queues = topic_name(topic), _owned(), dict[bytes, KeyQueue]()
+    messages: list[BatchMessage[Any]] = []
+    for index, body in enumerate(bodies):
+        record = _record(body, topic, key, {})
+        queue = queues.setdefault(record.key, KeyQueue(owned, record.key, record))
+        messages.append(BatchMessage(name, group, _GROUP_ID, queue, record, index))
+    made = (MemoryBatch if connection is None else Batch)(kind, name, group, messages)
+    for message in messages:
+        message.value = message.body if isinstance(topic, str) else topic.decode(message.body)
+    return made
 
 
 def _record(body: Any, topic: TopicOrName, key: str | None, facts: MessageFacts) -> Record:

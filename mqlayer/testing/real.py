@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -132,8 +132,16 @@ class RealApp(Assertions):
         with self.session() as session:
             if delay_s is None:
                 outbox.publish(session, dedup_id=dedup_id, **facts)
+            elif dedup_id is not None:
+                raise InvalidInput("a delayed message has no dedup id: leave one of the two out")
             else:
                 outbox.publish_delayed(session, delay_s=delay_s, **facts)
+
+    def deliver(self, messages: Iterable[PublishedMessage]) -> None:
+        """Publish messages again, such as `published(on=connection)` of a transaction that never commits."""
+        for message in messages:
+            facts: dict[str, Any] = {"key": message.key, "headers": message.headers, "tags": message.tags}
+            self.publish(message.topic, message.body, **facts)
 
     def published(self, topic: TopicOrName | None = None) -> list[PublishedMessage]:
         """Return what reached a topic, in order per key; delayed messages once they are due."""

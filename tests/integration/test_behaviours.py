@@ -19,6 +19,7 @@ from pydantic import SecretStr
 
 import mqlayer
 from mqlayer import Batch, BatchOf, Context, MemberOptions, PauseKey, Reject, RetryLater, Settings, Skip, outbox
+from mqlayer.domain.retry_rules import Policy
 from mqlayer.errors import BodyMismatch
 from mqlayer.postgres.database import Database
 from mqlayer.stack import AnyRedis
@@ -50,7 +51,8 @@ class Effect:
 
 
 effects = mqlayer.Topic("effects", body=Effect, key=lambda effect: effect.name)
-by_policy = {policy: mqlayer.Topic(f"work-{policy}", body=Work) for policy in ("park", "block", "dead_letter", "skip")}
+policies: tuple[Policy, ...] = ("park", "block", "dead_letter", "skip")
+by_policy = {policy: mqlayer.Topic(f"work-{policy}", body=Work) for policy in policies}
 work = by_policy["park"]
 tagged = mqlayer.Topic("tagged", body=str)
 loose = mqlayer.Topic("loose", body=str)
@@ -390,7 +392,7 @@ class Course:
 
 
 @pytest.mark.parametrize("policy", by_policy)
-def test_random_messages_go_as_the_rules_say(engine: Engine, policy: str) -> None:
+def test_random_messages_go_as_the_rules_say(engine: Engine, policy: Policy) -> None:
     topic, rng = by_policy[policy], random.Random(policy)
     kinds = ("succeed", "fail", "fail", "later", "reject", "skip", "pause")
     works = {

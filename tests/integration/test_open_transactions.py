@@ -140,7 +140,7 @@ def test_a_test_case_of_django_sees_its_atomic_blocks_and_delivers_them(django_c
     def book(order: Order) -> None:
         handled.append(order["customer"])
 
-    class OrderTest(TestCase):
+    class OrderTest(TestCase):  # type: ignore[misc]
         def test_order(self) -> None:
             with transaction.atomic():
                 orders.publish("default", {"customer": "ann"})

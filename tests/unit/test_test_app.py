@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import re
 import threading
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from mqlayer.consuming.engine import clock as engine_clock
 from mqlayer.consuming.ordered import workers
 from mqlayer.errors import (
     AlreadyApplied,
+    BatchUndone,
     BodyTooLarge,
     Conflict,
     HandlerFault,
@@ -26,7 +28,7 @@ from mqlayer.errors import (
     NotFound,
     StaleOwner,
 )
-from mqlayer.testing import TestApp, assert_published, context, in_memory
+from mqlayer.testing import RealApp, TestApp, assert_published, batch, context, in_memory
 
 
 @dataclass
@@ -70,12 +72,12 @@ def test_the_engine_has_its_clock_back_and_other_threads_never_lost_it() -> None
     real, elsewhere = engine_clock.clock, list[float]()
     with TestApp(app_with(lambda order: None)) as test:
         test.clock.advance(1_000_000)
-        thread = threading.Thread(target=lambda: elsewhere.append(workers.clock()))
+        thread = threading.Thread(target=lambda: elsewhere.append(vars(workers)["clock"]()))
         thread.start()
         thread.join()
-        assert workers.clock() == test.clock.seconds()
+        assert vars(workers)["clock"]() == test.clock.seconds()
         assert elsewhere[0] < test.clock.seconds() - 900_000
-    assert workers.clock is engine_clock.clock is real
+    assert vars(workers)["clock"] is engine_clock.clock is real
 
 
 def test_a_paused_key_and_a_limit_of_time_stay_in_sight() -> None:
@@ -260,6 +262,30 @@ def test_a_handler_is_called_as_a_function() -> None:
     asyncio.run(twice.ainbox(None))
     with pytest.raises(InvalidInput, match="first attempt is 1"):
         context(order, attempt=0)
+
+
+def test_a_batch_handler_is_called_as_a_function() -> None:
+    def book(bodies: list[Order], ctx: mqlayer.Batch[Order]) -> None:
+        applied = ctx.fence(None)
+        assert [message.value for message in applied] == bodies
+        ctx.fail(ctx[1:], "no stock") if bodies[0].amount < 0 else ctx.done(*applied)
+
+    one = batch([Order("ann"), Order("bob")], topic=orders)
+    book(one.values, one)
+    assert [message.key for message in one] == ["ann", "bob"]
+    with pytest.raises(BatchUndone):
+        book([Order("ann", -1), Order("bob")], batch([Order("ann", -1), Order("bob")], topic=orders))
+    of_key = batch(["1", "2"], topic="notes", key="ann", kind="key")
+    assert ([message.key for message in of_key], of_key.values) == (["ann", "ann"], [b"1", b"2"])
+    assert asyncio.run(of_key.afence(None)) == list(of_key)
+
+
+def test_both_engines_have_the_same_methods() -> None:
+    def methods(kind: type) -> dict[str, list[str]]:
+        public = [name for name in dir(kind) if not name.startswith("_") and callable(getattr(kind, name))]
+        return {name: list(inspect.signature(getattr(kind, name)).parameters) for name in public}
+
+    assert methods(TestApp) == methods(RealApp)
 
 
 def test_a_published_message_makes_a_context_too() -> None:

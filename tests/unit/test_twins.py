@@ -11,8 +11,9 @@ import pytest
 import mqlayer
 from mqlayer import outbox
 from mqlayer.outbox import OutboxTransaction
+from mqlayer.testing import RealApp, TestApp, transactions
 
-OWNERS = (outbox, OutboxTransaction, mqlayer.Context, mqlayer.Batch, mqlayer.Versions)
+OWNERS = (outbox, OutboxTransaction, mqlayer.Context, mqlayer.Batch, mqlayer.Versions, RealApp, TestApp, transactions)
 
 
 def pairs() -> Iterator[tuple[Any, Any]]:
