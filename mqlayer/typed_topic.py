@@ -8,6 +8,7 @@ from datetime import datetime
 from typing import Any, Generic, Protocol, TypeAlias
 
 from mqlayer import outbox
+from mqlayer.domain.body_schemas import normalized, schema_of
 from mqlayer.domain.codecs import Body, Codec, decoder_for, decoder_of, encode_body, type_name
 from mqlayer.domain.names import check_name
 from mqlayer.errors import InvalidInput
@@ -74,6 +75,19 @@ class Topic(Generic[Body]):
     def body(self) -> type[Body]:
         """The type of its bodies."""
         return self._body
+
+    @property
+    def schema(self) -> dict[str, Any] | None:
+        """The JSON Schema of its bodies; None for bytes, str, and a codec without `json_schema()`."""
+        described = self.described_schema()
+        return None if described is None else normalized(described)
+
+    def described_schema(self) -> dict[str, Any] | None:
+        """Return `schema` with titles and descriptions, as the body's library gives it."""
+        if self._codec is None:
+            return schema_of(self._body)
+        found = getattr(self._codec, "json_schema", None)
+        return None if found is None else dict(found())
 
     def encode(self, body: Body) -> bytes:
         """Return a body's bytes. Raises InvalidInput."""

@@ -27,7 +27,10 @@ AS_IS: Final[Decode] = _as_is
 
 
 class Codec(Protocol[Body]):
-    """Another content type than JSON: a class of the application's, such as for protobuf or Avro."""
+    """Another content type than JSON: a class of the application's, such as for protobuf or Avro.
+
+    A method `json_schema()`, where it has one, returns the JSON Schema of what it encodes.
+    """
 
     def encode(self, body: Body) -> bytes:
         """Return a body's bytes; whatever it raises, nothing is published."""
@@ -46,6 +49,10 @@ class TypedBodies(Protocol[ReadBody_co]):
     @property
     def body(self) -> type[ReadBody_co]:
         """The type of its bodies."""
+
+    @property
+    def schema(self) -> dict[str, Any] | None:
+        """The JSON Schema of its bodies; None where they have none."""
 
     def decode(self, data: bytes) -> ReadBody_co:
         """Return a body. Raises BodyMismatch."""
