@@ -52,7 +52,7 @@ COMMANDS: Final[Mapping[str, CommandSource]] = {
         "doctor", "Compare Postgres, nodes and archive; exit code 1 for differences, 3 if some could not be compared."
     ),
     "node": CommandSource("nodes", "Redis nodes: register, list, arm again, give another address."),
-    "topic": CommandSource("topics", "Topics: create, list, set."),
+    "topic": CommandSource("topics", "Topics: create, list, set, schema."),
     "route": CommandSource("routes", "Routes: split, merge and move partitions while messages flow."),
     "group": CommandSource("groups", "Groups: settings, pauses, and where they stand."),
     "key": CommandSource("keys", "Keys: their partitions, waiting messages, pauses."),

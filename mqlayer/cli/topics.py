@@ -1,4 +1,4 @@
-"""`topic`: create, list, set, pause, resume."""
+"""`topic`: create, list, set, schema, pause, resume."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mqlayer.groups.pauses import pause_topic, resume_topic, wait_paused
 from mqlayer.postgres.database import Database
 from mqlayer.topics import create_topic, list_topics, set_archived, set_limits, set_schema_mode
 
-topics = typer.Typer(no_args_is_help=True, help="Topics: create, list, set.")
+topics = typer.Typer(no_args_is_help=True, help="Topics: create, list, set, schema.")
 topics.command(cls=RuledCommand)(schema)
 
 FOR_EVER: Final = "forever"

@@ -25,7 +25,8 @@ SHOWS = {
     "node list": "", "outbox quarantine list": "", "outbox delayed list": "", "parked list": "", "parked stats": "",
     "replay list": "", "replay results": "{replay}", "replay show": "{replay}", "route history": "orders",
     "route show": "orders",
-    "route watch": "orders", "snapshot list": "", "snapshot show": "cut", "topic list": "", "verify": "",
+    "route watch": "orders", "snapshot list": "", "snapshot show": "cut", "topic list": "", "topic schema": "orders",
+    "verify": "",
     "versions gaps": "", "versions held": "sink e",
 }  # fmt: skip
 """What is typed behind each command that only shows."""
