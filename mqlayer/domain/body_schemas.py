@@ -74,7 +74,7 @@ def _without_root_reference(schema: Schema) -> Schema:
     rest = {key: value for key, value in definitions.items() if key != name}
     if schema_text([rest, definitions[name]]).count(json.dumps(_DEFINED + name)):
         return schema
-    return definitions[name] | ({"$defs": rest} if rest else {})
+    return {**definitions[name], **({"$defs": rest} if rest else {})}
 
 
 def _normalized(schema: Any) -> Any:

@@ -85,7 +85,10 @@ def test_bytes_have_no_schema(world: World) -> None:
 
 def test_after_a_break_that_was_allowed_the_former_version_is_judged_anew(world: World) -> None:
     runtime = world.runtime(actor="ann")
-    store = lambda body, **how: store_schema(world.database, "orders", schema(body), actor="a test", **how)  # noqa: E731
+
+    def store(body: Any, *, anew: bool = False) -> int:
+        return store_schema(world.database, "orders", schema(body), actor="a test", anew=anew)
+
     store(V1)
     assert set_schema_mode(runtime, "orders", "none")
     assert store(Broken) == 2
