@@ -25,6 +25,7 @@ COMMANDS: Final[Mapping[str, CommandSource]] = {
     "down": CommandSource("stack", "Stop the stack; data stay for the next `up`."),
     "status": CommandSource("stack", "Show every part; exit code 1 if one is not running."),
     "consume": CommandSource("consume", "Run the consumers of MODULE:APP until SIGTERM or SIGINT."),
+    "asyncapi": CommandSource("asyncapi", "Write the AsyncAPI document of MODULE:APP: topics, groups, bodies."),
     "publish": CommandSource(
         "messages", "Publish through the outbox of MQLAYER_APP_DSN; a relay moves it to its partition."
     ),

@@ -24,6 +24,7 @@ _OF_ONE: Final = frozenset(
     ("items", "additionalProperties", "propertyNames", "contains", "not", "if", "then", "else", "unevaluatedItems",
      "unevaluatedProperties")
 )  # fmt: skip
+_UNORDERED: Final = ("anyOf", "oneOf", "allOf", "required", "enum", "type")
 _DEFINED: Final = "#/$defs/"
 _TIMES: Final = {msgspec.inspect.DateTimeType: "date-time", msgspec.inspect.TimeType: "time"}
 
@@ -77,24 +78,27 @@ def _without_root_reference(schema: Schema) -> Schema:
     return {**definitions[name], **({"$defs": rest} if rest else {})}
 
 
-def _normalized(schema: Any) -> Any:
-    if not isinstance(schema, dict):
-        return schema
-    found = {key: _of_keyword(key, value) for key, value in schema.items() if key not in DESCRIPTIVE}
-    if "const" in found:
-        found.setdefault("enum", [found.pop("const")])
+def map_schemas(schema: Schema, change: Callable[[Any], Any]) -> Schema:
+    """Return a schema with each schema in it changed."""
+    found = {}
+    for key, value in schema.items():
+        if key in _OF_NAMES and isinstance(value, dict):
+            found[key] = {name: change(one) for name, one in value.items()}
+        elif key in _OF_LISTS | _OF_ONE and isinstance(value, list):
+            found[key] = [change(one) for one in value]
+        else:
+            found[key] = change(value) if key in _OF_ONE else value
     return found
 
 
-def _of_keyword(key: str, value: Any) -> Any:
-    if key in _OF_NAMES and isinstance(value, dict):
-        return {name: _normalized(one) for name, one in value.items()}
-    if key in _OF_LISTS and isinstance(value, list):
-        found = [_normalized(one) for one in value]
-        return found if key == "prefixItems" else sorted(found, key=schema_text)
-    if key in ("required", "enum", "type") and isinstance(value, list):
-        return sorted(value, key=schema_text)
-    return _normalized(value) if key in _OF_ONE else value
+def _normalized(schema: Any) -> Any:
+    if not isinstance(schema, dict):
+        return schema
+    found = map_schemas({key: value for key, value in schema.items() if key not in DESCRIPTIVE}, _normalized)
+    if "const" in found:
+        found.setdefault("enum", [found.pop("const")])
+    unordered = {key: sorted(found[key], key=schema_text) for key in _UNORDERED if isinstance(found.get(key), list)}
+    return found | unordered
 
 
 class _TimeFormats:
