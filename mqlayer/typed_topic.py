@@ -11,7 +11,7 @@ from typing import Any, Generic, Protocol, TypeAlias
 from mqlayer import outbox
 from mqlayer.domain.body_schemas import normalized, schema_of
 from mqlayer.domain.cloud_events import CloudEvents
-from mqlayer.domain.codecs import Body, Codec, decoder_for, decoder_of, encode_body, type_name
+from mqlayer.domain.codecs import Body, Codec, content_type_of, decoder_for, decoder_of, encode_body, type_name
 from mqlayer.domain.names import check_name
 from mqlayer.errors import InvalidInput
 from mqlayer.outbox import Published
@@ -90,10 +90,9 @@ class Topic(Generic[Body]):
     @property
     def content_type(self) -> str:
         """The media type of its bodies; a codec's attribute `content_type` says its own."""
-        if self._codec is not None:
-            return str(getattr(self._codec, "content_type", "application/octet-stream"))
-        plain = {bytes: "application/octet-stream", str: "text/plain; charset=utf-8"}
-        return plain.get(self._body, "application/json")
+        if self._codec is None:
+            return content_type_of(self._body)
+        return str(getattr(self._codec, "content_type", content_type_of(bytes)))
 
     @property
     def cloudevents(self) -> CloudEvents | None:

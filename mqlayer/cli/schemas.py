@@ -15,13 +15,13 @@ from mqlayer.cli.option_rules import excludes
 from mqlayer.cli.options import TopicArgument
 from mqlayer.cli.output import JsonOption, echo, show_rows
 from mqlayer.cli.runtime import runtime_here
-from mqlayer.consuming.api.app_loader import load_named
-from mqlayer.domain.body_schemas import Schema
+from mqlayer.domain.body_schemas import JsonSchema
+from mqlayer.domain.codecs import TypedBodies
 from mqlayer.domain.schema_versions import FieldChange, SchemaVersion, changes, refusals
 from mqlayer.errors import IncompatibleSchema, InvalidInput, NotFound
 from mqlayer.postgres.database import Database
+from mqlayer.runtime.named_objects import load_named
 from mqlayer.topics.schemas import TopicSchemas, incompatible, load_schemas, store_schema
-from mqlayer.typed_topic import Topic
 
 _TWO: Final = re.compile(r"(\d+)\.\.(\d+)")
 _ALONE: Final = "each says what to do"
@@ -131,8 +131,10 @@ def _version(topic: str, found: TopicSchemas, version: int | None) -> SchemaVers
     )
 
 
-def _schema_at(topic: str, path: str) -> Schema:
-    named = load_named(path, Topic, "topic")
+def _schema_at(topic: str, path: str) -> JsonSchema:
+    named = load_named(path, "topic")
+    if not isinstance(named, TypedBodies):
+        raise InvalidInput(f"{path!r} is a {type(named).__name__}: give the name of a mqlayer.Topic")
     if named.name != topic:
         raise InvalidInput(f"{path} is of topic {named.name!r}, not of {topic!r}")
     found = named.schema

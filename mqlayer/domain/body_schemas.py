@@ -11,7 +11,7 @@ import msgspec
 from mqlayer.domain.codecs import type_name
 from mqlayer.errors import InvalidInput
 
-Schema = dict[str, Any]
+JsonSchema = dict[str, Any]
 
 SCHEMA_BYTES_LIMIT: Final = 262_144
 DESCRIPTIVE: Final = frozenset(
@@ -29,26 +29,26 @@ _DEFINED: Final = "#/$defs/"
 _TIMES: Final = {msgspec.inspect.DateTimeType: "date-time", msgspec.inspect.TimeType: "time"}
 
 
-def schema_of(body_type: Any) -> Schema | None:
+def schema_of(body_type: Any) -> JsonSchema | None:
     """Return the schema of a type's JSON, as its library gives it; None for bytes, str and types that have none."""
     if body_type in (bytes, str):
         return None
     try:
         if hasattr(body_type, "model_json_schema"):
-            found: Schema = body_type.model_json_schema()
+            found: JsonSchema = body_type.model_json_schema()
             return found
         return _msgspec_schema(body_type)
     except Exception:  # noqa: BLE001 - a type may be read without having a schema
         return None
 
 
-def normalized(schema: Mapping[str, Any]) -> Schema:
+def normalized(schema: Mapping[str, Any]) -> JsonSchema:
     """Return a schema without descriptions; what has no order is sorted. Raises InvalidInput."""
     found = _normalized(_without_root_reference(dict(schema)))
     text = schema_text(found)
     if len(text.encode()) > SCHEMA_BYTES_LIMIT:
         raise InvalidInput(f"a schema of {len(text.encode())} bytes, at most {SCHEMA_BYTES_LIMIT}: divide the body")
-    loaded: Schema = json.loads(text)
+    loaded: JsonSchema = json.loads(text)
     return loaded
 
 
@@ -60,13 +60,13 @@ def schema_text(schema: Any) -> str:
         raise InvalidInput(f"the schema is no JSON: {error}") from None
 
 
-def _msgspec_schema(body_type: Any) -> Schema:
+def _msgspec_schema(body_type: Any) -> JsonSchema:
     schema = msgspec.json.schema(body_type)
     _TimeFormats(schema).add(msgspec.inspect.type_info(body_type), schema)
     return schema
 
 
-def _without_root_reference(schema: Schema) -> Schema:
+def _without_root_reference(schema: JsonSchema) -> JsonSchema:
     name = str(schema.get("$ref", "")).removeprefix(_DEFINED)
     others = schema.keys() - {"$ref", "$defs"} - DESCRIPTIVE
     definitions = schema.get("$defs", {})
@@ -78,9 +78,9 @@ def _without_root_reference(schema: Schema) -> Schema:
     return {**definitions[name], **({"$defs": rest} if rest else {})}
 
 
-def map_schemas(schema: Schema, change: Callable[[Any], Any]) -> Schema:
+def map_schemas(schema: JsonSchema, change: Callable[[Any], Any]) -> JsonSchema:
     """Return a schema with each schema in it changed."""
-    found = {}
+    found: JsonSchema = {}
     for key, value in schema.items():
         if key in _OF_NAMES and isinstance(value, dict):
             found[key] = {name: change(one) for name, one in value.items()}
@@ -104,8 +104,8 @@ def _normalized(schema: Any) -> Any:
 class _TimeFormats:
     """Adds what msgspec leaves out: the format of times without a demand on their zone, and of keys that are no str."""
 
-    def __init__(self, schema: Schema) -> None:
-        self._definitions: dict[str, Schema] = schema.get("$defs", {})
+    def __init__(self, schema: JsonSchema) -> None:
+        self._definitions: dict[str, JsonSchema] = schema.get("$defs", {})
         self._seen: set[str] = set()
 
     def add(self, info: Any, schema: Any) -> None:
@@ -131,7 +131,7 @@ class _TimeFormats:
             elif "encode_name" in getattr(field, "__struct_fields__", ()):
                 self.add(field.type, schema.get("properties", {}).get(field.encode_name))
 
-    def _add_to_branch(self, info: Any, branch: Schema) -> None:
+    def _add_to_branch(self, info: Any, branch: JsonSchema) -> None:
         kind = branch.get("type")
         if kind == "string" and type(info) in _TIMES:
             branch.setdefault("format", _TIMES[type(info)])
@@ -159,7 +159,7 @@ _KEY_FORMS: Final[Mapping[Callable[..., Any], str]] = {
 }
 
 
-def _branches(schema: Any) -> Iterator[Schema]:
+def _branches(schema: Any) -> Iterator[JsonSchema]:
     if isinstance(schema, dict):
         if "anyOf" not in schema:
             yield schema

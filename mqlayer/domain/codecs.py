@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar, runtime_checkable
 
 import msgspec
 
@@ -39,6 +39,7 @@ class Codec(Protocol[Body]):
         """Return a body; whatever it raises is a body that does not fit."""
 
 
+@runtime_checkable
 class TypedBodies(Protocol[ReadBody_co]):
     """What a consumer needs of a typed topic."""
 
@@ -91,6 +92,13 @@ def encode_body(body: AnyBody) -> bytes:
         return _encode_json(body)
     except (TypeError, msgspec.MsgspecError) as error:
         raise InvalidInput(f"a body of type {type(body).__name__} can't be encoded as JSON: give bytes") from error
+
+
+def content_type_of(body_type: Any) -> str:
+    """Return the media type of what `encode_body` makes of a type."""
+    if body_type is bytes:
+        return "application/octet-stream"
+    return "text/plain; charset=utf-8" if body_type is str else "application/json"
 
 
 def decoder_of(codec: Codec[Body], body_type: Any) -> Callable[[bytes], Body]:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import product
 from typing import Any, Final, NamedTuple
 
-from mqlayer.domain.body_schemas import DESCRIPTIVE, Schema, schema_text
+from mqlayer.domain.body_schemas import DESCRIPTIVE, JsonSchema, schema_text
 from mqlayer.errors import InvalidInput
 
 ROOT: Final = "$"
@@ -57,7 +57,7 @@ def breaks(reader: Mapping[str, Any], writer: Mapping[str, Any]) -> list[Break]:
 class _Comparison:
     """Compares two schemas. A pair that is met again within itself is taken as fitting."""
 
-    def __init__(self, reader: Schema, writer: Schema) -> None:
+    def __init__(self, reader: JsonSchema, writer: JsonSchema) -> None:
         self._reader, self._writer = reader, writer
         self._fitting: dict[tuple[int, int], None] = {}
         # Objects that were made here stay: the pairs above name them by their address.
@@ -88,7 +88,7 @@ class _Comparison:
         if self._steps > STEPS_LIMIT:
             raise InvalidInput("the schemas are nested too deeply to be compared: simplify the body, or use mode none")
 
-    def _of_alternatives(self, reader: Schema, writer: Schema, path: str) -> list[Break]:
+    def _of_alternatives(self, reader: JsonSchema, writer: JsonSchema, path: str) -> list[Break]:
         takes = self._keep(list(_reader_alternatives(self._reader, reader)))
         gives = self._keep(list(_writer_alternatives(self._writer, writer)))
         return [each for given in gives for each in self._best(takes, given, path)]
@@ -97,7 +97,7 @@ class _Comparison:
         self._kept.append(made)
         return made
 
-    def _best(self, takes: list[list[Schema]], given: Schema, path: str) -> list[Break]:
+    def _best(self, takes: list[list[JsonSchema]], given: JsonSchema, path: str) -> list[Break]:
         found: list[list[Break]] = []
         for conditions in _asked(takes, given):
             failures = [each for one in conditions for each in self._of_plain(one, given, path)]
@@ -109,7 +109,7 @@ class _Comparison:
             return [Break(path, f"readers take {_named_types(takes)}, not {shown_type(given)}")]
         return min(found, key=len)
 
-    def _of_plain(self, reader: Schema, given: Schema, path: str) -> list[Break]:
+    def _of_plain(self, reader: JsonSchema, given: JsonSchema, path: str) -> list[Break]:
         if not _takes_type(reader, given):
             return [Break(path, f"readers take {_named_types([[reader]])}, not {shown_type(given)}")]
         if "enum" in reader and not _all_in(given, reader["enum"]):
@@ -124,7 +124,7 @@ class _Comparison:
         check = {"number": _numbers, "string": _texts, "array": self._arrays, "object": self._objects}.get(kind)
         return found if check is None else found + list(check(reader, given, path))
 
-    def _arrays(self, reader: Schema, given: Schema, path: str) -> Iterator[Break]:
+    def _arrays(self, reader: JsonSchema, given: JsonSchema, path: str) -> Iterator[Break]:
         yield from _sizes("array", reader, given, path)
         if reader.get("uniqueItems") and not given.get("uniqueItems"):
             yield Break(path, "readers want items that differ")
@@ -137,7 +137,7 @@ class _Comparison:
         if most > max(len(takes), len(gives)):
             yield from self.find(reader.get("items", True), _item(given, len(gives)), f"{path}[]")
 
-    def _objects(self, reader: Schema, given: Schema, path: str) -> Iterator[Break]:
+    def _objects(self, reader: JsonSchema, given: JsonSchema, path: str) -> Iterator[Break]:
         yield from _object_sizes(reader, given, path)
         has, required = given.get("properties", {}), given.get("required", ())
         others = _others(given)
@@ -157,21 +157,21 @@ class _Comparison:
             for name in reader.get("properties", {}).keys() - has.keys():
                 yield from self.find(reader["properties"][name], others, f"{path}.{name}")
 
-    def _field(self, reader: Schema, name: str, schema: Any, path: str) -> Iterator[Break]:
+    def _field(self, reader: JsonSchema, name: str, schema: Any, path: str) -> Iterator[Break]:
         taken = reader.get("properties", {}).get(name, reader.get("additionalProperties", True))
         if taken is False:
             yield Break(f"{path}.{name}", "readers refuse fields that they don't know")
         else:
             yield from self.find(taken, schema, f"{path}.{name}")
 
-    def _names(self, reader: Schema, names: Any, path: str) -> Iterator[Break]:
+    def _names(self, reader: JsonSchema, names: Any, path: str) -> Iterator[Break]:
         if "propertyNames" in reader:
             wanted, written = self._keep([_text_schema(reader["propertyNames"]), _text_schema(names)])
             for _, reason in self.find(wanted, written, path):
                 yield Break(path, f"{reason}, as a name")
 
 
-def _asked(takes: list[list[Schema]], given: Schema) -> list[list[Schema]]:
+def _asked(takes: list[list[JsonSchema]], given: JsonSchema) -> list[list[JsonSchema]]:
     """Return the alternatives that a decoder asks: whole numbers are integers where there are such."""
     whole = [conditions for conditions in takes if any(one.get("type") == "integer" for one in conditions)]
     return whole if whole and given["type"] == "integer" else takes
@@ -181,18 +181,18 @@ def _text_schema(schema: Any) -> Any:
     return {"type": "string", **schema} if isinstance(schema, dict) else schema
 
 
-def _others(given: Schema) -> Any:
+def _others(given: JsonSchema) -> Any:
     """Return what fields besides the named ones hold; False where none are written."""
     found = given.get("additionalProperties", "properties" not in given)
     return False if given.get("maxProperties") == 0 else found
 
 
-def _item(given: Schema, index: int) -> Any:
+def _item(given: JsonSchema, index: int) -> Any:
     first = given.get("prefixItems", [])
     return first[index] if index < len(first) else given.get("items", "prefixItems" not in given)
 
 
-def _numbers(reader: Schema, given: Schema, path: str) -> Iterator[Break]:
+def _numbers(reader: JsonSchema, given: JsonSchema, path: str) -> Iterator[Break]:
     whole = given["type"] == "integer"
     for side in ("inimum", "aximum"):
         wanted, there = _bound(reader, side, whole=whole), _bound(given, side, whole=whole)
@@ -210,7 +210,7 @@ def _divides(step: float, steps: float) -> bool:
     return Fraction(str(steps)) % Fraction(str(step)) == 0
 
 
-def _bound(schema: Schema, side: str, *, whole: bool) -> tuple[float, bool] | None:
+def _bound(schema: JsonSchema, side: str, *, whole: bool) -> tuple[float, bool] | None:
     """Return the tighter of a side's two bounds, larger for tighter ones."""
     sign = 1 if side == "inimum" else -1
     found = []
@@ -225,12 +225,12 @@ def _whole(value: float, *, exclusive: bool) -> tuple[float, bool]:
     return (math.floor(value) + 1 if exclusive else math.ceil(value)), False
 
 
-def _shown_bound(schema: Schema, side: str) -> str:
+def _shown_bound(schema: JsonSchema, side: str) -> str:
     found = [f"{key} {schema[key]}" for key in (f"m{side}", f"exclusiveM{side}") if key in schema]
     return " and ".join(found) or f"have no m{side}"
 
 
-def _texts(reader: Schema, given: Schema, path: str) -> Iterator[Break]:
+def _texts(reader: JsonSchema, given: JsonSchema, path: str) -> Iterator[Break]:
     yield from _sizes("string", reader, given, path)
     for key in ("format", "contentEncoding"):
         if key in reader and reader[key] != given.get(key):
@@ -247,7 +247,7 @@ def _matches(pattern: str, text: str | None) -> bool:
         return False
 
 
-def _sizes(kind: str, reader: Schema, given: Schema, path: str) -> Iterator[Break]:
+def _sizes(kind: str, reader: JsonSchema, given: JsonSchema, path: str) -> Iterator[Break]:
     least, most = _LIMITS[kind]
     if reader.get(least, 0) > given.get(least, 0):
         yield Break(path, f"readers want {least} {reader[least]}, bodies have {given.get(least, 0)}")
@@ -255,8 +255,8 @@ def _sizes(kind: str, reader: Schema, given: Schema, path: str) -> Iterator[Brea
         yield Break(path, f"readers want {most} {reader[most]}, bodies have {given.get(most, 'no limit')}")
 
 
-def _object_sizes(reader: Schema, given: Schema, path: str) -> Iterator[Break]:
-    sizes: Schema = {"minProperties": max(given.get("minProperties", 0), len(given.get("required", ())))}
+def _object_sizes(reader: JsonSchema, given: JsonSchema, path: str) -> Iterator[Break]:
+    sizes: JsonSchema = {"minProperties": max(given.get("minProperties", 0), len(given.get("required", ())))}
     most = given.get("maxProperties", math.inf)
     if _others(given) is False:
         most = min(most, len(given.get("properties", {})))
@@ -266,13 +266,13 @@ def _object_sizes(reader: Schema, given: Schema, path: str) -> Iterator[Break]:
 # -- alternatives ------------------------------------------------------------------------------------------------------
 
 
-def alternatives(root: Schema, schema: Any) -> Iterator[Schema]:
+def alternatives(root: JsonSchema, schema: Any) -> Iterator[JsonSchema]:
     """Yield a schema's plain parts, one for each way to fit it."""
     for conditions in _reader_alternatives(root, schema):
         yield _all_merged(conditions)
 
 
-def _target(root: Schema, reference: str) -> Any:
+def _target(root: JsonSchema, reference: str) -> Any:
     found: Any = root
     try:
         for part in reference.removeprefix("#").split("/")[1:]:
@@ -282,14 +282,14 @@ def _target(root: Schema, reference: str) -> Any:
     return found
 
 
-def _reader_alternatives(root: Schema, schema: Any, depth: int = 0) -> Iterator[list[Schema]]:
+def _reader_alternatives(root: JsonSchema, schema: Any, depth: int = 0) -> Iterator[list[JsonSchema]]:
     """Yield lists of plain schemas: a body fits if all of one list take it."""
     parts = _parts(root, schema, depth)
     for combination in product(*parts):
         yield [one for conditions in combination for one in conditions]
 
 
-def _parts(root: Schema, schema: Any, depth: int) -> list[list[list[Schema]]]:
+def _parts(root: JsonSchema, schema: Any, depth: int) -> list[list[list[JsonSchema]]]:
     if depth > 50:
         raise InvalidInput("the schema refers to itself without end: correct its $ref")
     if not isinstance(schema, dict):
@@ -304,20 +304,20 @@ def _parts(root: Schema, schema: Any, depth: int) -> list[list[list[Schema]]]:
     return parts
 
 
-def _writer_alternatives(root: Schema, schema: Any) -> Iterator[Schema]:
+def _writer_alternatives(root: JsonSchema, schema: Any) -> Iterator[JsonSchema]:
     """Yield plain schemas of one type or value, which together have all bodies."""
     for conditions in _reader_alternatives(root, schema):
         yield from _of_one_type(_all_merged(conditions))
 
 
-def _all_merged(conditions: Iterable[Schema]) -> Schema:
-    merged: Schema = {}
+def _all_merged(conditions: Iterable[JsonSchema]) -> JsonSchema:
+    merged: JsonSchema = {}
     for one in conditions:
         merged = _merged(merged, one)
     return merged
 
 
-def _merged(one: Schema, other: Schema) -> Schema:
+def _merged(one: JsonSchema, other: JsonSchema) -> JsonSchema:
     found = one | other
     for key in ("properties", "patternProperties"):
         if key in one and key in other:
@@ -327,7 +327,7 @@ def _merged(one: Schema, other: Schema) -> Schema:
     return found
 
 
-def _of_one_type(schema: Schema) -> Iterator[Schema]:
+def _of_one_type(schema: JsonSchema) -> Iterator[JsonSchema]:
     if "enum" in schema:
         for value in schema["enum"]:
             yield {"enum": [value], "type": _type_of(value)}
@@ -349,7 +349,7 @@ def _type_of(value: Any) -> str:
     return "object"
 
 
-def _of_value(given: Schema) -> Schema:
+def _of_value(given: JsonSchema) -> JsonSchema:
     """Return a single value's schema in the keywords that readers are compared by."""
     if "enum" not in given:
         return given
@@ -368,7 +368,7 @@ def _of_value(given: Schema) -> Schema:
     return {"type": kind}
 
 
-def _takes_type(reader: Schema, given: Schema) -> bool:
+def _takes_type(reader: JsonSchema, given: JsonSchema) -> bool:
     types = reader.get("type")
     if types is None:
         return True
@@ -376,17 +376,17 @@ def _takes_type(reader: Schema, given: Schema) -> bool:
     return given["type"] in wanted or (given["type"] == "integer" and "number" in wanted)
 
 
-def _all_in(given: Schema, values: Iterable[Any]) -> bool:
+def _all_in(given: JsonSchema, values: Iterable[Any]) -> bool:
     known = {schema_text(value) for value in values}
     return "enum" in given and all(schema_text(value) in known for value in given["enum"])
 
 
-def _named_types(takes: Iterable[list[Schema]]) -> str:
+def _named_types(takes: Iterable[list[JsonSchema]]) -> str:
     names = dict.fromkeys(shown_type(one) for conditions in takes for one in conditions if one.keys() - DESCRIPTIVE)
     return " or ".join(names) or "nothing"
 
 
-def shown_type(schema: Schema) -> str:
+def shown_type(schema: JsonSchema) -> str:
     """Return a plain schema's type, or its values."""
     if "enum" in schema:
         return " or ".join(schema_text(value) for value in schema["enum"][:8]) or "nothing"
@@ -394,5 +394,5 @@ def shown_type(schema: Schema) -> str:
     return types if isinstance(types, str) else " or ".join(types)
 
 
-def _shown_values(given: Schema, known: Iterable[Any]) -> str:
+def _shown_values(given: JsonSchema, known: Iterable[Any]) -> str:
     return shown_type(given) if "enum" in given else f"other values than {shown_type({'enum': list(known)})}"

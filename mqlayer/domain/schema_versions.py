@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Final, Literal, NamedTuple, get_args
 
-from mqlayer.domain.body_schemas import Schema, schema_text
+from mqlayer.domain.body_schemas import JsonSchema, schema_text
 from mqlayer.domain.schema_comparison import ROOT, Break, alternatives, breaks, shown_type
 
 SchemaMode = Literal["backward", "forward", "full", "none"]
@@ -22,7 +22,7 @@ class SchemaVersion(NamedTuple):
 
     version: int
     mode: SchemaMode
-    schema: Schema
+    schema: JsonSchema
     actor: str = ""
     role: str = ""
     stored_at: datetime | None = None
@@ -36,7 +36,7 @@ class Refusal(NamedTuple):
     breaks: tuple[Break, ...]
 
 
-def refusals(schema: Schema, known: Sequence[SchemaVersion], mode: SchemaMode) -> list[Refusal]:
+def refusals(schema: JsonSchema, known: Sequence[SchemaVersion], mode: SchemaMode) -> list[Refusal]:
     """Return what stands against a schema in a mode; nothing for one of the versions that hold.
 
     Those are the versions from the last on that mode `none` accepted: with it, an incompatible change began anew.
@@ -53,7 +53,7 @@ def versions_that_hold(known: Sequence[SchemaVersion]) -> list[SchemaVersion]:
     return [one for one in known if one.version >= first]
 
 
-def _against(schema: Schema, known: SchemaVersion, mode: SchemaMode) -> Iterator[Refusal]:
+def _against(schema: JsonSchema, known: SchemaVersion, mode: SchemaMode) -> Iterator[Refusal]:
     if mode in ("backward", "full"):
         yield Refusal(known.version, "new", tuple(breaks(schema, known.schema)))
     if mode in ("forward", "full"):
@@ -72,7 +72,7 @@ class FieldChange:
     old_readers: str = ""
 
 
-def changes(before: Schema, after: Schema) -> list[FieldChange]:
+def changes(before: JsonSchema, after: JsonSchema) -> list[FieldChange]:
     """Return the fields that differ, by path, and why new readers fail on old bodies, or old ones on new. Raises
     InvalidInput."""
     was, now = _outline(before), _outline(after)
@@ -105,7 +105,7 @@ def _parent(path: str) -> str:
 class _Outliner:
     """Collects what a schema says of each field."""
 
-    root: Schema
+    root: JsonSchema
     texts: dict[str, list[str]] = field(default_factory=dict)
     within: list[str] = field(default_factory=list)
 
@@ -122,7 +122,7 @@ class _Outliner:
             self.texts.setdefault(path, []).append(notes)
         self.within.pop()
 
-    def _add_parts(self, plain: Schema, path: str) -> None:
+    def _add_parts(self, plain: JsonSchema, path: str) -> None:
         for name, schema in plain.get("properties", {}).items():
             self.add(schema, f"{path}.{name}", "" if name in plain.get("required", ()) else _OPTIONAL)
         for index, schema in enumerate(plain.get("prefixItems", ())):
@@ -135,7 +135,7 @@ class _Outliner:
 _OPTIONAL: Final = "optional"
 
 
-def _outline(schema: Schema) -> dict[str, str]:
+def _outline(schema: JsonSchema) -> dict[str, str]:
     outliner = _Outliner(schema)
     outliner.add(schema, ROOT)
     return {path: _joined(texts) for path, texts in outliner.texts.items()}

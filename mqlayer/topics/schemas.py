@@ -11,7 +11,7 @@ import json
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
-from mqlayer.domain.body_schemas import Schema, schema_text
+from mqlayer.domain.body_schemas import JsonSchema, schema_text
 from mqlayer.domain.names import check_name
 from mqlayer.domain.schema_versions import (
     SCHEMA_MODES,
@@ -54,7 +54,7 @@ def load_schemas(database: Database, topic: str) -> TopicSchemas:
     return TopicSchemas(rows[0][0], versions)
 
 
-def store_schema(database: Database, topic: str, schema: Schema, *, actor: str, anew: bool = False) -> int:
+def store_schema(database: Database, topic: str, schema: JsonSchema, *, actor: str, anew: bool = False) -> int:
     """Store a normalized schema as the next version, unless it is one of the stored; return its version.
 
     `anew`: also where an incompatible version came after it, if the mode allows. Raises IncompatibleSchema, NotFound,
@@ -112,7 +112,7 @@ def _put(database: Database, topic: str, made: SchemaVersion) -> bool:
     return bool(stored)
 
 
-def _version_of(schema: Schema, known: list[SchemaVersion]) -> int | None:
+def _version_of(schema: JsonSchema, known: list[SchemaVersion]) -> int | None:
     return next((one.version for one in reversed(known) if one.schema == schema), None)
 
 
