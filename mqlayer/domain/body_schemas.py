@@ -34,12 +34,11 @@ def schema_of(body_type: Any) -> JsonSchema | None:
     if body_type in (bytes, str):
         return None
     try:
-        if hasattr(body_type, "model_json_schema"):
-            found: JsonSchema = body_type.model_json_schema()
-            return found
-        return _msgspec_schema(body_type)
+        of_model = getattr(body_type, "model_json_schema", None)
+        found: JsonSchema = _with_json_defaults(_msgspec_schema(body_type) if of_model is None else of_model())
     except Exception:  # noqa: BLE001 - a type may be read without having a schema
         return None
+    return found
 
 
 def normalized(schema: Mapping[str, Any]) -> JsonSchema:
@@ -99,6 +98,23 @@ def _normalized(schema: Any) -> Any:
         found.setdefault("enum", [found.pop("const")])
     unordered = {key: sorted(found[key], key=schema_text) for key in _UNORDERED if isinstance(found.get(key), list)}
     return found | unordered
+
+
+def _with_json_defaults(schema: Any) -> Any:
+    """Return a schema without defaults that JSON can't hold, such as NaN: only people read them."""
+    if not isinstance(schema, dict):
+        return schema
+    return map_schemas(
+        {key: value for key, value in schema.items() if key != "default" or _is_json(value)}, _with_json_defaults
+    )
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        schema_text(value)
+    except InvalidInput:
+        return False
+    return True
 
 
 class _TimeFormats:

@@ -196,7 +196,7 @@ def decoder(tree: Tree) -> tuple[msgspec.json.Decoder[Any], dict[str, Any]]:
     return found, normalized(schema)
 
 
-@settings(max_examples=250)
+@settings(max_examples=150)
 @given(st.data())
 def test_what_is_called_compatible_is_decoded(data: st.DataObject) -> None:
     written = data.draw(TREES)
@@ -213,7 +213,7 @@ def test_what_is_called_compatible_is_decoded(data: st.DataObject) -> None:
         reads.decode(body)
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(st.data())
 def test_a_schema_goes_with_itself_and_a_break_is_a_change(data: st.DataObject) -> None:
     written = data.draw(TREES)

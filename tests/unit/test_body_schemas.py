@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 import uuid
 from datetime import datetime
@@ -107,7 +108,8 @@ class TestOneForm:
 
     def test_what_is_no_json_or_too_large_is_refused(self) -> None:
         with pytest.raises(InvalidInput, match="the schema is no JSON"):
-            normalized({"default": b"x"})
+            normalized({"enum": [b"x"]})
+        assert struct(ratio=(float, math.nan))["properties"]["ratio"] == {"type": "number"}
         with pytest.raises(InvalidInput, match="at most 262144"):
             normalized({"enum": ["x" * 300_000]})
 
