@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from mqlayer import outbox
     from mqlayer.consuming import App, Batch, BatchMessage, BatchOf, Context, MemberOptions
+    from mqlayer.domain.cloud_events import CloudEvent, CloudEvents, cloud_event
     from mqlayer.domain.tags import all_of, any_of
     from mqlayer.errors import MqlayerError, PauseKey, Reject, RetryLater, Skip
     from mqlayer.events import Event, on_event
@@ -25,6 +26,8 @@ __all__ = [
     "Batch",
     "BatchMessage",
     "BatchOf",
+    "CloudEvent",
+    "CloudEvents",
     "Context",
     "Event",
     "MemberOptions",
@@ -47,6 +50,7 @@ __all__ = [
     "__version__",
     "all_of",
     "any_of",
+    "cloud_event",
     "configure_logging",
     "on_event",
     "outbox",
@@ -54,6 +58,7 @@ __all__ = [
 
 _MODULES: Final = {
     "mqlayer.consuming": ("App", "Batch", "BatchMessage", "BatchOf", "Context", "MemberOptions"),
+    "mqlayer.domain.cloud_events": ("CloudEvent", "CloudEvents", "cloud_event"),
     "mqlayer.domain.tags": ("all_of", "any_of"),
     "mqlayer.errors": ("MqlayerError", "PauseKey", "Reject", "RetryLater", "Skip"),
     "mqlayer.events": ("Event", "on_event"),

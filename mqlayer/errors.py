@@ -111,6 +111,22 @@ class GroupRetired(Conflict):
         self.hint = "trimming does not wait for it: use another group"
 
 
+class IncompatibleSchema(Conflict):
+    """The schema of a topic's bodies breaks readers. `breaks`: (version, "new" or "old" readers, path, reason)."""
+
+    def __init__(self, topic: str, mode: str, breaks: Sequence[tuple[int, str, str, str]]) -> None:
+        Exception.__init__(self, topic, mode, breaks)
+        self.topic, self.mode, self.breaks = topic, mode, tuple(breaks)
+        self.what = f"the new schema of topic {topic!r} is not compatible (mode {mode}): " + "; ".join(
+            f"{'its readers fail on bodies' if readers == 'new' else 'readers'} of version {version}"
+            f"{'' if readers == 'new' else ' fail on its bodies'} at `{path}`: {reason}"
+            for version, readers, path, reason in self.breaks[:5]
+        )
+        if len(self.breaks) > 5:
+            self.what += f"; and {len(self.breaks) - 5} more"
+        self.hint = f"change it so that they go on, or allow the break: mqlayer topic set {topic} --schema-mode none"
+
+
 class InstanceTaken(Conflict):
     """Another process (`state`: running or leaving) consumes for this broadcast instance."""
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any, Generic, Protocol, TypeAlias
 
 from mqlayer import outbox
-from mqlayer.domain.codecs import Body, Codec, decoder_for, decoder_of, encode_body, type_name
+from mqlayer.domain.body_schemas import normalized, schema_of
+from mqlayer.domain.cloud_events import CloudEvents
+from mqlayer.domain.codecs import Body, Codec, content_type_of, decoder_for, decoder_of, encode_body, type_name
 from mqlayer.domain.names import check_name
 from mqlayer.errors import InvalidInput
 from mqlayer.outbox import Published
@@ -46,7 +49,8 @@ class Topic(Generic[Body]):
 
     `body`: a msgspec Struct, pydantic model, dataclass, TypedDict, bytes, str, or any type that msgspec reads from
     JSON. `key`: a body's message key; without it, messages have the key that the call gives, or none. `codec`: another
-    content type than JSON. Calls raise as those of `outbox` and `Producer`, and InvalidInput for another type of body.
+    content type than JSON, which its attribute `content_type` names. `cloudevents`: headers of CloudEvents. Calls
+    raise as those of `outbox` and `Producer`, and InvalidInput for another type of body.
     """
 
     def __init__(
@@ -56,9 +60,11 @@ class Topic(Generic[Body]):
         body: type[Body],
         key: Callable[[Body], str | None] | None = None,
         codec: Codec[Body] | None = None,
+        cloudevents: CloudEvents | None = None,
     ) -> None:
         """Raises InvalidInput for a name or a type that can't be used."""
         check_name("topic", name)
+        self._cloudevents = cloudevents
         self._name, self._body, self._key, self._codec = name, body, key, codec
         self._decode = _decoder(body) if codec is None else decoder_of(codec, body)
 
@@ -74,6 +80,31 @@ class Topic(Generic[Body]):
     def body(self) -> type[Body]:
         """The type of its bodies."""
         return self._body
+
+    @property
+    def schema(self) -> dict[str, Any] | None:
+        """The JSON Schema of its bodies; None for bytes, str, and a codec without `json_schema()`."""
+        described = self.described_schema()
+        return None if described is None else normalized(described)
+
+    @property
+    def content_type(self) -> str:
+        """The media type of its bodies; a codec's attribute `content_type` says its own."""
+        if self._codec is None:
+            return content_type_of(self._body)
+        return str(getattr(self._codec, "content_type", content_type_of(bytes)))
+
+    @property
+    def cloudevents(self) -> CloudEvents | None:
+        """What its messages say of themselves as CloudEvents, if they do."""
+        return self._cloudevents
+
+    def described_schema(self) -> dict[str, Any] | None:
+        """Return `schema` with titles and descriptions, as the body's library gives it."""
+        if self._codec is None:
+            return schema_of(self._body)
+        found = getattr(self._codec, "json_schema", None)
+        return None if found is None else dict(found())
 
     def encode(self, body: Body) -> bytes:
         """Return a body's bytes. Raises InvalidInput."""
@@ -199,7 +230,14 @@ class Topic(Generic[Body]):
         self, body: Body, key: str | None, headers: Mapping[str, str] | None, tags: Sequence[str]
     ) -> dict[str, Any]:
         data = self.encode(body)
-        return {"body": data, "key": self.key_of(body) if key is None else key, "headers": headers, "tags": tags}
+        key = self.key_of(body) if key is None else key
+        if self._cloudevents is not None:
+            headers = {**self._event_headers(self._cloudevents, body, key), **(headers or {})}
+        return {"body": data, "key": key, "headers": headers, "tags": tags}
+
+    def _event_headers(self, said: CloudEvents, body: Body, key: str | None) -> dict[str, str]:
+        event_id, now = str(uuid.uuid4()), datetime.now(UTC)
+        return said.headers(body, event_id=event_id, time=now, subject=key, content=self.content_type)
 
 
 def _decoder(body: type[Body]) -> Callable[[bytes], Body]:

@@ -45,6 +45,7 @@ CREATE TABLE mqlayer.topic (
     lp_zero        smallint    NOT NULL DEFAULT 0,
     paused_at      timestamptz,
     paused_by      text,
+    schema_mode    text        NOT NULL DEFAULT 'backward',
     created_at     timestamptz NOT NULL DEFAULT now(),
     CONSTRAINT topic_name_unique UNIQUE (name),
     CONSTRAINT topic_name_form CHECK (name ~ '^[a-z][a-z0-9_.-]{0,62}$'),
@@ -55,11 +56,26 @@ CREATE TABLE mqlayer.topic (
     CONSTRAINT topic_version CHECK (version >= 1),
     CONSTRAINT topic_lp_zero CHECK (lp_zero = 0),
     CONSTRAINT topic_paused_by CHECK (octet_length(paused_by) <= 4096),
+    CONSTRAINT topic_schema_mode CHECK (schema_mode IN ('backward', 'forward', 'full', 'none')),
     CONSTRAINT topic_version_has_routes FOREIGN KEY (topic_id, version, lp_zero)
         REFERENCES mqlayer.route(topic_id, version, lp_from) DEFERRABLE INITIALLY DEFERRED
 );
 CREATE TRIGGER topic_version_consecutive BEFORE UPDATE OF version ON mqlayer.topic FOR EACH ROW
     EXECUTE FUNCTION mqlayer.route_version_guard();
+
+CREATE TABLE mqlayer.topic_schema (
+    topic_id  int         NOT NULL REFERENCES mqlayer.topic(topic_id) ON DELETE CASCADE,
+    version   int         NOT NULL,
+    mode      text        NOT NULL,
+    schema    text        NOT NULL,
+    actor     text        NOT NULL,
+    role      name        NOT NULL DEFAULT mqlayer.caller_v1(),
+    stored_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+    CONSTRAINT topic_schema_key PRIMARY KEY (topic_id, version),
+    CONSTRAINT topic_schema_version CHECK (version >= 1 AND version <= 1000),
+    CONSTRAINT topic_schema_mode CHECK (mode IN ('backward', 'forward', 'full', 'none')),
+    CONSTRAINT topic_schema_texts CHECK (octet_length(schema) <= 262144 AND octet_length(actor) <= 4096)
+);
 
 CREATE TABLE mqlayer.route_change (
     change_id  int         NOT NULL GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
@@ -646,6 +662,8 @@ CREATE FUNCTION mqlayer.caller_v1() RETURNS name STABLE;
 CREATE FUNCTION mqlayer.has_v1(VARIADIC p_privileges text[]) RETURNS boolean STABLE SECURITY DEFINER;
 CREATE FUNCTION mqlayer.has_for_v1(p_privilege text, p_scope text) RETURNS boolean STABLE SECURITY DEFINER;
 CREATE FUNCTION mqlayer.groups_v1() RETURNS bigint[] STABLE SECURITY DEFINER;
+CREATE FUNCTION mqlayer.topic_schema_put_v1(p_topic text, p_version int, p_mode text, p_schema text, p_actor text)
+    RETURNS boolean SECURITY DEFINER;
 CREATE FUNCTION mqlayer.route_version_guard() RETURNS trigger;
 CREATE FUNCTION mqlayer.group_instance_guard() RETURNS trigger;
 CREATE FUNCTION mqlayer.group_known_v1() RETURNS trigger SECURITY DEFINER;

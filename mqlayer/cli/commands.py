@@ -25,6 +25,7 @@ COMMANDS: Final[Mapping[str, CommandSource]] = {
     "down": CommandSource("stack", "Stop the stack; data stay for the next `up`."),
     "status": CommandSource("stack", "Show every part; exit code 1 if one is not running."),
     "consume": CommandSource("consume", "Run the consumers of MODULE:APP until SIGTERM or SIGINT."),
+    "asyncapi": CommandSource("asyncapi", "Write the AsyncAPI document of MODULE:APP: topics, groups, bodies."),
     "publish": CommandSource(
         "messages", "Publish through the outbox of MQLAYER_APP_DSN; a relay moves it to its partition."
     ),
@@ -52,7 +53,7 @@ COMMANDS: Final[Mapping[str, CommandSource]] = {
         "doctor", "Compare Postgres, nodes and archive; exit code 1 for differences, 3 if some could not be compared."
     ),
     "node": CommandSource("nodes", "Redis nodes: register, list, arm again, give another address."),
-    "topic": CommandSource("topics", "Topics: create, list, set."),
+    "topic": CommandSource("topics", "Topics: create, list, set, schema."),
     "route": CommandSource("routes", "Routes: split, merge and move partitions while messages flow."),
     "group": CommandSource("groups", "Groups: settings, pauses, and where they stand."),
     "key": CommandSource("keys", "Keys: their partitions, waiting messages, pauses."),

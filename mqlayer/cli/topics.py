@@ -1,4 +1,4 @@
-"""`topic`: create, list, set, pause, resume."""
+"""`topic`: create, list, set, schema, pause, resume."""
 
 from __future__ import annotations
 
@@ -10,22 +10,34 @@ import typer
 
 from mqlayer.archive import set_retention
 from mqlayer.cli.addresses import settings_here
+from mqlayer.cli.option_rules import RuledCommand
 from mqlayer.cli.options import TopicArgument
 from mqlayer.cli.output import JsonOption, echo, show_rows
 from mqlayer.cli.pauses import WaitOption, print_running
 from mqlayer.cli.permissions import check_change
 from mqlayer.cli.runtime import runtime_here
+from mqlayer.cli.schemas import schema
 from mqlayer.domain.names import BODY_LIMIT, DEFAULT_BODY_LIMIT
 from mqlayer.domain.routing import LP_COUNT
 from mqlayer.errors import InvalidInput
 from mqlayer.groups.pauses import pause_topic, resume_topic, wait_paused
 from mqlayer.postgres.database import Database
-from mqlayer.topics import create_topic, list_topics, set_archived, set_limits
+from mqlayer.topics import create_topic, list_topics, set_archived, set_limits, set_schema_mode
 
-topics = typer.Typer(no_args_is_help=True, help="Topics: create, list, set.")
+topics = typer.Typer(no_args_is_help=True, help="Topics: create, list, set, schema.")
+topics.command(cls=RuledCommand)(schema)
 
 FOR_EVER: Final = "forever"
 _AGE: Final = re.compile(r"(\d{1,6})([dw])")
+
+
+class SchemaModeOption(StrEnum):
+    """Which readers a topic's next schema may not break."""
+
+    BACKWARD = "backward"
+    FORWARD = "forward"
+    FULL = "full"
+    NONE = "none"
 
 
 class StrategyOption(StrEnum):
@@ -79,19 +91,25 @@ def set_(
     retention: Annotated[
         str | None, typer.Option(metavar="AGE", help="How long its archive is kept: such as 30d, 12w, or forever.")
     ] = None,
+    schema_mode: Annotated[
+        SchemaModeOption | None, typer.Option(help="Which readers the next schema of its bodies may not break.")
+    ] = None,
 ) -> None:
-    """Change a topic's limits, archiving or archive retention.
+    """Change a topic's limits, archiving, archive retention or schema mode.
 
     The archive never gets messages published while archiving is off.
     """
     limits = {"body_limit": body_limit, "backlog_limit": backlog_limit}
-    if archived is None and retention is None and not any(limit is not None for limit in limits.values()):
+    if (archived, retention, schema_mode, body_limit, backlog_limit) == (None,) * 5:
         raise InvalidInput(
-            "say what to set: --backlog-limit, --body-limit, --archived, --not-archived, or --retention AGE"
+            "say what to set: --backlog-limit, --body-limit, --archived, --not-archived, --retention AGE, "
+            "or --schema-mode MODE"
         )
     days = None if retention is None or retention == FOR_EVER else _days(retention)
     if any(limit is not None for limit in limits.values()):
         _set_limits(name, limits)
+    if schema_mode is not None:
+        _set_schema_mode(name, schema_mode)
     with runtime_here() as runtime:
         check_change(runtime.control)
         if retention is not None:
@@ -102,6 +120,13 @@ def set_(
             changed = set_archived(runtime, name, archived=archived)
             is_now = "archived" if archived else "not archived"
             echo(f"topic {name} is {is_now}{'' if changed else ', as before'}")
+
+
+def _set_schema_mode(name: str, mode: SchemaModeOption) -> None:
+    with runtime_here() as runtime:
+        check_change(runtime.control)
+        changed = set_schema_mode(runtime, name, mode.value)
+    echo(f"the schema of topic {name} has mode {mode}{'' if changed else ', as before'}")
 
 
 def _set_limits(name: str, limits: dict[str, int | None]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar, runtime_checkable
 
 import msgspec
 
@@ -27,7 +27,10 @@ AS_IS: Final[Decode] = _as_is
 
 
 class Codec(Protocol[Body]):
-    """Another content type than JSON: a class of the application's, such as for protobuf or Avro."""
+    """Another content type than JSON: a class of the application's, such as for protobuf or Avro.
+
+    A method `json_schema()`, where it has one, returns the JSON Schema of what it encodes.
+    """
 
     def encode(self, body: Body) -> bytes:
         """Return a body's bytes; whatever it raises, nothing is published."""
@@ -36,6 +39,7 @@ class Codec(Protocol[Body]):
         """Return a body; whatever it raises is a body that does not fit."""
 
 
+@runtime_checkable
 class TypedBodies(Protocol[ReadBody_co]):
     """What a consumer needs of a typed topic."""
 
@@ -46,6 +50,10 @@ class TypedBodies(Protocol[ReadBody_co]):
     @property
     def body(self) -> type[ReadBody_co]:
         """The type of its bodies."""
+
+    @property
+    def schema(self) -> dict[str, Any] | None:
+        """The JSON Schema of its bodies; None where they have none."""
 
     def decode(self, data: bytes) -> ReadBody_co:
         """Return a body. Raises BodyMismatch."""
@@ -84,6 +92,13 @@ def encode_body(body: AnyBody) -> bytes:
         return _encode_json(body)
     except (TypeError, msgspec.MsgspecError) as error:
         raise InvalidInput(f"a body of type {type(body).__name__} can't be encoded as JSON: give bytes") from error
+
+
+def content_type_of(body_type: Any) -> str:
+    """Return the media type of what `encode_body` makes of a type."""
+    if body_type is bytes:
+        return "application/octet-stream"
+    return "text/plain; charset=utf-8" if body_type is str else "application/json"
 
 
 def decoder_of(codec: Codec[Body], body_type: Any) -> Callable[[bytes], Body]:

@@ -1,18 +1,23 @@
 """Nodes and topics: register, create, arm."""
 
 from mqlayer.topics.nodes import find_node, list_nodes, rearm_node, register_node, set_node_address
+from mqlayer.topics.schemas import TopicSchemas, load_schemas, set_schema_mode, store_schema
 from mqlayer.topics.topics import TopicSummary, attach_topics, create_topic, list_topics, set_archived, set_limits
 
 __all__ = [
+    "TopicSchemas",
     "TopicSummary",
     "attach_topics",
     "create_topic",
     "find_node",
     "list_nodes",
     "list_topics",
+    "load_schemas",
     "rearm_node",
     "register_node",
     "set_archived",
     "set_limits",
     "set_node_address",
+    "set_schema_mode",
+    "store_schema",
 ]

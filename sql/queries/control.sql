@@ -113,6 +113,24 @@ SELECT body_limit, backlog_limit, pg_notify('mqlayer_route', name) FROM put;
 -- Switch a topic's archiving.
 UPDATE mqlayer.topic SET archived = %(archived)s WHERE topic_id = %(topic_id)s;
 
+-- name: topic_schema_mode
+-- The compatibility mode of a topic.
+SELECT topic_id, schema_mode FROM mqlayer.topic WHERE name = %(name)s;
+
+-- name: topic_schema_mode_set
+-- Change a topic's compatibility mode.
+UPDATE mqlayer.topic SET schema_mode = %(mode)s WHERE topic_id = %(topic_id)s;
+
+-- name: topic_schemas
+-- A topic's mode, and the versions of its schema, oldest first; one row without a version where there is none.
+SELECT t.schema_mode, s.version, s.mode, s.schema, s.actor, s.role, s.stored_at
+FROM mqlayer.topic t LEFT JOIN mqlayer.topic_schema s USING (topic_id)
+WHERE t.name = %(name)s ORDER BY s.version;
+
+-- name: topic_schema_put
+-- Store the next version of a topic's schema; false where another process was before, or the mode changed.
+SELECT mqlayer.topic_schema_put_v1(%(topic)s, %(version)s, %(mode)s, %(schema)s, %(actor)s);
+
 -- name: partition_insert
 -- Allocate a partition that waits to be made in Redis.
 INSERT INTO mqlayer.partition (topic_id, node_id, lp_from, lp_to)

@@ -57,6 +57,8 @@ GRANT SELECT ON mqlayer.seal TO {role};
 GRANT SELECT ON mqlayer.server TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.server_seen_v1 TO {role};
 GRANT SELECT ON mqlayer.topic TO {role};
+GRANT SELECT ON mqlayer.topic_schema TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer.topic_schema_put_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.caller_v1 TO {role};
 GRANT USAGE ON SEQUENCE mqlayer_app.consume_any TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.fence_many_v1 TO {role};

@@ -75,7 +75,9 @@ GRANT SELECT, INSERT (cluster, kind, name, outbox_uuid), UPDATE (closed_at, drop
 GRANT EXECUTE ON FUNCTION mqlayer.system_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.timeline_v1 TO {role};
 GRANT SELECT, INSERT (archived, backlog_limit, body_limit, name, strategy), UPDATE (archived, backlog_limit, body_limit,
-    paused_at, paused_by, retention_days, version) ON mqlayer.topic TO {role};
+    paused_at, paused_by, retention_days, schema_mode, version) ON mqlayer.topic TO {role};
+GRANT SELECT ON mqlayer.topic_schema TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer.topic_schema_put_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.caller_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.cancel_delayed_v1 TO {role};
 GRANT USAGE ON SEQUENCE mqlayer_app.consume_any TO {role};

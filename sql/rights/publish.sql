@@ -13,6 +13,8 @@ GRANT SELECT ON mqlayer.server TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.server_seen_v1 TO {role};
 GRANT SELECT, INSERT (kind, name), UPDATE (closed_at) ON mqlayer.source TO {role};
 GRANT SELECT ON mqlayer.topic TO {role};
+GRANT SELECT ON mqlayer.topic_schema TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer.topic_schema_put_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.caller_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.cancel_delayed_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.has_for_v1 TO {role};

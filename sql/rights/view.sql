@@ -46,6 +46,7 @@ GRANT SELECT ON mqlayer.source TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.system_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.timeline_v1 TO {role};
 GRANT SELECT ON mqlayer.topic TO {role};
+GRANT SELECT ON mqlayer.topic_schema TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.caller_v1 TO {role};
 GRANT SELECT ON mqlayer_app.counter TO {role};
 GRANT SELECT ON mqlayer_app.dedup TO {role};

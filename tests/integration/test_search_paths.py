@@ -42,6 +42,7 @@ INNER: Final = {
     "mqlayer.has_for_v1": "SELECT mqlayer.has_for_v1('consume', 'orders/g')",
     "mqlayer.groups_v1": "SELECT mqlayer.groups_v1()",
     "mqlayer.may_create_group_v1": "SELECT mqlayer.may_create_group_v1(1, 'g', 1)",
+    "mqlayer.topic_schema_put_v1": "SELECT mqlayer.topic_schema_put_v1('orders', 1, 'backward', '{}', 'a')",
     "mqlayer.check_group_v1": "SELECT mqlayer.check_group_v1(1)",
     "mqlayer.members_forget_v1": "SELECT mqlayer.members_forget_v1(1)",
     "mqlayer.beginnings_forget_v1": "SELECT mqlayer.beginnings_forget_v1(1)",

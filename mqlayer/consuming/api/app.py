@@ -19,8 +19,9 @@ import contextlib
 import inspect
 import queue
 import signal
+import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from types import FrameType
@@ -55,6 +56,7 @@ from mqlayer.runtime.error_text import Describe, ErrorTexts
 from mqlayer.runtime.route_cache import RouteCache
 from mqlayer.runtime.runtime import Runtime
 from mqlayer.settings import Settings
+from mqlayer.topics.schemas import store_schema
 
 log = event_logger(__name__)
 
@@ -79,6 +81,7 @@ class Consumer:
     options: MemberOptions
     batch: tuple[BatchOf, BatchShape] | None = None
     instance: str | None = None
+    typed: TypedBodies[Any] | None = None
 
 
 class App:
@@ -189,7 +192,7 @@ class App:
             decode = decoder_for(body_type) if typed is None else typed.decode
             of = (topic, group, handler, body_type, decode, with_context, is_async, group_settings, member)
             pair = None if batch is None or shape is None else (batch, shape)
-            self.consumers.append(Consumer(*of, batch=pair, instance=instance))
+            self.consumers.append(Consumer(*of, batch=pair, instance=instance, typed=typed))
             return handler
 
         return register
@@ -214,7 +217,10 @@ class App:
         ]
 
     def start(self) -> None:
-        """Join all groups, start consuming, return. Raises InvalidInput, Conflict, or a store's error."""
+        """Join all groups, start consuming, return. Raises InvalidInput, Conflict, or a store's error.
+
+        Stores the schemas of typed topics. Raises IncompatibleSchema for one that breaks readers.
+        """
         if not self.consumers:
             raise InvalidInput("the application has no consumers: register one with @app.consumer(topic, group=…)")
         if self.members:
@@ -234,6 +240,7 @@ class App:
                     require(connection, "control", Right.CONSUME, f"{consumer.topic}/{consumer.group}")
                 check_schema(connection, "control", database.address)
             runtime = Runtime(database, settings, application if _has_fence(application) else None)
+            _store_schemas(database, self.consumers)
             for consumer in self.consumers:
                 member = self._member(consumer, runtime, routes)
                 member.start()
@@ -422,6 +429,13 @@ def _batch_handler(consumer: Consumer, group: Group, batch_of: BatchOf, shape: B
             "use BatchOf('distinct')",
         )
     return BatchHandler(consumer.topic, group, batch_of, consumer.handler, shape, consumer.decode)
+
+
+def _store_schemas(database: Database, consumers: Sequence[Consumer]) -> None:
+    for consumer in consumers:
+        schema = None if consumer.typed is None else consumer.typed.schema
+        if schema is not None:
+            store_schema(database, consumer.topic, schema, actor=f"group {consumer.group} on {socket.gethostname()}")
 
 
 def _has_fence(application: Database) -> bool:

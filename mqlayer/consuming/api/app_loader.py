@@ -2,17 +2,9 @@
 
 from __future__ import annotations
 
-import re
-import sys
-from importlib import import_module
-from operator import attrgetter
-from pathlib import Path
-from typing import Final
-
 from mqlayer.consuming.api.app import App
-from mqlayer.errors import InvalidInput, NotFound
-
-_PATH: Final = re.compile(r"(?P<module>[^\W\d]\w*(\.[^\W\d]\w*)*):(?P<name>[^\W\d]\w*(\.[^\W\d]\w*)*)")
+from mqlayer.errors import InvalidInput
+from mqlayer.runtime.named_objects import load_named
 
 
 def load_app(path: str) -> App:
@@ -20,23 +12,7 @@ def load_app(path: str) -> App:
 
     Raises InvalidInput or NotFound for a bad path; errors of the module's import pass through.
     """
-    match = _PATH.fullmatch(path)
-    if match is None:
-        raise InvalidInput(f"{path!r} is not the path of an application: give module:name, such as shop.consumers:app")
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, here)
-    module_name, name = match["module"], match["name"]
-    try:
-        module = import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise
-        hint = "run the command in the directory that the import starts from, or set PYTHONPATH"
-        raise NotFound("module", module_name, hint) from error
-    try:
-        found = attrgetter(name)(module)
-    except AttributeError:
-        raise NotFound("application", path, f"module {module_name!r} has no {name!r}") from None
+    found = load_named(path, "application")
     if not isinstance(found, App):
         raise InvalidInput(f"{path!r} is a {type(found).__name__}: give the name of a mqlayer.App")
     return found

@@ -129,6 +129,8 @@ CREATE TABLE mqlayer.topic (
     -- All groups of a paused topic rest. Published messages wait.
     paused_at      timestamptz,
     paused_by      text,
+    -- Which readers the next schema of its bodies may not break.
+    schema_mode    text NOT NULL DEFAULT 'backward',
     created_at     timestamptz NOT NULL DEFAULT now(),
     CONSTRAINT topic_name_unique UNIQUE (name),
     CONSTRAINT topic_name_form CHECK (name ~ '^[a-z][a-z0-9_.-]{0,62}$'),
@@ -138,8 +140,58 @@ CREATE TABLE mqlayer.topic (
     CONSTRAINT topic_retention CHECK (retention_days >= 1),
     CONSTRAINT topic_version CHECK (version >= 1),
     CONSTRAINT topic_lp_zero CHECK (lp_zero = 0),
-    CONSTRAINT topic_paused_by CHECK (octet_length(paused_by) <= 4096)
+    CONSTRAINT topic_paused_by CHECK (octet_length(paused_by) <= 4096),
+    CONSTRAINT topic_schema_mode CHECK (schema_mode IN ('backward', 'forward', 'full', 'none'))
 );
+
+-- The JSON Schemas of a topic's bodies, as one version after the other. Processes of publishers and consumers bring
+-- them, each after it compared its own with those before.
+CREATE TABLE mqlayer.topic_schema (
+    topic_id  int NOT NULL REFERENCES mqlayer.topic ON DELETE CASCADE,
+    version   int NOT NULL,
+    -- The topic's mode by which it was accepted.
+    mode      text NOT NULL,
+    schema    text NOT NULL,
+    actor     text NOT NULL,
+    role      name NOT NULL DEFAULT mqlayer.caller_v1(),
+    stored_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+    CONSTRAINT topic_schema_key PRIMARY KEY (topic_id, version),
+    CONSTRAINT topic_schema_version CHECK (version BETWEEN 1 AND 1000),
+    CONSTRAINT topic_schema_mode CHECK (mode IN ('backward', 'forward', 'full', 'none')),
+    CONSTRAINT topic_schema_texts CHECK (octet_length(schema) <= 262144 AND octet_length(actor) <= 4096)
+);
+
+-- Store the next version of a topic's schema, unless another process stored one meanwhile, or the mode changed: then
+-- the caller has to compare again.
+CREATE FUNCTION mqlayer.topic_schema_put_v1(p_topic text, p_version int, p_mode text, p_schema text, p_actor text)
+    RETURNS boolean
+    LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, mqlayer, pg_temp AS $$
+DECLARE
+    v_caller name := mqlayer.caller_v1();
+    v_topic_id int;
+BEGIN
+    IF NOT (mqlayer.has_v1('operate', 'publish', 'consume') OR EXISTS (
+            SELECT FROM mqlayer.granted g WHERE g.privilege = 'consume' AND split_part(g.scope, '/', 1) = p_topic
+                                            AND pg_has_role(v_caller, g.role, 'USAGE'))) THEN
+        RAISE EXCEPTION 'role "%" lacks the right to consume topic %, or to publish', v_caller, coalesce(p_topic, 'null')
+            USING ERRCODE = 'insufficient_privilege', HINT = 'mqlayer grant consume ' || v_caller || coalesce(' --group ' || p_topic || '/GROUP', '');
+    END IF;
+    IF (p_version BETWEEN 1 AND 1000) IS NOT TRUE THEN
+        RAISE EXCEPTION 'p_version is %, its bounds are 1 and 1000', coalesce(p_version::text, 'null')
+            USING ERRCODE = 'MQ009', HINT = 'a topic keeps 1000 versions of its schema: use a new topic';
+    END IF;
+    -- One at a time, and not while the mode changes.
+    SELECT t.topic_id INTO v_topic_id FROM mqlayer.topic t
+    WHERE t.name = p_topic AND t.schema_mode = p_mode FOR NO KEY UPDATE;
+    IF v_topic_id IS NULL OR p_version <> 1 + (
+        SELECT coalesce(max(s.version), 0) FROM mqlayer.topic_schema s WHERE s.topic_id = v_topic_id) THEN
+        RETURN false;
+    END IF;
+    PERFORM p_schema::json;
+    INSERT INTO mqlayer.topic_schema (topic_id, version, mode, schema, actor)
+    VALUES (v_topic_id, p_version, p_mode, p_schema, p_actor) ON CONFLICT DO NOTHING;
+    RETURN FOUND;
+END $$;
 
 -- A topic's route version only ever goes to the next one.
 CREATE FUNCTION mqlayer.route_version_guard() RETURNS trigger

@@ -25,7 +25,8 @@ SHOWS = {
     "node list": "", "outbox quarantine list": "", "outbox delayed list": "", "parked list": "", "parked stats": "",
     "replay list": "", "replay results": "{replay}", "replay show": "{replay}", "route history": "orders",
     "route show": "orders",
-    "route watch": "orders", "snapshot list": "", "snapshot show": "cut", "topic list": "", "verify": "",
+    "route watch": "orders", "snapshot list": "", "snapshot show": "cut", "topic list": "", "topic schema": "orders",
+    "verify": "",
     "versions gaps": "", "versions held": "sink e",
 }  # fmt: skip
 """What is typed behind each command that only shows."""
@@ -45,6 +46,7 @@ BY_FUNCTION = {"outbox delayed cancel"}
 OTHERS = {
     "analytics": "needs Java, and the right to analyze",
     "consume": "runs until it is stopped, under the right to consume",
+    "asyncapi": "reads a program; with --nodes, what node list shows",
     "publish": "needs the right to publish: see test_cli_messages.py",
     "peek": "shows what the nodes hold, under their rights: see test_cli_messages.py",
     "tail": "runs until it is stopped, and shows what peek shows",

@@ -1,0 +1,42 @@
+"""Find an object of a program by its path."""
+
+from __future__ import annotations
+
+import re
+import sys
+from importlib import import_module
+from operator import attrgetter
+from pathlib import Path
+from typing import Final
+
+from mqlayer.errors import InvalidInput, NotFound
+
+_PATH: Final = re.compile(r"(?P<module>[^\W\d]\w*(\.[^\W\d]\w*)*):(?P<name>[^\W\d]\w*(\.[^\W\d]\w*)*)")
+
+
+def load_named(path: str, what: str) -> object:
+    """Import `module:name`, also from the working directory, and return the object; `what` it is, for messages.
+
+    Raises InvalidInput or NotFound for a bad path; errors of the module's import pass through.
+    """
+    match = _PATH.fullmatch(path)
+    if match is None:
+        article = "an" if what == "application" else "a"
+        raise InvalidInput(
+            f"{path!r} is not the path of {article} {what}: give module:name, such as shop.consumers:app"
+        )
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)
+    module_name, name = match["module"], match["name"]
+    try:
+        module = import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise
+        hint = "run the command in the directory that the import starts from, or set PYTHONPATH"
+        raise NotFound("module", module_name, hint) from error
+    try:
+        found: object = attrgetter(name)(module)
+    except AttributeError:
+        raise NotFound(what, path, f"module {module_name!r} has no {name!r}") from None
+    return found
