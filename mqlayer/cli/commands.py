@@ -22,6 +22,7 @@ class CommandSource(NamedTuple):
 
 
 COMMANDS: Final[Mapping[str, CommandSource]] = {
+    "init": CommandSource("project", "Write a small project: tables, a consumer, a test, a compose file."),
     "up": CommandSource("stack", "Start the stack, or its stopped parts, and print its addresses."),
     "down": CommandSource("stack", "Stop the stack; data stay for the next `up`."),
     "status": CommandSource("stack", "Show every part; exit code 1 if one is not running."),
