@@ -160,7 +160,7 @@ class Settings(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Read arguments, the environment, `.env`, and what a framework has."""
         of_file = {_field(name): value for name, value in env_file().items() if _field(name) in cls.model_fields}
-        found = [of_file, *(source() for source in _sources)]
+        found = [of_file, *(dict(source()) for source in _sources)]
         return init_settings, env_settings, *(InitSettingsSource(settings_cls, values) for values in found if values)
 
     @model_validator(mode="before")
