@@ -19,7 +19,7 @@ from tests.fixtures.kept_connections import ask_postgres, kept_session
 from tests.fixtures.sqlalchemy_engines import url_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "use-alembic.md"
-FILE = re.compile(r"^`migrations/(\S+\.py)`:\n\n<!-- not run: .*? -->\n```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+FILE = re.compile(r"^```python\n# migrations/(\S+\.py)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
 @pytest.fixture

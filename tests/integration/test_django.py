@@ -20,7 +20,7 @@ from tests.fixtures.wait import wait_until
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "how-to" / "use-django.md"
 TEMPLATE = ROOT / "mqlayer" / "templates" / "django"
-FILE = re.compile(r"^`(\S+\.py)`:\n\n<!-- not run: .*? -->\n```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+FILE = re.compile(r"^```python\n# (\S+\.py)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 pytestmark = pytest.mark.slow
 

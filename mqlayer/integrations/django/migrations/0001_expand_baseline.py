@@ -7,10 +7,14 @@ from django.db import migrations
 from mqlayer.integrations.django.schema import install
 
 
-class Migration(migrations.Migration):
+class InstallSchemas(migrations.Migration):
     """Runs on a connection of its own, which takes a lock and the role of the schema's owner."""
 
     initial = True
     atomic = False
     dependencies = ()
     operations = (migrations.RunPython(install, migrations.RunPython.noop),)
+
+
+# The name by which Django finds it.
+Migration = InstallSchemas

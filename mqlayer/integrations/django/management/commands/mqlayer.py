@@ -11,7 +11,7 @@ from django.core.management.base import BaseCommand
 from mqlayer.integrations.django.command_line import run_command
 
 
-class Command(BaseCommand):
+class PassThrough(BaseCommand):
     """Any command of `mqlayer`, such as `manage.py mqlayer topic list`."""
 
     help = "Run a command of mqlayer with the settings of this project."
@@ -28,3 +28,7 @@ class Command(BaseCommand):
     def handle(self, *_: Any, words: Sequence[str], **__: Any) -> None:
         """Run it, as `call_command("mqlayer", "topic", "list")` does."""
         run_command(words)
+
+
+# The name by which Django finds it.
+Command = PassThrough

@@ -11,7 +11,7 @@ from django.core.management.base import BaseCommand, CommandError
 from mqlayer.integrations.django.command_line import run_command
 
 
-class Command(BaseCommand):
+class RunConsumers(BaseCommand):
     """`mqlayer consume`."""
 
     help = "Run this project's consumers until SIGTERM or SIGINT."
@@ -29,3 +29,7 @@ class Command(BaseCommand):
             raise CommandError("say where the App is: mqlayer_consume shop.consumers:app, or MQLAYER['CONSUMERS']")
         more = [] if concurrency is None else ["--concurrency", str(concurrency)]
         run_command(["consume", path, "--processes", str(processes), *more])
+
+
+# The name by which Django finds it.
+Command = RunConsumers

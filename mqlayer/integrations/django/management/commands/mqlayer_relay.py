@@ -11,7 +11,7 @@ from django.core.management.base import BaseCommand
 from mqlayer.integrations.django.command_line import run_command
 
 
-class Command(BaseCommand):
+class RelayOutbox(BaseCommand):
     """`mqlayer relay`."""
 
     help = "Move what transactions published to its partitions, until SIGTERM or SIGINT. Several may run."
@@ -24,3 +24,7 @@ class Command(BaseCommand):
     def handle(self, *_: Any, once: bool, **__: Any) -> None:
         """Run it."""
         run_command(["relay", *(["--once"] if once else [])])
+
+
+# The name by which Django finds it.
+Command = RelayOutbox
