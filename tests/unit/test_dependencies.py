@@ -14,7 +14,8 @@ from psycopg_pool import AsyncConnectionPool, ConnectionPool
 from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
 import mqlayer
-from mqlayer.errors import InvalidInput
+from mqlayer.consuming.api.dependencies import dependencies_of
+from mqlayer.errors import HandlerFault, InvalidInput
 
 
 class Placed(msgspec.Struct):
@@ -107,6 +108,31 @@ def test_a_batch_handler_has_no_dependencies() -> None:
     app = mqlayer.App(mqlayer.Settings())
     with pytest.raises(InvalidInput, match="batch handler 'several' depends on something"):
         app.consumer("orders", group="g", batch=mqlayer.BatchOf("distinct"))(several)
+
+
+def test_a_session_does_not_commit_what_nobody_awaits() -> None:
+    """A plain handler that returns a coroutine has done nothing: its fenced session must not say that it has."""
+    seen: list[str] = []
+
+    def session() -> Iterator[Store]:
+        try:
+            yield Store()
+        except HandlerFault:
+            seen.append("rolled back")
+            raise
+        seen.append("committed")
+
+    async def later() -> None: ...
+
+    def handle(body: bytes, ctx: Any, store: Any) -> Any:
+        return later()
+
+    handle.__annotations__["store"] = Annotated[Store, mqlayer.Depends(session)]
+    dependencies = dependencies_of(handle, is_async=False)
+    context: Any = None
+    with pytest.raises(HandlerFault, match="returned an awaitable that nobody awaits"):
+        dependencies.call(handle, b"", context)
+    assert seen == ["rolled back"]
 
 
 def test_type_checkers_see_the_body_and_the_context_before_dependencies() -> None:

@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextma
 from typing import Annotated, Any, Final, NamedTuple, get_args, get_origin, get_type_hints
 
 from mqlayer.consuming.api.context import Context
+from mqlayer.consuming.engine.executors import not_awaited
 from mqlayer.domain.codecs import type_name
 from mqlayer.errors import InvalidInput
 
@@ -61,7 +62,11 @@ class Dependencies(NamedTuple):
         """Call a plain handler."""
         with ExitStack() as stack:
             made = {name: _enter(stack, one, context) for name, one in self.by_name.items()}
-            return handler(body, context, **made)
+            answer = handler(body, context, **made)
+            if inspect.isawaitable(answer):
+                # Before a session commits that nothing was done with.
+                raise not_awaited(answer)
+            return answer
 
     async def acall(self, handler: Callable[..., Any], body: Any, context: Context) -> Any:
         """Call an async one."""

@@ -45,7 +45,7 @@ def database_alias() -> str:
 def export_options() -> None:
     """Put the options into the environment, also for the processes that this one starts; what is there stays."""
     for name, value in options().items():
-        if name != DATABASE:
+        if name != DATABASE and value is not None:
             os.environ.setdefault(f"{PREFIX}{name}", str(value))
 
 
