@@ -5,11 +5,12 @@ from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from mqlayer import outbox
-    from mqlayer.consuming import App, Batch, BatchMessage, BatchOf, Context, MemberOptions
+    from mqlayer.consuming import App, Batch, BatchMessage, BatchOf, Context, Depends, MemberOptions
     from mqlayer.domain.cloud_events import CloudEvent, CloudEvents, cloud_event
     from mqlayer.domain.tags import all_of, any_of
     from mqlayer.errors import MqlayerError, PauseKey, Reject, RetryLater, Skip
     from mqlayer.events import Event, on_event
+    from mqlayer.fenced_sessions import fenced
     from mqlayer.idempotency import VersionedEvent, VersionGap, Versions
     from mqlayer.logs import configure_logging
     from mqlayer.producing import AsyncProducer, Message, Producer, ProducerOptions, Receipt
@@ -29,6 +30,7 @@ __all__ = [
     "CloudEvent",
     "CloudEvents",
     "Context",
+    "Depends",
     "Event",
     "MemberOptions",
     "Message",
@@ -52,16 +54,18 @@ __all__ = [
     "any_of",
     "cloud_event",
     "configure_logging",
+    "fenced",
     "on_event",
     "outbox",
 ]
 
 _MODULES: Final = {
-    "mqlayer.consuming": ("App", "Batch", "BatchMessage", "BatchOf", "Context", "MemberOptions"),
+    "mqlayer.consuming": ("App", "Batch", "BatchMessage", "BatchOf", "Context", "Depends", "MemberOptions"),
     "mqlayer.domain.cloud_events": ("CloudEvent", "CloudEvents", "cloud_event"),
     "mqlayer.domain.tags": ("all_of", "any_of"),
     "mqlayer.errors": ("MqlayerError", "PauseKey", "Reject", "RetryLater", "Skip"),
     "mqlayer.events": ("Event", "on_event"),
+    "mqlayer.fenced_sessions": ("fenced",),
     "mqlayer.groups": (),
     "mqlayer.idempotency": ("VersionGap", "VersionedEvent", "Versions"),
     "mqlayer.logs": ("configure_logging",),

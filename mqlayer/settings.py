@@ -1,19 +1,20 @@
-"""Settings of a process, from ``MQLAYER_*`` environment variables or arguments."""
+"""Settings of a process, from arguments, ``MQLAYER_*`` environment variables, or `.env`."""
 
 from __future__ import annotations
 
 import difflib
 import os
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 from pydantic import Field, SecretStr, model_validator
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
+from mqlayer.env_file import ENV_FILE, PREFIX, env_file
 from mqlayer.errors import InvalidInput
 
-PREFIX: Final = "MQLAYER_"
 OTHERS: Final = (
     "MQLAYER_REDIS_URL",
     "MQLAYER_CONSUMERS",
@@ -30,6 +31,9 @@ _OF_TESTS: Final = ("MQLAYER_TEST_", "MQLAYER_CHAOS_")
 _OF_KUBERNETES: Final = re.compile(
     r"\w+_(SERVICE_(HOST|PORT(_\w+)?)|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)=.*|\w+_PORT=(tcp|udp|sctp)://.*"
 )
+
+
+_sources: Final[list[Callable[[], Mapping[str, Any]]]] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,27 +152,25 @@ class Settings(BaseSettings):
     @classmethod
     def settings_customise_sources(
         cls,
-        settings_cls: type[BaseSettings],  # noqa: ARG003  # as the base class has it
+        settings_cls: type[BaseSettings],  # as the base class has it
         init_settings: PydanticBaseSettingsSource,
         env_settings: PydanticBaseSettingsSource,
         dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003
         file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Read arguments and the environment; looking for files of variables would take as long again."""
-        return init_settings, env_settings
+        """Read arguments, the environment, `.env`, and what a framework has."""
+        of_file = {_field(name): value for name, value in env_file().items() if _field(name) in cls.model_fields}
+        found = [of_file, *(dict(source()) for source in _sources)]
+        return init_settings, env_settings, *(InitSettingsSource(settings_cls, values) for values in found if values)
 
     @model_validator(mode="before")
     @classmethod
     def _refuse_unknown_variables(cls, values: Any) -> Any:
         # A misspelt variable would leave a default in force.
-        unknown = sorted(name for name in os.environ if name.startswith(PREFIX) and not _is_known(name, cls))
-        if unknown:
-            known = [*(name.upper() for name in cls.model_fields), *(name.removeprefix(PREFIX) for name in OTHERS)]
-            near = difflib.get_close_matches(unknown[0].removeprefix(PREFIX), known, n=1)
-            meant = (
-                f"did you mean {PREFIX}{near[0]}?" if near else "unset it; docs/reference/settings.md has all settings"
-            )
-            raise InvalidInput(f"no setting is called {', '.join(unknown)}: {meant}")
+        for place, variables in (("", os.environ), (f" in {ENV_FILE}", env_file())):
+            unknown = sorted(one for one in variables if one.startswith(PREFIX) and not _is_known(one, variables, cls))
+            if unknown:
+                raise InvalidInput(f"no setting is called {', '.join(unknown)}{place}: {_meant(unknown[0], cls)}")
         return values
 
     def control_dsn(self) -> Dsn:
@@ -192,8 +194,23 @@ class Settings(BaseSettings):
         )
 
 
-def _is_known(variable: str, settings: type[Settings]) -> bool:
-    name = variable.removeprefix(PREFIX).lower()
-    if name in settings.model_fields or variable in OTHERS or variable.startswith(_OF_TESTS):
+def add_source(source: Callable[[], Mapping[str, Any]]) -> None:
+    """Let all Settings of this process take what nothing else gives from a framework's own, by field."""
+    if source not in _sources:
+        _sources.append(source)
+
+
+def _field(variable: str) -> str:
+    return variable.removeprefix(PREFIX).lower()
+
+
+def _meant(variable: str, settings: type[Settings]) -> str:
+    known = [*(name.upper() for name in settings.model_fields), *(name.removeprefix(PREFIX) for name in OTHERS)]
+    near = difflib.get_close_matches(variable.removeprefix(PREFIX), known, n=1)
+    return f"did you mean {PREFIX}{near[0]}?" if near else "unset it; docs/reference/settings.md has all settings"
+
+
+def _is_known(variable: str, variables: Mapping[str, str], settings: type[Settings]) -> bool:
+    if _field(variable) in settings.model_fields or variable in OTHERS or variable.startswith(_OF_TESTS):
         return True
-    return _OF_KUBERNETES.fullmatch(f"{variable}={os.environ[variable]}") is not None
+    return _OF_KUBERNETES.fullmatch(f"{variable}={variables[variable]}") is not None

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from celery import Celery
 
+from mqlayer.env_file import export_env_file
 from mqlayer.redis.access import broker_access, broker_url
 from mqlayer.redis.addresses import check_broker_url
 from mqlayer.settings import Settings
@@ -49,6 +50,7 @@ def _configuration(settings: Settings) -> dict[str, Any]:
     }
 
 
+export_env_file()
 use_transport()
 app = Celery("mqlayer", include=["mqlayer.workers.tasks"])
 app.conf.update(_configuration(Settings()))

@@ -10,7 +10,8 @@ import typer
 from typer.core import TyperCommand
 from typer.main import get_group
 
-from mqlayer.cli.errors import ErrorPrintingGroup
+from mqlayer.cli.errors import ErrorPrintingGroup, failures_shown
+from mqlayer.env_file import export_env_file
 
 
 class CommandSource(NamedTuple):
@@ -21,6 +22,7 @@ class CommandSource(NamedTuple):
 
 
 COMMANDS: Final[Mapping[str, CommandSource]] = {
+    "init": CommandSource("project", "Write a small project: tables, a consumer, a test, a compose file."),
     "up": CommandSource("stack", "Start the stack, or its stopped parts, and print its addresses."),
     "down": CommandSource("stack", "Stop the stack; data stay for the next `up`."),
     "status": CommandSource("stack", "Show every part; exit code 1 if one is not running."),
@@ -96,6 +98,12 @@ class LazyGroup(ErrorPrintingGroup):
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
         self.commands = LoadedCommands()  # type: ignore[assignment]  # commands are added to the table alone
+
+    def make_context(self, info_name: Any, args: Any, parent: Any = None, **extra: Any) -> Any:
+        """Read `.env` before the options, of which some have variables."""
+        with failures_shown():
+            export_env_file()
+        return super().make_context(info_name, args, parent, **extra)
 
     def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002  # as the base class has it
         """Return the names."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import typer
@@ -17,11 +19,18 @@ class ErrorPrintingGroup(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         """Run a command; an MqlayerError gives exit code 1."""
-        try:
+        with failures_shown():
             return super().invoke(ctx)
-        except MqlayerError as error:
-            show_failure(error)
-            raise typer.Exit(1) from error
+
+
+@contextmanager
+def failures_shown() -> Iterator[None]:
+    """End with exit code 1 on an MqlayerError."""
+    try:
+        yield
+    except MqlayerError as error:
+        show_failure(error)
+        raise typer.Exit(1) from error
 
 
 def show_failure(error: MqlayerError) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
 import typer
@@ -33,10 +34,19 @@ def main(
     _version: Annotated[
         bool, typer.Option("--version", help="Show the version and end.", is_eager=True, callback=show_version)
     ] = False,
+    dsn: Annotated[
+        str,
+        typer.Option(
+            metavar="DSN", help="Postgres with the control schema, in place of MQLAYER_DSN.", show_default=False
+        ),
+    ] = "",
     log_level: Annotated[str, typer.Option(envvar="MQLAYER_LOG_LEVEL", help="DEBUG, INFO, WARNING or ERROR.")] = "INFO",
     log_json: Annotated[
         bool, typer.Option("--log-json", envvar="MQLAYER_LOG_JSON", help="Log one JSON object per line.")
     ] = False,
 ) -> None:
     """Configure logging."""
+    if dsn:
+        # Also for the processes that the command starts.
+        os.environ["MQLAYER_DSN"] = dsn
     configure_command_logging(log_level, as_json=log_json)

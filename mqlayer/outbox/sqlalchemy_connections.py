@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 from mqlayer.errors import InvalidInput
 from mqlayer.outbox.batch_insert import statements_for
 from mqlayer.outbox.outbox_message import OutboxMessage
-from mqlayer.postgres.caller_connections import caller_errors
+from mqlayer.postgres.caller_connections import arguments_on, caller_errors, is_autocommit
 
 _SAVEPOINT_STATEMENT: Final = re.compile(
     r"\s*(SAVEPOINT|RELEASE|ROLLBACK(?:\s+WORK|\s+TRANSACTION)?\s+TO)\s+(?:SAVEPOINT\s+)?(\"[^\"]+\"|\w+)",
@@ -83,7 +83,7 @@ class SqlalchemyTransaction:
         try:
             with caller_errors(connection):
                 for statement in statements_for(messages):
-                    connection.exec_driver_sql(statement.text, statement.parameters)
+                    connection.exec_driver_sql(*arguments_on(connection, statement))
         except BaseException:
             # SQLAlchemy assumes that the server ended a transaction whose COMMIT failed; this one is open.
             with suppress(Exception):
@@ -106,11 +106,11 @@ def publish(connection: Any, message: OutboxMessage) -> None:
     if not hasattr(connection, "connection"):
         raise InvalidInput(f"can't publish on a {type(connection).__name__}: give a Session or a Connection")
     core = connection.connection() if callable(connection.connection) else connection
-    if getattr(core.connection.driver_connection, "autocommit", False):
+    if is_autocommit(core):
         # Without a commit() to wait for, write at once.
         with caller_errors(core):
             for statement in statements_for([message]):
-                core.exec_driver_sql(statement.text, statement.parameters)
+                core.exec_driver_sql(*arguments_on(core, statement))
         return
     if not core.in_transaction():
         core.begin()

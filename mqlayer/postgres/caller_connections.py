@@ -1,4 +1,4 @@
-"""Run statements in callers' transactions: psycopg, SQLAlchemy, Django.
+"""Run statements in callers' transactions: psycopg, asyncpg, SQLAlchemy, Django.
 
 One generator serves both forms, sync and async: it yields statements, gets rows, returns the result; `run` or
 `run_async` runs it.
@@ -15,6 +15,7 @@ import psycopg
 from psycopg.pq import TransactionStatus
 
 from mqlayer.errors import InvalidInput
+from mqlayer.postgres import asyncpg_connections
 from mqlayer.postgres.database import translate
 
 _SET_ENCODING: Final = "ALTER ROLE … SET client_encoding = 'UTF8', or say so when you connect"
@@ -64,12 +65,10 @@ def run(connection: Any, statements: Statements[T]) -> T:
 
 async def run_async(connection: Any, statements: Statements[T]) -> T:
     """As `run`, on async connections and sessions."""
-    if (
-        not isinstance(connection, psycopg.AsyncConnection)
-        and not hasattr(connection, "run_sync")
-        and not (isinstance(connection, StandIn) and connection.asynchronous)
-    ):
-        raise InvalidInput(f"can't use a {type(connection).__name__}: give a psycopg or SQLAlchemy async connection")
+    if not _is_async(connection):
+        raise InvalidInput(
+            f"can't use a {type(connection).__name__}: give an async connection of psycopg, asyncpg or SQLAlchemy"
+        )
     try:
         statement = next(statements)
         while True:
@@ -89,7 +88,7 @@ def run_one(connection: Any, statement: Statement) -> Row:
         check_in_transaction(connection)
     with driver_cursor(connection) as cursor:
         _check_encoding(connection)
-        cursor.execute(statement.text, statement.parameters)
+        cursor.execute(*arguments_on(connection, statement))
         row = cursor.fetchone()
     return tuple(row.values()) if isinstance(row, dict) else tuple(row)
 
@@ -98,16 +97,42 @@ async def run_one_async(connection: Any, statement: Statement) -> Row:
     """As `run_one`, on async connections and sessions."""
     if isinstance(connection, StandIn):
         return connection.answer(statement)
-    if not isinstance(connection, psycopg.AsyncConnection):
+    if hasattr(connection, "run_sync"):
         result: Row = await connection.run_sync(run_one, statement)
         return result
     if statement.in_transaction:
         check_in_transaction(connection)
+    if asyncpg_connections.recognises(connection):
+        return await asyncpg_connections.fetch_row(connection, statement.text, statement.parameters)
     _check_encoding(connection)
     async with connection.cursor(row_factory=psycopg.rows.tuple_row) as cursor:
         await cursor.execute(statement.text, statement.parameters)
         row = await cursor.fetchone()
     return tuple(row or ())
+
+
+def arguments_on(connection: Any, statement: Statement) -> tuple[str, Any]:
+    """Return a statement and its parameters in the form that a connection's driver takes."""
+    if _is_sqlalchemy(connection) and asyncpg_connections.recognises(_core_of(connection).connection.driver_connection):
+        return asyncpg_connections.numbered(statement.text, statement.parameters)
+    return statement.text, statement.parameters
+
+
+def is_autocommit(core: Any) -> bool:
+    """Whether a SQLAlchemy Connection is at the isolation level AUTOCOMMIT."""
+    driver = core.connection.driver_connection
+    # asyncpg has no such mode: SQLAlchemy's adapter keeps it.
+    holder = core.connection.dbapi_connection if asyncpg_connections.recognises(driver) else driver
+    return bool(getattr(holder, "autocommit", False))
+
+
+def _is_async(connection: Any) -> bool:
+    return (
+        isinstance(connection, psycopg.AsyncConnection)
+        or hasattr(connection, "run_sync")
+        or asyncpg_connections.recognises(connection)
+        or (isinstance(connection, StandIn) and connection.asynchronous)
+    )
 
 
 def _check_encoding(connection: Any) -> None:
@@ -118,41 +143,50 @@ def _check_encoding(connection: Any) -> None:
         driver = connection
     else:
         driver = getattr(connection, "connection", None)
+    if asyncpg_connections.recognises(driver):
+        # It says UTF8 whenever it connects.
+        return
     if driver is not None and driver.info.parameter_status("client_encoding") == "SQL_ASCII":
         raise InvalidInput(f"client_encoding is SQL_ASCII: {_SET_ENCODING}")
 
 
 def check_in_transaction(connection: Any) -> None:
     """Raise InvalidInput in autocommit: checks must commit with effects."""
-    if _is_sqlalchemy(connection):
-        # SQLAlchemy's transaction is none at the isolation level AUTOCOMMIT.
-        connection = _core_of(connection).connection.driver_connection
-    if isinstance(connection, psycopg.Connection | psycopg.AsyncConnection):
-        alone = connection.autocommit and connection.info.transaction_status is TransactionStatus.IDLE
-    elif hasattr(connection, "in_atomic_block") and hasattr(connection, "get_autocommit"):
-        alone = not connection.in_atomic_block and connection.get_autocommit()
-    else:
-        alone = False
-    if alone:
+    if _is_alone(connection):
         raise InvalidInput(
             "no transaction is open, and this has to commit with the effect: use `with connection.transaction():`, "
             "or Django's `atomic()`, around both"
         )
 
 
+def _is_alone(connection: Any) -> bool:
+    if _is_sqlalchemy(connection):
+        core = _core_of(connection)
+        driver = core.connection.driver_connection
+        # SQLAlchemy's transaction is none at the isolation level AUTOCOMMIT; with asyncpg, it begins with a statement.
+        return is_autocommit(core) if asyncpg_connections.recognises(driver) else _is_alone(driver)
+    if asyncpg_connections.recognises(connection):
+        return not connection.is_in_transaction()
+    if isinstance(connection, psycopg.Connection | psycopg.AsyncConnection):
+        return connection.autocommit and connection.info.transaction_status is TransactionStatus.IDLE
+    if hasattr(connection, "in_atomic_block") and hasattr(connection, "get_autocommit"):
+        return bool(not connection.in_atomic_block and connection.get_autocommit())
+    return False
+
+
 def driver_cursor(connection: Any) -> Any:
-    """Return a psycopg cursor, as a context manager."""
+    """Return the driver's cursor, as a context manager."""
     if isinstance(connection, psycopg.Connection):
         return connection.cursor(row_factory=psycopg.rows.tuple_row)
     if _is_sqlalchemy(connection):
         core = _core_of(connection)
         driver = core.connection.driver_connection
         # Inside run_sync only SQLAlchemy's own cursor may wait.
-        return (
-            closing(core.connection.cursor()) if isinstance(driver, psycopg.AsyncConnection) else driver_cursor(driver)
-        )
+        return closing(core.connection.cursor()) if _is_async(driver) else driver_cursor(driver)
     if type(connection).__module__.startswith("django."):
         return connection.cursor()
+    if _is_async(connection):
+        raise InvalidInput(f"a {type(connection).__name__} is asynchronous: use the call that is awaited, as apublish")
     raise InvalidInput(
         f"can't use a {type(connection).__name__}: give a psycopg 3 connection, a SQLAlchemy session on psycopg, "
         "or a Django database connection"
@@ -182,10 +216,13 @@ def caller_errors(connection: Any) -> Iterator[None]:
 
 
 def driver_error_in(error: BaseException) -> psycopg.Error | None:
-    """Return the driver's error behind an error."""
-    for candidate in (error, getattr(error, "orig", None), error.__cause__):
+    """Return the driver's error behind an error; one of asyncpg's as psycopg's."""
+    original = getattr(error, "orig", None)
+    for candidate in (error, original, error.__cause__, getattr(original, "__cause__", None)):
         if isinstance(candidate, psycopg.Error):
             return candidate
+        if (found := asyncpg_connections.as_psycopg(candidate)) is not None:
+            return found
     return None
 
 

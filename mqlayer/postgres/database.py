@@ -276,7 +276,7 @@ def _published_error(error: Exception, state: str, text: str) -> MqlayerError:
 
 
 def _hint(error: Exception) -> str:
-    return getattr(getattr(error, "diag", None), "message_hint", None) or ""
+    return getattr(error, "hint", None) or getattr(getattr(error, "diag", None), "message_hint", None) or ""
 
 
 def _arguments(dsn: str, application: str) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 from urllib.parse import quote, urlsplit, urlunsplit
 
+from mqlayer.env_file import variable
 from mqlayer.errors import Conflict, InvalidInput
 from mqlayer.redaction import register_secrets
 from mqlayer.settings import Settings
@@ -207,7 +208,7 @@ def use_only(access: NodeAccess | None) -> None:
 
 def access_here() -> NodeAccess:
     """Return this process's login."""
-    return _given.access or _from_environment(tuple(os.environ.get(name) for name in VARIABLES))
+    return _given.access or _from_environment(tuple(map(variable, VARIABLES)))
 
 
 @lru_cache(maxsize=8)

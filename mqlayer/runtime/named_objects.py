@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from importlib import import_module
+from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
 from typing import Final
@@ -27,6 +29,7 @@ def load_named(path: str, what: str) -> object:
         )
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)
+    _set_up_django()
     module_name, name = match["module"], match["name"]
     try:
         module = import_module(module_name)
@@ -40,3 +43,14 @@ def load_named(path: str, what: str) -> object:
     except AttributeError:
         raise NotFound(what, path, f"module {module_name!r} has no {name!r}") from None
     return found
+
+
+def _set_up_django() -> None:
+    """Load a Django project's applications, whose models the module may import, as Celery does."""
+    if not os.environ.get("DJANGO_SETTINGS_MODULE") or find_spec("django") is None:
+        return
+    import django
+    from django.apps import apps
+
+    if not apps.ready:
+        django.setup()

@@ -108,9 +108,10 @@ def test_every_module_is_imported_from_a_plain_install_or_says_which_extra_it_ne
 ) -> None:
     plain.install("--constraint", LOCKS / "dev.lock", built_wheel)
     missed = plain.tries(IMPORT_ALL).splitlines()
-    assert [line.split(":")[0] for line in missed] == ["mqlayer.archive.arrow_types", "mqlayer.spark"]
-    assert "pip install 'mqlayer[parquet]'" in missed[0]
-    assert "pip install 'mqlayer[spark]'" in missed[1]
+    extras = {"archive.arrow_types": "parquet", "integrations.django": "django", "integrations.fastapi": "fastapi"}
+    for line, (module, extra) in zip(missed, {**extras, "spark": "spark"}.items(), strict=True):
+        assert line.split(":")[0] == f"mqlayer.{module}"
+        assert f"pip install 'mqlayer[{extra}]'" in line
 
 
 def test_a_worker_of_the_image_has_all_that_it_imports(
@@ -154,6 +155,22 @@ with arrow_batches(read_address(os.environ["MQLAYER_DSN"]), ["SELECT 42 AS answe
     print([batch.to_pylist() for batch in batches])
 """
     assert "[[{'answer': 42}]]" in plain.tries(program, MQLAYER_DSN=database_dsn)
+
+
+def test_the_extras_of_web_frameworks_import_their_part(plain: PlainEnvironment, built_wheel: Path) -> None:
+    plain.install("--constraint", LOCKS / "dev.lock", f"{built_wheel}[fastapi]")
+    plain.install("--constraint", LOCKS / "dev.lock", f"{built_wheel}[django]")
+    program = """
+from django.conf import settings
+settings.configure(INSTALLED_APPS=["mqlayer.integrations.django"])
+import django, mqlayer.integrations.fastapi
+from pathlib import Path
+from mqlayer.cli.project import init
+django.setup()
+init("fastapi", Path("of-the-wheel"))
+print("both")
+"""
+    assert plain.tries(program).splitlines()[-1] == "both"
 
 
 def test_the_containers_extra_finds_an_engine_or_goes_on_without(plain: PlainEnvironment, built_wheel: Path) -> None:

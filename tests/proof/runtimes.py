@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from functools import cache
 
+from mqlayer.env_file import PREFIX
 from mqlayer.postgres.database import Database
 from mqlayer.runtime.runtime import Runtime
-from mqlayer.settings import PREFIX, Settings
+from mqlayer.settings import Settings
 
 
 def runtime_of(

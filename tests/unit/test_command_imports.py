@@ -23,13 +23,14 @@ NEVER: Final = {
 """Packages that no command loads before it runs."""
 HEAVY: Final = {"asyncio", "psycopg", "psycopg_pool", "pydantic", "pydantic_settings", "redis", "rich", "tenacity"}
 COMMON: Final = {
-    "cli", "domain", "errors", "escaping", "failpoints", "logs", "postgres", "redaction", "redis", "resources",
-    "runtime", "settings", "stack", "topics",
+    "cli", "domain", "env_file", "errors", "escaping", "failpoints", "logs", "postgres", "redaction", "redis",
+    "resources", "runtime", "settings", "stack", "topics",
 }  # fmt: skip
 """Parts of the library that commands have for the databases and nodes that they use."""
 FAILURES: Final = {"events", "groups", "parking", "redelivery"}
 JOBS: Final = {"archive", "health", "idempotency", "maintenance", "outbox", "relay", "routes", *FAILURES}
 PARTS: Final[dict[str, set[str]]] = {
+    "project": set(),
     "stack": set(),
     "consume": {"consuming", "events", "groups", "health", "idempotency", "parking"},
     "messages": {"events", "groups", "inspect", "outbox", "parking", "redelivery"},

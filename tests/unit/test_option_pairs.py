@@ -16,6 +16,7 @@ from tests.fixtures.command_tree import commands, typed
 from tests.fixtures.commands import Commands
 
 OPTIONS: Final[dict[str, str]] = {
+    "init": "KIND DIRECTORY",
     "up": "--directory --nodes --servers-only --json",
     "down": "--directory --erase",
     "status": "--directory --json",

@@ -187,7 +187,4 @@ if TYPE_CHECKING:
         @app.consumer(placed, group="f")  # type: ignore[arg-type]
         def six(order: Placed, ctx: str) -> None: ...
 
-        @app.consumer(placed, group="g")  # type: ignore[arg-type]
-        def seven(order: Placed, ctx: mqlayer.Context, more: int) -> None: ...
-
         app.consumer(placed, group="h", odd=1)  # type: ignore[call-overload]

@@ -30,6 +30,7 @@ from typing import Any, Final, Literal, TypeVar, Unpack, get_type_hints, overloa
 from mqlayer.consuming.api.batch_handlers import BatchHandler, BatchShape, batch_shape
 from mqlayer.consuming.api.batches import BatchOf
 from mqlayer.consuming.api.context import Context
+from mqlayer.consuming.api.dependencies import NO_DEPENDENCIES, Dependencies, check_order, dependencies_of
 from mqlayer.consuming.api.registration import ConsumerOptions, TypedRegistration
 from mqlayer.consuming.engine.events import Reporting
 from mqlayer.consuming.engine.options import MemberOptions, MemberStats
@@ -82,6 +83,7 @@ class Consumer:
     batch: tuple[BatchOf, BatchShape] | None = None
     instance: str | None = None
     typed: TypedBodies[Any] | None = None
+    dependencies: Dependencies = NO_DEPENDENCIES
 
 
 class App:
@@ -139,9 +141,9 @@ class App:
     ) -> Any:
         """Register a handler, plain or `async def`, for a topic and a group.
 
-        It takes the body and optionally the Context. A `mqlayer.Topic` knows the type of its bodies; else `body`, by
-        default the first parameter's annotation, is the type to decode to: msgspec Struct, pydantic model, dataclass,
-        bytes, str, or any type that msgspec reads from JSON.
+        It takes the body, optionally the Context, then what `mqlayer.Depends` marks. A `mqlayer.Topic` knows the type
+        of its bodies; else `body`, by default the first parameter's annotation, is the type to decode to: msgspec
+        Struct, pydantic model, dataclass, bytes, str, or any type that msgspec reads from JSON.
         An exception or undecodable body is a failed attempt: the group's backoff follows, the key waits, others
         continue. RetryLater, Reject, Skip and PauseKey decide otherwise.
 
@@ -181,10 +183,12 @@ class App:
 
         def register(handler: Handler) -> Handler:
             is_async = _is_async(handler)
+            dependencies = dependencies_of(handler, is_async=is_async)
             shape = None
             if batch is None:
-                body_type, with_context = _parameters(handler, body)
+                body_type, with_context = _parameters(handler, body, dependencies)
             else:
+                _check_no_dependencies(handler, dependencies)
                 shape = batch_shape(handler, body)
                 body_type, with_context = shape.body_type, shape.batch
             if typed is not None:
@@ -192,7 +196,8 @@ class App:
             decode = decoder_for(body_type) if typed is None else typed.decode
             of = (topic, group, handler, body_type, decode, with_context, is_async, group_settings, member)
             pair = None if batch is None or shape is None else (batch, shape)
-            self.consumers.append(Consumer(*of, batch=pair, instance=instance, typed=typed))
+            extras: dict[str, Any] = {"instance": instance, "typed": typed, "dependencies": dependencies}
+            self.consumers.append(Consumer(*of, batch=pair, **extras))
             return handler
 
         return register
@@ -365,18 +370,27 @@ def _is_async(handler: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(handler) or inspect.iscoroutinefunction(type(handler).__call__)
 
 
-def _parameters(handler: Callable[..., Any], body: Any) -> tuple[Any, bool]:
+def _parameters(handler: Callable[..., Any], body: Any, dependencies: Dependencies) -> tuple[Any, bool]:
+    check_order(handler, dependencies)
     parameters = [
         p
         for p in inspect.signature(handler).parameters.values()
-        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.name not in dependencies.by_name
     ]
     if not 1 <= len(parameters) <= 2:
-        raise InvalidInput(f"handler {type_name(handler)!r} must take the body, or the body and the context")
+        raise InvalidInput(
+            f"handler {type_name(handler)!r} must take the body, or the body and the context; mark a further parameter "
+            "as Annotated[…, mqlayer.Depends(factory)]"
+        )
     if body is None:
         function = handler if inspect.isroutine(handler) else type(handler).__call__
         body = get_type_hints(function).get(parameters[0].name, bytes)
     return body, len(parameters) == 2
+
+
+def _check_no_dependencies(handler: Callable[..., Any], dependencies: Dependencies) -> None:
+    if dependencies.by_name:
+        raise InvalidInput(f"batch handler {type_name(handler)!r} depends on something: call it in the handler instead")
 
 
 def _check_annotation(handler: Callable[..., Any], typed: TypedBodies[Any], annotated: Any) -> Any:
@@ -397,6 +411,9 @@ def call_of(consumer: Consumer, group: Group) -> Handle | BatchHandler:
 def _handle(consumer: Consumer, group: Group) -> Callable[[OwnedPartition, Record], Any]:
     handler, decode = consumer.handler, consumer.decode
     context = partial(Context, consumer.topic, consumer.group, group.group_id)
+    if consumer.dependencies.by_name:
+        call = consumer.dependencies.acall if consumer.is_async else consumer.dependencies.call
+        return lambda owned, record: call(handler, decode(record.body), context(owned, record))
     if consumer.with_context:
         return lambda owned, record: handler(decode(record.body), context(owned, record))
     if consumer.body_type is bytes and consumer.decode is AS_IS:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, Protocol, TypeVar, overload
+from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar, overload
 
 from mqlayer.consuming.api.batches import Batch, BatchOf
 from mqlayer.consuming.api.context import Context
@@ -13,6 +13,7 @@ from mqlayer.groups.group import Balance, RetrySettings
 from mqlayer.groups.start_positions import Start
 
 Answer = TypeVar("Answer")
+Dependent = ParamSpec("Dependent")
 
 
 class ConsumerOptions(RetrySettings, total=False):
@@ -37,7 +38,9 @@ class TypedRegistration(Protocol[Body]):
     """Registers a handler of a typed topic: one of a body, or with `batch` of several."""
 
     @overload
-    def __call__(self, handler: Callable[[Body, Context], Answer], /) -> Callable[[Body, Context], Answer]: ...
+    def __call__(
+        self, handler: Callable[Concatenate[Body, Context, Dependent], Answer], /
+    ) -> Callable[Concatenate[Body, Context, Dependent], Answer]: ...
     @overload
     def __call__(self, handler: Callable[[Body], Answer], /) -> Callable[[Body], Answer]: ...
     @overload

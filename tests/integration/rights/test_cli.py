@@ -55,6 +55,7 @@ OTHERS = {
     "grant": "needs the right to migrate: see the tests of it below",
     "revoke": "needs the right to migrate: see the tests of it below",
     "migrate": "needs the right to migrate: see the tests of it below",
+    "init": "writes files",
     "up": "works on a directory, by the account",
     "down": "works on a directory, by the account",
     "status": "works on a directory, by the account",

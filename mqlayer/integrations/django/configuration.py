@@ -1,0 +1,64 @@
+"""mqlayer's settings from Django's: `MQLAYER = {"KEY_PREFIX": "shop", …}` and `DATABASES`."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping
+from typing import Any, Final
+
+from django.conf import settings
+from django.core.exceptions import ImproperlyConfigured
+from django.db import connections
+from psycopg import pq
+from psycopg.conninfo import make_conninfo
+
+from mqlayer.env_file import PREFIX
+from mqlayer.settings import OTHERS, Settings
+
+DATABASE: Final = "DATABASE"
+"""The option that names the alias of the database with outbox and fence."""
+
+
+def options() -> Mapping[str, Any]:
+    """Return the setting MQLAYER. Raises ImproperlyConfigured for an option that there is not."""
+    found: Mapping[str, Any] = getattr(settings, "MQLAYER", {})
+    known = {
+        DATABASE,
+        *(name.upper() for name in Settings.model_fields),
+        *(name.removeprefix(PREFIX) for name in OTHERS),
+    }
+    for name in found:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            raise ImproperlyConfigured(
+                f"MQLAYER has no option {name!r}" + (f": did you mean {near[0]!r}?" if near else "")
+            )
+    return found
+
+
+def database_alias() -> str:
+    """Return the alias of the database with outbox and fence."""
+    return str(options().get(DATABASE, "default"))
+
+
+def export_options() -> None:
+    """Put the options into the environment, also for the processes that this one starts; what is there stays."""
+    for name, value in options().items():
+        if name != DATABASE and value is not None:
+            os.environ.setdefault(f"{PREFIX}{name}", str(value))
+
+
+def database_settings() -> dict[str, Any]:
+    """Return the DSN of Django's database, as it is now: of tests, another one."""
+    dsn = dsn_of(connections[database_alias()])
+    return {"dsn": dsn} if dsn else {}
+
+
+def dsn_of(connection: Any) -> str:
+    """Return the DSN of a Django connection, "" for one that is not to Postgres."""
+    if connection.vendor != "postgresql":
+        return ""
+    known = {option.keyword.decode() for option in pq.Conninfo.get_defaults()}
+    parameters = connection.get_connection_params()
+    return make_conninfo(**{name: value for name, value in parameters.items() if name in known})

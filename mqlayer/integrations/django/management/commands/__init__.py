@@ -1,0 +1,1 @@
+"""Each runs a command of `mqlayer`."""

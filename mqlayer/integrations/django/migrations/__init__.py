@@ -1,0 +1,1 @@
+"""One for each migration of the application schema."""
