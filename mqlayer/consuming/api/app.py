@@ -16,11 +16,12 @@ app.run()                     # or: mqlayer consume module:app --processes 4
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import queue
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from types import FrameType
@@ -101,6 +102,23 @@ class App:
         if self._settings is None:
             self._settings = Settings()
         return self._settings
+
+    @contextlib.contextmanager
+    def with_settings(self, settings: Settings) -> Iterator[None]:
+        """Use other settings for the block, as tests do. Raises Conflict while it runs."""
+        if self.members:
+            raise Conflict("the application is running", "stop it first")
+        former, self._settings = self._settings, settings
+        try:
+            yield
+        finally:
+            self._settings = former
+
+    def another(self) -> App:
+        """Return an application with the same consumers, settings and hooks, which does not run."""
+        made = copy.copy(self)
+        made.consumers, made.members, made._open = [*self.consumers], [], []
+        return made
 
     @overload
     def consumer(
