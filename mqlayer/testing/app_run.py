@@ -10,7 +10,6 @@ import contextlib
 import inspect
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Final
@@ -31,38 +30,36 @@ NEXT_LIFE_S: Final = 15.0
 class Life:
     """One life of an application's process."""
 
-    def __init__(self, app: App) -> None:
-        self.app, self.running = app, 0
-        self.silent = threading.Event()
+    def __init__(self, run: AppRun, app: App) -> None:
+        self.run, self.app, self.running = run, app, 0
 
     def go_silent(self, *, settle: bool) -> None:
         """Be stopped, or killed."""
-        self.silent.set()
         for member in self.app.members:
             member.go_silent(settle=settle)
 
 
-class Strike(ABC):
+class Strike:
     """A fault that strikes at one run of a handler."""
 
     def __init__(self, name: str) -> None:
         self.name, self.at = name, 1
         self.struck = False
 
-    def before(self, run: AppRun, life: Life) -> None:  # noqa: B027 - most strike at one end
+    def before(self, life: Life, /) -> None:
         """Act before the handler, in its thread."""
 
-    def after(self, run: AppRun, life: Life) -> None:  # noqa: B027
+    def after(self, life: Life, /) -> None:
         """Act after its effects are committed."""
 
-    def refuse(self, app: App) -> None:  # noqa: B027
+    def refuse(self, app: App, /) -> None:
         """Raise InvalidInput for an application that it can't strike."""
 
 
 class LifeStrike(Strike):
     """Ends a life."""
 
-    def refuse(self, app: App) -> None:
+    def refuse(self, app: App, /) -> None:
         """Refuse shared groups: their messages go by visibility timeouts, not by members."""
         for consumer in app.consumers:
             if consumer.group_settings.mode == "shared":
@@ -75,29 +72,27 @@ class LifeStrike(Strike):
 class Kill(LifeStrike):
     """Between the effect and settling."""
 
-    def after(self, run: AppRun, life: Life) -> None:
+    def after(self, life: Life, /) -> None:
         """Be killed."""
         life.go_silent(settle=False)
-        run.begin_next_life(life)
+        life.run.begin_next_life(life)
 
 
 class StopPastLease(LifeStrike):
     """Before the effect, until another process has handled the message."""
 
-    def before(self, run: AppRun, life: Life) -> None:
+    def before(self, life: Life, /) -> None:
         """Be stopped, and wake up late."""
         life.go_silent(settle=True)
         woken = threading.Event()
-        run.begin_next_life(life, woken)
+        life.run.begin_next_life(life, woken)
         woken.wait(OTHERS_END_S + NEXT_LIFE_S)
 
 
 class AppRun:
     """What a stack knows of an application: its lives, the runs of its handlers, their errors, the faults to come."""
 
-    def __init__(
-        self, app: App, settings: Settings, runtime: Runtime, is_drained: Callable[[AppRun], bool]
-    ) -> None:
+    def __init__(self, app: App, settings: Settings, runtime: Runtime, is_drained: Callable[[AppRun], bool]) -> None:
         self._app, self._settings, self._runtime, self._is_drained = app, settings, runtime, is_drained
         self._consumers: list[Consumer] = []
         self._lives: list[Life] = []
@@ -126,7 +121,7 @@ class AppRun:
         """Begin the first life, in the application itself."""
         self._given.enter_context(self._app.with_settings(self._settings))
         self._consumers = [*self._app.consumers]
-        self._begin(Life(self._app))
+        self._begin(Life(self, self._app))
 
     def stop(self) -> None:
         """End all lives."""
@@ -172,7 +167,7 @@ class AppRun:
                 # As the end of its lease does, at once.
                 with contextlib.suppress(NotFound):
                     evict_member(self._runtime, member.group.topic, member.group.name, member.member_id)
-            self._begin(Life(life.app.another()))
+            self._begin(Life(self, life.app.another()))
             if woken is not None:
                 _wait(lambda: self._is_drained(self) or bool(self._errors), NEXT_LIFE_S)
                 woken.set()
@@ -201,10 +196,10 @@ class AppRun:
         def watched(*arguments: Any) -> Any:
             with self._counted(life) as strike:
                 if strike is not None:
-                    strike.before(self, life)
+                    strike.before(life)
                 answer = handle(*arguments)
                 if strike is not None and not inspect.isawaitable(answer):
-                    strike.after(self, life)
+                    strike.after(life)
             return answer
 
         return watched
@@ -215,14 +210,14 @@ class AppRun:
         async def watched(*arguments: Any) -> Any:
             with self._counted(life) as strike:
                 if strike is not None:
-                    await to_thread(strike.before, self, life)
+                    await to_thread(strike.before, life)
                 try:
                     answer = await consumer.handler(*arguments)
                 except Exception as error:
                     self._note(error)
                     raise
                 if strike is not None:
-                    await to_thread(strike.after, self, life)
+                    await to_thread(strike.after, life)
             return answer
 
         return watched

@@ -15,7 +15,7 @@ from mqlayer.domain.codecs import TypedBodies
 from mqlayer.errors import RetryLater
 from mqlayer.routes import apply_change, planned_split
 from mqlayer.runtime.route_cache import load_route
-from mqlayer.testing.app_run import AppRun, Kill, Life, StopPastLease, Strike
+from mqlayer.testing.app_run import Kill, Life, StopPastLease, Strike
 
 if TYPE_CHECKING:
     from mqlayer.testing.stack import TestStack
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class DeliverAgain(Strike):
     """The message comes once more, after its effect."""
 
-    def after(self, run: AppRun, life: Life) -> None:
+    def after(self, _: Life, /) -> None:
         """Ask for it again."""
         raise RetryLater(0.0, "delivered again by a test")
 
@@ -36,9 +36,9 @@ class SplitPartition(Strike):
         super().__init__(name)
         self._faults = faults
 
-    def before(self, run: AppRun, life: Life) -> None:
+    def before(self, life: Life, /) -> None:
         """Split it."""
-        self._faults.split(run.groups[0][0])
+        self._faults.split(life.run.groups[0][0])
 
 
 class LoseNodes(Strike):
@@ -48,7 +48,7 @@ class LoseNodes(Strike):
         super().__init__(name)
         self._faults, self._nodes = faults, nodes
 
-    def before(self, run: AppRun, life: Life) -> None:
+    def before(self, _: Life, /) -> None:
         """Kill and start them."""
         for node in self._nodes:
             with self._faults.node_lost(node):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @pytest.fixture(scope="session")
 def mqlayer_schema() -> Callable[[str], None]:
     """A function that makes your tables, given a DSN; override it. It runs once per process, on the template."""
-    return lambda dsn: None
+    return lambda _: None
 
 
 @pytest.fixture(scope="session")

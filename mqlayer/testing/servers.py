@@ -36,10 +36,11 @@ from mqlayer.stack.shared_memory import release_shared_memory
 
 DIRECTORY_PREFIX: Final = "mqlayer-pytest-"
 DATABASE_PREFIX: Final = "mqlayer_test_"
-MEMORY: Final = Path("/dev/shm")
+# As with any place for temporary files, what is made there is ours alone.
+MEMORY: Final = Path("/dev/shm")  # noqa: S108
 MEMORY_NEEDED_BYTES: Final = 2 * 1024**3
 NODES: Final = ("node-1", "node-2")
-# Tests judge what Postgres does, not the disk.
+# Tests judge what Postgres does, not the disk; each of many sessions would load the functions' language.
 FAST_POSTGRES: Final[Mapping[str, str]] = {
     "fsync": "off",
     "dynamic_shared_memory_type": "mmap",
@@ -98,8 +99,8 @@ class TestServers:
 
     __test__ = False
 
-    def __init__(self, prepare: Callable[[str], None] = lambda dsn: None) -> None:
-        given = GivenAddresses.from_environment()
+    def __init__(self, prepare: Callable[[str], None] = lambda _: None, *, given: GivenAddresses | None = None) -> None:
+        given = given or GivenAddresses.from_environment()
         self._prepare, self._urls = prepare, given.redis_urls
         self._given_postgres = PostgresDatabases(given.dsn) if given.dsn else None
         self._postgres: AnyPostgres | PostgresDatabases | None = None

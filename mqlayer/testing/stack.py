@@ -227,5 +227,3 @@ def _unhandled(status: GroupStatus) -> str:
         parked = f", {status.parked.messages} are parked" if status.parked.messages else ""
         return f"{named} has {status.lag} messages to handle{parked}"
     return ""
-
-

@@ -16,7 +16,6 @@ app.run()                     # or: mqlayer consume module:app --processes 4
 from __future__ import annotations
 
 import contextlib
-import copy
 import inspect
 import queue
 import signal
@@ -116,8 +115,8 @@ class App:
 
     def another(self) -> App:
         """Return an application with the same consumers, settings and hooks, which does not run."""
-        made = copy.copy(self)
-        made.consumers, made.members, made._open = [*self.consumers], [], []
+        made = App(self._settings, describe_error=self._describe_error)
+        made.consumers, made.hooks, made.process_number = [*self.consumers], self.hooks, self.process_number
         return made
 
     @overload
