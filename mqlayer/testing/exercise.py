@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 import time
 from collections.abc import Callable, Sequence
@@ -164,6 +165,12 @@ class _Trial:
             return error, True
 
     def _run(self, messages: Sequence[KeyedBody], strike: Strike | None, at: int) -> tuple[Any, bool]:
+        with contextlib.ExitStack() as given:
+            for app in _apps_of(self._handler):
+                given.enter_context(app.with_settings(self._stack.settings))
+            return self._run_anew(messages, strike, at)
+
+    def _run_anew(self, messages: Sequence[KeyedBody], strike: Strike | None, at: int) -> tuple[Any, bool]:
         self._reset()
         app, topic = App(), check_name("topic", f"exercise-{next(self._numbers)}")
         app.consumer(topic, group="exercise", **self._options)(self._handler)
@@ -186,6 +193,12 @@ class _Trial:
             "lose_nodes": lambda: LoseNodes(fault, faults, [*self._stack.servers.urls]),
         }
         return made[fault]()
+
+
+def _apps_of(handler: Callable[..., Any]) -> list[App]:
+    """Return the applications of the handler's module: it may ask them for the DSN."""
+    names = getattr(inspect.unwrap(handler), "__globals__", {})
+    return [found for found in names.values() if isinstance(found, App)]
 
 
 def _rows(stack: TestStack, statement: str) -> list[tuple[Any, ...]]:

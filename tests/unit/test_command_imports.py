@@ -32,6 +32,7 @@ JOBS: Final = {"archive", "health", "idempotency", "maintenance", "outbox", "rel
 PARTS: Final[dict[str, set[str]]] = {
     "stack": set(),
     "consume": {"consuming", "events", "groups", "health", "idempotency", "parking"},
+    "debug": {"consuming", "health", "idempotency", "inspect", *FAILURES},
     "messages": {"events", "groups", "inspect", "outbox", "parking", "redelivery"},
     "migrate": set(),
     "rights": set(),

@@ -20,6 +20,7 @@ OPTIONS: Final[dict[str, str]] = {
     "down": "--directory --erase",
     "status": "--directory --json",
     "consume": "APPLICATION --processes --concurrency",
+    "debug": "TOPIC KEY --handler --group --last --break-before --pdb --yes",
     "migrate": "--sql --schema --owner",
     "grant": "RIGHT ROLE --topic --group --password-file --sql",
     "revoke": "RIGHT ROLE --topic --group --sql",

@@ -7,11 +7,14 @@ import sys
 from importlib import import_module
 from operator import attrgetter
 from pathlib import Path
-from typing import Final
+from types import ModuleType
+from typing import Any, Final
 
-from mqlayer.consuming.api.app import App
+from mqlayer.consuming.api.app import App, Consumer
 from mqlayer.errors import InvalidInput, NotFound
 
+UNREGISTERED: Final = "debug"
+"""The group of a handler that no App has for the topic."""
 _PATH: Final = re.compile(r"(?P<module>[^\W\d]\w*(\.[^\W\d]\w*)*):(?P<name>[^\W\d]\w*(\.[^\W\d]\w*)*)")
 
 
@@ -20,9 +23,35 @@ def load_app(path: str) -> App:
 
     Raises InvalidInput or NotFound for a bad path; errors of the module's import pass through.
     """
+    _, found = _load(path, "application", "app")
+    if not isinstance(found, App):
+        raise InvalidInput(f"{path!r} is a {type(found).__name__}: give the name of a mqlayer.App")
+    return found
+
+
+def load_consumer(path: str, topic: str) -> Consumer:
+    """Import a handler; return it as its module's App has it for the topic, else in a group of its own.
+
+    Raises as `load_app`.
+    """
+    module, handler = _load(path, "handler", "book")
+    if not callable(handler):
+        raise InvalidInput(f"{path!r} is a {type(handler).__name__}: give the name of a handler")
+    for app in (found for found in vars(module).values() if isinstance(found, App)):
+        for consumer in app.consumers:
+            if consumer.handler is handler and consumer.topic == topic:
+                return consumer
+    app = App()
+    app.consumer(topic, group=UNREGISTERED)(handler)
+    return app.consumers[0]
+
+
+def _load(path: str, kind: str, example: str) -> tuple[ModuleType, Any]:
     match = _PATH.fullmatch(path)
     if match is None:
-        raise InvalidInput(f"{path!r} is not the path of an application: give module:name, such as shop.consumers:app")
+        article = "an" if kind[0] in "aeiou" else "a"
+        hint = f"give module:name, such as shop.consumers:{example}"
+        raise InvalidInput(f"{path!r} is not the path of {article} {kind}: {hint}")
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)
     module_name, name = match["module"], match["name"]
@@ -34,9 +63,6 @@ def load_app(path: str) -> App:
         hint = "run the command in the directory that the import starts from, or set PYTHONPATH"
         raise NotFound("module", module_name, hint) from error
     try:
-        found = attrgetter(name)(module)
+        return module, attrgetter(name)(module)
     except AttributeError:
-        raise NotFound("application", path, f"module {module_name!r} has no {name!r}") from None
-    if not isinstance(found, App):
-        raise InvalidInput(f"{path!r} is a {type(found).__name__}: give the name of a mqlayer.App")
-    return found
+        raise NotFound(kind, path, f"module {module_name!r} has no {name!r}") from None

@@ -1,0 +1,151 @@
+"""The pytest plugin in a user's suite, and what it leaves behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import redis
+
+from mqlayer.stack import GivenAddresses, processes
+from mqlayer.stack.process_record import FILE_NAME, ProcessRecord
+from mqlayer.testing.servers import DIRECTORY_PREFIX, TestServers, best_place
+from tests.fixtures.kept_connections import ask_postgres
+from tests.fixtures.servers import Postgres
+from tests.fixtures.wait import wait_until
+
+TABLES: Final = """
+import psycopg
+import pytest
+
+@pytest.fixture(scope="session")
+def mqlayer_schema():
+    def make(dsn):
+        with psycopg.connect(dsn) as connection:
+            connection.execute("CREATE TABLE ledger (customer text, amount int)")
+    return make
+"""
+SUITE: Final = """
+import os
+import mqlayer
+import psycopg
+import pytest
+
+app = mqlayer.App()
+
+@app.consumer("orders", group="ledger")
+def book(amount: int, ctx: mqlayer.Context) -> None:
+    if amount < 0:
+        raise ValueError("no such amount")
+    with psycopg.connect(mqlayer.Settings().application_dsn()) as connection:
+        ctx.fence(connection)
+        connection.execute("INSERT INTO ledger VALUES (%s, %s)", (ctx.key, amount))
+
+@pytest.mark.parametrize("amount", [1, 2])
+def test_books(mqlayer_stack, amount):
+    mqlayer_stack.start(app)
+    mqlayer_stack.publish("orders", amount, key="ann")
+    mqlayer_stack.drain(app)
+    assert mqlayer_stack.execute("SELECT * FROM ledger") == [("ann", amount)]
+    assert os.environ["MQLAYER_KEY_PREFIX"] == mqlayer_stack.settings.key_prefix
+
+def test_raises_what_the_handler_raises(mqlayer_stack):
+    with mqlayer_stack.run(app):
+        mqlayer_stack.publish("orders", -1, key="ann")
+        with pytest.raises(ValueError, match="no such amount"):
+            mqlayer_stack.drain(app)
+        with pytest.raises(TimeoutError, match="group ledger of topic orders has 1 messages to handle"):
+            mqlayer_stack.drain(app, timeout_s=0.1, raise_errors=False)
+"""
+WAITS: Final = """
+import time
+from pathlib import Path
+
+def test_waits(mqlayer_stack):
+    Path("names").write_text(f"{mqlayer_stack.servers.directory} {mqlayer_stack.dsn}")
+    time.sleep(600)
+"""
+
+
+def suite(directory: Path, program: str) -> list[str]:
+    (directory / "conftest.py").write_text(TABLES)
+    (directory / "test_suite.py").write_text(program)
+    return [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", str(directory)]
+
+
+def without_addresses(**given: str) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("MQLAYER_", "PYTEST_"))}
+    return kept | given
+
+
+def databases(server: Postgres) -> list[Any]:
+    return ask_postgres(server.dsn("postgres"), "SELECT datname FROM pg_database WHERE datname ~ '^mqlayer_test_.*_'")
+
+
+@pytest.mark.slow
+def test_a_users_suite_has_a_database_and_a_prefix_per_test_under_xdist(
+    postgres_server: Postgres, redis_url: str, tmp_path: Path
+) -> None:
+    given = without_addresses(MQLAYER_DSN=postgres_server.dsn("postgres"), MQLAYER_REDIS_URL=redis_url)
+    command = [*suite(tmp_path, SUITE), "-n", "2"]
+    done = subprocess.run(command, cwd=tmp_path, env=given, capture_output=True, text=True, timeout=100, check=False)
+    assert "3 passed" in done.stdout, done.stdout + done.stderr
+    assert databases(postgres_server) == []
+    with redis.Redis.from_url(redis_url) as client:
+        assert [*client.scan_iter("t????????_*", count=1_000)] == []
+
+
+@pytest.mark.slow
+def test_the_servers_of_a_killed_suite_end(tmp_path: Path) -> None:
+    """Also those that it could not end: Postgres, two nodes, and their data."""
+    names = tmp_path / "names"
+    process = subprocess.Popen(suite(tmp_path, WAITS), cwd=tmp_path, env=without_addresses())
+    with ExitStack() as cleanup:
+        cleanup.callback(process.wait)
+        cleanup.callback(process.kill)
+        wait_until(lambda: names.exists() and names.read_text(), timeout_s=60, what="the test waits")
+        directory = Path(names.read_text().split()[0])
+        assert directory.name.startswith(DIRECTORY_PREFIX)
+        servers = [ProcessRecord.load(record.parent).process for record in directory.glob(f"*/{FILE_NAME}")]
+        assert len(servers) == 3
+        process.send_signal(signal.SIGKILL)
+    wait_until(lambda: not directory.exists(), timeout_s=60, what="the data are gone")
+    assert not [one for one in servers if one is not None and processes.is_running(one)]
+
+
+def test_the_database_of_a_killed_suite_goes_with_the_next_one(postgres_server: Postgres, redis_url: str) -> None:
+    given = GivenAddresses(postgres_server.dsn("postgres"), (redis_url,))
+    killed, living = TestServers(given=given), TestServers(given=given)
+    with ExitStack() as left:
+        left.callback(killed.close)
+        # As its process leaves them: its session ends, and with it its lock.
+        dsn, prefix = left.enter_context(killed.database())
+        with redis.Redis.from_url(redis_url) as client:
+            client.set(f"{prefix}:one", "1")
+            killed._session.close()  # type: ignore[union-attr]
+            with living, living.database() as (other, _):
+                assert [name for (name,) in databases(postgres_server) if name in dsn] == []
+                assert [name for (name,) in databases(postgres_server) if name in other] != []
+                assert client.get(f"{prefix}:one") is None
+    assert databases(postgres_server) == []
+
+
+def test_the_plugin_imports_nothing_but_itself() -> None:
+    program = """
+import sys, pytest
+before = set(sys.modules)
+import mqlayer.testing.plugin
+print(*sorted(set(sys.modules) - before))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["mqlayer", "mqlayer.testing", "mqlayer.testing.plugin"]
+
+
+def test_best_place_is_one_to_write_in() -> None:
+    assert os.access(best_place(), os.W_OK)
