@@ -101,7 +101,7 @@ class AppRun:
         self._faults: list[BaseException] = []
         self._strikes: list[Strike] = []
         self._runs = self._changing = 0
-        self._given = contextlib.ExitStack()
+        self._given, self._ending = contextlib.ExitStack(), threading.Event()
 
     @property
     def groups(self) -> list[tuple[str, str]]:
@@ -119,15 +119,15 @@ class AppRun:
 
     def start(self) -> None:
         """Begin the first life, in the application itself."""
+        self._ending.clear()
         self._given.enter_context(self._app.with_settings(self._settings))
         self._consumers = [*self._app.consumers]
         self._begin(Life(self, self._app))
 
     def stop(self) -> None:
         """End all lives."""
-        until = time.monotonic() + OTHERS_END_S + NEXT_LIFE_S
-        while self._changing and time.monotonic() < until:
-            time.sleep(POLL_S)
+        self._ending.set()
+        _wait(lambda: not self._changing, OTHERS_END_S + NEXT_LIFE_S)
         for life in self._lives:
             life.app.stop()
         if self._consumers:
@@ -148,10 +148,6 @@ class AppRun:
         with self._lock:
             return ["a fault strikes"] if self._changing else []
 
-    def not_struck(self) -> list[Strike]:
-        """Return the faults that wait for a run of a handler."""
-        return [strike for strike in self._strikes if not strike.struck]
-
     def begin_next_life(self, life: Life, woken: threading.Event | None = None) -> None:
         """Have another process take over; then wake the stopped one."""
         with self._lock:
@@ -169,7 +165,7 @@ class AppRun:
                     evict_member(self._runtime, member.group.topic, member.group.name, member.member_id)
             self._begin(Life(self, life.app.another()))
             if woken is not None:
-                _wait(lambda: self._is_drained(self) or bool(self._errors), NEXT_LIFE_S)
+                _wait(lambda: self._ending.is_set() or bool(self._errors) or self._is_drained(self), NEXT_LIFE_S)
                 woken.set()
                 _wait(lambda: life.running == 0, OTHERS_END_S)
         except BaseException as error:  # noqa: BLE001 - handed to the test

@@ -35,9 +35,9 @@ def mqlayer_stack(mqlayer_servers: TestServers, monkeypatch: pytest.MonkeyPatch)
     """Real servers with a database and a key prefix of the test's own; `MQLAYER_…` variables name them."""
     from mqlayer.testing.stack import TestStack, variables_of_stacks
 
+    for name in variables_of_stacks():
+        monkeypatch.delenv(name, raising=False)
     with mqlayer_servers.database() as (dsn, prefix), TestStack(mqlayer_servers, dsn, prefix) as stack:
-        for name in variables_of_stacks():
-            monkeypatch.delenv(name, raising=False)
         for name, value in stack.env.items():
             monkeypatch.setenv(name, value)
         yield stack

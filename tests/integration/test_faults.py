@@ -11,7 +11,7 @@ import pytest
 from mqlayer import App, Context
 from mqlayer.errors import InvalidInput
 from mqlayer.stack import GivenAddresses
-from mqlayer.testing.exercise import FAULTS, EffectsDiffer, exercise
+from mqlayer.testing.exercise import EffectsDiffer, exercise
 from mqlayer.testing.servers import TestServers
 from mqlayer.testing.stack import TestStack
 from tests.fixtures.servers import Postgres
@@ -115,6 +115,21 @@ def test_partitions_split_and_nodes_come_back_under_an_application(mqlayer_stack
     assert mqlayer_stack.execute("SELECT amount FROM balance") == [(10,)]
 
 
+def test_drain_raises_what_a_handler_raises_and_says_what_waits(mqlayer_stack: TestStack) -> None:
+    app = App()
+
+    @app.consumer("orders", group="ledger")
+    def failing(amount: int) -> None:
+        raise ValueError("no such amount")
+
+    with mqlayer_stack.run(app):
+        mqlayer_stack.publish("orders", 10, key="ann")
+        with pytest.raises(ValueError, match="no such amount"):
+            mqlayer_stack.drain(app)
+        with pytest.raises(TimeoutError, match="group ledger of topic orders has 1 messages to handle"):
+            mqlayer_stack.drain(app, timeout_s=0.1, raise_errors=False)
+
+
 def test_a_fault_says_where_it_cannot_strike(mqlayer_stack: TestStack, plain: Book) -> None:
     app = App()
     app.consumer("orders", group="ledger", mode="shared")(plain)
@@ -138,13 +153,6 @@ def test_exercise_finds_a_handler_without_fence_and_the_shortest_list(mqlayer_st
     assert (found.value.fault, found.value.at) == ("kill", 1)
     assert "under the fault kill, at the handler's run 1 of" in str(found.value)
     assert found.value.found == [(message[0], 2 * message[1])]
-
-
-@pytest.mark.slow
-def test_exercise_passes_a_handler_with_fence_under_all_faults(mqlayer_stack: TestStack, fenced: Book) -> None:
-    report = exercise(fenced, MESSAGES, stack=mqlayer_stack, effects="SELECT * FROM balance",
-                      reset="TRUNCATE balance", examples=1)  # fmt: skip
-    assert (sorted(report.runs), report.left_out) == (sorted(FAULTS), ())
 
 
 def test_exercise_passes_an_async_handler_with_an_inbox(mqlayer_stack: TestStack, with_inbox: Book) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,49 +21,9 @@ from tests.fixtures.kept_connections import ask_postgres
 from tests.fixtures.servers import Postgres
 from tests.fixtures.wait import wait_until
 
-TABLES: Final = """
-import psycopg
-import pytest
-
-@pytest.fixture(scope="session")
-def mqlayer_schema():
-    def make(dsn):
-        with psycopg.connect(dsn) as connection:
-            connection.execute("CREATE TABLE ledger (customer text, amount int)")
-    return make
-"""
-SUITE: Final = """
-import os
-import mqlayer
-import psycopg
-import pytest
-
-app = mqlayer.App()
-
-@app.consumer("orders", group="ledger")
-def book(amount: int, ctx: mqlayer.Context) -> None:
-    if amount < 0:
-        raise ValueError("no such amount")
-    with psycopg.connect(mqlayer.Settings().application_dsn()) as connection:
-        ctx.fence(connection)
-        connection.execute("INSERT INTO ledger VALUES (%s, %s)", (ctx.key, amount))
-
-@pytest.mark.parametrize("amount", [1, 2])
-def test_books(mqlayer_stack, amount):
-    mqlayer_stack.start(app)
-    mqlayer_stack.publish("orders", amount, key="ann")
-    mqlayer_stack.drain(app)
-    assert mqlayer_stack.execute("SELECT * FROM ledger") == [("ann", amount)]
-    assert os.environ["MQLAYER_KEY_PREFIX"] == mqlayer_stack.settings.key_prefix
-
-def test_raises_what_the_handler_raises(mqlayer_stack):
-    with mqlayer_stack.run(app):
-        mqlayer_stack.publish("orders", -1, key="ann")
-        with pytest.raises(ValueError, match="no such amount"):
-            mqlayer_stack.drain(app)
-        with pytest.raises(TimeoutError, match="group ledger of topic orders has 1 messages to handle"):
-            mqlayer_stack.drain(app, timeout_s=0.1, raise_errors=False)
-"""
+PAGE: Final = Path(__file__).parents[2] / "docs" / "how-to" / "test-with-real-servers.md"
+FILES: Final = ("ledger.py", "conftest.py", "test_ledger.py", "test_faults.py", "test_exercise.py")
+"""What the page's Python blocks are, in their order."""
 WAITS: Final = """
 import time
 from pathlib import Path
@@ -73,10 +34,17 @@ def test_waits(mqlayer_stack):
 """
 
 
-def suite(directory: Path, program: str) -> list[str]:
-    (directory / "conftest.py").write_text(TABLES)
-    (directory / "test_suite.py").write_text(program)
-    return [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", str(directory)]
+def suite(directory: Path, program: str = "") -> list[str]:
+    """Write the page's files, or another test; return the command that runs it."""
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
+    for name, text in zip(FILES, blocks, strict=True):
+        # One list for each fault is enough here.
+        (directory / name).write_text(text.replace("        reset=", "        examples=1,\n        reset="))
+    tests = [name for name in FILES if name.startswith("test_")]
+    if program:
+        tests = ["test_waits.py"]
+        (directory / tests[0]).write_text(program)
+    return [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", *tests]
 
 
 def without_addresses(**given: str) -> dict[str, str]:
@@ -89,16 +57,13 @@ def databases(server: Postgres) -> list[Any]:
 
 
 @pytest.mark.slow
-def test_a_users_suite_has_a_database_and_a_prefix_per_test_under_xdist(
-    postgres_server: Postgres, redis_url: str, tmp_path: Path
-) -> None:
-    given = without_addresses(MQLAYER_DSN=postgres_server.dsn("postgres"), MQLAYER_REDIS_URL=redis_url)
-    command = [*suite(tmp_path, SUITE), "-n", "2"]
+def test_the_suite_of_the_page_passes_under_xdist_and_leaves_nothing(postgres_server: Postgres, tmp_path: Path) -> None:
+    """A database and a prefix per test, on a Postgres that is given, with nodes of each worker's own."""
+    given = without_addresses(MQLAYER_DSN=postgres_server.dsn("postgres"))
+    command = [*suite(tmp_path), "-n", "2"]
     done = subprocess.run(command, cwd=tmp_path, env=given, capture_output=True, text=True, timeout=100, check=False)
-    assert "3 passed" in done.stdout, done.stdout + done.stderr
+    assert "7 passed" in done.stdout, done.stdout + done.stderr
     assert databases(postgres_server) == []
-    with redis.Redis.from_url(redis_url) as client:
-        assert [*client.scan_iter("t????????_*", count=1_000)] == []
 
 
 @pytest.mark.slow
