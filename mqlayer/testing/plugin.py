@@ -15,6 +15,17 @@ if TYPE_CHECKING:
     from mqlayer.testing.stack import TestStack
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
+    """Have mqlayer imported as without a plugin: pytest would compile it anew, which takes a second where none is kept.
+
+    Where pytest has no such names any more, it does.
+    """
+    hook = getattr(early_config.pluginmanager, "rewrite_hook", None)
+    getattr(hook, "_must_rewrite", set()).discard("mqlayer")
+    getattr(hook, "_marked_for_rewrite_cache", {}).clear()
+
+
 @pytest.fixture(scope="session")
 def mqlayer_schema() -> Callable[[str], None]:
     """A function that makes your tables, given a DSN; override it. It runs once per process, on the template."""

@@ -108,9 +108,14 @@ def test_every_module_is_imported_from_a_plain_install_or_says_which_extra_it_ne
 ) -> None:
     plain.install("--constraint", LOCKS / "dev.lock", built_wheel)
     missed = plain.tries(IMPORT_ALL).splitlines()
-    assert [line.split(":")[0] for line in missed] == ["mqlayer.archive.arrow_types", "mqlayer.spark"]
+    assert [line.split(":")[0] for line in missed] == [
+        "mqlayer.archive.arrow_types",
+        "mqlayer.spark",
+        "mqlayer.testing.plugin",
+    ]
     assert "pip install 'mqlayer[parquet]'" in missed[0]
     assert "pip install 'mqlayer[spark]'" in missed[1]
+    assert "pip install 'mqlayer[testing]'" in missed[2]
 
 
 def test_a_worker_of_the_image_has_all_that_it_imports(
