@@ -1,21 +1,5 @@
-"""Wait for a condition in tests."""
+"""Test programs that publish and consume; see `docs/how-to/test-with-real-servers.md`."""
 
-from __future__ import annotations
+from mqlayer.testing.waiting import wait_until
 
-import time
-from collections.abc import Callable
-from typing import Final, TypeVar
-
-_POLL_INTERVAL_S: Final = 0.01
-
-T = TypeVar("T")
-
-
-def wait_until(condition: Callable[[], T], *, timeout_s: float = 20.0) -> T:
-    """Return the first true value of `condition`. Raises TimeoutError after `timeout_s` seconds."""
-    deadline = time.monotonic() + timeout_s
-    while not (value := condition()):
-        if time.monotonic() >= deadline:
-            raise TimeoutError(f"the condition was not true within {timeout_s:g} s; its last value was {value!r}")
-        time.sleep(_POLL_INTERVAL_S)
-    return value
+__all__ = ["wait_until"]

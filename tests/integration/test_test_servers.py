@@ -116,7 +116,8 @@ import mqlayer.testing.plugin
 print(*sorted(set(sys.modules) - before))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["mqlayer", "mqlayer.testing", "mqlayer.testing.plugin"]
+    kept = ["mqlayer", "mqlayer.testing", "mqlayer.testing.plugin", "mqlayer.testing.waiting"]
+    assert done.stdout.split() == kept
 
 
 def test_pytest_does_not_compile_an_installed_package_anew(tmp_path: Path) -> None:
