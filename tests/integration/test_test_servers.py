@@ -14,7 +14,6 @@ from typing import Any, Final
 import pytest
 import redis
 
-import mqlayer
 from mqlayer.stack import GivenAddresses, processes
 from mqlayer.stack.process_record import FILE_NAME, ProcessRecord
 from mqlayer.testing.servers import DIRECTORY_PREFIX, TestServers
@@ -25,12 +24,6 @@ from tests.fixtures.wait import wait_until
 PAGE: Final = Path(__file__).parents[2] / "docs" / "how-to" / "test-with-real-servers.md"
 FILES: Final = ("ledger.py", "conftest.py", "test_ledger.py", "test_faults.py", "test_exercise.py")
 """What the page's Python blocks are, in their order."""
-LOADER: Final = """
-import mqlayer.errors
-
-def test_loader():
-    assert type(mqlayer.errors.__loader__).__name__ == "SourceFileLoader"
-"""
 WAITS: Final = """
 import time
 from pathlib import Path
@@ -118,18 +111,3 @@ print(*sorted(set(sys.modules) - before))
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     kept = ["mqlayer", "mqlayer.testing", "mqlayer.testing.plugin", "mqlayer.testing.waiting"]
     assert done.stdout.split() == kept
-
-
-def test_pytest_does_not_compile_an_installed_package_anew(tmp_path: Path) -> None:
-    """As it does with packages that have a plugin. Installed: not by the finder of an editable install."""
-    (tmp_path / "mqlayer").symlink_to(Path(mqlayer.__file__).parent)
-    facts = tmp_path / "mqlayer-0.1.0.dist-info"
-    facts.mkdir()
-    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: mqlayer\nVersion: 0.1.0\n")
-    (facts / "RECORD").write_text("mqlayer/__init__.py,,\n")
-    (facts / "entry_points.txt").write_text("[pytest11]\nmqlayer = mqlayer.testing.plugin\n")
-    (tmp_path / "test_loader.py").write_text(LOADER)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_loader.py"]
-    given = without_addresses(PYTHONPATH=str(tmp_path))
-    done = subprocess.run(command, cwd=tmp_path, env=given, capture_output=True, text=True, check=False)
-    assert "1 passed" in done.stdout, done.stdout + done.stderr
