@@ -15,7 +15,7 @@ from mqlayer.cli.addresses import settings_here, use_stack_here
 from mqlayer.cli.options import TopicArgument
 from mqlayer.cli.output import echo, format_key, pluralize
 from mqlayer.consuming.api.app import Consumer
-from mqlayer.consuming.api.app_loader import UNREGISTERED, load_consumer
+from mqlayer.consuming.api.consumer_loader import UNREGISTERED, load_consumer
 from mqlayer.consuming.api.debug_context import DebugContext, is_refused_commit
 from mqlayer.domain.names import parse_identity
 from mqlayer.errors import InvalidInput, NotFound

@@ -7,14 +7,11 @@ import sys
 from importlib import import_module
 from operator import attrgetter
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Final
 
-from mqlayer.consuming.api.app import App, Consumer
+from mqlayer.consuming.api.app import App
 from mqlayer.errors import InvalidInput, NotFound
 
-UNREGISTERED: Final = "debug"
-"""The group of a handler that no App has for the topic."""
 _PATH: Final = re.compile(r"(?P<module>[^\W\d]\w*(\.[^\W\d]\w*)*):(?P<name>[^\W\d]\w*(\.[^\W\d]\w*)*)")
 
 
@@ -23,33 +20,17 @@ def load_app(path: str) -> App:
 
     Raises InvalidInput or NotFound for a bad path; errors of the module's import pass through.
     """
-    _, found = _load(path, "application", "app")
+    found = load_named(path, "application")
     if not isinstance(found, App):
         raise InvalidInput(f"{path!r} is a {type(found).__name__}: give the name of a mqlayer.App")
     return found
 
 
-def load_consumer(path: str, topic: str) -> Consumer:
-    """Import a handler; return it as its module's App has it for the topic, else in a group of its own.
-
-    Raises as `load_app`.
-    """
-    module, handler = _load(path, "handler", "book")
-    if not callable(handler):
-        raise InvalidInput(f"{path!r} is a {type(handler).__name__}: give the name of a handler")
-    for app in (found for found in vars(module).values() if isinstance(found, App)):
-        for consumer in app.consumers:
-            if consumer.handler is handler and consumer.topic == topic:
-                return consumer
-    app = App()
-    app.consumer(topic, group=UNREGISTERED)(handler)
-    return app.consumers[0]
-
-
-def _load(path: str, kind: str, example: str) -> tuple[ModuleType, Any]:
+def load_named(path: str, kind: str) -> Any:
+    """Import `module:name`, also from the working directory, and return what it names; raises as `load_app`."""
     match = _PATH.fullmatch(path)
     if match is None:
-        article = "an" if kind[0] in "aeiou" else "a"
+        article, example = ("an", "app") if kind == "application" else ("a", "book")
         hint = f"give module:name, such as shop.consumers:{example}"
         raise InvalidInput(f"{path!r} is not the path of {article} {kind}: {hint}")
     if (here := str(Path.cwd())) not in sys.path:
@@ -63,6 +44,6 @@ def _load(path: str, kind: str, example: str) -> tuple[ModuleType, Any]:
         hint = "run the command in the directory that the import starts from, or set PYTHONPATH"
         raise NotFound("module", module_name, hint) from error
     try:
-        return module, attrgetter(name)(module)
+        return attrgetter(name)(module)
     except AttributeError:
         raise NotFound(kind, path, f"module {module_name!r} has no {name!r}") from None

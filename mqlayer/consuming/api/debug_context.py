@@ -63,13 +63,13 @@ class DebugContext(Context):
         self.rolled_back = True
 
     async def _arefuse_commit(self, connection: Any) -> None:
-        if not isinstance(connection, psycopg.AsyncConnection):
+        if hasattr(connection, "run_sync"):
             await connection.run_sync(self._refuse_commit)
             return
         check_in_transaction(connection)
         with caller_errors(connection):
             for statement in _REFUSE_COMMIT:
-                await connection.execute(statement.encode())
+                await connection.execute(statement)
         _roll_back_instead(connection)
         self.rolled_back = True
 
