@@ -1,4 +1,7 @@
-"""Strictly ordered, elastic messaging on the Redis and Postgres that teams already run."""
+"""Strictly ordered, elastic messaging on the Redis and Postgres that teams already run.
+
+PYTEST_DONT_REWRITE: pytest would want to read the package anew, for its plugin.
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Final

@@ -38,6 +38,10 @@ COMMANDS: Final[Mapping[str, CommandSource]] = {
         "messages",
         "Show messages as they come, from now or from an offset or a time on, until Ctrl+C; nothing is settled.",
     ),
+    "debug": CommandSource(
+        "debug",
+        "Give a key's messages in order to a handler in this process; what it commits behind a fence is rolled back.",
+    ),
     "migrate": CommandSource(
         "migrate",
         "Migrate the schemas in MQLAYER_DSN (control) and MQLAYER_APP_DSN (application; default: the same).",

@@ -9,6 +9,7 @@ from mqlayer.inspect.group_status import (
     VersionLag,
     group_statuses,
 )
+from mqlayer.inspect.key_history import key_history, record_of
 from mqlayer.inspect.key_status import SCAN_LIMIT, KeySearch, KeyStatus, LpLocation, explain_key
 from mqlayer.inspect.parked_status import ParkedCounts, ParkedKeyStatus, ReplayStatus
 from mqlayer.inspect.topic_reader import StoredMessage, TopicReader
@@ -35,4 +36,6 @@ __all__ = [
     "group_facts",
     "group_members",
     "group_statuses",
+    "key_history",
+    "record_of",
 ]

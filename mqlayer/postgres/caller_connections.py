@@ -137,17 +137,21 @@ def _is_async(connection: Any) -> bool:
 
 def _check_encoding(connection: Any) -> None:
     """Raise InvalidInput for SQL_ASCII, which returns text as bytes."""
-    if _is_sqlalchemy(connection):
-        driver = _core_of(connection).connection.driver_connection
-    elif isinstance(connection, psycopg.Connection | psycopg.AsyncConnection):
-        driver = connection
-    else:
-        driver = getattr(connection, "connection", None)
+    driver = driver_connection(connection)
     if asyncpg_connections.recognises(driver):
         # It says UTF8 whenever it connects.
         return
     if driver is not None and driver.info.parameter_status("client_encoding") == "SQL_ASCII":
         raise InvalidInput(f"client_encoding is SQL_ASCII: {_SET_ENCODING}")
+
+
+def driver_connection(connection: Any) -> Any:
+    """Return the driver's own connection, or None."""
+    if _is_sqlalchemy(connection):
+        return _core_of(connection).connection.driver_connection
+    if isinstance(connection, psycopg.Connection | psycopg.AsyncConnection):
+        return connection
+    return getattr(connection, "connection", None)
 
 
 def check_in_transaction(connection: Any) -> None:

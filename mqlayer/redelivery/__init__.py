@@ -13,7 +13,14 @@ from mqlayer.redelivery.lists import (
     parked_keys,
     parked_messages,
 )
-from mqlayer.redelivery.message_details import Attempt, MessageDetails, find_dead, show_dead, show_parked
+from mqlayer.redelivery.message_details import (
+    Attempt,
+    MessageDetails,
+    find_dead,
+    recorded_attempts,
+    show_dead,
+    show_parked,
+)
 from mqlayer.redelivery.operator_actions import discard_dead, discard_parked, release_all, release_parked
 from mqlayer.redelivery.parked_scan import clean_attempts, retry_scan
 from mqlayer.redelivery.redelivery_job import new_worker
@@ -73,6 +80,7 @@ __all__ = [
     "parked_messages",
     "pause_key",
     "reclaim_shared",
+    "recorded_attempts",
     "redrive_results",
     "redrives",
     "release_all",

@@ -110,6 +110,12 @@ def show_parked(database: Database, topic: str, group: str, identity: Identity) 
         return shown_here(topic=topic, group=group, cause=cause, since=parked_at, redriven=redriven, due_at=due_at)
 
 
+def recorded_attempts(database: Database, group_id: int, identity: Identity) -> list[Attempt]:
+    """Return a message's failed attempts, as far as they are recorded."""
+    with database.connection() as connection:
+        return _attempts(connection, group_id, identity)
+
+
 def _details(
     connection: Connection, group_id: int, identity: Identity, message: Sequence[Any]
 ) -> Callable[..., MessageDetails]:

@@ -23,9 +23,9 @@ def load_named(path: str, what: str) -> object:
     """
     match = _PATH.fullmatch(path)
     if match is None:
-        article = "an" if what == "application" else "a"
+        article, example = ("a", "book") if what == "handler" else ("an" if what == "application" else "a", "app")
         raise InvalidInput(
-            f"{path!r} is not the path of {article} {what}: give module:name, such as shop.consumers:app"
+            f"{path!r} is not the path of {article} {what}: give module:name, such as shop.consumers:{example}"
         )
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)

@@ -1,6 +1,6 @@
 """Test programs that publish and consume: in memory, in the test's own transaction, or against real servers.
 
-See `docs/how-to/test-handlers.md`.
+See `docs/how-to/test-handlers.md` and `docs/how-to/test-with-real-servers.md`.
 """
 
 from importlib import import_module
@@ -10,22 +10,26 @@ from mqlayer.testing.waiting import wait_until
 
 if TYPE_CHECKING:
     from mqlayer.testing.contexts import batch, context
+    from mqlayer.testing.fault_exercise import exercise
     from mqlayer.testing.in_memory import TestApp
     from mqlayer.testing.messages import PublishedMessage
     from mqlayer.testing.outbox_table import prepare_database
     from mqlayer.testing.real import RealApp, engine_for
+    from mqlayer.testing.stack import TestStack
     from mqlayer.testing.transactions import apublished, assert_not_published, assert_published, published
 
 __all__ = [
     "PublishedMessage",
     "RealApp",
     "TestApp",
+    "TestStack",
     "apublished",
     "assert_not_published",
     "assert_published",
     "batch",
     "context",
     "engine_for",
+    "exercise",
     "prepare_database",
     "published",
     "wait_until",
@@ -33,10 +37,12 @@ __all__ = [
 
 _MODULES: Final = {
     "contexts": ("batch", "context"),
+    "fault_exercise": ("exercise",),
     "in_memory": ("TestApp",),
     "messages": ("PublishedMessage",),
     "outbox_table": ("prepare_database",),
     "real": ("RealApp", "engine_for"),
+    "stack": ("TestStack",),
     "transactions": ("apublished", "assert_not_published", "assert_published", "published"),
 }
 """Names whose modules cost an import of the engine; the first use imports them."""

@@ -232,3 +232,10 @@ GROUP BY p.topic_id, p.partition_id, p.node_id, a.complete, a.upto_offset ORDER 
 SELECT pg_terminate_backend(pid) FROM pg_stat_activity
 WHERE datname = current_database() AND query LIKE 'COPY mqlayer_archive.%%' AND state = 'active'
   AND wait_event = 'ClientRead' AND query_start < clock_timestamp() - make_interval(secs => %(stopped_s)s);
+
+-- name: archive_of_key
+-- The last archived messages of a key, the latest first.
+SELECT r.partition_id, r.log_offset, r.source, r.lp, r.seq, r.published_at, r.tags, r.headers, r.body
+FROM mqlayer_archive.record r JOIN mqlayer.topic t USING (topic_id)
+WHERE t.name = %(topic)s AND r.lp = %(lp)s AND r.key = %(key)s
+ORDER BY r.batch DESC, r.log_offset DESC LIMIT %(limit)s;

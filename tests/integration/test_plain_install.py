@@ -109,7 +109,8 @@ def test_every_module_is_imported_from_a_plain_install_or_says_which_extra_it_ne
     plain.install("--constraint", LOCKS / "dev.lock", built_wheel)
     missed = plain.tries(IMPORT_ALL).splitlines()
     extras = {"archive.arrow_types": "parquet", "integrations.django": "django", "integrations.fastapi": "fastapi"}
-    for line, (module, extra) in zip(missed, {**extras, "spark": "spark"}.items(), strict=True):
+    extras |= {"spark": "spark", "testing.plugin": "testing"}
+    for line, (module, extra) in zip(missed, extras.items(), strict=True):
         assert line.split(":")[0] == f"mqlayer.{module}"
         assert f"pip install 'mqlayer[{extra}]'" in line
 
@@ -193,6 +194,24 @@ else:
     print("no engine")
 """
     assert plain.tries(program).strip() in ("running True", "no engine")
+
+
+def test_the_testing_extra_gives_pytest_the_fixtures(
+    plain: PlainEnvironment, built_wheel: Path, database_dsn: str, redis_url: str
+) -> None:
+    """Nor does pytest compile the package anew, as it does with others that have a plugin."""
+    plain.install("--constraint", LOCKS / "dev.lock", f"{built_wheel}[testing]")
+    (plain.home / "test_it.py").write_text("""
+import hypothesis
+import mqlayer.errors
+
+def test_it(mqlayer_stack):
+    mqlayer_stack.add_topic("orders")
+    assert mqlayer_stack.execute("SELECT name FROM mqlayer.topic") == [("orders",)]
+    assert type(mqlayer.errors.__loader__).__name__ == "SourceFileLoader"
+""")
+    given = {"MQLAYER_DSN": database_dsn, "MQLAYER_REDIS_URL": redis_url}
+    assert "1 passed" in plain.run(plain.python, "-m", "pytest", "-q", **given)
 
 
 def test_the_spark_extra_runs_a_session(

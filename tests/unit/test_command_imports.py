@@ -33,6 +33,7 @@ PARTS: Final[dict[str, set[str]]] = {
     "project": set(),
     "stack": set(),
     "consume": {"consuming", "events", "groups", "health", "idempotency", "parking"},
+    "debug": {"consuming", "health", "idempotency", "inspect", *FAILURES},
     "messages": {"events", "groups", "inspect", "outbox", "parking", "redelivery"},
     "asyncapi": {
         "asyncapi",

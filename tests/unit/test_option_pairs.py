@@ -22,6 +22,7 @@ OPTIONS: Final[dict[str, str]] = {
     "status": "--directory --json",
     "consume": "APPLICATION --processes --concurrency",
     "asyncapi": "APPLICATION --output --title --app-version --nodes",
+    "debug": "TOPIC KEY --handler --group --last --break-before --pdb --yes",
     "migrate": "--sql --schema --owner",
     "grant": "RIGHT ROLE --topic --group --password-file --sql",
     "revoke": "RIGHT ROLE --topic --group --sql",

@@ -21,7 +21,7 @@ import queue
 import signal
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from types import FrameType
@@ -107,6 +107,23 @@ class App:
         if self._settings is None:
             self._settings = Settings()
         return self._settings
+
+    @contextlib.contextmanager
+    def with_settings(self, settings: Settings) -> Iterator[None]:
+        """Use other settings for the block, as tests do. Raises Conflict while it runs."""
+        if self.members:
+            raise Conflict("the application is running", "stop it first")
+        former, self._settings = self._settings, settings
+        try:
+            yield
+        finally:
+            self._settings = former
+
+    def another(self) -> App:
+        """Return an application with the same consumers, settings and hooks, which does not run."""
+        made = App(self._settings, describe_error=self._describe_error)
+        made.consumers, made.hooks, made.process_number = [*self.consumers], self.hooks, self.process_number
+        return made
 
     @overload
     def consumer(

@@ -67,6 +67,19 @@ class Member(ABC, Generic[R, S]):
         self._heartbeat.stop(10.0)
         return ended
 
+    def go_silent(self, *, settle: bool) -> None:
+        """Be as a stopped process, or without `settle` as a killed one, to its group: for tests of handlers.
+
+        No heartbeat, no leaving, and no message begins; without `settle`, running ones are not settled either.
+        """
+        self._core.lease.until = 0.0
+        self._heartbeat.end()
+        self._heartbeat.join(10.0)
+        # Its last pass may have extended it.
+        self._core.lease.until = 0.0
+        if not settle:
+            self._served.lease_lost()
+
     def wake(self) -> None:
         """Fetch the assignments now."""
         self._core.beat.set()

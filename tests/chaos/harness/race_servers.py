@@ -10,8 +10,9 @@ from typing import Final
 
 from mqlayer.postgres.migrations import migrate
 from mqlayer.stack import PostgresServer, RedisServer
+from mqlayer.testing.servers import best_place
 from tests.fixtures.consumers import Stage
-from tests.fixtures.servers import FAST_POSTGRES, best_place
+from tests.fixtures.servers import FAST_POSTGRES
 
 TOPIC: Final = "orders"
 

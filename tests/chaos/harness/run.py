@@ -26,6 +26,7 @@ from mqlayer.postgres.migrations import migrate
 from mqlayer.routes import finish_changes, rearm_lost_nodes
 from mqlayer.settings import Settings
 from mqlayer.stack import RedisServer
+from mqlayer.testing.servers import best_place
 from tests.chaos.actors import SINK, TOPIC
 from tests.chaos.harness.nemesis import KINDS, Nemesis
 from tests.chaos.harness.plants import PLANTS, plant
@@ -35,7 +36,6 @@ from tests.chaos.harness.recovery import recoveries, summary
 from tests.chaos.harness.scene import Scene
 from tests.chaos.harness.sites import DatabaseSite, NodeSite, PairSite, PowerSite
 from tests.fixtures.power import build_sync_noter
-from tests.fixtures.servers import best_place
 from tests.fixtures.wait import wait_until
 from tests.proof.archive_update import archive_all
 from tests.proof.checker import Verdict, check

@@ -47,6 +47,7 @@ OTHERS = {
     "analytics": "needs Java, and the right to analyze",
     "consume": "runs until it is stopped, under the right to consume",
     "asyncapi": "reads a program; with --nodes, what node list shows",
+    "debug": "runs a program's handler, under the right to operate: see test_debug.py",
     "publish": "needs the right to publish: see test_cli_messages.py",
     "peek": "shows what the nodes hold, under their rights: see test_cli_messages.py",
     "tail": "runs until it is stopped, and shows what peek shows",

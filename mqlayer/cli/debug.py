@@ -1,0 +1,146 @@
+"""`debug`: a key's messages to a handler under a debugger."""
+
+from __future__ import annotations
+
+import asyncio
+import pdb
+import sys
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Annotated, Any
+
+import typer
+
+from mqlayer.cli.addresses import settings_here, use_stack_here
+from mqlayer.cli.options import TopicArgument
+from mqlayer.cli.output import echo, format_key, pluralize
+from mqlayer.consuming.api.app import Consumer
+from mqlayer.consuming.api.consumer_loader import UNREGISTERED, load_consumer
+from mqlayer.consuming.api.debug_context import DebugContext, is_refused_commit
+from mqlayer.domain.names import parse_identity
+from mqlayer.errors import InvalidInput, NotFound
+from mqlayer.groups.group import find_group
+from mqlayer.inspect import StoredMessage, key_history, record_of
+from mqlayer.postgres.database import Database
+from mqlayer.redelivery import Attempt, recorded_attempts
+from mqlayer.runtime.runtime import Runtime
+from mqlayer.settings import ConnectionOptions, Dsn
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add commands."""
+    app.command()(debug)
+
+
+def debug(
+    topic: TopicArgument,
+    key: Annotated[str, typer.Argument(help="The messages' key.")],
+    handler: Annotated[str, typer.Option(metavar="MODULE:NAME", help="Where the handler is.")],
+    group: Annotated[str | None, typer.Option(help="Whose attempts to show and count; else the handler's.")] = None,
+    last: Annotated[int, typer.Option(min=1, max=10_000, help="How many of the last messages, at most.")] = 100,
+    break_before: Annotated[
+        str | None, typer.Option(metavar="SOURCE:LP:SEQ", help="Stop in the debugger before this message.")
+    ] = None,
+    use_pdb: Annotated[
+        bool | None, typer.Option("--pdb/--no-pdb", help="Debug a failure; the default on a terminal.")
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+) -> None:
+    """Give a key's messages in order to a handler in this process; what it commits behind a fence is rolled back."""
+    use_stack_here()
+    place = None if break_before is None else str(parse_identity(break_before))
+    consumer = load_consumer(handler, topic)
+    if consumer.batch is not None:
+        raise InvalidInput(f"{handler!r} takes batches: give a handler that takes one message")
+    settings = settings_here()
+    dsn = Dsn(settings.control_dsn(), ConnectionOptions(reads_only=True))
+    with Database(dsn, application="mqlayer debug") as database:
+        messages = key_history(Runtime(database, settings), topic, key, limit=last)
+        if not messages:
+            raise NotFound("message of key", key, f"see those that there are: mqlayer peek {topic}")
+        if place is not None and place not in (str(message.identity) for message in messages):
+            raise InvalidInput(f"message {place} is not among the last {len(messages)} of key {format_key(key)}")
+        _confirm(len(messages), key, yes=yes)
+        attempts = _attempts(database, topic, group or consumer.group)
+        found = [(message, attempts(message)) for message in messages]
+    debugged = _Debugged(consumer, use_pdb=sys.stdin.isatty() if use_pdb is None else use_pdb, place=place)
+    if not debugged.all(found):
+        raise typer.Exit(1)
+
+
+def _confirm(count: int, key: str, *, yes: bool) -> None:
+    echo(f"{pluralize(count, 'message')} of key {format_key(key)} for the handler, in this process.")
+    echo("A transaction that it gives to ctx.fence or ctx.inbox is rolled back: its commit is refused.")
+    echo("Nothing else is: other connections, requests, mails and files of the handler have their effects.")
+    if not yes:
+        typer.confirm("Run it?", abort=True)
+
+
+def _attempts(database: Database, topic: str, group: str) -> Callable[[StoredMessage], list[Attempt]]:
+    try:
+        group_id = find_group(database, topic, group).group_id
+    except NotFound:
+        if group != UNREGISTERED:
+            raise
+        return lambda _: []
+    return lambda message: recorded_attempts(database, group_id, message.identity)
+
+
+class _Debugged:
+    """A handler under a debugger. `place`: the message before which it stops."""
+
+    def __init__(self, consumer: Consumer, *, use_pdb: bool, place: str | None) -> None:
+        self._consumer, self._use_pdb, self._place = consumer, use_pdb, place
+
+    def all(self, found: Iterable[tuple[StoredMessage, list[Attempt]]]) -> bool:
+        """Give it messages until it fails; return whether it handled all."""
+        count = 0
+        for message, attempts in found:
+            self._show(message, attempts)
+            if not self._one(message, len(attempts)):
+                return False
+            count += 1
+        echo(f"{pluralize(count, 'message')} handled")
+        return True
+
+    def _show(self, message: StoredMessage, attempts: list[Attempt]) -> None:
+        at = message.published_at.isoformat(timespec="milliseconds")
+        place = f"{message.partition}/{message.offset}"
+        echo(f"{message.identity} {place} {at} {pluralize(len(message.body), 'byte')}")
+        for one in attempts:
+            failed_at = one.failed_at.isoformat(timespec="seconds")
+            echo(f"  attempt {one.attempt} failed at {failed_at} in {one.member}: {one.error}")
+
+    def _one(self, message: StoredMessage, attempts: int) -> bool:
+        consumer = self._consumer
+        context = DebugContext(consumer.topic, consumer.group, message.partition, record_of(message), attempts=attempts)
+        try:
+            arguments = [consumer.decode(message.body), *([context] if consumer.with_context else [])]
+            self._call(arguments, stop=self._place == str(message.identity))
+        except Exception as error:  # noqa: BLE001 - whatever a handler raises is what is looked for
+            if is_refused_commit(error):
+                echo("  handled up to its commit, rolled back")
+                return True
+            echo(f"  failed: {type(error).__name__}: {error}")
+            if self._use_pdb:
+                pdb.post_mortem(error.__traceback__)
+            return False
+        echo("  handled, rolled back" if context.rolled_back else "  handled; it gave no connection to roll back")
+        return True
+
+    def _call(self, arguments: list[Any], *, stop: bool) -> None:
+        handler = self._consumer.handler
+        if self._consumer.is_async:
+            asyncio.run(_awaited(handler, arguments, stop=stop))
+        elif stop:
+            pdb.Pdb().runcall(handler, *arguments)
+        else:
+            handler(*arguments)
+
+
+async def _awaited(handler: Callable[..., Any], arguments: list[Any], *, stop: bool) -> None:
+    call = partial(handler, *arguments)
+    if stop:
+        # `step` leads into the handler.
+        breakpoint()
+    await call()
