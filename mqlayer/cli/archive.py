@@ -16,6 +16,7 @@ from mqlayer.cli.actor import actor
 from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.options import TopicArgument
 from mqlayer.cli.output import JsonOption, echo, pluralize, show_rows
+from mqlayer.cli.panels import CHANGE, LOOK, REPAIR, START
 from mqlayer.cli.permissions import check_change
 from mqlayer.cli.runtime import runtime_here
 from mqlayer.errors import InvalidInput, MqlayerError
@@ -37,7 +38,7 @@ def add_to(app: typer.Typer) -> None:
     app.add_typer(archive, name="archive")
 
 
-@archive.command()
+@archive.command(rich_help_panel=START)
 def run(
     topic: SomeTopic = None,
     once: Annotated[bool, typer.Option("--once", help="One pass, to the end of every stream.")] = False,
@@ -63,7 +64,7 @@ def run(
                 stopping.wait(IDLE_S)
 
 
-@archive.command()
+@archive.command(rich_help_panel=LOOK)
 def status(topic: SomeTopic = None, as_json: JsonOption = False) -> None:
     """Show per topic the archive's progress, backlog, and records kept for it alone."""
     with runtime_here() as runtime:
@@ -75,7 +76,7 @@ def status(topic: SomeTopic = None, as_json: JsonOption = False) -> None:
     show_rows(rows, as_json=as_json, nothing="no topic is archived: mqlayer topic set NAME --archived")
 
 
-@archive.command()
+@archive.command(rich_help_panel=LOOK)
 def gaps(
     topic: SomeTopic = None,
     waiting: Annotated[bool, typer.Option("--waiting", help="Only those at which a partition waits.")] = False,
@@ -88,7 +89,7 @@ def gaps(
     show_rows(rows, as_json=as_json, nothing="the archive has no gap")
 
 
-@archive.command("accept-gap")
+@archive.command("accept-gap", rich_help_panel=REPAIR)
 def accept_gap(
     topic: TopicArgument,
     reason: Annotated[str, typer.Option(help="Why it may be missing; goes into the audit log.")],
@@ -101,7 +102,7 @@ def accept_gap(
     echo(f"{pluralize(count, 'gap')} accepted; the next pass goes on behind")
 
 
-@archive.command("retain")
+@archive.command("retain", rich_help_panel=CHANGE)
 def retain_(
     older_than: Annotated[str, typer.Option(metavar="AGE", help="Such as 30d, 12w; a day at least.")],
     as_json: JsonOption = False,

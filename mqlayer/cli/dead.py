@@ -13,6 +13,7 @@ from mqlayer.cli.message_output import LimitOption, RawOption, ReasonOption, sho
 from mqlayer.cli.option_rules import RuledCommand, excludes
 from mqlayer.cli.options import parse_time_option
 from mqlayer.cli.output import JsonOption, echo, format_key, pluralize, show_rows
+from mqlayer.cli.panels import LOOK, REPAIR
 from mqlayer.cli.permissions import check_change, check_group_change
 from mqlayer.cli.redelivery import BackgroundOption, KeyOption, RateOption, common_columns, print_result, work_here
 from mqlayer.cli.runtime import runtime_here
@@ -54,7 +55,7 @@ def add_to(app: typer.Typer) -> None:
     app.add_typer(dead, name="dead")
 
 
-@dead.command("list")
+@dead.command("list", rich_help_panel=LOOK)
 def list_(
     topic: OnlyTopic = None,
     group: OnlyGroup = None,
@@ -77,7 +78,7 @@ def list_(
         echo(f"there may be more: --after {found[-1].dead_id}")
 
 
-@dead.command(cls=RuledCommand)
+@dead.command(cls=RuledCommand, rich_help_panel=LOOK)
 @excludes("--raw", "--json", why="--raw writes nothing but the body")
 def show(
     message: NamedArgument,
@@ -93,7 +94,7 @@ def show(
     show_message(found, as_json=as_json, raw=raw)
 
 
-@dead.command(cls=RuledCommand)
+@dead.command(cls=RuledCommand, rich_help_panel=REPAIR)
 @excludes(
     "--resume", "TOPIC", "GROUP", "--message", "--key", "--cause", "--error", "--since", "--until", "--all", "--rate",
     "--plan", "--background",
@@ -150,7 +151,7 @@ def redrive(
         _finish(runtime.control, started, worker, as_json=as_json)
 
 
-@dead.command("redrives")
+@dead.command("redrives", rich_help_panel=LOOK)
 def redrives_(
     topic: OnlyTopic = None,
     group: OnlyGroup = None,
@@ -164,7 +165,7 @@ def redrives_(
     show_rows(map(_redrive_row, found), as_json=as_json, nothing="no redrive was ever started")
 
 
-@dead.command()
+@dead.command(rich_help_panel=LOOK)
 def results(
     redrive_id: Annotated[int, typer.Argument(metavar="ID", help="The redrive's id.")],
     limit: LimitOption = 50,
@@ -180,7 +181,7 @@ def results(
             "message": one.identity and str(one.identity),
             "key": one.key if as_json else format_key(one.key),
             "result": one.result,
-            "at": one.at.isoformat(timespec="milliseconds"),
+            "at": one.at,
         }
         for one in found
     )
@@ -189,7 +190,7 @@ def results(
         echo(f"there may be more: --after {found[-1].dead_id}")
 
 
-@dead.command()
+@dead.command(rich_help_panel=REPAIR)
 def cancel(redrive_id: Annotated[int, typer.Argument(metavar="ID", help="The redrive's id.")]) -> None:
     """Cancel a redrive; sent messages stay sent."""
     with runtime_here() as runtime:
@@ -198,7 +199,7 @@ def cancel(redrive_id: Annotated[int, typer.Argument(metavar="ID", help="The red
     echo(f"redrive {redrive_id} is cancelled: {_counts(found)}")
 
 
-@dead.command()
+@dead.command(rich_help_panel=REPAIR)
 def discard(message: NamedArgument, reason: ReasonOption, topic: OfTopic = None, group: OfGroup = None) -> None:
     """Discard a dead message; its body is kept."""
     _check_named(message, topic, group)
@@ -251,10 +252,10 @@ def _row(one: DeadMessage) -> dict[str, Any]:
         "cause": one.cause,
         "reason": reason[:100],
         "attempts": one.attempts,
-        "died_at": one.died_at.isoformat(timespec="seconds"),
+        "died_at": one.died_at,
         "by": one.actor,
     }
-    return row | {"redriven_at": one.redriven_at and one.redriven_at.isoformat(timespec="seconds")}
+    return row | {"redriven_at": one.redriven_at}
 
 
 def _facts(one: DeadMessage) -> dict[str, Any]:
@@ -271,6 +272,6 @@ def _facts(one: DeadMessage) -> dict[str, Any]:
         "reason": one.reason,
         "attempts": one.attempts,
         "actor": one.actor,
-        "died_at": one.died_at.isoformat(),
-        "redriven_at": one.redriven_at and one.redriven_at.isoformat(),
+        "died_at": one.died_at,
+        "redriven_at": one.redriven_at,
     }

@@ -7,9 +7,8 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from mqlayer.cli.output import console
+from mqlayer.cli.output import echo
 from mqlayer.errors import MqlayerError
-from mqlayer.escaping import escape
 
 
 class ErrorPrintingGroup(TyperGroup):
@@ -26,5 +25,6 @@ class ErrorPrintingGroup(TyperGroup):
 
 def show_failure(error: MqlayerError) -> None:
     """Print an error; its further lines are indented, against forgery."""
-    text = escape(f"mqlayer: {error}", lines=True).rstrip("\n").replace("\n", "\n  ")
-    console(stderr=True).print(text, soft_wrap=True)
+    first, *others = f"mqlayer: {error}".rstrip("\n").split("\n")
+    for line in (first, *(f"  {other}" for other in others)):
+        echo(line, err=True)

@@ -14,13 +14,15 @@ from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.completion import topic_names
 from mqlayer.cli.option_rules import RuledCommand, excludes
 from mqlayer.cli.options import ApplyOption, GroupArgument, PlanOption, TopicArgument
-from mqlayer.cli.output import JsonOption, echo, format_age, pluralize, show_rows
+from mqlayer.cli.output import JsonOption, echo, format_age, pluralize, show_facts, show_rows
+from mqlayer.cli.panels import CHANGE, LOOK, REPAIR, START
 from mqlayer.cli.pauses import PartitionOption, WaitOption, print_partitions, print_running
 from mqlayer.cli.permissions import check_change, check_group_change
 from mqlayer.cli.rows import (
     describe_rules,
     failure_facts,
     group_row,
+    group_text_row,
     lag_row,
     parked_facts,
     partition_facts,
@@ -52,7 +54,7 @@ def add_to(app: typer.Typer) -> None:
     app.add_typer(groups, name="group")
 
 
-@groups.command("set")
+@groups.command("set", rich_help_panel=CHANGE)
 def set_(
     topic: TopicArgument,
     group: GroupArgument,
@@ -144,7 +146,7 @@ def set_(
     echo(f"settings version {changed.settings_version}: {words}")
 
 
-@groups.command()
+@groups.command(rich_help_panel=CHANGE)
 def pause(
     topic: TopicArgument, group: GroupArgument, partition: PartitionOption = None, wait: WaitOption = 0.0
 ) -> None:
@@ -160,7 +162,7 @@ def pause(
         print_running(wait_paused(runtime.control, topic, group, partition or None, timeout_s=wait))
 
 
-@groups.command()
+@groups.command(rich_help_panel=CHANGE)
 def resume(topic: TopicArgument, group: GroupArgument, partition: PartitionOption = None) -> None:
     """Resume a paused group, or partitions."""
     with runtime_here() as runtime:
@@ -173,7 +175,7 @@ def resume(topic: TopicArgument, group: GroupArgument, partition: PartitionOptio
     echo(f"group {group} of topic {topic} {'goes on' if done else 'was not paused'}")
 
 
-@groups.command()
+@groups.command(rich_help_panel=REPAIR)
 def evict(
     topic: TopicArgument,
     group: GroupArgument,
@@ -186,7 +188,7 @@ def evict(
     echo(f"member {member} of group {group} of topic {topic} is out")
 
 
-@groups.command()
+@groups.command(rich_help_panel=CHANGE)
 def retire(
     topic: TopicArgument,
     group: GroupArgument,
@@ -211,7 +213,7 @@ def retire(
     echo(f"group {group} of topic {topic} is retired{with_it}")
 
 
-@groups.command()
+@groups.command(rich_help_panel=START)
 def create(
     topic: TopicArgument,
     group: GroupArgument,
@@ -235,17 +237,18 @@ def create(
     echo(f"group {group} of topic {topic} is {status.facts.state}{given}")
 
 
-@groups.command("list")
+@groups.command("list", rich_help_panel=LOOK)
 def list_(
     topic: Annotated[str | None, typer.Argument(help="Only of this topic.", autocompletion=topic_names)] = None,
     as_json: JsonOption = False,
 ) -> None:
     """List groups: state, version, members, undrained partitions, lag."""
     found = _statuses(topic)
-    show_rows(map(group_row, found), as_json=as_json, nothing="no groups: a group is created by its first member")
+    rows = map(group_row if as_json else group_text_row, found)
+    show_rows(rows, as_json=as_json, nothing="no groups: a group is created by its first member", by=2)
 
 
-@groups.command()
+@groups.command(rich_help_panel=LOOK)
 def show(topic: TopicArgument, group: GroupArgument, as_json: JsonOption = False) -> None:
     """Show a group's settings and positions."""
     (found,) = _statuses(topic, group)
@@ -257,14 +260,14 @@ def show(topic: TopicArgument, group: GroupArgument, as_json: JsonOption = False
         failures = {"failures": failure_facts(counts)}
         show_rows([settings | failures | {"partitions": partitions}], as_json=True, nothing="")
         return
-    for name, value in (settings | {"version": f"{settings['version']} of {settings['topic_version']}"}).items():
-        if name not in ("topic_version", "unreachable"):
-            echo(f"{name.replace('_', ' ')}: {_describe(value)}")
+    shown = settings | {"version": f"{settings['version']} of {settings['topic_version']}"}
+    show_facts({name: value for name, value in shown.items() if name not in {"topic_version", "unreachable"}})
+    echo()
     show_rows(map(partition_row, found.partitions), as_json=False, nothing="it has no partitions yet")
     _print_unreachable(found)
 
 
-@groups.command()
+@groups.command(rich_help_panel=LOOK)
 def members(topic: TopicArgument, group: GroupArgument, as_json: JsonOption = False) -> None:
     """List members and the remaining seconds of their leases."""
     with Database(settings_here().control_dsn()) as database:
@@ -275,7 +278,7 @@ def members(topic: TopicArgument, group: GroupArgument, as_json: JsonOption = Fa
             "state": one.state,
             "host": one.host,
             "pid": one.pid,
-            "joined_at": one.joined_at.isoformat(timespec="seconds"),
+            "joined_at": one.joined_at,
             "lease_left_s": None if one.lease_left_s is None else round(one.lease_left_s, 1),
             "leaving": one.state == "leaving",
             "partitions": one.partitions,
@@ -286,7 +289,7 @@ def members(topic: TopicArgument, group: GroupArgument, as_json: JsonOption = Fa
     show_rows(rows, as_json=as_json, nothing=nothing)
 
 
-@groups.command()
+@groups.command(rich_help_panel=LOOK)
 def lag(
     topic: TopicArgument,
     group: Annotated[str | None, typer.Argument(help="Only this group.")] = None,
@@ -361,13 +364,7 @@ def _print_unreachable(status: GroupStatus) -> None:
         echo(f"node {name} does not answer: {reason}", err=True)
 
 
-def _describe(value: Any) -> str:
-    if isinstance(value, list):
-        return ", ".join(map(_describe, value)) or "none"
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-@groups.command(cls=RuledCommand)
+@groups.command(cls=RuledCommand, rich_help_panel=CHANGE)
 @excludes("--plan", "--apply", why="--plan changes nothing, --apply does it")
 def seek(
     topic: TopicArgument,

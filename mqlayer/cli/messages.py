@@ -215,7 +215,7 @@ def _rows(messages: Iterable[StoredMessage], *, as_json: bool) -> Iterator[dict[
             _facts(message)
             if as_json
             else {
-                "published_at": message.published_at.isoformat(timespec="milliseconds"),
+                "published_at": message.published_at,
                 "partition": message.partition,
                 "offset": message.offset,
                 "key": format_key(message.key),
@@ -241,7 +241,7 @@ def _facts(message: StoredMessage) -> dict[str, Any]:
         "key": message.key,
         "tags": list(message.tags),
         "headers": dict(message.headers),
-        "published_at": message.published_at.isoformat(),
+        "published_at": message.published_at,
         "reordered": message.reordered,
         "bytes": len(message.body),
         "body_is": kind,

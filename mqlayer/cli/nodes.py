@@ -11,6 +11,7 @@ import typer
 from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.option_rules import RuledCommand, excludes
 from mqlayer.cli.output import JsonOption, echo, show_rows
+from mqlayer.cli.panels import CHANGE, LOOK, REPAIR, START
 from mqlayer.cli.permissions import check_change
 from mqlayer.cli.runtime import runtime_here
 from mqlayer.errors import InvalidInput
@@ -55,7 +56,7 @@ def add_to(app: typer.Typer) -> None:
     app.add_typer(nodes, name="node")
 
 
-@nodes.command()
+@nodes.command(rich_help_panel=START)
 def register(
     name: Annotated[str, typer.Argument(help="a-z first, then a-z 0-9 _ . -")],
     url: Annotated[str, typer.Argument(help="redis://… or rediss://… of the primary, or sentinel://….")],
@@ -67,7 +68,7 @@ def register(
     echo(f"{node.name} is {node.address}")
 
 
-@nodes.command("list")
+@nodes.command("list", rich_help_panel=LOOK)
 def list_(as_json: JsonOption = False) -> None:
     """List the nodes with their armed runs."""
     with Database(settings_here().control_dsn()) as database:
@@ -76,7 +77,7 @@ def list_(as_json: JsonOption = False) -> None:
     show_rows(rows, as_json=as_json, nothing="no nodes: mqlayer node register NAME URL")
 
 
-@nodes.command()
+@nodes.command(rich_help_panel=REPAIR)
 def rearm(
     name: Annotated[str, typer.Argument(help="The node's name.")],
     empty: Annotated[bool, typer.Option(help="Its data are gone: what is there is another system's.")] = False,
@@ -90,7 +91,7 @@ def rearm(
     echo(f"{node.name} is armed; {count} assignments got a new epoch")
 
 
-@nodes.command(cls=RuledCommand)
+@nodes.command(cls=RuledCommand, rich_help_panel=LOOK)
 @excludes(
     "--check", "--password-file", "--password-stdin", "--acl-file", "--redis",
     why="--check asks the nodes about the user that is there, and prints no rules",
@@ -140,7 +141,7 @@ def _check(settings: Settings, roles: list[RedisRole], user: str) -> None:
         raise typer.Exit(1)
 
 
-@nodes.command("set")
+@nodes.command("set", rich_help_panel=CHANGE)
 def set_(
     name: Annotated[str, typer.Argument(help="The node's name.")],
     url: Annotated[str, typer.Option(help="Where it is from now on: redis://…, rediss://… or sentinel://….")],
@@ -155,7 +156,7 @@ def set_(
     echo(f"{node.name} is {node.address}; {count} assignments got a new epoch")
 
 
-@nodes.command()
+@nodes.command(rich_help_panel=REPAIR)
 def lost(
     name: Annotated[str, typer.Argument(help="The node's name.")],
     yes: Annotated[bool, typer.Option("--yes", help="It never comes back: what only it held is lost.")] = False,

@@ -9,6 +9,7 @@ import typer
 
 from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.output import JsonOption, echo, show_rows
+from mqlayer.cli.panels import CHANGE, LOOK, REPAIR
 from mqlayer.cli.permissions import check_change
 from mqlayer.cli.runtime import runtime_here
 from mqlayer.errors import NotFound
@@ -34,9 +35,9 @@ outbox = typer.Typer(
 quarantine = typer.Typer(
     no_args_is_help=True, help="Rows that can never be sent: held, or passed over in best_effort topics."
 )
-outbox.add_typer(quarantine, name="quarantine")
+outbox.add_typer(quarantine, name="quarantine", rich_help_panel=REPAIR)
 delayed = typer.Typer(no_args_is_help=True, help="Messages that wait for their time.")
-outbox.add_typer(delayed, name="delayed")
+outbox.add_typer(delayed, name="delayed", rich_help_panel=LOOK)
 
 
 def add_to(app: typer.Typer) -> None:
@@ -44,7 +45,7 @@ def add_to(app: typer.Typer) -> None:
     app.add_typer(outbox, name="outbox")
 
 
-@quarantine.command("list")
+@quarantine.command("list", rich_help_panel=LOOK)
 def list_(as_json: JsonOption = False) -> None:
     """List quarantined rows with their reasons."""
     with _application() as database:
@@ -53,7 +54,7 @@ def list_(as_json: JsonOption = False) -> None:
         )
 
 
-@quarantine.command()
+@quarantine.command(rich_help_panel=REPAIR)
 def retry(
     topic: Annotated[str | None, typer.Argument(help="Only this topic.")] = None,
     lp: Annotated[int | None, typer.Argument(min=0, max=1023, help="Only this LP of it.")] = None,
@@ -69,7 +70,7 @@ def retry(
         echo("nothing is quarantined")
 
 
-@quarantine.command()
+@quarantine.command(rich_help_panel=REPAIR)
 def discard(
     number: Annotated[int, typer.Argument(help="The row's number, as the list has it.")], yes: YesOption = False
 ) -> None:
@@ -81,7 +82,7 @@ def discard(
     echo(f"row {number} is discarded")
 
 
-@delayed.command("list")
+@delayed.command("list", rich_help_panel=LOOK)
 def list_delayed_(
     topic: Annotated[str | None, typer.Argument(help="Only this topic.")] = None,
     limit: Annotated[int, typer.Option(min=1, help="How many at the most.")] = 100,
@@ -93,7 +94,7 @@ def list_delayed_(
     show_rows((asdict(row) for row in found), as_json=as_json, nothing="nothing is delayed")
 
 
-@delayed.command()
+@delayed.command(rich_help_panel=CHANGE)
 def cancel(delayed_id: Annotated[int, typer.Argument(help="Its number, as publishing returned it.")]) -> None:
     """Cancel a delayed message."""
     with _application() as database, database.connection() as connection:
@@ -103,7 +104,7 @@ def cancel(delayed_id: Annotated[int, typer.Argument(help="Its number, as publis
     echo(f"{delayed_id} is cancelled")
 
 
-@outbox.command("rotate")
+@outbox.command("rotate", rich_help_panel=CHANGE)
 def rotate_() -> None:
     """Empty old time slots whose rows are all relayed."""
     with _application() as database:
@@ -112,7 +113,7 @@ def rotate_() -> None:
             echo(f"slot {slot}: {answer}")
 
 
-@outbox.command("recover")
+@outbox.command("recover", rich_help_panel=REPAIR)
 def recover_(
     unproven: Annotated[
         bool, typer.Option("--unproven", help="Go on without nodes that are away: what is there is sent again.")
@@ -136,7 +137,7 @@ def recover_(
         echo("mqlayer outbox quarantine list names these, once a relay runs; see docs/how-to/fail-over-postgres.md")
 
 
-@outbox.command("adopt")
+@outbox.command("adopt", rich_help_panel=REPAIR)
 def adopt_(yes: YesOption = False) -> None:
     """Let a restored or moved database replace its original; unconfirmed messages are repeated."""
     _confirm("The original database is gone for good?", yes=yes)
@@ -145,7 +146,7 @@ def adopt_(yes: YesOption = False) -> None:
         echo(f"a new source from the next relay on; {adopt(database)} messages wait for it")
 
 
-@outbox.command("renew")
+@outbox.command("renew", rich_help_panel=REPAIR)
 def renew_(yes: YesOption = False) -> None:
     """Give a copy of a database a new identity and an empty outbox."""
     _confirm("Remove all messages from this copy's outbox?", yes=yes)

@@ -15,6 +15,7 @@ from mqlayer.cli.drain_watch import watch_draining
 from mqlayer.cli.option_rules import RuledCommand, excludes, needs
 from mqlayer.cli.options import ApplyOption, PlanOption, TopicArgument
 from mqlayer.cli.output import JsonOption, echo, show_rows
+from mqlayer.cli.panels import CHANGE, LOOK, REPAIR
 from mqlayer.cli.permissions import check_change
 from mqlayer.cli.runtime import runtime_here
 from mqlayer.domain.routing import LP_COUNT, NodeId, Route
@@ -72,7 +73,7 @@ class ChangeOptions:
     if_version: int | None
 
 
-@routes.command(cls=RuledCommand)
+@routes.command(cls=RuledCommand, rich_help_panel=CHANGE)
 @excludes("--plan", "--apply", why="--plan changes nothing, --apply does it")
 @needs("--watch", "--apply", why="to watch what was applied before: mqlayer route watch TOPIC")
 @needs("--timeout", "--watch", why="it ends the watching")
@@ -117,7 +118,7 @@ def split(
     _change(topic, planned, options)
 
 
-@routes.command(cls=RuledCommand)
+@routes.command(cls=RuledCommand, rich_help_panel=CHANGE)
 @excludes("--plan", "--apply", why="--plan changes nothing, --apply does it")
 @needs("--watch", "--apply", why="to watch what was applied before: mqlayer route watch TOPIC")
 @needs("--timeout", "--watch", why="it ends the watching")
@@ -139,7 +140,7 @@ def merge(
     )
 
 
-@routes.command(cls=RuledCommand)
+@routes.command(cls=RuledCommand, rich_help_panel=CHANGE)
 @excludes("--plan", "--apply", why="--plan changes nothing, --apply does it")
 @needs("--watch", "--apply", why="to watch what was applied before: mqlayer route watch TOPIC")
 @needs("--timeout", "--watch", why="it ends the watching")
@@ -172,7 +173,7 @@ def move(
     _change(topic, planned, ChangeOptions(apply, watch, timeout, if_version))
 
 
-@routes.command()
+@routes.command(rich_help_panel=LOOK)
 def show(
     topic: TopicArgument,
     version: Annotated[int | None, typer.Option(min=1, help="This version; else the one in force.")] = None,
@@ -182,10 +183,12 @@ def show(
     with Database(settings_here().control_dsn()) as database:
         lines = route_ranges(database, topic, version)
     rows = (asdict(line) for line in lines) if as_json else map(_drawn, lines)
+    if not as_json:
+        echo(f"topic {topic}, route version {lines[0].version}")
     show_rows(rows, as_json=as_json, nothing="")
 
 
-@routes.command()
+@routes.command(rich_help_panel=LOOK)
 def history(topic: TopicArgument, as_json: JsonOption = False) -> None:
     """List route changes, with milliseconds per step."""
     with Database(settings_here().control_dsn()) as database:
@@ -194,7 +197,7 @@ def history(topic: TopicArgument, as_json: JsonOption = False) -> None:
     show_rows(rows, as_json=as_json, nothing=f"version 1 of topic {topic} was never changed")
 
 
-@routes.command("watch")
+@routes.command("watch", rich_help_panel=LOOK)
 def watch_(topic: TopicArgument, timeout: TimeoutOption = None) -> None:
     """Watch groups drain sealed partitions; exit code 1 at the timeout."""
     with runtime_here() as runtime:
@@ -202,7 +205,7 @@ def watch_(topic: TopicArgument, timeout: TimeoutOption = None) -> None:
         watch_draining(runtime, topic, timeout)
 
 
-@routes.command(cls=RuledCommand)
+@routes.command(cls=RuledCommand, rich_help_panel=REPAIR)
 @needs("--accept-loss", "--unreachable", why="nothing is lost while the nodes answer")
 def repair(
     topic: Annotated[str | None, typer.Argument(help="Only this topic.")] = None,
@@ -225,7 +228,7 @@ def repair(
         raise typer.Exit(1)
 
 
-@routes.command()
+@routes.command(rich_help_panel=REPAIR)
 def reopen(
     topic: TopicArgument,
     yes: Annotated[bool, typer.Option("--yes", help="Do it: what only the lost successors hold is lost.")] = False,
@@ -244,7 +247,7 @@ def reopen(
         echo("nothing is sealed for a change that is not known")
 
 
-@routes.command()
+@routes.command(rich_help_panel=REPAIR)
 def drop(topic: TopicArgument) -> None:
     """Give up an open change while nothing is sealed."""
     with runtime_here() as runtime:
@@ -320,10 +323,9 @@ def _drawn(line: RouteRange) -> dict[str, Any]:
     cells = range(0, LP_COUNT, LP_COUNT // STRIP)
     strip = "".join("#" if line.lp_from < at + LP_COUNT // STRIP and at < line.lp_to else "." for at in cells)
     return {
-        "version": line.version,
+        "partition": line.partition,
         "LPs": f"[{line.lp_from}, {line.lp_to})",
         "of all": strip,
-        "partition": line.partition,
         "node": line.node,
         "state": line.state,
         "from": _numbers(line.parents),
@@ -337,7 +339,7 @@ def _json(change: RouteChange, *, as_json: bool) -> dict[str, Any]:
         if as_json
         else {"partitions": f"{_numbers(parents) or '-'} -> {_numbers(successors) or '-'}"}
     )
-    planned_at = change.planned_at.isoformat(timespec="seconds")
+    planned_at = change.planned_at
     return {
         "version": change.version,
         "change": change.change_id,

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import re
 from enum import StrEnum
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import typer
 
 from mqlayer.archive import set_retention
 from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.options import TopicArgument
-from mqlayer.cli.output import JsonOption, echo, show_rows
+from mqlayer.cli.output import JsonOption, Size, echo, show_rows
+from mqlayer.cli.panels import CHANGE, LOOK, START
 from mqlayer.cli.pauses import WaitOption, print_running
 from mqlayer.cli.permissions import check_change
 from mqlayer.cli.runtime import runtime_here
@@ -20,7 +21,7 @@ from mqlayer.domain.routing import LP_COUNT
 from mqlayer.errors import InvalidInput
 from mqlayer.groups.pauses import pause_topic, resume_topic, wait_paused
 from mqlayer.postgres.database import Database
-from mqlayer.topics import create_topic, list_topics, set_archived, set_limits
+from mqlayer.topics import TopicSummary, create_topic, list_topics, set_archived, set_limits
 
 topics = typer.Typer(no_args_is_help=True, help="Topics: create, list, set.")
 
@@ -40,7 +41,7 @@ def add_to(app: typer.Typer) -> None:
     app.add_typer(topics, name="topic")
 
 
-@topics.command()
+@topics.command(rich_help_panel=START)
 def create(
     name: Annotated[str, typer.Argument(help="a-z first, then a-z 0-9 _ . -")],
     partitions: Annotated[
@@ -68,7 +69,7 @@ def create(
     echo(f"{name} has {len(route.ranges)} partitions, route version {route.version}")
 
 
-@topics.command("set")
+@topics.command("set", rich_help_panel=CHANGE)
 def set_(
     name: TopicArgument,
     archived: Annotated[
@@ -119,7 +120,7 @@ def _days(text: str) -> int:
     return int(match[1]) * (7 if match[2] == "w" else 1)
 
 
-@topics.command()
+@topics.command(rich_help_panel=CHANGE)
 def pause(name: TopicArgument, wait: WaitOption = 0.0) -> None:
     """Pause a topic's groups: running handlers finish; publishing continues."""
     with runtime_here() as runtime:
@@ -129,7 +130,7 @@ def pause(name: TopicArgument, wait: WaitOption = 0.0) -> None:
         print_running(wait_paused(runtime.control, name, timeout_s=wait))
 
 
-@topics.command()
+@topics.command(rich_help_panel=CHANGE)
 def resume(name: TopicArgument) -> None:
     """Resume a topic's groups, except individually paused ones."""
     with runtime_here() as runtime:
@@ -138,13 +139,15 @@ def resume(name: TopicArgument) -> None:
     echo(f"topic {name} {'goes on' if done else 'was not paused'}")
 
 
-@topics.command("list")
+@topics.command("list", rich_help_panel=LOOK)
 def list_(as_json: JsonOption = False) -> None:
     """List topics."""
     with Database(settings_here().control_dsn()) as database:
         found = list_topics(database)
     rows = (
-        {
+        _row(topic)
+        if not as_json
+        else {
             "topic": topic.name,
             "strategy": topic.strategy,
             "partitions": topic.partitions,
@@ -157,3 +160,16 @@ def list_(as_json: JsonOption = False) -> None:
         for topic in found
     )
     show_rows(rows, as_json=as_json, nothing="no topics: mqlayer topic create NAME")
+
+
+def _row(topic: TopicSummary) -> dict[str, Any]:
+    kept = "for ever" if topic.retention_days is None else f"for {topic.retention_days} d"
+    return {
+        "topic": topic.name,
+        "strategy": topic.strategy,
+        "partitions": topic.partitions,
+        "route": topic.version,
+        "body_limit": Size(topic.body_limit),
+        "backlog": topic.backlog_limit or "no limit",
+        "archived": kept if topic.archived else "no",
+    }
