@@ -19,6 +19,7 @@ from mqlayer.doctor.verify import verify as verify_stores
 EXIT_UNKNOWN: Final = 3
 """Nothing differs, but not everything was compared."""
 SEVERITY: Final = (CheckStatus.BROKEN, CheckStatus.WARNING, CheckStatus.UNKNOWN, CheckStatus.OK)
+NODES: Final = "nodes"
 
 
 def add_to(app: typer.Typer) -> None:
@@ -75,24 +76,40 @@ def _show_json(found: Iterable[Finding]) -> None:
 
 def _show(found: Iterable[Finding]) -> None:
     for one in sorted(found, key=lambda finding: SEVERITY.index(finding.verdict)):
-        echo(f"{one.verdict}: {one.check}, {one.subject}")
-        show_facts({"seen": one.seen, "repair": one.fix}, indent="  ")
+        about = f"{one.verdict}: {one.check}, {_server(one)}"
+        if one.verdict is CheckStatus.OK:
+            echo(f"{about}: {one.seen}")
+        else:
+            echo(about)
+            show_facts({"seen": one.seen, "repair": one.fix}, indent="  ")
 
 
 def _summarize(found: Sequence[Finding]) -> None:
     counts = Counter(finding.verdict for finding in found)
-    others = [f"{counts[verdict]} {verdict}" for verdict in SEVERITY[:-1] if counts[verdict]]
-    words = ", ".join(others or ["all fine"])
-    echo(f"{pluralize(len(found), 'check')}: {words}")
+    problems = [
+        pluralize(counts[verdict], str(verdict)) if verdict is CheckStatus.WARNING else f"{counts[verdict]} {verdict}"
+        for verdict in SEVERITY[:-1]
+        if counts[verdict]
+    ]
+    echo(", ".join([f"{pluralize(len(found), 'check')}: {counts[CheckStatus.OK]} fine", *problems]))
     fine = Counter(_area(finding) for finding in found if finding.verdict is CheckStatus.OK)
     areas = Counter(map(_area, found))
-    show_facts({area: f"{fine[area]} of {count} fine" for area, count in areas.items()}, indent="  ")
+    places = {_area(finding): finding.subject.removeprefix(_server(finding)) for finding in found}
+    show_facts(
+        {area: f"{fine[area]} of {count} fine{'' if area == NODES else places[area]}" for area, count in areas.items()},
+        indent="  ",
+    )
+
+
+def _server(finding: Finding) -> str:
+    """The summary has the addresses of databases; nodes have names."""
+    return finding.subject.partition(" (")[0]
 
 
 def _area(finding: Finding) -> str:
     """All nodes are one."""
-    server = finding.subject.partition(" (")[0]
-    return "nodes" if server.startswith("node") else server
+    server = _server(finding)
+    return NODES if server.startswith("node") else server
 
 
 def _end(found: Iterable[Finding]) -> None:

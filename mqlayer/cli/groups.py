@@ -349,12 +349,15 @@ def _show_lag(status: GroupStatus) -> None:
         place = f"batch {replay.at_batch} of {replay.upto_batch} of the archive"
         echo(f"{replay.kind} {replay.replay_id}: {how_far}; {place}: mqlayer replay show {replay.replay_id}")
     settled = len(status.undrained) - len(behind)
+    echo()
     show_rows(map(version_row, status.versions()), as_json=False, nothing="it has no partitions yet")
     if behind:
+        echo()
         show_rows(map(lag_row, behind), as_json=False, nothing="")
     if settled:
         echo(f"nothing waits in {pluralize(settled, 'partition')}")
     if still := [one for one in behind if one.stall is not None]:
+        echo()
         show_rows(map(stall_row, still), as_json=False, nothing="")
     _print_unreachable(status)
 

@@ -122,7 +122,8 @@ def acl(
             raise InvalidInput("there is no password on stdin")
     form = acl_file_line if acl_file else setuser_command
     version = (6, 2, 0) if redis is RedisRelease.SIX else (7, 0, 0)
-    echo(form(name, chosen, prefix=settings.key_prefix, password=password, version=version))
+    # A rule is copied as a whole.
+    echo(form(name, chosen, prefix=settings.key_prefix, password=password, version=version), lines=True)
 
 
 def _check(settings: Settings, roles: list[RedisRole], user: str) -> None:

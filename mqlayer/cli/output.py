@@ -85,7 +85,7 @@ def format_age(seconds: float | None) -> str:
     if seconds is None:
         return ""
     if seconds < 9.95:
-        return f"{seconds:.1f} s"
+        return f"{f'{seconds:.1f}'.removesuffix('.0')} s"
     if seconds < 119.5:
         return f"{seconds:.0f} s"
     for size, unit, small, small_unit in _SPANS:
@@ -122,8 +122,8 @@ def format_value(name: str, value: Any, *, exact: bool = False) -> str:
         return _format_number(name, value)
     if isinstance(value, Mapping):
         return ", ".join(f"{part} {format_value('', one)}" for part, one in value.items())
-    if isinstance(value, list | tuple):
-        return ", ".join(format_value("", one) for one in value)
+    if type(value) in {list, tuple}:
+        return ", ".join(format_value(name, one) for one in value)
     return escape(str(value))
 
 
@@ -171,7 +171,7 @@ def console(*, width: int | None = None, stderr: bool = False) -> Console:
 
 
 def _format_number(name: str, value: float) -> str:
-    if isinstance(value, Size) or name == "size" or name.endswith("bytes"):
+    if isinstance(value, Size) or name == "size" or "bytes" in name:
         return format_size(int(value))
     unit = _UNIT.search(name)
     if unit is not None and unit[1] == "s":
@@ -182,9 +182,7 @@ def _format_number(name: str, value: float) -> str:
 
 
 def _label(name: str) -> str:
-    if name.endswith("bytes"):
-        name = name.removesuffix("bytes") + "size"
-    return (_UNIT.sub("", name) or name).replace("_", " ")
+    return _UNIT.sub("", name).replace("bytes", "size").replace("_", " ")
 
 
 def _table(rows: Sequence[Mapping[str, Any]], width: int | None) -> list[str] | None:
@@ -224,11 +222,11 @@ def _titled(name: str, value: Any) -> str:
 
 
 def _fact_lines(facts: Mapping[str, Any], width: int | None, indent: str) -> Iterator[str]:
-    texts = {_label(name): format_value(name, value, exact=True) for name, value in facts.items()}
-    known = {label: text for label, text in texts.items() if text}
-    column = max(map(cells, known), default=0)
+    texts = [(_label(name), format_value(name, value, exact=True)) for name, value in facts.items()]
+    known = [(label, text) for label, text in texts if text]
+    column = max((cells(label) for label, _ in known), default=0)
     hang = " " * (column + len(GAP))
-    for label, text in known.items():
+    for label, text in known:
         begin = f"{indent}{_padded(label, column, right=False)}{GAP}"
         for number, line in enumerate(fold(text, None if width is None else width - len(begin), hang="")):
             yield f"{indent}{hang}{line}" if number else f"{begin}{line}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Annotated, Any
 
 import typer
@@ -115,7 +116,7 @@ def show(
             "message": str(one.identity),
             "partition": one.partition,
             "offset": one.offset,
-            "at_ms": one.at_ms,
+            **({"at_ms": one.at_ms} if as_json else {"published_at": datetime.fromtimestamp(one.at_ms / 1000, UTC)}),
             "bytes": one.bytes,
             "attempts": one.attempts,
             "redriven": one.redriven,

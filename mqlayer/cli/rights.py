@@ -101,9 +101,9 @@ def _print(statements: Mapping[SchemaName, list[Composed]]) -> None:
     for schema, of_schema in statements.items():
         echo(f"-- In the database of the {schema} schema:\nBEGIN;\nSET LOCAL client_encoding = 'UTF8';", lines=True)
         # A superuser runs it, whose path others may have put functions and operators on.
-        echo("SET LOCAL search_path = pg_catalog, pg_temp;")
+        echo("SET LOCAL search_path = pg_catalog, pg_temp;", lines=True)
         for statement in of_schema:
-            echo(f"{statement.as_string(None)};")
+            echo(f"{statement.as_string(None)};", lines=True)
         echo("COMMIT;")
 
 

@@ -137,11 +137,12 @@ def test_partitions_that_are_not_adjacent_are_not_merged(world: World, run: Comm
 
 def test_a_route_is_drawn_with_its_lineage(world: World, run: Commands) -> None:
     run.text("route", "split", "orders", "1", "--at", "256", "--apply")
-    head, first, second, third = run.text("route", "show", "orders").splitlines()
-    assert head.split() == ["version", "LPs", "of", "all", "partition", "node", "state", "from"]
-    assert first.split() == ["2", "[0,", "256)", "#" * 8 + "." * 24, "3", "node-1", "open", "1"]
+    title, head, first, second, third = run.text("route", "show", "orders").splitlines()
+    assert title == "topic orders, route version 2"
+    assert head.split() == ["partition", "LPs", "of", "all", "node", "state", "from"]
+    assert first.split() == ["3", "[0,", "256)", "#" * 8 + "." * 24, "node-1", "open", "1"]
     assert second.split()[3] == "." * 8 + "#" * 8 + "." * 16
-    assert third.split()[3:] == ["." * 16 + "#" * 16, "2", "node-2", "open"]
+    assert third.split() == ["2", "[512,", "1024)", "." * 16 + "#" * 16, "node-2", "open"]
     (old, _) = run.lines("route", "show", "orders", "--version", "1")
     assert (old["partition"], old["state"], old["parents"]) == (1, "sealed", [])
     assert [line["parents"] for line in run.lines("route", "show", "orders")] == [[1], [1], []]

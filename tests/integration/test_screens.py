@@ -1,6 +1,6 @@
 """What every command that shows something prints at 80 and at 140 columns: lines that fit, and whole words.
 
-`MQLAYER_WRITE_SCREENS=DIRECTORY` keeps the screens there, to look at.
+`WRITE_SCREENS=DIRECTORY` keeps the screens there, to look at.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ SCREENS = SHOWS | SHOWS_BODIES | {
     "parked show": "orders g a",
 }  # fmt: skip
 WIDTHS = (80, 140)
+COPIED = {"node acl"}
+"""A rule is copied as a whole."""
 
 
 @pytest.fixture
@@ -53,8 +55,9 @@ def test_every_screen_fits_its_terminal_and_breaks_no_word(
         monkeypatch.setenv("COLUMNS", str(width))
         screens = {words: screen(words, system) for words in SCREENS}
         for words, shown in screens.items():
-            assert [line for line in shown.splitlines() if cells(line) > width] == [], words
-        if directory := os.environ.get("MQLAYER_WRITE_SCREENS"):
+            wide = [line for line in shown.splitlines() if cells(line) > width]
+            assert (words in COPIED) or wide == [], words
+        if directory := os.environ.get("WRITE_SCREENS"):
             text = "\n".join(f"$ mqlayer {words}\n{shown}" for words, shown in screens.items())
             Path(directory, f"screens-{width}.txt").write_text(text, "utf-8")
     assert [text for text, lines in folded if " ".join(lines).split() != text.split()] == []

@@ -102,7 +102,7 @@ def test_what_lists_commands_loads_none_of_them(loaded: dict[str, set[str]], wor
     found = loaded[words]
     assert packages(found) & (NEVER | HEAVY) <= allowed
     assert {name for name in found if name.startswith("mqlayer.cli.")} == {
-        f"mqlayer.cli.{name}" for name in ("commands", "errors", "logs", "main", "output")
+        f"mqlayer.cli.{name}" for name in ("commands", "errors", "logs", "main", "output", "panels")
     }
 
 
