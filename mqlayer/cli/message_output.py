@@ -11,7 +11,9 @@ import typer
 
 from mqlayer.cli.output import echo, format_key, format_size, format_time, show_facts, show_rows
 from mqlayer.domain.names import parse_identity
+from mqlayer.inspect.message_status import hidden_from
 from mqlayer.redelivery import MessageDetails
+from mqlayer.runtime.runtime import Runtime
 
 SHOWN_LIMIT: Final = 4_000
 
@@ -56,6 +58,14 @@ def show_body(body: bytes | None) -> None:
         echo(text[:SHOWN_LIMIT], lines=True)
         if len(text) > SHOWN_LIMIT:
             echo(f"… {len(text) - SHOWN_LIMIT} more characters; --raw writes all of it")
+
+
+def is_hidden(runtime: Runtime) -> bool:
+    """Whether this role may see no bodies and headers; say so on standard error."""
+    role = hidden_from(runtime.control)
+    if role is not None:
+        echo(f"bodies and headers are hidden: mqlayer grant operate {role}, or analyze", err=True)
+    return role is not None
 
 
 def decoded(body: bytes | None) -> tuple[str | None, str | None]:

@@ -10,17 +10,29 @@ from mqlayer.inspect.group_status import (
     group_statuses,
 )
 from mqlayer.inspect.key_status import SCAN_LIMIT, KeySearch, KeyStatus, LpLocation, explain_key
+from mqlayer.inspect.message_status import (
+    FailedAttempt,
+    MessageContent,
+    MessageInGroup,
+    MessageStatus,
+    find_message,
+    hidden_from,
+)
 from mqlayer.inspect.parked_status import ParkedCounts, ParkedKeyStatus, ReplayStatus
 from mqlayer.inspect.topic_reader import StoredMessage, TopicReader
 
 __all__ = [
     "SCAN_LIMIT",
+    "FailedAttempt",
     "GroupFacts",
     "GroupStatus",
     "KeySearch",
     "KeyStatus",
     "LpLocation",
     "MemberFacts",
+    "MessageContent",
+    "MessageInGroup",
+    "MessageStatus",
     "ParkedCounts",
     "ParkedKeyStatus",
     "PartitionFacts",
@@ -32,7 +44,9 @@ __all__ = [
     "UnsettledMessage",
     "VersionLag",
     "explain_key",
+    "find_message",
     "group_facts",
     "group_members",
     "group_statuses",
+    "hidden_from",
 ]

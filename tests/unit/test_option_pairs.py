@@ -43,6 +43,7 @@ OPTIONS: Final[dict[str, str]] = {
     "publish": "TOPIC --key --body --file --lines --header --tag --dedup-id",
     "peek": "TOPIC --key --partition --offset --since --limit --json",
     "tail": "TOPIC --key --partition --offset --since --json",
+    "message show": "MESSAGE --topic --raw --json",
     "route split": "TOPIC PARTITION --at --from-report --to --measure --if-version --plan --apply --watch --timeout",
     "route merge": "TOPIC PARTITIONS --to --if-version --plan --apply --watch --timeout",
     "route move": "TOPIC PARTITION --to --unreachable --accept-loss --if-version --plan --apply --watch --timeout",
