@@ -11,7 +11,6 @@ import typer
 
 from mqlayer.cli.output import echo, format_key, format_size, format_time, show_facts, show_rows
 from mqlayer.domain.names import parse_identity
-from mqlayer.inspect.message_status import hidden_from
 from mqlayer.redelivery import MessageDetails
 from mqlayer.runtime.runtime import Runtime
 
@@ -62,6 +61,9 @@ def show_body(body: bytes | None) -> None:
 
 def is_hidden(runtime: Runtime) -> bool:
     """Whether this role may see no bodies and headers; say so on standard error."""
+    # Lists of dead messages need no view of the nodes.
+    from mqlayer.inspect.message_status import hidden_from
+
     role = hidden_from(runtime.control)
     if role is not None:
         echo(f"bodies and headers are hidden: mqlayer grant operate {role}, or analyze", err=True)

@@ -1,8 +1,9 @@
-"""`topic`: create, list, set, pause, resume."""
+"""`topic`: create, list, show, set, pause, resume."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import asdict, fields
 from enum import StrEnum
 from typing import Annotated, Any, Final
 
@@ -11,15 +12,17 @@ import typer
 from mqlayer.archive import set_retention
 from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.options import TopicArgument
-from mqlayer.cli.output import JsonOption, Size, echo, show_rows
+from mqlayer.cli.output import JsonOption, Size, echo, show_facts, show_rows
 from mqlayer.cli.panels import CHANGE, LOOK, START
 from mqlayer.cli.pauses import WaitOption, print_running
 from mqlayer.cli.permissions import check_change
+from mqlayer.cli.rows import group_row, group_text_row
 from mqlayer.cli.runtime import runtime_here
 from mqlayer.domain.names import BODY_LIMIT, DEFAULT_BODY_LIMIT
 from mqlayer.domain.routing import LP_COUNT
 from mqlayer.errors import InvalidInput
 from mqlayer.groups.pauses import pause_topic, resume_topic, wait_paused
+from mqlayer.inspect import TopicPartition, TopicStatus, topic_status
 from mqlayer.postgres.database import Database
 from mqlayer.topics import TopicSummary, create_topic, list_topics, set_archived, set_limits
 
@@ -162,8 +165,64 @@ def list_(as_json: JsonOption = False) -> None:
     show_rows(rows, as_json=as_json, nothing="no topics: mqlayer topic create NAME")
 
 
+@topics.command(rich_help_panel=LOOK)
+def show(name: TopicArgument, as_json: JsonOption = False) -> None:
+    """Show a topic's limits, its partitions with sizes and rates, and its groups."""
+    with runtime_here() as runtime:
+        found = topic_status(runtime, name)
+    if as_json:
+        show_rows([_status_json(found)], as_json=True, nothing="")
+        return
+    show_facts(
+        {
+            "topic": found.topic,
+            "strategy": found.strategy,
+            "route": f"version {found.version}" if found.version else "none yet: its creation is unfinished",
+            "body_limit": Size(found.body_limit),
+            "backlog_limit": f"{found.backlog_limit} messages per partition" if found.backlog_limit else "none",
+            "archived": _kept(archived=found.archived, days=found.retention_days),
+            "created_at": found.created_at,
+            "paused_at": found.paused_at,
+            "paused_by": found.paused_by,
+        }
+    )
+    echo()
+    rows = (_partition_row(found, one) for one in found.partitions)
+    show_rows(rows, as_json=False, nothing="it has no partitions yet")
+    echo()
+    groups = ({name: value for name, value in group_text_row(one).items() if name != "topic"} for one in found.groups)
+    show_rows(groups, as_json=False, nothing="it has no groups: a group is created by its first member")
+    for node, reason in sorted(found.unreachable.items()):
+        echo(f"node {node} does not answer: {reason}", err=True)
+
+
+def _partition_row(found: TopicStatus, one: TopicPartition) -> dict[str, Any]:
+    return {
+        "partition": one.partition,
+        "LPs": f"[{one.lp_from}, {one.lp_to})",
+        "node": found.nodes[one.node],
+        "state": one.state,
+        "published": one.published,
+        "kept": one.records,
+        "bytes": one.bytes,
+        "per_s": one.per_s,
+    }
+
+
+def _status_json(found: TopicStatus) -> dict[str, Any]:
+    facts = {one.name: getattr(found, one.name) for one in fields(found)}
+    del facts["nodes"]
+    partitions = [asdict(one) | {"node": found.nodes[one.node]} for one in found.partitions]
+    return facts | {"partitions": partitions, "groups": list(map(group_row, found.groups))}
+
+
+def _kept(*, archived: bool, days: int | None) -> str:
+    if not archived:
+        return "no"
+    return "for ever" if days is None else f"for {days} d"
+
+
 def _row(topic: TopicSummary) -> dict[str, Any]:
-    kept = "for ever" if topic.retention_days is None else f"for {topic.retention_days} d"
     return {
         "topic": topic.name,
         "strategy": topic.strategy,
@@ -171,5 +230,5 @@ def _row(topic: TopicSummary) -> dict[str, Any]:
         "route": topic.version,
         "body_limit": Size(topic.body_limit),
         "backlog": topic.backlog_limit or "no limit",
-        "archived": kept if topic.archived else "no",
+        "archived": _kept(archived=topic.archived, days=topic.retention_days),
     }

@@ -11,7 +11,7 @@ from mqlayer.inspect.group_status import (
 )
 from mqlayer.inspect.key_status import SCAN_LIMIT, KeySearch, KeyStatus, LpLocation, explain_key
 from mqlayer.inspect.message_status import (
-    FailedAttempt,
+    GroupAttempt,
     MessageContent,
     MessageInGroup,
     MessageStatus,
@@ -20,10 +20,11 @@ from mqlayer.inspect.message_status import (
 )
 from mqlayer.inspect.parked_status import ParkedCounts, ParkedKeyStatus, ReplayStatus
 from mqlayer.inspect.topic_reader import StoredMessage, TopicReader
+from mqlayer.inspect.topic_status import TopicPartition, TopicStatus, topic_status
 
 __all__ = [
     "SCAN_LIMIT",
-    "FailedAttempt",
+    "GroupAttempt",
     "GroupFacts",
     "GroupStatus",
     "KeySearch",
@@ -40,7 +41,9 @@ __all__ = [
     "ReplayStatus",
     "Stall",
     "StoredMessage",
+    "TopicPartition",
     "TopicReader",
+    "TopicStatus",
     "UnsettledMessage",
     "VersionLag",
     "explain_key",
@@ -49,4 +52,5 @@ __all__ = [
     "group_members",
     "group_statuses",
     "hidden_from",
+    "topic_status",
 ]

@@ -65,7 +65,7 @@ class MessageInGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class FailedAttempt:
+class GroupAttempt:
     """A failed attempt of a group."""
 
     group: str
@@ -94,7 +94,7 @@ class MessageStatus:
     outbox: str | None
     archived: bool
     groups: Sequence[MessageInGroup]
-    attempts: Sequence[FailedAttempt]
+    attempts: Sequence[GroupAttempt]
     content: MessageContent | None
     unsearched: Sequence[str]
     """Where it may be, too, and why that was not looked at."""
@@ -309,14 +309,14 @@ class _Search:
             self._in_archive = True
         return self._archived
 
-    def _attempts(self) -> Iterator[FailedAttempt]:
+    def _attempts(self) -> Iterator[GroupAttempt]:
         if self._identity is None:
             return
         with self._runtime.control.connection() as connection:
             for group_id, name, *_ in self._groups:
                 facts = {"group_id": group_id, "limit": ATTEMPTS_LIMIT} | self._identity._asdict()
                 for row in connection.execute(query("attempts_of"), facts).fetchall():
-                    yield FailedAttempt(name, *row)
+                    yield GroupAttempt(name, *row)
 
     # -- the streams ---------------------------------------------------------------------------------------------------
 

@@ -177,3 +177,14 @@ WHERE topic_id = %(topic_id)s AND batch = %(batch)s AND partition_id = %(partiti
 -- name: message_source
 -- The source of an outbox, if a relay has opened one.
 SELECT source_id FROM mqlayer.source WHERE outbox_uuid = %(outbox_uuid)s AND closed_at IS NULL;
+
+-- name: inspected_topic
+-- A topic with its limits.
+SELECT topic_id, name, strategy, version, body_limit, backlog_limit, archived, retention_days, paused_at, paused_by, created_at
+FROM mqlayer.topic WHERE name = %(topic)s;
+
+-- name: inspected_topic_partitions
+-- The partitions of a topic that are not deleted, with the rate that was measured last.
+SELECT p.partition_id, p.lp_from, p.lp_to, p.node_id, p.state, r.per_s FROM mqlayer.partition p
+LEFT JOIN mqlayer.partition_rate r ON r.partition_id = p.partition_id AND r.measured_at > now() - interval '5 minutes'
+WHERE p.topic_id = %(topic_id)s AND p.state <> 'deleted' ORDER BY p.lp_from, p.partition_id;

@@ -40,7 +40,7 @@ PARTS: Final[dict[str, set[str]]] = {
     "analytics": {"archive"},
     "doctor": {"doctor", *JOBS},
     "nodes": {"groups", "routes"},
-    "topics": {"archive", "groups"},
+    "topics": {"archive", "inspect", *FAILURES},
     "routes": {"groups", "routes"},
     "groups": {"inspect", *FAILURES},
     "keys": {"inspect", *FAILURES},

@@ -40,6 +40,7 @@ OPTIONS: Final[dict[str, str]] = {
     "topic pause": "NAME --wait",
     "topic resume": "NAME",
     "topic list": "--json",
+    "topic show": "NAME --json",
     "publish": "TOPIC --key --body --file --lines --header --tag --dedup-id",
     "peek": "TOPIC --key --partition --offset --since --limit --json",
     "tail": "TOPIC --key --partition --offset --since --json",
