@@ -11,10 +11,11 @@ from typing import Annotated, Final
 
 import typer
 
-from mqlayer.archive import ArchiveReport, accept_gaps, archive_pass, archive_status, list_gaps, retain
+from mqlayer.archive import ArchiveReport, accept_gaps, archive_pass, archive_status, list_gaps, old_days, retain
 from mqlayer.cli.actor import actor
 from mqlayer.cli.addresses import settings_here
-from mqlayer.cli.options import TopicArgument
+from mqlayer.cli.option_rules import RuledCommand, planned
+from mqlayer.cli.options import PlanOption, TopicArgument, YesOption, echo_plan
 from mqlayer.cli.output import JsonOption, echo, pluralize, show_rows
 from mqlayer.cli.panels import CHANGE, LOOK, REPAIR, START
 from mqlayer.cli.permissions import check_change
@@ -102,14 +103,23 @@ def accept_gap(
     echo(f"{pluralize(count, 'gap')} accepted; the next pass goes on behind")
 
 
-@archive.command("retain", rich_help_panel=CHANGE)
+@archive.command("retain", cls=RuledCommand, rich_help_panel=CHANGE)
+@planned
 def retain_(
     older_than: Annotated[str, typer.Option(metavar="AGE", help="Such as 30d, 12w; a day at least.")],
+    _plan: PlanOption = False,
+    yes: YesOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Drop archived days past an age; snapshots keep theirs."""
     age = _age(older_than)
     with runtime_here() as runtime:
+        if not yes:
+            rows = ({"day": day, "result": "would be dropped"} for day in old_days(runtime, older_than=age))
+            show_rows(rows, as_json=as_json, nothing="no day of the archive is that old")
+            if not as_json:
+                echo_plan("days that a snapshot needs would stay")
+            return
         check_change(runtime.control, Right.WORK)
         days = retain(runtime, older_than=age)
     show_rows(map(asdict, days), as_json=as_json, nothing="no day of the archive is that old")

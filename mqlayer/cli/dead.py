@@ -10,8 +10,8 @@ import typer
 from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.completion import group_names, topic_names
 from mqlayer.cli.message_output import LimitOption, RawOption, ReasonOption, show_message
-from mqlayer.cli.option_rules import RuledCommand, excludes
-from mqlayer.cli.options import parse_time_option
+from mqlayer.cli.option_rules import RuledCommand, excludes, needs, planned
+from mqlayer.cli.options import PlanOption, YesOption, echo_plan, parse_time_option
 from mqlayer.cli.output import JsonOption, echo, format_key, pluralize, show_rows
 from mqlayer.cli.panels import LOOK, REPAIR
 from mqlayer.cli.permissions import check_change, check_group_change
@@ -97,14 +97,16 @@ def show(
 @dead.command(cls=RuledCommand, rich_help_panel=REPAIR)
 @excludes(
     "--resume", "TOPIC", "GROUP", "--message", "--key", "--cause", "--error", "--since", "--until", "--all", "--rate",
-    "--plan", "--background",
+    "--plan", "--yes", "--background",
     why="a redrive goes on as it was started, and needs no more than its id",
 )  # fmt: skip
 @excludes(
     "--all", "--message", "--key", "--cause", "--error", "--since", "--until",
     why="say which messages: some by these options, or --all of them",
 )  # fmt: skip
-@excludes("--plan", "--rate", "--background", "--json", why="--plan says in a line how many there are")
+@planned
+@needs("--rate", "--yes", why="a plan sends nothing")
+@needs("--background", "--yes", why="a plan is made at once")
 @excludes("--background", "--json", why="it has no end to tell here: mqlayer dead redrives --json has it")
 def redrive(
     topic: Annotated[str | None, typer.Argument(help="The topic's name.")] = None,
@@ -119,7 +121,8 @@ def redrive(
     until: UntilOption = None,
     every: Annotated[bool, typer.Option("--all", help="All dead messages of the group.")] = False,
     rate: RateOption = 0.0,
-    plan: Annotated[bool, typer.Option("--plan", help="Say how many there are; give none back.")] = False,
+    _plan: PlanOption = False,
+    yes: YesOption = False,
     background: BackgroundOption = False,
     resume: Annotated[int | None, typer.Option(metavar="ID", help="Go on with a redrive that was cut off.")] = None,
     as_json: JsonOption = False,
@@ -127,7 +130,7 @@ def redrive(
     """Send dead messages to their group again, in order per key."""
     with runtime_here() as runtime:
         worker = new_worker()
-        if not plan:
+        if yes or resume is not None:
             check_change(runtime.control)
         if resume is not None:
             resume_redrive(runtime, resume, worker=worker)
@@ -139,9 +142,8 @@ def redrive(
         wanted = DeadFilter(key, cause, error, parse_time_option(since), parse_time_option(until), named)
         if (wanted == DeadFilter()) != every:
             raise InvalidInput("say which: --message, --key, --cause, --error, --since, --until; or --all of them")
-        if plan:
-            found, bodiless = count_dead(runtime.control, topic, group, wanted)
-            echo(f"{pluralize(found, 'dead message')}, {bodiless} of them without a body to send; nothing was done")
+        if not yes:
+            _show_plan(*count_dead(runtime.control, topic, group, wanted), as_json=as_json)
             return
         started = start_redrive(runtime, topic, group, wanted, per_s=rate, worker=None if background else worker)
         if background:
@@ -208,6 +210,13 @@ def discard(message: NamedArgument, reason: ReasonOption, topic: OfTopic = None,
         dead_id = find_dead(runtime.control, message, topic=topic, group=group)
         discard_dead(runtime, dead_id, reason=reason)
     echo(f"dead message {dead_id} is discarded")
+
+
+def _show_plan(found: int, bodiless: int, *, as_json: bool) -> None:
+    if as_json:
+        show_rows([{"messages": found, "without_body": bodiless}], as_json=True, nothing="")
+    else:
+        echo_plan(f"{pluralize(found, 'dead message')} would be sent, but {bodiless} of them have no body")
 
 
 def _check_named(message: str, topic: str | None, group: str | None) -> None:

@@ -12,8 +12,8 @@ import typer
 
 from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.completion import topic_names
-from mqlayer.cli.option_rules import RuledCommand, excludes
-from mqlayer.cli.options import ApplyOption, GroupArgument, PlanOption, TopicArgument
+from mqlayer.cli.option_rules import RuledCommand, planned
+from mqlayer.cli.options import GroupArgument, PlanOption, TopicArgument, YesOption, echo_plan
 from mqlayer.cli.output import JsonOption, echo, format_age, pluralize, show_facts, show_rows
 from mqlayer.cli.panels import CHANGE, LOOK, REPAIR, START
 from mqlayer.cli.pauses import PartitionOption, WaitOption, print_partitions, print_running
@@ -188,21 +188,21 @@ def evict(
     echo(f"member {member} of group {group} of topic {topic} is out")
 
 
-@groups.command(rich_help_panel=CHANGE)
+@groups.command(cls=RuledCommand, rich_help_panel=CHANGE)
+@planned
 def retire(
     topic: TopicArgument,
     group: GroupArgument,
-    yes: Annotated[
-        bool, typer.Option("--yes", help="Do it: what it has not handled is not kept for it any more.")
-    ] = False,
     drop_parked: Annotated[bool, typer.Option("--drop-parked", help="Also drop what is parked.")] = False,
+    _plan: PlanOption = False,
+    yes: YesOption = False,
 ) -> None:
     """Retire a group for good: trimming no longer waits, its name stays taken."""
     with runtime_here() as runtime:
         if not yes:
             find_group(runtime.control, topic, group)
             with_it = ", and what is parked dropped" if drop_parked else ""
-            echo(f"group {group} of topic {topic} would be retired{with_it}; nothing was changed; --yes does this")
+            echo_plan(f"group {group} of topic {topic} would be retired{with_it}; what it has not handled is not kept")
             return
         check_change(runtime.control)
         done = retire_group(runtime, topic, group, drop_parked=drop_parked)
@@ -368,7 +368,7 @@ def _print_unreachable(status: GroupStatus) -> None:
 
 
 @groups.command(cls=RuledCommand, rich_help_panel=CHANGE)
-@excludes("--plan", "--apply", why="--plan changes nothing, --apply does it")
+@planned
 def seek(
     topic: TopicArgument,
     group: GroupArgument,
@@ -379,19 +379,19 @@ def seek(
         bool, typer.Option("--replay", help="Apply fenced effects again; else those that were applied are passed over.")
     ] = False,
     _plan: PlanOption = False,
-    apply: ApplyOption = False,
+    yes: YesOption = False,
 ) -> None:
     """Move a living group to another position, without a restart."""
     start = _start(to)
     with runtime_here() as runtime:
-        if apply:
+        if yes:
             check_group_change(runtime.control, topic, group)
         with closing(RouteCache(runtime.control)) as routes:
             planned = planned_seek(runtime, routes, topic=topic, name=group, to=start)
         for line in _plan_lines(planned, replay=replay):
             echo(line)
-        if not apply:
-            echo("nothing was changed; --apply does this")
+        if not yes:
+            echo("nothing was changed: --yes does this")
             return
         missed = apply_seek(runtime, planned, replay=replay)
     echo(f"group {group} of topic {topic} goes on from there")

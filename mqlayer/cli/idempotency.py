@@ -9,8 +9,8 @@ import typer
 
 from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.message_output import LimitOption
-from mqlayer.cli.option_rules import RuledCommand, excludes
-from mqlayer.cli.options import GroupArgument, TopicArgument
+from mqlayer.cli.option_rules import RuledCommand, excludes, planned
+from mqlayer.cli.options import GroupArgument, PlanOption, TopicArgument, YesOption, echo_plan
 from mqlayer.cli.output import JsonOption, echo, format_key, pluralize, show_rows
 from mqlayer.cli.panels import LOOK, REPAIR
 from mqlayer.cli.permissions import check_group_change
@@ -112,24 +112,44 @@ def held(name: NameArgument, entity: EntityArgument, as_json: JsonOption = False
     show_rows(map(asdict, found), as_json=as_json, nothing="nothing is held of it")
 
 
-@versions.command("set", rich_help_panel=REPAIR)
+@versions.command("set", cls=RuledCommand, rich_help_panel=REPAIR)
+@planned
 def set_(
     name: NameArgument,
     entity: EntityArgument,
     version: Annotated[int, typer.Argument(min=0, help="The last version that counts as applied.")],
     reason: WhyOption,
     drop_held: Annotated[bool, typer.Option("--drop-held", help="Drop all that is held of it, too.")] = False,
+    _plan: PlanOption = False,
+    yes: YesOption = False,
 ) -> None:
     """Set an entity's applied version; drops held ones up to it."""
+    if not yes:
+        count = pluralize(_held(name, entity, None if drop_held else version), "held event")
+        echo_plan(f"{format_key(entity)} would go on with {version + 1}, and {count} be dropped")
+        return
     dropped = _set(name, entity, version, reason, drop_held=drop_held)
     echo(f"{format_key(entity)} goes on with {version + 1}; {pluralize(dropped, 'held event')} dropped")
 
 
-@versions.command(rich_help_panel=REPAIR)
-def forget(name: NameArgument, entity: EntityArgument, reason: WhyOption) -> None:
+@versions.command(cls=RuledCommand, rich_help_panel=REPAIR)
+@planned
+def forget(
+    name: NameArgument, entity: EntityArgument, reason: WhyOption, _plan: PlanOption = False, yes: YesOption = False
+) -> None:
     """Forget an entity and its held versions."""
+    if not yes:
+        count = pluralize(_held(name, entity, None), "held event")
+        echo_plan(f"{format_key(entity)} would be forgotten, and {count} be dropped")
+        return
     dropped = _set(name, entity, None, reason)
     echo(f"{format_key(entity)} is forgotten; {pluralize(dropped, 'held event')} dropped")
+
+
+def _held(name: str, entity: str, upto: int | None) -> int:
+    with Database(settings_here().application_dsn()) as application:
+        found = held_versions(application, name, entity)
+    return sum(upto is None or one.version <= upto for one in found)
 
 
 def _set(name: str, entity: str, version: int | None, reason: str, *, drop_held: bool = False) -> int:

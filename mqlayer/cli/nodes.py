@@ -9,7 +9,8 @@ from typing import Annotated
 import typer
 
 from mqlayer.cli.addresses import settings_here
-from mqlayer.cli.option_rules import RuledCommand, excludes
+from mqlayer.cli.option_rules import RuledCommand, excludes, planned
+from mqlayer.cli.options import PlanOption, YesOption, echo_plan
 from mqlayer.cli.output import JsonOption, echo, show_rows
 from mqlayer.cli.panels import CHANGE, LOOK, REPAIR, START
 from mqlayer.cli.permissions import check_change
@@ -24,7 +25,7 @@ from mqlayer.redis.roles import RedisRole
 from mqlayer.redis.server_info import describe_access, read_access
 from mqlayer.routes import give_up_node
 from mqlayer.settings import Settings
-from mqlayer.topics import list_nodes, rearm_node, register_node, set_node_address
+from mqlayer.topics import find_node, list_nodes, rearm_node, register_node, set_node_address
 
 AcceptLossOption = Annotated[bool, typer.Option(help="Go on without what no outbox holds any more.")]
 FormerOption = Annotated[bool, typer.Option(help="Take an old primary back, with what it lacks.")]
@@ -157,15 +158,17 @@ def set_(
     echo(f"{node.name} is {node.address}; {count} assignments got a new epoch")
 
 
-@nodes.command(rich_help_panel=REPAIR)
+@nodes.command(cls=RuledCommand, rich_help_panel=REPAIR)
+@planned
 def lost(
-    name: Annotated[str, typer.Argument(help="The node's name.")],
-    yes: Annotated[bool, typer.Option("--yes", help="It never comes back: what only it held is lost.")] = False,
+    name: Annotated[str, typer.Argument(help="The node's name.")], _plan: PlanOption = False, yes: YesOption = False
 ) -> None:
-    """Give up a node: move its partitions, report the loss."""
-    if not yes:
-        raise InvalidInput(f"what only node {name!r} holds is lost by this: say --yes, or wait for it to come back")
+    """Give up a node that never comes back: move its partitions, report the loss."""
     with runtime_here() as runtime:
+        if not yes:
+            find_node(runtime.control, name)
+            echo_plan(f"node {name} would be given up, and what only it holds would be lost: better wait for it")
+            return
         check_change(runtime.control)
         loss = give_up_node(runtime, name)
     echo(f"{len(loss.moved)} partitions moved, {len(loss.recreated)} sealed ones made anew")

@@ -8,6 +8,8 @@ from typing import Annotated
 import typer
 
 from mqlayer.cli.addresses import settings_here
+from mqlayer.cli.option_rules import RuledCommand, planned
+from mqlayer.cli.options import PlanOption, YesOption, echo_plan
 from mqlayer.cli.output import JsonOption, echo, show_rows
 from mqlayer.cli.panels import CHANGE, LOOK, REPAIR
 from mqlayer.cli.permissions import check_change
@@ -26,8 +28,6 @@ from mqlayer.outbox import (
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.rights import Right
 from mqlayer.relay import recover_now
-
-YesOption = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
 
 outbox = typer.Typer(
     no_args_is_help=True, help="The outbox of MQLAYER_APP_DSN: rows quarantined, delayed messages, rotation."
@@ -70,12 +70,17 @@ def retry(
         echo("nothing is quarantined")
 
 
-@quarantine.command(rich_help_panel=REPAIR)
+@quarantine.command(cls=RuledCommand, rich_help_panel=REPAIR)
+@planned
 def discard(
-    number: Annotated[int, typer.Argument(help="The row's number, as the list has it.")], yes: YesOption = False
+    number: Annotated[int, typer.Argument(help="The row's number, as the list has it.")],
+    _plan: PlanOption = False,
+    yes: YesOption = False,
 ) -> None:
     """Discard a skipped row: its message is lost."""
-    _confirm("Remove the message?", yes=yes)
+    if not yes:
+        echo_plan(f"the message of row {number} would be lost")
+        return
     with _application() as database:
         check_change(database, schema="application")
         discard_quarantined(database, number)
@@ -137,28 +142,29 @@ def recover_(
         echo("mqlayer outbox quarantine list names these, once a relay runs; see docs/how-to/fail-over-postgres.md")
 
 
-@outbox.command("adopt", rich_help_panel=REPAIR)
-def adopt_(yes: YesOption = False) -> None:
+@outbox.command("adopt", cls=RuledCommand, rich_help_panel=REPAIR)
+@planned
+def adopt_(_plan: PlanOption = False, yes: YesOption = False) -> None:
     """Let a restored or moved database replace its original; unconfirmed messages are repeated."""
-    _confirm("The original database is gone for good?", yes=yes)
+    if not yes:
+        echo_plan("this database would take the place of its original, which has to be gone for good")
+        return
     with _application() as database:
         check_change(database, schema="application")
         echo(f"a new source from the next relay on; {adopt(database)} messages wait for it")
 
 
-@outbox.command("renew", rich_help_panel=REPAIR)
-def renew_(yes: YesOption = False) -> None:
+@outbox.command("renew", cls=RuledCommand, rich_help_panel=REPAIR)
+@planned
+def renew_(_plan: PlanOption = False, yes: YesOption = False) -> None:
     """Give a copy of a database a new identity and an empty outbox."""
-    _confirm("Remove all messages from this copy's outbox?", yes=yes)
+    if not yes:
+        echo_plan("all messages of this copy's outbox would be removed")
+        return
     with _application() as database:
         check_change(database, schema="application")
         renew(database)
     echo("the outbox is empty, with an identity of its own")
-
-
-def _confirm(question: str, *, yes: bool) -> None:
-    if not yes:
-        typer.confirm(question, abort=True)
 
 
 def _application() -> Database:

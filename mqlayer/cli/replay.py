@@ -10,8 +10,8 @@ import typer
 from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.completion import group_names, topic_names
 from mqlayer.cli.message_output import LimitOption, parse_identity_option
-from mqlayer.cli.option_rules import RuledCommand, excludes
-from mqlayer.cli.options import GroupArgument, TopicArgument, parse_time_option
+from mqlayer.cli.option_rules import RuledCommand, excludes, needs, planned
+from mqlayer.cli.options import GroupArgument, PlanOption, TopicArgument, YesOption, echo_plan, parse_time_option
 from mqlayer.cli.output import JsonOption, echo, pluralize, show_facts, show_rows
 from mqlayer.cli.panels import CHANGE, LOOK
 from mqlayer.cli.permissions import check_change
@@ -49,7 +49,10 @@ def add_to(app: typer.Typer) -> None:
     "--all", "--key", "--tag", "--since", "--until", "--snapshot",
     why="say which messages: some by these options, or --all of them",
 )  # fmt: skip
-@excludes("--plan", "--newer", "--rate", "--background", "--json", why="--plan says in a line how many there are")
+@planned
+@needs("--newer", "--yes", why="a plan says how many there are")
+@needs("--rate", "--yes", why="a plan sends nothing")
+@needs("--background", "--yes", why="a plan is made at once")
 @excludes("--background", "--json", why="it has no end to tell here: mqlayer replay show --json has it")
 def start(
     topic: TopicArgument,
@@ -67,7 +70,8 @@ def start(
         ),
     ] = None,
     rate: RateOption = 0.0,
-    plan: Annotated[bool, typer.Option("--plan", help="Say how many there are; give none.")] = False,
+    _plan: PlanOption = False,
+    yes: YesOption = False,
     background: BackgroundOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -76,9 +80,12 @@ def start(
     if (wanted == ReplayFilter()) != every:
         raise InvalidInput("say which: --key, --tag, --since, --until, --snapshot; or --all of them")
     with runtime_here() as runtime:
-        if plan:
+        if not yes:
             found = count_archived(runtime.control, topic, group, wanted)
-            echo(f"{pluralize(found, 'record')} of the archive; nothing was done")
+            if as_json:
+                show_rows([{"records": found}], as_json=True, nothing="")
+            else:
+                echo_plan(f"{pluralize(found, 'record')} of the archive would be given to the group again")
             return
         check_change(runtime.control)
         worker = new_worker()

@@ -10,7 +10,8 @@ import typer
 from mqlayer.archive import create_snapshot, drop_snapshot, find_snapshot, list_snapshots, verify_snapshot
 from mqlayer.archive.parquet_export import export_snapshot
 from mqlayer.cli.addresses import settings_here
-from mqlayer.cli.options import parse_time_option
+from mqlayer.cli.option_rules import RuledCommand, planned
+from mqlayer.cli.options import PlanOption, YesOption, echo_plan, parse_time_option
 from mqlayer.cli.output import JsonOption, echo, format_size, pluralize, show_rows
 from mqlayer.cli.panels import CHANGE, LOOK
 from mqlayer.cli.permissions import check_change
@@ -107,10 +108,15 @@ def export(
     )
 
 
-@snapshots.command(rich_help_panel=CHANGE)
-def drop(name: NameArgument) -> None:
+@snapshots.command(cls=RuledCommand, rich_help_panel=CHANGE)
+@planned
+def drop(name: NameArgument, _plan: PlanOption = False, yes: YesOption = False) -> None:
     """Drop a snapshot: readers fail, retention may drop its records."""
     with runtime_here() as runtime:
+        if not yes:
+            found = find_snapshot(runtime.control, name)
+            echo_plan(f"snapshot {name} of {pluralize(found.records, 'record')} would be dropped")
+            return
         check_change(runtime.control)
         drop_snapshot(runtime, name)
     echo(f"{name} is dropped; the archive keeps its records until retention comes by")
