@@ -138,8 +138,8 @@ def test_a_consumer_changes_its_own_group_and_no_other(
 
 
 def test_who_may_view_sees_plans_of_changes(system: System, act_as: Act) -> None:
-    system.snapshot()
     system.old_day()
+    system.cut()
     system.another_node()
     first, second = system.stage.partitions
     act_as(Right.VIEW)
