@@ -74,6 +74,9 @@ def status(topic: SomeTopic = None, as_json: JsonOption = False) -> None:
         for name, reason in one.unreachable.items():
             echo(f"node {name} was not asked: {reason}", err=True)
     rows = ({name: fact for name, fact in asdict(one).items() if name != "unreachable"} for one in found)
+    if not as_json:
+        # Its label would be that of the count.
+        rows = ({"behind_s" if name == "lag_s" else name: fact for name, fact in row.items()} for row in rows)
     show_rows(rows, as_json=as_json, nothing="no topic is archived: mqlayer topic set NAME --archived")
 
 

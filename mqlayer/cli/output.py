@@ -25,6 +25,8 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object 
 
 GAP: Final = "  "
 _UNIT: Final = re.compile(r"(?<!^per)_(at|s|ms)$")
+# Offsets, ids and versions are typed again, so they get no separators.
+_COUNTED: Final = re.compile(r"(^|_)(limit|messages|records|lag|published|kept|retained|waiting|keys)$")
 _PARTS: Final = re.compile(r"[^/:,=&?-]*[/:,=&?-]*")
 _SIZES: Final = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
 _SPANS: Final = ((86_400, "d", 3_600, "h"), (3_600, "h", 60, "min"))
@@ -178,10 +180,14 @@ def _format_number(name: str, value: float) -> str:
         return format_age(value)
     if unit is not None and unit[1] == "ms":
         return f"{value:g} ms" if value < 1_000 else format_age(value / 1_000)
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:g}"
+    return f"{value:,}" if _COUNTED.search(name) else str(value)
 
 
 def _label(name: str) -> str:
+    if name == "per_s":
+        return "per second"
     return _UNIT.sub("", name).replace("bytes", "size").replace("_", " ")
 
 

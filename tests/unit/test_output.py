@@ -52,20 +52,20 @@ def test_rows_are_a_table_where_it_fits_and_cards_where_not(capsys: pytest.Captu
     columns(60)
     show_rows([ROW, ROW], as_json=False, nothing="", by=2)
     table = capsys.readouterr().out.splitlines()
-    assert table[0].split() == ["topic", "group", "stored", "size", "lease", "left", "per", "s"]
-    assert table[1] == table[2] == "orders  ledger      12.3 MB   2 h 5 min      3"
+    assert table[0].split() == ["topic", "group", "stored", "size", "lease", "left", "per", "second"]
+    assert table[1] == table[2] == "orders  ledger      12.3 MB   2 h 5 min           3"
     columns(30)
     show_rows([ROW, ROW | {"group": "mail"}], as_json=False, nothing="", by=2)
     assert capsys.readouterr().out.splitlines() == [
         "topic orders, group ledger",
         "  stored size  12.3 MB",
         "  lease left   2 h 5 min",
-        "  per s        3",
+        "  per second   3",
         "",
         "topic orders, group mail",
         "  stored size  12.3 MB",
         "  lease left   2 h 5 min",
-        "  per s        3",
+        "  per second   3",
     ]
 
 
@@ -82,9 +82,11 @@ def test_times_are_relative_and_exact_where_there_is_room(capsys: pytest.Capture
     at = datetime.now(UTC) - timedelta(minutes=3)
     show_rows([{"key": "k", "died_at": at, "due_at": at + timedelta(hours=3)}], as_json=False, nothing="")
     show_facts({"died_at": at, "unknown": None, "nothing": [], "sure": True, "counts": {"sent": 2}})
+    show_facts({"records": 12_345, "offset": 12_345})
     shown = capsys.readouterr().out.splitlines()
     assert shown[:2] == ["key  died       due", "k    3 min ago  in 2 h 57 min"]
-    assert shown[2:] == [f"died    {at.isoformat(timespec='seconds')} (3 min ago)", "sure    yes", "counts  sent 2"]
+    assert shown[2:] == [f"died    {at.isoformat(timespec='seconds')} (3 min ago)", "sure    yes", "counts  sent 2",
+                         "records  12,345", "offset   12345"]  # fmt: skip
 
 
 @pytest.mark.parametrize("width", [12, 20, 33, 80])
