@@ -180,9 +180,9 @@ def _format_number(name: str, value: float) -> str:
         return format_age(value)
     if unit is not None and unit[1] == "ms":
         return f"{value:g} ms" if value < 1_000 else format_age(value / 1_000)
-    if isinstance(value, float):
-        return f"{value:g}"
-    return f"{value:,}" if _COUNTED.search(name) else str(value)
+    if isinstance(value, int):
+        return f"{value:,}" if _COUNTED.search(name) else str(value)
+    return f"{value:g}"
 
 
 def _label(name: str) -> str:

@@ -302,8 +302,9 @@ class _Search:
                 self.unsearched.append(f"the archive: it took longer than {ARCHIVE_MS // 1000} s to look")
                 return None
         if row is not None:
-            topic_id, batch, *place, source, lp, seq, at, key, tags = row
-            self._archived = _Archived(topic_id, batch, *place, Identity(source, lp, seq), at, key, tuple(tags or ()))
+            topic_id, batch, stored_in, stored_at, source, lp, seq, at, key, tags = row
+            identity = Identity(source, lp, seq)
+            self._archived = _Archived(topic_id, batch, stored_in, stored_at, identity, at, key, tuple(tags or ()))
             self._place = (self._archived.partition, self._archived.offset)
             self._in_archive = True
         return self._archived

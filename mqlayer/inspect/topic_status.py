@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from typing import Any
 
 from mqlayer.domain.names import check_name
 from mqlayer.domain.routing import NodeId
@@ -73,7 +74,8 @@ def topic_status(runtime: Runtime, name: str) -> TopicStatus:
             unreachable[nodes[node_id].name] = str(error)
     groups = group_statuses(runtime, name)
     names = {node_id: node.name for node_id, node in nodes.items()}
-    return TopicStatus(*facts, partitions, names, groups, unreachable)
+    values: list[Any] = [*facts, partitions, names, groups, unreachable]
+    return TopicStatus(*values)
 
 
 def _asked(runtime: Runtime, node_id: NodeId, partitions: Sequence[TopicPartition]) -> list[TopicPartition]:
