@@ -23,7 +23,7 @@ ENTRY = re.compile(
 )
 HASH = re.compile(r"    --hash=sha256:[0-9a-f]{64}(?: \\)?")
 EXTRAS_OF = {
-    "dev": ("dev", "containers", "parquet", "spark"),
+    "dev": ("dev", "containers", "parquet", "reload", "spark"),
     "embedded": ("embedded",),
     "image": (),
     "lowest": ("dev", "embedded", "parquet"),
