@@ -6,6 +6,7 @@ They could clear the screen, hide text or fake a line.
 from __future__ import annotations
 
 import json
+from datetime import datetime
 from typing import Final
 
 # Letters that show nothing.
@@ -30,8 +31,12 @@ def escape(text: str, *, lines: bool = False) -> str:
 
 
 def json_line(value: object) -> str:
-    """Return a line of ASCII JSON."""
-    return json.dumps(value, default=str).replace("\x7f", "\\u007f")
+    """Return a line of ASCII JSON; times in ISO form."""
+    return json.dumps(value, default=_plain).replace("\x7f", "\\u007f")
+
+
+def _plain(value: object) -> str:
+    return value.isoformat() if isinstance(value, datetime) else str(value)
 
 
 def _escaped(one: str) -> str:

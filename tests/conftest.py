@@ -45,6 +45,9 @@ vars(redis.utils)["get_lib_version"] = cache(redis.utils.get_lib_version)
 # A failing assert of these shows both values, as in a test module.
 pytest.register_assert_rewrite("tests.proof")
 
+# Commands fold no lines for files and pipes, and a test is one; xdist says 80.
+os.environ.pop("COLUMNS", None)
+
 TESTS = Path(__file__).parent
 SPARK_TIMEOUT_S = 600
 # Hypothesis tries hundreds of examples, ten seconds of work that a busy machine makes minutes of.

@@ -3,7 +3,7 @@
 from mqlayer.archive.archiver import ArchiveReport, archive_pass
 from mqlayer.archive.gaps import ArchiveGap, accept_gaps, list_gaps
 from mqlayer.archive.outcome_archiver import OutcomeReport, archive_outcomes
-from mqlayer.archive.retention import DayDropped, retain, retain_by_topics, set_retention
+from mqlayer.archive.retention import DayDropped, old_days, retain, retain_by_topics, set_retention
 from mqlayer.archive.snapshots import (
     Snapshot,
     SnapshotTopic,
@@ -32,6 +32,7 @@ __all__ = [
     "find_snapshot",
     "list_gaps",
     "list_snapshots",
+    "old_days",
     "retain",
     "retain_by_topics",
     "set_retention",

@@ -38,9 +38,14 @@ def retain(runtime: Runtime, *, older_than: timedelta) -> list[DayDropped]:
 
     Safe to run concurrently. The next call retries busy or spared days. Raises InvalidInput for less than a day.
     """
-    if older_than < timedelta(days=1):
-        raise InvalidInput("the archive keeps at least a day: say for example --older-than 30d")
+    _check_age(older_than)
     return _drop_days(runtime, older_than)
+
+
+def old_days(runtime: Runtime, *, older_than: timedelta) -> list[date]:
+    """Return the days that `retain` would look at, oldest first. Raises InvalidInput for less than a day."""
+    _check_age(older_than)
+    return _old_days(runtime, older_than)
 
 
 def retain_by_topics(runtime: Runtime) -> list[DayDropped]:
@@ -67,10 +72,19 @@ def set_retention(runtime: Runtime, topic: str, *, days: int | None) -> bool:
     return runtime.control.transaction(work)
 
 
+def _check_age(older_than: timedelta) -> None:
+    if older_than < timedelta(days=1):
+        raise InvalidInput("the archive keeps at least a day: say for example --older-than 30d")
+
+
 def _drop_days(runtime: Runtime, older_than: timedelta | None) -> list[DayDropped]:
+    return [_drop_day(runtime, day, older_than) for day in _old_days(runtime, older_than)]
+
+
+def _old_days(runtime: Runtime, older_than: timedelta | None) -> list[date]:
     with runtime.control.connection() as connection:
         days = connection.execute(query("archive_days_old"), {"older_than": older_than, "day": None}).fetchall()
-    return [_drop_day(runtime, day, older_than) for (day,) in days]
+    return [day for (day,) in days]
 
 
 def _drop_day(runtime: Runtime, day: date, older_than: timedelta | None) -> DayDropped:

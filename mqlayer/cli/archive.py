@@ -11,11 +11,13 @@ from typing import Annotated, Final
 
 import typer
 
-from mqlayer.archive import ArchiveReport, accept_gaps, archive_pass, archive_status, list_gaps, retain
+from mqlayer.archive import ArchiveReport, accept_gaps, archive_pass, archive_status, list_gaps, old_days, retain
 from mqlayer.cli.actor import actor
 from mqlayer.cli.addresses import settings_here
-from mqlayer.cli.options import TopicArgument
+from mqlayer.cli.option_rules import RuledCommand, planned
+from mqlayer.cli.options import PlanOption, TopicArgument, YesOption, echo_plan
 from mqlayer.cli.output import JsonOption, echo, pluralize, show_rows
+from mqlayer.cli.panels import CHANGE, LOOK, REPAIR, START
 from mqlayer.cli.permissions import check_change
 from mqlayer.cli.runtime import runtime_here
 from mqlayer.errors import InvalidInput, MqlayerError
@@ -37,7 +39,7 @@ def add_to(app: typer.Typer) -> None:
     app.add_typer(archive, name="archive")
 
 
-@archive.command()
+@archive.command(rich_help_panel=START)
 def run(
     topic: SomeTopic = None,
     once: Annotated[bool, typer.Option("--once", help="One pass, to the end of every stream.")] = False,
@@ -63,7 +65,7 @@ def run(
                 stopping.wait(IDLE_S)
 
 
-@archive.command()
+@archive.command(rich_help_panel=LOOK)
 def status(topic: SomeTopic = None, as_json: JsonOption = False) -> None:
     """Show per topic the archive's progress, backlog, and records kept for it alone."""
     with runtime_here() as runtime:
@@ -72,10 +74,13 @@ def status(topic: SomeTopic = None, as_json: JsonOption = False) -> None:
         for name, reason in one.unreachable.items():
             echo(f"node {name} was not asked: {reason}", err=True)
     rows = ({name: fact for name, fact in asdict(one).items() if name != "unreachable"} for one in found)
+    if not as_json:
+        # Its label would be that of the count.
+        rows = ({"behind_s" if name == "lag_s" else name: fact for name, fact in row.items()} for row in rows)
     show_rows(rows, as_json=as_json, nothing="no topic is archived: mqlayer topic set NAME --archived")
 
 
-@archive.command()
+@archive.command(rich_help_panel=LOOK)
 def gaps(
     topic: SomeTopic = None,
     waiting: Annotated[bool, typer.Option("--waiting", help="Only those at which a partition waits.")] = False,
@@ -88,7 +93,7 @@ def gaps(
     show_rows(rows, as_json=as_json, nothing="the archive has no gap")
 
 
-@archive.command("accept-gap")
+@archive.command("accept-gap", rich_help_panel=REPAIR)
 def accept_gap(
     topic: TopicArgument,
     reason: Annotated[str, typer.Option(help="Why it may be missing; goes into the audit log.")],
@@ -101,14 +106,23 @@ def accept_gap(
     echo(f"{pluralize(count, 'gap')} accepted; the next pass goes on behind")
 
 
-@archive.command("retain")
+@archive.command("retain", cls=RuledCommand, rich_help_panel=CHANGE)
+@planned
 def retain_(
     older_than: Annotated[str, typer.Option(metavar="AGE", help="Such as 30d, 12w; a day at least.")],
+    _plan: PlanOption = False,
+    yes: YesOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Drop archived days past an age; snapshots keep theirs."""
     age = _age(older_than)
     with runtime_here() as runtime:
+        if not yes:
+            rows = ({"day": day, "result": "would be dropped"} for day in old_days(runtime, older_than=age))
+            show_rows(rows, as_json=as_json, nothing="no day of the archive is that old")
+            if not as_json:
+                echo_plan("days that a snapshot needs would stay")
+            return
         check_change(runtime.control, Right.WORK)
         days = retain(runtime, older_than=age)
     show_rows(map(asdict, days), as_json=as_json, nothing="no day of the archive is that old")

@@ -11,68 +11,82 @@ from typer.core import TyperCommand
 from typer.main import get_group
 
 from mqlayer.cli.errors import ErrorPrintingGroup, failures_shown
+from mqlayer.cli.panels import CHANGE, LOOK, PANELS, REPAIR, START
 from mqlayer.env_file import export_env_file
 
 
 class CommandSource(NamedTuple):
-    """A module of this package that adds a command, and the first paragraph of the command's help."""
+    """A module of this package that adds a command, its panel, and the first paragraph of the command's help."""
 
     module: str
+    panel: str
     summary: str
 
 
 COMMANDS: Final[Mapping[str, CommandSource]] = {
-    "init": CommandSource("project", "Write a small project: tables, a consumer, a test, a compose file."),
-    "up": CommandSource("stack", "Start the stack, or its stopped parts, and print its addresses."),
-    "down": CommandSource("stack", "Stop the stack; data stay for the next `up`."),
-    "status": CommandSource("stack", "Show every part; exit code 1 if one is not running."),
-    "consume": CommandSource("consume", "Run the consumers of MODULE:APP until SIGTERM or SIGINT."),
-    "asyncapi": CommandSource("asyncapi", "Write the AsyncAPI document of MODULE:APP: topics, groups, bodies."),
+    "init": CommandSource("project", START, "Write a small project: tables, a consumer, a test, a compose file."),
+    "up": CommandSource("stack", START, "Start the stack, or its stopped parts, and print its addresses."),
+    "down": CommandSource("stack", START, "Stop the stack; data stay for the next `up`."),
+    "status": CommandSource("stack", LOOK, "Show every part; exit code 1 if one is not running."),
+    "consume": CommandSource("consume", START, "Run the consumers of MODULE:APP until SIGTERM or SIGINT."),
+    "asyncapi": CommandSource("asyncapi", LOOK, "Write the AsyncAPI document of MODULE:APP: topics, groups, bodies."),
     "publish": CommandSource(
-        "messages", "Publish through the outbox of MQLAYER_APP_DSN; a relay moves it to its partition."
+        "messages", START, "Publish through the outbox of MQLAYER_APP_DSN; a relay moves it to its partition."
     ),
     "peek": CommandSource(
-        "messages", "Show the newest messages, or the first from an offset, a time or of a key; nothing is settled."
+        "messages",
+        LOOK,
+        "Show the newest messages, or the first from an offset, a time or of a key; nothing is settled.",
     ),
     "tail": CommandSource(
         "messages",
+        LOOK,
         "Show messages as they come, from now or from an offset or a time on, until Ctrl+C; nothing is settled.",
     ),
+    "message": CommandSource("messages", LOOK, "One message: where it is, and what became of it."),
     "debug": CommandSource(
         "debug",
+        REPAIR,
         "Give a key's messages in order to a handler in this process; what it commits behind a fence is rolled back.",
     ),
     "migrate": CommandSource(
         "migrate",
+        START,
         "Migrate the schemas in MQLAYER_DSN (control) and MQLAYER_APP_DSN (application; default: the same).",
     ),
-    "grant": CommandSource("rights", "Grant a role a right, in both schemas. See docs/how-to/grant-rights.md."),
-    "revoke": CommandSource("rights", "Revoke a right, or only some topics or groups of it."),
-    "grants": CommandSource("rights", "List granted rights: role, right, scope."),
-    "relay": CommandSource("relay", "Relay the outbox until SIGTERM or SIGINT. Several may run."),
-    "trim": CommandSource("trim", "Drop settled records in one pass; the worker does so regularly."),
-    "analytics": CommandSource("analytics", "Run Spark jobs on a snapshot; exit code 1 if the order audit fails."),
+    "grant": CommandSource("rights", CHANGE, "Grant a role a right, in both schemas. See docs/how-to/grant-rights.md."),
+    "revoke": CommandSource("rights", CHANGE, "Revoke a right, or only some topics or groups of it."),
+    "grants": CommandSource("rights", LOOK, "List granted rights: role, right, scope."),
+    "relay": CommandSource("relay", START, "Relay the outbox until SIGTERM or SIGINT. Several may run."),
+    "trim": CommandSource("trim", CHANGE, "Drop settled records in one pass; the worker does so regularly."),
+    "analytics": CommandSource(
+        "analytics", LOOK, "Run Spark jobs on a snapshot; exit code 1 if the order audit fails."
+    ),
     "doctor": CommandSource(
-        "doctor", "Check servers, settings, schemas and waiting work; exit code 1 if something is broken."
+        "doctor", LOOK, "Check servers, settings, schemas and waiting work; exit code 1 if something is broken."
     ),
     "verify": CommandSource(
-        "doctor", "Compare Postgres, nodes and archive; exit code 1 for differences, 3 if some could not be compared."
+        "doctor",
+        LOOK,
+        "Compare Postgres, nodes and archive; exit code 1 for differences, 3 if some could not be compared.",
     ),
-    "node": CommandSource("nodes", "Redis nodes: register, list, arm again, give another address."),
-    "topic": CommandSource("topics", "Topics: create, list, set, schema."),
-    "route": CommandSource("routes", "Routes: split, merge and move partitions while messages flow."),
-    "group": CommandSource("groups", "Groups: settings, pauses, and where they stand."),
-    "key": CommandSource("keys", "Keys: their partitions, waiting messages, pauses."),
-    "parked": CommandSource("parked", "Parked keys: what waits outside of the stream, and why."),
-    "dead": CommandSource("dead", "Dead messages: why they died, and redrive."),
-    "replay": CommandSource("replay", "What the archive holds, given to a group again."),
-    "outbox": CommandSource("outbox", "The outbox of MQLAYER_APP_DSN: rows quarantined, delayed messages, rotation."),
-    "inbox": CommandSource("idempotency", "The inbox of MQLAYER_APP_DSN: messages that have their effects."),
-    "versions": CommandSource("idempotency", "Versions of entities: held events and gaps."),
-    "archive": CommandSource("archive", "The archive: records kept in Postgres."),
-    "snapshot": CommandSource("snapshot", "Snapshots of the archive: create, list, show, export, drop."),
+    "node": CommandSource("nodes", CHANGE, "Redis nodes: register, list, arm again, give another address."),
+    "topic": CommandSource("topics", CHANGE, "Topics: create, list, set, schema."),
+    "route": CommandSource("routes", CHANGE, "Routes: split, merge and move partitions while messages flow."),
+    "group": CommandSource("groups", CHANGE, "Groups: settings, pauses, and where they stand."),
+    "key": CommandSource("keys", REPAIR, "Keys: their partitions, waiting messages, pauses."),
+    "parked": CommandSource("parked", REPAIR, "Parked keys: what waits outside of the stream, and why."),
+    "dead": CommandSource("dead", REPAIR, "Dead messages: why they died, and redrive."),
+    "replay": CommandSource("replay", CHANGE, "What the archive holds, given to a group again."),
+    "outbox": CommandSource(
+        "outbox", REPAIR, "The outbox of MQLAYER_APP_DSN: rows quarantined, delayed messages, rotation."
+    ),
+    "inbox": CommandSource("idempotency", LOOK, "The inbox of MQLAYER_APP_DSN: messages that have their effects."),
+    "versions": CommandSource("idempotency", REPAIR, "Versions of entities: held events and gaps."),
+    "archive": CommandSource("archive", CHANGE, "The archive: records kept in Postgres."),
+    "snapshot": CommandSource("snapshot", CHANGE, "Snapshots of the archive: create, list, show, export, drop."),
 }
-"""In the order of the help."""
+"""In the order of the help, within a panel."""
 
 
 class LoadedCommands(Mapping[str, TyperCommand]):
@@ -111,12 +125,12 @@ class LazyGroup(ErrorPrintingGroup):
 
     def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002  # as the base class has it
         """Return the names."""
-        return list(COMMANDS)
+        return sorted(COMMANDS, key=lambda name: PANELS.index(COMMANDS[name].panel))
 
     def get_command(self, ctx: Any, cmd_name: str) -> TyperCommand | None:  # noqa: ARG002  # as the base class has it
         """Return a command as help and completion list it: with its name and summary, not to be run."""
         source = COMMANDS.get(cmd_name)
-        return None if source is None else TyperCommand(cmd_name, help=source.summary)
+        return None if source is None else TyperCommand(cmd_name, help=source.summary, rich_help_panel=source.panel)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         """Return the command to run."""
@@ -128,4 +142,12 @@ def commands_of(module: str) -> dict[str, Any]:
     """Import a module of this package and return the commands that it adds."""
     added = typer.Typer()
     import_module(f"mqlayer.cli.{module}").add_to(added)
-    return dict(get_group(added).commands)
+    return {name: _by_panel(command) for name, command in get_group(added).commands.items()}
+
+
+def _by_panel(command: Any) -> Any:
+    """Put a group's commands in the order of the panels."""
+    if hasattr(command, "commands"):
+        inner = sorted(command.commands.items(), key=lambda item: PANELS.index(item[1].rich_help_panel))
+        command.commands = {name: _by_panel(one) for name, one in inner}
+    return command

@@ -6,11 +6,13 @@ import gc
 import os
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from mqlayer.cli.addresses import use_stack_here
+from mqlayer.cli.reload import changed_files
 from mqlayer.cli.supervisor import Supervisor, SupervisorPipe
 from mqlayer.consuming.api.app import App
 from mqlayer.consuming.api.app_loader import load_app
@@ -19,6 +21,8 @@ from mqlayer.health import health_endpoint
 
 SLACK_S = 30.0
 """Beyond the drain limit, before processes are killed."""
+RELOAD_LIMIT_S = 300.0
+"""The same for --reload, which does not know the program's drain limit."""
 
 
 def add_to(app: typer.Typer) -> None:
@@ -33,6 +37,9 @@ def consume(
     concurrency: Annotated[
         int | None, typer.Option(min=1, help="Handlers at once per consumer and process; else what the program says.")
     ] = None,
+    reload: Annotated[
+        bool, typer.Option("--reload", help="For development: restart when a Python file below this folder changes.")
+    ] = False,
 ) -> None:
     """Run the consumers of MODULE:APP until SIGTERM or SIGINT.
 
@@ -40,6 +47,17 @@ def consume(
     several processes the next ports.
     """
     use_stack_here()
+    if reload:
+        with changed_files(Path.cwd()) as changed:
+            command = _command(application, concurrency)
+            environment = _environment(context)
+            supervisor = Supervisor(
+                command, count=processes, environment=environment, stop_limit_s=RELOAD_LIMIT_S, changed=changed
+            )
+            ended_in_order = supervisor.run()
+        if not ended_in_order:
+            raise typer.Exit(1)
+        return
     app = load_app(application)
     if concurrency is not None:
         app.consumers[:] = [replace(c, options=replace(c.options, concurrency=concurrency)) for c in app.consumers]
@@ -69,12 +87,15 @@ def _supervise(context: typer.Context, app: App, path: str, processes: int, conc
     if instances:
         raise InvalidInput(f"instance {instances[0]!r} is one process: leave it out, or run one process")
     limit_s = max((consumer.options.drain_timeout_s for consumer in app.consumers), default=0.0) + SLACK_S
-    command = [sys.executable, "-m", "mqlayer", "consume", path]
-    if concurrency is not None:
-        command += ["--concurrency", str(concurrency)]
+    command = _command(path, concurrency)
     supervisor = Supervisor(command, count=processes, environment=_environment(context), stop_limit_s=limit_s)
     with health_endpoint(app.settings, supervisor.health):
         return supervisor.run()
+
+
+def _command(path: str, concurrency: int | None) -> list[str]:
+    limit = [] if concurrency is None else ["--concurrency", str(concurrency)]
+    return [sys.executable, "-m", "mqlayer", "consume", path, *limit]
 
 
 def _environment(context: typer.Context) -> dict[str, str]:

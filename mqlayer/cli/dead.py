@@ -10,9 +10,10 @@ import typer
 from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.completion import group_names, topic_names
 from mqlayer.cli.message_output import LimitOption, RawOption, ReasonOption, show_message
-from mqlayer.cli.option_rules import RuledCommand, excludes
-from mqlayer.cli.options import parse_time_option
+from mqlayer.cli.option_rules import RuledCommand, excludes, needs, planned
+from mqlayer.cli.options import PlanOption, YesOption, echo_plan, parse_time_option
 from mqlayer.cli.output import JsonOption, echo, format_key, pluralize, show_rows
+from mqlayer.cli.panels import LOOK, REPAIR
 from mqlayer.cli.permissions import check_change, check_group_change
 from mqlayer.cli.redelivery import BackgroundOption, KeyOption, RateOption, common_columns, print_result, work_here
 from mqlayer.cli.runtime import runtime_here
@@ -54,7 +55,7 @@ def add_to(app: typer.Typer) -> None:
     app.add_typer(dead, name="dead")
 
 
-@dead.command("list")
+@dead.command("list", rich_help_panel=LOOK)
 def list_(
     topic: OnlyTopic = None,
     group: OnlyGroup = None,
@@ -77,7 +78,7 @@ def list_(
         echo(f"there may be more: --after {found[-1].dead_id}")
 
 
-@dead.command(cls=RuledCommand)
+@dead.command(cls=RuledCommand, rich_help_panel=LOOK)
 @excludes("--raw", "--json", why="--raw writes nothing but the body")
 def show(
     message: NamedArgument,
@@ -93,17 +94,19 @@ def show(
     show_message(found, as_json=as_json, raw=raw)
 
 
-@dead.command(cls=RuledCommand)
+@dead.command(cls=RuledCommand, rich_help_panel=REPAIR)
 @excludes(
     "--resume", "TOPIC", "GROUP", "--message", "--key", "--cause", "--error", "--since", "--until", "--all", "--rate",
-    "--plan", "--background",
+    "--plan", "--yes", "--background",
     why="a redrive goes on as it was started, and needs no more than its id",
 )  # fmt: skip
 @excludes(
     "--all", "--message", "--key", "--cause", "--error", "--since", "--until",
     why="say which messages: some by these options, or --all of them",
 )  # fmt: skip
-@excludes("--plan", "--rate", "--background", "--json", why="--plan says in a line how many there are")
+@planned
+@needs("--rate", "--yes", why="a plan sends nothing")
+@needs("--background", "--yes", why="a plan is made at once")
 @excludes("--background", "--json", why="it has no end to tell here: mqlayer dead redrives --json has it")
 def redrive(
     topic: Annotated[str | None, typer.Argument(help="The topic's name.")] = None,
@@ -118,7 +121,8 @@ def redrive(
     until: UntilOption = None,
     every: Annotated[bool, typer.Option("--all", help="All dead messages of the group.")] = False,
     rate: RateOption = 0.0,
-    plan: Annotated[bool, typer.Option("--plan", help="Say how many there are; give none back.")] = False,
+    _plan: PlanOption = False,
+    yes: YesOption = False,
     background: BackgroundOption = False,
     resume: Annotated[int | None, typer.Option(metavar="ID", help="Go on with a redrive that was cut off.")] = None,
     as_json: JsonOption = False,
@@ -126,7 +130,7 @@ def redrive(
     """Send dead messages to their group again, in order per key."""
     with runtime_here() as runtime:
         worker = new_worker()
-        if not plan:
+        if yes or resume is not None:
             check_change(runtime.control)
         if resume is not None:
             resume_redrive(runtime, resume, worker=worker)
@@ -138,9 +142,8 @@ def redrive(
         wanted = DeadFilter(key, cause, error, parse_time_option(since), parse_time_option(until), named)
         if (wanted == DeadFilter()) != every:
             raise InvalidInput("say which: --message, --key, --cause, --error, --since, --until; or --all of them")
-        if plan:
-            found, bodiless = count_dead(runtime.control, topic, group, wanted)
-            echo(f"{pluralize(found, 'dead message')}, {bodiless} of them without a body to send; nothing was done")
+        if not yes:
+            _show_plan(*count_dead(runtime.control, topic, group, wanted), as_json=as_json)
             return
         started = start_redrive(runtime, topic, group, wanted, per_s=rate, worker=None if background else worker)
         if background:
@@ -150,7 +153,7 @@ def redrive(
         _finish(runtime.control, started, worker, as_json=as_json)
 
 
-@dead.command("redrives")
+@dead.command("redrives", rich_help_panel=LOOK)
 def redrives_(
     topic: OnlyTopic = None,
     group: OnlyGroup = None,
@@ -164,7 +167,7 @@ def redrives_(
     show_rows(map(_redrive_row, found), as_json=as_json, nothing="no redrive was ever started")
 
 
-@dead.command()
+@dead.command(rich_help_panel=LOOK)
 def results(
     redrive_id: Annotated[int, typer.Argument(metavar="ID", help="The redrive's id.")],
     limit: LimitOption = 50,
@@ -180,7 +183,7 @@ def results(
             "message": one.identity and str(one.identity),
             "key": one.key if as_json else format_key(one.key),
             "result": one.result,
-            "at": one.at.isoformat(timespec="milliseconds"),
+            "at": one.at,
         }
         for one in found
     )
@@ -189,7 +192,7 @@ def results(
         echo(f"there may be more: --after {found[-1].dead_id}")
 
 
-@dead.command()
+@dead.command(rich_help_panel=REPAIR)
 def cancel(redrive_id: Annotated[int, typer.Argument(metavar="ID", help="The redrive's id.")]) -> None:
     """Cancel a redrive; sent messages stay sent."""
     with runtime_here() as runtime:
@@ -198,7 +201,7 @@ def cancel(redrive_id: Annotated[int, typer.Argument(metavar="ID", help="The red
     echo(f"redrive {redrive_id} is cancelled: {_counts(found)}")
 
 
-@dead.command()
+@dead.command(rich_help_panel=REPAIR)
 def discard(message: NamedArgument, reason: ReasonOption, topic: OfTopic = None, group: OfGroup = None) -> None:
     """Discard a dead message; its body is kept."""
     _check_named(message, topic, group)
@@ -207,6 +210,13 @@ def discard(message: NamedArgument, reason: ReasonOption, topic: OfTopic = None,
         dead_id = find_dead(runtime.control, message, topic=topic, group=group)
         discard_dead(runtime, dead_id, reason=reason)
     echo(f"dead message {dead_id} is discarded")
+
+
+def _show_plan(found: int, bodiless: int, *, as_json: bool) -> None:
+    if as_json:
+        show_rows([{"messages": found, "without_body": bodiless}], as_json=True, nothing="")
+    else:
+        echo_plan(f"{pluralize(found, 'dead message')} would be sent, but {bodiless} of them have no body")
 
 
 def _check_named(message: str, topic: str | None, group: str | None) -> None:
@@ -251,10 +261,10 @@ def _row(one: DeadMessage) -> dict[str, Any]:
         "cause": one.cause,
         "reason": reason[:100],
         "attempts": one.attempts,
-        "died_at": one.died_at.isoformat(timespec="seconds"),
+        "died_at": one.died_at,
         "by": one.actor,
     }
-    return row | {"redriven_at": one.redriven_at and one.redriven_at.isoformat(timespec="seconds")}
+    return row | {"redriven_at": one.redriven_at}
 
 
 def _facts(one: DeadMessage) -> dict[str, Any]:
@@ -271,6 +281,6 @@ def _facts(one: DeadMessage) -> dict[str, Any]:
         "reason": one.reason,
         "attempts": one.attempts,
         "actor": one.actor,
-        "died_at": one.died_at.isoformat(),
-        "redriven_at": one.redriven_at and one.redriven_at.isoformat(),
+        "died_at": one.died_at,
+        "redriven_at": one.redriven_at,
     }

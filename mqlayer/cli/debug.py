@@ -12,7 +12,8 @@ from typing import Annotated, Any
 import typer
 
 from mqlayer.cli.addresses import settings_here, use_stack_here
-from mqlayer.cli.options import TopicArgument
+from mqlayer.cli.option_rules import RuledCommand, planned
+from mqlayer.cli.options import PlanOption, TopicArgument, YesOption, echo_plan
 from mqlayer.cli.output import echo, format_key, pluralize
 from mqlayer.consuming.api.app import Consumer
 from mqlayer.consuming.api.consumer_loader import UNREGISTERED, load_consumer
@@ -29,9 +30,10 @@ from mqlayer.settings import ConnectionOptions, Dsn
 
 def add_to(app: typer.Typer) -> None:
     """Add commands."""
-    app.command()(debug)
+    app.command(cls=RuledCommand)(debug)
 
 
+@planned
 def debug(
     topic: TopicArgument,
     key: Annotated[str, typer.Argument(help="The messages' key.")],
@@ -44,7 +46,8 @@ def debug(
     use_pdb: Annotated[
         bool | None, typer.Option("--pdb/--no-pdb", help="Debug a failure; the default on a terminal.")
     ] = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    _plan: PlanOption = False,
+    yes: YesOption = False,
 ) -> None:
     """Give a key's messages in order to a handler in this process; what it commits behind a fence is rolled back."""
     use_stack_here()
@@ -60,20 +63,17 @@ def debug(
             raise NotFound("message of key", key, f"see those that there are: mqlayer peek {topic}")
         if place is not None and place not in (str(message.identity) for message in messages):
             raise InvalidInput(f"message {place} is not among the last {len(messages)} of key {format_key(key)}")
-        _confirm(len(messages), key, yes=yes)
+        echo(f"{pluralize(len(messages), 'message')} of key {format_key(key)} for the handler, in this process.")
+        echo("A transaction that it gives to ctx.fence or ctx.inbox is rolled back: its commit is refused.")
+        echo("Nothing else is: other connections, requests, mails and files of the handler have their effects.")
+        if not yes:
+            echo_plan(f"{handler} would be called")
+            return
         attempts = _attempts(database, topic, group or consumer.group)
         found = [(message, attempts(message)) for message in messages]
     debugged = _Debugged(consumer, use_pdb=sys.stdin.isatty() if use_pdb is None else use_pdb, place=place)
     if not debugged.all(found):
         raise typer.Exit(1)
-
-
-def _confirm(count: int, key: str, *, yes: bool) -> None:
-    echo(f"{pluralize(count, 'message')} of key {format_key(key)} for the handler, in this process.")
-    echo("A transaction that it gives to ctx.fence or ctx.inbox is rolled back: its commit is refused.")
-    echo("Nothing else is: other connections, requests, mails and files of the handler have their effects.")
-    if not yes:
-        typer.confirm("Run it?", abort=True)
 
 
 def _attempts(database: Database, topic: str, group: str) -> Callable[[StoredMessage], list[Attempt]]:
@@ -115,8 +115,7 @@ class _Debugged:
         consumer = self._consumer
         context = DebugContext(consumer.topic, consumer.group, message.partition, record_of(message), attempts=attempts)
         try:
-            arguments = [consumer.decode(message.body), *([context] if consumer.with_context else [])]
-            self._call(arguments, stop=self._place == str(message.identity))
+            self._call(consumer.decode(message.body), context, stop=self._place == str(message.identity))
         except Exception as error:  # noqa: BLE001 - whatever a handler raises is what is looked for
             if is_refused_commit(error):
                 echo("  handled up to its commit, rolled back")
@@ -128,19 +127,23 @@ class _Debugged:
         echo("  handled, rolled back" if context.rolled_back else "  handled; it gave no connection to roll back")
         return True
 
-    def _call(self, arguments: list[Any], *, stop: bool) -> None:
-        handler = self._consumer.handler
-        if self._consumer.is_async:
-            asyncio.run(_awaited(handler, arguments, stop=stop))
-        elif stop:
-            pdb.Pdb().runcall(handler, *arguments)
+    def _call(self, body: Any, context: DebugContext, *, stop: bool) -> None:
+        consumer = self._consumer
+        if consumer.is_async:
+            asyncio.run(consumer.dependencies.acall(partial(_await, consumer, stop), body, context))
         else:
-            handler(*arguments)
+            consumer.dependencies.call(partial(_call, consumer, stop), body, context)
 
 
-async def _awaited(handler: Callable[..., Any], arguments: list[Any], *, stop: bool) -> None:
-    call = partial(handler, *arguments)
+def _call(consumer: Consumer, stop: bool, body: Any, context: DebugContext, **made: Any) -> Any:
+    given = [body, context] if consumer.with_context else [body]
+    if stop:
+        return pdb.Pdb().runcall(consumer.handler, *given, **made)
+    return consumer.handler(*given, **made)
+
+
+async def _await(consumer: Consumer, stop: bool, body: Any, context: DebugContext, **made: Any) -> None:
     if stop:
         # `step` leads into the handler.
         breakpoint()
-    await call()
+    await _call(consumer, False, body, context, **made)

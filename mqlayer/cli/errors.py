@@ -9,9 +9,8 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from mqlayer.cli.output import console
+from mqlayer.cli.output import echo
 from mqlayer.errors import MqlayerError
-from mqlayer.escaping import escape
 
 
 class ErrorPrintingGroup(TyperGroup):
@@ -35,5 +34,6 @@ def failures_shown() -> Iterator[None]:
 
 def show_failure(error: MqlayerError) -> None:
     """Print an error; its further lines are indented, against forgery."""
-    text = escape(f"mqlayer: {error}", lines=True).rstrip("\n").replace("\n", "\n  ")
-    console(stderr=True).print(text, soft_wrap=True)
+    first, *others = f"mqlayer: {error}".rstrip("\n").split("\n")
+    for line in (first, *(f"  {other}" for other in others)):
+        echo(line, err=True)

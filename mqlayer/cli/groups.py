@@ -12,15 +12,17 @@ import typer
 
 from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.completion import topic_names
-from mqlayer.cli.option_rules import RuledCommand, excludes
-from mqlayer.cli.options import ApplyOption, GroupArgument, PlanOption, TopicArgument
-from mqlayer.cli.output import JsonOption, echo, format_age, pluralize, show_rows
+from mqlayer.cli.option_rules import RuledCommand, planned
+from mqlayer.cli.options import GroupArgument, PlanOption, TopicArgument, YesOption, echo_plan
+from mqlayer.cli.output import JsonOption, echo, format_age, pluralize, show_facts, show_rows
+from mqlayer.cli.panels import CHANGE, LOOK, REPAIR, START
 from mqlayer.cli.pauses import PartitionOption, WaitOption, print_partitions, print_running
 from mqlayer.cli.permissions import check_change, check_group_change
 from mqlayer.cli.rows import (
     describe_rules,
     failure_facts,
     group_row,
+    group_text_row,
     lag_row,
     parked_facts,
     partition_facts,
@@ -52,7 +54,7 @@ def add_to(app: typer.Typer) -> None:
     app.add_typer(groups, name="group")
 
 
-@groups.command("set")
+@groups.command("set", rich_help_panel=CHANGE)
 def set_(
     topic: TopicArgument,
     group: GroupArgument,
@@ -144,7 +146,7 @@ def set_(
     echo(f"settings version {changed.settings_version}: {words}")
 
 
-@groups.command()
+@groups.command(rich_help_panel=CHANGE)
 def pause(
     topic: TopicArgument, group: GroupArgument, partition: PartitionOption = None, wait: WaitOption = 0.0
 ) -> None:
@@ -160,7 +162,7 @@ def pause(
         print_running(wait_paused(runtime.control, topic, group, partition or None, timeout_s=wait))
 
 
-@groups.command()
+@groups.command(rich_help_panel=CHANGE)
 def resume(topic: TopicArgument, group: GroupArgument, partition: PartitionOption = None) -> None:
     """Resume a paused group, or partitions."""
     with runtime_here() as runtime:
@@ -173,7 +175,7 @@ def resume(topic: TopicArgument, group: GroupArgument, partition: PartitionOptio
     echo(f"group {group} of topic {topic} {'goes on' if done else 'was not paused'}")
 
 
-@groups.command()
+@groups.command(rich_help_panel=REPAIR)
 def evict(
     topic: TopicArgument,
     group: GroupArgument,
@@ -186,21 +188,21 @@ def evict(
     echo(f"member {member} of group {group} of topic {topic} is out")
 
 
-@groups.command()
+@groups.command(cls=RuledCommand, rich_help_panel=CHANGE)
+@planned
 def retire(
     topic: TopicArgument,
     group: GroupArgument,
-    yes: Annotated[
-        bool, typer.Option("--yes", help="Do it: what it has not handled is not kept for it any more.")
-    ] = False,
     drop_parked: Annotated[bool, typer.Option("--drop-parked", help="Also drop what is parked.")] = False,
+    _plan: PlanOption = False,
+    yes: YesOption = False,
 ) -> None:
     """Retire a group for good: trimming no longer waits, its name stays taken."""
     with runtime_here() as runtime:
         if not yes:
             find_group(runtime.control, topic, group)
             with_it = ", and what is parked dropped" if drop_parked else ""
-            echo(f"group {group} of topic {topic} would be retired{with_it}; nothing was changed; --yes does this")
+            echo_plan(f"group {group} of topic {topic} would be retired{with_it}; what it has not handled is not kept")
             return
         check_change(runtime.control)
         done = retire_group(runtime, topic, group, drop_parked=drop_parked)
@@ -211,7 +213,7 @@ def retire(
     echo(f"group {group} of topic {topic} is retired{with_it}")
 
 
-@groups.command()
+@groups.command(rich_help_panel=START)
 def create(
     topic: TopicArgument,
     group: GroupArgument,
@@ -235,17 +237,18 @@ def create(
     echo(f"group {group} of topic {topic} is {status.facts.state}{given}")
 
 
-@groups.command("list")
+@groups.command("list", rich_help_panel=LOOK)
 def list_(
     topic: Annotated[str | None, typer.Argument(help="Only of this topic.", autocompletion=topic_names)] = None,
     as_json: JsonOption = False,
 ) -> None:
     """List groups: state, version, members, undrained partitions, lag."""
     found = _statuses(topic)
-    show_rows(map(group_row, found), as_json=as_json, nothing="no groups: a group is created by its first member")
+    rows = map(group_row if as_json else group_text_row, found)
+    show_rows(rows, as_json=as_json, nothing="no groups: a group is created by its first member", by=2)
 
 
-@groups.command()
+@groups.command(rich_help_panel=LOOK)
 def show(topic: TopicArgument, group: GroupArgument, as_json: JsonOption = False) -> None:
     """Show a group's settings and positions."""
     (found,) = _statuses(topic, group)
@@ -257,14 +260,14 @@ def show(topic: TopicArgument, group: GroupArgument, as_json: JsonOption = False
         failures = {"failures": failure_facts(counts)}
         show_rows([settings | failures | {"partitions": partitions}], as_json=True, nothing="")
         return
-    for name, value in (settings | {"version": f"{settings['version']} of {settings['topic_version']}"}).items():
-        if name not in ("topic_version", "unreachable"):
-            echo(f"{name.replace('_', ' ')}: {_describe(value)}")
+    shown = settings | {"version": f"{settings['version']} of {settings['topic_version']}"}
+    show_facts({name: value for name, value in shown.items() if name not in {"topic_version", "unreachable"}})
+    echo()
     show_rows(map(partition_row, found.partitions), as_json=False, nothing="it has no partitions yet")
     _print_unreachable(found)
 
 
-@groups.command()
+@groups.command(rich_help_panel=LOOK)
 def members(topic: TopicArgument, group: GroupArgument, as_json: JsonOption = False) -> None:
     """List members and the remaining seconds of their leases."""
     with Database(settings_here().control_dsn()) as database:
@@ -275,7 +278,7 @@ def members(topic: TopicArgument, group: GroupArgument, as_json: JsonOption = Fa
             "state": one.state,
             "host": one.host,
             "pid": one.pid,
-            "joined_at": one.joined_at.isoformat(timespec="seconds"),
+            "joined_at": one.joined_at,
             "lease_left_s": None if one.lease_left_s is None else round(one.lease_left_s, 1),
             "leaving": one.state == "leaving",
             "partitions": one.partitions,
@@ -286,7 +289,7 @@ def members(topic: TopicArgument, group: GroupArgument, as_json: JsonOption = Fa
     show_rows(rows, as_json=as_json, nothing=nothing)
 
 
-@groups.command()
+@groups.command(rich_help_panel=LOOK)
 def lag(
     topic: TopicArgument,
     group: Annotated[str | None, typer.Argument(help="Only this group.")] = None,
@@ -346,12 +349,15 @@ def _show_lag(status: GroupStatus) -> None:
         place = f"batch {replay.at_batch} of {replay.upto_batch} of the archive"
         echo(f"{replay.kind} {replay.replay_id}: {how_far}; {place}: mqlayer replay show {replay.replay_id}")
     settled = len(status.undrained) - len(behind)
+    echo()
     show_rows(map(version_row, status.versions()), as_json=False, nothing="it has no partitions yet")
     if behind:
+        echo()
         show_rows(map(lag_row, behind), as_json=False, nothing="")
     if settled:
         echo(f"nothing waits in {pluralize(settled, 'partition')}")
     if still := [one for one in behind if one.stall is not None]:
+        echo()
         show_rows(map(stall_row, still), as_json=False, nothing="")
     _print_unreachable(status)
 
@@ -361,14 +367,8 @@ def _print_unreachable(status: GroupStatus) -> None:
         echo(f"node {name} does not answer: {reason}", err=True)
 
 
-def _describe(value: Any) -> str:
-    if isinstance(value, list):
-        return ", ".join(map(_describe, value)) or "none"
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-@groups.command(cls=RuledCommand)
-@excludes("--plan", "--apply", why="--plan changes nothing, --apply does it")
+@groups.command(cls=RuledCommand, rich_help_panel=CHANGE)
+@planned
 def seek(
     topic: TopicArgument,
     group: GroupArgument,
@@ -379,19 +379,19 @@ def seek(
         bool, typer.Option("--replay", help="Apply fenced effects again; else those that were applied are passed over.")
     ] = False,
     _plan: PlanOption = False,
-    apply: ApplyOption = False,
+    yes: YesOption = False,
 ) -> None:
     """Move a living group to another position, without a restart."""
     start = _start(to)
     with runtime_here() as runtime:
-        if apply:
+        if yes:
             check_group_change(runtime.control, topic, group)
         with closing(RouteCache(runtime.control)) as routes:
             planned = planned_seek(runtime, routes, topic=topic, name=group, to=start)
         for line in _plan_lines(planned, replay=replay):
             echo(line)
-        if not apply:
-            echo("nothing was changed; --apply does this")
+        if not yes:
+            echo("nothing was changed: --yes does this")
             return
         missed = apply_seek(runtime, planned, replay=replay)
     echo(f"group {group} of topic {topic} goes on from there")

@@ -9,9 +9,10 @@ import typer
 
 from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.message_output import LimitOption
-from mqlayer.cli.option_rules import RuledCommand, excludes
-from mqlayer.cli.options import GroupArgument, TopicArgument
-from mqlayer.cli.output import JsonOption, echo, format_age, format_key, pluralize, show_rows
+from mqlayer.cli.option_rules import RuledCommand, excludes, planned
+from mqlayer.cli.options import GroupArgument, PlanOption, TopicArgument, YesOption, echo_plan
+from mqlayer.cli.output import JsonOption, echo, format_key, pluralize, show_rows
+from mqlayer.cli.panels import LOOK, REPAIR
 from mqlayer.cli.permissions import check_group_change
 from mqlayer.cli.runtime import runtime_here
 from mqlayer.domain.names import parse_identity
@@ -43,7 +44,7 @@ def add_to(app: typer.Typer) -> None:
     app.add_typer(versions, name="versions")
 
 
-@inbox.command()
+@inbox.command(rich_help_panel=LOOK)
 def stats(as_json: JsonOption = False) -> None:
     """Count inbox rows per group, up to a million."""
     settings = settings_here()
@@ -51,14 +52,14 @@ def stats(as_json: JsonOption = False) -> None:
         names = {group.group_id: (group.topic, group.name) for group in group_facts(control)}
         found = inbox_stats(application)
     rows = (_stats(row, names.get(row.group_id, ("", ""))) for row in found)
-    show_rows(rows, as_json=as_json, nothing="nothing is noted")
+    show_rows(rows, as_json=as_json, nothing="nothing is noted", by=2)
 
 
 def _stats(row: InboxStats, names: tuple[str, str]) -> dict[str, Any]:
     return {"topic": names[0], "group": names[1], **asdict(row)}
 
 
-@inbox.command(cls=RuledCommand)
+@inbox.command(cls=RuledCommand, rich_help_panel=LOOK)
 @excludes("MESSAGE", "--name", why="an effect is noted under one of them")
 def show(
     topic: TopicArgument,
@@ -78,7 +79,7 @@ def show(
     show_rows(rows, as_json=as_json, nothing="it has no effect by the inbox, or it was longer ago than the horizon")
 
 
-@versions.command()
+@versions.command(rich_help_panel=LOOK)
 def gaps(
     name: Annotated[str | None, typer.Argument(help="Only of these Versions.")] = None,
     limit: LimitOption = 50,
@@ -95,7 +96,7 @@ def _gap(gap: WaitingEntity) -> dict[str, Any]:
         "name": gap.name,
         "entity": format_key(gap.entity),
         "missing": gap.missing,
-        "for": format_age(gap.missing_s),
+        "for_s": gap.missing_s,
         "held": gap.held,
         "from": gap.first_held,
         "bytes": gap.held_bytes,
@@ -103,7 +104,7 @@ def _gap(gap: WaitingEntity) -> dict[str, Any]:
     }
 
 
-@versions.command()
+@versions.command(rich_help_panel=LOOK)
 def held(name: NameArgument, entity: EntityArgument, as_json: JsonOption = False) -> None:
     """List an entity's held versions, without bodies."""
     with Database(settings_here().application_dsn()) as application:
@@ -111,24 +112,44 @@ def held(name: NameArgument, entity: EntityArgument, as_json: JsonOption = False
     show_rows(map(asdict, found), as_json=as_json, nothing="nothing is held of it")
 
 
-@versions.command("set")
+@versions.command("set", cls=RuledCommand, rich_help_panel=REPAIR)
+@planned
 def set_(
     name: NameArgument,
     entity: EntityArgument,
     version: Annotated[int, typer.Argument(min=0, help="The last version that counts as applied.")],
     reason: WhyOption,
     drop_held: Annotated[bool, typer.Option("--drop-held", help="Drop all that is held of it, too.")] = False,
+    _plan: PlanOption = False,
+    yes: YesOption = False,
 ) -> None:
     """Set an entity's applied version; drops held ones up to it."""
+    if not yes:
+        count = pluralize(_held(name, entity, None if drop_held else version), "held event")
+        echo_plan(f"{format_key(entity)} would go on with {version + 1}, and {count} be dropped")
+        return
     dropped = _set(name, entity, version, reason, drop_held=drop_held)
     echo(f"{format_key(entity)} goes on with {version + 1}; {pluralize(dropped, 'held event')} dropped")
 
 
-@versions.command()
-def forget(name: NameArgument, entity: EntityArgument, reason: WhyOption) -> None:
+@versions.command(cls=RuledCommand, rich_help_panel=REPAIR)
+@planned
+def forget(
+    name: NameArgument, entity: EntityArgument, reason: WhyOption, _plan: PlanOption = False, yes: YesOption = False
+) -> None:
     """Forget an entity and its held versions."""
+    if not yes:
+        count = pluralize(_held(name, entity, None), "held event")
+        echo_plan(f"{format_key(entity)} would be forgotten, and {count} be dropped")
+        return
     dropped = _set(name, entity, None, reason)
     echo(f"{format_key(entity)} is forgotten; {pluralize(dropped, 'held event')} dropped")
+
+
+def _held(name: str, entity: str, upto: int | None) -> int:
+    with Database(settings_here().application_dsn()) as application:
+        found = held_versions(application, name, entity)
+    return sum(upto is None or one.version <= upto for one in found)
 
 
 def _set(name: str, entity: str, version: int | None, reason: str, *, drop_held: bool = False) -> int:

@@ -12,6 +12,7 @@ from mqlayer.cli.completion import group_names
 from mqlayer.cli.message_output import MessageOption, ReasonOption, parse_identity_option
 from mqlayer.cli.options import GroupArgument, TopicArgument
 from mqlayer.cli.output import JsonOption, echo, format_age, format_key, pluralize, show_rows
+from mqlayer.cli.panels import CHANGE, LOOK, REPAIR
 from mqlayer.cli.permissions import check_change, check_group_change
 from mqlayer.cli.rows import describe_waiting, head_facts, partition_facts
 from mqlayer.cli.runtime import runtime_here
@@ -26,7 +27,7 @@ def add_to(app: typer.Typer) -> None:
     app.add_typer(keys, name="key")
 
 
-@keys.command()
+@keys.command(rich_help_panel=LOOK)
 def explain(
     topic: TopicArgument,
     key: Annotated[str, typer.Argument(help="The message key.")],
@@ -46,7 +47,7 @@ def explain(
         echo(line)
 
 
-@keys.command("skip-head")
+@keys.command("skip-head", rich_help_panel=REPAIR)
 def skip_head_(
     topic: TopicArgument,
     group: GroupArgument,
@@ -66,7 +67,7 @@ def skip_head_(
         echo("if a handler has it in hand, its effect may still commit; its ack is refused", err=True)
 
 
-@keys.command()
+@keys.command(rich_help_panel=CHANGE)
 def pause(
     topic: TopicArgument,
     key: Annotated[str, typer.Argument(help="The message key.")],
@@ -79,7 +80,7 @@ def pause(
     echo(f"key {format_key(key)} {'is paused' if done else 'is paused already'} for group {group} of topic {topic}")
 
 
-@keys.command()
+@keys.command(rich_help_panel=CHANGE)
 def resume(
     topic: TopicArgument,
     key: Annotated[str, typer.Argument(help="The message key.")],
@@ -189,12 +190,12 @@ def _json(found: KeyStatus) -> dict[str, Any]:
 def _parked_json(parked: ParkedKeyStatus) -> dict[str, Any]:
     return {
         "cause": parked.cause,
-        "since": parked.since.isoformat(),
-        "due_at": parked.due_at and parked.due_at.isoformat(),
+        "since": parked.since,
+        "due_at": parked.due_at,
         "due_in_s": parked.due_in_s,
         "attempts": parked.attempts,
         "messages": parked.messages,
         "head": parked.head and str(parked.head),
-        "paused_at": parked.paused_at and parked.paused_at.isoformat(),
+        "paused_at": parked.paused_at,
         "paused_by": parked.paused_by,
     }

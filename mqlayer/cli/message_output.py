@@ -9,9 +9,10 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from mqlayer.cli.output import echo, format_key, show_rows
+from mqlayer.cli.output import echo, format_key, format_size, format_time, show_facts, show_rows
 from mqlayer.domain.names import parse_identity
 from mqlayer.redelivery import MessageDetails
+from mqlayer.runtime.runtime import Runtime
 
 SHOWN_LIMIT: Final = 4_000
 
@@ -29,27 +30,44 @@ def show_message(found: MessageDetails, *, as_json: bool, raw: bool) -> None:
         sys.stdout.buffer.write(found.body or b"")
         sys.stdout.buffer.flush()
         return
-    kind, text = decoded(found.body)
     if as_json:
-        show_rows([_describe(found, kind, text)], as_json=True, nothing="")
+        show_rows([_describe(found, *decoded(found.body))], as_json=True, nothing="")
         return
-    for name, value in _facts(found):
-        echo(f"{name}: {value}")
+    show_facts(dict(_facts(found)))
+    echo()
     attempts = (
         {
             "attempt": one.attempt,
-            "failed_at": one.failed_at.isoformat(timespec="milliseconds"),
+            "failed_at": one.failed_at,
             "member": one.member,
             "error": one.error,
         }
         for one in found.attempts
     )
     show_rows(attempts, as_json=False, nothing="no failed attempt of it is known")
-    echo(f"body: {'none is kept' if found.body is None else f'{len(found.body)} bytes, shown as {kind}'}")
+    echo()
+    show_body(found.body)
+
+
+def show_body(body: bytes | None) -> None:
+    """Print a body's size, guessed format and beginning."""
+    kind, text = decoded(body)
+    echo("body: none is kept" if body is None else f"body: {format_size(len(body))}, shown as {kind}")
     if text is not None:
         echo(text[:SHOWN_LIMIT], lines=True)
         if len(text) > SHOWN_LIMIT:
             echo(f"… {len(text) - SHOWN_LIMIT} more characters; --raw writes all of it")
+
+
+def is_hidden(runtime: Runtime) -> bool:
+    """Whether this role may see no bodies and headers; say so on standard error."""
+    # Lists of dead messages need no view of the nodes.
+    from mqlayer.inspect.message_status import hidden_from
+
+    role = hidden_from(runtime.control)
+    if role is not None:
+        echo(f"bodies and headers are hidden: mqlayer grant operate {role}, or analyze", err=True)
+    return role is not None
 
 
 def decoded(body: bytes | None) -> tuple[str | None, str | None]:
@@ -73,14 +91,14 @@ def _facts(found: MessageDetails) -> Iterable[tuple[str, Any]]:
     yield "of", f"group {found.group} of topic {found.topic}"
     yield "key", format_key(found.key)
     yield "read at", f"partition {found.partition}, offset {found.offset}"
-    yield "published at", found.published_at.isoformat(timespec="milliseconds")
+    yield "published_at", found.published_at
     if found.tags:
         yield "tags", ", ".join(found.tags)
     for name, value in found.headers.items():
         yield f"header {name}", value
-    since = found.since.isoformat(timespec="seconds")
+    since = format_time(found.since, exact=True)
     if found.dead_id is None:
-        due = "when an operator releases it" if found.due_at is None else found.due_at.isoformat(timespec="seconds")
+        due = "when an operator releases it" if found.due_at is None else format_time(found.due_at)
         yield "parked", f"since {since}, cause {found.cause}; next attempt {due}"
         return
     yield "dead", f"since {since}, cause {found.cause}, by {found.actor}"
@@ -100,15 +118,15 @@ def _describe(found: MessageDetails, kind: str | None, text: str | None) -> dict
         "key": found.key,
         "headers": dict(found.headers),
         "tags": list(found.tags),
-        "published_at": found.published_at.isoformat(),
+        "published_at": found.published_at,
         "cause": found.cause,
-        "since": found.since.isoformat(),
-        "due_at": found.due_at and found.due_at.isoformat(),
+        "since": found.since,
+        "due_at": found.due_at,
         "reason": found.reason,
         "actor": found.actor,
         "redriven": found.redriven,
         "attempts": [
-            {"attempt": a.attempt, "failed_at": a.failed_at.isoformat(), "member": a.member, "error": a.error}
+            {"attempt": a.attempt, "failed_at": a.failed_at, "member": a.member, "error": a.error}
             for a in found.attempts
         ],
         "bytes": None if found.body is None else len(found.body),

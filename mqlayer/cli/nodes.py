@@ -9,8 +9,10 @@ from typing import Annotated
 import typer
 
 from mqlayer.cli.addresses import settings_here
-from mqlayer.cli.option_rules import RuledCommand, excludes
+from mqlayer.cli.option_rules import RuledCommand, excludes, planned
+from mqlayer.cli.options import PlanOption, YesOption, echo_plan
 from mqlayer.cli.output import JsonOption, echo, show_rows
+from mqlayer.cli.panels import CHANGE, LOOK, REPAIR, START
 from mqlayer.cli.permissions import check_change
 from mqlayer.cli.runtime import runtime_here
 from mqlayer.errors import InvalidInput
@@ -23,7 +25,7 @@ from mqlayer.redis.roles import RedisRole
 from mqlayer.redis.server_info import describe_access, read_access
 from mqlayer.routes import give_up_node
 from mqlayer.settings import Settings
-from mqlayer.topics import list_nodes, rearm_node, register_node, set_node_address
+from mqlayer.topics import find_node, list_nodes, rearm_node, register_node, set_node_address
 
 AcceptLossOption = Annotated[bool, typer.Option(help="Go on without what no outbox holds any more.")]
 FormerOption = Annotated[bool, typer.Option(help="Take an old primary back, with what it lacks.")]
@@ -55,7 +57,7 @@ def add_to(app: typer.Typer) -> None:
     app.add_typer(nodes, name="node")
 
 
-@nodes.command()
+@nodes.command(rich_help_panel=START)
 def register(
     name: Annotated[str, typer.Argument(help="a-z first, then a-z 0-9 _ . -")],
     url: Annotated[str, typer.Argument(help="redis://… or rediss://… of the primary, or sentinel://….")],
@@ -67,7 +69,7 @@ def register(
     echo(f"{node.name} is {node.address}")
 
 
-@nodes.command("list")
+@nodes.command("list", rich_help_panel=LOOK)
 def list_(as_json: JsonOption = False) -> None:
     """List the nodes with their armed runs."""
     with Database(settings_here().control_dsn()) as database:
@@ -76,7 +78,7 @@ def list_(as_json: JsonOption = False) -> None:
     show_rows(rows, as_json=as_json, nothing="no nodes: mqlayer node register NAME URL")
 
 
-@nodes.command()
+@nodes.command(rich_help_panel=REPAIR)
 def rearm(
     name: Annotated[str, typer.Argument(help="The node's name.")],
     empty: Annotated[bool, typer.Option(help="Its data are gone: what is there is another system's.")] = False,
@@ -90,7 +92,7 @@ def rearm(
     echo(f"{node.name} is armed; {count} assignments got a new epoch")
 
 
-@nodes.command(cls=RuledCommand)
+@nodes.command(cls=RuledCommand, rich_help_panel=LOOK)
 @excludes(
     "--check", "--password-file", "--password-stdin", "--acl-file", "--redis",
     why="--check asks the nodes about the user that is there, and prints no rules",
@@ -121,7 +123,8 @@ def acl(
             raise InvalidInput("there is no password on stdin")
     form = acl_file_line if acl_file else setuser_command
     version = (6, 2, 0) if redis is RedisRelease.SIX else (7, 0, 0)
-    echo(form(name, chosen, prefix=settings.key_prefix, password=password, version=version))
+    # A rule is copied as a whole.
+    echo(form(name, chosen, prefix=settings.key_prefix, password=password, version=version), lines=True)
 
 
 def _check(settings: Settings, roles: list[RedisRole], user: str) -> None:
@@ -140,7 +143,7 @@ def _check(settings: Settings, roles: list[RedisRole], user: str) -> None:
         raise typer.Exit(1)
 
 
-@nodes.command("set")
+@nodes.command("set", rich_help_panel=CHANGE)
 def set_(
     name: Annotated[str, typer.Argument(help="The node's name.")],
     url: Annotated[str, typer.Option(help="Where it is from now on: redis://…, rediss://… or sentinel://….")],
@@ -155,15 +158,17 @@ def set_(
     echo(f"{node.name} is {node.address}; {count} assignments got a new epoch")
 
 
-@nodes.command()
+@nodes.command(cls=RuledCommand, rich_help_panel=REPAIR)
+@planned
 def lost(
-    name: Annotated[str, typer.Argument(help="The node's name.")],
-    yes: Annotated[bool, typer.Option("--yes", help="It never comes back: what only it held is lost.")] = False,
+    name: Annotated[str, typer.Argument(help="The node's name.")], _plan: PlanOption = False, yes: YesOption = False
 ) -> None:
-    """Give up a node: move its partitions, report the loss."""
-    if not yes:
-        raise InvalidInput(f"what only node {name!r} holds is lost by this: say --yes, or wait for it to come back")
+    """Give up a node that never comes back: move its partitions, report the loss."""
     with runtime_here() as runtime:
+        if not yes:
+            find_node(runtime.control, name)
+            echo_plan(f"node {name} would be given up, and what only it holds would be lost: better wait for it")
+            return
         check_change(runtime.control)
         loss = give_up_node(runtime, name)
     echo(f"{len(loss.moved)} partitions moved, {len(loss.recreated)} sealed ones made anew")

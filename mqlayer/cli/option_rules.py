@@ -68,6 +68,11 @@ def needs(one: str, other: str, *, why: str) -> Callable[[Function], Function]:
     return _ruled([Needs(one, other, why)])
 
 
+def planned(function: Function) -> Function:
+    """Mark a command that is large or destroys: it plans unless --yes is given."""
+    return excludes("--plan", "--yes", why="--plan changes nothing, --yes does it")(function)
+
+
 def rules_of(function: Callable[..., Any] | None) -> list[Rule]:
     """Return a command's rules."""
     return list(getattr(function, RULES, ()))

@@ -8,12 +8,18 @@ from typing import Annotated
 import typer
 
 from mqlayer.cli.completion import group_names, topic_names
+from mqlayer.cli.output import echo
 from mqlayer.errors import InvalidInput
 
 TopicArgument = Annotated[str, typer.Argument(help="The topic's name.", autocompletion=topic_names)]
 GroupArgument = Annotated[str, typer.Argument(help="The group's name.", autocompletion=group_names)]
-PlanOption = Annotated[bool, typer.Option("--plan", help="Print what --apply would do; change nothing. The default.")]
-ApplyOption = Annotated[bool, typer.Option("--apply", help="Print the plan, and do it.")]
+PlanOption = Annotated[bool, typer.Option("--plan", help="Say what --yes would do; change nothing. The default.")]
+YesOption = Annotated[bool, typer.Option("--yes", help="Do it.")]
+
+
+def echo_plan(plan: str) -> None:
+    """Print what would be done, and how to do it."""
+    echo(f"{plan}; nothing was changed: --yes does this")
 
 
 def parse_time_option(text: str | None) -> datetime | None:

@@ -8,7 +8,10 @@ from typing import Annotated
 import typer
 
 from mqlayer.cli.addresses import settings_here
+from mqlayer.cli.option_rules import RuledCommand, planned
+from mqlayer.cli.options import PlanOption, YesOption, echo_plan
 from mqlayer.cli.output import JsonOption, echo, show_rows
+from mqlayer.cli.panels import CHANGE, LOOK, REPAIR
 from mqlayer.cli.permissions import check_change
 from mqlayer.cli.runtime import runtime_here
 from mqlayer.errors import NotFound
@@ -26,17 +29,15 @@ from mqlayer.postgres.database import Database
 from mqlayer.postgres.rights import Right
 from mqlayer.relay import recover_now
 
-YesOption = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
-
 outbox = typer.Typer(
     no_args_is_help=True, help="The outbox of MQLAYER_APP_DSN: rows quarantined, delayed messages, rotation."
 )
 quarantine = typer.Typer(
     no_args_is_help=True, help="Rows that can never be sent: held, or passed over in best_effort topics."
 )
-outbox.add_typer(quarantine, name="quarantine")
+outbox.add_typer(quarantine, name="quarantine", rich_help_panel=REPAIR)
 delayed = typer.Typer(no_args_is_help=True, help="Messages that wait for their time.")
-outbox.add_typer(delayed, name="delayed")
+outbox.add_typer(delayed, name="delayed", rich_help_panel=LOOK)
 
 
 def add_to(app: typer.Typer) -> None:
@@ -44,7 +45,7 @@ def add_to(app: typer.Typer) -> None:
     app.add_typer(outbox, name="outbox")
 
 
-@quarantine.command("list")
+@quarantine.command("list", rich_help_panel=LOOK)
 def list_(as_json: JsonOption = False) -> None:
     """List quarantined rows with their reasons."""
     with _application() as database:
@@ -53,7 +54,7 @@ def list_(as_json: JsonOption = False) -> None:
         )
 
 
-@quarantine.command()
+@quarantine.command(rich_help_panel=REPAIR)
 def retry(
     topic: Annotated[str | None, typer.Argument(help="Only this topic.")] = None,
     lp: Annotated[int | None, typer.Argument(min=0, max=1023, help="Only this LP of it.")] = None,
@@ -69,19 +70,24 @@ def retry(
         echo("nothing is quarantined")
 
 
-@quarantine.command()
+@quarantine.command(cls=RuledCommand, rich_help_panel=REPAIR)
+@planned
 def discard(
-    number: Annotated[int, typer.Argument(help="The row's number, as the list has it.")], yes: YesOption = False
+    number: Annotated[int, typer.Argument(help="The row's number, as the list has it.")],
+    _plan: PlanOption = False,
+    yes: YesOption = False,
 ) -> None:
     """Discard a skipped row: its message is lost."""
-    _confirm("Remove the message?", yes=yes)
+    if not yes:
+        echo_plan(f"the message of row {number} would be lost")
+        return
     with _application() as database:
         check_change(database, schema="application")
         discard_quarantined(database, number)
     echo(f"row {number} is discarded")
 
 
-@delayed.command("list")
+@delayed.command("list", rich_help_panel=LOOK)
 def list_delayed_(
     topic: Annotated[str | None, typer.Argument(help="Only this topic.")] = None,
     limit: Annotated[int, typer.Option(min=1, help="How many at the most.")] = 100,
@@ -93,7 +99,7 @@ def list_delayed_(
     show_rows((asdict(row) for row in found), as_json=as_json, nothing="nothing is delayed")
 
 
-@delayed.command()
+@delayed.command(rich_help_panel=CHANGE)
 def cancel(delayed_id: Annotated[int, typer.Argument(help="Its number, as publishing returned it.")]) -> None:
     """Cancel a delayed message."""
     with _application() as database, database.connection() as connection:
@@ -103,7 +109,7 @@ def cancel(delayed_id: Annotated[int, typer.Argument(help="Its number, as publis
     echo(f"{delayed_id} is cancelled")
 
 
-@outbox.command("rotate")
+@outbox.command("rotate", rich_help_panel=CHANGE)
 def rotate_() -> None:
     """Empty old time slots whose rows are all relayed."""
     with _application() as database:
@@ -112,7 +118,7 @@ def rotate_() -> None:
             echo(f"slot {slot}: {answer}")
 
 
-@outbox.command("recover")
+@outbox.command("recover", rich_help_panel=REPAIR)
 def recover_(
     unproven: Annotated[
         bool, typer.Option("--unproven", help="Go on without nodes that are away: what is there is sent again.")
@@ -136,28 +142,29 @@ def recover_(
         echo("mqlayer outbox quarantine list names these, once a relay runs; see docs/how-to/fail-over-postgres.md")
 
 
-@outbox.command("adopt")
-def adopt_(yes: YesOption = False) -> None:
+@outbox.command("adopt", cls=RuledCommand, rich_help_panel=REPAIR)
+@planned
+def adopt_(_plan: PlanOption = False, yes: YesOption = False) -> None:
     """Let a restored or moved database replace its original; unconfirmed messages are repeated."""
-    _confirm("The original database is gone for good?", yes=yes)
+    if not yes:
+        echo_plan("this database would take the place of its original, which has to be gone for good")
+        return
     with _application() as database:
         check_change(database, schema="application")
         echo(f"a new source from the next relay on; {adopt(database)} messages wait for it")
 
 
-@outbox.command("renew")
-def renew_(yes: YesOption = False) -> None:
+@outbox.command("renew", cls=RuledCommand, rich_help_panel=REPAIR)
+@planned
+def renew_(_plan: PlanOption = False, yes: YesOption = False) -> None:
     """Give a copy of a database a new identity and an empty outbox."""
-    _confirm("Remove all messages from this copy's outbox?", yes=yes)
+    if not yes:
+        echo_plan("all messages of this copy's outbox would be removed")
+        return
     with _application() as database:
         check_change(database, schema="application")
         renew(database)
     echo("the outbox is empty, with an identity of its own")
-
-
-def _confirm(question: str, *, yes: bool) -> None:
-    if not yes:
-        typer.confirm(question, abort=True)
 
 
 def _application() -> Database:

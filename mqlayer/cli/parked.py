@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Annotated, Any
 
 import typer
@@ -18,7 +19,8 @@ from mqlayer.cli.message_output import (
 )
 from mqlayer.cli.option_rules import RuledCommand, excludes, needs
 from mqlayer.cli.options import GroupArgument, TopicArgument, parse_time_option
-from mqlayer.cli.output import JsonOption, echo, format_age, format_key, pluralize, show_rows
+from mqlayer.cli.output import JsonOption, echo, format_age, format_key, pluralize, show_facts, show_rows
+from mqlayer.cli.panels import LOOK, REPAIR
 from mqlayer.cli.permissions import check_change
 from mqlayer.cli.rows import failure_facts, failure_row
 from mqlayer.cli.runtime import runtime_here
@@ -46,7 +48,7 @@ def add_to(app: typer.Typer) -> None:
     app.add_typer(parked, name="parked")
 
 
-@parked.command("list")
+@parked.command("list", rich_help_panel=LOOK)
 def list_(
     topic: Annotated[str | None, typer.Argument(help="Only of this topic.", autocompletion=topic_names)] = None,
     group: Annotated[str | None, typer.Argument(help="Only of this group.", autocompletion=group_names)] = None,
@@ -64,12 +66,12 @@ def list_(
     wanted = ParkedFilter(topic, group, key, cause, error, parse_time_option(since), parse_time_option(until), waiting)
     with Database(settings_here().control_dsn()) as database:
         found = parked_keys(database, wanted, after=after, limit=limit)
-    show_rows(map(_facts if as_json else _row, found), as_json=as_json, nothing="nothing is parked")
+    show_rows(map(_facts if as_json else _row, found), as_json=as_json, nothing="nothing is parked", by=3)
     if len(found) == limit and not as_json:
         echo(f"there may be more: --after {found[-1].cursor}")
 
 
-@parked.command()
+@parked.command(rich_help_panel=LOOK)
 def stats(
     topic: Annotated[str | None, typer.Argument(help="Only of this topic.", autocompletion=topic_names)] = None,
     group: Annotated[str | None, typer.Argument(help="Only of this group.", autocompletion=group_names)] = None,
@@ -78,10 +80,12 @@ def stats(
     """Count parked and dead messages per group, with lifetime totals."""
     with Database(settings_here().control_dsn()) as database:
         found = failure_counts(database, topic, group)
-    show_rows(map(failure_facts if as_json else failure_row, found), as_json=as_json, nothing="there is no such group")
+    show_rows(
+        map(failure_facts if as_json else failure_row, found), as_json=as_json, nothing="there is no such group", by=2
+    )
 
 
-@parked.command(cls=RuledCommand)
+@parked.command(cls=RuledCommand, rich_help_panel=LOOK)
 @excludes("KEY", "--message", why="a key is shown with what waits in it, a message by itself")
 @excludes("--message", "--limit", why="a message is one")
 @needs("--raw", "--message", why="it writes the body of one message")
@@ -112,7 +116,7 @@ def show(
             "message": str(one.identity),
             "partition": one.partition,
             "offset": one.offset,
-            "at_ms": one.at_ms,
+            **({"at_ms": one.at_ms} if as_json else {"published_at": datetime.fromtimestamp(one.at_ms / 1000, UTC)}),
             "bytes": one.bytes,
             "attempts": one.attempts,
             "redriven": one.redriven,
@@ -122,14 +126,14 @@ def show(
     if as_json:
         show_rows([_facts(keys[0]) | {"line": rows}], as_json=True, nothing="")
         return
-    for name, value in _row(keys[0]).items():
-        echo(f"{name.replace('_', ' ')}: {value}")
+    show_facts(_row(keys[0]))
+    echo()
     show_rows(rows, as_json=False, nothing="nothing waits in it: its owner ends that by itself")
     if keys[0].messages > len(rows):
         echo(f"and {pluralize(keys[0].messages - len(rows), 'message')} more")
 
 
-@parked.command(cls=RuledCommand)
+@parked.command(cls=RuledCommand, rich_help_panel=REPAIR)
 @excludes("KEY", "--message", "--all", why="a key, the key of a message, or all keys")
 @excludes("--message", "--all", why="a key, the key of a message, or all keys")
 @needs("--cause", "--all", why="it chooses among all keys")
@@ -152,7 +156,7 @@ def release(
     echo(f"{_named(key, message)} will be tried now")
 
 
-@parked.command(cls=RuledCommand)
+@parked.command(cls=RuledCommand, rich_help_panel=REPAIR)
 @excludes("KEY", "--message", why="a message names the key that it waits in")
 def discard(
     topic: TopicArgument,
@@ -185,7 +189,7 @@ def _row(one: ParkedKey) -> dict[str, Any]:
         "head": one.head and str(one.head),
         "cause": one.cause,
         "attempts": one.attempts,
-        "since": one.parked_at.isoformat(timespec="seconds"),
+        "since": one.parked_at,
         "next_attempt": _due(one),
     }
 
@@ -208,8 +212,8 @@ def _facts(one: ParkedKey) -> dict[str, Any]:
         "head": one.head and str(one.head),
         "cause": one.cause,
         "attempts": one.attempts,
-        "parked_at": one.parked_at.isoformat(),
-        "due_at": one.due_at and one.due_at.isoformat(),
+        "parked_at": one.parked_at,
+        "due_at": one.due_at,
         "due_in_s": one.due_in_s,
         "cursor": one.cursor,
     }

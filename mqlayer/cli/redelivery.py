@@ -43,7 +43,7 @@ def common_columns(one: Redrive | Replay) -> dict[str, Any]:
     return {
         "filter": one.filter.as_json(),
         "actor": one.actor,
-        "started_at": one.started_at.isoformat(timespec="seconds"),
-        "ended_at": one.ended_at and one.ended_at.isoformat(timespec="seconds"),
+        "started_at": one.started_at,
+        "ended_at": one.ended_at,
         "worked_on": one.worked_on,
     }

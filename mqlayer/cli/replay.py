@@ -10,9 +10,10 @@ import typer
 from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.completion import group_names, topic_names
 from mqlayer.cli.message_output import LimitOption, parse_identity_option
-from mqlayer.cli.option_rules import RuledCommand, excludes
-from mqlayer.cli.options import GroupArgument, TopicArgument, parse_time_option
-from mqlayer.cli.output import JsonOption, echo, pluralize, show_rows
+from mqlayer.cli.option_rules import RuledCommand, excludes, needs, planned
+from mqlayer.cli.options import GroupArgument, PlanOption, TopicArgument, YesOption, echo_plan, parse_time_option
+from mqlayer.cli.output import JsonOption, echo, pluralize, show_facts, show_rows
+from mqlayer.cli.panels import CHANGE, LOOK
 from mqlayer.cli.permissions import check_change
 from mqlayer.cli.redelivery import BackgroundOption, KeyOption, RateOption, common_columns, print_result, work_here
 from mqlayer.cli.runtime import runtime_here
@@ -43,12 +44,15 @@ def add_to(app: typer.Typer) -> None:
     app.add_typer(replay, name="replay")
 
 
-@replay.command(cls=RuledCommand)
+@replay.command(cls=RuledCommand, rich_help_panel=CHANGE)
 @excludes(
     "--all", "--key", "--tag", "--since", "--until", "--snapshot",
     why="say which messages: some by these options, or --all of them",
 )  # fmt: skip
-@excludes("--plan", "--newer", "--rate", "--background", "--json", why="--plan says in a line how many there are")
+@planned
+@needs("--newer", "--yes", why="a plan says how many there are")
+@needs("--rate", "--yes", why="a plan sends nothing")
+@needs("--background", "--yes", why="a plan is made at once")
 @excludes("--background", "--json", why="it has no end to tell here: mqlayer replay show --json has it")
 def start(
     topic: TopicArgument,
@@ -66,7 +70,8 @@ def start(
         ),
     ] = None,
     rate: RateOption = 0.0,
-    plan: Annotated[bool, typer.Option("--plan", help="Say how many there are; give none.")] = False,
+    _plan: PlanOption = False,
+    yes: YesOption = False,
     background: BackgroundOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -75,9 +80,12 @@ def start(
     if (wanted == ReplayFilter()) != every:
         raise InvalidInput("say which: --key, --tag, --since, --until, --snapshot; or --all of them")
     with runtime_here() as runtime:
-        if plan:
+        if not yes:
             found = count_archived(runtime.control, topic, group, wanted)
-            echo(f"{pluralize(found, 'record')} of the archive; nothing was done")
+            if as_json:
+                show_rows([{"records": found}], as_json=True, nothing="")
+            else:
+                echo_plan(f"{pluralize(found, 'record')} of the archive would be given to the group again")
             return
         check_change(runtime.control)
         worker = new_worker()
@@ -97,7 +105,7 @@ def start(
         _finish(runtime.control, started, worker, as_json=as_json)
 
 
-@replay.command()
+@replay.command(rich_help_panel=CHANGE)
 def resume(replay_id: IdArgument, as_json: JsonOption = False) -> None:
     """Take over and continue a replay or backfill."""
     with runtime_here() as runtime:
@@ -107,7 +115,7 @@ def resume(replay_id: IdArgument, as_json: JsonOption = False) -> None:
         _finish(runtime.control, replay_id, worker, as_json=as_json)
 
 
-@replay.command("list")
+@replay.command("list", rich_help_panel=LOOK)
 def list_(
     topic: Annotated[str | None, typer.Argument(help="Only of this topic.", autocompletion=topic_names)] = None,
     group: Annotated[str | None, typer.Argument(help="Only of this group.", autocompletion=group_names)] = None,
@@ -121,7 +129,7 @@ def list_(
     show_rows(map(_row, found), as_json=as_json, nothing="nothing was ever replayed")
 
 
-@replay.command()
+@replay.command(rich_help_panel=LOOK)
 def show(replay_id: IdArgument, as_json: JsonOption = False) -> None:
     """Show a replay or backfill with its progress."""
     with Database(settings_here().control_dsn()) as database:
@@ -129,11 +137,10 @@ def show(replay_id: IdArgument, as_json: JsonOption = False) -> None:
     if as_json:
         show_rows([_row(found)], as_json=True, nothing="")
         return
-    for name, value in _row(found).items():
-        echo(f"{name.replace('_', ' ')}: {'' if value is None else value}")
+    show_facts(_row(found))
 
 
-@replay.command()
+@replay.command(rich_help_panel=LOOK)
 def results(
     replay_id: IdArgument,
     limit: LimitOption = 50,
@@ -144,16 +151,13 @@ def results(
     with Database(settings_here().control_dsn()) as database:
         behind = None if after is None else parse_identity_option(after)
         found = replay_results(database, replay_id, after=behind, limit=limit)
-    rows = (
-        {"message": str(one.identity), "result": one.result, "at": one.at.isoformat(timespec="milliseconds")}
-        for one in found
-    )
+    rows = ({"message": str(one.identity), "result": one.result, "at": one.at} for one in found)
     show_rows(rows, as_json=as_json, nothing="no message behind that")
     if len(found) == limit and not as_json:
         echo(f"there may be more: --after {found[-1].identity}")
 
 
-@replay.command()
+@replay.command(rich_help_panel=CHANGE)
 def cancel(replay_id: IdArgument) -> None:
     """Cancel a replay or backfill; sent messages are still handled."""
     with runtime_here() as runtime:

@@ -11,7 +11,7 @@ from psycopg.sql import Composed
 
 from mqlayer.cli.addresses import settings_here, settings_of_owner
 from mqlayer.cli.option_rules import RuledCommand, excludes
-from mqlayer.cli.output import echo
+from mqlayer.cli.output import JsonOption, echo, show_rows
 from mqlayer.errors import InvalidInput
 from mqlayer.postgres import rights
 from mqlayer.postgres.rights import Right, SchemaName
@@ -75,13 +75,12 @@ def revoke(
     echo(f"{role} may no longer {_format(right, scopes)}")
 
 
-def grants() -> None:
+def grants(as_json: JsonOption = False) -> None:
     """List granted rights: role, right, scope."""
     settings = settings_here()
-    for one in sorted(
-        {found for schema in SCHEMAS for found in rights.grants(_dsn(settings, schema), schema)}, key=str
-    ):
-        echo(f"{one.role}  {one.right}  {one.scope or 'all'}")
+    found = {one for schema in SCHEMAS for one in rights.grants(_dsn(settings, schema), schema)}
+    rows = ({"role": one.role, "right": one.right, "scope": one.scope or "all"} for one in sorted(found, key=str))
+    show_rows(rows, as_json=as_json, nothing="no right is granted: mqlayer grant RIGHT ROLE")
 
 
 def _format(right: Right, scopes: tuple[str, ...]) -> str:
@@ -102,9 +101,9 @@ def _print(statements: Mapping[SchemaName, list[Composed]]) -> None:
     for schema, of_schema in statements.items():
         echo(f"-- In the database of the {schema} schema:\nBEGIN;\nSET LOCAL client_encoding = 'UTF8';", lines=True)
         # A superuser runs it, whose path others may have put functions and operators on.
-        echo("SET LOCAL search_path = pg_catalog, pg_temp;")
+        echo("SET LOCAL search_path = pg_catalog, pg_temp;", lines=True)
         for statement in of_schema:
-            echo(f"{statement.as_string(None)};")
+            echo(f"{statement.as_string(None)};", lines=True)
         echo("COMMIT;")
 
 

@@ -12,9 +12,10 @@ import typer
 
 from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.drain_watch import watch_draining
-from mqlayer.cli.option_rules import RuledCommand, excludes, needs
-from mqlayer.cli.options import ApplyOption, PlanOption, TopicArgument
+from mqlayer.cli.option_rules import RuledCommand, excludes, needs, planned
+from mqlayer.cli.options import PlanOption, TopicArgument, YesOption, echo_plan
 from mqlayer.cli.output import JsonOption, echo, show_rows
+from mqlayer.cli.panels import CHANGE, LOOK, REPAIR
 from mqlayer.cli.permissions import check_change
 from mqlayer.cli.runtime import runtime_here
 from mqlayer.domain.routing import LP_COUNT, NodeId, Route
@@ -46,7 +47,7 @@ from mqlayer.runtime.runtime import Runtime
 STRIP: Final = 32
 
 PartitionArgument = Annotated[int, typer.Argument(help="A partition in force: mqlayer route show TOPIC.")]
-WatchOption = Annotated[bool, typer.Option("--watch", help="With --apply: then watch until every group has drained.")]
+WatchOption = Annotated[bool, typer.Option("--watch", help="With --yes: then watch until every group has drained.")]
 TimeoutOption = Annotated[float | None, typer.Option(min=0, help="Watch for so many seconds at most.")]
 VersionOption = Annotated[int | None, typer.Option(min=1, help="Refuse unless the route is at this version.")]
 NodeOption = Annotated[str | None, typer.Option("--to", metavar="NODE", help="The node of the new partition.")]
@@ -72,9 +73,9 @@ class ChangeOptions:
     if_version: int | None
 
 
-@routes.command(cls=RuledCommand)
-@excludes("--plan", "--apply", why="--plan changes nothing, --apply does it")
-@needs("--watch", "--apply", why="to watch what was applied before: mqlayer route watch TOPIC")
+@routes.command(cls=RuledCommand, rich_help_panel=CHANGE)
+@planned
+@needs("--watch", "--yes", why="to watch what was applied before: mqlayer route watch TOPIC")
 @needs("--timeout", "--watch", why="it ends the watching")
 @excludes("--from-report", "--at", "--measure", why="a split is where the report says, or where you do")
 @excludes("--at", "--measure", why="a split is at the LPs named, or where the measured load is halved, not both")
@@ -98,12 +99,12 @@ def split(
     ] = 0.0,
     if_version: VersionOption = None,
     _plan: PlanOption = False,
-    apply: ApplyOption = False,
+    yes: YesOption = False,
     watch: WatchOption = False,
     timeout: TimeoutOption = None,
 ) -> None:
     """Split a partition at LPs or half its load, or several by a report."""
-    options = ChangeOptions(apply, watch, timeout, if_version)
+    options = ChangeOptions(yes, watch, timeout, if_version)
     if from_report is not None:
         _split_by_report(topic, partition, read_split_report(from_report), to or (), options)
         return
@@ -117,9 +118,9 @@ def split(
     _change(topic, planned, options)
 
 
-@routes.command(cls=RuledCommand)
-@excludes("--plan", "--apply", why="--plan changes nothing, --apply does it")
-@needs("--watch", "--apply", why="to watch what was applied before: mqlayer route watch TOPIC")
+@routes.command(cls=RuledCommand, rich_help_panel=CHANGE)
+@planned
+@needs("--watch", "--yes", why="to watch what was applied before: mqlayer route watch TOPIC")
 @needs("--timeout", "--watch", why="it ends the watching")
 def merge(
     topic: TopicArgument,
@@ -127,7 +128,7 @@ def merge(
     to: NodeOption = None,
     if_version: VersionOption = None,
     _plan: PlanOption = False,
-    apply: ApplyOption = False,
+    yes: YesOption = False,
     watch: WatchOption = False,
     timeout: TimeoutOption = None,
 ) -> None:
@@ -135,13 +136,13 @@ def merge(
     _change(
         topic,
         lambda runtime: planned_merge(runtime.control, topic, partitions, to=to, if_version=if_version),
-        ChangeOptions(apply, watch, timeout, if_version),
+        ChangeOptions(yes, watch, timeout, if_version),
     )
 
 
-@routes.command(cls=RuledCommand)
-@excludes("--plan", "--apply", why="--plan changes nothing, --apply does it")
-@needs("--watch", "--apply", why="to watch what was applied before: mqlayer route watch TOPIC")
+@routes.command(cls=RuledCommand, rich_help_panel=CHANGE)
+@planned
+@needs("--watch", "--yes", why="to watch what was applied before: mqlayer route watch TOPIC")
 @needs("--timeout", "--watch", why="it ends the watching")
 @needs("--accept-loss", "--unreachable", why="nothing is lost while the node answers")
 def move(
@@ -152,7 +153,7 @@ def move(
     accept_loss: LossOption = False,
     if_version: VersionOption = None,
     _plan: PlanOption = False,
-    apply: ApplyOption = False,
+    yes: YesOption = False,
     watch: WatchOption = False,
     timeout: TimeoutOption = None,
 ) -> None:
@@ -169,10 +170,10 @@ def move(
             if_version=if_version,
         )
 
-    _change(topic, planned, ChangeOptions(apply, watch, timeout, if_version))
+    _change(topic, planned, ChangeOptions(yes, watch, timeout, if_version))
 
 
-@routes.command()
+@routes.command(rich_help_panel=LOOK)
 def show(
     topic: TopicArgument,
     version: Annotated[int | None, typer.Option(min=1, help="This version; else the one in force.")] = None,
@@ -182,10 +183,12 @@ def show(
     with Database(settings_here().control_dsn()) as database:
         lines = route_ranges(database, topic, version)
     rows = (asdict(line) for line in lines) if as_json else map(_drawn, lines)
+    if not as_json:
+        echo(f"topic {topic}, route version {lines[0].version}")
     show_rows(rows, as_json=as_json, nothing="")
 
 
-@routes.command()
+@routes.command(rich_help_panel=LOOK)
 def history(topic: TopicArgument, as_json: JsonOption = False) -> None:
     """List route changes, with milliseconds per step."""
     with Database(settings_here().control_dsn()) as database:
@@ -194,7 +197,7 @@ def history(topic: TopicArgument, as_json: JsonOption = False) -> None:
     show_rows(rows, as_json=as_json, nothing=f"version 1 of topic {topic} was never changed")
 
 
-@routes.command("watch")
+@routes.command("watch", rich_help_panel=LOOK)
 def watch_(topic: TopicArgument, timeout: TimeoutOption = None) -> None:
     """Watch groups drain sealed partitions; exit code 1 at the timeout."""
     with runtime_here() as runtime:
@@ -202,7 +205,7 @@ def watch_(topic: TopicArgument, timeout: TimeoutOption = None) -> None:
         watch_draining(runtime, topic, timeout)
 
 
-@routes.command(cls=RuledCommand)
+@routes.command(cls=RuledCommand, rich_help_panel=REPAIR)
 @needs("--accept-loss", "--unreachable", why="nothing is lost while the nodes answer")
 def repair(
     topic: Annotated[str | None, typer.Argument(help="Only this topic.")] = None,
@@ -225,15 +228,15 @@ def repair(
         raise typer.Exit(1)
 
 
-@routes.command()
-def reopen(
-    topic: TopicArgument,
-    yes: Annotated[bool, typer.Option("--yes", help="Do it: what only the lost successors hold is lost.")] = False,
-) -> None:
+@routes.command(cls=RuledCommand, rich_help_panel=REPAIR)
+@planned
+def reopen(topic: TopicArgument, _plan: PlanOption = False, yes: YesOption = False) -> None:
     """Undo a change that the control database lost in a fail-over."""
-    if not yes:
-        raise InvalidInput(f"what only successors hold that Postgres lost is lost: mqlayer verify {topic}, then --yes")
     with runtime_here() as runtime:
+        if not yes:
+            load_route(runtime.control, topic)
+            echo_plan(f"what only successors hold that Postgres lost would be lost: see mqlayer verify {topic} first")
+            return
         check_change(runtime.control)
         done = reopen_forgotten(runtime, topic)
     for partition, count in done.deleted.items():
@@ -244,7 +247,7 @@ def reopen(
         echo("nothing is sealed for a change that is not known")
 
 
-@routes.command()
+@routes.command(rich_help_panel=REPAIR)
 def drop(topic: TopicArgument) -> None:
     """Give up an open change while nothing is sealed."""
     with runtime_here() as runtime:
@@ -264,7 +267,7 @@ def _change(topic: str, planned: Callable[[Runtime], ChangePlan], options: Chang
         plan = planned(runtime)
         _show_plans(runtime.control, [plan])
         if not options.apply:
-            echo("nothing was changed; --apply does this")
+            echo("nothing was changed: --yes does this")
             return
         # Nothing is open: this or the plan saw to that.
         _show_applied(plan, apply_plan(runtime, plan))
@@ -287,7 +290,7 @@ def _split_by_report(
         plans = planned(0)
         _show_plans(runtime.control, plans)
         if not options.apply:
-            echo("nothing was changed; --apply does this")
+            echo("nothing was changed: --yes does this")
             return
         for done in range(len(plans)):
             plan = planned(done)[0]
@@ -320,10 +323,9 @@ def _drawn(line: RouteRange) -> dict[str, Any]:
     cells = range(0, LP_COUNT, LP_COUNT // STRIP)
     strip = "".join("#" if line.lp_from < at + LP_COUNT // STRIP and at < line.lp_to else "." for at in cells)
     return {
-        "version": line.version,
+        "partition": line.partition,
         "LPs": f"[{line.lp_from}, {line.lp_to})",
         "of all": strip,
-        "partition": line.partition,
         "node": line.node,
         "state": line.state,
         "from": _numbers(line.parents),
@@ -337,7 +339,7 @@ def _json(change: RouteChange, *, as_json: bool) -> dict[str, Any]:
         if as_json
         else {"partitions": f"{_numbers(parents) or '-'} -> {_numbers(successors) or '-'}"}
     )
-    planned_at = change.planned_at.isoformat(timespec="seconds")
+    planned_at = change.planned_at
     return {
         "version": change.version,
         "change": change.change_id,

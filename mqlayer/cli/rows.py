@@ -29,6 +29,12 @@ def group_row(group: GroupStatus) -> dict[str, Any]:
     }
 
 
+def group_text_row(group: GroupStatus) -> dict[str, Any]:
+    """Row of `group list` for people."""
+    row = group_row(group)
+    return row | {"version": f"{row['version']} of {row.pop('topic_version')}"}
+
+
 def settings_row(group: GroupStatus) -> dict[str, Any]:
     """Settings and state for `group show`."""
     facts = group.facts
@@ -36,7 +42,7 @@ def settings_row(group: GroupStatus) -> dict[str, Any]:
         "topic": facts.topic,
         "group": facts.name,
         "state": facts.state,
-        "start": facts.start if facts.start_at is None else facts.start_at.isoformat(),
+        "start": facts.start if facts.start_at is None else facts.start_at,
         **{name: list(value) if isinstance(value, tuple) else value for name, value in asdict(facts.rules).items()},
         "mode": facts.mode,
         "scope": facts.scope,
@@ -46,11 +52,11 @@ def settings_row(group: GroupStatus) -> dict[str, Any]:
         "settings_version": facts.settings_version,
         "rate_limit": facts.rate_limit,
         "rate_burst": facts.rate_burst,
-        "paused_at": facts.paused_at and facts.paused_at.isoformat(timespec="seconds"),
+        "paused_at": facts.paused_at,
         "version": facts.version,
         "topic_version": facts.topic_version,
         "seek": facts.seek,
-        "created_at": facts.created_at.isoformat(timespec="seconds"),
+        "created_at": facts.created_at,
         "instance": facts.instance,
         "instance_expiry_s": facts.instance_expiry_s,
         "absent_s": None if facts.absent_s is None else round(facts.absent_s, 1),
@@ -102,9 +108,7 @@ def partition_facts(one: PartitionStatus) -> dict[str, Any]:
         "lag": one.lag,
         "age_s": one.age_s,
         "head": None if one.head is None else head_facts(one.head),
-        "stuck": None
-        if stall is None
-        else {"reason": stall.reason, "since": stall.since and stall.since.isoformat(), "detail": stall.detail},
+        "stuck": None if stall is None else {"reason": stall.reason, "since": stall.since, "detail": stall.detail},
     }
 
 
@@ -112,20 +116,20 @@ def replay_facts(group: GroupStatus) -> dict[str, Any] | None:
     """The running replay for --json, or None."""
     if group.replay is None:
         return None
-    return asdict(group.replay) | {"since": group.replay.since.isoformat()}
+    return asdict(group.replay) | {"since": group.replay.since}
 
 
 def parked_facts(group: GroupStatus) -> dict[str, Any]:
     """Parked counts for --json."""
     parked = group.parked
-    since = parked.since and parked.since.isoformat()
+    since = parked.since
     return {"keys": parked.keys, "messages": parked.messages, "waiting": parked.waiting, "since": since,
             "bytes": parked.bytes}  # fmt: skip
 
 
 def failure_facts(counts: FailureCounts) -> dict[str, Any]:
     """Failure counts for --json."""
-    json = asdict(counts) | {"last_at": {name: at.isoformat() for name, at in counts.last_at.items()}}
+    json = asdict(counts) | {"last_at": dict(counts.last_at)}
     del json["group_id"]
     return json
 
@@ -140,8 +144,8 @@ def failure_row(counts: FailureCounts) -> dict[str, Any]:
         "full": counts.full,
         "messages": counts.messages,
         "bytes": counts.bytes,
-        "oldest": format_age(counts.oldest_s),
-        "overdue": format_age(counts.overdue_s),
+        "oldest_s": counts.oldest_s,
+        "overdue_s": counts.overdue_s,
         "dead_now": counts.dead,
         "ever": ", ".join(f"{name} {count}" for name, count in counts.totals.items()),
     }
@@ -155,8 +159,8 @@ def head_facts(head: UnsettledMessage) -> dict[str, Any]:
         "identity": head.identity,
         "age_s": head.age_s,
         "attempts": head.attempts,
-        "failing_since": head.failing_since and head.failing_since.isoformat(),
-        "retry_at": head.retry_at and head.retry_at.isoformat(),
+        "failing_since": head.failing_since,
+        "retry_at": head.retry_at,
         "retry_in_s": head.retry_in_s,
         "unmatched": head.unmatched,
     }
@@ -198,7 +202,7 @@ def lag_row(one: PartitionStatus) -> dict[str, Any]:
         "made_in": one.facts.made_in,
         "state": one.facts.visibility,
         "lag": _or_unreachable(one.lag),
-        "oldest": format_age(one.age_s),
+        "oldest_s": one.age_s,
         "owner": one.facts.owner,
     }
 
@@ -209,7 +213,7 @@ def version_row(version: VersionLag) -> dict[str, Any]:
         "version": version.version,
         "partitions": version.partitions,
         "lag": version.lag,
-        "oldest": format_age(version.age_s),
+        "oldest_s": version.age_s,
         "not_known": version.unknown or None,
     }
 
@@ -223,7 +227,7 @@ def stall_row(one: PartitionStatus) -> dict[str, Any]:
         "epoch": facts.epoch,
         "head": head and head.offset,
         "key": head and format_key(head.key),
-        "since": stall and stall.since and stall.since.isoformat(timespec="seconds"),
+        "since": stall and stall.since,
         "attempts": head and head.attempts,
         "next_attempt": _retry(head),
         "why": stall and stall.detail,

@@ -10,8 +10,10 @@ import typer
 from mqlayer.archive import create_snapshot, drop_snapshot, find_snapshot, list_snapshots, verify_snapshot
 from mqlayer.archive.parquet_export import export_snapshot
 from mqlayer.cli.addresses import settings_here
-from mqlayer.cli.options import parse_time_option
-from mqlayer.cli.output import JsonOption, echo, pluralize, show_rows
+from mqlayer.cli.option_rules import RuledCommand, planned
+from mqlayer.cli.options import PlanOption, YesOption, echo_plan, parse_time_option
+from mqlayer.cli.output import JsonOption, echo, format_size, pluralize, show_rows
+from mqlayer.cli.panels import CHANGE, LOOK
 from mqlayer.cli.permissions import check_change
 from mqlayer.cli.runtime import runtime_here
 from mqlayer.postgres.database import Database
@@ -26,7 +28,7 @@ def add_to(app: typer.Typer) -> None:
     app.add_typer(snapshots, name="snapshot")
 
 
-@snapshots.command()
+@snapshots.command(rich_help_panel=CHANGE)
 def create(
     name: Annotated[str, typer.Argument(help="a-z first, then a-z 0-9 _ . -")],
     topic: Annotated[list[str] | None, typer.Option(help="Only this topic; may be given more than once.")] = None,
@@ -39,7 +41,7 @@ def create(
     echo(f"{name} has {pluralize(made.records, 'record')} of {pluralize(len(made.topics), 'topic')}")
 
 
-@snapshots.command("list")
+@snapshots.command("list", rich_help_panel=LOOK)
 def list_(as_json: JsonOption = False) -> None:
     """List snapshots, oldest first."""
     with Database(settings_here().control_dsn()) as database:
@@ -47,8 +49,8 @@ def list_(as_json: JsonOption = False) -> None:
     rows = (
         {
             "snapshot": one.name,
-            "created_at": one.created_at.isoformat(timespec="seconds"),
-            "upto_at": one.upto_at.isoformat() if one.upto_at else None,
+            "created_at": one.created_at,
+            "upto_at": one.upto_at,
             "topics": ", ".join(topic.topic for topic in one.topics),
             "records": one.records,
         }
@@ -57,7 +59,7 @@ def list_(as_json: JsonOption = False) -> None:
     show_rows(rows, as_json=as_json, nothing="no snapshots: mqlayer snapshot create NAME")
 
 
-@snapshots.command()
+@snapshots.command(rich_help_panel=LOOK)
 def show(
     name: NameArgument,
     verify: Annotated[bool, typer.Option("--verify", help="Count all of its records: no gap, no duplicate.")] = False,
@@ -90,7 +92,7 @@ def show(
         echo(f"verified: {pluralize(found.records, 'record')}, no gap, no duplicate")
 
 
-@snapshots.command()
+@snapshots.command(rich_help_panel=LOOK)
 def export(
     name: NameArgument,
     to: Annotated[Path, typer.Option(help="A directory that is not there yet.")],
@@ -101,13 +103,20 @@ def export(
         check_change(runtime.control)
         done = export_snapshot(runtime, name, to, jobs=jobs)
     files = sum(map(len, done.files.values()))
-    echo(f"{pluralize(done.snapshot.records, 'record')} in {pluralize(files, 'file')} of {done.bytes:,} bytes: {to}")
+    echo(
+        f"{pluralize(done.snapshot.records, 'record')} in {pluralize(files, 'file')} of {format_size(done.bytes)}: {to}"
+    )
 
 
-@snapshots.command()
-def drop(name: NameArgument) -> None:
+@snapshots.command(cls=RuledCommand, rich_help_panel=CHANGE)
+@planned
+def drop(name: NameArgument, _plan: PlanOption = False, yes: YesOption = False) -> None:
     """Drop a snapshot: readers fail, retention may drop its records."""
     with runtime_here() as runtime:
+        if not yes:
+            found = find_snapshot(runtime.control, name)
+            echo_plan(f"snapshot {name} of {pluralize(found.records, 'record')} would be dropped")
+            return
         check_change(runtime.control)
         drop_snapshot(runtime, name)
     echo(f"{name} is dropped; the archive keeps its records until retention comes by")

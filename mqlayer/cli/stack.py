@@ -8,16 +8,13 @@ from typing import Annotated, Final
 
 import typer
 
-from mqlayer.cli.output import echo, show_table
-from mqlayer.escaping import escape, json_line
+from mqlayer.cli.output import JsonOption, echo, show_rows
 from mqlayer.settings import Settings
 from mqlayer.stack import ComponentStatus, GivenAddresses, Stack
 
 DirectoryOption = Annotated[Path, typer.Option("--directory", "-d", help="Where the stack keeps its data and logs.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object per line and nothing else.")]
 
 DEFAULT_DIRECTORY: Final = Path(".mqlayer")
-STATE_STYLES: Final = {"running": "green", "stopped": "red", "not reached": "red"}
 
 
 def add_to(app: typer.Typer) -> None:
@@ -86,18 +83,10 @@ def _stack(directory: Path, *, node_count: int | None = None) -> Stack:
 
 def _show(parts: list[ComponentStatus], *, as_json: bool) -> None:
     if as_json:
-        for part in parts:
-            typer.echo(json_line(_facts(part)))
+        show_rows(map(_facts, parts), as_json=True, nothing="")
         return
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table("part", "state", "pid", box=None, header_style="bold", pad_edge=False)
-    table.add_column("address", overflow="fold")
-    for part in parts:
-        style = STATE_STYLES[part.state]
-        table.add_row(part.name, Text(part.state, style), str(part.pid or ""), escape(part.address))
-    show_table(table)
+    rows = ({"part": part.name, "state": part.state, "pid": part.pid, "address": part.address} for part in parts)
+    show_rows(rows, as_json=False, nothing="")
 
 
 def _facts(part: ComponentStatus) -> dict[str, object]:

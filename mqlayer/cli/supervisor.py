@@ -80,7 +80,7 @@ class Child:
         self._pipe: socket.socket | None = None
         self._began = self._restart_at = 0.0
         self._ends = 0
-        self._started = self.ever_started = False
+        self._started = self.ever_started = self._told = False
 
     @property
     def running(self) -> bool:
@@ -91,6 +91,19 @@ class Child:
         """Send a signal, if there is a process."""
         if self._process is not None:
             self._process.send_signal(number)
+
+    def end(self) -> None:
+        """Send SIGTERM once: a second one would kill running handlers."""
+        if not self._told:
+            self._told = True
+            self.send(signal.SIGTERM)
+        # A process under SIGSTOP reacts only after SIGCONT.
+        self.send(signal.SIGCONT)
+
+    def replace(self) -> None:
+        """Have `check` start a new process at once; the former one has ended."""
+        self._process, self._restart_at, self._ends = None, 0.0, 0
+        self.close()
 
     @property
     def serves(self) -> bool:
@@ -130,7 +143,7 @@ class Child:
         with theirs:
             self._process = self._start(theirs)
         ours.setblocking(False)
-        self._pipe, self._began, self._started = ours, now, False
+        self._pipe, self._began, self._started, self._told = ours, now, False, False
 
     def _listen(self) -> None:
         if self._pipe is None or self._started:
@@ -156,8 +169,16 @@ class Supervisor:
     """Several processes of one command."""
 
     def __init__(
-        self, command: Sequence[str], *, count: int, environment: Mapping[str, str], stop_limit_s: float
+        self,
+        command: Sequence[str],
+        *,
+        count: int,
+        environment: Mapping[str, str],
+        stop_limit_s: float,
+        changed: Callable[[], bool] | None = None,
     ) -> None:
+        """`changed`: asked in each turn whether to replace all processes; it then never gives up."""
+        self._changed = changed
         self._command, self._environment, self._stop_limit_s = list(command), dict(environment), stop_limit_s
         self._children = [Child(partial(self._start, number)) for number in range(1, count + 1)]
         self._liveness, self._stopping = Liveness(), False
@@ -184,20 +205,36 @@ class Supervisor:
     def _watch(self, signals: Signals) -> bool:
         while not signals.wait(POLL_INTERVAL_S):
             self._liveness.note_turn()
+            if self._changed is not None and self._changed() and not self._replace(signals):
+                return True
             for child in self._children:
                 child.check(time.monotonic())
-            if all(c.ever_ended and not c.ever_started for c in self._children):
+            if self._changed is None and all(c.ever_ended and not c.ever_started for c in self._children):
                 log.error("no_process_started", extra={"count": len(self._children)})
                 return False
+        return True
+
+    def _replace(self, signals: Signals) -> bool:
+        """Return False if a signal came meanwhile."""
+        log.info("reloading", extra={"count": len(self._children)})
+        until = time.monotonic() + self._stop_limit_s
+        for child in self._children:
+            child.end()
+        while any(child.running for child in self._children):
+            self._liveness.note_turn()
+            if signals.wait(POLL_INTERVAL_S):
+                return False
+            if time.monotonic() >= until:
+                self._kill()
+        for child in self._children:
+            child.replace()
         return True
 
     def _stop(self, signals: Signals) -> bool:
         self._stopping = True
         until = time.monotonic() + self._stop_limit_s
         for child in self._children:
-            child.send(signal.SIGTERM)
-            # A process under SIGSTOP reacts only after SIGCONT.
-            child.send(signal.SIGCONT)
+            child.end()
         while any(child.running for child in self._children):
             self._liveness.note_turn()
             if signals.wait(POLL_INTERVAL_S) or time.monotonic() >= until:

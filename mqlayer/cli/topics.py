@@ -1,10 +1,11 @@
-"""`topic`: create, list, set, schema, pause, resume."""
+"""`topic`: create, list, show, set, schema, pause, resume."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import asdict, fields
 from enum import StrEnum
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import typer
 
@@ -12,20 +13,23 @@ from mqlayer.archive import set_retention
 from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.option_rules import RuledCommand
 from mqlayer.cli.options import TopicArgument
-from mqlayer.cli.output import JsonOption, echo, show_rows
+from mqlayer.cli.output import JsonOption, Size, echo, show_facts, show_rows
+from mqlayer.cli.panels import CHANGE, LOOK, START
 from mqlayer.cli.pauses import WaitOption, print_running
 from mqlayer.cli.permissions import check_change
+from mqlayer.cli.rows import group_row, group_text_row
 from mqlayer.cli.runtime import runtime_here
 from mqlayer.cli.schemas import schema
 from mqlayer.domain.names import BODY_LIMIT, DEFAULT_BODY_LIMIT
 from mqlayer.domain.routing import LP_COUNT
 from mqlayer.errors import InvalidInput
 from mqlayer.groups.pauses import pause_topic, resume_topic, wait_paused
+from mqlayer.inspect import TopicPartition, TopicStatus, topic_status
 from mqlayer.postgres.database import Database
-from mqlayer.topics import create_topic, list_topics, set_archived, set_limits, set_schema_mode
+from mqlayer.topics import TopicSummary, create_topic, list_topics, set_archived, set_limits, set_schema_mode
 
 topics = typer.Typer(no_args_is_help=True, help="Topics: create, list, set, schema.")
-topics.command(cls=RuledCommand)(schema)
+topics.command(cls=RuledCommand, rich_help_panel=CHANGE)(schema)
 
 FOR_EVER: Final = "forever"
 _AGE: Final = re.compile(r"(\d{1,6})([dw])")
@@ -52,7 +56,7 @@ def add_to(app: typer.Typer) -> None:
     app.add_typer(topics, name="topic")
 
 
-@topics.command()
+@topics.command(rich_help_panel=START)
 def create(
     name: Annotated[str, typer.Argument(help="a-z first, then a-z 0-9 _ . -")],
     partitions: Annotated[
@@ -80,7 +84,7 @@ def create(
     echo(f"{name} has {len(route.ranges)} partitions, route version {route.version}")
 
 
-@topics.command("set")
+@topics.command("set", rich_help_panel=CHANGE)
 def set_(
     name: TopicArgument,
     archived: Annotated[
@@ -144,7 +148,7 @@ def _days(text: str) -> int:
     return int(match[1]) * (7 if match[2] == "w" else 1)
 
 
-@topics.command()
+@topics.command(rich_help_panel=CHANGE)
 def pause(name: TopicArgument, wait: WaitOption = 0.0) -> None:
     """Pause a topic's groups: running handlers finish; publishing continues."""
     with runtime_here() as runtime:
@@ -154,7 +158,7 @@ def pause(name: TopicArgument, wait: WaitOption = 0.0) -> None:
         print_running(wait_paused(runtime.control, name, timeout_s=wait))
 
 
-@topics.command()
+@topics.command(rich_help_panel=CHANGE)
 def resume(name: TopicArgument) -> None:
     """Resume a topic's groups, except individually paused ones."""
     with runtime_here() as runtime:
@@ -163,13 +167,15 @@ def resume(name: TopicArgument) -> None:
     echo(f"topic {name} {'goes on' if done else 'was not paused'}")
 
 
-@topics.command("list")
+@topics.command("list", rich_help_panel=LOOK)
 def list_(as_json: JsonOption = False) -> None:
     """List topics."""
     with Database(settings_here().control_dsn()) as database:
         found = list_topics(database)
     rows = (
-        {
+        _row(topic)
+        if not as_json
+        else {
             "topic": topic.name,
             "strategy": topic.strategy,
             "partitions": topic.partitions,
@@ -182,3 +188,72 @@ def list_(as_json: JsonOption = False) -> None:
         for topic in found
     )
     show_rows(rows, as_json=as_json, nothing="no topics: mqlayer topic create NAME")
+
+
+@topics.command(rich_help_panel=LOOK)
+def show(name: TopicArgument, as_json: JsonOption = False) -> None:
+    """Show a topic's limits, its partitions with sizes and rates, and its groups."""
+    with runtime_here() as runtime:
+        found = topic_status(runtime, name)
+    if as_json:
+        show_rows([_status_json(found)], as_json=True, nothing="")
+        return
+    show_facts(
+        {
+            "topic": found.topic,
+            "strategy": found.strategy,
+            "route": f"version {found.version}" if found.version else "none yet: its creation is unfinished",
+            "body_limit": Size(found.body_limit),
+            "backlog_limit": f"{found.backlog_limit} messages per partition" if found.backlog_limit else "none",
+            "archived": _kept(archived=found.archived, days=found.retention_days),
+            "created_at": found.created_at,
+            "paused_at": found.paused_at,
+            "paused_by": found.paused_by,
+        }
+    )
+    echo()
+    rows = (_partition_row(found, one) for one in found.partitions)
+    show_rows(rows, as_json=False, nothing="it has no partitions yet")
+    echo()
+    groups = ({name: value for name, value in group_text_row(one).items() if name != "topic"} for one in found.groups)
+    show_rows(groups, as_json=False, nothing="it has no groups: a group is created by its first member")
+    for node, reason in sorted(found.unreachable.items()):
+        echo(f"node {node} does not answer: {reason}", err=True)
+
+
+def _partition_row(found: TopicStatus, one: TopicPartition) -> dict[str, Any]:
+    return {
+        "partition": one.partition,
+        "LPs": f"[{one.lp_from}, {one.lp_to})",
+        "node": found.nodes[one.node],
+        "state": one.state,
+        "published": one.published,
+        "kept": one.records,
+        "bytes": one.bytes,
+        "per_s": one.per_s,
+    }
+
+
+def _status_json(found: TopicStatus) -> dict[str, Any]:
+    facts = {one.name: getattr(found, one.name) for one in fields(found)}
+    del facts["nodes"]
+    partitions = [asdict(one) | {"node": found.nodes[one.node]} for one in found.partitions]
+    return facts | {"partitions": partitions, "groups": list(map(group_row, found.groups))}
+
+
+def _kept(*, archived: bool, days: int | None) -> str:
+    if not archived:
+        return "no"
+    return "for ever" if days is None else f"for {days} d"
+
+
+def _row(topic: TopicSummary) -> dict[str, Any]:
+    return {
+        "topic": topic.name,
+        "strategy": topic.strategy,
+        "partitions": topic.partitions,
+        "route": topic.version,
+        "body_limit": Size(topic.body_limit),
+        "backlog": topic.backlog_limit or "no limit",
+        "archived": _kept(archived=topic.archived, days=topic.retention_days),
+    }

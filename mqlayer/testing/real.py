@@ -286,18 +286,18 @@ class Observed:
             for message, attempt in messages(facts)[:1]:
                 self.failures.append(Failure(consumer.topic, consumer.group, message, error, attempt))
 
-        def handle(*facts: Any) -> Any:
+        def handle(*facts: Any, **made: Any) -> Any:
             try:
-                answer = call(*facts)
+                answer = call(*facts, **made)
             except BaseException as error:
                 note(facts, error)
                 raise
             note(facts, None)
             return answer
 
-        async def ahandle(*facts: Any) -> Any:
+        async def ahandle(*facts: Any, **made: Any) -> Any:
             try:
-                answer = await call(*facts)
+                answer = await call(*facts, **made)
             except BaseException as error:
                 note(facts, error)
                 raise
@@ -344,10 +344,10 @@ def _decoded(decode: Decode, body: bytes) -> Any:
 
 
 def _refusing(handler: Callable[..., Any]) -> Callable[..., Any]:
-    def call(body: Any, ctx: Context) -> Any:
+    def call(body: Any, ctx: Context, **made: Any) -> Any:
         if isinstance(body, Misfit):
             raise body.error
-        return handler(body, ctx)
+        return handler(body, ctx, **made)
 
     return call
 

@@ -386,3 +386,21 @@ SELECT group_id, scope FROM mqlayer_app.known_group;
 INSERT INTO mqlayer_app.known_group (group_id, scope)
 SELECT * FROM unnest(%(group_ids)s::bigint[], %(scopes)s::text[])
 ON CONFLICT (group_id) DO UPDATE SET scope = excluded.scope;
+
+-- name: outbox_uuid
+-- The identity of this outbox.
+SELECT outbox_uuid FROM mqlayer_app.identity;
+
+-- name: message_in_outbox
+-- A row of the outbox without its body, by its id or by its place in its LP.
+SELECT o.id, o.topic_id, o.lp, o.seq, o.created_at, o.key, o.seq > coalesce(r.seq, 0) AS waits,
+       CASE WHEN q.seq = o.seq THEN q.reason END AS quarantined
+FROM mqlayer_app.outbox o
+LEFT JOIN mqlayer_app.relayed r ON r.topic_id = o.topic_id AND r.lp = o.lp
+LEFT JOIN mqlayer_app.quarantined q ON q.topic_id = o.topic_id AND q.lp = o.lp
+WHERE CASE WHEN %(id)s::bigint IS NULL THEN o.topic_id = %(topic_id)s AND o.lp = %(lp)s AND o.seq = %(seq)s
+           ELSE o.id = %(id)s END;
+
+-- name: message_outbox_body
+-- Headers and body of a row of the outbox.
+SELECT headers, body FROM mqlayer_app.outbox WHERE topic_id = %(topic_id)s AND lp = %(lp)s AND seq = %(seq)s;

@@ -102,3 +102,89 @@ SELECT name FROM mqlayer.topic WHERE starts_with(name, %(begins)s) ORDER BY name
 -- Names of groups that begin so, of one topic or of all, for a shell to complete.
 SELECT DISTINCT g.name FROM mqlayer.consumer_group g JOIN mqlayer.topic t USING (topic_id)
 WHERE starts_with(g.name, %(begins)s) AND (%(topic)s::text IS NULL OR t.name = %(topic)s::text) ORDER BY g.name;
+
+-- name: bodies_allowed
+-- Who calls, and whether it may see bodies and headers of messages.
+SELECT mqlayer.caller_v1(), mqlayer.has_v1('operate', 'analyze');
+
+-- name: statement_time
+-- Bound the statements of this transaction.
+SELECT set_config('statement_timeout', %(wait)s, true);
+
+-- name: message_place
+-- The topic and the node of a partition.
+SELECT t.topic_id, t.name, p.node_id FROM mqlayer.partition p JOIN mqlayer.topic t USING (topic_id)
+WHERE p.partition_id = %(partition)s;
+
+-- name: message_topics
+-- Topics by name, or one: whether Postgres knows a message of this identity there, and whether its archive has it.
+SELECT t.topic_id, t.name,
+       EXISTS (SELECT FROM mqlayer.consumer_group g JOIN mqlayer.dead_fact d USING (group_id)
+               WHERE g.topic_id = t.topic_id AND d.lp = %(lp)s AND d.source = %(source)s AND d.seq = %(seq)s)
+       OR EXISTS (SELECT FROM mqlayer.consumer_group g JOIN mqlayer.parked_fact m USING (group_id)
+                  WHERE g.topic_id = t.topic_id AND m.lp = %(lp)s AND m.source = %(source)s AND m.seq = %(seq)s)
+       OR a.archived AS known,
+       a.archived
+FROM mqlayer.topic t, LATERAL (SELECT EXISTS (
+    SELECT FROM mqlayer_archive.mark m
+    WHERE m.topic_id = t.topic_id AND m.source = %(source)s AND m.lp = %(lp)s
+      AND %(seq)s BETWEEN m.first_seq AND m.last_seq) AS archived) a
+WHERE %(topic)s::text IS NULL OR t.name = %(topic)s
+ORDER BY t.name;
+
+-- name: message_groups
+-- Each group of a topic, and what Postgres knows of a message there.
+SELECT g.group_id, g.name, g.state, p.partition_id AS parked_partition, p.log_offset AS parked_offset, k.cause, k.parked_at,
+       d.partition_id AS dead_partition, d.log_offset AS dead_offset, d.dead_id, d.cause, d.died_at, d.reason, d.actor,
+       d.redriven_at
+FROM mqlayer.consumer_group g
+LEFT JOIN mqlayer.parked_fact p ON p.group_id = g.group_id AND p.lp = %(lp)s AND p.source = %(source)s AND p.seq = %(seq)s
+LEFT JOIN mqlayer.parked_key k ON k.group_id = p.group_id AND k.lp = p.lp AND k.name = p.name
+LEFT JOIN mqlayer.dead_fact d ON d.group_id = g.group_id AND d.lp = %(lp)s AND d.source = %(source)s AND d.seq = %(seq)s
+WHERE g.topic_id = %(topic_id)s AND g.mode <> 'broadcast' ORDER BY g.name;
+
+-- name: message_outcomes
+-- What groups did with the message at a place, the latest last. Among the last thousand ranges that begin before it.
+SELECT o.group_id, o.outcome, o.attempts, o.delivered_at, o.settled_at, o.actor, o.reason
+FROM unnest(%(group_ids)s::bigint[]) AS g (group_id), LATERAL (
+    SELECT * FROM (
+        SELECT * FROM mqlayer_archive.outcome o
+        WHERE o.group_id = g.group_id AND o.partition_id = %(partition)s AND o.first_offset <= %(offset)s
+        ORDER BY o.first_offset DESC LIMIT 1000) last
+    WHERE last.last_offset >= %(offset)s) o
+UNION ALL
+SELECT q.group_id, q.outcome, q.attempts, q.delivered_at, q.settled_at, q.actor, q.reason
+FROM mqlayer_archive.outcome_queue q
+WHERE q.topic_id = %(topic_id)s AND q.partition_id = %(partition)s AND q.log_offset = %(offset)s
+  AND q.group_id = ANY(%(group_ids)s::bigint[])
+ORDER BY settled_at;
+
+-- name: message_archived_at
+-- The archived record of a place.
+SELECT topic_id, batch, partition_id, log_offset, source, lp, seq, published_at, key, tags FROM mqlayer_archive.record
+WHERE topic_id = %(topic_id)s AND partition_id = %(partition)s AND log_offset = %(offset)s LIMIT 1;
+
+-- name: message_archived
+-- The archived record of an identity.
+SELECT topic_id, batch, partition_id, log_offset, source, lp, seq, published_at, key, tags FROM mqlayer_archive.record
+WHERE topic_id = %(topic_id)s AND source = %(source)s AND lp = %(lp)s AND seq = %(seq)s LIMIT 1;
+
+-- name: message_archived_body
+-- Headers and body of an archived record.
+SELECT headers, body FROM mqlayer_archive.record
+WHERE topic_id = %(topic_id)s AND batch = %(batch)s AND partition_id = %(partition)s AND log_offset = %(offset)s LIMIT 1;
+
+-- name: message_source
+-- The source of an outbox, if a relay has opened one.
+SELECT source_id FROM mqlayer.source WHERE outbox_uuid = %(outbox_uuid)s AND closed_at IS NULL;
+
+-- name: inspected_topic
+-- A topic with its limits.
+SELECT topic_id, name, strategy, version, body_limit, backlog_limit, archived, retention_days, paused_at, paused_by, created_at
+FROM mqlayer.topic WHERE name = %(topic)s;
+
+-- name: inspected_topic_partitions
+-- The partitions of a topic that are not deleted, with the rate that was measured last.
+SELECT p.partition_id, p.lp_from, p.lp_to, p.node_id, p.state, r.per_s FROM mqlayer.partition p
+LEFT JOIN mqlayer.partition_rate r ON r.partition_id = p.partition_id AND r.measured_at > now() - interval '5 minutes'
+WHERE p.topic_id = %(topic_id)s AND p.state <> 'deleted' ORDER BY p.lp_from, p.partition_id;

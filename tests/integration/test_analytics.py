@@ -173,10 +173,10 @@ def test_a_topic_is_split_where_the_report_says(analysed: World, run: Commands, 
     assert max(loads) == 60, "one key, one LP: as light as it gets"
     words = ("route", "split", "orders", "--from-report", str(file))
     planned = run.text(*words)
-    assert planned.splitlines()[-1] == "nothing was changed; --apply does this"
+    assert planned.splitlines()[-1] == "nothing was changed: --yes does this"
     splits = [partition for partition, at in points.items() if at]
     assert [int(n) for n in re.findall(r"ends partition (\d+)", planned)] == splits
-    said = run.text(*words, "--apply")
+    said = run.text(*words, "--yes")
     assert said.splitlines()[-1] == f"route version {1 + len(splits)} of topic orders is in force"
     bounds = [row["lp_from"] for row in run.lines("route", "show", "orders")]
     assert bounds == sorted([0, 512, *(point for at in points.values() for point in at)])
@@ -219,7 +219,7 @@ def report_file(directory: Path, at: dict[int, list[int]], **facts: Any) -> Path
 @pytest.mark.usefixtures("world")
 def test_reports_that_do_not_fit_are_one_line(run: Commands, tmp_path: Path, at: Any, facts: Any, said: str) -> None:
     file = report_file(tmp_path, at, **facts)
-    assert said in run.failure("route", "split", "orders", "--from-report", str(file), "--apply")
+    assert said in run.failure("route", "split", "orders", "--from-report", str(file), "--yes")
     assert len(run.lines("route", "show", "orders")) == 2
 
 

@@ -540,7 +540,7 @@ def test_commands_take_names_of_instances(
         assert "positions kept for 9 s" in run.text("group", "set", "orders", "cache", "--instance-expiry", "9")
         for act in ("pause", "resume"):
             run.text("group", act, "orders", "cache@web-2")
-        run.text("group", "seek", "orders", "cache@web-2", "--to", "earliest", "--apply")
+        run.text("group", "seek", "orders", "cache@web-2", "--to", "earliest", "--yes")
         run.text("parked", "list", "orders", "cache@web-2")
         run.text("dead", "list", "orders", "cache@web-2")
         run.text("key", "explain", "orders", "k", "--group", "cache@web-2")

@@ -48,7 +48,7 @@ def test_a_plan_says_what_would_be_done_and_changes_nothing(world: World, run: C
         "  makes a partition: LPs [0, 100) on node-2",
         "  makes a partition: LPs [100, 300) on node-2",
         "  makes a partition: LPs [300, 512) on node-2",
-        "nothing was changed; --apply does this",
+        "nothing was changed: --yes does this",
     ]
     assert run.text(*words, "--plan") == said
     assert ranges(run) == AS_BEFORE
@@ -58,17 +58,17 @@ def test_a_plan_says_what_would_be_done_and_changes_nothing(world: World, run: C
 def test_what_is_applied_is_what_was_planned(world: World, run: Commands) -> None:
     words = ("route", "split", "orders", "1", "--at", "100", "--to", "node-1", "--to", "node-2")
     planned = run.text(*words).splitlines()[:-1]
-    *done, last = run.text(*words, "--apply", "--if-version", "1").splitlines()
+    *done, last = run.text(*words, "--yes", "--if-version", "1").splitlines()
     assert done == planned
     assert last == "route version 2 of topic orders is in force"
     assert ranges(run) == [(0, 100, 3, "node-1"), (100, 512, 4, "node-2"), (512, 1024, 2, "node-2")]
 
 
 def test_a_merge_and_a_move(world: World, run: Commands) -> None:
-    assert "LPs [0, 1024) on node-1" in run.text("route", "merge", "orders", "2", "1", "--apply")
-    assert "on node-2" in run.text("route", "move", "orders", "3", "--apply")
+    assert "LPs [0, 1024) on node-1" in run.text("route", "merge", "orders", "2", "1", "--yes")
+    assert "on node-2" in run.text("route", "move", "orders", "3", "--yes")
     assert ranges(run) == [(0, 1024, 4, "node-2")]
-    assert "on node-1" in run.text("route", "move", "orders", "4", "--to", "node-1", "--apply")
+    assert "on node-1" in run.text("route", "move", "orders", "4", "--to", "node-1", "--yes")
 
 
 def test_a_plan_says_that_it_goes_on_without_the_old_node(world: World, run: Commands) -> None:
@@ -102,7 +102,7 @@ BAD: Final[list[tuple[tuple[str, ...], str]]] = [
     (("merge", "orders", "1", "3"), "unknown partition 3"),
     (("move", "orders", "1", "--to", "node-1"), "is on that node already"),
     (("move", "orders", "1", "--if-version", "2"), "is at route version 1, not 2"),
-    (("move", "orders", "1", "--plan", "--apply"), "choose one"),
+    (("move", "orders", "1", "--plan", "--yes"), "choose one"),
     (("move", "orders", "1", "--watch"), "mqlayer route watch"),
     (("move", "nowhere", "1"), "mqlayer topic create nowhere"),
     (("move", "No Where", "1"), "bad topic name"),
@@ -123,7 +123,7 @@ def test_what_can_not_be_done_is_one_line_and_changes_nothing(world: World, run:
     for words, reason in BAD:
         assert reason in run.failure("route", *words)
         if words[0] in ("split", "merge", "move") and not {"--plan", "--watch"} & set(words):
-            assert reason in run.failure("route", *words, "--apply")
+            assert reason in run.failure("route", *words, "--yes")
     assert ranges(run) == AS_BEFORE
     assert world.rows("SELECT 1 FROM mqlayer.route_change") == []
     assert world.rows("SELECT count(*)::int FROM mqlayer.partition") == [(2,)]
@@ -131,17 +131,18 @@ def test_what_can_not_be_done_is_one_line_and_changes_nothing(world: World, run:
 
 def test_partitions_that_are_not_adjacent_are_not_merged(world: World, run: Commands) -> None:
     """Case 14."""
-    run.text("route", "split", "orders", "1", "--at", "100", "--apply")
-    assert "not adjacent" in run.failure("route", "merge", "orders", "3", "2", "--apply")
+    run.text("route", "split", "orders", "1", "--at", "100", "--yes")
+    assert "not adjacent" in run.failure("route", "merge", "orders", "3", "2", "--yes")
 
 
 def test_a_route_is_drawn_with_its_lineage(world: World, run: Commands) -> None:
-    run.text("route", "split", "orders", "1", "--at", "256", "--apply")
-    head, first, second, third = run.text("route", "show", "orders").splitlines()
-    assert head.split() == ["version", "LPs", "of", "all", "partition", "node", "state", "from"]
-    assert first.split() == ["2", "[0,", "256)", "#" * 8 + "." * 24, "3", "node-1", "open", "1"]
+    run.text("route", "split", "orders", "1", "--at", "256", "--yes")
+    title, head, first, second, third = run.text("route", "show", "orders").splitlines()
+    assert title == "topic orders, route version 2"
+    assert head.split() == ["partition", "LPs", "of", "all", "node", "state", "from"]
+    assert first.split() == ["3", "[0,", "256)", "#" * 8 + "." * 24, "node-1", "open", "1"]
     assert second.split()[3] == "." * 8 + "#" * 8 + "." * 16
-    assert third.split()[3:] == ["." * 16 + "#" * 16, "2", "node-2", "open"]
+    assert third.split() == ["2", "[512,", "1024)", "." * 16 + "#" * 16, "node-2", "open"]
     (old, _) = run.lines("route", "show", "orders", "--version", "1")
     assert (old["partition"], old["state"], old["parents"]) == (1, "sealed", [])
     assert [line["parents"] for line in run.lines("route", "show", "orders")] == [[1], [1], []]
@@ -149,8 +150,8 @@ def test_a_route_is_drawn_with_its_lineage(world: World, run: Commands) -> None:
 
 def test_the_history_tells_who_did_what_and_how_long_it_took(world: World, run: Commands) -> None:
     assert "never changed" in run.text("route", "history", "orders")
-    run.text("route", "split", "orders", "1", "--at", "256", "--apply")
-    run.text("route", "merge", "orders", "3", "4", "--apply")
+    run.text("route", "split", "orders", "1", "--at", "256", "--yes")
+    run.text("route", "merge", "orders", "3", "4", "--yes")
     first, second = run.lines("route", "history", "orders")
     assert (first["version"], first["kind"], first["state"]) == (2, "split", "done")
     assert (second["version"], second["parents"], second["successors"]) == (3, [3, 4], [5])
@@ -162,7 +163,7 @@ def test_the_history_tells_who_did_what_and_how_long_it_took(world: World, run: 
 def test_an_open_change_is_finished_by_the_next_command(world: World, run: Commands) -> None:
     leave_planned(world)
     assert "mqlayer route repair orders" in run.failure("route", "move", "orders", "1")
-    refused = run("route", "move", "orders", "1", "--apply")
+    refused = run("route", "move", "orders", "1", "--yes")
     assert refused.exit_code == 1
     assert "unknown partition 1" in refused.stderr.splitlines()[-1]
     assert [line["state"] for line in run.lines("route", "history", "orders")] == ["done"]
@@ -180,13 +181,13 @@ def test_earlier_changes_are_finished_once_for_a_command(
     monkeypatch.setattr("mqlayer.routes.planner.finish_changes", noted)
     leave_planned(world)
     finished.clear()
-    assert "route version 3" in run.text("route", "move", "orders", "3", "--apply")
+    assert "route version 3" in run.text("route", "move", "orders", "3", "--yes")
     assert finished == ["orders"]
 
 
 def test_an_open_change_is_not_finished_where_a_version_is_asked_for(world: World, run: Commands) -> None:
     leave_planned(world)
-    assert "is open" in run.failure("route", "move", "orders", "1", "--apply", "--if-version", "1")
+    assert "is open" in run.failure("route", "move", "orders", "1", "--yes", "--if-version", "1")
     assert ranges(run) == AS_BEFORE
 
 
@@ -207,7 +208,7 @@ def test_a_change_that_sealed_nothing_is_dropped(world: World, run: Commands) ->
     assert ranges(run) == AS_BEFORE
     (change,) = run.lines("route", "history", "orders")
     assert (change["state"], change["seal_ms"]) == ("dropped", None)
-    assert run.text("route", "merge", "orders", "1", "2", "--apply").endswith("is in force\n")
+    assert run.text("route", "merge", "orders", "1", "2", "--yes").endswith("is in force\n")
 
 
 def consumer(world: World) -> App:
@@ -223,7 +224,7 @@ def test_watching_ends_when_every_group_has_drained(world: World, run: Commands)
     app.start()
     app.stop()
     for name in ("1", "2"):
-        run.text("route", "split", "orders", name, "--apply")
+        run.text("route", "split", "orders", name, "--yes")
     late = run("route", "watch", "orders", "--timeout", "0")
     assert late.exit_code == 1
     assert late.stderr == "mqlayer: not drained within 0 s by: ledger\n"
@@ -233,7 +234,7 @@ def test_watching_ends_when_every_group_has_drained(world: World, run: Commands)
     try:
         said = run.text("route", "watch", "orders", "--timeout", "30").splitlines()
         assert said[-1] == "every group of topic orders has drained what is sealed"
-        said = run.text("route", "merge", "orders", "3", "4", "--apply", "--watch", "--timeout", "30").splitlines()
+        said = run.text("route", "merge", "orders", "3", "4", "--yes", "--watch", "--timeout", "30").splitlines()
         assert said[-1] == "every group of topic orders has drained what is sealed"
     finally:
         app.stop()
@@ -243,7 +244,7 @@ def test_watching_says_that_a_node_is_away(world: World, run: Commands) -> None:
     app = consumer(world)
     app.start()
     app.stop()
-    run.text("route", "split", "orders", "1", "--apply")
+    run.text("route", "split", "orders", "1", "--yes")
     world.rows("UPDATE mqlayer.node SET armed_run_id = 'another'")
     assert "partition 1: its node is away" in run("route", "watch", "orders", "--timeout", "0").stdout
 
@@ -252,7 +253,7 @@ def test_on_a_terminal_watching_is_live(world: World, run: Commands) -> None:
     app = consumer(world)
     app.start()
     app.stop()
-    run.text("route", "split", "orders", "1", "--apply")
+    run.text("route", "split", "orders", "1", "--yes")
     ours, theirs = pty.openpty()
     with os.fdopen(ours, "rb", buffering=0) as screen, os.fdopen(theirs, "wb", buffering=0) as terminal:
         code = run_python(
@@ -268,14 +269,14 @@ def test_on_a_terminal_watching_is_live(world: World, run: Commands) -> None:
 def test_an_operator_who_is_stopped_while_planning_holds_the_topic_for_seconds_only(
     world: World, run: Commands, tmp_path: Path
 ) -> None:
-    command = ("mqlayer", "route", "split", "orders", "1", "--at", "100", "--apply")
+    command = ("mqlayer", "route", "split", "orders", "1", "--at", "100", "--yes")
     environment = world.environment("change.before_plan_commit=stop")
     said = tmp_path / "said"
     with said.open("wb") as output:
         stopped = start_python(*command, env=environment, stderr=output)
     try:
         wait_until(lambda: is_stopped(stopped), timeout_s=60, what="it stopped")
-        assert "is in force" in run.text("route", "split", "orders", "2", "--at", "600", "--apply")
+        assert "is in force" in run.text("route", "split", "orders", "2", "--at", "600", "--yes")
     finally:
         stopped.send_signal(signal.SIGCONT)
     assert stopped.wait(30) == 1
@@ -286,7 +287,7 @@ def test_an_operator_who_is_stopped_while_planning_holds_the_topic_for_seconds_o
 
 def test_two_operators_get_one_version_each_or_a_conflict(world: World, run: Commands) -> None:
     """Case 12."""
-    command = ["mqlayer", "route", "split", "orders", "--apply", "--if-version", "1", "--at"]
+    command = ["mqlayer", "route", "split", "orders", "--yes", "--if-version", "1", "--at"]
 
     def split(partition: int, at: int) -> subprocess.CompletedProcess[str]:
         return ask_python(*command, str(at), str(partition), env=world.environment())

@@ -13,6 +13,7 @@ import pytest
 
 from mqlayer.stack.processes import ProcessId, _started, children_of, is_running
 from tests.fixtures.appender import Appender
+from tests.fixtures.commands import Commands
 from tests.fixtures.forked_programs import Process, start_python
 from tests.fixtures.wait import wait_until
 
@@ -176,6 +177,34 @@ def test_no_process_outlives_a_killed_supervisor(consume: Command, orders: Appen
     began = children(process)
     process.kill()
     wait_until(lambda: not any(is_running(child) for child in began), timeout_s=20, what="the children ended")
+
+
+def test_a_changed_file_replaces_the_process_once_its_handlers_are_done(
+    consume: Command, orders: Appender, handled: Path, log: Path
+) -> None:
+    """A program that does not load is waited for; the process stops in order."""
+    program = handled.parent / "orders_program.py"
+    process = consume("--reload")
+    orders.send(numbered(0, 5))
+    wait_until(all_handled(handled, 0, 5), timeout_s=20, what="the first program")
+    program.write_text("this is no Python\n")
+    wait_until(lambda: "process_did_not_start" in log.read_text(), timeout_s=20, what="the broken program")
+    program.write_text(PROGRAM.replace("{body.decode()}", "new-{body.decode()}"))
+    orders.send(numbered(5, 10))
+    wait_until(
+        lambda: {f"new-{number}" for number in range(5, 10)} <= bodies(handled), timeout_s=20, what="the new one"
+    )
+    process.terminate()
+    assert process.wait(20) == 0, log.read_text()
+    assert "reloading" in log.read_text()
+    assert "process_died" not in log.read_text()
+    assert len(lines(handled)) == 10
+
+
+def test_reloading_without_its_package_names_it(monkeypatch: pytest.MonkeyPatch, logging_as_before: None) -> None:
+    monkeypatch.setitem(sys.modules, "watchfiles", None)
+    monkeypatch.setattr("mqlayer.cli.reload.find_spec", lambda name: None)
+    assert "pip install 'mqlayer[reload]'" in Commands().failure("consume", "x:app", "--reload")
 
 
 def test_a_second_signal_kills_what_does_not_stop(consume: Command, orders: Appender, handled: Path, log: Path) -> None:

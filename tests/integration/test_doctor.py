@@ -155,7 +155,13 @@ def test_of_a_well_installation_nothing_is_broken(
     }  # fmt: skip
     assert all(set(line) == {"check", "subject", "verdict", "seen", "fix"} for line in found)
     assert shown.exit_code == 0
-    assert len(shown.stdout.splitlines()) == len(found) + 1, "a line per finding, below the heads of the columns"
+    fine = sum(line["verdict"] == "ok" for line in found)
+    assert f"{len(found)} checks: {fine} fine" in shown.stdout
+    areas = re.findall(r"^  (\S+) +\d+ of (\d+) fine", shown.stdout, re.MULTILINE)
+    assert [name for name, _ in areas] == ["database", "broker", "nodes"]
+    assert sum(int(count) for _, count in areas) == len(found)
+    assert "ok: durability" not in shown.stdout
+    assert "\nok: durability, database: " in doctor.text("doctor", "--all")
 
 
 def test_the_exit_code_is_one_when_something_is_broken(doctor: Commands, node: RedisServer) -> None:

@@ -316,7 +316,7 @@ def test_the_command_asks_first(run: Commands, redis_url: str) -> None:
     run.text("node", "register", "n1", redis_url)
     run.text("topic", "create", "orders", "--partitions", "2")
     run.text("group", "create", "orders", "old")
-    assert "nothing was changed; --yes does this" in run.text("group", "retire", "orders", "old")
+    assert "nothing was changed: --yes does this" in run.text("group", "retire", "orders", "old")
     assert run.lines("group", "list")[0]["state"] == "live"
     assert run.text("group", "retire", "orders", "old", "--yes") == "group old of topic orders is retired\n"
     assert run.lines("group", "list")[0]["state"] == "retired"

@@ -355,7 +355,7 @@ def test_a_seek_that_is_killed_is_done_or_not_at_all(world: World, database: Dat
     member = ManualMember(database, world.key_prefix, "orders")
     member.consume_all()
     before = state(world)
-    words = ("group", "seek", "orders", "ledger", "--to", "earliest", "--apply")
+    words = ("group", "seek", "orders", "ledger", "--to", "earliest", "--yes")
     facts = {"MQLAYER_DSN": world.dsn, "MQLAYER_KEY_PREFIX": world.key_prefix}
     done = ask_python("mqlayer", *words, env=os.environ | facts | armed(f"{place}=kill"))
     assert done.returncode == -9, done.stderr
@@ -395,15 +395,15 @@ def test_the_command_prints_its_plan_and_applies_it(
         "seek of group ledger of topic orders; fenced effects that were applied are passed over",
         "  partition 1, LPs [0, 512): from offset 1",
         "  partition 2, LPs [512, 1024): from offset 1",
-        "nothing was changed; --apply does this",
+        "nothing was changed: --yes does this",
     ]
     assert member.consume_all() == 0
-    said = run.text(*words, "--replay", "--apply").splitlines()
+    said = run.text(*words, "--replay", "--yes").splitlines()
     assert said[0] == "seek of group ledger of topic orders; fenced effects are applied again"
     assert said[-1] == "group ledger of topic orders goes on from there"
     assert member.consume_all() == ROUND
     assert "no place to go" in run.failure("group", "seek", "orders", "ledger", "--to", "yesterday")
     assert "no time zone" in run.failure("group", "seek", "orders", "ledger", "--to", "2026-11-21T09:30:00")
-    assert "choose one" in run.failure(*words, "--plan", "--apply")
+    assert "choose one" in run.failure(*words, "--plan", "--yes")
     (row,) = world.rows("SELECT facts FROM mqlayer.audit WHERE act = 'group seek' AND object = 'orders/ledger'")
     assert row[0] == {"to": "earliest", "replay": True}

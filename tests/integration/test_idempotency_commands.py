@@ -64,13 +64,13 @@ def test_gaps_are_listed_and_passed_over(world: World, run: Commands) -> None:
     assert "waiting" in run.text("versions", "gaps")
     assert run.lines("versions", "gaps", "other") == []
     assert [row["version"] for row in run.lines("versions", "held", "sink", "order 7")] == [3, 4, 9]
-    said = run.text("versions", "set", "sink", "order 7", "2", "--reason", "never published")
+    said = run.text("versions", "set", "sink", "order 7", "2", "--reason", "never published", "--yes")
     assert said == "order 7 goes on with 3; 0 held events dropped\n"
     assert "released" in run.text("versions", "gaps")
-    said = run.text("versions", "set", "sink", "order 7", "8", "--reason", "lost as well", "--drop-held")
+    said = run.text("versions", "set", "sink", "order 7", "8", "--reason", "lost as well", "--drop-held", "--yes")
     assert said == "order 7 goes on with 9; 3 held events dropped\n"
     assert run.text("versions", "held", "sink", "order 7") == "nothing is held of it\n"
-    assert run.text("versions", "forget", "sink", "order 7", "--reason", "again") == (
+    assert run.text("versions", "forget", "sink", "order 7", "--reason", "again", "--yes") == (
         "order 7 is forgotten; 0 held events dropped\n"
     )
     rows = world.rows("SELECT facts->>'reason' FROM mqlayer.audit WHERE act = 'versions set' ORDER BY audit_id")

@@ -174,6 +174,17 @@ print("both")
     assert plain.tries(program).splitlines()[-1] == "both"
 
 
+def test_the_reload_extra_watches_files(plain: PlainEnvironment, built_wheel: Path) -> None:
+    plain.install("--constraint", LOCKS / "dev.lock", f"{built_wheel}[reload]")
+    program = """
+from pathlib import Path
+from mqlayer.cli.reload import changed_files
+with changed_files(Path.cwd()) as changed:
+    print(changed())
+"""
+    assert plain.tries(program).strip() == "False"
+
+
 def test_the_containers_extra_finds_an_engine_or_goes_on_without(plain: PlainEnvironment, built_wheel: Path) -> None:
     """Where an engine answers, a Redis is started in it; elsewhere the imports that this takes are tried."""
     plain.install("--constraint", LOCKS / "dev.lock", f"{built_wheel}[containers]")

@@ -176,7 +176,7 @@ def test_every_process_does_its_work_as_its_own_user_and_is_refused_nothing(site
 
     # What the worker does, and what operators do, beside each other.
     site.run(worker, "job", *JOB_TASKS)
-    site.type(operator, "route", "split", TOPIC, "1", "--at", "128", "--apply")
+    site.type(operator, "route", "split", TOPIC, "1", "--at", "128", "--yes")
     with psycopg.connect(database_dsn, autocommit=True) as connection:
         connection.execute("UPDATE mqlayer.job SET next_at = now()")
     site.run(worker, "job", "repair_routes", "trim", "archive", "clean_marks")
@@ -211,7 +211,7 @@ def test_a_viewer_looks_and_changes_nothing(site: Site) -> None:
         ("topic", "create", "others"), ("node", "rearm", "n1", "--former"),
         ("node", "set", "n1", "--url", site.server.url.replace("127.0.0.1", "localhost")),
         ("node", "register", "n2", site.server.url.replace("127.0.0.1", "localhost")),
-        ("route", "split", TOPIC, "1", "--at", "64", "--apply"),
+        ("route", "split", TOPIC, "1", "--at", "64", "--yes"),
     ):  # fmt: skip
         said = site.type(viewer, *words, code=1)
         assert "mqlayer node acl" in said, said

@@ -378,7 +378,7 @@ def test_a_redrive_that_is_killed_goes_on_and_gives_nothing_back_twice(failing: 
     numbers = list(range(50))
     failing.dead_letter(*(one for key in "abc" for one in numbered(failing, key, *numbers)))
     name, _, nth = place.partition("@")
-    done = command(failing, "dead", "redrive", "orders", "g", "--all", failpoint=f"{name}=kill@{nth or 1}")
+    done = command(failing, "dead", "redrive", "orders", "g", "--all", "--yes", failpoint=f"{name}=kill@{nth or 1}")
     assert done.returncode == -9, done.stderr
     (left,) = redrives(failing.stage.database)
     assert (left.state, left.sent, len(failing.parked())) == ("running", came, came)

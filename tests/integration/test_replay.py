@@ -489,11 +489,11 @@ def test_a_replay_that_is_killed_goes_on_and_gives_nothing_twice(
     stage.send_numbers(3, 100)
     scene.settle()
     name, _, nth = place.partition("@")
-    done = command(stage, "replay", "start", "orders", "g", "--all", failpoint=f"{name}=kill@{nth or 1}")
+    done = command(stage, "replay", "start", "orders", "g", "--all", "--yes", failpoint=f"{name}=kill@{nth or 1}")
     assert done.returncode == -9, done.stderr
     left = replays(stage.database)
     assert [(one.state, one.sent) for one in left] == ([] if state is None else [(state, came)])
-    again = ("resume", str(left[0].replay_id)) if left else ("start", "orders", "g", "--all")
+    again = ("resume", str(left[0].replay_id)) if left else ("start", "orders", "g", "--all", "--yes")
     over = command(stage, "replay", *again, "--json")
     assert over.returncode == 0, over.stderr
     for key in ("key-0", "key-1", "key-2"):

@@ -401,7 +401,7 @@ def test_commands(archived: ArchivedTopics, run: Commands, monkeypatch: pytest.M
     spoiled = run("snapshot", "show", "s", "--verify")
     assert spoiled.exit_code == 1
     assert "0 records of 0 seqs where there must be 1" in spoiled.stderr
-    assert "s is dropped" in run.text("snapshot", "drop", "s")
+    assert "s is dropped" in run.text("snapshot", "drop", "s", "--yes")
     assert "unknown snapshot" in run.failure("snapshot", "show", "s")
 
 

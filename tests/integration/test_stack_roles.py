@@ -188,7 +188,7 @@ def test_commands_that_change_schemas_or_rights_run_as_the_owner_in_the_stacks_f
             monkeypatch.setenv(name, value)
         assert "nothing to do" in command("migrate")
         command("grant", "publish", "mqlayer_viewer", "--topic", "orders")
-        assert "mqlayer_viewer  publish  orders" in command("grants")
+        assert ["mqlayer_viewer", "publish", "orders"] in map(str.split, command("grants").splitlines())
         command("revoke", "publish", "mqlayer_viewer")
 
 

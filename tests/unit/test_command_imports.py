@@ -54,7 +54,7 @@ PARTS: Final[dict[str, set[str]]] = {
     "analytics": {"archive"},
     "doctor": {"doctor", *JOBS},
     "nodes": {"groups", "routes"},
-    "topics": {"archive", "groups"},
+    "topics": {"archive", "inspect", *FAILURES},
     "routes": {"groups", "routes"},
     "groups": {"inspect", *FAILURES},
     "keys": {"inspect", *FAILURES},
@@ -116,7 +116,7 @@ def test_what_lists_commands_loads_none_of_them(loaded: dict[str, set[str]], wor
     found = loaded[words]
     assert packages(found) & (NEVER | HEAVY) <= allowed
     assert {name for name in found if name.startswith("mqlayer.cli.")} == {
-        f"mqlayer.cli.{name}" for name in ("commands", "errors", "logs", "main", "output")
+        f"mqlayer.cli.{name}" for name in ("commands", "errors", "logs", "main", "output", "panels")
     }
 
 

@@ -11,7 +11,9 @@ from typing import Any, Final
 
 import pytest
 
+from mqlayer.cli.commands import COMMANDS as TOP
 from mqlayer.cli.option_rules import Excludes, Needs, Rule, option_name, rules_of
+from mqlayer.cli.panels import CHANGE, PANELS, REPAIR
 from tests.fixtures.command_tree import commands, typed
 from tests.fixtures.commands import Commands
 
@@ -20,41 +22,43 @@ OPTIONS: Final[dict[str, str]] = {
     "up": "--directory --nodes --servers-only --json",
     "down": "--directory --erase",
     "status": "--directory --json",
-    "consume": "APPLICATION --processes --concurrency",
+    "consume": "APPLICATION --processes --concurrency --reload",
     "asyncapi": "APPLICATION --output --title --app-version --nodes",
-    "debug": "TOPIC KEY --handler --group --last --break-before --pdb --yes",
+    "debug": "TOPIC KEY --handler --group --last --break-before --pdb --plan --yes",
     "migrate": "--sql --schema --owner",
     "grant": "RIGHT ROLE --topic --group --password-file --sql",
     "revoke": "RIGHT ROLE --topic --group --sql",
-    "grants": "",
+    "grants": "--json",
     "relay": "--once",
     "trim": "TOPIC",
     "analytics": "JOB --snapshot --topic --out --html --partitions --split-report --method --conf --json",
-    "doctor": "--json",
+    "doctor": "--all --json",
     "verify": "TOPIC --deep --json",
     "node register": "NAME URL",
     "node list": "--json",
     "node rearm": "NAME --empty --accept-loss --former",
     "node acl": "ROLES --user --password-file --password-stdin --acl-file --redis --check",
     "node set": "NAME --url --empty --accept-loss --former",
-    "node lost": "NAME --yes",
+    "node lost": "NAME --plan --yes",
     "topic create": "NAME --partitions --strategy --body-limit --backlog-limit --archived",
     "topic schema": "TOPIC --version --all --diff --store --json",
     "topic set": "NAME --archived --body-limit --backlog-limit --retention --schema-mode",
     "topic pause": "NAME --wait",
     "topic resume": "NAME",
     "topic list": "--json",
+    "topic show": "NAME --json",
     "publish": "TOPIC --key --body --file --lines --header --tag --dedup-id",
     "peek": "TOPIC --key --partition --offset --since --limit --json",
     "tail": "TOPIC --key --partition --offset --since --json",
-    "route split": "TOPIC PARTITION --at --from-report --to --measure --if-version --plan --apply --watch --timeout",
-    "route merge": "TOPIC PARTITIONS --to --if-version --plan --apply --watch --timeout",
-    "route move": "TOPIC PARTITION --to --unreachable --accept-loss --if-version --plan --apply --watch --timeout",
+    "message show": "MESSAGE --topic --raw --json",
+    "route split": "TOPIC PARTITION --at --from-report --to --measure --if-version --plan --yes --watch --timeout",
+    "route merge": "TOPIC PARTITIONS --to --if-version --plan --yes --watch --timeout",
+    "route move": "TOPIC PARTITION --to --unreachable --accept-loss --if-version --plan --yes --watch --timeout",
     "route show": "TOPIC --version --json",
     "route history": "TOPIC --json",
     "route watch": "TOPIC --timeout",
     "route repair": "TOPIC --unreachable --accept-loss",
-    "route reopen": "TOPIC --yes",
+    "route reopen": "TOPIC --plan --yes",
     "route drop": "TOPIC",
     "group set":
         "TOPIC GROUP --backoff --jitter --attempts --policy --non-retryable --retryable --time-limit --max-time-limit "
@@ -64,13 +68,13 @@ OPTIONS: Final[dict[str, str]] = {
     "group pause": "TOPIC GROUP --partition --wait",
     "group resume": "TOPIC GROUP --partition",
     "group evict": "TOPIC GROUP MEMBER",
-    "group retire": "TOPIC GROUP --yes --drop-parked",
+    "group retire": "TOPIC GROUP --drop-parked --plan --yes",
     "group create": "TOPIC GROUP --start --from-archive",
     "group list": "TOPIC --json",
     "group show": "TOPIC GROUP --json",
     "group members": "TOPIC GROUP --json",
     "group lag": "TOPIC GROUP --json",
-    "group seek": "TOPIC GROUP --to --replay --plan --apply",
+    "group seek": "TOPIC GROUP --to --replay --plan --yes",
     "key explain": "TOPIC KEY --group --json",
     "key skip-head": "TOPIC GROUP KEY --reason --message",
     "key pause": "TOPIC KEY --group",
@@ -83,14 +87,14 @@ OPTIONS: Final[dict[str, str]] = {
     "dead list": "TOPIC GROUP --key --cause --error --since --until --redriven --limit --after --json",
     "dead show": "MESSAGE --topic --group --raw --json",
     "dead redrive":
-        "TOPIC GROUP --message --key --cause --error --since --until --all --rate --plan --background --resume "
+        "TOPIC GROUP --message --key --cause --error --since --until --all --rate --plan --yes --background --resume "
         "--json",
     "dead redrives": "TOPIC GROUP --limit --after --json",
     "dead results": "REDRIVE_ID --limit --after --json",
     "dead cancel": "REDRIVE_ID",
     "dead discard": "MESSAGE --reason --topic --group",
     "replay start":
-        "TOPIC GROUP --key --tag --since --until --snapshot --all --newer --rate --plan --background --json",
+        "TOPIC GROUP --key --tag --since --until --snapshot --all --newer --rate --plan --yes --background --json",
     "replay resume": "REPLAY_ID --json",
     "replay list": "TOPIC GROUP --limit --after --json",
     "replay show": "REPLAY_ID --json",
@@ -98,29 +102,29 @@ OPTIONS: Final[dict[str, str]] = {
     "replay cancel": "REPLAY_ID",
     "outbox rotate": "",
     "outbox recover": "--unproven --anew",
-    "outbox adopt": "--yes",
-    "outbox renew": "--yes",
+    "outbox adopt": "--plan --yes",
+    "outbox renew": "--plan --yes",
     "outbox quarantine list": "--json",
     "outbox quarantine retry": "TOPIC LP",
-    "outbox quarantine discard": "NUMBER --yes",
+    "outbox quarantine discard": "NUMBER --plan --yes",
     "outbox delayed list": "TOPIC --limit --json",
     "outbox delayed cancel": "DELAYED_ID",
     "inbox stats": "--json",
     "inbox show": "TOPIC GROUP MESSAGE --name --json",
     "versions gaps": "NAME --limit --json",
     "versions held": "NAME ENTITY --json",
-    "versions set": "NAME ENTITY VERSION --reason --drop-held",
-    "versions forget": "NAME ENTITY --reason",
+    "versions set": "NAME ENTITY VERSION --reason --drop-held --plan --yes",
+    "versions forget": "NAME ENTITY --reason --plan --yes",
     "archive run": "TOPIC --once",
     "archive status": "TOPIC --json",
     "archive gaps": "TOPIC --waiting --json",
     "archive accept-gap": "TOPIC --reason --partition",
-    "archive retain": "--older-than --json",
+    "archive retain": "--older-than --plan --yes --json",
     "snapshot create": "NAME --topic --at",
     "snapshot list": "--json",
     "snapshot show": "NAME --verify --json",
     "snapshot export": "NAME --to --jobs",
-    "snapshot drop": "NAME",
+    "snapshot drop": "NAME --plan --yes",
 }  # fmt: skip
 """Arguments in capitals. Written again after going through the pairs of what is new."""
 
@@ -133,6 +137,26 @@ BY_VALUE: Final = {
 }  # fmt: skip
 """Pairs that clash with some values only, which the command or the library refuses."""
 
+SMALL: Final = {
+    **dict.fromkeys(("dead discard", "key skip-head", "parked discard"), "wants a reason, and keeps the message"),
+    "archive accept-gap": "wants a reason, and drops nothing",
+    **dict.fromkeys(("dead cancel", "replay cancel", "route drop"), "what was done stays, and it can be started again"),
+    **dict.fromkeys(("node rearm", "node set", "outbox recover", "route repair"), "loses nothing without an option"),
+    **dict.fromkeys(("outbox rotate", "trim"), "drops what nobody needs, as the worker does"),
+    **dict.fromkeys(("grant", "revoke"), "undone by the other"),
+    **dict.fromkeys(("group pause", "key pause", "topic pause"), "undone by resume"),
+    **dict.fromkeys(("group resume", "key resume", "topic resume"), "undone by pause"),
+    **dict.fromkeys(("group set", "topic set"), "undone by setting it again"),
+    "group evict": "one member, whose partitions go to others",
+    "outbox delayed cancel": "one message, named by its number",
+    "outbox quarantine retry": "what can't be sent stays as it was",
+    "parked release": "sends what would be sent anyway",
+    "replay resume": "goes on with what was planned",
+    "snapshot create": "adds something; dropped by drop",
+    "topic schema": "adds a version; the topic's mode refuses what breaks readers",
+}  # fmt: skip
+"""Commands that change something at once, and why none of them needs a plan."""
+
 COMMANDS: Final = {" ".join(words): command for words, command in commands()}
 RULES: Final = [(name, rule) for name, command in COMMANDS.items() for rule in rules_of(command.callback)]
 
@@ -144,6 +168,26 @@ def options_of(name: str) -> list[str]:
 def test_every_option_of_every_command_was_gone_through() -> None:
     """A new one: look at each pair with it, add rules where one of the two would be ignored, then its name above."""
     assert {name: " ".join(options_of(name)) for name in COMMANDS} == OPTIONS
+
+
+def panel_of(name: str) -> str:
+    return str(TOP[name].panel if " " not in name else COMMANDS[name].rich_help_panel)
+
+
+def test_every_command_is_in_a_panel_of_the_help() -> None:
+    assert {panel_of(name) for name in COMMANDS} == set(PANELS)
+
+
+def test_what_changes_or_repairs_plans_first_or_is_small() -> None:
+    """One rule: what is large or destroys has --plan, which is the default, and --yes; nothing else has either."""
+    changing = {name for name in COMMANDS if panel_of(name) in {CHANGE, REPAIR}}
+    planning = {name for name in COMMANDS if {"--plan", "--yes"} & set(options_of(name))}
+    for name in planning:
+        assert {"--plan", "--yes"} <= set(options_of(name)), name
+        assert Excludes("--plan", "--yes", "--plan changes nothing, --yes does it") in rules_of(COMMANDS[name].callback)
+        assert not {option_name(one): one.default for one in COMMANDS[name].params}["--yes"], name
+    assert (planning & SMALL.keys(), planning - changing) == (set(), set())
+    assert changing == planning | SMALL.keys()
 
 
 def test_rules_and_exceptions_name_options_that_are_there() -> None:

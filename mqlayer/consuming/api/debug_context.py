@@ -90,7 +90,9 @@ def is_refused_commit(error: BaseException) -> bool:
     """Whether an exception comes from the commit that the database refused."""
     seen: BaseException | None = error
     while seen is not None:
-        if isinstance(seen, psycopg.errors.UniqueViolation) and seen.diag.constraint_name == CONSTRAINT:
+        of_psycopg = seen.diag.constraint_name if isinstance(seen, psycopg.errors.UniqueViolation) else None
+        # asyncpg's error has the name itself.
+        if CONSTRAINT in (of_psycopg, getattr(seen, "constraint_name", None)):
             return True
         seen = seen.__cause__ or seen.__context__
     return False
