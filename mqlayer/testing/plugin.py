@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 try:
     import pytest
@@ -24,6 +25,12 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
     hook = getattr(early_config.pluginmanager, "rewrite_hook", None)
     getattr(hook, "_must_rewrite", set()).discard("mqlayer")
     getattr(hook, "_marked_for_rewrite_cache", {}).clear()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add `--mqlayer`."""
+    says = "where applications of the fixture mqlayer_engine run: in memory, or on the servers of mqlayer_stack"
+    parser.getgroup("mqlayer").addoption("--mqlayer", choices=("memory", "real"), default="memory", help=says)
 
 
 @pytest.fixture(scope="session")
@@ -52,3 +59,13 @@ def mqlayer_stack(mqlayer_servers: TestServers, monkeypatch: pytest.MonkeyPatch)
         for name, value in stack.env.items():
             monkeypatch.setenv(name, value)
         yield stack
+
+
+@pytest.fixture
+def mqlayer_engine(request: pytest.FixtureRequest) -> Callable[..., Any]:
+    """`engine_for` on what `--mqlayer` says: `with mqlayer_engine(app, topics=[…]) as engine:`."""
+    from mqlayer.testing.real import engine_for
+
+    kind = request.config.getoption("--mqlayer")
+    settings = request.getfixturevalue("mqlayer_stack").settings if kind == "real" else None
+    return partial(engine_for, kind=kind, settings=settings)

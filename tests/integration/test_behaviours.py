@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import pytest
@@ -105,6 +105,11 @@ def handle(body: Work, ctx: Context) -> None:
         raise ValueError("as the message says")
 
 
+def seen_of_key(ctx: Context) -> list[tuple[str, int]]:
+    """Return the notes on a message's key: what a handler depends on."""
+    return world.seen[ctx.key]
+
+
 def application() -> mqlayer.App:
     """Return an application with a group of each kind."""
     app = mqlayer.App()
@@ -114,8 +119,8 @@ def application() -> mqlayer.App:
         )
 
     @app.consumer(tagged, group="g", tag_filter=mqlayer.any_of("eu"), options=QUICK)
-    def filtered(body: str, ctx: Context) -> None:
-        world.seen[ctx.key].append((body, ctx.attempt))
+    def filtered(body: str, ctx: Context, seen: Annotated[list[Any], mqlayer.Depends(seen_of_key)]) -> None:
+        seen.append((body, ctx.attempt))
 
     @app.consumer(loose, group="g", batch=BatchOf("distinct"), backoff_s=BACKOFF_S, options=QUICK)
     def distinct(bodies: list[str], batch: Batch[str]) -> None:
@@ -305,6 +310,12 @@ def test_a_tag_filter_leaves_other_messages_out(engine: Engine) -> None:
     engine.publish(tagged, "four", key="tags", tags=("eu", "us"))
     engine.run()
     assert names("tags") == ["one", "four"]
+
+
+def test_a_handler_gets_what_it_depends_on(engine: Engine) -> None:
+    engine.publish(tagged, "mine", key="depends", tags=["eu"])
+    engine.run()
+    assert world.seen["depends"] == [("mine", 1)]
 
 
 def test_a_dedup_id_is_stored_once(engine: Engine) -> None:

@@ -22,7 +22,9 @@ pytestmark = pytest.mark.world(partitions=0)
 
 MODULE: Final = """
 import os
+from typing import Annotated
 import psycopg
+from psycopg_pool import ConnectionPool
 import mqlayer
 
 app = mqlayer.App()
@@ -46,6 +48,15 @@ async def abook(body: bytes, ctx: mqlayer.Context) -> None:
 def in_block(body: bytes, ctx: mqlayer.Context) -> None:
     with psycopg.connect(os.environ["MQLAYER_TEST_OWNER"], autocommit=True) as connection, connection.transaction():
         ctx.inbox(connection)
+        connection.execute("INSERT INTO ledger VALUES (%s)", [body.decode()])
+
+def owner():
+    with ConnectionPool(os.environ["MQLAYER_TEST_OWNER"], min_size=1, open=True) as pool:
+        yield pool
+
+def depends(body: bytes, ctx: mqlayer.Context, lent: Annotated[ConnectionPool, mqlayer.Depends(owner)]) -> None:
+    with lent.connection() as connection:
+        ctx.fence(connection)
         connection.execute("INSERT INTO ledger VALUES (%s)", [body.decode()])
 
 def fails(body: bytes) -> None:
@@ -105,12 +116,14 @@ def test_a_handler_gets_a_keys_messages_in_order_and_nothing_commits(debugged: s
     assert before == after
 
 
-def test_an_async_handler_of_no_group_is_rolled_back_too(debugged: str, world: World) -> None:
+def test_async_handlers_blocks_and_what_handlers_depend_on_are_rolled_back_too(debugged: str, world: World) -> None:
     said = Commands().text("debug", "orders", "key-0", "--handler", "debugged:abook", "--last", "1", "--yes")
     assert "1 message of key" in said
     assert "handled, rolled back" in said
     said = Commands().text("debug", "orders", "key-0", "--handler", "debugged:in_block", "--yes")
     assert said.count("handled up to its commit, rolled back") == 3
+    said = Commands().text("debug", "orders", "key-0", "--handler", "debugged:depends", "--yes")
+    assert said.count("handled, rolled back") == 3
     assert world.rows("SELECT * FROM ledger") == []
 
 

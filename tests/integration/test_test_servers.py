@@ -32,6 +32,16 @@ def test_waits(mqlayer_stack):
     Path("names").write_text(f"{mqlayer_stack.servers.directory} {mqlayer_stack.dsn}")
     time.sleep(600)
 """
+ENGINE: Final = """
+from ledger import Order, app
+from mqlayer.testing import RealApp
+
+def test_an_engine_runs_where_the_option_says(mqlayer_engine):
+    with mqlayer_engine(app) as engine:
+        engine.publish("orders", b'{"amount": 10}', key="ann")
+        assert len(engine.run().handled("orders")) == 1
+        assert isinstance(engine, RealApp)
+"""
 
 
 def suite(directory: Path, program: str = "") -> list[str]:
@@ -60,9 +70,10 @@ def databases(server: Postgres) -> list[Any]:
 def test_the_suite_of_the_page_passes_under_xdist_and_leaves_nothing(postgres_server: Postgres, tmp_path: Path) -> None:
     """A database and a prefix per test, on a Postgres that is given, with nodes of each worker's own."""
     given = without_addresses(MQLAYER_DSN=postgres_server.dsn("postgres"))
-    command = [*suite(tmp_path), "-n", "2"]
+    (tmp_path / "test_engine.py").write_text(ENGINE)
+    command = [*suite(tmp_path), "test_engine.py", "--mqlayer=real", "-n", "2"]
     done = subprocess.run(command, cwd=tmp_path, env=given, capture_output=True, text=True, timeout=100, check=False)
-    assert "7 passed" in done.stdout, done.stdout + done.stderr
+    assert "8 passed" in done.stdout, done.stdout + done.stderr
     assert databases(postgres_server) == []
 
 
