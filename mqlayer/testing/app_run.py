@@ -182,6 +182,8 @@ class AppRun:
         life.app.start()
 
     def _watched(self, consumer: Consumer, life: Life) -> Consumer:
+        # A fault strikes when a fenced session has committed.
+        consumer = consumer.bound()
         watched = self._watched_async(consumer, life) if consumer.is_async else self._watched_plain(consumer, life)
         decode = consumer.decode if consumer.decode is AS_IS else self._noting(consumer.decode)
         return replace(consumer, handler=watched, decode=decode)

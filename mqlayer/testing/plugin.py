@@ -63,7 +63,7 @@ def mqlayer_stack(mqlayer_servers: TestServers, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.fixture
 def mqlayer_engine(request: pytest.FixtureRequest) -> Callable[..., Any]:
-    """`engine_for` on what `--mqlayer` says: `with mqlayer_engine(app, topics=[…]) as engine:`."""
+    """A function as `engine_for`, of the kind that `--mqlayer` says: give it an App, and `topics=`."""
     from mqlayer.testing.real import engine_for
 
     kind = request.config.getoption("--mqlayer")

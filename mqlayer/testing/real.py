@@ -268,6 +268,8 @@ class Observed:
             call = _batch_call(consumer.handler, bodies=shape.bodies, batch=shape.batch)
             observed = self._observed(consumer, call, _messages_of_batch)
             return replace(consumer, handler=observed, batch=(options, shape._replace(bodies=False, batch=False)))
+        # Handled is what has committed: at the end of a fenced session.
+        consumer = consumer.bound()
         call = consumer.handler if consumer.with_context else _without_context(consumer.handler)
         observed = self._observed(consumer, _refusing(call), lambda facts: [_delivered(facts[1])])
         # A body that does not fit is observed with its message, so the handler raises it.
@@ -286,18 +288,18 @@ class Observed:
             for message, attempt in messages(facts)[:1]:
                 self.failures.append(Failure(consumer.topic, consumer.group, message, error, attempt))
 
-        def handle(*facts: Any, **made: Any) -> Any:
+        def handle(*facts: Any) -> Any:
             try:
-                answer = call(*facts, **made)
+                answer = call(*facts)
             except BaseException as error:
                 note(facts, error)
                 raise
             note(facts, None)
             return answer
 
-        async def ahandle(*facts: Any, **made: Any) -> Any:
+        async def ahandle(*facts: Any) -> Any:
             try:
-                answer = await call(*facts, **made)
+                answer = await call(*facts)
             except BaseException as error:
                 note(facts, error)
                 raise
@@ -344,10 +346,10 @@ def _decoded(decode: Decode, body: bytes) -> Any:
 
 
 def _refusing(handler: Callable[..., Any]) -> Callable[..., Any]:
-    def call(body: Any, ctx: Context, **made: Any) -> Any:
+    def call(body: Any, ctx: Context) -> Any:
         if isinstance(body, Misfit):
             raise body.error
-        return handler(body, ctx, **made)
+        return handler(body, ctx)
 
     return call
 

@@ -85,6 +85,13 @@ class Consumer:
     typed: TypedBodies[Any] | None = None
     dependencies: Dependencies = NO_DEPENDENCIES
 
+    def bound(self) -> Consumer:
+        """Return a consumer whose handler makes itself what it depends on, and is over when that has ended."""
+        if not self.dependencies.by_name:
+            return self
+        call = self.dependencies.acall if self.is_async else self.dependencies.call
+        return replace(self, handler=partial(call, self.handler), dependencies=NO_DEPENDENCIES)
+
 
 class App:
     """The consumers of an application in this process."""
@@ -426,11 +433,8 @@ def call_of(consumer: Consumer, group: Group) -> Handle | BatchHandler:
 
 
 def _handle(consumer: Consumer, group: Group) -> Callable[[OwnedPartition, Record], Any]:
-    handler, decode = consumer.handler, consumer.decode
+    handler, decode = consumer.bound().handler, consumer.decode
     context = partial(Context, consumer.topic, consumer.group, group.group_id)
-    if consumer.dependencies.by_name:
-        call = consumer.dependencies.acall if consumer.is_async else consumer.dependencies.call
-        return lambda owned, record: call(handler, decode(record.body), context(owned, record))
     if consumer.with_context:
         return lambda owned, record: handler(decode(record.body), context(owned, record))
     if consumer.body_type is bytes and consumer.decode is AS_IS:
