@@ -82,7 +82,7 @@ def exercise(
     trial = _Trial(handler, stack, effects, reset, options)
     runs = {}
     for fault in (name for name in faults if name not in left_out):
-        search = _Search(trial, fault, [*messages])
+        search = _EffectSearch(trial, fault, [*messages])
         search.tell_apart(range(1, len(messages) + 1))
         if search.shortest is None and examples > 1:
             # Hypothesis tries the empty list first.
@@ -94,7 +94,7 @@ def exercise(
     return ExerciseReport(runs, left_out)
 
 
-class _Search:
+class _EffectSearch:
     """Looks for the shortest list that tells a fault apart."""
 
     def __init__(self, trial: _Trial, fault: str, messages: list[KeyedBody]) -> None:
@@ -206,7 +206,7 @@ def _rows(stack: TestStack, statement: str) -> list[tuple[Any, ...]]:
     return rows if "order by" in statement.lower() else sorted(rows, key=repr)
 
 
-def _hypothesis() -> Callable[[_Search, int, int], None]:
+def _hypothesis() -> Callable[[_EffectSearch, int, int], None]:
     """Return a function that has Hypothesis try cases, and shrink one that differs."""
     try:
         from hypothesis import HealthCheck, Phase, settings
@@ -216,7 +216,7 @@ def _hypothesis() -> Callable[[_Search, int, int], None]:
     except ModuleNotFoundError as error:
         raise ImportError("exercise needs Hypothesis: pip install 'mqlayer[testing]'") from error
 
-    def find(search: _Search, count: int, examples: int) -> None:
+    def find(search: _EffectSearch, count: int, examples: int) -> None:
         cases = st.tuples(st.integers(1, count), st.tuples(*[st.booleans()] * count))
         limits = settings(
             max_examples=examples, deadline=None, database=None, derandomize=True,
