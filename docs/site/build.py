@@ -214,7 +214,7 @@ def api_pages() -> dict[str, tuple[str, list[str]]]:
     for row in list(ROW.finditer(modules))[1:]:
         module = row["first"].strip("`")
         names = [f"{module}.{name}" for name in NAMES.findall(row["rest"]) if name.islower() or name[0].isupper()]
-        pages[f"{PYTHON}/{module.replace('.', '_')}.md"] = (module, names)
+        pages[f"{PYTHON}/{module.replace('.', '_')}.md"] = (module, names or [module])
     return pages
 
 

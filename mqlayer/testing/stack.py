@@ -16,6 +16,7 @@ from mqlayer import outbox
 from mqlayer.consuming.api.app import App
 from mqlayer.domain.codecs import TypedBodies
 from mqlayer.domain.routing import Route
+from mqlayer.env_file import PREFIX
 from mqlayer.errors import NotFound
 from mqlayer.groups.group import Group, ensure_group, settings_of
 from mqlayer.inspect.group_status import GroupStatus, group_statuses
@@ -23,7 +24,7 @@ from mqlayer.postgres.queries import query
 from mqlayer.relay import Relay, RelayLimits
 from mqlayer.runtime.route_cache import RouteCache, load_route
 from mqlayer.runtime.runtime import Runtime, open_runtime
-from mqlayer.settings import PREFIX, Settings
+from mqlayer.settings import Settings
 from mqlayer.testing.app_run import AppRun
 from mqlayer.testing.faults import Faults
 from mqlayer.testing.servers import TestServers
