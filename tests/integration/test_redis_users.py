@@ -170,7 +170,7 @@ def test_every_process_does_its_work_as_its_own_user_and_is_refused_nothing(site
         ("key", "explain", TOPIC, "k1", "--group", "ordered"), ("archive", "status"), ("node", "list"),
     ):  # fmt: skip
         site.type(viewer, *words)
-    said = site.type(viewer, "doctor", code=1)
+    said = site.type(viewer, "doctor", "--all", code=1)
     assert "may do all that it needs" in said
     assert site.refusals() == set()
 
