@@ -1,6 +1,7 @@
 """Claims of periodic jobs: one row per job, so that several schedulers do no harm.
 
-A claim guards nothing: a worker stopped after its claim may run beside the next. `JOBS` names each job's fence.
+A claim guards nothing: a worker stopped after its claim may run beside the next. `PERIODIC_JOBS` names each
+job's fence.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from mqlayer.maintenance.jobs import JOBS, PeriodicJob
+from mqlayer.maintenance.jobs import PERIODIC_JOBS, PeriodicJob
 from mqlayer.workers.app import app
 from mqlayer.workers.connections import runtime
 from mqlayer.workers.job_claims import claimed
@@ -22,5 +22,5 @@ def _task(job: PeriodicJob) -> Any:
     return app.task(name=task_name(job))(run)
 
 
-TASKS: Final[Mapping[str, Any]] = {job.name: _task(job) for job in JOBS}
+TASKS: Final[Mapping[str, Any]] = {job.name: _task(job) for job in PERIODIC_JOBS}
 """By the job's name."""

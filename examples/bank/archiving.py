@@ -49,9 +49,9 @@ def audit(control_dsn: str, note: Callable[[str], None]) -> str | None:
         note(f"the order audit is left out: {missing}")
         return None
     from mqlayer.spark.jobs.job import JobParams
-    from mqlayer.spark.jobs.runner import JOBS, borrowed_session, tables_of
+    from mqlayer.spark.jobs.runner import SPARK_JOBS, borrowed_session, tables_of
 
     note("auditing the order of the archive with Spark")
     with borrowed_session("mqlayer bank", **SMALL) as spark:
-        found = JOBS["audit"](tables_of(spark, SNAPSHOT, dsn=control_dsn), JobParams())
+        found = SPARK_JOBS["audit"](tables_of(spark, SNAPSHOT, dsn=control_dsn), JobParams())
     return str(found.facts["verdict"])

@@ -2,13 +2,13 @@
 
 from mqlayer.maintenance.fence_cleanup import clean_fence
 from mqlayer.maintenance.inbox_cleanup import clean_inbox
-from mqlayer.maintenance.jobs import JOBS, PeriodicJob
+from mqlayer.maintenance.jobs import PERIODIC_JOBS, PeriodicJob
 from mqlayer.maintenance.late_jobs import LateJob, late_jobs
 from mqlayer.maintenance.marks_cleanup import drop_closed_marks
 from mqlayer.maintenance.trim import TrimReport, trim_pass
 
 __all__ = [
-    "JOBS",
+    "PERIODIC_JOBS",
     "LateJob",
     "PeriodicJob",
     "TrimReport",

@@ -1,4 +1,4 @@
-"""The periodic jobs. Workers make their tasks and the schedule from `JOBS`; the doctor reports late ones.
+"""The periodic jobs. Workers make their tasks and the schedule from `PERIODIC_JOBS`; the doctor reports late ones.
 
 A run must be idempotent and safe beside another one: a worker that was stopped after its claim may run beside the next.
 Each row names what fences its changes.
@@ -139,7 +139,7 @@ def _retire_groups(runtime: Runtime, _: float) -> None:
     forget_instances(runtime.control)
 
 
-JOBS: Final = (
+PERIODIC_JOBS: Final = (
     PeriodicJob("relay", 10, _relay, "the chain; LP sets by lease"),
     PeriodicJob("trim", 10, _trim, "each group's position, in the trimming script"),
     PeriodicJob("rotate_outbox", 60, _rotate_outbox, "the slot's exclusive lock"),

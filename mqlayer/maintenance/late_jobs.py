@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Final
 
-from mqlayer.maintenance.jobs import JOBS
+from mqlayer.maintenance.jobs import PERIODIC_JOBS
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.queries import query
 
 LATE_FACTS: Final[dict[str, list[str] | list[float]]] = {
-    "names": [job.name for job in JOBS],
-    "every_s": [float(job.every_s) for job in JOBS],
-    "late_after_s": [float(job.late_after_s) for job in JOBS],
+    "names": [job.name for job in PERIODIC_JOBS],
+    "every_s": [float(job.every_s) for job in PERIODIC_JOBS],
+    "late_after_s": [float(job.late_after_s) for job in PERIODIC_JOBS],
 }
 
 

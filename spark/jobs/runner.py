@@ -29,7 +29,7 @@ from mqlayer.spark.snapshot_reader import read_snapshot
 
 JobFunction = Callable[[SnapshotTables, JobParams], JobResult]
 
-JOBS: Final[Mapping[str, JobFunction]] = {
+SPARK_JOBS: Final[Mapping[str, JobFunction]] = {
     "audit": audit.run,
     "latency": latency.run,
     "skew": skew.run,
@@ -50,9 +50,9 @@ LOCAL: Final = {
 def names_of(job: str) -> list[str]:
     """Return the jobs of a name or `all`. Raises InvalidInput."""
     if job == ALL:
-        return list(JOBS)
-    if job not in JOBS:
-        raise InvalidInput(f"no job {job!r}: choose {', '.join(JOBS)} or {ALL}")
+        return list(SPARK_JOBS)
+    if job not in SPARK_JOBS:
+        raise InvalidInput(f"no job {job!r}: choose {', '.join(SPARK_JOBS)} or {ALL}")
     return [job]
 
 
@@ -104,7 +104,7 @@ def running(
 ) -> Iterator[Iterator[JobResult]]:
     """Run jobs as results are taken; several share one read."""
     kept = tables.records.persist(StorageLevel.MEMORY_AND_DISK) if len(jobs) > 1 else None
-    each = (JOBS[job](tables, params or JobParams()) for job in jobs)
+    each = (SPARK_JOBS[job](tables, params or JobParams()) for job in jobs)
     try:
         yield each
     finally:

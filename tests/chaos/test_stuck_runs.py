@@ -13,6 +13,7 @@ from pydantic import SecretStr
 from mqlayer.domain.routing import lp_of
 from mqlayer.postgres.database import Database
 from mqlayer.redis.keys import partition_keys
+from mqlayer.relay import relay_once
 from mqlayer.runtime.route_cache import load_route
 from mqlayer.settings import Settings
 from tests.chaos.actors import GROUP, INTO_SINK, MIRROR, SINK, TOPIC
@@ -64,6 +65,21 @@ def test_it_says_which_lps_have_no_effect_and_which_partitions_nobody_consumes(
     assert list(scene.unowned()) == [f"group {GROUP} has nobody for partition 2 (open, on n0)"]
     redis.Redis.from_url(scene.nodes[0].url).hset(partition_keys(scene.prefix, 2).meta, "next", "5")
     assert f"group {MIRROR} is at 0 of 5 in partition 2" in list(scene.unsettled())
+
+
+def test_a_run_is_not_settled_while_a_partition_lacks_what_its_node_lost(
+    scene: Scene, connection: psycopg.Connection
+) -> None:
+    """One group has handled it; the other one will, once a relay has sent it again."""
+    lp = lp_of(b"a")
+    partition = range_of(load_route(scene.database, TOPIC), lp).partition
+    for _ in range(2):
+        connection.execute("SELECT mqlayer_app.publish_v1(%s, 'a', '')", (TOPIC,))
+    assert relay_once(scene.settings) == 2
+    assert list(scene.not_stored()) == []
+    redis.Redis.from_url(scene.nodes[0].url).hset(partition_keys(scene.prefix, partition).marks, f"1:{lp}", "1")
+    assert list(scene.not_stored()) == [f"partition {partition} lacks messages of LPs [{lp}]"]
+    assert next(scene.unsettled()) == f"partition {partition} lacks messages of LPs [{lp}]"
 
 
 def test_a_partition_of_which_more_than_a_tombstone_is_left_is_named(

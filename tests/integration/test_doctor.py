@@ -21,7 +21,7 @@ from mqlayer.doctor.nodes import CheckedNode
 from mqlayer.domain.routing import NodeId
 from mqlayer.groups.group import GroupSettings, ensure_group
 from mqlayer.groups.members import join
-from mqlayer.maintenance.jobs import JOBS
+from mqlayer.maintenance.jobs import PERIODIC_JOBS
 from mqlayer.postgres.database import Database, connect
 from mqlayer.postgres.migrations import migrate
 from mqlayer.redis.node_connection import Node
@@ -483,7 +483,7 @@ def test_jobs_that_nobody_runs_are_told(ward: Ward) -> None:
     assert ward.findings("beat") == []
     ward.world.rows("UPDATE mqlayer.migration SET at = now() - interval '1 hour'")
     late = {finding.seen.split()[0] for finding in ward.findings("beat")}
-    assert late == {job.name for job in JOBS} - {"clean_fence"}
+    assert late == {job.name for job in PERIODIC_JOBS} - {"clean_fence"}
 
 
 def test_messages_that_nobody_relays_are_told(ward: Ward) -> None:

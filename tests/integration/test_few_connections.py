@@ -13,7 +13,7 @@ import pytest
 import redis
 
 from mqlayer import failpoints
-from mqlayer.maintenance.jobs import JOBS
+from mqlayer.maintenance.jobs import PERIODIC_JOBS
 from mqlayer.postgres.database import Database
 from mqlayer.relay import recover_now
 from mqlayer.routes import finish_changes, give_up_node, reopen_forgotten
@@ -80,7 +80,7 @@ def test_every_job_does_with_one_connection_of_each_pool(
 
     monkeypatch.setattr("mqlayer.runtime.runtime.Database", small)
     app.loader.import_default_modules()
-    for job in JOBS:
+    for job in PERIODIC_JOBS:
         if job.name == "rearm_nodes":
             redis.Redis.from_url(node.url).flushall()
             node.kill()

@@ -62,7 +62,7 @@ def test_jobs_say_what_the_handlers_saw(stage: Stage, spark: Any) -> None:
     """Case 79: latency, failures and fairness of two groups of two members, with keys that fail, die, are parked,
     released and redriven."""
     from mqlayer.spark.jobs.job import JobParams
-    from mqlayer.spark.jobs.runner import JOBS, tables_of
+    from mqlayer.spark.jobs.runner import SPARK_JOBS, tables_of
 
     set_archived(runtime_of(stage.database), stage.topic, archived=True)
     gate = threading.Event()
@@ -97,7 +97,7 @@ def test_jobs_say_what_the_handlers_saw(stage: Stage, spark: Any) -> None:
     create_snapshot(runtime_of(stage.database), "s")
 
     tables = tables_of(spark, "s", dsn=stage.dsn)
-    facts = {name: JOBS[name](tables, JobParams()).facts for name in ("audit", "latency", "failures", "fairness")}
+    facts = {name: SPARK_JOBS[name](tables, JobParams()).facts for name in ("audit", "latency", "failures", "fairness")}
     assert facts["audit"]["verdict"] == "clean"
     # What became of each message, and in the end.
     words = {(row["group"], row["outcome"]): (row["messages"], row["final"]) for row in facts["failures"]["by_outcome"]}

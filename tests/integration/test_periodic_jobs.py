@@ -15,7 +15,7 @@ from mqlayer import App, Producer, failpoints
 from mqlayer.errors import NodeNotArmed
 from mqlayer.groups.group import GroupSettings, ensure_group
 from mqlayer.maintenance import clean_fence
-from mqlayer.maintenance.jobs import JOBS
+from mqlayer.maintenance.jobs import PERIODIC_JOBS
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.rights import Right
 from mqlayer.redis.keys import partition_keys
@@ -68,8 +68,8 @@ def test_every_job_is_scheduled_and_has_a_task() -> None:
     from mqlayer.workers.app import app
 
     app.loader.import_default_modules()
-    assert {entry["task"] for entry in beat_schedule().values()} == {task_name(job) for job in JOBS}
-    assert {task_name(job) for job in JOBS} <= set(app.tasks)
+    assert {entry["task"] for entry in beat_schedule().values()} == {task_name(job) for job in PERIODIC_JOBS}
+    assert {task_name(job) for job in PERIODIC_JOBS} <= set(app.tasks)
     assert TASKS["relay"].name == "mqlayer.relay"
     assert app.conf.accept_content == ["json"]
     assert app.conf.task_serializer == "json"

@@ -20,7 +20,7 @@ from mqlayer.domain.retry_rules import DEFAULT_BACKOFF_S
 from mqlayer.groups import GroupSettings, MemberSession, ensure_group, join, leave, rebalance_groups
 from mqlayer.groups.members import release, send_heartbeat, start_leaving
 from mqlayer.groups.rebalance import ALONE_S, change_group
-from mqlayer.maintenance.jobs import JOBS
+from mqlayer.maintenance.jobs import PERIODIC_JOBS
 from mqlayer.maintenance.late_jobs import late_jobs
 from mqlayer.postgres.database import Database
 from mqlayer.runtime.route_cache import RouteCache
@@ -221,7 +221,7 @@ def worker(stage: Stage, start_redis: StartRedis, tmp_path: Path) -> Iterator[Pa
 def test_a_worker_with_its_beat_notices_a_silent_death(stage: Stage, worker: Path) -> None:
     """Case 46, with nobody in the group who beats; and the health check sees that the job runs."""
     run_sql(stage, "UPDATE mqlayer.migration SET at = at - interval '1 day'")
-    assert {late.name for late in late_jobs(stage.database)} == {job.name for job in JOBS}
+    assert {late.name for late in late_jobs(stage.database)} == {job.name for job in PERIODIC_JOBS}
     wait_until(
         lambda: BY_NAME["rebalance"].name not in {late.name for late in late_jobs(stage.database)},
         timeout_s=40,
@@ -349,7 +349,7 @@ def test_without_any_worker_members_join_and_leave_in_order_and_the_jobs_are_lat
     second.stop()
     assert recorder.count() == 12 * 15
     recorder.assert_in_order()
-    assert [late.name for late in late_jobs(stage.database)] == sorted(job.name for job in JOBS)
+    assert [late.name for late in late_jobs(stage.database)] == sorted(job.name for job in PERIODIC_JOBS)
 
 
 def test_a_member_that_leaves_while_no_job_runs_needs_nobody_else(stage: Stage) -> None:
@@ -370,7 +370,7 @@ def test_jobs_are_late_after_three_intervals_or_half_a_minute_by_the_databases_c
     assert late_jobs(database) == []
     run_sql(stage, "UPDATE mqlayer.migration SET at = now() - interval '31 s'")
     names = {late.name for late in late_jobs(database)}
-    assert names == {job.name for job in JOBS if job.every_s <= 10}
+    assert names == {job.name for job in PERIODIC_JOBS if job.every_s <= 10}
     assert {"relay", "rebalance", "archive"} <= names
     assert all(late.last_at is None and late.late_s is None for late in late_jobs(database))
     assert claimed(database, BY_NAME["trim"])

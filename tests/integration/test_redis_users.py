@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from mqlayer.cli.main import app
 from mqlayer.errors import ConfigurationRefused
-from mqlayer.maintenance.jobs import JOBS
+from mqlayer.maintenance.jobs import PERIODIC_JOBS
 from mqlayer.postgres.database import Database
 from mqlayer.redis.access import use_only
 from mqlayer.redis.acl import acl_file_line
@@ -33,7 +33,7 @@ from tests.proof.runtimes import runtime_of
 ADMIN = "adm1n"
 PROGRAMS = "tests.fixtures.user_programs"
 OUTBOXED = 40
-JOB_TASKS = tuple(job.name for job in JOBS)
+JOB_TASKS = tuple(job.name for job in PERIODIC_JOBS)
 
 
 @dataclass

@@ -8,7 +8,7 @@ from typing import Any
 from mqlayer.archive import create_snapshot
 from mqlayer.postgres.database import Database
 from mqlayer.spark.jobs.job import JobParams, JobResult
-from mqlayer.spark.jobs.runner import JOBS, tables_of
+from mqlayer.spark.jobs.runner import SPARK_JOBS, tables_of
 from tests.proof.archive_update import archive_all
 from tests.proof.runtimes import runtime_of
 
@@ -22,4 +22,4 @@ def archive_and_audit(spark: Any, dsn: str, *, prefix: str, topics: list[str] | 
     with Database(dsn) as database:
         archive_all(database, prefix=prefix)
         snapshot = create_snapshot(runtime_of(database), f"audit-{uuid.uuid4().hex[:8]}", topics=topics)
-    return JOBS["audit"](tables_of(spark, snapshot.name, dsn=dsn), JobParams())
+    return SPARK_JOBS["audit"](tables_of(spark, snapshot.name, dsn=dsn), JobParams())

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
-from mqlayer.maintenance.jobs import JOBS, PeriodicJob
+from mqlayer.maintenance.jobs import PERIODIC_JOBS, PeriodicJob
 
-BY_NAME: Final = {job.name: job for job in JOBS}
+BY_NAME: Final = {job.name: job for job in PERIODIC_JOBS}
 
 
 def idle_job(name: str, every_s: float) -> PeriodicJob:

@@ -162,7 +162,7 @@ STACK: Final = Unit("mqlayer.stack.stack", "Stack")
 COUNTING: Final = Unit("mqlayer.redis.partition_scripts", "recount_command")
 """Repairs what a script left that ended in its middle. A consumer tries it, and goes on where its user may not: the
 next append or arming does the same, and who may write a partition's meta could stop it for good."""
-JOB_TABLE: Final = Unit("mqlayer.maintenance.jobs", "JOBS")
+JOB_TABLE: Final = Unit("mqlayer.maintenance.jobs", "PERIODIC_JOBS")
 """The doctor reads the jobs' names and intervals only."""
 CONNECTION: Final = Unit("mqlayer.redis.node_connection", "NodeConnection")
 OTHERS: Final = ("mqlayer.cli.asyncapi", "mqlayer.cli.consume", "mqlayer.cli.debug", "mqlayer.cli.relay",

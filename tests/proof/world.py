@@ -33,7 +33,7 @@ from tests.proof.history import Append
 from tests.proof.runtimes import runtime_of
 from tests.proof.streams import read_partition, record_count
 
-QUICK = RelayLimits(sweep_s=0.05, compare_s=0.1, progress_s=0.05, heartbeat_s=0.05, late_s=0.5)
+QUICK = RelayLimits(sweep_s=0.05, compare_s=0.1, progress_s=0.1, heartbeat_s=0.1, late_s=0.5)
 """Limits with which what a relay does at times is done often."""
 LEASE_S = 0.5
 

@@ -22,7 +22,7 @@ from mqlayer import errors
 from mqlayer.cli.main import app
 from mqlayer.events import EventKind
 from mqlayer.groups import GroupSettings
-from mqlayer.maintenance.jobs import JOBS
+from mqlayer.maintenance.jobs import PERIODIC_JOBS
 
 ROOT: Final = Path(__file__).parents[2]
 REFERENCE: Final = ROOT / "docs" / "reference"
@@ -160,7 +160,7 @@ def test_no_page_says_a_thing_twice(page: Path) -> None:
 
 
 def test_a_period_that_a_page_names_with_a_job_is_the_jobs() -> None:
-    every = {job.name: job.every_s for job in JOBS}
+    every = {job.name: job.every_s for job in PERIODIC_JOBS}
     amount = r"(?:every )?(?:(\d+) )?(s|seconds?|min|minutes?)\b"
     told = 0
     for page in PAGES:

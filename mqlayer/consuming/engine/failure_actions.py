@@ -33,7 +33,7 @@ class ParkKey(NamedTuple):
 
 
 class DeadLetter(NamedTuple):
-    """Let the message leave the group."""
+    """Let the message leave the group; its key goes on."""
 
     attempts: int
     cause: DeathCause

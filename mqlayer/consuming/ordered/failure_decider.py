@@ -1,4 +1,4 @@
-"""Decide what follows a failed message."""
+"""Count a failed attempt, ask `failure_action`, and wait in place where parking is full."""
 
 from __future__ import annotations
 

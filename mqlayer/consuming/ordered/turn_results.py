@@ -1,4 +1,4 @@
-"""What follows a worker's turn."""
+"""Carry out what follows a worker's turn: settle, wait, park, dead-letter."""
 
 from __future__ import annotations
 

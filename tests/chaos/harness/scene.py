@@ -33,8 +33,7 @@ LEFT JOIN mqlayer.partition AS partition
 WHERE counter.seq > 0
 GROUP BY counter.lp, counter.seq HAVING count(sink.seq) < counter.seq ORDER BY counter.lp
 """
-
-
+NEWEST: Final = f"SELECT lp, seq::bigint FROM mqlayer_app.counter WHERE topic = '{TOPIC}' AND seq > 0"
 UNOWNED: Final = """
 SELECT g.name, a.partition_id, n.name, p.state
 FROM mqlayer.assignment AS a
@@ -97,6 +96,7 @@ class Scene:
         """Say what the groups have yet to do."""
         for progress in drain_progress(runtime_of(self.database, self.prefix), TOPIC):
             yield f"{progress}"
+        yield from self.not_stored()
         version = load_route(self.database, TOPIC).version
         for name in self.groups:
             group = find_group(self.database, TOPIC, name)
@@ -110,6 +110,16 @@ class Scene:
                 )
                 if following > 1 and committed != following:
                     yield f"group {name} is at {committed} of {following} in partition {partition}"
+
+    def not_stored(self) -> Iterator[str]:
+        """Say of which LPs a partition does not hold all that was committed: a node lost it, a relay has yet to send it
+        again, and a group that had not handled it will."""
+        newest = dict(self.rows(NEWEST))
+        for found in load_route(self.database, TOPIC).ranges:
+            marks = self._marks(found.partition)
+            lacking = [lp for lp, seq in newest.items() if found.lp_from <= lp < found.lp_to and marks.get(lp, 0) < seq]
+            if lacking:
+                yield f"partition {found.partition} lacks messages of LPs {lacking}"
 
     def without_effect(self, *, limit: int) -> Iterator[str]:
         """Say in which LPs something that was committed is not in the sink, and in which partitions these are."""
@@ -172,6 +182,15 @@ class Scene:
     def judge(self) -> Verdict:
         """Have the histories judged for both groups."""
         return check(read_histories(self.directory), flows=[(group, TOPIC) for group in self.groups])
+
+    def _marks(self, partition: int) -> dict[int, int]:
+        """Return the seq of the outbox's newest message per LP that a partition holds."""
+        key = partition_keys(self.prefix, partition).marks.decode()
+        for node in self.nodes:
+            found: Any = redis.Redis.from_url(node.url, decode_responses=True).hgetall(key)
+            if found:
+                return {int(name.removeprefix("1:")): int(seq) for name, seq in found.items() if name.startswith("1:")}
+        return {}
 
     def _hget(self, key: bytes, name: str) -> int:
         for node in self.nodes:
