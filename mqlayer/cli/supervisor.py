@@ -127,7 +127,7 @@ class Child:
             self._note_end(code, now)
 
     def join(self, timeout_s: float) -> None:
-        """Wait until the process, if there is one, has ended."""
+        """Wait until the process has ended."""
         if self._process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(timeout_s)

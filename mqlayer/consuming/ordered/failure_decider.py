@@ -1,4 +1,4 @@
-"""Count a failed attempt, ask `failure_action`, and wait in place where parking is full."""
+"""Count failures, ask `failure_action`; wait in place where parking is full."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Carry out what follows a worker's turn: settle, wait, park, dead-letter."""
+"""Carry out what follows a worker's turn."""
 
 from __future__ import annotations
 
