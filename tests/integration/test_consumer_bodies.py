@@ -15,7 +15,7 @@ from mqlayer.errors import Conflict, InvalidInput, InvalidName, NotFound
 from tests.fixtures.consumers import Stage, member_of
 from tests.fixtures.wait import wait_until
 
-SECRET = "s3cr3t"
+SECRET = "what-only-this-body-says"
 
 
 class Struct(msgspec.Struct, frozen=True):
