@@ -5,24 +5,22 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Final, Self
 
 from mqlayer.consuming import App
 from mqlayer.consuming.engine.events import Reporting
 from mqlayer.errors import Conflict, InvalidInput, MqlayerError, NotFound
-from mqlayer.outbox.delayed import publish_delayed
-from mqlayer.outbox.publisher import publish
 from mqlayer.testing import producers
-from mqlayer.testing.assertions import Assertions
 from mqlayer.testing.broker import MemoryBroker
 from mqlayer.testing.clock import TestClock, installed
 from mqlayer.testing.failures import Failure
 from mqlayer.testing.group_runner import GroupRunner
-from mqlayer.testing.messages import PublishedMessage, TopicOrName, new_message, topic_name
+from mqlayer.testing.messages import PublishedMessage, TopicOrName, topic_name
 from mqlayer.testing.outbox_table import OutboxTable
+from mqlayer.testing.publishing import Publishing
 from mqlayer.testing.sessions import AsyncMemorySession, MemoryEffects, MemorySession
 
 MOST_TURNS: Final = 100_000
@@ -31,7 +29,7 @@ DAY_S: Final = 86_400.0
 _active: Final[list[object]] = []
 
 
-class TestApp(Assertions):
+class TestApp(Publishing):
     """Publishes and handles in this thread, without servers, in order per key; retries and policies are the engine's.
 
     ```python
@@ -91,33 +89,6 @@ class TestApp(Assertions):
     def asession(self) -> AsyncMemorySession:
         """Return a transaction for async code."""
         return AsyncMemorySession(self._broker, self._effects)
-
-    def publish(
-        self,
-        topic: TopicOrName,
-        body: Any = b"",
-        *,
-        key: str | None = None,
-        headers: Mapping[str, str] | None = None,
-        tags: Sequence[str] = (),
-        dedup_id: str | None = None,
-        delay_s: float | None = None,
-    ) -> None:
-        """Publish a message, as a committed transaction does. Raises InvalidInput."""
-        facts = new_message(topic, body, key) | {"headers": headers, "tags": tags}
-        with self.session() as session:
-            if delay_s is None:
-                publish(session, dedup_id=dedup_id, **facts)
-            elif dedup_id is not None:
-                raise InvalidInput("a delayed message has no dedup id: leave one of the two out")
-            else:
-                publish_delayed(session, delay_s=delay_s, **facts)
-
-    def deliver(self, messages: Iterable[PublishedMessage]) -> None:
-        """Publish messages again, such as `published(on=connection)` of a transaction that never commits."""
-        for message in messages:
-            facts: dict[str, Any] = {"key": message.key, "headers": message.headers, "tags": message.tags}
-            self.publish(message.topic, message.body, **facts)
 
     def published(self, topic: TopicOrName | None = None) -> list[PublishedMessage]:
         """Return what was published, in order, also by handlers; delayed messages from the start."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -15,7 +15,6 @@ from typing import Any, Final, Literal, NamedTuple, Self, TypeAlias
 
 import psycopg
 
-from mqlayer import outbox
 from mqlayer.consuming import App, Batch, Consumer, Context
 from mqlayer.domain.codecs import Decode
 from mqlayer.domain.message import Identity
@@ -29,10 +28,10 @@ from mqlayer.redelivery.lists import PAGE_LIMIT, ParkedKey
 from mqlayer.relay import Relay, RelayLimits
 from mqlayer.runtime.runtime import open_runtime
 from mqlayer.settings import Settings
-from mqlayer.testing.assertions import Assertions
 from mqlayer.testing.failures import Failure
 from mqlayer.testing.in_memory import DAY_S, TestApp
-from mqlayer.testing.messages import PublishedMessage, TopicOrName, new_message, topic_name
+from mqlayer.testing.messages import PublishedMessage, TopicOrName, topic_name
+from mqlayer.testing.publishing import Publishing
 from mqlayer.topics import create_topic, list_topics
 
 EngineKind = Literal["memory", "real"]
@@ -56,7 +55,7 @@ class MachineClock:
         return datetime.now(UTC)
 
 
-class RealApp(Assertions):
+class RealApp(Publishing):
     """An application on the servers of `settings`, with the topics that it needs, as a TestApp is used.
 
     `run` waits until nothing is due: it waits also for retries of up to 10 seconds, which the engine makes in place.
@@ -83,7 +82,7 @@ class RealApp(Assertions):
             with self._runtime.outbox.connection() as connection:
                 connection.execute(query("topics_of_tests_drop"))
             for name in self._topics:
-                self._open(name)
+                self._ready(name)
             self._published_before = self._numbered()
             thread = threading.Thread(target=self._relay.run, name="mqlayer-test-relay", daemon=True)
             thread.start()
@@ -114,34 +113,6 @@ class RealApp(Assertions):
         """Lend an async psycopg connection; its block is a transaction."""
         async with await psycopg.AsyncConnection.connect(self._settings.application_dsn()) as connection:
             yield connection
-
-    def publish(
-        self,
-        topic: TopicOrName,
-        body: Any = b"",
-        *,
-        key: str | None = None,
-        headers: Mapping[str, str] | None = None,
-        tags: Sequence[str] = (),
-        dedup_id: str | None = None,
-        delay_s: float | None = None,
-    ) -> None:
-        """Publish a message in a transaction, and commit. Raises InvalidInput."""
-        self._open(topic_name(topic))
-        facts = new_message(topic, body, key) | {"headers": headers, "tags": tags}
-        with self.session() as session:
-            if delay_s is None:
-                outbox.publish(session, dedup_id=dedup_id, **facts)
-            elif dedup_id is not None:
-                raise InvalidInput("a delayed message has no dedup id: leave one of the two out")
-            else:
-                outbox.publish_delayed(session, delay_s=delay_s, **facts)
-
-    def deliver(self, messages: Iterable[PublishedMessage]) -> None:
-        """Publish messages again, such as `published(on=connection)` of a transaction that never commits."""
-        for message in messages:
-            facts: dict[str, Any] = {"key": message.key, "headers": message.headers, "tags": message.tags}
-            self.publish(message.topic, message.body, **facts)
 
     def published(self, topic: TopicOrName | None = None) -> list[PublishedMessage]:
         """Return what reached a topic, in order per key; delayed messages once they are due."""
@@ -211,7 +182,7 @@ class RealApp(Assertions):
 
     # -- waiting ------------------------------------------------------------------------------------------------------
 
-    def _open(self, name: str) -> None:
+    def _ready(self, name: str) -> None:
         if name not in self._readers:
             if name not in {topic.name for topic in list_topics(self._runtime.control)}:
                 create_topic(self._runtime, name, partitions=2)
