@@ -17,7 +17,7 @@ import redis
 from mqlayer.postgres.migrations import migrate
 from mqlayer.stack import RedisServer
 from tests.fixtures.appender import Appender
-from tests.fixtures.forked_programs import Process, ask_python, start_python
+from tests.fixtures.forked_programs import CELERY_STOP_S, Process, ask_python, start_python
 from tests.fixtures.servers import StartPostgres, StartRedis
 from tests.fixtures.wait import wait_until
 
@@ -165,7 +165,7 @@ def test_a_worker_of_any_pool_handles_messages_in_its_main_process(
 def ended(process: Process, log: Path) -> int:
     """Return the exit code of a worker that was told to stop; if it does not, show where its threads are."""
     try:
-        return process.wait(20)
+        return process.wait(CELERY_STOP_S)
     except subprocess.TimeoutExpired:
         # Celery writes the stacks of its threads.
         process.send_signal(signal.SIGUSR1)

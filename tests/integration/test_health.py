@@ -17,7 +17,7 @@ from mqlayer.health import reports
 from mqlayer.stack import RedisServer
 from tests.fixtures.appender import Appender
 from tests.fixtures.consumers import Recorder, Stage, StartStage, member_of
-from tests.fixtures.forked_programs import Process, start_python
+from tests.fixtures.forked_programs import CELERY_STOP_S, Process, start_python
 from tests.fixtures.health_probes import ask, ask_until, free_ports
 from tests.fixtures.kept_connections import kept_session
 from tests.fixtures.servers import StartRedis
@@ -229,7 +229,7 @@ def test_a_celery_worker_that_hosts_consumers_answers_for_them(
     proxy.heal()
     ask_until(port, "/ready", 200, timeout_s=START_S)
     process.terminate()
-    assert process.wait(20) == 0
+    assert process.wait(CELERY_STOP_S) == 0
 
 
 @pytest.mark.parametrize(
@@ -249,7 +249,7 @@ def test_a_worker_without_consumers_and_a_beat_answer_for_their_broker(
     broker.start()
     ask_until(port, "/ready", 200, timeout_s=START_S)
     process.terminate()
-    assert process.wait(20) == 0
+    assert process.wait(CELERY_STOP_S) == 0
 
 
 # -- members -----------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from mqlayer.workers import connections
 from mqlayer.workers.ordered_tasks import OrderedTask, ordered_task
 from tests.fixtures.consumers import Stage, StartStage
 from tests.fixtures.failpoints import armed
-from tests.fixtures.forked_programs import Process, start_python
+from tests.fixtures.forked_programs import CELERY_STOP_S, Process, start_python
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.wait import wait_until
 
@@ -195,7 +195,7 @@ def test_order_per_key_holds_while_workers_are_killed_in_a_body_and_another_goes
     shop.wait_for(range(EACH + 2))
     shop.stage.wait_settled("tasks")
     survivor.terminate()
-    assert survivor.wait(20) == 0, shop.log.read_text()[-3000:]
+    assert survivor.wait(CELERY_STOP_S) == 0, shop.log.read_text()[-3000:]
 
     ended = shop.noted("end")
     assert len(ended) == KEYS
@@ -223,7 +223,7 @@ def test_calls_by_name_from_the_pool_and_by_consume_all_come_to_the_topic(shop: 
     assert {line.split()[1] for line in shop.ran.read_text().splitlines()} == {str(worker.pid)}, "not in the pool"
     assert shop.log.read_text().count(str(sent[0].id)) >= 2, "it keeps its id"
     worker.terminate()
-    assert worker.wait(20) == 0, shop.log.read_text()[-3000:]
+    assert worker.wait(CELERY_STOP_S) == 0, shop.log.read_text()[-3000:]
     caller.close()
     with shop.stage.database.connection() as connection:
         sources = connection.execute(

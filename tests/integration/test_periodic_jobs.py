@@ -27,7 +27,7 @@ from mqlayer.topics.nodes import find_node
 from mqlayer.workers.job_claims import claimed
 from mqlayer.workers.schedule import beat_schedule, task_name
 from mqlayer.workers.tasks import TASKS
-from tests.fixtures.forked_programs import start_python
+from tests.fixtures.forked_programs import CELERY_STOP_S, start_python
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.wait import wait_until
 from tests.proof.jobs import idle_job
@@ -266,7 +266,7 @@ def test_a_worker_with_its_beat_makes_up_for_a_dead_relay(
     finally:
         worker.terminate()
         try:
-            worker.wait(timeout=30)
+            worker.wait(CELERY_STOP_S)
         except subprocess.TimeoutExpired:
             worker.kill()
             pytest.fail(f"the worker does not stop:\n{log.read_text()}")
