@@ -33,7 +33,7 @@ def asyncapi(
 ) -> None:
     """Write the AsyncAPI document of MODULE:APP: topics, groups, bodies.
 
-    It has what the App consumes, and the typed topics of its module as what it publishes to. No server is asked, but
+    It has the topics that the App consumes, and the typed topics of its module as those it publishes to. No server is asked, but
     with --nodes the control database. It holds no credentials.
     """
     use_stack_here()

@@ -49,7 +49,7 @@ def debug(
     _plan: PlanOption = False,
     yes: YesOption = False,
 ) -> None:
-    """Give a key's messages in order to a handler in this process; what it commits behind a fence is rolled back."""
+    """Give a key's messages in order to a handler in this process; its commits behind a fence are rolled back."""
     use_stack_here()
     place = None if break_before is None else str(parse_identity(break_before))
     consumer = load_consumer(handler, topic)

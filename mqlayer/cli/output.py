@@ -54,7 +54,7 @@ def show_rows(rows: Iterable[Mapping[str, Any]], *, as_json: bool, nothing: str,
 
 
 def show_facts(facts: Mapping[str, Any], *, indent: str = "") -> None:
-    """Print what is known of one thing, a fact per line; nothing of unknown ones."""
+    """Print the facts of one thing, one per line; nothing of unknown ones."""
     for line in _fact_lines(facts, output_width(sys.stdout), indent):
         typer.echo(line)
 
@@ -239,7 +239,7 @@ def _fact_lines(facts: Mapping[str, Any], width: int | None, indent: str) -> Ite
 
 
 def _words(text: str, longest: int) -> Iterator[tuple[str, str]]:
-    """Yield words, each with the space before it; what is too long for any line in parts."""
+    """Yield words, each with the space before it; a word too long for any line in parts."""
     for space, word in re.findall(r"( *)([^ ]+)", text):
         if cells(word) <= longest:
             yield space, word

@@ -42,7 +42,7 @@ def schema_of(body_type: Any) -> JsonSchema | None:
 
 
 def normalized(schema: Mapping[str, Any]) -> JsonSchema:
-    """Return a schema without descriptions; what has no order is sorted. Raises InvalidInput."""
+    """Return a schema without descriptions; lists without an order are sorted. Raises InvalidInput."""
     found = _normalized(_without_root_reference(dict(schema)))
     text = schema_text(found)
     if len(text.encode()) > SCHEMA_BYTES_LIMIT:

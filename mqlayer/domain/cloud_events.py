@@ -60,7 +60,7 @@ class CloudEvents:
 
 @dataclass(frozen=True, slots=True)
 class CloudEvent:
-    """The attributes of a received CloudEvent; None for what it does not say. Its data is the message's body."""
+    """The attributes of a received CloudEvent; None for the absent. Its data is the message's body."""
 
     id: str
     source: str

@@ -29,14 +29,14 @@ AS_IS: Final[Decode] = _as_is
 class Codec(Protocol[Body]):
     """Another content type than JSON: a class of the application's, such as for protobuf or Avro.
 
-    A method `json_schema()`, where it has one, returns the JSON Schema of what it encodes.
+    A method `json_schema()`, where it has one, returns the JSON Schema of its bodies.
     """
 
     def encode(self, body: Body) -> bytes:
-        """Return a body's bytes; whatever it raises, nothing is published."""
+        """Return a body's bytes; with any exception, nothing is published."""
 
     def decode(self, data: bytes) -> Body:
-        """Return a body; whatever it raises is a body that does not fit."""
+        """Return a body; any exception means a body that does not fit."""
 
 
 @runtime_checkable

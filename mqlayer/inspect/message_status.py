@@ -223,7 +223,7 @@ class _Search:
             self._from_archive("message_archived")
 
     def status(self) -> MessageStatus:
-        """Return what was found."""
+        """Return the finding."""
         partition, offset = self._place or (None, None)
         archived, record, row = self._archived, self._record, self._row
         key = record.key if record is not None else archived.key if archived is not None else None

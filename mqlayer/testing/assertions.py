@@ -1,4 +1,4 @@
-"""Assertions on what was published: by a TestApp, or on a connection of the test's own."""
+"""Assertions on published messages: by a TestApp, or on a connection of the test's own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Assertions(ABC):
 
     @abstractmethod
     def published(self, topic: TopicOrName | None = None) -> list[PublishedMessage]:
-        """Return what was published, in order."""
+        """Return the published messages, in order."""
 
     def assert_published(
         self,

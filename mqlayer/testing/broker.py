@@ -118,7 +118,7 @@ class MemoryBroker:
         heapq.heapify(self._delayed)
 
     def release_due(self) -> bool:
-        """Store what is due; say whether anything was."""
+        """Store all that is due; say whether anything was."""
         before = len(self._delayed)
         while self._delayed and self._delayed[0][0] <= self.clock.seconds():
             self.append(heapq.heappop(self._delayed)[2], OUTBOX, known=True)

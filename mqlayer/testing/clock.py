@@ -25,7 +25,7 @@ class TestClock:
         self._origin = engine_clock.clock()
 
     def advance(self, seconds: float) -> None:
-        """Let time pass; the next `run` handles what is due then. Raises InvalidInput below 0."""
+        """Let time pass; the next `run` handles all that is due then. Raises InvalidInput below 0."""
         if not seconds >= 0:
             raise InvalidInput(f"time goes forward: advance by 0 seconds or more, not {seconds}")
         self._passed_s += seconds

@@ -30,7 +30,7 @@ KeyedBody: TypeAlias = tuple[str | None, Any]
 
 @dataclass(frozen=True, slots=True)
 class ExerciseReport:
-    """What was tried: runs per fault, and the faults that these servers don't allow."""
+    """The runs per fault, and the faults that these servers don't allow."""
 
     runs: dict[str, int]
     left_out: tuple[str, ...] = ()

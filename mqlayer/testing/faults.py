@@ -58,7 +58,7 @@ class LoseNodes(Strike):
 class Faults:
     """A stack's faults. Those with `at` strike once, at the n-th run of the application's handlers from now on.
 
-    `struck` of what they return tells whether they did.
+    Their result's `struck` tells whether they did.
     """
 
     def __init__(self, stack: TestStack) -> None:
@@ -92,7 +92,7 @@ class Faults:
         return made[0], made[1]
 
     def stop_node(self, name: str) -> None:
-        """Kill a node; what it answered is on its disk. Raises InvalidInput for a node of MQLAYER_REDIS_URL."""
+        """Kill a node; all that it answered is on its disk. Raises InvalidInput for a node of MQLAYER_REDIS_URL."""
         self._stack.servers.node(name).kill()
 
     def start_node(self, name: str) -> None:

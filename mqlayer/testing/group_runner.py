@@ -139,7 +139,7 @@ class GroupRunner:
 
     @property
     def handled(self) -> list[PublishedMessage]:
-        """What was handled, in order."""
+        """The handled messages, in order."""
         return [message_in(self._log.name, record) for record in self._handled]
 
     @property
@@ -153,7 +153,7 @@ class GroupRunner:
         return [message_in(self._log.name, key.records[0]).key for key in self.store.parked.values() if key.records]
 
     def step(self) -> Iterator[Awaitable[None]]:
-        """Do one part of what is due, yielding what is to be awaited; `progressed` says whether there was any."""
+        """Do one part of the work that is due, yielding awaitables; `progressed` says whether there was any."""
         self.progressed = self._feed()
         self._reload()
         if self._worker.take(0.0):

@@ -39,7 +39,7 @@ class TestApp(Publishing):
         test.assert_published(receipts, key="ann")
     ```
 
-    While it is open, every Producer of this process sends to it. What it does not promise is in
+    While it is open, every Producer of this process sends to it. Its limits are in
     `docs/how-to/test-handlers.md`. Raises Conflict for a second one at a time.
     """
 
@@ -91,7 +91,7 @@ class TestApp(Publishing):
         return AsyncMemorySession(self._broker, self._effects)
 
     def published(self, topic: TopicOrName | None = None) -> list[PublishedMessage]:
-        """Return what was published, in order, also by handlers; delayed messages from the start."""
+        """Return the published messages, in order, also handlers'; delayed messages from the start."""
         if self._table is not None and self in _active:
             self._table.read()
         if topic is None:

@@ -119,7 +119,7 @@ class Wanted:
         return f"{self.name}: {', '.join(parts) or 'any message'}"
 
     def misses(self, message: PublishedMessage) -> list[str]:
-        """Return what of a message differs; empty: it matches."""
+        """Return a message's differences; empty: it matches."""
         found = [] if self.key is None or self.key == message.key else [f"key is {message.key!r}"]
         found += [
             f"header {name!r} is {message.headers.get(name)!r}"
@@ -137,7 +137,7 @@ def matching(messages: Sequence[PublishedMessage], wanted: Wanted) -> list[Publi
 
 
 def near_misses(messages: Sequence[PublishedMessage], wanted: Wanted, *, limit: int = 5) -> str:
-    """Return lines on what was published instead, the nearest first."""
+    """Return lines on the messages published instead, the nearest first."""
     of_topic = [message for message in messages if message.topic == wanted.name]
     if not of_topic:
         others = sorted({message.topic for message in messages})

@@ -43,7 +43,7 @@ class OutboxTable:
         self._database.close()
 
     def read(self) -> None:
-        """Take over what was committed since, and forget what was cancelled."""
+        """Take over the rows committed since, and forget the cancelled."""
         with self._database.connection() as connection:
             facts = {"after": self._after, "known": self._known}
             rows = connection.execute(query("outbox_after"), facts).fetchall()

@@ -226,7 +226,7 @@ class RealApp(Publishing):
 
 
 class Observed:
-    """What handlers returned from, and what they raised."""
+    """The messages that handlers returned from, and the errors that they raised."""
 
     def __init__(self) -> None:
         self.handled: list[tuple[str, PublishedMessage]] = []

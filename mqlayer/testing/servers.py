@@ -6,7 +6,7 @@ mqlayer-pytest-XXXXXXXX/
   postgres/ node-1/ node-2/
 ```
 
-A small process beside the test process waits for its end, and removes what it left; so does the next test process.
+A small process beside the test process waits for its end, and removes its leftovers; so does the next test process.
 """
 
 from __future__ import annotations

@@ -165,7 +165,7 @@ class MemorySession(TransactionState):
         self._commit()
 
     def rollback(self) -> None:
-        """Undo what was not committed."""
+        """Undo all changes since the last commit."""
         self._roll_back((0, 0, 0, 0))
 
     close = rollback
@@ -212,7 +212,7 @@ class AsyncMemorySession(TransactionState):
         self._commit()
 
     async def rollback(self) -> None:
-        """Undo what was not committed."""
+        """Undo all changes since the last commit."""
         self._roll_back((0, 0, 0, 0))
 
     close = rollback

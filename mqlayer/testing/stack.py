@@ -153,7 +153,7 @@ class TestStack:
         return self._runs.setdefault(id(app), AppRun(app, self.settings, self.runtime, self.is_drained))
 
     def is_drained(self, run: AppRun) -> bool:
-        """Whether its groups have handled what is in the partitions."""
+        """Whether its groups have handled all that the partitions hold."""
         return not any(_unhandled(status) for status in self._statuses(run))
 
     def close(self) -> None:

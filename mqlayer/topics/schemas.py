@@ -41,7 +41,7 @@ class TopicSchemas(NamedTuple):
 
 
 def load_schemas(database: Database, topic: str) -> TopicSchemas:
-    """Return what is stored of a topic's schema. Raises NotFound."""
+    """Return a topic's stored schema. Raises NotFound."""
     with database.connection() as connection:
         rows = connection.execute(query("topic_schemas"), {"name": check_name("topic", topic)}).fetchall()
     if not rows:

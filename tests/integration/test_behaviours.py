@@ -312,7 +312,7 @@ def test_a_tag_filter_leaves_other_messages_out(engine: Engine) -> None:
     assert names("tags") == ["one", "four"]
 
 
-def test_a_handler_gets_what_it_depends_on(engine: Engine) -> None:
+def test_a_handler_gets_its_dependencies(engine: Engine) -> None:
     engine.publish(tagged, "mine", key="depends", tags=["eu"])
     engine.run()
     assert world.seen["depends"] == [("mine", 1)]

@@ -46,6 +46,12 @@ REPLACED = {
     "upkeep": "metadata refresher",
 }
 """Words that this project used once, and what it says now."""
+WITHOUT_A_NOUN = re.compile(
+    r"\b(whoever|whatever it|nobody|that which|what (?:is|was|are|were|has|have|it|they|of|comes|came)|is to be|are to be"
+    r"|of theirs|of ours)\b",
+    re.IGNORECASE,
+)
+"""Phrases that leave a reader to guess which thing is meant."""
 
 
 def sources() -> Iterator[Path]:
@@ -157,3 +163,8 @@ def test_docstrings_say_only_what_signatures_do_not() -> None:
     """Where this fails, cut words that repeat a name or a type, not promises, units or reasons."""
     words = [len(text.split()) for text in docstrings()]
     assert sum(words) / len(words) <= MOST_WORDS_PER_DEFINITION
+
+
+def test_docstrings_name_their_things() -> None:
+    """Where this fails, put a noun in the place of a relative clause: "the stored rows", not "what was stored"."""
+    assert [found for text in docstrings() for found in WITHOUT_A_NOUN.findall(text)] == []

@@ -86,7 +86,7 @@ class Consumer:
     dependencies: Dependencies = NO_DEPENDENCIES
 
     def bound(self) -> Consumer:
-        """Return a consumer whose handler makes itself what it depends on, and is over when that has ended."""
+        """Return a consumer whose handler makes its own dependencies, and is over when they have ended."""
         if not self.dependencies.by_name:
             return self
         call = self.dependencies.acall if self.is_async else self.dependencies.call

@@ -43,7 +43,7 @@ def database_alias() -> str:
 
 
 def export_options() -> None:
-    """Put the options into the environment, also for the processes that this one starts; what is there stays."""
+    """Put the options into the environment, also for the processes that this one starts; set variables stay."""
     for name, value in options().items():
         if name != DATABASE and value is not None:
             os.environ.setdefault(f"{PREFIX}{name}", str(value))

@@ -10,7 +10,7 @@ from mqlayer.settings import Settings
 
 
 def install(_apps: Any, schema_editor: Any) -> None:
-    """Bring the application schema of MQLAYER's database up to date; the control schema too where it is to be there.
+    """Bring the application schema of MQLAYER's database up to date; the control schema too where it belongs there.
 
     Safe to repeat. Raises as `mqlayer migrate` does.
     """
