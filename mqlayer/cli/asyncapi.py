@@ -33,8 +33,8 @@ def asyncapi(
 ) -> None:
     """Write the AsyncAPI document of MODULE:APP: topics, groups, bodies.
 
-    It has the topics that the App consumes, and the typed topics of its module as those it publishes to. No server is asked, but
-    with --nodes the control database. It holds no credentials.
+    It has the topics that the App consumes, and the typed topics of its module as those it publishes to. No server is
+    asked, but with --nodes the control database. It holds no credentials.
     """
     use_stack_here()
     app = load_app(application)

@@ -47,8 +47,8 @@ REPLACED = {
 }
 """Words that this project used once, and what it says now."""
 WITHOUT_A_NOUN = re.compile(
-    r"\b(whoever|whatever it|nobody|that which|what (?:is|was|are|were|has|have|it|they|of|comes|came)|is to be|are to be"
-    r"|of theirs|of ours)\b",
+    r"\b(whoever|whatever it|nobody|that which|what (?:is|was|are|were|has|have|it|they|of|comes|came)|is to be"
+    r"|are to be|of theirs|of ours)\b",
     re.IGNORECASE,
 )
 """Phrases that leave a reader to guess which thing is meant."""
