@@ -160,13 +160,15 @@ class ArchiveBroken(MqlayerError):
 
 
 class ConfigurationRefused(MqlayerError):
-    """A server's setting voids the promise."""
+    """A server's setting voids the promise; without a setting, `value` is a sentence."""
 
     def __init__(self, address: str, setting: str, value: str, wanted: str) -> None:
         super().__init__(redact(address), setting, value, wanted)
         self.address, self.setting, self.value, self.wanted = redact(address), setting, value, wanted
 
     def __str__(self) -> str:
+        if not self.setting:
+            return f"{self.address}: {self.value}: {self.wanted}"
         return f"{self.address}: {self.setting} is {self.value!r}, mqlayer needs {self.wanted}"
 
 

@@ -34,6 +34,7 @@ _OF_KUBERNETES: Final = re.compile(
 
 
 _sources: Final[list[Callable[[], Mapping[str, Any]]]] = []
+_first_sources: Final[list[Callable[[], Mapping[str, Any]]]] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +162,13 @@ class Settings(BaseSettings):
         """Read arguments, the environment, `.env`, and what a framework has."""
         of_file = {_field(name): value for name, value in env_file().items() if _field(name) in cls.model_fields}
         found = [of_file, *(dict(source()) for source in _sources)]
-        return init_settings, env_settings, *(InitSettingsSource(settings_cls, values) for values in found if values)
+        first = [dict(source()) for source in _first_sources]
+        return (
+            init_settings,
+            *(InitSettingsSource(settings_cls, values) for values in first if values),
+            env_settings,
+            *(InitSettingsSource(settings_cls, values) for values in found if values),
+        )
 
     @model_validator(mode="before")
     @classmethod
@@ -194,10 +201,11 @@ class Settings(BaseSettings):
         )
 
 
-def add_source(source: Callable[[], Mapping[str, Any]]) -> None:
+def add_source(source: Callable[[], Mapping[str, Any]], *, before_environment: bool = False) -> None:
     """Let all Settings of this process take what nothing else gives from a framework's own, by field."""
-    if source not in _sources:
-        _sources.append(source)
+    sources = _first_sources if before_environment else _sources
+    if source not in sources:
+        sources.append(source)
 
 
 def _field(variable: str) -> str:

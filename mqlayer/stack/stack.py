@@ -210,7 +210,8 @@ class Stack:
             return
         for kind in RIGHTS:
             login = self._credentials.of(kind).postgres
-            ensure_login(dsn, login.user, login.password)
+            # Tests of programs make databases of their own.
+            ensure_login(dsn, login.user, login.password, makes_databases=kind == "operator")
         for schema in SCHEMAS:
             there = {(grant.role, grant.right) for grant in grants(dsn, schema)}
             wanted = {(self._credentials.of(kind).postgres.user, right) for kind in RIGHTS for right in RIGHTS[kind]}

@@ -11,7 +11,7 @@ import psycopg
 from mqlayer.domain.names import DEFAULT_BODY_LIMIT, check_name
 from mqlayer.outbox.outbox_message import OutboxMessage
 from mqlayer.postgres.database import Database
-from mqlayer.postgres.migrations import check_schema, migrate
+from mqlayer.postgres.migrations import check_schema, migrate_for_tests
 from mqlayer.postgres.queries import query
 from mqlayer.testing.broker import MemoryBroker
 from mqlayer.testing.messages import TopicOrName, topic_name
@@ -68,7 +68,7 @@ def prepare_database(dsn: str, *topics: TopicOrName) -> None:
 
     Raises StoreUnavailable, PermissionDenied.
     """
-    migrate(dsn, schema="application")
+    migrate_for_tests(dsn, schema="application")
     with Database(dsn, application="mqlayer test", max_size=1) as database:
         prepare_topics(database, map(topic_name, topics))
 

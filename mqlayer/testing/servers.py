@@ -25,10 +25,12 @@ from typing import Final, LiteralString, Self
 
 import psycopg
 import redis
+from psycopg import errors as pg_errors
 from psycopg import sql
 
-from mqlayer.errors import InvalidInput
-from mqlayer.postgres.migrations import migrate
+from mqlayer.errors import InvalidInput, PermissionDenied
+from mqlayer.postgres.dsn import address_of
+from mqlayer.postgres.migrations import migrate_for_tests
 from mqlayer.stack import AnyPostgres, AnyRedis, GivenAddresses, PostgresDatabases, postgres_for, processes, redis_for
 from mqlayer.stack.process_record import FILE_NAME as RECORD
 from mqlayer.stack.process_record import ProcessRecord
@@ -191,14 +193,15 @@ class TestServers:
             self._remove_left()
         name = f"{DATABASE_PREFIX}{self._run}_0"
         self._execute("CREATE DATABASE {}", name)
-        migrate(self._server.dsn(name))
+        migrate_for_tests(self._server.dsn(name))
         self._prepare(self._server.dsn(name))
         return name
 
     def _remove_left(self) -> None:
         """Remove the databases of test processes that were killed: their locks are free."""
         rows = self._connected().execute(
-            "SELECT datname FROM pg_database WHERE datname ~ %s", [f"^{DATABASE_PREFIX}[0-9a-f]{{8}}_[0-9]+$"]
+            "SELECT datname FROM pg_database WHERE datname ~ %s AND pg_has_role(datdba, 'USAGE')",
+            [f"^{DATABASE_PREFIX}[0-9a-f]{{8}}_[0-9]+$"],
         )
         for (name,) in rows.fetchall():
             lock = _lock_of(str(name).removeprefix(DATABASE_PREFIX).split("_")[0])
@@ -219,6 +222,11 @@ class TestServers:
         query = sql.SQL(statement).format(*map(sql.Identifier, names))
         try:
             self._connected().execute(query)
+        except pg_errors.InsufficientPrivilege as error:
+            session = self._connected().info
+            reason = f"the role {session.user} may not make databases for tests"
+            fix = "unset MQLAYER_DSN, and the tests run servers of their own; or name a role with CREATEDB there"
+            raise PermissionDenied(address_of(session.dsn), reason, fix) from error
         except psycopg.OperationalError:
             # A test ended every session of the server.
             self._connected().execute(query)
