@@ -9,11 +9,13 @@ from typing import Self
 import psycopg
 
 from mqlayer.domain.names import DEFAULT_BODY_LIMIT, check_name
+from mqlayer.errors import StoreUnavailable
 from mqlayer.outbox.outbox_message import OutboxMessage
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.migrations import check_schema, migrate_for_tests
 from mqlayer.postgres.queries import query
 from mqlayer.testing.broker import MemoryBroker
+from mqlayer.testing.databases import make_database
 from mqlayer.testing.messages import TopicOrName, topic_name
 
 
@@ -64,11 +66,16 @@ class OutboxTable:
 
 
 def prepare_database(dsn: str, *topics: TopicOrName) -> None:
-    """Make the application schema in a database of tests, and let it take messages of these topics. Idempotent.
+    """Make a database of tests where it is missing, and its application schema; let it take messages of these topics.
 
-    Raises StoreUnavailable, PermissionDenied.
+    Idempotent. Raises StoreUnavailable, PermissionDenied.
     """
-    migrate_for_tests(dsn, schema="application")
+    try:
+        migrate_for_tests(dsn, schema="application")
+    except StoreUnavailable:
+        if not make_database(dsn):
+            raise
+        migrate_for_tests(dsn, schema="application")
     with Database(dsn, application="mqlayer test", max_size=1) as database:
         prepare_topics(database, map(topic_name, topics))
 

@@ -25,16 +25,15 @@ from typing import Final, LiteralString, Self
 
 import psycopg
 import redis
-from psycopg import errors as pg_errors
 from psycopg import sql
 
-from mqlayer.errors import InvalidInput, PermissionDenied
-from mqlayer.postgres.dsn import address_of
+from mqlayer.errors import InvalidInput
 from mqlayer.postgres.migrations import migrate_for_tests
 from mqlayer.stack import AnyPostgres, AnyRedis, GivenAddresses, PostgresDatabases, postgres_for, processes, redis_for
 from mqlayer.stack.process_record import FILE_NAME as RECORD
 from mqlayer.stack.process_record import ProcessRecord
 from mqlayer.stack.shared_memory import release_shared_memory
+from mqlayer.testing.databases import database_rights
 
 DIRECTORY_PREFIX: Final = "mqlayer-pytest-"
 DATABASE_PREFIX: Final = "mqlayer_test_"
@@ -220,16 +219,12 @@ class TestServers:
 
     def _execute(self, statement: LiteralString, *names: str) -> None:
         query = sql.SQL(statement).format(*map(sql.Identifier, names))
-        try:
-            self._connected().execute(query)
-        except pg_errors.InsufficientPrivilege as error:
-            session = self._connected().info
-            reason = f"the role {session.user} may not make databases for tests"
-            fix = "unset MQLAYER_DSN, and the tests run servers of their own; or name a role with CREATEDB there"
-            raise PermissionDenied(address_of(session.dsn), reason, fix) from error
-        except psycopg.OperationalError:
-            # A test ended every session of the server.
-            self._connected().execute(query)
+        with database_rights(self._server.dsn("postgres")):
+            try:
+                self._connected().execute(query)
+            except psycopg.OperationalError:
+                # A test ended every session of the server.
+                self._connected().execute(query)
 
     def _connected(self) -> psycopg.Connection[tuple[object, ...]]:
         if self._session is None or self._session.closed:

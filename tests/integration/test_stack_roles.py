@@ -13,12 +13,13 @@ from pathlib import Path
 import psycopg
 import pytest
 from psycopg import errors as pg_errors
-from psycopg.conninfo import conninfo_to_dict
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from typer.testing import CliRunner
 
 from mqlayer import outbox
 from mqlayer.cli.main import app
 from mqlayer.errors import PermissionDenied
+from mqlayer.postgres.migrations import migrate
 from mqlayer.postgres.rights import Grant, Right, grants
 from mqlayer.redis.access import forget_access
 from mqlayer.stack import GivenAddresses, Stack
@@ -211,15 +212,17 @@ def test_tests_of_programs_make_databases_of_their_own_where_the_operators_varia
     dsn = variables(stack)["MQLAYER_DSN"]
     with TestServers(given=GivenAddresses(dsn)) as servers, servers.database() as (of_test, _):
         assert conninfo_to_dict(of_test)["dbname"] != "mqlayer"
-        prepare_database(of_test, "orders")
-        with psycopg.connect(of_test) as connection:
-            assert connection.execute("SELECT mqlayer_app.publish_v1('orders', 'k', '')").fetchone() == (1,)
+        assert migrate(of_test) == []
+    for place in (make_conninfo(dsn, dbname="shop_test"), make_conninfo(dsn, dbname="shop_test")):
+        prepare_database(place, "orders")
+        with psycopg.connect(place) as connection:
+            connection.execute("SELECT mqlayer_app.publish_v1('orders', 'k', '')")
             owner = connection.execute("SELECT nspowner::regrole::text FROM pg_namespace WHERE nspname = 'mqlayer_app'")
             assert owner.fetchone() == ("mqlayer_operator",)
     given = GivenAddresses(variables(stack, "viewer")["MQLAYER_DSN"])
     with TestServers(given=given) as servers, pytest.raises(PermissionDenied, match="unset MQLAYER_DSN") as refusal:
         servers.database().__enter__()
-    assert "the role mqlayer_viewer may not make databases for tests" in str(refusal.value)
+    assert "this role may not make databases for tests" in str(refusal.value)
 
 
 @pytest.mark.parametrize("kind", ["", *KINDS])

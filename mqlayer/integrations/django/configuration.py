@@ -71,9 +71,9 @@ def settings_of_tests() -> dict[str, Any]:
     given = os.environ.get(DSN, "") or env_file().get(DSN, "")
     if not given or not is_of_tests(connection):
         return {}
-    test, named = dsn_of(connection), parse_dsn(given)
-    stands = test and _server(parse_dsn(test)) == _server(named) and named.get("dbname") == _names[connection.alias]
-    return {"dsn": test} if stands else {}
+    test = dsn_of(connection)
+    stands_for = (*place_of(test)[:2], _names[connection.alias])
+    return {"dsn": test} if test and place_of(given) == stands_for else {}
 
 
 def is_of_tests(connection: Any) -> bool:
@@ -84,8 +84,10 @@ def is_of_tests(connection: Any) -> bool:
     return bool(name == test or name.startswith(TEST_DATABASE_PREFIX))
 
 
-def _server(parts: Mapping[str, Any]) -> tuple[str, str]:
-    return str(parts.get("host", "")), str(parts.get("port", "5432"))
+def place_of(dsn: str) -> tuple[str, str, str]:
+    """Return a DSN's host, port and database."""
+    parts = parse_dsn(dsn)
+    return str(parts.get("host", "")), str(parts.get("port", "5432")), str(parts.get("dbname", ""))
 
 
 def dsn_of(connection: Any) -> str:

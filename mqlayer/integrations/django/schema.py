@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mqlayer.integrations.django.configuration import database_alias, dsn_of, is_of_tests
+from mqlayer.integrations.django.configuration import database_alias, dsn_of, is_of_tests, place_of
 from mqlayer.postgres.migrations import migrate, migrate_for_tests
 from mqlayer.settings import Settings
 
@@ -19,6 +19,6 @@ def install(_apps: Any, schema_editor: Any) -> None:
     if connection.alias != database_alias() or not dsn:
         return
     install_schema = migrate_for_tests if is_of_tests(connection) else migrate
-    if Settings().control_dsn() == dsn:
+    if place_of(Settings().control_dsn()) == place_of(dsn):
         install_schema(dsn, schema="control")
     install_schema(dsn, schema="application")
