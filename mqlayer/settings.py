@@ -201,15 +201,20 @@ class Settings(BaseSettings):
         )
 
 
-def add_source(source: Callable[[], Mapping[str, Any]], *, before_environment: bool = False) -> None:
+def add_source(source: Callable[[], Mapping[str, Any]]) -> None:
     """Let all Settings of this process take what nothing else gives from a framework's own, by field."""
-    sources = _first_sources if before_environment else _sources
-    if source not in sources:
-        sources.append(source)
+    if source not in _sources:
+        _sources.append(source)
 
 
 def _field(variable: str) -> str:
     return variable.removeprefix(PREFIX).lower()
+
+
+def add_first_source(source: Callable[[], Mapping[str, Any]]) -> None:
+    """Let a framework's values of tests win over the environment."""
+    if source not in _first_sources:
+        _first_sources.append(source)
 
 
 def _meant(variable: str, settings: type[Settings]) -> str:

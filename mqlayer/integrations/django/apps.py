@@ -10,7 +10,7 @@ from mqlayer.integrations.django.configuration import (
     note_database,
     settings_of_tests,
 )
-from mqlayer.settings import add_source
+from mqlayer.settings import add_first_source, add_source
 
 
 class MqlayerConfig(AppConfig):
@@ -25,4 +25,4 @@ class MqlayerConfig(AppConfig):
         export_options()
         note_database()
         add_source(database_settings)
-        add_source(settings_of_tests, before_environment=True)
+        add_first_source(settings_of_tests)

@@ -19,6 +19,6 @@ def install(_apps: Any, schema_editor: Any) -> None:
     if connection.alias != database_alias() or not dsn:
         return
     install_schema = migrate_for_tests if is_of_tests(connection) else migrate
-    if place_of(Settings().control_dsn()) == place_of(dsn):
+    if place_of(Settings().dsn.get_secret_value()) == place_of(dsn):
         install_schema(dsn, schema="control")
     install_schema(dsn, schema="application")
