@@ -25,7 +25,7 @@ RETURNING topic_id;
 -- are there are not locked, or all publishers would wait behind the slowest.
 INSERT INTO mqlayer_app.counter (topic_id, lp, topic, body_limit)
 SELECT t.topic_id, lp, t.name, t.body_limit FROM mqlayer_app.topic t, generate_series(0, 1023) AS new(lp)
-WHERE t.topic_id = %(topic_id)s
+WHERE t.topic_id = %(topic_id)s AND t.deleted_at IS NULL
   AND NOT EXISTS (SELECT FROM mqlayer_app.counter c WHERE c.topic_id = t.topic_id AND c.lp = new.lp)
 ORDER BY lp
 ON CONFLICT DO NOTHING;
