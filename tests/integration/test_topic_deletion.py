@@ -13,7 +13,7 @@ import psycopg
 import pytest
 
 from mqlayer import Context, failpoints
-from mqlayer.archive import archive_pass, archive_status, create_snapshot, find_snapshot
+from mqlayer.archive import archive_pass, archive_status, create_snapshot, find_snapshot, set_retention
 from mqlayer.archive.snapshots import snapshot_cut
 from mqlayer.doctor.control import check_deletions
 from mqlayer.doctor.findings import LIMITS
@@ -321,6 +321,7 @@ def test_a_snapshot_reads_as_before_and_the_archive_of_the_name_goes_on(world: W
     assert {name: one.records for name, one in found.items()} == {"orders": 2, f"orders@{old}": 5}
     # Readers of a stream go by name and batch: they must not take the new topic's first batches for known ones.
     assert found["orders"].batch > found[f"orders@{old}"].batch
+    assert set_retention(runtime, f"orders@{old}", days=30)
 
 
 @pytest.mark.world(by_commands=True)
