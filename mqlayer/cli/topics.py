@@ -29,7 +29,7 @@ from mqlayer.postgres.database import Database
 from mqlayer.topics import TopicSummary, create_topic, list_topics, set_archived, set_limits, set_schema_mode
 
 if TYPE_CHECKING:
-    from mqlayer.maintenance import TopicDeletionPlan
+    from mqlayer.maintenance.topic_deletion import TopicDeletionPlan
 
 topics = typer.Typer(no_args_is_help=True, help="Topics: create, list, set, schema.")
 topics.command(cls=RuledCommand, rich_help_panel=CHANGE)(schema)
@@ -185,7 +185,7 @@ def delete(
 ) -> None:
     """Delete a topic with its groups and messages; its archive stays. Repeatable."""
     # It loads all that a topic has: other commands of topics need not.
-    from mqlayer.maintenance import delete_topic, planned_deletion
+    from mqlayer.maintenance.topic_deletion import delete_topic, planned_deletion
 
     with runtime_here() as runtime:
         if not yes:

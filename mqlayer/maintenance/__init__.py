@@ -5,26 +5,16 @@ from mqlayer.maintenance.inbox_cleanup import clean_inbox
 from mqlayer.maintenance.jobs import PERIODIC_JOBS, PeriodicJob
 from mqlayer.maintenance.late_jobs import LateJob, late_jobs
 from mqlayer.maintenance.marks_cleanup import drop_closed_marks
-from mqlayer.maintenance.topic_deletion import (
-    TopicDeletionPlan,
-    TopicDeletionReport,
-    delete_topic,
-    planned_deletion,
-)
 from mqlayer.maintenance.trim import TrimReport, trim_pass
 
 __all__ = [
     "PERIODIC_JOBS",
     "LateJob",
     "PeriodicJob",
-    "TopicDeletionPlan",
-    "TopicDeletionReport",
     "TrimReport",
     "clean_fence",
     "clean_inbox",
-    "delete_topic",
     "drop_closed_marks",
     "late_jobs",
-    "planned_deletion",
     "trim_pass",
 ]

@@ -54,7 +54,7 @@ class TopicDeletionReport:
     left: dict[str, int]
 
 
-class _Topic(NamedTuple):
+class _DeletionTarget(NamedTuple):
     topic_id: int
     name: str
     deleted_as: str | None
@@ -94,15 +94,15 @@ def delete_topic(runtime: Runtime, name: str, *, force: bool = False) -> TopicDe
     return TopicDeletionReport(topic.name, deleted_as, _left(runtime.control, topic))
 
 
-def _find(database: Database, name: str) -> _Topic:
+def _find(database: Database, name: str) -> _DeletionTarget:
     with database.connection() as connection:
         row = connection.execute(query("topic_to_delete"), {"name": name}).fetchone()
     if row is None:
         raise NotFound("topic", name, UNKNOWN)
-    return _Topic(*row)
+    return _DeletionTarget(*row)
 
 
-def _begin(runtime: Runtime, topic: _Topic, *, force: bool) -> None:
+def _begin(runtime: Runtime, topic: _DeletionTarget, *, force: bool) -> None:
     def work(connection: Connection) -> None:
         connection.execute(query("transaction_patience"), TIMEOUTS)
         facts = {"topic_id": topic.topic_id}
@@ -112,7 +112,7 @@ def _begin(runtime: Runtime, topic: _Topic, *, force: bool) -> None:
     runtime.control.transaction(work)
 
 
-def _drop_from_outbox(runtime: Runtime, topic: _Topic, *, force: bool) -> None:
+def _drop_from_outbox(runtime: Runtime, topic: _DeletionTarget, *, force: bool) -> None:
     if runtime.application is None:
         return
     facts = {"topic_id": topic.topic_id, "name": topic.name, "force": force}
@@ -140,7 +140,7 @@ def _drop_from_outbox(runtime: Runtime, topic: _Topic, *, force: bool) -> None:
     failpoint("topic_delete.after_detach")
 
 
-def _end(runtime: Runtime, topic: _Topic, *, force: bool) -> str:
+def _end(runtime: Runtime, topic: _DeletionTarget, *, force: bool) -> str:
     facts = {"topic_id": topic.topic_id}
 
     def work(connection: Connection) -> tuple[str, int]:
@@ -169,12 +169,12 @@ def _end(runtime: Runtime, topic: _Topic, *, force: bool) -> str:
     return deleted_as
 
 
-def _left(database: Database, topic: _Topic) -> dict[str, int]:
+def _left(database: Database, topic: _DeletionTarget) -> dict[str, int]:
     with database.connection() as connection:
         return dict(connection.execute(query("topic_partitions_left"), {"topic_id": topic.topic_id}).fetchall())
 
 
-def _refuse_obstacles(runtime: Runtime, topic: _Topic, *, force: bool) -> None:
+def _refuse_obstacles(runtime: Runtime, topic: _DeletionTarget, *, force: bool) -> None:
     if not force:
         _refuse(_obstacles(runtime, topic))
 
@@ -184,7 +184,7 @@ def _refuse(obstacles: Sequence[str]) -> None:
         raise Conflict("; ".join(obstacles), "see to that, or delete the topic all the same with --force")
 
 
-def _obstacles(runtime: Runtime, topic: _Topic) -> tuple[str, ...]:
+def _obstacles(runtime: Runtime, topic: _DeletionTarget) -> tuple[str, ...]:
     status = topic_status(runtime, topic.name)
     found = [line for group in status.groups for line in _needs(group)]
     found += [f"node {node} does not tell what it holds: {why}" for node, why in sorted(status.unreachable.items())]
@@ -212,7 +212,7 @@ def _living(groups: Sequence[tuple[int, str, int]]) -> list[str]:
     return [f"group {name} has {living} living members" for _, name, living in groups if living]
 
 
-def _unarchived(runtime: Runtime, topic: _Topic) -> Iterator[str]:
+def _unarchived(runtime: Runtime, topic: _DeletionTarget) -> Iterator[str]:
     for archive in archive_status(runtime, topic=topic.name):
         if archive.lag:
             yield f"{archive.lag} messages are not archived yet"
@@ -225,13 +225,13 @@ def _waiting(unsent: int, delayed: int, voided: int) -> list[str]:
     return [f"{count} messages of the outbox {what}" for what, count in counts.items() if count]
 
 
-def _other_outboxes(runtime: Runtime, topic: _Topic) -> list[str]:
+def _other_outboxes(runtime: Runtime, topic: _DeletionTarget) -> list[str]:
     own = None if runtime.application is None else _source_of(runtime.control, runtime.application)
     with runtime.control.connection() as connection:
         return _outboxes(connection, topic, other_than=own)
 
 
-def _outboxes(connection: Connection, topic: _Topic, *, other_than: int | None = None) -> list[str]:
+def _outboxes(connection: Connection, topic: _DeletionTarget, *, other_than: int | None = None) -> list[str]:
     rows = connection.execute(query("topic_outboxes"), {"topic_id": topic.topic_id}).fetchall()
     return [
         f"the outbox of database {name!r} (source {source}) publishes to it: run this with MQLAYER_APP_DSN of that one"

@@ -20,7 +20,7 @@ from mqlayer.doctor.findings import LIMITS
 from mqlayer.doctor.postgres import CheckedDatabase
 from mqlayer.errors import Conflict, MqlayerError, NotFound
 from mqlayer.groups import GroupSettings, ensure_group
-from mqlayer.maintenance import delete_topic, planned_deletion
+from mqlayer.maintenance.topic_deletion import delete_topic, planned_deletion
 from mqlayer.postgres.database import Connection
 from mqlayer.postgres.queries import query
 from mqlayer.relay import relay_once
