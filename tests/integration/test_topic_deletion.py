@@ -274,6 +274,32 @@ def test_an_open_route_change_goes_with_the_topic(world: World) -> None:
     assert_gone(world, old)
 
 
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        ("SELECT FROM mqlayer.route_change FOR UPDATE", "SELECT FROM mqlayer.topic FOR UPDATE"),
+        ("SELECT FROM mqlayer.consumer_group FOR SHARE", "SELECT FROM mqlayer.topic FOR KEY SHARE"),
+        ("SELECT FROM mqlayer_app.topic FOR NO KEY UPDATE", "SELECT FROM mqlayer_app.counter FOR NO KEY UPDATE"),
+    ],
+    ids=["a driver", "a new instance", "attaching"],
+)
+def test_it_waits_for_others_before_it_holds_what_they_want_next(world: World, first: str, then: str) -> None:
+    """Two that lock in one order can't wait for each other."""
+    old, runtime = topic_of(world), world.runtime()
+    add_group(runtime)
+    route = load_route(world.database, "orders")
+    with broken_off_at("change.after_plan"):
+        apply_plan(runtime, plan_split(route, route.ranges[0].partition, [100]))
+    with psycopg.connect(world.dsn, options="-c lock_timeout=200") as other, ThreadPoolExecutor(1) as pool:
+        other.execute(first)
+        deleting = pool.submit(delete_topic, runtime, "orders")
+        wait_until(lambda: world.rows("SELECT 1 FROM pg_locks WHERE NOT granted"), what="the deletion waits")
+        other.execute(then)
+        other.commit()
+        deleting.result(20)
+    assert_gone(world, old)
+
+
 @pytest.mark.world(relayed=2)
 def test_each_outbox_lets_the_topic_go_before_it_ends(world: World) -> None:
     """Another one would go on to take messages for a topic that no relay knows."""
