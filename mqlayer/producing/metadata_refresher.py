@@ -24,6 +24,7 @@ from mqlayer.runtime.runtime import Runtime
 
 log = event_logger(__name__)
 
+DELETED: Final = "it was deleted; publish again if it was created anew"
 ROUTE_AGE_S: Final = 5.0
 NODE_POLL_S: Final = 2.0
 """Interval of reading nodes while publishing."""
@@ -163,7 +164,7 @@ class MetadataRefresher:
 
     def _end(self, topic: TopicQueues) -> None:
         with self._guarded as in_flight:
-            in_flight.settlement.fail_unrouted(topic, NotFound("topic", topic.name, "it was deleted"))
+            in_flight.settlement.fail_unrouted(topic, NotFound("topic", topic.name, DELETED))
             if not topic.is_busy and in_flight.queues.topics.get(topic.name) is topic:
                 del in_flight.queues.topics[topic.name]
 
