@@ -60,6 +60,12 @@ class _DeletionTarget(NamedTuple):
     deleted_as: str | None
 
 
+class _LockedGroup(NamedTuple):
+    group_id: int
+    name: str
+    living: int
+
+
 def planned_deletion(runtime: Runtime, name: str) -> TopicDeletionPlan:
     """Say what deleting a topic would end and what is in its way; change nothing. Raises NotFound."""
     topic = _find(runtime.control, name)
@@ -143,15 +149,10 @@ def _drop_from_outbox(runtime: Runtime, topic: _DeletionTarget, *, force: bool) 
 def _end(runtime: Runtime, topic: _DeletionTarget, *, force: bool) -> str:
     facts = {"topic_id": topic.topic_id}
 
-    def work(connection: Connection) -> tuple[str, int]:
-        connection.execute(query("transaction_patience"), TIMEOUTS)
-        # A driver locks its change before the topic; whoever creates an instance, its group before the topic.
-        changes, groups = (connection.execute(query(name), facts).fetchall() for name in LOCKS)
-        ((deleted_as,),) = connection.execute(query("topic_deletion_lock"), facts).fetchall()
+    def work(connection: Connection) -> str:
+        deleted_as, groups = _lock(connection, topic)
         if deleted_as is not None:
-            return str(deleted_as), 0
-        if connection.execute(query("topic_open_work"), facts).fetchone() != (len(changes), len(groups)):
-            raise TransactionConflict("", f"topic {topic.name!r} got a group or route change meanwhile")
+            return deleted_as
         if not force:
             _refuse([*_living(groups), *_outboxes(connection, topic)])
         connection.execute(query("topic_changes_drop"), facts)
@@ -159,14 +160,26 @@ def _end(runtime: Runtime, topic: _DeletionTarget, *, force: bool) -> str:
         for group_id, *_ in groups:
             retire_locked(connection, group_id)
         ((deleted_as, _),) = connection.execute(query("topic_deletion_end"), facts).fetchall()
-        told = facts | {"groups": [name for _, name, _ in groups], "partitions": len(gone), "force": force}
-        write_audit(connection, runtime.actor, "topic deleted", topic.name, told | {"deleted_as": deleted_as})
+        told = {"groups": [name for _, name, _ in groups], "partitions": len(gone), "deleted_as": deleted_as}
+        write_audit(connection, runtime.actor, "topic deleted", topic.name, facts | told | {"force": force})
         failpoint("topic_delete.before_end")
-        return str(deleted_as), len(gone)
+        return str(deleted_as)
 
-    deleted_as, partitions = runtime.control.transaction(work)
-    log.warning("topic_deleted", extra={"topic": topic.name, "deleted_as": deleted_as, "partitions": partitions})
+    deleted_as = runtime.control.transaction(work)
+    log.warning("topic_deleted", extra={"topic": topic.name, "deleted_as": deleted_as})
     return deleted_as
+
+
+def _lock(connection: Connection, topic: _DeletionTarget) -> tuple[str | None, list[_LockedGroup]]:
+    """Lock the topic with its groups and open change; return its name if it is deleted, and the groups."""
+    facts = {"topic_id": topic.topic_id}
+    connection.execute(query("transaction_patience"), TIMEOUTS)
+    # A driver locks its change before the topic; whoever creates an instance, its group before the topic.
+    changes, groups = (connection.execute(query(name), facts).fetchall() for name in LOCKS)
+    ((deleted_as,),) = connection.execute(query("topic_deletion_lock"), facts).fetchall()
+    if connection.execute(query("topic_open_work"), facts).fetchone() != (len(changes), len(groups)):
+        raise TransactionConflict("", f"topic {topic.name!r} got a group or route change meanwhile")
+    return deleted_as, [_LockedGroup(*row) for row in groups]
 
 
 def _left(database: Database, topic: _DeletionTarget) -> dict[str, int]:
@@ -208,7 +221,7 @@ def _needs(group: GroupStatus) -> Iterator[str]:
         yield f"group {name} has {group.parked.messages} parked messages"
 
 
-def _living(groups: Sequence[tuple[int, str, int]]) -> list[str]:
+def _living(groups: Sequence[_LockedGroup]) -> list[str]:
     return [f"group {name} has {living} living members" for _, name, living in groups if living]
 
 
