@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from threading import Event
-from typing import Any
+from typing import Any, LiteralString
 
 import psycopg
 import pytest
@@ -129,14 +129,21 @@ def test_a_deletion_that_is_killed_goes_on_where_it_was(world: World, place: str
 
 
 @pytest.mark.world(relayed=2)
-def test_a_message_that_is_published_meanwhile_is_waited_for_and_stops_the_deletion(world: World) -> None:
+@pytest.mark.parametrize(
+    ("publish", "waits"), [("publish_v1('orders', 'k', 'late')", "no relay has sent"),
+                           ("publish_at_v1('orders', 'k', 'late', now())", "are delayed")],
+    ids=["at once", "delayed"],
+)  # fmt: skip
+def test_a_message_that_is_published_meanwhile_is_waited_for_and_stops_the_deletion(
+    world: World, publish: LiteralString, waits: str
+) -> None:
     runtime, old = world.runtime(), topic_of(world)
     with kept_session(world.dsn) as publisher, ThreadPoolExecutor(1) as pool:
-        publisher.execute("SELECT mqlayer_app.publish_v1('orders', 'k', 'late')")
+        publisher.execute(f"SELECT mqlayer_app.{publish}")
         deleting = pool.submit(delete_topic, runtime, "orders")
         wait_until(lambda: world.rows("SELECT 1 FROM pg_locks WHERE NOT granted"), what="the deletion waits")
         publisher.commit()
-        with pytest.raises(Conflict, match=r"1 messages of the outbox no relay has sent.*repeat the command"):
+        with pytest.raises(Conflict, match=f"1 messages of the outbox {waits}.*repeat the command"):
             deleting.result(20)
     # All goes on but what would need the topic's future.
     for change in (lambda: create_topic(runtime, "orders"), lambda: set_limits(runtime, "orders", body_limit=9)):
