@@ -206,7 +206,7 @@ def _print_plan(plan: TopicDeletionPlan, *, as_json: bool) -> None:
         show_rows([asdict(plan)], as_json=True, nothing="")
         return
     if plan.deleted_as is not None:
-        echo_plan(f"topic {plan.topic} is deleted, as {plan.deleted_as}; what is left of it would be removed")
+        echo_plan(f"topic {plan.topic} is deleted, as {plan.deleted_as}; its leftovers would be removed")
         return
     for obstacle in plan.obstacles:
         echo(f"in the way: {obstacle}")

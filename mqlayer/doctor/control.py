@@ -98,11 +98,11 @@ def check_changes(checked: CheckedDatabase, limits: CheckLimits) -> list[Finding
 
 
 def check_deletions(checked: CheckedDatabase, limits: CheckLimits) -> list[Finding]:
-    """Report deletions of topics that somebody has to finish."""
+    """Report unfinished deletions of topics."""
     found = []
     for topic, age_s in checked.rows("check_deletions", age_s=limits.deletion_s):
         seen = f"the deletion of topic {topic} began {format_seconds(age_s)} ago and is unfinished"
-        fix = f"mqlayer topic delete {topic} says what holds it up; with --yes it goes on"
+        fix = f"mqlayer topic delete {topic} names the obstacles; with --yes it goes on"
         found.append(Finding("deletions", checked.subject, CheckStatus.WARNING, seen, fix))
     return found or [Finding("deletions", checked.subject, CheckStatus.OK, "no deletion of a topic is unfinished")]
 

@@ -35,7 +35,7 @@ UNKNOWN: Final = "see those that there are: mqlayer topic list"
 
 @dataclass(frozen=True, slots=True)
 class TopicDeletionPlan:
-    """`obstacles`: what only a forced deletion passes over. `deleted_as`: its name if it is deleted already."""
+    """`obstacles`: reasons against an unforced deletion. `deleted_as`: its name if it is deleted already."""
 
     topic: str
     deleted_as: str | None
@@ -67,7 +67,7 @@ class _LockedGroup(NamedTuple):
 
 
 def planned_deletion(runtime: Runtime, name: str) -> TopicDeletionPlan:
-    """Say what deleting a topic would end and what is in its way; change nothing. Raises NotFound."""
+    """Plan the deletion of a topic; change nothing. Raises NotFound."""
     topic = _find(runtime.control, name)
     if topic.deleted_as is not None:
         return TopicDeletionPlan(topic.name, topic.deleted_as, 0, 0, (), ())
