@@ -174,7 +174,7 @@ def _lock(connection: Connection, topic: _DeletionTarget) -> tuple[str | None, l
     """Lock the topic with its groups and open change; return its name if it is deleted, and the groups."""
     facts = {"topic_id": topic.topic_id}
     connection.execute(query("transaction_patience"), TIMEOUTS)
-    # A driver locks its change before the topic; whoever creates an instance, its group before the topic.
+    # A driver locks its change before the topic, a new instance of a broadcast group that group before the topic.
     changes, groups = (connection.execute(query(name), facts).fetchall() for name in LOCKS)
     ((deleted_as,),) = connection.execute(query("topic_deletion_lock"), facts).fetchall()
     if connection.execute(query("topic_open_work"), facts).fetchone() != (len(changes), len(groups)):

@@ -281,6 +281,18 @@ def test_an_open_route_change_goes_with_the_topic(world: World) -> None:
     assert_gone(world, old)
 
 
+@pytest.mark.world(relayed=2)
+def test_a_node_that_is_away_gets_its_tombstones_later(world: World) -> None:
+    old, runtime = topic_of(world), world.runtime()
+    world.rows("UPDATE mqlayer.node SET armed_run_id = 'another'")
+    with pytest.raises(Conflict, match="node node-1 does not tell what it holds"):
+        delete_topic(runtime, "orders")
+    assert delete_topic(runtime, "orders", force=True).left == {"node-1": 2}
+    world.arm_node()
+    assert len(retire_partitions(runtime)) == 2
+    assert_gone(world, old)
+
+
 @pytest.mark.parametrize(
     ("first", "then"),
     [
