@@ -1,4 +1,4 @@
-"""Every error that mqlayer raises; docs/reference/errors.md lists meanings.
+"""Every error that mqlayer raises; the page 'Errors' lists meanings.
 
 Facts are positional arguments, so errors survive pickling. The message names the next step.
 """

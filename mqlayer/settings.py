@@ -77,7 +77,7 @@ def options_of(dsn: str) -> ConnectionOptions:
 
 
 class Settings(BaseSettings):
-    """Addresses and limits of a process; docs/reference/settings.md explains them.
+    """Addresses and limits of a process; the page 'Settings' explains them.
 
     Each field is also a variable: `dsn` is MQLAYER_DSN. Durations are seconds, sizes bytes. `repr` hides addresses.
     """
@@ -220,7 +220,7 @@ def add_first_source(source: Callable[[], Mapping[str, Any]]) -> None:
 def _meant(variable: str, settings: type[Settings]) -> str:
     known = [*(name.upper() for name in settings.model_fields), *(name.removeprefix(PREFIX) for name in OTHERS)]
     near = difflib.get_close_matches(variable.removeprefix(PREFIX), known, n=1)
-    return f"did you mean {PREFIX}{near[0]}?" if near else "unset it; docs/reference/settings.md has all settings"
+    return f"did you mean {PREFIX}{near[0]}?" if near else "unset it; the page 'Settings' has all settings"
 
 
 def _is_known(variable: str, variables: Mapping[str, str], settings: type[Settings]) -> bool:

@@ -64,7 +64,7 @@ INSTANCE_EXPIRY_S: Final = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class GroupSettings:
-    """A group's settings; None: not set. Meanings, defaults: docs/reference/group-settings.md.
+    """A group's settings; None: not set. Meanings, defaults: the page 'Group settings'.
 
     `math.inf` means no time limit or rate. `start` needs a time zone; with `from_archive` it can't be `latest`.
     """

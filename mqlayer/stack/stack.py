@@ -75,6 +75,8 @@ RIGHTS: Final[dict[ProcessKind, tuple[Right, ...]]] = {
 }
 USER_KINDS: Final[tuple[ProcessKind, ...]] = ("publisher", "consumer", "viewer")
 """Kinds that people start, each with a variables file."""
+# Long enough for a debugger; a hanging transaction blocks an LP.
+IDLE_LIMIT: Final = "ALTER ROLE {} SET idle_in_transaction_session_timeout = '10min'"
 TABLES_OF_ONES_OWN: Final = (
     "GRANT CREATE ON SCHEMA public TO {0}; GRANT ALL ON ALL TABLES IN SCHEMA public TO {0}; "
     "GRANT ALL ON ALL SEQUENCES IN SCHEMA public TO {0}"
@@ -219,6 +221,9 @@ class Stack:
                 grant(dsn, schema, role, right)
         with connect(dsn, application="mqlayer up") as connection, driver_errors(address_of(dsn)):
             connection.execute(sql.SQL(TABLES_OF_ONES_OWN).format(sql.Identifier(self._operator)))
+            for kind in ("operator", "publisher"):
+                role = sql.Identifier(self._credentials.of(kind).postgres.user)
+                connection.execute(sql.SQL(IDLE_LIMIT).format(role))
 
     @property
     def _operator(self) -> str:

@@ -1,6 +1,6 @@
 """Test programs that publish and consume: in memory, in the test's own transaction, or against real servers.
 
-See `docs/how-to/test-handlers.md` and `docs/how-to/test-with-real-servers.md`.
+See the pages 'Test handlers' and 'Test with real servers'.
 """
 
 from importlib import import_module
