@@ -14,7 +14,7 @@ import pickle
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from functools import partialmethod
+from functools import cache, partialmethod
 from typing import Any
 from urllib.parse import quote
 
@@ -23,6 +23,7 @@ from psycopg.conninfo import make_conninfo
 from pydantic import SecretStr
 from typer.testing import CliRunner
 
+from mqlayer import redaction
 from mqlayer.cli.main import app
 from mqlayer.domain.routing import NodeId
 from mqlayer.errors import InvalidInput, MqlayerError, PublishAborted, StoreUnavailable
@@ -68,6 +69,21 @@ SECRETS = [f"{MARK}1{part}{MARK}2" for part in AWKWARD] + [f"12/{MARK}3", f"12?{
 NOWHERE = "127.0.0.1:1"
 NEVER_ENDS = {"consume", "relay", "run"}
 """They wait for a Postgres that is away; what they say until then, their logs show, see below."""
+
+
+@pytest.fixture(autouse=True)
+def known_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Know no secret of other tests, and leave them none to look for in each text."""
+    monkeypatch.setattr(redaction, "_known", type(vars(redaction)["_known"])())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_tracebacks() -> Iterator[None]:
+    """Find once where the signs below a line of a traceback begin: thousands here show the same lines."""
+    name = "_extract_caret_anchors_from_line_segment"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(traceback, name, cache(vars(traceback)[name]))
+        yield
 
 
 def dsns(secret: str) -> Iterator[str]:
