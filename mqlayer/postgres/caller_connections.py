@@ -159,7 +159,7 @@ def check_in_transaction(connection: Any) -> None:
     if _is_alone(connection):
         raise InvalidInput(
             "no transaction is open, and this has to commit with the effect: use `with connection.transaction():`, "
-            "or Django's `atomic()`, around both"
+            "Django's `atomic()`, or a SQLAlchemy engine without AUTOCOMMIT, around both"
         )
 
 

@@ -27,6 +27,7 @@ from mqlayer.testing import (
     apublished,
     assert_not_published,
     assert_published,
+    batch,
     context,
     prepare_database,
     published,
@@ -179,6 +180,48 @@ def test_a_context_fences_the_tests_own_transaction(dsn: str) -> None:
         with pytest.raises(AlreadyApplied):
             again.inbox(connection, name="mail-1")
         connection.rollback()
+
+
+def one_batch(connection: Any) -> mqlayer.Batch[Any]:
+    return batch([{"customer": "ann"}], topic=orders, connection=connection)
+
+
+def one_context(connection: Any) -> mqlayer.Context:
+    return context({"customer": "ann"}, topic=orders, connection=connection)
+
+
+def test_no_effect_is_recorded_where_no_transaction_is_open(dsn: str, django_connection: Any) -> None:
+    """It would be recorded alone, and after a failure behind it the effect would never come."""
+    versions = mqlayer.Versions("orders")
+    engine = sqlalchemy.create_engine(url_of(dsn)).execution_options(isolation_level="AUTOCOMMIT")
+    with kept_session(dsn, autocommit=True) as connection, Session(engine) as session, engine.begin() as core:
+        for alone in (connection, session, core, django_connection):
+            refused = pytest.raises(InvalidInput, match="no transaction is open")
+            with refused:
+                one_context(connection).fence(alone)
+            with refused:
+                one_context(connection).inbox(alone)
+            with refused:
+                one_batch(connection).fence(alone)
+            with refused:
+                versions.take(alone, one_context(connection), entity="e", version=1)
+        with connection.transaction():
+            one_context(connection).fence(connection)
+            one_batch(connection).fence(connection)
+        with transaction.atomic():
+            one_context(django_connection).fence(django_connection)
+    engine.dispose()
+
+    async def awaited() -> None:
+        async with await psycopg.AsyncConnection.connect(dsn, autocommit=True) as connection:
+            with pytest.raises(InvalidInput, match="no transaction is open"):
+                await one_context(connection).afence(connection)
+            with pytest.raises(InvalidInput, match="no transaction is open"):
+                await one_batch(connection).afence(connection)
+            async with connection.transaction():
+                await one_batch(connection).afence(connection)
+
+    asyncio.run(awaited())
 
 
 def test_messages_that_a_handlers_own_transactions_commit_are_handled(dsn: str) -> None:
