@@ -6,7 +6,7 @@ import asyncio
 import unittest
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any, NotRequired, TypedDict
+from typing import Annotated, Any, NotRequired, TypedDict
 
 import django
 import psycopg
@@ -134,14 +134,26 @@ def django_connection(dsn: str) -> Iterator[Any]:
 
 
 def test_a_test_case_of_django_sees_its_atomic_blocks_and_delivers_them(django_connection: Any) -> None:
-    handled: list[str] = []
+    with django_connection.cursor() as cursor:
+        cursor.execute("CREATE TABLE booking (customer text)")
     app = mqlayer.App()
 
     @app.consumer(orders, group="ledger")
-    def book(order: Order) -> None:
-        handled.append(order["customer"])
+    def book(
+        order: Order, ctx: mqlayer.Context, connection: Annotated[Any, mqlayer.fenced("default")]
+    ) -> None:
+        with connection.cursor() as cursor:
+            cursor.execute("INSERT INTO booking VALUES (%s)", [order["customer"]])
+
+    def booked() -> list[tuple[str]]:
+        with django_connection.cursor() as cursor:
+            cursor.execute("SELECT customer FROM booking")
+            return list(cursor.fetchall())
 
     class OrderTest(TestCase):  # type: ignore[misc]
+        def test_the_next_test_finds_the_connection_and_no_booking(self) -> None:
+            assert booked() == []
+
         def test_order(self) -> None:
             with transaction.atomic():
                 orders.publish("default", {"customer": "ann"})
@@ -153,11 +165,12 @@ def test_a_test_case_of_django_sees_its_atomic_blocks_and_delivers_them(django_c
             with TestApp(app) as test:
                 test.deliver(published(on="default"))
                 test.run()
+            assert booked() == [("ann",)]
 
     result = unittest.TestResult()
-    unittest.TestSuite([OrderTest("test_order")]).run(result)
-    assert (result.errors, result.failures, result.testsRun) == ([], [], 1)
-    assert handled == ["ann"]
+    names = ("test_order", "test_the_next_test_finds_the_connection_and_no_booking")
+    unittest.TestSuite(map(OrderTest, names)).run(result)
+    assert (result.errors, result.failures, result.testsRun) == ([], [], 2)
 
 
 def test_a_database_without_the_schema_shows_what_was_collected(empty_database_dsn: str) -> None:
