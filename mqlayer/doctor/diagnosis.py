@@ -129,7 +129,8 @@ def _silent(name: str, limits: CheckLimits) -> ServerReport:
 
 
 def _store_work(settings: Settings, limits: CheckLimits) -> CheckJobs:
-    control_dsn, application_dsn = settings.control_dsn(), settings.application_dsn()
+    control_dsn = settings.control_dsn() if settings.dsn else ""
+    application_dsn = settings.application_dsn() if settings.app_dsn or settings.dsn else ""
     places: list[tuple[str, str, tuple[SchemaName, ...]]] = [
         ("control database", control_dsn, ("control",)),
         ("application database", application_dsn, ("application",)),
@@ -158,7 +159,7 @@ def _check_whole(
     checked: list[CheckedNode],
 ) -> list[Finding]:
     found = []
-    if not settings.control_dsn():
+    if not settings.dsn:
         fix = "set MQLAYER_DSN, or start a stack: mqlayer up"
         found.append(Finding("reachable", "database", CheckStatus.BROKEN, "no database is given", fix))
     if registered is None:

@@ -33,6 +33,10 @@ class Statement(NamedTuple):
     in_transaction: bool = False
 
 
+_databases_of_tests: Final[list[tuple[str, int]]] = []
+"""Name and port of the databases that tests lend; while there are any, effects in another one are refused."""
+
+
 class StandIn(ABC):
     """A session of tests, which answers statements itself."""
 
@@ -155,12 +159,40 @@ def driver_connection(connection: Any) -> Any:
 
 
 def check_in_transaction(connection: Any) -> None:
-    """Raise InvalidInput in autocommit: checks must commit with effects."""
+    """Raise InvalidInput in autocommit: checks must commit with effects. In tests, also for another database."""
+    if _databases_of_tests:
+        _check_database(driver_connection(connection))
     if _is_alone(connection):
         raise InvalidInput(
             "no transaction is open, and this has to commit with the effect: use `with connection.transaction():`, "
             "Django's `atomic()`, or a SQLAlchemy engine without AUTOCOMMIT, around both"
         )
+
+
+@contextmanager
+def effects_only_in(place: tuple[str, int]) -> Iterator[None]:
+    """For the block, refuse effects in other databases than this one, and those of outer blocks."""
+    _databases_of_tests.append(place)
+    try:
+        yield
+    finally:
+        _databases_of_tests.remove(place)
+
+
+def _check_database(driver: Any) -> None:
+    if not isinstance(driver, psycopg.Connection | psycopg.AsyncConnection) or driver.closed:
+        return
+    if place_of(driver) not in _databases_of_tests:
+        (there, its_port), (name, port) = place_of(driver), _databases_of_tests[-1]
+        raise InvalidInput(
+            f"the effect would go to database {there!r} on port {its_port}, but the test's is {name!r} on port {port}: "
+            "have the handler take its connection by app.settings.application_dsn() when it runs, not at import"
+        )
+
+
+def place_of(driver: Any) -> tuple[str, int]:
+    """Return name and port of a psycopg connection's database."""
+    return driver.info.dbname, driver.info.port
 
 
 def _is_alone(connection: Any) -> bool:

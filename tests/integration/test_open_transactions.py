@@ -16,6 +16,7 @@ from django.conf import settings as django_settings
 from django.db import connections, transaction
 from django.test import TestCase
 from psycopg.conninfo import conninfo_to_dict
+from pydantic import SecretStr
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import Session
 
@@ -33,6 +34,7 @@ from mqlayer.testing import (
     published,
 )
 from tests.fixtures.kept_connections import ask_postgres, kept_session
+from tests.fixtures.servers import Postgres
 from tests.fixtures.sqlalchemy_engines import url_of
 
 
@@ -139,9 +141,7 @@ def test_a_test_case_of_django_sees_its_atomic_blocks_and_delivers_them(django_c
     app = mqlayer.App()
 
     @app.consumer(orders, group="ledger")
-    def book(
-        order: Order, ctx: mqlayer.Context, connection: Annotated[Any, mqlayer.fenced("default")]
-    ) -> None:
+    def book(order: Order, ctx: mqlayer.Context, connection: Annotated[Any, mqlayer.fenced("default")]) -> None:
         with connection.cursor() as cursor:
             cursor.execute("INSERT INTO booking VALUES (%s)", [order["customer"]])
 
@@ -243,7 +243,7 @@ def test_messages_that_a_handlers_own_transactions_commit_are_handled(dsn: str) 
 
     @app.consumer(orders, group="ledger", backoff_s=(5,))
     def book(order: Order, ctx: mqlayer.Context) -> None:
-        with psycopg.connect(dsn) as connection:
+        with psycopg.connect(app.settings.application_dsn()) as connection:
             ctx.fence(connection)
             connection.execute("INSERT INTO book VALUES (%s, %s)", (order["customer"], order.get("amount")))
             outbox.publish(connection, "audit", key=order["customer"], body=b"booked")
@@ -273,3 +273,19 @@ def test_messages_that_a_handlers_own_transactions_commit_are_handled(dsn: str) 
         assert [message.key for message in test.handled(orders)] == ["ann"]
         test.assert_published("audit", key="ann", body=b"booked", count=1)
     assert ask_postgres(dsn, "SELECT * FROM book") == [("ann", 1)]
+
+
+def test_an_effect_in_another_database_is_refused(dsn: str, postgres_server: Postgres) -> None:
+    """A program that took its address at import would book where it is developed."""
+    app = mqlayer.App(mqlayer.Settings(dsn=SecretStr("postgresql://where-it-is-developed/shop")))
+
+    @app.consumer(orders, group="ledger")
+    def book(order: Order, ctx: mqlayer.Context) -> None:
+        with psycopg.connect(postgres_server.dsn("postgres")) as connection:
+            ctx.fence(connection)
+
+    with TestApp(app, database=dsn) as test:
+        test.publish(orders, {"customer": "ann"})
+        with pytest.raises(InvalidInput, match=r"to database 'postgres'.*app\.settings\.application_dsn"):
+            test.run()
+    assert app.settings.application_dsn() == "postgresql://where-it-is-developed/shop"

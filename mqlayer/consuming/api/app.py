@@ -105,6 +105,8 @@ class App:
         self.members: list[OrderedMember | SharedMember] = []
         self.hooks: list[Hook] = []
         self._open: list[Any] = []
+        # Why it may not start, as in a TestApp.
+        self.start_refused = ""
         # Number of this process among those of one command; each is an instance.
         self.process_number = 1
 
@@ -250,6 +252,8 @@ class App:
 
         Stores the schemas of typed topics. Raises IncompatibleSchema for one that breaks readers.
         """
+        if self.start_refused:
+            raise Conflict("the application can't start", self.start_refused)
         if not self.consumers:
             raise InvalidInput("the application has no consumers: register one with @app.consumer(topic, group=…)")
         if self.members:
