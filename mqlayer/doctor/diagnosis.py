@@ -197,7 +197,7 @@ def _check_migrations(checked: CheckedDatabase, schema: SchemaName) -> Finding:
         with driver_errors(checked.address):
             check_schema(checked.connection, schema, checked.address)
     except SchemaMismatch as error:
-        seen = f"it is {error.found}, this code needs {error.wanted}"
+        seen = f"it has {error.found}, this code needs {error.wanted}"
         return Finding(check, checked.subject, CheckStatus.BROKEN, seen, error.hint)
     except MqlayerError as error:
         return Finding(check, checked.subject, CheckStatus.UNKNOWN, str(error), "let the role of the DSN read it")

@@ -216,10 +216,12 @@ def driver_cursor(connection: Any) -> Any:
         return connection.cursor(row_factory=psycopg.rows.tuple_row)
     if _is_sqlalchemy(connection):
         core = _core_of(connection)
+        check_dialect(core.dialect.name)
         driver = core.connection.driver_connection
         # Inside run_sync only SQLAlchemy's own cursor may wait.
         return closing(core.connection.cursor()) if _is_async(driver) else driver_cursor(driver)
     if type(connection).__module__.startswith("django."):
+        check_dialect(connection.vendor)
         return connection.cursor()
     if _is_async(connection):
         raise InvalidInput(f"a {type(connection).__name__} is asynchronous: use the call that is awaited, as apublish")
@@ -227,6 +229,12 @@ def driver_cursor(connection: Any) -> Any:
         f"can't use a {type(connection).__name__}: give a psycopg 3 connection, a SQLAlchemy session on psycopg, "
         "or a Django database connection"
     )
+
+
+def check_dialect(name: str) -> None:
+    """Raise InvalidInput for another database than Postgres, by SQLAlchemy's or Django's name."""
+    if name != "postgresql":
+        raise InvalidInput(f"this is a connection to {name}: outbox, fence and inbox are in Postgres only")
 
 
 def _is_sqlalchemy(connection: Any) -> bool:

@@ -255,7 +255,9 @@ def translate(error: Exception, address: str = "postgres") -> MqlayerError:
     if isinstance(error, pg_errors.InsufficientPrivilege):
         return PermissionDenied(address, text, _hint(error) or _GRANT)
     if isinstance(error, pg_errors.UndefinedTable | pg_errors.InvalidSchemaName | pg_errors.UndefinedFunction):
-        return SchemaMismatch(address, "missing or older", "migrated", f"run `mqlayer migrate` ({text})")
+        return SchemaMismatch(
+            address, "no schema of mqlayer, or an older one", "the current one", f"run `mqlayer migrate` ({text})"
+        )
     return StoreUnavailable(address, text)
 
 

@@ -11,6 +11,7 @@ import psycopg
 from pydantic import SecretStr
 
 from mqlayer.domain.names import DEFAULT_BODY_LIMIT, check_name
+from mqlayer.errors import SchemaMismatch
 from mqlayer.outbox.outbox_message import OutboxMessage
 from mqlayer.postgres.caller_connections import effects_only_in, place_of
 from mqlayer.postgres.database import Database
@@ -38,6 +39,10 @@ class OutboxTable:
             prepare_topics(self._database, self._topics)
             with self._database.connection() as connection:
                 row = connection.execute(query("outbox_ends")).fetchone()
+        except SchemaMismatch as error:
+            self._cleanup.close()
+            hint = "call mqlayer.testing.prepare_database(dsn, topics…) once, for example in conftest.py"
+            raise SchemaMismatch(error.address, error.found, error.wanted, hint) from None
         except BaseException:
             self._cleanup.close()
             raise

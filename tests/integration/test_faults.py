@@ -115,6 +115,18 @@ def test_partitions_split_and_nodes_come_back_under_an_application(mqlayer_stack
     assert mqlayer_stack.execute("SELECT amount FROM balance") == [(10,)]
 
 
+def test_two_applications_that_read_a_group_as_other_bodies_are_named(
+    mqlayer_stack: TestStack, plain: Book, caplog: pytest.LogCaptureFixture
+) -> None:
+    one, other = App(), App()
+    one.consumer("orders", group="ledger")(plain)
+    other.consumer("orders", group="ledger")(lambda body: None)
+    with mqlayer_stack.run(one), mqlayer_stack.run(one.another()):
+        assert "group_has_two_bodies" not in caplog.text
+        with mqlayer_stack.run(other):
+            assert "group_has_two_bodies topic=orders group=ledger" in caplog.text
+
+
 def test_drain_raises_what_a_handler_raises_and_says_what_waits(mqlayer_stack: TestStack) -> None:
     app = App()
 

@@ -179,7 +179,10 @@ def test_a_database_without_the_schema_shows_what_was_collected(empty_database_d
         orders.publish(session, {"customer": "ann"})
         assert_published(orders, on=session, key="ann")
     engine.dispose()
-    with pytest.raises(SchemaMismatch), TestApp(database=empty_database_dsn):
+    with (
+        pytest.raises(SchemaMismatch, match=r"has no application schema, .*: call mqlayer.testing.prepare_database\("),
+        TestApp(database=empty_database_dsn),
+    ):
         pass
 
 

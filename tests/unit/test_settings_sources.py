@@ -53,9 +53,7 @@ def test_the_file_in_the_working_directory_is_read_and_the_environment_wins(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for dsn in (Settings().control_dsn, Settings().application_dsn, Settings(app_dsn=SecretStr("")).application_dsn):
-        with pytest.raises(
-            InvalidInput, match="set MQLAYER_DSN, or start a stack with `mqlayer up`"
-        ):
+        with pytest.raises(InvalidInput, match="set MQLAYER_DSN, or start a stack with `mqlayer up`"):
             dsn()
     (folder / ".env").write_text(FILE.replace("MQLAYER_EMPTY\n", ""))
     assert Settings().control_dsn() == "postgresql://of-the-file/shop"
