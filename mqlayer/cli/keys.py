@@ -114,8 +114,8 @@ def _text_lines(found: KeyStatus) -> Iterable[str]:
         where += f": owner {current.facts.owner}, epoch {current.facts.epoch}"
     elif current is not None:
         where += ": nobody owns it"
-    behind = group.version < group.topic_version
-    version = f"; it is at route version {group.version} of {group.topic_version}" if behind else ""
+    newest = group.version == group.topic_version
+    version = "" if newest else f"; it is at route version {group.version} of {group.topic_version}"
     yield f"group {group.name} {where}{version}"
     yield from _parked_lines(found.parked)
     yield from _search_lines(found.search)

@@ -207,4 +207,4 @@ def test_a_key_is_a_text_on_all_ways_of_publishing() -> None:
         with refused:
             producer.send("orders", key=5, body=b"")  # type: ignore[arg-type]
     with refused:
-        lp_and_key(5)  # type: ignore[arg-type]
+        lp_and_key(5)
