@@ -66,7 +66,7 @@ def _storable(text: str) -> bool:
 
 
 def encode_key(key: str) -> bytes:
-    """Return UTF-8. Raises KeyTooLarge over 512 bytes, InvalidInput for invalid Unicode and for what is no str."""
+    """Return UTF-8. Raises KeyTooLarge over 512 bytes, InvalidInput for invalid Unicode or another type."""
     # Applications may ignore the annotation.
     if not isinstance(key, str):
         raise InvalidInput(f"a message key is a str, not {type(key).__name__}: give str(customer_id)")
