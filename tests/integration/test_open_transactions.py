@@ -23,6 +23,7 @@ from sqlalchemy.orm import Session
 import mqlayer
 from mqlayer import outbox
 from mqlayer.errors import AlreadyApplied, InvalidInput, SchemaMismatch
+from mqlayer.outbox.transaction_sources import open_transaction
 from mqlayer.testing import (
     TestApp,
     apublished,
@@ -142,7 +143,7 @@ def test_a_test_case_of_django_sees_its_atomic_blocks_and_delivers_them(django_c
 
     @app.consumer(orders, group="ledger")
     def book(order: Order, ctx: mqlayer.Context, connection: Annotated[Any, mqlayer.fenced("default")]) -> None:
-        with connection.cursor() as cursor:
+        with connections["default"].cursor() as cursor:
             cursor.execute("INSERT INTO booking VALUES (%s)", [order["customer"]])
 
     def booked() -> list[tuple[str]]:
@@ -165,7 +166,9 @@ def test_a_test_case_of_django_sees_its_atomic_blocks_and_delivers_them(django_c
             with TestApp(app) as test:
                 test.deliver(published(on="default"))
                 test.run()
-            assert booked() == [("ann",)]
+            with open_transaction("default") as connection, connection.cursor() as cursor:
+                cursor.execute("INSERT INTO booking VALUES ('bob')")
+            assert booked() == [("ann",), ("bob",)]
 
     result = unittest.TestResult()
     names = ("test_order", "test_the_next_test_finds_the_connection_and_no_booking")
