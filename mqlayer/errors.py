@@ -160,7 +160,7 @@ class ArchiveBroken(MqlayerError):
 
 
 class ConfigurationRefused(MqlayerError):
-    """A server's setting voids the promise; without a setting, `value` is a sentence."""
+    """A server's setting voids the promise."""
 
     def __init__(self, address: str, setting: str, value: str, wanted: str) -> None:
         super().__init__(redact(address), setting, value, wanted)
@@ -168,6 +168,7 @@ class ConfigurationRefused(MqlayerError):
 
     def __str__(self) -> str:
         if not self.setting:
+            # The value is a sentence.
             return f"{self.address}: {self.value}: {self.wanted}"
         return f"{self.address}: {self.setting} is {self.value!r}, mqlayer needs {self.wanted}"
 

@@ -33,7 +33,7 @@ def failures_shown() -> Iterator[None]:
 
 
 def _stopped_stack(error: MqlayerError) -> str:
-    """Return the way to start this folder's stack, where a part is stopped and its server was not reached."""
+    """Say how to start this folder's stopped stack."""
     from mqlayer.stack.stack import DEFAULT_DIRECTORY, Stack  # not at start: it takes time
 
     if type(error) is not StoreUnavailable or not DEFAULT_DIRECTORY.is_dir():

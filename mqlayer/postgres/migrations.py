@@ -86,7 +86,7 @@ def migrate(dsn: str, *, schema: SchemaName | None = None, owner: str | None = N
 
 
 def migrate_for_tests(dsn: str, *, schema: SchemaName | None = None) -> None:
-    """Migrate a database of tests; its maker owns the schemas where it may not act as `mqlayer_owner`."""
+    """Migrate a database of tests; its maker may own the schemas."""
     with _connection(dsn) as connection, driver_errors(address_of(dsn)):
         names = ([*SCHEMAS.values()], DEFAULT_OWNER, DEFAULT_OWNER)
         row = connection.execute(_MAKER_OF_TESTS, names).fetchone()
@@ -156,7 +156,7 @@ def _migrate_schema(connection: Connection, schema: SchemaName, address: str, ow
 
 
 def _is_current_to_reader(connection: Connection, schema: SchemaName, owner: str | None) -> bool:
-    """Return whether nothing is left for a role that may only use the schema."""
+    """Return whether a reader has nothing to do."""
     with connection.transaction():
         connection.execute(SEARCH_PATH)
         row = connection.execute(_OWNER_BESIDE_READER, (SCHEMAS[schema],)).fetchone()

@@ -222,8 +222,8 @@ class Stack:
         with connect(dsn, application="mqlayer up") as connection, driver_errors(address_of(dsn)):
             connection.execute(sql.SQL(TABLES_OF_ONES_OWN).format(sql.Identifier(self._operator)))
             for kind in ("operator", "publisher"):
-                role = sql.Identifier(self._credentials.of(kind).postgres.user)
-                connection.execute(sql.SQL(IDLE_LIMIT).format(role))
+                login = self._credentials.of(kind).postgres
+                connection.execute(sql.SQL(IDLE_LIMIT).format(sql.Identifier(login.user)))
 
     @property
     def _operator(self) -> str:

@@ -60,13 +60,13 @@ def database_settings() -> dict[str, Any]:
 
 
 def note_database() -> None:
-    """Keep the database's name, before a test runner puts another in its place."""
+    """Keep the name that a test runner replaces."""
     alias = database_alias()
     _names[alias] = connections[alias].settings_dict["NAME"]
 
 
 def settings_of_tests() -> dict[str, Any]:
-    """Return the DSN of Django's test database, where MQLAYER_DSN names the database that it stands for."""
+    """Return the DSN of Django's test database, where it stands for MQLAYER_DSN's."""
     connection = connections[database_alias()]
     given = os.environ.get(DSN, "") or env_file().get(DSN, "")
     if not given or not is_of_tests(connection):
