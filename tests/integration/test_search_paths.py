@@ -58,6 +58,8 @@ INNER: Final = {
     "mqlayer_app.check_group_v1": "SELECT mqlayer_app.check_group_v1(1)",
     "mqlayer_app.check_topic_v1": "SELECT mqlayer_app.check_topic_v1('orders')",
     "mqlayer_app.check_versions_v1": "SELECT mqlayer_app.check_versions_v1('other')",
+    "mqlayer_app.topic_drop_v1": "SELECT mqlayer_app.topic_drop_v1(99, 'gone', true)",
+    "mqlayer_app.topic_rows_drop_v1": "SELECT mqlayer_app.topic_rows_drop_v1(99, 10)",
     "mqlayer_app.outbox_renew_v1": "SELECT mqlayer_app.outbox_renew_v1(true)",
     "mqlayer_app.outbox_recover_v1": "SELECT mqlayer_app.outbox_recover_v1(NULL, '{}', '{}', '{}', '{}')",
     "mqlayer.group_known_v1": (
