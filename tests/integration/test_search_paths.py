@@ -77,7 +77,7 @@ INNER: Final = {
 # Where the role may publish and consume: of one topic and one group, so that each call is asked for its right.
 GRANTED: Final = f"""
     INSERT INTO mqlayer_app.granted (role, privilege, scope)
-        VALUES ('{ROLE}', 'publish', 'orders'), ('{ROLE}', 'consume', 'orders/g');
+        VALUES ('{ROLE}', 'publish', 'orders'), ('{ROLE}', 'consume', 'orders/g'), ('{ROLE}', 'operate', '');
     INSERT INTO mqlayer.granted (role, privilege) VALUES ('{ROLE}', 'consume');
     INSERT INTO mqlayer.node (name, url) VALUES ('n', 'redis://n:1');
     INSERT INTO mqlayer.topic (name, strategy, body_limit, backlog_limit) VALUES ('orders', 'strict', 1000, 1);
