@@ -625,6 +625,7 @@ CREATE TABLE mqlayer.audit (
         AND octet_length(object) <= 4096),
     CONSTRAINT audit_facts CHECK (octet_length(facts::text) <= 1000000)
 );
+CREATE INDEX audit_by_object ON mqlayer.audit (object, at);
 
 CREATE TABLE mqlayer.server (
     only_one  boolean     NOT NULL DEFAULT true,
@@ -756,6 +757,9 @@ CREATE TABLE mqlayer_archive.record (
     body         bytea       NOT NULL
 ) PARTITION BY RANGE (archived_at);
 CREATE INDEX record_read ON mqlayer_archive.record (topic_id, batch, partition_id);
+CREATE INDEX record_of_lp ON mqlayer_archive.record (topic_id, lp, batch, seq);
+CREATE INDEX record_ranges ON mqlayer_archive.record USING brin (published_at, log_offset) WITH (pages_per_range='32',
+    autosummarize='on');
 
 CREATE TABLE mqlayer_archive.outcome (
     topic_id     int         NOT NULL,

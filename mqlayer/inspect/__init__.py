@@ -10,7 +10,16 @@ from mqlayer.inspect.group_status import (
     group_statuses,
 )
 from mqlayer.inspect.key_history import key_history, record_of
+from mqlayer.inspect.key_life import KeyHistory, KeyMessage, history_of_key
 from mqlayer.inspect.key_status import SCAN_LIMIT, KeySearch, KeyStatus, LpLocation, explain_key
+from mqlayer.inspect.message_life import LifeStep, MessageLife, MissingStep, message_life
+from mqlayer.inspect.message_search import (
+    FoundMessage,
+    MessageFilter,
+    MessagePage,
+    find_by_dedup_id,
+    search_messages,
+)
 from mqlayer.inspect.message_status import (
     GroupAttempt,
     MessageContent,
@@ -25,16 +34,24 @@ from mqlayer.inspect.topic_status import TopicPartition, TopicStatus, topic_stat
 
 __all__ = [
     "SCAN_LIMIT",
+    "FoundMessage",
     "GroupAttempt",
     "GroupFacts",
     "GroupStatus",
+    "KeyHistory",
+    "KeyMessage",
     "KeySearch",
     "KeyStatus",
+    "LifeStep",
     "LpLocation",
     "MemberFacts",
     "MessageContent",
+    "MessageFilter",
     "MessageInGroup",
+    "MessageLife",
+    "MessagePage",
     "MessageStatus",
+    "MissingStep",
     "ParkedCounts",
     "ParkedKeyStatus",
     "PartitionFacts",
@@ -48,12 +65,16 @@ __all__ = [
     "UnsettledMessage",
     "VersionLag",
     "explain_key",
+    "find_by_dedup_id",
     "find_message",
     "group_facts",
     "group_members",
     "group_statuses",
     "hidden_from",
+    "history_of_key",
     "key_history",
+    "message_life",
     "record_of",
+    "search_messages",
     "topic_status",
 ]

@@ -1060,6 +1060,8 @@ CREATE TABLE mqlayer.audit (
         octet_length(actor) <= 4096 AND octet_length(act) <= 1024 AND octet_length(object) <= 4096),
     CONSTRAINT audit_facts CHECK (octet_length(facts::text) <= 1000000)
 );
+-- The acts on one group.
+CREATE INDEX audit_by_object ON mqlayer.audit (object, at);
 
 
 -- The server ---------------------------------------------------------------------------------------------------------
@@ -1409,6 +1411,11 @@ CREATE TABLE mqlayer_archive.record (
 ) PARTITION BY RANGE (archived_at);
 -- Reads go along it: batches are in the order of every key. One batch is of one partition, so its entries are one.
 CREATE INDEX record_read ON mqlayer_archive.record (topic_id, batch, partition_id);
+-- The messages of a key, and one identity: both are among the records of an LP.
+CREATE INDEX record_of_lp ON mqlayer_archive.record (topic_id, lp, batch, seq);
+-- A time and a position: both rise with the rows.
+CREATE INDEX record_ranges ON mqlayer_archive.record USING brin (published_at, log_offset)
+    WITH (pages_per_range = 32, autosummarize = on);
 
 -- Outcomes of records, per group: one row for a stretch of offsets of a partition that has all of it in common. A
 -- record that a group handled again after a seek has a row for each time.
