@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final, Literal
 
@@ -16,6 +16,8 @@ from mqlayer.runtime.runtime import Runtime
 ACTS_LIMIT: Final = 200
 HORIZON_S: Final = 7 * 86_400.0
 """Age at which jobs delete failed attempts and fence rows."""
+FAILURES_LATE: Final = timedelta(seconds=5)
+"""Members write failures in the background: a later step may have an earlier time."""
 GROUP_ACTS: Final = ("parked release", "group seek", "dead redrive", "replay start")
 """Acts on a whole group that may reach a message."""
 
@@ -26,6 +28,7 @@ Step = Literal[
 Absence = Literal["no_longer_known", "never_recorded", "not_searched"]
 
 _RANKS: Final[Mapping[str, int]] = {step: rank for rank, step in enumerate(Step.__args__)}  # type: ignore[attr-defined]
+_ENDS: Final[frozenset[Step]] = frozenset({"parked", "dead", "applied", "settled"})
 _OUTCOMES: Final[Mapping[str, Step]] = {
     "handled": "settled", "unmatched": "settled", "parked": "parked", "redriven": "redriven", "replayed": "replayed",
     "exhausted": "dead", "rejected": "dead", "skipped": "dead", "discarded": "dead",
@@ -71,7 +74,8 @@ class MessageLife(msgspec.Struct, frozen=True):
 def message_life(runtime: Runtime, found: MessageStatus) -> MessageLife:
     """Return the life of a found message, over all its partitions and groups."""
     life = _Life(runtime, found)
-    steps = sorted([*life.before(), *life.in_groups()], key=_order(found))
+    steps = [*life.before(), *life.in_groups()]
+    steps.sort(key=_order(found, steps))
     return MessageLife(
         found.topic,
         None if found.identity is None else str(found.identity),
@@ -84,16 +88,20 @@ def message_life(runtime: Runtime, found: MessageStatus) -> MessageLife:
     )
 
 
-def _order(found: MessageStatus) -> Callable[[LifeStep], tuple[datetime, int]]:
+def _order(found: MessageStatus, steps: Iterable[LifeStep]) -> Callable[[LifeStep], tuple[datetime, int]]:
     began = found.committed_at or found.published_at or datetime(1970, 1, 1, tzinfo=UTC)
     end = datetime(9000, 1, 1, tzinfo=UTC)
+    ends = [(one.group, one.at) for one in steps if one.step in _ENDS and one.at is not None]
 
     def key(one: LifeStep) -> tuple[datetime, int]:
         rank = _RANKS[one.step]
         # Clocks differ: the way to the partition comes first, whatever they say.
         if rank <= _RANKS["stored"]:
             return began, rank
-        return max(began, one.at or end), rank
+        at = one.at or end
+        if one.step == "failed":
+            at = min([at, *(over for group, over in ends if group == one.group and over < at < over + FAILURES_LATE)])
+        return max(began, at), rank
 
     return key
 

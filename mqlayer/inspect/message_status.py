@@ -330,7 +330,10 @@ class _Search:
 
     def _from_archive(self, name: str) -> _Archived | None:
         partition, offset = self._place or (None, None)
-        facts = {"topic_id": self._topic_id, "partition": partition, "offset": offset}
+        facts: dict[str, Any] = {"topic_id": self._topic_id, "partition": partition, "offset": offset}
+        # The time of the record, where there is one: then a day of the archive is not read as a whole.
+        at = None if self._record is None else _at(self._record)
+        facts |= {"since": at or datetime(1970, 1, 1, tzinfo=UTC), "until": at or datetime(9000, 1, 1, tzinfo=UTC)}
         if self._identity is not None:
             facts |= self._identity._asdict()
         with self._runtime.control.connection() as connection:

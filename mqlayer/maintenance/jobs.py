@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from mqlayer.archive import archive_pass, retain_by_topics
+from mqlayer.archive import archive_pass, index_days, retain_by_topics
 from mqlayer.groups import balance_by_rate, rebalance_groups
 from mqlayer.groups.retirement import forget_instances, forget_retired, retire_absent
 from mqlayer.idempotency import watch_versions
@@ -108,8 +108,9 @@ def _archive(runtime: Runtime, every_s: float) -> None:
 
 
 def _retain(runtime: Runtime, _: float) -> None:
-    """Drop archive days past retention."""
+    """Drop archive days past retention; index those that ended."""
     retain_by_topics(runtime)
+    index_days(runtime)
 
 
 def _release_delayed(runtime: Runtime, every_s: float) -> None:

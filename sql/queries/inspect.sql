@@ -163,13 +163,15 @@ ORDER BY settled_at;
 -- The archived record of a place.
 SELECT topic_id, batch, partition_id, log_offset, source, lp, seq, published_at, key, tags, archived_at, version
 FROM mqlayer_archive.record
-WHERE topic_id = %(topic_id)s AND partition_id = %(partition)s AND log_offset = %(offset)s LIMIT 1;
+WHERE topic_id = %(topic_id)s AND partition_id = %(partition)s AND log_offset = %(offset)s
+  AND published_at >= %(since)s AND published_at <= %(until)s LIMIT 1;
 
 -- name: message_archived
 -- The archived record of an identity.
 SELECT topic_id, batch, partition_id, log_offset, source, lp, seq, published_at, key, tags, archived_at, version
 FROM mqlayer_archive.record
-WHERE topic_id = %(topic_id)s AND source = %(source)s AND lp = %(lp)s AND seq = %(seq)s LIMIT 1;
+WHERE topic_id = %(topic_id)s AND source = %(source)s AND lp = %(lp)s AND seq = %(seq)s
+  AND published_at >= %(since)s AND published_at <= %(until)s LIMIT 1;
 
 -- name: message_archived_body
 -- Headers and body of an archived record.

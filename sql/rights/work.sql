@@ -87,6 +87,7 @@ GRANT SELECT ON mqlayer_archive.cut TO {role};
 GRANT SELECT, INSERT (day, first_batch, last_batch, outcomes, records, topic_id), UPDATE (last_batch, outcomes,
     records), DELETE ON mqlayer_archive.day TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_archive.day_drop_v1 TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer_archive.day_index_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_archive.day_made_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_archive.day_make_v1 TO {role};
 GRANT SELECT, INSERT (accepted_at, after_seq, log_offset, lp, next_seq, partition_id, source, topic_id), UPDATE

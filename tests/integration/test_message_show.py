@@ -23,6 +23,16 @@ def states(found: dict[str, Any]) -> dict[str, str]:
     return {one["group"]: one["state"] for one in found["groups"]}
 
 
+def steps(found: dict[str, Any], group: str | None = None) -> list[str]:
+    """Return the steps of a message in order: outside of any group, or in one."""
+    return [one["step"] for one in found["steps"] if one.get("group") == group]
+
+
+def absences(found: dict[str, Any], group: str | None = None) -> list[tuple[str, str]]:
+    """Return the steps that are missing, each with the kind of its absence."""
+    return [(one["steps"], one["absence"]) for one in found["missing"] if one.get("group") == group]
+
+
 @pytest.fixture
 def typed(stage: Stage, monkeypatch: pytest.MonkeyPatch, logging_as_before: None) -> Commands:
     for name in ("MQLAYER_DSN", "MQLAYER_APP_DSN"):
@@ -39,8 +49,11 @@ def test_a_message_is_followed_from_the_outbox_to_its_partition(world: World, ru
     assert (found["outbox"], found["message"], found["stored"], found["key"]) == (
         "waits for a relay", None, False, "ann",
     )  # fmt: skip
+    assert steps(found) == ["committed"]
     relay_once(world.settings(), limits=QUICK)
     (found,) = run.lines("message", "show", f"outbox/{row_id}")
+    assert steps(found) == ["committed", "relayed", "stored"]
+    assert absences(found) == [("time of the relay", "never_recorded")]
     (seen,) = run.lines("peek", "orders")
     assert (found["outbox"], found["message"], found["stored"]) == ("relayed", seen["message"], True)
     place = f"{seen['partition']}/{seen['offset']}"
@@ -73,6 +86,12 @@ def test_each_group_says_what_became_of_it(stage: Stage, typed: Commands) -> Non
     (of_dead,) = (one for one in dead["groups"] if one["group"] == "g")
     assert (of_dead["by"], of_dead["detail"]) == ("ops", f"dead message {dead_id}, exhausted: no such customer")
     assert {states(found)["done"] for found in (parked, dead, waits)} == {"settled"}
+    assert steps(parked, "g") == ["failed", "parked", "waiting"]
+    assert steps(dead, "g") == ["dead"]
+    assert steps(waits, "g") == ["waiting"]
+    assert steps(waits, "done") == ["settled"]
+    assert absences(waits, "done") == [("deliveries, member and time of settling", "never_recorded")]
+    assert absences(waits) == [("committed, relayed", "no_longer_known")]
 
 
 def test_after_trimming_the_archive_knows_who_handled_it(stage: Stage, typed: Commands) -> None:
@@ -91,6 +110,10 @@ def test_after_trimming_the_archive_knows_who_handled_it(stage: Stage, typed: Co
         ((group),) = found["groups"]
         assert (group["group"], group["state"]) == ("done", "handled")
         assert group["by"].startswith("m-")
+        assert steps(found) == ["stored", "archived"]
+        delivered, settled = (one for one in found["steps"] if one.get("group") == "done")
+        assert (delivered["step"], settled["step"]) == ("delivered", "settled")
+        assert delivered["by"] == settled["by"] == group["by"]
     assert "not there any more" in typed.text("message", "show", seen["message"])
 
 

@@ -1411,9 +1411,8 @@ CREATE TABLE mqlayer_archive.record (
 ) PARTITION BY RANGE (archived_at);
 -- Reads go along it: batches are in the order of every key. One batch is of one partition, so its entries are one.
 CREATE INDEX record_read ON mqlayer_archive.record (topic_id, batch, partition_id);
--- The messages of a key, and one identity: both are among the records of an LP.
-CREATE INDEX record_of_lp ON mqlayer_archive.record (topic_id, lp, batch, seq);
--- A time and a position: both rise with the rows.
+-- A time and a position: both rise with the rows, so this costs the archiver nothing. The messages of a key and one
+-- identity have an index per day, by day_index_v1.
 CREATE INDEX record_ranges ON mqlayer_archive.record USING brin (published_at, log_offset)
     WITH (pages_per_range = 32, autosummarize = on);
 
@@ -1540,6 +1539,31 @@ BEGIN
         EXECUTE format('ALTER TABLE mqlayer_archive.%I ATTACH PARTITION mqlayer_archive.%I FOR VALUES FROM (%L) TO (%L)',
                        v_name, v_name || to_char(p_day, '_YYYYMMDD'), v_from, v_to);
     END LOOP;
+    RETURN true;
+END $$;
+
+-- Index the records of a day that is over by LP, for those of a key and for one identity: false where that is done, or
+-- too early. Kept up while records come, the index would cost the archiver a seventh of its rate.
+CREATE FUNCTION mqlayer_archive.day_index_v1(p_day date) RETURNS boolean
+    LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, mqlayer_archive, pg_temp AS $$
+DECLARE
+    v_table text := 'record' || to_char(p_day, '_YYYYMMDD');
+BEGIN
+    IF (p_day BETWEEN date '2000-01-01' AND date '2199-12-31') IS NOT TRUE THEN
+        RAISE EXCEPTION 'p_day is %, its bounds are 2000-01-01 and 2199-12-31', coalesce(to_char(p_day, 'YYYY-MM-DD'), 'null')
+            USING ERRCODE = 'MQ009', HINT = 'correct the call: nothing makes this value valid';
+    END IF;
+    IF p_day >= (now() AT TIME ZONE 'UTC')::date OR NOT mqlayer_archive.day_made_v1(p_day) THEN
+        RETURN false;
+    END IF;
+    -- One at a time, as in day_make_v1.
+    PERFORM pg_advisory_xact_lock(hashtext('mqlayer_archive.day_index_v1'));
+    IF EXISTS (SELECT FROM pg_class c WHERE c.relnamespace = 'mqlayer_archive'::regnamespace
+                                        AND c.relname = v_table || '_of_lp') THEN
+        RETURN false;
+    END IF;
+    EXECUTE format('CREATE INDEX %I ON mqlayer_archive.%I (topic_id, lp, batch, seq)',
+                   v_table || '_of_lp', v_table);
     RETURN true;
 END $$;
 
