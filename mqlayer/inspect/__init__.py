@@ -1,5 +1,6 @@
 """Read-only views of groups and keys."""
 
+from mqlayer.inspect.curves import Curve, CurvePoint, curves
 from mqlayer.inspect.group_facts import GroupFacts, MemberFacts, PartitionFacts, group_facts, group_members
 from mqlayer.inspect.group_status import (
     GroupStatus,
@@ -34,6 +35,8 @@ from mqlayer.inspect.topic_status import TopicPartition, TopicStatus, topic_stat
 
 __all__ = [
     "SCAN_LIMIT",
+    "Curve",
+    "CurvePoint",
     "FoundMessage",
     "GroupAttempt",
     "GroupFacts",
@@ -64,6 +67,7 @@ __all__ = [
     "TopicStatus",
     "UnsettledMessage",
     "VersionLag",
+    "curves",
     "explain_key",
     "find_by_dedup_id",
     "find_message",

@@ -17,6 +17,7 @@ from mqlayer.idempotency import watch_versions
 from mqlayer.maintenance.fence_cleanup import clean_fence
 from mqlayer.maintenance.inbox_cleanup import clean_inbox
 from mqlayer.maintenance.marks_cleanup import drop_closed_marks
+from mqlayer.maintenance.sampling import take_samples
 from mqlayer.maintenance.trim import trim_pass
 from mqlayer.outbox import clean_dedup, release_delayed, rotate
 from mqlayer.redelivery import clean_attempts, reclaim_shared, retry_scan
@@ -140,6 +141,11 @@ def _retire_groups(runtime: Runtime, _: float) -> None:
     forget_instances(runtime.control)
 
 
+def _sample(runtime: Runtime, _: float) -> None:
+    """Take a sample of each group, topic and node, for curves."""
+    take_samples(runtime)
+
+
 PERIODIC_JOBS: Final = (
     PeriodicJob("relay", 10, _relay, "the chain; LP sets by lease"),
     PeriodicJob("trim", 10, _trim, "each group's position, in the trimming script"),
@@ -159,4 +165,5 @@ PERIODIC_JOBS: Final = (
     PeriodicJob("clean_inbox", 300, _clean_inbox, "rows by age"),
     PeriodicJob("watch_versions", 10, _watch_versions, "the alarm's row"),
     PeriodicJob("retire_groups", 10, _retire_groups, "the group's lock"),
+    PeriodicJob("sample", 60, _sample, "one row a minute and thing"),
 )

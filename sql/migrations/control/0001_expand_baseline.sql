@@ -1047,6 +1047,31 @@ CREATE TABLE mqlayer.job (
     CONSTRAINT job_name CHECK (octet_length(name) <= 63)
 );
 
+-- Curves without a metrics server: a row per minute and thing, kept for a week by the job that writes them. Its rows are
+-- bounded: at most 10,081 minutes times the things of one run, which are bounded too.
+CREATE TABLE mqlayer.sample (
+    kind      text NOT NULL,
+    -- The number of the group, topic or node.
+    object_id bigint NOT NULL,
+    at        timestamptz NOT NULL,
+    -- Of groups: unsettled messages, age of the oldest, messages that are parked, and dead.
+    lag       bigint,
+    oldest_s  double precision,
+    parked    bigint,
+    dead      bigint,
+    -- Of topics, since ever: messages committed to the outbox, relayed from it, and stored in partitions that are kept.
+    committed bigint,
+    relayed   bigint,
+    stored    bigint,
+    -- Of nodes.
+    memory_bytes bigint,
+    ops_per_s    double precision,
+    CONSTRAINT sample_key PRIMARY KEY (kind, object_id, at),
+    CONSTRAINT sample_kind CHECK (kind IN ('group', 'topic', 'node')),
+    CONSTRAINT sample_minute CHECK (at = date_trunc('minute', at, 'UTC'))
+);
+CREATE INDEX sample_old ON mqlayer.sample (at);
+
 CREATE TABLE mqlayer.audit (
     audit_id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
     at       timestamptz NOT NULL DEFAULT now(),
