@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
-from typing import Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import msgspec
 import typer
 
 from mqlayer.cli.output import echo, format_value, show_rows
 from mqlayer.cli.runtime import runtime_here
-from mqlayer.inspect.curves import Curve, CurveKind, CurvePoint, curves
+
+if TYPE_CHECKING:
+    from mqlayer.inspect.curves import Curve, CurveKind, CurvePoint
 
 LEVELS: Final = "▁▂▃▄▅▆▇█"
 
@@ -21,6 +23,9 @@ PointsOption = Annotated[int, typer.Option(min=1, max=1_000, help="Points of a c
 
 def show_history(kind: CurveKind, name: str, topic: str | None, hours: float, points: int, *, as_json: bool) -> None:
     """Print the curves of a group, topic or node."""
+    # Only this command of a node's needs it.
+    from mqlayer.inspect.curves import curves
+
     with runtime_here() as runtime:
         found = curves(runtime.control, kind, name, topic=topic, last=timedelta(hours=hours), points=points)
     if as_json:

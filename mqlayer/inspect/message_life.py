@@ -73,7 +73,7 @@ class MessageLife(msgspec.Struct, frozen=True):
 
 def message_life(runtime: Runtime, found: MessageStatus) -> MessageLife:
     """Return the life of a found message, over all its partitions and groups."""
-    life = _Life(runtime, found)
+    life = _StepReader(runtime, found)
     steps = [*life.before(), *life.in_groups()]
     steps.sort(key=_order(found, steps))
     return MessageLife(
@@ -106,7 +106,7 @@ def _order(found: MessageStatus, steps: Iterable[LifeStep]) -> Callable[[LifeSte
     return key
 
 
-class _Life:
+class _StepReader:
     """Reads the steps of one message."""
 
     def __init__(self, runtime: Runtime, found: MessageStatus) -> None:

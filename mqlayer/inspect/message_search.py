@@ -35,6 +35,8 @@ from mqlayer.runtime.runtime import Runtime
 
 TRACE_HEADER: Final = "traceparent"
 MATCHES_LIMIT: Final = 1_000
+ROWS_AT_FIRST: Final = 50
+"""Few, so that the latest ones of a busy key come from the end of the archive alone."""
 _TRACE_ID: Final = re.compile(r"[0-9a-f]{32}")
 _CURSOR: Final = re.compile(r"(archive|outbox|\d{1,10})/(\d{1,16})(?:/(\d{1,16}))?")
 _LAST: Final = 2**53
@@ -252,15 +254,16 @@ class _TopicSearch:
         self, key: bytes, after: _Cursor, since: datetime, until: datetime
     ) -> Iterator[tuple[str, FoundMessage]]:
         facts = {"lp": lp_of(key), "key": key, "since": since, "until": until}
-        batch, offset = after.batch, after.offset + 1
+        batch, offset, limit = after.batch, after.offset + 1, ROWS_AT_FIRST
         while True:
-            place = {"batch": batch, "offset": offset, "limit": MATCHES_LIMIT}
+            place = {"batch": batch, "offset": offset, "limit": limit}
             rows = self._archive("searched_archive_of_key", facts | place)
             for row in rows:
                 batch, offset = row[0], row[2]
                 yield f"archive/{batch}/{offset}", _of_archive(row)
-            if len(rows) < MATCHES_LIMIT:
+            if len(rows) < limit:
                 return
+            limit = MATCHES_LIMIT
 
     def _waiting(self, key: bytes, upto: int) -> Iterator[tuple[int, FoundMessage]]:
         if self._runtime.application is None:

@@ -5,7 +5,6 @@ from mqlayer.maintenance.inbox_cleanup import clean_inbox
 from mqlayer.maintenance.jobs import PERIODIC_JOBS, PeriodicJob
 from mqlayer.maintenance.late_jobs import LateJob, late_jobs
 from mqlayer.maintenance.marks_cleanup import drop_closed_marks
-from mqlayer.maintenance.sampling import take_samples
 from mqlayer.maintenance.trim import TrimReport, trim_pass
 
 __all__ = [
@@ -17,6 +16,5 @@ __all__ = [
     "clean_inbox",
     "drop_closed_marks",
     "late_jobs",
-    "take_samples",
     "trim_pass",
 ]

@@ -17,7 +17,6 @@ from mqlayer.idempotency import watch_versions
 from mqlayer.maintenance.fence_cleanup import clean_fence
 from mqlayer.maintenance.inbox_cleanup import clean_inbox
 from mqlayer.maintenance.marks_cleanup import drop_closed_marks
-from mqlayer.maintenance.sampling import take_samples
 from mqlayer.maintenance.trim import trim_pass
 from mqlayer.outbox import clean_dedup, release_delayed, rotate
 from mqlayer.redelivery import clean_attempts, reclaim_shared, retry_scan
@@ -143,6 +142,9 @@ def _retire_groups(runtime: Runtime, _: float) -> None:
 
 def _sample(runtime: Runtime, _: float) -> None:
     """Take a sample of each group, topic and node, for curves."""
+    # No other job looks at groups: commands that run one job load no more than that needs.
+    from mqlayer.maintenance.sampling import take_samples
+
     take_samples(runtime)
 
 

@@ -1,6 +1,6 @@
 """Samples for curves without a metrics server: a row per minute and thing, for a week.
 
-At most OBJECTS_LIMIT * (KEPT_S / 60 + 1) rows: old ones go before new ones come.
+At most OBJECTS_LIMIT * KEPT_S / 60 rows: old ones go before new ones come.
 """
 
 from __future__ import annotations

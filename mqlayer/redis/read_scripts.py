@@ -16,7 +16,7 @@ FIND_LIMIT: Final = 1_000
 """Offsets per call."""
 SELECT_LIMIT: Final = 1_000
 """Records per call."""
-SEARCH_LIMIT: Final = 1_000
+SEARCH_LIMIT: Final = 500
 """Records per call: about 1 ms of the node."""
 
 MARKS_PER_CALL: Final = 2_000

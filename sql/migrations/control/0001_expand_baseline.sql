@@ -1048,7 +1048,7 @@ CREATE TABLE mqlayer.job (
 );
 
 -- Curves without a metrics server: a row per minute and thing, kept for a week by the job that writes them. Its rows are
--- bounded: at most 10,081 minutes times the things of one run, which are bounded too.
+-- bounded: at most 10,080 minutes times the things of one run, which are bounded too.
 CREATE TABLE mqlayer.sample (
     kind      text NOT NULL,
     -- The number of the group, topic or node.
