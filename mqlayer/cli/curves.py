@@ -52,7 +52,7 @@ def _row(one: Curve) -> dict[str, Any]:
     highest = [point.highest for point in one.points if point.highest is not None]
     last = next((point.mean for point in reversed(one.points) if point.mean is not None), None)
     return {
-        "curve": one.name,
+        "curve": one.name.replace("_per_s", " per second").removesuffix("_s").replace("_", " "),
         "last": _shown(one.name, last),
         "highest": _shown(one.name, max(highest, default=None)),
         "over_time": sparkline(list(_filled(one.points, one.step_s))),
@@ -60,7 +60,7 @@ def _row(one: Curve) -> dict[str, Any]:
 
 
 def _shown(name: str, value: float | None) -> str:
-    return "" if value is None else format_value(name, round(value, 2))
+    return "" if value is None else format_value("per_s" if name.endswith("per_s") else name, round(value, 2))
 
 
 def _filled(points: Iterable[CurvePoint], step_s: float) -> Iterator[float | None]:

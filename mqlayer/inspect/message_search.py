@@ -358,7 +358,7 @@ class _TopicSearch:
             try:
                 with connection.transaction():
                     connection.execute(query("statement_time"), {"wait": f"{ARCHIVE_MS}ms"})
-                    return connection.execute(query(name), {"topic_id": self._topic_id} | facts).fetchall()
+                    return connection.execute(query(name), {"topic_id": self._topic_id, **facts}).fetchall()
             except pg_errors.QueryCanceled:
                 reason = f"the archive took longer than {ARCHIVE_MS // 1_000} s: name a shorter time"
                 self._missing.append(MissingStep("archived messages", "not_searched", reason))
