@@ -34,7 +34,7 @@ def show_history(kind: CurveKind, name: str, topic: str | None, hours: float, po
     known = [one for one in found if one.points]
     show_rows(map(_row, known), as_json=False, nothing="no sample of it: the worker's job `sample` takes one a minute")
     for one in known[:1]:
-        first, last = one.points[0].at, one.points[-1].at
+        first, last = one.points[0].at, one.points[-1].at + timedelta(seconds=one.step_s)
         echo(f"from {first:%Y-%m-%d %H:%M} to {last:%Y-%m-%d %H:%M} UTC, a point for {one.step_s / 60:.3g} min")
 
 

@@ -79,9 +79,9 @@ def _steps(runtime: Runtime, topic: str, key: str, missing: list[MissingStep]) -
 def _parked(group: str, row: Sequence[Any]) -> LifeStep:
     cause, since, due_at, _, attempts, count, _, _, seq, paused_at, by = row
     until = "an operator releases it" if due_at is None else f"{due_at:%Y-%m-%d %H:%M:%S} UTC"
-    detail = f"{cause}: {count} messages wait until {until}"
+    detail = f"{cause}: parked until {until}, messages: {count}"
     if paused_at is not None:
-        detail = f"{by} paused it: {count} messages wait"
+        detail = f"{by} paused it, messages: {count}"
     if seq is not None:
         detail += f", from seq {seq} on"
     return LifeStep("parked", since, group, None, attempts, detail=detail)

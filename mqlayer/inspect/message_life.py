@@ -114,6 +114,8 @@ class _StepReader:
         self._groups: dict[int, str] = {}
         self._facts: dict[str, Any] = {}
         self._unread: list[MissingStep] = []
+        self._producer: str | None = None
+        """The direct producer that sent it."""
         with runtime.control.connection() as connection:
             row = connection.execute(query("searched_topic"), {"topic": found.topic}).fetchone()
             self._topic_id, self._archived, _ = row or (0, False, None)
@@ -121,6 +123,8 @@ class _StepReader:
                 self._facts = {"topic_id": self._topic_id} | found.identity._asdict()
                 rows = connection.execute(query("message_groups"), self._facts).fetchall()
                 self._groups = {row[0]: row[1] for row in rows}
+                source = connection.execute(query("life_source"), self._facts).fetchone()
+                self._producer = None if source is None or source[0] == "outbox" else source[1]
         self._facts |= {"group_ids": list(self._groups), "partitions": [place[0] for place in found.places]}
 
     # -- before any group ----------------------------------------------------------------------------------------------
@@ -146,8 +150,8 @@ class _StepReader:
             kept = "" if self._found.stored and number == 0 else ", not there any more"
             where = "in a deleted partition" if state == "deleted" else f"on {node}{kept}"
             # The time is the publisher's: a node records none.
-            yield LifeStep("stored", self._found.published_at if number == 0 else None, None, None, None, partition,
-                           offset, version, where)  # fmt: skip
+            yield LifeStep("stored", self._found.published_at if number == 0 else None, None, self._producer, None,
+                           partition, offset, version, where)  # fmt: skip
 
     def _route_changes(self) -> Iterator[LifeStep]:
         if self._found.identity is None:
@@ -276,7 +280,7 @@ class _StepReader:
         found = self._found
         for place in found.unsearched:
             yield MissingStep("places", "not_searched", place)
-        if found.committed_at is None:
+        if found.committed_at is None and self._producer is None:
             reason = "no row of the outbox: it was emptied after the relay, or a direct producer sent it"
             yield MissingStep("committed, relayed", "no_longer_known", reason)
         elif found.outbox == "relayed":
@@ -284,7 +288,7 @@ class _StepReader:
         if found.identity is None:
             return
         if not found.stored and not found.archived and not found.places:
-            reason = "no stream and no archive has it: it was trimmed after every group had settled it"
+            reason = "the mark of its LP says that it was: it was trimmed after every group had settled it"
             yield MissingStep("stored", "no_longer_known", reason)
         yield from self._missing_of_groups()
 

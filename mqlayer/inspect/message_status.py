@@ -190,13 +190,14 @@ class _Search:
         self._row: _OutboxRow | None = None
         self._archived: _Archived | None = None
         self._in_archive = False
+        self._was_stored = False
         self._groups: list[Any] = []
 
     @property
     def found(self) -> bool:
         """Whether any store knows it."""
         known = any(row[3] is not None or row[9] is not None for row in self._groups)
-        return known or self._in_archive or not (self._record is None and self._row is None)
+        return known or self._in_archive or self._was_stored or not (self._record is None and self._row is None)
 
     def by_place(self, topic: str | None, partition: int, offset: int) -> None:
         """Look for the message of a place."""
@@ -387,6 +388,7 @@ class _Search:
     def _find_in(self, search: StreamSearch, one: UndeletedPartition, identity: Identity) -> None:
         try:
             record = search.find(one, identity)
+            self._was_stored = self._was_stored or search.mark(one, identity) >= identity.seq
         except BudgetSpent as error:
             self.unsearched.append(f"the rest of partition {one.partition}: {error}")
         except MqlayerError as error:

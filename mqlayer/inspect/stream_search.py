@@ -80,6 +80,14 @@ class StreamSearch:
         hit = self._first(partition, exact, OffsetBounds(low, high))
         return None if hit is None else self.read(partition, hit.offset)
 
+    def mark(self, partition: UndeletedPartition, identity: Identity) -> int:
+        """Return the highest seq of an identity's chain that ever was in a partition; 0 for none."""
+        connection = self._pool.to(partition.node)
+        marks_key = partition_keys(self._runtime.prefix, partition.partition).marks
+        (reply,) = connection.call([("HMGET", marks_key, b"%d:%d" % identity[:2])])
+        (mark,) = raise_for_reply(reply, connection.node.address)
+        return int(mark or 0)
+
     def offset_at(self, partition: UndeletedPartition, at_ms: int) -> int:
         """Return the first offset published at a time or later; publishers' clocks may make it some records off."""
         low, high = self.bounds(partition)

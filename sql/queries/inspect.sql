@@ -200,12 +200,16 @@ WHERE topic_id = %(topic_id)s AND published_at >= %(since)s AND published_at <= 
 ORDER BY published_at DESC, batch DESC, log_offset DESC LIMIT %(limit)s;
 
 -- name: searched_archive
--- How far the archive of a topic has the partitions, and since when it has any record.
+-- How far the archive of a topic has its partitions: the first offset that it lacks.
 SELECT partition_id, upto_offset FROM mqlayer_archive.progress WHERE topic_id = %(topic_id)s;
 
 -- name: searched_topic
--- The number of a topic, and the limit of its bodies.
+-- The number of a topic, and how its archive is kept.
 SELECT topic_id, archived, retention_days FROM mqlayer.topic WHERE name = %(topic)s;
+
+-- name: life_source
+-- Who numbered a message: an outbox, or a direct producer by its name.
+SELECT kind, name FROM mqlayer.source WHERE source_id = %(source)s;
 
 -- name: life_route_changes
 -- The changes that ended partitions: what came of each.

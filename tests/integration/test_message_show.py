@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 
 from mqlayer.archive import archive_pass
+from mqlayer.domain.routing import lp_of
 from mqlayer.maintenance import trim_pass
 from mqlayer.postgres.rights import Right
 from mqlayer.relay import relay_once
@@ -114,7 +116,23 @@ def test_after_trimming_the_archive_knows_who_handled_it(stage: Stage, typed: Co
         delivered, settled = (one for one in found["steps"] if one.get("group") == "done")
         assert (delivered["step"], settled["step"]) == ("delivered", "settled")
         assert delivered["by"] == settled["by"] == group["by"]
-    assert "not there any more" in typed.text("message", "show", seen["message"])
+    text = typed.text("message", "show", seen["message"])
+    assert "not there any more" in text
+    assert re.search(rf"\n[-0-9]+ [:.0-9]+  settled +group done, by {group['by']}, attempt 1, partition", text)
+
+
+def test_a_message_that_was_trimmed_and_not_archived_is_told_from_one_that_never_was(
+    stage: Stage, typed: Commands
+) -> None:
+    stage.send([("k", b"body")] * 600)
+    stage.consume(Recorder(), group="done")
+    stage.wait_settled("done")
+    assert trim_pass(runtime_of(stage.database, stage.prefix)).total > 0
+    lp = lp_of(b"k")
+    (found,) = typed.lines("message", "show", f"1:{lp}:1", "--topic", "orders")
+    assert (found["stored"], found["partition"], steps(found)) == (False, None, [])
+    assert ("stored", "no_longer_known") in absences(found)
+    assert "unknown message" in typed.failure("message", "show", f"1:{lp}:601", "--topic", "orders")
 
 
 @pytest.mark.parametrize(
