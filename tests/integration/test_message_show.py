@@ -118,7 +118,7 @@ def test_after_trimming_the_archive_knows_who_handled_it(stage: Stage, typed: Co
         assert delivered["by"] == settled["by"] == group["by"]
     text = typed.text("message", "show", seen["message"])
     assert "not there any more" in text
-    assert re.search(rf"\n[-0-9]+ [:.0-9]+  settled +group done, by m-[-.a-z0-9]+, attempt 1, partition", text)
+    assert re.search(r"\n[-0-9]+ [:.0-9]+  settled +group done, by m-[-.a-z0-9]+, attempt 1, partition", text)
 
 
 def test_a_message_that_was_trimmed_and_not_archived_is_told_from_one_that_never_was(
