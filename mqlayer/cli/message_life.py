@@ -15,11 +15,10 @@ from mqlayer.cli.completion import topic_names
 from mqlayer.cli.message_output import HIDDEN, RawOption, decoded, is_hidden, show_body
 from mqlayer.cli.option_rules import RuledCommand, excludes, needs
 from mqlayer.cli.options import parse_time_option
-from mqlayer.cli.output import JsonOption, echo, fold, format_key, output_width, show_facts, show_rows
+from mqlayer.cli.output import JsonOption, echo, format_key, show_beside, show_facts, show_rows
 from mqlayer.cli.panels import LOOK
 from mqlayer.cli.runtime import runtime_here
 from mqlayer.errors import InvalidInput, NotFound
-from mqlayer.escaping import escape
 from mqlayer.inspect import (
     FoundMessage,
     LifeStep,
@@ -109,9 +108,7 @@ def show_steps(steps: Iterable[LifeStep], missing: Iterable[MissingStep]) -> Non
     """Print a timeline, a step in a line or more, and its gaps."""
     for one in steps:
         at = "no time" if one.at is None else one.at.strftime("%Y-%m-%d %H:%M:%S.%f")[:23]
-        head = f"{at:<23}  {one.step.replace('_', ' '):<13}  "
-        for number, line in enumerate(fold(escape(_told(one)), _width(len(head)), hang="")):
-            typer.echo(f"{' ' * len(head) if number else head}{line}")
+        show_beside(f"{at:<23}  {one.step.replace('_', ' '):<13}  ", _told(one))
     _show_missing(missing)
 
 
@@ -201,11 +198,6 @@ def _told(one: LifeStep) -> str:
     }
     words = [f"{name} {value}" for name, value in facts.items() if value is not None]
     return ", ".join(words + ([] if one.detail is None else [one.detail]))
-
-
-def _width(used: int) -> int | None:
-    width = output_width(sys.stdout)
-    return None if width is None else max(20, width - used)
 
 
 def _show_status(found: MessageStatus, life: MessageLife, *, hidden: bool) -> None:
