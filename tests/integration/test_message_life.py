@@ -192,6 +192,15 @@ def test_messages_are_found_by_key_time_header_trace_and_dedup_id(world: World, 
     assert f"earlier messages: --after {first['partition']}/{first['offset']}" in text
     lines = run.lines("key", "history", "orders", "ann", "--after", f"{first['partition']}/{first['offset']}")
     assert [line["message"] for line in lines[:-1]] == [first["message"]]
+    set_archived(world.runtime(), "orders", archived=True)
+    archive_pass(world.runtime())
+    for _, partition, _ in world.partitions():
+        world.client().delete(world.keys(partition).log)
+    for wanted in (MessageFilter(trace_id=TRACE), MessageFilter(header=("said", '"ja\\ja"'), key="ann")):
+        (found,) = search_messages(world.runtime(), "orders", wanted).messages
+        assert (found.source, found.key) == ("archive", "ann")
+    page = search_messages(world.runtime(), "orders", MessageFilter(since=at))
+    assert [(one.source, one.key) for one in page.messages] == [("archive", key) for key in ("ann", "ann", "bob")]
     world.right = Right.VIEW
     with pytest.raises(InvalidInput, match="may see no headers"):
         search_messages(viewer(world), "orders", MessageFilter(trace_id=TRACE))
