@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
 from datetime import UTC, datetime, timedelta
@@ -37,6 +38,8 @@ TRACE_HEADER: Final = "traceparent"
 MATCHES_LIMIT: Final = 1_000
 ROWS_AT_FIRST: Final = 50
 """Few, so that the latest ones of a busy key come from the end of the archive alone."""
+BATCHES_AT_ONCE: Final = 20
+"""Of the archive, where it has no index."""
 _TRACE_ID: Final = re.compile(r"[0-9a-f]{32}")
 _CURSOR: Final = re.compile(r"(archive|outbox|\d{1,10})/(\d{1,16})(?:/(\d{1,16}))?")
 _LAST: Final = 2**53
@@ -254,10 +257,29 @@ class _TopicSearch:
         self, key: bytes, after: _Cursor, since: datetime, until: datetime
     ) -> Iterator[tuple[str, FoundMessage]]:
         facts = {"lp": lp_of(key), "key": key, "since": since, "until": until}
-        batch, offset, limit = after.batch, after.offset + 1, ROWS_AT_FIRST
+        with self._runtime.control.connection() as connection:
+            row = connection.execute(query("searched_archive_days"), {"topic_id": self._topic_id}).fetchone()
+        last, unindexed = row or (0, None)
+        high = min(after.batch, last)
+        ends_at = time.monotonic() + ARCHIVE_MS / 1_000
+        # Days without an index are read backwards, some batches at a time, and may be gone on with.
+        while unindexed is not None and high >= unindexed:
+            low = max(unindexed, high - BATCHES_AT_ONCE + 1)
+            yield from self._of_batches(facts, low, _Cursor(None, after.offset if high == after.batch else _LAST, high))
+            high = low - 1
+            if time.monotonic() > ends_at and high >= unindexed:
+                self._after = f"archive/{high}/{_LAST}"
+                reason = f"the archive's days without an index took {ARCHIVE_MS // 1_000} s: go on, or name a time"
+                self._missing.append(MissingStep("earlier messages", "not_searched", reason))
+                return
+        yield from self._of_batches(facts, 0, _Cursor(None, after.offset if high == after.batch else _LAST, high))
+
+    def _of_batches(self, facts: Mapping[str, Any], low: int, upto: _Cursor) -> Iterator[tuple[str, FoundMessage]]:
+        """Yield the messages of batches in steps, the last first."""
+        batch, offset, limit = upto.batch, upto.offset + 1, ROWS_AT_FIRST
         while True:
-            place = {"batch": batch, "offset": offset, "limit": limit}
-            rows = self._archive("searched_archive_of_key", facts | place)
+            place = {"from_batch": low, "batch": batch, "offset": offset, "limit": limit}
+            rows = self._archive("searched_archive_of_key", {**facts, **place})
             for row in rows:
                 batch, offset = row[0], row[2]
                 yield f"archive/{batch}/{offset}", _of_archive(row)

@@ -182,7 +182,7 @@ WHERE topic_id = %(topic_id)s AND batch = %(batch)s AND partition_id = %(partiti
 -- Archived messages of a key before a place, the latest first; without headers and bodies.
 SELECT batch, partition_id, log_offset, source, lp, seq, published_at, key, tags FROM mqlayer_archive.record
 WHERE topic_id = %(topic_id)s AND lp = %(lp)s AND key = %(key)s
-  AND (batch < %(batch)s OR batch = %(batch)s AND log_offset < %(offset)s)
+  AND batch >= %(from_batch)s AND (batch < %(batch)s OR batch = %(batch)s AND log_offset < %(offset)s)
   AND published_at >= %(since)s AND published_at <= %(until)s
 ORDER BY batch DESC, log_offset DESC LIMIT %(limit)s;
 
@@ -202,6 +202,13 @@ ORDER BY published_at DESC, batch DESC, log_offset DESC LIMIT %(limit)s;
 -- name: searched_archive
 -- How far the archive of a topic has its partitions: the first offset that it lacks.
 SELECT partition_id, upto_offset FROM mqlayer_archive.progress WHERE topic_id = %(topic_id)s;
+
+-- name: searched_archive_days
+-- The last batch of a topic's archive, and the first one of those days that have no index by LP.
+SELECT a.batch, (SELECT min(d.first_batch) FROM mqlayer_archive.day d
+                 WHERE d.topic_id = a.topic_id
+                   AND to_regclass('mqlayer_archive.record_' || to_char(d.day, 'YYYYMMDD') || '_of_lp') IS NULL)
+FROM mqlayer_archive.topic a WHERE a.topic_id = %(topic_id)s;
 
 -- name: searched_topic
 -- The number of a topic, and how its archive is kept.

@@ -22,6 +22,7 @@ from mqlayer.inspect import (
     find_message,
     history_of_key,
     message_life,
+    message_search,
     search_messages,
 )
 from mqlayer.inspect.stream_search import BudgetSpent, StreamSearch
@@ -142,26 +143,40 @@ def test_an_identity_and_a_time_are_found_by_halving_and_a_search_ends_at_its_bu
     assert pages > 2
 
 
-def test_a_key_is_paged_over_streams_and_archive_and_each_message_comes_once(stage: Stage) -> None:
-    here = runtime(stage)
-    set_archived(here, stage.topic, archived=True)
-    stage.consume(Recorder(), group="g")
-    stage.send([("a", b"%d" % number) for number in range(600)] + [("b", b"x")])
-    stage.wait_settled()
-    archive_pass(here)
-    trim_pass(here)
-    stage.send([("a", b"%d" % number) for number in range(600, 610)])
-    stage.wait_settled()
-    seqs, sources, after = [], set(), None
-    while True:
-        page = search_messages(here, stage.topic, MessageFilter(key="a"), limit=100, after=after)
+def seqs_of(here: Runtime, key: str, *, limit: int) -> tuple[list[int], set[str], int]:
+    """Return what all pages of a key have, from which sources, and how many pages that were."""
+    seqs: list[int] = []
+    sources: set[str] = set()
+    after, pages = None, 0
+    while pages == 0 or after is not None:
+        page = search_messages(here, "orders", MessageFilter(key=key), limit=limit, after=after)
         assert page.looked <= 100
         seqs += [one.identity.seq for one in page.messages if one.identity is not None]
         sources |= {one.source for one in page.messages}
-        if (after := page.after) is None:
-            break
-    assert seqs == list(range(610, 0, -1))
-    assert sources == {"stream", "archive"}
+        after, pages = page.after, pages + 1
+    return seqs, sources, pages
+
+
+def test_a_key_is_paged_over_streams_and_archive_and_each_message_comes_once(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = runtime(stage)
+    set_archived(here, stage.topic, archived=True)
+    stage.consume(Recorder(), group="g")
+    for first in range(0, 600, 200):
+        stage.send([("a", b"%d" % number) for number in range(first, first + 200)] + [("b", b"x")])
+        stage.wait_settled()
+        archive_pass(here)
+    trim_pass(here)
+    stage.send([("a", b"%d" % number) for number in range(600, 610)])
+    stage.wait_settled()
+    expected = list(range(610, 0, -1)), {"stream", "archive"}
+    assert seqs_of(here, "a", limit=100) == (*expected, 7)
+    # An archive that is read too slowly for one page.
+    monkeypatch.setattr(message_search, "BATCHES_AT_ONCE", 1)
+    monkeypatch.setattr(message_search, "ARCHIVE_MS", 0)
+    seqs, sources, pages = seqs_of(here, "a", limit=1_000)
+    assert (seqs, sources, pages >= 3) == (*expected, True)
     found = history_of_key(here, stage.topic, "a", limit=2)
     assert [dict(one.groups) for one in found.messages] == [{"g": "settled"}] * 2
 
