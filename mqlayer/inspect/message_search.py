@@ -38,8 +38,9 @@ TRACE_HEADER: Final = "traceparent"
 MATCHES_LIMIT: Final = 1_000
 ROWS_AT_FIRST: Final = 50
 """Few, so that the latest ones of a busy key come from the end of the archive alone."""
-BATCHES_AT_ONCE: Final = 20
-"""Of the archive, where it has no index."""
+BATCHES_AT_FIRST: Final = 2
+BATCHES_AT_ONCE: Final = 64
+"""Of the archive, where it has no index: the first ones may be enough."""
 _TRACE_ID: Final = re.compile(r"[0-9a-f]{32}")
 _CURSOR: Final = re.compile(r"(archive|outbox|\d{1,10})/(\d{1,16})(?:/(\d{1,16}))?")
 _LAST: Final = 2**53
@@ -261,12 +262,12 @@ class _TopicSearch:
             row = connection.execute(query("searched_archive_days"), {"topic_id": self._topic_id}).fetchone()
         last, unindexed = row or (0, None)
         high = min(after.batch, last)
-        ends_at = time.monotonic() + ARCHIVE_MS / 1_000
+        ends_at, count = time.monotonic() + ARCHIVE_MS / 1_000, min(BATCHES_AT_FIRST, BATCHES_AT_ONCE)
         # Days without an index are read backwards, some batches at a time, and may be gone on with.
         while unindexed is not None and high >= unindexed:
-            low = max(unindexed, high - BATCHES_AT_ONCE + 1)
+            low = max(unindexed, high - count + 1)
             yield from self._of_batches(facts, low, _Cursor(None, after.offset if high == after.batch else _LAST, high))
-            high = low - 1
+            high, count = low - 1, min(2 * count, BATCHES_AT_ONCE)
             if time.monotonic() > ends_at and high >= unindexed:
                 self._after = f"archive/{high}/{_LAST}"
                 reason = f"the archive's days without an index took {ARCHIVE_MS // 1_000} s: go on, or name a time"

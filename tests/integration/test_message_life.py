@@ -212,8 +212,8 @@ def test_messages_are_found_by_key_time_header_trace_and_dedup_id(world: World, 
     for _, partition, _ in world.partitions():
         world.client().delete(world.keys(partition).log)
     for wanted in (MessageFilter(trace_id=TRACE), MessageFilter(header=("said", '"ja\\ja"'), key="ann")):
-        (found,) = search_messages(world.runtime(), "orders", wanted).messages
-        assert (found.source, found.key) == ("archive", "ann")
+        (hit,) = search_messages(world.runtime(), "orders", wanted).messages
+        assert (hit.source, hit.key) == ("archive", "ann")
     page = search_messages(world.runtime(), "orders", MessageFilter(since=at))
     assert [(one.source, one.key) for one in page.messages] == [("archive", key) for key in ("ann", "ann", "bob")]
     world.right = Right.VIEW
