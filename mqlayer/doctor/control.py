@@ -97,6 +97,16 @@ def check_changes(checked: CheckedDatabase, limits: CheckLimits) -> list[Finding
     return found or [Finding("routes", checked.subject, CheckStatus.OK, "no route change waits")]
 
 
+def check_deletions(checked: CheckedDatabase, limits: CheckLimits) -> list[Finding]:
+    """Report unfinished deletions of topics."""
+    found = []
+    for topic, age_s in checked.rows("check_deletions", age_s=limits.deletion_s):
+        seen = f"the deletion of topic {topic} began {format_seconds(age_s)} ago and is unfinished"
+        fix = f"mqlayer topic delete {topic} names the obstacles; with --yes it goes on"
+        found.append(Finding("deletions", checked.subject, CheckStatus.WARNING, seen, fix))
+    return found or [Finding("deletions", checked.subject, CheckStatus.OK, "no deletion of a topic is unfinished")]
+
+
 def check_groups(checked: CheckedDatabase, _: CheckLimits) -> list[Finding]:
     """Report groups without living members: they hold up trimming."""
     rows = checked.rows("check_groups")
@@ -139,7 +149,7 @@ def check_parked(checked: CheckedDatabase, limits: CheckLimits) -> list[Finding]
                 f"{waiting} of {parked} parked keys of {of} wait for an operator, the oldest for "
                 f"{format_seconds(waits_s)}"
             )
-            fix = f"mqlayer parked list {topic} {group} --waiting, then release or discard; {messages} messages wait"
+            fix = f"mqlayer parked list {topic} {group} --waiting, then release or discard; waiting: {messages}"
             found.append(Finding("parked", checked.subject, CheckStatus.WARNING, seen, fix))
     seen = f"none of {keys} parked keys waits for an operator" if keys else "no key is parked"
     return found or [Finding("parked", checked.subject, CheckStatus.OK, seen)]
@@ -177,7 +187,7 @@ def check_archive(checked: CheckedDatabase, limits: CheckLimits) -> list[Finding
             seen = f"an archiver came to the end of topic {topic} {since}, and that holds trimming up"
             fix = "see worker and beat, or mqlayer archive run; mqlayer archive status says how far it is behind"
             found.append(Finding("archive", checked.subject, CheckStatus.WARNING, seen, fix))
-    seen = f"{len(rows)} topics are archived, and none is behind" if rows else "no topic is archived"
+    seen = f"archived topics: {len(rows)}; none is behind" if rows else "no topic is archived"
     return found or [Finding("archive", checked.subject, CheckStatus.OK, seen)]
 
 
@@ -187,6 +197,7 @@ CHECKS: Final[dict[str, Check[CheckedDatabase]]] = {
     "unarmed": check_unarmed,
     "beat": check_beat,
     "routes": check_changes,
+    "deletions": check_deletions,
     "groups": check_groups,
     "parked": check_parked,
     "pauses": check_pauses,
