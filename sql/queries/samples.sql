@@ -7,9 +7,10 @@ SELECT g.group_id,
 FROM mqlayer.consumer_group g WHERE g.group_id = ANY(%(group_ids)s::bigint[]);
 
 -- name: sampled_topics
--- Topics, and their partitions with nodes.
+-- Topics that are not deleted, and their partitions with nodes.
 SELECT t.topic_id, p.partition_id, p.node_id
 FROM mqlayer.topic t LEFT JOIN mqlayer.partition p ON p.topic_id = t.topic_id AND p.state IN ('open', 'sealed')
+WHERE t.deleted_at IS NULL
 ORDER BY t.topic_id, p.partition_id;
 
 -- name: sampled_outbox
