@@ -44,7 +44,7 @@ COMMANDS: Final[Mapping[str, CommandSource]] = {
         LOOK,
         "Show messages as they come, from now or from an offset or a time on, until Ctrl+C; nothing is settled.",
     ),
-    "message": CommandSource("messages", LOOK, "One message: where it is, and what became of it."),
+    "message": CommandSource("message_life", LOOK, "One message: where it is, and what became of it."),
     "debug": CommandSource(
         "debug",
         REPAIR,

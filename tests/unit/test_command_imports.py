@@ -34,6 +34,7 @@ PARTS: Final[dict[str, set[str]]] = {
     "stack": set(),
     "consume": {"consuming", "events", "groups", "health", "idempotency", "parking"},
     "debug": {"consuming", "health", "idempotency", "inspect", *FAILURES},
+    "message_life": {"inspect", *FAILURES},
     "messages": {"events", "groups", "inspect", "outbox", "parking", "redelivery"},
     "asyncapi": {
         "asyncapi",
