@@ -222,18 +222,26 @@ def _levels(sources: CountSources, names: tuple[str, ...]) -> Iterable[Sample]:
         yield level, dict(zip(names, labels, strict=True))
 
 
+def check_packages() -> None:
+    """Raise InvalidInput without the extra."""
+    if find_spec("opentelemetry") is None or find_spec("prometheus_client") is None:
+        raise InvalidInput("metrics need more packages: pip install 'mqlayer[otel]'")
+
+
 _making: Final = threading.Lock()
 _made: list[Meters] = []
 
 
 def meters_of(settings: Settings) -> Meters | None:
-    """Return this process's meters, on the global provider; None if off. Raises InvalidInput without the extra."""
-    if not settings.metrics:
-        return None
+    """Return this process's meters; None if off. Raises InvalidInput without the extra."""
+    return process_meters() if settings.metrics else None
+
+
+def process_meters() -> Meters:
+    """Return this process's meters, on the global provider. Raises as `meters_of`."""
     with _making:
         if not _made:
-            if find_spec("opentelemetry") is None or find_spec("prometheus_client") is None:
-                raise InvalidInput("MQLAYER_METRICS needs more packages: pip install 'mqlayer[otel]'")
+            check_packages()
             from opentelemetry.metrics import get_meter_provider
 
             _made.append(Meters(get_meter_provider()))

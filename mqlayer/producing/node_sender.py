@@ -19,7 +19,7 @@ from mqlayer.errors import (
 )
 from mqlayer.failpoints import failpoint
 from mqlayer.logs import event_logger
-from mqlayer.metrics import meters_of
+from mqlayer.metrics import Meters, meters_of
 from mqlayer.producing.append_answers import AppendAnswer
 from mqlayer.producing.append_batch import AppendBatch
 from mqlayer.producing.guarded_in_flight import GuardedInFlight
@@ -202,7 +202,7 @@ class NodeSender(Service):
         else:
             answer = _read_reply(self._unanswered[0], replies[0], self._address)
             if self._meters is not None:
-                self._record(self._unanswered[0], _refusal_class(answer))
+                _record(self._meters, self._unanswered[0], _refusal_class(answer))
         self._guarded.apply_answer(self.queue, self._unanswered, answer, replicas)
 
     def _lose(self, error: BaseException) -> None:
@@ -212,13 +212,8 @@ class NodeSender(Service):
             self._unanswered.clear()
             reason = str(error) or type(error).__name__
             in_flight.answers.disconnected(self.queue, unanswered, reason, time.monotonic())
-        for batch in unanswered:
-            self._record(batch, type(error).__name__)
-
-    def _record(self, batch: AppendBatch, error: str) -> None:
-        if self._meters is not None and batch.sent_at:
-            topic = batch.pending_sends[0].queue.topic.name
-            self._meters.sent(topic, batch.count, time.perf_counter() - batch.sent_at, error)
+        for batch in unanswered if self._meters is not None else ():
+            _record(self._meters, batch, type(error).__name__)
 
     # The thread
 
@@ -322,6 +317,13 @@ def _read_reply(batch: AppendBatch, reply: Any, address: str) -> AppendAnswer:
     if answer.status in ("sealed", "importing", "deleted", "absent"):
         return answer
     raise StoreUnavailable(address, f"unexpected answer to an append: {answer.status} {answer.fact}")
+
+
+def _record(meters: Meters | None, batch: AppendBatch, error: str) -> None:
+    # A batch of which nothing was sent has no time.
+    if meters is not None and batch.sent_at:
+        topic = batch.pending_sends[0].queue.topic.name
+        meters.sent(topic, batch.count, time.perf_counter() - batch.sent_at, error)
 
 
 def _refusal_class(answer: AppendAnswer) -> str:

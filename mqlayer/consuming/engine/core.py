@@ -35,7 +35,8 @@ class MemberCore:
         chosen = options or MemberOptions()
         acting = replace(runtime, actor=chosen.member_id or new_member_id())
         meters = meters_of(runtime.settings)
-        of_member = None if meters is None else meters.member(group.topic, group.name)
+        # An instance of a broadcast group counts as its group: there may be one per host.
+        of_member = None if meters is None else meters.member(group.topic, group.name.partition("@")[0])
         return cls(acting, routes, group, chosen, LiveSettings(group), meters=of_member)
 
     @property
