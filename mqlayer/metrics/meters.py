@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from opentelemetry.metrics import CallbackOptions, MeterProvider, Observation
 
 MOST_ERROR_CLASSES: Final = 20
+TOGETHER: Final = 64
 OTHER: Final = "_OTHER"
 """The conventions' name for any further class."""
 OUTCOMES: Final = (
@@ -59,6 +60,7 @@ class Meters:
         self._members, self._producers, self._relays = CountSources(), CountSources(), CountSources()
         self._sent: Counter[tuple[str, str]] = Counter()
         self._labels: dict[tuple[str, str], Mapping[str, str]] = {}
+        self._durations: list[tuple[Any, float, Mapping[str, str]]] = []
         self._lock: Final = threading.Lock()
         self.failures = self._counter("mqlayer.consumer.failures")
         self.operations = self._histogram("messaging.client.operation.duration", BUCKETS_S)
@@ -109,11 +111,25 @@ class Meters:
             labels = self._labels.get(known)
             if labels is None:
                 labels = self._labels[known] = {**_sent_labels(*known), OPERATION_TYPE: "send"}
-        self.operations.record(seconds, labels)
+        self.note(self.operations, seconds, labels)
+
+    def note(self, histogram: Any, seconds: float, labels: Mapping[str, str]) -> None:
+        """Keep a duration; a few are recorded together, since the SDK's code is slow when it is cold."""
+        with self._lock:
+            self._durations.append((histogram, seconds, labels))
+            few = len(self._durations) < TOGETHER
+        if not few:
+            self._record_durations()
+
+    def _record_durations(self) -> None:
+        with self._lock:
+            durations, self._durations = self._durations, []
+        for histogram, seconds, labels in durations:
+            histogram.record(seconds, labels)
 
     def relay_delay(self, seconds: float) -> None:
         """Record the age of a chunk's first row."""
-        self._delay.record(max(0.0, seconds))
+        self.note(self._delay, max(0.0, seconds), {})
 
     def error_class(self, name: str) -> str:
         """Return a class, or `_OTHER` after 20 others."""
@@ -154,6 +170,7 @@ class Meters:
             yield counts[name], {"topic": topic, "group": group}
 
     def _sent_messages(self) -> Iterable[Sample]:
+        self._record_durations()
         with self._lock:
             found = dict(self._sent)
         for known, count in found.items():
@@ -205,11 +222,11 @@ class MemberMeters:
         return answer
 
     def _settled(self, seconds: float, labels: Mapping[str, str]) -> None:
-        self._meters.operations.record(seconds, labels)
+        self._meters.note(self._meters.operations, seconds, labels)
 
     def _turn(self, seconds: float, error: str) -> None:
         labels = {**self._process, ERROR: error} if error else self._process
-        self._meters.turns.record(seconds, labels)
+        self._meters.note(self._meters.turns, seconds, labels)
 
 
 def _sent_labels(topic: str, error: str) -> dict[str, str]:
