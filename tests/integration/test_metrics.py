@@ -139,6 +139,21 @@ def test_processes_tell_of_appends_deliveries_failures_and_turns(world: World) -
     assert "mqlayer_consumer_partitions" not in after.names()
 
 
+@pytest.mark.world(relayed=6, keys=3)
+def test_receivers_tell_of_acks_and_nacks(world: World) -> None:
+    settings = world.settings(metrics=True)
+    with mqlayer.Receiver("orders", group="popped", settings=settings) as receiver:
+        messages = [message for _ in range(2) for message in receiver.receive(wait_s=5.0)]
+        receiver.ack(messages[:1])
+        receiver.nack(messages[-1])
+        page = page_of(settings)
+    of_group = {"topic": "orders", "group": "popped"}
+    assert page.value("mqlayer_consumer_messages_total", outcome="handled", **of_group) == 1
+    assert page.value("mqlayer_consumer_messages_total", outcome="failed", **of_group) == 1
+    settles = {"messaging_operation_name": "settle", "messaging_consumer_group_name": "popped"}
+    assert page.value("messaging_client_operation_duration_seconds_count", **settles) == 2
+
+
 @pytest.mark.world(relayed=10, keys=5)
 def test_the_exporter_shows_lag_outbox_nodes_jobs_and_failures_under_the_right_to_view(world: World) -> None:
     for name in ("ledger", "idle"):
