@@ -12,13 +12,13 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import psycopg
 import pytest
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
-from pydantic import SecretStr
 
 import mqlayer
 from mqlayer.errors import StoreUnavailable
@@ -27,9 +27,10 @@ from mqlayer.groups import GroupSettings, ensure_group
 from mqlayer.health import health_endpoint
 from mqlayer.maintenance.jobs import PERIODIC_JOBS
 from mqlayer.metrics import CATALOG, Meters, metrics_page, separate_meters
+from mqlayer.postgres.database import Database
 from mqlayer.postgres.rights import Right
 from mqlayer.runtime.route_cache import RouteCache
-from mqlayer.runtime.runtime import open_runtime
+from mqlayer.runtime.runtime import Runtime, open_runtime
 from mqlayer.settings import Settings
 from tests.fixtures.forked_programs import start_python
 from tests.fixtures.health_probes import ask, free_ports
@@ -59,6 +60,15 @@ mqlayer.Producer(mqlayer.Settings(metrics=True)).close()
 print("on:", importers)
 """
 """Prints which modules of mqlayer import OpenTelemetry."""
+CONSUMERS = """
+import mqlayer
+
+app = mqlayer.App()
+
+@app.consumer("orders", group="ledger")
+def handle(body: bytes) -> None:
+    pass
+"""
 SUFFIX = re.compile(r"_(bucket|count|sum)$")
 SEND = {"messaging_operation_name": "send", "messaging_destination_name": "orders"}
 
@@ -78,12 +88,17 @@ def make_group(world: World, topic: str, name: str, *, mode: Any = None) -> None
     routes.close()
 
 
+def answered(port: int) -> Page | None:
+    """Return a process's page once it answers."""
+    with contextlib.suppress(OSError):
+        return scrape(port)
+    return None
+
+
 def sampled(port: int) -> Page | None:
     """Return the exporter's page once it has a sample."""
-    with contextlib.suppress(OSError):
-        page = scrape(port)
-        return page if "mqlayer_group_lag" in page.names() else None
-    return None
+    page = answered(port)
+    return page if page is not None and "mqlayer_group_lag" in page.names() else None
 
 
 @pytest.mark.world(partitions=2)
@@ -137,6 +152,38 @@ def test_processes_tell_of_appends_deliveries_failures_and_turns(world: World) -
     after = page_of(settings)
     assert after.value("mqlayer_consumer_messages_total", outcome="handled", **of_plain) == 30
     assert "mqlayer_consumer_partitions" not in after.names()
+
+
+@pytest.mark.slow
+@pytest.mark.world(partitions=2)
+def test_several_processes_answer_each_on_a_port_of_its_own(world: World, tmp_path: Path) -> None:
+    (tmp_path / "metered_program.py").write_text(CONSUMERS)
+    first = free_ports(3)
+    variables = {"PYTHONPATH": str(tmp_path), "MQLAYER_METRICS": "1", "MQLAYER_HEALTH_PORT": str(first)}
+    process = start_python(
+        "mqlayer",
+        "consume",
+        "metered_program:app",
+        "--processes",
+        "2",
+        env=world.environment(**variables),
+        cwd=tmp_path,
+    )
+    try:
+
+        def owned() -> list[float]:
+            pages = [page for port in (first + 1, first + 2) if (page := answered(port)) is not None]
+            names = "mqlayer_consumer_partitions"
+            return [page.value(names, topic="orders") for page in pages if names in page.names()]
+
+        wait_until(lambda: owned() == [1, 1], timeout_s=30.0, what="a partition for each process")
+        assert scrape(first).value("mqlayer_process_ready") == 1
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30.0) == 0
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
 
 
 @pytest.mark.world(relayed=6, keys=3)
@@ -216,8 +263,8 @@ def test_a_silent_node_is_a_number_and_a_silent_postgres_leaves_no_old_samples(
         exporter.sample()
         assert take("mqlayer.group.unknown_partitions") == [2]
         assert sorted(take("mqlayer.nodes")) == [0, 0, 1, 1]
-    away = world.settings().model_copy(update={"dsn": SecretStr("postgresql://nobody@127.0.0.1:1/none")})
-    with open_runtime(away, name="mqlayer exporter") as runtime:
+    with Database("postgresql://nobody@127.0.0.1:1/none", timeout_s=0.2) as away:
+        runtime = Runtime(away, world.settings(), world.database)
         exporter = SystemExporter(runtime, Meters(MeterProvider(shutdown_on_exit=False)))
         with pytest.raises(StoreUnavailable):
             exporter.sample()
