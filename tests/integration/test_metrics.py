@@ -342,6 +342,7 @@ def tell_everything(meters: Meters) -> None:
         member = meters.member(topic, group)
         member.count(dict, lambda: 1)
         member.turn_timer().timed(partial(member.failed, KeyError()))()
+        member._turn(0.1, "")
         member.settling(len, ())
     for topic in {topic for topic, _ in GROUPS}:
         meters.sent(topic, 1, 0.1)
