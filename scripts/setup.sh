@@ -211,15 +211,43 @@ keep_spark_classes() {
     cat >"$program" <<'EOT'
 import tempfile
 
+import pyarrow
 from pyspark.sql import SparkSession, Window, functions
+from pyspark.sql.datasource import DataSource, DataSourceReader
+
+
+class Numbers(DataSource):
+    def schema(self):
+        return "a long, b string"
+
+    def reader(self, schema):
+        return NumbersReader()
+
+
+class NumbersReader(DataSourceReader):
+    def read(self, partition):
+        yield pyarrow.RecordBatch.from_pydict({"a": [1], "b": ["1"]})
+
 
 spark = SparkSession.builder.getOrCreate()
-rows = spark.createDataFrame([(n, str(n)) for n in range(9)], "a long, b string").persist()
-rows.groupBy("b").count().join(rows, "b").orderBy("a").collect()
-rows = rows.withColumn("c", functions.lag("a").over(Window.partitionBy("b").orderBy("a")))
-with tempfile.TemporaryDirectory() as place:
-    rows.withColumn("d", functions.explode(functions.array("a", "c"))).write.parquet(f"{place}/rows")
-    spark.read.parquet(f"{place}/rows").agg({"d": "sum"}).collect()
+for mode in ("FALLBACK", "NO_CODEGEN"):
+    spark.conf.set("spark.sql.codegen.factoryMode", mode)
+    spark.conf.set("spark.sql.codegen.wholeStage", str(mode == "FALLBACK").lower())
+    spark.conf.set("spark.sql.adaptive.enabled", str(mode == "FALLBACK").lower())
+    rows = spark.createDataFrame([(n, str(n)) for n in range(9)], "a long, b string").persist()
+    rows.groupBy("b").count().join(rows, "b").orderBy("a").collect()
+    rows.union(rows).distinct().join(functions.broadcast(rows), "a", "left").filter("a > 1 AND a IN (2, 3)").count()
+    rows.rdd.map(lambda row: row.a).collect()
+    rows = rows.withColumn("c", functions.lag("a").over(Window.partitionBy("b").orderBy("a")))
+    rows = rows.withColumn("e", functions.current_timestamp()).withColumn("f", functions.sha2("b", 256))
+    with tempfile.TemporaryDirectory() as place:
+        rows.withColumn("d", functions.explode(functions.array("a", "c"))).write.parquet(f"{place}/rows")
+        spark.read.parquet(f"{place}/rows").agg({"d": "sum"}).collect()
+        stream = spark.readStream.schema("a long").parquet(f"{place}/rows").writeStream.format("parquet")
+        stream = stream.option("checkpointLocation", f"{place}/checkpoint").option("path", f"{place}/sink")
+        stream.trigger(availableNow=True).start().awaitTermination()
+spark.dataSource.register(Numbers)
+spark.read.format("Numbers").load().orderBy("a").limit(1).collect()
 spark.stop()
 EOT
     SPARK_SUBMIT_OPTS="-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -XX:ArchiveClassesAtExit=$1.new" \

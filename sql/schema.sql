@@ -47,8 +47,17 @@ CREATE TABLE mqlayer.topic (
     paused_by      text,
     schema_mode    text        NOT NULL DEFAULT 'backward',
     created_at     timestamptz NOT NULL DEFAULT now(),
+    deleting_at    timestamptz,
+    deleted_at     timestamptz,
+    detached       bigint[]    NOT NULL DEFAULT '{}'::bigint[],
     CONSTRAINT topic_name_unique UNIQUE (name),
-    CONSTRAINT topic_name_form CHECK (name ~ '^[a-z][a-z0-9_.-]{0,62}$'),
+    CONSTRAINT topic_name_form CHECK (name ~ CASE WHEN deleted_at IS NULL THEN '^[a-z][a-z0-9_.-]{0,62}$'
+        ELSE '^[a-z][a-z0-9_.-]{0,62}@[0-9]+$' END),
+    CONSTRAINT topic_deleting_first CHECK (deleted_at IS NULL OR deleting_at IS NOT NULL),
+    CONSTRAINT topic_deletion_times CHECK (deleting_at >= '1970-01-01 00:00:00+00'
+        AND deleting_at <= '9000-01-01 00:00:00+00' AND deleted_at >= '1970-01-01 00:00:00+00'
+        AND deleted_at <= '9000-01-01 00:00:00+00'),
+    CONSTRAINT topic_detached_size CHECK (pg_column_size(detached) <= 1000000),
     CONSTRAINT topic_strategy CHECK (strategy IN ('strict', 'best_effort')),
     CONSTRAINT topic_body_limit CHECK (body_limit >= 1 AND body_limit <= 1000000),
     CONSTRAINT topic_backlog_limit CHECK (backlog_limit >= 0),
@@ -909,12 +918,13 @@ CREATE UNLOGGED TABLE mqlayer_app.term (
 );
 
 CREATE TABLE mqlayer_app.topic (
-    topic_id   int  NOT NULL,
-    name       text NOT NULL,
-    body_limit int  NOT NULL,
+    topic_id   int         NOT NULL,
+    name       text        NOT NULL,
+    body_limit int         NOT NULL,
+    deleted_at timestamptz,
     CONSTRAINT topic_key PRIMARY KEY (topic_id),
     CONSTRAINT topic_name_unique UNIQUE (name),
-    CONSTRAINT topic_name_length CHECK (octet_length(name) <= 63)
+    CONSTRAINT topic_name_length CHECK (octet_length(name) <= CASE WHEN deleted_at IS NULL THEN 63 ELSE 80 END)
 );
 
 CREATE TABLE mqlayer_app.counter (
@@ -1156,6 +1166,9 @@ CREATE FUNCTION mqlayer_app.delayed_release_v1(p_limit int, p_wait_ms int, OUT r
 CREATE FUNCTION mqlayer_app.outbox_renew_v1(p_keep boolean) RETURNS bigint SECURITY DEFINER;
 CREATE FUNCTION mqlayer_app.outbox_recover_v1(p_outbox uuid, p_topic_ids int[], p_lps smallint[], p_seqs bigint[],
     p_fallen boolean[]) RETURNS bigint SECURITY DEFINER;
+CREATE FUNCTION mqlayer_app.topic_drop_v1(p_topic_id int, p_name text, p_force boolean, OUT dropped boolean,
+    OUT unsent bigint, OUT delayed bigint, OUT voided bigint) SECURITY DEFINER;
+CREATE FUNCTION mqlayer_app.topic_rows_drop_v1(p_topic_id int, p_limit int) RETURNS bigint SECURITY DEFINER;
 CREATE FUNCTION mqlayer_app.fence_v1(p_group_id bigint, p_lp smallint, p_source_id bigint, p_key text, p_seq bigint,
     p_epoch bigint, p_replay int DEFAULT 0, OUT answer text, OUT epoch bigint) SECURITY DEFINER;
 CREATE FUNCTION mqlayer_app.fence_many_v1(p_group_id bigint, p_lps smallint[], p_source_ids bigint[], p_keys text[],

@@ -1,19 +1,19 @@
-"""`topic`: create, list, show, set, schema, pause, resume."""
+"""`topic`: create, list, show, set, schema, pause, resume, delete."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import asdict, fields
 from enum import StrEnum
-from typing import Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
 from mqlayer.archive import set_retention
 from mqlayer.cli.addresses import settings_here
-from mqlayer.cli.option_rules import RuledCommand
-from mqlayer.cli.options import TopicArgument
-from mqlayer.cli.output import JsonOption, Size, echo, show_facts, show_rows
+from mqlayer.cli.option_rules import RuledCommand, needs, planned
+from mqlayer.cli.options import PlanOption, TopicArgument, YesOption, echo_plan
+from mqlayer.cli.output import JsonOption, Size, echo, pluralize, show_facts, show_rows
 from mqlayer.cli.panels import CHANGE, LOOK, START
 from mqlayer.cli.pauses import WaitOption, print_running
 from mqlayer.cli.permissions import check_change
@@ -27,6 +27,9 @@ from mqlayer.groups.pauses import pause_topic, resume_topic, wait_paused
 from mqlayer.inspect import TopicPartition, TopicStatus, topic_status
 from mqlayer.postgres.database import Database
 from mqlayer.topics import TopicSummary, create_topic, list_topics, set_archived, set_limits, set_schema_mode
+
+if TYPE_CHECKING:
+    from mqlayer.maintenance.topic_deletion import TopicDeletionPlan
 
 topics = typer.Typer(no_args_is_help=True, help="Topics: create, list, set, schema.")
 topics.command(cls=RuledCommand, rich_help_panel=CHANGE)(schema)
@@ -167,6 +170,51 @@ def resume(name: TopicArgument) -> None:
     echo(f"topic {name} {'goes on' if done else 'was not paused'}")
 
 
+@topics.command(cls=RuledCommand, rich_help_panel=CHANGE)
+@planned
+@needs("--force", "--yes", why="the plan names what it would pass over")
+def delete(
+    name: TopicArgument,
+    force: Annotated[
+        bool,
+        typer.Option("--force", help="Also with living members, unhandled or unarchived messages."),
+    ] = False,
+    _plan: PlanOption = False,
+    yes: YesOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Delete a topic with its groups and messages; its archive stays. Repeatable."""
+    # It loads all that a topic has: other commands of topics need not.
+    from mqlayer.maintenance.topic_deletion import delete_topic, planned_deletion
+
+    with runtime_here() as runtime:
+        if not yes:
+            _print_plan(planned_deletion(runtime, name), as_json=as_json)
+            return
+        check_change(runtime.control)
+        done = delete_topic(runtime, name, force=force)
+    if as_json:
+        show_rows([asdict(done)], as_json=True, nothing="")
+        return
+    echo(f"topic {done.topic} is deleted; its archive and records of its groups are under {done.deleted_as}")
+    for node, count in done.left.items():
+        echo(f"keys of {pluralize(count, 'partition')} are left on node {node}: the worker removes them", err=True)
+
+
+def _print_plan(plan: TopicDeletionPlan, *, as_json: bool) -> None:
+    if as_json:
+        show_rows([asdict(plan)], as_json=True, nothing="")
+        return
+    if plan.deleted_as is not None:
+        echo_plan(f"topic {plan.topic} is deleted, as {plan.deleted_as}; its leftovers would be removed")
+        return
+    for obstacle in plan.obstacles:
+        echo(f"in the way: {obstacle}")
+    counts = {"partition": plan.partitions, "message": plan.records, "group": len(plan.groups)}
+    what = ", ".join(pluralize(count, name) for name, count in counts.items())
+    echo_plan(f"topic {plan.topic} would be deleted with {what}; its archive stays")
+
+
 @topics.command("list", rich_help_panel=LOOK)
 def list_(as_json: JsonOption = False) -> None:
     """List topics."""
@@ -184,6 +232,7 @@ def list_(as_json: JsonOption = False) -> None:
             "backlog_limit": topic.backlog_limit,
             "archived": topic.archived,
             "retention_days": topic.retention_days,
+            "deleting": topic.deleting,
         }
         for topic in found
     )
@@ -252,7 +301,7 @@ def _row(topic: TopicSummary) -> dict[str, Any]:
         "topic": topic.name,
         "strategy": topic.strategy,
         "partitions": topic.partitions,
-        "route": topic.version,
+        "route": f"{topic.version}, being deleted" if topic.deleting else topic.version,
         "body_limit": Size(topic.body_limit),
         "backlog": topic.backlog_limit or "no limit",
         "archived": _kept(archived=topic.archived, days=topic.retention_days),

@@ -97,6 +97,16 @@ def check_changes(checked: CheckedDatabase, limits: CheckLimits) -> list[Finding
     return found or [Finding("routes", checked.subject, CheckStatus.OK, "no route change waits")]
 
 
+def check_deletions(checked: CheckedDatabase, limits: CheckLimits) -> list[Finding]:
+    """Report unfinished deletions of topics."""
+    found = []
+    for topic, age_s in checked.rows("check_deletions", age_s=limits.deletion_s):
+        seen = f"the deletion of topic {topic} began {format_seconds(age_s)} ago and is unfinished"
+        fix = f"mqlayer topic delete {topic} names the obstacles; with --yes it goes on"
+        found.append(Finding("deletions", checked.subject, CheckStatus.WARNING, seen, fix))
+    return found or [Finding("deletions", checked.subject, CheckStatus.OK, "no deletion of a topic is unfinished")]
+
+
 def check_groups(checked: CheckedDatabase, _: CheckLimits) -> list[Finding]:
     """Report groups without living members: they hold up trimming."""
     rows = checked.rows("check_groups")
@@ -187,6 +197,7 @@ CHECKS: Final[dict[str, Check[CheckedDatabase]]] = {
     "unarmed": check_unarmed,
     "beat": check_beat,
     "routes": check_changes,
+    "deletions": check_deletions,
     "groups": check_groups,
     "parked": check_parked,
     "pauses": check_pauses,

@@ -48,6 +48,8 @@ class CheckLimits:
     """The same, with locks on mqlayer's tables."""
     waiting_s: float = 30.0
     """Delay of outbox rows, route changes, periodic jobs."""
+    deletion_s: float = 3600.0
+    """Age of an unfinished deletion of a topic."""
     replaced_s: float = 86_400.0
     """Time to report a replaced Postgres."""
     clock_s: float = 1.0

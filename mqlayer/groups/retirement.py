@@ -75,10 +75,10 @@ def retire_group(runtime: Runtime, topic: str, name: str, *, drop_parked: bool =
                 f"{parked} messages are parked in group {name!r} of topic {topic!r}",
                 f"see mqlayer parked list {topic} {name}, then release or discard them, or retire with --drop-parked",
             )
-        if not _retire(connection, group.group_id):
+        if not retire_locked(connection, group.group_id):
             raise Conflict(f"group {name!r} of topic {topic!r} is retired already", "nothing is to be done")
         for instance in ids[1:]:
-            _retire(connection, instance)
+            retire_locked(connection, instance)
         facts = {"group_id": group.group_id, "instances": len(ids) - 1, "parked": parked}
         write_audit(connection, runtime.actor, "group retire", f"{topic}/{name}", facts)
         failpoint("group_retire.before_commit")
@@ -110,7 +110,8 @@ def _instances(connection: Connection, group: Group) -> list[int]:
     return [row[0] for row in rows]
 
 
-def _retire(connection: Connection, group_id: int) -> bool:
+def retire_locked(connection: Connection, group_id: int) -> bool:
+    """Retire a group whose lock is held; False if it was retired."""
     facts = {"group_id": group_id}
     if connection.execute(query("group_retire"), facts).fetchone() is None:
         return False
@@ -143,7 +144,7 @@ def retire_absent_instance(runtime: Runtime, group_id: int, topic: str, name: st
     def work(connection: Connection) -> bool:
         facts = {"group_id": group_id}
         row = connection.execute(query("instance_absent"), facts).fetchone()
-        if row is None or not _retire(connection, group_id):
+        if row is None or not retire_locked(connection, group_id):
             return False
         write_audit(
             connection,

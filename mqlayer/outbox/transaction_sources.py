@@ -61,8 +61,10 @@ def _django_transaction(alias: str) -> Iterator[Any]:
     connection = of_alias(alias)
     from django.db import transaction
 
-    # As at the end of a request: a connection that broke, or is older than CONN_MAX_AGE, is not used again.
-    connection.close_if_unusable_or_obsolete()
+    # As at the end of a request: a connection that broke, or is older than CONN_MAX_AGE, is not used again. One in a
+    # block stays: Django would close the transaction of a TestCase, where autocommit is off.
+    if not connection.in_atomic_block:
+        connection.close_if_unusable_or_obsolete()
     with transaction.atomic(using=alias):
         yield connection
 

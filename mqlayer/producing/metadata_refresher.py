@@ -24,6 +24,7 @@ from mqlayer.runtime.runtime import Runtime
 
 log = event_logger(__name__)
 
+DELETED: Final = "it was deleted; publish again if it was created anew"
 ROUTE_AGE_S: Final = 5.0
 NODE_POLL_S: Final = 2.0
 """Interval of reading nodes while publishing."""
@@ -140,7 +141,10 @@ class MetadataRefresher:
     # Routes
 
     def _refresh(self, topic: TopicQueues) -> bool:
-        route = self._routes.refresh(topic.name)
+        route = self._newest(topic)
+        if route is None:
+            self._end(topic)
+            return False
         senders = self._senders_of(route)
         with self._guarded as in_flight:
             if route.age > topic.route.age:
@@ -149,6 +153,20 @@ class MetadataRefresher:
             if route.age >= topic.route.age:
                 topic.adopt(route, self._table(in_flight, route, senders), time.monotonic())
             return any(topic.table[queue.lp] is not queue.partition_queue for queue in topic.waiting_for_route)
+
+    def _newest(self, topic: TopicQueues) -> Route | None:
+        """Return the route; None if the topic was deleted, also if another has its name since."""
+        try:
+            route = self._routes.refresh(topic.name)
+        except NotFound:
+            return None
+        return route if route.topic_id == topic.route.topic_id else None
+
+    def _end(self, topic: TopicQueues) -> None:
+        with self._guarded as in_flight:
+            in_flight.settlement.fail_unrouted(topic, NotFound("topic", topic.name, DELETED))
+            if not topic.is_busy and in_flight.queues.topics.get(topic.name) is topic:
+                del in_flight.queues.topics[topic.name]
 
     def _refresh_nodes(self) -> None:
         # A replaced primary may live on and reports nothing, so ask Postgres.

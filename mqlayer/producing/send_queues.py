@@ -257,6 +257,11 @@ class TopicQueues:
         self.route, self.table, self.read_at = route, table, read_at
         self.best_effort = route.best_effort
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether any message is unsettled."""
+        return any(queue is not None and (queue.waiting or queue.in_flight) for queue in self.queues)
+
     def queue_of(self, lp: int, source: int | None) -> LpQueue:
         """Return an LP's queue."""
         queue = self.queues[lp]

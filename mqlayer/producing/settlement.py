@@ -10,7 +10,7 @@ from mqlayer.errors import BacklogFull, MqlayerError, ProducerClosed, PublishAbo
 from mqlayer.producing.follow_ups import FollowUps
 from mqlayer.producing.outcomes import Appended, Recovered, SendOutcome
 from mqlayer.producing.producer_queues import Capacity, ProducerQueues
-from mqlayer.producing.send_queues import LpQueue, PartitionQueue, PendingSend
+from mqlayer.producing.send_queues import LpQueue, PartitionQueue, PendingSend, TopicQueues
 
 NOTHING: Final[tuple[bytes, ...]] = ()
 CLOSED: Final = "it was closed before an answer came, so the message may or may not be stored"
@@ -92,6 +92,12 @@ class SendSettlement:
                 index = next((i for i, p in enumerate(queue.waiting) if p.first > queue.uncertain_to), None)
                 if index is not None and queue.blocked_by is None:
                     self.fail(queue, index, error)
+
+    def fail_unrouted(self, topic: TopicQueues, error: MqlayerError) -> None:
+        """Fail messages of a deleted topic that wait for its route."""
+        for queue in topic.waiting_for_route:
+            if queue.waiting:
+                self.fail(queue, 0, error)
 
     def fail_remaining(self) -> None:
         """Fail everything, at close."""

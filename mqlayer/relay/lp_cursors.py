@@ -141,7 +141,15 @@ class LpCursors:
     def forget(self, lp_sets: Iterable[int]) -> None:
         """Drop cursors of lost LP sets."""
         missing = set(lp_sets)
-        for chain in [chain for chain in self._cursors if chain % LP_COUNT >> 6 in missing]:
+        self._drop([chain for chain in self._cursors if chain % LP_COUNT >> 6 in missing])
+
+    def forget_topics(self, topic_ids: set[int]) -> None:
+        """Drop cursors of deleted topics."""
+        if topic_ids:
+            self._drop([chain for chain in self._cursors if chain // LP_COUNT in topic_ids])
+
+    def _drop(self, chains: Iterable[int]) -> None:
+        for chain in chains:
             del self._cursors[chain]
             self.behind.pop(chain, None)
             self.blocked.pop(chain, None)

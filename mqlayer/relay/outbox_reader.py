@@ -103,10 +103,10 @@ class OutboxReader:
         """Return quarantined seqs by (topic id, LP)."""
         return {(row[0], row[2]): row[3] for row in self._rows("quarantined_list", {})}
 
-    def quarantine(self, cursor: LpCursor, seq: int, reason: str) -> None:
-        """Quarantine a row."""
+    def quarantine(self, cursor: LpCursor, seq: int, reason: str) -> bool:
+        """Quarantine a row; False if its topic was deleted or the outbox renumbered."""
         failpoint("relay.before_quarantine")
-        self._rows_cursor.execute(query("quarantined_put"), self._facts(cursor, seq, reason))
+        return self._rows_cursor.execute(query("quarantined_put"), self._facts(cursor, seq, reason)).rowcount > 0
 
     def put_voided(self, cursor: LpCursor, seq: int, reason: str) -> None:
         """Keep a voided row. Commit before sending its void record."""

@@ -41,9 +41,9 @@ class ProgressWriter:
         rows = (unsendable or []) + self._sender.missing
         self._sender.missing = []
         for cursor, seq, reason in rows:
-            self._reader.quarantine(cursor, seq, reason)
-            facts = {"topic_id": cursor.topic_id, "lp": cursor.lp, "seq": seq, "reason": reason}
-            log.warning("relay_row_quarantined", extra=facts)
+            if self._reader.quarantine(cursor, seq, reason):
+                facts = {"topic_id": cursor.topic_id, "lp": cursor.lp, "seq": seq, "reason": reason}
+                log.warning("relay_row_quarantined", extra=facts)
 
     def keep_voided(self, rows: list[Unsendable]) -> None:
         """Keep voided rows under numbers."""

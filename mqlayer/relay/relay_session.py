@@ -256,6 +256,7 @@ class RelaySession:
             retarget(self._cursors, self._targets, self._targets.retry_unrouted(now))
 
     def _retarget_all(self) -> None:
+        self._cursors.forget_topics(self._targets.forget_deleted())
         retarget(self._cursors, self._targets, self._targets.refresh_all())
 
     def _release_delayed(self, now: float) -> None:

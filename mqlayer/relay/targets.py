@@ -31,6 +31,7 @@ class Targets:
         self._by_lp: dict[int, list[Target]] = {}
         self._versions: dict[int, tuple[float, int]] = {}
         self._unrouted: dict[int, Target] = {}
+        self._deleted: set[int] = set()
         self._rng = random.Random()
 
     def __iter__(self) -> Iterator[Target]:
@@ -52,7 +53,11 @@ class Targets:
 
     def retry_unrouted(self, now: float) -> set[int]:
         """Read missing routes; return topics that now have one."""
-        due = [topic_id for topic_id, target in self._unrouted.items() if target.paused_until <= now]
+        due = [
+            topic_id
+            for topic_id, target in self._unrouted.items()
+            if target.paused_until <= now and topic_id not in self._deleted
+        ]
         for topic_id in due:
             self._load(topic_id, refresh=True)
         return {topic_id for topic_id in due if topic_id in self._by_lp}
@@ -60,6 +65,17 @@ class Targets:
     def refresh_all(self) -> set[int]:
         """Read all routes and limits; return topics whose version changed."""
         return {topic_id for topic_id in list(self._by_lp) if self.refresh(topic_id)}
+
+    def forget_deleted(self) -> set[int]:
+        """Forget topics that the outbox does not have any more; return them."""
+        before, self._names = self._names, self._ask_names()
+        gone = before.keys() - self._names.keys()
+        # An answer that is under way may ask for one again.
+        self._deleted |= gone
+        for topic_id in gone:
+            for known in (self._by_lp, self._versions, self._unrouted):
+                known.pop(topic_id, None)
+        return gone
 
     def refresh(self, topic_id: int) -> bool:
         """Read a topic's route; return whether it changed."""

@@ -51,7 +51,12 @@ class RouteCache:
     def refresh(self, topic: str) -> Route:
         """Read a route from Postgres. Raises NotFound, StoreUnavailable."""
         check_name("topic", topic)
-        route = load_route(self._database, topic)
+        try:
+            route = load_route(self._database, topic)
+        except NotFound:
+            with self._lock:
+                self._routes.pop(topic, None)
+            raise
         with self._lock:
             known = self._routes.get(topic)
             # A slower reader must not restore an older version.

@@ -48,6 +48,7 @@ class TopicSummary:
     partitions: int
     archived: bool
     retention_days: int | None
+    deleting: bool
 
 
 def create_topic(
@@ -81,6 +82,7 @@ def create_topic(
         row = connection.execute(query("topic_lock"), {"name": name}).fetchone()
         if row is None:
             raise NotFound("topic", name, "somebody removed it while it was created: try again")
+        _refuse_deleting(name, deleting=row[6])
         _check_same(name, dict(zip(limits, (*row[1:4], row[5]), strict=True)), limits)
         _check_partitions(connection, name, row[0], partitions)
         if not connection.execute(query("partition_list"), {"topic_id": row[0]}).fetchall():
@@ -146,6 +148,7 @@ def set_limits(runtime: Runtime, name: str, *, body_limit: int | None = None, ba
         row = connection.execute(query("topic_lock"), {"name": name}).fetchone()
         if row is None:
             raise NotFound("topic", name, f"create it: mqlayer topic create {name}")
+        _refuse_deleting(name, deleting=row[6])
         facts = {"topic_id": row[0], "body_limit": body_limit, "backlog_limit": backlog_limit}
         ((body, backlog, _),) = connection.execute(query("topic_limits_put"), facts).fetchall()
         changed = (body, backlog) != (row[2], row[3])
@@ -167,11 +170,12 @@ def list_topics(database: Database) -> list[TopicSummary]:
 
 
 def attach_topics(runtime: Runtime) -> int:
-    """Let the application database publish to all topics with a route; return their number. Idempotent.
+    """Let the application database publish to all topics with a route, but those being deleted; return their number.
+    Idempotent.
 
     Skips and logs a topic known under another id.
     """
-    ready = [topic for topic in list_topics(runtime.control) if topic.version is not None]
+    ready = [topic for topic in list_topics(runtime.control) if topic.version is not None and not topic.deleting]
     with runtime.outbox.connection() as connection:
         known = {row[0]: row[2] for row in connection.execute(query("outbox_topics")).fetchall()}
     for topic in ready:
@@ -193,6 +197,11 @@ def attach_groups(runtime: Runtime) -> None:
         if new := {group: scope for group, scope in groups.items() if known.get(group) != scope}:
             facts = {"group_ids": list(new), "scopes": list(new.values())}
             connection.execute(query("known_groups_put"), facts)
+
+
+def _refuse_deleting(name: str, *, deleting: bool) -> None:
+    if deleting:
+        raise Conflict(f"topic {name!r} is being deleted", f"finish that first: mqlayer topic delete {name} --yes")
 
 
 def _check_same(name: str, found: dict[str, Any], wanted: dict[str, Any]) -> None:
@@ -230,7 +239,7 @@ def _make_partitions(runtime: Runtime, name: str, topic_id: int) -> None:
 def _activate(database: Database, name: str, topic_id: int) -> None:
     def work(connection: Connection) -> None:
         row = connection.execute(query("topic_lock"), {"name": name}).fetchone()
-        if row is None or row[4] is not None:
+        if row is None or row[0] != topic_id or row[4] is not None:
             return
         connection.execute(query("partition_open"), {"topic_id": topic_id})
         connection.execute(query("route_insert_first"), {"topic_id": topic_id})

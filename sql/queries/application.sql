@@ -2,6 +2,11 @@
 -- The outbox is not numbered anew, and stays so until the transaction ends.
 EXISTS (SELECT FROM mqlayer_app.identity i WHERE i.outbox_uuid = %(outbox_uuid)s FOR SHARE);
 
+-- part: not_of_deleted_topic
+-- The topic of a row was not deleted, and is not before the transaction ends.
+NOT EXISTS (SELECT FROM (SELECT t.deleted_at FROM mqlayer_app.topic t WHERE t.topic_id = %(topic_id)s FOR KEY SHARE) AS held
+            WHERE held.deleted_at IS NOT NULL);
+
 -- name: outbox_topic_put
 -- Let an application database publish to a topic. No target after ON CONFLICT: two that attach a topic at once meet at its
 -- name as well as at its number.
@@ -20,7 +25,7 @@ RETURNING topic_id;
 -- are there are not locked, or all publishers would wait behind the slowest.
 INSERT INTO mqlayer_app.counter (topic_id, lp, topic, body_limit)
 SELECT t.topic_id, lp, t.name, t.body_limit FROM mqlayer_app.topic t, generate_series(0, 1023) AS new(lp)
-WHERE t.topic_id = %(topic_id)s
+WHERE t.topic_id = %(topic_id)s AND t.deleted_at IS NULL
   AND NOT EXISTS (SELECT FROM mqlayer_app.counter c WHERE c.topic_id = t.topic_id AND c.lp = new.lp)
 ORDER BY lp
 ON CONFLICT DO NOTHING;
@@ -36,7 +41,22 @@ WHERE c.topic_id = %(topic_id)s AND c.lp = old.lp;
 
 -- name: outbox_topics
 -- Topics that this database may publish to.
-SELECT topic_id, name, body_limit FROM mqlayer_app.topic ORDER BY topic_id;
+SELECT topic_id, name, body_limit FROM mqlayer_app.topic WHERE deleted_at IS NULL ORDER BY topic_id;
+
+-- name: topic_waiting
+-- Messages of a topic that wait here: rows that no relay sent, delayed ones, voided ones without a decision.
+SELECT (SELECT coalesce(sum(c.seq - coalesce(r.seq, 0)), 0)::bigint FROM mqlayer_app.counter c
+        LEFT JOIN mqlayer_app.relayed r ON r.topic_id = c.topic_id AND r.lp = c.lp WHERE c.topic_id = %(topic_id)s),
+       (SELECT count(*) FROM mqlayer_app.delayed_fact d WHERE d.topic_id = %(topic_id)s),
+       (SELECT count(*) FROM mqlayer_app.voided v WHERE v.topic_id = %(topic_id)s AND v.ended IS NULL);
+
+-- name: topic_drop
+-- Let this outbox publish to a topic no more, unless messages of it wait.
+SELECT dropped, unsent, delayed, voided FROM mqlayer_app.topic_drop_v1(%(topic_id)s, %(name)s, %(force)s);
+
+-- name: topic_rows_drop
+-- Delete some rows of a topic that was dropped; how many.
+SELECT mqlayer_app.topic_rows_drop_v1(%(topic_id)s, %(limit)s);
 
 -- name: outbox_identity_put
 -- Make this outbox's identity, once.
@@ -163,10 +183,14 @@ WHERE c.seq > coalesce(r.seq, 0) AND (c.lp >> 6) = ANY(%(lp_sets)s::int[]);
 
 -- name: relayed_put
 -- Record how far LPs are in Redis; never backwards, and nothing once the outbox is numbered anew, or is to be: in another
--- term, and on another timeline, what is acknowledged may be in no commit.
+-- term, and on another timeline, what is acknowledged may be in no commit. Nothing of topics that were deleted.
+WITH held AS MATERIALIZED (
+    SELECT t.topic_id, t.deleted_at FROM mqlayer_app.topic t WHERE t.topic_id = ANY (%(topic_ids)s::int[])
+    ORDER BY t.topic_id FOR KEY SHARE
+)
 INSERT INTO mqlayer_app.relayed AS r (topic_id, lp, seq)
-SELECT * FROM unnest(%(topic_ids)s::int[], %(lps)s::smallint[], %(seqs)s::bigint[])
-WHERE EXISTS (SELECT FROM mqlayer_app.identity i
+SELECT u.* FROM unnest(%(topic_ids)s::int[], %(lps)s::smallint[], %(seqs)s::bigint[]) AS u(topic_id, lp, seq)
+WHERE u.topic_id NOT IN (SELECT h.topic_id FROM held h WHERE h.deleted_at IS NOT NULL) AND EXISTS (SELECT FROM mqlayer_app.identity i
               WHERE i.outbox_uuid = %(outbox_uuid)s AND mqlayer_app.timeline_holds_v1(i.timeline)
                 AND mqlayer_app.term_v1() = %(term)s FOR SHARE)
 ON CONFLICT (topic_id, lp) DO UPDATE SET seq = excluded.seq WHERE r.seq < excluded.seq;
@@ -194,10 +218,10 @@ LEFT JOIN LATERAL (
 WHERE c.topic_id = %(topic_id)s AND c.lp >= %(lp_from)s AND c.lp < %(lp_to)s ORDER BY c.lp;
 
 -- name: quarantined_put
--- Quarantine a row; its LP waits. Not once the outbox is numbered anew.
+-- Quarantine a row; its LP waits. Not once the outbox is numbered anew, nor of a deleted topic.
 INSERT INTO mqlayer_app.quarantined (topic_id, lp, seq, reason)
 SELECT %(topic_id)s::int, %(lp)s::smallint, %(seq)s::bigint, %(reason)s::text
-WHERE {still_this_outbox}
+WHERE {not_of_deleted_topic} AND {still_this_outbox}
 ON CONFLICT (topic_id, lp) DO UPDATE SET seq = excluded.seq, reason = excluded.reason, quarantined_at = now();
 
 -- name: quarantined_list
@@ -215,7 +239,7 @@ DELETE FROM mqlayer_app.quarantined WHERE topic_id = %(topic_id)s AND lp = %(lp)
 INSERT INTO mqlayer_app.voided AS v (id, topic_id, lp, seq, reason, created_at, key, headers, body)
 SELECT o.id, o.topic_id, o.lp, o.seq, %(reason)s, o.created_at, o.key, o.headers, o.body
 FROM mqlayer_app.outbox o WHERE o.topic_id = %(topic_id)s AND o.lp = %(lp)s AND o.seq = %(seq)s
-  AND {still_this_outbox}
+  AND {not_of_deleted_topic} AND {still_this_outbox}
 ON CONFLICT (id) DO UPDATE SET seq = excluded.seq;
 
 -- name: voided_list

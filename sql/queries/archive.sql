@@ -1,7 +1,11 @@
 -- name: archive_topics
--- Topics that are archived; of one name, or all.
+-- Topics that are archived; of one name, or all. Of deleted topics those of which outcomes may be missing.
 SELECT t.topic_id, t.name, t.body_limit FROM mqlayer.topic t
-WHERE t.archived AND t.version IS NOT NULL AND (%(topic)s::text IS NULL OR t.name = %(topic)s) ORDER BY t.topic_id;
+WHERE t.archived AND t.version IS NOT NULL AND (%(topic)s::text IS NULL OR t.name = %(topic)s)
+  AND (t.deleted_at IS NULL
+       OR EXISTS (SELECT FROM mqlayer.partition p WHERE p.topic_id = t.topic_id AND p.retired_at IS NULL)
+       OR EXISTS (SELECT FROM mqlayer_archive.outcome_queue q WHERE q.topic_id = t.topic_id))
+ORDER BY t.topic_id;
 
 -- name: archive_work
 -- Partitions of a topic that are not complete in the archive: where they are, the route version that brought them into
@@ -22,8 +26,12 @@ WHERE p.topic_id = %(topic_id)s AND p.state IN ('open', 'sealed') AND g.complete
 ORDER BY p.partition_id;
 
 -- name: archive_topic_put
--- Let a topic be locked by who writes to its archive. Switched on once more, it begins a new stretch.
-INSERT INTO mqlayer_archive.topic AS a (topic_id) VALUES (%(topic_id)s)
+-- Let a topic be locked by who writes to its archive. Switched on once more, it begins a new stretch. Its batches go on
+-- behind those of deleted topics of its name: readers of a stream go by name and batch.
+INSERT INTO mqlayer_archive.topic AS a (topic_id, batch)
+SELECT t.topic_id, coalesce((SELECT max(f.batch) FROM mqlayer_archive.topic f JOIN mqlayer.topic d USING (topic_id)
+                             WHERE d.deleted_at IS NOT NULL AND split_part(d.name, '@', 1) = t.name), 0)
+FROM mqlayer.topic t WHERE t.topic_id = %(topic_id)s
 ON CONFLICT (topic_id) DO UPDATE SET segment = a.segment + 1;
 
 -- name: archive_topic_hold

@@ -83,18 +83,19 @@ ON CONFLICT (name) DO NOTHING;
 
 -- name: topic_lock
 -- Lock one topic.
-SELECT topic_id, strategy, body_limit, backlog_limit, version, archived FROM mqlayer.topic WHERE name = %(name)s FOR UPDATE;
+SELECT topic_id, strategy, body_limit, backlog_limit, version, archived, deleting_at IS NOT NULL
+FROM mqlayer.topic WHERE name = %(name)s FOR UPDATE;
 
 -- name: topic_created_partitions
 -- With how many partitions a topic was created; 0 before there are any. Route changes since don't count.
 SELECT count(*) FROM mqlayer.partition WHERE topic_id = %(topic_id)s AND created_by_change IS NULL;
 
 -- name: topic_list
--- All topics with their limits and the number of partitions in force.
+-- All topics that are not deleted, with their limits and the number of partitions in force.
 SELECT t.topic_id, t.name, t.strategy, t.body_limit, t.backlog_limit, t.version,
        (SELECT count(*) FROM mqlayer.route r WHERE r.topic_id = t.topic_id AND r.version = t.version) AS partitions,
-       t.archived, t.retention_days
-FROM mqlayer.topic t ORDER BY t.name;
+       t.archived, t.retention_days, t.deleting_at IS NOT NULL
+FROM mqlayer.topic t WHERE t.deleted_at IS NULL ORDER BY t.name;
 
 -- name: topic_archived
 -- Whether a topic is archived.
@@ -112,6 +113,68 @@ SELECT body_limit, backlog_limit, pg_notify('mqlayer_route', name) FROM put;
 -- name: topic_archived_set
 -- Switch a topic's archiving.
 UPDATE mqlayer.topic SET archived = %(archived)s WHERE topic_id = %(topic_id)s;
+
+-- name: topic_to_delete
+-- A topic by its name; without one, the last one deleted under that name. And its name since then, null before.
+SELECT topic_id, split_part(name, '@', 1), CASE WHEN deleted_at IS NOT NULL THEN name END FROM mqlayer.topic
+WHERE name = %(name)s OR deleted_at IS NOT NULL AND split_part(name, '@', 1) = %(name)s
+ORDER BY name = %(name)s DESC, topic_id DESC LIMIT 1;
+
+-- name: topic_deletion_lock
+-- Lock a topic for a step of its deletion; its name once it is deleted.
+SELECT CASE WHEN deleted_at IS NOT NULL THEN name END FROM mqlayer.topic WHERE topic_id = %(topic_id)s FOR UPDATE;
+
+-- name: topic_deletion_begin
+-- The deletion of a topic begins: relays attach it no more.
+UPDATE mqlayer.topic SET deleting_at = now() WHERE topic_id = %(topic_id)s AND deleting_at IS NULL RETURNING topic_id;
+
+-- name: topic_detach
+-- An outbox no longer publishes to a topic.
+UPDATE mqlayer.topic SET detached = detached || %(source_id)s::bigint
+WHERE topic_id = %(topic_id)s AND %(source_id)s::bigint <> ALL (detached);
+
+-- name: topic_outboxes
+-- Live outboxes that may publish to a topic: sources and databases.
+SELECT s.source_id, s.name FROM mqlayer.source s JOIN mqlayer.topic t ON t.topic_id = %(topic_id)s
+WHERE s.kind = 'outbox' AND s.closed_at IS NULL AND s.source_id <> ALL (t.detached) ORDER BY s.source_id;
+
+-- name: topic_changes_lock
+-- Lock the open route changes of a topic.
+SELECT change_id FROM mqlayer.route_change WHERE topic_id = %(topic_id)s AND state IN ('planned', 'sealing', 'sealed')
+ORDER BY change_id FOR UPDATE;
+
+-- name: topic_changes_drop
+-- The open route changes of a topic lead nowhere: all its partitions go.
+UPDATE mqlayer.route_change SET state = 'dropped', ended_at = clock_timestamp()
+WHERE topic_id = %(topic_id)s AND state IN ('planned', 'sealing', 'sealed');
+
+-- name: topic_groups_lock
+-- Lock the groups of a topic that are not retired, in the order of their ids; and how many members of each live.
+SELECT g.group_id, g.name, (SELECT count(*) FROM mqlayer.member m WHERE m.group_id = g.group_id AND m.lease_until >= now())
+FROM mqlayer.consumer_group g WHERE g.topic_id = %(topic_id)s AND g.state <> 'retired'
+ORDER BY g.group_id FOR NO KEY UPDATE OF g;
+
+-- name: topic_open_work
+-- How many open route changes and groups a topic has, whose lock is held: nobody adds any.
+SELECT (SELECT count(*) FROM mqlayer.route_change c WHERE c.topic_id = %(topic_id)s AND c.state IN ('planned', 'sealing', 'sealed')),
+       (SELECT count(*) FROM mqlayer.consumer_group g WHERE g.topic_id = %(topic_id)s AND g.state <> 'retired');
+
+-- name: topic_partitions_delete
+-- Of the partitions of a topic nothing but tombstones is to be left.
+UPDATE mqlayer.partition SET state = 'deleted' WHERE topic_id = %(topic_id)s AND state <> 'deleted' RETURNING partition_id;
+
+-- name: topic_deletion_end
+-- A topic is deleted and its name free; let caches know.
+WITH done AS (
+    UPDATE mqlayer.topic SET name = name || '@' || topic_id, deleted_at = now(), paused_at = NULL, paused_by = NULL
+    WHERE topic_id = %(topic_id)s RETURNING name
+)
+SELECT name, pg_notify('mqlayer_route', split_part(name, '@', 1)) FROM done;
+
+-- name: topic_partitions_left
+-- Nodes on which more than tombstones may be left of a deleted topic, and of how many partitions.
+SELECT n.name, count(*)::int FROM mqlayer.partition p JOIN mqlayer.node n USING (node_id)
+WHERE p.topic_id = %(topic_id)s AND p.state = 'deleted' AND p.retired_at IS NULL GROUP BY n.name ORDER BY n.name;
 
 -- name: topic_schema_mode
 -- The compatibility mode of a topic.

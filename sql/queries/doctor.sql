@@ -132,6 +132,11 @@ FROM mqlayer.route_change c JOIN mqlayer.topic t USING (topic_id)
 WHERE c.state IN ('planned', 'sealing', 'sealed')
   AND coalesce(c.sealed_at, c.planned_at) <= clock_timestamp() - make_interval(secs => %(age_s)s) ORDER BY c.change_id;
 
+-- name: check_deletions
+-- Topics whose deletion began a while ago and has not ended.
+SELECT t.name, extract(epoch FROM clock_timestamp() - t.deleting_at)::float8 AS age_s FROM mqlayer.topic t
+WHERE t.deleted_at IS NULL AND t.deleting_at <= clock_timestamp() - make_interval(secs => %(age_s)s) ORDER BY t.name;
+
 -- name: check_groups
 -- Groups that bound trimming, and how many members of each live. Nobody knows of receivers (ordered pop) where they are.
 -- Of instances of broadcast groups: for how long they have been away, and for how long their positions are kept.
@@ -233,4 +238,4 @@ SELECT t.name, (SELECT count(*) FROM mqlayer_archive.gap g WHERE g.topic_id = t.
        (SELECT coalesce(sum(o.dropped), 0) FROM mqlayer_archive.outcome_progress o
         JOIN mqlayer.consumer_group g USING (group_id)
         WHERE g.topic_id = t.topic_id AND o.dropped_at > now() - interval '1 day')::bigint AS dropped
-FROM mqlayer_archive.topic a JOIN mqlayer.topic t USING (topic_id) WHERE t.archived ORDER BY t.name;
+FROM mqlayer_archive.topic a JOIN mqlayer.topic t USING (topic_id) WHERE t.archived AND t.deleted_at IS NULL ORDER BY t.name;

@@ -12,7 +12,8 @@ SELECT g.group_id, t.name, g.name, g.state, g.version, t.version AS topic_versio
        g.rate_burst
 FROM mqlayer.consumer_group g JOIN mqlayer.topic t USING (topic_id)
 LEFT JOIN mqlayer.consumer_group b ON b.group_id = g.broadcast_of
-WHERE (%(topic)s::text IS NULL OR t.name = %(topic)s) AND (%(name)s::text IS NULL OR g.name = %(name)s)
+WHERE (%(topic)s::text IS NULL AND t.deleted_at IS NULL OR t.name = %(topic)s)
+  AND (%(name)s::text IS NULL OR g.name = %(name)s)
 ORDER BY t.name, coalesce(b.name, g.name), g.instance NULLS FIRST;
 
 -- name: inspected_partitions
@@ -96,7 +97,7 @@ FROM mqlayer.redrive r WHERE r.group_id = ANY(%(group_ids)s::bigint[]) AND r.sta
 
 -- name: topic_names
 -- Names of topics that begin so, for a shell to complete.
-SELECT name FROM mqlayer.topic WHERE starts_with(name, %(begins)s) ORDER BY name;
+SELECT name FROM mqlayer.topic WHERE starts_with(name, %(begins)s) AND deleted_at IS NULL ORDER BY name;
 
 -- name: group_names
 -- Names of groups that begin so, of one topic or of all, for a shell to complete.

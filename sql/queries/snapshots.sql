@@ -7,6 +7,10 @@ r.key, r.tags, r.headers, r.body, r.batch;
 g.name AS "group", o.partition_id AS partition, o.first_offset, o.last_offset, o.outcome, o.attempts, o.delivered_at,
 o.settled_at, o.actor, o.reason, o.epoch, o.position;
 
+-- part: topic_name
+-- The name under which a topic was archived: a deleted one is called NAME@ID since, and what is read of it stays as it was.
+split_part(t.name, '@', 1);
+
 -- part: snapshot_end
 -- The end of the last day that began before the snapshot.
 (SELECT coalesce((max(d.day) + 1)::timestamp AT TIME ZONE 'UTC', 'infinity')
@@ -18,14 +22,14 @@ o.settled_at, o.actor, o.reason, o.epoch, o.position;
 -- Hold topics as they are in the archive, in the order in which everybody locks them: no batch is added and nothing is
 -- dropped meanwhile. What they hold is read afterwards, or it would be of the time before the wait.
 SELECT a.topic_id FROM mqlayer_archive.topic a JOIN mqlayer.topic t USING (topic_id)
-WHERE t.version IS NOT NULL AND (%(topics)s::text[] IS NULL OR t.name = ANY (%(topics)s::text[]))
+WHERE t.version IS NOT NULL AND (%(topics)s::text[] IS NULL AND t.deleted_at IS NULL OR t.name = ANY (%(topics)s::text[]))
 ORDER BY a.topic_id FOR SHARE OF a;
 
 -- name: snapshot_topics
 -- Topics by name, and whether the archive has them.
 SELECT t.topic_id, t.name, a.topic_id IS NOT NULL, t.version IS NOT NULL
 FROM mqlayer.topic t LEFT JOIN mqlayer_archive.topic a USING (topic_id)
-WHERE %(topics)s::text[] IS NULL OR t.name = ANY (%(topics)s::text[])
+WHERE %(topics)s::text[] IS NULL AND t.deleted_at IS NULL OR t.name = ANY (%(topics)s::text[])
 ORDER BY t.topic_id;
 
 -- name: snapshot_insert
@@ -73,7 +77,7 @@ SELECT s.snapshot_id, s.name, s.created_at, s.upto_at FROM mqlayer_archive.snaps
 
 -- name: snapshot_topic_list
 -- What snapshots hold of each topic.
-SELECT p.snapshot_id, t.name, p.batch, p.version, p.records, count(c.lp)::int
+SELECT p.snapshot_id, {topic_name}, p.batch, p.version, p.records, count(c.lp)::int
 FROM mqlayer_archive.snapshot_topic p
 JOIN mqlayer.topic t USING (topic_id)
 LEFT JOIN mqlayer_archive.cut c USING (snapshot_id, topic_id)
@@ -82,7 +86,7 @@ GROUP BY p.snapshot_id, p.topic_id, t.name ORDER BY p.snapshot_id, t.name;
 
 -- name: snapshot_cut
 -- The cut of a snapshot.
-SELECT t.name, c.source, c.lp::int, c.first_seq, c.last_seq
+SELECT {topic_name}, c.source, c.lp::int, c.first_seq, c.last_seq
 FROM mqlayer_archive.cut c JOIN mqlayer.topic t USING (topic_id)
 WHERE c.snapshot_id = %(snapshot_id)s ORDER BY t.name, c.source, c.lp;
 
@@ -124,7 +128,7 @@ SELECT set_config('enable_nestloop', 'off', true);
 -- name: snapshot_verify
 -- Where the archive does not hold a stretch of the cut as it was: each seq once.
 WITH segment AS MATERIALIZED (
-    SELECT t.name, c.topic_id, c.source, c.lp, c.first_seq, c.last_seq, p.batch
+    SELECT {topic_name} AS name, c.topic_id, c.source, c.lp, c.first_seq, c.last_seq, p.batch
     FROM mqlayer_archive.snapshot_topic p
     JOIN mqlayer.topic t USING (topic_id)
     JOIN mqlayer_archive.cut c USING (snapshot_id, topic_id)
@@ -147,7 +151,7 @@ SELECT mqlayer_archive.snapshot_v1(%(snapshot_id)s::int);
 -- The records of a snapshot in a range of LPs. The cut is small and put together first, so that each record is looked up
 -- once. Days that began after it are left out.
 WITH segment AS MATERIALIZED (
-    SELECT t.name, c.topic_id, c.source, c.lp, c.first_seq, c.last_seq, p.batch
+    SELECT {topic_name} AS name, c.topic_id, c.source, c.lp, c.first_seq, c.last_seq, p.batch
     FROM mqlayer_archive.snapshot_topic p
     JOIN mqlayer.topic t USING (topic_id)
     JOIN mqlayer_archive.cut c USING (snapshot_id, topic_id)
@@ -162,7 +166,7 @@ WHERE r.lp >= %(lp_from)s::smallint AND r.lp < %(lp_to)s::smallint
 -- name: snapshot_records_whole
 -- The same of a snapshot that is all that the archive held of its topics: its cut is what its batches hold, so nothing is
 -- looked up for each record.
-SELECT t.name AS topic, {record_columns}, r.topic_id
+SELECT {topic_name} AS topic, {record_columns}, r.topic_id
 FROM mqlayer_archive.snapshot_topic p
 JOIN mqlayer.topic t USING (topic_id)
 JOIN mqlayer_archive.record r ON r.topic_id = p.topic_id AND r.batch <= p.batch
@@ -175,7 +179,7 @@ SELECT coalesce(bool_and(p.whole), false) FROM mqlayer_archive.snapshot_topic p 
 
 -- name: snapshot_outcomes
 -- The outcomes of a snapshot, of partitions whose LPs begin in a range.
-SELECT t.name AS topic, {outcome_columns}, o.topic_id, o.batch
+SELECT {topic_name} AS topic, {outcome_columns}, o.topic_id, o.batch
 FROM mqlayer_archive.snapshot_topic p
 JOIN mqlayer.topic t USING (topic_id)
 JOIN mqlayer_archive.outcome o ON o.topic_id = p.topic_id AND o.batch <= p.batch
@@ -185,7 +189,7 @@ WHERE p.snapshot_id = %(snapshot_id)s::int AND n.lp_from >= %(lp_from)s::smallin
 
 -- name: snapshot_lineage
 -- The partitions of a snapshot's topics up to its route version, each with its parents.
-SELECT t.name AS topic, n.partition_id AS partition, n.lp_from, n.lp_to, f.first_version,
+SELECT {topic_name} AS topic, n.partition_id AS partition, n.lp_from, n.lp_to, f.first_version,
        nullif(f.last_version, p.version) AS last_version,
        ARRAY(SELECT o.partition_id FROM mqlayer.partition o
              WHERE o.ended_by_change = n.created_by_change AND o.lp_from < n.lp_to AND n.lp_from < o.lp_to
@@ -206,7 +210,7 @@ SELECT t.name, t.topic_id, a.batch,
        (SELECT greatest(min(d.first_batch), a.dropped_batch + 1) FROM mqlayer_archive.day d
         WHERE d.topic_id = a.topic_id AND d.last_batch > a.dropped_batch) AS kept_from
 FROM mqlayer_archive.topic a JOIN mqlayer.topic t USING (topic_id)
-WHERE %(topics)s::text[] IS NULL OR t.name = ANY (%(topics)s::text[]) ORDER BY t.name;
+WHERE %(topics)s::text[] IS NULL AND t.deleted_at IS NULL OR t.name = ANY (%(topics)s::text[]) ORDER BY t.name;
 
 -- name: stream_there
 -- An error where batches after one were dropped from the archive. Asked in the transaction that reads them.
@@ -214,7 +218,7 @@ SELECT mqlayer_archive.batches_v1(%(topic_id)s::int, %(after)s::bigint);
 
 -- name: stream_records
 -- The records of a topic's batches in a range of LPs, as they are stored.
-SELECT t.name AS topic, {record_columns}
+SELECT {topic_name} AS topic, {record_columns}
 FROM mqlayer_archive.record r
 JOIN mqlayer.topic t USING (topic_id)
 WHERE r.topic_id = %(topic_id)s::int AND r.batch > %(after)s::bigint AND r.batch <= %(upto)s::bigint
@@ -222,7 +226,7 @@ WHERE r.topic_id = %(topic_id)s::int AND r.batch > %(after)s::bigint AND r.batch
 
 -- name: stream_outcomes
 -- The outcomes of a topic's batches, of partitions whose LPs begin in a range.
-SELECT t.name AS topic, {outcome_columns}
+SELECT {topic_name} AS topic, {outcome_columns}
 FROM mqlayer_archive.outcome o
 JOIN mqlayer.topic t USING (topic_id)
 JOIN mqlayer.consumer_group g ON g.group_id = o.group_id

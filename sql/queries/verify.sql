@@ -1,6 +1,7 @@
 -- name: verify_topics
 -- The topics to look at: one, or all.
-SELECT topic_id, name FROM mqlayer.topic WHERE %(topic)s::text IS NULL OR name = %(topic)s ORDER BY name;
+SELECT topic_id, name FROM mqlayer.topic
+WHERE deleted_at IS NULL AND (%(topic)s::text IS NULL OR name = %(topic)s) ORDER BY name;
 
 -- name: verify_partitions
 -- What a topic's partitions have to be: place, range, state, the recorded seal, and the marks that their LPs came with.

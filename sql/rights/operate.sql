@@ -75,7 +75,8 @@ GRANT SELECT, INSERT (cluster, kind, name, outbox_uuid), UPDATE (closed_at, drop
 GRANT EXECUTE ON FUNCTION mqlayer.system_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.timeline_v1 TO {role};
 GRANT SELECT, INSERT (archived, backlog_limit, body_limit, name, strategy), UPDATE (archived, backlog_limit, body_limit,
-    paused_at, paused_by, retention_days, schema_mode, version) ON mqlayer.topic TO {role};
+    deleted_at, deleting_at, detached, name, paused_at, paused_by, retention_days, schema_mode, version) ON mqlayer.topic TO
+    {role};
 GRANT SELECT ON mqlayer.topic_schema TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.topic_schema_put_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.caller_v1 TO {role};
@@ -117,6 +118,8 @@ GRANT EXECUTE ON FUNCTION mqlayer_app.term_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.timeline_holds_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.timeline_v1 TO {role};
 GRANT SELECT, INSERT (body_limit, name, topic_id), UPDATE (body_limit) ON mqlayer_app.topic TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer_app.topic_drop_v1 TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer_app.topic_rows_drop_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.version_set_v1 TO {role};
 GRANT SELECT, INSERT (body, created_at, headers, id, key, lp, reason, seq, topic_id), UPDATE (body, ended, ended_at,
     headers, key, seq), DELETE ON mqlayer_app.voided TO {role};
@@ -147,4 +150,4 @@ GRANT SELECT, INSERT (name, upto_at), DELETE ON mqlayer_archive.snapshot TO {rol
 GRANT SELECT, INSERT (batch, records, snapshot_id, topic_id, version, whole) ON mqlayer_archive.snapshot_topic TO
     {role};
 GRANT EXECUTE ON FUNCTION mqlayer_archive.snapshot_v1 TO {role};
-GRANT SELECT, INSERT (topic_id), UPDATE (batch, dropped_batch, last_pass_at, segment) ON mqlayer_archive.topic TO {role};
+GRANT SELECT, INSERT (batch, topic_id), UPDATE (batch, dropped_batch, last_pass_at, segment) ON mqlayer_archive.topic TO {role};

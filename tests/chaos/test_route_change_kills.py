@@ -89,12 +89,11 @@ class Load:
                     writer.join(20)
                 self.world.wait_until_whole(timeout_s=30)
                 wait_until(lambda: self.recorder.count() == self.count, timeout_s=30, what="all to be handled")
-                with Database(self.world.dsn) as database:
-                    in_force = load_route(database, "orders").version
-                    wait_until(
-                        lambda: find_group(database, "orders", "ledger").version == in_force,
-                        timeout_s=10, what="the group to have drained what came before",
-                    )  # fmt: skip
+                in_force = load_route(self.world.database, "orders").version
+                wait_until(
+                    lambda: find_group(self.world.database, "orders", "ledger").version == in_force,
+                    timeout_s=10, what="the group to have drained what came before",
+                )  # fmt: skip
         finally:
             app.stop()
         self.recorder.assert_in_order()

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -20,7 +18,7 @@ from mqlayer.settings import Settings
 from mqlayer.stack import AnyRedis
 from mqlayer.topics import create_topic, register_node
 from mqlayer.workers import connections
-from tests.fixtures.forked_programs import run_python
+from tests.fixtures.commands import Commands
 from tests.fixtures.pages import commands_of, examples, runnable
 from tests.proof.runtimes import runtime_of
 
@@ -67,8 +65,11 @@ def page_id(page: Path) -> str:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
-def test_every_example_of_a_page_runs(page: Path, settings: Settings) -> None:
+def test_every_example_of_a_page_runs(
+    page: Path, settings: Settings, logging_as_before: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A page gives all that its examples need: they run in an empty module, on a stack with the topic `orders`."""
+    monkeypatch.chdir(ROOT)
     names: dict[str, Any] = {"__name__": f"docs.{page.stem}"}
     for number, (language, text) in enumerate(examples(page)):
         if language == "python":
@@ -116,9 +117,7 @@ def test_every_setting_is_in_the_table_of_settings_with_its_default() -> None:
 
 
 def run_commands(block: str) -> None:
-    """Run the `mqlayer` lines of a shell block."""
+    """Run the `mqlayer` lines of a shell block, in this process: a new one costs more than most commands."""
     for command in map(shlex.split, commands_of(block)):
-        with tempfile.TemporaryFile() as said:
-            returncode = run_python(*command, cwd=ROOT, env=os.environ, stdout=said, stderr=said, timeout=60)
-            said.seek(0)
-            assert returncode == 0, f"{shlex.join(command)}: {said.read().decode()}"
+        ended = Commands()(*command[1:])
+        assert ended.exit_code == 0, f"{shlex.join(command)}: {ended.output}"

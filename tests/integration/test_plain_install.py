@@ -19,23 +19,11 @@ from packaging.markers import Marker
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tests.fixtures.plain_install import LOCKS, ROOT, PlainEnvironment
+from tests.fixtures.plain_install import LOCKS, ROOT, PlainEnvironment, WheelEnvironment
 from tests.fixtures.wait import wait_until
 
 pytestmark = [pytest.mark.xdist_group("plain_install"), pytest.mark.timeout(600)]
 
-IMPORT_ALL = """
-import importlib, pkgutil, mqlayer
-missed = []
-for module in pkgutil.walk_packages(mqlayer.__path__, "mqlayer.", onerror=lambda name: None):
-    if not module.name.endswith("__main__"):
-        try:
-            importlib.import_module(module.name)
-        except ImportError as error:
-            missed.append(f"{module.name}: {error}")
-print(*missed, sep="\\n")
-"""
-"""Prints a line for each module that can't be imported."""
 ADDRESSES = """
 from rfc3986_validator import validate_rfc3986
 
@@ -104,10 +92,9 @@ def booked(lines: list[str]) -> list[str]:
 
 
 def test_every_module_is_imported_from_a_plain_install_or_says_which_extra_it_needs(
-    plain: PlainEnvironment, built_wheel: Path
+    wheel_environment: WheelEnvironment,
 ) -> None:
-    plain.install("--constraint", LOCKS / "dev.lock", built_wheel)
-    missed = plain.tries(IMPORT_ALL).splitlines()
+    missed = wheel_environment.missed
     extras = {"archive.arrow_types": "parquet", "integrations.django": "django", "integrations.fastapi": "fastapi"}
     extras |= {"spark": "spark", "testing.plugin": "testing"}
     for line, (module, extra) in zip(missed, extras.items(), strict=True):
@@ -116,11 +103,11 @@ def test_every_module_is_imported_from_a_plain_install_or_says_which_extra_it_ne
 
 
 def test_a_worker_of_the_image_has_all_that_it_imports(
-    plain: PlainEnvironment, built_wheel: Path, database_dsn: str, redis_url: str
+    plain_empty: PlainEnvironment, built_wheel: Path, database_dsn: str, redis_url: str
 ) -> None:
     """What the Dockerfile installs: the lock file with hashes, and the wheel without another look at dependencies."""
-    plain.install("--require-hashes", "--requirement", LOCKS / "image.lock")
-    plain.install("--no-deps", built_wheel)
+    plain_empty.install("--require-hashes", "--requirement", LOCKS / "image.lock")
+    plain_empty.install("--no-deps", built_wheel)
     program = """
 from mqlayer.workers.app import app
 app.loader.import_default_modules()
@@ -128,7 +115,7 @@ with app.connection_for_write() as connection:
     connection.ensure_connection(max_retries=1)
 print(len([name for name in app.tasks if name.startswith("mqlayer.")]))
 """
-    assert int(plain.tries(program, MQLAYER_DSN=database_dsn, MQLAYER_BROKER_URL=redis_url)) > 10
+    assert int(plain_empty.tries(program, MQLAYER_DSN=database_dsn, MQLAYER_BROKER_URL=redis_url)) > 10
 
 
 def test_the_sbom_lists_what_the_image_installs(tmp_path: Path) -> None:
@@ -239,16 +226,16 @@ def test_it(mqlayer_stack):
 
 
 def test_the_spark_extra_runs_a_session(
-    plain: PlainEnvironment, built_wheel: Path, request: pytest.FixtureRequest
+    plain_empty: PlainEnvironment, built_wheel: Path, request: pytest.FixtureRequest
 ) -> None:
     """Its package has 400 MB: without `--long`, only what the extra declares is looked at."""
     spark = [Requirement(line) for line in requires("mqlayer") or () if 'extra == "spark"' in line]
     assert {one.name for one in spark} == {"adbc-driver-postgresql", "pyarrow", "pyspark"}
     if request.config.getoption("--long"):
-        plain.install("--constraint", LOCKS / "dev.lock", f"{built_wheel}[spark]")
+        plain_empty.install("--constraint", LOCKS / "dev.lock", f"{built_wheel}[spark]")
         program = "import mqlayer.spark; print(mqlayer.spark.session(master='local[1]').range(3).count())"
-        variables = {"PATH": f"{plain.programs}:/usr/bin:/bin"}
-        assert plain.tries(program, **variables).strip() == "3"
+        variables = {"PATH": f"{plain_empty.programs}:/usr/bin:/bin"}
+        assert plain_empty.tries(program, **variables).strip() == "3"
 
 
 def test_every_extra_has_a_test_here() -> None:

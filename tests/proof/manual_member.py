@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from mqlayer.domain.message import CommandRecord, Record, pop_command, records_of
@@ -79,34 +80,22 @@ class ManualMember:
         """
         one = self.assigned()[partition]
         with self._connection(one) as connection:
-            taken = self._take(connection, one)
-            at, left = taken.committed, count
-            while True:
-                records, command = self._read(connection, partition, at)
-                wanted = records[:left]
-                self.handled += wanted
-                if not settle:
-                    return len(wanted)
-                self._settle(connection, one, wanted)
-                left -= len(wanted)
-                if wanted:
-                    at = wanted[-1].offset + 1
-                if command is not None and len(wanted) == len(records):
-                    assert command.end == at
-                    if report:
-                        drained(self.database, self.session, one, command.seal_id)
-                if len(wanted) < PER_READ - 1:
-                    return count - left
+            return self._consume(connection, one, count, report=report, settle=settle)
 
     def consume_all(self) -> int:
         """Handle everything that it may see, until there is nothing more."""
         done = 0
-        while True:
-            before = self.assigned()
-            count = sum(self.consume(partition) for partition in sorted(before))
-            done += count
-            if count == 0 and self.assigned().keys() == before.keys():
-                return done
+        connections: dict[int, NodeConnection] = {}
+        with ExitStack() as cleanup:
+            while True:
+                before, count = self.assigned(), 0
+                for _, one in sorted(before.items()):
+                    if one.node not in connections:
+                        connections[one.node] = cleanup.enter_context(self._connection(one))
+                    count += self._consume(connections[one.node], one, ALL)
+                done += count
+                if count == 0 and self.assigned().keys() == before.keys():
+                    return done
 
     def bodies(self) -> dict[str, list[str]]:
         """Return what was handled, by key."""
@@ -114,6 +103,28 @@ class ManualMember:
         for record in self.handled:
             found[record.key.decode()].append(record.body.decode())
         return dict(found)
+
+    def _consume(
+        self, connection: NodeConnection, one: Assignment, count: int, *, report: bool = True, settle: bool = True
+    ) -> int:
+        taken = self._take(connection, one)
+        at, left = taken.committed, count
+        while True:
+            records, command = self._read(connection, one.partition, at)
+            wanted = records[:left]
+            self.handled += wanted
+            if not settle:
+                return len(wanted)
+            self._settle(connection, one, wanted)
+            left -= len(wanted)
+            if wanted:
+                at = wanted[-1].offset + 1
+            if command is not None and len(wanted) == len(records):
+                assert command.end == at
+                if report:
+                    drained(self.database, self.session, one, command.seal_id)
+            if len(wanted) < PER_READ - 1:
+                return count - left
 
     def _take(self, connection: NodeConnection, one: Assignment) -> LockTaken:
         command = acquire_command(connection, self._holder(one), start=one.start, seek=one.seek, afresh=True)

@@ -501,6 +501,27 @@ def test_forgetting_former_sources_is_found(monkeypatch: pytest.MonkeyPatch) -> 
         emptied_behind_a_loss()
 
 
+def refused_with_another_under_way() -> None:
+    """Of two requests the first is refused, and its answer is read before the second one's."""
+    world = World()
+    world.make()
+    world.refuse_the_first_of_several(lp=3, later=1)
+    world.pull()
+    world.teardown()
+    assert all(isinstance(pending.outcome, Appended | Recovered) for pending in world.published)
+
+
+def test_what_is_refused_waits_for_the_answers_about_what_is_under_way_behind_it() -> None:
+    refused_with_another_under_way()
+
+
+def test_sending_again_before_all_answers_came_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a story of its own: chance finds it in some hundreds of runs."""
+    resolve_too_early(monkeypatch)
+    with pytest.raises((AssertionError, IndexError)):
+        refused_with_another_under_way()
+
+
 @pytest.mark.parametrize(("looked", "answered"), [(1, 2), (2, 1)])
 def test_of_two_marks_behind_which_messages_are_lost_the_lower_one_counts(looked: int, answered: int) -> None:
     """A look at one partition of a queue and an answer of another one, which puts the telling off until it comes."""
@@ -597,7 +618,6 @@ def take_repetitions_for_losses(patch: pytest.MonkeyPatch) -> None:
         give_lost_seqs_out_again,
         put_back_in_reverse,
         leave_what_is_behind_a_failure,
-        resolve_too_early,
         take_repetitions_for_losses,
         forget_former_sources,
     ],

@@ -64,6 +64,11 @@ class Direct:
         self._route: Route = load_route(database, topic)
         self._waiting: dict[int, list[tuple[bytes, bytes]]] = defaultdict(list)
         self._acked: dict[int, int] = defaultdict(int)
+        self._connections = {node.node_id: NodeConnection(node) for node in load_nodes(database)}
+
+    def close(self) -> None:
+        for connection in self._connections.values():
+            connection.close()
 
     def queue(self, key: str, body: bytes) -> None:
         self._waiting[int(lp_of(key.encode()))].append((key.encode(), body))
@@ -79,11 +84,10 @@ class Direct:
     def _send_lp(self, lp: int, *, lose_reply: bool) -> bool:
         waiting = self._waiting[lp]
         place = range_of(self._route, lp)
-        node = next(node for node in load_nodes(self._database) if node.node_id == place.node)
         fields = [part for key, body in waiting for part in (b"1700000000000", key, body)]
         run = MessageRun(lp, self._acked[lp] + 1, len(waiting), fields)
-        with NodeConnection(node) as connection:
-            reply = connection.call([append_command(connection, self._prefix, place.partition, self._source, [run])])[0]
+        connection = self._connections[place.node]
+        reply = connection.call([append_command(connection, self._prefix, place.partition, self._source, [run])])[0]
         answer = append_reply(reply, "the node")
         if isinstance(answer, Refused):
             assert answer.status in ("sealed", "deleted"), answer
@@ -259,6 +263,7 @@ class Routes(RuleBasedStateMachine):
         assert finish_changes(runtime_of(self.database, self.prefix), topic=self.topic) == {}
         self.publish_to_all()
         assert self.direct.send(), "direct messages are refused though no change is open"
+        self.direct.close()
         relay_once(self.world.settings(), limits=QUICK)
         version = load_route(self.database, self.topic).version
         for group in GROUPS:

@@ -44,6 +44,7 @@ OPTIONS: Final[dict[str, str]] = {
     "topic create": "NAME --partitions --strategy --body-limit --backlog-limit --archived",
     "topic schema": "TOPIC --version --all --diff --store --json",
     "topic set": "NAME --archived --body-limit --backlog-limit --retention --schema-mode",
+    "topic delete": "NAME --force --plan --yes --json",
     "topic pause": "NAME --wait",
     "topic resume": "NAME",
     "topic list": "--json",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ from mqlayer.relay.backoff import LONGEST_S, Interval, backoff_s
 from mqlayer.relay.limits import RelayLimits
 from mqlayer.relay.lp_cursors import LpCursor, LpCursors, Row, Target, chain_of, plan
 from mqlayer.relay.outbox_reader import LateIds
+from mqlayer.relay.targets import Targets
 
 
 def row(lp: int, seq: int, *, number: int = 0, key: bytes | None = b"k", body: bytes | None = b"b") -> Row:
@@ -167,6 +169,19 @@ def test_queues_of_given_up_lp_sets_are_forgotten(cursors: LpCursors) -> None:
     cursors.forget([0, 9])
     assert sorted(cursor.lp for cursor in cursors) == [70]
     assert cursors.behind == {}
+
+
+def test_what_is_known_of_a_deleted_topic_is_forgotten(cursors: LpCursors) -> None:
+    """An outbox has it no more; of a topic that it never had, rows are held and stay so."""
+    names = iter([{1: "orders", 2: "mails"}, {2: "mails"}, {2: "mails"}])
+    unused: Any = None
+    targets = Targets(unused, unused, lambda: next(names))
+    assert [targets.forget_deleted() for _ in range(3)] == [set(), {1}, set()]
+    kept = cursors.get(chain_of(2, 5))
+    for cursor in (cursors.get(chain_of(1, 5)), cursors.get(chain_of(1, 6))):
+        cursors.fall_behind(cursor)
+    cursors.forget_topics({1})
+    assert (list(cursors), cursors.behind) == ([kept], {})
 
 
 def test_batches_keep_no_message_alive_after_planning(cursors: LpCursors) -> None:

@@ -224,13 +224,16 @@ END $$;
 
 -- Topics and the outbox ----------------------------------------------------------------------------------------------
 
+-- The row of a deleted topic stays, under the name NAME@ID: a relay that still takes the topic for a living one can't
+-- attach it again, with counters that begin at 0. What writes for a topic without its counters locks this row.
 CREATE TABLE mqlayer_app.topic (
     topic_id   int NOT NULL,
     name       text NOT NULL,
     body_limit int NOT NULL,
+    deleted_at timestamptz,
     CONSTRAINT topic_key PRIMARY KEY (topic_id),
     CONSTRAINT topic_name_unique UNIQUE (name),
-    CONSTRAINT topic_name_length CHECK (octet_length(name) <= 63)
+    CONSTRAINT topic_name_length CHECK (octet_length(name) <= CASE WHEN deleted_at IS NULL THEN 63 ELSE 80 END)
 );
 
 -- The last seq given out per LP. The row lock is held to commit and released after the commit is visible, so seq order
@@ -755,7 +758,8 @@ WITH RECURSIVE line AS (
 SELECT topic_id, due_at FROM line;
 
 -- Publish a message at a time, by this database's clock, in the caller's transaction. Returns the number by which it
--- can be cancelled. No LP is locked: it takes its place in its key's order when it is released, not now.
+-- can be cancelled. No LP is locked: it takes its place in its key's order when it is released, not now. The topic's row
+-- is, so that nothing comes behind the topic's deletion.
 CREATE FUNCTION mqlayer_app.publish_at_v1(p_topic text, p_key text, p_body bytea, p_at timestamptz, p_headers jsonb DEFAULT NULL)
     RETURNS bigint
     LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, mqlayer_app, pg_temp AS $$
@@ -784,7 +788,7 @@ BEGIN
     IF p_headers IS NOT NULL THEN
         PERFORM mqlayer_app.headers_check_v1(p_headers);
     END IF;
-    SELECT t.topic_id, t.body_limit INTO v_topic_id, v_limit FROM mqlayer_app.topic t WHERE t.name = p_topic;
+    SELECT t.topic_id, t.body_limit INTO v_topic_id, v_limit FROM mqlayer_app.topic t WHERE t.name = p_topic FOR KEY SHARE;
     IF v_topic_id IS NULL THEN
         RAISE EXCEPTION 'unknown topic "%"', left(p_topic, 63)
             USING ERRCODE = 'MQ001', HINT = 'create it: mqlayer topic create NAME';
@@ -1026,6 +1030,97 @@ BEGIN
         replaces = array_append(i.replaces, p_outbox);
     SELECT count(*) INTO v_count FROM mqlayer_app.outbox;
     RETURN v_count;
+END $$;
+
+
+-- Let an outbox publish to a topic no more, unless p_force is false and messages of it wait: rows that no relay sent,
+-- delayed ones, voided ones that wait for an operator. Then nothing is changed. Waits for publishers that are under way,
+-- and later ones find no topic. An outbox that never knew the topic gets the row too, which keeps it from being attached.
+CREATE FUNCTION mqlayer_app.topic_drop_v1(
+    p_topic_id int, p_name text, p_force boolean, OUT dropped boolean, OUT unsent bigint, OUT delayed bigint,
+    OUT voided bigint)
+    LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, mqlayer_app, pg_temp AS $$
+DECLARE
+    v_deleted_at timestamptz;
+BEGIN
+    IF NOT mqlayer_app.has_v1('operate') THEN
+        RAISE EXCEPTION 'role "%" lacks the right to operate', mqlayer_app.caller_v1()
+            USING ERRCODE = 'insufficient_privilege', HINT = 'mqlayer grant operate ' || mqlayer_app.caller_v1();
+    END IF;
+    IF current_setting('synchronous_commit') = 'off' THEN
+        PERFORM set_config('synchronous_commit', 'on', true);
+    END IF;
+    IF (p_topic_id BETWEEN 1 AND 2147483647
+       AND octet_length(p_name) BETWEEN 1 AND 63
+       AND p_force IS NOT NULL) IS NOT TRUE THEN
+        PERFORM mqlayer_app.within_v1('p_topic_id', p_topic_id, 1, 2147483647),
+                mqlayer_app.within_v1('bytes of p_name', octet_length(p_name), 1, 63),
+                mqlayer_app.within_v1('p_force', p_force::int, 0, 1);
+    END IF;
+    IF current_setting('transaction_isolation') <> 'read committed' THEN
+        -- A snapshot from before the counters were locked would miss what was published in between.
+        RAISE EXCEPTION 'dropping a topic needs READ COMMITTED, not %', current_setting('transaction_isolation')
+            USING ERRCODE = 'MQ005', HINT = 'SET TRANSACTION ISOLATION LEVEL READ COMMITTED first';
+    END IF;
+    dropped := true;
+    unsent := 0;
+    delayed := 0;
+    voided := 0;
+    LOOP
+        SELECT t.deleted_at INTO v_deleted_at FROM mqlayer_app.topic t WHERE t.topic_id = p_topic_id FOR UPDATE;
+        EXIT WHEN FOUND;
+        INSERT INTO mqlayer_app.topic (topic_id, name, body_limit, deleted_at)
+            VALUES (p_topic_id, p_name || '@' || p_topic_id, 1, now()) ON CONFLICT DO NOTHING;
+    END LOOP;
+    IF v_deleted_at IS NOT NULL THEN
+        RETURN;
+    END IF;
+    -- In the order in which publishing locks them.
+    PERFORM FROM mqlayer_app.counter c WHERE c.topic_id = p_topic_id ORDER BY c.lp FOR UPDATE;
+    IF NOT p_force THEN
+        unsent := (SELECT coalesce(sum(c.seq - coalesce(r.seq, 0)), 0) FROM mqlayer_app.counter c
+                   LEFT JOIN mqlayer_app.relayed r ON r.topic_id = c.topic_id AND r.lp = c.lp
+                   WHERE c.topic_id = p_topic_id);
+        delayed := (SELECT count(*) FROM mqlayer_app.delayed d WHERE d.topic_id = p_topic_id);
+        voided := (SELECT count(*) FROM mqlayer_app.voided v WHERE v.topic_id = p_topic_id AND v.ended IS NULL);
+        IF unsent + delayed + voided > 0 THEN
+            dropped := false;
+            RETURN;
+        END IF;
+    END IF;
+    DELETE FROM mqlayer_app.counter c WHERE c.topic_id = p_topic_id;
+    UPDATE mqlayer_app.topic t SET name = t.name || '@' || t.topic_id, deleted_at = now() WHERE t.topic_id = p_topic_id;
+END $$;
+
+-- Delete rows of a topic that was dropped, so many of each table at most. Returns how many: 0 once none is left.
+CREATE FUNCTION mqlayer_app.topic_rows_drop_v1(p_topic_id int, p_limit int) RETURNS bigint
+    LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, mqlayer_app, pg_temp AS $$
+DECLARE
+    v_table text;
+    v_count bigint;
+    v_all bigint := 0;
+BEGIN
+    IF NOT mqlayer_app.has_v1('operate') THEN
+        RAISE EXCEPTION 'role "%" lacks the right to operate', mqlayer_app.caller_v1()
+            USING ERRCODE = 'insufficient_privilege', HINT = 'mqlayer grant operate ' || mqlayer_app.caller_v1();
+    END IF;
+    IF (p_topic_id BETWEEN 1 AND 2147483647
+       AND p_limit BETWEEN 1 AND 100000) IS NOT TRUE THEN
+        PERFORM mqlayer_app.within_v1('p_topic_id', p_topic_id, 1, 2147483647),
+                mqlayer_app.within_v1('p_limit', p_limit, 1, 100000);
+    END IF;
+    IF NOT EXISTS (SELECT FROM mqlayer_app.topic t WHERE t.topic_id = p_topic_id AND t.deleted_at IS NOT NULL) THEN
+        RETURN 0;
+    END IF;
+    FOREACH v_table IN ARRAY ARRAY['outbox_0', 'outbox_1', 'outbox_2', 'outbox_3', 'delayed', 'dedup', 'voided',
+                                   'quarantined', 'relayed'] LOOP
+        EXECUTE format('DELETE FROM mqlayer_app.%1$I WHERE ctid = ANY(ARRAY(
+                            SELECT d.ctid FROM mqlayer_app.%1$I d WHERE d.topic_id = $1 LIMIT $2))', v_table)
+            USING p_topic_id, p_limit;
+        GET DIAGNOSTICS v_count = ROW_COUNT;
+        v_all := v_all + v_count;
+    END LOOP;
+    RETURN v_all;
 END $$;
 
 

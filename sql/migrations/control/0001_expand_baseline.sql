@@ -132,8 +132,20 @@ CREATE TABLE mqlayer.topic (
     -- Which readers the next schema of its bodies may not break.
     schema_mode    text NOT NULL DEFAULT 'backward',
     created_at     timestamptz NOT NULL DEFAULT now(),
+    -- When its deletion began, and when the topic was deleted. Rows and archive stay under the name NAME@ID, which no
+    -- topic can be created with, so that NAME is free.
+    deleting_at    timestamptz,
+    deleted_at     timestamptz,
+    -- Sources of outboxes that no longer publish to it.
+    detached       bigint[] NOT NULL DEFAULT '{}',
     CONSTRAINT topic_name_unique UNIQUE (name),
-    CONSTRAINT topic_name_form CHECK (name ~ '^[a-z][a-z0-9_.-]{0,62}$'),
+    CONSTRAINT topic_name_form CHECK (name ~ CASE WHEN deleted_at IS NULL
+        THEN '^[a-z][a-z0-9_.-]{0,62}$' ELSE '^[a-z][a-z0-9_.-]{0,62}@[0-9]+$' END),
+    CONSTRAINT topic_deleting_first CHECK (deleted_at IS NULL OR deleting_at IS NOT NULL),
+    CONSTRAINT topic_deletion_times CHECK (
+        deleting_at BETWEEN '1970-01-01 00:00+00' AND '9000-01-01 00:00+00'
+        AND deleted_at BETWEEN '1970-01-01 00:00+00' AND '9000-01-01 00:00+00'),
+    CONSTRAINT topic_detached_size CHECK (pg_column_size(detached) <= 1000000),
     CONSTRAINT topic_strategy CHECK (strategy IN ('strict', 'best_effort')),
     CONSTRAINT topic_body_limit CHECK (body_limit BETWEEN 1 AND 1000000),
     CONSTRAINT topic_backlog_limit CHECK (backlog_limit >= 0),

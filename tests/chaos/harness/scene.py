@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -97,6 +98,10 @@ class Scene:
         for progress in drain_progress(runtime_of(self.database, self.prefix), TOPIC):
             yield f"{progress}"
         yield from self.not_stored()
+        with self._clients() as clients:
+            yield from self._behind(clients)
+
+    def _behind(self, clients: Sequence[redis.Redis]) -> Iterator[str]:
         version = load_route(self.database, TOPIC).version
         for name in self.groups:
             group = find_group(self.database, TOPIC, name)
@@ -104,19 +109,18 @@ class Scene:
                 yield f"group {name} is at version {group.version} of {version}"
             for partition in self.partitions("open"):
                 keys = group_keys(self.prefix, partition, group.group_id)
-                committed, following = (
-                    self._hget(keys.lock, "committed"),
-                    self._hget(partition_keys(self.prefix, partition).meta, "next"),
-                )
+                committed = _hget(clients, keys.lock, "committed")
+                following = _hget(clients, partition_keys(self.prefix, partition).meta, "next")
                 if following > 1 and committed != following:
                     yield f"group {name} is at {committed} of {following} in partition {partition}"
 
     def not_stored(self) -> Iterator[str]:
         """Say of which LPs a partition does not hold all that was committed: a node lost it, a relay has yet to send it
         again, and a group that had not handled it will."""
-        newest = dict(self.rows(NEWEST))
-        for found in load_route(self.database, TOPIC).ranges:
-            marks = self._marks(found.partition)
+        newest, ranges = dict(self.rows(NEWEST)), load_route(self.database, TOPIC).ranges
+        with self._clients() as clients:
+            marks_of = {r: _outbox_marks(clients, partition_keys(self.prefix, r.partition).marks) for r in ranges}
+        for found, marks in marks_of.items():
             lacking = [lp for lp, seq in newest.items() if found.lp_from <= lp < found.lp_to and marks.get(lp, 0) < seq]
             if lacking:
                 yield f"partition {found.partition} lacks messages of LPs {lacking}"
@@ -183,18 +187,26 @@ class Scene:
         """Have the histories judged for both groups."""
         return check(read_histories(self.directory), flows=[(group, TOPIC) for group in self.groups])
 
-    def _marks(self, partition: int) -> dict[int, int]:
-        """Return the seq of the outbox's newest message per LP that a partition holds."""
-        key = partition_keys(self.prefix, partition).marks.decode()
-        for node in self.nodes:
-            found: Any = redis.Redis.from_url(node.url, decode_responses=True).hgetall(key)
-            if found:
-                return {int(name.removeprefix("1:")): int(seq) for name, seq in found.items() if name.startswith("1:")}
-        return {}
+    @contextmanager
+    def _clients(self) -> Iterator[list[redis.Redis]]:
+        """Lend a client of each node: to connect takes longer than to ask."""
+        with ExitStack() as cleanup:
+            clients = [redis.Redis.from_url(node.url, decode_responses=True) for node in self.nodes]
+            yield [cleanup.enter_context(client) for client in clients]
 
-    def _hget(self, key: bytes, name: str) -> int:
-        for node in self.nodes:
-            value: Any = redis.Redis.from_url(node.url).hget(key.decode(), name)
-            if value is not None:
-                return int(value)
-        return 0
+
+def _outbox_marks(clients: Sequence[redis.Redis], key: bytes) -> dict[int, int]:
+    """Return the seq of the outbox's newest message per LP that a partition holds."""
+    for client in clients:
+        found: Any = client.hgetall(key.decode())
+        if found:
+            return {int(name.removeprefix("1:")): int(seq) for name, seq in found.items() if name.startswith("1:")}
+    return {}
+
+
+def _hget(clients: Sequence[redis.Redis], key: bytes, name: str) -> int:
+    for client in clients:
+        value: Any = client.hget(key.decode(), name)
+        if value is not None:
+            return int(value)
+    return 0
