@@ -1,4 +1,4 @@
-"""Metrics by OpenTelemetry, off without the setting `metrics` (docs/design/decisions/0066-metrics-from-counts.md)."""
+"""Metrics by OpenTelemetry, off without the setting `metrics` (docs/design/decisions/0067-metrics-from-counts.md)."""
 
 from mqlayer.metrics.catalog import CATALOG, Instrument
 from mqlayer.metrics.meters import MemberMeters, Meters, Sample, meters_of, process_meters
