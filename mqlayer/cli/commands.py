@@ -47,7 +47,7 @@ COMMANDS: Final[Mapping[str, CommandSource]] = {
     "debug": CommandSource(
         "debug",
         REPAIR,
-        "Give a key's messages in order to a handler in this process; what it commits behind a fence is rolled back.",
+        "Give a key's messages in order to a handler in this process; its commits behind a fence are rolled back.",
     ),
     "migrate": CommandSource(
         "migrate",
