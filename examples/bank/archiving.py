@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from typing import Final
 
 from mqlayer.archive import archive_pass, create_snapshot
@@ -21,6 +23,9 @@ SMALL: Final = {
     "spark.sql.codegen.wholeStage": "false",
 }
 """For the archive of a minute: more tasks, and code that Spark compiles for each query, take longer than they save."""
+
+Audit = Callable[[str], str | None]
+"""Says what the order audit finds in the archive of a control database: clean, not clean; None where it is left out."""
 
 
 class ArchiveFailed(Exception):
@@ -41,17 +46,29 @@ def archive(control_dsn: str) -> int:
                 raise ArchiveFailed(f"the archive is not up to date after {PATIENCE_S:g} s: {behind}")
 
 
-def audit(control_dsn: str, note: Callable[[str], None]) -> str | None:
-    """Return what the order audit says of the snapshot; None, with a note, where Spark can't run here."""
+@contextmanager
+def spark_begun(note: Callable[[str], None]) -> Iterator[Audit]:
+    """Lend the order audit by Spark, which starts meanwhile; where it can't run here, a note says so."""
     try:
         check_spark()
     except SparkMissing as missing:
         note(f"the order audit is left out: {missing}")
-        return None
+        yield lambda _: None
+        return
     from mqlayer.spark.jobs.job import JobParams
     from mqlayer.spark.jobs.runner import SPARK_JOBS, borrowed_session, tables_of
 
-    note("auditing the order of the archive with Spark")
-    with borrowed_session("mqlayer bank", **SMALL) as spark:
-        found = SPARK_JOBS["audit"](tables_of(spark, SNAPSHOT, dsn=control_dsn), JobParams())
-    return str(found.facts["verdict"])
+    with ExitStack() as session, ThreadPoolExecutor(1) as starting:
+        begun = starting.submit(session.enter_context, borrowed_session("mqlayer bank", **SMALL))
+
+        def audit(control_dsn: str) -> str:
+            tables = tables_of(begun.result(), SNAPSHOT, dsn=control_dsn)
+            return str(SPARK_JOBS["audit"](tables, JobParams()).facts["verdict"])
+
+        yield audit
+
+
+@contextmanager
+def no_spark() -> Iterator[Audit]:
+    """Lend no audit."""
+    yield lambda _: None

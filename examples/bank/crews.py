@@ -39,8 +39,9 @@ class Victim:
 
 
 class Crew(Protocol):
-    """The consumers of a run. `over` says what ends the hold of one that is stopped."""
+    """The consumers of a run. `hold`: what keeps a stopped one's work for it; `over`: what others did after that."""
 
+    hold: str
     over: str
 
     def complete(self) -> bool:
@@ -55,7 +56,8 @@ class Crew(Protocol):
 class Members:
     """Members in the worker, which is spared, and in other processes."""
 
-    over = "its lease is over, others have its partitions"
+    hold = "lease"
+    over = "others have its partitions"
 
     def __init__(self, figures: Figures, *, spared_pid: int, members: int, partitions: int) -> None:
         self._figures, self._spared_pid = figures, spared_pid
@@ -72,7 +74,7 @@ class Members:
         for one in self._figures.members():
             if one.partitions and one.pid not in self._caught | {self._spared_pid}:
                 self._caught.add(one.pid)
-                return Victim(one.pid, f"holds {one.partitions} partitions", partial(self._holds_none, one.member_id))
+                return Victim(one.pid, f"{one.partitions} partitions", partial(self._holds_none, one.member_id))
         return None
 
     def _holds_none(self, member_id: str) -> bool:
@@ -82,7 +84,8 @@ class Members:
 class Receivers:
     """Receivers in processes of their own. Nobody on a server knows them: they are caught in the midst of an effect."""
 
-    over = "the visibility timeout of its messages is over, others handled them"
+    hold = "visibility timeout"
+    over = "others handled its messages"
 
     def __init__(self, figures: Figures, control_dsn: str, pids: Sequence[int], *, prefix: str) -> None:
         self._figures, self._dsn, self._prefix = figures, control_dsn, prefix
@@ -99,7 +102,7 @@ class Receivers:
             for pid in self._free * LOOKS:
                 if _stopped_at_work(pid, states):
                     self._free.remove(pid)
-                    return Victim(pid, "is inside an effect, with a batch in hand", self._relief())
+                    return Victim(pid, "a batch in hand", self._relief())
         return None
 
     def _relief(self) -> Callable[[], bool]:

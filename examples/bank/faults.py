@@ -46,17 +46,17 @@ class Faults:
         killed = self._catch()
         if killed is None:
             return
-        self._signal(killed, signal.SIGKILL, f"{killed.has}: killed (SIGKILL)")
+        self._signal(killed, signal.SIGKILL, f"with {killed.has}: killed (SIGKILL)")
         stopped = self._catch()
         if stopped is None:
             return
-        self._signal(stopped, signal.SIGSTOP, f"{stopped.has}: stopped (SIGSTOP)")
+        self._signal(stopped, signal.SIGSTOP, f"with {stopped.has}: stopped (SIGSTOP)")
         try:
             self._cancelled.wait(1.5 * LEASE_S)
             if not comes_true(lambda: self._relieved(stopped), within_s=TAKEN_OVER_WITHIN_S):
                 self.error = f"nobody took what the stopped process had within {TAKEN_OVER_WITHIN_S:g} s"
         finally:
-            self._signal(stopped, signal.SIGCONT, f"{self._crew.over}: woken (SIGCONT)")
+            self._signal(stopped, signal.SIGCONT, f"woken (SIGCONT): {self._crew.over}")
 
     def _catch(self) -> Victim | None:
         until = time.monotonic() + CAUGHT_WITHIN_S
@@ -71,4 +71,4 @@ class Faults:
 
     def _signal(self, victim: Victim, number: signal.Signals, event: str) -> None:
         victim.signal(number)
-        self._note(f"consumer process {victim.pid} {event}")
+        self._note(f"process {victim.pid} {event}")

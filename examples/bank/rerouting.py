@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from examples.bank.effects import TOPIC
@@ -89,10 +89,14 @@ STEPS: Final[tuple[tuple[float, Callable[[Runtime, Route], ChangePlan]], ...]] =
 
 
 def _difference(before: Route, after: Route) -> str:
-    ended = [_shown(r) for r in before.ranges if r not in after.ranges]
-    made = [_shown(r) for r in after.ranges if r not in before.ranges]
-    return f"{' + '.join(ended)} became {' + '.join(made)}"
+    ended = [r for r in before.ranges if r not in after.ranges]
+    made = [r for r in after.ranges if r not in before.ranges]
+    if len(made) > 1:
+        return f"partition {_named(ended)} is split into {_named(made)}"
+    if len(ended) > 1:
+        return f"partitions {_named(ended)} are merged into {_named(made)}"
+    return f"partition {_named(ended)} is moved to node {made[0].node} as {_named(made)}"
 
 
-def _shown(r: LpRange) -> str:
-    return f"{r.partition} [{r.lp_from}, {r.lp_to}) on node {r.node}"
+def _named(ranges: Sequence[LpRange]) -> str:
+    return " and ".join(str(r.partition) for r in ranges)

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import FrameType
@@ -26,12 +26,12 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from examples.bank.archiving import ArchiveFailed, archive, audit
+from examples.bank.archiving import ArchiveFailed, archive, no_spark, spark_begun
 from examples.bank.crews import Crew, Members, Receivers
 from examples.bank.faults import Faults
 from examples.bank.figures import Details, Figures, Verdict
 from examples.bank.rerouting import PREFIX, Rerouting
-from examples.bank.show import Show, show_verdict
+from examples.bank.show import STEPS, Show, others_apart, show_verdict
 from examples.bank.stage import CONSUMER_PROCESSES, PARTITIONS, SCALE, Stage
 from mqlayer.errors import MqlayerError
 from mqlayer.stack.wait import comes_true
@@ -60,11 +60,17 @@ def main(
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _interrupt)
     try:
-        with Show(seconds=seconds) as show, _stage(logs, pop=pop, scale=scale) as stage:
+        with (
+            _directory() as directory,
+            others_apart(directory / "others.log") as stderr,
+            Show(stderr, steps=len(STEPS) - (not spark)) as show,
+            _stage(directory, logs, pop=pop, scale=scale) as stage,
+        ):
             verdict, details = _run(stage, show, seconds=seconds, rate=rate, clients=clients, spark=spark)
-        show_verdict(verdict, details, on_stderr=as_json)
+        show_verdict(verdict, details, pop=pop, on_stderr=as_json)
     except (MqlayerError, RunFailed, ArchiveFailed) as error:
-        sys.stderr.write(f"bank: {error}\n")
+        hint = "" if logs else "; --logs DIRECTORY keeps what the processes said"
+        sys.stderr.write(f"bank: {error}{hint}\n")
         raise typer.Exit(1) from None
     if as_json:
         print(json.dumps(asdict(verdict)))
@@ -72,26 +78,36 @@ def main(
 
 
 def _run(stage: Stage, show: Show, *, seconds: int, rate: int, clients: int, spark: bool) -> tuple[Verdict, Details]:
-    show.note("starting two partition nodes, a broker and Postgres")
+    figures, crew = _set_up(stage, show)
+    show.step("load", f"pgbench runs for {seconds} s, {f'{rate} transactions/s' if rate else 'as fast as it can'}")
+    faults_at = _load(stage, figures, crew, show, seconds=seconds, rate=rate, clients=clients)
+    show.step("draining", "until each message has its effect")
+    with spark_begun(show.note) if spark else no_spark() as audit:
+        _drain(figures, show)
+        show.note("stopping the processes, and comparing the tables")
+        stage.stop_processes()
+        verdict, details = figures.verdict(), figures.details(faults_at)
+        show.step("archive", "the remaining messages, and a snapshot")
+        verdict = replace(verdict, archived=archive(stage.control_dsn))
+        if spark:
+            show.step("Spark", "audits the order of every archived message")
+            verdict = replace(verdict, audit=audit(stage.control_dsn))
+    show.note("stopping the servers")
+    return verdict, details
+
+
+def _set_up(stage: Stage, show: Show) -> tuple[Figures, Crew]:
+    show.step("set-up", "two partition nodes, a broker, and Postgres")
     stage.start_servers()
-    show.note("making pgbench's tables, the topic, the trigger and the read model")
+    show.note("pgbench's tables, the topic, the trigger, the read model")
     stage.prepare()
-    hosts = "and processes that receive" if stage.pop else "that hosts consumers, and more consumer processes"
-    show.note(f"starting the relay, a Celery worker {hosts}")
+    show.note(f"the relay, a Celery worker, {'processes that receive' if stage.pop else 'consumer processes'}")
     stage.start_processes()
     figures = Figures(stage.control_dsn, stage.bank_dsn)
     crew = _crew(stage, figures)
     if not comes_true(crew.complete, within_s=JOINED_WITHIN_S):
         raise RunFailed(f"the consumers were not all at work within {JOINED_WITHIN_S:g} s")
-    show.note(f"pgbench runs for {seconds} s, {f'{rate} transactions/s' if rate else 'as fast as it can'}")
-    faults_at = _load(stage, figures, crew, show, seconds=seconds, rate=rate, clients=clients)
-    _drain(figures, show, seconds)
-    stage.stop_processes()
-    verdict, details = figures.verdict(), figures.details(faults_at)
-    show.note("archiving the remaining messages, and taking a snapshot")
-    archived = archive(stage.control_dsn)
-    verdict = replace(verdict, archived=archived, audit=audit(stage.control_dsn, show.note) if spark else None)
-    return verdict, details
+    return figures, crew
 
 
 def _crew(stage: Stage, figures: Figures) -> Crew:
@@ -114,8 +130,9 @@ def _load(stage: Stage, figures: Figures, crew: Crew, show: Show, *, seconds: in
                 rerouting.follow(elapsed_s / seconds)
                 if not faults.started and elapsed_s >= seconds / 2:
                     faults_at = figures.now()
+                    show.step("faults", f"one consumer is killed, one is stopped past its {crew.hold}")
                     faults.start()
-                show.update("load", elapsed_s, figures.progress())
+                show.update(figures.progress(), done=elapsed_s, total=seconds)
                 comes_true(lambda: load.poll() is not None, within_s=LOOK_EVERY_S)
             faults.finish()
             rerouting.finish()
@@ -130,12 +147,12 @@ def _load(stage: Stage, figures: Figures, crew: Crew, show: Show, *, seconds: in
     return faults_at
 
 
-def _drain(figures: Figures, show: Show, seconds: int) -> None:
+def _drain(figures: Figures, show: Show) -> None:
     """Wait until all that was published is applied, for as long as it goes on."""
     applied, moved_at = -1, time.monotonic()
     while time.monotonic() - moved_at < STALLED_AFTER_S:
         now = figures.progress()
-        show.update("drain", seconds, now)
+        show.update(now, done=now.applied, total=now.messages)
         if now.applied >= now.messages:
             return
         if now.applied != applied:
@@ -145,19 +162,30 @@ def _drain(figures: Figures, show: Show, seconds: int) -> None:
 
 
 @contextmanager
-def _stage(logs: Path | None, *, pop: bool, scale: int) -> Iterator[Stage]:
-    """Lend a stage in a directory of its own; nothing of it is left afterwards, whatever happens."""
+def _directory() -> Iterator[Path]:
+    """Lend a directory; nothing of it is left afterwards."""
     directory = Path(tempfile.mkdtemp(prefix="mqlayer-bank-"))
     # The account of Postgres must be able to enter.
     directory.chmod(0o755)
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+@contextmanager
+def _stage(directory: Path, logs: Path | None, *, pop: bool, scale: int) -> Iterator[Stage]:
+    """Lend a stage; nothing of it runs afterwards, whatever happens."""
     stage = Stage(directory, pop=pop, scale=scale)
-    with ExitStack() as cleanup:
-        cleanup.callback(shutil.rmtree, directory, ignore_errors=True)
-        cleanup.callback(stage.close)
-        if logs is not None:
-            cleanup.callback(_keep_logs, directory, logs)
-        cleanup.callback(_ignore_interrupts)
+    try:
         yield stage
+    finally:
+        _ignore_interrupts()
+        try:
+            if logs is not None:
+                _keep_logs(directory, logs)
+        finally:
+            stage.close()
 
 
 @contextmanager

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from importlib import import_module
 from typing import Any, Final, NamedTuple
 
@@ -24,7 +25,7 @@ class CommandSource(NamedTuple):
 
 
 COMMANDS: Final[Mapping[str, CommandSource]] = {
-    "init": CommandSource("project", START, "Write a small project: tables, a consumer, a test, a compose file."),
+    "init": CommandSource("project", START, "Write a small project: tables, a consumer, tests, a compose file."),
     "up": CommandSource("stack", START, "Start the stack, or its stopped parts, and print its addresses."),
     "down": CommandSource("stack", START, "Stop the stack; data stay for the next `up`."),
     "status": CommandSource("stack", LOOK, "Show every part; exit code 1 if one is not running."),
@@ -147,12 +148,19 @@ def commands_of(module: str) -> dict[str, Any]:
     """Import a module of this package and return the commands that it adds."""
     added = typer.Typer()
     import_module(f"mqlayer.cli.{module}").add_to(added)
-    return {name: _by_panel(command) for name, command in get_group(added).commands.items()}
+    return {name: _arranged(command) for name, command in get_group(added).commands.items()}
 
 
-def _by_panel(command: Any) -> Any:
-    """Put a group's commands in the order of the panels."""
+def _arranged(command: Any) -> Any:
+    """Put a group's commands in the order of the panels; let choices wrap."""
     if hasattr(command, "commands"):
         inner = sorted(command.commands.items(), key=lambda item: PANELS.index(item[1].rich_help_panel))
-        command.commands = {name: _by_panel(one) for name, one in inner}
+        command.commands = {name: _arranged(one) for name, one in inner}
+    for parameter in command.params:
+        # The help would cut a|b|c anywhere.
+        vars(parameter)["display_type_rich"] = partial(_spaced_type, parameter.display_type_rich)
     return command
+
+
+def _spaced_type(shown: Callable[[Any], str | None], ctx: Any) -> str | None:
+    return (shown(ctx) or "").replace("|", " | ") or None

@@ -62,7 +62,7 @@ def set_(
         str | None,
         typer.Option(
             metavar="S,S,…",
-            help="Seconds between attempts, the last for all further; or exponential:FIRST,FACTOR,LIMIT; or default.",
+            help="Seconds between attempts, the last for all further; exponential:1,2,600 (first, factor, limit).",
         ),
     ] = None,
     jitter: Annotated[

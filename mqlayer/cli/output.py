@@ -27,6 +27,8 @@ GAP: Final = "  "
 _UNIT: Final = re.compile(r"(?<!^per)_(at|s|ms)$")
 # Offsets, ids and versions are typed again, so they get no separators.
 _COUNTED: Final = re.compile(r"(^|_)(limit|messages|records|lag|published|kept|retained|waiting|keys)$")
+# A number stays with its unit.
+_WORDS: Final = re.compile(r"( *)([^ ]*\d (?:ms|s|min|h|d|[kMGT]?B|%)(?!\w)[^ ]*|[^ ]+)")
 _PARTS: Final = re.compile(r"[^/:,=&?-]*[/:,=&?-]*")
 _SIZES: Final = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
 _SPANS: Final = ((86_400, "d", 3_600, "h"), (3_600, "h", 60, "min"))
@@ -240,7 +242,7 @@ def _fact_lines(facts: Mapping[str, Any], width: int | None, indent: str) -> Ite
 
 def _words(text: str, longest: int) -> Iterator[tuple[str, str]]:
     """Yield words, each with the space before it; a word too long for any line in parts."""
-    for space, word in re.findall(r"( *)([^ ]+)", text):
+    for space, word in _WORDS.findall(text):
         if cells(word) <= longest:
             yield space, word
             continue

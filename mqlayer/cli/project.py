@@ -34,7 +34,7 @@ def init(
     kind: Annotated[ProjectKind, typer.Argument(help="What it is built with.")] = ProjectKind.PLAIN,
     directory: Annotated[Path, typer.Argument(help="Where to write it; created if missing.")] = Path(),
 ) -> None:
-    """Write a small project: tables, a consumer, a test, a compose file.
+    """Write a small project: tables, a consumer, tests, a compose file.
 
     Overwrites nothing: where one of its files exists, none is written. Its README has the next commands.
     """

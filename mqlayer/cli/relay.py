@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from mqlayer.cli.addresses import settings_here
-from mqlayer.cli.output import echo
+from mqlayer.cli.output import echo, pluralize
 from mqlayer.health import health_endpoint
 from mqlayer.relay import Relay, relay_once
 
@@ -27,7 +27,7 @@ def relay(
     """Relay the outbox until SIGTERM or SIGINT. Several may run."""
     settings = settings_here()
     if once:
-        echo(f"{relay_once(settings)} messages relayed")
+        echo(f"{pluralize(relay_once(settings), 'message')} relayed")
         return
     running = Relay(settings)
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -29,7 +29,9 @@ def up(
     nodes: Annotated[
         int | None, typer.Option(min=1, max=16, help="How many partition nodes to run; 2, or as many as there are.")
     ] = None,
-    servers_only: Annotated[bool, typer.Option(help="Leave the relay and the Celery worker out.")] = False,
+    servers_only: Annotated[
+        bool, typer.Option("--servers-only", help="Leave the relay and the Celery worker out.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Start the stack, or its stopped parts, and print its addresses.

@@ -149,7 +149,7 @@ def check_parked(checked: CheckedDatabase, limits: CheckLimits) -> list[Finding]
                 f"{waiting} of {parked} parked keys of {of} wait for an operator, the oldest for "
                 f"{format_seconds(waits_s)}"
             )
-            fix = f"mqlayer parked list {topic} {group} --waiting, then release or discard; {messages} messages wait"
+            fix = f"mqlayer parked list {topic} {group} --waiting, then release or discard; waiting: {messages}"
             found.append(Finding("parked", checked.subject, CheckStatus.WARNING, seen, fix))
     seen = f"none of {keys} parked keys waits for an operator" if keys else "no key is parked"
     return found or [Finding("parked", checked.subject, CheckStatus.OK, seen)]
@@ -187,7 +187,7 @@ def check_archive(checked: CheckedDatabase, limits: CheckLimits) -> list[Finding
             seen = f"an archiver came to the end of topic {topic} {since}, and that holds trimming up"
             fix = "see worker and beat, or mqlayer archive run; mqlayer archive status says how far it is behind"
             found.append(Finding("archive", checked.subject, CheckStatus.WARNING, seen, fix))
-    seen = f"{len(rows)} topics are archived, and none is behind" if rows else "no topic is archived"
+    seen = f"archived topics: {len(rows)}; none is behind" if rows else "no topic is archived"
     return found or [Finding("archive", checked.subject, CheckStatus.OK, seen)]
 
 

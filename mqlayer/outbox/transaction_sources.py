@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
-from typing import Any, Final
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, contextmanager
+from typing import Any, Final, Protocol
 
 from psycopg_pool import AsyncConnectionPool, ConnectionPool
 
@@ -14,6 +14,27 @@ from mqlayer.outbox.django_connections import of_alias
 
 _SYNC: Final = ("sessionmaker", "Engine")
 _ASYNC: Final = ("async_sessionmaker", "AsyncEngine")
+_stand_ins: Final[list[StandInSource]] = []
+
+
+class StandInSource(Protocol):
+    """Lends tests' transactions."""
+
+    def session(self) -> AbstractContextManager[Any]:
+        """Return a transaction."""
+
+    def asession(self) -> AbstractAsyncContextManager[Any]:
+        """Return one for async code."""
+
+
+@contextmanager
+def stand_in(source: StandInSource) -> Iterator[None]:
+    """Take all transactions from a test's source."""
+    _stand_ins.append(source)
+    try:
+        yield
+    finally:
+        _stand_ins.remove(source)
 
 
 def is_async_source(source: Any) -> bool:
@@ -31,7 +52,10 @@ def is_async_source(source: Any) -> bool:
 @contextmanager
 def open_transaction(source: Any) -> Iterator[Any]:
     """Lend a session or connection; commit at the end, roll back on an exception."""
-    if isinstance(source, str):
+    if _stand_ins:
+        with _stand_ins[-1].session() as session:
+            yield session
+    elif isinstance(source, str):
         with _django_transaction(source) as connection:
             yield connection
     elif isinstance(source, ConnectionPool):
@@ -45,7 +69,10 @@ def open_transaction(source: Any) -> Iterator[Any]:
 @asynccontextmanager
 async def aopen_transaction(source: Any) -> AsyncIterator[Any]:
     """As `open_transaction`, of an async source."""
-    if isinstance(source, AsyncConnectionPool):
+    if _stand_ins:
+        async with _stand_ins[-1].asession() as session:
+            yield session
+    elif isinstance(source, AsyncConnectionPool):
         # Such a pool belongs to the event loop that opens it; a handler's is the member's.
         if source.closed:
             await source.open()

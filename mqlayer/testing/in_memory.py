@@ -13,6 +13,7 @@ from typing import Final, Self
 from mqlayer.consuming import App
 from mqlayer.consuming.engine.events import Reporting
 from mqlayer.errors import Conflict, InvalidInput, MqlayerError, NotFound
+from mqlayer.outbox.transaction_sources import stand_in
 from mqlayer.testing import producers
 from mqlayer.testing.broker import MemoryBroker
 from mqlayer.testing.clock import TestClock, installed
@@ -69,8 +70,7 @@ class TestApp(Publishing):
             cleanup.enter_context(producers.installed(self._broker))
             _active.append(self)
             cleanup.callback(_active.clear)
-            if self._table is not None:
-                cleanup.enter_context(self._table)
+            cleanup.enter_context(stand_in(self) if self._table is None else self._table)
             self._join()
             self._cleanup = cleanup.pop_all()
         return self

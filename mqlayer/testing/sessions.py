@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from types import TracebackType
-from typing import Any, Final, NamedTuple, Self
+from typing import Any, Final, NamedTuple, Self, TypeAlias
 
 from mqlayer.errors import InvalidInput
 from mqlayer.outbox.outbox_message import OutboxMessage
@@ -17,6 +17,9 @@ _NO_SQL: Final = (
     "a session of TestApp runs no SQL: give the code under test a database of its own, or keep its effects behind a "
     "function that the test replaces"
 )
+
+_Mark: TypeAlias = tuple[int, int, int, int]
+_BEGIN: Final[_Mark] = (0, 0, 0, 0)
 
 
 class Effect(NamedTuple):
@@ -63,6 +66,9 @@ class TransactionState(StandIn):
             query("inbox_put"): self._note,
         }
 
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"{type(self).__name__} has no {name!r}: {_NO_SQL}")
+
     def answer(self, statement: Statement) -> Row:
         """Return a statement's row. Raises InvalidInput for one that needs a database."""
         known = self._answers.get(statement.text)
@@ -80,15 +86,35 @@ class TransactionState(StandIn):
                 self._broker.delay(message, due_s, number)
         for message, _ in self._messages:
             self._broker.append(message, OUTBOX)
-        self._roll_back((0, 0, 0, 0))
+        self._roll_back(_BEGIN)
 
-    def _mark(self) -> tuple[int, int, int, int]:
+    def _mark(self) -> _Mark:
         return len(self._messages), len(self._delayed), len(self._cancelled), len(self._recorded)
 
-    def _roll_back(self, mark: tuple[int, int, int, int]) -> None:
+    def _roll_back(self, mark: _Mark) -> None:
         messages, delayed, cancelled, recorded = mark
         del self._messages[messages:], self._delayed[delayed:]
         del self._cancelled[cancelled:], self._recorded[recorded:]
+
+    def _end(self, error: BaseException | None) -> None:
+        if error is None:
+            self._commit()
+        self._roll_back(_BEGIN)
+
+    @contextmanager
+    def _level(self) -> Iterator[None]:
+        """Undo a failed block; the outermost commits."""
+        mark = self._mark()
+        self._depth += 1
+        try:
+            yield
+        except BaseException:
+            self._roll_back(mark)
+            raise
+        finally:
+            self._depth -= 1
+        if not self._depth:
+            self._commit()
 
     # -- statements ---------------------------------------------------------------------------------------------------
 
@@ -166,24 +192,15 @@ class MemorySession(TransactionState):
 
     def rollback(self) -> None:
         """Undo all changes since the last commit."""
-        self._roll_back((0, 0, 0, 0))
+        self._roll_back(_BEGIN)
 
     close = rollback
 
     @contextmanager
     def transaction(self) -> Iterator[Self]:
         """Open a transaction; inside of one, a savepoint."""
-        mark = self._mark()
-        self._depth += 1
-        try:
+        with self._level():
             yield self
-        except BaseException:
-            self._roll_back(mark)
-            raise
-        finally:
-            self._depth -= 1
-        if not self._depth:
-            self.commit()
 
     begin = transaction
 
@@ -197,9 +214,7 @@ class MemorySession(TransactionState):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None:
-            self.commit()
-        self.rollback()
+        self._end(error)
 
 
 class AsyncMemorySession(TransactionState):
@@ -213,24 +228,15 @@ class AsyncMemorySession(TransactionState):
 
     async def rollback(self) -> None:
         """Undo all changes since the last commit."""
-        self._roll_back((0, 0, 0, 0))
+        self._roll_back(_BEGIN)
 
     close = rollback
 
     @asynccontextmanager
     async def transaction(self) -> AsyncIterator[Self]:
         """Open a transaction; inside of one, a savepoint."""
-        mark = self._mark()
-        self._depth += 1
-        try:
+        with self._level():
             yield self
-        except BaseException:
-            self._roll_back(mark)
-            raise
-        finally:
-            self._depth -= 1
-        if not self._depth:
-            await self.commit()
 
     begin = transaction
 
@@ -244,9 +250,7 @@ class AsyncMemorySession(TransactionState):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None:
-            await self.commit()
-        await self.rollback()
+        self._end(error)
 
 
 def _is_twin(message: OutboxMessage, other: OutboxMessage) -> bool:

@@ -138,7 +138,7 @@ def test_rows_quarantined_are_listed_and_tried_again(world: World, run: Commands
     assert "600 bytes" in row["reason"]
     world.rows("UPDATE mqlayer_app.outbox SET key = 'repaired'")
     assert "tried again from seq 1" in run.text("outbox", "quarantine", "retry", "orders", str(row["lp"]))
-    assert run.text("relay", "--once") == "1 messages relayed\n"
+    assert run.text("relay", "--once") == "1 message relayed\n"
     assert run.text("outbox", "quarantine", "retry") == "nothing is quarantined\n"
 
 
@@ -153,7 +153,7 @@ def test_rows_that_were_passed_over_are_listed_published_anew_and_discarded(worl
     assert "is discarded" in run.text("outbox", "quarantine", "discard", str(first["number"]), "--yes")
     world.rows("UPDATE mqlayer_app.voided SET key = 'repaired' WHERE ended IS NULL")
     assert f"row {second['number']} is published anew" in run.text("outbox", "quarantine", "retry", "loose")
-    assert run.text("relay", "--once") == "1 messages relayed\n"
+    assert run.text("relay", "--once") == "1 message relayed\n"
     assert run.text("outbox", "quarantine", "retry") == "nothing is quarantined\n"
 
 

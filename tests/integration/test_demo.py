@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from examples.bank.show import STEPS
 from mqlayer.cli.spark_requirements import check_spark
 from mqlayer.errors import SparkMissing
 from tests.fixtures.node_clients import COMMANDS, ClientsSeen
@@ -92,6 +94,13 @@ def test_the_demo_keeps_the_promise_with_a_killed_and_a_stopped_consumer(place: 
     assert verdict["rate_per_s"] > 0
     for fault in ("killed (SIGKILL)", "stopped (SIGSTOP)", "woken (SIGCONT)"):
         assert fault in progress
+    shown, table = progress.split("\n\n", 1)
+    assert re.findall(r"\d/6 (\S+)", shown) == list(STEPS)
+    # Nobody else's lines stand between, and all fit.
+    assert [line for line in shown.splitlines() if not re.match(r" *\d+\.\d s  | {20}", line)] == []
+    assert max(map(len, progress.splitlines())) <= 80
+    assert "\x1b" not in progress
+    assert "scripts/demo --pop" in table
 
 
 @pytest.mark.slow

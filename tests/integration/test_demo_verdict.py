@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -13,7 +15,8 @@ import psycopg
 import pytest
 
 from examples.bank import effects
-from examples.bank.figures import Figures, Verdict
+from examples.bank.figures import Details, Figures, Progress, Verdict
+from examples.bank.show import Show, show_verdict
 from examples.bank.stage import PROCESS_ROLES, ROLE
 from tests.fixtures.roles import grant_application
 
@@ -144,3 +147,31 @@ def test_an_archive_that_is_not_whole_or_not_clean_is_not_good(bank: Connection,
     assert replace(verdict, archived=8).good, "Spark was left out"
     assert not replace(verdict, archived=7, audit="clean").good
     assert not replace(verdict, archived=8, audit="not clean").good
+
+
+def test_the_table_says_what_a_slow_percentile_means(capsys: pytest.CaptureFixture[str]) -> None:
+    calm = Verdict(10, 20, 0, 0, 3, 398.2, 11.3, 40.0, model_equal=True, archived=20)
+    details = Details(9.5, 31.0, 3904.0, 1)
+    show_verdict(calm, details, pop=False, on_stderr=False)
+    show_verdict(replace(calm, p99_ms=2103.4, lost=1), details, pop=True, on_stderr=False)
+    held, broken = capsys.readouterr().out.split("THE PROMISE IS BROKEN")
+    assert "fewer than 1 in 100 waited for a fault" in held
+    said = " ".join(broken.split())
+    assert "p99 2,103 ms keys of the killed and the stopped consumer waited until its visibility timeout of 3 s" in said
+    assert max(map(len, (held + broken).splitlines())) <= 80
+
+
+def test_on_a_terminal_a_bar_says_how_far_the_step_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    ours, theirs = os.openpty()
+    with os.fdopen(theirs, "w", encoding="utf-8") as terminal, Show(terminal) as show:
+        show.step("faults", "one consumer is killed, and " + "a long story " * 5)
+        show.update(Progress(12_012, 12_000, 0, [12.0, 2345.0]), done=10, total=20)
+        show.note("said above the bar")
+        shown = os.read(ours, 1 << 16).decode()
+    os.close(ours)
+    lines = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", shown).replace("\r", "\n").splitlines()
+    assert max(map(len, lines)) <= 80
+    bar = re.compile(r"3/6 faults +.+ 12,000 of 12,012 applied, p99 2345 ms, 0 out of order")
+    assert any(map(bar.fullmatch, lines)), lines
+    assert any(re.match(r" *\d\.\d s +said above the bar", line) for line in lines)

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from mqlayer.cli import output
-from mqlayer.cli.output import cells
 from tests.fixtures.command_scenes import SHOWS, SHOWS_BODIES, System
 from tests.fixtures.commands import Commands
 from tests.fixtures.consumers import Stage
+from tests.fixtures.screens import faults_of
 from tests.fixtures.servers import StartRedis
 
 SCREENS = SHOWS | SHOWS_BODIES | {
@@ -55,8 +55,7 @@ def test_every_screen_fits_its_terminal_and_breaks_no_word(
         monkeypatch.setenv("COLUMNS", str(width))
         screens = {words: screen(words, system) for words in SCREENS}
         for words, shown in screens.items():
-            wide = [line for line in shown.splitlines() if cells(line) > width]
-            assert (words in COPIED) or wide == [], words
+            assert (words in COPIED) or faults_of(shown, width) == [], words
         if directory := os.environ.get("WRITE_SCREENS"):
             text = "\n".join(f"$ mqlayer {words}\n{shown}" for words, shown in screens.items())
             Path(directory, f"screens-{width}.txt").write_text(text, "utf-8")

@@ -23,6 +23,7 @@ from psycopg.conninfo import make_conninfo
 from pydantic import SecretStr
 from typer.testing import CliRunner
 
+from mqlayer import redaction
 from mqlayer.cli.main import app
 from mqlayer.domain.routing import NodeId
 from mqlayer.errors import InvalidInput, MqlayerError, PublishAborted, StoreUnavailable
@@ -74,6 +75,12 @@ NEVER_ENDS = {"consume", "relay", "run"}
 def tracebacks_without_carets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Carets below a line take a third of the time of these tests, and hold no text."""
     monkeypatch.setattr(traceback, "_get_code_position", lambda *_: (None, None, None, None), raising=False)
+
+
+@pytest.fixture(autouse=True)
+def known_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Know no secret of other tests, and leave them none to look for in each text."""
+    monkeypatch.setattr(redaction, "_known", type(vars(redaction)["_known"])())
 
 
 def dsns(secret: str) -> Iterator[str]:

@@ -107,6 +107,14 @@ def test_a_value_that_fits_no_line_is_cut_at_its_own_marks_or_not_at_all() -> No
     assert list(fold("key " + "x" * 40, 20)) == ["key", "  " + "x" * 40]
 
 
+@pytest.mark.parametrize("width", range(9, 40))
+def test_a_number_stays_with_its_unit(width: int) -> None:
+    text = "it waits 2 h 5 min (3.4 MB, 12 %), or 7 days; 5 s"
+    lines = list(fold(text, width))
+    assert " ".join(lines).split() == text.split()
+    assert all(any(part in line for line in lines) for part in ("2 h", "5 min", "(3.4 MB,", "12 %),", "5 s"))
+
+
 def test_letters_that_take_two_columns_are_counted_so(columns: Any, capsys: pytest.CaptureFixture[str]) -> None:
     columns(20)
     show_rows([{"key": "注文", "n": 1}, {"key": "a", "n": 22}], as_json=False, nothing="")

@@ -52,7 +52,9 @@ def test_the_command_is_installed() -> None:
 
 def test_scripts_are_the_commands_and_their_setup() -> None:
     executable = {path.name: os.access(path, os.X_OK) for path in (ROOT / "scripts").iterdir()}
-    commands = dict.fromkeys(["bench", "check", "demo", "docs", "lock", "lowest", "sbom", "schema", "test"], True)
+    commands = dict.fromkeys(
+        ["bench", "check", "demo", "docs", "lock", "lowest", "newcomer", "sbom", "schema", "test"], True
+    )
     assert executable == {**commands, "setup.sh": False}
 
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, get_args, get_origin
 
 import pytest
+from pydantic import SecretStr
 
 from mqlayer import settings as module
 from mqlayer.env_file import export_env_file
@@ -110,3 +113,18 @@ def test_commands_read_the_file_and_take_a_dsn(folder: Path, logging_as_before: 
     os.environ.pop("MQLAYER_LOG_LEVEL")
     assert "127.0.0.1:1/file" in run.failure("topic", "list")
     assert "127.0.0.1:2/given" in run.failure("--dsn", "postgresql://127.0.0.1:2/given", "topic", "list")
+
+
+def test_the_text_of_a_variable_is_enough_for_every_field() -> None:
+    """Settings would have to read JSON for a list, as pydantic's own source of variables does."""
+    plain = {str, SecretStr, float, int, bool, type(None)}
+    for name, field in Settings.model_fields.items():
+        found: Any = field.annotation
+        kinds = get_args(found) if isinstance(found, UnionType) else (found,)
+        assert all(kind in plain or get_origin(kind) is Literal for kind in kinds), name
+
+
+def test_a_name_in_small_letters_is_the_same_variable(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("mqlayer_lease_s", "3")
+    monkeypatch.setenv("LEASE_S", "4")
+    assert Settings().lease_s == 3

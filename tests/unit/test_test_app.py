@@ -9,9 +9,10 @@ import threading
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
+from psycopg_pool import AsyncConnectionPool, ConnectionPool
 
 import mqlayer
 from mqlayer import Context, PauseKey, RetryLater, Versions, outbox
@@ -236,6 +237,33 @@ def test_misuse_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
         test.publish(orders, Order("ann"))
         with pytest.raises(MqlayerError, match="no end after 10 turns"):
             test.run()
+
+
+def test_fenced_sessions_are_the_tests_own_and_run_no_sql() -> None:
+    """No pool is opened; what is published on them commits with the handler, or not at all."""
+    receipts = mqlayer.Topic("receipts", body=str, key=lambda receipt: receipt)
+
+    def book(order: Order, ctx: Context, session: Any) -> None:
+        receipts.publish(session, order.customer)
+        if order.amount < 0:
+            raise LookupError
+
+    async def mail(receipt: str, ctx: Context, session: Any) -> None:
+        await orders.apublish(session, Order("never"))
+        session.add(receipt)
+
+    book.__annotations__["session"] = Annotated[Any, mqlayer.fenced(ConnectionPool("", open=False))]
+    mail.__annotations__["session"] = Annotated[Any, mqlayer.fenced(AsyncConnectionPool("", open=False))]
+    app = app_with(book)
+    app.consumer(receipts, group="mail")(mail)
+    with TestApp(app) as test:
+        test.publish(orders, Order("ann"))
+        test.publish(orders, Order("bob", -1))
+        test.run(raises=False)
+        assert [order.key for order in test.published(orders)] == ["ann", "bob"]
+        assert [receipt.key for receipt in test.published(receipts)] == ["ann"]
+        assert [type(failure.error) for failure in test.failures] == [LookupError, AttributeError]
+        assert "'add': a session of TestApp runs no SQL" in str(test.failures[1].error)
 
 
 def test_a_handler_is_called_as_a_function() -> None:

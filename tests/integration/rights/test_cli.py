@@ -14,6 +14,7 @@ from tests.fixtures.command_tree import leaf_commands
 from tests.fixtures.commands import Commands
 from tests.fixtures.consumers import Stage
 from tests.fixtures.roles import Roles, role_dsn
+from tests.fixtures.screens import faults_of
 from tests.fixtures.servers import StartRedis
 
 PLANS = {
@@ -99,14 +100,20 @@ def test_every_command_is_known_here() -> None:
 
 
 @pytest.mark.parametrize("command", sorted(SCENES))
-def test_who_may_operate_does_what_who_may_view_is_refused(system: System, act_as: Act, command: str) -> None:
+def test_who_may_operate_does_what_who_may_view_is_refused(
+    system: System, act_as: Act, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it then says fits a terminal."""
     scene = SCENES[command]
     words = [*command.split(), *typed(scene, system)]
     role = act_as(Right.VIEW)
     named = "mqlayer grant RIGHT ROLE" if command in BY_FUNCTION else f"mqlayer grant operate {role}"
     assert named in Commands().failure(*words)
     act_as(Right.OPERATE)
-    assert scene.said.format(**system.facts) in Commands().text(*words)
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = Commands().text(*words)
+    assert faults_of(shown, 80) == []
+    assert " ".join(scene.said.format(**system.facts).split()) in " ".join(shown.split())
 
 
 @pytest.mark.slow
