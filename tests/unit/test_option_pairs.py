@@ -29,6 +29,7 @@ OPTIONS: Final[dict[str, str]] = {
     "grant": "RIGHT ROLE --topic --group --password-file --sql",
     "revoke": "RIGHT ROLE --topic --group --sql",
     "grants": "--json",
+    "exporter": "--port --every --partitions --once",
     "relay": "--once",
     "trim": "TOPIC",
     "analytics": "JOB --snapshot --topic --out --html --partitions --split-report --method --conf --json",
