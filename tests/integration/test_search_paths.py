@@ -36,6 +36,7 @@ INNER: Final = {
     "mqlayer_app.timeline_v1": "SELECT mqlayer_app.timeline_v1()",
     "mqlayer_app.term_v1": "SELECT mqlayer_app.term_v1()",
     "mqlayer_archive.day_make_v1": "SELECT mqlayer_archive.day_make_v1(date '2030-01-01')",
+    "mqlayer_archive.day_index_v1": "SELECT mqlayer_archive.day_index_v1(date '2030-01-01')",
     "mqlayer_archive.day_drop_v1": "SELECT mqlayer_archive.day_drop_v1(date '2030-01-01')",
     "mqlayer_archive.lock_v1": "SELECT mqlayer_archive.lock_v1()",
     "mqlayer.has_v1": "SELECT mqlayer.has_v1('view', 'consume')",
@@ -58,6 +59,8 @@ INNER: Final = {
     "mqlayer_app.check_group_v1": "SELECT mqlayer_app.check_group_v1(1)",
     "mqlayer_app.check_topic_v1": "SELECT mqlayer_app.check_topic_v1('orders')",
     "mqlayer_app.check_versions_v1": "SELECT mqlayer_app.check_versions_v1('other')",
+    "mqlayer_app.topic_drop_v1": "SELECT mqlayer_app.topic_drop_v1(99, 'gone', true)",
+    "mqlayer_app.topic_rows_drop_v1": "SELECT mqlayer_app.topic_rows_drop_v1(99, 10)",
     "mqlayer_app.outbox_renew_v1": "SELECT mqlayer_app.outbox_renew_v1(true)",
     "mqlayer_app.outbox_recover_v1": "SELECT mqlayer_app.outbox_recover_v1(NULL, '{}', '{}', '{}', '{}')",
     "mqlayer.group_known_v1": (
@@ -75,7 +78,7 @@ INNER: Final = {
 # Where the role may publish and consume: of one topic and one group, so that each call is asked for its right.
 GRANTED: Final = f"""
     INSERT INTO mqlayer_app.granted (role, privilege, scope)
-        VALUES ('{ROLE}', 'publish', 'orders'), ('{ROLE}', 'consume', 'orders/g');
+        VALUES ('{ROLE}', 'publish', 'orders'), ('{ROLE}', 'consume', 'orders/g'), ('{ROLE}', 'operate', '');
     INSERT INTO mqlayer.granted (role, privilege) VALUES ('{ROLE}', 'consume');
     INSERT INTO mqlayer.node (name, url) VALUES ('n', 'redis://n:1');
     INSERT INTO mqlayer.topic (name, strategy, body_limit, backlog_limit) VALUES ('orders', 'strict', 1000, 1);
