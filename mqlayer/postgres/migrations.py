@@ -88,7 +88,7 @@ def migrate(dsn: str, *, schema: SchemaName | None = None, owner: str | None = N
 def migrate_for_tests(dsn: str, *, schema: SchemaName | None = None) -> None:
     """Migrate a database of tests; its maker may own the schemas."""
     with _connection(dsn) as connection, driver_errors(address_of(dsn)):
-        names = ([*SCHEMAS.values()], DEFAULT_OWNER, DEFAULT_OWNER)
+        names = ([*SCHEMAS.values()] if schema is None else [SCHEMAS[schema]], DEFAULT_OWNER, DEFAULT_OWNER)
         row = connection.execute(_MAKER_OF_TESTS, names).fetchone()
     migrate(dsn, schema=schema, owner=row[0] if row else None)
 

@@ -19,11 +19,12 @@ from typer.testing import CliRunner
 from mqlayer import outbox
 from mqlayer.cli.main import app
 from mqlayer.errors import PermissionDenied
-from mqlayer.postgres.migrations import migrate
+from mqlayer.postgres.migrations import migrate, migrate_for_tests
 from mqlayer.postgres.rights import Grant, Right, grants
 from mqlayer.redis.access import forget_access
 from mqlayer.stack import GivenAddresses, Stack
 from mqlayer.testing import prepare_database
+from mqlayer.testing.databases import make_database
 from mqlayer.testing.servers import TestServers
 from tests.fixtures.forked_programs import Process, ask_python, run_python, start_python
 from tests.fixtures.wait import wait_until
@@ -213,7 +214,11 @@ def test_tests_of_programs_make_databases_of_their_own_where_the_operators_varia
     with TestServers(given=GivenAddresses(dsn)) as servers, servers.database() as (of_test, _):
         assert conninfo_to_dict(of_test)["dbname"] != "mqlayer"
         assert migrate(of_test) == []
-    for place in (make_conninfo(dsn, dbname="shop_test"), make_conninfo(dsn, dbname="shop_test")):
+    # As Django's migration does.
+    assert make_database(make_conninfo(dsn, dbname="shop_test"))
+    migrate_for_tests(make_conninfo(dsn, dbname="shop_test"), schema="control")
+    for name in ("shop_test", "other_test", "other_test"):
+        place = make_conninfo(dsn, dbname=name)
         prepare_database(place, "orders")
         with psycopg.connect(place) as connection:
             connection.execute("SELECT mqlayer_app.publish_v1('orders', 'k', '')")
