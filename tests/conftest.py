@@ -74,6 +74,7 @@ def process_as_before() -> Iterator[None]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="run the tests marked `full`, too: more variants of a case")
     parser.addoption("--long", action="store_true", help="let chaos and races go on for minutes, not for seconds")
 
 
@@ -89,7 +90,9 @@ def pytest_configure() -> None:
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
+    if not config.getoption("--full"):
+        leave_out(config, [item for item in items if item.get_closest_marker("full")], items)
     for item in items:
         folder = item.path.relative_to(TESTS).parts[0]
         if folder in MARKED_FOLDERS:
@@ -119,6 +122,14 @@ def pytest_collection() -> Iterator[None]:
         # A test makes more objects than Python's first 700.
         gc.set_threshold(10_000, 20, 20)
         gc.enable()
+
+
+def leave_out(config: pytest.Config, some: list[pytest.Item], items: list[pytest.Item]) -> None:
+    """Take some of the tests out of a run, and say so."""
+    if some:
+        config.hook.pytest_deselected(items=some)
+        left = set(some)
+        items[:] = [item for item in items if item not in left]
 
 
 def let_groups_be_groups(items: list[pytest.Item]) -> None:

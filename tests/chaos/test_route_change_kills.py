@@ -32,6 +32,7 @@ from tests.chaos.actors import SINK
 from tests.chaos.harness.stores import note_sink, note_streams
 from tests.fixtures.consumers import Recorder
 from tests.fixtures.kill_scenes import KillScene
+from tests.fixtures.variants import one_of_each
 from tests.fixtures.wait import wait_until
 from tests.proof.checker import check
 from tests.proof.failpoint_names import failpoint_names
@@ -157,7 +158,7 @@ def assert_route_is_there(world: World, database: Database) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "name", "nth"), PLACES)
+@pytest.mark.parametrize(("kind", "name", "nth"), one_of_each(PLACES, lambda place: place[1]))
 def test_a_driver_killed_anywhere_leaves_a_change_that_anybody_completes(
     world: World, database: Database, kind: str, name: str, nth: int
 ) -> None:

@@ -129,6 +129,7 @@ def test_all_jobs_write_parquet_and_one_page_that_fetches_nothing(
     assert "Clean: every record is in order" in seen.shown
 
 
+@pytest.mark.full
 def test_each_job_is_a_program(
     analysed: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -103,6 +103,7 @@ def test_the_demo_keeps_the_promise_with_a_killed_and_a_stopped_consumer(place: 
     assert "scripts/demo --pop" in table
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_demo_keeps_the_promise_by_ordered_pop_with_a_killed_and_a_stopped_receiver(place: Path) -> None:
     """Cases 50 to 53, 57, 77, with effects of pgbench's own tables; both are caught inside an effect."""

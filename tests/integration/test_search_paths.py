@@ -58,6 +58,8 @@ INNER: Final = {
     "mqlayer_app.check_group_v1": "SELECT mqlayer_app.check_group_v1(1)",
     "mqlayer_app.check_topic_v1": "SELECT mqlayer_app.check_topic_v1('orders')",
     "mqlayer_app.check_versions_v1": "SELECT mqlayer_app.check_versions_v1('other')",
+    "mqlayer_app.topic_drop_v1": "SELECT mqlayer_app.topic_drop_v1(99, 'gone', true)",
+    "mqlayer_app.topic_rows_drop_v1": "SELECT mqlayer_app.topic_rows_drop_v1(99, 10)",
     "mqlayer_app.outbox_renew_v1": "SELECT mqlayer_app.outbox_renew_v1(true)",
     "mqlayer_app.outbox_recover_v1": "SELECT mqlayer_app.outbox_recover_v1(NULL, '{}', '{}', '{}', '{}')",
     "mqlayer.group_known_v1": (
@@ -75,7 +77,7 @@ INNER: Final = {
 # Where the role may publish and consume: of one topic and one group, so that each call is asked for its right.
 GRANTED: Final = f"""
     INSERT INTO mqlayer_app.granted (role, privilege, scope)
-        VALUES ('{ROLE}', 'publish', 'orders'), ('{ROLE}', 'consume', 'orders/g');
+        VALUES ('{ROLE}', 'publish', 'orders'), ('{ROLE}', 'consume', 'orders/g'), ('{ROLE}', 'operate', '');
     INSERT INTO mqlayer.granted (role, privilege) VALUES ('{ROLE}', 'consume');
     INSERT INTO mqlayer.node (name, url) VALUES ('n', 'redis://n:1');
     INSERT INTO mqlayer.topic (name, strategy, body_limit, backlog_limit) VALUES ('orders', 'strict', 1000, 1);

@@ -40,6 +40,7 @@ from mqlayer.settings import Settings
 from mqlayer.stack import Addresses, GivenAddresses
 from tests.fixtures.command_tree import leaf_commands
 from tests.fixtures.forked_programs import ask_python
+from tests.fixtures.variants import some_of
 
 MARK = "Zq"
 AWKWARD = [
@@ -156,7 +157,7 @@ def test_nothing_that_is_said_of_a_postgres_holds_its_password(secret: str) -> N
 
 
 @pytest.mark.parametrize("logs_in", [False, True], ids=["", "settings log in"])
-@pytest.mark.parametrize("secret", SECRETS)
+@pytest.mark.parametrize("secret", some_of(SECRETS, 3))
 def test_nothing_that_is_said_of_a_redis_holds_its_password(
     secret: str, logs_in: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,6 +33,7 @@ def loaded_by(page: Path) -> list[str]:
     return parser.addresses
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_site_is_whole_and_asks_no_other_server(tmp_path: Path) -> None:
     """Strict: a link to a page or heading that is not there fails the build."""

@@ -25,6 +25,7 @@ from tests.fixtures.archived import BEGAN, ArchivedTopics
 from tests.fixtures.missing_tools import import_or_leave_out, leave_out
 from tests.fixtures.roles import role_dsn
 from tests.fixtures.spark import QUICK_QUERIES
+from tests.fixtures.variants import some_of
 from tests.proof.route_steps import split
 from tests.proof.runtimes import runtime_of
 from tests.proof.sockets import by_socket
@@ -116,7 +117,7 @@ def test_filters_give_the_same_rows_and_none_stays_with_the_frame(
         assert rows(frame.where(text)) == sorted(str(row.asDict()) for row in everything if test(row)), text
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", some_of(WAYS, 3))
 def test_a_reading_that_is_not_the_cut_is_refused(spark: Any, filled: ArchivedTopics, tmp_path: Path, way: str) -> None:
     read(spark, filled, way, tmp_path, check=True)
     if way == "parquet":
@@ -316,6 +317,7 @@ runpy.run_path(sys.argv.pop(1), run_name='__main__')
 """
 
 
+@pytest.mark.full
 @pytest.mark.timeout(300)
 @pytest.mark.xdist_group("plain_install")  # where the wheel is built
 def test_the_wheel_as_a_zip_serves_as_py_files(

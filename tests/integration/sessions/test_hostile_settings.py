@@ -18,6 +18,7 @@ from mqlayer import Settings
 from mqlayer.postgres import session_setup
 from mqlayer.postgres.database import Database, connect
 from mqlayer.postgres.migrations import migrate
+from tests.fixtures.variants import some_of
 from tests.fixtures.whole_system import WholeSystem
 from tests.fixtures.worker_stores import UseStores
 
@@ -91,8 +92,8 @@ def as_applications_do(connection: psycopg.Connection[Any]) -> None:
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("settings", HOSTILE, indirect=True)
+@pytest.mark.xdist_group("hostile_settings")  # what one process has proven is compared
+@pytest.mark.parametrize("settings", some_of(HOSTILE, 4), indirect=True)
 def test_a_system_does_the_same_whatever_its_sessions_begin_with(settings: Settings, redis_url: str) -> None:
     found = WholeSystem(settings, redis_url, as_applications_do).run()
     assert found == PROVEN.setdefault("ordinary", found)
