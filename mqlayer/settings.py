@@ -150,6 +150,8 @@ class Settings(BaseSettings):
     """0: none; of several processes, each takes the next."""
     health_host: str = "127.0.0.1"
     """Anyone who reaches it may ask."""
+    metrics: bool = False
+    """Record metrics, and answer `/metrics` beside the probes; needs the extra `otel`."""
     allow_unsafe_redis: bool = False
     """Accept Redis settings that void the promise: for tests."""
 

@@ -622,6 +622,25 @@ CREATE TABLE mqlayer.job (
     CONSTRAINT job_name CHECK (octet_length(name) <= 63)
 );
 
+CREATE TABLE mqlayer.sample (
+    kind         text             NOT NULL,
+    object_id    bigint           NOT NULL,
+    at           timestamptz      NOT NULL,
+    lag          bigint,
+    oldest_s     double precision,
+    parked       bigint,
+    dead         bigint,
+    committed    bigint,
+    relayed      bigint,
+    stored       bigint,
+    memory_bytes bigint,
+    ops_per_s    double precision,
+    CONSTRAINT sample_key PRIMARY KEY (kind, object_id, at),
+    CONSTRAINT sample_kind CHECK (kind IN ('group', 'topic', 'node')),
+    CONSTRAINT sample_minute CHECK (at = date_trunc('minute', at, 'UTC'))
+);
+CREATE INDEX sample_old ON mqlayer.sample (at);
+
 CREATE TABLE mqlayer.audit (
     audit_id bigint      NOT NULL GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
     at       timestamptz NOT NULL DEFAULT now(),
@@ -634,6 +653,7 @@ CREATE TABLE mqlayer.audit (
         AND octet_length(object) <= 4096),
     CONSTRAINT audit_facts CHECK (octet_length(facts::text) <= 1000000)
 );
+CREATE INDEX audit_by_object ON mqlayer.audit (object, at);
 
 CREATE TABLE mqlayer.server (
     only_one  boolean     NOT NULL DEFAULT true,
@@ -765,6 +785,8 @@ CREATE TABLE mqlayer_archive.record (
     body         bytea       NOT NULL
 ) PARTITION BY RANGE (archived_at);
 CREATE INDEX record_read ON mqlayer_archive.record (topic_id, batch, partition_id);
+CREATE INDEX record_ranges ON mqlayer_archive.record USING brin (published_at, log_offset) WITH (pages_per_range='32',
+    autosummarize='on');
 
 CREATE TABLE mqlayer_archive.outcome (
     topic_id     int         NOT NULL,
@@ -868,6 +890,7 @@ CREATE TABLE mqlayer_archive.cut (
 -- functions
 CREATE FUNCTION mqlayer_archive.day_made_v1(p_day date) RETURNS boolean STABLE;
 CREATE FUNCTION mqlayer_archive.day_make_v1(p_day date) RETURNS boolean SECURITY DEFINER;
+CREATE FUNCTION mqlayer_archive.day_index_v1(p_day date) RETURNS boolean SECURITY DEFINER;
 CREATE FUNCTION mqlayer_archive.day_drop_v1(p_day date) RETURNS void SECURITY DEFINER;
 CREATE FUNCTION mqlayer_archive.lock_v1() RETURNS void SECURITY DEFINER;
 CREATE FUNCTION mqlayer_archive.snapshot_v1(p_snapshot int) RETURNS int;

@@ -20,7 +20,7 @@ from click import Option
 from mqlayer.consuming import App
 from mqlayer.consuming.api.app_loader import load_app
 from mqlayer.errors import AccessDenied, MqlayerError, PermissionDenied, StoreUnavailable, redact
-from mqlayer.health import Health, HealthEndpoint
+from mqlayer.health import Health, HealthEndpoint, metrics_route
 from mqlayer.logs import event_logger
 from mqlayer.postgres.database import Database, address_of, connect, driver_errors
 from mqlayer.postgres.rights import Right, SchemaName, require
@@ -54,7 +54,11 @@ class ConsumerHost:
         settings = app.settings
         if settings.health_port:
             self._endpoint = HealthEndpoint(
-                self.health, host=settings.health_host, port=settings.health_port, counts=app.counts_as_json
+                self.health,
+                host=settings.health_host,
+                port=settings.health_port,
+                counts=app.counts_as_json,
+                routes=metrics_route(settings, self.health),
             )
         self._thread = threading.Thread(target=self._connect, name="mqlayer-consumer-host", daemon=True)
 

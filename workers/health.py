@@ -13,7 +13,7 @@ from billiard.process import current_process
 from celery.signals import after_task_publish, beat_init
 
 from mqlayer.errors import MqlayerError
-from mqlayer.health import Health, HealthEndpoint, Liveness
+from mqlayer.health import Health, HealthEndpoint, Liveness, metrics_route
 from mqlayer.settings import Settings
 
 # The most frequent job is due every 2 s; a broker's restart takes longer.
@@ -75,4 +75,5 @@ def answer_for_beat(**_: Any) -> None:
 
 
 def _endpoint(ask: Any, settings: Settings) -> HealthEndpoint:
-    return HealthEndpoint(ask, host=settings.health_host, port=settings.health_port)
+    routes = metrics_route(settings, ask)
+    return HealthEndpoint(ask, host=settings.health_host, port=settings.health_port, routes=routes)

@@ -1,6 +1,7 @@
 """The archive of published messages in Postgres, and its snapshots: `docs/how-to/archive.md`."""
 
 from mqlayer.archive.archiver import ArchiveReport, archive_pass
+from mqlayer.archive.day_index import index_days
 from mqlayer.archive.gaps import ArchiveGap, accept_gaps, list_gaps
 from mqlayer.archive.outcome_archiver import OutcomeReport, archive_outcomes
 from mqlayer.archive.retention import DayDropped, old_days, retain, retain_by_topics, set_retention
@@ -30,6 +31,7 @@ __all__ = [
     "create_snapshot",
     "drop_snapshot",
     "find_snapshot",
+    "index_days",
     "list_gaps",
     "list_snapshots",
     "old_days",

@@ -44,7 +44,7 @@ COMMANDS: Final[Mapping[str, CommandSource]] = {
         LOOK,
         "Show messages as they come, from now or from an offset or a time on, until Ctrl+C; nothing is settled.",
     ),
-    "message": CommandSource("messages", LOOK, "One message: where it is, and what became of it."),
+    "message": CommandSource("message_life", LOOK, "One message: where it is, and what became of it."),
     "debug": CommandSource(
         "debug",
         REPAIR,
@@ -58,6 +58,11 @@ COMMANDS: Final[Mapping[str, CommandSource]] = {
     "grant": CommandSource("rights", CHANGE, "Grant a role a right, in both schemas. See docs/how-to/grant-rights.md."),
     "revoke": CommandSource("rights", CHANGE, "Revoke a right, or only some topics or groups of it."),
     "grants": CommandSource("rights", LOOK, "List granted rights: role, right, scope."),
+    "exporter": CommandSource(
+        "exporter",
+        LOOK,
+        "Answer /metrics with the metrics of the system, until SIGTERM or SIGINT: lag, outbox, parked, nodes, jobs.",
+    ),
     "relay": CommandSource("relay", START, "Relay the outbox until SIGTERM or SIGINT. Several may run."),
     "trim": CommandSource("trim", CHANGE, "Drop settled records in one pass; the worker does so regularly."),
     "analytics": CommandSource(

@@ -12,6 +12,7 @@ import typer
 
 from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.completion import topic_names
+from mqlayer.cli.curves import HoursOption, PointsOption, show_history
 from mqlayer.cli.option_rules import RuledCommand, planned
 from mqlayer.cli.options import GroupArgument, PlanOption, TopicArgument, YesOption, echo_plan
 from mqlayer.cli.output import JsonOption, echo, format_age, pluralize, show_facts, show_rows
@@ -308,6 +309,15 @@ def lag(
         _show_lag(status)
     if not found:
         echo(f"topic {topic} has no groups: a group is created by its first member")
+
+
+@groups.command(rich_help_panel=LOOK)
+def history(
+    topic: TopicArgument, group: GroupArgument, hours: HoursOption = 24.0, points: PointsOption = 40,
+    as_json: JsonOption = False,
+) -> None:  # fmt: skip
+    """Show a group's lag, oldest age, parked and dead messages over time, by samples of each minute."""
+    show_history("group", group, topic, hours, points, as_json=as_json)
 
 
 def _statuses(topic: str | None, group: str | None = None) -> list[GroupStatus]:

@@ -1,14 +1,16 @@
-"""`key`: explain, pause, resume, skip-head."""
+"""`key`: explain, history, pause, resume, skip-head."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Annotated, Any
 
+import msgspec
 import typer
 
 from mqlayer.cli.completion import group_names
+from mqlayer.cli.message_life import found_json, found_row, show_steps
 from mqlayer.cli.message_output import MessageOption, ReasonOption, parse_identity_option
 from mqlayer.cli.options import GroupArgument, TopicArgument
 from mqlayer.cli.output import JsonOption, echo, format_age, format_key, pluralize, show_rows
@@ -16,7 +18,7 @@ from mqlayer.cli.panels import CHANGE, LOOK, REPAIR
 from mqlayer.cli.permissions import check_change, check_group_change
 from mqlayer.cli.rows import describe_waiting, head_facts, partition_facts
 from mqlayer.cli.runtime import runtime_here
-from mqlayer.inspect import KeySearch, KeyStatus, ParkedKeyStatus, explain_key
+from mqlayer.inspect import KeyHistory, KeySearch, KeyStatus, ParkedKeyStatus, explain_key, history_of_key
 from mqlayer.redelivery import pause_key, resume_key, skip_head
 
 keys = typer.Typer(no_args_is_help=True, help="Keys: their partitions, waiting messages, pauses.")
@@ -45,6 +47,29 @@ def explain(
     show_rows(map(_crossed, map(asdict, found.locations)), as_json=False, nothing="")
     for line in _text_lines(found):
         echo(line)
+
+
+@keys.command(rich_help_panel=LOOK)
+def history(
+    topic: TopicArgument,
+    key: Annotated[str, typer.Argument(help="The message key.")],
+    limit: Annotated[int, typer.Option(min=1, max=100, help="How many messages, at most.")] = 20,
+    after: Annotated[str | None, typer.Option(help="Go on: the value that the page before printed.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show a key's messages, the latest first, their states, and the acts on the key; no bodies."""
+    with runtime_here() as runtime:
+        found = history_of_key(runtime, topic, key, limit=limit, after=after)
+    if as_json:
+        show_rows(_history_json(found), as_json=True, nothing="")
+        return
+    rows = (found_row(one.found) | {"key": None, "states": _states(one.groups)} for one in found.messages)
+    show_rows(rows, as_json=False, nothing=f"no message of key {format_key(key)} is known from here on")
+    if after is None:
+        echo()
+        show_steps(found.steps, found.missing)
+    if found.after is not None:
+        echo(f"earlier messages: --after {found.after}")
 
 
 @keys.command("skip-head", rich_help_panel=REPAIR)
@@ -91,6 +116,24 @@ def resume(
         check_change(runtime.control)
         done = resume_key(runtime, topic, group, key)
     echo(f"key {format_key(key)} {'goes on' if done else 'was not paused'} for group {group} of topic {topic}")
+
+
+def _states(groups: Mapping[str, str]) -> str:
+    return ", ".join(f"{group} {state}" for group, state in groups.items())
+
+
+def _history_json(found: KeyHistory) -> Iterable[dict[str, Any]]:
+    for one in found.messages:
+        yield found_json(one.found) | {"groups": dict(one.groups)}
+    yield {
+        "topic": found.topic,
+        "key": found.key,
+        "lp": found.lp,
+        "steps": [msgspec.to_builtins(one) for one in found.steps],
+        "missing": [msgspec.to_builtins(one) for one in found.missing],
+        "looked": found.looked,
+        "after": found.after,
+    }
 
 
 def _crossed(crossing: dict[str, Any]) -> dict[str, Any]:

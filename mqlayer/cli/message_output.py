@@ -15,6 +15,7 @@ from mqlayer.redelivery import MessageDetails
 from mqlayer.runtime.runtime import Runtime
 
 SHOWN_LIMIT: Final = 4_000
+HIDDEN: Final = "hidden"
 
 ReasonOption = Annotated[str, typer.Option(help="Why: it is kept with the message and in the audit row.")]
 MessageOption = Annotated[

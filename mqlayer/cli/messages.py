@@ -1,11 +1,10 @@
-"""`publish`, `peek`, `tail` and `message`: messages from and to a terminal."""
+"""`publish`, `peek` and `tail`: messages from and to a terminal."""
 
 from __future__ import annotations
 
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict
 from datetime import datetime
 from itertools import islice
 from pathlib import Path
@@ -15,16 +14,14 @@ import typer
 
 from mqlayer import outbox
 from mqlayer.cli.addresses import settings_here
-from mqlayer.cli.completion import topic_names
-from mqlayer.cli.message_output import RawOption, decoded, is_hidden, show_body
+from mqlayer.cli.message_output import HIDDEN, decoded, is_hidden
 from mqlayer.cli.option_rules import RuledCommand, excludes, needs
 from mqlayer.cli.options import TopicArgument, parse_time_option
-from mqlayer.cli.output import JsonOption, echo, format_key, pluralize, show_facts, show_rows
-from mqlayer.cli.panels import LOOK
+from mqlayer.cli.output import JsonOption, echo, format_key, pluralize, show_rows
 from mqlayer.cli.runtime import runtime_here
 from mqlayer.errors import InvalidInput
 from mqlayer.groups.start_positions import Start
-from mqlayer.inspect import MessageStatus, StoredMessage, TopicReader, find_message
+from mqlayer.inspect import StoredMessage, TopicReader
 from mqlayer.postgres.database import Database
 from mqlayer.runtime.runtime import Runtime
 
@@ -35,7 +32,6 @@ REFRESH_S: Final = 2.0
 BATCH: Final = 500
 """Lines of one transaction."""
 SHOWN_LIMIT: Final = 300
-HIDDEN: Final = "hidden"
 
 KeyOption = Annotated[str | None, typer.Option(help="Only messages of this key.")]
 PartitionOption = Annotated[int | None, typer.Option(help="Only this partition.")]
@@ -43,16 +39,8 @@ OffsetOption = Annotated[int | None, typer.Option(min=1, help="From this offset 
 SinceOption = Annotated[str | None, typer.Option(help="Published then or later: a time with its zone.")]
 
 
-IdArgument = Annotated[
-    str, typer.Argument(metavar="ID", help="SOURCE:LP:SEQ, PARTITION/OFFSET, TOPIC/PARTITION/OFFSET or outbox/ID.")
-]
-
-message_group = typer.Typer(no_args_is_help=True, help="One message: where it is, and what became of it.")
-
-
 def add_to(app: typer.Typer) -> None:
     """Add commands."""
-    app.add_typer(message_group, name="message")
     app.command(cls=RuledCommand)(publish)
     app.command(cls=RuledCommand)(peek)
     app.command(cls=RuledCommand)(tail)
@@ -136,86 +124,6 @@ def tail(
             if time.monotonic() >= refresh_at:
                 reader.refresh()
                 refresh_at = time.monotonic() + REFRESH_S
-
-
-@message_group.command(cls=RuledCommand, rich_help_panel=LOOK)
-@excludes("--raw", "--json", why="--raw writes nothing but the body")
-def show(
-    message: IdArgument,
-    topic: Annotated[
-        str | None, typer.Option(help="Of which topic, where several may have it.", autocompletion=topic_names)
-    ] = None,
-    raw: RawOption = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Show where a message is, what each group did with it, and its body to those who may see bodies."""
-    with runtime_here() as runtime:
-        hidden = is_hidden(runtime)
-        found = find_message(runtime, message, topic=topic)
-    body = None if found.content is None else found.content.body
-    if raw:
-        sys.stdout.buffer.write(body or b"")
-        sys.stdout.buffer.flush()
-    elif as_json:
-        show_rows([_status_json(found, hidden=hidden)], as_json=True, nothing="")
-    else:
-        _show_status(found, hidden=hidden)
-
-
-def _show_status(found: MessageStatus, *, hidden: bool) -> None:
-    headers = {} if found.content is None else {f"header {n}": value for n, value in found.content.headers.items()}
-    place = None if found.partition is None else f"partition {found.partition}, offset {found.offset}"
-    gone = "" if found.stored else " (not there any more)"
-    show_facts(
-        {
-            "message": found.identity or "has no id before a relay sends it",
-            "topic": found.topic,
-            "key": format_key(found.key),
-            "published_at": found.published_at,
-            "outbox": found.outbox,
-            "stored": place and f"{place}{'' if found.node is None else f', on {found.node}'}{gone}",
-            "archived": found.archived,
-            "tags": found.tags,
-            **headers,
-        }
-    )
-    for place in found.unsearched:
-        echo(f"not looked at: {place}", err=True)
-    echo()
-    show_rows(map(asdict, found.groups), as_json=False, nothing=f"topic {found.topic} has no group")
-    if found.attempts:
-        echo()
-        show_rows(map(asdict, found.attempts), as_json=False, nothing="")
-    echo()
-    if hidden:
-        echo("body: hidden")
-    else:
-        show_body(None if found.content is None else found.content.body)
-
-
-def _status_json(found: MessageStatus, *, hidden: bool) -> dict[str, Any]:
-    content = found.content
-    kind, text = (HIDDEN, None) if hidden else decoded(None if content is None else content.body)
-    return {
-        "topic": found.topic,
-        "message": None if found.identity is None else str(found.identity),
-        "key": found.key,
-        "published_at": found.published_at,
-        "tags": list(found.tags),
-        "partition": found.partition,
-        "offset": found.offset,
-        "node": found.node,
-        "stored": found.stored,
-        "outbox": found.outbox,
-        "archived": found.archived,
-        "groups": [asdict(one) for one in found.groups],
-        "attempts": [asdict(one) for one in found.attempts],
-        "not_searched": list(found.unsearched),
-        "headers": None if content is None else dict(content.headers),
-        "bytes": None if content is None else len(content.body),
-        "body_is": kind,
-        "body": text,
-    }
 
 
 class _Publisher:

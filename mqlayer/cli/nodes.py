@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from mqlayer.cli.addresses import settings_here
+from mqlayer.cli.curves import HoursOption, PointsOption, show_history
 from mqlayer.cli.option_rules import RuledCommand, excludes, planned
 from mqlayer.cli.options import PlanOption, YesOption, echo_plan
 from mqlayer.cli.output import JsonOption, echo, show_rows
@@ -141,6 +142,17 @@ def _check(settings: Settings, roles: list[RedisRole], user: str) -> None:
             )
     if failed:
         raise typer.Exit(1)
+
+
+@nodes.command(rich_help_panel=LOOK)
+def history(
+    name: Annotated[str, typer.Argument(help="The node's name.")],
+    hours: HoursOption = 24.0,
+    points: PointsOption = 40,
+    as_json: JsonOption = False,
+) -> None:
+    """Show a node's memory and operations per second over time, by samples of each minute."""
+    show_history("node", name, None, hours, points, as_json=as_json)
 
 
 @nodes.command("set", rich_help_panel=CHANGE)

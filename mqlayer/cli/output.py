@@ -143,6 +143,14 @@ def echo(text: object = "", *, err: bool = False, lines: bool = False) -> None:
         typer.echo(line, err=err)
 
 
+def show_beside(head: str, text: str) -> None:
+    """Print a text, escaped, beside its head, and folded there."""
+    width = output_width(sys.stdout)
+    room = None if width is None else max(20, width - cells(head))
+    for number, line in enumerate(fold(escape(text), room, hang="")):
+        typer.echo(f"{' ' * cells(head) if number else head}{line}")
+
+
 def fold(text: str, width: int | None, hang: str = "  ") -> Iterator[str]:
     """Yield lines no wider than `width`, cut between words; `hang` begins all but the first."""
     begin = " " * (len(text) - len(text.lstrip(" ")))

@@ -11,6 +11,7 @@ import typer
 
 from mqlayer.archive import set_retention
 from mqlayer.cli.addresses import settings_here
+from mqlayer.cli.curves import HoursOption, PointsOption, show_history
 from mqlayer.cli.option_rules import RuledCommand, needs, planned
 from mqlayer.cli.options import PlanOption, TopicArgument, YesOption, echo_plan
 from mqlayer.cli.output import JsonOption, Size, echo, pluralize, show_facts, show_rows
@@ -268,6 +269,14 @@ def show(name: TopicArgument, as_json: JsonOption = False) -> None:
     show_rows(groups, as_json=False, nothing="it has no groups: a group is created by its first member")
     for node, reason in sorted(found.unreachable.items()):
         echo(f"node {node} does not answer: {reason}", err=True)
+
+
+@topics.command(rich_help_panel=LOOK)
+def history(
+    name: TopicArgument, hours: HoursOption = 24.0, points: PointsOption = 40, as_json: JsonOption = False
+) -> None:
+    """Show a topic's messages per second over time: committed, relayed, stored; by samples of each minute."""
+    show_history("topic", name, None, hours, points, as_json=as_json)
 
 
 def _partition_row(found: TopicStatus, one: TopicPartition) -> dict[str, Any]:

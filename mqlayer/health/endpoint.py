@@ -16,6 +16,7 @@ from mqlayer.errors import Conflict, InvalidInput, redact
 from mqlayer.health.reports import Health
 from mqlayer.health.server import HttpServer, Reply
 from mqlayer.logs import event_logger
+from mqlayer.metrics import CONTENT_TYPE, meters_of, metrics_page
 from mqlayer.settings import Settings
 
 log = event_logger(__name__)
@@ -94,12 +95,22 @@ def health_endpoint(
     if not number:
         yield
         return
-    endpoint = HealthEndpoint(ask, host=settings.health_host, port=number, counts=counts, routes=routes)
+    every = {**metrics_route(settings, ask), **(routes or {})}
+    endpoint = HealthEndpoint(ask, host=settings.health_host, port=number, counts=counts, routes=every)
     endpoint.start()
     try:
         yield
     finally:
         endpoint.close()
+
+
+def metrics_route(settings: Settings, ask: HealthCheck) -> dict[str, Responder]:
+    """Return the route `/metrics`, which tells `ask` too; none with metrics off."""
+    meters, page = meters_of(settings), metrics_page(settings)
+    if meters is None or page is None:
+        return {}
+    meters.ready = lambda: _ask(ask).ready
+    return {"/metrics": lambda: Reply(HTTPStatus.OK, page(), CONTENT_TYPE)}
 
 
 def _live(ask: HealthCheck) -> Reply:

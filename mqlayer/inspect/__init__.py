@@ -1,5 +1,6 @@
 """Read-only views of groups and keys."""
 
+from mqlayer.inspect.curves import Curve, CurvePoint, curves
 from mqlayer.inspect.group_facts import GroupFacts, MemberFacts, PartitionFacts, group_facts, group_members
 from mqlayer.inspect.group_status import (
     GroupStatus,
@@ -10,7 +11,16 @@ from mqlayer.inspect.group_status import (
     group_statuses,
 )
 from mqlayer.inspect.key_history import key_history, record_of
+from mqlayer.inspect.key_life import KeyHistory, KeyMessage, history_of_key
 from mqlayer.inspect.key_status import SCAN_LIMIT, KeySearch, KeyStatus, LpLocation, explain_key
+from mqlayer.inspect.message_life import LifeStep, MessageLife, MissingStep, message_life
+from mqlayer.inspect.message_search import (
+    FoundMessage,
+    MessageFilter,
+    MessagePage,
+    find_by_dedup_id,
+    search_messages,
+)
 from mqlayer.inspect.message_status import (
     GroupAttempt,
     MessageContent,
@@ -25,16 +35,26 @@ from mqlayer.inspect.topic_status import TopicPartition, TopicStatus, topic_stat
 
 __all__ = [
     "SCAN_LIMIT",
+    "Curve",
+    "CurvePoint",
+    "FoundMessage",
     "GroupAttempt",
     "GroupFacts",
     "GroupStatus",
+    "KeyHistory",
+    "KeyMessage",
     "KeySearch",
     "KeyStatus",
+    "LifeStep",
     "LpLocation",
     "MemberFacts",
     "MessageContent",
+    "MessageFilter",
     "MessageInGroup",
+    "MessageLife",
+    "MessagePage",
     "MessageStatus",
+    "MissingStep",
     "ParkedCounts",
     "ParkedKeyStatus",
     "PartitionFacts",
@@ -47,13 +67,18 @@ __all__ = [
     "TopicStatus",
     "UnsettledMessage",
     "VersionLag",
+    "curves",
     "explain_key",
+    "find_by_dedup_id",
     "find_message",
     "group_facts",
     "group_members",
     "group_statuses",
     "hidden_from",
+    "history_of_key",
     "key_history",
+    "message_life",
     "record_of",
+    "search_messages",
     "topic_status",
 ]

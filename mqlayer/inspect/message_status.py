@@ -1,12 +1,13 @@
 """One message: where it is, what each group did with it, its failed attempts.
 
-It is looked for in the outbox, in the streams (a bounded search), in Postgres, and in the archive.
+It is looked for in the outbox, in the streams by halving, in Postgres, and in the archive by an index.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, Final
@@ -14,24 +15,20 @@ from typing import Any, Final
 import msgspec
 from psycopg import errors as pg_errors
 
-from mqlayer.domain.message import NO_KEY, Identity, Record, records_of
+from mqlayer.domain.message import NO_KEY, Identity, Record
 from mqlayer.domain.names import parse_identity
 from mqlayer.domain.routing import NodeId
 from mqlayer.errors import InvalidInput, MqlayerError, NotFound
 from mqlayer.groups.start_positions import UndeletedPartition, undeleted_partitions
 from mqlayer.inspect.group_facts import PartitionFacts, group_facts, partition_facts
+from mqlayer.inspect.stream_search import BudgetSpent, StreamSearch, read_record
 from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.queries import query
-from mqlayer.redis.keys import partition_keys
-from mqlayer.redis.node_connection import raise_for_reply
 from mqlayer.redis.read_scripts import find_command, find_reply
 from mqlayer.redis.roles import RedisRole
 from mqlayer.runtime.route_cache import load_nodes
 from mqlayer.runtime.runtime import Runtime
 
-SCAN_LIMIT: Final = 100_000
-"""Records that are looked at for an identity."""
-PAGE: Final = 500
 ARCHIVE_MS: Final = 5_000
 """Time to look for a record of the archive."""
 ATTEMPTS_LIMIT: Final = 1_000
@@ -98,6 +95,13 @@ class MessageStatus:
     content: MessageContent | None
     unsearched: Sequence[str]
     """Where it may be, too, and why that was not looked at."""
+    places: Sequence[tuple[int, int]] = ()
+    """Every known partition and offset: a lost node's messages are stored again elsewhere."""
+    committed_at: datetime | None = None
+    """Of the outbox row, while it exists."""
+    archived_at: datetime | None = None
+    version: int | None = None
+    """The archived record's route version."""
 
 
 def hidden_from(database: Database) -> str | None:
@@ -129,6 +133,15 @@ def find_message(runtime: Runtime, named: str, *, topic: str | None = None) -> M
     return search.status()
 
 
+def states_at(
+    runtime: Runtime, topic: str, identity: Identity, partition: int, offset: int
+) -> Sequence[MessageInGroup]:
+    """Return the state in each group of a message whose place is known."""
+    search = _Search(runtime, topic)
+    search.by_known(identity, partition, offset)
+    return list(search.in_groups())
+
+
 @dataclass(frozen=True, slots=True)
 class _Archived:
     topic_id: int
@@ -139,6 +152,8 @@ class _Archived:
     published_at: datetime
     key: bytes | None
     tags: tuple[str, ...]
+    archived_at: datetime
+    version: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,18 +184,20 @@ class _Search:
         self._topic_id: int | None = None
         self._identity: Identity | None = None
         self._place: tuple[int, int] | None = None
+        self._places: list[tuple[int, int]] = []
         self._node: NodeId | None = None
         self._record: Record | None = None
         self._row: _OutboxRow | None = None
         self._archived: _Archived | None = None
         self._in_archive = False
+        self._was_stored = False
         self._groups: list[Any] = []
 
     @property
     def found(self) -> bool:
         """Whether any store knows it."""
         known = any(row[3] is not None or row[9] is not None for row in self._groups)
-        return known or self._in_archive or not (self._record is None and self._row is None)
+        return known or self._in_archive or self._was_stored or not (self._record is None and self._row is None)
 
     def by_place(self, topic: str | None, partition: int, offset: int) -> None:
         """Look for the message of a place."""
@@ -191,9 +208,10 @@ class _Search:
         self._topic_id, self._topic, self._node = row
         self._place = (partition, offset)
         self._record = self._read(partition, offset)
+        archived = self._from_archive("message_archived_at")
         if self._record is not None:
             self._identity = self._record.identity
-        elif (archived := self._from_archive("message_archived_at")) is not None:
+        elif archived is not None:
             self._identity = archived.identity
         if self._identity is not None:
             self._look_up(self._identity)
@@ -212,6 +230,8 @@ class _Search:
             if not self._row.waits:
                 self._look_up(self._identity)
                 self._find_in_streams(self._identity)
+                if self._in_archive:
+                    self._from_archive("message_archived")
 
     def by_identity(self, identity: Identity) -> None:
         """Look for the message of an identity."""
@@ -219,8 +239,19 @@ class _Search:
         self._topic_id, self._topic = self._topic_of(identity)
         self._look_up(identity)
         self._find_in_streams(identity)
-        if self._record is None and self._in_archive:
+        if self._in_archive:
             self._from_archive("message_archived")
+
+    def by_known(self, identity: Identity, partition: int, offset: int) -> None:
+        """Read the message of an identity at its place, without a search."""
+        self._identity, self._place = identity, (partition, offset)
+        with self._runtime.control.connection() as connection:
+            row = connection.execute(query("message_place"), {"partition": partition}).fetchone()
+        if row is not None:
+            self._topic_id, self._topic, self._node = row
+            record = self._read(partition, offset)
+            self._record = record if record is not None and record.identity == identity else None
+            self._look_up(identity)
 
     def status(self) -> MessageStatus:
         """Return the finding."""
@@ -241,11 +272,19 @@ class _Search:
             stored=record is not None,
             outbox=None if row is None else row.state,
             archived=self._in_archive or archived is not None,
-            groups=list(self._in_groups()),
+            groups=list(self.in_groups()),
             attempts=list(self._attempts()),
             content=self._content(),
             unsearched=tuple(self.unsearched),
+            places=self._all_places(),
+            committed_at=None if row is None else row.created_at,
+            archived_at=None if archived is None else archived.archived_at,
+            version=None if archived is None else archived.version,
         )
+
+    def _all_places(self) -> list[tuple[int, int]]:
+        archived = None if self._archived is None else (self._archived.partition, self._archived.offset)
+        return list(dict.fromkeys(place for place in (self._place, *self._places, archived) if place is not None))
 
     # -- Postgres ------------------------------------------------------------------------------------------------------
 
@@ -292,7 +331,10 @@ class _Search:
 
     def _from_archive(self, name: str) -> _Archived | None:
         partition, offset = self._place or (None, None)
-        facts = {"topic_id": self._topic_id, "partition": partition, "offset": offset}
+        facts: dict[str, Any] = {"topic_id": self._topic_id, "partition": partition, "offset": offset}
+        # The time of the record, where there is one: then a day of the archive is not read as a whole.
+        at = None if self._record is None else _at(self._record)
+        facts |= {"since": at or datetime(1970, 1, 1, tzinfo=UTC), "until": at or datetime(9000, 1, 1, tzinfo=UTC)}
         if self._identity is not None:
             facts |= self._identity._asdict()
         with self._runtime.control.connection() as connection:
@@ -302,10 +344,12 @@ class _Search:
                 self.unsearched.append(f"the archive: it took longer than {ARCHIVE_MS // 1000} s to look")
                 return None
         if row is not None:
-            topic_id, batch, stored_in, stored_at, source, lp, seq, at, key, tags = row
+            topic_id, batch, stored_in, stored_at, source, lp, seq, at, key, tags, archived_at, version = row
             identity = Identity(source, lp, seq)
-            self._archived = _Archived(topic_id, batch, stored_in, stored_at, identity, at, key, tuple(tags or ()))
-            self._place = (self._archived.partition, self._archived.offset)
+            self._archived = _Archived(
+                topic_id, batch, stored_in, stored_at, identity, at, key, tuple(tags or ()), archived_at, version
+            )
+            self._place = self._place or (stored_in, stored_at)
             self._in_archive = True
         return self._archived
 
@@ -320,53 +364,45 @@ class _Search:
 
     # -- the streams ---------------------------------------------------------------------------------------------------
 
-    def _read(self, partition: int, offset: int, count: int = 1) -> Record | None:
-        return next((one for one in self._page(partition, offset, count) if one.offset == offset), None)
-
-    def _page(self, partition: int, since: int, count: int) -> list[Record]:
+    def _read(self, partition: int, offset: int) -> Record | None:
         if self._node is None:
-            return []
-        log = partition_keys(self._runtime.prefix, partition).log
+            return None
         node = self._nodes[self._node]
         try:
             with self._runtime.connection(node, RedisRole.VIEWER) as connection:
-                (reply,) = connection.call([("XRANGE", log, f"{since}-0", "+", "COUNT", count)])
-                return list(records_of(raise_for_reply(reply, node.address)))
+                return read_record(connection, self._runtime.prefix, partition, offset)
         except MqlayerError as error:
             self.unsearched.append(f"node {node.name}: {error}")
-            return []
+            return None
 
     def _find_in_streams(self, identity: Identity) -> None:
         with self._runtime.control.connection() as connection:
             kept = undeleted_partitions(connection, self._topic_id or 0)
-        candidates = [one for one in kept if one.lp_from <= identity.lp < one.lp_to]
-        left = SCAN_LIMIT
-        for one in candidates:
-            left = self._scan(one, identity, left)
-            if self._record is not None:
-                return
-        if left <= 0:
-            self.unsearched.append(f"what is behind the first {SCAN_LIMIT:,} records of its streams")
-        self._node = next((one.node for one in candidates if self._place and one.partition == self._place[0]), None)
+        with closing(StreamSearch(self._runtime)) as search:
+            for one in kept:
+                if one.lp_from <= identity.lp < one.lp_to:
+                    self._find_in(search, one, identity)
+        if self._record is None and self._place is not None:
+            self._node = next((one.node for one in kept if one.partition == self._place[0]), None)
 
-    def _scan(self, partition: UndeletedPartition, identity: Identity, left: int) -> int:
-        """Return how many records may be looked at still."""
-        self._node, since = partition.node, 1
-        while left > 0:
-            page = self._page(partition.partition, since, PAGE)
-            for record in page:
-                if record.identity == identity:
-                    self._record, self._place = record, (partition.partition, record.offset)
-                    return left
-            left -= len(page)
-            if len(page) < PAGE:
-                break
-            since = page[-1].offset + 1
-        return left
+    def _find_in(self, search: StreamSearch, one: UndeletedPartition, identity: Identity) -> None:
+        try:
+            record = search.find(one, identity)
+            self._was_stored = self._was_stored or search.mark(one, identity) >= identity.seq
+        except BudgetSpent as error:
+            self.unsearched.append(f"the rest of partition {one.partition}: {error}")
+        except MqlayerError as error:
+            self.unsearched.append(f"partition {one.partition}, node {self._nodes[one.node].name}: {error}")
+        else:
+            if record is not None:
+                self._places.append((one.partition, record.offset))
+                if self._record is None:
+                    self._record, self._place, self._node = record, self._places[-1], one.node
 
     # -- groups --------------------------------------------------------------------------------------------------------
 
-    def _in_groups(self) -> Iterator[MessageInGroup]:
+    def in_groups(self) -> Iterator[MessageInGroup]:
+        """Yield the state in each group."""
         outcomes = self._outcomes()
         positions = self._unsettled()
         for (

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from mqlayer.archive import archive_pass, retain_by_topics
+from mqlayer.archive import archive_pass, index_days, retain_by_topics
 from mqlayer.groups import balance_by_rate, rebalance_groups
 from mqlayer.groups.retirement import forget_instances, forget_retired, retire_absent
 from mqlayer.idempotency import watch_versions
@@ -108,8 +108,9 @@ def _archive(runtime: Runtime, every_s: float) -> None:
 
 
 def _retain(runtime: Runtime, _: float) -> None:
-    """Drop archive days past retention."""
+    """Drop archive days past retention; index those that ended."""
     retain_by_topics(runtime)
+    index_days(runtime)
 
 
 def _release_delayed(runtime: Runtime, every_s: float) -> None:
@@ -139,6 +140,14 @@ def _retire_groups(runtime: Runtime, _: float) -> None:
     forget_instances(runtime.control)
 
 
+def _sample(runtime: Runtime, _: float) -> None:
+    """Take a sample of each group, topic and node, for curves."""
+    # No other job looks at groups: commands that run one job load no more than that needs.
+    from mqlayer.maintenance.sampling import take_samples
+
+    take_samples(runtime)
+
+
 PERIODIC_JOBS: Final = (
     PeriodicJob("relay", 10, _relay, "the chain; LP sets by lease"),
     PeriodicJob("trim", 10, _trim, "each group's position, in the trimming script"),
@@ -158,4 +167,5 @@ PERIODIC_JOBS: Final = (
     PeriodicJob("clean_inbox", 300, _clean_inbox, "rows by age"),
     PeriodicJob("watch_versions", 10, _watch_versions, "the alarm's row"),
     PeriodicJob("retire_groups", 10, _retire_groups, "the group's lock"),
+    PeriodicJob("sample", 60, _sample, "one row a minute and thing"),
 )

@@ -77,6 +77,7 @@ LIMITS: Final[Mapping[str, SessionLimits]] = {
     # It may read through an outbox, and holds a node's row while it resends.
     "mqlayer relay": SessionLimits(300, 30, 600),
     "mqlayer worker": SessionLimits(3600, 60, 600),
+    "mqlayer exporter": SessionLimits(30, 5, 60),
     "mqlayer routes": _NONE,
     # It inspects these settings, and limits itself.
     "mqlayer doctor": SessionLimits(),

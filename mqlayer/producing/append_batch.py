@@ -14,7 +14,9 @@ from mqlayer.redis.wire import bulk, bulk_number
 class AppendBatch:
     """One append, encoded. With `once`, all have dedup ids."""
 
-    __slots__ = ("chunks", "count", "heads", "once", "partition_queue", "pending_sends", "size", "source")
+    __slots__ = (
+        "chunks", "count", "heads", "once", "partition_queue", "pending_sends", "sent_at", "size", "source",
+    )  # fmt: skip
 
     def __init__(self, partition_queue: PartitionQueue) -> None:
         self.partition_queue = partition_queue
@@ -24,6 +26,8 @@ class AppendBatch:
         self.heads: list[bytes] = []
         self.chunks: list[bytes] = []
         self.count = self.size = 0
+        # Set where metrics are on.
+        self.sent_at = 0.0
 
     def add(self, queue: LpQueue) -> bool:
         """Take a queue's next messages; return whether it is empty."""

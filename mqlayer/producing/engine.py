@@ -13,6 +13,7 @@ from mqlayer.domain.routing import Lp
 from mqlayer.errors import ProducerClosed
 from mqlayer.failpoints import failpoint
 from mqlayer.logs import event_logger
+from mqlayer.metrics import meters_of
 from mqlayer.postgres.database import Database
 from mqlayer.producing.follow_ups import ProducerJob, RefreshLimits, RenewSource, Reroute, StoredLookup
 from mqlayer.producing.guarded_in_flight import CLOSED, GuardedInFlight
@@ -58,6 +59,10 @@ class ProducerEngine:
         self._metadata = MetadataRefresher(guarded, self._scheduler, self._runtime, options)
         self.senders = self._metadata.senders
         self._sources = ProducerSources(name, source, self._runtime.control, guarded, self._scheduler)
+        meters, capacity = meters_of(settings), in_flight.capacity
+        self._end_counts = None
+        if meters is not None:
+            self._end_counts = meters.add_producer(lambda: dict(in_flight.counts), lambda: capacity.count)
         self._lookup = RecordLookup(guarded, self._scheduler, self._runtime, self._metadata.node)
 
     @property
@@ -122,6 +127,8 @@ class ProducerEngine:
                 in_flight.settlement.fail_remaining()
         self._sources.close()
         self._runtime.control.close()
+        if self._end_counts is not None:
+            self._end_counts()
 
     def check_process(self) -> None:
         """Raise ProducerClosed in a forked child."""

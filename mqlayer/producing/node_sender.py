@@ -19,6 +19,7 @@ from mqlayer.errors import (
 )
 from mqlayer.failpoints import failpoint
 from mqlayer.logs import event_logger
+from mqlayer.metrics import Meters, meters_of
 from mqlayer.producing.append_answers import AppendAnswer
 from mqlayer.producing.append_batch import AppendBatch
 from mqlayer.producing.guarded_in_flight import GuardedInFlight
@@ -58,7 +59,7 @@ class NodeSender(Service):
         self.queue = NodeQueue(node.node_id, node.name, node.armed_run_id or "")
         self.io = threading.Lock()
         self._node, self._guarded, self._runtime, self._options = node, guarded, runtime, options
-        self._refresh_node = refresh_node
+        self._refresh_node, self._meters = refresh_node, meters_of(runtime.settings)
         self._connection = self._new_connection(node)
         # Cached: removing the password from a URL costs more than the rest of a settled append.
         self._address = node.address
@@ -162,6 +163,8 @@ class NodeSender(Service):
         try:
             packet = _append_request(self._connection, batch, self._runtime.settings)
             failpoint("producer.before_append")
+            if self._meters is not None:
+                batch.sent_at = time.perf_counter()
             self._connection.send_packet(packet + self._wait_packet if self._wait_packet else packet)
             failpoint("producer.after_send")
         except StoreUnavailable as error:
@@ -198,6 +201,8 @@ class NodeSender(Service):
             self._scripts_missing = True
         else:
             answer = _read_reply(self._unanswered[0], replies[0], self._address)
+            if self._meters is not None:
+                _record(self._meters, self._unanswered[0], _refusal_class(answer))
         self._guarded.apply_answer(self.queue, self._unanswered, answer, replicas)
 
     def _lose(self, error: BaseException) -> None:
@@ -207,6 +212,8 @@ class NodeSender(Service):
             self._unanswered.clear()
             reason = str(error) or type(error).__name__
             in_flight.answers.disconnected(self.queue, unanswered, reason, time.monotonic())
+        for batch in unanswered if self._meters is not None else ():
+            _record(self._meters, batch, type(error).__name__)
 
     # The thread
 
@@ -310,6 +317,19 @@ def _read_reply(batch: AppendBatch, reply: Any, address: str) -> AppendAnswer:
     if answer.status in ("sealed", "importing", "deleted", "absent"):
         return answer
     raise StoreUnavailable(address, f"unexpected answer to an append: {answer.status} {answer.fact}")
+
+
+def _record(meters: Meters | None, batch: AppendBatch, error: str) -> None:
+    # A batch of which nothing was sent has no time.
+    if meters is not None and batch.sent_at:
+        topic = batch.pending_sends[0].queue.topic.name
+        meters.sent(topic, batch.count, time.perf_counter() - batch.sent_at, error)
+
+
+def _refusal_class(answer: AppendAnswer) -> str:
+    if isinstance(answer, MqlayerError):
+        return type(answer).__name__
+    return answer.status if isinstance(answer, Refused) else ""
 
 
 def stop_senders(senders: Collection[NodeSender], timeout_s: float) -> None:

@@ -15,6 +15,7 @@ from mqlayer.domain.names import check_name
 from mqlayer.errors import InvalidInput
 from mqlayer.groups.group import Group, GroupSettings, ensure_group
 from mqlayer.idempotency import InboxEntry
+from mqlayer.metrics import meters_of
 from mqlayer.postgres.caller_connections import Statements
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.migrations import check_schema
@@ -145,7 +146,11 @@ def open_session(topic: str, wanted: GroupSettings, *, group: str, settings: Set
         cleanup.callback(cache.stop, CLOSE_S)
         # Apart, so that neither fetching nor settling waits for the other.
         fetching, settling = (cleanup.enter_context(NodePool(runtime, routes.node, RedisRole.CONSUMER)) for _ in "12")
-        settler = PopSettler(found, cache, settling, routes, prefix=runtime.prefix, name=f"r-{uuid.uuid4().hex}")
+        meters, name = meters_of(settings), f"r-{uuid.uuid4().hex}"
+        of_group = None if meters is None else meters.member(topic, group)
+        settler = PopSettler(found, cache, settling, routes, prefix=runtime.prefix, name=name, meters=of_group)
+        if of_group is not None:
+            cleanup.callback(of_group.count(lambda: dict(settler.counts), lambda: len(cache.views)))
         fetcher = Fetcher(found, cache, fetching, settler, runtime=runtime, routes=routes)
 
         def hear(group_id: str) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from mqlayer.domain.routing import NodeId
 from mqlayer.errors import InvalidInput, NodeNotArmed, StaleToken, StoreUnavailable
 from mqlayer.failpoints import failpoint
 from mqlayer.groups.group import Group
+from mqlayer.metrics import MemberMeters
 from mqlayer.receiving.partition_cache import PartitionCache
 from mqlayer.receiving.pop_message import Token
 from mqlayer.redis.node_connection import NodeConnection
@@ -26,6 +28,13 @@ from mqlayer.redis.pop_scripts import (
 )
 from mqlayer.runtime.node_pool import NodePool
 from mqlayer.runtime.route_cache import RouteCache
+
+OUTCOMES: Final[Mapping[SettleAction, tuple[str, ...]]] = {
+    "ack": ("handled", "settled"),
+    "nack": ("failed",),
+    "extend": (),
+}
+"""Counts by action."""
 
 
 @dataclass(slots=True)
@@ -44,7 +53,15 @@ class PopSettler:
     """Sends settlements. Thread-safe; one call at a time."""
 
     def __init__(
-        self, group: Group, cache: PartitionCache, connections: NodePool, routes: RouteCache, *, prefix: str, name: str
+        self,
+        group: Group,
+        cache: PartitionCache,
+        connections: NodePool,
+        routes: RouteCache,
+        *,
+        prefix: str,
+        name: str,
+        meters: MemberMeters | None = None,
     ) -> None:
         self._group, self._cache, self._connections, self._routes, self._prefix = (
             group,
@@ -53,7 +70,8 @@ class PopSettler:
             routes,
             prefix,
         )
-        self._name, self._lock = name, threading.Lock()
+        self._name, self._lock, self._meters = name, threading.Lock(), meters
+        self.counts: Counter[str] = Counter()
 
     def settle(self, action: SettleAction, tokens: Sequence[Token], *, ms: int = 0, handled: bool = True) -> None:
         """Send one write per node. `handled`: False records no outcome.
@@ -81,6 +99,9 @@ class PopSettler:
         with self._lock:
             for node_id, calls in by_node.items():
                 self._settle_on(node_id, said, calls)
+            done = len(tokens) - len(said.stale) - len(said.unknown)
+            for outcome in OUTCOMES[action] if handled else ("unmatched",):
+                self.counts[outcome] += done
         if said.unknown:
             named = ", ".join(f"{token.partition}/{token.offset}" for token in said.unknown[:5])
             raise InvalidInput(f"no such message was given out: {named}")
@@ -125,4 +146,4 @@ class PopSettler:
             )
             for group_partition, tokens in calls
         ]
-        return connection.call(commands)
+        return connection.call(commands) if self._meters is None else self._meters.settling(connection.call, commands)

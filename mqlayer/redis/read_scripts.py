@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
+from mqlayer.domain.message import Record
 from mqlayer.domain.offsets import OffsetRange
 from mqlayer.domain.tags import TagFilter
 from mqlayer.redis.keys import group_keys, partition_keys
@@ -15,7 +16,8 @@ FIND_LIMIT: Final = 1_000
 """Offsets per call."""
 SELECT_LIMIT: Final = 1_000
 """Records per call."""
-
+SEARCH_LIMIT: Final = 500
+"""Records per call: about 1 ms of the node."""
 
 MARKS_PER_CALL: Final = 2_000
 """About 1 ms of the node."""
@@ -134,6 +136,44 @@ def select_reply(reply: Any, address: str) -> SelectedRecords:
     """Parse log_select's reply."""
     _, last, more, flat, entries = raise_for_reply(reply, address)
     return SelectedRecords(last, more == 1, list(zip(flat[::2], flat[1::2], strict=True)), entries)
+
+
+class FoundRecord(NamedTuple):
+    """A record without its body."""
+
+    offset: int
+    m: bytes
+    key: bytes
+
+    @property
+    def record(self) -> Record:
+        """The record, with an empty body."""
+        return Record(self.offset, self.m, self.key, b"")
+
+
+class RecordFilter(NamedTuple):
+    """Wanted records. `begins`, `contains`: of `m`, as text; empty: any."""
+
+    begins: bytes = b""
+    contains: bytes = b""
+    key: bytes | None = None
+
+
+def search_command(
+    connection: NodeConnection, prefix: str, partition: int, wanted: RecordFilter, *, first: int, past: int, limit: int
+) -> Command:
+    """Search up to SEARCH_LIMIT records of [first, past)."""
+    log = partition_keys(prefix, partition).log
+    key = () if wanted.key is None else (wanted.key,)
+    return connection.script(
+        "log_search", (log,), first, past, SEARCH_LIMIT, limit, wanted.begins, wanted.contains, len(key), *key or (b"",)
+    )
+
+
+def search_reply(reply: Any, address: str) -> tuple[int, list[FoundRecord]]:
+    """Return the first unsearched offset, and the matches."""
+    _, following, flat = raise_for_reply(reply, address)
+    return following, [FoundRecord(*flat[at : at + 3]) for at in range(0, len(flat), 3)]
 
 
 def marks_of(

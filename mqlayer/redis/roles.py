@@ -88,7 +88,7 @@ SCRIPTS: Final[Mapping[RedisRole, frozenset[str]]] = {
             "source_term",
         }
     ),
-    RedisRole.VIEWER: frozenset({"group_position", "key_find", "log_chain", "partition_read"}),
+    RedisRole.VIEWER: frozenset({"group_position", "key_find", "log_chain", "log_search", "partition_read"}),
     RedisRole.OPERATOR: frozenset(
         {
             "group_forget",
@@ -100,6 +100,7 @@ SCRIPTS: Final[Mapping[RedisRole, frozenset[str]]] = {
             "log_chain",
             "log_recount",
             "log_ends",
+            "log_search",
             "log_trim",
             "mark_skip",
             "partition_create",

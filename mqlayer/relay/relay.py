@@ -25,6 +25,7 @@ from tenacity.nap import sleep_using_event
 from mqlayer.errors import PermissionDenied, StoreUnavailable, TransactionConflict
 from mqlayer.health import Health, Liveness, stuck_after_s
 from mqlayer.logs import event_logger, is_reported
+from mqlayer.metrics import meters_of
 from mqlayer.redis.access import use_access
 from mqlayer.relay.backoff import backoff_s
 from mqlayer.relay.limits import RelayLimits
@@ -81,7 +82,17 @@ class Relay:
 
     def run(self) -> None:
         """Work until `stop`."""
-        self._serve(self._work, helper=False)
+        meters = meters_of(self._settings)
+        end_counts = None if meters is None else meters.add_relay(self._lp_sets)
+        try:
+            self._serve(self._work, helper=False)
+        finally:
+            if end_counts is not None:
+                end_counts()
+
+    def _lp_sets(self) -> int:
+        session = self._session
+        return 0 if session is None else len(session.lp_sets)
 
     def run_once(self, *, at_most_s: float) -> int:
         """Drain unowned LP sets; return messages appended."""

@@ -9,6 +9,7 @@ from typing import Final
 
 from mqlayer.errors import StoreUnavailable
 from mqlayer.logs import event_logger
+from mqlayer.metrics import meters_of
 from mqlayer.postgres.database import connect_at_best, driver_errors
 from mqlayer.postgres.delayed_release import release_on
 from mqlayer.postgres.migrations import check_schema
@@ -59,6 +60,7 @@ class RelaySession:
         self._sender = Sender(
             prefix=runtime.prefix, cursors=self._cursors, nodes=self._nodes, targets=self._targets, limits=limits
         )
+        self._meters = self._sender.meters = meters_of(runtime.settings)
         self._writer = ProgressWriter(self._reader, self._sender, self._cursors, self._refuse_other_term)
         self._late = LateIds(limits)
         self._source: OutboxSource | None = None
@@ -219,6 +221,9 @@ class RelaySession:
         if not rows:
             return
         self._refuse_other_term()
+        if self._meters is not None:
+            # Rows begin with their publisher's time.
+            self._meters.relay_delay(time.time() - int(rows[0][3].partition(b":")[0]) / 1000)
         planned = plan(rows, self._cursors)
         self._writer.keep_voided(planned.voided)
         self._sender.send(planned.batches)

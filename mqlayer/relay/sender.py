@@ -9,6 +9,7 @@ from typing import Any, Final
 from mqlayer.errors import MqlayerError, NodeOutOfMemory, StoreUnavailable
 from mqlayer.failpoints import failpoint
 from mqlayer.logs import event_logger, is_reported
+from mqlayer.metrics import Meters
 from mqlayer.redis.node_connection import NodeConnection
 from mqlayer.redis.partition_scripts import LIVE_STATES, Refused, RunOutcome, append_reply, marks_reply
 from mqlayer.redis.wire import append_packet, append_start, bulk_number, marks_packet
@@ -42,6 +43,7 @@ class Sender:
         self.ended = False
         self.appended_count = 0
         self.source_id = 0
+        self.meters: Meters | None = None
         self._suspects: dict[int, tuple[LpCursor, int, int]] = {}
 
     @property
@@ -120,12 +122,21 @@ class Sender:
             node.synced, node.failures = True, 0
         return True
 
+    def _record(self, write: PendingWrite, append: AppendRequest, error: str) -> None:
+        if self.meters is not None:
+            topic = self._targets.name(append.runs[0][0].topic_id)
+            count = sum(count for _, _, count in append.runs)
+            self.meters.sent(topic, count, time.monotonic() - write.sent_at, error)
+
     def _on_append(self, node: RelayNode, write: PendingWrite, append: AppendRequest, reply: Any) -> None:
         try:
             answer = append_reply(reply, node.address)
         except NodeOutOfMemory as error:
+            self._record(write, append, type(error).__name__)
             self._wait(append, write.number, "relay_node_out_of_memory", str(error))
             return
+        if self.meters is not None:
+            self._record(write, append, answer.status if isinstance(answer, Refused) else "")
         if isinstance(answer, Refused):
             self._on_refusal(node, append, write.number, answer)
             return

@@ -47,6 +47,10 @@ class Targets:
             known = self._by_lp.get(topic_id)
         return known[chain % LP_COUNT] if known is not None else self._unrouted[topic_id]
 
+    def name(self, topic_id: int) -> str:
+        """Return a topic's name, "" if unread."""
+        return self._names.get(topic_id, "")
+
     def retry_unrouted(self, now: float) -> set[int]:
         """Read missing routes; return topics that now have one."""
         due = [

@@ -428,3 +428,29 @@ WHERE CASE WHEN %(id)s::bigint IS NULL THEN o.topic_id = %(topic_id)s AND o.lp =
 -- name: message_outbox_body
 -- Headers and body of a row of the outbox.
 SELECT headers, body FROM mqlayer_app.outbox WHERE topic_id = %(topic_id)s AND lp = %(lp)s AND seq = %(seq)s;
+
+-- name: life_fence
+-- What the fence and the inbox noted of a message and of its key in groups.
+SELECT group_id, 'fence' AS kind, seq, applied_at FROM mqlayer_app.fence_applied
+WHERE group_id = ANY(%(group_ids)s::bigint[]) AND lp = %(lp)s AND key = %(fence_key)s AND source_id = %(fence_source)s
+UNION ALL
+SELECT group_id, 'inbox', seq, applied_at FROM mqlayer_app.inbox
+WHERE group_id = ANY(%(group_ids)s::bigint[]) AND id = %(message)s
+ORDER BY applied_at;
+
+-- name: searched_outbox_of_key
+-- The messages of a key that wait for a relay, the latest first.
+SELECT o.id, o.lp, o.seq, o.created_at FROM mqlayer_app.outbox o
+WHERE o.topic_id = %(topic_id)s AND o.lp = %(lp)s AND o.key = %(key)s AND o.seq <= %(upto)s
+  AND o.seq > coalesce((SELECT r.seq FROM mqlayer_app.relayed r
+                        WHERE r.topic_id = o.topic_id AND r.lp = o.lp), 0)
+ORDER BY o.seq DESC LIMIT %(limit)s;
+
+-- name: searched_dedup
+-- The message that a dedup id stands for, while it is remembered.
+SELECT seq, published_at FROM mqlayer_app.dedup WHERE topic_id = %(topic_id)s AND lp = %(lp)s AND token = %(token)s;
+
+-- name: life_fence_of_key
+-- Up to which seq the fence noted the messages of a key in groups.
+SELECT group_id, source_id, seq, applied_at FROM mqlayer_app.fence_applied
+WHERE group_id = ANY(%(group_ids)s::bigint[]) AND lp = %(lp)s AND key = %(key)s ORDER BY applied_at;

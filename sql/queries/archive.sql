@@ -180,6 +180,20 @@ UPDATE mqlayer_archive.mark m SET first_seq = gone.last + 1
 FROM unnest(%(topics)s::int[], %(sources)s::bigint[], %(lps)s::smallint[], %(lasts)s::bigint[]) AS gone(topic_id, source, lp, last)
 WHERE m.topic_id = gone.topic_id AND m.source = gone.source AND m.lp = gone.lp AND m.first_seq <= gone.last;
 
+-- name: archive_days_unindexed
+-- Days of the archive that are over and have no index by LP, the latest first.
+SELECT made.day
+FROM (SELECT CASE WHEN c.relname ~ '^record_[0-9]{8}$' THEN to_date(right(c.relname, 8), 'YYYYMMDD') END AS day
+      FROM pg_inherits i JOIN pg_class c ON c.oid = i.inhrelid
+      WHERE i.inhparent = 'mqlayer_archive.record'::regclass) AS made
+WHERE made.day < (now() AT TIME ZONE 'UTC')::date
+  AND to_regclass('mqlayer_archive.record_' || to_char(made.day, 'YYYYMMDD') || '_of_lp') IS NULL
+ORDER BY made.day DESC LIMIT %(limit)s;
+
+-- name: archive_day_index
+-- Index the records of a day by LP.
+SELECT mqlayer_archive.day_index_v1(%(day)s);
+
 -- name: archive_day_drop
 -- Drop a day's table partitions, and what is noted of it but that its batches are gone.
 WITH forgotten AS (

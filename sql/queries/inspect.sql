@@ -162,18 +162,109 @@ ORDER BY settled_at;
 
 -- name: message_archived_at
 -- The archived record of a place.
-SELECT topic_id, batch, partition_id, log_offset, source, lp, seq, published_at, key, tags FROM mqlayer_archive.record
-WHERE topic_id = %(topic_id)s AND partition_id = %(partition)s AND log_offset = %(offset)s LIMIT 1;
+SELECT topic_id, batch, partition_id, log_offset, source, lp, seq, published_at, key, tags, archived_at, version
+FROM mqlayer_archive.record
+WHERE topic_id = %(topic_id)s AND partition_id = %(partition)s AND log_offset = %(offset)s
+  AND published_at >= %(since)s AND published_at <= %(until)s LIMIT 1;
 
 -- name: message_archived
 -- The archived record of an identity.
-SELECT topic_id, batch, partition_id, log_offset, source, lp, seq, published_at, key, tags FROM mqlayer_archive.record
-WHERE topic_id = %(topic_id)s AND source = %(source)s AND lp = %(lp)s AND seq = %(seq)s LIMIT 1;
+SELECT topic_id, batch, partition_id, log_offset, source, lp, seq, published_at, key, tags, archived_at, version
+FROM mqlayer_archive.record
+WHERE topic_id = %(topic_id)s AND source = %(source)s AND lp = %(lp)s AND seq = %(seq)s
+  AND published_at >= %(since)s AND published_at <= %(until)s LIMIT 1;
 
 -- name: message_archived_body
 -- Headers and body of an archived record.
 SELECT headers, body FROM mqlayer_archive.record
 WHERE topic_id = %(topic_id)s AND batch = %(batch)s AND partition_id = %(partition)s AND log_offset = %(offset)s LIMIT 1;
+
+-- name: searched_archive_of_key
+-- Archived messages of a key before a place, the latest first; without headers and bodies.
+SELECT batch, partition_id, log_offset, source, lp, seq, published_at, key, tags FROM mqlayer_archive.record
+WHERE topic_id = %(topic_id)s AND lp = %(lp)s AND key = %(key)s
+  AND batch >= %(from_batch)s AND (batch < %(batch)s OR batch = %(batch)s AND log_offset < %(offset)s)
+  AND published_at >= %(since)s AND published_at <= %(until)s
+ORDER BY batch DESC, log_offset DESC LIMIT %(limit)s;
+
+-- name: searched_archive_of_time
+-- Archived messages that were published from a time on, in the order of that.
+SELECT batch, partition_id, log_offset, source, lp, seq, published_at, key, tags FROM mqlayer_archive.record
+WHERE topic_id = %(topic_id)s AND published_at >= %(since)s AND published_at <= %(until)s
+ORDER BY published_at, batch, log_offset LIMIT %(limit)s;
+
+-- name: searched_archive_of_header
+-- Archived messages of a time whose headers have a text, the latest first.
+SELECT batch, partition_id, log_offset, source, lp, seq, published_at, key, tags, headers FROM mqlayer_archive.record
+WHERE topic_id = %(topic_id)s AND published_at >= %(since)s AND published_at <= %(until)s
+  AND (%(key)s::bytea IS NULL OR key = %(key)s) AND strpos(headers, %(contains)s) > 0
+ORDER BY published_at DESC, batch DESC, log_offset DESC LIMIT %(limit)s;
+
+-- name: searched_archive
+-- How far the archive of a topic has its partitions: the first offset that it lacks.
+SELECT partition_id, upto_offset FROM mqlayer_archive.progress WHERE topic_id = %(topic_id)s;
+
+-- name: searched_archive_days
+-- The last batch of a topic's archive, and the first one of those days that have no index by LP.
+SELECT a.batch, (SELECT min(d.first_batch) FROM mqlayer_archive.day d
+                 WHERE d.topic_id = a.topic_id
+                   AND to_regclass('mqlayer_archive.record_' || to_char(d.day, 'YYYYMMDD') || '_of_lp') IS NULL)
+FROM mqlayer_archive.topic a WHERE a.topic_id = %(topic_id)s;
+
+-- name: searched_topic
+-- The number of a topic, and how its archive is kept.
+SELECT topic_id, archived, retention_days FROM mqlayer.topic WHERE name = %(topic)s;
+
+-- name: life_source
+-- Who numbered a message: an outbox, or a direct producer by its name.
+SELECT kind, name FROM mqlayer.source WHERE source_id = %(source)s;
+
+-- name: life_route_changes
+-- The changes that ended partitions: what came of each.
+SELECT p.partition_id, c.kind, c.version, c.state, c.sealed_at, c.ended_at, c.actor,
+       ARRAY(SELECT s.partition_id FROM mqlayer.partition s
+             WHERE s.created_by_change = c.change_id AND s.lp_from <= %(lp)s AND s.lp_to > %(lp)s) AS successors
+FROM mqlayer.partition p JOIN mqlayer.route_change c ON c.change_id = p.ended_by_change
+WHERE p.partition_id = ANY(%(partitions)s::int[]) AND c.state <> 'dropped' ORDER BY c.change_id;
+
+-- name: life_partitions
+-- Partitions, the route version that made them, and where they are.
+SELECT p.partition_id, coalesce(c.version, 1), n.name, p.state
+FROM mqlayer.partition p JOIN mqlayer.node n USING (node_id)
+LEFT JOIN mqlayer.route_change c ON c.change_id = p.created_by_change
+WHERE p.partition_id = ANY(%(partitions)s::int[]);
+
+-- name: life_acts
+-- The acts on groups of a topic, or on all of it, that may be about a message of a key. Those of whole groups name no key.
+SELECT a.at, a.actor, a.act, a.object, a.facts FROM mqlayer.audit a
+WHERE a.object = ANY(%(objects)s::text[]) AND a.at >= %(since)s
+  AND (a.facts ->> 'key' = %(key)s
+       AND (%(message)s::text IS NULL OR coalesce(a.facts ->> 'message', %(message)s) = %(message)s)
+       OR NOT a.facts ? 'key' AND a.act = ANY(%(acts)s::text[]))
+ORDER BY a.at DESC LIMIT %(limit)s;
+
+-- name: life_dead
+-- A message that died in groups, and the redrives that gave it back.
+SELECT d.group_id, d.dead_id, d.cause, d.reason, d.attempts, d.actor, d.died_at, d.redriven_at, r.redrive_id, r.actor,
+       w.result, w.at
+FROM mqlayer.dead_fact d
+LEFT JOIN (mqlayer.redrive_result w JOIN mqlayer.redrive r USING (redrive_id))
+  ON w.dead_id = d.dead_id AND r.group_id = d.group_id
+WHERE d.group_id = ANY(%(group_ids)s::bigint[]) AND d.lp = %(lp)s AND d.source = %(source)s AND d.seq = %(seq)s
+ORDER BY w.at;
+
+-- name: life_parked
+-- A message that is parked in groups, with its key.
+SELECT m.group_id, k.parked_at, k.cause, k.due_at, m.attempts, m.redriven, m.replay, k.paused_at, k.paused_by
+FROM mqlayer.parked_fact m JOIN mqlayer.parked_key k USING (group_id, lp, name)
+WHERE m.group_id = ANY(%(group_ids)s::bigint[]) AND m.lp = %(lp)s AND m.source = %(source)s AND m.seq = %(seq)s;
+
+-- name: life_replays
+-- The replays that had a message for groups, and said something about it.
+SELECT r.group_id, w.redrive_id, r.actor, w.result, w.at
+FROM mqlayer.redrive r JOIN mqlayer.replay_result w USING (redrive_id)
+WHERE r.group_id = ANY(%(group_ids)s::bigint[]) AND w.lp = %(lp)s AND w.source = %(source)s AND w.seq = %(seq)s
+ORDER BY w.at;
 
 -- name: message_source
 -- The source of an outbox, if a relay has opened one.

@@ -65,6 +65,7 @@ GRANT EXECUTE ON FUNCTION mqlayer.retired_messages_drop_v1 TO {role};
 GRANT SELECT, INSERT (lp_from, lp_to, partition_id, topic_id, version) ON mqlayer.route TO {role};
 GRANT SELECT, INSERT (actor, kind, mode, topic_id, version), UPDATE (ended_at, mode, opened_at, sealed_at, state) ON
     mqlayer.route_change TO {role};
+GRANT SELECT ON mqlayer.sample TO {role};
 GRANT SELECT, INSERT (unreachable, change_id, cut, marks, next_offset, partition_id, run_id, seal_id), UPDATE (unreachable, cut,
     next_offset, run_id, seal_id) ON mqlayer.seal TO {role};
 GRANT SELECT ON mqlayer.server TO {role};

@@ -39,6 +39,7 @@ GRANT SELECT ON mqlayer.redrive_result TO {role};
 GRANT SELECT ON mqlayer.replay_result TO {role};
 GRANT SELECT ON mqlayer.route TO {role};
 GRANT SELECT ON mqlayer.route_change TO {role};
+GRANT SELECT ON mqlayer.sample TO {role};
 GRANT SELECT ON mqlayer.seal TO {role};
 GRANT SELECT ON mqlayer.server TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.server_seen_v1 TO {role};

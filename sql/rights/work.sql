@@ -46,6 +46,8 @@ GRANT EXECUTE ON FUNCTION mqlayer.retired_keys_drop_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.retired_messages_drop_v1 TO {role};
 GRANT SELECT, INSERT (lp_from, lp_to, partition_id, topic_id, version) ON mqlayer.route TO {role};
 GRANT SELECT, UPDATE (ended_at, mode, opened_at, sealed_at, state) ON mqlayer.route_change TO {role};
+GRANT SELECT, INSERT (at, committed, dead, kind, lag, memory_bytes, object_id, oldest_s, ops_per_s, parked, relayed, stored),
+    DELETE ON mqlayer.sample TO {role};
 GRANT SELECT, INSERT (unreachable, change_id, cut, marks, next_offset, partition_id, run_id, seal_id), UPDATE (unreachable, cut,
     next_offset, run_id, seal_id) ON mqlayer.seal TO {role};
 GRANT SELECT ON mqlayer.server TO {role};
@@ -87,6 +89,7 @@ GRANT SELECT ON mqlayer_archive.cut TO {role};
 GRANT SELECT, INSERT (day, first_batch, last_batch, outcomes, records, topic_id), UPDATE (last_batch, outcomes,
     records), DELETE ON mqlayer_archive.day TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_archive.day_drop_v1 TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer_archive.day_index_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_archive.day_made_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_archive.day_make_v1 TO {role};
 GRANT SELECT, INSERT (accepted_at, after_seq, log_offset, lp, next_seq, partition_id, source, topic_id), UPDATE

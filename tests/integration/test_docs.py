@@ -26,7 +26,14 @@ ROOT: Final = Path(__file__).parents[2]
 DOCS: Final = ROOT / "docs"
 TUTORIAL: Final = DOCS / "tutorial" / "ordered-consumer.md"
 """See test_tutorial.py."""
-WITHOUT_EXAMPLE: Final = {"grant-rights", "run-on-kubernetes", "run-under-systemd", "troubleshoot", "use-a-pooler"}
+WITHOUT_EXAMPLE: Final = {
+    "grant-rights",
+    "respond-to-alerts",
+    "run-on-kubernetes",
+    "run-under-systemd",
+    "troubleshoot",
+    "use-a-pooler",
+}
 """How-to pages whose commands need roles, faults or servers of their reader."""
 LEAST_EXAMPLES: Final = 175
 """How many blocks and commands of the pages run: a change that marks many as not run would go unseen."""

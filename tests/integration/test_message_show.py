@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 
 from mqlayer.archive import archive_pass
+from mqlayer.domain.routing import lp_of
 from mqlayer.maintenance import trim_pass
 from mqlayer.postgres.rights import Right
 from mqlayer.relay import relay_once
@@ -21,6 +23,16 @@ from tests.proof.world import QUICK, World
 
 def states(found: dict[str, Any]) -> dict[str, str]:
     return {one["group"]: one["state"] for one in found["groups"]}
+
+
+def steps(found: dict[str, Any], group: str | None = None) -> list[str]:
+    """Return the steps of a message in order: outside of any group, or in one."""
+    return [one["step"] for one in found["steps"] if one.get("group") == group]
+
+
+def absences(found: dict[str, Any], group: str | None = None) -> list[tuple[str, str]]:
+    """Return the steps that are missing, each with the kind of its absence."""
+    return [(one["steps"], one["absence"]) for one in found["missing"] if one.get("group") == group]
 
 
 @pytest.fixture
@@ -39,8 +51,11 @@ def test_a_message_is_followed_from_the_outbox_to_its_partition(world: World, ru
     assert (found["outbox"], found["message"], found["stored"], found["key"]) == (
         "waits for a relay", None, False, "ann",
     )  # fmt: skip
+    assert steps(found) == ["committed"]
     relay_once(world.settings(), limits=QUICK)
     (found,) = run.lines("message", "show", f"outbox/{row_id}")
+    assert steps(found) == ["committed", "relayed", "stored"]
+    assert absences(found) == [("time of the relay", "never_recorded")]
     (seen,) = run.lines("peek", "orders")
     assert (found["outbox"], found["message"], found["stored"]) == ("relayed", seen["message"], True)
     place = f"{seen['partition']}/{seen['offset']}"
@@ -73,6 +88,12 @@ def test_each_group_says_what_became_of_it(stage: Stage, typed: Commands) -> Non
     (of_dead,) = (one for one in dead["groups"] if one["group"] == "g")
     assert (of_dead["by"], of_dead["detail"]) == ("ops", f"dead message {dead_id}, exhausted: no such customer")
     assert {states(found)["done"] for found in (parked, dead, waits)} == {"settled"}
+    assert steps(parked, "g") == ["failed", "parked", "waiting"]
+    assert steps(dead, "g") == ["dead"]
+    assert steps(waits, "g") == ["waiting"]
+    assert steps(waits, "done") == ["settled"]
+    assert absences(waits, "done") == [("deliveries, member and time of settling", "never_recorded")]
+    assert absences(waits) == [("committed, relayed", "no_longer_known")]
 
 
 def test_after_trimming_the_archive_knows_who_handled_it(stage: Stage, typed: Commands) -> None:
@@ -91,7 +112,27 @@ def test_after_trimming_the_archive_knows_who_handled_it(stage: Stage, typed: Co
         ((group),) = found["groups"]
         assert (group["group"], group["state"]) == ("done", "handled")
         assert group["by"].startswith("m-")
-    assert "not there any more" in typed.text("message", "show", seen["message"])
+        assert steps(found) == ["stored", "archived"]
+        delivered, settled = (one for one in found["steps"] if one.get("group") == "done")
+        assert (delivered["step"], settled["step"]) == ("delivered", "settled")
+        assert delivered["by"] == settled["by"] == group["by"]
+    text = typed.text("message", "show", seen["message"])
+    assert "not there any more" in text
+    assert re.search(r"\n[-0-9]+ [:.0-9]+  settled +group done, by m-[-.a-z0-9]+, attempt 1, partition", text)
+
+
+def test_a_message_that_was_trimmed_and_not_archived_is_told_from_one_that_never_was(
+    stage: Stage, typed: Commands
+) -> None:
+    stage.send([("k", b"body")] * 600)
+    stage.consume(Recorder(), group="done")
+    stage.wait_settled("done")
+    assert trim_pass(runtime_of(stage.database, stage.prefix)).total > 0
+    lp = lp_of(b"k")
+    (found,) = typed.lines("message", "show", f"1:{lp}:1", "--topic", "orders")
+    assert (found["stored"], found["partition"], steps(found)) == (False, None, [])
+    assert ("stored", "no_longer_known") in absences(found)
+    assert "unknown message" in typed.failure("message", "show", f"1:{lp}:601", "--topic", "orders")
 
 
 @pytest.mark.parametrize(

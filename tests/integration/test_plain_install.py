@@ -161,6 +161,19 @@ print("both")
     assert plain.tries(program).splitlines()[-1] == "both"
 
 
+def test_the_otel_extra_answers_with_metrics(plain: PlainEnvironment, built_wheel: Path) -> None:
+    plain.install("--constraint", LOCKS / "dev.lock", f"{built_wheel}[otel]")
+    program = """
+from mqlayer import Settings
+from mqlayer.metrics import meters_of, metrics_page
+settings = Settings(metrics=True)
+meters_of(settings).sent("orders", 7, 0.1)
+lines = metrics_page(settings)().decode().splitlines()
+print([line.split()[-1] for line in lines if line.startswith("messaging_client_sent")])
+"""
+    assert plain.tries(program).strip() == "['7.0']"
+
+
 def test_the_reload_extra_watches_files(plain: PlainEnvironment, built_wheel: Path) -> None:
     plain.install("--constraint", LOCKS / "dev.lock", f"{built_wheel}[reload]")
     program = """

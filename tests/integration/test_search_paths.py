@@ -36,6 +36,7 @@ INNER: Final = {
     "mqlayer_app.timeline_v1": "SELECT mqlayer_app.timeline_v1()",
     "mqlayer_app.term_v1": "SELECT mqlayer_app.term_v1()",
     "mqlayer_archive.day_make_v1": "SELECT mqlayer_archive.day_make_v1(date '2030-01-01')",
+    "mqlayer_archive.day_index_v1": "SELECT mqlayer_archive.day_index_v1(date '2030-01-01')",
     "mqlayer_archive.day_drop_v1": "SELECT mqlayer_archive.day_drop_v1(date '2030-01-01')",
     "mqlayer_archive.lock_v1": "SELECT mqlayer_archive.lock_v1()",
     "mqlayer.has_v1": "SELECT mqlayer.has_v1('view', 'consume')",

@@ -23,8 +23,8 @@ NEVER: Final = {
 """Packages that no command loads before it runs."""
 HEAVY: Final = {"asyncio", "psycopg", "psycopg_pool", "pydantic", "pydantic_settings", "redis", "rich", "tenacity"}
 COMMON: Final = {
-    "cli", "domain", "env_file", "errors", "escaping", "failpoints", "logs", "postgres", "redaction", "redis",
-    "resources", "runtime", "settings", "stack", "topics",
+    "cli", "domain", "env_file", "errors", "escaping", "failpoints", "logs", "metrics", "postgres", "redaction",
+    "redis", "resources", "runtime", "settings", "stack", "topics",
 }  # fmt: skip
 """Parts of the library that commands have for the databases and nodes that they use."""
 FAILURES: Final = {"events", "groups", "parking", "redelivery"}
@@ -34,6 +34,7 @@ PARTS: Final[dict[str, set[str]]] = {
     "stack": set(),
     "consume": {"consuming", "events", "groups", "health", "idempotency", "parking"},
     "debug": {"consuming", "health", "idempotency", "inspect", *FAILURES},
+    "message_life": {"inspect", *FAILURES},
     "messages": {"events", "groups", "inspect", "outbox", "parking", "redelivery"},
     "asyncapi": {
         "asyncapi",
@@ -49,6 +50,7 @@ PARTS: Final[dict[str, set[str]]] = {
     },
     "migrate": set(),
     "rights": set(),
+    "exporter": {"exporter", "inspect", *JOBS},
     "relay": {"health", "relay"},
     "trim": JOBS,
     "analytics": {"archive"},

@@ -9,6 +9,7 @@ from mqlayer.consuming.engine.clock import Lease
 from mqlayer.consuming.engine.live_settings import LiveSettings
 from mqlayer.consuming.engine.options import MemberOptions, new_member_id
 from mqlayer.groups.group import Group
+from mqlayer.metrics import MemberMeters, meters_of
 from mqlayer.runtime.route_cache import RouteCache
 from mqlayer.runtime.runtime import Runtime
 
@@ -25,13 +26,18 @@ class MemberCore:
     lease: Lease = field(default_factory=Lease)
     beat: threading.Event = field(default_factory=threading.Event)
     """Set to send a heartbeat soon."""
+    meters: MemberMeters | None = None
+    """None: metrics are off."""
 
     @classmethod
     def of(cls, runtime: Runtime, routes: RouteCache, group: Group, options: MemberOptions | None) -> MemberCore:
         """Return a new member's core; its runtime acts under its id."""
         chosen = options or MemberOptions()
         acting = replace(runtime, actor=chosen.member_id or new_member_id())
-        return cls(acting, routes, group, chosen, LiveSettings(group))
+        meters = meters_of(runtime.settings)
+        # An instance of a broadcast group counts as its group: there may be one per host.
+        of_member = None if meters is None else meters.member(group.topic, group.name.partition("@")[0])
+        return cls(acting, routes, group, chosen, LiveSettings(group), meters=of_member)
 
     @property
     def member_id(self) -> str:

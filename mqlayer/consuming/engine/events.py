@@ -11,6 +11,7 @@ from mqlayer.consuming.engine.options import MemberStats
 from mqlayer.events import Event, EventKind, Hook, emit
 from mqlayer.groups.group import Group
 from mqlayer.logs import TRACE, event_logger
+from mqlayer.metrics import MemberMeters
 from mqlayer.parking import DeadLetterEntry
 from mqlayer.runtime.error_text import ErrorTexts
 
@@ -40,9 +41,9 @@ class Reporting:
 class MemberEvents:
     """Counts, logs and passes on what happens."""
 
-    def __init__(self, group: Group, reporting: Reporting | None) -> None:
+    def __init__(self, group: Group, reporting: Reporting | None, meters: MemberMeters | None = None) -> None:
         self.stats = MemberStats()
-        self._group, self._reporting = group, reporting or Reporting()
+        self._group, self._reporting, self._meters = group, reporting or Reporting(), meters
 
     @property
     def texts(self) -> ErrorTexts:
@@ -64,6 +65,16 @@ class MemberEvents:
     def fenced(self) -> None:
         """Count a replaced epoch."""
         self.stats.fenced += 1
+
+    def lease_lost(self) -> None:
+        """Count an expired lease."""
+        self.stats.leases_lost += 1
+
+    def attempt_failed(self, error: BaseException) -> None:
+        """Count a failed attempt."""
+        self.stats.failed += 1
+        if self._meters is not None:
+            self._meters.failed(error)
 
     def dead_lettered(self, place: PartitionEpoch, dead_letter: DeadLetterEntry) -> None:
         """Report a message that left the group."""

@@ -12,6 +12,7 @@ from typing import Any, Final
 from mqlayer.consuming.engine.clock import clock
 from mqlayer.consuming.engine.timeouts import AsyncioTimeouts, ThreadTimeouts
 from mqlayer.errors import HandlerFault
+from mqlayer.metrics import MemberMeters
 
 IDLE_WAIT_S: Final = 0.25
 """Idle poll interval."""
@@ -67,9 +68,9 @@ class Executor(ABC):
 class ThreadExecutor(Executor):
     """A thread per worker."""
 
-    def __init__(self, make_worker: MakeWorker, *, count: int, name: str) -> None:
+    def __init__(self, make_worker: MakeWorker, *, count: int, name: str, meters: MemberMeters | None = None) -> None:
         self._limits = ThreadTimeouts(name)
-        self._make_worker = make_worker
+        self._make_worker, self._meters = make_worker, meters
         self._threads = [
             threading.Thread(target=self._work, name=f"{name}-worker-{i}", daemon=True) for i in range(count)
         ]
@@ -95,16 +96,17 @@ class ThreadExecutor(Executor):
 
     def _work(self) -> None:
         worker = self._make_worker(self._limits)
+        run = worker.run if self._meters is None else self._meters.turn_timer().timed(worker.run)
         while not worker.stopping:
             if worker.take(IDLE_WAIT_S):
-                worker.run()
+                run()
 
 
 class AsyncioExecutor(Executor):
     """A coroutine per worker, on one event loop."""
 
-    def __init__(self, make_worker: MakeWorker, *, count: int, name: str) -> None:
-        self._make_worker, self._count = make_worker, count
+    def __init__(self, make_worker: MakeWorker, *, count: int, name: str, meters: MemberMeters | None = None) -> None:
+        self._make_worker, self._count, self._meters = make_worker, count, meters
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ready: asyncio.Event | None = None
         self._thread = threading.Thread(target=self._run_loop, name=f"{name}-loop", daemon=True)
@@ -141,9 +143,10 @@ class AsyncioExecutor(Executor):
         await asyncio.gather(*(self._work(self._make_worker(limits), self._ready) for _ in range(self._count)))
 
     async def _work(self, worker: Worker, ready: asyncio.Event) -> None:
+        run = worker.arun if self._meters is None else self._meters.turn_timer().timed_async(worker.arun)
         while not worker.stopping:
             if worker.take(0.0):
-                await worker.arun()
+                await run()
                 continue
             ready.clear()
             with contextlib.suppress(TimeoutError):
@@ -151,12 +154,18 @@ class AsyncioExecutor(Executor):
 
 
 def executor_of(
-    make_worker: MakeWorker, *, is_async: bool, count: int, name: str, on_ready: Callable[[Callable[[], None]], None]
+    make_worker: MakeWorker,
+    *,
+    is_async: bool,
+    count: int,
+    name: str,
+    on_ready: Callable[[Callable[[], None]], None],
+    meters: MemberMeters | None = None,
 ) -> Executor:
     """Return the executor; `on_ready` gets what wakes coroutines."""
     if not is_async:
-        return ThreadExecutor(make_worker, count=count, name=name)
-    executor = AsyncioExecutor(make_worker, count=count, name=name)
+        return ThreadExecutor(make_worker, count=count, name=name, meters=meters)
+    executor = AsyncioExecutor(make_worker, count=count, name=name, meters=meters)
     on_ready(executor.wake)
     return executor
 

@@ -53,6 +53,7 @@ class Heartbeat(Service):
         refresh_nodes: Callable[[], None],
         replaced: Callable[[str], None],
         rejoin: Callable[[], object] | None = None,
+        lease_lost: Callable[[], None] | None = None,
     ) -> None:
         settings = core.runtime.settings
         self._every_s = min(settings.lease_s / 3, LONGEST_HEARTBEAT_S)
@@ -60,7 +61,7 @@ class Heartbeat(Service):
         super().__init__(f"{core.name}-heartbeat", title="the heartbeat", event="heartbeat", retry_s=retry_s)
         self.wake = core.beat
         self._core, self._partitions, self._refresh_nodes = core, partitions, refresh_nodes
-        self._replaced, self._rejoin = replaced, rejoin
+        self._replaced, self._rejoin, self._lease_lost = replaced, rejoin, lease_lost
         self._database, self._group, self.lease = core.runtime.control, core.group, core.lease
         self._lease_s, self._margin = settings.lease_s, settings.lease_margin
         self._session: MemberSession | None = None
@@ -176,6 +177,8 @@ class Heartbeat(Service):
             self._end_session()
         elif not self._leaving:
             log.warning("member_lease_expired", extra=self._facts())
+            if self._lease_lost is not None:
+                self._lease_lost()
             try:
                 if not self._join_or_reset():
                     self.wake.set()

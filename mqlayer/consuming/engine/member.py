@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Generic
 
 from mqlayer.consuming.engine.clock import clock
@@ -39,11 +40,14 @@ class Member(ABC, Generic[R, S]):
     ) -> None:
         self._core, self._events, self._executor, self._nodes, self._writer = core, events, executor, nodes, writer
         self._served = partitions
-        self._heartbeat = Heartbeat(core, partitions, nodes.refresh, self._replace, rejoin)
+        self._heartbeat = Heartbeat(core, partitions, nodes.refresh, self._replace, rejoin, events.lease_lost)
+        self._end_counts: Callable[[], None] | None = None
         self._stopping, self._replaced = False, ""
 
     def start(self) -> None:
         """Join the group and start consuming. Raises StoreUnavailable, SchemaMismatch; nothing runs then."""
+        if self._core.meters is not None:
+            self._end_counts = self._core.meters.count(lambda: asdict(self.stats), lambda: len(self.owned()))
         try:
             self._executor.start()
             self._writer.start()
@@ -65,6 +69,8 @@ class Member(ABC, Generic[R, S]):
         ended = self._executor.join(max(0.2, until - clock()))
         self._end_threads(until)
         self._heartbeat.stop(10.0)
+        if self._end_counts is not None:
+            self._end_counts()
         return ended
 
     def go_silent(self, *, settle: bool) -> None:

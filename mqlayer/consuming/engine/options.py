@@ -47,6 +47,7 @@ class MemberStats:
     paused: int = 0
     blocked: int = 0
     parking_full: int = 0
+    leases_lost: int = 0
 
 
 def new_member_id() -> str:

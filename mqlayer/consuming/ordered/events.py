@@ -37,7 +37,8 @@ class OrderedEvents(MemberEvents):
         if isinstance(error, MessageTimeout):
             self.stats.timed_out += 1
             self.emit("timed_out", owned, identity.lp, seq=identity.seq, attempts=action.attempts, error=text)
-        self.stats.failed += counted
+        if counted:
+            self.attempt_failed(error)
         facts = self.facts(owned) | {"offset": record.offset, "lp": identity.lp, "seq": identity.seq}
         facts |= self.failure_facts(error, action)
         if not isinstance(action, DeadLetter):

@@ -57,7 +57,8 @@ class OrderedMember(Member[Reader, Settler]):
         reporting: Reporting | None = None,
         rejoin: Callable[[], object] | None = None,
     ) -> None:
-        core, events = MemberCore.of(runtime, routes, group, options), OrderedEvents(group, reporting)
+        core = MemberCore.of(runtime, routes, group, options)
+        events = OrderedEvents(group, reporting, core.meters)
         self.settings = core.settings
         store = ParkingStore(core.runtime.control, group.group_id, core.member_id)
         dispatcher, new_worker = strategy_of(handle, core.lease)
@@ -93,6 +94,7 @@ class OrderedMember(Member[Reader, Settler]):
             count=core.options.concurrency,
             name=core.name,
             on_ready=dispatcher.on_ready,
+            meters=core.meters,
         )
         self.assignments = Assignments(core, self.ownership, dispatcher, nodes, reports, writer)
         super().__init__(

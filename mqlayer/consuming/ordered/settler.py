@@ -4,6 +4,7 @@ idempotent."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final
 
 from mqlayer.consuming.engine.clock import clock
@@ -65,6 +66,8 @@ class Settler(NodeService):
         super().__init__(connection, ownership.node_lost, name=name, work="settling", retry_s=RETRY_S)
         self._settings, self._ownership, self._dispatcher = core.settings, ownership, dispatcher
         self._reports, self._settled = reports, settled
+        meters = core.meters
+        self._settle_call = self._call if meters is None else partial(meters.settling, self._call)
 
     def _await_work(self) -> None:
         self.wake.wait(IDLE_WAIT_S)
@@ -135,7 +138,7 @@ class Settler(NodeService):
         ]
         commands = [*counts, *begun, *settles]
         failpoint("ack.before_send")
-        replies = self._call(commands)
+        replies = self._settle_call(commands)
         failpoint("ack.after_send")
         address = self._connection.node.address
         return [

@@ -32,7 +32,8 @@ class SharedEvents(MemberEvents):
         """Report a failure, and what follows."""
         identity = record.identity
         self.stats.timed_out += isinstance(error, MessageTimeout)
-        self.stats.failed += counted
+        if counted:
+            self.attempt_failed(error)
         facts: dict[str, Any] = self.facts(batch) | {"offset": record.offset, "lp": identity.lp, "seq": identity.seq}
         facts |= self.failure_facts(error, action)
         log.warning("handler_failed", extra=facts)

@@ -42,7 +42,8 @@ class SharedMember(Member[SharedReader, SharedSettler]):
         options: MemberOptions | None = None,
         reporting: Reporting | None = None,
     ) -> None:
-        core, events = MemberCore.of(runtime, routes, group, options), SharedEvents(group, reporting)
+        core = MemberCore.of(runtime, routes, group, options)
+        events = SharedEvents(group, reporting, core.meters)
         store = SharedStore(core.runtime.control, group.group_id, core.member_id)
         self.prefetch = Prefetch(
             concurrency=core.options.concurrency,
@@ -71,7 +72,12 @@ class SharedMember(Member[SharedReader, SharedSettler]):
         failures = SharedFailures(core, events, self._results, queues)
         self._failure_writer = FailureWriter(core, store, self.prefetch, self.partitions, self._results, queues, events)
         executor = executor_of(
-            worker, is_async=is_async, count=core.options.concurrency, name=core.name, on_ready=self.prefetch.on_ready
+            worker,
+            is_async=is_async,
+            count=core.options.concurrency,
+            name=core.name,
+            on_ready=self.prefetch.on_ready,
+            meters=core.meters,
         )
         super().__init__(
             core, events, partitions=self.partitions, executor=executor, nodes=nodes, writer=self._failure_writer

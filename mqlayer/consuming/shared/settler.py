@@ -7,6 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 from mqlayer.consuming.engine.clock import clock
@@ -90,6 +91,7 @@ class SharedSettler(NodeService):
         super().__init__(connection, partitions.node_lost, name=name, work="settling", retry_s=RETRY_S)
         self._settings, self._member_id = core.settings, core.member_id
         self._partitions, self._prefetch, self._settled = partitions, prefetch, settled
+        self._call = connection.call if core.meters is None else partial(core.meters.settling, connection.call)
         # Any thread appends; this thread removes.
         self._settlements: deque[Settlement] = deque()
         self._nacks: deque[Nack] = deque()
@@ -140,7 +142,7 @@ class SharedSettler(NodeService):
         try:
             calls = [*self._attempt_calls(begins), *self._settle_calls(ended, commands), *self._nack_calls(nacks)]
             failpoint("shared.before_settle")
-            replies = self._connection.call([call.command for call in calls])
+            replies = self._call([call.command for call in calls])
             failpoint("shared.after_settle")
             for call, reply in zip(calls, replies, strict=True):
                 self._follow(call, reply)

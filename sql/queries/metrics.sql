@@ -1,0 +1,21 @@
+-- name: metrics_nodes
+-- How many nodes are armed, unarmed, lost.
+SELECT count(*) FILTER (WHERE lost_at IS NULL AND armed_run_id IS NOT NULL)::int,
+       count(*) FILTER (WHERE lost_at IS NULL AND armed_run_id IS NULL)::int,
+       count(*) FILTER (WHERE lost_at IS NOT NULL)::int
+FROM mqlayer.node;
+
+-- name: metrics_route_changes
+-- How many route changes are done, dropped, unfinished; since when the oldest of the last is; and the longest time between
+-- seal and opening, of those that ended within an hour.
+SELECT count(*) FILTER (WHERE state = 'done')::int, count(*) FILTER (WHERE state = 'dropped')::int,
+       count(*) FILTER (WHERE ended_at IS NULL)::int,
+       coalesce(extract(epoch FROM clock_timestamp() - min(planned_at) FILTER (WHERE ended_at IS NULL)), 0)::float8,
+       coalesce(extract(epoch FROM max(opened_at - sealed_at) FILTER (
+           WHERE ended_at > now() - interval '1 hour')), 0)::float8
+FROM mqlayer.route_change;
+
+-- name: metrics_jobs
+-- For how long each of these periodic jobs has not run.
+SELECT name, greatest(extract(epoch FROM now() - last_at), 0)::float8 FROM mqlayer.job
+WHERE last_at IS NOT NULL AND name = ANY(%(names)s::text[]) ORDER BY name;

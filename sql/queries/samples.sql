@@ -1,0 +1,72 @@
+-- name: sampled_groups
+-- Live groups with a position, and what of them waits in Postgres: parked messages, and dead ones up to a bound.
+SELECT g.group_id,
+       (SELECT coalesce(sum(p.messages), 0)::bigint FROM mqlayer.parked_total p WHERE p.group_id = g.group_id) AS parked,
+       (SELECT count(*) FROM (SELECT FROM mqlayer.dead_fact d
+                              WHERE d.group_id = g.group_id AND d.redriven_at IS NULL LIMIT %(dead_limit)s) AS those) AS dead
+FROM mqlayer.consumer_group g WHERE g.group_id = ANY(%(group_ids)s::bigint[]);
+
+-- name: sampled_topics
+-- Topics that are not deleted, and their partitions with nodes.
+SELECT t.topic_id, p.partition_id, p.node_id
+FROM mqlayer.topic t LEFT JOIN mqlayer.partition p ON p.topic_id = t.topic_id AND p.state IN ('open', 'sealed')
+WHERE t.deleted_at IS NULL
+ORDER BY t.topic_id, p.partition_id;
+
+-- name: sampled_outbox
+-- Messages of topics that were committed to this outbox, and relayed from it, since ever.
+SELECT c.topic_id, sum(c.seq)::bigint AS committed, coalesce(sum(r.seq), 0)::bigint AS relayed
+FROM mqlayer_app.counter c LEFT JOIN mqlayer_app.relayed r USING (topic_id, lp) GROUP BY c.topic_id;
+
+-- name: samples_put
+-- Samples of this minute; those that another run took of it stay.
+INSERT INTO mqlayer.sample (kind, object_id, at, lag, oldest_s, parked, dead, committed, relayed, stored, memory_bytes,
+                            ops_per_s)
+SELECT s.kind, s.object_id, date_trunc('minute', now(), 'UTC'), s.lag, s.oldest_s, s.parked, s.dead, s.committed, s.relayed,
+       s.stored, s.memory_bytes, s.ops_per_s
+FROM unnest(%(kind)s::text[], %(object_id)s::bigint[], %(lag)s::bigint[], %(oldest_s)s::float8[], %(parked)s::bigint[],
+            %(dead)s::bigint[], %(committed)s::bigint[], %(relayed)s::bigint[], %(stored)s::bigint[],
+            %(memory_bytes)s::bigint[], %(ops_per_s)s::float8[])
+     AS s (kind, object_id, lag, oldest_s, parked, dead, committed, relayed, stored, memory_bytes, ops_per_s)
+ON CONFLICT (kind, object_id, at) DO NOTHING;
+
+-- name: samples_clean
+-- Forget samples of minutes that are over for longer than they are kept; how many.
+WITH gone AS (
+    DELETE FROM mqlayer.sample WHERE ctid = ANY(ARRAY(
+        SELECT ctid FROM mqlayer.sample
+        WHERE at <= date_trunc('minute', now(), 'UTC') - make_interval(secs => %(kept_s)s) LIMIT %(limit)s))
+    RETURNING 1
+)
+SELECT count(*) FROM gone;
+
+-- name: sampled_object
+-- The number of a group, a topic or a node by its name.
+SELECT g.group_id FROM mqlayer.consumer_group g JOIN mqlayer.topic t USING (topic_id)
+WHERE %(kind)s = 'group' AND t.name = %(topic)s AND g.name = %(name)s
+UNION ALL
+SELECT topic_id FROM mqlayer.topic WHERE %(kind)s = 'topic' AND name = %(name)s
+UNION ALL
+SELECT node_id FROM mqlayer.node WHERE %(kind)s = 'node' AND name = %(name)s;
+
+-- name: sampled_curve
+-- The samples of a thing since a time, in steps: mean and highest value of each; of counts, how many came per second. A
+-- count that fell, since a partition was deleted, counts as none.
+WITH span AS (
+    SELECT now() - make_interval(secs => %(last_s)s) AS since
+), told AS (
+    SELECT at, lag, oldest_s, parked, dead, memory_bytes, ops_per_s,
+           greatest(0, committed - lag(committed) OVER earlier) / extract(epoch FROM at - lag(at) OVER earlier) AS committed,
+           greatest(0, relayed - lag(relayed) OVER earlier) / extract(epoch FROM at - lag(at) OVER earlier) AS relayed,
+           greatest(0, stored - lag(stored) OVER earlier) / extract(epoch FROM at - lag(at) OVER earlier) AS stored
+    FROM mqlayer.sample
+    WHERE kind = %(kind)s AND object_id = %(object_id)s AND at > (SELECT since FROM span)
+    WINDOW earlier AS (ORDER BY at)
+)
+-- A step has its end, not its beginning: else the last minute would make one more.
+SELECT date_bin(make_interval(secs => %(step_s)s), at - interval '1 microsecond', (SELECT since FROM span)) AS step_at, count(*),
+       avg(lag)::float8, max(lag)::float8, avg(oldest_s), max(oldest_s), avg(parked)::float8, max(parked)::float8,
+       avg(dead)::float8, max(dead)::float8, avg(committed)::float8, max(committed)::float8, avg(relayed)::float8,
+       max(relayed)::float8, avg(stored)::float8, max(stored)::float8, avg(memory_bytes)::float8,
+       max(memory_bytes)::float8, avg(ops_per_s), max(ops_per_s)
+FROM told GROUP BY step_at ORDER BY step_at;

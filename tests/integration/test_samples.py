@@ -1,0 +1,88 @@
+"""Samples of each minute and the curves of them: bounded rows, under the worker's right alone."""
+
+from __future__ import annotations
+
+import re
+from datetime import timedelta
+
+import pytest
+
+from mqlayer.errors import InvalidInput, NotFound
+from mqlayer.groups.group import GroupSettings, ensure_group
+from mqlayer.inspect import curves
+from mqlayer.maintenance.sampling import take_samples
+from mqlayer.postgres.rights import Right
+from mqlayer.relay import relay_once
+from mqlayer.runtime.route_cache import RouteCache
+from mqlayer.workers.tasks import TASKS
+from tests.fixtures.commands import Commands
+from tests.proof.world import QUICK, World
+
+
+def shifted(world: World, minutes: int) -> None:
+    """Have all samples be so many minutes older, as it is not through waiting."""
+    world.rows("UPDATE mqlayer.sample SET at = at - make_interval(mins => %s)", minutes)
+
+
+def count(world: World) -> int:
+    ((rows,),) = world.rows("SELECT count(*)::int FROM mqlayer.sample")
+    return int(rows)
+
+
+@pytest.mark.world(right=Right.WORK, tasks=True)
+def test_the_job_samples_groups_topics_and_nodes_under_its_own_right(world: World) -> None:
+    here = world.runtime()
+    ensure_group(here, RouteCache(world.database), topic="orders", name="g", settings=GroupSettings(start="earliest"))
+    world.publish(30)
+    relay_once(world.settings(), limits=QUICK)
+    world.publish(10)
+    TASKS["sample"]()
+    (lag, oldest_s, parked, dead) = curves(world.database, "group", "g", topic="orders")
+    assert [one.points[0].mean for one in (lag, parked, dead)] == [30, 0, 0]
+    assert 0 <= (oldest_s.points[0].highest or -1) < 60
+    ((row),) = world.rows("SELECT committed, relayed, stored FROM mqlayer.sample WHERE kind = 'topic'")
+    assert row == (40, 30, 30)
+    memory, ops = curves(world.database, "node", "node-1")
+    assert (memory.points[0].mean or 0) > 100_000
+    assert ops.points[0].mean is not None
+
+
+@pytest.mark.world(relayed=5)
+def test_rows_are_bounded_by_the_minutes_kept_times_the_things_of_a_run(world: World) -> None:
+    here = world.runtime()
+    for _ in range(6):
+        assert take_samples(here, kept_s=180, objects_limit=2) == 2
+        assert take_samples(here, kept_s=180, objects_limit=2) == 2, "a minute has one row of a thing"
+        assert count(world) <= 2 * 180 / 60
+        shifted(world, 1)
+    assert count(world) == 2 * 180 / 60
+
+
+@pytest.mark.world(by_commands=True, relayed=5)
+def test_a_curve_has_at_most_so_many_points_and_counts_become_rates(world: World, run: Commands) -> None:
+    here = world.runtime()
+    world.rows(
+        "INSERT INTO mqlayer.sample (kind, object_id, at, committed, relayed, stored) "
+        "SELECT 'topic', 1, date_trunc('minute', now(), 'UTC') - make_interval(mins => n), 60 * (100 - n), 0, "
+        "CASE WHEN n > 50 THEN 1000 - n ELSE 100 END FROM generate_series(1, 100) AS n"
+    )
+    for points in (1, 7, 60):
+        committed, relayed, stored = curves(here.control, "topic", "orders", last=timedelta(hours=1), points=points)
+        assert 1 <= len(committed.points) <= points
+        assert {round(one.mean or 0, 6) for one in committed.points[1:]} <= {1.0}
+        assert {one.highest for one in relayed.points[1:]} <= {0.0}
+        told = [value for one in stored.points for value in (one.mean, one.highest) if value is not None]
+        assert min(told) >= 0, "a count that fell counts as none"
+        assert max(told) <= 1.01 / 60
+    text = run.text("topic", "history", "orders", "--hours", "2", "--points", "10")
+    assert re.search(r"committed per second +1 +1 +█{9,10}\n", text)
+    (line, *_) = run.lines("topic", "history", "orders", "--hours", "2", "--points", "10")
+    assert (line["name"], len(line["points"]) <= 10) == ("committed_per_s", True)
+    assert "no sample of it" in run.text("node", "history", "node-1")
+    assert "unknown node" in run.failure("node", "history", "x")
+    with pytest.raises(InvalidInput, match="1 to 1,000"):
+        curves(here.control, "topic", "orders", points=0)
+    with pytest.raises(NotFound, match="orders/x"):
+        curves(here.control, "group", "x", topic="orders")
+    with pytest.raises(InvalidInput, match="kept for a week"):
+        curves(here.control, "topic", "orders", last=timedelta(days=8))

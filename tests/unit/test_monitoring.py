@@ -1,0 +1,106 @@
+"""The alert rules, the dashboard and their pages fit the metrics that exist."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import yaml
+
+from mqlayer.metrics import CATALOG, Instrument
+
+ROOT: Final = Path(__file__).parents[2]
+MONITORING: Final = ROOT / "examples" / "monitoring"
+RESPONSES: Final = ROOT / "docs" / "how-to" / "respond-to-alerts.md"
+REFERENCE: Final = ROOT / "docs" / "reference" / "metrics.md"
+OURS: Final = re.compile(r"\b(?:mqlayer|messaging)_\w+")
+SELECTED: Final = re.compile(r"\b((?:mqlayer|messaging)_\w+)\{([^}]*)\}")
+LABEL: Final = re.compile(r"(\w+)\s*(?:=~|!~|!=|=)")
+GROUPED: Final = re.compile(r"\b(?:by|without)\s*\(([^)]*)\)")
+USED: Final = re.compile(r"\$labels\.(\w+)|\{\{(\w+)\}\}")
+OF_TARGETS: Final = {"instance", "job"}
+
+
+def instruments() -> dict[str, Instrument]:
+    """Return each instrument by the names of its series."""
+    found: dict[str, Instrument] = {}
+    for one in CATALOG.values():
+        suffixes = ("_bucket", "_sum", "_count") if one.kind == "histogram" else ("",)
+        found |= {one.series + suffix: one for suffix in suffixes}
+    return found
+
+
+def labels_of(one: Instrument) -> set[str]:
+    return (
+        {label.replace(".", "_") for label in one.labels} | OF_TARGETS | ({"le"} if one.kind == "histogram" else set())
+    )
+
+
+def alerts() -> list[dict[str, Any]]:
+    rules = yaml.safe_load((MONITORING / "alerts.yml").read_text("utf-8"))
+    return [rule for group in rules["groups"] for rule in group["rules"]]
+
+
+def panels() -> list[dict[str, Any]]:
+    board = json.loads((MONITORING / "dashboard.json").read_text("utf-8"))
+    return [one for one in board["panels"] if one["type"] != "row"]
+
+
+def queries() -> Iterator[tuple[str, str, str]]:
+    """Yield the name of each alert or panel, an expression of it, and the texts that name its labels."""
+    for rule in alerts():
+        yield rule["alert"], rule["expr"], rule["annotations"]["summary"]
+    for panel in panels():
+        for target in panel["targets"]:
+            yield panel["title"], target["expr"], target["legendFormat"]
+
+
+@pytest.mark.parametrize(("name", "expression", "text"), list(queries()))
+def test_a_query_names_series_and_labels_that_are_exported(name: str, expression: str, text: str) -> None:
+    known = instruments()
+    without_labels = GROUPED.sub("", re.sub(r"\{[^}]*\}", "", expression))
+    series = set(OURS.findall(without_labels))
+    assert series
+    assert series - set(known) == set()
+    for one, selectors in SELECTED.findall(expression):
+        assert set(LABEL.findall(selectors)) - labels_of(known[one]) == set()
+    every = set.intersection(*(labels_of(known[one]) for one in series))
+    grouped = [{label.strip() for label in labels.split(",")} for labels in GROUPED.findall(expression)]
+    for labels in grouped:
+        assert labels - every == set()
+    left = grouped[-1] if grouped else every
+    assert {a or b for a, b in USED.findall(text)} - left == set()
+
+
+def test_each_alert_has_its_section_and_each_section_its_alert() -> None:
+    sections = re.findall(r"^### (\w+)$", RESPONSES.read_text("utf-8"), re.MULTILINE)
+    assert [rule["alert"] for rule in alerts()] == sections
+    for rule in alerts():
+        assert rule["annotations"]["runbook_url"] == f"docs/how-to/{RESPONSES.name}#{rule['alert'].lower()}"
+        assert rule["labels"]["severity"] in ("warning", "critical")
+
+
+def test_the_dashboard_shows_or_an_alert_watches_each_number_of_the_system() -> None:
+    text = " ".join(expression for _, expression, _ in queries())
+    of_partitions = {one.series for one in CATALOG.values() if "partition" in one.labels}
+    not_shown = {
+        "mqlayer_exporter_failures_total",
+        "mqlayer_exporter_sample_duration_seconds",
+        "mqlayer_route_changes_total",
+    }
+    exported = {one.series for one in CATALOG.values() if one.place == "exporter"}
+    assert exported - of_partitions - not_shown - set(OURS.findall(text)) == set()
+
+
+def test_the_reference_has_every_instrument_as_it_is() -> None:
+    rows = re.findall(r"^\| `([\w.]+)` \| (\w+) \| `(\w+)` \| (.*?) \|", REFERENCE.read_text("utf-8"), re.MULTILINE)
+    assert rows == [
+        (one.name, one.kind, one.series, ", ".join(f"`{label}`" for label in one.labels))
+        for place in ("process", "exporter")
+        for one in CATALOG.values()
+        if one.place == place
+    ]
