@@ -35,7 +35,7 @@ def asyncapi_document(
         made.add_sender(topic)
     for consumer in app.consumers:
         made.add_receiver(consumer)
-    servers = _postgres_servers(app.settings.control_dsn()) | {node.name: _node_server(node) for node in nodes}
+    servers = _postgres_servers(app.settings.dsn.get_secret_value()) | {node.name: _node_server(node) for node in nodes}
     info = {"title": title, "version": version}
     parts = {"servers": servers, "channels": made.channels, "operations": made.operations}
     found = {"asyncapi": VERSION, "info": info, "defaultContentType": "application/json"}

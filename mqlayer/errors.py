@@ -178,7 +178,7 @@ class SchemaMismatch(MqlayerError):
         self.address, self.found, self.wanted, self.hint = redact(address), found, wanted, hint
 
     def __str__(self) -> str:
-        return f"{self.address}: schema is {self.found}, this code needs {self.wanted}: {self.hint}"
+        return f"{self.address} has {self.found}, this code needs {self.wanted}: {self.hint}"
 
 
 class StoreUnavailable(MqlayerError):

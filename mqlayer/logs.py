@@ -65,6 +65,11 @@ class EventFormatter(logging.Formatter):
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(message)s")
 
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: N802, ARG002
+        """Return the time in UTC: a framework may set another zone for its process."""
+        at = datetime.fromtimestamp(record.created, UTC).isoformat(" ", timespec="milliseconds")
+        return at.replace("+00:00", "Z")
+
     def format(self, record: logging.LogRecord) -> str:
         """Return text without secrets."""
         return redact(super().format(record))

@@ -58,6 +58,9 @@ class ConnectionOptions:
     reads_only: bool = False
 
 
+NO_DATABASE: Final = "no database given: set MQLAYER_DSN, or start a stack with `mqlayer up`"
+
+
 class Dsn(str):
     """A DSN with connection options."""
 
@@ -178,11 +181,13 @@ class Settings(BaseSettings):
         return values
 
     def control_dsn(self) -> Dsn:
-        """Return the control database's DSN, password included."""
+        """Return the control database's DSN, password included. Raises InvalidInput where none is given."""
+        _check_given(self.dsn)
         return Dsn(self.dsn.get_secret_value(), self._options(self.direct_dsn, "MQLAYER_DIRECT_DSN"))
 
     def application_dsn(self) -> Dsn:
-        """Return the application database's DSN, password included."""
+        """Return the application database's DSN, password included. Raises InvalidInput where none is given."""
+        _check_given(self.dsn if self.app_dsn is None else self.app_dsn)
         if self.app_dsn is None:
             options = self._options(self.app_direct_dsn or self.direct_dsn, "MQLAYER_DIRECT_DSN")
             return Dsn(self.dsn.get_secret_value(), options)
@@ -196,6 +201,12 @@ class Settings(BaseSettings):
             pooler_prepares=self.pooler_prepares,
             limits=SessionLimits(self.statement_timeout_s, self.lock_timeout_s, self.idle_in_transaction_timeout_s),
         )
+
+
+def _check_given(dsn: SecretStr) -> None:
+    # libpq would take a local server with an empty one.
+    if not dsn:
+        raise InvalidInput(NO_DATABASE)
 
 
 def add_source(source: Callable[[], Mapping[str, Any]]) -> None:

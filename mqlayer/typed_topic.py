@@ -12,7 +12,7 @@ from mqlayer import outbox
 from mqlayer.domain.body_schemas import normalized, schema_of
 from mqlayer.domain.cloud_events import CloudEvents
 from mqlayer.domain.codecs import Body, Codec, content_type_of, decoder_for, decoder_of, encode_body, type_name
-from mqlayer.domain.names import check_name
+from mqlayer.domain.names import check_name, encode_key
 from mqlayer.errors import InvalidInput
 from mqlayer.outbox import Published
 from mqlayer.producing import AsyncProducer, Producer, Receipt
@@ -231,6 +231,8 @@ class Topic(Generic[Body]):
     ) -> dict[str, Any]:
         data = self.encode(body)
         key = self.key_of(body) if key is None else key
+        if key is not None:
+            encode_key(key)
         if self._cloudevents is not None:
             headers = {**self._event_headers(self._cloudevents, body, key), **(headers or {})}
         return {"body": data, "key": key, "headers": headers, "tags": tags}

@@ -89,7 +89,6 @@ class ConsumerHost:
         self._app.stop(timeout_s)
         if self._endpoint is not None:
             self._endpoint.close()
-        log.info("consumers_stopped")
 
     def _connect(self) -> None:
         wait_s = FIRST_WAIT_S

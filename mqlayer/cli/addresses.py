@@ -36,7 +36,7 @@ def settings_of_owner() -> Settings:
     """Return settings for schema, role and right changes."""
     settings = settings_here()
     addresses = _addresses_here(Settings())
-    if addresses is None or settings.control_dsn() != addresses.dsn:
+    if addresses is None or settings.dsn.get_secret_value() != addresses.dsn:
         return settings
     return settings.model_copy(update={"dsn": SecretStr(Stack().owner_dsn())})
 
@@ -51,7 +51,7 @@ def use_stack_here() -> None:
 
 def _addresses_here(settings: Settings, directory: Path | None = None) -> Addresses | None:
     """Another database has other nodes."""
-    given = settings.control_dsn()
+    given = settings.dsn.get_secret_value()
     try:
         addresses = (Stack() if directory is None else Stack(directory)).addresses()
     except DirectoryRefused:

@@ -157,7 +157,9 @@ def _text_lines(found: KeyStatus) -> Iterable[str]:
         where += f": owner {current.facts.owner}, epoch {current.facts.epoch}"
     elif current is not None:
         where += ": nobody owns it"
-    yield f"group {group.name} {where}; it is at route version {group.version} of {group.topic_version}"
+    newest = group.version == group.topic_version
+    version = "" if newest else f"; it is at route version {group.version} of {group.topic_version}"
+    yield f"group {group.name} {where}{version}"
     yield from _parked_lines(found.parked)
     yield from _search_lines(found.search)
     for one in found.holds_up:
@@ -186,7 +188,8 @@ def _parked_lines(parked: ParkedKeyStatus | None) -> Iterable[str]:
 def _search_lines(search: KeySearch) -> Iterable[str]:
     head = search.head
     if head is None:
-        yield f"head: none among {search.scanned} offsets"
+        among = f" among the {pluralize(search.scanned, 'record')} read" if search.scanned else ""
+        yield f"no message of the key waits in a partition{among}"
     else:
         tries = pluralize(head.attempts, "failed attempt")
         failed = f", {tries} since {_second(head.failing_since)}" if head.attempts else ""

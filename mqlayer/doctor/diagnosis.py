@@ -129,7 +129,8 @@ def _silent(name: str, limits: CheckLimits) -> ServerReport:
 
 
 def _store_work(settings: Settings, limits: CheckLimits) -> CheckJobs:
-    control_dsn, application_dsn = settings.control_dsn(), settings.application_dsn()
+    control_dsn = settings.control_dsn() if settings.dsn else ""
+    application_dsn = settings.application_dsn() if settings.app_dsn or settings.dsn else ""
     places: list[tuple[str, str, tuple[SchemaName, ...]]] = [
         ("control database", control_dsn, ("control",)),
         ("application database", application_dsn, ("application",)),
@@ -158,7 +159,7 @@ def _check_whole(
     checked: list[CheckedNode],
 ) -> list[Finding]:
     found = []
-    if not settings.control_dsn():
+    if not settings.dsn:
         fix = "set MQLAYER_DSN, or start a stack: mqlayer up"
         found.append(Finding("reachable", "database", CheckStatus.BROKEN, "no database is given", fix))
     if registered is None:
@@ -196,7 +197,7 @@ def _check_migrations(checked: CheckedDatabase, schema: SchemaName) -> Finding:
         with driver_errors(checked.address):
             check_schema(checked.connection, schema, checked.address)
     except SchemaMismatch as error:
-        seen = f"it is {error.found}, this code needs {error.wanted}"
+        seen = f"it has {error.found}, this code needs {error.wanted}"
         return Finding(check, checked.subject, CheckStatus.BROKEN, seen, error.hint)
     except MqlayerError as error:
         return Finding(check, checked.subject, CheckStatus.UNKNOWN, str(error), "let the role of the DSN read it")

@@ -66,11 +66,14 @@ def _storable(text: str) -> bool:
 
 
 def encode_key(key: str) -> bytes:
-    """Return UTF-8. Raises KeyTooLarge over 512 bytes, InvalidName for invalid Unicode."""
+    """Return UTF-8. Raises KeyTooLarge over 512 bytes, InvalidInput for invalid Unicode or another type."""
+    # Applications may ignore the annotation.
+    if not isinstance(key, str):
+        raise InvalidInput(f"a message key is a str, not {type(key).__name__}: give str(customer_id)")
     try:
         data = key.encode()
     except UnicodeEncodeError:
-        raise InvalidName("message key", key) from None
+        raise InvalidInput("a message key is a str of valid Unicode, without lone surrogates") from None
     if len(data) > KEY_LIMIT:
         raise KeyTooLarge(len(data), KEY_LIMIT)
     return data

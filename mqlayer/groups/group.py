@@ -6,7 +6,9 @@ next `ensure_group` continues.
 
 from __future__ import annotations
 
+import difflib
 import math
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime
@@ -55,6 +57,27 @@ CALLED: Final[Mapping[str, str]] = {
     "shared": "mode='shared' of @app.consumer",
     "broadcast": "mqlayer.App and mode='broadcast'",
 }
+SET_OPTIONS: Final = {
+    "backoff_s": "--backoff",
+    "jitter": "--jitter",
+    "attempt_limit": "--attempts",
+    "policy": "--policy",
+    "non_retryable_errors": "--non-retryable",
+    "retryable_errors": "--retryable",
+    "time_limit_s": "--time-limit",
+    "max_time_limit_s": "--max-time-limit",
+    "parked_keys_limit": "--parked-keys",
+    "parked_messages_limit": "--parked-messages",
+    "parked_bytes_limit": "--parked-bytes",
+    "key_messages_limit": "--key-messages",
+    "key_bytes_limit": "--key-bytes",
+    "balance": "--balance",
+    "tag_filter": "--tag-filter",
+    "instance_expiry_s": "--instance-expiry",
+    "rate_limit": "--rate",
+    "rate_burst": "--burst",
+}
+"""The options of `mqlayer group set`, by setting."""
 FIXED_SETTINGS: Final = ("ordered", "scope", "visibility_timeout_s")
 MOST: Final = 2_000_000_000
 """What a count in a group's settings is at most, below the end of its type."""
@@ -263,6 +286,7 @@ def settings_of(
 ) -> GroupSettings:
     """Return checked settings. Raises InvalidInput."""
     said: dict[str, Any] = {**changes}
+    _check_names(said)
     if said.get("backoff_s") is not None:
         said["backoff_s"] = tuple(map(float, said["backoff_s"]))
     for name in ("non_retryable_errors", "retryable_errors"):
@@ -279,6 +303,15 @@ def settings_of(
     check_start(start)
     check_settings(settings)
     return settings
+
+
+def _check_names(said: Mapping[str, Any]) -> None:
+    known = [field.name for field in fields(GroupSettings)]
+    for name in said:
+        if name not in known:
+            near = difflib.get_close_matches(name, [*known, "batch", "body", "instance", "options"], n=1)
+            hint = f"did you mean {near[0]}?" if near else "see docs/reference/group-settings.md"
+            raise InvalidInput(f"no setting of a group is called {name}: {hint}")
 
 
 def check_settings(settings: GroupSettings) -> None:
@@ -440,19 +473,40 @@ def refuse_others(group: Group, settings: GroupSettings) -> None:
         )
     _refuse_order(group, settings)
     _refuse_start(group, settings)
-    for name in (*RULES, *FIXED_SETTINGS, "balance", "tag_filter", "instance_expiry_s", "rate_limit", "rate_burst"):
+    stored: dict[str, Any] = {}
+    for name in (*FIXED_SETTINGS, *SET_OPTIONS):
         brought, there = getattr(settings, name), getattr(group.rules if name in RULES else group, name)
         if there is None:
             there = math.inf
         if brought is not None and brought != there:
-            change = (
-                "it is said once" if name in FIXED_SETTINGS else f"change it for all: mqlayer group set {group.topic}"
-            )
-            raise Conflict(
-                f"group {group.name!r} of topic {group.topic!r} has {name} = {there} (settings version "
-                f"{group.settings_version}), this member brings {brought}",
-                f"leave it out of the program, or {change}",
-            )
+            stored[name] = there
+    if stored:
+        raise Conflict(*_differences(group, stored, {name: getattr(settings, name) for name in stored}))
+
+
+def _differences(group: Group, stored: Mapping[str, Any], brought: Mapping[str, Any]) -> tuple[str, str]:
+    shown = ", ".join(f"{name} = {value}" for name, value in brought.items())
+    one = len(stored) == 1
+    what = (
+        f"group {group.name!r} of topic {group.topic!r} has "
+        f"{', '.join(f'{name} = {value}' for name, value in stored.items())} (settings version "
+        f"{group.settings_version}), this member brings {shown.partition(' = ')[2] if one else shown}"
+    )
+    fixed = [name for name in stored if name in FIXED_SETTINGS]
+    ways = [f"{', '.join(fixed)} can't be changed"] if fixed else []
+    if changes := [f"{SET_OPTIONS[name]} {_option_text(name, brought[name])}" for name in stored if name not in fixed]:
+        named = f"{group.topic} {group.name.partition('@')[0]}"
+        ways.append(f"change {'it' if one else 'them'} for all: mqlayer group set {named} {' '.join(changes)}")
+    return what, f"leave {'it' if one else 'them'} out of the program, or {'; '.join(reversed(ways))}"
+
+
+def _option_text(name: str, value: Any) -> str:
+    if isinstance(value, tuple):
+        nothing = "all" if name == "retryable_errors" else "none"
+        return ",".join(_option_text(name, one) for one in value) or nothing
+    if isinstance(value, float):
+        return "none" if value == math.inf else str(int(value) if value == int(value) else value)
+    return shlex.quote(str(value))
 
 
 def _refuse_order(group: Group, settings: GroupSettings) -> None:

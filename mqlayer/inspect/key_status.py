@@ -237,6 +237,9 @@ def _next_of_parked(group: GroupStatus, key: str, parked: ParkedKeyStatus | None
     release = f"mqlayer parked release {group.facts.topic} {group.facts.name} {named}"
     full = describe_full(group.facts.rules, group.parked, (parked.messages, parked.bytes))
     more = f"; what follows it stays in the stream: {full}" if full else ""
+    if parked.due_in_s is None and parked.cause == "rejected" and key.isprintable():
+        skip = f"mqlayer key skip-head {group.facts.topic} {named} --group {group.facts.name}"
+        return f"{skip}  # the handler rejected it; once a changed handler takes it: {release}{more}"
     if parked.due_in_s is None:
         return f"{release}  # or discard it, or key skip-head; it waits for an operator ({parked.cause}){more}"
     if parked.due_in_s > 0:

@@ -11,6 +11,7 @@ from typing import Any
 from mqlayer.errors import InvalidInput
 from mqlayer.outbox.batch_insert import send
 from mqlayer.outbox.outbox_message import OutboxMessage
+from mqlayer.postgres.caller_connections import check_dialect
 
 
 class MessageMarker:
@@ -98,6 +99,7 @@ def recognises(connection: Any) -> bool:
 
 def publish(connection: Any, message: OutboxMessage) -> None:
     """Collect a message for the open `atomic` block, or write it."""
+    check_dialect(connection.vendor)
     if not connection.in_atomic_block:
         send(connection, [message])
         return

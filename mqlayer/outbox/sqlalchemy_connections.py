@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 from mqlayer.errors import InvalidInput
 from mqlayer.outbox.batch_insert import statements_for
 from mqlayer.outbox.outbox_message import OutboxMessage
-from mqlayer.postgres.caller_connections import arguments_on, caller_errors, is_autocommit
+from mqlayer.postgres.caller_connections import arguments_on, caller_errors, check_dialect, is_autocommit
 
 _SAVEPOINT_STATEMENT: Final = re.compile(
     r"\s*(SAVEPOINT|RELEASE|ROLLBACK(?:\s+WORK|\s+TRANSACTION)?\s+TO)\s+(?:SAVEPOINT\s+)?(\"[^\"]+\"|\w+)",
@@ -106,6 +106,7 @@ def publish(connection: Any, message: OutboxMessage) -> None:
     if not hasattr(connection, "connection"):
         raise InvalidInput(f"can't publish on a {type(connection).__name__}: give a Session or a Connection")
     core = connection.connection() if callable(connection.connection) else connection
+    check_dialect(core.dialect.name)
     if is_autocommit(core):
         # Without a commit() to wait for, write at once.
         with caller_errors(core):

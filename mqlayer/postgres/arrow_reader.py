@@ -113,5 +113,10 @@ def _translated(error: Exception, address: ReadAddress) -> MqlayerError:
     if state in _CONFLICTS:
         return TransactionConflict(state, text)
     if state in _MISSING:
-        return SchemaMismatch(address.display, "missing or older", "migrated", f"run `mqlayer migrate` ({text})")
+        return SchemaMismatch(
+            address.display,
+            "no schema of mqlayer, or an older one",
+            "the current one",
+            f"run `mqlayer migrate` ({text})",
+        )
     return StoreUnavailable(address.display, text)

@@ -33,6 +33,10 @@ class Statement(NamedTuple):
     in_transaction: bool = False
 
 
+_databases_of_tests: Final[list[tuple[str, int]]] = []
+"""Name and port of the databases that tests lend; while there are any, effects in another one are refused."""
+
+
 class StandIn(ABC):
     """A session of tests, which answers statements itself."""
 
@@ -155,12 +159,40 @@ def driver_connection(connection: Any) -> Any:
 
 
 def check_in_transaction(connection: Any) -> None:
-    """Raise InvalidInput in autocommit: checks must commit with effects."""
+    """Raise InvalidInput in autocommit: checks must commit with effects. In tests, also for another database."""
+    if _databases_of_tests:
+        _check_database(driver_connection(connection))
     if _is_alone(connection):
         raise InvalidInput(
             "no transaction is open, and this has to commit with the effect: use `with connection.transaction():`, "
-            "or Django's `atomic()`, around both"
+            "Django's `atomic()`, or a SQLAlchemy engine without AUTOCOMMIT, around both"
         )
+
+
+@contextmanager
+def effects_only_in(place: tuple[str, int]) -> Iterator[None]:
+    """For the block, refuse effects in other databases than this one, and those of outer blocks."""
+    _databases_of_tests.append(place)
+    try:
+        yield
+    finally:
+        _databases_of_tests.remove(place)
+
+
+def _check_database(driver: Any) -> None:
+    if not isinstance(driver, psycopg.Connection | psycopg.AsyncConnection) or driver.closed:
+        return
+    if place_of(driver) not in _databases_of_tests:
+        (there, its_port), (name, port) = place_of(driver), _databases_of_tests[-1]
+        raise InvalidInput(
+            f"the effect would go to database {there!r} on port {its_port}, but the test's is {name!r} on port {port}: "
+            "have the handler take its connection by app.settings.application_dsn() when it runs, not at import"
+        )
+
+
+def place_of(driver: Any) -> tuple[str, int]:
+    """Return name and port of a psycopg connection's database."""
+    return driver.info.dbname, driver.info.port
 
 
 def _is_alone(connection: Any) -> bool:
@@ -184,10 +216,12 @@ def driver_cursor(connection: Any) -> Any:
         return connection.cursor(row_factory=psycopg.rows.tuple_row)
     if _is_sqlalchemy(connection):
         core = _core_of(connection)
+        check_dialect(core.dialect.name)
         driver = core.connection.driver_connection
         # Inside run_sync only SQLAlchemy's own cursor may wait.
         return closing(core.connection.cursor()) if _is_async(driver) else driver_cursor(driver)
     if type(connection).__module__.startswith("django."):
+        check_dialect(connection.vendor)
         return connection.cursor()
     if _is_async(connection):
         raise InvalidInput(f"a {type(connection).__name__} is asynchronous: use the call that is awaited, as apublish")
@@ -195,6 +229,12 @@ def driver_cursor(connection: Any) -> Any:
         f"can't use a {type(connection).__name__}: give a psycopg 3 connection, a SQLAlchemy session on psycopg, "
         "or a Django database connection"
     )
+
+
+def check_dialect(name: str) -> None:
+    """Raise InvalidInput for another database than Postgres, by SQLAlchemy's or Django's name."""
+    if name != "postgresql":
+        raise InvalidInput(f"this is a connection to {name}: outbox, fence and inbox are in Postgres only")
 
 
 def _is_sqlalchemy(connection: Any) -> bool:

@@ -32,7 +32,7 @@ from mqlayer.errors import (
 from mqlayer.postgres.dsn import address_of, parse_dsn
 from mqlayer.postgres.server_identity import meet_server
 from mqlayer.postgres.session_setup import is_own, refuse_moved, refuse_pooled, set_up
-from mqlayer.settings import Dsn, options_of
+from mqlayer.settings import NO_DATABASE, Dsn, options_of
 
 Result = TypeVar("Result")
 Connection = psycopg.Connection[tuple[Any, ...]]
@@ -92,7 +92,7 @@ class Database:
 
     def __init__(self, dsn: str, *, application: str = "mqlayer", max_size: int = 4, timeout_s: float = 5.0) -> None:
         if not dsn:
-            raise InvalidInput("no database given: set MQLAYER_DSN, or start a stack with `mqlayer up`")
+            raise InvalidInput(NO_DATABASE)
         self.dsn, self.address, self._application = dsn, address_of(dsn), application
         self._refused: ConfigurationRefused | None = None
         self._pooled: bool | None = None
@@ -255,7 +255,9 @@ def translate(error: Exception, address: str = "postgres") -> MqlayerError:
     if isinstance(error, pg_errors.InsufficientPrivilege):
         return PermissionDenied(address, text, _hint(error) or _GRANT)
     if isinstance(error, pg_errors.UndefinedTable | pg_errors.InvalidSchemaName | pg_errors.UndefinedFunction):
-        return SchemaMismatch(address, "missing or older", "migrated", f"run `mqlayer migrate` ({text})")
+        return SchemaMismatch(
+            address, "no schema of mqlayer, or an older one", "the current one", f"run `mqlayer migrate` ({text})"
+        )
     return StoreUnavailable(address, text)
 
 

@@ -19,6 +19,8 @@ UNREADABLE: Final = (
     "the DSN of Postgres can't be parsed: give postgresql://user@host:port/database, or key=value pairs; write "
     "@ : / ? # % and blanks in a password as %40 %3A %2F %3F %23 %25 %20, or quote the value"
 )
+# A scheme holds no secret.
+_SCHEME: Final = re.compile(r"(?!postgres(?:ql)?:)([a-z][a-z0-9+]{1,30})://")
 _SCHEMES: Final = ("postgresql://", "postgres://")
 _HOST: Final = re.compile(r"[\w.-]*|/[^@\s]*")
 
@@ -30,9 +32,16 @@ def parse_dsn(dsn: str) -> dict[str, Any]:
     """
     parts = _parse(dsn)
     if parts is None:
-        raise InvalidInput(UNREADABLE)
+        scheme = _SCHEME.match(dsn)
+        raise InvalidInput(UNREADABLE if scheme is None else _other_scheme(scheme[1]))
     register_secrets(*(str(value) for name, value in parts.items() if name in _secret_names()))
     return parts
+
+
+def _other_scheme(scheme: str) -> str:
+    name, plus, driver = scheme.partition("+")
+    hint = f"leave out {plus}{driver}, which is SQLAlchemy's" if plus and name in ("postgresql", "postgres") else ""
+    return f"the DSN of Postgres begins with {scheme}://: {hint or 'give postgresql://user@host:port/database'}"
 
 
 def address_of(dsn: str) -> str:

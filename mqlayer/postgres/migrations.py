@@ -103,9 +103,11 @@ def check_schema(connection: Connection, schema: SchemaName, address: str) -> No
     if found == wanted:
         return
     if found > wanted:
-        raise SchemaMismatch(address, f"{schema} {found}", f"{schema} {wanted}", "upgrade mqlayer on this machine")
-    shown = f"{schema} {found}" if found else f"without the {schema} schema"
-    raise SchemaMismatch(address, shown, f"{schema} {wanted}", "run `mqlayer migrate`")
+        raise SchemaMismatch(
+            address, f"{schema} schema {found}", f"{schema} schema {wanted}", "upgrade mqlayer on this machine"
+        )
+    shown = f"{schema} schema {found}" if found else f"no {schema} schema"
+    raise SchemaMismatch(address, shown, f"{schema} schema {wanted}", "run `mqlayer migrate`")
 
 
 def _connection(dsn: str) -> Connection:
@@ -140,7 +142,7 @@ def _prepare_owner(connection: Connection, schema: SchemaName, address: str, own
         at, wanted = _number(connection, schema), latest(schema)
         if at > wanted:
             hint = "upgrade mqlayer; the database was not touched"
-            raise SchemaMismatch(address, f"{schema} {at}", f"{schema} {wanted}", hint)
+            raise SchemaMismatch(address, f"{schema} schema {at}", f"{schema} schema {wanted}", hint)
         connection.execute(sql_source("owner/paths.sql"))
     return at
 

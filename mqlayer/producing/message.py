@@ -15,7 +15,6 @@ from mqlayer.domain.message import encode_facts
 from mqlayer.domain.names import check_body, check_headers, encode_key
 from mqlayer.domain.routing import Lp, lp_of, random_lp
 from mqlayer.domain.tags import tags_text
-from mqlayer.errors import InvalidName
 from mqlayer.producing.send_queues import NO_KEY_BULK, Listener, PendingSend, TopicQueues
 from mqlayer.redis.wire import LINE_END, bulk, bulk_head
 
@@ -52,10 +51,7 @@ def pending_send_of(
 
 @lru_cache(maxsize=65_536)
 def lp_and_key(key: str) -> tuple[Lp, bytes]:
-    """Return a key's LP and encoding. Raises KeyTooLarge or InvalidName."""
-    # Applications may ignore the annotation.
-    if not isinstance(key, str):
-        raise InvalidName("message key", key)
+    """Return a key's LP and encoding. Raises KeyTooLarge or InvalidInput."""
     data = encode_key(key)
     return lp_of(data), bulk(data)
 

@@ -43,7 +43,7 @@ class PopFence:
             "epoch": message.token.epoch,
             "replay": message.replay,
         }
-        return Statement(query("fence"), facts)
+        return Statement(query("fence"), facts, in_transaction=True)
 
     def _check_order(self, message: PopMessage, before: PopMessage, first: Row) -> None:
         if first[0] == "applied":

@@ -72,17 +72,22 @@ class ObservedDecider(FailureDecider):
 class InlineParkingWorker(ParkingWorker):
     """Makes its passes in the test's thread."""
 
-    wrote = False
+    acted = False
 
     def work(self) -> bool:
         """Make a pass; say whether it did anything."""
-        self.wrote = False
+        self.acted = False
         self._pass()
-        return self.wrote
+        return self.acted
 
     def _write(self, *facts: Any) -> None:
-        self.wrote = True
+        self.acted = True
         super()._write(*facts)
+
+    def _sync(self, *facts: Any) -> None:
+        # A released key is due once it is known.
+        self.acted = True
+        super()._sync(*facts)
 
 
 class InlineTimeouts(ThreadTimeouts):

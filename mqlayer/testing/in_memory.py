@@ -6,7 +6,7 @@ import asyncio
 import math
 import random
 from collections.abc import Awaitable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Final, Self
 
@@ -20,13 +20,17 @@ from mqlayer.testing.clock import TestClock, installed
 from mqlayer.testing.failures import Failure
 from mqlayer.testing.group_runner import GroupRunner
 from mqlayer.testing.messages import PublishedMessage, TopicOrName, topic_name
-from mqlayer.testing.outbox_table import OutboxTable
+from mqlayer.testing.outbox_table import OutboxTable, settings_on
 from mqlayer.testing.publishing import Publishing
 from mqlayer.testing.sessions import AsyncMemorySession, MemoryEffects, MemorySession
 
 MOST_TURNS: Final = 100_000
 DAY_S: Final = 86_400.0
 
+_START_REFUSED: Final = (
+    "a TestApp handles its messages, without members; leave the start out, as of a web application's lifespan "
+    "(TestClient(web) without `with`), or test with mqlayer_stack"
+)
 _active: Final[list[object]] = []
 
 
@@ -47,13 +51,15 @@ class TestApp(Publishing):
     __test__ = False
 
     def __init__(self, *apps: App, database: str | None = None, topics: Sequence[TopicOrName] = ()) -> None:
-        """`database`: address of a database of tests, for code that opens transactions there: messages that it commits
-        are handled too. `topics`: those that it publishes to, besides the consumers' own.
+        """`database`: address of a database of tests, for code that opens transactions there: the applications'
+        settings name it, messages that it commits are handled too, and effects elsewhere are refused. `topics`: those
+        that it publishes to, besides the consumers' own.
         """
         self.clock = TestClock()
         self._apps, self._broker, self._effects = apps, MemoryBroker(self.clock), MemoryEffects()
         self._runners: dict[int, GroupRunner] = {}
         named = [*map(topic_name, topics), *(consumer.topic for app in apps for consumer in app.consumers)]
+        self._database = database
         self._table = None if database is None else OutboxTable(database, self._broker, named)
         # Of this test alone, so that a database that outlives it knows none of its effects.
         self._group_ids = random.randrange(2**40, 2**52)
@@ -71,6 +77,8 @@ class TestApp(Publishing):
             _active.append(self)
             cleanup.callback(_active.clear)
             cleanup.enter_context(stand_in(self) if self._table is None else self._table)
+            for app in dict.fromkeys(self._apps):
+                cleanup.enter_context(self._borrowed(app))
             self._join()
             self._cleanup = cleanup.pop_all()
         return self
@@ -169,6 +177,15 @@ class TestApp(Publishing):
                     log, group_id = self._broker.log(consumer.topic), self._group_ids + len(self._runners)
                     reporting = Reporting(app.hooks, app.error_texts())
                     self._runners[id(consumer)] = GroupRunner(consumer, group_id, log, self.clock, reporting)
+
+    @contextmanager
+    def _borrowed(self, app: App) -> Iterator[None]:
+        with ExitStack() as cleanup:
+            if self._database is not None:
+                cleanup.enter_context(app.with_settings(settings_on(app.settings, self._database)))
+            app.start_refused = _START_REFUSED
+            cleanup.callback(setattr, app, "start_refused", "")
+            yield
 
     def _turns(self, *, raises: bool) -> Iterator[Awaitable[None]]:
         if self not in _active:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
 from typing import Self
 
 import psycopg
+from pydantic import SecretStr
 
 from mqlayer.domain.names import DEFAULT_BODY_LIMIT, check_name
+from mqlayer.errors import SchemaMismatch
 from mqlayer.outbox.outbox_message import OutboxMessage
+from mqlayer.postgres.caller_connections import effects_only_in, place_of
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.migrations import check_schema, migrate
 from mqlayer.postgres.queries import query
+from mqlayer.settings import Settings
 from mqlayer.testing.broker import MemoryBroker
 from mqlayer.testing.messages import TopicOrName, topic_name
 
@@ -27,12 +32,19 @@ class OutboxTable:
 
     def __enter__(self) -> Self:
         self._database = Database(self._dsn, application="mqlayer test", max_size=1)
+        self._cleanup = ExitStack()
+        self._cleanup.callback(self._database.close)
         try:
+            self._cleanup.enter_context(effects_in(self._database))
             prepare_topics(self._database, self._topics)
             with self._database.connection() as connection:
                 row = connection.execute(query("outbox_ends")).fetchone()
+        except SchemaMismatch as error:
+            self._cleanup.close()
+            hint = "call mqlayer.testing.prepare_database(dsn, topics…) once, for example in conftest.py"
+            raise SchemaMismatch(error.address, error.found, error.wanted, hint) from None
         except BaseException:
-            self._database.close()
+            self._cleanup.close()
             raise
         self._after, self._after_delayed = row or (0, 0)
         return self
@@ -40,7 +52,7 @@ class OutboxTable:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._database.close()
+        self._cleanup.close()
 
     def read(self) -> None:
         """Take over the rows committed since, and forget the cancelled."""
@@ -61,6 +73,18 @@ class OutboxTable:
         for number in self._broker.waiting:
             if number < 0 and number not in there:
                 self._broker.cancel(number)
+
+
+def effects_in(database: Database) -> AbstractContextManager[None]:
+    """Return a block that refuses effects in another database."""
+    with database.connection() as connection:
+        return effects_only_in(place_of(connection))
+
+
+def settings_on(settings: Settings, dsn: str) -> Settings:
+    """Return settings with one database, of tests."""
+    none = dict.fromkeys(("app_dsn", "direct_dsn", "app_direct_dsn"))
+    return settings.model_copy(update={**none, "dsn": SecretStr(dsn)})
 
 
 def prepare_database(dsn: str, *topics: TopicOrName) -> None:

@@ -31,6 +31,7 @@ from mqlayer.settings import Settings
 from mqlayer.testing.failures import Failure
 from mqlayer.testing.in_memory import DAY_S, TestApp
 from mqlayer.testing.messages import PublishedMessage, TopicOrName, topic_name
+from mqlayer.testing.outbox_table import effects_in
 from mqlayer.testing.publishing import Publishing
 from mqlayer.topics import create_topic, list_topics
 
@@ -81,6 +82,7 @@ class RealApp(Publishing):
             self._runtime = cleanup.enter_context(open_runtime(self._settings, name="mqlayer test"))
             with self._runtime.outbox.connection() as connection:
                 connection.execute(query("topics_of_tests_drop"))
+            cleanup.enter_context(effects_in(self._runtime.outbox))
             for name in self._topics:
                 self._ready(name)
             self._published_before = self._numbered()

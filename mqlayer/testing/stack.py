@@ -21,12 +21,16 @@ from mqlayer.errors import NotFound
 from mqlayer.groups.group import Group, ensure_group, settings_of
 from mqlayer.inspect.group_status import GroupStatus, group_statuses
 from mqlayer.postgres.queries import query
+from mqlayer.redelivery import DeadMessage, ParkedKey, dead_messages, parked_keys, release_parked
+from mqlayer.redelivery.filters import ParkedFilter
+from mqlayer.redelivery.lists import PAGE_LIMIT
 from mqlayer.relay import Relay, RelayLimits
 from mqlayer.runtime.route_cache import RouteCache, load_route
 from mqlayer.runtime.runtime import Runtime, open_runtime
 from mqlayer.settings import Settings
 from mqlayer.testing.app_run import AppRun
 from mqlayer.testing.faults import Faults
+from mqlayer.testing.outbox_table import effects_in
 from mqlayer.testing.servers import TestServers
 from mqlayer.topics import create_topic, register_node
 from mqlayer.typed_topic import Topic
@@ -65,6 +69,7 @@ class TestStack:
     def __enter__(self) -> Self:
         for name, url in self.servers.urls.items():
             register_node(self.runtime, name=name, url=url)
+        self._cleanup.enter_context(effects_in(self.runtime.outbox))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -134,19 +139,36 @@ class TestStack:
     def drain(self, app: App, *, timeout_s: float = 20.0, raise_errors: bool = True) -> None:
         """Wait until its groups have handled all that was published, and each fault that struck is over.
 
-        Raises the first error of a handler, unless it is not to be raised, and TimeoutError, which says what waits.
+        Raises the first error of a handler, and TimeoutError, which says what waits. With `raise_errors=False` it
+        raises no handler's error, and leaves keys that wait for an operator parked.
         """
         run, deadline, quiet = self.run_of(app), time.monotonic() + timeout_s, 0
         while quiet < 2:
             self._relay.check()
             run.check(raise_errors=raise_errors)
-            left = self._left(run)
+            left = self._left(run, parked=raise_errors)
             # Twice: a handler may publish to a topic that was looked at before.
             quiet = 0 if left else quiet + 1
             if left and time.monotonic() >= deadline:
                 raise TimeoutError(f"not all is handled after {timeout_s:g} s: {'; '.join(left)}")
             time.sleep(POLL_S)
         run.check(raise_errors=raise_errors)
+
+    def parked(self, topic: str | TypedBodies[Any], *, group: str | None = None) -> list[str | None]:
+        """Return a group's parked keys."""
+        return [row.key for row in self._parked(_name_of(topic), group)]
+
+    def dead(self, topic: str | TypedBodies[Any], *, group: str | None = None) -> list[DeadMessage]:
+        """Return messages that left a group without an effect, latest first."""
+        return dead_messages(self.runtime.control, topic=_name_of(topic), group=group, limit=PAGE_LIMIT)
+
+    def release(self, topic: str | TypedBodies[Any], key: str | None = None, *, group: str | None = None) -> None:
+        """Have a parked key, or all, tried now. Raises NotFound for a key that is not parked."""
+        rows = self._parked(_name_of(topic), group, key)
+        if key is not None and not rows:
+            raise NotFound("parked key", key, f"parked are: {self.parked(topic, group=group)}")
+        for row in rows:
+            release_parked(self.runtime, row.topic, row.group, key=row.key)
 
     def run_of(self, app: App) -> AppRun:
         """Return what knows of an application's runs here."""
@@ -174,11 +196,19 @@ class TestStack:
             return False
         return True
 
-    def _left(self, run: AppRun) -> list[str]:
+    def _left(self, run: AppRun, *, parked: bool) -> list[str]:
         with self.runtime.outbox.connection() as connection:
             row = connection.execute(query("check_outbox")).fetchone()
         waiting = [f"{row[0]} messages wait in the outbox"] if row and row[0] else []
-        return [*waiting, *run.unfinished(), *(text for one in self._statuses(run) if (text := _unhandled(one)))]
+        left = [_unhandled(one, parked=parked or self._is_due(one)) for one in self._statuses(run)]
+        return [*waiting, *run.unfinished(), *filter(None, left)]
+
+    def _is_due(self, status: GroupStatus) -> bool:
+        rows = self._parked(status.facts.topic, status.facts.name) if status.parked.messages else ()
+        return any(row.due_in_s is not None for row in rows)
+
+    def _parked(self, topic: str, group: str | None, key: str | None = None) -> list[ParkedKey]:
+        return parked_keys(self.runtime.control, ParkedFilter(topic, group, key), limit=PAGE_LIMIT)
 
     def _statuses(self, run: AppRun) -> Iterator[GroupStatus]:
         for topic, group in run.groups:
@@ -220,11 +250,11 @@ def _name_of(topic: str | TypedBodies[Any]) -> str:
     return topic if isinstance(topic, str) else topic.name
 
 
-def _unhandled(status: GroupStatus) -> str:
+def _unhandled(status: GroupStatus, *, parked: bool = True) -> str:
     named = f"group {status.facts.name} of topic {status.facts.topic}"
     if status.facts.state != "live" or any(one.lag is None for one in status.partitions):
         return f"{named} does not answer"
-    if status.lag or status.parked.messages:
-        parked = f", {status.parked.messages} are parked" if status.parked.messages else ""
-        return f"{named} has {status.lag} messages to handle{parked}"
+    if status.lag or (parked and status.parked.messages):
+        also = f", {status.parked.messages} are parked" if status.parked.messages else ""
+        return f"{named} has {status.lag} messages to handle{also}"
     return ""

@@ -418,8 +418,9 @@ def test_the_fence_and_the_inbox_work_on_async_connections(one: Stage) -> None:
             with pytest.raises(AlreadyApplied):
                 await book(receiver, connection, first)
             await book(receiver, connection, second)
-            with pytest.raises(InvalidInput, match="no transaction"):
-                await receiver.inbox(connection, first)
+            for record in (receiver.fence, receiver.inbox):
+                with pytest.raises(InvalidInput, match="no transaction"):
+                    await record(connection, first)
             for refused in (False, True):
                 try:
                     async with connection.transaction():

@@ -238,8 +238,9 @@ def test_policy_park_keeps_the_key_until_it_is_released(engine: Engine, acts: li
     engine.run_until_idle(raises=False)
     assert (names(key), engine.parked(work)) == (["bad"] * len(acts), [key])
     engine.release(work, key)
-    engine.run_until_idle()
+    engine.run()
     assert world.seen[key][len(acts) :] == [("bad", 1), ("behind", 1)]
+    assert [message.key for message in engine.handled(work)].count(key) == 2
     assert engine.parked(work) == []
 
 

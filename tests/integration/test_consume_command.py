@@ -109,6 +109,7 @@ def test_one_process_handles_messages_until_it_is_asked_to_stop(
     process.terminate()
     assert process.wait(20) == 0, log.read_text()
     assert "consumers_started members=1" in log.read_text()
+    assert "consumers_stopped members=1 handlers_ended=True" in log.read_text()
 
 
 def test_several_processes_share_the_messages_and_stop_together(

@@ -434,7 +434,7 @@ def test_a_schema_that_is_missing_older_or_newer_is_broken(
         patch.setattr("mqlayer.postgres.migrations.migrations", with_later_step)
         finding = ward.finding("control schema")
     before, after = LATER["control"].number - 1, LATER["control"].number
-    assert finding.seen == f"it is control {before}, this code needs control {after}"
+    assert finding.seen == f"it has control schema {before}, this code needs control schema {after}"
     assert "run `mqlayer migrate`" in finding.fix
     ward.world.rows("INSERT INTO mqlayer.migration (number, name) VALUES (99, 'of tomorrow')")
     assert "upgrade mqlayer" in ward.finding("control schema").fix

@@ -220,6 +220,9 @@ def test_a_parked_key_is_explained_with_what_to_run_next(failing: Failing, typed
     assert (
         f"cause exhausted: 2 messages, the first is {identity_of(a[0])}, 17 failed attempts, next attempt when" in said
     )
+    failing.sql("UPDATE mqlayer.parked_key SET cause = 'rejected'")
+    skip = "mqlayer key skip-head orders 'a b' --group g  # the handler rejected it; once a changed handler takes it: "
+    assert explained(typed, "a b")["run_next"] == f"{skip}mqlayer parked release orders g 'a b'"
     failing.sql("UPDATE mqlayer.parked_key SET due_at = clock_timestamp() + interval '1 hour'")
     assert explained(typed, "a b")["run_next"].startswith("nothing: it is tried again at ")
     failing.sql("UPDATE mqlayer.parked_key SET due_at = clock_timestamp()")

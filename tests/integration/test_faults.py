@@ -9,7 +9,7 @@ import psycopg
 import pytest
 
 from mqlayer import App, Context
-from mqlayer.errors import InvalidInput
+from mqlayer.errors import InvalidInput, NotFound
 from mqlayer.stack import GivenAddresses
 from mqlayer.testing.fault_exercise import EffectsDiffer, exercise
 from mqlayer.testing.servers import TestServers
@@ -115,6 +115,18 @@ def test_partitions_split_and_nodes_come_back_under_an_application(mqlayer_stack
     assert mqlayer_stack.execute("SELECT amount FROM balance") == [(10,)]
 
 
+def test_two_applications_that_read_a_group_as_other_bodies_are_named(
+    mqlayer_stack: TestStack, plain: Book, caplog: pytest.LogCaptureFixture
+) -> None:
+    one, other = App(), App()
+    one.consumer("orders", group="ledger")(plain)
+    other.consumer("orders", group="ledger")(lambda body: None)
+    with mqlayer_stack.run(one), mqlayer_stack.run(one.another()):
+        assert "group_has_two_bodies" not in caplog.text
+        with mqlayer_stack.run(other):
+            assert "group_has_two_bodies topic=orders group=ledger" in caplog.text
+
+
 def test_drain_raises_what_a_handler_raises_and_says_what_waits(mqlayer_stack: TestStack) -> None:
     app = App()
 
@@ -128,6 +140,32 @@ def test_drain_raises_what_a_handler_raises_and_says_what_waits(mqlayer_stack: T
             mqlayer_stack.drain(app)
         with pytest.raises(TimeoutError, match="group ledger of topic orders has 1 messages to handle"):
             mqlayer_stack.drain(app, timeout_s=0.1, raise_errors=False)
+
+
+def test_a_failing_key_is_parked_and_released_and_an_effect_elsewhere_is_refused(
+    mqlayer_stack: TestStack, postgres_server: Postgres
+) -> None:
+    app, places = App(), [postgres_server.dsn("postgres")]
+
+    @app.consumer("orders", group="ledger", attempt_limit=1)
+    def book(amount: int, ctx: Context) -> None:
+        with psycopg.connect(places[0]) as connection:
+            ctx.fence(connection)
+            connection.execute(ADD, (ctx.key, amount))
+
+    with mqlayer_stack.run(app):
+        for amount in (10, 5):
+            mqlayer_stack.publish("orders", amount, key="ann")
+        with pytest.raises(InvalidInput, match=r"to database 'postgres' on port \d+, but the test's is"):
+            mqlayer_stack.drain(app)
+        mqlayer_stack.drain(app, raise_errors=False)
+        assert (mqlayer_stack.parked("orders"), mqlayer_stack.dead("orders")) == (["ann"], [])
+        with pytest.raises(NotFound, match="ann"):
+            mqlayer_stack.release("orders", "bob")
+        places[0] = app.settings.application_dsn()
+        mqlayer_stack.release("orders", "ann")
+        mqlayer_stack.drain(app)
+    assert mqlayer_stack.execute("SELECT amount FROM balance") == [(15,)]
 
 
 def test_a_fault_says_where_it_cannot_strike(mqlayer_stack: TestStack, plain: Book) -> None:

@@ -93,7 +93,7 @@ def test_an_older_database_is_refused_until_it_is_migrated_and_keeps_its_rows(
         connection.execute("INSERT INTO mqlayer.job (name) VALUES ('kept')")
         monkeypatch.setattr("mqlayer.postgres.migrations.migrations", with_later_step)
         before = latest("control") - 1
-        with pytest.raises(SchemaMismatch, match=f"control {before}.*control {before + 1}.*mqlayer migrate"):
+        with pytest.raises(SchemaMismatch, match=f"schema {before}, .*schema {before + 1}: .*mqlayer migrate"):
             check_schema(connection, "control", "postgres")
         with caplog.at_level(logging.WARNING):
             assert migrate(database_dsn) == list(LATER.values())

@@ -6,7 +6,7 @@ import asyncio
 import unittest
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any, NotRequired, TypedDict
+from typing import Annotated, Any, NotRequired, TypedDict
 
 import django
 import psycopg
@@ -16,22 +16,26 @@ from django.conf import settings as django_settings
 from django.db import connections, transaction
 from django.test import TestCase
 from psycopg.conninfo import conninfo_to_dict
+from pydantic import SecretStr
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import Session
 
 import mqlayer
 from mqlayer import outbox
 from mqlayer.errors import AlreadyApplied, InvalidInput, SchemaMismatch
+from mqlayer.outbox.transaction_sources import open_transaction
 from mqlayer.testing import (
     TestApp,
     apublished,
     assert_not_published,
     assert_published,
+    batch,
     context,
     prepare_database,
     published,
 )
 from tests.fixtures.kept_connections import ask_postgres, kept_session
+from tests.fixtures.servers import Postgres
 from tests.fixtures.sqlalchemy_engines import url_of
 
 
@@ -133,14 +137,24 @@ def django_connection(dsn: str) -> Iterator[Any]:
 
 
 def test_a_test_case_of_django_sees_its_atomic_blocks_and_delivers_them(django_connection: Any) -> None:
-    handled: list[str] = []
+    with django_connection.cursor() as cursor:
+        cursor.execute("CREATE TABLE booking (customer text)")
     app = mqlayer.App()
 
     @app.consumer(orders, group="ledger")
-    def book(order: Order) -> None:
-        handled.append(order["customer"])
+    def book(order: Order, ctx: mqlayer.Context, connection: Annotated[Any, mqlayer.fenced("default")]) -> None:
+        with connections["default"].cursor() as cursor:
+            cursor.execute("INSERT INTO booking VALUES (%s)", [order["customer"]])
+
+    def booked() -> list[tuple[str]]:
+        with django_connection.cursor() as cursor:
+            cursor.execute("SELECT customer FROM booking")
+            return list(cursor.fetchall())
 
     class OrderTest(TestCase):  # type: ignore[misc]
+        def test_the_next_test_finds_the_connection_and_no_booking(self) -> None:
+            assert booked() == []
+
         def test_order(self) -> None:
             with transaction.atomic():
                 orders.publish("default", {"customer": "ann"})
@@ -152,11 +166,14 @@ def test_a_test_case_of_django_sees_its_atomic_blocks_and_delivers_them(django_c
             with TestApp(app) as test:
                 test.deliver(published(on="default"))
                 test.run()
+            with open_transaction("default") as connection, connection.cursor() as cursor:
+                cursor.execute("INSERT INTO booking VALUES ('bob')")
+            assert booked() == [("ann",), ("bob",)]
 
     result = unittest.TestResult()
-    unittest.TestSuite([OrderTest("test_order")]).run(result)
-    assert (result.errors, result.failures, result.testsRun) == ([], [], 1)
-    assert handled == ["ann"]
+    names = ("test_order", "test_the_next_test_finds_the_connection_and_no_booking")
+    unittest.TestSuite(map(OrderTest, names)).run(result)
+    assert (result.errors, result.failures, result.testsRun) == ([], [], 2)
 
 
 def test_a_database_without_the_schema_shows_what_was_collected(empty_database_dsn: str) -> None:
@@ -165,7 +182,10 @@ def test_a_database_without_the_schema_shows_what_was_collected(empty_database_d
         orders.publish(session, {"customer": "ann"})
         assert_published(orders, on=session, key="ann")
     engine.dispose()
-    with pytest.raises(SchemaMismatch), TestApp(database=empty_database_dsn):
+    with (
+        pytest.raises(SchemaMismatch, match=r"has no application schema, .*: call mqlayer.testing.prepare_database\("),
+        TestApp(database=empty_database_dsn),
+    ):
         pass
 
 
@@ -181,13 +201,55 @@ def test_a_context_fences_the_tests_own_transaction(dsn: str) -> None:
         connection.rollback()
 
 
+def one_batch(connection: Any) -> mqlayer.Batch[Any]:
+    return batch([{"customer": "ann"}], topic=orders, connection=connection)
+
+
+def one_context(connection: Any) -> mqlayer.Context:
+    return context({"customer": "ann"}, topic=orders, connection=connection)
+
+
+def test_no_effect_is_recorded_where_no_transaction_is_open(dsn: str, django_connection: Any) -> None:
+    """It would be recorded alone, and after a failure behind it the effect would never come."""
+    versions = mqlayer.Versions("orders")
+    engine = sqlalchemy.create_engine(url_of(dsn)).execution_options(isolation_level="AUTOCOMMIT")
+    with kept_session(dsn, autocommit=True) as connection, Session(engine) as session, engine.begin() as core:
+        for alone in (connection, session, core, django_connection):
+            refused = pytest.raises(InvalidInput, match="no transaction is open")
+            with refused:
+                one_context(connection).fence(alone)
+            with refused:
+                one_context(connection).inbox(alone)
+            with refused:
+                one_batch(connection).fence(alone)
+            with refused:
+                versions.take(alone, one_context(connection), entity="e", version=1)
+        with connection.transaction():
+            one_context(connection).fence(connection)
+            one_batch(connection).fence(connection)
+        with transaction.atomic():
+            one_context(django_connection).fence(django_connection)
+    engine.dispose()
+
+    async def awaited() -> None:
+        async with await psycopg.AsyncConnection.connect(dsn, autocommit=True) as connection:
+            with pytest.raises(InvalidInput, match="no transaction is open"):
+                await one_context(connection).afence(connection)
+            with pytest.raises(InvalidInput, match="no transaction is open"):
+                await one_batch(connection).afence(connection)
+            async with connection.transaction():
+                await one_batch(connection).afence(connection)
+
+    asyncio.run(awaited())
+
+
 def test_messages_that_a_handlers_own_transactions_commit_are_handled(dsn: str) -> None:
     ask_postgres(dsn, "CREATE TABLE book (customer text, amount int)")
     app, seen, fails = mqlayer.App(), list[str](), [True]
 
     @app.consumer(orders, group="ledger", backoff_s=(5,))
     def book(order: Order, ctx: mqlayer.Context) -> None:
-        with psycopg.connect(dsn) as connection:
+        with psycopg.connect(app.settings.application_dsn()) as connection:
             ctx.fence(connection)
             connection.execute("INSERT INTO book VALUES (%s, %s)", (order["customer"], order.get("amount")))
             outbox.publish(connection, "audit", key=order["customer"], body=b"booked")
@@ -217,3 +279,19 @@ def test_messages_that_a_handlers_own_transactions_commit_are_handled(dsn: str) 
         assert [message.key for message in test.handled(orders)] == ["ann"]
         test.assert_published("audit", key="ann", body=b"booked", count=1)
     assert ask_postgres(dsn, "SELECT * FROM book") == [("ann", 1)]
+
+
+def test_an_effect_in_another_database_is_refused(dsn: str, postgres_server: Postgres) -> None:
+    """A program that took its address at import would book where it is developed."""
+    app = mqlayer.App(mqlayer.Settings(dsn=SecretStr("postgresql://where-it-is-developed/shop")))
+
+    @app.consumer(orders, group="ledger")
+    def book(order: Order, ctx: mqlayer.Context) -> None:
+        with psycopg.connect(postgres_server.dsn("postgres")) as connection:
+            ctx.fence(connection)
+
+    with TestApp(app, database=dsn) as test:
+        test.publish(orders, {"customer": "ann"})
+        with pytest.raises(InvalidInput, match=r"to database 'postgres'.*app\.settings\.application_dsn"):
+            test.run()
+    assert app.settings.application_dsn() == "postgresql://where-it-is-developed/shop"

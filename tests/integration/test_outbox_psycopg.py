@@ -173,7 +173,7 @@ def test_bodies_that_are_not_bytes_are_text_or_json(
         ({"topic": "Orders"}, InvalidName),
         ({"key": "x" * (KEY_LIMIT + 1)}, KeyTooLarge),
         ({"key": "nul\0"}, InvalidInput),
-        ({"key": "\ud800"}, InvalidName),
+        ({"key": "\ud800"}, InvalidInput),
         ({"body": bytes(1_000_001)}, BodyTooLarge),
         ({"body": object()}, InvalidInput),
         ({"headers": {"mq-own": "x"}}, ReservedHeader),

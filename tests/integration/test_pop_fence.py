@@ -9,7 +9,7 @@ import psycopg
 import pytest
 
 from mqlayer import PopMessage, Receiver
-from mqlayer.errors import AlreadyApplied, OutOfOrder, StaleOwner, StaleToken
+from mqlayer.errors import AlreadyApplied, InvalidInput, OutOfOrder, StaleOwner, StaleToken
 from mqlayer.topics.nodes import rearm_node
 from tests.fixtures.consumers import Stage, StartStage
 from tests.fixtures.kept_connections import kept_session
@@ -83,6 +83,8 @@ def test_an_effect_before_an_earlier_one_of_its_key_is_refused(
     receiver, _ = receivers
     one.send([("k", b"1"), ("k", b"2"), ("l", b"3")])
     first, second, other = receiver.receive()
+    with pytest.raises(InvalidInput, match="no transaction is open"):
+        receiver.fence(connection, first)
     with pytest.raises(OutOfOrder, match=f"{first.token.partition}/1 of the same key"):
         book(connection, receiver, second, "a")
     book(connection, receiver, other, "a")

@@ -251,7 +251,7 @@ def test_two_commands_at_once_do_not_change_one_stack(place: Path) -> None:
 
 
 def test_commands_use_the_stack_that_is_here(place: Path, running: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert settings_here(place).control_dsn() == ""
+    assert settings_here(place).dsn.get_secret_value() == ""
     addresses = addresses_of(running)
     monkeypatch.setenv("MQLAYER_LEASE_S", "3")
     settings = settings_here(running)

@@ -5,17 +5,28 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Annotated, Any
+from functools import partial
+from types import SimpleNamespace
+from typing import Annotated, Any, cast
 
 import msgspec
 import pytest
 from psycopg_pool import AsyncConnectionPool, ConnectionPool
+from sqlalchemy import create_engine
 from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
 import mqlayer
+from mqlayer import outbox
+from mqlayer.cli.groups import groups as group_commands
 from mqlayer.consuming.api.dependencies import dependencies_of
-from mqlayer.errors import HandlerFault, InvalidInput
+from mqlayer.errors import Conflict, HandlerFault, InvalidInput
+from mqlayer.groups.group import RULES, SET_OPTIONS, refuse_others, settings_of
+from mqlayer.postgres.dsn import parse_dsn
+from mqlayer.testing import context
+from mqlayer.testing.broker import TopicLog
+from mqlayer.testing.group_runner import group_of
 
 
 class Placed(msgspec.Struct):
@@ -158,3 +169,74 @@ def test_type_checkers_see_the_body_and_the_context_before_dependencies() -> Non
         ["store", "other"],
         ["store", "session"],
     ]
+
+
+def test_a_second_parameter_of_another_type_is_refused_where_it_gets_the_context() -> None:
+    """Without Annotated, the handler would call a session's methods on the Context."""
+    app = mqlayer.App()
+
+    def book(order: Placed, session: Session) -> None: ...
+    def anything(order: Placed, ctx: object) -> None: ...
+    def perhaps(order: Placed, ctx: mqlayer.Context | None) -> None: ...
+
+    refused = r"'book' takes a Session as 'session', where it gets the mqlayer.Context: .* session: Annotated\[Session"
+    with pytest.raises(InvalidInput, match=refused):
+        app.consumer("orders", group="ledger")(book)
+    for number, handler in enumerate((anything, perhaps)):
+        app.consumer("orders", group=f"g-{number}")(handler)
+
+
+def test_an_unknown_setting_of_a_group_is_refused_with_the_nearest() -> None:
+    app: Any = mqlayer.App()
+    with pytest.raises(InvalidInput, match="no setting of a group is called atempt_limit: did you mean attempt_limit"):
+        app.consumer("orders", group="ledger", atempt_limit=3)
+
+
+def test_other_settings_than_the_servers_are_named_with_the_whole_command() -> None:
+    app, log = mqlayer.App(), cast("TopicLog", SimpleNamespace(partition=1, name="orders"))
+    app.consumer("orders", group="ledger")(anything)
+    stored = group_of(app.consumers[0], 1, log)
+    rules: Any = {
+        "attempt_limit": 3,
+        "backoff_s": (60, 3600),
+        "non_retryable_errors": [ValueError],
+        "time_limit_s": 1.5,
+    }
+    refuse_others(stored, settings_of(attempt_limit=stored.rules.attempt_limit))
+    with pytest.raises(Conflict) as found:
+        refuse_others(stored, settings_of(**rules))
+    assert "attempt_limit = 3, " in str(found.value)
+    command = (
+        "mqlayer group set orders ledger --backoff 60,3600 --attempts 3 --non-retryable ValueError --time-limit 1.5"
+    )
+    assert str(found.value).endswith(command)
+    with pytest.raises(Conflict, match=r"brings False: leave it out of the program, or ordered can't be changed"):
+        refuse_others(stored, settings_of(ordered=False))
+
+
+def test_the_settings_of_a_group_have_options_that_are_there() -> None:
+    (command,) = [one for one in group_commands.registered_commands if one.name == "set"]
+    assert command.callback is not None
+    parameters = inspect.signature(command.callback).parameters
+    assert {option.removeprefix("--").replace("-", "_") for option in SET_OPTIONS.values()} <= parameters.keys()
+    assert {*SET_OPTIONS} == {*RULES, "balance", "tag_filter", "instance_expiry_s", "rate_limit", "rate_burst"}
+
+
+def anything(body: bytes) -> None:
+    """Handle a message."""
+
+
+def test_another_database_than_postgres_is_named() -> None:
+    with Session(create_engine("sqlite://")) as session:
+        for use in (partial(outbox.publish, topic="orders", key="a"), context(connection=object()).fence):
+            with pytest.raises(
+                InvalidInput, match="this is a connection to sqlite: outbox, fence and inbox are in Post"
+            ):
+                use(session)
+
+
+def test_a_dsn_of_sqlalchemy_says_what_to_leave_out() -> None:
+    with pytest.raises(InvalidInput, match=r"begins with postgresql\+psycopg://: leave out \+psycopg"):
+        parse_dsn("postgresql+psycopg://ann:secret@db/shop")
+    with pytest.raises(InvalidInput, match=r"begins with mysql://: give postgresql://"):
+        parse_dsn("mysql://db/shop")

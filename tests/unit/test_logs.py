@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import sys
+import time
 from typing import Literal
 
 import pytest
@@ -22,6 +23,17 @@ def record(event: str, **fields: object) -> logging.LogRecord:
 def test_a_value_with_blanks_is_quoted_on_one_line() -> None:
     line = EventFormatter().format(record("reading_waits", reason='it said "no"\nand left', empty=""))
     assert line.endswith(r'reading_waits reason="it said \"no\"\nand left" empty=""')
+
+
+def test_a_line_has_its_time_in_utc_whatever_zone_a_framework_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TZ", "America/Chicago")
+    time.tzset()
+    try:
+        line = EventFormatter().format(record("relay_started", created=0.25))
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+    assert line == "1970-01-01 00:00:00.250Z INFO relay_started"
 
 
 def test_json_lines_have_the_event_and_its_fields() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,6 +30,9 @@ def test_no_test_module_is_imported() -> None:
     modules = {path.stem for path in TESTS.rglob("test_*.py")}
 
     def tests_in(program: str) -> list[str]:
+        # To parse all programs takes ten times as long.
+        if modules.isdisjoint(re.findall(r"\w+", program)):
+            return []
         return [name for name in imported(program) if modules & set(name.split("."))]
 
     assert len(tests_in(PLANTED)) == 3, "each form of import is seen"

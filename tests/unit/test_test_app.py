@@ -222,6 +222,8 @@ def test_misuse_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     with TestApp(app) as test:
         with pytest.raises(Conflict, match="both applications"):
             TestApp(app).__enter__()
+        with pytest.raises(Conflict, match="TestApp handles its messages, without members"):
+            app.start()
         with pytest.raises(NotFound, match="orders/ledger"):
             test.handled("unknown")
         with pytest.raises(NotFound, match="ann"):

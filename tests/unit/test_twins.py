@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +24,26 @@ def pairs() -> Iterator[tuple[Any, Any]]:
         yield from ((getattr(owner, name), getattr(owner, f"a{name}")) for name in names if f"a{name}" in names)
     for name in ("open", "close", "receive", "ack", "nack", "extend", "fence", "inbox", "__init__"):
         yield getattr(mqlayer.Receiver, name), getattr(mqlayer.AsyncReceiver, name)
+
+
+COMPLETE_ALONE = {
+    "outbox_publish_once", "delayed_publish", "delayed_cancel", "outbox_trace", "outbox_traces", "outbox_here",
+    "outbox_uncommitted", "version_set",
+}  # fmt: skip
+"""Statements on a caller's connection that may commit alone."""
+
+
+def test_statements_that_record_an_effect_are_refused_without_its_transaction() -> None:
+    """One that commits alone would lose the effect behind it."""
+    statements = re.compile(r'Statement\(query\("(\w+)"\).*?(in_transaction=True)?\)\n')
+    found = {
+        (name, bool(refused))
+        for path in Path(mqlayer.__file__).parent.rglob("*.py")
+        for name, refused in statements.findall(path.read_text())
+    }
+    assert found == {(name, False) for name in COMPLETE_ALONE} | {
+        (name, True) for name in ("fence", "fence_many", "inbox_put", "version_take", "version_released")
+    }
 
 
 @pytest.mark.parametrize(("sync", "asynchronous"), list(pairs()), ids=lambda one: one.__qualname__)

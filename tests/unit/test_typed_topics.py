@@ -16,8 +16,11 @@ import pydantic
 import pytest
 
 import mqlayer
+from mqlayer import outbox
 from mqlayer.consuming.api.registration import ConsumerOptions
 from mqlayer.errors import BodyMismatch, InvalidInput
+from mqlayer.producing.message import lp_and_key
+from mqlayer.testing import TestApp
 
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncSession
@@ -188,3 +191,20 @@ if TYPE_CHECKING:
         def six(order: Placed, ctx: str) -> None: ...
 
         app.consumer(placed, group="h", odd=1)  # type: ignore[call-overload]
+
+
+def test_a_key_is_a_text_on_all_ways_of_publishing() -> None:
+    """Customers' ids are often numbers, which another program might write otherwise."""
+    by_number = mqlayer.Topic("orders", body=Placed, key=lambda order: order.amount)  # type: ignore[arg-type,return-value]
+    refused = pytest.raises(InvalidInput, match=r"a message key is a str, not int: give str\(customer_id\)")
+    with TestApp() as test, mqlayer.Producer(name="shop") as producer:
+        with refused:
+            by_number.publish(test.session(), Placed("ann", 5))
+        with refused:
+            outbox.publish(test.session(), "orders", key=5)  # type: ignore[arg-type]
+        with refused:
+            outbox.publish_delayed(test.session(), "orders", key=5, delay_s=1)  # type: ignore[arg-type]
+        with refused:
+            producer.send("orders", key=5, body=b"")  # type: ignore[arg-type]
+    with refused:
+        lp_and_key(5)

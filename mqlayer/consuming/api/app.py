@@ -26,11 +26,18 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from types import FrameType
 from typing import Any, Final, Literal, TypeVar, Unpack, get_type_hints, overload
+from weakref import WeakSet
 
 from mqlayer.consuming.api.batch_handlers import BatchHandler, BatchShape, batch_shape
 from mqlayer.consuming.api.batches import BatchOf
 from mqlayer.consuming.api.context import Context
-from mqlayer.consuming.api.dependencies import NO_DEPENDENCIES, Dependencies, check_order, dependencies_of
+from mqlayer.consuming.api.dependencies import (
+    NO_DEPENDENCIES,
+    Dependencies,
+    check_context,
+    check_order,
+    dependencies_of,
+)
 from mqlayer.consuming.api.registration import ConsumerOptions, TypedRegistration
 from mqlayer.consuming.engine.events import Reporting
 from mqlayer.consuming.engine.options import MemberOptions, MemberStats
@@ -61,6 +68,7 @@ from mqlayer.topics.schemas import store_schema
 
 log = event_logger(__name__)
 
+_started: Final[WeakSet[App]] = WeakSet()
 CONNECTIONS_OF_A_MEMBER: Final = 12
 """At most, on demand: heartbeat, parking worker, threads that arm nodes."""
 
@@ -105,6 +113,8 @@ class App:
         self.members: list[OrderedMember | SharedMember] = []
         self.hooks: list[Hook] = []
         self._open: list[Any] = []
+        # Why it may not start, as in a TestApp.
+        self.start_refused = ""
         # Number of this process among those of one command; each is an instance.
         self.process_number = 1
 
@@ -250,10 +260,13 @@ class App:
 
         Stores the schemas of typed topics. Raises IncompatibleSchema for one that breaks readers.
         """
+        if self.start_refused:
+            raise Conflict("the application can't start", self.start_refused)
         if not self.consumers:
             raise InvalidInput("the application has no consumers: register one with @app.consumer(topic, group=…)")
         if self.members:
             raise Conflict("the application is running", "stop it first")
+        _warn_of_others(self)
         settings = self.settings
         # A heartbeat must never wait for a connection behind threads that arm nodes.
         size = 2 + CONNECTIONS_OF_A_MEMBER * len(self.consumers)
@@ -280,6 +293,7 @@ class App:
         except BaseException:
             self.stop()
             raise
+        _started.add(self)
         log.info("consumers_started", extra={"members": len(self.members)})
 
     def stop(self, timeout_s: float | None = None) -> bool:
@@ -290,6 +304,8 @@ class App:
             thread.start()
         for thread in threads:
             thread.join()
+        if self.members:
+            log.info("consumers_stopped", extra={"members": len(self.members), "handlers_ended": all(ended)})
         self.members = []
         for resource in self._open:
             resource.close()
@@ -390,6 +406,18 @@ class App:
         return name if self.process_number == 1 else f"{name}-{self.process_number}"
 
 
+def _warn_of_others(app: App) -> None:
+    """Log groups that another running application of this process reads as other bodies."""
+    running = [other for other in _started if other is not app and other.members]
+    known = {(one.topic, one.group): one.body_type for other in running for one in other.consumers}
+    for consumer in app.consumers:
+        there = known.get((consumer.topic, consumer.group), consumer.body_type)
+        if there != consumer.body_type:
+            bodies = f"{type_name(there)}, {type_name(consumer.body_type)}"
+            named = {"topic": consumer.topic, "group": consumer.group, "bodies": bodies}
+            log.warning("group_has_two_bodies", extra=named)
+
+
 def _is_async(handler: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(handler) or inspect.iscoroutinefunction(type(handler).__call__)
 
@@ -406,6 +434,8 @@ def _parameters(handler: Callable[..., Any], body: Any, dependencies: Dependenci
             f"handler {type_name(handler)!r} must take the body, or the body and the context; mark a further parameter "
             "as Annotated[…, mqlayer.Depends(factory)]"
         )
+    if len(parameters) == 2:
+        check_context(handler, parameters[1].name)
     if body is None:
         function = handler if inspect.isroutine(handler) else type(handler).__call__
         body = get_type_hints(function).get(parameters[0].name, bytes)

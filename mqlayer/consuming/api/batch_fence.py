@@ -30,7 +30,7 @@ class BatchFence(Generic[Body]):
         chosen = self.choose(visible, messages)
         failpoint("fence.before")
         if chosen:
-            answers, epochs = yield Statement(query("fence_many"), _facts_of(chosen))
+            answers, epochs = yield Statement(query("fence_many"), _facts_of(chosen), in_transaction=True)
             self.judge(chosen, answers, epochs)
         failpoint("fence.after")
         return [message for message in chosen if message.fenced]

@@ -163,7 +163,7 @@ class Batch(Sequence[BatchMessage[Body]], Generic[Body]):
         defaults to all unmarked ones, of one key those before the first failed one.
         Messages left out were applied before, and are done. The commit applies all returned ones: apply all, or roll
         back. Fence a message once; of one key, in order.
-        Raises StaleOwner: don't catch it, so that the transaction rolls back.
+        Raises StaleOwner: don't catch it, so that the transaction rolls back. Raises InvalidInput without one.
         """
         return run(connection, self._fence.statements(self._messages, messages))
 

@@ -143,7 +143,7 @@ class Context(Delivered):
 
         Call it first, once, on the effect's connection (psycopg, SQLAlchemy, Django). The commit marks the message as
         applied. Raises AlreadyApplied or StaleOwner: don't catch them; the member then settles the message, or drops
-        the partition.
+        the partition. Raises InvalidInput without an open transaction.
         """
         run(connection, self._fencing())
 
@@ -168,7 +168,7 @@ class Context(Delivered):
     def _fencing(self) -> Statements[None]:
         failpoint("fence.before")
         self._only_once()
-        answer, epoch = yield Statement(query("fence"), self.fence_facts())
+        answer, epoch = yield Statement(query("fence"), self.fence_facts(), in_transaction=True)
         self._judge(answer, epoch)
         failpoint("fence.after")
 

@@ -108,6 +108,20 @@ def check_order(handler: Callable[..., Any], dependencies: Dependencies) -> None
         )
 
 
+def check_context(handler: Callable[..., Any], name: str) -> None:
+    """Check that the parameter for the Context may take one. Raises InvalidInput."""
+    hint = _hints(handler).get(name)
+    hint = get_args(hint)[0] if get_origin(hint) is Annotated else hint
+    if not isinstance(hint, type) or getattr(hint, "_is_protocol", False):
+        return
+    if not (issubclass(hint, Context) or issubclass(Context, hint)):
+        given = type_name(hint)
+        raise InvalidInput(
+            f"handler {type_name(handler)!r} takes a {given} as {name!r}, where it gets the mqlayer.Context: take that "
+            f"second, and behind it {name}: Annotated[{given}, mqlayer.Depends(factory)], or mqlayer.fenced(sessions)"
+        )
+
+
 def _check(handler: str, name: str, mark: Depends, *, is_async: bool) -> None:
     if mark.is_async and not is_async:
         raise InvalidInput(

@@ -18,6 +18,6 @@ def install(_apps: Any, schema_editor: Any) -> None:
     dsn = dsn_of(connection)
     if connection.alias != database_alias() or not dsn:
         return
-    if Settings().control_dsn() == dsn:
+    if Settings().dsn.get_secret_value() == dsn:
         migrate(dsn, schema="control")
     migrate(dsn, schema="application")
