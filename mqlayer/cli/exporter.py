@@ -52,7 +52,7 @@ def exporter(
         if once:
             meters, page = separate_meters()
             SystemExporter(runtime, meters, by_partition=partitions).sample()
-            echo(page().decode().rstrip())
+            echo(page().decode().rstrip(), lines=True)
         else:
             service = SystemExporter(runtime, process_meters(), every_s=every or 15.0, by_partition=partitions)
             _serve(settings, service, port or settings.health_port or PORT)

@@ -9,7 +9,7 @@ from typing import Final
 
 from mqlayer.errors import MqlayerError
 from mqlayer.exporter.samples import Samples, control_samples, outbox_samples
-from mqlayer.metrics import CATALOG, Meters, Sample
+from mqlayer.metrics import CATALOG, Measurement, Meters
 from mqlayer.runtime.runtime import Runtime
 from mqlayer.runtime.service import Service
 
@@ -55,7 +55,7 @@ class SystemExporter(Service):
             raise errors[0]
         self._complete_at = ended
 
-    def _values(self, name: str) -> Iterable[Sample]:
+    def _values(self, name: str) -> Iterable[Measurement]:
         if time.monotonic() - self._sampled_at > OLD_AFTER_INTERVALS * self.every_s:
             return ()
         return self._samples.get(name, ())

@@ -9,7 +9,7 @@ from typing import Any, Final
 from mqlayer.inspect import GroupStatus, group_statuses
 from mqlayer.maintenance import late_jobs
 from mqlayer.maintenance.jobs import PERIODIC_JOBS
-from mqlayer.metrics import Sample
+from mqlayer.metrics import Measurement
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.queries import query
 from mqlayer.redelivery import FailureCounts, failure_counts
@@ -17,7 +17,7 @@ from mqlayer.runtime.runtime import Runtime
 
 COUNTED_EVENTS: Final = ("failed", "timed_out", "parked", "dead", "skipped", "redriven")
 
-Samples = dict[str, list[Sample]]
+Samples = dict[str, list[Measurement]]
 GroupName = tuple[str, str]
 
 

@@ -1,16 +1,16 @@
 """Metrics by OpenTelemetry, off without the setting `metrics` (docs/design/decisions/0067-metrics-from-counts.md)."""
 
 from mqlayer.metrics.catalog import CATALOG, Instrument
-from mqlayer.metrics.meters import MemberMeters, Meters, Sample, meters_of, process_meters
+from mqlayer.metrics.meters import Measurement, MemberMeters, Meters, meters_of, process_meters
 from mqlayer.metrics.scrape import CONTENT_TYPE, metrics_page, separate_meters
 
 __all__ = [
     "CATALOG",
     "CONTENT_TYPE",
     "Instrument",
+    "Measurement",
     "MemberMeters",
     "Meters",
-    "Sample",
     "meters_of",
     "metrics_page",
     "process_meters",

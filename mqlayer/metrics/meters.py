@@ -46,7 +46,7 @@ _MEMBER_COUNTS: Final = {
     "mqlayer.consumer.leases.lost": "leases_lost",
     "mqlayer.consumer.parking.full": "parking_full",
 }
-Sample = tuple[float, Mapping[str, str]]
+Measurement = tuple[float, Mapping[str, str]]
 C = TypeVar("C")
 R = TypeVar("R")
 
@@ -75,7 +75,7 @@ class Meters:
         """Whether this process serves, where it has an endpoint."""
         self.observe("mqlayer.process.ready", self._readiness)
 
-    def observe(self, name: str, read: Callable[[], Iterable[Sample]]) -> None:
+    def observe(self, name: str, read: Callable[[], Iterable[Measurement]]) -> None:
         """Have a catalogued counter or gauge read at each scrape."""
         from opentelemetry.metrics import Observation
 
@@ -155,32 +155,32 @@ class Meters:
         for name, count in _MEMBER_COUNTS.items():
             self.observe(name, lambda count=count: self._member_count(count))  # type: ignore[misc]
 
-    def _outcomes(self) -> Iterable[Sample]:
+    def _outcomes(self) -> Iterable[Measurement]:
         for (topic, group), counts in self._members.totals().items():
             for outcome in OUTCOMES:
                 yield counts[outcome], {"topic": topic, "group": group, "outcome": outcome}
 
-    def _consumed(self) -> Iterable[Sample]:
+    def _consumed(self) -> Iterable[Measurement]:
         for (topic, group), counts in self._members.totals().items():
             labels = {**_OURS, OPERATION: "process", TOPIC: topic, GROUP: group}
             yield sum(counts[one] for one in CONSUMED), labels
 
-    def _member_count(self, name: str) -> Iterable[Sample]:
+    def _member_count(self, name: str) -> Iterable[Measurement]:
         for (topic, group), counts in self._members.totals().items():
             yield counts[name], {"topic": topic, "group": group}
 
-    def _sent_messages(self) -> Iterable[Sample]:
+    def _sent_messages(self) -> Iterable[Measurement]:
         self._record_durations()
         with self._lock:
             found = dict(self._sent)
         for known, count in found.items():
             yield count, _sent_labels(*known)
 
-    def _readiness(self) -> Iterable[Sample]:
+    def _readiness(self) -> Iterable[Measurement]:
         if self.ready is not None:
             yield int(self.ready()), {}
 
-    def _produced(self) -> Iterable[Sample]:
+    def _produced(self) -> Iterable[Measurement]:
         for counts in self._producers.totals().values():
             for outcome in PRODUCED:
                 yield counts[outcome], {"outcome": outcome}
@@ -234,7 +234,7 @@ def _sent_labels(topic: str, error: str) -> dict[str, str]:
     return {**labels, ERROR: error} if error else labels
 
 
-def _levels(sources: CountSources, names: tuple[str, ...]) -> Iterable[Sample]:
+def _levels(sources: CountSources, names: tuple[str, ...]) -> Iterable[Measurement]:
     for labels, level in sources.levels().items():
         yield level, dict(zip(names, labels, strict=True))
 

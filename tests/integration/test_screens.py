@@ -23,8 +23,8 @@ SCREENS = SHOWS | SHOWS_BODIES | {
     "parked show": "orders g a",
 }  # fmt: skip
 WIDTHS = (80, 140)
-COPIED = {"node acl"}
-"""A rule is copied as a whole."""
+COPIED = {"node acl", "exporter"}
+"""A rule is copied as a whole, a sample is read by a program."""
 
 
 @pytest.fixture

@@ -121,7 +121,8 @@ class Shell:
         assert self.process.stdin is not None
         self.process.stdin.write(f". ./{block.name} </dev/null; echo {shlex.quote(over)}\n")
         self.process.stdin.flush()
-        self.wait_for(rf"^{over}$")
+        # A killed program may have left half a line before it.
+        self.wait_for(rf"{over}$")
 
     def wait_for(self, said: str) -> None:
         """Wait until a line says something. Raises AssertionError with all that was printed."""
