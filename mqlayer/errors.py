@@ -1,4 +1,4 @@
-"""Every error that mqlayer raises; docs/reference/errors.md lists meanings.
+"""Every error that mqlayer raises; the page 'Errors' lists meanings.
 
 Facts are positional arguments, so errors survive pickling. The message names the next step.
 """
@@ -167,6 +167,9 @@ class ConfigurationRefused(MqlayerError):
         self.address, self.setting, self.value, self.wanted = redact(address), setting, value, wanted
 
     def __str__(self) -> str:
+        if not self.setting:
+            # The value is a sentence.
+            return f"{self.address}: {self.value}: {self.wanted}"
         return f"{self.address}: {self.setting} is {self.value!r}, mqlayer needs {self.wanted}"
 
 

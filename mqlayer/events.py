@@ -22,7 +22,7 @@ EventKind = Literal[
 class Event:
     """One event; it never holds a key or a body.
 
-    docs/reference/events.md explains kinds and fields. `wait_s`: seconds, None while the message waits for an operator.
+    The page 'Events and counters' explains kinds and fields. `wait_s`: seconds, None while an operator is awaited.
     `partition`, `lp`, `seq`: None without a single one. `version_gap` repeats hourly.
     """
 

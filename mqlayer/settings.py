@@ -35,6 +35,7 @@ _OF_KUBERNETES: Final = re.compile(
 
 
 _sources: Final[list[Callable[[], Mapping[str, Any]]]] = []
+_first_sources: Final[list[Callable[[], Mapping[str, Any]]]] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,7 @@ def options_of(dsn: str) -> ConnectionOptions:
 
 
 class Settings(BaseSettings):
-    """Addresses and limits of a process; docs/reference/settings.md explains them.
+    """Addresses and limits of a process; the page 'Settings' explains them.
 
     Each field is also a variable: `dsn` is MQLAYER_DSN. Durations are seconds, sizes bytes. `repr` hides addresses.
     """
@@ -167,7 +168,9 @@ class Settings(BaseSettings):
         """Read arguments, the environment, `.env`, and what a framework has."""
         # Fields are plain: to look at the annotation of each, as pydantic does here, takes longer than all the rest.
         given = (_fields(variables, cls) for variables in (os.environ, env_file()))
-        found = ChainMap(*given, *(dict(source()) for source in _sources))
+        found = ChainMap(
+            *(dict(source()) for source in _first_sources), *given, *(dict(source()) for source in _sources)
+        )
         return init_settings, InitSettingsSource(settings_cls, dict(found))
 
     @model_validator(mode="before")
@@ -225,10 +228,16 @@ def _field(variable: str) -> str:
     return variable.removeprefix(PREFIX).lower()
 
 
+def add_first_source(source: Callable[[], Mapping[str, Any]]) -> None:
+    """Let a framework's values of tests win over the environment."""
+    if source not in _first_sources:
+        _first_sources.append(source)
+
+
 def _meant(variable: str, settings: type[Settings]) -> str:
     known = [*(name.upper() for name in settings.model_fields), *(name.removeprefix(PREFIX) for name in OTHERS)]
     near = difflib.get_close_matches(variable.removeprefix(PREFIX), known, n=1)
-    return f"did you mean {PREFIX}{near[0]}?" if near else "unset it; docs/reference/settings.md has all settings"
+    return f"did you mean {PREFIX}{near[0]}?" if near else "unset it; the page 'Settings' has all settings"
 
 
 def _is_known(variable: str, variables: Mapping[str, str], settings: type[Settings]) -> bool:

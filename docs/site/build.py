@@ -8,6 +8,7 @@ The navigation is docs/README.md: its sections, its table's rows, its links. A p
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import posixpath
 import re
@@ -15,7 +16,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Final
 
@@ -197,8 +198,25 @@ def reference(title: str, names: list[str]) -> str:
     """Return a page of the Python reference."""
     if len(names) == 1:
         # The name's own heading is the page's.
-        return f"::: {names[0]}\n    options:\n      heading_level: 1\n"
-    return f"# {title}\n\n" + "\n".join(f"::: {name}\n" for name in names)
+        return described(names[0], heading_level="1")
+    return f"# {title}\n\n" + "\n".join(map(described, names))
+
+
+def described(name: str, **options: str) -> str:
+    """Return the line for what a name's docstring says; of a record, all fields count, also those without one."""
+    if is_record(name):
+        options["show_if_no_docstring"] = "true"
+    lines = "".join(f"      {option}: {value}\n" for option, value in options.items())
+    return f"::: {name}\n" + (f"    options:\n{lines}" if lines else "")
+
+
+def is_record(name: str) -> bool:
+    """Say whether a public name is a class whose fields are its content."""
+    module, _, last = name.rpartition(".")
+    if not last[0].isupper():
+        return False
+    found = getattr(importlib.import_module(module), last)
+    return is_dataclass(found) or any(hasattr(found, mark) for mark in ("model_fields", "_fields", "__total__"))
 
 
 def api_pages() -> dict[str, tuple[str, list[str]]]:

@@ -1,4 +1,4 @@
-"""The archive of published messages in Postgres, and its snapshots: `docs/how-to/archive.md`."""
+"""The archive of published messages in Postgres, and its snapshots: the page 'Archive a topic'."""
 
 from mqlayer.archive.archiver import ArchiveReport, archive_pass
 from mqlayer.archive.day_index import index_days

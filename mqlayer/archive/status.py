@@ -20,7 +20,7 @@ from mqlayer.runtime.runtime import Runtime
 
 @dataclass(slots=True)
 class ArchiveStatus:
-    """A topic's archive: `docs/reference/archive.md`.
+    """A topic's archive: the page 'Archive: status, outcomes, snapshot columns'.
 
     `retained`: messages that only archiving keeps in streams; `retained_bytes`: estimated. `stream_bytes`: None if a
     node forbids MEMORY. `gaps`: those that stop partitions. `unreachable`: nodes that the counts omit, with the reason.

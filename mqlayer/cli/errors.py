@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from mqlayer.cli.output import echo
-from mqlayer.errors import MqlayerError
+from mqlayer.errors import MqlayerError, StoreUnavailable
 
 
 class ErrorPrintingGroup(TyperGroup):
@@ -32,8 +32,21 @@ def failures_shown() -> Iterator[None]:
         raise typer.Exit(1) from error
 
 
+def _stopped_stack(error: MqlayerError) -> str:
+    """Say how to start this folder's stopped stack."""
+    from mqlayer.stack.stack import DEFAULT_DIRECTORY, Stack  # not at start: it takes time
+
+    if type(error) is not StoreUnavailable or not DEFAULT_DIRECTORY.is_dir():
+        return ""
+    try:
+        stopped = [part.name for part in Stack().status() if part.state == "stopped"]
+    except MqlayerError:
+        return ""
+    return f": the stack of this folder is stopped ({', '.join(stopped)}): run mqlayer up" if stopped else ""
+
+
 def show_failure(error: MqlayerError) -> None:
     """Print an error; its further lines are indented, against forgery."""
-    first, *others = f"mqlayer: {error}".rstrip("\n").split("\n")
+    first, *others = f"mqlayer: {error}{_stopped_stack(error)}".rstrip("\n").split("\n")
     for line in (first, *(f"  {other}" for other in others)):
         echo(line, err=True)

@@ -139,7 +139,7 @@ def recover_(
         echo(f"{recovered.count} messages in Redis are in no commit, or can't be proven: see the audit")
     if recovered.missing:
         echo(f"{recovered.missing_count} messages that nodes lost are not in the outbox any more; their LPs wait:")
-        echo("mqlayer outbox quarantine list names these, once a relay runs; see docs/how-to/fail-over-postgres.md")
+        echo("mqlayer outbox quarantine list names these once a relay runs; see the page 'Handle a Postgres fail-over'")
 
 
 @outbox.command("adopt", cls=RuledCommand, rich_help_panel=REPAIR)

@@ -44,7 +44,7 @@ def grant(
     ] = None,
     sql: AsSql = False,
 ) -> None:
-    """Grant a role a right, in both schemas. See docs/how-to/grant-rights.md."""
+    """Grant a role a right, in both schemas."""
     scopes = rights.scopes_of(right, topics, groups)
     if sql:
         _print({schema: rights.grant_statements(schema, role, right, scopes) for schema in SCHEMAS})

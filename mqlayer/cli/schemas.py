@@ -42,7 +42,7 @@ def schema(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show the JSON Schema of a topic's bodies, compare it, or store it; see docs/how-to/change-a-schema.md.
+    """Show the JSON Schema of a topic's bodies, compare it, or store it.
 
     With --diff MODULE:NAME, exit code 1 if the topic's mode refuses it.
     """

@@ -29,7 +29,7 @@ def check_replaced(checked: CheckedDatabase, limits: CheckLimits) -> list[Findin
     if another or (known and now not in (0, known)):
         seen = f"it is on timeline {now}{' of another system' if another else ''}, the schema knows {known}"
         fix = "nothing, while a worker, relay or member runs: the next connection repairs it"
-        fix += "; see docs/how-to/fail-over-postgres.md"
+        fix += "; see the page 'Handle a Postgres fail-over'"
         seen += ": it was replaced, and no process has connected since"
         return [Finding("replaced", checked.subject, CheckStatus.BROKEN, seen, fix)]
     if noted_s is not None and noted_s < limits.replaced_s:

@@ -32,7 +32,7 @@ _ERROR_NAME: Final = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 @dataclass(frozen=True, slots=True)
 class RetryRules:
-    """A group's settings for failing messages, in column order: `docs/reference/group-settings.md`.
+    """A group's settings for failing messages, in column order: the page 'Group settings'.
 
     Times in seconds, None for no limit; bytes count bodies, keys and headers. Concurrent writes may exceed parking
     limits by 500 messages or 1 MB per member, any byte limit by one message. Excess waits in the stream.

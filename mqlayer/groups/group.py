@@ -87,7 +87,7 @@ INSTANCE_EXPIRY_S: Final = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class GroupSettings:
-    """A group's settings; None: not set. Meanings, defaults: docs/reference/group-settings.md.
+    """A group's settings; None: not set. Meanings, defaults: the page 'Group settings'.
 
     `math.inf` means no time limit or rate. `start` needs a time zone; with `from_archive` it can't be `latest`.
     """
@@ -310,7 +310,7 @@ def _check_names(said: Mapping[str, Any]) -> None:
     for name in said:
         if name not in known:
             near = difflib.get_close_matches(name, [*known, "batch", "body", "instance", "options"], n=1)
-            hint = f"did you mean {near[0]}?" if near else "see docs/reference/group-settings.md"
+            hint = f"did you mean {near[0]}?" if near else "see the page 'Group settings'"
             raise InvalidInput(f"no setting of a group is called {name}: {hint}")
 
 

@@ -1,4 +1,4 @@
-"""Effects once (inbox) and in order (versions); see docs/explanation/idempotence.md."""
+"""Effects once (inbox) and in order (versions); see the page 'Idempotence: four ways to apply an effect once'."""
 
 from mqlayer.idempotency.inbox import InboxEntry, arecord_effect, record_effect
 from mqlayer.idempotency.inbox_status import AppliedEffect, InboxStats, find_effect, inbox_stats

@@ -1,4 +1,4 @@
-"""All instruments: name, kind, unit, labels. docs/reference/metrics.md shows them."""
+"""All instruments: name, kind, unit, labels. The page 'Metrics' shows them."""
 
 from __future__ import annotations
 

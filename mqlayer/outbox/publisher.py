@@ -37,7 +37,7 @@ def publish(
     deadlock.
 
     Raises, now or at COMMIT: InvalidInput and its kinds, NotFound for an unknown topic, TransactionConflict if the
-    whole transaction must run again (`docs/how-to/publish.md`), StoreUnavailable, SchemaMismatch.
+    whole transaction must run again (the page 'Publish with a transaction'), StoreUnavailable, SchemaMismatch.
     """
     message = message_of(topic, key=key, body=body, headers=headers, tags=tags, dedup_id=dedup_id)
     if isinstance(connection, str):

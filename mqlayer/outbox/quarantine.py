@@ -1,4 +1,4 @@
-"""Outbox rows that can never be sent: `docs/how-to/operate-the-outbox.md`.
+"""Outbox rows that can never be sent: the page 'Operate the outbox'.
 
 A strict topic's row blocks its LP. A best-effort topic's row is replaced by a void record and kept under a number.
 """

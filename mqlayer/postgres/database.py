@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -49,7 +50,16 @@ LONGEST_TRY_S: Final = 0.5
 """First and longest wait for a pooled connection; short, to find a recovered server soon."""
 _NUMBER: Final = re.compile(r"\b\d+\b")
 _GRANT: Final = "see who has which right with `mqlayer grants`, and give one with `mqlayer grant RIGHT ROLE`"
+_POOL: Final = "mqlayer"
 _RETRYABLE: Final = (pg_errors.SerializationFailure, pg_errors.DeadlockDetected, pg_errors.LockNotAvailable)
+
+
+def _is_of_other_pool(record: logging.LogRecord) -> bool:
+    return not (isinstance(record.args, tuple) and _POOL in record.args)
+
+
+# Our own events say it, once for an outage.
+logging.getLogger("psycopg.pool").addFilter(_is_of_other_pool)
 
 
 def connect(dsn: str, *, autocommit: bool = True, application: str = "mqlayer") -> Connection:
@@ -99,6 +109,7 @@ class Database:
         self._in_use: set[int] = set()
         self._pool: ConnectionPool[Connection] = ConnectionPool(
             dsn,
+            name=_POOL,
             kwargs={"autocommit": True, **_arguments(dsn, application)},
             min_size=0,
             max_size=max_size,

@@ -28,6 +28,19 @@ SCHEMAS: Final[dict[SchemaName, str]] = {"control": "mqlayer", "application": "m
 DEFAULT_OWNER: Final = "mqlayer_owner"
 # Without it, pg_temp is searched first for types and tables.
 SEARCH_PATH: Final = "SET LOCAL search_path = pg_catalog, pg_temp"
+_OWNER_BESIDE_READER: Final = """
+SELECT pg_get_userbyid(n.nspowner) FROM pg_namespace n JOIN pg_class c ON c.relnamespace = n.oid
+WHERE n.nspname = %s AND c.relname = 'migration' AND NOT pg_has_role(n.nspowner, 'MEMBER')
+  AND has_schema_privilege(n.oid, 'USAGE') AND has_table_privilege(c.oid, 'SELECT')
+"""
+_MAKER_OF_TESTS: Final = """
+SELECT current_user FROM pg_database d JOIN pg_roles me ON me.rolname = current_user
+WHERE d.datname = current_database() AND d.datdba = me.oid AND NOT me.rolsuper
+  AND NOT EXISTS (SELECT FROM pg_namespace WHERE nspname = ANY(%s))
+  AND CASE WHEN EXISTS (SELECT FROM pg_roles WHERE rolname = %s)
+           THEN NOT EXISTS (SELECT FROM pg_roles o WHERE o.rolname = %s AND pg_has_role(o.oid, 'MEMBER'))
+           ELSE NOT me.rolcreaterole END
+"""
 
 # Held during a migration; a foreign use of these numbers only makes us wait.
 ADVISORY_LOCK: Final = (0x6D71, 0x6C79)
@@ -60,8 +73,9 @@ def latest(schema: SchemaName) -> int:
 def migrate(dsn: str, *, schema: SchemaName | None = None, owner: str | None = None) -> list[Migration]:
     """Migrate one schema or both; return the migrations run. Safe to repeat and to run concurrently.
 
-    `owner`: by default the present one, else `mqlayer_owner`. Raises SchemaMismatch for a newer database,
-    ConfigurationRefused without UTF-8 or for an owner that is a superuser or can't be created, StoreUnavailable.
+    `owner`: by default the present one, else `mqlayer_owner`. A current schema asks nothing of its readers.
+    Raises SchemaMismatch for a newer database, ConfigurationRefused without UTF-8 or for an owner that is a superuser
+    or can't be created, StoreUnavailable.
     """
     done: list[Migration] = []
     with _connection(dsn) as connection, driver_errors(address_of(dsn)):
@@ -69,6 +83,14 @@ def migrate(dsn: str, *, schema: SchemaName | None = None, owner: str | None = N
         for name in SCHEMAS if schema is None else (schema,):
             done += _migrate_schema(connection, name, address_of(dsn), owner)
     return done
+
+
+def migrate_for_tests(dsn: str, *, schema: SchemaName | None = None) -> None:
+    """Migrate a database of tests; its maker may own the schemas."""
+    with _connection(dsn) as connection, driver_errors(address_of(dsn)):
+        names = ([*SCHEMAS.values()] if schema is None else [SCHEMAS[schema]], DEFAULT_OWNER, DEFAULT_OWNER)
+        row = connection.execute(_MAKER_OF_TESTS, names).fetchone()
+    migrate(dsn, schema=schema, owner=row[0] if row else None)
 
 
 def _pass_on(notice: psycopg.errors.Diagnostic) -> None:
@@ -117,6 +139,8 @@ def _connection(dsn: str) -> Connection:
 def _migrate_schema(connection: Connection, schema: SchemaName, address: str, owner: str | None) -> list[Migration]:
     connection.execute("SELECT pg_advisory_lock(%s, %s)", ADVISORY_LOCK)
     try:
+        if _is_current_to_reader(connection, schema, owner):
+            return []
         at = _prepare_owner(connection, schema, address, owner)
         pending = [migration for migration in migrations(schema) if migration.number > at]
         for migration in pending:
@@ -129,6 +153,14 @@ def _migrate_schema(connection: Connection, schema: SchemaName, address: str, ow
         if not connection.closed:
             connection.execute("RESET ROLE")
             connection.execute("SELECT pg_advisory_unlock(%s, %s)", ADVISORY_LOCK)
+
+
+def _is_current_to_reader(connection: Connection, schema: SchemaName, owner: str | None) -> bool:
+    """Return whether a reader has nothing to do."""
+    with connection.transaction():
+        connection.execute(SEARCH_PATH)
+        row = connection.execute(_OWNER_BESIDE_READER, (SCHEMAS[schema],)).fetchone()
+        return row is not None and owner in (None, row[0]) and _number(connection, schema) == latest(schema)
 
 
 def _prepare_owner(connection: Connection, schema: SchemaName, address: str, owner: str | None) -> int:
@@ -160,9 +192,8 @@ def _refusals(address: str) -> Iterator[None]:
     except psycopg.Error as error:
         if error.sqlstate not in ("MQ010", "MQ011"):
             raise
-        setting = "encoding" if error.sqlstate == "MQ010" else "the owner of the schemas"
         raise ConfigurationRefused(
-            address, setting, error.diag.message_primary or "", error.diag.message_hint or ""
+            address, "", error.diag.message_primary or "", error.diag.message_hint or ""
         ) from error
 
 

@@ -202,12 +202,13 @@ def _denied(connection: Connection, role: str, right: Right, scope: str) -> Perm
     return PermissionDenied(address, reason, f"mqlayer grant {right} {role}{limit}")
 
 
-def ensure_login(dsn: str, role: str, password: str) -> bool:
+def ensure_login(dsn: str, role: str, password: str, *, makes_databases: bool = False) -> bool:
     """Create a login role or set its password; return whether it is new. The server sees only a hash."""
     with connect(dsn, application="mqlayer grant") as connection, driver_errors(address_of(dsn)):
         secret = connection.pgconn.encrypt_password(password.encode(), role.encode(), b"scram-sha-256").decode()
         there = connection.execute("SELECT 1 FROM pg_catalog.pg_roles WHERE rolname = %s", (role,)).fetchone()
-        statement = sql.SQL("ALTER ROLE {} LOGIN PASSWORD {}" if there else "CREATE ROLE {} LOGIN PASSWORD {}")
+        verb, more = "ALTER" if there else "CREATE", " CREATEDB" if makes_databases else ""
+        statement = sql.SQL(f"{verb} ROLE {{}} LOGIN PASSWORD {{}}{more}")
         with _refused_with(dsn, "may not make a role, nor set its password", _OWNER_GIVER):
             connection.execute(statement.format(sql.Identifier(role), sql.Literal(secret)))
     return not there

@@ -6,6 +6,7 @@ before the commit leaves only raised epochs; the owner then asks Postgres for a 
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
@@ -132,10 +133,11 @@ class _HeadSkip:
     def skip_in_stream(self) -> SkippedHead:
         head = next(self._heads(), None)
         if head is None:
+            key = self._key.decode(errors="replace")
+            explain = f"mqlayer key explain {self._group.topic} {shlex.quote(key)} --group {self._group.name}"
             raise NotFound(
-                "waiting message of the key", f"{audit_target(self._group)}/{self._key.decode(errors='replace')}",
-                f"see where it is: mqlayer key explain {self._group.topic} KEY --group {self._group.name}",
-            )  # fmt: skip
+                "waiting message of the key", f"{audit_target(self._group)}/{key}", f"see where it is: {explain}"
+            )
         self._check_only(head.identity)
         return change_group(
             self._runtime.control, self._group.group_id, lambda connection: self._rule(connection, head),

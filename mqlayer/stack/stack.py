@@ -75,6 +75,8 @@ RIGHTS: Final[dict[ProcessKind, tuple[Right, ...]]] = {
 }
 USER_KINDS: Final[tuple[ProcessKind, ...]] = ("publisher", "consumer", "viewer")
 """Kinds that people start, each with a variables file."""
+# Long enough for a debugger; a hanging transaction blocks an LP.
+IDLE_LIMIT: Final = "ALTER ROLE {} SET idle_in_transaction_session_timeout = '10min'"
 TABLES_OF_ONES_OWN: Final = (
     "GRANT CREATE ON SCHEMA public TO {0}; GRANT ALL ON ALL TABLES IN SCHEMA public TO {0}; "
     "GRANT ALL ON ALL SEQUENCES IN SCHEMA public TO {0}"
@@ -210,7 +212,8 @@ class Stack:
             return
         for kind in RIGHTS:
             login = self._credentials.of(kind).postgres
-            ensure_login(dsn, login.user, login.password)
+            # Tests of programs make databases of their own.
+            ensure_login(dsn, login.user, login.password, makes_databases=kind == "operator")
         for schema in SCHEMAS:
             there = {(grant.role, grant.right) for grant in grants(dsn, schema)}
             wanted = {(self._credentials.of(kind).postgres.user, right) for kind in RIGHTS for right in RIGHTS[kind]}
@@ -218,6 +221,9 @@ class Stack:
                 grant(dsn, schema, role, right)
         with connect(dsn, application="mqlayer up") as connection, driver_errors(address_of(dsn)):
             connection.execute(sql.SQL(TABLES_OF_ONES_OWN).format(sql.Identifier(self._operator)))
+            for kind in ("operator", "publisher"):
+                login = self._credentials.of(kind).postgres
+                connection.execute(sql.SQL(IDLE_LIMIT).format(sql.Identifier(login.user)))
 
     @property
     def _operator(self) -> str:

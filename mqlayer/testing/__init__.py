@@ -1,6 +1,6 @@
 """Test programs that publish and consume: in memory, in the test's own transaction, or against real servers.
 
-See `docs/how-to/test-handlers.md` and `docs/how-to/test-with-real-servers.md`.
+See the pages 'Test handlers' and 'Test with real servers'.
 """
 
 from importlib import import_module
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from mqlayer.testing.waiting import wait_until
 
 if TYPE_CHECKING:
-    from mqlayer.testing.contexts import batch, context
+    from mqlayer.testing.contexts import MessageFacts, batch, context
     from mqlayer.testing.fault_exercise import exercise
     from mqlayer.testing.in_memory import TestApp
     from mqlayer.testing.messages import PublishedMessage
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from mqlayer.testing.transactions import apublished, assert_not_published, assert_published, published
 
 __all__ = [
+    "MessageFacts",
     "PublishedMessage",
     "RealApp",
     "TestApp",
@@ -36,7 +37,7 @@ __all__ = [
 ]
 
 _MODULES: Final = {
-    "contexts": ("batch", "context"),
+    "contexts": ("MessageFacts", "batch", "context"),
     "fault_exercise": ("exercise",),
     "in_memory": ("TestApp",),
     "messages": ("PublishedMessage",),

@@ -51,7 +51,8 @@ class EffectsDiffer(AssertionError):
         return (
             f"the handler's effects differ under the fault {self.fault}, at the handler's run {self.at} of:\n{listed}\n"
             f"without it: {self.expected!r}\nwith it:    {self.found!r}\n"
-            "Call ctx.fence or ctx.inbox first in the effect's transaction; see docs/how-to/apply-effects-once.md"
+            "Call ctx.fence or ctx.inbox first in the effect's transaction; "
+            "see the page 'Apply effects once: fence and inbox'"
         )
 
 

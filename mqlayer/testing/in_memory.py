@@ -45,7 +45,7 @@ class TestApp(Publishing):
     ```
 
     While it is open, every Producer of this process sends to it. Its limits are in
-    `docs/how-to/test-handlers.md`. Raises Conflict for a second one at a time.
+    the page 'Test handlers'. Raises Conflict for a second one at a time.
     """
 
     __test__ = False

@@ -11,14 +11,15 @@ import psycopg
 from pydantic import SecretStr
 
 from mqlayer.domain.names import DEFAULT_BODY_LIMIT, check_name
-from mqlayer.errors import SchemaMismatch
+from mqlayer.errors import SchemaMismatch, StoreUnavailable
 from mqlayer.outbox.outbox_message import OutboxMessage
 from mqlayer.postgres.caller_connections import effects_only_in, place_of
 from mqlayer.postgres.database import Database
-from mqlayer.postgres.migrations import check_schema, migrate
+from mqlayer.postgres.migrations import check_schema, migrate_for_tests
 from mqlayer.postgres.queries import query
 from mqlayer.settings import Settings
 from mqlayer.testing.broker import MemoryBroker
+from mqlayer.testing.databases import make_database
 from mqlayer.testing.messages import TopicOrName, topic_name
 
 
@@ -88,11 +89,16 @@ def settings_on(settings: Settings, dsn: str) -> Settings:
 
 
 def prepare_database(dsn: str, *topics: TopicOrName) -> None:
-    """Make the application schema in a database of tests, and let it take messages of these topics. Idempotent.
+    """Make a database of tests where it is missing, and its application schema; let it take messages of these topics.
 
-    Raises StoreUnavailable, PermissionDenied.
+    Idempotent. Raises StoreUnavailable, PermissionDenied.
     """
-    migrate(dsn, schema="application")
+    try:
+        migrate_for_tests(dsn, schema="application")
+    except StoreUnavailable:
+        if not make_database(dsn):
+            raise
+        migrate_for_tests(dsn, schema="application")
     with Database(dsn, application="mqlayer test", max_size=1) as database:
         prepare_topics(database, map(topic_name, topics))
 

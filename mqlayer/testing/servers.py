@@ -28,11 +28,12 @@ import redis
 from psycopg import sql
 
 from mqlayer.errors import InvalidInput
-from mqlayer.postgres.migrations import migrate
+from mqlayer.postgres.migrations import migrate_for_tests
 from mqlayer.stack import AnyPostgres, AnyRedis, GivenAddresses, PostgresDatabases, postgres_for, processes, redis_for
 from mqlayer.stack.process_record import FILE_NAME as RECORD
 from mqlayer.stack.process_record import ProcessRecord
 from mqlayer.stack.shared_memory import release_shared_memory
+from mqlayer.testing.databases import database_rights
 
 DIRECTORY_PREFIX: Final = "mqlayer-pytest-"
 DATABASE_PREFIX: Final = "mqlayer_test_"
@@ -191,14 +192,15 @@ class TestServers:
             self._remove_left()
         name = f"{DATABASE_PREFIX}{self._run}_0"
         self._execute("CREATE DATABASE {}", name)
-        migrate(self._server.dsn(name))
+        migrate_for_tests(self._server.dsn(name))
         self._prepare(self._server.dsn(name))
         return name
 
     def _remove_left(self) -> None:
         """Remove the databases of test processes that were killed: their locks are free."""
         rows = self._connected().execute(
-            "SELECT datname FROM pg_database WHERE datname ~ %s", [f"^{DATABASE_PREFIX}[0-9a-f]{{8}}_[0-9]+$"]
+            "SELECT datname FROM pg_database WHERE datname ~ %s AND pg_has_role(datdba, 'USAGE')",
+            [f"^{DATABASE_PREFIX}[0-9a-f]{{8}}_[0-9]+$"],
         )
         for (name,) in rows.fetchall():
             lock = _lock_of(str(name).removeprefix(DATABASE_PREFIX).split("_")[0])
@@ -217,11 +219,12 @@ class TestServers:
 
     def _execute(self, statement: LiteralString, *names: str) -> None:
         query = sql.SQL(statement).format(*map(sql.Identifier, names))
-        try:
-            self._connected().execute(query)
-        except psycopg.OperationalError:
-            # A test ended every session of the server.
-            self._connected().execute(query)
+        with database_rights(self._server.dsn("postgres")):
+            try:
+                self._connected().execute(query)
+            except psycopg.OperationalError:
+                # A test ended every session of the server.
+                self._connected().execute(query)
 
     def _connected(self) -> psycopg.Connection[tuple[object, ...]]:
         if self._session is None or self._session.closed:

@@ -255,7 +255,7 @@ def _attach(application: Database, topic_id: int, name: str, body_limit: int) ->
         if connection.execute(query("outbox_topic_limit"), facts).fetchone() is None:
             raise Conflict(
                 f"the outbox knows topic {name!r} by another id than {topic_id}, or the id by another name",
-                "the control database lost a topic: docs/how-to/fail-over-postgres.md says how to go on with it",
+                "the control database lost a topic: the page 'Handle a Postgres fail-over' says how to go on with it",
             )
         connection.execute(query("outbox_counters_put"), facts)
         connection.execute(query("outbox_counters_limit"), facts)

@@ -11,6 +11,7 @@ from psycopg_pool import ConnectionPool
 from mqlayer.errors import Conflict, InvalidInput, MqlayerError, StoreUnavailable
 from mqlayer.postgres.database import Connection, Database
 from tests.fixtures.servers import StartPostgres
+from tests.fixtures.wait import wait_until
 
 
 def test_connections_that_a_restart_broke_cost_no_waiting(start_postgres: StartPostgres) -> None:
@@ -28,6 +29,16 @@ def test_connections_that_a_restart_broke_cost_no_waiting(start_postgres: StartP
         for _ in range(5):
             with database.connection() as connection:
                 assert connection.execute("SELECT 1").fetchone() == (1,)
+
+
+def test_a_server_that_is_down_is_ours_to_report_and_no_lines_of_the_pool(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("WARNING", "psycopg.pool")
+    down = "postgresql://postgres@127.0.0.1:1/none"
+    with Database(down, timeout_s=0.3) as database, pytest.raises(StoreUnavailable):
+        database.connection().__enter__()
+    assert [record for record in caplog.records if record.name == "psycopg.pool"] == []
+    with ConnectionPool(down, open=True, reconnect_timeout=0, name="of a user"):
+        wait_until(lambda: [record for record in caplog.records if record.name == "psycopg.pool"], what="its line")
 
 
 def test_who_is_interrupted_while_a_connection_is_looked_at_gives_it_back(

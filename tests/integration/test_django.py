@@ -10,7 +10,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from psycopg.conninfo import conninfo_to_dict
 
 from mqlayer.postgres.migrations import migrations
 from tests.fixtures.forked_programs import ask_python, start_python
@@ -30,12 +29,10 @@ class Project:
 
     def __init__(self, folder: Path, dsn: str) -> None:
         self.folder = folder
-        parts = conninfo_to_dict(dsn)
-        names = {"PGDATABASE": "dbname", "PGUSER": "user", "PGHOST": "host", "PGPORT": "port"}
         others = {name: value for name, value in os.environ.items() if not name.startswith("MQLAYER_")}
         self.environment = {
             **others,
-            **{name: str(parts[part]) for name, part in names.items()},
+            "MQLAYER_DSN": dsn,
             "MQLAYER_LEASE_S": "0.5",
             "DJANGO_SETTINGS_MODULE": "shop.settings",
         }
@@ -54,7 +51,9 @@ def project(tmp_path: Path, empty_database_dsn: str, key_prefix: str) -> Project
     """The project of the page; the models are those of `mqlayer init django`."""
     project = Project(tmp_path, empty_database_dsn)
     files = dict(FILE.findall(PAGE.read_text("utf-8")))
-    assert set(files) == {"shop/settings.py", "orders/services.py", "orders/consumers.py"}
+    orders = {f"orders/{name}.py" for name in ("services", "views", "consumers", "tests")}
+    assert set(files) == {"shop/settings.py", "shop/urls.py", *orders}
+    assert (TEMPLATE / "orders/views.py.tmpl").read_text("utf-8").endswith(files["orders/views.py"])
     for name in ("manage.py", "orders/models.py", "orders/migrations/0001_initial.py"):
         files[name] = (TEMPLATE / f"{name}.tmpl").read_text("utf-8")
     for name, text in files.items():
@@ -101,6 +100,14 @@ def test_a_project_of_the_page_runs(project: Project, redis_url: str, empty_data
         assert consuming.wait(30) == 0
     listed = project.manage("mqlayer", "topic", "list", "--json")
     assert json.loads(listed.stdout)["topic"] == "orders"
+
+
+def test_the_tests_of_the_page_run_on_djangos_test_database(project: Project, empty_database_dsn: str) -> None:
+    """Also where MQLAYER_DSN names the database for which it stands, which stays as it was."""
+    done = project.manage("test", "--noinput")
+    assert "Ran 2 tests" in done.stderr
+    assert "OK" in done.stderr, done.stderr
+    assert ask_postgres(empty_database_dsn, "SELECT nspname FROM pg_namespace WHERE nspname LIKE 'mqlayer%'") == []
 
 
 def test_what_is_misspelt_is_named(project: Project) -> None:

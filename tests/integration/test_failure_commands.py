@@ -200,6 +200,8 @@ def test_the_head_of_a_key_is_passed_over_by_command(failing: Failing, typed: Co
     result = typed(*words)
     assert result.stdout == f"message {identity_of(a[1])} is passed over: dead message 2\n"
     assert "its ack is refused" in result.stderr
+    nothing = typed.failure("key", "skip-head", "orders", "g", "a b", "--reason", "poison")
+    assert "see where it is: mqlayer key explain orders 'a b' --group g" in nothing
 
 
 def explained(typed: Commands, key: str) -> dict[str, Any]:

@@ -217,7 +217,7 @@ def test_the_command_refuses_another_number_of_partitions(
         ("MQLAYER_LEASES", "MQLAYER_LEASE_S"),
         ("MQLAYER_HELTH_PORT", "MQLAYER_HEALTH_PORT"),
         ("MQLAYER_LOGLEVEL", "MQLAYER_LOG_LEVEL"),
-        ("MQLAYER_ZZZ", "docs/reference/settings.md"),
+        ("MQLAYER_ZZZ", "the page 'Settings'"),
     ],
 )
 def test_a_misspelt_variable_is_refused_with_the_name_that_was_meant(

@@ -16,6 +16,7 @@ from mqlayer.errors import ConfigurationRefused
 from mqlayer.postgres.database import connect
 from mqlayer.postgres.migrations import DEFAULT_OWNER, SCHEMAS, latest, migrate, script
 from mqlayer.postgres.queries import query
+from mqlayer.postgres.rights import Right, grant
 from tests.fixtures.servers import Postgres
 
 OWNERS = """
@@ -171,6 +172,21 @@ def test_a_role_that_is_no_member_of_the_owner_is_told_so(roles: Roles) -> None:
     roles.run(f"CREATE ROLE {owner} NOLOGIN")
     with pytest.raises(ConfigurationRefused, match=f"GRANT {owner} TO {deployer}"):
         migrate(roles.dsn(database, deployer), owner=owner)
+
+
+def test_a_role_without_the_owner_finds_nothing_to_do_in_a_current_schema(roles: Roles) -> None:
+    database, reader, stranger = roles.database(), roles.login(), roles.login()
+    migrate(roles.dsn(database))
+    with pytest.raises(ConfigurationRefused, match=f"{stranger} is no member of the role mqlayer_owner: have an admin"):
+        migrate(roles.dsn(database, stranger))
+    for schema in SCHEMAS:
+        grant(roles.dsn(database), schema, reader, Right.PUBLISH)
+    assert migrate(roles.dsn(database, reader)) == []
+    with pytest.raises(ConfigurationRefused):
+        migrate(roles.dsn(database, reader), owner=reader)
+    roles.run("DELETE FROM mqlayer_app.migration", database=database)
+    with pytest.raises(ConfigurationRefused, match=f"GRANT mqlayer_owner TO {reader}"):
+        migrate(roles.dsn(database, reader))
 
 
 def test_a_role_may_own_what_it_migrates_itself(roles: Roles) -> None:

@@ -45,8 +45,11 @@ def test_the_site_is_whole_and_asks_no_other_server(tmp_path: Path) -> None:
     assert [address for address in loaded if re.match(r"\w*:|//", address)] == []
     styles = "".join(style.read_text("utf-8") for style in html.rglob("*.css"))
     assert re.findall(r"(?:url\(|@import )[\"']?(?:https?:)?//[^)]*", styles) == []
-    anchors = set(re.findall(r'id="mqlayer\.(\w+)"', "".join(page.read_text("utf-8") for page in pages)))
+    anchors = set(re.findall(r'id="mqlayer\.([\w.]+)"', "".join(page.read_text("utf-8") for page in pages)))
     assert set(mqlayer.__all__) - {"__version__"} - anchors == set()
+    assert {f"Settings.{name}" for name in mqlayer.Settings.model_fields} - anchors == set()
+    app = re.sub("<[^>]+>", "", (html / "reference/python/app.html").read_text("utf-8"))
+    assert re.search(r"App\(settings: Settings \| None = None, \*, describe_error: Describe", app)
     assert "Parked" in (html / "search.json").read_text("utf-8")
 
 

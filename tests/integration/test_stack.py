@@ -112,7 +112,7 @@ def test_up_twice_changes_nothing(running: Path) -> None:
     assert [part.pid for part in Stack(running).status()] == pids
 
 
-def test_data_and_addresses_survive_down_and_up(running: Path) -> None:
+def test_data_and_addresses_survive_down_and_up(running: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = addresses_of(running)
     with psycopg.connect(before.dsn) as connection:
         connection.execute("CREATE TABLE kept AS SELECT 42 AS answer")
@@ -122,6 +122,9 @@ def test_data_and_addresses_survive_down_and_up(running: Path) -> None:
     run("down", "--directory", running)
     assert set(states(running).values()) == {"stopped"}
     run("status", "--directory", running, code=1)
+    monkeypatch.chdir(running.parent)
+    said = run("topic", "list", code=1).output
+    assert "the stack of this folder is stopped (postgres, node-1, node-2, broker): run mqlayer up" in said
     after = up(running)
 
     assert after == before

@@ -13,15 +13,20 @@ from pathlib import Path
 import psycopg
 import pytest
 from psycopg import errors as pg_errors
-from psycopg.conninfo import conninfo_to_dict
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from typer.testing import CliRunner
 
 from mqlayer import outbox
 from mqlayer.cli.main import app
+from mqlayer.errors import PermissionDenied
+from mqlayer.postgres.migrations import migrate, migrate_for_tests
 from mqlayer.postgres.rights import Grant, Right, grants
 from mqlayer.redis.access import forget_access
-from mqlayer.stack import Stack
-from tests.fixtures.forked_programs import Process, run_python, start_python
+from mqlayer.stack import GivenAddresses, Stack
+from mqlayer.testing import prepare_database
+from mqlayer.testing.databases import make_database
+from mqlayer.testing.servers import TestServers
+from tests.fixtures.forked_programs import Process, ask_python, run_python, start_python
 from tests.fixtures.wait import wait_until
 
 # One worker starts the stack.
@@ -133,7 +138,7 @@ def test_no_session_is_a_superusers_or_the_owners_while_all_processes_run(stack:
         )
         everybody = {f"mqlayer_{kind}" for kind in ("relay", "worker", "consumer", "publisher", "operator")}
         sessions.until(lambda: sessions.seen >= everybody, "a session of each kind of process")
-        command("doctor", code=0)
+        assert "idle transactions" not in command("doctor", code=0)
         sessions.look()
     assert sessions.seen == everybody
     assert sessions.mighty == set()
@@ -147,10 +152,11 @@ def test_what_up_writes_for_people_are_roles_with_rights_and_no_superuser(stack:
     users = []
     for dsn in dsns:
         with psycopg.connect(dsn) as connection:
-            facts = "SELECT rolname, rolsuper OR rolcreaterole OR rolcreatedb OR rolbypassrls FROM pg_roles"
+            facts = "SELECT rolname, rolsuper OR rolcreaterole OR rolbypassrls, rolcreatedb FROM pg_roles"
             found = connection.execute(f"{facts} WHERE rolname = session_user".encode()).fetchone()
         assert found is not None
-        assert not found[1]
+        # Tests of programs make databases.
+        assert found[1:] == (False, found[0] == "mqlayer_operator")
         users.append(found[0])
     assert users == ["mqlayer_operator", *(f"mqlayer_{kind}" for kind in KINDS), "mqlayer_operator"]
 
@@ -190,6 +196,38 @@ def test_commands_that_change_schemas_or_rights_run_as_the_owner_in_the_stacks_f
         command("grant", "publish", "mqlayer_viewer", "--topic", "orders")
         assert ["mqlayer_viewer", "publish", "orders"] in map(str.split, command("grants").splitlines())
         command("revoke", "publish", "mqlayer_viewer")
+
+
+def test_the_tests_of_a_django_project_pass_as_its_readme_says(stack: Stack, home: Path) -> None:
+    """The schemas are there and belong to another role, so its migration has nothing to do."""
+    command("init", "django", str(home / "shop"))
+    if "orders" not in command("topic", "list"):
+        command("topic", "create", "orders")
+    environment = {**os.environ, **variables(stack), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    words = ("pytest", "-q", "--assert=plain", "-p", "no:cacheprovider")
+    done = ask_python(*words, cwd=home / "shop", env=environment, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_tests_of_programs_make_databases_of_their_own_where_the_operators_variables_are(stack: Stack) -> None:
+    dsn = variables(stack)["MQLAYER_DSN"]
+    with TestServers(given=GivenAddresses(dsn)) as servers, servers.database() as (of_test, _):
+        assert conninfo_to_dict(of_test)["dbname"] != "mqlayer"
+        assert migrate(of_test) == []
+    # As Django's migration does.
+    assert make_database(make_conninfo(dsn, dbname="shop_test"))
+    migrate_for_tests(make_conninfo(dsn, dbname="shop_test"), schema="control")
+    for name in ("shop_test", "other_test", "other_test"):
+        place = make_conninfo(dsn, dbname=name)
+        prepare_database(place, "orders")
+        with psycopg.connect(place) as connection:
+            connection.execute("SELECT mqlayer_app.publish_v1('orders', 'k', '')")
+            owner = connection.execute("SELECT nspowner::regrole::text FROM pg_namespace WHERE nspname = 'mqlayer_app'")
+            assert owner.fetchone() == ("mqlayer_operator",)
+    given = GivenAddresses(variables(stack, "viewer")["MQLAYER_DSN"])
+    with TestServers(given=given) as servers, pytest.raises(PermissionDenied, match="unset MQLAYER_DSN") as refusal:
+        servers.database().__enter__()
+    assert "this role may not make databases for tests" in str(refusal.value)
 
 
 @pytest.mark.parametrize("kind", ["", *KINDS])

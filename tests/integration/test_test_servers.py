@@ -22,7 +22,7 @@ from tests.fixtures.servers import Postgres
 from tests.fixtures.wait import wait_until
 
 PAGE: Final = Path(__file__).parents[2] / "docs" / "how-to" / "test-with-real-servers.md"
-FILES: Final = ("ledger.py", "conftest.py", "test_ledger.py", "test_faults.py", "test_exercise.py")
+FILES: Final = ("ledger.py", "conftest.py", "test_ledger.py", "test_engines.py", "test_faults.py", "test_exercise.py")
 """What the page's Python blocks are, in their order."""
 WAITS: Final = """
 import time
@@ -75,7 +75,7 @@ def test_the_suite_of_the_page_passes_under_xdist_and_leaves_nothing(postgres_se
     (tmp_path / "test_engine.py").write_text(ENGINE)
     command = [*suite(tmp_path), "test_engine.py", "--mqlayer=real", "-n", "2"]
     done = subprocess.run(command, cwd=tmp_path, env=given, capture_output=True, text=True, timeout=100, check=False)
-    assert "8 passed" in done.stdout, done.stdout + done.stderr
+    assert "10 passed" in done.stdout, done.stdout + done.stderr
     assert databases(postgres_server) == []
 
 

@@ -57,6 +57,23 @@ def page_id(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
+def test_the_code_names_pages_by_titles_that_there_are() -> None:
+    """Who has a wheel has no docs/."""
+    titles = {page.read_text("utf-8").split("\n")[0].removeprefix("# ").replace("`", "") for page in PAGES}
+    named = set()
+    for path in [*(ROOT / "mqlayer").rglob("*.py"), *(ROOT / "mqlayer" / "templates").rglob("*.tmpl")]:
+        text = path.read_text("utf-8")
+        assert not re.search(r"docs/(how-to|reference|explanation|tutorial)/", text), path
+        named |= {title for start in re.findall(r"\bpages? '(.*)", text) for title in [named_first(start, titles)]}
+    assert len(named) > 10
+    assert named <= titles
+
+
+def named_first(start: str, titles: set[str]) -> str:
+    """Return the title with which a text begins, else its first words."""
+    return next((title for title in titles if start.startswith(f"{title}'")), start[:40])
+
+
 def inline(page: Path) -> list[str]:
     """Return what a page has in the type of code between its words."""
     return INLINE.findall(BLOCK.sub("", page.read_text("utf-8")))

@@ -191,7 +191,7 @@ class App:
         - `rate_limit`, `rate_burst`: messages per second, and at once, of the whole group.
 
         The group stores all but `body`, `batch`, `options` and `instance`: omit them, or `start()` raises Conflict
-        where they differ. See `docs/reference/group-settings.md`.
+        where they differ. See the page 'Group settings'.
         Raises InvalidInput for a bad value, Conflict for a group's second handler.
         """
         typed, topic = (None, topic) if isinstance(topic, str) else (topic, topic.name)

@@ -59,7 +59,7 @@ def partition_rule(state: TopicState) -> Iterator[Finding]:
                 f"open in Postgres, sealed on its node for change {actual.sealed_for}, of which Postgres knows nothing"
             )
             fix = f"it lost that change: mqlayer route reopen {state.before.topic} --yes"
-            fix += ", see docs/how-to/fail-over-postgres.md"
+            fix += ", see the page 'Handle a Postgres fail-over'"
             yield _wrong("partition", expected, seen, fix)
         elif actual.state != expected.state:
             yield _wrong("partition", expected, f"{expected.state} in Postgres, {actual.state} on its node", REARM)
@@ -126,7 +126,7 @@ def marks_rule(state: TopicState) -> Iterator[Finding]:
             counted = counters.get(lp, OutboxCounter(lp, 0, 0, 0))
             if mark > counted.seq:
                 seen = f"LP {lp} has seqs up to {mark}, the outbox gave out {counted.seq}: its database lost commits"
-                fix = "see docs/how-to/fail-over-postgres.md: these messages are out, their transactions are gone"
+                fix = "see the page 'Handle a Postgres fail-over': these messages are out, their transactions are gone"
                 yield _wrong("marks", expected, seen, fix)
             relayed = state.before.relayed.get(lp, 0)
             if mark < relayed:
@@ -233,7 +233,7 @@ def chain_rule(state: TopicState) -> Iterator[Finding]:
 
 
 _FORGOTTEN: Final = (
-    "SELECT mqlayer.server_replaced_v1('{}') in the control database, see docs/how-to/fail-over-postgres.md"
+    "SELECT mqlayer.server_replaced_v1('{}') in the control database, see the page 'Handle a Postgres fail-over'"
 )
 _CHAIN: Final = "no script does this: somebody wrote to the node by hand, or it mixes two servers' data"
 

@@ -1,6 +1,6 @@
 """mqlayer as a Django application: `INSTALLED_APPS = ["mqlayer.integrations.django", …]`.
 
-Settings from Django's, management commands, and a migration that installs the schema; see `docs/how-to/use-django.md`.
+Settings from Django's, management commands, and a migration that installs the schema; see the page 'Use Django'.
 """
 
 try:

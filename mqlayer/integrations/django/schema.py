@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from mqlayer.integrations.django.configuration import database_alias, dsn_of
-from mqlayer.postgres.migrations import migrate
+from mqlayer.integrations.django.configuration import database_alias, dsn_of, is_of_tests, place_of
+from mqlayer.postgres.migrations import migrate, migrate_for_tests
 from mqlayer.settings import Settings
 
 
@@ -18,6 +18,7 @@ def install(_apps: Any, schema_editor: Any) -> None:
     dsn = dsn_of(connection)
     if connection.alias != database_alias() or not dsn:
         return
-    if Settings().dsn.get_secret_value() == dsn:
-        migrate(dsn, schema="control")
-    migrate(dsn, schema="application")
+    install_schema = migrate_for_tests if is_of_tests(connection) else migrate
+    if place_of(Settings().dsn.get_secret_value()) == place_of(dsn):
+        install_schema(dsn, schema="control")
+    install_schema(dsn, schema="application")

@@ -38,7 +38,7 @@ def test_other_topics_go_on_and_the_log_says_what_to_do(world: World, caplog: py
         wait_until(lambda: len(values(world, "payments")) == 3, what="the other topic's messages")
     (told, *_) = (record for record in caplog.records if event_of(record) == "topic_not_attached")
     assert told.__dict__["topic"] == "orders"
-    assert "docs/how-to/fail-over-postgres.md" in told.__dict__["reason"]
+    assert "the page 'Handle a Postgres fail-over'" in told.__dict__["reason"]
     assert values(world, "orders") == []
 
 
