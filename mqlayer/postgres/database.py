@@ -50,7 +50,7 @@ LONGEST_TRY_S: Final = 0.5
 """First and longest wait for a pooled connection; short, to find a recovered server soon."""
 _NUMBER: Final = re.compile(r"\b\d+\b")
 _GRANT: Final = "see who has which right with `mqlayer grants`, and give one with `mqlayer grant RIGHT ROLE`"
-_POOL: Final = "mqlayer"
+_POOL: Final = "mqlayer database"
 _RETRYABLE: Final = (pg_errors.SerializationFailure, pg_errors.DeadlockDetected, pg_errors.LockNotAvailable)
 
 

@@ -19,7 +19,6 @@ from mqlayer.errors import (
     BacklogFull,
     BodyTooLarge,
     InvalidInput,
-    InvalidName,
     MqlayerError,
     NotFound,
     PartlyPublished,
@@ -428,7 +427,7 @@ def test_without_stores_a_start_says_so(world: World) -> None:
     ("wrong", "error"),
     [
         ({"topic": "nobody-made-it"}, NotFound),
-        ({"key": 7}, InvalidName),
+        ({"key": 7}, InvalidInput),
         ({"body": b"x" * 262_145}, BodyTooLarge),
         ({"body": object()}, InvalidInput),
         ({"on_backlog": "never"}, InvalidInput),

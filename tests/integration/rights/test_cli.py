@@ -13,6 +13,7 @@ from tests.fixtures.command_scenes import SCENES, SHOWS, SHOWS_BODIES, System, t
 from tests.fixtures.command_tree import leaf_commands
 from tests.fixtures.commands import Commands
 from tests.fixtures.consumers import Stage
+from tests.fixtures.kept_connections import kept_session
 from tests.fixtures.roles import Roles, role_dsn
 from tests.fixtures.screens import faults_of
 from tests.fixtures.servers import StartRedis
@@ -195,7 +196,10 @@ def test_rights_and_schemas_are_neither_for_those_who_view_nor_who_operate(act_a
         assert f"mqlayer grant migrate {role}" in Commands().failure(*command.format(role=role).split())
 
 
-def test_migrating_is_for_the_schemas_owner_also_where_nothing_is_left_to_migrate(act_as: Act) -> None:
-    for right in (Right.VIEW, Right.OPERATE):
-        role = act_as(right)
-        assert f"GRANT mqlayer_owner TO {role}" in Commands().failure("migrate")
+def test_migrating_is_for_the_schemas_owner_where_something_is_left_to_migrate(act_as: Act, database_dsn: str) -> None:
+    role = act_as(Right.OPERATE)
+    assert "nothing to do" in Commands().text("migrate")
+    with kept_session(database_dsn) as connection:
+        connection.execute("DELETE FROM mqlayer_app.migration")
+        connection.commit()
+    assert f"GRANT mqlayer_owner TO {role}" in Commands().failure("migrate")
