@@ -29,6 +29,7 @@ from tests.chaos.actors import GROUP, SINK, TOPIC
 from tests.chaos.harness.play import Play
 from tests.chaos.harness.stores import drained, note_sink, note_streams
 from tests.fixtures.power import NOT_LAST, PoweredRedis
+from tests.fixtures.variants import some_of
 from tests.fixtures.wait import wait_until
 from tests.proof.checker import check
 from tests.proof.direct_publisher import DIRECT, DirectPublisher, stored_on
@@ -38,7 +39,7 @@ from tests.proof.runtimes import runtime_of
 CAST: Final = ("writer-0", "writer-1", "relay-0", "consumer-0", "consumer-1")
 
 
-@pytest.fixture(params=["always", "everysec"])
+@pytest.fixture(params=some_of(["always", "everysec"], 2))
 def node(request: pytest.FixtureRequest, server_directory: Path, sync_noter: Path) -> Iterator[PoweredRedis]:
     """A Redis of the test's own."""
     server = PoweredRedis(server_directory / f"power-{request.param}", options={"appendfsync": request.param})

@@ -30,6 +30,7 @@ from tests.fixtures.failpoints import armed
 from tests.fixtures.forked_programs import Process, start_python
 from tests.fixtures.kept_connections import ask_postgres
 from tests.fixtures.kill_scenes import publish_numbered
+from tests.fixtures.variants import some_of
 from tests.fixtures.wait import wait_until
 from tests.proof.checker import check
 from tests.proof.history import History, read_histories
@@ -108,7 +109,7 @@ def scene(database_dsn: str, redis_url: str, key_prefix: str, tmp_path: Path) ->
         process.wait()
 
 
-@pytest.mark.parametrize("role", ["receiver", "async_receiver"])
+@pytest.mark.parametrize("role", some_of(["receiver", "async_receiver"], 2))
 @pytest.mark.parametrize("place", ["pop.after_receive@3", "pop.before_settle@2", "pop.after_settle@2"])
 def test_a_kill_at_work_loses_and_reverses_nothing(scene: ReceiverScene, place: str, role: str) -> None:
     name, _, occurrence = place.partition("@")
@@ -148,7 +149,9 @@ def test_a_message_that_kills_its_receiver_counts_each_time(scene: ReceiverScene
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("scope", "role"), [("key", "receiver"), ("partition", "receiver"), ("key", "async_receiver")])
+@pytest.mark.parametrize(
+    ("scope", "role"), some_of([("key", "receiver"), ("partition", "receiver"), ("key", "async_receiver")], 2)
+)
 def test_receivers_that_are_killed_at_random_keep_every_key_in_order(
     scene: ReceiverScene, scope: str, role: str
 ) -> None:

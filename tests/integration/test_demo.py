@@ -120,6 +120,7 @@ def test_the_demo_keeps_the_promise_by_ordered_pop_with_a_killed_and_a_stopped_r
     assert "route version 7" in progress
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_an_interrupted_demo_leaves_nothing_behind(place: Path) -> None:
     demo = start(place, "--seconds", "60", "--rate", "50")

@@ -33,6 +33,7 @@ def is_valid_syntax(rule, text):
 """Judges the addresses of an SBOM more strictly than the package of this name, which takes five seconds to import."""
 
 
+@pytest.mark.full
 def test_the_first_program_runs_as_printed_from_a_plain_install(
     plain_with_pip: PlainEnvironment, built_wheel: Path, locked_wheels: Path
 ) -> None:
@@ -207,6 +208,7 @@ else:
     assert plain.tries(program).strip() in ("running True", "no engine")
 
 
+@pytest.mark.full
 def test_the_testing_extra_gives_pytest_the_fixtures(
     plain: PlainEnvironment, built_wheel: Path, database_dsn: str, redis_url: str
 ) -> None:

@@ -14,6 +14,7 @@ from mqlayer.postgres.database import connect
 from mqlayer.postgres.queries import query
 from tests.fixtures.functions import GOOD, call, signatures
 from tests.fixtures.servers import DatabaseMaker
+from tests.fixtures.variants import some_of
 
 # All but the rules look at one database, which a worker makes once.
 pytestmark = pytest.mark.xdist_group("search_paths")
@@ -338,7 +339,7 @@ def test_every_function_with_its_owners_rights_is_called_here(intruder: psycopg.
     assert {name for (name,) in found} == set(INNER) | {f"mqlayer_app.{name}" for name in DEFINERS}
 
 
-@pytest.mark.parametrize("schema", ["pg_temp", "intruder"])
+@pytest.mark.parametrize("schema", some_of(["pg_temp", "intruder"], 2))
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_of_the_callers_runs_as_the_owner(
     intruder: psycopg.Connection, types: Signatures, kind: str, schema: str

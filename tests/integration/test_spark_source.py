@@ -73,7 +73,7 @@ def rows(frame: Any) -> list[str]:
     return sorted(str(row.asDict()) for row in frame.collect())
 
 
-@pytest.mark.parametrize("table", ["records", "outcomes", "lineage"])
+@pytest.mark.parametrize("table", some_of(["records", "outcomes", "lineage"], 3))
 def test_all_ways_give_the_same_frame(spark: Any, filled: ArchivedTopics, tmp_path: Path, table: Any) -> None:
     """Invariant 18, case 79; what was archived after the snapshot is in none of them."""
     from mqlayer.archive.columns import COLUMNS
@@ -96,7 +96,7 @@ def test_records_come_as_they_were_published(spark: Any, filled: ArchivedTopics,
     assert frame.rdd.getNumPartitions() <= 3
 
 
-@pytest.mark.parametrize("way", ["jdbc", "python"])
+@pytest.mark.parametrize("way", some_of(["jdbc", "python"], 2))
 def test_filters_give_the_same_rows_and_none_stays_with_the_frame(
     spark: Any, filled: ArchivedTopics, tmp_path: Path, way: str
 ) -> None:
@@ -165,7 +165,7 @@ def test_errors_name_the_option_that_is_wrong(spark: Any, filled: ArchivedTopics
         frame.collect()
 
 
-@pytest.mark.parametrize("way", ["jdbc", "python"])
+@pytest.mark.parametrize("way", some_of(["jdbc", "python"], 2))
 def test_no_password_is_in_a_plan_a_log_or_an_error(
     spark: Any, filled: ArchivedTopics, tmp_path: Path, way: str, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -68,6 +68,7 @@ def databases(server: Postgres) -> list[Any]:
     return ask_postgres(server.dsn("postgres"), "SELECT datname FROM pg_database WHERE datname ~ '^mqlayer_test_.*_'")
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_suite_of_the_page_passes_under_xdist_and_leaves_nothing(postgres_server: Postgres, tmp_path: Path) -> None:
     """A database and a prefix per test, on a Postgres that is given, with nodes of each worker's own."""
