@@ -108,7 +108,7 @@ class GroupRetired(Conflict):
         Exception.__init__(self, topic, group)
         self.topic, self.group = topic, group
         self.what = f"group {group!r} of topic {topic!r} is retired"
-        self.hint = "trimming does not wait for it: use another group"
+        self.hint = "trimming does not wait for it: use another group, or see whether the topic was deleted"
 
 
 class IncompatibleSchema(Conflict):

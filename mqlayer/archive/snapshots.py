@@ -199,6 +199,8 @@ def _check_topics(connection: Connection, wanted: list[str] | None) -> None:
             )
         return
     known = {name for _, name, *_ in rows}
+    if len({name.partition("@")[0] for name in wanted}) < len(set(wanted)):
+        raise InvalidInput("a snapshot has NAME@ID under NAME: take topics of one name into snapshots of their own")
     for name in wanted:
         if name not in known:
             raise NotFound("topic", name, "mqlayer topic list shows what there is")

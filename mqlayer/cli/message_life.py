@@ -96,6 +96,10 @@ def show(
         elif named is None:
             wanted = _filter(key, at, within, header, trace_id)
             page = search_messages(runtime, str(topic), wanted, limit=limit or 20)
+            if raw and len(page.messages) > 1:
+                raise InvalidInput(
+                    f"{len(page.messages)} messages match, and --raw writes the body of one: name its id"
+                )
             if len(page.messages) != 1:
                 _show_page(page, str(topic), as_json=as_json)
                 return

@@ -11,6 +11,7 @@ from mqlayer.errors import BodyTooLarge, InvalidInput, InvalidName, KeyTooLarge,
 
 IDENTITY_FORM: Final = re.compile(r"(\d{1,9}):(\d{1,4}):(\d{1,18})")
 NAME_FORM: Final = re.compile(r"[a-z][a-z0-9_.-]{0,62}")
+DELETED_SUFFIX: Final = re.compile(r"@[0-9]{1,10}\Z")
 INSTANCE_FORM: Final = re.compile(r"[a-z0-9][a-z0-9_.-]{0,62}")
 KEY_LIMIT: Final = 512
 BODY_LIMIT: Final = 1_000_000
@@ -27,6 +28,12 @@ def check_name(kind: str, name: str) -> str:
     # Configuration and command lines may give any type.
     if not NAME_FORM.fullmatch(str(name)):
         raise InvalidName(kind, name)
+    return name
+
+
+def check_any_topic(name: str) -> str:
+    """Return a valid name of a topic, or NAME@ID of a deleted one. Raises InvalidName."""
+    check_name("topic", DELETED_SUFFIX.sub("", str(name)))
     return name
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Final, Literal
 
-from mqlayer.domain.names import check_group, check_name
+from mqlayer.domain.names import check_any_topic, check_group
 from mqlayer.domain.retry_rules import RULES_COUNT, RetryRules
 from mqlayer.domain.routing import NodeId
 from mqlayer.errors import NotFound
@@ -107,7 +107,7 @@ class MemberFacts:
 def group_facts(database: Database, topic: str | None = None, name: str | None = None) -> list[GroupFacts]:
     """Return all groups, a topic's, or one. Raises NotFound."""
     facts = {
-        "topic": None if topic is None else check_name("topic", topic),
+        "topic": None if topic is None else check_any_topic(topic),
         "name": None if name is None else check_group(name),
     }
     with database.connection() as connection:

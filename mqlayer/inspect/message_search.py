@@ -19,7 +19,7 @@ from psycopg import errors as pg_errors
 
 from mqlayer.domain.dedup import FirstPosition, encode_dedup_id, lp_of_unkeyed, token_of
 from mqlayer.domain.message import NO_KEY, Identity, Record
-from mqlayer.domain.names import check_name, encode_key
+from mqlayer.domain.names import check_any_topic, encode_key
 from mqlayer.domain.routing import lp_of
 from mqlayer.errors import InvalidInput, MqlayerError, NotFound
 from mqlayer.groups.start_positions import UndeletedPartition, undeleted_partitions
@@ -110,7 +110,7 @@ class MessagePage(msgspec.Struct, frozen=True):
 
 def find_by_dedup_id(runtime: Runtime, topic: str, dedup_id: str, *, key: str | None = None) -> Identity:
     """Return the message of a dedup id; with a key, the id is the key's. Raises NotFound after its window."""
-    check_name("topic", topic)
+    check_any_topic(topic)
     wanted = encode_dedup_id(dedup_id)
     name = None if key is None else encode_key(key)
     lp = lp_of_unkeyed(wanted) if name is None else lp_of(name)
@@ -137,7 +137,7 @@ def search_messages(
     `after`: a page's `after`, of a search by key; `records`: of streams, at most. Raises NotFound, InvalidInput, also
     for headers that this role may not see.
     """
-    check_name("topic", topic)
+    check_any_topic(topic)
     wanted.check()
     if not 1 <= limit <= MATCHES_LIMIT:
         raise InvalidInput(f"{limit} messages are no page: 1 to {MATCHES_LIMIT:,}")
@@ -332,7 +332,7 @@ class _TopicSearch:
             matches = search.forward(one, sought, within, limit)
         for found in matches:
             record = found.record
-            if wanted.takes(record.headers) and not record.void:
+            if _within(found, wanted) and wanted.takes(record.headers):
                 yield _of_record(one.partition, record)
 
     def _of_time_in_archive(self, wanted: MessageFilter, limit: int) -> Iterator[FoundMessage]:
@@ -343,9 +343,23 @@ class _TopicSearch:
             yield from map(_of_archive, self._archive("searched_archive_of_time", facts))
             return
         key = None if wanted.key is None else encode_key(wanted.key)
-        for row in self._archive("searched_archive_of_header", facts | {"key": key, "contains": wanted.contains}):
-            if wanted.takes(json.loads(row[9] or "{}")):
-                yield _of_archive(row)
+        facts |= {"key": key, "contains": wanted.contains, "limit": MATCHES_LIMIT}
+        place: dict[str, Any] = {"at": _EVER[1], "batch": _LAST, "offset": _LAST}
+        ends_at, left = time.monotonic() + ARCHIVE_MS / 1_000, limit
+        # The text may stand in other headers, of any number of later messages.
+        while left:
+            rows = self._archive("searched_archive_of_header", facts | place)
+            for row in rows:
+                if left and wanted.takes(json.loads(row[9] or "{}")):
+                    left -= 1
+                    yield _of_archive(row)
+            if len(rows) < MATCHES_LIMIT:
+                return
+            if left and time.monotonic() > ends_at:
+                reason = f"the archive took longer than {ARCHIVE_MS // 1_000} s: name a shorter time"
+                self._missing.append(MissingStep("archived messages", "not_searched", reason))
+                return
+            place = {"at": rows[-1][6], "batch": rows[-1][0], "offset": rows[-1][2]}
 
     # -- by dedup id ---------------------------------------------------------------------------------------------------
 

@@ -387,8 +387,9 @@ class _Search:
 
     def _find_in(self, search: StreamSearch, one: UndeletedPartition, identity: Identity) -> None:
         try:
-            record = search.find(one, identity)
+            # First: a search that ends at its bound must not hide that the message was stored.
             self._was_stored = self._was_stored or search.mark(one, identity) >= identity.seq
+            record = search.find(one, identity)
         except BudgetSpent as error:
             self.unsearched.append(f"the rest of partition {one.partition}: {error}")
         except MqlayerError as error:

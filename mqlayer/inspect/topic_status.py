@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
 
-from mqlayer.domain.names import check_name
+from mqlayer.domain.names import check_any_topic
 from mqlayer.domain.routing import NodeId
 from mqlayer.errors import MqlayerError, NotFound
 from mqlayer.inspect.group_status import GroupStatus, group_statuses
@@ -57,7 +57,7 @@ class TopicStatus:
 
 def topic_status(runtime: Runtime, name: str) -> TopicStatus:
     """Return a topic as servers tell now. Raises NotFound."""
-    check_name("topic", name)
+    check_any_topic(name)
     with runtime.control.connection() as connection:
         row = connection.execute(query("inspected_topic"), {"topic": name}).fetchone()
         if row is None:
@@ -72,7 +72,8 @@ def topic_status(runtime: Runtime, name: str) -> TopicStatus:
             partitions = _asked(runtime, node_id, partitions)
         except MqlayerError as error:
             unreachable[nodes[node_id].name] = str(error)
-    groups = group_statuses(runtime, name)
+    # Without a route, its creation was cut off: there are no groups yet.
+    groups = [] if facts[2] is None else group_statuses(runtime, name)
     names = {node_id: node.name for node_id, node in nodes.items()}
     values: list[Any] = [*facts, partitions, names, groups, unreachable]
     return TopicStatus(*values)

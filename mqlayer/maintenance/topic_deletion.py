@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
+from psycopg import errors as pg_errors
+
 from mqlayer.archive import archive_status
 from mqlayer.errors import Conflict, NotFound, TransactionConflict
 from mqlayer.failpoints import failpoint
@@ -29,6 +31,8 @@ log = event_logger(__name__)
 TIMEOUTS: Final = {"lock_wait": "5s", "idle": "30s"}
 DROP_TIMEOUTS: Final = {"lock_wait": "500ms", "idle": "30s"}
 """Below Postgres's `deadlock_timeout`: publishers that lock LPs in another order are never the ones that give way."""
+DROP_TIME: Final = "2s"
+"""In all: it waits for one LP after another, and publishers of those that it has wait for it."""
 LOCKS: Final = ("topic_changes_lock", "topic_groups_lock")
 UNKNOWN: Final = "see those that there are: mqlayer topic list"
 
@@ -125,7 +129,11 @@ def _drop_from_outbox(runtime: Runtime, topic: _DeletionTarget, *, force: bool) 
 
     def work(connection: Connection) -> None:
         connection.execute(query("transaction_patience"), DROP_TIMEOUTS)
-        row = connection.execute(query("topic_drop"), facts).fetchone()
+        connection.execute(query("statement_time"), {"wait": DROP_TIME})
+        try:
+            row = connection.execute(query("topic_drop"), facts).fetchone()
+        except pg_errors.QueryCanceled as error:
+            raise _busy(topic) from error
         if row is not None and not row[0]:
             raise Conflict(
                 f"topic {topic.name!r} is being deleted, but {'; '.join(_waiting(*row[1:]))}",
@@ -135,7 +143,7 @@ def _drop_from_outbox(runtime: Runtime, topic: _DeletionTarget, *, force: bool) 
     try:
         runtime.application.transaction(work)
     except TransactionConflict as error:
-        raise Conflict(f"publishers hold LPs of topic {topic.name!r}", "end their transactions, then repeat") from error
+        raise _busy(topic) from error
     failpoint("topic_delete.after_drop")
     while forget_rows(runtime.application, query("topic_rows_drop"), {"topic_id": topic.topic_id}):
         failpoint("topic_delete.after_rows")
@@ -144,6 +152,10 @@ def _drop_from_outbox(runtime: Runtime, topic: _DeletionTarget, *, force: bool) 
         with runtime.control.connection() as connection:
             connection.execute(query("topic_detach"), {"topic_id": topic.topic_id, "source_id": source})
     failpoint("topic_delete.after_detach")
+
+
+def _busy(topic: _DeletionTarget) -> Conflict:
+    return Conflict(f"publishers hold LPs of topic {topic.name!r}", "end their transactions, then repeat")
 
 
 def _end(runtime: Runtime, topic: _DeletionTarget, *, force: bool) -> str:
@@ -204,8 +216,9 @@ def _obstacles(runtime: Runtime, topic: _DeletionTarget) -> tuple[str, ...]:
     if status.archived:
         found += _unarchived(runtime, topic)
     if runtime.application is not None:
+        facts = {"topic_id": topic.topic_id, "name": topic.name}
         with runtime.application.connection() as outbox:
-            found += _waiting(*outbox.execute(query("topic_waiting"), {"topic_id": topic.topic_id}).fetchall()[0])
+            found += _waiting(*outbox.execute(query("topic_waiting"), facts).fetchall()[0])
     return tuple(found)
 
 

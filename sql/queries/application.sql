@@ -46,7 +46,8 @@ SELECT topic_id, name, body_limit FROM mqlayer_app.topic WHERE deleted_at IS NUL
 -- name: topic_waiting
 -- Messages of a topic that wait here: rows that no relay sent, delayed ones, voided ones without a decision.
 SELECT (SELECT coalesce(sum(c.seq - coalesce(r.seq, 0)), 0)::bigint FROM mqlayer_app.counter c
-        LEFT JOIN mqlayer_app.relayed r ON r.topic_id = c.topic_id AND r.lp = c.lp WHERE c.topic_id = %(topic_id)s),
+        LEFT JOIN mqlayer_app.relayed r ON r.topic_id = c.topic_id AND r.lp = c.lp
+        WHERE c.topic_id = %(topic_id)s AND c.topic = %(name)s),
        (SELECT count(*) FROM mqlayer_app.delayed_fact d WHERE d.topic_id = %(topic_id)s),
        (SELECT count(*) FROM mqlayer_app.voided v WHERE v.topic_id = %(topic_id)s AND v.ended IS NULL);
 

@@ -118,7 +118,8 @@ SELECT t.topic_id, t.name, p.node_id FROM mqlayer.partition p JOIN mqlayer.topic
 WHERE p.partition_id = %(partition)s;
 
 -- name: message_topics
--- Topics by name, or one: whether Postgres knows a message of this identity there, and whether its archive has it.
+-- Topics by name, of deleted ones those whose archive has it, or one: whether Postgres knows a message of this identity
+-- there, and whether its archive has it.
 SELECT t.topic_id, t.name,
        EXISTS (SELECT FROM mqlayer.consumer_group g JOIN mqlayer.dead_fact d USING (group_id)
                WHERE g.topic_id = t.topic_id AND d.lp = %(lp)s AND d.source = %(source)s AND d.seq = %(seq)s)
@@ -130,7 +131,7 @@ FROM mqlayer.topic t, LATERAL (SELECT EXISTS (
     SELECT FROM mqlayer_archive.mark m
     WHERE m.topic_id = t.topic_id AND m.source = %(source)s AND m.lp = %(lp)s
       AND %(seq)s BETWEEN m.first_seq AND m.last_seq) AS archived) a
-WHERE %(topic)s::text IS NULL OR t.name = %(topic)s
+WHERE %(topic)s::text IS NULL AND (t.deleted_at IS NULL OR a.archived) OR t.name = %(topic)s
 ORDER BY t.name;
 
 -- name: message_groups
@@ -194,10 +195,11 @@ WHERE topic_id = %(topic_id)s AND published_at >= %(since)s AND published_at <= 
 ORDER BY published_at, batch, log_offset LIMIT %(limit)s;
 
 -- name: searched_archive_of_header
--- Archived messages of a time whose headers have a text, the latest first.
+-- Archived messages of a time before a place whose headers have a text, the latest first.
 SELECT batch, partition_id, log_offset, source, lp, seq, published_at, key, tags, headers FROM mqlayer_archive.record
 WHERE topic_id = %(topic_id)s AND published_at >= %(since)s AND published_at <= %(until)s
   AND (%(key)s::bytea IS NULL OR key = %(key)s) AND strpos(headers, %(contains)s) > 0
+  AND (published_at, batch, log_offset) < (%(at)s, %(batch)s, %(offset)s)
 ORDER BY published_at DESC, batch DESC, log_offset DESC LIMIT %(limit)s;
 
 -- name: searched_archive
@@ -241,6 +243,9 @@ WHERE a.object = ANY(%(objects)s::text[]) AND a.at >= %(since)s
   AND (a.facts ->> 'key' = %(key)s
        AND (%(message)s::text IS NULL OR coalesce(a.facts ->> 'message', %(message)s) = %(message)s)
        OR NOT a.facts ? 'key' AND a.act = ANY(%(acts)s::text[]))
+  -- Not those on a deleted topic that had the name before.
+  AND NOT EXISTS (SELECT FROM mqlayer.topic d WHERE d.deleted_at >= a.at
+                                                AND split_part(d.name, '@', 1) = split_part(a.object, '/', 1))
 ORDER BY a.at DESC LIMIT %(limit)s;
 
 -- name: life_dead

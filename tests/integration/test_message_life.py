@@ -36,6 +36,7 @@ from tests.fixtures.archive_scenes import ArchiveScene
 from tests.fixtures.commands import Commands
 from tests.fixtures.consumers import Recorder, Stage
 from tests.fixtures.failed_messages import Failing, identity_of
+from tests.fixtures.kept_connections import kept_session
 from tests.fixtures.wait import wait_until
 from tests.proof.route_steps import split
 from tests.proof.runtimes import runtime_of
@@ -257,3 +258,20 @@ def test_a_day_of_the_archive_gets_its_index_once_it_is_over(archive_scene: Arch
         "EXPLAIN SELECT 1 FROM mqlayer_archive.record WHERE topic_id = 1 AND lp = 663 AND seq = 1"
     )
     assert "_of_lp" in str(plan)
+
+
+def test_a_header_is_found_in_the_archive_behind_any_number_of_others_that_have_its_text(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(message_search, "MATCHES_LIMIT", 10)
+    here = world.runtime()
+    set_archived(here, "orders", archived=True)
+    with kept_session(world.dsn, autocommit=True) as connection:
+        for tenant in ["1"] + 25 * ["10"]:
+            connection.execute("SELECT mqlayer_app.publish_v1('orders', 'k', 'x', %s)", [f'{{"tenant": "{tenant}"}}'])
+    relay_once(world.settings(), limits=QUICK)
+    archive_pass(here)
+    with world.client() as client:
+        client.delete(*(world.keys(partition).log for _, partition, _ in world.partitions()))
+    found = search_messages(here, "orders", MessageFilter(header=("tenant", "1")), limit=5)
+    assert [one.message for one in found.messages] == [f"1:{lp_of(b'k')}:1"]

@@ -18,8 +18,9 @@ from mqlayer.archive.snapshots import snapshot_cut
 from mqlayer.doctor.control import check_deletions
 from mqlayer.doctor.findings import LIMITS
 from mqlayer.doctor.postgres import CheckedDatabase
-from mqlayer.errors import Conflict, MqlayerError, NotFound
+from mqlayer.errors import Conflict, InvalidInput, MqlayerError, NotFound
 from mqlayer.groups import GroupSettings, ensure_group
+from mqlayer.inspect import MessageFilter, find_message, group_facts, history_of_key, search_messages, topic_status
 from mqlayer.maintenance.topic_deletion import delete_topic, planned_deletion
 from mqlayer.postgres.database import Connection
 from mqlayer.postgres.queries import query
@@ -381,3 +382,47 @@ def test_the_command_plans_unless_it_is_told(world: World, run: Commands) -> Non
     assert f"topic orders is deleted, as {done['deleted_as']}" in run.text("topic", "delete", "orders")
     assert f"under {done['deleted_as']}" in run.text("topic", "delete", "orders", "--yes")
     assert "--force goes with --yes" in run.failure("topic", "delete", "orders", "--force")
+
+
+# -- names and numbers that come again -------------------------------------------------------------------------------
+
+
+def test_an_id_that_the_outbox_knows_as_another_topics_leaves_that_topic_alone(world: World) -> None:
+    """As after a restore of the control database, which gives ids out again."""
+    runtime, topic_id = world.runtime(), topic_of(world)
+    for statement in (
+        "UPDATE mqlayer_app.topic SET name = 'mails' WHERE topic_id = %s RETURNING 1",
+        "UPDATE mqlayer_app.counter SET topic = 'mails' WHERE topic_id = %s RETURNING 1",
+    ):
+        world.rows(statement, topic_id)
+    world.publish(5, topic="mails")
+    delete_topic(runtime, "orders", force=True)
+    assert world.rows("SELECT name, deleted_at FROM mqlayer_app.topic") == [("mails", None)]
+    assert world.rows("SELECT count(*) FROM mqlayer_app.outbox") == [(5,)]
+    world.publish(1, topic="mails")
+
+
+def test_what_is_kept_of_a_deleted_topic_is_found_under_its_name_of_now(world: World) -> None:
+    runtime = world.runtime()
+    set_archived(runtime, "orders", archived=True)
+    world.publish(3)
+    relay_once(world.settings(), limits=QUICK)
+    archive_pass(runtime)
+    (old, *_) = world.records("orders")
+    identity = f"{old.source}:{old.lp}:{old.seq}"
+    name = delete_topic(runtime, "orders").deleted_as
+    assert find_message(runtime, identity).topic == name
+    assert len(search_messages(runtime, name, MessageFilter(key="key-1")).messages) == 1
+    assert history_of_key(runtime, name, "key-1").topic == name
+    assert group_facts(world.database, name) == []
+    assert topic_status(runtime, name).version is not None
+
+    world.add_topic("orders", partitions=1, archived=True)
+    with pytest.raises(InvalidInput, match="take topics of one name into snapshots of their own"):
+        create_snapshot(runtime, "both", topics=["orders", name])
+
+
+def test_a_topic_whose_creation_was_cut_off_is_deleted(world: World) -> None:
+    with broken_off_at("topic.after_allocate"):
+        create_topic(world.runtime(), "half", partitions=1)
+    assert delete_topic(world.runtime(), "half", force=True).deleted_as.startswith("half@")

@@ -1042,6 +1042,7 @@ CREATE FUNCTION mqlayer_app.topic_drop_v1(
     LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, mqlayer_app, pg_temp AS $$
 DECLARE
     v_deleted_at timestamptz;
+    v_name text;
 BEGIN
     IF NOT mqlayer_app.has_v1('operate') THEN
         RAISE EXCEPTION 'role "%" lacks the right to operate', mqlayer_app.caller_v1()
@@ -1067,12 +1068,15 @@ BEGIN
     delayed := 0;
     voided := 0;
     LOOP
-        SELECT t.deleted_at INTO v_deleted_at FROM mqlayer_app.topic t WHERE t.topic_id = p_topic_id FOR UPDATE;
+        SELECT t.deleted_at, t.name INTO v_deleted_at, v_name
+            FROM mqlayer_app.topic t WHERE t.topic_id = p_topic_id FOR UPDATE;
         EXIT WHEN FOUND;
+        -- Another row of that name is an error, not a reason to go round for ever.
         INSERT INTO mqlayer_app.topic (topic_id, name, body_limit, deleted_at)
-            VALUES (p_topic_id, p_name || '@' || p_topic_id, 1, now()) ON CONFLICT DO NOTHING;
+            VALUES (p_topic_id, p_name || '@' || p_topic_id, 1, now()) ON CONFLICT (topic_id) DO NOTHING;
     END LOOP;
-    IF v_deleted_at IS NOT NULL THEN
+    -- A control database that lost topics may give an id out again: here it is another topic's, which stays as it is.
+    IF v_deleted_at IS NOT NULL OR v_name <> p_name THEN
         RETURN;
     END IF;
     -- In the order in which publishing locks them.
