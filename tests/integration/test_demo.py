@@ -96,7 +96,7 @@ def test_the_demo_keeps_the_promise_with_a_killed_and_a_stopped_consumer(place: 
         assert fault in progress
     shown, table = progress.split("\n\n", 1)
     assert re.findall(r"\d/6 (\S+)", shown) == list(STEPS)
-    # Nobody else's lines stand between, and all fit.
+    # No other program's lines stand between, and all fit.
     assert [line for line in shown.splitlines() if not re.match(r" *\d+\.\d s  | {20}", line)] == []
     assert max(map(len, progress.splitlines())) <= 80
     assert "\x1b" not in progress

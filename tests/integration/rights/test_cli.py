@@ -104,7 +104,7 @@ def test_every_command_is_known_here() -> None:
 def test_who_may_operate_does_what_who_may_view_is_refused(
     system: System, act_as: Act, command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it then says fits a terminal."""
+    """Its output then fits a terminal."""
     scene = SCENES[command]
     words = [*command.split(), *typed(scene, system)]
     role = act_as(Right.VIEW)
