@@ -253,9 +253,9 @@ def test_force_ends_members_and_nothing_of_the_old_topic_comes_to_the_new_one(st
     with pytest.raises(Conflict, match=r"group g has 1 living members; .*--force"):
         delete_topic(runtime, "orders")
     old = delete_topic(runtime, "orders", force=True)
+    wait_until(lambda: "is retired" in str(app.health()), what="the member to notice")
     go_on.set()
     wait_until(lambda: not app.running, what="the member to end")
-    assert "is retired" in str(app.health())
     wait_until(lambda: late.bodies() == [b"1"], what="the message in hand")
     world_route = create_topic(runtime, "orders", partitions=2)
     with kept_session(stage.dsn, autocommit=True) as connection:

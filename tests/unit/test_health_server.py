@@ -104,7 +104,8 @@ def trickle(clients: list[socket.socket], stopping: threading.Event) -> None:
 def test_a_probe_is_answered_beside_two_hundred_slow_clients(
     port: int, connect: Connect, slow: Callable[[Connect], socket.socket]
 ) -> None:
-    threads, stopping = threading.active_count(), threading.Event()
+    # Which, not how many: threads of an earlier test may end meanwhile.
+    threads, stopping = set(threading.enumerate()), threading.Event()
     clients = [slow(connect) for _ in range(SLOW_CLIENTS)]
     sender = threading.Thread(target=trickle, args=(clients if slow is half_a_head else [], stopping))
     sender.start()
@@ -113,7 +114,7 @@ def test_a_probe_is_answered_beside_two_hundred_slow_clients(
             began = time.monotonic()
             assert ask(port, "/live").status == 200
             assert time.monotonic() - began < PROBE_LIMIT_S
-        assert threading.active_count() == threads + 1
+        assert set(threading.enumerate()) - threads == {sender}
     finally:
         stopping.set()
         sender.join()

@@ -1067,14 +1067,14 @@ BEGIN
     unsent := 0;
     delayed := 0;
     voided := 0;
-    LOOP
-        SELECT t.deleted_at, t.name INTO v_deleted_at, v_name
-            FROM mqlayer_app.topic t WHERE t.topic_id = p_topic_id FOR UPDATE;
-        EXIT WHEN FOUND;
-        -- Another row of that name is an error, not a reason to go round for ever.
-        INSERT INTO mqlayer_app.topic (topic_id, name, body_limit, deleted_at)
-            VALUES (p_topic_id, p_name || '@' || p_topic_id, 1, now()) ON CONFLICT (topic_id) DO NOTHING;
-    END LOOP;
+    INSERT INTO mqlayer_app.topic (topic_id, name, body_limit, deleted_at)
+        VALUES (p_topic_id, p_name || '@' || p_topic_id, 1, now()) ON CONFLICT DO NOTHING;
+    SELECT t.deleted_at, t.name INTO v_deleted_at, v_name
+        FROM mqlayer_app.topic t WHERE t.topic_id = p_topic_id FOR UPDATE;
+    IF NOT FOUND THEN
+        RAISE EXCEPTION 'another topic of this outbox is named "%"', p_name || '@' || p_topic_id
+            USING ERRCODE = 'unique_violation', HINT = 'drop that topic first';
+    END IF;
     -- A control database that lost topics may give an id out again: here it is another topic's, which stays as it is.
     IF v_deleted_at IS NOT NULL OR v_name <> p_name THEN
         RETURN;
