@@ -57,6 +57,8 @@ class ConnectionOptions:
     pooler_prepares: bool = False
     limits: SessionLimits = SessionLimits()
     reads_only: bool = False
+    role: str = ""
+    """Taken by `SET ROLE`; needs a direct connection."""
 
 
 NO_DATABASE: Final = "no database given: set MQLAYER_DSN, or start a stack with `mqlayer up`"

@@ -63,6 +63,11 @@ COMMANDS: Final[Mapping[str, CommandSource]] = {
         LOOK,
         "Answer /metrics with the metrics of the system, until SIGTERM or SIGINT: lag, outbox, parked, nodes, jobs.",
     ),
+    "console": CommandSource(
+        "console",
+        LOOK,
+        "Show the system in the browser, until SIGTERM or SIGINT: lag, routes, keys, messages, parked and dead.",
+    ),
     "relay": CommandSource("relay", START, "Relay the outbox until SIGTERM or SIGINT. Several may run."),
     "trim": CommandSource("trim", CHANGE, "Drop settled records in one pass; the worker does so regularly."),
     "analytics": CommandSource(

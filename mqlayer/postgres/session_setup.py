@@ -107,10 +107,13 @@ def set_up(connection: AnyConnection, options: ConnectionOptions, *, application
         **SETTINGS,
         **(READING if options.reads_only else {}),
         **_limits(options, application),
+        **({"role": options.role} if options.role else {}),
     }
     # Nothing that a pooler must keep apart: no parameters, not prepared.
     setting = _assigned(tuple(wanted.items())) + _if_own(connection, options)
     row = connection.execute(setting, prepare=False).fetchone()
+    if row is None and options.role:
+        raise refuse_pooled(options, address, f"the role {options.role}")
     session = _sessions[connection] = (
         ServerSession(True, row[0]) if row else _shared(connection, options, wanted, address)
     )

@@ -1,0 +1,60 @@
+"""Who is at the console."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, Protocol
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute
+
+from mqlayer.console.users import Level, User
+
+
+class Access(Protocol):
+    """Finds the user of a request, and guards forms."""
+
+    routes: Sequence[BaseRoute]
+    """Login, logout."""
+
+    def user_of(self, request: Request) -> User | None:
+        """Return the user, None if nobody is logged in; may read a database, so it runs in a thread."""
+        ...
+
+    def ask(self, request: Request) -> Response:
+        """Return the answer to a request without a user: a login page or a refusal."""
+        ...
+
+    def form_token(self, request: Request) -> str:
+        """Return the token that forms of this user carry."""
+        ...
+
+    def check_form(self, request: Request, token: str) -> bool:
+        """Whether a form comes from a page of this console."""
+        ...
+
+
+_LOCAL: Final = User("local", Level.OPERATOR, bodies=True)
+
+
+class Anyone:
+    """No login: for the loopback address only."""
+
+    routes: Sequence[BaseRoute] = ()
+
+    def user_of(self, request: Request) -> User | None:  # noqa: ARG002 - as of Access
+        """Return the one user."""
+        return _LOCAL
+
+    def ask(self, request: Request) -> Response:  # noqa: ARG002 - as of Access
+        """Return a refusal."""
+        return Response(status_code=403)
+
+    def form_token(self, request: Request) -> str:  # noqa: ARG002 - as of Access
+        """Return no token yet."""
+        return ""
+
+    def check_form(self, request: Request, token: str) -> bool:  # noqa: ARG002 - as of Access
+        """Compare the origin."""
+        return request.headers.get("sec-fetch-site", "same-origin") in {"same-origin", "none"}

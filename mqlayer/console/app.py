@@ -1,0 +1,199 @@
+"""The console as an ASGI application: `docs/design/console.md`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from functools import partial
+from http import HTTPStatus
+from typing import Any, Final, TypeVar
+
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+
+from mqlayer.console.access import Access, Anyone
+from mqlayer.console.headers import SafeHeaders
+from mqlayer.console.live import LivePages
+from mqlayer.console.page import Action, Page, Visit
+from mqlayer.console.render import rendered
+from mqlayer.console.runtimes import Runtimes
+from mqlayer.console.users import Level, User
+from mqlayer.console.views import ACTIONS, PAGES
+from mqlayer.errors import InvalidInput, MqlayerError, NotFound, PermissionDenied, StoreUnavailable
+from mqlayer.settings import Settings
+
+Result = TypeVar("Result")
+
+REASON_BYTES: Final = 500
+STATUSES: Final[Mapping[type[MqlayerError], HTTPStatus]] = {
+    InvalidInput: HTTPStatus.BAD_REQUEST,
+    NotFound: HTTPStatus.NOT_FOUND,
+    PermissionDenied: HTTPStatus.FORBIDDEN,
+    StoreUnavailable: HTTPStatus.SERVICE_UNAVAILABLE,
+}
+
+
+def console_app(
+    settings: Settings | None = None, *, access: Access | None = None, roles: Mapping[Level, str] | None = None
+) -> Starlette:
+    """Return the console as an application to serve or to mount.
+
+    `access`: logins; None lets anyone in who reaches it. `roles`: the Postgres role of each level.
+    """
+    console = Console(Runtimes(settings or Settings(), roles or {}), access or Anyone())
+    return Starlette(
+        routes=[
+            *(Route(page.path, partial(console.show, page)) for page in PAGES),
+            *(Route(f"/actions/{one.name}", partial(console.ask_first, one), methods=["GET"]) for one in ACTIONS),
+            *(Route(f"/actions/{one.name}", partial(console.act, one), methods=["POST"]) for one in ACTIONS),
+            Route("/live", console.live),
+            *console.access.routes,
+            Mount("/static", StaticFiles(packages=[("mqlayer.console", "static")])),
+        ],
+        middleware=[Middleware(SafeHeaders)],
+        exception_handlers={HTTPStatus.NOT_FOUND: console.not_found},
+        lifespan=console.lifespan,
+    )
+
+
+class Console:
+    """Answers requests: finds the user, loads the page in a thread, renders it."""
+
+    def __init__(self, runtimes: Runtimes, access: Access) -> None:
+        self.access = access
+        self._runtimes = runtimes
+        self._live = LivePages()
+
+    @asynccontextmanager
+    async def lifespan(self, _: Starlette) -> AsyncIterator[None]:
+        """Close all pools at the end."""
+        try:
+            yield
+        finally:
+            await run_in_threadpool(self._runtimes.close)
+
+    async def show(self, page: Page, request: Request) -> Response:
+        """Answer with a page."""
+        user = await run_in_threadpool(self.access.user_of, request)
+        if user is None:
+            return self.access.ask(request)
+        visit = Visit(self._runtimes.of(user), user, request.path_params, dict(request.query_params))
+        return await self._answer(request, user, lambda: self._page(request, user, page, visit))
+
+    async def ask_first(self, action: Action, request: Request) -> Response:
+        """Show what an action would do."""
+        return await self._operated(request, dict(request.query_params), partial(self._planned, action))
+
+    async def act(self, action: Action, request: Request) -> Response:
+        """Run an action."""
+        form = {name: value for name, value in (await request.form()).items() if isinstance(value, str)}
+        if not await run_in_threadpool(self.access.check_form, request, form.pop("token", "")):
+            return self._message(request, None, HTTPStatus.FORBIDDEN, "this form is not of a page of this console")
+        return await self._operated(request, form, partial(self._done, action))
+
+    async def live(self, request: Request) -> Response:
+        """Answer with a page's parts as they change."""
+        path, _, query = request.query_params.get("path", "/").partition("?")
+        page, parameters = _page_at(path)
+        if page is None or not page.live:
+            return Response(status_code=HTTPStatus.NOT_FOUND)
+
+        def render() -> str | None:
+            user = self.access.user_of(request)
+            if user is None:
+                return None
+            visit = Visit(self._runtimes.of(user), user, parameters, _query(query))
+            return self._page(request, user, page, visit)
+
+        return self._live.stream(render)
+
+    async def not_found(self, request: Request, _: Exception) -> Response:
+        """Answer for a path without a page."""
+        user = await run_in_threadpool(self.access.user_of, request)
+        if user is None:
+            return self.access.ask(request)
+        return self._message(request, user, HTTPStatus.NOT_FOUND, "no page has this address")
+
+    def _page(self, request: Request, user: User, page: Page, visit: Visit) -> str:
+        found = page.load(visit)
+        return rendered(page.template, self._common(request, user, page.title) | {"live": page.live} | dict(found))
+
+    async def _operated(
+        self, request: Request, fields: Mapping[str, str], work: Callable[[Request, User, Mapping[str, str]], str]
+    ) -> Response:
+        user = await run_in_threadpool(self.access.user_of, request)
+        if user is None:
+            return self.access.ask(request)
+        if not user.may_act:
+            why = f"{user.name} is a viewer: an operator may do this"
+            return self._message(request, user, HTTPStatus.FORBIDDEN, why)
+        return await self._answer(request, user, lambda: work(request, user, fields))
+
+    def _planned(self, action: Action, request: Request, user: User, fields: Mapping[str, str]) -> str:
+        plan = action.plan(Visit(self._runtimes.of(user), user, {}, fields))
+        shown = {"action": action, "plan": plan, "fields": {**fields, **plan.fields}}
+        return rendered("action.html", self._common(request, user, action.title) | shown)
+
+    def _done(self, action: Action, request: Request, user: User, fields: Mapping[str, str]) -> str:
+        reason = fields.get("reason", "").strip()
+        if not reason or len(reason.encode()) > REASON_BYTES:
+            raise InvalidInput(f"say why, in at most {REASON_BYTES} bytes: the audit keeps it")
+        outcome = action.run(Visit(self._runtimes.of(user, reason), user, {}, fields))
+        return rendered("done.html", self._common(request, user, action.title) | {"outcome": outcome})
+
+    async def _answer(self, request: Request, user: User, render: Callable[[], str]) -> Response:
+        try:
+            return HTMLResponse(await run_in_threadpool(render))
+        except MqlayerError as error:
+            status = next((found for kind, found in STATUSES.items() if isinstance(error, kind)), HTTPStatus.CONFLICT)
+            return self._message(request, user, _status_of(error, status), str(error))
+
+    def _message(self, request: Request, user: User | None, status: HTTPStatus, text: str) -> Response:
+        variables = self._common(request, user, status.phrase) | {"text": text}
+        return HTMLResponse(rendered("message.html", variables), status)
+
+    def _common(self, request: Request, user: User | None, title: str) -> dict[str, Any]:
+        root = request.scope.get("root_path", "")
+        path = request.query_params.get("path", "") if request.url.path.endswith("/live") else _own_path(request)
+        return {
+            "title": title.format(**{name: str(value) for name, value in request.path_params.items()}),
+            "root": root,
+            "here": path,
+            "user": user,
+            "menu": MENU,
+            "live": False,
+            "token": "" if user is None else self.access.form_token(request),
+        }
+
+
+MENU: Final = tuple((page.path, page.menu) for page in PAGES if page.menu)
+
+
+def _status_of(error: MqlayerError, found: HTTPStatus) -> HTTPStatus:
+    # It is a kind of StoreUnavailable.
+    return HTTPStatus.FORBIDDEN if isinstance(error, PermissionDenied) else found
+
+
+def _own_path(request: Request) -> str:
+    path = request.url.path.removeprefix(request.scope.get("root_path", "")) or "/"
+    return f"{path}?{request.url.query}" if request.url.query else path
+
+
+def _query(text: str) -> dict[str, str]:
+    from urllib.parse import parse_qsl
+
+    return dict(parse_qsl(text, keep_blank_values=True))
+
+
+def _page_at(path: str) -> tuple[Page | None, dict[str, str]]:
+    for page in PAGES:
+        route = Route(page.path, lambda _: Response())
+        match, scope = route.matches({"type": "http", "path": path, "method": "GET", "root_path": ""})
+        if match.value == 2:
+            return page, scope["path_params"]
+    return None, {}

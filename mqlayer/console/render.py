@@ -1,0 +1,101 @@
+"""Templates and their filters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from functools import cache
+from typing import Any, Final
+from urllib.parse import quote, urlencode
+
+from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
+
+from mqlayer.escaping import escape
+
+NONE: Final = "—"
+UNITS: Final = ((86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"))
+
+
+def ago(moment: datetime | None, now: datetime | None = None) -> str:
+    """Return a time's distance in one unit, as in "5 min ago"."""
+    if moment is None:
+        return "never"
+    seconds = ((now or datetime.now(UTC)) - moment).total_seconds()
+    return f"in {duration(-seconds)}" if seconds < -1 else f"{duration(seconds)} ago"
+
+
+def duration(seconds: float | None) -> str:
+    """Return a duration in its largest unit."""
+    if seconds is None:
+        return "unknown"
+    for size, unit in UNITS:
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{max(seconds, 0) * 1000:.0f} ms" if seconds > 0 else "0 s"
+
+
+def number(value: float | None) -> str:
+    """Return a number with its thousands apart; a dash for none."""
+    if value is None:
+        return NONE
+    return f"{value:,.0f}" if isinstance(value, int) or value >= 100 or value == int(value) else f"{value:,.2g}"
+
+
+def size(value: float | None) -> str:
+    """Return bytes in a fitting unit."""
+    if value is None:
+        return NONE
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 1000:
+            return f"{value:.0f} {unit}" if value >= 10 or unit == "B" else f"{value:.1f} {unit}"
+        value /= 1000
+    return f"{value:.1f} TB"
+
+
+def when(moment: datetime | None) -> str:
+    """Return a time in UTC to the second."""
+    return NONE if moment is None else f"{moment.astimezone(UTC):%Y-%m-%d %H:%M:%S} UTC"
+
+
+def link(path: str, **query: Any) -> str:
+    """Return a path within the console with its query, quoted."""
+    given = {name: value for name, value in query.items() if value not in {None, ""}}
+    return path + (f"?{urlencode(given)}" if given else "")
+
+
+def segment(value: Any) -> str:
+    """Return a part of a path, quoted."""
+    return quote(str(value), safe="")
+
+
+def _shown(value: Any) -> Any:
+    # Marks of direction and characters without width would fake what a page says; markup is the templates' own.
+    return escape(value, lines=True) if type(value) is str else value
+
+
+@cache
+def templates() -> Environment:
+    """Return the environment; names that a page does not give are errors."""
+    made = Environment(
+        loader=PackageLoader("mqlayer.console"),
+        autoescape=select_autoescape(default=True, default_for_string=True),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=_shown,
+    )
+    made.filters |= {
+        "ago": ago,
+        "duration": duration,
+        "number": number,
+        "segment": segment,
+        "size": size,
+        "when": when,
+    }
+    made.globals["link"] = link
+    return made
+
+
+def rendered(template: str, variables: Mapping[str, Any]) -> str:
+    """Return a template's text."""
+    return templates().get_template(template).render(variables)

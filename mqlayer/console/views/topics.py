@@ -1,0 +1,16 @@
+"""Topics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from mqlayer.console.page import Action, Page, Visit
+
+
+def _load(_: Visit) -> Mapping[str, Any]:
+    return {}
+
+
+PAGES: Final = (Page("/topics", "Topics", "topics.html", _load, menu="Topics"),)
+ACTIONS: Final[tuple[Action, ...]] = ()
