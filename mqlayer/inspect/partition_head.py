@@ -8,8 +8,8 @@ from datetime import datetime
 from typing import Any, Final
 
 from mqlayer.domain.offsets import OffsetRange, as_ranges
+from mqlayer.domain.routing import Lp
 from mqlayer.errors import MqlayerError, NotFound
-from mqlayer.groups.positions import GroupPosition
 from mqlayer.inspect.group_facts import PartitionFacts
 from mqlayer.inspect.group_status import GroupStatus, PartitionStatus, group_statuses
 from mqlayer.inspect.message_status import hidden_from
@@ -20,6 +20,7 @@ from mqlayer.postgres.database import Database
 from mqlayer.postgres.queries import query
 from mqlayer.redis.keys import group_keys
 from mqlayer.redis.node_connection import Node, raise_for_reply
+from mqlayer.redis.read_scripts import GroupPosition
 from mqlayer.redis.roles import RedisRole
 from mqlayer.runtime.route_cache import load_nodes
 from mqlayer.runtime.runtime import Runtime
@@ -87,7 +88,7 @@ def partition_head(runtime: Runtime, topic: str, name: str, partition: int, *, b
             gaps = None
     parked = None
     if message is not None and message.key is not None:
-        parked = parked_key(runtime.control, group.facts.group_id, message.identity.lp, message.key.encode())
+        parked = parked_key(runtime.control, group.facts.group_id, Lp(message.identity.lp), message.key.encode())
     end = _end(runtime.control, partition)
     return PartitionHead(group, status, parents, message, size, hidden, parked, gaps, upto, end)
 

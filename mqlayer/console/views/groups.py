@@ -12,6 +12,7 @@ from mqlayer.console.charts import LineChart, line_chart
 from mqlayer.console.node_reads import impatient
 from mqlayer.console.page import ROWS, Action, Outcome, Page, Plan, Visit, part
 from mqlayer.console.partition_words import Waiting, stall_words, waits_for
+from mqlayer.console.recent import RECENT
 from mqlayer.console.render import duration, link, number, segment, when
 from mqlayer.console.spans import page_of, span_of
 from mqlayer.errors import Conflict, InvalidInput
@@ -24,7 +25,6 @@ from mqlayer.inspect import (
     GroupStatus,
     MemberFacts,
     PartitionStatus,
-    curves,
     group_facts,
     group_members,
     group_overviews,
@@ -100,7 +100,7 @@ def _stalls(status: GroupStatus | None) -> list[tuple[str, int, PartitionStatus]
 
 def _charts(control: Database, topic: str, name: str, visit: Visit) -> list[LineChart]:
     _, last = span_of(visit)
-    found = {one.name: one for one in curves(control, "group", name, topic=topic, last=last)}
+    found = {one.name: one for one in RECENT.of(control, "group", name, topic=topic, last=last)}
     now = datetime.now(UTC)
     return [
         line_chart("Lag in messages", {"lag": found["lag"]}, now=now, last=last, peaks=True),

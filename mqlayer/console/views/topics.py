@@ -9,6 +9,7 @@ from typing import Any, Final
 from mqlayer.console.charts import LEVELS, LineChart, level, line_chart, mean_of, route_chart
 from mqlayer.console.node_reads import impatient
 from mqlayer.console.page import ROWS, Action, Outcome, Page, Plan, Visit, part
+from mqlayer.console.recent import RECENT
 from mqlayer.console.render import link, number, segment, size, when
 from mqlayer.console.spans import page_of, span_of
 from mqlayer.errors import InvalidInput
@@ -17,7 +18,6 @@ from mqlayer.inspect import (
     MeasuredTopic,
     RateMeter,
     TopicPartition,
-    curves,
     group_overviews,
     topic_overviews,
     topic_settings,
@@ -73,7 +73,7 @@ def _ranked(measured: MeasuredTopic | None) -> tuple[list[TopicPartition], float
 
 def _charts(control: Database, name: str, visit: Visit) -> list[LineChart]:
     _, last = span_of(visit)
-    found = {one.name: one for one in curves(control, "topic", name, last=last)}
+    found = {one.name: one for one in RECENT.of(control, "topic", name, last=last)}
     labels = {
         "stored": found["stored_per_s"],
         "committed to the outbox": found["committed_per_s"],

@@ -61,8 +61,8 @@ def test_groups_show_what_is_wrong_first_and_a_group_shows_why(world: World, bro
     assert "No member of this group lives: start a consumer" in said
     assert "2 partitions" in said
     assert "Lag 30 messages" in said
-    assert "lag: 40 at the end, 30 to 40" in page
-    assert "lag: 40 at the end" in text_of(browser, GROUP, last="hour")
+    assert "lag, highest: 40 at the end" in page
+    assert "lag: 40 at the end, 30 to 40" in text_of(browser, GROUP, last="hour")
     assert browser.get("/groups/orders/none").status_code == 404
     assert browser.get("/groups/none/none").status_code == 404
 
@@ -81,13 +81,13 @@ def test_a_head_is_told_in_words_with_gaps_and_a_masked_body(world: World, brows
     assert "It is running at member hand, or waits there for a free worker" in said
     assert "Next offset to settle 3" in said
     assert "3 , 6 to 7 ." in said
-    assert "Key key-2" in said
-    assert "m-2" in said
+    head = re.search(r"Key key-\d .* 3 B (m-\d) ", said)
+    assert head is not None
     assert "no route change ends it" in said
     with console_client(world, User("vic", bodies=False)) as viewer:
         masked = words(text_of(viewer, f"{GROUP}/partitions/1"))
     assert "hidden from you: 3 B of body" in masked
-    assert "m-2" not in masked
+    assert head[1] not in masked
     assert "valid" in words(text_of(browser, GROUP))
     pause_partitions(world.runtime(actor="bea"), "orders", "ledger", [1])
     said = words(text_of(browser, f"{GROUP}/partitions/1"))

@@ -47,6 +47,7 @@ def test_topics_show_rates_of_samples_and_pages_hold_fifty(world: World, browser
     )
     page = text_of(browser, "/topics")
     assert page.count('href="/topics/a') == 2 * 50
+    assert '<td class="number">0</td> <td class="number">—</td>' not in page, "without samples nothing is known"
     (more,) = re.findall(r'rel="next" href="([^"]*)"', page)
     assert "/topics/orders" in text_of(browser, more)
     assert text_of(browser, "/topics", contains="rder").count("<tr>") == 2
