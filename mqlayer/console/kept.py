@@ -17,9 +17,9 @@ Made = TypeVar("Made")
 EVERY_S: Final = 2.0
 REST: Final = 10.0
 """The least time from one to the next, as a multiple of the time that making takes."""
-PATIENCE_S: Final = 0.2
+PATIENCE_S: Final = 0.1
 """A page waits so long for a newer value."""
-FIRST_S: Final = 15.0
+FIRST_S: Final = 3.0
 OLDEST_S: Final = 120.0
 """An older value would mislead: pages wait for the next as for the first."""
 

@@ -101,7 +101,7 @@ def node_partitions(runtime: Runtime, node_id: int, *, after: int = 0, limit: in
     """Return partitions on a node, from behind one on."""
     facts = {"node_id": node_id, "after": after, "limit": limit}
     with runtime.control.connection() as connection:
-        return [NodePartition(*row) for row in connection.execute(query("partitions_of_node"), facts).fetchall()]
+        return [NodePartition(*row) for row in connection.execute(query("health_node_partitions"), facts).fetchall()]
 
 
 def _ask(nodes: Sequence[Node], within_s: float) -> dict[NodeId, tuple[ServerInfo | None, str]]:

@@ -105,7 +105,7 @@ _ALL: Final = (
     ),
     Alert(
         "MqlayerAppendsRefused", "warning", "Nodes refuse appends",
-        "Nodes refuse appends to a topic; error_type says why.", above=1, for_s=600,
+        "Nodes refuse appends to a topic; error_type says why", above=1, for_s=600,
     ),
     Alert(
         "MqlayerArchiveGap", "warning", "The archive waits at a gap",

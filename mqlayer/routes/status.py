@@ -155,7 +155,7 @@ def find_change(database: Database, change_id: int) -> ListedChange:
 def changed_partitions(database: Database, change_id: int) -> list[ChangedPartition]:
     """Return the partitions that a change ends, then those that it makes."""
     with database.connection() as connection:
-        rows = connection.execute(query("change_partitions"), {"change_id": change_id}).fetchall()
+        rows = connection.execute(query("change_parts"), {"change_id": change_id}).fetchall()
     return [ChangedPartition(*row[:-1], bool(row[-1])) for row in rows]
 
 

@@ -89,7 +89,7 @@ SELECT s.source_id, s.kind, s.name, s.opened_by, s.opened_at FROM mqlayer.source
 WHERE s.closed_at IS NULL AND s.dropped_at IS NULL AND (%(before)s::bigint IS NULL OR s.source_id < %(before)s)
 ORDER BY s.source_id DESC LIMIT %(limit)s;
 
--- name: partitions_of_node
+-- name: health_node_partitions
 -- Partitions on a node that are not deleted, from behind one on.
 SELECT p.partition_id, t.name, p.lp_from, p.lp_to, p.state, p.created_at, p.ended_by_change
 FROM mqlayer.partition p JOIN mqlayer.topic t USING (topic_id)

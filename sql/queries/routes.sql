@@ -396,7 +396,7 @@ WHERE p.ended_by_change = ANY(%(change_ids)s::int[]) AND p.state = 'sealed'
   AND NOT EXISTS (SELECT FROM mqlayer.drained d WHERE d.group_id = g.group_id AND d.partition_id = p.partition_id)
 GROUP BY p.ended_by_change, g.name ORDER BY p.ended_by_change, g.name;
 
--- name: change_partitions
+-- name: change_parts
 -- The partitions that a change ends and makes, with their nodes.
 SELECT p.partition_id, n.name, p.lp_from, p.lp_to, p.state, p.ended_by_change = %(change_id)s AS parent
 FROM mqlayer.partition p JOIN mqlayer.node n USING (node_id)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
+from mqlayer.console.node_reads import impatient
 from mqlayer.console.page import ROWS, Action, Outcome, Page, Plan, Visit, part
 from mqlayer.console.render import link, number
 from mqlayer.console.views.nodes import statuses
@@ -30,7 +31,6 @@ from mqlayer.runtime.runtime import Runtime
 
 OPEN_SHOWN: Final = 100
 LONGEST_MEASURE_S: Final = 10
-NODE_TIMES: Final = {"connect_timeout_s": 0.3, "socket_timeout_s": 1.0}
 KINDS: Final = {"planned": "warn", "sealing": "warn", "sealed": "bad", "done": "good", "dropped": "quiet"}
 MEANINGS: Final = {
     "planned": "recorded; nothing is sealed yet, so it can be dropped",
@@ -111,9 +111,7 @@ def _steps(change: ListedChange) -> list[tuple[str, Any, float | None]]:
 def _drain(runtime: Runtime, change: ListedChange) -> list[DrainProgress]:
     if not change.kept:
         return []
-    # A silent node must not hold the page up.
-    quick = replace(runtime, settings=runtime.settings.model_copy(update=NODE_TIMES))
-    return drain_progress(quick, change.topic, change.parents)
+    return drain_progress(impatient(runtime), change.topic, change.parents)
 
 
 def _plan_split(visit: Visit) -> Plan:
@@ -188,20 +186,15 @@ def _move(visit: Visit) -> Outcome:
 def _applied(visit: Visit, plan: ChangePlan) -> Outcome:
     route = apply_plan(visit.runtime, plan)
     (change,) = list_changes(visit.runtime.control, topic=plan.topic, limit=1)
-    return Outcome(
-        f"Route version {route.version} of topic {plan.topic} is in force. Groups get the new partitions when they have "
-        "drained the old ones.",
-        f"/changes/{change.change_id}",
-    )
+    text = f"Route version {route.version} of topic {plan.topic} is in force."
+    after = "Groups get the new partitions when they have drained the old ones."
+    return Outcome(f"{text} {after}", f"/changes/{change.change_id}")
 
 
 def _plan_drop(visit: Visit) -> Plan:
     change = _open_of(_changeable(visit), visit.text("topic"))
     return Plan(
-        [
-            f"{change.kind.capitalize()} {change.change_id} of topic {change.topic} is {change.state}: {MEANINGS[change.state]}.",
-            "It is given up, and the route stays as it is. Once it is sealing it only goes forward.",
-        ]
+        [_told(change), "It is given up, and the route stays as it is. Once it is sealing it only goes forward."]
     )
 
 
@@ -213,13 +206,13 @@ def _drop(visit: Visit) -> Outcome:
 def _plan_repair(visit: Visit) -> Plan:
     runtime = _changeable(visit)
     change = _open_of(runtime, visit.text("topic"))
-    return Plan(
-        [
-            f"{change.kind.capitalize()} {change.change_id} of topic {change.topic} is {change.state}: {MEANINGS[change.state]}.",
-            f"It waits for {_waits_for(runtime, change)}.",
-            "This goes on with it now, as the worker does.",
-        ]
-    )
+    waits = f"It waits for {_waits_for(runtime, change)}."
+    return Plan([_told(change), waits, "This goes on with it now, as the worker does."])
+
+
+def _told(change: ListedChange) -> str:
+    kind, meaning = change.kind.capitalize(), MEANINGS[change.state]
+    return f"{kind} {change.change_id} of topic {change.topic} is {change.state}: {meaning}."
 
 
 def _repair(visit: Visit) -> Outcome:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
+from mqlayer.console.charts import LineChart, line_chart
 from mqlayer.console.kept import KeptValues
 from mqlayer.console.page import ROWS, Action, Outcome, Page, Plan, Visit, part
 from mqlayer.console.render import link, segment, size
+from mqlayer.console.spans import span_of
 from mqlayer.errors import InvalidInput
-from mqlayer.inspect.curves import Curve, curves
+from mqlayer.inspect.curves import curves
 from mqlayer.inspect.node_status import NodeStatus, node_partitions, node_status, node_statuses
 from mqlayer.inspect.processes import MemberProcess, OpenSource, member_processes, open_sources, relay_processes
 from mqlayer.maintenance.job_status import job_statuses
@@ -27,7 +29,6 @@ STATES: Final = {
     "lost": "quiet",
 }
 OUTCOMES: Final = {"done": "good", "failed": "bad", "running": "quiet", "never ran": "warn"}
-HOURS: Final = (1, 6, 24, 168)
 POINTS: Final = 120
 LOSSES: Final[Mapping[str, str]] = {
     "accept_loss": "What no outbox holds any more is lost, and this accepts it.",
@@ -77,24 +78,20 @@ def _more_sources(found: Sequence[OpenSource]) -> str:
 
 
 def _load_node(visit: Visit) -> Mapping[str, Any]:
-    name, after, hours = visit.text("node"), visit.number("after", 0), visit.number("hours", 6)
-    if hours not in HOURS:
-        raise InvalidInput(f"curves are of the last {', '.join(map(str, HOURS))} hours")
+    name, after, (span, last) = visit.text("node"), visit.number("after", 0), span_of(visit)
     one = _known(visit, name)
     found = part(lambda: node_partitions(visit.runtime, one.node.node_id, after=after, limit=ROWS + 1))
     partitions = found.value or []
     path = f"/nodes/{segment(name)}"
-    more = link(path, after=partitions[ROWS - 1].partition, hours=hours) if len(partitions) > ROWS else ""
-    last = timedelta(hours=hours)
+    more = link(path, after=partitions[ROWS - 1].partition, last=span) if len(partitions) > ROWS else ""
     return {
         "one": one,
         "partitions": found,
         "more": more,
         "after": after,
         "rows": ROWS,
-        "curves": part(lambda: _drawn(curves(visit.runtime.control, "node", name, last=last, points=POINTS))),
-        "hours": hours,
-        "spans": HOURS,
+        "charts": part(lambda: _charts(visit, name, last)),
+        "span": span,
         "path": path,
         "states": STATES,
         "losses": LOSSES,
@@ -107,9 +104,13 @@ def _known(visit: Visit, name: str) -> NodeStatus:
     return kept or node_status(visit.runtime, name)
 
 
-def _drawn(found: Sequence[Curve]) -> list[tuple[str, Curve]]:
-    titles = {"memory_bytes": "Memory", "ops_per_s": "Commands per second"}
-    return [(titles[one.name], one) for one in found]
+def _charts(visit: Visit, name: str, last: timedelta) -> list[LineChart]:
+    memory, commands = curves(visit.runtime.control, "node", name, last=last, points=POINTS)
+    now = datetime.now(UTC)
+    return [
+        line_chart("Memory", {"memory": memory}, now=now, last=last, shown=size),
+        line_chart("Commands per second", {"commands per second": commands}, now=now, last=last, peaks=True),
+    ]
 
 
 def _plan_rearm(visit: Visit) -> Plan:
