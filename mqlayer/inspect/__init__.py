@@ -30,6 +30,13 @@ from mqlayer.inspect.message_status import (
     hidden_from,
 )
 from mqlayer.inspect.parked_status import ParkedCounts, ParkedKeyStatus, ReplayStatus
+from mqlayer.inspect.partition_pages import (
+    NewestMessages,
+    PartitionPage,
+    newest_messages,
+    partition_page,
+    stored_messages,
+)
 from mqlayer.inspect.topic_reader import StoredMessage, TopicReader
 from mqlayer.inspect.topic_status import TopicPartition, TopicStatus, topic_status
 
@@ -55,9 +62,11 @@ __all__ = [
     "MessagePage",
     "MessageStatus",
     "MissingStep",
+    "NewestMessages",
     "ParkedCounts",
     "ParkedKeyStatus",
     "PartitionFacts",
+    "PartitionPage",
     "PartitionStatus",
     "ReplayStatus",
     "Stall",
@@ -78,7 +87,10 @@ __all__ = [
     "history_of_key",
     "key_history",
     "message_life",
+    "newest_messages",
+    "partition_page",
     "record_of",
     "search_messages",
+    "stored_messages",
     "topic_status",
 ]

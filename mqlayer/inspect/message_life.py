@@ -118,7 +118,7 @@ class _StepReader:
         """The direct producer that sent it."""
         with runtime.control.connection() as connection:
             row = connection.execute(query("searched_topic"), {"topic": found.topic}).fetchone()
-            self._topic_id, self._archived, _ = row or (0, False, None)
+            self._topic_id, self._archived, *_ = row or (0, False)
             if found.identity is not None:
                 self._facts = {"topic_id": self._topic_id} | found.identity._asdict()
                 rows = connection.execute(query("message_groups"), self._facts).fetchall()
