@@ -39,8 +39,8 @@ KEPT_S: Final = 30 * 86_400.0
 """How long an ended bulk action is kept, with its items."""
 
 BulkAct = Literal["redrive", "keep", "release", "discard"]
-"""redrive: give dead messages back; keep: rule that they stay dead; release: retry parked keys; discard: let the messages
-of parked keys die."""
+"""redrive: give dead messages back; keep: rule that they stay dead; release: retry parked keys; discard: let their
+messages die."""
 BulkState = Literal["planned", "running", "done", "cancelled"]
 BulkWord = Literal["done", "already", "no_body", "gone", "changed", "paused", "due", "failed"]
 """already: lives in the group; no_body: has no body; gone: has no row; changed: not as planned; paused: by an operator;

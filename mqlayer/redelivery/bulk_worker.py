@@ -1,6 +1,6 @@
 """Work on bulk actions: batches of items in order, each one transaction under the group's lock.
 
-Locks: the group, the job's row, then parked keys or dead messages. A killed batch did nothing; the next worker repeats it.
+Locks: the group, the job's row, then parked keys or dead messages. A killed batch did nothing; it is repeated.
 """
 
 from __future__ import annotations
