@@ -32,12 +32,14 @@ ERROR: Final = (
 )
 FILL: Final = (
     """INSERT INTO mqlayer.parked_key (group_id, lp, name, cause, due_at, attempts, parked_at)
-       SELECT %(group_id)s, mqlayer_app.lp_v1('key-' || n), convert_to('key-' || n, 'UTF8'), (ARRAY['exhausted', 'retry'])[1 + n %% 2],
+       SELECT %(group_id)s, mqlayer_app.lp_v1('key-' || n), convert_to('key-' || n, 'UTF8'),
+              (ARRAY['exhausted', 'retry'])[1 + n %% 2],
               CASE WHEN n %% 2 = 1 THEN now() + interval '1 day' END, n %% 20, now() - make_interval(secs => n)
        FROM generate_series(%(from)s::int, %(upto)s::int) AS n""",
     """INSERT INTO mqlayer.parked_message
            (group_id, lp, name, source, seq, position, partition_id, log_offset, key, m, body)
-       SELECT %(group_id)s, mqlayer_app.lp_v1('key-' || n), convert_to('key-' || n, 'UTF8'), 1, n, n * 16777216::bigint, %(partition)s, n,
+       SELECT %(group_id)s, mqlayer_app.lp_v1('key-' || n), convert_to('key-' || n, 'UTF8'), 1, n,
+              n * 16777216::bigint, %(partition)s, n,
               convert_to('key-' || n, 'UTF8'), '1:1:1:1', repeat('x', 200)::bytea
        FROM generate_series(%(from)s::int, %(upto)s::int) AS n""",
     f"""INSERT INTO mqlayer.failed_attempt (group_id, lp, source, seq, attempt, failed_at, member_id, error)

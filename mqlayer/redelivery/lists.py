@@ -21,6 +21,7 @@ ERROR_SCAN_LIMIT: Final = 2_000
 """The same where each row's failed attempts are searched."""
 FIRST: Final = (0, -1, "")
 ALL_GROUPS: Final = 2**63 - 1
+NO_GROUP: Final = -1
 
 Row = TypeVar("Row")
 Cursor = TypeVar("Cursor", str, int)
@@ -292,7 +293,8 @@ def top_errors(
 
 def _dead_facts(connection: Connection, wanted: DeadFilter, topic: str | None, group: str | None) -> dict[str, Any]:
     ids = None if topic is None and group is None else _group_ids(connection, topic, group)
-    one = ids[0] if ids is not None and len(ids) == 1 else None
+    # Of several groups, the latest of all are looked at.
+    one = None if ids is None or len(ids) > 1 else ids[0] if ids else NO_GROUP
     scan = SCAN_LIMIT if wanted.error is None else ERROR_SCAN_LIMIT
     return wanted.facts() | {"group_ids": ids, "group_id": one, "scan": scan}
 
