@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Final, Generic, Literal, TypeVar
@@ -11,7 +11,7 @@ from mqlayer.domain.message import NO_KEY, Identity, Record
 from mqlayer.errors import InvalidInput
 from mqlayer.groups.group import find_group
 from mqlayer.postgres.database import Connection, Database
-from mqlayer.postgres.queries import query
+from mqlayer.postgres.queries import columns, query
 from mqlayer.redelivery.filters import DeadFilter, ParkedFilter
 
 PAGE_LIMIT: Final = 1_000
@@ -289,6 +289,16 @@ def top_errors(
     with database.connection() as connection:
         rows = _run(connection, "dead_errors" if of == "dead" else "attempt_errors", facts).fetchall()
     return [ErrorCount(*row) for row in rows]
+
+
+def last_errors(database: Database, heads: Sequence[tuple[int, Identity]]) -> Mapping[tuple[int, Identity], str]:
+    """Return the last failed attempt's error by group id and message, where one is recorded."""
+    if not heads:
+        return {}
+    facts = columns(("group_ids", "lps", "sources", "seqs"), [(g, i.lp, i.source, i.seq) for g, i in heads])
+    with database.connection() as connection:
+        rows = _run(connection, "last_errors", facts).fetchall()
+    return {(group_id, Identity(source, lp, seq)): error for group_id, lp, source, seq, error in rows}
 
 
 def _dead_facts(connection: Connection, wanted: DeadFilter, topic: str | None, group: str | None) -> dict[str, Any]:

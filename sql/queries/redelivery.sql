@@ -181,6 +181,16 @@ SELECT attempt, failed_at, member_id, error FROM mqlayer.failed_attempt
 WHERE group_id = %(group_id)s AND lp = %(lp)s AND source = %(source)s AND seq = %(seq)s
 ORDER BY failed_at, attempt LIMIT %(limit)s;
 
+-- name: last_errors
+-- The last failed attempt's error of messages in groups.
+SELECT f.group_id, f.lp, f.source, f.seq, f.error
+FROM unnest(%(group_ids)s::bigint[], %(lps)s::smallint[], %(sources)s::bigint[], %(seqs)s::bigint[])
+     AS u (group_id, lp, source, seq)
+CROSS JOIN LATERAL (
+    SELECT f.* FROM mqlayer.failed_attempt f
+    WHERE f.group_id = u.group_id AND f.lp = u.lp AND f.source = u.source AND f.seq = u.seq
+    ORDER BY f.failed_at DESC, f.attempt DESC LIMIT 1) f;
+
 -- name: parked_hold
 -- Lock a parked key; nothing where it is not parked.
 SELECT cause, due_at, attempts, paused_at IS NOT NULL AS paused FROM mqlayer.parked_key
