@@ -69,8 +69,15 @@ def test_lists_are_filtered_and_each_key_and_dead_message_has_its_page(
     assert "TimeoutError" in page, "a frequent error"
     for text in (MARKUP, "<b>price"):
         assert text not in page
-    for query, count in (({"key": MARKUP}, 1), ({"cause": "retry"}, 1), ({"waiting": "1"}, 2), ({"error": "keyerror"}, 1),
-                         ({"older": "3600"}, 0), ({"younger": "3600"}, 3), ({"topic": "orders", "group": "g"}, 3)):  # fmt: skip
+    for query, count in (
+        ({"key": MARKUP}, 1),
+        ({"cause": "retry"}, 1),
+        ({"waiting": "1"}, 2),
+        ({"error": "keyerror"}, 1),
+        ({"older": "3600"}, 0),
+        ({"younger": "3600"}, 3),
+        ({"topic": "orders", "group": "g"}, 3),
+    ):
         page = shown(ann, **query)
         assert f"{count} parked keys match" in page if count else "Nothing matches this filter" in page, query
     key = shown(ann, link_of(shown(ann, key=MARKUP), "/parked/orders/g"))
