@@ -23,7 +23,16 @@ from mqlayer.parking import ParkingLimit
 from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.queries import query
 from mqlayer.redelivery.act_notes import count_action, raise_parking_version
-from mqlayer.redelivery.bulk import BULK_LIMIT, BulkAction, BulkWord, bulk_action, end_bulk, plan_bulk, start_planned
+from mqlayer.redelivery.bulk import (
+    BULK_LIMIT,
+    BULK_MOST,
+    BulkAction,
+    BulkWord,
+    bulk_action,
+    end_bulk,
+    plan_bulk,
+    start_planned,
+)
 from mqlayer.redelivery.capacity import FULL_WAIT_S, REASONS, find_capacity
 from mqlayer.redelivery.filters import DeadFilter, ParkedFilter
 from mqlayer.redelivery.operator_actions import AT_ONCE, discard_first, keep_dead, release_keys
@@ -62,11 +71,11 @@ def start_redrive(
     worker: str | None = None,
     reason: str | None = None,
 ) -> int:
-    """Plan and start a redrive of the first BULK_LIMIT dead messages that match; return its id.
+    """Plan and start a redrive of the first BULK_MOST dead messages that match; return its id.
 
     `work_on` sends them; without `worker`, the retry scan. Raises NotFound, InvalidInput, Conflict for a retired group.
     """
-    planned = plan_bulk(runtime, "redrive", topic, group, wanted, first=True)
+    planned = plan_bulk(runtime, "redrive", topic, group, wanted, limit=BULK_MOST, first=True)
     return start_planned(runtime, planned.bulk_id, reason=reason, per_s=per_s, worker=worker).bulk_id
 
 
