@@ -196,6 +196,8 @@ def finish(database: Database, bulk_id: int, worker: str, *, as_json: bool) -> N
         return
     over = "somebody else works on it" if done.state == "running" else done.state
     echo(f"bulk action {bulk_id} is {over}: {counts_text(done)}; mqlayer bulk show {bulk_id}")
+    if done.matched > done.size:
+        echo(f"{done.matched - done.size} more matched: do it again for these")
 
 
 def counts_text(found: BulkAction) -> str:

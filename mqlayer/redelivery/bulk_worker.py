@@ -23,7 +23,16 @@ from mqlayer.parking import ParkingLimit
 from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.queries import query
 from mqlayer.redelivery.act_notes import count_action, raise_parking_version
-from mqlayer.redelivery.bulk import BULK_LIMIT, BulkAction, BulkWord, bulk_action, end_bulk, plan_bulk, start_planned
+from mqlayer.redelivery.bulk import (
+    BULK_LIMIT,
+    BULK_MOST,
+    BulkAction,
+    BulkWord,
+    bulk_action,
+    end_bulk,
+    plan_bulk,
+    start_planned,
+)
 from mqlayer.redelivery.capacity import FULL_WAIT_S, REASONS, find_capacity
 from mqlayer.redelivery.filters import DeadFilter, ParkedFilter
 from mqlayer.redelivery.operator_actions import AT_ONCE, discard_first, keep_dead, release_keys
@@ -62,11 +71,11 @@ def start_redrive(
     worker: str | None = None,
     reason: str | None = None,
 ) -> int:
-    """Plan and start a redrive of the first BULK_LIMIT dead messages that match; return its id.
+    """Plan and start a redrive of the first BULK_MOST dead messages that match; return its id.
 
     `work_on` sends them; without `worker`, the retry scan. Raises NotFound, InvalidInput, Conflict for a retired group.
     """
-    planned = plan_bulk(runtime, "redrive", topic, group, wanted, first=True)
+    planned = plan_bulk(runtime, "redrive", topic, group, wanted, limit=BULK_MOST, first=True)
     return start_planned(runtime, planned.bulk_id, reason=reason, per_s=per_s, worker=worker).bulk_id
 
 
@@ -83,7 +92,7 @@ def release_all(runtime: Runtime, topic: str, group: str, *, cause: str | None =
 
 
 @dataclass(slots=True)
-class _Order:
+class _BulkBatch:
     """What one batch has to know of the job's row, and its parameters."""
 
     at_number: int
@@ -95,7 +104,7 @@ class _Order:
 
 
 @dataclass(slots=True)
-class _Done:
+class _BulkOutcome:
     """What one batch did: a word by item; `kind` and `count` for counts and events."""
 
     kind: EventKind
@@ -111,7 +120,7 @@ class _BulkWorker:
         self._action = found = bulk_action(database, bulk_id)
         self._group = find_group(database, found.topic, found.group)
         self._alone = not self._group.ordered or self._group.strategy != "strict"
-        acts: dict[str, Callable[[Connection, _Order], _Done]] = {
+        acts: dict[str, Callable[[Connection, _BulkBatch], _BulkOutcome]] = {
             "redrive": self._redrive, "keep": self._keep, "release": self._release, "discard": self._discard,
         }  # fmt: skip
         self._act = acts[found.act]
@@ -148,7 +157,7 @@ class _BulkWorker:
         failpoint("bulk.before_commit")
         return self._event(done.kind, count=done.count) if done.count else None
 
-    def _hold(self, connection: Connection) -> _Order | None:
+    def _hold(self, connection: Connection) -> _BulkBatch | None:
         facts: dict[str, Any] = {"redrive_id": self._bulk_id, "worker": self._worker}
         row = connection.execute(query("bulk_hold"), facts).fetchone()
         if row is None:
@@ -156,14 +165,14 @@ class _BulkWorker:
         at_number, per_s, reason, actor = row
         limit = self._at_once if per_s == 0 else max(1, min(self._at_once, int(per_s)))
         facts |= {"group_id": self._group.group_id, "act": self._action.act, "at_number": at_number, "limit": limit}
-        return _Order(at_number, limit, per_s, reason or "", actor, facts)
+        return _BulkBatch(at_number, limit, per_s, reason or "", actor, facts)
 
     # -- acts --------------------------------------------------------------------------------------------------------
 
-    def _redrive(self, connection: Connection, order: _Order) -> _Done:
+    def _redrive(self, connection: Connection, order: _BulkBatch) -> _BulkOutcome:
         rows = _run(connection, "bulk_next_dead", order.facts).fetchall()
         sendable = [dead_id for _, dead_id, word in rows if word is None]
-        done = _Done("redriven")
+        done = _BulkOutcome("redriven")
         room, done.full = find_capacity(connection, self._group, sendable, alone=self._alone)
         given = self._give_back(connection, sendable[:room], order.actor)
         for number, dead_id, word in rows:
@@ -193,25 +202,25 @@ class _BulkWorker:
         raise_parking_version(connection, self._group.group_id, {(lp, bytes(name)) for lp, name, _, _ in joined})
         return {dead_id for dead_id, lp, source, seq in marked if str(Identity(source, lp, seq)) in identities}
 
-    def _keep(self, connection: Connection, order: _Order) -> _Done:
+    def _keep(self, connection: Connection, order: _BulkBatch) -> _BulkOutcome:
         rows = _run(connection, "bulk_next_dead", order.facts).fetchall()
         dead_ids = [dead_id for _, dead_id, word in rows if word is None]
         kept = {row[-1] for row in keep_dead(connection, dead_ids, reason=order.reason, actor=order.actor)}
         words = {number: word or ("done" if dead_id in kept else "already") for number, dead_id, word in rows}
-        return _Done("kept_dead", words, len(kept))
+        return _BulkOutcome("kept_dead", words, len(kept))
 
-    def _release(self, connection: Connection, order: _Order) -> _Done:
+    def _release(self, connection: Connection, order: _BulkBatch) -> _BulkOutcome:
         _run(connection, "bulk_hold_keys", order.facts)
         rows = _run(connection, "bulk_next_parked", order.facts).fetchall()
         keys = [(lp, bytes(name)) for _, lp, name, _, _, word in rows if word is None]
         if keys:
             release_keys(connection, self._group.group_id, keys)
             raise_parking_version(connection, self._group.group_id, keys)
-        return _Done("released", {row[0]: row[-1] or "done" for row in rows}, len(keys))
+        return _BulkOutcome("released", {row[0]: row[-1] or "done" for row in rows}, len(keys))
 
-    def _discard(self, connection: Connection, order: _Order) -> _Done:
+    def _discard(self, connection: Connection, order: _BulkBatch) -> _BulkOutcome:
         _run(connection, "bulk_hold_keys", order.facts)
-        done = _Done("discarded")
+        done = _BulkOutcome("discarded")
         for number, lp, name, upto, gone, word in _run(connection, "bulk_next_parked", order.facts).fetchall():
             if word is not None or upto is None:
                 # The part before may have ended the key.
@@ -235,7 +244,9 @@ class _BulkWorker:
 
     # -- progress ----------------------------------------------------------------------------------------------------
 
-    def _put(self, connection: Connection, order: _Order, words: dict[int, BulkWord], error: str | None = None) -> None:
+    def _put(
+        self, connection: Connection, order: _BulkBatch, words: dict[int, BulkWord], error: str | None = None
+    ) -> None:
         facts = {"redrive_id": self._bulk_id, "numbers": list(words), "results": list(words.values()), "error": error}
         connection.execute(query("bulk_results"), facts)
         counts = Counter(words.values())
@@ -251,7 +262,7 @@ class _BulkWorker:
             self._put(connection, order, {order.at_number + 1: "failed"}, str(error)[:ERROR_LIMIT])
         return None
 
-    def _wait(self, connection: Connection, order: _Order, full: ParkingLimit) -> Event | None:
+    def _wait(self, connection: Connection, order: _BulkBatch, full: ParkingLimit) -> Event | None:
         waits = {"blocked_by": REASONS[full], "pause_s": FULL_WAIT_S, "lease_s": LEASE_S}
         row = connection.execute(query("redrive_wait"), order.facts | waits).fetchone()
         if row is None or not row[0]:
@@ -260,7 +271,7 @@ class _BulkWorker:
         count_action(connection, self._group.group_id, "redrive_blocked")
         return self._event("redrive_blocked", cause=full)
 
-    def _end(self, connection: Connection, order: _Order) -> Event | None:
+    def _end(self, connection: Connection, order: _BulkBatch) -> Event | None:
         end_bulk(connection, self._action, "done", order.actor)
         log.info("bulk_done", extra={"bulk": self._bulk_id})
         failpoint("bulk.before_end")
