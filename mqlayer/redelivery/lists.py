@@ -177,7 +177,7 @@ def _parked_places(
 
 
 def _group_ids(connection: Connection, topic: str | None, group: str | None) -> list[int]:
-    return [row[0] for row in connection.execute(query("groups_named"), {"topic": topic, "group": group}).fetchall()]
+    return [row[0] for row in connection.execute(query("group_ids_named"), {"topic": topic, "group": group}).fetchall()]
 
 
 def _parked_key(row: Sequence[Any]) -> ParkedKey:
