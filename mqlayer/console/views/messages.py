@@ -162,8 +162,8 @@ def _time(text: str) -> datetime | None:
 
 def _load(visit: Visit) -> Mapping[str, Any]:
     hidden = why_hidden(visit)
-    found = part(lambda: _found(visit, hidden)) if visit.text("topic") else Part[Found]()
-    rows = part(lambda: _rows(visit, found.value, hidden)) if found.value is not None else Part[list[Row]]()
+    found: Part[Found] = part(lambda: _found(visit, hidden)) if visit.text("topic") else Part()
+    rows: Part[list[Row]] = part(lambda: _rows(visit, found.value, hidden)) if found.value is not None else Part()
     asked = {name: visit.text(name) for name in FIELDS} | {"key": visit.query.get("key", "")}
     older, newer = (
         link("/messages", **{**asked, "after": "", **place}) if place is not None else ""

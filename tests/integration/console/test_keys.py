@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 from starlette.testclient import TestClient
 
-from mqlayer.groups import ensure_group
+from mqlayer.groups import GroupSettings, ensure_group
 from mqlayer.runtime.route_cache import RouteCache
 from tests.fixtures.console import OPERATOR, VIEWER, console_client, do_action
 from tests.fixtures.consumers import Stage, StartStage
@@ -47,8 +48,8 @@ def test_a_key_is_explained_for_each_group_with_its_history_and_markup_stays_tex
     first, second = failing.publish((MARKUP, b"1"), (MARKUP, b"2"))
     failing.park(first, attempts=3)
     failing.attempt(first, 1, "RuntimeError: <b>no</b>")
-    with RouteCache(stage.database) as routes:
-        ensure_group(stage.runtime, routes, topic=stage.topic, name="other")
+    with closing(RouteCache(stage.database)) as routes:
+        ensure_group(stage.runtime, routes, topic=stage.topic, name="other", settings=GroupSettings())
     page = explained(ann, stage, MARKUP)
     assert "waits for an operator" in page
     assert "For group g " in page
@@ -94,7 +95,8 @@ def test_an_operator_pauses_resumes_releases_and_skips_with_a_reason(stage: Stag
     assert audit(failing, "parked release") == ("ann@console", "mended")
     plan = ann.get("/actions/key-skip-head", params=named).text
     assert f"Message {identity_of(first)} of key a becomes a dead message" in plan
-    assert "1 message waits behind" in plan
+    # One that is parked; in the stream, neither is settled.
+    assert "3 messages wait behind it" in plan
     assert "is passed over" in do_action(ann, "key-skip-head", "broken", **named)
     assert failing.dead() == [b"1"]
     assert audit(failing, "key skip-head") == ("ann@console", "broken")

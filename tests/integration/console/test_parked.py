@@ -36,7 +36,7 @@ def ann(stage: Stage) -> Iterator[TestClient]:
 
 
 def shown(browser: TestClient, path: str = "/parked", **query: str) -> str:
-    page = browser.get(path, params=query)
+    page = browser.get(path, params=query or None)
     assert page.status_code == 200, page.text
     return page.text
 
