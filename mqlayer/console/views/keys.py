@@ -14,7 +14,7 @@ from mqlayer.domain.names import parse_identity
 from mqlayer.errors import Conflict, InvalidInput
 from mqlayer.groups.group import find_group
 from mqlayer.inspect import KeyHistory, KeyStatus, explain_key, group_facts, history_of_key
-from mqlayer.redelivery import pause_key, release_parked, resume_key, skip_head
+from mqlayer.redelivery import DeadFilter, DeadMessage, dead_messages, pause_key, release_parked, resume_key, skip_head
 from mqlayer.redelivery.key_pause import refuse_without_keys
 
 GROUPS: Final = 6
@@ -47,6 +47,7 @@ def _load(visit: Visit) -> Mapping[str, Any]:
         "shown": shown,
         "groups": part(lambda: _groups(visit, topic, key, group)) if shown else Part(),
         "history": part(lambda: _history(visit, topic, key)) if shown else Part(),
+        "dead": part(lambda: _dead(visit, topic, key)) if shown else Part(),
     }
 
 
@@ -85,34 +86,38 @@ def _verdict(found: KeyStatus) -> tuple[str, str, str]:
     """Return weight, word and sentence."""
     parked, search, current = found.parked, found.search, found.current
     if parked is not None and parked.paused_at is not None:
-        return "warn", "paused", f"{parked.paused_by} paused it {ago(parked.paused_at)}; {_waiting(parked.messages)}"
+        return "warn", "paused", f"Paused by {parked.paused_by} {ago(parked.paused_at)}; {_waiting(parked.messages)}"
     if parked is not None and parked.due_in_s is None:
-        waits = f"parked {ago(parked.since)} ({parked.cause}); {_waiting(parked.messages)} until an operator acts"
+        waits = f"Parked {ago(parked.since)} ({parked.cause}); {_waiting(parked.messages)} until an operator acts"
         return "bad", "waits for an operator", waits
     if parked is not None:
         again = "it is due now" if (parked.due_in_s or 0) <= 0 else f"tried again in {duration(parked.due_in_s)}"
-        return "warn", "parked", f"parked {ago(parked.since)} ({parked.cause}); {_waiting(parked.messages)}; {again}"
+        return "warn", "parked", f"Parked {ago(parked.since)} ({parked.cause}); {_waiting(parked.messages)}; {again}"
     if search.head is None:
         return _without_message(found)
     if found.holds_up:
         before = ", ".join(str(one.facts.partition) for one in found.holds_up)
-        return "warn", "waits for another partition", f"partition {before} has to be drained first: order over a change"
+        return "warn", "waits for another partition", f"Order over a change: partition {before} has to be drained first"
     if current is not None and current.stall is not None:
-        return "bad", current.stall.reason.replace("_", " "), f"{current.stall.detail}{_since(current.stall.since)}"
+        return (
+            "bad",
+            current.stall.reason.replace("_", " "),
+            f"Stuck{_since(current.stall.since)}: {current.stall.detail}",
+        )
     if search.head.attempts:
         since = _since(search.head.failing_since)
-        return "warn", "fails", f"its first message failed {_times(search.head.attempts)}{since}, and is tried again"
-    return "good", "in progress", f"its first message is {duration(search.head.age_s)} old, and nothing holds it up"
+        return "warn", "fails", f"Its first message failed {_times(search.head.attempts)}{since}, and is tried again"
+    return "good", "in progress", f"Its first message is {duration(search.head.age_s)} old, and nothing holds it up"
 
 
 def _without_message(found: KeyStatus) -> tuple[str, str, str]:
     search = found.search
     if search.blind:
         where = ", ".join(map(str, search.blind))
-        return "bad", "not known", f"the node of partition {where} does not answer: its messages may wait there"
+        return "bad", "not known", f"The node of partition {where} does not answer: its messages may wait there"
     if search.cut:
-        return "warn", "not known", f"none of its messages is among the first {search.scanned:,} that wait"
-    return "good", "nothing waits", "the group has settled all of its messages"
+        return "warn", "not known", f"None of its messages is among the first {search.scanned:,} that wait"
+    return "good", "nothing waits", "The group has settled all of its messages"
 
 
 def _facts(found: KeyStatus) -> Iterator[tuple[str, str]]:
@@ -166,7 +171,7 @@ def _times(count: int) -> str:
 
 
 def _since(moment: datetime | None) -> str:
-    return "" if moment is None else f", {ago(moment).removesuffix(' ago')} by now"
+    return "" if moment is None else f" for {ago(moment).removesuffix(' ago')}"
 
 
 # -- history -----------------------------------------------------------------------------------------------------------
@@ -175,6 +180,10 @@ def _since(moment: datetime | None) -> str:
 def _history(visit: Visit, topic: str, key: str) -> KeyHistory:
     after = visit.text("after") or None
     return history_of_key(impatient(visit), topic, key, limit=MESSAGES, after=after, records=RECORDS)
+
+
+def _dead(visit: Visit, topic: str, key: str) -> Sequence[DeadMessage]:
+    return dead_messages(visit.runtime.control, DeadFilter(key=key), topic=topic, redriven=True, limit=MESSAGES)
 
 
 # -- acts --------------------------------------------------------------------------------------------------------------

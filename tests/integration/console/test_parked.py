@@ -15,7 +15,7 @@ from tests.fixtures.consumers import Stage
 from tests.fixtures.failed_messages import Failing, identity_of
 from tests.proof.world import World
 
-MARKUP = "<script>alert('k')</script>"
+MARKUP = "<script>alert(1)</script>"
 SECRET = b"4711-secret"
 TRACEBACK = 'Traceback (most recent call last):\n  File "shop.py", line 7\nKeyError: <b>price</b>'
 
