@@ -29,7 +29,8 @@ from mqlayer.redelivery.bulk import DEAD_ACTS, PLAN_EXPIRES_S
 from mqlayer.redelivery.filters import DeadFilter, ParkedFilter
 
 HERE: Final = 500
-"""Items of a bulk action that the console does at once; of larger ones, workers do all."""
+"""Items of a bulk action that the console does at once; larger and slower ones are the workers'."""
+SOON_S: Final = 2.0
 LONGEST_WAIT_S: Final = 1.0
 WORDS: Final[Mapping[str, str]] = {
     "redrive": "give dead messages back to their group",
@@ -132,9 +133,10 @@ def _plan_start(visit: Visit) -> Plan:
 
 def _start(visit: Visit) -> Outcome:
     runtime, bulk_id = visit.runtime, visit.number("bulk_id")
-    small = bulk_action(runtime.control, bulk_id).size <= HERE
-    worker = new_worker() if small else None
-    started = start_bulk(runtime, bulk_id, reason=visit.text("reason"), per_s=_rate(visit), worker=worker)
+    size, rate = bulk_action(runtime.control, bulk_id).size, _rate(visit)
+    soon = size <= HERE and (rate == 0.0 or size <= rate * SOON_S)
+    worker = new_worker() if soon else None
+    started = start_bulk(runtime, bulk_id, reason=visit.text("reason"), per_s=rate, worker=worker)
     if worker is not None:
         started = work_on(runtime.control, bulk_id, worker=worker, longest_wait_s=LONGEST_WAIT_S)
     return Outcome(f"Bulk action {bulk_id} is {started.state}: {_progress(started)}.", f"/bulk/{bulk_id}")
