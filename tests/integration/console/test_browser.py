@@ -155,8 +155,10 @@ def test_a_page_is_live_while_it_is_seen(chromium: Any, address: str, system: Sy
         page = context.new_page()
         page.goto(f"{address}/")
         page.wait_for_function("document.getElementById('stream').textContent == 'live'")
-        page.evaluate("Object.defineProperty(document, 'hidden', {value: true, configurable: true});"
-                      "document.dispatchEvent(new Event('visibilitychange'))")
+        page.evaluate(
+            "Object.defineProperty(document, 'hidden', {value: true, configurable: true});"
+            "document.dispatchEvent(new Event('visibilitychange'))"
+        )
         assert page.inner_text("#stream") == "paused"
 
 
