@@ -206,7 +206,9 @@ class _BulkWorker:
         rows = _run(connection, "bulk_next_dead", order.facts).fetchall()
         dead_ids = [dead_id for _, dead_id, word in rows if word is None]
         kept = {row[-1] for row in keep_dead(connection, dead_ids, reason=order.reason, actor=order.actor)}
-        words = {number: word or ("done" if dead_id in kept else "already") for number, dead_id, word in rows}
+        words: dict[int, BulkWord] = {
+            number: word or ("done" if dead_id in kept else "already") for number, dead_id, word in rows
+        }
         return _BulkOutcome("kept_dead", words, len(kept))
 
     def _release(self, connection: Connection, order: _BulkBatch) -> _BulkOutcome:

@@ -35,7 +35,7 @@ class Page(list[Row], Generic[Row, Cursor]):
 
     def __init__(self, rows: Iterable[Row] = (), next_: Cursor | None = None) -> None:
         super().__init__(rows)
-        self.next = next_
+        self.next: Cursor | None = next_
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +177,7 @@ def _parked_places(
 
 
 def _group_ids(connection: Connection, topic: str | None, group: str | None) -> list[int]:
-    return [row[0] for row in connection.execute(query("groups_named"), {"topic": topic, "group": group}).fetchall()]
+    return [row[0] for row in connection.execute(query("group_ids_named"), {"topic": topic, "group": group}).fetchall()]
 
 
 def _parked_key(row: Sequence[Any]) -> ParkedKey:

@@ -71,7 +71,7 @@ ORDER BY k.group_id, k.lp, k.name OFFSET %(scan)s - 1 LIMIT 1;
 -- How many of the next parked keys fit, and how many were looked at.
 SELECT count(*) FILTER (WHERE {parked_fits}), count(*) FROM ({parked_looked}) AS k;
 
--- name: groups_named
+-- name: group_ids_named
 -- The ids of groups: of all topics, of one, or one of one topic.
 SELECT g.group_id FROM mqlayer.consumer_group g JOIN mqlayer.topic t USING (topic_id)
 WHERE (%(topic)s::text IS NULL OR t.name = %(topic)s) AND (%(group)s::text IS NULL OR g.name = %(group)s)
