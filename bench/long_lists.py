@@ -60,7 +60,8 @@ FILL: Final = (
 @bench("long_lists")
 def long_lists(stage: Stage) -> Iterator[Line]:
     """Milliseconds of one page of 50 rows, of a bounded count, and of the most frequent errors, with a million parked
-    keys and a million dead messages of one group; then of planning bulk actions of half of them. There is nothing to compare with; the target is in ms."""
+    keys and a million dead messages of one group; then of planning bulk actions. There is nothing to compare with; the
+    target is in ms."""
     system = stage.system(partitions=1)
     group = new_group(system)
     fill_group(system, group, ROWS)
