@@ -1,7 +1,32 @@
 """The console in the browser; needs the extra `console`."""
 
-from mqlayer.console.access import Access
+from mqlayer.console.access import (
+    Access,
+    Anyone,
+    Claims,
+    Groups,
+    LoginAccess,
+    OpenId,
+    PasswordFile,
+    ProxyAccess,
+    Sessions,
+    Site,
+)
 from mqlayer.console.app import console_app
 from mqlayer.console.users import Level, User
 
-__all__ = ["Access", "Level", "User", "console_app"]
+__all__ = [
+    "Access",
+    "Anyone",
+    "Claims",
+    "Groups",
+    "Level",
+    "LoginAccess",
+    "OpenId",
+    "PasswordFile",
+    "ProxyAccess",
+    "Sessions",
+    "Site",
+    "User",
+    "console_app",
+]

@@ -8,6 +8,9 @@ GRANT SELECT, INSERT (epoch, group_id, member_id, partition_id, target), UPDATE 
 GRANT SELECT, INSERT (act, actor, facts, object) ON mqlayer.audit TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.beginnings_forget_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.caller_v1 TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer.console_session_begin_v1 TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer.console_session_end_v1 TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer.console_session_v1 TO {role};
 GRANT SELECT, INSERT (attempt_limit, backoff_jitter, backoff_s, balance, non_retryable_errors, from_archive, visibility_timeout_s,
     instance_expiry_s, key_bytes_limit, key_messages_limit, mode, name, ordered, parked_bytes_limit, parked_keys_limit,
     parked_messages_limit, policy, rate_burst, rate_limit, retryable_errors, scope, start, start_at, tag_filter,
