@@ -108,6 +108,7 @@ def console(
         oidc_name_claim, oidc_groups_claim, oidc_scope, idle_minutes, session_hours,
     )  # fmt: skip
     settings, site = settings_here(), Site(url, proxy_from)
+    root = site.root or _root(prefix)
     roles = {Level.VIEWER: viewer_role, Level.OPERATOR: operator_role}
     if proxy_user_header or oidc_issuer:
         groups: Groups | None = Groups(viewers, operators, body_readers)
@@ -120,7 +121,6 @@ def console(
         raise InvalidInput(NO_LOGIN.format(host=host))
     level = _checked(settings, roles, needs_operator=access is not None and _has_operators(logins, groups))
     web = console_app(settings, access=access or Anyone(level), roles=roles)
-    root = site.root or _root(prefix)
     echo(f"console: {site.url or f'http://{_in_url(host)}:{port}{root}'}/")
     if not is_loopback(_in_url(host)) and not url.startswith("https:"):
         echo("warning: without TLS before it, passwords and sessions can be read on the way: see --url")

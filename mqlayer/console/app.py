@@ -33,7 +33,7 @@ Result = TypeVar("Result")
 log = event_logger(__name__)
 
 REASON_BYTES: Final = 500
-UNKNOWN: Final = "who you are can't be found out now: try again; the console's log says why"
+UNKNOWN: Final = "who you are can't be found out now: try again; the log of the console says why"
 STATUSES: Final[Mapping[type[MqlayerError], HTTPStatus]] = {
     InvalidInput: HTTPStatus.BAD_REQUEST,
     NotFound: HTTPStatus.NOT_FOUND,

@@ -31,7 +31,7 @@ PROVIDED: Final = "openid"
 WRONG: Final = "The name or the password is wrong."
 OLD_FORM: Final = "This form is too old, or of another site. Try again."
 LATER: Final = "Too many logins are under way. Try again."
-NOT_NOW: Final = "Nobody can log in now: the console's log says why."
+NOT_NOW: Final = "Nobody can log in now: the log of the console says why."
 
 log = event_logger(__name__)
 

@@ -27,7 +27,8 @@ TIMEOUT_S: Final = 10.0
 CALLBACK: Final = "/login/openid/callback"
 AGAIN: Final = "This login took too long, or began in another browser. Try again."
 NOT_HERE: Final = "Your account has no level here: ask for a group of this console."
-NOT_NOW: Final = "The provider of logins gave no valid answer: the console's log says why."
+DENIED: Final = "The provider of logins did not let you in."
+NOT_NOW: Final = "The provider of logins gave no valid answer: the log of the console says why."
 
 
 class Refused(MqlayerError):
@@ -73,7 +74,7 @@ class OpenId:
             client_id=client_id,
             client_secret=client_secret,
             server_metadata_url=f"{issuer.rstrip('/')}/.well-known/openid-configuration",
-            client_kwargs={"scope": scope, "code_challenge_method": "S256", "timeout": TIMEOUT_S},
+            client_kwargs={"scope": scope, "code_challenge_method": "S256", "timeout": TIMEOUT_S, "leeway": 0},
         )
 
     async def begin(self, request: Request, site: Site, path: str) -> Response:
@@ -101,7 +102,7 @@ class OpenId:
         if not secret or not hmac.compare_digest(state.encode(), given.get("state", "").encode()):
             raise Refused("state differs", AGAIN)
         if given.get("error") or not given.get("code"):
-            raise Refused(f"the provider says {given.get('error', 'no code')[:200]}", NOT_NOW)
+            raise Refused(f"the provider says {given.get('error', 'no code')[:200]}", DENIED)
         user = await self._user(secret, given["code"], site)
         if user is None:
             raise Refused("the user has no name, or no group with a level", NOT_HERE)

@@ -106,9 +106,7 @@ def password_line(name: str, level: Level, password: str, *, bodies: bool = Fals
     """Return a line for the file. Raises InvalidInput."""
     _check_name(name)
     if len(password) < PASSWORD_LENGTH or len(password.encode()) > PASSWORD_BYTES:
-        raise InvalidInput(
-            f"the password has {len(password)} characters: take {PASSWORD_LENGTH} or more, up to {PASSWORD_BYTES} bytes"
-        )
+        raise InvalidInput(f"take a password of {PASSWORD_LENGTH} characters or more, up to {PASSWORD_BYTES} bytes")
     return f"{name}:{level.value}{BODIES if bodies else ''}:{PasswordHasher().hash(password)}"
 
 
