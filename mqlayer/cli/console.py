@@ -63,7 +63,6 @@ class Logins:
 @needs("--proxy-user-header", "--proxy-from", why="headers of others are not believed")
 @needs("--proxy-groups-header", "--proxy-user-header", why=OF_PROXY)
 @needs("--oidc-issuer", "--oidc-client-id", why="the provider knows the console by it")
-@needs("--oidc-issuer", "--url", why="the provider sends browsers back to it")
 @needs("--oidc-client-id", "--oidc-issuer", why=OF_PROVIDER)
 @needs("--oidc-secret-file", "--oidc-issuer", why=OF_PROVIDER)
 @needs("--oidc-name-claim", "--oidc-issuer", why=OF_PROVIDER)

@@ -11,6 +11,7 @@ from mqlayer.console.access import (
     ProxyAccess,
     Sessions,
     Site,
+    password_line,
 )
 from mqlayer.console.app import console_app
 from mqlayer.console.users import Level, User
@@ -29,4 +30,5 @@ __all__ = [
     "Site",
     "User",
     "console_app",
+    "password_line",
 ]

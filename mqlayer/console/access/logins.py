@@ -49,6 +49,8 @@ class LoginAccess:
     ) -> None:
         if passwords is None and openid is None:
             raise InvalidInput("nobody could log in: give a password file, or a provider of OpenID Connect")
+        if openid is not None and not (site and site.url):
+            raise InvalidInput("the provider sends browsers back to the console: say its address, with --url")
         self.routes: Sequence[BaseRoute] = (
             Route("/login", self._show, methods=["GET"]),
             Route("/login", self._login, methods=["POST"]),

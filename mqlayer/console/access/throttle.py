@@ -49,8 +49,8 @@ class Throttle:
             self._failures.pop((user, address_group(address)), None)
 
     def _wait_s(self, key: tuple[str, ...], limit: int) -> float:
-        times = self._failures.get(key, ())
-        return max(0.0, times[0] + SPAN_S - self.now_s()) if len(times) >= limit else 0.0
+        times = self._failures.get(key)
+        return max(0.0, times[0] + SPAN_S - self.now_s()) if times is not None and len(times) >= limit else 0.0
 
 
 def _keys(user: str, address: str) -> Iterator[tuple[tuple[str, ...], int]]:

@@ -22,9 +22,9 @@ def provider() -> Iterator[Running]:
         yield found
 
 
-def access(provider: Running, **more: Claims) -> LoginAccess:
+def access(provider: Running, claims: Claims | None = None) -> LoginAccess:
     groups = Groups(["staff"], ["oncall"], ["readers"])
-    return LoginAccess(Site(HOST), openid=OpenId(provider.issuer, CLIENT, SECRET, groups, **more))
+    return LoginAccess(Site(HOST), openid=OpenId(provider.issuer, CLIENT, SECRET, groups, claims=claims))
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_groups_may_come_from_the_users_facts(client: TestClient, provider: Runn
 
 def test_claims_may_have_other_names(world: World, provider: Running) -> None:
     claims = Claims("sub", "groups")
-    with browser(world, access(provider, claims=claims)) as client:
+    with browser(world, access(provider, claims)) as client:
         client.get(sent_back(client, provider, groups="staff"))
         assert "id-of-ann@example.com" in client.get("/audit").text
 
