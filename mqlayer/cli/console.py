@@ -18,7 +18,7 @@ from mqlayer.redis.access import read_secret
 from mqlayer.settings import Settings
 
 if TYPE_CHECKING:
-    from mqlayer.console import Access, Groups, Level, Site
+    from mqlayer.console import Access, Level, LevelGroups, Site
 
 PORT: Final = 9480
 STOP_S: Final = 5
@@ -41,7 +41,7 @@ def add_to(app: typer.Typer) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Logins:
+class LoginOptions:
     """Options about logins."""
 
     password_file: Path | None
@@ -71,7 +71,7 @@ class Logins:
 def console(
     host: Annotated[str, typer.Option(help="Address to listen on; others than loopback need a login.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65_535)] = PORT,
-    url: Annotated[str, typer.Option(help="Address in browsers, as https://mq.example.com/mq.")] = "",
+    url: Annotated[str, typer.Option(help="Address in browsers, as https://example.com/mq")] = "",
     prefix: Annotated[str, typer.Option(help="Path that a proxy puts before the console's paths, as in /mq.")] = "",
     viewer_role: Annotated[str, typer.Option(help="Postgres role of viewers; else the login of MQLAYER_DSN.")] = "",
     operator_role: Annotated[str, typer.Option(help="Postgres role of operators.")] = "",
@@ -98,11 +98,11 @@ def console(
     """Show the system in the browser, until SIGTERM or SIGINT: lag, routes, keys, messages, parked and dead."""
     if any(find_spec(name) is None for name in ("argon2", "jinja2", "starlette", "uvicorn")):
         raise InvalidInput("the console needs an extra: pip install 'mqlayer[console]'")
-    from mqlayer.console import Anyone, Groups, Level, Site, console_app
+    from mqlayer.console import Anyone, Level, LevelGroups, Site, console_app
     from mqlayer.console.access import is_loopback
     from mqlayer.console.prefix import Prefixed
 
-    logins = Logins(
+    logins = LoginOptions(
         password_file, proxy_user_header, proxy_groups_header, oidc_issuer, oidc_client_id, oidc_secret_file,
         oidc_name_claim, oidc_groups_claim, oidc_scope, idle_minutes, session_hours,
     )  # fmt: skip
@@ -110,7 +110,7 @@ def console(
     root = site.root or _root(prefix)
     roles = {Level.VIEWER: viewer_role, Level.OPERATOR: operator_role}
     if proxy_user_header or oidc_issuer:
-        groups: Groups | None = Groups(viewers, operators, body_readers)
+        groups: LevelGroups | None = LevelGroups(viewers, operators, body_readers)
     elif viewers or operators or body_readers:
         raise InvalidInput("groups are a proxy's or a provider's: the password file has the levels of its users")
     else:
@@ -145,7 +145,7 @@ def console_password(
     echo(password_line(name, Level.OPERATOR if operator else Level.VIEWER, password, bodies=bodies))
 
 
-def _login(logins: Logins, site: Site, groups: Groups | None) -> Access | None:
+def _login(logins: LoginOptions, site: Site, groups: LevelGroups | None) -> Access | None:
     from mqlayer.console import Claims, LoginAccess, OpenId, PasswordFile, ProxyAccess, Sessions
 
     if logins.proxy_user_header and groups is not None:
@@ -165,7 +165,7 @@ def _login(logins: Logins, site: Site, groups: Groups | None) -> Access | None:
     return LoginAccess(site, passwords=passwords, openid=openid, sessions=sessions)
 
 
-def _has_operators(logins: Logins, groups: Groups | None) -> bool:
+def _has_operators(logins: LoginOptions, groups: LevelGroups | None) -> bool:
     from mqlayer.console import PasswordFile
 
     in_file = PasswordFile(logins.password_file).entries().values() if logins.password_file else ()

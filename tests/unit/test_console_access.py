@@ -11,7 +11,7 @@ from argon2 import PasswordHasher, Type
 from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
-from mqlayer.console import Anyone, Groups, Level, LoginAccess, OpenId, PasswordFile, ProxyAccess, Site, User
+from mqlayer.console import Anyone, Level, LevelGroups, LoginAccess, OpenId, PasswordFile, ProxyAccess, Site, User
 from mqlayer.console.access.password_file import Busy, password_line
 from mqlayer.console.access.paths import safe_path
 from mqlayer.console.access.throttle import PER_ADDRESS, PER_PAIR, PER_USER, SPAN_S, Throttle
@@ -255,20 +255,20 @@ def test_without_a_login_nobody_comes_through_a_proxy() -> None:
     ],
 )
 def test_groups_make_levels(groups: list[str], user: User | None) -> None:
-    assert Groups(["staff"], ["oncall"], ["readers"]).user("ann", groups) == user
+    assert LevelGroups(["staff"], ["oncall"], ["readers"]).user("ann", groups) == user
 
 
 def test_a_name_that_is_none_has_no_level() -> None:
     for name in (None, "", "x" * 257, "a\0b"):
-        assert Groups(["*"]).user(name, []) is None
-    assert Groups(["*"]).user("ann", []) == User("ann")
+        assert LevelGroups(["*"]).user(name, []) is None
+    assert LevelGroups(["*"]).user("ann", []) == User("ann")
 
 
 def test_accesses_that_could_let_nobody_in_or_anybody_are_refused() -> None:
     with pytest.raises(InvalidInput, match="--viewers or --operators"):
-        Groups(readers=["readers"])
+        LevelGroups(readers=["readers"])
     with pytest.raises(InvalidInput, match="--proxy-from"):
-        ProxyAccess(Site(), Groups(["*"]))
+        ProxyAccess(Site(), LevelGroups(["*"]))
     with pytest.raises(InvalidInput, match="password file"):
         LoginAccess()
     with pytest.raises(InvalidInput, match="no network"):
@@ -276,7 +276,7 @@ def test_accesses_that_could_let_nobody_in_or_anybody_are_refused() -> None:
     with pytest.raises(InvalidInput, match="no address of a console"):
         Site("mq.example.com")
     with pytest.raises(InvalidInput, match="no address of TLS"):
-        OpenId("http://id.example.com", "console", None, Groups(["*"]))
+        OpenId("http://id.example.com", "console", None, LevelGroups(["*"]))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Who is at the console."""
 
-from mqlayer.console.access.groups import Groups
+from mqlayer.console.access.groups import LevelGroups
 from mqlayer.console.access.guard import Guard
 from mqlayer.console.access.local import Anyone
 from mqlayer.console.access.logins import LoginAccess
@@ -15,8 +15,8 @@ __all__ = [
     "Access",
     "Anyone",
     "Claims",
-    "Groups",
     "Guard",
+    "LevelGroups",
     "LoginAccess",
     "OpenId",
     "PasswordFile",

@@ -14,7 +14,7 @@ NAME_BYTES: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Groups:
+class LevelGroups:
     """Groups of viewers, operators, and readers of bodies; `*` is everyone. Raises InvalidInput without any."""
 
     viewers: Collection[str] = ()

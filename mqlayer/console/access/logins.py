@@ -15,7 +15,7 @@ from starlette.routing import BaseRoute, Route
 
 from mqlayer.console.access.cookies import drop_cookie, read_cookie, send_cookie
 from mqlayer.console.access.forms import check_form, form_token
-from mqlayer.console.access.openid import OpenId, Refused
+from mqlayer.console.access.openid import LoginRefused, OpenId
 from mqlayer.console.access.password_file import Busy, PasswordFile
 from mqlayer.console.access.paths import safe_path
 from mqlayer.console.access.sessions import Session, Sessions
@@ -119,7 +119,7 @@ class LoginAccess:
         path = safe_path(request.query_params.get("next", ""))
         try:
             return await self._openid.begin(request, self._site, path)
-        except Refused as error:
+        except LoginRefused as error:
             return self._refused(request, error)
 
     async def _finish(self, request: Request) -> Response:
@@ -127,7 +127,7 @@ class LoginAccess:
             return PlainTextResponse("Not Found", HTTPStatus.NOT_FOUND)
         try:
             user, path = await self._openid.finish(request, self._site)
-        except Refused as error:
+        except LoginRefused as error:
             return self._refused(request, error)
         return await self._enter(request, Session(user, PROVIDED), path)
 
@@ -172,7 +172,7 @@ class LoginAccess:
         answer.headers["Retry-After"] = str(math.ceil(wait_s))
         return answer
 
-    def _refused(self, request: Request, error: Refused) -> Response:
+    def _refused(self, request: Request, error: LoginRefused) -> Response:
         log.warning("console_login_refused", extra={"error": str(error), "address": self._site.address(request)})
         return self._page(request, "", error.shown, HTTPStatus.FORBIDDEN)
 

@@ -15,7 +15,7 @@ from starlette.responses import RedirectResponse, Response
 
 from mqlayer.console.access.cookies import drop_cookie, read_cookie, send_cookie
 from mqlayer.console.access.forms import new_secret
-from mqlayer.console.access.groups import Groups
+from mqlayer.console.access.groups import LevelGroups
 from mqlayer.console.access.paths import safe_path
 from mqlayer.console.access.site import Site, is_loopback
 from mqlayer.console.users import User
@@ -31,7 +31,7 @@ DENIED: Final = "The provider of logins did not let you in."
 NOT_NOW: Final = "The provider of logins gave no valid answer: the log of the console says why."
 
 
-class Refused(MqlayerError):
+class LoginRefused(MqlayerError):
     """A login that failed. `shown`: its reason for the browser."""
 
     def __init__(self, reason: str, shown: str) -> None:
@@ -54,7 +54,7 @@ class OpenId:
         issuer: str,
         client_id: str,
         client_secret: str | None,
-        groups: Groups,
+        groups: LevelGroups,
         *,
         claims: Claims | None = None,
         scope: str = "openid email profile",
@@ -78,7 +78,7 @@ class OpenId:
         )
 
     async def begin(self, request: Request, site: Site, path: str) -> Response:
-        """Send the browser to the provider. `path`: to go to after the login. Raises Refused."""
+        """Send the browser to the provider. `path`: to go to after the login. Raises LoginRefused."""
         secret = new_secret()
         with _faults_refused():
             self._check_issuer(await self._client.load_server_metadata())
@@ -94,18 +94,18 @@ class OpenId:
         return RedirectResponse(made["url"], 303)
 
     async def finish(self, request: Request, site: Site) -> tuple[User, str]:
-        """Return the user whom the provider sent back, and the path to go to. Raises Refused."""
+        """Return the user whom the provider sent back, and the path to go to. Raises LoginRefused."""
         secret, _, path = read_cookie(request, site, COOKIE).partition(".")
         drop_cookie(request, site, COOKIE)
         given = request.query_params
         state = _derived(secret, "state")
         if not secret or not hmac.compare_digest(state.encode(), given.get("state", "").encode()):
-            raise Refused("state differs", AGAIN)
+            raise LoginRefused("state differs", AGAIN)
         if given.get("error") or not given.get("code"):
-            raise Refused(f"the provider says {given.get('error', 'no code')[:200]}", DENIED)
+            raise LoginRefused(f"the provider says {given.get('error', 'no code')[:200]}", DENIED)
         user = await self._user(secret, given["code"], site)
         if user is None:
-            raise Refused("the user has no name, or no group with a level", NOT_HERE)
+            raise LoginRefused("the user has no name, or no group with a level", NOT_HERE)
         return user, _decoded(path)
 
     def logout_url(self) -> str:
@@ -165,7 +165,7 @@ def _faults_refused() -> Iterator[None]:
     try:
         yield
     except (AuthlibBaseError, JoseError, httpx2.HTTPError, RuntimeError, TypeError, ValueError, KeyError) as error:
-        raise Refused(f"{type(error).__name__}: {str(error)[:500]}", NOT_NOW) from error
+        raise LoginRefused(f"{type(error).__name__}: {str(error)[:500]}", NOT_NOW) from error
 
 
 def _claim(claims: Mapping[str, Any], name: str) -> Any:

@@ -34,7 +34,7 @@ class Busy(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class PasswordEntry:
     """A line of the file."""
 
     user: User
@@ -48,13 +48,13 @@ class Entry:
 
 @dataclass(slots=True)
 class PasswordFile:
-    """Users by password. Read again when it changes; a file with a fault lets nobody in.
+    """Users by password. Read again when it changes; a file with a fault lets no one in.
 
     The file belongs to the process's account or to root, and is closed to others. Raises InvalidInput.
     """
 
     path: Path
-    _entries: Mapping[str, Entry] = field(default_factory=dict)
+    _entries: Mapping[str, PasswordEntry] = field(default_factory=dict)
     _version: tuple[int, ...] = ()
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _hashing: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(AT_ONCE))
@@ -62,7 +62,7 @@ class PasswordFile:
     def __post_init__(self) -> None:
         self.entries()
 
-    def entries(self) -> Mapping[str, Entry]:
+    def entries(self) -> Mapping[str, PasswordEntry]:
         """Return lines by name."""
         with self._lock:
             try:
@@ -77,7 +77,7 @@ class PasswordFile:
                 raise InvalidInput(f"{self.path} can't be read: {error.strerror or type(error).__name__}") from error
             return self._entries
 
-    def login(self, name: str, password: str) -> Entry | None:
+    def login(self, name: str, password: str) -> PasswordEntry | None:
         """Return the user's line if it is the password. Raises Busy. An unknown user takes as long."""
         entries = self.entries()
         found = entries.get(name)
@@ -110,11 +110,11 @@ def password_line(name: str, level: Level, password: str, *, bodies: bool = Fals
     return f"{name}:{level.value}{BODIES if bodies else ''}:{PasswordHasher().hash(password)}"
 
 
-def _read(path: Path, file: IO[bytes]) -> Mapping[str, Entry]:
+def _read(path: Path, file: IO[bytes]) -> Mapping[str, PasswordEntry]:
     content = file.read(FILE_BYTES + 1)
     if len(content) > FILE_BYTES:
         raise InvalidInput(f"{path} has more than {FILE_BYTES:,} bytes: it is no password file")
-    found: dict[str, Entry] = {}
+    found: dict[str, PasswordEntry] = {}
     for number, line in _lines(path, content):
         try:
             entry = _entry(line)
@@ -137,7 +137,7 @@ def _lines(path: Path, content: bytes) -> Iterator[tuple[int, str]]:
             yield number, stripped
 
 
-def _entry(line: str) -> Entry:
+def _entry(line: str) -> PasswordEntry:
     name, found, rest = line.partition(":")
     level, with_hash, known = rest.partition(":")
     if not (found and with_hash):
@@ -155,7 +155,7 @@ def _entry(line: str) -> Entry:
         kind = None
     if kind is not Type.ID:
         raise InvalidInput(f"{name} has no hash by argon2id; {HOWTO}")
-    return Entry(user, known)
+    return PasswordEntry(user, known)
 
 
 def _check_name(name: str) -> None:

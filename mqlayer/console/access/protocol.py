@@ -19,7 +19,7 @@ class Access(Protocol):
     """Login, logout."""
 
     def user_of(self, request: Request) -> User | None:
-        """Return the user, None if nobody is logged in; may read a database, so it runs in a thread."""
+        """Return the user, None without a login; may read a database, so it runs in a thread."""
         ...
 
     def ask(self, request: Request) -> Response:

@@ -9,7 +9,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import BaseRoute
 
 from mqlayer.console.access.forms import check_form, form_token
-from mqlayer.console.access.groups import Groups
+from mqlayer.console.access.groups import LevelGroups
 from mqlayer.console.access.site import Site, one_header
 from mqlayer.console.users import User
 from mqlayer.errors import InvalidInput
@@ -26,7 +26,7 @@ class ProxyAccess:
     def __init__(
         self,
         site: Site,
-        groups: Groups,
+        groups: LevelGroups,
         *,
         user_header: str = "X-Forwarded-User",
         groups_header: str = "X-Forwarded-Groups",

@@ -11,8 +11,8 @@ from starlette.requests import Request
 
 from mqlayer.errors import InvalidInput
 
-Network = IPv4Network | IPv6Network
-Address = IPv4Address | IPv6Address
+IpNetwork = IPv4Network | IPv6Network
+IpAddress = IPv4Address | IPv6Address
 
 OWN: Final = frozenset({"same-origin", "none"})
 """Values of `Sec-Fetch-Site` of own pages; none: typed by a person."""
@@ -73,7 +73,7 @@ class Site:
         # Without a public address, a proxy may have ended TLS unseen.
         return parts.netloc.lower() == self.host(request) and self._scheme in {"", parts.scheme}
 
-    def _trusts(self, address: Address | None) -> bool:
+    def _trusts(self, address: IpAddress | None) -> bool:
         return address is not None and any(address in network for network in self._networks)
 
 
@@ -106,14 +106,14 @@ def _split(url: str) -> SplitResult:
         return urlsplit("")
 
 
-def _network(text: str) -> Network:
+def _network(text: str) -> IpNetwork:
     try:
         return ip_network(text)
     except ValueError:
         raise InvalidInput(f"{text!r} is no network of proxies: give one as 10.0.0.0/8, or an address") from None
 
 
-def _address(text: str) -> Address | None:
+def _address(text: str) -> IpAddress | None:
     try:
         found = ip_address(text)
     except ValueError:
@@ -121,7 +121,7 @@ def _address(text: str) -> Address | None:
     return getattr(found, "ipv4_mapped", None) or found
 
 
-def _peer(request: Request) -> Address | None:
+def _peer(request: Request) -> IpAddress | None:
     return None if request.client is None else _address(request.client.host)
 
 

@@ -15,7 +15,17 @@ import psycopg
 import pytest
 from starlette.testclient import TestClient
 
-from mqlayer.console import Anyone, Groups, Level, LoginAccess, PasswordFile, ProxyAccess, Sessions, Site, console_app
+from mqlayer.console import (
+    Anyone,
+    Level,
+    LevelGroups,
+    LoginAccess,
+    PasswordFile,
+    ProxyAccess,
+    Sessions,
+    Site,
+    console_app,
+)
 from mqlayer.console.runtimes import Runtimes
 from mqlayer.errors import MqlayerError, PermissionDenied
 from mqlayer.postgres.rights import Right
@@ -167,7 +177,7 @@ def test_roles_that_view_share_no_sessions(world: World, database_dsn: str, role
 @contextmanager
 def proxied(world: World, peer: str = "10.0.0.1") -> Iterator[TestClient]:
     site = Site("https://console.example", ["10.0.0.0/8"])
-    with browser(world, ProxyAccess(site, Groups(["staff"], ["oncall"], ["readers"])), peer) as client:
+    with browser(world, ProxyAccess(site, LevelGroups(["staff"], ["oncall"], ["readers"])), peer) as client:
         yield client
 
 

@@ -10,7 +10,7 @@ import pytest
 from markupsafe import escape
 from starlette.testclient import TestClient
 
-from mqlayer.console import Groups, ProxyAccess, Site
+from mqlayer.console import LevelGroups, ProxyAccess, Site
 from mqlayer.console.access.guard import BODY_BYTES
 from mqlayer.console.access.throttle import PER_PAIR
 from mqlayer.console.headers import POLICY
@@ -199,7 +199,7 @@ def test_guesses_are_limited(world: World, person: TestClient, tmp_path: Path) -
 
 def test_a_proxys_header_from_elsewhere_is_not_believed(world: World) -> None:
     forged = {"X-Forwarded-User": "ann", "X-Forwarded-Groups": "oncall", "X-Forwarded-For": "10.0.0.1"}
-    access = ProxyAccess(Site(HOST, ["10.0.0.0/8"]), Groups(operators=["oncall"]))
+    access = ProxyAccess(Site(HOST, ["10.0.0.0/8"]), LevelGroups(operators=["oncall"]))
     with browser(world, access, "192.0.2.1") as client:
         assert client.get("/audit", headers=forged).status_code == 403
     with browser(world, access, "10.0.0.1") as client:
@@ -229,7 +229,7 @@ def test_markup_stays_text_on_every_page(stage: Stage) -> None:
     failing.dead_letter(dead, reason=f"ValueError: {MARKUP}", actor=MARKUP)
     failing.sql("INSERT INTO mqlayer.audit (actor, act, object, facts) "
                 "VALUES (%s, %s, %s, jsonb_build_object('reason', %s::text))", *[MARKUP] * 4)  # fmt: skip
-    access = ProxyAccess(Site(HOST, ["10.0.0.0/8"]), Groups(operators=["*"], readers=["*"]))
+    access = ProxyAccess(Site(HOST, ["10.0.0.0/8"]), LevelGroups(operators=["*"], readers=["*"]))
     who = {"X-Forwarded-User": MARKUP, "X-Forwarded-Groups": MARKUP}
     names = ("topic", "key", "group", "error", "cause", "reason", "header", "id", "q", "node", "member", "partition")
     usual = {"topic": stage.topic, "group": failing.group, "key": MARKUP}

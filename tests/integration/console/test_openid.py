@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from starlette.testclient import TestClient
 
-from mqlayer.console import Groups, LoginAccess, OpenId, Site
+from mqlayer.console import LevelGroups, LoginAccess, OpenId, Site
 from mqlayer.console.access.openid import AGAIN, DENIED, NOT_HERE, NOT_NOW, Claims
 from tests.fixtures.console_logins import HOST, SESSION, browser, is_in, log_out
 from tests.fixtures.openid_provider import CLIENT, SECRET, Running, running_provider
@@ -23,7 +23,7 @@ def provider() -> Iterator[Running]:
 
 
 def access(provider: Running, claims: Claims | None = None) -> LoginAccess:
-    groups = Groups(["staff"], ["oncall"], ["readers"])
+    groups = LevelGroups(["staff"], ["oncall"], ["readers"])
     return LoginAccess(Site(HOST), openid=OpenId(provider.issuer, CLIENT, SECRET, groups, claims=claims))
 
 
