@@ -27,7 +27,7 @@ class LevelGroups:
 
     def user(self, name: str | None, groups: Collection[str]) -> User | None:
         """Return a user by his groups; None for one without a level, or a name that is none."""
-        if not name or len(name.encode()) > NAME_BYTES or "\0" in name:
+        if not name or not name.isprintable() or len(name.encode()) > NAME_BYTES:
             return None
         bodies = _among(self.readers, groups)
         if _among(self.operators, groups):

@@ -30,6 +30,8 @@ COOKIE: Final = "mqlayer-session"
 PROVIDED: Final = "openid"
 WRONG: Final = "The name or the password is wrong."
 OLD_FORM: Final = "This form is too old, or of another site. Try again."
+NAME_LENGTH: Final = 100
+"""More than any name of a file has."""
 LATER: Final = "Too many logins are under way. Try again."
 NOT_NOW: Final = "Nobody can log in now: the log of the console says why."
 
@@ -100,17 +102,19 @@ class LoginAccess:
         # Before the login there is no session whose token it could be.
         if not check_form(request, self._site, form.get("token", "")):
             return self._page(request, path, OLD_FORM, HTTPStatus.FORBIDDEN)
-        if (wait_s := self._throttle.wait_s(name[:256], address)) > 0:
+        name = name[:NAME_LENGTH]
+        if (wait_s := self._throttle.attempt(name, address)) > 0:
             return self._too_many(request, path, wait_s)
         try:
             entry = await run_in_threadpool(self._passwords.login, name, form.get("password", ""))
         except Busy:
+            self._throttle.undo(name, address)
             return self._page(request, path, LATER, HTTPStatus.SERVICE_UNAVAILABLE)
         except MqlayerError as error:
             return self._not_now(request, path, error)
         if entry is None:
             return self._failed(request, path, name, address)
-        self._throttle.succeeded(name, address)
+        self._throttle.passed(name, address)
         return await self._enter(request, Session(entry.user, entry.proof), path)
 
     async def _begin(self, request: Request) -> Response:
@@ -161,7 +165,6 @@ class LoginAccess:
         return self._sessions.begin(request, session)
 
     def _failed(self, request: Request, path: str, name: str, address: str) -> Response:
-        self._throttle.failed(name[:256], address)
         # An unknown name may be a password in the wrong field.
         log.warning("console_login_failed", extra={"user": name if self._knows(name) else "?", "address": address})
         return self._page(request, path, WRONG, HTTPStatus.FORBIDDEN)

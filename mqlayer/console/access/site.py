@@ -71,7 +71,7 @@ class Site:
             return True
         parts = _split(origin)
         # Without a public address, a proxy may have ended TLS unseen.
-        return parts.netloc.lower() == self.host(request) and self._scheme in {"", parts.scheme}
+        return parts.netloc.lower() == self.host(request) != "" and self._scheme in {"", parts.scheme}
 
     def _trusts(self, address: IpAddress | None) -> bool:
         return address is not None and any(address in network for network in self._networks)

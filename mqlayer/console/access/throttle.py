@@ -1,4 +1,4 @@
-"""Limits of failed logins, in this process."""
+"""Limits of failed logins, in this process. Attempts count before their hash: many at once get no further."""
 
 from __future__ import annotations
 
@@ -29,22 +29,32 @@ class Throttle:
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _failures: OrderedDict[tuple[str, ...], deque[float]] = field(default_factory=OrderedDict)
 
-    def wait_s(self, user: str, address: str) -> float:
-        """Return the seconds until this user may try from this address; 0: now."""
-        with self._lock:
-            return max(self._wait_s(key, limit) for key, limit in _keys(user, address))
+    def attempt(self, user: str, address: str) -> float:
+        """Count a login, as a failure until it passes, or return the seconds until this user may try from this address.
 
-    def failed(self, user: str, address: str) -> None:
-        """Count a failure; of unknown users too, or limits would tell who is known."""
+        Of unknown users too, or limits would tell who is known.
+        """
         with self._lock:
-            for key, limit in _keys(user, address):
+            keys = list(_keys(user, address))
+            if (wait_s := max(self._wait_s(key, limit) for key, limit in keys)) > 0:
+                return wait_s
+            for key, limit in keys:
                 self._failures.setdefault(key, deque(maxlen=limit)).append(self.now_s())
                 self._failures.move_to_end(key)
             while len(self._failures) > self.room:
                 self._failures.popitem(last=False)
+            return 0.0
 
-    def succeeded(self, user: str, address: str) -> None:
+    def undo(self, user: str, address: str) -> None:
+        """Take the last attempt back."""
+        with self._lock:
+            for key, _ in _keys(user, address):
+                if times := self._failures.get(key):
+                    times.pop()
+
+    def passed(self, user: str, address: str) -> None:
         """Forget failures of a user from an address."""
+        self.undo(user, address)
         with self._lock:
             self._failures.pop((user, address_group(address)), None)
 
