@@ -5,7 +5,7 @@ Ages run from the publisher's time to the node's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Literal
@@ -20,6 +20,7 @@ from mqlayer.inspect.parked_status import (
     describe_full,
     parked_counts,
     parked_heads,
+    parked_totals,
     running_replays,
 )
 from mqlayer.redis.read_scripts import GroupPosition, UnsettledHead
@@ -135,12 +136,22 @@ class GroupStatus:
         ]
 
 
-def group_statuses(runtime: Runtime, topic: str | None = None, name: str | None = None) -> list[GroupStatus]:
-    """Return all groups, a topic's, or one; one batch per node. Raises NotFound."""
+def group_statuses(
+    runtime: Runtime,
+    topic: str | None = None,
+    name: str | None = None,
+    *,
+    partitions: Collection[int] | None = None,
+    count_keys: bool = True,
+) -> list[GroupStatus]:
+    """Return all groups, a topic's, or one, in all or some partitions; one batch per node. Raises NotFound.
+
+    `count_keys`: False leaves parked keys uncounted, for millions take long.
+    """
     groups = group_facts(runtime.control, topic, name)
     # Only the instances of a broadcast group have positions.
     live = [group for group in groups if group.state == "live" and group.mode != "broadcast"]
-    facts = partition_facts(runtime.control, live)
+    facts = [one for one in partition_facts(runtime.control, live) if partitions is None or one.partition in partitions]
     nodes = load_nodes(runtime.control)
     group_partitions = (
         GroupPartition(one.node, one.partition, one.group_id, start=one.start, seek=one.seek) for one in facts
@@ -149,10 +160,14 @@ def group_statuses(runtime: Runtime, topic: str | None = None, name: str | None 
     names = {node.node_id: node.name for node in nodes}
     by_id = {group.group_id: group for group in groups}
     replays = running_replays(runtime.control, by_id)
-    partitions: dict[int, list[PartitionStatus]] = {group.group_id: [] for group in groups}
+    found: dict[int, list[PartitionStatus]] = {group.group_id: [] for group in groups}
     unreachable: dict[int, dict[str, str]] = {group.group_id: {} for group in groups}
-    parked = parked_counts(runtime.control, by_id)
-    looked = [(one, position) for one in facts if (position := positions.at(one.partition, one.group_id)) is not None]
+    parked = parked_counts(runtime.control, by_id) if count_keys else parked_totals(runtime.control, by_id)
+    looked = [
+        (one, position)
+        for one in facts
+        if (position := positions.at(one.partition, one.group_id)) is not None and one.group_id in parked
+    ]
     parked_sizes = parked_heads(
         runtime.control, [(one.group_id, *ref) for one, position in looked if (ref := _head_key(position)) is not None]
     )
@@ -171,13 +186,13 @@ def group_statuses(runtime: Runtime, topic: str | None = None, name: str | None 
             full = describe_full(group.rules, counts, of_key)
         replay = replays.get(one.group_id)
         stall = stall_of(one, position, head, group, unreachable=reason, full=full, replay=replay)
-        partitions[one.group_id].append(PartitionStatus(one, names[one.node], position, head, stall))
+        found[one.group_id].append(PartitionStatus(one, names[one.node], position, head, stall))
         if reason is not None:
             unreachable[one.group_id][names[one.node]] = reason
     return [
         GroupStatus(
             group,
-            partitions[group.group_id],
+            found[group.group_id],
             unreachable[group.group_id],
             parked.get(group.group_id, ParkedCounts()),
             replays.get(group.group_id),
