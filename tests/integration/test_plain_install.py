@@ -96,7 +96,8 @@ def test_every_module_is_imported_from_a_plain_install_or_says_which_extra_it_ne
     wheel_environment: WheelEnvironment,
 ) -> None:
     missed = wheel_environment.missed
-    extras = {"archive.arrow_types": "parquet", "integrations.django": "django", "integrations.fastapi": "fastapi"}
+    extras = {"archive.arrow_types": "parquet", "console": "console"}
+    extras |= {"integrations.django": "django", "integrations.fastapi": "fastapi"}
     extras |= {"spark": "spark", "testing.plugin": "testing"}
     for line, (module, extra) in zip(missed, extras.items(), strict=True):
         assert line.split(":")[0] == f"mqlayer.{module}"
