@@ -48,7 +48,7 @@ class Tick:
 
 
 @dataclass(frozen=True, slots=True)
-class LineChart:
+class TimeChart:
     """A chart over time; `description`: for those who don't see it. Without lines: nothing was sampled."""
 
     title: str
@@ -91,7 +91,7 @@ def line_chart(
     scale: float = 1.0,
     peaks: bool = False,
     shown: Callable[[float | None], str] = number,
-) -> LineChart:
+) -> TimeChart:
     """Return a chart of curves by label, in one unit. `scale`: of the values; `peaks`: a second line of the highest."""
     series = {label: [(one, _scaled(one.mean, scale)) for one in curve.points] for label, curve in curves.items()}
     if peaks:
@@ -101,7 +101,7 @@ def line_chart(
         }
     values = [value for points in series.values() for _, value in points if value is not None]
     if not values:
-        return LineChart(title, "no samples", ())
+        return TimeChart(title, "no samples", ())
     top = nice(max(values))
     step_s = next(iter(curves.values())).step_s
     lines = [
@@ -111,7 +111,7 @@ def line_chart(
     ]
     rows = [Tick(_y(part * top, top), shown(part * top)) for part in (0.0, 0.5, 1.0)]
     described = "; ".join(_described(label, points, shown) for label, points in series.items())
-    return LineChart(title, f"the last {_span(last)}: {described}", lines, rows, _times(now, last))
+    return TimeChart(title, f"the last {_span(last)}: {described}", lines, rows, _times(now, last))
 
 
 def nice(value: float) -> float:

@@ -135,5 +135,5 @@ def _unsettled(base: int, top: int, bits: Any, position: GroupPosition) -> tuple
 
 def _end(database: Database, partition: int) -> PartitionEnd | None:
     with database.connection() as connection:
-        row = connection.execute(query("partition_seal"), {"partition": partition}).fetchone()
+        row = connection.execute(query("inspected_seal"), {"partition": partition}).fetchone()
     return None if row is None else PartitionEnd(*row)

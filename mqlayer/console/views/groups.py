@@ -8,7 +8,7 @@ from contextlib import closing
 from datetime import UTC, datetime
 from typing import Any, Final
 
-from mqlayer.console.charts import LineChart, line_chart
+from mqlayer.console.charts import TimeChart, line_chart
 from mqlayer.console.node_reads import impatient
 from mqlayer.console.page import ROWS, Action, Outcome, Page, Plan, Visit, part
 from mqlayer.console.partition_words import Waiting, stall_words, waits_for
@@ -98,7 +98,7 @@ def _stalls(status: GroupStatus | None) -> list[tuple[str, int, PartitionStatus]
     return [(reason, count, firsts[reason]) for reason, count in counts.most_common()]
 
 
-def _charts(control: Database, topic: str, name: str, visit: Visit) -> list[LineChart]:
+def _charts(control: Database, topic: str, name: str, visit: Visit) -> list[TimeChart]:
     _, last = span_of(visit)
     found = {one.name: one for one in RECENT.of(control, "group", name, topic=topic, last=last)}
     now = datetime.now(UTC)

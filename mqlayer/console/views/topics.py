@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any, Final
 
-from mqlayer.console.charts import LEVELS, LineChart, level, line_chart, mean_of, route_chart
+from mqlayer.console.charts import LEVELS, TimeChart, level, line_chart, mean_of, route_chart
 from mqlayer.console.node_reads import impatient
 from mqlayer.console.page import ROWS, Action, Outcome, Page, Plan, Visit, part
 from mqlayer.console.recent import RECENT
@@ -71,7 +71,7 @@ def _ranked(measured: MeasuredTopic | None) -> tuple[list[TopicPartition], float
     return ranked, mean_of(one.per_s for one in measured.partitions if one.state == "open")
 
 
-def _charts(control: Database, name: str, visit: Visit) -> list[LineChart]:
+def _charts(control: Database, name: str, visit: Visit) -> list[TimeChart]:
     _, last = span_of(visit)
     found = {one.name: one for one in RECENT.of(control, "topic", name, last=last)}
     labels = {
