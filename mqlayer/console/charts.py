@@ -28,6 +28,7 @@ LABELLED: Final = 34
 SINGLE_SHAPES: Final = 400
 """Of more partitions, neighbours that look the same are one shape."""
 LEVELS: Final = ("idle", "cool", "warm", "hot", "hottest")
+UNKNOWN: Final = "not known"
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +130,11 @@ def level(per_s: float | None, mean: float) -> int:
     return 1 + sum(per_s >= part * mean for part in (0.5, 2, 4))
 
 
+def heat_words(per_s: float | None, mean: float) -> str:
+    """Return a heat's word."""
+    return UNKNOWN if per_s is None else LEVELS[level(per_s, mean)]
+
+
 def mean_of(rates: Iterable[float | None]) -> float:
     """Return the mean of the known rates."""
     known = [rate for rate in rates if rate is not None]
@@ -149,7 +155,11 @@ def route_chart(timeline: RouteTimeline, rates: Mapping[int, float | None]) -> R
         in_force = one.ended is None and timeline.upto == timeline.newest
         heat = level(rates.get(one.partition), mean)
         kind = f"heat{heat}" if in_force else "past"
-        told = f", {number(rates.get(one.partition))} messages/s ({LEVELS[heat]})" if in_force else ""
+        told = (
+            f", {number(rates.get(one.partition))} messages/s ({heat_words(rates.get(one.partition), mean)})"
+            if in_force
+            else ""
+        )
         title = f"partition {one.partition} on {one.node}: LPs {one.lp_from} to {one.lp_to - 1}{told}"
         width = one.lp_to - one.lp_from
         label = f"p{one.partition}" if width >= LABELLED else ""

@@ -1,4 +1,4 @@
-"""Groups: what is wrong, lag as curves, members, who owns what, and the head of each partition."""
+"""Groups: troubles first, lag as curves, members, owners, and the head of each partition."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any, Final
 
-from mqlayer.console.charts import LEVELS, TimeChart, level, line_chart, mean_of, route_chart
+from mqlayer.console.charts import TimeChart, heat_words, level, line_chart, mean_of, route_chart
 from mqlayer.console.node_reads import impatient
 from mqlayer.console.page import ROWS, Action, Outcome, Page, Plan, Visit, part
 from mqlayer.console.recent import RECENT
@@ -57,7 +57,7 @@ def _load_topic(visit: Visit) -> Mapping[str, Any]:
         "charts": part(lambda: _charts(control, name, visit)),
         "groups": part(lambda: group_overviews(control, topic=name, limit=ROWS)),
         "measured": measured,
-        "partitions": [(one, LEVELS[level(one.per_s, mean)], level(one.per_s, mean)) for one in shown],
+        "partitions": [(one, heat_words(one.per_s, mean), level(one.per_s, mean)) for one in shown],
         "count": len(ranked),
         "later": later,
         "former": former,
@@ -103,7 +103,7 @@ def _load_route(visit: Visit) -> Mapping[str, Any]:
         "timeline": timeline,
         "chart": route_chart(timeline, rates),
         "measured": measured,
-        "partitions": [(one, rates.get(one.partition), LEVELS[level(rates.get(one.partition), mean)]) for one in shown],
+        "partitions": [(one, rates.get(one.partition), heat_words(rates.get(one.partition), mean)) for one in shown],
         "count": len(in_force),
         "later": later,
         "former": former,
