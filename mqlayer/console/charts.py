@@ -213,7 +213,7 @@ def _path(
         at = point.at + timedelta(seconds=step_s)
         # A step without a sample leaves a gap; a point alone is a short dash.
         near = before is not None and (point.at - before).total_seconds() < 1.5 * step_s
-        steps.append(f"{'L' if near else 'M'}{_x(at, now, last)},{_y(value, top)}" + ("" if near else "h1"))
+        steps.append(f"{'L' if near else 'M'}{_x(at, now, last)},{_y(value, top)}" + ("" if near else "m-1.5,0h3"))
         before = point.at
     return "".join(steps)
 

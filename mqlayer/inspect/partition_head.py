@@ -10,9 +10,9 @@ from typing import Any, Final
 from mqlayer.domain.offsets import OffsetRange, as_ranges
 from mqlayer.domain.routing import Lp
 from mqlayer.errors import MqlayerError, NotFound
-from mqlayer.inspect.group_facts import PartitionFacts
+from mqlayer.inspect.group_facts import GroupFacts, PartitionFacts
 from mqlayer.inspect.group_status import GroupStatus, PartitionStatus, group_statuses
-from mqlayer.inspect.message_status import hidden_from
+from mqlayer.inspect.message_status import ATTEMPTS_LIMIT, GroupAttempt, hidden_from
 from mqlayer.inspect.parked_status import ParkedKeyStatus, parked_key
 from mqlayer.inspect.stream_search import read_record
 from mqlayer.inspect.topic_reader import StoredMessage
@@ -27,7 +27,7 @@ from mqlayer.runtime.runtime import Runtime
 
 GAP_BYTES: Final = 8_192
 """Of the ack bitmap: 65,536 offsets."""
-GAPS_LIMIT: Final = 50
+ATTEMPTS_SHOWN: Final = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class PartitionHead:
     """A group in a partition. `parents`: undrained ones; `message`: at the head, with neither body nor headers where
     `hidden`.
 
-    `gaps`: unsettled ranges between settled offsets, None where the group keeps no bitmap; `gaps_upto`: offset that
+    `attempts`: recorded failures of it, the last ones; `gaps`: unsettled ranges between settled offsets, None where the group keeps no bitmap; `gaps_upto`: offset that
     the search ended at.
     """
 
@@ -63,6 +63,7 @@ class PartitionHead:
     body_bytes: int
     hidden: bool
     parked: ParkedKeyStatus | None
+    attempts: Sequence[GroupAttempt]
     gaps: Sequence[OffsetRange] | None
     gaps_upto: int
     end: PartitionEnd | None
@@ -89,8 +90,9 @@ def partition_head(runtime: Runtime, topic: str, name: str, partition: int, *, b
     parked = None
     if message is not None and message.key is not None:
         parked = parked_key(runtime.control, group.facts.group_id, Lp(message.identity.lp), message.key.encode())
+    attempts = [] if message is None else _attempts(runtime.control, group.facts, message)
     end = _end(runtime.control, partition)
-    return PartitionHead(group, status, parents, message, size, hidden, parked, gaps, upto, end)
+    return PartitionHead(group, status, parents, message, size, hidden, parked, attempts, gaps, upto, end)
 
 
 def _of_node(
@@ -131,6 +133,13 @@ def _unsettled(base: int, top: int, bits: Any, position: GroupPosition) -> tuple
         if not bits[(offset - base) >> 3] & (0x80 >> ((offset - base) & 7))
     )
     return as_ranges(open_ones), past - 1
+
+
+def _attempts(database: Database, group: GroupFacts, message: StoredMessage) -> list[GroupAttempt]:
+    facts = {"group_id": group.group_id, "limit": ATTEMPTS_LIMIT} | message.identity._asdict()
+    with database.connection() as connection:
+        rows = connection.execute(query("attempts_of"), facts).fetchall()
+    return [GroupAttempt(group.name, *row) for row in rows[-ATTEMPTS_SHOWN:]]
 
 
 def _end(database: Database, partition: int) -> PartitionEnd | None:

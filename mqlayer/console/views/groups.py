@@ -89,13 +89,11 @@ def _ranked(status: GroupStatus | None) -> list[PartitionStatus]:
     )
 
 
-def _stalls(status: GroupStatus | None) -> list[tuple[str, int, PartitionStatus]]:
+def _stalls(status: GroupStatus | None) -> list[tuple[tuple[str, str], int, PartitionStatus]]:
     stuck = [one for one in _ranked(status) if one.stall is not None]
-    counts = Counter(one.stall.reason for one in stuck if one.stall is not None)
-    firsts: dict[str, PartitionStatus] = {}
-    for one in stuck:
-        firsts.setdefault(one.stall.reason if one.stall is not None else "", one)
-    return [(reason, count, firsts[reason]) for reason, count in counts.most_common()]
+    counts = Counter(stall_words(one) for one in stuck)
+    firsts = {stall_words(one): one for one in reversed(stuck)}
+    return [(words, count, firsts[words]) for words, count in counts.most_common()]
 
 
 def _charts(control: Database, topic: str, name: str, visit: Visit) -> list[TimeChart]:
