@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Literal
 
 from mqlayer.maintenance.jobs import PERIODIC_JOBS
@@ -16,16 +16,20 @@ JobOutcome = Literal["never ran", "running", "done", "failed"]
 
 @dataclass(frozen=True, slots=True)
 class JobStatus:
-    """A job's last run, and when the next one is due. `took_s`: None while it runs."""
+    """A job's last run. `took_s`: until the last end."""
 
     name: str
     every_s: float
     last_at: datetime | None = None
-    next_at: datetime | None = None
     ended_at: datetime | None = None
     took_s: float | None = None
     error: str | None = None
     is_late: bool = False
+
+    @property
+    def next_at(self) -> datetime | None:
+        """When the next run is due."""
+        return None if self.last_at is None else self.last_at + timedelta(seconds=self.every_s)
 
     @property
     def outcome(self) -> JobOutcome:
