@@ -20,11 +20,11 @@ class JobStatus:
 
     name: str
     every_s: float
+    is_late: bool
     last_at: datetime | None = None
     ended_at: datetime | None = None
     took_s: float | None = None
     error: str | None = None
-    is_late: bool = False
 
     @property
     def next_at(self) -> datetime | None:
@@ -48,7 +48,6 @@ def job_statuses(database: Database) -> list[JobStatus]:
     found = {row[0]: row[1:] for row in rows}
     late = {one.name for one in late_jobs(database)}
     jobs = [
-        JobStatus(job.name, float(job.every_s), *found.get(job.name, ()), is_late=job.name in late)
-        for job in PERIODIC_JOBS
+        JobStatus(job.name, float(job.every_s), job.name in late, *found.get(job.name, ())) for job in PERIODIC_JOBS
     ]
     return sorted(jobs, key=lambda one: (not one.is_late, one.outcome != "failed", one.name))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from datetime import datetime
 from typing import Any, Final
 
 from mqlayer.console.node_reads import impatient
@@ -101,7 +102,8 @@ def _steps(change: ListedChange) -> list[tuple[str, Any, float | None]]:
         ("planned", change.planned_at), ("parents sealed", change.sealed_at), ("successors open", change.opened_at),
         ("dropped" if change.state == "dropped" else "done", change.ended_at),
     ]  # fmt: skip
-    found, before = [], None
+    found: list[tuple[str, Any, float | None]] = []
+    before: datetime | None = None
     for name, at in moments:
         found.append((name, at, None if at is None or before is None else (at - before).total_seconds()))
         before = at or before

@@ -175,7 +175,7 @@ def _held(one: NodeStatus) -> str:
     return f"{one.open + one.sealed} partitions"
 
 
-def _options(visit: Visit) -> dict[str, bool]:
+def _options(visit: Visit) -> dict[str, Any]:
     return {name: bool(visit.text(name)) for name in LOSSES}
 
 
