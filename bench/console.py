@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import psycopg
@@ -82,24 +82,24 @@ def fill_system(
 ) -> int:
     """Fill the tables and the first node with topics of a partition per LP; return a partition of the first one."""
     facts: dict[str, Any] = {"topics": topics, "groups": groups, "moves": MOVES, "minutes": minutes, "node": 1}
-    with psycopg.connect(dsn, cursor_factory=psycopg.ClientCursor) as connection:
+    with psycopg.connect(dsn, cursor_factory=psycopg.ClientCursor, autocommit=True) as connection:
         # The guard of versions allows one step at a time.
         connection.execute("ALTER TABLE mqlayer.topic DISABLE TRIGGER topic_version_consecutive")
         connection.execute(FILL.encode(), facts)
         connection.execute("ALTER TABLE mqlayer.topic ENABLE TRIGGER topic_version_consecutive")
         rows = connection.execute(
-            "SELECT partition_id, lp_from FROM mqlayer.partition ORDER BY partition_id"
-        ).fetchall()
-    with psycopg.connect(dsn, autocommit=True) as connection:
+            "SELECT p.partition_id, p.lp_from, t.name = 'big-0' AND p.lp_from = 500 "
+            "FROM mqlayer.partition p JOIN mqlayer.topic t USING (topic_id) WHERE t.name LIKE 'big-%%'", ()
+        ).fetchall()  # fmt: skip
         connection.execute("ANALYZE")
     _fill_node(url, prefix, rows)
-    return int(rows[500][0])
+    return next(int(partition) for partition, _, chosen in rows if chosen)
 
 
-def _fill_node(url: str, prefix: str, rows: list[tuple[int, int]]) -> None:
+def _fill_node(url: str, prefix: str, rows: Sequence[tuple[Any, ...]]) -> None:
     with redis.Redis.from_url(url, protocol=2) as client:
         pipeline = client.pipeline(transaction=False)
-        for partition, lp in rows:
+        for partition, lp, _ in rows:
             stem = f"{prefix}:{{{partition}}}:"
             meta = {"state": "open", "topic": "big", "lp_from": lp, "lp_to": lp + 1, "next": 101, "first": 100}
             pipeline.hset(f"{stem}meta", mapping=meta)

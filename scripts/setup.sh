@@ -156,6 +156,14 @@ try_spin() {
     (apt_install spin gcc libc6-dev) || note "spin could not be installed: the tests of the models are left out"
 }
 
+# The console is tested in a real browser. Tried once per .venv.
+try_chromium() {
+    if command -v chromium >/dev/null 2>&1 || [ -e .venv/chromium-tried ] || ! may_install; then return; fi
+    touch .venv/chromium-tried
+    note "installing Debian's chromium for the console's tests"
+    (apt_install chromium) || note "chromium could not be installed: the tests of the console in a browser are left out"
+}
+
 has_java() { [ -n "${JAVA_HOME:-}" ] || command -v java >/dev/null 2>&1; }
 
 # Spark runs on Java, the one thing beyond Python that its tests and jobs need. Tried once per .venv.
@@ -264,6 +272,7 @@ set_up() {
     try_pgbouncer
     try_later_pgbouncer
     try_spin
+    try_chromium
     try_java
     try_jdbc_driver
 }

@@ -23,6 +23,7 @@ from tests.fixtures.missing_tools import pytest_terminal_summary as pytest_termi
 pytest_plugins = [
     "tests.fixtures.archive_scenes",
     "tests.fixtures.archived",
+    "tests.fixtures.browser",
     "tests.fixtures.commands",
     "tests.fixtures.consumers",
     "tests.fixtures.gate_scenes",

@@ -12,12 +12,13 @@ import msgspec
 import typer
 
 from mqlayer.cli.completion import topic_names
-from mqlayer.cli.message_output import HIDDEN, RawOption, decoded, is_hidden, show_body
+from mqlayer.cli.message_output import HIDDEN, RawOption, is_hidden, show_body
 from mqlayer.cli.option_rules import RuledCommand, excludes, needs
 from mqlayer.cli.options import parse_time_option
 from mqlayer.cli.output import JsonOption, echo, format_key, show_beside, show_facts, show_rows
 from mqlayer.cli.panels import LOOK
 from mqlayer.cli.runtime import runtime_here
+from mqlayer.domain.body_text import decoded
 from mqlayer.errors import InvalidInput, NotFound
 from mqlayer.inspect import (
     FoundMessage,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterable
 from typing import Annotated, Any, Final
@@ -10,6 +9,7 @@ from typing import Annotated, Any, Final
 import typer
 
 from mqlayer.cli.output import echo, format_key, format_size, format_time, show_facts, show_rows
+from mqlayer.domain.body_text import decoded
 from mqlayer.domain.names import parse_identity
 from mqlayer.redelivery import MessageDetails
 from mqlayer.runtime.runtime import Runtime
@@ -69,20 +69,6 @@ def is_hidden(runtime: Runtime) -> bool:
     if role is not None:
         echo(f"bodies and headers are hidden: mqlayer grant operate {role}, or analyze", err=True)
     return role is not None
-
-
-def decoded(body: bytes | None) -> tuple[str | None, str | None]:
-    """Return a body's guessed format (json, text, hex) and text."""
-    if body is None:
-        return None, None
-    try:
-        text = body.decode()
-    except UnicodeDecodeError:
-        return "hex", body.hex(" ")
-    try:
-        return "json", json.dumps(json.loads(text), indent=2, ensure_ascii=False)
-    except (ValueError, RecursionError):
-        return "text", text
 
 
 def _facts(found: MessageDetails) -> Iterable[tuple[str, Any]]:

@@ -14,11 +14,12 @@ import typer
 
 from mqlayer import outbox
 from mqlayer.cli.addresses import settings_here
-from mqlayer.cli.message_output import HIDDEN, decoded, is_hidden
+from mqlayer.cli.message_output import HIDDEN, is_hidden
 from mqlayer.cli.option_rules import RuledCommand, excludes, needs
 from mqlayer.cli.options import TopicArgument, parse_time_option
 from mqlayer.cli.output import JsonOption, echo, format_key, pluralize, show_rows
 from mqlayer.cli.runtime import runtime_here
+from mqlayer.domain.body_text import decoded
 from mqlayer.errors import InvalidInput
 from mqlayer.groups.start_positions import Start
 from mqlayer.inspect import StoredMessage, TopicReader

@@ -47,6 +47,7 @@ class Page:
     """A page: `load` returns the variables of its template; runs in a thread.
 
     `menu`: its place in the menu, empty for none. `live`: parts marked with `data-live` are sent again as they change.
+    `media_type`: of a file to keep, whose text is the variable `text`; then there is no template.
     """
 
     path: str
@@ -55,6 +56,7 @@ class Page:
     load: Callable[[Visit], Mapping[str, Any]]
     menu: str = ""
     live: bool = True
+    media_type: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,13 @@ from mqlayer.inspect.overviews import (
 )
 from mqlayer.inspect.parked_status import ParkedCounts, ParkedKeyStatus, ReplayStatus
 from mqlayer.inspect.partition_head import PartitionEnd, PartitionHead, partition_head
+from mqlayer.inspect.partition_pages import (
+    NewestMessages,
+    PartitionPage,
+    newest_messages,
+    partition_page,
+    stored_messages,
+)
 from mqlayer.inspect.rate_meter import MeasuredTopic, RateMeter
 from mqlayer.inspect.topic_reader import StoredMessage, TopicReader
 from mqlayer.inspect.topic_status import TopicPartition, TopicStatus, topic_status
@@ -68,11 +75,13 @@ __all__ = [
     "MessagePage",
     "MessageStatus",
     "MissingStep",
+    "NewestMessages",
     "ParkedCounts",
     "ParkedKeyStatus",
     "PartitionEnd",
     "PartitionFacts",
     "PartitionHead",
+    "PartitionPage",
     "PartitionStatus",
     "RateMeter",
     "ReplayStatus",
@@ -98,9 +107,12 @@ __all__ = [
     "history_of_key",
     "key_history",
     "message_life",
+    "newest_messages",
     "partition_head",
+    "partition_page",
     "record_of",
     "search_messages",
+    "stored_messages",
     "topic_overviews",
     "topic_settings",
     "topic_status",

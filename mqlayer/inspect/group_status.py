@@ -163,7 +163,11 @@ def group_statuses(
     found: dict[int, list[PartitionStatus]] = {group.group_id: [] for group in groups}
     unreachable: dict[int, dict[str, str]] = {group.group_id: {} for group in groups}
     parked = parked_counts(runtime.control, by_id) if count_keys else parked_totals(runtime.control, by_id)
-    looked = [(one, position) for one in facts if (position := positions.at(one.partition, one.group_id)) is not None]
+    looked = [
+        (one, position)
+        for one in facts
+        if (position := positions.at(one.partition, one.group_id)) is not None and one.group_id in parked
+    ]
     parked_sizes = parked_heads(
         runtime.control, [(one.group_id, *ref) for one, position in looked if (ref := _head_key(position)) is not None]
     )

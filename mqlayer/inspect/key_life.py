@@ -14,7 +14,8 @@ from mqlayer.errors import InvalidInput, MqlayerError
 from mqlayer.inspect.group_facts import group_facts
 from mqlayer.inspect.message_life import ACTS_LIMIT, HORIZON_S, LifeStep, MissingStep
 from mqlayer.inspect.message_search import FoundMessage, MessageFilter, search_messages
-from mqlayer.inspect.message_status import states_at
+from mqlayer.inspect.message_states import states_of
+from mqlayer.inspect.stream_search import RECORDS_LIMIT
 from mqlayer.postgres.queries import query
 from mqlayer.runtime.runtime import Runtime
 
@@ -41,21 +42,18 @@ class KeyHistory(msgspec.Struct, frozen=True):
     looked: int
 
 
-def history_of_key(runtime: Runtime, topic: str, key: str, *, limit: int = 20, after: str | None = None) -> KeyHistory:
-    """Return a page of a key's history. Raises NotFound, InvalidInput, KeyTooLarge."""
+def history_of_key(
+    runtime: Runtime, topic: str, key: str, *, limit: int = 20, after: str | None = None, records: int = RECORDS_LIMIT
+) -> KeyHistory:
+    """Return a page of a key's history; `records`: of streams, at most. Raises NotFound, InvalidInput, KeyTooLarge."""
     if not 1 <= limit <= PAGE_LIMIT:
         raise InvalidInput(f"{limit} messages are no page: 1 to {PAGE_LIMIT}")
-    page = search_messages(runtime, topic, MessageFilter(key=key), limit=limit, after=after)
+    page = search_messages(runtime, topic, MessageFilter(key=key), limit=limit, after=after, records=records)
     missing = list(page.missing)
     steps = sorted(_steps(runtime, topic, key, missing) if after is None else (), key=_time)
-    messages = [KeyMessage(one, _states(runtime, topic, one)) for one in page.messages]
+    states = states_of(runtime, topic, page.messages, missing)
+    messages = [KeyMessage(one, groups) for one, groups in zip(page.messages, states, strict=True)]
     return KeyHistory(topic, key, int(lp_of(encode_key(key))), messages, steps, missing, page.after, page.looked)
-
-
-def _states(runtime: Runtime, topic: str, one: FoundMessage) -> Mapping[str, str]:
-    if one.identity is None or one.partition is None or one.offset is None:
-        return {}
-    return {state.group: state.state for state in states_at(runtime, topic, one.identity, one.partition, one.offset)}
 
 
 def _steps(runtime: Runtime, topic: str, key: str, missing: list[MissingStep]) -> Iterator[LifeStep]:

@@ -6,6 +6,7 @@ Every search is bounded: in the streams by a number of records, in the archive b
 from __future__ import annotations
 
 import json
+import math
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,7 +21,7 @@ from psycopg import errors as pg_errors
 from mqlayer.domain.dedup import FirstPosition, encode_dedup_id, lp_of_unkeyed, token_of
 from mqlayer.domain.message import NO_KEY, Identity, Record
 from mqlayer.domain.names import check_any_topic, encode_key
-from mqlayer.domain.routing import lp_of
+from mqlayer.domain.routing import NodeId, lp_of
 from mqlayer.errors import InvalidInput, MqlayerError, NotFound
 from mqlayer.groups.start_positions import UndeletedPartition, undeleted_partitions
 from mqlayer.inspect.message_life import MissingStep
@@ -131,11 +132,12 @@ def search_messages(
     limit: int = 20,
     after: str | None = None,
     records: int = RECORDS_LIMIT,
+    within_s: float = math.inf,
 ) -> MessagePage:
     """Return a page of the messages that match; the latest first, by time alone the earliest.
 
-    `after`: a page's `after`, of a search by key; `records`: of streams, at most. Raises NotFound, InvalidInput, also
-    for headers that this role may not see.
+    `after`: a page's `after`, of a search by key; `records`, `within_s`: of streams, at most. Raises NotFound,
+    InvalidInput, also for headers that this role may not see.
     """
     check_any_topic(topic)
     wanted.check()
@@ -143,7 +145,7 @@ def search_messages(
         raise InvalidInput(f"{limit} messages are no page: 1 to {MATCHES_LIMIT:,}")
     if wanted.by_header and (role := hidden_from(runtime.control)) is not None:
         raise InvalidInput(f"role {role} may see no headers, so it may not search them: mqlayer grant operate {role}")
-    search = _TopicSearch(runtime, topic, records)
+    search = _TopicSearch(runtime, topic, records, within_s)
     if wanted.key is not None and not wanted.by_header:
         return search.of_key(wanted, limit, _Cursor.of(after))
     if after is not None:
@@ -176,15 +178,16 @@ class _Cursor(msgspec.Struct, frozen=True):
 class _TopicSearch:
     """Searches one topic."""
 
-    def __init__(self, runtime: Runtime, topic: str, records: int = RECORDS_LIMIT) -> None:
-        self._runtime, self._records = runtime, records
+    def __init__(self, runtime: Runtime, topic: str, records: int = RECORDS_LIMIT, within_s: float = math.inf) -> None:
+        self._runtime, self._records, self._within_s = runtime, records, within_s
+        self._silent: set[NodeId] = set()
         self._missing: list[MissingStep] = []
         self._after: str | None = None
         with runtime.control.connection() as connection:
             row = connection.execute(query("searched_topic"), {"topic": topic}).fetchone()
             if row is None:
                 raise NotFound("topic", topic, "mqlayer topic list")
-            self._topic_id, self._archived, self._retention_days = row
+            self._topic_id, self._archived, self._retention_days, _ = row
             self._partitions = undeleted_partitions(connection, self._topic_id)
             rows = connection.execute(query("searched_archive"), {"topic_id": self._topic_id}).fetchall()
         self._in_archive: dict[int, int] = dict(rows)
@@ -194,7 +197,7 @@ class _TopicSearch:
     def of_key(self, wanted: MessageFilter, limit: int, after: _Cursor | None) -> MessagePage:
         """Return a page of a key, the latest first."""
         key = encode_key(wanted.key or "")
-        with closing(StreamSearch(self._runtime, records=self._records)) as search:
+        with closing(StreamSearch(self._runtime, records=self._records, within_s=self._within_s)) as search:
             found = list(islice(_distinct(self._of_key(search, wanted, key, after)), limit + 1))
             if len(found) > limit:
                 self._after = found[limit][0]
@@ -235,10 +238,12 @@ class _TopicSearch:
                 within = OffsetBounds(within.first, min(within.past, after.offset + 1))
             for found in search.backward(one, RecordFilter(key=key), within):
                 if _within(found, wanted):
-                    yield f"{one.partition}/{found.offset}", _of_record(one.partition, found.record)
+                    yield f"{one.partition}/{found.offset}", found_of_record(one.partition, found.record)
 
     def _range(self, search: StreamSearch, one: UndeletedPartition, wanted: MessageFilter) -> OffsetBounds:
         """Return a partition's offsets of a time; of a search by key, without the archived ones."""
+        if one.node in self._silent:
+            return OffsetBounds(1, 1)
         try:
             first, past = search.bounds(one)
             if wanted.since is not None:
@@ -248,7 +253,10 @@ class _TopicSearch:
         except BudgetSpent:
             raise
         except MqlayerError as error:
-            self._missing.append(MissingStep("messages of a partition", "not_searched", f"{one.partition}: {error}"))
+            # Each of a node's partitions would wait for it again.
+            self._silent.add(one.node)
+            reason = f"partition {one.partition} and others of its node: {error}"
+            self._missing.append(MissingStep("messages of a node", "not_searched", reason))
             return OffsetBounds(1, 1)
         if wanted.key is not None and not wanted.by_header:
             first = max(first, self._in_archive.get(one.partition, 1))
@@ -305,7 +313,7 @@ class _TopicSearch:
         if wanted.since is None:
             since = datetime.now(UTC) - timedelta(hours=1)
             wanted = msgspec.structs.replace(wanted, since=since)
-        with closing(StreamSearch(self._runtime, records=self._records)) as search:
+        with closing(StreamSearch(self._runtime, records=self._records, within_s=self._within_s)) as search:
             found = [*self._of_time_in_streams(search, wanted, limit), *self._of_time_in_archive(wanted, limit)]
             found.sort(key=lambda one: one.published_at, reverse=latest_first)
             pairs = _distinct(("", one) for one in found)
@@ -333,7 +341,7 @@ class _TopicSearch:
         for found in matches:
             record = found.record
             if _within(found, wanted) and wanted.takes(record.headers):
-                yield _of_record(one.partition, record)
+                yield found_of_record(one.partition, record)
 
     def _of_time_in_archive(self, wanted: MessageFilter, limit: int) -> Iterator[FoundMessage]:
         if not self._in_archive:
@@ -417,7 +425,8 @@ def _within(found: FoundRecord, wanted: MessageFilter) -> bool:
     return after and (wanted.until is None or at_ms <= _ms(wanted.until)) and not found.record.void
 
 
-def _of_record(partition: int, record: Record) -> FoundMessage:
+def found_of_record(partition: int, record: Record) -> FoundMessage:
+    """Return a record of a partition as a found message."""
     at = datetime.fromtimestamp(record.at_ms / 1000, UTC)
     return FoundMessage(str(record.identity), "stream", _text(record.key), at, partition, record.offset, record.tags,
                         record.identity)  # fmt: skip

@@ -133,15 +133,6 @@ def find_message(runtime: Runtime, named: str, *, topic: str | None = None) -> M
     return search.status()
 
 
-def states_at(
-    runtime: Runtime, topic: str, identity: Identity, partition: int, offset: int
-) -> Sequence[MessageInGroup]:
-    """Return the state in each group of a message whose place is known."""
-    search = _Search(runtime, topic)
-    search.by_known(identity, partition, offset)
-    return list(search.in_groups())
-
-
 @dataclass(frozen=True, slots=True)
 class _Archived:
     topic_id: int
@@ -241,17 +232,6 @@ class _Search:
         self._find_in_streams(identity)
         if self._in_archive:
             self._from_archive("message_archived")
-
-    def by_known(self, identity: Identity, partition: int, offset: int) -> None:
-        """Read the message of an identity at its place, without a search."""
-        self._identity, self._place = identity, (partition, offset)
-        with self._runtime.control.connection() as connection:
-            row = connection.execute(query("message_place"), {"partition": partition}).fetchone()
-        if row is not None:
-            self._topic_id, self._topic, self._node = row
-            record = self._read(partition, offset)
-            self._record = record if record is not None and record.identity == identity else None
-            self._look_up(identity)
 
     def status(self) -> MessageStatus:
         """Return the finding."""

@@ -6,6 +6,8 @@ By key or header it looks at each record of a range.
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
@@ -24,7 +26,7 @@ RECORDS_LIMIT: Final = 200_000
 
 
 class BudgetSpent(MqlayerError):
-    """A search looked at as many records as it may."""
+    """A search looked at as many records as it may, or for as long."""
 
 
 class OffsetBounds(NamedTuple):
@@ -35,12 +37,13 @@ class OffsetBounds(NamedTuple):
 
 
 class StreamSearch:
-    """Searches partitions within one budget of records. For one thread; close it."""
+    """Searches partitions within one budget of records, and of seconds. For one thread; close it."""
 
-    def __init__(self, runtime: Runtime, *, records: int = RECORDS_LIMIT) -> None:
+    def __init__(self, runtime: Runtime, *, records: int = RECORDS_LIMIT, within_s: float = math.inf) -> None:
         self._runtime = runtime
         self._pool = NodePool.of_registered(runtime, RedisRole.VIEWER)
         self._limit = self._left = records
+        self._within_s, self._ends_at = within_s, time.monotonic() + within_s
         self.reached: tuple[int, int] | None = None
         """Partition and offset behind the range that `backward` searches next."""
 
@@ -55,6 +58,7 @@ class StreamSearch:
 
     def bounds(self, partition: UndeletedPartition) -> OffsetBounds:
         """Return a partition's kept offsets; none for a lost or deleted one. Raises StoreUnavailable."""
+        self._check_time()
         connection = self._pool.to(partition.node)
         meta_key = partition_keys(self._runtime.prefix, partition.partition).meta
         (reply,) = connection.call([("HMGET", meta_key, "state", "next", "first")])
@@ -126,6 +130,10 @@ class StreamSearch:
         connection = self._pool.to(partition.node)
         return read_record(connection, self._runtime.prefix, partition.partition, offset)
 
+    def _check_time(self) -> None:
+        if time.monotonic() > self._ends_at:
+            raise BudgetSpent(f"the search took {self._within_s:g} s and looked at {self.looked:,} records")
+
     def _first(self, partition: UndeletedPartition, wanted: RecordFilter, within: OffsetBounds) -> FoundRecord | None:
         return next(self.forward(partition, wanted, within, 1), None)
 
@@ -134,6 +142,7 @@ class StreamSearch:
     ) -> tuple[int, list[FoundRecord]]:
         if self._left <= 0:
             raise BudgetSpent(f"the search looked at {self._limit:,} records")
+        self._check_time()
         connection, prefix, name = self._pool.to(partition.node), self._runtime.prefix, partition.partition
         command = search_command(
             connection, prefix, name, wanted, first=within.first, past=within.past, limit=min(limit, SEARCH_LIMIT)

@@ -93,7 +93,7 @@ WHERE k.group_id = %(group_id)s AND k.lp = %(lp)s AND k.name = %(name)s;
 -- What groups are being given of the archive.
 SELECT r.group_id, r.redrive_id, r.kind, r.newer = 'wait' AND r.name IS NULL AS rests, r.sent, r.at_batch, r.upto_batch,
        (SELECT count(*) FROM mqlayer.parked_message m WHERE m.replay = r.redrive_id), r.started_at
-FROM mqlayer.redrive r WHERE r.group_id = ANY(%(group_ids)s::bigint[]) AND r.state = 'running' AND r.kind <> 'dead';
+FROM mqlayer.redrive r WHERE r.group_id = ANY(%(group_ids)s::bigint[]) AND r.state = 'running' AND r.kind IN ('replay', 'backfill');
 
 -- name: topic_names
 -- Names of topics that begin so, for a shell to complete.
@@ -161,6 +161,43 @@ WHERE q.topic_id = %(topic_id)s AND q.partition_id = %(partition)s AND q.log_off
   AND q.group_id = ANY(%(group_ids)s::bigint[])
 ORDER BY settled_at;
 
+-- name: states_of_messages
+-- Messages of a topic by their number in the lists, and in each group: parked, dead, or the group's own state.
+SELECT u.number::int, g.group_id, g.name,
+       CASE WHEN p.group_id IS NOT NULL THEN 'parked' WHEN d.group_id IS NOT NULL THEN 'dead' ELSE g.state END
+FROM unnest(%(lps)s::smallint[], %(sources)s::bigint[], %(seqs)s::bigint[])
+     WITH ORDINALITY AS u (lp, source, seq, number)
+CROSS JOIN mqlayer.topic t JOIN mqlayer.consumer_group g USING (topic_id)
+LEFT JOIN mqlayer.parked_fact p ON p.group_id = g.group_id AND p.lp = u.lp AND p.source = u.source AND p.seq = u.seq
+LEFT JOIN mqlayer.dead_fact d ON d.group_id = g.group_id AND d.lp = u.lp AND d.source = u.source AND d.seq = u.seq
+     AND d.redriven_at IS NULL
+WHERE t.name = %(topic)s AND g.mode <> 'broadcast' ORDER BY u.number, g.name;
+
+-- name: outcomes_of_messages
+-- What groups of a topic did with messages at places, the latest last. Among the last thousand ranges that begin before.
+SELECT u.number::int, o.group_id, o.outcome
+FROM unnest(%(partitions)s::int[], %(offsets)s::bigint[]) WITH ORDINALITY AS u (partition_id, log_offset, number)
+CROSS JOIN mqlayer.topic t JOIN mqlayer.consumer_group g USING (topic_id)
+CROSS JOIN LATERAL (
+    SELECT last.group_id, last.outcome, last.settled_at FROM (
+        SELECT * FROM mqlayer_archive.outcome o
+        WHERE o.group_id = g.group_id AND o.partition_id = u.partition_id AND o.first_offset <= u.log_offset
+        ORDER BY o.first_offset DESC LIMIT 1000) last
+    WHERE last.last_offset >= u.log_offset
+    UNION ALL
+    SELECT q.group_id, q.outcome, q.settled_at FROM mqlayer_archive.outcome_queue q
+    WHERE q.topic_id = t.topic_id AND q.partition_id = u.partition_id AND q.log_offset = u.log_offset
+      AND q.group_id = g.group_id) o
+WHERE t.name = %(topic)s AND g.mode <> 'broadcast' ORDER BY o.settled_at;
+
+-- name: states_positions
+-- The living groups of a topic at some of its partitions: node, start and seek of each.
+SELECT g.group_id, p.partition_id, p.node_id, coalesce(s.start_offset, 1), g.seek
+FROM mqlayer.topic t JOIN mqlayer.partition p USING (topic_id) JOIN mqlayer.consumer_group g USING (topic_id)
+LEFT JOIN mqlayer.group_start s ON s.group_id = g.group_id AND s.partition_id = p.partition_id
+WHERE t.name = %(topic)s AND p.partition_id = ANY(%(partitions)s::int[]) AND p.state IN ('open', 'sealed')
+  AND g.state = 'live' AND g.mode <> 'broadcast';
+
 -- name: message_archived_at
 -- The archived record of a place.
 SELECT topic_id, batch, partition_id, log_offset, source, lp, seq, published_at, key, tags, archived_at, version
@@ -214,8 +251,8 @@ SELECT a.batch, (SELECT min(d.first_batch) FROM mqlayer_archive.day d
 FROM mqlayer_archive.topic a WHERE a.topic_id = %(topic_id)s;
 
 -- name: searched_topic
--- The number of a topic, and how its archive is kept.
-SELECT topic_id, archived, retention_days FROM mqlayer.topic WHERE name = %(topic)s;
+-- The number of a topic, how its archive is kept, and how large its bodies may be.
+SELECT topic_id, archived, retention_days, body_limit FROM mqlayer.topic WHERE name = %(topic)s;
 
 -- name: life_source
 -- Who numbered a message: an outbox, or a direct producer by its name.
@@ -249,12 +286,12 @@ WHERE a.object = ANY(%(objects)s::text[]) AND a.at >= %(since)s
 ORDER BY a.at DESC LIMIT %(limit)s;
 
 -- name: life_dead
--- A message that died in groups, and the redrives that gave it back.
+-- A message that died in groups, and the bulk actions that had it.
 SELECT d.group_id, d.dead_id, d.cause, d.reason, d.attempts, d.actor, d.died_at, d.redriven_at, r.redrive_id, r.actor,
-       w.result, w.at
+       w.result, w.at, r.kind
 FROM mqlayer.dead_fact d
-LEFT JOIN (mqlayer.redrive_result w JOIN mqlayer.redrive r USING (redrive_id))
-  ON w.dead_id = d.dead_id AND r.group_id = d.group_id
+LEFT JOIN (mqlayer.bulk_item w JOIN mqlayer.redrive r USING (redrive_id))
+  ON w.dead_id = d.dead_id AND r.group_id = d.group_id AND w.result IS NOT NULL
 WHERE d.group_id = ANY(%(group_ids)s::bigint[]) AND d.lp = %(lp)s AND d.source = %(source)s AND d.seq = %(seq)s
 ORDER BY w.at;
 

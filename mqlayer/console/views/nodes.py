@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
-from mqlayer.console.charts import LineChart, line_chart
+from mqlayer.console.charts import TimeChart, line_chart
 from mqlayer.console.kept import KeptValues
 from mqlayer.console.page import ROWS, Action, Outcome, Page, Plan, Visit, part
 from mqlayer.console.render import link, segment, size
@@ -97,7 +97,7 @@ def _known(visit: Visit, name: str) -> NodeStatus:
     return kept or node_status(visit.runtime, name)
 
 
-def _charts(visit: Visit, name: str, last: timedelta) -> list[LineChart]:
+def _charts(visit: Visit, name: str, last: timedelta) -> list[TimeChart]:
     memory, commands = curves(visit.runtime.control, "node", name, last=last, points=POINTS)
     now = datetime.now(UTC)
     return [

@@ -61,8 +61,8 @@ def test_groups_show_what_is_wrong_first_and_a_group_shows_why(world: World, bro
     assert "No member of this group lives: start a consumer" in said
     assert "2 partitions" in said
     assert "Lag 30 messages" in said
-    assert "lag: 40 at the end, 30 to 40" in page
-    assert "lag: 40 at the end" in text_of(browser, GROUP, last="hour")
+    assert "lag, highest: 40 at the end" in page
+    assert "lag: 40 at the end, 30 to 40" in text_of(browser, GROUP, last="hour")
     assert browser.get("/groups/orders/none").status_code == 404
     assert browser.get("/groups/none/none").status_code == 404
 
@@ -81,13 +81,13 @@ def test_a_head_is_told_in_words_with_gaps_and_a_masked_body(world: World, brows
     assert "It is running at member hand, or waits there for a free worker" in said
     assert "Next offset to settle 3" in said
     assert "3 , 6 to 7 ." in said
-    assert "Key key-2" in said
-    assert "m-2" in said
+    head = re.search(r"Key key-\d .* 3 B (m-\d) ", said)
+    assert head is not None
     assert "no route change ends it" in said
     with console_client(world, User("vic", bodies=False)) as viewer:
         masked = words(text_of(viewer, f"{GROUP}/partitions/1"))
     assert "hidden from you: 3 B of body" in masked
-    assert "m-2" not in masked
+    assert head[1] not in masked
     assert "valid" in words(text_of(browser, GROUP))
     pause_partitions(world.runtime(actor="bea"), "orders", "ledger", [1])
     said = words(text_of(browser, f"{GROUP}/partitions/1"))
@@ -131,7 +131,7 @@ def test_a_dead_node_is_the_first_thing_that_a_group_tells(
 
 def test_a_failing_head_tells_its_attempts_and_the_next_one(stage: Stage) -> None:
     def fail(body: bytes, ctx: Context) -> None:
-        raise RuntimeError
+        raise RuntimeError("no <b>mail</b> server")
 
     stage.send([("key-0", b"0")])
     stage.consume(Recorder(fail), backoff_s=(300.0,), policy="block")
@@ -142,7 +142,7 @@ def test_a_failing_head_tells_its_attempts_and_the_next_one(stage: Stage) -> Non
 
         wait_until(lambda: "Its handler failed once of 17 attempts" in said(), what="the failed attempt")
         assert re.search(r"the next attempt is at .* UTC, in [45] min", said())
-        assert "says why" in said()
+        wait_until(lambda: "no &lt;b&gt;mail&lt;/b&gt; server" in said(), what="the error, which is written later")
 
 
 @pytest.mark.world(partitions=2, relayed=10)

@@ -1,0 +1,37 @@
+"""Reads that several pages share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+from mqlayer.console.page import Visit
+from mqlayer.inspect import hidden_from
+from mqlayer.postgres.queries import query
+from mqlayer.runtime.runtime import Runtime
+
+NODE_WAIT_S: Final = 2.0
+NAMES: Final = 200
+"""Of a field's suggestions."""
+
+
+def impatient(visit: Visit) -> Runtime:
+    """Return the visit's runtime with short timeouts for nodes: a page is worth no more."""
+    waits = {"connect_timeout_s": NODE_WAIT_S, "socket_timeout_s": NODE_WAIT_S}
+    return replace(visit.runtime, settings=visit.runtime.settings.model_copy(update=waits))
+
+
+def topic_names(visit: Visit) -> Sequence[str]:
+    """Return the first topics by name."""
+    with visit.runtime.control.connection() as connection:
+        rows = connection.execute(query("topic_names"), {"begins": ""}).fetchmany(NAMES)
+    return [name for (name,) in rows]
+
+
+def why_hidden(visit: Visit) -> str:
+    """Return why this user may see no bodies and headers; empty if it may."""
+    if not visit.user.bodies:
+        return f"{visit.user.name} may not see bodies and headers of messages: a body reader may"
+    role = hidden_from(visit.runtime.control)
+    return "" if role is None else f"role {role} of Postgres may not see them: mqlayer grant operate {role}, or analyze"

@@ -1,0 +1,213 @@
+"""The console in a real browser: every page that links lead to, on a desk and a phone, in both themes."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from starlette.routing import Match, Route
+
+from mqlayer.console import Access, Level, User, console_app
+from mqlayer.console.views import ACTIONS, PAGES
+from mqlayer.maintenance.sampling import take_samples
+from mqlayer.settings import Settings
+from tests.fixtures.browser import DESK, PHONE
+from tests.fixtures.command_scenes import System
+from tests.fixtures.console import FixedAccess
+from tests.fixtures.consumers import Stage
+from tests.fixtures.missing_tools import import_or_leave_out
+from tests.fixtures.servers import StartRedis
+from tests.fixtures.wait import wait_until
+from tests.proof.runtimes import runtime_of
+
+SHOTS = os.environ.get("MQLAYER_TEST_SCREENSHOTS", "")
+"""A directory for pictures of each page, to be looked at."""
+GRAVE = {"serious", "critical"}
+
+
+@contextmanager
+def served(settings: Settings, access: Access) -> Iterator[str]:
+    """Serve the console on a port of its own; yield its address."""
+    uvicorn = import_or_leave_out("uvicorn")
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(console_app(settings, access=access), log_level="warning", ws="none"))
+    thread = threading.Thread(target=server.run, args=([listener],))
+    thread.start()
+    try:
+        wait_until(lambda: server.started, what="the console answers")
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(20)
+        listener.close()
+
+
+@pytest.fixture
+def system(stage: Stage, start_redis: StartRedis) -> System:
+    """Parked, dead, archived, a member, a route change that is open."""
+    system = System(stage, start_redis)
+    system.all_that_is_shown()
+    system.member()
+    system.planned_change()
+    take_samples(runtime_of(stage.database, stage.prefix))
+    return system
+
+
+@pytest.fixture
+def address(system: System) -> Iterator[str]:
+    """Where an operator finds the console."""
+    with served(system.stage.settings(), FixedAccess(User("ann", Level.OPERATOR, bodies=True))) as address:
+        yield address
+
+
+class Walk:
+    """A browser that follows links: one example of each page."""
+
+    def __init__(self, page: Any, address: str) -> None:
+        self.page, self.address = page, address
+        self.faults: list[str] = []
+        page.on("pageerror", lambda error: self.faults.append(f"{page.url}: {error}"))
+        page.on("console", self._note)
+        self.seen: dict[str, str] = {}
+
+    def _note(self, message: Any) -> None:
+        if message.type in {"error", "warning"}:
+            self.faults.append(f"{self.page.url}: {message.text}")
+
+    def all(self, look: Callable[[str], None]) -> None:
+        """Open one example of each page and each action's plan, and look at it."""
+        waiting = ["/"]
+        while waiting:
+            path = waiting.pop(0)
+            kind = kind_of(path)
+            if kind is None or kind in self.seen:
+                continue
+            self.seen[kind] = path
+            answer = self.page.goto(self.address + path)
+            # A plan may say that it can't be done now, and why.
+            fine = {200, 409} if kind.startswith("/actions/") else {200}
+            assert answer.status in fine, (path, self.page.inner_text("main"))
+            look(kind)
+            links = self.page.eval_on_selector_all("a[href]", "all => all.map(one => one.href)")
+            paths = (urlsplit(link) for link in links)
+            waiting += [f"{one.path}?{one.query}" if one.query else one.path for one in paths]
+
+
+def kind_of(path: str) -> str | None:
+    """Return the page's or the action's pattern; None for other addresses."""
+    plain = path.partition("?")[0]
+    for pattern in (*(page.path for page in PAGES), *(f"/actions/{one.name}" for one in ACTIONS)):
+        route = Route(pattern, lambda _: None)
+        match, _ = route.matches({"type": "http", "path": plain, "method": "GET", "root_path": ""})
+        if match is Match.FULL:
+            return pattern
+    return None
+
+
+def picture(page: Any, name: str) -> None:
+    """Keep a picture where one is wanted."""
+    if SHOTS:
+        Path(SHOTS).mkdir(exist_ok=True)
+        page.screenshot(path=f"{SHOTS}/{re.sub(r'[^a-z]+', '-', name).strip('-') or 'overview'}.png", full_page=True)
+
+
+@pytest.mark.slow
+def test_every_page_works_in_both_themes_and_on_a_phone_and_no_rule_of_accessibility_is_broken(
+    chromium: Any, address: str
+) -> None:
+    axe = import_or_leave_out("axe_playwright_python.sync_playwright").Axe()
+    with chromium.new_context(viewport=DESK, color_scheme="light") as context:
+        page = context.new_page()
+        walk, broken = Walk(page, address), list[str]()
+
+        def look(kind: str) -> None:
+            for theme in ("light", "dark"):
+                page.emulate_media(color_scheme=theme)
+                found = axe.run(page).response["violations"]
+                broken.extend(
+                    f"{kind} ({theme}): {one['id']}: {one['help']}: {one['nodes'][0]['html']}"
+                    for one in found
+                    if one["impact"] in GRAVE
+                )
+                picture(page, f"{kind} {theme}")
+            page.set_viewport_size(PHONE)
+            wide = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
+            if wide > 0:
+                broken.append(f"{kind}: {wide} px too wide for a phone")
+            picture(page, f"{kind} phone")
+            page.set_viewport_size(DESK)
+
+        walk.all(look)
+    assert not broken, "\n".join(broken)
+    assert not walk.faults, "\n".join(walk.faults)
+    missed = {page.path for page in PAGES} - walk.seen.keys()
+    assert not missed, f"no link of another page leads to {sorted(missed)}"
+
+
+def test_a_page_is_live_while_it_is_seen(chromium: Any, address: str) -> None:
+    with chromium.new_context(viewport=DESK) as context:
+        page = context.new_page()
+        page.goto(f"{address}/")
+        page.wait_for_function("document.getElementById('stream').textContent == 'live'")
+        page.evaluate(
+            "Object.defineProperty(document, 'hidden', {value: true, configurable: true});"
+            "document.dispatchEvent(new Event('visibilitychange'))"
+        )
+        assert page.inner_text("#stream") == "paused"
+
+
+def test_keys_lead_to_pages_and_the_theme_is_kept(chromium: Any, address: str) -> None:
+    with chromium.new_context(viewport=DESK, color_scheme="light") as context:
+        page = context.new_page()
+        page.goto(f"{address}/")
+        page.keyboard.press("g")
+        page.keyboard.press("t")
+        page.wait_for_url(f"{address}/topics")
+        page.keyboard.press("t")
+        page.reload()
+        assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+        page.keyboard.press("?")
+        assert page.is_visible("#keys")
+
+
+@pytest.mark.slow
+def test_an_operator_does_what_pages_offer_and_the_audit_shows_it(chromium: Any, address: str) -> None:
+    with chromium.new_context(viewport=DESK) as context:
+        page = context.new_page()
+        walk = Walk(page, address)
+        walk.all(lambda _: None)
+        offered = {kind: path for kind, path in walk.seen.items() if kind.startswith("/actions/")}
+        said = {kind: outcome_of(page, address + path) for kind, path in sorted(offered.items(), key=is_an_end)}
+        assert not walk.faults, "\n".join(walk.faults)
+        page.goto(f"{address}/audit")
+        shown = page.inner_text("main")
+    done = {kind for kind, (answer, _) in said.items() if answer == "done"}
+    assert {answer for answer, _ in said.values()} <= {"done", "refused"}, said
+    assert len(done) >= 8, said
+    assert "ann@console" in shown
+    assert "it is a drill" in shown
+
+
+def is_an_end(offered: tuple[str, str]) -> tuple[bool, str]:
+    """What ends a group, a key or a topic comes last."""
+    return any(word in offered[0] for word in ("retire", "delete", "evict", "lost")), offered[0]
+
+
+def outcome_of(page: Any, address: str) -> tuple[str, str]:
+    """Do what an action's page offers; return how it ended, and what the page says."""
+    answer = page.goto(address)
+    if answer.status == 200:
+        page.fill("#reason", "it is a drill")
+        with page.expect_navigation() as gone:
+            page.click("main form button")
+        answer = gone.value
+    text = page.inner_text("main")
+    return {200: "done", 409: "refused"}.get(answer.status, str(answer.status)), text
