@@ -7,7 +7,7 @@ import os
 import re
 from collections import ChainMap
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
 from pydantic import Field, SecretStr, model_validator
@@ -80,6 +80,11 @@ class Dsn(str):
 def options_of(dsn: str) -> ConnectionOptions:
     """Return a DSN's connection options."""
     return dsn.options if isinstance(dsn, Dsn) else ConnectionOptions()
+
+
+def as_role(dsn: Dsn, role: str) -> Dsn:
+    """Return a DSN whose sessions take a Postgres role; empty: the login's."""
+    return Dsn(str(dsn), replace(dsn.options, role=role))
 
 
 class Settings(BaseSettings):

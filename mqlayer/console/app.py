@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from http import HTTPStatus
 from typing import Any, Final, TypeVar
+from urllib.parse import parse_qsl, urlencode
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -18,7 +19,7 @@ from starlette.staticfiles import StaticFiles
 
 from mqlayer.console.access import Access, Anyone, Guard
 from mqlayer.console.headers import SafeHeaders
-from mqlayer.console.live import LivePages
+from mqlayer.console.live import LIVE, LivePages, is_live
 from mqlayer.console.page import Action, Page, Visit
 from mqlayer.console.render import rendered
 from mqlayer.console.runtimes import Runtimes
@@ -57,7 +58,7 @@ def console_app(
             *(Route(page.path, partial(console.show, page)) for page in PAGES),
             *(Route(f"/actions/{one.name}", partial(console.ask_first, one), methods=["GET"]) for one in ACTIONS),
             *(Route(f"/actions/{one.name}", partial(console.act, one), methods=["POST"]) for one in ACTIONS),
-            Route("/live", console.live),
+            Route(LIVE, console.live),
             *console.access.routes,
             Mount("/static", StaticFiles(packages=[("mqlayer.console", "static")])),
         ],
@@ -106,7 +107,8 @@ class Console:
 
     async def act(self, action: Action, request: Request) -> Response:
         """Run an action."""
-        form = {name: value for name, value in (await request.form()).items() if isinstance(value, str)}
+        sent = {name: value for name, value in (await request.form()).items() if isinstance(value, str)}
+        form = _query(sent.pop("fields", "")) | sent
         if not await run_in_threadpool(self.access.check_form, request, form.pop("token", "")):
             return self._message(request, None, HTTPStatus.FORBIDDEN, "this form is not of a page of this console")
         return await self._operated(request, form, partial(self._done, action))
@@ -125,7 +127,8 @@ class Console:
             visit = Visit(self._runtimes.of(user), user, parameters, _query(query))
             return self._page(request, user, page, visit)
 
-        return self._live.stream(render)
+        user = await self._known(request)
+        return self._live.stream(user.name if isinstance(user, User) else "", render)
 
     async def not_found(self, request: Request, _: Exception) -> Response:
         """Answer for a path without a page."""
@@ -167,7 +170,10 @@ class Console:
 
     def _planned(self, action: Action, request: Request, user: User, fields: Mapping[str, str]) -> str:
         plan = action.plan(Visit(self._runtimes.of(user), user, {}, fields))
-        shown = {"action": action, "plan": plan, "fields": {**fields, **plan.fields}}
+        told = {**fields, **plan.fields}
+        reason = told.pop("reason", "")
+        # As one word in ASCII: browsers change the ends of lines in a field, and pages escape characters.
+        shown = {"action": action, "plan": plan, "fields": urlencode(told), "reason": reason}
         return rendered("action.html", self._common(request, user, action.title) | shown)
 
     def _done(self, action: Action, request: Request, user: User, fields: Mapping[str, str]) -> str:
@@ -193,7 +199,7 @@ class Console:
 
     def _common(self, request: Request, user: User | None, title: str) -> dict[str, Any]:
         root = request.scope.get("root_path", "")
-        path = request.query_params.get("path", "") if request.url.path.endswith("/live") else _own_path(request)
+        path = request.query_params.get("path", "") if is_live(request) else _own_path(request)
         return {
             "title": title,
             "root": root,
@@ -220,8 +226,6 @@ def _own_path(request: Request) -> str:
 
 
 def _query(text: str) -> dict[str, str]:
-    from urllib.parse import parse_qsl
-
     return dict(parse_qsl(text, keep_blank_values=True))
 
 

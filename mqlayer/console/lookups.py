@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Final
 
 from mqlayer.console.page import Visit
 from mqlayer.inspect import hidden_from
 from mqlayer.postgres.queries import query
-from mqlayer.runtime.runtime import Runtime
 
-NODE_WAIT_S: Final = 2.0
 NAMES: Final = 200
 """Of a field's suggestions."""
-
-
-def impatient(visit: Visit) -> Runtime:
-    """Return the visit's runtime with short timeouts for nodes: a page is worth no more."""
-    waits = {"connect_timeout_s": NODE_WAIT_S, "socket_timeout_s": NODE_WAIT_S}
-    return replace(visit.runtime, settings=visit.runtime.settings.model_copy(update=waits))
 
 
 def topic_names(visit: Visit) -> Sequence[str]:

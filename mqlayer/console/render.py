@@ -68,6 +68,15 @@ def segment(value: Any) -> str:
     return quote(str(value), safe="")
 
 
+class _Exact(str):
+    __slots__ = ()
+
+
+def exact(value: str) -> str:
+    """Return the text of a field that comes back as it is: its markup alone is escaped."""
+    return _Exact(value)
+
+
 def _shown(value: Any) -> Any:
     # Marks of direction and characters without width would fake what a page says; markup is the templates' own.
     return escape(value, lines=True) if type(value) is str else value
@@ -87,6 +96,7 @@ def templates() -> Environment:
     made.filters |= {
         "ago": ago,
         "duration": duration,
+        "exact": exact,
         "number": number,
         "segment": segment,
         "size": size,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Final
 
 from mqlayer.console.users import Level, User
@@ -14,7 +14,7 @@ from mqlayer.postgres.database import Connection, Database, address_of, connect,
 from mqlayer.postgres.dsn import parse_dsn
 from mqlayer.postgres.rights import Right, SchemaName, require
 from mqlayer.runtime.runtime import Runtime
-from mqlayer.settings import Dsn, Settings
+from mqlayer.settings import Dsn, Settings, as_role
 
 POOL: Final = 8
 NAME: Final = "mqlayer console"
@@ -35,7 +35,7 @@ class Runtimes:
         role = self.roles.get(user.level, "")
         if role not in self._databases:
             dsns = self.settings.control_dsn(), self.settings.application_dsn()
-            control, application = (Database(_as_role(dsn, role), application=NAME, max_size=POOL) for dsn in dsns)
+            control, application = (Database(as_role(dsn, role), application=NAME, max_size=POOL) for dsn in dsns)
             self._databases[role] = control, application
         control, application = self._databases[role]
         return Runtime(control, self.settings, application, Actor(f"{user.name}@console", reason))
@@ -59,14 +59,10 @@ class Runtimes:
 @contextmanager
 def _connected(dsn: Dsn, role: str) -> Iterator[Connection]:
     try:
-        connection = connect(_as_role(dsn, role), application=NAME)
+        connection = connect(as_role(dsn, role), application=NAME)
     except PermissionDenied as error:
         login = parse_dsn(dsn).get("user") or "LOGIN"
         reason = f"{login!r} may not become {role!r}" if role else error.reason
         raise PermissionDenied(error.address, reason, f"GRANT {role} TO {login}" if role else error.fix) from error
     with closing(connection):
         yield connection
-
-
-def _as_role(dsn: Dsn, role: str) -> Dsn:
-    return Dsn(str(dsn), replace(dsn.options, role=role))

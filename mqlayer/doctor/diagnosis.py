@@ -24,7 +24,7 @@ from mqlayer.postgres.session_setup import is_own
 from mqlayer.redis.access import NodeAccess, broker_access
 from mqlayer.redis.node_connection import Node
 from mqlayer.redis.server_info import ServerInfo, read_server_info
-from mqlayer.settings import Settings
+from mqlayer.settings import Settings, as_role
 
 SCHEMA_CHECKS: Final = {"control": control.CHECKS, "application": outbox.CHECKS}
 
@@ -42,9 +42,9 @@ class ServerReport:
 CheckJobs = Mapping[str, Callable[[], ServerReport]]
 
 
-def diagnose(settings: Settings, *, limits: CheckLimits = LIMITS) -> list[Finding]:
-    """Run all checks; a server's error becomes a finding."""
-    stores = in_parallel(_store_work(settings, limits), limits)
+def diagnose(settings: Settings, *, role: str = "", limits: CheckLimits = LIMITS) -> list[Finding]:
+    """Run all checks, as a Postgres role; a server's error becomes a finding."""
+    stores = in_parallel(_store_work(settings, role, limits), limits)
     registered = next((report.registered for report in stores if report.registered is not None), None)
     found = in_parallel(_node_work(registered or [], settings.key_prefix, limits), limits)
     broker = next((report.broker for report in stores if report.broker is not None), None)
@@ -128,9 +128,9 @@ def _silent(name: str, limits: CheckLimits) -> ServerReport:
     return ServerReport([Finding("reachable", name, CheckStatus.UNKNOWN, seen, fix)])
 
 
-def _store_work(settings: Settings, limits: CheckLimits) -> CheckJobs:
-    control_dsn = settings.control_dsn() if settings.dsn else ""
-    application_dsn = settings.application_dsn() if settings.app_dsn or settings.dsn else ""
+def _store_work(settings: Settings, role: str, limits: CheckLimits) -> CheckJobs:
+    control_dsn = as_role(settings.control_dsn(), role) if settings.dsn else ""
+    application_dsn = as_role(settings.application_dsn(), role) if settings.app_dsn or settings.dsn else ""
     places: list[tuple[str, str, tuple[SchemaName, ...]]] = [
         ("control database", control_dsn, ("control",)),
         ("application database", application_dsn, ("application",)),

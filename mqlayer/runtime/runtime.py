@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import ClassVar
 
 from mqlayer.errors import InvalidInput
 from mqlayer.postgres.database import Database
@@ -27,6 +28,7 @@ class Runtime:
     application: Database | None = None
     """The database of outbox and fence; None: this process has no way to it."""
     actor: str = "api"
+    connection_class: ClassVar[type[NodeConnection]] = NodeConnection
 
     @property
     def prefix(self) -> str:
@@ -48,7 +50,7 @@ class Runtime:
         `role`: rights to check once per run. `within_s`: in place of the settings' timeouts.
         """
         settings = self.settings
-        return NodeConnection(
+        return self.connection_class(
             node,
             connect_timeout_s=settings.connect_timeout_s if within_s is None else within_s,
             timeout_s=settings.socket_timeout_s if within_s is None else within_s,

@@ -207,6 +207,9 @@ def test_forwarded_headers_count_from_trusted_peers_only() -> None:
     appended = request("10.0.0.1", x_forwarded_for="1.1.1.1, 203.0.113.9, 10.9.9.9")
     assert site.address(appended) == "203.0.113.9", "what a client wrote itself stands before"
     assert site.address(request("10.0.0.1", x_forwarded_for="<b>")) == "10.0.0.1"
+    assert site.address(request("10.0.0.1", x_forwarded_for="1.1.1.1, 203.0.113.9:4711")) == "203.0.113.9"
+    assert site.address(request("10.0.0.1", x_forwarded_for="1.1.1.1, [2001:470::9]:4711")) == "2001:470::9"
+    assert site.address(request("10.0.0.1", x_forwarded_for="1.1.1.1, unknown")) == "10.0.0.1"
 
 
 @pytest.mark.parametrize(

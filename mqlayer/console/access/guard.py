@@ -45,7 +45,7 @@ class Guard:
             await send(message)
 
         told = Headers(scope=scope).get("content-length", "0")
-        if not told.isdigit() or int(told[:20]) > BODY_BYTES:
+        if not told.isdecimal() or int(told[:20]) > BODY_BYTES:
             await PlainTextResponse(TOO_LARGE, HTTPStatus.REQUEST_ENTITY_TOO_LARGE)(scope, receive, sending)
             return
         await self.app(scope, receiving, sending)

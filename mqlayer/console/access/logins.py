@@ -21,6 +21,7 @@ from mqlayer.console.access.paths import safe_path
 from mqlayer.console.access.sessions import Session, Sessions
 from mqlayer.console.access.site import Site
 from mqlayer.console.access.throttle import Throttle
+from mqlayer.console.live import is_live
 from mqlayer.console.render import rendered
 from mqlayer.console.users import User
 from mqlayer.errors import InvalidInput, MqlayerError
@@ -67,8 +68,7 @@ class LoginAccess:
     def user_of(self, request: Request) -> User | None:
         """Return the user of the session. Live parts don't keep it from ending."""
         token = self._token(request)
-        used = not request.url.path.endswith("/live")
-        session = self._sessions.find(request, token, use=used) if token else None
+        session = self._sessions.find(request, token, use=not is_live(request)) if token else None
         if session is None:
             return None
         if session.proof == PROVIDED:

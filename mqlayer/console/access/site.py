@@ -43,12 +43,18 @@ class Site:
         return self._trusts(_peer(request))
 
     def address(self, request: Request) -> str:
-        """Return the client's address: behind trusted proxies, the last one that they did not add themselves."""
+        """Return the client's address: behind trusted proxies, the last one that they did not add themselves.
+
+        Some add a port. Left of a word that is no address, anything may be the client's.
+        """
         found = _peer(request)
         for text in reversed(_listed(request, "x-forwarded-for")):
             if not self._trusts(found):
                 break
-            found = _address(text) or found
+            told = _address(text) or _address(_split(f"//{text}").hostname or "")
+            if told is None:
+                break
+            found = told
         return str(found or "")
 
     def is_secure(self, request: Request) -> bool:

@@ -35,7 +35,11 @@ function open_stream() {
   stream.addEventListener("page", (event) => { say("live"); show(JSON.parse(event.data)); });
   stream.addEventListener("trouble", (event) => say(`stale: ${JSON.parse(event.data)}`));
   stream.addEventListener("ended", () => { close_stream("logged out"); });
-  stream.addEventListener("error", () => say("connecting"));
+  stream.addEventListener("error", () => {
+    if (stream?.readyState !== EventSource.CLOSED) { say("connecting"); return; }
+    close_stream("not live");
+    setTimeout(open_stream, 30_000);
+  });
 }
 
 function close_stream(why) {

@@ -87,7 +87,7 @@ def _place(visit: Visit) -> tuple[datetime, int] | None:
     if not text:
         return None
     at, _, number = text.rpartition("_")
-    if not number.isdigit() or len(number) > 18:
+    if not (number.isascii() and number.isdigit() and len(number) <= 18):
         raise InvalidInput("before is no place of the list: follow its links")
     # A plus sign in a query is a blank.
     return _parsed(at.replace(" ", "+"), "before"), int(number)

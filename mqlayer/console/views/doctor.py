@@ -10,6 +10,7 @@ from typing import Any, Final
 from mqlayer.console.page import Action, Page, Visit
 from mqlayer.doctor import CheckStatus, diagnose
 from mqlayer.errors import Conflict
+from mqlayer.settings import options_of
 
 KINDS: Final = {
     CheckStatus.BROKEN: "bad",
@@ -27,7 +28,7 @@ def _load(visit: Visit) -> Mapping[str, Any]:
     if not _running.acquire(blocking=False):
         raise Conflict("the doctor runs for somebody else", "load the page again in a few seconds")
     try:
-        found = diagnose(visit.runtime.settings)
+        found = diagnose(visit.runtime.settings, role=options_of(visit.runtime.control.dsn).role)
     finally:
         _running.release()
     order = list(KINDS)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Final
 
-from mqlayer.console.lookups import impatient, topic_names
+from mqlayer.console.lookups import topic_names
+from mqlayer.console.node_reads import impatient
 from mqlayer.console.page import Action, Outcome, Page, Part, Plan, Visit, part
 from mqlayer.console.render import ago, duration, link, when
 from mqlayer.domain.names import parse_identity
@@ -60,7 +61,7 @@ def _key(visit: Visit) -> str:
 
 
 def _groups(visit: Visit, topic: str, key: str, group: str) -> Mapping[str, Any]:
-    runtime = impatient(visit)
+    runtime = impatient(visit.runtime)
     live = [one.name for one in group_facts(runtime.control, topic) if one.state == "live" and one.mode != "broadcast"]
     wanted = [group] if group else live[:GROUPS]
     views = [(name, part(lambda name=name: _view(explain_key(runtime, topic, key, name)))) for name in wanted]  # type: ignore[misc]
@@ -179,7 +180,7 @@ def _since(moment: datetime | None) -> str:
 
 def _history(visit: Visit, topic: str, key: str) -> KeyHistory:
     after = visit.text("after") or None
-    return history_of_key(impatient(visit), topic, key, limit=MESSAGES, after=after, records=RECORDS)
+    return history_of_key(impatient(visit.runtime), topic, key, limit=MESSAGES, after=after, records=RECORDS)
 
 
 def _dead(visit: Visit, topic: str, key: str) -> Sequence[DeadMessage]:
@@ -219,7 +220,7 @@ def _pause(visit: Visit) -> Outcome:
 
 def _plan_resume(visit: Visit) -> Plan:
     topic, group, key = _named(visit)
-    parked = explain_key(impatient(visit), topic, key, group).parked
+    parked = explain_key(impatient(visit.runtime), topic, key, group).parked
     if parked is None or parked.paused_at is None:
         raise Conflict(f"key {key!r} is not paused for group {group}", "look at the key again")
     lines = [f"Group {group} of topic {topic} goes on with key {key}: {_waiting(parked.messages)}, in order."]
@@ -236,7 +237,7 @@ def _resume(visit: Visit) -> Outcome:
 
 def _plan_skip(visit: Visit) -> Plan:
     topic, group, key = _named(visit)
-    found = explain_key(impatient(visit), topic, key, group)
+    found = explain_key(impatient(visit.runtime), topic, key, group)
     head = _head(found)
     if not head:
         raise Conflict(f"no message of key {key!r} waits in group {group}", "look at the key again")
@@ -266,7 +267,7 @@ def _skip(visit: Visit) -> Outcome:
 
 def _plan_release(visit: Visit) -> Plan:
     topic, group, key = _named(visit)
-    parked = explain_key(impatient(visit), topic, key, group).parked
+    parked = explain_key(impatient(visit.runtime), topic, key, group).parked
     if parked is None:
         raise Conflict(f"key {key!r} is not parked for group {group}", "look at the key again")
     if parked.paused_at is not None:

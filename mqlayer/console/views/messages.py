@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
-from mqlayer.console.lookups import impatient, topic_names, why_hidden
+from mqlayer.console.lookups import topic_names, why_hidden
+from mqlayer.console.node_reads import impatient
 from mqlayer.console.page import ROWS, Action, Page, Part, Visit, part
 from mqlayer.console.render import link
 from mqlayer.domain.body_fields import body_fields
@@ -184,7 +185,7 @@ def _load(visit: Visit) -> Mapping[str, Any]:
 
 def _rows(visit: Visit, found: Found | None, hidden: str) -> list[Row]:
     messages = found.messages if found is not None else []
-    stored = stored_messages(impatient(visit), visit.text("topic"), messages)
+    stored = stored_messages(impatient(visit.runtime), visit.text("topic"), messages)
     return [
         Row.of(one, stored.get(one.identity) if one.identity is not None else None, hidden=bool(hidden))
         for one in messages
@@ -192,7 +193,7 @@ def _rows(visit: Visit, found: Found | None, hidden: str) -> list[Row]:
 
 
 def _found(visit: Visit, hidden: str) -> Found:
-    runtime, asked = impatient(visit), _Question.of(visit)
+    runtime, asked = impatient(visit.runtime), _Question.of(visit)
     text, topic = asked.text, asked.text["topic"]
     if text["message"]:
         return _one(runtime, text["message"], topic)
@@ -287,7 +288,7 @@ def _export(visit: Visit) -> Mapping[str, Any]:
 
 
 def _show(visit: Visit) -> Mapping[str, Any]:
-    runtime, topic = impatient(visit), visit.text("topic")
+    runtime, topic = impatient(visit.runtime), visit.text("topic")
     hidden = why_hidden(visit)
     found = find_message(runtime, visit.text("message"), topic=topic)
     content = None if hidden else found.content

@@ -7,7 +7,8 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
-from mqlayer.console.lookups import impatient, topic_names, why_hidden
+from mqlayer.console.lookups import topic_names, why_hidden
+from mqlayer.console.node_reads import impatient
 from mqlayer.console.page import ROWS, Action, Outcome, Page, Plan, Visit, part
 from mqlayer.console.render import ago, link, segment
 from mqlayer.domain.body_text import decoded
@@ -168,7 +169,7 @@ def _key_row(visit: Visit, topic: str, group: str, key: str) -> ParkedKey:
 
 
 def _status(visit: Visit, topic: str, group: str, key: str) -> KeyStatus | None:
-    return explain_key(impatient(visit), topic, key, group) if key else None
+    return explain_key(impatient(visit.runtime), topic, key, group) if key else None
 
 
 def _after(visit: Visit) -> ParkedMessage | None:

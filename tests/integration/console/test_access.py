@@ -30,6 +30,7 @@ from mqlayer.console.runtimes import Runtimes
 from mqlayer.errors import MqlayerError, PermissionDenied
 from mqlayer.postgres.rights import Right
 from tests.fixtures.commands import Commands
+from tests.fixtures.console import VIEWER, FixedAccess
 from tests.fixtures.console_logins import SESSION, browser, is_in, log_in, log_out, password_access, token_of
 from tests.fixtures.console_logins import write_passwords as write
 from tests.fixtures.forked_programs import start_python
@@ -318,3 +319,20 @@ def test_sessions_have_the_times_that_were_asked_for(world: World, tmp_path: Pat
     assert world.rows("SELECT idle_s, extract(epoch FROM ends_at - began_at)::int FROM mqlayer.console_session") == [
         (120, 600)
     ]
+
+
+def test_the_doctor_asks_with_the_role_of_the_users_level(world: World, roles: Roles, database_dsn: str) -> None:
+    """The login itself may do nothing, as in the guide."""
+    dsn, viewer = roles.login(), roles.name_of(role_dsn(database_dsn, Right.VIEW))
+    name = roles.name_of(dsn)
+    settings = world.settings().model_copy(update={"dsn": type(world.settings().dsn)(dsn), "app_dsn": None})
+    world.rows(f'ALTER ROLE "{name}" NOINHERIT')
+    world.rows(f'GRANT "{viewer}" TO "{name}"')
+    try:
+        app = console_app(settings, access=FixedAccess(VIEWER), roles={Level.VIEWER: viewer})
+        with TestClient(app) as client:
+            found = client.get("/doctor", params={"run": "1"}).text
+    finally:
+        world.rows(f'REVOKE "{viewer}" FROM "{name}"')
+    assert "no relay lives" in found
+    assert "permission denied" not in found

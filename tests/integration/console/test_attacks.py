@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import quote
 
 import pytest
 from markupsafe import escape
+from starlette.responses import StreamingResponse
 from starlette.testclient import TestClient
 
 from mqlayer.console import LevelGroups, ProxyAccess, Site
 from mqlayer.console.access.guard import BODY_BYTES
 from mqlayer.console.access.throttle import PER_PAIR
 from mqlayer.console.headers import POLICY
+from mqlayer.console.live import PER_USER, LivePages
 from mqlayer.console.page import Action, Outcome, Plan, Visit
 from mqlayer.console.views import ACTIONS, PAGES
 from mqlayer.postgres.audit import write_audit
+from tests.fixtures.console import OPERATOR, console_client, do_action
 from tests.fixtures.console_logins import HOST, SESSION, browser, is_in, log_in, log_out, password_access, token_of
 from tests.fixtures.consumers import Stage
 from tests.fixtures.failed_messages import Failing
@@ -262,3 +266,50 @@ def test_the_policy_of_scripts_allows_none_of_a_page(person: TestClient) -> None
         assert answer.headers["x-frame-options"] == "DENY", path
         assert " style=" not in answer.text, path
         assert "<script>" not in answer.text, path
+
+
+def test_an_act_is_on_the_very_key_that_its_page_shows(stage: Stage) -> None:
+    """Whatever pages escape, and browsers make of line ends in a field."""
+    failing = Failing(stage)
+    key = "a\u202eb\r\nc\nd\t\x01é <b>&amp;"
+    parked, other = failing.publish((key, b"1"), ("a\\u202eb", b"2"))
+    failing.park(parked, attempts=3)
+    failing.park(other, attempts=3)
+    with console_client(World(stage.dsn, stage.prefix, ()), OPERATOR) as client:
+        said = do_action(client, "parked-discard", topic=stage.topic, group=failing.group, key=key)
+        assert "1 messages" in said
+        found = client.get("/keys", params={"topic": stage.topic, "key": "a\u202eb"}).text
+    assert failing.dead() == [b"1"]
+    assert 'name="key" required value="a\u202eb"' in found, "a search that is sent again is the same"
+
+
+def test_one_user_leaves_live_pages_to_others() -> None:
+    async def scene() -> list[int]:
+        pages = LivePages(every_s=60.0)
+        streams = []
+        for user in ["vic"] * (PER_USER + 1) + ["ann"]:
+            answer = pages.stream(user, lambda: "page")
+            if isinstance(answer, StreamingResponse):
+                streams.append(answer.body_iterator)
+                await anext(aiter(streams[-1]))
+            codes.append(answer.status_code)
+        for stream in streams:
+            await stream.aclose()
+        codes.append(pages.stream("vic", lambda: "page").status_code)
+        return codes
+
+    codes: list[int] = []
+    assert asyncio.run(scene()) == [200] * PER_USER + [503, 200, 200]
+
+
+@pytest.mark.parametrize("place", ["²", "2026-01-01T00:00_²", "2026-01-01T00:00_99999999999999999999"])
+def test_a_place_in_the_audit_that_is_none_is_refused(person: TestClient, place: str) -> None:
+    log_in(person)
+    assert person.get("/audit", params={"before": place}).status_code == 400
+
+
+def test_a_page_of_a_topic_called_live_is_a_page(world: World, person: TestClient) -> None:
+    log_in(person)
+    world.rows("UPDATE mqlayer.console_session SET seen_at = now() - interval '50 min'")
+    assert 'data-here="/topics/live"' in person.get("/topics/live").text
+    assert world.rows("SELECT now() - seen_at < interval '1 min' FROM mqlayer.console_session") == [(True,)]

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import time
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 from starlette.testclient import TestClient
 
+from mqlayer.console.node_reads import NODE_S, SILENT
+from mqlayer.groups import GroupSettings, ensure_group
+from mqlayer.runtime.route_cache import RouteCache
 from mqlayer.stack import RedisServer
 from tests.fixtures.console import console_client
 from tests.fixtures.console_pages import OPERATOR, VIEWER, act, audited, sample, text_of, words
@@ -118,3 +125,26 @@ def test_the_doctor_runs_on_demand_only(world: World, browser: TestClient) -> No
     assert "no relay lives" in said
     assert "run one: mqlayer relay" in said
     assert "checks are fine" in said
+
+
+@pytest.mark.world(partitions=4, nodes=2)
+def test_a_silent_node_holds_up_one_page_and_not_each_of_its_groups(
+    world: World, browser: TestClient, node: RedisServer
+) -> None:
+    with closing(RouteCache(world.database)) as routes:
+        for number in range(6):
+            ensure_group(world.runtime(), routes, topic="orders", name=f"g{number}", settings=GroupSettings())
+    pid = node.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        began = time.monotonic()
+        said = [text_of(browser, "/keys", topic="orders", key="k"), text_of(browser, "/topics/orders"),
+                text_of(browser, "/messages", topic="orders"), text_of(browser, "/groups/orders/g1")]  # fmt: skip
+        assert time.monotonic() - began < NODE_S + 3.0
+        assert "does not answer" in said[1]
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    SILENT.forget(world.urls[1])
+    shows(browser, "/topics/orders", "4 partitions. Rates")
+    assert "does not answer" not in text_of(browser, "/topics/orders")
