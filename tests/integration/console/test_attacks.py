@@ -273,15 +273,10 @@ def test_bodies_are_for_body_readers_on_every_page_and_file(stage: Stage) -> Non
         for page in PAGES:
             for record in (lies, parked, dead):
                 path = page.path.replace(":path}", "}").format(**values, message=identity_of(record))
-                for asked in (
-                    {},
-                    query | {"key": record[1].key.decode()},
-                    {"topic": stage.topic, "q": SECRET.decode()},
-                ):
+                for asked in ({}, query | {"key": record[1].key.decode()}):
                     answer = client.get(path, params=asked, headers=who)
                     assert answer.status_code in {200, 400, 404, 409}, (path, answer.text)
-                    text = answer.text if asked.get("q") is None else answer.text.replace(SECRET.decode(), "", 2)
-                    found |= {page.path} if SECRET.decode() in text else set()
+                    found |= {page.path} if SECRET.decode() in answer.text else set()
         return found
 
     access = ProxyAccess(Site(HOST, ["10.0.0.0/8"]), LevelGroups(["vic"], ["ann", "olga"], ["ann"]))
