@@ -13,6 +13,7 @@ from mqlayer import Context
 from mqlayer.console import User, console_app
 from mqlayer.groups import GroupSettings, ensure_group
 from mqlayer.groups.pauses import pause_partitions
+from mqlayer.postgres.rights import Right
 from mqlayer.redis.partition_scripts import settle_command
 from mqlayer.runtime.route_cache import RouteCache
 from mqlayer.stack import RedisServer
@@ -190,3 +191,15 @@ def test_a_broadcast_group_shows_its_instances(world: World, browser: TestClient
     grouped(world, "cache", mode="broadcast")
     said = words(text_of(browser, "/groups/orders/cache"))
     assert "No instance is there" in said
+
+
+@pytest.mark.world(partitions=1, relayed=6)
+def test_the_right_to_view_is_enough_for_each_page_and_shows_no_body(world: World) -> None:
+    grouped(world)
+    world.right = Right.VIEW
+    with console_client(world, User("vic", bodies=True)) as viewer:
+        for path in ("/topics", "/topics/orders", "/topics/orders/route", "/groups", GROUP):
+            assert "Not to be shown now" not in text_of(viewer, path)
+        said = words(text_of(viewer, f"{GROUP}/partitions/1"))
+    assert "Not to be shown now" not in said
+    assert "hidden from you" in said, "the role may not, though the console's user may"
