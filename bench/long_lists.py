@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -18,6 +19,7 @@ from mqlayer.redelivery import (
     estimate_dead,
     estimate_parked,
     parked_keys,
+    plan_bulk,
     top_errors,
 )
 
@@ -58,14 +60,23 @@ FILL: Final = (
 @bench("long_lists")
 def long_lists(stage: Stage) -> Iterator[Line]:
     """Milliseconds of one page of 50 rows, of a bounded count, and of the most frequent errors, with a million parked
-    keys and a million dead messages of one group. There is nothing to compare with; the target is in ms."""
+    keys and a million dead messages of one group; then of planning bulk actions. There is nothing to compare with; the
+    target is in ms."""
     system = stage.system(partitions=1)
     group = new_group(system)
     fill_group(system, group, ROWS)
     for name, figure in figures(system, group, rounds=ROUNDS).items():
-        yield Line(
-            name=f"long_lists[{name}]", value=round(figure, 2), unit="ms", baseline=None, ratio=None, target=LIMIT_MS
-        )
+        yield line(name, figure, LIMIT_MS)
+    for act, wanted in (("redrive", DeadFilter(cause="rejected")), ("release", ParkedFilter(cause="exhausted"))):
+        began = time.perf_counter()
+        plan_bulk(system.runtime, act, group.topic, group.name, wanted, first=True)  # type: ignore[arg-type]  # literals
+        yield line(f"plan {act} of 100,000", (time.perf_counter() - began) * 1e3, None)
+
+
+def line(name: str, figure: float, target: float | None) -> Line:
+    """Return a line of this bench."""
+    name = f"long_lists[{name}]"
+    return Line(name=name, value=round(figure, 2), unit="ms", baseline=None, ratio=None, target=target)
 
 
 def fill_group(system: System, group: Group, rows: int) -> None:
@@ -93,10 +104,12 @@ def figures(system: System, group: Group, *, rounds: int) -> Mapping[str, float]
 
 def questions(system: System, group: Group) -> Mapping[str, Callable[[], object]]:
     """Return what a console asks, by name."""
-    database, where = system.database, {"topic": group.topic, "group": group.name}
+    database = system.database
+    dead = partial(dead_messages, database, topic=group.topic, group=group.name)
+    count_dead = partial(estimate_dead, database, topic=group.topic, group=group.name)
     of_group = partial(ParkedFilter, group.topic, group.name)
-    middle = parked_keys(database, of_group(key=None), limit=1_000).next
-    old = dead_messages(database, **where, limit=1_000).next
+    middle = parked_keys(database, of_group(), limit=1_000).next
+    old = dead(limit=1_000).next
     age = datetime.now(UTC) - timedelta(days=5)
     return {
         "parked, first page": partial(parked_keys, database, of_group()),
@@ -109,15 +122,15 @@ def questions(system: System, group: Group) -> Mapping[str, Callable[[], object]
         "parked, by age": partial(parked_keys, database, of_group(until=age)),
         "parked, count": partial(estimate_parked, database, of_group()),
         "parked, count by error": partial(estimate_parked, database, of_group(error="keyerror")),
-        "dead, first page": partial(dead_messages, database, **where),
+        "dead, first page": dead,
         "dead, all groups": partial(dead_messages, database),
-        "dead, a later page": partial(dead_messages, database, **where, after=old),
-        "dead, by error": partial(dead_messages, database, DeadFilter(error="keyerror"), **where),
-        "dead, no such error": partial(dead_messages, database, DeadFilter(error="nowhere"), **where),
-        "dead, by key": partial(dead_messages, database, DeadFilter(key="key-7777"), **where),
-        "dead, by age": partial(dead_messages, database, DeadFilter(until=age), **where),
-        "dead, count": partial(estimate_dead, database, **where),
-        "dead, count by error": partial(estimate_dead, database, DeadFilter(error="keyerror"), **where),
+        "dead, a later page": partial(dead, after=old),
+        "dead, by error": partial(dead, DeadFilter(error="keyerror")),
+        "dead, no such error": partial(dead, DeadFilter(error="nowhere")),
+        "dead, by key": partial(dead, DeadFilter(key="key-7777")),
+        "dead, by age": partial(dead, DeadFilter(until=age)),
+        "dead, count": count_dead,
+        "dead, count by error": partial(count_dead, DeadFilter(error="keyerror")),
         "errors of dead messages": partial(top_errors, database, group.topic, group.name),
         "errors of attempts": partial(top_errors, database, group.topic, group.name, of="attempts"),
     }

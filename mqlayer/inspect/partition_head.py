@@ -49,11 +49,10 @@ class PartitionEnd:
 
 @dataclass(frozen=True, slots=True)
 class PartitionHead:
-    """A group in a partition. `parents`: undrained ones; `message`: at the head, with neither body nor headers where
-    `hidden`.
+    """A group in a partition. `parents`: undrained ones; `message`: its head, without body and headers if `hidden`.
 
-    `attempts`: recorded failures of it, the last ones; `gaps`: unsettled ranges between settled offsets, None where the group keeps no bitmap; `gaps_upto`: offset that
-    the search ended at.
+    `attempts`: its last recorded failures; `gaps`: unsettled ranges between settled offsets up to `gaps_upto`, None
+    where the group keeps no bitmap.
     """
 
     group: GroupStatus

@@ -7,8 +7,10 @@ SELECT t.name, t.strategy, t.version, t.archived, t.schema_mode,
         WHERE p.topic_id = t.topic_id AND p.state = 'open') AS partitions,
        (SELECT count(*) FROM mqlayer.partition p WHERE p.topic_id = t.topic_id AND p.state = 'sealed') AS sealed,
        g.groups, g.lag, g.oldest_s,
-       s.committed_grown / s.minutes AS committed_per_min, s.stored_grown / s.minutes AS stored_per_min, s.unrelayed,
-       s.sampled_at
+       s.committed_grown / s.minutes AS committed_per_min, s.stored_grown / s.minutes AS stored_per_min,
+       CASE WHEN s.stored_grown IS NOT NULL AND g.lag_growth IS NOT NULL
+           THEN greatest(0, s.stored_grown / s.minutes - g.lag_growth) END AS settled_per_min,
+       s.unrelayed, s.sampled_at
 FROM (SELECT * FROM mqlayer.topic
       WHERE deleted_at IS NULL AND name > %(after)s AND strpos(name, %(contains)s) > 0
       ORDER BY name LIMIT %(limit)s) AS t
@@ -25,11 +27,14 @@ LEFT JOIN LATERAL (
           FROM mqlayer.sample
           WHERE kind = 'topic' AND object_id = t.topic_id AND at > now() - interval '10 minutes') AS a) AS s ON true
 LEFT JOIN LATERAL (
-    SELECT count(*) AS groups, max(l.lag) AS lag, max(l.oldest_s) AS oldest_s
+    SELECT count(*) AS groups, max(l.lag) AS lag, max(l.oldest_s) AS oldest_s, max(l.growth) AS lag_growth
     FROM mqlayer.consumer_group c
-    LEFT JOIN LATERAL (SELECT lag, oldest_s FROM mqlayer.sample
-                       WHERE kind = 'group' AND object_id = c.group_id AND at > now() - interval '10 minutes'
-                       ORDER BY at DESC LIMIT 1) AS l ON true
+    LEFT JOIN LATERAL (
+        SELECT (array_agg(lag ORDER BY at DESC))[1] AS lag, (array_agg(oldest_s ORDER BY at DESC))[1] AS oldest_s,
+               ((array_agg(lag ORDER BY at DESC))[1] - (array_agg(lag ORDER BY at))[1])
+                   / nullif(extract(epoch FROM max(at) - min(at)) / 60, 0)::float8 AS growth
+        FROM mqlayer.sample
+        WHERE kind = 'group' AND object_id = c.group_id AND at > now() - interval '10 minutes') AS l ON true
     WHERE c.topic_id = t.topic_id AND c.state = 'live' AND c.mode <> 'broadcast') AS g ON true
 ORDER BY t.name;
 

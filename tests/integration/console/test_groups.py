@@ -55,6 +55,8 @@ def test_groups_show_what_is_wrong_first_and_a_group_shows_why(world: World, bro
     assert numbers[:1] == ["40"]
     assert "25" in numbers, "60 stored and 10 more of lag in two minutes"
     assert "no member" in page
+    numbers = re.findall(r'class="number">([^<]*)</td>', text_of(browser, "/topics"))
+    assert numbers[:2] == ["30", "25"]
     assert "No group matches" in text_of(browser, "/groups", topic="other")
     page = text_of(browser, GROUP)
     said = words(page)
