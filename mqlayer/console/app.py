@@ -123,7 +123,9 @@ class Console:
 
     def _page(self, request: Request, user: User, page: Page, visit: Visit) -> str:
         found = page.load(visit)
-        return rendered(page.template, self._common(request, user, page.title) | {"live": page.live} | dict(found))
+        # A live page's own parameters are not those of the stream's path.
+        title = page.title.format(**visit.path)
+        return rendered(page.template, self._common(request, user, title) | {"live": page.live} | dict(found))
 
     async def _operated(
         self, request: Request, fields: Mapping[str, str], work: Callable[[Request, User, Mapping[str, str]], str]
@@ -166,7 +168,7 @@ class Console:
         root = request.scope.get("root_path", "")
         path = request.query_params.get("path", "") if request.url.path.endswith("/live") else _own_path(request)
         return {
-            "title": title.format(**{name: str(value) for name, value in request.path_params.items()}),
+            "title": title,
             "root": root,
             "here": path,
             "user": user,
