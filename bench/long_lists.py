@@ -93,10 +93,12 @@ def figures(system: System, group: Group, *, rounds: int) -> Mapping[str, float]
 
 def questions(system: System, group: Group) -> Mapping[str, Callable[[], object]]:
     """Return what a console asks, by name."""
-    database, where = system.database, {"topic": group.topic, "group": group.name}
+    database = system.database
+    dead = partial(dead_messages, database, topic=group.topic, group=group.name)
+    count_dead = partial(estimate_dead, database, topic=group.topic, group=group.name)
     of_group = partial(ParkedFilter, group.topic, group.name)
-    middle = parked_keys(database, of_group(key=None), limit=1_000).next
-    old = dead_messages(database, **where, limit=1_000).next
+    middle = parked_keys(database, of_group(), limit=1_000).next
+    old = dead(limit=1_000).next
     age = datetime.now(UTC) - timedelta(days=5)
     return {
         "parked, first page": partial(parked_keys, database, of_group()),
@@ -109,15 +111,15 @@ def questions(system: System, group: Group) -> Mapping[str, Callable[[], object]
         "parked, by age": partial(parked_keys, database, of_group(until=age)),
         "parked, count": partial(estimate_parked, database, of_group()),
         "parked, count by error": partial(estimate_parked, database, of_group(error="keyerror")),
-        "dead, first page": partial(dead_messages, database, **where),
+        "dead, first page": dead,
         "dead, all groups": partial(dead_messages, database),
-        "dead, a later page": partial(dead_messages, database, **where, after=old),
-        "dead, by error": partial(dead_messages, database, DeadFilter(error="keyerror"), **where),
-        "dead, no such error": partial(dead_messages, database, DeadFilter(error="nowhere"), **where),
-        "dead, by key": partial(dead_messages, database, DeadFilter(key="key-7777"), **where),
-        "dead, by age": partial(dead_messages, database, DeadFilter(until=age), **where),
-        "dead, count": partial(estimate_dead, database, **where),
-        "dead, count by error": partial(estimate_dead, database, DeadFilter(error="keyerror"), **where),
+        "dead, a later page": partial(dead, after=old),
+        "dead, by error": partial(dead, DeadFilter(error="keyerror")),
+        "dead, no such error": partial(dead, DeadFilter(error="nowhere")),
+        "dead, by key": partial(dead, DeadFilter(key="key-7777")),
+        "dead, by age": partial(dead, DeadFilter(until=age)),
+        "dead, count": count_dead,
+        "dead, count by error": partial(count_dead, DeadFilter(error="keyerror")),
         "errors of dead messages": partial(top_errors, database, group.topic, group.name),
         "errors of attempts": partial(top_errors, database, group.topic, group.name, of="attempts"),
     }

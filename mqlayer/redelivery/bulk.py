@@ -163,7 +163,7 @@ def start_planned(
     def work(connection: Connection) -> None:
         if connection.execute(query("bulk_start"), facts).fetchone() is None:
             raise _not_planned(planned)
-        said = {"bulk": bulk_id, "act": planned.act, "size": planned.size, "per_s": per_s}
+        said: dict[str, Any] = {"bulk": bulk_id, "act": planned.act, "size": planned.size, "per_s": per_s}
         said |= {} if reason is None else {"reason": reason}
         write_audit(connection, runtime.actor, "bulk start", _target(planned), said)
 
@@ -209,7 +209,13 @@ def end_bulk(connection: Connection, action: BulkAction, state: BulkState, actor
     if row is None:
         return False
     done, skipped, failed, reason = row
-    said = {"bulk": action.bulk_id, "act": action.act, "done": done, "skipped": skipped, "failed": failed}
+    said: dict[str, Any] = {
+        "bulk": action.bulk_id,
+        "act": action.act,
+        "done": done,
+        "skipped": skipped,
+        "failed": failed,
+    }
     said |= {} if reason is None else {"reason": reason}
     write_audit(connection, actor, "bulk cancel" if state == "cancelled" else "bulk end", _target(action), said)
     return True

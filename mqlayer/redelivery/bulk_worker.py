@@ -155,7 +155,7 @@ class _BulkWorker:
         if done.count:
             count_action(connection, self._group.group_id, done.kind, done.count)
         failpoint("bulk.before_commit")
-        return self._event(done.kind, count=done.count) if done.count else None
+        return self._event(done.kind, order.actor, count=done.count) if done.count else None
 
     def _hold(self, connection: Connection) -> _BulkBatch | None:
         facts: dict[str, Any] = {"redrive_id": self._bulk_id, "worker": self._worker}
@@ -206,7 +206,9 @@ class _BulkWorker:
         rows = _run(connection, "bulk_next_dead", order.facts).fetchall()
         dead_ids = [dead_id for _, dead_id, word in rows if word is None]
         kept = {row[-1] for row in keep_dead(connection, dead_ids, reason=order.reason, actor=order.actor)}
-        words = {number: word or ("done" if dead_id in kept else "already") for number, dead_id, word in rows}
+        words: dict[int, BulkWord] = {
+            number: word or ("done" if dead_id in kept else "already") for number, dead_id, word in rows
+        }
         return _BulkOutcome("kept_dead", words, len(kept))
 
     def _release(self, connection: Connection, order: _BulkBatch) -> _BulkOutcome:
@@ -269,16 +271,16 @@ class _BulkWorker:
             return None
         log.warning("redrive_blocked", extra={"bulk": self._bulk_id, "limit": full})
         count_action(connection, self._group.group_id, "redrive_blocked")
-        return self._event("redrive_blocked", cause=full)
+        return self._event("redrive_blocked", order.actor, cause=full)
 
     def _end(self, connection: Connection, order: _BulkBatch) -> Event | None:
         end_bulk(connection, self._action, "done", order.actor)
         log.info("bulk_done", extra={"bulk": self._bulk_id})
         failpoint("bulk.before_end")
-        return self._event("redrive_ended", cause="done") if self._action.act == "redrive" else None
+        return self._event("redrive_ended", order.actor, cause="done") if self._action.act == "redrive" else None
 
-    def _event(self, kind: EventKind, **facts: Any) -> Event:
-        return Event(kind, self._group.topic, self._group.name, actor=self._worker, **facts)
+    def _event(self, kind: EventKind, actor: str, **facts: Any) -> Event:
+        return Event(kind, self._group.topic, self._group.name, actor=actor, **facts)
 
 
 def _run(connection: Connection, name: str, facts: dict[str, Any]) -> Any:

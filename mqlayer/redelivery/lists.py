@@ -35,7 +35,7 @@ class Page(list[Row], Generic[Row, Cursor]):
 
     def __init__(self, rows: Iterable[Row] = (), next_: Cursor | None = None) -> None:
         super().__init__(rows)
-        self.next = next_
+        self.next: Cursor | None = next_
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,9 +99,10 @@ FROM mqlayer.parked_message m JOIN mqlayer.parked_key k USING (group_id, lp, nam
 JOIN mqlayer.consumer_group g USING (group_id) JOIN mqlayer.topic t USING (topic_id)
 WHERE m.group_id = %(group_id)s AND m.lp = %(lp)s AND m.source = %(source)s AND m.seq = %(seq)s;
 
--- part: dead_looked
--- The next dead messages, those that died last first: at most so many are looked at.
-SELECT d.* FROM mqlayer.dead_fact d
+-- part: dead_latest
+-- The next dead messages, those that died last first: at most so many. Of the index alone: with more columns the planner
+-- sorts a whole group, of which it has no statistics.
+SELECT d.dead_id, d.died_at FROM mqlayer.dead_message d
 WHERE (%(group_id)s::bigint IS NULL OR d.group_id = %(group_id)s)
   AND (%(redriven)s::boolean OR d.redriven_at IS NULL)
   AND (%(key)s::bytea IS NULL OR d.lp = %(lp)s::smallint AND d.key = %(key)s)
@@ -109,6 +110,10 @@ WHERE (%(group_id)s::bigint IS NULL OR d.group_id = %(group_id)s)
   AND (%(until)s::timestamptz IS NULL OR d.died_at < %(until)s)
   AND (%(after)s::bigint IS NULL OR (d.died_at, d.dead_id) < (%(after_at)s::timestamptz, %(after)s::bigint))
 ORDER BY d.died_at DESC, d.dead_id DESC LIMIT %(scan)s;
+
+-- part: dead_row
+-- The rest of the latest dead messages l, one by one.
+SELECT * FROM mqlayer.dead_fact f WHERE f.dead_id = l.dead_id OFFSET 0;
 
 -- name: dead_died
 -- When a message died.
@@ -118,28 +123,29 @@ SELECT died_at FROM mqlayer.dead_fact WHERE dead_id = %(dead_id)s;
 -- Dead messages without their bodies, those that died last first, from behind one of them on.
 SELECT d.dead_id, t.name AS topic, g.name AS group_name, d.lp, d.source, d.seq, d.partition_id, d.log_offset, d.key,
        d.body_size AS bytes, d.cause, d.reason, d.attempts, d.actor, d.died_at, d.redriven_at
-FROM (SELECT d.* FROM ({dead_looked}) AS d
+FROM (SELECT d.* FROM ({dead_latest}) AS l CROSS JOIN LATERAL ({dead_row}) AS d
       WHERE (%(group_ids)s::bigint[] IS NULL OR d.group_id = ANY(%(group_ids)s::bigint[])) AND {dead_fits}
-      ORDER BY d.died_at DESC, d.dead_id DESC LIMIT %(limit)s) AS d
+      ORDER BY l.died_at DESC, l.dead_id DESC LIMIT %(limit)s) AS d
 JOIN mqlayer.consumer_group g USING (group_id) JOIN mqlayer.topic t USING (topic_id)
 ORDER BY d.died_at DESC, d.dead_id DESC;
 
 -- name: dead_list_end
 -- Where looking for a page ended; nothing where no message is behind.
-SELECT d.dead_id FROM ({dead_looked}) AS d ORDER BY d.died_at DESC, d.dead_id DESC OFFSET %(scan)s - 1 LIMIT 1;
+SELECT l.dead_id FROM ({dead_latest}) AS l ORDER BY l.died_at DESC, l.dead_id DESC OFFSET %(scan)s - 1 LIMIT 1;
 
 -- name: dead_list_count
 -- How many of the latest dead messages fit, and how many were looked at.
 SELECT count(*) FILTER (WHERE (%(group_ids)s::bigint[] IS NULL OR d.group_id = ANY(%(group_ids)s::bigint[])) AND {dead_fits}), count(*)
-FROM ({dead_looked}) AS d;
+FROM ({dead_latest}) AS l CROSS JOIN LATERAL ({dead_row}) AS d;
 
 -- name: dead_errors
 -- The most frequent errors among the latest dead messages: each with its count, its latest death, and how many were looked at.
 SELECT e.error, count(*), max(e.died_at), max(e.looked)
-FROM (SELECT left(split_part(split_part(d.reason, E'\n', 1), ':', 1), 200) AS error, d.died_at, count(*) OVER () AS looked
-      FROM (SELECT d.reason, d.died_at FROM mqlayer.dead_fact d
+FROM (SELECT left(split_part(split_part(d.reason, E'\n', 1), ':', 1), 200) AS error, l.died_at, count(*) OVER () AS looked
+      FROM (SELECT d.dead_id, d.died_at FROM mqlayer.dead_message d
             WHERE (%(group_id)s::bigint IS NULL OR d.group_id = %(group_id)s) AND d.redriven_at IS NULL
-            ORDER BY d.died_at DESC, d.dead_id DESC LIMIT %(scan)s) AS d) AS e
+            ORDER BY d.died_at DESC, d.dead_id DESC LIMIT %(scan)s) AS l
+      CROSS JOIN LATERAL ({dead_row}) AS d) AS e
 GROUP BY e.error ORDER BY 2 DESC, 1 LIMIT %(limit)s;
 
 -- name: attempt_errors

@@ -73,7 +73,7 @@ def test_pages_give_each_row_once_and_counts_say_where_they_end(
         monkeypatch.setattr(lists, "ERROR_SCAN_LIMIT", scan)
         for of_group, times in (((first.topic, first.name), 1), ((first.topic, None), 2), ((None, None), 2)):
             for error, rows in ((None, ROWS), ("KEYERROR", KEY_ERRORS), ("nowhere", 0)):
-                names = walk_parked(database, ParkedFilter(*of_group, error=error))
+                names = walk_parked(database, ParkedFilter(topic=of_group[0], group=of_group[1], error=error))
                 assert (len(names), len(set(names))) == (times * rows, rows), (scan, of_group, error)
                 where = {name: value for name, value in zip(("topic", "group"), of_group, strict=True) if value}
                 ids = walk_dead(database, DeadFilter(error=error), **where)
@@ -93,7 +93,7 @@ def test_frequent_errors_are_counted_by_what_stands_before_the_colon(system: Sys
     fill_group(system, group, ROWS)
     names = {"TimeoutError", "KeyError", "ConnectionError"}
     for of in ("dead", "attempts"):
-        found = top_errors(system.database, group.topic, group.name, of=of)  # type: ignore[arg-type]
+        found = top_errors(system.database, group.topic, group.name, of=of)
         assert ({one.error for one in found}, {one.count for one in found}) == (names, {KEY_ERRORS})
         assert {one.looked for one in found} == {ROWS}
     for name, ask in questions(system, group).items():

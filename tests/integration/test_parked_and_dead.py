@@ -18,6 +18,7 @@ from mqlayer.groups import Assignment
 from mqlayer.redelivery import (
     DeadFilter,
     ParkedFilter,
+    ParkedKey,
     SkippedHead,
     bulk_worker,
     dead_messages,
@@ -79,7 +80,8 @@ def test_parked_keys_are_listed_page_by_page_with_what_waits_in_them(failing: Fa
     assert 50 < waits <= 60
     assert (found[None].alone, found[None].head) == (True, identity_of(c[0]))
 
-    pages, after = [], None
+    pages: list[ParkedKey] = []
+    after: str | None = None
     while page := parked_keys(database, after=after, limit=1):
         pages += page
         after = page[-1].cursor

@@ -55,7 +55,7 @@ def redrive(failing: Failing, wanted: DeadFilter = ALL, *, batch: int = 100, **c
     return work_on(failing.stage.database, redrive_id, worker=worker, batch=batch)
 
 
-def words(failing: Failing, redrive_id: int) -> list[str]:
+def words(failing: Failing, redrive_id: int) -> list[str | None]:
     return [one.result for one in bulk_items(failing.stage.database, redrive_id)]
 
 
@@ -195,7 +195,9 @@ def test_a_message_that_dies_again_is_not_of_the_same_redrive_and_is_of_the_next
     with broken_off_at("bulk.after_commit"):
         work_on(database, redrive_id, worker=worker, batch=1)
     failing.sql("DELETE FROM mqlayer.parked_message")
-    failing.sql("UPDATE mqlayer.dead_message SET redriven_at = NULL, died_at = clock_timestamp()")
+    failing.sql(
+        "UPDATE mqlayer.dead_message SET redriven_at = NULL, died_at = clock_timestamp() WHERE redriven_at IS NOT NULL"
+    )
     assert work_on(database, redrive_id, worker=worker, batch=1).done == 2
     assert failing.dead() == [b"1"]
     assert redrive(failing).done == 1
