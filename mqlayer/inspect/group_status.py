@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from typing import Literal
 
 from mqlayer.domain.message import NO_KEY, Record
+from mqlayer.domain.routing import Lp
 from mqlayer.domain.tags import TagFilter
 from mqlayer.groups.positions import GroupPartition, read_positions
 from mqlayer.inspect.group_facts import GroupFacts, PartitionFacts, group_facts, partition_facts
@@ -20,6 +21,7 @@ from mqlayer.inspect.parked_status import (
     describe_full,
     parked_counts,
     parked_heads,
+    parked_totals,
     running_replays,
 )
 from mqlayer.redis.read_scripts import GroupPosition, UnsettledHead
@@ -138,9 +140,46 @@ class GroupStatus:
 def group_statuses(runtime: Runtime, topic: str | None = None, name: str | None = None) -> list[GroupStatus]:
     """Return all groups, a topic's, or one; one batch per node. Raises NotFound."""
     groups = group_facts(runtime.control, topic, name)
+    ids = [group.group_id for group in groups]
+    return _statuses(
+        runtime, groups, partition_facts(runtime.control, _live(groups)), parked_counts(runtime.control, ids)
+    )
+
+
+def status_of_lp(runtime: Runtime, topic: str, name: str, lp: Lp) -> GroupStatus:
+    """Return a group at the partitions of an LP and those that hide them, without counting parked keys.
+
+    Raises NotFound.
+    """
+    groups = group_facts(runtime.control, topic, name)
+    facts = _of_lp(partition_facts(runtime.control, _live(groups)), lp)
+    totals = parked_totals(runtime.control, [group.group_id for group in groups])
+    return _statuses(runtime, groups, facts, totals)[0]
+
+
+def _live(groups: Iterable[GroupFacts]) -> list[GroupFacts]:
     # Only the instances of a broadcast group have positions.
-    live = [group for group in groups if group.state == "live" and group.mode != "broadcast"]
-    facts = partition_facts(runtime.control, live)
+    return [group for group in groups if group.state == "live" and group.mode != "broadcast"]
+
+
+def _of_lp(facts: Sequence[PartitionFacts], lp: Lp) -> list[PartitionFacts]:
+    by_id = {one.partition: one for one in facts}
+    wanted: set[int] = set()
+    waiting_for = [one.partition for one in facts if one.lp_from <= lp < one.lp_to]
+    while waiting_for:
+        partition = waiting_for.pop()
+        if partition in by_id and partition not in wanted:
+            wanted.add(partition)
+            waiting_for += by_id[partition].behind
+    return [one for one in facts if one.partition in wanted]
+
+
+def _statuses(
+    runtime: Runtime,
+    groups: Sequence[GroupFacts],
+    facts: Sequence[PartitionFacts],
+    parked: Mapping[int, ParkedCounts],
+) -> list[GroupStatus]:
     nodes = load_nodes(runtime.control)
     group_partitions = (
         GroupPartition(one.node, one.partition, one.group_id, start=one.start, seek=one.seek) for one in facts
@@ -151,7 +190,6 @@ def group_statuses(runtime: Runtime, topic: str | None = None, name: str | None 
     replays = running_replays(runtime.control, by_id)
     partitions: dict[int, list[PartitionStatus]] = {group.group_id: [] for group in groups}
     unreachable: dict[int, dict[str, str]] = {group.group_id: {} for group in groups}
-    parked = parked_counts(runtime.control, by_id)
     looked = [(one, position) for one in facts if (position := positions.at(one.partition, one.group_id)) is not None]
     parked_sizes = parked_heads(
         runtime.control, [(one.group_id, *ref) for one, position in looked if (ref := _head_key(position)) is not None]

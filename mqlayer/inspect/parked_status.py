@@ -82,6 +82,13 @@ def parked_counts(database: Database, group_ids: Iterable[int]) -> Mapping[int, 
     return {group_id: ParkedCounts(*counts) for group_id, *counts in rows}
 
 
+def parked_totals(database: Database, group_ids: Iterable[int]) -> Mapping[int, ParkedCounts]:
+    """Return messages and bytes alone by group id: no key is looked at."""
+    with database.connection() as connection:
+        rows = connection.execute(query("inspected_parked_totals"), {"group_ids": list(group_ids)}).fetchall()
+    return {group_id: ParkedCounts(messages=messages, bytes=size) for group_id, messages, size in rows}
+
+
 def parked_heads(
     database: Database, heads: Iterable[tuple[int, int, bytes]]
 ) -> Mapping[tuple[int, int, bytes], tuple[int, int]]:
