@@ -647,12 +647,15 @@ CREATE TABLE mqlayer.replay_result (
 );
 
 CREATE TABLE mqlayer.job (
-    name    text        NOT NULL,
-    epoch   bigint      NOT NULL DEFAULT 0,
-    next_at timestamptz NOT NULL DEFAULT now(),
-    last_at timestamptz,
+    name     text        NOT NULL,
+    epoch    bigint      NOT NULL DEFAULT 0,
+    next_at  timestamptz NOT NULL DEFAULT now(),
+    last_at  timestamptz,
+    ended_at timestamptz,
+    error    text,
     CONSTRAINT job_key PRIMARY KEY (name),
-    CONSTRAINT job_name CHECK (octet_length(name) <= 63)
+    CONSTRAINT job_name CHECK (octet_length(name) <= 63),
+    CONSTRAINT job_error CHECK (octet_length(error) <= 4096)
 );
 
 CREATE TABLE mqlayer.sample (
@@ -687,6 +690,9 @@ CREATE TABLE mqlayer.audit (
     CONSTRAINT audit_facts CHECK (octet_length(facts::text) <= 1000000)
 );
 CREATE INDEX audit_by_object ON mqlayer.audit (object, at);
+CREATE INDEX audit_by_time ON mqlayer.audit (at, audit_id);
+CREATE INDEX audit_by_act ON mqlayer.audit (act, at, audit_id);
+CREATE INDEX audit_by_actor ON mqlayer.audit ("left"(actor, 200), at, audit_id);
 
 CREATE TABLE mqlayer.server (
     only_one  boolean     NOT NULL DEFAULT true,

@@ -8,15 +8,17 @@ from typing import Any, Final
 from mqlayer.maintenance.jobs import PERIODIC_JOBS, PeriodicJob
 from mqlayer.workers.app import app
 from mqlayer.workers.connections import runtime
-from mqlayer.workers.job_claims import claimed
+from mqlayer.workers.job_claims import claimed, recorded
 from mqlayer.workers.schedule import task_name
 
 
 def _task(job: PeriodicJob) -> Any:
     def run() -> None:
         here = runtime()
-        if claimed(here.control, job):
-            job.run(here, job.every_s)
+        epoch = claimed(here.control, job)
+        if epoch is not None:
+            with recorded(here.control, job, epoch):
+                job.run(here, job.every_s)
 
     run.__name__, run.__doc__ = job.name, job.run.__doc__
     return app.task(name=task_name(job))(run)

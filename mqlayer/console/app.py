@@ -123,7 +123,6 @@ class Console:
 
     def _page(self, request: Request, user: User, page: Page, visit: Visit) -> str:
         found = page.load(visit)
-        # A live page's own parameters are not those of the stream's path.
         title = page.title.format(**visit.path)
         return rendered(page.template, self._common(request, user, title) | {"live": page.live} | dict(found))
 

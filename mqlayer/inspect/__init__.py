@@ -29,7 +29,17 @@ from mqlayer.inspect.message_status import (
     find_message,
     hidden_from,
 )
+from mqlayer.inspect.overviews import (
+    GroupOverview,
+    TopicOverview,
+    TopicSettings,
+    group_overviews,
+    groups_in_trouble,
+    topic_overviews,
+    topic_settings,
+)
 from mqlayer.inspect.parked_status import ParkedCounts, ParkedKeyStatus, ReplayStatus
+from mqlayer.inspect.partition_head import PartitionEnd, PartitionHead, partition_head
 from mqlayer.inspect.partition_pages import (
     NewestMessages,
     PartitionPage,
@@ -37,6 +47,7 @@ from mqlayer.inspect.partition_pages import (
     partition_page,
     stored_messages,
 )
+from mqlayer.inspect.rate_meter import MeasuredTopic, RateMeter
 from mqlayer.inspect.topic_reader import StoredMessage, TopicReader
 from mqlayer.inspect.topic_status import TopicPartition, TopicStatus, topic_status
 
@@ -47,6 +58,7 @@ __all__ = [
     "FoundMessage",
     "GroupAttempt",
     "GroupFacts",
+    "GroupOverview",
     "GroupStatus",
     "KeyHistory",
     "KeyMessage",
@@ -54,6 +66,7 @@ __all__ = [
     "KeyStatus",
     "LifeStep",
     "LpLocation",
+    "MeasuredTopic",
     "MemberFacts",
     "MessageContent",
     "MessageFilter",
@@ -65,14 +78,19 @@ __all__ = [
     "NewestMessages",
     "ParkedCounts",
     "ParkedKeyStatus",
+    "PartitionEnd",
     "PartitionFacts",
+    "PartitionHead",
     "PartitionPage",
     "PartitionStatus",
+    "RateMeter",
     "ReplayStatus",
     "Stall",
     "StoredMessage",
+    "TopicOverview",
     "TopicPartition",
     "TopicReader",
+    "TopicSettings",
     "TopicStatus",
     "UnsettledMessage",
     "VersionLag",
@@ -82,15 +100,20 @@ __all__ = [
     "find_message",
     "group_facts",
     "group_members",
+    "group_overviews",
     "group_statuses",
+    "groups_in_trouble",
     "hidden_from",
     "history_of_key",
     "key_history",
     "message_life",
     "newest_messages",
+    "partition_head",
     "partition_page",
     "record_of",
     "search_messages",
     "stored_messages",
+    "topic_overviews",
+    "topic_settings",
     "topic_status",
 ]

@@ -5,7 +5,7 @@ Ages run from the publisher's time to the node's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Literal
@@ -137,49 +137,26 @@ class GroupStatus:
         ]
 
 
-def group_statuses(runtime: Runtime, topic: str | None = None, name: str | None = None) -> list[GroupStatus]:
-    """Return all groups, a topic's, or one; one batch per node. Raises NotFound."""
-    groups = group_facts(runtime.control, topic, name)
-    ids = [group.group_id for group in groups]
-    return _statuses(
-        runtime, groups, partition_facts(runtime.control, _live(groups)), parked_counts(runtime.control, ids)
-    )
+def group_statuses(
+    runtime: Runtime,
+    topic: str | None = None,
+    name: str | None = None,
+    *,
+    partitions: Collection[int] | None = None,
+    lp: Lp | None = None,
+    count_keys: bool = True,
+) -> list[GroupStatus]:
+    """Return all groups, a topic's, or one, in all or some partitions; one batch per node. Raises NotFound.
 
-
-def status_of_lp(runtime: Runtime, topic: str, name: str, lp: Lp) -> GroupStatus:
-    """Return a group at the partitions of an LP and those that hide them, without counting parked keys.
-
-    Raises NotFound.
+    `lp`: at its partitions, and those that hide them. `count_keys`: False leaves parked keys uncounted, for millions
+    take long.
     """
     groups = group_facts(runtime.control, topic, name)
-    facts = _of_lp(partition_facts(runtime.control, _live(groups)), lp)
-    totals = parked_totals(runtime.control, [group.group_id for group in groups])
-    return _statuses(runtime, groups, facts, totals)[0]
-
-
-def _live(groups: Iterable[GroupFacts]) -> list[GroupFacts]:
     # Only the instances of a broadcast group have positions.
-    return [group for group in groups if group.state == "live" and group.mode != "broadcast"]
-
-
-def _of_lp(facts: Sequence[PartitionFacts], lp: Lp) -> list[PartitionFacts]:
-    by_id = {one.partition: one for one in facts}
-    wanted: set[int] = set()
-    waiting_for = [one.partition for one in facts if one.lp_from <= lp < one.lp_to]
-    while waiting_for:
-        partition = waiting_for.pop()
-        if partition in by_id and partition not in wanted:
-            wanted.add(partition)
-            waiting_for += by_id[partition].behind
-    return [one for one in facts if one.partition in wanted]
-
-
-def _statuses(
-    runtime: Runtime,
-    groups: Sequence[GroupFacts],
-    facts: Sequence[PartitionFacts],
-    parked: Mapping[int, ParkedCounts],
-) -> list[GroupStatus]:
+    live = [group for group in groups if group.state == "live" and group.mode != "broadcast"]
+    facts = [one for one in partition_facts(runtime.control, live) if partitions is None or one.partition in partitions]
+    if lp is not None:
+        facts = _of_lp(facts, lp)
     nodes = load_nodes(runtime.control)
     group_partitions = (
         GroupPartition(one.node, one.partition, one.group_id, start=one.start, seek=one.seek) for one in facts
@@ -188,9 +165,14 @@ def _statuses(
     names = {node.node_id: node.name for node in nodes}
     by_id = {group.group_id: group for group in groups}
     replays = running_replays(runtime.control, by_id)
-    partitions: dict[int, list[PartitionStatus]] = {group.group_id: [] for group in groups}
+    found: dict[int, list[PartitionStatus]] = {group.group_id: [] for group in groups}
     unreachable: dict[int, dict[str, str]] = {group.group_id: {} for group in groups}
-    looked = [(one, position) for one in facts if (position := positions.at(one.partition, one.group_id)) is not None]
+    parked = parked_counts(runtime.control, by_id) if count_keys else parked_totals(runtime.control, by_id)
+    looked = [
+        (one, position)
+        for one in facts
+        if (position := positions.at(one.partition, one.group_id)) is not None and one.group_id in parked
+    ]
     parked_sizes = parked_heads(
         runtime.control, [(one.group_id, *ref) for one, position in looked if (ref := _head_key(position)) is not None]
     )
@@ -209,19 +191,31 @@ def _statuses(
             full = describe_full(group.rules, counts, of_key)
         replay = replays.get(one.group_id)
         stall = stall_of(one, position, head, group, unreachable=reason, full=full, replay=replay)
-        partitions[one.group_id].append(PartitionStatus(one, names[one.node], position, head, stall))
+        found[one.group_id].append(PartitionStatus(one, names[one.node], position, head, stall))
         if reason is not None:
             unreachable[one.group_id][names[one.node]] = reason
     return [
         GroupStatus(
             group,
-            partitions[group.group_id],
+            found[group.group_id],
             unreachable[group.group_id],
             parked.get(group.group_id, ParkedCounts()),
             replays.get(group.group_id),
         )
         for group in groups
     ]
+
+
+def _of_lp(facts: Sequence[PartitionFacts], lp: Lp) -> list[PartitionFacts]:
+    by_id = {(one.group_id, one.partition): one for one in facts}
+    wanted: set[tuple[int, int]] = set()
+    following = [(one.group_id, one.partition) for one in facts if one.lp_from <= lp < one.lp_to]
+    while following:
+        place = following.pop()
+        if place in by_id and place not in wanted:
+            wanted.add(place)
+            following += [(place[0], parent) for parent in by_id[place].behind]
+    return [one for place, one in by_id.items() if place in wanted]
 
 
 def waiting(head: UnsettledHead | None, now_ms: int, group: GroupFacts) -> UnsettledMessage | None:

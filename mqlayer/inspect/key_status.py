@@ -10,7 +10,7 @@ from typing import Final
 from mqlayer.domain.names import check_group, encode_key
 from mqlayer.domain.routing import Lp, NodeId, Route, lp_of
 from mqlayer.errors import InvalidInput, MqlayerError
-from mqlayer.inspect.group_status import GroupStatus, PartitionStatus, UnsettledMessage, status_of_lp, waiting
+from mqlayer.inspect.group_status import GroupStatus, PartitionStatus, UnsettledMessage, group_statuses, waiting
 from mqlayer.inspect.parked_status import ParkedKeyStatus, describe_full, parked_key
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.queries import query
@@ -84,7 +84,7 @@ def explain_key(runtime: Runtime, topic: str, key: str, group: str) -> KeyStatus
     lp = lp_of(name)
     check_group(group)
     route = load_route(runtime.control, topic)
-    status = status_of_lp(runtime, topic, group, lp)
+    (status,) = group_statuses(runtime, topic, group, lp=lp, count_keys=False)
     if status.facts.mode == "broadcast":
         raise InvalidInput(f"group {group!r} is broadcast: name one of its instances, as {group}@INSTANCE")
     by_id = {one.facts.partition: one for one in status.partitions}

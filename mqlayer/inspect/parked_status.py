@@ -83,7 +83,7 @@ def parked_counts(database: Database, group_ids: Iterable[int]) -> Mapping[int, 
 
 
 def parked_totals(database: Database, group_ids: Iterable[int]) -> Mapping[int, ParkedCounts]:
-    """Return messages and bytes alone by group id: no key is looked at."""
+    """Return messages and bytes by group id, without their keys."""
     with database.connection() as connection:
         rows = connection.execute(query("inspected_parked_totals"), {"group_ids": list(group_ids)}).fetchall()
     return {group_id: ParkedCounts(messages=messages, bytes=size) for group_id, messages, size in rows}

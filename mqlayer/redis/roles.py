@@ -170,7 +170,7 @@ PLAIN_COMMANDS: Final[Mapping[RedisRole, frozenset[str]]] = {
             "zrange",
         }
     ),
-    RedisRole.VIEWER: frozenset({"evalsha", "hmget", "memory|usage", "time", "xrange"}),
+    RedisRole.VIEWER: frozenset({"evalsha", "getrange", "hmget", "memory|usage", "time", "xrange"}),
     RedisRole.OPERATOR: frozenset(
         {
             "bgrewriteaof",
@@ -178,6 +178,7 @@ PLAIN_COMMANDS: Final[Mapping[RedisRole, frozenset[str]]] = {
             "eval",
             "evalsha",
             "exec",
+            "getrange",
             "hdel",
             "hget",
             "hgetall",

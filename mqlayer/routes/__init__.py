@@ -23,14 +23,18 @@ from mqlayer.routes.split_report import (
     write_split_report,
 )
 from mqlayer.routes.status import DrainProgress, RouteChange, RouteRange, drain_progress, route_history, route_ranges
+from mqlayer.routes.timeline import PartitionSpan, PlannedChange, RouteTimeline, route_timeline
 
 __all__ = [
     "ChangePlan",
     "DrainProgress",
     "NodeLossReport",
+    "PartitionSpan",
     "PartitionSplit",
+    "PlannedChange",
     "RouteChange",
     "RouteRange",
+    "RouteTimeline",
     "SplitReport",
     "Successor",
     "UndoReport",
@@ -56,5 +60,6 @@ __all__ = [
     "retire_partitions",
     "route_history",
     "route_ranges",
+    "route_timeline",
     "write_split_report",
 ]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import datetime
+from typing import Literal
 
 from mqlayer.domain.names import check_name
 from mqlayer.errors import NotFound
@@ -46,6 +47,45 @@ class RouteChange:
 
 
 @dataclass(frozen=True, slots=True)
+class ListedChange:
+    """A route change of any topic. `kept`: parents that are not deleted yet; `waits`: groups that have not drained
+    them."""
+
+    change_id: int
+    topic: str
+    version: int
+    kind: str
+    state: str
+    mode: str
+    actor: str
+    planned_at: datetime
+    sealed_at: datetime | None
+    opened_at: datetime | None
+    ended_at: datetime | None
+    parents: Sequence[int]
+    successors: Sequence[int]
+    kept: int
+    waits: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it has not ended."""
+        return self.state in ("planned", "sealing", "sealed")
+
+
+@dataclass(frozen=True, slots=True)
+class ChangedPartition:
+    """A partition that a change ends (`is_parent`) or makes."""
+
+    partition: int
+    node: str
+    lp_from: int
+    lp_to: int
+    state: str
+    is_parent: bool
+
+
+@dataclass(frozen=True, slots=True)
 class DrainProgress:
     """Unsettled messages in a sealed partition; None: its node is unavailable."""
 
@@ -79,10 +119,51 @@ def route_history(database: Database, topic: str) -> list[RouteChange]:
     return [RouteChange(*row) for row in rows]
 
 
-def drain_progress(runtime: Runtime, topic: str) -> list[DrainProgress]:
-    """Return groups' unsettled messages in undrained sealed partitions."""
+def list_changes(
+    database: Database,
+    *,
+    topic: str | None = None,
+    change_id: int | None = None,
+    which: Literal["all", "open", "draining"] = "all",
+    before: int | None = None,
+    limit: int = 50,
+) -> list[ListedChange]:
+    """Return route changes of all topics or of one, newest first, from before one on.
+
+    *draining*: done, and a parent is still kept for a group or the archive.
+    """
+    facts = {
+        "topic": topic, "change_id": change_id, "open": which == "open", "draining": which == "draining",
+        "before": before, "limit": limit,
+    }  # fmt: skip
+    with database.connection() as connection:
+        changes = [ListedChange(*row) for row in connection.execute(query("change_list"), facts, prepare=False)]
+        ids = {"change_ids": [one.change_id for one in changes if one.kept]}
+        waits: dict[int, dict[str, int]] = {}
+        for number, group, parents in connection.execute(query("change_waits"), ids).fetchall():
+            waits.setdefault(number, {})[group] = parents
+    return [replace(one, waits=waits.get(one.change_id, {})) for one in changes]
+
+
+def find_change(database: Database, change_id: int) -> ListedChange:
+    """Return a route change. Raises NotFound."""
+    for one in list_changes(database, change_id=change_id):
+        return one
+    raise NotFound("route change", change_id, "see those of a topic: mqlayer route history TOPIC")
+
+
+def changed_partitions(database: Database, change_id: int) -> list[ChangedPartition]:
+    """Return the partitions that a change ends, then those that it makes."""
+    with database.connection() as connection:
+        rows = connection.execute(query("change_parts"), {"change_id": change_id}).fetchall()
+    return [ChangedPartition(*row[:-1], bool(row[-1])) for row in rows]
+
+
+def drain_progress(runtime: Runtime, topic: str, partitions: Sequence[int] | None = None) -> list[DrainProgress]:
+    """Return groups' unsettled messages in undrained sealed partitions, all of them or these."""
+    facts = {"topic": check_name("topic", topic), "partitions": None if partitions is None else list(partitions)}
     with runtime.control.connection() as connection:
-        rows = connection.execute(query("drain_progress"), {"topic": check_name("topic", topic)}).fetchall()
+        rows = connection.execute(query("drain_progress"), facts).fetchall()
     group_partitions = [GroupPartition(row[4], row[3], row[0], start=row[6], seek=row[7]) for row in rows]
     positions = read_positions(runtime, load_nodes(runtime.control), group_partitions)
     found = []

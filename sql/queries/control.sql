@@ -332,6 +332,10 @@ SET epoch = j.epoch + 1, last_at = now(), next_at = now() + make_interval(secs =
 WHERE j.next_at <= now()
 RETURNING epoch;
 
+-- name: job_ended
+-- Note the end of a periodic job's run, and its error where it failed; of no earlier run than the last one.
+UPDATE mqlayer.job SET ended_at = clock_timestamp(), error = %(error)s WHERE name = %(name)s AND epoch = %(epoch)s;
+
 -- name: jobs_late
 -- Jobs that did not run for longer than each may go without; one that never ran counts from the first migration.
 SELECT w.name, w.every_s, j.last_at, date_part('epoch', now() - j.last_at) - w.every_s

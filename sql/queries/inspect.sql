@@ -70,11 +70,6 @@ LEFT JOIN (SELECT group_id, sum(messages)::bigint AS messages, sum(bytes)::bigin
       FROM mqlayer.parked_total GROUP BY group_id) AS n USING (group_id)
 WHERE k.group_id = ANY(%(group_ids)s::bigint[]) GROUP BY k.group_id, n.messages, n.bytes;
 
--- name: inspected_parked_totals
--- How many messages and bytes groups have parked.
-SELECT group_id, sum(messages)::bigint, sum(bytes)::bigint FROM mqlayer.parked_total
-WHERE group_id = ANY(%(group_ids)s::bigint[]) GROUP BY group_id;
-
 -- name: inspected_parked_heads
 -- What is parked of these keys of groups: messages and bytes.
 SELECT k.group_id, k.lp, k.name, k.messages, k.bytes

@@ -124,7 +124,7 @@ JOIN mqlayer.partition p ON p.partition_id = r.partition_id
 WHERE t.name = %(topic)s ORDER BY r.lp_from;
 
 -- name: drain_progress
--- The sealed partitions of a topic that some group has not drained, per group: where it must come to.
+-- The sealed partitions of a topic, all or these, that some group has not drained, per group: where it must come to.
 SELECT g.group_id, g.name, g.version, p.partition_id, p.node_id, s.next_offset, coalesce(gs.start_offset, 1) AS start_offset,
        g.seek
 FROM mqlayer.topic t
@@ -132,7 +132,7 @@ JOIN mqlayer.consumer_group g ON g.topic_id = t.topic_id AND g.state <> 'retired
 JOIN mqlayer.partition p ON p.topic_id = t.topic_id AND p.state = 'sealed'
 JOIN mqlayer.seal s ON s.partition_id = p.partition_id
 LEFT JOIN mqlayer.group_start gs ON gs.group_id = g.group_id AND gs.partition_id = p.partition_id
-WHERE t.name = %(topic)s
+WHERE t.name = %(topic)s AND (%(partitions)s::int[] IS NULL OR p.partition_id = ANY(%(partitions)s::int[]))
   AND NOT EXISTS (SELECT FROM mqlayer.drained d WHERE d.group_id = g.group_id AND d.partition_id = p.partition_id)
 ORDER BY g.name, p.partition_id;
 
@@ -370,3 +370,35 @@ SELECT group_id FROM mqlayer.consumer_group WHERE topic_id = %(topic_id)s ORDER 
 -- Give the assignments of partitions that are opened again a new epoch: their owners have read the command.
 UPDATE mqlayer.assignment SET epoch = nextval('mqlayer.epoch'), changed_at = now()
 WHERE partition_id = ANY(%(partitions)s::int[]) RETURNING group_id, partition_id, epoch;
+
+-- name: change_list
+-- Route changes of all topics, or of one, the newest first, from before one on: open ones, those whose parents are not
+-- drained, or all.
+SELECT c.change_id, t.name, c.version, c.kind, c.state, c.mode, c.actor, c.planned_at, c.sealed_at, c.opened_at, c.ended_at,
+       (SELECT coalesce(array_agg(p.partition_id ORDER BY p.lp_from), '{}')
+        FROM mqlayer.partition p WHERE p.ended_by_change = c.change_id) AS parents,
+       (SELECT coalesce(array_agg(p.partition_id ORDER BY p.lp_from), '{}')
+        FROM mqlayer.partition p WHERE p.created_by_change = c.change_id) AS successors,
+       (SELECT count(*) FROM mqlayer.partition p WHERE p.ended_by_change = c.change_id AND p.state = 'sealed')::int AS kept
+FROM mqlayer.route_change c JOIN mqlayer.topic t USING (topic_id)
+WHERE (%(topic)s::text IS NULL OR t.name = %(topic)s) AND (%(change_id)s::int IS NULL OR c.change_id = %(change_id)s)
+  AND (%(before)s::int IS NULL OR c.change_id < %(before)s)
+  AND (NOT %(open)s::boolean OR c.state IN ('planned', 'sealing', 'sealed'))
+  AND (NOT %(draining)s::boolean OR c.state = 'done' AND c.change_id IN (
+      SELECT p.ended_by_change FROM mqlayer.partition p WHERE p.state = 'sealed'))
+ORDER BY c.change_id DESC LIMIT %(limit)s;
+
+-- name: change_waits
+-- Groups that have not drained the sealed parents of changes, and how many parents of each.
+SELECT p.ended_by_change, g.name, count(*)::int
+FROM mqlayer.partition p JOIN mqlayer.consumer_group g ON g.topic_id = p.topic_id AND g.state <> 'retired' AND g.mode <> 'broadcast'
+WHERE p.ended_by_change = ANY(%(change_ids)s::int[]) AND p.state = 'sealed'
+  AND NOT EXISTS (SELECT FROM mqlayer.drained d WHERE d.group_id = g.group_id AND d.partition_id = p.partition_id)
+GROUP BY p.ended_by_change, g.name ORDER BY p.ended_by_change, g.name;
+
+-- name: change_parts
+-- The partitions that a change ends and makes, with their nodes.
+SELECT p.partition_id, n.name, p.lp_from, p.lp_to, p.state, p.ended_by_change = %(change_id)s AS parent
+FROM mqlayer.partition p JOIN mqlayer.node n USING (node_id)
+WHERE p.ended_by_change = %(change_id)s OR p.created_by_change = %(change_id)s
+ORDER BY parent DESC NULLS LAST, p.lp_from, p.partition_id;

@@ -33,7 +33,7 @@ GRANT SELECT, INSERT (group_id, partition_id, start_offset), UPDATE (start_offse
 GRANT EXECUTE ON FUNCTION mqlayer.groups_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.has_for_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.has_v1 TO {role};
-GRANT SELECT, INSERT (epoch, last_at, name, next_at), UPDATE (epoch, last_at, next_at) ON mqlayer.job TO {role};
+GRANT SELECT, INSERT (epoch, last_at, name, next_at), UPDATE (ended_at, epoch, error, last_at, next_at) ON mqlayer.job TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.may_create_group_v1 TO {role};
 GRANT SELECT, UPDATE (joined_at, lease_until, leaving, session) ON mqlayer.member TO {role};
 GRANT USAGE ON SEQUENCE mqlayer.member_session TO {role};

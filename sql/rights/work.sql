@@ -24,7 +24,7 @@ GRANT SELECT, UPDATE (start_offset), DELETE ON mqlayer.group_start TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.groups_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.has_for_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.has_v1 TO {role};
-GRANT SELECT, INSERT (epoch, last_at, name, next_at), UPDATE (epoch, last_at, next_at) ON mqlayer.job TO {role};
+GRANT SELECT, INSERT (epoch, last_at, name, next_at), UPDATE (ended_at, epoch, error, last_at, next_at) ON mqlayer.job TO {role};
 GRANT SELECT, UPDATE (lease_until) ON mqlayer.member TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.members_forget_v1 TO {role};
 GRANT SELECT ON mqlayer.migration TO {role};

@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from mqlayer.metrics import CATALOG, Instrument
+from mqlayer.metrics.alerts import ALERTS
 
 ROOT: Final = Path(__file__).parents[2]
 MONITORING: Final = ROOT / "examples" / "monitoring"
@@ -82,6 +83,26 @@ def test_each_alert_has_its_section_and_each_section_its_alert() -> None:
     for rule in alerts():
         assert rule["annotations"]["runbook_url"] == f"docs/how-to/{RESPONSES.name}#{rule['alert'].lower()}"
         assert rule["labels"]["severity"] in ("warning", "critical")
+
+
+def test_the_console_has_the_words_and_thresholds_of_rules_and_of_their_page() -> None:
+    rules = {rule["alert"]: rule for rule in alerts()}
+    assert {name for name, one in ALERTS.items() if one.rule} == set(rules)
+    sections = dict(re.findall(r"^### (\w+)$(.*?)(?=^##|\Z)", RESPONSES.read_text("utf-8"), re.MULTILINE | re.DOTALL))
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", RESPONSES.read_text("utf-8"), re.MULTILINE))
+    assert {name for name in rows if name.startswith("Mqlayer")} == {n for n, one in ALERTS.items() if not one.rule}
+    for name, one in ALERTS.items():
+        assert plain(one.advice) in plain(sections[name] if one.rule else rows[name])
+        if one.rule:
+            seconds = {"s": 1, "m": 60}
+            wait = rules[name].get("for", "0s")
+            assert (one.severity, one.for_s) == (rules[name]["labels"]["severity"], int(wait[:-1]) * seconds[wait[-1]])
+            assert re.search(rf"(^absent|== 0( |$)|> {one.above:g}( |$))", rules[name]["expr"])
+
+
+def plain(text: str) -> str:
+    """Return a text in small letters without marks and links in brackets."""
+    return " ".join(re.sub(r" \(\[[^]]*\]\([^)]*\)\)|[`]", "", text).split()).lower()
 
 
 def test_the_dashboard_shows_or_an_alert_watches_each_number_of_the_system() -> None:

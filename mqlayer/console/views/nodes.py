@@ -1,16 +1,204 @@
-"""Nodes."""
+"""Nodes, the processes that use them, and the periodic jobs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
-from mqlayer.console.page import Action, Page, Visit
+from mqlayer.console.charts import LineChart, line_chart
+from mqlayer.console.kept import KeptValues
+from mqlayer.console.page import ROWS, Action, Outcome, Page, Plan, Visit, part
+from mqlayer.console.render import link, segment, size
+from mqlayer.console.spans import span_of
+from mqlayer.errors import InvalidInput
+from mqlayer.inspect.curves import curves
+from mqlayer.inspect.node_status import NodeStatus, node_partitions, node_status, node_statuses
+from mqlayer.inspect.processes import MemberProcess, OpenSource, member_processes, open_sources, relay_processes
+from mqlayer.maintenance.job_status import job_statuses
+from mqlayer.postgres.rights import Right, require_change
+from mqlayer.redis.addresses import display_url
+from mqlayer.routes import give_up_node
+from mqlayer.topics import rearm_node, set_node_address
+
+STATES: Final = {
+    "serving": "good",
+    "unarmed": "bad",
+    "restarted": "bad",
+    "unreachable": "bad",
+    "lost": "quiet",
+}
+OUTCOMES: Final = {"done": "good", "failed": "bad", "running": "quiet", "never ran": "warn"}
+POINTS: Final = 120
+LOSSES: Final[Mapping[str, str]] = {
+    "accept_loss": "What no outbox holds any more is lost, and this accepts it.",
+    "former": "An old primary is taken back, with what it lacks.",
+    "empty": "Its data are gone: what is there belongs to another system.",
+}
+"""Options of arming."""
+
+statuses: Final = KeptValues(node_statuses)
 
 
-def _load(_: Visit) -> Mapping[str, Any]:
-    return {}
+def _load(visit: Visit) -> Mapping[str, Any]:
+    control = visit.runtime.control
+    members = part(lambda: member_processes(control, limit=ROWS + 1, **_members_after(visit)))
+    sources = part(lambda: open_sources(control, limit=ROWS + 1, before=_source_before(visit)))
+    return {
+        "nodes": part(lambda: statuses.get(visit.runtime)),
+        "jobs": part(lambda: job_statuses(control)),
+        "relays": part(lambda: relay_processes(visit.runtime.outbox, limit=ROWS)),
+        "members": members,
+        "more_members": _more_members(members.value or []),
+        "sources": sources,
+        "more_sources": _more_sources(sources.value or []),
+        "paged": bool(visit.query),
+        "rows": ROWS,
+        "states": STATES,
+        "outcomes": OUTCOMES,
+    }
 
 
-PAGES: Final = (Page("/nodes", "Nodes", "nodes.html", _load, menu="Nodes"),)
-ACTIONS: Final[tuple[Action, ...]] = ()
+def _members_after(visit: Visit) -> dict[str, Any]:
+    return {"after_group": visit.number("group", 0), "after_member": visit.text("member")}
+
+
+def _source_before(visit: Visit) -> int | None:
+    return visit.number("source", 0) or None
+
+
+def _more_members(found: Sequence[MemberProcess]) -> str:
+    if len(found) <= ROWS:
+        return ""
+    return link("/nodes", group=found[ROWS - 1].group_id, member=found[ROWS - 1].member_id) + "#members"
+
+
+def _more_sources(found: Sequence[OpenSource]) -> str:
+    return "" if len(found) <= ROWS else link("/nodes", source=found[ROWS - 1].source_id) + "#sources"
+
+
+def _load_node(visit: Visit) -> Mapping[str, Any]:
+    name, after, (span, last) = visit.text("node"), visit.number("after", 0), span_of(visit)
+    one = _known(visit, name)
+    found = part(lambda: node_partitions(visit.runtime, one.node.node_id, after=after, limit=ROWS + 1))
+    partitions = found.value or []
+    path = f"/nodes/{segment(name)}"
+    more = link(path, after=partitions[ROWS - 1].partition, last=span) if len(partitions) > ROWS else ""
+    return {
+        "one": one,
+        "partitions": found,
+        "more": more,
+        "after": after,
+        "rows": ROWS,
+        "charts": part(lambda: _charts(visit, name, last)),
+        "span": span,
+        "path": path,
+        "states": STATES,
+        "losses": LOSSES,
+    }
+
+
+def _known(visit: Visit, name: str) -> NodeStatus:
+    kept = next((one for one in statuses.get(visit.runtime) if one.node.name == name), None)
+    # A node that was registered a moment ago.
+    return kept or node_status(visit.runtime, name)
+
+
+def _charts(visit: Visit, name: str, last: timedelta) -> list[LineChart]:
+    memory, commands = curves(visit.runtime.control, "node", name, last=last, points=POINTS)
+    now = datetime.now(UTC)
+    return [
+        line_chart("Memory", {"memory": memory}, now=now, last=last, shown=size),
+        line_chart("Commands per second", {"commands per second": commands}, now=now, last=last, peaks=True),
+    ]
+
+
+def _plan_rearm(visit: Visit) -> Plan:
+    one = _changeable(visit, Right.RELAY, Right.WORK)
+    lines = [_state_line(one), f"Its present run is armed: each owner of its {_held(one)} gets a new epoch."]
+    lines += [text for name, text in LOSSES.items() if visit.text(name)]
+    return Plan(lines, danger=any(visit.text(name) for name in LOSSES))
+
+
+def _rearm(visit: Visit) -> Outcome:
+    one = _changeable(visit, Right.RELAY, Right.WORK)
+    node, count = rearm_node(visit.runtime, one.node.name, **_options(visit))
+    return Outcome(f"Node {node.name} is armed; {count} assignments got a new epoch.", f"/nodes/{segment(node.name)}")
+
+
+def _plan_set(visit: Visit) -> Plan:
+    one, url = _changeable(visit), _url(visit)
+    lines = [
+        _state_line(one),
+        f"Its address changes from {one.node.address} to {display_url(url)}.",
+        "The server there is armed; processes follow within seconds.",
+        *(text for name, text in LOSSES.items() if visit.text(name)),
+    ]
+    return Plan(lines, danger=any(visit.text(name) for name in LOSSES))
+
+
+def _set(visit: Visit) -> Outcome:
+    one = _changeable(visit)
+    node, count = set_node_address(visit.runtime, one.node.name, _url(visit), **_options(visit))
+    text = f"Node {node.name} is {node.address}; {count} assignments got a new epoch."
+    return Outcome(text, f"/nodes/{segment(node.name)}")
+
+
+def _plan_lost(visit: Visit) -> Plan:
+    one = _changeable(visit)
+    lines = [
+        _state_line(one),
+        f"{one.open} open partitions move to other nodes; {one.sealed} sealed ones are made anew there.",
+        "Messages that the outbox still has are sent again; what only this node holds is lost.",
+        "It is refused while the node answers. Better wait for the node, if it may come back.",
+    ]
+    return Plan(lines, danger=True)
+
+
+def _lost(visit: Visit) -> Outcome:
+    one = _changeable(visit)
+    loss = give_up_node(visit.runtime, one.node.name)
+    direct = " Direct producers published there: what groups had not settled of that is lost." if loss.direct else ""
+    text = (
+        f"Node {one.node.name} is given up: {len(loss.moved)} partitions moved, {len(loss.recreated)} sealed ones made "
+        f"anew. {loss.resent} messages are sent again, {loss.only_on_node} are in no outbox any more.{direct}"
+    )
+    return Outcome(text, f"/nodes/{segment(one.node.name)}")
+
+
+def _changeable(visit: Visit, *others: Right) -> NodeStatus:
+    with visit.runtime.control.connection() as connection:
+        require_change(connection, "control", *others)
+    return node_status(visit.runtime, visit.text("node"))
+
+
+def _state_line(one: NodeStatus) -> str:
+    memory = one.number("used_memory")
+    shown = "" if memory is None else f", {size(memory)} of memory"
+    return f"Node {one.node.name} at {one.node.address} is {one.state}{shown}. {one.reason}".rstrip()
+
+
+def _held(one: NodeStatus) -> str:
+    return f"{one.open + one.sealed} partitions"
+
+
+def _options(visit: Visit) -> dict[str, bool]:
+    return {name: bool(visit.text(name)) for name in LOSSES}
+
+
+def _url(visit: Visit) -> str:
+    url = visit.text("url")
+    if not url:
+        raise InvalidInput("name the address: redis://…, rediss://… or sentinel://…, without user and password")
+    return url
+
+
+PAGES: Final = (
+    Page("/nodes", "Nodes", "nodes.html", _load, menu="Nodes"),
+    Page("/nodes/{node}", "Node {node}", "node.html", _load_node),
+)
+ACTIONS: Final[tuple[Action, ...]] = (
+    Action("node-rearm", "Arm a node again", _plan_rearm, _rearm, "Arm it"),
+    Action("node-set", "Change a node's address", _plan_set, _set, "Change it"),
+    Action("node-lost", "Give up a lost node", _plan_lost, _lost, "Give it up"),
+)

@@ -1101,8 +1101,12 @@ CREATE TABLE mqlayer.job (
     epoch   bigint NOT NULL DEFAULT 0,
     next_at timestamptz NOT NULL DEFAULT now(),
     last_at timestamptz,
+    -- Of the last run: its end, and its error where it failed.
+    ended_at timestamptz,
+    error   text,
     CONSTRAINT job_key PRIMARY KEY (name),
-    CONSTRAINT job_name CHECK (octet_length(name) <= 63)
+    CONSTRAINT job_name CHECK (octet_length(name) <= 63),
+    CONSTRAINT job_error CHECK (octet_length(error) <= 4096)
 );
 
 -- Curves without a metrics server: a row per minute and thing, kept for a week by the job that writes them. Its rows are
@@ -1145,6 +1149,10 @@ CREATE TABLE mqlayer.audit (
 );
 -- The acts on one group.
 CREATE INDEX audit_by_object ON mqlayer.audit (object, at);
+CREATE INDEX audit_by_time ON mqlayer.audit (at, audit_id);
+CREATE INDEX audit_by_act ON mqlayer.audit (act, at, audit_id);
+-- An index takes no text of 4,096 bytes.
+CREATE INDEX audit_by_actor ON mqlayer.audit (left(actor, 200), at, audit_id);
 
 
 -- The server ---------------------------------------------------------------------------------------------------------

@@ -1,0 +1,227 @@
+"""Charts as shapes of SVG; templates/charts.html draws them, classes of console.css colour them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from math import floor, log10
+from typing import Final
+
+from mqlayer.console.render import duration, number
+from mqlayer.inspect import Curve, CurvePoint
+from mqlayer.routes import RouteTimeline
+
+WIDTH: Final = 520
+HEIGHT: Final = 150
+LEFT: Final = 58
+RIGHT: Final = 8
+TOP: Final = 8
+BOTTOM: Final = 22
+LPS: Final = 1024
+BAND: Final = 26
+"""Height of a route version."""
+LABELS: Final = 150
+"""Width of the labels beside them."""
+LABELLED: Final = 34
+"""A narrower partition has no label."""
+SINGLE_SHAPES: Final = 400
+"""Of more partitions, neighbours that look the same are one shape."""
+LEVELS: Final = ("idle", "cool", "warm", "hot", "hottest")
+
+
+@dataclass(frozen=True, slots=True)
+class ChartLine:
+    """A line by its path; `number` chooses colour and dashes."""
+
+    label: str
+    path: str
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """A mark of an axis."""
+
+    at: float
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class LineChart:
+    """A chart over time; `description`: for those who don't see it. Without lines: nothing was sampled."""
+
+    title: str
+    description: str
+    lines: Sequence[ChartLine]
+    rows: Sequence[Tick] = ()
+    times: Sequence[Tick] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A partition's rectangle."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+    kind: str
+    title: str
+    label: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RouteChart:
+    """A route: a band per version, the newest at the bottom."""
+
+    description: str
+    height: int
+    bands: Sequence[Tick]
+    shapes: Sequence[Shape]
+    joined: bool = field(default=False)
+
+
+def line_chart(
+    title: str,
+    curves: Mapping[str, Curve],
+    *,
+    now: datetime,
+    last: timedelta,
+    scale: float = 1.0,
+    peaks: bool = False,
+    shown: Callable[[float | None], str] = number,
+) -> LineChart:
+    """Return a chart of curves by label, in one unit. `scale`: of the values; `peaks`: a second line of the highest."""
+    series = {label: [(one, _scaled(one.mean, scale)) for one in curve.points] for label, curve in curves.items()}
+    if peaks:
+        series |= {
+            f"{label}, highest": [(one, _scaled(one.highest, scale)) for one in curve.points]
+            for label, curve in curves.items()
+        }
+    values = [value for points in series.values() for _, value in points if value is not None]
+    if not values:
+        return LineChart(title, "no samples", ())
+    top = nice(max(values))
+    step_s = next(iter(curves.values())).step_s
+    lines = [
+        ChartLine(label, _path(points, now, last, top, step_s), at)
+        for at, (label, points) in enumerate(series.items(), start=1)
+        if any(value is not None for _, value in points)
+    ]
+    rows = [Tick(_y(part * top, top), shown(part * top)) for part in (0.0, 0.5, 1.0)]
+    described = "; ".join(_described(label, points, shown) for label, points in series.items())
+    return LineChart(title, f"the last {_span(last)}: {described}", lines, rows, _times(now, last))
+
+
+def nice(value: float) -> float:
+    """Return the next round number from a value up: 1, 2 or 5 times a power of ten."""
+    if value <= 0:
+        return 1.0
+    power = 10.0 ** floor(log10(value))
+    return next(step * power for step in (1, 2, 5, 10) if value <= step * power * 1.000001)
+
+
+def level(per_s: float | None, mean: float) -> int:
+    """Return a heat by a rate and the mean of all: 0 idle, 1 below half of it, 2, 3 from twice, 4 from four times."""
+    if not per_s or mean <= 0:
+        return 0
+    return 1 + sum(per_s >= part * mean for part in (0.5, 2, 4))
+
+
+def mean_of(rates: Iterable[float | None]) -> float:
+    """Return the mean of the known rates."""
+    known = [rate for rate in rates if rate is not None]
+    return sum(known) / len(known) if known else 0.0
+
+
+def route_chart(timeline: RouteTimeline, rates: Mapping[int, float | None]) -> RouteChart:
+    """Return the picture of a route, with the heat of the partitions in force."""
+    rows = range(timeline.since, timeline.upto + 1)
+    opened = {one.version: one for one in timeline.changes if one.state == "done"}
+    bands = [Tick((version - timeline.since) * BAND, _band(version, opened.get(version))) for version in rows]
+    mean = mean_of(rates.values())
+    shapes: list[Shape] = []
+    for one in timeline.spans:
+        first, ended = max(one.first, timeline.since), timeline.upto + 1
+        if one.ended is not None:
+            ended = min(one.ended, ended)
+        in_force = one.ended is None and timeline.upto == timeline.newest
+        heat = level(rates.get(one.partition), mean)
+        kind = f"heat{heat}" if in_force else "past"
+        told = f", {number(rates.get(one.partition))} messages/s ({LEVELS[heat]})" if in_force else ""
+        title = f"partition {one.partition} on {one.node}: LPs {one.lp_from} to {one.lp_to - 1}{told}"
+        width = one.lp_to - one.lp_from
+        label = f"p{one.partition}" if width >= LABELLED else ""
+        top = (first - timeline.since) * BAND
+        shapes.append(Shape(one.lp_from, top, width, (ended - first) * BAND - 3, kind, title, label))
+    joined = len(shapes) > SINGLE_SHAPES
+    described = f"LPs 0 to 1023 from left to right, route versions {timeline.since} to {timeline.upto} from the top"
+    return RouteChart(described, len(rows) * BAND, bands, _joined(shapes) if joined else shapes, joined)
+
+
+def _joined(shapes: Sequence[Shape]) -> list[Shape]:
+    found: list[Shape] = []
+    for one in sorted(shapes, key=lambda shape: (shape.y, shape.height, shape.x)):
+        last = found[-1] if found else None
+        same = last is not None and (last.y, last.height, last.kind) == (one.y, one.height, one.kind)
+        if last is not None and same and last.x + last.width == one.x:
+            title = f"{last.title.split(' and ')[0]} and more, to LP {one.x + one.width - 1:.0f}"
+            found[-1] = Shape(last.x, last.y, last.width + one.width, last.height, last.kind, title)
+        else:
+            found.append(one)
+    return found
+
+
+def _band(version: int, change: object) -> str:
+    kind, at = getattr(change, "kind", None), getattr(change, "opened_at", None)
+    return f"v{version}" if kind is None else f"v{version} {kind} {at:%m-%d %H:%M}" if at else f"v{version} {kind}"
+
+
+def _scaled(value: float | None, scale: float) -> float | None:
+    return None if value is None else value * scale
+
+
+def _y(value: float, top: float) -> float:
+    return round(TOP + (HEIGHT - TOP - BOTTOM) * (1 - value / top), 1)
+
+
+def _x(at: datetime, now: datetime, last: timedelta) -> float:
+    part = 1 - (now - at).total_seconds() / last.total_seconds()
+    return round(LEFT + (WIDTH - LEFT - RIGHT) * min(1.0, max(0.0, part)), 1)
+
+
+def _path(
+    points: Sequence[tuple[CurvePoint, float | None]], now: datetime, last: timedelta, top: float, step_s: float
+) -> str:
+    steps: list[str] = []
+    before: datetime | None = None
+    for point, value in points:
+        if value is None:
+            before = None
+            continue
+        at = point.at + timedelta(seconds=step_s)
+        # A step without a sample leaves a gap; a point alone is a short dash.
+        near = before is not None and (point.at - before).total_seconds() < 1.5 * step_s
+        steps.append(f"{'L' if near else 'M'}{_x(at, now, last)},{_y(value, top)}" + ("" if near else "h1"))
+        before = point.at
+    return "".join(steps)
+
+
+def _times(now: datetime, last: timedelta) -> list[Tick]:
+    form = "%H:%M" if last <= timedelta(days=1) else "%a %d"
+    moments = [now - last * part for part in (1.0, 0.75, 0.5, 0.25, 0.0)]
+    return [Tick(_x(at, now, last), f"{at.astimezone(UTC):{form}}") for at in moments]
+
+
+def _described(
+    label: str, points: Sequence[tuple[CurvePoint, float | None]], shown: Callable[[float | None], str]
+) -> str:
+    values = [value for _, value in points if value is not None]
+    if not values:
+        return f"{label}: no samples"
+    return f"{label}: {shown(values[-1])} at the end, {shown(min(values))} to {shown(max(values))}"
+
+
+def _span(last: timedelta) -> str:
+    return duration(last.total_seconds())

@@ -1,0 +1,77 @@
+"""Relays, members and producers by their last sign of life in Postgres."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from mqlayer.postgres.database import Database
+from mqlayer.postgres.queries import query
+
+
+@dataclass(frozen=True, slots=True)
+class RelayProcess:
+    """A relay. `lp_sets`: those it holds, of 16."""
+
+    relay_id: str
+    lease_until: datetime
+    alive: bool
+    lp_sets: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemberProcess:
+    """A member of any group. `lease_until`: None once its end is recorded."""
+
+    topic: str
+    group: str
+    group_id: int
+    member_id: str
+    host: str
+    pid: int
+    joined_at: datetime
+    leaving: bool
+    lease_until: datetime | None
+    alive: bool
+
+    @property
+    def state(self) -> str:
+        """In a word: a *silent* one did not leave."""
+        if self.alive:
+            return "leaving" if self.leaving else "running"
+        return "left" if self.leaving else "silent"
+
+
+@dataclass(frozen=True, slots=True)
+class OpenSource:
+    """An outbox or direct producer that may publish."""
+
+    source_id: int
+    kind: str
+    name: str
+    role: str
+    opened_at: datetime
+
+
+def relay_processes(database: Database, *, limit: int = 50) -> list[RelayProcess]:
+    """Return relays of an application database, living ones first."""
+    return [RelayProcess(*row) for row in _rows(database, "relay_list", limit=limit)]
+
+
+def member_processes(
+    database: Database, *, after_group: int = 0, after_member: str = "", limit: int = 50
+) -> list[MemberProcess]:
+    """Return members of all groups, from behind one on."""
+    facts = {"after_group": after_group, "after_member": after_member, "limit": limit}
+    return [MemberProcess(*row) for row in _rows(database, "member_list", **facts)]
+
+
+def open_sources(database: Database, *, before: int | None = None, limit: int = 50) -> list[OpenSource]:
+    """Return open sources, newest first, from before one on."""
+    return [OpenSource(*row) for row in _rows(database, "source_list", before=before, limit=limit)]
+
+
+def _rows(database: Database, name: str, **facts: Any) -> list[tuple[Any, ...]]:
+    with database.connection() as connection:
+        return connection.execute(query(name), facts).fetchall()

@@ -1,0 +1,97 @@
+-- name: health_nodes
+-- All nodes with when each was armed, lost, registered and sampled last, and its partitions that are not deleted.
+SELECT n.node_id, n.name, n.url, n.armed_run_id, n.armed_at, n.lost_at, n.created_at, s.at, p.open, p.sealed
+FROM mqlayer.node n
+CROSS JOIN LATERAL (SELECT max(s.at) AS at FROM mqlayer.sample s WHERE s.kind = 'node' AND s.object_id = n.node_id) AS s
+LEFT JOIN (
+    SELECT p.node_id, count(*) FILTER (WHERE p.state = 'open')::int AS open, count(*) FILTER (WHERE p.state = 'sealed')::int AS sealed
+    FROM mqlayer.partition p WHERE p.state <> 'deleted' GROUP BY p.node_id) AS p USING (node_id)
+ORDER BY n.node_id;
+
+-- name: health_lag
+-- Groups whose oldest message was older than so many seconds in each sample of the last ten minutes, and got older: since
+-- when the samples say so, of those of a day.
+SELECT t.name, g.name, w.last_s, w.lag
+FROM (
+    SELECT s.object_id, min(s.oldest_s) AS least_s, (array_agg(s.oldest_s ORDER BY s.at))[1] AS first_s,
+           (array_agg(s.oldest_s ORDER BY s.at DESC))[1] AS last_s, (array_agg(s.lag ORDER BY s.at DESC))[1] AS lag,
+           count(*) AS samples
+    FROM mqlayer.sample s
+    WHERE s.kind = 'group' AND s.at > now() - interval '10 minutes' AND s.oldest_s IS NOT NULL GROUP BY s.object_id) AS w
+JOIN mqlayer.consumer_group g ON g.group_id = w.object_id JOIN mqlayer.topic t USING (topic_id)
+WHERE g.state = 'live' AND w.samples >= 3 AND w.least_s > %(above_s)s AND w.last_s > w.first_s
+ORDER BY t.name, g.name;
+
+-- name: health_dead
+-- Messages of live groups that died within an hour, up to a bound, and when the last of a group died.
+SELECT t.name, g.name, d.dead, d.last_at
+FROM mqlayer.consumer_group g JOIN mqlayer.topic t USING (topic_id)
+CROSS JOIN LATERAL (
+    SELECT count(*)::int AS dead, max(those.died_at) AS last_at
+    FROM (SELECT f.died_at FROM mqlayer.dead_fact f
+          WHERE f.group_id = g.group_id AND f.redriven_at IS NULL AND f.died_at > now() - interval '1 hour'
+          ORDER BY f.died_at DESC LIMIT %(limit)s) AS those) AS d
+WHERE g.state = 'live' AND d.dead > 0 ORDER BY t.name, g.name;
+
+-- name: health_members
+-- Members of live groups whose lease ran out although they did not leave: how many of a group, one of them, and since when
+-- where that is known.
+SELECT t.name, g.name, count(*)::int, min(m.member_id), min(nullif(m.lease_until, '-infinity'))
+FROM mqlayer.member m JOIN mqlayer.consumer_group g USING (group_id) JOIN mqlayer.topic t USING (topic_id)
+WHERE NOT m.leaving AND m.lease_until < now() AND g.state = 'live' AND m.joined_at > now() - interval '1 day'
+GROUP BY t.name, g.name ORDER BY t.name, g.name;
+
+-- name: health_sources
+-- Names of direct producers with several open sources: how many, and when the first was opened.
+SELECT s.name, count(*)::int, min(s.opened_at), max(s.opened_at) FROM mqlayer.source s
+WHERE s.kind = 'direct' AND s.closed_at IS NULL AND s.dropped_at IS NULL
+GROUP BY s.name HAVING count(*) > 1 ORDER BY min(s.opened_at) LIMIT %(limit)s;
+
+-- name: health_totals
+-- How many topics, live groups and living members there are, when the last sample was taken and schemas were made, and
+-- what topics took in per second by their last two samples: committed to the outbox, relayed, stored.
+SELECT (SELECT count(*) FROM mqlayer.topic WHERE deleted_at IS NULL)::int,
+       (SELECT count(*) FROM mqlayer.consumer_group WHERE state = 'live' AND mode <> 'broadcast')::int,
+       (SELECT count(*) FROM mqlayer.member WHERE lease_until >= now())::int,
+       (SELECT max(at) FROM mqlayer.sample), (SELECT min(at) FROM mqlayer.migration),
+       sum(r.committed)::float8, sum(r.relayed)::float8, sum(r.stored)::float8
+FROM (
+    SELECT greatest(0, s.committed - lag(s.committed) OVER w) / extract(epoch FROM s.at - lag(s.at) OVER w) AS committed,
+           greatest(0, s.relayed - lag(s.relayed) OVER w) / extract(epoch FROM s.at - lag(s.at) OVER w) AS relayed,
+           greatest(0, s.stored - lag(s.stored) OVER w) / extract(epoch FROM s.at - lag(s.at) OVER w) AS stored,
+           row_number() OVER (PARTITION BY s.object_id ORDER BY s.at DESC) AS place
+    FROM mqlayer.sample s WHERE s.kind = 'topic' AND s.at > now() - interval '5 minutes'
+    WINDOW w AS (PARTITION BY s.object_id ORDER BY s.at)) AS r
+WHERE r.place = 1;
+
+-- name: health_jobs
+-- Periodic jobs that ran: when the last run began, how long it took, how it ended, and when the next one is due.
+SELECT name, last_at, next_at, ended_at, extract(epoch FROM ended_at - last_at)::float8, error FROM mqlayer.job
+WHERE name = ANY(%(names)s::text[]) ORDER BY name;
+
+-- name: relay_list
+-- Relays with the end of their leases, and the LP sets that each holds.
+SELECT r.relay_id, r.lease_until, r.lease_until >= now(),
+       (SELECT count(*) FROM mqlayer_app.lp_set s WHERE s.relay_id = r.relay_id AND s.lease_until >= now())::int
+FROM mqlayer_app.relay r ORDER BY r.lease_until DESC, r.relay_id LIMIT %(limit)s;
+
+-- name: member_list
+-- Members of all groups by their ids, from behind one on; those whose leases ran out, too.
+SELECT t.name, g.name, m.group_id, m.member_id, m.host, m.pid, m.joined_at, m.leaving, nullif(m.lease_until, '-infinity'),
+       m.lease_until >= now()
+FROM mqlayer.member m JOIN mqlayer.consumer_group g USING (group_id) JOIN mqlayer.topic t USING (topic_id)
+WHERE (m.group_id, m.member_id) > (%(after_group)s::bigint, %(after_member)s::text)
+ORDER BY m.group_id, m.member_id LIMIT %(limit)s;
+
+-- name: source_list
+-- Outboxes and direct producers that are open, the newest first, from before one on.
+SELECT s.source_id, s.kind, s.name, s.opened_by, s.opened_at FROM mqlayer.source s
+WHERE s.closed_at IS NULL AND s.dropped_at IS NULL AND (%(before)s::bigint IS NULL OR s.source_id < %(before)s)
+ORDER BY s.source_id DESC LIMIT %(limit)s;
+
+-- name: health_node_partitions
+-- Partitions on a node that are not deleted, from behind one on.
+SELECT p.partition_id, t.name, p.lp_from, p.lp_to, p.state, p.created_at, p.ended_by_change
+FROM mqlayer.partition p JOIN mqlayer.topic t USING (topic_id)
+WHERE p.node_id = %(node_id)s AND p.state <> 'deleted' AND p.partition_id > %(after)s
+ORDER BY p.partition_id LIMIT %(limit)s;
