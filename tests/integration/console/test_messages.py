@@ -65,11 +65,11 @@ def test_pages_of_a_partition_have_each_message_once_and_searches_find_theirs(to
     for _, partition, _ in told.partitions("orders"):
         following: int | None = 1
         while following is not None:
-            page = partition_pages.partition_page(told.runtime(), "orders", partition, offset=following, limit=7)
+            part = partition_pages.partition_page(told.runtime(), "orders", partition, offset=following, limit=7)
             rows = exported(ann, partition=partition, offset=following)
-            assert [one["message"] for one in rows][:7] == [one.message for one in page.messages]
-            found += [one.message for one in page.messages]
-            following = page.later
+            assert [one["message"] for one in rows][:7] == [one.message for one in part.messages]
+            found += [one.message for one in part.messages]
+            following = part.later
     assert len(found) == len(set(found)) == 61
     # The newest of all, by key, time, header, trace, dedup id, and id.
     assert len(exported(ann)) == 50
