@@ -30,6 +30,12 @@ PAGES: Final[Mapping[str, str]] = {
     "groups": "/groups",
     "group": "/groups/big-0/group-0?last=week",
     "partition": "/groups/big-0/group-0/partitions/{partition}",
+    "overview": "/",
+    "nodes": "/nodes",
+    "node": "/nodes/node-1?last=week",
+    "changes": "/changes",
+    "change": "/changes/1",
+    "audit": "/audit?actor=bench&act=act+7",
 }
 FILL: Final = """
 INSERT INTO mqlayer.topic (name, strategy, body_limit, backlog_limit)
@@ -65,6 +71,9 @@ INSERT INTO mqlayer.sample (kind, object_id, at, committed, relayed, stored)
 SELECT 'topic', topic_id, date_trunc('minute', now(), 'UTC') - make_interval(mins => n), 1000000 - n, 1000000 - n,
        1000000 - n
 FROM mqlayer.topic, generate_series(0, %(minutes)s - 1) AS n;
+INSERT INTO mqlayer.audit (at, actor, act, object, facts)
+SELECT now() - make_interval(secs => n), 'bench', 'act ' || n %% 50, 'big-' || n %% 10, '{"reason": "why"}'
+FROM generate_series(1, %(minutes)s * %(minutes)s / 100) AS n;
 """
 
 

@@ -694,6 +694,25 @@ CREATE INDEX audit_by_time ON mqlayer.audit (at, audit_id);
 CREATE INDEX audit_by_act ON mqlayer.audit (act, at, audit_id);
 CREATE INDEX audit_by_actor ON mqlayer.audit ("left"(actor, 200), at, audit_id);
 
+CREATE TABLE mqlayer.console_session (
+    token_hash bytea       NOT NULL,
+    login      name        NOT NULL,
+    name       text        NOT NULL,
+    level      text        NOT NULL,
+    bodies     boolean     NOT NULL,
+    proof      text        NOT NULL,
+    began_at   timestamptz NOT NULL DEFAULT now(),
+    seen_at    timestamptz NOT NULL DEFAULT now(),
+    idle_s     int         NOT NULL,
+    ends_at    timestamptz NOT NULL,
+    CONSTRAINT console_session_key PRIMARY KEY (token_hash),
+    CONSTRAINT console_session_hash CHECK (octet_length(token_hash) = 32),
+    CONSTRAINT console_session_texts CHECK (octet_length(name) >= 1 AND octet_length(name) <= 256
+        AND octet_length(proof) <= 256),
+    CONSTRAINT console_session_level CHECK (level IN ('viewer', 'operator'))
+);
+CREATE INDEX console_session_by_name ON mqlayer.console_session (login, name, began_at);
+
 CREATE TABLE mqlayer.server (
     only_one  boolean     NOT NULL DEFAULT true,
     system_id text        NOT NULL,
@@ -740,6 +759,12 @@ CREATE FUNCTION mqlayer.may_create_group_v1(p_topic_id int, p_name text, p_broad
 CREATE FUNCTION mqlayer.assignment_epoch_guard() RETURNS trigger;
 CREATE FUNCTION mqlayer.assignment_epoch_given_v1() RETURNS trigger SECURITY DEFINER;
 CREATE FUNCTION mqlayer.parked_count_v1() RETURNS trigger SECURITY DEFINER;
+CREATE FUNCTION mqlayer.check_console_v1() RETURNS void STABLE SECURITY DEFINER;
+CREATE FUNCTION mqlayer.console_session_begin_v1(p_token_hash bytea, p_name text, p_level text, p_bodies boolean,
+    p_proof text, p_idle_s int, p_longest_s int) RETURNS void SECURITY DEFINER;
+CREATE FUNCTION mqlayer.console_session_v1(p_token_hash bytea, p_use boolean, OUT name text, OUT level text,
+    OUT bodies boolean, OUT proof text) SECURITY DEFINER;
+CREATE FUNCTION mqlayer.console_session_end_v1(p_token_hash bytea) RETURNS boolean SECURITY DEFINER;
 CREATE FUNCTION mqlayer.timeline_v1() RETURNS int SECURITY DEFINER;
 CREATE FUNCTION mqlayer.system_v1() RETURNS text SECURITY DEFINER;
 CREATE FUNCTION mqlayer.server_repair_v1(p_facts jsonb) RETURNS void SECURITY DEFINER;

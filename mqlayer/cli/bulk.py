@@ -180,7 +180,7 @@ def show(
 
 @bulk.command(rich_help_panel=REPAIR)
 def cancel(bulk_id: BulkArgument) -> None:
-    """Cancel a bulk action after the batch in hand; what is done stays."""
+    """Cancel a bulk action after the batch in hand; its results stay."""
     with runtime_here() as runtime:
         check_change(runtime.control)
         found = cancel_bulk(runtime, bulk_id)

@@ -68,6 +68,9 @@ COMMANDS: Final[Mapping[str, CommandSource]] = {
         LOOK,
         "Show the system in the browser, until SIGTERM or SIGINT: lag, routes, keys, messages, parked and dead.",
     ),
+    "console-password": CommandSource(
+        "console", LOOK, "Print a user's line for the password file of `mqlayer console`; asks for the password."
+    ),
     "relay": CommandSource("relay", START, "Relay the outbox until SIGTERM or SIGINT. Several may run."),
     "trim": CommandSource("trim", CHANGE, "Drop settled records in one pass; the worker does so regularly."),
     "analytics": CommandSource(

@@ -16,7 +16,7 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from mqlayer.console.access import Access, Anyone
+from mqlayer.console.access import Access, Anyone, Guard
 from mqlayer.console.headers import SafeHeaders
 from mqlayer.console.live import LivePages
 from mqlayer.console.page import Action, Page, Visit
@@ -25,11 +25,15 @@ from mqlayer.console.runtimes import Runtimes
 from mqlayer.console.users import Level, User
 from mqlayer.console.views import ACTIONS, PAGES
 from mqlayer.errors import InvalidInput, MqlayerError, NotFound, PermissionDenied, StoreUnavailable
+from mqlayer.logs import event_logger
 from mqlayer.settings import Settings
 
 Result = TypeVar("Result")
 
+log = event_logger(__name__)
+
 REASON_BYTES: Final = 500
+UNKNOWN: Final = "who you are can't be found out now: try again; the log of the console says why"
 STATUSES: Final[Mapping[type[MqlayerError], HTTPStatus]] = {
     InvalidInput: HTTPStatus.BAD_REQUEST,
     NotFound: HTTPStatus.NOT_FOUND,
@@ -43,10 +47,12 @@ def console_app(
 ) -> Starlette:
     """Return the console as an application to serve or to mount.
 
-    `access`: logins; None lets anyone in who reaches it. `roles`: the Postgres role of each level.
+    `access`: logins; None lets in browsers on this machine alone. `roles`: the Postgres role of each level. Mounted in
+    another application, it needs that one to enter its lifespan.
     """
-    console = Console(Runtimes(settings or Settings(), roles or {}), access or Anyone())
-    return Starlette(
+    runtimes = Runtimes(settings or Settings(), roles or {})
+    console = Console(runtimes, access or Anyone())
+    app = Starlette(
         routes=[
             *(Route(page.path, partial(console.show, page)) for page in PAGES),
             *(Route(f"/actions/{one.name}", partial(console.ask_first, one), methods=["GET"]) for one in ACTIONS),
@@ -55,10 +61,12 @@ def console_app(
             *console.access.routes,
             Mount("/static", StaticFiles(packages=[("mqlayer.console", "static")])),
         ],
-        middleware=[Middleware(SafeHeaders)],
+        middleware=[Middleware(SafeHeaders), Middleware(Guard)],
         exception_handlers={HTTPStatus.NOT_FOUND: console.not_found},
         lifespan=console.lifespan,
     )
+    app.state.runtimes, app.state.stop_live = runtimes, console.stop_live
+    return app
 
 
 class Console:
@@ -68,6 +76,7 @@ class Console:
         self.access = access
         self._runtimes = runtimes
         self._live = LivePages()
+        self._has_logout = any(getattr(route, "path", "") == "/logout" for route in access.routes)
 
     @asynccontextmanager
     async def lifespan(self, _: Starlette) -> AsyncIterator[None]:
@@ -77,11 +86,15 @@ class Console:
         finally:
             await run_in_threadpool(self._runtimes.close)
 
+    def stop_live(self) -> None:
+        """End all live parts soon."""
+        self._live.stopping = True
+
     async def show(self, page: Page, request: Request) -> Response:
         """Answer with a page."""
-        user = await run_in_threadpool(self.access.user_of, request)
-        if user is None:
-            return self.access.ask(request)
+        user = await self._known(request)
+        if isinstance(user, Response):
+            return user
         visit = Visit(self._runtimes.of(user), user, request.path_params, dict(request.query_params))
         if page.media_type:
             return await self._answer(request, user, lambda: str(page.load(visit)["text"]), page.media_type)
@@ -106,7 +119,7 @@ class Console:
             return Response(status_code=HTTPStatus.NOT_FOUND)
 
         def render() -> str | None:
-            user = self.access.user_of(request)
+            user = self._user_of(request)
             if user is None:
                 return None
             visit = Visit(self._runtimes.of(user), user, parameters, _query(query))
@@ -116,10 +129,25 @@ class Console:
 
     async def not_found(self, request: Request, _: Exception) -> Response:
         """Answer for a path without a page."""
-        user = await run_in_threadpool(self.access.user_of, request)
-        if user is None:
-            return self.access.ask(request)
+        user = await self._known(request)
+        if isinstance(user, Response):
+            return user
         return self._message(request, user, HTTPStatus.NOT_FOUND, "no page has this address")
+
+    async def _known(self, request: Request) -> User | Response:
+        try:
+            user = await run_in_threadpool(self._user_of, request)
+        except MqlayerError as error:
+            return self._message(request, None, HTTPStatus.SERVICE_UNAVAILABLE, str(error))
+        return self.access.ask(request) if user is None else user
+
+    def _user_of(self, request: Request) -> User | None:
+        try:
+            return self.access.user_of(request)
+        except MqlayerError as error:
+            # Its text has addresses, and the browser may be anyone's.
+            log.warning("console_user_unknown", extra={"error": str(error)})
+            raise MqlayerError(UNKNOWN) from None
 
     def _page(self, request: Request, user: User, page: Page, visit: Visit) -> str:
         found = page.load(visit)
@@ -129,9 +157,9 @@ class Console:
     async def _operated(
         self, request: Request, fields: Mapping[str, str], work: Callable[[Request, User, Mapping[str, str]], str]
     ) -> Response:
-        user = await run_in_threadpool(self.access.user_of, request)
-        if user is None:
-            return self.access.ask(request)
+        user = await self._known(request)
+        if isinstance(user, Response):
+            return user
         if not user.may_act:
             why = f"{user.name} is a viewer: an operator may do this"
             return self._message(request, user, HTTPStatus.FORBIDDEN, why)
@@ -173,6 +201,7 @@ class Console:
             "user": user,
             "menu": MENU,
             "live": False,
+            "logout": self._has_logout,
             "token": "" if user is None else self.access.form_token(request),
         }
 

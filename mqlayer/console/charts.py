@@ -28,6 +28,7 @@ LABELLED: Final = 34
 SINGLE_SHAPES: Final = 400
 """Of more partitions, neighbours that look the same are one shape."""
 LEVELS: Final = ("idle", "cool", "warm", "hot", "hottest")
+UNKNOWN: Final = "not known"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ class Tick:
 
 
 @dataclass(frozen=True, slots=True)
-class LineChart:
+class TimeChart:
     """A chart over time; `description`: for those who don't see it. Without lines: nothing was sampled."""
 
     title: str
@@ -91,7 +92,7 @@ def line_chart(
     scale: float = 1.0,
     peaks: bool = False,
     shown: Callable[[float | None], str] = number,
-) -> LineChart:
+) -> TimeChart:
     """Return a chart of curves by label, in one unit. `scale`: of the values; `peaks`: a second line of the highest."""
     series = {label: [(one, _scaled(one.mean, scale)) for one in curve.points] for label, curve in curves.items()}
     if peaks:
@@ -101,7 +102,7 @@ def line_chart(
         }
     values = [value for points in series.values() for _, value in points if value is not None]
     if not values:
-        return LineChart(title, "no samples", ())
+        return TimeChart(title, "no samples", ())
     top = nice(max(values))
     step_s = next(iter(curves.values())).step_s
     lines = [
@@ -111,7 +112,7 @@ def line_chart(
     ]
     rows = [Tick(_y(part * top, top), shown(part * top)) for part in (0.0, 0.5, 1.0)]
     described = "; ".join(_described(label, points, shown) for label, points in series.items())
-    return LineChart(title, f"the last {_span(last)}: {described}", lines, rows, _times(now, last))
+    return TimeChart(title, f"the last {_span(last)}: {described}", lines, rows, _times(now, last))
 
 
 def nice(value: float) -> float:
@@ -127,6 +128,11 @@ def level(per_s: float | None, mean: float) -> int:
     if not per_s or mean <= 0:
         return 0
     return 1 + sum(per_s >= part * mean for part in (0.5, 2, 4))
+
+
+def heat_words(per_s: float | None, mean: float) -> str:
+    """Return a heat's word."""
+    return UNKNOWN if per_s is None else LEVELS[level(per_s, mean)]
 
 
 def mean_of(rates: Iterable[float | None]) -> float:
@@ -149,7 +155,11 @@ def route_chart(timeline: RouteTimeline, rates: Mapping[int, float | None]) -> R
         in_force = one.ended is None and timeline.upto == timeline.newest
         heat = level(rates.get(one.partition), mean)
         kind = f"heat{heat}" if in_force else "past"
-        told = f", {number(rates.get(one.partition))} messages/s ({LEVELS[heat]})" if in_force else ""
+        told = (
+            f", {number(rates.get(one.partition))} messages/s ({heat_words(rates.get(one.partition), mean)})"
+            if in_force
+            else ""
+        )
         title = f"partition {one.partition} on {one.node}: LPs {one.lp_from} to {one.lp_to - 1}{told}"
         width = one.lp_to - one.lp_from
         label = f"p{one.partition}" if width >= LABELLED else ""
@@ -203,7 +213,7 @@ def _path(
         at = point.at + timedelta(seconds=step_s)
         # A step without a sample leaves a gap; a point alone is a short dash.
         near = before is not None and (point.at - before).total_seconds() < 1.5 * step_s
-        steps.append(f"{'L' if near else 'M'}{_x(at, now, last)},{_y(value, top)}" + ("" if near else "h1"))
+        steps.append(f"{'L' if near else 'M'}{_x(at, now, last)},{_y(value, top)}" + ("" if near else "m-1.5,0h3"))
         before = point.at
     return "".join(steps)
 

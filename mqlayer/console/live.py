@@ -25,6 +25,7 @@ class LivePages:
 
     def __init__(self, every_s: float = EVERY_S) -> None:
         self.every_s = every_s
+        self.stopping = False
         self._open = 0
 
     def stream(self, render: Callable[[], str | None]) -> Response:
@@ -37,7 +38,7 @@ class LivePages:
         self._open += 1
         try:
             sent, deadline = b"", asyncio.get_running_loop().time() + LONGEST_S
-            while asyncio.get_running_loop().time() < deadline:
+            while not self.stopping and asyncio.get_running_loop().time() < deadline:
                 try:
                     page = await run_in_threadpool(render)
                 except MqlayerError as error:

@@ -110,7 +110,7 @@ def _failing(head: PartitionHead) -> Waiting:
         text += f"; the next attempt is at {when(one.retry_at)}, in {duration(one.retry_in_s)}"
     elif one.retry_at is not None:
         text += "; the next attempt is due"
-    log = f" The log of member {owner} says why." if owner else ""
+    log = f" The log of member {owner} says why." if owner and not head.attempts else ""
     return Waiting(f"{text}.{log}", "bad", one.failing_since, _key_path(head), "Explain the key")
 
 

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Final
 
 from mqlayer.console.users import Level, User
+from mqlayer.errors import PermissionDenied
 from mqlayer.postgres.audit import Actor
-from mqlayer.postgres.database import Database
+from mqlayer.postgres.database import Connection, Database, address_of, connect, driver_errors
+from mqlayer.postgres.dsn import parse_dsn
+from mqlayer.postgres.rights import Right, SchemaName, require
 from mqlayer.runtime.runtime import Runtime
 from mqlayer.settings import Dsn, Settings
 
 POOL: Final = 8
 NAME: Final = "mqlayer console"
+CONTROL: Final[SchemaName] = "control"
+APPLICATION: Final[SchemaName] = "application"
 
 
 @dataclass(slots=True)
@@ -34,12 +40,32 @@ class Runtimes:
         control, application = self._databases[role]
         return Runtime(control, self.settings, application, Actor(f"{user.name}@console", reason))
 
+    def check(self, level: Level) -> None:
+        """Raise PermissionDenied unless a level's Postgres role has its right, and the login may take the role."""
+        role, right = self.roles.get(level, ""), Right.OPERATE if level is Level.OPERATOR else Right.VIEW
+        control, application = self.settings.control_dsn(), self.settings.application_dsn()
+        for dsn, schema in ((control, CONTROL), (application, APPLICATION)):
+            with _connected(dsn, role) as connection, driver_errors(address_of(dsn)):
+                require(connection, schema, right, "", Right.OPERATE)
+
     def close(self) -> None:
         """Close all pools."""
         for control, application in self._databases.values():
             control.close()
             application.close()
         self._databases.clear()
+
+
+@contextmanager
+def _connected(dsn: Dsn, role: str) -> Iterator[Connection]:
+    try:
+        connection = connect(_as_role(dsn, role), application=NAME)
+    except PermissionDenied as error:
+        login = parse_dsn(dsn).get("user") or "LOGIN"
+        reason = f"{login!r} may not become {role!r}" if role else error.reason
+        raise PermissionDenied(error.address, reason, f"GRANT {role} TO {login}" if role else error.fix) from error
+    with closing(connection):
+        yield connection
 
 
 def _as_role(dsn: Dsn, role: str) -> Dsn:

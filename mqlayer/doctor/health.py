@@ -18,7 +18,7 @@ from mqlayer.inspect import GroupStatus, group_statuses
 from mqlayer.inspect.node_status import NodeStatus, node_statuses
 from mqlayer.inspect.processes import relay_processes
 from mqlayer.maintenance.job_status import job_statuses
-from mqlayer.metrics.alerts import ALERTS, Alert
+from mqlayer.metrics.alerts import ALERTS, STALLS, Alert
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.migrations import SchemaName, check_schema
 from mqlayer.postgres.queries import query
@@ -37,7 +37,10 @@ ORDER: Final = {name: place for place, name in enumerate(ALERTS)}
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A condition that holds now. `since`: None if unknown; the other fields name its place."""
+    """A condition that holds now. `since`: None if unknown; the other fields name its place.
+
+    `rearms`: arming the node may end it.
+    """
 
     alert: Alert
     text: str
@@ -46,6 +49,8 @@ class Problem:
     group: str = ""
     node: str = ""
     change: int | None = None
+    advice: str = ""
+    rearms: bool = False
 
 
 @dataclass(slots=True)
@@ -132,11 +137,12 @@ def _nodes(look: HealthLook) -> Iterator[Problem]:
     look.totals.serving = sum(one.state == "serving" for one in statuses)
     for one in statuses:
         if one.state not in ("serving", "lost"):
-            yield Problem(ALERTS["MqlayerNodeAway"], _away(one), one.since, node=one.node.name)
+            rearms = one.state != "unreachable"
+            yield Problem(ALERTS["MqlayerNodeAway"], _away(one), one.since, node=one.node.name, rearms=rearms)
 
 
 def _away(one: NodeStatus) -> str:
-    held = f"{one.open + one.sealed} partitions are on it"
+    held = f"it holds {_many(one.open + one.sealed, 'partition')}"
     return {
         "unreachable": f"Node {one.node.name} does not answer; {held}: {one.reason}",
         "restarted": f"Node {one.node.name} runs anew, and this run is not armed; {held}",
@@ -161,13 +167,13 @@ def _outbox(look: HealthLook) -> Iterator[Problem]:
         last = next(iter(relay_processes(database, limit=1)), None)
         text = f"No relay has a valid lease; {totals.outbox:,} messages wait. The worker relays every 10 s meanwhile"
         yield Problem(ALERTS["MqlayerNoRelay"], text, None if last is None else last.lease_until)
-    for name, what in (("check_quarantine", "LPs wait behind a row"), ("check_voided", "rows were passed over")):
+    for name, what in (("check_quarantine", "LPs behind a row"), ("check_voided", "Rows passed over")):
         ((count, reason),) = look.rows(name, database=database)
         if count:
-            yield Problem(ALERTS["MqlayerOutboxQuarantined"], f"{count} {what} that can't be sent: {reason}")
+            yield Problem(ALERTS["MqlayerOutboxQuarantined"], f"{what}: {count}, the first: {reason}")
     ((count, held, oldest_s, name),) = look.rows("check_versions", database=database)
     if count:
-        text = f"{count} entities miss a version, the first of {name}; {held} later events are held"
+        text = f"Entities that miss a version: {count}, the first of {name}; later events that are held: {held}"
         yield Problem(ALERTS["MqlayerVersionsOverdue"], text, _before(oldest_s))
 
 
@@ -199,7 +205,7 @@ def _group(one: GroupStatus) -> Iterator[Problem]:
         by = (one.facts.paused_by if one.facts.paused_at else one.facts.topic_paused_by) or "an operator"
         yield Problem(ALERTS["MqlayerPaused"], f"{what} is paused by {by}; lag {one.lag:,}", paused, topic, group)
     elif not one.facts.alive and one.lag and one.facts.mode != "pop":
-        text = f"{one.lag:,} messages wait for a member"
+        text = f"{_many(one.lag, 'message')} to handle, and no member has a valid lease"
         yield Problem(ALERTS["MqlayerNoMembers"], text, _before(one.age_s), topic, group)
     # A silent node is a problem of its own.
     unknown = [
@@ -208,21 +214,22 @@ def _group(one: GroupStatus) -> Iterator[Problem]:
         if part.lag is None and (part.stall is None or part.stall.reason != "node_away")
     ]
     if unknown:
-        text = f"The lag of {len(unknown)} partitions is unknown, the first is {unknown[0]}"
+        text = f"{_many(len(unknown), 'partition')} of unknown lag, such as {unknown[0]}"
         yield Problem(ALERTS["MqlayerLagUnknown"], text, None, topic, group)
     yield from _stalls(one, topic, group)
 
 
 def _stalls(one: GroupStatus, topic: str, group: str) -> Iterator[Problem]:
     stuck = [(part.facts.partition, part.stall) for part in one.undrained if part.stall is not None]
-    # What a silent node holds up is told with the node.
-    told = EXPECTED_STALLS | {"node_away"}
+    # What a silent node holds up is told with the node, and what nobody takes over with the missing members.
+    told = EXPECTED_STALLS | {"node_away"} | (set() if one.facts.alive else {"lease_over"})
     counts = Counter(stall.reason for _, stall in stuck if stall.reason not in told)
     for reason, count in counts.items():
         partition, first = next((number, stall) for number, stall in stuck if stall.reason == reason)
         begins = [stall.since for _, stall in stuck if stall.reason == reason and stall.since is not None]
-        text = f"{count} partitions are stuck ({reason}); partition {partition}: {first.detail}"
-        yield Problem(ALERTS["MqlayerPartitionsStuck"], text, min(begins, default=None), topic, group)
+        text = f"{_many(count, 'partition')} stuck ({reason}), such as {partition}: {first.detail}"
+        since, advice = min(begins, default=None), STALLS.get(reason, "")
+        yield Problem(ALERTS["MqlayerPartitionsStuck"], text, since, topic, group, advice=advice)
 
 
 def _failures(look: HealthLook) -> Iterator[Problem]:
@@ -233,7 +240,7 @@ def _failures(look: HealthLook) -> Iterator[Problem]:
         yield from _parked(one)
     for topic, group, dead, last_at in look.rows("health_dead", limit=DEAD_LIMIT):
         at_least = "At least " if dead == DEAD_LIMIT else ""
-        text = f"{at_least}{dead:,} messages died within the last hour, the last at {last_at:%H:%M:%S} UTC"
+        text = f"{at_least}{_many(dead, 'message')} died within the last hour, the last at {last_at:%H:%M:%S} UTC"
         yield Problem(ALERTS["MqlayerDeadMessages"], text, last_at, topic, group)
 
 
@@ -249,7 +256,7 @@ def _parked(one: FailureCounts) -> Iterator[Problem]:
         text = f"The attempts of {one.waiting:,} of {one.keys:,} parked keys are used up"
         yield Problem(ALERTS["MqlayerKeysWaitForOperator"], text, oldest, one.topic, one.group)
     elif one.keys:
-        text = f"{one.keys:,} keys with {one.messages:,} messages wait for their next attempt"
+        text = f"{_many(one.keys, 'key')} with {_many(one.messages, 'message')} for the next attempt"
         yield Problem(ALERTS["MqlayerKeysParked"], text, oldest, one.topic, one.group)
 
 
@@ -278,7 +285,7 @@ def _jobs(look: HealthLook) -> Iterator[Problem]:
     late = [one for one in jobs if one.is_late]
     if late:
         known = [one.last_at for one in late if one.last_at is not None]
-        text = f"{len(late)} of {len(jobs)} periodic jobs are late: {', '.join(one.name for one in late)}"
+        text = f"Late: {len(late)} of {len(jobs)} jobs: {', '.join(one.name for one in late)}"
         yield Problem(ALERTS["MqlayerJobsLate"], text, min(known, default=None))
     for one in jobs:
         if one.outcome == "failed":
@@ -302,7 +309,7 @@ def _samples(look: HealthLook) -> Iterator[Problem]:
 
 def _processes(look: HealthLook) -> Iterator[Problem]:
     for topic, group, count, member, since in look.rows("health_members"):
-        text = f"{count} members are silent and did not leave, such as {member}: killed, stopped or cut off"
+        text = f"{_many(count, 'member')} silent without having left, such as {member}: killed, stopped or cut off"
         yield Problem(ALERTS["MqlayerLeasesLost"], text, since, topic, group)
     for name, count, first, _ in look.rows("health_sources", limit=SOURCES_LIMIT):
         text = f"Direct producer {name} has {count} open sources: processes ended without closing it, or share the name"
@@ -325,6 +332,10 @@ FINDERS: Final[Mapping[str, Finder]] = {
 
 def _before(seconds: float | None) -> datetime | None:
     return None if seconds is None else datetime.now(UTC) - timedelta(seconds=seconds)
+
+
+def _many(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def _count(value: int | None) -> str:

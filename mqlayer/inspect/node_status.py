@@ -110,10 +110,9 @@ def _ask(nodes: Sequence[Node], within_s: float) -> dict[NodeId, tuple[ServerInf
 
     def one(node: Node) -> None:
         try:
-            answer = read_server_info(node.url, timeout_s=within_s, node=node.name), ""
+            found[node.node_id] = read_server_info(node.url, timeout_s=within_s, node=node.name), ""
         except MqlayerError as error:
-            answer = None, str(error)
-        found[node.node_id] = answer
+            found[node.node_id] = None, str(error)
 
     # Daemon threads: a silent server must not keep the process alive.
     threads = [threading.Thread(target=one, args=(node,), name="node-status", daemon=True) for node in nodes]

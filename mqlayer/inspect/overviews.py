@@ -20,7 +20,7 @@ LATE_S: Final = 300.0
 class TopicOverview:
     """A topic. Figures: None without samples. `sealed`: partitions that a change ended and a group has not drained.
 
-    `lag`, `oldest_s`: the largest of its groups; `unrelayed`: messages that wait in the outbox.
+    `lag`, `oldest_s`: the largest of its groups; `settled_per_min`: by the slowest; `unrelayed`: waiting in the outbox.
     """
 
     name: str
@@ -39,6 +39,7 @@ class TopicOverview:
     oldest_s: float | None
     committed_per_min: float | None
     stored_per_min: float | None
+    settled_per_min: float | None
     unrelayed: int | None
     sampled_at: datetime | None
 

@@ -10,9 +10,9 @@ from typing import Any, Final
 from mqlayer.domain.offsets import OffsetRange, as_ranges
 from mqlayer.domain.routing import Lp
 from mqlayer.errors import MqlayerError, NotFound
-from mqlayer.inspect.group_facts import PartitionFacts
+from mqlayer.inspect.group_facts import GroupFacts, PartitionFacts
 from mqlayer.inspect.group_status import GroupStatus, PartitionStatus, group_statuses
-from mqlayer.inspect.message_status import hidden_from
+from mqlayer.inspect.message_status import ATTEMPTS_LIMIT, GroupAttempt, hidden_from
 from mqlayer.inspect.parked_status import ParkedKeyStatus, parked_key
 from mqlayer.inspect.stream_search import read_record
 from mqlayer.inspect.topic_reader import StoredMessage
@@ -27,7 +27,7 @@ from mqlayer.runtime.runtime import Runtime
 
 GAP_BYTES: Final = 8_192
 """Of the ack bitmap: 65,536 offsets."""
-GAPS_LIMIT: Final = 50
+ATTEMPTS_SHOWN: Final = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +49,10 @@ class PartitionEnd:
 
 @dataclass(frozen=True, slots=True)
 class PartitionHead:
-    """A group in a partition. `parents`: undrained ones; `message`: at the head, with neither body nor headers where
-    `hidden`.
+    """A group in a partition. `parents`: undrained ones; `message`: its head, without body and headers if `hidden`.
 
-    `gaps`: unsettled ranges between settled offsets, None where the group keeps no bitmap; `gaps_upto`: offset that
-    the search ended at.
+    `attempts`: its last recorded failures; `gaps`: unsettled ranges between settled offsets up to `gaps_upto`, None
+    where the group keeps no bitmap.
     """
 
     group: GroupStatus
@@ -63,6 +62,7 @@ class PartitionHead:
     body_bytes: int
     hidden: bool
     parked: ParkedKeyStatus | None
+    attempts: Sequence[GroupAttempt]
     gaps: Sequence[OffsetRange] | None
     gaps_upto: int
     end: PartitionEnd | None
@@ -89,8 +89,9 @@ def partition_head(runtime: Runtime, topic: str, name: str, partition: int, *, b
     parked = None
     if message is not None and message.key is not None:
         parked = parked_key(runtime.control, group.facts.group_id, Lp(message.identity.lp), message.key.encode())
+    attempts = [] if message is None else _attempts(runtime.control, group.facts, message)
     end = _end(runtime.control, partition)
-    return PartitionHead(group, status, parents, message, size, hidden, parked, gaps, upto, end)
+    return PartitionHead(group, status, parents, message, size, hidden, parked, attempts, gaps, upto, end)
 
 
 def _of_node(
@@ -133,7 +134,14 @@ def _unsettled(base: int, top: int, bits: Any, position: GroupPosition) -> tuple
     return as_ranges(open_ones), past - 1
 
 
+def _attempts(database: Database, group: GroupFacts, message: StoredMessage) -> list[GroupAttempt]:
+    facts = {"group_id": group.group_id, "limit": ATTEMPTS_LIMIT} | message.identity._asdict()
+    with database.connection() as connection:
+        rows = connection.execute(query("attempts_of"), facts).fetchall()
+    return [GroupAttempt(group.name, *row) for row in rows[-ATTEMPTS_SHOWN:]]
+
+
 def _end(database: Database, partition: int) -> PartitionEnd | None:
     with database.connection() as connection:
-        row = connection.execute(query("partition_seal"), {"partition": partition}).fetchone()
+        row = connection.execute(query("inspected_seal"), {"partition": partition}).fetchone()
     return None if row is None else PartitionEnd(*row)

@@ -22,7 +22,7 @@ TOPICS: Final = 64
 """Remembered at once."""
 SHORTEST_S: Final = 1.0
 RENEWED_S: Final = 10.0
-LONGEST_S: Final = 300.0
+LONGEST_S: Final = 120.0
 """Older offsets tell nothing of now."""
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Literal
 
 from mqlayer.maintenance.jobs import PERIODIC_JOBS
@@ -16,16 +16,20 @@ JobOutcome = Literal["never ran", "running", "done", "failed"]
 
 @dataclass(frozen=True, slots=True)
 class JobStatus:
-    """A job's last run, and when the next one is due. `took_s`: None while it runs."""
+    """A job's last run. `took_s`: until the last end."""
 
     name: str
     every_s: float
+    is_late: bool
     last_at: datetime | None = None
-    next_at: datetime | None = None
     ended_at: datetime | None = None
     took_s: float | None = None
     error: str | None = None
-    is_late: bool = False
+
+    @property
+    def next_at(self) -> datetime | None:
+        """When the next run is due."""
+        return None if self.last_at is None else self.last_at + timedelta(seconds=self.every_s)
 
     @property
     def outcome(self) -> JobOutcome:
@@ -44,7 +48,6 @@ def job_statuses(database: Database) -> list[JobStatus]:
     found = {row[0]: row[1:] for row in rows}
     late = {one.name for one in late_jobs(database)}
     jobs = [
-        JobStatus(job.name, float(job.every_s), *found.get(job.name, ()), is_late=job.name in late)
-        for job in PERIODIC_JOBS
+        JobStatus(job.name, float(job.every_s), job.name in late, *found.get(job.name, ())) for job in PERIODIC_JOBS
     ]
     return sorted(jobs, key=lambda one: (not one.is_late, one.outcome != "failed", one.name))

@@ -153,3 +153,12 @@ _ALL: Final = (
 
 ALERTS: Final[Mapping[str, Alert]] = {one.name: one for one in _ALL}
 """By name, the most urgent first."""
+
+STALLS: Final[Mapping[str, str]] = {
+    "partition_missing": "Arm the node again: it lost data.",
+    "lease_over": "A living member takes it over with its next heartbeat; start one if none lives.",
+    "not_taken": "Nothing, its owner is about to take it; if it stays, see that member's log.",
+    "parking_full": "Release or discard parked messages, or raise the limit.",
+    "failing": "That member's log (handler_failed) says why.",
+}
+"""Advice by the reason for which partitions are stuck, as under 'Lag and stuck partitions'."""

@@ -53,10 +53,10 @@ BulkFilter = DeadFilter | ParkedFilter
 
 @dataclass(frozen=True, slots=True)
 class BulkAction:
-    """A bulk action. `size`: its items; `matched`: more, if only the first ones were taken.
+    """A bulk action of `size` items. `matched`: more, if only the first ones were taken.
 
-    `per_s`: messages or keys per second, 0: no limit; `actor`: who started it, or planned it. `worked_on`: a worker has
-    the lease; `blocked_by`: why it does nothing, other than its rate.
+    `per_s`: items per second, 0: no limit; `actor`: starter, else planner. `worked_on`: a worker has the lease;
+    `blocked_by`: why it does nothing, other than its rate.
     """
 
     bulk_id: int
@@ -83,10 +83,10 @@ class BulkAction:
 
 @dataclass(frozen=True, slots=True)
 class BulkItem:
-    """An item of a bulk action: a dead message, or a parked key with its head. `number`: its turn, from 1.
+    """A dead message, or a parked key with its head. `number`: its turn, from 1.
 
-    `identity`: None without a row or a head. `key`: None for a message without key. `messages`: of a parked key, at the
-    plan. `result`: None before its turn.
+    `identity`: None without a row or head. `key`: None for none. `messages`: of a key, at the plan. `result`: None
+    before its turn.
     """
 
     number: int
@@ -109,10 +109,10 @@ def plan_bulk(
     limit: int = BULK_LIMIT,
     first: bool = False,
 ) -> BulkAction:
-    """Fix the set of a bulk action: what matches now, in order; nothing is done yet.
+    """Fix the set of a bulk action: the present matches, in order; nothing is done yet.
 
-    More than `limit` items are refused, or the `first` ones taken. Raises NotFound, InvalidInput, Conflict for a
-    retired group.
+    More than `limit` items are refused, or the `first` taken. Raises NotFound, InvalidInput, Conflict for a retired
+    group.
     """
     found = find_group(runtime.control, topic, group)
     _check_plan(found, act, wanted, limit)
@@ -142,9 +142,9 @@ def plan_bulk(
 def start_bulk(
     runtime: Runtime, bulk_id: int, *, reason: str, per_s: float = 0.0, worker: str | None = None
 ) -> BulkAction:
-    """Start a planned bulk action, at most `per_s` items per second.
+    """Start a planned bulk action for `work_on`; without `worker`, for the retry scan.
 
-    `work_on` does it; without `worker`, the retry scan. Raises InvalidInput for an empty reason, NotFound, Conflict if
+    Raises InvalidInput for an empty reason, NotFound, Conflict if
     it is not planned or too old.
     """
     check_reason(reason)
@@ -185,10 +185,7 @@ def resume_bulk(runtime: Runtime, bulk_id: int, *, worker: str) -> None:
 
 
 def cancel_bulk(runtime: Runtime, bulk_id: int) -> BulkAction:
-    """End a planned or running bulk action after the batch in hand; what is done stays.
-
-    Raises NotFound, Conflict if it is over.
-    """
+    """End a bulk action after the batch in hand. Raises NotFound, Conflict if it is over."""
     before = bulk_action(runtime.control, bulk_id)
 
     def work(connection: Connection) -> None:
@@ -204,7 +201,7 @@ def cancel_bulk(runtime: Runtime, bulk_id: int) -> BulkAction:
 
 
 def end_bulk(connection: Connection, action: BulkAction, state: BulkState, actor: str) -> bool:
-    """End a bulk action in the caller's transaction, with its audit row; False if it was over."""
+    """End a bulk action in the caller's transaction; False if it was over."""
     row = connection.execute(query("bulk_end"), {"redrive_id": action.bulk_id, "state": state}).fetchone()
     if row is None:
         return False
@@ -281,7 +278,7 @@ def clean_bulk(database: Database) -> int:
 
 
 def check_rate(per_s: float) -> None:
-    """Raise InvalidInput for a rate below 0 or without end."""
+    """Raise InvalidInput for no rate."""
     if not 0 <= per_s < float("inf"):
         raise InvalidInput(f"{per_s} a second is no rate: 0 for no limit, or more")
 

@@ -1,6 +1,6 @@
 """Work on bulk actions: batches of items in order, each one transaction under the group's lock.
 
-Locks: the group, the job's row, then parked keys or dead messages. A killed batch did nothing; it is repeated.
+Locks: the group, the job's row, then parked keys or dead messages. A killed batch is repeated.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def release_all(runtime: Runtime, topic: str, group: str, *, cause: str | None =
 
 @dataclass(slots=True)
 class _BulkBatch:
-    """What one batch has to know of the job's row, and its parameters."""
+    """The job's row for one batch."""
 
     at_number: int
     limit: int
@@ -105,7 +105,7 @@ class _BulkBatch:
 
 @dataclass(slots=True)
 class _BulkOutcome:
-    """What one batch did: a word by item; `kind` and `count` for counts and events."""
+    """A word by item; `kind` and `count` for counts and events."""
 
     kind: EventKind
     words: dict[int, BulkWord] = field(default_factory=dict)
@@ -183,7 +183,7 @@ class _BulkWorker:
         return done
 
     def _give_back(self, connection: Connection, dead_ids: list[int], actor: str) -> set[int]:
-        """Join dead messages to their keys' lines, in this order; return those that were not there."""
+        """Join dead messages to their keys' lines in order; return the joined ones."""
         marked = _run(connection, "redrive_mark", {"dead_ids": dead_ids, "actor": actor}).fetchall()
         dead = {row[0] for row in marked}
         if not dead:

@@ -21,8 +21,8 @@ DEAD_CAUSES: Final = ("exhausted", "rejected", "skipped", "discarded")
 class ParkedFilter:
     """Filter of parked keys; None and False match all. `waiting`: keys that wait for an operator.
 
-    `error`: part of a failed attempt's text, of the first ten messages, case-insensitive. `since`, `until`: parking
-    time, with a zone. `min_attempts`: of the head, since the last release.
+    `error`: part of an attempt's text, of the first ten messages, in any case. `since`, `until`: parking
+    time, with a zone. `min_attempts`: of the head.
     """
 
     topic: str | None = None
@@ -76,7 +76,7 @@ class DeadFilter:
     """Filter of dead messages; None matches all.
 
     `error`: part of the reason or a failed attempt's text, case-insensitive. `since`, `until`: time of death, with a
-    zone. `min_attempts`: before the death.
+    zone.
     """
 
     key: str | None = None

@@ -28,10 +28,7 @@ Cursor = TypeVar("Cursor", str, int)
 
 
 class Page(list[Row], Generic[Row, Cursor]):
-    """Rows of a page. `next`: the `after` of the next page; None behind the last row.
-
-    A page may have few rows and a `next`: it looks at a bounded number of rows.
-    """
+    """Rows, maybe few, of the bounded number looked at. `next`: the `after` of the next page, None at the end."""
 
     def __init__(self, rows: Iterable[Row] = (), next_: Cursor | None = None) -> None:
         super().__init__(rows)
@@ -40,7 +37,7 @@ class Page(list[Row], Generic[Row, Cursor]):
 
 @dataclass(frozen=True, slots=True)
 class BoundedCount:
-    """A count that ends after a bounded number of rows; not `exact`: there may be more."""
+    """A count of a bounded number of rows; not `exact`: there may be more."""
 
     count: int
     exact: bool
@@ -163,7 +160,7 @@ def _parked_facts(wanted: ParkedFilter) -> dict[str, Any]:
 def _parked_places(
     connection: Connection, facts: dict[str, Any], start: tuple[int, int, str]
 ) -> Iterator[dict[str, Any]]:
-    """Yield ranges of the primary key: all groups at once, or one range per group that is named."""
+    """Yield ranges of the primary key: all groups, or one per named group."""
     group, lp, name = start
     first = {"after_group": group, "after_lp": lp, "after_name": bytes.fromhex(name)}
     if facts["topic"] is None and facts["group"] is None:
@@ -280,10 +277,7 @@ def top_errors(
     of: Literal["dead", "attempts"] = "dead",
     limit: int = 10,
 ) -> list[ErrorCount]:
-    """Return the most frequent errors among the latest SCAN_LIMIT deaths or failed attempts.
-
-    `attempts`: the latest of all groups, those of this group counted. Without `group`: of all. Raises NotFound.
-    """
+    """Return frequent errors of the latest SCAN_LIMIT deaths, or failed attempts of all groups. Raises NotFound."""
     group_id = None if topic is None or group is None else find_group(database, topic, group).group_id
     facts = {"group_id": group_id, "scan": SCAN_LIMIT, "limit": page(limit)}
     with database.connection() as connection:

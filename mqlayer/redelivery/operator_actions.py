@@ -1,7 +1,7 @@
 """Operators' acts on parked keys and dead messages.
 
-Each act is a transaction under the group's lock with an audit row; a discard takes one per AT_ONCE messages. After a
-crash, repeat the act. Acts on many items: `bulk.py`.
+Each act is a transaction under the group's lock with an audit row; discards take one per AT_ONCE messages. After a
+crash, repeat the act.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def release_parked(
 
 
 def release_keys(connection: Connection, group_id: int, keys: Sequence[tuple[int, bytes]]) -> int:
-    """Let parked keys be tried at once, in the caller's transaction; return how many were: no paused ones."""
+    """Retry parked keys now, but for paused ones, in the caller's transaction; return how many."""
     named = {"group_id": group_id, "lps": [lp for lp, _ in keys], "names": [name for _, name in keys]}
     count = len(connection.execute(query("parked_release"), named).fetchall())
     if count:

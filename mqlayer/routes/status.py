@@ -156,7 +156,7 @@ def changed_partitions(database: Database, change_id: int) -> list[ChangedPartit
     """Return the partitions that a change ends, then those that it makes."""
     with database.connection() as connection:
         rows = connection.execute(query("change_parts"), {"change_id": change_id}).fetchall()
-    return [ChangedPartition(*row[:-1], bool(row[-1])) for row in rows]
+    return [ChangedPartition(*row) for row in rows]
 
 
 def drain_progress(runtime: Runtime, topic: str, partitions: Sequence[int] | None = None) -> list[DrainProgress]:

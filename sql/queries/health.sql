@@ -65,8 +65,8 @@ FROM (
 WHERE r.place = 1;
 
 -- name: health_jobs
--- Periodic jobs that ran: when the last run began, how long it took, how it ended, and when the next one is due.
-SELECT name, last_at, next_at, ended_at, extract(epoch FROM ended_at - last_at)::float8, error FROM mqlayer.job
+-- Periodic jobs that ran: when the last run began and ended, how long it took, and its error.
+SELECT name, last_at, ended_at, extract(epoch FROM ended_at - last_at)::float8, error FROM mqlayer.job
 WHERE name = ANY(%(names)s::text[]) ORDER BY name;
 
 -- name: relay_list

@@ -7,8 +7,10 @@ SELECT t.name, t.strategy, t.version, t.archived, t.schema_mode,
         WHERE p.topic_id = t.topic_id AND p.state = 'open') AS partitions,
        (SELECT count(*) FROM mqlayer.partition p WHERE p.topic_id = t.topic_id AND p.state = 'sealed') AS sealed,
        g.groups, g.lag, g.oldest_s,
-       s.committed_grown / s.minutes AS committed_per_min, s.stored_grown / s.minutes AS stored_per_min, s.unrelayed,
-       s.sampled_at
+       s.committed_grown / s.minutes AS committed_per_min, s.stored_grown / s.minutes AS stored_per_min,
+       CASE WHEN s.stored_grown IS NOT NULL AND g.lag_growth IS NOT NULL
+           THEN greatest(0, s.stored_grown / s.minutes - g.lag_growth) END AS settled_per_min,
+       s.unrelayed, s.sampled_at
 FROM (SELECT * FROM mqlayer.topic
       WHERE deleted_at IS NULL AND name > %(after)s AND strpos(name, %(contains)s) > 0
       ORDER BY name LIMIT %(limit)s) AS t
@@ -25,11 +27,14 @@ LEFT JOIN LATERAL (
           FROM mqlayer.sample
           WHERE kind = 'topic' AND object_id = t.topic_id AND at > now() - interval '10 minutes') AS a) AS s ON true
 LEFT JOIN LATERAL (
-    SELECT count(*) AS groups, max(l.lag) AS lag, max(l.oldest_s) AS oldest_s
+    SELECT count(*) AS groups, max(l.lag) AS lag, max(l.oldest_s) AS oldest_s, max(l.growth) AS lag_growth
     FROM mqlayer.consumer_group c
-    LEFT JOIN LATERAL (SELECT lag, oldest_s FROM mqlayer.sample
-                       WHERE kind = 'group' AND object_id = c.group_id AND at > now() - interval '10 minutes'
-                       ORDER BY at DESC LIMIT 1) AS l ON true
+    LEFT JOIN LATERAL (
+        SELECT (array_agg(lag ORDER BY at DESC))[1] AS lag, (array_agg(oldest_s ORDER BY at DESC))[1] AS oldest_s,
+               ((array_agg(lag ORDER BY at DESC))[1] - (array_agg(lag ORDER BY at))[1])
+                   / nullif(extract(epoch FROM max(at) - min(at)) / 60, 0)::float8 AS growth
+        FROM mqlayer.sample
+        WHERE kind = 'group' AND object_id = c.group_id AND at > now() - interval '10 minutes') AS l ON true
     WHERE c.topic_id = t.topic_id AND c.state = 'live' AND c.mode <> 'broadcast') AS g ON true
 ORDER BY t.name;
 
@@ -40,14 +45,15 @@ c.topic, c.name, c.mode, c.state, c.paused_at, c.paused_by, c.topic_paused_at, c
             SELECT i.group_id FROM mqlayer.consumer_group i WHERE i.broadcast_of = c.group_id))) AS members,
        (SELECT count(*) FROM mqlayer.member m JOIN mqlayer.assignment a USING (group_id, member_id)
         WHERE m.group_id = c.group_id AND m.lease_until >= now()) AS owned,
-       (SELECT count(*) FROM mqlayer.partition p
-        WHERE p.topic_id = c.topic_id AND p.state = 'open') AS partitions,
+       p.partitions,
        (SELECT count(*) FROM mqlayer.partition_pause pp WHERE pp.group_id = c.group_id) AS paused_partitions,
        s.lag[1], s.oldest_s, s.parked, s.dead,
        CASE WHEN d.grown IS NOT NULL AND s.lag[1] IS NOT NULL
            THEN greatest(0, d.grown - s.lag[1] + s.lag[array_upper(s.lag, 1)]) / d.minutes END AS settled_per_min,
        s.sampled_at
 FROM chosen c
+LEFT JOIN LATERAL (SELECT count(*) AS partitions FROM mqlayer.partition p
+                   WHERE p.topic_id = c.topic_id AND p.state = 'open') AS p ON true
 LEFT JOIN LATERAL (
     SELECT array_agg(lag ORDER BY at DESC) AS lag, (array_agg(oldest_s ORDER BY at DESC))[1] AS oldest_s,
            (array_agg(parked ORDER BY at DESC))[1] AS parked, (array_agg(dead ORDER BY at DESC))[1] AS dead,
@@ -123,7 +129,7 @@ WHERE t.name = %(topic)s AND (b.change_id IS NULL OR b.state = 'done') AND p.sta
   AND coalesce(b.version, 1) <= %(upto)s AND (e.state IS DISTINCT FROM 'done' OR e.version > %(since)s)
 ORDER BY p.lp_from, p.partition_id;
 
--- name: partition_seal
+-- name: inspected_seal
 -- How a partition ended, or is about to: the change, its seal if any, and the successors.
 SELECT c.change_id, c.version, c.kind, c.state, c.actor, c.planned_at, s.sealed_at, s.next_offset, s.unreachable, s.cut,
        (SELECT coalesce(array_agg(q.partition_id ORDER BY q.lp_from), '{}') FROM mqlayer.partition q

@@ -398,7 +398,8 @@ GROUP BY p.ended_by_change, g.name ORDER BY p.ended_by_change, g.name;
 
 -- name: change_parts
 -- The partitions that a change ends and makes, with their nodes.
-SELECT p.partition_id, n.name, p.lp_from, p.lp_to, p.state, p.ended_by_change = %(change_id)s AS parent
+SELECT p.partition_id, n.name, p.lp_from, p.lp_to, p.state,
+       coalesce(p.ended_by_change = %(change_id)s, false) AS parent
 FROM mqlayer.partition p JOIN mqlayer.node n USING (node_id)
 WHERE p.ended_by_change = %(change_id)s OR p.created_by_change = %(change_id)s
-ORDER BY parent DESC NULLS LAST, p.lp_from, p.partition_id;
+ORDER BY parent DESC, p.lp_from, p.partition_id;

@@ -10,6 +10,9 @@ GRANT EXECUTE ON FUNCTION mqlayer.beginnings_forget_v1 TO {role};
 GRANT SELECT, INSERT (cause, dead_id, group_id, lp, messages, name, number, redrive_id, seq, since, source, upto), UPDATE
     (at, error, gone, result) ON mqlayer.bulk_item TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.caller_v1 TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer.console_session_begin_v1 TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer.console_session_end_v1 TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer.console_session_v1 TO {role};
 GRANT SELECT, INSERT (attempt_limit, backoff_jitter, backoff_s, balance, non_retryable_errors, from_archive, visibility_timeout_s,
     instance_expiry_s, key_bytes_limit, key_messages_limit, mode, name, ordered, parked_bytes_limit, parked_keys_limit,
     parked_messages_limit, policy, rate_burst, rate_limit, retryable_errors, scope, start, start_at, tag_filter,

@@ -7,6 +7,9 @@ GRANT SELECT ON mqlayer.assignment TO {role};
 GRANT SELECT ON mqlayer.audit TO {role};
 GRANT SELECT ON mqlayer.bulk_item TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.caller_v1 TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer.console_session_begin_v1 TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer.console_session_end_v1 TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer.console_session_v1 TO {role};
 GRANT SELECT ON mqlayer.consumer_group TO {role};
 GRANT SELECT ON mqlayer.dead_fact TO {role};
 GRANT SELECT (dead_id, group_id, lp, source, seq, partition_id, log_offset, key, cause, reason, attempts, actor,

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from mqlayer.domain.message import Record
-from mqlayer.errors import Conflict, InvalidInput, NotFound
+from mqlayer.errors import Conflict, InvalidInput, NotFound, PermissionDenied
+from mqlayer.postgres.database import Database
+from mqlayer.postgres.rights import Right
 from mqlayer.redelivery import (
     BulkAct,
     BulkAction,
@@ -22,14 +24,18 @@ from mqlayer.redelivery import (
     bulk_items,
     cancel_bulk,
     clean_bulk,
+    dead_messages,
     discard_dead,
     discard_parked,
+    estimate_parked,
     new_worker,
+    parked_keys,
     pause_key,
     plan_bulk,
     release_parked,
     retry_scan,
     start_bulk,
+    top_errors,
     work_on,
 )
 from mqlayer.runtime.runtime import Runtime
@@ -37,6 +43,7 @@ from tests.fixtures.consumers import Recorder, Stage
 from tests.fixtures.failed_messages import Failing
 from tests.fixtures.failpoints import armed, broken_off_at
 from tests.fixtures.forked_programs import ask_python
+from tests.fixtures.roles import Roles
 from tests.fixtures.wait import wait_until
 from tests.proof.runtimes import runtime_of
 
@@ -312,6 +319,33 @@ def test_released_keys_are_handled_in_order_by_a_running_member(failing: Failing
     assert counts(bulk_action(failing.stage.database, planned.bulk_id)) == ("done", 2, 0, 0)
     wait_until(lambda: failing.key_row("a") is failing.key_row("b") is None, what="the keys to be in line again")
     assert (recorder.bodies("a"), recorder.bodies("b")) == ([b"1", b"2", b"3"], [b"1", b"2", b"3"])
+
+
+def test_the_right_of_the_worker_carries_every_act_on_and_that_to_look_plans_none(
+    failing: Failing, roles: Roles
+) -> None:
+    failing.dead_letter(*numbered(failing, "a", 1), *numbered(failing, "b", 2), reason="KeyError: 'x'")
+    for key in "cd":
+        failing.park(*numbered(failing, key, 3))
+    wanted: tuple[tuple[BulkAct, DeadFilter | ParkedFilter], ...] = (
+        ("redrive", DeadFilter(key="a")), ("keep", DeadFilter(key="b")), ("release", ParkedFilter(key="c")),
+        ("discard", ParkedFilter(key="d")),
+    )  # fmt: skip
+    for act, one in wanted:
+        start_bulk(here(failing), plan(failing, act, one).bulk_id, reason="r")
+    with Database(roles.login(Right.WORK)) as worker:
+        retry_scan(worker)
+        assert clean_bulk(worker) == 0
+    with Database(roles.login(Right.VIEW)) as viewer:
+        assert [(one.act, *counts(one)) for one in bulk_actions(viewer)] == [
+            (act, "done", 1, 0, 0) for act in ("discard", "release", "keep", "redrive")
+        ]
+        assert [one.reason for one in dead_messages(viewer)] == ["r", "r"]
+        assert estimate_parked(viewer).count == len(parked_keys(viewer)) == 2
+        assert [one.error for one in top_errors(viewer, "orders", "g")] == ["r"]
+        with pytest.raises(PermissionDenied):
+            plan_bulk(runtime_of(viewer, actor="eve"), "release", "orders", "g", ParkedFilter())
+    assert {facts["reason"] for act, _, facts in failing.audit() if act in ("bulk start", "bulk end")} == {"r"}
 
 
 # -- kills -----------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import threading
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,10 @@ import pytest
 import redis
 
 from mqlayer import App, Producer, failpoints
-from mqlayer.errors import NodeNotArmed
+from mqlayer.errors import NodeNotArmed, NotFound
 from mqlayer.groups.group import GroupSettings, ensure_group
 from mqlayer.maintenance import clean_fence
+from mqlayer.maintenance.job_status import job_statuses
 from mqlayer.maintenance.jobs import PERIODIC_JOBS
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.rights import Right
@@ -24,7 +26,7 @@ from mqlayer.routes import finish_changes, give_up_node
 from mqlayer.runtime.route_cache import RouteCache, load_route
 from mqlayer.topics import register_node
 from mqlayer.topics.nodes import find_node
-from mqlayer.workers.job_claims import claimed
+from mqlayer.workers.job_claims import claimed, recorded
 from mqlayer.workers.schedule import beat_schedule, task_name
 from mqlayer.workers.tasks import TASKS
 from tests.fixtures.forked_programs import CELERY_STOP_S, start_python
@@ -77,6 +79,41 @@ def test_every_job_is_scheduled_and_has_a_task() -> None:
 
 def due_again(world: World) -> None:
     world.rows("UPDATE mqlayer.job SET next_at = now()")
+
+
+def test_the_end_of_a_run_and_its_error_are_noted_without_the_words_of_others(world: World) -> None:
+    """Another library's message may hold a body."""
+    job, statuses = idle_job("trim", 60), dict[str, tuple[str, str | None]]()
+
+    def run(name: str, error: Exception | None) -> None:
+        epoch = claimed(world.database, job)
+        assert epoch is not None
+        running = {one.name: one for one in job_statuses(world.database)}["trim"]
+        assert running.outcome == "running"
+        with suppress(Exception), recorded(world.database, job, epoch):
+            if error is not None:
+                raise error
+        ended = {one.name: one for one in job_statuses(world.database)}["trim"]
+        statuses[name] = ended.outcome, ended.error
+        assert (ended.took_s or 0) > 0
+        due_again(world)
+
+    run("well", None)
+    run("ours", NotFound("topic", "x", "create it"))
+    run("theirs", ValueError("a secret body"))
+    assert statuses == {
+        "well": ("done", None),
+        "ours": ("failed", "NotFound: unknown topic 'x': create it"),
+        "theirs": ("failed", "ValueError, see the worker's log"),
+    }
+    late = recorded(world.database, job, 1)
+    with late:
+        pass
+    (status,) = [one for one in job_statuses(world.database) if one.name == "trim"]
+    assert status.outcome == "failed", "an earlier run says nothing about the last one"
+    TASKS["trim"]()
+    (status,) = [one for one in job_statuses(world.database) if one.name == "trim"]
+    assert status.outcome == "done", "the worker's right suffices"
 
 
 def test_a_change_that_its_driver_left_is_finished_by_the_job(world: World) -> None:

@@ -96,7 +96,8 @@ def test_every_module_is_imported_from_a_plain_install_or_says_which_extra_it_ne
     wheel_environment: WheelEnvironment,
 ) -> None:
     missed = wheel_environment.missed
-    extras = {"archive.arrow_types": "parquet", "integrations.django": "django", "integrations.fastapi": "fastapi"}
+    extras = {"archive.arrow_types": "parquet", "console": "console"}
+    extras |= {"integrations.django": "django", "integrations.fastapi": "fastapi"}
     extras |= {"spark": "spark", "testing.plugin": "testing"}
     for line, (module, extra) in zip(missed, extras.items(), strict=True):
         assert line.split(":")[0] == f"mqlayer.{module}"
@@ -186,6 +187,7 @@ with changed_files(Path.cwd()) as changed:
     assert plain.tries(program).strip() == "False"
 
 
+@pytest.mark.full
 def test_the_containers_extra_finds_an_engine_or_goes_on_without(plain: PlainEnvironment, built_wheel: Path) -> None:
     """Where an engine answers, a Redis is started in it; elsewhere the imports that this takes are tried."""
     plain.install("--constraint", LOCKS / "dev.lock", f"{built_wheel}[containers]")

@@ -175,7 +175,10 @@ PLACES: Final = {
     "relay": ("mqlayer.relay",),
     "worker": ("mqlayer.workers.tasks",),
     "viewer": ("mqlayer.inspect", "mqlayer.doctor", "mqlayer.archive.status", "mqlayer.cli.doctor"),
-    "operator": tuple(name for name in sources() if name.startswith("mqlayer.cli.") and name not in OTHERS),
+    "operator": (
+        *(name for name in sources() if name.startswith("mqlayer.cli.") and name not in OTHERS),
+        "mqlayer.inspect",
+    ),
     "arming": ("mqlayer.topics.nodes",),
 }
 """Where the code of each role begins."""

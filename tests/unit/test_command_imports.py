@@ -50,6 +50,7 @@ PARTS: Final[dict[str, set[str]]] = {
     },
     "migrate": set(),
     "rights": set(),
+    "console": set(),
     "exporter": {"exporter", "inspect", *JOBS},
     "relay": {"health", "relay"},
     "trim": JOBS,

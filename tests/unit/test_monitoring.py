@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from mqlayer.metrics import CATALOG, Instrument
-from mqlayer.metrics.alerts import ALERTS
+from mqlayer.metrics.alerts import ALERTS, STALLS
 
 ROOT: Final = Path(__file__).parents[2]
 MONITORING: Final = ROOT / "examples" / "monitoring"
@@ -98,6 +98,13 @@ def test_the_console_has_the_words_and_thresholds_of_rules_and_of_their_page() -
             wait = rules[name].get("for", "0s")
             assert (one.severity, one.for_s) == (rules[name]["labels"]["severity"], int(wait[:-1]) * seconds[wait[-1]])
             assert re.search(rf"(^absent|== 0( |$)|> {one.above:g}( |$))", rules[name]["expr"])
+
+
+def test_the_console_has_advice_for_the_reasons_of_stuck_partitions_of_their_page() -> None:
+    page = (ROOT / "docs" / "how-to" / "inspect-groups.md").read_text("utf-8")
+    reasons = re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)
+    others = {"node_away", "hidden", "paused", "no_owner", "replayed"}
+    assert set(STALLS) == set(reasons) - others, "these others are no problem, or are told as another one"
 
 
 def plain(text: str) -> str:

@@ -30,6 +30,11 @@ OPTIONS: Final[dict[str, str]] = {
     "revoke": "RIGHT ROLE --topic --group --sql",
     "grants": "--json",
     "exporter": "--port --every --partitions --once",
+    "console":
+        "--host --port --url --prefix --viewer-role --operator-role --password-file --proxy-from --proxy-user-header "
+        "--proxy-groups-header --oidc-issuer --oidc-client-id --oidc-secret-file --oidc-name-claim --oidc-groups-claim "
+        "--oidc-scope --viewers --operators --body-readers --idle-minutes --session-hours",
+    "console-password": "NAME --operator --bodies --password-stdin",
     "relay": "--once",
     "trim": "TOPIC",
     "analytics": "JOB --snapshot --topic --out --html --partitions --split-report --method --conf --json",

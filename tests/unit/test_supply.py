@@ -23,7 +23,20 @@ ENTRY = re.compile(
 )
 HASH = re.compile(r"    --hash=sha256:[0-9a-f]{64}(?: \\)?")
 EXTRAS_OF = {
-    "dev": ("dev", "containers", "django", "docs", "fastapi", "otel", "parquet", "reload", "spark", "testing"),
+    "dev": (
+        "dev",
+        "console",
+        "containers",
+        "django",
+        "docs",
+        "fastapi",
+        "oidc",
+        "otel",
+        "parquet",
+        "reload",
+        "spark",
+        "testing",
+    ),
     "embedded": ("embedded",),
     "image": (),
     "lowest": ("dev", "embedded", "parquet"),

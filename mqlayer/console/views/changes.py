@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from datetime import datetime
 from typing import Any, Final
 
 from mqlayer.console.node_reads import impatient
@@ -101,7 +102,8 @@ def _steps(change: ListedChange) -> list[tuple[str, Any, float | None]]:
         ("planned", change.planned_at), ("parents sealed", change.sealed_at), ("successors open", change.opened_at),
         ("dropped" if change.state == "dropped" else "done", change.ended_at),
     ]  # fmt: skip
-    found, before = [], None
+    found: list[tuple[str, Any, float | None]] = []
+    before: datetime | None = None
     for name, at in moments:
         found.append((name, at, None if at is None or before is None else (at - before).total_seconds()))
         before = at or before
@@ -115,27 +117,21 @@ def _drain(runtime: Runtime, change: ListedChange) -> list[DrainProgress]:
 
 
 def _plan_split(visit: Visit) -> Plan:
-    plan, loads = _planned_split(visit)
-    at = ", ".join(str(made.lp_from) for made in plan.successors[1:])
-    return _shown(visit, plan, loads, {"at": at})
-
-
-def _planned_split(visit: Visit) -> tuple[ChangePlan, dict[int, Loads]]:
-    runtime, topic, partition = _changeable(visit), visit.text("topic"), visit.number("partition")
-    over_s = visit.number("measure", 0)
+    runtime, partition, over_s = _changeable(visit), visit.number("partition"), visit.number("measure", 0)
     if over_s > LONGEST_MEASURE_S:
-        raise InvalidInput(
-            f"the console measures for at most {LONGEST_MEASURE_S} seconds; mqlayer route split for longer"
-        )
-    route, at = load_route(runtime.control, topic), _numbers(visit, "at")
-    loads = _measured(runtime, route, partition, over_s)
-    if not at:
-        r = _in_force(route, partition)
-        if r is not None:
-            at = [halving_point(loads or {}, r.lp_from, r.lp_to)]
-    to = _names(visit, "to")
-    plan = planned_split(runtime, topic, partition, at=at, to=to, if_version=_version(visit))
-    return plan, {partition: loads}
+        raise InvalidInput(f"the console measures for at most {LONGEST_MEASURE_S} s; mqlayer route split for longer")
+    route, at = load_route(runtime.control, visit.text("topic")), _numbers(visit, "at")
+    loads, r = _measured(runtime, route, partition, over_s), _in_force(route, partition)
+    if r is not None and not at:
+        at = [halving_point(loads or {}, r.lp_from, r.lp_to)]
+    plan = _planned_split(visit, at)
+    chosen = ", ".join(str(made.lp_from) for made in plan.successors[1:])
+    return _shown(visit, plan, {partition: loads}, {"at": chosen})
+
+
+def _planned_split(visit: Visit, at: Sequence[int]) -> ChangePlan:
+    runtime, partition, to = _changeable(visit), visit.number("partition"), _words(visit, "to")
+    return planned_split(runtime, visit.text("topic"), partition, at=at, to=to, if_version=_version(visit))
 
 
 def _plan_merge(visit: Visit) -> Plan:
@@ -172,7 +168,7 @@ def _planned_move(visit: Visit) -> ChangePlan:
 
 
 def _split(visit: Visit) -> Outcome:
-    return _applied(visit, _planned_split(visit)[0])
+    return _applied(visit, _planned_split(visit, _numbers(visit, "at")))
 
 
 def _merge(visit: Visit) -> Outcome:
@@ -238,10 +234,12 @@ def _changeable(visit: Visit) -> Runtime:
 
 def _shown(visit: Visit, plan: ChangePlan, loads: Mapping[int, Loads], fields: Mapping[str, str]) -> Plan:
     names = {node.node_id: node.name for node in load_nodes(visit.runtime.control)}
-    return Plan([*_lines(plan, loads, names)], fields={**fields, "version": str(plan.base)})
+    measure_s = visit.number("measure", 0)
+    span = f"of the last {measure_s} s, or of all time if none came" if measure_s else "of all time"
+    return Plan([*_lines(plan, loads, names, span)], fields={**fields, "version": str(plan.base)})
 
 
-def _lines(plan: ChangePlan, loads: Mapping[int, Loads], names: Mapping[Any, str]) -> Iterator[str]:
+def _lines(plan: ChangePlan, loads: Mapping[int, Loads], names: Mapping[Any, str], span: str) -> Iterator[str]:
     known = [one for one in loads.values() if one is not None]
     per_lp = {lp: count for one in known for lp, count in one.items()}
     total = sum(per_lp.values())
@@ -254,6 +252,7 @@ def _lines(plan: ChangePlan, loads: Mapping[int, Loads], names: Mapping[Any, str
         return f"{number(count)} messages ({count / total:.0%})" if total else "no messages"
 
     yield f"The {plan.kind} takes topic {plan.topic} from route version {plan.base} to {plan.version}."
+    yield f"Loads are {span}."
     for parent in plan.parents:
         place = f"LPs {parent.lp_from} to {parent.lp_to - 1} on {names[parent.node]}"
         yield f"Before: partition {parent.partition}, {place}: {share(parent.lp_from, parent.lp_to)}. It ends."
@@ -291,10 +290,6 @@ def _numbers(visit: Visit, name: str) -> list[int]:
     if bad:
         raise InvalidInput(f"{name} is a list of numbers: {bad[0]!r} is none")
     return [int(word) for word in words]
-
-
-def _names(visit: Visit, name: str) -> Sequence[str]:
-    return list(_words(visit, name))
 
 
 def _words(visit: Visit, name: str) -> Sequence[str]:

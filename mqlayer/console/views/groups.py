@@ -1,4 +1,4 @@
-"""Groups: what is wrong, lag as curves, members, who owns what, and the head of each partition."""
+"""Groups: troubles first, lag as curves, members, owners, and the head of each partition."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import closing
 from datetime import UTC, datetime
 from typing import Any, Final
 
-from mqlayer.console.charts import LineChart, line_chart
+from mqlayer.console.charts import TimeChart, line_chart
 from mqlayer.console.node_reads import impatient
 from mqlayer.console.page import ROWS, Action, Outcome, Page, Plan, Visit, part
 from mqlayer.console.partition_words import Waiting, stall_words, waits_for
@@ -89,16 +89,14 @@ def _ranked(status: GroupStatus | None) -> list[PartitionStatus]:
     )
 
 
-def _stalls(status: GroupStatus | None) -> list[tuple[str, int, PartitionStatus]]:
+def _stalls(status: GroupStatus | None) -> list[tuple[tuple[str, str], int, PartitionStatus]]:
     stuck = [one for one in _ranked(status) if one.stall is not None]
-    counts = Counter(one.stall.reason for one in stuck if one.stall is not None)
-    firsts: dict[str, PartitionStatus] = {}
-    for one in stuck:
-        firsts.setdefault(one.stall.reason if one.stall is not None else "", one)
-    return [(reason, count, firsts[reason]) for reason, count in counts.most_common()]
+    counts = Counter(stall_words(one) for one in stuck)
+    firsts = {stall_words(one): one for one in reversed(stuck)}
+    return [(words, count, firsts[words]) for words, count in counts.most_common()]
 
 
-def _charts(control: Database, topic: str, name: str, visit: Visit) -> list[LineChart]:
+def _charts(control: Database, topic: str, name: str, visit: Visit) -> list[TimeChart]:
     _, last = span_of(visit)
     found = {one.name: one for one in RECENT.of(control, "group", name, topic=topic, last=last)}
     now = datetime.now(UTC)

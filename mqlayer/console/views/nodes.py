@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
-from mqlayer.console.charts import LineChart, line_chart
+from mqlayer.console.charts import TimeChart, line_chart
 from mqlayer.console.kept import KeptValues
 from mqlayer.console.page import ROWS, Action, Outcome, Page, Plan, Visit, part
 from mqlayer.console.render import link, segment, size
@@ -42,8 +42,9 @@ statuses: Final = KeptValues(node_statuses)
 
 def _load(visit: Visit) -> Mapping[str, Any]:
     control = visit.runtime.control
-    members = part(lambda: member_processes(control, limit=ROWS + 1, **_members_after(visit)))
-    sources = part(lambda: open_sources(control, limit=ROWS + 1, before=_source_before(visit)))
+    group, member, source = visit.number("group", 0), visit.text("member"), visit.number("source", 0) or None
+    members = part(lambda: member_processes(control, after_group=group, after_member=member, limit=ROWS + 1))
+    sources = part(lambda: open_sources(control, before=source, limit=ROWS + 1))
     return {
         "nodes": part(lambda: statuses.get(visit.runtime)),
         "jobs": part(lambda: job_statuses(control)),
@@ -57,14 +58,6 @@ def _load(visit: Visit) -> Mapping[str, Any]:
         "states": STATES,
         "outcomes": OUTCOMES,
     }
-
-
-def _members_after(visit: Visit) -> dict[str, Any]:
-    return {"after_group": visit.number("group", 0), "after_member": visit.text("member")}
-
-
-def _source_before(visit: Visit) -> int | None:
-    return visit.number("source", 0) or None
 
 
 def _more_members(found: Sequence[MemberProcess]) -> str:
@@ -104,7 +97,7 @@ def _known(visit: Visit, name: str) -> NodeStatus:
     return kept or node_status(visit.runtime, name)
 
 
-def _charts(visit: Visit, name: str, last: timedelta) -> list[LineChart]:
+def _charts(visit: Visit, name: str, last: timedelta) -> list[TimeChart]:
     memory, commands = curves(visit.runtime.control, "node", name, last=last, points=POINTS)
     now = datetime.now(UTC)
     return [
@@ -182,7 +175,7 @@ def _held(one: NodeStatus) -> str:
     return f"{one.open + one.sealed} partitions"
 
 
-def _options(visit: Visit) -> dict[str, bool]:
+def _options(visit: Visit) -> dict[str, Any]:
     return {name: bool(visit.text(name)) for name in LOSSES}
 
 

@@ -12,7 +12,7 @@ from mqlayer.doctor.health import Problem, SystemHealth, system_health
 
 SHOWN: Final = 100
 """Problems of a page."""
-KINDS: Final = {"critical": "bad", "warning": "warn", "note": "quiet"}
+KINDS: Final = {"critical": "bad", "warning": "warn", "note": "note"}
 LINKS: Final[Mapping[str, tuple[str, str]]] = {
     "MqlayerSchemaMismatch": ("/doctor", "Run the doctor"),
     "MqlayerOutboxSuspect": ("/doctor", "Run the doctor"),
@@ -79,7 +79,7 @@ def _link(problem: Problem) -> tuple[str, str]:
 
 
 def _act(problem: Problem) -> tuple[str, dict[str, Any]]:
-    if problem.node:
+    if problem.rearms:
         return "node-rearm", {"node": problem.node}
     if problem.change is not None:
         return "route-repair", {"topic": problem.topic}

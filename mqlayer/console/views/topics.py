@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any, Final
 
-from mqlayer.console.charts import LEVELS, LineChart, level, line_chart, mean_of, route_chart
+from mqlayer.console.charts import TimeChart, heat_words, level, line_chart, mean_of, route_chart
 from mqlayer.console.node_reads import impatient
 from mqlayer.console.page import ROWS, Action, Outcome, Page, Plan, Visit, part
 from mqlayer.console.recent import RECENT
@@ -57,7 +57,7 @@ def _load_topic(visit: Visit) -> Mapping[str, Any]:
         "charts": part(lambda: _charts(control, name, visit)),
         "groups": part(lambda: group_overviews(control, topic=name, limit=ROWS)),
         "measured": measured,
-        "partitions": [(one, LEVELS[level(one.per_s, mean)], level(one.per_s, mean)) for one in shown],
+        "partitions": [(one, heat_words(one.per_s, mean), level(one.per_s, mean)) for one in shown],
         "count": len(ranked),
         "later": later,
         "former": former,
@@ -71,7 +71,7 @@ def _ranked(measured: MeasuredTopic | None) -> tuple[list[TopicPartition], float
     return ranked, mean_of(one.per_s for one in measured.partitions if one.state == "open")
 
 
-def _charts(control: Database, name: str, visit: Visit) -> list[LineChart]:
+def _charts(control: Database, name: str, visit: Visit) -> list[TimeChart]:
     _, last = span_of(visit)
     found = {one.name: one for one in RECENT.of(control, "topic", name, last=last)}
     labels = {
@@ -103,7 +103,7 @@ def _load_route(visit: Visit) -> Mapping[str, Any]:
         "timeline": timeline,
         "chart": route_chart(timeline, rates),
         "measured": measured,
-        "partitions": [(one, rates.get(one.partition), LEVELS[level(rates.get(one.partition), mean)]) for one in shown],
+        "partitions": [(one, rates.get(one.partition), heat_words(rates.get(one.partition), mean)) for one in shown],
         "count": len(in_force),
         "later": later,
         "former": former,

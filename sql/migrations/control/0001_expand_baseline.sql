@@ -1,7 +1,7 @@
 -- The control schema `mqlayer` and the archive `mqlayer_archive`, in this order:
 --
 --   rights of roles · nodes · topics · partitions and routes · sources · groups · members and assignments
---   parked messages · dead messages and failures · redrives and replays · jobs and audit · the server
+--   parked messages · dead messages and failures · redrives and replays · jobs and audit · console · the server
 --   deletions · archive · rows that a role may see · privileges
 --
 -- ARCHITECTURE.md says who writes each table. sql/schema.sql shows all of them at a glance.
@@ -1153,6 +1153,88 @@ CREATE INDEX audit_by_time ON mqlayer.audit (at, audit_id);
 CREATE INDEX audit_by_act ON mqlayer.audit (act, at, audit_id);
 -- An index takes no text of 4,096 bytes.
 CREATE INDEX audit_by_actor ON mqlayer.audit (left(actor, 200), at, audit_id);
+
+
+-- Console ------------------------------------------------------------------------------------------------------------
+
+-- Sessions of people at consoles. A session is only for consoles that log in as the role that began it: every role that
+-- may look could make one otherwise, of any level. No role reads or writes the table itself.
+CREATE TABLE mqlayer.console_session (
+    -- SHA-256 of the token in the browser's cookie.
+    token_hash bytea NOT NULL,
+    login      name NOT NULL,
+    name       text NOT NULL,
+    level      text NOT NULL,
+    bodies     boolean NOT NULL,
+    -- What it was begun with: where that changes, the console ends the session.
+    proof      text NOT NULL,
+    began_at   timestamptz NOT NULL DEFAULT now(),
+    -- To the minute, so that not each request writes.
+    seen_at    timestamptz NOT NULL DEFAULT now(),
+    idle_s     int NOT NULL,
+    ends_at    timestamptz NOT NULL,
+    CONSTRAINT console_session_key PRIMARY KEY (token_hash),
+    CONSTRAINT console_session_hash CHECK (octet_length(token_hash) = 32),
+    CONSTRAINT console_session_texts CHECK (octet_length(name) BETWEEN 1 AND 256 AND octet_length(proof) <= 256),
+    CONSTRAINT console_session_level CHECK (level IN ('viewer', 'operator'))
+);
+CREATE INDEX console_session_by_name ON mqlayer.console_session (login, name, began_at);
+
+-- Refuse a caller whose rights no console has.
+CREATE FUNCTION mqlayer.check_console_v1() RETURNS void
+    LANGUAGE plpgsql STABLE SECURITY DEFINER SET search_path = pg_catalog, mqlayer, pg_temp AS $$
+BEGIN
+    IF NOT mqlayer.has_v1('view', 'operate') THEN
+        RAISE EXCEPTION 'role "%" lacks the right to view', mqlayer.caller_v1()
+            USING ERRCODE = 'insufficient_privilege', HINT = 'mqlayer grant view ' || mqlayer.caller_v1();
+    END IF;
+END $$;
+
+-- Begin a session, and forget those of this login that are over. A name keeps its ten newest, a login 10,000.
+CREATE FUNCTION mqlayer.console_session_begin_v1(p_token_hash bytea, p_name text, p_level text, p_bodies boolean,
+                                                 p_proof text, p_idle_s int, p_longest_s int) RETURNS void
+    LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, mqlayer, pg_temp AS $$
+BEGIN
+    PERFORM mqlayer.check_console_v1();
+    IF (p_idle_s BETWEEN 1 AND 31536000 AND p_longest_s BETWEEN 1 AND 31536000) IS NOT TRUE THEN
+        RAISE EXCEPTION 'p_idle_s and p_longest_s have the bounds 1 and 31536000'
+            USING ERRCODE = 'MQ009', HINT = 'let a session last for a year at most';
+    END IF;
+    DELETE FROM mqlayer.console_session s WHERE s.login = session_user
+        AND (s.ends_at <= now() OR s.seen_at + make_interval(secs => s.idle_s) <= now()
+             OR s.token_hash IN (SELECT o.token_hash FROM mqlayer.console_session o
+                                 WHERE o.login = session_user AND o.name = p_name
+                                 ORDER BY o.began_at DESC, o.token_hash OFFSET 9)
+             OR s.token_hash IN (SELECT o.token_hash FROM mqlayer.console_session o WHERE o.login = session_user
+                                 ORDER BY o.began_at DESC, o.token_hash OFFSET 9999));
+    INSERT INTO mqlayer.console_session (token_hash, login, name, level, bodies, proof, idle_s, ends_at)
+    VALUES (p_token_hash, session_user, p_name, p_level, p_bodies, p_proof, p_idle_s,
+            now() + make_interval(secs => p_longest_s));
+END $$;
+
+-- The session of a token, if it is not over. With p_use, its idle time begins anew.
+CREATE FUNCTION mqlayer.console_session_v1(p_token_hash bytea, p_use boolean, OUT name text, OUT level text,
+                                           OUT bodies boolean, OUT proof text) RETURNS SETOF record
+    LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, mqlayer, pg_temp AS $$
+BEGIN
+    PERFORM mqlayer.check_console_v1();
+    RETURN QUERY SELECT s.name, s.level, s.bodies, s.proof FROM mqlayer.console_session s
+                 WHERE s.token_hash = p_token_hash AND s.login = session_user AND s.ends_at > now()
+                   AND s.seen_at + make_interval(secs => s.idle_s) > now();
+    IF FOUND AND p_use THEN
+        UPDATE mqlayer.console_session s SET seen_at = now()
+        WHERE s.token_hash = p_token_hash AND s.seen_at < now() - make_interval(secs => least(60, s.idle_s / 10));
+    END IF;
+END $$;
+
+-- End a session, for all consoles; whether it was there.
+CREATE FUNCTION mqlayer.console_session_end_v1(p_token_hash bytea) RETURNS boolean
+    LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, mqlayer, pg_temp AS $$
+BEGIN
+    PERFORM mqlayer.check_console_v1();
+    DELETE FROM mqlayer.console_session s WHERE s.token_hash = p_token_hash AND s.login = session_user;
+    RETURN FOUND;
+END $$;
 
 
 -- The server ---------------------------------------------------------------------------------------------------------

@@ -55,6 +55,8 @@ def test_groups_show_what_is_wrong_first_and_a_group_shows_why(world: World, bro
     assert numbers[:1] == ["40"]
     assert "25" in numbers, "60 stored and 10 more of lag in two minutes"
     assert "no member" in page
+    numbers = re.findall(r'class="number">([^<]*)</td>', text_of(browser, "/topics"))
+    assert numbers[:2] == ["30", "25"]
     assert "No group matches" in text_of(browser, "/groups", topic="other")
     page = text_of(browser, GROUP)
     said = words(page)
@@ -131,7 +133,7 @@ def test_a_dead_node_is_the_first_thing_that_a_group_tells(
 
 def test_a_failing_head_tells_its_attempts_and_the_next_one(stage: Stage) -> None:
     def fail(body: bytes, ctx: Context) -> None:
-        raise RuntimeError
+        raise RuntimeError("no <b>mail</b> server")
 
     stage.send([("key-0", b"0")])
     stage.consume(Recorder(fail), backoff_s=(300.0,), policy="block")
@@ -142,7 +144,7 @@ def test_a_failing_head_tells_its_attempts_and_the_next_one(stage: Stage) -> Non
 
         wait_until(lambda: "Its handler failed once of 17 attempts" in said(), what="the failed attempt")
         assert re.search(r"the next attempt is at .* UTC, in [45] min", said())
-        assert "says why" in said()
+        wait_until(lambda: "no &lt;b&gt;mail&lt;/b&gt; server" in said(), what="the error, which is written later")
 
 
 @pytest.mark.world(partitions=2, relayed=10)

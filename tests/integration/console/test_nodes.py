@@ -35,7 +35,8 @@ def test_nodes_and_processes_show_their_last_signs_of_life(world: World, browser
     assert re.search(r"1 outbox mqlayer_test_\w+ \w+ [\d.]+ \w+ ago", said)
     assert "No member is known" in said
     world.rows(
-        "INSERT INTO mqlayer.consumer_group (topic_id, name, state, start) VALUES (1, 'ledger', 'live', 'earliest')"
+        "INSERT INTO mqlayer.consumer_group (topic_id, name, state, start, backoff_s) "
+        "VALUES (1, 'ledger', 'live', 'earliest', '{1}')"
     )
     world.rows(
         "INSERT INTO mqlayer.member (group_id, member_id, host, pid, lease_until) "

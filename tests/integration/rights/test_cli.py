@@ -35,6 +35,8 @@ BY_FUNCTION = {"outbox delayed cancel"}
 """Publishers of a topic may cancel its messages, so only the function that does it can judge who may."""
 OTHERS = {
     "analytics": "needs Java, and the right to analyze",
+    "console": "runs until it is stopped: see console/test_access.py",
+    "console-password": "prints a line: see console/test_access.py",
     "consume": "runs until it is stopped, under the right to consume",
     "asyncapi": "reads a program; with --nodes, what node list shows",
     "debug": "runs a program's handler, under the right to operate: see test_debug.py",
