@@ -206,6 +206,8 @@ def _found(visit: Visit, hidden: str) -> Found:
         raise InvalidInput(f"headers can't be searched: {hidden}")
     if text["value"] and not text["header"]:
         raise InvalidInput("name the header, too, whose value you look for")
+    if asked.until is not None and not asked.searches and asked.numbers["partition"] is None:
+        raise InvalidInput("an end of the time needs its beginning, a partition or a key: name one, too")
     if asked.searches:
         if asked.numbers["partition"] is not None or asked.numbers["offset"] is not None:
             raise InvalidInput(

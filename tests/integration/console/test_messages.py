@@ -56,7 +56,7 @@ def shown(browser: TestClient, path: str = "/messages", **query: Any) -> str:
 def exported(browser: TestClient, **query: Any) -> list[dict[str, Any]]:
     answer = browser.get("/messages/export", params={"topic": "orders"} | query)
     assert answer.headers["content-type"].startswith("application/x-ndjson")
-    assert answer.headers["content-disposition"] == "attachment"
+    assert answer.headers["content-disposition"] == 'attachment; filename="messages.jsonl"'
     return [json.loads(line) for line in answer.text.splitlines()]
 
 
@@ -104,6 +104,7 @@ def test_wrong_questions_and_empty_topics_are_answered_in_words(told: World, ann
         ({"partition": "999"}, "unknown partition"),
         ({"partition": "x"}, "is no number"),
         ({"since": "yesterday"}, "is no time"),
+        ({"until": "2026-11-26T00:00"}, "needs its beginning"),
         ({"value": "1"}, "name the header"),
         ({"key": "a", "partition": "1"}, "leave partition and offset out"),
         ({"trace_id": "zz"}, "is no trace id"),
