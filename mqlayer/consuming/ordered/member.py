@@ -9,7 +9,7 @@ from mqlayer.consuming.api.batch_handlers import BatchHandler
 from mqlayer.consuming.engine.clock import Lease, clock
 from mqlayer.consuming.engine.core import MemberCore
 from mqlayer.consuming.engine.events import Reporting
-from mqlayer.consuming.engine.executors import Timeouts, Worker, executor_of
+from mqlayer.consuming.engine.executors import Timeouts, Worker, executor_of, traced
 from mqlayer.consuming.engine.live_settings import LiveSettings
 from mqlayer.consuming.engine.member import Member
 from mqlayer.consuming.engine.nodes import MemberNodes
@@ -57,7 +57,7 @@ class OrderedMember(Member[Reader, Settler]):
         reporting: Reporting | None = None,
         rejoin: Callable[[], object] | None = None,
     ) -> None:
-        core = MemberCore.of(runtime, routes, group, options)
+        core = MemberCore.of(runtime, routes, group, options, None if reporting is None else reporting.texts)
         events = OrderedEvents(group, reporting, core.meters)
         self.settings = core.settings
         store = ParkingStore(core.runtime.control, group.group_id, core.member_id)
@@ -88,8 +88,9 @@ class OrderedMember(Member[Reader, Settler]):
         guard = PoisonMessageGuard(nodes.wake_settler)
         decider = FailureDecider(core, events, writer.add_attempt)
         results = TurnResults(dispatcher, decider, handled=handled, fenced=self.ownership.fenced)
+        new = partial(new_worker, core.settings, guard, results)
         executor = executor_of(
-            partial(new_worker, core.settings, guard, results),
+            traced(new, core.spans, is_async=is_async, batches=isinstance(handle, BatchHandler)),
             is_async=is_async,
             count=core.options.concurrency,
             name=core.name,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from mqlayer.consuming.engine.clock import clock
 from mqlayer.consuming.engine.core import MemberCore
 from mqlayer.consuming.engine.events import Reporting
-from mqlayer.consuming.engine.executors import Timeouts, executor_of
+from mqlayer.consuming.engine.executors import Timeouts, executor_of, traced
 from mqlayer.consuming.engine.member import Member
 from mqlayer.consuming.engine.nodes import MemberNodes
 from mqlayer.consuming.engine.options import MemberOptions
@@ -42,7 +42,7 @@ class SharedMember(Member[SharedReader, SharedSettler]):
         options: MemberOptions | None = None,
         reporting: Reporting | None = None,
     ) -> None:
-        core = MemberCore.of(runtime, routes, group, options)
+        core = MemberCore.of(runtime, routes, group, options, None if reporting is None else reporting.texts)
         events = SharedEvents(group, reporting, core.meters)
         store = SharedStore(core.runtime.control, group.group_id, core.member_id)
         self.prefetch = Prefetch(
@@ -72,7 +72,7 @@ class SharedMember(Member[SharedReader, SharedSettler]):
         failures = SharedFailures(core, events, self._results, queues)
         self._failure_writer = FailureWriter(core, store, self.prefetch, self.partitions, self._results, queues, events)
         executor = executor_of(
-            worker,
+            traced(worker, core.spans, is_async=is_async),
             is_async=is_async,
             count=core.options.concurrency,
             name=core.name,
