@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
-from pydantic import Field, SecretStr, TypeAdapter, model_validator
+from pydantic import Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from mqlayer.env_file import ENV_FILE, PREFIX, env_file
@@ -215,6 +215,8 @@ def _check_given(dsn: SecretStr) -> None:
 
 def switched_on(field: str) -> bool:
     """Return a switch of this process, without a look at its other settings. Raises InvalidInput."""
+    from pydantic import TypeAdapter
+
     value = _given(Settings).get(field, False)
     try:
         return TypeAdapter(bool).validate_python(value)

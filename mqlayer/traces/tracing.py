@@ -5,9 +5,8 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Iterable, Mapping, Sequence
+from contextvars import ContextVar, Token
 from typing import TYPE_CHECKING, Any, Final, Literal, Self
 
 from mqlayer.logs import carry_trace_ids
@@ -68,17 +67,19 @@ class OpenSpan:
         """End it."""
         self._span.end()
 
-    @contextmanager
-    def current(self) -> Iterator[None]:
-        """Be the current span within the block."""
-        from opentelemetry import context
+    def enter(self) -> Token[Context]:
+        """Be the current span of this thread or task until `leave`."""
+        from opentelemetry.context import attach
         from opentelemetry.trace import set_span_in_context
 
-        token = context.attach(set_span_in_context(self._span))
-        try:
-            yield
-        finally:
-            context.detach(token)
+        return attach(set_span_in_context(self._span))
+
+    def leave(self, token: Token[Context]) -> None:
+        """End; the former span is current again."""
+        from opentelemetry.context import detach
+
+        detach(token)
+        self._span.end()
 
     def note_failed(self, error: BaseException) -> None:
         """Keep the ids for the log line of an error, which follows in this thread or task."""

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Annotated, Any
 
-import psycopg
 import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
@@ -387,7 +386,7 @@ def collector() -> Iterator[tuple[str, list[ExportTraceServiceRequest]]]:
     requests: list[ExportTraceServiceRequest] = []
 
     class Receiver(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:  # noqa: N802
+        def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["content-length"]))
             assert (self.path, self.headers["content-type"]) == ("/v1/traces", "application/x-protobuf")
             requests.append(ExportTraceServiceRequest.FromString(body))

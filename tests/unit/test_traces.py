@@ -20,8 +20,15 @@ from mqlayer.domain.names import HEADER_COUNT_LIMIT, with_headers
 from mqlayer.errors import InvalidInput
 from mqlayer.logs import configure_logging, event_logger
 from mqlayer.settings import switched_on
-from mqlayer.traces import LINK_LIMIT, TRACEPARENT, Tracing, follow_links, sampled_parent, sampled_parent_of
-from mqlayer.traces import trace_context
+from mqlayer.traces import (
+    LINK_LIMIT,
+    TRACEPARENT,
+    Tracing,
+    follow_links,
+    sampled_parent,
+    sampled_parent_of,
+    trace_context,
+)
 from mqlayer.traces.carrier import headers_of
 from mqlayer.traces.sampling import ensure_provider
 from mqlayer.traces.tracing import _current_ids

@@ -21,7 +21,6 @@ from mqlayer.traces.tracing import ATTEMPT, COUNT, GROUP, KEY_HASH, MESSAGE_ID, 
 if TYPE_CHECKING:
     from opentelemetry.trace import SpanContext
 
-NO_FAILURES: Final = (AlreadyApplied, PauseKey, Skip)
 UNSETTLED_LIMIT: Final = 1_000
 """Spans per partition that are kept for the links of settling calls."""
 
@@ -55,8 +54,15 @@ class ProcessSpans:
                 parent = sampled_parent(facts)
                 if parent is None:
                     return handle(place, record)
-            with self._current(self._message_span(place, record, parent)):
+            opened = self._message_span(place, record, parent)
+            token = opened.enter()
+            try:
                 return handle(place, record)
+            except BaseException as error:
+                self._failed(opened, error)
+                raise
+            finally:
+                opened.leave(token)
 
         return traced
 
@@ -139,16 +145,21 @@ class ProcessSpans:
 
     @contextmanager
     def _current(self, opened: OpenSpan) -> Iterator[None]:
-        with opened.current():
-            try:
-                yield
-            except BaseException as error:
-                if not isinstance(error, NO_FAILURES):
-                    opened.fail(error, self._texts.text(error) if opened.recording else "")
-                opened.note_failed(error)
-                raise
-            finally:
-                opened.end()
+        token = opened.enter()
+        try:
+            yield
+        except BaseException as error:
+            self._failed(opened, error)
+            raise
+        finally:
+            opened.leave(token)
+
+    def _failed(self, opened: OpenSpan, error: BaseException) -> None:
+        if isinstance(error, AlreadyApplied):
+            return
+        if opened.recording and not isinstance(error, PauseKey | Skip):
+            opened.fail(error, self._texts.text(error))
+        opened.note_failed(error)
 
     # -- settling ------------------------------------------------------------------------------------------------------
 
