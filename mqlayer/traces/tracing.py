@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextvars import ContextVar, Token
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, Literal, Self
 
 from mqlayer.logs import carry_trace_ids
@@ -95,18 +96,13 @@ class OpenSpan:
 
 
 class Tracing:
-    """The spans of one tracer. Thread-safe.
+    """The spans of one tracer. Thread-safe."""
 
-    `as_parent`: a handler's span is a child of its message's, not a root with a link. `every`: messages without a trace
-    have one too.
-    """
-
-    def __init__(self, tracer: Tracer, *, as_parent: bool = False, every: bool = False) -> None:
+    def __init__(self, tracer: Tracer) -> None:
         from opentelemetry.context import Context
         from opentelemetry.trace import Link, SpanKind
 
-        self._tracer, self.as_parent, self.every = tracer, as_parent, every
-        self._root, self._link = Context(), Link
+        self._tracer, self._root, self._link = tracer, Context(), Link
         self._kinds: dict[str, SpanKind] = {
             "create": SpanKind.PRODUCER,
             "send": SpanKind.CLIENT,
@@ -189,7 +185,9 @@ class Tracing:
 
     def links(self, parents: Iterable[SpanContext]) -> list[Link]:
         """Return links to different spans, 128 at most."""
-        return [self._link(parent) for parent in list(dict.fromkeys(parents))[:LINK_LIMIT]]
+        # Contexts have no hash.
+        different = {(parent.trace_id, parent.span_id): parent for parent in parents}
+        return [self._link(parent) for parent in islice(different.values(), LINK_LIMIT)]
 
 
 def key_hash(key: bytes) -> str:
@@ -237,12 +235,7 @@ _looked: list[bool] = []
 
 def tracing_of(settings: Settings) -> Tracing | None:
     """Return this process's tracing; None if off. Raises InvalidInput without the extra."""
-    if not settings.traces:
-        return None
-    made = _process(as_parent=settings.trace_parent, every=settings.trace_all)
-    if (made.as_parent, made.every) == (settings.trace_parent, settings.trace_all):
-        return made
-    return _tracing(as_parent=settings.trace_parent, every=settings.trace_all)
+    return _process() if settings.traces else None
 
 
 def process_tracing() -> Tracing | None:
@@ -251,21 +244,15 @@ def process_tracing() -> Tracing | None:
         return _made[0]
     if not _looked:
         _looked.append(switched_on("traces"))
-    if not _looked[0]:
-        return None
-    return _process(as_parent=switched_on("trace_parent"), every=switched_on("trace_all"))
+    return _process() if _looked[0] else None
 
 
-def _process(*, as_parent: bool, every: bool) -> Tracing:
+def _process() -> Tracing:
     with _making:
         if not _made:
             ensure_provider()
-            _made.append(_tracing(as_parent=as_parent, every=every))
+            from opentelemetry.trace import get_tracer
+
+            _made.append(Tracing(get_tracer("mqlayer")))
             carry_trace_ids(_current_ids)
         return _made[0]
-
-
-def _tracing(*, as_parent: bool, every: bool) -> Tracing:
-    from opentelemetry.trace import get_tracer
-
-    return Tracing(get_tracer("mqlayer"), as_parent=as_parent, every=every)

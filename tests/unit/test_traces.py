@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import json
 import logging
-import sys
 from collections.abc import Iterator
 
 import pytest
@@ -107,17 +105,20 @@ def test_a_span_has_128_links_at_most_and_one_per_span() -> None:
 
 
 @pytest.fixture
-def carried(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
-    """Lines with ids, as they are written to standard error."""
-    before = list(logging.getLogger().handlers)
+def carried(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Lines with ids, and logging as before at the end."""
+    root = logging.getLogger()
+    before, level = list(root.handlers), root.level
     monkeypatch.setattr(mqlayer.logs, "_trace_ids", [_current_ids])
-    written = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", written)
-    yield written
-    logging.getLogger().handlers[:] = before
+    yield
+    root.handlers[:] = before
+    root.setLevel(level)
 
 
-def test_lines_carry_the_ids_of_the_current_span_those_of_other_loggers_too(carried: io.StringIO) -> None:
+@pytest.mark.usefixtures("carried")
+def test_lines_carry_the_ids_of_the_current_span_those_of_other_loggers_too(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     configure_logging("INFO", style="json")
     ours, theirs = event_logger("mqlayer.test_traces"), logging.getLogger("test_traces.shop")
     tracer = TracerProvider(shutdown_on_exit=False).get_tracer("test")
@@ -128,7 +129,7 @@ def test_lines_carry_the_ids_of_the_current_span_those_of_other_loggers_too(carr
         configure_logging("INFO", style="text")
         ours.warning("said", extra={"n": 1})
     ours.warning("outside")
-    first, second, third, fourth = carried.getvalue().splitlines()
+    first, second, third, fourth = capsys.readouterr().err.splitlines()
     ids = {"trace_id": f"{context.trace_id:032x}", "span_id": f"{context.span_id:016x}"}
     for line, event in ((first, "said"), (second, "plain")):
         found = json.loads(line)

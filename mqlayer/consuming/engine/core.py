@@ -8,13 +8,12 @@ from dataclasses import dataclass, field, replace
 from mqlayer.consuming.engine.clock import Lease
 from mqlayer.consuming.engine.live_settings import LiveSettings
 from mqlayer.consuming.engine.options import MemberOptions, new_member_id
-from mqlayer.consuming.engine.process_spans import ProcessSpans
+from mqlayer.consuming.engine.process_spans import ProcessSpans, process_spans
 from mqlayer.groups.group import Group
 from mqlayer.metrics import MemberMeters, meters_of
 from mqlayer.runtime.error_text import ErrorTexts
 from mqlayer.runtime.route_cache import RouteCache
 from mqlayer.runtime.runtime import Runtime
-from mqlayer.traces import tracing_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +49,7 @@ class MemberCore:
         # An instance of a broadcast group counts as its group: there may be one per host.
         name = group.name.partition("@")[0]
         of_member = None if meters is None else meters.member(group.topic, name)
-        tracing = tracing_of(runtime.settings)
-        spans = None if tracing is None else ProcessSpans(tracing, group.topic, name, texts or ErrorTexts())
+        spans = process_spans(runtime.settings, group.topic, name, texts)
         return cls(acting, routes, group, chosen, LiveSettings(group), meters=of_member, spans=spans)
 
     @property

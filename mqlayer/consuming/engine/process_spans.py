@@ -15,7 +15,8 @@ from mqlayer.domain.message import NO_KEY, ParkedRecord, Record
 from mqlayer.domain.retry_rules import RetryRules
 from mqlayer.errors import AlreadyApplied, PauseKey, Skip
 from mqlayer.runtime.error_text import ErrorTexts
-from mqlayer.traces import TRACE_MARK, OpenSpan, Tracing, sampled_parent
+from mqlayer.settings import Settings
+from mqlayer.traces import TRACE_MARK, OpenSpan, Tracing, sampled_parent, tracing_of
 from mqlayer.traces.tracing import ATTEMPT, COUNT, GROUP, KEY_HASH, MESSAGE_ID, OFFSET, PARTITION, key_hash
 
 if TYPE_CHECKING:
@@ -28,12 +29,24 @@ Call = Callable[..., Any]
 
 
 class ProcessSpans:
-    """One member's spans. Thread-safe."""
+    """One member's spans. Thread-safe.
 
-    def __init__(self, tracing: Tracing, topic: str, group: str, texts: ErrorTexts) -> None:
+    `as_parent`: a span is a child of its message's, not a root with a link. `every`: messages without a trace have one.
+    """
+
+    def __init__(
+        self,
+        tracing: Tracing,
+        topic: str,
+        group: str,
+        texts: ErrorTexts,
+        *,
+        as_parent: bool = False,
+        every: bool = False,
+    ) -> None:
         self._tracing, self._topic, self._texts = tracing, topic, texts
         self._group = {GROUP: group}
-        self._every = tracing.every
+        self._as_parent, self._every = as_parent, every
         self._lock: Final = threading.Lock()
         # By partition and offset.
         self._unsettled: dict[int, dict[int, SpanContext]] = {}
@@ -86,8 +99,8 @@ class ProcessSpans:
     def _message_span(self, place: Any, record: Record, parent: SpanContext | None) -> OpenSpan:
         facts = {PARTITION: str(place.partition), OFFSET: record.offset, **self._group}
         links = self._tracing.links([] if parent is None else [parent])
-        as_parent = self._tracing.as_parent and parent is not None
-        opened = self._tracing.start("process", self._topic, facts, links, parent=parent if as_parent else None)
+        above = parent if self._as_parent else None
+        opened = self._tracing.start("process", self._topic, facts, links, parent=above)
         if opened.recording:
             opened.note(_details(place, record))
             # A parked message is settled already.
@@ -193,6 +206,12 @@ class ProcessSpans:
     def forget(self, partition: int) -> None:
         """Drop a lost partition's spans."""
         self._unsettled.pop(partition, None)
+
+
+def process_spans(settings: Settings, topic: str, group: str, texts: ErrorTexts | None) -> ProcessSpans | None:
+    """Return a member's spans; None with traces off."""
+    tracing, options = tracing_of(settings), {"as_parent": settings.trace_parent, "every": settings.trace_all}
+    return None if tracing is None else ProcessSpans(tracing, topic, group, texts or ErrorTexts(), **options)
 
 
 class TracedTimeouts:
