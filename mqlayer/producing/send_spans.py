@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from itertools import islice
 from typing import Final
 
 import msgspec
@@ -11,7 +12,7 @@ import msgspec
 from mqlayer.domain.names import with_headers
 from mqlayer.producing.message import Message
 from mqlayer.producing.receipts import Receipt
-from mqlayer.traces import TRACEPARENT, OpenSpan, Tracing, sampled_parent_of
+from mqlayer.traces import LINK_LIMIT, TRACEPARENT, OpenSpan, Tracing, sampled_parent_of
 from mqlayer.traces.tracing import COUNT, KEY_HASH, MESSAGE_ID, OFFSET, PARTITION, key_hash
 
 NO_TRACE: Final[Mapping[str, str]] = {}
@@ -32,6 +33,13 @@ class SendSpan(OpenSpan):
         if not self.trace or TRACEPARENT in headers:
             return message
         return msgspec.structs.replace(message, headers=with_headers(headers, self.trace))
+
+    def link(self, messages: Sequence[Message]) -> None:
+        """Link to the traces that messages bring."""
+        # A wrong message is refused later.
+        brought = [headers for message in messages if (headers := getattr(message, "headers", None))]
+        for parent in islice(filter(None, map(sampled_parent_of, brought)), LINK_LIMIT):
+            self.span.add_link(parent)
 
     def stored(self, receipt: Receipt) -> Receipt:
         """Note a receipt."""
@@ -61,22 +69,23 @@ class SendSpans:
 
     def one(self, topic: str, message: Message) -> SendSpan:
         """Start the span of a single message."""
-        opened = self._start(topic, [message])
-        if opened.recording and message.key is not None:
-            opened.note({KEY_HASH: key_hash(message.key.encode())})
+        opened = self._start(topic)
+        if opened.recording:
+            opened.link([message])
+            if message.key is not None:
+                opened.note({KEY_HASH: key_hash(message.key.encode())})
         return opened
 
     def many(self, topic: str, messages: Sequence[Message]) -> SendSpan:
         """Start the span of a batch."""
-        opened = self._start(topic, messages)
+        opened = self._start(topic)
         if opened.recording:
+            opened.link(messages)
             opened.note({COUNT: len(messages)})
         return opened
 
-    def _start(self, topic: str, messages: Sequence[Message]) -> SendSpan:
-        named = (message.headers for message in messages if isinstance(message, Message) and message.headers)
-        links = [parent for headers in named if (parent := sampled_parent_of(headers)) is not None]
-        opened = self._tracing.start_send(topic, links=links)
+    def _start(self, topic: str) -> SendSpan:
+        opened = self._tracing.start_send(topic)
         return SendSpan(opened, self._tracing.carried(opened.span))
 
 

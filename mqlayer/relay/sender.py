@@ -62,17 +62,13 @@ class Sender:
             by_node.setdefault(self._nodes.node(batch.target.node_id), []).append(batch)
         failpoint("relay.before_append")
         for node, group in by_node.items():
-            requests = [self._request(batch) for batch in group]
+            requests = [_append_request(batch, self.spans) for batch in group]
             # Its target was ready at planning; the write notices a broken connection.
             packets = (
                 [self._append(node.connection, node.token, b) for b in group] if node.connection is not None else []
             )
             if not self._nodes.send(node, packets, requests):
                 self._rewind_writes(node)
-
-    def _request(self, batch: RelayBatch) -> AppendRequest:
-        runs = [(run.cursor, run.first, len(run.messages)) for run in batch.runs]
-        return AppendRequest(batch.target, runs, () if self.spans is None else self.spans.facts_of(batch))
 
     def ask_marks(self, nodes: Iterable[RelayNode]) -> None:
         """Request nodes' marks."""
@@ -298,3 +294,8 @@ class Sender:
             if node is not None and cursor.target.partition in node.compared:
                 found[node].setdefault(cursor.target, []).append(cursor)
         return found
+
+
+def _append_request(batch: RelayBatch, spans: RelaySpans | None) -> AppendRequest:
+    runs = [(run.cursor, run.first, len(run.messages)) for run in batch.runs]
+    return AppendRequest(batch.target, runs, () if spans is None else spans.facts_of(batch))

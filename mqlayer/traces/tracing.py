@@ -120,12 +120,10 @@ class Tracing:
         span.end()
         return self.carried(span)
 
-    def start_send(self, topic: str, *, links: Iterable[SpanContext] = ()) -> OpenSpan:
+    def start_send(self, topic: str) -> OpenSpan:
         """Start the span of a direct publish."""
         facts = _facts("send", topic)
-        return OpenSpan(
-            self._tracer.start_span(f"send {topic}", kind=self._producer, attributes=facts, links=self.links(links))
-        )
+        return OpenSpan(self._tracer.start_span(f"send {topic}", kind=self._producer, attributes=facts))
 
     def carried(self, span: Span) -> Mapping[str, str]:
         """Return the headers that carry a span; none of an unsampled root, which no other span knows."""

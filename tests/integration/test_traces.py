@@ -165,8 +165,7 @@ def test_parked_released_dead_redriven_and_replayed_messages_keep_their_trace(
     runtime = world.runtime(actor="a test")
 
     def left(count: int) -> None:
-        ended = lambda: len(spans.named("process orders")) == count  # noqa: E731
-        wait_until(lambda: ended() and len(ends) == 5 - count, what=f"attempt {count} to end")
+        wait_until(lambda: len(spans.named("process orders")) == count, what=f"attempt {count} to end")
 
     left(2)
     wait_until(lambda: _released(runtime), what="the key to be parked")

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from opentelemetry.context import Context
 from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased
+from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, Decision, ParentBased
 from opentelemetry.trace import Link, NonRecordingSpan, SpanContext, TraceFlags, get_current_span, set_span_in_context
 
 import mqlayer.logs
@@ -87,7 +87,8 @@ def test_a_root_with_a_link_to_a_sampled_message_is_kept_and_others_are_left_to_
     under = set_span_in_context(NonRecordingSpan(parent(0)), Context())
 
     def kept(*links: Link, context: Context | None = None) -> bool:
-        return sampler.should_sample(context or Context(), 1, "process orders", links=links).decision.is_sampled()
+        result = sampler.should_sample(context or Context(), 1, "process orders", links=links)
+        return result.decision is Decision.RECORD_AND_SAMPLE
 
     assert kept(Link(parent(0)), Link(parent(1)))
     assert not kept(Link(parent(0)))

@@ -119,8 +119,8 @@ class Settler(NodeService):
         self._dispatcher.settled(owned, records, committed, unsettled.unmatched)
         self._settled(self._connection.node.node_id, len(records))
         if self._spans is not None and records:
-            settled = {owned.partition: (record.offset for record in records)}
-            self._spans.settled(settled, time.perf_counter() - began)
+            offsets = (record.offset for record in records)
+            self._spans.settled({int(owned.partition): offsets}, time.perf_counter() - began)
 
     def _settles(
         self, owned: OwnedPartition, unsettled: Unsettled, records: list[Record], counted: list[int]
