@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from mqlayer.consuming.engine.clock import clock
-from mqlayer.consuming.engine.process_spans import ProcessSpans, TracedTimeouts
 from mqlayer.consuming.engine.timeouts import AsyncioTimeouts, ThreadTimeouts
 from mqlayer.errors import HandlerFault
 from mqlayer.metrics import MemberMeters
@@ -18,7 +17,7 @@ from mqlayer.metrics import MemberMeters
 IDLE_WAIT_S: Final = 0.25
 """Idle poll interval."""
 
-Timeouts = ThreadTimeouts | AsyncioTimeouts | TracedTimeouts
+Timeouts = ThreadTimeouts | AsyncioTimeouts
 
 
 class Worker(ABC):
@@ -47,16 +46,6 @@ class Worker(ABC):
 
 
 MakeWorker = Callable[[Timeouts], Worker]
-
-
-def traced(make_worker: MakeWorker, spans: ProcessSpans | None, *, is_async: bool, batches: bool = False) -> MakeWorker:
-    """Return a worker's maker, whose handlers run in spans."""
-    if spans is None:
-        return make_worker
-    single = spans.around_async if is_async else spans.around
-    batch = spans.around_async_batch if is_async else spans.around_batch
-
-    return lambda limits: make_worker(TracedTimeouts(limits, batch if batches else single))
 
 
 class Executor(ABC):

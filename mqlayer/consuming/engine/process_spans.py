@@ -6,13 +6,11 @@ A message is traced where its bytes say that its trace is sampled; for others, n
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
-from mqlayer.consuming.engine.timeouts import AsyncioTimeouts, ThreadTimeouts
 from mqlayer.domain.message import NO_KEY, ParkedRecord, Record
-from mqlayer.domain.retry_rules import RetryRules
 from mqlayer.errors import AlreadyApplied, PauseKey, Skip
 from mqlayer.runtime.error_text import ErrorTexts
 from mqlayer.settings import Settings
@@ -47,54 +45,40 @@ class ProcessSpans:
         self._tracing, self._topic, self._texts = tracing, topic, texts
         self._group = {GROUP: group}
         self._as_parent, self._every = as_parent, every
+        self.mark = b"" if every else TRACE_MARK
+        """In the facts of each message that may have a span."""
         self._lock: Final = threading.Lock()
         # By partition and offset.
         self._unsettled: dict[int, dict[int, SpanContext]] = {}
 
     # -- handlers of single messages -----------------------------------------------------------------------------------
 
-    def around(self, handle: Call) -> Call:
-        """Return `handle(place, record)` with a span around traced messages."""
-        every = self._every
+    def run(self, handle: Call, place: Any, record: Record) -> Any:
+        """Call `handle(place, record)`, in a span if the message is traced."""
+        parent = sampled_parent(record.m)
+        if self._is_plain(parent, record.m):
+            return handle(place, record)
+        opened = self._message_span(place, record, parent)
+        token = opened.enter()
+        try:
+            return handle(place, record)
+        except BaseException as error:
+            self._failed(opened, error)
+            raise
+        finally:
+            opened.leave(token)
 
-        def traced(place: Any, record: Record) -> Any:
-            facts = record[1]
-            if TRACE_MARK not in facts:
-                if not every:
-                    return handle(place, record)
-                parent = None
-            else:
-                parent = sampled_parent(facts)
-                if parent is None:
-                    return handle(place, record)
-            opened = self._message_span(place, record, parent)
-            token = opened.enter()
-            try:
-                return handle(place, record)
-            except BaseException as error:
-                self._failed(opened, error)
-                raise
-            finally:
-                opened.leave(token)
+    async def arun(self, handle: Call, place: Any, record: Record) -> None:
+        """`run` for a coroutine function."""
+        parent = sampled_parent(record.m)
+        if self._is_plain(parent, record.m):
+            await handle(place, record)
+            return
+        with self._current(self._message_span(place, record, parent)):
+            await handle(place, record)
 
-        return traced
-
-    def around_async(self, handle: Call) -> Call:
-        """`around` for a coroutine function."""
-        every = self._every
-
-        async def traced(place: Any, record: Record, parent: SpanContext | None) -> None:
-            with self._current(self._message_span(place, record, parent)):
-                await handle(place, record)
-
-        def called(place: Any, record: Record) -> Any:
-            facts = record[1]
-            if TRACE_MARK not in facts:
-                return traced(place, record, None) if every else handle(place, record)
-            parent = sampled_parent(facts)
-            return handle(place, record) if parent is None else traced(place, record, parent)
-
-        return called
+    def _is_plain(self, parent: SpanContext | None, facts: bytes) -> bool:
+        return parent is None and (not self._every or TRACE_MARK in facts)
 
     def _message_span(self, place: Any, record: Record, parent: SpanContext | None) -> OpenSpan:
         facts = {PARTITION: str(place.partition), OFFSET: record.offset, **self._group}
@@ -110,30 +94,22 @@ class ProcessSpans:
 
     # -- handlers of batches -------------------------------------------------------------------------------------------
 
-    def around_batch(self, handle: Call) -> Call:
-        """Return `handle(batch)` with a span around batches that have a traced message."""
+    def run_batch(self, handle: Call, batch: Any) -> Any:
+        """Call `handle(batch)`, in a span if one of its messages is traced."""
+        parents = self._parents(batch)
+        if parents is None:
+            return handle(batch)
+        with self._current(self._batch_span(batch, parents)):
+            return handle(batch)
 
-        def traced(batch: Any) -> Any:
-            parents = self._parents(batch)
-            if parents is None:
-                return handle(batch)
-            with self._current(self._batch_span(batch, parents)):
-                return handle(batch)
-
-        return traced
-
-    def around_async_batch(self, handle: Call) -> Call:
-        """`around_batch` for a coroutine function."""
-
-        async def traced(batch: Any) -> None:
-            parents = self._parents(batch)
-            if parents is None:
-                await handle(batch)
-                return
-            with self._current(self._batch_span(batch, parents)):
-                await handle(batch)
-
-        return traced
+    async def arun_batch(self, handle: Call, batch: Any) -> None:
+        """`run_batch` for a coroutine function."""
+        parents = self._parents(batch)
+        if parents is None:
+            await handle(batch)
+            return
+        with self._current(self._batch_span(batch, parents)):
+            await handle(batch)
 
     def _parents(self, batch: Any) -> list[SpanContext] | None:
         facts = [message.record[1] for message in batch.everything if TRACE_MARK in message.record[1]]
@@ -214,21 +190,19 @@ def process_spans(settings: Settings, topic: str, group: str, texts: ErrorTexts 
     return None if tracing is None else ProcessSpans(tracing, topic, group, texts or ErrorTexts(), **options)
 
 
-class TracedTimeouts:
-    """Time limits of handlers, with spans around them: an interrupted handler's span ends too."""
+def called(spans: ProcessSpans | None, handle: Call, place: Any, record: Record) -> Any:
+    """Call `handle(place, record)`, in a span where it is traced."""
+    if spans is None or spans.mark not in record[1]:
+        return handle(place, record)
+    return spans.run(handle, place, record)
 
-    def __init__(
-        self, limits: ThreadTimeouts | AsyncioTimeouts | TracedTimeouts, around: Callable[[Call], Call]
-    ) -> None:
-        self._limits, self._around = limits, around
-        self._known: tuple[Call, Call] | None = None
 
-    def wrap(self, handle: Call, rules: RetryRules) -> Call:
-        """Return `handle`, limited if the rules say so, in a span."""
-        limited: Call = self._limits.wrap(handle, rules)
-        if self._known is None or self._known[0] != limited:
-            self._known = limited, self._around(limited)
-        return self._known[1]
+def acalled(spans: ProcessSpans | None, handle: Call, place: Any, record: Record) -> Awaitable[Any]:
+    """`called` for a coroutine function."""
+    if spans is None or spans.mark not in record[1]:
+        awaitable: Awaitable[Any] = handle(place, record)
+        return awaitable
+    return spans.arun(handle, place, record)
 
 
 def _details(place: Any, record: Record) -> dict[str, Any]:

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from functools import partial
 
 from mqlayer.consuming.api.batch_handlers import BatchHandler
-from mqlayer.consuming.engine.clock import Lease, clock
+from mqlayer.consuming.engine.clock import clock
 from mqlayer.consuming.engine.core import MemberCore
 from mqlayer.consuming.engine.events import Reporting
-from mqlayer.consuming.engine.executors import Timeouts, Worker, executor_of, traced
+from mqlayer.consuming.engine.executors import Timeouts, Worker, executor_of
 from mqlayer.consuming.engine.live_settings import LiveSettings
 from mqlayer.consuming.engine.member import Member
 from mqlayer.consuming.engine.nodes import MemberNodes
@@ -61,7 +61,7 @@ class OrderedMember(Member[Reader, Settler]):
         events = OrderedEvents(group, reporting, core.meters)
         self.settings = core.settings
         store = ParkingStore(core.runtime.control, group.group_id, core.member_id)
-        dispatcher, new_worker = strategy_of(handle, core.lease)
+        dispatcher, new_worker = strategy_of(handle, core)
         self.dispatcher = dispatcher
 
         def settled(node_id: NodeId, count: int) -> None:
@@ -88,9 +88,8 @@ class OrderedMember(Member[Reader, Settler]):
         guard = PoisonMessageGuard(nodes.wake_settler)
         decider = FailureDecider(core, events, writer.add_attempt)
         results = TurnResults(dispatcher, decider, handled=handled, fenced=self.ownership.fenced)
-        new = partial(new_worker, core.settings, guard, results)
         executor = executor_of(
-            traced(new, core.spans, is_async=is_async, batches=isinstance(handle, BatchHandler)),
+            partial(new_worker, core.settings, guard, results),
             is_async=is_async,
             count=core.options.concurrency,
             name=core.name,
@@ -123,10 +122,10 @@ class OrderedMember(Member[Reader, Settler]):
 NewWorker = Callable[[LiveSettings, PoisonMessageGuard, TurnResults, Timeouts], Worker]
 
 
-def strategy_of(handle: Handle | BatchHandler, lease: Lease) -> tuple[Dispatcher, NewWorker]:
+def strategy_of(handle: Handle | BatchHandler, core: MemberCore) -> tuple[Dispatcher, NewWorker]:
     """Return how messages are given out, and to which workers."""
     if isinstance(handle, BatchHandler):
-        batches = BatchDispatcher(lease, handle.batch_of)
-        return batches, partial(BatchWorker, handle, batches)
-    dispatcher = Dispatcher(lease)
-    return dispatcher, partial(KeyQueueWorker, handle, dispatcher)
+        batches = BatchDispatcher(core.lease, handle.batch_of)
+        return batches, partial(BatchWorker, handle, batches, core.spans)
+    dispatcher = Dispatcher(core.lease)
+    return dispatcher, partial(KeyQueueWorker, handle, dispatcher, core.spans)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from mqlayer.consuming.engine.clock import clock
 from mqlayer.consuming.engine.core import MemberCore
 from mqlayer.consuming.engine.events import Reporting
-from mqlayer.consuming.engine.executors import Timeouts, executor_of, traced
+from mqlayer.consuming.engine.executors import Timeouts, executor_of
 from mqlayer.consuming.engine.member import Member
 from mqlayer.consuming.engine.nodes import MemberNodes
 from mqlayer.consuming.engine.options import MemberOptions
@@ -63,7 +63,7 @@ class SharedMember(Member[SharedReader, SharedSettler]):
             return SharedSettler(connection, core, self.partitions, self.prefetch, settled=settled, name=name)
 
         def worker(limits: Timeouts) -> SliceWorker:
-            return SliceWorker(handle, self.prefetch, core.settings, self._results, failures, limits)
+            return SliceWorker(handle, self.prefetch, core.spans, core.settings, self._results, failures, limits)
 
         queues = FailureQueues()
         nodes: MemberNodes[SharedReader, SharedSettler] = MemberNodes(core, reader=reader, settler=settler)
@@ -72,7 +72,7 @@ class SharedMember(Member[SharedReader, SharedSettler]):
         failures = SharedFailures(core, events, self._results, queues)
         self._failure_writer = FailureWriter(core, store, self.prefetch, self.partitions, self._results, queues, events)
         executor = executor_of(
-            traced(worker, core.spans, is_async=is_async),
+            worker,
             is_async=is_async,
             count=core.options.concurrency,
             name=core.name,
