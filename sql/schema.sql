@@ -482,7 +482,8 @@ CREATE TABLE mqlayer.dead_message (
         AND octet_length(body) <= 16777216),
     CONSTRAINT dead_message_texts CHECK (octet_length(reason) <= 65536 AND octet_length(actor) <= 4096)
 );
-CREATE INDEX dead_message_listed ON mqlayer.dead_message (group_id, died_at) WHERE redriven_at IS NULL;
+CREATE INDEX dead_message_listed ON mqlayer.dead_message (group_id, died_at, dead_id) WHERE redriven_at IS NULL;
+CREATE INDEX dead_message_latest ON mqlayer.dead_message (died_at, dead_id) WHERE redriven_at IS NULL;
 CREATE INDEX dead_message_stream ON mqlayer.dead_message (group_id, partition_id, log_offset);
 CREATE INDEX dead_message_queue ON mqlayer.dead_message (group_id, lp, key, partition_id, log_offset, dead_id)
     WHERE redriven_at IS NULL;
@@ -524,51 +525,56 @@ CREATE TABLE mqlayer.failure_count (
 -- Row-level security by the policies read, change, remove, add.
 
 CREATE TABLE mqlayer.redrive (
-    redrive_id   bigint           NOT NULL GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
-    group_id     bigint           NOT NULL REFERENCES mqlayer.consumer_group(group_id),
-    kind         text             NOT NULL DEFAULT 'dead',
-    filter       jsonb            NOT NULL,
-    upto_id      bigint           NOT NULL,
-    per_s        double precision NOT NULL,
-    actor        text             NOT NULL,
-    state        text             NOT NULL DEFAULT 'running',
-    at_lp        smallint         NOT NULL DEFAULT -1,
-    at_key       bytea            NOT NULL DEFAULT '\x',
-    at_partition int              NOT NULL DEFAULT 0,
-    at_offset    bigint           NOT NULL DEFAULT 0,
-    at_dead_id   bigint           NOT NULL DEFAULT 0,
-    upto_batch   bigint,
-    snapshot_id  int,
-    bounds       jsonb            NOT NULL DEFAULT '{}',
-    position     bigint,
-    newer        text,
-    name         bytea,
-    at_batch     bigint           NOT NULL DEFAULT 0,
-    at_record    bigint           NOT NULL DEFAULT 0,
-    sent         bigint           NOT NULL DEFAULT 0,
-    not_sent     bigint           NOT NULL DEFAULT 0,
-    results      jsonb            NOT NULL DEFAULT '{}',
-    worker       text,
-    lease_until  timestamptz,
-    next_at      timestamptz      NOT NULL DEFAULT clock_timestamp(),
-    blocked_by   text,
-    started_at   timestamptz      NOT NULL DEFAULT clock_timestamp(),
-    ended_at     timestamptz,
-    CONSTRAINT redrive_kind CHECK (kind IN ('dead', 'replay', 'backfill')),
-    CONSTRAINT redrive_state CHECK (state IN ('running', 'done', 'cancelled')),
+    redrive_id  bigint           NOT NULL GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    group_id    bigint           NOT NULL REFERENCES mqlayer.consumer_group(group_id),
+    kind        text             NOT NULL,
+    filter      jsonb            NOT NULL,
+    per_s       double precision NOT NULL,
+    actor       text             NOT NULL,
+    state       text             NOT NULL DEFAULT 'running',
+    reason      text,
+    size        int,
+    matched     bigint,
+    at_number   int              NOT NULL DEFAULT 0,
+    failed      int              NOT NULL DEFAULT 0,
+    planned_at  timestamptz,
+    upto_batch  bigint,
+    snapshot_id int,
+    bounds      jsonb            NOT NULL DEFAULT '{}',
+    position    bigint,
+    newer       text,
+    name        bytea,
+    at_batch    bigint           NOT NULL DEFAULT 0,
+    at_record   bigint           NOT NULL DEFAULT 0,
+    sent        bigint           NOT NULL DEFAULT 0,
+    not_sent    bigint           NOT NULL DEFAULT 0,
+    results     jsonb            NOT NULL DEFAULT '{}',
+    worker      text,
+    lease_until timestamptz,
+    next_at     timestamptz      NOT NULL DEFAULT clock_timestamp(),
+    blocked_by  text,
+    started_at  timestamptz      NOT NULL DEFAULT clock_timestamp(),
+    ended_at    timestamptz,
+    CONSTRAINT redrive_kind CHECK (kind IN ('redrive', 'keep', 'release', 'discard', 'replay', 'backfill')),
+    CONSTRAINT redrive_state CHECK (state IN ('planned', 'running', 'done', 'cancelled')),
     CONSTRAINT redrive_rate CHECK (per_s >= 0::double precision AND per_s <= '100000000000'::numeric::double precision),
-    CONSTRAINT redrive_ended CHECK ((state = 'running') = (ended_at IS NULL)),
-    CONSTRAINT redrive_numbers CHECK (upto_id >= 0 AND upto_id <= 4611686018427387904 AND upto_batch >= 0
+    CONSTRAINT redrive_ended CHECK ((state IN ('planned', 'running')) = (ended_at IS NULL)),
+    CONSTRAINT redrive_numbers CHECK (size >= 0 AND size <= 1000000 AND matched >= 0 AND matched <= 4611686018427387904
+        AND at_number >= 0 AND at_number <= size AND failed >= 0 AND failed <= size AND upto_batch >= 0
         AND upto_batch <= 4611686018427387904 AND "position" >= -4611686018427387904
         AND "position" <= 4611686018427387904 AND snapshot_id >= 0 AND snapshot_id <= 2000000000),
     CONSTRAINT redrive_times CHECK (lease_until >= '1970-01-01 00:00:00+00' AND lease_until <= '9000-01-01 00:00:00+00'
+        AND planned_at >= '1970-01-01 00:00:00+00' AND planned_at <= '9000-01-01 00:00:00+00'
         AND ended_at >= '1970-01-01 00:00:00+00' AND ended_at <= '9000-01-01 00:00:00+00'),
     CONSTRAINT redrive_newer CHECK (newer IN ('wait', 'between')),
-    CONSTRAINT redrive_of_archive CHECK ((kind = 'dead') = (upto_batch IS NULL)
-        AND (kind = 'dead') = ("position" IS NULL) AND (kind = 'dead') = (newer IS NULL)),
+    CONSTRAINT redrive_of_archive CHECK ((kind IN ('replay', 'backfill')) = (upto_batch IS NOT NULL)
+        AND (upto_batch IS NULL) = ("position" IS NULL) AND (upto_batch IS NULL) = (newer IS NULL)),
+    CONSTRAINT redrive_of_bulk CHECK ((upto_batch IS NULL) = (size IS NOT NULL) AND (size IS NULL) = (matched IS NULL)
+        AND (size IS NULL) = (planned_at IS NULL) AND (state <> 'planned' OR size IS NOT NULL)),
     CONSTRAINT redrive_filter_names CHECK (jsonb_typeof(filter) = 'object'
-        AND (filter - ARRAY['key', 'since', 'until'] - CASE WHEN kind = 'dead' THEN ARRAY['cause', 'error', 'dead_ids']
-        ELSE ARRAY['tag', 'snapshot'] END) = '{}'),
+        AND (filter - ARRAY['key', 'since', 'until'] - CASE WHEN kind IN ('redrive', 'keep')
+        THEN ARRAY['cause', 'error', 'min_attempts', 'dead_ids'] WHEN kind IN ('release', 'discard')
+        THEN ARRAY['cause', 'error', 'min_attempts', 'waiting'] ELSE ARRAY['tag', 'snapshot'] END) = '{}'),
     CONSTRAINT redrive_filter_values CHECK (COALESCE(jsonb_typeof(filter -> 'key'), 'string') = 'string'
         AND COALESCE(jsonb_typeof(filter -> 'cause'), 'string') = 'string'
         AND COALESCE(jsonb_typeof(filter -> 'error'), 'string') = 'string'
@@ -576,7 +582,10 @@ CREATE TABLE mqlayer.redrive (
         AND COALESCE(jsonb_typeof(filter -> 'snapshot'), 'string') = 'string'
         AND COALESCE(jsonb_typeof(filter -> 'since'), 'string') = 'string'
         AND COALESCE(jsonb_typeof(filter -> 'until'), 'string') = 'string'
-        AND COALESCE(jsonb_typeof(filter -> 'dead_ids'), 'array') = 'array' AND octet_length(filter::text) <= 1000000),
+        AND COALESCE(jsonb_typeof(filter -> 'dead_ids'), 'array') = 'array'
+        AND COALESCE(jsonb_typeof(filter -> 'waiting'), 'boolean') = 'boolean'
+        AND COALESCE(jsonb_typeof(filter -> 'min_attempts'), 'number') = 'number'
+        AND octet_length(filter::text) <= 1000000),
     CONSTRAINT redrive_filter_times CHECK ( CASE WHEN NOT filter ? 'since' AND NOT filter ? 'until' THEN true
         WHEN COALESCE(filter ->> 'since',
         filter ->> 'until') ~ '^\d{4}-\d\d-\d\dT([01]\d|2[0-3]):[0-5]\d:[0-5]\d([.]\d{6})?([+-]\d\d:\d\d(:\d\d)?)$'
@@ -585,22 +594,46 @@ CREATE TABLE mqlayer.redrive (
         THEN COALESCE(filter ->> 'since', filter ->> 'until')::timestamptz IS NOT NULL
         AND COALESCE(filter ->> 'until', filter ->> 'since')::timestamptz IS NOT NULL ELSE false END),
     CONSTRAINT redrive_texts CHECK (octet_length(actor) <= 4096 AND octet_length(worker) <= 1024
-        AND octet_length(blocked_by) <= 65536 AND octet_length(name) <= 65536 AND octet_length(at_key) <= 65536),
+        AND octet_length(blocked_by) <= 65536 AND octet_length(name) <= 65536 AND octet_length(reason) <= 65536),
     CONSTRAINT redrive_documents CHECK (octet_length(bounds::text) <= 1000000
         AND octet_length(results::text) <= 1000000)
 );
 CREATE INDEX redrive_running ON mqlayer.redrive (redrive_id) WHERE state = 'running';
-CREATE UNIQUE INDEX redrive_one_replay ON mqlayer.redrive (group_id) WHERE state = 'running' AND kind <> 'dead';
+CREATE UNIQUE INDEX redrive_one_replay ON mqlayer.redrive (group_id) WHERE state = 'running'
+    AND (kind IN ('replay', 'backfill'));
 -- Row-level security by the policies read, change, remove, add.
 
-CREATE TABLE mqlayer.redrive_result (
+CREATE TABLE mqlayer.bulk_item (
     redrive_id bigint      NOT NULL REFERENCES mqlayer.redrive(redrive_id),
-    dead_id    bigint      NOT NULL,
-    result     text        NOT NULL,
-    at         timestamptz NOT NULL DEFAULT clock_timestamp(),
-    CONSTRAINT redrive_result_key PRIMARY KEY (redrive_id, dead_id),
-    CONSTRAINT redrive_result_word CHECK (result IN ('sent', 'already', 'no_body', 'gone'))
+    number     int         NOT NULL,
+    group_id   bigint      NOT NULL REFERENCES mqlayer.consumer_group(group_id),
+    dead_id    bigint,
+    lp         smallint,
+    name       bytea,
+    source     bigint,
+    seq        bigint,
+    since      timestamptz,
+    cause      text,
+    messages   bigint,
+    upto       bigint,
+    gone       bigint      NOT NULL DEFAULT 0,
+    result     text,
+    error      text,
+    at         timestamptz,
+    CONSTRAINT bulk_item_key PRIMARY KEY (redrive_id, number),
+    CONSTRAINT bulk_item_word
+        CHECK (result IN ('done', 'already', 'no_body', 'gone', 'changed', 'paused', 'due', 'failed')),
+    CONSTRAINT bulk_item_numbers CHECK (number >= 1 AND number <= 1000000 AND lp >= 0 AND lp <= 1023 AND messages >= 0
+        AND messages <= 9007199254740991 AND source >= 1 AND source <= 9007199254740991 AND seq >= 1
+        AND seq <= 9007199254740991 AND gone >= 0 AND gone <= 9007199254740991),
+    CONSTRAINT bulk_item_times CHECK (since >= '1970-01-01 00:00:00+00' AND since <= '9000-01-01 00:00:00+00'
+        AND at >= '1970-01-01 00:00:00+00' AND at <= '9000-01-01 00:00:00+00'),
+    CONSTRAINT bulk_item_texts CHECK (octet_length(name) <= 65536 AND octet_length(cause) <= 63
+        AND octet_length(error) <= 65536)
 );
+CREATE INDEX bulk_item_failed ON mqlayer.bulk_item (redrive_id, number) WHERE result = 'failed';
+CREATE INDEX bulk_item_dead ON mqlayer.bulk_item (dead_id) WHERE dead_id IS NOT NULL;
+-- Row-level security by the policies read, change, remove, add.
 
 CREATE TABLE mqlayer.replay_result (
     redrive_id bigint      NOT NULL REFERENCES mqlayer.redrive(redrive_id),

@@ -83,6 +83,7 @@ COMMANDS: Final[Mapping[str, CommandSource]] = {
     "key": CommandSource("keys", REPAIR, "Keys: their partitions, waiting messages, pauses."),
     "parked": CommandSource("parked", REPAIR, "Parked keys: what waits outside of the stream, and why."),
     "dead": CommandSource("dead", REPAIR, "Dead messages: why they died, and redrive."),
+    "bulk": CommandSource("bulk", REPAIR, "Bulk actions: one act on many parked keys or dead messages."),
     "replay": CommandSource("replay", CHANGE, "What the archive holds, given to a group again."),
     "outbox": CommandSource(
         "outbox", REPAIR, "The outbox of MQLAYER_APP_DSN: rows quarantined, delayed messages, rotation."

@@ -2,39 +2,34 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Annotated, Any
 
 import typer
 
 from mqlayer.cli.addresses import settings_here
+from mqlayer.cli.bulk import finish
 from mqlayer.cli.completion import group_names, topic_names
 from mqlayer.cli.message_output import LimitOption, RawOption, ReasonOption, show_message
 from mqlayer.cli.option_rules import RuledCommand, excludes, needs, planned
-from mqlayer.cli.options import PlanOption, YesOption, echo_plan, parse_time_option
+from mqlayer.cli.options import GroupArgument, PlanOption, TopicArgument, YesOption, echo_plan, parse_time_option
 from mqlayer.cli.output import JsonOption, echo, format_key, pluralize, show_rows
 from mqlayer.cli.panels import LOOK, REPAIR
 from mqlayer.cli.permissions import check_change, check_group_change
-from mqlayer.cli.redelivery import BackgroundOption, KeyOption, RateOption, common_columns, print_result, work_here
+from mqlayer.cli.redelivery import BackgroundOption, KeyOption, RateOption
 from mqlayer.cli.runtime import runtime_here
 from mqlayer.errors import InvalidInput
 from mqlayer.postgres.database import Database
 from mqlayer.redelivery import (
     DeadFilter,
     DeadMessage,
-    Redrive,
-    cancel_redrive,
+    Page,
     count_dead,
     dead_messages,
     discard_dead,
     find_dead,
     new_worker,
-    redrive_results,
-    redrives,
-    resume_redrive,
     show_dead,
     start_redrive,
-    work_on,
 )
 
 OnlyTopic = Annotated[str | None, typer.Argument(help="Only of this topic.", autocompletion=topic_names)]
@@ -73,9 +68,13 @@ def list_(
     wanted = DeadFilter(key, cause, error, parse_time_option(since), parse_time_option(until))
     with Database(settings_here().control_dsn()) as database:
         found = dead_messages(database, wanted, topic=topic, group=group, redriven=redriven, after=after, limit=limit)
+        while len(found) < limit and found.next is not None:
+            rest = {"after": found.next, "limit": limit - len(found)}
+            more = dead_messages(database, wanted, topic=topic, group=group, redriven=redriven, **rest)
+            found = Page([*found, *more], more.next)
     show_rows(map(_facts if as_json else _row, found), as_json=as_json, nothing="no message is dead")
-    if len(found) == limit and not as_json:
-        echo(f"there may be more: --after {found[-1].dead_id}")
+    if found.next is not None and not as_json:
+        echo(f"there may be more: --after {found.next}")
 
 
 @dead.command(cls=RuledCommand, rich_help_panel=LOOK)
@@ -96,21 +95,17 @@ def show(
 
 @dead.command(cls=RuledCommand, rich_help_panel=REPAIR)
 @excludes(
-    "--resume", "TOPIC", "GROUP", "--message", "--key", "--cause", "--error", "--since", "--until", "--all", "--rate",
-    "--plan", "--yes", "--background",
-    why="a redrive goes on as it was started, and needs no more than its id",
-)  # fmt: skip
-@excludes(
     "--all", "--message", "--key", "--cause", "--error", "--since", "--until",
     why="say which messages: some by these options, or --all of them",
 )  # fmt: skip
 @planned
 @needs("--rate", "--yes", why="a plan sends nothing")
+@needs("--reason", "--yes", why="a plan is not kept: mqlayer bulk plan keeps one")
 @needs("--background", "--yes", why="a plan is made at once")
-@excludes("--background", "--json", why="it has no end to tell here: mqlayer dead redrives --json has it")
+@excludes("--background", "--json", why="it has no end to tell here: mqlayer bulk show --json has it")
 def redrive(
-    topic: Annotated[str | None, typer.Argument(help="The topic's name.")] = None,
-    group: Annotated[str | None, typer.Argument(help="The group's name.")] = None,
+    topic: TopicArgument,
+    group: GroupArgument,
     message: Annotated[
         list[str] | None, typer.Option("--message", metavar="MESSAGE", help="One message; may be said again.")
     ] = None,
@@ -121,23 +116,17 @@ def redrive(
     until: UntilOption = None,
     every: Annotated[bool, typer.Option("--all", help="All dead messages of the group.")] = False,
     rate: RateOption = 0.0,
+    reason: Annotated[str | None, typer.Option(help="Why: it is kept in the audit rows.")] = None,
     _plan: PlanOption = False,
     yes: YesOption = False,
     background: BackgroundOption = False,
-    resume: Annotated[int | None, typer.Option(metavar="ID", help="Go on with a redrive that was cut off.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Send dead messages to their group again, in order per key."""
+    """Send dead messages to their group again, in order per key: a bulk action."""
     with runtime_here() as runtime:
         worker = new_worker()
-        if yes or resume is not None:
+        if yes:
             check_change(runtime.control)
-        if resume is not None:
-            resume_redrive(runtime, resume, worker=worker)
-            _finish(runtime.control, resume, worker, as_json=as_json)
-            return
-        if topic is None or group is None:
-            raise InvalidInput("name a topic and a group, or a redrive: --resume ID")
         named = tuple(find_dead(runtime.control, one, topic=topic, group=group) for one in message or ()) or None
         wanted = DeadFilter(key, cause, error, parse_time_option(since), parse_time_option(until), named)
         if (wanted == DeadFilter()) != every:
@@ -145,60 +134,14 @@ def redrive(
         if not yes:
             _show_plan(*count_dead(runtime.control, topic, group, wanted), as_json=as_json)
             return
-        started = start_redrive(runtime, topic, group, wanted, per_s=rate, worker=None if background else worker)
+        started = start_redrive(
+            runtime, topic, group, wanted, per_s=rate, worker=None if background else worker, reason=reason
+        )
         if background:
-            echo(f"redrive {started} is left to the worker: see mqlayer dead redrives")
+            echo(f"bulk action {started} is left to the worker: see mqlayer bulk show {started}")
             return
-        echo(f"redrive {started}; if it is cut off: mqlayer dead redrive --resume {started}", err=True)
-        _finish(runtime.control, started, worker, as_json=as_json)
-
-
-@dead.command("redrives", rich_help_panel=LOOK)
-def redrives_(
-    topic: OnlyTopic = None,
-    group: OnlyGroup = None,
-    limit: LimitOption = 50,
-    after: Annotated[int | None, typer.Option(help="Go on behind this redrive, the last of the page before.")] = None,
-    as_json: JsonOption = False,
-) -> None:
-    """List redrives, newest first: selection, progress, worker."""
-    with Database(settings_here().control_dsn()) as database:
-        found = redrives(database, topic=topic, group=group, after=after, limit=limit)
-    show_rows(map(_redrive_row, found), as_json=as_json, nothing="no redrive was ever started")
-
-
-@dead.command(rich_help_panel=LOOK)
-def results(
-    redrive_id: Annotated[int, typer.Argument(metavar="ID", help="The redrive's id.")],
-    limit: LimitOption = 50,
-    after: Annotated[int, typer.Option(help="Go on behind this dead id, the last of the page before.")] = 0,
-    as_json: JsonOption = False,
-) -> None:
-    """Show a redrive's results: sent, already (alive), no_body, gone."""
-    with Database(settings_here().control_dsn()) as database:
-        found = redrive_results(database, redrive_id, after=after, limit=limit)
-    rows = (
-        {
-            "dead_id": one.dead_id,
-            "message": one.identity and str(one.identity),
-            "key": one.key if as_json else format_key(one.key),
-            "result": one.result,
-            "at": one.at,
-        }
-        for one in found
-    )
-    show_rows(rows, as_json=as_json, nothing="no message behind that")
-    if len(found) == limit and not as_json:
-        echo(f"there may be more: --after {found[-1].dead_id}")
-
-
-@dead.command(rich_help_panel=REPAIR)
-def cancel(redrive_id: Annotated[int, typer.Argument(metavar="ID", help="The redrive's id.")]) -> None:
-    """Cancel a redrive; sent messages stay sent."""
-    with runtime_here() as runtime:
-        check_change(runtime.control)
-        found = cancel_redrive(runtime, redrive_id)
-    echo(f"redrive {redrive_id} is cancelled: {_counts(found)}")
+        echo(f"bulk action {started}; if it is cut off: mqlayer bulk resume {started}", err=True)
+        finish(runtime.control, started, worker, as_json=as_json)
 
 
 @dead.command(rich_help_panel=REPAIR)
@@ -222,31 +165,6 @@ def _show_plan(found: int, bodiless: int, *, as_json: bool) -> None:
 def _check_named(message: str, topic: str | None, group: str | None) -> None:
     if message.isdecimal() and (topic, group) != (None, None):
         raise InvalidInput(f"{message} is a dead id, of one message in one group: leave --topic and --group out")
-
-
-def _finish(database: Database, redrive_id: int, worker: str, *, as_json: bool) -> None:
-    work = partial(work_on, database, redrive_id, worker=worker)
-    done = work_here(work, cancel=f"mqlayer dead cancel {redrive_id}")
-    see = f"mqlayer dead results {redrive_id}"
-    print_result(done, f"redrive {redrive_id}", _redrive_row(done), _counts(done), as_json=as_json, see=see)
-
-
-def _counts(found: Redrive) -> str:
-    return f"{pluralize(found.sent, 'message')} given back, {found.not_sent} not"
-
-
-def _redrive_row(one: Redrive) -> dict[str, Any]:
-    return {
-        "redrive": one.redrive_id,
-        "topic": one.topic,
-        "group": one.group,
-        "state": one.state,
-        "sent": one.sent,
-        "not_sent": one.not_sent,
-        "per_s": one.per_s,
-        **common_columns(one),
-        "blocked_by": one.blocked_by,
-    }
 
 
 def _row(one: DeadMessage) -> dict[str, Any]:

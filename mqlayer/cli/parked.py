@@ -27,6 +27,7 @@ from mqlayer.cli.runtime import runtime_here
 from mqlayer.errors import InvalidInput, NotFound
 from mqlayer.postgres.database import Database
 from mqlayer.redelivery import (
+    Page,
     ParkedFilter,
     ParkedKey,
     discard_parked,
@@ -66,9 +67,12 @@ def list_(
     wanted = ParkedFilter(topic, group, key, cause, error, parse_time_option(since), parse_time_option(until), waiting)
     with Database(settings_here().control_dsn()) as database:
         found = parked_keys(database, wanted, after=after, limit=limit)
+        while len(found) < limit and found.next is not None:
+            more = parked_keys(database, wanted, after=found.next, limit=limit - len(found))
+            found = Page([*found, *more], more.next)
     show_rows(map(_facts if as_json else _row, found), as_json=as_json, nothing="nothing is parked", by=3)
-    if len(found) == limit and not as_json:
-        echo(f"there may be more: --after {found[-1].cursor}")
+    if found.next is not None and not as_json:
+        echo(f"there may be more: --after {found.next}")
 
 
 @parked.command(rich_help_panel=LOOK)

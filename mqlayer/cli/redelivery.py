@@ -1,4 +1,4 @@
-"""Common parts of redrives and replays."""
+"""Common parts of bulk actions and replays."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from mqlayer.cli.output import echo, show_rows
-from mqlayer.redelivery import Redrive, Replay
+from mqlayer.redelivery import BulkAction, Replay
 
 KeyOption = Annotated[str | None, typer.Option(help="Only of this message key.")]
 RateOption = Annotated[float, typer.Option(min=0, help="Messages a second, at most; 0: no limit.")]
 BackgroundOption = Annotated[bool, typer.Option("--background", help="Let the worker do it.")]
 
-AnyJob = TypeVar("AnyJob", Redrive, Replay)
+AnyJob = TypeVar("AnyJob", BulkAction, Replay)
 
 
 def work_here(work: Callable[[], AnyJob], *, cancel: str) -> AnyJob:
@@ -27,9 +27,7 @@ def work_here(work: Callable[[], AnyJob], *, cancel: str) -> AnyJob:
         raise
 
 
-def print_result(
-    done: Redrive | Replay, name: str, row: Mapping[str, Any], counts: str, *, as_json: bool, see: str
-) -> None:
+def print_result(done: Replay, name: str, row: Mapping[str, Any], counts: str, *, as_json: bool, see: str) -> None:
     """Print a job's result; `see`: command for details."""
     if as_json:
         show_rows([row], as_json=True, nothing="")
@@ -38,8 +36,8 @@ def print_result(
     echo(f"{name} is {over}: {counts}; {see}")
 
 
-def common_columns(one: Redrive | Replay) -> dict[str, Any]:
-    """Return columns of both: filter, actor, times."""
+def common_columns(one: Replay) -> dict[str, Any]:
+    """Return common columns: filter, actor, times."""
     return {
         "filter": one.filter.as_json(),
         "actor": one.actor,

@@ -18,7 +18,7 @@ HORIZON_S: Final = 7 * 86_400.0
 """Age at which jobs delete failed attempts and fence rows."""
 FAILURES_LATE: Final = timedelta(seconds=5)
 """Members write failures in the background: a later step may have an earlier time."""
-GROUP_ACTS: Final = ("parked release", "group seek", "dead redrive", "replay start")
+GROUP_ACTS: Final = ("bulk start", "group seek", "replay start")
 """Acts on a whole group that may reach a message."""
 
 Step = Literal[
@@ -217,7 +217,7 @@ class _StepReader:
     def _dead(self, told: set[tuple[str, Step]]) -> Iterator[LifeStep]:
         seen = set()
         for row in self._rows("life_dead"):
-            group_id, dead_id, cause, reason, attempts, actor, died_at, redriven_at, job, who, result, at = row
+            group_id, dead_id, cause, reason, attempts, actor, died_at, redriven_at, job, who, result, at, act = row
             group = self._groups[group_id]
             if group_id not in seen and (group, "dead") not in told:
                 detail = f"dead message {dead_id}, {cause}: {reason.splitlines()[0] if reason else ''}"
@@ -226,7 +226,8 @@ class _StepReader:
                 yield LifeStep("redriven", redriven_at, group, detail=f"dead message {dead_id}")
             seen.add(group_id)
             if job is not None:
-                yield LifeStep("redriven", at, group, who, detail=f"redrive {job}: {result}")
+                step: Step = "redriven" if act == "redrive" else "act"
+                yield LifeStep(step, at, group, who, detail=f"bulk action {job}, {act}: {result}")
 
     def _replays(self) -> Iterator[LifeStep]:
         for group_id, job, actor, result, at in self._rows("life_replays"):
@@ -246,7 +247,8 @@ class _StepReader:
             _, _, group = target.partition("/")
             whole = "" if "key" in said else ", of the whole group"
             reason = f": {said['reason']}" if "reason" in said else ""
-            yield LifeStep("act", at, group or None, actor, detail=f"{act}{whole}{reason}")
+            job = f" {said['bulk']}, {said['act']}" if "bulk" in said else ""
+            yield LifeStep("act", at, group or None, actor, detail=f"{act}{job}{whole}{reason}")
 
     def _effects(self) -> Iterator[LifeStep]:
         found = self._found

@@ -19,7 +19,7 @@ from mqlayer.maintenance.inbox_cleanup import clean_inbox
 from mqlayer.maintenance.marks_cleanup import drop_closed_marks
 from mqlayer.maintenance.trim import trim_pass
 from mqlayer.outbox import clean_dedup, release_delayed, rotate
-from mqlayer.redelivery import clean_attempts, reclaim_shared, retry_scan
+from mqlayer.redelivery import clean_attempts, clean_bulk, reclaim_shared, retry_scan
 from mqlayer.relay import relay_once
 from mqlayer.routes import finish_changes, rearm_lost_nodes, retire_partitions
 from mqlayer.runtime.runtime import Runtime
@@ -92,7 +92,7 @@ def _balance_by_rate(runtime: Runtime, _: float) -> None:
 
 
 def _retry_scan(runtime: Runtime, every_s: float) -> None:
-    """Notify groups of overdue keys; continue redrives; reclaim dead shared members' messages."""
+    """Notify groups of overdue keys; continue bulk actions; reclaim dead shared members' messages."""
     reclaim_shared(runtime)
     retry_scan(runtime.control, at_most_s=every_s)
 
@@ -100,6 +100,11 @@ def _retry_scan(runtime: Runtime, every_s: float) -> None:
 def _clean_attempts(runtime: Runtime, _: float) -> None:
     """Delete old failed attempts, except of parked or dead messages."""
     clean_attempts(runtime.control)
+
+
+def _clean_bulk(runtime: Runtime, _: float) -> None:
+    """Delete expired plans of bulk actions, and old bulk actions."""
+    clean_bulk(runtime.control)
 
 
 def _archive(runtime: Runtime, every_s: float) -> None:
@@ -160,6 +165,7 @@ PERIODIC_JOBS: Final = (
     PeriodicJob("balance_by_rate", 10, _balance_by_rate, "the group's lock, and epochs"),
     PeriodicJob("retry_scan", 5, _retry_scan, "the redrive's row; claims of shared messages"),
     PeriodicJob("clean_attempts", 300, _clean_attempts, "rows by age"),
+    PeriodicJob("clean_bulk", 300, _clean_bulk, "rows by age"),
     PeriodicJob("archive", 5, _archive, "the topic's lock and marks"),
     PeriodicJob("retain", 300, _retain, "days by age; snapshots keep theirs"),
     PeriodicJob("release_delayed", 5, _release_delayed, "the message's row"),

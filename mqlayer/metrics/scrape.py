@@ -25,7 +25,7 @@ def metrics_page(settings: Settings) -> Callable[[], bytes] | None:
     if not isinstance(get_meter_provider(), MeterProvider):
         from opentelemetry.exporter.prometheus import PrometheusMetricReader
 
-        set_meter_provider(MeterProvider(metric_readers=[PrometheusMetricReader()]))
+        set_meter_provider(MeterProvider(metric_readers=[PrometheusMetricReader(scope_info_enabled=False)]))
     return lambda: generate_latest(REGISTRY)
 
 
@@ -37,5 +37,5 @@ def separate_meters() -> tuple[Meters, Callable[[], bytes]]:
     from prometheus_client import CollectorRegistry, generate_latest
 
     registry = CollectorRegistry()
-    reader = PrometheusMetricReader(disable_target_info=True, registry=registry)
+    reader = PrometheusMetricReader(disable_target_info=True, scope_info_enabled=False, registry=registry)
     return Meters(MeterProvider(metric_readers=[reader], shutdown_on_exit=False)), lambda: generate_latest(registry)

@@ -21,7 +21,8 @@ DEAD_CAUSES: Final = ("exhausted", "rejected", "skipped", "discarded")
 class ParkedFilter:
     """Filter of parked keys; None and False match all. `waiting`: keys that wait for an operator.
 
-    `error`: part of a failed attempt's text, case-insensitive. `since`, `until`: parking time, with a zone.
+    `error`: part of an attempt's text, of the first ten messages, in any case. `since`, `until`: parking
+    time, with a zone. `min_attempts`: of the head.
     """
 
     topic: str | None = None
@@ -32,6 +33,7 @@ class ParkedFilter:
     since: datetime | None = None
     until: datetime | None = None
     waiting: bool = False
+    min_attempts: int | None = None
 
     def facts(self) -> dict[str, Any]:
         """Return query parameters. Raises InvalidInput."""
@@ -41,12 +43,32 @@ class ParkedFilter:
             "topic": self.topic,
             "group": self.group,
             "name": None if self.key is None else encode_key(self.key),
+            "lp": None if self.key is None else int(lp_of(encode_key(self.key))),
             "cause": self.cause,
             "error": self.error,
             "since": self.since,
             "until": self.until,
             "waiting": self.waiting,
+            "min_attempts": self.min_attempts,
         }
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the set fields for JSON, without topic and group."""
+        facts = {
+            "key": self.key,
+            "cause": self.cause,
+            "error": self.error,
+            "since": self.since and self.since.isoformat(),
+            "until": self.until and self.until.isoformat(),
+            "waiting": self.waiting or None,
+            "min_attempts": self.min_attempts,
+        }
+        return {name: value for name, value in facts.items() if value is not None}
+
+    @classmethod
+    def of(cls, value: Mapping[str, Any]) -> ParkedFilter:
+        """Return the filter of an `as_json` value."""
+        return cls(**{**value, **_times_of(value)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +85,7 @@ class DeadFilter:
     since: datetime | None = None
     until: datetime | None = None
     dead_ids: tuple[int, ...] | None = None
+    min_attempts: int | None = None
 
     def facts(self) -> dict[str, Any]:
         """Return query parameters. Raises InvalidInput."""
@@ -70,11 +93,13 @@ class DeadFilter:
         _check_times(self.since, self.until)
         return {
             "key": None if self.key is None else encode_key(self.key),
+            "lp": None if self.key is None else int(lp_of(encode_key(self.key))),
             "cause": self.cause,
             "error": self.error,
             "since": self.since,
             "until": self.until,
             "dead_ids": None if self.dead_ids is None else list(self.dead_ids),
+            "min_attempts": self.min_attempts,
         }
 
     def as_json(self) -> dict[str, Any]:
@@ -86,15 +111,15 @@ class DeadFilter:
             "since": self.since and self.since.isoformat(),
             "until": self.until and self.until.isoformat(),
             "dead_ids": None if self.dead_ids is None else list(self.dead_ids),
+            "min_attempts": self.min_attempts,
         }
         return {name: value for name, value in facts.items() if value is not None}
 
     @classmethod
     def of(cls, value: Mapping[str, Any]) -> DeadFilter:
         """Return the filter of an `as_json` value."""
-        times = {name: datetime.fromisoformat(value[name]) for name in ("since", "until") if name in value}
         named = {"dead_ids": tuple(value["dead_ids"])} if "dead_ids" in value else {}
-        return cls(**{**value, **times, **named})
+        return cls(**{**value, **_times_of(value), **named})
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +163,7 @@ class ReplayFilter:
     @classmethod
     def of(cls, value: Mapping[str, Any]) -> ReplayFilter:
         """Return the filter of an `as_json` value."""
-        return cls(**{**value, **{n: datetime.fromisoformat(value[n]) for n in ("since", "until") if n in value}})
+        return cls(**{**value, **_times_of(value)})
 
 
 def check_cause(cause: str | None, known: tuple[str, ...]) -> None:
@@ -151,3 +176,7 @@ def _check_times(*times: datetime | None) -> None:
     for time in times:
         if time is not None and time.tzinfo is None:
             raise InvalidInput(f"the time {time.isoformat()} has no time zone: add one")
+
+
+def _times_of(value: Mapping[str, Any]) -> dict[str, datetime]:
+    return {name: datetime.fromisoformat(value[name]) for name in ("since", "until") if name in value}

@@ -1,11 +1,12 @@
 """Operators' acts on parked keys and dead messages.
 
-Each act is a transaction under the group's lock with an audit row; bulk acts take one per AT_ONCE items. After a crash,
-repeat the act.
+Each act is a transaction under the group's lock with an audit row; discards take one per AT_ONCE messages. After a
+crash, repeat the act.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 from mqlayer.domain.message import NO_KEY, Identity
@@ -20,7 +21,6 @@ from mqlayer.postgres.audit import write_audit
 from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.queries import query
 from mqlayer.redelivery.act_notes import count_action, emit_action, raise_parking_version
-from mqlayer.redelivery.filters import PARKED_CAUSES, check_cause
 from mqlayer.runtime.runtime import Runtime
 
 AT_ONCE: Final = 500
@@ -36,10 +36,9 @@ def release_parked(
     found, place = parked_place(runtime.control, topic, group, key=key, message=message)
 
     def work(connection: Connection) -> None:
-        if connection.execute(query("parked_release"), place).fetchone() is None:
+        if not release_keys(connection, found.group_id, [(place["lp"], place["name"])]):
             refuse_paused(connection, found, place)
             raise not_parked(found, place)
-        connection.execute(query("parked_heads_reset"), place | {"lps": [place["lp"]], "names": [place["name"]]})
         write_audit(connection, runtime.actor, "parked release", audit_target(found), {"key": key_label(place)})
         count_action(connection, found.group_id, "released")
         raise_parking_version(connection, found.group_id, [(place["lp"], place["name"])])
@@ -49,34 +48,13 @@ def release_parked(
     emit_action("released", found, lp=place["lp"], actor=runtime.actor)
 
 
-def release_all(runtime: Runtime, topic: str, group: str, *, cause: str | None = None) -> int:
-    """Retry a group's parked keys now, or those with this `cause`; return how many. Raises InvalidInput."""
-    check_cause(cause, PARKED_CAUSES)
-    found = find_group(runtime.control, topic, group)
-    after: tuple[int, bytes] = (-1, b"")
-    count = 0
-
-    def work(connection: Connection) -> list[tuple[int, bytes]]:
-        facts = {"group_id": found.group_id, "after_lp": after[0], "after_name": after[1], "cause": cause}
-        rows = connection.execute(query("parked_release_some"), facts | {"limit": AT_ONCE}).fetchall()
-        keys = sorted((lp, bytes(name)) for lp, name in rows)
-        if keys:
-            columns = {"lps": [lp for lp, _ in keys], "names": [name for _, name in keys]}
-            connection.execute(query("parked_heads_reset"), {"group_id": found.group_id} | columns)
-            said = {"keys": len(rows)} | ({} if cause is None else {"cause": cause})
-            write_audit(connection, runtime.actor, "parked release", audit_target(found), said)
-            count_action(connection, found.group_id, "released", len(keys))
-            raise_parking_version(connection, found.group_id, keys)
-        return keys
-
-    while True:
-        released = change_group(runtime.control, found.group_id, work)
-        count += len(released)
-        if released:
-            emit_action("released", found, count=len(released), actor=runtime.actor)
-        if len(released) < AT_ONCE:
-            return count
-        after = released[-1]
+def release_keys(connection: Connection, group_id: int, keys: Sequence[tuple[int, bytes]]) -> int:
+    """Retry parked keys now, but for paused ones, in the caller's transaction; return how many."""
+    named = {"group_id": group_id, "lps": [lp for lp, _ in keys], "names": [name for _, name in keys]}
+    count = len(connection.execute(query("parked_release"), named).fetchall())
+    if count:
+        connection.execute(query("parked_heads_reset"), named)
+    return count
 
 
 def discard_parked(
@@ -149,13 +127,12 @@ def discard_dead(runtime: Runtime, dead_id: int, *, reason: str) -> None:
     check_reason(reason)
 
     def work(connection: Connection) -> tuple[str, str]:
-        facts = {"dead_id": dead_id, "reason": reason, "actor": runtime.actor}
-        row = connection.execute(query("dead_keep"), facts).fetchone()
-        if row is None:
+        rows = keep_dead(connection, [dead_id], reason=reason, actor=runtime.actor)
+        if not rows:
             raise NotFound(
                 "dead message", str(dead_id), "it was given back, or never was: mqlayer dead list --redriven"
             )
-        before, (group_id, topic, name) = row[:2], row[2:]
+        before, (group_id, topic, name) = rows[0][:2], rows[0][2:5]
         said = {"reason": reason, "before": {"cause": before[0], "reason": before[1]}}
         write_audit(connection, runtime.actor, "dead discard", str(dead_id), said)
         count_action(connection, group_id, "kept_dead")
@@ -163,6 +140,15 @@ def discard_dead(runtime: Runtime, dead_id: int, *, reason: str) -> None:
 
     topic, group = runtime.control.transaction(work)
     emit(Event("kept_dead", topic, group, actor=runtime.actor))
+
+
+def keep_dead(connection: Connection, dead_ids: Sequence[int], *, reason: str, actor: str) -> list[Any]:
+    """Record why dead messages stay so, in the caller's transaction.
+
+    Return each with its former cause and reason, group id, topic, group, dead id.
+    """
+    facts = {"dead_ids": list(dead_ids), "reason": reason, "actor": actor}
+    return connection.execute(query("dead_keep"), facts).fetchall()
 
 
 def parked_place(

@@ -15,8 +15,8 @@ from mqlayer.logs import event_logger
 from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.queries import query
 from mqlayer.redelivery.act_notes import ANY_KEY, count_action, raise_parking_version
+from mqlayer.redelivery.bulk_worker import work_on
 from mqlayer.redelivery.redelivery_job import claim_abandoned, new_worker
-from mqlayer.redelivery.redrive import work_on
 from mqlayer.redelivery.replay import work_on_replay
 
 log = event_logger(__name__)
@@ -98,7 +98,7 @@ def _work_on_abandoned(database: Database, until: float) -> None:
         timer.daemon = True
         timer.start()
         try:
-            go_on = work_on if kind == "dead" else work_on_replay
+            go_on = work_on_replay if kind in ("replay", "backfill") else work_on
             go_on(database, redrive_id, worker=worker, stop=stop, longest_wait_s=LONGEST_WAIT_S)
         except MqlayerError as error:
             log.warning("redrive_blocked", extra={"redrive": redrive_id, "reason": str(error)})

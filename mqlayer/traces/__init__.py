@@ -1,4 +1,4 @@
-"""Traces by OpenTelemetry, off without the setting `traces` (docs/design/decisions/0068-traces-by-flag.md)."""
+"""Traces by OpenTelemetry, off without the setting `traces` (docs/design/decisions/0069-traces-by-flag.md)."""
 
 from mqlayer.traces.carrier import TRACE_MARK, TRACEPARENT, sampled_parent, sampled_parent_of, trace_context
 from mqlayer.traces.sampling import follow_links

@@ -93,7 +93,7 @@ WHERE k.group_id = %(group_id)s AND k.lp = %(lp)s AND k.name = %(name)s;
 -- What groups are being given of the archive.
 SELECT r.group_id, r.redrive_id, r.kind, r.newer = 'wait' AND r.name IS NULL AS rests, r.sent, r.at_batch, r.upto_batch,
        (SELECT count(*) FROM mqlayer.parked_message m WHERE m.replay = r.redrive_id), r.started_at
-FROM mqlayer.redrive r WHERE r.group_id = ANY(%(group_ids)s::bigint[]) AND r.state = 'running' AND r.kind <> 'dead';
+FROM mqlayer.redrive r WHERE r.group_id = ANY(%(group_ids)s::bigint[]) AND r.state = 'running' AND r.kind IN ('replay', 'backfill');
 
 -- name: topic_names
 -- Names of topics that begin so, for a shell to complete.
@@ -249,12 +249,12 @@ WHERE a.object = ANY(%(objects)s::text[]) AND a.at >= %(since)s
 ORDER BY a.at DESC LIMIT %(limit)s;
 
 -- name: life_dead
--- A message that died in groups, and the redrives that gave it back.
+-- A message that died in groups, and the bulk actions that had it.
 SELECT d.group_id, d.dead_id, d.cause, d.reason, d.attempts, d.actor, d.died_at, d.redriven_at, r.redrive_id, r.actor,
-       w.result, w.at
+       w.result, w.at, r.kind
 FROM mqlayer.dead_fact d
-LEFT JOIN (mqlayer.redrive_result w JOIN mqlayer.redrive r USING (redrive_id))
-  ON w.dead_id = d.dead_id AND r.group_id = d.group_id
+LEFT JOIN (mqlayer.bulk_item w JOIN mqlayer.redrive r USING (redrive_id))
+  ON w.dead_id = d.dead_id AND r.group_id = d.group_id AND w.result IS NOT NULL
 WHERE d.group_id = ANY(%(group_ids)s::bigint[]) AND d.lp = %(lp)s AND d.source = %(source)s AND d.seq = %(seq)s
 ORDER BY w.at;
 

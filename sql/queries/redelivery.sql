@@ -14,40 +14,68 @@ NOT EXISTS (SELECT FROM mqlayer.partition_pause pp JOIN mqlayer.partition p USIN
 (%(key)s::bytea IS NULL OR d.key = %(key)s) AND (%(cause)s::text IS NULL OR d.cause = %(cause)s)
   AND (%(since)s::timestamptz IS NULL OR d.died_at >= %(since)s)
   AND (%(until)s::timestamptz IS NULL OR d.died_at < %(until)s)
+  AND (%(min_attempts)s::int IS NULL OR d.attempts >= %(min_attempts)s)
   AND (%(error)s::text IS NULL OR strpos(lower(d.reason), lower(%(error)s)) > 0 OR EXISTS (
       SELECT FROM mqlayer.failed_attempt f
       WHERE f.group_id = d.group_id AND f.lp = d.lp AND f.source = d.source AND f.seq = d.seq
         AND strpos(lower(f.error), lower(%(error)s)) > 0));
 
+-- part: parked_fits
+-- What a filter asks of a parked key k; what is null does not narrow.
+(%(name)s::bytea IS NULL OR k.name = %(name)s) AND (%(cause)s::text IS NULL OR k.cause = %(cause)s)
+  AND (%(since)s::timestamptz IS NULL OR k.parked_at >= %(since)s)
+  AND (%(until)s::timestamptz IS NULL OR k.parked_at < %(until)s)
+  AND (%(min_attempts)s::int IS NULL OR k.attempts >= %(min_attempts)s)
+  AND (NOT %(waiting)s::boolean OR k.due_at IS NULL OR k.paused_at IS NOT NULL)
+  AND (%(error)s::text IS NULL OR EXISTS (
+      -- What made the key wait is at its head: a key may have millions.
+      SELECT FROM (SELECT m.group_id, m.lp, m.source, m.seq FROM mqlayer.parked_fact m
+                   WHERE m.group_id = k.group_id AND m.lp = k.lp AND m.name = k.name
+                   ORDER BY m.position, m.seq LIMIT 10) AS m
+      JOIN mqlayer.failed_attempt f USING (group_id, lp, source, seq)
+      WHERE strpos(lower(f.error), lower(%(error)s)) > 0));
+
+-- part: parked_looked
+-- The next parked keys in the order of group, LP and name: at most so many are looked at.
+SELECT k.* FROM mqlayer.parked_key k
+WHERE (k.group_id, k.lp, k.name) > (%(after_group)s::bigint, %(after_lp)s::smallint, %(after_name)s::bytea)
+  AND k.group_id <= %(last_group)s::bigint
+  AND (%(name)s::bytea IS NULL OR k.lp = %(lp)s::smallint AND k.name = %(name)s AND k.group_id = ANY(%(group_ids)s::bigint[]))
+ORDER BY k.group_id, k.lp, k.name LIMIT %(scan)s;
+
 -- name: parked_list
 -- Parked keys with what waits in each, in the order of group, LP and name, behind a place in it.
 WITH page AS (
-    SELECT k.*, t.name AS topic, g.name AS group_name
-    FROM mqlayer.parked_key k JOIN mqlayer.consumer_group g USING (group_id) JOIN mqlayer.topic t USING (topic_id)
-    WHERE (k.group_id, k.lp, k.name) > (%(after_group)s::bigint, %(after_lp)s::smallint, %(after_name)s::bytea)
-      AND (%(topic)s::text IS NULL OR t.name = %(topic)s) AND (%(group)s::text IS NULL OR g.name = %(group)s)
-      AND (%(name)s::bytea IS NULL OR k.name = %(name)s) AND (%(cause)s::text IS NULL OR k.cause = %(cause)s)
-      AND (%(since)s::timestamptz IS NULL OR k.parked_at >= %(since)s)
-      AND (%(until)s::timestamptz IS NULL OR k.parked_at < %(until)s)
-      AND (NOT %(waiting)s::boolean OR k.due_at IS NULL OR k.paused_at IS NOT NULL)
-      AND (%(error)s::text IS NULL OR EXISTS (
-          SELECT FROM mqlayer.parked_fact m JOIN mqlayer.failed_attempt f USING (group_id, lp, source, seq)
-          WHERE m.group_id = k.group_id AND m.lp = k.lp AND m.name = k.name
-            AND strpos(lower(f.error), lower(%(error)s)) > 0))
+    SELECT k.* FROM ({parked_looked}) AS k WHERE {parked_fits}
     ORDER BY k.group_id, k.lp, k.name LIMIT %(limit)s
 )
-SELECT p.group_id, p.topic, p.group_name, p.lp, p.name, p.cause, CASE WHEN p.paused_at IS NULL THEN p.due_at END AS due_at,
+SELECT p.group_id, t.name, g.name, p.lp, p.name, p.cause, CASE WHEN p.paused_at IS NULL THEN p.due_at END AS due_at,
        CASE WHEN p.paused_at IS NULL THEN extract(epoch FROM p.due_at - clock_timestamp())::float8 END AS due_in_s, p.attempts, p.started IS NOT NULL AS started,
-       p.parked_at, n.messages, n.bytes, h.source, h.seq, h.key
-FROM page p
-CROSS JOIN LATERAL (
-    SELECT count(*) AS messages,
-           coalesce(sum(m.body_size + octet_length(m.key) + m.m_size), 0)::bigint AS bytes
-    FROM mqlayer.parked_fact m WHERE m.group_id = p.group_id AND m.lp = p.lp AND m.name = p.name) AS n
+       p.parked_at,
+       -- A message that stands alone is not counted in its key.
+       CASE WHEN substr(p.name, 1, 1) = '\xff'::bytea THEN (h.seq IS NOT NULL)::int ELSE p.messages END AS messages,
+       CASE WHEN substr(p.name, 1, 1) = '\xff'::bytea THEN coalesce(h.bytes, 0) ELSE p.bytes END AS bytes,
+       h.source, h.seq, h.key
+FROM page p JOIN mqlayer.consumer_group g USING (group_id) JOIN mqlayer.topic t USING (topic_id)
 LEFT JOIN LATERAL (
-    SELECT m.source, m.seq, m.key FROM mqlayer.parked_fact m
+    SELECT m.source, m.seq, m.key, m.body_size + octet_length(m.key) + m.m_size AS bytes FROM mqlayer.parked_fact m
     WHERE m.group_id = p.group_id AND m.lp = p.lp AND m.name = p.name ORDER BY m.position, m.seq LIMIT 1) AS h ON true
 ORDER BY p.group_id, p.lp, p.name;
+
+-- name: parked_list_end
+-- Where looking for a page ended; nothing where there is no key behind.
+SELECT k.group_id, k.lp, k.name FROM ({parked_looked}) AS k
+ORDER BY k.group_id, k.lp, k.name OFFSET %(scan)s - 1 LIMIT 1;
+
+-- name: parked_list_count
+-- How many of the next parked keys fit, and how many were looked at.
+SELECT count(*) FILTER (WHERE {parked_fits}), count(*) FROM ({parked_looked}) AS k;
+
+-- name: group_ids_named
+-- The ids of groups: of all topics, of one, or one of one topic.
+SELECT g.group_id FROM mqlayer.consumer_group g JOIN mqlayer.topic t USING (topic_id)
+WHERE (%(topic)s::text IS NULL OR t.name = %(topic)s) AND (%(group)s::text IS NULL OR g.name = %(group)s)
+ORDER BY g.group_id;
 
 -- name: parked_messages_list
 -- A parked key's messages without their bodies, in the order in which they are handled, behind a place in it.
@@ -71,17 +99,64 @@ FROM mqlayer.parked_message m JOIN mqlayer.parked_key k USING (group_id, lp, nam
 JOIN mqlayer.consumer_group g USING (group_id) JOIN mqlayer.topic t USING (topic_id)
 WHERE m.group_id = %(group_id)s AND m.lp = %(lp)s AND m.source = %(source)s AND m.seq = %(seq)s;
 
+-- part: dead_latest
+-- The next dead messages, those that died last first: at most so many. Of the index alone: with more columns the planner
+-- sorts a whole group, of which it has no statistics.
+SELECT d.dead_id, d.died_at FROM mqlayer.dead_message d
+WHERE (%(group_id)s::bigint IS NULL OR d.group_id = %(group_id)s)
+  AND (%(redriven)s::boolean OR d.redriven_at IS NULL)
+  AND (%(key)s::bytea IS NULL OR d.lp = %(lp)s::smallint AND d.key = %(key)s)
+  AND (%(since)s::timestamptz IS NULL OR d.died_at >= %(since)s)
+  AND (%(until)s::timestamptz IS NULL OR d.died_at < %(until)s)
+  AND (%(after)s::bigint IS NULL OR (d.died_at, d.dead_id) < (%(after_at)s::timestamptz, %(after)s::bigint))
+ORDER BY d.died_at DESC, d.dead_id DESC LIMIT %(scan)s;
+
+-- part: dead_row
+-- The rest of the latest dead messages l, one by one.
+SELECT * FROM mqlayer.dead_fact f WHERE f.dead_id = l.dead_id OFFSET 0;
+
+-- name: dead_died
+-- When a message died.
+SELECT died_at FROM mqlayer.dead_fact WHERE dead_id = %(dead_id)s;
+
 -- name: dead_list
 -- Dead messages without their bodies, those that died last first, from behind one of them on.
 SELECT d.dead_id, t.name AS topic, g.name AS group_name, d.lp, d.source, d.seq, d.partition_id, d.log_offset, d.key,
        d.body_size AS bytes, d.cause, d.reason, d.attempts, d.actor, d.died_at, d.redriven_at
-FROM mqlayer.dead_fact d JOIN mqlayer.consumer_group g USING (group_id) JOIN mqlayer.topic t USING (topic_id)
-WHERE (%(topic)s::text IS NULL OR t.name = %(topic)s) AND (%(group)s::text IS NULL OR g.name = %(group)s)
-  AND (%(redriven)s::boolean OR d.redriven_at IS NULL)
-  AND {dead_fits}
-  AND (%(after)s::bigint IS NULL OR (d.died_at, d.dead_id) < (
-      SELECT a.died_at, a.dead_id FROM mqlayer.dead_fact a WHERE a.dead_id = %(after)s))
-ORDER BY d.died_at DESC, d.dead_id DESC LIMIT %(limit)s;
+FROM (SELECT d.* FROM ({dead_latest}) AS l CROSS JOIN LATERAL ({dead_row}) AS d
+      WHERE (%(group_ids)s::bigint[] IS NULL OR d.group_id = ANY(%(group_ids)s::bigint[])) AND {dead_fits}
+      ORDER BY l.died_at DESC, l.dead_id DESC LIMIT %(limit)s) AS d
+JOIN mqlayer.consumer_group g USING (group_id) JOIN mqlayer.topic t USING (topic_id)
+ORDER BY d.died_at DESC, d.dead_id DESC;
+
+-- name: dead_list_end
+-- Where looking for a page ended; nothing where no message is behind.
+SELECT l.dead_id FROM ({dead_latest}) AS l ORDER BY l.died_at DESC, l.dead_id DESC OFFSET %(scan)s - 1 LIMIT 1;
+
+-- name: dead_list_count
+-- How many of the latest dead messages fit, and how many were looked at.
+SELECT count(*) FILTER (WHERE (%(group_ids)s::bigint[] IS NULL OR d.group_id = ANY(%(group_ids)s::bigint[])) AND {dead_fits}), count(*)
+FROM ({dead_latest}) AS l CROSS JOIN LATERAL ({dead_row}) AS d;
+
+-- name: dead_errors
+-- The most frequent errors among the latest dead messages: each with its count, its latest death, and how many were looked at.
+SELECT e.error, count(*), max(e.died_at), max(e.looked)
+FROM (SELECT left(split_part(split_part(d.reason, E'\n', 1), ':', 1), 200) AS error, l.died_at, count(*) OVER () AS looked
+      FROM (SELECT d.dead_id, d.died_at FROM mqlayer.dead_message d
+            WHERE (%(group_id)s::bigint IS NULL OR d.group_id = %(group_id)s) AND d.redriven_at IS NULL
+            ORDER BY d.died_at DESC, d.dead_id DESC LIMIT %(scan)s) AS l
+      CROSS JOIN LATERAL ({dead_row}) AS d) AS e
+GROUP BY e.error ORDER BY 2 DESC, 1 LIMIT %(limit)s;
+
+-- name: attempt_errors
+-- The same of the latest failed attempts, whatever became of their messages.
+SELECT e.error, count(*), max(e.failed_at), max(e.looked)
+FROM (SELECT left(split_part(split_part(f.error, E'\n', 1), ':', 1), 200) AS error, f.failed_at, f.group_id,
+             count(*) OVER () AS looked
+      FROM (SELECT f.group_id, f.error, f.failed_at FROM mqlayer.failed_attempt f
+            ORDER BY f.failed_at DESC LIMIT %(scan)s) AS f) AS e
+WHERE %(group_id)s::bigint IS NULL OR e.group_id = %(group_id)s
+GROUP BY e.error ORDER BY 2 DESC, 1 LIMIT %(limit)s;
 
 -- name: dead_count
 -- How many dead messages of a group a redrive would find, and how many of them have no body.
@@ -123,9 +198,10 @@ SELECT coalesce(max(position), 0) FROM mqlayer.parked_message
 WHERE group_id = %(group_id)s AND lp = %(lp)s AND name = %(name)s;
 
 -- name: parked_release
--- Let a parked key be tried at once, with all of its attempts before it. Where an owner has it in hand, it finds that.
-UPDATE mqlayer.parked_key SET due_at = clock_timestamp(), attempts = 0, released = started IS NOT NULL
-WHERE group_id = %(group_id)s AND lp = %(lp)s AND name = %(name)s AND paused_at IS NULL RETURNING lp;
+-- Let parked keys be tried at once, with all of their attempts before them. Where an owner has one in hand, it finds that.
+UPDATE mqlayer.parked_key k SET due_at = clock_timestamp(), attempts = 0, released = k.started IS NOT NULL
+FROM unnest(%(lps)s::smallint[], %(names)s::bytea[]) AS given (lp, name)
+WHERE k.group_id = %(group_id)s AND k.lp = given.lp AND k.name = given.name AND k.paused_at IS NULL RETURNING k.lp;
 
 -- name: key_pause
 -- Let a key rest: parked, and due at no time; nothing where it rests.
@@ -154,17 +230,6 @@ CROSS JOIN LATERAL (SELECT h.source, h.seq, h.attempts FROM mqlayer.parked_messa
                     WHERE h.group_id = %(group_id)s AND h.lp = given.lp AND h.name = given.name
                     ORDER BY h.position, h.seq LIMIT 1) AS head
 WHERE m.group_id = %(group_id)s AND m.lp = given.lp AND m.source = head.source AND m.seq = head.seq AND head.attempts > 0;
-
--- name: parked_release_some
--- The same for the next keys of a group that are not due yet, behind a place in the order of LP and name.
-UPDATE mqlayer.parked_key k SET due_at = clock_timestamp(), attempts = 0, released = k.started IS NOT NULL
-FROM (SELECT lp, name FROM mqlayer.parked_key
-      WHERE group_id = %(group_id)s AND (lp, name) > (%(after_lp)s::smallint, %(after_name)s::bytea)
-        AND (due_at IS NULL OR due_at > clock_timestamp()) AND paused_at IS NULL
-        AND (%(cause)s::text IS NULL OR cause = %(cause)s)
-      ORDER BY lp, name LIMIT %(limit)s FOR UPDATE) AS waiting
-WHERE k.group_id = %(group_id)s AND k.lp = waiting.lp AND k.name = waiting.name
-RETURNING k.lp, k.name;
 
 -- name: parked_discard
 -- Move the first messages of a parked key, up to a place, to the dead ones; the key's row is locked.
@@ -237,19 +302,19 @@ WHERE (%(topic)s::text IS NULL OR t.name = %(topic)s) AND (%(group)s::text IS NU
 ORDER BY t.name, g.name;
 
 -- name: dead_keep
--- An operator's last word on a dead message: it is to stay so, and why. What was said of it before.
+-- An operator's last word on dead messages: they are to stay so, and why. What was said of each before.
 WITH ruled AS (
     UPDATE mqlayer.dead_message d SET cause = 'discarded', reason = %(reason)s, actor = %(actor)s
     FROM (SELECT dead_id, cause, reason FROM mqlayer.dead_message
-          WHERE dead_id = %(dead_id)s AND redriven_at IS NULL FOR UPDATE) AS before
+          WHERE dead_id = ANY(%(dead_ids)s::bigint[]) AND redriven_at IS NULL ORDER BY dead_id FOR UPDATE) AS before
     WHERE d.dead_id = before.dead_id
-    RETURNING before.cause, before.reason, d.group_id, d.partition_id, d.log_offset, d.attempts
+    RETURNING before.cause, before.reason, d.group_id, d.partition_id, d.log_offset, d.attempts, d.dead_id
 ), told AS (
     INSERT INTO mqlayer_archive.outcome_queue (topic_id, group_id, partition_id, log_offset, outcome, attempts, actor, reason)
     SELECT g.topic_id, r.group_id, r.partition_id, r.log_offset, 'discarded', r.attempts, %(actor)s, %(reason)s
     FROM ruled r JOIN mqlayer.consumer_group g USING (group_id) JOIN mqlayer.topic t USING (topic_id) WHERE t.archived
 )
-SELECT r.cause, r.reason, r.group_id, t.name, g.name
+SELECT r.cause, r.reason, r.group_id, t.name, g.name, r.dead_id
 FROM ruled r JOIN mqlayer.consumer_group g USING (group_id) JOIN mqlayer.topic t USING (topic_id);
 
 -- name: head_skip_partitions
@@ -312,29 +377,193 @@ SELECT (SELECT f.epoch FROM mqlayer_app.fence_epoch f WHERE f.group_id = %(group
                   WHERE i.group_id = %(group_id)s AND i.id = concat_ws(':', abs(%(source)s::bigint), %(lp)s::int, %(seq)s::bigint)
                     AND i.replay >= %(replay)s);
 
--- name: redrive_insert
--- A redrive of the dead messages that a group has now.
-INSERT INTO mqlayer.redrive (group_id, filter, upto_id, per_s, actor, worker, lease_until)
-SELECT %(group_id)s, %(filter)s, (SELECT coalesce(max(dead_id), 0) FROM mqlayer.dead_message WHERE group_id = %(group_id)s),
-       %(per_s)s, %(actor)s, %(worker)s::text,
-       CASE WHEN %(worker)s::text IS NOT NULL THEN clock_timestamp() + make_interval(secs => %(lease_s)s) END
+-- name: bulk_insert
+-- A bulk action on a group whose set is fixed next.
+INSERT INTO mqlayer.redrive (group_id, kind, filter, per_s, actor, state, size, matched, planned_at)
+VALUES (%(group_id)s, %(act)s, %(filter)s, 0, %(actor)s, 'planned', 0, 0, clock_timestamp())
 RETURNING redrive_id;
 
--- name: redrive_list
--- Redrives, newest first, from behind one of them on; or the one that is asked for.
-SELECT r.redrive_id, t.name, g.name, r.filter, r.per_s, r.actor, r.state, r.sent, r.not_sent, r.started_at, r.ended_at,
-       r.worker, r.lease_until IS NOT NULL AND r.lease_until >= clock_timestamp() AS worked_on, r.blocked_by
+-- name: bulk_plan_dead
+-- Fix the set of a bulk action on dead messages: key by key, each key's in the order of its log, but a source's by their
+-- numbers, for a node that fell back was sent the later ones again at lower offsets. How many match, and how many are in
+-- the set: none where too many match and not the first ones are wanted.
+WITH found AS MATERIALIZED (
+    SELECT d.dead_id, d.lp, d.key, d.source, d.seq, d.died_at, d.cause,
+           row_number() OVER (ORDER BY d.lp, d.key, d.partition_id, d.log_offset, d.dead_id) AS place
+    FROM mqlayer.dead_fact d
+    WHERE d.group_id = %(group_id)s AND d.redriven_at IS NULL AND {dead_fits}
+), ranked AS (
+    SELECT f.*, max(f.place) OVER (PARTITION BY f.lp, f.key, f.source ORDER BY f.seq) AS rank FROM found f
+), put AS (
+    INSERT INTO mqlayer.bulk_item (redrive_id, number, group_id, dead_id, lp, name, source, seq, since, cause)
+    SELECT %(redrive_id)s, row_number() OVER (ORDER BY r.lp, r.key, r.rank, r.seq), %(group_id)s, r.dead_id, r.lp, r.key,
+           r.source, r.seq, r.died_at, r.cause
+    FROM ranked r WHERE %(first)s::boolean OR (SELECT count(*) FROM found) <= %(limit)s
+    ORDER BY r.lp, r.key, r.rank, r.seq LIMIT %(limit)s
+    RETURNING 1
+)
+SELECT (SELECT count(*) FROM found), (SELECT count(*) FROM put);
+
+-- name: bulk_plan_named
+-- The same of messages that were named one by one, whether they are dead still or not.
+WITH found AS MATERIALIZED (
+    SELECT given.dead_id, d.lp, d.key, d.source, d.seq, d.died_at, d.cause,
+           row_number() OVER (ORDER BY d.lp, d.key, d.partition_id, d.log_offset, given.dead_id) AS place
+    FROM (SELECT DISTINCT unnest(%(dead_ids)s::bigint[])) AS given (dead_id)
+    LEFT JOIN mqlayer.dead_fact d ON d.dead_id = given.dead_id AND d.group_id = %(group_id)s
+), ranked AS (
+    SELECT f.*, max(f.place) OVER (PARTITION BY f.lp, f.key, f.source ORDER BY f.seq, f.dead_id) AS rank FROM found f
+), put AS (
+    INSERT INTO mqlayer.bulk_item (redrive_id, number, group_id, dead_id, lp, name, source, seq, since, cause)
+    SELECT %(redrive_id)s, row_number() OVER (ORDER BY r.lp, r.key, r.rank, r.seq), %(group_id)s, r.dead_id, r.lp, r.key,
+           r.source, r.seq, r.died_at, r.cause
+    FROM ranked r
+    RETURNING 1
+)
+SELECT (SELECT count(*) FROM found), (SELECT count(*) FROM put);
+
+-- name: bulk_plan_parked
+-- Fix the set of a bulk action on parked keys, in the order of LP and name, each with its head and its last message's place.
+WITH found AS MATERIALIZED (
+    SELECT k.lp, k.name, k.parked_at, k.cause, k.messages FROM mqlayer.parked_key k
+    WHERE k.group_id = %(group_id)s AND {parked_fits}
+      AND (%(act)s::text <> 'release' OR k.paused_at IS NULL AND (k.due_at IS NULL OR k.due_at > clock_timestamp()))
+), put AS (
+    INSERT INTO mqlayer.bulk_item (redrive_id, number, group_id, lp, name, source, seq, since, cause, messages, upto)
+    SELECT %(redrive_id)s, row_number() OVER (ORDER BY f.lp, f.name), %(group_id)s, f.lp, f.name, h.source, h.seq,
+           f.parked_at, f.cause,
+           CASE WHEN substr(f.name, 1, 1) = '\xff'::bytea THEN (h.seq IS NOT NULL)::int ELSE f.messages END, e.position
+    FROM (SELECT * FROM found WHERE %(first)s::boolean OR (SELECT count(*) FROM found) <= %(limit)s
+          ORDER BY lp, name LIMIT %(limit)s) AS f
+    LEFT JOIN LATERAL (
+        SELECT m.source, m.seq FROM mqlayer.parked_fact m
+        WHERE m.group_id = %(group_id)s AND m.lp = f.lp AND m.name = f.name ORDER BY m.position, m.seq LIMIT 1) AS h ON true
+    LEFT JOIN LATERAL (
+        SELECT m.position FROM mqlayer.parked_fact m
+        WHERE m.group_id = %(group_id)s AND m.lp = f.lp AND m.name = f.name
+        ORDER BY m.position DESC, m.seq DESC LIMIT 1) AS e ON true
+    RETURNING messages
+)
+SELECT (SELECT count(*) FROM found), (SELECT count(*) FROM put);
+
+-- name: bulk_planned
+-- Note how large the set of a bulk action is, and how many matched.
+UPDATE mqlayer.redrive SET size = %(size)s, matched = %(matched)s WHERE redrive_id = %(redrive_id)s;
+
+-- name: bulk_start
+-- Start a planned bulk action; nothing where it is none, or too old.
+UPDATE mqlayer.redrive
+SET state = 'running', started_at = clock_timestamp(), next_at = clock_timestamp(), reason = %(reason)s, actor = %(actor)s,
+    per_s = %(per_s)s, worker = %(worker)s::text,
+    lease_until = CASE WHEN %(worker)s::text IS NOT NULL THEN clock_timestamp() + make_interval(secs => %(lease_s)s) END
+WHERE redrive_id = %(redrive_id)s AND state = 'planned'
+  AND planned_at >= clock_timestamp() - make_interval(secs => %(expires_s)s)
+RETURNING size;
+
+-- name: bulk_list
+-- Bulk actions, newest first, from behind one of them on; or the one that is asked for.
+SELECT r.redrive_id, t.name, g.name, r.kind, r.filter, r.state, r.size, r.matched, r.sent, r.not_sent - r.failed, r.failed,
+       r.per_s, r.actor, r.reason, r.planned_at, CASE WHEN r.state <> 'planned' THEN r.started_at END, r.ended_at, r.worker,
+       r.lease_until IS NOT NULL AND r.lease_until >= clock_timestamp() AS worked_on, r.blocked_by
 FROM mqlayer.redrive r JOIN mqlayer.consumer_group g USING (group_id) JOIN mqlayer.topic t USING (topic_id)
-WHERE r.kind = 'dead' AND (%(redrive_id)s::bigint IS NULL OR r.redrive_id = %(redrive_id)s)
+WHERE r.size IS NOT NULL AND (%(redrive_id)s::bigint IS NULL OR r.redrive_id = %(redrive_id)s)
   AND (%(topic)s::text IS NULL OR t.name = %(topic)s) AND (%(group)s::text IS NULL OR g.name = %(group)s)
+  AND (%(state)s::text IS NULL OR r.state = %(state)s)
   AND (%(after)s::bigint IS NULL OR r.redrive_id < %(after)s)
 ORDER BY r.redrive_id DESC LIMIT %(limit)s;
 
--- name: redrive_results
--- What a redrive did with messages, by their numbers, from behind one of them on.
-SELECT r.dead_id, d.lp, d.source, d.seq, d.key, r.result, r.at
-FROM mqlayer.redrive_result r LEFT JOIN mqlayer.dead_message d USING (dead_id)
-WHERE r.redrive_id = %(redrive_id)s AND r.dead_id > %(after)s ORDER BY r.dead_id LIMIT %(limit)s;
+-- name: bulk_items
+-- Items of a bulk action in the order in which it takes them, from behind one of them on; or those with one result.
+SELECT i.number, i.dead_id, i.lp, i.name, i.source, i.seq, i.messages, i.result, i.error, i.at FROM mqlayer.bulk_item i
+WHERE i.redrive_id = %(redrive_id)s AND i.number > %(after)s
+  AND (NOT %(failed)s::boolean OR i.result = 'failed')
+ORDER BY i.number LIMIT %(limit)s;
+
+-- name: bulk_hold
+-- Lock a running bulk action for its next batch; nothing where it ended or somebody else works on it.
+SELECT at_number, per_s, reason, actor FROM mqlayer.redrive
+WHERE redrive_id = %(redrive_id)s AND state = 'running' AND worker = %(worker)s FOR UPDATE;
+
+-- name: bulk_next_dead
+-- The next dead messages of a bulk action, and why one is passed by: it changed since the set was fixed.
+SELECT i.number, i.dead_id,
+       CASE WHEN d.dead_id IS NULL THEN 'gone' WHEN d.redriven_at IS NOT NULL THEN 'already'
+            WHEN d.body_size IS NULL AND %(act)s::text = 'redrive' THEN 'no_body'
+            WHEN d.died_at <> i.since OR d.cause <> i.cause THEN 'changed' END
+FROM mqlayer.bulk_item i LEFT JOIN mqlayer.dead_fact d ON d.dead_id = i.dead_id AND d.group_id = i.group_id
+WHERE i.redrive_id = %(redrive_id)s AND i.number > %(at_number)s ORDER BY i.number LIMIT %(limit)s;
+
+-- name: bulk_hold_keys
+-- Lock the next parked keys of a bulk action.
+SELECT 1 FROM mqlayer.parked_key k
+JOIN (SELECT i.group_id, i.lp, i.name FROM mqlayer.bulk_item i
+      WHERE i.redrive_id = %(redrive_id)s AND i.number > %(at_number)s ORDER BY i.number LIMIT %(limit)s) AS i
+  USING (group_id, lp, name)
+ORDER BY k.group_id, k.lp, k.name FOR UPDATE OF k;
+
+-- name: bulk_next_parked
+-- The next parked keys of a bulk action, and why one is passed by.
+SELECT i.number, i.lp, i.name, i.upto, i.gone,
+       CASE WHEN k.lp IS NULL THEN 'gone' WHEN k.parked_at <> i.since THEN 'changed'
+            WHEN i.gone = 0 AND (h.source, h.seq) IS DISTINCT FROM (i.source, i.seq) THEN 'changed'
+            WHEN %(act)s::text <> 'release' THEN NULL
+            WHEN k.paused_at IS NOT NULL THEN 'paused' WHEN k.due_at <= clock_timestamp() THEN 'due' END
+FROM mqlayer.bulk_item i
+LEFT JOIN mqlayer.parked_key k USING (group_id, lp, name)
+LEFT JOIN LATERAL (
+    SELECT m.source, m.seq FROM mqlayer.parked_message m
+    WHERE m.group_id = i.group_id AND m.lp = i.lp AND m.name = i.name ORDER BY m.position, m.seq LIMIT 1) AS h ON true
+WHERE i.redrive_id = %(redrive_id)s AND i.number > %(at_number)s ORDER BY i.number LIMIT %(limit)s;
+
+-- name: bulk_part
+-- Note that so many more messages of a key are discarded; the item is not done.
+UPDATE mqlayer.bulk_item SET gone = gone + %(gone)s WHERE redrive_id = %(redrive_id)s AND number = %(number)s;
+
+-- name: bulk_results
+-- What was done with items.
+UPDATE mqlayer.bulk_item i SET result = given.result, error = %(error)s, at = clock_timestamp()
+FROM unnest(%(numbers)s::int[], %(results)s::text[]) AS given (number, result)
+WHERE i.redrive_id = %(redrive_id)s AND i.number = given.number;
+
+-- name: bulk_advance
+-- Up to which item a bulk action has come, and when it may go on.
+UPDATE mqlayer.redrive
+SET at_number = %(number)s, sent = sent + %(done)s, not_sent = not_sent + %(skipped)s + %(failed)s, failed = failed + %(failed)s,
+    lease_until = clock_timestamp() + make_interval(secs => %(lease_s)s), blocked_by = NULL,
+    next_at = greatest(next_at, clock_timestamp()) + make_interval(secs => %(pause_s)s)
+WHERE redrive_id = %(redrive_id)s;
+
+-- name: bulk_end
+-- A bulk action is over: done, or cancelled by an operator. Nothing where it was over before.
+UPDATE mqlayer.redrive SET state = %(state)s, ended_at = clock_timestamp(), worker = NULL, lease_until = NULL, blocked_by = NULL
+WHERE redrive_id = %(redrive_id)s AND size IS NOT NULL AND state IN ('planned', 'running')
+RETURNING sent, not_sent - failed, failed, reason;
+
+-- name: bulk_old_items
+-- Delete some items of bulk actions that were never started, or ended long ago.
+WITH gone AS (
+    DELETE FROM mqlayer.bulk_item i
+    USING (SELECT i.redrive_id, i.number FROM mqlayer.bulk_item i JOIN mqlayer.redrive r USING (redrive_id)
+           WHERE r.state = 'planned' AND r.planned_at < clock_timestamp() - make_interval(secs => %(expires_s)s)
+              OR r.ended_at < clock_timestamp() - make_interval(secs => %(kept_s)s)
+           LIMIT %(limit)s) AS old
+    WHERE i.redrive_id = old.redrive_id AND i.number = old.number RETURNING 1
+)
+SELECT count(*) FROM gone;
+
+-- name: bulk_old
+-- Delete some of these bulk actions, without items.
+WITH gone AS (
+    DELETE FROM mqlayer.redrive r
+    USING (SELECT r.redrive_id FROM mqlayer.redrive r
+           WHERE r.size IS NOT NULL
+             AND (r.state = 'planned' AND r.planned_at < clock_timestamp() - make_interval(secs => %(expires_s)s)
+                  OR r.ended_at < clock_timestamp() - make_interval(secs => %(kept_s)s))
+             AND NOT EXISTS (SELECT FROM mqlayer.bulk_item i WHERE i.redrive_id = r.redrive_id)
+           LIMIT %(limit)s) AS old
+    WHERE r.redrive_id = old.redrive_id RETURNING 1
+)
+SELECT count(*) FROM gone;
 
 -- name: redrive_take
 -- Begin to work on a redrive that nobody works on; or in the place of whoever does.
@@ -354,43 +583,6 @@ RETURNING greatest(0, extract(epoch FROM next_at - clock_timestamp()))::float8;
 -- Leave a redrive to whoever comes next.
 UPDATE mqlayer.redrive SET worker = NULL, lease_until = NULL
 WHERE redrive_id = %(redrive_id)s AND state = 'running' AND worker = %(worker)s;
-
--- name: redrive_hold
--- Lock a redrive for its next batch; nothing where it ended or somebody else works on it.
-SELECT filter, upto_id, per_s, at_lp, at_key, at_partition, at_offset, at_dead_id
-FROM mqlayer.redrive
-WHERE redrive_id = %(redrive_id)s AND state = 'running' AND worker = %(worker)s FOR UPDATE;
-
--- name: redrive_pick
--- The next dead messages of a redrive, key by key, each key's as they lay in the partitions of their lineage.
-SELECT d.dead_id, d.lp, d.key, d.partition_id, d.log_offset, d.source, d.seq, d.body IS NULL
-FROM mqlayer.dead_message d
-WHERE d.group_id = %(group_id)s AND d.redriven_at IS NULL AND d.dead_id <= %(upto)s
-  AND (d.lp, d.key, d.partition_id, d.log_offset, d.dead_id)
-    > (%(at_lp)s::smallint, %(at_key)s::bytea, %(at_partition)s::int, %(at_offset)s::bigint, %(at_dead_id)s::bigint)
-  AND {dead_fits}
-ORDER BY d.lp, d.key, d.partition_id, d.log_offset, d.dead_id LIMIT %(limit)s;
-
--- name: redrive_pick_named
--- The same of the messages that were named one by one, whether they are dead still or not.
-SELECT d.dead_id, d.lp, d.key, d.partition_id, d.log_offset, d.source, d.seq, d.body IS NULL
-FROM mqlayer.dead_message d
-WHERE d.group_id = %(group_id)s AND d.dead_id = ANY(%(dead_ids)s::bigint[])
-  AND (d.lp, d.key, d.partition_id, d.log_offset, d.dead_id)
-    > (%(at_lp)s::smallint, %(at_key)s::bytea, %(at_partition)s::int, %(at_offset)s::bigint, %(at_dead_id)s::bigint)
-ORDER BY d.lp, d.key, d.partition_id, d.log_offset, d.dead_id LIMIT %(limit)s;
-
--- name: redrive_known
--- Of these messages those that a redrive has a result of.
-SELECT dead_id FROM mqlayer.redrive_result
-WHERE redrive_id = %(redrive_id)s AND dead_id = ANY(%(dead_ids)s::bigint[]);
-
--- name: redrive_missing
--- Of messages that were named one by one, those that a redrive did not find.
-SELECT named.dead_id FROM unnest(%(dead_ids)s::bigint[]) AS named(dead_id)
-WHERE NOT EXISTS (SELECT FROM mqlayer.redrive_result r
-                  WHERE r.redrive_id = %(redrive_id)s AND r.dead_id = named.dead_id)
-ORDER BY 1;
 
 -- name: redrive_mark
 -- These live in the group again: which of them were dead until now.
@@ -435,21 +627,6 @@ FROM (SELECT m.*, {parked_name} AS name
       JOIN mqlayer.dead_message m USING (dead_id) ORDER BY given.number) AS d
 ON CONFLICT (group_id, lp, source, seq) DO NOTHING
 RETURNING lp, name, source, seq;
-
--- name: redrive_results_put
--- What was done with messages.
-INSERT INTO mqlayer.redrive_result (redrive_id, dead_id, result)
-SELECT %(redrive_id)s, given.dead_id, given.result
-FROM unnest(%(dead_ids)s::bigint[], %(results)s::text[]) AS given(dead_id, result);
-
--- name: redrive_advance
--- Up to where a redrive has come, and when it may go on.
-UPDATE mqlayer.redrive
-SET at_lp = %(at_lp)s, at_key = %(at_key)s, at_partition = %(at_partition)s, at_offset = %(at_offset)s,
-    at_dead_id = %(at_dead_id)s, sent = sent + %(sent)s, not_sent = not_sent + %(not_sent)s,
-    lease_until = clock_timestamp() + make_interval(secs => %(lease_s)s), blocked_by = NULL,
-    next_at = greatest(next_at, clock_timestamp()) + make_interval(secs => %(pause_s)s)
-WHERE redrive_id = %(redrive_id)s;
 
 -- name: redrive_room
 -- For each of these dead messages, in their order: whether it is sent, how large it is, under which name; what its key and

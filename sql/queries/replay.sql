@@ -45,13 +45,13 @@ ORDER BY p.partition_id;
 
 -- name: replay_running
 -- The replay or backfill that gives messages to a group.
-SELECT redrive_id, kind FROM mqlayer.redrive WHERE group_id = %(group_id)s AND state = 'running' AND kind <> 'dead';
+SELECT redrive_id, kind FROM mqlayer.redrive WHERE group_id = %(group_id)s AND state = 'running' AND kind IN ('replay', 'backfill');
 
 -- name: replay_insert
 -- A replay or backfill, of what the archive holds now or held when a snapshot was made.
 INSERT INTO mqlayer.redrive
-    (group_id, filter, upto_id, per_s, actor, worker, lease_until, kind, upto_batch, snapshot_id, bounds, position, newer, name)
-VALUES (%(group_id)s, %(filter)s, 0, %(per_s)s, %(actor)s, %(worker)s::text,
+    (group_id, filter, per_s, actor, worker, lease_until, kind, upto_batch, snapshot_id, bounds, position, newer, name)
+VALUES (%(group_id)s, %(filter)s, %(per_s)s, %(actor)s, %(worker)s::text,
         CASE WHEN %(worker)s::text IS NOT NULL THEN clock_timestamp() + make_interval(secs => %(lease_s)s) END,
         %(kind)s, %(upto_batch)s, %(snapshot_id)s, %(bounds)s, nextval('mqlayer.parked_position'), %(newer)s, %(name)s)
 RETURNING redrive_id;
@@ -67,7 +67,7 @@ SELECT r.redrive_id, r.kind, t.name, g.name, r.filter, r.per_s, r.newer, r.actor
        r.worker, r.lease_until IS NOT NULL AND r.lease_until >= clock_timestamp() AS worked_on, r.at_batch, r.upto_batch,
        (SELECT count(*) FROM mqlayer.parked_message m WHERE m.replay = r.redrive_id) AS waiting
 FROM mqlayer.redrive r JOIN mqlayer.consumer_group g USING (group_id) JOIN mqlayer.topic t USING (topic_id)
-WHERE r.kind <> 'dead' AND (%(redrive_id)s::bigint IS NULL OR r.redrive_id = %(redrive_id)s)
+WHERE r.kind IN ('replay', 'backfill') AND (%(redrive_id)s::bigint IS NULL OR r.redrive_id = %(redrive_id)s)
   AND (%(topic)s::text IS NULL OR t.name = %(topic)s) AND (%(group)s::text IS NULL OR g.name = %(group)s)
   AND (%(after)s::bigint IS NULL OR r.redrive_id < %(after)s)
 ORDER BY r.redrive_id DESC LIMIT %(limit)s;

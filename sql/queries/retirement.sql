@@ -28,7 +28,7 @@ SELECT mqlayer.retired_keys_drop_v1(%(group_id)s, %(limit)s);
 -- name: redrives_of_group_cancel
 -- End what is being given back to a group.
 UPDATE mqlayer.redrive SET state = 'cancelled', ended_at = clock_timestamp(), worker = NULL, lease_until = NULL, blocked_by = NULL
-WHERE group_id = %(group_id)s AND state = 'running';
+WHERE group_id = %(group_id)s AND state IN ('planned', 'running');
 
 -- name: assignments_of_group_free
 -- Nobody owns a partition of a group; no earlier owner is served any more. The rows stay while Redis may hold keys.

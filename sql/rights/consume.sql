@@ -48,7 +48,7 @@ GRANT SELECT ON mqlayer.partition_pause TO {role};
 GRANT SELECT ON mqlayer.partition_rate TO {role};
 GRANT SELECT ON mqlayer.readable TO {role};
 GRANT SELECT, INSERT (actor, bounds, filter, group_id, kind, lease_until, name, newer, per_s, position, snapshot_id,
-    upto_batch, upto_id, worker), UPDATE (ended_at, lease_until, state, blocked_by, worker) ON mqlayer.redrive TO {role};
+    upto_batch, worker), UPDATE (ended_at, lease_until, state, blocked_by, worker) ON mqlayer.redrive TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.retired_keys_drop_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.retired_messages_drop_v1 TO {role};
 GRANT SELECT ON mqlayer.route TO {role};

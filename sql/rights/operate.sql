@@ -7,6 +7,8 @@ GRANT SELECT, INSERT (epoch, group_id, member_id, partition_id, target), UPDATE 
     DELETE ON mqlayer.assignment TO {role};
 GRANT SELECT, INSERT (act, actor, facts, object) ON mqlayer.audit TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.beginnings_forget_v1 TO {role};
+GRANT SELECT, INSERT (cause, dead_id, group_id, lp, messages, name, number, redrive_id, seq, since, source, upto), UPDATE
+    (at, error, gone, result) ON mqlayer.bulk_item TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.caller_v1 TO {role};
 GRANT SELECT, INSERT (attempt_limit, backoff_jitter, backoff_s, balance, non_retryable_errors, from_archive, visibility_timeout_s,
     instance_expiry_s, key_bytes_limit, key_messages_limit, mode, name, ordered, parked_bytes_limit, parked_keys_limit,
@@ -55,10 +57,10 @@ GRANT SELECT, INSERT (group_id, partition_id, paused_by), DELETE ON mqlayer.part
 GRANT SELECT, INSERT (measured_at, next_offset, partition_id, per_s), UPDATE (measured_at, next_offset, per_s), DELETE
     ON mqlayer.partition_rate TO {role};
 GRANT SELECT ON mqlayer.readable TO {role};
-GRANT SELECT, INSERT (actor, bounds, filter, group_id, kind, lease_until, name, newer, per_s, position, snapshot_id,
-    upto_batch, upto_id, worker), UPDATE (at_batch, at_dead_id, at_key, at_lp, at_offset, at_partition, at_record,
-    ended_at, lease_until, next_at, not_sent, results, sent, state, blocked_by, worker) ON mqlayer.redrive TO {role};
-GRANT SELECT, INSERT (dead_id, redrive_id, result) ON mqlayer.redrive_result TO {role};
+GRANT SELECT, INSERT (actor, bounds, filter, group_id, kind, lease_until, matched, name, newer, per_s, planned_at, position,
+    size, snapshot_id, state, upto_batch, worker), UPDATE (actor, at_batch, at_number, at_record, ended_at, failed,
+    lease_until, matched, next_at, not_sent, per_s, reason, results, sent, size, started_at, state, blocked_by, worker) ON
+    mqlayer.redrive TO {role};
 GRANT SELECT, INSERT (lp, redrive_id, result, seq, source) ON mqlayer.replay_result TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.retired_keys_drop_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.retired_messages_drop_v1 TO {role};

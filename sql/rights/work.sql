@@ -7,11 +7,14 @@ GRANT SELECT, INSERT (epoch, group_id, member_id, partition_id, target), UPDATE 
     DELETE ON mqlayer.assignment TO {role};
 GRANT SELECT, INSERT (act, actor, facts, object) ON mqlayer.audit TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.beginnings_forget_v1 TO {role};
+GRANT SELECT, UPDATE (at, error, gone, result), DELETE ON mqlayer.bulk_item TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.caller_v1 TO {role};
 GRANT SELECT, UPDATE (allocation, absent_since, parking, paused_at, retired_at, state, version), DELETE ON
     mqlayer.consumer_group TO {role};
 GRANT SELECT ON mqlayer.dead_fact TO {role};
-GRANT SELECT, UPDATE (log_lost, redriven_at, redriven_seek) ON mqlayer.dead_message TO {role};
+GRANT SELECT, INSERT (actor, attempts, body, cause, group_id, key, log_offset, lp, m, partition_id, reason, seq,
+    source), UPDATE (actor, attempts, body, cause, died_at, log_lost, log_offset, partition_id, reason, redriven_at,
+    redriven_seek) ON mqlayer.dead_message TO {role};
 GRANT SELECT, DELETE ON mqlayer.drained TO {role};
 GRANT USAGE ON SEQUENCE mqlayer.epoch TO {role};
 GRANT SELECT, DELETE ON mqlayer.failed_attempt TO {role};
@@ -26,10 +29,11 @@ GRANT SELECT, UPDATE (lease_until) ON mqlayer.member TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.members_forget_v1 TO {role};
 GRANT SELECT ON mqlayer.migration TO {role};
 GRANT SELECT, UPDATE (armed_at, armed_run_id, former_runs, last_run_id, lost_at) ON mqlayer.node TO {role};
-GRANT SELECT, INSERT (cause, due_at, group_id, lp, name), UPDATE (attempts, cause, started, started_alone) ON
-    mqlayer.parked_key TO {role};
-GRANT SELECT, INSERT (body, group_id, key, log_offset, lp, m, name, partition_id, position, redriven, replay, seq, source)
-    ON mqlayer.parked_message TO {role};
+GRANT SELECT, INSERT (cause, due_at, group_id, lp, name), UPDATE (attempts, cause, due_at, released, started,
+    started_alone) ON mqlayer.parked_key TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer.parked_key_end_v1 TO {role};
+GRANT SELECT, INSERT (body, group_id, key, log_offset, lp, m, name, partition_id, position, redriven, replay, seq, source),
+    UPDATE (attempts), DELETE ON mqlayer.parked_message TO {role};
 GRANT USAGE ON SEQUENCE mqlayer.parked_position TO {role};
 GRANT SELECT, DELETE ON mqlayer.parked_total TO {role};
 GRANT SELECT, INSERT (group_id, lp, name, number), DELETE ON mqlayer.parking_change TO {role};
@@ -38,9 +42,8 @@ GRANT SELECT, DELETE ON mqlayer.partition_pause TO {role};
 GRANT SELECT, INSERT (measured_at, next_offset, partition_id, per_s), UPDATE (measured_at, next_offset, per_s), DELETE
     ON mqlayer.partition_rate TO {role};
 GRANT SELECT ON mqlayer.readable TO {role};
-GRANT SELECT, UPDATE (at_batch, at_dead_id, at_key, at_lp, at_offset, at_partition, at_record, ended_at, lease_until,
-    next_at, not_sent, results, sent, state, blocked_by, worker) ON mqlayer.redrive TO {role};
-GRANT SELECT, INSERT (dead_id, redrive_id, result) ON mqlayer.redrive_result TO {role};
+GRANT SELECT, UPDATE (at_batch, at_number, at_record, ended_at, failed, lease_until, next_at, not_sent, results, sent, state,
+    blocked_by, worker), DELETE ON mqlayer.redrive TO {role};
 GRANT INSERT (lp, redrive_id, result, seq, source) ON mqlayer.replay_result TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.retired_keys_drop_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.retired_messages_drop_v1 TO {role};

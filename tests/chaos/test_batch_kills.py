@@ -10,6 +10,7 @@ from typing import Any, Final
 import pytest
 
 from tests.fixtures.kill_scenes import COUNT, KEYS, KillScene, judge
+from tests.fixtures.variants import some_of
 from tests.proof.history import Deliver, read_histories
 from tests.proof.seller_shop import SellerShop, attempts_of, restart_until
 from tests.proof.zombies import wake_a_zombie
@@ -30,7 +31,7 @@ def batching(scene: KillScene, kind: str, **rules: object) -> SellerShop:
     return shop
 
 
-@pytest.mark.parametrize(("place", "kind"), PLACES)
+@pytest.mark.parametrize(("place", "kind"), some_of(PLACES, 2))
 def test_a_kill_in_a_batch_loses_repeats_and_reverses_nothing(kill_scene: KillScene, place: str, kind: str) -> None:
     """Case 77: what a part of the batch had committed is left out by the fence, the rest is applied."""
     shop = batching(kill_scene, kind)

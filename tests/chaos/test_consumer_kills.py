@@ -14,6 +14,7 @@ from mqlayer import outbox
 from mqlayer.relay import relay_once
 from tests.chaos.actors import TOPIC
 from tests.fixtures.kill_scenes import COUNT, KEYS, KillScene, judge
+from tests.fixtures.variants import some_of
 from tests.fixtures.wait import wait_until
 
 AT_WORK: Final = [
@@ -29,7 +30,7 @@ WITH_A_FILTER: Final = [
 AT_STOP: Final = ["release.before_redis", "release.after_redis"]
 
 
-@pytest.mark.parametrize("place", AT_WORK)
+@pytest.mark.parametrize("place", some_of(AT_WORK, 2))
 def test_a_kill_at_work_loses_and_reverses_nothing(kill_scene: KillScene, place: str) -> None:
     name, _, occurrence = place.partition("@")
     kill_scene.publish()

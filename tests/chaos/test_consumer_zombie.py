@@ -10,6 +10,7 @@ from typing import Final
 import pytest
 
 from tests.fixtures.kill_scenes import KillScene
+from tests.fixtures.variants import some_of
 from tests.proof.zombies import wake_a_zombie
 
 PLACES: Final = [
@@ -20,6 +21,6 @@ PLACES: Final = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", some_of(PLACES, 3))
 def test_a_consumer_stopped_past_its_lease_wakes_up_and_changes_nothing(kill_scene: KillScene, place: str) -> None:
     wake_a_zombie(kill_scene, place)

@@ -202,6 +202,7 @@ def load_of(config: pytest.Config) -> Load:
 
 @pytest.mark.slow
 @pytest.mark.timeout(0)
+@pytest.mark.full
 def test_keys_that_fail_hold_up_nobody_and_are_whole_in_the_end(
     request: pytest.FixtureRequest, scene: FailingScene
 ) -> None:

@@ -32,7 +32,7 @@ from tests.chaos.actors import SINK
 from tests.chaos.harness.stores import note_sink, note_streams
 from tests.fixtures.consumers import Recorder
 from tests.fixtures.kill_scenes import KillScene
-from tests.fixtures.variants import one_of_each
+from tests.fixtures.variants import one_of_each, some_of
 from tests.fixtures.wait import wait_until
 from tests.proof.checker import check
 from tests.proof.failpoint_names import failpoint_names
@@ -288,8 +288,11 @@ def test_retiring_that_was_killed_is_completed_by_the_next(world: World, databas
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "nth"),
-    [(name, 1) for name in sorted(n for n in failpoint_names() if n.startswith("rearm."))]
-    + [(name, nth) for name in sorted(n for n in failpoint_names() if n.startswith("repair.")) for nth in (1, 2)],
+    some_of(
+        [(name, 1) for name in sorted(n for n in failpoint_names() if n.startswith("rearm."))]
+        + [(name, nth) for name in sorted(n for n in failpoint_names() if n.startswith("repair.")) for nth in (1, 2)],
+        2,
+    ),
 )
 def test_mending_that_was_killed_is_completed_by_the_next(
     world: World, node: RedisServer, key_prefix: str, name: str, nth: int

@@ -210,7 +210,7 @@ def test_dead_messages_that_are_given_back_survive_kills_of_whoever_has_them(sce
     first.wait()
     (scene.directory / "go").touch()
     redrive = start_redrive(runtime_of(stage.database, actor="test"), stage.topic, GROUP, DeadFilter(), worker="w")
-    assert work_on(stage.database, redrive, worker="w").sent == 4
+    assert work_on(stage.database, redrive, worker="w").done == 4
     assert scene.start("second", "shared.after_claim=kill").wait(20) == -9
 
     def over() -> bool:

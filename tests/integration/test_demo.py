@@ -72,6 +72,7 @@ def processes_of(directory: Path) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_the_demo_keeps_the_promise_with_a_killed_and_a_stopped_consumer(place: Path) -> None:
     demo = start(place, "--seconds", "6", "--rate", "40", "--clients", "2", "--json")
     with ClientsSeen(place / "mqlayer-bank-*" / "stack", place / "mqlayer-bank-*") as seen:

@@ -165,23 +165,23 @@ def test_redrive_by_command_one_a_key_and_the_rest(failing: Failing, typed: Comm
     (bodiless,) = failing.dead_letter(*numbered(failing, "c", 5), body=False)
     assert "say which" in typed.failure("dead", "redrive", "orders", "g")
     assert "say which" in typed.failure("dead", "redrive", "orders", "g", "--all", "--key", "a")
-    assert "name a topic" in typed.failure("dead", "redrive")
-    assert "no more than" in typed.failure("dead", "redrive", "orders", "g", "--resume", "1")
     told = typed.text("dead", "redrive", "orders", "g", "--all", "--plan")
     assert told == ("5 dead messages would be sent, but 1 of them have no body; nothing was changed: --yes does this\n")
     assert typed.lines("dead", "redrive", "orders", "g", "--all") == [{"messages": 5, "without_body": 1}]
     told = typed.text("dead", "redrive", "orders", "g", "--message", "3", "--yes")
-    assert told == "redrive 1 is done: 1 message given back, 0 not; mqlayer dead results 1\n"
+    assert told == "bulk action 1 is done: 1 message given back, 0 skipped, 0 failed; mqlayer bulk show 1\n"
     (line,) = typed.lines("dead", "redrive", "orders", "g", "--key", "a", "--rate", "1000", "--yes")
-    assert (line["state"], line["sent"], line["per_s"], line["filter"]) == ("done", 2, 1_000.0, {"key": "a"})
+    assert (line["state"], line["done"], line["per_s"], line["filter"]) == ("done", 2, 1_000.0, {"key": "a"})
     assert "left to the worker" in typed.text("dead", "redrive", "orders", "g", "--all", "--background", "--yes")
-    assert [one["state"] for one in typed.lines("dead", "redrives")] == ["running", "done", "done"]
-    assert typed.text("dead", "cancel", "3") == "redrive 3 is cancelled: 0 messages given back, 0 not\n"
-    assert "is cancelled" in typed.failure("dead", "redrive", "--resume", "3")
+    assert [one["state"] for one in typed.lines("bulk", "list")] == ["running", "done", "done"]
+    assert typed.text("bulk", "cancel", "3") == (
+        "bulk action 3 is cancelled: 0 messages given back, 0 skipped, 0 failed\n"
+    )
+    assert "is cancelled" in typed.failure("bulk", "resume", "3")
     typed.text("dead", "redrive", "orders", "g", "--all", "--yes")
-    results = typed.lines("dead", "results", "4")
-    assert [(one["dead_id"], one["result"]) for one in results] == [(4, "sent"), (bodiless, "no_body")]
-    assert typed.text("dead", "results", "4", "--limit", "1").splitlines()[-1] == "there may be more: --after 4"
+    results = typed.lines("bulk", "show", "4")[0]["items"]
+    assert [(one["dead_id"], one["result"]) for one in results] == [(4, "done"), (bodiless, "no_body")]
+    assert typed.text("bulk", "show", "4", "--limit", "1").splitlines()[-1] == "there may be more: --after 1"
     assert (failing.parked("a"), failing.parked("b")) == ([b"1", b"2"], [b"3", b"4"])
     assert len(typed.lines("dead", "list", "--redriven")) == 5
 

@@ -16,7 +16,7 @@ from mqlayer.health import Health, health_endpoint
 from mqlayer.parking import MAX_CHANGES, KeyRef, ParkingStore
 from mqlayer.redelivery import (
     DeadFilter,
-    cancel_redrive,
+    cancel_bulk,
     discard_dead,
     discard_parked,
     failure_counts,
@@ -77,7 +77,7 @@ def test_acts_of_operators_and_jobs_are_told_and_counted(stage: Stage, heard: li
         start_redrive(runtime_of(database, actor=by), "orders", "g", DeadFilter(key="z"), worker=worker),
         worker=worker,
     )
-    cancel_redrive(
+    cancel_bulk(
         runtime_of(database, actor=by),
         start_redrive(runtime_of(database, actor=by), "orders", "g", DeadFilter(), worker=worker),
     )

@@ -20,6 +20,7 @@ from tests.fixtures.consumers import Recorder, Stage, StartStage, member_of
 from tests.fixtures.forked_programs import CELERY_STOP_S, Process, start_python
 from tests.fixtures.health_probes import ask, ask_until, free_ports
 from tests.fixtures.kept_connections import kept_session
+from tests.fixtures.scrapes import scrape
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.wait import wait_until
 from tests.proof.proxy import TcpProxy
@@ -168,8 +169,9 @@ def test_a_relay_is_ready_while_its_lease_holds_and_live_throughout(
     start: Start, orders: Appender, proxy: TcpProxy
 ) -> None:
     port = free_ports()
-    process = start("mqlayer", "relay", MQLAYER_HEALTH_PORT=str(port))
+    process = start("mqlayer", "relay", MQLAYER_HEALTH_PORT=str(port), MQLAYER_METRICS="true")
     ask_until(port, "/ready", 200, timeout_s=START_S)
+    assert scrape(port).value("mqlayer_process_ready") == 1
     proxy.refuse_new()
     proxy.reset_all()
     ask_until(port, "/ready", 503, "is not available")
@@ -223,11 +225,13 @@ def test_a_celery_worker_that_hosts_consumers_answers_for_them(
         *("celery", "-A", "mqlayer.workers.app", "worker"),
         *("--concurrency", "1", "--without-gossip", "--without-mingle"),
         MQLAYER_HEALTH_PORT=str(port), MQLAYER_CONSUMERS="orders_program:app", MQLAYER_BROKER_URL=start_redis().url,
+        MQLAYER_METRICS="true",
     )  # fmt: skip
     ask_until(port, "/ready", 503, "is not available", timeout_s=START_S)
     assert ask(port, "/live").status == 200
     proxy.heal()
     ask_until(port, "/ready", 200, timeout_s=START_S)
+    assert scrape(port).value("mqlayer_process_ready") == 1
     process.terminate()
     assert process.wait(CELERY_STOP_S) == 0
 
@@ -241,8 +245,12 @@ def test_a_worker_without_consumers_and_a_beat_answer_for_their_broker(
     """Away, it makes them unready; they live, and go on by themselves."""
     broker = start_redis()
     port = free_ports()
-    process = start("-c", CELERY, *words, MQLAYER_HEALTH_PORT=str(port), MQLAYER_BROKER_URL=broker.url)
+    process = start(
+        *("-c", CELERY, *words),
+        MQLAYER_HEALTH_PORT=str(port), MQLAYER_BROKER_URL=broker.url, MQLAYER_METRICS="true",
+    )  # fmt: skip
     ask_until(port, "/ready", 200, timeout_s=START_S)
+    assert scrape(port).value("mqlayer_process_ready") == 1
     broker.kill()
     ask_until(port, "/ready", 503, "broker", timeout_s=START_S)
     assert ask(port, "/live").status == 200

@@ -99,10 +99,10 @@ def test_acts_of_operators_are_steps_of_their_messages_alone(stage: Stage) -> No
     start_redrive(here, stage.topic, "g", DeadFilter(key=keys[1]), worker="w")
     acts = [one for one in life(stage, identity_of(first), "g") if one.step == "act"]
     assert [(one.by, one.detail) for one in acts] == [
-        ("ann", "parked release"), ("ann", "dead redrive, of the whole group"),
+        ("ann", "parked release"), ("ann", "bulk start 1, redrive, of the whole group"),
     ]  # fmt: skip
     assert [one.detail for one in life(stage, identity_of(second), "g") if one.step == "act"] == [
-        "dead redrive, of the whole group"
+        "bulk start 1, redrive, of the whole group"
     ]
     found = history_of_key(here, stage.topic, keys[0])
     assert [(one.step, one.detail) for one in found.steps][-1] == ("act", "parked release")

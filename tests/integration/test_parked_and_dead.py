@@ -18,7 +18,9 @@ from mqlayer.groups import Assignment
 from mqlayer.redelivery import (
     DeadFilter,
     ParkedFilter,
+    ParkedKey,
     SkippedHead,
+    bulk_worker,
     dead_messages,
     discard_dead,
     discard_parked,
@@ -78,7 +80,8 @@ def test_parked_keys_are_listed_page_by_page_with_what_waits_in_them(failing: Fa
     assert 50 < waits <= 60
     assert (found[None].alone, found[None].head) == (True, identity_of(c[0]))
 
-    pages, after = [], None
+    pages: list[ParkedKey] = []
+    after: str | None = None
     while page := parked_keys(database, after=after, limit=1):
         pages += page
         after = page[-1].cursor
@@ -205,7 +208,7 @@ def test_a_released_key_is_due_with_all_of_its_attempts(failing: Failing) -> Non
 
 
 def test_all_keys_of_a_group_are_released_in_parts(failing: Failing, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operator_actions, "AT_ONCE", 2)
+    monkeypatch.setattr(bulk_worker, "AT_ONCE", 2)
     for number in range(5):
         failing.park(*numbered(failing, f"k{number}", 1), cause="rejected" if number == 4 else "exhausted")
     failing.park(*numbered(failing, "due", 1), due_in_s=-5, attempts=3)
@@ -214,7 +217,8 @@ def test_all_keys_of_a_group_are_released_in_parts(failing: Failing, monkeypatch
     assert release_all(runtime_of(database, actor="a test"), "orders", "g") == 4
     assert release_all(runtime_of(database, actor="a test"), "orders", "g") == 0
     assert failing.key_row("due") == ("exhausted", True, 3)
-    assert [facts for _, _, facts in failing.audit()] == [{"keys": 1, "cause": "rejected"}, {"keys": 2}, {"keys": 2}]
+    ended = [facts["done"] for act, _, facts in failing.audit() if act == "bulk end"]
+    assert ended == [1, 4, 0]
 
 
 def test_a_discarded_key_dies_in_its_order_with_bodies_and_the_reason(

@@ -19,10 +19,10 @@ from mqlayer.inspect import explain_key, group_statuses
 from mqlayer.postgres.queries import query
 from mqlayer.redelivery import (
     DeadFilter,
+    bulk_actions,
     discard_parked,
     new_worker,
-    redrives,
-    resume_redrive,
+    resume_bulk,
     retry_scan,
     start_redrive,
     work_on,
@@ -39,7 +39,7 @@ from tests.proof.runtimes import runtime_of
 def stage(start_stage: StartStage, redis_url: str, monkeypatch: pytest.MonkeyPatch) -> Stage:
     """A topic of one partition; what finds no room is tried again soon."""
     monkeypatch.setattr("mqlayer.consuming.ordered.parking_worker.FULL_RETRY_S", 0.1)
-    monkeypatch.setattr("mqlayer.redelivery.redrive.FULL_WAIT_S", 0.2)
+    monkeypatch.setattr("mqlayer.redelivery.bulk_worker.FULL_WAIT_S", 0.2)
     return start_stage(redis_url, partitions=1)
 
 
@@ -263,15 +263,15 @@ def test_a_redrive_waits_for_room_and_says_so(stage: Stage, limit: str) -> None:
     set_limit(stage, limit, 1)
     started = start_redrive(runtime_of(stage.database, actor="a test"), "orders", "g", DeadFilter())
     retry_scan(stage.database, at_most_s=0.3)
-    (found,) = redrives(stage.database)
-    assert (found.state, found.sent, len(failing.parked())) == ("running", 1, 1)
+    (found,) = bulk_actions(stage.database)
+    assert (found.state, found.done, len(failing.parked())) == ("running", 1, 1)
     assert found.blocked_by is not None
     assert limit in found.blocked_by
     stage.consume(recorder := Recorder(), backoff_s=None)
     worker = new_worker()
-    resume_redrive(runtime_of(stage.database, actor="a test"), started, worker=worker)
+    resume_bulk(runtime_of(stage.database, actor="a test"), started, worker=worker)
     done = work_on(stage.database, started, worker=worker)
-    assert (done.state, done.sent, done.blocked_by) == ("done", 3, None)
+    assert (done.state, done.done, done.blocked_by) == ("done", 3, None)
     wait_until(lambda: sorted(recorder.bodies()) == bodies, what="all handled")
     if limit.startswith("key"):
         assert recorder.bodies() == bodies

@@ -186,6 +186,7 @@ with changed_files(Path.cwd()) as changed:
     assert plain.tries(program).strip() == "False"
 
 
+@pytest.mark.full
 def test_the_containers_extra_finds_an_engine_or_goes_on_without(plain: PlainEnvironment, built_wheel: Path) -> None:
     """Where an engine answers, a Redis is started in it; elsewhere the imports that this takes are tried."""
     plain.install("--constraint", LOCKS / "dev.lock", f"{built_wheel}[containers]")

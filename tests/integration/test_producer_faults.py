@@ -76,16 +76,18 @@ def test_a_place_that_can_not_be_asked_for_is_told_and_the_message_counts_as_sto
     world: World, node: RedisServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Between the answer `dup` and the search the node gets settings under which nobody connects to it."""
-    going_on = tmp_path / "go-on"
+    going_on, reached = tmp_path / "go-on", tmp_path / "reached"
     with TcpProxy("127.0.0.1", node.port) as way:
         world.rows(f"UPDATE mqlayer.node SET url = 'redis://{way.host}:{way.port}/0'")
         with world.producer() as producer, world.client() as client:
             producer.send("orders", key="k", body=b"1")
+            arm("producer.after_reply", f"mark:{reached}")
             arm("producer.after_reply", f"wait:{going_on}")
             way.cut_after(server_bytes=0)
             future = producer.send_async("orders", key="k", body=b"2")
             way.wait_for_cut()
-            wait_until(lambda: len(world.by_key()["k"]) == 2, what="the message stored")
+            wait_until(reached.exists, what="the answer to the repeated call")
+            assert len(world.by_key()["k"]) == 2
             client.config_set("maxmemory-policy", "allkeys-lru")
             going_on.touch()
             receipt = future.result(20)

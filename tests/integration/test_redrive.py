@@ -16,14 +16,14 @@ from mqlayer.domain.routing import PartitionId
 from mqlayer.errors import Conflict, InvalidInput, NotFound
 from mqlayer.parking import ParkingStore, Span
 from mqlayer.redelivery import (
+    BulkAction,
     DeadFilter,
-    Redrive,
-    cancel_redrive,
+    bulk_actions,
+    bulk_items,
+    cancel_bulk,
     count_dead,
     new_worker,
-    redrive_results,
-    redrives,
-    resume_redrive,
+    resume_bulk,
     start_redrive,
     work_on,
 )
@@ -50,13 +50,13 @@ def begin(failing: Failing, wanted: DeadFilter = ALL, **changes: Any) -> tuple[i
     return start_redrive(here, "orders", failing.group, wanted, **{"worker": worker} | changes), worker
 
 
-def redrive(failing: Failing, wanted: DeadFilter = ALL, *, batch: int = 100, **changes: Any) -> Redrive:
+def redrive(failing: Failing, wanted: DeadFilter = ALL, *, batch: int = 100, **changes: Any) -> BulkAction:
     redrive_id, worker = begin(failing, wanted, **changes)
     return work_on(failing.stage.database, redrive_id, worker=worker, batch=batch)
 
 
-def words(failing: Failing, redrive_id: int) -> list[str]:
-    return [one.result for one in redrive_results(failing.stage.database, redrive_id)]
+def words(failing: Failing, redrive_id: int) -> list[str | None]:
+    return [one.result for one in bulk_items(failing.stage.database, redrive_id)]
 
 
 def numbered(failing: Failing, key: str, *numbers: int) -> list[tuple[int, Record]]:
@@ -73,7 +73,7 @@ def test_a_key_comes_back_in_order_with_all_that_makes_its_messages_whatever_the
     failing.dead_letter(a[2], b[0], a[1], b[1], with_headers)
     before = failing.parking()
     done = redrive(failing, batch=batch)
-    assert (done.state, done.sent, done.not_sent) == ("done", 5, 0)
+    assert (done.state, done.done, done.skipped) == ("done", 5, 0)
     assert (failing.parked("a"), failing.parked("b")) == ([b"1", b"2", b"3"], [b"4", b"5"])
     assert failing.dead() == []
     assert failing.key_row("a") == ("redriven", True, 0)
@@ -90,18 +90,18 @@ def test_the_same_redrive_twice_gives_nothing_back_twice(failing: Failing) -> No
     dead = failing.dead_letter(*numbered(failing, "a", 1, 2, 3))
     named = DeadFilter(dead_ids=tuple(dead[:2]))
     first = redrive(failing, named)
-    assert words(failing, first.redrive_id) == ["sent", "sent"]
+    assert words(failing, first.bulk_id) == ["done", "done"]
     second = redrive(failing, named)
-    assert (second.sent, second.not_sent, words(failing, second.redrive_id)) == (0, 2, ["already", "already"])
-    assert redrive(failing).sent == 1
-    assert redrive(failing).sent == 0
+    assert (second.done, second.skipped, words(failing, second.bulk_id)) == (0, 2, ["already", "already"])
+    assert redrive(failing).done == 1
+    assert redrive(failing).done == 0
     assert failing.parked("a") == [b"1", b"2", b"3"]
 
 
 def test_two_redrives_at_once_give_each_message_back_once(failing: Failing) -> None:
     failing.dead_letter(*(one for key in "abcd" for one in numbered(failing, key, *range(20))))
     works = [begin(failing) for _ in range(2)]
-    done: list[Redrive] = []
+    done: list[BulkAction] = []
     threads = [
         threading.Thread(target=lambda r=r, w=w: done.append(work_on(failing.stage.database, r, worker=w, batch=7)))
         for r, w in works
@@ -110,7 +110,7 @@ def test_two_redrives_at_once_give_each_message_back_once(failing: Failing) -> N
         thread.start()
     for thread in threads:
         thread.join()
-    assert sum(one.sent for one in done) == 80
+    assert sum(one.done for one in done) == 80
     for key in "abcd":
         assert failing.parked(key) == [str(number).encode() for number in range(20)]
 
@@ -179,12 +179,12 @@ def test_what_has_no_body_and_what_is_not_there_is_told(failing: Failing) -> Non
     (bodiless,) = failing.dead_letter(*a, cause="skipped", body=False)
     (whole,) = failing.dead_letter(*b)
     done = redrive(failing, DeadFilter(dead_ids=(bodiless, whole, 4_711)))
-    found = {one.dead_id: (one.result, one.key) for one in redrive_results(failing.stage.database, done.redrive_id)}
-    assert found == {bodiless: ("no_body", "a"), whole: ("sent", "b"), 4_711: ("gone", None)}
-    assert (done.state, done.sent, done.not_sent) == ("done", 1, 2)
+    found = {one.dead_id: (one.result, one.key) for one in bulk_items(failing.stage.database, done.bulk_id)}
+    assert found == {bodiless: ("no_body", "a"), whole: ("done", "b"), 4_711: ("gone", None)}
+    assert (done.state, done.done, done.skipped) == ("done", 1, 2)
     assert failing.dead() == [None]
     # It is passed by, not asked for over and over.
-    assert redrive(failing).not_sent == 1
+    assert redrive(failing).skipped == 1
 
 
 def test_a_message_that_dies_again_is_not_of_the_same_redrive_and_is_of_the_next(failing: Failing) -> None:
@@ -192,13 +192,15 @@ def test_a_message_that_dies_again_is_not_of_the_same_redrive_and_is_of_the_next
     failing.dead_letter(*a)
     redrive_id, worker = begin(failing)
     database = failing.stage.database
-    with broken_off_at("redrive.after_commit"):
+    with broken_off_at("bulk.after_commit"):
         work_on(database, redrive_id, worker=worker, batch=1)
     failing.sql("DELETE FROM mqlayer.parked_message")
-    failing.sql("UPDATE mqlayer.dead_message SET redriven_at = NULL, died_at = clock_timestamp()")
-    assert work_on(database, redrive_id, worker=worker, batch=1).sent == 2
+    failing.sql(
+        "UPDATE mqlayer.dead_message SET redriven_at = NULL, died_at = clock_timestamp() WHERE redriven_at IS NOT NULL"
+    )
+    assert work_on(database, redrive_id, worker=worker, batch=1).done == 2
     assert failing.dead() == [b"1"]
-    assert redrive(failing).sent == 1
+    assert redrive(failing).done == 1
 
 
 def test_a_filter_narrows_by_key_cause_error_and_time(failing: Failing) -> None:
@@ -219,10 +221,10 @@ def test_a_filter_narrows_by_key_cause_error_and_time(failing: Failing) -> None:
     ):
         assert count_dead(database, "orders", "g", wanted) == (count, 0), wanted
     done = redrive(failing, DeadFilter(error="timeouterror"))
-    assert (done.filter, done.sent) == (DeadFilter(error="timeouterror"), 2)
+    assert (done.filter, done.done) == (DeadFilter(error="timeouterror"), 2)
     assert failing.parked() in ([b"1", b"4"], [b"4", b"1"])
     timed = redrive(failing, DeadFilter(since=hour_ago, key="a"))
-    assert (timed.filter.since, timed.sent) == (hour_ago, 2)
+    assert (timed.filter.since, timed.done) == (hour_ago, 2)
 
 
 def test_a_rate_is_kept_over_batches_and_workers(failing: Failing) -> None:
@@ -230,32 +232,32 @@ def test_a_rate_is_kept_over_batches_and_workers(failing: Failing) -> None:
     database = failing.stage.database
     redrive_id, worker = begin(failing, per_s=2.0)
     first = work_on(database, redrive_id, worker=worker, longest_wait_s=0)
-    assert (first.state, first.sent, first.worked_on) == ("running", 2, False)
+    assert (first.state, first.done, first.worked_on) == ("running", 2, False)
     another = new_worker()
-    resume_redrive(runtime_of(database, actor="a test"), redrive_id, worker=another)
-    assert work_on(database, redrive_id, worker=another, longest_wait_s=0).sent == 2, "the rate is not the worker's"
+    resume_bulk(runtime_of(database, actor="a test"), redrive_id, worker=another)
+    assert work_on(database, redrive_id, worker=another, longest_wait_s=0).done == 2, "the rate is not the worker's"
     failing.sql("UPDATE mqlayer.redrive SET next_at = next_at - interval '1 second'")
-    resume_redrive(runtime_of(database, actor="a test"), redrive_id, worker=another)
-    assert work_on(database, redrive_id, worker=another, longest_wait_s=0).sent == 4
+    resume_bulk(runtime_of(database, actor="a test"), redrive_id, worker=another)
+    assert work_on(database, redrive_id, worker=another, longest_wait_s=0).done == 4
 
 
 def test_a_cancelled_redrive_ends_for_whoever_works_on_it_and_what_it_gave_back_stays(failing: Failing) -> None:
     failing.dead_letter(*numbered(failing, "a", 1, 2, 3))
     database = failing.stage.database
     redrive_id, worker = begin(failing, per_s=0.01)
-    done: list[Redrive] = []
+    done: list[BulkAction] = []
     thread = threading.Thread(target=lambda: done.append(work_on(database, redrive_id, worker=worker)))
     thread.start()
     wait_until(lambda: failing.parked() == [b"1"], what="the first message")
-    cancelled = cancel_redrive(runtime_of(database, actor="an operator"), redrive_id)
-    assert (cancelled.state, cancelled.sent) == ("cancelled", 1)
+    cancelled = cancel_bulk(runtime_of(database, actor="an operator"), redrive_id)
+    assert (cancelled.state, cancelled.done) == ("cancelled", 1)
     thread.join(timeout=20)
-    assert (done[0].state, done[0].sent) == ("cancelled", 1)
+    assert (done[0].state, done[0].done) == ("cancelled", 1)
     assert (failing.parked(), failing.dead()) == ([b"1"], [b"2", b"3"])
     with pytest.raises(Conflict, match="is cancelled"):
-        resume_redrive(runtime_of(database, actor="a test"), redrive_id, worker=new_worker())
+        resume_bulk(runtime_of(database, actor="a test"), redrive_id, worker=new_worker())
     with pytest.raises(Conflict, match="is cancelled"):
-        cancel_redrive(runtime_of(database, actor="a test"), redrive_id)
+        cancel_bulk(runtime_of(database, actor="a test"), redrive_id)
 
 
 def test_one_that_was_stopped_is_gone_on_with_by_another_and_the_former_worker_sends_nothing(failing: Failing) -> None:
@@ -263,30 +265,34 @@ def test_one_that_was_stopped_is_gone_on_with_by_another_and_the_former_worker_s
     database, stop = failing.stage.database, threading.Event()
     redrive_id, worker = begin(failing)
     stop.set()
-    assert work_on(database, redrive_id, worker=worker, stop=stop).sent == 0
+    assert work_on(database, redrive_id, worker=worker, stop=stop).done == 0
     another = new_worker()
-    resume_redrive(runtime_of(database, actor="a test"), redrive_id, worker=another)
+    resume_bulk(runtime_of(database, actor="a test"), redrive_id, worker=another)
     assert work_on(database, redrive_id, worker=worker).state == "running"
     assert failing.parked() == []
-    assert work_on(database, redrive_id, worker=another, batch=4).sent == 6
+    assert work_on(database, redrive_id, worker=another, batch=4).done == 6
 
 
-def test_every_act_has_its_audit_row_and_redrives_are_listed(failing: Failing) -> None:
+def test_every_act_has_its_audit_row_and_bulk_actions_are_listed(failing: Failing) -> None:
     (dead_id,) = failing.dead_letter(*numbered(failing, "a", 1))
     database = failing.stage.database
     redrive_id, worker = begin(failing, DeadFilter(dead_ids=(dead_id,)), per_s=5.0)
-    resume_redrive(runtime_of(database, actor="a test"), redrive_id, worker=worker)
-    cancel_redrive(runtime_of(database, actor="a test"), redrive_id)
+    resume_bulk(runtime_of(database, actor="a test"), redrive_id, worker=worker)
+    cancel_bulk(runtime_of(database, actor="a test"), redrive_id)
     done = redrive(failing, DeadFilter(key="a"))
+    first, second = ({"bulk": one, "act": "redrive"} for one in (redrive_id, done.bulk_id))
     assert failing.audit() == [
-        ("dead redrive", "orders/g", {"redrive": redrive_id, "filter": {"dead_ids": [dead_id]}, "per_s": 5.0}),
-        ("dead redrive resume", str(redrive_id), {}),
-        ("dead redrive cancel", str(redrive_id), {"sent": 0, "not_sent": 0}),
-        ("dead redrive", "orders/g", {"redrive": done.redrive_id, "filter": {"key": "a"}, "per_s": 0.0}),
+        ("bulk plan", "orders/g", first | {"filter": {"dead_ids": [dead_id]}, "size": 1, "matched": 1}),
+        ("bulk start", "orders/g", first | {"size": 1, "per_s": 5.0}),
+        ("bulk resume", str(redrive_id), {}),
+        ("bulk cancel", "orders/g", first | {"done": 0, "skipped": 0, "failed": 0}),
+        ("bulk plan", "orders/g", second | {"filter": {"key": "a"}, "size": 1, "matched": 1}),
+        ("bulk start", "orders/g", second | {"size": 1, "per_s": 0.0}),
+        ("bulk end", "orders/g", second | {"done": 1, "skipped": 0, "failed": 0}),
     ]
-    assert [one.redrive_id for one in redrives(database)] == [done.redrive_id, redrive_id]
-    assert [one.redrive_id for one in redrives(database, after=done.redrive_id)] == [redrive_id]
-    assert redrives(database, topic="orders", group="other") == []
+    assert [one.bulk_id for one in bulk_actions(database)] == [done.bulk_id, redrive_id]
+    assert [one.bulk_id for one in bulk_actions(database, after=done.bulk_id)] == [redrive_id]
+    assert bulk_actions(database, topic="orders", group="other") == []
 
 
 @pytest.mark.parametrize("bad", [DeadFilter(cause="hunger"), DeadFilter(dead_ids=()), DeadFilter(dead_ids=(1,) * 1_001),
@@ -298,7 +304,7 @@ def test_what_no_redrive_can_be_is_refused(failing: Failing, bad: DeadFilter) ->
         begin(failing, per_s=-1.0)
     with pytest.raises(NotFound):
         start_redrive(runtime_of(failing.stage.database, actor="a test"), "orders", "nobody", ALL)
-    with pytest.raises(NotFound, match="redrive"):
+    with pytest.raises(NotFound, match="bulk action"):
         work_on(failing.stage.database, 4_711, worker="w")
     failing.sql("UPDATE mqlayer.consumer_group SET state = 'retired'")
     with pytest.raises(Conflict, match="retired"):
@@ -320,12 +326,12 @@ def test_a_running_member_handles_what_was_given_back_in_order_and_once(failing:
     failing.stage.consume(recorder, backoff_s=None)
     failing.stage.wait_settled()
     assert applied == [b"3", b"4"], "what is dead is passed over"
-    assert redrive(failing).sent == 2
+    assert redrive(failing).done == 2
     wait_until(lambda: failing.key_row("a") is None, what="the key to be in line again")
     assert applied == [b"3", b"4", b"1", b"2"]
     numbered(failing, "a", 5)
     wait_until(lambda: applied[-1] == b"5", what="what follows")
-    assert redrive(failing).sent == 0
+    assert redrive(failing).done == 0
     assert len(recorder.ended) == 5
 
 
@@ -366,11 +372,11 @@ def command(failing: Failing, *typed: str, failpoint: str = "") -> subprocess.Co
 @pytest.mark.parametrize(
     ("place", "came"),
     [
-        ("redrive.after_start", 0),
-        ("redrive.before_commit", 0),
-        ("redrive.before_commit@2", 100),
-        ("redrive.after_commit", 100),
-        ("redrive.after_commit@2", 150),
+        ("bulk.after_start", 0),
+        ("bulk.before_commit", 0),
+        ("bulk.before_commit@2", 100),
+        ("bulk.after_commit", 100),
+        ("bulk.after_commit@2", 150),
     ],
 )
 def test_a_redrive_that_is_killed_goes_on_and_gives_nothing_back_twice(failing: Failing, place: str, came: int) -> None:
@@ -380,13 +386,13 @@ def test_a_redrive_that_is_killed_goes_on_and_gives_nothing_back_twice(failing: 
     name, _, nth = place.partition("@")
     done = command(failing, "dead", "redrive", "orders", "g", "--all", "--yes", failpoint=f"{name}=kill@{nth or 1}")
     assert done.returncode == -9, done.stderr
-    (left,) = redrives(failing.stage.database)
-    assert (left.state, left.sent, len(failing.parked())) == ("running", came, came)
-    again = command(failing, "dead", "redrive", "--resume", str(left.redrive_id), "--json")
+    (left,) = bulk_actions(failing.stage.database)
+    assert (left.state, left.done, len(failing.parked())) == ("running", came, came)
+    again = command(failing, "bulk", "resume", str(left.bulk_id), "--json")
     assert again.returncode == 0, again.stderr
     for key in "abc":
         assert failing.parked(key) == [str(number).encode() for number in numbers]
-    (over,) = redrives(failing.stage.database)
-    assert (over.state, over.sent, over.not_sent) == ("done", 150, 0)
-    assert len(redrive_results(failing.stage.database, left.redrive_id, limit=1_000)) == 150
-    assert command(failing, "dead", "redrive", "--resume", str(left.redrive_id)).returncode == 1
+    (over,) = bulk_actions(failing.stage.database)
+    assert (over.state, over.done, over.skipped) == ("done", 150, 0)
+    assert len(bulk_items(failing.stage.database, left.bulk_id, limit=1_000)) == 150
+    assert command(failing, "bulk", "resume", str(left.bulk_id)).returncode == 1

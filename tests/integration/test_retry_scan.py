@@ -12,15 +12,15 @@ from mqlayer.maintenance.late_jobs import late_jobs
 from mqlayer.postgres.notifications import GROUP, NotificationListener
 from mqlayer.redelivery import (
     DeadFilter,
-    cancel_redrive,
+    bulk_action,
+    bulk_actions,
+    cancel_bulk,
     clean_attempts,
     new_worker,
     parked_scan,
-    redrives,
     retry_scan,
     start_redrive,
 )
-from mqlayer.redelivery.redrive import redrive_of
 from mqlayer.workers import connections
 from mqlayer.workers.tasks import TASKS
 from tests.fixtures.consumers import Stage
@@ -86,22 +86,22 @@ def test_redrives_that_nobody_works_on_are_gone_on_with(failing: Failing) -> Non
     database = failing.stage.database
     left = start_redrive(runtime_of(database, actor="a test"), "orders", "g", DeadFilter(key="a"))
     retry_scan(database)
-    (done,) = redrives(database)
-    assert (done.redrive_id, done.state, done.sent) == (left, "done", 3)
+    (done,) = bulk_actions(database)
+    assert (done.bulk_id, done.state, done.done) == (left, "done", 3)
     assert failing.parked("a") == [b"0", b"1", b"2"]
 
 
 @pytest.mark.parametrize("told", ["[1]", '{"nonsense": 1}', '{"since": "never"}'])
 def test_a_redrive_that_makes_no_sense_does_not_keep_others_waiting(failing: Failing, told: str) -> None:
-    """Consumers write their groups' redrives; the scan is everyone's. A row may be older than the check."""
+    """Consumers write their groups' replays; the scan is everyone's. A row may be older than the check."""
     failing.dead_letter(*failing.publish(("a", b"1")))
     for constraint in ("names", "values", "times"):
         failing.sql(f"ALTER TABLE mqlayer.redrive DROP CONSTRAINT redrive_filter_{constraint}")
-    failing.sql(f"""INSERT INTO mqlayer.redrive (group_id, kind, filter, upto_id, per_s, actor)
-                    VALUES ({failing.group_id}, 'dead', '{told}', 9, 0, 'a test')""")
+    failing.sql(f"""INSERT INTO mqlayer.redrive (group_id, kind, filter, per_s, actor, upto_batch, position, newer)
+                    VALUES ({failing.group_id}, 'replay', '{told}', 0, 'a test', 9, 1, 'between')""")
     left = start_redrive(runtime_of(failing.stage.database, actor="a test"), "orders", "g", DeadFilter(key="a"))
     retry_scan(failing.stage.database)
-    assert redrive_of(failing.stage.database, left).state == "done"
+    assert bulk_action(failing.stage.database, left).state == "done"
 
 
 def test_a_group_whose_counts_are_full_does_not_keep_others_from_being_told(failing: Failing) -> None:
@@ -117,12 +117,12 @@ def test_a_redrive_whose_worker_lives_or_that_is_over_is_left_alone(failing: Fai
     database = failing.stage.database
     start_redrive(runtime_of(database, actor="a test"), "orders", "g", DeadFilter(), worker=new_worker())
     over = start_redrive(runtime_of(database, actor="a test"), "orders", "g", DeadFilter())
-    cancel_redrive(runtime_of(database, actor="a test"), over)
+    cancel_bulk(runtime_of(database, actor="a test"), over)
     retry_scan(database)
-    assert [(one.state, one.sent) for one in redrives(database)] == [("cancelled", 0), ("running", 0)]
+    assert [(one.state, one.done) for one in bulk_actions(database)] == [("cancelled", 0), ("running", 0)]
     failing.sql("UPDATE mqlayer.redrive SET lease_until = clock_timestamp()")
     retry_scan(database)
-    assert [(one.state, one.sent) for one in redrives(database)] == [("cancelled", 0), ("done", 1)]
+    assert [(one.state, one.done) for one in bulk_actions(database)] == [("cancelled", 0), ("done", 1)]
 
 
 def test_a_slow_redrive_does_not_hold_the_scan_up(failing: Failing) -> None:
@@ -131,12 +131,12 @@ def test_a_slow_redrive_does_not_hold_the_scan_up(failing: Failing) -> None:
     start_redrive(runtime_of(database, actor="a test"), "orders", "g", DeadFilter(), per_s=0.01)
     retry_scan(database)
     retry_scan(database)
-    (found,) = redrives(database)
-    assert (found.state, found.sent, found.worked_on) == ("running", 1, False)
+    (found,) = bulk_actions(database)
+    assert (found.state, found.done, found.worked_on) == ("running", 1, False)
     failing.sql("UPDATE mqlayer.redrive SET next_at = clock_timestamp()")
     retry_scan(database)
     retry_scan(database)
-    assert redrives(database)[0].sent == 2
+    assert bulk_actions(database)[0].done == 2
 
 
 def test_a_scan_that_is_killed_leaves_the_redrive_to_a_later_one(failing: Failing) -> None:
@@ -150,10 +150,10 @@ def test_a_scan_that_is_killed_leaves_the_redrive_to_a_later_one(failing: Failin
     )
     assert done.returncode == -9, done.stderr
     retry_scan(database)
-    assert redrives(database)[0].worked_on, "its lease lasts"
+    assert bulk_actions(database)[0].worked_on, "its lease lasts"
     failing.sql("UPDATE mqlayer.redrive SET lease_until = clock_timestamp()")
     retry_scan(database)
-    assert (redrives(database)[0].state, failing.parked()) == ("done", [b"1"])
+    assert (bulk_actions(database)[0].state, failing.parked()) == ("done", [b"1"])
 
 
 @pytest.mark.parametrize("at_once", [2, 5_000])

@@ -214,7 +214,7 @@ def redriven(stage: Stage, body: bytes = b"bad") -> tuple[Recorder, threading.Ev
     stage.send([("k", body)])
     stage.wait_settled()
     redrive = start_redrive(runtime_of(stage.database, actor="test"), stage.topic, "g", DeadFilter(), worker="w")
-    assert work_on(stage.database, redrive, worker="w").sent == 1
+    assert work_on(stage.database, redrive, worker="w").done == 1
     wait_until(lambda: len(recorder.begun) == 2, what="it is at work on what was given back")
     return recorder, go_on
 

@@ -409,7 +409,7 @@ def test_a_dead_letter_keeps_its_tags_and_comes_again_whatever_the_filter_says_t
     set_group(runtime_of(stage.database, actor="a test"), "orders", "g", tag_filter="any:us")
     worker = new_worker()
     redrive = start_redrive(runtime_of(stage.database, actor="a test"), "orders", "g", DeadFilter(), worker=worker)
-    assert work_on(stage.database, redrive, worker=worker).sent == 1
+    assert work_on(stage.database, redrive, worker=worker).done == 1
     wait_until(lambda: got == [(b"1", ("eu", "vip"))], what="it came again")
 
 

@@ -14,6 +14,8 @@ from pathlib import Path
 from types import CodeType
 from typing import Any, Final
 
+from _pytest.mark import ParameterSet
+
 KILL: Final = "=kill"
 LITERAL: Final = re.compile(r"([a-z_]+(?:\.[a-z_]+)+)=kill")
 GIVEN: Final = re.compile(r"\{\w+\}=kill")
@@ -55,7 +57,7 @@ def _names_given(function: Callable[..., Any]) -> set[str]:
 
 
 def _texts(value: object) -> list[str]:
-    values = value if isinstance(value, tuple) else (value,)
+    values = value.values if isinstance(value, ParameterSet) else value if isinstance(value, tuple) else (value,)
     return [text for text in values if isinstance(text, str)]
 
 

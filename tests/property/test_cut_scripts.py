@@ -57,6 +57,7 @@ from tests.fixtures.partition_harness import (
     all_handled,
     keyed_run,
 )
+from tests.fixtures.variants import some_of
 from tests.fixtures.wait import wait_until
 
 TRIES: Final = 60
@@ -606,7 +607,7 @@ def cuts_of(connection: CuttingConnection, key_prefix: str, story: Callable[[Wor
     return cuts
 
 
-@pytest.mark.parametrize("story", STORIES, ids=lambda story: story.__name__)
+@pytest.mark.parametrize("story", some_of(STORIES, 2), ids=lambda story: story.__name__)
 def test_a_script_that_ends_at_any_write_call_leaves_nothing_that_the_next_calls_do_not_repair(
     connection: CuttingConnection, key_prefix: str, story: Callable[[World], None]
 ) -> None:

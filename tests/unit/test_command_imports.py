@@ -62,6 +62,7 @@ PARTS: Final[dict[str, set[str]]] = {
     "keys": {"inspect", *FAILURES},
     "parked": {"inspect", *FAILURES},
     "dead": FAILURES,
+    "bulk": FAILURES,
     "replay": FAILURES,
     "outbox": {"health", "outbox", "relay"},
     "idempotency": {"idempotency", "inspect", *FAILURES},

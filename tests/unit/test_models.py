@@ -18,6 +18,7 @@ MISSING = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
 @pytest.mark.parametrize(
     ("model", "clean", "broken", "how"),

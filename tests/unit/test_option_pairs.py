@@ -94,11 +94,16 @@ OPTIONS: Final[dict[str, str]] = {
     "dead list": "TOPIC GROUP --key --cause --error --since --until --redriven --limit --after --json",
     "dead show": "MESSAGE --topic --group --raw --json",
     "dead redrive":
-        "TOPIC GROUP --message --key --cause --error --since --until --all --rate --plan --yes --background --resume "
+        "TOPIC GROUP --message --key --cause --error --since --until --all --rate --reason --plan --yes --background "
         "--json",
-    "dead redrives": "TOPIC GROUP --limit --after --json",
-    "dead results": "REDRIVE_ID --limit --after --json",
-    "dead cancel": "REDRIVE_ID",
+    "bulk plan":
+        "ACT TOPIC GROUP --message --key --cause --error --since --until --min-attempts --waiting --all --limit "
+        "--first --json",
+    "bulk start": "BULK_ID --reason --rate --background --json",
+    "bulk resume": "BULK_ID --json",
+    "bulk list": "TOPIC GROUP --state --limit --after --json",
+    "bulk show": "BULK_ID --failed --limit --after --json",
+    "bulk cancel": "BULK_ID",
     "dead discard": "MESSAGE --reason --topic --group",
     "replay start":
         "TOPIC GROUP --key --tag --since --until --snapshot --all --newer --rate --plan --yes --background --json",
@@ -147,13 +152,15 @@ BY_VALUE: Final = {
 SMALL: Final = {
     **dict.fromkeys(("dead discard", "key skip-head", "parked discard"), "wants a reason, and keeps the message"),
     "archive accept-gap": "wants a reason, and drops nothing",
-    **dict.fromkeys(("dead cancel", "replay cancel", "route drop"), "what was done stays, and it can be started again"),
+    **dict.fromkeys(("bulk cancel", "replay cancel", "route drop"), "what was done stays, and it can be started again"),
     **dict.fromkeys(("node rearm", "node set", "outbox recover", "route repair"), "loses nothing without an option"),
     **dict.fromkeys(("outbox rotate", "trim"), "drops what nobody needs, as the worker does"),
     **dict.fromkeys(("grant", "revoke"), "undone by the other"),
     **dict.fromkeys(("group pause", "key pause", "topic pause"), "undone by resume"),
     **dict.fromkeys(("group resume", "key resume", "topic resume"), "undone by pause"),
     **dict.fromkeys(("group set", "topic set"), "undone by setting it again"),
+    **dict.fromkeys(("bulk resume", "bulk start"), "goes on with what was planned"),
+    "bulk plan": "it is the plan; nothing is done before bulk start",
     "group evict": "one member, whose partitions go to others",
     "outbox delayed cancel": "one message, named by its number",
     "outbox quarantine retry": "what can't be sent stays as it was",

@@ -33,7 +33,7 @@ def found_by_pyright(program: Path) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_pyright_reports_each_line_with_a_mistake_and_no_other(tmp_path: Path) -> None:
     import_or_leave_out("basedpyright")
     lines = PROGRAM.read_text("utf-8").splitlines()

@@ -863,7 +863,9 @@ CREATE TABLE mqlayer.dead_message (
         octet_length(key) <= 65536 AND octet_length(m) <= 1000000 AND octet_length(body) <= 16777216),
     CONSTRAINT dead_message_texts CHECK (octet_length(reason) <= 65536 AND octet_length(actor) <= 4096)
 );
-CREATE INDEX dead_message_listed ON mqlayer.dead_message (group_id, died_at) WHERE redriven_at IS NULL;
+-- Pages, latest first: of a group, and of all.
+CREATE INDEX dead_message_listed ON mqlayer.dead_message (group_id, died_at, dead_id) WHERE redriven_at IS NULL;
+CREATE INDEX dead_message_latest ON mqlayer.dead_message (died_at, dead_id) WHERE redriven_at IS NULL;
 CREATE INDEX dead_message_stream ON mqlayer.dead_message (group_id, partition_id, log_offset);
 -- Key by key, as its messages were published: the order of a redrive.
 CREATE INDEX dead_message_queue ON mqlayer.dead_message (group_id, lp, key, partition_id, log_offset, dead_id)
@@ -919,28 +921,30 @@ CREATE TABLE mqlayer.failure_count (
 
 -- Redrives and replays -----------------------------------------------------------------------------------------------
 
--- Messages given to a group by a job that may be stopped, killed and gone on with. dead: dead messages of the group.
--- replay: of the archive, messages that the group has come past. backfill: of the archive, messages from before the
--- group's start, ahead of its streams.
+-- Work on a group's messages by a job that may be stopped, killed and gone on with. Bulk actions have a fixed set in
+-- bulk_item: redrive gives dead messages back, keep rules that they stay dead, release tries parked keys, discard lets
+-- parked messages die. replay: of the archive, messages that the group has come past. backfill: of the archive, messages
+-- from before the group's start, ahead of its streams.
 CREATE TABLE mqlayer.redrive (
     redrive_id   bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
     group_id     bigint NOT NULL REFERENCES mqlayer.consumer_group,
-    kind         text NOT NULL DEFAULT 'dead',
+    kind         text NOT NULL,
     -- The messages that it is for: see mqlayer/redelivery/filters.py.
     filter       jsonb NOT NULL,
-    -- Later ones are not of it.
-    upto_id      bigint NOT NULL,
     -- Messages per second, at most. 0: no limit.
     per_s        double precision NOT NULL,
     actor        text NOT NULL,
     state        text NOT NULL DEFAULT 'running',
 
-    -- Of dead messages: the last one that was handled, in the order of dead_message_line.
-    at_lp        smallint NOT NULL DEFAULT -1,
-    at_key       bytea NOT NULL DEFAULT '',
-    at_partition int NOT NULL DEFAULT 0,
-    at_offset    bigint NOT NULL DEFAULT 0,
-    at_dead_id   bigint NOT NULL DEFAULT 0,
+    -- Of a bulk action: why it was started, how many items it has and how many matched, the last item that is done, and
+    -- how many items no transaction could take.
+    reason       text,
+    size         int,
+    matched      bigint,
+    at_number    int NOT NULL DEFAULT 0,
+    failed       int NOT NULL DEFAULT 0,
+    -- When its set was fixed. Until it is started, started_at is this time.
+    planned_at   timestamptz,
 
     -- Of the archive: later batches are not of it.
     upto_batch   bigint,
@@ -971,24 +975,32 @@ CREATE TABLE mqlayer.redrive (
     blocked_by        text,
     started_at   timestamptz NOT NULL DEFAULT clock_timestamp(),
     ended_at     timestamptz,
-    CONSTRAINT redrive_kind CHECK (kind IN ('dead', 'replay', 'backfill')),
-    CONSTRAINT redrive_state CHECK (state IN ('running', 'done', 'cancelled')),
+    CONSTRAINT redrive_kind CHECK (kind IN ('redrive', 'keep', 'release', 'discard', 'replay', 'backfill')),
+    CONSTRAINT redrive_state CHECK (state IN ('planned', 'running', 'done', 'cancelled')),
     CONSTRAINT redrive_rate CHECK (per_s >= 0 AND per_s <= 1e11),
-    CONSTRAINT redrive_ended CHECK ((state = 'running') = (ended_at IS NULL)),
+    CONSTRAINT redrive_ended CHECK ((state IN ('planned', 'running')) = (ended_at IS NULL)),
     CONSTRAINT redrive_numbers CHECK (
-        upto_id BETWEEN 0 AND 4611686018427387904 AND upto_batch BETWEEN 0 AND 4611686018427387904
+        size BETWEEN 0 AND 1000000 AND matched BETWEEN 0 AND 4611686018427387904 AND at_number BETWEEN 0 AND size
+        AND failed BETWEEN 0 AND size AND upto_batch BETWEEN 0 AND 4611686018427387904
         AND position BETWEEN -4611686018427387904 AND 4611686018427387904 AND snapshot_id BETWEEN 0 AND 2000000000),
     CONSTRAINT redrive_times CHECK (
         lease_until BETWEEN '1970-01-01 00:00+00' AND '9000-01-01 00:00+00'
+        AND planned_at BETWEEN '1970-01-01 00:00+00' AND '9000-01-01 00:00+00'
         AND ended_at BETWEEN '1970-01-01 00:00+00' AND '9000-01-01 00:00+00'),
     CONSTRAINT redrive_newer CHECK (newer IN ('wait', 'between')),
     CONSTRAINT redrive_of_archive CHECK (
-        (kind = 'dead') = (upto_batch IS NULL) AND (kind = 'dead') = (position IS NULL) AND (kind = 'dead') = (newer IS NULL)),
+        (kind IN ('replay', 'backfill')) = (upto_batch IS NOT NULL)
+        AND (upto_batch IS NULL) = (position IS NULL) AND (upto_batch IS NULL) = (newer IS NULL)),
+    CONSTRAINT redrive_of_bulk CHECK (
+        (upto_batch IS NULL) = (size IS NOT NULL) AND (size IS NULL) = (matched IS NULL)
+        AND (size IS NULL) = (planned_at IS NULL) AND (state <> 'planned' OR size IS NOT NULL)),
     -- One filter that can't be read would end the list of all groups' redrives.
     CONSTRAINT redrive_filter_names CHECK (
         jsonb_typeof(filter) = 'object'
         AND filter - ARRAY['key', 'since', 'until']
-                   - CASE WHEN kind = 'dead' THEN ARRAY['cause', 'error', 'dead_ids'] ELSE ARRAY['tag', 'snapshot'] END = '{}'
+                   - CASE WHEN kind IN ('redrive', 'keep') THEN ARRAY['cause', 'error', 'min_attempts', 'dead_ids']
+                          WHEN kind IN ('release', 'discard') THEN ARRAY['cause', 'error', 'min_attempts', 'waiting']
+                          ELSE ARRAY['tag', 'snapshot'] END = '{}'
     ),
     CONSTRAINT redrive_filter_values CHECK (
         coalesce(jsonb_typeof(filter -> 'key'), 'string') = 'string'
@@ -999,6 +1011,8 @@ CREATE TABLE mqlayer.redrive (
         AND coalesce(jsonb_typeof(filter -> 'since'), 'string') = 'string'
         AND coalesce(jsonb_typeof(filter -> 'until'), 'string') = 'string'
         AND coalesce(jsonb_typeof(filter -> 'dead_ids'), 'array') = 'array'
+        AND coalesce(jsonb_typeof(filter -> 'waiting'), 'boolean') = 'boolean'
+        AND coalesce(jsonb_typeof(filter -> 'min_attempts'), 'number') = 'number'
         AND octet_length(filter::text) <= 1000000
     ),
     -- In the form of ISO 8601, and a time that is one: else the conversion refuses it.
@@ -1014,24 +1028,56 @@ CREATE TABLE mqlayer.redrive (
     ),
     CONSTRAINT redrive_texts CHECK (
         octet_length(actor) <= 4096 AND octet_length(worker) <= 1024 AND octet_length(blocked_by) <= 65536
-        AND octet_length(name) <= 65536 AND octet_length(at_key) <= 65536),
+        AND octet_length(name) <= 65536 AND octet_length(reason) <= 65536),
     CONSTRAINT redrive_documents CHECK (
         octet_length(bounds::text) <= 1000000 AND octet_length(results::text) <= 1000000)
 );
 CREATE INDEX redrive_running ON mqlayer.redrive (redrive_id) WHERE state = 'running';
 -- One at a time: two would give a key's messages to a group across each other.
-CREATE UNIQUE INDEX redrive_one_replay ON mqlayer.redrive (group_id) WHERE state = 'running' AND kind <> 'dead';
+CREATE UNIQUE INDEX redrive_one_replay ON mqlayer.redrive (group_id) WHERE state = 'running' AND kind IN ('replay', 'backfill');
 
--- The result of each message of a redrive. sent: given back. already: it lives in the group. no_body: passed over
--- without its body, which can't be sent. gone: no row of it is left.
-CREATE TABLE mqlayer.redrive_result (
+-- The set of a bulk action, fixed in one statement, in the order in which it is done: dead messages or parked keys.
+CREATE TABLE mqlayer.bulk_item (
     redrive_id bigint NOT NULL REFERENCES mqlayer.redrive,
-    dead_id    bigint NOT NULL,
-    result     text NOT NULL,
-    at         timestamptz NOT NULL DEFAULT clock_timestamp(),
-    CONSTRAINT redrive_result_key PRIMARY KEY (redrive_id, dead_id),
-    CONSTRAINT redrive_result_word CHECK (result IN ('sent', 'already', 'no_body', 'gone'))
+    number     int NOT NULL,
+    group_id   bigint NOT NULL REFERENCES mqlayer.consumer_group,
+    -- Of a dead message. One that was named and has no row has nothing else.
+    dead_id    bigint,
+    -- A dead message's key, or the name of a parked key; the identity of the message or of the key's head.
+    lp         smallint,
+    name       bytea,
+    source     bigint,
+    seq        bigint,
+    -- When it died or was parked, and the cause of a death: another one means that it changed.
+    since      timestamptz,
+    cause      text,
+    -- Of a parked key: its messages then, and the last one's place. Later ones are not of the set.
+    messages   bigint,
+    upto       bigint,
+    -- Messages of a key that are discarded so far.
+    gone       bigint NOT NULL DEFAULT 0,
+    -- Null: not done yet. already: a dead message lives in its group. no_body: it was passed over without its body.
+    -- gone: there is no such row any more. changed: it died again, has another cause or another head. paused: an operator
+    -- paused the key. due: the key is tried now anyway. failed: see error.
+    result     text,
+    error      text,
+    at         timestamptz,
+    CONSTRAINT bulk_item_key PRIMARY KEY (redrive_id, number),
+    CONSTRAINT bulk_item_word CHECK (
+        result IN ('done', 'already', 'no_body', 'gone', 'changed', 'paused', 'due', 'failed')),
+    CONSTRAINT bulk_item_numbers CHECK (
+        number BETWEEN 1 AND 1000000 AND lp BETWEEN 0 AND 1023 AND messages BETWEEN 0 AND 9007199254740991
+        AND source BETWEEN 1 AND 9007199254740991 AND seq BETWEEN 1 AND 9007199254740991
+        AND gone BETWEEN 0 AND 9007199254740991),
+    CONSTRAINT bulk_item_times CHECK (
+        since BETWEEN '1970-01-01 00:00+00' AND '9000-01-01 00:00+00'
+        AND at BETWEEN '1970-01-01 00:00+00' AND '9000-01-01 00:00+00'),
+    CONSTRAINT bulk_item_texts CHECK (
+        octet_length(name) <= 65536 AND octet_length(cause) <= 63 AND octet_length(error) <= 65536)
 );
+CREATE INDEX bulk_item_failed ON mqlayer.bulk_item (redrive_id, number) WHERE result = 'failed';
+-- The life of a message asks which bulk actions gave it back.
+CREATE INDEX bulk_item_dead ON mqlayer.bulk_item (dead_id) WHERE dead_id IS NOT NULL;
 
 -- Messages that a replay did not send, but for those that its filter or the group's leaves out.
 CREATE TABLE mqlayer.replay_result (
@@ -1733,6 +1779,7 @@ BEGIN
         'mqlayer.member', 'mqlayer.assignment', 'mqlayer.group_start', 'mqlayer.drained', 'mqlayer.parked_key',
         'mqlayer.parked_message', 'mqlayer.parked_total', 'mqlayer.parking_change', 'mqlayer.dead_message',
         'mqlayer.failed_attempt', 'mqlayer.failure_count', 'mqlayer.partition_pause', 'mqlayer.redrive',
+        'mqlayer.bulk_item',
         'mqlayer_archive.outcome_queue', 'mqlayer_archive.outcome_progress']
     LOOP
         EXECUTE format('ALTER TABLE %s ENABLE ROW LEVEL SECURITY', v_table);

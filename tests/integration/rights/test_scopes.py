@@ -381,7 +381,8 @@ def test_a_replaced_server_is_seen_to_with_sequences_at_their_end(
         "[1]",
         '{"nonsense": 1}',
         '{"key": 1}',
-        '{"dead_ids": "x"}',
+        '{"dead_ids": [1]}',
+        '{"tag": 1}',
         '{"since": "never"}',
         '{"until": ""}',
         '{"since": "2026-01-01T00:00:00+00:00", "until": null}',
@@ -392,9 +393,11 @@ def test_a_replaced_server_is_seen_to_with_sequences_at_their_end(
 def test_a_consumer_leaves_no_redrive_that_nobody_can_list(
     groups: dict[str, int], ledger: psycopg.Connection, told: str
 ) -> None:
-    put = """INSERT INTO mqlayer.redrive (group_id, kind, filter, upto_id, per_s, actor)
-             VALUES (%s, 'dead', %s, 1, 0, 'x')"""
-    ledger.execute(put, [groups["ledger"], '{"since": "2026-01-31T23:59:59.000001+05:30", "dead_ids": [1]}'])
+    put = """INSERT INTO mqlayer.redrive (group_id, kind, filter, per_s, actor, upto_batch, position, newer)
+             VALUES (%s, 'replay', %s, 0, 'x', 9, 1, 'between')"""
+    done = [groups["ledger"], '{"since": "2026-01-31T23:59:59.000001+05:30", "tag": "a"}']
+    ledger.execute(put, done)
+    ledger.execute("UPDATE mqlayer.redrive SET state = 'cancelled', ended_at = now()")
     with pytest.raises((pg_errors.CheckViolation, pg_errors.DataError)):
         ledger.execute(put, [groups["ledger"], told])
 
