@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Final
 
-from mqlayer.console.render import duration, link, number, segment, when
+from mqlayer.console.render import counted, duration, link, segment, when
 from mqlayer.inspect import PartitionHead, PartitionStatus
 
 STALLS: Final = {
@@ -88,10 +88,10 @@ def _stalled(head: PartitionHead) -> Iterator[Waiting]:
 
 def _parents(head: PartitionHead, here: str) -> Iterator[Waiting]:
     for parent in head.parents:
-        lag = "an unknown number of" if parent.lag is None else number(parent.lag)
+        lag = "an unknown number" if parent.lag is None else counted(parent.lag, "message")
         yield Waiting(
             f"It waits until parent {parent.facts.partition} is drained, or a key's order would break: "
-            f"{lag} messages are unsettled there ({stall_words(parent)[0]}).",
+            f"unsettled there: {lag} ({stall_words(parent)[0]}).",
             "warn",
             head.status.facts.made_at,
             f"{here}/partitions/{parent.facts.partition}",
@@ -140,7 +140,7 @@ def _of_message(head: PartitionHead) -> Iterator[Waiting]:
         if parked.paused_at is not None:
             due = f"{parked.paused_by} paused it"
         yield Waiting(
-            f"Its key is parked ({parked.cause}) with {parked.messages:,} messages before this one: {due}. "
+            f"Its key is parked ({parked.cause}) with {counted(parked.messages, 'message')} before this one: {due}. "
             "This message joins them as soon as the owner gets to it.",
             "warn",
             parked.since,

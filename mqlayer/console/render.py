@@ -41,6 +41,11 @@ def number(value: float | None) -> str:
     return f"{value:,.0f}" if isinstance(value, int) or value >= 100 or value == int(value) else f"{value:,.2g}"
 
 
+def counted(count: int | float | None, what: str) -> str:
+    """Return a number with its noun: 1 message, 2,000 messages."""
+    return f"{number(count)} {what}" if count == 1 else f"{number(count)} {what}s"
+
+
 def size(value: float | None) -> str:
     """Return bytes in a fitting unit."""
     if value is None:
@@ -95,6 +100,7 @@ def templates() -> Environment:
     )
     made.filters |= {
         "ago": ago,
+        "counted": counted,
         "duration": duration,
         "exact": exact,
         "number": number,

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, Final, get_args
 
 from mqlayer.console.page import ROWS, Action, Outcome, Page, Plan, Visit, part
-from mqlayer.console.render import duration, link
+from mqlayer.console.render import counted, duration, link
 from mqlayer.console.views.parked import dead_filter, parked_filter
 from mqlayer.errors import InvalidInput
 from mqlayer.redelivery import (
@@ -95,13 +95,13 @@ def _plan_plan(visit: Visit) -> Plan:
     act, topic, group, wanted = _wanted(visit)
     database = visit.runtime.control
     if isinstance(wanted, DeadFilter):
-        kind, count = "dead messages", estimate_dead(database, wanted, topic=topic, group=group)
+        kind, count = "dead message", estimate_dead(database, wanted, topic=topic, group=group)
     else:
-        kind, count = "parked keys", estimate_parked(database, replace(wanted, topic=topic, group=group))
+        kind, count = "parked key", estimate_parked(database, replace(wanted, topic=topic, group=group))
     narrowed = ", ".join(f"{name} {value}" for name, value in wanted.as_json().items()) or "all of the group"
     return Plan([
         f"Fix a set for this act: {WORDS[act]}, in group {group} of topic {topic}. Nothing is done to it yet.",
-        f"{'' if count.exact else 'At least '}{count.count:,} {kind} match now: {narrowed}.",
+        f"Matching now: {'' if count.exact else 'at least '}{counted(count.count, kind)} ({narrowed}).",
         f"The first {BULK_LIMIT:,} are taken, {order_of(act)}. What matches later is not of the set.",
         (f"The next page shows the set: its size, its order and its first items. Start it there within "
         f"{duration(PLAN_EXPIRES_S)}, or leave it."),
@@ -112,7 +112,7 @@ def _plan(visit: Visit) -> Outcome:
     act, topic, group, wanted = _wanted(visit)
     found = plan_bulk(visit.runtime, act, topic, group, wanted, first=True)
     text = (
-        f"Bulk action {found.bulk_id} is planned: {found.size:,} items. Nothing is done yet: look at it, and start it."
+        f"Bulk action {found.bulk_id} is planned: {counted(found.size, 'item')}. Nothing is done yet: start it there."
     )
     return Outcome(text, link(f"/bulk/{found.bulk_id}", reason=visit.text("reason")))
 
@@ -122,7 +122,7 @@ def _plan_start(visit: Visit) -> Plan:
     rate = _rate(visit)
     return Plan(
         [
-            f"{found.size:,} items, fixed: {WORDS[found.act]}, in group {found.group} of topic {found.topic}.",
+            f"{counted(found.size, 'item')}, fixed: {WORDS[found.act]}, in group {found.group} of topic {found.topic}.",
             f"Order: {order_of(found.act)}.",
             f"At most {rate:g} a second." if rate else "As fast as the group has room for them.",
             "An item that changed since the plan is passed by. It can be cancelled on the way; what is done stays.",

@@ -13,7 +13,7 @@ from mqlayer.console.node_reads import impatient
 from mqlayer.console.page import ROWS, Action, Outcome, Page, Plan, Visit, part
 from mqlayer.console.partition_words import Waiting, stall_words, waits_for
 from mqlayer.console.recent import RECENT
-from mqlayer.console.render import duration, link, number, segment, when
+from mqlayer.console.render import counted, duration, link, number, segment, when
 from mqlayer.console.spans import page_of, span_of
 from mqlayer.errors import Conflict, InvalidInput
 from mqlayer.groups import Start, apply_seek, planned_seek
@@ -160,7 +160,7 @@ def _plan_pause(visit: Visit) -> Plan:
     running = running_partitions(visit.runtime.control, facts.topic, facts.name)
     return Plan(
         [
-            f"The {facts.alive:,} members of {_named(visit)} begin no further message.",
+            f"Members of {_named(visit)} begin no further message; {facts.alive:,} alive now.",
             f"Running messages finish; partitions with an owner now: {running:,}.",
             "Its messages stay in the streams, so its lag grows, and they are not trimmed.",
         ]
@@ -226,7 +226,7 @@ def _plan_evict(visit: Visit) -> Plan:
     return Plan(
         [
             f"Member {member.member_id}, process {member.pid} on {member.host}, ends and consumes no more.",
-            f"Its {member.partitions:,} partitions go to the {max(0, facts.alive - 1):,} other members at once.",
+            f"Other members, {max(0, facts.alive - 1):,}, get its {counted(member.partitions, 'partition')} at once.",
             "Messages that it has in hand are handled again by their new owners.",
         ],
         danger=True,
@@ -269,7 +269,7 @@ def _plan_seek(visit: Visit) -> Plan:
     back = sum(_again(now.get(one.partition), one.offset) for one in plan.beginnings)
     over = sum(_over(now.get(one.partition), one.offset) for one in plan.beginnings)
     lines = [
-        f"The {_named(visit)} goes on from {_where(to)} in {len(plan.beginnings):,} partitions.",
+        f"The {_named(visit)} goes on from {_where(to)} in {counted(len(plan.beginnings), 'partition')}.",
         f"Settled messages that are delivered again: at most {number(back)}.",
         f"Unsettled messages that are passed over: at most {number(over)}.",
         "Effects with a fence are not applied twice, other effects are."
@@ -279,7 +279,7 @@ def _plan_seek(visit: Visit) -> Plan:
         *(text for _, text in moves[:SHOWN]),
     ]
     if len(moves) > SHOWN:
-        lines.append(f"and {len(moves) - SHOWN:,} partitions that move less")
+        lines.append(f"and {counted(len(moves) - SHOWN, 'partition')} with a smaller move")
     return Plan(lines, danger=True, fields={"seek": str(plan.group.seek)})
 
 
@@ -316,21 +316,23 @@ def _plan_retire(visit: Visit) -> Plan:
     facts = _facts(visit)
     (status,) = group_statuses(impatient(visit.runtime), facts.topic, facts.name, count_keys=False)
     if facts.alive:
-        raise Conflict(f"{facts.alive:,} members of {_named(visit)} live", "stop them first; then retire it")
+        raise Conflict(
+            f"{_named(visit)} has {counted(facts.alive, 'living member')}", "stop them first; then retire it"
+        )
     lines = [
         f"The {_named(visit)} ends for good: its position is forgotten.",
         f"Unsettled messages that it will never handle: {status.lag:,}.",
         "Its messages bound neither trimming nor the retirement of partitions any more.",
     ]
     if status.parked.messages:
-        lines.append(f"Its {status.parked.messages:,} parked messages are deleted.")
+        lines.append(f"Deleted: {counted(status.parked.messages, 'parked message')}.")
     return Plan(lines, danger=True, fields={"parked": str(status.parked.messages)})
 
 
 def _retire(visit: Visit) -> Outcome:
     drop = visit.number("parked", 0) > 0
     done = retire_group(visit.runtime, visit.text("topic"), visit.text("group"), drop_parked=drop)
-    return Outcome(f"The {_named(visit)} is retired, with {done.parked:,} parked messages.", "/groups")
+    return Outcome(f"The {_named(visit)} is retired, with {counted(done.parked, 'parked message')}.", "/groups")
 
 
 PAGES: Final = (

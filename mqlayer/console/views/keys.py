@@ -10,7 +10,7 @@ from typing import Any, Final
 from mqlayer.console.lookups import topic_names
 from mqlayer.console.node_reads import impatient
 from mqlayer.console.page import Action, Outcome, Page, Part, Plan, Visit, part
-from mqlayer.console.render import ago, duration, link, when
+from mqlayer.console.render import ago, counted, duration, link, when
 from mqlayer.domain.names import parse_identity
 from mqlayer.errors import Conflict, InvalidInput
 from mqlayer.groups.group import find_group
@@ -141,7 +141,7 @@ def _facts(found: KeyStatus) -> Iterator[tuple[str, str]]:
         if search.head.unmatched:
             yield "filter", "the first message does not match the group's tag filter: it is passed over"
     for one in found.holds_up:
-        left = "its node does not answer" if one.lag is None else f"{one.lag:,} messages left"
+        left = "its node does not answer" if one.lag is None else f"{counted(one.lag, 'message')} left"
         yield f"before it: partition {one.facts.partition}", left
     if search.cut:
         yield "bound", f"looked at {search.scanned:,} unsettled offsets; more wait"

@@ -10,7 +10,7 @@ from typing import Any, Final
 from mqlayer.console.lookups import topic_names, why_hidden
 from mqlayer.console.node_reads import impatient
 from mqlayer.console.page import ROWS, Action, Outcome, Page, Plan, Visit, part
-from mqlayer.console.render import ago, link, segment
+from mqlayer.console.render import ago, counted, link, segment
 from mqlayer.domain.body_text import decoded
 from mqlayer.domain.message import Identity
 from mqlayer.domain.names import parse_identity
@@ -219,7 +219,7 @@ def _plan_release(visit: Visit) -> Plan:
     waits = 1 if key is None else _key_row(visit, topic, group, key).messages
     return Plan([
         f"Group {group} of topic {topic} tries {_name_of(key, message)} at once, with all attempts again.",
-        f"{waits:,} {'message waits' if waits == 1 else 'messages wait'} in it, in order.",
+        f"Waiting in it, in order: {counted(waits, 'message')}.",
         "If it fails for the same cause, it is parked again: repair the handler first.",
     ])  # fmt: skip
 
@@ -234,8 +234,8 @@ def _plan_discard(visit: Visit) -> Plan:
     topic, group, key, message = _parked_one(visit)
     waits = 1 if key is None else _key_row(visit, topic, group, key).messages
     return Plan([
-        (f"{waits:,} {'message' if waits == 1 else 'messages'} of {_name_of(key, message)} become dead messages of "
-        f"group {group} of topic {topic}, their bodies kept, without an effect."),
+        (f"Group {group} of topic {topic} drops {counted(waits, 'message')} of {_name_of(key, message)} without an "
+        "effect: dead messages, their bodies kept."),
         "Messages that come after that are handled as any other.",
         "A redrive can give them back later, then behind what was handled meanwhile: their place in the order is lost.",
     ], danger=True)  # fmt: skip
@@ -244,7 +244,9 @@ def _plan_discard(visit: Visit) -> Plan:
 def _discard(visit: Visit) -> Outcome:
     topic, group, key, message = _parked_one(visit)
     count = discard_parked(visit.runtime, topic, group, key=key, message=message, reason=visit.text("reason"))
-    return Outcome(f"{count:,} messages of {_name_of(key, message)} are dead.", _list_of(topic, group, show="dead"))
+    return Outcome(
+        f"Dead now: {counted(count, 'message')} of {_name_of(key, message)}.", _list_of(topic, group, show="dead")
+    )
 
 
 def _list_of(topic: str, group: str, **more: str) -> str:

@@ -309,7 +309,7 @@ def test_an_act_is_on_the_very_key_that_its_page_shows(stage: Stage) -> None:
     failing.park(other, attempts=3)
     with console_client(World(stage.dsn, stage.prefix, ()), OPERATOR) as client:
         said = do_action(client, "parked-discard", topic=stage.topic, group=failing.group, key=key)
-        assert "1 messages" in said
+        assert "1 message of key" in said
         found = client.get("/keys", params={"topic": stage.topic, "key": "a\u202eb"}).text
     assert failing.dead() == [b"1"]
     assert 'name="key" required value="a\u202eb"' in found, "a search that is sent again is the same"

@@ -128,8 +128,8 @@ def test_acts_on_one_have_their_effect_and_an_audit_row(failing: Failing, ann: T
     do_action(ann, "parked-release", "mended", **named, key="a")
     assert failing.key_row("a") == ("exhausted", True, 0)
     assert audit(failing, "parked release") == ("ann@console", "mended")
-    assert "1 messages of key b are dead" in do_action(ann, "parked-discard", "old", **named, key="b")
-    assert "are dead" in do_action(ann, "parked-discard", "old", **named, message=str(identity_of(third)))
+    assert "Dead now: 1 message of key b." in do_action(ann, "parked-discard", "old", **named, key="b")
+    assert "Dead now: 1 message" in do_action(ann, "parked-discard", "old", **named, message=str(identity_of(third)))
     assert failing.dead() == [b"2", b"3"]
     ids = [row[0] for row in failing.sql("SELECT dead_id FROM mqlayer.dead_message ORDER BY dead_id")]
     assert "stays dead" in do_action(ann, "dead-keep", "no use", dead_id=str(ids[0]))
@@ -150,7 +150,7 @@ def test_a_bulk_action_has_a_fixed_set_and_is_watched_and_cancelled(
     plan = link_of(
         shown(ann, **named), "/actions/bulk-plan?topic=orders&amp;group=g&amp;cause=exhausted&amp;act=release"
     )
-    assert "60 parked keys match now: cause exhausted" in ann.get(plan).text
+    assert "Matching now: 60 parked keys (cause exhausted)" in ann.get(plan).text
     done = do_action(ann, "bulk-plan", "mended", **named, act="release")
     path = link_of(done, "/bulk/")
     failing.park(*failing.publish(("later", b"1")))
