@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -29,15 +30,11 @@ class Runtimes:
     settings: Settings
     roles: Mapping[Level, str] = field(default_factory=dict)
     _databases: dict[str, tuple[Database, Database]] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def of(self, user: User, reason: str = "") -> Runtime:
         """Return a runtime that acts as a user."""
-        role = self.roles.get(user.level, "")
-        if role not in self._databases:
-            dsns = self.settings.control_dsn(), self.settings.application_dsn()
-            control, application = (Database(as_role(dsn, role), application=NAME, max_size=POOL) for dsn in dsns)
-            self._databases[role] = control, application
-        control, application = self._databases[role]
+        control, application = self._of_role(self.roles.get(user.level, ""))
         return Runtime(control, self.settings, application, Actor(f"{user.name}@console", reason))
 
     def check(self, level: Level) -> None:
@@ -54,6 +51,15 @@ class Runtimes:
             control.close()
             application.close()
         self._databases.clear()
+
+    def _of_role(self, role: str) -> tuple[Database, Database]:
+        # The first pages of a browser come at once.
+        with self._lock:
+            if role not in self._databases:
+                dsns = self.settings.control_dsn(), self.settings.application_dsn()
+                control, application = (Database(as_role(dsn, role), application=NAME, max_size=POOL) for dsn in dsns)
+                self._databases[role] = control, application
+            return self._databases[role]
 
 
 @contextmanager

@@ -50,7 +50,7 @@ class MeasuredTopic:
 class RateMeter:
     """Remembers offsets of topics; safe for threads."""
 
-    _known: OrderedDict[tuple[str, int], tuple[Ends, Ends]] = field(default_factory=OrderedDict)
+    _known: OrderedDict[tuple[str, str, int], tuple[Ends, Ends]] = field(default_factory=OrderedDict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def measure(self, runtime: Runtime, topic_id: int) -> MeasuredTopic:
@@ -67,12 +67,12 @@ class RateMeter:
             except MqlayerError as error:
                 unreachable[nodes[node_id].name] = str(error)
         now = Ends(time.monotonic(), {partition: past for partition, (past, _) in told.items()})
-        before = self._before((runtime.prefix, topic_id), now)
+        before = self._before((runtime.control.address, runtime.prefix, topic_id), now)
         over_s = None if before is None else now.at - before.at
         measured = tuple(_measured(one, told.get(one.partition), before, over_s) for one in partitions)
         return MeasuredTopic(measured, {node_id: node.name for node_id, node in nodes.items()}, over_s, unreachable)
 
-    def _before(self, name: tuple[str, int], now: Ends) -> Ends | None:
+    def _before(self, name: tuple[str, str, int], now: Ends) -> Ends | None:
         with self._lock:
             older, newer = self._known.pop(name, (now, now))
             if now.at - newer.at >= RENEWED_S:

@@ -111,9 +111,7 @@ def _plan_plan(visit: Visit) -> Plan:
 def _plan(visit: Visit) -> Outcome:
     act, topic, group, wanted = _wanted(visit)
     found = plan_bulk(visit.runtime, act, topic, group, wanted, first=True)
-    text = (
-        f"Bulk action {found.bulk_id} is planned: {counted(found.size, 'item')}. Nothing is done yet: start it there."
-    )
+    text = f"Bulk action {found.bulk_id} is planned: {counted(found.size, 'item')}. Nothing is done yet: start it."
     return Outcome(text, link(f"/bulk/{found.bulk_id}", reason=visit.text("reason")))
 
 

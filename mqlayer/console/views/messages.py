@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -13,7 +14,7 @@ from mqlayer.console.page import ROWS, Action, Page, Part, Visit, part
 from mqlayer.console.render import link
 from mqlayer.domain.body_fields import body_fields
 from mqlayer.domain.body_text import decoded
-from mqlayer.errors import InvalidInput
+from mqlayer.errors import Conflict, InvalidInput
 from mqlayer.escaping import json_line
 from mqlayer.inspect import (
     FoundMessage,
@@ -45,6 +46,9 @@ SHOWN: Final = 200
 BODY: Final = 100_000
 """Characters of a body on its own page."""
 HIDDEN: Final = "hidden"
+SEARCHES: Final = 4
+"""At once, so that other pages have threads and connections left."""
+_searches: Final = threading.BoundedSemaphore(SEARCHES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,8 +237,13 @@ def _one(runtime: Runtime, named: str, topic: str) -> Found:
 
 def _search(runtime: Runtime, topic: str, asked: _Question) -> Found:
     wanted = asked.filter()
-    page = search_messages(runtime, topic, wanted, limit=ROWS, after=asked.text["after"] or None,
-                           records=asked.records, within_s=asked.within_s)  # fmt: skip
+    if not _searches.acquire(timeout=QUICK_S):
+        raise Conflict(f"{SEARCHES} searches run for others", "search again in a few seconds")
+    try:
+        page = search_messages(runtime, topic, wanted, limit=ROWS, after=asked.text["after"] or None,
+                               records=asked.records, within_s=asked.within_s)  # fmt: skip
+    finally:
+        _searches.release()
     return Found(page.messages, _searched(page, wanted), _behind(page, wanted), {} if asked.text["after"] else None,
                  page.missing)  # fmt: skip
 
