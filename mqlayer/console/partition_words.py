@@ -91,7 +91,7 @@ def _parents(head: PartitionHead, here: str) -> Iterator[Waiting]:
         lag = "an unknown number" if parent.lag is None else counted(parent.lag, "message")
         yield Waiting(
             f"It waits until parent {parent.facts.partition} is drained, or a key's order would break: "
-            f"unsettled there: {lag} ({stall_words(parent)[0]}).",
+            f"{lag} unsettled there ({stall_words(parent)[0]}).",
             "warn",
             head.status.facts.made_at,
             f"{here}/partitions/{parent.facts.partition}",

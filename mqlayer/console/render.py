@@ -24,6 +24,11 @@ def ago(moment: datetime | None, now: datetime | None = None) -> str:
     return f"in {duration(-seconds)}" if seconds < -1 else f"{duration(seconds)} ago"
 
 
+def lasting(moment: datetime) -> str:
+    """Return the time since a moment in one unit, as in "5 min"."""
+    return duration((datetime.now(UTC) - moment).total_seconds())
+
+
 def duration(seconds: float | None) -> str:
     """Return a duration in its largest unit."""
     if seconds is None:
@@ -103,6 +108,7 @@ def templates() -> Environment:
         "counted": counted,
         "duration": duration,
         "exact": exact,
+        "lasting": lasting,
         "number": number,
         "segment": segment,
         "size": size,

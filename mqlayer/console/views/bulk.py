@@ -8,7 +8,7 @@ from typing import Any, Final, get_args
 
 from mqlayer.console.page import ROWS, Action, Outcome, Page, Plan, Visit, part
 from mqlayer.console.render import counted, duration, link
-from mqlayer.console.views.parked import dead_filter, parked_filter
+from mqlayer.console.views.parked import dead_filter, parked_filter, told_count
 from mqlayer.errors import InvalidInput
 from mqlayer.redelivery import (
     BULK_LIMIT,
@@ -101,7 +101,7 @@ def _plan_plan(visit: Visit) -> Plan:
     narrowed = ", ".join(f"{name} {value}" for name, value in wanted.as_json().items()) or "all of the group"
     return Plan([
         f"Fix a set for this act: {WORDS[act]}, in group {group} of topic {topic}. Nothing is done to it yet.",
-        f"Matching now: {'' if count.exact else 'at least '}{counted(count.count, kind)} ({narrowed}).",
+        f"Matching now: {told_count(count, kind)} ({narrowed}).",
         f"The first {BULK_LIMIT:,} are taken, {order_of(act)}. What matches later is not of the set.",
         (f"The next page shows the set: its size, its order and its first items. Start it there within "
         f"{duration(PLAN_EXPIRES_S)}, or leave it."),

@@ -226,11 +226,17 @@ def _plan_evict(visit: Visit) -> Plan:
     return Plan(
         [
             f"Member {member.member_id}, process {member.pid} on {member.host}, ends and consumes no more.",
-            f"Other members, {max(0, facts.alive - 1):,}, get its {counted(member.partitions, 'partition')} at once.",
+            _handed_over(member.partitions, facts.alive - 1),
             "Messages that it has in hand are handled again by their new owners.",
         ],
         danger=True,
     )
+
+
+def _handed_over(partitions: int, others: int) -> str:
+    if others <= 0:
+        return f"No other member lives: {counted(partitions, 'partition')} without an owner until one joins."
+    return f"Its {counted(partitions, 'partition')} will be of {counted(others, 'other member')} at once."
 
 
 def _evict(visit: Visit) -> Outcome:

@@ -9,8 +9,8 @@ from typing import Any, Final
 
 from mqlayer.console.lookups import topic_names
 from mqlayer.console.node_reads import impatient
-from mqlayer.console.page import Action, Outcome, Page, Part, Plan, Visit, part
-from mqlayer.console.render import ago, counted, duration, link, when
+from mqlayer.console.page import Action, Outcome, Page, PagePart, Plan, Visit, part
+from mqlayer.console.render import ago, counted, duration, lasting, link, when
 from mqlayer.domain.names import parse_identity
 from mqlayer.errors import Conflict, InvalidInput
 from mqlayer.groups.group import find_group
@@ -46,9 +46,9 @@ def _load(visit: Visit) -> Mapping[str, Any]:
         "topics": part(lambda: topic_names(visit)),
         "asked": {"topic": topic, "key": key, "group": group, "after": visit.text("after")},
         "shown": shown,
-        "groups": part(lambda: _groups(visit, topic, key, group)) if shown else Part(),
-        "history": part(lambda: _history(visit, topic, key)) if shown else Part(),
-        "dead": part(lambda: _dead(visit, topic, key)) if shown else Part(),
+        "groups": part(lambda: _groups(visit, topic, key, group)) if shown else PagePart(),
+        "history": part(lambda: _history(visit, topic, key)) if shown else PagePart(),
+        "dead": part(lambda: _dead(visit, topic, key)) if shown else PagePart(),
     }
 
 
@@ -172,7 +172,7 @@ def _times(count: int) -> str:
 
 
 def _since(moment: datetime | None) -> str:
-    return "" if moment is None else f" for {ago(moment).removesuffix(' ago')}"
+    return "" if moment is None else f" for {lasting(moment)}"
 
 
 # -- history -----------------------------------------------------------------------------------------------------------

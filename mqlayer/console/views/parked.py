@@ -111,7 +111,7 @@ def _parked(visit: Visit, topic: str | None, group: str | None) -> Mapping[str, 
         "rows": page,
         "paths": [_path_of(one) for one in page],
         "errors": last_errors(database, heads),
-        "count": _counted(estimate_parked(database, wanted)),
+        "count": told_count(estimate_parked(database, wanted), "parked key"),
         "after": page.next or "",
     }
 
@@ -121,11 +121,12 @@ def _dead(visit: Visit, topic: str | None, group: str | None) -> Mapping[str, An
     after = visit.number("after") if visit.text("after") else None
     page = dead_messages(database, wanted, topic=topic, group=group, after=after, limit=ROWS)
     count = estimate_dead(database, wanted, topic=topic, group=group)
-    return {"rows": page, "count": _counted(count), "after": str(page.next or "")}
+    return {"rows": page, "count": told_count(count, "dead message"), "after": str(page.next or "")}
 
 
-def _counted(count: BoundedCount) -> str:
-    return f"{count.count:,}" if count.exact else f"at least {count.count:,}"
+def told_count(count: BoundedCount, what: str) -> str:
+    """Return a count with its noun, and whether there may be more."""
+    return f"{'' if count.exact else 'at least '}{counted(count.count, what)}"
 
 
 def _path_of(one: ParkedKey) -> str:
