@@ -27,7 +27,7 @@ PER_USER: Final = 16
 
 def is_live(request: Request) -> bool:
     """Whether a request is for live parts; a topic may have that name, too."""
-    return bool(request.scope["path"] == request.scope.get("root_path", "") + LIVE)
+    return bool(request.scope["path"].removeprefix(request.scope.get("root_path", "")) == LIVE)
 
 
 class LivePages:

@@ -235,8 +235,8 @@ def _plan_discard(visit: Visit) -> Plan:
     topic, group, key, message = _parked_one(visit)
     waits = 1 if key is None else _key_row(visit, topic, group, key).messages
     return Plan([
-        (f"Group {group} of topic {topic} drops {counted(waits, 'message')} of {_name_of(key, message)} without an "
-        "effect: dead messages, their bodies kept."),
+        (f"Group {group} of topic {topic} lets {counted(waits, 'message')} of {_name_of(key, message)} die without an "
+        "effect; bodies are kept."),
         "Messages that come after that are handled as any other.",
         "A redrive can give them back later, then behind what was handled meanwhile: their place in the order is lost.",
     ], danger=True)  # fmt: skip
