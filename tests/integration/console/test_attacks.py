@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import AsyncExitStack, aclosing
 from pathlib import Path
 from urllib.parse import quote
 
@@ -316,22 +317,19 @@ def test_an_act_is_on_the_very_key_that_its_page_shows(stage: Stage) -> None:
 
 
 def test_one_user_leaves_live_pages_to_others() -> None:
-    async def scene() -> list[int]:
-        pages = LivePages(every_s=60.0)
-        streams = []
-        for user in ["vic"] * (PER_USER + 1) + ["ann"]:
-            answer = pages.stream(user, lambda: "page")
-            if isinstance(answer, StreamingResponse):
-                streams.append(answer.body_iterator)
-                await anext(aiter(streams[-1]))
-            codes.append(answer.status_code)
-        for stream in streams:
-            await stream.aclose()
-        codes.append(pages.stream("vic", lambda: "page").status_code)
-        return codes
+    pages, codes = LivePages(every_s=60.0), []
 
-    codes: list[int] = []
-    assert asyncio.run(scene()) == [200] * PER_USER + [503, 200, 200]
+    async def scene() -> None:
+        async with AsyncExitStack() as streams:
+            for user in ["vic"] * (PER_USER + 1) + ["ann"]:
+                answer = pages.stream(user, lambda: "page")
+                codes.append(answer.status_code)
+                if isinstance(answer, StreamingResponse) and isinstance(answer.body_iterator, AsyncGenerator):
+                    await anext(await streams.enter_async_context(aclosing(answer.body_iterator)))
+        codes.append(pages.stream("vic", lambda: "page").status_code)
+
+    asyncio.run(scene())
+    assert codes == [200] * PER_USER + [503, 200, 200]
 
 
 @pytest.mark.parametrize("place", ["²", "2026-01-01T00:00_²", "2026-01-01T00:00_99999999999999999999"])
