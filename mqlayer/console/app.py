@@ -97,7 +97,9 @@ class Console:
             return user
         visit = Visit(self._runtimes.of(user), user, request.path_params, dict(request.query_params))
         if page.media_type:
-            return await self._answer(request, user, lambda: str(page.load(visit)["text"]), page.media_type)
+            kept = {"Content-Disposition": f'attachment; filename="{page.title.lower()}.jsonl"'}
+            file = partial(Response, media_type=page.media_type, headers=kept)
+            return await self._answer(request, user, lambda: str(page.load(visit)["text"]), file)
         return await self._answer(request, user, lambda: self._page(request, user, page, visit))
 
     async def ask_first(self, action: Action, request: Request) -> Response:
@@ -177,12 +179,15 @@ class Console:
         outcome = action.run(Visit(self._runtimes.of(user, reason), user, {}, fields))
         return rendered("done.html", self._common(request, user, action.title) | {"outcome": outcome})
 
-    async def _answer(self, request: Request, user: User, render: Callable[[], str], media_type: str = "") -> Response:
+    async def _answer(
+        self,
+        request: Request,
+        user: User,
+        render: Callable[[], str],
+        answer: Callable[[str], Response] = HTMLResponse,
+    ) -> Response:
         try:
-            text = await run_in_threadpool(render)
-            if media_type:
-                return Response(text, media_type=media_type, headers={"Content-Disposition": "attachment"})
-            return HTMLResponse(text)
+            return answer(await run_in_threadpool(render))
         except MqlayerError as error:
             status = next((found for kind, found in STATUSES.items() if isinstance(error, kind)), HTTPStatus.CONFLICT)
             return self._message(request, user, _status_of(error, status), str(error))

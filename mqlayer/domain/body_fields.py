@@ -1,4 +1,4 @@
-"""The fields of a body beside what a schema says of them."""
+"""The fields of a body beside a schema."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class BodyField(NamedTuple):
 
 
 def body_fields(body: bytes, schema: JsonSchema) -> list[BodyField] | None:
-    """Return the fields of a JSON body beside what its schema says, FIELDS_LIMIT at most; None: no JSON."""
+    """Return the fields of a JSON body beside its schema, FIELDS_LIMIT at most; None: no JSON."""
     try:
         value = json.loads(body)
         return [one for one, _ in zip(_fields(schema, schema, value, ROOT), range(FIELDS_LIMIT), strict=False)]

@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from typing import Literal
 
 from mqlayer.domain.message import NO_KEY, Record
+from mqlayer.domain.routing import Lp
 from mqlayer.domain.tags import TagFilter
 from mqlayer.groups.positions import GroupPartition, read_positions
 from mqlayer.inspect.group_facts import GroupFacts, PartitionFacts, group_facts, partition_facts
@@ -142,16 +143,20 @@ def group_statuses(
     name: str | None = None,
     *,
     partitions: Collection[int] | None = None,
+    lp: Lp | None = None,
     count_keys: bool = True,
 ) -> list[GroupStatus]:
     """Return all groups, a topic's, or one, in all or some partitions; one batch per node. Raises NotFound.
 
-    `count_keys`: False leaves parked keys uncounted, for millions take long.
+    `lp`: at its partitions, and those that hide them. `count_keys`: False leaves parked keys uncounted, for millions
+    take long.
     """
     groups = group_facts(runtime.control, topic, name)
     # Only the instances of a broadcast group have positions.
     live = [group for group in groups if group.state == "live" and group.mode != "broadcast"]
     facts = [one for one in partition_facts(runtime.control, live) if partitions is None or one.partition in partitions]
+    if lp is not None:
+        facts = _of_lp(facts, lp)
     nodes = load_nodes(runtime.control)
     group_partitions = (
         GroupPartition(one.node, one.partition, one.group_id, start=one.start, seek=one.seek) for one in facts
@@ -199,6 +204,18 @@ def group_statuses(
         )
         for group in groups
     ]
+
+
+def _of_lp(facts: Sequence[PartitionFacts], lp: Lp) -> list[PartitionFacts]:
+    by_id = {(one.group_id, one.partition): one for one in facts}
+    wanted: set[tuple[int, int]] = set()
+    following = [(one.group_id, one.partition) for one in facts if one.lp_from <= lp < one.lp_to]
+    while following:
+        place = following.pop()
+        if place in by_id and place not in wanted:
+            wanted.add(place)
+            following += [(place[0], parent) for parent in by_id[place].behind]
+    return [one for place, one in by_id.items() if place in wanted]
 
 
 def waiting(head: UnsettledHead | None, now_ms: int, group: GroupFacts) -> UnsettledMessage | None:

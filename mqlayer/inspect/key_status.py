@@ -57,7 +57,7 @@ class KeySearch:
 
 @dataclass(frozen=True, slots=True)
 class KeyStatus:
-    """A key for a group.
+    """A key for a group. `group`: at the partitions of the key and those that hide them.
 
     `publishes_to`: partition in force; `current`: first undrained one; `holds_up`: partitions to drain first; `parked`:
     messages before those of `search`.
@@ -84,7 +84,7 @@ def explain_key(runtime: Runtime, topic: str, key: str, group: str) -> KeyStatus
     lp = lp_of(name)
     check_group(group)
     route = load_route(runtime.control, topic)
-    (status,) = group_statuses(runtime, topic, group)
+    (status,) = group_statuses(runtime, topic, group, lp=lp, count_keys=False)
     if status.facts.mode == "broadcast":
         raise InvalidInput(f"group {group!r} is broadcast: name one of its instances, as {group}@INSTANCE")
     by_id = {one.facts.partition: one for one in status.partitions}

@@ -65,7 +65,7 @@ class NewestMessages(msgspec.Struct, frozen=True):
     missing: Sequence[MissingStep]
 
 
-class _Topic(NamedTuple):
+class _SearchedTopic(NamedTuple):
     topic_id: int
     body_limit: int
     partitions: Sequence[UndeletedPartition]
@@ -138,12 +138,12 @@ def stored_messages(runtime: Runtime, topic: str, wanted: Iterable[FoundMessage]
     return told
 
 
-def _topic(runtime: Runtime, topic: str) -> _Topic:
+def _topic(runtime: Runtime, topic: str) -> _SearchedTopic:
     with runtime.control.connection() as connection:
         row = connection.execute(query("searched_topic"), {"topic": topic}).fetchone()
         if row is None:
             raise NotFound("topic", topic, "see those that there are: mqlayer topic list")
-        return _Topic(row[0], row[3], undeleted_partitions(connection, row[0]))
+        return _SearchedTopic(row[0], row[3], undeleted_partitions(connection, row[0]))
 
 
 def _by_node(partitions: Iterable[UndeletedPartition]) -> Mapping[NodeId, list[int]]:

@@ -244,7 +244,7 @@ def dead_messages(
 
     Raises InvalidInput.
     """
-    with database.connection() as connection:
+    with database.connection() as connection, connection.transaction():
         facts = _dead_facts(connection, wanted or DeadFilter(), topic, group)
         facts |= {"redriven": redriven, "limit": page(limit)} | _behind(connection, after)
         rows = _run(connection, "dead_list", facts).fetchall()
@@ -262,7 +262,7 @@ def estimate_dead(
     database: Database, wanted: DeadFilter | None = None, *, topic: str | None = None, group: str | None = None
 ) -> BoundedCount:
     """Count dead messages among the latest SCAN_LIMIT. Raises InvalidInput."""
-    with database.connection() as connection:
+    with database.connection() as connection, connection.transaction():
         facts = _dead_facts(connection, wanted or DeadFilter(), topic, group)
         facts |= {"redriven": False} | _behind(connection, None)
         count, looked = _run(connection, "dead_list_count", facts).fetchall()[0]
@@ -300,6 +300,8 @@ def _dead_facts(connection: Connection, wanted: DeadFilter, topic: str | None, g
     # Of several groups, the latest of all are looked at.
     one = None if ids is None or len(ids) > 1 else ids[0] if ids else NO_GROUP
     scan = SCAN_LIMIT if wanted.error is None else ERROR_SCAN_LIMIT
+    if wanted.key is None:
+        connection.execute(query("dead_by_index"))
     return wanted.facts() | {"group_ids": ids, "group_id": one, "scan": scan}
 
 

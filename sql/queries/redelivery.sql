@@ -115,6 +115,11 @@ ORDER BY d.died_at DESC, d.dead_id DESC LIMIT %(scan)s;
 -- The rest of the latest dead messages l, one by one.
 SELECT * FROM mqlayer.dead_fact f WHERE f.dead_id = l.dead_id OFFSET 0;
 
+-- name: dead_by_index
+-- Let this transaction read dead messages in the order of their index: the planner has no statistics of groups, and would
+-- sort all that died before a time.
+SELECT set_config('enable_bitmapscan', 'off', true), set_config('enable_sort', 'off', true);
+
 -- name: dead_died
 -- When a message died.
 SELECT died_at FROM mqlayer.dead_fact WHERE dead_id = %(dead_id)s;

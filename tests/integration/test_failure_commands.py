@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from mqlayer.cli.message_output import SHOWN_LIMIT, decoded
+from mqlayer.cli.message_output import SHOWN_LIMIT
 from mqlayer.doctor import CheckStatus, Finding
 from mqlayer.doctor.control import check_parked
 from mqlayer.doctor.findings import LIMITS
 from mqlayer.doctor.postgres import CheckedDatabase
+from mqlayer.domain.body_text import decoded
 from mqlayer.domain.message import Record
 from mqlayer.domain.routing import lp_of
 from mqlayer.groups import join

@@ -274,7 +274,7 @@ def _plan_release(visit: Visit) -> Plan:
     return Plan([
         f"Group {group} of topic {topic} tries key {key} at once: {_waiting(parked.messages)}, in order.",
         f"First message {parked.head}, parked {ago(parked.since)} ({parked.cause}), with all its attempts again.",
-        "If it fails for the same cause, it is parked again: mend the handler first.",
+        "If it fails for the same cause, it is parked again: repair the handler first.",
     ])  # fmt: skip
 
 

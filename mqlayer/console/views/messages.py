@@ -48,7 +48,7 @@ HIDDEN: Final = "hidden"
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A page of messages: what it says of itself, and where the others are."""
+    """A page of messages with a note, and the places of the pages beside it."""
 
     messages: Sequence[FoundMessage]
     note: str
@@ -58,7 +58,7 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class MessageRow:
     """A message of a page. `bytes`: of its body, None if it was not read; `stored`: None also where it is hidden."""
 
     found: FoundMessage
@@ -67,8 +67,8 @@ class Row:
     hidden: bool
 
     @classmethod
-    def of(cls, found: FoundMessage, stored: StoredMessage | None, *, hidden: bool) -> Row:
-        """Return a row without what is hidden."""
+    def of(cls, found: FoundMessage, stored: StoredMessage | None, *, hidden: bool) -> MessageRow:
+        """Return a row without hidden parts."""
         return cls(found, None if stored is None else len(stored.body), None if hidden else stored, hidden)
 
     @property
@@ -163,7 +163,9 @@ def _time(text: str) -> datetime | None:
 def _load(visit: Visit) -> Mapping[str, Any]:
     hidden = why_hidden(visit)
     found: Part[Found] = part(lambda: _found(visit, hidden)) if visit.text("topic") else Part()
-    rows: Part[list[Row]] = part(lambda: _rows(visit, found.value, hidden)) if found.value is not None else Part()
+    rows: Part[list[MessageRow]] = (
+        part(lambda: _rows(visit, found.value, hidden)) if found.value is not None else Part()
+    )
     asked = {name: visit.text(name) for name in FIELDS} | {"key": visit.query.get("key", "")}
     older, newer = (
         link("/messages", **{**asked, "after": "", **place}) if place is not None else ""
@@ -182,11 +184,11 @@ def _load(visit: Visit) -> Mapping[str, Any]:
     }
 
 
-def _rows(visit: Visit, found: Found | None, hidden: str) -> list[Row]:
+def _rows(visit: Visit, found: Found | None, hidden: str) -> list[MessageRow]:
     messages = found.messages if found is not None else []
     stored = stored_messages(impatient(visit), visit.text("topic"), messages)
     return [
-        Row.of(one, stored.get(one.identity) if one.identity is not None else None, hidden=bool(hidden))
+        MessageRow.of(one, stored.get(one.identity) if one.identity is not None else None, hidden=bool(hidden))
         for one in messages
     ]
 
@@ -204,6 +206,8 @@ def _found(visit: Visit, hidden: str) -> Found:
         raise InvalidInput(f"headers can't be searched: {hidden}")
     if text["value"] and not text["header"]:
         raise InvalidInput("name the header, too, whose value you look for")
+    if asked.until is not None and not asked.searches and asked.numbers["partition"] is None:
+        raise InvalidInput("an end of the time needs its beginning, a partition or a key: name one, too")
     if asked.searches:
         if asked.numbers["partition"] is not None or asked.numbers["offset"] is not None:
             raise InvalidInput(

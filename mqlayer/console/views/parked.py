@@ -219,7 +219,7 @@ def _plan_release(visit: Visit) -> Plan:
     return Plan([
         f"Group {group} of topic {topic} tries {_name_of(key, message)} at once, with all attempts again.",
         f"{waits:,} {'message waits' if waits == 1 else 'messages wait'} in it, in order.",
-        "If it fails for the same cause, it is parked again: mend the handler first.",
+        "If it fails for the same cause, it is parked again: repair the handler first.",
     ])  # fmt: skip
 
 

@@ -56,7 +56,7 @@ def shown(browser: TestClient, path: str = "/messages", **query: Any) -> str:
 def exported(browser: TestClient, **query: Any) -> list[dict[str, Any]]:
     answer = browser.get("/messages/export", params={"topic": "orders"} | query)
     assert answer.headers["content-type"].startswith("application/x-ndjson")
-    assert answer.headers["content-disposition"] == "attachment"
+    assert answer.headers["content-disposition"] == 'attachment; filename="messages.jsonl"'
     return [json.loads(line) for line in answer.text.splitlines()]
 
 
@@ -65,11 +65,11 @@ def test_pages_of_a_partition_have_each_message_once_and_searches_find_theirs(to
     for _, partition, _ in told.partitions("orders"):
         following: int | None = 1
         while following is not None:
-            page = partition_pages.partition_page(told.runtime(), "orders", partition, offset=following, limit=7)
+            part = partition_pages.partition_page(told.runtime(), "orders", partition, offset=following, limit=7)
             rows = exported(ann, partition=partition, offset=following)
-            assert [one["message"] for one in rows][:7] == [one.message for one in page.messages]
-            found += [one.message for one in page.messages]
-            following = page.later
+            assert [one["message"] for one in rows][:7] == [one.message for one in part.messages]
+            found += [one.message for one in part.messages]
+            following = part.later
     assert len(found) == len(set(found)) == 61
     # The newest of all, by key, time, header, trace, dedup id, and id.
     assert len(exported(ann)) == 50
@@ -104,6 +104,7 @@ def test_wrong_questions_and_empty_topics_are_answered_in_words(told: World, ann
         ({"partition": "999"}, "unknown partition"),
         ({"partition": "x"}, "is no number"),
         ({"since": "yesterday"}, "is no time"),
+        ({"until": "2026-11-26T00:00"}, "needs its beginning"),
         ({"value": "1"}, "name the header"),
         ({"key": "a", "partition": "1"}, "leave partition and offset out"),
         ({"trace_id": "zz"}, "is no trace id"),

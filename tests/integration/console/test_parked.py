@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from starlette.testclient import TestClient
 
-from mqlayer.console import User
+from mqlayer.console import User, live
 from tests.fixtures.console import OPERATOR, VIEWER, console_client, do_action
 from tests.fixtures.consumers import Stage
 from tests.fixtures.failed_messages import Failing, identity_of
@@ -139,7 +139,9 @@ def test_acts_on_one_have_their_effect_and_an_audit_row(failing: Failing, ann: T
     assert audit(failing, "bulk start") == ("ann@console", "once more")
 
 
-def test_a_bulk_action_has_a_fixed_set_and_is_watched_and_cancelled(failing: Failing, ann: TestClient) -> None:
+def test_a_bulk_action_has_a_fixed_set_and_is_watched_and_cancelled(
+    failing: Failing, ann: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for number in range(60):
         failing.park(*failing.publish((f"k{number}", b"1")), attempts=number)
     failing.park(*failing.publish(("late", b"1")), cause="retry")
@@ -165,6 +167,11 @@ def test_a_bulk_action_has_a_fixed_set_and_is_watched_and_cancelled(failing: Fai
     assert failing.key_row("later") == ("exhausted", False, 0)
     assert audit(failing, "bulk start") == ("ann@console", "mended")
     assert "60 of 60" in shown(ann, path)
+    # It is sent again as it changes.
+    monkeypatch.setattr(live, "LONGEST_S", 0.01)
+    stream = ann.get("/live", params={"path": path}).text
+    assert stream.startswith("event: page")
+    assert f"Bulk action {bulk_id}" in stream
     # Another one, cancelled.
     path = link_of(do_action(ann, "bulk-plan", **named, act="discard"), "/bulk/")
     bulk_id = path.split("?")[0].rsplit("/", 1)[1]
