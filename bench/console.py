@@ -38,6 +38,7 @@ PAGES: Final[Mapping[str, str]] = {
     "audit": "/audit?actor=bench&act=act+7",
 }
 FILL: Final = """
+UPDATE mqlayer.node SET name = 'node-1' WHERE node_id = %(node)s;
 INSERT INTO mqlayer.topic (name, strategy, body_limit, backlog_limit)
 SELECT 'big-' || n, 'strict', 65536, 0 FROM generate_series(0, %(topics)s - 1) AS n;
 INSERT INTO mqlayer.partition (topic_id, node_id, lp_from, lp_to, state)
@@ -110,7 +111,7 @@ def _fill_node(url: str, prefix: str, rows: Sequence[tuple[Any, ...]]) -> None:
 
 @bench("console_pages")
 def console_pages(stage: Stage) -> Iterator[Line]:
-    """The 95th percentile in ms of 20 loads of each page of topics and groups; the target is in ms."""
+    """The 95th percentile in ms of 20 loads of each page of topics, groups, health, nodes and changes."""
     from starlette.testclient import TestClient
 
     from mqlayer.console import console_app

@@ -1,4 +1,4 @@
-"""The cost of metrics: consuming, publishing and relaying with metrics on, against the same without, in one run."""
+"""The cost of metrics and traces: consuming, publishing and relaying with them on, against the same without."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from bench.publish import MANY, our_batches, rate
 from bench.registry import Line, bench, compared, in_turn
 from bench.relay import PARTITIONS, run_relay
 from bench.stage import FSYNCS, Stage, System, line_name
+from bench.traces import traces
 from mqlayer.metrics import metrics_page
 from mqlayer.producing import Producer
 
@@ -35,6 +36,7 @@ def metrics(stage: Stage) -> Iterator[Line]:
             system = stage.system(fsync=fsync, partitions=PARTITIONS)
             off, on = partial(run_relay, system), partial(run_relay, counted(system))
             yield both_ways(line_name("metrics_relay", fsync), off, on, rounds=RELAY_ROUNDS)
+        yield from traces(stage)
     finally:
         gc.unfreeze()
 

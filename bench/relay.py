@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import psycopg
 
@@ -17,6 +17,7 @@ BACKLOG = 100_000
 PARTITIONS = 8
 ROUNDS = 3
 POLL_S = 0.001
+Headers = Callable[[int], Mapping[str, str] | None]
 FILL = 10_000
 
 NAIVE_TABLE = "CREATE TABLE public.naive_outbox (id bigserial PRIMARY KEY, key text NOT NULL, body bytea NOT NULL)"
@@ -33,9 +34,9 @@ def relay(stage: Stage) -> Iterator[Line]:
         yield compared(line_name("relay", fsync), figures["relay"], figures["naive"], unit="messages/s", target=1.5)
 
 
-def run_relay(system: System) -> float:
-    """Fill the outbox and let a relay empty it."""
-    fill_outbox(system)
+def run_relay(system: System, headers: Headers = lambda _: None) -> float:
+    """Fill the outbox, with headers by number, and let a relay empty it."""
+    fill_outbox(system, headers)
     relay = Relay(system.settings)
     running = threading.Thread(target=relay.run)
     began = time.perf_counter()
@@ -74,10 +75,10 @@ def run_naive(system: System) -> float:
     return BACKLOG / seconds
 
 
-def fill_outbox(system: System) -> None:
+def fill_outbox(system: System, headers: Headers) -> None:
     """Publish the backlog, each key in turn."""
     with psycopg.connect(system.dsn) as connection:
         for first in range(0, BACKLOG, FILL):
             with outbox.transaction(connection) as tx:
                 for number in range(first, first + FILL):
-                    tx.publish("bench", key=KEYS[number % len(KEYS)], body=BODY)
+                    tx.publish("bench", key=KEYS[number % len(KEYS)], body=BODY, headers=headers(number))

@@ -54,7 +54,7 @@ class FailpointHit(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class _Action:
+class _FailpointAction:
     kind: ActionKind
     path: str
     occurrence: int
@@ -62,7 +62,7 @@ class _Action:
 
 @dataclass(slots=True)
 class _ArmedFailpoint:
-    actions: list[_Action] = field(default_factory=list)
+    actions: list[_FailpointAction] = field(default_factory=list)
     reached_count: int = 0
 
 
@@ -97,7 +97,7 @@ def _reach(name: str) -> None:
         _act(name, action)
 
 
-def _due(name: str) -> list[_Action]:
+def _due(name: str) -> list[_FailpointAction]:
     with _lock:
         armed = _armed.get(name)
         if armed is None:
@@ -106,7 +106,7 @@ def _due(name: str) -> list[_Action]:
         return [action for action in armed.actions if action.occurrence == armed.reached_count]
 
 
-def _act(name: str, action: _Action) -> None:
+def _act(name: str, action: _FailpointAction) -> None:
     match action.kind:
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -139,7 +139,7 @@ def _append_byte(path: str) -> None:
         os.close(descriptor)
 
 
-def _parse_action(name: str, text: str, occurrence: int) -> _Action:
+def _parse_action(name: str, text: str, occurrence: int) -> _FailpointAction:
     if not _NAME.fullmatch(name):
         raise ValueError(f"failpoint name {name!r} must be lower-case words joined by dots, like 'relay.after_append'")
     if occurrence < 1:
@@ -153,7 +153,7 @@ def _parse_action(name: str, text: str, occurrence: int) -> _Action:
         raise ValueError(
             f"failpoint {name}: action {text!r} is malformed; only wait and mark take a path, and need one"
         )
-    return _Action(cast(ActionKind, kind), path, occurrence)
+    return _FailpointAction(cast(ActionKind, kind), path, occurrence)
 
 
 def arm_from_environment() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any, Final, Literal, TextIO
 
@@ -18,6 +18,12 @@ TRACE: Final = "trace"
 # Attributes of every record; all others are the event's fields. `data` is Celery's.
 _STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "data"}
 _NEEDS_QUOTES: Final = frozenset(" \t\r\n\"'=")
+_trace_ids: Final[list[Callable[[], Mapping[str, str]]]] = []
+
+
+def carry_trace_ids(read: Callable[[], Mapping[str, str]]) -> None:
+    """Have lines carry the current span's ids."""
+    _trace_ids[:] = [read]
 
 
 class EventText:
@@ -44,9 +50,13 @@ class EventLogger(logging.LoggerAdapter[logging.Logger]):
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
         """Log an event; `args` are put into its name, never into its fields' text."""
         if self.isEnabledFor(level):
-            text = EventText(str(msg) % args if args else str(msg), kwargs.get("extra") or {})
+            extra = kwargs.get("extra") or {}
+            for read in _trace_ids:
+                extra = {**read(), **extra}
+            text = EventText(str(msg) % args if args else str(msg), extra)
             # The line that is told is the caller's, not this one.
-            self.logger.log(level, text, **{**kwargs, "stacklevel": kwargs.get("stacklevel", 1) + 1})
+            told = {**kwargs, "extra": extra, "stacklevel": kwargs.get("stacklevel", 1) + 1}
+            self.logger.log(level, text, **told)
 
 
 def is_reported(failures: int) -> bool:
@@ -113,6 +123,9 @@ class StandardErrorHandler(logging.StreamHandler[TextIO]):
     def emit(self, record: logging.LogRecord) -> None:
         """Write the record."""
         self.stream = sys.stderr
+        # Of other loggers; this is still the thread that logs.
+        for read in _trace_ids if not isinstance(record.msg, EventText) else ():
+            vars(record).update({name: value for name, value in read().items() if name not in vars(record)})
         super().emit(record)
 
 

@@ -155,6 +155,12 @@ class Settings(BaseSettings):
     """Anyone who reaches it may ask."""
     metrics: bool = False
     """Record metrics, and answer `/metrics` beside the probes; needs the extra `otel`."""
+    traces: bool = False
+    """Make spans, and carry their context in messages; needs the extra `otel`."""
+    trace_parent: bool = False
+    """A handler's span is a child of its message's, not a root linked to it."""
+    trace_all: bool = False
+    """Handlers have spans for messages without a trace too."""
     allow_unsafe_redis: bool = False
     """Accept Redis settings that void the promise: for tests."""
 
@@ -168,12 +174,7 @@ class Settings(BaseSettings):
         file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Read arguments, the environment, `.env`, and what a framework has."""
-        # Fields are plain: to look at the annotation of each, as pydantic does here, takes longer than all the rest.
-        given = (_fields(variables, cls) for variables in (os.environ, env_file()))
-        found = ChainMap(
-            *(dict(source()) for source in _first_sources), *given, *(dict(source()) for source in _sources)
-        )
-        return init_settings, InitSettingsSource(settings_cls, dict(found))
+        return init_settings, InitSettingsSource(settings_cls, dict(_given(cls)))
 
     @model_validator(mode="before")
     @classmethod
@@ -212,6 +213,23 @@ def _check_given(dsn: SecretStr) -> None:
     # libpq would take a local server with an empty one.
     if not dsn:
         raise InvalidInput(NO_DATABASE)
+
+
+def switched_on(field: str) -> bool:
+    """Return a switch of this process, without a look at its other settings. Raises InvalidInput."""
+    from pydantic import TypeAdapter
+
+    value = _given(Settings).get(field, False)
+    try:
+        return TypeAdapter(bool).validate_python(value)
+    except ValueError:
+        raise InvalidInput(f"{PREFIX}{field.upper()} is true or false, not {value!r}") from None
+
+
+def _given(settings: type[Settings]) -> Mapping[str, Any]:
+    # Fields are plain: to look at the annotation of each, as pydantic does here, takes longer than all the rest.
+    given = (_fields(variables, settings) for variables in (os.environ, env_file()))
+    return ChainMap(*(dict(source()) for source in _first_sources), *given, *(dict(source()) for source in _sources))
 
 
 def add_source(source: Callable[[], Mapping[str, Any]]) -> None:

@@ -22,7 +22,7 @@ from mqlayer.postgres.database import Database
 from mqlayer.redelivery import (
     DeadFilter,
     DeadMessage,
-    Page,
+    ListPage,
     count_dead,
     dead_messages,
     discard_dead,
@@ -71,7 +71,7 @@ def list_(
         while len(found) < limit and found.next is not None:
             rest = {"after": found.next, "limit": limit - len(found)}
             more = dead_messages(database, wanted, topic=topic, group=group, redriven=redriven, **rest)
-            found = Page([*found, *more], more.next)
+            found = ListPage([*found, *more], more.next)
     show_rows(map(_facts if as_json else _row, found), as_json=as_json, nothing="no message is dead")
     if found.next is not None and not as_json:
         echo(f"there may be more: --after {found.next}")

@@ -27,7 +27,7 @@ from mqlayer.cli.runtime import runtime_here
 from mqlayer.errors import InvalidInput, NotFound
 from mqlayer.postgres.database import Database
 from mqlayer.redelivery import (
-    Page,
+    ListPage,
     ParkedFilter,
     ParkedKey,
     discard_parked,
@@ -69,7 +69,7 @@ def list_(
         found = parked_keys(database, wanted, after=after, limit=limit)
         while len(found) < limit and found.next is not None:
             more = parked_keys(database, wanted, after=found.next, limit=limit - len(found))
-            found = Page([*found, *more], more.next)
+            found = ListPage([*found, *more], more.next)
     show_rows(map(_facts if as_json else _row, found), as_json=as_json, nothing="nothing is parked", by=3)
     if found.next is not None and not as_json:
         echo(f"there may be more: --after {found.next}")

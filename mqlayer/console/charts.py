@@ -10,7 +10,7 @@ from typing import Final
 
 from mqlayer.console.render import duration, number
 from mqlayer.inspect import Curve, CurvePoint
-from mqlayer.routes import RouteTimeline
+from mqlayer.routes import PlannedChange, RouteTimeline
 
 WIDTH: Final = 520
 HEIGHT: Final = 150
@@ -144,8 +144,8 @@ def mean_of(rates: Iterable[float | None]) -> float:
 def route_chart(timeline: RouteTimeline, rates: Mapping[int, float | None]) -> RouteChart:
     """Return the picture of a route, with the heat of the partitions in force."""
     rows = range(timeline.since, timeline.upto + 1)
-    opened = {one.version: one for one in timeline.changes if one.state == "done"}
-    bands = [Tick((version - timeline.since) * BAND, _band(version, opened.get(version))) for version in rows]
+    made = {one.version: one for one in timeline.changes if one.state != "dropped"}
+    bands = [Tick((version - timeline.since) * BAND, _band(version, made.get(version))) for version in rows]
     mean = mean_of(rates.values())
     shapes: list[Shape] = []
     for one in timeline.spans:
@@ -183,9 +183,10 @@ def _joined(shapes: Sequence[Shape]) -> list[Shape]:
     return found
 
 
-def _band(version: int, change: object) -> str:
-    kind, at = getattr(change, "kind", None), getattr(change, "opened_at", None)
-    return f"v{version}" if kind is None else f"v{version} {kind} {at:%m-%d %H:%M}" if at else f"v{version} {kind}"
+def _band(version: int, change: PlannedChange | None) -> str:
+    if change is None:
+        return f"v{version}"
+    return f"v{version} {change.kind} " + (f"{change.opened_at:%m-%d %H:%M}" if change.opened_at else change.state)
 
 
 def _scaled(value: float | None, scale: float) -> float | None:

@@ -71,7 +71,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """An action that ran: what it did, and the page to look at next, as a path within the console."""
+    """An action that ran: its effect in words, and the page to look at next, as a path within the console."""
 
     text: str
     path: str = "/"
@@ -92,16 +92,16 @@ class Action:
 
 
 @dataclass(frozen=True, slots=True)
-class Part(Generic[Value]):
+class PagePart(Generic[Value]):
     """A part of a page: its value, or why it can't be shown."""
 
     value: Value | None = None
     error: str = ""
 
 
-def part(load: Callable[[], Value]) -> Part[Value]:
+def part(load: Callable[[], Value]) -> PagePart[Value]:
     """Load a part of a page: an error of one leaves the others."""
     try:
-        return Part(load())
+        return PagePart(load())
     except MqlayerError as error:
-        return Part(error=str(error))
+        return PagePart(error=str(error))

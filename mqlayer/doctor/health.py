@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from mqlayer.doctor.findings import format_seconds
 from mqlayer.errors import MqlayerError, SchemaMismatch
@@ -29,6 +29,8 @@ from mqlayer.runtime.runtime import Runtime
 NODE_TIMES: Final = {"connect_timeout_s": 1.0, "socket_timeout_s": 5.0}
 EXPECTED_STALLS: Final = frozenset({"paused", "replayed", "hidden", "no_owner"})
 """No rule counts partitions that are stuck for these reasons; others tell of their causes."""
+POSITIONS_LIMIT: Final = 2_000
+"""Positions of groups that a look reads; of more, the lag is of samples, and no reason is known."""
 DEAD_LIMIT: Final = 10_000
 SOURCES_LIMIT: Final = 20
 RANK: Final = {"critical": 0, "warning": 1, "note": 2}
@@ -70,10 +72,27 @@ class SystemTotals:
     parked_keys: int = 0
     parked_messages: int = 0
     dead: int = 0
+    is_sampled: bool = False
+    """Lag is of samples: the partitions are too many to ask for."""
     sampled_at: datetime | None = None
     committed_per_s: float | None = None
     relayed_per_s: float | None = None
     stored_per_s: float | None = None
+
+
+class GroupRow(NamedTuple):
+    """A live group in Postgres, with its last sample."""
+
+    topic: str
+    group: str
+    mode: str
+    partitions: int
+    alive: int
+    paused_at: datetime | None
+    paused_by: str | None
+    sampled: bool
+    lag: int | None
+    oldest_s: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +126,7 @@ def system_health(runtime: Runtime) -> SystemHealth:
     """Look at everything. Raises StoreUnavailable if the control database does not answer, PermissionDenied.
 
     Takes as long as the slowest node: seconds where one is silent. The number of statements and node calls does not
-    depend on partitions.
+    depend on partitions, and the positions that are read have a limit.
     """
     began, at = time.monotonic(), datetime.now(UTC)
     look = HealthLook(replace(runtime, settings=runtime.settings.model_copy(update=NODE_TIMES)))
@@ -186,15 +205,36 @@ def _recovery(look: HealthLook, database: Database) -> Iterator[Problem]:
 
 
 def _groups(look: HealthLook) -> Iterator[Problem]:
+    rows = [GroupRow(*row) for row in look.rows("health_groups")]
+    look.totals.is_sampled = sum(one.partitions for one in rows) > POSITIONS_LIMIT
+    yield from _sampled_groups(look, rows) if look.totals.is_sampled else _read_groups(look)
+    above_s = ALERTS["MqlayerLagGrows"].above
+    for topic, group, oldest_s, lag in look.rows("health_lag", above_s=above_s):
+        text = f"The oldest of {_count(lag)} messages is {format_seconds(oldest_s)} old, and gets older"
+        yield Problem(ALERTS["MqlayerLagGrows"], text, _before(oldest_s), topic, group)
+
+
+def _sampled_groups(look: HealthLook, rows: Iterable[GroupRow]) -> Iterator[Problem]:
+    for one in rows:
+        look.totals.lag += one.lag or 0
+        look.totals.oldest_s = max(look.totals.oldest_s or 0.0, one.oldest_s or 0.0)
+        place = {"topic": one.topic, "group": one.group}
+        if one.paused_at is not None:
+            text = f"{one.paused_by or 'An operator'} paused it or its topic; lag {_count(one.lag)}"
+            yield Problem(ALERTS["MqlayerPaused"], text, one.paused_at, **place)
+        elif one.lag and not one.alive and one.mode != "pop":
+            text = f"{_many(one.lag, 'message')} to handle, and no member has a valid lease"
+            yield Problem(ALERTS["MqlayerNoMembers"], text, _before(one.oldest_s), **place)
+        if one.sampled and one.lag is None:
+            yield Problem(ALERTS["MqlayerLagUnknown"], "The last sample got no lag of some partition", **place)
+
+
+def _read_groups(look: HealthLook) -> Iterator[Problem]:
     live = [one for one in group_statuses(look.runtime) if one.facts.state == "live" and one.facts.mode != "broadcast"]
     look.totals.lag = sum(one.lag for one in live)
     look.totals.oldest_s = max((one.age_s for one in live if one.age_s is not None), default=None)
     for one in live:
         yield from _group(one)
-    above_s = ALERTS["MqlayerLagGrows"].above
-    for topic, group, oldest_s, lag in look.rows("health_lag", above_s=above_s):
-        text = f"The oldest of {_count(lag)} messages is {format_seconds(oldest_s)} old, and gets older"
-        yield Problem(ALERTS["MqlayerLagGrows"], text, _before(oldest_s), topic, group)
 
 
 def _group(one: GroupStatus) -> Iterator[Problem]:

@@ -109,6 +109,15 @@ def check_headers(headers: Mapping[str, str]) -> Mapping[str, str]:
     return headers
 
 
+def with_headers(headers: Mapping[str, str], more: Mapping[str, str]) -> Mapping[str, str]:
+    """Return headers with further ones, or as they are where those find no room."""
+    joined = {**headers, **more}
+    try:
+        return check_headers(joined)
+    except ReservedHeader:
+        return headers
+
+
 def parse_identity(text: str) -> Identity:
     """Parse source:lp:seq. Raises InvalidInput."""
     match = IDENTITY_FORM.fullmatch(text)

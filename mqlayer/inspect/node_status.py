@@ -85,7 +85,7 @@ def node_status(runtime: Runtime, name: str, *, within_s: float = ANSWER_WITHIN_
 
 
 @dataclass(frozen=True, slots=True)
-class NodePartition:
+class PartitionOnNode:
     """A partition on a node. `change`: the route change that ends it."""
 
     partition: int
@@ -97,11 +97,11 @@ class NodePartition:
     change: int | None
 
 
-def node_partitions(runtime: Runtime, node_id: int, *, after: int = 0, limit: int = 50) -> list[NodePartition]:
+def node_partitions(runtime: Runtime, node_id: int, *, after: int = 0, limit: int = 50) -> list[PartitionOnNode]:
     """Return partitions on a node, from behind one on."""
     facts = {"node_id": node_id, "after": after, "limit": limit}
     with runtime.control.connection() as connection:
-        return [NodePartition(*row) for row in connection.execute(query("health_node_partitions"), facts).fetchall()]
+        return [PartitionOnNode(*row) for row in connection.execute(query("health_node_partitions"), facts).fetchall()]
 
 
 def _ask(nodes: Sequence[Node], within_s: float) -> dict[NodeId, tuple[ServerInfo | None, str]]:

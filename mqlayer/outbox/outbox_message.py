@@ -9,9 +9,10 @@ import msgspec
 
 from mqlayer.domain.codecs import AnyBody, encode_body
 from mqlayer.domain.dedup import encode_dedup_id
-from mqlayer.domain.names import BODY_LIMIT, check_body, check_headers, check_name, encode_key
+from mqlayer.domain.names import BODY_LIMIT, check_body, check_headers, check_name, encode_key, with_headers
 from mqlayer.domain.tags import TAGS_HEADER, tags_text
 from mqlayer.errors import InvalidInput, ReservedHeader
+from mqlayer.traces import TRACEPARENT, process_tracing
 
 Body = AnyBody
 
@@ -49,6 +50,9 @@ def message_of(
     if dedup_id is not None:
         encode_dedup_id(dedup_id)
     data = check_body(topic, encode_body(body), BODY_LIMIT)
+    tracing = process_tracing()
+    if tracing is not None and TRACEPARENT not in (headers or {}):
+        headers = with_headers(headers or {}, tracing.create(topic, key))
     return OutboxMessage(topic, key, data, _headers_text(headers or {}, tags) if headers or tags else None, dedup_id)
 
 

@@ -64,9 +64,18 @@ class AsyncProducer(ProducerBase):
         on_backlog: OnBacklog | None = None,
     ) -> Receipt:
         """Publish one message and return its place; see `Producer.send`."""
+        message, spans = Message(key, body, headers, tags, dedup_id), self._engine.spans
+        if spans is None:
+            return await self._send(topic, message, timeout_s, on_backlog)
+        with spans.one(topic, message) as span:
+            return span.stored(await self._send(topic, span.carried_by(message), timeout_s, on_backlog))
+
+    async def _send(
+        self, topic: str, message: Message, timeout_s: float | None, on_backlog: OnBacklog | None
+    ) -> Receipt:
         engine = self._engine
         deadline, eager = engine.begin(timeout_s, on_backlog)
-        message, listener = Message(key, body, headers, tags, dedup_id), LoopListener(1, self._inbox)
+        listener = LoopListener(1, self._inbox)
         placed, queues = None, None if self._turns else engine.known_topic(topic)
         if queues is not None:
             placed = pending_send_of(message, queues, listener, deadline, engine.rng, eager=eager)
@@ -92,13 +101,27 @@ class AsyncProducer(ProducerBase):
         on_backlog: OnBacklog | None = None,
     ) -> Receipts:
         """Publish any number of messages in batches; see `Producer.send_many`."""
+        spans = self._engine.spans
+        if spans is None:
+            return await self._send_many(topic, messages, timeout_s, on_backlog)
+        with spans.many(topic, messages) as span:
+            return await self._send_many(topic, messages, timeout_s, on_backlog, span.trace)
+
+    async def _send_many(
+        self,
+        topic: str,
+        messages: Sequence[Message],
+        timeout_s: float | None,
+        on_backlog: OnBacklog | None,
+        trace: Mapping[str, str] | None = None,
+    ) -> Receipts:
         engine = self._engine
         deadline, eager = engine.begin(timeout_s, on_backlog)
         async with self._my_turn(deadline):
             queues = await self._topic(topic)
             if not messages:
                 return Receipts(())
-            bulk = MessageBulk(queues, messages, engine.rng, eager=eager)
+            bulk = MessageBulk(queues, messages, engine.rng, eager=eager, trace=trace)
             listener = LoopListener(len(bulk), self._inbox)
             owners: list[PendingSend | None] = [None] * len(bulk)
             try:

@@ -24,10 +24,12 @@ from mqlayer.producing.options import OnBacklog, ProducerOptions
 from mqlayer.producing.record_lookup import RecordLookup
 from mqlayer.producing.scheduler import Scheduler
 from mqlayer.producing.send_queues import Listener, PendingSend, TopicQueues
+from mqlayer.producing.send_spans import send_spans
 from mqlayer.producing.sources import ProducerSources, open_source
 from mqlayer.redis.access import use_access
 from mqlayer.runtime.runtime import Runtime
 from mqlayer.settings import Settings
+from mqlayer.traces import tracing_of
 
 log = event_logger(__name__)
 
@@ -40,6 +42,7 @@ class ProducerEngine:
     def __init__(self, settings: Settings, name: str, options: ProducerOptions) -> None:
         self.options, self.rng, self._eager = options, random.Random(), options.is_eager(None)
         self._pid, self._timeout_s = os.getpid(), settings.delivery_timeout_s
+        self.spans = send_spans(tracing_of(settings))
         self._runtime = Runtime(Database(settings.control_dsn(), application="mqlayer producer"), settings)
         try:
             source = open_source(self._runtime.control, name)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Final, cast
 
-from mqlayer.domain.names import BATCH_BYTES_LIMIT, BATCH_COUNT_LIMIT, KEY_LIMIT
+from mqlayer.domain.names import BATCH_BYTES_LIMIT, BATCH_COUNT_LIMIT, KEY_LIMIT, with_headers
 from mqlayer.domain.routing import Lp, random_lp
 from mqlayer.errors import InvalidInput
 from mqlayer.producing.listeners import BatchListener
@@ -22,6 +22,7 @@ from mqlayer.producing.message import (
 )
 from mqlayer.producing.send_queues import NO_KEY_BULK, PartitionQueue, PendingSend, TopicQueues
 from mqlayer.redis.wire import LINE_END, bulk_head
+from mqlayer.traces import TRACEPARENT
 
 OVERHEAD_BYTES: Final = 64
 
@@ -29,10 +30,16 @@ Positions = Sequence[int]
 
 
 class MessageBulk:
-    """One call's messages, checked and encoded. Raises for invalid input."""
+    """One call's messages, checked and encoded. `trace`: headers of those without. Raises for invalid input."""
 
     def __init__(
-        self, topic: TopicQueues, messages: Sequence[Message], rng: random.Random, *, eager: bool = False
+        self,
+        topic: TopicQueues,
+        messages: Sequence[Message],
+        rng: random.Random,
+        *,
+        eager: bool = False,
+        trace: Mapping[str, str] | None = None,
     ) -> None:
         try:
             keys = [message.key for message in messages]
@@ -55,8 +62,9 @@ class MessageBulk:
         self.tokens: list[bytes] = []
         if any(extras):
             self._note_ids(messages)
-            self.facts = [facts_bulk(at_ms, message.headers, message.tags) for message in messages]
-        self.common_facts = facts_bulk(at_ms, None)
+            headers = [message.headers if not trace else _traced(message.headers, trace) for message in messages]
+            self.facts = [facts_bulk(at_ms, one, message.tags) for one, message in zip(headers, messages, strict=True)]
+        self.common_facts = facts_bulk(at_ms, trace)
         longest = max(map(len, self.facts)) if self.facts else len(self.common_facts)
         self._largest = OVERHEAD_BYTES + longest + KEY_LIMIT + max(map(len, self.bodies))
 
@@ -161,3 +169,9 @@ class MessageBulk:
             if size > BATCH_BYTES_LIMIT:
                 return max(1, count)
         return len(chunk)
+
+
+def _traced(headers: Mapping[str, str] | None, trace: Mapping[str, str]) -> Mapping[str, str]:
+    if not headers:
+        return trace
+    return headers if TRACEPARENT in headers else with_headers(headers, trace)

@@ -69,7 +69,14 @@ class Producer(ProducerBase):
         """
         if callback.now:
             check_may_wait()
-        engine, message = self._engine, Message(key, body, headers, tags, dedup_id)
+        message, spans = Message(key, body, headers, tags, dedup_id), self._engine.spans
+        if spans is None:
+            return self._send(topic, message, timeout_s, on_backlog)
+        with spans.one(topic, message) as span:
+            return span.stored(self._send(topic, span.carried_by(message), timeout_s, on_backlog))
+
+    def _send(self, topic: str, message: Message, timeout_s: float | None, on_backlog: OnBacklog | None) -> Receipt:
+        engine = self._engine
         queues, lp, pending = engine.prepare(topic, message, None, timeout_s, on_backlog)
         # Without a listener no thread is woken for it: this one sends it, or `await_one` wakes the sender's.
         self._guarded.accept(queues, lp, pending, wake=False)
@@ -96,7 +103,23 @@ class Producer(ProducerBase):
         it, else returns False. Invalid input raises at once; so does ProducerFull in a callback. Callbacks must not
         wait; they may call `send_async` and `send_oneway`.
         """
-        message, promise = Message(key, body, headers, tags, dedup_id), ReceiptPromise(self._guarded.withdraw_refused)
+        message, spans = Message(key, body, headers, tags, dedup_id), self._engine.spans
+        if spans is None:
+            return self._send_async(topic, message, timeout_s, on_backlog)
+        span = spans.one(topic, message)
+        try:
+            future = self._send_async(topic, span.carried_by(message), timeout_s, on_backlog)
+        except BaseException as error:
+            span.fail(error)
+            span.end()
+            raise
+        future.add_done_callback(span.ended)
+        return future
+
+    def _send_async(
+        self, topic: str, message: Message, timeout_s: float | None, on_backlog: OnBacklog | None
+    ) -> Future[Receipt]:
+        promise = ReceiptPromise(self._guarded.withdraw_refused)
         queues, lp, pending = self._engine.prepare(topic, message, promise, timeout_s, on_backlog)
         promise.pending = pending
         self._guarded.accept(queues, lp, pending, wake=True)
@@ -116,7 +139,15 @@ class Producer(ProducerBase):
 
         Without room for 5 seconds, the message is dropped.
         """
-        engine, message = self._engine, Message(key, body, headers, tags, dedup_id)
+        message, spans = Message(key, body, headers, tags, dedup_id), self._engine.spans
+        if spans is None:
+            self._send_oneway(topic, message)
+            return
+        with spans.one(topic, message) as span:
+            self._send_oneway(topic, span.carried_by(message))
+
+    def _send_oneway(self, topic: str, message: Message) -> None:
+        engine = self._engine
         queues, deadline, eager = engine.topic(topic), engine.deadline(None), engine.options.is_eager(None)
         lp, pending = pending_send_of(message, queues, self._oneway, deadline, engine.rng, eager=eager)
         try:
@@ -139,12 +170,26 @@ class Producer(ProducerBase):
         Messages of a key keep their order. Raises for invalid input (nothing was queued), or PartlyPublished with each
         outcome. `timeout_s`: for the whole call.
         """
+        spans = self._engine.spans
+        if spans is None:
+            return self._send_many(topic, messages, timeout_s, on_backlog)
+        with spans.many(topic, messages) as span:
+            return self._send_many(topic, messages, timeout_s, on_backlog, span.trace)
+
+    def _send_many(
+        self,
+        topic: str,
+        messages: Sequence[Message],
+        timeout_s: float | None,
+        on_backlog: OnBacklog | None,
+        trace: Mapping[str, str] | None = None,
+    ) -> Receipts:
         check_may_wait()
         deadline, eager = self._engine.begin(timeout_s, on_backlog)
         topic_queues = self._engine.topic(topic)
         if not messages:
             return Receipts(())
-        bulk = MessageBulk(topic_queues, messages, self._engine.rng, eager=eager)
+        bulk = MessageBulk(topic_queues, messages, self._engine.rng, eager=eager, trace=trace)
         if bulk.tokens:
             return send_singly(bulk, self._guarded, deadline)
         return BulkSend(bulk, self._engine, deadline).run()

@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, ParamSpec, Self, TypeVar
@@ -140,7 +141,7 @@ class AsyncReceiver(ReceiverBase):
         await arecord_effect(connection, self._opened().inbox_entry(message, name))
 
     async def _settle(self, settle: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
-        await asyncio.wrap_future(self._running().settling.submit(partial(settle, *args, **kwargs)))
+        await asyncio.wrap_future(self._running().settling.submit(copy_context().run, partial(settle, *args, **kwargs)))
 
     def _running(self) -> _Threads:
         if self._threads is None:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from mqlayer.domain.message import NO_KEY, Identity, Record
+from mqlayer.traces import trace_context
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context as TraceContext
 
 
 class Token(NamedTuple):
@@ -37,6 +41,10 @@ class PopMessage:
     replay: int = 0
     tags: tuple[str, ...] = ()
     reordered: bool = False
+
+    def trace_context(self) -> TraceContext:
+        """Return OpenTelemetry's context of its trace, empty without one. Raises InvalidInput without the package."""
+        return trace_context(self.headers)
 
 
 def message_of(record: Record, *, attempt: int, token: Token, replay: int) -> PopMessage:

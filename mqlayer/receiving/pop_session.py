@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from mqlayer.domain.names import check_name
@@ -26,14 +27,16 @@ from mqlayer.receiving.key_order import KeyOrder
 from mqlayer.receiving.partition_cache import PartitionCache
 from mqlayer.receiving.pop_fence import PopFence
 from mqlayer.receiving.pop_message import PopMessage
+from mqlayer.receiving.pop_spans import PopSpans
 from mqlayer.receiving.settler import PopSettler
 from mqlayer.redis.access import use_access
-from mqlayer.redis.pop_scripts import BATCH_LIMIT, ReceiveRequest
+from mqlayer.redis.pop_scripts import BATCH_LIMIT, ReceiveRequest, SettleAction
 from mqlayer.redis.roles import RedisRole
 from mqlayer.runtime.node_pool import NodePool
 from mqlayer.runtime.route_cache import RouteCache
 from mqlayer.runtime.runtime import Runtime
 from mqlayer.settings import Settings
+from mqlayer.traces import tracing_of
 
 BATCH_BYTES: Final = 4_000_000
 """A batch ends when keys and bodies reach it."""
@@ -56,8 +59,10 @@ class ReceiveCall:
 class PopSession:
     """An open receiver. One thread at a time, with `receiving`, polls and waits; any settles."""
 
-    def __init__(self, group: Group, fetcher: Fetcher, settler: PopSettler, cleanup: ExitStack) -> None:
-        self.group, self.fetcher, self.settler, self._cleanup = group, fetcher, settler, cleanup
+    def __init__(
+        self, group: Group, fetcher: Fetcher, settler: PopSettler, cleanup: ExitStack, spans: PopSpans | None = None
+    ) -> None:
+        self.group, self.fetcher, self.settler, self._cleanup, self._spans = group, fetcher, settler, cleanup, spans
         self.receiving = threading.Lock()
         self.key_order = KeyOrder()
         self._fence = PopFence(group, self.key_order)
@@ -77,7 +82,10 @@ class PopSession:
             if again and again.messages:
                 return again
             self.fetcher.wait_for_wakeup(0.0)
+        began = time.perf_counter()
         fetched = self.fetcher.fetch(call.request, repeat=not call.own_attempt)
+        if self._spans is not None and fetched.messages:
+            self._spans.received(fetched.messages, time.perf_counter() - began)
         if not fetched.messages and time.monotonic() < call.until:
             return None
         if not fetched.messages and self.fetcher.last_error is not None:
@@ -91,19 +99,26 @@ class PopSession:
     def ack(self, messages: Iterable[PopMessage]) -> None:
         """See `Receiver.ack`."""
         wanted = list(messages)
-        self.settler.settle("ack", [message.token for message in wanted])
+        self._settle("ack", wanted)
         self.key_order.settled(wanted)
 
     def nack(self, message: PopMessage, delay_s: float) -> None:
         """See `Receiver.nack`."""
         check_duration("the delay", delay_s, least=0.0)
         self.key_order.returned(message)
-        self.settler.settle("nack", [message.token], ms=round(delay_s * 1000))
+        self._settle("nack", [message], ms=round(delay_s * 1000))
 
     def extend(self, message: PopMessage, seconds: float) -> None:
         """See `Receiver.extend`."""
         check_duration("the visibility timeout", seconds, least=0.0)
         self.settler.settle("extend", [message.token], ms=round(seconds * 1000))
+
+    def _settle(self, action: SettleAction, messages: list[PopMessage], ms: int = 0) -> None:
+        settle = partial(self.settler.settle, action, [message.token for message in messages], ms=ms)
+        if self._spans is None:
+            settle()
+        else:
+            self._spans.settling(messages, settle)
 
     def fence(self, message: PopMessage) -> Statements[None]:
         """See `Receiver.fence`."""
@@ -160,7 +175,9 @@ def open_session(topic: str, wanted: GroupSettings, *, group: str, settings: Set
         notices = NotificationListener(runtime.control, GROUP, hear)
         notices.start()
         cleanup.callback(notices.close)
-        return PopSession(found, fetcher, settler, cleanup.pop_all())
+        tracing = tracing_of(settings)
+        spans = None if tracing is None else PopSpans(tracing, topic, group)
+        return PopSession(found, fetcher, settler, cleanup.pop_all(), spans)
 
 
 def _open_databases(settings: Settings, work: str, cleanup: ExitStack) -> Runtime:

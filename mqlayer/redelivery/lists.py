@@ -27,7 +27,7 @@ Row = TypeVar("Row")
 Cursor = TypeVar("Cursor", str, int)
 
 
-class Page(list[Row], Generic[Row, Cursor]):
+class ListPage(list[Row], Generic[Row, Cursor]):
     """Rows, maybe few, of the bounded number looked at. `next`: the `after` of the next page, None at the end."""
 
     def __init__(self, rows: Iterable[Row] = (), next_: Cursor | None = None) -> None:
@@ -121,7 +121,7 @@ class DeadMessage:
 
 def parked_keys(
     database: Database, wanted: ParkedFilter | None = None, *, after: str | None = None, limit: int = 50
-) -> Page[ParkedKey, str]:
+) -> ListPage[ParkedKey, str]:
     """Return a page of parked keys by group, LP and name, `after` a `cursor`. Raises InvalidInput."""
     start = FIRST if after is None else _cursor(after)
     facts = _parked_facts(wanted or ParkedFilter()) | {"limit": page(limit)}
@@ -131,11 +131,11 @@ def parked_keys(
             rows = _run(connection, "parked_list", facts | place).fetchall()
             found += map(_parked_key, rows[: limit - len(found)])
             if len(found) == limit:
-                return Page(found, found[-1].cursor)
+                return ListPage(found, found[-1].cursor)
             end = _run(connection, "parked_list_end", facts | place).fetchone()
             if end is not None:
-                return Page(found, f"{end[0]}:{end[1]}:{end[2].hex()}")
-    return Page(found)
+                return ListPage(found, f"{end[0]}:{end[1]}:{end[2].hex()}")
+    return ListPage(found)
 
 
 def estimate_parked(database: Database, wanted: ParkedFilter | None = None) -> BoundedCount:
@@ -239,7 +239,7 @@ def dead_messages(
     redriven: bool = False,
     after: int | None = None,
     limit: int = 50,
-) -> Page[DeadMessage, int]:
+) -> ListPage[DeadMessage, int]:
     """Return a page of dead messages, latest first, `after` a dead id; `redriven`: also returned ones.
 
     Raises InvalidInput.
@@ -254,8 +254,8 @@ def dead_messages(
         for dead_id, topic, group, lp, source, seq, partition, offset, key, *rest in rows
     ]
     if len(found) == limit:
-        return Page(found, found[-1].dead_id)
-    return Page(found, None if end is None else int(end[0]))
+        return ListPage(found, found[-1].dead_id)
+    return ListPage(found, None if end is None else int(end[0]))
 
 
 def estimate_dead(

@@ -40,6 +40,8 @@ class AppendRequest:
 
     target: Target
     runs: list[SentRun]
+    traced: Sequence[bytes] = ()
+    """The facts of messages with a trace."""
 
 
 @dataclass(frozen=True, slots=True)

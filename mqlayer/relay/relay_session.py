@@ -26,11 +26,13 @@ from mqlayer.relay.outbox_source import OutboxSource, open_source, refuse_other_
 from mqlayer.relay.progress_writer import ProgressWriter
 from mqlayer.relay.recovery import SourceEnded, armed_connections, recover_outbox
 from mqlayer.relay.relay_nodes import RelayNodes
+from mqlayer.relay.relay_spans import RelaySpans
 from mqlayer.relay.sender import Sender
 from mqlayer.relay.targets import Targets, retarget
 from mqlayer.runtime.route_cache import RouteCache
 from mqlayer.runtime.runtime import Runtime
 from mqlayer.topics.outbox_access import is_replaced
+from mqlayer.traces import tracing_of
 
 log = event_logger(__name__)
 
@@ -61,6 +63,8 @@ class RelaySession:
             prefix=runtime.prefix, cursors=self._cursors, nodes=self._nodes, targets=self._targets, limits=limits
         )
         self._meters = self._sender.meters = meters_of(runtime.settings)
+        tracing = tracing_of(runtime.settings)
+        self._spans = self._sender.spans = None if tracing is None else RelaySpans(tracing)
         self._writer = ProgressWriter(self._reader, self._sender, self._cursors, self._refuse_other_term)
         self._late = LateIds(limits)
         self._source: OutboxSource | None = None
@@ -224,6 +228,8 @@ class RelaySession:
         if self._meters is not None:
             # Rows begin with their publisher's time.
             self._meters.relay_delay(time.time() - int(rows[0][3].partition(b":")[0]) / 1000)
+        if self._spans is not None:
+            self._spans.note(rows)
         planned = plan(rows, self._cursors)
         self._writer.keep_voided(planned.voided)
         self._sender.send(planned.batches)

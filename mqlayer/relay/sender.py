@@ -17,6 +17,7 @@ from mqlayer.relay.backoff import ROUTE_FIRST_S
 from mqlayer.relay.limits import RelayLimits
 from mqlayer.relay.lp_cursors import LpCursor, LpCursors, RelayBatch, Target, Unsendable
 from mqlayer.relay.relay_nodes import AppendRequest, MarksRequest, PendingWrite, RelayNode, RelayNodes
+from mqlayer.relay.relay_spans import RelaySpans
 from mqlayer.relay.targets import Targets, retarget
 
 log = event_logger(__name__)
@@ -44,6 +45,7 @@ class Sender:
         self.appended_count = 0
         self.source_id = 0
         self.meters: Meters | None = None
+        self.spans: RelaySpans | None = None
         self._suspects: dict[int, tuple[LpCursor, int, int]] = {}
 
     @property
@@ -60,7 +62,7 @@ class Sender:
             by_node.setdefault(self._nodes.node(batch.target.node_id), []).append(batch)
         failpoint("relay.before_append")
         for node, group in by_node.items():
-            requests = [AppendRequest(b.target, [(r.cursor, r.first, len(r.messages)) for r in b.runs]) for b in group]
+            requests = [_append_request(batch, self.spans) for batch in group]
             # Its target was ready at planning; the write notices a broken connection.
             packets = (
                 [self._append(node.connection, node.token, b) for b in group] if node.connection is not None else []
@@ -123,8 +125,10 @@ class Sender:
         return True
 
     def _record(self, write: PendingWrite, append: AppendRequest, error: str) -> None:
+        topic = self._targets.name(append.runs[0][0].topic_id)
+        if self.spans is not None and append.traced:
+            self.spans.appended(topic, write, append, error)
         if self.meters is not None:
-            topic = self._targets.name(append.runs[0][0].topic_id)
             count = sum(count for _, _, count in append.runs)
             self.meters.sent(topic, count, time.monotonic() - write.sent_at, error)
 
@@ -135,7 +139,7 @@ class Sender:
             self._record(write, append, type(error).__name__)
             self._wait(append, write.number, "relay_node_out_of_memory", str(error))
             return
-        if self.meters is not None:
+        if self.meters is not None or append.traced:
             self._record(write, append, answer.status if isinstance(answer, Refused) else "")
         if isinstance(answer, Refused):
             self._on_refusal(node, append, write.number, answer)
@@ -290,3 +294,8 @@ class Sender:
             if node is not None and cursor.target.partition in node.compared:
                 found[node].setdefault(cursor.target, []).append(cursor)
         return found
+
+
+def _append_request(batch: RelayBatch, spans: RelaySpans | None) -> AppendRequest:
+    runs = [(run.cursor, run.first, len(run.messages)) for run in batch.runs]
+    return AppendRequest(batch.target, runs, () if spans is None else spans.facts_of(batch))

@@ -119,7 +119,7 @@ class GroupRunner:
         )
         core.lease.until = math.inf
         self._settings, self._events = core.settings, OrderedEvents(self.group, reporting)
-        self._dispatcher, new_worker = strategy_of(call_of(consumer, self.group), core.lease)
+        self._dispatcher, new_worker = strategy_of(call_of(consumer, self.group), core)
         self._ownership = Ownership(core, self._dispatcher, self._events, lambda _: None)
         self._intake = RecordIntake(core.settings, self._dispatcher, self._events, lambda: None)
         self.store = MemoryParking(group_id, self.group.rules, clock)

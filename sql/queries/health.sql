@@ -8,6 +8,21 @@ LEFT JOIN (
     FROM mqlayer.partition p WHERE p.state <> 'deleted' GROUP BY p.node_id) AS p USING (node_id)
 ORDER BY n.node_id;
 
+-- name: health_groups
+-- Live groups with a position: how many partitions each has to read, how many members live, who paused it or its topic
+-- and when, and its lag by a sample of the last three minutes; null where there is no such sample.
+SELECT t.name, g.name, g.mode,
+       (SELECT count(*) FROM mqlayer.partition p WHERE p.topic_id = g.topic_id AND p.state IN ('open', 'sealed'))::int,
+       (SELECT count(*) FROM mqlayer.member m WHERE m.group_id = g.group_id AND m.lease_until >= now())::int,
+       coalesce(g.paused_at, t.paused_at), CASE WHEN g.paused_at IS NULL THEN t.paused_by ELSE g.paused_by END,
+       s.at IS NOT NULL, s.lag, s.oldest_s
+FROM mqlayer.consumer_group g JOIN mqlayer.topic t USING (topic_id)
+LEFT JOIN LATERAL (
+    SELECT s.at, s.lag, s.oldest_s FROM mqlayer.sample s
+    WHERE s.kind = 'group' AND s.object_id = g.group_id AND s.at > now() - interval '3 minutes'
+    ORDER BY s.at DESC LIMIT 1) AS s ON true
+WHERE g.state = 'live' AND g.mode <> 'broadcast' ORDER BY t.name, g.name;
+
 -- name: health_lag
 -- Groups whose oldest message was older than so many seconds in each sample of the last ten minutes, and got older: since
 -- when the samples say so, of those of a day.

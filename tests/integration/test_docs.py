@@ -13,10 +13,12 @@ import pytest
 from pydantic import SecretStr
 
 import mqlayer
+import mqlayer.logs
 from mqlayer.postgres.database import Database
 from mqlayer.settings import Settings
 from mqlayer.stack import AnyRedis
 from mqlayer.topics import create_topic, register_node
+from mqlayer.traces import tracing
 from mqlayer.workers import connections
 from tests.fixtures.commands import Commands
 from tests.fixtures.pages import commands_of, examples, runnable
@@ -53,6 +55,9 @@ def settings(
     monkeypatch.setenv("MQLAYER_BROKER_URL", redis_server.url)
     # Pages set variables for what they start themselves; the test's environment must not keep them.
     monkeypatch.setenv("MQLAYER_CONSUMERS", "")
+    # As before such a page, calls of later tests make no spans.
+    monkeypatch.setattr(tracing, "_made", [])
+    monkeypatch.setattr(mqlayer.logs, "_trace_ids", [])
     yield settings
     connections.close()
 

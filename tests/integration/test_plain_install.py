@@ -176,6 +176,26 @@ print([line.split()[-1] for line in lines if line.startswith("messaging_client_s
     assert plain.tries(program).strip() == "['7.0']"
 
 
+def test_the_extras_of_the_console_serve_its_login(plain: PlainEnvironment, built_wheel: Path) -> None:
+    plain.install("--constraint", LOCKS / "dev.lock", f"{built_wheel}[console,oidc]")
+    program = """
+import asyncio
+from mqlayer import Settings
+from mqlayer.console import LevelGroups, LoginAccess, OpenId, Site, console_app
+openid = OpenId("https://id.example.com", "console", None, LevelGroups(["*"]))
+web = console_app(Settings(), access=LoginAccess(Site("https://mq.example.com"), openid=openid))
+scope = {"type": "http", "method": "GET", "path": "/login", "query_string": b"", "headers": [], "root_path": ""}
+told = []
+async def receive():
+    return {"type": "http.request"}
+async def send(message):
+    told.append(message)
+asyncio.run(web(scope, receive, send))
+print(told[0]["status"], b"/login/openid" in told[1]["body"])
+"""
+    assert plain.tries(program).strip() == "200 True"
+
+
 def test_the_reload_extra_watches_files(plain: PlainEnvironment, built_wheel: Path) -> None:
     plain.install("--constraint", LOCKS / "dev.lock", f"{built_wheel}[reload]")
     program = """

@@ -24,7 +24,7 @@ NEVER: Final = {
 HEAVY: Final = {"asyncio", "psycopg", "psycopg_pool", "pydantic", "pydantic_settings", "redis", "rich", "tenacity"}
 COMMON: Final = {
     "cli", "domain", "env_file", "errors", "escaping", "failpoints", "logs", "metrics", "postgres", "redaction",
-    "redis", "resources", "runtime", "settings", "stack", "topics",
+    "redis", "resources", "runtime", "settings", "stack", "topics", "traces",
 }  # fmt: skip
 """Parts of the library that commands have for the databases and nodes that they use."""
 FAILURES: Final = {"events", "groups", "parking", "redelivery"}

@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Any, Final
 
 from mqlayer.console.lookups import impatient, topic_names
-from mqlayer.console.page import Action, Outcome, Page, Part, Plan, Visit, part
+from mqlayer.console.page import Action, Outcome, Page, PagePart, Plan, Visit, part
 from mqlayer.console.render import ago, duration, link, when
 from mqlayer.domain.names import parse_identity
 from mqlayer.errors import Conflict, InvalidInput
@@ -45,9 +45,9 @@ def _load(visit: Visit) -> Mapping[str, Any]:
         "topics": part(lambda: topic_names(visit)),
         "asked": {"topic": topic, "key": key, "group": group, "after": visit.text("after")},
         "shown": shown,
-        "groups": part(lambda: _groups(visit, topic, key, group)) if shown else Part(),
-        "history": part(lambda: _history(visit, topic, key)) if shown else Part(),
-        "dead": part(lambda: _dead(visit, topic, key)) if shown else Part(),
+        "groups": part(lambda: _groups(visit, topic, key, group)) if shown else PagePart(),
+        "history": part(lambda: _history(visit, topic, key)) if shown else PagePart(),
+        "dead": part(lambda: _dead(visit, topic, key)) if shown else PagePart(),
     }
 
 

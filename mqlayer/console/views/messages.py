@@ -8,7 +8,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
 from mqlayer.console.lookups import impatient, topic_names, why_hidden
-from mqlayer.console.page import ROWS, Action, Page, Part, Visit, part
+from mqlayer.console.page import ROWS, Action, Page, PagePart, Visit, part
 from mqlayer.console.render import link
 from mqlayer.domain.body_fields import body_fields
 from mqlayer.domain.body_text import decoded
@@ -162,9 +162,9 @@ def _time(text: str) -> datetime | None:
 
 def _load(visit: Visit) -> Mapping[str, Any]:
     hidden = why_hidden(visit)
-    found: Part[Found] = part(lambda: _found(visit, hidden)) if visit.text("topic") else Part()
-    rows: Part[list[MessageRow]] = (
-        part(lambda: _rows(visit, found.value, hidden)) if found.value is not None else Part()
+    found: PagePart[Found] = part(lambda: _found(visit, hidden)) if visit.text("topic") else PagePart()
+    rows: PagePart[list[MessageRow]] = (
+        part(lambda: _rows(visit, found.value, hidden)) if found.value is not None else PagePart()
     )
     asked = {name: visit.text(name) for name in FIELDS} | {"key": visit.query.get("key", "")}
     older, newer = (

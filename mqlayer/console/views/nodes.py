@@ -33,7 +33,7 @@ POINTS: Final = 120
 LOSSES: Final[Mapping[str, str]] = {
     "accept_loss": "What no outbox holds any more is lost, and this accepts it.",
     "former": "An old primary is taken back, with what it lacks.",
-    "empty": "Its data are gone: what is there belongs to another system.",
+    "empty": "Its data are gone: the data there belong to another system.",
 }
 """Options of arming."""
 

@@ -34,7 +34,7 @@ PARKED: Final = frozenset(
 
 
 class ShownProblem(NamedTuple):
-    """A problem with the page that helps, and an act that may mend it."""
+    """A problem with the page that helps, and an act that may end it."""
 
     problem: Problem
     kind: str

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mqlayer.consuming.engine.timeouts import current_deadline
 from mqlayer.consuming.ordered.owned_partitions import OwnedPartition
@@ -14,6 +14,10 @@ from mqlayer.failpoints import failpoint
 from mqlayer.idempotency import InboxEntry, arecord_effect, record_effect
 from mqlayer.postgres.caller_connections import Statement, Statements, run, run_async
 from mqlayer.postgres.queries import query
+from mqlayer.traces import trace_context
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context as TraceContext
 
 
 class Delivered:
@@ -91,6 +95,10 @@ class Delivered:
         record = self._record
         before = record.attempts if isinstance(record, ParkedRecord) else self._owned.attempts.get(record.offset, 0)
         return before + 1
+
+    def trace_context(self) -> TraceContext:
+        """Return OpenTelemetry's context of its trace, empty without one. Raises InvalidInput without the package."""
+        return trace_context(self.headers)
 
     def fence_facts(self) -> Mapping[str, Any]:
         """Return the fence's parameters."""

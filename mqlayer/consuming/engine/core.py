@@ -8,8 +8,10 @@ from dataclasses import dataclass, field, replace
 from mqlayer.consuming.engine.clock import Lease
 from mqlayer.consuming.engine.live_settings import LiveSettings
 from mqlayer.consuming.engine.options import MemberOptions, new_member_id
+from mqlayer.consuming.engine.process_spans import ProcessSpans, process_spans
 from mqlayer.groups.group import Group
 from mqlayer.metrics import MemberMeters, meters_of
+from mqlayer.runtime.error_text import ErrorTexts
 from mqlayer.runtime.route_cache import RouteCache
 from mqlayer.runtime.runtime import Runtime
 
@@ -28,16 +30,27 @@ class MemberCore:
     """Set to send a heartbeat soon."""
     meters: MemberMeters | None = None
     """None: metrics are off."""
+    spans: ProcessSpans | None = None
+    """None: traces are off."""
 
     @classmethod
-    def of(cls, runtime: Runtime, routes: RouteCache, group: Group, options: MemberOptions | None) -> MemberCore:
+    def of(
+        cls,
+        runtime: Runtime,
+        routes: RouteCache,
+        group: Group,
+        options: MemberOptions | None,
+        texts: ErrorTexts | None = None,
+    ) -> MemberCore:
         """Return a new member's core; its runtime acts under its id."""
         chosen = options or MemberOptions()
         acting = replace(runtime, actor=chosen.member_id or new_member_id())
         meters = meters_of(runtime.settings)
         # An instance of a broadcast group counts as its group: there may be one per host.
-        of_member = None if meters is None else meters.member(group.topic, group.name.partition("@")[0])
-        return cls(acting, routes, group, chosen, LiveSettings(group), meters=of_member)
+        name = group.name.partition("@")[0]
+        of_member = None if meters is None else meters.member(group.topic, name)
+        spans = process_spans(runtime.settings, group.topic, name, texts)
+        return cls(acting, routes, group, chosen, LiveSettings(group), meters=of_member, spans=spans)
 
     @property
     def member_id(self) -> str:

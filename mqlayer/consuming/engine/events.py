@@ -14,6 +14,7 @@ from mqlayer.logs import TRACE, event_logger
 from mqlayer.metrics import MemberMeters
 from mqlayer.parking import DeadLetterEntry
 from mqlayer.runtime.error_text import ErrorTexts
+from mqlayer.traces import take_failed_ids
 
 log = event_logger(__name__)
 
@@ -96,6 +97,7 @@ class MemberEvents:
     def failure_facts(self, error: BaseException, action: FailureAction) -> dict[str, Any]:
         """Return what a failure's log line says of it; a new one comes with its traceback."""
         facts = {"attempt": action.attempts, "error": self.texts.text(error), "verdict": type(action).__name__.lower()}
+        facts |= take_failed_ids(error)
         trace = self.texts.trace_if_new(error)
         return facts if trace is None else facts | {TRACE: trace}
 

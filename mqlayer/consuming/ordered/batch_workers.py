@@ -15,6 +15,7 @@ from mqlayer.consuming.api.batches import Batch, is_lost
 from mqlayer.consuming.engine.clock import clock
 from mqlayer.consuming.engine.executors import IDLE_WAIT_S, Timeouts, Worker, not_awaited
 from mqlayer.consuming.engine.live_settings import LiveSettings
+from mqlayer.consuming.engine.process_spans import ProcessSpans
 from mqlayer.consuming.ordered.batch_dispatch import BatchDispatcher
 from mqlayer.consuming.ordered.owned_partitions import EVERY_OFFSET, KeyQueue, OwnershipState
 from mqlayer.consuming.ordered.poison_guard import PoisonMessageGuard
@@ -33,6 +34,7 @@ class BatchWorker(Worker):
         self,
         handler: BatchHandler,
         dispatcher: BatchDispatcher,
+        spans: ProcessSpans | None,
         settings: LiveSettings,
         guard: PoisonMessageGuard,
         results: TurnResults,
@@ -40,6 +42,7 @@ class BatchWorker(Worker):
     ) -> None:
         self._handler, self._dispatcher, self._settings = handler, dispatcher, settings
         self._guard, self._results, self._limits = guard, results, limits
+        self._spans = spans
         self._key_queues: list[KeyQueue] = []
 
     @property
@@ -83,7 +86,8 @@ class BatchWorker(Worker):
         return self._conclude(batch, raised)
 
     def _call(self, batch: Batch[Any]) -> None:
-        answer = self._limits.wrap(self._handler, self._settings.rules)(batch)
+        handle = self._limits.wrap(self._handler, self._settings.rules)
+        answer = handle(batch) if self._spans is None else self._spans.run_batch(handle, batch)
         if answer is not None and isawaitable(answer):
             raise not_awaited(answer)
 
@@ -112,7 +116,8 @@ class BatchWorker(Worker):
         return self._conclude(batch, raised)
 
     async def _acall(self, batch: Batch[Any]) -> None:
-        await self._limits.wrap(self._answer, self._settings.rules)(batch)
+        handle = self._limits.wrap(self._answer, self._settings.rules)
+        await (handle(batch) if self._spans is None else self._spans.arun_batch(handle, batch))
 
     async def _answer(self, batch: Batch[Any]) -> None:
         answer = self._handler(batch)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from mqlayer.consuming.api.batch_handlers import BatchHandler
-from mqlayer.consuming.engine.clock import Lease, clock
+from mqlayer.consuming.engine.clock import clock
 from mqlayer.consuming.engine.core import MemberCore
 from mqlayer.consuming.engine.events import Reporting
 from mqlayer.consuming.engine.executors import Timeouts, Worker, executor_of
@@ -57,11 +57,11 @@ class OrderedMember(Member[Reader, Settler]):
         reporting: Reporting | None = None,
         rejoin: Callable[[], object] | None = None,
     ) -> None:
-        core = MemberCore.of(runtime, routes, group, options)
+        core = MemberCore.of(runtime, routes, group, options, None if reporting is None else reporting.texts)
         events = OrderedEvents(group, reporting, core.meters)
         self.settings = core.settings
         store = ParkingStore(core.runtime.control, group.group_id, core.member_id)
-        dispatcher, new_worker = strategy_of(handle, core.lease)
+        dispatcher, new_worker = strategy_of(handle, core)
         self.dispatcher = dispatcher
 
         def settled(node_id: NodeId, count: int) -> None:
@@ -122,10 +122,10 @@ class OrderedMember(Member[Reader, Settler]):
 NewWorker = Callable[[LiveSettings, PoisonMessageGuard, TurnResults, Timeouts], Worker]
 
 
-def strategy_of(handle: Handle | BatchHandler, lease: Lease) -> tuple[Dispatcher, NewWorker]:
+def strategy_of(handle: Handle | BatchHandler, core: MemberCore) -> tuple[Dispatcher, NewWorker]:
     """Return how messages are given out, and to which workers."""
     if isinstance(handle, BatchHandler):
-        batches = BatchDispatcher(lease, handle.batch_of)
-        return batches, partial(BatchWorker, handle, batches)
-    dispatcher = Dispatcher(lease)
-    return dispatcher, partial(KeyQueueWorker, handle, dispatcher)
+        batches = BatchDispatcher(core.lease, handle.batch_of)
+        return batches, partial(BatchWorker, handle, batches, core.spans)
+    dispatcher = Dispatcher(core.lease)
+    return dispatcher, partial(KeyQueueWorker, handle, dispatcher, core.spans)

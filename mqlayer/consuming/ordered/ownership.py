@@ -77,6 +77,8 @@ class Ownership:
     def drop(self, owned: OwnedPartition) -> None:
         """Forget a partition; running results are void."""
         self._dispatcher.drop(owned)
+        if self._core.spans is not None:
+            self._core.spans.forget(owned.partition)
         with self._changed:
             if self._by_partition.get(owned.partition) is owned:
                 del self._by_partition[owned.partition]

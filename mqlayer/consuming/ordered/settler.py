@@ -3,6 +3,7 @@ idempotent."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
@@ -66,7 +67,7 @@ class Settler(NodeService):
         super().__init__(connection, ownership.node_lost, name=name, work="settling", retry_s=RETRY_S)
         self._settings, self._ownership, self._dispatcher = core.settings, ownership, dispatcher
         self._reports, self._settled = reports, settled
-        meters = core.meters
+        meters, self._spans = core.meters, core.spans
         self._settle_call = self._call if meters is None else partial(meters.settling, self._call)
 
     def _await_work(self) -> None:
@@ -97,6 +98,7 @@ class Settler(NodeService):
     def _send(self, owned: OwnedPartition) -> None:
         unsettled = owned.results.take()
         failed, starts = owned.attempts.take()
+        began = time.perf_counter()
         records = unsettled.records
         counted = owned.attempts.counted(records, unsettled.unmatched)
         try:
@@ -116,6 +118,9 @@ class Settler(NodeService):
         owned.deliveries.forget(committed)
         self._dispatcher.settled(owned, records, committed, unsettled.unmatched)
         self._settled(self._connection.node.node_id, len(records))
+        if self._spans is not None and records:
+            offsets = (record.offset for record in records)
+            self._spans.settled({int(owned.partition): offsets}, time.perf_counter() - began)
 
     def _settles(
         self, owned: OwnedPartition, unsettled: Unsettled, records: list[Record], counted: list[int]

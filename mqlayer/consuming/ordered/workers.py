@@ -10,6 +10,7 @@ from typing import Any, Final
 from mqlayer.consuming.engine.clock import clock
 from mqlayer.consuming.engine.executors import Timeouts, Worker, not_awaited
 from mqlayer.consuming.engine.live_settings import LiveSettings
+from mqlayer.consuming.engine.process_spans import ProcessSpans, acalled, called
 from mqlayer.consuming.ordered.dispatcher import Dispatcher
 from mqlayer.consuming.ordered.owned_partitions import KeyQueue, OwnedPartition, OwnershipState
 from mqlayer.consuming.ordered.poison_guard import PoisonMessageGuard
@@ -30,6 +31,7 @@ class KeyQueueWorker(Worker):
         self,
         handle: Handle,
         dispatcher: Dispatcher,
+        spans: ProcessSpans | None,
         settings: LiveSettings,
         guard: PoisonMessageGuard,
         results: TurnResults,
@@ -37,6 +39,7 @@ class KeyQueueWorker(Worker):
     ) -> None:
         self._handle, self._dispatcher, self._settings = handle, dispatcher, settings
         self._guard, self._results, self._limits = guard, results, limits
+        self._spans = spans
         self._local_queue = dispatcher.new_local_queue()
 
     @property
@@ -66,6 +69,7 @@ class KeyQueueWorker(Worker):
         lease, owned, batch = self._dispatcher.lease, key_queue.owned, key_queue.batch
         handle = self._limits.wrap(self._handle, self._settings.rules)
         settled, until, done, guarded_below = key_queue.handled.append, now + TIME_SLICE_S, 0, key_queue.guarded_below
+        spans = self._spans
         try:
             for record in batch:
                 if now >= until or owned.state is not OwnershipState.OPEN or now >= lease.until:
@@ -74,8 +78,10 @@ class KeyQueueWorker(Worker):
                     if not self._handle_with_care(handle, key_queue, record):
                         break
                     answer = None
-                else:
+                elif spans is None or spans.mark not in record[1]:
                     answer = handle(owned, record)
+                else:
+                    answer = spans.run(handle, owned, record)
                 if answer is not None and isawaitable(answer):
                     raise not_awaited(answer)
                 failpoint("handler.after_success")
@@ -91,7 +97,7 @@ class KeyQueueWorker(Worker):
         if not self._guard.begin(key_queue, record):
             return False
         try:
-            answer = handle(key_queue.owned, record)
+            answer = called(self._spans, handle, key_queue.owned, record)
             if answer is not None and isawaitable(answer):
                 raise not_awaited(answer)
         finally:
@@ -113,7 +119,7 @@ class KeyQueueWorker(Worker):
                 if now >= until or owned.state is not OwnershipState.OPEN or now >= lease.until:
                     break
                 if record.offset >= guarded_below:
-                    await handle(owned, record)
+                    await acalled(self._spans, handle, owned, record)
                 elif not await self._ahandle_with_care(handle, key_queue, record):
                     break
                 failpoint("handler.after_success")
@@ -130,7 +136,7 @@ class KeyQueueWorker(Worker):
         if not await asyncio.to_thread(self._guard.begin, key_queue, record):
             return False
         try:
-            await handle(key_queue.owned, record)
+            await acalled(self._spans, handle, key_queue.owned, record)
         finally:
             self._guard.end(key_queue, record)
         return True

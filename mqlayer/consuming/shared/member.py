@@ -42,7 +42,7 @@ class SharedMember(Member[SharedReader, SharedSettler]):
         options: MemberOptions | None = None,
         reporting: Reporting | None = None,
     ) -> None:
-        core = MemberCore.of(runtime, routes, group, options)
+        core = MemberCore.of(runtime, routes, group, options, None if reporting is None else reporting.texts)
         events = SharedEvents(group, reporting, core.meters)
         store = SharedStore(core.runtime.control, group.group_id, core.member_id)
         self.prefetch = Prefetch(
@@ -63,7 +63,7 @@ class SharedMember(Member[SharedReader, SharedSettler]):
             return SharedSettler(connection, core, self.partitions, self.prefetch, settled=settled, name=name)
 
         def worker(limits: Timeouts) -> SliceWorker:
-            return SliceWorker(handle, self.prefetch, core.settings, self._results, failures, limits)
+            return SliceWorker(handle, self.prefetch, core.spans, core.settings, self._results, failures, limits)
 
         queues = FailureQueues()
         nodes: MemberNodes[SharedReader, SharedSettler] = MemberNodes(core, reader=reader, settler=settler)

@@ -260,3 +260,5 @@ class SharedPartitions(MemberPartitions):
 
     def _drop(self, group_partition: SharedGroupPartition) -> None:
         self._prefetch.drop(lambda batch: batch.group_partition == group_partition)
+        if self._core.spans is not None:
+            self._core.spans.forget(group_partition.partition)

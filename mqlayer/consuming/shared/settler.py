@@ -4,6 +4,7 @@ come again."""
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -91,6 +92,7 @@ class SharedSettler(NodeService):
         super().__init__(connection, partitions.node_lost, name=name, work="settling", retry_s=RETRY_S)
         self._settings, self._member_id = core.settings, core.member_id
         self._partitions, self._prefetch, self._settled = partitions, prefetch, settled
+        self._spans = core.spans
         self._call = connection.call if core.meters is None else partial(core.meters.settling, connection.call)
         # Any thread appends; this thread removes.
         self._settlements: deque[Settlement] = deque()
@@ -142,8 +144,11 @@ class SharedSettler(NodeService):
         try:
             calls = [*self._attempt_calls(begins), *self._settle_calls(ended, commands), *self._nack_calls(nacks)]
             failpoint("shared.before_settle")
+            began = time.perf_counter()
             replies = self._call([call.command for call in calls])
             failpoint("shared.after_settle")
+            if self._spans is not None:
+                self._spans.settled(_offsets_of(ended), time.perf_counter() - began)
             for call, reply in zip(calls, replies, strict=True):
                 self._follow(call, reply)
         except BaseException:
@@ -271,6 +276,14 @@ def chunks_of(ranges: Iterable[OffsetRange]) -> list[list[OffsetRange]]:
             room -= upto - first + 1
             first = upto + 1
     return chunks
+
+
+def _offsets_of(ended: Iterable[Settlement]) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    for one in ended:
+        if one.batch.group_partition is not None:
+            found.setdefault(one.batch.partition, []).extend(one.offsets)
+    return found
 
 
 def _all_of(waiting: deque[Any]) -> list[Any]:

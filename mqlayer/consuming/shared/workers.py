@@ -11,6 +11,7 @@ from typing import Any
 from mqlayer.consuming.engine.clock import clock
 from mqlayer.consuming.engine.executors import Timeouts, Worker, not_awaited
 from mqlayer.consuming.engine.live_settings import LiveSettings
+from mqlayer.consuming.engine.process_spans import ProcessSpans, acalled, called
 from mqlayer.consuming.shared.failures import SharedFailures
 from mqlayer.consuming.shared.prefetch import TIME_SLICE_S, FetchedBatch, Prefetch, WorkSlice, drain
 from mqlayer.consuming.shared.results import SharedResults
@@ -32,6 +33,7 @@ class SliceWorker(Worker):
         self,
         handle: Handle,
         prefetch: Prefetch,
+        spans: ProcessSpans | None,
         settings: LiveSettings,
         results: SharedResults,
         failures: SharedFailures,
@@ -39,6 +41,7 @@ class SliceWorker(Worker):
     ) -> None:
         self._handle, self._prefetch, self._settings = handle, prefetch, settings
         self._results, self._failures, self._limits = results, failures, limits
+        self._spans = spans
         self._slot = prefetch.new_worker_slot()
         self._slice: WorkSlice | None = None
 
@@ -77,7 +80,7 @@ class SliceWorker(Worker):
                 if lost and offset in lost:
                     continue
                 worker_slot.offset, worker_slot.since = offset, now
-                answer = handle(batch, record)
+                answer = called(self._spans, handle, batch, record)
                 if answer is not None and isawaitable(answer):
                     raise not_awaited(answer)
                 note(offset)
@@ -112,7 +115,7 @@ class SliceWorker(Worker):
                 if record.offset in batch.lost:
                     continue
                 worker_slot.offset, worker_slot.since = record.offset, now
-                await handle(batch, record)
+                await acalled(self._spans, handle, batch, record)
                 done.append(record.offset)
                 count += 1
                 now = clock()

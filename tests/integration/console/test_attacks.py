@@ -19,12 +19,13 @@ from mqlayer.console.views import ACTIONS, PAGES
 from mqlayer.postgres.audit import write_audit
 from tests.fixtures.console_logins import HOST, SESSION, browser, is_in, log_in, log_out, password_access, token_of
 from tests.fixtures.consumers import Stage
-from tests.fixtures.failed_messages import Failing
+from tests.fixtures.failed_messages import Failing, identity_of
 from tests.proof.world import World
 
 pytestmark = pytest.mark.world(partitions=0)
 
 MARKUP = "<script>alert('x')</script>\"><img src=x onerror=alert(1)>"
+SECRET = b"a-body-of-its-own-s3cret"
 OTHERS = [
     {"Origin": "https://evil.example"},
     {"Origin": "null"},
@@ -240,9 +241,14 @@ def test_markup_stays_text_on_every_page(stage: Stage) -> None:
                 for query in ({}, usual, dict.fromkeys(names, MARKUP)):
                     answer = client.get(_at(page.path, value), params=query, headers=who)
                     assert answer.status_code < 500, (page.path, answer.text)
+                    assert answer.headers["content-security-policy"] == POLICY
+                    assert answer.headers["x-content-type-options"] == "nosniff"
+                    if page.media_type and answer.status_code == 200:
+                        assert answer.headers["content-type"].startswith(page.media_type), page.path
+                        assert answer.headers["content-disposition"] == "attachment", page.path
+                        continue
                     assert "<script>alert" not in answer.text, (page.path, query)
                     assert "<img src=x" not in answer.text, (page.path, query)
-                    assert answer.headers["content-security-policy"] == POLICY
                     seen += str(escape(MARKUP)) in answer.text
         assert seen > 0, "the user's name at least"
         for action in (*ACTIONS, SAMPLE):
@@ -251,6 +257,32 @@ def test_markup_stays_text_on_every_page(stage: Stage) -> None:
                 assert answer.status_code < 500, (action.name, answer.text)
                 assert "<script>alert" not in answer.text, action.name
                 assert "<img src=x" not in answer.text, action.name
+
+
+def test_bodies_are_for_body_readers_on_every_page_and_file(stage: Stage) -> None:
+    failing = Failing(stage)
+    lies, parked, dead = failing.publish(*[(key, SECRET) for key in ("a", "b", "c")])
+    failing.park(parked, attempts=3)
+    (dead_id,) = failing.dead_letter(dead)
+    query = {"topic": stage.topic, "group": failing.group, "partition": str(lies[0]), "offset": str(lies[1].offset)}
+    values = query | {"dead_id": str(dead_id), "node": "node-1", "bulk_id": "1", "change": "1"}
+
+    def seen_by(name: str, client: TestClient) -> set[str]:
+        found = set()
+        who = {"X-Forwarded-User": name, "X-Forwarded-Groups": name}
+        for page in PAGES:
+            for record in (lies, parked, dead):
+                path = page.path.replace(":path}", "}").format(**values, message=identity_of(record))
+                for asked in ({}, query | {"key": record[1].key.decode()}):
+                    answer = client.get(path, params=asked, headers=who)
+                    assert answer.status_code in {200, 400, 404, 409}, (path, answer.text)
+                    found |= {page.path} if SECRET.decode() in answer.text else set()
+        return found
+
+    access = ProxyAccess(Site(HOST, ["10.0.0.0/8"]), LevelGroups(["vic"], ["ann", "olga"], ["ann"]))
+    with browser(World(stage.dsn, stage.prefix, ()), access, "10.0.0.1") as client:
+        assert {"/messages", "/messages/export", "/dead/{dead_id}"} <= seen_by("ann", client)
+        assert seen_by("olga", client) == seen_by("vic", client) == set()
 
 
 def test_the_policy_of_scripts_allows_none_of_a_page(person: TestClient) -> None:

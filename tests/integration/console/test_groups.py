@@ -13,6 +13,8 @@ from mqlayer import Context
 from mqlayer.console import User, console_app
 from mqlayer.groups import GroupSettings, ensure_group
 from mqlayer.groups.pauses import pause_partitions
+from mqlayer.groups.retirement import retire_group
+from mqlayer.postgres.rights import Right
 from mqlayer.redis.partition_scripts import settle_command
 from mqlayer.runtime.route_cache import RouteCache
 from mqlayer.stack import RedisServer
@@ -185,8 +187,28 @@ def test_an_operator_pauses_evicts_seeks_and_retires_and_a_viewer_does_none(worl
         assert audited(world, f"group {name}") == [("ann@console", "orders/ledger", "drill")]
 
 
-@pytest.mark.world(partitions=1)
-def test_a_broadcast_group_shows_its_instances(world: World, browser: TestClient) -> None:
+@pytest.mark.world(partitions=1, relayed=4)
+def test_groups_of_each_mode_and_retired_ones_tell_what_they_are(world: World, browser: TestClient) -> None:
     grouped(world, "cache", mode="broadcast")
-    said = words(text_of(browser, "/groups/orders/cache"))
-    assert "No instance is there" in said
+    grouped(world, "crowd", mode="shared", visibility_timeout_s=30.0)
+    grouped(world, "calls", mode="pop", scope="key")
+    assert "No instance is there" in words(text_of(browser, "/groups/orders/cache"))
+    assert "Receivers of ordered pop are no members" in words(text_of(browser, "/groups/orders/calls"))
+    assert "A receiver has it, or the next one gets it" in words(text_of(browser, "/groups/orders/calls/partitions/1"))
+    assert "No member handles it: no member lives" in words(text_of(browser, "/groups/orders/crowd/partitions/1"))
+    retire_group(world.runtime(), "orders", "crowd")
+    assert "This group is retired: it consumes nothing any more" in words(text_of(browser, "/groups/orders/crowd"))
+    assert browser.get("/groups/orders/crowd/partitions/1").status_code == 404
+    assert "crowd" not in text_of(browser, "/groups")
+
+
+@pytest.mark.world(partitions=1, relayed=6)
+def test_the_right_to_view_is_enough_for_each_page_and_shows_no_body(world: World) -> None:
+    grouped(world)
+    world.right = Right.VIEW
+    with console_client(world, User("vic", bodies=True)) as viewer:
+        for path in ("/topics", "/topics/orders", "/topics/orders/route", "/groups", GROUP):
+            assert "Not to be shown now" not in text_of(viewer, path)
+        said = words(text_of(viewer, f"{GROUP}/partitions/1"))
+    assert "Not to be shown now" not in said
+    assert "hidden from you" in said, "the role may not, though the console's user may"

@@ -11,6 +11,7 @@ from starlette.testclient import TestClient
 
 from mqlayer.console import User, console_app
 from mqlayer.console.kept import KeptValue
+from mqlayer.doctor import health
 from mqlayer.errors import StoreUnavailable
 from mqlayer.metrics.alerts import ALERTS
 from mqlayer.stack import RedisServer
@@ -120,6 +121,21 @@ def test_problems_are_told_with_their_words_place_and_since(stage: Stage) -> Non
     }
     for link in ("/changes/1", "/groups/orders/g", "/parked?topic=orders&amp;group=g", "/nodes#jobs", "/nodes#sources"):
         assert f'href="{link}"' in page
+
+
+def test_of_too_many_partitions_the_lag_is_of_samples(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health, "POSITIONS_LIMIT", 1)
+    failing = Failing(stage)
+    stage.send([("a", b"{}")])
+    failing.sql(
+        "INSERT INTO mqlayer.sample (kind, object_id, at, lag, oldest_s) "
+        "VALUES ('group', 1, date_trunc('minute', now(), 'UTC'), 7, 30)"
+    )
+    with TestClient(console_app(stage.settings(), access=FixedAccess(OPERATOR))) as browser:
+        said = words(text_of(browser, "/"))
+    assert "Lag of all groups 7 oldest 30 s" in said
+    assert "7 messages to handle, and no member has a valid lease" in said
+    assert "Lag is of samples" in said
 
 
 @pytest.mark.world(partitions=0)

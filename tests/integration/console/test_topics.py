@@ -100,6 +100,11 @@ def test_the_route_is_a_picture_and_a_table_of_who_when_and_why(world: World, br
     assert "a &lt;b&gt;hot&lt;/b&gt; key" in page
     assert "bea@console" in page
     assert "no reason given" in page
+    assert re.search(r">v3 merge \d\d-\d\d \d\d:\d\d<", page)
+    world.rows(
+        "INSERT INTO mqlayer.route_change (topic_id, version, kind, actor) VALUES (1, 4, 'move', 'dan') RETURNING 1"
+    )
+    assert ">v4 move planned<" in text_of(browser, "/topics/orders/route")
     older = text_of(browser, "/topics/orders/route", upto="2")
     assert "partition 5" not in older
     assert 'class="heat' not in older.split('class="legend"')[0]
