@@ -273,11 +273,7 @@ def test_bodies_are_for_body_readers_on_every_page_and_file(stage: Stage) -> Non
         for page in PAGES:
             for record in (lies, parked, dead):
                 path = page.path.replace(":path}", "}").format(**values, message=identity_of(record))
-<<<<<<< HEAD
                 for asked in ({}, {"topic": stage.topic}, query | {"key": record[1].key.decode()}):
-=======
-                for asked in ({}, query, query | {"key": record[1].key.decode()}):
->>>>>>> pages-c
                     answer = client.get(path, params=asked, headers=who)
                     assert answer.status_code in {200, 400, 404, 409}, (path, answer.text)
                     found |= {page.path} if SECRET.decode() in answer.text else set()
