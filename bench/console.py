@@ -111,7 +111,7 @@ def _fill_node(url: str, prefix: str, rows: Sequence[tuple[Any, ...]]) -> None:
 
 @bench("console_pages")
 def console_pages(stage: Stage) -> Iterator[Line]:
-    """The 95th percentile in ms of 20 loads of each page of topics, groups, health, nodes and changes."""
+    """The 95th percentile in ms of 20 loads of each page; the target is in ms."""
     from starlette.testclient import TestClient
 
     from mqlayer.console import console_app

@@ -57,7 +57,7 @@ def console_lists(stage: Stage) -> Iterator[Line]:
         "a bulk action": f"/bulk/{planned.bulk_id}",
         "its plan": f"/actions/bulk-plan?{of_group}&act=release",
     }
-    with TestClient(console_app(system.settings), base_url="http://127.0.0.1") as browser:
+    with TestClient(console_app(system.settings), base_url="http://127.0.0.1", client=("127.0.0.1", 1)) as browser:
         for name, path in pages.items():
             figure = _percentile_ms(browser, path)
             note(f"  {name}: {figure:.1f} ms")

@@ -59,8 +59,10 @@ def traces(stage: Stage) -> Iterator[Line]:
     """Messages per second, with durable appends."""
     for share, every in SHARES.items():
         system = stage.system(fsync="always")
-        fill(system, MESSAGES, facts=partial(facts_of, every))
-        off, on = partial(ours, system), partial(ours, traced(system))
+        # A span takes as long as 25 messages.
+        count = MESSAGES if every != 1 else MESSAGES // 10
+        fill(system, count, facts=partial(facts_of, every))
+        off, on = partial(ours, system, count), partial(ours, traced(system), count)
         yield both_ways("traces_consume", share, off, on)
         yield publishing(stage.system(fsync="always"), share, 1 / every if every else 0.0)
         system = stage.system(fsync="always", partitions=PARTITIONS)

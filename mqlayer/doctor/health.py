@@ -218,15 +218,15 @@ def _sampled_groups(look: HealthLook, rows: Iterable[GroupRow]) -> Iterator[Prob
     for one in rows:
         look.totals.lag += one.lag or 0
         look.totals.oldest_s = max(look.totals.oldest_s or 0.0, one.oldest_s or 0.0)
-        place = {"topic": one.topic, "group": one.group}
         if one.paused_at is not None:
             text = f"{one.paused_by or 'An operator'} paused it or its topic; lag {_count(one.lag)}"
-            yield Problem(ALERTS["MqlayerPaused"], text, one.paused_at, **place)
+            yield Problem(ALERTS["MqlayerPaused"], text, one.paused_at, one.topic, one.group)
         elif one.lag and not one.alive and one.mode != "pop":
             text = f"{_many(one.lag, 'message')} to handle, and no member has a valid lease"
-            yield Problem(ALERTS["MqlayerNoMembers"], text, _before(one.oldest_s), **place)
+            yield Problem(ALERTS["MqlayerNoMembers"], text, _before(one.oldest_s), one.topic, one.group)
         if one.sampled and one.lag is None:
-            yield Problem(ALERTS["MqlayerLagUnknown"], "The last sample got no lag of some partition", **place)
+            text = "The last sample got no lag of some partition"
+            yield Problem(ALERTS["MqlayerLagUnknown"], text, None, one.topic, one.group)
 
 
 def _read_groups(look: HealthLook) -> Iterator[Problem]:

@@ -294,7 +294,9 @@ def _export(visit: Visit) -> Mapping[str, Any]:
     if not visit.text("topic"):
         raise InvalidInput("name a topic")
     rows = _rows(visit, _found(visit, hidden), hidden)
-    return {"text": "".join(f"{json_line(one.as_json())}\n" for one in rows)}
+    text = "".join(f"{json_line(one.as_json())}\n" for one in rows)
+    # The same JSON: whoever opens the file as a page gets no markup.
+    return {"text": text.replace("<", "\\u003c").replace(">", "\\u003e")}
 
 
 # -- one message -------------------------------------------------------------------------------------------------------

@@ -250,7 +250,7 @@ def test_markup_stays_text_on_every_page(stage: Stage) -> None:
                     assert answer.headers["x-content-type-options"] == "nosniff"
                     if page.media_type and answer.status_code == 200:
                         assert answer.headers["content-type"].startswith(page.media_type), page.path
-                        assert answer.headers["content-disposition"] == "attachment", page.path
+                        assert answer.headers["content-disposition"].startswith("attachment"), page.path
                         continue
                     assert "<script>alert" not in answer.text, (page.path, query)
                     assert "<img src=x" not in answer.text, (page.path, query)
@@ -278,7 +278,7 @@ def test_bodies_are_for_body_readers_on_every_page_and_file(stage: Stage) -> Non
         for page in PAGES:
             for record in (lies, parked, dead):
                 path = page.path.replace(":path}", "}").format(**values, message=identity_of(record))
-                for asked in ({}, query | {"key": record[1].key.decode()}):
+                for asked in ({}, {"topic": stage.topic}, query | {"key": record[1].key.decode()}):
                     answer = client.get(path, params=asked, headers=who)
                     assert answer.status_code in {200, 400, 404, 409}, (path, answer.text)
                     found |= {page.path} if SECRET.decode() in answer.text else set()
