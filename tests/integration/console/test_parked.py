@@ -64,7 +64,7 @@ def test_lists_are_filtered_and_each_key_and_dead_message_has_its_page(
     failing.sql("UPDATE mqlayer.dead_message SET cause = 'skipped', reason = 'by hand' WHERE dead_id = %s", other_id)
 
     page = shown(ann)
-    assert "3 parked keys match" in page
+    assert "Matching: 3 parked keys." in page
     assert "KeyError: &lt;b&gt;price" in page, "its last error"
     assert "TimeoutError" in page, "a frequent error"
     for text in (MARKUP, "<b>price"):
@@ -79,7 +79,7 @@ def test_lists_are_filtered_and_each_key_and_dead_message_has_its_page(
         ({"topic": "orders", "group": "g"}, 3),
     ):
         page = shown(ann, **query)
-        assert f"{count} parked keys match" in page if count else "Nothing matches this filter" in page, query
+        assert f"Matching: {count} parked key" in page if count else "Nothing matches this filter" in page, query
     key = shown(ann, link_of(shown(ann, key=MARKUP), "/parked/orders/g"))
     for text in (
         "waits for an operator",
@@ -94,9 +94,9 @@ def test_lists_are_filtered_and_each_key_and_dead_message_has_its_page(
     assert f"Message {identity_of(alone)}, without a key" in keyless
 
     page = shown(ann, show="dead")
-    assert "2 dead messages match" in page
-    assert "1 dead messages match" in shown(ann, show="dead", cause="skipped")
-    assert "1 dead messages match" in shown(ann, show="dead", error="KEYERROR")
+    assert "Matching: 2 dead messages." in page
+    assert "Matching: 1 dead message." in shown(ann, show="dead", cause="skipped")
+    assert "Matching: 1 dead message." in shown(ann, show="dead", error="KEYERROR")
     dead = shown(ann, f"/dead/{dead_id}")
     for text in ("KeyError: &lt;b&gt;price", SECRET.decode(), "dead-redrive", "exhausted"):
         assert text in dead, text
