@@ -85,9 +85,10 @@ def test_forms_of_other_sites_are_refused(world: World, person: TestClient) -> N
         for headers in OTHERS:
             refused = person.post(f"/actions/{action.name}", data=good, headers=headers)
             assert refused.status_code == 403, (action.name, headers)
-        for wrong in ("", "x", good["token"][:-1] + "0", good["token"] + "ä"):
+        last = "1" if good["token"].endswith("0") else "0"
+        for wrong in ("", "x", good["token"][:-1] + last, good["token"] + "ä"):
             refused = person.post(f"/actions/{action.name}", data=good | {"token": wrong})
-            assert refused.status_code == 403 or wrong == good["token"], (action.name, wrong)
+            assert refused.status_code == 403, (action.name, wrong)
     for headers in OTHERS:
         assert person.post("/logout", data=good, headers=headers).status_code == 403
     assert person.post("/logout", data={}).status_code == 403
