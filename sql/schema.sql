@@ -571,6 +571,8 @@ CREATE TABLE mqlayer.redrive (
         AND (upto_batch IS NULL) = ("position" IS NULL) AND (upto_batch IS NULL) = (newer IS NULL)),
     CONSTRAINT redrive_of_bulk CHECK ((upto_batch IS NULL) = (size IS NOT NULL) AND (size IS NULL) = (matched IS NULL)
         AND (size IS NULL) = (planned_at IS NULL) AND (state <> 'planned' OR size IS NOT NULL)),
+    CONSTRAINT redrive_started CHECK (planned_at IS NULL OR (state IN ('planned', 'cancelled'))
+        OR started_at > planned_at),
     CONSTRAINT redrive_filter_names CHECK (jsonb_typeof(filter) = 'object'
         AND (filter - ARRAY['key', 'since', 'until'] - CASE WHEN kind IN ('redrive', 'keep')
         THEN ARRAY['cause', 'error', 'min_attempts', 'dead_ids'] WHEN kind IN ('release', 'discard')

@@ -394,8 +394,8 @@ SELECT (SELECT f.epoch FROM mqlayer_app.fence_epoch f WHERE f.group_id = %(group
 
 -- name: bulk_insert
 -- A bulk action on a group whose set is fixed next.
-INSERT INTO mqlayer.redrive (group_id, kind, filter, per_s, actor, state, size, matched, planned_at)
-VALUES (%(group_id)s, %(act)s, %(filter)s, 0, %(actor)s, 'planned', 0, 0, clock_timestamp())
+INSERT INTO mqlayer.redrive (group_id, kind, filter, per_s, actor, state, size, matched, planned_at, started_at)
+VALUES (%(group_id)s, %(act)s, %(filter)s, 0, %(actor)s, 'planned', 0, 0, now(), now())
 RETURNING redrive_id;
 
 -- name: bulk_plan_dead

@@ -61,7 +61,7 @@ GRANT SELECT, INSERT (measured_at, next_offset, partition_id, per_s), UPDATE (me
     ON mqlayer.partition_rate TO {role};
 GRANT SELECT ON mqlayer.readable TO {role};
 GRANT SELECT, INSERT (actor, bounds, filter, group_id, kind, lease_until, matched, name, newer, per_s, planned_at, position,
-    size, snapshot_id, state, upto_batch, worker), UPDATE (actor, at_batch, at_number, at_record, ended_at, failed,
+    size, snapshot_id, started_at, state, upto_batch, worker), UPDATE (actor, at_batch, at_number, at_record, ended_at, failed,
     lease_until, matched, next_at, not_sent, per_s, reason, results, sent, size, started_at, state, blocked_by, worker) ON
     mqlayer.redrive TO {role};
 GRANT SELECT, INSERT (lp, redrive_id, result, seq, source) ON mqlayer.replay_result TO {role};

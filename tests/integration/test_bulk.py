@@ -333,11 +333,20 @@ def test_the_right_of_the_worker_carries_every_act_on_and_that_to_look_plans_non
     )  # fmt: skip
     for act, one in wanted:
         start_bulk(here(failing), plan(failing, act, one).bulk_id, reason="r")
+    planned = plan(failing, "discard", ParkedFilter(key="c"))
+    for right in (Right.WORK, Right.CONSUME):
+        with (
+            pytest.raises(Conflict, match="redrive_started"),
+            Database(roles.login(right)) as other,
+            other.connection() as connection,
+        ):
+            connection.execute("UPDATE mqlayer.redrive SET state = 'running' WHERE redrive_id = %s", (planned.bulk_id,))
+    cancel_bulk(here(failing), planned.bulk_id)
     with Database(roles.login(Right.WORK)) as worker:
         retry_scan(worker)
         assert clean_bulk(worker) == 0
     with Database(roles.login(Right.VIEW)) as viewer:
-        assert [(one.act, *counts(one)) for one in bulk_actions(viewer)] == [
+        assert [(one.act, *counts(one)) for one in bulk_actions(viewer, state="done")] == [
             (act, "done", 1, 0, 0) for act in ("discard", "release", "keep", "redrive")
         ]
         assert [one.reason for one in dead_messages(viewer)] == ["r", "r"]

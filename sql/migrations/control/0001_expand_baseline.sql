@@ -994,6 +994,8 @@ CREATE TABLE mqlayer.redrive (
     CONSTRAINT redrive_of_bulk CHECK (
         (upto_batch IS NULL) = (size IS NOT NULL) AND (size IS NULL) = (matched IS NULL)
         AND (size IS NULL) = (planned_at IS NULL) AND (state <> 'planned' OR size IS NOT NULL)),
+    -- Consumers and workers may write the state of jobs, and not this time: only an operator starts a bulk action.
+    CONSTRAINT redrive_started CHECK (planned_at IS NULL OR state IN ('planned', 'cancelled') OR started_at > planned_at),
     -- One filter that can't be read would end the list of all groups' redrives.
     CONSTRAINT redrive_filter_names CHECK (
         jsonb_typeof(filter) = 'object'
