@@ -46,6 +46,12 @@ INNER: Final = {
     "mqlayer.may_create_group_v1": "SELECT mqlayer.may_create_group_v1(1, 'g', 1)",
     "mqlayer.topic_schema_put_v1": "SELECT mqlayer.topic_schema_put_v1('orders', 1, 'backward', '{}', 'a')",
     "mqlayer.check_group_v1": "SELECT mqlayer.check_group_v1(1)",
+    "mqlayer.check_console_v1": "SELECT mqlayer.check_console_v1()",
+    "mqlayer.console_session_begin_v1": (
+        "SELECT mqlayer.console_session_begin_v1(sha256('t'), 'ann', 'viewer', false, 'p', 60, 60)"
+    ),
+    "mqlayer.console_session_v1": "SELECT mqlayer.console_session_v1(sha256('t'), true)",
+    "mqlayer.console_session_end_v1": "SELECT mqlayer.console_session_end_v1(sha256('t'))",
     "mqlayer.members_forget_v1": "SELECT mqlayer.members_forget_v1(1)",
     "mqlayer.beginnings_forget_v1": "SELECT mqlayer.beginnings_forget_v1(1)",
     "mqlayer.parked_messages_end_v1": (

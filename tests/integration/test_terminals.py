@@ -30,7 +30,7 @@ COMMANDS = [*map(chr, range(1, 32)), "\x7f", *map(chr, range(0x80, 0xA0))]
 UNSEEN = [*"\u200b\u200c\u200d\u2060\ufeff\u00ad\u061c\u200e\u200f\u2028\u2029\u3164", "\U000e0041"]
 TURNED = [*map(chr, range(0x202A, 0x202F)), *map(chr, range(0x2066, 0x206A))]
 HOSTILE = "\x1b[2J" + "".join(COMMANDS + UNSEEN + TURNED) + "\n[red]x[/red]:heart: ü"
-LEFT_OUT = {"consume", "exporter", "relay", "run", "up", "analytics"}
+LEFT_OUT = {"console", "consume", "exporter", "relay", "run", "up", "analytics"}
 """They run until they are stopped, start servers of their own, or need Java."""
 KEPT = {"url"}
 """Columns whose values are addresses: a node that can't be reached would show nothing of what is in it."""
