@@ -86,7 +86,7 @@ INNER: Final = {
 GRANTED: Final = f"""
     INSERT INTO mqlayer_app.granted (role, privilege, scope)
         VALUES ('{ROLE}', 'publish', 'orders'), ('{ROLE}', 'consume', 'orders/g'), ('{ROLE}', 'operate', '');
-    INSERT INTO mqlayer.granted (role, privilege) VALUES ('{ROLE}', 'consume');
+    INSERT INTO mqlayer.granted (role, privilege) VALUES ('{ROLE}', 'consume'), ('{ROLE}', 'view');
     INSERT INTO mqlayer.node (name, url) VALUES ('n', 'redis://n:1');
     INSERT INTO mqlayer.topic (name, strategy, body_limit, backlog_limit) VALUES ('orders', 'strict', 1000, 1);
     INSERT INTO mqlayer.partition (topic_id, node_id, lp_from, lp_to) VALUES (1, 1, 0, 1024);
