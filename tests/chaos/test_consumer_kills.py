@@ -41,7 +41,7 @@ def test_a_kill_at_work_loses_and_reverses_nothing(kill_scene: KillScene, place:
     judge(kill_scene)
 
 
-@pytest.mark.parametrize("place", WITH_A_FILTER)
+@pytest.mark.parametrize("place", some_of(WITH_A_FILTER, 2))
 def test_a_kill_behind_a_filter_loses_and_reverses_nothing(kill_scene: KillScene, place: str) -> None:
     """Case 62: what the filter takes has its effect once and in order, the rest is settled without."""
     kill_scene.environment["MQLAYER_TEST_TAG_FILTER"] = "any:eu,vip"

@@ -98,6 +98,7 @@ class Page(HTMLParser):
         self.shown += data
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("queries_as_in_production")
 def test_all_jobs_write_parquet_and_one_page_that_fetches_nothing(
     analysed: World, run: Commands, spark: Any, tmp_path: Path

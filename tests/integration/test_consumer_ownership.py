@@ -70,6 +70,7 @@ def two_owners(members: list[OrderedMember], partition: int) -> bool:
     return False
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_no_two_members_ever_hold_a_partition_while_they_are_cut_off_and_come_back(
     stage: Stage, proxies: list[TcpProxy]

@@ -182,6 +182,7 @@ def test_a_fault_says_where_it_cannot_strike(mqlayer_stack: TestStack, plain: Bo
 MESSAGES = [("ann", 10), ("bob", 5)]
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_exercise_finds_a_handler_without_fence_and_the_shortest_list(mqlayer_stack: TestStack, plain: Book) -> None:
     with pytest.raises(EffectsDiffer) as found:

@@ -239,6 +239,7 @@ def test_findings_are_counted_per_key(spark: Any) -> None:
     assert row.asDict() == {"topic": "orders", "key": "k1", "inversions": 1, "duplicates": 0, "misplaced": 0}
 
 
+@pytest.mark.full
 def test_what_a_real_system_archives_over_changes_is_clean_until_it_is_tampered_with(
     spark: Any, database_dsn: str, redis_url: str, key_prefix: str
 ) -> None:

@@ -58,6 +58,7 @@ class Members:
         return sum(count - 1 for count in self.begun.values())
 
 
+@pytest.mark.full
 def test_jobs_say_what_the_handlers_saw(stage: Stage, spark: Any) -> None:
     """Case 79: latency, failures and fairness of two groups of two members, with keys that fail, die, are parked,
     released and redriven."""

@@ -147,6 +147,7 @@ with arrow_batches(read_address(os.environ["MQLAYER_DSN"]), ["SELECT 42 AS answe
     assert "[[{'answer': 42}]]" in plain.tries(program, MQLAYER_DSN=database_dsn)
 
 
+@pytest.mark.full
 def test_the_extras_of_web_frameworks_import_their_part(plain: PlainEnvironment, built_wheel: Path) -> None:
     plain.install("--constraint", LOCKS / "dev.lock", f"{built_wheel}[fastapi]")
     plain.install("--constraint", LOCKS / "dev.lock", f"{built_wheel}[django]")

@@ -256,6 +256,7 @@ def test_a_stream_has_each_batch_once_over_restarts(spark: Any, archived: Archiv
     assert stream(spark, archived, tmp_path) == expected
 
 
+@pytest.mark.full
 def test_a_stream_that_missed_dropped_batches_fails(spark: Any, archived: ArchivedTopics, tmp_path: Path) -> None:
     from datetime import timedelta
 

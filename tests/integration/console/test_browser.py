@@ -181,6 +181,7 @@ def test_keys_lead_to_pages_and_the_theme_is_kept(chromium: Any, address: str) -
         assert page.is_visible("#keys")
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_an_operator_does_what_pages_offer_and_the_audit_shows_it(chromium: Any, address: str) -> None:
     with chromium.new_context(viewport=DESK) as context:
