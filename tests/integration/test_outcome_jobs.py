@@ -7,6 +7,8 @@ import time
 from collections import Counter
 from typing import Any
 
+import pytest
+
 from mqlayer import Context
 from mqlayer.archive import archive_pass, create_snapshot
 from mqlayer.errors import Reject
