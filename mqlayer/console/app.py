@@ -13,7 +13,7 @@ from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, Response
+from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
@@ -160,7 +160,10 @@ class Console:
         return rendered(page.template, self._common(request, user, title) | {"live": page.live} | dict(found))
 
     async def _operated(
-        self, request: Request, fields: Mapping[str, str], work: Callable[[Request, User, Mapping[str, str]], str]
+        self,
+        request: Request,
+        fields: Mapping[str, str],
+        work: Callable[[Request, User, Mapping[str, str]], str | Response],
     ) -> Response:
         user = await self._known(request)
         if isinstance(user, Response):
@@ -178,22 +181,25 @@ class Console:
         shown = {"action": action, "plan": plan, "fields": urlencode(told), "reason": reason}
         return rendered("action.html", self._common(request, user, action.title) | shown)
 
-    def _done(self, action: Action, request: Request, user: User, fields: Mapping[str, str]) -> str:
+    def _done(self, action: Action, request: Request, user: User, fields: Mapping[str, str]) -> str | Response:
         reason = fields.get("reason", "").strip()
         if not reason or len(reason.encode()) > REASON_BYTES:
             raise InvalidInput(f"say why, in at most {REASON_BYTES} bytes: the audit keeps it")
         outcome = action.run(Visit(self._runtimes.of(user, reason), user, {}, fields))
+        if outcome.goes_on:
+            return RedirectResponse(request.scope.get("root_path", "") + outcome.path, HTTPStatus.SEE_OTHER)
         return rendered("done.html", self._common(request, user, action.title) | {"outcome": outcome})
 
     async def _answer(
         self,
         request: Request,
         user: User,
-        render: Callable[[], str],
+        render: Callable[[], str | Response],
         answer: Callable[[str], Response] = HTMLResponse,
     ) -> Response:
         try:
-            return answer(await run_in_threadpool(render))
+            made = await run_in_threadpool(render)
+            return made if isinstance(made, Response) else answer(made)
         except MqlayerError as error:
             status = next((found for kind, found in STATUSES.items() if isinstance(error, kind)), HTTPStatus.CONFLICT)
             return self._message(request, user, _status_of(error, status), str(error))

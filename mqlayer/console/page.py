@@ -71,10 +71,14 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """An action that ran: its effect in words, and the page to look at next, as a path within the console."""
+    """An action that ran: its effect in words, and the page to look at next, as a path within the console.
+
+    `goes_on`: that page says it all, and comes at once.
+    """
 
     text: str
     path: str = "/"
+    goes_on: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,8 @@ SPANS: Final[Mapping[str, timedelta]] = {
 
 def span_of(visit: Visit) -> tuple[str, timedelta]:
     """Return the chosen time, a day unless hour or week."""
-    name = visit.text("last", "day")
-    return (name, SPANS[name]) if name in SPANS else ("day", SPANS["day"])
+    name = visit.text("last", "hour")
+    return (name, SPANS[name]) if name in SPANS else ("hour", SPANS["hour"])
 
 
 def page_of(rows: Sequence[Row], visit: Visit, path: str, **query: Any) -> tuple[Sequence[Row], str, str]:

@@ -13,6 +13,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, Final, NamedTuple
 
 from mqlayer.doctor.findings import format_seconds
+from mqlayer.doctor.postgres import OpenTransaction
 from mqlayer.errors import MqlayerError, SchemaMismatch
 from mqlayer.inspect import GroupStatus, group_statuses
 from mqlayer.inspect.node_status import NodeStatus, node_statuses
@@ -176,6 +177,7 @@ def _outbox(look: HealthLook) -> Iterator[Problem]:
         yield from mismatch
         return
     yield from _recovery(look, database)
+    yield from _transactions(look, database)
     ((totals.outbox, totals.outbox_s),) = look.rows("check_outbox", database=database)
     late = ALERTS["MqlayerOutboxLate"]
     if totals.outbox_s > late.above:
@@ -194,6 +196,14 @@ def _outbox(look: HealthLook) -> Iterator[Problem]:
     if count:
         text = f"Entities that miss a version: {count}, the first of {name}; later events that are held: {held}"
         yield Problem(ALERTS["MqlayerVersionsOverdue"], text, _before(oldest_s))
+
+
+def _transactions(look: HealthLook, database: Database) -> Iterator[Problem]:
+    alert = ALERTS["MqlayerTransactionOpen"]
+    for row in look.rows("check_open_transactions", database=database, age_s=alert.above):
+        found = OpenTransaction(*row)
+        if found.ours and not found.waits_for:
+            yield Problem(alert, found.text(), _before(found.age_s))
 
 
 def _recovery(look: HealthLook, database: Database) -> Iterator[Problem]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from mqlayer.doctor.clocks import clock_finding
 from mqlayer.doctor.findings import Check, CheckLimits, CheckStatus, Finding, format_seconds
@@ -80,12 +81,12 @@ def check_connections(checked: CheckedDatabase, limits: CheckLimits) -> list[Fin
 def check_transactions(checked: CheckedDatabase, limits: CheckLimits) -> list[Finding]:
     """Report long transactions: they hold LPs and outbox slots."""
     found = [
-        _transaction(checked.subject, limits, *row)
+        _transaction(checked.subject, limits, OpenTransaction(*row))
         for row in checked.rows("check_open_transactions", age_s=limits.transaction_s)
     ]
     if not checked.row("check_statistics_allowed")[0]:
         fix = "GRANT pg_read_all_stats to the role of the DSN"
-        seen = "this role does not see the transactions of others"
+        seen = "this role sees its own transactions only: others may be open"
         found.append(Finding("transactions", checked.subject, CheckStatus.UNKNOWN, seen, fix))
     seen = f"none is open for more than {format_seconds(limits.transaction_s)}"
     return found or [Finding("transactions", checked.subject, CheckStatus.OK, seen)]
@@ -138,21 +139,39 @@ CHECKS: Final[dict[str, Check[CheckedDatabase]]] = {
 }
 
 
-def _transaction(
-    subject: str,
-    limits: CheckLimits,
-    pid: int,
-    application: str,
-    state: str | None,
-    age_s: float,
-    ours: bool,  # noqa: FBT001 - a column
-) -> Finding:
-    """Omit the statement's text, which may hold secrets."""
-    seen = f"pid {pid} ({application or 'without a name'}) is {state or 'busy'} in one since {format_seconds(age_s)}"
-    seen += ": its LPs get stuck, its outbox slots are kept" if ours else ": it holds vacuum up"
-    fix = (
-        f"end it: SELECT pg_terminate_backend({pid}); "
-        "and set idle_in_transaction_session_timeout for the application's role"
-    )
-    verdict = CheckStatus.BROKEN if ours and age_s >= limits.transaction_broken_s else CheckStatus.WARNING
-    return Finding("transactions", subject, verdict, seen, fix)
+class OpenTransaction(NamedTuple):
+    """A transaction that is open for long. `ours`: it holds tables of ours; `waits_for`: sessions; `waiting`: how many
+    wait for it."""
+
+    pid: int
+    application: str
+    state: str | None
+    age_s: float
+    ours: bool
+    waits_for: Sequence[int]
+    waiting: int
+
+    def text(self) -> str:
+        """Return a sentence without the statement, which may hold secrets."""
+        seen = f"pid {self.pid} ({self.application or 'without a name'}) "
+        if self.waits_for:
+            return f"{seen}has waited in a transaction of {format_seconds(self.age_s)}, now for pid {self.waits_for[0]}"
+        has = "been idle in" if (self.state or "").startswith("idle") else "worked in"
+        seen += f"has {has} a transaction for {format_seconds(self.age_s)}"
+        seen += ": its LPs get stuck, its outbox slots are kept" if self.ours else ": it holds vacuum up"
+        return seen + (f"; sessions that wait for it: {self.waiting}" if self.waiting else "")
+
+    def fix(self) -> str:
+        """Return the advice."""
+        if self.waits_for:
+            return f"end the transaction of pid {self.waits_for[0]}, and this one goes on"
+        return (
+            f"end it: SELECT pg_terminate_backend({self.pid}); "
+            "and set idle_in_transaction_session_timeout for the application's role"
+        )
+
+
+def _transaction(subject: str, limits: CheckLimits, found: OpenTransaction) -> Finding:
+    is_broken = found.ours and not found.waits_for and found.age_s >= limits.transaction_broken_s
+    verdict = CheckStatus.BROKEN if is_broken else CheckStatus.WARNING
+    return Finding("transactions", subject, verdict, found.text(), found.fix())

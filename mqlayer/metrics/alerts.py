@@ -43,6 +43,11 @@ _ALL: Final = (
         "Is a node away, or a partition full?", above=60, for_s=120,
     ),
     Alert(
+        "MqlayerTransactionOpen", "critical", "An open transaction holds publishers up",
+        "End it, and set idle_in_transaction_session_timeout for the role of its application; the doctor has the "
+        "statement that ends it.", above=30, rule=False,
+    ),
+    Alert(
         "MqlayerNoRelay", "critical", "No relay lives", "Start mqlayer relay, or see in its log why it ends.", for_s=120
     ),
     Alert(

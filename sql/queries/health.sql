@@ -69,12 +69,16 @@ SELECT (SELECT count(*) FROM mqlayer.topic WHERE deleted_at IS NULL)::int,
        (SELECT count(*) FROM mqlayer.consumer_group WHERE state = 'live' AND mode <> 'broadcast')::int,
        (SELECT count(*) FROM mqlayer.member WHERE lease_until >= now())::int,
        (SELECT max(at) FROM mqlayer.sample), (SELECT min(at) FROM mqlayer.migration),
-       sum(r.committed)::float8, sum(r.relayed)::float8, sum(r.stored)::float8
+       sum(r.committed)::float8, sum(r.relayed)::float8,
+       CASE WHEN NOT bool_or(r.is_unknown) THEN sum(r.stored)::float8 END
 FROM (
-    SELECT greatest(0, s.committed - lag(s.committed) OVER w) / extract(epoch FROM s.at - lag(s.at) OVER w) AS committed,
-           greatest(0, s.relayed - lag(s.relayed) OVER w) / extract(epoch FROM s.at - lag(s.at) OVER w) AS relayed,
-           greatest(0, s.stored - lag(s.stored) OVER w) / extract(epoch FROM s.at - lag(s.at) OVER w) AS stored,
-           row_number() OVER (PARTITION BY s.object_id ORDER BY s.at DESC) AS place
+    SELECT CASE WHEN s.committed < lag(s.committed) OVER w THEN 0 ELSE s.committed - lag(s.committed) OVER w END
+               / extract(epoch FROM s.at - lag(s.at) OVER w) AS committed,
+           CASE WHEN s.relayed < lag(s.relayed) OVER w THEN 0 ELSE s.relayed - lag(s.relayed) OVER w END
+               / extract(epoch FROM s.at - lag(s.at) OVER w) AS relayed,
+           CASE WHEN s.stored < lag(s.stored) OVER w THEN 0 ELSE s.stored - lag(s.stored) OVER w END
+               / extract(epoch FROM s.at - lag(s.at) OVER w) AS stored,
+           s.stored IS NULL AS is_unknown, row_number() OVER (PARTITION BY s.object_id ORDER BY s.at DESC) AS place
     FROM mqlayer.sample s WHERE s.kind = 'topic' AND s.at > now() - interval '5 minutes'
     WINDOW w AS (PARTITION BY s.object_id ORDER BY s.at)) AS r
 WHERE r.place = 1;

@@ -77,20 +77,20 @@ SELECT {overview_of_group}
 ORDER BY c.topic, c.name;
 
 -- name: groups_in_trouble
--- Groups that an operator should look at, the oldest waiting message first: paused, without a member, partitions without an
--- owner, or a message that waits for longer than a time. With how many there are in all.
+-- Groups that an operator should look at, the oldest waiting message first: paused, without a member, a message that waits
+-- for longer than a time, or a lag that a silent node hides. With how many there are in all.
 WITH live AS (
-    SELECT t.name AS topic, t.paused_at AS topic_paused_at, t.paused_by AS topic_paused_by, g.*, l.oldest_s, l.lag,
+    SELECT t.name AS topic, t.paused_at AS topic_paused_at, t.paused_by AS topic_paused_by, g.*, l.oldest_s, l.lag, l.at AS sampled_at,
            EXISTS (SELECT FROM mqlayer.member m WHERE m.group_id = g.group_id AND m.lease_until >= now()) AS alive
     FROM mqlayer.consumer_group g JOIN mqlayer.topic t USING (topic_id)
-    LEFT JOIN LATERAL (SELECT oldest_s, lag FROM mqlayer.sample
+    LEFT JOIN LATERAL (SELECT at, oldest_s, lag FROM mqlayer.sample
                        WHERE kind = 'group' AND object_id = g.group_id AND at > now() - interval '10 minutes'
                        ORDER BY at DESC LIMIT 1) AS l ON true
     WHERE g.state = 'live' AND g.mode <> 'broadcast' AND t.deleted_at IS NULL
 ), wrong AS (
     SELECT * FROM live
     WHERE paused_at IS NOT NULL OR topic_paused_at IS NOT NULL OR oldest_s > %(late_s)s
-       OR (mode <> 'pop' AND NOT alive AND lag > 0)
+       OR (mode <> 'pop' AND NOT alive AND lag > 0) OR (sampled_at IS NOT NULL AND lag IS NULL)
        OR EXISTS (SELECT FROM mqlayer.partition_pause pp WHERE pp.group_id = live.group_id)
 ), chosen AS (
     SELECT * FROM wrong ORDER BY oldest_s DESC NULLS LAST, topic, name LIMIT %(limit)s)

@@ -56,9 +56,12 @@ WITH span AS (
     SELECT now() - make_interval(secs => %(last_s)s) AS since
 ), told AS (
     SELECT at, lag, oldest_s, parked, dead, memory_bytes, ops_per_s,
-           greatest(0, committed - lag(committed) OVER earlier) / extract(epoch FROM at - lag(at) OVER earlier) AS committed,
-           greatest(0, relayed - lag(relayed) OVER earlier) / extract(epoch FROM at - lag(at) OVER earlier) AS relayed,
-           greatest(0, stored - lag(stored) OVER earlier) / extract(epoch FROM at - lag(at) OVER earlier) AS stored
+           CASE WHEN committed < lag(committed) OVER earlier THEN 0 ELSE committed - lag(committed) OVER earlier END
+               / extract(epoch FROM at - lag(at) OVER earlier) AS committed,
+           CASE WHEN relayed < lag(relayed) OVER earlier THEN 0 ELSE relayed - lag(relayed) OVER earlier END
+               / extract(epoch FROM at - lag(at) OVER earlier) AS relayed,
+           CASE WHEN stored < lag(stored) OVER earlier THEN 0 ELSE stored - lag(stored) OVER earlier END
+               / extract(epoch FROM at - lag(at) OVER earlier) AS stored
     FROM mqlayer.sample
     WHERE kind = %(kind)s AND object_id = %(object_id)s AND at > (SELECT since FROM span)
     WINDOW earlier AS (ORDER BY at)

@@ -8,6 +8,7 @@ import re
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -298,9 +299,22 @@ def test_a_long_transaction_is_named_by_pid_and_program_never_by_its_text(ward: 
         assert ward.findings("transactions") == [], "it is young"
         finding = ward.finding("transactions", transaction_s=0.0)
         assert finding.verdict == "warning"
-        assert f"pid {connection.info.backend_pid} (shop) is idle in transaction" in finding.seen
+        assert f"pid {connection.info.backend_pid} (shop) has been idle in a transaction" in finding.seen
         assert "LPs get stuck" in finding.seen
         assert "payl0ad" not in str(finding)
+        with psycopg.connect(ward.world.dsn, application_name="late") as late, ThreadPoolExecutor(1) as thread:
+            waiting = thread.submit(late.execute, "SELECT mqlayer_app.publish_v1('orders', 'k', 'x')")
+            told = rf"\(late\) has waited in a transaction of .*, now for pid {connection.info.backend_pid}"
+            held = wait_until(
+                lambda: [one for one in ward.findings("transactions", transaction_s=0.0) if re.search(told, one.seen)],
+                what="who waits for whom",
+            )
+            assert held[0].fix.startswith(f"end the transaction of pid {connection.info.backend_pid}")
+            assert "sessions that wait for it: 1" in ward.findings("transactions", transaction_s=0.0)[0].seen
+            late.cancel_safe()
+            with pytest.raises(psycopg.errors.QueryCanceled):
+                waiting.result(20)
+            late.rollback()
         assert ward.finding("transactions", transaction_s=0.0, transaction_broken_s=0.0).verdict == "broken"
         connection.rollback()
         connection.execute("SELECT 1")

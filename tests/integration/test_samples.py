@@ -7,6 +7,7 @@ from datetime import timedelta
 
 import pytest
 
+from mqlayer.doctor.health import system_health
 from mqlayer.errors import InvalidInput, NotFound
 from mqlayer.groups.group import GroupSettings, ensure_group
 from mqlayer.inspect import curves
@@ -56,6 +57,21 @@ def test_rows_are_bounded_by_the_minutes_kept_times_the_things_of_a_run(world: W
         assert count(world) <= 2 * 180 / 60
         shifted(world, 1)
     assert count(world) == 2 * 180 / 60
+
+
+@pytest.mark.world(relayed=5)
+def test_a_count_that_is_not_known_makes_no_rate_of_nothing(world: World) -> None:
+    """A node that was away: zero would be taken for a standstill."""
+    world.rows(
+        "INSERT INTO mqlayer.sample (kind, object_id, at, committed, relayed, stored) "
+        "SELECT 'topic', 1, date_trunc('minute', now(), 'UTC') - make_interval(mins => n), 60 * (100 - n), 0, "
+        "CASE WHEN n > 3 THEN 60 * (100 - n) END FROM generate_series(0, 9) AS n"
+    )
+    here = world.runtime()
+    _, _, stored = curves(here.control, "topic", "orders", last=timedelta(minutes=10), points=10)
+    assert {one.mean for one in stored.points if one.mean is not None} == {1.0}
+    totals = system_health(here).totals
+    assert (totals.committed_per_s, totals.stored_per_s) == (1.0, None)
 
 
 @pytest.mark.world(by_commands=True, relayed=5)

@@ -100,7 +100,7 @@ def _plan_plan(visit: Visit) -> Plan:
         kind, count = "parked key", estimate_parked(database, replace(wanted, topic=topic, group=group))
     narrowed = ", ".join(f"{name} {value}" for name, value in wanted.as_json().items()) or "all of the group"
     return Plan([
-        f"Fix a set for this act: {WORDS[act]}, in group {group} of topic {topic}. Nothing is done to it yet.",
+        f"List what the act is for: {WORDS[act]}, in group {group} of topic {topic}. Nothing is done to it yet.",
         f"Matching now: {told_count(count, kind)} ({narrowed}).",
         f"The first {BULK_LIMIT:,} are taken, {order_of(act)}. What matches later is not of the set.",
         (f"The next page shows the set: its size, its order and its first items. Start it there within "
@@ -112,7 +112,7 @@ def _plan(visit: Visit) -> Outcome:
     act, topic, group, wanted = _wanted(visit)
     found = plan_bulk(visit.runtime, act, topic, group, wanted, first=True)
     text = f"Bulk action {found.bulk_id} is planned: {counted(found.size, 'item')}. Nothing is done yet: start it."
-    return Outcome(text, link(f"/bulk/{found.bulk_id}", reason=visit.text("reason")))
+    return Outcome(text, link(f"/bulk/{found.bulk_id}", reason=visit.text("reason")), goes_on=True)
 
 
 def _plan_start(visit: Visit) -> Plan:
@@ -166,7 +166,7 @@ PAGES: Final = (
     Page("/bulk/{bulk_id}", "Bulk action {bulk_id}", "bulk.html", _show),
 )
 ACTIONS: Final = (
-    Action("bulk-plan", "Plan a bulk action", _plan_plan, _plan, "Fix the set"),
+    Action("bulk-plan", "Plan a bulk action", _plan_plan, _plan, "Make the list"),
     Action("bulk-start", "Start a bulk action", _plan_start, _start, "Start it"),
     Action("bulk-cancel", "Cancel a bulk action", _plan_cancel, _cancel, "Cancel it"),
 )

@@ -37,5 +37,5 @@ def _load(visit: Visit) -> Mapping[str, Any]:
     return {"found": ill, "fine": fine, "at": datetime.now(UTC), "kinds": KINDS}
 
 
-PAGES: Final = (Page("/doctor", "Doctor", "doctor.html", _load, live=False),)
+PAGES: Final = (Page("/doctor", "Doctor", "doctor.html", _load, menu="Doctor", live=False),)
 ACTIONS: Final[tuple[Action, ...]] = ()

@@ -14,11 +14,12 @@ SHOWN: Final = 100
 """Problems of a page."""
 KINDS: Final = {"critical": "bad", "warning": "warn", "note": "note"}
 LINKS: Final[Mapping[str, tuple[str, str]]] = {
-    "MqlayerSchemaMismatch": ("/doctor", "Run the doctor"),
-    "MqlayerOutboxSuspect": ("/doctor", "Run the doctor"),
+    "MqlayerSchemaMismatch": ("/doctor?run=1", "Run the doctor"),
+    "MqlayerOutboxSuspect": ("/doctor?run=1", "Run the doctor"),
     "MqlayerOutboxLate": ("/nodes", "See relays and nodes"),
-    "MqlayerOutboxQuarantined": ("/doctor", "Run the doctor"),
-    "MqlayerVersionsOverdue": ("/doctor", "Run the doctor"),
+    "MqlayerTransactionOpen": ("/doctor?run=1", "Run the doctor"),
+    "MqlayerOutboxQuarantined": ("/doctor?run=1", "Run the doctor"),
+    "MqlayerVersionsOverdue": ("/doctor?run=1", "Run the doctor"),
     "MqlayerNoRelay": ("/nodes", "See relays and nodes"),
     "MqlayerJobsLate": ("/nodes#jobs", "See the jobs"),
     "MqlayerJobFailed": ("/nodes#jobs", "See the jobs"),
@@ -75,7 +76,7 @@ def _link(problem: Problem) -> tuple[str, str]:
         return f"/groups/{segment(problem.topic)}/{segment(problem.group)}", "See the group"
     if problem.topic:
         return f"/topics/{segment(problem.topic)}", "See the topic"
-    return LINKS.get(name, ("/doctor", "Run the doctor"))
+    return LINKS.get(name, ("/doctor?run=1", "Run the doctor"))
 
 
 def _act(problem: Problem) -> tuple[str, dict[str, Any]]:

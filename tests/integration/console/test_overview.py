@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Iterator
 
+import psycopg
 import pytest
 from starlette.testclient import TestClient
 
@@ -65,6 +66,21 @@ def test_a_system_without_a_problem_says_so_and_a_dead_node_comes_first(
         page = text_of(viewer, "/")
         assert "this run is not armed" in page
         assert "/actions/" not in page, "a viewer sees no act"
+
+
+def test_a_transaction_that_keeps_publishers_out_is_told_with_its_program(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = "MqlayerTransactionOpen"
+    monkeypatch.setattr("mqlayer.doctor.health.ALERTS", {**ALERTS, held: ALERTS[held]._replace(above=0.0)})
+    with psycopg.connect(world.dsn, application_name="price-import") as connection:
+        connection.execute("SELECT mqlayer_app.publish_v1('orders', 'k', 'payl0ad')")
+        with console_client(world, OPERATOR) as browser:
+            page = text_of(browser, "/")
+    assert held in names(page)
+    assert f"pid {connection.info.backend_pid} (price-import) has been idle in a transaction for" in words(page)
+    assert 'href="/doctor?run=1"' in page
+    assert "payl0ad" not in page
 
 
 def test_problems_are_told_with_their_words_place_and_since(stage: Stage) -> None:

@@ -155,7 +155,7 @@ def test_a_bulk_action_has_a_fixed_set_and_is_watched_and_cancelled(
     path = link_of(done, "/bulk/")
     failing.park(*failing.publish(("later", b"1")))
     page = shown(ann, path)
-    assert "The set is fixed" in page
+    assert "The list is made" in page
     assert page.count("not yet") == 50, "its first items"
     assert 'rel="next"' in page
     assert 'value="mended"' in page, "the reason goes on"
