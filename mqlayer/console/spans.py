@@ -19,7 +19,7 @@ SPANS: Final[Mapping[str, timedelta]] = {
 
 
 def span_of(visit: Visit) -> tuple[str, timedelta]:
-    """Return the chosen time, a day unless hour or week."""
+    """Return the chosen time, an hour unless day or week."""
     name = visit.text("last", "hour")
     return (name, SPANS[name]) if name in SPANS else ("hour", SPANS["hour"])
 
