@@ -140,8 +140,8 @@ CHECKS: Final[dict[str, Check[CheckedDatabase]]] = {
 
 
 class OpenTransaction(NamedTuple):
-    """A transaction that is open for long. `ours`: it holds tables of ours; `waits_for`: sessions; `waiting`: how many
-    wait for it."""
+    """A transaction that is open for long. `ours`: it locks mqlayer's tables; `waits_for`: sessions; `waiting`: how
+    many wait for it."""
 
     pid: int
     application: str

@@ -75,10 +75,11 @@ def test_a_transaction_that_keeps_publishers_out_is_told_with_its_program(
     monkeypatch.setattr("mqlayer.doctor.health.ALERTS", {**ALERTS, held: ALERTS[held]._replace(above=0.0)})
     with psycopg.connect(world.dsn, application_name="price-import") as connection:
         connection.execute("SELECT mqlayer_app.publish_v1('orders', 'k', 'payl0ad')")
+        pid = connection.info.backend_pid
         with console_client(world, OPERATOR) as browser:
             page = text_of(browser, "/")
     assert held in names(page)
-    assert f"pid {connection.info.backend_pid} (price-import) has been idle in a transaction for" in words(page)
+    assert f"pid {pid} (price-import) has been idle in a transaction for" in words(page)
     assert 'href="/doctor?run=1"' in page
     assert "payl0ad" not in page
 

@@ -152,14 +152,15 @@ def test_a_bulk_action_has_a_fixed_set_and_is_watched_and_cancelled(
     )
     assert "Matching now: 60 parked keys (cause exhausted)" in ann.get(plan).text
     done = do_action(ann, "bulk-plan", "mended", **named, act="release")
-    path = link_of(done, "/bulk/")
+    assert "The list is made" in done
+    bulk_action_id = re.findall(r'data-here="/bulk/(\d+)', done)
+    path = f"/bulk/{bulk_action_id[0]}?reason=mended"
     failing.park(*failing.publish(("later", b"1")))
     page = shown(ann, path)
-    assert "The list is made" in page
     assert page.count("not yet") == 50, "its first items"
     assert 'rel="next"' in page
     assert 'value="mended"' in page, "the reason goes on"
-    bulk_id = path.split("?")[0].rsplit("/", 1)[1]
+    bulk_id = path.split("?", maxsplit=1)[0].rsplit("/", 1)[1]
     started = do_action(ann, "bulk-start", "mended", bulk_id=bulk_id, per_s="0")
     assert "is done: 60 of 60 done" in started
     assert failing.key_row("k7") == ("exhausted", True, 0)
