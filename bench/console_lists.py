@@ -5,15 +5,13 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterator
-from typing import Final
+from typing import Any, Final
 
-from starlette.testclient import TestClient
-
+from bench.console import browser_here
 from bench.long_lists import ROWS, fill_group
 from bench.rebalance import new_group
 from bench.registry import Line, bench, note
 from bench.stage import Stage
-from mqlayer.console import console_app
 from mqlayer.redelivery import BULK_LIMIT, dead_messages, parked_keys, plan_bulk
 from mqlayer.redelivery.filters import ParkedFilter
 
@@ -57,7 +55,7 @@ def console_lists(stage: Stage) -> Iterator[Line]:
         "a bulk action": f"/bulk/{planned.bulk_id}",
         "its plan": f"/actions/bulk-plan?{of_group}&act=release",
     }
-    with TestClient(console_app(system.settings), base_url="http://127.0.0.1", client=("127.0.0.1", 1)) as browser:
+    with browser_here(system.settings) as browser:
         for name, path in pages.items():
             figure = _percentile_ms(browser, path)
             note(f"  {name}: {figure:.1f} ms")
@@ -65,7 +63,7 @@ def console_lists(stage: Stage) -> Iterator[Line]:
                        target=LIMIT_MS)  # fmt: skip
 
 
-def _percentile_ms(browser: TestClient, path: str) -> float:
+def _percentile_ms(browser: Any, path: str) -> float:
     figures = []
     for _ in range(ROUNDS):
         began = time.perf_counter()
