@@ -26,7 +26,7 @@ def console_lists(stage: Stage) -> Iterator[Line]:
     system = stage.system(partitions=1)
     group = new_group(system)
     fill_group(system, group, ROWS)
-    where = {"topic": group.topic, "group": group.name}
+    where: dict[str, Any] = {"topic": group.topic, "group": group.name}
     key = parked_keys(system.database, ParkedFilter(**where), limit=1)[0]
     (dead,) = dead_messages(system.database, **where, limit=1)
     planned = plan_bulk(system.runtime, "release", group.topic, group.name, ParkedFilter(), first=True)

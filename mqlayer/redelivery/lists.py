@@ -280,7 +280,9 @@ def top_errors(
     """Return frequent errors of the latest SCAN_LIMIT deaths, or failed attempts of all groups. Raises NotFound."""
     group_id = None if topic is None or group is None else find_group(database, topic, group).group_id
     facts = {"group_id": group_id, "scan": SCAN_LIMIT, "limit": page(limit)}
-    with database.connection() as connection:
+    with database.connection() as connection, connection.transaction():
+        if of == "dead":
+            connection.execute(query("dead_by_index"))
         rows = _run(connection, "dead_errors" if of == "dead" else "attempt_errors", facts).fetchall()
     return [ErrorCount(*row) for row in rows]
 
