@@ -48,10 +48,10 @@ INNER: Final = {
     "mqlayer.check_group_v1": "SELECT mqlayer.check_group_v1(1)",
     "mqlayer.check_console_v1": "SELECT mqlayer.check_console_v1()",
     "mqlayer.console_session_begin_v1": (
-        "SELECT mqlayer.console_session_begin_v1(sha256('t'), 'ann', 'viewer', false, 'p', 60, 60)"
+        "SELECT mqlayer.console_session_begin_v1('a-session-has-thirty-two-bytes-a', 'ann', 'viewer', false, 'p', 60, 60)"
     ),
-    "mqlayer.console_session_v1": "SELECT mqlayer.console_session_v1(sha256('t'), true)",
-    "mqlayer.console_session_end_v1": "SELECT mqlayer.console_session_end_v1(sha256('t'))",
+    "mqlayer.console_session_v1": "SELECT mqlayer.console_session_v1('a-session-has-thirty-two-bytes-a', true)",
+    "mqlayer.console_session_end_v1": "SELECT mqlayer.console_session_end_v1('a-session-has-thirty-two-bytes-a')",
     "mqlayer.members_forget_v1": "SELECT mqlayer.members_forget_v1(1)",
     "mqlayer.beginnings_forget_v1": "SELECT mqlayer.beginnings_forget_v1(1)",
     "mqlayer.parked_messages_end_v1": (
