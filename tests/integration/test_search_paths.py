@@ -48,7 +48,8 @@ INNER: Final = {
     "mqlayer.check_group_v1": "SELECT mqlayer.check_group_v1(1)",
     "mqlayer.check_console_v1": "SELECT mqlayer.check_console_v1()",
     "mqlayer.console_session_begin_v1": (
-        "SELECT mqlayer.console_session_begin_v1('a-session-has-thirty-two-bytes-a', 'ann', 'viewer', false, 'p', 60, 60)"
+        "SELECT mqlayer.console_session_begin_v1("
+        "'a-session-has-thirty-two-bytes-a', 'ann', 'viewer', false, 'p', 60, 60)"
     ),
     "mqlayer.console_session_v1": "SELECT mqlayer.console_session_v1('a-session-has-thirty-two-bytes-a', true)",
     "mqlayer.console_session_end_v1": "SELECT mqlayer.console_session_end_v1('a-session-has-thirty-two-bytes-a')",
