@@ -79,7 +79,7 @@ class Shop:
                 raise KeyError(what)
 
     def fix(self, what: str) -> None:
-        """Do what is done outside of mqlayer."""
+        """Make a repair that lies outside of mqlayer."""
         self._ends.pop(what)()
 
     def _run(self, *words: str) -> None:

@@ -70,7 +70,7 @@ class Load(threading.Thread):
 
 
 def hold_open(dsn: str) -> Callable[[], None]:
-    """Publish in a transaction that nobody commits; return what ends it."""
+    """Publish in a transaction that stays open; return a function that ends it."""
     connection = psycopg.connect(dsn, application_name="price-import")
     outbox.publish(connection, TOPIC, key=KEYS[7], body=b"{}")
     return connection.close

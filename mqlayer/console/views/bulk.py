@@ -123,7 +123,7 @@ def _plan_start(visit: Visit) -> Plan:
             f"{counted(found.size, 'item')}, fixed: {WORDS[found.act]}, in group {found.group} of topic {found.topic}.",
             f"Order: {order_of(found.act)}.",
             f"At most {rate:g} a second." if rate else "As fast as the group has room for them.",
-            "An item that changed since the plan is passed by. It can be cancelled on the way; what is done stays.",
+            "Items that changed since the plan are passed by. Cancel it on the way: finished items stay as they are.",
         ],
         danger=found.act == "discard",
     )
@@ -152,7 +152,7 @@ def _plan_cancel(visit: Visit) -> Plan:
     found = bulk_action(visit.runtime.control, visit.number("bulk_id"))
     return Plan([
         f"Bulk action {found.bulk_id} ({WORDS[found.act]}) ends after the batch in hand.",
-        f"{_progress(found)}: what is done stays done; the rest stays as it is.",
+        f"{_progress(found)}: finished items stay as they are, and so does the rest.",
     ])  # fmt: skip
 
 

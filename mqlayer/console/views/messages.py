@@ -207,7 +207,7 @@ def _found(visit: Visit, hidden: str) -> Found:
         named = find_by_dedup_id(runtime, topic, text["dedup_id"], key=text["key"] or None)
         return _one(runtime, str(named), topic)
     if (text["header"] or text["trace_id"]) and hidden:
-        # Whether a guess matches would tell what is hidden.
+        # A match would tell hidden text.
         raise InvalidInput(f"headers can't be searched: {hidden}")
     if text["value"] and not text["header"]:
         raise InvalidInput("name the header, too, whose value you look for")
@@ -295,7 +295,7 @@ def _export(visit: Visit) -> Mapping[str, Any]:
         raise InvalidInput("name a topic")
     rows = _rows(visit, _found(visit, hidden), hidden)
     text = "".join(f"{json_line(one.as_json())}\n" for one in rows)
-    # The same JSON: whoever opens the file as a page gets no markup.
+    # The same JSON: the file has no markup, also when opened as a page.
     return {"text": text.replace("<", "\\u003c").replace(">", "\\u003e")}
 
 
