@@ -21,6 +21,8 @@ def ago(moment: datetime | None, now: datetime | None = None) -> str:
     if moment is None:
         return "never"
     seconds = ((now or datetime.now(UTC)) - moment).total_seconds()
+    if -1 <= seconds < 1:
+        return "just now"
     return f"in {duration(-seconds)}" if seconds < -1 else f"{duration(seconds)} ago"
 
 
