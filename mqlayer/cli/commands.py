@@ -79,6 +79,9 @@ COMMANDS: Final[Mapping[str, CommandSource]] = {
     "doctor": CommandSource(
         "doctor", LOOK, "Check servers, settings, schemas and waiting work; exit code 1 if something is broken."
     ),
+    "problems": CommandSource(
+        "problems", LOOK, "Show what is wrong now, since when, its effect and what helps; or what ended."
+    ),
     "verify": CommandSource(
         "doctor",
         LOOK,

@@ -269,7 +269,9 @@ def _transactions(look: HealthLook, database: Database) -> Iterator[Problem]:
     for row in look.rows("check_open_transactions", database=database, age_s=alert.above):
         found = OpenTransaction(*row)
         if found.ours and not found.waits_for:
-            effect = "Publishers of the same LPs wait for it, its messages are not relayed, and the outbox can't be emptied"
+            effect = (
+                "Publishers of the same LPs wait for it, its messages are not relayed, and the outbox can't be emptied"
+            )
             waiting = f"; {_many(found.waiting, 'session')} wait now" if found.waiting else ""
             yield Problem(
                 alert, found.text(), _before(found.age_s), item=f"pid {found.pid}", effect=f"{effect}{waiting}.",

@@ -63,7 +63,9 @@ class Problem:
     def place(self) -> ProblemPlace:
         """Its name in the history."""
         item = self.item or next((str(one) for one in (self.change, self.partition) if one is not None), "")
-        return ProblemPlace(self.alert.name, *(_cut(one, NAME_BYTES) for one in (self.topic, self.group, self.node, item)))
+        return ProblemPlace(
+            self.alert.name, *(_cut(one, NAME_BYTES) for one in (self.topic, self.group, self.node, item))
+        )
 
 
 class OpenProblem(NamedTuple):

@@ -503,13 +503,13 @@ def test_jobs_that_nobody_runs_are_told(ward: Ward) -> None:
 def test_messages_that_nobody_relays_are_told(ward: Ward) -> None:
     assert ward.finding("relay").verdict == "warning", "nothing waits as yet"
     ward.world.publish(5)
-    finding = ward.finding("relay", waiting_s=0.0)
+    finding = ward.finding("relay", outbox_s=0.0)
     assert finding.verdict == "broken"
     assert "no relay lives; 5 outbox rows wait" in finding.seen
     with ward.world.relay():
         ward.world.wait_until_whole()
     relay_once(ward.world.settings(), limits=QUICK)
-    assert ward.finding("relay", waiting_s=0.0).seen == "no relay lives; no outbox row waits"
+    assert ward.finding("relay", outbox_s=0.0).seen == "no relay lives; no outbox row waits"
 
 
 def test_an_outbox_that_waits_to_be_recovered_is_told(ward: Ward) -> None:
@@ -535,7 +535,7 @@ def test_a_postgres_that_was_replaced_is_told_before_and_after_somebody_saw_to_i
     with Database(ward.world.dsn) as database, database.connection():
         assert ward.finding("replaced").verdict == "warning"
         assert ward.finding("unarmed").verdict == "warning"
-        unarmed = ward.finding("unarmed", waiting_s=0.0)
+        unarmed = ward.finding("unarmed", unarmed_s=0.0)
         assert (unarmed.verdict, "mqlayer node rearm node-1" in unarmed.fix) == ("broken", True)
         rearm_node(runtime_of(database, ward.world.settings().key_prefix), "node-1")
     assert ward.findings("unarmed") == []
@@ -552,13 +552,13 @@ def test_a_sequence_that_gave_out_many_of_its_numbers_is_told(ward: Ward) -> Non
 
 
 def test_lp_sets_without_an_owner_and_rows_that_wait_beside_a_relay_are_told(ward: Ward) -> None:
-    ward.world.rows("INSERT INTO mqlayer_app.relay VALUES ('r1', now() + interval '1 hour')")
+    ward.world.rows("INSERT INTO mqlayer_app.relay (relay_id, lease_until) VALUES ('r1', now() + interval '1 hour')")
     assert "16 of 16 LP sets have no owner" in ward.finding("relay").seen
     ward.world.rows("UPDATE mqlayer_app.lp_set SET relay_id = 'r1', lease_until = now() + interval '1 hour'")
     assert ward.findings("relay") == []
     ward.world.publish(3)
     assert ward.findings("relay") == []
-    finding = ward.finding("relay", waiting_s=0.0)
+    finding = ward.finding("relay", outbox_s=0.0)
     assert (finding.verdict, "3 outbox rows wait" in finding.seen) == ("broken", True)
 
 
@@ -599,12 +599,12 @@ def test_a_route_change_that_waits_is_told(ward: Ward) -> None:
     with broken_off_at("change.after_seal"):
         split(runtime_of(ward.database, prefix), "orders", 1, at=[100])
     assert ward.findings("routes") == [], "it may be under way"
-    finding = ward.finding("routes", waiting_s=0.0)
+    finding = ward.finding("routes", change_s=0.0)
     assert finding.verdict == "broken"
     assert "split 1 of topic orders is sealing" in finding.seen
     assert "mqlayer route repair orders" in finding.fix
     finish_changes(runtime_of(ward.database, prefix, application=ward.database))
-    assert ward.findings("routes", waiting_s=0.0) == []
+    assert ward.findings("routes", change_s=0.0) == []
 
 
 def test_a_group_without_members_holds_trimming_up(ward: Ward) -> None:

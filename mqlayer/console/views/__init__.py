@@ -3,7 +3,20 @@
 from typing import Final
 
 from mqlayer.console.page import Action, Page
-from mqlayer.console.views import audit, bulk, changes, doctor, groups, keys, messages, nodes, outbox, overview, parked, topics
+from mqlayer.console.views import (
+    audit,
+    bulk,
+    changes,
+    doctor,
+    groups,
+    keys,
+    messages,
+    nodes,
+    outbox,
+    overview,
+    parked,
+    topics,
+)
 
 _VIEWS: Final = (overview, topics, groups, keys, messages, parked, bulk, changes, outbox, nodes, doctor, audit)
 

@@ -113,7 +113,9 @@ def _plan_retry(visit: Visit) -> Plan:
     ]
     anew = len(rows) - len(blocking)
     if anew:
-        lines.append(f"{counted(anew, 'row')} that were passed over are published anew, behind later ones of their keys.")
+        lines.append(
+            f"{counted(anew, 'row')} that were passed over are published anew, behind later ones of their keys."
+        )
     return Plan(lines if rows else ["Nothing is quarantined there: nothing will change."])
 
 
