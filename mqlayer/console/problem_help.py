@@ -13,31 +13,40 @@ MEASURE_S: Final = 5
 """How long the plan of a split measures the load."""
 
 ADVICE: Final[Mapping[str, str]] = {
-    "MqlayerNodeAway": "Workers and relays arm it within seconds of its return. If it moved, its page changes its address; "
-    "if it is lost for good, its page gives it up.",
+    "MqlayerNodeAway":
+        "Workers and relays arm it within seconds of its return. If it moved, its page changes its address; if it "
+        "is lost for good, its page gives it up.",
     "MqlayerOutboxLate": "The page of the outbox shows which node the messages wait for, and what holds them.",
-    "MqlayerTransactionOpen": "Let an administrator of Postgres end its session with the statement below; then set "
-    "idle_in_transaction_session_timeout for the role of its application.",
-    "MqlayerNoRelay": "Start a relay. If one runs, it hangs or can't reach Postgres: its log says why it has no lease.",
+    "MqlayerTransactionOpen":
+        "Let an administrator of Postgres end its session with the statement below; then set "
+        "idle_in_transaction_session_timeout for the role of its application.",
+    "MqlayerNoRelay":
+        "Start a relay. If one runs, it hangs or can't reach Postgres: its log says why it has no lease.",
     "MqlayerNoMembers": "Start the consumers. The group's page shows the last members, and where they ran.",
-    "MqlayerParkingFull": "Repair the cause, then release or discard what is parked. A higher limit is one of the group's "
-    "settings.",
-    "MqlayerJobsLate": "Start a Celery worker with beat, or its broker. The page of nodes shows when each job ran last.",
-    "MqlayerRouteChangeStuck": "Its page names the node or the step that it waits for. Workers go on with it every two "
-    "seconds; here it goes on at once.",
+    "MqlayerParkingFull":
+        "Repair the cause, then release or discard what is parked. A higher limit is one of the group's settings.",
+    "MqlayerJobsLate":
+        "Start a Celery worker with beat, or its broker. The page of nodes shows when each job ran last.",
+    "MqlayerRouteChangeStuck":
+        "Its page names the node or the step that it waits for. Workers go on with it every two seconds; here it "
+        "goes on at once.",
     "MqlayerPartitionHot": "Split it: the plan measures the load, and shows how it would divide.",
     "MqlayerLagGrows": "Add members or handlers. The group's page shows whether one partition lags, or all.",
     "MqlayerLagUnknown": "The group's page names the partitions: their node is away, or lost them.",
-    "MqlayerFailureRate": "The list of parked keys has the most frequent errors above it. Did a release or a downstream "
-    "service change?",
+    "MqlayerFailureRate":
+        "The list of parked keys has the most frequent errors above it. Did a release or a downstream service "
+        "change?",
     "MqlayerKeysWaitForOperator": "Repair the cause, then release them: the plan shows how many there are.",
-    "MqlayerParkedKeysOverdue": "Members are missing, or the job retry_scan is late: the group's page shows its members.",
+    "MqlayerParkedKeysOverdue":
+        "Members are missing, or the job retry_scan is late: the group's page shows its members.",
     "MqlayerDeadMessages": "The list shows why they died. Once the cause is repaired, redrive them.",
-    "MqlayerOutboxQuarantined": "The page of the outbox has each row with its reason, and retries it once it is repaired.",
-    "MqlayerVersionsOverdue": "Look for the missing events among parked and dead messages; the command names the entities.",
+    "MqlayerOutboxQuarantined":
+        "The page of the outbox has each row with its reason, and retries it once it is repaired.",
+    "MqlayerVersionsOverdue":
+        "Look for the missing events among parked and dead messages; the command names the entities.",
     "MqlayerAppendsRefused": "Give the node more memory, or move partitions off it: nothing is lost meanwhile.",
     "MqlayerPaused": "Resume it once the reason is gone.",
-}
+}  # fmt: skip
 """Where the alert's own advice names commands. A test compares the names."""
 
 REASONS: Final[Mapping[str, str]] = {
@@ -123,29 +132,30 @@ PAGES: Final[Mapping[str, tuple[str, str]]] = {
 
 
 def _acts(problem: Problem) -> tuple[ProblemAct, ...]:
-    place = {"topic": problem.topic, "group": problem.group}
-    release = ProblemAct("bulk-plan", "Release parked keys", {**place, "act": "release"})
-    match problem.alert.name:
-        case "MqlayerNodeAway" if problem.rearms:
-            return (ProblemAct("node-rearm", "Arm it again", {"node": problem.node}),)
-        case "MqlayerRouteChangeStuck":
-            return (ProblemAct("route-repair", "Go on with it", {"topic": problem.topic}),)
-        case "MqlayerPartitionHot":
-            fields = {"topic": problem.topic, "partition": problem.partition, "measure": MEASURE_S}
-            return (ProblemAct("route-split", f"Split partition {problem.partition}", fields),)
-        case "MqlayerPaused" if problem.item == "topic":
-            return (ProblemAct("topic-resume", "Resume the topic", {"topic": problem.topic}),)
-        case "MqlayerPaused":
-            return (ProblemAct("group-resume", "Resume the group", place),)
-        case "MqlayerKeysWaitForOperator":
-            return (release._replace(label="Release them", fields={**release.fields, "waiting": 1}),)
-        case "MqlayerParkingFull":
-            discard = ProblemAct("bulk-plan", "Discard them", {**place, "act": "discard"})
-            return (release, discard)
-        case "MqlayerPartitionsStuck" if problem.item == "parking_full":
-            return (release,)
-        case "MqlayerDeadMessages":
-            return (ProblemAct("bulk-plan", "Redrive them", {**place, "act": "redrive"}),)
-        case "MqlayerOutboxQuarantined":
-            return (ProblemAct("outbox-retry", "Retry all rows", {}),)
-    return ()
+    name, place = problem.alert.name, {"topic": problem.topic, "group": problem.group}
+    if problem.item == "parking_full":
+        name = "MqlayerParkingFull"
+    if name == "MqlayerNodeAway" and not problem.rearms:
+        return ()
+    if name == "MqlayerPaused" and problem.item == "topic":
+        return (ProblemAct("topic-resume", "Resume the topic", {"topic": problem.topic}),)
+    known = {
+        "MqlayerNodeAway": [("node-rearm", "Arm it again", {"node": problem.node})],
+        "MqlayerRouteChangeStuck": [("route-repair", "Go on with it", {"topic": problem.topic})],
+        "MqlayerPartitionHot": [
+            (
+                "route-split",
+                f"Split partition {problem.partition}",
+                {"topic": problem.topic, "partition": problem.partition, "measure": MEASURE_S},
+            )
+        ],
+        "MqlayerPaused": [("group-resume", "Resume the group", place)],
+        "MqlayerKeysWaitForOperator": [("bulk-plan", "Release them", {**place, "act": "release", "waiting": 1})],
+        "MqlayerParkingFull": [
+            ("bulk-plan", "Release parked keys", {**place, "act": "release"}),
+            ("bulk-plan", "Discard them", {**place, "act": "discard"}),
+        ],
+        "MqlayerDeadMessages": [("bulk-plan", "Redrive them", {**place, "act": "redrive"})],
+        "MqlayerOutboxQuarantined": [("outbox-retry", "Retry all rows", {})],
+    }
+    return tuple(ProblemAct(*one) for one in known.get(name, ()))

@@ -163,13 +163,13 @@ def note_problems(runtime: Runtime) -> SystemHealth:
 
 
 def _with_history(problems: Iterable[Problem], known: Mapping[ProblemPlace, OpenProblem]) -> list[Problem]:
-    found = []
-    for one in problems:
-        noted = known.get(one.place)
-        if noted is not None:
-            one = replace(one, since=one.since or noted.since or noted.first_seen_at, number=noted.number)
-        found.append(one)
-    return found
+    return [_with_noted(one, known.get(one.place)) for one in problems]
+
+
+def _with_noted(one: Problem, noted: OpenProblem | None) -> Problem:
+    if noted is None:
+        return one
+    return replace(one, since=one.since or noted.since or noted.first_seen_at, number=noted.number)
 
 
 def _schema(database: Database, schema: SchemaName) -> Iterator[Problem]:
@@ -304,8 +304,9 @@ def _hot(look: HealthLook, rows: Iterable[GroupRow]) -> Iterator[Problem]:
     for topic, group, lag, oldest_s in _lags_of(look, rows, {topic: found[0] for topic, found in hot.items()}):
         alert, (partition, per_s, share, fair) = ALERTS["MqlayerPartitionHot"], hot[topic]
         if lag and (oldest_s or 0.0) > alert.above:
-            text = f"Partition {partition} takes {share:.0%} of the topic's messages with {fair:.0%} of its LPs: {per_s:.0f}/s"
-            effect = f"{_many(lag, 'message')} of the group wait behind it, the oldest for {format_seconds(oldest_s or 0.0)}."
+            text = f"Partition {partition} has {fair:.0%} of the LPs and takes {share:.0%} of the topic's messages"
+            effect = f"{_many(lag, 'message')} wait for the group, the oldest for {format_seconds(oldest_s or 0.0)}."
+            text += f", {per_s:.0f} per second"
             yield Problem(alert, text, None, topic, group, partition=partition, effect=effect)
 
 

@@ -49,7 +49,7 @@ class NodeStatus:
 
     @property
     def since(self) -> datetime | None:
-        """Since when it is in this state; None if not known, as for an unreachable one: it is later than `sampled_at`."""
+        """Since when it is in this state; None if not known: for an unreachable one, after `sampled_at`."""
         if self.state == "restarted":
             up_for = self.up_for()
             return None if up_for is None else datetime.now(UTC) - up_for

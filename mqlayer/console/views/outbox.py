@@ -140,10 +140,10 @@ def _plan_discard(visit: Visit) -> Plan:
 def _discard(visit: Visit) -> Outcome:
     _changeable(visit)
     one = _passed_over(visit)
-    assert one.number is not None
-    audit_quarantine(visit.runtime.control, visit.runtime.actor, "discard", topic=one.topic, lp=one.lp, row=one.number)
-    discard_quarantined(visit.runtime.outbox, one.number)
-    return Outcome(f"Row {one.number} is discarded.", "/outbox#quarantined")
+    number = visit.number("row")
+    audit_quarantine(visit.runtime.control, visit.runtime.actor, "discard", topic=one.topic, lp=one.lp, row=number)
+    discard_quarantined(visit.runtime.outbox, number)
+    return Outcome(f"Row {number} is discarded.", "/outbox#quarantined")
 
 
 def _passed_over(visit: Visit) -> QuarantinedRow:
