@@ -88,8 +88,8 @@ GRANT EXECUTE ON FUNCTION mqlayer_app.term_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.timeline_holds_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.timeline_v1 TO {role};
 GRANT SELECT, INSERT (body_limit, name, topic_id), UPDATE (body_limit) ON mqlayer_app.topic TO {role};
-GRANT SELECT (id, seq), INSERT (body, created_at, headers, id, key, lp, reason, seq, topic_id), UPDATE (seq) ON
-    mqlayer_app.voided TO {role};
+GRANT SELECT (ended, id, reason, seq, voided_at), INSERT (body, created_at, headers, id, key, lp, reason, seq,
+    topic_id), UPDATE (seq) ON mqlayer_app.voided TO {role};
 GRANT SELECT ON mqlayer_archive.cut TO {role};
 GRANT SELECT, INSERT (day, first_batch, last_batch, outcomes, records, topic_id), UPDATE (last_batch, outcomes,
     records), DELETE ON mqlayer_archive.day TO {role};
