@@ -80,7 +80,7 @@ COMMANDS: Final[Mapping[str, CommandSource]] = {
         "doctor", LOOK, "Check servers, settings, schemas and waiting work; exit code 1 if something is broken."
     ),
     "problems": CommandSource(
-        "problems", LOOK, "Show what is wrong now, since when, its effect and what helps; or what ended."
+        "problems", LOOK, "Show present problems with their beginning, effect and help; or those that ended."
     ),
     "verify": CommandSource(
         "doctor",

@@ -34,7 +34,7 @@ def problems(
     hours: HoursOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show what is wrong now, since when, its effect and what helps; or what ended.
+    """Show present problems with their beginning, effect and help; or those that ended.
 
     The worker's job note_problems looks once a minute and keeps problems for a week. Changes nothing.
     """

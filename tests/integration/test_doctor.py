@@ -587,7 +587,7 @@ def test_a_version_that_does_not_come_is_told(ward: Ward) -> None:
     ward.world.rows("UPDATE mqlayer_app.entity_version SET missing_since = missing_since - interval '61 seconds'")
     finding = ward.finding("versions")
     assert finding.verdict == "warning"
-    told = re.search(r"overdue: 1, the first of profile since (\d+) s; 1 later events", finding.seen)
+    told = re.search(r"overdue: 1, the first of profile for (\d+) s; 1 later events", finding.seen)
     assert told, finding.seen
     assert int(told[1]) >= 61
     ward.world.rows("SELECT mqlayer_app.version_set_v1('profile', 'u1', 0, true)")
