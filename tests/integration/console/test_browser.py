@@ -17,6 +17,7 @@ from starlette.routing import Match, Route
 
 from mqlayer.console import Access, Level, User, console_app
 from mqlayer.console.views import ACTIONS, PAGES
+from mqlayer.doctor.health import note_problems
 from mqlayer.maintenance.sampling import take_samples
 from mqlayer.settings import Settings
 from tests.fixtures.browser import DESK, PHONE
@@ -52,12 +53,23 @@ def served(settings: Settings, access: Access) -> Iterator[str]:
 
 @pytest.fixture
 def system(stage: Stage, start_redis: StartRedis) -> System:
-    """Parked, dead, archived, a member, a route change that is open."""
+    """Parked, dead, archived, a member, an open route change, rows that can't be sent, a problem that ended."""
     system = System(stage, start_redis)
     system.all_that_is_shown()
     system.member()
     system.planned_change()
-    take_samples(runtime_of(stage.database, stage.prefix))
+    runtime = runtime_of(stage.database, stage.prefix, application=stage.database)
+    take_samples(runtime)
+    with stage.database.connection() as connection:
+        connection.execute(
+            "INSERT INTO mqlayer_app.quarantined (topic_id, lp, seq, reason) VALUES (1, 7, 1, 'no body')"
+        )
+        connection.execute(
+            "INSERT INTO mqlayer_app.voided (id, topic_id, lp, seq, reason, created_at, body) "
+            "VALUES (9000, 1, 8, 1, 'too large', now(), 'x')"
+        )
+        note_problems(runtime)
+        connection.execute("UPDATE mqlayer.problem SET ended_at = now() WHERE alert = 'MqlayerNoRelay'")
     return system
 
 

@@ -54,7 +54,7 @@ def test_what_waits_is_told_by_node_and_topic_with_what_holds_it(world: World, b
     with world.relay():
         world.wait_until_whole()
         says(browser, "Nothing waits: all that was committed is relayed.")
-        sent = re.compile(r"alive until [-\d: ]+ UTC \(in \d+ s\) (just now|\d+ s ago) \d+")
+        sent = re.compile(r"alive until [-\d: ]+ UTC \((in \d+ s|just now)\) (just now|\d+ s ago) \d+")
         wait_until(lambda: sent.search(words(text_of(browser, "/outbox"))), what="when the relay sent last")
 
 
