@@ -23,6 +23,7 @@ from mqlayer.inspect.node_status import NodeStatus, node_statuses
 from mqlayer.inspect.outbox_status import outbox_waiting
 from mqlayer.inspect.processes import relay_processes
 from mqlayer.maintenance.job_status import job_statuses
+from mqlayer.maintenance.late_jobs import late_jobs
 from mqlayer.metrics.alerts import ALERTS, STALLS
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.migrations import SchemaName, check_schema
@@ -241,7 +242,10 @@ def _outbox(look: HealthLook) -> Iterator[Problem]:
     if not totals.relays:
         last = next(iter(relay_processes(database, limit=1)), None)
         text = "No relay has a valid lease; the worker's job relays every 10 s meanwhile"
-        effect = f"{_many(totals.outbox, 'message')} of the outbox wait for that job, and for nothing else."
+        effect = f"{_waiting(totals.outbox, 'message')} in the outbox for the next run of that job."
+        if any(one.name == "relay" for one in late_jobs(look.runtime.control)):
+            text = "No relay has a valid lease, and the worker's job that relays meanwhile is late"
+            effect = f"{_waiting(totals.outbox, 'message')} in the outbox, and nothing is relayed."
         yield Problem(ALERTS["MqlayerNoRelay"], text, None if last is None else last.lease_until, effect=effect)
     yield from _unsendable(look, database)
     ((count, held, oldest_s, name),) = look.rows("check_versions", database=database)
@@ -305,7 +309,7 @@ def _hot(look: HealthLook, rows: Iterable[GroupRow]) -> Iterator[Problem]:
         alert, (partition, per_s, share, fair) = ALERTS["MqlayerPartitionHot"], hot[topic]
         if lag and (oldest_s or 0.0) > alert.above:
             text = f"Partition {partition} has {fair:.0%} of the LPs and takes {share:.0%} of the topic's messages"
-            effect = f"{_many(lag, 'message')} wait for the group, the oldest for {format_seconds(oldest_s or 0.0)}."
+            effect = f"{_waiting(lag, 'message')} for the group, the oldest for {format_seconds(oldest_s or 0.0)}."
             text += f", {per_s:.0f} per second"
             yield Problem(alert, text, None, topic, group, partition=partition, effect=effect)
 
@@ -378,7 +382,7 @@ def _paused(text: str, since: datetime, topic: str, group: str, lag: int | None,
 def _no_members(topic: str, group: str, lag: int, oldest_s: float | None) -> Problem:
     text = f"{_many(lag, 'message')} to handle, and no member has a valid lease"
     waits = "" if oldest_s is None else f", the oldest for {format_seconds(oldest_s)}"
-    effect = f"All {_many(lag, 'message')} of the group wait{waits}."
+    effect = f"{_waiting(lag, 'message')} for the group{waits}."
     return Problem(ALERTS["MqlayerNoMembers"], text, _before(oldest_s), topic, group, effect=effect)
 
 
@@ -395,7 +399,7 @@ def _stalls(one: GroupStatus, topic: str, group: str) -> Iterator[Problem]:
         yield Problem(
             ALERTS["MqlayerPartitionsStuck"], text, min(begins, default=None), topic, group,
             advice=STALLS.get(reason, ""), item=reason, partition=first.facts.partition,
-            effect=f"{_many(lag, 'message')} of {_many(len(parts), 'partition')} wait behind the first one.",
+            effect=f"{_waiting(lag, 'message')} in {_many(len(parts), 'partition')}, each behind the first one there.",
         )  # fmt: skip
 
 
@@ -408,7 +412,7 @@ def _failures(look: HealthLook) -> Iterator[Problem]:
     for topic, group, dead, last_at, first_at in look.rows("health_dead", limit=DEAD_LIMIT):
         at_least = "At least " if dead == DEAD_LIMIT else ""
         text = f"{at_least}{_many(dead, 'message')} died within the last hour, the last at {last_at:%H:%M:%S} UTC"
-        effect = f"{_many(dead, 'message')} were not handled; later ones of their keys are."
+        effect = f"Not handled: {_many(dead, 'message')}. Later ones of their keys go on."
         yield Problem(ALERTS["MqlayerDeadMessages"], text, first_at, topic, group, effect=effect)
     yield from _failing(look)
 
@@ -431,16 +435,16 @@ def _parked(one: FailureCounts) -> Iterator[Problem]:
         text = f"The group or {one.full} of its keys reached a limit: {one.messages:,} messages are parked"
         effect = "The next failing message holds up its whole partition instead of its key."
         yield Problem(ALERTS["MqlayerParkingFull"], text, oldest, *place, effect=effect)
-    waits = f"{_many(one.messages, 'message')} of {_many(one.keys, 'parked key')} wait"
+    waits = f"{_waiting(one.messages, 'message')} in {_many(one.keys, 'parked key')}"
     if one.overdue_s is not None and one.overdue_s > ALERTS["MqlayerParkedKeysOverdue"].above:
         text = f"A parked key has been due for {format_seconds(one.overdue_s)}"
-        effect = f"{waits} longer than they have to."
+        effect = f"{waits}, longer than needed."
         yield Problem(ALERTS["MqlayerParkedKeysOverdue"], text, _before(one.overdue_s), *place, effect=effect)
     if one.waiting:
         text = f"The attempts of {one.waiting:,} of {one.keys:,} parked keys are used up"
         yield Problem(
             ALERTS["MqlayerKeysWaitForOperator"], text, oldest, *place,
-            effect=f"{waits}, {one.waiting:,} of the keys until you release or discard them; other keys go on.",
+            effect=f"{waits}; for {_many(one.waiting, 'key')} until an operator decides. Other keys go on.",
         )  # fmt: skip
     elif one.keys:
         text = f"{_many(one.keys, 'key')} with {_many(one.messages, 'message')} for the next attempt"
@@ -529,6 +533,10 @@ def _before(seconds: float | None) -> datetime | None:
 
 def _many(count: int, noun: str, nouns: str = "") -> str:
     return f"{count:,} {noun if count == 1 else nouns or noun + 's'}"
+
+
+def _waiting(count: int, noun: str) -> str:
+    return f"{_many(count, noun)} {'waits' if count == 1 else 'wait'}"
 
 
 def _count(value: int | None) -> str:

@@ -113,7 +113,7 @@ def test_a_problem_that_ended_is_on_the_overview_and_has_its_page(world: World, 
     assert re.search(r"critical No relay lives the system [-\d: ]+ UTC [-\d: ]+ UTC 7 min", said)
     said = words(text_of(browser, f"/problems/{number}"))
     assert re.search(r"Ended by [-\d: ]+ UTC, after 7 min", said)
-    assert "Effect 0 messages of the outbox wait for that job" in said
+    assert "Effect 0 messages wait in the outbox" in said
     assert 'href="/outbox#relays"' in text_of(browser, f"/problems/{number}")
     assert "No relay lives" in words(text_of(browser, "/problems"))
     assert "No relay lives" not in words(text_of(browser, "/problems", before=number))

@@ -128,7 +128,7 @@ def test_problems_are_told_with_their_words_place_and_since(stage: Stage) -> Non
         "messages to handle, and no member has a valid lease",
         "The last sample is of",
         "Start a Celery worker with beat, or its broker.",
-        "Effect: 1 message were not handled; later ones of their keys are.",
+        "Effect: Not handled: 1 message. Later ones of their keys go on.",
         "Effect: No message waits: the route is as it was.",
         "mqlayer parked list orders g --waiting",
         "Release them",
