@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any
 
 import typer
 
 from mqlayer.cli.addresses import settings_here
-from mqlayer.cli.bulk import finish
+from mqlayer.cli.bulk import BULK
 from mqlayer.cli.completion import group_names, topic_names
 from mqlayer.cli.message_output import LimitOption, RawOption, ReasonOption, show_message
 from mqlayer.cli.option_rules import RuledCommand, excludes, needs, planned
@@ -27,7 +28,6 @@ from mqlayer.redelivery import (
     dead_messages,
     discard_dead,
     find_dead,
-    new_worker,
     show_dead,
     start_redrive,
 )
@@ -124,7 +124,6 @@ def redrive(
 ) -> None:
     """Send dead messages to their group again, in order per key: a bulk action."""
     with runtime_here() as runtime:
-        worker = new_worker()
         if yes:
             check_change(runtime.control)
         named = tuple(find_dead(runtime.control, one, topic=topic, group=group) for one in message or ()) or None
@@ -134,14 +133,8 @@ def redrive(
         if not yes:
             _show_plan(*count_dead(runtime.control, topic, group, wanted), as_json=as_json)
             return
-        started = start_redrive(
-            runtime, topic, group, wanted, per_s=rate, worker=None if background else worker, reason=reason
-        )
-        if background:
-            echo(f"bulk action {started} is left to the worker: see mqlayer bulk show {started}")
-            return
-        echo(f"bulk action {started}; if it is cut off: mqlayer bulk resume {started}", err=True)
-        finish(runtime.control, started, worker, as_json=as_json)
+        begin = partial(start_redrive, runtime, topic, group, wanted, per_s=rate, reason=reason)
+        BULK.begin(runtime.control, lambda worker: begin(worker=worker), background=background, as_json=as_json)
 
 
 @dead.command(rich_help_panel=REPAIR)

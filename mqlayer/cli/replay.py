@@ -15,7 +15,7 @@ from mqlayer.cli.options import GroupArgument, PlanOption, TopicArgument, YesOpt
 from mqlayer.cli.output import JsonOption, echo, pluralize, show_facts, show_rows
 from mqlayer.cli.panels import CHANGE, LOOK
 from mqlayer.cli.permissions import check_change
-from mqlayer.cli.redelivery import BackgroundOption, KeyOption, RateOption, common_columns, print_result, work_here
+from mqlayer.cli.redelivery import BackgroundOption, JobCommands, KeyOption, RateOption, common_columns, ended_text
 from mqlayer.cli.runtime import runtime_here
 from mqlayer.errors import InvalidInput
 from mqlayer.postgres.database import Database
@@ -24,7 +24,6 @@ from mqlayer.redelivery import (
     ReplayFilter,
     cancel_replay,
     count_archived,
-    new_worker,
     replay_of,
     replay_results,
     replays,
@@ -88,31 +87,14 @@ def start(
                 echo_plan(f"{pluralize(found, 'record')} of the archive would be given to the group again")
             return
         check_change(runtime.control)
-        worker = new_worker()
-        started = start_replay(
-            runtime,
-            topic,
-            group,
-            wanted,
-            newer=cast("Newer | None", newer),
-            per_s=rate,
-            worker=None if background else worker,
-        )
-        if background:
-            echo(f"replay {started} is left to the worker: see mqlayer replay show {started}")
-            return
-        echo(f"replay {started}; if it is cut off: mqlayer replay resume {started}", err=True)
-        _finish(runtime.control, started, worker, as_json=as_json)
+        begin = partial(start_replay, runtime, topic, group, wanted, newer=cast("Newer | None", newer), per_s=rate)
+        REPLAY.begin(runtime.control, lambda worker: begin(worker=worker), background=background, as_json=as_json)
 
 
 @replay.command(rich_help_panel=CHANGE)
 def resume(replay_id: IdArgument, as_json: JsonOption = False) -> None:
     """Take over and continue a replay or backfill."""
-    with runtime_here() as runtime:
-        check_change(runtime.control)
-        worker = new_worker()
-        resume_replay(runtime, replay_id, worker=worker)
-        _finish(runtime.control, replay_id, worker, as_json=as_json)
+    REPLAY.resume(replay_id, lambda runtime, worker: resume_replay(runtime, replay_id, worker=worker), as_json=as_json)
 
 
 @replay.command("list", rich_help_panel=LOOK)
@@ -166,11 +148,15 @@ def cancel(replay_id: IdArgument) -> None:
     echo(f"{found.kind} {replay_id} is cancelled: {_counts(found)}")
 
 
-def _finish(database: Database, replay_id: int, worker: str, *, as_json: bool) -> None:
-    work = partial(work_on_replay, database, replay_id, worker=worker)
-    done = work_here(work, cancel=f"mqlayer replay cancel {replay_id}")
-    see = f"mqlayer replay results {replay_id}"
-    print_result(done, f"{done.kind} {replay_id}", _row(done), _counts(done), as_json=as_json, see=see)
+def _report(done: Replay, as_json: bool) -> None:
+    if as_json:
+        show_rows([_row(done)], as_json=True, nothing="")
+        return
+    number = done.replay_id
+    echo(f"{done.kind} {number} is {ended_text(done)}: {_counts(done)}; mqlayer replay results {number}")
+
+
+REPLAY = JobCommands("replay", "replay", work_on_replay, _report)
 
 
 def _counts(found: Replay) -> str:
