@@ -64,11 +64,11 @@ def plan(
     topic: TopicArgument,
     group: GroupArgument,
     message: Annotated[
-        list[str] | None, typer.Option("--message", metavar="MESSAGE", help="One dead message; may be said again.")
+        list[str] | None, typer.Option("--message", metavar="MESSAGE", help="One dead message; may be repeated.")
     ] = None,
     key: KeyOption = None,
     cause: Annotated[str | None, typer.Option(help="Why they died, or were parked.")] = None,
-    error: Annotated[str | None, typer.Option(help="A part of what an attempt said.")] = None,
+    error: Annotated[str | None, typer.Option(help="A part of an attempt's error.")] = None,
     since: Annotated[str | None, typer.Option(help="Died or parked then or later: a time with its zone.")] = None,
     until: Annotated[str | None, typer.Option(help="Died or parked before: a time with its zone.")] = None,
     min_attempts: Annotated[int | None, typer.Option(min=0, help="With so many failed attempts, or more.")] = None,
@@ -108,7 +108,7 @@ def plan(
 
 
 @bulk.command(cls=RuledCommand, rich_help_panel=REPAIR)
-@excludes("--background", "--json", why="it has no end to tell here: mqlayer bulk show --json has it")
+@excludes("--background", "--json", why="the worker ends it later: mqlayer bulk show --json has the result")
 def start(
     bulk_id: BulkArgument,
     reason: Annotated[str, typer.Option(help="Why: it is kept in the audit rows.")],
@@ -135,7 +135,7 @@ def list_(
     group: Annotated[str | None, typer.Argument(help="Only of this group.", autocompletion=group_names)] = None,
     state: Annotated[str | None, typer.Option(help="planned, running, done or cancelled.")] = None,
     limit: LimitOption = 50,
-    after: Annotated[int | None, typer.Option(help="Go on behind this id, the last of the page before.")] = None,
+    after: Annotated[int | None, typer.Option(help="Start after this id, the last of the page before.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """List bulk actions, newest first: act, set, progress."""
@@ -151,7 +151,7 @@ def show(
     bulk_id: BulkArgument,
     failed: Annotated[bool, typer.Option("--failed", help="Only items that failed.")] = False,
     limit: LimitOption = 50,
-    after: Annotated[int, typer.Option(help="Go on behind this number, the last of the page before.")] = 0,
+    after: Annotated[int, typer.Option(help="Start after this number, the last of the page before.")] = 0,
     as_json: JsonOption = False,
 ) -> None:
     """Show a bulk action with its items, in the order in which it takes them."""
@@ -163,7 +163,7 @@ def show(
         return
     show_facts(_row(found))
     echo()
-    show_rows(map(_item_row, items), as_json=False, nothing="no item behind that")
+    show_rows(map(_item_row, items), as_json=False, nothing="no more items")
     if len(items) == limit:
         echo(f"there may be more: --after {items[-1].number}")
 

@@ -35,12 +35,12 @@ from mqlayer.redelivery import (
 OnlyTopic = Annotated[str | None, typer.Argument(help="Only of this topic.", autocompletion=topic_names)]
 OnlyGroup = Annotated[str | None, typer.Argument(help="Only of this group.", autocompletion=group_names)]
 CauseOption = Annotated[str | None, typer.Option(help="exhausted, rejected, skipped or discarded.")]
-ErrorOption = Annotated[str | None, typer.Option(help="A part of why they died, or of what an attempt said.")]
+ErrorOption = Annotated[str | None, typer.Option(help="A part of the reason, or of an attempt's error.")]
 SinceOption = Annotated[str | None, typer.Option(help="Died then or later: a time with its zone.")]
 UntilOption = Annotated[str | None, typer.Option(help="Died before: a time with its zone.")]
 NamedArgument = Annotated[str, typer.Argument(metavar="MESSAGE", help="Its dead id, or its identity source:lp:seq.")]
-OfTopic = Annotated[str | None, typer.Option("--topic", help="Of which topic, where an identity is dead in several.")]
-OfGroup = Annotated[str | None, typer.Option("--group", help="Of which group, where an identity is dead in several.")]
+OfTopic = Annotated[str | None, typer.Option("--topic", help="The topic, if the message is dead in several.")]
+OfGroup = Annotated[str | None, typer.Option("--group", help="The group, if the message is dead in several.")]
 
 dead = typer.Typer(no_args_is_help=True, help="Dead messages: why they died, and redrive.")
 
@@ -59,9 +59,9 @@ def list_(
     error: ErrorOption = None,
     since: SinceOption = None,
     until: UntilOption = None,
-    redriven: Annotated[bool, typer.Option("--redriven", help="Those too that were given back.")] = False,
+    redriven: Annotated[bool, typer.Option("--redriven", help="Redriven ones too.")] = False,
     limit: LimitOption = 50,
-    after: Annotated[int | None, typer.Option(help="Go on behind this dead id, the last of the page before.")] = None,
+    after: Annotated[int | None, typer.Option(help="Start after this dead id, the last of the page before.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """List dead messages, newest death first."""
@@ -102,12 +102,12 @@ def show(
 @needs("--rate", "--yes", why="a plan sends nothing")
 @needs("--reason", "--yes", why="a plan is not kept: mqlayer bulk plan keeps one")
 @needs("--background", "--yes", why="a plan is made at once")
-@excludes("--background", "--json", why="it has no end to tell here: mqlayer bulk show --json has it")
+@excludes("--background", "--json", why="the worker ends it later: mqlayer bulk show --json has the result")
 def redrive(
     topic: TopicArgument,
     group: GroupArgument,
     message: Annotated[
-        list[str] | None, typer.Option("--message", metavar="MESSAGE", help="One message; may be said again.")
+        list[str] | None, typer.Option("--message", metavar="MESSAGE", help="One message; may be repeated.")
     ] = None,
     key: KeyOption = None,
     cause: CauseOption = None,

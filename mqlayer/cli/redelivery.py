@@ -61,7 +61,7 @@ class JobCommands(Generic[AnyJob]):
 
 def ended_text(done: BulkAction | Replay) -> str:
     """Return its state, after this process's work."""
-    return "somebody else works on it" if done.state == "running" else done.state
+    return "running, in another process" if done.state == "running" else done.state
 
 
 def common_columns(one: Replay) -> dict[str, Any]:

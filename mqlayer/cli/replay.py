@@ -35,7 +35,7 @@ from mqlayer.redelivery.replay import Newer
 
 IdArgument = Annotated[int, typer.Argument(metavar="ID", help="The replay's id.")]
 
-replay = typer.Typer(no_args_is_help=True, help="What the archive holds, given to a group again.")
+replay = typer.Typer(no_args_is_help=True, help="Replays: archived messages, delivered to a group again.")
 
 
 def add_to(app: typer.Typer) -> None:
@@ -52,7 +52,7 @@ def add_to(app: typer.Typer) -> None:
 @needs("--newer", "--yes", why="a plan says how many there are")
 @needs("--rate", "--yes", why="a plan sends nothing")
 @needs("--background", "--yes", why="a plan is made at once")
-@excludes("--background", "--json", why="it has no end to tell here: mqlayer replay show --json has it")
+@excludes("--background", "--json", why="the worker ends it later: mqlayer replay show --json has the result")
 def start(
     topic: TopicArgument,
     group: GroupArgument,
@@ -65,7 +65,7 @@ def start(
     newer: Annotated[
         str | None,
         typer.Option(
-            help="What newer messages do meanwhile: wait (of the key, or of all: where order is kept), or between."
+            help="Newer messages meanwhile: wait (those of the key, or all), or between; wait where order is kept."
         ),
     ] = None,
     rate: RateOption = 0.0,
@@ -102,7 +102,7 @@ def list_(
     topic: Annotated[str | None, typer.Argument(help="Only of this topic.", autocompletion=topic_names)] = None,
     group: Annotated[str | None, typer.Argument(help="Only of this group.", autocompletion=group_names)] = None,
     limit: LimitOption = 50,
-    after: Annotated[int | None, typer.Option(help="Go on behind this replay, the last of the page before.")] = None,
+    after: Annotated[int | None, typer.Option(help="Start after this replay, the last of the page before.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """List replays and backfills, newest first."""
@@ -126,7 +126,7 @@ def show(replay_id: IdArgument, as_json: JsonOption = False) -> None:
 def results(
     replay_id: IdArgument,
     limit: LimitOption = 50,
-    after: Annotated[str | None, typer.Option(help="Go on behind this message, the last of the page before.")] = None,
+    after: Annotated[str | None, typer.Option(help="Start after this message, the last of the page before.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """List messages left out: already (waiting), dead, ahead (yet to come)."""
@@ -134,7 +134,7 @@ def results(
         behind = None if after is None else parse_identity_option(after)
         found = replay_results(database, replay_id, after=behind, limit=limit)
     rows = ({"message": str(one.identity), "result": one.result, "at": one.at} for one in found)
-    show_rows(rows, as_json=as_json, nothing="no message behind that")
+    show_rows(rows, as_json=as_json, nothing="no more messages")
     if len(found) == limit and not as_json:
         echo(f"there may be more: --after {found[-1].identity}")
 
