@@ -186,7 +186,7 @@ def evict(
     with runtime_here() as runtime:
         check_group_change(runtime.control, topic, group)
         evict_member(runtime, topic, group, member)
-    echo(f"member {member} of group {group} of topic {topic} is out")
+    echo(f"member {member} of group {group} of topic {topic} is evicted")
 
 
 @groups.command(cls=RuledCommand, rich_help_panel=CHANGE)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Final
@@ -182,20 +182,16 @@ class NodeConnection:
     def send(self, commands: Iterable[Command]) -> None:
         """Send without waiting; `receive` as many replies."""
         self.connect()
-        try:
-            self._factory.send_packed_command(self._factory.pack_commands(commands), check_health=False)
-        except (redis.RedisError, OSError) as error:
-            self.close()
-            raise not_reached(self.node.address, error) from error
-        except BaseException:
-            self.close()
-            raise
+        self._send(self._factory.pack_commands, commands)
 
     def send_packet(self, packet: bytes) -> None:
         """Send encoded requests; `receive` as many replies."""
         self.connect()
+        self._send(tuple, (packet,))
+
+    def _send(self, pack: Callable[[Any], Any], requests: Iterable[Any]) -> None:
         try:
-            self._factory.send_packed_command((packet,), check_health=False)
+            self._factory.send_packed_command(pack(requests), check_health=False)
         except (redis.RedisError, OSError) as error:
             self.close()
             raise not_reached(self.node.address, error) from error
