@@ -1,10 +1,11 @@
 """What the documents name is there: commands with their options, tests and modules, tables, how often jobs run, links.
 
-And the other way round: the reference pages name every command, error, event, group setting and public name.
+And the other way round: the reference pages name every command, error, event, group setting and public name; the page on health every check of the doctor.
 """
 
 from __future__ import annotations
 
+import ast
 import re
 import tomllib
 from collections import Counter
@@ -262,3 +263,18 @@ def test_every_group_setting_is_in_the_reference() -> None:
 
 def test_every_public_name_is_in_the_reference() -> None:
     assert set(mqlayer.__all__) - set(inline(REFERENCE / "api.md")) == set()
+
+
+def test_every_check_of_the_doctor_is_in_its_table() -> None:
+    assert {"reachable", "quarantined"} < checks()
+    assert checks() - set(inline(ROOT / "docs" / "how-to" / "check-health.md")) == set()
+
+
+def checks() -> set[str]:
+    """Return the names with which the doctor's findings are made."""
+    found = set()
+    for module in (ROOT / "mqlayer" / "doctor").glob("*.py"):
+        for node in ast.walk(ast.parse(module.read_text("utf-8"))):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Finding":
+                found |= {one.value for one in node.args[:1] if isinstance(one, ast.Constant)}
+    return found
