@@ -1,6 +1,8 @@
 """What the documents name is there: commands with their options, tests and modules, tables, how often jobs run, links.
 
-And the other way round: the reference pages name every command, error, event, group setting and public name; the page on health every check of the doctor.
+And the other way round: the reference pages name every command, error, event, group setting and public name.
+
+The page on health names every check of the doctor.
 """
 
 from __future__ import annotations
