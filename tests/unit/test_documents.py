@@ -259,6 +259,12 @@ def test_every_event_is_in_the_reference() -> None:
     assert set(get_args(EventKind)) - set(inline(REFERENCE / "events.md")) == set()
 
 
+def test_every_event_that_a_hook_of_a_page_waits_for_is_there() -> None:
+    named = {name for page in PAGES for name in re.findall(r'event\.kind == "(\w+)"', page.read_text("utf-8"))}
+    assert named
+    assert named <= set(get_args(EventKind))
+
+
 def test_every_group_setting_is_in_the_reference() -> None:
     assert {one.name for one in fields(GroupSettings)} - set(inline(REFERENCE / "group-settings.md")) == set()
 
@@ -278,5 +284,5 @@ def checks() -> set[str]:
     for module in (ROOT / "mqlayer" / "doctor").glob("*.py"):
         for node in ast.walk(ast.parse(module.read_text("utf-8"))):
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Finding":
-                found |= {one.value for one in node.args[:1] if isinstance(one, ast.Constant)}
+                found |= {str(one.value) for one in node.args[:1] if isinstance(one, ast.Constant)}
     return found
