@@ -188,7 +188,7 @@ def refuse_paused(connection: Connection, group: Group, place: dict[str, Any]) -
 def check_reason(reason: str) -> None:
     """Raise InvalidInput for an empty reason (invariant 16)."""
     if not reason.strip():
-        raise InvalidInput("give a reason: it is all that people who find the message later have")
+        raise InvalidInput("say why: people who find the message later have only this reason")
 
 
 def key_label(place: dict[str, Any]) -> str:
