@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from mqlayer.console.render import link, segment
@@ -139,7 +139,7 @@ def _acts(problem: Problem) -> tuple[ProblemAct, ...]:
         return ()
     if name == "MqlayerPaused" and problem.item == "topic":
         return (ProblemAct("topic-resume", "Resume the topic", {"topic": problem.topic}),)
-    known = {
+    known: Mapping[str, Sequence[tuple[str, str, Mapping[str, Any]]]] = {
         "MqlayerNodeAway": [("node-rearm", "Arm it again", {"node": problem.node})],
         "MqlayerRouteChangeStuck": [("route-repair", "Go on with it", {"topic": problem.topic})],
         "MqlayerPartitionHot": [

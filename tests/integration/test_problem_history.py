@@ -149,7 +149,7 @@ def test_a_standstill_is_told_with_the_last_commit(world: World) -> None:
 
 def test_a_hot_partition_is_named_with_its_share(world: World) -> None:
     """Rates come with samples; the lag is of a group."""
-    place = health.ALERTS["MqlayerPartitionHot"]
+    place = ALERTS["MqlayerPartitionHot"]
     world.rows(
         "INSERT INTO mqlayer.partition_rate (partition_id, next_offset, per_s, measured_at) "
         "SELECT partition_id, 1, CASE WHEN partition_id = (SELECT min(partition_id) FROM mqlayer.partition) "
