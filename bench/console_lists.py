@@ -30,7 +30,7 @@ UPDATE mqlayer_app.counter SET seq = seq + (%(rows)s + 1023 - lp) / 1024 WHERE t
 
 @bench("console_lists")
 def console_lists(stage: Stage) -> Iterator[Line]:
-    """The 95th percentile of a page in ms, with a million parked keys and a million dead messages of one group, and a
+    """The 95th percentile of a page in ms after its first load, with a million parked keys and a million dead messages of one group, and a
     million rows in the outbox. There is nothing to compare with; the target is in ms."""
     system = stage.system(partitions=1)
     group = new_group(system)
@@ -83,6 +83,7 @@ def fill_outbox(dsn: str, topic: str, rows: int) -> None:
 
 
 def _percentile_ms(browser: Any, path: str) -> float:
+    browser.get(path)
     figures = []
     for _ in range(ROUNDS):
         began = time.perf_counter()
