@@ -30,8 +30,8 @@ UPDATE mqlayer_app.counter SET seq = seq + (%(rows)s + 1023 - lp) / 1024 WHERE t
 
 @bench("console_lists")
 def console_lists(stage: Stage) -> Iterator[Line]:
-    """The 95th percentile of a page in ms after its first load, with a million parked keys and a million dead messages of one group, and a
-    million rows in the outbox. There is nothing to compare with; the target is in ms."""
+    """The 95th percentile of a page in ms after its first load, with a million parked keys and a million dead messages
+    of one group, and a million rows in the outbox. There is nothing to compare with; the target is in ms."""
     system = stage.system(partitions=1)
     group = new_group(system)
     fill_group(system, group, ROWS)
