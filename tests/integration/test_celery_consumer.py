@@ -19,11 +19,13 @@ from mqlayer.stack import RedisServer
 from tests.fixtures.appender import Appender
 from tests.fixtures.forked_programs import CELERY_STOP_S, Process, ask_python, start_python
 from tests.fixtures.servers import StartPostgres, StartRedis
+from tests.fixtures.variants import some_of
 from tests.fixtures.wait import wait_until
 
 PROGRAM = """
 import os, pathlib
 import mqlayer
+from tests.fixtures.variants import some_of
 
 app = mqlayer.App()
 place = pathlib.Path(os.environ["HANDLED"])
@@ -148,7 +150,7 @@ def numbered(numbers: range) -> list[tuple[str, bytes]]:
     return [(f"key-{number}", str(number).encode()) for number in numbers]
 
 
-@pytest.mark.parametrize("pool", ["prefork", "threads", "solo"])
+@pytest.mark.parametrize("pool", some_of(["prefork", "threads", "solo"], 3))
 def test_a_worker_of_any_pool_handles_messages_in_its_main_process(
     worker: Worker, orders: Appender, handled: Path, log: Path, database_dsn: str, pool: str
 ) -> None:
