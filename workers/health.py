@@ -10,8 +10,9 @@ import sys
 import threading
 from typing import Any, Final
 
-from billiard.process import current_process, current_process_index
+from billiard.process import current_process
 from celery.signals import after_task_publish, beat_init, worker_process_init
+from celery.utils.log import current_process_index
 
 from mqlayer.errors import MqlayerError
 from mqlayer.health import Health, HealthEndpoint, Liveness, metrics_route

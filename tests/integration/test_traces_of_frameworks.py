@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -81,7 +82,7 @@ def test_a_request_of_django_is_the_parent_of_what_its_transaction_and_its_commi
 
         return await sync_to_async(place_and_close)()
 
-    urls: Any = types.ModuleType("urls")
+    urls: Any = types.ModuleType("urls_of_traces")
     urls.urlpatterns = [path("plain", place), path("async", place_async)]
     urls.around = middleware(spans)
 
@@ -89,9 +90,9 @@ def test_a_request_of_django_is_the_parent_of_what_its_transaction_and_its_commi
         return (await AsyncClient().post("/async")).status_code
 
     with pytest.MonkeyPatch.context() as patch, django_connection(world.dsn):
-        patch.setitem(__import__("sys").modules, "urls_of_traces", urls)
-        around = "urls_of_traces.around"
-        with override_settings(ROOT_URLCONF="urls_of_traces", MIDDLEWARE=[around], ALLOWED_HOSTS=["testserver"]):
+        patch.setitem(sys.modules, urls.__name__, urls)
+        of_urls = {"ROOT_URLCONF": urls.__name__, "MIDDLEWARE": [f"{urls.__name__}.around"]}
+        with override_settings(**of_urls, ALLOWED_HOSTS=["testserver"]):
             assert Client().post("/plain").status_code == 201
             assert asyncio.run(ask()) == 201
     relay_once(world.settings(traces=True), limits=QUICK)
@@ -101,10 +102,6 @@ def test_a_request_of_django_is_the_parent_of_what_its_transaction_and_its_commi
     assert [parent(span) for span in creates] == [ids(request) for request in requests]
     direct = [span for span in sends if span.parent is not None]
     assert [parent(span) for span in direct] == [ids(request) for request in requests]
-    told = {record.body: record.headers["traceparent"] for record in world.records()}
-    assert {told[b"in the transaction"], told[b"behind its commit"]} <= {
-        f"00-{trace:032x}-{number:016x}-01" for trace, number in map(ids, (*creates, *direct))
-    }
 
 
 @contextmanager
@@ -133,6 +130,7 @@ def test_a_task_of_celery_is_the_parent_of_what_it_publishes(
 ) -> None:
     """On the worker's own thread, with the outbox and directly."""
     celery = Celery("shop", broker="memory://", set_as_current=False)
+    celery.conf.broker_transport_options = {"polling_interval": 0.01}
 
     @celery.task(shared=False, name="shop.book")  # type: ignore[untyped-decorator]
     def book() -> None:
