@@ -21,7 +21,6 @@ from tests.fixtures.commands import Commands
 from tests.fixtures.forked_programs import ask_python
 from tests.proof.world import QUICK, World
 
-
 PROGRAM = "from mqlayer.workers.tasks import TASKS; TASKS['sample']()"
 
 
