@@ -87,7 +87,8 @@ def test_a_request_of_django_is_the_parent_of_what_its_transaction_and_its_commi
     urls.around = middleware(spans)
 
     async def ask() -> int:
-        return (await AsyncClient().post("/async")).status_code
+        answer = await AsyncClient().post("/async")
+        return int(answer.status_code)
 
     with pytest.MonkeyPatch.context() as patch, django_connection(world.dsn):
         patch.setitem(sys.modules, urls.__name__, urls)

@@ -93,7 +93,7 @@ def test_a_seldom_turn_is_a_sample_at_once(turns: Turns) -> None:
 
 
 def test_totals_keep_what_ended_sources_counted_and_levels_do_not() -> None:
-    sources, counts = CountSources(), {"handled": 3}
+    sources, counts = CountSources[str](), {"handled": 3}
     end = sources.add(("orders", "g"), lambda: counts, lambda: 2)
     sources.add(("orders", "g"), lambda: {"handled": 10}, lambda: 1)
     assert sources.totals() == {("orders", "g"): Counter(handled=13)}
