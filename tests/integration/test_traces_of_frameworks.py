@@ -117,11 +117,16 @@ def traced_tasks(spans: Spans) -> Iterator[None]:
     def end(task_id: str, **_: Any) -> None:
         opened.pop(task_id).__exit__(None, None, None)
 
+    def keep_logging(**_: Any) -> None:
+        """Else the worker would set the level of this process's root logger."""
+
+    signals.setup_logging.connect(keep_logging)
     signals.task_prerun.connect(begin)
     signals.task_postrun.connect(end)
     try:
         yield
     finally:
+        signals.setup_logging.disconnect(keep_logging)
         signals.task_prerun.disconnect(begin)
         signals.task_postrun.disconnect(end)
 
