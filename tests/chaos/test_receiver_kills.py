@@ -150,7 +150,7 @@ def test_a_message_that_kills_its_receiver_counts_each_time(scene: ReceiverScene
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("scope", "role"), some_of([("key", "receiver"), ("partition", "receiver"), ("key", "async_receiver")], 2)
+    ("scope", "role"), some_of([("key", "receiver"), ("partition", "receiver"), ("key", "async_receiver")], 3)
 )
 def test_receivers_that_are_killed_at_random_keep_every_key_in_order(
     scene: ReceiverScene, scope: str, role: str
