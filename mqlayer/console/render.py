@@ -12,7 +12,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescap
 
 from mqlayer.escaping import escape
 
-NONE: Final = "—"
+UNKNOWN: Final = "unknown"
 UNITS: Final = ((86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"))
 
 
@@ -21,7 +21,9 @@ def ago(moment: datetime | None, now: datetime | None = None) -> str:
     if moment is None:
         return "never"
     seconds = ((now or datetime.now(UTC)) - moment).total_seconds()
-    return f"in {duration(-seconds)}" if seconds < -1 else f"{duration(seconds)} ago"
+    if seconds < -1:
+        return f"in {duration(-seconds)}"
+    return "just now" if seconds < 1 else f"{duration(seconds)} ago"
 
 
 def lasting(moment: datetime) -> str:
@@ -40,9 +42,9 @@ def duration(seconds: float | None) -> str:
 
 
 def number(value: float | None) -> str:
-    """Return a number with its thousands apart; a dash for none."""
+    """Return a number with its thousands apart."""
     if value is None:
-        return NONE
+        return UNKNOWN
     return f"{value:,.0f}" if isinstance(value, int) or value >= 100 or value == int(value) else f"{value:,.2g}"
 
 
@@ -54,7 +56,7 @@ def counted(count: int | float | None, what: str) -> str:
 def size(value: float | None) -> str:
     """Return bytes in a fitting unit."""
     if value is None:
-        return NONE
+        return UNKNOWN
     for unit in ("B", "kB", "MB", "GB"):
         if value < 1000:
             return f"{value:.0f} {unit}" if value >= 10 or unit == "B" else f"{value:.1f} {unit}"
@@ -64,7 +66,12 @@ def size(value: float | None) -> str:
 
 def when(moment: datetime | None) -> str:
     """Return a time in UTC to the second."""
-    return NONE if moment is None else f"{moment.astimezone(UTC):%Y-%m-%d %H:%M:%S} UTC"
+    return UNKNOWN if moment is None else f"{moment.astimezone(UTC):%Y-%m-%d %H:%M:%S} UTC"
+
+
+def clock(moment: datetime) -> str:
+    """Return a time of day in UTC."""
+    return f"{moment.astimezone(UTC):%H:%M:%S} UTC"
 
 
 def link(path: str, **query: Any) -> str:
