@@ -660,7 +660,7 @@ def test_topics_say_how_long_they_are_kept_and_the_longest_counts(archive_scene:
     with pytest.raises(NotFound):
         set_retention(runtime_of(archive_scene.database), "none", days=1)
     ((facts,),) = archive_scene.rows("SELECT facts FROM mqlayer.audit WHERE actor = 'me'")
-    assert facts == {"retention_days": 7}
+    assert facts == {"retention_days": 7, "before": {"retention_days": None}}
     ((actor, records),) = archive_scene.rows("SELECT actor, facts FROM mqlayer.audit WHERE act = 'archive retain'")
     assert (actor, records) == ("worker", {"records": 1})
 

@@ -41,8 +41,8 @@ def test_acts_are_shown_newest_first_with_reason_and_filtered(world: World, brow
     assert '<a href="/topics/orders">See orders</a>' in page
     assert "paused topic orders: running → paused." in words(page)
     world.rows(
-        "INSERT INTO mqlayer.audit (at, actor, act, object, facts) SELECT now() - make_interval(mins => n), 'bea@host', "
-        "'act ' || n, 'orders/g' || n %% 2, jsonb_build_object('n', n) FROM generate_series(1, 120) AS n"
+        "INSERT INTO mqlayer.audit (at, actor, act, object, facts) SELECT now() - make_interval(mins => n), "
+        "'bea@host', 'act ' || n, 'orders/g' || n %% 2, jsonb_build_object('n', n) FROM generate_series(1, 120) AS n"
     )
     seen, path = list[str](), "/audit?actor=bea%40host"
     while path:

@@ -49,7 +49,9 @@ def test_topics_show_rates_of_samples_and_pages_hold_fifty(world: World, browser
     assert page.count('href="/topics/a') == 2 * 50
     row = re.search(r'<a href="/topics/a001">.*?</tr>', page)
     assert row is not None
-    assert re.findall(r'class="number">([^<]*)</td>', row[0])[:3] == ["unknown", "no group", "unknown"], "without samples"
+    assert re.findall(r'class="number">([^<]*)</td>', row[0])[:3] == ["unknown", "no group", "unknown"], (
+        "without samples"
+    )
     (more,) = re.findall(r'rel="next" href="([^"]*)"', page)
     assert "/topics/orders" in text_of(browser, more)
     assert text_of(browser, "/topics", contains="rder").count("<tr>") == 2
