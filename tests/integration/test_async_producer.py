@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
+import time
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -29,6 +30,7 @@ from mqlayer.errors import (
 )
 from mqlayer.failpoints import arm
 from mqlayer.producing import AsyncProducer, Message, ProducerOptions, Receipt
+from mqlayer.producing.send_queues import TopicQueues
 from mqlayer.stack import RedisServer
 from tests.fixtures.wait import wait_until
 from tests.proof.proxy import TcpProxy
@@ -191,6 +193,13 @@ def test_flush_waits_also_for_calls_without_room(world: World) -> None:
     run(publish())
 
 
+def pauses(topic: TopicQueues, for_s: float) -> bool:
+    """Whether messages of a topic wait after a refusal, and are not sent again for a while."""
+    queues = [queue for queue in topic.queues if queue is not None and queue.waiting]
+    until_then = time.monotonic() + for_s
+    return bool(queues) and all(queue.partition_queue.is_paused(until_then) for queue in queues)
+
+
 def test_a_full_partition_is_an_error_or_a_wait(world: World) -> None:
     world.add_topic("narrow", partitions=1, backlog_limit=1)
 
@@ -200,7 +209,9 @@ def test_a_full_partition_is_an_error_or_a_wait(world: World) -> None:
             with pytest.raises(BacklogFull):
                 await producer.send("narrow", key="k", body=b"2")
             waiting = asyncio.ensure_future(producer.send("narrow", key="k", body=b"3", on_backlog="wait"))
-            await until(lambda: producer.stats.pending == 1, "the message to wait")
+            # A message under way could not be withdrawn.
+            topic = producer._engine._topics["narrow"]
+            await until(lambda: pauses(topic, 0.1), "the partition to pause")
             waiting.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await waiting
