@@ -141,7 +141,7 @@ def test_the_order_of_parked_keys_is_said_and_chosen(failing: Failing, ann: Test
     failing.sql("UPDATE mqlayer.parked_key SET due_at = now() + interval '1 h' WHERE name = 'k44'")
 
     def first(page: str) -> str:
-        return re.findall(r'data-label="Key" class="key"><a [^>]*>(k\d\d)<', page)[0]
+        return str(re.findall(r'data-label="Key" class="key"><a [^>]*>(k\d\d)<', page)[0])
 
     assert "Parked keys, by group and key" in shown(ann)
     for order, key in (("oldest", "k33"), ("largest", "k07"), ("due", "k44")):
