@@ -13,15 +13,15 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from starlette.routing import Match, Route
 
 from mqlayer.console import Access, Level, User, console_app
-from mqlayer.console.views import ACTIONS, PAGES
+from mqlayer.console.views import PAGES
 from mqlayer.maintenance.sampling import take_samples
 from mqlayer.settings import Settings
 from tests.fixtures.browser import DESK, PHONE, TABLET
 from tests.fixtures.command_scenes import System
 from tests.fixtures.console import FixedAccess
+from tests.fixtures.console_pages import kind_of
 from tests.fixtures.consumers import Stage
 from tests.fixtures.missing_tools import import_or_leave_out
 from tests.fixtures.servers import StartRedis
@@ -108,20 +108,6 @@ class Walk:
             links = self.page.eval_on_selector_all("a[href]", "all => all.map(one => one.href)")
             paths = (urlsplit(link) for link in links)
             waiting += [f"{one.path}?{one.query}" if one.query else one.path for one in paths]
-
-
-def kind_of(path: str) -> str | None:
-    """Return the page's or the action's pattern; None for other addresses."""
-    plain = path.partition("?")[0]
-    for pattern in (
-        *(page.path for page in PAGES if not page.media_type),
-        *(f"/actions/{one.name}" for one in ACTIONS),
-    ):
-        route = Route(pattern, lambda _: None)
-        match, _ = route.matches({"type": "http", "path": plain, "method": "GET", "root_path": ""})
-        if match is Match.FULL:
-            return pattern
-    return None
 
 
 def picture(page: Any, name: str) -> None:

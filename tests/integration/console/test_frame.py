@@ -14,9 +14,9 @@ from mqlayer.console import User, console_app, live
 from mqlayer.console.render import ago, number, size, unambiguous, when
 from mqlayer.console.views import ACTIONS, PAGES
 from tests.fixtures.console import OPERATOR, VIEWER, FixedAccess, console_client
+from tests.fixtures.console_pages import kind_of
 from tests.fixtures.consumers import Stage
 from tests.fixtures.failed_messages import Failing
-from tests.integration.console.test_browser import kind_of
 from tests.proof.world import World
 
 TIME = re.compile(r'<time id="as-of">\d\d:\d\d:\d\d UTC</time>')
