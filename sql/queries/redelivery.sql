@@ -120,17 +120,26 @@ FROM mqlayer.parked_message m JOIN mqlayer.parked_key k USING (group_id, lp, nam
 JOIN mqlayer.consumer_group g USING (group_id) JOIN mqlayer.topic t USING (topic_id)
 WHERE m.group_id = %(group_id)s AND m.lp = %(lp)s AND m.source = %(source)s AND m.seq = %(seq)s;
 
--- part: dead_latest
--- The next dead messages, those that died last first: at most so many. Of the index alone: with more columns the planner
--- sorts a whole group, of which it has no statistics.
-SELECT d.dead_id, d.died_at FROM mqlayer.dead_message d
-WHERE (%(group_id)s::bigint IS NULL OR d.group_id = %(group_id)s)
-  AND (%(redriven)s::boolean OR d.redriven_at IS NULL)
+-- part: dead_wanted
+-- What a page asks of a dead message d by its index; what is null does not narrow.
+(%(group_id)s::bigint IS NULL OR d.group_id = %(group_id)s)
   AND (%(key)s::bytea IS NULL OR d.lp = %(lp)s::smallint AND d.key = %(key)s)
   AND (%(since)s::timestamptz IS NULL OR d.died_at >= %(since)s)
   AND (%(until)s::timestamptz IS NULL OR d.died_at < %(until)s)
-  AND (%(after)s::bigint IS NULL OR (d.died_at, d.dead_id) < (%(after_at)s::timestamptz, %(after)s::bigint))
-ORDER BY d.died_at DESC, d.dead_id DESC LIMIT %(scan)s;
+  AND (%(after)s::bigint IS NULL OR (d.died_at, d.dead_id) < (%(after_at)s::timestamptz, %(after)s::bigint));
+
+-- part: dead_latest
+-- The next dead messages, those that died last first: at most so many. Of the indexes alone: with more columns the planner
+-- sorts a whole group, of which it has no statistics. Redriven ones have indexes of their own.
+SELECT u.dead_id, u.died_at
+FROM ((SELECT d.dead_id, d.died_at FROM mqlayer.dead_message d
+       WHERE d.redriven_at IS NULL AND {dead_wanted}
+       ORDER BY d.died_at DESC, d.dead_id DESC LIMIT %(scan)s)
+      UNION ALL
+      (SELECT d.dead_id, d.died_at FROM mqlayer.dead_message d
+       WHERE %(redriven)s::boolean AND d.redriven_at IS NOT NULL AND {dead_wanted}
+       ORDER BY d.died_at DESC, d.dead_id DESC LIMIT %(scan)s)) AS u
+ORDER BY u.died_at DESC, u.dead_id DESC LIMIT %(scan)s;
 
 -- part: dead_row
 -- The rest of the latest dead messages l, one by one.
