@@ -146,7 +146,10 @@ def test_off_and_on_again_begins_a_stretch_anew_and_shows_what_is_missing(archiv
         row[0]
         for row in archive_scene.rows("SELECT facts FROM mqlayer.audit WHERE act = 'topic set' ORDER BY audit_id")
     ]
-    assert acts == [{"archived": False}, {"archived": True}]
+    assert acts == [
+        {"archived": False, "before": {"archived": True}},
+        {"archived": True, "before": {"archived": False}},
+    ]
 
 
 def test_a_gap_stops_its_partition_until_somebody_accepts_it(archive_scene: ArchiveScene) -> None:
