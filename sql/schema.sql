@@ -697,6 +697,7 @@ CREATE INDEX audit_by_object ON mqlayer.audit (object, at);
 CREATE INDEX audit_by_time ON mqlayer.audit (at, audit_id);
 CREATE INDEX audit_by_act ON mqlayer.audit (act, at, audit_id);
 CREATE INDEX audit_by_actor ON mqlayer.audit ("left"(actor, 200), at, audit_id);
+CREATE INDEX audit_of_people ON mqlayer.audit (at, audit_id) WHERE strpos(actor, '@') > 0;
 
 CREATE TABLE mqlayer.console_session (
     token_hash bytea       NOT NULL,

@@ -43,12 +43,8 @@ WHERE (k.group_id, k.lp, k.name) > (%(after_group)s::bigint, %(after_lp)s::small
   AND (%(name)s::bytea IS NULL OR k.lp = %(lp)s::smallint AND k.name = %(name)s AND k.group_id = ANY(%(group_ids)s::bigint[]))
 ORDER BY k.group_id, k.lp, k.name LIMIT %(scan)s;
 
--- name: parked_list
--- Parked keys with what waits in each, in the order of group, LP and name, behind a place in it.
-WITH page AS (
-    SELECT k.* FROM ({parked_looked}) AS k WHERE {parked_fits}
-    ORDER BY k.group_id, k.lp, k.name LIMIT %(limit)s
-)
+-- part: parked_shown
+-- Parked keys of a page with what waits in each.
 SELECT p.group_id, t.name, g.name, p.lp, p.name, p.cause, CASE WHEN p.paused_at IS NULL THEN p.due_at END AS due_at,
        CASE WHEN p.paused_at IS NULL THEN extract(epoch FROM p.due_at - clock_timestamp())::float8 END AS due_in_s, p.attempts, p.started IS NOT NULL AS started,
        p.parked_at,
@@ -59,8 +55,33 @@ SELECT p.group_id, t.name, g.name, p.lp, p.name, p.cause, CASE WHEN p.paused_at 
 FROM page p JOIN mqlayer.consumer_group g USING (group_id) JOIN mqlayer.topic t USING (topic_id)
 LEFT JOIN LATERAL (
     SELECT m.source, m.seq, m.key, m.body_size + octet_length(m.key) + m.m_size AS bytes FROM mqlayer.parked_fact m
-    WHERE m.group_id = p.group_id AND m.lp = p.lp AND m.name = p.name ORDER BY m.position, m.seq LIMIT 1) AS h ON true
+    WHERE m.group_id = p.group_id AND m.lp = p.lp AND m.name = p.name ORDER BY m.position, m.seq LIMIT 1) AS h ON true;
+
+-- name: parked_list
+-- Parked keys with what waits in each, in the order of group, LP and name, behind a place in it.
+WITH page AS (
+    SELECT k.* FROM ({parked_looked}) AS k WHERE {parked_fits}
+    ORDER BY k.group_id, k.lp, k.name LIMIT %(limit)s
+)
+{parked_shown}
 ORDER BY p.group_id, p.lp, p.name;
+
+-- name: parked_list_ordered
+-- The same of the parked keys that are looked at, by another order, behind so many.
+WITH page AS (
+    SELECT k.*, row_number() OVER (ORDER BY CASE %(order)s::text
+               WHEN 'oldest' THEN extract(epoch FROM k.parked_at)::float8 WHEN 'largest' THEN -k.messages::float8
+               ELSE extract(epoch FROM k.due_at)::float8 END, k.group_id, k.lp, k.name) AS place
+    FROM (SELECT k.* FROM unnest(%(group_ids)s::bigint[]) AS u (group_id)
+          CROSS JOIN LATERAL (
+              SELECT k.* FROM mqlayer.parked_key k
+              WHERE k.group_id = u.group_id
+                AND (%(name)s::bytea IS NULL OR k.lp = %(lp)s::smallint AND k.name = %(name)s)
+              ORDER BY k.lp, k.name LIMIT %(scan)s) AS k LIMIT %(scan)s) AS k
+    WHERE {parked_fits} ORDER BY place OFFSET %(offset)s LIMIT %(limit)s
+)
+{parked_shown}
+ORDER BY p.place;
 
 -- name: parked_list_end
 -- Where looking for a page ended; nothing where there is no key behind.
@@ -152,25 +173,32 @@ SELECT l.dead_id FROM ({dead_latest}) AS l ORDER BY l.died_at DESC, l.dead_id DE
 SELECT count(*) FILTER (WHERE (%(group_ids)s::bigint[] IS NULL OR d.group_id = ANY(%(group_ids)s::bigint[])) AND {dead_fits}), count(*)
 FROM ({dead_latest}) AS l CROSS JOIN LATERAL ({dead_row}) AS d;
 
+-- part: errors_by_group
+-- Errors e by kind and group, the most frequent first: each with its count, its first and last time, the latest text, and how
+-- many were looked at.
+SELECT e.error, t.name, g.name, count(*), min(e.at), max(e.at), (array_agg(e.line ORDER BY e.at DESC))[1], max(e.looked)
+FROM (SELECT left(split_part(l.line, ':', 1), 200) AS error, left(l.line, 500) AS line, l.at, l.group_id,
+             count(*) OVER () AS looked FROM looked l) AS e
+JOIN mqlayer.consumer_group g USING (group_id) JOIN mqlayer.topic t USING (topic_id)
+WHERE (%(topic)s::text IS NULL OR t.name = %(topic)s) AND (%(group)s::text IS NULL OR g.name = %(group)s)
+GROUP BY e.error, t.name, g.name ORDER BY 4 DESC, 1, 2, 3 LIMIT %(limit)s;
+
 -- name: dead_errors
--- The most frequent errors among the latest dead messages: each with its count, its latest death, and how many were looked at.
-SELECT e.error, count(*), max(e.died_at), max(e.looked)
-FROM (SELECT left(split_part(split_part(d.reason, E'\n', 1), ':', 1), 200) AS error, l.died_at, count(*) OVER () AS looked
-      FROM (SELECT d.dead_id, d.died_at FROM mqlayer.dead_message d
-            WHERE (%(group_id)s::bigint IS NULL OR d.group_id = %(group_id)s) AND d.redriven_at IS NULL
-            ORDER BY d.died_at DESC, d.dead_id DESC LIMIT %(scan)s) AS l
-      CROSS JOIN LATERAL ({dead_row}) AS d) AS e
-GROUP BY e.error ORDER BY 2 DESC, 1 LIMIT %(limit)s;
+-- The most frequent errors among the latest dead messages.
+WITH looked AS (
+    SELECT split_part(d.reason, E'\n', 1) AS line, l.died_at AS at, d.group_id
+    FROM (SELECT d.dead_id, d.died_at FROM mqlayer.dead_message d
+          WHERE (%(group_id)s::bigint IS NULL OR d.group_id = %(group_id)s) AND d.redriven_at IS NULL
+          ORDER BY d.died_at DESC, d.dead_id DESC LIMIT %(scan)s) AS l
+    CROSS JOIN LATERAL ({dead_row}) AS d)
+{errors_by_group};
 
 -- name: attempt_errors
 -- The same of the latest failed attempts, whatever became of their messages.
-SELECT e.error, count(*), max(e.failed_at), max(e.looked)
-FROM (SELECT left(split_part(split_part(f.error, E'\n', 1), ':', 1), 200) AS error, f.failed_at, f.group_id,
-             count(*) OVER () AS looked
-      FROM (SELECT f.group_id, f.error, f.failed_at FROM mqlayer.failed_attempt f
-            ORDER BY f.failed_at DESC LIMIT %(scan)s) AS f) AS e
-WHERE %(group_id)s::bigint IS NULL OR e.group_id = %(group_id)s
-GROUP BY e.error ORDER BY 2 DESC, 1 LIMIT %(limit)s;
+WITH looked AS (
+    SELECT split_part(f.error, E'\n', 1) AS line, f.failed_at AS at, f.group_id FROM mqlayer.failed_attempt f
+    ORDER BY f.failed_at DESC LIMIT %(scan)s)
+{errors_by_group};
 
 -- name: dead_count
 -- How many dead messages of a group a redrive would find, and how many of them have no body.
