@@ -433,7 +433,7 @@ def test_the_commands_say_what_they_did(stage: Stage, monkeypatch: pytest.Monkey
     assert run.text("group", "resume", "orders", "g") == "group g of topic orders goes on\n"
     assert run.text("group", "resume", "orders", "g") == "group g of topic orders was not paused\n"
     member = member_of(app).member_id
-    assert run.text("group", "evict", "orders", "g", member) == f"member {member} of group g of topic orders is out\n"
+    assert run.text("group", "evict", "orders", "g", member) == f"member {member} of group g of topic orders is evicted\n"
     assert_fails("exponential:FIRST", "group", "set", "orders", "g", "--backoff", "linear:1,2,3")
     assert_fails("a factor over 1", "group", "set", "orders", "g", "--backoff", "exponential:1,1,3")
     assert_fails("no limit of time", "group", "set", "orders", "g", "--time-limit", "long")
