@@ -484,6 +484,8 @@ CREATE TABLE mqlayer.dead_message (
 );
 CREATE INDEX dead_message_listed ON mqlayer.dead_message (group_id, died_at, dead_id) WHERE redriven_at IS NULL;
 CREATE INDEX dead_message_latest ON mqlayer.dead_message (died_at, dead_id) WHERE redriven_at IS NULL;
+CREATE INDEX dead_message_redriven ON mqlayer.dead_message (group_id, died_at, dead_id) WHERE redriven_at IS NOT NULL;
+CREATE INDEX dead_message_redriven_latest ON mqlayer.dead_message (died_at, dead_id) WHERE redriven_at IS NOT NULL;
 CREATE INDEX dead_message_stream ON mqlayer.dead_message (group_id, partition_id, log_offset);
 CREATE INDEX dead_message_queue ON mqlayer.dead_message (group_id, lp, key, partition_id, log_offset, dead_id)
     WHERE redriven_at IS NULL;
@@ -718,6 +720,7 @@ CREATE INDEX audit_by_object ON mqlayer.audit (object, at);
 CREATE INDEX audit_by_time ON mqlayer.audit (at, audit_id);
 CREATE INDEX audit_by_act ON mqlayer.audit (act, at, audit_id);
 CREATE INDEX audit_by_actor ON mqlayer.audit ("left"(actor, 200), at, audit_id);
+CREATE INDEX audit_of_people ON mqlayer.audit (at, audit_id) WHERE strpos(actor, '@') > 0;
 
 CREATE TABLE mqlayer.console_session (
     token_hash bytea       NOT NULL,

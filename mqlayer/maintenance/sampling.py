@@ -11,6 +11,7 @@ from typing import Any, Final, Literal, NamedTuple
 from mqlayer.domain.message import Record
 from mqlayer.domain.routing import NodeId
 from mqlayer.errors import MqlayerError
+from mqlayer.failpoints import failpoint
 from mqlayer.groups.positions import GroupPartition, read_positions
 from mqlayer.inspect import group_facts
 from mqlayer.inspect.group_facts import partition_facts
@@ -56,9 +57,11 @@ def take_samples(runtime: Runtime, *, kept_s: float = KEPT_S, objects_limit: int
     if len(samples) > objects_limit:
         log.warning("samples_left_out", extra={"objects": len(samples), "limit": objects_limit})
     kept = samples[:objects_limit]
+    failpoint("sample.before_put")
     if kept:
         facts = {name: [getattr(one, name) for one in kept] for name in Sample._fields}
         runtime.control.transaction(lambda connection: connection.execute(query("samples_put"), facts))
+        failpoint("sample.after_put")
     _note_rates(runtime, ends)
     return len(kept)
 

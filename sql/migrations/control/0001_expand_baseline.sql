@@ -866,6 +866,9 @@ CREATE TABLE mqlayer.dead_message (
 -- Pages, latest first: of a group, and of all.
 CREATE INDEX dead_message_listed ON mqlayer.dead_message (group_id, died_at, dead_id) WHERE redriven_at IS NULL;
 CREATE INDEX dead_message_latest ON mqlayer.dead_message (died_at, dead_id) WHERE redriven_at IS NULL;
+-- The same of those given back; only a redrive writes these.
+CREATE INDEX dead_message_redriven ON mqlayer.dead_message (group_id, died_at, dead_id) WHERE redriven_at IS NOT NULL;
+CREATE INDEX dead_message_redriven_latest ON mqlayer.dead_message (died_at, dead_id) WHERE redriven_at IS NOT NULL;
 CREATE INDEX dead_message_stream ON mqlayer.dead_message (group_id, partition_id, log_offset);
 -- Key by key, as its messages were published: the order of a redrive.
 CREATE INDEX dead_message_queue ON mqlayer.dead_message (group_id, lp, key, partition_id, log_offset, dead_id)
@@ -1183,6 +1186,8 @@ CREATE INDEX audit_by_time ON mqlayer.audit (at, audit_id);
 CREATE INDEX audit_by_act ON mqlayer.audit (act, at, audit_id);
 -- An index takes no text of 4,096 bytes.
 CREATE INDEX audit_by_actor ON mqlayer.audit (left(actor, 200), at, audit_id);
+-- People's acts by their names, as in mqlayer/inspect/audit_trail.py: few among those of machines.
+CREATE INDEX audit_of_people ON mqlayer.audit (at, audit_id) WHERE strpos(actor, '@') > 0;
 
 
 -- Console ------------------------------------------------------------------------------------------------------------
