@@ -70,6 +70,11 @@ def when(moment: datetime | None) -> str:
     return UNKNOWN if moment is None else f"{moment.astimezone(UTC):%Y-%m-%d %H:%M:%S} UTC"
 
 
+def minute(moment: datetime) -> str:
+    """Return a time of day in UTC to the minute, as samples have it."""
+    return f"{moment.astimezone(UTC):%H:%M} UTC"
+
+
 def clock(moment: datetime) -> str:
     """Return a time of day in UTC."""
     return f"{moment.astimezone(UTC):%H:%M:%S} UTC"
@@ -146,6 +151,7 @@ def templates() -> Environment:
         "duration": duration,
         "exact": exact,
         "lasting": lasting,
+        "minute": minute,
         "number": number,
         "segment": segment,
         "size": size,

@@ -43,6 +43,8 @@ FAILED_LIMIT: Final = 20_000
 FAILED_LEAST: Final = 10
 """Fewer failed attempts of ten minutes make no rate."""
 HOT_PER_S: Final = 1.0
+BUSY_PER_S: Final = 20.0
+"""A hot partition is told from here on where nothing lags yet."""
 STANDSTILL_S: Final = 3_600.0
 """How far back a look searches for the last messages that were committed or relayed."""
 SCHEMAS: Final = "schemas"
@@ -304,14 +306,24 @@ def _groups(look: HealthLook) -> Iterator[Problem]:
 
 
 def _hot(look: HealthLook, rows: Iterable[GroupRow]) -> Iterator[Problem]:
+    """Yield one of a topic: where a group lags in the partition, and also where it takes in much."""
+    alert, late = ALERTS["MqlayerPartitionHot"], dict[str, tuple[float, int, str]]()
     hot = {row[0]: row[1:] for row in look.rows("health_hot", least_per_s=HOT_PER_S)}
     for topic, group, lag, oldest_s in _lags_of(look, rows, {topic: found[0] for topic, found in hot.items()}):
-        alert, (partition, per_s, share, fair) = ALERTS["MqlayerPartitionHot"], hot[topic]
         if lag and (oldest_s or 0.0) > alert.above:
-            text = f"Partition {partition} has {fair:.0%} of the LPs and takes {share:.0%} of the topic's messages"
-            effect = f"{_waiting(lag, 'message')} for the group, the oldest for {format_seconds(oldest_s or 0.0)}."
-            text += f", {per_s:.0f} per second"
-            yield Problem(alert, text, None, topic, group, partition=partition, effect=effect)
+            late[topic] = max(late.get(topic, (0.0, 0, "")), (oldest_s or 0.0, lag, group))
+    for topic, (partition, per_s, all_per_s, fair) in hot.items():
+        if topic in late or per_s >= BUSY_PER_S:
+            text = f"Partition {partition} of {topic} takes {per_s / all_per_s:.0%} of the load"
+            text += f" ({per_s:,.0f} of {all_per_s:,.0f} messages/s), and has {fair:.0%} of the LPs"
+            yield Problem(alert, text, None, topic, partition=partition, effect=_heat(late.get(topic)))
+
+
+def _heat(late: tuple[float, int, str] | None) -> str:
+    if late is None:
+        return "No group lags there yet: one member does most of the work, so more members do not help."
+    oldest_s, lag, group = late
+    return f"{_waiting(lag, 'message')} for group {group}, the oldest for {format_seconds(oldest_s)}."
 
 
 def _lags_of(

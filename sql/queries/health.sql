@@ -201,16 +201,16 @@ WHERE g.state = 'live' ORDER BY t.name, g.name;
 
 -- name: health_hot
 -- Of each topic with several partitions, the one that takes in more than twice its share of the LPs, or half of what that
--- leaves besides, by the rates of the last minutes: its rate per second, its share of the topic's rate, and of the LPs.
-SELECT DISTINCT ON (r.topic_id) t.name, r.partition_id, r.per_s, r.share, r.fair
+-- leaves besides, by the rates of the last minutes: its rate per second, the topic's, and its share of the LPs.
+SELECT DISTINCT ON (r.topic_id) t.name, r.partition_id, r.per_s, r.all_per_s, r.fair
 FROM (
-    SELECT p.topic_id, p.partition_id, m.per_s, m.per_s / nullif(sum(m.per_s) OVER of_topic, 0) AS share,
+    SELECT p.topic_id, p.partition_id, m.per_s, sum(m.per_s) OVER of_topic AS all_per_s,
            (p.lp_to - p.lp_from) / 1024.0::float8 AS fair, count(*) OVER of_topic AS partitions
     FROM mqlayer.partition p JOIN mqlayer.partition_rate m USING (partition_id)
     WHERE p.state = 'open' AND m.measured_at > now() - interval '5 minutes'
     WINDOW of_topic AS (PARTITION BY p.topic_id)) AS r
 JOIN mqlayer.topic t USING (topic_id)
-WHERE r.partitions > 1 AND r.per_s >= %(least_per_s)s AND r.share > least(2 * r.fair, (1 + r.fair) / 2)
+WHERE r.partitions > 1 AND r.per_s >= %(least_per_s)s AND r.per_s > r.all_per_s * least(2 * r.fair, (1 + r.fair) / 2)
 ORDER BY r.topic_id, r.per_s DESC;
 
 -- name: outbox_places
