@@ -42,6 +42,14 @@ def duration(seconds: float | None) -> str:
     return f"{max(seconds, 0) * 1000:.0f} ms" if seconds > 0 else "0 s"
 
 
+def lasted(seconds: float) -> str:
+    """Return a problem's duration, below ten minutes to the second."""
+    if not 60 <= seconds < 600:
+        return duration(seconds)
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if rest else f"{minutes} min"
+
+
 def number(value: float | None) -> str:
     """Return a number with its thousands apart."""
     if value is None:
@@ -147,9 +155,11 @@ def templates() -> Environment:
     )
     made.filters |= {
         "ago": ago,
+        "clock": clock,
         "counted": counted,
         "duration": duration,
         "exact": exact,
+        "lasted": lasted,
         "lasting": lasting,
         "minute": minute,
         "number": number,

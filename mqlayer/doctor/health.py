@@ -8,7 +8,7 @@ from __future__ import annotations
 import shlex
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final, NamedTuple
@@ -106,6 +106,8 @@ class SystemHealth:
     totals: SystemTotals
     unread: tuple[str, ...]
     unread_parts: tuple[str, ...] = ()
+    gone: tuple[tuple[ProblemPlace, OpenProblem], ...] = ()
+    """Noted problems that this look no longer found; the job notes their ends."""
 
 
 @dataclass(slots=True)
@@ -116,6 +118,8 @@ class HealthLook:
     totals: SystemTotals = field(default_factory=SystemTotals)
     statuses: list[GroupStatus] = field(default_factory=list)
     """Live groups, unless their partitions are too many."""
+    unseen: set[str] = field(default_factory=set)
+    """Alerts whose conditions this role can't see."""
 
     def rows(self, name: str, *, database: Database | None = None, **facts: Any) -> list[tuple[Any, ...]]:
         """Run a named query, by default on the control database."""
@@ -145,14 +149,17 @@ def system_health(runtime: Runtime) -> SystemHealth:
         except MqlayerError as error:
             unread[title] = str(error)
     told = [f"{title}: {why}" for title, why in unread.items()]
+    known: Mapping[ProblemPlace, OpenProblem] = {}
     try:
-        problems = _with_history(problems, open_problems(runtime.control))
+        known = open_problems(runtime.control)
+        problems = _with_history(problems, known)
     except MqlayerError as error:
         told.append(f"history of problems: {error}")
     never = datetime.max.replace(tzinfo=UTC)
     problems.sort(key=lambda one: (RANK[one.alert.severity], ORDER[one.alert.name], one.since or never))
     found = tuple(map(with_help, problems))
-    return SystemHealth(at, time.monotonic() - began, found, look.totals, tuple(told), tuple(unread))
+    gone = tuple(_gone(at, problems, known, {*unread, *look.unseen}))
+    return SystemHealth(at, time.monotonic() - began, found, look.totals, tuple(told), tuple(unread), gone)
 
 
 def note_problems(runtime: Runtime) -> SystemHealth:
@@ -167,6 +174,15 @@ def note_problems(runtime: Runtime) -> SystemHealth:
 
 def _with_history(problems: Iterable[Problem], known: Mapping[ProblemPlace, OpenProblem]) -> list[Problem]:
     return [_with_noted(one, known.get(one.place)) for one in problems]
+
+
+def _gone(
+    at: datetime, problems: Iterable[Problem], known: Mapping[ProblemPlace, OpenProblem], unseen: Set[str]
+) -> Iterator[tuple[ProblemPlace, OpenProblem]]:
+    found = {one.place for one in problems}
+    for place, noted in known.items():
+        if place not in found and noted.last_seen_at < at and not unseen & {noted.part, place.alert}:
+            yield place, noted
 
 
 def _with_noted(one: Problem, noted: OpenProblem | None) -> Problem:
@@ -243,12 +259,13 @@ def _outbox(look: HealthLook) -> Iterator[Problem]:
     ((totals.relays, _),) = look.rows("check_relays", database=database)
     if not totals.relays:
         last = next(iter(relay_processes(database, limit=1)), None)
-        text = "No relay has a valid lease; the worker's job relays every 10 s meanwhile"
+        beat_at = None if last is None else last.beat_at(look.runtime.settings.lease_s)
+        text = "No relay lives; the worker's job relays every 10 s meanwhile, so messages are up to 10 s late"
         effect = f"{_waiting(totals.outbox, 'message')} in the outbox for the next run of that job."
         if any(one.name == "relay" for one in late_jobs(look.runtime.control)):
-            text = "No relay has a valid lease, and the worker's job that relays meanwhile is late"
+            text = "No relay lives, and the worker's job that relays meanwhile is late"
             effect = f"{_waiting(totals.outbox, 'message')} in the outbox, and nothing is relayed."
-        yield Problem(ALERTS["MqlayerNoRelay"], text, None if last is None else last.lease_until, effect=effect)
+        yield Problem(ALERTS["MqlayerNoRelay"], text, beat_at, effect=effect)
     yield from _unsendable(look, database)
     ((count, held, oldest_s, name),) = look.rows("check_versions", database=database)
     if count:
@@ -272,13 +289,15 @@ def _unsendable(look: HealthLook, database: Database) -> Iterator[Problem]:
 
 def _transactions(look: HealthLook, database: Database) -> Iterator[Problem]:
     alert = ALERTS["MqlayerTransactionOpen"]
+    if not look.rows("check_statistics_allowed", database=database)[0][0]:
+        look.unseen.add(alert.name)
     for row in look.rows("check_open_transactions", database=database, age_s=alert.above):
         found = OpenTransaction(*row)
-        if found.ours and not found.waits_for:
+        if found.holds:
             effect = (
                 "Publishers of the same LPs wait for it, its messages are not relayed, and the outbox can't be emptied"
             )
-            waiting = f"; {_many(found.waiting, 'session')} wait now" if found.waiting else ""
+            waiting = f"; {_waiting(found.waiting, 'session')} now" if found.waiting else ""
             yield Problem(
                 alert, found.text(), _before(found.age_s), item=f"pid {found.pid}", effect=f"{effect}{waiting}.",
                 command=found.end(),

@@ -68,7 +68,7 @@ class NodeStatus:
 
 
 def node_statuses(runtime: Runtime, *, within_s: float = ANSWER_WITHIN_S) -> list[NodeStatus]:
-    """Return all nodes, oldest first; each is asked at once, has `within_s` seconds, and then a second, longer chance."""
+    """Return all nodes, oldest first; each has `within_s` seconds to answer, and then more once again."""
     with runtime.control.connection() as connection:
         rows = connection.execute(query("health_nodes")).fetchall()
     nodes = [Node(NodeId(row[0]), *row[1:4]) for row in rows]

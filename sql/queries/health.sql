@@ -116,8 +116,9 @@ WHERE p.node_id = %(node_id)s AND p.state <> 'deleted' AND p.partition_id > %(af
 ORDER BY p.partition_id LIMIT %(limit)s;
 
 -- name: problems_open
--- Problems that have not ended: number, place, when each began as far as that is known, and when it was seen first.
-SELECT problem_id, alert, topic, group_name, node, item, since, first_seen_at FROM mqlayer.problem
+-- Problems that have not ended: number, place, when each began as far as that is known, when it was seen first and last, and
+-- by which part of a look.
+SELECT problem_id, alert, topic, group_name, node, item, since, first_seen_at, last_seen_at, part FROM mqlayer.problem
 WHERE ended_at IS NULL ORDER BY problem_id LIMIT %(limit)s;
 
 -- name: problems_put
