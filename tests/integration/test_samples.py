@@ -15,11 +15,11 @@ from mqlayer.inspect import curves
 from mqlayer.maintenance.sampling import take_samples
 from mqlayer.postgres.rights import Right
 from mqlayer.relay import relay_once
-from mqlayer.routes import split
 from mqlayer.runtime.route_cache import RouteCache
 from mqlayer.workers.tasks import TASKS
 from tests.fixtures.commands import Commands
 from tests.fixtures.forked_programs import ask_python
+from tests.proof.route_steps import split
 from tests.proof.world import QUICK, World
 
 PROGRAM = "from mqlayer.workers.tasks import TASKS; TASKS['sample']()"
