@@ -297,9 +297,8 @@ def _transactions(look: HealthLook, database: Database) -> Iterator[Problem]:
             effect = (
                 "Publishers of the same LPs wait for it, its messages are not relayed, and the outbox can't be emptied"
             )
-            waiting = f"; {_waiting(found.waiting, 'session')} now" if found.waiting else ""
             yield Problem(
-                alert, found.text(), _before(found.age_s), item=f"pid {found.pid}", effect=f"{effect}{waiting}.",
+                alert, found.text(), _before(found.age_s), item=f"pid {found.pid}", effect=f"{effect}.",
                 command=found.end(),
             )  # fmt: skip
 
