@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import statistics
@@ -12,12 +13,13 @@ from contextlib import contextmanager
 from itertools import pairwise
 from typing import Final
 
-from bench.processes import ConsumerGroup, Note, Worker, consumer_group, wait_until
+from bench.processes import CONSUME, ConsumerGroup, Note, Worker, consumer_group, wait_until
 from bench.registry import Line, bench, compared, note
 from bench.stage import BODY, Stage, System
 from mqlayer.consuming.engine.heartbeat import LONGEST_HEARTBEAT_S
 from mqlayer.domain.routing import lp_of
 from mqlayer.producing import Producer
+from mqlayer.stack.processes import children_of, identify
 
 PARTITIONS: Final = 64
 RATE_PER_S: Final = 20 * PARTITIONS
@@ -26,6 +28,8 @@ KEYS_EACH: Final = 4
 ROUNDS: Final = 3
 LEASES_S: Final = (10.0, 2.0)
 LEAVE_LIMIT_S: Final = 2.0
+CRASHES: Final = 10
+CRASH_LIMIT_MS: Final = 300.0
 WINDOW_S: Final = 3.0
 
 
@@ -46,6 +50,26 @@ def takeover(stage: Stage) -> Iterator[Line]:
         first_s, last_s = losses(system, signal.SIGTERM, LEASES_S[0])
         yield alone("takeover[leave]", first_s, "s", LEAVE_LIMIT_S)
         yield alone("takeover[leave, last partition]", last_s, "s", LEAVE_LIMIT_S)
+
+
+@bench("takeover_crash")
+def takeover_crash(stage: Stage) -> Iterator[Line]:
+    """Milliseconds from SIGKILL of one of two processes of `mqlayer consume --processes 2` to the first message that
+    the other one handles of the partitions that it takes over, and until it has handled one of each: the lease is 10 s,
+    and nobody waits for it. `BENCH_CRASHES` says how many are killed."""
+    system = stage.system(partitions=PARTITIONS)
+    firsts, lasts = [], []
+    with publishing(system), consumer_group(system, BENCH_EACH=1) as members:
+        worker = members.start(*CONSUME, "--processes", "2")
+        for number in range(int(os.environ.get("BENCH_CRASHES", CRASHES))):
+            first_ms, last_ms = crash(worker)
+            firsts.append(first_ms)
+            lasts.append(last_ms)
+            note(f"  crash {number + 1}: {first_ms:.0f} ms, all {last_ms:.0f} ms")
+    yield alone("takeover_crash", statistics.median(firsts), "ms", CRASH_LIMIT_MS)
+    yield alone("takeover_crash[slowest]", max(firsts), "ms", CRASH_LIMIT_MS)
+    yield alone("takeover_crash[last partition]", statistics.median(lasts), "ms", None)
+    yield alone("takeover_crash[slowest, last partition]", max(lasts), "ms", None)
 
 
 @bench("join")
@@ -94,6 +118,26 @@ def lose(members: ConsumerGroup, victim: Worker, successor: Worker, number: sign
     firsts = first_of_each(successor.notes(at_ns), lost)
     victim.process.communicate()
     return (min(firsts) - at_ns) / 1e9, (max(firsts) - at_ns) / 1e9
+
+
+def crash(worker: Worker) -> tuple[float, float]:
+    """Kill a child of a supervisor; return how long until the first and the last of its partitions goes on, in ms."""
+    supervisor = identify(worker.process.pid)
+
+    def shares() -> dict[int, set[int]]:
+        since_ns = time.monotonic_ns() - int(0.5e9)
+        return {child.pid: worker.child(child.pid).partitions(since_ns) for child in children_of(supervisor)}
+
+    wait_until(lambda: sorted(map(len, shares().values())) == [PARTITIONS // 2] * 2)
+    # At any moment of its heartbeats.
+    time.sleep(random.uniform(0, LONGEST_HEARTBEAT_S))
+    victim, survivor = random.sample(list(shares()), 2)
+    lost, successor = shares()[victim], worker.child(survivor)
+    at_ns = time.monotonic_ns()
+    os.kill(victim, signal.SIGKILL)
+    wait_until(lambda: lost <= successor.partitions(at_ns))
+    firsts = first_of_each(successor.notes(at_ns), lost)
+    return (min(firsts) - at_ns) / 1e6, (max(firsts) - at_ns) / 1e6
 
 
 class Joining:

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from mqlayer.cli.addresses import use_stack_here
+from mqlayer.cli.dead_sessions import DeadSessions
 from mqlayer.cli.reload import changed_files
 from mqlayer.cli.supervisor import Supervisor, SupervisorPipe
 from mqlayer.consuming.api.app import App
@@ -74,7 +75,7 @@ def _run_here(app: App) -> bool:
     if pipe is None:
         return app.run()
     pipe.watch()
-    app.process_number = pipe.number
+    app.process_number, app.joining = pipe.number, pipe.report_joining
     port = app.settings.health_port
     return app.run(on_start=pipe.report_started, health_port=port + pipe.number if port else 0)
 
@@ -88,9 +89,11 @@ def _supervise(context: typer.Context, app: App, path: str, processes: int, conc
         raise InvalidInput(f"instance {instances[0]!r} is one process: leave it out, or run one process")
     limit_s = max((consumer.options.drain_timeout_s for consumer in app.consumers), default=0.0) + SLACK_S
     command = _command(path, concurrency)
-    supervisor = Supervisor(command, count=processes, environment=_environment(context), stop_limit_s=limit_s)
-    with health_endpoint(app.settings, supervisor.health):
-        return supervisor.run()
+    with DeadSessions(app.settings) as dead:
+        environment = _environment(context)
+        supervisor = Supervisor(command, count=processes, environment=environment, stop_limit_s=limit_s, ended=dead.end)
+        with health_endpoint(app.settings, supervisor.health):
+            return supervisor.run()
 
 
 def _command(path: str, concurrency: int | None) -> list[str]:

@@ -2,6 +2,9 @@
 
 A socket pair ends each child with its supervisor, even after SIGKILL. Ended children restart after a growing wait; the
 supervisor gives up if none ever started.
+
+A child names each session of a member before it begins. Once the child has ended, the supervisor ends these sessions,
+so that others take over at once; see `docs/design/ownership.md`.
 """
 
 from __future__ import annotations
@@ -15,11 +18,12 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from types import FrameType
 from typing import Final
 
+from mqlayer.groups.members import MemberSession
 from mqlayer.health import Health, Liveness
 from mqlayer.logs import event_logger
 
@@ -27,7 +31,9 @@ log = event_logger(__name__)
 
 PIPE_VARIABLE: Final = "MQLAYER_SUPERVISOR_FD"
 NUMBER_VARIABLE: Final = "MQLAYER_SUPERVISOR_NUMBER"
-STARTED: Final = b"s"
+STARTED: Final = b"started"
+JOINING: Final = b"joining"
+READ_SIZE: Final = 65_536
 POLL_INTERVAL_S: Final = 0.1
 FIRST_WAIT_S: Final = 0.5
 LONGEST_WAIT_S: Final = 30.0
@@ -36,6 +42,10 @@ KILLED_WITHIN_S: Final = 5.0
 STUCK_AFTER_S: Final = 30.0
 STEADY_AFTER_S: Final = 60.0
 """After so long, the wait starts anew."""
+JOINING_SPACES: Final = 3
+
+Ended = Callable[[Collection[MemberSession]], None]
+"""Gets the sessions of a process that has ended."""
 
 
 class SupervisorPipe:
@@ -56,12 +66,20 @@ class SupervisorPipe:
 
     def report_started(self) -> None:
         """Report that this process serves."""
-        with contextlib.suppress(OSError):
-            self._pipe.sendall(STARTED)
+        self._send(STARTED)
+
+    def report_joining(self, session: MemberSession) -> None:
+        """Report a member's session before it begins."""
+        self._send(b"%s %d %s %d" % (JOINING, session.group_id, session.member_id.encode(), session.session))
 
     def watch(self) -> None:
         """Send SIGTERM to this process when its supervisor ends."""
         threading.Thread(target=self._watch, name="mqlayer-supervisor-line", daemon=True).start()
+
+    def _send(self, line: bytes) -> None:
+        # Never wait for a supervisor that reads nothing: of a session that it doesn't know, the lease ends.
+        with contextlib.suppress(OSError):
+            self._pipe.send(line + b"\n", socket.MSG_DONTWAIT)
 
     def _watch(self) -> None:
         with contextlib.suppress(OSError):
@@ -72,10 +90,12 @@ class SupervisorPipe:
 
 
 class Child:
-    """A slot for a process."""
+    """A slot for a process. `ended` gets the sessions of one that has ended."""
 
-    def __init__(self, start: Callable[[socket.socket], subprocess.Popen[bytes]]) -> None:
-        self._start = start
+    def __init__(self, start: Callable[[socket.socket], subprocess.Popen[bytes]], ended: Ended) -> None:
+        self._start, self._ended = start, ended
+        self._unread = b""
+        self._sessions: dict[tuple[int, str], MemberSession] = {}
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe: socket.socket | None = None
         self._began = self._restart_at = 0.0
@@ -102,8 +122,8 @@ class Child:
 
     def replace(self) -> None:
         """Have `check` start a new process at once; the former one has ended."""
-        self._process, self._restart_at, self._ends = None, 0.0, 0
         self.close()
+        self._process, self._restart_at, self._ends = None, 0.0, 0
 
     @property
     def serves(self) -> bool:
@@ -133,10 +153,16 @@ class Child:
                 self._process.wait(timeout_s)
 
     def close(self) -> None:
-        """Close the pipe."""
+        """Close the pipe; hand over the sessions of a process that has ended."""
+        # All threads of a process have ended before it can be waited for.
+        has_ended = self._process is not None and not self.running
         if self._pipe is not None:
+            self._listen()
             self._pipe.close()
             self._pipe = None
+        if has_ended and self._sessions:
+            self._ended(tuple(self._sessions.values()))
+        self._sessions, self._unread = {}, b""
 
     def _begin(self, now: float) -> None:
         ours, theirs = socket.socketpair()
@@ -146,17 +172,28 @@ class Child:
         self._pipe, self._began, self._started, self._told = ours, now, False, False
 
     def _listen(self) -> None:
-        if self._pipe is None or self._started:
+        if self._pipe is None:
             return
         with contextlib.suppress(BlockingIOError, ConnectionResetError):
-            if self._pipe.recv(1) == STARTED and self._process is not None:
-                self._started = self.ever_started = True
-                log.info("process_started", extra={"pid": self._process.pid})
+            while read := self._pipe.recv(READ_SIZE):
+                *lines, self._unread = (self._unread + read).split(b"\n")
+                for line in lines:
+                    self._note(line)
+
+    def _note(self, line: bytes) -> None:
+        if line == STARTED and self._process is not None:
+            self._started = self.ever_started = True
+            log.info("process_started", extra={"pid": self._process.pid})
+        # A line that was cut off fits nothing.
+        elif line.startswith(JOINING + b" ") and line.count(b" ") == JOINING_SPACES:
+            _, group, member, session = line.decode().split(" ")
+            if group.isdecimal() and session.isdecimal():
+                self._sessions[int(group), member] = MemberSession(int(group), member, int(session))
 
     def _note_end(self, code: int, now: float) -> None:
         pid = self._process.pid if self._process is not None else 0
-        self._process = None
         self.close()
+        self._process = None
         facts: dict[str, object] = {"pid": pid, **how_it_ended(code)}
         self._ends = 1 if self._started and now - self._began >= STEADY_AFTER_S else self._ends + 1
         wait_s = min(LONGEST_WAIT_S, FIRST_WAIT_S * 2 ** (self._ends - 1)) * random.uniform(0.8, 1.0)
@@ -176,11 +213,15 @@ class Supervisor:
         environment: Mapping[str, str],
         stop_limit_s: float,
         changed: Callable[[], bool] | None = None,
+        ended: Ended = lambda _: None,
     ) -> None:
-        """`changed`: asked in each turn whether to replace all processes; it then never gives up."""
+        """`changed`: asked in each turn whether to replace all processes; it then never gives up.
+
+        `ended` gets the sessions of each process that has ended; it must not wait.
+        """
         self._changed = changed
         self._command, self._environment, self._stop_limit_s = list(command), dict(environment), stop_limit_s
-        self._children = [Child(partial(self._start, number)) for number in range(1, count + 1)]
+        self._children = [Child(partial(self._start, number), ended) for number in range(1, count + 1)]
         self._liveness, self._stopping = Liveness(), False
 
     def health(self) -> Health:
@@ -248,9 +289,9 @@ class Supervisor:
         log.error("processes_killed", extra={"count": sum(child.running for child in self._children)})
         for child in self._children:
             child.send(signal.SIGKILL)
-            child.close()
         for child in self._children:
             child.join(KILLED_WITHIN_S)
+            child.close()
 
     def _start(self, number: int, pipe: socket.socket) -> subprocess.Popen[bytes]:
         descriptor = pipe.fileno()
@@ -265,7 +306,7 @@ class Supervisor:
 
 
 class Signals:
-    """Queue of SIGTERM and SIGINT."""
+    """Queue of SIGTERM and SIGINT, and of the ends of children."""
 
     def __init__(self) -> None:
         # SimpleQueue.put is reentrant, so a signal handler may call it.
@@ -276,12 +317,11 @@ class Signals:
         self._came.put(number)
 
     def wait(self, timeout_s: float) -> bool:
-        """Take the next signal; False at the timeout."""
+        """Take the next signal; False at the timeout, or once a child has ended."""
         try:
-            self._came.get(timeout=timeout_s)
+            return self._came.get(timeout=timeout_s) != signal.SIGCHLD
         except queue.Empty:
             return False
-        return True
 
 
 def how_it_ended(code: int) -> dict[str, object]:
@@ -292,7 +332,7 @@ def how_it_ended(code: int) -> dict[str, object]:
 @contextlib.contextmanager
 def _signals() -> Iterator[Signals]:
     signals = Signals()
-    before = {number: signal.signal(number, signals.note) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.signal(number, signals.note) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)}
     try:
         yield signals
     finally:
