@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 import time
 import uuid
@@ -12,7 +11,7 @@ from typing import Any
 
 import mqlayer
 from bench.fill import fill
-from bench.registry import Line, bench, compared, in_turn
+from bench.registry import Line, bench, compared, frozen_heap, in_turn
 from bench.stage import BATCH, FSYNCS, Stage, System, line_name
 from mqlayer.redis.keys import partition_keys
 from mqlayer.topics import set_archived
@@ -26,26 +25,18 @@ ARCHIVED_ROUNDS = 9
 @bench("consume")
 def consume(stage: Stage) -> Iterator[Line]:
     """Messages per second of one process over one partition, heartbeats and lock checks included."""
-    # As `mqlayer consume` does; the baseline gains by it too.
-    gc.collect()
-    gc.freeze()
-    try:
+    with frozen_heap():
         for fsync in FSYNCS:
             system = stage.system(fsync=fsync)
             fill(system, MESSAGES)
             figures = in_turn(ROUNDS, {"raw": partial(raw, system), "ours": partial(ours, system)})
             yield compared(line_name("consume", fsync), figures["ours"], figures["raw"], unit="msg/s", target=1.0)
-    finally:
-        # Benches that run after this one in the process shall find the collector as it was.
-        gc.unfreeze()
 
 
 @bench("consume_archived")
 def consume_archived(stage: Stage) -> Iterator[Line]:
     """The same of an archived topic, whose consumers tell what becomes of messages, against one that is not."""
-    gc.collect()
-    gc.freeze()
-    try:
+    with frozen_heap():
         for fsync in FSYNCS:
             system = stage.system(fsync=fsync)
             fill(system, MESSAGES)
@@ -55,8 +46,6 @@ def consume_archived(stage: Stage) -> Iterator[Line]:
             yield compared(
                 line_name("consume_archived", fsync), figures["told"], figures["not"], unit="msg/s", target=0.97
             )
-    finally:
-        gc.unfreeze()
 
 
 def told(system: System, archived: bool) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import logging
 import os
@@ -16,7 +15,7 @@ import mqlayer
 from bench.consume import new_group
 from bench.fill import fill
 from bench.latency import COUNT, await_line, drive, process
-from bench.registry import Line, bench, compared, in_turn, note
+from bench.registry import Line, bench, compared, frozen_heap, in_turn, note
 from bench.stage import KEYS, Stage, System
 from mqlayer.maintenance import trim_pass
 from mqlayer.producing import Producer
@@ -41,14 +40,10 @@ logging.getLogger("mqlayer").addHandler(logging.NullHandler())
 def failing_keys(stage: Stage) -> Iterator[Line]:
     """Messages per second of the keys that don't fail out of a backlog, and their p99 at 1,000 messages per second,
     with 0, 1 and 10 % of 1,000 keys failing for ever; ratios are to 0 % of the same run."""
-    gc.collect()
-    gc.freeze()
-    try:
+    with frozen_heap():
         system = stage.system(partitions=4)
         fill(system, MESSAGES)
         rates = in_turn(ROUNDS, {name: partial(healthy_rate, system, count) for name, count in SHARES.items()})
-    finally:
-        gc.unfreeze()
     late = in_turn(ROUNDS, {name: partial(late_p99_ms, stage, count) for name, count in SHARES.items()})
     for name in list(SHARES)[1:]:
         target = SHARE_KEPT if name == "1 %" else None

@@ -8,7 +8,6 @@ else. Confluent's Parallel Consumer publishes figures of another machine for han
 from __future__ import annotations
 
 import asyncio
-import gc
 import queue
 import random
 import statistics
@@ -22,7 +21,7 @@ from typing import Any, Final
 import mqlayer
 from bench.consume import new_group
 from bench.fill import fill
-from bench.registry import Line, bench, compared, note
+from bench.registry import Line, bench, compared, frozen_heap, note
 from bench.stage import BATCH, Stage, System
 from mqlayer.consuming import MemberOptions
 from mqlayer.redis.keys import partition_keys
@@ -72,16 +71,12 @@ def key_parallel(stage: Stage) -> Iterator[Line]:
     """Messages per second of one process over one partition with 1, 20 and 1,000 keys and handlers of 0, 1, 5 and 0 to
     5 ms at concurrency 100, from the first handler to the last ack, against the same by hand; then against what
     Confluent publishes, where the ratio is to another machine."""
-    gc.collect()
-    gc.freeze()
-    try:
+    with frozen_heap():
         for keys in PUBLISHED_S:
             system = stage.system()
             fill(system, MESSAGES, keys=[f"key-{number}" for number in range(keys)])
             for delay in DELAYS_MS:
                 yield from measure(system, Load(keys, *delay))
-    finally:
-        gc.unfreeze()
 
 
 def measure(system: System, load: Load) -> Iterator[Line]:

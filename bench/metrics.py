@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -10,7 +9,7 @@ from functools import partial
 from bench.consume import MESSAGES, ours
 from bench.fill import fill
 from bench.publish import MANY, our_batches, rate
-from bench.registry import Line, bench, compared, in_turn
+from bench.registry import Line, bench, compared, frozen_heap, in_turn
 from bench.relay import PARTITIONS, run_relay
 from bench.stage import FSYNCS, Stage, System, line_name
 from bench.traces import traces
@@ -25,9 +24,7 @@ Run = Callable[[], float]
 @bench("metrics")
 def metrics(stage: Stage) -> Iterator[Line]:
     """Messages per second; the page is not read meanwhile."""
-    gc.collect()
-    gc.freeze()
-    try:
+    with frozen_heap():
         for fsync in FSYNCS:
             system = stage.system(fsync=fsync)
             fill(system, MESSAGES)
@@ -37,8 +34,6 @@ def metrics(stage: Stage) -> Iterator[Line]:
             off, on = partial(run_relay, system), partial(run_relay, counted(system))
             yield both_ways(line_name("metrics_relay", fsync), off, on, rounds=RELAY_ROUNDS)
         yield from traces(stage)
-    finally:
-        gc.unfreeze()
 
 
 def publishing(system: System, name: str) -> Line:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 import time
 from collections.abc import Iterator
@@ -11,7 +10,7 @@ from functools import partial
 import mqlayer
 from bench.consume import new_group, raw
 from bench.fill import fill
-from bench.registry import Line, bench, compared, in_turn
+from bench.registry import Line, bench, compared, frozen_heap, in_turn
 from bench.stage import FSYNCS, Stage, System, line_name
 from mqlayer.consuming.shared.member import SharedMember
 
@@ -22,16 +21,12 @@ ROUNDS = 3
 @bench("shared")
 def shared(stage: Stage) -> Iterator[Line]:
     """Messages per second of one process over one partition, checks, heartbeats and retry looks included."""
-    gc.collect()
-    gc.freeze()
-    try:
+    with frozen_heap():
         for fsync in FSYNCS:
             system = stage.system(fsync=fsync)
             fill(system, MESSAGES)
             figures = in_turn(ROUNDS, {"raw": partial(raw, system), "ours": partial(ours, system)})
             yield compared(line_name("shared", fsync), figures["ours"], figures["raw"], unit="msg/s", target=0.7)
-    finally:
-        gc.unfreeze()
 
 
 def ours(system: System) -> float:

@@ -448,7 +448,7 @@ class StaleToken(FenceError):
         named = ", ".join(f"{partition}/{offset}" for partition, offset in self.offsets[:5])
         more = f" and {len(self.offsets) - 5} more" if len(self.offsets) > 5 else ""
         return (
-            f"group {self.group!r} of {self.topic!r} gives {named}{more} to others by now: do no more for them; "
+            f"group {self.group!r} of {self.topic!r} gives {named}{more} to others by now: stop handling them; "
             "ask for a longer visibility timeout, or extend it in time"
         )
 
@@ -480,7 +480,7 @@ class VersionsFull(MqlayerError):
     def __str__(self) -> str:
         what = "one entity" if self.scope == "entity" else "all entities"
         return (
-            f"versions {self.name!r} hold all that they may of {what}, version {self.version} came while "
+            f"versions {self.name!r} hold as many events of {what} as they may: version {self.version} came while "
             f"{self.current + 1} is missing: see `mqlayer versions gaps {self.name}`; the message is tried again"
         )
 
@@ -535,7 +535,7 @@ class Reject(HandlerControl):
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
         if not reason:
-            raise InvalidInput("say why the message is rejected: it is what people will read of it")
+            raise InvalidInput("say why the message is rejected: operators will read this reason")
         self.reason = reason
 
     def __str__(self) -> str:

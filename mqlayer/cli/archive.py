@@ -103,7 +103,7 @@ def accept_gap(
     with runtime_here() as runtime:
         check_change(runtime.control)
         count = accept_gaps(runtime, topic, reason=reason, partition=partition)
-    echo(f"{pluralize(count, 'gap')} accepted; the next pass goes on behind")
+    echo(f"{pluralize(count, 'gap')} accepted; the next pass archives the records after them")
 
 
 @archive.command("retain", cls=RuledCommand, rich_help_panel=CHANGE)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any, get_args
 
@@ -16,7 +15,7 @@ from mqlayer.cli.options import GroupArgument, TopicArgument, parse_time_option
 from mqlayer.cli.output import JsonOption, echo, format_key, pluralize, show_facts, show_rows
 from mqlayer.cli.panels import LOOK, REPAIR
 from mqlayer.cli.permissions import check_change
-from mqlayer.cli.redelivery import BackgroundOption, KeyOption, work_here
+from mqlayer.cli.redelivery import BackgroundOption, JobCommands, KeyOption, ended_text
 from mqlayer.cli.runtime import runtime_here
 from mqlayer.errors import InvalidInput
 from mqlayer.postgres.database import Database
@@ -33,7 +32,6 @@ from mqlayer.redelivery import (
     bulk_items,
     cancel_bulk,
     find_dead,
-    new_worker,
     plan_bulk,
     resume_bulk,
     start_bulk,
@@ -66,11 +64,11 @@ def plan(
     topic: TopicArgument,
     group: GroupArgument,
     message: Annotated[
-        list[str] | None, typer.Option("--message", metavar="MESSAGE", help="One dead message; may be said again.")
+        list[str] | None, typer.Option("--message", metavar="MESSAGE", help="One dead message; may be repeated.")
     ] = None,
     key: KeyOption = None,
     cause: Annotated[str | None, typer.Option(help="Why they died, or were parked.")] = None,
-    error: Annotated[str | None, typer.Option(help="A part of what an attempt said.")] = None,
+    error: Annotated[str | None, typer.Option(help="A part of an attempt's error.")] = None,
     since: Annotated[str | None, typer.Option(help="Died or parked then or later: a time with its zone.")] = None,
     until: Annotated[str | None, typer.Option(help="Died or parked before: a time with its zone.")] = None,
     min_attempts: Annotated[int | None, typer.Option(min=0, help="With so many failed attempts, or more.")] = None,
@@ -110,7 +108,7 @@ def plan(
 
 
 @bulk.command(cls=RuledCommand, rich_help_panel=REPAIR)
-@excludes("--background", "--json", why="it has no end to tell here: mqlayer bulk show --json has it")
+@excludes("--background", "--json", why="the worker ends it later: mqlayer bulk show --json has the result")
 def start(
     bulk_id: BulkArgument,
     reason: Annotated[str, typer.Option(help="Why: it is kept in the audit rows.")],
@@ -121,22 +119,14 @@ def start(
     """Start a planned bulk action, and work on it to its end."""
     with runtime_here() as runtime:
         check_change(runtime.control)
-        worker = new_worker()
-        start_bulk(runtime, bulk_id, reason=reason, per_s=rate, worker=None if background else worker)
-        if background:
-            echo(f"bulk action {bulk_id} is left to the worker: see mqlayer bulk show {bulk_id}")
-            return
-        finish(runtime.control, bulk_id, worker, as_json=as_json)
+        begin = partial(start_bulk, runtime, bulk_id, reason=reason, per_s=rate)
+        BULK.begin(runtime.control, lambda worker: begin(worker=worker).bulk_id, background=background, as_json=as_json)
 
 
 @bulk.command(rich_help_panel=REPAIR)
 def resume(bulk_id: BulkArgument, as_json: JsonOption = False) -> None:
     """Go on with a bulk action that was cut off."""
-    with runtime_here() as runtime:
-        check_change(runtime.control)
-        worker = new_worker()
-        resume_bulk(runtime, bulk_id, worker=worker)
-        finish(runtime.control, bulk_id, worker, as_json=as_json)
+    BULK.resume(bulk_id, lambda runtime, worker: resume_bulk(runtime, bulk_id, worker=worker), as_json=as_json)
 
 
 @bulk.command("list", rich_help_panel=LOOK)
@@ -145,7 +135,7 @@ def list_(
     group: Annotated[str | None, typer.Argument(help="Only of this group.", autocompletion=group_names)] = None,
     state: Annotated[str | None, typer.Option(help="planned, running, done or cancelled.")] = None,
     limit: LimitOption = 50,
-    after: Annotated[int | None, typer.Option(help="Go on behind this id, the last of the page before.")] = None,
+    after: Annotated[int | None, typer.Option(help="Start after this id, the last of the page before.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """List bulk actions, newest first: act, set, progress."""
@@ -161,7 +151,7 @@ def show(
     bulk_id: BulkArgument,
     failed: Annotated[bool, typer.Option("--failed", help="Only items that failed.")] = False,
     limit: LimitOption = 50,
-    after: Annotated[int, typer.Option(help="Go on behind this number, the last of the page before.")] = 0,
+    after: Annotated[int, typer.Option(help="Start after this number, the last of the page before.")] = 0,
     as_json: JsonOption = False,
 ) -> None:
     """Show a bulk action with its items, in the order in which it takes them."""
@@ -173,7 +163,7 @@ def show(
         return
     show_facts(_row(found))
     echo()
-    show_rows(map(_item_row, items), as_json=False, nothing="no item behind that")
+    show_rows(map(_item_row, items), as_json=False, nothing="no more items")
     if len(items) == limit:
         echo(f"there may be more: --after {items[-1].number}")
 
@@ -187,17 +177,16 @@ def cancel(bulk_id: BulkArgument) -> None:
     echo(f"bulk action {bulk_id} is cancelled: {counts_text(found)}")
 
 
-def finish(database: Database, bulk_id: int, worker: str, *, as_json: bool) -> None:
-    """Work on a started bulk action to its end; print the result."""
-    work: Callable[[], BulkAction] = partial(work_on, database, bulk_id, worker=worker)
-    done = work_here(work, cancel=f"mqlayer bulk cancel {bulk_id}")
+def _report(done: BulkAction, as_json: bool) -> None:
     if as_json:
         show_rows([_facts(done)], as_json=True, nothing="")
         return
-    over = "somebody else works on it" if done.state == "running" else done.state
-    echo(f"bulk action {bulk_id} is {over}: {counts_text(done)}; mqlayer bulk show {bulk_id}")
+    echo(f"bulk action {done.bulk_id} is {ended_text(done)}: {counts_text(done)}; mqlayer bulk show {done.bulk_id}")
     if done.matched > done.size:
         echo(f"{done.matched - done.size} more matched: do it again for these")
+
+
+BULK = JobCommands("bulk action", "bulk", work_on, _report)
 
 
 def counts_text(found: BulkAction) -> str:

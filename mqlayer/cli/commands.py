@@ -92,7 +92,7 @@ COMMANDS: Final[Mapping[str, CommandSource]] = {
     "parked": CommandSource("parked", REPAIR, "Parked keys: what waits outside of the stream, and why."),
     "dead": CommandSource("dead", REPAIR, "Dead messages: why they died, and redrive."),
     "bulk": CommandSource("bulk", REPAIR, "Bulk actions: one act on many parked keys or dead messages."),
-    "replay": CommandSource("replay", CHANGE, "What the archive holds, given to a group again."),
+    "replay": CommandSource("replay", CHANGE, "Replays: archived messages, delivered to a group again."),
     "outbox": CommandSource(
         "outbox", REPAIR, "The outbox of MQLAYER_APP_DSN: rows quarantined, delayed messages, rotation."
     ),

@@ -60,7 +60,7 @@ class LoginOptions:
 @excludes("--url", "--prefix", why="the address has the prefix")
 @excludes("--proxy-user-header", "--password-file", "--oidc-issuer", why=ANOTHER)
 @excludes("--proxy-user-header", "--idle-minutes", "--session-hours", why=ANOTHER)
-@needs("--proxy-user-header", "--proxy-from", why="headers of others are not believed")
+@needs("--proxy-user-header", "--proxy-from", why="headers from other addresses are not believed")
 @needs("--proxy-groups-header", "--proxy-user-header", why=OF_PROXY)
 @needs("--oidc-issuer", "--oidc-client-id", why="the provider knows the console by it")
 @needs("--oidc-client-id", "--oidc-issuer", why=OF_PROVIDER)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any
 
 import typer
 
 from mqlayer.cli.addresses import settings_here
-from mqlayer.cli.bulk import finish
+from mqlayer.cli.bulk import BULK
 from mqlayer.cli.completion import group_names, topic_names
 from mqlayer.cli.message_output import LimitOption, RawOption, ReasonOption, show_message
 from mqlayer.cli.option_rules import RuledCommand, excludes, needs, planned
@@ -27,7 +28,6 @@ from mqlayer.redelivery import (
     dead_messages,
     discard_dead,
     find_dead,
-    new_worker,
     show_dead,
     start_redrive,
 )
@@ -35,12 +35,12 @@ from mqlayer.redelivery import (
 OnlyTopic = Annotated[str | None, typer.Argument(help="Only of this topic.", autocompletion=topic_names)]
 OnlyGroup = Annotated[str | None, typer.Argument(help="Only of this group.", autocompletion=group_names)]
 CauseOption = Annotated[str | None, typer.Option(help="exhausted, rejected, skipped or discarded.")]
-ErrorOption = Annotated[str | None, typer.Option(help="A part of why they died, or of what an attempt said.")]
+ErrorOption = Annotated[str | None, typer.Option(help="A part of the reason, or of an attempt's error.")]
 SinceOption = Annotated[str | None, typer.Option(help="Died then or later: a time with its zone.")]
 UntilOption = Annotated[str | None, typer.Option(help="Died before: a time with its zone.")]
 NamedArgument = Annotated[str, typer.Argument(metavar="MESSAGE", help="Its dead id, or its identity source:lp:seq.")]
-OfTopic = Annotated[str | None, typer.Option("--topic", help="Of which topic, where an identity is dead in several.")]
-OfGroup = Annotated[str | None, typer.Option("--group", help="Of which group, where an identity is dead in several.")]
+OfTopic = Annotated[str | None, typer.Option("--topic", help="The topic, if the message is dead in several.")]
+OfGroup = Annotated[str | None, typer.Option("--group", help="The group, if the message is dead in several.")]
 
 dead = typer.Typer(no_args_is_help=True, help="Dead messages: why they died, and redrive.")
 
@@ -59,9 +59,9 @@ def list_(
     error: ErrorOption = None,
     since: SinceOption = None,
     until: UntilOption = None,
-    redriven: Annotated[bool, typer.Option("--redriven", help="Those too that were given back.")] = False,
+    redriven: Annotated[bool, typer.Option("--redriven", help="Redriven ones too.")] = False,
     limit: LimitOption = 50,
-    after: Annotated[int | None, typer.Option(help="Go on behind this dead id, the last of the page before.")] = None,
+    after: Annotated[int | None, typer.Option(help="Start after this dead id, the last of the page before.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """List dead messages, newest death first."""
@@ -102,12 +102,12 @@ def show(
 @needs("--rate", "--yes", why="a plan sends nothing")
 @needs("--reason", "--yes", why="a plan is not kept: mqlayer bulk plan keeps one")
 @needs("--background", "--yes", why="a plan is made at once")
-@excludes("--background", "--json", why="it has no end to tell here: mqlayer bulk show --json has it")
+@excludes("--background", "--json", why="the worker ends it later: mqlayer bulk show --json has the result")
 def redrive(
     topic: TopicArgument,
     group: GroupArgument,
     message: Annotated[
-        list[str] | None, typer.Option("--message", metavar="MESSAGE", help="One message; may be said again.")
+        list[str] | None, typer.Option("--message", metavar="MESSAGE", help="One message; may be repeated.")
     ] = None,
     key: KeyOption = None,
     cause: CauseOption = None,
@@ -124,7 +124,6 @@ def redrive(
 ) -> None:
     """Send dead messages to their group again, in order per key: a bulk action."""
     with runtime_here() as runtime:
-        worker = new_worker()
         if yes:
             check_change(runtime.control)
         named = tuple(find_dead(runtime.control, one, topic=topic, group=group) for one in message or ()) or None
@@ -134,14 +133,8 @@ def redrive(
         if not yes:
             _show_plan(*count_dead(runtime.control, topic, group, wanted), as_json=as_json)
             return
-        started = start_redrive(
-            runtime, topic, group, wanted, per_s=rate, worker=None if background else worker, reason=reason
-        )
-        if background:
-            echo(f"bulk action {started} is left to the worker: see mqlayer bulk show {started}")
-            return
-        echo(f"bulk action {started}; if it is cut off: mqlayer bulk resume {started}", err=True)
-        finish(runtime.control, started, worker, as_json=as_json)
+        begin = partial(start_redrive, runtime, topic, group, wanted, per_s=rate, reason=reason)
+        BULK.begin(runtime.control, lambda worker: begin(worker=worker), background=background, as_json=as_json)
 
 
 @dead.command(rich_help_panel=REPAIR)

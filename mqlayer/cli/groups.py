@@ -101,10 +101,10 @@ def set_(
         float | None, typer.Option(metavar="S", help="Seconds for which an instance that is away keeps its position.")
     ] = None,
     rate: Annotated[
-        str | None, typer.Option(metavar="N", help="Messages that the group begins by the second, at most; or none.")
+        str | None, typer.Option(metavar="N", help="Messages per second that the group begins, at most; or none.")
     ] = None,
     burst: Annotated[
-        str | None, typer.Option(metavar="N", help="How many of them at once after a rest; or none for a second's.")
+        str | None, typer.Option(metavar="N", help="Messages begun at once after idle time; none: one second's.")
     ] = None,
     if_version: Annotated[
         int | None, typer.Option(min=1, help="Refuse unless the settings are at this version.")
@@ -186,7 +186,7 @@ def evict(
     with runtime_here() as runtime:
         check_group_change(runtime.control, topic, group)
         evict_member(runtime, topic, group, member)
-    echo(f"member {member} of group {group} of topic {topic} is out")
+    echo(f"member {member} of group {group} of topic {topic} is evicted")
 
 
 @groups.command(cls=RuledCommand, rich_help_panel=CHANGE)
@@ -194,7 +194,7 @@ def evict(
 def retire(
     topic: TopicArgument,
     group: GroupArgument,
-    drop_parked: Annotated[bool, typer.Option("--drop-parked", help="Also drop what is parked.")] = False,
+    drop_parked: Annotated[bool, typer.Option("--drop-parked", help="Also drop parked messages.")] = False,
     _plan: PlanOption = False,
     yes: YesOption = False,
 ) -> None:
@@ -202,8 +202,8 @@ def retire(
     with runtime_here() as runtime:
         if not yes:
             find_group(runtime.control, topic, group)
-            with_it = ", and what is parked dropped" if drop_parked else ""
-            echo_plan(f"group {group} of topic {topic} would be retired{with_it}; what it has not handled is not kept")
+            with_it = ", and its parked messages dropped; unsettled ones" if drop_parked else "; unsettled messages"
+            echo_plan(f"group {group} of topic {topic} would be retired{with_it} stay unhandled")
             return
         check_change(runtime.control)
         done = retire_group(runtime, topic, group, drop_parked=drop_parked)
@@ -234,7 +234,7 @@ def create(
         check_group_change(runtime.control, topic, group)
         ensure_group(runtime, routes, topic=topic, name=group, settings=said)
         (status,) = group_statuses(runtime, topic, group)
-    given = "" if status.replay is None else f"; first it is given the archive: replay {status.replay.replay_id}"
+    given = "" if status.replay is None else f"; first it gets the archive: replay {status.replay.replay_id}"
     echo(f"group {group} of topic {topic} is {status.facts.state}{given}")
 
 
@@ -406,7 +406,7 @@ def seek(
         missed = apply_seek(runtime, planned, replay=replay)
     echo(f"group {group} of topic {topic} goes on from there")
     for name in missed:
-        echo(f"node {name} does not answer: what earlier owners do there is refused once it does", err=True)
+        echo(f"node {name} does not answer: it refuses earlier owners once it does", err=True)
 
 
 def _backoff(text: str) -> tuple[float, ...]:
@@ -458,5 +458,5 @@ def _plan_lines(plan: SeekPlan, *, replay: bool) -> Iterable[str]:
     again = "fenced effects are applied again" if replay else "fenced effects that were applied are passed over"
     yield f"seek of group {plan.group.name} of topic {plan.group.topic}; {again}"
     for kept, beginning in zip(plan.partitions, plan.beginnings, strict=True):
-        where = "behind all of it" if beginning.drained else f"from offset {beginning.offset}"
+        where = "after the last message" if beginning.drained else f"from offset {beginning.offset}"
         yield f"  partition {kept.partition}, LPs [{kept.lp_from}, {kept.lp_to}): {where}"

@@ -52,7 +52,7 @@ def stats(as_json: JsonOption = False) -> None:
         names = {group.group_id: (group.topic, group.name) for group in group_facts(control)}
         found = inbox_stats(application)
     rows = (_stats(row, names.get(row.group_id, ("", ""))) for row in found)
-    show_rows(rows, as_json=as_json, nothing="nothing is noted", by=2)
+    show_rows(rows, as_json=as_json, nothing="the inbox is empty", by=2)
 
 
 def _stats(row: InboxStats, names: tuple[str, str]) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def show(
     with Database(settings.control_dsn()) as control, Database(settings.application_dsn()) as application:
         found = find_effect(application, find_group(control, topic, group).group_id, id_)
     rows = [] if found is None else [asdict(found)]
-    show_rows(rows, as_json=as_json, nothing="it has no effect by the inbox, or it was longer ago than the horizon")
+    show_rows(rows, as_json=as_json, nothing="the inbox has no effect of it, or forgot it after the horizon")
 
 
 @versions.command(rich_help_panel=LOOK)
@@ -109,7 +109,7 @@ def held(name: NameArgument, entity: EntityArgument, as_json: JsonOption = False
     """List an entity's held versions, without bodies."""
     with Database(settings_here().application_dsn()) as application:
         found = held_versions(application, name, entity)
-    show_rows(map(asdict, found), as_json=as_json, nothing="nothing is held of it")
+    show_rows(map(asdict, found), as_json=as_json, nothing="no event of it is held")
 
 
 @versions.command("set", cls=RuledCommand, rich_help_panel=REPAIR)
@@ -119,7 +119,7 @@ def set_(
     entity: EntityArgument,
     version: Annotated[int, typer.Argument(min=0, help="The last version that counts as applied.")],
     reason: WhyOption,
-    drop_held: Annotated[bool, typer.Option("--drop-held", help="Drop all that is held of it, too.")] = False,
+    drop_held: Annotated[bool, typer.Option("--drop-held", help="Also drop its held events.")] = False,
     _plan: PlanOption = False,
     yes: YesOption = False,
 ) -> None:

@@ -89,7 +89,7 @@ def skip_head_(
         skipped = skip_head(runtime, topic, group, key, reason=reason, only=parse_identity_option(message))
     echo(f"message {skipped.identity} is passed over: dead message {skipped.dead_id}")
     if not skipped.fenced:
-        echo("if a handler has it in hand, its effect may still commit; its ack is refused", err=True)
+        echo("if a handler is running it, its effect may still commit; its ack is refused", err=True)
 
 
 @keys.command(rich_help_panel=CHANGE)
@@ -201,7 +201,7 @@ def _search_lines(search: KeySearch) -> Iterable[str]:
         )
         yield f"behind it: {pluralize(search.following, 'message')} of the key"
     if search.cut:
-        yield f"the search ended at its bound of {search.scanned} offsets: more may be behind"
+        yield f"the search ended after {search.scanned} offsets: more messages may follow"
     for partition in search.blind:
         yield f"partition {partition} could not be searched: its node does not answer"
 

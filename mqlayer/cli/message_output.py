@@ -91,7 +91,7 @@ def _facts(found: MessageDetails) -> Iterable[tuple[str, Any]]:
     yield "dead", f"since {since}, cause {found.cause}, by {found.actor}"
     yield "reason", found.reason or ""
     if found.redriven:
-        yield "redriven", "it was given back, and lives in its group"
+        yield "redriven", "it was redriven, and is in its group again"
 
 
 def _describe(found: MessageDetails, kind: str | None, text: str | None) -> dict[str, Any]:

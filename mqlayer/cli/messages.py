@@ -98,7 +98,7 @@ def peek(
         hidden = is_hidden(runtime)
         show_rows(_rows(found, as_json=as_json, hidden=hidden), as_json=as_json, nothing="no message is there", by=3)
         if reader.scanned >= SCAN_LIMIT and len(found) < limit and not as_json:
-            echo(f"looked at {reader.scanned} messages: more may be behind; begin later with --since")
+            echo(f"looked at {reader.scanned} messages: more may follow; begin later with --since")
 
 
 @excludes("--offset", "--since", why="both say where to begin")

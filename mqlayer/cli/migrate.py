@@ -33,7 +33,7 @@ def migrate(
     schema: Annotated[Schema | None, typer.Option(help="Only this schema; else both, each in its database.")] = None,
     owner: Annotated[
         str | None,
-        typer.Option(metavar="ROLE", help="The role that owns the schemas; without, theirs of now, or mqlayer_owner."),
+        typer.Option(metavar="ROLE", help="The schemas' owner; default: the present one, or mqlayer_owner."),
     ] = None,
 ) -> None:
     """Migrate the schemas in MQLAYER_DSN (control) and MQLAYER_APP_DSN (application; default: the same).

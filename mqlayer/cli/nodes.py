@@ -28,8 +28,8 @@ from mqlayer.routes import give_up_node
 from mqlayer.settings import Settings
 from mqlayer.topics import find_node, list_nodes, rearm_node, register_node, set_node_address
 
-AcceptLossOption = Annotated[bool, typer.Option(help="Go on without what no outbox holds any more.")]
-FormerOption = Annotated[bool, typer.Option(help="Take an old primary back, with what it lacks.")]
+AcceptLossOption = Annotated[bool, typer.Option(help="Accept the loss of messages that no outbox holds any more.")]
+FormerOption = Annotated[bool, typer.Option(help="Take an old primary back, and accept the messages that it lacks.")]
 
 
 class Role(StrEnum):
@@ -82,7 +82,7 @@ def list_(as_json: JsonOption = False) -> None:
 @nodes.command(rich_help_panel=REPAIR)
 def rearm(
     name: Annotated[str, typer.Argument(help="The node's name.")],
-    empty: Annotated[bool, typer.Option(help="Its data are gone: what is there is another system's.")] = False,
+    empty: Annotated[bool, typer.Option(help="Its data are gone: the data there belong to another system.")] = False,
     accept_loss: AcceptLossOption = False,
     former: FormerOption = False,
 ) -> None:
@@ -100,12 +100,12 @@ def rearm(
 )  # fmt: skip
 @excludes("--password-file", "--password-stdin", why="a user has one password")
 def acl(
-    roles: Annotated[list[Role], typer.Argument(help="What the user's processes are; several have the rights of all.")],
+    roles: Annotated[list[Role], typer.Argument(help="Kinds of process that log in as the user; rights add up.")],
     user: Annotated[str, typer.Option(help="The user's name; else mqlayer- and the first role.")] = "",
     password_file: Annotated[Path | None, typer.Option(help="The file that holds the password.")] = None,
     password_stdin: Annotated[bool, typer.Option("--password-stdin", help="Read the password from stdin.")] = False,
     acl_file: Annotated[bool, typer.Option("--acl-file", help="Print a line for an ACL file.")] = False,
-    redis: Annotated[RedisRelease, typer.Option(help="The oldest version that has to take it.")] = RedisRelease.SEVEN,
+    redis: Annotated[RedisRelease, typer.Option(help="The oldest server that must take it.")] = RedisRelease.SEVEN,
     check: Annotated[bool, typer.Option("--check", help="Ask every node whether the user may do all that.")] = False,
 ) -> None:
     """Print the rules of a Redis user: exactly what its processes need.
@@ -159,7 +159,7 @@ def history(
 def set_(
     name: Annotated[str, typer.Argument(help="The node's name.")],
     url: Annotated[str, typer.Option(help="Where it is from now on: redis://…, rediss://… or sentinel://….")],
-    empty: Annotated[bool, typer.Option(help="It begins anew there: what only the old one held is lost.")] = False,
+    empty: Annotated[bool, typer.Option(help="It starts empty there: messages only on the old one are lost.")] = False,
     accept_loss: AcceptLossOption = False,
     former: FormerOption = False,
 ) -> None:
@@ -179,12 +179,12 @@ def lost(
     with runtime_here() as runtime:
         if not yes:
             find_node(runtime.control, name)
-            echo_plan(f"node {name} would be given up, and what only it holds would be lost: better wait for it")
+            echo_plan(f"node {name} would be given up, and messages that only it holds are lost: better wait for it")
             return
         check_change(runtime.control)
         loss = give_up_node(runtime, name)
     echo(f"{len(loss.moved)} partitions moved, {len(loss.recreated)} sealed ones made anew")
     echo(f"{loss.resent} messages are sent again from the outbox; the fence knows those that were applied")
-    echo(f"{loss.only_on_node} messages are in no outbox any more: what a group had not settled of them is lost")
+    echo(f"{loss.only_on_node} messages are in no outbox any more: a group loses those that it had not settled")
     if loss.direct:
-        echo("direct producers published: what groups had not settled of their messages there is lost")
+        echo("direct producers published there: a group loses the messages of these that it had not settled")

@@ -121,10 +121,10 @@ def rotate_() -> None:
 @outbox.command("recover", rich_help_panel=REPAIR)
 def recover_(
     unproven: Annotated[
-        bool, typer.Option("--unproven", help="Go on without nodes that are away: what is there is sent again.")
+        bool, typer.Option("--unproven", help="Go on without nodes that are away: their messages are sent again.")
     ] = False,
     anew: Annotated[
-        bool, typer.Option("--anew", help="Also if only nodes report that it moved to another server: it did not.")
+        bool, typer.Option("--anew", help="Say that the outbox did not move to another server, though nodes report it.")
     ] = False,
 ) -> None:
     """Recover an outbox whose Postgres lost commits, as relays do while all nodes answer."""
@@ -134,7 +134,7 @@ def recover_(
     if recovered is None:
         echo("nothing to do: the outbox is on the timeline that its relays know")
         return
-    echo(f"a new source from the next relay on; {recovered.waiting} messages wait for it")
+    echo(f"the next relay opens a new source; {recovered.waiting} messages wait for it")
     if recovered.count:
         echo(f"{recovered.count} messages in Redis are in no commit, or can't be proven: see the audit")
     if recovered.missing:
@@ -151,7 +151,7 @@ def adopt_(_plan: PlanOption = False, yes: YesOption = False) -> None:
         return
     with _application() as database:
         check_change(database, schema="application")
-        echo(f"a new source from the next relay on; {adopt(database)} messages wait for it")
+        echo(f"the next relay opens a new source; {adopt(database)} messages wait for it")
 
 
 @outbox.command("renew", cls=RuledCommand, rich_help_panel=REPAIR)

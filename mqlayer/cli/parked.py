@@ -55,12 +55,12 @@ def list_(
     group: Annotated[str | None, typer.Argument(help="Only of this group.", autocompletion=group_names)] = None,
     key: Annotated[str | None, typer.Option(help="Only this message key.")] = None,
     cause: Annotated[str | None, typer.Option(help="retry, exhausted, rejected, paused, redriven or replayed.")] = None,
-    error: Annotated[str | None, typer.Option(help="A part of what a failed attempt said.")] = None,
+    error: Annotated[str | None, typer.Option(help="A part of a failed attempt's error.")] = None,
     since: Annotated[str | None, typer.Option(help="Parked then or later: a time with its zone.")] = None,
     until: Annotated[str | None, typer.Option(help="Parked before: a time with its zone.")] = None,
     waiting: Annotated[bool, typer.Option("--waiting", help="Only those that wait for an operator.")] = False,
     limit: LimitOption = 50,
-    after: Annotated[str | None, typer.Option(help="Go on behind this place, which the page before named.")] = None,
+    after: Annotated[str | None, typer.Option(help="Start after this place, which the page before named.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """List parked keys: messages, cause, time, next attempt."""
@@ -132,7 +132,7 @@ def show(
         return
     show_facts(_row(keys[0]))
     echo()
-    show_rows(rows, as_json=False, nothing="nothing waits in it: its owner ends that by itself")
+    show_rows(rows, as_json=False, nothing="nothing waits in it: its owner ends the parking by itself")
     if keys[0].messages > len(rows):
         echo(f"and {pluralize(keys[0].messages - len(rows), 'message')} more")
 

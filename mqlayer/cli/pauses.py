@@ -13,7 +13,7 @@ PartitionOption = Annotated[
     list[int] | None, typer.Option("--partition", help="Only this partition; may be said several times.")
 ]
 WaitOption = Annotated[
-    float, typer.Option(min=0.0, metavar="S", help="Wait up to so many seconds until nothing of it runs any more.")
+    float, typer.Option(min=0.0, metavar="S", help="Wait for the end of running handlers, so many seconds at most.")
 ]
 
 
@@ -26,4 +26,4 @@ def print_partitions(wanted: Sequence[int], changed: Sequence[int], done: str, a
 def print_running(left: int) -> None:
     """Print how many partitions still run handlers."""
     if left:
-        echo(f"what runs in {pluralize(left, 'partition')} is being finished: --wait S waits for that", err=True)
+        echo(f"handlers still run in {pluralize(left, 'partition')}: --wait S waits for their end", err=True)

@@ -15,7 +15,7 @@ from mqlayer.cli.options import GroupArgument, PlanOption, TopicArgument, YesOpt
 from mqlayer.cli.output import JsonOption, echo, pluralize, show_facts, show_rows
 from mqlayer.cli.panels import CHANGE, LOOK
 from mqlayer.cli.permissions import check_change
-from mqlayer.cli.redelivery import BackgroundOption, KeyOption, RateOption, common_columns, print_result, work_here
+from mqlayer.cli.redelivery import BackgroundOption, JobCommands, KeyOption, RateOption, common_columns, ended_text
 from mqlayer.cli.runtime import runtime_here
 from mqlayer.errors import InvalidInput
 from mqlayer.postgres.database import Database
@@ -24,7 +24,6 @@ from mqlayer.redelivery import (
     ReplayFilter,
     cancel_replay,
     count_archived,
-    new_worker,
     replay_of,
     replay_results,
     replays,
@@ -36,7 +35,7 @@ from mqlayer.redelivery.replay import Newer
 
 IdArgument = Annotated[int, typer.Argument(metavar="ID", help="The replay's id.")]
 
-replay = typer.Typer(no_args_is_help=True, help="What the archive holds, given to a group again.")
+replay = typer.Typer(no_args_is_help=True, help="Replays: archived messages, delivered to a group again.")
 
 
 def add_to(app: typer.Typer) -> None:
@@ -53,7 +52,7 @@ def add_to(app: typer.Typer) -> None:
 @needs("--newer", "--yes", why="a plan says how many there are")
 @needs("--rate", "--yes", why="a plan sends nothing")
 @needs("--background", "--yes", why="a plan is made at once")
-@excludes("--background", "--json", why="it has no end to tell here: mqlayer replay show --json has it")
+@excludes("--background", "--json", why="the worker ends it later: mqlayer replay show --json has the result")
 def start(
     topic: TopicArgument,
     group: GroupArgument,
@@ -66,7 +65,7 @@ def start(
     newer: Annotated[
         str | None,
         typer.Option(
-            help="What newer messages do meanwhile: wait (of the key, or of all: where order is kept), or between."
+            help="Newer messages meanwhile: wait (those of the key, or all), or between; wait where order is kept."
         ),
     ] = None,
     rate: RateOption = 0.0,
@@ -88,31 +87,14 @@ def start(
                 echo_plan(f"{pluralize(found, 'record')} of the archive would be given to the group again")
             return
         check_change(runtime.control)
-        worker = new_worker()
-        started = start_replay(
-            runtime,
-            topic,
-            group,
-            wanted,
-            newer=cast("Newer | None", newer),
-            per_s=rate,
-            worker=None if background else worker,
-        )
-        if background:
-            echo(f"replay {started} is left to the worker: see mqlayer replay show {started}")
-            return
-        echo(f"replay {started}; if it is cut off: mqlayer replay resume {started}", err=True)
-        _finish(runtime.control, started, worker, as_json=as_json)
+        begin = partial(start_replay, runtime, topic, group, wanted, newer=cast("Newer | None", newer), per_s=rate)
+        REPLAY.begin(runtime.control, lambda worker: begin(worker=worker), background=background, as_json=as_json)
 
 
 @replay.command(rich_help_panel=CHANGE)
 def resume(replay_id: IdArgument, as_json: JsonOption = False) -> None:
     """Take over and continue a replay or backfill."""
-    with runtime_here() as runtime:
-        check_change(runtime.control)
-        worker = new_worker()
-        resume_replay(runtime, replay_id, worker=worker)
-        _finish(runtime.control, replay_id, worker, as_json=as_json)
+    REPLAY.resume(replay_id, lambda runtime, worker: resume_replay(runtime, replay_id, worker=worker), as_json=as_json)
 
 
 @replay.command("list", rich_help_panel=LOOK)
@@ -120,7 +102,7 @@ def list_(
     topic: Annotated[str | None, typer.Argument(help="Only of this topic.", autocompletion=topic_names)] = None,
     group: Annotated[str | None, typer.Argument(help="Only of this group.", autocompletion=group_names)] = None,
     limit: LimitOption = 50,
-    after: Annotated[int | None, typer.Option(help="Go on behind this replay, the last of the page before.")] = None,
+    after: Annotated[int | None, typer.Option(help="Start after this replay, the last of the page before.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """List replays and backfills, newest first."""
@@ -144,7 +126,7 @@ def show(replay_id: IdArgument, as_json: JsonOption = False) -> None:
 def results(
     replay_id: IdArgument,
     limit: LimitOption = 50,
-    after: Annotated[str | None, typer.Option(help="Go on behind this message, the last of the page before.")] = None,
+    after: Annotated[str | None, typer.Option(help="Start after this message, the last of the page before.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """List messages left out: already (waiting), dead, ahead (yet to come)."""
@@ -152,7 +134,7 @@ def results(
         behind = None if after is None else parse_identity_option(after)
         found = replay_results(database, replay_id, after=behind, limit=limit)
     rows = ({"message": str(one.identity), "result": one.result, "at": one.at} for one in found)
-    show_rows(rows, as_json=as_json, nothing="no message behind that")
+    show_rows(rows, as_json=as_json, nothing="no more messages")
     if len(found) == limit and not as_json:
         echo(f"there may be more: --after {found[-1].identity}")
 
@@ -166,11 +148,15 @@ def cancel(replay_id: IdArgument) -> None:
     echo(f"{found.kind} {replay_id} is cancelled: {_counts(found)}")
 
 
-def _finish(database: Database, replay_id: int, worker: str, *, as_json: bool) -> None:
-    work = partial(work_on_replay, database, replay_id, worker=worker)
-    done = work_here(work, cancel=f"mqlayer replay cancel {replay_id}")
-    see = f"mqlayer replay results {replay_id}"
-    print_result(done, f"{done.kind} {replay_id}", _row(done), _counts(done), as_json=as_json, see=see)
+def _report(done: Replay, as_json: bool) -> None:
+    if as_json:
+        show_rows([_row(done)], as_json=True, nothing="")
+        return
+    number = done.replay_id
+    echo(f"{done.kind} {number} is {ended_text(done)}: {_counts(done)}; mqlayer replay results {number}")
+
+
+REPLAY = JobCommands("replay", "replay", work_on_replay, _report)
 
 
 def _counts(found: Replay) -> str:

@@ -93,7 +93,7 @@ def _password(path: Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidInput(f"{path} can't be read: {type(error).__name__}") from error
     if not password:
-        raise InvalidInput(f"{path} is empty: it is to hold the role's password")
+        raise InvalidInput(f"{path} is empty: write the role's password into it")
     return password
 
 

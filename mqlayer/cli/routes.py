@@ -53,7 +53,7 @@ VersionOption = Annotated[int | None, typer.Option(min=1, help="Refuse unless th
 NodeOption = Annotated[str | None, typer.Option("--to", metavar="NODE", help="The node of the new partition.")]
 
 UnreachableOption = Annotated[bool, typer.Option(help="Go on where a node does not answer; it seals when it is back.")]
-LossOption = Annotated[bool, typer.Option(help="Also where direct producers are then told of a loss.")]
+LossOption = Annotated[bool, typer.Option(help="Even if direct producers lose messages; these are told.")]
 
 routes = typer.Typer(no_args_is_help=True, help="Routes: split, merge and move partitions while messages flow.")
 
@@ -95,7 +95,7 @@ def split(
         list[str] | None, typer.Option(metavar="NODE", help="One node for all new partitions, or one for each.")
     ] = None,
     measure: Annotated[
-        float, typer.Option(min=0, help="Measure the load for so many seconds; 0 takes all that its LPs ever took in.")
+        float, typer.Option(min=0, help="Measure the load for so many seconds; 0: all messages ever.")
     ] = 0.0,
     if_version: VersionOption = None,
     _plan: PlanOption = False,
@@ -235,12 +235,12 @@ def reopen(topic: TopicArgument, _plan: PlanOption = False, yes: YesOption = Fal
     with runtime_here() as runtime:
         if not yes:
             load_route(runtime.control, topic)
-            echo_plan(f"what only successors hold that Postgres lost would be lost: see mqlayer verify {topic} first")
+            echo_plan(f"messages that only forgotten partitions hold are lost: see mqlayer verify {topic} first")
             return
         check_change(runtime.control)
         done = reopen_forgotten(runtime, topic)
     for partition, count in done.deleted.items():
-        echo(f"partition {partition}, which Postgres does not know, is deleted; it had had {count} messages")
+        echo(f"partition {partition}, which Postgres does not know, is deleted; it had {count} messages")
     for partition in done.opened:
         echo(f"partition {partition} is open again")
     if not done.opened:

@@ -119,4 +119,4 @@ def drop(name: NameArgument, _plan: PlanOption = False, yes: YesOption = False) 
             return
         check_change(runtime.control)
         drop_snapshot(runtime, name)
-    echo(f"{name} is dropped; the archive keeps its records until retention comes by")
+    echo(f"{name} is dropped; the archive keeps its records until retention drops them")

@@ -47,7 +47,7 @@ def up(
         echo(f"to use it from a program: source {shlex.quote(str(directory / stack.environment_file.name))}")
         others = " ".join(path.name for path in stack.files_of_kinds if path.exists())
         if others:
-            echo(f"as one kind of process alone: {others} beside it")
+            echo(f"to use it as one kind of process: {others} in the same folder")
 
 
 def down(

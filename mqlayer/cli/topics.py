@@ -67,7 +67,7 @@ def create(
         int | None, typer.Option(min=1, max=LP_COUNT, help="Spread over all nodes; 8 where not said.")
     ] = None,
     strategy: Annotated[
-        StrategyOption, typer.Option(help="Whether order is kept always, or where it costs nothing.")
+        StrategyOption, typer.Option(help="strict keeps order always; best_effort keeps it where that costs nothing.")
     ] = (StrategyOption.STRICT),
     body_limit: Annotated[int, typer.Option(min=1, max=BODY_LIMIT, help="Bytes.")] = DEFAULT_BODY_LIMIT,
     backlog_limit: Annotated[int, typer.Option(min=0, help="Messages per partition; 0 for no limit.")] = 0,

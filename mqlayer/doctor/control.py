@@ -139,7 +139,7 @@ def check_parked(checked: CheckedDatabase, limits: CheckLimits) -> list[Finding]
             fix = f"see whether its consumers are well: mqlayer group lag {topic} {group}"
             found.append(Finding("parked", checked.subject, CheckStatus.BROKEN, seen, fix))
         if full:
-            seen = f"{of} or one of its keys has as much parked as may be: what fails besides waits in the stream"
+            seen = f"{of} or one of its keys is at its limit of parked messages: further failures wait in the stream"
             fix = (
                 f"mqlayer parked stats {topic} {group}, then release, discard, or raise a limit with mqlayer group set"
             )
@@ -175,7 +175,7 @@ def check_archive(checked: CheckedDatabase, limits: CheckLimits) -> list[Finding
     rows, found = checked.rows("check_archive"), []
     for topic, gaps, passed_s, dropped in rows:
         if dropped:
-            seen = f"nodes dropped what became of {dropped} messages of topic {topic}, for lack of an archiver"
+            seen = f"nodes dropped outcomes of {dropped} messages of topic {topic}, for lack of an archiver"
             fix = "run archivers without a pause: mqlayer archive status counts it, the doctor forgets it after a day"
             found.append(Finding("archive", checked.subject, CheckStatus.WARNING, seen, fix))
         if gaps:

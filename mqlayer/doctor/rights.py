@@ -30,7 +30,7 @@ def check_own_rights(node: Node, subject: str, prefix: str, limits: CheckLimits)
     except MqlayerError as error:
         return Finding("rights", subject, CheckStatus.UNKNOWN, str(error), ASK_AGAIN)
     if rights.missing:
-        return Finding("rights", subject, CheckStatus.WARNING, rights.describe(required), "give the user what it lacks")
+        return Finding("rights", subject, CheckStatus.WARNING, rights.describe(required), "give the user these rights")
     verdict = CheckStatus.OK if rights.missing is not None else CheckStatus.UNKNOWN
     fix = "" if rights.missing is not None else "Redis 7 or later says what a user may do"
     return Finding("rights", subject, verdict, describe_access(rights, required), fix)

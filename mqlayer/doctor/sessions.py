@@ -36,7 +36,7 @@ def _but(*values: str) -> Callable[[str, float | None], bool]:
 
 
 HARMS: Final[Mapping[str, HarmfulSetting]] = {
-    "array_nulls": HarmfulSetting(_is("off"), "what is NULL in an array arrives as a word"),
+    "array_nulls": HarmfulSetting(_is("off"), "a NULL in an array arrives as a word"),
     "client_encoding": HarmfulSetting(
         _but("UTF8", "UTF-8", "UNICODE"), "keys and texts of other characters can't be sent"
     ),
@@ -49,7 +49,7 @@ HARMS: Final[Mapping[str, HarmfulSetting]] = {
     "lock_timeout": HarmfulSetting(
         _under(SHORT_LOCK_MS), "it does not wait for a key that another transaction publishes to"
     ),
-    "plpgsql.extra_errors": HarmfulSetting(_but("NONE", ""), "functions may be refused that are right"),
+    "plpgsql.extra_errors": HarmfulSetting(_but("NONE", ""), "correct functions may be refused"),
     "restrict_nonsystem_relation_kind": HarmfulSetting(_but(""), "views of the schemas can't be read"),
     "row_security": HarmfulSetting(_is("off"), "tables with policies are refused in place of filtered"),
     "session_replication_role": HarmfulSetting(_is("replica", "local"), "triggers do not run, so rules are not kept"),
@@ -67,7 +67,7 @@ def check_sessions(checked: CheckedDatabase, _: CheckLimits) -> list[Finding]:
         for who, name, value, duration_ms, fix in checked.rows("check_session_defaults", names=list(HARMS))
         if HARMS[name].hurts(value, duration_ms)
     ]
-    seen = "what new sessions begin with hurts no application"
+    seen = "the settings of new sessions hurt no application"
     return found or [Finding("sessions", checked.subject, CheckStatus.OK, seen)]
 
 
@@ -77,7 +77,7 @@ def check_pooler(checked: CheckedDatabase, _: CheckLimits) -> list[Finding]:
         return [Finding("pooler", checked.subject, CheckStatus.OK, "no pooler is in between")]
     options = options_of(checked.dsn)
     if is_own(checked.connection) and not options.direct:
-        return [Finding("pooler", checked.subject, CheckStatus.OK, "through a pooler that lends by client, as is said")]
+        return [Finding("pooler", checked.subject, CheckStatus.OK, "through a session pooler, as MQLAYER_POOLER says")]
     try:
         connect_directly(checked.dsn, purpose="members, receivers, relays and migrations").close()
     except MqlayerError as error:

@@ -76,7 +76,7 @@ def retire_group(runtime: Runtime, topic: str, name: str, *, drop_parked: bool =
                 f"see mqlayer parked list {topic} {name}, then release or discard them, or retire with --drop-parked",
             )
         if not retire_locked(connection, group.group_id):
-            raise Conflict(f"group {name!r} of topic {topic!r} is retired already", "nothing is to be done")
+            raise Conflict(f"group {name!r} of topic {topic!r} is retired already", "there is nothing to do")
         for instance in ids[1:]:
             retire_locked(connection, instance)
         facts = {"group_id": group.group_id, "instances": len(ids) - 1, "parked": parked}

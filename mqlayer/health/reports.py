@@ -60,7 +60,7 @@ class Liveness:
     def stuck(self, what: str, limit_s: float) -> tuple[str, ...]:
         """Return a reason if the last turn is too old."""
         ago_s = time.monotonic() - self._at
-        return (f"{what} has not turned for {ago_s:.0f} s",) if ago_s > limit_s else ()
+        return (f"{what} has been stuck for {ago_s:.0f} s",) if ago_s > limit_s else ()
 
 
 def stuck_after_s(settings: Settings) -> float:

@@ -260,7 +260,7 @@ def stall_of(
         return None
     if facts.behind and group.mode != "shared":
         parents = ", ".join(map(str, facts.behind))
-        return Stall("hidden", facts.made_at, f"behind what is not drained: partition {parents}")
+        return Stall("hidden", facts.made_at, f"its parents are not drained: partition {parents}")
     paused = _paused(facts, group)
     if paused is not None:
         return paused

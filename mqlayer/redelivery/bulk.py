@@ -286,7 +286,7 @@ def check_rate(per_s: float) -> None:
 def _check_plan(group: Group, act: BulkAct, wanted: BulkFilter, limit: int) -> None:
     if group.state == "retired":
         raise Conflict(
-            f"group {group.name!r} of topic {group.topic!r} is retired", "nobody would handle what is given back"
+            f"group {group.name!r} of topic {group.topic!r} is retired", "no member would handle the messages"
         )
     if isinstance(wanted, DeadFilter) != (act in DEAD_ACTS):
         kind = "dead messages" if act in DEAD_ACTS else "parked keys"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from datetime import datetime
 from typing import Any, Final
 
@@ -39,11 +39,12 @@ class ParkedFilter:
         """Return query parameters. Raises InvalidInput."""
         check_cause(self.cause, PARKED_CAUSES)
         _check_times(self.since, self.until)
+        name, lp = _encoded(self.key)
         return {
             "topic": self.topic,
             "group": self.group,
-            "name": None if self.key is None else encode_key(self.key),
-            "lp": None if self.key is None else int(lp_of(encode_key(self.key))),
+            "name": name,
+            "lp": lp,
             "cause": self.cause,
             "error": self.error,
             "since": self.since,
@@ -54,16 +55,7 @@ class ParkedFilter:
 
     def as_json(self) -> dict[str, Any]:
         """Return the set fields for JSON, without topic and group."""
-        facts = {
-            "key": self.key,
-            "cause": self.cause,
-            "error": self.error,
-            "since": self.since and self.since.isoformat(),
-            "until": self.until and self.until.isoformat(),
-            "waiting": self.waiting or None,
-            "min_attempts": self.min_attempts,
-        }
-        return {name: value for name, value in facts.items() if value is not None}
+        return _set_fields(replace(self, topic=None, group=None))
 
     @classmethod
     def of(cls, value: Mapping[str, Any]) -> ParkedFilter:
@@ -91,9 +83,10 @@ class DeadFilter:
         """Return query parameters. Raises InvalidInput."""
         check_cause(self.cause, DEAD_CAUSES)
         _check_times(self.since, self.until)
+        key, lp = _encoded(self.key)
         return {
-            "key": None if self.key is None else encode_key(self.key),
-            "lp": None if self.key is None else int(lp_of(encode_key(self.key))),
+            "key": key,
+            "lp": lp,
             "cause": self.cause,
             "error": self.error,
             "since": self.since,
@@ -104,16 +97,7 @@ class DeadFilter:
 
     def as_json(self) -> dict[str, Any]:
         """Return the set fields for JSON."""
-        facts = {
-            "key": self.key,
-            "cause": self.cause,
-            "error": self.error,
-            "since": self.since and self.since.isoformat(),
-            "until": self.until and self.until.isoformat(),
-            "dead_ids": None if self.dead_ids is None else list(self.dead_ids),
-            "min_attempts": self.min_attempts,
-        }
-        return {name: value for name, value in facts.items() if value is not None}
+        return _set_fields(self)
 
     @classmethod
     def of(cls, value: Mapping[str, Any]) -> DeadFilter:
@@ -140,10 +124,10 @@ class ReplayFilter:
         _check_times(self.since, self.until)
         if self.tag is not None:
             check_tags([self.tag])
-        key = None if self.key is None else encode_key(self.key)
+        key, lp = _encoded(self.key)
         return {
             "key": key,
-            "lp": None if key is None else int(lp_of(key)),
+            "lp": lp,
             "tag": self.tag,
             "since": self.since,
             "until": self.until,
@@ -151,14 +135,7 @@ class ReplayFilter:
 
     def as_json(self) -> dict[str, Any]:
         """Return the set fields for JSON."""
-        facts = {
-            "key": self.key,
-            "tag": self.tag,
-            "since": self.since and self.since.isoformat(),
-            "until": self.until and self.until.isoformat(),
-            "snapshot": self.snapshot,
-        }
-        return {name: value for name, value in facts.items() if value is not None}
+        return _set_fields(self)
 
     @classmethod
     def of(cls, value: Mapping[str, Any]) -> ReplayFilter:
@@ -176,6 +153,25 @@ def _check_times(*times: datetime | None) -> None:
     for time in times:
         if time is not None and time.tzinfo is None:
             raise InvalidInput(f"the time {time.isoformat()} has no time zone: add one")
+
+
+def _encoded(key: str | None) -> tuple[bytes | None, int | None]:
+    """Return a key's bytes and LP."""
+    if key is None:
+        return None, None
+    name = encode_key(key)
+    return name, int(lp_of(name))
+
+
+def _set_fields(wanted: ParkedFilter | DeadFilter | ReplayFilter) -> dict[str, Any]:
+    facts = {one.name: getattr(wanted, one.name) for one in fields(wanted)}
+    return {name: _plain(value) for name, value in facts.items() if value is not None and value is not False}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, datetime):
+        return value.isoformat()
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _times_of(value: Mapping[str, Any]) -> dict[str, datetime]:

@@ -188,7 +188,7 @@ def refuse_paused(connection: Connection, group: Group, place: dict[str, Any]) -
 def check_reason(reason: str) -> None:
     """Raise InvalidInput for an empty reason (invariant 16)."""
     if not reason.strip():
-        raise InvalidInput("say why: whoever finds the message later has nothing but this")
+        raise InvalidInput("say why: people who find the message later have only this reason")
 
 
 def key_label(place: dict[str, Any]) -> str:

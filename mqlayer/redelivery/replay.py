@@ -239,11 +239,9 @@ def _check(group: Group, wanted: ReplayFilter, per_s: float, newer: str) -> None
     if group.state != "live":
         raise Conflict(f"{_group_label(group)} is {group.state}, not live", "only a live group can be replayed")
     if group.mode == "pop":
-        raise Conflict(
-            f"{_group_label(group)} has ordered pop", "only a group with members has lines that wait in Postgres"
-        )
+        raise Conflict(f"{_group_label(group)} has ordered pop", "a replay waits for members, and ordered pop has none")
     if group.mode == "shared":
-        raise Conflict(f"{_group_label(group)} is shared", "only an ordered group has lines that wait in Postgres")
+        raise Conflict(f"{_group_label(group)} is shared", "only an ordered group can be replayed")
     if not 0 <= per_s < float("inf"):
         raise InvalidInput(f"{per_s} messages a second is no rate: 0 for no limit, or more")
     if newer not in ("wait", "between"):

@@ -71,19 +71,19 @@ def loses_transactions(ask: Ask, required: RequiredAccess, version: tuple[int, i
 
 
 class _CheckedAccess:
-    """Rights already confirmed, per run of a server."""
+    """The last run at each address whose rights are confirmed, per user and need."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._known: set[tuple[str, str, str, RequiredAccess]] = set()
+        self._known: dict[tuple[str, str, RequiredAccess], str] = {}
 
     def has(self, url: str, run_id: str, user: str, required: RequiredAccess) -> bool:
         with self._lock:
-            return (url, run_id, user, required) in self._known
+            return self._known.get((url, user, required)) == run_id
 
     def add(self, url: str, run_id: str, user: str, required: RequiredAccess) -> None:
         with self._lock:
-            self._known.add((url, run_id, user, required))
+            self._known[url, user, required] = run_id
 
 
 CHECKED: Final = _CheckedAccess()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Final
@@ -39,8 +39,8 @@ INFO_SECTIONS: Final = ("server", "replication", "persistence", "memory")
 Command = Sequence[Any]
 
 
-_scripts_sent: Final[set[tuple[str, str]]] = set()
-"""Address and run of each server that this process sent all scripts to, until it answers NOSCRIPT."""
+_scripts_sent: Final[dict[str, str]] = {}
+"""The last run at each address that this process sent all scripts to, until it answers NOSCRIPT."""
 # Cached: asked for with each reply.
 _display = lru_cache(maxsize=256)(display_url)
 
@@ -142,7 +142,7 @@ class NodeConnection:
         facts = self._ask_facts()
         self._check(facts)
         self._check_rights(facts)
-        if (self._url, facts.run_id) not in _scripts_sent:
+        if _scripts_sent.get(self._url) != facts.run_id:
             self._load_scripts(facts)
         self._digests = dict(script_digests(facts.version))
         self.facts, self._demoted = facts, False
@@ -182,20 +182,16 @@ class NodeConnection:
     def send(self, commands: Iterable[Command]) -> None:
         """Send without waiting; `receive` as many replies."""
         self.connect()
-        try:
-            self._factory.send_packed_command(self._factory.pack_commands(commands), check_health=False)
-        except (redis.RedisError, OSError) as error:
-            self.close()
-            raise not_reached(self.node.address, error) from error
-        except BaseException:
-            self.close()
-            raise
+        self._send(self._factory.pack_commands, commands)
 
     def send_packet(self, packet: bytes) -> None:
         """Send encoded requests; `receive` as many replies."""
         self.connect()
+        self._send(tuple, (packet,))
+
+    def _send(self, pack: Callable[[Any], Any], requests: Iterable[Any]) -> None:
         try:
-            self._factory.send_packed_command((packet,), check_health=False)
+            self._factory.send_packed_command(pack(requests), check_health=False)
         except (redis.RedisError, OSError) as error:
             self.close()
             raise not_reached(self.node.address, error) from error
@@ -229,8 +225,8 @@ class NodeConnection:
                 except redis.ResponseError as error:
                     # A demoted primary keeps its connections; only a new connection reaches the new primary.
                     self._demoted = self._demoted or "READONLY" in str(error) or _is_demotion(error)
-                    if is_missing_script(error) and self.facts is not None:
-                        _scripts_sent.discard((self._url, self.facts.run_id))
+                    if is_missing_script(error):
+                        _scripts_sent.pop(self._url, None)
                     replies.append(error)
         except (redis.RedisError, OSError) as error:
             self.close()
@@ -334,7 +330,7 @@ class NodeConnection:
         for reply in self._ask([("SCRIPT", "LOAD", text) for text in script_texts(facts.version).values()]):
             if isinstance(reply, Exception):
                 raise reply
-        _scripts_sent.add((self._url, facts.run_id))
+        _scripts_sent[self._url] = facts.run_id
 
 
 def _settings_from_info(info: Mapping[str, str]) -> dict[str, str]:

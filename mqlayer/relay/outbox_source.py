@@ -94,8 +94,8 @@ def refuse_former(control: Database, outbox_uuid: UUID, address: str) -> None:
             address,
             "the outbox's identity",
             str(outbox_uuid),
-            "one in force: this one went on under another, so it is a former primary's, or of a backup of before. "
-            "Stop that; if it took the other's place, run `mqlayer outbox adopt`",
+            "one in force: the outbox went on under another, so this database is a former primary or an older backup. "
+            "Stop it; if it took the original's place, run `mqlayer outbox adopt`",
         )
 
 

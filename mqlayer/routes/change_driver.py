@@ -114,7 +114,7 @@ class ChangeDriver:
             raise
         except TransactionConflict as error:
             raise Conflict(
-                f"change {change_id} is held by another process", "it finishes it, or dies: mqlayer route repair"
+                f"change {change_id} is held by another process", "it goes on; if it dies: mqlayer route repair"
             ) from error
 
     def _arm_emptied(self) -> None:

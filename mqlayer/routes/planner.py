@@ -117,7 +117,7 @@ def drop_change(runtime: Runtime, topic: str) -> int:
     with runtime.control.connection() as connection:
         row = connection.execute(query("change_unfinished"), {"topic": topic}).fetchone()
     if row is None:
-        raise NotFound("open route change of topic", topic, "nothing is to be dropped")
+        raise NotFound("open route change of topic", topic, "there is nothing to drop")
     change_id = int(row[0])
 
     def work(connection: Connection) -> None:

@@ -31,28 +31,9 @@ class RouteRange:
 
 @dataclass(frozen=True, slots=True)
 class RouteChange:
-    """A route change, and when it reached each state."""
+    """A route change, and when it reached each state. `mode`: live, unreachable or lost, by the parents' node."""
 
     change_id: int
-    version: int
-    kind: str
-    state: str
-    actor: str
-    planned_at: datetime
-    sealed_at: datetime | None
-    opened_at: datetime | None
-    ended_at: datetime | None
-    parents: Sequence[int]
-    successors: Sequence[int]
-
-
-@dataclass(frozen=True, slots=True)
-class ListedChange:
-    """A route change of any topic. `kept`: parents that are not deleted yet; `waits`: groups that have not drained
-    them."""
-
-    change_id: int
-    topic: str
     version: int
     kind: str
     state: str
@@ -64,6 +45,14 @@ class ListedChange:
     ended_at: datetime | None
     parents: Sequence[int]
     successors: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class ListedChange(RouteChange):
+    """A route change of any topic. `kept`: parents that are not deleted yet; `waits`: groups that have not drained
+    them."""
+
+    topic: str
     kept: int
     waits: Mapping[str, int] = field(default_factory=dict)
 

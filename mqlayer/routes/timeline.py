@@ -4,31 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime
 
 from mqlayer.domain.names import check_any_topic
 from mqlayer.errors import NotFound
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.queries import query
+from mqlayer.routes.status import RouteChange
 from mqlayer.runtime.route_cache import load_nodes
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedChange:
-    """A route change. `reason`: as its actor gave it; `mode`: live, unreachable or lost, by the parents' node."""
+class PlannedChange(RouteChange):
+    """A route change. `reason`: as its actor gave it."""
 
-    change_id: int
-    version: int
-    kind: str
-    state: str
-    mode: str
-    actor: str
-    planned_at: datetime
-    sealed_at: datetime | None
-    opened_at: datetime | None
-    ended_at: datetime | None
-    parents: Sequence[int]
-    successors: Sequence[int]
     reason: str | None
 
 

@@ -231,9 +231,9 @@ class _NodeArming:
         if not self._former and is_former(run_id, armed=node.armed_run_id, former=self._formers):
             raise NodeNotArmed(
                 node.address,
-                f"its run {run_id[:8]} is an old primary of node {node.name!r} that another one took the place of: "
-                f"stop it, or let the address lead to its successor; mqlayer node rearm {node.name} --former "
-                "takes it back, with what it lacks",
+                f"its run {run_id[:8]} is an old primary of node {node.name!r} and another primary took its place: "
+                f"stop it, or let the address lead to that one; mqlayer node rearm {node.name} --former "
+                "takes it back, and accepts the messages that it lacks",
             )
 
     def _renew_file(self, connection: NodeConnection) -> None:

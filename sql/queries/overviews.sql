@@ -103,20 +103,6 @@ SELECT greatest(t.version, (SELECT max(c.version) FROM mqlayer.route_change c
                             WHERE c.topic_id = t.topic_id AND c.state <> 'dropped'))
 FROM mqlayer.topic t WHERE t.name = %(topic)s;
 
--- name: route_changes_page
--- Changes of a topic up to a version, the newest first, with the mode, the partitions, and the reason that its actor gave.
-SELECT c.change_id, c.version, c.kind, c.state, c.mode, c.actor, c.planned_at, c.sealed_at, c.opened_at, c.ended_at,
-       (SELECT coalesce(array_agg(p.partition_id ORDER BY p.lp_from), '{}')
-        FROM mqlayer.partition p WHERE p.ended_by_change = c.change_id) AS parents,
-       (SELECT coalesce(array_agg(p.partition_id ORDER BY p.lp_from), '{}')
-        FROM mqlayer.partition p WHERE p.created_by_change = c.change_id) AS successors,
-       (SELECT a.facts ->> 'reason' FROM mqlayer.audit a
-        WHERE a.object = t.name AND a.act = 'route ' || c.kind AND (a.facts ->> 'change')::int = c.change_id
-          AND a.at BETWEEN c.planned_at - interval '5 minutes' AND c.planned_at + interval '5 minutes'
-        ORDER BY a.at DESC LIMIT 1) AS reason
-FROM mqlayer.route_change c JOIN mqlayer.topic t USING (topic_id)
-WHERE t.name = %(topic)s AND c.version <= %(upto)s ORDER BY c.version DESC, c.change_id DESC LIMIT %(limit)s;
-
 -- name: route_partitions_between
 -- The partitions that were in force in some version of a span, with their first version and the one that ended each.
 SELECT p.partition_id, p.node_id, p.lp_from, p.lp_to, p.state, coalesce(b.version, 1) AS first_version,

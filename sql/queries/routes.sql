@@ -102,15 +102,28 @@ UPDATE mqlayer.partition SET ended_by_change = NULL WHERE ended_by_change = %(ch
 -- The successors of a dropped change were never anything.
 UPDATE mqlayer.partition SET state = 'deleted' WHERE created_by_change = %(change_id)s;
 
--- name: change_history
--- A topic's changes, oldest first, with what they ended and made.
-SELECT c.change_id, c.version, c.kind, c.state, c.actor, c.planned_at, c.sealed_at, c.opened_at, c.ended_at,
+-- part: change_columns
+c.change_id, c.version, c.kind, c.state, c.mode, c.actor, c.planned_at, c.sealed_at, c.opened_at, c.ended_at,
        (SELECT coalesce(array_agg(p.partition_id ORDER BY p.lp_from), '{}')
         FROM mqlayer.partition p WHERE p.ended_by_change = c.change_id) AS parents,
        (SELECT coalesce(array_agg(p.partition_id ORDER BY p.lp_from), '{}')
         FROM mqlayer.partition p WHERE p.created_by_change = c.change_id) AS successors
+
+-- name: change_history
+-- A topic's changes, oldest first, with what they ended and made.
+SELECT {change_columns}
 FROM mqlayer.route_change c JOIN mqlayer.topic t USING (topic_id)
 WHERE t.name = %(topic)s ORDER BY c.change_id;
+
+-- name: route_changes_page
+-- Changes of a topic up to a version, the newest first, with the mode, the partitions, and the reason that its actor gave.
+SELECT {change_columns},
+       (SELECT a.facts ->> 'reason' FROM mqlayer.audit a
+        WHERE a.object = t.name AND a.act = 'route ' || c.kind AND (a.facts ->> 'change')::int = c.change_id
+          AND a.at BETWEEN c.planned_at - interval '5 minutes' AND c.planned_at + interval '5 minutes'
+        ORDER BY a.at DESC LIMIT 1) AS reason
+FROM mqlayer.route_change c JOIN mqlayer.topic t USING (topic_id)
+WHERE t.name = %(topic)s AND c.version <= %(upto)s ORDER BY c.version DESC, c.change_id DESC LIMIT %(limit)s;
 
 -- name: route_of_version
 -- The ranges of one route version of a topic with their partitions' places and parents; the one in force where none is
@@ -374,11 +387,7 @@ WHERE partition_id = ANY(%(partitions)s::int[]) RETURNING group_id, partition_id
 -- name: change_list
 -- Route changes of all topics, or of one, the newest first, from before one on: open ones, those whose parents are not
 -- drained, or all.
-SELECT c.change_id, t.name, c.version, c.kind, c.state, c.mode, c.actor, c.planned_at, c.sealed_at, c.opened_at, c.ended_at,
-       (SELECT coalesce(array_agg(p.partition_id ORDER BY p.lp_from), '{}')
-        FROM mqlayer.partition p WHERE p.ended_by_change = c.change_id) AS parents,
-       (SELECT coalesce(array_agg(p.partition_id ORDER BY p.lp_from), '{}')
-        FROM mqlayer.partition p WHERE p.created_by_change = c.change_id) AS successors,
+SELECT {change_columns}, t.name,
        (SELECT count(*) FROM mqlayer.partition p WHERE p.ended_by_change = c.change_id AND p.state = 'sealed')::int AS kept
 FROM mqlayer.route_change c JOIN mqlayer.topic t USING (topic_id)
 WHERE (%(topic)s::text IS NULL OR t.name = %(topic)s) AND (%(change_id)s::int IS NULL OR c.change_id = %(change_id)s)

@@ -112,7 +112,7 @@ BAD: Final[list[tuple[tuple[str, ...], str]]] = [
     (("watch", "nowhere"), "mqlayer topic create nowhere"),
     (("repair", "nowhere"), "mqlayer topic create nowhere"),
     (("drop", "nowhere"), "mqlayer topic create nowhere"),
-    (("drop", "orders"), "nothing is to be dropped"),
+    (("drop", "orders"), "there is nothing to drop"),
 ]
 """What can't be done, and a part of what is said to it."""
 

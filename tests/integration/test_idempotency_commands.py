@@ -38,7 +38,7 @@ def bring(world: World, version: int) -> None:
 
 
 def test_the_inbox_says_what_it_has_of_whom(world: World, run: Commands, group_id: int) -> None:
-    assert run.text("inbox", "stats") == "nothing is noted\n"
+    assert run.text("inbox", "stats") == "the inbox is empty\n"
     with kept_session(world.dsn) as connection:
         for seq in (17, 18):
             record_effect(connection, InboxEntry(group_id, "mailer", "orders", Identity(3, 512, seq)))
@@ -69,7 +69,7 @@ def test_gaps_are_listed_and_passed_over(world: World, run: Commands) -> None:
     assert "released" in run.text("versions", "gaps")
     said = run.text("versions", "set", "sink", "order 7", "8", "--reason", "lost as well", "--drop-held", "--yes")
     assert said == "order 7 goes on with 9; 3 held events dropped\n"
-    assert run.text("versions", "held", "sink", "order 7") == "nothing is held of it\n"
+    assert run.text("versions", "held", "sink", "order 7") == "no event of it is held\n"
     assert run.text("versions", "forget", "sink", "order 7", "--reason", "again", "--yes") == (
         "order 7 is forgotten; 0 held events dropped\n"
     )

@@ -138,7 +138,7 @@ BREAKS: dict[str, tuple[str, str, Break]] = {
     "outbox row gone": ("outbox", "0 rows behind seq", lambda w: w.sql(
         f"UPDATE mqlayer_app.relayed SET seq = seq - 2 WHERE lp = {LP}; "
         f"DELETE FROM mqlayer_app.outbox WHERE lp = {LP}")),
-    "archive behind": ("archive", "neither has what is between", behind),
+    "archive behind": ("archive", "neither has the records between", behind),
     "archived beyond": ("archive", "the stream ends at", lambda w: w.sql(
         "UPDATE mqlayer_archive.progress SET upto_offset = 9999 WHERE partition_id = 2")),
     "archive ahead": ("archive", "is archived up to 9999", lambda w: w.sql(

@@ -1,10 +1,13 @@
 """What the documents name is there: commands with their options, tests and modules, tables, how often jobs run, links.
 
 And the other way round: the reference pages name every command, error, event, group setting and public name.
+
+The page on health names every check of the doctor.
 """
 
 from __future__ import annotations
 
+import ast
 import re
 import tomllib
 from collections import Counter
@@ -256,9 +259,30 @@ def test_every_event_is_in_the_reference() -> None:
     assert set(get_args(EventKind)) - set(inline(REFERENCE / "events.md")) == set()
 
 
+def test_every_event_that_a_hook_of_a_page_waits_for_is_there() -> None:
+    named = {name for page in PAGES for name in re.findall(r'event\.kind == "(\w+)"', page.read_text("utf-8"))}
+    assert named
+    assert named <= set(get_args(EventKind))
+
+
 def test_every_group_setting_is_in_the_reference() -> None:
     assert {one.name for one in fields(GroupSettings)} - set(inline(REFERENCE / "group-settings.md")) == set()
 
 
 def test_every_public_name_is_in_the_reference() -> None:
     assert set(mqlayer.__all__) - set(inline(REFERENCE / "api.md")) == set()
+
+
+def test_every_check_of_the_doctor_is_in_its_table() -> None:
+    assert {"reachable", "quarantined"} < checks()
+    assert checks() - set(inline(ROOT / "docs" / "how-to" / "check-health.md")) == set()
+
+
+def checks() -> set[str]:
+    """Return the names with which the doctor's findings are made."""
+    found = set()
+    for module in (ROOT / "mqlayer" / "doctor").glob("*.py"):
+        for node in ast.walk(ast.parse(module.read_text("utf-8"))):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Finding":
+                found |= {str(one.value) for one in node.args[:1] if isinstance(one, ast.Constant)}
+    return found

@@ -47,9 +47,9 @@ def test_what_waits_is_live_and_not_ready(process: Process) -> None:
 
 
 def test_what_is_stuck_is_neither(process: Process) -> None:
-    process.health = Health(stuck=("the heartbeat has not turned for 60 s",), waits=("no lease",))
+    process.health = Health(stuck=("the heartbeat has been stuck for 60 s",), waits=("no lease",))
     assert ask(process.port, "/live").status == 503
-    assert ask(process.port, "/ready").facts["reasons"] == ["the heartbeat has not turned for 60 s", "no lease"]
+    assert ask(process.port, "/ready").facts["reasons"] == ["the heartbeat has been stuck for 60 s", "no lease"]
 
 
 def test_another_path_is_not_found(process: Process) -> None:
@@ -114,6 +114,6 @@ def test_a_forked_child_does_not_keep_the_port() -> None:
 def test_a_loop_is_stuck_when_it_has_not_turned_for_longer_than_its_stores_may_keep_it() -> None:
     turns = Liveness()
     assert turns.stuck("the heartbeat", 60) == ()
-    assert turns.stuck("the heartbeat", -1) == ("the heartbeat has not turned for 0 s",)
+    assert turns.stuck("the heartbeat", -1) == ("the heartbeat has been stuck for 0 s",)
     assert stuck_after_s(Settings(lease_s=2, socket_timeout_s=10)) == 40
     assert stuck_after_s(Settings(lease_s=20, socket_timeout_s=10)) == 110

@@ -151,7 +151,7 @@ def _plan_move(visit: Visit) -> Plan:
     shown = _shown(visit, plan, _measured_parents(visit.runtime, plan), {"to": names[plan.successors[0].node]})
     if plan.mode == "live":
         return shown
-    text = "It goes on without the old node: what only that one holds comes late, or never."
+    text = "It goes on without the old node: messages that only that node holds come late, or never."
     return replace(shown, lines=[*shown.lines, text], danger=True)
 
 

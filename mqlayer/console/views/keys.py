@@ -247,11 +247,11 @@ def _plan_skip(visit: Visit) -> Plan:
     lines = [
         f"Message {head} of key {key} becomes a dead message of group {group}, its body kept.",
         f"The key goes on with the next one: {_waiting(behind)} behind it." if behind else "No other message waits.",
-        "A redrive can give it back later, then behind what was handled meanwhile: its place in the order is lost.",
+        "A redrive can send it again later, after messages handled meanwhile: it loses its place in the order.",
         "If another message is first by then, nothing happens.",
     ]
     if found.parked is None:
-        lines.append("If a handler has it in hand: its effect is fenced off where it can be, its ack is refused.")
+        lines.append("If a handler is running it: its effect is fenced off where it can be, its ack is refused.")
     return Plan(lines, danger=True, fields={"message": head})
 
 
@@ -261,7 +261,7 @@ def _skip(visit: Visit) -> Outcome:
     skipped = skip_head(visit.runtime, topic, group, key, reason=visit.text("reason"), only=only)
     text = f"Message {skipped.identity} is passed over: dead message {skipped.dead_id}."
     if not skipped.parked and not skipped.fenced:
-        text += " If a handler has it in hand, its effect may still commit; its ack is refused."
+        text += " If a handler is running it, its effect may still commit; its ack is refused."
     return Outcome(text, _page_of(topic, group, key))
 
 

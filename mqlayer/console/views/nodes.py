@@ -31,8 +31,8 @@ STATES: Final = {
 OUTCOMES: Final = {"done": "good", "failed": "bad", "running": "quiet", "never ran": "warn"}
 POINTS: Final = 120
 LOSSES: Final[Mapping[str, str]] = {
-    "accept_loss": "What no outbox holds any more is lost, and this accepts it.",
-    "former": "An old primary is taken back, with what it lacks.",
+    "accept_loss": "Messages that no outbox holds any more are lost; this accepts the loss.",
+    "former": "An old primary is taken back; this accepts the messages that it lacks.",
     "empty": "Its data are gone: the data there belong to another system.",
 }
 """Options of arming."""
@@ -142,7 +142,7 @@ def _plan_lost(visit: Visit) -> Plan:
     lines = [
         _state_line(one),
         f"{one.open} open partitions move to other nodes; {one.sealed} sealed ones are made anew there.",
-        "Messages that the outbox still has are sent again; what only this node holds is lost.",
+        "Messages that the outbox still has are sent again; messages that only this node holds are lost.",
         "It is refused while the node answers. Better wait for the node, if it may come back.",
     ]
     return Plan(lines, danger=True)
@@ -151,7 +151,7 @@ def _plan_lost(visit: Visit) -> Plan:
 def _lost(visit: Visit) -> Outcome:
     one = _changeable(visit)
     loss = give_up_node(visit.runtime, one.node.name)
-    direct = " Direct producers published there: what groups had not settled of that is lost." if loss.direct else ""
+    direct = " Direct producers published there: unsettled messages of these are lost." if loss.direct else ""
     text = (
         f"Node {one.node.name} is given up: {len(loss.moved)} partitions moved, {len(loss.recreated)} sealed ones made "
         f"anew. {loss.resent} messages are sent again, {loss.only_on_node} are in no outbox any more.{direct}"

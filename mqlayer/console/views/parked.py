@@ -238,7 +238,7 @@ def _plan_discard(visit: Visit) -> Plan:
         (f"Group {group} of topic {topic} lets {counted(waits, 'message')} of {_name_of(key, message)} die without an "
         "effect; bodies are kept."),
         "Messages that come after that are handled as any other.",
-        "A redrive can give them back later, then behind what was handled meanwhile: their place in the order is lost.",
+        "A redrive can send them again later, after messages handled meanwhile: they lose their place in the order.",
     ], danger=True)  # fmt: skip
 
 

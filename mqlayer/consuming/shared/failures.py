@@ -85,5 +85,5 @@ def exhausted(batch: FetchedBatch, rules: RetryRules) -> DeadLetterEntry | None:
     if before < rules.attempt_limit:
         return None
     keep = rules.policy != "skip"
-    reason = f"{before} attempts, the last of which nobody answered: it may end its process"
+    reason = f"{before} attempts, the last without an answer: the message may end its process"
     return DeadLetterEntry(record, "exhausted" if keep else "skipped", reason, before, keep)

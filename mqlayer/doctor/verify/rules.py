@@ -16,7 +16,7 @@ from mqlayer.doctor.verify.expected_state import (
 )
 from mqlayer.doctor.verify.node_state import NodePartition
 
-REARM: Final = "mqlayer node rearm NAME: it brings the partition to what Postgres says, and repeats what the outbox has"
+REARM: Final = "mqlayer node rearm NAME: it restores the partition by Postgres and the outbox"
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,8 +163,8 @@ def archive_rule(state: TopicState) -> Iterator[Finding]:
         floor = state.after.archive_floor.get(expected.partition)
         if floor is not None and floor < actual.first_kept:
             seen = (
-                f"archived up to offset {floor - 1}, the stream begins at {actual.first_kept}: neither has what "
-                f"is between"
+                f"archived up to offset {floor - 1}, the stream begins at {actual.first_kept}: neither has the records "
+                "between"
             )
             fix = "its database lost commits, or archiving was off: the next pass notes gaps, mqlayer archive gaps"
             yield _wrong("archive", expected, seen, fix)

@@ -18,7 +18,7 @@ from mqlayer import Context
 from mqlayer.domain.routing import PartitionId
 from mqlayer.routes import apply_change, plan_split
 from tests.fixtures.consumers import Recorder, Stage, StartStage
-from tests.fixtures.kept_connections import LentSessions, ask_postgres
+from tests.fixtures.kept_connections import ask_postgres, kept_session
 from tests.fixtures.wait import wait_until
 from tests.proof.parking_shop import LATER_S, ParkingShop, release, rows
 from tests.proof.proxy import TcpProxy
@@ -80,11 +80,11 @@ def test_an_effect_whose_commit_was_not_answered_is_there_once(stage: Stage, lin
 @pytest.mark.parametrize("seed", [1, 2])
 def test_connections_that_end_anywhere_in_an_answer_cost_nothing(stage: Stage, line: TcpProxy, seed: int) -> None:
     """Two keys fail at first and are parked, the partition is split, each line ends behind up to 400 bytes."""
-    rng, shop, sessions = random.Random(seed), ParkingShop("key-1", "key-2"), LentSessions(through(stage, line))
+    rng, shop, dsn = random.Random(seed), ParkingShop("key-1", "key-2"), through(stage, line)
 
     def act(body: bytes, ctx: Context) -> None:
         shop.act(body, ctx)
-        with sessions.lent() as connection:
+        with kept_session(dsn) as connection:
             ctx.fence(connection)
             connection.execute(PUT, (ctx.key, int(body)))
 
@@ -93,8 +93,7 @@ def test_connections_that_end_anywhere_in_an_answer_cost_nothing(stage: Stage, l
         line.cut_after(server_bytes=rng.randint(0, 400))
         line.wait_for_cut(cuts + 1, timeout_s=20)
 
-    settings = stage.settings(dsn=SecretStr(through(stage, line)))
-    stage.consume(Recorder(act), settings=settings, backoff_s=(LATER_S,))
+    stage.consume(Recorder(act), settings=stage.settings(dsn=SecretStr(dsn)), backoff_s=(LATER_S,))
     for turn in range(EACH // 2):
         stage.send_numbers(KEYS, 2, first=1 + 2 * turn)
         cut()
@@ -111,4 +110,3 @@ def test_connections_that_end_anywhere_in_an_answer_cost_nothing(stage: Stage, l
 
     wait_until(is_whole, timeout_s=40, what="every effect, once and in order")
     wait_until(lambda: rows(stage, DRAINED) == [(1,)], timeout_s=20, what="the parent drained")
-    sessions.close()
