@@ -60,7 +60,7 @@ def takeover_crash(stage: Stage) -> Iterator[Line]:
     system = stage.system(partitions=PARTITIONS)
     firsts, lasts = [], []
     with publishing(system), consumer_group(system, BENCH_EACH=1) as members:
-        worker = members.start(*CONSUME, "--processes", "2")
+        worker = members.start("-m", "bench.quick_restarts", *CONSUME[2:], "--processes", "2")
         for number in range(int(os.environ.get("BENCH_CRASHES", CRASHES))):
             first_ms, last_ms = crash(worker)
             firsts.append(first_ms)
