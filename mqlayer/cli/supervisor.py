@@ -3,36 +3,31 @@
 A socket pair ends each child with its supervisor, even after SIGKILL. Ended children restart after a growing wait; the
 supervisor gives up if none ever started.
 
-A child names each session of a member before it begins. Once the child has ended, the supervisor ends these sessions,
-so that others take over at once; see `docs/design/ownership.md`.
+A child names each session of a member, or its relay, before it begins. Once the child has ended, the supervisor ends
+these, so that others take over at once; see `docs/design/ownership.md`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import queue
 import random
 import signal
 import socket
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from types import FrameType
 from typing import Final
 
+from mqlayer.cli.supervisor_pipe import JOINING, NUMBER_VARIABLE, PIPE_VARIABLE, RELAYING, STARTED, WAKE
 from mqlayer.groups.members import MemberSession
 from mqlayer.health import Health, Liveness
 from mqlayer.logs import event_logger
 
 log = event_logger(__name__)
 
-PIPE_VARIABLE: Final = "MQLAYER_SUPERVISOR_FD"
-NUMBER_VARIABLE: Final = "MQLAYER_SUPERVISOR_NUMBER"
-STARTED: Final = b"started"
-JOINING: Final = b"joining"
 READ_SIZE: Final = 65_536
 POLL_INTERVAL_S: Final = 0.1
 FIRST_WAIT_S: Final = 0.5
@@ -44,58 +39,17 @@ STEADY_AFTER_S: Final = 60.0
 """After so long, the wait starts anew."""
 JOINING_SPACES: Final = 3
 
-Ended = Callable[[Collection[MemberSession]], None]
-"""Gets the sessions of a process that has ended."""
-
-
-class SupervisorPipe:
-    """A child's end of its socket pair."""
-
-    def __init__(self, pipe: socket.socket, number: int) -> None:
-        self._pipe, self.number = pipe, number
-
-    @classmethod
-    def from_environment(cls) -> SupervisorPipe | None:
-        """Return the pipe, or None; removes the variables."""
-        descriptor, number = os.environ.pop(PIPE_VARIABLE, ""), os.environ.pop(NUMBER_VARIABLE, "")
-        if not descriptor:
-            return None
-        pipe = socket.socket(fileno=int(descriptor))
-        pipe.set_inheritable(False)
-        return cls(pipe, int(number or 1))
-
-    def report_started(self) -> None:
-        """Report that this process serves."""
-        self._send(STARTED)
-
-    def report_joining(self, session: MemberSession) -> None:
-        """Report a member's session before it begins."""
-        self._send(b"%s %d %s %d" % (JOINING, session.group_id, session.member_id.encode(), session.session))
-
-    def watch(self) -> None:
-        """Send SIGTERM to this process when its supervisor ends."""
-        threading.Thread(target=self._watch, name="mqlayer-supervisor-line", daemon=True).start()
-
-    def _send(self, line: bytes) -> None:
-        # Never wait for a supervisor that reads nothing: of a session that it doesn't know, the lease ends.
-        with contextlib.suppress(OSError):
-            self._pipe.send(line + b"\n", socket.MSG_DONTWAIT)
-
-    def _watch(self) -> None:
-        with contextlib.suppress(OSError):
-            while self._pipe.recv(1):
-                pass
-        log.warning("supervisor_gone")
-        os.kill(os.getpid(), signal.SIGTERM)
+Ended = Callable[[Collection[MemberSession | str]], None]
+"""Gets what a process named that has ended: its members' sessions, its relay's id."""
 
 
 class Child:
-    """A slot for a process. `ended` gets the sessions of one that has ended."""
+    """A slot for a process. `ended` gets what one that has ended named."""
 
     def __init__(self, start: Callable[[socket.socket], subprocess.Popen[bytes]], ended: Ended) -> None:
         self._start, self._ended = start, ended
         self._unread = b""
-        self._sessions: dict[tuple[int, str], MemberSession] = {}
+        self._named: dict[object, MemberSession | str] = {}
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe: socket.socket | None = None
         self._began = self._restart_at = 0.0
@@ -152,17 +106,24 @@ class Child:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(timeout_s)
 
+    def wake(self) -> None:
+        """Tell the process that work of another one is free. Thread-safe."""
+        pipe = self._pipe
+        if pipe is not None:
+            with contextlib.suppress(OSError):
+                pipe.send(WAKE)
+
     def close(self) -> None:
-        """Close the pipe; hand over the sessions of a process that has ended."""
+        """Close the pipe; hand over what a process that has ended named."""
         # All threads of a process have ended before it can be waited for.
         has_ended = self._process is not None and not self.running
         if self._pipe is not None:
             self._listen()
             self._pipe.close()
             self._pipe = None
-        if has_ended and self._sessions:
-            self._ended(tuple(self._sessions.values()))
-        self._sessions, self._unread = {}, b""
+        if has_ended and self._named:
+            self._ended(tuple(self._named.values()))
+        self._named, self._unread = {}, b""
 
     def _begin(self, now: float) -> None:
         ours, theirs = socket.socketpair()
@@ -188,7 +149,9 @@ class Child:
         elif line.startswith(JOINING + b" ") and line.count(b" ") == JOINING_SPACES:
             _, group, member, session = line.decode().split(" ")
             if group.isdecimal() and session.isdecimal():
-                self._sessions[int(group), member] = MemberSession(int(group), member, int(session))
+                self._named[int(group), member] = MemberSession(int(group), member, int(session))
+        elif line.startswith(RELAYING + b" "):
+            self._named[RELAYING] = line.decode().partition(" ")[2]
 
     def _note_end(self, code: int, now: float) -> None:
         pid = self._process.pid if self._process is not None else 0
@@ -217,7 +180,7 @@ class Supervisor:
     ) -> None:
         """`changed`: asked in each turn whether to replace all processes; it then never gives up.
 
-        `ended` gets the sessions of each process that has ended; it must not wait.
+        `ended` gets what each process named that has ended; it must not wait.
         """
         self._changed = changed
         self._command, self._environment, self._stop_limit_s = list(command), dict(environment), stop_limit_s
@@ -230,6 +193,11 @@ class Supervisor:
         if self._stopping:
             waits = ["it is stopping"]
         return Health(self._liveness.stuck("the supervisor", STUCK_AFTER_S), tuple(waits))
+
+    def wake(self) -> None:
+        """Tell all processes that work of an ended one is free. Thread-safe."""
+        for child in self._children:
+            child.wake()
 
     def run(self) -> bool:
         """Run until SIGTERM or SIGINT, in the main thread; False when no child could start or one was killed.
