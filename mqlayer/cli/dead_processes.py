@@ -22,7 +22,7 @@ LEFT_S: Final = 2.0
 
 
 class DeadProcesses(ABC):
-    """Ends what it is given. What it can't end within a lease has ended by itself."""
+    """Ends given sessions or relays. One that it can't end within a lease has ended by itself."""
 
     def __init__(self, database: Database, lease_s: float) -> None:
         self._database, self._lease_s = database, lease_s

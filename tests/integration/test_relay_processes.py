@@ -21,7 +21,12 @@ HOLDERS = "SELECT relay_id, count(*) FROM mqlayer_app.lp_set WHERE relay_id IS N
 
 
 def test_the_other_relay_takes_the_part_of_a_dead_one_long_before_its_lease_ends(world: World, tmp_path: Path) -> None:
-    environment = {**os.environ, "MQLAYER_DSN": world.dsn, "MQLAYER_KEY_PREFIX": world.key_prefix, "MQLAYER_LEASE_S": "120"}
+    environment = {
+        **os.environ,
+        "MQLAYER_DSN": world.dsn,
+        "MQLAYER_KEY_PREFIX": world.key_prefix,
+        "MQLAYER_LEASE_S": "120",
+    }
     log = tmp_path / "log"
     with psycopg.connect(world.dsn, autocommit=True) as connection, log.open("ab") as said:
         process = start_python("mqlayer", "relay", "--processes", "2", cwd=tmp_path, env=environment, stderr=said)
