@@ -53,7 +53,7 @@ def change_under_backlog(scene: Scene, play: Play) -> Verdict:
     return check(read_histories(scene.directory), drained=False)
 
 
-@pytest.mark.parametrize("planted", [False, True])
+@pytest.mark.parametrize("planted", [pytest.param(False, marks=pytest.mark.full), True])
 def test_the_judge_sees_a_group_that_reads_successors_before_it_has_drained_their_parents(
     scene: Scene, planted: bool
 ) -> None:
