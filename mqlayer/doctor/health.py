@@ -339,7 +339,7 @@ def _hot(look: HealthLook, rows: Iterable[GroupRow]) -> Iterator[Problem]:
 
 def _heat(late: tuple[float, int, str] | None) -> str:
     if late is None:
-        return "No group lags there yet: one member does most of the work, so more members do not help."
+        return "No group lags there yet; a partition has one owner, so more members would not help."
     oldest_s, lag, group = late
     return f"{_waiting(lag, 'message')} for group {group}, the oldest for {format_seconds(oldest_s)}."
 

@@ -177,7 +177,7 @@ def test_those_who_look_for_open_transactions_see_those_of_other_roles(stack: St
         publisher.execute("SELECT mqlayer_app.publish_v1('bills', 'k', '')")
         pid = publisher.info.backend_pid
         for kind in ("operator", "worker", "viewer", "relay"):
-            login = stack._credentials.of(kind).postgres  # type: ignore[arg-type]
+            login = stack._credentials.of(kind).postgres
             with psycopg.connect(stack.owner_dsn(), user=login.user, password=login.password) as connection:
                 rows = connection.execute(query("check_open_transactions"), {"age_s": 0.0}).fetchall()
             seen = [OpenTransaction(*row) for row in rows]
