@@ -1,4 +1,4 @@
-"""The steps of a key, as far as Postgres has them: failed attempts, deaths, acts of operators, items of bulk actions."""
+"""The steps of a key that Postgres has: failed attempts, deaths, acts of operators, items of bulk actions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NOT_KEPT: Final = (
                 f"kept for {HORIZON_S / 86_400:.0f} days, under the number of their message: those of messages that no "
                 "stream, parked, dead or bulk row names any more are not found"),
     MissingStep("earlier times as a parked key", "never_recorded",
-                "its row goes with its last message, and a retry by the clock leaves none: failed attempts tell of them"),
+                "its row goes with its last message, and a timed retry leaves none: failed attempts tell of them"),
     MissingStep("earlier bulk actions", "no_longer_known", "they are forgotten 30 days after their end"),
 )  # fmt: skip
 

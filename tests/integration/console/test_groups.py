@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -11,6 +12,7 @@ from starlette.testclient import TestClient
 
 from mqlayer import Context
 from mqlayer.console import User, console_app
+from mqlayer.console.views.nodes import statuses
 from mqlayer.groups import GroupSettings, ensure_group
 from mqlayer.groups.pauses import pause_partitions
 from mqlayer.groups.retirement import retire_group
@@ -126,8 +128,21 @@ def test_a_dead_node_is_the_first_thing_that_a_group_tells(
     world: World, browser: TestClient, node: RedisServer
 ) -> None:
     grouped(world)
+    sample(world, "group", 1, "lag", [0, 0])
     node.kill()
-    assert "node not reachable node-1" in words(text_of(browser, GROUP))
+    told = words(text_of(browser, GROUP))
+    assert "node not reachable node-1" in told
+    assert told.count("refused") == 1
+    assert ".." not in told
+    assert "Lag unknown: a node does not answer" in told
+    # A sample from before its death, with a lag of 0.
+    statuses._values.clear()
+    told = words(text_of(browser, "/groups"))
+    assert "nothing is wrong" not in told
+    assert "node-1 can't be used now" in html.unescape(told)
+    assert told.count("node away unknown unknown") == 2, "in trouble, and in the list"
+    sample(world, "group", 1, "lag", [7])
+    assert words(text_of(browser, "/groups")).count("at least 7") == 2
     said = words(text_of(browser, f"{GROUP}/partitions/1"))
     assert "Nothing of this partition can be read or settled" in said
     assert "the head is not known" in said
