@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,9 +14,11 @@ from starlette.testclient import TestClient
 from mqlayer import Context
 from mqlayer.console import User, console_app
 from mqlayer.console.views.nodes import statuses
+from mqlayer.doctor import health
 from mqlayer.groups import GroupSettings, ensure_group
 from mqlayer.groups.pauses import pause_partitions
 from mqlayer.groups.retirement import retire_group
+from mqlayer.inspect import group_statuses
 from mqlayer.postgres.rights import Right
 from mqlayer.redis.partition_scripts import settle_command
 from mqlayer.runtime.route_cache import RouteCache
@@ -148,7 +151,7 @@ def test_a_dead_node_is_the_first_thing_that_a_group_tells(
     assert "the head is not known" in said
 
 
-def test_a_failing_head_tells_its_attempts_and_the_next_one(stage: Stage) -> None:
+def test_a_failing_head_tells_its_attempts_and_the_next_one(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(body: bytes, ctx: Context) -> None:
         raise RuntimeError("no <b>mail</b> server")
 
@@ -162,6 +165,15 @@ def test_a_failing_head_tells_its_attempts_and_the_next_one(stage: Stage) -> Non
         wait_until(lambda: "Its handler failed once of 17 attempts" in said(), what="the failed attempt")
         assert re.search(r"the next attempt is at .* UTC, in [45] min", said())
         wait_until(lambda: "no &lt;b&gt;mail&lt;/b&gt; server" in said(), what="the error, which is written later")
+    (status,) = group_statuses(stage.runtime, "orders", "g", count_keys=False)
+    assert status.partitions[0].stall is not None
+    # One message within its usual attempts; after five minutes of them it is a problem.
+    assert list(health._stalls(status, "orders", "g")) == []
+    monkeypatch.setitem(
+        health.ALERTS, "MqlayerPartitionsStuck", replace(health.ALERTS["MqlayerPartitionsStuck"], for_s=0)
+    )
+    (problem,) = health._stalls(status, "orders", "g")
+    assert problem.item == "failing"
 
 
 @pytest.mark.world(partitions=2, relayed=10)
