@@ -13,7 +13,7 @@ from mqlayer.domain.parked_names import own_name
 from mqlayer.domain.routing import lp_of
 from mqlayer.errors import MqlayerError
 from mqlayer.inspect.group_facts import group_facts
-from mqlayer.inspect.message_life import ACTS_LIMIT, HORIZON_S, BulkItem, LifeStep, MissingStep, bulk_step
+from mqlayer.inspect.message_life import ACTS_LIMIT, HORIZON_S, BulkTurn, LifeStep, MissingStep, bulk_step
 from mqlayer.inspect.message_search import FoundMessage
 from mqlayer.postgres.queries import query
 from mqlayer.runtime.runtime import Runtime
@@ -58,7 +58,7 @@ class _KeySteps:
     def all(self, missing: list[MissingStep]) -> Iterator[LifeStep]:
         """Yield the steps, in no order."""
         yield from self._parked()
-        items = [BulkItem(*row) for row in self._rows("life_bulk_items")]
+        items = [BulkTurn(*row) for row in self._rows("life_bulk_items")]
         yield from self._bulk(items)
         self._known |= {(one.source, one.seq) for one in items if one.source is not None and one.seq is not None}
         dead = self._rows("life_key_dead", self._numbers())
@@ -77,7 +77,7 @@ class _KeySteps:
                     self._known.add((row[7], row[8]))
                 yield _parked(group, row)
 
-    def _bulk(self, items: Sequence[BulkItem]) -> Iterator[LifeStep]:
+    def _bulk(self, items: Sequence[BulkTurn]) -> Iterator[LifeStep]:
         counts = Counter((one.bulk, one.result) for one in items)
         # One line for all messages of the key in an action.
         for one in {(one.bulk, one.result): one for one in reversed(items)}.values():

@@ -51,7 +51,7 @@ class LifeStep(msgspec.Struct, frozen=True, omit_defaults=True):
     detail: str | None = None
 
 
-class BulkItem(NamedTuple):
+class BulkTurn(NamedTuple):
     """An item of a bulk action that had its turn. `since`, `cause`: of its parking or death."""
 
     group_id: int
@@ -108,7 +108,7 @@ def message_life(runtime: Runtime, found: MessageStatus) -> MessageLife:
     )
 
 
-def bulk_step(group: str, one: BulkItem, many: str = "") -> LifeStep:
+def bulk_step(group: str, one: BulkTurn, many: str = "") -> LifeStep:
     """Return an item of a bulk action as a step."""
     parked = f", parked since {one.since:%Y-%m-%d %H:%M:%S} UTC ({one.cause})" if one.dead_id is None else ""
     told = f": {one.error}" if one.error else f": {one.reason}" if one.reason else ""
@@ -269,7 +269,7 @@ class _StepReader:
             return
         names = [own_name(found.identity), *([] if found.key is None else [encode_key(found.key)])]
         since = found.committed_at or found.published_at
-        for one in (BulkItem(*row) for row in self._rows("life_bulk_items", {"names": names, "limit": ACTS_LIMIT})):
+        for one in (BulkTurn(*row) for row in self._rows("life_bulk_items", {"names": names, "limit": ACTS_LIMIT})):
             # Dead messages tell of theirs.
             if one.dead_id is None and (since is None or one.at >= since):
                 yield bulk_step(self._groups[one.group_id], one)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import html
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -169,9 +168,8 @@ def test_a_failing_head_tells_its_attempts_and_the_next_one(stage: Stage, monkey
     assert status.partitions[0].stall is not None
     # One message within its usual attempts; after five minutes of them it is a problem.
     assert list(health._stalls(status, "orders", "g")) == []
-    monkeypatch.setitem(
-        health.ALERTS, "MqlayerPartitionsStuck", replace(health.ALERTS["MqlayerPartitionsStuck"], for_s=0)
-    )
+    at_once = health.ALERTS["MqlayerPartitionsStuck"]._replace(for_s=0)
+    monkeypatch.setattr(health, "ALERTS", {**health.ALERTS, at_once.name: at_once})
     (problem,) = health._stalls(status, "orders", "g")
     assert problem.item == "failing"
 
