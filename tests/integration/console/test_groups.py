@@ -18,6 +18,7 @@ from mqlayer.groups import GroupSettings, ensure_group
 from mqlayer.groups.pauses import pause_partitions
 from mqlayer.groups.retirement import retire_group
 from mqlayer.inspect import group_statuses
+from mqlayer.metrics.alerts import ALERTS
 from mqlayer.postgres.rights import Right
 from mqlayer.redis.partition_scripts import settle_command
 from mqlayer.runtime.route_cache import RouteCache
@@ -168,8 +169,8 @@ def test_a_failing_head_tells_its_attempts_and_the_next_one(stage: Stage, monkey
     assert status.partitions[0].stall is not None
     # One message within its usual attempts; after five minutes of them it is a problem.
     assert list(health._stalls(status, "orders", "g")) == []
-    at_once = health.ALERTS["MqlayerPartitionsStuck"]._replace(for_s=0)
-    monkeypatch.setattr(health, "ALERTS", {**health.ALERTS, at_once.name: at_once})
+    at_once = ALERTS["MqlayerPartitionsStuck"]._replace(for_s=0)
+    monkeypatch.setattr(health, "ALERTS", {**ALERTS, at_once.name: at_once})
     (problem,) = health._stalls(status, "orders", "g")
     assert problem.item == "failing"
 
