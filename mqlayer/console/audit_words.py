@@ -163,7 +163,7 @@ def _bulk_start(name: str, facts: Facts) -> str:
 
 def _bulk_over(verb: str) -> Callable[[str, Facts], str]:
     def told(name: str, facts: Facts) -> str:
-        counts = f"{facts['done']:,} done, {facts['skipped']:,} passed by, {facts['failed']:,} failed"
+        counts = f"{facts['done']:,} done, {facts['skipped']:,} left alone, {facts['failed']:,} failed"
         return f"{verb} {_bulk(facts)} in {_group(name)}: {counts}"
 
     return told
@@ -184,14 +184,15 @@ def _replay_cancel(number: str, facts: Facts) -> str:
 
 
 def _arm(name: str, facts: Facts) -> str:
-    return f"armed node {name} again{_repaired(facts)}"
+    return f"armed node {name} again{repaired_words(facts)}"
 
 
 def _address(name: str, facts: Facts) -> str:
-    return f"changed the address of node {name}: {facts['from']} → {facts['to']}{_repaired(facts)}"
+    return f"changed the address of node {name}: {facts['from']} → {facts['to']}{repaired_words(facts)}"
 
 
-def _repaired(facts: Facts) -> str:
+def repaired_words(facts: Facts) -> str:
+    """Return the repairs of an arming."""
     steps = (("partitions_remade", "remade"), ("opened", "opened"), ("sealed", "sealed"))
     told = [f"{word} {counted(len(facts[name]), 'partition')}" for name, word in steps if facts.get(name)]
     if lost := sum((facts.get("lost") or {}).values()):

@@ -19,6 +19,7 @@ from mqlayer.doctor.postgres import OpenTransaction
 from mqlayer.doctor.problem_history import OpenProblem, Problem, ProblemPlace, open_problems, put_problems
 from mqlayer.errors import MqlayerError, SchemaMismatch
 from mqlayer.inspect import GroupStatus, group_statuses
+from mqlayer.inspect.group_status import Stall
 from mqlayer.inspect.node_status import NodeStatus, node_statuses
 from mqlayer.inspect.outbox_status import outbox_waiting
 from mqlayer.inspect.processes import relay_processes
@@ -416,8 +417,14 @@ def _no_members(topic: str, group: str, lag: int, oldest_s: float | None) -> Pro
     return Problem(ALERTS["MqlayerNoMembers"], text, _before(oldest_s), topic, group, effect=effect)
 
 
+def _retries(stall: Stall) -> bool:
+    # A message within its usual attempts holds nothing up for long.
+    longest = timedelta(seconds=ALERTS["MqlayerPartitionsStuck"].for_s)
+    return stall.reason == "failing" and stall.since is not None and datetime.now(UTC) - stall.since < longest
+
+
 def _stalls(one: GroupStatus, topic: str, group: str) -> Iterator[Problem]:
-    stuck = [(part, part.stall) for part in one.undrained if part.stall is not None]
+    stuck = [(part, part.stall) for part in one.undrained if part.stall is not None and not _retries(part.stall)]
     # What a silent node holds up is told with the node, and what nobody takes over with the missing members.
     told = EXPECTED_STALLS | {"node_away"} | (set() if one.facts.alive else {"lease_over"})
     for reason in dict.fromkeys(stall.reason for _, stall in stuck if stall.reason not in told):

@@ -81,7 +81,7 @@ def test_each_audited_act_has_words() -> None:
             "bulk end",
             "orders/g",
             {"bulk": 7, "act": "release", "done": 2, "skipped": 0, "failed": 1},
-            "ended bulk action 7 (release parked keys) in group g of topic orders: 2 done, 0 passed by, 1 failed",
+            "ended bulk action 7 (release parked keys) in group g of topic orders: 2 done, 0 left alone, 1 failed",
         ),
         (
             "dead discard",

@@ -46,7 +46,7 @@ FIELDS: Final = ("show", "topic", "group", "key", "error", "cause", "older", "yo
 AGES: Final = (("", "any"), ("600", "10 min"), ("3600", "1 h"), ("86400", "1 d"), ("604800", "7 d"))
 ERRORS: Final = 8
 ORDERS: Final[Mapping[str, str]] = {
-    "": "by group and key",
+    "": "by group, then by LP and key",
     "oldest": "the longest parked first",
     "largest": "the most messages first",
     "due": "the next attempt first",

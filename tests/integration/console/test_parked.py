@@ -143,7 +143,7 @@ def test_the_order_of_parked_keys_is_said_and_chosen(failing: Failing, ann: Test
     def first(page: str) -> str:
         return str(re.findall(r'data-label="Key" class="key"><a [^>]*>(k\d\d)<', page)[0])
 
-    assert "Parked keys, by group and key" in shown(ann)
+    assert "Parked keys, by group, then by LP and key" in shown(ann)
     for order, key in (("oldest", "k33"), ("largest", "k07"), ("due", "k44")):
         page = shown(ann, order=order, topic="orders")
         assert first(page) == key, order
