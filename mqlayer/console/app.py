@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from functools import partial
 from http import HTTPStatus
 from typing import Any, Final, TypeVar
-from urllib.parse import parse_qsl, urlencode, urlsplit
+from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -195,7 +195,9 @@ class Console:
         outcome = action.run(Visit(self._runtimes.of(user, reason), user, {}, fields))
         if outcome.goes_on:
             return RedirectResponse(request.scope.get("root_path", "") + outcome.path, HTTPStatus.SEE_OTHER)
-        return rendered("done.html", self._common(request, user, action.title) | {"outcome": outcome})
+        common = self._common(request, user, action.title)
+        names = title_of(outcome.path), title_of(common["back"])
+        return rendered("done.html", common | {"outcome": outcome, "names": names})
 
     async def _answer(
         self,
@@ -233,6 +235,12 @@ class Console:
 
 
 MENU: Final = tuple((page.path, page.menu) for page in PAGES if page.menu)
+
+
+def title_of(path: str) -> str:
+    """Return the title of a page by its path and query."""
+    page, parameters = _page_at(path.partition("?")[0])
+    return "the page before" if page is None else page.title.format(**{k: unquote(v) for k, v in parameters.items()})
 
 
 def _status_of(error: MqlayerError, found: HTTPStatus) -> HTTPStatus:
