@@ -82,8 +82,8 @@ def test_each_audited_act_has_words() -> None:
             "orders",
             {"version": 4, "parents": [3, 4], "successors": [[0, 512, "m"]], "state": "dropped"},
             (
-                "planned to merge partitions 3, 4 of topic orders → LPs 0 to 511 on m: route 3 → 4; it was dropped, the "
-                "route stayed"
+                "planned to merge partitions 3, 4 of topic orders → LPs 0 to 511 on m: route 3 → 4; it was dropped, "
+                "the route stayed"
             ),
         ),
         (

@@ -16,6 +16,7 @@ from mqlayer.doctor.hot_partitions import HotPartition, hot_partitions, is_hot
 from mqlayer.errors import InvalidInput
 from mqlayer.groups.pauses import pause_topic, resume_topic, running_partitions
 from mqlayer.inspect import (
+    BusiestKeys,
     MeasuredTopic,
     RateMeter,
     TopicOverview,
@@ -97,13 +98,17 @@ def _ranked(measured: MeasuredTopic | None) -> tuple[list[TopicPartition], dict[
 
 
 def _load_keys(visit: Visit) -> Mapping[str, Any]:
-    name, partition = visit.text("topic"), visit.number("partition")
+    name, partition = visit.text("topic"), visit.text("partition")
     topic_settings(visit.runtime.control, name)
+
+    def measured() -> BusiestKeys | None:
+        return busiest_keys(impatient(visit.runtime), name, visit.number("partition")) if partition else None
+
     return {
         "name": name,
         "partition": partition,
         "path": f"/topics/{segment(name)}",
-        "found": part(lambda: busiest_keys(impatient(visit.runtime), name, partition)),
+        "found": part(measured),
     }
 
 

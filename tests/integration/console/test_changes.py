@@ -100,7 +100,7 @@ def test_an_open_change_tells_what_it_waits_for_and_goes_on_or_is_dropped(
     said = words(text_of(browser, "/changes"))
     assert "split 1 orders planned" in said
     assert "its driver" in said
-    assert "; not begun yet" in words(text_of(browser, "/audit", actor="test"))
+    assert "; not begun yet" in words(text_of(browser, "/audit", who="all"))
     said = words(act(browser, "route-drop", topic="orders"))
     assert "Change 1 is dropped; the route is as before." in said
     assert audited(world, "route drop") == [("ann@console", "orders", "drill")]

@@ -11,6 +11,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from mqlayer.console import User, console_app, live
+from mqlayer.console.glossary import GLOSSARY
 from mqlayer.console.render import ago, number, size, unambiguous, when
 from mqlayer.console.views import ACTIONS, PAGES
 from tests.fixtures.console import OPERATOR, VIEWER, FixedAccess, console_client
@@ -80,6 +81,20 @@ def test_each_page_says_of_when_it_is_and_has_a_link_to_load_it_again_and_each_p
         assert "—" not in re.sub(r"<code>.*?</code>", "", page) or "/nodes" in kind, (kind, "neither zero nor unknown")
 
 
+def test_words_have_a_page_and_their_meaning_where_they_stand(ann: TestClient) -> None:
+    page = ann.get("/glossary").text
+    for path in ("/topics/orders", "/topics/orders/route", "/changes"):
+        shown = ann.get(path).text
+        terms = re.findall(r'<a class="term" href="/glossary#([a-z-]+)" title="([^"]+)">', html.unescape(shown))
+        assert ("lp", GLOSSARY["LP"]) in terms, path
+        for anchor, _ in terms:
+            assert f'<dt id="{anchor}">' in page, anchor
+        assert 'href="/glossary">Words of these pages' in shown
+        assert 'class="scope" title="A panel with this tag shows the whole system' in shown
+    for term in ("armed run", "epoch", "fenced effect", "LP set", "outbox slot"):
+        assert f">{term}</dt>" in page, term
+
+
 @pytest.mark.parametrize(
     ("came", "back"),
     [
@@ -119,8 +134,8 @@ def test_behind_a_prefix_the_way_back_has_it_once(stage: Stage, failing: Failing
 def test_a_done_act_leads_on_and_back(ann: TestClient) -> None:
     form = {"token": "token", "fields": "topic=orders", "back": "/groups?topic=orders", "reason": "r"}
     done = ann.post("/actions/topic-pause", data=form).text
-    assert '<a href="/topics/orders">Go on</a>' in done
-    assert '<a href="/groups?topic=orders">Back to the page before</a>' in done
+    assert '<a href="/topics/orders">Go on: Topic orders</a>' in done
+    assert '<a href="/groups?topic=orders">Back: Groups</a>' in done
 
 
 _stream = live.LivePages.stream

@@ -87,7 +87,7 @@ def test_a_topic_shows_settings_curves_and_the_heat_of_its_partitions(world: Wor
     with console_client(world, VIEWER) as viewer:
         assert "One key has 9" in words(text_of(viewer, "/topics/orders/keys", partition=partition))
     assert "unknown partition 99" in words(text_of(browser, "/topics/orders/keys", partition=99))
-    assert browser.get("/topics/orders/keys").status_code == 400
+    assert browser.get("/topics/none/keys").status_code == 404
 
 
 @pytest.mark.world(partitions=1, own_node=True)
