@@ -21,7 +21,7 @@ GLOSSARY: Final[Mapping[str, str]] = {
     "lag": "A group's messages that are not settled yet, and the age of the oldest.",
     "LP": "Logical partition: one of 1,024 buckets of a topic's keys, by a hash. A key stays in its LP for ever; a "
     "partition has a range of LPs.",
-    "LP set": "Neighbouring LPs that the outbox counts together, 16 in one.",
+    "LP set": "A share of all LPs; there are 16. Relays divide them: one relay at a time moves the rows of a set.",
     "member": "One running consumer of a group.",
     "node": "One registered Redis.",
     "outbox": "A table that stores messages in the application's own transaction. A relay moves them to partitions.",
