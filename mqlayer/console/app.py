@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from functools import partial
 from http import HTTPStatus
 from typing import Any, Final, TypeVar
-from urllib.parse import parse_qsl, urlencode, urlsplit
+from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -268,7 +268,9 @@ def _signature(token: str, action: Action, told: Mapping[str, str]) -> str:
 
 def _title_of(path: str) -> str:
     page, parameters = _page_at(path.partition("?")[0].partition("#")[0])
-    return "the overview" if page is None else page.title.format(**parameters)
+    if page is None:
+        return "the overview"
+    return page.title.format(**{name: unquote(value) for name, value in parameters.items()})
 
 
 def _own_path(request: Request) -> str:

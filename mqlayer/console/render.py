@@ -11,6 +11,7 @@ from urllib.parse import quote, urlencode
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 
+from mqlayer.console.glossary import GLOSSARY, anchor
 from mqlayer.escaping import is_printable
 
 UNKNOWN: Final = "unknown"
@@ -155,6 +156,7 @@ def templates() -> Environment:
     )
     made.filters |= {
         "ago": ago,
+        "anchor": anchor,
         "clock": clock,
         "counted": counted,
         "duration": duration,
@@ -167,7 +169,7 @@ def templates() -> Environment:
         "size": size,
         "when": when,
     }
-    made.globals["link"] = link
+    made.globals |= {"glossary": GLOSSARY, "link": link}
     return made
 
 

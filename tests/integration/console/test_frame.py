@@ -11,6 +11,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from mqlayer.console import User, console_app, live
+from mqlayer.console.glossary import GLOSSARY
 from mqlayer.console.render import ago, number, size, unambiguous, when
 from mqlayer.console.views import ACTIONS, PAGES
 from tests.fixtures.console import OPERATOR, VIEWER, FixedAccess, console_client
@@ -78,6 +79,20 @@ def test_each_page_says_of_when_it_is_and_has_a_link_to_load_it_again_and_each_p
                 cells = re.findall(r"<td(?![^>]*colspan)[^>]*>", table)
                 assert all("data-label=" in one for one in cells), (kind, table)
         assert "—" not in re.sub(r"<code>.*?</code>", "", page) or "/nodes" in kind, (kind, "neither zero nor unknown")
+
+
+def test_words_have_a_page_and_their_meaning_where_they_stand(ann: TestClient) -> None:
+    page = ann.get("/glossary").text
+    for path in ("/topics/orders", "/topics/orders/route", "/changes"):
+        shown = ann.get(path).text
+        terms = re.findall(r'<a class="term" href="/glossary#([a-z-]+)" title="([^"]+)">', html.unescape(shown))
+        assert ("lp", GLOSSARY["LP"]) in terms, path
+        for anchor, _ in terms:
+            assert f'<dt id="{anchor}">' in page, anchor
+        assert 'href="/glossary">Words of these pages' in shown
+        assert 'class="scope" title="A panel with this tag shows the whole system' in shown
+    for term in ("armed run", "epoch", "fenced effect", "LP set", "outbox slot"):
+        assert f">{term}</dt>" in page, term
 
 
 @pytest.mark.parametrize(
