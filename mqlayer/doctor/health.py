@@ -334,7 +334,7 @@ def _hot(look: HealthLook, rows: Iterable[GroupRow]) -> Iterator[Problem]:
     for topic, (partition, per_s, all_per_s, fair) in hot.items():
         if topic in late or per_s >= BUSY_PER_S:
             text = f"Partition {partition} of {topic} takes {per_s / all_per_s:.0%} of the load"
-            text += f" ({per_s:,.0f} of {all_per_s:,.0f} messages/s), and has {fair:.0%} of the LPs"
+            text += f" ({per_s:,.0f} of {all_per_s:,.0f} messages/s), where {fair:.0%} would be fair"
             yield Problem(alert, text, None, topic, partition=partition, effect=_heat(late.get(topic)))
 
 

@@ -11,12 +11,17 @@ from mqlayer.postgres.queries import query
 
 
 class HotPartition(NamedTuple):
-    """A topic's busiest partition. `share`: of the topic's messages; `fair`: of its LPs."""
+    """A topic's busiest partition. `fair`: the share of the topic's messages that would be fair."""
 
     partition: int
     per_s: float
-    share: float
+    all_per_s: float
     fair: float
+
+    @property
+    def share(self) -> float:
+        """Its share of the topic's messages."""
+        return self.per_s / self.all_per_s
 
 
 def hot_partitions(database: Database) -> Mapping[str, HotPartition]:

@@ -201,12 +201,14 @@ LEFT JOIN LATERAL (
 WHERE g.state = 'live' ORDER BY t.name, g.name;
 
 -- name: health_hot
--- Of each topic with several partitions, the one that takes in more than twice its share of the LPs, or half of what that
--- leaves besides, by the rates of the last minutes: its rate per second, the topic's, and its share of the LPs.
+-- Of each topic with several partitions, the one that takes in more than twice its fair share, or half of what that leaves
+-- besides, by the rates of the last minutes: its rate per second, the topic's, and the fair share, which is that of its LPs,
+-- or an equal one if that is more.
 SELECT DISTINCT ON (r.topic_id) t.name, r.partition_id, r.per_s, r.all_per_s, r.fair
 FROM (
     SELECT p.topic_id, p.partition_id, m.per_s, sum(m.per_s) OVER of_topic AS all_per_s,
-           (p.lp_to - p.lp_from) / 1024.0::float8 AS fair, count(*) OVER of_topic AS partitions
+           greatest((p.lp_to - p.lp_from) / 1024.0::float8, 1 / (count(*) OVER of_topic)::float8) AS fair,
+           count(*) OVER of_topic AS partitions
     FROM mqlayer.partition p JOIN mqlayer.partition_rate m USING (partition_id)
     WHERE p.state = 'open' AND m.measured_at > now() - interval '5 minutes'
     WINDOW of_topic AS (PARTITION BY p.topic_id)) AS r

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any, Final
 
@@ -12,14 +12,13 @@ from mqlayer.console.page import ROWS, Action, Outcome, Page, Plan, Visit, part
 from mqlayer.console.recent import RECENT
 from mqlayer.console.render import link, number, segment, size, when
 from mqlayer.console.spans import page_of, span_of
-from mqlayer.doctor.hot_partitions import HotPartition, hot_partitions, is_hot
+from mqlayer.doctor.hot_partitions import hot_partitions
 from mqlayer.errors import InvalidInput
 from mqlayer.groups.pauses import pause_topic, resume_topic, running_partitions
 from mqlayer.inspect import (
     BusiestKeys,
     MeasuredTopic,
     RateMeter,
-    TopicOverview,
     TopicPartition,
     busiest_keys,
     group_overviews,
@@ -48,21 +47,10 @@ def _load_list(visit: Visit) -> Mapping[str, Any]:
     return {
         "rows": rows,
         "topics": found[:ROWS],
-        "hot": part(lambda: _hot(control, found)),
+        "hot": part(lambda: hot_partitions(control)),
         "contains": contains,
         "more": more,
         "first": first,
-    }
-
-
-def _hot(control: Database, topics: Sequence[TopicOverview]) -> dict[str, HotPartition]:
-    """Return hot partitions by topic; halves of a former one with few LPs are none."""
-    counts = {one.name: one.partitions for one in topics}
-    known = hot_partitions(control)
-    return {
-        name: one
-        for name, one in known.items()
-        if counts.get(name) and is_hot(one.share, max(one.fair, 1 / counts[name]))
     }
 
 
