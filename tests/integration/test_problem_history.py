@@ -172,7 +172,7 @@ def test_a_hot_partition_is_told_by_the_second_sample_though_nothing_lags(world:
     assert found.effect == "500 messages wait for group g, the oldest for 2 min."
     world.rows("UPDATE mqlayer.partition_rate SET per_s = CASE WHEN per_s > 1 THEN 19 ELSE 1 END")
     (found,) = health._hot(look, [row])
-    assert "takes 95% of the load (19 of 20 messages/s), and has 50% of the LPs" in found.text
+    assert "takes 95% of the load (19 of 20 messages/s), where 50% would be fair" in found.text
     assert list(health._hot(look, [row._replace(oldest_s=10.0)])) == [], "few messages, and no lag"
 
 

@@ -45,7 +45,7 @@ def test_a_split_shows_its_effect_is_applied_and_watched_until_groups_have_drain
     assert "After: a new partition, LPs 0 to 99 on node-1:" in said
     assert "After: a new partition, LPs 600 to 1023 on node-1:" in said
     assert "Route version 2 of topic orders is in force" in said
-    assert "Go on: Route change 1" in said
+    assert "Go on to Route change 1" in said
     assert audited(world, "route split") == [("ann@console", "orders", "drill")]
     told = words(text_of(browser, "/audit"))
     assert "split partition 1 of topic orders → LPs 0 to 99 on node-1, LPs 100 to 599 on node-1" in told
