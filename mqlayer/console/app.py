@@ -129,7 +129,7 @@ class Console:
         told = dict(request.query_params)
         token = self.access.form_token(request)
         if not hmac.compare_digest(told.pop("sig", "").encode(), _signature(token, action, told).encode()):
-            why = "this outcome is of another session or another time: the audit has what was done"
+            why = "another session made this outcome: the audit lists all acts"
             return self._message(request, user, HTTPStatus.NOT_FOUND, why)
         ways = [(safe_path(told.get(name, ""))) for name in ("path", "back")]
         shown = {"text": told.get("text", ""), "ways": [(path, _title_of(path)) for path in dict.fromkeys(ways)]}

@@ -38,11 +38,11 @@ class KeptValue(Generic[Made]):
     def get(self, make: Callable[[], Made]) -> Made:
         """Return the value; start `make` in a thread where it is due. Raises the error of the last run."""
         with self._changed:
-            begun, now = time.monotonic(), time.monotonic()
-            if now >= self._due_at and not self._making:
+            begun = time.monotonic()
+            if begun >= self._due_at and not self._making:
                 self._making = True
                 threading.Thread(target=self._make, args=(make,), name="console-kept", daemon=True).start()
-            patience_s = FIRST_S if now - self._made_at > OLD_S else PATIENCE_S
+            patience_s = FIRST_S if begun - self._made_at > OLD_S else PATIENCE_S
             self._changed.wait_for(lambda: not self._making or self._made_at >= begun, patience_s)
             if self._error is not None:
                 raise self._error
