@@ -40,7 +40,9 @@ class BusiestKeys(NamedTuple):
     busiest: Sequence[BusyKey]
 
 
-def busiest_keys(runtime: Runtime, topic: str, partition: int, *, records: int = RECORDS) -> BusiestKeys:
+def busiest_keys(
+    runtime: Runtime, topic: str, partition: int, *, records: int = RECORDS, role: RedisRole = RedisRole.VIEWER
+) -> BusiestKeys:
     """Return the KEYS busiest keys of the newest `records`, fewer where bodies are large: two calls of the node.
 
     Raises InvalidInput, NotFound, StoreUnavailable.
@@ -53,7 +55,7 @@ def busiest_keys(runtime: Runtime, topic: str, partition: int, *, records: int =
     one = next((one for one in there if one.partition == partition), None)
     if one is None:
         raise NotFound("partition", partition, f"see those that there are: mqlayer topic show {topic}")
-    with NodePool.of_registered(runtime, RedisRole.VIEWER) as pool:
+    with NodePool.of_registered(runtime, role) as pool:
         kept = [each.record for each in _newest(pool.to(one.node), runtime.prefix, partition, records)]
     kept = [each for each in kept if not each.void]
     counts = Counter(None if each.key == NO_KEY else each.key.decode(errors="replace") for each in kept)
