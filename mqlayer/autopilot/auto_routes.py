@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any
 
 from psycopg.types.json import Jsonb
 
@@ -28,7 +28,7 @@ from mqlayer.autopilot.judging import (
     facts_before,
     judge,
 )
-from mqlayer.autopilot.loads import Times
+from mqlayer.autopilot.loads import TIMES, Times
 from mqlayer.autopilot.measuring import note_capacities, read_auto_topics, take_load_samples, with_lp_loads
 from mqlayer.autopilot.rules import RULES, decide, partitions_to_sample
 from mqlayer.autopilot.verdicts import AutoRule, Proposal
@@ -43,8 +43,6 @@ from mqlayer.runtime.runtime import Runtime
 from mqlayer.topics import list_nodes
 
 log = event_logger(__name__)
-
-TIMES: Final = Times()
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +91,8 @@ def _note_judgement(connection: Connection, topic: AutoTopic, change: ChangeToJu
     if not connection.execute(query("decision_judge"), put).rowcount:
         return False
     counted = {None: "keep", True: "reset", False: "add"}[judgement.helped]
-    unhelpful = _count(connection, topic, failed="reset", unhelpful=counted)[1]
+    failed = "reset" if change.state == "done" else "keep"
+    unhelpful = _count(connection, topic, failed=failed, unhelpful=counted)[1]
     said = {"topic": topic.topic, "change": change.change_id, "helped": judgement.helped, "reason": judgement.reason}
     log.info("route_change_judged", extra=said)
     failpoint("auto.before_judge_commit")

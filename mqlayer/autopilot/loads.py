@@ -40,6 +40,9 @@ class Times(NamedTuple):
     """A judgement waits so long for parents to be drained."""
 
 
+TIMES: Final = Times()
+
+
 class LoadFigures(NamedTuple):
     """A partition's load. `per_s`: in the last window, None: not known yet; `peak_per_s`: in any window looked at."""
 

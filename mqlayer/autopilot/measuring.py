@@ -14,7 +14,7 @@ from mqlayer.autopilot.stored_policy import policy_from
 from mqlayer.domain.routing import NodeId, lp_of
 from mqlayer.errors import MqlayerError
 from mqlayer.groups.positions import GroupPartition
-from mqlayer.inspect.busiest_keys import busiest_keys
+from mqlayer.inspect.busiest_keys import busiest_keys_at
 from mqlayer.logs import event_logger
 from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.queries import query
@@ -23,6 +23,7 @@ from mqlayer.redis.node_connection import Node, raise_for_reply
 from mqlayer.redis.read_scripts import position_command, position_reply
 from mqlayer.redis.roles import RedisRole
 from mqlayer.routes.lp_load import sampled_loads
+from mqlayer.runtime.node_pool import NodePool
 from mqlayer.runtime.route_cache import load_nodes, nodes_by
 from mqlayer.runtime.runtime import Runtime
 
@@ -165,19 +166,24 @@ def _with_capacity(database: Database, topic: AutoTopic) -> AutoTopic:
 def with_lp_loads(runtime: Runtime, topic: AutoTopic, candidates: Sequence[AutoPartition], times: Times) -> AutoTopic:
     """Return the topic with the load per LP of candidates, sampled together, and with their hot keys."""
     loads = sampled_loads(runtime, [(one.node, one.partition) for one in candidates], over_s=times.sample_s)
-    known = {number: LpLoads(per_lp, _hot_key(runtime, topic, number, per_lp)) for number, per_lp in loads.items()}
-    partitions = tuple(replace(one, loads=known.get(one.partition)) for one in topic.partitions)
+
+    def known(one: AutoPartition) -> LpLoads | None:
+        per_lp = loads.get(one.partition)
+        return None if per_lp is None else LpLoads(per_lp, _hot_key(runtime, one, per_lp))
+
+    partitions = tuple(replace(one, loads=known(one)) for one in topic.partitions)
     return replace(topic, partitions=partitions)
 
 
-def _hot_key(runtime: Runtime, topic: AutoTopic, partition: int, per_lp: Mapping[int, int]) -> HotKey | None:
+def _hot_key(runtime: Runtime, one: AutoPartition, per_lp: Mapping[int, int]) -> HotKey | None:
     """Look for the key only where one LP has most of the load."""
     if max(per_lp.values(), default=0) <= MOST_OF_ONE * sum(per_lp.values()):
         return None
     try:
-        found = busiest_keys(runtime, topic.topic, partition, role=RedisRole.WORKER).busiest
+        with NodePool.of_registered(runtime, RedisRole.WORKER) as pool:
+            found = busiest_keys_at(pool.to(one.node), runtime.prefix, one.partition).busiest
     except MqlayerError as error:
-        log.warning("hot_key_not_found", extra={"partition": partition, "reason": str(error)})
+        log.warning("hot_key_not_found", extra={"partition": one.partition, "reason": str(error)})
         return None
     if not found or found[0].key is None:
         return None

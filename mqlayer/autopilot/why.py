@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from mqlayer.autopilot.auto_topics import AutoCluster, AutoPartition, AutoTopic
 from mqlayer.autopilot.budgets import budget_left
 from mqlayer.autopilot.journal import RouteDecision, decisions_of
-from mqlayer.autopilot.loads import Times
+from mqlayer.autopilot.loads import TIMES, Times
 from mqlayer.autopilot.measuring import read_auto_topics
 from mqlayer.autopilot.policy import PolicyState, RoutePolicy, capacity_of
 from mqlayer.autopilot.rules import RULES, SPLIT_ABOVE, decide
@@ -49,9 +49,9 @@ class RouteReport:
     decisions: Sequence[RouteDecision]
 
 
-def explain_routes(runtime: Runtime, topic: str, *, last: int = 10) -> RouteReport:
+def explain_routes(runtime: Runtime, topic: str, *, last: int = 10, times: Times = TIMES) -> RouteReport:
     """Return what the autopilot knows of a topic. Raises NotFound without a policy."""
-    topics, cluster = read_auto_topics(runtime.control, Times(), topic)
+    topics, cluster = read_auto_topics(runtime.control, times, topic)
     if not topics:
         load_route(runtime.control, topic)
         raise NotFound("policy of topic", topic, f"its routes are changed by hand: mqlayer route auto {topic} --report")

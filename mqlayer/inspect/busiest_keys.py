@@ -40,9 +40,7 @@ class BusiestKeys(NamedTuple):
     busiest: Sequence[BusyKey]
 
 
-def busiest_keys(
-    runtime: Runtime, topic: str, partition: int, *, records: int = RECORDS, role: RedisRole = RedisRole.VIEWER
-) -> BusiestKeys:
+def busiest_keys(runtime: Runtime, topic: str, partition: int, *, records: int = RECORDS) -> BusiestKeys:
     """Return the KEYS busiest keys of the newest `records`, fewer where bodies are large: two calls of the node.
 
     Raises InvalidInput, NotFound, StoreUnavailable.
@@ -55,8 +53,13 @@ def busiest_keys(
     one = next((one for one in there if one.partition == partition), None)
     if one is None:
         raise NotFound("partition", partition, f"see those that there are: mqlayer topic show {topic}")
-    with NodePool.of_registered(runtime, role) as pool:
-        kept = [each.record for each in _newest(pool.to(one.node), runtime.prefix, partition, records)]
+    with NodePool.of_registered(runtime, RedisRole.VIEWER) as pool:
+        return busiest_keys_at(pool.to(one.node), runtime.prefix, partition, records=records)
+
+
+def busiest_keys_at(connection: NodeConnection, prefix: str, partition: int, *, records: int = RECORDS) -> BusiestKeys:
+    """Return the busiest keys of a partition of a node."""
+    kept = [each.record for each in _newest(connection, prefix, partition, records)]
     kept = [each for each in kept if not each.void]
     counts = Counter(None if each.key == NO_KEY else each.key.decode(errors="replace") for each in kept)
     times = [each.at_ms for each in kept]

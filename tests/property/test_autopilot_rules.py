@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import example, given
@@ -59,7 +60,7 @@ def topic_of(*parts: AutoPartition, changes: tuple[PastChange, ...] = (), **poli
     return AutoTopic(1, "orders", 1, made, PolicyState(), parts, changes)
 
 
-def tiled(count: int, loads: Mapping[int, int], **policy: object) -> AutoTopic:
+def tiled(count: int, loads: Mapping[int, int], **policy: Any) -> AutoTopic:
     return topic_of(*(part(n, *r, loads) for n, r in enumerate(even_ranges(count), start=1)), **policy)
 
 

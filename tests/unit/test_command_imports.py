@@ -28,7 +28,18 @@ COMMON: Final = {
 }  # fmt: skip
 """Parts of the library that commands have for the databases and nodes that they use."""
 FAILURES: Final = {"events", "groups", "parking", "redelivery"}
-JOBS: Final = {"archive", "autopilot", "health", "idempotency", "inspect", "maintenance", "outbox", "relay", "routes", *FAILURES}
+JOBS: Final = {
+    "archive",
+    "autopilot",
+    "health",
+    "idempotency",
+    "inspect",
+    "maintenance",
+    "outbox",
+    "relay",
+    "routes",
+    *FAILURES,
+}
 PARTS: Final[dict[str, set[str]]] = {
     "project": set(),
     "stack": set(),

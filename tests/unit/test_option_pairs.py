@@ -66,8 +66,8 @@ OPTIONS: Final[dict[str, str]] = {
     "route merge": "TOPIC PARTITIONS --to --if-version --plan --yes --watch --timeout",
     "route move": "TOPIC PARTITION --to --unreachable --accept-loss --if-version --plan --yes --watch --timeout",
     "route show": "TOPIC --version --json",
-    "route auto": "TOPIC --on --report --off --min-partitions --max-partitions --capacity --changes-per-hour --cool-down "
-    "--rest --quiet",
+    "route auto": "TOPIC --on --report --off --min-partitions --max-partitions --capacity --changes-per-hour "
+    "--cool-down --rest --quiet",
     "route why": "TOPIC --last --json",
     "route history": "TOPIC --json",
     "route watch": "TOPIC --timeout",
