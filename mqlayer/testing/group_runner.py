@@ -59,8 +59,11 @@ class ObservedDecider(FailureDecider):
         self._group = core.group
         self.failures: list[Failure] = []
 
-    def decide(self, owned: OwnedPartition, record: Record, error: BaseException) -> FailureAction:
-        """Decide as the engine does."""
+    def decide(
+        self, owned: OwnedPartition, record: Record, error: BaseException, *, held: bool = False
+    ) -> FailureAction:
+        """Decide as the engine does, without a circuit breaker: no server keeps one."""
+        del held
         action = super().decide(owned, record, error)
         topic, group = self._group.topic, self._group.name
         self.failures.append(

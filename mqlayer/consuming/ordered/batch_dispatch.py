@@ -5,9 +5,11 @@ A key queue is in one batch at most, so keys stay in order. Failed, suspect, and
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator
 
 from mqlayer.consuming.api.batches import BatchOf
+from mqlayer.consuming.engine.circuit_breaker import CircuitBreaker
 from mqlayer.consuming.engine.clock import Lease, clock
 from mqlayer.consuming.ordered.dispatcher import Dispatcher
 from mqlayer.consuming.ordered.owned_partitions import KeyQueue, OwnedPartition, OwnershipState
@@ -22,8 +24,8 @@ SHORTEST_WAIT_S = 0.001
 class BatchQueues(ReadyQueues):
     """Ready key queues that are given out in batches."""
 
-    def __init__(self, lease: Lease, batch_of: BatchOf) -> None:
-        super().__init__(lease)
+    def __init__(self, lease: Lease, batch_of: BatchOf, breaker: CircuitBreaker | None = None) -> None:
+        super().__init__(lease, breaker)
         self._of = batch_of
 
     def gather(self) -> list[KeyQueue]:
@@ -31,6 +33,10 @@ class BatchQueues(ReadyQueues):
         self.collect_finished()
         if self.stopping or not self.lease.holds():
             return []
+        if self.breaker.engaged:
+            local_queue: deque[KeyQueue] = deque()
+            self._fill_admitted(local_queue)
+            return [*local_queue]
         key_queues = list(self._of_one_key() if self._of.kind == "key" else self._of_distinct_keys())
         for key_queue in key_queues:
             key_queue.owned.begin(key_queue, self._count(key_queue) if self._of.kind == "key" else 1)
@@ -131,8 +137,8 @@ class BatchQueues(ReadyQueues):
 class BatchDispatcher(Dispatcher):
     """A dispatcher whose workers take batches."""
 
-    def __init__(self, lease: Lease, batch_of: BatchOf) -> None:
-        self._batches = BatchQueues(lease, batch_of)
+    def __init__(self, lease: Lease, batch_of: BatchOf, breaker: CircuitBreaker | None = None) -> None:
+        self._batches = BatchQueues(lease, batch_of, breaker)
         super().__init__(lease, self._batches)
 
     def take_batch(self, timeout_s: float) -> list[KeyQueue]:

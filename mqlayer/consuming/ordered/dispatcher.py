@@ -222,6 +222,18 @@ class Dispatcher:
             self._queues.collect_finished()
             return self._queues.runs_on(partition)
 
+    def wake_workers(self) -> None:
+        """Have workers look again."""
+        with self.lock:
+            self._queues.changed.notify_all()
+        if self._queues.on_ready is not None:
+            self._queues.on_ready()
+
+    def has_ready(self) -> bool:
+        """Whether a message could begin."""
+        with self.lock:
+            return self._queues.has_ready()
+
     def retry_now(self) -> None:
         """Make delayed key queues due."""
         with self.lock:

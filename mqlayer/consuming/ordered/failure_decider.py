@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 
+from mqlayer.consuming.engine.circuit_breaker import HOLD_S
 from mqlayer.consuming.engine.core import MemberCore
 from mqlayer.consuming.engine.failure_actions import (
     FailureAction,
@@ -27,12 +29,20 @@ class FailureDecider:
         self, core: MemberCore, events: OrderedEvents, record_attempt: Callable[[FailedAttempt], None]
     ) -> None:
         self._settings, self._own_limit = core.settings, core.options.parked_keys
+        self.breaker = core.settings.breaker
         self._events, self._record_attempt = events, record_attempt
 
-    def decide(self, owned: OwnedPartition, record: Record, error: BaseException) -> FailureAction:
-        """Count a failed attempt, where the error counts; return what follows."""
+    def decide(
+        self, owned: OwnedPartition, record: Record, error: BaseException, *, held: bool = False
+    ) -> FailureAction:
+        """Count a failed attempt, where the error counts; return what follows. `held`: nothing counts."""
         resumed, text = isinstance(record, ParkedRecord), self._events.texts.text(error)
         before = record.attempts if isinstance(record, ParkedRecord) else owned.attempts.get(record.offset)
+        if held:
+            action: FailureAction = RetryInPlace(before, HOLD_S)
+            self._events.handler_failed(owned, record, error, action, counted=False)
+            self._events.stats.held += 1
+            return action
         action = failure_action(
             error,
             self._settings.rules,
@@ -50,6 +60,7 @@ class FailureDecider:
         if counted:
             if not resumed:
                 owned.attempts.count(record.offset, action.attempts)
+                self.breaker.counted(partial(owned.attempts.give_back, record.offset, before))
             timed_out = isinstance(error, MessageTimeout)
             self._record_attempt(FailedAttempt(record.identity, action.attempts, text, owned.partition, timed_out))
         self._events.handler_failed(owned, record, error, action, counted=counted)

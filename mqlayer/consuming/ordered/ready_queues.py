@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from itertools import count
 from typing import Final
 
+from mqlayer.consuming.engine.circuit_breaker import CircuitBreaker
 from mqlayer.consuming.engine.clock import Lease, clock
 from mqlayer.consuming.ordered.owned_partitions import KeyQueue, OwnedPartition, OwnershipState
 from mqlayer.domain.routing import PartitionId
@@ -25,8 +26,8 @@ QueueKey = tuple[PartitionId, bytes]
 class ReadyQueues:
     """Which key queue runs next. All but `note_pace` needs `lock`."""
 
-    def __init__(self, lease: Lease) -> None:
-        self.lease = lease
+    def __init__(self, lease: Lease, breaker: CircuitBreaker | None = None) -> None:
+        self.lease, self.breaker = lease, breaker or CircuitBreaker()
         self.lock = threading.Lock()
         self.changed = threading.Condition(self.lock)
         self.stopping = False
@@ -80,12 +81,29 @@ class ReadyQueues:
             return False
         ready = self._ready
         wanted = min(CHUNK, 1 + len(ready) // max(1, len(self.local_queues))) if self._message_s < QUICK_S else 1
+        if self.breaker.engaged:
+            return self._fill_admitted(local_queue)
         while ready and len(local_queue) < wanted:
             key_queue = ready.popleft()
             if key_queue.owned.state is OwnershipState.OPEN:
                 key_queue.owned.begin(key_queue)
                 local_queue.append(key_queue)
         return bool(local_queue)
+
+    def _fill_admitted(self, local_queue: deque[KeyQueue]) -> bool:
+        """One message, if the circuit breaker admits it."""
+        while self._ready and not local_queue and self.breaker.room():
+            key_queue = self._ready.popleft()
+            if key_queue.owned.state is OwnershipState.OPEN:
+                key_queue.owned.begin(key_queue, 1)
+                self.breaker.begin(key_queue)
+                local_queue.append(key_queue)
+        return bool(local_queue)
+
+    def has_ready(self) -> bool:
+        """Whether a message could begin."""
+        self.collect_finished()
+        return any(key_queue.owned.state is OwnershipState.OPEN for key_queue in self._ready)
 
     def enqueue(self, key_queues: Iterable[KeyQueue]) -> None:
         """Make ready; keys that still run wait."""
