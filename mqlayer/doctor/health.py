@@ -15,7 +15,8 @@ from typing import Any, Final, NamedTuple
 from mqlayer.doctor.findings import format_seconds
 from mqlayer.doctor.postgres import OpenTransaction
 from mqlayer.errors import MqlayerError, SchemaMismatch
-from mqlayer.inspect import GroupStatus, group_statuses
+from mqlayer.groups.breaker import BreakerFacts
+from mqlayer.inspect import GroupStatus, describe_breaker, group_statuses
 from mqlayer.inspect.node_status import NodeStatus, node_statuses
 from mqlayer.inspect.processes import relay_processes
 from mqlayer.maintenance.job_status import job_statuses
@@ -218,6 +219,10 @@ def _groups(look: HealthLook) -> Iterator[Problem]:
     rows = [GroupRow(*row) for row in look.rows("health_groups")]
     look.totals.is_sampled = sum(one.partitions for one in rows) > POSITIONS_LIMIT
     yield from _sampled_groups(look, rows) if look.totals.is_sampled else _read_groups(look)
+    for topic, group, *of_breaker in look.rows("health_breakers"):
+        breaker = BreakerFacts(*of_breaker)
+        text = describe_breaker(breaker).capitalize()
+        yield Problem(ALERTS["MqlayerBreakerOpen"], text, breaker.opened_at, topic, group)
     above_s = ALERTS["MqlayerLagGrows"].above
     for topic, group, oldest_s, lag in look.rows("health_lag", above_s=above_s):
         text = f"The oldest of {_count(lag)} messages is {format_seconds(oldest_s)} old, and gets older"
@@ -272,7 +277,7 @@ def _group(one: GroupStatus) -> Iterator[Problem]:
 def _stalls(one: GroupStatus, topic: str, group: str) -> Iterator[Problem]:
     stuck = [(part.facts.partition, part.stall) for part in one.undrained if part.stall is not None]
     # What a silent node holds up is told with the node, and what nobody takes over with the missing members.
-    told = EXPECTED_STALLS | {"node_away"} | (set() if one.facts.alive else {"lease_over"})
+    told = EXPECTED_STALLS | {"node_away", "breaker"} | (set() if one.facts.alive else {"lease_over"})
     counts = Counter(stall.reason for _, stall in stuck if stall.reason not in told)
     for reason, count in counts.items():
         partition, first = next((number, stall) for number, stall in stuck if stall.reason == reason)

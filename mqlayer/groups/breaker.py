@@ -105,12 +105,12 @@ def trip_breaker(runtime: Runtime, topic: str, name: str) -> bool:
 
     Raises NotFound, InvalidInput for a group without a breaker.
     """
-    return _operate(runtime, topic, name, "breaker_trip", "breaker trip")
+    return _operate(runtime, topic, name, "breaker_trip", "breaker open")
 
 
 def reset_breaker(runtime: Runtime, topic: str, name: str) -> bool:
     """Close a group's breaker by hand, at full speed. False: it was closed. Raises as `trip_breaker`."""
-    return _operate(runtime, topic, name, "breaker_reset", "breaker reset")
+    return _operate(runtime, topic, name, "breaker_reset", "breaker close")
 
 
 def _operate(runtime: Runtime, topic: str, name: str, statement: str, act: str) -> bool:

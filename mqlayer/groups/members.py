@@ -172,7 +172,9 @@ def send_heartbeat(
     with database.connection() as connection:
         rows = connection.execute(query("member_assignments"), facts).fetchall()
     assigned = tuple(Assignment(*row[:-OF_GROUP]) for row in rows if row[0] is not None)
-    facts_of_group = rows[0][-OF_GROUP:] if rows else (False, None, None, 0, *[None] * OF_BREAKER, NO_FILTER, 0, 0)
+    facts_of_group: Sequence[Any] = (
+        rows[0][-OF_GROUP:] if rows else (False, None, None, 0, *[None] * OF_BREAKER, NO_FILTER, 0, 0)
+    )
     archived, per_s, burst, share_count, *more = facts_of_group
     tag_filter, parking_version, allocation, *columns = more[OF_BREAKER:]
     rules = RetryRules.of(columns) if columns else None
@@ -184,8 +186,8 @@ def send_heartbeat(
 
 
 def _breaker(facts: Sequence[Any]) -> BreakerReply:
-    state, *others, suspected = facts
-    return BreakerReply(suspected=bool(suspected)) if state is None else BreakerReply(state, *others, suspected)
+    # Without a row of it all but the last is null.
+    return BreakerReply(suspected=bool(facts[-1])) if facts[0] is None else BreakerReply(*facts)
 
 
 def release(database: Database, session: MemberSession, *assigned: Assignment) -> None:

@@ -125,9 +125,11 @@ def group_facts(database: Database, topic: str | None = None, name: str | None =
 
 def _group_facts(row: Sequence[Any]) -> GroupFacts:
     first, later = row[:-BEHIND_RULES], row[-BEHIND_RULES:]
-    values: list[Any] = [*first[:-RULES_COUNT], RetryRules.of(first[-RULES_COUNT:]), *later[:-OF_BREAKER]]
     state, *of_breaker = later[-OF_BREAKER:]
-    return GroupFacts(*values, breaker=None if state is None else BreakerFacts(state, *of_breaker))
+    breaker = None if state is None else BreakerFacts(state, *of_breaker)
+    rules = RetryRules.of(first[-RULES_COUNT:])
+    values: list[Any] = [*first[:-RULES_COUNT], rules, *later[:-OF_BREAKER], breaker]
+    return GroupFacts(*values)
 
 
 def partition_facts(database: Database, groups: Iterable[GroupFacts]) -> list[PartitionFacts]:

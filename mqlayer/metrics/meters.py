@@ -33,9 +33,9 @@ TOGETHER: Final = 64
 OTHER: Final = "_OTHER"
 """The conventions' name for any further class."""
 OUTCOMES: Final = (
-    "handled", "failed", "timed_out", "paused", "blocked", "parked", "unparked", "dead", "skipped", "unmatched",
+    "handled", "failed", "timed_out", "paused", "blocked", "parked", "unparked", "dead", "skipped", "unmatched", "held",
 )  # fmt: skip
-CONSUMED: Final = ("handled", "failed", "paused")
+CONSUMED: Final = ("handled", "failed", "paused", "held")
 PRODUCED: Final = (
     "stored", "repeated", "failed", "aborted", "withdrawn", "lost", "duplicates", "diverted", "unreplicated",
 )  # fmt: skip

@@ -8,46 +8,60 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mqlayer import Context
-from mqlayer.consuming.engine.circuit_breaker import RAMP_STEP_S
-from mqlayer.errors import InvalidInput
+from mqlayer import BatchOf, Context
+from mqlayer.errors import Conflict, InvalidInput
 from mqlayer.groups import find_group
+from mqlayer.groups.admin import set_group
 from mqlayer.groups.breaker import LONGEST_PROBE_S, RAMP_S, reset_breaker, trip_breaker
 from mqlayer.inspect import group_statuses
-from tests.fixtures.consumers import Recorder, Stage, member_of
+from tests.fixtures.commands import Commands
+from tests.fixtures.consumers import Recorder, Stage, StartStage, member_of
+from tests.fixtures.forked_programs import Process, start_python
 from tests.fixtures.wait import wait_until
 from tests.proof.runtimes import runtime_of
 
+SETTLED_S = 30.0
+
 
 class Downstream:
-    """A TCP server that answers a line with its length, and refuses connections while it is away."""
+    """A TCP server that answers; refuses connections while it is away, and answers nothing while it hangs."""
 
     def __init__(self) -> None:
         self._listener: socket.socket | None = None
-        self.port = 0
+        self._awake = threading.Event()
+        self._awake.set()
+        self.port, self.calls = 0, 0
         self.come_back()
 
     def come_back(self) -> None:
-        """Accept connections, at the same port as before."""
-        listener = socket.socket()
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(("127.0.0.1", self.port))
-        listener.listen(128)
-        self.port, self._listener = listener.getsockname()[1], listener
-        threading.Thread(target=self._serve, args=(listener,), daemon=True).start()
+        """Answer, at the same port as before."""
+        self._awake.set()
+        if self._listener is None:
+            self._listener = listener = socket.socket()
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(("127.0.0.1", self.port))
+            listener.listen(128)
+            self.port = listener.getsockname()[1]
+            threading.Thread(target=self._serve, args=(listener,), daemon=True).start()
 
     def go_away(self) -> None:
         """Refuse connections."""
+        self._awake.set()
         if self._listener is not None:
-            # Ends the accepting thread's call, and with it the last reference to the port.
+            # Ends the accepting thread's call, which would hold the port.
             self._listener.shutdown(socket.SHUT_RDWR)
             self._listener.close()
             self._listener = None
+
+    def hang(self) -> None:
+        """Accept connections, and answer none."""
+        self.come_back()
+        self._awake.clear()
 
     def _serve(self, listener: socket.socket) -> None:
         while True:
@@ -56,7 +70,13 @@ class Downstream:
             except OSError:
                 return
             with connection:
-                connection.sendall(b"%d\n" % len(connection.recv(1000)))
+                connection.recv(1000)
+                self.calls += 1
+                self._awake.wait()
+                try:
+                    connection.sendall(b"ok")
+                except OSError:
+                    continue
 
 
 @pytest.fixture
@@ -66,44 +86,308 @@ def downstream() -> Iterator[Downstream]:
     server.go_away()
 
 
-def call(port: int, body: bytes) -> None:
-    with closing(socket.create_connection(("127.0.0.1", port), timeout=5)) as connection:
-        connection.sendall(body)
-        assert connection.recv(100)
+class Breaker:
+    """A group's breaker, as Postgres has it."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.stage = stage
+
+    def row(self) -> Any:
+        with self.stage.database.connection() as connection:
+            query = "SELECT state, cause, probes, failing_keys, probe_session FROM mqlayer.breaker"
+            return connection.execute(query).fetchone() or ("closed", "", 0, 0, None)
+
+    @property
+    def state(self) -> str:
+        return str(self.row()[0])
+
+    @property
+    def probes(self) -> int:
+        return int(self.row()[2])
+
+    def wait(self, state: str, *, timeout_s: float = 20.0) -> None:
+        wait_until(lambda: self.state == state, timeout_s=timeout_s, what=f"the breaker is {state}")
 
 
-def breaker_rows(stage: Stage) -> list[Any]:
+@pytest.fixture
+def breaker(stage: Stage) -> Breaker:
+    return Breaker(stage)
+
+
+def left(stage: Stage) -> tuple[int, int]:
+    """Return how many messages are parked, and how many died."""
     with stage.database.connection() as connection:
-        return connection.execute("SELECT state, cause, probes, failing_keys FROM mqlayer.breaker").fetchall()
+        row = connection.execute(
+            "SELECT (SELECT count(*) FROM mqlayer.parked_message), (SELECT count(*) FROM mqlayer.dead_message)"
+        ).fetchone()
+    assert row is not None
+    return int(row[0]), int(row[1])
 
 
-def state(stage: Stage) -> str:
-    rows = breaker_rows(stage)
-    return rows[0][0] if rows else "closed"
+# -- an outage -------------------------------------------------------------------------------------------------------
 
 
-def test_an_outage_counts_nothing_parks_nothing_and_ends_by_itself(stage: Stage, downstream: Downstream) -> None:
-    recorder = Recorder(act=lambda body, ctx: call(downstream.port, body))
-    events: list[Any] = []
-    app = stage.consume(recorder, breaker_share=0.5, breaker_keys=6, backoff_s=None, attempt_limit=2)
-    app.on_event(events.append)
-    stage.send_numbers(keys=20, each=2)
-    stage.wait_settled()
+class Members:
+    """Processes that call the downstream, under load, and their log."""
+
+    def __init__(self, stage: Stage, downstream: Downstream, directory: Path) -> None:
+        self.stage, self.downstream, self.log = stage, downstream, directory / "log"
+        self.processes: dict[int, Process] = {}
+        self.sent, self._stop = 1, threading.Event()
+        self._load = threading.Thread(target=self._publish, daemon=True)
+
+    def start(self) -> None:
+        settings = self.stage.settings()
+        environment = os.environ | {
+            "MQLAYER_DSN": settings.control_dsn(), "MQLAYER_KEY_PREFIX": settings.key_prefix, "MQLAYER_LEASE_S": "2",
+        }  # fmt: skip
+        process = start_python(
+            "tests.proof.downstream_member", self.stage.topic, str(self.downstream.port), str(self.log), env=environment
+        )
+        self.processes[process.pid] = process
+
+    def load(self) -> None:
+        self._load.start()
+
+    def _publish(self) -> None:
+        while not self._stop.wait(0.1):
+            self.stage.send_numbers(keys=30, each=1, first=self.sent)
+            self.sent += 1
+
+    def stop_load(self) -> None:
+        self._stop.set()
+        if self._load.ident is not None:
+            self._load.join()
+
+    def end(self) -> None:
+        self.stop_load()
+        for process in self.processes.values():
+            process.kill()
+            process.wait()
+
+    def lines(self) -> list[list[bytes]]:
+        return [line.split() for line in self.log.read_bytes().splitlines()] if self.log.exists() else []
+
+    def begun(self) -> int:
+        return sum(line[1] == b"b" for line in self.lines())
+
+    def prober(self) -> int:
+        with self.stage.database.connection() as connection:
+            row = connection.execute(
+                "SELECT m.pid FROM mqlayer.breaker b JOIN mqlayer.member m ON m.session = b.probe_session"
+            ).fetchone()
+        return 0 if row is None else int(row[0])
+
+
+@pytest.fixture
+def members(stage: Stage, downstream: Downstream, tmp_path: Path) -> Iterator[Members]:
+    found = Members(stage, downstream, tmp_path)
+    yield found
+    found.end()
+
+
+def test_an_outage_under_load_counts_parks_and_kills_nothing(
+    stage: Stage, downstream: Downstream, members: Members, breaker: Breaker
+) -> None:
+    """Two processes, of which the probing one is killed: no attempt counts, order holds, and the end is noticed."""
+    members.start()
+    members.start()
+    members.load()
+    wait_until(lambda: len(set(stage.owners().values())) == 2, what="both own a partition")
+    wait_until(lambda: {int(line[0]) for line in members.lines()} == {*members.processes}, what="both handle messages")
     downstream.go_away()
-    stage.send_numbers(keys=20, each=5, first=3)
-    wait_until(lambda: state(stage) == "open", what="the breaker to open")
-    begun = len(recorder.begun)
-    wait_until(lambda: breaker_rows(stage)[0][2] >= 2, what="two probes that fail")
-    assert len(recorder.begun) - begun <= 4 + member_of(app)._core.options.concurrency
-    (status,) = group_statuses(stage.runtime, stage.topic, "g")
-    assert {one.stall.reason for one in status.undrained if one.stall is not None} == {"breaker"}
+    breaker.wait("open")
+    wait_until(lambda: breaker.probes >= 1, what="a probe failed")
+    before, probes, began = members.begun(), breaker.probes, time.monotonic()
+    wait_until(lambda: breaker.probes >= probes + 2, what="two probes more")
+    assert members.begun() - before <= breaker.probes - probes + 1
+    assert time.monotonic() - began > 2.0
+    # A probe that takes its time, and its member that dies with it.
+    calls = downstream.calls
+    downstream.hang()
+    wait_until(lambda: downstream.calls == calls + 1 and members.prober() != 0, timeout_s=25, what="a probe hangs")
+    killed = members.prober()
+    os.kill(killed, signal.SIGKILL)
+    members.processes.pop(killed).wait()
+    wait_until(lambda: members.prober() not in (0, killed), timeout_s=20, what="the other one probes")
+    assert downstream.calls <= calls + 2
     downstream.come_back()
     back = time.monotonic()
-    stage.wait_settled(timeout_s=30)
-    took = time.monotonic() - back
-    print("took", took, breaker_rows(stage), app.members[0].stats)
-    recorder.assert_in_order()
-    assert {run.attempt for run in recorder.begun} <= {1, 2}
-    assert member_of(app).stats.parked == member_of(app).stats.dead == 0
-    wait_until(lambda: state(stage) == "closed", what="closed again")
-    assert [event.kind for event in events if event.kind.startswith("breaker")] == ["breaker_opened", "breaker_closed"]
+    breaker.wait("closed")
+    members.stop_load()
+    stage.wait_settled(timeout_s=SETTLED_S)
+    assert time.monotonic() - back < LONGEST_PROBE_S + 2 * RAMP_S
+    assert left(stage) == (0, 0)
+    ended: dict[bytes, list[int]] = {}
+    for _, what, key, body, attempt in members.lines():
+        if what == b"e":
+            assert int(attempt) <= 2
+            if int(body) not in ended.setdefault(key, []):
+                ended[key].append(int(body))
+    assert ended == {b"key-%d" % key: [*range(1, members.sent)] for key in range(30)}
+
+
+@pytest.mark.parametrize("kind", ["plain", "async", "batch"])
+def test_a_breaker_gives_back_the_attempts_that_opened_it(stage: Stage, breaker: Breaker, kind: str) -> None:
+    away, attempts = threading.Event(), list[int]()
+    events: list[Any] = []
+
+    def work(body: bytes, ctx: Context) -> None:
+        attempts.append(ctx.attempt)
+        if away.is_set():
+            raise ConnectionError("refused")
+
+    async def wait(body: bytes, ctx: Context) -> None:
+        work(body, ctx)
+
+    def work_all(bodies: list[bytes], batch: Any) -> None:
+        attempts.extend(message.attempt for message in batch.messages)
+        if away.is_set():
+            raise ConnectionError("refused")
+
+    handler: Any = {"plain": work, "async": wait, "batch": work_all}[kind]
+    batch = BatchOf("distinct", limit=5) if kind == "batch" else None
+    away.set()
+    app = stage.consume(handler, breaker_share=0.5, breaker_keys=8, attempt_limit=2, policy="dead_letter", batch=batch)
+    app.on_event(events.append)
+    stage.send_numbers(keys=20, each=3)
+    breaker.wait("open")
+    wait_until(lambda: breaker.probes >= 1, what="a probe failed")
+    with stage.database.connection() as connection:
+        (facts,) = group_statuses(stage.runtime, stage.topic, "g")
+        assert connection.execute("SELECT count(*) FROM mqlayer.dead_message").fetchone() == (0,)
+    assert {one.stall.reason for one in facts.undrained if one.stall is not None} == {"breaker"}
+    assert all(one.head is not None and one.head.attempts == 0 for one in facts.undrained)
+    away.clear()
+    stage.wait_settled(timeout_s=SETTLED_S)
+    assert left(stage) == (0, 0)
+    assert member_of(app).stats.handled == 60
+    assert member_of(app).stats.held > 0
+    assert max(attempts) <= 2
+    breaker.wait("closed")
+    told = [(event.kind, event.cause, event.actor) for event in events if event.kind.startswith("breaker")]
+    assert told == [("breaker_opened", "ConnectionError", member_of(app).member_id), ("breaker_closed", "", "")]
+
+
+# -- what does not open it -------------------------------------------------------------------------------------------
+
+
+def test_neither_one_bad_key_nor_half_of_the_keys_below_the_share_opens_it(stage: Stage, breaker: Breaker) -> None:
+    bad = {"key-0"}
+
+    def fail(body: bytes, ctx: Context) -> None:
+        if ctx.key in bad:
+            raise ValueError("bad data")
+
+    recorder = Recorder(act=fail)
+    rules: dict[str, Any] = {"attempt_limit": 2, "policy": "dead_letter"}
+    app = stage.consume(recorder, breaker_share=0.75, breaker_keys=1, **rules)
+    stage.send_numbers(keys=20, each=3)
+    stage.wait_settled()
+    assert left(stage) == (0, 3)
+    bad |= {f"key-{number}" for number in range(10)}
+    stage.send_numbers(keys=20, each=3, first=4)
+    stage.wait_settled(timeout_s=SETTLED_S)
+    assert breaker.row()[:2] == ("closed", "")
+    assert left(stage) == (0, 33)
+    assert member_of(app).stats.parked == 0
+
+
+def test_errors_that_are_final_or_not_named_never_open_it(stage: Stage, breaker: Breaker) -> None:
+    def fail(body: bytes, ctx: Context) -> None:
+        raise KeyError("final") if int(body) % 2 else OSError("not named")
+
+    rules: dict[str, Any] = {"attempt_limit": 1, "policy": "dead_letter"}
+    stage.consume(
+        fail, breaker_share=0.1, breaker_keys=1, breaker_errors=(TimeoutError,), non_retryable_errors=(KeyError,),
+        **rules,
+    )  # fmt: skip
+    stage.send_numbers(keys=20, each=2)
+    stage.wait_settled()
+    assert left(stage) == (0, 40)
+    assert breaker.row()[:2] == ("closed", "")
+
+
+def test_one_of_two_members_that_alone_fails_brakes_only_itself_by_the_rules(
+    start_stage: StartStage, redis_url: str
+) -> None:
+    """A host that can't reach the downstream is outvoted: its keys fail and die as without a breaker."""
+    stage = start_stage(redis_url, partitions=4)
+    breaker, sick = Breaker(stage), threading.Event()
+
+    def fail(body: bytes, ctx: Context) -> None:
+        if sick.is_set():
+            raise ConnectionError("no route to host")
+
+    rules: dict[str, Any] = {
+        "breaker_share": 0.8, "breaker_keys": 4, "attempt_limit": 2, "policy": "dead_letter", "breaker_window_s": 4,
+    }  # fmt: skip
+    ill, well = Recorder(act=fail), Recorder()
+    apps = [stage.consume(recorder, **rules) for recorder in (ill, well)]
+    wait_until(lambda: len(set(stage.owners().values())) == 2, what="both own partitions")
+    sick.set()
+    number = 0
+
+    def settled_of_ill() -> bool:
+        nonlocal number
+        number += 1
+        stage.send_numbers(keys=40, each=1, first=number)
+        return member_of(apps[0]).stats.dead >= 5
+
+    wait_until(settled_of_ill, timeout_s=SETTLED_S, what="its messages die")
+    assert breaker.state == "closed"
+    assert member_of(apps[1]).stats.failed == 0
+
+
+# -- operators -------------------------------------------------------------------------------------------------------
+
+
+def test_an_operator_opens_and_closes_it_and_parked_keys_wait_with_it(
+    stage: Stage, breaker: Breaker, run: Commands
+) -> None:
+    fails = threading.Event()
+
+    def fail(body: bytes, ctx: Context) -> None:
+        if fails.is_set():
+            raise RuntimeError("away")
+
+    recorder, operator = Recorder(act=fail), runtime_of(stage.database, actor="ann")
+    app = stage.consume(recorder, backoff_s=(30.0,))
+    with pytest.raises(InvalidInput, match="--breaker"):
+        trip_breaker(operator, stage.topic, "g")
+    set_group(operator, stage.topic, "g", breaker_share=0.5)
+    fails.set()
+    stage.send([("bad", b"1"), ("bad", b"2")])
+    wait_until(lambda: left(stage) == (2, 0), what="the key is parked")
+    with stage.database.connection() as connection:
+        connection.execute("UPDATE mqlayer.parked_key SET due_at = now() + interval '2 seconds'")
+    assert trip_breaker(operator, stage.topic, "g")
+    assert not trip_breaker(operator, stage.topic, "g")
+    begun = len(recorder.begun)
+    stage.send_numbers(keys=6, each=1)
+    wait_until(lambda: breaker.probes >= 2, what="two probes that fail")
+    assert len(recorder.begun) - begun <= breaker.probes + 1
+    assert not any(run.key == "bad" for run in recorder.begun[begun:])
+    (status,) = group_statuses(stage.runtime, stage.topic, "g")
+    assert status.facts.breaker is not None
+    assert "circuit breaker" in run.text("group", "show", stage.topic, "g")
+    fails.clear()
+    assert reset_breaker(operator, stage.topic, "g")
+    assert not reset_breaker(operator, stage.topic, "g")
+    stage.wait_settled()
+    wait_until(lambda: left(stage) == (0, 0), what="the parked key goes on", timeout_s=SETTLED_S)
+    assert member_of(app).stats.failed == 1
+    with stage.database.connection() as connection:
+        rows = connection.execute("SELECT act, actor FROM mqlayer.audit WHERE act ~ 'breaker' ORDER BY audit_id")
+        assert rows.fetchall() == [("breaker open", "ann"), ("breaker close", "ann")]
+
+
+def test_settings_of_the_breaker_are_checked(stage: Stage) -> None:
+    app = stage.app()
+    for wrong in ({"breaker_share": 0}, {"breaker_share": 1.5}, {"breaker_keys": 0}, {"breaker_window_s": 0.5}):
+        with pytest.raises(InvalidInput):
+            app.consumer(stage.topic, group="g", **({"breaker_share": 0.5} | wrong))(lambda body: None)
+    stage.consume(lambda body: None, breaker_share=0.5)
+    assert find_group(stage.database, stage.topic, "g").rules.breaker_keys == 10
+    with pytest.raises(Conflict, match=r"--breaker 0\.7"):
+        stage.consume(lambda body: None, breaker_share=0.7)
