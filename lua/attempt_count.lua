@@ -14,7 +14,7 @@ ARGV
   2 epoch         int     fencing epoch of its assignment
   3 offset        int     the message
   4 attempts      int     its failed attempts so far
-  5 given back    int     1: lower the count to these, for the circuit breaker opened; else 0
+  5 given_back    int     1: lower the count to these, for the circuit breaker opened; else 0
 
 RETURNS
   {"counted", attempts}   failed attempts of the message so far

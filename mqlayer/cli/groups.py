@@ -41,7 +41,7 @@ from mqlayer.domain.tags import NO_FILTER
 from mqlayer.errors import InvalidInput
 from mqlayer.groups import GroupSettings, SeekPlan, Start, apply_seek, ensure_group, find_group, planned_seek
 from mqlayer.groups.admin import evict_member, pause_group, resume_group, set_group
-from mqlayer.groups.breaker import reset_breaker, trip_breaker
+from mqlayer.groups.breaker_admin import reset_breaker, trip_breaker
 from mqlayer.groups.pauses import pause_partitions, resume_partitions, wait_paused
 from mqlayer.groups.retirement import forget_retired, retire_group
 from mqlayer.inspect import GroupStatus, group_members, group_statuses

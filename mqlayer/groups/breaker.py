@@ -6,14 +6,9 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Final, Literal
 
-from mqlayer.errors import InvalidInput
-from mqlayer.events import Event, emit
 from mqlayer.failpoints import failpoint
-from mqlayer.groups.group import Group, find_group
-from mqlayer.postgres.audit import write_audit
-from mqlayer.postgres.database import Connection, Database
+from mqlayer.postgres.database import Database
 from mqlayer.postgres.queries import query
-from mqlayer.runtime.runtime import Runtime
 
 State = Literal["closed", "open", "probing", "ramping"]
 FIRST_PROBE_S: Final = 1.0
@@ -98,46 +93,6 @@ def close_breaker(database: Database, session: dict[str, object]) -> float | Non
     with database.connection() as connection:
         row = connection.execute(query("breaker_close"), session | {"ramp_s": RAMP_S}).fetchone()
     return None if row is None else float(row[0])
-
-
-def trip_breaker(runtime: Runtime, topic: str, name: str) -> bool:
-    """Open a group's breaker by hand; probes close it again. False: it was open.
-
-    Raises NotFound, InvalidInput for a group without a breaker.
-    """
-    return _operate(runtime, topic, name, "breaker_trip", "breaker open")
-
-
-def reset_breaker(runtime: Runtime, topic: str, name: str) -> bool:
-    """Close a group's breaker by hand, at full speed. False: it was closed. Raises as `trip_breaker`."""
-    return _operate(runtime, topic, name, "breaker_reset", "breaker close")
-
-
-def _operate(runtime: Runtime, topic: str, name: str, statement: str, act: str) -> bool:
-    group = find_group(runtime.control, topic, name)
-    _check_has_breaker(group)
-    facts = {"group_id": group.group_id, "actor": runtime.actor, "first_s": FIRST_PROBE_S}
-
-    def work(connection: Connection) -> bool:
-        if not connection.execute(query(statement), facts).fetchall():
-            return False
-        write_audit(connection, runtime.actor, act, f"{topic}/{name}", {})
-        return True
-
-    done = bool(runtime.control.transaction(work))
-    if done:
-        opened = statement == "breaker_trip"
-        kind: Literal["breaker_opened", "breaker_closed"] = "breaker_opened" if opened else "breaker_closed"
-        emit(Event(kind, topic, name, cause="operator", count=0, actor=runtime.actor))
-    return done
-
-
-def _check_has_breaker(group: Group) -> None:
-    if group.rules.breaker_share is None:
-        raise InvalidInput(
-            f"group {group.name!r} of topic {group.topic!r} has no circuit breaker: mqlayer group set {group.topic} "
-            f"{group.name.partition('@')[0]} --breaker 0.5, or pause it: mqlayer group pause {group.topic} {group.name}"
-        )
 
 
 _WAITS: Final[dict[str, object]] = {"first_s": FIRST_PROBE_S, "longest_s": LONGEST_PROBE_S}

@@ -298,7 +298,7 @@ def _paused(facts: PartitionFacts, group: GroupFacts) -> Stall | None:
 
 
 def describe_breaker(breaker: BreakerFacts) -> str:
-    """Return why a breaker is not closed, and what comes next, in a line."""
+    """Return a breaker's state, cause and next step in a line."""
     why = f"{breaker.actor} tripped it" if breaker.cause == "operator" else f"{breaker.cause} of most keys"
     match breaker.state:
         case "open":

@@ -17,7 +17,8 @@ from mqlayer import BatchOf, Context
 from mqlayer.errors import Conflict, InvalidInput
 from mqlayer.groups import find_group
 from mqlayer.groups.admin import set_group
-from mqlayer.groups.breaker import LONGEST_PROBE_S, RAMP_S, reset_breaker, trip_breaker
+from mqlayer.groups.breaker import LONGEST_PROBE_S, RAMP_S
+from mqlayer.groups.breaker_admin import reset_breaker, trip_breaker
 from mqlayer.inspect import group_statuses
 from tests.fixtures.commands import Commands
 from tests.fixtures.consumers import Recorder, Stage, StartStage, member_of

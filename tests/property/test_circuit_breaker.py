@@ -19,10 +19,9 @@ from mqlayer.groups.breaker import (
     end_probe,
     open_breaker,
     report_keys,
-    reset_breaker,
     take_probe,
-    trip_breaker,
 )
+from mqlayer.groups.breaker_admin import reset_breaker, trip_breaker
 from mqlayer.groups.members import MemberSession, send_heartbeat
 from mqlayer.postgres.database import Database
 from mqlayer.runtime.route_cache import RouteCache

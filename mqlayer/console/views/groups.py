@@ -18,7 +18,7 @@ from mqlayer.console.spans import page_of, span_of
 from mqlayer.errors import Conflict, InvalidInput
 from mqlayer.groups import Start, apply_seek, planned_seek
 from mqlayer.groups.admin import evict_member, pause_group, resume_group
-from mqlayer.groups.breaker import reset_breaker, trip_breaker
+from mqlayer.groups.breaker_admin import reset_breaker, trip_breaker
 from mqlayer.groups.pauses import pause_partitions, resume_partitions, running_partitions
 from mqlayer.groups.retirement import retire_group
 from mqlayer.inspect import (

@@ -90,7 +90,7 @@ class OrderedMember(Member[Reader, Settler]):
         guard = PoisonMessageGuard(nodes.wake_settler)
         decider = FailureDecider(core, events, writer.add_attempt)
         core.settings.breaker.on_verdict = core.beat.set
-        core.settings.breaker.on_going = dispatcher.wake_workers
+        core.settings.breaker.on_going = dispatcher.admission.wake_workers
         results = TurnResults(dispatcher, decider, handled=handled, fenced=self.ownership.fenced)
         executor = executor_of(
             partial(new_worker, core.settings, guard, results),
@@ -100,7 +100,7 @@ class OrderedMember(Member[Reader, Settler]):
             on_ready=dispatcher.on_ready,
             meters=core.meters,
         )
-        breaker = BreakerSession(core, events, dispatcher.has_ready)
+        breaker = BreakerSession(core, events, dispatcher.admission.has_ready)
         self.assignments = Assignments(core, self.ownership, dispatcher, nodes, reports, writer, breaker)
         super().__init__(
             core, events, partitions=self.assignments, executor=executor, nodes=nodes, writer=writer, rejoin=rejoin
