@@ -221,7 +221,7 @@ def _groups(look: HealthLook) -> Iterator[Problem]:
     yield from _sampled_groups(look, rows) if look.totals.is_sampled else _read_groups(look)
     for topic, group, *of_breaker in look.rows("health_breakers"):
         breaker = BreakerFacts(*of_breaker)
-        text = describe_breaker(breaker).capitalize()
+        text = f"Only probes run: {describe_breaker(breaker)}"
         yield Problem(ALERTS["MqlayerBreakerOpen"], text, breaker.opened_at, topic, group)
     above_s = ALERTS["MqlayerLagGrows"].above
     for topic, group, oldest_s, lag in look.rows("health_lag", above_s=above_s):

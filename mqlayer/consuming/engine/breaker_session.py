@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 from mqlayer.consuming.engine.core import MemberCore
@@ -39,7 +40,7 @@ class BreakerSession:
             return False
         state = self._breaker.state
         facts = self._names | {"state": state, "former": former, "cause": reply.cause}
-        log.log(30 if state == "open" else 20, "breaker_changed", extra=facts)
+        log.log(logging.WARNING if state == "open" else logging.INFO, "breaker_changed", extra=facts)
         return state in ("ramping", "closed")
 
     @property
