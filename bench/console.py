@@ -32,6 +32,8 @@ PAGES: Final[Mapping[str, str]] = {
     "group": "/groups/big-0/group-0?last=week",
     "partition": "/groups/big-0/group-0/partitions/{partition}",
     "overview": "/",
+    "outbox": "/outbox",
+    "problems": "/problems",
     "nodes": "/nodes",
     "node": "/nodes/node-1?last=week",
     "changes": "/changes",

@@ -522,6 +522,8 @@ CREATE TABLE mqlayer.dead_message (
 );
 CREATE INDEX dead_message_listed ON mqlayer.dead_message (group_id, died_at, dead_id) WHERE redriven_at IS NULL;
 CREATE INDEX dead_message_latest ON mqlayer.dead_message (died_at, dead_id) WHERE redriven_at IS NULL;
+CREATE INDEX dead_message_redriven ON mqlayer.dead_message (group_id, died_at, dead_id) WHERE redriven_at IS NOT NULL;
+CREATE INDEX dead_message_redriven_latest ON mqlayer.dead_message (died_at, dead_id) WHERE redriven_at IS NOT NULL;
 CREATE INDEX dead_message_stream ON mqlayer.dead_message (group_id, partition_id, log_offset);
 CREATE INDEX dead_message_queue ON mqlayer.dead_message (group_id, lp, key, partition_id, log_offset, dead_id)
     WHERE redriven_at IS NULL;
@@ -717,6 +719,29 @@ CREATE TABLE mqlayer.sample (
 );
 CREATE INDEX sample_old ON mqlayer.sample (at);
 
+CREATE TABLE mqlayer.problem (
+    problem_id    bigint      NOT NULL GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    alert         text        NOT NULL,
+    severity      text        NOT NULL,
+    part          text        NOT NULL,
+    topic         text        NOT NULL,
+    group_name    text        NOT NULL,
+    node          text        NOT NULL,
+    item          text        NOT NULL,
+    text          text        NOT NULL,
+    effect        text        NOT NULL,
+    since         timestamptz,
+    first_seen_at timestamptz NOT NULL,
+    last_seen_at  timestamptz NOT NULL,
+    ended_at      timestamptz,
+    CONSTRAINT problem_lengths CHECK (octet_length(alert) <= 63 AND octet_length(severity) <= 63
+        AND octet_length(part) <= 63 AND octet_length(topic) <= 80 AND octet_length(group_name) <= 255
+        AND octet_length(node) <= 255 AND octet_length(item) <= 255 AND octet_length(text) <= 4096
+        AND octet_length(effect) <= 4096)
+);
+CREATE UNIQUE INDEX problem_open ON mqlayer.problem (alert, topic, group_name, node, item) WHERE ended_at IS NULL;
+CREATE INDEX problem_ended ON mqlayer.problem (ended_at, problem_id) WHERE ended_at IS NOT NULL;
+
 CREATE TABLE mqlayer.audit (
     audit_id bigint      NOT NULL GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
     at       timestamptz NOT NULL DEFAULT now(),
@@ -733,6 +758,7 @@ CREATE INDEX audit_by_object ON mqlayer.audit (object, at);
 CREATE INDEX audit_by_time ON mqlayer.audit (at, audit_id);
 CREATE INDEX audit_by_act ON mqlayer.audit (act, at, audit_id);
 CREATE INDEX audit_by_actor ON mqlayer.audit ("left"(actor, 200), at, audit_id);
+CREATE INDEX audit_of_people ON mqlayer.audit (at, audit_id) WHERE strpos(actor, '@') > 0;
 
 CREATE TABLE mqlayer.console_session (
     token_hash bytea       NOT NULL,
@@ -1130,6 +1156,7 @@ CREATE TABLE mqlayer_app.voided (
 CREATE TABLE mqlayer_app.relay (
     relay_id    text        NOT NULL,
     lease_until timestamptz NOT NULL,
+    sent_at     timestamptz,
     CONSTRAINT relay_key PRIMARY KEY (relay_id),
     CONSTRAINT relay_id_length CHECK (octet_length(relay_id) <= 1024)
 );

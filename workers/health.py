@@ -1,6 +1,7 @@
-"""Health endpoints of a Celery worker without consumers, and of beat.
+"""Endpoints of a Celery worker without consumers, of beat, and, with metrics on, of prefork children.
 
-A lost broker makes them unready, never dead. A beat inside a worker has none: `mqlayer doctor` reports late jobs.
+A lost broker makes the first two unready, never dead. A beat inside a worker has none: `mqlayer doctor` reports late
+jobs.
 """
 
 from __future__ import annotations
@@ -10,11 +11,16 @@ import threading
 from typing import Any, Final
 
 from billiard.process import current_process
-from celery.signals import after_task_publish, beat_init
+from celery.signals import after_task_publish, beat_init, worker_process_init
+from celery.utils.log import current_process_index
 
 from mqlayer.errors import MqlayerError
 from mqlayer.health import Health, HealthEndpoint, Liveness, metrics_route
+from mqlayer.logs import event_logger
+from mqlayer.metrics import count_anew
 from mqlayer.settings import Settings
+
+log = event_logger(__name__)
 
 # The most frequent job is due every 2 s; a broker's restart takes longer.
 UNSENT_S: Final = 30.0
@@ -74,6 +80,21 @@ def answer_for_beat(**_: Any) -> None:
         sys.exit(f"mqlayer health: {error}")
 
 
-def _endpoint(ask: Any, settings: Settings) -> HealthEndpoint:
+@worker_process_init.connect
+def answer_for_child(**_: Any) -> None:
+    """Open a prefork child's page, on a port behind its worker's by its place in the pool; a used port is logged."""
+    place, settings = current_process_index(), Settings()
+    # The other pools send this signal in the worker's own process.
+    if place is None or not (settings.metrics and settings.health_port):
+        return
+    count_anew()
+    port = settings.health_port + place
+    try:
+        _endpoint(Health, settings, port).start()
+    except MqlayerError as error:
+        log.warning("child_without_metrics", extra={"port": port, "reason": str(error)})
+
+
+def _endpoint(ask: Any, settings: Settings, port: int | None = None) -> HealthEndpoint:
     routes = metrics_route(settings, ask)
-    return HealthEndpoint(ask, host=settings.health_host, port=settings.health_port, routes=routes)
+    return HealthEndpoint(ask, host=settings.health_host, port=port or settings.health_port, routes=routes)

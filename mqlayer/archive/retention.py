@@ -66,7 +66,8 @@ def set_retention(runtime: Runtime, topic: str, *, days: int | None) -> bool:
         if row[0] == days:
             return False
         connection.execute(query("topic_retention_set"), {"topic": topic, "days": days})
-        write_audit(connection, runtime.actor, "topic set", topic, {"retention_days": days})
+        said = {"retention_days": days, "before": {"retention_days": row[0]}}
+        write_audit(connection, runtime.actor, "topic set", topic, said)
         return True
 
     return runtime.control.transaction(work)

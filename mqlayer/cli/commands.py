@@ -79,6 +79,9 @@ COMMANDS: Final[Mapping[str, CommandSource]] = {
     "doctor": CommandSource(
         "doctor", LOOK, "Check servers, settings, schemas and waiting work; exit code 1 if something is broken."
     ),
+    "problems": CommandSource(
+        "problems", LOOK, "Show present problems with their beginning, effect and help; or those that ended."
+    ),
     "verify": CommandSource(
         "doctor",
         LOOK,

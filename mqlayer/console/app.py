@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime
 from functools import partial
 from http import HTTPStatus
 from typing import Any, Final, TypeVar
-from urllib.parse import parse_qsl, urlencode
+from urllib.parse import parse_qsl, urlencode, urlsplit
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -18,10 +19,11 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from mqlayer.console.access import Access, Anyone, Guard
+from mqlayer.console.access.paths import safe_path
 from mqlayer.console.headers import SafeHeaders
 from mqlayer.console.live import LIVE, LivePages, is_live
 from mqlayer.console.page import Action, Page, Visit
-from mqlayer.console.render import rendered
+from mqlayer.console.render import clock, rendered
 from mqlayer.console.runtimes import Runtimes
 from mqlayer.console.users import Level, User
 from mqlayer.console.views import ACTIONS, PAGES
@@ -110,6 +112,7 @@ class Console:
     async def act(self, action: Action, request: Request) -> Response:
         """Run an action."""
         sent = {name: value for name, value in (await request.form()).items() if isinstance(value, str)}
+        request.state.back = sent.pop("back", "")
         form = _query(sent.pop("fields", "")) | sent
         if not await run_in_threadpool(self.access.check_form, request, form.pop("token", "")):
             return self._message(request, None, HTTPStatus.FORBIDDEN, "this form is not of a page of this console")
@@ -157,7 +160,11 @@ class Console:
     def _page(self, request: Request, user: User, page: Page, visit: Visit) -> str:
         found = page.load(visit)
         title = page.title.format(**visit.path)
-        return rendered(page.template, self._common(request, user, title) | {"live": page.live} | dict(found))
+        # In a stream it would make each page differ.
+        at = "" if is_live(request) else clock(datetime.now(UTC))
+        return rendered(
+            page.template, self._common(request, user, title) | {"live": page.live, "as_of": at} | dict(found)
+        )
 
     async def _operated(
         self,
@@ -215,9 +222,11 @@ class Console:
             "title": title,
             "root": root,
             "here": path,
+            "back": _back(request),
             "user": user,
             "menu": MENU,
             "live": False,
+            "as_of": "",
             "logout": self._has_logout,
             "token": "" if user is None else self.access.form_token(request),
         }
@@ -234,6 +243,21 @@ def _status_of(error: MqlayerError, found: HTTPStatus) -> HTTPStatus:
 def _own_path(request: Request) -> str:
     path = request.url.path.removeprefix(request.scope.get("root_path", "")) or "/"
     return f"{path}?{request.url.query}" if request.url.query else path
+
+
+def _back(request: Request) -> str:
+    """Return the path in this console that an action's plan was asked for on."""
+    given = getattr(request.state, "back", None)
+    if given is None:
+        try:
+            came = urlsplit(request.headers.get("referer", ""))
+        except ValueError:
+            return "/"
+        root = request.scope.get("root_path", "")
+        path = f"{came.path}?{came.query}" if came.query else came.path
+        given = path.removeprefix(root) if path.startswith(f"{root}/") else "/"
+    found = safe_path(given)
+    return "/" if found.startswith("/actions/") else found
 
 
 def _query(text: str) -> dict[str, str]:

@@ -28,7 +28,8 @@ LABELLED: Final = 34
 SINGLE_SHAPES: Final = 400
 """Of more partitions, neighbours that look the same are one shape."""
 LEVELS: Final = ("idle", "cool", "warm", "hot", "hottest")
-UNKNOWN: Final = "not known"
+UNKNOWN: Final = "unknown"
+NO_SAMPLES: Final = "no sample was taken in this time; the job `sample` of `mqlayer workers` takes one each minute"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +51,15 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class TimeChart:
-    """A chart over time; `description`: for those who don't see it. Without lines: nothing was sampled."""
+    """A chart over time; `description`: for those who don't see it. `missing`: labels without a line, `why`."""
 
     title: str
     description: str
     lines: Sequence[ChartLine]
     rows: Sequence[Tick] = ()
     times: Sequence[Tick] = ()
+    missing: Sequence[str] = ()
+    why: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +95,15 @@ def line_chart(
     scale: float = 1.0,
     peaks: bool = False,
     shown: Callable[[float | None], str] = number,
+    why: str = "",
 ) -> TimeChart:
-    """Return a chart of curves by label, in one unit. `scale`: of the values; `peaks`: a second line of the highest."""
+    """Return a chart of curves by label, in one unit.
+
+    `scale`: of the values; `peaks`: a second line of the highest; `why`: samples may have no value.
+    """
+    missing = [label for label, curve in curves.items() if all(one.mean is None for one in curve.points)]
+    if not any(curve.points for curve in curves.values()):
+        why = NO_SAMPLES
     series = {label: [(one, _scaled(one.mean, scale)) for one in curve.points] for label, curve in curves.items()}
     if peaks:
         series |= {
@@ -102,7 +112,7 @@ def line_chart(
         }
     values = [value for points in series.values() for _, value in points if value is not None]
     if not values:
-        return TimeChart(title, "no samples", ())
+        return TimeChart(title, "no samples", (), missing=missing, why=why)
     top = nice(max(values))
     step_s = next(iter(curves.values())).step_s
     lines = [
@@ -112,7 +122,7 @@ def line_chart(
     ]
     rows = [Tick(_y(part * top, top), shown(part * top)) for part in (0.0, 0.5, 1.0)]
     described = "; ".join(_described(label, points, shown) for label, points in series.items())
-    return TimeChart(title, f"the last {_span(last)}: {described}", lines, rows, _times(now, last))
+    return TimeChart(title, f"the last {_span(last)}: {described}", lines, rows, _times(now, last), missing, why)
 
 
 def nice(value: float) -> float:

@@ -7,12 +7,14 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
+from datetime import UTC, datetime
 from typing import Final
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
+from mqlayer.console.render import clock
 from mqlayer.errors import MqlayerError
 
 LIVE: Final = "/live"
@@ -65,7 +67,9 @@ class LivePages:
                         yield _event("ended", "")
                         return
                     digest = hashlib.sha256(page.encode()).digest()
-                    yield _event("page", page) if digest != sent else ": same\n\n"
+                    if digest != sent:
+                        yield _event("page", page)
+                    yield _event("at", clock(datetime.now(UTC)))
                     sent = digest
                 await asyncio.sleep(self.every_s)
         finally:

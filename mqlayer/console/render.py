@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from functools import cache
@@ -10,9 +11,9 @@ from urllib.parse import quote, urlencode
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 
-from mqlayer.escaping import escape
+from mqlayer.escaping import is_printable
 
-NONE: Final = "—"
+UNKNOWN: Final = "unknown"
 UNITS: Final = ((86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"))
 
 
@@ -21,7 +22,9 @@ def ago(moment: datetime | None, now: datetime | None = None) -> str:
     if moment is None:
         return "never"
     seconds = ((now or datetime.now(UTC)) - moment).total_seconds()
-    return f"in {duration(-seconds)}" if seconds < -1 else f"{duration(seconds)} ago"
+    if seconds < -1:
+        return f"in {duration(-seconds)}"
+    return "just now" if seconds < 1 else f"{duration(seconds)} ago"
 
 
 def lasting(moment: datetime) -> str:
@@ -40,9 +43,9 @@ def duration(seconds: float | None) -> str:
 
 
 def number(value: float | None) -> str:
-    """Return a number with its thousands apart; a dash for none."""
+    """Return a number with its thousands apart."""
     if value is None:
-        return NONE
+        return UNKNOWN
     return f"{value:,.0f}" if isinstance(value, int) or value >= 100 or value == int(value) else f"{value:,.2g}"
 
 
@@ -54,7 +57,7 @@ def counted(count: int | float | None, what: str) -> str:
 def size(value: float | None) -> str:
     """Return bytes in a fitting unit."""
     if value is None:
-        return NONE
+        return UNKNOWN
     for unit in ("B", "kB", "MB", "GB"):
         if value < 1000:
             return f"{value:.0f} {unit}" if value >= 10 or unit == "B" else f"{value:.1f} {unit}"
@@ -64,7 +67,12 @@ def size(value: float | None) -> str:
 
 def when(moment: datetime | None) -> str:
     """Return a time in UTC to the second."""
-    return NONE if moment is None else f"{moment.astimezone(UTC):%Y-%m-%d %H:%M:%S} UTC"
+    return UNKNOWN if moment is None else f"{moment.astimezone(UTC):%Y-%m-%d %H:%M:%S} UTC"
+
+
+def clock(moment: datetime) -> str:
+    """Return a time of day in UTC."""
+    return f"{moment.astimezone(UTC):%H:%M:%S} UTC"
 
 
 def link(path: str, **query: Any) -> str:
@@ -78,6 +86,10 @@ def segment(value: Any) -> str:
     return quote(str(value), safe="")
 
 
+_BACKSLASHES: Final = re.compile(r"\\+")
+_ESCAPE: Final = re.compile(r"u([0-9a-fA-F]{4})")
+
+
 class _Exact(str):
     __slots__ = ()
 
@@ -87,9 +99,34 @@ def exact(value: str) -> str:
     return _Exact(value)
 
 
+def unambiguous(text: str) -> str:
+    r"""Return text with unprintable characters as \uXXXX, lines kept; backslashes before such are doubled."""
+    if "\\" in text:
+        text = _BACKSLASHES.sub(_doubled, text)
+    return text if is_printable(text) else "".join(one if _is_shown(one) else _escaped(one) for one in text)
+
+
+def _is_shown(one: str) -> bool:
+    return one == "\n" or is_printable(one)
+
+
+def _doubled(found: re.Match[str]) -> str:
+    behind = found.string[found.end() : found.end() + 5]
+    if alike := _ESCAPE.fullmatch(behind):
+        shown = is_printable(chr(int(alike[1], 16)))
+    else:
+        shown = all(map(_is_shown, behind[:1]))
+    return found[0] if shown else found[0] * 2
+
+
+def _escaped(one: str) -> str:
+    units = one.encode("utf-16-be", "surrogatepass")
+    return "".join(f"\\u{units[at]:02x}{units[at + 1]:02x}" for at in range(0, len(units), 2))
+
+
 def _shown(value: Any) -> Any:
     # Marks of direction and characters without width would fake what a page says; markup is the templates' own.
-    return escape(value, lines=True) if type(value) is str else value
+    return unambiguous(value) if type(value) is str else value
 
 
 @cache

@@ -57,9 +57,9 @@ def check_unarmed(checked: CheckedDatabase, limits: CheckLimits) -> list[Finding
     """Report nodes without an armed run: they serve nothing."""
     found = []
     for name, age_s in checked.rows("check_unarmed"):
-        verdict = CheckStatus.BROKEN if age_s is None or age_s > limits.waiting_s else CheckStatus.WARNING
+        verdict = CheckStatus.BROKEN if age_s is None or age_s > limits.unarmed_s else CheckStatus.WARNING
         seen = (
-            f"no run of node {name} is armed{'' if age_s is None else f' since {format_seconds(age_s)}'}: it "
+            f"no run of node {name} is armed{'' if age_s is None else f', for {format_seconds(age_s)}'}: it "
             f"serves nothing"
         )
         fix = f"mqlayer node rearm {name}: it says what it waits for; a running worker tries it every 5 s"
@@ -86,9 +86,9 @@ def check_beat(checked: CheckedDatabase, _: CheckLimits) -> list[Finding]:
 def check_changes(checked: CheckedDatabase, limits: CheckLimits) -> list[Finding]:
     """Report open route changes: sealed ones block publishers."""
     found = []
-    for topic, change_id, kind, state, age_s in checked.rows("check_changes", age_s=limits.waiting_s):
+    for topic, change_id, kind, state, age_s in checked.rows("check_changes", age_s=limits.change_s):
         waits = state != "planned"
-        seen = f"{kind} {change_id} of topic {topic} is {state} since {format_seconds(age_s)}"
+        seen = f"{kind} {change_id} of topic {topic} is {state} for {format_seconds(age_s)}"
         seen += ": publishers of its LPs may wait" if waits else ""
         fix = f"mqlayer route repair {topic}; it names what it waits for, as a rule a node that is away"
         found.append(
@@ -134,7 +134,7 @@ def check_parked(checked: CheckedDatabase, limits: CheckLimits) -> list[Finding]
     for topic, group, parked, messages, waiting, full, waits_s, due_s in checked.rows("check_parked"):
         keys += parked
         of = f"group {group} of topic {topic}"
-        if due_s is not None and due_s > limits.waiting_s:
+        if due_s is not None and due_s > limits.parked_s:
             seen = f"a parked key of {of} has been due for {format_seconds(due_s)}, and nobody tries it"
             fix = f"see whether its consumers are well: mqlayer group lag {topic} {group}"
             found.append(Finding("parked", checked.subject, CheckStatus.BROKEN, seen, fix))
@@ -182,7 +182,7 @@ def check_archive(checked: CheckedDatabase, limits: CheckLimits) -> list[Finding
             seen = f"the archive of topic {topic} waits at {gaps} gaps, and holds trimming up"
             fix = f"mqlayer archive gaps {topic}, then mqlayer archive accept-gap {topic} --reason TEXT"
             found.append(Finding("archive", checked.subject, CheckStatus.BROKEN, seen, fix))
-        elif passed_s is None or passed_s > limits.waiting_s:
+        elif passed_s is None or passed_s > limits.archive_s:
             since = "never" if passed_s is None else f"for the last time {format_seconds(passed_s)} ago"
             seen = f"an archiver came to the end of topic {topic} {since}, and that holds trimming up"
             fix = "see worker and beat, or mqlayer archive run; mqlayer archive status says how far it is behind"

@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import Final, TypeVar
 
 from mqlayer.errors import MqlayerError, redact
+from mqlayer.metrics.alerts import ALERTS
 
 
 class CheckStatus(StrEnum):
@@ -36,18 +37,26 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class CheckLimits:
-    """Limits for findings, in seconds by the checked server's clock."""
+    """Limits for findings, in seconds by the checked server's clock; the alerts' own, where there is an alert."""
 
     connect_s: float = 3.0
     """Time for one answer of a server."""
     server_s: float = 12.0
     """Time for all checks of a server."""
-    transaction_s: float = 30.0
+    transaction_s: float = ALERTS["MqlayerTransactionOpen"].above
     """Age of an open or prepared transaction."""
     transaction_broken_s: float = 600.0
     """The same, with locks on mqlayer's tables."""
-    waiting_s: float = 30.0
-    """Delay of outbox rows, route changes, periodic jobs."""
+    outbox_s: float = ALERTS["MqlayerOutboxLate"].above
+    """Age of outbox rows."""
+    unarmed_s: float = ALERTS["MqlayerNodeAway"].for_s
+    """Time without an armed run of a node."""
+    change_s: float = ALERTS["MqlayerRouteChangeStuck"].above
+    """Age of an unfinished route change."""
+    parked_s: float = ALERTS["MqlayerParkedKeysOverdue"].above
+    """Delay of parked keys that are due."""
+    archive_s: float = ALERTS["MqlayerArchiveLate"].above
+    """Time since an archiver was at a topic's end."""
     deletion_s: float = 3600.0
     """Age of an unfinished deletion of a topic."""
     replaced_s: float = 86_400.0

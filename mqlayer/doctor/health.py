@@ -5,6 +5,7 @@ A condition is told at once, and not after the time for which an alert waits.
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -12,15 +13,19 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final, NamedTuple
 
+from mqlayer.doctor.effects import with_help
 from mqlayer.doctor.findings import format_seconds
 from mqlayer.doctor.postgres import OpenTransaction
+from mqlayer.doctor.problem_history import OpenProblem, Problem, ProblemPlace, open_problems, put_problems
 from mqlayer.errors import MqlayerError, SchemaMismatch
 from mqlayer.groups.breaker import BreakerFacts
 from mqlayer.inspect import GroupStatus, describe_breaker, group_statuses
 from mqlayer.inspect.node_status import NodeStatus, node_statuses
+from mqlayer.inspect.outbox_status import outbox_waiting
 from mqlayer.inspect.processes import relay_processes
 from mqlayer.maintenance.job_status import job_statuses
-from mqlayer.metrics.alerts import ALERTS, STALLS, Alert
+from mqlayer.maintenance.late_jobs import late_jobs
+from mqlayer.metrics.alerts import ALERTS, STALLS
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.migrations import SchemaName, check_schema
 from mqlayer.postgres.queries import query
@@ -35,26 +40,15 @@ POSITIONS_LIMIT: Final = 2_000
 """Positions of groups that a look reads; of more, the lag is of samples, and no reason is known."""
 DEAD_LIMIT: Final = 10_000
 SOURCES_LIMIT: Final = 20
+FAILED_LIMIT: Final = 20_000
+FAILED_LEAST: Final = 10
+"""Fewer failed attempts of ten minutes make no rate."""
+HOT_PER_S: Final = 1.0
+STANDSTILL_S: Final = 3_600.0
+"""How far back a look searches for the last messages that were committed or relayed."""
+SCHEMAS: Final = "schemas"
 RANK: Final = {"critical": 0, "warning": 1, "note": 2}
 ORDER: Final = {name: place for place, name in enumerate(ALERTS)}
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """A condition that holds now. `since`: None if unknown; the other fields name its place.
-
-    `rearms`: arming the node may end it.
-    """
-
-    alert: Alert
-    text: str
-    since: datetime | None = None
-    topic: str = ""
-    group: str = ""
-    node: str = ""
-    change: int | None = None
-    advice: str = ""
-    rearms: bool = False
 
 
 @dataclass(slots=True)
@@ -80,6 +74,10 @@ class SystemTotals:
     committed_per_s: float | None = None
     relayed_per_s: float | None = None
     stored_per_s: float | None = None
+    committed_at: datetime | None = None
+    """Of the last sample with messages committed since the one before; None: none within `looked_back_to`."""
+    relayed_at: datetime | None = None
+    looked_back_to: datetime | None = None
 
 
 class GroupRow(NamedTuple):
@@ -106,6 +104,7 @@ class SystemHealth:
     problems: tuple[Problem, ...]
     totals: SystemTotals
     unread: tuple[str, ...]
+    unread_parts: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -114,6 +113,8 @@ class HealthLook:
 
     runtime: Runtime
     totals: SystemTotals = field(default_factory=SystemTotals)
+    statuses: list[GroupStatus] = field(default_factory=list)
+    """Live groups, unless their partitions are too many."""
 
     def rows(self, name: str, *, database: Database | None = None, **facts: Any) -> list[tuple[Any, ...]]:
         """Run a named query, by default on the control database."""
@@ -132,16 +133,45 @@ def system_health(runtime: Runtime) -> SystemHealth:
     """
     began, at = time.monotonic(), datetime.now(UTC)
     look = HealthLook(replace(runtime, settings=runtime.settings.model_copy(update=NODE_TIMES)))
-    problems, unread = list(_schema(runtime.control, "control")), list[str]()
-    if not problems:
-        for title, finder in FINDERS.items():
-            try:
-                problems += finder(look)
-            except MqlayerError as error:
-                unread.append(f"{title}: {error}")
+    differing = [with_help(replace(one, part=SCHEMAS)) for one in _schema(runtime.control, "control")]
+    if differing:
+        return SystemHealth(at, time.monotonic() - began, tuple(differing), look.totals, (), tuple(FINDERS))
+    problems, unread = list[Problem](), dict[str, str]()
+    for title, finder in FINDERS.items():
+        try:
+            for one in finder(look):
+                problems.append(replace(one, part=title))
+        except MqlayerError as error:
+            unread[title] = str(error)
+    told = [f"{title}: {why}" for title, why in unread.items()]
+    try:
+        problems = _with_history(problems, open_problems(runtime.control))
+    except MqlayerError as error:
+        told.append(f"history of problems: {error}")
     never = datetime.max.replace(tzinfo=UTC)
     problems.sort(key=lambda one: (RANK[one.alert.severity], ORDER[one.alert.name], one.since or never))
-    return SystemHealth(at, time.monotonic() - began, tuple(problems), look.totals, tuple(unread))
+    found = tuple(map(with_help, problems))
+    return SystemHealth(at, time.monotonic() - began, found, look.totals, tuple(told), tuple(unread))
+
+
+def note_problems(runtime: Runtime) -> SystemHealth:
+    """Look at everything, and note in the history which problems began and ended. Raises as `system_health`."""
+    with runtime.control.connection() as connection:
+        ((began_s,),) = connection.execute(query("check_clock")).fetchall()
+    found = system_health(runtime)
+    if SCHEMAS not in {one.part for one in found.problems}:
+        put_problems(runtime.control, began_s, found.problems, found.unread_parts)
+    return found
+
+
+def _with_history(problems: Iterable[Problem], known: Mapping[ProblemPlace, OpenProblem]) -> list[Problem]:
+    return [_with_noted(one, known.get(one.place)) for one in problems]
+
+
+def _with_noted(one: Problem, noted: OpenProblem | None) -> Problem:
+    if noted is None:
+        return one
+    return replace(one, since=one.since or noted.since or noted.first_seen_at, number=noted.number)
 
 
 def _schema(database: Database, schema: SchemaName) -> Iterator[Problem]:
@@ -156,10 +186,34 @@ def _nodes(look: HealthLook) -> Iterator[Problem]:
     statuses = node_statuses(look.runtime)
     look.totals.nodes = sum(one.state != "lost" for one in statuses)
     look.totals.serving = sum(one.state == "serving" for one in statuses)
+    away = [one for one in statuses if one.state not in ("serving", "lost")]
+    waiting = _waiting_by_node(look) if away else {}
+    for one in away:
+        is_silent = one.state == "unreachable"
+        effect = f"Messages of {_many(one.open + one.sealed, 'partition')} are neither stored nor delivered"
+        if waiting is not None:
+            effect += f"; the outbox holds {waiting.get(one.node.name, 0):,} for it"
+        yield Problem(
+            ALERTS["MqlayerNodeAway"], _away(one), one.since, node=one.node.name, rearms=not is_silent,
+            effect=f"{effect}.", after=one.sampled_at if is_silent else None,
+        )  # fmt: skip
     for one in statuses:
-        if one.state not in ("serving", "lost"):
-            rearms = one.state != "unreachable"
-            yield Problem(ALERTS["MqlayerNodeAway"], _away(one), one.since, node=one.node.name, rearms=rearms)
+        used, most = one.number("used_memory") or 0, one.number("maxmemory") or 0
+        if 0 < most <= used:
+            text = f"Node {one.node.name} has no memory left: {used:,} of {most:,} bytes are used"
+            yield Problem(ALERTS["MqlayerAppendsRefused"], text, node=one.node.name)
+
+
+def _waiting_by_node(look: HealthLook) -> dict[str, int] | None:
+    try:
+        parts = outbox_waiting(look.runtime)
+    except MqlayerError:
+        # Its own part says why.
+        return None
+    found: Counter[str] = Counter()
+    for one in parts:
+        found[one.node or ""] += one.waiting
+    return dict(found)
 
 
 def _away(one: NodeStatus) -> str:
@@ -183,20 +237,36 @@ def _outbox(look: HealthLook) -> Iterator[Problem]:
     late = ALERTS["MqlayerOutboxLate"]
     if totals.outbox_s > late.above:
         text = f"{totals.outbox:,} committed messages are not relayed, the oldest for {format_seconds(totals.outbox_s)}"
-        yield Problem(late, text, _before(totals.outbox_s))
+        effect = f"{_many(totals.outbox, 'message')} of the outbox reach no consumer until relays send them."
+        yield Problem(late, text, _before(totals.outbox_s), effect=effect)
     ((totals.relays, _),) = look.rows("check_relays", database=database)
     if not totals.relays:
         last = next(iter(relay_processes(database, limit=1)), None)
-        text = f"No relay has a valid lease; {totals.outbox:,} messages wait. The worker relays every 10 s meanwhile"
-        yield Problem(ALERTS["MqlayerNoRelay"], text, None if last is None else last.lease_until)
-    for name, what in (("check_quarantine", "LPs behind a row"), ("check_voided", "Rows passed over")):
-        ((count, reason),) = look.rows(name, database=database)
-        if count:
-            yield Problem(ALERTS["MqlayerOutboxQuarantined"], f"{what}: {count}, the first: {reason}")
+        text = "No relay has a valid lease; the worker's job relays every 10 s meanwhile"
+        effect = f"{_waiting(totals.outbox, 'message')} in the outbox for the next run of that job."
+        if any(one.name == "relay" for one in late_jobs(look.runtime.control)):
+            text = "No relay has a valid lease, and the worker's job that relays meanwhile is late"
+            effect = f"{_waiting(totals.outbox, 'message')} in the outbox, and nothing is relayed."
+        yield Problem(ALERTS["MqlayerNoRelay"], text, None if last is None else last.lease_until, effect=effect)
+    yield from _unsendable(look, database)
     ((count, held, oldest_s, name),) = look.rows("check_versions", database=database)
     if count:
         text = f"Entities that miss a version: {count}, the first of {name}; later events that are held: {held}"
-        yield Problem(ALERTS["MqlayerVersionsOverdue"], text, _before(oldest_s))
+        effect = f"{_many(held, 'later event')} of {_many(count, 'entity', 'entities')} are not applied."
+        yield Problem(ALERTS["MqlayerVersionsOverdue"], text, _before(oldest_s), effect=effect)
+
+
+def _unsendable(look: HealthLook, database: Database) -> Iterator[Problem]:
+    alert = ALERTS["MqlayerOutboxQuarantined"]
+    ((count, reason),) = look.rows("check_quarantine", database=database)
+    if count:
+        text = f"LPs behind a row that can't be sent: {count}, the first: {reason}"
+        yield Problem(alert, text, effect=f"All later messages of {_many(count, 'LP')} wait in the outbox.")
+    ((count, reason),) = look.rows("check_voided", database=database)
+    if count:
+        text = f"Rows passed over: {count}, the first: {reason}"
+        effect = f"{_many(count, 'message')} reached no consumer; later ones of their keys did."
+        yield Problem(alert, text, effect=effect, item="voided")
 
 
 def _transactions(look: HealthLook, database: Database) -> Iterator[Problem]:
@@ -204,7 +274,14 @@ def _transactions(look: HealthLook, database: Database) -> Iterator[Problem]:
     for row in look.rows("check_open_transactions", database=database, age_s=alert.above):
         found = OpenTransaction(*row)
         if found.ours and not found.waits_for:
-            yield Problem(alert, found.text(), _before(found.age_s))
+            effect = (
+                "Publishers of the same LPs wait for it, its messages are not relayed, and the outbox can't be emptied"
+            )
+            waiting = f"; {_many(found.waiting, 'session')} wait now" if found.waiting else ""
+            yield Problem(
+                alert, found.text(), _before(found.age_s), item=f"pid {found.pid}", effect=f"{effect}{waiting}.",
+                command=found.end(),
+            )  # fmt: skip
 
 
 def _recovery(look: HealthLook, database: Database) -> Iterator[Problem]:
@@ -223,10 +300,37 @@ def _groups(look: HealthLook) -> Iterator[Problem]:
         breaker = BreakerFacts(*of_breaker)
         text = f"Only probes run: {describe_breaker(breaker)}"
         yield Problem(ALERTS["MqlayerBreakerOpen"], text, breaker.opened_at, topic, group)
+    yield from _hot(look, rows)
     above_s = ALERTS["MqlayerLagGrows"].above
     for topic, group, oldest_s, lag in look.rows("health_lag", above_s=above_s):
         text = f"The oldest of {_count(lag)} messages is {format_seconds(oldest_s)} old, and gets older"
-        yield Problem(ALERTS["MqlayerLagGrows"], text, _before(oldest_s), topic, group)
+        effect = f"Less is handled than arrives: each new message waits {format_seconds(oldest_s)} or longer."
+        yield Problem(ALERTS["MqlayerLagGrows"], text, _before(oldest_s), topic, group, effect=effect)
+
+
+def _hot(look: HealthLook, rows: Iterable[GroupRow]) -> Iterator[Problem]:
+    hot = {row[0]: row[1:] for row in look.rows("health_hot", least_per_s=HOT_PER_S)}
+    for topic, group, lag, oldest_s in _lags_of(look, rows, {topic: found[0] for topic, found in hot.items()}):
+        alert, (partition, per_s, share, fair) = ALERTS["MqlayerPartitionHot"], hot[topic]
+        if lag and (oldest_s or 0.0) > alert.above:
+            text = f"Partition {partition} has {fair:.0%} of the LPs and takes {share:.0%} of the topic's messages"
+            effect = f"{_waiting(lag, 'message')} for the group, the oldest for {format_seconds(oldest_s or 0.0)}."
+            text += f", {per_s:.0f} per second"
+            yield Problem(alert, text, None, topic, group, partition=partition, effect=effect)
+
+
+def _lags_of(
+    look: HealthLook, rows: Iterable[GroupRow], partitions: Mapping[str, int]
+) -> Iterator[tuple[str, str, int | None, float | None]]:
+    """Yield topic, group, lag and age in one partition of each topic, or in the whole topic where lag is of samples."""
+    if look.totals.is_sampled:
+        yield from ((one.topic, one.group, one.lag, one.oldest_s) for one in rows if one.topic in partitions)
+        return
+    for one in look.statuses:
+        wanted = partitions.get(one.facts.topic)
+        for part in one.undrained:
+            if part.facts.partition == wanted and part.stall is None:
+                yield one.facts.topic, one.facts.name, part.lag, part.age_s
 
 
 def _sampled_groups(look: HealthLook, rows: Iterable[GroupRow]) -> Iterator[Problem]:
@@ -235,10 +339,9 @@ def _sampled_groups(look: HealthLook, rows: Iterable[GroupRow]) -> Iterator[Prob
         look.totals.oldest_s = max(look.totals.oldest_s or 0.0, one.oldest_s or 0.0)
         if one.paused_at is not None:
             text = f"{one.paused_by or 'An operator'} paused it or its topic; lag {_count(one.lag)}"
-            yield Problem(ALERTS["MqlayerPaused"], text, one.paused_at, one.topic, one.group)
+            yield _paused(text, one.paused_at, one.topic, one.group, one.lag, "group")
         elif one.lag and not one.alive and one.mode != "pop":
-            text = f"{_many(one.lag, 'message')} to handle, and no member has a valid lease"
-            yield Problem(ALERTS["MqlayerNoMembers"], text, _before(one.oldest_s), one.topic, one.group)
+            yield _no_members(one.topic, one.group, one.lag, one.oldest_s)
         if one.sampled and one.lag is None:
             text = "The last sample got no lag of some partition"
             yield Problem(ALERTS["MqlayerLagUnknown"], text, None, one.topic, one.group)
@@ -246,6 +349,7 @@ def _sampled_groups(look: HealthLook, rows: Iterable[GroupRow]) -> Iterator[Prob
 
 def _read_groups(look: HealthLook) -> Iterator[Problem]:
     live = [one for one in group_statuses(look.runtime) if one.facts.state == "live" and one.facts.mode != "broadcast"]
+    look.statuses = live
     look.totals.lag = sum(one.lag for one in live)
     look.totals.oldest_s = max((one.age_s for one in live if one.age_s is not None), default=None)
     for one in live:
@@ -258,10 +362,10 @@ def _group(one: GroupStatus) -> Iterator[Problem]:
     if paused is not None:
         what = "The group" if one.facts.paused_at else "The topic"
         by = (one.facts.paused_by if one.facts.paused_at else one.facts.topic_paused_by) or "an operator"
-        yield Problem(ALERTS["MqlayerPaused"], f"{what} is paused by {by}; lag {one.lag:,}", paused, topic, group)
+        item = "group" if one.facts.paused_at else "topic"
+        yield _paused(f"{what} is paused by {by}; lag {one.lag:,}", paused, topic, group, one.lag, item)
     elif not one.facts.alive and one.lag and one.facts.mode != "pop":
-        text = f"{_many(one.lag, 'message')} to handle, and no member has a valid lease"
-        yield Problem(ALERTS["MqlayerNoMembers"], text, _before(one.age_s), topic, group)
+        yield _no_members(topic, group, one.lag, one.age_s)
     # A silent node is a problem of its own.
     unknown = [
         part.facts.partition
@@ -274,17 +378,34 @@ def _group(one: GroupStatus) -> Iterator[Problem]:
     yield from _stalls(one, topic, group)
 
 
+def _paused(text: str, since: datetime, topic: str, group: str, lag: int | None, item: str) -> Problem:
+    effect = f"{_count(lag)} messages wait until it is resumed, and nothing of the topic is trimmed behind them."
+    command = f"mqlayer topic resume {shlex.quote(topic)}" if item == "topic" else ""
+    return Problem(ALERTS["MqlayerPaused"], text, since, topic, group, item=item, effect=effect, command=command)
+
+
+def _no_members(topic: str, group: str, lag: int, oldest_s: float | None) -> Problem:
+    text = f"{_many(lag, 'message')} to handle, and no member has a valid lease"
+    waits = "" if oldest_s is None else f", the oldest for {format_seconds(oldest_s)}"
+    effect = f"{_waiting(lag, 'message')} for the group{waits}."
+    return Problem(ALERTS["MqlayerNoMembers"], text, _before(oldest_s), topic, group, effect=effect)
+
+
 def _stalls(one: GroupStatus, topic: str, group: str) -> Iterator[Problem]:
-    stuck = [(part.facts.partition, part.stall) for part in one.undrained if part.stall is not None]
+    stuck = [(part, part.stall) for part in one.undrained if part.stall is not None]
     # What a silent node holds up is told with the node, and what nobody takes over with the missing members.
     told = EXPECTED_STALLS | {"node_away", "breaker"} | (set() if one.facts.alive else {"lease_over"})
-    counts = Counter(stall.reason for _, stall in stuck if stall.reason not in told)
-    for reason, count in counts.items():
-        partition, first = next((number, stall) for number, stall in stuck if stall.reason == reason)
-        begins = [stall.since for _, stall in stuck if stall.reason == reason and stall.since is not None]
-        text = f"{_many(count, 'partition')} stuck ({reason}), such as {partition}: {first.detail}"
-        since, advice = min(begins, default=None), STALLS.get(reason, "")
-        yield Problem(ALERTS["MqlayerPartitionsStuck"], text, since, topic, group, advice=advice)
+    for reason in dict.fromkeys(stall.reason for _, stall in stuck if stall.reason not in told):
+        parts = [(part, stall) for part, stall in stuck if stall.reason == reason]
+        first, stall = parts[0]
+        begins = [stall.since for _, stall in parts if stall.since is not None]
+        text = f"{_many(len(parts), 'partition')} stuck ({reason}), such as {first.facts.partition}: {stall.detail}"
+        lag = sum(part.lag or 0 for part, _ in parts)
+        yield Problem(
+            ALERTS["MqlayerPartitionsStuck"], text, min(begins, default=None), topic, group,
+            advice=STALLS.get(reason, ""), item=reason, partition=first.facts.partition,
+            effect=f"{_waiting(lag, 'message')} in {_many(len(parts), 'partition')}, each behind the first one there.",
+        )  # fmt: skip
 
 
 def _failures(look: HealthLook) -> Iterator[Problem]:
@@ -293,34 +414,56 @@ def _failures(look: HealthLook) -> Iterator[Problem]:
         look.totals.parked_messages += one.messages
         look.totals.dead += one.dead
         yield from _parked(one)
-    for topic, group, dead, last_at in look.rows("health_dead", limit=DEAD_LIMIT):
+    for topic, group, dead, last_at, first_at in look.rows("health_dead", limit=DEAD_LIMIT):
         at_least = "At least " if dead == DEAD_LIMIT else ""
         text = f"{at_least}{_many(dead, 'message')} died within the last hour, the last at {last_at:%H:%M:%S} UTC"
-        yield Problem(ALERTS["MqlayerDeadMessages"], text, last_at, topic, group)
+        effect = f"Not handled: {_many(dead, 'message')}. Later ones of their keys go on."
+        yield Problem(ALERTS["MqlayerDeadMessages"], text, first_at, topic, group, effect=effect)
+    yield from _failing(look)
+
+
+def _failing(look: HealthLook) -> Iterator[Problem]:
+    alert = ALERTS["MqlayerFailureRate"]
+    for topic, group, failed, first_at, handled in look.rows("health_failing", limit=FAILED_LIMIT):
+        if handled is None or failed < FAILED_LEAST:
+            continue
+        share = failed / (failed + max(0, handled))
+        if share > alert.above:
+            text = f"{failed:,} attempts failed within ten minutes, {share:.0%} of all"
+            effect = "The keys of these messages wait for the next attempts; other keys go on."
+            yield Problem(alert, text, first_at, topic, group, effect=effect)
 
 
 def _parked(one: FailureCounts) -> Iterator[Problem]:
-    oldest = _before(one.oldest_s)
+    oldest, place = _before(one.oldest_s), (one.topic, one.group)
     if one.full or one.messages >= one.messages_limit or one.bytes >= one.bytes_limit:
         text = f"The group or {one.full} of its keys reached a limit: {one.messages:,} messages are parked"
-        yield Problem(ALERTS["MqlayerParkingFull"], text, oldest, one.topic, one.group)
+        effect = "The next failing message holds up its whole partition instead of its key."
+        yield Problem(ALERTS["MqlayerParkingFull"], text, oldest, *place, effect=effect)
+    waits = f"{_waiting(one.messages, 'message')} in {_many(one.keys, 'parked key')}"
     if one.overdue_s is not None and one.overdue_s > ALERTS["MqlayerParkedKeysOverdue"].above:
         text = f"A parked key has been due for {format_seconds(one.overdue_s)}"
-        yield Problem(ALERTS["MqlayerParkedKeysOverdue"], text, _before(one.overdue_s), one.topic, one.group)
+        effect = f"{waits}, longer than needed."
+        yield Problem(ALERTS["MqlayerParkedKeysOverdue"], text, _before(one.overdue_s), *place, effect=effect)
     if one.waiting:
         text = f"The attempts of {one.waiting:,} of {one.keys:,} parked keys are used up"
-        yield Problem(ALERTS["MqlayerKeysWaitForOperator"], text, oldest, one.topic, one.group)
+        yield Problem(
+            ALERTS["MqlayerKeysWaitForOperator"], text, oldest, *place,
+            effect=f"{waits}; for {_many(one.waiting, 'key')} until an operator decides. Other keys go on.",
+        )  # fmt: skip
     elif one.keys:
         text = f"{_many(one.keys, 'key')} with {_many(one.messages, 'message')} for the next attempt"
-        yield Problem(ALERTS["MqlayerKeysParked"], text, oldest, one.topic, one.group)
+        yield Problem(ALERTS["MqlayerKeysParked"], text, oldest, *place, effect=f"{waits}; other keys go on.")
 
 
 def _changes(look: HealthLook) -> Iterator[Problem]:
     alert = ALERTS["MqlayerRouteChangeStuck"]
     for topic, change_id, kind, state, age_s in look.rows("check_changes", age_s=alert.above):
-        waits = ": publishers of its LPs may wait" if state != "planned" else ""
-        text = f"{kind.capitalize()} {change_id} is {state} for {format_seconds(age_s)}{waits}"
-        yield Problem(alert, text, _before(age_s), topic, change=change_id)
+        text = f"{kind.capitalize()} {change_id} is {state} for {format_seconds(age_s)}"
+        effect = "No message waits: the route is as it was."
+        if state != "planned":
+            effect = "Publishers of its LPs wait, and so do their messages in the outbox."
+        yield Problem(alert, text, _before(age_s), topic, change=change_id, effect=effect)
 
 
 def _archive(look: HealthLook) -> Iterator[Problem]:
@@ -344,7 +487,7 @@ def _jobs(look: HealthLook) -> Iterator[Problem]:
         yield Problem(ALERTS["MqlayerJobsLate"], text, min(known, default=None))
     for one in jobs:
         if one.outcome == "failed":
-            yield Problem(ALERTS["MqlayerJobFailed"], f"{one.name}: {one.error}", one.ended_at)
+            yield Problem(ALERTS["MqlayerJobFailed"], f"{one.name}: {one.error}", one.ended_at, item=one.name)
 
 
 def _samples(look: HealthLook) -> Iterator[Problem]:
@@ -352,6 +495,10 @@ def _samples(look: HealthLook) -> Iterator[Problem]:
     totals = look.totals
     totals.topics, totals.groups, totals.members, totals.sampled_at, made_at = row[:5]
     totals.committed_per_s, totals.relayed_per_s, totals.stored_per_s = row[5:]
+    if 0 in (totals.committed_per_s, totals.relayed_per_s):
+        ((totals.committed_at, totals.relayed_at, totals.looked_back_to),) = look.rows(
+            "health_standstill", last_s=STANDSTILL_S
+        )
     alert, last = ALERTS["MqlayerSamplesMissing"], totals.sampled_at or made_at
     if datetime.now(UTC) - last > timedelta(seconds=alert.above):
         text = (
@@ -368,7 +515,7 @@ def _processes(look: HealthLook) -> Iterator[Problem]:
         yield Problem(ALERTS["MqlayerLeasesLost"], text, since, topic, group)
     for name, count, first, _ in look.rows("health_sources", limit=SOURCES_LIMIT):
         text = f"Direct producer {name} has {count} open sources: processes ended without closing it, or share the name"
-        yield Problem(ALERTS["MqlayerProducerReplaced"], text, first)
+        yield Problem(ALERTS["MqlayerProducerReplaced"], text, first, item=name)
 
 
 FINDERS: Final[Mapping[str, Finder]] = {
@@ -389,8 +536,12 @@ def _before(seconds: float | None) -> datetime | None:
     return None if seconds is None else datetime.now(UTC) - timedelta(seconds=seconds)
 
 
-def _many(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+def _many(count: int, noun: str, nouns: str = "") -> str:
+    return f"{count:,} {noun if count == 1 else nouns or noun + 's'}"
+
+
+def _waiting(count: int, noun: str) -> str:
+    return f"{_many(count, noun)} {'waits' if count == 1 else 'wait'}"
 
 
 def _count(value: int | None) -> str:

@@ -13,9 +13,9 @@ def check_relays(checked: CheckedDatabase, limits: CheckLimits) -> list[Finding]
     """Report missing relays and late outbox rows."""
     living, unowned = checked.row("check_relays")
     waiting, oldest_s = checked.row("check_outbox")
-    late = waiting > 0 and oldest_s > limits.waiting_s
+    late = waiting > 0 and oldest_s > limits.outbox_s
     rows = (
-        f"{waiting} outbox rows wait, the oldest since {format_seconds(oldest_s)}" if waiting else "no outbox row waits"
+        f"{waiting} outbox rows wait, the oldest for {format_seconds(oldest_s)}" if waiting else "no outbox row waits"
     )
     if not living:
         fix = "run one: mqlayer relay; without it the Celery task relays every 10 s"
@@ -76,7 +76,7 @@ def check_versions(checked: CheckedDatabase, _: CheckLimits) -> list[Finding]:
     count, waiting, oldest_s, name = checked.row("check_versions")
     if not count:
         return [Finding("versions", checked.subject, CheckStatus.OK, "no version of an entity is overdue")]
-    seen = f"entities whose next version is overdue: {count}, the first of {name} since {format_seconds(oldest_s)}"
+    seen = f"entities whose next version is overdue: {count}, the first of {name} for {format_seconds(oldest_s)}"
     fix = "mqlayer versions gaps; look for it among what is parked or dead, or mqlayer versions set"
     return [Finding("versions", checked.subject, CheckStatus.WARNING, f"{seen}; {waiting} later events are held", fix)]
 

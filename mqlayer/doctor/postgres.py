@@ -85,8 +85,8 @@ def check_transactions(checked: CheckedDatabase, limits: CheckLimits) -> list[Fi
         for row in checked.rows("check_open_transactions", age_s=limits.transaction_s)
     ]
     if not checked.row("check_statistics_allowed")[0]:
-        fix = "GRANT pg_read_all_stats to the role of the DSN"
-        seen = "this role sees its own transactions only: others may be open"
+        fix = f"GRANT pg_read_all_stats TO {checked.row('check_statistics_allowed')[1]}"
+        seen = "Postgres shows this role its own transactions only: those of other roles may be open, unseen"
         found.append(Finding("transactions", checked.subject, CheckStatus.UNKNOWN, seen, fix))
     seen = f"none is open for more than {format_seconds(limits.transaction_s)}"
     return found or [Finding("transactions", checked.subject, CheckStatus.OK, seen)]
@@ -96,7 +96,7 @@ def check_prepared(checked: CheckedDatabase, limits: CheckLimits) -> list[Findin
     """Report old prepared transactions: they keep locks."""
     found = []
     for gid, age_s, ours in checked.rows("check_prepared_transactions", age_s=limits.transaction_s):
-        seen = f"{gid!r} is prepared since {format_seconds(age_s)}" + (", and holds tables of ours" if ours else "")
+        seen = f"{gid!r} is prepared for {format_seconds(age_s)}" + (", and holds tables of ours" if ours else "")
         fix = f"COMMIT PREPARED or ROLLBACK PREPARED '{gid}', as its transaction manager knows"
         found.append(
             Finding("prepared", checked.subject, CheckStatus.BROKEN if ours else CheckStatus.WARNING, seen, fix)
@@ -150,6 +150,7 @@ class OpenTransaction(NamedTuple):
     ours: bool
     waits_for: Sequence[int]
     waiting: int
+    role: str = ""
 
     def text(self) -> str:
         """Return a sentence without the statement, which may hold secrets."""
@@ -165,10 +166,11 @@ class OpenTransaction(NamedTuple):
         """Return the advice."""
         if self.waits_for:
             return f"end the transaction of pid {self.waits_for[0]}, and this one goes on"
-        return (
-            f"end it: SELECT pg_terminate_backend({self.pid}); "
-            "and set idle_in_transaction_session_timeout for the application's role"
-        )
+        return f"end it: {self.end()}; and set idle_in_transaction_session_timeout for the application's role"
+
+    def end(self) -> str:
+        """Return the statement that ends its session."""
+        return f"SELECT pg_terminate_backend({self.pid})"
 
 
 def _transaction(subject: str, limits: CheckLimits, found: OpenTransaction) -> Finding:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, Unpack
 
@@ -10,6 +11,7 @@ from mqlayer.errors import Conflict, InvalidInput, NotFound
 from mqlayer.failpoints import failpoint
 from mqlayer.groups.group import (
     RULES,
+    SET_OPTIONS,
     Group,
     GroupChanges,
     GroupSettings,
@@ -18,6 +20,7 @@ from mqlayer.groups.group import (
     check_times,
     find_group,
     no_end,
+    read_group,
     refuse_ineffective,
     settings_of,
 )
@@ -58,6 +61,7 @@ def set_group(
         if group.instance is not None:
             raise Conflict(f"{_called(group)} is an instance", "change what all have: mqlayer group set of its group")
         check_settings(replace(settings, mode=group.mode))
+        was = read_group(connection, topic, name)
         refuse_ineffective(settings, _with(group, settings))
         times = connection.execute(query("group_settings_put"), facts | {"group_id": group.group_id}).fetchone()
         if times is None:
@@ -65,6 +69,7 @@ def set_group(
         check_times(*times)
         # JSON has no infinity.
         said = {key: "none" if value == math.inf else value for key, value in facts.items() if value is not None}
+        said["before"] = _settings_before(was, said)
         write_audit(connection, runtime.actor, "group set", _target(group), said)
         connection.execute(query("instances_follow"), {"group_id": group.group_id})
 
@@ -141,6 +146,11 @@ def _instances(connection: Connection, group: Group) -> list[int]:
     if group.mode != "broadcast":
         return []
     return [row[0] for row in connection.execute(query("instances_of"), {"group_id": group.group_id}).fetchall()]
+
+
+def _settings_before(was: Group, changed: Iterable[str]) -> dict[str, Any]:
+    found = {name: getattr(was.rules if name in RULES else was, name) for name in changed if name in SET_OPTIONS}
+    return {name: "none" if value is None else value for name, value in as_columns(found).items()}
 
 
 def _target(group: Group) -> str:

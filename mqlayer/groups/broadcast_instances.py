@@ -41,7 +41,7 @@ def ensure_instance(runtime: Runtime, routes: RouteCache, group: Group, instance
     failpoint("instance.after_insert")
     found = _find(runtime.control, group, name)
     if made is None:
-        retire_absent_instance(replace(runtime, actor=name), found.group_id, group.topic, name)
+        retire_absent_instance(replace(runtime, actor="instance"), found.group_id, group.topic, name)
     while (found := _find(runtime.control, group, name)).state == "retired":
         _revive(runtime.control, found.group_id, facts)
     # Also if another process revived it and died before any member consumed.

@@ -214,10 +214,11 @@ def find_group(database: Database, topic: str, name: str) -> Group:
     """Return a group, or an instance `group@instance`. Raises InvalidName, NotFound."""
     check_group(name)
     with database.connection() as connection:
-        return _found(connection, topic, name)
+        return read_group(connection, topic, name)
 
 
-def _found(connection: Connection, topic: str, name: str) -> Group:
+def read_group(connection: Connection, topic: str, name: str) -> Group:
+    """Return a group as `find_group`, in a transaction."""
     row = connection.execute(query("group_find"), {"topic": topic, "name": name}).fetchone()
     if row is None:
         raise NotFound("group", f"{topic}/{name}", "it is created when its first member starts")
@@ -263,7 +264,7 @@ def ensure_group(runtime: Runtime, routes: RouteCache, *, topic: str, name: str,
 
     def create(connection: Connection) -> None:
         if connection.execute(query("group_insert"), facts).rowcount:
-            refuse_ineffective(settings, _found(connection, topic, name))
+            refuse_ineffective(settings, read_group(connection, topic, name))
 
     runtime.control.transaction(create)
     group = find_group(runtime.control, topic, name)

@@ -1,16 +1,19 @@
-"""The audit trail: acts of operators, newest first."""
+"""The audit trail: acts of people and machines, newest first."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Final
+from typing import Any, Final, Literal, get_args
 
+from mqlayer.errors import InvalidInput
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.queries import query
 
 ACTS_LIMIT: Final = 200
+AuditedBy = Literal["people", "machines"]
+"""People are actors with an @, as commands (user@host) and the console (user@console) name them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +33,11 @@ class AuditedAct:
         """Return the actor's reason, if it gave one."""
         return str(self.facts.get("reason", ""))
 
+    @property
+    def by_person(self) -> bool:
+        """Whether the actor is a person."""
+        return "@" in self.actor
+
 
 @dataclass(frozen=True, slots=True)
 class AuditFilter:
@@ -40,16 +48,19 @@ class AuditFilter:
     object: str | None = None
     since: datetime | None = None
     until: datetime | None = None
+    who: AuditedBy | None = None
 
 
 def audited_acts(
     database: Database, chosen: AuditFilter, *, before: tuple[datetime, int] | None = None, limit: int = 50
 ) -> list[AuditedAct]:
-    """Return acts from before a time and number on."""
+    """Return acts from before a time and number on. Raises InvalidInput."""
+    if chosen.who not in (None, *get_args(AuditedBy)):
+        raise InvalidInput(f"{chosen.who!r} acts nowhere: say people or machines")
     at, number = before or (None, None)
     facts = {
         "actor": chosen.actor, "act": chosen.act, "object": chosen.object, "since": chosen.since,
-        "until": chosen.until, "before_at": at, "before": number, "limit": limit,
+        "until": chosen.until, "who": chosen.who, "before_at": at, "before": number, "limit": limit,
     }  # fmt: skip
     with database.connection() as connection:
         # A plan for any filter would read all rows for a rare one.

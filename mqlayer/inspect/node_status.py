@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Final, Literal
 
 from mqlayer.domain.routing import NodeId
@@ -49,10 +49,11 @@ class NodeStatus:
 
     @property
     def since(self) -> datetime | None:
-        """Since when it is in this state, as far as Postgres knows: an unreachable one since its last sample."""
-        if self.state == "unreachable":
-            return self.sampled_at
-        return self.lost_at if self.state == "lost" else None if self.state == "restarted" else self.armed_at
+        """Since when it is in this state; None if not known: for an unreachable one, after `sampled_at`."""
+        if self.state == "restarted":
+            up_for = self.up_for()
+            return None if up_for is None else datetime.now(UTC) - up_for
+        return {"lost": self.lost_at, "unreachable": None}.get(self.state, self.armed_at)
 
     def number(self, name: str) -> int | None:
         """Return a number of the server's own facts; None without an answer."""

@@ -12,12 +12,13 @@ from mqlayer.postgres.queries import query
 
 @dataclass(frozen=True, slots=True)
 class RelayProcess:
-    """A relay. `lp_sets`: those it holds, of 16."""
+    """A relay. `lp_sets`: those it holds, of 16; `sent_at`: None if it sent no message."""
 
     relay_id: str
     lease_until: datetime
     alive: bool
     lp_sets: int
+    sent_at: datetime | None
 
 
 @dataclass(frozen=True, slots=True)

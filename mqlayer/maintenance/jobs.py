@@ -153,6 +153,14 @@ def _sample(runtime: Runtime, _: float) -> None:
     take_samples(runtime)
 
 
+def _note_problems(runtime: Runtime, _: float) -> None:
+    """Look at the whole system; note which problems began and ended."""
+    # The look is at the jobs too, so its package is above this one.
+    from mqlayer.doctor.health import note_problems
+
+    note_problems(runtime)
+
+
 PERIODIC_JOBS: Final = (
     PeriodicJob("relay", 10, _relay, "the chain; LP sets by lease"),
     PeriodicJob("trim", 10, _trim, "each group's position, in the trimming script"),
@@ -174,4 +182,5 @@ PERIODIC_JOBS: Final = (
     PeriodicJob("watch_versions", 10, _watch_versions, "the alarm's row"),
     PeriodicJob("retire_groups", 10, _retire_groups, "the group's lock"),
     PeriodicJob("sample", 60, _sample, "one row a minute and thing"),
+    PeriodicJob("note_problems", 60, _note_problems, "the time of the look"),
 )

@@ -11,6 +11,7 @@ from typing import Any, Final, Literal, NamedTuple
 from mqlayer.domain.message import Record
 from mqlayer.domain.routing import NodeId
 from mqlayer.errors import MqlayerError
+from mqlayer.failpoints import failpoint
 from mqlayer.groups.positions import GroupPartition, read_positions
 from mqlayer.inspect import group_facts
 from mqlayer.inspect.group_facts import partition_facts
@@ -51,14 +52,27 @@ def take_samples(runtime: Runtime, *, kept_s: float = KEPT_S, objects_limit: int
     """Forget old samples, and take those of this minute; return how many. A thing without an answer has none."""
     forget_rows(runtime.control, query("samples_clean"), {"kept_s": kept_s})
     nodes = load_nodes(runtime.control)
-    samples = [*_of_nodes(runtime, nodes), *_of_topics(runtime, nodes), *_of_groups(runtime, nodes)]
+    ends: dict[int, int] = {}
+    samples = [*_of_nodes(runtime, nodes), *_of_topics(runtime, nodes, ends), *_of_groups(runtime, nodes)]
     if len(samples) > objects_limit:
         log.warning("samples_left_out", extra={"objects": len(samples), "limit": objects_limit})
     kept = samples[:objects_limit]
+    failpoint("sample.before_put")
     if kept:
         facts = {name: [getattr(one, name) for one in kept] for name in Sample._fields}
         runtime.control.transaction(lambda connection: connection.execute(query("samples_put"), facts))
+        failpoint("sample.after_put")
+    _note_rates(runtime, ends)
     return len(kept)
+
+
+def _note_rates(runtime: Runtime, ends: Mapping[int, int]) -> None:
+    """Note where partitions end, for their rates: they tell a hot one from a slow group."""
+    measured = {"partitions": list(ends), "offsets": list(ends.values())}
+    try:
+        runtime.control.transaction(lambda connection: connection.execute(query("sampled_rates_put"), measured))
+    except MqlayerError as error:
+        log.warning("rates_not_noted", extra={"reason": str(error)})
 
 
 def _of_nodes(runtime: Runtime, nodes: Iterable[Node]) -> Iterator[Sample]:
@@ -75,10 +89,11 @@ def _of_nodes(runtime: Runtime, nodes: Iterable[Node]) -> Iterator[Sample]:
         yield Sample("node", int(node.node_id), memory_bytes=memory, ops_per_s=ops)
 
 
-def _of_topics(runtime: Runtime, nodes: Iterable[Node]) -> Iterator[Sample]:
+def _of_topics(runtime: Runtime, nodes: Iterable[Node], ends: dict[int, int]) -> Iterator[Sample]:
+    """Yield samples, and note the ends of partitions."""
     with runtime.control.connection() as connection:
         rows = connection.execute(query("sampled_topics")).fetchall()
-    ends = _ends(runtime, nodes, [(NodeId(node), partition) for _, partition, node in rows if partition is not None])
+    ends |= _ends(runtime, nodes, [(NodeId(node), partition) for _, partition, node in rows if partition is not None])
     stored: dict[int, int | None] = {}
     for topic_id, partition, _ in rows:
         before, end = stored.get(topic_id, 0), 1 if partition is None else ends.get(partition)

@@ -1,16 +1,18 @@
 """Metrics by OpenTelemetry, off without the setting `metrics` (docs/design/decisions/0067-metrics-from-counts.md)."""
 
 from mqlayer.metrics.catalog import CATALOG, Instrument
-from mqlayer.metrics.meters import Measurement, MemberMeters, Meters, meters_of, process_meters
-from mqlayer.metrics.scrape import CONTENT_TYPE, metrics_page, separate_meters
+from mqlayer.metrics.meters import RECEIVED, Measurement, MemberMeters, Meters, meters_of, process_meters
+from mqlayer.metrics.scrape import CONTENT_TYPE, count_anew, metrics_page, separate_meters
 
 __all__ = [
     "CATALOG",
     "CONTENT_TYPE",
+    "RECEIVED",
     "Instrument",
     "Measurement",
     "MemberMeters",
     "Meters",
+    "count_anew",
     "meters_of",
     "metrics_page",
     "process_meters",

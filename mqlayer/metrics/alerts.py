@@ -81,6 +81,10 @@ _ALL: Final = (
         "gives the next command.", for_s=300,
     ),
     Alert(
+        "MqlayerPartitionHot", "warning", "A partition takes more than its share, and lags",
+        "Split it: mqlayer route split TOPIC PARTITION --plan shows how the load would divide.", above=60, rule=False,
+    ),
+    Alert(
         "MqlayerLagGrows", "warning", "The lag grows",
         "Add members or handlers, or split a hot partition.",
         above=60, for_s=300,

@@ -47,12 +47,12 @@ _ALL: Final = (
     ),
     Instrument(
         "messaging.client.consumed.messages", "counter", "{message}", (SYSTEM, OPERATION, TOPIC, GROUP), "process",
-        "Deliveries to handlers that were handled, failed or paused their key",
+        "Deliveries to handlers that were handled, failed or paused their key; messages that receivers got",
     ),
     Instrument(
         "messaging.client.operation.duration", "histogram", "s",
         (SYSTEM, OPERATION, OPERATION_TYPE, TOPIC, GROUP, ERROR), "process",
-        "Calls to a node: send (an append) and settle",
+        "Calls to a node: send (an append), receive (of receivers) and settle",
     ),
     Instrument(
         "messaging.process.duration", "histogram", "s",
@@ -80,8 +80,8 @@ _ALL: Final = (
     ),
     Instrument("mqlayer.consumer.partitions", "gauge", "{partition}", _OF_GROUP, "process", "Partitions served"),
     Instrument(
-        "mqlayer.producer.messages", "counter", "{message}", ("outcome",), "process",
-        "Messages of direct producers by what became of them",
+        "mqlayer.producer.messages", "counter", "{message}", ("topic", "outcome", ERROR), "process",
+        "Messages of direct producers by what became of them; failed ones by class of error",
     ),
     Instrument("mqlayer.producer.pending", "gauge", "{message}", (), "process", "Messages that await their outcome"),
     Instrument("mqlayer.relay.lp_sets", "gauge", "{lp_set}", (), "process", "LP sets that this relay holds, of 16"),

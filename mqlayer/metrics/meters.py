@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import Counter
@@ -36,6 +37,8 @@ OUTCOMES: Final = (
     "handled", "failed", "timed_out", "paused", "blocked", "parked", "unparked", "dead", "skipped", "unmatched", "held",
 )  # fmt: skip
 CONSUMED: Final = ("handled", "failed", "paused", "held")
+RECEIVED: Final = "received"
+"""A receiver's count of messages that calls returned."""
 PRODUCED: Final = (
     "stored", "repeated", "failed", "aborted", "withdrawn", "lost", "duplicates", "diverted", "unreplicated",
 )  # fmt: skip
@@ -57,11 +60,8 @@ class Meters:
     def __init__(self, provider: MeterProvider) -> None:
         self._meter = provider.get_meter("mqlayer")
         self._classes: set[str] = set()
-        self._members, self._producers, self._relays = CountSources(), CountSources(), CountSources()
-        self._sent: Counter[tuple[str, str]] = Counter()
         self._labels: dict[tuple[str, str], Mapping[str, str]] = {}
-        self._durations: list[tuple[Any, float, Mapping[str, str]]] = []
-        self._lock: Final = threading.Lock()
+        self.forget()
         self.failures = self._counter("mqlayer.consumer.failures")
         self.operations = self._histogram("messaging.client.operation.duration", BUCKETS_S)
         self.turns = self._histogram("messaging.process.duration", BUCKETS_S)
@@ -71,9 +71,18 @@ class Meters:
         self.observe("mqlayer.producer.messages", self._produced)
         self.observe("mqlayer.producer.pending", lambda: _levels(self._producers, ()))
         self.observe("mqlayer.relay.lp_sets", lambda: _levels(self._relays, ()))
+        self.observe("mqlayer.process.ready", self._readiness)
+
+    def forget(self) -> None:
+        """Count from zero, in a forked child; the provider keeps its own sums."""
+        # A thread that held a lock at the fork does not exist in the child.
+        self._lock = threading.Lock()
+        self._members, self._relays = CountSources[str](), CountSources[str]()
+        self._producers = CountSources[tuple[str, str, str]]()
+        self._sent: Counter[tuple[str, str]] = Counter()
+        self._durations: list[tuple[Any, float, Mapping[str, str]]] = []
         self.ready: Callable[[], bool] | None = None
         """Whether this process serves, where it has an endpoint."""
-        self.observe("mqlayer.process.ready", self._readiness)
 
     def observe(self, name: str, read: Callable[[], Iterable[Measurement]]) -> None:
         """Have a catalogued counter or gauge read at each scrape."""
@@ -91,12 +100,12 @@ class Meters:
         """Return the part of a member."""
         return MemberMeters(self, topic, group)
 
-    def add_member(self, topic: str, group: str, counts: ReadCounts, partitions: ReadLevel) -> Callable[[], None]:
+    def add_member(self, topic: str, group: str, counts: ReadCounts[str], partitions: ReadLevel) -> Callable[[], None]:
         """Count a member until the returned function is called."""
         return self._members.add((topic, group), counts, partitions)
 
-    def add_producer(self, counts: ReadCounts, pending: ReadLevel) -> Callable[[], None]:
-        """Count a producer likewise."""
+    def add_producer(self, counts: ReadCounts[tuple[str, str, str]], pending: ReadLevel) -> Callable[[], None]:
+        """Count a producer likewise, by topic, outcome and class of error or ''."""
         return self._producers.add((), counts, pending)
 
     def add_relay(self, lp_sets: ReadLevel) -> Callable[[], None]:
@@ -162,8 +171,11 @@ class Meters:
 
     def _consumed(self) -> Iterable[Measurement]:
         for (topic, group), counts in self._members.totals().items():
-            labels = {**_OURS, OPERATION: "process", TOPIC: topic, GROUP: group}
-            yield sum(counts[one] for one in CONSUMED), labels
+            # Of a receiver: the conventions count a delivery once, when it is received.
+            received = counts.get(RECEIVED)
+            operation = "process" if received is None else "receive"
+            labels = {**_OURS, OPERATION: operation, TOPIC: topic, GROUP: group}
+            yield sum(counts[one] for one in CONSUMED) if received is None else received, labels
 
     def _member_count(self, name: str) -> Iterable[Measurement]:
         for (topic, group), counts in self._members.totals().items():
@@ -182,8 +194,13 @@ class Meters:
 
     def _produced(self) -> Iterable[Measurement]:
         for counts in self._producers.totals().values():
-            for outcome in PRODUCED:
-                yield counts[outcome], {"outcome": outcome}
+            of_topics = {(topic, outcome, "") for topic, _, _ in counts for outcome in PRODUCED}
+            of_classes: Counter[tuple[str, str, str]] = Counter(dict.fromkeys(of_topics, 0))
+            for (topic, outcome, error), count in counts.items():
+                of_classes[topic, outcome, self.error_class(error) if error else ""] += count
+            for (topic, outcome, error), count in of_classes.items():
+                labels = {"topic": topic, "outcome": outcome}
+                yield count, {**labels, ERROR: error} if error else labels
 
 
 class MemberMeters:
@@ -193,9 +210,11 @@ class MemberMeters:
         self._meters, self._topic, self._group = meters, topic, group
         names = {TOPIC: topic, GROUP: group}
         self._process = {**_OURS, OPERATION: "process", OPERATION_TYPE: "process", **names}
-        self._settle = {**_OURS, OPERATION: "settle", OPERATION_TYPE: "settle", **names}
+        self._receive, self._settle = (
+            {**_OURS, OPERATION: operation, OPERATION_TYPE: operation, **names} for operation in ("receive", "settle")
+        )
 
-    def count(self, counts: ReadCounts, partitions: ReadLevel) -> Callable[[], None]:
+    def count(self, counts: ReadCounts[str], partitions: ReadLevel) -> Callable[[], None]:
         """Count this member until the returned function is called."""
         return self._meters.add_member(self._topic, self._group, counts, partitions)
 
@@ -211,18 +230,22 @@ class MemberMeters:
 
     def settling(self, call: Callable[[C], R], commands: C) -> R:
         """Make and record a settling call."""
+        return self._timed(call, commands, self._settle)
+
+    def receiving(self, call: Callable[[C], R], commands: C) -> R:
+        """Make and record a receiving call."""
+        return self._timed(call, commands, self._receive)
+
+    def _timed(self, call: Callable[[C], R], commands: C, labels: Mapping[str, str]) -> R:
         began = time.perf_counter()
         try:
             answer = call(commands)
         except BaseException as error:
-            name = self._meters.error_class(type(error).__name__)
-            self._settled(time.perf_counter() - began, {**self._settle, ERROR: name})
+            labels = {**labels, ERROR: self._meters.error_class(type(error).__name__)}
             raise
-        self._settled(time.perf_counter() - began, self._settle)
+        finally:
+            self._meters.note(self._meters.operations, time.perf_counter() - began, labels)
         return answer
-
-    def _settled(self, seconds: float, labels: Mapping[str, str]) -> None:
-        self._meters.note(self._meters.operations, seconds, labels)
 
     def _turn(self, seconds: float, error: str) -> None:
         labels = {**self._process, ERROR: error} if error else self._process
@@ -234,7 +257,7 @@ def _sent_labels(topic: str, error: str) -> dict[str, str]:
     return {**labels, ERROR: error} if error else labels
 
 
-def _levels(sources: CountSources, names: tuple[str, ...]) -> Iterable[Measurement]:
+def _levels(sources: CountSources[Any], names: tuple[str, ...]) -> Iterable[Measurement]:
     for labels, level in sources.levels().items():
         yield level, dict(zip(names, labels, strict=True))
 
@@ -245,8 +268,19 @@ def check_packages() -> None:
         raise InvalidInput("metrics need more packages: pip install 'mqlayer[otel]'")
 
 
-_making: Final = threading.Lock()
-_made: list[Meters] = []
+class _Process:
+    def __init__(self) -> None:
+        self.making = threading.Lock()
+        self.meters: Meters | None = None
+
+    def forked(self) -> None:
+        self.making = threading.Lock()
+        if self.meters is not None:
+            self.meters.forget()
+
+
+_process: Final = _Process()
+os.register_at_fork(after_in_child=_process.forked)
 
 
 def meters_of(settings: Settings) -> Meters | None:
@@ -256,10 +290,16 @@ def meters_of(settings: Settings) -> Meters | None:
 
 def process_meters() -> Meters:
     """Return this process's meters, on the global provider. Raises as `meters_of`."""
-    with _making:
-        if not _made:
+    with _process.making:
+        if _process.meters is None:
             check_packages()
             from opentelemetry.metrics import get_meter_provider
 
-            _made.append(Meters(get_meter_provider()))
-        return _made[0]
+            _process.meters = Meters(get_meter_provider())
+        return _process.meters
+
+
+def use_provider(provider: MeterProvider) -> None:
+    """Record to another provider than the global one from now on."""
+    with _process.making:
+        _process.meters = Meters(provider)

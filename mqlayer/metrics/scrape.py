@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from mqlayer.metrics.meters import Meters, check_packages, meters_of
+from mqlayer.metrics.meters import Meters, check_packages, meters_of, use_provider
 from mqlayer.settings import Settings
+
+if TYPE_CHECKING:
+    from opentelemetry.exporter.prometheus import PrometheusMetricReader
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -25,8 +28,25 @@ def metrics_page(settings: Settings) -> Callable[[], bytes] | None:
     if not isinstance(get_meter_provider(), MeterProvider):
         from opentelemetry.exporter.prometheus import PrometheusMetricReader
 
-        set_meter_provider(MeterProvider(metric_readers=[PrometheusMetricReader(scope_info_enabled=False)]))
+        _own_reader.append(PrometheusMetricReader(scope_info_enabled=False))
+        set_meter_provider(MeterProvider(metric_readers=tuple(_own_reader)))
     return lambda: generate_latest(REGISTRY)
+
+
+_own_reader: Final[list[PrometheusMetricReader]] = []
+
+
+def count_anew() -> None:
+    """Let a forked child count from zero where `metrics_page` had made its parent's provider."""
+    # Another provider is the program's: its sums are, too.
+    if not _own_reader:
+        return
+    from opentelemetry.exporter.prometheus import PrometheusMetricReader
+    from opentelemetry.sdk.metrics import MeterProvider
+
+    _own_reader.pop().shutdown()
+    _own_reader.append(PrometheusMetricReader(scope_info_enabled=False))
+    use_provider(MeterProvider(metric_readers=tuple(_own_reader), shutdown_on_exit=False))
 
 
 def separate_meters() -> tuple[Meters, Callable[[], bytes]]:

@@ -5,29 +5,30 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Final
+from typing import Final, Generic, TypeVar
 
 Labels = tuple[str, ...]
-ReadCounts = Callable[[], Mapping[str, int]]
+K = TypeVar("K")
+ReadCounts = Callable[[], Mapping[K, int]]
 ReadLevel = Callable[[], int]
 
 
-class CountSources:
+class CountSources(Generic[K]):
     """Living sources, and the sums of ended ones: totals never fall. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock: Final = threading.Lock()
-        self._living: dict[object, tuple[Labels, ReadCounts, ReadLevel]] = {}
-        self._ended: dict[Labels, Counter[str]] = {}
+        self._living: dict[object, tuple[Labels, ReadCounts[K], ReadLevel]] = {}
+        self._ended: dict[Labels, Counter[K]] = {}
 
-    def add(self, labels: Labels, counts: ReadCounts, level: ReadLevel) -> Callable[[], None]:
+    def add(self, labels: Labels, counts: ReadCounts[K], level: ReadLevel) -> Callable[[], None]:
         """Add a source; return the function that ends it."""
         handle = object()
         with self._lock:
             self._living[handle] = (labels, counts, level)
         return lambda: self._end(handle)
 
-    def totals(self) -> dict[Labels, Counter[str]]:
+    def totals(self) -> dict[Labels, Counter[K]]:
         """Return sums per labels."""
         with self._lock:
             found = {labels: counts.copy() for labels, counts in self._ended.items()}

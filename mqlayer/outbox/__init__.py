@@ -19,7 +19,13 @@ from mqlayer.outbox.delayed import (
 )
 from mqlayer.outbox.identity import adopt, renew
 from mqlayer.outbox.publisher import Published, apublish, apublish_once, publish, publish_once
-from mqlayer.outbox.quarantine import QuarantinedRow, discard_quarantined, list_quarantined, retry_quarantined
+from mqlayer.outbox.quarantine import (
+    QuarantinedRow,
+    audit_quarantine,
+    discard_quarantined,
+    list_quarantined,
+    retry_quarantined,
+)
 from mqlayer.outbox.rotation import rotate
 from mqlayer.outbox.transaction_buffer import OutboxTransaction, atransaction, transaction
 
@@ -34,6 +40,7 @@ __all__ = [
     "apublish_delayed",
     "apublish_once",
     "atransaction",
+    "audit_quarantine",
     "cancel_delayed",
     "clean_dedup",
     "discard_quarantined",

@@ -9,9 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
+from typing import Any, Literal
 
 from mqlayer.domain.names import check_name
 from mqlayer.errors import InvalidInput, NotFound
+from mqlayer.postgres.audit import write_audit
 from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.queries import query
 
@@ -29,11 +31,14 @@ class QuarantinedRow:
     number: int | None = None
 
 
-def list_quarantined(application: Database) -> list[QuarantinedRow]:
-    """Return quarantined rows, blocking ones first."""
+def list_quarantined(application: Database, *, limit: int | None = None) -> list[QuarantinedRow]:
+    """Return quarantined rows, blocking ones first, at most `limit` of each kind."""
     with application.connection() as connection:
-        rows = [query("quarantined_list"), query("voided_list")]
-        return [QuarantinedRow(*row) for statement in rows for row in connection.execute(statement).fetchall()]
+        return [
+            QuarantinedRow(*row)
+            for statement in (query("quarantined_list"), query("voided_list"))
+            for row in connection.execute(statement, {"limit": limit}).fetchall()
+        ]
 
 
 def retry_quarantined(
@@ -60,6 +65,12 @@ def discard_quarantined(application: Database, number: int) -> None:
     """Discard a replaced row's message; the row records that. Raises NotFound."""
     if not application.transaction(partial(_end, number=number, ended="discarded")):
         raise NotFound("row that was passed over", number, "see `mqlayer outbox quarantine list`")
+
+
+def audit_quarantine(control: Database, actor: str, act: Literal["retry", "discard"], **facts: Any) -> None:
+    """Write an audit row before an operator's act: the outbox may be in another database."""
+    target, named = str(facts.get("topic") or "outbox"), {name: one for name, one in facts.items() if one is not None}
+    control.transaction(lambda connection: write_audit(connection, actor, f"outbox {act}", target, named))
 
 
 def _retry(application: Database, row: QuarantinedRow) -> bool:

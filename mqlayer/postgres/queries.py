@@ -1,6 +1,6 @@
 """Named queries from ``sql/queries/<area>.sql``.
 
-``-- name: <name>`` begins a statement with its purpose; ``-- part: <name>`` replaces ``{<name>}`` in the file.
+``-- name: <name>`` begins a statement with its purpose; ``-- part: <name>`` replaces ``{<name>}`` below it.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ def queries() -> Mapping[str, str]:
     for file in sql_names("queries"):
         pieces = _ENTRY.split(sql_source(f"queries/{file}"))
         entries = list(zip(pieces[1::3], pieces[2::3], pieces[3::3], strict=True))
-        parts = {name: text.strip().rstrip(";") for kind, name, text in entries if kind == "part"}
+        parts: dict[str, str] = {}
         for kind, name, text in entries:
             if name in found:
                 raise RuntimeError(f"query {name} stands twice in sql/queries")
-            if kind == "name":
-                found[name] = _PART.sub(partial(_part, parts), text.strip().rstrip(";"))
+            whole = _PART.sub(partial(_part, parts), text.strip().rstrip(";"))
+            (found if kind == "name" else parts)[name] = whole
     return found
 
 

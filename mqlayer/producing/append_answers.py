@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -15,6 +14,7 @@ from mqlayer.producing.follow_ups import FollowUps, RefreshLimits, StoredLookup
 from mqlayer.producing.losses import Losses
 from mqlayer.producing.outcomes import Appended, Duplicate, Recovered
 from mqlayer.producing.producer_queues import Capacity, ProducerQueues
+from mqlayer.producing.send_counts import SendCounts
 from mqlayer.producing.send_queues import LpQueue, NodeQueue, PartitionQueue, PendingSend
 from mqlayer.producing.settlement import NOTHING, SendSettlement
 from mqlayer.redis.partition_scripts import AppendReply, OnceOutcome, Refused, RunOutcome
@@ -44,7 +44,7 @@ class AppendAnswers:
         losses: Losses,
         *,
         capacity: Capacity,
-        counts: Counter[str],
+        counts: SendCounts,
         follow_ups: FollowUps,
         require_replicas: int,
     ) -> None:
@@ -105,7 +105,7 @@ class AppendAnswers:
                 listener.remaining -= count
                 if not listener.remaining:
                     listeners.append(listener)
-        self._counts["stored"] += batch.count
+        self._counts.add(batch.topic, "stored", batch.count)
         capacity = self._capacity
         capacity.count -= batch.count
         capacity.size -= batch.size
@@ -165,7 +165,7 @@ class AppendAnswers:
 
     def misrouted(self, batch: AppendBatch, status: str) -> None:
         """Nothing was stored: get a newer route."""
-        topic, partition = batch.pending_sends[0].queue.topic.name, batch.partition_queue.partition
+        topic, partition = batch.topic, batch.partition_queue.partition
         log.info("publish_rerouted", extra={"topic": topic, "partition": partition, "word": status})
         for queue in batch.queues():
             self._queues.block(queue, "route")
@@ -180,7 +180,7 @@ class AppendAnswers:
         node.failures += 1
         node.retry_at = now + backoff_s(node.failures)
         node.last_error = reason
-        self._counts["connections_lost"] += 1
+        self._counts.connections_lost += 1
         if is_reported(node.failures):
             facts = {"node": node.runs[0], "reason": reason, "failures": node.failures}
             log.warning("producer_connection_lost", extra=facts)
@@ -217,23 +217,24 @@ class AppendAnswers:
     def _outcome(self, batch: AppendBatch, replicas: int | None) -> Appended | MqlayerError:
         partition_queue = batch.partition_queue
         if replicas is not None and replicas < self._require_replicas:
-            name = batch.pending_sends[0].queue.topic.name
-            return NotReplicated(name, partition_queue.partition, self._require_replicas, replicas)
+            return NotReplicated(batch.topic, partition_queue.partition, self._require_replicas, replicas)
         return Appended(partition_queue.partition, batch.source, replicas)
 
     def _stored_send(self, pending: PendingSend, offset: int, early: int, answer: _Answer) -> None:
         queue, outcome = pending.queue, answer.outcome
         self._take_in_flight(pending, answer)
         queue.acked = pending.last
-        self._counts["stored"] += pending.count
-        self._counts["repeated"] += early
+        topic = queue.topic.name
+        self._counts.add(topic, "stored", pending.count)
+        if early:
+            self._counts.add(topic, "repeated", early)
         if early and queue.source is not None:
             self._search(
                 pending, early, Appended(answer.partition_queue.partition, queue.source, answer.replicas), offset
             )
             return
         if not isinstance(outcome, Appended):
-            self._counts["unreplicated"] += pending.count
+            self._counts.add(topic, "unreplicated", pending.count)
         pending.offset = offset
         self._settlement.finish(pending, outcome)
 
@@ -250,8 +251,8 @@ class AppendAnswers:
             return
         self._take_in_flight(pending, answer)
         queue.acked = pending.last
-        self._counts["stored"] += 1
-        self._counts["repeated"] += 1
+        for one in ("stored", "repeated"):
+            self._counts.add(queue.topic.name, one, 1)
         where = (_partition_of(first, answer), first.offset)
         self._settlement.finish(pending, Recovered(first.identity.source, answer.replicas, (where,)))
 
@@ -265,7 +266,7 @@ class AppendAnswers:
         else:
             self._losses.leave(queue, queue.acked)
             queue.renumber(self._queues.source)
-        self._counts["duplicates"] += 1
+        self._counts.add(queue.topic.name, "duplicates", 1)
         original = Duplicate(_partition_of(first, answer), first.offset, first.identity, answer.replicas)
         self._settlement.finish(pending, original if isinstance(answer.outcome, Appended) else answer.outcome)
 

@@ -29,6 +29,11 @@ class AppendBatch:
         # Set where metrics are on.
         self.sent_at = 0.0
 
+    @property
+    def topic(self) -> str:
+        """The topic's name; there must be a message."""
+        return self.pending_sends[0].queue.topic.name
+
     def add(self, queue: LpQueue) -> bool:
         """Take a queue's next messages; return whether it is empty."""
         source = queue.source

@@ -65,7 +65,7 @@ class ProducerEngine:
         meters, capacity = meters_of(settings), in_flight.capacity
         self._end_counts = None
         if meters is not None:
-            self._end_counts = meters.add_producer(lambda: dict(in_flight.counts), lambda: capacity.count)
+            self._end_counts = meters.add_producer(lambda: dict(in_flight.counts.by_key), lambda: capacity.count)
         self._lookup = RecordLookup(guarded, self._scheduler, self._runtime, self._metadata.node)
 
     @property

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
 from dataclasses import dataclass
 from typing import Final
 
@@ -12,6 +11,7 @@ from mqlayer.producing.append_answers import AppendAnswers
 from mqlayer.producing.follow_ups import FollowUps
 from mqlayer.producing.losses import Losses
 from mqlayer.producing.producer_queues import Capacity, ProducerQueues
+from mqlayer.producing.send_counts import SendCounts
 from mqlayer.producing.send_queues import PendingSend, TopicQueues
 from mqlayer.producing.settlement import SendSettlement
 
@@ -52,7 +52,6 @@ COUNTED: Final = (
     "duplicates",
     "diverted",
     "unreplicated",
-    "connections_lost",
 )
 
 
@@ -68,7 +67,7 @@ class InFlight:
         require_replicas: int = 0,
         rng: random.Random | None = None,
     ) -> None:
-        self.counts: Counter[str] = Counter()
+        self.counts = SendCounts()
         self.follow_ups = FollowUps()
         self.capacity = Capacity(max_count, max_bytes)
         self.queues = ProducerQueues(source, self.capacity, self.counts, self.follow_ups, rng or random.Random())
@@ -107,6 +106,7 @@ class InFlight:
         """The counts so far."""
         return ProducerStats(
             **{name: self.counts[name] for name in COUNTED},
+            connections_lost=self.counts.connections_lost,
             pending=self.capacity.count,
             pending_bytes=self.capacity.size,
         )

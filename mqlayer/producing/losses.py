@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator
 from itertools import chain
 from typing import Final, NamedTuple
@@ -13,6 +13,7 @@ from mqlayer.logs import event_logger
 from mqlayer.producing.follow_ups import FollowUps
 from mqlayer.producing.listeners import OnewayListener
 from mqlayer.producing.producer_queues import ProducerQueues
+from mqlayer.producing.send_counts import SendCounts
 from mqlayer.producing.send_queues import Listener, LpQueue, NodeQueue
 from mqlayer.producing.settlement import SendSettlement
 
@@ -87,7 +88,7 @@ class Losses:
     """Lost acknowledged messages. The next publish raises `unreported` ones."""
 
     def __init__(
-        self, queues: ProducerQueues, settlement: SendSettlement, counts: Counter[str], follow_ups: FollowUps
+        self, queues: ProducerQueues, settlement: SendSettlement, counts: SendCounts, follow_ups: FollowUps
     ) -> None:
         self.unreported: deque[Loss] = deque(maxlen=MAX_UNREPORTED_LOSSES)
         self.former = FormerSources(MAX_FORMER_SOURCES)
@@ -166,5 +167,5 @@ class Losses:
     def _count(self, loss: Loss, partition: int) -> None:
         facts = {"topic": loss.topic, "lp": loss.lp, "reason": str(AcknowledgedLoss(loss))}
         log.error("acknowledged_messages_lost", extra=facts)
-        self._counts["lost"] += loss.messages
+        self._counts.add(loss.topic, "lost", loss.messages)
         self._follow_ups.listeners.append(LossListener(loss, partition))

@@ -312,8 +312,8 @@ def _read_reply(batch: AppendBatch, reply: Any, address: str) -> AppendAnswer:
     if not isinstance(answer, Refused):
         return answer
     if answer.status == "full":
-        topic, partition_queue = batch.pending_sends[0].queue.topic.name, batch.partition_queue
-        return BacklogFull(topic, partition_queue.partition, partition_queue.backlog_limit)
+        partition_queue = batch.partition_queue
+        return BacklogFull(batch.topic, partition_queue.partition, partition_queue.backlog_limit)
     if answer.status in ("sealed", "importing", "deleted", "absent"):
         return answer
     raise StoreUnavailable(address, f"unexpected answer to an append: {answer.status} {answer.fact}")
@@ -322,8 +322,7 @@ def _read_reply(batch: AppendBatch, reply: Any, address: str) -> AppendAnswer:
 def _record(meters: Meters | None, batch: AppendBatch, error: str) -> None:
     # A batch of which nothing was sent has no time.
     if meters is not None and batch.sent_at:
-        topic = batch.pending_sends[0].queue.topic.name
-        meters.sent(topic, batch.count, time.perf_counter() - batch.sent_at, error)
+        meters.sent(batch.topic, batch.count, time.perf_counter() - batch.sent_at, error)
 
 
 def _refusal_class(answer: AppendAnswer) -> str:

@@ -154,7 +154,7 @@ class Producer(ProducerBase):
             self._guarded.accept(queues, lp, pending, wake=True)
         except ProducerFull as error:
             with self._guarded as in_flight:
-                in_flight.counts["failed"] += 1
+                in_flight.counts.add(topic, "failed", 1, type(error).__name__)
             log.warning("oneway_publish_failed", extra={"topic": topic, "reason": str(error)})
 
     def send_many(

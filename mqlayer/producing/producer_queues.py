@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
 from mqlayer.domain.routing import Lp
 from mqlayer.producing.append_batch import AppendBatch
 from mqlayer.producing.follow_ups import FollowUps, RenewSource, Reroute
+from mqlayer.producing.send_counts import SendCounts
 from mqlayer.producing.send_queues import BlockReason, LpQueue, PartitionQueue, PendingSend, TopicQueues
 
 
@@ -43,7 +43,7 @@ class ProducerQueues:
     """One producer's queues. `source` is None while a new one is registered."""
 
     def __init__(
-        self, source: int, capacity: Capacity, counts: Counter[str], follow_ups: FollowUps, rng: random.Random
+        self, source: int, capacity: Capacity, counts: SendCounts, follow_ups: FollowUps, rng: random.Random
     ) -> None:
         self.source: int | None = source
         self.topics: dict[str, TopicQueues] = {}
@@ -203,4 +203,4 @@ class ProducerQueues:
             other.waiting.append(pending)
             self.enqueue(other)
             self._follow_ups.wake(other.partition_queue.node)
-            self._counts["diverted"] += pending.count
+            self._counts.add(topic.name, "diverted", pending.count)

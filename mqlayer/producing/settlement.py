@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from typing import Final
 
@@ -10,6 +9,7 @@ from mqlayer.errors import BacklogFull, MqlayerError, ProducerClosed, PublishAbo
 from mqlayer.producing.follow_ups import FollowUps
 from mqlayer.producing.outcomes import Appended, Recovered, SendOutcome
 from mqlayer.producing.producer_queues import Capacity, ProducerQueues
+from mqlayer.producing.send_counts import SendCounts
 from mqlayer.producing.send_queues import LpQueue, PartitionQueue, PendingSend, TopicQueues
 
 NOTHING: Final[tuple[bytes, ...]] = ()
@@ -19,7 +19,7 @@ CLOSED: Final = "it was closed before an answer came, so the message may or may 
 class SendSettlement:
     """Sets outcomes, once each. `searched`: stored sends whose places are looked up."""
 
-    def __init__(self, queues: ProducerQueues, capacity: Capacity, counts: Counter[str], follow_ups: FollowUps) -> None:
+    def __init__(self, queues: ProducerQueues, capacity: Capacity, counts: SendCounts, follow_ups: FollowUps) -> None:
         self.searched: dict[PendingSend, Appended] = {}
         self._queues, self._capacity, self._counts, self._follow_ups = queues, capacity, counts, follow_ups
 
@@ -45,11 +45,12 @@ class SendSettlement:
     def fail(self, queue: LpQueue, index: int, error: MqlayerError) -> None:
         """Fail a queue's messages from an index on; those behind the first are aborted."""
         first, *behind = queue.truncate(index)
-        self._counts["failed"] += first.count
+        topic = queue.topic.name
+        self._counts.add(topic, "failed", first.count, type(error).__name__)
         self.finish(first, _copy(error))
         for pending in behind:
-            self._counts["aborted"] += pending.count
-            self.finish(pending, PublishAborted(queue.topic.name, queue.lp, str(error)))
+            self._counts.add(topic, "aborted", pending.count)
+            self.finish(pending, PublishAborted(topic, queue.lp, str(error)))
 
     def expire(self, queue: LpQueue, now: float) -> None:
         """Fail a refused queue from its first expired message on."""
@@ -72,7 +73,7 @@ class SendSettlement:
         if pending.outcome is not None or not queue.is_unsent(pending):
             return False
         queue.remove(pending)
-        self._counts["withdrawn"] += pending.count
+        self._counts.add(queue.topic.name, "withdrawn", pending.count)
         pending.listener = None
         self.finish(pending, PublishAborted(queue.topic.name, queue.lp, "it was withdrawn"))
         return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 from mqlayer.domain.message import Record
@@ -13,6 +14,7 @@ from mqlayer.groups.group import Group
 from mqlayer.groups.lineage import drained_popped, seal_marks
 from mqlayer.groups.pop_partitions import renew_pop_epoch
 from mqlayer.logs import event_logger
+from mqlayer.metrics import MemberMeters
 from mqlayer.receiving.partition_cache import PartitionCache
 from mqlayer.receiving.partition_view import PartitionView
 from mqlayer.receiving.pop_message import PopMessage, Token, message_of
@@ -54,12 +56,14 @@ class Fetcher:
         *,
         runtime: Runtime,
         routes: RouteCache,
+        meters: MemberMeters | None = None,
     ) -> None:
         self._group, self._cache, self._connections, self._settler = group, cache, connections, settler
+        self._meters = meters
         self._runtime, self._database, self._routes = runtime, runtime.control, routes
         self._round = 0
         self._wakeups = cache.changed
-        self.fetch_count = 0
+        self.fetch_count = self.received_count = 0
 
     def refresh_soon(self) -> None:
         """List partitions again in the background. For any thread."""
@@ -162,7 +166,9 @@ class Fetcher:
     def _call(self, connection: NodeConnection, view: PartitionView, request: ReceiveRequest) -> PopAnswer:
         self.fetch_count += 1
         view.note_unanswered(request)
-        (reply,) = connection.call([receive_command(connection, view.group_partition, request)])
+        command = receive_command(connection, view.group_partition, request)
+        call = connection.call if self._meters is None else partial(self._meters.receiving, connection.call)
+        (reply,) = call([command])
         answer = receive_reply(reply, connection.node.address)
         if isinstance(answer, PopBatch):
             failpoint("pop.after_receive")

@@ -6,7 +6,7 @@ import math
 import threading
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +16,7 @@ from mqlayer.domain.names import check_name
 from mqlayer.errors import InvalidInput
 from mqlayer.groups.group import Group, GroupSettings, ensure_group
 from mqlayer.idempotency import InboxEntry
-from mqlayer.metrics import meters_of
+from mqlayer.metrics import RECEIVED, meters_of
 from mqlayer.postgres.caller_connections import Statements
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.migrations import check_schema
@@ -92,6 +92,11 @@ class PopSession:
             raise self.fetcher.last_error
         return fetched
 
+    def delivered(self, messages: Sequence[PopMessage]) -> None:
+        """Note messages that a call returns."""
+        self.key_order.delivered(messages)
+        self.fetcher.received_count += len(messages)
+
     def wait(self, calls: Iterable[ReceiveCall]) -> None:
         """Wait until there may be messages, or a call's time is over."""
         self.fetcher.wait_for_wakeup(max(0.0, min(call.until for call in calls) - time.monotonic()))
@@ -164,9 +169,9 @@ def open_session(topic: str, wanted: GroupSettings, *, group: str, settings: Set
         meters, name = meters_of(settings), f"r-{uuid.uuid4().hex}"
         of_group = None if meters is None else meters.member(topic, group)
         settler = PopSettler(found, cache, settling, routes, prefix=runtime.prefix, name=name, meters=of_group)
+        fetcher = Fetcher(found, cache, fetching, settler, runtime=runtime, routes=routes, meters=of_group)
         if of_group is not None:
-            cleanup.callback(of_group.count(lambda: dict(settler.counts), lambda: len(cache.views)))
-        fetcher = Fetcher(found, cache, fetching, settler, runtime=runtime, routes=routes)
+            cleanup.callback(of_group.count(partial(_counts, fetcher, settler), lambda: len(cache.views)))
 
         def hear(group_id: str) -> None:
             if group_id in ("", str(found.group_id)):
@@ -178,6 +183,10 @@ def open_session(topic: str, wanted: GroupSettings, *, group: str, settings: Set
         tracing = tracing_of(settings)
         spans = None if tracing is None else PopSpans(tracing, topic, group)
         return PopSession(found, fetcher, settler, cleanup.pop_all(), spans)
+
+
+def _counts(fetcher: Fetcher, settler: PopSettler) -> Mapping[str, int]:
+    return {**settler.counts, RECEIVED: fetcher.received_count}
 
 
 def _open_databases(settings: Settings, work: str, cleanup: ExitStack) -> Runtime:

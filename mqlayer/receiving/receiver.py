@@ -116,7 +116,7 @@ class Receiver(ReceiverBase):
         with session.receiving:
             while (fetched := session.poll(call)) is None:
                 session.wait([call])
-            session.key_order.delivered(fetched.messages)
+            session.delivered(fetched.messages)
             return fetched.messages
 
     def ack(self, messages: Iterable[PopMessage]) -> None:

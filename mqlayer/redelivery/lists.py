@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Final, Generic, Literal, TypeVar
+from typing import Any, Final, Generic, Literal, TypeVar, get_args
 
 from mqlayer.domain.message import NO_KEY, Identity, Record
 from mqlayer.errors import InvalidInput
@@ -20,6 +20,8 @@ SCAN_LIMIT: Final = 10_000
 ERROR_SCAN_LIMIT: Final = 2_000
 """The same where each row's failed attempts are searched."""
 FIRST: Final = (0, -1, "")
+OFFSET_DIGITS: Final = 6
+ParkedOrder = Literal["key", "oldest", "largest", "due"]
 ALL_GROUPS: Final = 2**63 - 1
 NO_GROUP: Final = -1
 
@@ -45,11 +47,18 @@ class BoundedCount:
 
 @dataclass(frozen=True, slots=True)
 class ErrorCount:
-    """An error among the latest ones: the text before its first colon. `looked`: rows in all."""
+    """A group's error among the latest ones: the text before its first colon.
+
+    `example`: first line of the latest one. `looked`: rows in all.
+    """
 
     error: str
+    topic: str
+    group: str
     count: int
+    first_at: datetime
     last_at: datetime
+    example: str
     looked: int
 
 
@@ -120,9 +129,19 @@ class DeadMessage:
 
 
 def parked_keys(
-    database: Database, wanted: ParkedFilter | None = None, *, after: str | None = None, limit: int = 50
+    database: Database,
+    wanted: ParkedFilter | None = None,
+    *,
+    after: str | None = None,
+    limit: int = 50,
+    order: ParkedOrder = "key",
 ) -> ListPage[ParkedKey, str]:
-    """Return a page of parked keys by group, LP and name, `after` a `cursor`. Raises InvalidInput."""
+    """Return a page of parked keys, `after` the `next` of another. Raises InvalidInput.
+
+    `order`: by group, LP and name; or of the first SCAN_LIMIT, the longest parked, the largest, the next due.
+    """
+    if order != "key":
+        return _ordered(database, wanted or ParkedFilter(), order, after or "0", page(limit))
     start = FIRST if after is None else _cursor(after)
     facts = _parked_facts(wanted or ParkedFilter()) | {"limit": page(limit)}
     found: list[ParkedKey] = []
@@ -136,6 +155,21 @@ def parked_keys(
             if end is not None:
                 return ListPage(found, f"{end[0]}:{end[1]}:{end[2].hex()}")
     return ListPage(found)
+
+
+def _ordered(
+    database: Database, wanted: ParkedFilter, order: ParkedOrder, after: str, limit: int
+) -> ListPage[ParkedKey, str]:
+    if order not in get_args(ParkedOrder):
+        raise InvalidInput(f"{order!r} is no order of parked keys: say one of {', '.join(get_args(ParkedOrder))}")
+    if not (after.isascii() and after.isdigit() and len(after) <= OFFSET_DIGITS):
+        raise InvalidInput(f"{after!r} is no place in the list: begin at its first page")
+    facts, offset = _parked_facts(wanted), int(after)
+    with database.connection() as connection:
+        ids = _group_ids(connection, wanted.topic, wanted.group)
+        place = {"group_ids": ids, "order": order, "offset": offset, "limit": limit + 1}
+        rows = _run(connection, "parked_list_ordered", facts | place).fetchall()
+    return ListPage(map(_parked_key, rows[:limit]), str(offset + limit) if len(rows) > limit else None)
 
 
 def estimate_parked(database: Database, wanted: ParkedFilter | None = None) -> BoundedCount:
@@ -277,9 +311,9 @@ def top_errors(
     of: Literal["dead", "attempts"] = "dead",
     limit: int = 10,
 ) -> list[ErrorCount]:
-    """Return frequent errors of the latest SCAN_LIMIT deaths, or failed attempts of all groups. Raises NotFound."""
+    """Return frequent errors by group, of the latest SCAN_LIMIT deaths or failed attempts. Raises NotFound."""
     group_id = None if topic is None or group is None else find_group(database, topic, group).group_id
-    facts = {"group_id": group_id, "scan": SCAN_LIMIT, "limit": page(limit)}
+    facts = {"group_id": group_id, "topic": topic, "group": group, "scan": SCAN_LIMIT, "limit": page(limit)}
     with database.connection() as connection, connection.transaction():
         if of == "dead":
             connection.execute(query("dead_by_index"))

@@ -27,11 +27,13 @@ class LpSets:
     def __init__(self, relay_id: str, *, lease_s: float, helper: bool = False) -> None:
         self.relay_id, self._lease_s, self.helper = relay_id, lease_s, helper
         self.owned: list[int] = []
+        self._sent = 0
 
-    def heartbeat(self, connection: Connection) -> LeaseChange:
-        """Extend leases; take or release sets to match the share."""
+    def heartbeat(self, connection: Connection, *, sent: int = 0) -> LeaseChange:
+        """Extend leases; take or release sets to match the share. `sent`: messages sent so far."""
         before = set(self.owned)
-        me = {"relay_id": self.relay_id, "lease_s": self._lease_s}
+        me = {"relay_id": self.relay_id, "lease_s": self._lease_s, "has_sent": sent > self._sent}
+        self._sent = sent
         share = self._share(connection, me)
         kept = sorted(row[0] for row in connection.execute(query("lp_set_keep"), me).fetchall())
         if len(kept) > share:

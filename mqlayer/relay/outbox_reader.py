@@ -101,7 +101,7 @@ class OutboxReader:
 
     def quarantined(self) -> dict[tuple[int, int], int]:
         """Return quarantined seqs by (topic id, LP)."""
-        return {(row[0], row[2]): row[3] for row in self._rows("quarantined_list", {})}
+        return {(row[0], row[2]): row[3] for row in self._rows("quarantined_list", {"limit": None})}
 
     def quarantine(self, cursor: LpCursor, seq: int, reason: str) -> bool:
         """Quarantine a row; False if its topic was deleted or the outbox renumbered."""

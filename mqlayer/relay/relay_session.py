@@ -275,7 +275,7 @@ class RelaySession:
     def _hold_leases(self) -> None:
         began = time.monotonic()
         self._refuse_other_term()
-        gained, lost = self._leases.heartbeat(self._connection)
+        gained, lost = self._leases.heartbeat(self._connection, sent=self._sender.appended_count)
         self._leased_at = began
         self._cursors.forget(lost)
         if gained:

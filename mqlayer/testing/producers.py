@@ -43,7 +43,7 @@ class MemorySender:
     def stats(self) -> ProducerStats:
         """The counts of all producers."""
         counts = dict.fromkeys(COUNTED, 0) | {"stored": self._stored, "duplicates": self._duplicates}
-        return ProducerStats(**counts, pending=0, pending_bytes=0)
+        return ProducerStats(**counts, connections_lost=0, pending=0, pending_bytes=0)
 
     def future(self, topic: str, **facts: Any) -> Future[Receipt]:
         """Store a message; return a future that is done."""

@@ -97,7 +97,9 @@ def set_schema_mode(runtime: Runtime, topic: str, mode: SchemaMode) -> bool:
         if row[1] == mode:
             return False
         connection.execute(query("topic_schema_mode_set"), {"topic_id": row[0], "mode": mode})
-        write_audit(connection, runtime.actor, "topic set", topic, {"schema_mode": mode})
+        write_audit(
+            connection, runtime.actor, "topic set", topic, {"schema_mode": mode, "before": {"schema_mode": row[1]}}
+        )
         return True
 
     return runtime.control.transaction(work)

@@ -126,7 +126,9 @@ def set_archived(runtime: Runtime, name: str, *, archived: bool) -> bool:
         if archived:
             connection.execute(query("archive_topic_put"), {"topic_id": topic_id})
         connection.execute(query("topic_archived_set"), {"topic_id": topic_id, "archived": archived})
-        write_audit(connection, runtime.actor, "topic set", name, {"archived": archived})
+        write_audit(
+            connection, runtime.actor, "topic set", name, {"archived": archived, "before": {"archived": before}}
+        )
         return True
 
     return runtime.control.transaction(work)
@@ -153,7 +155,9 @@ def set_limits(runtime: Runtime, name: str, *, body_limit: int | None = None, ba
         ((body, backlog, _),) = connection.execute(query("topic_limits_put"), facts).fetchall()
         changed = (body, backlog) != (row[2], row[3])
         if changed:
-            write_audit(connection, runtime.actor, "topic set", name, {"body_limit": body, "backlog_limit": backlog})
+            said = {"body_limit": body, "backlog_limit": backlog}
+            was = {"body_limit": row[2], "backlog_limit": row[3]}
+            write_audit(connection, runtime.actor, "topic set", name, said | {"before": was})
         return int(row[0]), int(body), changed
 
     topic_id, body, changed = runtime.control.transaction(work)

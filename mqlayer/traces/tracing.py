@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar, Token
+from functools import cache
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, Literal, Self
 
@@ -37,6 +38,15 @@ ATTEMPT: Final = "mqlayer.attempt"
 Operation = Literal["create", "send", "receive", "process", "settle"]
 
 _failed_ids: Final[ContextVar[tuple[int, Mapping[str, str]] | None]] = ContextVar("mqlayer_failed_span", default=None)
+
+
+@cache
+def _context_calls() -> tuple[Callable[[Context], Token[Context]], Callable[[Token[Context]], None], Any]:
+    """Return attach, detach and set_span_in_context; an import statement costs more, for each message."""
+    from opentelemetry.context import attach, detach
+    from opentelemetry.trace import set_span_in_context
+
+    return attach, detach, set_span_in_context
 
 
 class OpenSpan:
@@ -70,16 +80,12 @@ class OpenSpan:
 
     def enter(self) -> Token[Context]:
         """Be the current span of this thread or task until `leave`."""
-        from opentelemetry.context import attach
-        from opentelemetry.trace import set_span_in_context
-
-        return attach(set_span_in_context(self._span))
+        attach, _, within = _context_calls()
+        return attach(within(self._span))
 
     def leave(self, token: Token[Context]) -> None:
         """End; the former span is current again."""
-        from opentelemetry.context import detach
-
-        detach(token)
+        _context_calls()[1](token)
         self._span.end()
 
     def note_failed(self, error: BaseException) -> None:
@@ -181,9 +187,11 @@ class Tracing:
             opened.span.set_status(Status(StatusCode.ERROR))
         opened.end()
 
-    def links(self, parents: Iterable[SpanContext]) -> list[Link]:
+    def links(self, parents: Sequence[SpanContext]) -> list[Link]:
         """Return links to different spans, 128 at most."""
         # Contexts have no hash.
+        if len(parents) == 1:
+            return [self._link(parents[0])]
         different = {(parent.trace_id, parent.span_id): parent for parent in parents}
         return [self._link(parent) for parent in islice(different.values(), LINK_LIMIT)]
 

@@ -228,7 +228,7 @@ ON CONFLICT (topic_id, lp) DO UPDATE SET seq = excluded.seq, reason = excluded.r
 -- name: quarantined_list
 -- Rows quarantined, with their topic, for people and for relays.
 SELECT s.topic_id, t.name AS topic, s.lp, s.seq, s.reason, s.quarantined_at
-FROM mqlayer_app.quarantined s LEFT JOIN mqlayer_app.topic t USING (topic_id) ORDER BY s.topic_id, s.lp;
+FROM mqlayer_app.quarantined s LEFT JOIN mqlayer_app.topic t USING (topic_id) ORDER BY s.topic_id, s.lp LIMIT %(limit)s;
 
 -- name: quarantined_remove
 -- Let relays try an LP again.
@@ -247,7 +247,7 @@ ON CONFLICT (id) DO UPDATE SET seq = excluded.seq;
 -- Rows passed over that wait for an operator, with their topic.
 SELECT v.topic_id, t.name AS topic, v.lp, v.seq, v.reason, v.voided_at, v.id
 FROM mqlayer_app.voided v LEFT JOIN mqlayer_app.topic t USING (topic_id)
-WHERE v.ended IS NULL ORDER BY v.topic_id, v.lp, v.seq;
+WHERE v.ended IS NULL ORDER BY v.topic_id, v.lp, v.seq LIMIT %(limit)s;
 
 -- name: voided_hold
 -- One of them, for whoever decides on it: what it was published to, or nothing where that was decided.
@@ -268,12 +268,13 @@ WHERE id = %(id)s;
 DELETE FROM mqlayer_app.voided;
 
 -- name: relay_beat
--- Extend a relay's lease and say how many relays live, by the database's clock: who has not beaten for half of its
+-- Extend a relay's lease, note whether it sent since, and say how many relays live, by the database's clock: who has not beaten for half of its
 -- lease is not counted, so that others don't leave LP sets to one that died.
 WITH beat AS (
-    INSERT INTO mqlayer_app.relay (relay_id, lease_until)
-    VALUES (%(relay_id)s, now() + make_interval(secs => %(lease_s)s))
-    ON CONFLICT (relay_id) DO UPDATE SET lease_until = excluded.lease_until
+    INSERT INTO mqlayer_app.relay AS r (relay_id, lease_until, sent_at)
+    VALUES (%(relay_id)s, now() + make_interval(secs => %(lease_s)s), CASE WHEN %(has_sent)s THEN now() END)
+    ON CONFLICT (relay_id)
+    DO UPDATE SET lease_until = excluded.lease_until, sent_at = coalesce(excluded.sent_at, r.sent_at)
 ), gone AS (
     DELETE FROM mqlayer_app.relay WHERE lease_until < now() - interval '1 hour'
 )

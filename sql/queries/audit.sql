@@ -1,9 +1,10 @@
 -- name: audit_list
--- Acts of operators, the newest first, from before one on.
+-- Acts of people, machines or both, the newest first, from before one on.
 SELECT a.audit_id, a.at, a.actor, a.role, a.act, a.object, a.facts FROM mqlayer.audit a
 WHERE (%(actor)s::text IS NULL OR left(a.actor, 200) = left(%(actor)s, 200) AND a.actor = %(actor)s)
   AND (%(act)s::text IS NULL OR a.act = %(act)s) AND (%(object)s::text IS NULL OR a.object = %(object)s)
   AND (%(since)s::timestamptz IS NULL OR a.at >= %(since)s) AND (%(until)s::timestamptz IS NULL OR a.at < %(until)s)
+  AND (%(who)s::text IS NULL OR %(who)s = 'people' AND strpos(a.actor, '@') > 0 OR %(who)s = 'machines' AND NOT strpos(a.actor, '@') > 0)
   AND (%(before_at)s::timestamptz IS NULL OR (a.at, a.audit_id) < (%(before_at)s, %(before)s::bigint))
 ORDER BY a.at DESC, a.audit_id DESC LIMIT %(limit)s;
 

@@ -42,19 +42,19 @@ FROM found ORDER BY who, name;
 SELECT extract(epoch FROM clock_timestamp())::float8;
 
 -- name: check_statistics_allowed
--- Whether this role sees the transactions of others.
-SELECT pg_has_role(current_user, 'pg_read_all_stats', 'USAGE');
+-- Whether this role sees the transactions of others; and its name, quoted.
+SELECT pg_has_role(current_user, 'pg_read_all_stats', 'USAGE'), quote_ident(current_user);
 
 -- name: check_open_transactions
 -- Transactions of this database that are open for long, whether they hold more than a reader's lock on our tables, the
--- sessions that each waits for, and how many wait for it.
+-- sessions that each waits for, how many wait for it, and its role.
 SELECT a.pid, a.application_name, a.state, extract(epoch FROM clock_timestamp() - a.xact_start)::float8 AS age_s,
        EXISTS (SELECT FROM pg_locks l JOIN pg_class c ON c.oid = l.relation JOIN pg_namespace n ON n.oid = c.relnamespace
                WHERE l.pid = a.pid AND l.granted AND l.mode <> 'AccessShareLock'
                  AND n.nspname IN ('mqlayer', 'mqlayer_app')) AS ours,
        CASE WHEN a.wait_event_type = 'Lock' THEN pg_blocking_pids(a.pid) ELSE '{}' END AS waits_for,
        (SELECT count(*) FROM pg_stat_activity w
-        WHERE w.wait_event_type = 'Lock' AND a.pid = ANY (pg_blocking_pids(w.pid)))::int AS waiting
+        WHERE w.wait_event_type = 'Lock' AND a.pid = ANY (pg_blocking_pids(w.pid)))::int AS waiting, a.usename
 FROM pg_stat_activity a
 WHERE a.datname = current_database() AND a.pid <> pg_backend_pid() AND a.backend_type = 'client backend'
   AND a.xact_start <= clock_timestamp() - make_interval(secs => %(age_s)s) ORDER BY a.xact_start;
@@ -243,3 +243,22 @@ SELECT t.name, (SELECT count(*) FROM mqlayer_archive.gap g WHERE g.topic_id = t.
         JOIN mqlayer.consumer_group g USING (group_id)
         WHERE g.topic_id = t.topic_id AND o.dropped_at > now() - interval '1 day')::bigint AS dropped
 FROM mqlayer_archive.topic a JOIN mqlayer.topic t USING (topic_id) WHERE t.archived AND t.deleted_at IS NULL ORDER BY t.name;
+
+-- name: outbox_waiting
+-- What waits in the outbox by topic and node, given the LPs of each: messages, those behind a quarantined row, LPs, and when
+-- the oldest was committed. No node: the LPs have none.
+SELECT c.topic, w.node, sum(c.seq - coalesce(r.seq, 0))::bigint AS waiting,
+       coalesce(sum(c.seq - coalesce(r.seq, 0)) FILTER (WHERE s.lp IS NOT NULL), 0)::bigint AS held, count(*)::int AS lps,
+       min(o.created_at) AS oldest_at
+FROM mqlayer_app.counter c
+LEFT JOIN mqlayer_app.relayed r ON r.topic_id = c.topic_id AND r.lp = c.lp
+LEFT JOIN mqlayer_app.quarantined s ON s.topic_id = c.topic_id AND s.lp = c.lp
+LEFT JOIN (SELECT u.topic_id, u.node, u.lps::int4multirange AS lps
+           FROM unnest(%(topic_ids)s::int[], %(nodes)s::text[], %(lps)s::text[]) AS u(topic_id, node, lps)) AS w
+       ON w.topic_id = c.topic_id AND w.lps @> c.lp::int
+CROSS JOIN LATERAL (
+    SELECT o.created_at FROM mqlayer_app.outbox o
+    WHERE o.topic_id = c.topic_id AND o.lp = c.lp AND o.seq > coalesce(r.seq, 0) ORDER BY o.seq LIMIT 1
+) AS o
+WHERE c.seq > coalesce(r.seq, 0)
+GROUP BY c.topic, w.node ORDER BY waiting DESC, c.topic, w.node;

@@ -44,11 +44,11 @@ FROM mqlayer.breaker b JOIN mqlayer.consumer_group g USING (group_id) JOIN mqlay
 WHERE b.state <> 'closed' AND g.state = 'live' AND g.breaker_share IS NOT NULL ORDER BY t.name, g.name;
 
 -- name: health_dead
--- Messages of live groups that died within an hour, up to a bound, and when the last of a group died.
-SELECT t.name, g.name, d.dead, d.last_at
+-- Messages of live groups that died within an hour, up to a bound, and when the last and the first of a group died.
+SELECT t.name, g.name, d.dead, d.last_at, d.first_at
 FROM mqlayer.consumer_group g JOIN mqlayer.topic t USING (topic_id)
 CROSS JOIN LATERAL (
-    SELECT count(*)::int AS dead, max(those.died_at) AS last_at
+    SELECT count(*)::int AS dead, max(those.died_at) AS last_at, min(those.died_at) AS first_at
     FROM (SELECT f.died_at FROM mqlayer.dead_fact f
           WHERE f.group_id = g.group_id AND f.redriven_at IS NULL AND f.died_at > now() - interval '1 hour'
           ORDER BY f.died_at DESC LIMIT %(limit)s) AS those) AS d
@@ -95,9 +95,9 @@ SELECT name, last_at, ended_at, extract(epoch FROM ended_at - last_at)::float8, 
 WHERE name = ANY(%(names)s::text[]) ORDER BY name;
 
 -- name: relay_list
--- Relays with the end of their leases, and the LP sets that each holds.
+-- Relays with the end of their leases, the LP sets that each holds, and when each sent messages last.
 SELECT r.relay_id, r.lease_until, r.lease_until >= now(),
-       (SELECT count(*) FROM mqlayer_app.lp_set s WHERE s.relay_id = r.relay_id AND s.lease_until >= now())::int
+       (SELECT count(*) FROM mqlayer_app.lp_set s WHERE s.relay_id = r.relay_id AND s.lease_until >= now())::int, r.sent_at
 FROM mqlayer_app.relay r ORDER BY r.lease_until DESC, r.relay_id LIMIT %(limit)s;
 
 -- name: member_list
@@ -120,3 +120,108 @@ SELECT p.partition_id, t.name, p.lp_from, p.lp_to, p.state, p.created_at, p.ende
 FROM mqlayer.partition p JOIN mqlayer.topic t USING (topic_id)
 WHERE p.node_id = %(node_id)s AND p.state <> 'deleted' AND p.partition_id > %(after)s
 ORDER BY p.partition_id LIMIT %(limit)s;
+
+-- name: problems_open
+-- Problems that have not ended: number, place, when each began as far as that is known, and when it was seen first.
+SELECT problem_id, alert, topic, group_name, node, item, since, first_seen_at FROM mqlayer.problem
+WHERE ended_at IS NULL ORDER BY problem_id LIMIT %(limit)s;
+
+-- name: problems_put
+-- Note the problems of a look: new ones, and when known ones were seen last. Nothing of a look that began before another
+-- one that is noted.
+INSERT INTO mqlayer.problem AS p (alert, severity, part, topic, group_name, node, item, text, effect, since, first_seen_at,
+                                  last_seen_at)
+SELECT n.alert, n.severity, n.part, n.topic, n.group_name, n.node, n.item, n.text, n.effect, n.since,
+       to_timestamp(%(at)s), to_timestamp(%(at)s)
+FROM unnest(%(alert)s::text[], %(severity)s::text[], %(part)s::text[], %(topic)s::text[], %(group)s::text[],
+            %(node)s::text[], %(item)s::text[], %(text)s::text[], %(effect)s::text[], %(since)s::timestamptz[])
+     AS n (alert, severity, part, topic, group_name, node, item, text, effect, since)
+WHERE NOT EXISTS (SELECT FROM mqlayer.problem later WHERE greatest(later.last_seen_at, later.ended_at) > to_timestamp(%(at)s))
+ON CONFLICT (alert, topic, group_name, node, item) WHERE ended_at IS NULL
+DO UPDATE SET text = excluded.text, effect = excluded.effect, last_seen_at = excluded.last_seen_at;
+
+-- name: problems_end
+-- End problems that a look did not find any more, in the parts that it could read; how many.
+WITH ended AS (
+    UPDATE mqlayer.problem SET ended_at = to_timestamp(%(at)s)
+    WHERE ended_at IS NULL AND last_seen_at < to_timestamp(%(at)s) AND part <> ALL (%(unread)s::text[]) RETURNING 1
+)
+SELECT count(*) FROM ended;
+
+-- name: problems_clean
+-- Forget problems that were seen last a while ago, and of the rest the first ones beyond so many; how many.
+WITH gone AS (
+    DELETE FROM mqlayer.problem WHERE ctid = ANY(ARRAY(
+        SELECT ctid FROM mqlayer.problem
+        WHERE last_seen_at <= now() - make_interval(secs => %(kept_s)s)
+           OR problem_id <= (SELECT n.problem_id FROM mqlayer.problem n ORDER BY n.problem_id DESC OFFSET %(rows)s LIMIT 1)
+        LIMIT %(limit)s))
+    RETURNING 1
+)
+SELECT count(*) FROM gone;
+
+-- name: problem_list
+-- Problems that ended, the last one first, from before one on.
+SELECT p.problem_id, p.alert, p.severity, p.topic, p.group_name, p.node, p.item, p.text, p.effect, p.since, p.first_seen_at,
+       p.last_seen_at, p.ended_at
+FROM mqlayer.problem p
+WHERE p.ended_at > now() - make_interval(secs => %(last_s)s) AND p.severity = ANY (%(severities)s::text[])
+  AND (%(before)s::bigint IS NULL OR (p.ended_at, p.problem_id) < (
+      SELECT b.ended_at, b.problem_id FROM mqlayer.problem b WHERE b.problem_id = %(before)s))
+ORDER BY p.ended_at DESC, p.problem_id DESC LIMIT %(limit)s;
+
+-- name: problem_one
+-- One problem.
+SELECT p.problem_id, p.alert, p.severity, p.topic, p.group_name, p.node, p.item, p.text, p.effect, p.since, p.first_seen_at,
+       p.last_seen_at, p.ended_at
+FROM mqlayer.problem p WHERE p.problem_id = %(problem_id)s;
+
+-- name: health_standstill
+-- The last samples of so many seconds by which messages were committed, and relayed, since the sample before; null where
+-- none was. And the oldest sample.
+SELECT max(s.at) FILTER (WHERE s.committed > 0), max(s.at) FILTER (WHERE s.relayed > 0), min(s.at)
+FROM (
+    SELECT at, committed - lag(committed) OVER w AS committed, relayed - lag(relayed) OVER w AS relayed
+    FROM mqlayer.sample WHERE kind = 'topic' AND at > now() - make_interval(secs => %(last_s)s)
+    WINDOW w AS (PARTITION BY object_id ORDER BY at)) AS s;
+
+-- name: health_failing
+-- Groups with failed attempts of the last ten minutes: how many, up to a bound over all groups, and how many messages each
+-- handled meanwhile, by the first and the last sample of that time; null where there are not two.
+SELECT t.name, g.name, f.failed, f.first_at,
+       (l.stored - b.stored) - (l.lag - b.lag) AS handled
+FROM (SELECT a.group_id, count(*) AS failed, min(a.failed_at) AS first_at
+      FROM (SELECT a.group_id, a.failed_at FROM mqlayer.failed_attempt a
+            WHERE a.failed_at > now() - interval '10 minutes' ORDER BY a.failed_at DESC LIMIT %(limit)s) AS a
+      GROUP BY a.group_id) AS f
+JOIN mqlayer.consumer_group g USING (group_id) JOIN mqlayer.topic t USING (topic_id)
+LEFT JOIN LATERAL (
+    SELECT o.at, o.stored, s.lag FROM mqlayer.sample o JOIN mqlayer.sample s USING (at)
+    WHERE o.kind = 'topic' AND o.object_id = g.topic_id AND s.kind = 'group' AND s.object_id = g.group_id
+      AND o.at > now() - interval '11 minutes' ORDER BY o.at LIMIT 1) AS b ON true
+LEFT JOIN LATERAL (
+    SELECT o.at, o.stored, s.lag FROM mqlayer.sample o JOIN mqlayer.sample s USING (at)
+    WHERE o.kind = 'topic' AND o.object_id = g.topic_id AND s.kind = 'group' AND s.object_id = g.group_id
+      AND o.at > now() - interval '11 minutes' AND o.at > b.at ORDER BY o.at DESC LIMIT 1) AS l ON true
+WHERE g.state = 'live' ORDER BY t.name, g.name;
+
+-- name: health_hot
+-- Of each topic with several partitions, the one that takes in more than twice its share of the LPs, or half of what that
+-- leaves besides, by the rates of the last minutes: its rate per second, its share of the topic's rate, and of the LPs.
+SELECT DISTINCT ON (r.topic_id) t.name, r.partition_id, r.per_s, r.share, r.fair
+FROM (
+    SELECT p.topic_id, p.partition_id, m.per_s, m.per_s / nullif(sum(m.per_s) OVER of_topic, 0) AS share,
+           (p.lp_to - p.lp_from) / 1024.0::float8 AS fair, count(*) OVER of_topic AS partitions
+    FROM mqlayer.partition p JOIN mqlayer.partition_rate m USING (partition_id)
+    WHERE p.state = 'open' AND m.measured_at > now() - interval '5 minutes'
+    WINDOW of_topic AS (PARTITION BY p.topic_id)) AS r
+JOIN mqlayer.topic t USING (topic_id)
+WHERE r.partitions > 1 AND r.per_s >= %(least_per_s)s AND r.share > least(2 * r.fair, (1 + r.fair) / 2)
+ORDER BY r.topic_id, r.per_s DESC;
+
+-- name: outbox_places
+-- Topics, and the LPs that each node has of them now, as ranges.
+SELECT t.topic_id, t.name, n.name, range_agg(int4range(r.lp_from, r.lp_to))::text
+FROM mqlayer.topic t JOIN mqlayer.route r ON r.topic_id = t.topic_id AND r.version = t.version
+JOIN mqlayer.partition p USING (partition_id) JOIN mqlayer.node n USING (node_id)
+WHERE t.deleted_at IS NULL GROUP BY t.topic_id, t.name, n.name;

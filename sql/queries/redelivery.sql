@@ -43,12 +43,8 @@ WHERE (k.group_id, k.lp, k.name) > (%(after_group)s::bigint, %(after_lp)s::small
   AND (%(name)s::bytea IS NULL OR k.lp = %(lp)s::smallint AND k.name = %(name)s AND k.group_id = ANY(%(group_ids)s::bigint[]))
 ORDER BY k.group_id, k.lp, k.name LIMIT %(scan)s;
 
--- name: parked_list
--- Parked keys with what waits in each, in the order of group, LP and name, behind a place in it.
-WITH page AS (
-    SELECT k.* FROM ({parked_looked}) AS k WHERE {parked_fits}
-    ORDER BY k.group_id, k.lp, k.name LIMIT %(limit)s
-)
+-- part: parked_shown
+-- Parked keys of a page with what waits in each.
 SELECT p.group_id, t.name, g.name, p.lp, p.name, p.cause, CASE WHEN p.paused_at IS NULL THEN p.due_at END AS due_at,
        CASE WHEN p.paused_at IS NULL THEN extract(epoch FROM p.due_at - clock_timestamp())::float8 END AS due_in_s, p.attempts, p.started IS NOT NULL AS started,
        p.parked_at,
@@ -59,8 +55,33 @@ SELECT p.group_id, t.name, g.name, p.lp, p.name, p.cause, CASE WHEN p.paused_at 
 FROM page p JOIN mqlayer.consumer_group g USING (group_id) JOIN mqlayer.topic t USING (topic_id)
 LEFT JOIN LATERAL (
     SELECT m.source, m.seq, m.key, m.body_size + octet_length(m.key) + m.m_size AS bytes FROM mqlayer.parked_fact m
-    WHERE m.group_id = p.group_id AND m.lp = p.lp AND m.name = p.name ORDER BY m.position, m.seq LIMIT 1) AS h ON true
+    WHERE m.group_id = p.group_id AND m.lp = p.lp AND m.name = p.name ORDER BY m.position, m.seq LIMIT 1) AS h ON true;
+
+-- name: parked_list
+-- Parked keys with what waits in each, in the order of group, LP and name, behind a place in it.
+WITH page AS (
+    SELECT k.* FROM ({parked_looked}) AS k WHERE {parked_fits}
+    ORDER BY k.group_id, k.lp, k.name LIMIT %(limit)s
+)
+{parked_shown}
 ORDER BY p.group_id, p.lp, p.name;
+
+-- name: parked_list_ordered
+-- The same of the parked keys that are looked at, by another order, behind so many.
+WITH page AS (
+    SELECT k.*, row_number() OVER (ORDER BY CASE %(order)s::text
+               WHEN 'oldest' THEN extract(epoch FROM k.parked_at)::float8 WHEN 'largest' THEN -k.messages::float8
+               ELSE extract(epoch FROM k.due_at)::float8 END, k.group_id, k.lp, k.name) AS place
+    FROM (SELECT k.* FROM unnest(%(group_ids)s::bigint[]) AS u (group_id)
+          CROSS JOIN LATERAL (
+              SELECT k.* FROM mqlayer.parked_key k
+              WHERE k.group_id = u.group_id
+                AND (%(name)s::bytea IS NULL OR k.lp = %(lp)s::smallint AND k.name = %(name)s)
+              ORDER BY k.lp, k.name LIMIT %(scan)s) AS k LIMIT %(scan)s) AS k
+    WHERE {parked_fits} ORDER BY place OFFSET %(offset)s LIMIT %(limit)s
+)
+{parked_shown}
+ORDER BY p.place;
 
 -- name: parked_list_end
 -- Where looking for a page ended; nothing where there is no key behind.
@@ -99,17 +120,26 @@ FROM mqlayer.parked_message m JOIN mqlayer.parked_key k USING (group_id, lp, nam
 JOIN mqlayer.consumer_group g USING (group_id) JOIN mqlayer.topic t USING (topic_id)
 WHERE m.group_id = %(group_id)s AND m.lp = %(lp)s AND m.source = %(source)s AND m.seq = %(seq)s;
 
--- part: dead_latest
--- The next dead messages, those that died last first: at most so many. Of the index alone: with more columns the planner
--- sorts a whole group, of which it has no statistics.
-SELECT d.dead_id, d.died_at FROM mqlayer.dead_message d
-WHERE (%(group_id)s::bigint IS NULL OR d.group_id = %(group_id)s)
-  AND (%(redriven)s::boolean OR d.redriven_at IS NULL)
+-- part: dead_wanted
+-- What a page asks of a dead message d by its index; what is null does not narrow.
+(%(group_id)s::bigint IS NULL OR d.group_id = %(group_id)s)
   AND (%(key)s::bytea IS NULL OR d.lp = %(lp)s::smallint AND d.key = %(key)s)
   AND (%(since)s::timestamptz IS NULL OR d.died_at >= %(since)s)
   AND (%(until)s::timestamptz IS NULL OR d.died_at < %(until)s)
-  AND (%(after)s::bigint IS NULL OR (d.died_at, d.dead_id) < (%(after_at)s::timestamptz, %(after)s::bigint))
-ORDER BY d.died_at DESC, d.dead_id DESC LIMIT %(scan)s;
+  AND (%(after)s::bigint IS NULL OR (d.died_at, d.dead_id) < (%(after_at)s::timestamptz, %(after)s::bigint));
+
+-- part: dead_latest
+-- The next dead messages, those that died last first: at most so many. Of the indexes alone: with more columns the planner
+-- sorts a whole group, of which it has no statistics. Redriven ones have indexes of their own.
+SELECT u.dead_id, u.died_at
+FROM ((SELECT d.dead_id, d.died_at FROM mqlayer.dead_message d
+       WHERE d.redriven_at IS NULL AND {dead_wanted}
+       ORDER BY d.died_at DESC, d.dead_id DESC LIMIT %(scan)s)
+      UNION ALL
+      (SELECT d.dead_id, d.died_at FROM mqlayer.dead_message d
+       WHERE %(redriven)s::boolean AND d.redriven_at IS NOT NULL AND {dead_wanted}
+       ORDER BY d.died_at DESC, d.dead_id DESC LIMIT %(scan)s)) AS u
+ORDER BY u.died_at DESC, u.dead_id DESC LIMIT %(scan)s;
 
 -- part: dead_row
 -- The rest of the latest dead messages l, one by one.
@@ -143,25 +173,32 @@ SELECT l.dead_id FROM ({dead_latest}) AS l ORDER BY l.died_at DESC, l.dead_id DE
 SELECT count(*) FILTER (WHERE (%(group_ids)s::bigint[] IS NULL OR d.group_id = ANY(%(group_ids)s::bigint[])) AND {dead_fits}), count(*)
 FROM ({dead_latest}) AS l CROSS JOIN LATERAL ({dead_row}) AS d;
 
+-- part: errors_by_group
+-- Errors e by kind and group, the most frequent first: each with its count, its first and last time, the latest text, and how
+-- many were looked at.
+SELECT e.error, t.name, g.name, count(*), min(e.at), max(e.at), (array_agg(e.line ORDER BY e.at DESC))[1], max(e.looked)
+FROM (SELECT left(split_part(l.line, ':', 1), 200) AS error, left(l.line, 500) AS line, l.at, l.group_id,
+             count(*) OVER () AS looked FROM looked l) AS e
+JOIN mqlayer.consumer_group g USING (group_id) JOIN mqlayer.topic t USING (topic_id)
+WHERE (%(topic)s::text IS NULL OR t.name = %(topic)s) AND (%(group)s::text IS NULL OR g.name = %(group)s)
+GROUP BY e.error, t.name, g.name ORDER BY 4 DESC, 1, 2, 3 LIMIT %(limit)s;
+
 -- name: dead_errors
--- The most frequent errors among the latest dead messages: each with its count, its latest death, and how many were looked at.
-SELECT e.error, count(*), max(e.died_at), max(e.looked)
-FROM (SELECT left(split_part(split_part(d.reason, E'\n', 1), ':', 1), 200) AS error, l.died_at, count(*) OVER () AS looked
-      FROM (SELECT d.dead_id, d.died_at FROM mqlayer.dead_message d
-            WHERE (%(group_id)s::bigint IS NULL OR d.group_id = %(group_id)s) AND d.redriven_at IS NULL
-            ORDER BY d.died_at DESC, d.dead_id DESC LIMIT %(scan)s) AS l
-      CROSS JOIN LATERAL ({dead_row}) AS d) AS e
-GROUP BY e.error ORDER BY 2 DESC, 1 LIMIT %(limit)s;
+-- The most frequent errors among the latest dead messages.
+WITH looked AS (
+    SELECT split_part(d.reason, E'\n', 1) AS line, l.died_at AS at, d.group_id
+    FROM (SELECT d.dead_id, d.died_at FROM mqlayer.dead_message d
+          WHERE (%(group_id)s::bigint IS NULL OR d.group_id = %(group_id)s) AND d.redriven_at IS NULL
+          ORDER BY d.died_at DESC, d.dead_id DESC LIMIT %(scan)s) AS l
+    CROSS JOIN LATERAL ({dead_row}) AS d)
+{errors_by_group};
 
 -- name: attempt_errors
 -- The same of the latest failed attempts, whatever became of their messages.
-SELECT e.error, count(*), max(e.failed_at), max(e.looked)
-FROM (SELECT left(split_part(split_part(f.error, E'\n', 1), ':', 1), 200) AS error, f.failed_at, f.group_id,
-             count(*) OVER () AS looked
-      FROM (SELECT f.group_id, f.error, f.failed_at FROM mqlayer.failed_attempt f
-            ORDER BY f.failed_at DESC LIMIT %(scan)s) AS f) AS e
-WHERE %(group_id)s::bigint IS NULL OR e.group_id = %(group_id)s
-GROUP BY e.error ORDER BY 2 DESC, 1 LIMIT %(limit)s;
+WITH looked AS (
+    SELECT split_part(f.error, E'\n', 1) AS line, f.failed_at AS at, f.group_id FROM mqlayer.failed_attempt f
+    ORDER BY f.failed_at DESC LIMIT %(scan)s)
+{errors_by_group};
 
 -- name: dead_count
 -- How many dead messages of a group a redrive would find, and how many of them have no body.

@@ -30,6 +30,17 @@ FROM unnest(%(kind)s::text[], %(object_id)s::bigint[], %(lag)s::bigint[], %(olde
      AS s (kind, object_id, lag, oldest_s, parked, dead, committed, relayed, stored, memory_bytes, ops_per_s)
 ON CONFLICT (kind, object_id, at) DO NOTHING;
 
+-- name: sampled_rates_put
+-- Note where partitions end now, as rate_put does, but of those that the balance by rate measures more often.
+INSERT INTO mqlayer.partition_rate AS r (partition_id, next_offset, per_s, measured_at)
+SELECT partition_id, next_offset, 0, clock_timestamp()
+FROM unnest(%(partitions)s::int[], %(offsets)s::bigint[]) AS measured(partition_id, next_offset)
+ON CONFLICT (partition_id) DO UPDATE
+SET next_offset = excluded.next_offset, measured_at = excluded.measured_at,
+    per_s = r.per_s / 2 + greatest(0, excluded.next_offset - r.next_offset) / 2.0
+            / greatest(0.001, extract(epoch FROM excluded.measured_at - r.measured_at))
+WHERE r.measured_at < excluded.measured_at - interval '30 seconds';
+
 -- name: samples_clean
 -- Forget samples of minutes that are over for longer than they are kept; how many.
 WITH gone AS (

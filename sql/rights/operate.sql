@@ -62,6 +62,7 @@ GRANT SELECT, INSERT (created_by_change, lp_from, lp_to, node_id, topic_id), UPD
 GRANT SELECT, INSERT (group_id, partition_id, paused_by), DELETE ON mqlayer.partition_pause TO {role};
 GRANT SELECT, INSERT (measured_at, next_offset, partition_id, per_s), UPDATE (measured_at, next_offset, per_s), DELETE
     ON mqlayer.partition_rate TO {role};
+GRANT SELECT ON mqlayer.problem TO {role};
 GRANT SELECT ON mqlayer.readable TO {role};
 GRANT SELECT, INSERT (actor, bounds, filter, group_id, kind, lease_until, matched, name, newer, per_s, planned_at, position,
     size, snapshot_id, started_at, state, upto_batch, worker), UPDATE (actor, at_batch, at_number, at_record, ended_at, failed,
@@ -118,7 +119,7 @@ GRANT EXECUTE ON FUNCTION mqlayer_app.outbox_renew_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.outbox_rotate_v1 TO {role};
 GRANT USAGE ON SEQUENCE mqlayer_app.publish_any TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.publish_v1 TO {role};
-GRANT SELECT, INSERT (lease_until, relay_id), UPDATE (lease_until), DELETE ON mqlayer_app.relay TO {role};
+GRANT SELECT, INSERT (lease_until, relay_id, sent_at), UPDATE (lease_until, sent_at), DELETE ON mqlayer_app.relay TO {role};
 GRANT USAGE ON SEQUENCE mqlayer_app.relay_epoch TO {role};
 GRANT SELECT, INSERT (lp, seq, topic_id), UPDATE (seq) ON mqlayer_app.relayed TO {role};
 GRANT SELECT, INSERT (lp, reason, seq, topic_id), UPDATE (reason, seq, quarantined_at), DELETE ON mqlayer_app.quarantined TO

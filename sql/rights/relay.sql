@@ -38,7 +38,7 @@ GRANT SELECT ON mqlayer_app.outbox TO {role};
 GRANT SELECT ON mqlayer_app.outbox_message TO {role};
 GRANT SELECT ON SEQUENCE mqlayer_app.outbox_number TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.outbox_recover_v1 TO {role};
-GRANT SELECT, INSERT (lease_until, relay_id), UPDATE (lease_until), DELETE ON mqlayer_app.relay TO {role};
+GRANT SELECT, INSERT (lease_until, relay_id, sent_at), UPDATE (lease_until, sent_at), DELETE ON mqlayer_app.relay TO {role};
 GRANT USAGE ON SEQUENCE mqlayer_app.relay_epoch TO {role};
 GRANT SELECT, INSERT (lp, seq, topic_id), UPDATE (seq) ON mqlayer_app.relayed TO {role};
 GRANT SELECT, INSERT (lp, reason, seq, topic_id), UPDATE (reason, seq, quarantined_at), DELETE ON mqlayer_app.quarantined TO

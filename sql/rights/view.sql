@@ -38,6 +38,7 @@ GRANT SELECT ON mqlayer.parking_change TO {role};
 GRANT SELECT ON mqlayer.partition TO {role};
 GRANT SELECT ON mqlayer.partition_pause TO {role};
 GRANT SELECT ON mqlayer.partition_rate TO {role};
+GRANT SELECT ON mqlayer.problem TO {role};
 GRANT SELECT ON mqlayer.readable TO {role};
 GRANT SELECT ON mqlayer.redrive TO {role};
 GRANT SELECT ON mqlayer.replay_result TO {role};

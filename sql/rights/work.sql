@@ -42,6 +42,8 @@ GRANT SELECT, UPDATE (retired_at, state) ON mqlayer.partition TO {role};
 GRANT SELECT, DELETE ON mqlayer.partition_pause TO {role};
 GRANT SELECT, INSERT (measured_at, next_offset, partition_id, per_s), UPDATE (measured_at, next_offset, per_s), DELETE
     ON mqlayer.partition_rate TO {role};
+GRANT SELECT, INSERT (alert, effect, first_seen_at, group_name, item, last_seen_at, node, part, severity, since, text,
+    topic), UPDATE (effect, ended_at, last_seen_at, text), DELETE ON mqlayer.problem TO {role};
 GRANT SELECT ON mqlayer.readable TO {role};
 GRANT SELECT, UPDATE (at_batch, at_number, at_record, ended_at, failed, lease_until, next_at, not_sent, results, sent, state,
     blocked_by, worker), DELETE ON mqlayer.redrive TO {role};
@@ -78,7 +80,7 @@ GRANT SELECT ON mqlayer_app.outbox_message TO {role};
 GRANT SELECT ON SEQUENCE mqlayer_app.outbox_number TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.outbox_recover_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.outbox_rotate_v1 TO {role};
-GRANT SELECT, INSERT (lease_until, relay_id), UPDATE (lease_until), DELETE ON mqlayer_app.relay TO {role};
+GRANT SELECT, INSERT (lease_until, relay_id, sent_at), UPDATE (lease_until, sent_at), DELETE ON mqlayer_app.relay TO {role};
 GRANT USAGE ON SEQUENCE mqlayer_app.relay_epoch TO {role};
 GRANT SELECT, INSERT (lp, seq, topic_id), UPDATE (seq) ON mqlayer_app.relayed TO {role};
 GRANT SELECT, INSERT (lp, reason, seq, topic_id), UPDATE (reason, seq, quarantined_at), DELETE ON mqlayer_app.quarantined TO
@@ -87,8 +89,8 @@ GRANT EXECUTE ON FUNCTION mqlayer_app.term_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.timeline_holds_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.timeline_v1 TO {role};
 GRANT SELECT, INSERT (body_limit, name, topic_id), UPDATE (body_limit) ON mqlayer_app.topic TO {role};
-GRANT SELECT (id, seq), INSERT (body, created_at, headers, id, key, lp, reason, seq, topic_id), UPDATE (seq) ON
-    mqlayer_app.voided TO {role};
+GRANT SELECT (ended, id, reason, seq, voided_at), INSERT (body, created_at, headers, id, key, lp, reason, seq,
+    topic_id), UPDATE (seq) ON mqlayer_app.voided TO {role};
 GRANT SELECT ON mqlayer_archive.cut TO {role};
 GRANT SELECT, INSERT (day, first_batch, last_batch, outcomes, records, topic_id), UPDATE (last_batch, outcomes,
     records), DELETE ON mqlayer_archive.day TO {role};

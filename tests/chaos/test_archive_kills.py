@@ -12,6 +12,7 @@ from mqlayer.archive import batches
 from tests.fixtures.archive_scenes import HIGH, LOW, ArchiveScene
 from tests.fixtures.failpoints import armed
 from tests.fixtures.forked_programs import ask_python, start_python
+from tests.fixtures.variants import some_of
 from tests.fixtures.wait import wait_until
 
 PROGRAM = """
@@ -21,6 +22,7 @@ from mqlayer.archive import archive_pass, batch_writer, retain
 from mqlayer.postgres.database import Database
 from mqlayer.runtime import Runtime
 from mqlayer.settings import Settings
+from tests.fixtures.variants import some_of
 batch_writer.RECORDS = 30
 dsn, prefix, what = sys.argv[1:]
 runtime = Runtime(Database(dsn), Settings(key_prefix=prefix))
@@ -48,15 +50,18 @@ def killed(scene: ArchiveScene, what: str, place: str) -> None:
 
 @pytest.mark.parametrize(
     ("place", "nth"),
-    [
-        ("archive.after_read", 2),
-        ("archive.before_copy", 2),
-        ("archive.in_copy", 2),
-        ("archive.after_copy", 2),
-        ("archive.before_commit", 1),
-        ("archive.before_commit", 2),
-        ("archive.after_commit", 1),
-    ],
+    some_of(
+        [
+            ("archive.after_read", 2),
+            ("archive.before_copy", 2),
+            ("archive.in_copy", 2),
+            ("archive.after_copy", 2),
+            ("archive.before_commit", 1),
+            ("archive.before_commit", 2),
+            ("archive.after_commit", 1),
+        ],
+        2,
+    ),
 )
 def test_an_archiver_killed_in_a_batch_leaves_whole_batches(archive_scene: ArchiveScene, place: str, nth: int) -> None:
     send(archive_scene)

@@ -31,7 +31,7 @@ def batching(scene: KillScene, kind: str, **rules: object) -> SellerShop:
     return shop
 
 
-@pytest.mark.parametrize(("place", "kind"), some_of(PLACES, 2))
+@pytest.mark.parametrize(("place", "kind"), some_of(PLACES, 4))
 def test_a_kill_in_a_batch_loses_repeats_and_reverses_nothing(kill_scene: KillScene, place: str, kind: str) -> None:
     """Case 77: what a part of the batch had committed is left out by the fence, the rest is applied."""
     shop = batching(kill_scene, kind)
@@ -49,7 +49,7 @@ def test_a_consumer_stopped_in_a_batch_past_its_lease_wakes_up_and_changes_nothi
     wake_a_zombie(kill_scene, "fence.after@6", in_hand=8)
 
 
-@pytest.mark.parametrize("kind", ["distinct", "key"])
+@pytest.mark.parametrize("kind", some_of(["distinct", "key"], 2))
 def test_a_message_that_kills_its_consumer_every_time_dies_alone(kill_scene: KillScene, kind: str) -> None:
     """Case 59: suspects are not handled in a batch with others, and no attempt of these is counted."""
     kill_scene.environment["MQLAYER_TEST_FAILING"] = "0"
@@ -63,7 +63,7 @@ def test_a_message_that_kills_its_consumer_every_time_dies_alone(kill_scene: Kil
     judge(kill_scene)
 
 
-@pytest.mark.parametrize("kind", ["distinct", "key"])
+@pytest.mark.parametrize("kind", some_of(["distinct", "key"], 2))
 def test_keys_that_fail_are_parked_and_come_back_in_order(kill_scene: KillScene, kind: str) -> None:
     """Cases 64, 65: an exception of a batch parks the keys that fail by themselves, and no other."""
     kill_scene.environment["MQLAYER_TEST_FAILING"] = "0"

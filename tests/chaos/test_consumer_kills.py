@@ -30,7 +30,7 @@ WITH_A_FILTER: Final = [
 AT_STOP: Final = ["release.before_redis", "release.after_redis"]
 
 
-@pytest.mark.parametrize("place", some_of(AT_WORK, 2))
+@pytest.mark.parametrize("place", some_of(AT_WORK, 4))
 def test_a_kill_at_work_loses_and_reverses_nothing(kill_scene: KillScene, place: str) -> None:
     name, _, occurrence = place.partition("@")
     kill_scene.publish()
@@ -66,7 +66,7 @@ def test_a_kill_behind_a_filter_loses_and_reverses_nothing(kill_scene: KillScene
     assert {key: [value for of, value in rows if of == key] for key in wanted} == wanted
 
 
-@pytest.mark.parametrize("place", AT_STOP)
+@pytest.mark.parametrize("place", some_of(AT_STOP, 2))
 def test_a_kill_at_the_stop_loses_and_reverses_nothing(kill_scene: KillScene, place: str) -> None:
     first = kill_scene.start("first", f"{place}=kill")
     with psycopg.connect(kill_scene.settings.control_dsn(), autocommit=True) as connection:

@@ -18,6 +18,7 @@ from tests.fixtures.consumers import Stage, StartStage
 from tests.fixtures.failpoints import armed
 from tests.fixtures.forked_programs import Process, start_python
 from tests.fixtures.kept_connections import ask_postgres
+from tests.fixtures.variants import some_of
 
 ROOT: Final = Path(__file__).parents[2]
 
@@ -73,7 +74,7 @@ def scene(start_stage: StartStage, redis_url: str, tmp_path: Path) -> Iterator[E
         process.wait()
 
 
-@pytest.mark.parametrize("place", ["inbox.before@20", "inbox.after@20", "handler.after_success@20"])
+@pytest.mark.parametrize("place", some_of(["inbox.before@20", "inbox.after@20", "handler.after_success@20"], 2))
 def test_a_kill_around_the_inbox_repeats_and_loses_no_effect(scene: EffectScene, place: str) -> None:
     """Case 77."""
     name, _, nth = place.partition("@")
@@ -84,7 +85,7 @@ def test_a_kill_around_the_inbox_repeats_and_loses_no_effect(scene: EffectScene,
     assert sorted(scene.sink()[""], key=lambda value: int(str(value))) == [str(number) for number in range(60)]
 
 
-@pytest.mark.parametrize("place", ["version.after_take@40", "handler.after_success@40"])
+@pytest.mark.parametrize("place", some_of(["version.after_take@40", "handler.after_success@40"], 2))
 def test_a_kill_around_a_version_repeats_loses_and_reverses_nothing(scene: EffectScene, place: str) -> None:
     """Case 78: what was held is there, what was not committed is delivered again."""
     name, _, nth = place.partition("@")

@@ -15,7 +15,7 @@ from tests.chaos.harness.plants import HARMLESS, PLANTS, Plant, check_texts, rea
 from tests.chaos.harness.races import RACES, race
 
 BUGS: dict[str, Plant] = {**PLANTS, **{name: one.bug for name, one in RACES.items()}}
-QUICK = ("by_id", "no_new_epochs", "any_seal")
+QUICK = ("by_id", "no_new_epochs", "any_seal", "early_gate")
 
 
 @pytest.mark.slow
@@ -29,7 +29,9 @@ def test_planted_bugs_are_caught_and_told_in_a_table(request: pytest.FixtureRequ
 
 
 @pytest.mark.usefixtures("quick_initdb")
-@pytest.mark.parametrize("name", ["number_before_lock", "fence_without_epoch", "no_new_epochs", "any_seal"])
+@pytest.mark.parametrize(
+    "name", ["number_before_lock", "fence_without_epoch", "no_new_epochs", "any_seal", "early_gate"]
+)
 def test_without_its_bug_a_race_is_clean(name: str) -> None:
     found = race(name, planted=False, most_rounds=1)
     assert not found["caught"], found

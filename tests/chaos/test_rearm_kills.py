@@ -11,6 +11,7 @@ import pytest
 from mqlayer.stack import RedisServer
 from tests.fixtures.kill_scenes import KillScene, judge, kill_scene_on
 from tests.fixtures.servers import StartRedis
+from tests.fixtures.variants import some_of
 from tests.fixtures.wait import wait_until
 
 
@@ -27,7 +28,7 @@ def scene(database_dsn: str, node: RedisServer, key_prefix: str, tmp_path: Path)
         yield scene
 
 
-@pytest.mark.parametrize("place", ["rearm.before_fence", "rearm.before_remake", "rearm.before_arm"])
+@pytest.mark.parametrize("place", some_of(["rearm.before_fence", "rearm.before_remake", "rearm.before_arm"], 2))
 def test_a_kill_while_a_node_is_armed_leaves_it_to_the_next(scene: KillScene, node: RedisServer, place: str) -> None:
     scene.publish()
     first = scene.start("first", f"{place}=kill")

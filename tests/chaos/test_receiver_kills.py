@@ -110,7 +110,7 @@ def scene(database_dsn: str, redis_url: str, key_prefix: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("role", some_of(["receiver", "async_receiver"], 2))
-@pytest.mark.parametrize("place", ["pop.after_receive@3", "pop.before_settle@2", "pop.after_settle@2"])
+@pytest.mark.parametrize("place", some_of(["pop.after_receive@3", "pop.before_settle@2", "pop.after_settle@2"], 2))
 def test_a_kill_at_work_loses_and_reverses_nothing(scene: ReceiverScene, place: str, role: str) -> None:
     name, _, occurrence = place.partition("@")
     scene.publish(COUNT)
@@ -150,7 +150,7 @@ def test_a_message_that_kills_its_receiver_counts_each_time(scene: ReceiverScene
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("scope", "role"), some_of([("key", "receiver"), ("partition", "receiver"), ("key", "async_receiver")], 2)
+    ("scope", "role"), some_of([("key", "receiver"), ("partition", "receiver"), ("key", "async_receiver")], 3)
 )
 def test_receivers_that_are_killed_at_random_keep_every_key_in_order(
     scene: ReceiverScene, scope: str, role: str

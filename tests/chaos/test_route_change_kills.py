@@ -234,7 +234,7 @@ def test_a_drop_that_was_killed_never_was(world: World, database: Database, name
 
 
 @pytest.mark.parametrize("name", sorted(name for name in failpoint_names() if name.startswith("drained.")))
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", some_of(KINDS, 3))
 def test_a_consumer_killed_as_it_opens_a_gate_leaves_that_to_the_next(
     world: World, database: Database, tmp_path: Path, name: str, kind: str
 ) -> None:
@@ -291,7 +291,7 @@ def test_retiring_that_was_killed_is_completed_by_the_next(world: World, databas
     some_of(
         [(name, 1) for name in sorted(n for n in failpoint_names() if n.startswith("rearm."))]
         + [(name, nth) for name in sorted(n for n in failpoint_names() if n.startswith("repair.")) for nth in (1, 2)],
-        2,
+        4,
     ),
 )
 def test_mending_that_was_killed_is_completed_by_the_next(

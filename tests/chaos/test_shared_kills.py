@@ -23,6 +23,7 @@ from tests.fixtures.consumers import LEASE_S, Recorder, Stage
 from tests.fixtures.failpoints import armed
 from tests.fixtures.forked_programs import Process, start_python
 from tests.fixtures.shared_members import due, pending, share
+from tests.fixtures.variants import some_of
 from tests.fixtures.wait import wait_until
 from tests.proof.runtimes import runtime_of
 
@@ -93,10 +94,10 @@ def send(stage: Stage, *special: bytes) -> list[str]:
 
 @pytest.mark.parametrize(
     "place",
-    [
+    some_of([
         "shared.after_due@2", "shared.after_handling@2", "shared.after_settle@2", "shared.before_dead_commit",
         "shared.after_dead",
-    ],
+    ], 2),
 )  # fmt: skip
 def test_a_kill_loses_nothing_and_writes_off_what_failed_once(scene: SharedScene, place: str) -> None:
     """Case 67: exactly one of pending and dead, wherever its member dies; other places are further down."""

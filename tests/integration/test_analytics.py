@@ -152,6 +152,7 @@ def test_each_job_is_a_program(
         assert capsys.readouterr().err.startswith("mqlayer: unknown snapshot 'weekly'")
 
 
+@pytest.mark.full
 def test_an_audit_that_is_not_clean_says_so_and_exits_with_1(analysed: World, run: Commands) -> None:
     analysed.rows("UPDATE mqlayer_archive.record SET key = 'other' WHERE key = 'key-7' RETURNING 1")
     result = run("analytics", "audit", "--snapshot", "nightly", *SPARK)

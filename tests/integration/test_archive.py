@@ -146,7 +146,10 @@ def test_off_and_on_again_begins_a_stretch_anew_and_shows_what_is_missing(archiv
         row[0]
         for row in archive_scene.rows("SELECT facts FROM mqlayer.audit WHERE act = 'topic set' ORDER BY audit_id")
     ]
-    assert acts == [{"archived": False}, {"archived": True}]
+    assert acts == [
+        {"archived": False, "before": {"archived": True}},
+        {"archived": True, "before": {"archived": False}},
+    ]
 
 
 def test_a_gap_stops_its_partition_until_somebody_accepts_it(archive_scene: ArchiveScene) -> None:
@@ -660,7 +663,7 @@ def test_topics_say_how_long_they_are_kept_and_the_longest_counts(archive_scene:
     with pytest.raises(NotFound):
         set_retention(runtime_of(archive_scene.database), "none", days=1)
     ((facts,),) = archive_scene.rows("SELECT facts FROM mqlayer.audit WHERE actor = 'me'")
-    assert facts == {"retention_days": 7}
+    assert facts == {"retention_days": 7, "before": {"retention_days": None}}
     ((actor, records),) = archive_scene.rows("SELECT actor, facts FROM mqlayer.audit WHERE act = 'archive retain'")
     assert (actor, records) == ("worker", {"records": 1})
 

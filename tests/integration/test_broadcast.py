@@ -35,6 +35,7 @@ from tests.fixtures.consumers import Recorder, Stage, member_of
 from tests.fixtures.failpoints import armed
 from tests.fixtures.forked_programs import ask_python
 from tests.fixtures.kept_connections import kept_session
+from tests.fixtures.variants import some_of
 from tests.fixtures.wait import wait_until
 from tests.proof.route_steps import split
 from tests.proof.runtimes import runtime_of
@@ -320,12 +321,15 @@ def test_it_is_told_that_it_begins_anew_though_the_one_who_brought_it_back_could
 
 @pytest.mark.parametrize(
     "place",
-    [
-        "instance.after_insert",
-        "instance.after_revive",
-        "instance_retire.before_commit",
-        "instance_retire.after_commit",
-    ],
+    some_of(
+        [
+            "instance.after_insert",
+            "instance.after_revive",
+            "instance_retire.before_commit",
+            "instance_retire.after_commit",
+        ],
+        2,
+    ),
 )
 def test_an_instance_that_dies_while_it_begins_anew_does_so_the_next_time(stage: Stage, place: str) -> None:
     """A crash leaves it live, retired or creating: all three are away, and go on from there."""

@@ -13,17 +13,23 @@ from pathlib import Path
 
 import pytest
 import redis
+from celery import Celery
 
 from mqlayer.postgres.migrations import migrate
 from mqlayer.stack import RedisServer
+from mqlayer.stack.processes import ProcessId, _started, children_of
 from tests.fixtures.appender import Appender
 from tests.fixtures.forked_programs import CELERY_STOP_S, Process, ask_python, start_python
+from tests.fixtures.health_probes import free_ports
+from tests.fixtures.scrapes import Page, scrape
 from tests.fixtures.servers import StartPostgres, StartRedis
+from tests.fixtures.variants import some_of
 from tests.fixtures.wait import wait_until
 
 PROGRAM = """
 import os, pathlib
 import mqlayer
+from tests.fixtures.variants import some_of
 
 app = mqlayer.App()
 place = pathlib.Path(os.environ["HANDLED"])
@@ -32,6 +38,15 @@ place = pathlib.Path(os.environ["HANDLED"])
 def handle(body: bytes) -> None:
     with place.open("a") as file:
         file.write(f"{os.getpid()} {body.decode()}\\n")
+"""
+TASKS = """
+from celery import shared_task
+from mqlayer import Producer
+
+@shared_task(name="shop.book")
+def book():
+    with Producer() as producer:
+        producer.send("orders", key="key-0", body=b"0")
 """
 START_S = 30.0
 TASK = "mqlayer.clean_dedup"
@@ -148,7 +163,7 @@ def numbered(numbers: range) -> list[tuple[str, bytes]]:
     return [(f"key-{number}", str(number).encode()) for number in numbers]
 
 
-@pytest.mark.parametrize("pool", ["prefork", "threads", "solo"])
+@pytest.mark.parametrize("pool", some_of(["prefork", "threads", "solo"], 3))
 def test_a_worker_of_any_pool_handles_messages_in_its_main_process(
     worker: Worker, orders: Appender, handled: Path, log: Path, database_dsn: str, pool: str
 ) -> None:
@@ -160,6 +175,53 @@ def test_a_worker_of_any_pool_handles_messages_in_its_main_process(
     assert {pid for pid, _ in lines(handled)} == {str(process.pid)}
     assert len(lines(handled)) == 20
     assert "consumers_stopped" in log.read_text()
+
+
+SENT = "messaging_client_sent_messages_total"
+HANDLED = "mqlayer_consumer_messages_total"
+
+
+def test_each_child_of_the_prefork_pool_has_a_page_that_begins_at_zero(
+    worker: Worker,
+    orders: Appender,
+    handled: Path,
+    log: Path,
+    broker: RedisServer,
+    redis_url: str,
+    database_dsn: str,
+) -> None:
+    """Behind its worker's port, by its place in the pool; its successor shows neither its counts nor its parent's."""
+    (handled.parent / "shop_tasks.py").write_text(TASKS)
+    first = free_ports(2)
+    variables = {"MQLAYER_METRICS": "1", "MQLAYER_HEALTH_PORT": str(first), "MQLAYER_DSN": database_dsn}
+    process = worker("--mqlayer-app", "orders_program:app", "-I", "shop_tasks", **variables)
+
+    def page(port: int, name: str, expected: float) -> Page | None:
+        assert process.poll() is None, log.read_text()[-3000:]
+        with contextlib.suppress(OSError):
+            found = scrape(port)
+            values = [one.value for one in found.series if one.name == name]
+            return found if sum(values) == expected else None
+        return None
+
+    def book(*, sent: int) -> None:
+        with Celery(broker=broker.url, set_as_current=False) as client:
+            client.send_task("shop.book", queue="mqlayer")
+        found = wait_until(lambda: page(first + 1, SENT, sent), timeout_s=START_S, what=f"{sent} sent by a child")
+        assert found is not None
+        assert found.value("mqlayer_process_ready") == 1
+        assert found.value("mqlayer_producer_messages_total", topic="orders", outcome="stored") == sent
+        assert not {HANDLED, "messaging_process_duration_seconds_count"} & found.names()
+
+    book(sent=1)
+    book(sent=2)
+    of_parent = wait_until(lambda: page(first, HANDLED, 2), timeout_s=START_S, what="both handled")
+    assert of_parent is not None
+    assert SENT not in of_parent.names()
+    (child,) = children_of(ProcessId(process.pid, _started(process.pid) or ""))
+    os.kill(child.pid, signal.SIGKILL)
+    wait_until(lambda: page(first + 1, SENT, 0), timeout_s=START_S, what="a successor")
+    book(sent=1)
 
 
 def ended(process: Process, log: Path) -> int:

@@ -16,9 +16,11 @@ from tests.fixtures.servers import StartRedis
 from tests.fixtures.wait import wait_until
 from tests.proof.world import World
 
-pytestmark = pytest.mark.world(by_commands=True, empty=True)
+pytestmark = pytest.mark.world(by_commands=True)
+empty = pytest.mark.world(by_commands=True, empty=True)
 
 
+@empty
 def test_migrating_tells_its_steps_and_then_that_there_is_nothing_to_do(run: Commands) -> None:
     assert run.text("migrate", "--schema", "control").splitlines()[0].startswith("control 0001 ")
     assert run.text("migrate").splitlines()[0].startswith("application 0001 ")
@@ -103,6 +105,7 @@ def test_a_node_is_given_up_only_when_that_is_said(world: World, run: Commands, 
     assert run.text("relay", "--once") == "20 messages relayed\n"
 
 
+@empty
 def test_topics_are_created_and_listed(world: World, run: Commands) -> None:
     assert run.text("topic", "create", "orders", "--partitions", "2") == "orders has 2 partitions, route version 1\n"
     (topic,) = run.lines("topic", "list")
@@ -115,6 +118,7 @@ def test_who_acted_is_in_the_audit(world: World, run: Commands) -> None:
     assert act[0].count("@") == 1
 
 
+@empty
 def test_lists_that_are_empty_say_what_to_do(run: Commands) -> None:
     run.text("migrate")
     assert "mqlayer node register" in run.text("node", "list")
@@ -189,6 +193,7 @@ def test_a_server_that_is_away_is_one_line_with_its_address_and_without_its_pass
     assert "s3cret" not in line
 
 
+@empty
 def test_a_missing_schema_is_one_line_that_says_what_to_run(run: Commands) -> None:
     assert "mqlayer migrate" in run.failure("topic", "list")
 

@@ -15,6 +15,7 @@ from mqlayer.testing.fault_exercise import EffectsDiffer, exercise
 from mqlayer.testing.servers import TestServers
 from mqlayer.testing.stack import TestStack
 from tests.fixtures.servers import Postgres
+from tests.fixtures.variants import some_of
 from tests.fixtures.wait import wait_until
 
 pytestmark = pytest.mark.xdist_group("test_stack")
@@ -94,7 +95,7 @@ def balance_after(stack: TestStack, book: Book, fault: str) -> int:
     return int(amount)
 
 
-@pytest.mark.parametrize("fault", ["kill", "stop_past_lease", "deliver_again"])
+@pytest.mark.parametrize("fault", some_of(["kill", "stop_past_lease", "deliver_again"], 2))
 def test_a_fault_repeats_a_plain_effect_and_no_fenced_one(
     mqlayer_stack: TestStack, plain: Book, fenced: Book, fault: str
 ) -> None:

@@ -100,7 +100,9 @@ def test_changed_settings_are_in_force_in_running_members_at_once(stage: Stage) 
     stage.send([("l", b"2")])
     wait_until(lambda: recorder.bodies() == [b"2"], what="another key's message")
     assert recorder.attempts(b"1") == [1]
-    assert audit(stage) == [("group set", "orders/g", {"backoff_s": [600.0], "if_version": 1})]
+    assert audit(stage) == [
+        ("group set", "orders/g", {"backoff_s": [600.0], "if_version": 1, "before": {"backoff_s": [0.05]}})
+    ]
 
 
 def test_each_setting_can_be_changed_alone_and_taken_back(stage: Stage) -> None:
@@ -137,6 +139,12 @@ def test_each_setting_can_be_changed_alone_and_taken_back(stage: Stage) -> None:
         "retryable_errors": [],
         "time_limit_s": "none",
         "max_time_limit_s": "none",
+        "before": {
+            "non_retryable_errors": ["KeyError"],
+            "retryable_errors": ["shop.errors.Busy"],
+            "time_limit_s": 5.0,
+            "max_time_limit_s": 60.0,
+        },
     }
 
 
@@ -385,7 +393,8 @@ def test_the_commands_set_and_show_a_filter(
     refused = run("group", "set", "orders", "g", "--tag-filter", "eu")
     assert (refused.exit_code, refused.stdout) == (1, "")
     assert "say for example any:eu,vip" in refused.stderr
-    assert audit(stage)[-1] == ("group set", "orders/g", {"tag_filter": "none", "if_version": 2})
+    before = {"tag_filter": "all:eu,vip"}
+    assert audit(stage)[-1] == ("group set", "orders/g", {"tag_filter": "none", "if_version": 2, "before": before})
 
 
 def test_the_commands_say_what_they_did(stage: Stage, monkeypatch: pytest.MonkeyPatch, logging_as_before: None) -> None:
@@ -424,7 +433,9 @@ def test_the_commands_say_what_they_did(stage: Stage, monkeypatch: pytest.Monkey
     assert run.text("group", "resume", "orders", "g") == "group g of topic orders goes on\n"
     assert run.text("group", "resume", "orders", "g") == "group g of topic orders was not paused\n"
     member = member_of(app).member_id
-    assert run.text("group", "evict", "orders", "g", member) == f"member {member} of group g of topic orders is out\n"
+    assert (
+        run.text("group", "evict", "orders", "g", member) == f"member {member} of group g of topic orders is evicted\n"
+    )
     assert_fails("exponential:FIRST", "group", "set", "orders", "g", "--backoff", "linear:1,2,3")
     assert_fails("a factor over 1", "group", "set", "orders", "g", "--backoff", "exponential:1,1,3")
     assert_fails("no limit of time", "group", "set", "orders", "g", "--time-limit", "long")

@@ -16,6 +16,7 @@ import yaml
 from mqlayer.cli.project import ProjectKind
 from tests.fixtures.commands import Commands
 from tests.fixtures.forked_programs import ask_python
+from tests.fixtures.variants import some_of
 from tests.proof.world import World
 
 ROOT = Path(__file__).parents[2]
@@ -36,7 +37,7 @@ def outcome_of(project: Path, environment: Mapping[str, str]) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", list(ProjectKind))
+@pytest.mark.parametrize("kind", some_of(list(ProjectKind), 2))
 def test_a_projects_own_tests_pass(kind: ProjectKind, world: World, init: Commands, tmp_path: Path) -> None:
     init.text("init", kind, str(tmp_path / "shop"))
     assert outcome_of(tmp_path / "shop", world.environment()).startswith("2 passed")

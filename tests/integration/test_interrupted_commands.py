@@ -14,6 +14,7 @@ from mqlayer.postgres.migrations import migrate
 from mqlayer.stack import Stack
 from tests.fixtures.failpoints import armed
 from tests.fixtures.forked_programs import ask_python, start_python
+from tests.fixtures.variants import some_of
 from tests.fixtures.wait import wait_until
 from tests.proof.world import World
 
@@ -68,7 +69,7 @@ def test_migrating(interrupt: Interrupt, environment: dict[str, str], by: signal
     assert migrate(environment["MQLAYER_DSN"]) == []
 
 
-@pytest.mark.parametrize("by", SIGNALS)
+@pytest.mark.parametrize("by", some_of(SIGNALS, 2))
 @pytest.mark.parametrize("at", ["topic.after_allocate", "topic.after_make"])
 def test_creating_a_topic(
     interrupt: Interrupt, world: World, environment: dict[str, str], at: str, by: signal.Signals
@@ -87,7 +88,7 @@ def test_trimming(interrupt: Interrupt, world: World, environment: dict[str, str
     interrupt("trim", at="trim.after_round", by=by, environment=environment)
 
 
-@pytest.mark.parametrize("by", SIGNALS)
+@pytest.mark.parametrize("by", some_of(SIGNALS, len(SIGNALS)))
 def test_starting_a_stack(
     interrupt: Interrupt, place: Path, monkeypatch: pytest.MonkeyPatch, by: signal.Signals
 ) -> None:

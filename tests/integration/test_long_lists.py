@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from pydantic import SecretStr
@@ -12,6 +13,7 @@ from bench.rebalance import new_group
 from bench.stage import System
 from mqlayer.errors import InvalidInput
 from mqlayer.postgres.database import Database
+from mqlayer.postgres.queries import query
 from mqlayer.redelivery import (
     BoundedCount,
     DeadFilter,
@@ -29,6 +31,7 @@ from tests.fixtures.servers import StartRedis
 from tests.proof.runtimes import runtime_of
 
 ROWS = 300
+PLANNED = 8_000
 KEY_ERRORS = 100
 """Every third one."""
 
@@ -86,6 +89,44 @@ def test_pages_give_each_row_once_and_counts_say_where_they_end(
     assert estimate_dead(database, DeadFilter(error="keyerror"), topic="mails") == BoundedCount(0, exact=True)
     with pytest.raises(InvalidInput, match="no dead message"):
         dead_messages(database, after=999_999_999)
+
+
+def test_a_page_with_redriven_messages_reads_indexes_and_little_more_than_it_shows(system: System) -> None:
+    """Latest first over both kinds, where nine of ten were given back; of a group, of a topic, of all."""
+    group = new_group(system)
+    fill_group(system, group, PLANNED)
+    with system.database.connection() as connection:
+        connection.execute("UPDATE mqlayer.dead_message SET redriven_at = now() WHERE seq % 10 > 0")
+        connection.execute("ANALYZE mqlayer.dead_message")
+    for topic, name in ((group.topic, group.name), (group.topic, None), (None, None)):
+        found, after = [], None
+        for _ in range(3):
+            page = dead_messages(system.database, topic=topic, group=name, redriven=True, after=after)
+            found += [one.identity.seq for one in page]
+            after = page.next
+        assert found == list(range(1, 151))
+        for redriven in (True, False):
+            nodes = [
+                node for node in plan(system, topic, name, redriven) if node.get("Relation Name") == "dead_message"
+            ]
+            assert {node["Node Type"] for node in nodes} <= {"Index Scan", "Index Only Scan"}
+            assert sum(node["Actual Rows"] * node["Actual Loops"] for node in nodes) <= 150
+
+
+def plan(system: System, topic: str | None, name: str | None, redriven: bool) -> list[dict[str, Any]]:
+    """Return the plan's nodes of the first page, as it ran."""
+    with system.database.connection() as connection, connection.transaction():
+        facts = lists._dead_facts(connection, DeadFilter(), topic, name) | lists._behind(connection, None)
+        explain = f"EXPLAIN (ANALYZE, FORMAT JSON) {query('dead_list')}".encode()
+        ((answer,),) = connection.execute(explain, facts | {"redriven": redriven, "limit": 50}).fetchall()
+    return list(walk(answer[0]["Plan"]))
+
+
+def walk(node: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield a plan's nodes."""
+    yield node
+    for child in node.get("Plans", []):
+        yield from walk(child)
 
 
 def test_frequent_errors_are_counted_by_what_stands_before_the_colon(system: System) -> None:

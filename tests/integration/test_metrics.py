@@ -131,7 +131,8 @@ def test_processes_tell_of_appends_deliveries_failures_and_turns(world: World) -
     assert page.value("mqlayer_process_ready") == 1
     assert page.value("messaging_client_sent_messages_total", **SEND) == 30
     assert page.value("messaging_client_operation_duration_seconds_count", **SEND) >= 2
-    assert page.value("mqlayer_producer_messages_total", outcome="stored") >= 10
+    assert page.value("mqlayer_producer_messages_total", topic="orders", outcome="stored") >= 10
+    assert page.value("mqlayer_producer_messages_total", topic="orders", outcome="failed") == 0
     assert page.value("mqlayer_relay_lp_sets") == 16
     assert page.value("mqlayer_relay_delay_seconds_count") >= 1
     of_plain = {"topic": "orders", "group": "plain"}
@@ -177,7 +178,7 @@ def test_several_processes_answer_each_on_a_port_of_its_own(world: World, tmp_pa
             return [page.value(names, topic="orders") for page in pages if names in page.names()]
 
         wait_until(lambda: owned() == [1, 1], timeout_s=30.0, what="a partition for each process")
-        assert scrape(first).value("mqlayer_process_ready") == 1
+        wait_until(lambda: scrape(first).value("mqlayer_process_ready") == 1, what="the supervisor is ready")
         process.send_signal(signal.SIGTERM)
         assert process.wait(30.0) == 0
     finally:
@@ -199,6 +200,32 @@ def test_receivers_tell_of_acks_and_nacks(world: World) -> None:
     assert page.value("mqlayer_consumer_messages_total", outcome="failed", **of_group) == 1
     settles = {"messaging_operation_name": "settle", "messaging_consumer_group_name": "popped"}
     assert page.value("messaging_client_operation_duration_seconds_count", **settles) == 2
+    assert_received(page, "popped", len(messages))
+
+
+def assert_received(page: Page, group: str, messages: int) -> None:
+    """A receiver's calls to nodes, and its messages, each at its delivery."""
+    receives = {"messaging_operation_name": "receive", "messaging_consumer_group_name": group}
+    assert page.value("messaging_client_operation_duration_seconds_count", **receives) >= 2
+    of_group = page.of(messaging_consumer_group_name=group)
+    consumed = [one for one in of_group if one.name == "messaging_client_consumed_messages_total"]
+    assert [(one.labels["messaging_operation_name"], one.value) for one in consumed] == [("receive", messages)]
+
+
+@pytest.mark.world(relayed=6, keys=3)
+def test_an_async_receiver_tells_of_its_calls_and_messages(world: World) -> None:
+    settings = world.settings(metrics=True)
+
+    async def work() -> None:
+        async with mqlayer.AsyncReceiver("orders", group="awaited", settings=settings) as receiver:
+            for _ in range(2):
+                await receiver.ack(await receiver.receive(wait_s=5.0))
+
+    asyncio.run(work())
+    page = page_of(settings)
+    assert_received(page, "awaited", 6)
+    settles = {"messaging_operation_name": "settle", "messaging_consumer_group_name": "awaited"}
+    assert page.value("messaging_client_operation_duration_seconds_count", **settles) >= 2
 
 
 @pytest.mark.world(relayed=10, keys=5)
@@ -343,11 +370,13 @@ def tell_everything(meters: Meters) -> None:
         member.count(dict, lambda: 1)
         member.turn_timer().timed(partial(member.failed, KeyError()))()
         member._turn(0.1, "")
+        # A receiver has its receives in place of both turns.
         member.settling(len, ())
     for topic in {topic for topic, _ in GROUPS}:
         meters.sent(topic, 1, 0.1)
         meters.sent(topic, 1, 0.1, "BacklogFull")
-    meters.add_producer(dict, lambda: 0)
+    failed = {(topic, "failed", "BacklogFull"): 1 for topic, _ in GROUPS}
+    meters.add_producer(lambda: failed, lambda: 0)
     meters.add_relay(lambda: 16)
     meters.relay_delay(0.1)
     meters.ready = lambda: True

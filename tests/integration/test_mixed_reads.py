@@ -22,6 +22,7 @@ from mqlayer.runtime.route_cache import load_route
 from mqlayer.topics import create_topic
 from tests.fixtures.consumers import SOURCE, Stage
 from tests.fixtures.shared_members import share
+from tests.fixtures.variants import some_of
 from tests.fixtures.wait import wait_until
 from tests.proof.route_ranges import range_of
 from tests.proof.route_steps import split
@@ -123,7 +124,7 @@ def test_one_read_with_all_that_a_handler_is_not_given_is_settled_whole(stage: S
     assert not any(left), "a bitmap is left, though all is settled"
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", some_of(WAYS, 2))
 def test_a_run_of_nothing_that_is_wanted_moves_the_group_to_its_end(stage: Stage, way: Way) -> None:
     """Case 62: mismatches, collisions and void records only, up to the command record, and behind it."""
     mixed = Mixed(stage, way)

@@ -24,6 +24,7 @@ from mqlayer.stack import RedisServer
 from mqlayer.topics import nodes, outbox_resend, partition_refill, rearm_node, set_node_address
 from mqlayer.topics.outbox_access import borrow_outbox
 from tests.fixtures.failpoints import broken_off_at
+from tests.fixtures.variants import some_of
 from tests.fixtures.wait import wait_until
 from tests.proof.fall_back import FallBack, lose_all
 from tests.proof.manual_member import ManualMember
@@ -244,7 +245,7 @@ def test_filling_up_takes_its_time_and_keeps_its_locks(
     assert scene.meta(1)["seal"] == scene.seal_id()
 
 
-@pytest.mark.parametrize(("size", "most"), [(1, 1_000), (700, 1_000), (outbox_resend.BYTES_PER_READ, 3)])
+@pytest.mark.parametrize(("size", "most"), some_of([(1, 1_000), (700, 1_000), (outbox_resend.BYTES_PER_READ, 3)], 3))
 def test_many_lps_are_filled_up_at_a_time_by_rows_and_by_bytes(
     scene: Scene, node: RedisServer, monkeypatch: pytest.MonkeyPatch, size: int, most: int
 ) -> None:
@@ -347,14 +348,17 @@ def test_direct_messages_that_are_lost_are_counted(
 
 @pytest.mark.parametrize(
     ("gone", "broken"),
-    [
-        ("the first", ""),
-        ("the last", ""),
-        ("the middle", ""),
-        ("all", ""),
-        ("the first", "repair.after_resend"),
-        ("all", "repair.after_seal"),
-    ],
+    some_of(
+        [
+            ("the first", ""),
+            ("the last", ""),
+            ("the middle", ""),
+            ("all", ""),
+            ("the first", "repair.after_resend"),
+            ("all", "repair.after_seal"),
+        ],
+        2,
+    ),
 )
 def test_rows_that_the_outbox_does_not_hold_any_more_are_given_up_only_by_an_operators_word(
     scene: Scene, node: RedisServer, tmp_path: Path, gone: str, broken: str
@@ -469,7 +473,7 @@ def test_a_successor_that_fell_back_to_importing_is_opened_again(
     scene.judge(member)
 
 
-@pytest.mark.parametrize("place", ["change.after_seal", "change.before_sealed_commit", "change.after_open"])
+@pytest.mark.parametrize("place", some_of(["change.after_seal", "change.before_sealed_commit", "change.after_open"], 3))
 def test_a_node_that_falls_back_and_is_armed_under_a_driver_is_noticed(
     scene: Scene, node: RedisServer, tmp_path: Path, place: str
 ) -> None:

@@ -6,11 +6,8 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import django
 import pytest
-from django.conf import settings
 from django.db import connections, transaction
-from psycopg.conninfo import conninfo_to_dict
 
 from mqlayer import PopMessage, Versions, outbox
 from mqlayer.domain.message import Identity
@@ -18,27 +15,15 @@ from mqlayer.domain.tags import tags_text
 from mqlayer.errors import AlreadyApplied, InvalidInput, NotFound, TransactionConflict
 from mqlayer.idempotency import InboxEntry, record_effect
 from mqlayer.receiving.pop_message import Token
+from tests.fixtures.django_connections import django_connection
 from tests.fixtures.outboxes import CommittedOutbox
 
 
 @pytest.fixture
 def connection(outbox_dsn: str) -> Iterator[Any]:
     """Django's default connection, on the outbox's database."""
-    parts = conninfo_to_dict(outbox_dsn)
-    if not settings.configured:
-        settings.configure(DATABASES={"default": {"ENGINE": "django.db.backends.postgresql"}}, USE_TZ=True)
-        django.setup()
-    connection = connections["default"]
-    connection.close()
-    connection.settings_dict.update(
-        NAME=parts["dbname"],
-        USER=parts["user"],
-        PASSWORD=parts.get("password", ""),
-        HOST=parts["host"],
-        PORT=str(parts["port"]),
-    )
-    yield connection
-    connection.close()
+    with django_connection(outbox_dsn) as found:
+        yield found
 
 
 def test_messages_of_an_atomic_block_are_written_right_before_its_commit(

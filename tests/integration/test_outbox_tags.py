@@ -21,6 +21,7 @@ from tests.fixtures.consumers import Recorder, Stage
 from tests.fixtures.kept_connections import kept_session
 from tests.fixtures.roles import grant_application
 from tests.fixtures.sqlalchemy_engines import engine_of
+from tests.fixtures.variants import some_of
 
 ROLE = "shop_of_tag_tests"
 TAGS = ("vip", "eu")
@@ -74,7 +75,9 @@ def by_sql_in_bulk(dsn: str) -> None:
         )
 
 
-@pytest.mark.parametrize("way", [by_psycopg, by_collecting, by_asyncio, by_sqlalchemy, by_sql, by_sql_in_bulk])
+@pytest.mark.parametrize(
+    "way", some_of([by_psycopg, by_collecting, by_asyncio, by_sqlalchemy, by_sql, by_sql_in_bulk], 2)
+)
 def test_tags_come_through_the_outbox(stage: Stage, way: Publish) -> None:
     """Case 62, from where a message begins; its headers come as they were given."""
     got: list[tuple[str | None, bytes, tuple[str, ...], dict[str, str]]] = []

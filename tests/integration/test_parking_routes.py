@@ -18,6 +18,7 @@ from mqlayer.runtime.route_cache import RouteCache
 from tests.fixtures.consumers import Recorder
 from tests.fixtures.due_keys import try_now
 from tests.fixtures.gate_scenes import KEYS, GateScene
+from tests.fixtures.variants import some_of
 from tests.fixtures.wait import wait_until
 from tests.proof.parking_shop import LATER_S, Fault
 from tests.proof.runtimes import runtime_of
@@ -112,7 +113,7 @@ def change(scene: GateScene, kind: str) -> set[int]:
             return set(scene.move(parent))
 
 
-@pytest.mark.parametrize("kind", ["split", "merge", "move"])
+@pytest.mark.parametrize("kind", some_of(["split", "merge", "move"], 3))
 def test_a_parked_key_follows_its_route(gate_scene: GateScene, shop: RouteShop, kind: str) -> None:
     """Case 64: its parent drains though it waits; the successor's owner goes on with it, before anything newer."""
     shop.start()

@@ -92,6 +92,7 @@ def booked(lines: list[str]) -> list[str]:
     return [match[1] for line in list(lines) if (match := re.match(r"booked (\d+) for customer-1$", line))]
 
 
+@pytest.mark.full
 def test_every_module_is_imported_from_a_plain_install_or_says_which_extra_it_needs(
     wheel_environment: WheelEnvironment,
 ) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from tests.fixtures.failpoints import armed
 from tests.fixtures.forked_programs import Process, start_python
+from tests.fixtures.variants import some_of
 from tests.fixtures.wait import wait_until
 from tests.proof.failpoint_names import failpoint_names
 from tests.proof.manual_change import set_meta
@@ -21,7 +22,7 @@ OFTEN = {"producer.before_append", "producer.after_send", "producer.after_reply"
 PLACES = [(name, nth) for name in FAILPOINTS for nth in ((1, 2, 40) if name in OFTEN else (1,))]
 
 
-@pytest.mark.parametrize(("name", "nth"), PLACES)
+@pytest.mark.parametrize(("name", "nth"), some_of(PLACES, 2))
 def test_a_producer_killed_at_any_failpoint_leaves_whole_chains(
     world: World, tmp_path: Path, name: str, nth: int
 ) -> None:

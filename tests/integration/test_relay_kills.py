@@ -11,7 +11,7 @@ from mqlayer.outbox import retry_quarantined
 from mqlayer.postgres.database import Database
 from mqlayer.relay import relay_once
 from tests.fixtures.forked_programs import Process, is_stopped
-from tests.fixtures.variants import one_of_each
+from tests.fixtures.variants import one_of_each, some_of
 from tests.fixtures.wait import wait_until
 from tests.proof.failpoint_names import failpoint_names
 from tests.proof.partition_values import fall_back, snapshot
@@ -56,7 +56,7 @@ def test_a_relay_killed_at_any_failpoint_leaves_chains_that_the_next_one_complet
         world.wait_until_whole()
 
 
-@pytest.mark.parametrize("name", ["relay.after_send", "relay.after_append", "relay.before_progress"])
+@pytest.mark.parametrize("name", some_of(["relay.after_send", "relay.after_append", "relay.before_progress"], 3))
 def test_a_relay_stopped_past_its_lease_wakes_up_beside_its_successor(world: World, name: str) -> None:
     with world.relay_process(failpoints=f"{name}=stop") as process:
         wait_until(lambda: is_stopped(process), timeout_s=30, what=f"{name} to be reached")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 
@@ -17,7 +18,10 @@ from mqlayer.relay import relay_once
 from mqlayer.runtime.route_cache import RouteCache
 from mqlayer.workers.tasks import TASKS
 from tests.fixtures.commands import Commands
+from tests.fixtures.forked_programs import ask_python
 from tests.proof.world import QUICK, World
+
+PROGRAM = "from mqlayer.workers.tasks import TASKS; TASKS['sample']()"
 
 
 def shifted(world: World, minutes: int) -> None:
@@ -57,6 +61,31 @@ def test_rows_are_bounded_by_the_minutes_kept_times_the_things_of_a_run(world: W
         assert count(world) <= 2 * 180 / 60
         shifted(world, 1)
     assert count(world) == 2 * 180 / 60
+
+
+@pytest.mark.parametrize(("place", "rows"), [("sample.before_put", 0), ("sample.after_put", 2)])
+@pytest.mark.world(relayed=5, tasks=True)
+def test_a_run_that_is_killed_costs_its_minute_at_most_and_makes_no_row_twice(
+    world: World, tmp_path: Path, place: str, rows: int
+) -> None:
+    TASKS["sample"]()
+    shifted(world, 1)
+    world.rows("UPDATE mqlayer.job SET next_at = now() RETURNING 1")
+    killed = ask_python("-c", PROGRAM, env=world.environment(f"{place}=kill"), cwd=tmp_path)
+    assert killed.returncode == -9, killed.stderr
+    assert count(world) == 2 + rows
+    ((due_s,),) = world.rows("SELECT extract(epoch FROM next_at - last_at)::int FROM mqlayer.job WHERE name = 'sample'")
+    assert due_s < 60, "the next tick of a beat runs it again"
+    assert take_samples(world.runtime()) == 2, "by another scheduler, in that same minute"
+    assert count(world) == 4
+    shifted(world, 1)
+    world.rows("UPDATE mqlayer.job SET next_at = now() RETURNING 1")
+    TASKS["sample"]()
+    ((longest,),) = world.rows(
+        "SELECT max(gap) FROM (SELECT at - lag(at) OVER (PARTITION BY kind, object_id ORDER BY at) AS gap "
+        "FROM mqlayer.sample) AS those"
+    )
+    assert timedelta(minutes=1) <= longest <= timedelta(minutes=2)
 
 
 @pytest.mark.world(relayed=5)

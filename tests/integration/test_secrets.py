@@ -139,7 +139,7 @@ def called(url: str) -> None:
         connection.connect()
 
 
-@pytest.mark.parametrize("secret", SECRETS)
+@pytest.mark.parametrize("secret", some_of(SECRETS, 3))
 def test_nothing_that_is_said_of_a_postgres_holds_its_password(secret: str) -> None:
     ways: list[Callable[[str], Any]] = [
         connected,
@@ -156,7 +156,7 @@ def test_nothing_that_is_said_of_a_postgres_holds_its_password(secret: str) -> N
         assert MARK not in told_by(lambda dsn=dsn, way=way: way(dsn)), dsn  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("logs_in", [False, True], ids=["", "settings log in"])
+@pytest.mark.parametrize("logs_in", some_of([False, True], 2), ids=["", "settings log in"])
 @pytest.mark.parametrize("secret", some_of(SECRETS, 3))
 def test_nothing_that_is_said_of_a_redis_holds_its_password(
     secret: str, logs_in: bool, monkeypatch: pytest.MonkeyPatch

@@ -130,6 +130,7 @@ def test_a_reading_that_is_not_the_cut_is_refused(spark: Any, filled: ArchivedTo
         read(spark, filled, way, tmp_path, check=True)
 
 
+@pytest.mark.full
 def test_errors_name_the_option_that_is_wrong(spark: Any, filled: ArchivedTopics, tmp_path: Path) -> None:
     from pyspark.errors import PySparkException
 
@@ -241,6 +242,7 @@ def stream(spark: Any, archived: ArchivedTopics, tmp_path: Path, **options: str)
     return sorted((row.key, row.seq) for row in spark.read.parquet(str(tmp_path / "sink")).collect())
 
 
+@pytest.mark.full
 def test_a_stream_has_each_batch_once_over_restarts(spark: Any, archived: ArchivedTopics, tmp_path: Path) -> None:
     archived.put("a", "b")
     archived.put("a")

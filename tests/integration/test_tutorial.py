@@ -21,6 +21,7 @@ ROOT: Final = Path(__file__).parents[2]
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
+@pytest.mark.full
 def test_the_tutorial_runs_as_printed(
     database_dsn: str, redis_url: str, key_prefix: str, tmp_path: Path, server_directory: Path
 ) -> None:

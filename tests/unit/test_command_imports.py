@@ -56,6 +56,7 @@ PARTS: Final[dict[str, set[str]]] = {
     "trim": JOBS,
     "analytics": {"archive"},
     "doctor": {"doctor", *JOBS},
+    "problems": set(),
     "nodes": {"groups", "routes"},
     "topics": {"archive", "inspect", *FAILURES},
     "routes": {"groups", "routes"},

@@ -93,7 +93,7 @@ def test_a_seldom_turn_is_a_sample_at_once(turns: Turns) -> None:
 
 
 def test_totals_keep_what_ended_sources_counted_and_levels_do_not() -> None:
-    sources, counts = CountSources(), {"handled": 3}
+    sources, counts = CountSources[str](), {"handled": 3}
     end = sources.add(("orders", "g"), lambda: counts, lambda: 2)
     sources.add(("orders", "g"), lambda: {"handled": 10}, lambda: 1)
     assert sources.totals() == {("orders", "g"): Counter(handled=13)}
@@ -137,8 +137,9 @@ def test_every_point_has_the_labels_of_the_catalog_only(meters: Meters, reader: 
     with pytest.raises(ZeroDivisionError):
         member.settling(lambda _: 1 / 0, ())
     member.settling(len, ())
+    member.receiving(len, ())
     member.turn_timer().timed(lambda: None)()
-    meters.add_producer(lambda: {"stored": 1}, lambda: 0)
+    meters.add_producer(lambda: {("orders", "stored", ""): 1, ("orders", "failed", "BacklogFull"): 1}, lambda: 0)
     meters.add_relay(lambda: 16)
     meters.sent("orders", 500, 0.01)
     meters.sent("orders", 1, 0.01, "BacklogFull")
@@ -168,7 +169,7 @@ def test_metrics_that_are_off_make_nothing() -> None:
 
 
 def test_the_setting_without_its_packages_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meters_module, "_made", [])
+    monkeypatch.setattr(meters_module._process, "meters", None)
     monkeypatch.setattr(meters_module, "find_spec", lambda _: None)
     with pytest.raises(InvalidInput, match=r"pip install 'mqlayer\[otel\]'"):
         meters_of(Settings(metrics=True))

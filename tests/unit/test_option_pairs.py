@@ -39,6 +39,7 @@ OPTIONS: Final[dict[str, str]] = {
     "trim": "TOPIC",
     "analytics": "JOB --snapshot --topic --out --html --partitions --split-report --method --conf --json",
     "doctor": "--all --json",
+    "problems": "--ended --hours --json",
     "verify": "TOPIC --deep --json",
     "node register": "NAME URL",
     "node list": "--json",

@@ -23,7 +23,7 @@ class LevelGroups:
 
     def __post_init__(self) -> None:
         if not (self.viewers or self.operators):
-            raise InvalidInput("nobody could log in: name groups with --viewers or --operators; * is everyone")
+            raise InvalidInput("no group may log in: name groups with --viewers or --operators; * is everyone")
 
     def user(self, name: str | None, groups: Collection[str]) -> User | None:
         """Return a user by his groups; None for one without a level, or a name that is none."""

@@ -8,7 +8,6 @@ from http import HTTPStatus
 from typing import Any, Final
 from urllib.parse import urlencode
 
-from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.routing import BaseRoute, Route
@@ -16,10 +15,11 @@ from starlette.routing import BaseRoute, Route
 from mqlayer.console.access.cookies import drop_cookie, read_cookie, send_cookie
 from mqlayer.console.access.forms import check_form, form_token
 from mqlayer.console.access.openid import LoginRefused, OpenId
-from mqlayer.console.access.password_file import Busy, PasswordFile
+from mqlayer.console.access.password_file import AT_ONCE, Busy, PasswordFile
 from mqlayer.console.access.paths import safe_path
 from mqlayer.console.access.sessions import Session, Sessions
 from mqlayer.console.access.site import Site
+from mqlayer.console.access.threads import FewThreads
 from mqlayer.console.access.throttle import Throttle
 from mqlayer.console.live import is_live
 from mqlayer.console.render import rendered
@@ -34,7 +34,9 @@ OLD_FORM: Final = "This form is too old, or of another site. Try again."
 NAME_LENGTH: Final = 100
 """More than any name of a file has."""
 LATER: Final = "Too many logins are under way. Try again."
-NOT_NOW: Final = "Nobody can log in now: the log of the console says why."
+NOT_NOW: Final = "Logins fail now: the log of the console says why."
+WAITING: Final = 32
+"""Logins that wait for a thread; further ones are told to try again."""
 
 log = event_logger(__name__)
 
@@ -51,7 +53,7 @@ class LoginAccess:
         sessions: Sessions | None = None,
     ) -> None:
         if passwords is None and openid is None:
-            raise InvalidInput("nobody could log in: give a password file, or a provider of OpenID Connect")
+            raise InvalidInput("no login is set up: give a password file, or a provider of OpenID Connect")
         if openid is not None and not (site and site.url):
             raise InvalidInput("the provider sends browsers back to the console: say its address, with --url")
         self.routes: Sequence[BaseRoute] = (
@@ -64,6 +66,9 @@ class LoginAccess:
         self._site, self._sessions = site or Site(), sessions or Sessions()
         self._passwords, self._openid = passwords, openid
         self._throttle = Throttle()
+        self._hashing = FewThreads("console-login", AT_ONCE, WAITING)
+        # Those that passed don't wait for guesses.
+        self._keeping = FewThreads("console-session", AT_ONCE, WAITING)
 
     def user_of(self, request: Request) -> User | None:
         """Return the user of the session. Live parts don't keep it from ending."""
@@ -106,7 +111,7 @@ class LoginAccess:
         if (wait_s := self._throttle.attempt(name, address)) > 0:
             return self._too_many(request, path, wait_s)
         try:
-            entry = await run_in_threadpool(self._passwords.login, name, form.get("password", ""))
+            entry = await self._hashing.run(self._passwords.login, name, form.get("password", ""))
         except Busy:
             self._throttle.undo(name, address)
             return self._page(request, path, LATER, HTTPStatus.SERVICE_UNAVAILABLE)
@@ -141,8 +146,8 @@ class LoginAccess:
         if not check_form(request, self._site, str(given), token):
             return self._page(request, "", OLD_FORM, HTTPStatus.FORBIDDEN)
         try:
-            await run_in_threadpool(self._sessions.end, request, token)
-        except MqlayerError as error:
+            await self._keeping.run(self._sessions.end, request, token)
+        except (MqlayerError, Busy) as error:
             log.warning("console_logout_failed", extra={"error": str(error)})
             return PlainTextResponse("You are still logged in: Postgres does not answer. Try again.", 503)
         drop_cookie(request, self._site, COOKIE)
@@ -150,7 +155,9 @@ class LoginAccess:
 
     async def _enter(self, request: Request, session: Session, path: str) -> Response:
         try:
-            token = await run_in_threadpool(self._renewed, request, session)
+            token = await self._keeping.run(self._renewed, request, session)
+        except Busy:
+            return self._page(request, path, LATER, HTTPStatus.SERVICE_UNAVAILABLE)
         except MqlayerError as error:
             return self._not_now(request, path, error)
         send_cookie(request, self._site, COOKIE, token)

@@ -10,6 +10,11 @@ function say(text) {
   if (note && note.textContent !== text) note.textContent = text;
 }
 
+function date(text) {
+  const at = document.getElementById("as-of");
+  if (at) at.textContent = text;
+}
+
 // Replace each live part that differs, except one that a person is typing in or has text selected in.
 function show(html) {
   const fresh = new DOMParser().parseFromString(html, "text/html");
@@ -33,6 +38,7 @@ function open_stream() {
   const path = encodeURIComponent(body.dataset.here);
   stream = new EventSource(`${root}/live?path=${path}`);
   stream.addEventListener("page", (event) => { say("live"); show(JSON.parse(event.data)); });
+  stream.addEventListener("at", (event) => { say("live"); date(JSON.parse(event.data)); });
   stream.addEventListener("trouble", (event) => say(`stale: ${JSON.parse(event.data)}`));
   stream.addEventListener("ended", () => { close_stream("logged out"); });
   stream.addEventListener("error", () => {

@@ -3,9 +3,22 @@
 from typing import Final
 
 from mqlayer.console.page import Action, Page
-from mqlayer.console.views import audit, bulk, changes, doctor, groups, keys, messages, nodes, overview, parked, topics
+from mqlayer.console.views import (
+    audit,
+    bulk,
+    changes,
+    doctor,
+    groups,
+    keys,
+    messages,
+    nodes,
+    outbox,
+    overview,
+    parked,
+    topics,
+)
 
-_VIEWS: Final = (overview, topics, groups, keys, messages, parked, bulk, changes, nodes, doctor, audit)
+_VIEWS: Final = (overview, topics, groups, keys, messages, parked, bulk, changes, outbox, nodes, doctor, audit)
 
 PAGES: Final[tuple[Page, ...]] = tuple(page for view in _VIEWS for page in view.PAGES)
 ACTIONS: Final[tuple[Action, ...]] = tuple(action for view in _VIEWS for action in view.ACTIONS)

@@ -7,30 +7,36 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any, Final, NamedTuple
 
+from mqlayer.console.audit_words import act_words
 from mqlayer.console.page import ROWS, Action, Page, Visit, part
 from mqlayer.console.render import link, segment
 from mqlayer.errors import InvalidInput
-from mqlayer.inspect.audit_trail import AuditedAct, AuditFilter, audited_acts, audited_kinds
+from mqlayer.inspect.audit_trail import AuditedAct, AuditedBy, AuditFilter, audited_acts, audited_kinds
 
-SHORT: Final = 120
-"""Characters of facts that a row shows at once."""
 NAMES: Final = ("actor", "act", "object", "since", "until")
+WHO: Final[Mapping[str, AuditedBy | None]] = {"people": "people", "machines": "machines", "all": None}
+HEADINGS: Final = {
+    "people": "What people did",
+    "machines": "What relays, workers, members and programs did",
+    "all": "What people and machines did",
+}
 
 
 class ShownAct(NamedTuple):
-    """An act with its facts as text, and the page of its object, if it has one."""
+    """An act in words, its facts as JSON, and the page of its object, if it has one."""
 
     act: AuditedAct
+    words: str
     facts: str
-    is_long: bool
     path: str
 
 
 def _load(visit: Visit) -> Mapping[str, Any]:
-    fields = {name: visit.text(name) for name in NAMES}
+    fields = {name: visit.text(name) for name in NAMES} | {"who": visit.text("who")}
+    who = _who(visit)
     chosen = AuditFilter(
         fields["actor"] or None, fields["act"] or None, fields["object"] or None, _time(visit, "since"),
-        _time(visit, "until"),
+        _time(visit, "until"), WHO[who],
     )  # fmt: skip
     before = _place(visit)
     found = part(lambda: audited_acts(visit.runtime.control, chosen, before=before, limit=ROWS + 1))
@@ -43,16 +49,24 @@ def _load(visit: Visit) -> Mapping[str, Any]:
         "fields": fields,
         "older": "" if last is None else link("/audit", **fields, before=f"{last.at.isoformat()}_{last.audit_id}"),
         "newer": link("/audit", **fields) if before else "",
-        "filtered": any(fields.values()),
+        "filtered": any(fields[name] for name in NAMES),
+        "who": who,
+        "ways": [(one, link("/audit", **fields | {"who": one})) for one in WHO],
+        "heading": HEADINGS[who],
     }
 
 
 def _shown(one: AuditedAct) -> ShownAct:
-    facts = {name: value for name, value in one.facts.items() if name != "reason"}
-    short = ", ".join(f"{name}: {json.dumps(value, ensure_ascii=False)}" for name, value in facts.items())
-    is_long = len(short) > SHORT
-    text = json.dumps(facts, ensure_ascii=False, indent=1) if is_long else short
-    return ShownAct(one, text, is_long, _path(one))
+    facts = json.dumps(one.facts, ensure_ascii=False, indent=1) if one.facts else ""
+    return ShownAct(one, act_words(one), facts, _path(one))
+
+
+def _who(visit: Visit) -> str:
+    # A named actor may be either.
+    found = visit.text("who") or ("all" if visit.text("actor") else "people")
+    if found not in WHO:
+        raise InvalidInput(f"who is {found!r}: say people, machines or all")
+    return found
 
 
 def _path(one: AuditedAct) -> str:
@@ -61,6 +75,10 @@ def _path(one: AuditedAct) -> str:
         return f"/changes/{one.facts['change']}"
     if kind == "node":
         return f"/nodes/{segment(one.object)}"
+    if kind == "bulk" and isinstance(one.facts.get("bulk"), int):
+        return f"/bulk/{one.facts['bulk']}"
+    if one.act == "dead discard":
+        return f"/dead/{segment(one.object)}"
     if kind in ("topic", "route"):
         return f"/topics/{segment(one.object)}"
     if kind == "group" and one.object.count("/") == 1:

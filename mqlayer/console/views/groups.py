@@ -37,6 +37,7 @@ from mqlayer.inspect import (
 from mqlayer.postgres.database import Database
 from mqlayer.runtime.route_cache import RouteCache
 
+NO_LAG: Final = "a node of the group's partitions did not answer when samples were taken"
 SHOWN: Final = 40
 """Lines of a plan that name partitions."""
 
@@ -103,10 +104,10 @@ def _charts(control: Database, topic: str, name: str, visit: Visit) -> list[Time
     found = {one.name: one for one in RECENT.of(control, "group", name, topic=topic, last=last)}
     now = datetime.now(UTC)
     return [
-        line_chart("Lag in messages", {"lag": found["lag"]}, now=now, last=last, peaks=True),
+        line_chart("Lag in messages", {"lag": found["lag"]}, now=now, last=last, peaks=True, why=NO_LAG),
         line_chart(
             "Age of the oldest unsettled message", {"age": found["oldest_s"]}, now=now, last=last, peaks=True,
-            shown=duration,
+            shown=duration, why=NO_LAG,
         ),
         line_chart("Parked and dead messages", {"parked": found["parked"], "dead": found["dead"]}, now=now, last=last),
     ]  # fmt: skip

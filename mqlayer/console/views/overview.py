@@ -1,57 +1,38 @@
-"""The system's problems, since when, and what to do."""
+"""The system's problems, since when, what to do; and those that ended."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from mqlayer.console.kept import KeptValues
-from mqlayer.console.page import Action, Page, Visit, part
-from mqlayer.console.render import link, segment
-from mqlayer.doctor.health import Problem, SystemHealth, system_health
+from mqlayer.console.page import ROWS, Action, Page, Visit, part
+from mqlayer.console.problem_help import ADVICE, KINDS, page_of, shown_problem
+from mqlayer.console.render import link
+from mqlayer.doctor.health import SystemHealth, system_health
+from mqlayer.doctor.problem_history import KEPT_S, NotedProblem, ended_problems, noted_problem
+from mqlayer.metrics.alerts import ALERTS, Severity
 
 SHOWN: Final = 100
 """Problems of a page."""
-KINDS: Final = {"critical": "bad", "warning": "warn", "note": "note"}
-LINKS: Final[Mapping[str, tuple[str, str]]] = {
-    "MqlayerSchemaMismatch": ("/doctor?run=1", "Run the doctor"),
-    "MqlayerOutboxSuspect": ("/doctor?run=1", "Run the doctor"),
-    "MqlayerOutboxLate": ("/nodes", "See relays and nodes"),
-    "MqlayerTransactionOpen": ("/doctor?run=1", "Run the doctor"),
-    "MqlayerOutboxQuarantined": ("/doctor?run=1", "Run the doctor"),
-    "MqlayerVersionsOverdue": ("/doctor?run=1", "Run the doctor"),
-    "MqlayerNoRelay": ("/nodes", "See relays and nodes"),
-    "MqlayerJobsLate": ("/nodes#jobs", "See the jobs"),
-    "MqlayerJobFailed": ("/nodes#jobs", "See the jobs"),
-    "MqlayerSamplesMissing": ("/nodes#jobs", "See the jobs"),
-    "MqlayerProducerReplaced": ("/nodes#sources", "See the producers"),
-}
-PARKED: Final = frozenset(
-    {
-        "MqlayerParkingFull", "MqlayerKeysWaitForOperator", "MqlayerParkedKeysOverdue", "MqlayerDeadMessages",
-        "MqlayerKeysParked",
-    }
-)  # fmt: skip
-
-
-class ShownProblem(NamedTuple):
-    """A problem with the page that helps, and an act that may end it."""
-
-    problem: Problem
-    kind: str
-    path: str
-    label: str
-    action: str
-    fields: Mapping[str, Any]
-
+ENDED: Final = 10
+SEVERITIES: Final[tuple[Severity, ...]] = ("critical", "warning", "note")
 
 health: Final = KeptValues(system_health)
 
 
 def _load(visit: Visit) -> Mapping[str, Any]:
     found = part(lambda: health.get(visit.runtime))
-    problems = [] if found.value is None else [_shown(one) for one in found.value.problems[:SHOWN]]
-    return {"health": found, "problems": problems, "counts": _counts(found.value), "shown": SHOWN}
+    problems = [] if found.value is None else [shown_problem(one) for one in found.value.problems[:SHOWN]]
+    return {
+        "health": found,
+        "problems": problems,
+        "counts": _counts(found.value),
+        "shown": SHOWN,
+        "ended": part(lambda: ended_problems(visit.runtime.control, limit=ENDED + 1)),
+        "ended_shown": ENDED,
+        "kinds": KINDS,
+    }
 
 
 def _counts(found: SystemHealth | None) -> dict[str, int]:
@@ -59,33 +40,35 @@ def _counts(found: SystemHealth | None) -> dict[str, int]:
     return {severity: sum(one.alert.severity == severity for one in problems) for severity in KINDS}
 
 
-def _shown(problem: Problem) -> ShownProblem:
-    action, fields = _act(problem)
-    return ShownProblem(problem, KINDS[problem.alert.severity], *_link(problem), action, fields)
+def _load_list(visit: Visit) -> Mapping[str, Any]:
+    before = visit.number("before", 0) or None
+    found = part(lambda: _ended(visit, before))
+    rows = found.value or []
+    return {
+        "found": found,
+        "rows": ROWS,
+        "kinds": KINDS,
+        "notes": visit.text("notes"),
+        "older": link("/problems", before=rows[ROWS - 1].number, notes=visit.text("notes")) if len(rows) > ROWS else "",
+        "newer": link("/problems", notes=visit.text("notes")) if before else "",
+    }
 
 
-def _link(problem: Problem) -> tuple[str, str]:
-    name, place = problem.alert.name, {"topic": problem.topic, "group": problem.group}
-    if problem.node:
-        return f"/nodes/{segment(problem.node)}", f"Node {problem.node}"
-    if problem.change is not None:
-        return f"/changes/{problem.change}", f"Change {problem.change}"
-    if name in PARKED:
-        return link("/parked", **place), "Parked and dead"
-    if problem.group:
-        return f"/groups/{segment(problem.topic)}/{segment(problem.group)}", "See the group"
-    if problem.topic:
-        return f"/topics/{segment(problem.topic)}", "See the topic"
-    return LINKS.get(name, ("/doctor?run=1", "Run the doctor"))
+def _ended(visit: Visit, before: int | None) -> list[NotedProblem]:
+    severities = SEVERITIES if visit.text("notes") else SEVERITIES[:-1]
+    return ended_problems(visit.runtime.control, last_s=KEPT_S, severities=severities, before=before, limit=ROWS + 1)
 
 
-def _act(problem: Problem) -> tuple[str, dict[str, Any]]:
-    if problem.rearms:
-        return "node-rearm", {"node": problem.node}
-    if problem.change is not None:
-        return "route-repair", {"topic": problem.topic}
-    return "", {}
+def _load_one(visit: Visit) -> Mapping[str, Any]:
+    one = noted_problem(visit.runtime.control, visit.number("problem"))
+    path, label = page_of(one)
+    advice = ADVICE.get(one.name) or (ALERTS[one.name].advice if one.name in ALERTS else "")
+    return {"one": one, "kind": KINDS[one.severity], "path": path, "label": label, "advice": advice}
 
 
-PAGES: Final = (Page("/", "Overview", "overview.html", _load, menu="Overview"),)
+PAGES: Final = (
+    Page("/", "Overview", "overview.html", _load, menu="Overview"),
+    Page("/problems", "Problems that ended", "problems.html", _load_list, live=False),
+    Page("/problems/{problem}", "Problem {problem}", "problem.html", _load_one),
+)
 ACTIONS: Final[tuple[Action, ...]] = ()

@@ -42,9 +42,15 @@ from mqlayer.redelivery import (
 )
 from mqlayer.redelivery.filters import DEAD_CAUSES, PARKED_CAUSES
 
-FIELDS: Final = ("show", "topic", "group", "key", "error", "cause", "older", "younger", "waiting", "after")
+FIELDS: Final = ("show", "topic", "group", "key", "error", "cause", "older", "younger", "waiting", "order", "after")
 AGES: Final = (("", "any"), ("600", "10 min"), ("3600", "1 h"), ("86400", "1 d"), ("604800", "7 d"))
 ERRORS: Final = 8
+ORDERS: Final[Mapping[str, str]] = {
+    "": "by group and key",
+    "oldest": "the longest parked first",
+    "largest": "the most messages first",
+    "due": "the next attempt first",
+}
 BODY: Final = 100_000
 LONGEST_WAIT_S: Final = 1.0
 
@@ -89,12 +95,15 @@ def _load(visit: Visit) -> Mapping[str, Any]:
         "asked": asked,
         "causes": DEAD_CAUSES if dead else PARKED_CAUSES,
         "ages": AGES,
+        "orders": ORDERS,
         "found": found,
         "errors": part(lambda: _errors(visit, dead=dead)),
-        "other": link("/parked", **{**asked, "show": "" if dead else "dead", "cause": "", "after": "", "waiting": ""}),
+        "other": link(
+            "/parked", **{**asked, "show": "" if dead else "dead", "cause": "", "order": "", "after": "", "waiting": ""}
+        ),
         "older": link("/parked", **{**asked, "after": following}) if following else "",
         "newer": link("/parked", **{**asked, "after": ""}) if asked["after"] else "",
-        "bulk": {name: value for name, value in asked.items() if value and name not in {"after", "show"}},
+        "bulk": {name: value for name, value in asked.items() if value and name not in {"after", "order", "show"}},
     }
 
 
@@ -105,13 +114,16 @@ def _errors(visit: Visit, *, dead: bool) -> Any:
 
 def _parked(visit: Visit, topic: str | None, group: str | None) -> Mapping[str, Any]:
     database, wanted = visit.runtime.control, replace(parked_filter(visit), topic=topic, group=group)
-    page = parked_keys(database, wanted, after=visit.text("after") or None, limit=ROWS)
+    order: Any = visit.text("order") or "key"
+    page = parked_keys(database, wanted, after=visit.text("after") or None, limit=ROWS, order=order)
+    count = estimate_parked(database, wanted)
     heads = [(one.group_id, one.head) for one in page if one.head is not None]
     return {
         "rows": page,
         "paths": [_path_of(one) for one in page],
         "errors": last_errors(database, heads),
-        "count": told_count(estimate_parked(database, wanted), "parked key"),
+        "count": told_count(count, "parked key"),
+        "cut": order != "key" and not count.exact,
         "after": page.next or "",
     }
 
@@ -121,7 +133,7 @@ def _dead(visit: Visit, topic: str | None, group: str | None) -> Mapping[str, An
     after = visit.number("after") if visit.text("after") else None
     page = dead_messages(database, wanted, topic=topic, group=group, after=after, limit=ROWS)
     count = estimate_dead(database, wanted, topic=topic, group=group)
-    return {"rows": page, "count": told_count(count, "dead message"), "after": str(page.next or "")}
+    return {"rows": page, "count": told_count(count, "dead message"), "cut": False, "after": str(page.next or "")}
 
 
 def told_count(count: BoundedCount, what: str) -> str:
@@ -261,7 +273,7 @@ def _plan_redrive(visit: Visit) -> Plan:
     lines = [
         (
             f"Group {one.group} of topic {one.topic} gets message {one.identity} of key {one.key} again, "
-            f"dead since {ago(one.since)} ({one.cause})."
+            f"which died {ago(one.since)} ({one.cause})."
         ),
         "It comes in front of the later waiting ones of its source, else at the end of its key's messages.",
         "Messages of the key that were handled meanwhile are not handled again: the handler sees it late.",

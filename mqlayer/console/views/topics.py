@@ -27,6 +27,7 @@ from mqlayer.routes import route_timeline
 from mqlayer.topics.topics import set_limits
 
 PER_MINUTE: Final = 60.0
+NO_RATE: Final = "a rate needs two samples, of nodes that answer; the outbox is sampled where the worker reaches it"
 VERSIONS: Final = 30
 """Route versions of one picture."""
 
@@ -80,7 +81,9 @@ def _charts(control: Database, name: str, visit: Visit) -> list[TimeChart]:
         "relayed": found["relayed_per_s"],
     }
     return [
-        line_chart("Published messages per minute", labels, now=datetime.now(UTC), last=last, scale=PER_MINUTE),
+        line_chart(
+            "Published messages per minute", labels, now=datetime.now(UTC), last=last, scale=PER_MINUTE, why=NO_RATE
+        ),
     ]
 
 

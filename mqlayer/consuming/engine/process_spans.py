@@ -6,7 +6,7 @@ A message is traced where its bytes say that its trace is sampled; for others, n
 from __future__ import annotations
 
 import threading
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
@@ -84,9 +84,13 @@ class ProcessSpans:
         facts = {PARTITION: str(place.partition), OFFSET: record.offset, **self._group}
         links = self._tracing.links([] if parent is None else [parent])
         above = parent if self._as_parent else None
+        if parent is not None:
+            # It will be recorded, most likely: attributes cost less all at once.
+            facts.update(_details(place, record))
         opened = self._tracing.start("process", self._topic, facts, links, parent=above)
         if opened.recording:
-            opened.note(_details(place, record))
+            if parent is None:
+                opened.note(_details(place, record))
             # A parked message is settled already.
             if not isinstance(record, ParkedRecord):
                 self._keep(place.partition, record.offset, opened)
@@ -159,25 +163,28 @@ class ProcessSpans:
             if len(kept) > UNSETTLED_LIMIT:
                 del kept[next(iter(kept))]
 
-    def settled(self, settled: Mapping[int, Iterable[int]], seconds: float) -> None:
+    def traced(self, partition: int) -> bool:
+        """Whether a settling call may settle messages with spans."""
+        return bool(self._unsettled.get(partition))
+
+    def settled(self, settled: Mapping[int, Collection[int]], seconds: float) -> None:
         """Make the span of an answered settling call. `settled`: offsets by partition."""
         parents: list[SpanContext] = []
         count = 0
         for partition, offsets in settled.items():
-            if self._unsettled.get(partition):
-                every = set(offsets)
-                count += len(every)
-                parents += self._take(partition, every)
+            if self.traced(partition):
+                count += len(offsets)
+                parents += self._take(partition, offsets)
         if parents:
             facts = {COUNT: count, **self._group}
             if len(settled) == 1:
                 facts[PARTITION] = str(*settled)
             self._tracing.record("settle", self._topic, facts, self._tracing.links(parents), seconds=seconds)
 
-    def _take(self, partition: int, offsets: set[int]) -> list[SpanContext]:
+    def _take(self, partition: int, offsets: Iterable[int]) -> list[SpanContext]:
         with self._lock:
             kept = self._unsettled.get(partition, {})
-            return [kept.pop(offset) for offset in list(kept) if offset in offsets]
+            return [kept.pop(offset) for offset in sorted(kept.keys() & offsets)]
 
     def forget(self, partition: int) -> None:
         """Drop a lost partition's spans."""

@@ -118,8 +118,8 @@ class Settler(NodeService):
         owned.deliveries.forget(committed)
         self._dispatcher.settled(owned, records, committed, unsettled.unmatched)
         self._settled(self._connection.node.node_id, len(records))
-        if self._spans is not None and records:
-            offsets = (record.offset for record in records)
+        if self._spans is not None and self._spans.traced(owned.partition):
+            offsets = [record[0] for record in records]
             self._spans.settled({int(owned.partition): offsets}, time.perf_counter() - began)
 
     def _settles(

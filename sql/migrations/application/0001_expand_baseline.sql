@@ -336,6 +336,8 @@ CREATE SEQUENCE mqlayer_app.relay_epoch;
 CREATE TABLE mqlayer_app.relay (
     relay_id    text NOT NULL,
     lease_until timestamptz NOT NULL,
+    -- When it last noted messages of its own in Redis.
+    sent_at     timestamptz,
     CONSTRAINT relay_key PRIMARY KEY (relay_id),
     CONSTRAINT relay_id_length CHECK (octet_length(relay_id) <= 1024)
 );

@@ -909,6 +909,9 @@ CREATE TABLE mqlayer.dead_message (
 -- Pages, latest first: of a group, and of all.
 CREATE INDEX dead_message_listed ON mqlayer.dead_message (group_id, died_at, dead_id) WHERE redriven_at IS NULL;
 CREATE INDEX dead_message_latest ON mqlayer.dead_message (died_at, dead_id) WHERE redriven_at IS NULL;
+-- The same of those given back; only a redrive writes these.
+CREATE INDEX dead_message_redriven ON mqlayer.dead_message (group_id, died_at, dead_id) WHERE redriven_at IS NOT NULL;
+CREATE INDEX dead_message_redriven_latest ON mqlayer.dead_message (died_at, dead_id) WHERE redriven_at IS NOT NULL;
 CREATE INDEX dead_message_stream ON mqlayer.dead_message (group_id, partition_id, log_offset);
 -- Key by key, as its messages were published: the order of a redrive.
 CREATE INDEX dead_message_queue ON mqlayer.dead_message (group_id, lp, key, partition_id, log_offset, dead_id)
@@ -1179,6 +1182,34 @@ CREATE TABLE mqlayer.sample (
 );
 CREATE INDEX sample_old ON mqlayer.sample (at);
 
+-- Problems of the system, from the first look that found each to the first that did not. A job looks each minute, writes
+-- them, and keeps them for a week, at most 10,000 of them.
+CREATE TABLE mqlayer.problem (
+    problem_id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    alert      text NOT NULL,
+    severity   text NOT NULL,
+    -- The part of the system that the look found it in: a look that could not read the part ends none of its problems.
+    part       text NOT NULL,
+    -- Its place, empty where it has none; `item`: of several at one place.
+    topic      text NOT NULL,
+    group_name text NOT NULL,
+    node       text NOT NULL,
+    item       text NOT NULL,
+    text       text NOT NULL,
+    effect     text NOT NULL,
+    -- When it began, where something tells that.
+    since         timestamptz,
+    first_seen_at timestamptz NOT NULL,
+    last_seen_at  timestamptz NOT NULL,
+    ended_at      timestamptz,
+    CONSTRAINT problem_lengths CHECK (
+        octet_length(alert) <= 63 AND octet_length(severity) <= 63 AND octet_length(part) <= 63
+        AND octet_length(topic) <= 80 AND octet_length(group_name) <= 255 AND octet_length(node) <= 255
+        AND octet_length(item) <= 255 AND octet_length(text) <= 4096 AND octet_length(effect) <= 4096)
+);
+CREATE UNIQUE INDEX problem_open ON mqlayer.problem (alert, topic, group_name, node, item) WHERE ended_at IS NULL;
+CREATE INDEX problem_ended ON mqlayer.problem (ended_at, problem_id) WHERE ended_at IS NOT NULL;
+
 CREATE TABLE mqlayer.audit (
     audit_id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
     at       timestamptz NOT NULL DEFAULT now(),
@@ -1198,6 +1229,8 @@ CREATE INDEX audit_by_time ON mqlayer.audit (at, audit_id);
 CREATE INDEX audit_by_act ON mqlayer.audit (act, at, audit_id);
 -- An index takes no text of 4,096 bytes.
 CREATE INDEX audit_by_actor ON mqlayer.audit (left(actor, 200), at, audit_id);
+-- People's acts by their names, as in mqlayer/inspect/audit_trail.py: few among those of machines.
+CREATE INDEX audit_of_people ON mqlayer.audit (at, audit_id) WHERE strpos(actor, '@') > 0;
 
 
 -- Console ------------------------------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ from types import ModuleType
 from typing import Final
 
 from mqlayer import resources
-from mqlayer.consuming.ordered.owned_partitions import OwnedPartition
 from mqlayer.postgres import migrations, queries
 from mqlayer.redis import scripts
 from mqlayer.relay.lp_cursors import LpCursor
@@ -32,10 +31,6 @@ class Plant:
     texts: Mapping[str, tuple[tuple[str, str], ...]] = field(default_factory=dict)
     code: Callable[[], None] = lambda: None
     kinds: Mapping[str, int] = field(default_factory=lambda: PLAIN)
-
-
-def _early_gate() -> None:
-    OwnedPartition.is_settled = property(lambda held: held.command is not None)  # type: ignore[assignment,method-assign]
 
 
 def _no_rewind() -> None:
@@ -80,7 +75,6 @@ PLANTS: Final[dict[str, Plant]] = {
         {CONTROL: (("AND parent.state <> 'deleted' AND", "AND false AND"),)},
         kinds=MOVES,
     ),
-    "early_gate": Plant("a parent counts as drained once its end was read", code=_early_gate, kinds=MOVES),
     "marks_left_behind": Plant(
         "a successor does not get its parents' marks",
         {"lua/partition_open": (("for i = 3, #ARGV, 2 do", "for i = 3, 0, 2 do"),)},

@@ -434,6 +434,30 @@ def lost_seal(there: Place, planted: bool) -> str:
         return f"{len(left)} messages are passed by" if passed and member.version == 2 else ""
 
 
+def early_successors(there: Place, planted: bool) -> str:
+    """Split a partition while its first message waits to be tried again, and send more: that waits for all before."""
+    del planted
+    there.begin()
+    handled: list[int] = []
+
+    def handle(body: bytes, ctx: Context) -> None:
+        if body == b"0" and ctx.attempt < 3:
+            raise RetryLater(0.5)
+        handled.append(int(body))
+
+    with there.stage() as stage:
+        partition = int(stage.partitions[0])
+        key = stage.key_in(partition)
+        stage.send((key, b"%d" % number) for number in range(20))
+        stage.consume(handle)
+        comes_true(lambda: None not in stage.owners().values(), within_s=PATIENCE_S)
+        stage.route = split(runtime_of(stage.database, stage.prefix, application=stage.database), TOPIC, partition)
+        stage.send((key, b"%d" % number) for number in range(20, 40))
+        comes_true(lambda: len(handled) == 40, within_s=8)
+    missing = set(range(40)) - set(handled)
+    return f"{len(missing)} messages are passed by" if missing else "" if handled == sorted(handled) else "inversion"
+
+
 def _seal_unrecorded(stage: Stage, partition: int) -> None:
     """Split a partition by a driver that dies between the seal and its record."""
     failpoints.arm("change.after_seal", "raise")

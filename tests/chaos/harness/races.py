@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import psycopg
 
+from mqlayer.consuming.ordered.owned_partitions import OwnedPartition
 from mqlayer.parking import ParkingStore
 from mqlayer.postgres.queries import query
 from tests.chaos.harness import race_rounds as rounds
@@ -60,6 +61,10 @@ def _retry_statements() -> None:
                 plain(cursor, "BEGIN")
 
     setattr(psycopg.Cursor, "execute", execute)  # noqa: B010
+
+
+def _early_gate() -> None:
+    OwnedPartition.is_settled = property(lambda held: held.command is not None)  # type: ignore[assignment,method-assign]
 
 
 def _unpark_unseen() -> None:
@@ -154,6 +159,11 @@ RACES: Final[dict[str, RacePlant]] = {
         Plant("", {
             "sql/queries/routes.sql": (("AND s.seal_id = %(seal_id)s", "AND %(seal_id)s::text IS NOT NULL"),)
         }),
+    ),
+    "early_gate": RacePlant(
+        "a parent counts as drained once its end was read",
+        rounds.early_successors,
+        Plant("", code=_early_gate),
     ),
     "ack_without_epoch": RacePlant(
         "whoever settles is believed, whatever its epoch",

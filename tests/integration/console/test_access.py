@@ -6,13 +6,17 @@ import hashlib
 import http.client
 import json
 import signal
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlencode
 
 import psycopg
 import pytest
+from anyio import to_thread
 from starlette.testclient import TestClient
 
 from mqlayer.console import (
@@ -139,6 +143,45 @@ def test_a_changed_password_ends_sessions_and_a_changed_level_counts_at_once(
     broken = log_in(ann, password="another password")
     assert broken.status_code == 503
     assert str(tmp_path) not in broken.text
+
+
+def test_guesses_don_t_slow_pages_and_pages_don_t_hold_up_logins(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held, begun = threading.Event(), threading.Semaphore(0)
+    slow = {"password": PasswordFile.login, "page": PasswordFile.user_of}
+
+    def holding(name: str) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            begun.release()
+            assert held.wait(20)
+            return slow[name](*args)
+
+        return call
+
+    with browser(world, password_access(tmp_path)) as ann, ThreadPoolExecutor(4) as people:
+        log_in(ann)
+        assert ann.portal is not None
+        ann.portal.call(_few_page_threads)
+        for attribute, request, meanwhile in (
+            ("login", lambda: log_in(ann, "vic", "a guess").status_code == 403, lambda: is_in(ann)),
+            ("user_of", lambda: is_in(ann), lambda: log_in(ann, "vic").status_code == 303),
+        ):
+            held.clear()
+            with monkeypatch.context() as patched:
+                patched.setattr(PasswordFile, attribute, holding("password" if attribute == "login" else "page"))
+                asked = [people.submit(request) for _ in range(2)]
+                for _ in asked:
+                    assert begun.acquire(timeout=10)
+                try:
+                    assert people.submit(meanwhile).result(10), attribute
+                finally:
+                    held.set()
+                assert all(one.result(10) for one in asked), attribute
+
+
+async def _few_page_threads() -> None:
+    to_thread.current_default_thread_limiter().total_tokens = 2
 
 
 def test_without_postgres_nobody_is_let_in_nor_told_where_it_is(tmp_path: Path, world: World) -> None:

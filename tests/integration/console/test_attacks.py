@@ -271,7 +271,7 @@ def test_bodies_are_for_body_readers_on_every_page_and_file(stage: Stage) -> Non
     failing.park(parked, attempts=3)
     (dead_id,) = failing.dead_letter(dead)
     query = {"topic": stage.topic, "group": failing.group, "partition": str(lies[0]), "offset": str(lies[1].offset)}
-    values = query | {"dead_id": str(dead_id), "node": "node-1", "bulk_id": "1", "change": "1"}
+    values = query | {"dead_id": str(dead_id), "node": "node-1", "bulk_id": "1", "change": "1", "problem": "1"}
 
     def seen_by(name: str, client: TestClient) -> set[str]:
         found = set()

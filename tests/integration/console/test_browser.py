@@ -13,15 +13,16 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from starlette.routing import Match, Route
 
 from mqlayer.console import Access, Level, User, console_app
-from mqlayer.console.views import ACTIONS, PAGES
+from mqlayer.console.views import PAGES
+from mqlayer.doctor.health import note_problems
 from mqlayer.maintenance.sampling import take_samples
 from mqlayer.settings import Settings
-from tests.fixtures.browser import DESK, PHONE
+from tests.fixtures.browser import DESK, PHONE, TABLET
 from tests.fixtures.command_scenes import System
 from tests.fixtures.console import FixedAccess
+from tests.fixtures.console_pages import kind_of
 from tests.fixtures.consumers import Stage
 from tests.fixtures.missing_tools import import_or_leave_out
 from tests.fixtures.servers import StartRedis
@@ -52,12 +53,31 @@ def served(settings: Settings, access: Access) -> Iterator[str]:
 
 @pytest.fixture
 def system(stage: Stage, start_redis: StartRedis) -> System:
-    """Parked, dead, archived, a member, a route change that is open."""
+    """Parked, dead, archived, a member, an open route change, rows that can't be sent, a problem that ended."""
     system = System(stage, start_redis)
     system.all_that_is_shown()
     system.member()
     system.planned_change()
-    take_samples(runtime_of(stage.database, stage.prefix))
+    system.sql(
+        "INSERT INTO mqlayer.failed_attempt (group_id, lp, source, seq, attempt, member_id, error) "
+        "SELECT group_id, lp, source, seq, 1, 'm-1', 'KeyError: no price of article 4711' FROM mqlayer.parked_message"
+    )
+    system.sql(
+        "INSERT INTO mqlayer.audit (actor, act, object, facts) VALUES ('bea@console', 'topic set', 'orders', "
+        '\'{"body_limit": 9000, "before": {"body_limit": 1000}, "reason": "large bodies"}\')'
+    )
+    runtime = runtime_of(stage.database, stage.prefix, application=stage.database)
+    take_samples(runtime)
+    with stage.database.connection() as connection:
+        connection.execute(
+            "INSERT INTO mqlayer_app.quarantined (topic_id, lp, seq, reason) VALUES (1, 7, 1, 'no body')"
+        )
+        connection.execute(
+            "INSERT INTO mqlayer_app.voided (id, topic_id, lp, seq, reason, created_at, body) "
+            "VALUES (9000, 1, 8, 1, 'too large', now(), 'x')"
+        )
+        note_problems(runtime)
+        connection.execute("UPDATE mqlayer.problem SET ended_at = now() WHERE alert = 'MqlayerNoRelay'")
     return system
 
 
@@ -102,20 +122,6 @@ class Walk:
             waiting += [f"{one.path}?{one.query}" if one.query else one.path for one in paths]
 
 
-def kind_of(path: str) -> str | None:
-    """Return the page's or the action's pattern; None for other addresses."""
-    plain = path.partition("?")[0]
-    for pattern in (
-        *(page.path for page in PAGES if not page.media_type),
-        *(f"/actions/{one.name}" for one in ACTIONS),
-    ):
-        route = Route(pattern, lambda _: None)
-        match, _ = route.matches({"type": "http", "path": plain, "method": "GET", "root_path": ""})
-        if match is Match.FULL:
-            return pattern
-    return None
-
-
 def picture(page: Any, name: str) -> None:
     """Keep a picture where one is wanted."""
     if SHOTS:
@@ -143,11 +149,16 @@ def test_every_page_works_in_both_themes_and_on_a_phone_and_no_rule_of_accessibi
                     if one["impact"] in GRAVE
                 )
                 picture(page, f"{kind} {theme}")
-            page.set_viewport_size(PHONE)
-            wide = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
-            if wide > 0:
-                broken.append(f"{kind}: {wide} px too wide for a phone")
-            picture(page, f"{kind} phone")
+            for name, screen in (("tablet", TABLET), ("phone", PHONE)):
+                page.set_viewport_size(screen)
+                # Tables that scroll sideways hide columns; the route's picture may.
+                wide = page.evaluate(
+                    "[document.documentElement, ...document.querySelectorAll('.panel, .wide')]"
+                    ".map(one => one.scrollWidth - one.clientWidth).filter(px => px > 1)"
+                )
+                if wide:
+                    broken.append(f"{kind}: {wide} px too wide for a {name}")
+                picture(page, f"{kind} {name}")
             page.set_viewport_size(DESK)
 
         walk.all(look)

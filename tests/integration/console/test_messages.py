@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import threading
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -92,6 +93,20 @@ def test_pages_of_a_partition_have_each_message_once_and_searches_find_theirs(to
     # Going on where a page ends.
     page = shown(ann, partition=partition, offset=1)
     assert ('rel="next"' in page) == (len([one for one in told.records("orders") if one.partition == partition]) > 50)
+
+
+def test_few_long_searches_run_at_once_and_other_pages_go_on(
+    told: World, ann: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = threading.BoundedSemaphore(1)
+    monkeypatch.setattr("mqlayer.console.views.messages._searches", room)
+    monkeypatch.setattr("mqlayer.console.views.messages.QUICK_S", 0.05)
+    search = {"topic": "orders", "key": "a"}
+    with room:
+        assert "searches run for others" in ann.get("/messages", params=search).text
+        assert "searches run for others" not in ann.get("/messages", params={"topic": "orders"}).text
+    for _ in range(2):
+        assert "looked at" in ann.get("/messages", params=search).text, "a search gives its place back"
 
 
 def test_wrong_questions_and_empty_topics_are_answered_in_words(told: World, ann: TestClient) -> None:

@@ -86,7 +86,7 @@ def test_lists_are_filtered_and_each_key_and_dead_message_has_its_page(
         "KeyError: &lt;b&gt;price",
         SECRET.decode(),
         str(identity_of(second)),
-        "nobody",
+        "no member",
     ):
         assert text in key, text
     assert MARKUP not in key
@@ -110,6 +110,48 @@ def test_lists_are_filtered_and_each_key_and_dead_message_has_its_page(
             page = shown(bea, path)
             assert SECRET.decode() not in page, path
             assert "Hidden: bea may not see" in page
+
+
+def test_an_error_leads_to_its_keys_and_to_a_bulk_release_of_exactly_these(
+    stage: Stage, failing: Failing, ann: TestClient
+) -> None:
+    first, second, third = failing.publish(("a", b"1"), ("b", b"2"), ("c", b"3"))
+    failing.park(first, second, third)
+    failing.attempt(first, 1, "KeyError: price of 7", age_s=10_800)
+    failing.attempt(second, 1, "KeyError: price of 8\nmore")
+    failing.attempt(third, 1, "TimeoutError: slow")
+    page = shown(ann)
+    row = next(one for one in re.findall(r"<tr>.*?</tr>", page, re.DOTALL) if "price of 8" in one)
+    for text in (">2<", "3 h ago", "just now", "orders/g"):
+        assert text in row, text
+    assert "more" not in row
+    keys = shown(ann, link_of(row, "/parked?"))
+    assert "Matching: 2 parked keys." in keys
+    assert "Matching now: 2 parked keys (error KeyError)" in ann.get(link_of(row, "/actions/bulk-plan")).text
+    with console_client(world_of(stage), VIEWER) as vic:
+        assert "/actions/" not in shown(vic)
+    assert "price of" not in re.split("Parked keys, ", shown(ann, topic="mails"))[0], "of another topic"
+
+
+def test_the_order_of_parked_keys_is_said_and_chosen(failing: Failing, ann: TestClient) -> None:
+    records = failing.publish(*((f"k{number:02}", b"1") for number in range(60)))
+    failing.park(*records)
+    failing.park(*failing.publish(*(("k07", b"2") for _ in range(3))))
+    failing.sql("UPDATE mqlayer.parked_key SET parked_at = parked_at - interval '1 d' WHERE name = 'k33'")
+    failing.sql("UPDATE mqlayer.parked_key SET due_at = now() + interval '1 h' WHERE name = 'k44'")
+
+    def first(page: str) -> str:
+        return str(re.findall(r'data-label="Key" class="key"><a [^>]*>(k\d\d)<', page)[0])
+
+    assert "Parked keys, by group and key" in shown(ann)
+    for order, key in (("oldest", "k33"), ("largest", "k07"), ("due", "k44")):
+        page = shown(ann, order=order, topic="orders")
+        assert first(page) == key, order
+        behind = shown(ann, html.unescape(re.findall(r'rel="next" href="([^"]*)"', page)[0]))
+        assert behind.count('data-label="Key"') == 10
+    assert "the longest parked first" in shown(ann, order="oldest")
+    assert ann.get("/parked", params={"order": "best"}).text.count("no order of parked keys") == 1
+    assert "no place in the list" in shown(ann, order="oldest", after="1:2:aa")
 
 
 def test_empty_lists_say_why(stage: Stage, ann: TestClient) -> None:
@@ -157,7 +199,7 @@ def test_a_bulk_action_has_a_fixed_set_and_is_watched_and_cancelled(
     path = f"/bulk/{bulk_action_id[0]}?reason=mended"
     failing.park(*failing.publish(("later", b"1")))
     page = shown(ann, path)
-    assert page.count("not yet") == 50, "its first items"
+    assert page.count('<span class="quiet">not yet</span>') == 50, "its first items"
     assert 'rel="next"' in page
     assert 'value="mended"' in page, "the reason goes on"
     bulk_id = path.split("?", maxsplit=1)[0].rsplit("/", 1)[1]
@@ -174,8 +216,8 @@ def test_a_bulk_action_has_a_fixed_set_and_is_watched_and_cancelled(
     assert stream.startswith("event: page")
     assert f"Bulk action {bulk_id}" in stream
     # Another one, cancelled.
-    path = link_of(do_action(ann, "bulk-plan", **named, act="discard"), "/bulk/")
-    bulk_id = path.split("?")[0].rsplit("/", 1)[1]
+    (bulk_id,) = re.findall(r'data-here="/bulk/(\d+)', do_action(ann, "bulk-plan", **named, act="discard"))
+    path = f"/bulk/{bulk_id}"
     do_action(ann, "bulk-cancel", "not these", bulk_id=bulk_id)
     assert "It was cancelled" in shown(ann, path)
     assert audit(failing, "bulk cancel") == ("ann@console", "not these")

@@ -20,6 +20,7 @@ from mqlayer.stack import RedisServer
 from mqlayer.topics import rearm_node
 from tests.fixtures.dead_nodes import all_handled, bring, consuming, first_times, known_group, published
 from tests.fixtures.failpoints import broken_off_at
+from tests.fixtures.variants import some_of
 from tests.fixtures.wait import wait_until
 from tests.proof.failpoint_names import failpoint_names
 from tests.proof.fall_back import FallBack
@@ -210,7 +211,7 @@ def last_arming(world: World) -> dict[str, Any]:
     return dict(rows[0][0])
 
 
-@pytest.mark.parametrize("broken", ["", "repair.after_resend", "repair.after_seal"])
+@pytest.mark.parametrize("broken", some_of(["", "repair.after_resend", "repair.after_seal"], 3))
 def test_a_parent_that_was_sealed_short_of_what_its_outbox_proves_is_filled_up_when_its_node_is_back(
     world: World, database: Database, node: RedisServer, tmp_path: Path, broken: str
 ) -> None:
@@ -231,7 +232,7 @@ def test_a_parent_that_was_sealed_short_of_what_its_outbox_proves_is_filled_up_w
     assert dict(seen) == published(world), "handled twice"
 
 
-@pytest.mark.parametrize("gone", ["some", "all"])
+@pytest.mark.parametrize("gone", some_of(["some", "all"], 2))
 def test_what_the_outbox_does_not_hold_any_more_of_it_is_given_up_only_by_an_operators_word(
     world: World, database: Database, node: RedisServer, tmp_path: Path, gone: str
 ) -> None:

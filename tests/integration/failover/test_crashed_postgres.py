@@ -33,6 +33,7 @@ from tests.fixtures.failpoints import broken_off_at
 from tests.fixtures.forked_programs import is_stopped
 from tests.fixtures.functions import GOOD, call, signatures
 from tests.fixtures.servers import FAST_POSTGRES, InitialisedClusters, StartRedis
+from tests.fixtures.variants import some_of
 from tests.fixtures.wait import wait_until
 from tests.proof.manual_member import ManualMember
 from tests.proof.route_steps import move
@@ -135,7 +136,7 @@ def arrived_once_in_order(world: World, count: int, *tags: str, keys: int = 5) -
 # -- what our functions commit is on the disk ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", some_of(LEVELS, 3))
 def test_what_a_function_of_ours_wrote_survives_a_crash_whatever_the_session_waits_for(
     world: World, postgres: PostgresServer, level: str
 ) -> None:
@@ -203,7 +204,7 @@ def recovered(world: World) -> int:
     return int(world.rows("SELECT count(*) FROM mqlayer.audit WHERE act = 'outbox recover'")[0][0])
 
 
-@pytest.mark.parametrize("new", [10, 20, 60])
+@pytest.mark.parametrize("new", some_of([10, 20, 60], 3))
 def test_numbers_that_an_older_disk_gives_out_again_are_not_taken_for_what_it_lost(
     world: World, postgres: PostgresServer, new: int
 ) -> None:
@@ -275,7 +276,7 @@ def test_a_commit_that_was_relayed_and_lost_in_a_crash_is_noticed(
     assert f"{tag}-0" in values(world)
 
 
-@pytest.mark.parametrize("failpoint", ["relay.after_append", "relay.before_progress"])
+@pytest.mark.parametrize("failpoint", some_of(["relay.after_append", "relay.before_progress"], 2))
 def test_a_crash_in_which_nothing_was_lost_changes_no_number(
     world: World, postgres: PostgresServer, failpoint: str
 ) -> None:
@@ -319,7 +320,7 @@ def test_rows_that_a_relay_read_before_the_crash_and_sends_after_it_take_no_othe
     assert recovered(world) == 1
 
 
-@pytest.mark.parametrize("earlier", [False, True])
+@pytest.mark.parametrize("earlier", some_of([False, True], 2))
 def test_a_node_takes_nothing_that_was_read_before_the_crash_once_another_relay_told_it(
     world: World, postgres: PostgresServer, *, earlier: bool
 ) -> None:
@@ -355,7 +356,7 @@ def live_relays(world: World) -> list[str]:
     return [row[0] for row in world.rows("SELECT DISTINCT relay_id FROM mqlayer_app.lp_set WHERE lease_until > now()")]
 
 
-@pytest.mark.parametrize("failpoint", ["relay.before_term", "relay.after_term"])
+@pytest.mark.parametrize("failpoint", some_of(["relay.before_term", "relay.after_term"], 2))
 def test_a_relay_that_tells_a_node_of_a_term_that_is_over_sends_nothing_by_it(
     world: World, postgres: PostgresServer, failpoint: str
 ) -> None:

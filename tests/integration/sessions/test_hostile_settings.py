@@ -93,7 +93,7 @@ def as_applications_do(connection: psycopg.Connection[Any]) -> None:
 
 
 @pytest.mark.xdist_group("hostile_settings")  # what one process has proven is compared
-@pytest.mark.parametrize("settings", some_of(HOSTILE, 8), indirect=True)
+@pytest.mark.parametrize("settings", some_of(HOSTILE, 16), indirect=True)
 def test_a_system_does_the_same_whatever_its_sessions_begin_with(settings: Settings, redis_url: str) -> None:
     found = WholeSystem(settings, redis_url, as_applications_do).run()
     assert found == PROVEN.setdefault("ordinary", found)
@@ -125,7 +125,7 @@ def worst_dsn(database_dsn: str, new_sessions: None) -> str:
     return database_dsn
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", some_of(KINDS, 3))
 def test_each_kind_of_session_has_its_settings_and_limits(worst_dsn: str, kind: str) -> None:
     wanted = {**session_setup.SETTINGS, **dict(zip(LIMITS, KINDS[kind], strict=True)), "DateStyle": "ISO, DMY"}
     with Database(worst_dsn, application=kind) as database, database.connection() as lent:
