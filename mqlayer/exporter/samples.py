@@ -78,9 +78,8 @@ def _add_groups(found: Samples, statuses: Iterable[GroupStatus]) -> None:
             "mqlayer.group.lag.age": max((one.age_s or 0.0 for one in ones), default=0.0),
             "mqlayer.group.unknown_partitions": sum(one.lag is None for one in partitions),
             "mqlayer.group.partitions": len(partitions),
+            "mqlayer.group.breaker.open": max(_open_s(one) for one in ones),
         }
-        if ones[0].facts.rules.breaker_share is not None:
-            values["mqlayer.group.breaker.open"] = max(_open_s(one) for one in ones)
         if ones[0].facts.mode != "pop":
             # Receivers are no members.
             values["mqlayer.group.members"] = sum(one.facts.alive for one in ones)

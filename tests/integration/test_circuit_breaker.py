@@ -385,7 +385,7 @@ def test_an_operator_opens_and_closes_it_and_parked_keys_wait_with_it(
     app = stage.consume(recorder, backoff_s=(30.0,))
     with pytest.raises(InvalidInput, match="--breaker"):
         trip_breaker(operator, stage.topic, "g")
-    set_group(operator, stage.topic, "g", breaker_share=0.5)
+    set_group(operator, stage.topic, "g", breaker_share=0.5, breaker_window_s=1)
     fails.set()
     stage.send([("bad", b"1"), ("bad", b"2")])
     wait_until(lambda: left(stage) == (2, 0), what="the key is parked")

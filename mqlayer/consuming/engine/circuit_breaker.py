@@ -101,8 +101,8 @@ class CircuitBreaker:
             if admitted and self._reply.state == "probing" and self._verdict is None:
                 self._decide(succeeded=True, cause="")
 
-    def failed(self, begun: Begun, error: BaseException) -> bool:
-        """Note a failure; say whether it is held: not counted."""
+    def failed(self, begun: Begun, error: BaseException, *, leaves: bool = False) -> bool:
+        """Note a failure; say whether it is held: not counted. `leaves`: else its key is parked, or it dies."""
         rules = self._rules()
         if rules.breaker_share is None:
             return False
@@ -117,7 +117,9 @@ class CircuitBreaker:
             self.watching = True
             if self._reply.state == "probing" and admitted and self._verdict is None:
                 self._decide(succeeded=False, cause=error_name(type(error)))
-            return self._reply.state in ("open", "probing") or self._is_suspicious(now, rules, rules.breaker_share)
+            return self._reply.state in ("open", "probing") or self._is_suspicious(
+                now, rules, rules.breaker_share, leaves=leaves
+            )
 
     def counted(self, undo: Callable[[], None]) -> None:
         """Note a counted failure, which `undo` gives back if the breaker opens."""
@@ -173,7 +175,7 @@ class CircuitBreaker:
         """Whether Postgres should be asked often."""
         since = self._suspicious_since
         undecided = since is not None and clock() - since < self._rules().breaker_window_s
-        return undecided or self._verdict is not None
+        return (undecided and self._window.failing >= RAMPING_KEYS) or self._verdict is not None
 
     def follow(self, reply: BreakerReply) -> State | None:
         """Follow a heartbeat's reply; return the former state if it changed."""
@@ -215,17 +217,18 @@ class CircuitBreaker:
     def _handlers(self) -> int:
         return 1 << min(16, int(max(0.0, clock() - self._changed_at) / RAMP_STEP_S))
 
-    def _is_suspicious(self, now: float, rules: RetryRules, share: float) -> bool:
+    def _is_suspicious(self, now: float, rules: RetryRules, share: float, *, leaves: bool) -> bool:
         ramping = self._reply.state == "ramping"
         keys = min(RAMPING_KEYS if ramping else max(2, rules.breaker_keys // 2), rules.breaker_keys)
-        if not self._window.fails(share, keys):
+        if not self._window.fails(share, 1):
             self._suspicious_since = None
             return False
         if self._suspicious_since is None:
             self._suspicious_since = now
         if self._window.failing >= (keys if ramping else rules.breaker_keys):
             self.on_verdict()
-        return now - self._suspicious_since < rules.breaker_window_s
+        enough = leaves or self._window.failing >= keys
+        return enough and now - self._suspicious_since < rules.breaker_window_s
 
     def _forget(self, now: float, rules: RetryRules) -> None:
         before = now - rules.breaker_window_s

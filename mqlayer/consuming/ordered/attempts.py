@@ -61,6 +61,10 @@ class Attempts:
         now = clock()
         return now - self._failing_since.setdefault(offset, now)
 
+    def forget_time(self, offset: int) -> None:
+        """Forget since when it fails."""
+        self._failing_since.pop(offset, None)
+
     def count(self, offset: int, attempts: int) -> None:
         """Count a failed attempt."""
         self._counts[offset] = attempts

@@ -61,8 +61,7 @@ class TurnResults:
                 self._fenced(owned, "fence")
             else:
                 failpoint("handler.after_failure")
-                held = self.breaker.failed(key_queue, error)
-                action = self._decider.decide(owned, record, error, held=held)
+                action = self._decider.decide(key_queue, record, error)
         except Exception as fault:  # noqa: BLE001 - a worker that died would leave a member that handles less and less
             action = RetryInPlace(owned.attempts.get(record.offset), RETRY_S)
             log.error("failure_decision_failed", extra={"partition": owned.partition, "error": where(fault)})
