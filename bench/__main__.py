@@ -22,6 +22,7 @@ FRAMEWORK = {
     "consumer_notes",
     "fill",
     "processes",
+    "quick_restarts",
     "registry",
     "stage",
 }

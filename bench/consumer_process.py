@@ -5,7 +5,8 @@ ready, and joins when a line comes in. `python -m bench.consumer_process raw URL
 by a native group, with so many threads that acknowledge what they have handled of each read.
 
 A note is the partition and a time of CLOCK_MONOTONIC, which all processes of a machine share. The environment tells:
-`BENCH_GROUP`, `BENCH_NOTES` (the file), `BENCH_WAIT_MS` (how long a handler takes).
+`BENCH_GROUP`, `BENCH_NOTES` (the file), `BENCH_EACH` (each process has a file, which ends in its pid), `BENCH_WAIT_MS`
+(how long a handler takes).
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from bench.consumer_notes import NOTE
 READ: Final = 20
 
 _group = os.environ["BENCH_GROUP"]
-_file = os.open(os.environ["BENCH_NOTES"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+_place = os.environ["BENCH_NOTES"] + (f".{os.getpid()}" if "BENCH_EACH" in os.environ else "")
+_file = os.open(_place, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 _wait_s = float(os.environ.get("BENCH_WAIT_MS", "0")) / 1e3
 
 app = mqlayer.App()

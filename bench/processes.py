@@ -30,11 +30,35 @@ class Note(NamedTuple):
     at_ns: int
 
 
-class Worker:
+class Notes:
+    """What one process has handled."""
+
+    def __init__(self, notes: Path) -> None:
+        self._notes = notes
+
+    @property
+    def handled(self) -> int:
+        """How many messages it has handled."""
+        return self._notes.stat().st_size // NOTE.size if self._notes.exists() else 0
+
+    def notes(self, since_ns: int = 0) -> list[Note]:
+        """Return what it has handled since a time."""
+        count = self.handled
+        found = self._notes.read_bytes()[: count * NOTE.size] if count else b""
+        # Sought, not sifted: it is asked often, and what is measured runs beside it.
+        first = bisect_left(range(count), since_ns, key=lambda number: NOTE.unpack_from(found, number * NOTE.size)[1])
+        return [Note(*note) for note in NOTE.iter_unpack(found[first * NOTE.size :])]
+
+    def partitions(self, since_ns: int) -> set[int]:
+        """Return the partitions of which it has handled messages since a time."""
+        return {note.partition for note in self.notes(since_ns)}
+
+
+class Worker(Notes):
     """One process, and its notes."""
 
     def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], notes: Path) -> None:
-        self._notes = notes
+        super().__init__(notes)
         self.process = subprocess.Popen(
             [sys.executable, *arguments],
             env={**os.environ, **environment, "BENCH_NOTES": str(notes), "MQLAYER_LOG_LEVEL": "ERROR"},
@@ -53,22 +77,9 @@ class Worker:
             self.process.stdin.write("\n")
             self.process.stdin.flush()
 
-    @property
-    def handled(self) -> int:
-        """How many messages it has handled."""
-        return self._notes.stat().st_size // NOTE.size if self._notes.exists() else 0
-
-    def notes(self, since_ns: int = 0) -> list[Note]:
-        """Return what it has handled since a time."""
-        count = self.handled
-        found = self._notes.read_bytes()[: count * NOTE.size] if count else b""
-        # Sought, not sifted: it is asked often, and what is measured runs beside it.
-        first = bisect_left(range(count), since_ns, key=lambda number: NOTE.unpack_from(found, number * NOTE.size)[1])
-        return [Note(*note) for note in NOTE.iter_unpack(found[first * NOTE.size :])]
-
-    def partitions(self, since_ns: int) -> set[int]:
-        """Return the partitions of which it has handled messages since a time."""
-        return {note.partition for note in self.notes(since_ns)}
+    def child(self, pid: int) -> Notes:
+        """Return the notes of a child, with `BENCH_EACH`."""
+        return Notes(self._notes.with_name(f"{self._notes.name}.{pid}"))
 
     def end(self, number: signal.Signals = signal.SIGTERM) -> int:
         """Send it a signal; return when that was, in ns."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import statistics
@@ -10,14 +11,20 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import Final
+from typing import Any, Final
 
-from bench.processes import ConsumerGroup, Note, Worker, consumer_group, wait_until
+from bench.processes import CONSUME, ConsumerGroup, Note, Worker, consumer_group, wait_until
 from bench.registry import Line, bench, compared, note
-from bench.stage import BODY, Stage, System
+from bench.stage import BODY, KEYS, Stage, System
 from mqlayer.consuming.engine.heartbeat import LONGEST_HEARTBEAT_S
+from mqlayer.domain.message import records_of
 from mqlayer.domain.routing import lp_of
+from mqlayer.outbox import publish as publish_row
+from mqlayer.postgres.database import Connection, connect
 from mqlayer.producing import Producer
+from mqlayer.redis.keys import partition_keys
+from mqlayer.relay.lp_leases import LP_SETS
+from mqlayer.stack.processes import children_of, identify
 
 PARTITIONS: Final = 64
 RATE_PER_S: Final = 20 * PARTITIONS
@@ -26,7 +33,13 @@ KEYS_EACH: Final = 4
 ROUNDS: Final = 3
 LEASES_S: Final = (10.0, 2.0)
 LEAVE_LIMIT_S: Final = 2.0
+CRASHES: Final = 10
+CRASH_LIMIT_MS: Final = 300.0
 WINDOW_S: Final = 3.0
+PARTS: Final = """
+SELECT relay_id, array_agg(lp_set) FROM mqlayer_app.lp_set WHERE relay_id IS NOT NULL AND lease_until >= now()
+GROUP BY relay_id
+"""
 
 
 @bench("takeover")
@@ -46,6 +59,31 @@ def takeover(stage: Stage) -> Iterator[Line]:
         first_s, last_s = losses(system, signal.SIGTERM, LEASES_S[0])
         yield alone("takeover[leave]", first_s, "s", LEAVE_LIMIT_S)
         yield alone("takeover[leave, last partition]", last_s, "s", LEAVE_LIMIT_S)
+
+
+@bench("takeover_crash")
+def takeover_crash(stage: Stage) -> Iterator[Line]:
+    """Milliseconds from SIGKILL of one of two processes of `mqlayer consume --processes 2` to the first message that
+    the other one handles of the partitions that it takes over, and until it has handled one of each: the lease is 10 s,
+    and nobody waits for it. The same of two relays of one command, to the first message of its LPs in their partition,
+    and of each of its LP sets. `BENCH_CRASHES` says how many are killed."""
+    system = stage.system(partitions=PARTITIONS)
+    firsts, lasts = [], []
+    with publishing(system), consumer_group(system, BENCH_EACH=1) as members:
+        worker = members.start("-m", "bench.quick_restarts", *CONSUME[2:], "--processes", "2")
+        for number in range(int(os.environ.get("BENCH_CRASHES", CRASHES))):
+            first_ms, last_ms = crash(worker)
+            firsts.append(first_ms)
+            lasts.append(last_ms)
+            note(f"  crash {number + 1}: {first_ms:.0f} ms, all {last_ms:.0f} ms")
+        # In order: children of a killed one would still arm the node, which the next system empties.
+        worker.end()
+        worker.process.wait()
+    yield alone("takeover_crash", statistics.median(firsts), "ms", CRASH_LIMIT_MS)
+    yield alone("takeover_crash[slowest]", max(firsts), "ms", CRASH_LIMIT_MS)
+    yield alone("takeover_crash[last partition]", statistics.median(lasts), "ms", None)
+    yield alone("takeover_crash[slowest, last partition]", max(lasts), "ms", None)
+    yield from relay_crashes(stage)
 
 
 @bench("join")
@@ -94,6 +132,76 @@ def lose(members: ConsumerGroup, victim: Worker, successor: Worker, number: sign
     firsts = first_of_each(successor.notes(at_ns), lost)
     victim.process.communicate()
     return (min(firsts) - at_ns) / 1e9, (max(firsts) - at_ns) / 1e9
+
+
+def crash(worker: Worker) -> tuple[float, float]:
+    """Kill a child of a supervisor; return how long until the first and the last of its partitions goes on, in ms."""
+    supervisor = identify(worker.process.pid)
+
+    def shares() -> dict[int, set[int]]:
+        since_ns = time.monotonic_ns() - int(0.5e9)
+        return {child.pid: worker.child(child.pid).partitions(since_ns) for child in children_of(supervisor)}
+
+    wait_until(lambda: sorted(map(len, shares().values())) == [PARTITIONS // 2] * 2)
+    # At any moment of its heartbeats.
+    time.sleep(random.uniform(0, LONGEST_HEARTBEAT_S))
+    victim, survivor = random.sample(list(shares()), 2)
+    lost, successor = shares()[victim], worker.child(survivor)
+    at_ns = time.monotonic_ns()
+    os.kill(victim, signal.SIGKILL)
+    wait_until(lambda: lost <= successor.partitions(at_ns))
+    firsts = first_of_each(successor.notes(at_ns), lost)
+    return (min(firsts) - at_ns) / 1e6, (max(firsts) - at_ns) / 1e6
+
+
+def relay_crashes(stage: Stage) -> Iterator[Line]:
+    """Kill relays of `mqlayer relay --processes 2`."""
+    system = stage.system()
+    with consumer_group(system) as processes, connect(system.dsn) as connection:
+        worker = processes.start("-m", "bench.quick_restarts", "relay", "--processes", "2")
+        figures = []
+        for number in range(int(os.environ.get("BENCH_CRASHES", CRASHES))):
+            figures.append(relay_crash(system, connection))
+            note(f"  relay's crash {number + 1}: {figures[-1][0]:.0f} ms, all {figures[-1][1]:.0f} ms")
+        worker.end()
+        worker.process.wait()
+    firsts, lasts = zip(*figures, strict=True)
+    yield alone("takeover_crash[relay]", statistics.median(firsts), "ms", CRASH_LIMIT_MS)
+    yield alone("takeover_crash[relay, slowest]", max(firsts), "ms", CRASH_LIMIT_MS)
+    yield alone("takeover_crash[relay, last LP set]", statistics.median(lasts), "ms", None)
+
+
+def relay_crash(system: System, connection: Connection) -> tuple[float, float]:
+    """Kill one of two relays; return how long until the first and the last of its LP sets goes on, in ms."""
+
+    def parts() -> dict[str, list[int]]:
+        return dict(connection.execute(PARTS).fetchall())
+
+    wait_until(lambda: [len(lp_sets) for lp_sets in parts().values()] == [LP_SETS // 2] * 2)
+    time.sleep(random.uniform(0, LONGEST_HEARTBEAT_S))
+    victim = random.choice(list(parts()))
+    keys = {lp_set: next(key for key in KEYS if lp_of(key.encode()) >> 6 == lp_set) for lp_set in parts()[victim]}
+    log = partition_keys(system.runtime.prefix, system.route.ranges[0].partition).log
+    lasts: dict[int, float] = {}
+    with system.client() as client:
+        newest: Any = client.xrevrange(log, count=1)
+        last = newest[0][0] if newest else b"0-0"
+        at = time.monotonic()
+        os.kill(int(victim.split("-")[-2]), signal.SIGKILL)
+        for key in keys.values():
+            publish_row(connection, "bench", key=key, body=BODY)
+        while len(lasts) < len(keys):
+            found: Any = client.xread({log: last}, block=1000)
+            for _, entries in found:
+                last = entries[-1][0]
+                for lp_set in {record.identity.lp >> 6 for record in records_of(flat(entries))} & set(keys):
+                    lasts.setdefault(lp_set, (time.monotonic() - at) * 1e3)
+    return min(lasts.values()), max(lasts.values())
+
+
+def flat(entries: Sequence[tuple[bytes, dict[bytes, bytes]]]) -> list[tuple[bytes, list[bytes]]]:
+    """Return entries as Redis gives them, not as its client does."""
+    return [(entry_id, [part for pair in fields.items() for part in pair]) for entry_id, fields in entries]
 
 
 class Joining:

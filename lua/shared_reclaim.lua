@@ -16,6 +16,7 @@ ARGV
   2 epoch         int     the epoch in force
   3 visibility_timeout_ms int     ms after which a message is taken from a member that did not say that it still has it
   4 limit         int     1 to 500 messages
+  5 member        string  only what this one has; empty: every member
 
 RETURNS
   {"reclaimed", count}   so many messages are due
@@ -30,6 +31,7 @@ local group = ARGV[1]
 local epoch = tonumber(ARGV[2])
 local visibility_timeout_ms = ARGV[3]
 local limit = tonumber(ARGV[4])
+local member = ARGV[5]
 
 local FORGET_MS = 3600000
 local format = string.format
@@ -55,7 +57,7 @@ for _, facts in ipairs(consumers) do
     redis.call('HSET', lock_key, 'reclaimed_to', reclaimed_to)
   elseif name ~= '-' and named['pending'] == 0 and named['idle'] > FORGET_MS then
     redis.call('XGROUP', 'DELCONSUMER', log_key, group, name)
-  elseif name ~= '-' and named['pending'] > 0 and done < limit then
+  elseif name ~= '-' and (member == '' or name == member) and named['pending'] > 0 and done < limit then
     local late = redis.call('XPENDING', log_key, group, 'IDLE', visibility_timeout_ms, '-', '+', limit - done, name)
     for _, one in ipairs(late) do
       local id = one[1]

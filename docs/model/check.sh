@@ -170,6 +170,12 @@ try clean long  leases-fall-move    "-DN=1 -DTHEFTS=1 -DMOVES=1 -DFALLS=1"
 try clean long  leases-fall-abort   "-DN=1 -DTHEFTS=1 -DFALLS=1 -DABORTS=1"
 try clean long  leases-fall-death   "-DN=1 -DTHEFTS=1 -DFALLS=1 -DDEATHS=1"
 
+try clean quick words               "-DTHEFTS=0 -DDEATHS=1 -DWORDS"
+try clean long  words-twice         "-DTHEFTS=0 -DDEATHS=2 -DWORDS"
+try clean long  words-hand-over     "-DTHEFTS=0 -DMOVES=1 -DDEATHS=1 -DWORDS"
+try clean long  words-leases        "-DTHEFTS=1 -DDEATHS=1 -DWORDS"
+try clean long  words-fall          "-DN=1 -DTHEFTS=0 -DFALLS=1 -DDEATHS=1 -DWORDS"
+
 # One guard less.
 try breaks long  without-fence      "-DTHEFTS=1 -DNO_FENCE"
 try breaks long  clock-only         "-DTHEFTS=1 -DCLOCK_ONLY"
@@ -181,6 +187,8 @@ try breaks long  raise-postgres     "-DTHEFTS=1 -DFALLS=1 -DRAISE_POSTGRES_ONLY"
 try breaks long  token-redis        "-DTHEFTS=1 -DFALLS=1 -DTOKEN_REDIS"
 try breaks long  lower-epoch        "-DTHEFTS=1 -DFALLS=1 -DLOWER_ACCEPTED"
 try breaks quick release-early      "-DTHEFTS=0 -DMOVES=1 -DRELEASE_EARLY"
+try breaks quick word-guess         "-DTHEFTS=0 -DDEATHS=1 -DWORDS -DWORD_GUESS"
+try breaks quick word-no-session    "-DTHEFTS=0 -DDEATHS=1 -DWORDS -DWORD_NO_SESSION"
 
 # Covered, or only needed with something else.
 try spare long  no-fence-raise      "-DTHEFTS=2 -DNO_FENCE_RAISE"

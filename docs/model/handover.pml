@@ -8,7 +8,8 @@
  *
  * Configuration (-D): N and N_OTHER messages of two keys, each in an LP of its own; THEFTS leases run out, MOVES
  * hand-overs are asked for, DEATHS members end and join again under their ids, FALLS times the node falls back, ABORTS
- * times who arms it dies before its commit. All other switches remove one guard; check.sh lists them.
+ * times who arms it dies before its commit. With WORDS a supervisor sees each death, and ends that session at any later
+ * time; one member may be gone for good. All other switches remove one guard; check.sh lists them.
  */
 #ifndef N
 #define N 2
@@ -49,6 +50,14 @@ byte owner = 1, target = 1, epoch = 1; /* the assignment; released by its owner 
 bool row_locked;                       /* by who arms the node */
 byte armed;
 byte fence_epoch[2], applied[2];
+#ifdef WORDS
+byte sessions = 2, session[3];         /* the sequence of sessions; the one of each member, as Postgres has it */
+bool ended[3];                         /* whether that one was ended, by a word of death */
+
+/* A supervisor's: the session of a process that it saw end. */
+byte word[3];
+bool gone;
+#endif
 
 /* What is left of each budget. */
 byte thefts = THEFTS, moves = MOVES, deaths = DEATHS, falls = FALLS, aborts = ABORTS;
@@ -59,6 +68,11 @@ bool excused[3];
 
 hidden byte i_, v_;
 
+#ifdef WORDS
+#define MAY_GIVE(m) (!ended[m])
+#else
+#define MAY_GIVE(m) true
+#endif
 #define ARMED (run_id == armed)
 #define ALL ((1 << size) - 1)
 #define UNSETTLED (settled != ALL)
@@ -97,11 +111,60 @@ end:
         thefts--;
         excused[owner] = true; busy[owner] = 0;
         /* To the other one, or to itself when it joins again. */
-        if :: true -> owner = 3 - owner :: true fi;
+        if :: MAY_GIVE(3 - owner) -> owner = 3 - owner :: true fi;
         target = owner; epochs++; epoch = epochs
        }
-    :: atomic { moves > 0 && !row_locked && target == owner -> moves--; target = 3 - owner }
+    :: atomic { moves > 0 && !row_locked && target == owner && MAY_GIVE(3 - owner) -> moves--; target = 3 - owner }
     od
+}
+
+#ifdef WORDS
+/* sql: member_dead, under the session; then the rebalance, in one transaction. */
+inline say_dead(m)
+{
+    atomic {
+        word[m] > 0 && !row_locked ->
+        if
+#ifndef WORD_NO_SESSION
+        :: word[m] != session[m]
+#endif
+        :: else ->
+            ended[m] = true;
+            if
+            :: owner == m ->
+                /* Where no other one lives it is free: nobody acts under that epoch. */
+                if :: MAY_GIVE(3 - m) -> owner = 3 - m :: else fi;
+                target = owner; epochs++; epoch = epochs
+            :: owner != m && target == m -> target = owner
+            :: else
+            fi
+        fi;
+        word[m] = 0
+    }
+}
+
+proctype Supervisor()
+{
+end:
+    do
+    :: say_dead(1)
+    :: say_dead(2)
+#ifdef WORD_GUESS
+    /* It takes one that is only slow for dead. */
+    :: atomic { deaths > 0 -> deaths--; if :: word[1] = session[1] :: word[2] = session[2] fi }
+#endif
+    od
+}
+#endif
+
+inline die()
+{
+    deaths--;
+    busy[me] = 0;
+#ifdef WORDS
+    word[me] = session[me];
+    if :: true :: !gone -> gone = true; goto over fi
+#endif
 }
 
 inline give_on()
@@ -249,7 +312,7 @@ next:
 #endif
 #if DEATHS > 0
     if
-    :: atomic { deaths > 0 -> deaths--; busy[me] = 0; goto join }
+    :: atomic { deaths > 0 -> die(); goto join }
     :: true
     fi;
 #endif
@@ -261,7 +324,7 @@ next:
 flush:
 #if DEATHS > 0
     if
-    :: atomic { deaths > 0 -> deaths--; goto join }
+    :: atomic { deaths > 0 -> die(); goto join }
     :: true
     fi;
 #endif
@@ -283,13 +346,29 @@ release:
 #if DEATHS > 0
 join:
     /* A new process under the old id: sql: assignment_renew. */
-    atomic { !row_locked -> if :: owner == me -> epochs++; epoch = epochs :: else fi };
+    atomic {
+        !row_locked ->
+#ifdef WORDS
+        sessions++; session[me] = sessions; ended[me] = false;
+#endif
+        if
+        :: owner == me -> epochs++; epoch = epochs
+#ifdef WORDS
+        :: owner != me && ended[owner] -> owner = me; target = me; epochs++; epoch = epochs
+#endif
+        :: else
+        fi
+    };
 #endif
 again:
     atomic {
         my_epoch = 0; record[0] = 0; record[1] = 0; at[0] = 0; at[1] = 0; count = 0; done = 0; which = 0
     };
-    goto end
+    goto end;
+#ifdef WORDS
+over:
+    skip
+#endif
 }
 
 #if FALLS > 0
@@ -376,6 +455,10 @@ init
     atomic {
         run Relay();
         run Rebalance();
+#ifdef WORDS
+        session[1] = 1; session[2] = 2;
+        run Supervisor();
+#endif
         run Member(1);
         run Member(2);
 #if FALLS > 0

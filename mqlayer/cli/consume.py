@@ -7,13 +7,16 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from mqlayer.cli.addresses import use_stack_here
+from mqlayer.cli.dead_sessions import DeadSessions
+from mqlayer.cli.logs import log_environment
 from mqlayer.cli.reload import changed_files
-from mqlayer.cli.supervisor import Supervisor, SupervisorPipe
+from mqlayer.cli.supervisor import Supervisor
+from mqlayer.cli.supervisor_pipe import SupervisorPipe
 from mqlayer.consuming.api.app import App
 from mqlayer.consuming.api.app_loader import load_app
 from mqlayer.errors import InvalidInput
@@ -50,7 +53,7 @@ def consume(
     if reload:
         with changed_files(Path.cwd()) as changed:
             command = _command(application, concurrency)
-            environment = _environment(context)
+            environment = {**os.environ, **log_environment(context)}
             supervisor = Supervisor(
                 command, count=processes, environment=environment, stop_limit_s=RELOAD_LIMIT_S, changed=changed
             )
@@ -74,7 +77,7 @@ def _run_here(app: App) -> bool:
     if pipe is None:
         return app.run()
     pipe.watch()
-    app.process_number = pipe.number
+    app.process_number, app.joining = pipe.number, pipe.report_joining
     port = app.settings.health_port
     return app.run(on_start=pipe.report_started, health_port=port + pipe.number if port else 0)
 
@@ -88,17 +91,13 @@ def _supervise(context: typer.Context, app: App, path: str, processes: int, conc
         raise InvalidInput(f"instance {instances[0]!r} is one process: leave it out, or run one process")
     limit_s = max((consumer.options.drain_timeout_s for consumer in app.consumers), default=0.0) + SLACK_S
     command = _command(path, concurrency)
-    supervisor = Supervisor(command, count=processes, environment=_environment(context), stop_limit_s=limit_s)
-    with health_endpoint(app.settings, supervisor.health):
-        return supervisor.run()
+    with DeadSessions(app.settings) as dead:
+        environment = {**os.environ, **log_environment(context)}
+        supervisor = Supervisor(command, count=processes, environment=environment, stop_limit_s=limit_s, ended=dead.end)
+        with health_endpoint(app.settings, supervisor.health):
+            return supervisor.run()
 
 
 def _command(path: str, concurrency: int | None) -> list[str]:
     limit = [] if concurrency is None else ["--concurrency", str(concurrency)]
     return [sys.executable, "-m", "mqlayer", "consume", path, *limit]
-
-
-def _environment(context: typer.Context) -> dict[str, str]:
-    options: dict[str, Any] = context.find_root().params
-    level, as_json = options.get("log_level", "INFO"), options.get("log_json", False)
-    return {**os.environ, "MQLAYER_LOG_LEVEL": str(level), "MQLAYER_LOG_JSON": str(int(as_json))}

@@ -2,32 +2,33 @@
 
 A socket pair ends each child with its supervisor, even after SIGKILL. Ended children restart after a growing wait; the
 supervisor gives up if none ever started.
+
+A child names each session of a member, or its relay, before it begins. Once the child has ended, the supervisor ends
+these, so that others take over at once; see `docs/design/ownership.md`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import queue
 import random
 import signal
 import socket
 import subprocess
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from types import FrameType
 from typing import Final
 
+from mqlayer.cli.supervisor_pipe import JOINING, NUMBER_VARIABLE, PIPE_VARIABLE, RELAYING, STARTED, WAKE
+from mqlayer.groups.members import MemberSession
 from mqlayer.health import Health, Liveness
 from mqlayer.logs import event_logger
 
 log = event_logger(__name__)
 
-PIPE_VARIABLE: Final = "MQLAYER_SUPERVISOR_FD"
-NUMBER_VARIABLE: Final = "MQLAYER_SUPERVISOR_NUMBER"
-STARTED: Final = b"s"
+READ_SIZE: Final = 65_536
 POLL_INTERVAL_S: Final = 0.1
 FIRST_WAIT_S: Final = 0.5
 LONGEST_WAIT_S: Final = 30.0
@@ -36,46 +37,19 @@ KILLED_WITHIN_S: Final = 5.0
 STUCK_AFTER_S: Final = 30.0
 STEADY_AFTER_S: Final = 60.0
 """After so long, the wait starts anew."""
+JOINING_SPACES: Final = 3
 
-
-class SupervisorPipe:
-    """A child's end of its socket pair."""
-
-    def __init__(self, pipe: socket.socket, number: int) -> None:
-        self._pipe, self.number = pipe, number
-
-    @classmethod
-    def from_environment(cls) -> SupervisorPipe | None:
-        """Return the pipe, or None; removes the variables."""
-        descriptor, number = os.environ.pop(PIPE_VARIABLE, ""), os.environ.pop(NUMBER_VARIABLE, "")
-        if not descriptor:
-            return None
-        pipe = socket.socket(fileno=int(descriptor))
-        pipe.set_inheritable(False)
-        return cls(pipe, int(number or 1))
-
-    def report_started(self) -> None:
-        """Report that this process serves."""
-        with contextlib.suppress(OSError):
-            self._pipe.sendall(STARTED)
-
-    def watch(self) -> None:
-        """Send SIGTERM to this process when its supervisor ends."""
-        threading.Thread(target=self._watch, name="mqlayer-supervisor-line", daemon=True).start()
-
-    def _watch(self) -> None:
-        with contextlib.suppress(OSError):
-            while self._pipe.recv(1):
-                pass
-        log.warning("supervisor_gone")
-        os.kill(os.getpid(), signal.SIGTERM)
+Ended = Callable[[Collection[MemberSession | str]], None]
+"""Gets what a process named that has ended: its members' sessions, its relay's id."""
 
 
 class Child:
-    """A slot for a process."""
+    """A slot for a process. `ended` gets what one that has ended named."""
 
-    def __init__(self, start: Callable[[socket.socket], subprocess.Popen[bytes]]) -> None:
-        self._start = start
+    def __init__(self, start: Callable[[socket.socket], subprocess.Popen[bytes]], ended: Ended) -> None:
+        self._start, self._ended = start, ended
+        self._unread = b""
+        self._named: dict[object, MemberSession | str] = {}
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe: socket.socket | None = None
         self._began = self._restart_at = 0.0
@@ -102,8 +76,8 @@ class Child:
 
     def replace(self) -> None:
         """Have `check` start a new process at once; the former one has ended."""
-        self._process, self._restart_at, self._ends = None, 0.0, 0
         self.close()
+        self._process, self._restart_at, self._ends = None, 0.0, 0
 
     @property
     def serves(self) -> bool:
@@ -132,11 +106,24 @@ class Child:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(timeout_s)
 
+    def wake(self) -> None:
+        """Tell the process that work of another one is free. Thread-safe."""
+        pipe = self._pipe
+        if pipe is not None:
+            with contextlib.suppress(OSError):
+                pipe.send(WAKE)
+
     def close(self) -> None:
-        """Close the pipe."""
+        """Close the pipe; hand over what a process that has ended named."""
+        # All threads of a process have ended before it can be waited for.
+        has_ended = self._process is not None and not self.running
         if self._pipe is not None:
+            self._listen()
             self._pipe.close()
             self._pipe = None
+        if has_ended and self._named:
+            self._ended(tuple(self._named.values()))
+        self._named, self._unread = {}, b""
 
     def _begin(self, now: float) -> None:
         ours, theirs = socket.socketpair()
@@ -146,17 +133,30 @@ class Child:
         self._pipe, self._began, self._started, self._told = ours, now, False, False
 
     def _listen(self) -> None:
-        if self._pipe is None or self._started:
+        if self._pipe is None:
             return
         with contextlib.suppress(BlockingIOError, ConnectionResetError):
-            if self._pipe.recv(1) == STARTED and self._process is not None:
-                self._started = self.ever_started = True
-                log.info("process_started", extra={"pid": self._process.pid})
+            while read := self._pipe.recv(READ_SIZE):
+                *lines, self._unread = (self._unread + read).split(b"\n")
+                for line in lines:
+                    self._note(line)
+
+    def _note(self, line: bytes) -> None:
+        if line == STARTED and self._process is not None:
+            self._started = self.ever_started = True
+            log.info("process_started", extra={"pid": self._process.pid})
+        # A line that was cut off fits nothing.
+        elif line.startswith(JOINING + b" ") and line.count(b" ") == JOINING_SPACES:
+            _, group, member, session = line.decode().split(" ")
+            if group.isdecimal() and session.isdecimal():
+                self._named[int(group), member] = MemberSession(int(group), member, int(session))
+        elif line.startswith(RELAYING + b" "):
+            self._named[RELAYING] = line.decode().partition(" ")[2]
 
     def _note_end(self, code: int, now: float) -> None:
         pid = self._process.pid if self._process is not None else 0
-        self._process = None
         self.close()
+        self._process = None
         facts: dict[str, object] = {"pid": pid, **how_it_ended(code)}
         self._ends = 1 if self._started and now - self._began >= STEADY_AFTER_S else self._ends + 1
         wait_s = min(LONGEST_WAIT_S, FIRST_WAIT_S * 2 ** (self._ends - 1)) * random.uniform(0.8, 1.0)
@@ -176,11 +176,15 @@ class Supervisor:
         environment: Mapping[str, str],
         stop_limit_s: float,
         changed: Callable[[], bool] | None = None,
+        ended: Ended = lambda _: None,
     ) -> None:
-        """`changed`: asked in each turn whether to replace all processes; it then never gives up."""
+        """`changed`: asked in each turn whether to replace all processes; it then never gives up.
+
+        `ended` gets what each process named that has ended; it must not wait.
+        """
         self._changed = changed
         self._command, self._environment, self._stop_limit_s = list(command), dict(environment), stop_limit_s
-        self._children = [Child(partial(self._start, number)) for number in range(1, count + 1)]
+        self._children = [Child(partial(self._start, number), ended) for number in range(1, count + 1)]
         self._liveness, self._stopping = Liveness(), False
 
     def health(self) -> Health:
@@ -189,6 +193,11 @@ class Supervisor:
         if self._stopping:
             waits = ["it is stopping"]
         return Health(self._liveness.stuck("the supervisor", STUCK_AFTER_S), tuple(waits))
+
+    def wake(self) -> None:
+        """Tell all processes that work of an ended one is free. Thread-safe."""
+        for child in self._children:
+            child.wake()
 
     def run(self) -> bool:
         """Run until SIGTERM or SIGINT, in the main thread; False when no child could start or one was killed.
@@ -248,9 +257,9 @@ class Supervisor:
         log.error("processes_killed", extra={"count": sum(child.running for child in self._children)})
         for child in self._children:
             child.send(signal.SIGKILL)
-            child.close()
         for child in self._children:
             child.join(KILLED_WITHIN_S)
+            child.close()
 
     def _start(self, number: int, pipe: socket.socket) -> subprocess.Popen[bytes]:
         descriptor = pipe.fileno()
@@ -265,7 +274,7 @@ class Supervisor:
 
 
 class Signals:
-    """Queue of SIGTERM and SIGINT."""
+    """Queue of SIGTERM and SIGINT, and of the ends of children."""
 
     def __init__(self) -> None:
         # SimpleQueue.put is reentrant, so a signal handler may call it.
@@ -276,12 +285,11 @@ class Signals:
         self._came.put(number)
 
     def wait(self, timeout_s: float) -> bool:
-        """Take the next signal; False at the timeout."""
+        """Take the next signal; False at the timeout, or once a child has ended."""
         try:
-            self._came.get(timeout=timeout_s)
+            return self._came.get(timeout=timeout_s) != signal.SIGCHLD
         except queue.Empty:
             return False
-        return True
 
 
 def how_it_ended(code: int) -> dict[str, object]:
@@ -292,7 +300,7 @@ def how_it_ended(code: int) -> dict[str, object]:
 @contextlib.contextmanager
 def _signals() -> Iterator[Signals]:
     signals = Signals()
-    before = {number: signal.signal(number, signals.note) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.signal(number, signals.note) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)}
     try:
         yield signals
     finally:

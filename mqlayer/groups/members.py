@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -32,6 +32,10 @@ class MemberSession:
     group_id: int
     member_id: str
     session: int
+
+
+Joining = Callable[[MemberSession], None]
+"""Gets a session before it begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,12 +223,24 @@ def leave(database: Database, session: MemberSession) -> None:
     _change(database, session, "member_leave", _facts(session))
 
 
-def _change(database: Database, session: MemberSession, name: str, facts: dict[str, Any], **timeouts: float) -> None:
-    def work(connection: Connection) -> None:
-        if connection.execute(query(name), facts).rowcount:
-            rebalance(connection, session.group_id)
+def end_dead(database: Database, session: MemberSession) -> bool:
+    """End the session of a process that is certainly dead; others get its partitions. Say whether it had not ended.
 
-    change_group(database, session.group_id, work, **timeouts)
+    Only who saw the process end may call this: its effects would go on beside the next owner's.
+    """
+    ended = _change(database, session, "member_dead", _facts(session))
+    failpoint("member.after_dead_commit")
+    return ended
+
+
+def _change(database: Database, session: MemberSession, name: str, facts: dict[str, Any], **timeouts: float) -> bool:
+    def work(connection: Connection) -> bool:
+        changed = connection.execute(query(name), facts).rowcount > 0
+        if changed:
+            rebalance(connection, session.group_id)
+        return changed
+
+    return change_group(database, session.group_id, work, **timeouts)
 
 
 def _rebalance_if_free(database: Database, group_id: int, *, lock_wait_s: float) -> None:

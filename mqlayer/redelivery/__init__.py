@@ -63,7 +63,7 @@ from mqlayer.redelivery.replay import (
     start_replay,
     work_on_replay,
 )
-from mqlayer.redelivery.shared_reclaim import reclaim_shared
+from mqlayer.redelivery.shared_reclaim import reclaim_dead, reclaim_shared
 
 __all__ = [
     "BULK_LIMIT",
@@ -112,6 +112,7 @@ __all__ = [
     "parked_messages",
     "pause_key",
     "plan_bulk",
+    "reclaim_dead",
     "reclaim_shared",
     "recorded_attempts",
     "release_all",

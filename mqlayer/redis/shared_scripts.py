@@ -191,11 +191,11 @@ def shared_extend_reply(reply: Any, address: str) -> Sequence[int] | Fenced:
 
 
 def shared_reclaim_command(
-    connection: NodeConnection, group_partition: SharedGroupPartition, visibility_timeout_ms: int
+    connection: NodeConnection, group_partition: SharedGroupPartition, visibility_timeout_ms: int, member: str = ""
 ) -> Command:
-    """Reclaim messages of silent members."""
+    """Reclaim messages of silent members, or of one."""
     keys, group, due = _keys(group_partition)
-    args = (native_group(group_partition.group_id), group_partition.epoch, visibility_timeout_ms, AT_ONCE)
+    args = (native_group(group_partition.group_id), group_partition.epoch, visibility_timeout_ms, AT_ONCE, member)
     return connection.script("shared_reclaim", (keys.log, group.lock, group.attempts, due), *args)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from mqlayer.failpoints import failpoint
-from mqlayer.postgres.database import Connection
+from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.queries import query
 
 LP_SETS = 16
@@ -62,3 +62,10 @@ class LpSets:
 
     def _release(self, connection: Connection, lp_sets: list[int]) -> None:
         connection.execute(query("lp_set_release"), {"relay_id": self.relay_id, "lp_sets": lp_sets})
+
+
+def end_dead_relay(database: Database, relay_id: str) -> int:
+    """End the leases of a relay whose process is certainly dead; return how many LP sets that frees."""
+    with database.connection() as connection:
+        row = connection.execute(query("relay_end_dead"), {"relay_id": relay_id}).fetchone()
+    return int(row[0]) if row is not None else 0

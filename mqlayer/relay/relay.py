@@ -111,6 +111,12 @@ class Relay:
         """Make `run` release its LPs and return. For signal handlers and threads."""
         self._stopping.set()
 
+    def wake(self) -> None:
+        """Look for free LP sets soon. For any thread."""
+        session = self._session
+        if session is not None:
+            session.wake()
+
     def _serve(self, work: Callable[[RelaySession], None], *, helper: bool) -> None:
         ended, rng = 0, random.Random()
         with self._runtime() as runtime:

@@ -99,6 +99,10 @@ class RelaySession:
         """Owned LP sets."""
         return self._leases.owned
 
+    def wake(self) -> None:
+        """Have the next step look for free LP sets. Thread-safe."""
+        self._heartbeat.hasten()
+
     def open(self) -> None:
         """Check schemas, recover the outbox if needed, take leases.
 

@@ -304,6 +304,15 @@ WHERE relay_id = %(relay_id)s AND lp_set = ANY(%(lp_sets)s::int[]);
 -- A relay is gone by its own word.
 DELETE FROM mqlayer_app.relay WHERE relay_id = %(relay_id)s;
 
+-- name: relay_end_dead
+-- Who waited for a relay's process saw it end: free its LP sets, and count it no more.
+WITH gone AS (
+    DELETE FROM mqlayer_app.relay WHERE relay_id = %(relay_id)s
+), freed AS (
+    UPDATE mqlayer_app.lp_set SET relay_id = NULL, lease_until = '-infinity' WHERE relay_id = %(relay_id)s RETURNING 1
+)
+SELECT count(*)::int FROM freed;
+
 -- name: outbox_rotate
 -- Empty one slot of the outbox where that is safe.
 SELECT mqlayer_app.outbox_rotate_v1(%(slot)s::smallint) AS answer;
@@ -390,6 +399,12 @@ FROM mqlayer_app.fence_many_v1(%(group_id)s, %(lps)s::smallint[], %(sources)s::b
 -- name: fence_raise
 -- Raise the epoch of a range of LPs for a new owner.
 SELECT mqlayer_app.fence_raise_v1(%(group_id)s, %(lp_from)s::smallint, %(lp_to)s::smallint, %(epoch)s);
+
+-- name: fences_raise
+-- Raise the epochs of ranges of LPs, each for its new owner.
+SELECT mqlayer_app.fence_raise_v1(%(group_id)s, lp_from, lp_to, epoch)
+FROM unnest(%(lp_from)s::smallint[], %(lp_to)s::smallint[], %(epochs)s::bigint[]) AS owned (lp_from, lp_to, epoch)
+ORDER BY lp_from;
 
 -- name: fence_clean
 -- Forget applied seqs beyond the redelivery horizon.

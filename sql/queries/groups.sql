@@ -294,6 +294,11 @@ WHERE group_id = %(group_id)s AND member_id = %(member_id)s AND lease_until > '-
 UPDATE mqlayer.member SET leaving = true
 WHERE group_id = %(group_id)s AND member_id = %(member_id)s AND session = %(session)s AND lease_until >= now();
 
+-- name: member_dead
+-- Who waited for a member's process saw it end: nothing where this session has ended, or another one has begun.
+UPDATE mqlayer.member SET lease_until = '-infinity'
+WHERE group_id = %(group_id)s AND member_id = %(member_id)s AND session = %(session)s AND lease_until > '-infinity';
+
 -- name: members_forget
 -- Forget members that are gone, joined long ago and own nothing; all of a group that is retired.
 SELECT mqlayer.members_forget_v1(%(group_id)s);

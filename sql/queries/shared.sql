@@ -1,11 +1,13 @@
 -- name: shared_places
--- Every partition that a shared group reads, under which epoch, and after how long its messages are taken from members.
+-- Every partition that a shared group reads, or one group, under which epoch, and after how long its messages are
+-- taken from members.
 SELECT g.group_id, r.partition_id, p.node_id, a.epoch, g.visibility_timeout_s
 FROM mqlayer.consumer_group g
 JOIN mqlayer.readable r USING (group_id)
 JOIN mqlayer.partition p USING (partition_id)
 JOIN mqlayer.assignment a ON a.group_id = g.group_id AND a.partition_id = r.partition_id
-WHERE g.mode = 'shared' AND g.state = 'live' ORDER BY p.node_id, g.group_id, r.partition_id;
+WHERE g.mode = 'shared' AND g.state = 'live' AND (%(group_id)s::bigint IS NULL OR g.group_id = %(group_id)s)
+ORDER BY p.node_id, g.group_id, r.partition_id;
 
 -- name: shared_hold
 -- Hold the epoch of a shared group at a partition to the end of the transaction; nothing where another one is in force.

@@ -154,6 +154,36 @@ def test_a_process_that_dies_is_started_again(consume: Command, orders: Appender
     assert f"pid={victim.pid} signal=SIGKILL again_in_s=" in log.read_text()
 
 
+def test_partitions_of_a_dead_process_go_on_long_before_its_lease_ends(
+    consume: Command, orders: Appender, handled: Path, log: Path
+) -> None:
+    """A stopped process keeps them: nobody saw it end."""
+    process = consume("--processes", "2", MQLAYER_LEASE_S="120")
+    sent = 0
+
+    def shared() -> bool:
+        nonlocal sent
+        orders.send(numbered(sent, sent + 8))
+        sent += 8
+        return len({pid for pid, _ in lines(handled)}) == 2
+
+    wait_until(shared, timeout_s=20, longest_s=0.5, what="both processes handle messages")
+    wait_until(all_handled(handled, 0, sent), what="all messages handled")
+    victim, survivor = (child.pid for child in children(process))
+    os.kill(victim, signal.SIGSTOP)
+    orders.send(numbered(sent, sent + 40))
+    later = {str(number) for number in range(sent, sent + 40)}
+    wait_until(lambda: bodies(handled) & later, what="the survivor's own messages")
+    assert "dead_member_ended" not in log.read_text()
+    os.kill(victim, signal.SIGKILL)
+    wait_until(all_handled(handled, sent, sent + 40), timeout_s=20, what="messages of the dead process")
+    wait_until(lambda: "dead_member_ended" in log.read_text(), what="its session's end in the log")
+    assert str(survivor) in {pid for pid, body in lines(handled) if body in later}
+    process.terminate()
+    assert process.wait(20) == 0, log.read_text()
+    assert log.read_text().count("dead_member_ended") == 1
+
+
 def test_a_process_that_dies_while_it_starts_is_started_again(
     consume: Command, orders: Appender, handled: Path, log: Path
 ) -> None:

@@ -27,7 +27,7 @@ from mqlayer.groups import (
     send_heartbeat,
     start_leaving,
 )
-from mqlayer.groups.members import MemberReplaced, next_session, renew
+from mqlayer.groups.members import MemberReplaced, end_dead, next_session, renew
 from mqlayer.groups.rebalance import change_group
 from mqlayer.postgres.queries import query
 from mqlayer.runtime.route_cache import RouteCache
@@ -128,6 +128,33 @@ def test_the_first_member_gets_everything_at_once(members: Members) -> None:
     assert len({a.epoch for a in answer.assignments}) == 5
     assert not any(a.release for a in answer.assignments)
     assert answer.rules == members.group.rules
+
+
+def test_the_session_of_a_dead_process_ends_at_once_and_only_that(members: Members) -> None:
+    """A word of death that comes late, or twice, takes nothing from who joined meanwhile under the same id."""
+    members.join("a", "b")
+    members.settle()
+    before, dead = members.epochs(), members.sessions["a"]
+    lost = [partition for partition, owner in members.stage.owners().items() if owner == "a"]
+    assert end_dead(members.stage.database, dead)
+    assert members.shares() == {"b": 5}
+    after = members.epochs()
+    assert all(after[partition] > before[partition] for partition in lost)
+    assert not members.beat("a").known
+    assert not end_dead(members.stage.database, dead)
+    members.join("a")
+    members.settle()
+    shares = members.shares()
+    assert not end_dead(members.stage.database, dead)
+    assert members.shares() == shares == {"a": 2, "b": 3}
+
+
+def test_a_session_that_never_began_can_be_ended(members: Members) -> None:
+    """A process names its session before it joins, and may die between the two."""
+    members.join("a")
+    number = next_session(members.stage.database)
+    assert not end_dead(members.stage.database, MemberSession(members.group.group_id, "b", number))
+    assert members.shares() == {"a": 5}
 
 
 def test_a_second_member_gets_its_share_when_the_owner_has_released_it(members: Members) -> None:

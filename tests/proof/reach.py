@@ -165,8 +165,9 @@ next append or arming does the same, and who may write a partition's meta could 
 JOB_TABLE: Final = Unit("mqlayer.maintenance.jobs", "PERIODIC_JOBS")
 """The doctor reads the jobs' names and intervals only."""
 CONNECTION: Final = Unit("mqlayer.redis.node_connection", "NodeConnection")
-OTHERS: Final = ("mqlayer.cli.asyncapi", "mqlayer.cli.consume", "mqlayer.cli.debug", "mqlayer.cli.relay",
-                 "mqlayer.cli.stack", "mqlayer.cli.addresses", "mqlayer.cli.main")  # fmt: skip
+OTHERS: Final = ("mqlayer.cli.asyncapi", "mqlayer.cli.consume", "mqlayer.cli.dead_sessions", "mqlayer.cli.debug",
+                 "mqlayer.cli.relay", "mqlayer.cli.relay_processes", "mqlayer.cli.stack", "mqlayer.cli.addresses",
+                 "mqlayer.cli.main")  # fmt: skip
 """Commands that are processes of other roles, or only read a program; `debug` reads as a viewer, and loads a handler of
 consuming."""
 PLACES: Final = {

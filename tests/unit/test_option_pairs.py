@@ -35,7 +35,7 @@ OPTIONS: Final[dict[str, str]] = {
         "--proxy-groups-header --oidc-issuer --oidc-client-id --oidc-secret-file --oidc-name-claim --oidc-groups-claim "
         "--oidc-scope --viewers --operators --body-readers --idle-minutes --session-hours",
     "console-password": "NAME --operator --bodies --password-stdin",
-    "relay": "--once",
+    "relay": "--once --processes",
     "trim": "TOPIC",
     "analytics": "JOB --snapshot --topic --out --html --partitions --split-report --method --conf --json",
     "doctor": "--all --json",

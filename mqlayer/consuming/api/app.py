@@ -52,6 +52,7 @@ from mqlayer.errors import Conflict, InvalidInput, SchemaMismatch
 from mqlayer.events import Event, Hook, HookType, emit
 from mqlayer.groups.broadcast_instances import ensure_instance, host_instance
 from mqlayer.groups.group import Balance, Group, GroupSettings, RetrySettings, check_settings, ensure_group, settings_of
+from mqlayer.groups.members import Joining
 from mqlayer.groups.start_positions import Start
 from mqlayer.health import Health, health_endpoint
 from mqlayer.logs import event_logger
@@ -117,6 +118,8 @@ class App:
         self.start_refused = ""
         # Number of this process among those of one command; each is an instance.
         self.process_number = 1
+        # A supervisor's, which ends sessions of a dead process.
+        self.joining: Joining | None = None
 
     @property
     def settings(self) -> Settings:
@@ -383,7 +386,7 @@ class App:
             group = rejoin()
         facts: dict[str, Any] = {
             "runtime": runtime, "routes": routes, "group": group, "is_async": consumer.is_async,
-            "options": consumer.options, "reporting": Reporting(self.hooks, self.error_texts()),
+            "options": consumer.options, "reporting": Reporting(self.hooks, self.error_texts(), self.joining),
         }  # fmt: skip
         if group.mode == "shared":
             return SharedMember(handle=_handle(consumer, group), **facts)

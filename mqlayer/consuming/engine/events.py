@@ -10,6 +10,7 @@ from mqlayer.consuming.engine.failure_actions import FailureAction
 from mqlayer.consuming.engine.options import MemberStats
 from mqlayer.events import Event, EventKind, Hook, emit
 from mqlayer.groups.group import Group
+from mqlayer.groups.members import Joining, MemberSession
 from mqlayer.logs import TRACE, event_logger
 from mqlayer.metrics import MemberMeters
 from mqlayer.parking import DeadLetterEntry
@@ -33,10 +34,14 @@ class PartitionEpoch(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Reporting:
-    """Who hears of events, and how errors are told."""
+    """Who hears of events and of sessions, and how errors are told.
+
+    `joining` gets each session before it begins.
+    """
 
     hooks: Sequence[Hook] = ()
     texts: ErrorTexts = field(default_factory=ErrorTexts)
+    joining: Joining | None = None
 
 
 class MemberEvents:
@@ -50,6 +55,11 @@ class MemberEvents:
     def texts(self) -> ErrorTexts:
         """How errors are told."""
         return self._reporting.texts
+
+    def joining(self, session: MemberSession) -> None:
+        """Tell who waits for this process's end of a session that is about to begin."""
+        if self._reporting.joining is not None:
+            self._reporting.joining(session)
 
     def handled(self, count: int) -> None:
         """Count handled messages."""

@@ -13,6 +13,7 @@ from typing import Final
 
 from mqlayer.consuming.engine.clock import clock
 from mqlayer.consuming.engine.core import MemberCore
+from mqlayer.consuming.engine.events import MemberEvents
 from mqlayer.consuming.engine.partitions import MemberPartitions
 from mqlayer.errors import GroupRetired, InstanceTaken, MqlayerError, StoreUnavailable
 from mqlayer.groups.members import (
@@ -53,7 +54,7 @@ class Heartbeat(Service):
         refresh_nodes: Callable[[], None],
         replaced: Callable[[str], None],
         rejoin: Callable[[], object] | None = None,
-        lease_lost: Callable[[], None] | None = None,
+        events: MemberEvents | None = None,
     ) -> None:
         settings = core.runtime.settings
         self._every_s = min(settings.lease_s / 3, LONGEST_HEARTBEAT_S)
@@ -61,7 +62,7 @@ class Heartbeat(Service):
         super().__init__(f"{core.name}-heartbeat", title="the heartbeat", event="heartbeat", retry_s=retry_s)
         self.wake = core.beat
         self._core, self._partitions, self._refresh_nodes = core, partitions, refresh_nodes
-        self._replaced, self._rejoin, self._lease_lost = replaced, rejoin, lease_lost
+        self._replaced, self._rejoin, self._events = replaced, rejoin, events
         self._database, self._group, self.lease = core.runtime.control, core.group, core.lease
         self._lease_s, self._margin = settings.lease_s, settings.lease_margin
         self._session: MemberSession | None = None
@@ -149,6 +150,9 @@ class Heartbeat(Service):
         number = next_session(self._database)
         own = None if self._session is None else tuple(self._own)
         self._own.append(number)
+        if self._events is not None:
+            # Before it begins: of a session that nobody was told of, only the lease ends.
+            self._events.joining(MemberSession(self._group.group_id, self._core.member_id, number))
         began = clock()
         self._session = join(
             self._database,
@@ -177,8 +181,8 @@ class Heartbeat(Service):
             self._end_session()
         elif not self._leaving:
             log.warning("member_lease_expired", extra=self._facts())
-            if self._lease_lost is not None:
-                self._lease_lost()
+            if self._events is not None:
+                self._events.lease_lost()
             try:
                 if not self._join_or_reset():
                     self.wake.set()

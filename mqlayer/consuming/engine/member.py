@@ -40,7 +40,7 @@ class Member(ABC, Generic[R, S]):
     ) -> None:
         self._core, self._events, self._executor, self._nodes, self._writer = core, events, executor, nodes, writer
         self._served = partitions
-        self._heartbeat = Heartbeat(core, partitions, nodes.refresh, self._replace, rejoin, events.lease_lost)
+        self._heartbeat = Heartbeat(core, partitions, nodes.refresh, self._replace, rejoin, events)
         self._end_counts: Callable[[], None] | None = None
         self._stopping, self._replaced = False, ""
 

@@ -54,26 +54,31 @@ class PartitionOpener:
         until = clock() + FENCE_RAISE_S
         try:
             with self._application.connection() as connection:
+                if self._raise_fence(connection, partitions):
+                    return
+                # One key's open transaction must not keep the others' fences down.
                 for owned in partitions:
                     if clock() < until and not connection.closed:
-                        self._raise_fence(connection, owned)
+                        self._raise_fence(connection, [owned])
         except MqlayerError as error:
             log.warning("fence_not_raised", extra={"group": self._group.name, "reason": str(error)})
 
-    def _raise_fence(self, connection: Connection, owned: OwnedPartition) -> None:
-        assignment = owned.assignment
+    def _raise_fence(self, connection: Connection, partitions: list[OwnedPartition]) -> bool:
         facts = {
             "group_id": self._group.group_id,
-            "lp_from": assignment.lp_from,
-            "lp_to": assignment.lp_to,
-            "epoch": owned.epoch,
+            "lp_from": [owned.assignment.lp_from for owned in partitions],
+            "lp_to": [owned.assignment.lp_to for owned in partitions],
+            "epochs": [owned.epoch for owned in partitions],
         }
         try:
             with driver_errors("the application database"), connection.transaction():
                 connection.execute("SET LOCAL lock_timeout = '200ms'")
-                connection.execute(query("fence_raise"), facts)
+                connection.execute(query("fences_raise"), facts)
         except MqlayerError as error:
-            log.warning("fence_not_raised", extra=self._events.facts(owned) | {"reason": str(error)})
+            if len(partitions) == 1:
+                log.warning("fence_not_raised", extra=self._events.facts(partitions[0]) | {"reason": str(error)})
+            return False
+        return True
 
 
 def span_of(owned: OwnedPartition, committed: int) -> Span:
