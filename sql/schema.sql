@@ -675,6 +675,7 @@ CREATE TABLE mqlayer.bulk_item (
 );
 CREATE INDEX bulk_item_failed ON mqlayer.bulk_item (redrive_id, number) WHERE result = 'failed';
 CREATE INDEX bulk_item_dead ON mqlayer.bulk_item (dead_id) WHERE dead_id IS NOT NULL;
+CREATE INDEX bulk_item_of_key ON mqlayer.bulk_item (group_id, lp, name, redrive_id);
 -- Row-level security by the policies read, change, remove, add.
 
 CREATE TABLE mqlayer.replay_result (

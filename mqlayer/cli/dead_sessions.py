@@ -34,5 +34,5 @@ class DeadSessions(DeadProcesses):
             # Only a death needs it.
             from mqlayer.redelivery import reclaim_dead
 
-            # In a shared group: what it had in hand.
+            # Its unsettled messages of a shared group.
             reclaim_dead(self._runtime, one, died_at)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Final
 
 import typer
-from psycopg.sql import Composed
+from psycopg.sql import Composed, Identifier
 
 from mqlayer.cli.addresses import settings_here, settings_of_owner
 from mqlayer.cli.option_rules import RuledCommand, excludes
@@ -23,6 +23,8 @@ Groups = Annotated[
 ]
 AsSql = Annotated[bool, typer.Option("--sql", help="Print the SQL for a database administrator; run nothing.")]
 SCHEMAS: Final[tuple[SchemaName, ...]] = ("control", "application")
+SEEING: Final = (Right.VIEW, Right.WORK, Right.OPERATE)
+"""Rights of programs that look for open transactions."""
 
 
 def add_to(app: typer.Typer) -> None:
@@ -55,6 +57,9 @@ def grant(
             rights.ensure_login(_dsn(settings, schema), role, _password(password_file))
         rights.grant(_dsn(settings, schema), schema, role, right, scopes)
     echo(f"{role} may {_format(right, scopes)}")
+    if right in SEEING:
+        name = Identifier(role).as_string(None)
+        echo(f"to see open transactions of other roles, it needs besides: GRANT pg_read_all_stats TO {name}", err=True)
 
 
 def revoke(

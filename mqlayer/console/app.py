@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import hmac
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from functools import partial
 from http import HTTPStatus
 from typing import Any, Final, TypeVar
-from urllib.parse import parse_qsl, urlencode, urlsplit
+from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -36,6 +37,7 @@ Result = TypeVar("Result")
 log = event_logger(__name__)
 
 REASON_BYTES: Final = 500
+OUTCOME_CHARS: Final = 1_000
 UNKNOWN: Final = "who you are can't be found out now: try again; the log of the console says why"
 STATUSES: Final[Mapping[type[MqlayerError], HTTPStatus]] = {
     InvalidInput: HTTPStatus.BAD_REQUEST,
@@ -60,6 +62,7 @@ def console_app(
             *(Route(page.path, partial(console.show, page)) for page in PAGES),
             *(Route(f"/actions/{one.name}", partial(console.ask_first, one), methods=["GET"]) for one in ACTIONS),
             *(Route(f"/actions/{one.name}", partial(console.act, one), methods=["POST"]) for one in ACTIONS),
+            *(Route(f"/actions/{one.name}/done", partial(console.tell, one)) for one in ACTIONS),
             Route(LIVE, console.live),
             *console.access.routes,
             Mount("/static", StaticFiles(packages=[("mqlayer.console", "static")])),
@@ -117,6 +120,20 @@ class Console:
         if not await run_in_threadpool(self.access.check_form, request, form.pop("token", "")):
             return self._message(request, None, HTTPStatus.FORBIDDEN, "this form is not of a page of this console")
         return await self._operated(request, form, partial(self._done, action))
+
+    async def tell(self, action: Action, request: Request) -> Response:
+        """Show the outcome of an action, which its own answer signed."""
+        user = await self._known(request)
+        if isinstance(user, Response):
+            return user
+        told = dict(request.query_params)
+        token = self.access.form_token(request)
+        if not hmac.compare_digest(told.pop("sig", "").encode(), _signature(token, action, told).encode()):
+            why = "another session made this outcome: the audit lists all acts"
+            return self._message(request, user, HTTPStatus.NOT_FOUND, why)
+        ways = [(safe_path(told.get(name, ""))) for name in ("path", "back")]
+        shown = {"text": told.get("text", ""), "ways": [(path, _title_of(path)) for path in dict.fromkeys(ways)]}
+        return HTMLResponse(rendered("done.html", self._common(request, user, action.title) | shown))
 
     async def live(self, request: Request) -> Response:
         """Answer with a page's parts as they change."""
@@ -188,14 +205,18 @@ class Console:
         shown = {"action": action, "plan": plan, "fields": urlencode(told), "reason": reason}
         return rendered("action.html", self._common(request, user, action.title) | shown)
 
-    def _done(self, action: Action, request: Request, user: User, fields: Mapping[str, str]) -> str | Response:
+    def _done(self, action: Action, request: Request, user: User, fields: Mapping[str, str]) -> Response:
         reason = fields.get("reason", "").strip()
         if not reason or len(reason.encode()) > REASON_BYTES:
             raise InvalidInput(f"say why, in at most {REASON_BYTES} bytes: the audit keeps it")
         outcome = action.run(Visit(self._runtimes.of(user, reason), user, {}, fields))
-        if outcome.goes_on:
-            return RedirectResponse(request.scope.get("root_path", "") + outcome.path, HTTPStatus.SEE_OTHER)
-        return rendered("done.html", self._common(request, user, action.title) | {"outcome": outcome})
+        path = outcome.path
+        if not outcome.goes_on:
+            told = {"text": outcome.text[:OUTCOME_CHARS], "path": path, "back": _back(request)}
+            signed = told | {"sig": _signature(self.access.form_token(request), action, told)}
+            path = f"/actions/{action.name}/done?{urlencode(signed)}"
+        # Another address than the form's: Back and Refresh of a browser would send the form again.
+        return RedirectResponse(request.scope.get("root_path", "") + path, HTTPStatus.SEE_OTHER)
 
     async def _answer(
         self,
@@ -238,6 +259,18 @@ MENU: Final = tuple((page.path, page.menu) for page in PAGES if page.menu)
 def _status_of(error: MqlayerError, found: HTTPStatus) -> HTTPStatus:
     # It is a kind of StoreUnavailable.
     return HTTPStatus.FORBIDDEN if isinstance(error, PermissionDenied) else found
+
+
+def _signature(token: str, action: Action, told: Mapping[str, str]) -> str:
+    text = urlencode([("name", action.name), *sorted(told.items())])
+    return hmac.new(token.encode(), text.encode(), "sha256").hexdigest()
+
+
+def _title_of(path: str) -> str:
+    page, parameters = _page_at(path.partition("?")[0].partition("#")[0])
+    if page is None:
+        return "the overview"
+    return page.title.format(**{name: unquote(value) for name, value in parameters.items()})
 
 
 def _own_path(request: Request) -> str:

@@ -18,11 +18,21 @@ BULK: Final = {
     "release": "release parked keys",
     "discard": "discard parked keys",
 }
+STATES: Final = {
+    "planned": "; not begun yet",
+    "sealing": "; begun, not done yet",
+    "sealed": "; begun, not done yet",
+    "dropped": "; it was dropped, the route stayed",
+}
+"""Of a route change, behind its plan."""
 NEWER: Final = {"wait": "newer messages wait", "between": "newer messages go on meanwhile"}
 
 
 def act_words(one: AuditedAct) -> str:
-    """Return an act as a sentence. Facts may lack, as in rows of other versions."""
+    """Return an act as a sentence. Facts may lack, as in rows of other versions.
+
+    `state` of a route change says whether it was done; without it, it was planned.
+    """
     words = WORDS.get(one.act)
     if words is None:
         return f"{one.act}: {one.object}"
@@ -163,7 +173,7 @@ def _bulk_start(name: str, facts: Facts) -> str:
 
 def _bulk_over(verb: str) -> Callable[[str, Facts], str]:
     def told(name: str, facts: Facts) -> str:
-        counts = f"{facts['done']:,} done, {facts['skipped']:,} passed by, {facts['failed']:,} failed"
+        counts = f"{facts['done']:,} done, {facts['skipped']:,} left alone, {facts['failed']:,} failed"
         return f"{verb} {_bulk(facts)} in {_group(name)}: {counts}"
 
     return told
@@ -184,14 +194,15 @@ def _replay_cancel(number: str, facts: Facts) -> str:
 
 
 def _arm(name: str, facts: Facts) -> str:
-    return f"armed node {name} again{_repaired(facts)}"
+    return f"armed node {name} again{repaired_words(facts)}"
 
 
 def _address(name: str, facts: Facts) -> str:
-    return f"changed the address of node {name}: {facts['from']} → {facts['to']}{_repaired(facts)}"
+    return f"changed the address of node {name}: {facts['from']} → {facts['to']}{repaired_words(facts)}"
 
 
-def _repaired(facts: Facts) -> str:
+def repaired_words(facts: Facts) -> str:
+    """Return the repairs of an arming."""
     steps = (("partitions_remade", "remade"), ("opened", "opened"), ("sealed", "sealed"))
     told = [f"{word} {counted(len(facts[name]), 'partition')}" for name, word in steps if facts.get(name)]
     if lost := sum((facts.get("lost") or {}).values()):
@@ -205,14 +216,17 @@ def _node_lost(name: str, facts: Facts) -> str:
     return f"gave node {name} up as lost: {', '.join(told)}"
 
 
-def _route(verb: str) -> Callable[[str, Facts], str]:
+def _route(verb: str, past: str) -> Callable[[str, Facts], str]:
     def told(topic: str, facts: Facts) -> str:
         parents = ", ".join(map(str, facts["parents"]))
         ranges = ", ".join(f"LPs {first} to {end - 1} on {node}" for first, end, node in facts["successors"])
         version = facts["version"]
+        state = facts.get("state", "")
+        begun = past if state == "done" else f"planned to {verb}"
+        now = STATES.get(state, "")
         return (
-            f"planned to {verb} partition{'s' if len(facts['parents']) > 1 else ''} {parents} of topic {topic} → "
-            f"{ranges}: route {version - 1} → {version}"
+            f"{begun} partition{'s' if len(facts['parents']) > 1 else ''} {parents} of topic {topic} → "
+            f"{ranges}: route {version - 1} → {version}{now}"
         )
 
     return told
@@ -296,9 +310,9 @@ def _each() -> Iterator[tuple[str, Callable[[str, Facts], str]]]:
     yield "replay start", _replay_start
     yield "replay resume", lambda number, _: f"resumed replay {number}, which no worker was at"
     yield "replay cancel", _replay_cancel
-    yield "route split", _route("split")
-    yield "route merge", _route("merge")
-    yield "route move", _route("move")
+    yield "route split", _route("split", "split")
+    yield "route merge", _route("merge", "merged")
+    yield "route move", _route("move", "moved")
     yield "route drop", lambda topic, facts: f"dropped the planned {facts['kind']} {facts['change']} of topic {topic}"
     yield "route reopen", _reopen
     yield "outbox recover", _recover

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from math import floor, log10
-from typing import Final
+from typing import Final, NamedTuple
 
 from mqlayer.console.render import duration, number
+from mqlayer.doctor.hot_partitions import is_hot
 from mqlayer.inspect import Curve, CurvePoint
 from mqlayer.routes import PlannedChange, RouteTimeline
 
@@ -27,7 +28,11 @@ LABELLED: Final = 34
 """A narrower partition has no label."""
 SINGLE_SHAPES: Final = 400
 """Of more partitions, neighbours that look the same are one shape."""
-LEVELS: Final = ("idle", "cool", "warm", "hot", "hottest")
+LEVELS: Final = ("idle", "cool", "warm", "hot")
+HEAT_PER_S: Final = 5.0
+"""Lower rates vary too much within seconds, and no split is worth it."""
+WARM: Final = 1.5
+"""Times the fair share."""
 UNKNOWN: Final = "unknown"
 NO_SAMPLES: Final = "no sample was taken in this time; the job `sample` of `mqlayer workers` takes one each minute"
 
@@ -133,43 +138,52 @@ def nice(value: float) -> float:
     return next(step * power for step in (1, 2, 5, 10) if value <= step * power * 1.000001)
 
 
-def level(per_s: float | None, mean: float) -> int:
-    """Return a heat by a rate and the mean of all: 0 idle, 1 below half of it, 2, 3 from twice, 4 from four times."""
-    if not per_s or mean <= 0:
-        return 0
-    return 1 + sum(per_s >= part * mean for part in (0.5, 2, 4))
+class Heat(NamedTuple):
+    """A partition's heat: 0 idle, 1 cool, 2 warm, 3 hot; None: not known. `share`: of the topic's messages."""
+
+    level: int | None
+    share: float | None
+
+    @property
+    def word(self) -> str:
+        """Its word."""
+        return UNKNOWN if self.level is None else LEVELS[self.level]
 
 
-def heat_words(per_s: float | None, mean: float) -> str:
-    """Return a heat's word."""
-    return UNKNOWN if per_s is None else LEVELS[level(per_s, mean)]
+def heats(rates: Mapping[int, tuple[float | None, int]]) -> dict[int, Heat]:
+    """Return the heat of a topic's partitions in force, by rate and number of LPs.
+
+    A fair share is that of the LPs, or an equal one if that is more. Below HEAT_PER_S a partition is cool.
+    """
+    total = sum(per_s or 0.0 for per_s, _ in rates.values())
+    return {
+        partition: _heat(per_s, per_s / total if per_s and total else 0.0, max(lps / LPS, 1 / len(rates)))
+        for partition, (per_s, lps) in rates.items()
+    }
 
 
-def mean_of(rates: Iterable[float | None]) -> float:
-    """Return the mean of the known rates."""
-    known = [rate for rate in rates if rate is not None]
-    return sum(known) / len(known) if known else 0.0
+def _heat(per_s: float | None, share: float, fair: float) -> Heat:
+    if per_s is None:
+        return Heat(None, None)
+    if per_s < HEAT_PER_S:
+        return Heat(int(per_s > 0), share)
+    return Heat(3 if is_hot(share, fair) else 2 if share > WARM * fair else 1, share)
 
 
-def route_chart(timeline: RouteTimeline, rates: Mapping[int, float | None]) -> RouteChart:
+def route_chart(timeline: RouteTimeline, rates: Mapping[int, float | None], heat: Mapping[int, Heat]) -> RouteChart:
     """Return the picture of a route, with the heat of the partitions in force."""
     rows = range(timeline.since, timeline.upto + 1)
     made = {one.version: one for one in timeline.changes if one.state != "dropped"}
     bands = [Tick((version - timeline.since) * BAND, _band(version, made.get(version))) for version in rows]
-    mean = mean_of(rates.values())
     shapes: list[Shape] = []
     for one in timeline.spans:
         first, ended = max(one.first, timeline.since), timeline.upto + 1
         if one.ended is not None:
             ended = min(one.ended, ended)
         in_force = one.ended is None and timeline.upto == timeline.newest
-        heat = level(rates.get(one.partition), mean)
-        kind = f"heat{heat}" if in_force else "past"
-        told = (
-            f", {number(rates.get(one.partition))} messages/s ({heat_words(rates.get(one.partition), mean)})"
-            if in_force
-            else ""
-        )
+        found = heat.get(one.partition, Heat(None, None))
+        kind = f"heat{found.level or 0}" if in_force else "past"
+        told = f", {number(rates.get(one.partition))} messages/s ({found.word})" if in_force else ""
         title = f"partition {one.partition} on {one.node}: LPs {one.lp_from} to {one.lp_to - 1}{told}"
         width = one.lp_to - one.lp_from
         label = f"p{one.partition}" if width >= LABELLED else ""

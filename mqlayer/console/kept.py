@@ -17,10 +17,11 @@ Made = TypeVar("Made")
 EVERY_S: Final = 2.0
 REST: Final = 10.0
 """The least time from one to the next, as a multiple of the time that making takes."""
+LONGEST_REST_S: Final = 4.0
 PATIENCE_S: Final = 0.1
 """A page waits so long for a newer value."""
 FIRST_S: Final = 3.0
-OLDEST_S: Final = 120.0
+OLD_S: Final = 5.0
 """An older value would mislead: pages wait for the next as for the first."""
 
 
@@ -37,11 +38,11 @@ class KeptValue(Generic[Made]):
     def get(self, make: Callable[[], Made]) -> Made:
         """Return the value; start `make` in a thread where it is due. Raises the error of the last run."""
         with self._changed:
-            begun, now = time.monotonic(), time.monotonic()
-            if now >= self._due_at and not self._making:
+            begun = time.monotonic()
+            if begun >= self._due_at and not self._making:
                 self._making = True
                 threading.Thread(target=self._make, args=(make,), name="console-kept", daemon=True).start()
-            patience_s = FIRST_S if now - self._made_at > OLDEST_S else PATIENCE_S
+            patience_s = FIRST_S if begun - self._made_at > OLD_S else PATIENCE_S
             self._changed.wait_for(lambda: not self._making or self._made_at >= begun, patience_s)
             if self._error is not None:
                 raise self._error
@@ -63,7 +64,7 @@ class KeptValue(Generic[Made]):
             with self._changed:
                 ended = time.monotonic()
                 self._value, self._error, self._made_at, self._making = value, error, ended, False
-                self._due_at = ended + max(EVERY_S / 2, REST * (ended - began))
+                self._due_at = ended + min(LONGEST_REST_S, max(EVERY_S / 2, REST * (ended - began)))
                 self._changed.notify_all()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import re
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from datetime import UTC, datetime
@@ -23,6 +24,8 @@ LONGEST_S: Final = 600.0
 """A stream ends then; the browser comes again, and its session is looked at anew."""
 STREAMS: Final = 64
 """At once; each renders a page every two seconds."""
+AS_OF: Final = re.compile(r'<time id="as-of">([^<]*)</time>')
+"""In a page that shows a look, which may be older than the page."""
 PER_USER: Final = 16
 """Of these, so that one user leaves some to others."""
 
@@ -69,7 +72,8 @@ class LivePages:
                     digest = hashlib.sha256(page.encode()).digest()
                     if digest != sent:
                         yield _event("page", page)
-                    yield _event("at", clock(datetime.now(UTC)))
+                    looked = AS_OF.search(page)
+                    yield _event("at", looked[1] if looked else clock(datetime.now(UTC)))
                     sent = digest
                 await asyncio.sleep(self.every_s)
         finally:

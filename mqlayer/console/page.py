@@ -73,7 +73,7 @@ class Plan:
 class Outcome:
     """An action that ran: its effect in words, and the page to look at next, as a path within the console.
 
-    `goes_on`: that page says it all, and comes at once.
+    `goes_on`: that page says it all, and comes at once; else the outcome has a page of its own.
     """
 
     text: str

@@ -14,8 +14,8 @@ MEASURE_S: Final = 5
 
 ADVICE: Final[Mapping[str, str]] = {
     "MqlayerNodeAway":
-        "Workers and relays arm it within seconds of its return. If it moved, its page changes its address; if it "
-        "is lost for good, its page gives it up.",
+        "Start it, or repair its network: workers and relays arm it within seconds of its return. If it moved, its "
+        "page changes its address.",
     "MqlayerOutboxLate": "The page of the outbox shows which node the messages wait for, and what holds them.",
     "MqlayerTransactionOpen":
         "Let an administrator of Postgres end its session with the statement below; then set "

@@ -11,6 +11,7 @@ from urllib.parse import quote, urlencode
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 
+from mqlayer.console.glossary import GLOSSARY, anchor
 from mqlayer.escaping import is_printable
 
 UNKNOWN: Final = "unknown"
@@ -42,6 +43,14 @@ def duration(seconds: float | None) -> str:
     return f"{max(seconds, 0) * 1000:.0f} ms" if seconds > 0 else "0 s"
 
 
+def lasted(seconds: float) -> str:
+    """Return a problem's duration, below ten minutes to the second."""
+    if not 60 <= seconds < 600:
+        return duration(seconds)
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if rest else f"{minutes} min"
+
+
 def number(value: float | None) -> str:
     """Return a number with its thousands apart."""
     if value is None:
@@ -68,6 +77,11 @@ def size(value: float | None) -> str:
 def when(moment: datetime | None) -> str:
     """Return a time in UTC to the second."""
     return UNKNOWN if moment is None else f"{moment.astimezone(UTC):%Y-%m-%d %H:%M:%S} UTC"
+
+
+def minute(moment: datetime) -> str:
+    """Return a time of day in UTC to the minute, as samples have it."""
+    return f"{moment.astimezone(UTC):%H:%M} UTC"
 
 
 def clock(moment: datetime) -> str:
@@ -142,16 +156,20 @@ def templates() -> Environment:
     )
     made.filters |= {
         "ago": ago,
+        "anchor": anchor,
+        "clock": clock,
         "counted": counted,
         "duration": duration,
         "exact": exact,
+        "lasted": lasted,
         "lasting": lasting,
+        "minute": minute,
         "number": number,
         "segment": segment,
         "size": size,
         "when": when,
     }
-    made.globals["link"] = link
+    made.globals |= {"glossary": GLOSSARY, "link": link}
     return made
 
 

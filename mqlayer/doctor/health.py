@@ -8,7 +8,7 @@ from __future__ import annotations
 import shlex
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final, NamedTuple
@@ -20,6 +20,7 @@ from mqlayer.doctor.problem_history import OpenProblem, Problem, ProblemPlace, o
 from mqlayer.errors import MqlayerError, SchemaMismatch
 from mqlayer.groups.breaker import BreakerFacts
 from mqlayer.inspect import GroupStatus, describe_breaker, group_statuses
+from mqlayer.inspect.group_status import Stall
 from mqlayer.inspect.node_status import NodeStatus, node_statuses
 from mqlayer.inspect.outbox_status import outbox_waiting
 from mqlayer.inspect.processes import relay_processes
@@ -44,6 +45,8 @@ FAILED_LIMIT: Final = 20_000
 FAILED_LEAST: Final = 10
 """Fewer failed attempts of ten minutes make no rate."""
 HOT_PER_S: Final = 1.0
+BUSY_PER_S: Final = 20.0
+"""A hot partition is told from here on where nothing lags yet."""
 STANDSTILL_S: Final = 3_600.0
 """How far back a look searches for the last messages that were committed or relayed."""
 SCHEMAS: Final = "schemas"
@@ -105,6 +108,8 @@ class SystemHealth:
     totals: SystemTotals
     unread: tuple[str, ...]
     unread_parts: tuple[str, ...] = ()
+    gone: tuple[tuple[ProblemPlace, OpenProblem], ...] = ()
+    """Noted problems that this look no longer found; the job notes their ends."""
 
 
 @dataclass(slots=True)
@@ -115,6 +120,8 @@ class HealthLook:
     totals: SystemTotals = field(default_factory=SystemTotals)
     statuses: list[GroupStatus] = field(default_factory=list)
     """Live groups, unless their partitions are too many."""
+    unseen: set[str] = field(default_factory=set)
+    """Alerts whose conditions this role can't see."""
 
     def rows(self, name: str, *, database: Database | None = None, **facts: Any) -> list[tuple[Any, ...]]:
         """Run a named query, by default on the control database."""
@@ -144,14 +151,17 @@ def system_health(runtime: Runtime) -> SystemHealth:
         except MqlayerError as error:
             unread[title] = str(error)
     told = [f"{title}: {why}" for title, why in unread.items()]
+    known: Mapping[ProblemPlace, OpenProblem] = {}
     try:
-        problems = _with_history(problems, open_problems(runtime.control))
+        known = open_problems(runtime.control)
+        problems = _with_history(problems, known)
     except MqlayerError as error:
         told.append(f"history of problems: {error}")
     never = datetime.max.replace(tzinfo=UTC)
     problems.sort(key=lambda one: (RANK[one.alert.severity], ORDER[one.alert.name], one.since or never))
     found = tuple(map(with_help, problems))
-    return SystemHealth(at, time.monotonic() - began, found, look.totals, tuple(told), tuple(unread))
+    gone = tuple(_gone(at, problems, known, {*unread, *look.unseen}))
+    return SystemHealth(at, time.monotonic() - began, found, look.totals, tuple(told), tuple(unread), gone)
 
 
 def note_problems(runtime: Runtime) -> SystemHealth:
@@ -166,6 +176,15 @@ def note_problems(runtime: Runtime) -> SystemHealth:
 
 def _with_history(problems: Iterable[Problem], known: Mapping[ProblemPlace, OpenProblem]) -> list[Problem]:
     return [_with_noted(one, known.get(one.place)) for one in problems]
+
+
+def _gone(
+    at: datetime, problems: Iterable[Problem], known: Mapping[ProblemPlace, OpenProblem], unseen: Set[str]
+) -> Iterator[tuple[ProblemPlace, OpenProblem]]:
+    found = {one.place for one in problems}
+    for place, noted in known.items():
+        if place not in found and noted.last_seen_at < at and not unseen & {noted.part, place.alert}:
+            yield place, noted
 
 
 def _with_noted(one: Problem, noted: OpenProblem | None) -> Problem:
@@ -242,12 +261,13 @@ def _outbox(look: HealthLook) -> Iterator[Problem]:
     ((totals.relays, _),) = look.rows("check_relays", database=database)
     if not totals.relays:
         last = next(iter(relay_processes(database, limit=1)), None)
-        text = "No relay has a valid lease; the worker's job relays every 10 s meanwhile"
+        beat_at = None if last is None else last.beat_at(look.runtime.settings.lease_s)
+        text = "No relay lives; the worker's job relays every 10 s meanwhile, so messages are up to 10 s late"
         effect = f"{_waiting(totals.outbox, 'message')} in the outbox for the next run of that job."
         if any(one.name == "relay" for one in late_jobs(look.runtime.control)):
-            text = "No relay has a valid lease, and the worker's job that relays meanwhile is late"
+            text = "No relay lives, and the worker's job that relays meanwhile is late"
             effect = f"{_waiting(totals.outbox, 'message')} in the outbox, and nothing is relayed."
-        yield Problem(ALERTS["MqlayerNoRelay"], text, None if last is None else last.lease_until, effect=effect)
+        yield Problem(ALERTS["MqlayerNoRelay"], text, beat_at, effect=effect)
     yield from _unsendable(look, database)
     ((count, held, oldest_s, name),) = look.rows("check_versions", database=database)
     if count:
@@ -271,15 +291,16 @@ def _unsendable(look: HealthLook, database: Database) -> Iterator[Problem]:
 
 def _transactions(look: HealthLook, database: Database) -> Iterator[Problem]:
     alert = ALERTS["MqlayerTransactionOpen"]
+    if not look.rows("check_statistics_allowed", database=database)[0][0]:
+        look.unseen.add(alert.name)
     for row in look.rows("check_open_transactions", database=database, age_s=alert.above):
         found = OpenTransaction(*row)
-        if found.ours and not found.waits_for:
+        if found.holds:
             effect = (
                 "Publishers of the same LPs wait for it, its messages are not relayed, and the outbox can't be emptied"
             )
-            waiting = f"; {_many(found.waiting, 'session')} wait now" if found.waiting else ""
             yield Problem(
-                alert, found.text(), _before(found.age_s), item=f"pid {found.pid}", effect=f"{effect}{waiting}.",
+                alert, found.text(), _before(found.age_s), item=f"pid {found.pid}", effect=f"{effect}.",
                 command=found.end(),
             )  # fmt: skip
 
@@ -309,14 +330,24 @@ def _groups(look: HealthLook) -> Iterator[Problem]:
 
 
 def _hot(look: HealthLook, rows: Iterable[GroupRow]) -> Iterator[Problem]:
+    """Yield one of a topic: where a group lags in the partition, and also where it takes in much."""
+    alert, late = ALERTS["MqlayerPartitionHot"], dict[str, tuple[float, int, str]]()
     hot = {row[0]: row[1:] for row in look.rows("health_hot", least_per_s=HOT_PER_S)}
     for topic, group, lag, oldest_s in _lags_of(look, rows, {topic: found[0] for topic, found in hot.items()}):
-        alert, (partition, per_s, share, fair) = ALERTS["MqlayerPartitionHot"], hot[topic]
         if lag and (oldest_s or 0.0) > alert.above:
-            text = f"Partition {partition} has {fair:.0%} of the LPs and takes {share:.0%} of the topic's messages"
-            effect = f"{_waiting(lag, 'message')} for the group, the oldest for {format_seconds(oldest_s or 0.0)}."
-            text += f", {per_s:.0f} per second"
-            yield Problem(alert, text, None, topic, group, partition=partition, effect=effect)
+            late[topic] = max(late.get(topic, (0.0, 0, "")), (oldest_s or 0.0, lag, group))
+    for topic, (partition, per_s, all_per_s, fair) in hot.items():
+        if topic in late or per_s >= BUSY_PER_S:
+            text = f"Partition {partition} of {topic} takes {per_s / all_per_s:.0%} of the load"
+            text += f" ({per_s:,.0f} of {all_per_s:,.0f} messages/s), where {fair:.0%} would be fair"
+            yield Problem(alert, text, None, topic, partition=partition, effect=_heat(late.get(topic)))
+
+
+def _heat(late: tuple[float, int, str] | None) -> str:
+    if late is None:
+        return "No group lags there yet; a partition has one owner, so more members would not help."
+    oldest_s, lag, group = late
+    return f"{_waiting(lag, 'message')} for group {group}, the oldest for {format_seconds(oldest_s)}."
 
 
 def _lags_of(
@@ -391,8 +422,14 @@ def _no_members(topic: str, group: str, lag: int, oldest_s: float | None) -> Pro
     return Problem(ALERTS["MqlayerNoMembers"], text, _before(oldest_s), topic, group, effect=effect)
 
 
+def _retries(stall: Stall) -> bool:
+    # A message within its usual attempts holds nothing up for long.
+    longest = timedelta(seconds=ALERTS["MqlayerPartitionsStuck"].for_s)
+    return stall.reason == "failing" and stall.since is not None and datetime.now(UTC) - stall.since < longest
+
+
 def _stalls(one: GroupStatus, topic: str, group: str) -> Iterator[Problem]:
-    stuck = [(part, part.stall) for part in one.undrained if part.stall is not None]
+    stuck = [(part, part.stall) for part in one.undrained if part.stall is not None and not _retries(part.stall)]
     # What a silent node holds up is told with the node, and what nobody takes over with the missing members.
     told = EXPECTED_STALLS | {"node_away", "breaker"} | (set() if one.facts.alive else {"lease_over"})
     for reason in dict.fromkeys(stall.reason for _, stall in stuck if stall.reason not in told):

@@ -141,7 +141,7 @@ CHECKS: Final[dict[str, Check[CheckedDatabase]]] = {
 
 class OpenTransaction(NamedTuple):
     """A transaction that is open for long. `ours`: it locks mqlayer's tables; `waits_for`: sessions; `waiting`: how
-    many wait for it."""
+    many wait for it; `client`: empty for a socket of the machine."""
 
     pid: int
     application: str
@@ -151,6 +151,12 @@ class OpenTransaction(NamedTuple):
     waits_for: Sequence[int]
     waiting: int
     role: str = ""
+    client: str = ""
+
+    @property
+    def holds(self) -> bool:
+        """Whether it holds the outbox up."""
+        return self.ours and not self.waits_for
 
     def text(self) -> str:
         """Return a sentence without the statement, which may hold secrets."""

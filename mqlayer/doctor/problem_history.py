@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any, Final, NamedTuple
 
 from mqlayer.errors import NotFound
@@ -74,6 +74,8 @@ class OpenProblem(NamedTuple):
     number: int
     since: datetime | None
     first_seen_at: datetime
+    last_seen_at: datetime
+    part: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +107,11 @@ class NotedProblem:
         return self.first_seen_at if self.since is None else min(self.since, self.first_seen_at)
 
     @property
+    def ended_between(self) -> bool:
+        """Whether its end lies between two looks some seconds apart."""
+        return self.ended_at is not None and self.ended_at - self.last_seen_at > timedelta(seconds=5)
+
+    @property
     def lasted_s(self) -> float:
         """Seconds until its end, or now."""
         return ((self.ended_at or datetime.now(UTC)) - self.began_at).total_seconds()
@@ -114,7 +121,7 @@ def open_problems(database: Database) -> Mapping[ProblemPlace, OpenProblem]:
     """Return the noted problems that have not ended. Raises StoreUnavailable, PermissionDenied."""
     with database.connection() as connection:
         rows = connection.execute(query("problems_open"), {"limit": ROWS_LIMIT}).fetchall()
-    return {ProblemPlace(*row[1:6]): OpenProblem(row[0], row[6], row[7]) for row in rows}
+    return {ProblemPlace(*row[1:6]): OpenProblem(row[0], *row[6:]) for row in rows}
 
 
 def ended_problems(

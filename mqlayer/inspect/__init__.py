@@ -1,5 +1,6 @@
 """Read-only views of groups and keys."""
 
+from mqlayer.inspect.busiest_keys import BusiestKeys, BusyKey, busiest_keys
 from mqlayer.inspect.curves import Curve, CurvePoint, curves
 from mqlayer.inspect.group_facts import GroupFacts, MemberFacts, PartitionFacts, group_facts, group_members
 from mqlayer.inspect.group_status import (
@@ -54,6 +55,8 @@ from mqlayer.inspect.topic_status import TopicPartition, TopicStatus, topic_stat
 
 __all__ = [
     "SCAN_LIMIT",
+    "BusiestKeys",
+    "BusyKey",
     "Curve",
     "CurvePoint",
     "FoundMessage",
@@ -95,6 +98,7 @@ __all__ = [
     "TopicStatus",
     "UnsettledMessage",
     "VersionLag",
+    "busiest_keys",
     "curves",
     "describe_breaker",
     "explain_key",

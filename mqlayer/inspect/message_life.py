@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
 
+from mqlayer.domain.names import encode_key
+from mqlayer.domain.parked_names import own_name
 from mqlayer.errors import MqlayerError
 from mqlayer.inspect.message_status import ATTEMPTS_LIMIT, MessageStatus
 from mqlayer.postgres.queries import query
@@ -49,6 +51,24 @@ class LifeStep(msgspec.Struct, frozen=True, omit_defaults=True):
     detail: str | None = None
 
 
+class BulkTurn(NamedTuple):
+    """An item of a bulk action that had its turn. `since`, `cause`: of its parking or death."""
+
+    group_id: int
+    bulk: int
+    act: str
+    actor: str
+    reason: str | None
+    dead_id: int | None
+    result: str
+    error: str | None
+    at: datetime
+    since: datetime
+    cause: str
+    source: int | None
+    seq: int | None
+
+
 class MissingStep(msgspec.Struct, frozen=True, omit_defaults=True):
     """A step that no store tells, and the reason."""
 
@@ -86,6 +106,15 @@ def message_life(runtime: Runtime, found: MessageStatus) -> MessageLife:
         list(life.missing()),
         {one.group: one.state for one in found.groups},
     )
+
+
+def bulk_step(group: str, one: BulkTurn, many: str = "") -> LifeStep:
+    """Return an item of a bulk action as a step."""
+    parked = f", parked since {one.since:%Y-%m-%d %H:%M:%S} UTC ({one.cause})" if one.dead_id is None else ""
+    told = f": {one.error}" if one.error else f": {one.reason}" if one.reason else ""
+    step: Step = "redriven" if one.act == "redrive" and one.result == "done" else "act"
+    detail = f"bulk action {one.bulk}, {one.act}: {one.result}{many}{parked}{told}"
+    return LifeStep(step, one.at, group, one.actor, detail=detail)
 
 
 def _order(found: MessageStatus, steps: Iterable[LifeStep]) -> Callable[[LifeStep], tuple[datetime, int]]:
@@ -176,6 +205,7 @@ class _StepReader:
         yield from self._parked(told)
         yield from self._dead(told)
         yield from self._replays()
+        yield from self._bulk()
         yield from self._acts()
         yield from self._effects()
         for state in self._found.groups:
@@ -233,19 +263,33 @@ class _StepReader:
         for group_id, job, actor, result, at in self._rows("life_replays"):
             yield LifeStep("replayed", at, self._groups[group_id], actor, detail=f"replay {job} left it out: {result}")
 
+    def _bulk(self) -> Iterator[LifeStep]:
+        found = self._found
+        if found.identity is None:
+            return
+        names = [own_name(found.identity), *([] if found.key is None else [encode_key(found.key)])]
+        since = found.committed_at or found.published_at
+        for one in (BulkTurn(*row) for row in self._rows("life_bulk_items", {"names": names, "limit": ACTS_LIMIT})):
+            # Dead messages tell of theirs.
+            if one.dead_id is None and (since is None or one.at >= since):
+                yield bulk_step(self._groups[one.group_id], one)
+
     def _acts(self) -> Iterator[LifeStep]:
         topic, found = self._found.topic, self._found
+        dead = {str(row[1]): self._groups[row[0]] for row in self._rows("life_dead")}
         facts = {
             "objects": [topic, *(f"{topic}/{name}" for name in self._groups.values())],
             "since": found.committed_at or found.published_at or datetime.now(UTC) - timedelta(seconds=HORIZON_S),
-            "key": found.key if found.key is not None else str(found.identity),
+            "keys": [str(found.identity), *([] if found.key is None else [found.key])],
+            "dead_ids": list(dead),
             "message": str(found.identity),
             "acts": list(GROUP_ACTS),
             "limit": ACTS_LIMIT,
         }
         for at, actor, act, target, said in self._rows("life_acts", facts):
             _, _, group = target.partition("/")
-            whole = "" if "key" in said else ", of the whole group"
+            group = dead.get(target, group)
+            whole = "" if "key" in said or act == "dead discard" else ", of the whole group"
             reason = f": {said['reason']}" if "reason" in said else ""
             job = f" {said['bulk']}, {said['act']}" if "bulk" in said else ""
             yield LifeStep("act", at, group or None, actor, detail=f"{act}{job}{whole}{reason}")

@@ -17,6 +17,8 @@ from mqlayer.redis.server_info import ServerInfo, read_server_info
 from mqlayer.runtime.runtime import Runtime
 
 ANSWER_WITHIN_S: Final = 0.5
+AGAIN_WITHIN_S: Final = 2.0
+"""A busy machine may miss the first time."""
 
 ServingState = Literal["serving", "unarmed", "restarted", "unreachable", "lost"]
 """*restarted*: another run than the armed one answers."""
@@ -66,11 +68,14 @@ class NodeStatus:
 
 
 def node_statuses(runtime: Runtime, *, within_s: float = ANSWER_WITHIN_S) -> list[NodeStatus]:
-    """Return all nodes, oldest first; each is asked at once, and has `within_s` seconds to answer."""
+    """Return all nodes, oldest first; each has `within_s` seconds to answer, and then more once again."""
     with runtime.control.connection() as connection:
         rows = connection.execute(query("health_nodes")).fetchall()
     nodes = [Node(NodeId(row[0]), *row[1:4]) for row in rows]
     answers = _ask(nodes, within_s)
+    lost = {node.node_id for node, row in zip(nodes, rows, strict=True) if row[5] is not None}
+    silent = [one for one in nodes if answers[one.node_id][0] is None and one.node_id not in lost]
+    answers |= _ask(silent, AGAIN_WITHIN_S)
     return [
         NodeStatus(node, armed, lost, made, sampled, opened or 0, sealed or 0, *answers[node.node_id])
         for node, (*_, armed, lost, made, sampled, opened, sealed) in zip(nodes, rows, strict=True)

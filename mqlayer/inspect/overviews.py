@@ -66,6 +66,13 @@ class GroupOverview:
     dead: int | None
     settled_per_min: float | None
     sampled_at: datetime | None
+    silent: int
+    """Open partitions on nodes that were given as silent: the last sample's lag may lack theirs."""
+
+    @property
+    def least_lag(self) -> int | None:
+        """The lag, where it is all or surely more than nothing."""
+        return None if self.silent and not self.lag else self.lag
 
     @property
     def unowned(self) -> int:
@@ -118,16 +125,22 @@ def group_overviews(
     after: tuple[str, str] = ("", ""),
     contains: str = "",
     limit: int = 50,
+    silent: Sequence[int] = (),
 ) -> Sequence[GroupOverview]:
-    """Return groups that are not retired, behind a topic and name."""
-    facts = {"topic": topic, "after_topic": after[0], "after": after[1], "contains": contains, "limit": limit}
+    """Return groups that are not retired, behind a topic and name. `silent`: ids of nodes that do not answer."""
+    facts = {
+        "topic": topic, "after_topic": after[0], "after": after[1], "contains": contains, "limit": limit,
+        "silent": list(silent),
+    }  # fmt: skip
     with database.connection() as connection:
         return [GroupOverview(*row) for row in connection.execute(query("group_overviews"), facts).fetchall()]
 
 
-def groups_in_trouble(database: Database, *, limit: int = 50) -> tuple[int, Sequence[GroupOverview]]:
-    """Return how many groups are paused, late or without a member that they need, and the latest of them."""
-    facts = {"late_s": LATE_S, "limit": limit}
+def groups_in_trouble(
+    database: Database, *, limit: int = 50, silent: Sequence[int] = ()
+) -> tuple[int, Sequence[GroupOverview]]:
+    """Return how many groups are paused, late, without a needed member or on a silent node, and the latest of them."""
+    facts = {"late_s": LATE_S, "limit": limit, "silent": list(silent)}
     with database.connection() as connection:
         rows = connection.execute(query("groups_in_trouble"), facts).fetchall()
     return (rows[0][0] if rows else 0), [GroupOverview(*row[1:]) for row in rows]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
-from datetime import datetime
-from typing import Any
+from datetime import datetime, timedelta
+from typing import Any, Final
 
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.queries import query
+
+_RELAY_ID: Final = re.compile(r"(.+)-(\d+)-[0-9a-f]{6}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +22,17 @@ class RelayProcess:
     alive: bool
     lp_sets: int
     sent_at: datetime | None
+
+    @property
+    def process(self) -> tuple[str, int] | None:
+        """Its host and pid, None if its id does not tell."""
+        found = _RELAY_ID.fullmatch(self.relay_id)
+        return None if found is None else (found[1], int(found[2]))
+
+    def beat_at(self, lease_s: float) -> datetime:
+        """Return its last sign of life, given the length of leases."""
+        beat = self.lease_until - timedelta(seconds=lease_s)
+        return beat if self.sent_at is None else max(beat, self.sent_at)
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,12 +93,13 @@ def _of_topics(runtime: Runtime, nodes: Iterable[Node], ends: dict[int, int]) ->
     """Yield samples, and note the ends of partitions."""
     with runtime.control.connection() as connection:
         rows = connection.execute(query("sampled_topics")).fetchall()
-    ends |= _ends(runtime, nodes, [(NodeId(node), partition) for _, partition, node in rows if partition is not None])
+    ends |= _ends(runtime, nodes, [(NodeId(node), one) for _, _, one, node, _ in rows if one is not None])
     stored: dict[int, int | None] = {}
-    for topic_id, partition, _ in rows:
-        before, end = stored.get(topic_id, 0), 1 if partition is None else ends.get(partition)
-        # A silent node would look as if messages were gone.
-        stored[topic_id] = None if before is None or end is None else before + end - 1
+    for topic_id, deleted, partition, _, sealed_end in rows:
+        before = stored.get(topic_id, deleted)
+        end = 1 if partition is None else sealed_end or ends.get(partition)
+        # A silent node, or a partition that was split and is gone, would look as if messages were.
+        stored[topic_id] = None if before is None or end is None else before + max(0, end - 1)
     outbox = _of_outbox(runtime)
     for topic_id, count in stored.items():
         committed, relayed = outbox.get(topic_id, (None, None))

@@ -81,7 +81,7 @@ _ALL: Final = (
         "gives the next command.", for_s=300,
     ),
     Alert(
-        "MqlayerPartitionHot", "warning", "A partition takes more than its share, and lags",
+        "MqlayerPartitionHot", "warning", "A partition takes most of the load",
         "Split it: mqlayer route split TOPIC PARTITION --plan shows how the load would divide.", above=60, rule=False,
     ),
     Alert(

@@ -3,7 +3,7 @@
 from mqlayer.domain.route_changes import ChangePlan, Successor, plan_merge, plan_move, plan_split
 from mqlayer.routes.change_driver import finish_change, finish_changes
 from mqlayer.routes.lost_changes import UndoReport, reopen_forgotten
-from mqlayer.routes.lp_load import measured_load
+from mqlayer.routes.lp_load import PartitionLoad, measured_load
 from mqlayer.routes.node_loss import NodeLossReport, give_up_node, rearm_lost_nodes
 from mqlayer.routes.partition_retirement import retire_partitions
 from mqlayer.routes.planner import (
@@ -29,6 +29,7 @@ __all__ = [
     "ChangePlan",
     "DrainProgress",
     "NodeLossReport",
+    "PartitionLoad",
     "PartitionSpan",
     "PartitionSplit",
     "PlannedChange",

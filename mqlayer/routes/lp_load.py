@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from typing import Final
+from typing import Final, NamedTuple
 
 from mqlayer.domain.routing import NodeId, Route
 from mqlayer.errors import InvalidInput, NotFound
@@ -17,8 +17,15 @@ from mqlayer.runtime.runtime import Runtime
 LONGEST_S: Final = 3_600.0
 
 
-def measured_load(runtime: Runtime, route: Route, partition: int, *, over_s: float = 0.0) -> dict[int, int]:
-    """Return messages per LP over the next `over_s` seconds; with 0, or if none arrive, over all time.
+class PartitionLoad(NamedTuple):
+    """Messages per LP. `over_s`: how long they were counted; 0: all time."""
+
+    per_lp: dict[int, int]
+    over_s: float
+
+
+def measured_load(runtime: Runtime, route: Route, partition: int, *, over_s: float = 0.0) -> PartitionLoad:
+    """Count a partition's messages over the next `over_s` seconds; with 0, or if none arrive, over all time.
 
     Raises NotFound for a partition not in force, InvalidInput above one hour, StoreUnavailable.
     """
@@ -30,10 +37,10 @@ def measured_load(runtime: Runtime, route: Route, partition: int, *, over_s: flo
     with runtime.connection(_node(runtime.control, node_id)) as connection:
         before = _marks(connection, runtime.prefix, partition)
         if over_s == 0:
-            return dict(before)
+            return PartitionLoad(dict(before), 0.0)
         time.sleep(over_s)
         grown = _marks(connection, runtime.prefix, partition) - before
-    return dict(grown or before)
+    return PartitionLoad(dict(grown), over_s) if grown else PartitionLoad(dict(before), 0.0)
 
 
 def _marks(connection: NodeConnection, prefix: str, partition: int) -> Counter[int]:

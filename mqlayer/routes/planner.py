@@ -41,7 +41,7 @@ def planned_split(
     route = _plannable(runtime.control, topic, if_version)
     points = list(at)
     if not points:
-        loads = measured_load(runtime, route, partition, over_s=measure_s)
+        loads = measured_load(runtime, route, partition, over_s=measure_s).per_lp
         r = next(r for r in route.ranges if r.partition == partition)
         points = [halving_point(loads, r.lp_from, r.lp_to)]
     elif measure_s:

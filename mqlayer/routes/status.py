@@ -141,6 +141,12 @@ def find_change(database: Database, change_id: int) -> ListedChange:
     raise NotFound("route change", change_id, "see those of a topic: mqlayer route history TOPIC")
 
 
+def change_states(database: Database, change_ids: Sequence[int]) -> dict[int, str]:
+    """Return the states of route changes by number."""
+    with database.connection() as connection:
+        return dict(connection.execute(query("change_states"), {"change_ids": list(change_ids)}).fetchall())
+
+
 def changed_partitions(database: Database, change_id: int) -> list[ChangedPartition]:
     """Return the partitions that a change ends, then those that it makes."""
     with database.connection() as connection:

@@ -77,6 +77,8 @@ USER_KINDS: Final[tuple[ProcessKind, ...]] = ("publisher", "consumer", "viewer")
 """Kinds that people start, each with a variables file."""
 # Long enough for a debugger; a hanging transaction blocks an LP.
 IDLE_LIMIT: Final = "ALTER ROLE {} SET idle_in_transaction_session_timeout = '10min'"
+SEES_TRANSACTIONS: Final[tuple[ProcessKind, ...]] = ("operator", "worker", "viewer")
+"""Kinds that look for open transactions of others: console, note_problems, exporter."""
 TABLES_OF_ONES_OWN: Final = (
     "GRANT CREATE ON SCHEMA public TO {0}; GRANT ALL ON ALL TABLES IN SCHEMA public TO {0}; "
     "GRANT ALL ON ALL SEQUENCES IN SCHEMA public TO {0}"
@@ -221,6 +223,9 @@ class Stack:
                 grant(dsn, schema, role, right)
         with connect(dsn, application="mqlayer up") as connection, driver_errors(address_of(dsn)):
             connection.execute(sql.SQL(TABLES_OF_ONES_OWN).format(sql.Identifier(self._operator)))
+            for kind in SEES_TRANSACTIONS:
+                login = self._credentials.of(kind).postgres
+                connection.execute(sql.SQL("GRANT pg_read_all_stats TO {}").format(sql.Identifier(login.user)))
             for kind in ("operator", "publisher"):
                 login = self._credentials.of(kind).postgres
                 connection.execute(sql.SQL(IDLE_LIMIT).format(sql.Identifier(login.user)))

@@ -47,14 +47,15 @@ SELECT pg_has_role(current_user, 'pg_read_all_stats', 'USAGE'), quote_ident(curr
 
 -- name: check_open_transactions
 -- Transactions of this database that are open for long, whether they hold more than a reader's lock on our tables, the
--- sessions that each waits for, how many wait for it, and its role.
+-- sessions that each waits for, how many wait for it, its role, and where its client is.
 SELECT a.pid, a.application_name, a.state, extract(epoch FROM clock_timestamp() - a.xact_start)::float8 AS age_s,
        EXISTS (SELECT FROM pg_locks l JOIN pg_class c ON c.oid = l.relation JOIN pg_namespace n ON n.oid = c.relnamespace
                WHERE l.pid = a.pid AND l.granted AND l.mode <> 'AccessShareLock'
                  AND n.nspname IN ('mqlayer', 'mqlayer_app')) AS ours,
        CASE WHEN a.wait_event_type = 'Lock' THEN pg_blocking_pids(a.pid) ELSE '{}' END AS waits_for,
        (SELECT count(*) FROM pg_stat_activity w
-        WHERE w.wait_event_type = 'Lock' AND a.pid = ANY (pg_blocking_pids(w.pid)))::int AS waiting, a.usename
+        WHERE w.wait_event_type = 'Lock' AND a.pid = ANY (pg_blocking_pids(w.pid)))::int AS waiting, a.usename,
+       coalesce(host(a.client_addr), '') AS client
 FROM pg_stat_activity a
 WHERE a.datname = current_database() AND a.pid <> pg_backend_pid() AND a.backend_type = 'client backend'
   AND a.xact_start <= clock_timestamp() - make_interval(secs => %(age_s)s) ORDER BY a.xact_start;

@@ -122,8 +122,9 @@ WHERE p.node_id = %(node_id)s AND p.state <> 'deleted' AND p.partition_id > %(af
 ORDER BY p.partition_id LIMIT %(limit)s;
 
 -- name: problems_open
--- Problems that have not ended: number, place, when each began as far as that is known, and when it was seen first.
-SELECT problem_id, alert, topic, group_name, node, item, since, first_seen_at FROM mqlayer.problem
+-- Problems that have not ended: number, place, when each began as far as that is known, when it was seen first and last, and
+-- by which part of a look.
+SELECT problem_id, alert, topic, group_name, node, item, since, first_seen_at, last_seen_at, part FROM mqlayer.problem
 WHERE ended_at IS NULL ORDER BY problem_id LIMIT %(limit)s;
 
 -- name: problems_put
@@ -206,17 +207,19 @@ LEFT JOIN LATERAL (
 WHERE g.state = 'live' ORDER BY t.name, g.name;
 
 -- name: health_hot
--- Of each topic with several partitions, the one that takes in more than twice its share of the LPs, or half of what that
--- leaves besides, by the rates of the last minutes: its rate per second, its share of the topic's rate, and of the LPs.
-SELECT DISTINCT ON (r.topic_id) t.name, r.partition_id, r.per_s, r.share, r.fair
+-- Of each topic with several partitions, the one that takes in more than twice its fair share, or half of what that leaves
+-- besides, by the rates of the last minutes: its rate per second, the topic's, and the fair share, which is that of its LPs,
+-- or an equal one if that is more.
+SELECT DISTINCT ON (r.topic_id) t.name, r.partition_id, r.per_s, r.all_per_s, r.fair
 FROM (
-    SELECT p.topic_id, p.partition_id, m.per_s, m.per_s / nullif(sum(m.per_s) OVER of_topic, 0) AS share,
-           (p.lp_to - p.lp_from) / 1024.0::float8 AS fair, count(*) OVER of_topic AS partitions
+    SELECT p.topic_id, p.partition_id, m.per_s, sum(m.per_s) OVER of_topic AS all_per_s,
+           greatest((p.lp_to - p.lp_from) / 1024.0::float8, 1 / (count(*) OVER of_topic)::float8) AS fair,
+           count(*) OVER of_topic AS partitions
     FROM mqlayer.partition p JOIN mqlayer.partition_rate m USING (partition_id)
     WHERE p.state = 'open' AND m.measured_at > now() - interval '5 minutes'
     WINDOW of_topic AS (PARTITION BY p.topic_id)) AS r
 JOIN mqlayer.topic t USING (topic_id)
-WHERE r.partitions > 1 AND r.per_s >= %(least_per_s)s AND r.share > least(2 * r.fair, (1 + r.fair) / 2)
+WHERE r.partitions > 1 AND r.per_s >= %(least_per_s)s AND r.per_s > r.all_per_s * least(2 * r.fair, (1 + r.fair) / 2)
 ORDER BY r.topic_id, r.per_s DESC;
 
 -- name: outbox_places

@@ -277,14 +277,47 @@ WHERE p.partition_id = ANY(%(partitions)s::int[]);
 -- name: life_acts
 -- The acts on groups of a topic, or on all of it, that may be about a message of a key. Those of whole groups name no key.
 SELECT a.at, a.actor, a.act, a.object, a.facts FROM mqlayer.audit a
-WHERE a.object = ANY(%(objects)s::text[]) AND a.at >= %(since)s
-  AND (a.facts ->> 'key' = %(key)s
+WHERE (a.object = ANY(%(objects)s::text[]) OR a.act = 'dead discard' AND a.object = ANY(%(dead_ids)s::text[]))
+  AND a.at >= %(since)s
+  AND (a.act = 'dead discard' OR a.facts ->> 'key' = ANY(%(keys)s::text[])
        AND (%(message)s::text IS NULL OR coalesce(a.facts ->> 'message', %(message)s) = %(message)s)
        OR NOT a.facts ? 'key' AND a.act = ANY(%(acts)s::text[]))
   -- Not those on a deleted topic that had the name before.
   AND NOT EXISTS (SELECT FROM mqlayer.topic d WHERE d.deleted_at >= a.at
                                                 AND split_part(d.name, '@', 1) = split_part(a.object, '/', 1))
 ORDER BY a.at DESC LIMIT %(limit)s;
+
+-- name: life_bulk_items
+-- What bulk actions did with a key's parked row or dead messages, or with messages that are parked by themselves.
+SELECT i.group_id, r.redrive_id, r.kind, r.actor, r.reason, i.dead_id, i.result, i.error, i.at, i.since, i.cause, i.source, i.seq
+FROM unnest(%(group_ids)s::bigint[]) AS g (group_id) CROSS JOIN unnest(%(names)s::bytea[]) AS n (name)
+CROSS JOIN LATERAL (
+    SELECT i.* FROM mqlayer.bulk_item i
+    WHERE i.group_id = g.group_id AND i.lp = %(lp)s AND i.name = n.name AND i.result IS NOT NULL
+    ORDER BY i.redrive_id DESC LIMIT %(limit)s) AS i
+JOIN mqlayer.redrive r USING (redrive_id)
+ORDER BY i.at DESC LIMIT %(limit)s;
+
+-- name: life_key_dead
+-- Dead messages of a key: those that are dead now, and of given messages all.
+SELECT d.group_id, d.dead_id, d.cause, d.reason, d.attempts, d.actor, d.died_at, d.redriven_at, d.source, d.seq
+FROM unnest(%(group_ids)s::bigint[]) AS g (group_id)
+CROSS JOIN LATERAL (
+    (SELECT d.* FROM mqlayer.dead_fact d
+     WHERE d.group_id = g.group_id AND d.lp = %(lp)s AND d.key = %(name)s AND d.redriven_at IS NULL
+     ORDER BY d.partition_id DESC, d.log_offset DESC, d.dead_id DESC LIMIT %(limit)s)
+    UNION
+    SELECT d.* FROM unnest(%(sources)s::bigint[], %(seqs)s::bigint[]) AS m (source, seq)
+    JOIN mqlayer.dead_fact d ON d.group_id = g.group_id AND d.lp = %(lp)s AND d.source = m.source AND d.seq = m.seq) AS d
+ORDER BY d.died_at DESC LIMIT %(limit)s;
+
+-- name: life_key_attempts
+-- Failed attempts at messages of a key, the latest.
+SELECT a.group_id, a.source, a.seq, a.attempt, a.failed_at, a.member_id, a.error
+FROM unnest(%(sources)s::bigint[], %(seqs)s::bigint[]) AS m (source, seq)
+JOIN mqlayer.failed_attempt a ON a.group_id = ANY(%(group_ids)s::bigint[]) AND a.lp = %(lp)s
+                              AND a.source = m.source AND a.seq = m.seq
+ORDER BY a.failed_at DESC LIMIT %(limit)s;
 
 -- name: life_dead
 -- A message that died in groups, and the bulk actions that had it.

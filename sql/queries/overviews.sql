@@ -50,7 +50,10 @@ c.topic, c.name, c.mode, c.state, c.paused_at, c.paused_by, c.topic_paused_at, c
        s.lag[1], s.oldest_s, s.parked, s.dead,
        CASE WHEN d.grown IS NOT NULL AND s.lag[1] IS NOT NULL
            THEN greatest(0, d.grown - s.lag[1] + s.lag[array_upper(s.lag, 1)]) / d.minutes END AS settled_per_min,
-       s.sampled_at
+       s.sampled_at,
+       CASE WHEN cardinality(%(silent)s::int[]) = 0 THEN 0
+           ELSE (SELECT count(*) FROM mqlayer.partition q
+                 WHERE q.topic_id = c.topic_id AND q.state = 'open' AND q.node_id = ANY(%(silent)s::int[])) END AS silent
 FROM chosen c
 LEFT JOIN LATERAL (SELECT count(*) AS partitions FROM mqlayer.partition p
                    WHERE p.topic_id = c.topic_id AND p.state = 'open') AS p ON true
@@ -78,7 +81,8 @@ ORDER BY c.topic, c.name;
 
 -- name: groups_in_trouble
 -- Groups that an operator should look at, the oldest waiting message first: paused, without a member, a message that waits
--- for longer than a time, or a lag that a silent node hides. With how many there are in all.
+-- for longer than a time, or a lag that a silent node hides: when it was sampled, or now by those given as `silent`. With how
+-- many there are in all.
 WITH live AS (
     SELECT t.name AS topic, t.paused_at AS topic_paused_at, t.paused_by AS topic_paused_by, g.*, l.oldest_s, l.lag, l.at AS sampled_at,
            EXISTS (SELECT FROM mqlayer.member m WHERE m.group_id = g.group_id AND m.lease_until >= now()) AS alive
@@ -92,6 +96,8 @@ WITH live AS (
     WHERE paused_at IS NOT NULL OR topic_paused_at IS NOT NULL OR oldest_s > %(late_s)s
        OR (mode <> 'pop' AND NOT alive AND lag > 0) OR (sampled_at IS NOT NULL AND lag IS NULL)
        OR EXISTS (SELECT FROM mqlayer.partition_pause pp WHERE pp.group_id = live.group_id)
+       OR topic_id IN (SELECT q.topic_id FROM mqlayer.partition q
+                       WHERE q.state = 'open' AND q.node_id = ANY(%(silent)s::int[]))
 ), chosen AS (
     SELECT * FROM wrong ORDER BY oldest_s DESC NULLS LAST, topic, name LIMIT %(limit)s)
 SELECT (SELECT count(*) FROM wrong), {overview_of_group}

@@ -397,6 +397,10 @@ WHERE (%(topic)s::text IS NULL OR t.name = %(topic)s) AND (%(change_id)s::int IS
       SELECT p.ended_by_change FROM mqlayer.partition p WHERE p.state = 'sealed'))
 ORDER BY c.change_id DESC LIMIT %(limit)s;
 
+-- name: change_states
+-- The states of route changes.
+SELECT change_id, state FROM mqlayer.route_change WHERE change_id = ANY(%(change_ids)s::int[]);
+
 -- name: change_waits
 -- Groups that have not drained the sealed parents of changes, and how many parents of each.
 SELECT p.ended_by_change, g.name, count(*)::int

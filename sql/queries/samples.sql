@@ -7,9 +7,14 @@ SELECT g.group_id,
 FROM mqlayer.consumer_group g WHERE g.group_id = ANY(%(group_ids)s::bigint[]);
 
 -- name: sampled_topics
--- Topics that are not deleted, and their partitions with nodes.
-SELECT t.topic_id, p.partition_id, p.node_id
-FROM mqlayer.topic t LEFT JOIN mqlayer.partition p ON p.topic_id = t.topic_id AND p.state IN ('open', 'sealed')
+-- Topics that are not deleted with the messages of their deleted partitions, and the others with nodes; where sealed ones end.
+SELECT t.topic_id, coalesce(d.stored, 0)::bigint, p.partition_id, p.node_id, s.next_offset
+FROM mqlayer.topic t
+LEFT JOIN (SELECT p.topic_id, sum(greatest(0, s.next_offset - 1)) AS stored
+           FROM mqlayer.partition p JOIN mqlayer.seal s USING (partition_id)
+           WHERE p.state = 'deleted' GROUP BY p.topic_id) AS d USING (topic_id)
+LEFT JOIN mqlayer.partition p ON p.topic_id = t.topic_id AND p.state IN ('open', 'sealed')
+LEFT JOIN mqlayer.seal s ON s.partition_id = p.partition_id AND p.state = 'sealed'
 WHERE t.deleted_at IS NULL
 ORDER BY t.topic_id, p.partition_id;
 
@@ -31,10 +36,13 @@ FROM unnest(%(kind)s::text[], %(object_id)s::bigint[], %(lag)s::bigint[], %(olde
 ON CONFLICT (kind, object_id, at) DO NOTHING;
 
 -- name: sampled_rates_put
--- Note where partitions end now, as rate_put does, but of those that the balance by rate measures more often.
+-- Note where partitions end now, as rate_put does, but of those that the balance by rate measures more often. The first
+-- rate of a partition is that since its beginning, so that those of a split have one at once.
 INSERT INTO mqlayer.partition_rate AS r (partition_id, next_offset, per_s, measured_at)
-SELECT partition_id, next_offset, 0, clock_timestamp()
+SELECT partition_id, next_offset,
+       (next_offset - 1) / greatest(1, extract(epoch FROM clock_timestamp() - p.created_at)), clock_timestamp()
 FROM unnest(%(partitions)s::int[], %(offsets)s::bigint[]) AS measured(partition_id, next_offset)
+JOIN mqlayer.partition p USING (partition_id)
 ON CONFLICT (partition_id) DO UPDATE
 SET next_offset = excluded.next_offset, measured_at = excluded.measured_at,
     per_s = r.per_s / 2 + greatest(0, excluded.next_offset - r.next_offset) / 2.0

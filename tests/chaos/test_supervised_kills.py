@@ -68,6 +68,7 @@ def test_a_process_killed_at_a_place_is_followed_without_its_lease(scene: KillSc
     assert (ENDED in said(scene)) == (place != "member.before_join")
 
 
+@pytest.mark.full
 def test_a_supervisor_killed_after_its_word_leaves_nothing_to_a_lease(scene: KillScene) -> None:
     supervisor = supervise(scene, "member.after_dead_commit=kill", MQLAYER_TEST_KILL="handler.after_success@10")
     assert supervisor.wait(40) == -9, "the word was not said"
@@ -80,6 +81,7 @@ def test_a_supervisor_killed_after_its_word_leaves_nothing_to_a_lease(scene: Kil
     judge(scene)
 
 
+@pytest.mark.full
 def test_kills_at_any_time_under_load_lose_and_reverse_nothing(scene: KillScene) -> None:
     rng, supervisor = random.Random(7), supervise(scene)
     itself = ProcessId(supervisor.pid, _started(supervisor.pid) or "")

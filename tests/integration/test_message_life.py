@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import time
+from collections.abc import Callable
 from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -28,7 +30,20 @@ from mqlayer.inspect import (
 from mqlayer.inspect.stream_search import BudgetSpent, StreamSearch
 from mqlayer.maintenance import trim_pass
 from mqlayer.postgres.rights import Right
-from mqlayer.redelivery import DeadFilter, release_parked, start_redrive
+from mqlayer.redelivery import (
+    DeadFilter,
+    ParkedFilter,
+    discard_dead,
+    discard_parked,
+    pause_key,
+    plan_bulk,
+    release_parked,
+    resume_key,
+    skip_head,
+    start_bulk,
+    start_redrive,
+    work_on,
+)
 from mqlayer.relay import relay_once
 from mqlayer.runtime.runtime import Runtime
 from mqlayer.topics import set_archived
@@ -107,6 +122,51 @@ def test_acts_of_operators_are_steps_of_their_messages_alone(stage: Stage) -> No
     found = history_of_key(here, stage.topic, keys[0])
     assert [(one.step, one.detail) for one in found.steps][-1] == ("act", "parked release")
     assert [dict(one.groups) for one in found.messages] == [{"g": "parked"}]
+
+
+def test_a_keys_history_has_every_act_that_touches_a_key(stage: Stage) -> None:
+    """Each act that names a key or takes it in a set, by the steps of the key that it leaves when the key went on."""
+    failing, here = Failing(stage), runtime(stage)
+    acts: dict[str, Callable[[str, Any], object]] = {
+        "parked release": lambda key, _: release_parked(here, stage.topic, "g", key=key),
+        "parked discard": lambda key, _: discard_parked(here, stage.topic, "g", key=key, reason="why"),
+        "key skip-head": lambda key, _: skip_head(here, stage.topic, "g", key, reason="why"),
+        "key pause": lambda key, _: pause_key(here, stage.topic, "g", key),
+        "key resume": lambda key, _: (pause_key(here, stage.topic, "g", key), resume_key(here, stage.topic, "g", key)),
+        "bulk release": lambda key, _: in_bulk("release", ParkedFilter(key=key)),
+        "bulk discard": lambda key, _: in_bulk("discard", ParkedFilter(key=key)),
+        "bulk redrive": lambda key, record: in_bulk("redrive", DeadFilter(dead_ids=tuple(failing.dead_letter(record)))),
+        "bulk keep": lambda key, record: in_bulk("keep", DeadFilter(dead_ids=tuple(failing.dead_letter(record)))),
+        "dead discard": lambda key, record: discard_dead(here, failing.dead_letter(record)[0], reason="why"),
+    }
+
+    def in_bulk(act: Any, wanted: DeadFilter | ParkedFilter) -> None:
+        planned = plan_bulk(here, act, stage.topic, "g", wanted)
+        start_bulk(here, planned.bulk_id, reason="why", worker="w")
+        assert work_on(here.control, planned.bulk_id, worker="w").done == 1
+
+    for act, do in acts.items():
+        (record,) = failing.publish((act, b"1"))
+        if "dead" not in act and act not in {"bulk redrive", "bulk keep"}:
+            failing.park(record, attempts=3)
+        failing.attempt(record, 1, "E: it failed")
+        do(act, record)
+    # A bulk release leaves its item alone: the key went on, and its stream was trimmed.
+    failing.sql("DELETE FROM mqlayer.parked_message")
+    failing.sql("DELETE FROM mqlayer.parked_key")
+    for act in acts:
+        found = history_of_key(here, stage.topic, act)
+        told = {one.detail or "" for one in found.steps if one.step in {"act", "redriven"} and one.by == "ann"}
+        words = f"bulk action [0-9]+, {act.removeprefix('bulk ')}: done" if act.startswith("bulk") else act
+        assert [one for one in told if re.match(words, one)], (act, told)
+        assert [one.detail for one in found.steps if one.step == "failed"] == [
+            f"message {found.messages[0].found.identity}: E: it failed"
+        ]
+        assert "attempts that ended well" in {one.steps for one in found.missing}
+    released = history_of_key(here, stage.topic, "bulk release")
+    (step,) = (one for one in released.steps if one.step == "act")
+    assert re.fullmatch(r"bulk action 1, release: done, parked since .* UTC \(exhausted\): why", step.detail or "")
+    assert step in life(stage, released.messages[0].found.identity, "g")
 
 
 def test_an_identity_and_a_time_are_found_by_halving_and_a_search_ends_at_its_budget(stage: Stage) -> None:

@@ -8,14 +8,11 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Annotated, Any, NotRequired, TypedDict
 
-import django
 import psycopg
 import pytest
 import sqlalchemy
-from django.conf import settings as django_settings
 from django.db import connections, transaction
 from django.test import TestCase
-from psycopg.conninfo import conninfo_to_dict
 from pydantic import SecretStr
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import Session
@@ -34,6 +31,7 @@ from mqlayer.testing import (
     prepare_database,
     published,
 )
+from tests.fixtures.django_connections import django_connection
 from tests.fixtures.kept_connections import ask_postgres, kept_session
 from tests.fixtures.servers import Postgres
 from tests.fixtures.sqlalchemy_engines import url_of
@@ -119,21 +117,11 @@ def test_async_sessions_are_read_by_an_await(dsn: str) -> None:
     assert asyncio.run(run()) == [["ann"], ["bob"]]
 
 
-@pytest.fixture
-def django_connection(dsn: str) -> Iterator[Any]:
+@pytest.fixture(name="django_connection")
+def lent_django_connection(dsn: str) -> Iterator[Any]:
     """Django's default connection, on the test's database."""
-    parts = conninfo_to_dict(dsn)
-    if not django_settings.configured:
-        django_settings.configure(DATABASES={"default": {"ENGINE": "django.db.backends.postgresql"}}, USE_TZ=True)
-        django.setup()
-    connection = connections["default"]
-    connection.close()
-    connection.settings_dict.update(
-        NAME=parts["dbname"], USER=parts["user"], PASSWORD=parts.get("password", ""), HOST=parts["host"],
-        PORT=str(parts["port"]),
-    )  # fmt: skip
-    yield connection
-    connection.close()
+    with django_connection(dsn) as connection:
+        yield connection
 
 
 def test_a_test_case_of_django_sees_its_atomic_blocks_and_delivers_them(django_connection: Any) -> None:

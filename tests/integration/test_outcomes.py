@@ -426,7 +426,11 @@ def test_a_member_that_is_killed_leaves_one_end_for_each_message(
     words = told.words()
     assert len(words) == 400
     ends = [one[-1][0] for one in words.values()]
-    assert (ends.count("handled"), ends.count("parked")) == (196, 204)
+    handled, parked = ends.count("handled"), ends.count("parked")
+    assert handled + parked == 400
+    # Killed behind the commit that parked a key, it may have told of nothing that it handled of this key before: that
+    # comes again, and joins the parked ones.
+    assert parked >= 204 if place == "parking.after_commit" else parked == 204
     # An offset that is settled is settled once; and what is parked, parked once.
     assert {len(one) for one in words.values()} == {1}
     assert set(told.final()) == set(words)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -11,17 +12,19 @@ from mqlayer.doctor import health, problem_history
 from mqlayer.doctor.effects import COMMANDS
 from mqlayer.doctor.problem_history import Problem, ended_problems, open_problems, put_problems
 from mqlayer.errors import StoreUnavailable
+from mqlayer.inspect.node_status import node_statuses
 from mqlayer.maintenance.sampling import take_samples
 from mqlayer.metrics.alerts import ALERTS
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.rights import Right
+from mqlayer.relay import relay_once
 from mqlayer.stack import RedisServer
 from mqlayer.workers.connections import runtime
 from mqlayer.workers.tasks import TASKS
 from tests.fixtures.command_tree import commands
 from tests.fixtures.commands import Commands
 from tests.fixtures.wait import wait_until
-from tests.proof.world import World
+from tests.proof.world import QUICK, World
 
 NODE = Problem(ALERTS["MqlayerNodeAway"], "it is away", node="node-1", part="nodes", effect="12 partitions wait")
 
@@ -48,6 +51,7 @@ def test_a_job_notes_a_dead_node_and_its_end_under_its_own_right(
     take_samples(world.runtime())
     look(world)
     assert "MqlayerNodeAway" not in names(world.database)
+    assert [one.state for one in node_statuses(world.runtime(), within_s=0.0)] == ["serving"], "a second look"
     assert "MqlayerNoRelay" in names(world.database)
     assert health.system_health(runtime()).unread == (), "the worker's right is enough"
     node.kill()
@@ -147,22 +151,29 @@ def test_a_standstill_is_told_with_the_last_commit(world: World) -> None:
     assert totals.looked_back_to is not None
 
 
-def test_a_hot_partition_is_named_with_its_share(world: World) -> None:
-    """Rates come with samples; the lag is of a group."""
-    place = ALERTS["MqlayerPartitionHot"]
-    world.rows(
-        "INSERT INTO mqlayer.partition_rate (partition_id, next_offset, per_s, measured_at) "
-        "SELECT partition_id, 1, CASE WHEN partition_id = (SELECT min(partition_id) FROM mqlayer.partition) "
-        "THEN 90 ELSE 5 END, now() FROM mqlayer.partition"
+def test_a_hot_partition_is_told_by_the_second_sample_though_nothing_lags(world: World) -> None:
+    """Of messages that were relayed into one of two partitions; more rates, and lags, by the table."""
+    here = world.runtime()
+    take_samples(here)
+    world.rows("UPDATE mqlayer.partition_rate SET measured_at = measured_at - interval '40 s'")
+    world.rows("SELECT mqlayer_app.publish_v1('orders', 'one key', 'x') FROM generate_series(1, 2000)")
+    wait_until(lambda: relay_once(world.settings(), limits=QUICK) == 0, what="all to be relayed")
+    take_samples(here)
+    (found,) = [one for one in health.system_health(here).problems if one.alert.name == "MqlayerPartitionHot"]
+    assert (found.alert.severity, found.topic, found.group) == ("warning", "orders", "")
+    assert re.match(
+        rf"Partition {found.partition} of orders takes 100% of the load \((2\d) of \1 messages/s\)", found.text
     )
-    look = health.HealthLook(world.runtime())
+    assert "No group lags there yet" in found.effect
+    look = health.HealthLook(here)
     look.totals.is_sampled = True
     row = health.GroupRow("orders", "g", "exclusive", 2, 1, None, None, True, 500, 120.0)
     (found,) = health._hot(look, [row])
-    assert (found.alert, found.group, found.partition) == (place, "g", 1)
-    assert "Partition 1 has 50% of the LPs and takes 95% of the topic's messages" in found.text
-    assert "500 messages wait for the group" in found.effect
-    assert list(health._hot(look, [row._replace(oldest_s=10.0)])) == []
+    assert found.effect == "500 messages wait for group g, the oldest for 2 min."
+    world.rows("UPDATE mqlayer.partition_rate SET per_s = CASE WHEN per_s > 1 THEN 19 ELSE 1 END")
+    (found,) = health._hot(look, [row])
+    assert "takes 95% of the load (19 of 20 messages/s), where 50% would be fair" in found.text
+    assert list(health._hot(look, [row._replace(oldest_s=10.0)])) == [], "few messages, and no lag"
 
 
 def test_failed_attempts_are_told_by_their_share(world: World) -> None:

@@ -19,6 +19,7 @@ from mqlayer.runtime.route_cache import RouteCache
 from mqlayer.workers.tasks import TASKS
 from tests.fixtures.commands import Commands
 from tests.fixtures.forked_programs import ask_python
+from tests.proof.route_steps import split
 from tests.proof.world import QUICK, World
 
 PROGRAM = "from mqlayer.workers.tasks import TASKS; TASKS['sample']()"
@@ -26,7 +27,9 @@ PROGRAM = "from mqlayer.workers.tasks import TASKS; TASKS['sample']()"
 
 def shifted(world: World, minutes: int) -> None:
     """Have all samples be so many minutes older, as it is not through waiting."""
-    world.rows("UPDATE mqlayer.sample SET at = at - make_interval(mins => %s)", minutes)
+    # In two steps: in one, a row may meet another that has not moved yet.
+    world.rows("UPDATE mqlayer.sample SET at = at - interval '1000 days'")
+    world.rows("UPDATE mqlayer.sample SET at = at + interval '1000 days' - make_interval(mins => %s)", minutes)
 
 
 def count(world: World) -> int:
@@ -50,6 +53,27 @@ def test_the_job_samples_groups_topics_and_nodes_under_its_own_right(world: Worl
     memory, ops = curves(world.database, "node", "node-1")
     assert (memory.points[0].mean or 0) > 100_000
     assert ops.points[0].mean is not None
+
+
+@pytest.mark.world(partitions=1, relayed=30)
+def test_a_count_goes_on_over_a_split_and_the_end_of_its_parent(world: World) -> None:
+    here = world.runtime()
+
+    def stored() -> int:
+        world.rows("DELETE FROM mqlayer.sample")
+        take_samples(here)
+        ((count,),) = world.rows("SELECT stored FROM mqlayer.sample WHERE kind = 'topic'")
+        return int(count)
+
+    assert stored() == 30
+    route = split(here, "orders", 1, at=[512])
+    world.publish(20)
+    relay_once(world.settings(), limits=QUICK)
+    assert stored() == 50
+    world.rows("UPDATE mqlayer.partition SET state = 'deleted' WHERE partition_id = 1")
+    assert stored() == 50, "its messages were handled, and are not gone"
+    rates = dict(world.rows("SELECT partition_id, per_s FROM mqlayer.partition_rate"))
+    assert sum(rates[one.partition] for one in route.ranges) > 1, "children have a rate at their first sample"
 
 
 @pytest.mark.world(relayed=5)

@@ -18,8 +18,10 @@ from typer.testing import CliRunner
 
 from mqlayer import outbox
 from mqlayer.cli.main import app
+from mqlayer.doctor.postgres import OpenTransaction
 from mqlayer.errors import PermissionDenied
 from mqlayer.postgres.migrations import migrate, migrate_for_tests
+from mqlayer.postgres.queries import query
 from mqlayer.postgres.rights import Grant, Right, grants
 from mqlayer.redis.access import forget_access
 from mqlayer.stack import GivenAddresses, Stack
@@ -167,6 +169,19 @@ def test_each_role_has_the_rights_of_its_kind_and_none_is_the_schemas_owner(stac
     expected |= {Grant("mqlayer_operator", right) for right in Right if right is not Right.MIGRATE}
     for schema in ("control", "application"):
         assert set(grants(stack.owner_dsn(), schema)) == expected
+
+
+def test_those_who_look_for_open_transactions_see_those_of_other_roles(stack: Stack) -> None:
+    command("topic", "create", "bills")
+    with psycopg.connect(variables(stack, "publisher")["MQLAYER_DSN"], application_name="price-import") as publisher:
+        publisher.execute("SELECT mqlayer_app.publish_v1('bills', 'k', '')")
+        pid = publisher.info.backend_pid
+        for kind in ("operator", "worker", "viewer", "relay"):
+            login = stack._credentials.of(kind).postgres
+            with psycopg.connect(stack.owner_dsn(), user=login.user, password=login.password) as connection:
+                rows = connection.execute(query("check_open_transactions"), {"age_s": 0.0}).fetchall()
+            seen = [OpenTransaction(*row) for row in rows]
+            assert any(one.pid == pid and one.holds for one in seen) == (kind != "relay"), kind
 
 
 def test_a_file_of_one_kind_does_what_that_kind_may_and_nothing_else(stack: Stack) -> None:

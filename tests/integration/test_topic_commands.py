@@ -8,6 +8,7 @@ from mqlayer.archive import set_retention
 from mqlayer.domain.names import DEFAULT_BODY_LIMIT
 from tests.fixtures.commands import Commands, facts_of
 from tests.fixtures.consumers import Recorder, Stage
+from tests.fixtures.wait import wait_until
 from tests.proof.runtimes import runtime_of
 
 
@@ -21,6 +22,7 @@ def run(stage: Stage, monkeypatch: pytest.MonkeyPatch, logging_as_before: None) 
 def test_a_topic_is_shown_with_its_partitions_and_groups(stage: Stage, run: Commands) -> None:
     stage.send_numbers(20, 5)
     stage.consume(Recorder(), group="done")
+    wait_until(lambda: run.lines("topic", "show", "orders")[0]["groups"][0]["lag"] == 0, what="all is settled")
     set_retention(runtime_of(stage.database), "orders", days=30)
     (found,) = run.lines("topic", "show", "orders")
     assert (found["topic"], found["version"], found["retention_days"], found["body_limit"]) == (

@@ -106,7 +106,7 @@ def test_after_a_break_that_was_allowed_the_former_version_is_judged_anew(world:
     assert set_schema_mode(runtime, "orders", "none")
     assert store(V1, anew=True) == 3
     facts = ask_postgres(world.dsn, "SELECT actor, facts FROM mqlayer.audit WHERE act = 'topic set' ORDER BY at")
-    assert facts[0] == ("ann", {"schema_mode": "none"})
+    assert facts[0] == ("ann", {"before": {"schema_mode": "backward"}, "schema_mode": "none"})
     with pytest.raises(NotFound, match="mqlayer topic create gone"):
         store_schema(world.database, "gone", schema(V1), actor="a test")
 

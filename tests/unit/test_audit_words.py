@@ -72,6 +72,21 @@ def test_each_audited_act_has_words() -> None:
             "changed the address of node node-2: redis://a → redis://b: 2 messages lost",
         ),
         (
+            "route move",
+            "orders",
+            {"version": 4, "parents": [3], "successors": [[0, 512, "m"]], "state": "done"},
+            "moved partition 3 of topic orders → LPs 0 to 511 on m: route 3 → 4",
+        ),
+        (
+            "route merge",
+            "orders",
+            {"version": 4, "parents": [3, 4], "successors": [[0, 512, "m"]], "state": "dropped"},
+            (
+                "planned to merge partitions 3, 4 of topic orders → LPs 0 to 511 on m: route 3 → 4; it was dropped, "
+                "the route stayed"
+            ),
+        ),
+        (
             "route split",
             "orders",
             {"change": 1, "version": 4, "parents": [3], "successors": [[0, 512, "n"], [512, 1024, "m"]]},
@@ -81,7 +96,7 @@ def test_each_audited_act_has_words() -> None:
             "bulk end",
             "orders/g",
             {"bulk": 7, "act": "release", "done": 2, "skipped": 0, "failed": 1},
-            "ended bulk action 7 (release parked keys) in group g of topic orders: 2 done, 0 passed by, 1 failed",
+            "ended bulk action 7 (release parked keys) in group g of topic orders: 2 done, 0 left alone, 1 failed",
         ),
         (
             "dead discard",

@@ -8,6 +8,7 @@ from mqlayer.console.views import (
     bulk,
     changes,
     doctor,
+    glossary,
     groups,
     keys,
     messages,
@@ -18,7 +19,21 @@ from mqlayer.console.views import (
     topics,
 )
 
-_VIEWS: Final = (overview, topics, groups, keys, messages, parked, bulk, changes, outbox, nodes, doctor, audit)
+_VIEWS: Final = (
+    overview,
+    topics,
+    groups,
+    keys,
+    messages,
+    parked,
+    bulk,
+    changes,
+    outbox,
+    nodes,
+    doctor,
+    audit,
+    glossary,
+)
 
 PAGES: Final[tuple[Page, ...]] = tuple(page for view in _VIEWS for page in view.PAGES)
 ACTIONS: Final[tuple[Action, ...]] = tuple(action for view in _VIEWS for action in view.ACTIONS)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any, Final, NamedTuple
 
@@ -12,6 +13,9 @@ from mqlayer.console.page import ROWS, Action, Page, Visit, part
 from mqlayer.console.render import link, segment
 from mqlayer.errors import InvalidInput
 from mqlayer.inspect.audit_trail import AuditedAct, AuditedBy, AuditFilter, audited_acts, audited_kinds
+from mqlayer.postgres.database import Database
+from mqlayer.routes.status import change_states
+from mqlayer.runtime.route_cache import load_nodes
 
 NAMES: Final = ("actor", "act", "object", "since", "until")
 WHO: Final[Mapping[str, AuditedBy | None]] = {"people": "people", "machines": "machines", "all": None}
@@ -44,7 +48,7 @@ def _load(visit: Visit) -> Mapping[str, Any]:
     last = rows[ROWS - 1] if len(rows) > ROWS else None
     return {
         "found": found,
-        "acts": [_shown(one) for one in rows[:ROWS]],
+        "acts": _all_shown(visit.runtime.control, rows[:ROWS]),
         "kinds": part(lambda: audited_kinds(visit.runtime.control)),
         "fields": fields,
         "older": "" if last is None else link("/audit", **fields, before=f"{last.at.isoformat()}_{last.audit_id}"),
@@ -56,9 +60,24 @@ def _load(visit: Visit) -> Mapping[str, Any]:
     }
 
 
-def _shown(one: AuditedAct) -> ShownAct:
-    facts = json.dumps(one.facts, ensure_ascii=False, indent=1) if one.facts else ""
-    return ShownAct(one, act_words(one), facts, _path(one))
+def _all_shown(control: Database, acts: Sequence[AuditedAct]) -> list[ShownAct]:
+    changes = [one.facts["change"] for one in acts if "successors" in one.facts]
+    found = part(lambda: _named(control, changes)).value or ({}, {})
+    return [_shown(one, *found) for one in acts]
+
+
+def _named(control: Database, changes: Sequence[int]) -> tuple[Mapping[int, str], Mapping[int, str]]:
+    if not changes:
+        return {}, {}
+    return change_states(control, changes), {node.node_id: node.name for node in load_nodes(control)}
+
+
+def _shown(one: AuditedAct, states: Mapping[int, str], nodes: Mapping[int, str]) -> ShownAct:
+    facts, told = json.dumps(one.facts, ensure_ascii=False, indent=1) if one.facts else "", one
+    if "successors" in one.facts:
+        parts = [[first, end, nodes.get(node, node)] for first, end, node in one.facts["successors"]]
+        told = replace(one, facts={**one.facts, "successors": parts, "state": states.get(one.facts["change"], "")})
+    return ShownAct(one, act_words(told), facts, _path(one))
 
 
 def _who(visit: Visit) -> str:

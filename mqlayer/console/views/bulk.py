@@ -44,7 +44,14 @@ def order_of(act: str) -> str:
     """Return the order in which an act takes its items."""
     if act in DEAD_ACTS:
         return "key by key, and of a key in the order in which its messages were published"
-    return "parked keys by LP and name; of a key, all its messages stay in order"
+    return "parked keys by their LP (the number that places a key), then by name; messages of a key stay in order"
+
+
+def filter_words(wanted: DeadFilter | ParkedFilter) -> str:
+    """Return a filter in words, empty for one that takes all."""
+    said = {name: value for name, value in wanted.as_json().items() if name != "waiting"}
+    told = [f"{name.replace('_', ' ')} {value}" for name, value in said.items()]
+    return ", ".join([*told, *(["those that wait for an operator"] if wanted.as_json().get("waiting") else [])])
 
 
 def _list(visit: Visit) -> Mapping[str, Any]:
@@ -69,6 +76,7 @@ def _show(visit: Visit) -> Mapping[str, Any]:
         "action": action,
         "words": WORDS[action.act],
         "order": order_of(action.act),
+        "filtered": filter_words(action.filter),
         "left": action.size - action.done - action.skipped - action.failed,
         "items": items,
         "failed": failed,
@@ -98,7 +106,7 @@ def _plan_plan(visit: Visit) -> Plan:
         kind, count = "dead message", estimate_dead(database, wanted, topic=topic, group=group)
     else:
         kind, count = "parked key", estimate_parked(database, replace(wanted, topic=topic, group=group))
-    narrowed = ", ".join(f"{name} {value}" for name, value in wanted.as_json().items()) or "all of the group"
+    narrowed = filter_words(wanted) or "all of the group"
     return Plan([
         f"List what the act is for: {WORDS[act]}, in group {group} of topic {topic}. Nothing is done to it yet.",
         f"Matching now: {told_count(count, kind)} ({narrowed}).",
@@ -123,7 +131,8 @@ def _plan_start(visit: Visit) -> Plan:
             f"{counted(found.size, 'item')}, fixed: {WORDS[found.act]}, in group {found.group} of topic {found.topic}.",
             f"Order: {order_of(found.act)}.",
             f"At most {rate:g} a second." if rate else "As fast as the group has room for them.",
-            "Items that changed since the plan are passed by. Cancel it on the way: finished items stay as they are.",
+            "What changed since the list was made is left alone; new messages of a key are no change.",
+            "It can be stopped on the way: finished items stay as they are.",
         ],
         danger=found.act == "discard",
     )
@@ -141,7 +150,7 @@ def _start(visit: Visit) -> Outcome:
 
 
 def _progress(found: BulkAction) -> str:
-    return f"{found.done:,} of {found.size:,} done, {found.skipped:,} passed by, {found.failed:,} failed"
+    return f"{found.done:,} of {found.size:,} done, {found.skipped:,} left alone, {found.failed:,} failed"
 
 
 def _rate(visit: Visit) -> float:
@@ -168,5 +177,5 @@ PAGES: Final = (
 ACTIONS: Final = (
     Action("bulk-plan", "Plan a bulk action", _plan_plan, _plan, "Make the list"),
     Action("bulk-start", "Start a bulk action", _plan_start, _start, "Start it"),
-    Action("bulk-cancel", "Cancel a bulk action", _plan_cancel, _cancel, "Cancel it"),
+    Action("bulk-cancel", "Stop a bulk action", _plan_cancel, _cancel, "Stop it for good"),
 )

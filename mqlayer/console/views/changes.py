@@ -5,18 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
+from itertools import permutations
 from typing import Any, Final
 
 from mqlayer.console.node_reads import impatient
 from mqlayer.console.page import ROWS, Action, Outcome, Page, Plan, Visit, part
-from mqlayer.console.render import link, number
+from mqlayer.console.render import counted, duration, link, number
 from mqlayer.console.views.nodes import statuses
 from mqlayer.domain.route_changes import ChangePlan, halving_point
 from mqlayer.domain.routing import LpRange, Route
 from mqlayer.errors import InvalidInput, MqlayerError
+from mqlayer.inspect import BusiestKeys, busiest_keys
 from mqlayer.postgres.rights import require_change
 from mqlayer.routes import (
     DrainProgress,
+    PartitionLoad,
     apply_plan,
     drain_progress,
     drop_change,
@@ -41,6 +44,15 @@ MEANINGS: Final = {
     "dropped": "it was given up before anything was sealed",
 }
 
+MEASURES: Final = (
+    (LONGEST_MEASURE_S, f"the last {LONGEST_MEASURE_S} s: for a flood now; the plan takes as long to come"),
+    (0, "all messages ever published to it: for a load that lasts"),
+)
+NODES_PAIRED: Final = 5
+"""Of more nodes, no pairs are offered."""
+ONE_KEY: Final = 0.5
+"""A key with a larger share makes the load."""
+
 Loads = Mapping[int, int] | None
 """Messages per LP; None: not known."""
 
@@ -61,8 +73,13 @@ def _load(visit: Visit) -> Mapping[str, Any]:
         "partition": visit.text("partition"),
         "kinds": KINDS,
         "nodes": part(lambda: [one.name for one in load_nodes(control)]),
-        "longest_s": LONGEST_MEASURE_S,
+        "measures": MEASURES,
+        "pairs": part(lambda: _pairs([one.name for one in load_nodes(control)])),
     }
+
+
+def _pairs(names: Sequence[str]) -> list[str]:
+    return [", ".join(pair) for pair in permutations(names, 2)] if len(names) <= NODES_PAIRED else []
 
 
 def _open(runtime: Runtime) -> list[tuple[ListedChange, str]]:
@@ -121,12 +138,28 @@ def _plan_split(visit: Visit) -> Plan:
     if over_s > LONGEST_MEASURE_S:
         raise InvalidInput(f"the console measures for at most {LONGEST_MEASURE_S} s; mqlayer route split for longer")
     route, at = load_route(runtime.control, visit.text("topic")), _numbers(visit, "at")
-    loads, r = _measured(runtime, route, partition, over_s), _in_force(route, partition)
+    found, r = _measured(runtime, route, partition, over_s), _in_force(route, partition)
+    loads = None if found is None else found.per_lp
     if r is not None and not at:
         at = [halving_point(loads or {}, r.lp_from, r.lp_to)]
     plan = _planned_split(visit, at)
     chosen = ", ".join(str(made.lp_from) for made in plan.successors[1:])
-    return _shown(visit, plan, {partition: loads}, {"at": chosen})
+    counted_s = 0.0 if found is None else found.over_s
+    shown = _shown(visit, plan, {partition: loads}, {"at": chosen}, counted_s)
+    keys = part(lambda: busiest_keys(impatient(runtime), plan.topic, partition))
+    told = [_of_keys(keys.value)] if keys.value is not None and keys.value.read else []
+    return replace(shown, lines=[*shown.lines, *told])
+
+
+def _of_keys(found: BusiestKeys) -> str:
+    first = found.busiest[0]
+    span = f"of the newest {counted(found.read, 'message')}, published within {duration(found.over_s)}"
+    if first.key is None or first.share <= ONE_KEY:
+        named = "messages without key have" if first.key is None else f"the busiest, {first.key}, has"
+        return f"Many keys make the load: {named} {first.share:.0%} {span}."
+    return (
+        f"A split does not help: one key, {first.key}, has {first.share:.0%} {span}, and a key stays in one partition."
+    )
 
 
 def _planned_split(visit: Visit, at: Sequence[int]) -> ChangePlan:
@@ -232,10 +265,13 @@ def _changeable(visit: Visit) -> Runtime:
     return visit.runtime
 
 
-def _shown(visit: Visit, plan: ChangePlan, loads: Mapping[int, Loads], fields: Mapping[str, str]) -> Plan:
+def _shown(
+    visit: Visit, plan: ChangePlan, loads: Mapping[int, Loads], fields: Mapping[str, str], counted_s: float = 0.0
+) -> Plan:
     names = {node.node_id: node.name for node in load_nodes(visit.runtime.control)}
-    measure_s = visit.number("measure", 0)
-    span = f"of the last {measure_s} s, or of all time if none came" if measure_s else "of all time"
+    span = f"the last {counted_s:g} s" if counted_s else "all messages ever published to it"
+    if visit.number("measure", 0) and not counted_s:
+        span += ", since none came while it was measured"
     return Plan([*_lines(plan, loads, names, span)], fields={**fields, "version": str(plan.base)})
 
 
@@ -252,13 +288,22 @@ def _lines(plan: ChangePlan, loads: Mapping[int, Loads], names: Mapping[Any, str
         return f"{number(count)} messages ({count / total:.0%})" if total else "no messages"
 
     yield f"The {plan.kind} takes topic {plan.topic} from route version {plan.base} to {plan.version}."
-    yield f"Loads are {span}."
+    yield (
+        f"Loads are of {span}. The topic's page measures the last seconds, the overview the last minutes: they differ."
+    )
     for parent in plan.parents:
         place = f"LPs {parent.lp_from} to {parent.lp_to - 1} on {names[parent.node]}"
         yield f"Before: partition {parent.partition}, {place}: {share(parent.lp_from, parent.lp_to)}. It ends."
     for made in plan.successors:
         place = f"LPs {made.lp_from} to {made.lp_to - 1} on {names[made.node]}"
         yield f"After: a new partition, {place}: {share(made.lp_from, made.lp_to)}."
+    stay = {made.node for made in plan.successors}
+    if plan.kind == "split" and stay == {one.node for one in plan.parents}:
+        (node,) = stay
+        yield (
+            f"All parts stay on {names[node]}: more members can share the work, but {names[node]} stores as much as "
+            "before. Name a node for each part to divide that too."
+        )
     heaviest = max(per_lp, key=lambda lp: per_lp[lp], default=None)
     if plan.kind == "split" and heaviest is not None and per_lp[heaviest] > total / 2:
         yield f"LP {heaviest} alone has {per_lp[heaviest] / total:.0%} of the load: no split divides an LP."
@@ -268,10 +313,11 @@ def _lines(plan: ChangePlan, loads: Mapping[int, Loads], names: Mapping[Any, str
 
 def _measured_parents(runtime: Runtime, plan: ChangePlan) -> dict[int, Loads]:
     route = load_route(runtime.control, plan.topic)
-    return {int(parent.partition): _measured(runtime, route, parent.partition, 0) for parent in plan.parents}
+    found = {int(parent.partition): _measured(runtime, route, parent.partition, 0) for parent in plan.parents}
+    return {partition: None if one is None else one.per_lp for partition, one in found.items()}
 
 
-def _measured(runtime: Runtime, route: Route, partition: int, over_s: int) -> Loads:
+def _measured(runtime: Runtime, route: Route, partition: int, over_s: int) -> PartitionLoad | None:
     if _in_force(route, partition) is None:
         return None
     try:

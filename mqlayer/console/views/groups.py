@@ -15,6 +15,7 @@ from mqlayer.console.partition_words import Waiting, stall_words, waits_for
 from mqlayer.console.recent import RECENT
 from mqlayer.console.render import counted, duration, link, number, segment, when
 from mqlayer.console.spans import page_of, span_of
+from mqlayer.console.views.nodes import statuses
 from mqlayer.errors import Conflict, InvalidInput
 from mqlayer.groups import Start, apply_seek, planned_seek
 from mqlayer.groups.admin import evict_member, pause_group, resume_group
@@ -45,12 +46,21 @@ SHOWN: Final = 40
 def _load_list(visit: Visit) -> Mapping[str, Any]:
     control, topic, contains = visit.runtime.control, visit.text("topic"), visit.text("contains")
     after = visit.text("after_topic"), visit.text("after")
-    rows = part(lambda: group_overviews(control, topic=topic or None, after=after, contains=contains, limit=ROWS + 1))
+    nodes = part(lambda: statuses.get(visit.runtime))
+    # A sample is up to a minute old, and knows no node that died since.
+    silent = {one.node.node_id: one.node.name for one in nodes.value or () if one.state not in {"serving", "lost"}}
+    rows = part(
+        lambda: group_overviews(
+            control, topic=topic or None, after=after, contains=contains, limit=ROWS + 1, silent=list(silent)
+        )
+    )
     found = rows.value or []
     last = found[ROWS - 1] if len(found) > ROWS else None
     kept = {"topic": topic, "contains": contains}
     return {
-        "wrong": part(lambda: groups_in_trouble(control, limit=ROWS)),
+        "wrong": part(lambda: groups_in_trouble(control, limit=ROWS, silent=list(silent))),
+        "nodes": nodes,
+        "silent": list(silent.values()),
         "rows": rows,
         "groups": found[:ROWS],
         "topic": topic,
@@ -74,6 +84,7 @@ def _load_group(visit: Visit) -> Mapping[str, Any]:
         "path": path,
         "chosen": chosen,
         "stalls": _stalls(status.value),
+        "away": _away(status.value),
         "charts": part(lambda: _charts(control, topic, name, visit)),
         "members": part(lambda: _members(control, facts)),
         "instances": part(lambda: _instances(control, facts)),
@@ -93,10 +104,20 @@ def _ranked(status: GroupStatus | None) -> list[PartitionStatus]:
 
 
 def _stalls(status: GroupStatus | None) -> list[tuple[tuple[str, str], int, PartitionStatus]]:
-    stuck = [one for one in _ranked(status) if one.stall is not None]
+    # Those on a silent node are told with the node.
+    stuck = [one for one in _ranked(status) if one.stall is not None and one.stall.reason != "node_away"]
     counts = Counter(stall_words(one) for one in stuck)
     firsts = {stall_words(one): one for one in reversed(stuck)}
     return [(words, count, firsts[words]) for words, count in counts.most_common()]
+
+
+def _away(status: GroupStatus | None) -> list[tuple[str, str, list[PartitionStatus]]]:
+    if status is None:
+        return []
+    return [
+        (node, reason.rstrip(". "), [one for one in status.undrained if one.node == node])
+        for node, reason in status.unreachable.items()
+    ]
 
 
 def _charts(control: Database, topic: str, name: str, visit: Visit) -> list[TimeChart]:

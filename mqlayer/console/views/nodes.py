@@ -6,14 +6,17 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
+from mqlayer.console.audit_words import repaired_words
 from mqlayer.console.charts import TimeChart, line_chart
 from mqlayer.console.kept import KeptValues
 from mqlayer.console.page import ROWS, Action, Outcome, Page, Plan, Visit, part
 from mqlayer.console.render import link, segment, size
 from mqlayer.console.spans import span_of
 from mqlayer.errors import InvalidInput
+from mqlayer.inspect.audit_trail import AuditedAct, AuditFilter, audited_acts
 from mqlayer.inspect.curves import curves
 from mqlayer.inspect.node_status import NodeStatus, node_partitions, node_status, node_statuses
+from mqlayer.inspect.overviews import group_overviews
 from mqlayer.inspect.processes import MemberProcess, OpenSource, member_processes, open_sources, relay_processes
 from mqlayer.maintenance.job_status import job_statuses
 from mqlayer.postgres.rights import Right, require_change
@@ -30,12 +33,21 @@ STATES: Final = {
 }
 OUTCOMES: Final = {"done": "good", "failed": "bad", "running": "quiet", "never ran": "warn"}
 POINTS: Final = 120
+RETURNED: Final = timedelta(days=1)
+"""A node's page tells of its last arming for so long."""
+NAMED: Final = 5
 LOSSES: Final[Mapping[str, str]] = {
     "accept_loss": "Messages that no outbox holds any more are lost; this accepts the loss.",
     "former": "An old primary is taken back; this accepts the messages that it lacks.",
     "empty": "Its data are gone: the data there belong to another system.",
 }
 """Options of arming."""
+CASES: Final[Mapping[str, str]] = {
+    "accept_loss": "it came back without its newest data: arming it was refused, and the reason names lost messages",
+    "former": "a replica was promoted meanwhile and this is the old primary: arming it was refused as an old primary",
+    "empty": "its disk is gone, and an empty Redis, or one with data of another system, has its address",
+}
+"""When an option of arming is right, and how one knows."""
 
 statuses: Final = KeptValues(node_statuses)
 
@@ -88,7 +100,28 @@ def _load_node(visit: Visit) -> Mapping[str, Any]:
         "path": path,
         "states": STATES,
         "losses": LOSSES,
+        "cases": CASES,
+        "returned": part(lambda: _returned(visit, name)),
     }
+
+
+def _returned(visit: Visit, name: str) -> tuple[AuditedAct, str] | None:
+    """Return the last arming of the last day, and its words."""
+    chosen = AuditFilter(act="node rearm", object=name, since=datetime.now(UTC) - RETURNED)
+    found = audited_acts(visit.runtime.control, chosen, limit=1)
+    return (found[0], repaired_words(found[0].facts)) if found else None
+
+
+def _affected(visit: Visit, one: NodeStatus) -> str:
+    """Return the topics with partitions on a node, and their groups, as a sentence."""
+    control = visit.runtime.control
+    topics = sorted({part.topic for part in node_partitions(visit.runtime, one.node.node_id, after=0, limit=ROWS)})
+    if not topics:
+        return "No topic has a partition there."
+    groups = [group.name for topic in topics[:NAMED] for group in group_overviews(control, topic=topic, limit=NAMED)]
+    more = f" and {len(topics) - NAMED} more" if len(topics) > NAMED else ""
+    names = ", ".join(topics[:NAMED]) + more
+    return f"Topics with partitions there: {names}; their groups: {', '.join(dict.fromkeys(groups)) or 'none'}."
 
 
 def _known(visit: Visit, name: str) -> NodeStatus:
@@ -108,7 +141,11 @@ def _charts(visit: Visit, name: str, last: timedelta) -> list[TimeChart]:
 
 def _plan_rearm(visit: Visit) -> Plan:
     one = _changeable(visit, Right.RELAY, Right.WORK)
-    lines = [_state_line(one), f"Its present run is armed: each owner of its {_held(one)} gets a new epoch."]
+    lines = [
+        _state_line(one),
+        f"Its present run is armed: each owner of its {_held(one)} gets a new epoch.",
+        _affected(visit, one),
+    ]
     lines += [text for name, text in LOSSES.items() if visit.text(name)]
     return Plan(lines, danger=any(visit.text(name) for name in LOSSES))
 
@@ -125,6 +162,7 @@ def _plan_set(visit: Visit) -> Plan:
         _state_line(one),
         f"Its address changes from {one.node.address} to {display_url(url)}.",
         "The server there is armed; processes follow within seconds.",
+        _affected(visit, one),
         *(text for name, text in LOSSES.items() if visit.text(name)),
     ]
     return Plan(lines, danger=any(visit.text(name) for name in LOSSES))
@@ -142,6 +180,7 @@ def _plan_lost(visit: Visit) -> Plan:
     lines = [
         _state_line(one),
         f"{one.open} open partitions move to other nodes; {one.sealed} sealed ones are made anew there.",
+        _affected(visit, one),
         "Messages that the outbox still has are sent again; messages that only this node holds are lost.",
         "It is refused while the node answers. Better wait for the node, if it may come back.",
     ]

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
 from typing import Any, Final
 
 from mqlayer.console.kept import KeptValues
 from mqlayer.console.page import ROWS, Action, Outcome, Page, Plan, Visit, part
-from mqlayer.console.render import counted, duration, when
-from mqlayer.console.views.overview import health
-from mqlayer.doctor.health import SystemHealth
+from mqlayer.console.problem_help import KINDS
+from mqlayer.console.render import counted, duration, minute, when
+from mqlayer.console.views.overview import health, look_age
+from mqlayer.doctor.health import SystemHealth, SystemTotals
 from mqlayer.doctor.postgres import OpenTransaction
 from mqlayer.doctor.problem_history import Problem
 from mqlayer.errors import InvalidInput, NotFound
 from mqlayer.idempotency import version_gaps
-from mqlayer.inspect.outbox_status import outbox_waiting, sums_by_node, sums_by_topic
+from mqlayer.inspect.outbox_status import WaitingPart, outbox_waiting, sums_by_node, sums_by_topic
 from mqlayer.inspect.processes import relay_processes
 from mqlayer.outbox import (
     QuarantinedRow,
@@ -41,18 +44,24 @@ waiting: Final = KeptValues(outbox_waiting)
 
 def _load(visit: Visit) -> Mapping[str, Any]:
     outbox, looked = visit.runtime.outbox, part(lambda: health.get(visit.runtime))
-    found = part(lambda: waiting.get(visit.runtime))
+    found, transactions = part(lambda: waiting.get(visit.runtime)), part(lambda: _transactions(outbox))
     rows = found.value or []
-    return {
+    age = look_age(looked.value)
+    totals = None if looked.value is None else _totals(looked.value.totals, found.value)
+    holders = [] if transactions.value is None else [one for one in transactions.value["open"] if one.holds]
+    lines = [] if looked.value is None or totals is None else list(_lines(looked.value, totals, holders))
+    return age | {
         "health": looked,
-        "lines": [] if looked.value is None else list(_lines(looked.value)),
-        "totals": None if looked.value is None else looked.value.totals,
+        # What was good may be over.
+        "lines": [(kind, line) for kind, line in lines if kind != "good" or age["old_s"] is None],
+        "totals": totals,
         "waiting": found,
         "nodes": sums_by_node(rows),
         "topics": sums_by_topic(rows)[:ROWS],
         "topic_count": len(sums_by_topic(rows)),
-        "transactions": part(lambda: _transactions(outbox)),
+        "transactions": transactions,
         "relays": part(lambda: relay_processes(outbox, limit=ROWS)),
+        "lease_s": visit.runtime.settings.lease_s,
         "quarantined": part(lambda: list_quarantined(outbox, limit=ROWS)),
         "versions": part(lambda: version_gaps(outbox, limit=ROWS)),
         "rows": ROWS,
@@ -60,22 +69,51 @@ def _load(visit: Visit) -> Mapping[str, Any]:
     }
 
 
-def _lines(found: SystemHealth) -> Iterator[tuple[str, str]]:
+def _totals(totals: SystemTotals, parts: Sequence[WaitingPart] | None) -> SystemTotals:
+    """Have the counts of one page be of one time."""
+    if parts is None or totals.outbox is None:
+        return totals
+    sent = [one for one in parts if one.waiting > one.held]
+    oldest = min((one.oldest_at for one in sent), default=None)
+    oldest_s = 0.0 if oldest is None else (datetime.now(UTC) - oldest).total_seconds()
+    return replace(totals, outbox=sum(one.waiting - one.held for one in sent), outbox_s=oldest_s)
+
+
+def _lines(found: SystemHealth, totals: SystemTotals, holders: Sequence[OpenTransaction]) -> Iterator[tuple[str, str]]:
     """Yield what a person has to know first, each with its colour."""
     problems = {name: [one for one in found.problems if one.alert.name == name] for name in (*BLOCKING, *HOLDING)}
     stands = [one for name in BLOCKING for one in problems[name]]
     for one in stands:
-        yield "bad", f"Relaying stands{_since(one)}: {one.text[0].lower()}{one.text[1:]}."
+        yield "bad", _stands(one)
     for name in HOLDING:
-        yield from (("warn", f"{one.text}. {one.effect}") for one in problems[name])
-    totals = found.totals
+        # A node's effect counts what waits, at the time of the look.
+        yield from (
+            (KINDS[one.alert.severity], f"{one.text}. {one.effect.partition(';')[0] + '.' if one.node else one.effect}")
+            for one in problems[name]
+        )
+    young = [] if problems["MqlayerTransactionOpen"] else [one for one in holders if one.waiting]
+    yield from (("warn", f"{one.text()}.") for one in young)
+    yield from _waits(totals, stands=bool(stands), holds=bool(young or problems["MqlayerTransactionOpen"]))
+
+
+def _waits(totals: SystemTotals, *, stands: bool, holds: bool) -> Iterator[tuple[str, str]]:
     if totals.outbox is None:
         yield "warn", "How much waits is unknown: see what could not be looked at on the overview."
     elif totals.outbox:
         line = f"{counted(totals.outbox, 'message')} wait, the oldest for {duration(totals.outbox_s)}."
         yield ("warn" if totals.outbox_s > LONG_S else "good"), line if stands else f"Relays work: {line}"
+    elif holds:
+        yield "note", "All that was committed is relayed; messages of an open transaction are not committed."
     elif not stands:
         yield "good", "Nothing waits: all that was committed is relayed."
+    if holds and totals.committed_per_s == 0 and totals.committed_at is not None:
+        yield "warn", f"Nothing was committed since {minute(totals.committed_at)}, by the samples."
+
+
+def _stands(one: Problem) -> str:
+    if one.alert.name == "MqlayerNoRelay":
+        return f"No relay lives{_since(one)}{one.text.removeprefix('No relay lives')}."
+    return f"Relaying stands{_since(one)}: {one.text[0].lower()}{one.text[1:]}."
 
 
 def _since(one: Problem) -> str:
@@ -87,7 +125,7 @@ def _transactions(outbox: Database) -> Mapping[str, Any]:
         ((sees_all, role),) = connection.execute(query("check_statistics_allowed")).fetchall()
         found = connection.execute(query("check_open_transactions"), {"age_s": OPEN_S}).fetchall()
         prepared = connection.execute(query("check_prepared_transactions"), {"age_s": OPEN_S}).fetchmany(ROWS)
-    ours = sorted((OpenTransaction(*row) for row in found), key=lambda one: (not one.ours, -one.age_s))
+    ours = sorted((OpenTransaction(*row) for row in found), key=lambda one: (not one.holds, not one.ours, -one.age_s))
     return {"sees_all": sees_all, "role": role, "open": ours[:ROWS], "prepared": prepared}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final
@@ -19,6 +19,7 @@ from mqlayer.inspect import KeyStatus, explain_key
 from mqlayer.redelivery import (
     BoundedCount,
     DeadFilter,
+    ErrorCount,
     MessageDetails,
     ParkedFilter,
     ParkedKey,
@@ -46,7 +47,7 @@ FIELDS: Final = ("show", "topic", "group", "key", "error", "cause", "older", "yo
 AGES: Final = (("", "any"), ("600", "10 min"), ("3600", "1 h"), ("86400", "1 d"), ("604800", "7 d"))
 ERRORS: Final = 8
 ORDERS: Final[Mapping[str, str]] = {
-    "": "by group and key",
+    "": "by group, then by LP and key",
     "oldest": "the longest parked first",
     "largest": "the most messages first",
     "due": "the next attempt first",
@@ -89,6 +90,7 @@ def _load(visit: Visit) -> Mapping[str, Any]:
     dead = asked["show"] == "dead"
     place = asked["topic"] or None, asked["group"] or None
     found = part(lambda: _dead(visit, *place) if dead else _parked(visit, *place))
+    errors = part(lambda: _errors(visit, dead=dead))
     following = found.value["after"] if found.value is not None else ""
     return {
         "topics": part(lambda: topic_names(visit)),
@@ -97,7 +99,8 @@ def _load(visit: Visit) -> Mapping[str, Any]:
         "ages": AGES,
         "orders": ORDERS,
         "found": found,
-        "errors": part(lambda: _errors(visit, dead=dead)),
+        "errors": errors,
+        "over": set() if dead else part(lambda: _over(visit, errors.value or ())).value or set(),
         "other": link(
             "/parked", **{**asked, "show": "" if dead else "dead", "cause": "", "order": "", "after": "", "waiting": ""}
         ),
@@ -110,6 +113,20 @@ def _load(visit: Visit) -> Mapping[str, Any]:
 def _errors(visit: Visit, *, dead: bool) -> Any:
     topic, group = visit.text("topic") or None, visit.text("group") or None
     return top_errors(visit.runtime.control, topic, group, of="dead" if dead else "attempts", limit=ERRORS)
+
+
+def _over(visit: Visit, errors: Sequence[ErrorCount]) -> set[tuple[str, str, str]]:
+    """Return errors of which no key is parked; of groups with more than ROWS keys, none is looked for."""
+    database, few = visit.runtime.control, dict[tuple[str, str], int]()
+    found = set()
+    for one in errors:
+        place = one.topic, one.group
+        if place not in few:
+            few[place] = len(parked_keys(database, ParkedFilter(*place), limit=ROWS + 1))
+        wanted = ParkedFilter(*place, error=one.error or None)
+        if few[place] <= ROWS and not (few[place] and parked_keys(database, wanted, limit=1)):
+            found.add((*place, one.error))
+    return found
 
 
 def _parked(visit: Visit, topic: str | None, group: str | None) -> Mapping[str, Any]:

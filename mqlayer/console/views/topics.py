@@ -6,18 +6,21 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any, Final
 
-from mqlayer.console.charts import TimeChart, heat_words, level, line_chart, mean_of, route_chart
+from mqlayer.console.charts import Heat, TimeChart, heats, line_chart, route_chart
 from mqlayer.console.node_reads import impatient
 from mqlayer.console.page import ROWS, Action, Outcome, Page, Plan, Visit, part
 from mqlayer.console.recent import RECENT
 from mqlayer.console.render import link, number, segment, size, when
 from mqlayer.console.spans import page_of, span_of
+from mqlayer.doctor.hot_partitions import hot_partitions
 from mqlayer.errors import InvalidInput
 from mqlayer.groups.pauses import pause_topic, resume_topic, running_partitions
 from mqlayer.inspect import (
+    BusiestKeys,
     MeasuredTopic,
     RateMeter,
     TopicPartition,
+    busiest_keys,
     group_overviews,
     topic_overviews,
     topic_settings,
@@ -36,11 +39,19 @@ _METER: Final = RateMeter()
 
 def _load_list(visit: Visit) -> Mapping[str, Any]:
     after, contains = visit.text("after"), visit.text("contains")
-    rows = part(lambda: topic_overviews(visit.runtime.control, after=after, contains=contains, limit=ROWS + 1))
+    control = visit.runtime.control
+    rows = part(lambda: topic_overviews(control, after=after, contains=contains, limit=ROWS + 1))
     found = rows.value or []
     more = link("/topics", contains=contains, after=found[ROWS - 1].name) if len(found) > ROWS else ""
     first = link("/topics", contains=contains) if after else ""
-    return {"rows": rows, "topics": found[:ROWS], "contains": contains, "more": more, "first": first}
+    return {
+        "rows": rows,
+        "topics": found[:ROWS],
+        "hot": part(lambda: hot_partitions(control)),
+        "contains": contains,
+        "more": more,
+        "first": first,
+    }
 
 
 def _load_topic(visit: Visit) -> Mapping[str, Any]:
@@ -49,7 +60,7 @@ def _load_topic(visit: Visit) -> Mapping[str, Any]:
     chosen, _ = span_of(visit)
     path = f"/topics/{segment(name)}"
     measured = part(lambda: _METER.measure(impatient(visit.runtime), settings.topic_id))
-    ranked, mean = _ranked(measured.value)
+    ranked, heat = _ranked(measured.value)
     shown, later, former = page_of(ranked, visit, path, last=chosen)
     return {
         "topic": settings,
@@ -58,18 +69,35 @@ def _load_topic(visit: Visit) -> Mapping[str, Any]:
         "charts": part(lambda: _charts(control, name, visit)),
         "groups": part(lambda: group_overviews(control, topic=name, limit=ROWS)),
         "measured": measured,
-        "partitions": [(one, heat_words(one.per_s, mean), level(one.per_s, mean)) for one in shown],
+        "partitions": [(one, heat.get(one.partition, Heat(None, None))) for one in shown],
+        "open": [one.partition for one in ranked if one.state == "open"][:ROWS],
         "count": len(ranked),
         "later": later,
         "former": former,
     }
 
 
-def _ranked(measured: MeasuredTopic | None) -> tuple[list[TopicPartition], float]:
+def _ranked(measured: MeasuredTopic | None) -> tuple[list[TopicPartition], dict[int, Heat]]:
     if measured is None:
-        return [], 0.0
+        return [], {}
     ranked = sorted(measured.partitions, key=lambda one: (one.state != "open", -(one.per_s or 0.0), one.lp_from))
-    return ranked, mean_of(one.per_s for one in measured.partitions if one.state == "open")
+    there = [one for one in ranked if one.state == "open"]
+    return ranked, heats({one.partition: (one.per_s, one.lp_to - one.lp_from) for one in there})
+
+
+def _load_keys(visit: Visit) -> Mapping[str, Any]:
+    name, partition = visit.text("topic"), visit.text("partition")
+    topic_settings(visit.runtime.control, name)
+
+    def measured() -> BusiestKeys | None:
+        return busiest_keys(impatient(visit.runtime), name, visit.number("partition")) if partition else None
+
+    return {
+        "name": name,
+        "partition": partition,
+        "path": f"/topics/{segment(name)}",
+        "found": part(measured),
+    }
 
 
 def _charts(control: Database, name: str, visit: Visit) -> list[TimeChart]:
@@ -99,14 +127,14 @@ def _load_route(visit: Visit) -> Mapping[str, Any]:
         (one for one in timeline.spans if one.ended is None),
         key=lambda one: (-(rates.get(one.partition) or 0), one.lp_from),
     )
-    mean = mean_of(rates.get(one.partition) for one in in_force)
+    heat = heats({one.partition: (rates.get(one.partition), one.lp_to - one.lp_from) for one in in_force})
     shown, later, former = page_of(in_force, visit, path, upto=upto or "")
     return {
         "topic": settings,
         "timeline": timeline,
-        "chart": route_chart(timeline, rates),
+        "chart": route_chart(timeline, rates, heat),
         "measured": measured,
-        "partitions": [(one, rates.get(one.partition), heat_words(rates.get(one.partition), mean)) for one in shown],
+        "partitions": [(one, rates.get(one.partition), heat[one.partition].word) for one in shown],
         "count": len(in_force),
         "later": later,
         "former": former,
@@ -184,6 +212,7 @@ def _limit(visit: Visit) -> Outcome:
 PAGES: Final = (
     Page("/topics", "Topics", "topics.html", _load_list, menu="Topics"),
     Page("/topics/{topic}", "Topic {topic}", "topic.html", _load_topic),
+    Page("/topics/{topic}/keys", "Busiest keys of topic {topic}", "busiest_keys.html", _load_keys, live=False),
     Page("/topics/{topic}/route", "Route of topic {topic}", "route.html", _load_route),
 )
 ACTIONS: Final[tuple[Action, ...]] = (

@@ -1126,6 +1126,8 @@ CREATE TABLE mqlayer.bulk_item (
 CREATE INDEX bulk_item_failed ON mqlayer.bulk_item (redrive_id, number) WHERE result = 'failed';
 -- The life of a message asks which bulk actions gave it back.
 CREATE INDEX bulk_item_dead ON mqlayer.bulk_item (dead_id) WHERE dead_id IS NOT NULL;
+-- And the history of a key, which bulk actions took it.
+CREATE INDEX bulk_item_of_key ON mqlayer.bulk_item (group_id, lp, name, redrive_id);
 
 -- Messages that a replay did not send, but for those that its filter or the group's leaves out.
 CREATE TABLE mqlayer.replay_result (

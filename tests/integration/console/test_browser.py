@@ -170,7 +170,8 @@ def test_a_page_is_live_while_it_is_seen(chromium: Any, address: str) -> None:
     with chromium.new_context(viewport=DESK) as context:
         page = context.new_page()
         page.goto(f"{address}/")
-        page.wait_for_function("document.getElementById('stream').textContent == 'live'")
+        # The policy of scripts refuses what a waiting function would need.
+        page.locator("#stream", has_text=re.compile("^live$")).wait_for()
         page.evaluate(
             "Object.defineProperty(document, 'hidden', {value: true, configurable: true});"
             "document.dispatchEvent(new Event('visibilitychange'))"

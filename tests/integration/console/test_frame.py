@@ -11,10 +11,11 @@ import pytest
 from starlette.testclient import TestClient
 
 from mqlayer.console import User, console_app, live
+from mqlayer.console.glossary import GLOSSARY
 from mqlayer.console.render import ago, number, size, unambiguous, when
 from mqlayer.console.views import ACTIONS, PAGES
 from tests.fixtures.console import OPERATOR, VIEWER, FixedAccess, console_client
-from tests.fixtures.console_pages import kind_of
+from tests.fixtures.console_pages import kind_of, words
 from tests.fixtures.consumers import Stage
 from tests.fixtures.failed_messages import Failing
 from tests.proof.world import World
@@ -80,6 +81,20 @@ def test_each_page_says_of_when_it_is_and_has_a_link_to_load_it_again_and_each_p
         assert "—" not in re.sub(r"<code>.*?</code>", "", page) or "/nodes" in kind, (kind, "neither zero nor unknown")
 
 
+def test_words_have_a_page_and_their_meaning_where_they_stand(ann: TestClient) -> None:
+    page = ann.get("/glossary").text
+    for path in ("/topics/orders", "/topics/orders/route", "/changes"):
+        shown = ann.get(path).text
+        terms = re.findall(r'<a class="term" href="/glossary#([a-z-]+)" title="([^"]+)">', html.unescape(shown))
+        assert ("lp", GLOSSARY["LP"]) in terms, path
+        for anchor, _ in terms:
+            assert f'<dt id="{anchor}">' in page, anchor
+        assert 'href="/glossary">Words of these pages' in shown
+        assert 'class="scope" title="A panel with this tag shows the whole system' in shown
+    for term in ("armed run", "epoch", "fenced effect", "LP set", "outbox slot"):
+        assert f">{term}</dt>" in page, term
+
+
 @pytest.mark.parametrize(
     ("came", "back"),
     [
@@ -95,7 +110,7 @@ def test_each_page_says_of_when_it_is_and_has_a_link_to_load_it_again_and_each_p
 )
 def test_cancel_leads_to_the_page_before_and_nowhere_else(ann: TestClient, came: str, back: str) -> None:
     page = ann.get("/actions/topic-pause", params={"topic": "orders"}, headers={"Referer": came} if came else {}).text
-    assert f'<a href="{back}">Cancel</a>' in page
+    assert f'<a href="{back}">Back, without doing it</a>' in page
     form = {"token": "token", "fields": "topic=orders", "back": came.removeprefix("https://evil.example"), "reason": ""}
     refused = ann.post("/actions/topic-pause", data=form).text
     assert "say why" in refused
@@ -110,17 +125,26 @@ def test_behind_a_prefix_the_way_back_has_it_once(stage: Stage, failing: Failing
         plan = browser.get(
             "/mq/actions/topic-pause?topic=orders", headers={"Referer": "http://testserver/mq/topics/orders"}
         )
-        assert '<a href="/mq/topics/orders">Cancel</a>' in plan.text
+        assert '<a href="/mq/topics/orders">Back, without doing it</a>' in plan.text
         assert 'name="back" value="/topics/orders"' in plan.text
         other = browser.get("/mq/actions/topic-pause?topic=orders", headers={"Referer": "http://testserver/shop"})
-        assert '<a href="/mq/">Cancel</a>' in other.text
+        assert '<a href="/mq/">Back, without doing it</a>' in other.text
 
 
 def test_a_done_act_leads_on_and_back(ann: TestClient) -> None:
     form = {"token": "token", "fields": "topic=orders", "back": "/groups?topic=orders", "reason": "r"}
-    done = ann.post("/actions/topic-pause", data=form).text
-    assert '<a href="/topics/orders">Go on</a>' in done
-    assert '<a href="/groups?topic=orders">Back to the page before</a>' in done
+    sent = ann.post("/actions/topic-pause", data=form, follow_redirects=False)
+    assert sent.status_code == 303
+    at = sent.headers["location"]
+    done = ann.get(at)
+    assert 'Go on to <a href="/topics/orders">Topic orders</a>' in done.text
+    assert 'Back to <a href="/groups?topic=orders">Groups</a>' in done.text
+    assert "is paused" in done.text
+    assert ann.get(at).text == done.text, "no second act"
+    forged = ann.get(at.replace("text=", "text=Log+in+at+evil.example"))
+    assert forged.status_code == 404
+    assert "evil" not in words(forged.text)
+    assert ann.get("/actions/topic-resume/done?text=x&path=/&back=/").status_code == 404
 
 
 _stream = live.LivePages.stream

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -11,10 +12,14 @@ from starlette.testclient import TestClient
 
 from mqlayer import Context
 from mqlayer.console import User, console_app
+from mqlayer.console.views.nodes import statuses
+from mqlayer.doctor import health
 from mqlayer.groups import GroupSettings, ensure_group
 from mqlayer.groups.admin import set_group
 from mqlayer.groups.pauses import pause_partitions
 from mqlayer.groups.retirement import retire_group
+from mqlayer.inspect import group_statuses
+from mqlayer.metrics.alerts import ALERTS
 from mqlayer.postgres.rights import Right
 from mqlayer.redis.partition_scripts import settle_command
 from mqlayer.runtime.route_cache import RouteCache
@@ -127,14 +132,27 @@ def test_a_dead_node_is_the_first_thing_that_a_group_tells(
     world: World, browser: TestClient, node: RedisServer
 ) -> None:
     grouped(world)
+    sample(world, "group", 1, "lag", [0, 0])
     node.kill()
-    assert "node not reachable node-1" in words(text_of(browser, GROUP))
+    told = words(text_of(browser, GROUP))
+    assert "node not reachable node-1" in told
+    assert told.count("refused") == 1
+    assert ".." not in told
+    assert "Lag unknown: a node does not answer" in told
+    # A sample from before its death, with a lag of 0.
+    statuses._values.clear()
+    told = words(text_of(browser, "/groups"))
+    assert "nothing is wrong" not in told
+    assert "node-1 can't be used now" in html.unescape(told)
+    assert told.count("node away unknown unknown") == 2, "in trouble, and in the list"
+    sample(world, "group", 1, "lag", [7])
+    assert words(text_of(browser, "/groups")).count("at least 7") == 2
     said = words(text_of(browser, f"{GROUP}/partitions/1"))
     assert "Nothing of this partition can be read or settled" in said
     assert "the head is not known" in said
 
 
-def test_a_failing_head_tells_its_attempts_and_the_next_one(stage: Stage) -> None:
+def test_a_failing_head_tells_its_attempts_and_the_next_one(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(body: bytes, ctx: Context) -> None:
         raise RuntimeError("no <b>mail</b> server")
 
@@ -148,6 +166,14 @@ def test_a_failing_head_tells_its_attempts_and_the_next_one(stage: Stage) -> Non
         wait_until(lambda: "Its handler failed once of 17 attempts" in said(), what="the failed attempt")
         assert re.search(r"the next attempt is at .* UTC, in [45] min", said())
         wait_until(lambda: "no &lt;b&gt;mail&lt;/b&gt; server" in said(), what="the error, which is written later")
+    (status,) = group_statuses(stage.runtime, "orders", "g", count_keys=False)
+    assert status.partitions[0].stall is not None
+    # One message within its usual attempts; after five minutes of them it is a problem.
+    assert list(health._stalls(status, "orders", "g")) == []
+    at_once = ALERTS["MqlayerPartitionsStuck"]._replace(for_s=0)
+    monkeypatch.setattr(health, "ALERTS", {**ALERTS, at_once.name: at_once})
+    (problem,) = health._stalls(status, "orders", "g")
+    assert problem.item == "failing"
 
 
 @pytest.mark.world(partitions=2, relayed=10)

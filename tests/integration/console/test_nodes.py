@@ -82,6 +82,8 @@ def test_a_node_shows_its_partitions_and_curves_and_is_armed_again_by_an_operato
     node.kill()
     said = shows(browser, "/nodes/node-1", "It does not answer")
     assert "unreachable since" in said
+    assert "First start the Redis at" in said
+    assert "Only if …" in said
     shows(browser, "/nodes", "node-1 unreachable")
     node.start()
     shows(browser, "/nodes/node-1", "Another run than the armed one answers")
@@ -89,7 +91,11 @@ def test_a_node_shows_its_partitions_and_curves_and_is_armed_again_by_an_operato
     assert "Node node-1 at" in said
     assert "Node node-1 is armed; 0 assignments got a new epoch." in said
     assert audited(world, "node rearm") == [("ann@console", "node-1", "drill")]
-    shows(browser, "/nodes/node-1", "State serving")
+    said = shows(browser, "/nodes/node-1", "State serving")
+    assert re.search(r"Armed again at .* by ann@console: ", said)
+    assert "Topics with partitions there: orders; their groups: none." in words(
+        text_of(browser, "/actions/node-rearm", node="node-1")
+    )
 
 
 @pytest.mark.world(partitions=1, nodes=2, relayed=3)

@@ -125,6 +125,12 @@ def test_an_error_leads_to_its_keys_and_to_a_bulk_release_of_exactly_these(
     for text in (">2<", "3 h ago", "just now", "orders/g"):
         assert text in row, text
     assert "more" not in row
+    for table in ("parked_message", "parked_key"):
+        failing.sql(f"DELETE FROM mqlayer.{table} WHERE name = 'c'")
+    rows = re.findall(r"<tr>.*?</tr>", shown(ann), re.DOTALL)
+    over = next(one for one in rows if "TimeoutError" in one)
+    assert "none of these keys is parked now" in over
+    assert "bulk-plan" not in over
     keys = shown(ann, link_of(row, "/parked?"))
     assert "Matching: 2 parked keys." in keys
     assert "Matching now: 2 parked keys (error KeyError)" in ann.get(link_of(row, "/actions/bulk-plan")).text
@@ -143,7 +149,7 @@ def test_the_order_of_parked_keys_is_said_and_chosen(failing: Failing, ann: Test
     def first(page: str) -> str:
         return str(re.findall(r'data-label="Key" class="key"><a [^>]*>(k\d\d)<', page)[0])
 
-    assert "Parked keys, by group and key" in shown(ann)
+    assert "Parked keys, by group, then by LP and key" in shown(ann)
     for order, key in (("oldest", "k33"), ("largest", "k07"), ("due", "k44")):
         page = shown(ann, order=order, topic="orders")
         assert first(page) == key, order

@@ -8,12 +8,14 @@ from collections.abc import Iterator
 import pytest
 from starlette.testclient import TestClient
 
-from mqlayer.console.charts import level, nice
+from mqlayer.console.charts import heats, nice
+from mqlayer.doctor.hot_partitions import hot_partitions, is_hot
+from mqlayer.inspect import busiest_keys
 from mqlayer.postgres.audit import Actor
 from mqlayer.relay import relay_once
 from mqlayer.stack import RedisServer
 from tests.fixtures.console import console_client
-from tests.fixtures.console_pages import OPERATOR, VIEWER, act, audited, sample, text_of
+from tests.fixtures.console_pages import OPERATOR, VIEWER, act, audited, sample, text_of, words
 from tests.fixtures.wait import wait_until
 from tests.proof.route_steps import merge, split
 from tests.proof.world import QUICK, World
@@ -65,16 +67,27 @@ def test_a_topic_shows_settings_curves_and_the_heat_of_its_partitions(world: Wor
     assert "No group consumes this topic" in first
     assert "stored: 120 at the end" in text_of(browser, "/topics/orders", last="hour")
     assert "Rates need two looks" in first
-    world.publish(50, keys=1)
+    world.publish(300, keys=1)
     relay_once(world.settings(), limits=QUICK)
 
     def hot() -> bool:
         page = text_of(browser, "/topics/orders")
-        return (
-            "by this process" in page and "heat4" not in page and re.search(r'class="key heat[23]"', page) is not None
-        )
+        return "by this process" in page and re.search(r'class="key heat3">hot</span> takes 100 %', page) is not None
 
     wait_until(hot, what="the rate of the partition with the key")
+    found = re.search(r'href="/topics/orders/keys\?partition=(\d)">its keys', text_of(browser, "/topics/orders"))
+    assert found is not None
+    partition = int(found[1])
+    page = words(text_of(browser, "/topics/orders/keys", partition=partition))
+    assert "One key has 9" in page, "without asking for bodies"
+    assert "a split does not help" in page
+    busiest, *_ = busiest_keys(world.runtime(), "orders", partition).busiest
+    assert busiest.messages >= 300
+    assert f"{busiest.messages} {100 * busiest.share:.1f} %" in page
+    with console_client(world, VIEWER) as viewer:
+        assert "One key has 9" in words(text_of(viewer, "/topics/orders/keys", partition=partition))
+    assert "unknown partition 99" in words(text_of(browser, "/topics/orders/keys", partition=99))
+    assert browser.get("/topics/none/keys").status_code == 404
 
 
 @pytest.mark.world(partitions=1, own_node=True)
@@ -134,6 +147,41 @@ def test_an_operator_pauses_and_limits_a_topic_and_a_viewer_does_not(world: Worl
     assert world.rows("SELECT paused_at, body_limit FROM mqlayer.topic") == [(None, 2000)]
 
 
-def test_a_scale_ends_at_a_round_number_and_heat_is_relative_to_the_mean() -> None:
+@pytest.mark.world(partitions=4)
+def test_the_list_marks_a_topic_with_a_hot_partition_by_the_rates_of_the_overview(
+    world: World, browser: TestClient
+) -> None:
+    def rates(*per_s: float) -> None:
+        world.rows("DELETE FROM mqlayer.partition_rate")
+        world.rows(
+            "INSERT INTO mqlayer.partition_rate (partition_id, next_offset, per_s, measured_at) "
+            "SELECT n, 1, rate, now() FROM unnest(%s::float8[]) WITH ORDINALITY AS u (rate, n)", list(per_s),
+        )  # fmt: skip
+
+    rates(1, 1, 17, 1)
+    assert "hot: partition 3 takes 85 %" in words(text_of(browser, "/topics"))
+    rates(5, 6, 9, 5)
+    assert "hot: " not in words(text_of(browser, "/topics"))
+    assert hot_partitions(world.database) == {}
+    shares = (0.45, 0.55, 0.6, 0.9)
+    assert [is_hot(share, 0.25) for share in shares] == [False, True, True, True]
+    for share, expected in zip(shares, (False, True, True, True), strict=True):
+        rates(100 * share, *[100 * (1 - share) / 3] * 3)
+        assert bool(hot_partitions(world.database)) is expected, "the rule of the pages is the query's"
+    split(world.runtime(), "orders", 1, at=[10])
+    rates(0, 10, 10, 10, 18, 12)
+    assert hot_partitions(world.database) == {}, "it has few LPs, and an equal share"
+    assert "hot: " not in words(text_of(browser, "/topics")), "but no more of the load than an equal share twice"
+
+
+def test_a_scale_ends_at_a_round_number_and_heat_needs_a_rate_and_a_share() -> None:
     assert [nice(value) for value in (0, 0.03, 1, 1.1, 7, 5_001)] == [1, 0.05, 1, 2, 10, 10_000]
-    assert [level(rate, 10) for rate in (None, 0, 1, 10, 20, 40)] == [0, 0, 1, 2, 3, 4]
+    assert [one.word for one in heats({1: (None, 512), 2: (0.0, 512)}).values()] == ["unknown", "idle"]
+    assert {one.word for one in heats(dict.fromkeys(range(4), (3.0, 256))).values()} == {"cool"}
+    assert heats({1: (4.0, 512), 2: (0.0, 512)})[1].word == "cool", "too few a second"
+    found = heats({1: (60.0, 256), 2: (16.0, 256), 3: (16.0, 256), 4: (8.0, 256)})
+    assert [one.word for one in found.values()] == ["hot", "cool", "cool", "cool"]
+    assert heats({1: (40.0, 256), 2: (20.0, 256), 3: (20.0, 256), 4: (20.0, 256)})[1].word == "warm"
+    halves = {n: (20.0, lps) for n, lps in enumerate((256, 256, 256, 250, 6))}
+    assert {one.word for one in heats(halves).values()} == {"cool"}, "after a split that divided the load"
+    assert heats({1: (90.0, 1024)})[1].word == "cool", "a partition alone has its share"
