@@ -289,7 +289,7 @@ CREATE TABLE mqlayer.consumer_group (
     CONSTRAINT consumer_group_breaker CHECK (breaker_share > 0::double precision
         AND breaker_share <= 1::double precision AND breaker_keys >= 1 AND breaker_keys <= 4096
         AND breaker_window_s >= 1::double precision AND breaker_window_s <= 3600::double precision
-        AND (breaker_share IS NULL OR (mode IN ('exclusive', 'broadcast')))),
+        AND (breaker_share IS NULL OR mode <> 'pop')),
     CONSTRAINT consumer_group_counts CHECK (version >= 1 AND version <= 1000000000 AND seek >= 0 AND seek <= 1000000000
         AND replay >= 0 AND replay <= 1000000000 AND settings_version >= 1 AND settings_version <= 1000000000
         AND allocation >= 0 AND allocation <= 4611686018427387904 AND parking >= 0 AND parking <= 4611686018427387904),
@@ -350,15 +350,15 @@ CREATE TABLE mqlayer.member (
     lease_until  timestamptz NOT NULL,
     failing_keys int         NOT NULL DEFAULT 0,
     tried_keys   int         NOT NULL DEFAULT 0,
-    reported_at  timestamptz NOT NULL DEFAULT '-infinity',
+    reported_at  timestamptz NOT NULL DEFAULT '1970-01-01 00:00:00+00',
     CONSTRAINT member_key PRIMARY KEY (group_id, member_id),
     CONSTRAINT member_id_form CHECK (member_id ~ '^[a-z][a-z0-9_.-]{0,62}$'),
     CONSTRAINT member_host_length CHECK (octet_length(host) <= 1024),
     CONSTRAINT member_numbers CHECK (session >= 0 AND session <= 4611686018427387904 AND pid >= 0
         AND pid <= 2000000000),
     CONSTRAINT member_reported CHECK (failing_keys >= 0 AND failing_keys <= 1000000000 AND tried_keys >= 0
-        AND tried_keys <= 1000000000 AND (reported_at = '-infinity' OR reported_at >= '1970-01-01 00:00:00+00'
-        AND reported_at <= '9000-01-01 00:00:00+00')),
+        AND tried_keys <= 1000000000 AND reported_at >= '1970-01-01 00:00:00+00'
+        AND reported_at <= '9000-01-01 00:00:00+00'),
     CONSTRAINT member_joined_at CHECK (joined_at >= '1970-01-01 00:00:00+00' AND joined_at <= '9000-01-01 00:00:00+00'),
     CONSTRAINT member_lease_until CHECK (lease_until = '-infinity' OR lease_until >= '1970-01-01 00:00:00+00'
         AND lease_until <= '9000-01-01 00:00:00+00')
@@ -380,7 +380,7 @@ CREATE TABLE mqlayer.breaker (
     CONSTRAINT breaker_state CHECK (state IN ('closed', 'open', 'probing', 'ramping')),
     CONSTRAINT breaker_prober CHECK (state <> 'probing' OR probe_session IS NOT NULL),
     CONSTRAINT breaker_counts CHECK (failing_keys >= 0 AND failing_keys <= 1000000000 AND probes >= 0
-        AND probes <= 1000000000),
+        AND probes <= 1000000000 AND probe_session >= 0 AND probe_session <= 4611686018427387904),
     CONSTRAINT breaker_texts CHECK (octet_length(cause) <= 1024 AND octet_length(actor) <= 4096),
     CONSTRAINT breaker_times CHECK (changed_at >= '1970-01-01 00:00:00+00' AND changed_at <= '9000-01-01 00:00:00+00'
         AND opened_at >= '1970-01-01 00:00:00+00' AND opened_at <= '9000-01-01 00:00:00+00'

@@ -413,9 +413,6 @@ def _check_shared(settings: GroupSettings) -> None:
     if settings.from_archive:
         raise InvalidInput("a shared group begins with the streams: leave from_archive out")
     _refuse_parking_limits(settings, "a shared group")
-    said = [name for name in BREAKER_RULES if getattr(settings, name) is not None]
-    if said:
-        raise InvalidInput(f"a shared group has no circuit breaker: leave {', '.join(said)} out")
 
 
 def _refuse_retrying(settings: GroupSettings) -> None:

@@ -8,7 +8,8 @@ UPDATE mqlayer.member SET failing_keys = %(failing)s, tried_keys = %(tried)s, re
 WHERE group_id = %(group_id)s AND member_id = %(member_id)s AND session = %(session)s;
 
 -- name: breaker_open
--- Open a group's breaker if so large a share of keys fails over all living members that own a partition; each must have
+-- Open a group's breaker if so large a share of keys fails over all living members that own a partition (of a shared
+-- group: all); each must have
 -- reported since the breaker changed, unless that was waited for. After a probe succeeded, two failing keys are enough.
 INSERT INTO mqlayer.breaker AS b (group_id, state, cause, actor, failing_keys, probe_at)
 SELECT g.group_id, 'open', %(cause)s, %(actor)s, s.failing, clock_timestamp() + make_interval(secs => %(first_s)s)
@@ -20,8 +21,8 @@ CROSS JOIN LATERAL (
     FROM (SELECT m.failing_keys, m.tried_keys,
                  m.reported_at > greatest(o.changed_at, now() - make_interval(secs => g.breaker_window_s)) AS fresh
           FROM mqlayer.member m
-          WHERE m.group_id = g.group_id AND m.lease_until >= now() AND EXISTS (
-              SELECT FROM mqlayer.assignment a WHERE a.group_id = m.group_id AND a.member_id = m.member_id)) AS r) AS s
+          WHERE m.group_id = g.group_id AND m.lease_until >= now() AND (g.mode = 'shared' OR EXISTS (
+              SELECT FROM mqlayer.assignment a WHERE a.group_id = m.group_id AND a.member_id = m.member_id))) AS r) AS s
 WHERE g.group_id = %(group_id)s AND (s.heard OR %(waited)s::boolean) AND s.failing >= g.breaker_share * s.tried
   AND s.failing >= CASE WHEN o.state = 'ramping' THEN least(2, g.breaker_keys) ELSE g.breaker_keys END
 ON CONFLICT (group_id) DO UPDATE
@@ -68,7 +69,7 @@ RETURNING extract(epoch FROM changed_at - opened_at)::float8;
 INSERT INTO mqlayer.breaker AS b (group_id, state, cause, actor, probe_at)
 SELECT g.group_id, 'open', 'operator', %(actor)s, clock_timestamp() + make_interval(secs => %(first_s)s)
 FROM mqlayer.consumer_group g
-WHERE (g.group_id = %(group_id)s OR g.broadcast_of = %(group_id)s) AND g.mode = 'exclusive' AND g.state <> 'retired'
+WHERE (g.group_id = %(group_id)s OR g.broadcast_of = %(group_id)s) AND g.mode IN ('exclusive', 'shared') AND g.state <> 'retired'
 ON CONFLICT (group_id) DO UPDATE
 SET state = 'open', changed_at = clock_timestamp(), opened_at = clock_timestamp(), cause = excluded.cause,
     actor = excluded.actor, failing_keys = 0, probes = 0, probe_at = excluded.probe_at, probe_session = NULL

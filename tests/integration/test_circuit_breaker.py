@@ -29,6 +29,7 @@ from tests.fixtures.wait import wait_until
 from tests.proof.runtimes import runtime_of
 
 SETTLED_S = 30.0
+AWAY_S = 120
 
 
 class Downstream:
@@ -136,18 +137,19 @@ class Members:
     def __init__(self, stage: Stage, downstream: Downstream, directory: Path) -> None:
         self.stage, self.downstream, self.log = stage, downstream, directory / "log"
         self.processes: dict[int, Process] = {}
-        self.sent, self._stop = 1, threading.Event()
+        self.keys, self.sent, self._stop = 30, 1, threading.Event()
         self._load = threading.Thread(target=self._publish, daemon=True)
 
-    def start(self, failpoints: str = "") -> Process:
+    def start(self, failpoints: str = "", *, mode: str = "exclusive") -> Process:
         settings = self.stage.settings()
         environment = os.environ | {
             "MQLAYER_DSN": settings.control_dsn(), "MQLAYER_KEY_PREFIX": settings.key_prefix, "MQLAYER_LEASE_S": "1",
         }  # fmt: skip
         environment |= armed(failpoints)
         process = start_python(
-            "tests.proof.downstream_member", self.stage.topic, str(self.downstream.port), str(self.log), env=environment
-        )
+            "tests.proof.downstream_member", self.stage.topic, str(self.downstream.port), str(self.log), mode,
+            env=environment,
+        )  # fmt: skip
         self.processes[process.pid] = process
         return process
 
@@ -156,7 +158,7 @@ class Members:
 
     def _publish(self) -> None:
         while not self._stop.wait(0.1):
-            self.stage.send_numbers(keys=30, each=1, first=self.sent)
+            self.stage.send_numbers(keys=self.keys, each=1, first=self.sent)
             self.sent += 1
 
     def stop_load(self) -> None:
@@ -175,6 +177,15 @@ class Members:
 
     def begun(self) -> int:
         return sum(line[1] == b"b" for line in self.lines())
+
+    def handled(self) -> int:
+        return self.log.read_bytes().count(b" e ")
+
+    def assert_first_attempts(self) -> None:
+        """Each message was handled, and no attempt counted."""
+        assert {int(line[4]) for line in self.lines()} == {1}
+        ended = {(key, int(body)) for _, what, key, body, _ in self.lines() if what == b"e"}
+        assert ended == {(b"key-%d" % key, body) for key in range(self.keys) for body in range(1, self.sent)}
 
     def assert_in_order(self, keys: int) -> None:
         """Each key's messages ended first in order, none is missing, and none had more than two attempts."""
@@ -255,6 +266,73 @@ def test_members_killed_at_each_step_leave_what_the_next_one_goes_on_with(
     stage.wait_settled(timeout_s=SETTLED_S)
     assert left(stage) == (0, 0)
     members.assert_in_order(keys=20)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
+def test_a_downstream_that_is_away_for_two_minutes_costs_no_attempt(
+    stage: Stage, downstream: Downstream, members: Members, breaker: Breaker
+) -> None:
+    """Prints when the group handles again, when its breaker closes, and when it is at full speed."""
+    members.keys = 10
+    members.start()
+    members.start()
+    members.load()
+    wait_until(lambda: {int(line[0]) for line in members.lines()} == {*members.processes}, what="both handle messages")
+    downstream.go_away()
+    began = time.monotonic()
+    breaker.wait("open")
+    opened_s = time.monotonic() - began
+    wait_until(lambda: time.monotonic() - began > AWAY_S, timeout_s=AWAY_S + 10, what="it was away for long")
+    assert breaker.state in ("open", "probing")
+    probes = breaker.probes
+    assert left(stage) == (0, 0)
+    waiting = members.keys * (members.sent - 1) - members.handled()
+    downstream.come_back()
+    back, samples = time.monotonic(), [(0.0, members.handled())]
+
+    def sampled() -> bool:
+        samples.append((time.monotonic() - back, members.handled()))
+        return breaker.state == "closed" and members.keys * (members.sent - 2) <= samples[-1][1]
+
+    wait_until(sampled, timeout_s=60, what="the backlog is gone")
+    members.stop_load()
+    stage.wait_settled(timeout_s=SETTLED_S)
+    first_s = next(at for at, count in samples if count > samples[0][1])
+    rates = [((b[1] - a[1]) / (b[0] - a[0]), b[0]) for a, b in zip(samples, samples[5:], strict=False)]
+    full_s = next(at for rate, at in rates if rate >= 0.8 * max(rates)[0])
+    told = (
+        f"opened after {opened_s:.1f} s; {probes} probes in {AWAY_S} s; {waiting} messages waited; after it was back: "
+        f"first message {first_s:.1f} s, full speed ({max(rates)[0]:.0f} messages/s) {full_s:.1f} s"
+    )
+    print(told)  # noqa: T201
+    assert full_s < LONGEST_PROBE_S + 2 * RAMP_S
+    assert left(stage) == (0, 0)
+    members.assert_in_order(keys=members.keys)
+    with stage.database.connection() as connection:
+        assert connection.execute("SELECT count(*) FROM mqlayer.parked_key").fetchone() == (0,)
+
+
+def test_a_shared_group_brakes_and_counts_no_attempt(
+    stage: Stage, downstream: Downstream, members: Members, breaker: Breaker
+) -> None:
+    """No message was given back with a count."""
+    members.start(mode="shared")
+    members.start(mode="shared")
+    members.load()
+    wait_until(lambda: {int(line[0]) for line in members.lines()} == {*members.processes}, what="both handle messages")
+    downstream.go_away()
+    breaker.wait("open")
+    wait_until(lambda: breaker.probes >= 2, what="two probes failed")
+    before, probes = members.begun(), breaker.probes
+    wait_until(lambda: breaker.probes > probes, what="another one")
+    assert members.begun() - before <= breaker.probes - probes + 1
+    downstream.come_back()
+    breaker.wait("closed")
+    members.stop_load()
+    stage.wait_settled(timeout_s=SETTLED_S)
+    assert left(stage) == (0, 0)
+    members.assert_first_attempts()
 
 
 @pytest.mark.parametrize("kind", ["async", "batch"])

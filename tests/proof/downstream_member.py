@@ -1,6 +1,7 @@
-"""A member whose handler calls a TCP server: `python -m tests.proof.downstream_member TOPIC PORT LOG`, until SIGTERM.
+"""A member whose handler calls a TCP server: `python -m tests.proof.downstream_member TOPIC PORT LOG MODE`.
 
-It writes a line per run of the handler, in one piece: its process, b (begun) or e (ended), key, body, attempt.
+It runs until SIGTERM, and writes a line per run of the handler, in one piece: its process, b (begun) or e (ended), key,
+body, attempt.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ import socket
 import sys
 import threading
 from contextlib import closing
+from typing import Literal
 
 from mqlayer import App, Context
+from mqlayer.groups.group import RetrySettings
 
 
 def call(port: int, body: bytes) -> None:
@@ -23,12 +26,16 @@ def call(port: int, body: bytes) -> None:
             raise ConnectionResetError("no answer")
 
 
-def main(topic: str, port: int, path: str) -> None:
+def main(topic: str, port: int, path: str, mode: Literal["exclusive", "shared"]) -> None:
     """Consume until SIGTERM."""
     log = os.open(path, os.O_APPEND | os.O_CREAT | os.O_WRONLY)
     app = App()
 
-    @app.consumer(topic, group="g", breaker_share=0.5, breaker_keys=6, attempt_limit=2, policy="dead_letter")
+    rules: RetrySettings = {
+        "breaker_share": 0.5, "breaker_keys": 6, "attempt_limit": 2, "policy": "dead_letter",
+    }  # fmt: skip
+
+    @app.consumer(topic, group="g", mode=mode, **rules)
     def handle(body: bytes, ctx: Context) -> None:
         line = b"%s %s %d\n" % ((ctx.key or "").encode(), body, ctx.attempt)
         os.write(log, b"%d b " % os.getpid() + line)
@@ -43,4 +50,4 @@ def main(topic: str, port: int, path: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3], "shared" if sys.argv[4] == "shared" else "exclusive")

@@ -84,8 +84,8 @@ def test_a_member_begins_no_more_than_its_group_allows(steps: list[tuple[str, An
         elif act == "end" and running:
             part = running.pop(more % len(running))
             if what == "failed":
-                assert breaker.failed(part, OSError()) or state in ("closed", "ramping")
-            breaker.ended(part, int(what == "handled"))
+                assert breaker.failed(part, part.key, OSError()) or state in ("closed", "ramping")
+            breaker.ended(part, part.key, int(what == "handled"))
         assert breaker.engaged == (state != "closed")
         if state == "open" or (state == "probing" and not mine):
             assert breaker.room() == 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 from mqlayer.consuming.engine.clock import clock
 from mqlayer.domain.key_window import KeyWindow
@@ -23,14 +23,6 @@ PATIENCE_S: Final = 3.0
 """How long other members' reports are awaited."""
 RAMPING_KEYS: Final = 2
 """Failing keys that are enough while ramping."""
-
-
-class Begun(Protocol):
-    """A part of a key that a worker has."""
-
-    @property
-    def key(self) -> bytes:
-        """The key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +44,8 @@ class CircuitBreaker:
         """Whether it wants to hear of handled keys."""
         self.engaged = False
         """Whether it admits what begins."""
-        self.on_verdict: Callable[[], None] = _nothing
-        """Called when Postgres should hear of something soon."""
-        self.on_going: Callable[[], None] = _nothing
-        """Called when more may begin."""
+        self._on_verdict: Callable[[], None] = _nothing
+        self._on_going: Callable[[], None] = _nothing
         self._rules = rules
         self._lock = threading.RLock()
         self._window = KeyWindow()
@@ -67,6 +57,10 @@ class CircuitBreaker:
         self._reported_since: float | None = None
         self._undo: list[tuple[float, Callable[[], None]]] = []
 
+    def connect(self, on_verdict: Callable[[], None], on_going: Callable[[], None]) -> None:
+        """Have these called when Postgres should hear of something soon, and when more may begin."""
+        self._on_verdict, self._on_going = on_verdict, on_going
+
     # -- dispatchers -------------------------------------------------------------------------------------------------
 
     def room(self) -> int:
@@ -77,31 +71,31 @@ class CircuitBreaker:
             may_probe = self._reply.state == "probing" and self._reply.mine and self._verdict is None
             return max(0, 1 - len(self._begun)) if may_probe else 0
 
-    def begin(self, begun: Begun) -> None:
-        """Admit one."""
+    def begin(self, begun: object) -> None:
+        """Admit one: a key's part, or a message."""
         with self._lock:
             self._begun.add(id(begun))
 
-    def is_admitted(self, begun: Begun) -> bool:
+    def is_admitted(self, begun: object) -> bool:
         """Whether it may run."""
         with self._lock:
             return not self.engaged or id(begun) in self._begun
 
     # -- workers -----------------------------------------------------------------------------------------------------
 
-    def ended(self, begun: Begun, handled: int) -> None:
-        """Note that a part of a key ended without a failure."""
+    def ended(self, begun: object, key: bytes, handled: int) -> None:
+        """Note that one ended without a failure."""
         with self._lock:
             admitted = id(begun) in self._begun
             self._begun.discard(id(begun))
             if not handled:
                 return
             if self.watching:
-                self._window.succeed(begun.key, clock())
+                self._window.succeed(key, clock())
             if admitted and self._reply.state == "probing" and self._verdict is None:
                 self._decide(succeeded=True, cause="")
 
-    def failed(self, begun: Begun, error: BaseException, *, leaves: bool = False) -> bool:
+    def failed(self, begun: object, key: bytes, error: BaseException, *, leaves: bool = False) -> bool:
         """Note a failure; say whether it is held: not counted. `leaves`: else its key is parked, or it dies."""
         rules = self._rules()
         if rules.breaker_share is None:
@@ -113,7 +107,7 @@ class CircuitBreaker:
                 return False
             now = clock()
             self._forget(now, rules)
-            self._window.fail(begun.key, now, error_name(type(error)))
+            self._window.fail(key, now, error_name(type(error)))
             self.watching = True
             if self._reply.state == "probing" and admitted and self._verdict is None:
                 self._decide(succeeded=False, cause=error_name(type(error)))
@@ -194,7 +188,7 @@ class CircuitBreaker:
             if former.state == reply.state:
                 return None
             self._enter(former.state, reply.state)
-        self.on_going()
+        self._on_going()
         return former.state
 
     # -- inner -------------------------------------------------------------------------------------------------------
@@ -212,7 +206,7 @@ class CircuitBreaker:
 
     def _decide(self, *, succeeded: bool, cause: str) -> None:
         self._verdict = succeeded, cause
-        self.on_verdict()
+        self._on_verdict()
 
     def _handlers(self) -> int:
         return 1 << min(16, int(max(0.0, clock() - self._changed_at) / RAMP_STEP_S))
@@ -226,7 +220,7 @@ class CircuitBreaker:
         if self._suspicious_since is None:
             self._suspicious_since = now
         if self._window.failing >= (keys if ramping else rules.breaker_keys):
-            self.on_verdict()
+            self._on_verdict()
         enough = leaves or self._window.failing >= keys
         return enough and now - self._suspicious_since < rules.breaker_window_s
 

@@ -46,7 +46,7 @@ class FailureDecider:
             parked=resumed,
             text=text,
         )
-        if self.breaker.failed(key_queue, error, leaves=not isinstance(action, RetryInPlace)):
+        if self.breaker.failed(key_queue, key_queue.key, error, leaves=not isinstance(action, RetryInPlace)):
             return self._hold(owned, record, error, before)
         if isinstance(action, ParkKey) and not resumed and len(owned.parked.by_name) >= self._parked_keys_limit:
             self._events.parking_full(owned, record.identity.lp, "keys", seq=record.identity.seq)

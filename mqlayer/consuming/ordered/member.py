@@ -89,8 +89,7 @@ class OrderedMember(Member[Reader, Settler]):
         dispatcher.on_parking(writer.wake.set)
         guard = PoisonMessageGuard(nodes.wake_settler)
         decider = FailureDecider(core, events, writer.add_attempt)
-        core.settings.breaker.on_verdict = core.beat.set
-        core.settings.breaker.on_going = dispatcher.admission.wake_workers
+        core.settings.breaker.connect(core.beat.set, dispatcher.admission.wake_workers)
         results = TurnResults(dispatcher, decider, handled=handled, fenced=self.ownership.fenced)
         executor = executor_of(
             partial(new_worker, core.settings, guard, results),

@@ -40,7 +40,7 @@ class TurnResults:
     def give_back(self, key_queue: KeyQueue, done: int, *, delay_s: float = 0.0) -> None:
         """Give back a key queue after `done` messages."""
         if self.breaker.watching:
-            self.breaker.ended(key_queue, done)
+            self.breaker.ended(key_queue, key_queue.key, done)
         self._give_back(key_queue, done, delay_s=delay_s)
 
     def _give_back(self, key_queue: KeyQueue, done: int, *, delay_s: float = 0.0) -> None:
@@ -67,7 +67,7 @@ class TurnResults:
             log.error("failure_decision_failed", extra={"partition": owned.partition, "error": where(fault)})
         self._give_back_failed(key_queue, done, action)
         if self.breaker.watching:
-            self.breaker.ended(key_queue, 0)
+            self.breaker.ended(key_queue, key_queue.key, 0)
         return done
 
     def _give_back_failed(self, key_queue: KeyQueue, done: int, action: FailureAction | None) -> None:

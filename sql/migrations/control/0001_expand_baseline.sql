@@ -494,7 +494,7 @@ CREATE TABLE mqlayer.consumer_group (
         AND key_bytes_limit BETWEEN 1 AND 9007199254740991),
     CONSTRAINT consumer_group_breaker CHECK (
         breaker_share > 0 AND breaker_share <= 1 AND breaker_keys BETWEEN 1 AND 4096
-        AND breaker_window_s >= 1 AND breaker_window_s <= 3600 AND (breaker_share IS NULL OR mode IN ('exclusive', 'broadcast'))),
+        AND breaker_window_s >= 1 AND breaker_window_s <= 3600 AND (breaker_share IS NULL OR mode <> 'pop')),
     -- With room for the next one, and for the leap of a server that was replaced: statements add to those of all groups.
     CONSTRAINT consumer_group_counts CHECK (
         version BETWEEN 1 AND 1000000000 AND seek BETWEEN 0 AND 1000000000 AND replay BETWEEN 0 AND 1000000000
@@ -624,14 +624,14 @@ CREATE TABLE mqlayer.member (
     -- Of a group with a circuit breaker: distinct keys that failed, and that were tried, in its window before a report.
     failing_keys int NOT NULL DEFAULT 0,
     tried_keys   int NOT NULL DEFAULT 0,
-    reported_at  timestamptz NOT NULL DEFAULT '-infinity',
+    reported_at  timestamptz NOT NULL DEFAULT '1970-01-01 00:00+00',
     CONSTRAINT member_key PRIMARY KEY (group_id, member_id),
     CONSTRAINT member_id_form CHECK (member_id ~ '^[a-z][a-z0-9_.-]{0,62}$'),
     CONSTRAINT member_host_length CHECK (octet_length(host) <= 1024),
     CONSTRAINT member_numbers CHECK (session BETWEEN 0 AND 4611686018427387904 AND pid BETWEEN 0 AND 2000000000),
     CONSTRAINT member_reported CHECK (
         failing_keys BETWEEN 0 AND 1000000000 AND tried_keys BETWEEN 0 AND 1000000000
-        AND (reported_at = '-infinity' OR reported_at BETWEEN '1970-01-01 00:00+00' AND '9000-01-01 00:00+00')),
+        AND reported_at BETWEEN '1970-01-01 00:00+00' AND '9000-01-01 00:00+00'),
     CONSTRAINT member_joined_at CHECK (joined_at BETWEEN '1970-01-01 00:00+00' AND '9000-01-01 00:00+00'),
     CONSTRAINT member_lease_until
         CHECK (lease_until = '-infinity' OR lease_until BETWEEN '1970-01-01 00:00+00' AND '9000-01-01 00:00+00')
@@ -656,7 +656,8 @@ CREATE TABLE mqlayer.breaker (
     CONSTRAINT breaker_key PRIMARY KEY (group_id),
     CONSTRAINT breaker_state CHECK (state IN ('closed', 'open', 'probing', 'ramping')),
     CONSTRAINT breaker_prober CHECK (state <> 'probing' OR probe_session IS NOT NULL),
-    CONSTRAINT breaker_counts CHECK (failing_keys BETWEEN 0 AND 1000000000 AND probes BETWEEN 0 AND 1000000000),
+    CONSTRAINT breaker_counts CHECK (failing_keys BETWEEN 0 AND 1000000000 AND probes BETWEEN 0 AND 1000000000
+        AND probe_session BETWEEN 0 AND 4611686018427387904),
     CONSTRAINT breaker_texts CHECK (octet_length(cause) <= 1024 AND octet_length(actor) <= 4096),
     CONSTRAINT breaker_times CHECK (
         changed_at BETWEEN '1970-01-01 00:00+00' AND '9000-01-01 00:00+00'
