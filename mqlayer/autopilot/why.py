@@ -1,4 +1,4 @@
-"""Why the autopilot does what it does with a topic, or does nothing."""
+"""Reasons for which a topic's routes change by themselves, or stay."""
 
 from __future__ import annotations
 

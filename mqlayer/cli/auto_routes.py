@@ -16,7 +16,7 @@ from mqlayer.cli.permissions import check_change
 from mqlayer.cli.runtime import runtime_here
 
 
-def add_to(routes: typer.Typer) -> None:
+def add_auto(routes: typer.Typer) -> None:
     """Add commands."""
     routes.command(cls=RuledCommand, rich_help_panel=CHANGE)(auto)
     routes.command(rich_help_panel=LOOK)(why)

@@ -34,8 +34,8 @@ with open_runtime(Settings(), actor="ann") as runtime:
 ROOT = Path(__file__).parents[2]
 
 
-def killed(world: World, program: str, place: str) -> None:
-    process = ask_python("-c", program, cwd=ROOT, env=os.environ | world.environment(f"{place}=kill"))
+def killed(world: World, program: str, failpoint: str) -> None:
+    process = ask_python("-c", program, cwd=ROOT, env=os.environ | world.environment(failpoint))
     assert process.returncode == -9, "the place was not reached"
 
 
@@ -57,7 +57,7 @@ def test_a_pass_killed_anywhere_leaves_a_change_with_its_row_or_neither(
 ) -> None:
     set_policy(world.runtime(), "orders", mode="on", capacity_per_s=100.0)
     put_load(world, {1: 1, 2: 1})
-    killed(world, PASS, place)
+    killed(world, PASS, f"{place}=kill")
     assert journal(world) == [("changed", "merge", [1, 2])] * planned
     assert world.rows("SELECT count(*)::int FROM mqlayer.audit WHERE actor = 'autopilot'") == [(int(planned),)]
     if planned:
@@ -73,7 +73,7 @@ def test_a_pass_killed_before_a_judgement_leaves_it_to_the_next(world: World) ->
     put_load(world, {1: 1, 2: 1})
     assert one_pass(world).changed == ("orders",)
     put_load(world, {3: 2})
-    killed(world, PASS, "auto.before_judge_commit")
+    killed(world, PASS, "auto.before_judge_commit=kill")
     waiting = "SELECT count(*)::int FROM mqlayer.route_decision WHERE judged_at IS NULL"
     assert world.rows(waiting) == [(1,)]
     one_pass(world)
@@ -97,6 +97,6 @@ def test_a_pass_that_slept_over_the_change_of_another_one_makes_none(world: Worl
 
 def test_a_command_killed_before_its_commit_leaves_the_policy(world: World) -> None:
     set_policy(world.runtime(), "orders", mode="on")
-    killed(world, POLICY, "auto.before_policy_commit")
+    killed(world, POLICY, "auto.before_policy_commit=kill")
     assert world.rows("SELECT mode FROM mqlayer.route_policy") == [("on",)]
     assert world.rows("SELECT 1 FROM mqlayer.audit WHERE actor = 'ann'") == []

@@ -212,11 +212,12 @@ def test_a_group_without_members_shows_no_limit(world: World) -> None:
     ensure_group(here, RouteCache(world.database), topic="orders", name="g", settings=GroupSettings(start="earliest"))
     switch_on(world, capacity_per_s=None)
     with load(world, EVENLY):
-        wait_until(
-            lambda: (
-                auto_routes(here, times=MEASURED) and explain_routes(here, "orders", times=MEASURED).partitions[0].per_s
-            ),
-            what="a load to be measured",
-        )
+        wait_until(lambda: is_measured(world), what="a load to be measured")
     ((measured,),) = world.rows("SELECT measured_per_s FROM mqlayer.route_policy")
     assert measured is None
+
+
+def is_measured(world: World) -> bool:
+    here = world.runtime(actor="worker")
+    auto_routes(here, times=MEASURED)
+    return bool(explain_routes(here, "orders", times=MEASURED).partitions[0].per_s)

@@ -70,7 +70,7 @@ PARTS: Final[dict[str, set[str]]] = {
     "problems": set(),
     "nodes": {"groups", "routes"},
     "topics": {"archive", "inspect", *FAILURES},
-    "routes": {"autopilot", "inspect", "routes", *FAILURES},
+    "routes": {"autopilot", "groups", "inspect", "routes"},
     "groups": {"inspect", *FAILURES},
     "keys": {"inspect", *FAILURES},
     "parked": {"inspect", *FAILURES},
