@@ -225,7 +225,9 @@ CREATE TABLE mqlayer.route_load (
     settled      bigint[]           NOT NULL,
     CONSTRAINT route_load_key PRIMARY KEY (partition_id),
     CONSTRAINT route_load_samples CHECK (cardinality(at_s) >= 1 AND cardinality(at_s) <= 64
-        AND cardinality(next_offset) = cardinality(at_s) AND cardinality(settled) = cardinality(at_s))
+        AND cardinality(next_offset) >= 1 AND cardinality(next_offset) <= 64 AND cardinality(settled) >= 1
+        AND cardinality(settled) <= 64 AND cardinality(next_offset) = cardinality(at_s)
+        AND cardinality(settled) = cardinality(at_s))
 );
 
 CREATE TABLE mqlayer.route_decision (

@@ -122,6 +122,33 @@ SELECT d.decision_id, d.at, d.verdict, d.kind, d.partitions, d.reason, d.key, d.
 FROM mqlayer.route_decision d JOIN mqlayer.topic t USING (topic_id) LEFT JOIN mqlayer.route_change c USING (change_id)
 WHERE t.name = %(topic)s ORDER BY d.decision_id DESC LIMIT %(limit)s;
 
+-- name: metrics_autopilot
+-- Of topics with automatic routes: changes ever made so, whether they stopped, and LPs that no split helps.
+SELECT t.name, (SELECT count(*) FROM mqlayer.route_change c
+                WHERE c.topic_id = t.topic_id AND c.actor = 'autopilot' AND c.state = 'done')::int,
+       (p.stopped_at IS NOT NULL)::int, (SELECT count(DISTINCT d.lp) FROM mqlayer.route_decision d
+                                         WHERE d.topic_id = t.topic_id AND d.verdict = 'refused' AND d.lp IS NOT NULL
+                                           AND d.at > now() - interval '15 minutes')::int
+FROM mqlayer.route_policy p JOIN mqlayer.topic t USING (topic_id)
+WHERE p.mode <> 'off' AND t.deleting_at IS NULL AND t.deleted_at IS NULL ORDER BY t.name;
+
+-- name: check_autopilot
+-- Topics whose automatic routes stopped themselves: why, and for how long.
+SELECT t.name, p.stopped_because, extract(epoch FROM clock_timestamp() - p.stopped_at)::float8
+FROM mqlayer.route_policy p JOIN mqlayer.topic t USING (topic_id)
+WHERE p.stopped_at IS NOT NULL AND p.mode <> 'off' AND t.deleting_at IS NULL AND t.deleted_at IS NULL ORDER BY t.name;
+
+-- name: check_hot_keys
+-- LPs that are hotter than a partition can serve, where no split helps: partition, LP, the reason, and since when.
+SELECT DISTINCT ON (t.name, d.lp) t.name, d.partitions[1], d.lp, d.reason,
+       extract(epoch FROM clock_timestamp() - d.at)::float8
+FROM mqlayer.route_decision d
+JOIN mqlayer.route_policy p USING (topic_id)
+JOIN mqlayer.topic t USING (topic_id)
+JOIN mqlayer.partition q ON q.partition_id = d.partitions[1] AND q.state = 'open'
+WHERE d.verdict = 'refused' AND d.lp IS NOT NULL AND d.at > now() - interval '15 minutes' AND p.mode <> 'off'
+ORDER BY t.name, d.lp, d.decision_id DESC;
+
 -- name: policy_counts_put
 -- Count the changes in a row that failed, and those that did not help: add one, keep or reset.
 UPDATE mqlayer.route_policy

@@ -6,7 +6,9 @@ import pytest
 
 from mqlayer.autopilot import AutoPass, auto_routes, decisions_of, explain_routes, set_policy
 from mqlayer.autopilot.journal import JOURNAL_ROWS
+from mqlayer.doctor.health import system_health
 from mqlayer.errors import NotFound
+from mqlayer.exporter.samples import control_samples
 from mqlayer.groups.group import GroupSettings, ensure_group
 from mqlayer.postgres.rights import Right
 from mqlayer.routes import drop_change
@@ -39,7 +41,7 @@ def test_a_hot_partition_is_measured_and_split_where_its_load_halves(world: Worl
     here = world.runtime(actor="worker")
     assert auto_routes(here, times=MEASURED) == AutoPass(), "nothing is done for a topic without a policy"
     assert world.rows("SELECT 1 FROM mqlayer.route_load") == []
-    switch_on(world)
+    switch_on(world, capacity_per_s=20.0)
     with load(world, EVENLY):
         wait_until(lambda: auto_routes(here, times=MEASURED).changed, timeout_s=20, what="it to be split")
         ((_, cut), _) = bounds(world)
@@ -47,16 +49,22 @@ def test_a_hot_partition_is_measured_and_split_where_its_load_halves(world: Worl
         wait_until(
             lambda: not auto_routes(here, times=MEASURED).changed and judged(world), what="the change to be judged"
         )
+        report = explain_routes(here, "orders", times=MEASURED)
     ((actor, reason),) = world.rows("SELECT actor, facts ->> 'reason' FROM mqlayer.audit WHERE act = 'route split'")
     assert actor == "autopilot"
     assert f"LP {cut} halves its load" in reason
     (decision,) = decisions_of(world.database, "orders")
     assert (decision.verdict, decision.state, decision.helped) == ("changed", "done", True)
     assert decision.facts["after_heaviest_per_s"] < decision.facts["heaviest_per_s"]
-    report = explain_routes(here, "orders", times=MEASURED)
     assert [one.verdict for one in report.partitions] == ["split wanted"] * 2
     assert report.waits.startswith("cool-down")
     assert report.changes_left == 19
+
+
+def told(world: World) -> list[str]:
+    """Return the problems of automatic routes that the overview tells."""
+    known = ("MqlayerAutopilotStopped", "MqlayerKeyHot")
+    return [one.alert.name for one in system_health(world.runtime()).problems if one.alert.name in known]
 
 
 def judged(world: World) -> bool:
@@ -79,6 +87,8 @@ def test_the_job_isolates_a_hot_key_and_names_it_under_its_own_right(world: Worl
     (refused, _) = decisions_of(world.database, "orders")
     assert (refused.verdict, refused.lp) == ("refused", 300)
     assert "no split helps" in refused.reason
+    assert told(world) == ["MqlayerKeyHot"]
+    assert control_samples(world.runtime())["mqlayer.autopilot.hot_lps"] == [(1, {"topic": "orders"})]
 
 
 @pytest.mark.world(partitions=1)
@@ -136,6 +146,12 @@ def test_two_changes_in_a_row_that_do_not_help_stop_it_until_an_operator_begins_
         age_changes(world)
     assert [row[:2] for row in journal(world)] == [("changed", "split")] * 2 + [("stopped", "none")]
     assert world.rows("SELECT count(*)::int FROM mqlayer.audit WHERE act = 'route auto stop'") == [(1,)]
+    assert told(world) == ["MqlayerAutopilotStopped"]
+    samples = control_samples(world.runtime())
+    assert samples["mqlayer.autopilot.stopped"] == [(1, {"topic": "orders"})]
+    assert samples["mqlayer.autopilot.changes"] == [(2, {"topic": "orders"})]
+    (found,) = [one for one in run("doctor", "--json").stdout.splitlines() if '"autopilot"' in one]
+    assert "repair the cause, then: mqlayer route auto orders --on" in found
     assert "stopped itself: 2 changes in a row did not help" in " ".join(run.text("route", "why", "orders").split())
     with load(world, EVENLY):
         assert one_pass(world).changed == ()

@@ -398,7 +398,8 @@ CREATE TABLE mqlayer.route_load (
     settled      bigint[] NOT NULL,
     CONSTRAINT route_load_key PRIMARY KEY (partition_id),
     CONSTRAINT route_load_samples CHECK (
-        cardinality(at_s) BETWEEN 1 AND 64 AND cardinality(next_offset) = cardinality(at_s)
+        cardinality(at_s) BETWEEN 1 AND 64 AND cardinality(next_offset) BETWEEN 1 AND 64
+        AND cardinality(settled) BETWEEN 1 AND 64 AND cardinality(next_offset) = cardinality(at_s)
         AND cardinality(settled) = cardinality(at_s))
 );
 
