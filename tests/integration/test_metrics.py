@@ -289,7 +289,7 @@ def test_a_silent_node_is_a_number_and_a_silent_postgres_leaves_no_old_samples(
         node.kill()
         exporter.sample()
         assert take("mqlayer.group.unknown_partitions") == [2]
-        assert sorted(take("mqlayer.nodes")) == [0, 0, 1, 1]
+        assert sorted(take("mqlayer.nodes")) == [0, 0, 0, 1, 1]
     with Database("postgresql://nobody@127.0.0.1:1/none", timeout_s=0.2) as away:
         runtime = Runtime(away, world.settings(), world.database)
         exporter = SystemExporter(runtime, Meters(MeterProvider(shutdown_on_exit=False)))
