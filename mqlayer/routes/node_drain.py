@@ -91,7 +91,7 @@ class _NodeDrain:
     def run(self) -> DrainReport:
         """Move, then wait."""
         for _ in range(ROUNDS):
-            if not self._move_all() or self._is_late():
+            if not self._move_all():
                 break
             self._pause.wait(RETRY_AFTER_S)
         waiting = {} if self._failed else self._wait()

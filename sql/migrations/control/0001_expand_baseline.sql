@@ -1160,9 +1160,9 @@ CREATE TABLE mqlayer.sample (
     CONSTRAINT sample_minute CHECK (at = date_trunc('minute', at, 'UTC'))
 );
 
--- How many members a group needs, by the samples of an hour: for the rate that comes in, and to work its lag off within
+-- How many members a group needs, by the samples of six hours: for the rate that comes in, and to work its lag off within
 -- the target. Null where there are no samples, and for groups without members of their own. It falls only to the highest
--- need of the last five minutes. See docs/how-to/autoscale.md.
+-- need of the last ten minutes. See docs/how-to/autoscale.md.
 CREATE FUNCTION mqlayer.members_wanted_v1(
     p_topic text, p_group text, p_least int DEFAULT 1, p_lag_target_s double precision DEFAULT 60
 ) RETURNS double precision LANGUAGE sql STABLE
@@ -1176,10 +1176,10 @@ CREATE FUNCTION mqlayer.members_wanted_v1(
             SELECT m.at, m.lag, m.oldest_s, m.members, CASE WHEN g.shared THEN m.lag ELSE m.busy END AS busy, o.stored
             FROM g JOIN mqlayer.sample m ON m.kind = 'group' AND m.object_id = g.group_id
             JOIN mqlayer.sample o ON o.kind = 'topic' AND o.object_id = g.topic_id AND o.at = m.at
-            WHERE m.at > now() - interval '1 hour' AND m.lag IS NOT NULL AND o.stored IS NOT NULL AND m.members IS NOT NULL
+            WHERE m.at > now() - interval '6 hours' AND m.lag IS NOT NULL AND o.stored IS NOT NULL AND m.members IS NOT NULL
         ), spans AS (
-            SELECT l.*, (l.members + lag(l.members) OVER w) / 2.0::float8 AS staff, lag(l.oldest_s) OVER w AS oldest_before_s,
-                   least(l.busy, lag(l.busy) OVER w) AS least_busy,
+            SELECT l.*, lag(l.members) OVER w AS members_before, least(l.busy, lag(l.busy) OVER w) AS least_busy,
+                   least(l.oldest_s, lag(l.oldest_s) OVER w) AS least_old_s,
                    greatest(0, l.stored - lag(l.stored) OVER w) / extract(epoch FROM l.at - lag(l.at) OVER w)::float8 AS in_per_s,
                    greatest(0, l.stored - lag(l.stored) OVER w - (l.lag - lag(l.lag) OVER w))
                        / extract(epoch FROM l.at - lag(l.at) OVER w)::float8 AS handled_per_s
@@ -1187,8 +1187,9 @@ CREATE FUNCTION mqlayer.members_wanted_v1(
         ), capacity AS (
             -- What a member handles while each has a partition that waits: else it would handle more if more came.
             SELECT avg(one.per_s) AS per_s
-            FROM (SELECT s.handled_per_s / s.staff AS per_s FROM spans s
-                  WHERE s.staff > 0 AND s.handled_per_s > 0 AND s.least_busy >= s.staff AND least(s.oldest_s, s.oldest_before_s) > 2
+            FROM (SELECT s.handled_per_s / s.members AS per_s FROM spans s
+                  WHERE s.members > 0 AND s.members = s.members_before AND s.handled_per_s > 0
+                    AND s.least_busy >= s.members AND s.least_old_s > 2
                   ORDER BY s.at DESC LIMIT 5) AS one
         ), needs AS (
             SELECT s.at, s.oldest_s, s.busy, s.members, s.lag, coalesce(s.in_per_s, 0) AS in_per_s,
@@ -1196,15 +1197,15 @@ CREATE FUNCTION mqlayer.members_wanted_v1(
                             -- A fifth in reserve.
                             ceil(coalesce(s.in_per_s, 0) / (0.8 * c.per_s) + s.lag / (c.per_s * greatest(p_lag_target_s, 1)))
                         WHEN s.lag > 0 AND s.oldest_s > p_lag_target_s THEN ceil(1.5 * s.members) + (s.members = 0)::int
-                        -- Nobody knows what a member could do: try with fewer.
-                        WHEN s.lag > 0 OR s.in_per_s > 0 THEN greatest(1, floor(0.8 * s.members))
+                        -- What a member could do is not known: try with fewer.
+                        WHEN s.lag > 0 OR s.in_per_s > 0 THEN greatest(1, floor(0.9 * s.members))
                         ELSE 0 END AS members_needed
-            FROM spans s CROSS JOIN capacity c WHERE s.at > now() - interval '6 minutes'
+            FROM spans s CROSS JOIN capacity c WHERE s.at > now() - interval '11 minutes'
         )
         SELECT greatest(p_least, least(
                    CASE WHEN g.shared THEN max(n.lag + ceil(n.in_per_s)) ELSE g.readable END,
                    -- Where old messages wait in few partitions, more members than these would find no work.
-                   max(CASE WHEN NOT g.shared AND n.oldest_s > p_lag_target_s
+                   max(CASE WHEN NOT g.shared AND n.oldest_s > p_lag_target_s / 4
                             THEN least(n.members_needed, greatest(n.busy, n.members)) ELSE n.members_needed END)))::float8
         FROM g CROSS JOIN needs n GROUP BY g.group_id, g.shared, g.readable);
 CREATE INDEX sample_old ON mqlayer.sample (at);
