@@ -68,7 +68,7 @@ def check_unarmed(checked: CheckedDatabase, limits: CheckLimits) -> list[Finding
 
 
 def check_draining(checked: CheckedDatabase, limits: CheckLimits) -> list[Finding]:
-    """Report nodes that drain, and those that nobody drains on."""
+    """Report draining nodes, also those without progress."""
     found = []
     for name, age_s, in_force, sealed, quiet_s in checked.rows("check_draining"):
         seen = f"node {name} drains since {format_seconds(age_s)}: {in_force} partitions to move, {sealed} to retire"

@@ -100,7 +100,7 @@ class _NodeDrain:
         return DrainReport(self._moved, self._failed, waiting)
 
     def _move_all(self) -> bool:
-        """Move what is there; say whether something is left."""
+        """Move the partitions; say whether some are left."""
         self._failed = {}
         of_topic: dict[str, list[DrainMove]] = {}
         for move in plan_drain(self._runtime, self._node.name).moves:
