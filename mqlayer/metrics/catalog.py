@@ -98,6 +98,10 @@ _ALL: Final = (
     ),
     Instrument("mqlayer.group.members", "gauge", "{member}", _OF_GROUP, "exporter", "Members with a valid lease"),
     Instrument(
+        "mqlayer.group.members_wanted", "gauge", "{member}", _OF_GROUP, "exporter",
+        "Members that the group needs for its rate and lag",
+    ),
+    Instrument(
         "mqlayer.group.partitions", "gauge", "{partition}", _OF_GROUP, "exporter", "Partitions that are not drained"
     ),
     Instrument(
@@ -135,7 +139,7 @@ _ALL: Final = (
     Instrument("mqlayer.relays.unowned_lp_sets", "gauge", "{lp_set}", (), "exporter", "LP sets of no living relay"),
     Instrument(
         "mqlayer.nodes", "gauge", "{node}", ("state",), "exporter",
-        "Nodes: armed, unarmed, lost; of the armed, unreachable",
+        "Nodes: armed, unarmed, lost; of these, draining; of the armed, unreachable",
     ),
     Instrument(
         "mqlayer.route_changes", "counter", "{change}", ("outcome",), "exporter", "Ended route changes: done, dropped"

@@ -52,7 +52,7 @@ GRANT EXECUTE ON FUNCTION mqlayer.retired_keys_drop_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.retired_messages_drop_v1 TO {role};
 GRANT SELECT, INSERT (lp_from, lp_to, partition_id, topic_id, version) ON mqlayer.route TO {role};
 GRANT SELECT, UPDATE (ended_at, mode, opened_at, sealed_at, state) ON mqlayer.route_change TO {role};
-GRANT SELECT, INSERT (at, committed, dead, kind, lag, memory_bytes, object_id, oldest_s, ops_per_s, parked, relayed, stored),
+GRANT SELECT, INSERT (at, busy, committed, dead, kind, lag, members, memory_bytes, object_id, oldest_s, ops_per_s, parked, relayed, stored),
     DELETE ON mqlayer.sample TO {role};
 GRANT SELECT, INSERT (unreachable, change_id, cut, marks, next_offset, partition_id, run_id, seal_id), UPDATE (unreachable, cut,
     next_offset, run_id, seal_id) ON mqlayer.seal TO {role};
