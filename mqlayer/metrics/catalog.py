@@ -15,7 +15,7 @@ OPERATION_TYPE: Final = "messaging.operation.type"
 SYSTEM: Final = "messaging.system"
 ERROR: Final = "error.type"
 
-BUCKETS_S: Final = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
+BUCKETS_S: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 """Bounds that the messaging conventions name."""
 DELAY_BUCKETS_S: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0, 10.0, 60.0, 300.0)
 
