@@ -16,7 +16,7 @@ SYSTEM: Final = "messaging.system"
 ERROR: Final = "error.type"
 
 BUCKETS_S: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
-"""Bounds that the messaging conventions name."""
+"""Those of the messaging conventions but 0.075, 0.75 and 7.5: an exporter has few series."""
 DELAY_BUCKETS_S: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0, 10.0, 60.0, 300.0)
 
 
