@@ -152,6 +152,17 @@ _ALL: Final = (
         "mqlayer.route_changes.longest_pause", "gauge", "s", (), "exporter",
         "Longest time between seal and opening, of the changes of the last hour",
     ),
+    Instrument(
+        "mqlayer.autopilot.changes", "counter", "{change}", ("topic",), "exporter",
+        "Route changes that were made automatically, of topics with automatic routes",
+    ),
+    Instrument(
+        "mqlayer.autopilot.stopped", "gauge", "1", ("topic",), "exporter", "1 if automatic routes stopped themselves"
+    ),
+    Instrument(
+        "mqlayer.autopilot.hot_lps", "gauge", "{lp}", ("topic",), "exporter",
+        "LPs hotter than a partition can serve, where no split helps",
+    ),
     Instrument("mqlayer.archive.delay", "gauge", "s", ("topic",), "exporter", "Since an archiver reached the end"),
     Instrument("mqlayer.archive.gaps", "gauge", "{gap}", ("topic",), "exporter", "Gaps that wait for an operator"),
     Instrument("mqlayer.jobs.age", "gauge", "s", ("name",), "exporter", "Since a periodic job ran"),
