@@ -23,9 +23,17 @@ CREATE TABLE mqlayer.node (
     last_run_id  text,
     former_runs  text[]      NOT NULL DEFAULT '{}',
     lost_at      timestamptz,
+    draining_at  timestamptz,
+    removed_at   timestamptz,
+    zone         text        NOT NULL DEFAULT '',
     created_at   timestamptz NOT NULL DEFAULT now(),
     CONSTRAINT node_name_unique UNIQUE (name),
-    CONSTRAINT node_name_form CHECK (name ~ '^[a-z][a-z0-9_.-]{0,62}$'),
+    CONSTRAINT node_name_form CHECK (name ~ CASE WHEN removed_at IS NULL THEN '^[a-z][a-z0-9_.-]{0,62}$'
+        ELSE '^[a-z][a-z0-9_.-]{0,62}@[0-9]+$' END),
+    CONSTRAINT node_zone_form CHECK (zone ~ '^([a-z0-9][a-z0-9_.-]{0,62})?$'),
+    CONSTRAINT node_drain_times CHECK (draining_at >= '1970-01-01 00:00:00+00'
+        AND draining_at <= '9000-01-01 00:00:00+00' AND removed_at >= '1970-01-01 00:00:00+00'
+        AND removed_at <= '9000-01-01 00:00:00+00'),
     CONSTRAINT node_url_is_address CHECK (url !~ '^[^/]*//[^/?#]*@'
         AND url !~ '[?&](username|password|credential_provider|sentinel_username|sentinel_password|ssl_password)='),
     CONSTRAINT node_texts CHECK (octet_length(url) <= 4096 AND octet_length(armed_run_id) <= 1024
@@ -46,6 +54,7 @@ CREATE TABLE mqlayer.topic (
     paused_at      timestamptz,
     paused_by      text,
     schema_mode    text        NOT NULL DEFAULT 'backward',
+    home_zone      text        NOT NULL DEFAULT '',
     created_at     timestamptz NOT NULL DEFAULT now(),
     deleting_at    timestamptz,
     deleted_at     timestamptz,
@@ -65,6 +74,7 @@ CREATE TABLE mqlayer.topic (
     CONSTRAINT topic_version CHECK (version >= 1),
     CONSTRAINT topic_lp_zero CHECK (lp_zero = 0),
     CONSTRAINT topic_paused_by CHECK (octet_length(paused_by) <= 4096),
+    CONSTRAINT topic_home_zone_form CHECK (home_zone ~ '^([a-z0-9][a-z0-9_.-]{0,62})?$'),
     CONSTRAINT topic_schema_mode CHECK (schema_mode IN ('backward', 'forward', 'full', 'none')),
     CONSTRAINT topic_version_has_routes FOREIGN KEY (topic_id, version, lp_zero)
         REFERENCES mqlayer.route(topic_id, version, lp_from) DEFERRABLE INITIALLY DEFERRED
@@ -426,6 +436,7 @@ CREATE TABLE mqlayer.member (
     host         text        NOT NULL,
     pid          int         NOT NULL,
     leaving      boolean     NOT NULL DEFAULT false,
+    zone         text        NOT NULL DEFAULT '',
     joined_at    timestamptz NOT NULL DEFAULT now(),
     lease_until  timestamptz NOT NULL,
     failing_keys int         NOT NULL DEFAULT 0,
@@ -434,6 +445,7 @@ CREATE TABLE mqlayer.member (
     CONSTRAINT member_key PRIMARY KEY (group_id, member_id),
     CONSTRAINT member_id_form CHECK (member_id ~ '^[a-z][a-z0-9_.-]{0,62}$'),
     CONSTRAINT member_host_length CHECK (octet_length(host) <= 1024),
+    CONSTRAINT member_zone_form CHECK (zone ~ '^([a-z0-9][a-z0-9_.-]{0,62})?$'),
     CONSTRAINT member_numbers CHECK (session >= 0 AND session <= 4611686018427387904 AND pid >= 0
         AND pid <= 2000000000),
     CONSTRAINT member_reported CHECK (failing_keys >= 0 AND failing_keys <= 1000000000 AND tried_keys >= 0
@@ -789,6 +801,8 @@ CREATE TABLE mqlayer.sample (
     oldest_s     double precision,
     parked       bigint,
     dead         bigint,
+    members      int,
+    busy         int,
     committed    bigint,
     relayed      bigint,
     stored       bigint,
@@ -906,6 +920,8 @@ CREATE FUNCTION mqlayer.may_create_group_v1(p_topic_id int, p_name text, p_broad
 CREATE FUNCTION mqlayer.assignment_epoch_guard() RETURNS trigger;
 CREATE FUNCTION mqlayer.assignment_epoch_given_v1() RETURNS trigger SECURITY DEFINER;
 CREATE FUNCTION mqlayer.parked_count_v1() RETURNS trigger SECURITY DEFINER;
+CREATE FUNCTION mqlayer.members_wanted_v1(p_topic text, p_group text, p_least int DEFAULT 1,
+    p_lag_target_s double precision DEFAULT 60) RETURNS double precision STABLE;
 CREATE FUNCTION mqlayer.check_console_v1() RETURNS void STABLE SECURITY DEFINER;
 CREATE FUNCTION mqlayer.console_session_begin_v1(p_token_hash bytea, p_name text, p_level text, p_bodies boolean,
     p_proof text, p_idle_s int, p_longest_s int) RETURNS void SECURITY DEFINER;

@@ -42,7 +42,7 @@ from mqlayer.routes import (
     route_history,
     route_ranges,
 )
-from mqlayer.runtime.route_cache import load_nodes, load_route
+from mqlayer.runtime.route_cache import load_route, node_names
 from mqlayer.runtime.runtime import Runtime
 
 STRIP: Final = 32
@@ -302,7 +302,7 @@ def _split_by_report(
 
 
 def _show_plans(database: Database, plans: Iterable[ChangePlan]) -> None:
-    names = {node.node_id: node.name for node in load_nodes(database)}
+    names = node_names(database)
     for plan in plans:
         for line in _plan_lines(plan, names):
             echo(line)

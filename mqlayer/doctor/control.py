@@ -67,6 +67,20 @@ def check_unarmed(checked: CheckedDatabase, limits: CheckLimits) -> list[Finding
     return found or [Finding("unarmed", checked.subject, CheckStatus.OK, "a run of each node is armed")]
 
 
+def check_draining(checked: CheckedDatabase, limits: CheckLimits) -> list[Finding]:
+    """Report draining nodes, also those without progress."""
+    found = []
+    for name, age_s, in_force, sealed, quiet_s in checked.rows("check_draining"):
+        seen = f"node {name} drains since {format_seconds(age_s)}: {in_force} partitions to move, {sealed} to retire"
+        stopped = in_force and quiet_s > limits.change_s
+        fix = f"mqlayer node drain {name} --yes goes on; --stop ends it" if in_force or sealed else (
+            f"mqlayer node remove {name}, or let it have partitions again: mqlayer node drain {name} --stop"
+        )  # fmt: skip
+        verdict = CheckStatus.WARNING if stopped else CheckStatus.OK
+        found.append(Finding("draining", checked.subject, verdict, seen, fix))
+    return found or [Finding("draining", checked.subject, CheckStatus.OK, "no node is being drained")]
+
+
 def check_beat(checked: CheckedDatabase, _: CheckLimits) -> list[Finding]:
     """Report late periodic jobs."""
     ((last_s,),) = checked.rows("check_last_job")
@@ -210,6 +224,7 @@ CHECKS: Final[dict[str, Check[CheckedDatabase]]] = {
     "replaced": check_replaced,
     "numbers": check_numbers,
     "unarmed": check_unarmed,
+    "draining": check_draining,
     "beat": check_beat,
     "routes": check_changes,
     "autopilot": check_autopilot,

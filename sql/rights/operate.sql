@@ -44,10 +44,11 @@ GRANT EXECUTE ON FUNCTION mqlayer.may_create_group_v1 TO {role};
 GRANT SELECT, UPDATE (joined_at, lease_until, leaving, session) ON mqlayer.member TO {role};
 GRANT USAGE ON SEQUENCE mqlayer.member_session TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.members_forget_v1 TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer.members_wanted_v1 TO {role};
 GRANT SELECT ON mqlayer.migration TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.numbers_used_v1 TO {role};
-GRANT SELECT, INSERT (armed_at, armed_run_id, last_run_id, name, url), UPDATE (armed_at, armed_run_id, former_runs,
-    last_run_id, lost_at, url) ON mqlayer.node TO {role};
+GRANT SELECT, INSERT (armed_at, armed_run_id, last_run_id, name, url, zone), UPDATE (armed_at, armed_run_id, draining_at, former_runs,
+    last_run_id, lost_at, name, removed_at, url, zone) ON mqlayer.node TO {role};
 GRANT SELECT ON mqlayer.parked_fact TO {role};
 GRANT SELECT, INSERT (cause, due_at, group_id, lp, name, paused_at, paused_by), UPDATE (attempts, cause, due_at,
     paused_at, paused_by, released, started, started_alone) ON mqlayer.parked_key TO {role};

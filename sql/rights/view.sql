@@ -26,6 +26,7 @@ GRANT EXECUTE ON FUNCTION mqlayer.has_for_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.has_v1 TO {role};
 GRANT SELECT ON mqlayer.job TO {role};
 GRANT SELECT ON mqlayer.member TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer.members_wanted_v1 TO {role};
 GRANT SELECT ON mqlayer.migration TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.numbers_used_v1 TO {role};
 GRANT SELECT ON mqlayer.node TO {role};

@@ -47,6 +47,8 @@ OPTIONS: Final[dict[str, str]] = {
     "node rearm": "NAME --empty --accept-loss --former",
     "node acl": "ROLES --user --password-file --password-stdin --acl-file --redis --check",
     "node set": "NAME --url --empty --accept-loss --former",
+    "node drain": "NAME --plan --yes --timeout --stop",
+    "node remove": "NAME --plan --yes",
     "node lost": "NAME --plan --yes",
     "topic create": "NAME --partitions --strategy --body-limit --backlog-limit --archived",
     "topic schema": "TOPIC --version --all --diff --store --json",

@@ -98,9 +98,20 @@ CREATE TABLE mqlayer.node (
     former_runs  text[] NOT NULL DEFAULT '{}',
     -- When an operator gave the node up. Null again once it is back.
     lost_at      timestamptz,
+    -- Since when its partitions move away. It gets no new ones.
+    draining_at  timestamptz,
+    -- When it was removed, empty. Its row stays under the name NAME@ID, so that NAME is free.
+    removed_at   timestamptz,
+    -- Where it is: partitions of topics with this home, and members of this zone, prefer it. Empty: nowhere.
+    zone         text NOT NULL DEFAULT '',
     created_at   timestamptz NOT NULL DEFAULT now(),
     CONSTRAINT node_name_unique UNIQUE (name),
-    CONSTRAINT node_name_form CHECK (name ~ '^[a-z][a-z0-9_.-]{0,62}$'),
+    CONSTRAINT node_name_form CHECK (name ~ CASE WHEN removed_at IS NULL
+        THEN '^[a-z][a-z0-9_.-]{0,62}$' ELSE '^[a-z][a-z0-9_.-]{0,62}@[0-9]+$' END),
+    CONSTRAINT node_zone_form CHECK (zone ~ '^([a-z0-9][a-z0-9_.-]{0,62})?$'),
+    CONSTRAINT node_drain_times CHECK (
+        draining_at BETWEEN '1970-01-01 00:00+00' AND '9000-01-01 00:00+00'
+        AND removed_at BETWEEN '1970-01-01 00:00+00' AND '9000-01-01 00:00+00'),
     CONSTRAINT node_url_is_address CHECK (
         url !~ '^[^/]*//[^/?#]*@'
         AND url !~ '[?&](username|password|credential_provider|sentinel_username|sentinel_password|ssl_password)='),
@@ -131,6 +142,8 @@ CREATE TABLE mqlayer.topic (
     paused_by      text,
     -- Which readers the next schema of its bodies may not break.
     schema_mode    text NOT NULL DEFAULT 'backward',
+    -- The zone whose nodes its partitions prefer. Empty: any.
+    home_zone      text NOT NULL DEFAULT '',
     created_at     timestamptz NOT NULL DEFAULT now(),
     -- When its deletion began, and when the topic was deleted. Rows and archive stay under the name NAME@ID, which no
     -- topic can be created with, so that NAME is free.
@@ -153,6 +166,7 @@ CREATE TABLE mqlayer.topic (
     CONSTRAINT topic_version CHECK (version >= 1),
     CONSTRAINT topic_lp_zero CHECK (lp_zero = 0),
     CONSTRAINT topic_paused_by CHECK (octet_length(paused_by) <= 4096),
+    CONSTRAINT topic_home_zone_form CHECK (home_zone ~ '^([a-z0-9][a-z0-9_.-]{0,62})?$'),
     CONSTRAINT topic_schema_mode CHECK (schema_mode IN ('backward', 'forward', 'full', 'none'))
 );
 
@@ -716,6 +730,8 @@ CREATE TABLE mqlayer.member (
     host        text NOT NULL,
     pid         int NOT NULL,
     leaving     boolean NOT NULL DEFAULT false,
+    -- It prefers partitions on nodes of this zone. Empty: none.
+    zone        text NOT NULL DEFAULT '',
     joined_at   timestamptz NOT NULL DEFAULT now(),
     -- By this database's clock only. -infinity: the member is gone.
     lease_until timestamptz NOT NULL,
@@ -726,6 +742,7 @@ CREATE TABLE mqlayer.member (
     CONSTRAINT member_key PRIMARY KEY (group_id, member_id),
     CONSTRAINT member_id_form CHECK (member_id ~ '^[a-z][a-z0-9_.-]{0,62}$'),
     CONSTRAINT member_host_length CHECK (octet_length(host) <= 1024),
+    CONSTRAINT member_zone_form CHECK (zone ~ '^([a-z0-9][a-z0-9_.-]{0,62})?$'),
     CONSTRAINT member_numbers CHECK (session BETWEEN 0 AND 4611686018427387904 AND pid BETWEEN 0 AND 2000000000),
     CONSTRAINT member_reported CHECK (
         failing_keys BETWEEN 0 AND 1000000000 AND tried_keys BETWEEN 0 AND 1000000000
@@ -1270,6 +1287,9 @@ CREATE TABLE mqlayer.sample (
     oldest_s  double precision,
     parked    bigint,
     dead      bigint,
+    -- And living members, and partitions with unsettled messages.
+    members   int,
+    busy      int,
     -- Of topics, since ever: messages committed to the outbox, relayed from it, and stored in partitions that are kept.
     committed bigint,
     relayed   bigint,
@@ -1281,6 +1301,55 @@ CREATE TABLE mqlayer.sample (
     CONSTRAINT sample_kind CHECK (kind IN ('group', 'topic', 'node')),
     CONSTRAINT sample_minute CHECK (at = date_trunc('minute', at, 'UTC'))
 );
+
+-- How many members a group needs, by the samples of six hours: for the rate that comes in, and to work its lag off within
+-- the target. Null where there are no samples, and for groups without members of their own. It falls only to the highest
+-- need of the last ten minutes. See docs/how-to/autoscale.md.
+CREATE FUNCTION mqlayer.members_wanted_v1(
+    p_topic text, p_group text, p_least int DEFAULT 1, p_lag_target_s double precision DEFAULT 60
+) RETURNS double precision LANGUAGE sql STABLE
+    RETURN (
+        WITH g AS (
+            SELECT c.group_id, c.topic_id, c.mode = 'shared' AS shared,
+                   (SELECT count(*) FROM mqlayer.readable r WHERE r.group_id = c.group_id) AS readable
+            FROM mqlayer.consumer_group c JOIN mqlayer.topic t USING (topic_id)
+            WHERE t.name = p_topic AND c.name = p_group AND c.state = 'live' AND c.mode IN ('exclusive', 'shared')
+        ), looks AS (
+            SELECT m.at, m.lag, m.oldest_s, m.members, CASE WHEN g.shared THEN m.lag ELSE m.busy END AS busy, o.stored
+            FROM g JOIN mqlayer.sample m ON m.kind = 'group' AND m.object_id = g.group_id
+            JOIN mqlayer.sample o ON o.kind = 'topic' AND o.object_id = g.topic_id AND o.at = m.at
+            WHERE m.at > now() - interval '6 hours' AND m.lag IS NOT NULL AND o.stored IS NOT NULL AND m.members IS NOT NULL
+        ), spans AS (
+            SELECT l.*, lag(l.members) OVER w AS members_before, least(l.busy, lag(l.busy) OVER w) AS least_busy,
+                   least(l.oldest_s, lag(l.oldest_s) OVER w) AS least_old_s,
+                   greatest(0, l.stored - lag(l.stored) OVER w) / extract(epoch FROM l.at - lag(l.at) OVER w)::float8 AS in_per_s,
+                   greatest(0, l.stored - lag(l.stored) OVER w - (l.lag - lag(l.lag) OVER w))
+                       / extract(epoch FROM l.at - lag(l.at) OVER w)::float8 AS handled_per_s
+            FROM looks l WINDOW w AS (ORDER BY l.at)
+        ), capacity AS (
+            -- What a member handles while each has a partition that waits: else it would handle more if more came.
+            SELECT avg(one.per_s) AS per_s
+            FROM (SELECT s.handled_per_s / s.members AS per_s FROM spans s
+                  WHERE s.members > 0 AND s.members = s.members_before AND s.handled_per_s > 0
+                    AND s.least_busy >= s.members AND s.least_old_s > 2
+                  ORDER BY s.at DESC LIMIT 5) AS one
+        ), needs AS (
+            SELECT s.at, s.oldest_s, s.busy, s.members, s.lag, coalesce(s.in_per_s, 0) AS in_per_s,
+                   CASE WHEN c.per_s > 0 THEN
+                            -- A fifth in reserve.
+                            ceil(coalesce(s.in_per_s, 0) / (0.8 * c.per_s) + s.lag / (c.per_s * greatest(p_lag_target_s, 1)))
+                        WHEN s.lag > 0 AND s.oldest_s > p_lag_target_s THEN ceil(1.5 * s.members) + (s.members = 0)::int
+                        -- What a member could do is not known: try with fewer.
+                        WHEN s.lag > 0 OR s.in_per_s > 0 THEN greatest(1, floor(0.9 * s.members))
+                        ELSE 0 END AS members_needed
+            FROM spans s CROSS JOIN capacity c WHERE s.at > now() - interval '11 minutes'
+        )
+        SELECT greatest(p_least, least(
+                   CASE WHEN g.shared THEN max(n.lag + ceil(n.in_per_s)) ELSE g.readable END,
+                   -- Where old messages wait in few partitions, more members than these would find no work.
+                   max(CASE WHEN NOT g.shared AND n.oldest_s > p_lag_target_s / 4
+                            THEN least(n.members_needed, greatest(n.busy, n.members)) ELSE n.members_needed END)))::float8
+        FROM g CROSS JOIN needs n GROUP BY g.group_id, g.shared, g.readable);
 CREATE INDEX sample_old ON mqlayer.sample (at);
 
 -- Problems of the system, from the first look that found each to the first that did not. A job looks each minute, writes
