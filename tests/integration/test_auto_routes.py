@@ -81,12 +81,15 @@ def test_the_job_isolates_a_hot_key_and_names_it_under_its_own_right(world: Worl
     (decision,) = decisions_of(world.database, "orders")
     assert f"key '{key_of(300)}' of LP 300 has 7" in decision.reason
     put_load(world, {2: 1, 3: 90, 4: 1})
+    age_changes(world)
     world.rows("UPDATE mqlayer.job SET next_at = now()")
-    TASKS["auto_routes"]()
+    with load(world, (300,)):
+        TASKS["auto_routes"]()
     assert len(bounds(world)) == 3
     (refused, _) = decisions_of(world.database, "orders")
     assert (refused.verdict, refused.lp) == ("refused", 300)
-    assert "no split helps" in refused.reason
+    assert f"single LP 300 of key '{key_of(300)}', so no split helps: divide the key" in refused.reason
+    assert explain_routes(world.runtime(), "orders").partitions[1].reason == refused.reason
     assert told(world) == ["MqlayerKeyHot"]
     assert control_samples(world.runtime())["mqlayer.autopilot.hot_lps"] == [(1, {"topic": "orders"})]
 
