@@ -189,6 +189,83 @@ CREATE TABLE mqlayer.partition_rate (
     CONSTRAINT partition_rate_key PRIMARY KEY (partition_id)
 );
 
+CREATE TABLE mqlayer.route_policy (
+    topic_id         int              NOT NULL REFERENCES mqlayer.topic(topic_id),
+    mode             text             NOT NULL,
+    min_partitions   int              NOT NULL DEFAULT 1,
+    max_partitions   int              NOT NULL DEFAULT 64,
+    capacity_per_s   double precision,
+    measured_per_s   double precision,
+    changes_per_hour int              NOT NULL DEFAULT 20,
+    cool_down_s      double precision NOT NULL DEFAULT 60,
+    rest_s           double precision NOT NULL DEFAULT 1800,
+    quiet_from       smallint,
+    quiet_to         smallint,
+    failed           int              NOT NULL DEFAULT 0,
+    unhelpful        int              NOT NULL DEFAULT 0,
+    stopped_at       timestamptz,
+    stopped_because  text,
+    set_at           timestamptz      NOT NULL DEFAULT now(),
+    set_by           text             NOT NULL,
+    CONSTRAINT route_policy_key PRIMARY KEY (topic_id),
+    CONSTRAINT route_policy_mode CHECK (mode IN ('off', 'report', 'on')),
+    CONSTRAINT route_policy_partitions CHECK (min_partitions >= 1 AND min_partitions <= 1024
+        AND max_partitions >= min_partitions AND max_partitions <= 1024),
+    CONSTRAINT route_policy_capacity CHECK (capacity_per_s >= 1::double precision
+        AND capacity_per_s <= '1000000000'::numeric::double precision AND measured_per_s >= 1::double precision
+        AND measured_per_s <= '1000000000'::numeric::double precision),
+    CONSTRAINT route_policy_budget CHECK (changes_per_hour >= 1 AND changes_per_hour <= 720),
+    CONSTRAINT route_policy_waits CHECK (cool_down_s >= 5::double precision AND cool_down_s <= 3600::double precision
+        AND rest_s >= 5::double precision AND rest_s <= 86400::double precision),
+    CONSTRAINT route_policy_quiet CHECK ((quiet_from IS NULL) = (quiet_to IS NULL) AND quiet_from <> quiet_to
+        AND quiet_from >= 0 AND quiet_from <= 1439 AND quiet_to >= 0 AND quiet_to <= 1439),
+    CONSTRAINT route_policy_counts CHECK (failed >= 0 AND failed <= 1000000 AND unhelpful >= 0
+        AND unhelpful <= 1000000),
+    CONSTRAINT route_policy_stopped CHECK ((stopped_at IS NULL) = (stopped_because IS NULL)),
+    CONSTRAINT route_policy_times CHECK (stopped_at >= '1970-01-01 00:00:00+00'
+        AND stopped_at <= '9000-01-01 00:00:00+00' AND set_at >= '1970-01-01 00:00:00+00'
+        AND set_at <= '9000-01-01 00:00:00+00'),
+    CONSTRAINT route_policy_texts CHECK (octet_length(set_by) <= 4096 AND octet_length(stopped_because) <= 4096)
+);
+
+CREATE TABLE mqlayer.route_load (
+    partition_id int                NOT NULL REFERENCES mqlayer.partition(partition_id),
+    at_s         double precision[] NOT NULL,
+    next_offset  bigint[]           NOT NULL,
+    settled      bigint[]           NOT NULL,
+    CONSTRAINT route_load_key PRIMARY KEY (partition_id),
+    CONSTRAINT route_load_samples CHECK (cardinality(at_s) >= 1 AND cardinality(at_s) <= 64
+        AND cardinality(next_offset) >= 1 AND cardinality(next_offset) <= 64 AND cardinality(settled) >= 1
+        AND cardinality(settled) <= 64 AND cardinality(next_offset) = cardinality(at_s)
+        AND cardinality(settled) = cardinality(at_s))
+);
+
+CREATE TABLE mqlayer.route_decision (
+    decision_id bigint      NOT NULL GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    topic_id    int         NOT NULL REFERENCES mqlayer.topic(topic_id),
+    at          timestamptz NOT NULL DEFAULT clock_timestamp(),
+    verdict     text        NOT NULL,
+    kind        text        NOT NULL,
+    partitions  int[]       NOT NULL,
+    reason      text        NOT NULL,
+    key         text,
+    lp          smallint,
+    change_id   int         REFERENCES mqlayer.route_change(change_id),
+    facts       jsonb       NOT NULL DEFAULT '{}',
+    judged_at   timestamptz,
+    helped      boolean,
+    CONSTRAINT route_decision_verdict CHECK (verdict IN ('changed', 'reported', 'refused', 'failed', 'stopped')),
+    CONSTRAINT route_decision_kind CHECK (kind IN ('split', 'merge', 'move', 'none')),
+    CONSTRAINT route_decision_change CHECK ((verdict = 'changed') = (change_id IS NOT NULL)),
+    CONSTRAINT route_decision_lp CHECK (lp >= 0 AND lp <= 1023),
+    CONSTRAINT route_decision_times CHECK (at >= '1970-01-01 00:00:00+00' AND at <= '9000-01-01 00:00:00+00'
+        AND judged_at >= '1970-01-01 00:00:00+00' AND judged_at <= '9000-01-01 00:00:00+00'),
+    CONSTRAINT route_decision_texts CHECK (octet_length(reason) <= 4096 AND octet_length(key) <= 65536
+        AND pg_column_size(facts) <= 100000 AND cardinality(partitions) <= 1024)
+);
+CREATE INDEX route_decision_of_topic ON mqlayer.route_decision (topic_id, decision_id);
+CREATE UNIQUE INDEX route_decision_of_change ON mqlayer.route_decision (change_id) WHERE change_id IS NOT NULL;
+
 CREATE TABLE mqlayer.source (
     source_id   bigint      NOT NULL GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
     kind        text        NOT NULL,

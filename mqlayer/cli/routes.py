@@ -11,6 +11,7 @@ from typing import Annotated, Any, Final
 import typer
 
 from mqlayer.cli.addresses import settings_here
+from mqlayer.cli.auto_routes import add_auto
 from mqlayer.cli.drain_watch import watch_draining
 from mqlayer.cli.option_rules import RuledCommand, excludes, needs, planned
 from mqlayer.cli.options import PlanOption, TopicArgument, YesOption, echo_plan
@@ -60,6 +61,7 @@ routes = typer.Typer(no_args_is_help=True, help="Routes: split, merge and move p
 
 def add_to(app: typer.Typer) -> None:
     """Add commands."""
+    add_auto(routes)
     app.add_typer(routes, name="route")
 
 

@@ -323,6 +323,8 @@ def _each() -> Iterator[tuple[str, Callable[[str, Facts], str]]]:
     yield "route move", _route("move", "moved")
     yield "route drop", lambda topic, facts: f"dropped the planned {facts['kind']} {facts['change']} of topic {topic}"
     yield "route reopen", _reopen
+    yield "route auto", lambda topic, facts: f"set the automatic routes of topic {topic} to {facts['mode']}"
+    yield "route auto stop", lambda topic, facts: f"stopped the automatic routes of topic {topic}: {facts['reason']}"
     yield "outbox recover", _recover
     yield "postgres replaced", lambda _, __: "noticed another Postgres server: numbers leapt, nodes must be armed again"
     yield "versions set", _version

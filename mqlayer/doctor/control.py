@@ -111,6 +111,21 @@ def check_changes(checked: CheckedDatabase, limits: CheckLimits) -> list[Finding
     return found or [Finding("routes", checked.subject, CheckStatus.OK, "no route change waits")]
 
 
+def check_autopilot(checked: CheckedDatabase, _: CheckLimits) -> list[Finding]:
+    """Report topics whose automatic routes stopped themselves, and hot LPs that no split helps."""
+    found = []
+    for topic, reason, age_s in checked.rows("check_autopilot"):
+        seen = f"automatic routes of topic {topic} stopped {format_seconds(age_s)} ago: {reason}"
+        fix = f"repair the cause, then: mqlayer route auto {topic} --on"
+        found.append(Finding("autopilot", checked.subject, CheckStatus.WARNING, seen, fix))
+    for topic, partition, _lp, reason, _age_s in checked.rows("check_hot_keys"):
+        seen = f"partition {partition} of topic {topic}: {reason}"
+        found.append(
+            Finding("autopilot", checked.subject, CheckStatus.WARNING, seen, f"see: mqlayer route why {topic}")
+        )
+    return found or [Finding("autopilot", checked.subject, CheckStatus.OK, "no automatic route stopped")]
+
+
 def check_deletions(checked: CheckedDatabase, limits: CheckLimits) -> list[Finding]:
     """Report unfinished deletions of topics."""
     found = []
@@ -212,6 +227,7 @@ CHECKS: Final[dict[str, Check[CheckedDatabase]]] = {
     "draining": check_draining,
     "beat": check_beat,
     "routes": check_changes,
+    "autopilot": check_autopilot,
     "deletions": check_deletions,
     "groups": check_groups,
     "parked": check_parked,

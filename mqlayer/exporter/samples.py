@@ -36,6 +36,10 @@ def control_samples(runtime: Runtime, *, by_partition: bool = False) -> Samples:
             found["mqlayer.group.members_wanted"].append((wanted, _labels((topic, group))))
     _add_nodes(found, _row(runtime.control, "metrics_nodes"), statuses)
     _add_changes(found, _row(runtime.control, "metrics_route_changes"))
+    for topic, changes, stopped, hot in _rows(runtime.control, "metrics_autopilot"):
+        found["mqlayer.autopilot.changes"].append((changes, {"topic": topic}))
+        found["mqlayer.autopilot.stopped"].append((stopped, {"topic": topic}))
+        found["mqlayer.autopilot.hot_lps"].append((hot, {"topic": topic}))
     for topic, gaps, passed_s, _ in _rows(runtime.control, "check_archive"):
         found["mqlayer.archive.gaps"].append((gaps, {"topic": topic}))
         if passed_s is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from mqlayer.domain.names import check_name
@@ -21,6 +21,8 @@ from mqlayer.runtime.runtime import Runtime
 from mqlayer.topics.node_draining import draining_conflict, find_target
 
 TIMEOUTS: Final = {"lock_wait": "10s", "idle": "5s"}
+ChangeNote = Callable[[Connection, int], None]
+"""Gets the change's id."""
 
 
 def planned_split(
@@ -96,13 +98,13 @@ def apply_change(runtime: Runtime, plan: ChangePlan) -> Route:
     return apply_plan(runtime, plan)
 
 
-def apply_plan(runtime: Runtime, plan: ChangePlan) -> Route:
-    """Apply a plan, return the new route.
+def apply_plan(runtime: Runtime, plan: ChangePlan, *, note: ChangeNote | None = None) -> Route:
+    """Apply a plan, return the new route. `note` writes in the transaction that records it.
 
     Raises Conflict, nothing changed, if the route differs or a change is open; StoreUnavailable leaves the change open,
     for the worker or the next command.
     """
-    change_id = _record_plan(runtime, plan)
+    change_id = _record_plan(runtime, plan, note)
     failpoint("change.after_plan")
     try:
         state = finish_change(runtime, change_id)
@@ -157,7 +159,7 @@ def finish_earlier(runtime: Runtime, topic: str) -> None:
             raise Conflict(f"change {change_id} of topic {topic!r} is not finished", word)
 
 
-def _record_plan(runtime: Runtime, plan: ChangePlan) -> int:
+def _record_plan(runtime: Runtime, plan: ChangePlan, note: ChangeNote | None) -> int:
     names = node_names(runtime.control)
 
     def work(connection: Connection) -> int:
@@ -196,6 +198,8 @@ def _record_plan(runtime: Runtime, plan: ChangePlan) -> int:
             "change": change_id, "version": plan.version, "parents": list(parents),
             "successors": [[s.lp_from, s.lp_to, s.node] for s in plan.successors],
         })  # fmt: skip
+        if note is not None:
+            note(connection, change_id)
         failpoint("change.before_plan_commit")
         return change_id
 

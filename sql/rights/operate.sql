@@ -75,6 +75,12 @@ GRANT EXECUTE ON FUNCTION mqlayer.retired_messages_drop_v1 TO {role};
 GRANT SELECT, INSERT (lp_from, lp_to, partition_id, topic_id, version) ON mqlayer.route TO {role};
 GRANT SELECT, INSERT (actor, kind, mode, topic_id, version), UPDATE (ended_at, mode, opened_at, sealed_at, state) ON
     mqlayer.route_change TO {role};
+GRANT SELECT ON mqlayer.route_decision TO {role};
+GRANT SELECT ON mqlayer.route_load TO {role};
+GRANT SELECT, INSERT (capacity_per_s, changes_per_hour, cool_down_s, max_partitions, min_partitions, mode, quiet_from,
+    quiet_to, rest_s, set_by, topic_id), UPDATE (capacity_per_s, changes_per_hour, cool_down_s, failed, max_partitions,
+    min_partitions, mode, quiet_from, quiet_to, rest_s, set_at, set_by, stopped_at, stopped_because, unhelpful) ON
+    mqlayer.route_policy TO {role};
 GRANT SELECT ON mqlayer.sample TO {role};
 GRANT SELECT, INSERT (unreachable, change_id, cut, marks, next_offset, partition_id, run_id, seal_id), UPDATE (unreachable, cut,
     next_offset, run_id, seal_id) ON mqlayer.seal TO {role};

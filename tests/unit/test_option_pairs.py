@@ -68,6 +68,9 @@ OPTIONS: Final[dict[str, str]] = {
     "route merge": "TOPIC PARTITIONS --to --if-version --plan --yes --watch --timeout",
     "route move": "TOPIC PARTITION --to --unreachable --accept-loss --if-version --plan --yes --watch --timeout",
     "route show": "TOPIC --version --json",
+    "route auto": "TOPIC --on --report --off --min-partitions --max-partitions --capacity --changes-per-hour "
+    "--cool-down --rest --quiet",
+    "route why": "TOPIC --last --json",
     "route history": "TOPIC --json",
     "route watch": "TOPIC --timeout",
     "route repair": "TOPIC --unreachable --accept-loss",
@@ -168,7 +171,7 @@ SMALL: Final = {
     **dict.fromkeys(("grant", "revoke"), "undone by the other"),
     **dict.fromkeys(("group pause", "key pause", "topic pause"), "undone by resume"),
     **dict.fromkeys(("group resume", "key resume", "topic resume"), "undone by pause"),
-    **dict.fromkeys(("group set", "topic set"), "undone by setting it again"),
+    **dict.fromkeys(("group set", "route auto", "topic set"), "undone by setting it again"),
     **dict.fromkeys(("bulk resume", "bulk start"), "goes on with what was planned"),
     "bulk plan": "it is the plan; nothing is done before bulk start",
     "group open-breaker": "undone by close-breaker",

@@ -357,6 +357,101 @@ CREATE TABLE mqlayer.partition_rate (
     CONSTRAINT partition_rate_key PRIMARY KEY (partition_id)
 );
 
+-- Automatic routes ---------------------------------------------------------------------------------------------------
+
+-- How far the autopilot may go with the routes of a topic. No row: off.
+CREATE TABLE mqlayer.route_policy (
+    topic_id         int NOT NULL REFERENCES mqlayer.topic,
+    -- report: the journal gets the changes that it would make.
+    mode             text NOT NULL,
+    min_partitions   int NOT NULL DEFAULT 1,
+    max_partitions   int NOT NULL DEFAULT 64,
+    -- Messages per second of one partition, as the operator says. Null: as measured.
+    capacity_per_s   double precision,
+    -- The most that the slowest group settled of one partition per second while it had a backlog.
+    measured_per_s   double precision,
+    changes_per_hour int NOT NULL DEFAULT 20,
+    -- Seconds between two changes, and before a partition moves again.
+    cool_down_s      double precision NOT NULL DEFAULT 60,
+    rest_s           double precision NOT NULL DEFAULT 1800,
+    -- Minutes of the day (UTC): no change from the first up to the second, also over midnight. Null: none.
+    quiet_from       smallint,
+    quiet_to         smallint,
+    -- Changes in a row that failed, and those that did not help. A change that helped resets both.
+    failed           int NOT NULL DEFAULT 0,
+    unhelpful        int NOT NULL DEFAULT 0,
+    -- It stopped itself, until an operator turns it on again.
+    stopped_at       timestamptz,
+    stopped_because  text,
+    set_at           timestamptz NOT NULL DEFAULT now(),
+    set_by           text NOT NULL,
+    CONSTRAINT route_policy_key PRIMARY KEY (topic_id),
+    CONSTRAINT route_policy_mode CHECK (mode IN ('off', 'report', 'on')),
+    CONSTRAINT route_policy_partitions CHECK (
+        min_partitions BETWEEN 1 AND 1024 AND max_partitions BETWEEN min_partitions AND 1024),
+    CONSTRAINT route_policy_capacity CHECK (capacity_per_s BETWEEN 1 AND 1e9 AND measured_per_s BETWEEN 1 AND 1e9),
+    CONSTRAINT route_policy_budget CHECK (changes_per_hour BETWEEN 1 AND 720),
+    CONSTRAINT route_policy_waits CHECK (cool_down_s BETWEEN 5 AND 3600 AND rest_s BETWEEN 5 AND 86400),
+    CONSTRAINT route_policy_quiet CHECK (
+        (quiet_from IS NULL) = (quiet_to IS NULL) AND quiet_from <> quiet_to
+        AND quiet_from BETWEEN 0 AND 1439 AND quiet_to BETWEEN 0 AND 1439),
+    CONSTRAINT route_policy_counts CHECK (failed BETWEEN 0 AND 1000000 AND unhelpful BETWEEN 0 AND 1000000),
+    CONSTRAINT route_policy_stopped CHECK ((stopped_at IS NULL) = (stopped_because IS NULL)),
+    CONSTRAINT route_policy_times CHECK (
+        stopped_at BETWEEN '1970-01-01 00:00+00' AND '9000-01-01 00:00+00'
+        AND set_at BETWEEN '1970-01-01 00:00+00' AND '9000-01-01 00:00+00'),
+    CONSTRAINT route_policy_texts CHECK (octet_length(set_by) <= 4096 AND octet_length(stopped_because) <= 4096)
+);
+
+-- The last samples of open partitions of those topics, the newest first: when, where the partition ended, and up to
+-- where the slowest group with members had settled it.
+CREATE TABLE mqlayer.route_load (
+    partition_id int NOT NULL REFERENCES mqlayer.partition,
+    at_s         double precision[] NOT NULL,
+    next_offset  bigint[] NOT NULL,
+    settled      bigint[] NOT NULL,
+    CONSTRAINT route_load_key PRIMARY KEY (partition_id),
+    CONSTRAINT route_load_samples CHECK (
+        cardinality(at_s) BETWEEN 1 AND 64 AND cardinality(next_offset) BETWEEN 1 AND 64
+        AND cardinality(settled) BETWEEN 1 AND 64 AND cardinality(next_offset) = cardinality(at_s)
+        AND cardinality(settled) = cardinality(at_s))
+);
+
+-- The autopilot's journal: changes that it made or would make, those that it refuses, and how they ended. Bounded by
+-- rows per topic and by age.
+CREATE TABLE mqlayer.route_decision (
+    decision_id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    topic_id    int NOT NULL REFERENCES mqlayer.topic,
+    at          timestamptz NOT NULL DEFAULT clock_timestamp(),
+    -- changed: its change is planned, and route_change has its state.
+    verdict     text NOT NULL,
+    kind        text NOT NULL,
+    partitions  int[] NOT NULL,
+    reason      text NOT NULL,
+    -- Of a refusal that names one: the key, and its LP.
+    key         text,
+    lp          smallint,
+    change_id   int REFERENCES mqlayer.route_change,
+    -- Load and lag before, the foretold share of the heaviest successor; and after.
+    facts       jsonb NOT NULL DEFAULT '{}',
+    judged_at   timestamptz,
+    -- Null with judged_at: nobody can tell, as the load went away, or the route changed again.
+    helped      boolean,
+    CONSTRAINT route_decision_verdict CHECK (verdict IN ('changed', 'reported', 'refused', 'failed', 'stopped')),
+    CONSTRAINT route_decision_kind CHECK (kind IN ('split', 'merge', 'move', 'none')),
+    CONSTRAINT route_decision_change CHECK ((verdict = 'changed') = (change_id IS NOT NULL)),
+    CONSTRAINT route_decision_lp CHECK (lp BETWEEN 0 AND 1023),
+    CONSTRAINT route_decision_times CHECK (
+        at BETWEEN '1970-01-01 00:00+00' AND '9000-01-01 00:00+00'
+        AND judged_at BETWEEN '1970-01-01 00:00+00' AND '9000-01-01 00:00+00'),
+    CONSTRAINT route_decision_texts CHECK (
+        octet_length(reason) <= 4096 AND octet_length(key) <= 65536 AND pg_column_size(facts) <= 100000
+        AND cardinality(partitions) <= 1024)
+);
+CREATE INDEX route_decision_of_topic ON mqlayer.route_decision (topic_id, decision_id);
+CREATE UNIQUE INDEX route_decision_of_change ON mqlayer.route_decision (change_id) WHERE change_id IS NOT NULL;
+
+
 
 -- Sources ------------------------------------------------------------------------------------------------------------
 
@@ -2053,7 +2148,9 @@ BEGIN
         EXECUTE format('CREATE POLICY read ON %s FOR SELECT USING (true)', v_table);
         EXECUTE format('CREATE POLICY hold ON %s FOR UPDATE USING (true) WITH CHECK (%s)', v_table,
                        $$(SELECT mqlayer.has_v1('relay', 'work', 'operate'))$$);
-        EXECUTE format('CREATE POLICY add ON %s FOR INSERT WITH CHECK (%s)', v_table, v_operates);
+        -- The job auto_routes plans changes, which make partitions.
+        EXECUTE format('CREATE POLICY add ON %s FOR INSERT WITH CHECK (%s)', v_table,
+                       CASE v_table WHEN 'mqlayer.partition' THEN $$(SELECT mqlayer.has_v1('work', 'operate'))$$ ELSE v_operates END);
         EXECUTE format('CREATE POLICY remove ON %s FOR DELETE USING (%s)', v_table, v_operates);
     END LOOP;
 END $do$;
