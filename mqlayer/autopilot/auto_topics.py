@@ -85,6 +85,7 @@ class AutoTopic:
     at: datetime | None = None
     minute: int = 0
     paused: bool = False
+    home_zone: str = ""
 
     @property
     def capacity_per_s(self) -> float:
@@ -108,7 +109,7 @@ class AutoTopic:
 
 @dataclass(frozen=True, slots=True)
 class AutoNode:
-    """A node. `per_s`: of all measured partitions there. CPU and memory: None where not asked."""
+    """A node. `per_s`: of all partitions there. CPU (of one core) and memory (of maxmemory): None where not known."""
 
     node: NodeId
     name: str
@@ -117,10 +118,13 @@ class AutoNode:
     partitions: int = 0
     cpu: float | None = None
     memory: float | None = None
+    zone: str = ""
+    draining: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class AutoCluster:
-    """The nodes that rules may use."""
+    """The nodes that rules may use. `last_move_ago_s`: since the autopilot moved a partition of any topic."""
 
     nodes: Sequence[AutoNode] = ()
+    last_move_ago_s: float = float("inf")

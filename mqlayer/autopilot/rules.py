@@ -12,6 +12,7 @@ from typing import Final
 from mqlayer.autopilot.auto_topics import AutoCluster, AutoPartition, AutoTopic, HotKey, LpLoads
 from mqlayer.autopilot.budgets import bound_by, waits_for
 from mqlayer.autopilot.loads import TIMES, LoadFigures
+from mqlayer.autopilot.node_moves import shed_nodes
 from mqlayer.autopilot.verdicts import AutoDecision, AutoRule, Proposal, RefusedChange, Verdict
 from mqlayer.domain.route_changes import halving_point
 from mqlayer.domain.split_points import part_loads
@@ -125,7 +126,7 @@ def _peak(pair: Sequence[AutoPartition]) -> float:
     return sum(one.figures.peak_per_s for one in pair)
 
 
-RULES: Final[tuple[AutoRule, ...]] = (split_hot, merge_cold)
+RULES: Final[tuple[AutoRule, ...]] = (split_hot, shed_nodes, merge_cold)
 
 
 def decide(topic: AutoTopic, cluster: AutoCluster, rules: Sequence[AutoRule] = RULES) -> AutoDecision:

@@ -1294,8 +1294,10 @@ CREATE TABLE mqlayer.sample (
     committed bigint,
     relayed   bigint,
     stored    bigint,
-    -- Of nodes.
+    -- Of nodes. A limit of 0: none. Seconds of a processor since its start.
     memory_bytes bigint,
+    memory_limit bigint,
+    cpu_s        double precision,
     ops_per_s    double precision,
     CONSTRAINT sample_key PRIMARY KEY (kind, object_id, at),
     CONSTRAINT sample_kind CHECK (kind IN ('group', 'topic', 'node')),
