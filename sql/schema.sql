@@ -215,6 +215,12 @@ CREATE TABLE mqlayer.consumer_group (
     instance              text,
     instance_expiry_s     double precision,
     absent_since          timestamptz,
+    copied_from           bigint             REFERENCES mqlayer.consumer_group(group_id),
+    deployment            text               NOT NULL DEFAULT 'main',
+    canary                text,
+    canary_lps            int,
+    previous_deployment   text,
+    fallback              boolean            NOT NULL DEFAULT false,
     settings_version      int                NOT NULL DEFAULT 1,
     tag_filter            text               NOT NULL DEFAULT 'none',
     balance               text               NOT NULL DEFAULT 'count',
@@ -258,6 +264,11 @@ CREATE TABLE mqlayer.consumer_group (
     CONSTRAINT consumer_group_instance_length CHECK (octet_length(instance) <= 63),
     CONSTRAINT consumer_group_keep_away CHECK ((mode = 'broadcast') = (instance_expiry_s IS NOT NULL)
         AND instance_expiry_s > 0::double precision AND instance_expiry_s <= '100000000000'::numeric::double precision),
+    CONSTRAINT consumer_group_deployments CHECK (deployment ~ '^[a-z0-9][a-z0-9_.-]{0,62}$'
+        AND canary ~ '^[a-z0-9][a-z0-9_.-]{0,62}$' AND canary <> deployment
+        AND previous_deployment ~ '^[a-z0-9][a-z0-9_.-]{0,62}$' AND previous_deployment <> deployment),
+    CONSTRAINT consumer_group_canary CHECK ((canary IS NULL) = (canary_lps IS NULL) AND canary_lps >= 1
+        AND canary_lps <= 1023),
     CONSTRAINT consumer_group_tag_filter
         CHECK (tag_filter ~ '^(none|(any|all):[a-z0-9][a-z0-9_.-]*(,[a-z0-9][a-z0-9_.-]*)*)$'),
     CONSTRAINT consumer_group_balance CHECK (balance IN ('count', 'rate')),
@@ -337,10 +348,12 @@ CREATE TABLE mqlayer.member (
     host        text        NOT NULL,
     pid         int         NOT NULL,
     leaving     boolean     NOT NULL DEFAULT false,
+    deployment  text        NOT NULL DEFAULT 'main',
     joined_at   timestamptz NOT NULL DEFAULT now(),
     lease_until timestamptz NOT NULL,
     CONSTRAINT member_key PRIMARY KEY (group_id, member_id),
     CONSTRAINT member_id_form CHECK (member_id ~ '^[a-z][a-z0-9_.-]{0,62}$'),
+    CONSTRAINT member_deployment CHECK (deployment ~ '^[a-z0-9][a-z0-9_.-]{0,62}$'),
     CONSTRAINT member_host_length CHECK (octet_length(host) <= 1024),
     CONSTRAINT member_numbers CHECK (session >= 0 AND session <= 4611686018427387904 AND pid >= 0
         AND pid <= 2000000000),
@@ -765,7 +778,7 @@ CREATE SEQUENCE mqlayer.parked_position INCREMENT BY 16777216 START WITH 1677721
 CREATE SEQUENCE mqlayer.repaired_at;
 
 -- views
-CREATE VIEW mqlayer.readable (group_id bigint, partition_id int);
+CREATE VIEW mqlayer.readable (group_id bigint, partition_id int, deployment text);
 CREATE VIEW mqlayer.parked_fact (group_id bigint, lp smallint, name bytea, source bigint, seq bigint, position bigint,
     partition_id int, log_offset bigint, key bytea, redriven boolean, replay bigint, attempts int, tried int, m bytea,
     m_size int, body_size int);

@@ -44,6 +44,13 @@ def check_instance(instance: str) -> str:
     return instance
 
 
+def check_deployment(name: str) -> str:
+    """Return a deployment's valid name. Raises InvalidName."""
+    if not INSTANCE_FORM.fullmatch(str(name)):
+        raise InvalidName("deployment", name)
+    return name
+
+
 def instance_name(group: str, instance: str) -> str:
     """Return an instance's group name, impossible for other groups."""
     return f"{group}@{instance}"

@@ -83,6 +83,11 @@ def _add_groups(found: Samples, statuses: Iterable[GroupStatus]) -> None:
             values["mqlayer.group.members"] = sum(one.facts.alive for one in ones)
         for instrument, value in values.items():
             found[instrument].append((value, _labels(name)))
+        living: Counter[str] = Counter()
+        for one in ones:
+            living.update(one.facts.living)
+        for deployment, count in living.items():
+            found["mqlayer.group.deployment.members"].append((count, _labels(name, deployment=deployment)))
         reasons = Counter(one.stall.reason for one in partitions if one.stall is not None)
         for reason, count in reasons.items():
             found["mqlayer.group.stuck_partitions"].append((count, _labels(name, reason=reason)))

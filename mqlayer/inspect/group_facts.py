@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Final, Literal
 
+from mqlayer.domain.deployments import Deployments
 from mqlayer.domain.names import check_any_topic, check_group
 from mqlayer.domain.retry_rules import RULES_COUNT, RetryRules
 from mqlayer.domain.routing import NodeId
@@ -15,13 +16,14 @@ from mqlayer.postgres.database import Database
 from mqlayer.postgres.queries import query
 from mqlayer.runtime.route_cache import load_route
 
-BEHIND_RULES: Final = 5
+BEHIND_RULES: Final = 7
+OF_DEPLOYMENTS: Final = 5
 Visibility = Literal["hidden", "readable", "drained"]
 
 
 @dataclass(frozen=True, slots=True)
 class GroupFacts:
-    """A group with its settings. `alive`: living members; `seek`: number of seeks.
+    """A group with its settings. `alive`: living members, `living`: by deployment; `seek`: number of seeks.
 
     Broadcast: `absent_s`: since its last consumer, None with one; `instance_expiry_s`: then kept for.
     """
@@ -53,6 +55,9 @@ class GroupFacts:
     topic_paused_by: str | None = None
     rate_limit: float | None = None
     rate_burst: float | None = None
+    living: Mapping[str, int] = field(default_factory=dict)
+    copied_from: str | None = None
+    deployments: Deployments = Deployments()
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +107,7 @@ class MemberFacts:
     lease_left_s: float | None
     state: Literal["running", "leaving", "gone"]
     partitions: int
+    deployment: str
 
 
 def group_facts(database: Database, topic: str | None = None, name: str | None = None) -> list[GroupFacts]:
@@ -121,8 +127,9 @@ def group_facts(database: Database, topic: str | None = None, name: str | None =
 
 
 def _group_facts(row: Sequence[Any]) -> GroupFacts:
+    row, deployments = row[:-OF_DEPLOYMENTS], Deployments(*row[-OF_DEPLOYMENTS:])
     first, later = row[:-BEHIND_RULES], row[-BEHIND_RULES:]
-    values: list[Any] = [*first[:-RULES_COUNT], RetryRules.of(first[-RULES_COUNT:]), *later]
+    values: list[Any] = [*first[:-RULES_COUNT], RetryRules.of(first[-RULES_COUNT:]), *later, deployments]
     return GroupFacts(*values)
 
 
@@ -140,8 +147,8 @@ def group_members(database: Database, topic: str, name: str) -> list[MemberFacts
     with database.connection() as connection:
         rows = connection.execute(query("inspected_members"), {"group_id": group.group_id}).fetchall()
     return [
-        MemberFacts(member, host, pid, joined_at, left, _state(left, leaving=leaving), partitions)
-        for member, host, pid, joined_at, leaving, left, partitions in rows
+        MemberFacts(member, host, pid, joined_at, left, _state(left, leaving=leaving), partitions, deployment)
+        for member, host, pid, joined_at, leaving, left, partitions, deployment in rows
     ]
 
 

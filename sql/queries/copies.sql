@@ -1,0 +1,77 @@
+-- name: group_copy_insert
+-- A live group with the settings of another one, which its positions come from; nothing where the name is taken.
+INSERT INTO mqlayer.consumer_group (topic_id, name, state, copied_from, paused_at, paused_by, mode, ordered, start, start_at,
+       from_archive, balance, tag_filter, rate_limit, rate_burst, backoff_s, backoff_jitter, attempt_limit, policy,
+       non_retryable_errors, retryable_errors, time_limit_s, max_time_limit_s, parked_keys_limit, parked_messages_limit,
+       parked_bytes_limit, key_messages_limit, key_bytes_limit, deployment)
+SELECT topic_id, %(name)s, 'live', group_id, CASE WHEN %(paused_by)s::text IS NOT NULL THEN now() END, %(paused_by)s::text, mode,
+       ordered, start, start_at, from_archive, balance, tag_filter, rate_limit, rate_burst, backoff_s, backoff_jitter,
+       attempt_limit, policy, non_retryable_errors, retryable_errors, time_limit_s, max_time_limit_s, parked_keys_limit,
+       parked_messages_limit, parked_bytes_limit, key_messages_limit, key_bytes_limit, deployment
+FROM mqlayer.consumer_group WHERE group_id = %(group_id)s
+ON CONFLICT DO NOTHING RETURNING group_id;
+
+-- name: group_copy_unfinished
+-- A copy of a group that waits for its source's effects.
+SELECT c.group_id FROM mqlayer.consumer_group c JOIN mqlayer.consumer_group s ON s.group_id = c.copied_from
+WHERE s.group_id = %(group_id)s AND c.topic_id = s.topic_id AND c.name = %(name)s AND c.paused_by = %(paused_by)s
+  AND c.state = 'live';
+
+-- name: group_copy_starts
+-- Where a group starts in each partition of its topic, and whether it has drained it.
+SELECT p.partition_id, coalesce(s.start_offset, 1), d.group_id IS NOT NULL
+FROM mqlayer.partition p
+LEFT JOIN mqlayer.group_start s ON s.group_id = %(group_id)s AND s.partition_id = p.partition_id
+LEFT JOIN mqlayer.drained d ON d.group_id = %(group_id)s AND d.partition_id = p.partition_id
+WHERE p.topic_id = %(topic_id)s AND p.state IN ('open', 'sealed');
+
+-- name: group_copy_epochs
+-- Give a copy an epoch at each partition that its source has not drained.
+INSERT INTO mqlayer.assignment (group_id, partition_id, epoch)
+SELECT %(new_id)s, p.partition_id, nextval('mqlayer.epoch') FROM mqlayer.partition p
+WHERE p.topic_id = %(topic_id)s AND p.state IN ('open', 'sealed')
+  AND NOT EXISTS (SELECT FROM mqlayer.drained d WHERE d.group_id = %(group_id)s AND d.partition_id = p.partition_id)
+RETURNING partition_id, epoch;
+
+-- name: parked_size
+-- How much is parked of a group.
+SELECT coalesce(sum(messages), 0)::bigint, coalesce(sum(bytes), 0)::bigint FROM mqlayer.parked_total
+WHERE group_id = %(group_id)s;
+
+-- name: parked_copy
+-- Give a copy what is parked of its source, in one look: keys and their messages. Nothing of it is started yet.
+WITH keys AS (
+    INSERT INTO mqlayer.parked_key (group_id, lp, name, cause, due_at, attempts, released, paused_at, paused_by)
+    SELECT %(new_id)s, lp, name, cause, due_at, attempts, released, paused_at, paused_by FROM mqlayer.parked_key
+    WHERE group_id = %(group_id)s RETURNING lp
+), messages AS (
+    INSERT INTO mqlayer.parked_message (group_id, lp, name, source, seq, position, partition_id, log_offset, key, m, body,
+           redriven, replay, attempts, tried)
+    SELECT %(new_id)s, lp, name, source, seq, position, partition_id, log_offset, key, m, body, redriven, replay, attempts,
+           tried
+    FROM mqlayer.parked_message WHERE group_id = %(group_id)s RETURNING lp
+)
+SELECT (SELECT count(*) FROM keys), (SELECT count(*) FROM messages);
+
+-- name: group_replay
+-- The last seek of a group that has fenced effects applied again.
+SELECT replay FROM mqlayer.consumer_group WHERE group_id = %(group_id)s;
+
+-- name: fence_copy
+-- Effects of a group count as applied in its copy, of some LPs; those that a replay repeats do not.
+INSERT INTO mqlayer_app.fence_applied AS a (group_id, lp, source_id, key, seq, applied_at)
+SELECT %(new_id)s, f.lp, f.source_id, f.key, f.seq, f.applied_at FROM mqlayer_app.fence_applied f
+WHERE f.group_id = %(group_id)s AND f.lp >= %(lp_from)s AND f.lp < %(lp_to)s AND f.replay >= %(replay)s
+ON CONFLICT (group_id, lp, key, source_id) DO UPDATE SET seq = excluded.seq, applied_at = excluded.applied_at
+WHERE a.seq < excluded.seq;
+
+-- name: inbox_copy
+-- The same for rows of the inbox, from a name on; the last name, and how many: nothing at the end.
+WITH given AS (
+    SELECT id, source_id, lp, seq, applied_at, kept_at FROM mqlayer_app.inbox
+    WHERE group_id = %(group_id)s AND id > %(after)s AND replay >= %(replay)s ORDER BY id LIMIT %(limit)s
+), copied AS (
+    INSERT INTO mqlayer_app.inbox (group_id, id, source_id, lp, seq, replay, applied_at, kept_at)
+    SELECT %(new_id)s, id, source_id, lp, seq, 0, applied_at, kept_at FROM given ON CONFLICT DO NOTHING
+)
+SELECT max(id), count(*) FROM given HAVING count(*) > 0;
