@@ -224,9 +224,7 @@ def deploy(
         elif to is None:
             raise InvalidInput("where to? say --to DEPLOYMENT, or --back")
         else:
-            plan = planned_deploy(
-                runtime, topic, group, to, percent=percent, partitions=partitions, fallback=fallback
-            )
+            plan = planned_deploy(runtime, topic, group, to, percent=percent, partitions=partitions, fallback=fallback)
         for line in _deploy_lines(plan):
             echo(line)
         if not yes:
@@ -245,9 +243,12 @@ def copy(
     group: GroupArgument,
     new: Annotated[str, typer.Argument(help="The new group's name.")],
     effects: Annotated[
-        bool, typer.Option("--effects", help="What the group's fence and inbox hold counts as applied in the new one too.")
+        bool,
+        typer.Option("--effects", help="What the group's fence and inbox hold counts as applied in the new one too."),
     ] = False,
-    attempts: Annotated[int | None, typer.Option(help="As in `group set`, for the new group; so are the next ones.")] = None,
+    attempts: Annotated[
+        int | None, typer.Option(help="As in `group set`, for the new group; so are the next ones.")
+    ] = None,
     policy: Annotated[str | None, typer.Option(metavar="|".join(POLICIES), help="The new group's policy.")] = None,
     tag_filter: Annotated[str | None, typer.Option(metavar="any:T,T|all:T,T|none", help="Its tag filter.")] = None,
     rate: Annotated[str | None, typer.Option(metavar="N", help="Its messages per second; or none.")] = None,
@@ -268,7 +269,9 @@ def copy(
         )
     parked = f", {pluralize(done.parked_messages, 'parked message')} of {pluralize(done.parked_keys, 'key')}"
     with_it = "" if done.effects is None else f", {pluralize(done.effects, 'effect')}"
-    echo(f"group {new} of topic {topic} begins where {group} stands: {pluralize(done.partitions, 'partition')}{parked}{with_it}")
+    echo(
+        f"group {new} of topic {topic} begins where {group} stands: {pluralize(done.partitions, 'partition')}{parked}{with_it}"
+    )
 
 
 @groups.command(cls=RuledCommand, rich_help_panel=CHANGE)

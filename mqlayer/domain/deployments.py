@@ -38,7 +38,8 @@ class Deployments:
         """Return the state with LPs below `lps` for the canary. Raises Conflict, InvalidInput."""
         if canary == self.in_force:
             raise Conflict(
-                f"deployment {canary!r} is in force, so it can't get a part", "name the other one, or leave the part out"
+                f"deployment {canary!r} is in force, so it can't get a part",
+                "name the other one, or leave the part out",
             )
         if lps >= LP_COUNT:
             return self.switched(canary, fallback=fallback)

@@ -198,7 +198,9 @@ class NodePositions:
                 for partition, reply in zip(given, connection.call(commands), strict=True):
                     committed[partition] = group_copy_reply(reply, connection.node.address)
         return [
-            StartPosition(one.partition, committed.get(one.partition, starts[one.partition][0]), starts[one.partition][1])
+            StartPosition(
+                one.partition, committed.get(one.partition, starts[one.partition][0]), starts[one.partition][1]
+            )
             for one in partitions
         ]
 

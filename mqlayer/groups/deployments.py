@@ -99,7 +99,12 @@ def apply_deploy(runtime: Runtime, plan: DeployPlan) -> None:
         _check_living(group, to, _living(connection, group))
         if not put_deployments(connection, group.group_id, plan.after):
             raise Conflict(f"{_called(group)} is not live", "nothing was changed")
-        facts = {"from": group.deployments.in_force, "to": to, "lps": plan.after.canary_lps, "fallback": plan.after.fallback}
+        facts = {
+            "from": group.deployments.in_force,
+            "to": to,
+            "lps": plan.after.canary_lps,
+            "fallback": plan.after.fallback,
+        }
         write_audit(connection, runtime.actor, "group deploy", f"{group.topic}/{group.name}", facts)
         rebalance(connection, group.group_id)
         connection.execute(query("allocation_raise"), {"group_id": group.group_id})

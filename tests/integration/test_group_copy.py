@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import psycopg
@@ -29,7 +30,12 @@ from tests.fixtures.wait import wait_until
 from tests.proof.parking_shop import ParkingShop, parked, release
 from tests.proof.runtimes import runtime_of
 
-PLACES = ["group_copy.after_positions", "group_copy.before_commit", "group_copy.after_commit", "group_copy.before_resume"]
+PLACES = [
+    "group_copy.after_positions",
+    "group_copy.before_commit",
+    "group_copy.after_commit",
+    "group_copy.before_resume",
+]
 
 
 def operator(stage: Stage) -> Runtime:
@@ -147,17 +153,20 @@ def test_effects_of_the_source_count_as_applied_where_that_is_wanted(stage: Stag
     assert report.effects == 1
     assert report.group.paused_at is None
     answers: dict[str, str] = {}
-    for name in ("without", "with_them"):
 
-        def again(body: bytes, ctx: Context, name: str = name) -> None:
+    def again(name: str) -> Callable[[bytes, Context], None]:
+        def handle(body: bytes, ctx: Context) -> None:
             try:
                 with psycopg.connect(stage.dsn) as connection:
                     ctx.fence(connection)
-                    answers[name] = "current"
+                answers[name] = "current"
             except AlreadyApplied:
                 answers[name] = "applied"
 
-        stage.consume(again, group=name)
+        return handle
+
+    for name in ("without", "with_them"):
+        stage.consume(again(name), group=name)
         stage.wait_settled(name)
     gate.set()
     assert answers == {"without": "current", "with_them": "applied"}
