@@ -1,4 +1,4 @@
-#!lua flags=allow-oom
+#!lua
 --[[
 group_copy: begin a new group where another one is in a partition, at one moment of both.
 

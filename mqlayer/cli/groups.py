@@ -269,9 +269,8 @@ def copy(
         )
     parked = f", {pluralize(done.parked_messages, 'parked message')} of {pluralize(done.parked_keys, 'key')}"
     with_it = "" if done.effects is None else f", {pluralize(done.effects, 'effect')}"
-    echo(
-        f"group {new} of topic {topic} begins where {group} stands: {pluralize(done.partitions, 'partition')}{parked}{with_it}"
-    )
+    counts = f"{pluralize(done.partitions, 'partition')}{parked}{with_it}"
+    echo(f"group {new} of topic {topic} begins where {group} stands: {counts}")
 
 
 @groups.command(cls=RuledCommand, rich_help_panel=CHANGE)
@@ -552,6 +551,8 @@ def _deploy_lines(plan: DeployPlan) -> Iterable[str]:
         yield f"  partition {one.partition}, LPs [{one.lp_from}, {one.lp_to}): from {one.wanted}{owner} to {next_one}"
     if not plan.passing:
         yield "  no partition passes"
+    if plan.group.mode != "pop" and not plan.members[plan.to]:
+        yield f"  refused while no member of deployment {plan.to} lives"
 
 
 def _plan_lines(plan: SeekPlan, *, replay: bool) -> Iterable[str]:

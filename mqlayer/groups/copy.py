@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, Unpack
+from typing import Any, Final, Unpack
 
 from mqlayer.domain.names import check_name
 from mqlayer.domain.routing import LP_COUNT, NodeId
@@ -152,8 +152,8 @@ def _refuse_many_parked(connection: Connection, source: Group) -> None:
     ((messages, size),) = connection.execute(query("parked_size"), {"group_id": source.group_id}).fetchall()
     if messages > PARKED_MESSAGES or size > PARKED_BYTES:
         raise Conflict(
-            f"{messages:,} messages ({size:,} bytes) are parked in group {source.name!r} of topic {source.topic!r}: one "
-            f"transaction copies up to {PARKED_MESSAGES:,} ({PARKED_BYTES:,} bytes)",
+            f"{messages:,} messages ({size:,} bytes) are parked in group {source.name!r} of topic {source.topic!r}: "
+            f"one transaction copies up to {PARKED_MESSAGES:,} ({PARKED_BYTES:,} bytes)",
             f"release or discard some: mqlayer parked list {source.topic} {source.name}",
         )
 
@@ -258,12 +258,18 @@ def _copy_effects(runtime: Runtime, source: Group, new_id: int) -> int:
     facts = of_groups | {"replay": replay, "limit": ROWS_AT_ONCE}
     count = 0
     for lp in range(0, LP_COUNT, LPS_AT_ONCE):
-        given = facts | {"lp_from": lp, "lp_to": lp + LPS_AT_ONCE}
-        count += runtime.outbox.transaction(lambda c, given=given: c.execute(query("fence_copy"), given).rowcount)
+        count += runtime.outbox.transaction(partial(_copy_fence, facts | {"lp_from": lp, "lp_to": lp + LPS_AT_ONCE}))
     after: str | None = ""
     while after is not None:
-        given = facts | {"after": after}
-        row = runtime.outbox.transaction(lambda c, given=given: c.execute(query("inbox_copy"), given).fetchone())
-        after, copied = row if row is not None else (None, 0)
+        after, copied = runtime.outbox.transaction(partial(_copy_inbox, facts | {"after": after}))
         count += copied
     return count
+
+
+def _copy_fence(facts: Mapping[str, Any], connection: Connection) -> int:
+    return connection.execute(query("fence_copy"), facts).rowcount
+
+
+def _copy_inbox(facts: Mapping[str, Any], connection: Connection) -> tuple[str | None, int]:
+    row = connection.execute(query("inbox_copy"), facts).fetchone()
+    return (row[0], row[1]) if row is not None else (None, 0)

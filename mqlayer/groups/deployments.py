@@ -50,6 +50,11 @@ class DeployPlan:
     members: Counter[str]
 
     @property
+    def to(self) -> str:
+        """The deployment that gets partitions."""
+        return self.after.canary or self.after.in_force
+
+    @property
     def passing(self) -> list[tuple[DeployedPartition, str]]:
         """Partitions that another deployment gets, and which one."""
         now = [(one, self.after.of(one.lp_from)) for one in self.partitions]
@@ -64,7 +69,7 @@ def planned_deploy(
 
     `percent`: of the LPs, at least one partition. `partitions`: so many. `fallback`: go back to the older deployment,
     once, if no member of the newer one lives. Raises NotFound, InvalidInput, InvalidName; Conflict for a group that is
-    not live, or without a living member of that deployment.
+    not live.
     """
     check_deployment(to)
     group = _deployable(runtime, topic, name)
@@ -74,23 +79,23 @@ def planned_deploy(
     lps = _lps(readable, percent, partitions)
     now = group.deployments
     after = now.switched(to, fallback=fallback) if lps is None else now.with_canary(to, lps, fallback=fallback)
-    return _plan(runtime, group, after, readable, to)
+    return _plan(runtime, group, after, readable)
 
 
 def planned_return(runtime: Runtime, topic: str, name: str) -> DeployPlan:
     """Plan to take the canary, or the last switch, back. Raises as `planned_deploy`; Conflict without either."""
     group = _deployable(runtime, topic, name)
     after = group.deployments.back()
-    return _plan(runtime, group, after, deployed_partitions(runtime.control, group), after.in_force)
+    return _plan(runtime, group, after, deployed_partitions(runtime.control, group))
 
 
 def apply_deploy(runtime: Runtime, plan: DeployPlan) -> None:
     """Apply a plan: members of the one deployment drain, those of the other begin where they settled.
 
-    Raises Conflict, nothing changed, if deployments changed since the plan, or its members ended.
+    Raises Conflict, nothing changed, if deployments changed since the plan, or no member lives that could begin.
     """
     group = plan.group
-    to = plan.after.canary or plan.after.in_force
+    to = plan.to
 
     def work(connection: Connection) -> None:
         if read_group(connection, group.topic, group.name).deployments != group.deployments:
@@ -155,12 +160,9 @@ def _lps(readable: Sequence[DeployedPartition], percent: float | None, partition
     return readable[partitions - 1].lp_to
 
 
-def _plan(
-    runtime: Runtime, group: Group, after: Deployments, readable: Sequence[DeployedPartition], to: str
-) -> DeployPlan:
+def _plan(runtime: Runtime, group: Group, after: Deployments, readable: Sequence[DeployedPartition]) -> DeployPlan:
     with runtime.control.connection() as connection:
         living = _living(connection, group)
-    _check_living(group, to, living)
     return DeployPlan(group, after, readable, living)
 
 

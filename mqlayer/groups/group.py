@@ -10,7 +10,7 @@ import difflib
 import math
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime
 from typing import Any, Final, Literal, TypedDict, Unpack
 
@@ -191,7 +191,7 @@ class Group:
     rate_limit: float | None = None
     rate_burst: float | None = None
     copied_from: int | None = None
-    deployments: Deployments = Deployments()
+    deployments: Deployments = field(default_factory=Deployments)
 
     @property
     def rate(self) -> RateLimit | None:

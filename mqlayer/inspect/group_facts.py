@@ -57,7 +57,7 @@ class GroupFacts:
     rate_burst: float | None = None
     living: Mapping[str, int] = field(default_factory=dict)
     copied_from: str | None = None
-    deployments: Deployments = Deployments()
+    deployments: Deployments = field(default_factory=Deployments)
 
 
 @dataclass(frozen=True, slots=True)

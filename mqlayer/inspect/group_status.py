@@ -317,7 +317,8 @@ def _why_unowned(group: GroupFacts, deployment: str) -> str:
         return "no member lives"
     if group.instance is None and deployment not in group.living:
         named = f"mqlayer group deploy {group.topic} {group.name}"
-        return f"no member of deployment {deployment} lives, of {', '.join(sorted(group.living))} some do: start one, or {named}"
+        others = ", ".join(sorted(group.living))
+        return f"no member of deployment {deployment} lives, of {others} some do: start one, or {named}"
     return "a member's next heartbeat gives it an owner"
 
 

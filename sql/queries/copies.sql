@@ -72,6 +72,7 @@ WITH given AS (
     WHERE group_id = %(group_id)s AND id > %(after)s AND replay >= %(replay)s ORDER BY id LIMIT %(limit)s
 ), copied AS (
     INSERT INTO mqlayer_app.inbox (group_id, id, source_id, lp, seq, replay, applied_at, kept_at)
-    SELECT %(new_id)s, id, source_id, lp, seq, 0, applied_at, kept_at FROM given ON CONFLICT DO NOTHING
+    SELECT %(new_id)s, id, source_id, lp, seq, 0, applied_at, kept_at FROM given
+    ON CONFLICT DO NOTHING
 )
 SELECT max(id), count(*) FROM given HAVING count(*) > 0;

@@ -257,7 +257,7 @@ def test_the_command_plans_deploys_and_goes_back(stage: Stage, run: Commands, mo
     monkeypatch.setenv("MQLAYER_DSN", stage.dsn)
     words = ("group", "deploy", "orders", "g")
     blue = start(stage, Recorder(), "blue", member_id="b1")
-    assert "mqlayer consume MODULE:APP --deployment green" in run.failure(*words, "--to", "green")
+    assert "mqlayer consume MODULE:APP --deployment green" in str(run(*words, "--to", "green", "--yes").stderr)
     green = start(stage, Recorder(), "green", member_id="g1")
     wait_until(lambda: owned(blue) == 2, what="blue has all")
     assert run.text(*words, "--to", "green", "--partitions", "1").splitlines() == [

@@ -15,6 +15,7 @@ import pytest
 from mqlayer.domain.offsets import as_ranges
 from mqlayer.domain.rates import RateShare
 from mqlayer.domain.routing import NodeId
+from mqlayer.redis.copy_script import group_copy_command
 from mqlayer.redis.keys import ended_sources_key, partition_keys, terms_key
 from mqlayer.redis.node_connection import Command, Node, NodeConnection
 from mqlayer.redis.outcomes import encode_pop_outcome
@@ -220,6 +221,7 @@ def steps(world: World) -> None:
         lambda: connection.script("source_term", (terms_key(prefix),), SOURCE, "a term", "a nonce"),
         lambda: rate_command(*first.where, GROUP, RateShare(1.0, 10.0, 5.0), wanted=2),
         lambda: fence_command(*first.where, GROUP, 9),
+        lambda: group_copy_command(*first.where, (GROUP, GROUP + 3), 4, start=1, seek=0),
         lambda: group_forget_command(*third.where, GROUP, 9, for_good=False, archived=False),
         lambda: group_forget_command(*third.where, GROUP, 9, for_good=True, archived=False),
         lambda: retire_command(*third.where, [GROUP]),
