@@ -267,8 +267,7 @@ CREATE TABLE mqlayer.consumer_group (
     CONSTRAINT consumer_group_deployments CHECK (deployment ~ '^[a-z0-9][a-z0-9_.-]{0,62}$'
         AND canary ~ '^[a-z0-9][a-z0-9_.-]{0,62}$' AND canary <> deployment
         AND previous_deployment ~ '^[a-z0-9][a-z0-9_.-]{0,62}$' AND previous_deployment <> deployment),
-    CONSTRAINT consumer_group_canary CHECK ((canary IS NULL) = (canary_lps IS NULL) AND canary_lps >= 1
-        AND canary_lps <= 1023),
+    CONSTRAINT consumer_group_canary CHECK (canary_lps >= 1 AND canary_lps <= 1023),
     CONSTRAINT consumer_group_tag_filter
         CHECK (tag_filter ~ '^(none|(any|all):[a-z0-9][a-z0-9_.-]*(,[a-z0-9][a-z0-9_.-]*)*)$'),
     CONSTRAINT consumer_group_balance CHECK (balance IN ('count', 'rate')),
@@ -1306,8 +1305,12 @@ CREATE FUNCTION mqlayer_app.fence_many_v1(p_group_id bigint, p_lps smallint[], p
 CREATE FUNCTION mqlayer_app.fence_raise_v1(p_group_id bigint, p_lp_from smallint, p_lp_to smallint, p_epoch bigint)
     RETURNS int SECURITY DEFINER;
 CREATE FUNCTION mqlayer_app.fence_clean_v1(p_horizon interval, p_limit int) RETURNS int SECURITY DEFINER;
+CREATE FUNCTION mqlayer_app.fence_copy_v1(p_group_id bigint, p_new_id bigint, p_replay int, p_lp_from smallint,
+    p_lp_to smallint) RETURNS bigint SECURITY DEFINER;
 CREATE FUNCTION mqlayer_app.inbox_put_v1(p_group_id bigint, p_source_id bigint, p_lp smallint, p_seq bigint,
     p_name text DEFAULT NULL, p_seek int DEFAULT 0, p_replay bigint DEFAULT NULL) RETURNS text SECURITY DEFINER;
+CREATE FUNCTION mqlayer_app.inbox_copy_v1(p_group_id bigint, p_new_id bigint, p_replay int, p_after text, p_limit int,
+    OUT last_id text, OUT copied bigint) SECURITY DEFINER;
 CREATE FUNCTION mqlayer_app.held_total_add_v1(p_name text, p_messages bigint, p_bytes bigint) RETURNS void;
 CREATE FUNCTION mqlayer_app.version_take_v1(p_name text, p_entity text, p_version bigint, p_body bytea, p_headers text,
     p_origin text, p_first bigint, p_messages int, p_bytes bigint, p_all_messages bigint, p_all_bytes bigint,

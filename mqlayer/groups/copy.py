@@ -267,9 +267,10 @@ def _copy_effects(runtime: Runtime, source: Group, new_id: int) -> int:
 
 
 def _copy_fence(facts: Mapping[str, Any], connection: Connection) -> int:
-    return connection.execute(query("fence_copy"), facts).rowcount
+    ((copied,),) = connection.execute(query("fence_copy"), facts).fetchall()
+    return int(copied)
 
 
 def _copy_inbox(facts: Mapping[str, Any], connection: Connection) -> tuple[str | None, int]:
-    row = connection.execute(query("inbox_copy"), facts).fetchone()
-    return (row[0], row[1]) if row is not None else (None, 0)
+    ((last, copied),) = connection.execute(query("inbox_copy"), facts).fetchall()
+    return last, int(copied)

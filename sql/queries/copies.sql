@@ -58,21 +58,9 @@ SELECT (SELECT count(*) FROM keys), (SELECT count(*) FROM messages);
 SELECT replay FROM mqlayer.consumer_group WHERE group_id = %(group_id)s;
 
 -- name: fence_copy
--- Effects of a group count as applied in its copy, of some LPs; those that a replay repeats do not.
-INSERT INTO mqlayer_app.fence_applied AS a (group_id, lp, source_id, key, seq, applied_at)
-SELECT %(new_id)s, f.lp, f.source_id, f.key, f.seq, f.applied_at FROM mqlayer_app.fence_applied f
-WHERE f.group_id = %(group_id)s AND f.lp >= %(lp_from)s AND f.lp < %(lp_to)s AND f.replay >= %(replay)s
-ON CONFLICT (group_id, lp, key, source_id) DO UPDATE SET seq = excluded.seq, applied_at = excluded.applied_at
-WHERE a.seq < excluded.seq;
+-- Effects of a group count as applied in its copy, of some LPs; how many.
+SELECT mqlayer_app.fence_copy_v1(%(group_id)s, %(new_id)s, %(replay)s, %(lp_from)s::smallint, %(lp_to)s::smallint);
 
 -- name: inbox_copy
--- The same for rows of the inbox, from a name on; the last name, and how many: nothing at the end.
-WITH given AS (
-    SELECT id, source_id, lp, seq, applied_at, kept_at FROM mqlayer_app.inbox
-    WHERE group_id = %(group_id)s AND id > %(after)s AND replay >= %(replay)s ORDER BY id LIMIT %(limit)s
-), copied AS (
-    INSERT INTO mqlayer_app.inbox (group_id, id, source_id, lp, seq, replay, applied_at, kept_at)
-    SELECT %(new_id)s, id, source_id, lp, seq, 0, applied_at, kept_at FROM given
-    ON CONFLICT DO NOTHING
-)
-SELECT max(id), count(*) FROM given HAVING count(*) > 0;
+-- The same for rows of the inbox, from an id on: the last id, null at the end, and how many.
+SELECT last_id, copied FROM mqlayer_app.inbox_copy_v1(%(group_id)s, %(new_id)s, %(replay)s, %(after)s, %(limit)s);

@@ -95,9 +95,10 @@ GRANT DELETE ON mqlayer_app.delayed TO {role};
 GRANT SELECT ON mqlayer_app.delayed_fact TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.delayed_release_v1 TO {role};
 GRANT SELECT, UPDATE (alarm_at) ON mqlayer_app.entity_version TO {role};
-GRANT SELECT, INSERT (applied_at, group_id, key, lp, seq, source_id), UPDATE (applied_at, seq) ON mqlayer_app.fence_applied TO
-    {role};
+GRANT SELECT ON mqlayer_app.fence_applied TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.fence_clean_v1 TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer_app.fence_copy_v1 TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer_app.inbox_copy_v1 TO {role};
 GRANT SELECT ON mqlayer_app.fence_epoch TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.fence_raise_v1 TO {role};
 GRANT SELECT ON mqlayer_app.granted TO {role};
@@ -105,8 +106,7 @@ GRANT EXECUTE ON FUNCTION mqlayer_app.has_for_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.has_v1 TO {role};
 GRANT SELECT ON mqlayer_app.held_version_fact TO {role};
 GRANT SELECT, INSERT (only_one), UPDATE (timeline) ON mqlayer_app.identity TO {role};
-GRANT SELECT, INSERT (applied_at, group_id, id, kept_at, lp, replay, seq, source_id), UPDATE (kept_at), DELETE ON
-    mqlayer_app.inbox TO {role};
+GRANT SELECT, UPDATE (kept_at), DELETE ON mqlayer_app.inbox TO {role};
 GRANT SELECT, INSERT (group_id, scope), UPDATE (scope) ON mqlayer_app.known_group TO {role};
 GRANT SELECT, UPDATE (epoch, lease_until, relay_id) ON mqlayer_app.lp_set TO {role};
 GRANT SELECT ON mqlayer_app.migration TO {role};

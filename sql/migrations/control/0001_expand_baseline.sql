@@ -482,7 +482,7 @@ CREATE TABLE mqlayer.consumer_group (
     CONSTRAINT consumer_group_deployments CHECK (
         deployment ~ '^[a-z0-9][a-z0-9_.-]{0,62}$' AND canary ~ '^[a-z0-9][a-z0-9_.-]{0,62}$' AND canary <> deployment
         AND previous_deployment ~ '^[a-z0-9][a-z0-9_.-]{0,62}$' AND previous_deployment <> deployment),
-    CONSTRAINT consumer_group_canary CHECK ((canary IS NULL) = (canary_lps IS NULL) AND canary_lps BETWEEN 1 AND 1023),
+    CONSTRAINT consumer_group_canary CHECK (canary_lps BETWEEN 1 AND 1023),
     CONSTRAINT consumer_group_tag_filter
         CHECK (tag_filter ~ '^(none|(any|all):[a-z0-9][a-z0-9_.-]*(,[a-z0-9][a-z0-9_.-]*)*)$'),
     CONSTRAINT consumer_group_balance CHECK (balance IN ('count', 'rate')),
