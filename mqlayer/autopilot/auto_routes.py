@@ -122,11 +122,12 @@ def _act(
     runtime: Runtime, topic: AutoTopic, cluster: AutoCluster, times: Times, rules: Sequence[AutoRule]
 ) -> Proposal | None:
     """Decide and change; return the change."""
-    candidates = partitions_to_sample(topic)
+    candidates = partitions_to_sample(topic, times.again_s)
     if candidates:
         topic = with_lp_loads(runtime, topic, candidates, times)
     decision = decide(topic, cluster, rules)
-    for refused in decision.refused:
+    sampled = {one.partition for one in topic.partitions if one.loads is not None}
+    for refused in (one for one in decision.refused if sampled & {*one.partitions}):
         note_verdict(runtime.control, topic, "refused", refused, _facts_of(topic, refused.partitions, 1.0))
     chosen = decision.chosen
     if chosen is None:

@@ -34,7 +34,8 @@ class LpLoads(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AutoPartition:
-    """An open partition. `age_s`: since its creation; `draining`: a group has not drained its parents."""
+    """An open partition. `age_s`: since its creation; `draining`: a group has not drained its parents;
+    `sampled_ago_s`: since its LPs were sampled."""
 
     partition: int
     node: NodeId
@@ -42,6 +43,7 @@ class AutoPartition:
     lp_to: int
     age_s: float = 0.0
     draining: bool = False
+    sampled_ago_s: float | None = None
     figures: LoadFigures = field(default_factory=LoadFigures)
     loads: LpLoads | None = None
     """Measured for candidates only."""

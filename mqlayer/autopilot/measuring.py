@@ -58,12 +58,12 @@ def _topic(
 
 def _partitions(connection: Connection, wanted: Mapping[str, Any], times: Times) -> dict[int, list[AutoPartition]]:
     found: dict[int, list[AutoPartition]] = {}
-    for topic_id, partition, node, lp_from, lp_to, age_s, draining, *arrays in connection.execute(
+    for topic_id, partition, node, lp_from, lp_to, age_s, draining, sampled_ago_s, *arrays in connection.execute(
         query("auto_partitions"), wanted
     ):
         samples = [] if arrays[0] is None else [LoadSample(*facts) for facts in zip(*arrays, strict=True)]
         figures = load_figures(samples, times)
-        one = AutoPartition(partition, NodeId(node), lp_from, lp_to, age_s, draining, figures)
+        one = AutoPartition(partition, NodeId(node), lp_from, lp_to, age_s, draining, sampled_ago_s, figures)
         found.setdefault(topic_id, []).append(one)
     return found
 
@@ -169,6 +169,8 @@ def _with_capacity(database: Database, topic: AutoTopic) -> AutoTopic:
 
 def with_lp_loads(runtime: Runtime, topic: AutoTopic, candidates: Sequence[AutoPartition], times: Times) -> AutoTopic:
     """Return the topic with the load per LP of candidates, sampled together, and with their hot keys."""
+    with runtime.control.connection() as connection:
+        connection.execute(query("route_loads_sampled"), {"partitions": [one.partition for one in candidates]})
     loads = sampled_loads(runtime, [(one.node, one.partition) for one in candidates], over_s=times.sample_s)
 
     def known(one: AutoPartition) -> LpLoads | None:

@@ -47,7 +47,7 @@ FROM clock_timestamp() AS now_at;
 SELECT r.topic_id, p.partition_id, p.node_id, p.lp_from, p.lp_to,
        extract(epoch FROM clock_timestamp() - coalesce(c.opened_at, p.created_at))::float8,
        EXISTS {undrained},
-       l.at_s, l.next_offset, l.settled
+       extract(epoch FROM clock_timestamp() - l.sampled_at)::float8, l.at_s, l.next_offset, l.settled
 FROM mqlayer.topic t JOIN mqlayer.route r ON r.topic_id = t.topic_id AND r.version = t.version
 JOIN mqlayer.partition p USING (partition_id)
 LEFT JOIN mqlayer.route_change c ON c.change_id = p.created_by_change
@@ -90,6 +90,10 @@ SET at_s = (excluded.at_s || l.at_s)[1:64], next_offset = (excluded.next_offset 
     settled = (excluded.settled || l.settled)[1:64]
 WHERE excluded.at_s[1] >= l.at_s[1] + %(gap_s)s;
 
+-- name: route_loads_sampled
+-- Note of which partitions the LPs are sampled now.
+UPDATE mqlayer.route_load SET sampled_at = clock_timestamp() WHERE partition_id = ANY(%(partitions)s::int[]);
+
 -- name: route_loads_clean
 -- Forget samples of partitions that take nothing more, and of topics without automatic routes.
 DELETE FROM mqlayer.route_load l USING mqlayer.partition p
@@ -106,7 +110,7 @@ INSERT INTO mqlayer.route_decision (topic_id, verdict, kind, partitions, reason,
 VALUES (%(topic_id)s, %(verdict)s, %(kind)s, %(partitions)s, %(reason)s, %(key)s, %(lp)s, %(change_id)s, %(facts)s);
 
 -- name: decision_insert_new
--- Note a decision, unless the same was noted of these partitions a short time ago, and nothing else since.
+-- Note a decision, unless the same was noted of these partitions a short time ago.
 INSERT INTO mqlayer.route_decision (topic_id, verdict, kind, partitions, reason, key, lp, facts)
 SELECT %(topic_id)s, %(verdict)s, %(kind)s, %(partitions)s::int[], %(reason)s, %(key)s, %(lp)s, %(facts)s
 WHERE NOT EXISTS (

@@ -10,8 +10,8 @@ GRANT EXECUTE ON FUNCTION mqlayer.beginnings_forget_v1 TO {role};
 GRANT SELECT, DELETE ON mqlayer.breaker TO {role};
 GRANT SELECT, UPDATE (at, error, gone, result), DELETE ON mqlayer.bulk_item TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.caller_v1 TO {role};
-GRANT SELECT, UPDATE (allocation, absent_since, parking, paused_at, retired_at, state, version), DELETE ON
-    mqlayer.consumer_group TO {role};
+GRANT SELECT, UPDATE (allocation, absent_since, canary, canary_lps, deployment, fallback, parking, paused_at,
+    previous_deployment, retired_at, state, version), DELETE ON mqlayer.consumer_group TO {role};
 GRANT SELECT ON mqlayer.dead_fact TO {role};
 GRANT SELECT, INSERT (actor, attempts, body, cause, group_id, key, log_offset, lp, m, partition_id, reason, seq,
     source), UPDATE (actor, attempts, body, cause, died_at, log_lost, log_offset, partition_id, reason, redriven_at,
@@ -56,7 +56,7 @@ GRANT SELECT, INSERT (actor, kind, mode, topic_id, version), UPDATE (ended_at, m
     mqlayer.route_change TO {role};
 GRANT SELECT, INSERT (change_id, facts, key, kind, lp, partitions, reason, topic_id, verdict), UPDATE (facts, helped,
     judged_at), DELETE ON mqlayer.route_decision TO {role};
-GRANT SELECT, INSERT (at_s, next_offset, partition_id, settled), UPDATE (at_s, next_offset, settled), DELETE ON
+GRANT SELECT, INSERT (at_s, next_offset, partition_id, settled), UPDATE (at_s, next_offset, sampled_at, settled), DELETE ON
     mqlayer.route_load TO {role};
 GRANT SELECT, UPDATE (failed, measured_per_s, stopped_at, stopped_because, unhelpful) ON mqlayer.route_policy TO {role};
 GRANT SELECT, INSERT (at, busy, committed, cpu_s, dead, kind, lag, members, memory_bytes, memory_limit, object_id, oldest_s,

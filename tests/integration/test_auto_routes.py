@@ -81,12 +81,15 @@ def test_the_job_isolates_a_hot_key_and_names_it_under_its_own_right(world: Worl
     (decision,) = decisions_of(world.database, "orders")
     assert f"key '{key_of(300)}' of LP 300 has 7" in decision.reason
     put_load(world, {2: 1, 3: 90, 4: 1})
+    age_changes(world)
     world.rows("UPDATE mqlayer.job SET next_at = now()")
-    TASKS["auto_routes"]()
+    with load(world, (300,)):
+        TASKS["auto_routes"]()
     assert len(bounds(world)) == 3
     (refused, _) = decisions_of(world.database, "orders")
     assert (refused.verdict, refused.lp) == ("refused", 300)
-    assert "no split helps" in refused.reason
+    assert f"single LP 300 of key '{key_of(300)}', so no split helps: divide the key" in refused.reason
+    assert explain_routes(world.runtime(), "orders").partitions[1].reason == refused.reason
     assert told(world) == ["MqlayerKeyHot"]
     assert control_samples(world.runtime())["mqlayer.autopilot.hot_lps"] == [(1, {"topic": "orders"})]
 
@@ -254,5 +257,7 @@ def test_a_new_node_is_filled_by_moves_one_after_the_other(world: World, node: R
     age_changes(world)
     put_load(world, dict.fromkeys((3, 4, 5, 6), 100.0))
     assert one_pass(world).changed == (), "it is balanced"
-    counted = "SELECT node_id, count(*)::int FROM mqlayer.partition WHERE state = 'open' GROUP BY 1 ORDER BY 1"
-    assert world.rows(counted) == [(1, 2), (2, 2)]
+    placed = world.rows(
+        "SELECT node_id, count(*)::int FROM mqlayer.partition WHERE state = 'open' GROUP BY 1 ORDER BY 1"
+    )
+    assert placed == [(1, 2), (2, 2)]

@@ -162,6 +162,7 @@ class Heartbeat(Service):
             session=number,
             own=own,
             zone=self._core.runtime.settings.zone,
+            deployment=self._core.runtime.settings.deployment,
         )
         self._own = [number]
         self._extend(began)
