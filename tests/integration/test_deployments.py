@@ -15,11 +15,12 @@ from mqlayer.errors import AlreadyApplied, Conflict, InvalidInput
 from mqlayer.groups.deployments import apply_deploy, planned_deploy, planned_return, wait_deployed
 from mqlayer.groups.group import find_group
 from mqlayer.inspect import group_statuses
+from mqlayer.redelivery import DeadFilter, start_redrive, work_on
 from mqlayer.runtime.runtime import Runtime
 from tests.fixtures.commands import Commands
 from tests.fixtures.consumers import Recorder, Stage, StartStage, member_of
 from tests.fixtures.wait import wait_until
-from tests.proof.parking_shop import parked, release
+from tests.proof.parking_shop import parked, release, rows
 from tests.proof.route_steps import split
 from tests.proof.runtimes import runtime_of
 
@@ -226,6 +227,26 @@ def test_a_shared_group_reads_with_the_deployment_in_force_only(stage: Stage) ->
         return seen["blue"].count() == before[1]
 
     wait_until(green_reads, what="green alone reads")
+
+
+def test_a_message_given_back_to_a_shared_group_is_of_the_deployment_in_force(stage: Stage) -> None:
+    """Green died on it; given back, it goes to blue, though green looks for such messages as often."""
+
+    def fail(body: bytes, ctx: Context) -> None:
+        raise ValueError
+
+    seen = {"green": Recorder(fail), "blue": Recorder()}
+    for name, recorder in seen.items():
+        app = stage.app(settings=stage.settings(deployment=name))
+        app.consumer(stage.topic, group="g", mode="shared", attempt_limit=1)(recorder)
+        app.start()
+    stage.send((None, b"%d" % number) for number in range(5))
+    wait_until(lambda: len(rows(stage, "SELECT FROM mqlayer.dead_message")) == 5, what="all are dead")
+    deploy(stage, "blue")
+    redrive = start_redrive(runtime_of(stage.database, actor="test"), stage.topic, "g", DeadFilter(), worker="w")
+    assert work_on(stage.database, redrive, worker="w").done == 5
+    wait_until(lambda: seen["blue"].count() == 5, what="blue handled them")
+    assert len(seen["green"].begun) == 5
 
 
 def test_receivers_of_another_deployment_get_nothing(stage: Stage) -> None:
