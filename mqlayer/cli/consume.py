@@ -45,6 +45,7 @@ def consume(
         str | None,
         typer.Option(metavar="NAME", help="The version of the program; `group deploy` says which one consumes."),
     ] = None,
+    zone: Annotated[str, typer.Option(help="Prefer partitions on nodes of this zone; else MQLAYER_ZONE.")] = "",
     reload: Annotated[
         bool, typer.Option("--reload", help="For development: restart when a Python file below this folder changes.")
     ] = False,
@@ -58,6 +59,9 @@ def consume(
     if deployment is not None:
         # Before the program is loaded, and for the other processes.
         os.environ["MQLAYER_DEPLOYMENT"] = check_deployment(deployment)
+    if zone:
+        # For the application's settings, and for child processes.
+        os.environ["MQLAYER_ZONE"] = zone
     if reload:
         with changed_files(Path.cwd()) as changed:
             command = _command(application, concurrency)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from mqlayer.domain.deployments import MAIN
-from mqlayer.domain.names import check_deployment, check_name
+from mqlayer.domain.names import check_deployment, check_name, check_zone
 from mqlayer.domain.rates import RateLimit
 from mqlayer.domain.retry_rules import RULES_COUNT, RetryRules
 from mqlayer.domain.routing import NodeId, PartitionId
@@ -100,6 +100,7 @@ def join(
     session: int | None = None,
     own: Collection[int] | None = None,
     deployment: str = MAIN,
+    zone: str = "",
 ) -> MemberSession:
     """Join a group under a new session, and rebalance.
 
@@ -116,6 +117,7 @@ def join(
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "deployment": check_deployment(deployment),
+        "zone": check_zone(zone),
         "lease_s": lease_s,
     }
     failpoint("member.before_join")
@@ -151,7 +153,7 @@ def _refuse_to_admit(connection: Connection, group_id: int, member_id: str) -> N
     if is_instance:
         # Two members would each get a part of the messages.
         connection.execute(query("member_expire"), {"group_id": group_id})
-        for other, leaving, _ in connection.execute(query("member_live"), {"group_id": group_id}).fetchall():
+        for other, leaving, *_ in connection.execute(query("member_live"), {"group_id": group_id}).fetchall():
             if other != member_id:
                 raise InstanceTaken(topic, group, other, "leaving" if leaving else "running")
 

@@ -109,6 +109,7 @@ def test_a_bad_deploy_is_rolled_back_without_a_repeat(four: Stage) -> None:
     assert sorted(blue_seen.bodies("key-1"), key=int) == blue_seen.bodies("key-1")
 
 
+@pytest.mark.full
 def test_failed_attempts_are_counted_on(stage: Stage) -> None:
     failing = threading.Event()
 
@@ -186,6 +187,7 @@ def test_partitions_wait_for_their_deployment_and_say_so(stage: Stage) -> None:
     stage.wait_settled()
 
 
+@pytest.mark.full
 def test_a_group_falls_back_once_if_no_member_of_the_newer_one_lives(stage: Stage) -> None:
     """By the consumer's right, with an audit row; a green that comes back stands by."""
     seen = Recorder()
@@ -206,6 +208,7 @@ def test_a_group_falls_back_once_if_no_member_of_the_newer_one_lives(stage: Stag
     assert rows == [("fallback", "orders/g", {"from": "green", "to": "blue"})]
 
 
+@pytest.mark.full
 def test_a_shared_group_reads_with_the_deployment_in_force_only(stage: Stage) -> None:
     seen = {"blue": Recorder(), "green": Recorder()}
     for name, recorder in seen.items():
@@ -229,6 +232,7 @@ def test_a_shared_group_reads_with_the_deployment_in_force_only(stage: Stage) ->
     wait_until(green_reads, what="green alone reads")
 
 
+@pytest.mark.full
 def test_a_message_given_back_to_a_shared_group_is_of_the_deployment_in_force(stage: Stage) -> None:
     """Green died on it; given back, it goes to blue, though green looks for such messages as often."""
 
@@ -249,6 +253,7 @@ def test_a_message_given_back_to_a_shared_group_is_of_the_deployment_in_force(st
     assert len(seen["green"].begun) == 5
 
 
+@pytest.mark.full
 def test_receivers_of_another_deployment_get_nothing(stage: Stage) -> None:
     stage.send_numbers(2, 2)
     blue, green = (
@@ -304,6 +309,7 @@ def test_the_command_plans_deploys_and_goes_back(stage: Stage, run: Commands, mo
     assert "deployment" in run.failure(*words, "--to", "Green!")
 
 
+@pytest.mark.full
 def test_a_plan_is_refused_after_another_deploy(stage: Stage) -> None:
     start(stage, Recorder(), "blue")
     start(stage, Recorder(), "green")
@@ -313,6 +319,7 @@ def test_a_plan_is_refused_after_another_deploy(stage: Stage) -> None:
         apply_deploy(operator(stage), plan)
 
 
+@pytest.mark.full
 def test_an_effect_of_blue_is_applied_for_green(stage: Stage) -> None:
     """Blue committed the effect and did not settle: green, which gets the message, finds it applied."""
     answers: list[str] = []

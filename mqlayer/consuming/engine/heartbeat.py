@@ -162,6 +162,7 @@ class Heartbeat(Service):
             session=number,
             own=own,
             deployment=self._core.runtime.settings.deployment,
+            zone=self._core.runtime.settings.zone,
         )
         self._own = [number]
         self._extend(began)
