@@ -168,7 +168,7 @@ def _plan(runtime: Runtime, group: Group, after: Deployments, readable: Sequence
 
 def _living(connection: Connection, group: Group) -> Counter[str]:
     rows = connection.execute(query("member_live"), {"group_id": group.group_id}).fetchall()
-    return Counter(deployment for _, leaving, _, deployment in rows if not leaving)
+    return Counter(deployment for _, leaving, deployment, _ in rows if not leaving)
 
 
 def _check_living(group: Group, to: str, living: Counter[str]) -> None:

@@ -99,8 +99,8 @@ def join(
     lease_s: float,
     session: int | None = None,
     own: Collection[int] | None = None,
-    zone: str = "",
     deployment: str = MAIN,
+    zone: str = "",
 ) -> MemberSession:
     """Join a group under a new session, and rebalance.
 
@@ -116,8 +116,8 @@ def join(
         "own": None if own is None else list(own),
         "host": socket.gethostname(),
         "pid": os.getpid(),
-        "zone": check_zone(zone),
         "deployment": check_deployment(deployment),
+        "zone": check_zone(zone),
         "lease_s": lease_s,
     }
     failpoint("member.before_join")

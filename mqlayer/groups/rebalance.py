@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Final, TypeVar
 
 from mqlayer.domain.assignment import Zones, assign, assign_by_rate
-from mqlayer.domain.deployments import Assign, Deployments, assign_each
+from mqlayer.domain.deployments import Deployments, assign_each
 from mqlayer.domain.routing import PartitionId
 from mqlayer.errors import MqlayerError
 from mqlayer.logs import event_logger
@@ -66,13 +66,13 @@ def rebalance(connection: Connection, group_id: int) -> bool:
     connection.execute(query("assignment_free_unreadable_of_gone"), group)
     members = connection.execute(query("member_live"), group).fetchall()
     live = {member for member, *_ in members}
-    staying = {member: deployment for member, leaving, _, deployment in members if not leaving}
-    zones = {member: zone for member, leaving, zone, _ in members if not leaving}
+    staying = {member: deployment for member, leaving, deployment, _ in members if not leaving}
     if locked is not None and locked[6]:
         connection.execute(query("instance_presence"), group | {"here": bool(live)})
     if locked is not None:
         _fall_back(connection, group_id, Deployments(*locked[7:]), staying.values())
     rows = connection.execute(query("assignment_list"), group).fetchall()
+    zones = {member: zone for member, _, _, zone in members}
     desired = _desired(rows, staying, zones, by_rate=locked is not None and locked[3] == "rate")
     steps: dict[str, dict[PartitionId, str | None]] = {}
     for partition, owner, _, target, *_ in rows:
@@ -92,9 +92,17 @@ def rebalance(connection: Connection, group_id: int) -> bool:
 def _desired(
     rows: Sequence[Any], members: Mapping[str, str], zones: Mapping[str, str], *, by_rate: bool
 ) -> dict[PartitionId, str]:
-    spread: Assign = partial(assign, zones=Zones({PartitionId(row[0]): row[5] for row in rows}, zones))
-    if by_rate:
-        spread = partial(assign_by_rate, rates={PartitionId(row[0]): row[4] for row in rows})
+    rates = {PartitionId(row[0]): row[4] for row in rows}
+    places = {PartitionId(row[0]): row[6] for row in rows}
+
+    def spread(
+        partitions: Collection[PartitionId], able: Collection[str], current: Mapping[PartitionId, str]
+    ) -> dict[PartitionId, str]:
+        if by_rate:
+            return assign_by_rate(partitions, able, current, rates)
+        # Of these members only: a zone with members of another deployment is nobody's home.
+        return assign(partitions, able, current, Zones(places, {member: zones[member] for member in able}))
+
     return assign_each(
         {PartitionId(row[0]): row[6] for row in rows},
         members,

@@ -48,6 +48,7 @@ def owned_by(scene: KillScene, deployment: str) -> bool:
     return dict(ask_postgres(scene.settings.control_dsn(), OWNERS)) == {deployment: len(PARTITIONS)}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("place", ["group_deploy.before_commit", "group_deploy.after_commit"])
 def test_a_deploy_that_is_killed_is_done_or_not_at_all(kill_scene: KillScene, place: str) -> None:
     start(kill_scene, "first", "blue")
@@ -80,6 +81,7 @@ def test_an_owner_that_is_killed_while_it_hands_over_loses_and_reverses_nothing(
     judge(kill_scene)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("place", some_of(OF_GREEN, 1))
 def test_a_green_that_is_killed_as_it_begins_leaves_the_group_to_blue(kill_scene: KillScene, place: str) -> None:
     """With the fallback, by itself."""

@@ -15,11 +15,12 @@ from mqlayer.errors import AlreadyApplied, Conflict, InvalidInput
 from mqlayer.groups.deployments import apply_deploy, planned_deploy, planned_return, wait_deployed
 from mqlayer.groups.group import find_group
 from mqlayer.inspect import group_statuses
+from mqlayer.redelivery import DeadFilter, start_redrive, work_on
 from mqlayer.runtime.runtime import Runtime
 from tests.fixtures.commands import Commands
 from tests.fixtures.consumers import Recorder, Stage, StartStage, member_of
 from tests.fixtures.wait import wait_until
-from tests.proof.parking_shop import parked, release
+from tests.proof.parking_shop import parked, release, rows
 from tests.proof.route_steps import split
 from tests.proof.runtimes import runtime_of
 
@@ -108,6 +109,7 @@ def test_a_bad_deploy_is_rolled_back_without_a_repeat(four: Stage) -> None:
     assert sorted(blue_seen.bodies("key-1"), key=int) == blue_seen.bodies("key-1")
 
 
+@pytest.mark.full
 def test_failed_attempts_are_counted_on(stage: Stage) -> None:
     failing = threading.Event()
 
@@ -185,6 +187,7 @@ def test_partitions_wait_for_their_deployment_and_say_so(stage: Stage) -> None:
     stage.wait_settled()
 
 
+@pytest.mark.full
 def test_a_group_falls_back_once_if_no_member_of_the_newer_one_lives(stage: Stage) -> None:
     """By the consumer's right, with an audit row; a green that comes back stands by."""
     seen = Recorder()
@@ -205,6 +208,7 @@ def test_a_group_falls_back_once_if_no_member_of_the_newer_one_lives(stage: Stag
     assert rows == [("fallback", "orders/g", {"from": "green", "to": "blue"})]
 
 
+@pytest.mark.full
 def test_a_shared_group_reads_with_the_deployment_in_force_only(stage: Stage) -> None:
     seen = {"blue": Recorder(), "green": Recorder()}
     for name, recorder in seen.items():
@@ -228,6 +232,28 @@ def test_a_shared_group_reads_with_the_deployment_in_force_only(stage: Stage) ->
     wait_until(green_reads, what="green alone reads")
 
 
+@pytest.mark.full
+def test_a_message_given_back_to_a_shared_group_is_of_the_deployment_in_force(stage: Stage) -> None:
+    """Green died on it; given back, it goes to blue, though green looks for such messages as often."""
+
+    def fail(body: bytes, ctx: Context) -> None:
+        raise ValueError
+
+    seen = {"green": Recorder(fail), "blue": Recorder()}
+    for name, recorder in seen.items():
+        app = stage.app(settings=stage.settings(deployment=name))
+        app.consumer(stage.topic, group="g", mode="shared", attempt_limit=1)(recorder)
+        app.start()
+    stage.send((None, b"%d" % number) for number in range(5))
+    wait_until(lambda: len(rows(stage, "SELECT FROM mqlayer.dead_message")) == 5, what="all are dead")
+    deploy(stage, "blue")
+    redrive = start_redrive(runtime_of(stage.database, actor="test"), stage.topic, "g", DeadFilter(), worker="w")
+    assert work_on(stage.database, redrive, worker="w").done == 5
+    wait_until(lambda: seen["blue"].count() == 5, what="blue handled them")
+    assert len(seen["green"].begun) == 5
+
+
+@pytest.mark.full
 def test_receivers_of_another_deployment_get_nothing(stage: Stage) -> None:
     stage.send_numbers(2, 2)
     blue, green = (
@@ -283,6 +309,7 @@ def test_the_command_plans_deploys_and_goes_back(stage: Stage, run: Commands, mo
     assert "deployment" in run.failure(*words, "--to", "Green!")
 
 
+@pytest.mark.full
 def test_a_plan_is_refused_after_another_deploy(stage: Stage) -> None:
     start(stage, Recorder(), "blue")
     start(stage, Recorder(), "green")
@@ -292,6 +319,7 @@ def test_a_plan_is_refused_after_another_deploy(stage: Stage) -> None:
         apply_deploy(operator(stage), plan)
 
 
+@pytest.mark.full
 def test_an_effect_of_blue_is_applied_for_green(stage: Stage) -> None:
     """Blue committed the effect and did not settle: green, which gets the message, finds it applied."""
     answers: list[str] = []

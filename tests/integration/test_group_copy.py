@@ -114,6 +114,7 @@ def test_parked_keys_and_attempts_come_along(stage: Stage) -> None:
     assert len(parked(stage)["key-1"]) >= 5
 
 
+@pytest.mark.full
 def test_failed_attempts_are_counted_on(stage: Stage) -> None:
     failing = threading.Event()
 
@@ -135,6 +136,7 @@ def test_failed_attempts_are_counted_on(stage: Stage) -> None:
     assert copied.attempts(b"1") == [3]
 
 
+@pytest.mark.full
 def test_effects_of_the_source_count_as_applied_where_that_is_wanted(stage: Stage) -> None:
     """A message whose effect is there, and which is not settled: the copy does not apply it again."""
     applied, gate = threading.Event(), threading.Event()
@@ -192,6 +194,7 @@ def test_a_copy_that_is_killed_is_made_by_the_next_call(stage: Stage, place: str
         copy(stage, effects=True)
 
 
+@pytest.mark.full
 def test_what_the_source_settled_is_not_trimmed_while_the_copy_is_behind(stage: Stage) -> None:
     stage.send_numbers(3, 10)
     app = stage.consume(Recorder(), tag_filter=None)
@@ -208,6 +211,7 @@ def test_what_the_source_settled_is_not_trimmed_while_the_copy_is_behind(stage: 
     assert copied.count() == 30
 
 
+@pytest.mark.full
 def test_a_copy_that_fails_leaves_nothing(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     stage.send_numbers(3, 3)
     stage.consume(Recorder()).stop()

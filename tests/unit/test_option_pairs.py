@@ -22,7 +22,7 @@ OPTIONS: Final[dict[str, str]] = {
     "up": "--directory --nodes --servers-only --json",
     "down": "--directory --erase",
     "status": "--directory --json",
-    "consume": "APPLICATION --processes --concurrency --zone --deployment --reload",
+    "consume": "APPLICATION --processes --concurrency --deployment --zone --reload",
     "asyncapi": "APPLICATION --output --title --app-version --nodes",
     "debug": "TOPIC KEY --handler --group --last --break-before --pdb --plan --yes",
     "migrate": "--sql --schema --owner",
