@@ -118,6 +118,10 @@ def set_(
     breaker_errors: Annotated[
         str | None, typer.Option(metavar="E,E,…", help="The only exceptions that count for it; or all.")
     ] = None,
+    key_class: Annotated[
+        str | None,
+        typer.Option(metavar="prefix:SEP|header:NAME|none", help="What classes of keys, which take turns, go by."),
+    ] = None,
     if_version: Annotated[
         int | None, typer.Option(min=1, help="Refuse unless the settings are at this version.")
     ] = None,
@@ -152,6 +156,7 @@ def set_(
             breaker_keys=breaker_keys,
             breaker_window_s=breaker_window,
             breaker_errors=None if breaker_errors is None else _names(breaker_errors, nothing="all"),
+            key_class=key_class,
         )
     words = f"{describe_rules(changed.rules)}, balance by {changed.balance}"
     if changed.instance_expiry_s is not None:

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from mqlayer.cli.output import format_age, format_key
+from mqlayer.domain.key_classes import NO_CLASSES
 from mqlayer.domain.retry_rules import PARKING_LIMITS, RetryRules
 from mqlayer.inspect import GroupStatus, PartitionStatus, UnsettledMessage, VersionLag, describe_breaker
 from mqlayer.redelivery import FailureCounts
@@ -85,6 +86,8 @@ def describe_rules(rules: RetryRules) -> str:
         words.append(f"breaker at {rules.breaker_share:g} of {rules.breaker_keys} keys in {rules.breaker_window_s:g} s")
     if rules.breaker_errors:
         words.append(f"breaker errors: {' '.join(rules.breaker_errors)}")
+    if rules.key_class != NO_CLASSES:
+        words.append(f"key classes by {rules.key_class}")
     default = RetryRules()
     words += [
         f"{name.removesuffix('_limit').replace('_', ' ')} up to {getattr(rules, name):,}"

@@ -16,6 +16,7 @@ from typing import Any, Final, Literal, TypedDict, Unpack
 
 from psycopg.types.json import Jsonb
 
+from mqlayer.domain.key_classes import NO_CLASSES, check_key_class
 from mqlayer.domain.names import check_group, check_name
 from mqlayer.domain.rates import RateLimit, check_rate
 from mqlayer.domain.retry_rules import (
@@ -76,6 +77,7 @@ SET_OPTIONS: Final = {
     "breaker_keys": "--breaker-keys",
     "breaker_window_s": "--breaker-window",
     "breaker_errors": "--breaker-errors",
+    "key_class": "--key-class",
     "balance": "--balance",
     "tag_filter": "--tag-filter",
     "instance_expiry_s": "--instance-expiry",
@@ -126,6 +128,7 @@ class GroupSettings:
     breaker_keys: int | None = None
     breaker_window_s: float | None = None
     breaker_errors: tuple[str, ...] | None = None
+    key_class: str | None = None
 
     def rules(self) -> RetryRules:
         """Return the retry rules of a group created with these."""
@@ -161,6 +164,7 @@ class RetrySettings(TypedDict, total=False):
     breaker_keys: int | None
     breaker_window_s: float | None
     breaker_errors: Sequence[str | type[BaseException]] | None
+    key_class: str | None
 
 
 class GroupChanges(RetrySettings, total=False):
@@ -348,6 +352,7 @@ def check_settings(settings: GroupSettings) -> None:
         for name in names or ():
             check_error_name(name)
     _check_breaker(settings)
+    check_key_class(settings.key_class)
     for limit_s in (settings.time_limit_s, settings.max_time_limit_s):
         if limit_s is not None and not limit_s > 0:
             raise InvalidInput(f"a limit of time is over 0 seconds, not {limit_s}: leave it out, or inf for none")
@@ -389,6 +394,7 @@ def _check_mode(settings: GroupSettings) -> None:
     if settings.mode == "pop":
         refuse_policy(settings.policy)
         _refuse_parking_limits(settings, "ordered pop")
+        _refuse_key_class(settings, "ordered pop gives its receivers what comes next")
         _refuse_retrying(settings)
     _check_shared(settings)
     if settings.from_archive and (settings.mode == "pop" or settings.start == "latest"):
@@ -413,10 +419,20 @@ def _check_shared(settings: GroupSettings) -> None:
     if settings.from_archive:
         raise InvalidInput("a shared group begins with the streams: leave from_archive out")
     _refuse_parking_limits(settings, "a shared group")
+    _refuse_key_class(settings, "members of a shared group get what comes next")
+
+
+def _refuse_key_class(settings: GroupSettings, why: str) -> None:
+    if settings.key_class not in (None, NO_CLASSES):
+        raise InvalidInput(f"{why}, in no turns of key classes: leave key_class out")
 
 
 def _refuse_retrying(settings: GroupSettings) -> None:
-    said = [name for name in RULES if name not in ("policy", *PARKING_LIMITS) and getattr(settings, name) is not None]
+    said = [
+        name
+        for name in RULES
+        if name not in ("policy", "key_class", *PARKING_LIMITS) and getattr(settings, name) is not None
+    ]
     if said:
         raise InvalidInput(
             f"ordered pop has no handler that fails: leave {', '.join(said)} out, and decide in the receiver "

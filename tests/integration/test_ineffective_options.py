@@ -33,7 +33,7 @@ REQUESTS: dict[str, Any] = {
     "mode": "exclusive", "scope": "partition", "visibility_timeout_s": 7.0, "from_archive": True,
     "instance_expiry_s": 60.0,
     "rate_limit": 5.0, "rate_burst": 7.0, "breaker_share": 0.5, "breaker_keys": 7, "breaker_window_s": 30.0,
-    "breaker_errors": ("OSError",),
+    "breaker_errors": ("OSError",), "key_class": "prefix:/",
 }  # fmt: skip
 """A value for every setting of a group that differs from its default."""
 

@@ -14,6 +14,7 @@ from mqlayer.consuming.ordered.parking_worker import ParkingWorker
 from mqlayer.consuming.ordered.partition_reports import PartitionReports
 from mqlayer.consuming.ordered.reader import Reader
 from mqlayer.consuming.ordered.settler import Settler
+from mqlayer.domain.key_classes import key_class_rule
 from mqlayer.domain.routing import PartitionId
 from mqlayer.errors import MqlayerError
 from mqlayer.groups.lineage import seal_marks
@@ -55,6 +56,7 @@ class Assignments(MemberPartitions):
         if settings.follow(reply):
             # Other rules may end waits in place.
             self._dispatcher.retry_now()
+        self._dispatcher.classes.follow(key_class_rule(settings.rules.key_class))
         if self._breaker.follow(reply.breaker):
             self._dispatcher.retry_now()
             self._nodes.wake_readers()

@@ -5,12 +5,14 @@ A key queue is in one batch at most, so keys stay in order. Failed, suspect, and
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator
 
 from mqlayer.consuming.api.batches import BatchOf
 from mqlayer.consuming.engine.circuit_breaker import CircuitBreaker
 from mqlayer.consuming.engine.clock import Lease, clock
 from mqlayer.consuming.ordered.dispatcher import Dispatcher
+from mqlayer.consuming.ordered.fair_queue import FairQueue
 from mqlayer.consuming.ordered.owned_partitions import KeyQueue, OwnedPartition, OwnershipState
 from mqlayer.consuming.ordered.ready_queues import ReadyQueues, admitted
 from mqlayer.consuming.ordered.results import size_of
@@ -43,7 +45,7 @@ class BatchQueues(ReadyQueues):
         """Return seconds until a batch is due."""
         if not self.ready or not self._of.linger_s or not self.lease.holds():
             return timeout_s
-        due_s = self.ready[0].since + self._of.linger_s - clock()
+        due_s = oldest(self.ready).since + self._of.linger_s - clock()
         return max(SHORTEST_WAIT_S, min(timeout_s, due_s))
 
     def enqueue(self, key_queues: Iterable[KeyQueue]) -> None:
@@ -159,6 +161,11 @@ class BatchDispatcher(Dispatcher):
         """Return seconds until a batch is due."""
         with self.lock:
             return self._batches.batch_due_s(timeout_s)
+
+
+def oldest(ready: deque[KeyQueue] | FairQueue) -> KeyQueue:
+    """Return the key queue that has waited longest."""
+    return ready.oldest if isinstance(ready, FairQueue) else ready[0]
 
 
 def is_alone(key_queue: KeyQueue, record: Record) -> bool:

@@ -11,6 +11,7 @@ from typing import Final
 
 from mqlayer.consuming.engine.circuit_breaker import CircuitBreaker
 from mqlayer.consuming.engine.clock import Lease, clock
+from mqlayer.consuming.ordered.fair_queue import FairQueue
 from mqlayer.consuming.ordered.owned_partitions import KeyQueue, OwnedPartition, OwnershipState
 from mqlayer.domain.routing import PartitionId
 
@@ -36,7 +37,9 @@ class ReadyQueues:
         self._idle = 0
         # Resumed key queues that workers finished.
         self._returned: deque[KeyQueue] = deque()
-        self.ready: deque[KeyQueue] = deque()
+        self.ready: deque[KeyQueue] | FairQueue = deque()
+        # Messages of a key in a turn, where classes take turns.
+        self.turn: int | None = None
         # Finished key queues. Appended without the lock: with one message per key, each message would take it.
         self._done: deque[KeyQueue] = deque()
         self.done: Callable[[KeyQueue], None] = self._done.append
@@ -87,7 +90,7 @@ class ReadyQueues:
         while ready and len(local_queue) < wanted:
             key_queue = ready.popleft()
             if key_queue.owned.state is OwnershipState.OPEN:
-                key_queue.owned.begin(key_queue)
+                key_queue.owned.begin(key_queue, self.turn)
                 local_queue.append(key_queue)
         return bool(local_queue)
 
@@ -215,7 +218,7 @@ class ReadyQueues:
                 # Delivered and not begun, but recorded as started in Postgres.
                 self._returned.append(key_queue)
                 self.on_parking()
-        self.ready = deque(key_queue for key_queue in self.ready if key_queue.owned is not owned)
+        drop_queues(self.ready, owned)
         self._delayed = [entry for entry in self._delayed if entry[2].owned is not owned]
         heapq.heapify(self._delayed)
         self._behind_running = {
@@ -245,6 +248,16 @@ class ReadyQueues:
             return False
         self._behind_running[queue_key] = key_queue
         return True
+
+
+def drop_queues(ready: deque[KeyQueue] | FairQueue, owned: OwnedPartition) -> None:
+    """Take a partition's key queues out."""
+    if isinstance(ready, FairQueue):
+        ready.drop(owned)
+    else:
+        others = [key_queue for key_queue in ready if key_queue.owned is not owned]
+        ready.clear()
+        ready.extend(others)
 
 
 def admitted(queues: ReadyQueues) -> list[KeyQueue]:
