@@ -68,6 +68,17 @@ def settings_row(group: GroupStatus) -> dict[str, Any]:
     }
 
 
+def _class_words(rules: RetryRules) -> list[str]:
+    words = []
+    if rules.key_class != NO_CLASSES:
+        words.append(f"key classes by {rules.key_class}")
+    if rules.class_concurrency is not None:
+        words.append(f"{rules.class_concurrency} keys of a class at once in a member")
+    if rules.class_rate is not None:
+        words.append(f"{rules.class_rate:g} messages/s of a class")
+    return words
+
+
 def describe_rules(rules: RetryRules) -> str:
     """Return a group's retry rules in one line."""
     words = [f"backoff {','.join(f'{wait:g}' for wait in rules.backoff_s)} s"]
@@ -86,8 +97,7 @@ def describe_rules(rules: RetryRules) -> str:
         words.append(f"breaker at {rules.breaker_share:g} of {rules.breaker_keys} keys in {rules.breaker_window_s:g} s")
     if rules.breaker_errors:
         words.append(f"breaker errors: {' '.join(rules.breaker_errors)}")
-    if rules.key_class != NO_CLASSES:
-        words.append(f"key classes by {rules.key_class}")
+    words += _class_words(rules)
     default = RetryRules()
     words += [
         f"{name.removesuffix('_limit').replace('_', ' ')} up to {getattr(rules, name):,}"

@@ -26,6 +26,7 @@ GIB: Final = 1 << 30
 DEFAULT_BREAKER_KEYS: Final = 10
 DEFAULT_BREAKER_WINDOW_S: Final = 10.0
 BREAKER_RULES: Final = ("breaker_share", "breaker_keys", "breaker_window_s", "breaker_errors")
+CLASS_RULES: Final = ("key_class", "class_concurrency", "class_rate")
 PARKING_LIMITS: Final = (
     "parked_keys_limit", "parked_messages_limit", "parked_bytes_limit", "key_messages_limit", "key_bytes_limit",
 )  # fmt: skip
@@ -60,6 +61,8 @@ class RetryRules:
     breaker_window_s: float = DEFAULT_BREAKER_WINDOW_S
     breaker_errors: tuple[str, ...] = ()
     key_class: str = NO_CLASSES
+    class_concurrency: int | None = None
+    class_rate: float | None = None
 
     @classmethod
     def of(cls, columns: Sequence[Any]) -> RetryRules:

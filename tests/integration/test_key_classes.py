@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -71,8 +72,43 @@ def test_keys_stay_in_order_while_classes_change_and_partitions_move(stage: Stag
     recorder.assert_in_order()
 
 
+def test_a_class_keeps_to_its_rate_and_its_concurrency_and_others_pass(stage: Stage) -> None:
+    """Two members, of a partition each; the rate is the group's, the concurrency a member's."""
+    rate, lock = 60.0, threading.Lock()
+    running: Counter[tuple[str, str]] = Counter()
+    most: Counter[str] = Counter()
+
+    def recorder(member: str) -> Recorder:
+        def act(_body: bytes, ctx: Context) -> None:
+            tenant = (ctx.key or "").partition("/")[0]
+            with lock:
+                running[member, tenant] += 1
+                most[tenant] = max(most[tenant], running[member, tenant])
+            time.sleep(0.02)
+            with lock:
+                running[member, tenant] -= 1
+
+        return Recorder(act=act)
+
+    recorders = [recorder("first"), recorder("second")]
+    for one in recorders:
+        stage.consume(one, key_class=BY_PREFIX, class_concurrency=2, class_rate=rate, concurrency=6, prefetch_count=200)
+    wait_until(lambda: len(set(stage.owners().values())) == 2, what="both own a partition")
+    flood(stage, keys=400, each=2)
+    wait_until(lambda: sum(one.count() for one in recorders) > 20, what="they are at work")
+    began, before = time.monotonic(), sum(one.count() for one in recorders)
+    flood(stage, keys=10, each=1, tenant="small")
+    wait_until(lambda: sum("small" in (run.key or "") for one in recorders for run in one.ended) == 10, what="small")
+    assert time.monotonic() - began < 1.5
+    wait_until(lambda: sum(one.count() for one in recorders) >= before + 10 + 3 * rate, what="three seconds' worth")
+    assert 0.8 * 3 < time.monotonic() - began < 1.35 * 3
+    assert most["big"] == 2
+    for one in recorders:
+        one.assert_in_order()
+
+
 @pytest.mark.full
-def test_batches_take_turns_and_a_rate_limit_is_kept(stage: Stage) -> None:
+def test_batches_take_turns(stage: Stage) -> None:
     seen: list[bytes] = []
     done = threading.Event()
 
@@ -91,6 +127,9 @@ def test_batches_take_turns_and_a_rate_limit_is_kept(stage: Stage) -> None:
 
 def test_key_classes_are_checked(stage: Stage) -> None:
     app = stage.app()
+    for limit in ({"class_concurrency": 0}, {"class_concurrency": 1.5}, {"class_rate": 0}):
+        with pytest.raises(InvalidInput, match=r"rate is|class_concurrency"):
+            app.consumer(stage.topic, group="g", key_class=BY_PREFIX, **limit)(lambda body: None)
     for wrong in ("prefix:", "tenant", "header:", "prefix:\u00e9", "prefix:" + "x" * 64):
         with pytest.raises(InvalidInput, match="key_class"):
             app.consumer(stage.topic, group="g", key_class=wrong)(lambda body: None)

@@ -8,12 +8,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from mqlayer.consuming.engine.clock import Lease
+from mqlayer.consuming.ordered.class_limits import ClassLimits
 from mqlayer.consuming.ordered.dispatcher import Dispatcher
 from mqlayer.consuming.ordered.owned_partitions import KeyQueue, OwnedPartition, OwnershipState
 from mqlayer.consuming.ordered.results import size_of
 from mqlayer.domain.key_classes import key_class_rule
 from mqlayer.domain.message import NO_KEY, Record
 from mqlayer.domain.offsets import as_ranges
+from mqlayer.domain.rates import RateLimit
 from mqlayer.domain.routing import NodeId, PartitionId
 from mqlayer.groups.members import Assignment
 from mqlayer.redis.partition_scripts import LockHolder, LockTaken
@@ -68,7 +70,7 @@ class DispatchWalk:
         self.classes = rng.choice([RULES[:1], RULES[1:2], RULES[2:], RULES])
         self.dispatcher = Dispatcher(lease)
         self.dispatcher._queues._message_s = 0.0  # as with quick handlers: several key queues in a hand
-        self.dispatcher.classes.follow(rng.choice(self.classes))
+        self.change_classes()
         self.workers = [WalkWorker(self.dispatcher.new_local_queue()) for _ in range(WORKERS)]
         self.handled: dict[bytes, list[int]] = {key: [] for key in KEYS}
         self.epoch = 0
@@ -94,6 +96,7 @@ class DispatchWalk:
             (6, self.acknowledge),
             (8, self.reload),
             (8, self.load),
+            (8, self.grant),
             (1, self.change_classes),
             (1, self.lose_and_get_again),
             (1, self.drain),
@@ -186,7 +189,12 @@ class DispatchWalk:
             self.dispatcher.classes.load(self.owned, name, offsets, [self.server.log[o - 1] for o in offsets])
 
     def change_classes(self) -> None:
-        self.dispatcher.classes.follow(self.rng.choice(self.classes))
+        rate = RateLimit.of(self.rng.choice([None, 10.0]), None)
+        limits = ClassLimits(self.rng.choice([None, 1, 2]), rate)
+        self.dispatcher.classes.follow(self.rng.choice(self.classes), limits)
+
+    def grant(self) -> None:
+        self.dispatcher.classes.grant(self.dispatcher.classes.wanted(10))
 
     def lose_and_get_again(self) -> None:
         self.dispatcher.drop(self.owned)
@@ -229,6 +237,7 @@ class DispatchWalk:
         for _ in range(5 * len(self.server.log) + 5):
             self.read()
             self.load()
+            self.grant()
             self.reload()
             self.dispatcher.fill(self.workers[0].local_queue, 0.0)
             self.end_what_is_begun()

@@ -36,7 +36,7 @@ class BatchWalk(DispatchWalk):
         lease.until = float("inf")
         self.batching = BatchDispatcher(lease, self.of)
         self.dispatcher = self.batching
-        self.dispatcher.classes.follow(rng.choice(self.classes))
+        self.change_classes()
         self.batch_workers = [BatchWalkWorker(deque()) for _ in range(WORKERS)]
         self.workers = [*self.batch_workers]
         self.owned = self.open()
@@ -107,6 +107,7 @@ class BatchWalk(DispatchWalk):
         for _ in range(6 * len(self.server.log) + 6):
             self.read()
             self.load()
+            self.grant()
             self.reload()
             self.batch_workers[0].queues = self.batching.take_batch(0.0)
             self.end_what_is_begun()

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter, deque
 
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mqlayer.consuming.ordered.class_backlogs import ClassBacklogs
+from mqlayer.consuming.ordered.class_limits import ClassLimits
 from mqlayer.consuming.ordered.fair_queue import TURN, FairQueue
 from mqlayer.consuming.ordered.owned_partitions import KeyQueue, OwnedPartition
+from mqlayer.consuming.ordered.ready_queues import end_turn
 from mqlayer.domain.key_classes import KeyClassRule, check_key_class, key_class_rule
 from mqlayer.domain.message import NO_KEY, Record
+from mqlayer.domain.rates import RateLimit
 from mqlayer.domain.routing import NodeId, PartitionId
 from mqlayer.groups.members import Assignment
 from mqlayer.redis.partition_scripts import LockHolder
@@ -45,7 +49,7 @@ def test_classes_with_messages_waiting_begin_as_many_as_each_other(key_queues: l
     while ready:
         key_queue = ready.popleft()
         tenant = key_queue.key[:1].decode()
-        key_queue.begin(TURN)
+        owned.begin(key_queue, TURN)
         begun[tenant] += len(key_queue.batch)
         if key_queue.records:
             ready.append(key_queue)
@@ -68,7 +72,7 @@ def test_a_class_that_was_idle_neither_saved_up_nor_owes() -> None:
     def take(count: int) -> None:
         for _ in range(count):
             key_queue = ready.popleft()
-            key_queue.begin(1)
+            owned.begin(key_queue, 1)
             taken.append(key_queue.key[:1])
 
     add(b"a", 100)
@@ -76,6 +80,44 @@ def test_a_class_that_was_idle_neither_saved_up_nor_owes() -> None:
     add(b"b", 100)
     take(20)
     assert Counter(taken[50:]) == Counter({b"a": 10, b"b": 10})
+
+
+@given(st.integers(0, 2**32))
+def test_no_class_begins_more_than_its_limits_and_nothing_is_left(seed: int) -> None:
+    rng, owned = random.Random(seed), owned_partition()
+    key_queues = [(rng.choice("ab"), rng.randint(1, 40)) for _ in range(rng.randint(1, 30))]
+    concurrency = rng.randint(1, 3)
+    ready = FairQueue(rule(), limits=ClassLimits(concurrency, RateLimit.of(40.0, None)))
+    for number, (tenant, messages) in enumerate(key_queues):
+        record = Record(number, b"1:0:1:0", f"{tenant}/{number}".encode(), b"")
+        key_queue = KeyQueue(owned, record.key, record)
+        key_queue.records = [record] * messages
+        ready.append(key_queue)
+    running: list[KeyQueue] = []
+    granted: Counter[bytes] = Counter()
+    begun: Counter[bytes] = Counter()
+    while ready or running or len(ready):
+        if ready and rng.random() < 0.5:
+            key_queue = ready.popleft()
+            owned.begin(key_queue, ready.turn(key_queue))
+            running.append(key_queue)
+            begun[key_queue.key[:1]] += len(key_queue.batch)
+        elif running:
+            key_queue = running.pop(rng.randrange(len(running)))
+            handled = rng.randint(0, len(key_queue.batch))
+            begun[key_queue.key[:1]] -= len(key_queue.batch) - handled
+            key_queue.put_back(key_queue.batch[handled:])
+            end_turn(ready, key_queue)
+            if key_queue.records:
+                ready.append(key_queue)
+        else:
+            for name, permits in ready.wanted(10).items():
+                ready.grant(name, permits)
+                granted[name] += round(permits)
+        at_once = Counter(key_queue.key[:1] for key_queue in running)
+        assert all(count <= concurrency for count in at_once.values())
+        assert all(begun[name] <= granted[name] for name in begun)
+    assert begun == Counter({t.encode(): sum(n for one, n in key_queues if one == t) for t, _ in key_queues})
 
 
 @given(st.lists(st.tuples(st.sampled_from(TENANTS), st.integers(0, 3)), max_size=200), st.integers(1, 20))

@@ -18,19 +18,6 @@ LEAST_LOAD: Final = 256
 """Fewer messages are not worth a read, unless a smaller part of the room is an eighth of it, or none waits."""
 
 
-class ClassTurn:
-    """A class's place among those that take turns. `time`: the messages that it began, in virtual time."""
-
-    __slots__ = ("in_turn", "name", "time")
-
-    def __init__(self, name: bytes, time: int) -> None:
-        self.name, self.time, self.in_turn = name, time, False
-
-    def charge(self, messages: int) -> None:
-        """Count begun messages; below 0: those that came back."""
-        self.time += messages
-
-
 class ClassShare:
     """A class in one partition. `waiting`: messages in memory that have not begun; `backlog`: offsets behind them."""
 

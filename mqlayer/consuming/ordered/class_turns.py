@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 
 from mqlayer.consuming.ordered.class_backlogs import ClassBacklogs
-from mqlayer.consuming.ordered.fair_queue import TURN, FairQueue
+from mqlayer.consuming.ordered.class_limits import NO_LIMITS, ClassLimits
+from mqlayer.consuming.ordered.fair_queue import FairQueue
 from mqlayer.consuming.ordered.owned_partitions import KeyQueue, OwnedPartition, OwnershipState
 from mqlayer.consuming.ordered.ready_queues import ReadyQueues
 from mqlayer.domain.key_classes import KeyClassRule
@@ -18,17 +20,39 @@ class ClassTurns:
     def __init__(self, queues: ReadyQueues) -> None:
         self._queues = queues
         self._rule: KeyClassRule | None = None
+        self._limits = NO_LIMITS
 
-    def follow(self, rule: KeyClassRule | None) -> None:
-        """Have classes take turns, or not."""
-        if rule == self._rule:
+    def follow(self, rule: KeyClassRule | None, limits: ClassLimits = NO_LIMITS) -> None:
+        """Have classes take turns within limits, or not."""
+        if (rule, limits) == (self._rule, self._limits):
             return
         with self._queues.lock:
-            self._rule, waiting = rule, list(self._queues.ready)
-            for key_queue in waiting:
-                key_queue.class_turn = None
-            ready: deque[KeyQueue] | FairQueue = deque(waiting) if rule is None else FairQueue(rule, waiting)
-            self._queues.ready, self._queues.turn = ready, None if rule is None else TURN
+            if rule != self._rule:
+                self._queues.ready = _sorted(rule, list(self._queues.ready))
+            self._rule, self._limits = rule, limits
+            if isinstance(self._queues.ready, FairQueue):
+                self._queues.ready.limit(limits)
+            self._queues.wake()
+
+    @property
+    def limits(self) -> ClassLimits:
+        """The limits of each class."""
+        return self._limits
+
+    def wanted(self, most: int) -> dict[bytes, float]:
+        """Return the permits to ask for, by class."""
+        with self._queues.lock:
+            self._queues.collect_finished()
+            ready = self._queues.ready
+            return ready.wanted(most) if isinstance(ready, FairQueue) else {}
+
+    def grant(self, permits: Mapping[bytes, float]) -> None:
+        """Add permits, and wake workers."""
+        with self._queues.lock:
+            if isinstance(self._queues.ready, FairQueue):
+                for name, granted in permits.items():
+                    self._queues.ready.grant(name, granted)
+                self._queues.wake()
 
     def may_read(self, owned: OwnedPartition, bounds: tuple[int, int], *, keeps: bool) -> bool | None:
         """Say whether to read past its room; None: it has no backlogs. `keeps`: whether backlogs are allowed."""
@@ -65,3 +89,9 @@ class ClassTurns:
                 self._queues.enqueue(owned.add(records))
                 if owned.to_park:
                     self._queues.on_parking()
+
+
+def _sorted(rule: KeyClassRule | None, waiting: list[KeyQueue]) -> deque[KeyQueue] | FairQueue:
+    for key_queue in waiting:
+        key_queue.class_turn = None
+    return deque(waiting) if rule is None else FairQueue(rule, waiting)

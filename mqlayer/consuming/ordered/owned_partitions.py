@@ -17,7 +17,8 @@ from mqlayer.consuming.engine.clock import clock
 from mqlayer.consuming.engine.delivery_times import DeliveryTimes
 from mqlayer.consuming.engine.failure_actions import ParkKey
 from mqlayer.consuming.ordered.attempts import Attempts
-from mqlayer.consuming.ordered.class_backlogs import ClassBacklogs, ClassShare, ClassTurn
+from mqlayer.consuming.ordered.class_backlogs import ClassBacklogs, ClassShare
+from mqlayer.consuming.ordered.class_limits import ClassTurn
 from mqlayer.consuming.ordered.excluded_records import ExcludedRecords
 from mqlayer.consuming.ordered.parked_keys import NEVER, OwnedParkedKey, OwnedParkedKeys, QueuedMessages
 from mqlayer.consuming.ordered.results import Results, Room
@@ -53,6 +54,7 @@ class KeyQueue(QueuedMessages):
 
     __slots__ = (
         "class_turn",
+        "counts_for",
         "guarded_below",
         "owned",
         "parked_key",
@@ -81,6 +83,8 @@ class KeyQueue(QueuedMessages):
         self.resumed = False
         # Of a group with key classes: where it takes turns, and where its messages count.
         self.class_turn: ClassTurn | None = None
+        # The class among whose running keys a worker's part counts.
+        self.counts_for: ClassTurn | None = None
         self.share: ClassShare | None = None
 
     def begin(self, count: int) -> None:
@@ -91,15 +95,13 @@ class KeyQueue(QueuedMessages):
             super().begin(count)
         if self.share is not None:
             self.share.count(-len(self.batch))
-        if self.class_turn is not None:
-            self.class_turn.charge(len(self.batch) - 1)
 
     def put_back(self, leftover: Sequence[Record]) -> None:
         """Put messages first again."""
         super().put_back(leftover)
         self.count_waiting(len(leftover))
-        if self.class_turn is not None:
-            self.class_turn.charge(-len(leftover))
+        if self.counts_for is not None:
+            self.counts_for.returned(len(leftover))
 
     def count_waiting(self, change: int) -> None:
         """Count messages in memory for its class."""
@@ -458,6 +460,9 @@ class OwnedPartition:
             key_queue.batch, key_queue.records = key_queue.records, []
         else:
             key_queue.begin(len(key_queue.records) if count is None else count)
+        turn = key_queue.counts_for = key_queue.class_turn
+        if turn is not None:
+            turn.began(len(key_queue.batch))
         # A resumed key queue counts as running until its result is in Postgres.
         self.running += not key_queue.resumed
 

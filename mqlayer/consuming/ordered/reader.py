@@ -12,6 +12,7 @@ from typing import Any, Final
 from mqlayer.consuming.engine.core import MemberCore
 from mqlayer.consuming.engine.node_service import NodeService
 from mqlayer.consuming.engine.rate_limiter import RatePoller
+from mqlayer.consuming.ordered.class_rates import ClassRatePoller
 from mqlayer.consuming.ordered.dispatcher import Dispatcher
 from mqlayer.consuming.ordered.owned_partitions import OwnedPartition, OwnershipState
 from mqlayer.consuming.ordered.ownership import Ownership
@@ -61,6 +62,7 @@ class Reader(NodeService):
         # With a filter: whether records remain behind the last scan.
         self._more = False
         self._poller = RatePoller(self._rate_limiter)
+        self._class_poller = ClassRatePoller(connection, dispatcher.classes)
         # Rotates the partitions where the rate allows less than one message each.
         self._round = 0
 
@@ -79,6 +81,7 @@ class Reader(NodeService):
             return
         if self._poller.due() and self._rate_limiter.wait_s() > 0:
             self._ask_rates(opened)
+        self._class_poller.poll(opened)
         self._reloader.load_backlogs(opened)
         for owned in opened:
             self._reloader.reload(owned, self._capacity(owned))

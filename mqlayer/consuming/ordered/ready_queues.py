@@ -38,8 +38,6 @@ class ReadyQueues:
         # Resumed key queues that workers finished.
         self._returned: deque[KeyQueue] = deque()
         self.ready: deque[KeyQueue] | FairQueue = deque()
-        # Messages of a key in a turn, where classes take turns.
-        self.turn: int | None = None
         # Finished key queues. Appended without the lock: with one message per key, each message would take it.
         self._done: deque[KeyQueue] = deque()
         self.done: Callable[[KeyQueue], None] = self._done.append
@@ -87,10 +85,11 @@ class ReadyQueues:
         if self.breaker.engaged:
             local_queue.extend(admitted(self))
             return bool(local_queue)
+        fair = ready if isinstance(ready, FairQueue) else None
         while ready and len(local_queue) < wanted:
             key_queue = ready.popleft()
             if key_queue.owned.state is OwnershipState.OPEN:
-                key_queue.owned.begin(key_queue, self.turn)
+                key_queue.owned.begin(key_queue, None if fair is None else fair.turn(key_queue))
                 local_queue.append(key_queue)
         return bool(local_queue)
 
@@ -119,12 +118,16 @@ class ReadyQueues:
         done = self._done
         while done:
             key_queue = done.popleft()
+            if key_queue.counts_for is not None:
+                end_turn(self.ready, key_queue)
             if not key_queue.owned.end_empty(key_queue):
                 self.finish(key_queue, 0.0)
 
     def finish(self, key_queue: KeyQueue, delay_s: float) -> None:
         """Take back a key queue with its remaining records."""
         owned = key_queue.owned
+        if key_queue.counts_for is not None:
+            end_turn(self.ready, key_queue)
         if key_queue.resumed and owned.state is not OwnershipState.GONE:
             key_queue.batch = ()
             self._returned.append(key_queue)
@@ -248,6 +251,13 @@ class ReadyQueues:
             return False
         self._behind_running[queue_key] = key_queue
         return True
+
+
+def end_turn(ready: deque[KeyQueue] | FairQueue, key_queue: KeyQueue) -> None:
+    """Count a class's running key less."""
+    turn, key_queue.counts_for = key_queue.counts_for, None
+    if turn is not None and isinstance(ready, FairQueue):
+        ready.ended(turn)
 
 
 def drop_queues(ready: deque[KeyQueue] | FairQueue, owned: OwnedPartition) -> None:
