@@ -61,6 +61,8 @@ class Reader(NodeService):
         self._reloader = Reloader(connection, self._rate_limiter, dispatcher, check=self._check, ours=self._ours)
         # With a filter: whether records remain behind the last scan.
         self._more = False
+        # Whether the last read found anything.
+        self._found = False
         self._poller = RatePoller(self._rate_limiter)
         self._class_poller = ClassRatePoller(connection, dispatcher.classes)
         # Rotates the partitions where the rate allows less than one message each.
@@ -82,13 +84,18 @@ class Reader(NodeService):
         if self._poller.due() and self._rate_limiter.wait_s() > 0:
             self._ask_rates(opened)
         self._class_poller.poll(opened)
-        self._reloader.load_backlogs(opened)
+        loaded = self._reloader.load_backlogs(opened)
         for owned in opened:
             self._reloader.reload(owned, self._capacity(owned))
         growing = [owned for owned in opened if owned.command is None and not owned.waits_for_replay]
         readable, count = self._choose(growing)
         if readable:
             wanted, block_ms = self._settings.tag_filter, self._block_ms(opened, held_back=len(readable) < len(growing))
+            if any(owned.backlogs for owned in opened):
+                if not loaded and not self._found:
+                    # Messages that are settled make room for backlogs, and wake this thread; a read would hold it.
+                    self._pause(block_ms)
+                block_ms = 1
             rates = self._rate_commands(opened) if self._poller.due() else []
             if wanted is None:
                 self._read(readable, count, block_ms, rates)
@@ -177,6 +184,7 @@ class Reader(NodeService):
         self._add_rates(given)
         raise_for_reply(streams, self._connection.node.address)
         by_key: dict[bytes, Any] = dict(streams) if streams else {}
+        self._found = bool(by_key)
         failpoint("read.after_reply")
         if self._settings.tag_filter is not None:
             # A filter was set meanwhile: the next pass applies it.

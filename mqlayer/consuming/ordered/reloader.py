@@ -36,8 +36,8 @@ class Reloader:
         self._connection, self._rate_limiter, self._dispatcher = connection, rate_limiter, dispatcher
         self._check, self._ours = check, ours
 
-    def load_backlogs(self, partitions: list[OwnedPartition]) -> None:
-        """Load the first messages of backlogs that have room: of a class per partition, in one call."""
+    def load_backlogs(self, partitions: list[OwnedPartition]) -> bool:
+        """Load the first messages of backlogs, of a class per partition, in one call; say whether any had room."""
         plans: list[tuple[OwnedPartition, bytes, list[int]]] = []
         for owned in partitions:
             found = self._dispatcher.classes.to_load(owned, AT_ONCE)
@@ -47,6 +47,7 @@ class Reloader:
         for (owned, name, offsets), records in zip(plans, reads, strict=True):
             if records is not None:
                 self._dispatcher.classes.load(owned, name, offsets, records)
+        return bool(plans)
 
     def reload(self, owned: OwnedPartition, capacity: int) -> None:
         """Reload spilled key queues whose backoff is over."""
