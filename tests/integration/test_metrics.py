@@ -21,11 +21,13 @@ from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
 import mqlayer
+from mqlayer.autopilot import set_policy
 from mqlayer.errors import StoreUnavailable
 from mqlayer.exporter import SystemExporter, control_samples
 from mqlayer.groups import GroupSettings, ensure_group
 from mqlayer.health import health_endpoint
 from mqlayer.maintenance.jobs import PERIODIC_JOBS
+from mqlayer.maintenance.sampling import take_samples
 from mqlayer.metrics import CATALOG, Meters, metrics_page, separate_meters
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.rights import Right
@@ -289,7 +291,7 @@ def test_a_silent_node_is_a_number_and_a_silent_postgres_leaves_no_old_samples(
         node.kill()
         exporter.sample()
         assert take("mqlayer.group.unknown_partitions") == [2]
-        assert sorted(take("mqlayer.nodes")) == [0, 0, 1, 1]
+        assert sorted(take("mqlayer.nodes")) == [0, 0, 0, 1, 1]
     with Database("postgresql://nobody@127.0.0.1:1/none", timeout_s=0.2) as away:
         runtime = Runtime(away, world.settings(), world.database)
         exporter = SystemExporter(runtime, Meters(MeterProvider(shutdown_on_exit=False)))
@@ -343,6 +345,7 @@ def test_a_thousand_partitions_make_at_most_500_series_and_no_more_statements(
     for topic, group in GROUPS:
         if group == "ledger":
             world.add_topic(topic, partitions=500, archived=True)
+            set_policy(world.runtime(), topic, mode="on")
         make_group(world, topic, group)
     names = [job.name for job in PERIODIC_JOBS]
     world.rows("INSERT INTO mqlayer.job (name, last_at) SELECT unnest(%s::text[]), now() RETURNING 1", names)
@@ -350,6 +353,7 @@ def test_a_thousand_partitions_make_at_most_500_series_and_no_more_statements(
     with world.producer() as producer:
         producer.send("orders", body=b"x")
     assert taken() == few
+    take_samples(world.runtime())
 
     meters, written = separate_meters()
     with open_runtime(world.settings()) as runtime:
