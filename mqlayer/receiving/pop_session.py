@@ -32,6 +32,7 @@ from mqlayer.receiving.settler import PopSettler
 from mqlayer.redis.access import use_access
 from mqlayer.redis.pop_scripts import BATCH_LIMIT, ReceiveRequest, SettleAction
 from mqlayer.redis.roles import RedisRole
+from mqlayer.large_bodies import BodyReader
 from mqlayer.runtime.node_pool import NodePool
 from mqlayer.runtime.route_cache import RouteCache
 from mqlayer.runtime.runtime import Runtime
@@ -60,8 +61,15 @@ class PopSession:
     """An open receiver. One thread at a time, with `receiving`, polls and waits; any settles."""
 
     def __init__(
-        self, group: Group, fetcher: Fetcher, settler: PopSettler, cleanup: ExitStack, spans: PopSpans | None = None
+        self,
+        group: Group,
+        fetcher: Fetcher,
+        settler: PopSettler,
+        cleanup: ExitStack,
+        bodies: BodyReader,
+        spans: PopSpans | None = None,
     ) -> None:
+        self._bodies = bodies
         self.group, self.fetcher, self.settler, self._cleanup, self._spans = group, fetcher, settler, cleanup, spans
         self.receiving = threading.Lock()
         self.key_order = KeyOrder()
@@ -125,6 +133,10 @@ class PopSession:
         else:
             self._spans.settling(messages, settle)
 
+    def body_of(self, message: PopMessage) -> bytes:
+        """See `Receiver.fetch_body`."""
+        return message.body if message.large_body is None else self._bodies.fetch(message.large_body)
+
     def fence(self, message: PopMessage) -> Statements[None]:
         """See `Receiver.fence`."""
         return self._fence.check(message)
@@ -182,7 +194,7 @@ def open_session(topic: str, wanted: GroupSettings, *, group: str, settings: Set
         cleanup.callback(notices.close)
         tracing = tracing_of(settings)
         spans = None if tracing is None else PopSpans(tracing, topic, group)
-        return PopSession(found, fetcher, settler, cleanup.pop_all(), spans)
+        return PopSession(found, fetcher, settler, cleanup.pop_all(), BodyReader(runtime), spans)
 
 
 def _counts(fetcher: Fetcher, settler: PopSettler) -> Mapping[str, int]:
