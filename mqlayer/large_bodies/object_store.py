@@ -42,9 +42,9 @@ class ObjectStore:
         """Delete an object, if there."""
         self._call(lambda: self._client.delete_object(Bucket=bucket, Key=location), none=True)
 
-    def list(self, bucket: str, prefix: str) -> Iterator[list[StoredObject]]:
-        """Yield pages of up to 1,000 objects."""
-        token: dict[str, str] = {}
+    def list(self, bucket: str, prefix: str, start: str) -> Iterator[list[StoredObject]]:
+        """Yield pages of up to 1,000 objects behind `start`."""
+        token: dict[str, str] = {"StartAfter": start}
         while True:
             page = self._call(lambda more=token: self._client.list_objects_v2(Bucket=bucket, Prefix=prefix, **more))
             yield [StoredObject(one["Key"], one["Size"], one["LastModified"]) for one in (page or {}).get("Contents", ())]
