@@ -47,7 +47,9 @@ class ObjectStore:
         token: dict[str, str] = {"StartAfter": start}
         while True:
             page = self._call(lambda more=token: self._client.list_objects_v2(Bucket=bucket, Prefix=prefix, **more))
-            yield [StoredObject(one["Key"], one["Size"], one["LastModified"]) for one in (page or {}).get("Contents", ())]
+            yield [
+                StoredObject(one["Key"], one["Size"], one["LastModified"]) for one in (page or {}).get("Contents", ())
+            ]
             if not page or not page.get("IsTruncated"):
                 return
             token = {"ContinuationToken": page["NextContinuationToken"]}

@@ -5,7 +5,7 @@ Rolling back leaves nothing in Postgres. In S3 it leaves an object without a row
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 from uuid import uuid4
 
 from mqlayer.domain.large_bodies import BodyReference, chunks_of, reference_to
@@ -16,7 +16,9 @@ from mqlayer.large_bodies.options import LargeBodyOptions
 from mqlayer.postgres.caller_connections import Blocking, Statement, Statements
 from mqlayer.postgres.queries import query
 
-NO_IDENTITY: Final = "this outbox has no identity yet, which objects in S3 carry: start a relay once, then publish again"
+NO_IDENTITY: Final = (
+    "this outbox has no identity yet, which objects in S3 carry: start a relay once, then publish again"
+)
 
 
 class StoredBody(NamedTuple):
@@ -50,26 +52,23 @@ def _uploading(stored: StoredBody, *, direct: bool) -> Statements[None]:
     # Before the row: one that is committed has its object.
     yield Blocking(lambda: object_store(options).put(options.bucket, location, stored.body))
     failpoint("large_body.after_upload")
-    yield _open_statement(stored, options.bucket, location, direct=direct)
+    yield _statement(stored, direct, bucket=options.bucket, location=location)
 
 
 def _writing(stored: StoredBody, *, direct: bool) -> Statements[None]:
-    yield _open_statement(stored, None, None, direct=direct)
     for number, data in chunks_of(stored.body):
-        facts = {"body_id": stored.reference.body_id, "number": number, "data": bytes(data)}
-        yield Statement(query("large_body_chunk"), facts, in_transaction=True)
+        yield _statement(stored, direct, number=number, data=bytes(data))
     failpoint("large_body.after_chunks")
 
 
-def _open_statement(stored: StoredBody, bucket: str | None, location: str | None, *, direct: bool) -> Statement:
+def _statement(stored: StoredBody, direct: bool, **place: Any) -> Statement:
     reference = stored.reference
     facts = {
         "topic": stored.topic,
         "body_id": reference.body_id,
         "size": reference.size,
         "sha256": bytes.fromhex(reference.sha256),
-        "bucket": bucket,
-        "location": location,
         "direct": direct,
     }
-    return Statement(query("large_body_open"), facts, in_transaction=True)
+    nowhere = {"bucket": None, "location": None, "number": 0, "data": None}
+    return Statement(query("large_body_put"), facts | nowhere | place, in_transaction=True)

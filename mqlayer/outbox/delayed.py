@@ -105,9 +105,7 @@ def release_delayed(application: Database, *, at_most_s: float = 5.0) -> int:
                 return count
 
 
-def _publishing(
-    connection: Any, message: OutboxMessage, delay_s: float | None, at: datetime | None
-) -> Statements[int]:
+def _publishing(connection: Any, message: OutboxMessage, delay_s: float | None, at: datetime | None) -> Statements[int]:
     message = yield from placed(connection, message)
     facts = message._asdict() | {"delay_s": delay_s, "at": at}
     (delayed_id,) = yield Statement(query("delayed_publish"), facts)

@@ -16,6 +16,7 @@ from mqlayer.domain.names import check_name
 from mqlayer.errors import InvalidInput
 from mqlayer.groups.group import Group, GroupSettings, ensure_group
 from mqlayer.idempotency import InboxEntry
+from mqlayer.large_bodies import BodyReader
 from mqlayer.metrics import RECEIVED, meters_of
 from mqlayer.postgres.caller_connections import Statements
 from mqlayer.postgres.database import Database
@@ -32,7 +33,6 @@ from mqlayer.receiving.settler import PopSettler
 from mqlayer.redis.access import use_access
 from mqlayer.redis.pop_scripts import BATCH_LIMIT, ReceiveRequest, SettleAction
 from mqlayer.redis.roles import RedisRole
-from mqlayer.large_bodies import BodyReader
 from mqlayer.runtime.node_pool import NodePool
 from mqlayer.runtime.route_cache import RouteCache
 from mqlayer.runtime.runtime import Runtime

@@ -472,14 +472,10 @@ SELECT seq, published_at FROM mqlayer_app.dedup WHERE topic_id = %(topic_id)s AN
 SELECT group_id, source_id, seq, applied_at FROM mqlayer_app.fence_applied
 WHERE group_id = ANY(%(group_ids)s::bigint[]) AND lp = %(lp)s AND key = %(key)s ORDER BY applied_at;
 
--- name: large_body_open
--- Note a large body of a topic in the caller's transaction.
-SELECT mqlayer_app.large_body_open_v1(%(topic)s, %(body_id)s::uuid, %(size)s::bigint, %(sha256)s::bytea, %(bucket)s,
-                                      %(location)s, %(direct)s::boolean);
-
--- name: large_body_chunk
--- Write a chunk of a body that this transaction opened.
-SELECT mqlayer_app.large_body_chunk_v1(%(body_id)s::uuid, %(number)s::int, %(data)s::bytea);
+-- name: large_body_put
+-- Note a large body of a topic in the caller's transaction, or add a chunk to it.
+SELECT mqlayer_app.large_body_put_v1(%(topic)s, %(body_id)s::uuid, %(size)s::bigint, %(sha256)s::bytea, %(bucket)s,
+                                     %(location)s, %(direct)s::boolean, %(number)s::int, %(data)s::bytea);
 
 -- name: large_body_scope
 -- The identity of this outbox.

@@ -1044,9 +1044,11 @@ BEGIN
         USING ERRCODE = 'MQ004', HINT = 'headers || mqlayer_app.large_body_v1(topic, body)';
 END $$;
 
--- Note a body of a topic in the caller's transaction: its chunks follow by large_body_chunk_v1, or it is in S3.
-CREATE FUNCTION mqlayer_app.large_body_open_v1(
-    p_topic text, p_body_id uuid, p_size bigint, p_sha256 bytea, p_bucket text, p_location text, p_direct boolean) RETURNS void
+-- Store a body of a topic in the caller's transaction: note it, with its chunk 0 or its place in S3, then add its other
+-- chunks in order.
+CREATE FUNCTION mqlayer_app.large_body_put_v1(
+    p_topic text, p_body_id uuid, p_size bigint, p_sha256 bytea, p_bucket text, p_location text, p_direct boolean,
+    p_number int, p_data bytea) RETURNS void
     LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, mqlayer_app, pg_temp AS $$
 DECLARE
     v_topic_id int;
@@ -1059,37 +1061,35 @@ BEGIN
     END IF;
     IF (p_size BETWEEN 0 AND 1000000000 AND octet_length(p_sha256) = 32 AND p_body_id IS NOT NULL AND p_direct IS NOT NULL
         AND (p_bucket IS NULL) = (p_location IS NULL) AND coalesce(octet_length(p_bucket), 0) <= 255
-        AND coalesce(octet_length(p_location), 0) <= 1024) IS NOT TRUE THEN
+        AND coalesce(octet_length(p_location), 0) <= 1024 AND p_number BETWEEN 0 AND 1000000
+        AND coalesce(octet_length(p_data), 0) <= 1000000) IS NOT TRUE THEN
         PERFORM mqlayer_app.within_v1('p_size', p_size, 0, 1000000000),
                 mqlayer_app.within_v1('bytes of p_sha256', octet_length(p_sha256), 32, 32),
                 mqlayer_app.within_v1('number of p_body_id, p_direct', num_nonnulls(p_body_id, p_direct), 2, 2),
                 mqlayer_app.within_v1('number of p_bucket, p_location', num_nonnulls(p_bucket, p_location) % 2, 0, 0),
                 mqlayer_app.within_v1('bytes of p_bucket', coalesce(octet_length(p_bucket), 0), 0, 255),
-                mqlayer_app.within_v1('bytes of p_location', coalesce(octet_length(p_location), 0), 0, 1024);
+                mqlayer_app.within_v1('bytes of p_location', coalesce(octet_length(p_location), 0), 0, 1024),
+                mqlayer_app.within_v1('p_number', p_number, 0, 1000000),
+                mqlayer_app.within_v1('bytes of p_data', coalesce(octet_length(p_data), 0), 0, 1000000);
     END IF;
     SELECT t.topic_id INTO v_topic_id FROM mqlayer_app.topic t WHERE t.name = p_topic FOR KEY SHARE;
     IF v_topic_id IS NULL THEN
         RAISE EXCEPTION 'unknown topic "%"', left(p_topic, 63)
             USING ERRCODE = 'MQ001', HINT = 'create it: mqlayer topic create NAME';
     END IF;
-    INSERT INTO mqlayer_app.large_body (body_id, topic_id, bucket, location, size, sha256, direct)
-        VALUES (p_body_id, v_topic_id, p_bucket, p_location, p_size, p_sha256, p_direct);
-END $$;
-
--- Write a chunk of a body that the caller's transaction opened.
-CREATE FUNCTION mqlayer_app.large_body_chunk_v1(p_body_id uuid, p_number int, p_data bytea) RETURNS void
-    LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, mqlayer_app, pg_temp AS $$
-BEGIN
-    IF (p_number BETWEEN 0 AND 1000000 AND octet_length(p_data) <= 1000000) IS NOT TRUE THEN
-        PERFORM mqlayer_app.within_v1('p_number', p_number, 0, 1000000),
-                mqlayer_app.within_v1('bytes of p_data', octet_length(p_data), 0, 1000000);
+    IF p_number = 0 THEN
+        INSERT INTO mqlayer_app.large_body (body_id, topic_id, bucket, location, size, sha256, direct)
+            VALUES (p_body_id, v_topic_id, p_bucket, p_location, p_size, p_sha256, p_direct);
     END IF;
-    INSERT INTO mqlayer_app.large_body_chunk (body_id, number, data)
-        SELECT b.body_id, p_number, p_data FROM mqlayer_app.large_body b
-        WHERE b.body_id = p_body_id AND b.publish_xid = pg_current_xact_id() AND b.bucket IS NULL;
-    IF NOT FOUND THEN
-        RAISE EXCEPTION 'no body % is open in this transaction', coalesce(p_body_id::text, 'null')
-            USING ERRCODE = 'MQ005', HINT = 'open it in the same transaction';
+    IF p_bucket IS NULL THEN
+        INSERT INTO mqlayer_app.large_body_chunk (body_id, number, data)
+            SELECT b.body_id, p_number, coalesce(p_data, '') FROM mqlayer_app.large_body b
+            WHERE b.body_id = p_body_id AND b.topic_id = v_topic_id AND b.publish_xid = pg_current_xact_id()
+              AND b.bucket IS NULL;
+        IF NOT FOUND THEN
+            RAISE EXCEPTION 'no body % is open in this transaction', p_body_id
+                USING ERRCODE = 'MQ005', HINT = 'store all its chunks in one transaction';
+        END IF;
     END IF;
 END $$;
 
@@ -1100,15 +1100,16 @@ CREATE FUNCTION mqlayer_app.large_body_v1(p_topic text, p_body bytea) RETURNS js
 DECLARE
     v_id uuid := gen_random_uuid();
     v_size int := octet_length(p_body);
+    v_sha256 bytea := sha256(p_body);
 BEGIN
     IF v_size IS NULL THEN
         RAISE EXCEPTION 'a message needs a body' USING ERRCODE = 'MQ005', HINT = 'it may be empty, not null';
     END IF;
-    PERFORM mqlayer_app.large_body_open_v1(p_topic, v_id, v_size, sha256(p_body), NULL, NULL, false);
-    FOR v_number IN 0 .. (v_size - 1) / 262144 LOOP
-        PERFORM mqlayer_app.large_body_chunk_v1(v_id, v_number, substr(p_body, v_number * 262144 + 1, 262144));
+    FOR v_number IN 0 .. greatest(0, v_size - 1) / 262144 LOOP
+        PERFORM mqlayer_app.large_body_put_v1(p_topic, v_id, v_size, v_sha256, NULL, NULL, false, v_number,
+                                              substr(p_body, v_number * 262144 + 1, 262144));
     END LOOP;
-    RETURN jsonb_build_object('mq-body', format('%s:%s:%s', v_id, v_size, encode(sha256(p_body), 'hex')));
+    RETURN jsonb_build_object('mq-body', format('%s:%s:%s', v_id, v_size, encode(v_sha256, 'hex')));
 END $$;
 
 -- The identity of this outbox, which objects in S3 carry in their keys: a copy of this database removes none of them.
