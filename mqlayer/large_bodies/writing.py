@@ -52,16 +52,16 @@ def _uploading(stored: StoredBody, *, direct: bool) -> Statements[None]:
     # Before the row: one that is committed has its object.
     yield Blocking(lambda: object_store(options).put(options.bucket, location, stored.body))
     failpoint("large_body.after_upload")
-    yield _statement(stored, direct, bucket=options.bucket, location=location)
+    yield _statement(stored, direct=direct, bucket=options.bucket, location=location)
 
 
 def _writing(stored: StoredBody, *, direct: bool) -> Statements[None]:
     for number, data in chunks_of(stored.body):
-        yield _statement(stored, direct, number=number, data=bytes(data))
+        yield _statement(stored, direct=direct, number=number, data=bytes(data))
     failpoint("large_body.after_chunks")
 
 
-def _statement(stored: StoredBody, direct: bool, **place: Any) -> Statement:
+def _statement(stored: StoredBody, *, direct: bool, **place: Any) -> Statement:
     reference = stored.reference
     facts = {
         "topic": stored.topic,
