@@ -262,8 +262,8 @@ DIE = """
     VALUES (1, %s, %s, %s, %s, %s, %s, %s, '', 'exhausted', 'r', 1, 'm') ON CONFLICT DO NOTHING
 """
 ARCHIVE = """
-    INSERT INTO mqlayer_archive.record (topic_id, batch, version, partition_id, log_offset, source, lp, seq, published_at,
-                                        archived_at, headers, body)
+    INSERT INTO mqlayer_archive.record
+        (topic_id, batch, version, partition_id, log_offset, source, lp, seq, published_at, archived_at, headers, body)
     VALUES (1, 1, 1, %s, %s, %s, %s, %s, now(), now(), %s, '')
 """
 GROUP = """
