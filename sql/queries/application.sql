@@ -542,8 +542,3 @@ SELECT body_id::text FROM mqlayer_app.large_body WHERE body_id = ANY(%(ids)s::uu
 -- name: large_bodies_scopes
 -- The identities whose objects this outbox may remove: its own, and those that it goes on in place of.
 SELECT array_append(coalesce(replaces, '{}'), outbox_uuid)::text[] FROM mqlayer_app.identity;
-
--- name: large_bodies_sums
--- How many bodies there are, and their bytes.
-SELECT count(*), coalesce(sum(size), 0)::bigint, count(*) FILTER (WHERE bucket IS NOT NULL),
-       count(*) FILTER (WHERE free_since IS NOT NULL) FROM mqlayer_app.large_body;
