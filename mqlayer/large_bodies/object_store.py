@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from datetime import datetime
 from functools import lru_cache
+from importlib.util import find_spec
 from typing import Any, Final, NamedTuple, TypeVar
 
-from mqlayer.errors import StoreUnavailable
+from mqlayer.errors import InvalidInput, StoreUnavailable
 from mqlayer.large_bodies.options import LargeBodyOptions
 
 T = TypeVar("T")
@@ -80,6 +81,8 @@ def _store(endpoint: str, region: str) -> ObjectStore:
 
 
 def _client(endpoint: str, region: str) -> Any:
+    if find_spec("boto3") is None:
+        raise InvalidInput("large bodies in S3 need more packages: pip install 'mqlayer[s3]'")
     import boto3
     from botocore.config import Config
 
