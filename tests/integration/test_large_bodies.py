@@ -397,6 +397,7 @@ def test_bodies_go_to_s3_and_objects_of_rolled_back_transactions_go_by_age(
     assert objects() == set()
 
 
+@pytest.mark.full
 def test_a_copy_of_the_database_removes_no_object_of_its_original(world: World, bodies_in_s3: ObjectServer) -> None:
     relay_once(world.settings())
     before = set(bodies_in_s3.objects())
@@ -418,16 +419,20 @@ PROGRAM = (
 
 @pytest.mark.parametrize(
     "place",
-    ["large_body.after_objects", *some_of(
-        ["large_body.before_ends", "large_body.after_trimmed", "large_body.after_look", "large_body.after_remove"], 9)],
+    some_of(
+        [
+            "large_body.after_look", "large_body.before_ends", "large_body.after_trimmed", "large_body.after_remove",
+            "large_body.after_objects",
+        ],
+        9,
+    ),
 )  # fmt: skip
-def test_a_job_that_is_killed_is_done_by_the_next_and_takes_nothing_that_is_named(
-    world: World, bodies_in_s3: ObjectServer, place: str
-) -> None:
+def test_a_job_that_is_killed_is_done_by_the_next_and_takes_nothing_that_is_named(world: World, place: str) -> None:
     relay_once(world.settings())
     publish_large(world, os.urandom(SIZE))
     empty_outbox(world)
     trim_all(world)
+    world.rows("SELECT mqlayer_app.large_body_cut_v1(100, 0)")
     kept = os.urandom(SIZE)
     publish_large(world, kept)
     killed = ask_python("-c", PROGRAM, world.dsn, world.key_prefix, env=os.environ | armed(f"{place}=kill"))
@@ -446,16 +451,10 @@ PUBLISHER = (
 )
 
 
-@pytest.mark.parametrize(("place", "store", "left"), [
-    ("large_body.after_chunks", "postgres", 0),
-    *some_of([("large_body.after_upload", "s3", 0), ("large_body.before_send", "postgres", 2)], 9),
-])  # fmt: skip
-def test_a_publisher_that_is_killed_leaves_nothing_for_long(
-    world: World, bodies_in_s3: ObjectServer, place: str, store: str, left: int
-) -> None:
+@pytest.mark.parametrize(("place", "left"), some_of([("large_body.after_chunks", 0), ("large_body.before_send", 2)], 9))
+def test_a_publisher_that_is_killed_leaves_nothing_for_long(world: World, place: str, left: int) -> None:
     relay_once(world.settings())
-    before = set(bodies_in_s3.objects())
-    env = os.environ | armed(f"{place}=kill") | {"MQLAYER_LARGE_BODIES": store, "MQLAYER_DSN": world.dsn}
+    env = os.environ | armed(f"{place}=kill") | {"MQLAYER_DSN": world.dsn}
     killed = ask_python("-c", PUBLISHER, world.dsn, world.key_prefix, env=env)
     assert killed.returncode == -9, killed.stderr
     assert stored(world) == left
@@ -463,6 +462,20 @@ def test_a_publisher_that_is_killed_leaves_nothing_for_long(
     trim_all(world)
     clean(world, passes=5)
     assert stored(world) == 0
+
+
+@pytest.mark.full
+def test_a_publisher_that_is_killed_behind_an_upload_leaves_an_object_that_goes(
+    world: World, bodies_in_s3: ObjectServer
+) -> None:
+    relay_once(world.settings())
+    before = set(bodies_in_s3.objects())
+    env = os.environ | armed("large_body.after_upload=kill") | {"MQLAYER_DSN": world.dsn}
+    killed = ask_python("-c", PUBLISHER, world.dsn, world.key_prefix, env=env)
+    assert killed.returncode == -9, killed.stderr
+    assert stored(world) == 0
+    assert len(set(bodies_in_s3.objects()) - before) == 1
+    clean(world, passes=1)
     assert set(bodies_in_s3.objects()) - before == set()
 
 
