@@ -22,6 +22,7 @@ from mqlayer.errors import BodyTooLarge, InvalidInput, MissingBody, ReservedHead
 from mqlayer.large_bodies import BodyReader
 from mqlayer.large_bodies.options import forget_options
 from mqlayer.maintenance.large_bodies_cleanup import clean_large_bodies
+from mqlayer.receiving.pop_message import PopMessage
 from mqlayer.redis.keys import partition_keys
 from mqlayer.relay import relay_once
 from tests.fixtures.failpoints import armed
@@ -42,6 +43,15 @@ def running(app: App) -> Iterator[None]:
         yield
     finally:
         app.stop()
+
+
+def received(receiver: Receiver, count: int) -> list[PopMessage]:
+    found: list[PopMessage] = []
+    for _ in range(count):
+        messages = receiver.receive(1)
+        receiver.ack(messages)
+        found += messages
+    return found
 
 
 def publish_large(world: World, body: bytes, *, key: str = "k", rollback: bool = False) -> None:
@@ -113,7 +123,7 @@ def test_async_handlers_batches_and_receivers_get_it(world: World) -> None:
         publish_large(world, body)
     relay_once(world.settings())
     with running(app), Receiver("orders", group="pop", settings=world.settings(), start="earliest") as receiver:
-        messages = [message for _ in bodies for message in receiver.receive(1) if receiver.ack([message]) is None]
+        messages = received(receiver, len(bodies))
         assert [message.body for message in messages] == [b"", b"small", b""]
         assert [receiver.fetch_body(message) for message in messages] == bodies
         wait_until(lambda: len(by_coroutine) == 3 and sum(map(len, by_batch)) == 3, what="all messages of all groups")
@@ -184,7 +194,7 @@ def test_direct_producers_store_it_first(world: World, monkeypatch: pytest.Monke
     asyncio.run(send())
     assert stored(world) == 4
     with Receiver("orders", group="pop", settings=world.settings(), start="earliest") as receiver:
-        messages = [message for _ in range(5) for message in receiver.receive(1) if receiver.ack([message]) is None]
+        messages = received(receiver, 5)
         got = [receiver.fetch_body(message) for message in messages]
     assert sorted(got) == sorted([*bodies, b"small"])
     assert clean(world) == 0, "they are in the stream"
@@ -361,11 +371,12 @@ def test_no_walk_removes_a_body_that_a_message_names(world: World, seed: int, mo
 
 def streamed(world: World) -> list[Record]:
     found: list[Record] = []
+    client: Any = world.client()
     for _, partition, _ in world.partitions():
+        entries = client.xrange(partition_keys(world.key_prefix, partition).log.decode())
         found += records_of(
-            [[entry, [b"m", fields[b"m"], b"k", fields[b"k"], b"b", fields[b"b"]]]
-             for entry, fields in world.client().xrange(partition_keys(world.key_prefix, partition).log.decode())]
-        )  # fmt: skip
+            [[entry, [b"m", fields[b"m"], b"k", fields[b"k"], b"b", fields[b"b"]]] for entry, fields in entries]
+        )
     return found
 
 
