@@ -166,6 +166,8 @@ class Settings(BaseSettings):
     """Most that a relay reads at once; it needs a few times that memory."""
     error_messages: bool = True
     """Whether logs, events and Postgres hold the messages of handlers' exceptions, besides type and line."""
+    zone: str = Field(default="", pattern=r"^([a-z0-9][a-z0-9_.-]{0,62})?$")
+    """Where this process is: its members prefer partitions on nodes of this zone."""
     instance: str = ""
     """Its name in broadcast groups; default: the host's."""
     health_port: int = Field(default=0, ge=0, le=65_535)

@@ -233,11 +233,14 @@ CREATE TABLE mqlayer.route_load (
     at_s         double precision[] NOT NULL,
     next_offset  bigint[]           NOT NULL,
     settled      bigint[]           NOT NULL,
+    sampled_at   timestamptz,
     CONSTRAINT route_load_key PRIMARY KEY (partition_id),
     CONSTRAINT route_load_samples CHECK (cardinality(at_s) >= 1 AND cardinality(at_s) <= 64
         AND cardinality(next_offset) >= 1 AND cardinality(next_offset) <= 64 AND cardinality(settled) >= 1
         AND cardinality(settled) <= 64 AND cardinality(next_offset) = cardinality(at_s)
-        AND cardinality(settled) = cardinality(at_s))
+        AND cardinality(settled) = cardinality(at_s)),
+    CONSTRAINT route_load_sampled_at CHECK (sampled_at >= '1970-01-01 00:00:00+00'
+        AND sampled_at <= '9000-01-01 00:00:00+00')
 );
 
 CREATE TABLE mqlayer.route_decision (

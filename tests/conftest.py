@@ -30,6 +30,7 @@ pytest_plugins = [
     "tests.fixtures.gate_scenes",
     "tests.fixtures.kill_scenes",
     "tests.fixtures.object_stores",
+    "tests.fixtures.order_audit",
     "tests.fixtures.outboxes",
     "tests.fixtures.plain_install",
     "tests.fixtures.poolers",

@@ -40,6 +40,7 @@ def consume(
     concurrency: Annotated[
         int | None, typer.Option(min=1, help="Handlers at once per consumer and process; else what the program says.")
     ] = None,
+    zone: Annotated[str, typer.Option(help="Prefer partitions on nodes of this zone; else MQLAYER_ZONE.")] = "",
     reload: Annotated[
         bool, typer.Option("--reload", help="For development: restart when a Python file below this folder changes.")
     ] = False,
@@ -50,6 +51,9 @@ def consume(
     several processes the next ports.
     """
     use_stack_here()
+    if zone:
+        # For the application's settings, and for child processes.
+        os.environ["MQLAYER_ZONE"] = zone
     if reload:
         with changed_files(Path.cwd()) as changed:
             command = _command(application, concurrency)

@@ -6,6 +6,7 @@ import asyncio
 import pdb
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any
 
@@ -26,7 +27,7 @@ from mqlayer.large_bodies import BodyReader
 from mqlayer.postgres.database import Database
 from mqlayer.redelivery import Attempt, recorded_attempts
 from mqlayer.runtime.runtime import Runtime
-from mqlayer.settings import ConnectionOptions, Dsn
+from mqlayer.settings import ConnectionOptions, Dsn, Settings
 
 
 def add_to(app: typer.Typer) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from mqlayer.domain.names import check_name
+from mqlayer.domain.names import check_name, check_zone
 from mqlayer.domain.rates import RateLimit
 from mqlayer.domain.retry_rules import RULES_COUNT, RetryRules
 from mqlayer.domain.routing import NodeId, PartitionId
@@ -98,6 +98,7 @@ def join(
     lease_s: float,
     session: int | None = None,
     own: Collection[int] | None = None,
+    zone: str = "",
 ) -> MemberSession:
     """Join a group under a new session, and rebalance.
 
@@ -113,6 +114,7 @@ def join(
         "own": None if own is None else list(own),
         "host": socket.gethostname(),
         "pid": os.getpid(),
+        "zone": check_zone(zone),
         "lease_s": lease_s,
     }
     failpoint("member.before_join")
@@ -148,7 +150,7 @@ def _refuse_to_admit(connection: Connection, group_id: int, member_id: str) -> N
     if is_instance:
         # Two members would each get a part of the messages.
         connection.execute(query("member_expire"), {"group_id": group_id})
-        for other, leaving in connection.execute(query("member_live"), {"group_id": group_id}).fetchall():
+        for other, leaving, _ in connection.execute(query("member_live"), {"group_id": group_id}).fetchall():
             if other != member_id:
                 raise InstanceTaken(topic, group, other, "leaving" if leaving else "running")
 

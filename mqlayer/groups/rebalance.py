@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Final, TypeVar
 
-from mqlayer.domain.assignment import assign, assign_by_rate
+from mqlayer.domain.assignment import Zones, assign, assign_by_rate
 from mqlayer.domain.routing import PartitionId
 from mqlayer.errors import MqlayerError
 from mqlayer.logs import event_logger
@@ -62,19 +62,22 @@ def rebalance(connection: Connection, group_id: int) -> bool:
         connection.execute(query("members_forget"), group)
         return False
     connection.execute(query("assignment_free_unreadable_of_gone"), group)
-    live: dict[str, bool] = dict(connection.execute(query("member_live"), group).fetchall())
+    members = connection.execute(query("member_live"), group).fetchall()
+    live: dict[str, bool] = {member: leaving for member, leaving, _ in members}
     if locked is not None and locked[6]:
         connection.execute(query("instance_presence"), group | {"here": bool(live)})
     rows = connection.execute(query("assignment_list"), group).fetchall()
     partitions = [PartitionId(row[0]) for row in rows]
     staying = [member for member, leaving in live.items() if not leaving]
-    current = {PartitionId(p): target or owner for p, owner, _, target, _ in rows if target or owner}
+    current = {PartitionId(p): target or owner for p, owner, _, target, *_ in rows if target or owner}
     if locked is not None and locked[3] == "rate":
         desired = assign_by_rate(partitions, staying, current, {PartitionId(row[0]): row[4] for row in rows})
     else:
-        desired = assign(partitions, staying, current)
+        places = {PartitionId(row[0]): row[5] for row in rows}
+        zones = Zones(places, {member: zone for member, leaving, zone in members if not leaving})
+        desired = assign(partitions, staying, current, zones)
     steps: dict[str, dict[PartitionId, str | None]] = {}
-    for partition, owner, _, target, _ in rows:
+    for partition, owner, _, target, *_ in rows:
         wanted = desired.get(PartitionId(partition))
         name = _step(owner if owner in live else None, wanted, target, owned=owner is not None)
         if name is not None:

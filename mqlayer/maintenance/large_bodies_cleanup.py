@@ -32,7 +32,7 @@ log = event_logger(__name__)
 CUT_LIMIT: Final = 10_000
 LOOK_LIMIT: Final = 500
 REMOVE_LIMIT: Final = 200
-ORPHAN_PAGES: Final = 3
+STRAY_PAGES: Final = 3
 """Of 1,000 objects, from a random one on: in time, passes meet all."""
 
 
@@ -42,7 +42,7 @@ class LargeBodyReport:
 
     removed: int = 0
     removed_bytes: int = 0
-    orphans: int = 0
+    strays: int = 0
     failed: int = 0
 
 
@@ -64,9 +64,9 @@ def clean_large_bodies(runtime: Runtime, *, hold_s: float | None = None) -> Larg
     _follow_cuts(runtime)
     _look(runtime, hold_s)
     _remove(runtime, report)
-    _remove_orphans(runtime, hold_s, report)
-    if report.removed or report.orphans or report.failed:
-        facts = {"bodies": report.removed, "bytes": report.removed_bytes, "orphans": report.orphans}
+    _remove_strays(runtime, hold_s, report)
+    if report.removed or report.strays or report.failed:
+        facts = {"bodies": report.removed, "bytes": report.removed_bytes, "strays": report.strays}
         log.info("large_bodies_removed", extra=facts | {"failed": report.failed})
     return report
 
@@ -167,7 +167,7 @@ def _delete_object(runtime: Runtime, one: _Removable, scopes: Sequence[str]) -> 
     object_store(LargeBodyOptions.of(runtime.settings)).delete(one.bucket, one.location)
 
 
-def _remove_orphans(runtime: Runtime, hold_s: float, report: LargeBodyReport) -> None:
+def _remove_strays(runtime: Runtime, hold_s: float, report: LargeBodyReport) -> None:
     """Delete old objects without a row: their transactions rolled back."""
     options = LargeBodyOptions.of(runtime.settings)
     if not options.bucket:
@@ -181,14 +181,14 @@ def _remove_orphans(runtime: Runtime, hold_s: float, report: LargeBodyReport) ->
             for body_id in _uuids(old):
                 if body_id not in known:
                     store.delete(options.bucket, old[body_id].location)
-                    report.orphans += 1
+                    report.strays += 1
 
 
 def _pages(store: Any, bucket: str, prefix: str) -> Iterator[list[Any]]:
     for start in (f"{prefix}{uuid4()}", prefix):
         for number, page in enumerate(store.list(bucket, prefix, start)):
             yield page
-            if number + 1 == ORPHAN_PAGES:
+            if number + 1 == STRAY_PAGES:
                 return
 
 

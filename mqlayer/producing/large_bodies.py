@@ -11,7 +11,7 @@ from mqlayer.failpoints import failpoint
 from mqlayer.large_bodies import LargeBodyOptions, stored_body, storing
 from mqlayer.postgres.caller_connections import run
 from mqlayer.postgres.database import Connection, Database
-from mqlayer.producing.message import Body, Message, StoredMessage
+from mqlayer.producing.message import Body, Message, ReferenceMessage
 from mqlayer.settings import Settings
 
 
@@ -53,7 +53,7 @@ class LargeBodyWriter:
         self._opened().transaction(work)
         failpoint("large_body.before_send")
         of = (message.key, b"", message.headers, message.tags, message.dedup_id)
-        return StoredMessage(*of, reference=str(stored.reference))
+        return ReferenceMessage(*of, reference=str(stored.reference))
 
     def all_stored(self, topic: str, messages: Sequence[Message]) -> Sequence[Message]:
         """Store the large bodies of a call."""

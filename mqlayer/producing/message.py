@@ -34,7 +34,7 @@ class Message(msgspec.Struct, frozen=True, gc=False):
     dedup_id: str | None = None
 
 
-class StoredMessage(Message, frozen=True, gc=False):
+class ReferenceMessage(Message, frozen=True, gc=False):
     """A message whose body is elsewhere, by `reference`."""
 
     reference: str = ""
@@ -77,7 +77,7 @@ def whole_body(topic: str, body: Body, limit: int) -> bytes:
 
 def reference_of(message: Message) -> str:
     """Return a stored body's reference, or ""."""
-    return message.reference if isinstance(message, StoredMessage) else ""
+    return message.reference if isinstance(message, ReferenceMessage) else ""
 
 
 def facts_bulk(at_ms: int, headers: Mapping[str, str] | None, tags: Sequence[str] = (), reference: str = "") -> bytes:

@@ -14,7 +14,7 @@ from mqlayer.errors import InvalidInput
 from mqlayer.producing.listeners import BatchListener
 from mqlayer.producing.message import (
     Message,
-    StoredMessage,
+    ReferenceMessage,
     chunks_of,
     facts_bulk,
     lp_and_key,
@@ -47,7 +47,7 @@ class MessageBulk:
             keys = [message.key for message in messages]
             bodies = [message.body for message in messages]
             extras = [
-                message.headers or message.tags or message.dedup_id is not None or type(message) is StoredMessage
+                message.headers or message.tags or message.dedup_id is not None or type(message) is ReferenceMessage
                 for message in messages
             ]
         except AttributeError:

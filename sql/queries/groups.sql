@@ -172,10 +172,10 @@ FROM mqlayer.consumer_group g JOIN mqlayer.topic t USING (topic_id) WHERE g.grou
 -- A member (again): a new session, so that an earlier process of this id is refused. Nothing where a process that goes
 -- on after its own sessions finds another's: somebody took its id, or evicted it. A lower one is of before them: their
 -- commits are lost.
-INSERT INTO mqlayer.member AS m (group_id, member_id, session, host, pid, lease_until)
-VALUES (%(group_id)s, %(member_id)s, %(session)s, %(host)s, %(pid)s, now() + make_interval(secs => %(lease_s)s))
+INSERT INTO mqlayer.member AS m (group_id, member_id, session, host, pid, zone, lease_until)
+VALUES (%(group_id)s, %(member_id)s, %(session)s, %(host)s, %(pid)s, %(zone)s, now() + make_interval(secs => %(lease_s)s))
 ON CONFLICT (group_id, member_id) DO UPDATE
-SET session = excluded.session, host = excluded.host, pid = excluded.pid, leaving = false,
+SET session = excluded.session, host = excluded.host, pid = excluded.pid, zone = excluded.zone, leaving = false,
     joined_at = now(), lease_until = excluded.lease_until
 WHERE %(own)s::bigint[] IS NULL OR m.session = ANY(%(own)s::bigint[]) OR m.session < ALL(%(own)s::bigint[])
 RETURNING session;
@@ -279,7 +279,7 @@ WHERE group_id = %(group_id)s AND lease_until < now() AND lease_until > '-infini
 
 -- name: member_live
 -- Members whose lease was not noted as run out.
-SELECT member_id, leaving FROM mqlayer.member
+SELECT member_id, leaving, zone FROM mqlayer.member
 WHERE group_id = %(group_id)s AND lease_until > '-infinity' ORDER BY member_id;
 
 -- name: member_evict
@@ -320,7 +320,8 @@ WHERE p.partition_id = a.partition_id AND m.group_id = a.group_id AND m.member_i
 
 -- name: assignment_list
 -- Who owns what of all that a group may consume, and who shall; and what is published there by the second.
-SELECT r.partition_id, a.member_id, a.epoch, a.target, coalesce(p.per_s, 0) AS per_s
+SELECT r.partition_id, a.member_id, a.epoch, a.target, coalesce(p.per_s, 0) AS per_s,
+       (SELECT n.zone FROM mqlayer.partition o JOIN mqlayer.node n USING (node_id) WHERE o.partition_id = r.partition_id) AS zone
 FROM mqlayer.readable r
 LEFT JOIN mqlayer.assignment a ON a.group_id = r.group_id AND a.partition_id = r.partition_id
 LEFT JOIN mqlayer.partition_rate p ON p.partition_id = r.partition_id

@@ -91,8 +91,8 @@ GRANT SELECT, INSERT (cluster, kind, name, outbox_uuid), UPDATE (closed_at, drop
     {role};
 GRANT EXECUTE ON FUNCTION mqlayer.system_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.timeline_v1 TO {role};
-GRANT SELECT, INSERT (archived, backlog_limit, body_limit, name, strategy), UPDATE (archived, backlog_limit, body_limit,
-    deleted_at, deleting_at, detached, name, paused_at, paused_by, retention_days, schema_mode, version) ON mqlayer.topic TO
+GRANT SELECT, INSERT (archived, backlog_limit, body_limit, home_zone, name, strategy), UPDATE (archived, backlog_limit, body_limit,
+    deleted_at, deleting_at, detached, home_zone, name, paused_at, paused_by, retention_days, schema_mode, version) ON mqlayer.topic TO
     {role};
 GRANT SELECT ON mqlayer.topic_schema TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.topic_schema_put_v1 TO {role};

@@ -56,10 +56,11 @@ GRANT SELECT, INSERT (actor, kind, mode, topic_id, version), UPDATE (ended_at, m
     mqlayer.route_change TO {role};
 GRANT SELECT, INSERT (change_id, facts, key, kind, lp, partitions, reason, topic_id, verdict), UPDATE (facts, helped,
     judged_at), DELETE ON mqlayer.route_decision TO {role};
-GRANT SELECT, INSERT (at_s, next_offset, partition_id, settled), UPDATE (at_s, next_offset, settled), DELETE ON
+GRANT SELECT, INSERT (at_s, next_offset, partition_id, settled), UPDATE (at_s, next_offset, sampled_at, settled), DELETE ON
     mqlayer.route_load TO {role};
 GRANT SELECT, UPDATE (failed, measured_per_s, stopped_at, stopped_because, unhelpful) ON mqlayer.route_policy TO {role};
-GRANT SELECT, INSERT (at, busy, committed, dead, kind, lag, members, memory_bytes, object_id, oldest_s, ops_per_s, parked, relayed, stored),
+GRANT SELECT, INSERT (at, busy, committed, cpu_s, dead, kind, lag, members, memory_bytes, memory_limit, object_id, oldest_s,
+    ops_per_s, parked, relayed, stored),
     DELETE ON mqlayer.sample TO {role};
 GRANT SELECT, INSERT (unreachable, change_id, cut, marks, next_offset, partition_id, run_id, seal_id), UPDATE (unreachable, cut,
     next_offset, run_id, seal_id) ON mqlayer.seal TO {role};

@@ -393,8 +393,8 @@ def test_bodies_go_to_s3_and_objects_of_rolled_back_transactions_go_by_age(
     publish_large(world, body, rollback=True)
     assert stored(world) == 1
     assert len(objects()) == 2
-    assert clean_large_bodies(world.runtime(), hold_s=3600).orphans == 0, "its transaction may be open"
-    assert clean_large_bodies(world.runtime(), hold_s=0).orphans == 1
+    assert clean_large_bodies(world.runtime(), hold_s=3600).strays == 0, "its transaction may be open"
+    assert clean_large_bodies(world.runtime(), hold_s=0).strays == 1
     relay_once(world.settings())
     with Receiver("orders", group="pop", settings=world.settings(), start="earliest") as receiver:
         [message] = receiver.receive(1)

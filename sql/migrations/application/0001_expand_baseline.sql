@@ -1016,7 +1016,8 @@ CREATE TABLE mqlayer_app.large_body_cut (
     ends        jsonb,
     -- When the last partition had trimmed all below its end.
     trimmed_at  timestamptz,
-    CONSTRAINT large_body_cut_key PRIMARY KEY (cut_id)
+    CONSTRAINT large_body_cut_key PRIMARY KEY (cut_id),
+    CONSTRAINT large_body_cut_size CHECK (octet_length(ends::text) <= 262144)
 );
 
 -- The id of the body that headers, or a record's facts, name. Null: none.

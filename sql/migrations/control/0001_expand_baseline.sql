@@ -410,11 +410,14 @@ CREATE TABLE mqlayer.route_load (
     at_s         double precision[] NOT NULL,
     next_offset  bigint[] NOT NULL,
     settled      bigint[] NOT NULL,
+    -- When its LPs were sampled last.
+    sampled_at   timestamptz,
     CONSTRAINT route_load_key PRIMARY KEY (partition_id),
     CONSTRAINT route_load_samples CHECK (
         cardinality(at_s) BETWEEN 1 AND 64 AND cardinality(next_offset) BETWEEN 1 AND 64
         AND cardinality(settled) BETWEEN 1 AND 64 AND cardinality(next_offset) = cardinality(at_s)
-        AND cardinality(settled) = cardinality(at_s))
+        AND cardinality(settled) = cardinality(at_s)),
+    CONSTRAINT route_load_sampled_at CHECK (sampled_at BETWEEN '1970-01-01 00:00+00' AND '9000-01-01 00:00+00')
 );
 
 -- The autopilot's journal: changes that it made or would make, those that it refuses, and how they ended. Bounded by
@@ -1304,8 +1307,10 @@ CREATE TABLE mqlayer.sample (
     committed bigint,
     relayed   bigint,
     stored    bigint,
-    -- Of nodes.
+    -- Of nodes. A limit of 0: none. Seconds of a processor since its start.
     memory_bytes bigint,
+    memory_limit bigint,
+    cpu_s        double precision,
     ops_per_s    double precision,
     CONSTRAINT sample_key PRIMARY KEY (kind, object_id, at),
     CONSTRAINT sample_kind CHECK (kind IN ('group', 'topic', 'node')),
