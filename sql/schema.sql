@@ -811,6 +811,8 @@ CREATE TABLE mqlayer.sample (
     relayed      bigint,
     stored       bigint,
     memory_bytes bigint,
+    memory_limit bigint,
+    cpu_s        double precision,
     ops_per_s    double precision,
     CONSTRAINT sample_key PRIMARY KEY (kind, object_id, at),
     CONSTRAINT sample_kind CHECK (kind IN ('group', 'topic', 'node')),
@@ -1340,7 +1342,8 @@ CREATE TABLE mqlayer_app.large_body_cut (
     made_at     timestamptz NOT NULL DEFAULT clock_timestamp(),
     ends        jsonb,
     trimmed_at  timestamptz,
-    CONSTRAINT large_body_cut_key PRIMARY KEY (cut_id)
+    CONSTRAINT large_body_cut_key PRIMARY KEY (cut_id),
+    CONSTRAINT large_body_cut_size CHECK (octet_length(ends::text) <= 262144)
 );
 
 CREATE TABLE mqlayer_app.fence_epoch (

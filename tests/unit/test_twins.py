@@ -51,7 +51,7 @@ def test_statements_that_record_an_effect_are_refused_without_its_transaction() 
             "large_body_scope",
             "version_take",
             "version_released",
-        )  # fmt: skip
+        )
     }
 
 
