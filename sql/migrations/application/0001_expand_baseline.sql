@@ -1126,8 +1126,9 @@ CREATE FUNCTION mqlayer_app.large_body_read_v1(
 DECLARE
     v_caller name := mqlayer_app.caller_v1();
 BEGIN
-    IF (p_number BETWEEN 0 AND 1000000) IS NOT TRUE THEN
-        PERFORM mqlayer_app.within_v1('p_number', p_number, 0, 1000000);
+    IF (p_number BETWEEN 0 AND 1000000 AND p_body_id IS NOT NULL) IS NOT TRUE THEN
+        PERFORM mqlayer_app.within_v1('p_number', p_number, 0, 1000000),
+                mqlayer_app.within_v1('number of p_body_id', num_nonnulls(p_body_id), 1, 1);
     END IF;
     SELECT t.name, b.bucket, b.location, c.data
         INTO large_body_read_v1.topic, large_body_read_v1.bucket, large_body_read_v1.location, large_body_read_v1.data
