@@ -27,10 +27,6 @@ class BodyReference(NamedTuple):
     def __str__(self) -> str:
         return f"{self.body_id}:{self.size}:{self.sha256}"
 
-    def fits(self, body: bytes) -> bool:
-        """Whether these are its bytes."""
-        return len(body) == self.size and sha256(body).hexdigest() == self.sha256
-
 
 def reference_to(body_id: str, body: bytes) -> BodyReference:
     """Return a body's reference."""
