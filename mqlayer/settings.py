@@ -143,6 +143,18 @@ class Settings(BaseSettings):
     socket_timeout_s: float = Field(default=10.0, gt=0)
     delivery_timeout_s: float = Field(default=30.0, gt=0)
     """A synchronous publish's wait for an outcome."""
+    large_bodies: Literal["off", "postgres", "s3"] = "off"
+    """Where this process stores bodies over the threshold."""
+    large_body_threshold: int = Field(default=262_144, ge=16_384, le=1_000_000)
+    large_body_limit: int = Field(default=100_000_000, ge=1_000_000, le=1_000_000_000)
+    """Bytes of a stored body; a handler has it in memory."""
+    large_body_hold_s: float = Field(default=86_400.0, ge=3_600)
+    """How long an unreferenced body stays."""
+    s3_bucket: str = ""
+    s3_prefix: str = "mqlayer/"
+    s3_endpoint: str = ""
+    """Default: AWS. Credentials come from boto3's chain."""
+    s3_region: str = ""
     dedup_window_s: float = Field(default=300.0, ge=1, le=86_400)
     """How long dedup ids are remembered; of several processes, the shortest counts."""
     inbox_horizon_s: float = Field(default=604_800.0, ge=3_600)

@@ -71,6 +71,7 @@ GRANT EXECUTE ON FUNCTION mqlayer_app.fence_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.has_for_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.has_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.inbox_put_v1 TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer_app.large_body_read_v1 TO {role};
 GRANT SELECT ON mqlayer_app.migration TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.version_released_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.version_set_v1 TO {role};

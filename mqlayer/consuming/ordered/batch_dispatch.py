@@ -17,7 +17,7 @@ from mqlayer.consuming.ordered.owned_partitions import KeyQueue, OwnedPartition,
 from mqlayer.consuming.ordered.ready_queues import ReadyQueues, admitted, end_turn
 from mqlayer.consuming.ordered.results import size_of
 from mqlayer.consuming.ordered.workers import TIME_SLICE_S
-from mqlayer.domain.message import NO_KEY, ParkedRecord, Record
+from mqlayer.domain.message import NO_KEY, ParkedRecord, Record, extra_size
 
 SHORTEST_WAIT_S = 0.001
 
@@ -83,7 +83,7 @@ class BatchQueues(ReadyQueues):
             if key_queue.owned.state is not OwnershipState.OPEN:
                 continue
             record = key_queue.records[0]
-            alone, size = is_alone(key_queue, record), size + size_of(record)
+            alone, size = is_alone(key_queue, record), size + size_of(record) + extra_size(record)
             if key_queues and (alone or size > self._of.limit_bytes):
                 ready.appendleft(key_queue)
                 break
@@ -137,7 +137,7 @@ class BatchQueues(ReadyQueues):
             return 1
         size = 0
         for count, record in enumerate(key_queue.records[: self._of.limit]):
-            size += size_of(record)
+            size += size_of(record) + extra_size(record)
             if count and (size > self._of.limit_bytes or is_alone(key_queue, record)):
                 return count
         return min(len(key_queue.records), self._of.limit)

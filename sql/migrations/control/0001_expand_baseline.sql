@@ -1006,6 +1006,16 @@ CREATE TABLE mqlayer.parking_change (
 );
 
 
+-- Large bodies -------------------------------------------------------------------------------------------------------
+
+-- The id of the stored body that headers, or a record's facts, name. Null: none.
+CREATE FUNCTION mqlayer.body_named_v1(p_headers text) RETURNS text LANGUAGE sql IMMUTABLE PARALLEL SAFE
+    RETURN substring(p_headers, '"mq-body": ?"([0-9a-f-]{36}):');
+
+CREATE INDEX parked_message_body ON mqlayer.parked_message (mqlayer.body_named_v1(encode(m, 'escape')))
+    WHERE position('\x226d712d626f6479223a'::bytea IN m) > 0;
+
+
 -- Dead messages and failures -----------------------------------------------------------------------------------------
 
 -- A message that left a group without its effect, and why: dead letters, and messages that were passed over.
@@ -1063,6 +1073,9 @@ CREATE INDEX dead_message_stream ON mqlayer.dead_message (group_id, partition_id
 CREATE INDEX dead_message_queue ON mqlayer.dead_message (group_id, lp, key, partition_id, log_offset, dead_id)
     WHERE redriven_at IS NULL;
 CREATE INDEX dead_message_log_lost ON mqlayer.dead_message (group_id, lp) WHERE log_lost;
+-- Its large body; one without a body can't be sent again.
+CREATE INDEX dead_message_body ON mqlayer.dead_message (mqlayer.body_named_v1(encode(m, 'escape')))
+    WHERE body IS NOT NULL AND position('\x226d712d626f6479223a'::bytea IN m) > 0;
 -- As of parked_message.
 ALTER TABLE mqlayer.dead_message ALTER COLUMN group_id SET STATISTICS 0;
 
@@ -1868,6 +1881,26 @@ CREATE INDEX record_read ON mqlayer_archive.record (topic_id, batch, partition_i
 -- identity have an index per day, by day_index_v1.
 CREATE INDEX record_ranges ON mqlayer_archive.record USING brin (published_at, log_offset)
     WITH (pages_per_range = 32, autosummarize = on);
+-- Large bodies of records.
+CREATE INDEX record_body ON mqlayer_archive.record (mqlayer.body_named_v1(headers)) WHERE headers LIKE '%"mq-body":%';
+
+-- Which of these large bodies a parked, dead or archived message names. In one statement: a message that moves between
+-- the three is seen in one of them.
+CREATE FUNCTION mqlayer.bodies_named_v1(p_ids text[]) RETURNS SETOF text
+    LANGUAGE plpgsql STABLE SECURITY DEFINER SET search_path = pg_catalog, mqlayer, pg_temp AS $$
+BEGIN
+    IF (coalesce(cardinality(p_ids), -1) BETWEEN 0 AND 10000) IS NOT TRUE THEN
+        RAISE EXCEPTION 'too many ids, or none' USING ERRCODE = 'MQ009', HINT = 'give an array of at most 10,000';
+    END IF;
+    RETURN QUERY SELECT n.id FROM unnest(p_ids) AS n (id)
+    WHERE EXISTS (SELECT FROM mqlayer.parked_message p WHERE position('\x226d712d626f6479223a'::bytea IN p.m) > 0
+                  AND mqlayer.body_named_v1(encode(p.m, 'escape')) = n.id)
+       OR EXISTS (SELECT FROM mqlayer.dead_message d WHERE d.body IS NOT NULL
+                  AND position('\x226d712d626f6479223a'::bytea IN d.m) > 0
+                  AND mqlayer.body_named_v1(encode(d.m, 'escape')) = n.id)
+       OR EXISTS (SELECT FROM mqlayer_archive.record r
+                  WHERE r.headers LIKE '%"mq-body":%' AND mqlayer.body_named_v1(r.headers) = n.id);
+END $$;
 
 -- Outcomes of records, per group: one row for a stretch of offsets of a partition that has all of it in common. A
 -- record that a group handled again after a seek has a row for each time.
