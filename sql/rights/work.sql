@@ -10,8 +10,8 @@ GRANT EXECUTE ON FUNCTION mqlayer.beginnings_forget_v1 TO {role};
 GRANT SELECT, DELETE ON mqlayer.breaker TO {role};
 GRANT SELECT, UPDATE (at, error, gone, result), DELETE ON mqlayer.bulk_item TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.caller_v1 TO {role};
-GRANT SELECT, UPDATE (allocation, absent_since, parking, paused_at, retired_at, state, version), DELETE ON
-    mqlayer.consumer_group TO {role};
+GRANT SELECT, UPDATE (allocation, absent_since, canary, canary_lps, deployment, fallback, parking, paused_at,
+    previous_deployment, retired_at, state, version), DELETE ON mqlayer.consumer_group TO {role};
 GRANT SELECT ON mqlayer.dead_fact TO {role};
 GRANT SELECT, INSERT (actor, attempts, body, cause, group_id, key, log_offset, lp, m, partition_id, reason, seq,
     source), UPDATE (actor, attempts, body, cause, died_at, log_lost, log_offset, partition_id, reason, redriven_at,
@@ -81,6 +81,12 @@ GRANT EXECUTE ON FUNCTION mqlayer_app.has_v1 TO {role};
 GRANT SELECT, INSERT (only_one), UPDATE (timeline) ON mqlayer_app.identity TO {role};
 GRANT SELECT, UPDATE (kept_at), DELETE ON mqlayer_app.inbox TO {role};
 GRANT SELECT, INSERT (group_id, scope), UPDATE (scope) ON mqlayer_app.known_group TO {role};
+GRANT SELECT, UPDATE (free_since, looked_at, removing), DELETE ON mqlayer_app.large_body TO {role};
+GRANT SELECT, UPDATE (ends, trimmed_at) ON mqlayer_app.large_body_cut TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer_app.large_body_cut_v1 TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer_app.large_body_sent_v1 TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer_app.large_body_waits_v1 TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer.bodies_named_v1 TO {role};
 GRANT SELECT, UPDATE (epoch, lease_until, relay_id) ON mqlayer_app.lp_set TO {role};
 GRANT SELECT ON mqlayer_app.migration TO {role};
 GRANT SELECT ON mqlayer_app.outbox TO {role};
