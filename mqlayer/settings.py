@@ -170,6 +170,8 @@ class Settings(BaseSettings):
     """Where this process is: its members prefer partitions on nodes of this zone."""
     instance: str = ""
     """Its name in broadcast groups; default: the host's."""
+    deployment: str = Field(default="main", pattern=r"^[a-z0-9][a-z0-9_.-]{0,62}$")
+    """The version of the program, as `mqlayer group deploy` names it."""
     health_port: int = Field(default=0, ge=0, le=65_535)
     """0: none; of several processes, each takes the next."""
     health_host: str = "127.0.0.1"

@@ -305,6 +305,12 @@ CREATE TABLE mqlayer.consumer_group (
     instance              text,
     instance_expiry_s     double precision,
     absent_since          timestamptz,
+    copied_from           bigint             REFERENCES mqlayer.consumer_group(group_id),
+    deployment            text               NOT NULL DEFAULT 'main',
+    canary                text,
+    canary_lps            int,
+    previous_deployment   text,
+    fallback              boolean            NOT NULL DEFAULT false,
     settings_version      int                NOT NULL DEFAULT 1,
     tag_filter            text               NOT NULL DEFAULT 'none',
     balance               text               NOT NULL DEFAULT 'count',
@@ -352,6 +358,10 @@ CREATE TABLE mqlayer.consumer_group (
     CONSTRAINT consumer_group_instance_length CHECK (octet_length(instance) <= 63),
     CONSTRAINT consumer_group_keep_away CHECK ((mode = 'broadcast') = (instance_expiry_s IS NOT NULL)
         AND instance_expiry_s > 0::double precision AND instance_expiry_s <= '100000000000'::numeric::double precision),
+    CONSTRAINT consumer_group_deployments CHECK (deployment ~ '^[a-z0-9][a-z0-9_.-]{0,62}$'
+        AND canary ~ '^[a-z0-9][a-z0-9_.-]{0,62}$' AND canary <> deployment
+        AND previous_deployment ~ '^[a-z0-9][a-z0-9_.-]{0,62}$' AND previous_deployment <> deployment),
+    CONSTRAINT consumer_group_canary CHECK (canary_lps >= 1 AND canary_lps <= 1023),
     CONSTRAINT consumer_group_tag_filter
         CHECK (tag_filter ~ '^(none|(any|all):[a-z0-9][a-z0-9_.-]*(,[a-z0-9][a-z0-9_.-]*)*)$'),
     CONSTRAINT consumer_group_balance CHECK (balance IN ('count', 'rate')),
@@ -436,6 +446,7 @@ CREATE TABLE mqlayer.member (
     host         text        NOT NULL,
     pid          int         NOT NULL,
     leaving      boolean     NOT NULL DEFAULT false,
+    deployment   text        NOT NULL DEFAULT 'main',
     zone         text        NOT NULL DEFAULT '',
     joined_at    timestamptz NOT NULL DEFAULT now(),
     lease_until  timestamptz NOT NULL,
@@ -444,6 +455,7 @@ CREATE TABLE mqlayer.member (
     reported_at  timestamptz NOT NULL DEFAULT '1970-01-01 00:00:00+00',
     CONSTRAINT member_key PRIMARY KEY (group_id, member_id),
     CONSTRAINT member_id_form CHECK (member_id ~ '^[a-z][a-z0-9_.-]{0,62}$'),
+    CONSTRAINT member_deployment CHECK (deployment ~ '^[a-z0-9][a-z0-9_.-]{0,62}$'),
     CONSTRAINT member_host_length CHECK (octet_length(host) <= 1024),
     CONSTRAINT member_zone_form CHECK (zone ~ '^([a-z0-9][a-z0-9_.-]{0,62})?$'),
     CONSTRAINT member_numbers CHECK (session >= 0 AND session <= 4611686018427387904 AND pid >= 0
@@ -903,7 +915,7 @@ CREATE SEQUENCE mqlayer.parked_position INCREMENT BY 16777216 START WITH 1677721
 CREATE SEQUENCE mqlayer.repaired_at;
 
 -- views
-CREATE VIEW mqlayer.readable (group_id bigint, partition_id int);
+CREATE VIEW mqlayer.readable (group_id bigint, partition_id int, deployment text);
 CREATE VIEW mqlayer.parked_fact (group_id bigint, lp smallint, name bytea, source bigint, seq bigint, position bigint,
     partition_id int, log_offset bigint, key bytea, redriven boolean, replay bigint, attempts int, tried int, m bytea,
     m_size int, body_size int);
@@ -1492,8 +1504,12 @@ CREATE FUNCTION mqlayer_app.fence_many_v1(p_group_id bigint, p_lps smallint[], p
 CREATE FUNCTION mqlayer_app.fence_raise_v1(p_group_id bigint, p_lp_from smallint, p_lp_to smallint, p_epoch bigint)
     RETURNS int SECURITY DEFINER;
 CREATE FUNCTION mqlayer_app.fence_clean_v1(p_horizon interval, p_limit int) RETURNS int SECURITY DEFINER;
+CREATE FUNCTION mqlayer_app.fence_copy_v1(p_group_id bigint, p_new_id bigint, p_replay int, p_lp_from smallint,
+    p_lp_to smallint) RETURNS bigint SECURITY DEFINER;
 CREATE FUNCTION mqlayer_app.inbox_put_v1(p_group_id bigint, p_source_id bigint, p_lp smallint, p_seq bigint,
     p_name text DEFAULT NULL, p_seek int DEFAULT 0, p_replay bigint DEFAULT NULL) RETURNS text SECURITY DEFINER;
+CREATE FUNCTION mqlayer_app.inbox_copy_v1(p_group_id bigint, p_new_id bigint, p_replay int, p_after text, p_limit int,
+    OUT last_id text, OUT copied bigint) SECURITY DEFINER;
 CREATE FUNCTION mqlayer_app.held_total_add_v1(p_name text, p_messages bigint, p_bytes bigint) RETURNS void;
 CREATE FUNCTION mqlayer_app.version_take_v1(p_name text, p_entity text, p_version bigint, p_body bytea, p_headers text,
     p_origin text, p_first bigint, p_messages int, p_bytes bigint, p_all_messages bigint, p_all_bytes bigint,

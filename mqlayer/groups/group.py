@@ -10,12 +10,13 @@ import difflib
 import math
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime
 from typing import Any, Final, Literal, TypedDict, Unpack
 
 from psycopg.types.json import Jsonb
 
+from mqlayer.domain.deployments import Deployments
 from mqlayer.domain.names import check_group, check_name
 from mqlayer.domain.rates import RateLimit, check_rate
 from mqlayer.domain.retry_rules import (
@@ -203,6 +204,8 @@ class Group:
     instance_expiry_s: float | None = None
     rate_limit: float | None = None
     rate_burst: float | None = None
+    copied_from: int | None = None
+    deployments: Deployments = field(default_factory=Deployments)
 
     @property
     def rate(self) -> RateLimit | None:
@@ -222,8 +225,10 @@ def read_group(connection: Connection, topic: str, name: str) -> Group:
     row = connection.execute(query("group_find"), {"topic": topic, "name": name}).fetchone()
     if row is None:
         raise NotFound("group", f"{topic}/{name}", "it is created when its first member starts")
-    group_id, topic_id, state, start, start_at, *rest = row[: -9 - RULES_COUNT]
-    values: list[Any] = [*rest, RetryRules.of(row[-RULES_COUNT:]), *row[-9 - RULES_COUNT : -RULES_COUNT]]
+    deployments = Deployments(*row[-5 - RULES_COUNT : -RULES_COUNT])
+    group_id, topic_id, state, start, start_at, *rest = row[: -15 - RULES_COUNT]
+    later = row[-15 - RULES_COUNT : -5 - RULES_COUNT]
+    values: list[Any] = [*rest, RetryRules.of(row[-RULES_COUNT:]), *later, deployments]
     return Group(group_id, topic_id, topic, name, state, start_at or start, *values)
 
 
@@ -259,6 +264,7 @@ def ensure_group(runtime: Runtime, routes: RouteCache, *, topic: str, name: str,
         "instance_expiry_s": (settings.instance_expiry_s or INSTANCE_EXPIRY_S)
         if settings.mode == "broadcast"
         else None,
+        "deployment": runtime.settings.deployment,
         **as_columns(asdict(settings.rules())),
     }
 

@@ -8,7 +8,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from mqlayer.domain.names import check_name, check_zone
+from mqlayer.domain.deployments import MAIN
+from mqlayer.domain.names import check_deployment, check_name, check_zone
 from mqlayer.domain.rates import RateLimit
 from mqlayer.domain.retry_rules import RULES_COUNT, RetryRules
 from mqlayer.domain.routing import NodeId, PartitionId
@@ -98,6 +99,7 @@ def join(
     lease_s: float,
     session: int | None = None,
     own: Collection[int] | None = None,
+    deployment: str = MAIN,
     zone: str = "",
 ) -> MemberSession:
     """Join a group under a new session, and rebalance.
@@ -114,6 +116,7 @@ def join(
         "own": None if own is None else list(own),
         "host": socket.gethostname(),
         "pid": os.getpid(),
+        "deployment": check_deployment(deployment),
         "zone": check_zone(zone),
         "lease_s": lease_s,
     }
@@ -150,7 +153,7 @@ def _refuse_to_admit(connection: Connection, group_id: int, member_id: str) -> N
     if is_instance:
         # Two members would each get a part of the messages.
         connection.execute(query("member_expire"), {"group_id": group_id})
-        for other, leaving, _ in connection.execute(query("member_live"), {"group_id": group_id}).fetchall():
+        for other, leaving, *_ in connection.execute(query("member_live"), {"group_id": group_id}).fetchall():
             if other != member_id:
                 raise InstanceTaken(topic, group, other, "leaving" if leaving else "running")
 

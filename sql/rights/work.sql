@@ -10,8 +10,8 @@ GRANT EXECUTE ON FUNCTION mqlayer.beginnings_forget_v1 TO {role};
 GRANT SELECT, DELETE ON mqlayer.breaker TO {role};
 GRANT SELECT, UPDATE (at, error, gone, result), DELETE ON mqlayer.bulk_item TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.caller_v1 TO {role};
-GRANT SELECT, UPDATE (allocation, absent_since, parking, paused_at, retired_at, state, version), DELETE ON
-    mqlayer.consumer_group TO {role};
+GRANT SELECT, UPDATE (allocation, absent_since, canary, canary_lps, deployment, fallback, parking, paused_at,
+    previous_deployment, retired_at, state, version), DELETE ON mqlayer.consumer_group TO {role};
 GRANT SELECT ON mqlayer.dead_fact TO {role};
 GRANT SELECT, INSERT (actor, attempts, body, cause, group_id, key, log_offset, lp, m, partition_id, reason, seq,
     source), UPDATE (actor, attempts, body, cause, died_at, log_lost, log_offset, partition_id, reason, redriven_at,

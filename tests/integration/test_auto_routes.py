@@ -257,6 +257,7 @@ def test_a_new_node_is_filled_by_moves_one_after_the_other(world: World, node: R
     age_changes(world)
     put_load(world, dict.fromkeys((3, 4, 5, 6), 100.0))
     assert one_pass(world).changed == (), "it is balanced"
-    assert world.rows("SELECT node_id, count(*)::int FROM mqlayer.partition WHERE state = 'open' GROUP BY 1 ORDER BY 1") == [
-        (1, 2), (2, 2),
-    ]  # fmt: skip
+    placed = world.rows(
+        "SELECT node_id, count(*)::int FROM mqlayer.partition WHERE state = 'open' GROUP BY 1 ORDER BY 1"
+    )
+    assert placed == [(1, 2), (2, 2)]

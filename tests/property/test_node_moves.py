@@ -48,7 +48,7 @@ class Cluster:
 
     def _topic(self, number: int) -> AutoTopic:
         parts = tuple(
-            AutoPartition(place, home, place, place + 1, 1e5, False, LoadFigures(rate, rate, True))
+            AutoPartition(place, home, place, place + 1, 1e5, figures=LoadFigures(rate, rate, True))
             for place, (rate, home) in enumerate(zip(self.rates, self.homes, strict=True))
             if place % self.topics == number
         )

@@ -22,7 +22,7 @@ OPTIONS: Final[dict[str, str]] = {
     "up": "--directory --nodes --servers-only --json",
     "down": "--directory --erase",
     "status": "--directory --json",
-    "consume": "APPLICATION --processes --concurrency --zone --reload",
+    "consume": "APPLICATION --processes --concurrency --deployment --zone --reload",
     "asyncapi": "APPLICATION --output --title --app-version --nodes",
     "debug": "TOPIC KEY --handler --group --last --break-before --pdb --plan --yes",
     "migrate": "--sql --schema --owner",
@@ -87,6 +87,9 @@ OPTIONS: Final[dict[str, str]] = {
     "group open-breaker": "TOPIC GROUP",
     "group close-breaker": "TOPIC GROUP",
     "group retire": "TOPIC GROUP --drop-parked --plan --yes",
+    "group copy": "TOPIC GROUP NEW --effects --attempts --policy --tag-filter --rate",
+    "group deploy":
+        "TOPIC GROUP --to --back --percent --partitions --fallback --wait --plan --yes",
     "group create": "TOPIC GROUP --start --from-archive",
     "group list": "TOPIC --json",
     "group show": "TOPIC GROUP --json",

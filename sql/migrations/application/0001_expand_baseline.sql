@@ -1592,6 +1592,27 @@ BEGIN
     RETURN v_count;
 END $$;
 
+-- The effects of a group count as applied in its copy, of some LPs; those do not that the group's replay repeats.
+CREATE FUNCTION mqlayer_app.fence_copy_v1(p_group_id bigint, p_new_id bigint, p_replay int, p_lp_from smallint,
+                                          p_lp_to smallint) RETURNS bigint
+    LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, mqlayer_app, pg_temp AS $$
+DECLARE
+    v_count bigint;
+BEGIN
+    PERFORM mqlayer_app.within_v1('p_group_id', p_group_id, 1, 9007199254740991),
+            mqlayer_app.within_v1('p_new_id', p_new_id, 1, 9007199254740991),
+            mqlayer_app.within_v1('p_replay', p_replay, 0, 2147483647),
+            mqlayer_app.within_v1('p_lp_from', p_lp_from, 0, 1023),
+            mqlayer_app.within_v1('p_lp_to', p_lp_to, 1, 1024);
+    INSERT INTO mqlayer_app.fence_applied AS a (group_id, lp, source_id, key, seq, applied_at)
+    SELECT p_new_id, f.lp, f.source_id, f.key, f.seq, f.applied_at FROM mqlayer_app.fence_applied f
+    WHERE f.group_id = p_group_id AND f.lp >= p_lp_from AND f.lp < p_lp_to AND f.replay >= p_replay
+    ON CONFLICT (group_id, lp, key, source_id) DO UPDATE SET seq = excluded.seq, applied_at = excluded.applied_at
+        WHERE a.seq < excluded.seq;
+    GET DIAGNOSTICS v_count = ROW_COUNT;
+    RETURN v_count;
+END $$;
+
 
 -- Inbox --------------------------------------------------------------------------------------------------------------
 -- The messages that have their effect, one row for each, for handlers to which order says nothing.
@@ -1658,6 +1679,26 @@ BEGIN
                 applied_at = excluded.applied_at, kept_at = excluded.kept_at
             WHERE i.replay < excluded.replay;
     RETURN CASE WHEN FOUND THEN 'current' ELSE 'applied' END;
+END $$;
+
+-- Rows of a group count in its copy, from an id on, at most p_limit a call; the last id, null at the end.
+CREATE FUNCTION mqlayer_app.inbox_copy_v1(p_group_id bigint, p_new_id bigint, p_replay int, p_after text, p_limit int,
+                                          OUT last_id text, OUT copied bigint)
+    LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, mqlayer_app, pg_temp AS $$
+BEGIN
+    PERFORM mqlayer_app.within_v1('p_group_id', p_group_id, 1, 9007199254740991),
+            mqlayer_app.within_v1('p_new_id', p_new_id, 1, 9007199254740991),
+            mqlayer_app.within_v1('p_replay', p_replay, 0, 2147483647),
+            mqlayer_app.within_v1('p_limit', p_limit, 1, 100000);
+    WITH given AS (
+        SELECT id, source_id, lp, seq, applied_at, kept_at FROM mqlayer_app.inbox i
+        WHERE i.group_id = p_group_id AND i.id > p_after AND i.replay >= p_replay ORDER BY i.id LIMIT p_limit
+    ), put AS (
+        INSERT INTO mqlayer_app.inbox (group_id, id, source_id, lp, seq, replay, applied_at, kept_at)
+        SELECT p_new_id, id, source_id, lp, seq, 0, applied_at, kept_at FROM given
+        ON CONFLICT DO NOTHING
+    )
+    SELECT max(id), count(*) INTO last_id, copied FROM given;
 END $$;
 
 

@@ -515,6 +515,17 @@ CREATE TABLE mqlayer.consumer_group (
     -- Of an instance: since when it has no consumer. Null while it has one.
     absent_since       timestamptz,
 
+    -- Made as a copy: the group whose positions it began at.
+    copied_from      bigint REFERENCES mqlayer.consumer_group,
+
+    -- The deployment whose members consume. LPs below canary_lps are the canary's. What `group deploy --back` goes back to.
+    deployment          text NOT NULL DEFAULT 'main',
+    canary              text,
+    canary_lps          int,
+    previous_deployment text,
+    -- Without a living member of the newer deployment, partitions go back to the older one's.
+    fallback            boolean NOT NULL DEFAULT false,
+
     -- Settings. The version grows with every change of one.
     settings_version int NOT NULL DEFAULT 1,
     -- The messages that it wants, by their tags: "none" (all messages), "any:eu,vip" or "all:eu,vip".
@@ -586,6 +597,10 @@ CREATE TABLE mqlayer.consumer_group (
     CONSTRAINT consumer_group_instance_length CHECK (octet_length(instance) <= 63),
     CONSTRAINT consumer_group_keep_away CHECK (
         (mode = 'broadcast') = (instance_expiry_s IS NOT NULL) AND instance_expiry_s > 0 AND instance_expiry_s <= 1e11),
+    CONSTRAINT consumer_group_deployments CHECK (
+        deployment ~ '^[a-z0-9][a-z0-9_.-]{0,62}$' AND canary ~ '^[a-z0-9][a-z0-9_.-]{0,62}$' AND canary <> deployment
+        AND previous_deployment ~ '^[a-z0-9][a-z0-9_.-]{0,62}$' AND previous_deployment <> deployment),
+    CONSTRAINT consumer_group_canary CHECK (canary_lps BETWEEN 1 AND 1023),
     CONSTRAINT consumer_group_tag_filter
         CHECK (tag_filter ~ '^(none|(any|all):[a-z0-9][a-z0-9_.-]*(,[a-z0-9][a-z0-9_.-]*)*)$'),
     CONSTRAINT consumer_group_balance CHECK (balance IN ('count', 'rate')),
@@ -701,8 +716,11 @@ CREATE TABLE mqlayer.partition_pause (
 -- partitions are left out, as are retired groups and broadcast groups, which have settings only. A shared group has no
 -- order to keep between a parent and its successors, so a message that waits for its next attempt holds none of them
 -- up.
+-- With the deployment whose members may have the partition; null for instances, which are one member each.
 CREATE VIEW mqlayer.readable AS
-SELECT g.group_id, p.partition_id
+SELECT g.group_id, p.partition_id,
+       CASE WHEN g.instance IS NOT NULL THEN NULL WHEN p.lp_from < g.canary_lps THEN g.canary ELSE g.deployment END
+           AS deployment
 FROM mqlayer.consumer_group g
 JOIN mqlayer.topic t USING (topic_id)
 JOIN mqlayer.partition p ON p.topic_id = g.topic_id AND p.state IN ('open', 'sealed')
@@ -730,6 +748,8 @@ CREATE TABLE mqlayer.member (
     host        text NOT NULL,
     pid         int NOT NULL,
     leaving     boolean NOT NULL DEFAULT false,
+    -- The version of its program, as its process was started with.
+    deployment  text NOT NULL DEFAULT 'main',
     -- It prefers partitions on nodes of this zone. Empty: none.
     zone        text NOT NULL DEFAULT '',
     joined_at   timestamptz NOT NULL DEFAULT now(),
@@ -741,6 +761,7 @@ CREATE TABLE mqlayer.member (
     reported_at  timestamptz NOT NULL DEFAULT '1970-01-01 00:00+00',
     CONSTRAINT member_key PRIMARY KEY (group_id, member_id),
     CONSTRAINT member_id_form CHECK (member_id ~ '^[a-z][a-z0-9_.-]{0,62}$'),
+    CONSTRAINT member_deployment CHECK (deployment ~ '^[a-z0-9][a-z0-9_.-]{0,62}$'),
     CONSTRAINT member_host_length CHECK (octet_length(host) <= 1024),
     CONSTRAINT member_zone_form CHECK (zone ~ '^([a-z0-9][a-z0-9_.-]{0,62})?$'),
     CONSTRAINT member_numbers CHECK (session BETWEEN 0 AND 4611686018427387904 AND pid BETWEEN 0 AND 2000000000),
