@@ -120,6 +120,16 @@ def set_(
     breaker_errors: Annotated[
         str | None, typer.Option(metavar="E,E,…", help="The only exceptions that count for it; or all.")
     ] = None,
+    key_class: Annotated[
+        str | None,
+        typer.Option(metavar="prefix:SEP|header:NAME|none", help="What classes of keys, which take turns, go by."),
+    ] = None,
+    class_concurrency: Annotated[
+        str | None, typer.Option(metavar="N", help="Keys of a class that a member handles at once; or none.")
+    ] = None,
+    class_rate: Annotated[
+        str | None, typer.Option(metavar="N", help="Messages of a class that the group begins per second; or none.")
+    ] = None,
     if_version: Annotated[
         int | None, typer.Option(min=1, help="Refuse unless the settings are at this version.")
     ] = None,
@@ -154,6 +164,9 @@ def set_(
             breaker_keys=breaker_keys,
             breaker_window_s=breaker_window,
             breaker_errors=None if breaker_errors is None else _names(breaker_errors, nothing="all"),
+            key_class=key_class,
+            class_concurrency=None if class_concurrency is None else _rate(class_concurrency),
+            class_rate=None if class_rate is None else _rate(class_rate),
         )
     words = f"{describe_rules(changed.rules)}, balance by {changed.balance}"
     if changed.instance_expiry_s is not None:

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from mqlayer.cli.output import format_age, format_key
+from mqlayer.domain.key_classes import NO_CLASSES
 from mqlayer.domain.retry_rules import PARKING_LIMITS, RetryRules
 from mqlayer.inspect import GroupStatus, PartitionStatus, UnsettledMessage, VersionLag, describe_breaker
 from mqlayer.redelivery import FailureCounts
@@ -73,6 +74,17 @@ def settings_row(group: GroupStatus) -> dict[str, Any]:
     }
 
 
+def _class_words(rules: RetryRules) -> list[str]:
+    words = []
+    if rules.key_class != NO_CLASSES:
+        words.append(f"key classes by {rules.key_class}")
+    if rules.class_concurrency is not None:
+        words.append(f"{rules.class_concurrency} keys of a class at once in a member")
+    if rules.class_rate is not None:
+        words.append(f"{rules.class_rate:g} messages/s of a class")
+    return words
+
+
 def describe_rules(rules: RetryRules) -> str:
     """Return a group's retry rules in one line."""
     words = [f"backoff {','.join(f'{wait:g}' for wait in rules.backoff_s)} s"]
@@ -91,6 +103,7 @@ def describe_rules(rules: RetryRules) -> str:
         words.append(f"breaker at {rules.breaker_share:g} of {rules.breaker_keys} keys in {rules.breaker_window_s:g} s")
     if rules.breaker_errors:
         words.append(f"breaker errors: {' '.join(rules.breaker_errors)}")
+    words += _class_words(rules)
     default = RetryRules()
     words += [
         f"{name.removesuffix('_limit').replace('_', ' ')} up to {getattr(rules, name):,}"

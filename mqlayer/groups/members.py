@@ -78,6 +78,7 @@ class HeartbeatReply:
     rate: RateLimit | None = None
     assignments: tuple[Assignment, ...] = ()
     breaker: BreakerReply = CLOSED
+    class_rate: RateLimit | None = None
 
 
 class MemberReplaced(Conflict):
@@ -189,8 +190,9 @@ def send_heartbeat(
     rules = RetryRules.of(columns) if columns else None
     rate = RateLimit.of(per_s, burst, share_count or 0)
     breaker = _breaker(more[:OF_BREAKER])
+    class_rate = None if rules is None else RateLimit.of(rules.class_rate, None, share_count or 0)
     return HeartbeatReply(
-        True, False, allocation, rules, parking_version, tag_filter, archived, rate, assigned, breaker
+        True, False, allocation, rules, parking_version, tag_filter, archived, rate, assigned, breaker, class_rate
     )
 
 

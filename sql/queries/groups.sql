@@ -3,13 +3,14 @@
 INSERT INTO mqlayer.consumer_group (topic_id, name, start, start_at, from_archive, ordered, balance, mode, scope, tag_filter,
        visibility_timeout_s, instance_expiry_s, rate_limit, rate_burst, backoff_s, backoff_jitter, attempt_limit, policy, non_retryable_errors,
        retryable_errors, time_limit_s, max_time_limit_s, parked_keys_limit, parked_messages_limit, parked_bytes_limit,
-       key_messages_limit, key_bytes_limit, breaker_share, breaker_keys, breaker_window_s, breaker_errors, deployment)
+       key_messages_limit, key_bytes_limit, breaker_share, breaker_keys, breaker_window_s, breaker_errors, key_class,
+       class_concurrency, class_rate, deployment)
 SELECT topic_id, %(name)s, %(start)s, %(start_at)s, %(from_archive)s, %(ordered)s, %(balance)s, %(mode)s, %(scope)s,
        %(tag_filter)s, %(visibility_timeout_s)s, %(instance_expiry_s)s, %(rate_limit)s, %(rate_burst)s, %(backoff_s)s, %(jitter)s,
        %(attempt_limit)s, %(policy)s, %(non_retryable_errors)s, %(retryable_errors)s,
        %(time_limit_s)s, %(max_time_limit_s)s, %(parked_keys_limit)s, %(parked_messages_limit)s, %(parked_bytes_limit)s,
        %(key_messages_limit)s, %(key_bytes_limit)s, %(breaker_share)s, %(breaker_keys)s, %(breaker_window_s)s,
-       %(breaker_errors)s, %(deployment)s
+       %(breaker_errors)s, %(key_class)s, %(class_concurrency)s, %(class_rate)s, %(deployment)s
 FROM mqlayer.topic WHERE name = %(topic)s
 ON CONFLICT DO NOTHING;
 
@@ -21,7 +22,8 @@ SELECT g.group_id, g.topic_id, g.state, g.start, g.start_at, t.strategy, g.versi
        g.canary_lps, g.previous_deployment, g.fallback, g.backoff_s, g.backoff_jitter,
        g.attempt_limit, g.policy, g.non_retryable_errors, g.retryable_errors, g.time_limit_s, g.max_time_limit_s, g.parked_keys_limit,
        g.parked_messages_limit, g.parked_bytes_limit, g.key_messages_limit, g.key_bytes_limit,
-       g.breaker_share, g.breaker_keys, g.breaker_window_s, g.breaker_errors
+       g.breaker_share, g.breaker_keys, g.breaker_window_s, g.breaker_errors, g.key_class,
+       g.class_concurrency, g.class_rate
 FROM mqlayer.consumer_group g JOIN mqlayer.topic t USING (topic_id)
 WHERE t.name = %(topic)s AND g.name = %(name)s;
 
@@ -82,6 +84,9 @@ SET settings_version = settings_version + 1, backoff_s = coalesce(%(backoff_s)s:
     breaker_keys = coalesce(%(breaker_keys)s::int, breaker_keys),
     breaker_window_s = coalesce(%(breaker_window_s)s::double precision, breaker_window_s),
     breaker_errors = coalesce(%(breaker_errors)s::text[], breaker_errors),
+    key_class = coalesce(%(key_class)s, key_class),
+    class_concurrency = nullif(coalesce(%(class_concurrency)s::double precision, class_concurrency), 'Infinity')::int,
+    class_rate = nullif(coalesce(%(class_rate)s::double precision, class_rate), 'Infinity'),
     balance = coalesce(%(balance)s::text, balance), instance_expiry_s = coalesce(%(instance_expiry_s)s::double precision, instance_expiry_s),
     tag_filter = coalesce(%(tag_filter)s::text, tag_filter),
     rate_limit = nullif(coalesce(%(rate_limit)s::double precision, rate_limit), 'Infinity'),
@@ -255,7 +260,7 @@ SELECT p.partition_id, p.node_id, p.lp_from, p.lp_to, a.epoch, coalesce(s.start_
            WHERE pp.group_id = a.group_id AND pp.partition_id = a.partition_id) AS release, coalesce(e.cut, false) AS cut, g.seek, g.replay,
        EXISTS (SELECT FROM mqlayer.redrive d WHERE d.group_id = g.group_id AND d.state = 'running' AND d.newer = 'wait'
                AND d.name IS NULL) AS resting,
-       t.archived, g.rate_limit, g.rate_burst, CASE WHEN g.rate_limit IS NOT NULL THEN (
+       t.archived, g.rate_limit, g.rate_burst, CASE WHEN g.rate_limit IS NOT NULL OR g.class_rate IS NOT NULL THEN (
            SELECT count(*) FROM mqlayer.readable r WHERE r.group_id = %(group_id)s) END::int AS share_count,
        b.state, extract(epoch FROM clock_timestamp() - b.changed_at)::float8,
        extract(epoch FROM b.probe_at - clock_timestamp())::float8, b.state = 'probing' AND b.probe_session = %(session)s,
@@ -268,7 +273,8 @@ SELECT p.partition_id, p.node_id, p.lp_from, p.lp_to, a.epoch, coalesce(s.start_
              AND sm.reported_at > now() - make_interval(secs => g.breaker_window_s)),
        g.tag_filter, g.parking, g.allocation, g.backoff_s, g.backoff_jitter, g.attempt_limit, g.policy,
        g.non_retryable_errors, g.retryable_errors, g.time_limit_s, g.max_time_limit_s, g.parked_keys_limit, g.parked_messages_limit,
-       g.parked_bytes_limit, g.key_messages_limit, g.key_bytes_limit, g.breaker_share, g.breaker_keys, g.breaker_window_s, g.breaker_errors
+       g.parked_bytes_limit, g.key_messages_limit, g.key_bytes_limit, g.breaker_share, g.breaker_keys, g.breaker_window_s, g.breaker_errors,
+       g.key_class, g.class_concurrency, g.class_rate
 FROM mqlayer.consumer_group g
 JOIN mqlayer.topic t USING (topic_id)
 LEFT JOIN mqlayer.breaker b USING (group_id)

@@ -8,7 +8,8 @@ SELECT g.group_id, t.name, g.name, g.state, g.version, t.version AS topic_versio
        g.tag_filter, g.instance, coalesce(g.instance_expiry_s, b.instance_expiry_s),
        extract(epoch FROM clock_timestamp() - g.absent_since)::float8, g.backoff_s, g.backoff_jitter, g.attempt_limit, g.policy, g.non_retryable_errors, g.retryable_errors, g.time_limit_s,
        g.max_time_limit_s, g.parked_keys_limit, g.parked_messages_limit, g.parked_bytes_limit, g.key_messages_limit,
-       g.key_bytes_limit, g.breaker_share, g.breaker_keys, g.breaker_window_s, g.breaker_errors, g.paused_by, t.paused_at AS topic_paused_at, t.paused_by AS topic_paused_by, g.rate_limit,
+       g.key_bytes_limit, g.breaker_share, g.breaker_keys, g.breaker_window_s, g.breaker_errors, g.key_class, g.class_concurrency,
+       g.class_rate, g.paused_by, t.paused_at AS topic_paused_at, t.paused_by AS topic_paused_by, g.rate_limit,
        g.rate_burst, s.state, s.changed_at, s.opened_at, s.cause, s.actor, s.failing_keys, s.probes, s.probe_at,
        coalesce((
            SELECT jsonb_object_agg(l.deployment, l.members)

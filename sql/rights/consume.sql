@@ -9,12 +9,12 @@ GRANT SELECT, INSERT (actor, cause, failing_keys, group_id, probe_at, state), UP
     failing_keys, opened_at, probe_at, probe_session, probes, state) ON mqlayer.breaker TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.beginnings_forget_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.caller_v1 TO {role};
-GRANT SELECT, INSERT (attempt_limit, breaker_share, breaker_keys, breaker_window_s, breaker_errors, absent_since,
+GRANT SELECT, INSERT (attempt_limit, breaker_share, breaker_keys, breaker_window_s, breaker_errors, key_class, class_concurrency, class_rate, absent_since,
     backoff_jitter, backoff_s, balance, broadcast_of, deployment, non_retryable_errors, from_archive, instance,
     visibility_timeout_s, instance_expiry_s, key_bytes_limit, key_messages_limit, mode, name, ordered,
     parked_bytes_limit, parked_keys_limit, parked_messages_limit, paused_at, paused_by, policy, rate_burst, rate_limit,
     retryable_errors, scope, settings_version, start, start_at, tag_filter, max_time_limit_s, time_limit_s, topic_id),
-    UPDATE (allocation, attempt_limit, breaker_share, breaker_keys, breaker_window_s, breaker_errors, absent_since,
+    UPDATE (allocation, attempt_limit, breaker_share, breaker_keys, breaker_window_s, breaker_errors, key_class, class_concurrency, class_rate, absent_since,
     backoff_jitter, backoff_s, balance, canary, canary_lps, deployment, fallback, previous_deployment, non_retryable_errors, key_bytes_limit, key_messages_limit, ordered,
     parked_bytes_limit, parked_keys_limit, parked_messages_limit, paused_at, paused_by, policy, rate_burst, rate_limit,
     replay, retired_at, retryable_errors, seek, settings_version, start, start_at, state, tag_filter, max_time_limit_s,

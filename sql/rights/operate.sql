@@ -15,11 +15,11 @@ GRANT EXECUTE ON FUNCTION mqlayer.caller_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.console_session_begin_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.console_session_end_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.console_session_v1 TO {role};
-GRANT SELECT, INSERT (attempt_limit, breaker_share, breaker_keys, breaker_window_s, breaker_errors, backoff_jitter,
+GRANT SELECT, INSERT (attempt_limit, breaker_share, breaker_keys, breaker_window_s, breaker_errors, key_class, class_concurrency, class_rate, backoff_jitter,
     backoff_s, balance, copied_from, deployment, paused_at, paused_by, state, non_retryable_errors, from_archive, visibility_timeout_s, instance_expiry_s, key_bytes_limit,
     key_messages_limit, mode, name, ordered, parked_bytes_limit, parked_keys_limit, parked_messages_limit, policy,
     rate_burst, rate_limit, retryable_errors, scope, start, start_at, tag_filter, max_time_limit_s, time_limit_s,
-    topic_id), UPDATE (allocation, attempt_limit, breaker_share, breaker_keys, breaker_window_s, breaker_errors,
+    topic_id), UPDATE (allocation, attempt_limit, breaker_share, breaker_keys, breaker_window_s, breaker_errors, key_class, class_concurrency, class_rate,
     absent_since, backoff_jitter, backoff_s, balance, canary, canary_lps, deployment, fallback, previous_deployment, non_retryable_errors, instance_expiry_s, key_bytes_limit,
     key_messages_limit, ordered, parked_bytes_limit, parked_keys_limit, parked_messages_limit, parking, paused_at,
     paused_by, policy, rate_burst, rate_limit, replay, retired_at, retryable_errors, seek, settings_version, start,

@@ -80,7 +80,8 @@ OPTIONS: Final[dict[str, str]] = {
         "TOPIC GROUP --backoff --jitter --attempts --policy --non-retryable --retryable --time-limit --max-time-limit "
         "--parked-keys --parked-messages --parked-bytes --key-messages --key-bytes --balance --tag-filter "
         "--instance-expiry "
-        "--rate --burst --breaker --breaker-keys --breaker-window --breaker-errors --if-version",
+        "--rate --burst --breaker --breaker-keys --breaker-window --breaker-errors --key-class "
+        "--class-concurrency --class-rate --if-version",
     "group pause": "TOPIC GROUP --partition --wait",
     "group resume": "TOPIC GROUP --partition",
     "group evict": "TOPIC GROUP MEMBER",

@@ -563,6 +563,11 @@ CREATE TABLE mqlayer.consumer_group (
     breaker_keys          int NOT NULL DEFAULT 10,
     breaker_window_s      double precision NOT NULL DEFAULT 10,
     breaker_errors        text[] NOT NULL DEFAULT '{}',
+    -- What a key's class, which takes turns with the others, goes by: prefix:<separator> or header:<name>.
+    key_class             text NOT NULL DEFAULT 'none',
+    -- Keys of a class at once in a member, and messages of a class by the second in the whole group. Null for no limit.
+    class_concurrency     int,
+    class_rate            double precision,
 
     -- State.
     -- The route version of which the group has drained all that came before it. It moves one by one.
@@ -622,6 +627,10 @@ CREATE TABLE mqlayer.consumer_group (
     CONSTRAINT consumer_group_breaker CHECK (
         breaker_share > 0 AND breaker_share <= 1 AND breaker_keys BETWEEN 1 AND 4096
         AND breaker_window_s >= 1 AND breaker_window_s <= 3600 AND (breaker_share IS NULL OR mode <> 'pop')),
+    CONSTRAINT consumer_group_key_class CHECK (
+        key_class ~ '^(none|prefix:[ -~]+|header:[ -~]+)$' AND octet_length(key_class) <= 64
+        AND (key_class = 'none' OR mode IN ('exclusive', 'broadcast'))
+        AND class_concurrency BETWEEN 1 AND 2000000000 AND class_rate > 0 AND class_rate <= 1e11),
     -- With room for the next one, and for the leap of a server that was replaced: statements add to those of all groups.
     CONSTRAINT consumer_group_counts CHECK (
         version BETWEEN 1 AND 1000000000 AND seek BETWEEN 0 AND 1000000000 AND replay BETWEEN 0 AND 1000000000
