@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+import msgspec
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
@@ -363,13 +364,14 @@ class PopScripts(PartitionMachine):
     @invariant()
     def the_servers_state_is_the_models(self) -> None:
         group, pop = self.partition.group, self.partition.pops
-        (owner, epoch, committed, base, seen), bits, times, pops, lines, due = self.partition.call(
-            ("HMGET", group.lock, "owner", "epoch", "committed", "base", "examined"),
+        (owner, epoch, committed, base, seen, *counts), bits, times, pops, lines, due, batches = self.partition.call(
+            ("HMGET", group.lock, "owner", "epoch", "committed", "base", "examined", "packed", "queued"),
             ("GET", group.acks),
             ("HGETALL", group.attempts),
             ("HGETALL", pop.pops),
             ("ZRANGE", pop.queues, 0, -1),
             ("ZRANGE", pop.due, 0, -1),
+            ("HGETALL", pop.batches),
         )
         model = self.model
         assert (owner == b"pop", int(epoch or 0)) == (model.owned, model.epoch)
@@ -377,18 +379,32 @@ class PopScripts(PartitionMachine):
             return
         assert int(committed) == model.committed
         assert {o for o in range(model.start, model.next) if is_settled_at(o, committed, base, bits)} == model.settled
+        packed = packed_batches(batches)
+        left = {o: int(batch) for batch, offsets in packed.items() for o in offsets if o not in model.settled}
         noted = {int(o): int(value.split(b":")[0]) for o, value in zip(times[::2], times[1::2], strict=True)}
-        assert noted == model.times
+        assert noted | {o: noted.get(o, 0) + 1 for o in left} == model.times
         out = {int(o): int(value.split(b":")[0]) for o, value in zip(pops[::2], pops[1::2], strict=True)}
-        assert out == {offset: out.batch for offset, out in model.out.items()}
-        looked_at = {offset for connection in model.queues().values() for offset in connection if offset < int(seen)}
-        assert {int(member[-16:]) for member in lines} == looked_at
+        assert out | left == {offset: out.batch for offset, out in model.out.items()}
+        assert not out.keys() & left.keys()
+        looked_at = {o for connection in model.queues().values() for o in connection if o < max(int(seen), model.start)}
+        assert {int(member[-16:]) for member in lines} == looked_at - left.keys()
         lanes = {model.queue_of(offset) for offset in looked_at}
-        assert {name.decode("latin1") if name[:1] == b"\xff" else name.decode() for name in due} == lanes
+        names = {name.decode("latin1") if name[:1] == b"\xff" else name.decode() for name in due if name[:1] != b"\xfe"}
+        assert names == lanes
+        assert {name[1:] for name in due if name[:1] == b"\xfe"} == set(packed)
+        assert [int(count or 0) for count in counts] == [len(packed), len(lines)]
         look = self.partition.position()
         assert look is not None
         assert look.position == model.committed
         assert look.unsettled == model.next - model.start - len(model.settled)
+
+
+def packed_batches(flat: Sequence[bytes]) -> dict[bytes, list[int]]:
+    """Return the offsets of packed batches, by number."""
+    fields = dict(zip(flat[::2], flat[1::2], strict=True))
+    packed = {name: msgspec.msgpack.decode(value)[2] for name, value in fields.items() if name.isdigit()}
+    assert int(fields.get(b"=", 0)) == len(packed)
+    return packed
 
 
 def is_settled_at(offset: int, committed: bytes, base: bytes, bits: bytes | None) -> bool:
