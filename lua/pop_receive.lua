@@ -19,9 +19,11 @@ KEYS
   2 log_key       stream  the partition's records
   3 lock_key      hash    owner ("pop"), epoch, committed, base, top, seek; pop: number of the last batch, wake_count, examined:
                           the first offset that was not looked at, withheld_until: ms until when nothing is given out,
-                          packed, queued: how many packed batches, how many members of queues
+                          packed, queued: how many packed batches, how many members of queues; parking, unparked: keys of
+                          the group may be parked, unless the two are equal
   4 acks_key      string  ack bitmap: bit i is offset base + i
-  5 attempts_key  hash    offset -> <times given out>:<ms of the first>:<ms of the last>, packed batches left out
+  5 attempts_key  hash    offset -> <times given out>:<ms of the first>:<ms of the last>:<failed attempts>, without what
+                          packed batches add
   6 pops_key      hash    offset -> <batch that it is out with, 0: given back>:<ms when it is visible>:<queue>
   7 queues_key    zset    <length of queue><queue><offset, 16 digits>
   8 due_key       zset    queue -> ms when it may be given out, inf: out with a packed batch; \254<batch> -> ms when that one
@@ -42,9 +44,11 @@ ARGV
   9 only_repeat   int     1: give out nothing but a batch of this attempt
   10 per_s        number  how many messages this partition gives out by the second; 0: no limit
   11 rate_size    number  how many of them at once after a rest, at least 1
+  12 none_parked  int     Postgres had no parked key here under this number (parking); 0: it was not asked
 
 RETURNS
-  {"given", batch, {times given out, ...}, {offset, m, key, body, ...}}    no times: each for the first time
+  {"given", batch, {times given out, ...}, {failed attempts, ...}, parking, {offset, m, key, body, ...}}    no times: each
+                                   for the first time. parking: 0, or the number under which keys may be parked
   {"more", 0, next, wake_count}         nothing as yet, and there is more to look at: ask again
   {"empty", left, next, wake_count}     nothing; what is appended may be given at once. left: ms until a queue is free again,
                                    -1 for none; wake_count: number of the last entry that told of a queue that got free
@@ -74,6 +78,7 @@ local attempt = ARGV[8]
 local only_repeat = ARGV[9] == '1'
 local per_s = tonumber(ARGV[10])
 local rate_size = tonumber(ARGV[11])
+local none_parked = tonumber(ARGV[12])
 
 local LOOK_LIMIT = 1000
 local HELD_LIMIT = 100000
@@ -92,7 +97,7 @@ local meta = redis.call('HMGET', meta_key, 'state', 'next', 'first', 'seal')
 if not meta[1] or meta[1] == 'deleted' then return {'absent'} end
 local next_offset = tonumber(meta[2])
 local lock = redis.call('HMGET', lock_key, 'owner', 'epoch', 'committed', 'seek', 'pop', 'wake_count', 'examined', 'base', 'top',
-  'withheld_until', 'packed', 'queued')
+  'withheld_until', 'packed', 'queued', 'parking', 'unparked')
 local held = tonumber(lock[2] or '0')
 local in_force = held == epoch and lock[1] == 'pop'
 if not in_force and held >= epoch then return {'fenced', held} end
@@ -123,7 +128,15 @@ elseif pop_incomplete(log_key, acks_key, queues_key, due_key, batches_key, commi
   redis.call('UNLINK', acks_key, pops_key, queues_key, due_key, batches_key)
   begin_at_committed(lock[4] or '0')
 end
-if not in_force then redis.call('HSET', lock_key, 'owner', 'pop', 'epoch', format('%d', epoch)) end
+local parking, unparked = tonumber(lock[13] or '0'), tonumber(lock[14] or '0')
+if not in_force then
+  -- What another node or an earlier time knew of parked keys may not be known here.
+  parking = parking + 1
+  redis.call('HSET', lock_key, 'owner', 'pop', 'epoch', format('%d', epoch), 'parking', format('%d', parking))
+elseif none_parked > unparked and none_parked == parking then
+  unparked = parking
+  redis.call('HSET', lock_key, 'unparked', format('%d', unparked))
+end
 
 if withheld_until > now then return {'blocked', withheld_until - now, next_offset, wake_count} end
 
@@ -132,9 +145,9 @@ local function record_at(offset)
   local entry = redis.call('XRANGE', log_key, id, id)[1]
   return entry and entry[2]
 end
--- What is told of records: how often each was given out, all of them once where nothing was counted.
+-- What is told of records: how often each was given out and failed; nothing where all of them come for the first time.
 local function given_reply(number, offsets, records, counted)
-  local names, reply, times, again = {}, {}, {}, false
+  local names, reply, times, failures, again, failed = {}, {}, {}, {}, false, false
   for i, record in ipairs(records) do
     local n = 4 * i
     reply[n - 3], reply[n - 2], reply[n - 1], reply[n] = offsets[i], record[2], record[4], record[6]
@@ -142,11 +155,12 @@ local function given_reply(number, offsets, records, counted)
   if redis.call('EXISTS', attempts_key) == 1 then
     for i, offset in ipairs(offsets) do names[i] = format('%d', offset) end
     for i, noted in ipairs(redis.call('HMGET', attempts_key, unpack(names))) do
-      times[i] = tonumber(string.match(noted or '0', '^%d+')) + counted
-      again = again or times[i] > 1
+      local count, _, _, failures_of = attempt_parts(noted)
+      times[i], failures[i] = count + counted, failures_of
+      again, failed = again or times[i] > 1, failed or failures_of > 0
     end
   end
-  return {'given', number, again and times or {}, reply}
+  return {'given', number, again and times or {}, failed and failures or {}, parking ~= unparked and parking or 0, reply}
 end
 
 local known = redis.call('HGET', batches_key, attempt)
@@ -160,7 +174,7 @@ if known then
   local packed_batch = redis.call('HGET', batches_key, number)
   if packed_batch then
     local all = cmsgpack.unpack(packed_batch)[3]
-    local is_settled = settled_in(acks_key, committed, base, top, all[1], all[#all])
+    local is_settled = settled_in(acks_key, committed, base, top, all)
     for _, offset in ipairs(all) do
       if not is_settled(offset) then note(offset) end
     end
@@ -216,7 +230,7 @@ end
 -- What is given: offset, record and place of its queue each. Of a queue, "whole": all of it that was looked at is given, or
 -- there is none; "part": something of it stays behind.
 local offsets, records, places, queues, place_of, states = {}, {}, {}, {}, {}, {}
-local left_queues, dropped, held_back, size, given = {}, {}, {}, 0, 0
+local left_queues, dropped, held_back, suspects, size, given = {}, {}, {}, {}, 0, 0
 local function has_room() return given < limit and size < bytes end
 local function give(offset, queue, record)
   given = given + 1
@@ -257,10 +271,11 @@ if not only_repeat and waits then
       states[queue] = #members < WIDTH and 'whole' or 'part'
       -- A call that ended in its middle left the time of a queue in which nothing stands.
       if #members == 0 then redis.call('ZREM', due_key, queue) end
-      for _, member in ipairs(members) do
+      for i, member in ipairs(members) do
         local offset = tonumber(string.sub(member, -16))
         local record = states[queue] ~= 'stuck' and has_room() and record_at(offset)
         if record then
+          if i == 1 then suspects[#suspects + 1] = format('%d', offset) end
           give(offset, queue, record)
           left_queues[#left_queues + 1] = member
         elseif has_room() then
@@ -335,6 +350,14 @@ for i = 1, #left_queues, WIDTH do
 end
 for i = 1, #held_back, 2 * WIDTH do
   redis.call('ZADD', queues_key, unpack(held_back, i, math.min(i + 2 * WIDTH - 1, #held_back)))
+end
+-- The first message of a queue that was not settled in its time failed; those behind it were not begun.
+if #suspects > 0 then
+  local late = redis.call('HMGET', pops_key, unpack(suspects))
+  local times = redis.call('HMGET', attempts_key, unpack(suspects))
+  for i, offset in ipairs(suspects) do
+    if late[i] and string.sub(late[i], 1, 2) ~= '0:' then redis.call('HSET', attempts_key, offset, attempt_failed(times[i])) end
+  end
 end
 for i = 1, #dropped, WIDTH do
   redis.call('HDEL', pops_key, unpack(dropped, i, math.min(i + WIDTH - 1, #dropped)))

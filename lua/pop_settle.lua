@@ -10,12 +10,13 @@ Of an archived topic, what is acknowledged is told in one entry of a stream, in 
 Messages of a packed batch need no more than their bits and the batch's own end, once all of it is settled. Where some is given
 back or extended by itself, the batch is unpacked first (see pop_receive). What is extended as a whole stays packed.
 
-What is acknowledged is told first, then settled; then it leaves its batch or its queue, and the lock tells of that last:
-where the call ends in between, all that is not below committed is given again (see pop_receive). Until then nothing is taken.
+What is acknowledged is told first; then the lock's count of packed batches is void until it is settled and has left its batch
+or its queue: where the call ends in between, all that is not below committed is given again (see pop_receive).
 
 KEYS
   1 meta_key      hash    state and next offset of the partition
-  2 lock_key      hash    owner ("pop"), epoch, committed, base, top, examined, packed, queued; wake_count
+  2 lock_key      hash    owner ("pop"), epoch, committed, base, top, examined, packed, queued; wake_count,
+                          parking
   3 acks_key      string  ack bitmap: bit i is offset base + i; absent while nothing above committed is settled
   4 attempts_key  hash    offset -> times given out and when (see pop_receive)
   5 pops_key      hash    offset -> <batch that it is out with, 0: given back>:<ms when it is visible>:<queue>
@@ -28,10 +29,11 @@ KEYS
 
 ARGV
   1 epoch         int     the epoch under which they were given
-  2 action        string  "ack"; "nack": give it back, with all behind it in its queue; "extend"
+  2 action        string  "ack"; "park": the same, and its key may be parked; "nack": it failed, give it back, with all
+                          behind it in its queue; "extend"
   3 ms            int     nack: the queue rests so long; extend: it is withheld for so long from now on
   4 count         int     1 to 500 runs of messages of one batch, with 1 to 500 messages in all
-  5 encoded_outcome string  empty: nothing is told; else <entries kept at most>:<who settles>
+  5 encoded_outcome string  empty: nothing is told; else <entries kept at most>:<h handled, u unmatched>:<who settles>
   6 ...           per run: batch, first offset, last offset
 
 RETURNS
@@ -59,6 +61,7 @@ local count = tonumber(ARGV[4])
 local encoded_outcome = ARGV[5]
 
 local format = string.format
+local settles = action == 'ack' or action == 'park'
 
 -- include committed_advance
 -- include bits_set
@@ -74,19 +77,17 @@ local next_offset = tonumber(meta[2])
 local lock = redis.call('HMGET', lock_key, 'owner', 'epoch', 'committed', 'base', 'top', 'examined', 'packed', 'queued')
 local held = tonumber(lock[2] or '0')
 if lock[1] ~= 'pop' or held ~= epoch then return {'fenced', held} end
-if action ~= 'ack' and action ~= 'nack' and action ~= 'extend' then return redis.error_reply('ERR pop_settle: no such word') end
+if not settles and action ~= 'nack' and action ~= 'extend' then return redis.error_reply('ERR pop_settle: no such word') end
 local committed, base, top = tonumber(lock[3]), tonumber(lock[4]), tonumber(lock[5] or '0')
 local packed, queued = tonumber(lock[7] or '0'), tonumber(lock[8] or '0')
 local bits_kept = top > committed
 local batch_of, offsets, named = {}, {}, 0
 if count < 1 or count > WIDTH then return redis.error_reply('ERR pop_settle: 1 to 500 messages') end
-local lowest, highest = math.huge, 0
 for i = 1, count do
   local number, first, last = ARGV[3 * i + 3], tonumber(ARGV[3 * i + 4]), tonumber(ARGV[3 * i + 5])
   if first < 1 or last < first then return redis.error_reply('ERR pop_settle: bad offset') end
   if last >= next_offset then return {'unknown', next_offset} end
   if named + last - first >= WIDTH then return redis.error_reply('ERR pop_settle: 1 to 500 messages') end
-  lowest, highest = math.min(lowest, first), math.max(highest, last)
   for offset = first, last do
     named = named + 1
     batch_of[named], offsets[named] = number, offset
@@ -99,7 +100,7 @@ if pop_incomplete(log_key, acks_key, queues_key, due_key, batches_key, committed
 end
 local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
-local is_settled = settled_in(acks_key, committed, base, top, lowest, highest)
+local is_settled = settled_in(acks_key, committed, base, top, offsets)
 
 -- Packed batches that are named: by number what is left of each, offset -> place of its queue.
 local batches = {}
@@ -107,7 +108,7 @@ local function open_batch(number)
   local packed_batch = redis.call('HGET', batches_key, number)
   if not packed_batch or string.find(number, '%D') then return false end
   local attempt, given_ms, all, queues, places = unpack(cmsgpack.unpack(packed_batch))
-  local settled, left, left_count = settled_in(acks_key, committed, base, top, all[1], all[#all]), {}, 0
+  local settled, left, left_count = settled_in(acks_key, committed, base, top, all), {}, 0
   for i, offset in ipairs(all) do
     if not settled(offset) then
       left[offset] = places[i] or 1
@@ -122,7 +123,7 @@ for i = 1, named do
 end
 
 local wake = false
-if action ~= 'ack' then
+if not settles then
   -- How many messages that are left of each packed batch are named.
   local counts, seen = {}, {}
   for i = 1, named do
@@ -176,7 +177,7 @@ for i = 1, named do
       if not one then ours_alone[#ours_alone + 1] = {offset, queue} end
     end
     taken[offset] = true
-  elseif action ~= 'ack' or not is_settled(offset) then
+  elseif not settles or not is_settled(offset) then
     stale[#stale + 1] = i
   end
 end
@@ -189,20 +190,20 @@ local ranges = {}
 for _, one in ipairs(ours) do range_add(ranges, one[1], one[1]) end
 
 local function place(queue, offset) return queue_prefix(queue) .. format('%016d', offset) end
-local attempts_kept = action == 'ack' and #ours > 0 and redis.call('EXISTS', attempts_key) == 1
+local attempts_kept = settles and #ours > 0 and redis.call('EXISTS', attempts_key) == 1
 local names = {}
 if attempts_kept or #ours_alone > 0 then
   for i, one in ipairs(ours) do names[i] = format('%d', one[1]) end
 end
 
 local function append_settled()
-  local kept, who = string.match(encoded_outcome, '^(%d+):(.*)$')
+  local kept, letter, who = string.match(encoded_outcome, '^(%d+):([hu]):(.*)$')
   local times = attempts_kept and redis.call('HMGET', attempts_key, unpack(names)) or {}
   local told, reads, failed = {}, {}, {}
   for i = 1, #ranges, 2 do told[#told + 1] = format('%d-%d', ranges[i], ranges[i + 1]) end
-  for i, one in ipairs(ours) do
-    local begun, given = string.match(times[i] or '', '^(%d+):%d+:(%d+)')
-    if one[3] then begun, given = tonumber(begun or '0') + 1, one[3].given_ms end
+  for i, one in ipairs(letter == 'h' and ours or {}) do
+    local begun, _, given = attempt_parts(times[i])
+    if one[3] then begun, given = begun + 1, one[3].given_ms end
     -- Messages of one batch were given at one time: the last one stands for those before it.
     local ago = given and format('%d', math.max(0, now - tonumber(given))) or ''
     if #reads > 0 and reads[#reads][2] == ago then
@@ -210,10 +211,11 @@ local function append_settled()
     else
       reads[#reads + 1] = {one[1], ago}
     end
-    if begun and tonumber(begun) > 1 then failed[#failed + 1] = format('%d:%d', one[1], tonumber(begun) - 1) end
+    if begun > 1 then failed[#failed + 1] = format('%d:%d', one[1], begun - 1) end
   end
   for i, read in ipairs(reads) do reads[i] = format('%d:%s', read[1], read[2]) end
-  local entry = {'m', who, 't', format('%d', now), 'h', table.concat(told, ','), 'r', table.concat(reads, ',')}
+  local entry = {'m', who, 't', format('%d', now), letter, table.concat(told, ',')}
+  if #reads > 0 then entry[#entry + 1], entry[#entry + 2] = 'r', table.concat(reads, ',') end
   if #failed > 0 then entry[#entry + 1], entry[#entry + 2] = 'a', table.concat(failed, ',') end
   outcome_append(outcomes_key, lock_key, epoch, tonumber(kept), entry)
 end
@@ -277,11 +279,15 @@ local function leave_batches()
   if #freed > 0 then redis.call('ZREM', due_key, unpack(freed)) end
 end
 
-if #ours > 0 and action == 'ack' then
+if #ours > 0 and settles then
   if encoded_outcome ~= '' then append_settled() end
+  -- Until the lock tells the counts again, what this call leaves is void.
+  redis.call('HSET', lock_key, 'packed', '-1')
+  if attempts_kept then redis.call('HDEL', attempts_key, unpack(names)) end
+  -- Before its key's next message may be given out.
+  if action == 'park' then redis.call('HINCRBY', lock_key, 'parking', 1) end
   settle_ranges()
   leave_batches()
-  if attempts_kept then redis.call('HDEL', attempts_key, unpack(names)) end
   if #ours_alone > 0 then
     local removed, left = {}, {}
     for i, one in ipairs(ours_alone) do removed[i], left[i] = place(one[2], one[1]), format('%d', one[1]) end
@@ -296,7 +302,9 @@ elseif action == 'nack' then
     local offset, queue = one[1], one[2]
     if not back[queue] then
       back[queue] = true
-      redis.call('HSET', pops_key, format('%d', offset), format('0:%d:', now + ms) .. queue)
+      local name = format('%d', offset)
+      redis.call('HSET', attempts_key, name, attempt_failed(redis.call('HGET', attempts_key, name)))
+      redis.call('HSET', pops_key, name, format('0:%d:', now + ms) .. queue)
       local behind = redis.call('ZRANGEBYLEX', queues_key, '[' .. place(queue, offset + 1),
         '(' .. queue_prefix(queue) .. ':', 'LIMIT', 0, WIDTH)
       local freed = {}
@@ -330,7 +338,7 @@ for queue in pairs(touched) do
     wake = wake or due < before or due <= now
   end
 end
-if #ours > 0 and action == 'ack' then
+if #ours > 0 and settles then
   redis.call('HSET', lock_key, 'packed', format('%d', packed), 'queued', format('%d', queued))
 end
 if wake or (#ours > 0 and meta[1] == 'sealed' and committed >= next_offset) then

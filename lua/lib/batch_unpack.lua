@@ -1,4 +1,5 @@
 -- include settled_in
+-- include attempt_parts
 
 -- Name of a batch in `due`; no key begins with this byte.
 local function batch_name(number) return '\254' .. number end
@@ -9,7 +10,7 @@ local function queue_prefix(queue) return string.format('%03d', #queue) .. queue
 -- packed batches changes first; the caller tells the lock.
 local function batch_unpack(number, packed_batch, committed, base, top, until_ms)
   local attempt, given_ms, offsets, queues, queue_of = unpack(cmsgpack.unpack(packed_batch))
-  local is_settled = settled_in(acks_key, committed, base, top, offsets[1], offsets[#offsets])
+  local is_settled = settled_in(acks_key, committed, base, top, offsets)
   local left, members, pops, due, closed = {}, {}, {}, {}, {}
   for i, offset in ipairs(offsets) do
     if not is_settled(offset) then
@@ -28,8 +29,9 @@ local function batch_unpack(number, packed_batch, committed, base, top, until_ms
   if #left > 0 then
     local times, counts = redis.call('HMGET', attempts_key, unpack(left)), {}
     for i, name in ipairs(left) do
-      local count, first = string.match(times[i] or '', '^(%d+):(%d+):')
-      counts[2 * i - 1], counts[2 * i] = name, string.format('%d:%s:%d', tonumber(count or '0') + 1, first or string.format('%d', given_ms), given_ms)
+      local count, first, _, failed = attempt_parts(times[i])
+      counts[2 * i - 1] = name
+      counts[2 * i] = string.format('%d:%s:%d:%d', count + 1, first or string.format('%d', given_ms), given_ms, failed)
     end
     redis.call('ZADD', queues_key, unpack(members))
     redis.call('HSET', pops_key, unpack(pops))

@@ -16,7 +16,7 @@ BATCH_LIMIT: Final = 500
 """Messages per call that gives or settles."""
 
 Scope = Literal["partition", "key"]
-SettleAction = Literal["ack", "nack", "extend"]
+SettleAction = Literal["ack", "park", "nack", "extend"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,21 +34,30 @@ class PopGroupPartition:
 
 
 class ReceiveRequest(NamedTuple):
-    """A receiver's request. `only_repeat`: only this attempt's former batch."""
+    """A receiver's request. `only_repeat`: only this attempt's former batch.
+
+    `none_parked`: a batch's `parking`, under which Postgres had no parked key.
+    """
 
     attempt_id: str
     limit: int
     bytes: int
     visibility_timeout_ms: int
     only_repeat: bool = False
+    none_parked: int = 0
 
 
 class PopBatch(NamedTuple):
-    """A batch; `delivery_counts` include this delivery."""
+    """A batch; `delivery_counts` include this delivery, `failures` are earlier ones.
+
+    `parking`: 0, or keys may be parked.
+    """
 
     batch: int
     records: Sequence[Record]
     delivery_counts: Sequence[int]
+    failures: Sequence[int] = ()
+    parking: int = 0
 
 
 class NoBatch(NamedTuple):
@@ -102,6 +111,7 @@ def receive_command(connection: NodeConnection, group_partition: PopGroupPartiti
         request.attempt_id,
         int(request.only_repeat),
         *((0, 0) if group_partition.rate is None else map(repr, map(float, group_partition.rate[:2]))),
+        request.none_parked,
     )
 
 
@@ -109,11 +119,11 @@ def receive_reply(reply: Any, address: str) -> PopBatch | NoBatch | Drained | Fe
     """Parse pop_receive's reply."""
     status, *facts = raise_for_reply(reply, address)
     if status == b"given":
-        batch, counts, flat = facts
+        batch, counts, failures, parking, flat = facts
         new = tuple.__new__
         fields = zip(flat[::4], flat[1::4], flat[2::4], flat[3::4], strict=True)
         records = [new(Record, record) for record in fields]
-        return PopBatch(batch, records, counts or [1] * len(records))
+        return PopBatch(batch, records, counts or [1] * len(records), failures, parking)
     if status == b"drained":
         return Drained(facts[0].decode())
     if status == b"fenced":

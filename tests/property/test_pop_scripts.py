@@ -402,7 +402,9 @@ class PopScripts(PartitionMachine):
 def packed_batches(flat: Sequence[bytes]) -> dict[bytes, list[int]]:
     """Return the offsets of packed batches, by number."""
     fields = dict(zip(flat[::2], flat[1::2], strict=True))
-    packed = {name: msgspec.msgpack.decode(value)[2] for name, value in fields.items() if name.isdigit()}
+    # Names of queues are bytes that the format calls text.
+    decode = msgspec.msgpack.Decoder(tuple[msgspec.Raw, int, list[int], msgspec.Raw, msgspec.Raw]).decode
+    packed = {name: decode(value)[2] for name, value in fields.items() if name.isdigit()}
     assert int(fields.get(b"=", 0)) == len(packed)
     return packed
 
