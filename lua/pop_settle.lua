@@ -30,8 +30,8 @@ KEYS
 ARGV
   1 epoch         int     the epoch under which they were given
   2 action        string  "ack"; "park": the same, and its key may be parked; "nack": it failed, give it back, with all
-                          behind it in its queue; "extend"
-  3 ms            int     nack: the queue rests so long; extend: it is withheld for so long from now on
+                          behind it in its queue; "return": the same, but it did not fail; "extend"
+  3 ms            int     nack, return: the queue rests so long; extend: it is withheld for so long from now on
   4 count         int     1 to 500 runs of messages of one batch, with 1 to 500 messages in all
   5 encoded_outcome string  empty: nothing is told; else <entries kept at most>:<h handled, u unmatched>:<who settles>
   6 ...           per run: batch, first offset, last offset
@@ -77,7 +77,7 @@ local next_offset = tonumber(meta[2])
 local lock = redis.call('HMGET', lock_key, 'owner', 'epoch', 'committed', 'base', 'top', 'examined', 'packed', 'queued')
 local held = tonumber(lock[2] or '0')
 if lock[1] ~= 'pop' or held ~= epoch then return {'fenced', held} end
-if not settles and action ~= 'nack' and action ~= 'extend' then return redis.error_reply('ERR pop_settle: no such word') end
+if not settles and action ~= 'nack' and action ~= 'return' and action ~= 'extend' then return redis.error_reply('ERR pop_settle: no such word') end
 local committed, base, top = tonumber(lock[3]), tonumber(lock[4]), tonumber(lock[5] or '0')
 local packed, queued = tonumber(lock[7] or '0'), tonumber(lock[8] or '0')
 local bits_kept = top > committed
@@ -295,7 +295,7 @@ if #ours > 0 and settles then
     redis.call('HDEL', pops_key, unpack(left))
     queued = redis.call('ZCARD', queues_key)
   end
-elseif action == 'nack' then
+elseif action == 'nack' or action == 'return' then
   local back = {}
   for _, one in ipairs(ours_alone) do
     -- The first one of a queue decides for all behind it: they must not go on before it.
@@ -303,7 +303,9 @@ elseif action == 'nack' then
     if not back[queue] then
       back[queue] = true
       local name = format('%d', offset)
-      redis.call('HSET', attempts_key, name, attempt_failed(redis.call('HGET', attempts_key, name)))
+      if action == 'nack' then
+        redis.call('HSET', attempts_key, name, attempt_failed(redis.call('HGET', attempts_key, name)))
+      end
       redis.call('HSET', pops_key, name, format('0:%d:', now + ms) .. queue)
       local behind = redis.call('ZRANGEBYLEX', queues_key, '[' .. place(queue, offset + 1),
         '(' .. queue_prefix(queue) .. ':', 'LIMIT', 0, WIDTH)

@@ -18,7 +18,7 @@ from mqlayer.metrics import MemberMeters
 from mqlayer.receiving.partition_cache import PartitionCache
 from mqlayer.receiving.partition_view import PartitionView
 from mqlayer.receiving.pop_message import PopMessage, Token, message_of
-from mqlayer.receiving.settler import PopSettler
+from mqlayer.receiving.settler import PopSettler, SettlePlan
 from mqlayer.redis.node_connection import NodeConnection, raise_for_reply
 from mqlayer.redis.partition_scripts import Fenced, Refused
 from mqlayer.redis.pop_scripts import Drained, NoBatch, PopBatch, ReceiveRequest, receive_command, receive_reply
@@ -62,6 +62,8 @@ class Fetcher:
         self._meters = meters
         self._runtime, self._database, self._routes = runtime, runtime.control, routes
         self._round = 0
+        # Acknowledgements that go with the next request to their node.
+        self._acks: SettlePlan | None = None
         self._wakeups = cache.changed
         self.fetch_count = self.received_count = 0
 
@@ -83,8 +85,9 @@ class Fetcher:
                 self._failed(view, error)
         return FetchAnswer(found, request)
 
-    def fetch(self, request: ReceiveRequest, *, repeat: bool) -> FetchAnswer:
-        """Ask due partitions until one gives. `repeat`: unanswered attempts too."""
+    def fetch(self, request: ReceiveRequest, *, repeat: bool, acks: SettlePlan | None = None) -> FetchAnswer:
+        """Ask due partitions until one gives. `repeat`: unanswered attempts too; `acks`: sent with the requests."""
+        self._acks = acks
         self._cache.refresh()
         views = self._cache.views
         for number in range(len(views)):
@@ -168,7 +171,10 @@ class Fetcher:
         view.note_unanswered(request)
         command = receive_command(connection, view.group_partition, request)
         call = connection.call if self._meters is None else partial(self._meters.receiving, connection.call)
-        (reply,) = call([command])
+        acks = [] if self._acks is None else self._settler.commands(connection, self._acks)
+        *settled, reply = call([*acks, command])
+        if self._acks is not None and settled:
+            self._settler.answered(connection, self._acks, settled)
         answer = receive_reply(reply, connection.node.address)
         if isinstance(answer, PopBatch):
             failpoint("pop.after_receive")

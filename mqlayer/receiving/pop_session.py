@@ -28,7 +28,7 @@ from mqlayer.receiving.partition_cache import PartitionCache
 from mqlayer.receiving.pop_fence import PopFence
 from mqlayer.receiving.pop_message import PopMessage
 from mqlayer.receiving.pop_spans import PopSpans
-from mqlayer.receiving.settler import PopSettler
+from mqlayer.receiving.settler import PopSettler, SettlePlan
 from mqlayer.redis.access import use_access
 from mqlayer.redis.pop_scripts import BATCH_LIMIT, ReceiveRequest, SettleAction
 from mqlayer.redis.roles import RedisRole
@@ -53,6 +53,7 @@ class ReceiveCall:
     request: ReceiveRequest
     until: float
     own_attempt: bool
+    acks: Sequence[PopMessage] = ()
     begun: bool = False
 
 
@@ -72,18 +73,26 @@ class PopSession:
         self._cleanup.close()
 
     def poll(self, call: ReceiveCall) -> FetchAnswer | None:
-        """Ask for a call's messages; none if its time is over, None to wait and ask again.
+        """Acknowledge, ask for a call's messages; none if its time is over, None to wait and ask again.
 
-        Raises StoreUnavailable at that time if no partition could be asked.
+        Raises StoreUnavailable at that time if no partition could be asked; as `ack`: then messages wait for another
+        call.
         """
+        acks = None
         if not call.begun:
             call.begun = True
+            if call.acks:
+                acks = self.settler.plan_acks([message.token for message in call.acks])
             again = self.fetcher.repeat(call.request) if call.own_attempt else None
             if again and again.messages:
+                if acks is not None:
+                    self._finish_acks(call, acks, again)
                 return again
             self.fetcher.wait_for_wakeup(0.0)
         began = time.perf_counter()
-        fetched = self.fetcher.fetch(call.request, repeat=not call.own_attempt)
+        fetched = self.fetcher.fetch(call.request, repeat=not call.own_attempt, acks=acks)
+        if acks is not None:
+            self._finish_acks(call, acks, fetched)
         if self._spans is not None and fetched.messages:
             self._spans.received(fetched.messages, time.perf_counter() - began)
         if not fetched.messages and time.monotonic() < call.until:
@@ -91,6 +100,14 @@ class PopSession:
         if not fetched.messages and self.fetcher.last_error is not None:
             raise self.fetcher.last_error
         return fetched
+
+    def _finish_acks(self, call: ReceiveCall, acks: SettlePlan, fetched: FetchAnswer) -> None:
+        try:
+            self.settler.send(acks)
+        except BaseException:
+            self.fetcher.take_back(fetched)
+            raise
+        self.key_order.settled(call.acks)
 
     def delivered(self, messages: Sequence[PopMessage]) -> None:
         """Note messages that a call returns."""
@@ -135,7 +152,13 @@ class PopSession:
         return InboxEntry(group.group_id, group.name, group.topic, message.identity, name, message.replay)
 
 
-def receive_call(max_messages: int, visibility_timeout_s: float, wait_s: float, attempt_id: str | None) -> ReceiveCall:
+def receive_call(
+    max_messages: int,
+    visibility_timeout_s: float,
+    wait_s: float,
+    attempt_id: str | None,
+    acks: Iterable[PopMessage] = (),
+) -> ReceiveCall:
     """Return a call that begins now. Raises InvalidInput for bad bounds."""
     if not 1 <= max_messages <= BATCH_LIMIT:
         raise InvalidInput(f"max_messages is {max_messages}: a batch has 1 to {BATCH_LIMIT} messages")
@@ -144,7 +167,7 @@ def receive_call(max_messages: int, visibility_timeout_s: float, wait_s: float, 
         raise InvalidInput(f"wait_s is {wait_s}: wait for 0 seconds or more")
     attempt = f"r{uuid.uuid4().hex}" if attempt_id is None else check_name("attempt", attempt_id)
     request = ReceiveRequest(attempt, max_messages, BATCH_BYTES, max(1, round(visibility_timeout_s * 1000)))
-    return ReceiveCall(request, time.monotonic() + wait_s, attempt_id is not None)
+    return ReceiveCall(request, time.monotonic() + wait_s, attempt_id is not None, list(acks))
 
 
 def check_duration(what: str, seconds: float, *, least: float) -> None:

@@ -103,16 +103,18 @@ class Receiver(ReceiverBase):
         visibility_timeout_s: float = 30.0,
         wait_s: float = 20.0,
         attempt_id: str | None = None,
+        ack: Iterable[PopMessage] = (),
     ) -> list[PopMessage]:
         """Return the next batch, of one partition, in order; empty after `wait_s`.
 
         Other receivers get neither these messages nor later ones of their scope until they are settled or time out.
         Handle a key's in turn; on failure `nack`, skip the rest of the key. After a lost reply, the same `attempt_id`
-        (a-z, then a-z 0-9 _ . -) returns the same messages, uncounted, from nodes that answer. Raises InvalidInput for
-        bad bounds (max_messages 1 to 500), StoreUnavailable if no partition could be asked.
+        (a-z, then a-z 0-9 _ . -) returns the same messages, uncounted, from nodes that answer. `ack`: messages to
+        settle in the same write, as the method does; if that raises, the next call returns what came. Raises
+        InvalidInput for bad bounds (max_messages 1 to 500), StoreUnavailable if no partition could be asked.
         """
         session = self._opened()
-        call = receive_call(max_messages, visibility_timeout_s, wait_s, attempt_id)
+        call = receive_call(max_messages, visibility_timeout_s, wait_s, attempt_id, ack)
         with session.receiving:
             while (fetched := session.poll(call)) is None:
                 session.wait([call])

@@ -16,7 +16,7 @@ BATCH_LIMIT: Final = 500
 """Messages per call that gives or settles."""
 
 Scope = Literal["partition", "key"]
-SettleAction = Literal["ack", "park", "nack", "extend"]
+SettleAction = Literal["ack", "park", "nack", "return", "extend"]
 
 
 @dataclass(frozen=True, slots=True)
