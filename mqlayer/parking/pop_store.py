@@ -103,7 +103,9 @@ class PopParkingStore(ParkingStore):
         """End a handled message; its key's next one is due. False: the claim is void."""
 
         def work(connection: Connection, facts: dict[str, object], _: int) -> None:
-            arrays = columns(("lps", "sources", "seqs", "handled"), [(identity.lp, identity.source, identity.seq, True)])
+            arrays = columns(
+                ("lps", "sources", "seqs", "handled"), [(identity.lp, identity.source, identity.seq, True)]
+            )
             connection.execute(query("parked_messages_end"), facts | arrays | {"given_s": delivered_s})
             self._next(connection, facts, claim)
 
@@ -164,9 +166,7 @@ class PopParkingStore(ParkingStore):
         if rows:
             offset, m, name, body, redriven, replay, own = rows[0]
             # A new head has its own attempts.
-            return ParkedRecord.of(
-                (offset, m, name, body), attempts=attempts or own, redriven=redriven, replay=replay
-            )
+            return ParkedRecord.of((offset, m, name, body), attempts=attempts or own, redriven=redriven, replay=replay)
         if connection.execute(query("parked_key_end"), key).fetchone() is None:
             connection.execute(query("pop_parked_put"), key | {"attempts": attempts, "cause": None, "wait_s": EARLY_S})
         return None

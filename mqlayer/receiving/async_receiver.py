@@ -125,9 +125,9 @@ class AsyncReceiver(ReceiverBase):
         """As `Receiver.ack`."""
         await self._settle(self._opened().ack, list(messages))
 
-    async def nack(self, message: PopMessage, *, delay_s: float = 0.0) -> None:
+    async def nack(self, message: PopMessage, *, delay_s: float = 0.0, error: BaseException | None = None) -> None:
         """As `Receiver.nack`."""
-        await self._settle(self._opened().nack, message, delay_s)
+        await self._settle(self._opened().nack, message, delay_s, error)
 
     async def extend(self, message: PopMessage, seconds: float) -> None:
         """As `Receiver.extend`."""

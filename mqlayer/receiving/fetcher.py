@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from functools import partial
+from itertools import repeat
 from typing import Any, Final, NamedTuple
 
 from mqlayer.domain.message import Record
@@ -15,6 +16,7 @@ from mqlayer.groups.lineage import drained_popped, seal_marks
 from mqlayer.groups.pop_partitions import renew_pop_epoch
 from mqlayer.logs import event_logger
 from mqlayer.metrics import MemberMeters
+from mqlayer.receiving.parking import Delivery, PopParking
 from mqlayer.receiving.partition_cache import PartitionCache
 from mqlayer.receiving.partition_view import PartitionView
 from mqlayer.receiving.pop_message import PopMessage, Token, message_of
@@ -56,9 +58,11 @@ class Fetcher:
         *,
         runtime: Runtime,
         routes: RouteCache,
+        parking: PopParking,
         meters: MemberMeters | None = None,
     ) -> None:
         self._group, self._cache, self._connections, self._settler = group, cache, connections, settler
+        self._parking = parking
         self._meters = meters
         self._runtime, self._database, self._routes = runtime, runtime.control, routes
         self._round = 0
@@ -92,11 +96,12 @@ class Fetcher:
         views = self._cache.views
         for number in range(len(views)):
             view = views[(self._round + number) % len(views)]
-            if not view.is_due(time.monotonic()):
-                continue
             asked = view.repeated(request) if repeat else request
             try:
-                found = self._handle(view, asked)
+                found = self._parking.fetch(view, request)
+                if not found and not view.is_due(time.monotonic()):
+                    continue
+                found = found or self._handle(view, asked)
                 view.last_error = None
             except MqlayerError as error:
                 self._failed(view, error)
@@ -169,7 +174,8 @@ class Fetcher:
     def _call(self, connection: NodeConnection, view: PartitionView, request: ReceiveRequest) -> PopAnswer:
         self.fetch_count += 1
         view.note_unanswered(request)
-        command = receive_command(connection, view.group_partition, request)
+        asked = request._replace(none_parked=view.none_parked) if view.none_parked else request
+        command = receive_command(connection, view.group_partition, asked)
         call = connection.call if self._meters is None else partial(self._meters.receiving, connection.call)
         acks = [] if self._acks is None else self._settler.commands(connection, self._acks)
         *settled, reply = call([*acks, command])
@@ -200,22 +206,30 @@ class Fetcher:
         return []
 
     def _messages(self, view: PartitionView, given: PopBatch) -> list[PopMessage]:
-        found: list[PopMessage] = []
+        found: list[Delivery] = []
         beyond: list[Token] = []
-        void: list[Token] = []
-        for record, times in zip(given.records, given.delivery_counts, strict=True):
-            token = Token(view.group_partition.partition, view.group_partition.epoch, given.batch, record.offset)
+        excluded: list[Token] = []
+        place, wanted, new = view.group_partition, view.wanted, tuple.__new__
+        partition, epoch, batch = place.partition, place.epoch, given.batch
+        failures = given.failures or repeat(0)
+        for record, times, failed in zip(given.records, given.delivery_counts, failures, strict=False):
+            token = new(Token, (partition, epoch, batch, record.offset))
             if view.info.cut and self._is_cut_off(view, record):
                 beyond.append(token)
-            elif record.void:
-                void.append(token)
+            elif record.void or (wanted is not None and not wanted.takes(record.tags)):
+                excluded.append(token)
             else:
-                found.append(message_of(record, attempt=times, token=token, replay=view.info.replay))
+                found.append(new(Delivery, (record, times, failed, token)))
         if beyond:
             log.warning("records_cut_off", extra={"partition": view.info.partition, "count": len(beyond)})
-        if beyond or void:
-            self._settler.settle("ack", [*beyond, *void], handled=False)
-        return found
+            self._settler.settle("ack", beyond, handled=False)
+        if excluded:
+            self._settler.exclude(excluded)
+        replay = view.info.replay
+        return [
+            message_of(record, attempt=times, token=token, replay=replay)
+            for record, times, _, token in self._parking.screen(view, found, given.parking)
+        ]
 
     def _is_cut_off(self, view: PartitionView, record: Record) -> bool:
         view.marks = view.marks or seal_marks(self._database, view.info.partition)

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from mqlayer.domain.message import NO_KEY, Identity, Record
+from mqlayer.domain.routing import PartitionId
+from mqlayer.parking.pop_store import Claim
 from mqlayer.traces import trace_context
 
 if TYPE_CHECKING:
@@ -20,6 +22,14 @@ class Token(NamedTuple):
     epoch: int
     batch: int
     offset: int
+
+
+class Claimed(NamedTuple):
+    """A parked message's giving-out. `at_s`: Unix time."""
+
+    partition: PartitionId
+    claim: Claim
+    at_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +52,8 @@ class PopMessage:
     tags: tuple[str, ...] = ()
     reordered: bool = False
     _record: Record | None = field(default=None, repr=False, compare=False)
+    claimed: Claimed | None = field(default=None, repr=False, compare=False)
+    """Internal: of a parked message, which Postgres gives out."""
 
     def __getattr__(self, name: str) -> Any:
         # A slot that `message_of` left empty: few handlers read all of them.
@@ -65,11 +77,14 @@ def _key_of(record: Record) -> str | None:
     return None if record.key == NO_KEY else record.key.decode()
 
 
-def message_of(record: Record, *, attempt: int, token: Token, replay: int) -> PopMessage:
+def message_of(
+    record: Record, *, attempt: int, token: Token, replay: int, claimed: Claimed | None = None
+) -> PopMessage:
     """Return a record as a message, parsed when read."""
     message = object.__new__(PopMessage)
     _set(message, "_record", record)
     _set(message, "attempt", attempt)
     _set(message, "token", token)
     _set(message, "replay", replay)
+    _set(message, "claimed", claimed)
     return message

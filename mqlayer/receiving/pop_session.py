@@ -13,10 +13,11 @@ from functools import partial
 from typing import Final
 
 from mqlayer.domain.names import check_name
-from mqlayer.errors import InvalidInput
+from mqlayer.errors import InvalidInput, StaleToken
 from mqlayer.groups.group import Group, GroupSettings, ensure_group
 from mqlayer.idempotency import InboxEntry
 from mqlayer.metrics import RECEIVED, meters_of
+from mqlayer.parking.pop_store import PopParkingStore
 from mqlayer.postgres.caller_connections import Statements
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.migrations import check_schema
@@ -24,14 +25,17 @@ from mqlayer.postgres.notifications import GROUP, NotificationListener
 from mqlayer.postgres.rights import Right, require
 from mqlayer.receiving.fetcher import FetchAnswer, Fetcher
 from mqlayer.receiving.key_order import KeyOrder
+from mqlayer.receiving.parked_settler import ParkedSettler
+from mqlayer.receiving.parking import PopParking
 from mqlayer.receiving.partition_cache import PartitionCache
 from mqlayer.receiving.pop_fence import PopFence
-from mqlayer.receiving.pop_message import PopMessage
+from mqlayer.receiving.pop_message import PopMessage, Token
 from mqlayer.receiving.pop_spans import PopSpans
 from mqlayer.receiving.settler import PopSettler, SettlePlan
 from mqlayer.redis.access import use_access
 from mqlayer.redis.pop_scripts import BATCH_LIMIT, ReceiveRequest, SettleAction
 from mqlayer.redis.roles import RedisRole
+from mqlayer.runtime.error_text import ErrorTexts
 from mqlayer.runtime.node_pool import NodePool
 from mqlayer.runtime.route_cache import RouteCache
 from mqlayer.runtime.runtime import Runtime
@@ -61,9 +65,16 @@ class PopSession:
     """An open receiver. One thread at a time, with `receiving`, polls and waits; any settles."""
 
     def __init__(
-        self, group: Group, fetcher: Fetcher, settler: PopSettler, cleanup: ExitStack, spans: PopSpans | None = None
+        self,
+        group: Group,
+        fetcher: Fetcher,
+        settler: PopSettler,
+        parked: ParkedSettler,
+        cleanup: ExitStack,
+        spans: PopSpans | None = None,
     ) -> None:
         self.group, self.fetcher, self.settler, self._cleanup, self._spans = group, fetcher, settler, cleanup, spans
+        self._parked = parked
         self.receiving = threading.Lock()
         self.key_order = KeyOrder()
         self._fence = PopFence(group, self.key_order)
@@ -82,7 +93,7 @@ class PopSession:
         if not call.begun:
             call.begun = True
             if call.acks:
-                acks = self.settler.plan_acks([message.token for message in call.acks])
+                acks = self._plan_acks(call.acks)
             again = self.fetcher.repeat(call.request) if call.own_attempt else None
             if again and again.messages:
                 if acks is not None:
@@ -100,6 +111,12 @@ class PopSession:
         if not fetched.messages and self.fetcher.last_error is not None:
             raise self.fetcher.last_error
         return fetched
+
+    def _plan_acks(self, messages: Sequence[PopMessage]) -> SettlePlan:
+        stale = self._parked.ack([message for message in messages if message.claimed])
+        acks = self.settler.plan_acks([message.token for message in messages if not message.claimed])
+        acks.add_stale(stale)
+        return acks
 
     def _finish_acks(self, call: ReceiveCall, acks: SettlePlan, fetched: FetchAnswer) -> None:
         try:
@@ -121,19 +138,38 @@ class PopSession:
     def ack(self, messages: Iterable[PopMessage]) -> None:
         """See `Receiver.ack`."""
         wanted = list(messages)
-        self._settle("ack", wanted)
+        stale = self._parked.ack([message for message in wanted if message.claimed])
+        self._settle("ack", [message for message in wanted if not message.claimed])
         self.key_order.settled(wanted)
+        self._refuse(stale)
 
-    def nack(self, message: PopMessage, delay_s: float) -> None:
+    def nack(self, message: PopMessage, delay_s: float, error: BaseException | None = None) -> None:
         """See `Receiver.nack`."""
         check_duration("the delay", delay_s, least=0.0)
         self.key_order.returned(message)
-        self._settle("nack", [message], ms=round(delay_s * 1000))
+        if message.claimed:
+            self._refuse(self._parked.nack(message, delay_s))
+        else:
+            self._settle("nack", [message], ms=round(delay_s * 1000))
+        if error is not None:
+            self._parked.note_error(message, error)
 
     def extend(self, message: PopMessage, seconds: float) -> None:
         """See `Receiver.extend`."""
+        self.extend_all([message], seconds)
+
+    def extend_all(self, messages: Sequence[PopMessage], seconds: float) -> None:
+        """Withhold messages; one write per node."""
         check_duration("the visibility timeout", seconds, least=0.0)
-        self.settler.settle("extend", [message.token], ms=round(seconds * 1000))
+        stale = self._parked.extend([message for message in messages if message.claimed], seconds)
+        tokens = [message.token for message in messages if not message.claimed]
+        self.settler.settle("extend", tokens, ms=round(seconds * 1000))
+        self._refuse(stale)
+
+    def _refuse(self, stale: Sequence[Token]) -> None:
+        if stale:
+            named = [(token.partition, token.offset) for token in stale]
+            raise StaleToken(self.group.name, self.group.topic, named)
 
     def _settle(self, action: SettleAction, messages: list[PopMessage], ms: int = 0) -> None:
         settle = partial(self.settler.settle, action, [message.token for message in messages], ms=ms)
@@ -192,9 +228,13 @@ def open_session(topic: str, wanted: GroupSettings, *, group: str, settings: Set
         meters, name = meters_of(settings), f"r-{uuid.uuid4().hex}"
         of_group = None if meters is None else meters.member(topic, group)
         settler = PopSettler(found, cache, settling, routes, prefix=runtime.prefix, name=name, meters=of_group)
-        fetcher = Fetcher(found, cache, fetching, settler, runtime=runtime, routes=routes, meters=of_group)
+        store, texts = PopParkingStore(runtime.control, found.group_id, name), ErrorTexts(shown=settings.error_messages)
+        parking = PopParking(found, store, settler, texts)
+        fetcher = Fetcher(
+            found, cache, fetching, settler, runtime=runtime, routes=routes, parking=parking, meters=of_group
+        )
         if of_group is not None:
-            cleanup.callback(of_group.count(partial(_counts, fetcher, settler), lambda: len(cache.views)))
+            cleanup.callback(of_group.count(partial(_counts, fetcher, settler, parking), lambda: len(cache.views)))
 
         def hear(group_id: str) -> None:
             if group_id in ("", str(found.group_id)):
@@ -205,11 +245,11 @@ def open_session(topic: str, wanted: GroupSettings, *, group: str, settings: Set
         cleanup.callback(notices.close)
         tracing = tracing_of(settings)
         spans = None if tracing is None else PopSpans(tracing, topic, group)
-        return PopSession(found, fetcher, settler, cleanup.pop_all(), spans)
+        return PopSession(found, fetcher, settler, ParkedSettler(parking, cache), cleanup.pop_all(), spans)
 
 
-def _counts(fetcher: Fetcher, settler: PopSettler) -> Mapping[str, int]:
-    return {**settler.counts, RECEIVED: fetcher.received_count}
+def _counts(fetcher: Fetcher, settler: PopSettler, parking: PopParking) -> Mapping[str, int]:
+    return {**settler.counts, **parking.counts, RECEIVED: fetcher.received_count}
 
 
 def _open_databases(settings: Settings, work: str, cleanup: ExitStack) -> Runtime:

@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from typing import Any, Self
 
 from mqlayer.domain.names import check_name
+from mqlayer.domain.retry_rules import Policy
 from mqlayer.errors import Conflict
 from mqlayer.groups.group import Group, GroupSettings, Scope, check_settings, check_start
 from mqlayer.groups.start_positions import Start
@@ -36,10 +37,15 @@ class ReceiverBase:
         settings: Settings | None = None,
         scope: Scope | None = None,
         start: Start | None = None,
+        tag_filter: str | None = None,
+        attempt_limit: int | None = None,
+        policy: Policy | None = None,
     ) -> None:
         self._topic, self._group = check_name("topic", topic), check_name("group", group)
         check_start(start)
-        self._wanted = GroupSettings(start, mode="pop", scope=scope)
+        self._wanted = GroupSettings(
+            start, mode="pop", scope=scope, tag_filter=tag_filter, attempt_limit=attempt_limit, policy=policy
+        )
         check_settings(self._wanted)
         self._settings = settings
         self._session: PopSession | None = None
@@ -129,13 +135,14 @@ class Receiver(ReceiverBase):
         """
         self._opened().ack(messages)
 
-    def nack(self, message: PopMessage, *, delay_s: float = 0.0) -> None:
-        """Return a message and all behind it in its scope; they come again after the delay, in order.
+    def nack(self, message: PopMessage, *, delay_s: float = 0.0, error: BaseException | None = None) -> None:
+        """Return a failed message and all behind it in its scope; they come again after the delay, in order.
 
+        It counts as a failed attempt, up to the group's limit; `error` is recorded with it, as a handler's would be.
         Tokens of those behind are void. Raises as `ack`; repeated after StoreUnavailable, StaleToken means that the
         first call succeeded.
         """
-        self._opened().nack(message, delay_s)
+        self._opened().nack(message, delay_s, error)
 
     def extend(self, message: PopMessage, seconds: float) -> None:
         """Withhold a message for `seconds` from now. Raises as `ack`."""

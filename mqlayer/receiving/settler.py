@@ -57,6 +57,11 @@ class SettlePlan:
     by_node: dict[NodeId, list[tuple[PopGroupPartition, Sequence[Token]]]]
     count: int
 
+    def add_stale(self, tokens: Sequence[Token]) -> None:
+        """Add void tokens of other kinds."""
+        self.said.stale += tokens
+        self.count += len(tokens)
+
 
 class PopSettler:
     """Sends settlements. Thread-safe; one call at a time."""
