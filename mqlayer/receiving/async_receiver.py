@@ -92,9 +92,10 @@ class AsyncReceiver(ReceiverBase):
         wait_s: float = 20.0,
         attempt_id: str | None = None,
         ack: Iterable[PopMessage] = (),
+        renew_for_s: float = 0.0,
     ) -> list[PopMessage]:
         """As `Receiver.receive`; among several, a call lasts up to 0.1 s longer."""
-        call = receive_call(max_messages, visibility_timeout_s, wait_s, attempt_id, ack)
+        call = receive_call(max_messages, visibility_timeout_s, wait_s, attempt_id, ack, renew_for_s)
         thread = self._running().receiving
         pending = thread.receive(call)
         try:

@@ -35,10 +35,10 @@ PopAnswer = PopBatch | NoBatch | Drained | Fenced | Refused
 
 
 class FetchAnswer(NamedTuple):
-    """Messages, and their request: an earlier one after a lost answer."""
+    """Messages, and by partition their requests: earlier ones after a lost answer."""
 
     messages: list[PopMessage]
-    request: ReceiveRequest
+    requests: dict[int, ReceiveRequest]
 
 
 BLOCK_S: Final = 0.1
@@ -80,44 +80,63 @@ class Fetcher:
         """Return this attempt's former batches."""
         self._cache.refresh()
         found: list[PopMessage] = []
+        requests: dict[int, ReceiveRequest] = {}
         for view in self._cache.views:
+            requests[view.info.partition] = request
             try:
                 answer = self._fetch_from(view, request._replace(only_repeat=True))
                 if isinstance(answer, PopBatch):
                     found += self._messages(view, answer)
             except MqlayerError as error:
                 self._failed(view, error)
-        return FetchAnswer(found, request)
+        return FetchAnswer(found, requests)
 
     def fetch(self, request: ReceiveRequest, *, repeat: bool, acks: SettlePlan | None = None) -> FetchAnswer:
-        """Ask due partitions until one gives. `repeat`: unanswered attempts too; `acks`: sent with the requests."""
+        """Ask due partitions until there are enough. `repeat`: unanswered attempts too; `acks`: sent with requests."""
         self._acks = acks
         self._cache.refresh()
-        views = self._cache.views
+        answer = FetchAnswer([], {})
+        try:
+            self._fill(answer, request, repeat=repeat)
+        except BaseException:
+            self.take_back(answer)
+            raise
+        return answer
+
+    def _fill(self, answer: FetchAnswer, request: ReceiveRequest, *, repeat: bool) -> None:
+        views, begin, size = self._cache.views, self._round, 0
         for number in range(len(views)):
-            view = views[(self._round + number) % len(views)]
-            asked = view.repeated(request) if repeat else request
-            try:
-                found = self._parking.fetch(view, request)
-                if not found and not view.is_due(time.monotonic()):
-                    continue
-                found = found or self._handle(view, asked)
-                view.last_error = None
-            except MqlayerError as error:
-                self._failed(view, error)
-                continue
+            view = views[(begin + number) % len(views)]
+            left = request._replace(limit=request.limit - len(answer.messages), bytes=request.bytes - size)
+            if left.limit < 1 or left.bytes < 1:
+                return
+            found = self._ask(view, left, answer.requests, repeat=repeat)
             if found:
                 # The next call begins with the next partition: a busy one must not starve the others.
-                self._round = (self._round + number + 1) % len(views)
-                return FetchAnswer(found, asked)
-        return FetchAnswer([], request)
+                self._round = (begin + number + 1) % len(views)
+                answer.messages.extend(found)
+                size += sum(len(message.body) for message in found) if number + 1 < len(views) else 0
+
+    def _ask(
+        self, view: PartitionView, request: ReceiveRequest, requests: dict[int, ReceiveRequest], *, repeat: bool
+    ) -> list[PopMessage]:
+        asked = requests[view.info.partition] = view.repeated(request) if repeat else request
+        try:
+            found = self._parking.fetch(view, request)
+            if not found and view.is_due(time.monotonic()):
+                found = self._handle(view, asked)
+                view.last_error = None
+        except MqlayerError as error:
+            self._failed(view, error)
+            return []
+        return found
 
     def take_back(self, fetched: FetchAnswer) -> None:
         """Give undelivered messages to a later request, as the same attempt."""
         partitions = {message.token.partition for message in fetched.messages}
         for view in self._cache.views:
             if view.info.partition in partitions:
-                view.note_unanswered(fetched.request)
+                view.note_unanswered(fetched.requests[view.info.partition])
                 view.quiet = None
 
     @property

@@ -31,6 +31,7 @@ from mqlayer.receiving.partition_cache import PartitionCache
 from mqlayer.receiving.pop_fence import PopFence
 from mqlayer.receiving.pop_message import PopMessage, Token
 from mqlayer.receiving.pop_spans import PopSpans
+from mqlayer.receiving.renewal import RenewalThread
 from mqlayer.receiving.settler import PopSettler, SettlePlan
 from mqlayer.redis.access import use_access
 from mqlayer.redis.pop_scripts import BATCH_LIMIT, ReceiveRequest, SettleAction
@@ -58,6 +59,7 @@ class ReceiveCall:
     until: float
     own_attempt: bool
     acks: Sequence[PopMessage] = ()
+    renew_for_s: float = 0.0
     begun: bool = False
 
 
@@ -75,12 +77,15 @@ class PopSession:
     ) -> None:
         self.group, self.fetcher, self.settler, self._cleanup, self._spans = group, fetcher, settler, cleanup, spans
         self._parked = parked
+        self._renewal = RenewalThread(self.extend_all)
         self.receiving = threading.Lock()
         self.key_order = KeyOrder()
         self._fence = PopFence(group, self.key_order)
 
     def close(self) -> None:
         """Disconnect."""
+        if self._renewal.started:
+            self._renewal.stop(CLOSE_S)
         self._cleanup.close()
 
     def poll(self, call: ReceiveCall) -> FetchAnswer | None:
@@ -125,10 +130,14 @@ class PopSession:
             self.fetcher.take_back(fetched)
             raise
         self.key_order.settled(call.acks)
+        self._renewal.settled(call.acks)
 
-    def delivered(self, messages: Sequence[PopMessage]) -> None:
+    def delivered(self, call: ReceiveCall, messages: Sequence[PopMessage]) -> None:
         """Note messages that a call returns."""
         self.key_order.delivered(messages)
+        if call.renew_for_s and messages:
+            visible_s = call.request.visibility_timeout_ms / 1000
+            self._renewal.keep(messages, visible_s=visible_s, for_s=call.renew_for_s)
         self.fetcher.received_count += len(messages)
 
     def wait(self, calls: Iterable[ReceiveCall]) -> None:
@@ -138,6 +147,7 @@ class PopSession:
     def ack(self, messages: Iterable[PopMessage]) -> None:
         """See `Receiver.ack`."""
         wanted = list(messages)
+        self._renewal.settled(wanted)
         stale = self._parked.ack([message for message in wanted if message.claimed])
         self._settle("ack", [message for message in wanted if not message.claimed])
         self.key_order.settled(wanted)
@@ -146,6 +156,7 @@ class PopSession:
     def nack(self, message: PopMessage, delay_s: float, error: BaseException | None = None) -> None:
         """See `Receiver.nack`."""
         check_duration("the delay", delay_s, least=0.0)
+        self._renewal.settled([message])
         self.key_order.returned(message)
         if message.claimed:
             self._refuse(self._parked.nack(message, delay_s))
@@ -194,16 +205,18 @@ def receive_call(
     wait_s: float,
     attempt_id: str | None,
     acks: Iterable[PopMessage] = (),
+    renew_for_s: float = 0.0,
 ) -> ReceiveCall:
     """Return a call that begins now. Raises InvalidInput for bad bounds."""
     if not 1 <= max_messages <= BATCH_LIMIT:
         raise InvalidInput(f"max_messages is {max_messages}: a batch has 1 to {BATCH_LIMIT} messages")
     check_duration("the visibility timeout", visibility_timeout_s, least=0.001)
+    check_duration("renew_for_s", renew_for_s, least=0.0)
     if not 0 <= wait_s < math.inf:
         raise InvalidInput(f"wait_s is {wait_s}: wait for 0 seconds or more")
     attempt = f"r{uuid.uuid4().hex}" if attempt_id is None else check_name("attempt", attempt_id)
     request = ReceiveRequest(attempt, max_messages, BATCH_BYTES, max(1, round(visibility_timeout_s * 1000)))
-    return ReceiveCall(request, time.monotonic() + wait_s, attempt_id is not None, list(acks))
+    return ReceiveCall(request, time.monotonic() + wait_s, attempt_id is not None, list(acks), renew_for_s)
 
 
 def check_duration(what: str, seconds: float, *, least: float) -> None:

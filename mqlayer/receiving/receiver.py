@@ -110,21 +110,22 @@ class Receiver(ReceiverBase):
         wait_s: float = 20.0,
         attempt_id: str | None = None,
         ack: Iterable[PopMessage] = (),
+        renew_for_s: float = 0.0,
     ) -> list[PopMessage]:
-        """Return the next batch, of one partition, in order; empty after `wait_s`.
+        """Return the next batch, in order per partition; empty after `wait_s`.
 
         Other receivers get neither these messages nor later ones of their scope until they are settled or time out.
         Handle a key's in turn; on failure `nack`, skip the rest of the key. After a lost reply, the same `attempt_id`
         (a-z, then a-z 0-9 _ . -) returns the same messages, uncounted, from nodes that answer. `ack`: messages to
-        settle in the same write, as the method does; if that raises, the next call returns what came. Raises
-        InvalidInput for bad bounds (max_messages 1 to 500), StoreUnavailable if no partition could be asked.
+        settle in the same write, as the method does; if that raises, the next call returns what came.
+        `renew_for_s`: extend the messages' timeouts so long, until each is settled. Raises InvalidInput for bad bounds (max_messages 1 to 500), StoreUnavailable if no partition could be asked.
         """
         session = self._opened()
-        call = receive_call(max_messages, visibility_timeout_s, wait_s, attempt_id, ack)
+        call = receive_call(max_messages, visibility_timeout_s, wait_s, attempt_id, ack, renew_for_s)
         with session.receiving:
             while (fetched := session.poll(call)) is None:
                 session.wait([call])
-            session.delivered(fetched.messages)
+            session.delivered(call, fetched.messages)
             return fetched.messages
 
     def ack(self, messages: Iterable[PopMessage]) -> None:

@@ -216,3 +216,31 @@ def test_a_filter_leaves_messages_out(one: Stage, receiver_of: OpenReceiver) -> 
 def test_a_limit_without_a_policy_is_refused(one: Stage, receiver_of: OpenReceiver) -> None:
     with pytest.raises(InvalidInput, match="policy"):
         receiver_of(one, attempt_limit=3)
+
+
+def test_renewal_withholds_messages_while_a_handler_runs_and_not_for_ever(
+    one: Stage, receiver_of: OpenReceiver
+) -> None:
+    a, b = receiver_of(one), receiver_of(one)
+    one.send([("k", b"1"), ("k", b"2")])
+    batch = a.receive(wait_s=WAIT_S, visibility_timeout_s=0.3, renew_for_s=30)
+    assert b.receive(wait_s=1.0) == [], "three times its visibility timeout"
+    a.ack(batch[:1])
+    assert b.receive(wait_s=0.5) == []
+    a.ack(batch[1:])
+    one.send([("k", b"3")])
+    a.receive(wait_s=WAIT_S, visibility_timeout_s=0.3, renew_for_s=0.1)
+    assert bodies(b.receive(wait_s=WAIT_S)) == [b"3"]
+
+
+def test_one_call_gives_messages_of_several_partitions(
+    start_stage: StartStage, redis_url: str, receiver_of: OpenReceiver
+) -> None:
+    stage = start_stage(redis_url, partitions=4)
+    receiver = receiver_of(stage)
+    stage.send((f"key-{number}", b"%d" % number) for number in range(40))
+    batch = receiver.receive(40, wait_s=WAIT_S)
+    assert sorted(map(int, bodies(batch))) == list(range(40))
+    assert {message.token.partition for message in batch} == set(stage.partitions)
+    receiver.ack(batch)
+    assert receiver.receive(wait_s=0) == []
