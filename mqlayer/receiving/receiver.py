@@ -118,7 +118,8 @@ class Receiver(ReceiverBase):
         Handle a key's in turn; on failure `nack`, skip the rest of the key. After a lost reply, the same `attempt_id`
         (a-z, then a-z 0-9 _ . -) returns the same messages, uncounted, from nodes that answer. `ack`: messages to
         settle in the same write, as the method does; if that raises, the next call returns what came.
-        `renew_for_s`: extend the messages' timeouts so long, until each is settled. Raises InvalidInput for bad bounds (max_messages 1 to 500), StoreUnavailable if no partition could be asked.
+        `renew_for_s`: extend the messages' timeouts so long, until each is settled. Raises InvalidInput for bad bounds
+        (max_messages 1 to 500), StoreUnavailable if no partition could be asked.
         """
         session = self._opened()
         call = receive_call(max_messages, visibility_timeout_s, wait_s, attempt_id, ack, renew_for_s)

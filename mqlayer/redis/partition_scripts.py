@@ -379,21 +379,25 @@ class LockHolder:
 class FailureHistory(NamedTuple):
     """Failed attempts; first and last in ms of the node's clock.
 
-    `started`: a guarded start without an end: "a" alone, "s" beside others, else "".
+    `started`: a guarded start without an end: "a" alone, "s" beside others, else "". Of ordered pop, `attempts` are
+    deliveries before the present one, and `failed` the failed ones.
     """
 
     attempts: int
     first_ms: int | None
     last_ms: int | None
     started: str = ""
+    failed: int = 0
 
 
 def failures_of(noted: bytes) -> FailureHistory:
     """Parse a value of `attempts`."""
     count, *rest = noted.split(b":")
+    last = rest[2].decode() if len(rest) > 2 else ""
+    started, failed = ("", int(last)) if last.isdigit() else (last, 0)
     if int(count) == 0 or not rest:
-        return FailureHistory(int(count), None, None, rest[2].decode() if len(rest) > 2 else "")
-    return FailureHistory(int(count), int(rest[0]), int(rest[1]), rest[2].decode() if len(rest) > 2 else "")
+        return FailureHistory(int(count), None, None, started, failed)
+    return FailureHistory(int(count), int(rest[0]), int(rest[1]), started, failed)
 
 
 class LockTaken(NamedTuple):

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-import msgspec
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
@@ -29,6 +28,7 @@ from tests.fixtures.partition_harness import (
     placed,
     run_machine,
 )
+from tests.fixtures.popped import packed_batches
 from tests.fixtures.wait import wait_until
 
 BRIEF_MS = 1
@@ -379,7 +379,7 @@ class PopScripts(PartitionMachine):
             return
         assert int(committed) == model.committed
         assert {o for o in range(model.start, model.next) if is_settled_at(o, committed, base, bits)} == model.settled
-        packed = packed_batches(batches)
+        packed = packed_batches(dict(zip(batches[::2], batches[1::2], strict=True)))
         left = {o: int(batch) for batch, offsets in packed.items() for o in offsets if o not in model.settled}
         noted = {int(o): int(value.split(b":")[0]) for o, value in zip(times[::2], times[1::2], strict=True)}
         assert noted | {o: noted.get(o, 0) + 1 for o in left} == model.times
@@ -397,16 +397,6 @@ class PopScripts(PartitionMachine):
         assert look is not None
         assert look.position == model.committed
         assert look.unsettled == model.next - model.start - len(model.settled)
-
-
-def packed_batches(flat: Sequence[bytes]) -> dict[bytes, list[int]]:
-    """Return the offsets of packed batches, by number."""
-    fields = dict(zip(flat[::2], flat[1::2], strict=True))
-    # Names of queues are bytes that the format calls text.
-    decode = msgspec.msgpack.Decoder(tuple[msgspec.Raw, int, list[int], msgspec.Raw, msgspec.Raw]).decode
-    packed = {name: decode(value)[2] for name, value in fields.items() if name.isdigit()}
-    assert int(fields.get(b"=", 0)) == len(packed)
-    return packed
 
 
 def is_settled_at(offset: int, committed: bytes, base: bytes, bits: bytes | None) -> bool:
