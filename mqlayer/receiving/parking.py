@@ -98,7 +98,10 @@ class PopParking:
         if not to_park and not to_end:
             return given
         result = self._write(view, batch)
-        self._settle(view, result, to_park, to_end)
+        first_returned = self._settle(view, result, to_park, to_end)
+        if self._group.scope == "partition":
+            # All of them are one queue: what is behind a returned one is given back with it.
+            given = [one for one in given if one.token.offset < first_returned]
         ended = {one.token for one in to_end}
         parked_now = {token for token, (_, ref) in to_park.items() if ref not in result.unparked}
         return [one for one in given if one.token not in ended | parked_now]
@@ -123,7 +126,7 @@ class PopParking:
         result: ParkingResult,
         to_park: Mapping[Token, tuple[Delivery, KeyRef]],
         to_end: Sequence[Delivery],
-    ) -> None:
+    ) -> float:
         failpoint("pop.after_park")
         refused = [t for t, (one, _) in to_park.items() if one.record.identity in result.refused_messages]
         parked = [t for t, (_, ref) in to_park.items() if t not in refused and ref not in result.unparked]
@@ -137,6 +140,7 @@ class PopParking:
         if refused:
             self._settler.settle("return", refused, ms=FULL_RETRY_MS)
             log.error("parking_full", extra=self._facts(view) | {"count": len(refused)})
+        return min((token.offset for token in refused), default=math.inf)
 
     def _tell(self, event: str, kind: str, view: PartitionView, count: int) -> None:
         self.counts[kind] += count
@@ -199,5 +203,5 @@ def span_of(info: PopPartition) -> ParkedSpan:
 def _message(view: PartitionView, one: ClaimedMessage) -> PopMessage:
     record = one.record
     token = Token(view.group_partition.partition, view.group_partition.epoch, 0, record.offset)
-    claimed = Claimed(view.info.partition, one.claim, time.time())
+    claimed = Claimed(view.info.partition, one.claim, time.time(), record.redriven)
     return message_of(record, attempt=record.attempts + 1, token=token, replay=view.info.replay, claimed=claimed)

@@ -25,11 +25,12 @@ class Token(NamedTuple):
 
 
 class Claimed(NamedTuple):
-    """A parked message's giving-out. `at_s`: Unix time."""
+    """A parked message's giving-out. `at_s`: Unix time; `redriven`: later ones of its key may be handled."""
 
     partition: PartitionId
     claim: Claim
     at_s: float
+    redriven: bool
 
 
 @dataclass(frozen=True, slots=True)

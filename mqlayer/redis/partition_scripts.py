@@ -380,24 +380,27 @@ class FailureHistory(NamedTuple):
     """Failed attempts; first and last in ms of the node's clock.
 
     `started`: a guarded start without an end: "a" alone, "s" beside others, else "". Of ordered pop, `attempts` are
-    deliveries before the present one, and `failed` the failed ones.
+    deliveries, and `started` holds the failed ones.
     """
 
     attempts: int
     first_ms: int | None
     last_ms: int | None
     started: str = ""
-    failed: int = 0
+
+    @property
+    def failed(self) -> int:
+        """Failed deliveries of ordered pop."""
+        return int(self.started) if self.started.isdigit() else 0
 
 
 def failures_of(noted: bytes) -> FailureHistory:
     """Parse a value of `attempts`."""
     count, *rest = noted.split(b":")
-    last = rest[2].decode() if len(rest) > 2 else ""
-    started, failed = ("", int(last)) if last.isdigit() else (last, 0)
+    started = rest[2].decode() if len(rest) > 2 else ""
     if int(count) == 0 or not rest:
-        return FailureHistory(int(count), None, None, started, failed)
-    return FailureHistory(int(count), int(rest[0]), int(rest[1]), started, failed)
+        return FailureHistory(int(count), None, None, started)
+    return FailureHistory(int(count), int(rest[0]), int(rest[1]), started)
 
 
 class LockTaken(NamedTuple):

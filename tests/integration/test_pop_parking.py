@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, Final
 
+import psycopg
 import pytest
 from pydantic import SecretStr
 
 from mqlayer import PopMessage, Producer, Receiver
-from mqlayer.errors import InvalidInput, StaleToken
+from mqlayer.domain.retry_rules import Policy
+from mqlayer.errors import AlreadyApplied, InvalidInput, StaleToken
 from mqlayer.groups.admin import set_group
-from mqlayer.groups.group import Policy
 from mqlayer.redelivery import DeadFilter, discard_parked, new_worker, release_parked, start_redrive, work_on
 from mqlayer.settings import Settings
 from tests.fixtures.consumers import Stage, StartStage
@@ -152,12 +153,19 @@ def test_a_message_that_fails_too_often_leaves_the_group(
     fail(receiver, 1)
     (second,) = receiver.receive(wait_s=WAIT_S)
     assert (second.body, dead(one)) == (b"2", left)
+    with psycopg.connect(one.dsn) as connection:
+        receiver.fence(connection, second)
     receiver.ack([second])
     if policy == "dead_letter":
         here, worker = runtime_of(one.database, actor="a test"), new_worker()
         work_on(one.database, start_redrive(here, one.topic, "g", DeadFilter(), worker=worker), worker=worker)
         (again,) = receiver.receive(wait_s=WAIT_S)
         assert again.body == b"1"
+        with psycopg.connect(one.dsn) as connection:
+            # The later one's effect is there already: that does not stand in its way.
+            receiver.fence(connection, again)
+        with psycopg.connect(one.dsn) as connection, pytest.raises(AlreadyApplied):
+            receiver.fence(connection, again)
         receiver.ack([again])
         assert parked(one) == []
 
