@@ -107,7 +107,7 @@ class PopParkingStore(ParkingStore):
                 ("lps", "sources", "seqs", "handled"), [(identity.lp, identity.source, identity.seq, True)]
             )
             connection.execute(query("parked_messages_end"), facts | arrays | {"given_s": delivered_s})
-            self._next(connection, facts, claim)
+            self._go_on(connection, facts, claim)
 
         return self._under(partition, claim, identity, work)
 
@@ -171,7 +171,7 @@ class PopParkingStore(ParkingStore):
             connection.execute(query("pop_parked_put"), key | {"attempts": attempts, "cause": None, "wait_s": EARLY_S})
         return None
 
-    def _next(self, connection: Connection, facts: dict[str, object], claim: Claim) -> None:
+    def _go_on(self, connection: Connection, facts: dict[str, object], claim: Claim) -> None:
         key = facts | {"lp": claim.lp, "name": claim.name}
         if connection.execute(query("parked_key_end"), key).fetchone() is None:
             connection.execute(query("pop_parked_put"), key | {"attempts": 0, "cause": None, "wait_s": 0.0})
@@ -190,7 +190,7 @@ class PopParkingStore(ParkingStore):
         source, lp, seq = record.identity
         arrays = columns(("lps", "sources", "seqs", "handled"), [(lp, source, seq, False)])
         connection.execute(query("parked_messages_end"), facts | arrays | {"given_s": 0.0})
-        self._next(connection, facts, claim)
+        self._go_on(connection, facts, claim)
         add_counts(connection, facts, {_partition_of(facts): counts})
 
 

@@ -623,7 +623,8 @@ def one_sharer(book: Book, sharer: SharerScripts, turn: int) -> None:
 
 
 STORIES: Final = (
-    sending, steps, trimmed, members, sought, wide, receivers, failing_receivers, far_receivers, many_batches, sharers, shared_seek,
+    sending, steps, trimmed, members, sought, wide, receivers, failing_receivers, far_receivers, many_batches, sharers,
+    shared_seek,
 )  # fmt: skip
 
 
