@@ -24,7 +24,7 @@ SCOPES: tuple[Scope, ...] = ("partition", "key")
 @bench("pop")
 def pop(stage: Stage) -> Iterator[Line]:
     """Messages per second of one receiver over one partition, a batch at a time and acknowledged before the next, or
-    with the request for it ("one call"). The baseline is a member that owns the partition: it reads ahead, and counts attempts only where they fail."""
+    with the request for it ("one call"). The baseline is a member that owns the partition: it reads ahead."""
     system = stage.system(fsync="always")
     fill(system, MESSAGES)
     contestants = {f"{scope}, {size}": partial(ours, system, scope, size) for scope in SCOPES for size in BATCHES}

@@ -172,12 +172,16 @@ class PopParking:
     def handled(self, message: PopMessage, claimed: Claimed) -> bool:
         """End a parked message. False: its token is void."""
         delivered_s = max(0.0, time.time() - claimed.at_s)
-        return self._store.handled(claimed.partition, claimed.claim, message.identity, delivered_s)
+        done = self._store.handled(claimed.partition, claimed.claim, message.identity, delivered_s)
+        self.counts["handled"] += done
+        return done
 
     def failed(self, message: PopMessage, claimed: Claimed, info: PopPartition | None, delay_s: float) -> bool:
         """Give a parked message back. False: its token is void."""
         rule = FailureRule(1, "block") if info is None else rule_of(info)
-        return self._store.failed(claimed.partition, claimed.claim, message.identity, rule, delay_s)
+        done = self._store.failed(claimed.partition, claimed.claim, message.identity, rule, delay_s)
+        self.counts["failed"] += done
+        return done
 
     def extend(self, claimed: Claimed, seconds: float) -> bool:
         """Keep a parked message. False: its token is void."""

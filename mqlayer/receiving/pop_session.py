@@ -262,7 +262,7 @@ def open_session(topic: str, wanted: GroupSettings, *, group: str, settings: Set
 
 
 def _counts(fetcher: Fetcher, settler: PopSettler, parking: PopParking) -> Mapping[str, int]:
-    return {**settler.counts, **parking.counts, RECEIVED: fetcher.received_count}
+    return {**(settler.counts + parking.counts), RECEIVED: fetcher.received_count}
 
 
 def _open_databases(settings: Settings, work: str, cleanup: ExitStack) -> Runtime:
