@@ -6,6 +6,7 @@ import math
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -262,7 +263,11 @@ def open_session(topic: str, wanted: GroupSettings, *, group: str, settings: Set
 
 
 def _counts(fetcher: Fetcher, settler: PopSettler, parking: PopParking) -> Mapping[str, int]:
-    return {**(settler.counts + parking.counts), RECEIVED: fetcher.received_count}
+    # Copies: other threads add to both.
+    counts = Counter(dict(settler.counts))
+    counts.update(dict(parking.counts))
+    counts[RECEIVED] = fetcher.received_count
+    return counts
 
 
 def _open_databases(settings: Settings, work: str, cleanup: ExitStack) -> Runtime:
