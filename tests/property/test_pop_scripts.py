@@ -63,6 +63,7 @@ class Model:
     batch: int = 0
     settled: set[int] = field(default_factory=set)
     times: dict[int, int] = field(default_factory=dict)
+    failed: dict[int, int] = field(default_factory=dict)
     out: dict[int, Out] = field(default_factory=dict)
     batches: dict[str, tuple[int, list[int]]] = field(default_factory=dict)
     # What acks told: place, offsets with how often they were given, offsets that were dropped before.
@@ -107,7 +108,7 @@ class Model:
         if not (self.owned and self.epoch == epoch) and self.epoch >= epoch:
             return Fenced(self.epoch)
         if self.start == 0 or seek > self.seek:
-            self.settled, self.times, self.out, self.batches = set(), {}, {}, {}
+            self.settled, self.times, self.failed, self.out, self.batches = set(), {}, {}, {}, {}
             self.start, self.seek = min(start, self.next), seek
         self.owned, self.epoch = True, epoch
         return None
@@ -115,12 +116,20 @@ class Model:
     def take(self, attempt: str, offsets: Sequence[int], *, invisible: bool) -> None:
         self.batch += 1
         lanes = {self.queue_of(offset) for offset in offsets}
+        for lane in lanes:
+            # Not settled in its time: the first one failed, and those behind it were not begun.
+            first = min(offset for offset in offsets if self.queue_of(offset) == lane)
+            if first in self.out and self.out[first].batch:
+                self.fail(first)
         for offset in [offset for offset in self.out if self.queue_of(offset) in lanes]:
             del self.out[offset]
         for offset in offsets:
             self.out[offset] = Out(self.batch, invisible)
             self.times[offset] = self.times.get(offset, 0) + 1
         self.batches[attempt] = (self.batch, list(offsets))
+
+    def fail(self, offset: int) -> None:
+        self.failed[offset] = self.failed.get(offset, 0) + 1
 
     def again(self, attempt: str) -> list[int]:
         batch, offsets = self.batches.get(attempt, (0, []))
@@ -144,9 +153,11 @@ class Model:
                 self.settled.add(offset)
                 del self.out[offset]
                 self.times.pop(offset, None)
+                self.failed.pop(offset, None)
             elif word == "extend":
                 self.out[offset].invisible = invisible
             elif offset in self.out and self.out[offset].batch:
+                self.fail(offset)
                 self.out[offset] = Out(0, invisible)
                 behind = [o for o in self.out if o > offset and self.queue_of(o) == self.queue_of(offset)]
                 for other in behind:
@@ -203,6 +214,7 @@ class PopScripts(PartitionMachine):
         assert isinstance(answer, PopBatch)
         assert (answer.batch, [record.offset for record in answer.records]) == (batch, left)
         assert list(answer.delivery_counts) == [self.model.times[offset] for offset in left]
+        self.check_failures(answer)
         for offset in left:
             self.model.out[offset].invisible |= not brief
         self.tokens += [(self.epoch, batch, offset) for offset in left]
@@ -234,7 +246,12 @@ class PopScripts(PartitionMachine):
         self.model.take(attempt, offsets, invisible=not brief)
         assert answer.batch == self.model.batch
         assert list(answer.delivery_counts) == [self.model.times[offset] for offset in offsets]
+        self.check_failures(answer)
         self.tokens += [(epoch, answer.batch, offset) for offset in offsets]
+
+    def check_failures(self, answer: PopBatch) -> None:
+        told = answer.failures or [0] * len(answer.records)
+        assert list(told) == [self.model.failed.get(record.offset, 0) for record in answer.records]
 
     def check_batch(self, answer: PopBatch, free: dict[str, list[int]], limit: int) -> None:
         """Of each free lane its first messages, in order; all of them where there was room."""
