@@ -49,7 +49,7 @@ class FailureRule(NamedTuple):
         return self.policy != "block" and failures >= self.attempt_limit
 
 
-class ClaimedMessage(NamedTuple):
+class ClaimedHead(NamedTuple):
     """A parked key's first message, with its failed attempts."""
 
     claim: Claim
@@ -80,20 +80,20 @@ class PopParkingStore(ParkingStore):
         with self._database.connection() as connection:
             return self._dead_among(connection, identities)
 
-    def claim(self, span: ParkedSpan, rule: FailureRule, *, count: int, visible_s: float) -> list[ClaimedMessage]:
+    def claim(self, span: ParkedSpan, rule: FailureRule, *, count: int, visible_s: float) -> list[ClaimedHead]:
         """Give out the first messages of up to `count` due keys; what failed too often goes as the policy says."""
 
-        def work(connection: Connection) -> list[ClaimedMessage]:
+        def work(connection: Connection) -> list[ClaimedHead]:
             facts = self._who | span._asdict() | {"partition_id": span.partition}
             asked = facts | {"count": count, "visible_s": visible_s}
-            claimed: list[ClaimedMessage] = []
+            claimed: list[ClaimedHead] = []
             for lp, name, number, attempts in connection.execute(query("pop_parked_claim"), asked).fetchall():
                 claim = Claim(lp, bytes(name), number)
                 record = self._first(connection, facts, claim, attempts)
                 if record is not None and rule.ends(record.attempts):
                     self._end_failing(connection, facts, claim, record, rule)
                 elif record is not None:
-                    claimed.append(ClaimedMessage(claim, record))
+                    claimed.append(ClaimedHead(claim, record))
             failpoint("pop.before_claim")
             return claimed
 

@@ -21,7 +21,7 @@ from mqlayer.groups.group import Group
 from mqlayer.groups.pop_partitions import PopPartition
 from mqlayer.logs import event_logger
 from mqlayer.parking import FailedAttempt, KeyEntry, KeyRef, ParkingBatch, ParkingResult
-from mqlayer.parking.pop_store import ClaimedMessage, FailureRule, ParkedSpan, PopParkingStore, dead_letter_of
+from mqlayer.parking.pop_store import ClaimedHead, FailureRule, ParkedSpan, PopParkingStore, dead_letter_of
 from mqlayer.receiving.partition_view import PartitionView
 from mqlayer.receiving.pop_message import Claimed, PopMessage, Token, message_of
 from mqlayer.receiving.settler import PopSettler
@@ -204,7 +204,7 @@ def span_of(info: PopPartition) -> ParkedSpan:
     return ParkedSpan(info.partition, info.lp_from, info.lp_to)
 
 
-def _message(view: PartitionView, one: ClaimedMessage) -> PopMessage:
+def _message(view: PartitionView, one: ClaimedHead) -> PopMessage:
     record = one.record
     token = Token(view.group_partition.partition, view.group_partition.epoch, 0, record.offset)
     claimed = Claimed(view.info.partition, one.claim, time.time(), record.redriven)

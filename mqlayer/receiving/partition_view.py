@@ -46,7 +46,7 @@ class PartitionView:
     """When Postgres may give a parked message."""
 
     def listed(self, info: PopPartition, now: float) -> None:
-        """Take over what was read again."""
+        """Take over a newer list's facts."""
         self.info = info
         self.parked_due_at = math.inf if info.parked_due_in_s is None else now + info.parked_due_in_s
 

@@ -117,7 +117,7 @@ class Receiver(ReceiverBase):
         Other receivers get neither these messages nor later ones of their scope until they are settled or time out.
         Handle a key's in turn; on failure `nack`, skip the rest of the key. After a lost reply, the same `attempt_id`
         (a-z, then a-z 0-9 _ . -) returns the same messages, uncounted, from nodes that answer. `ack`: messages to
-        settle in the same write, as the method does; if that raises, the next call returns what came.
+        settle in the same write, as the method does; if that raises, the next call returns the new ones.
         `renew_for_s`: extend the messages' timeouts so long, until each is settled. Raises InvalidInput for bad bounds
         (max_messages 1 to 500), StoreUnavailable if no partition could be asked.
         """
