@@ -234,6 +234,10 @@ CREATE TABLE mqlayer.consumer_group (
     parked_bytes_limit    bigint             NOT NULL DEFAULT 10737418240,
     key_messages_limit    bigint             NOT NULL DEFAULT 2000000,
     key_bytes_limit       bigint             NOT NULL DEFAULT 2147483648,
+    breaker_share         double precision,
+    breaker_keys          int                NOT NULL DEFAULT 10,
+    breaker_window_s      double precision   NOT NULL DEFAULT 10,
+    breaker_errors        text[]             NOT NULL DEFAULT '{}',
     version               int                NOT NULL DEFAULT 1,
     seek                  int                NOT NULL DEFAULT 0,
     replay                int                NOT NULL DEFAULT 0,
@@ -282,6 +286,10 @@ CREATE TABLE mqlayer.consumer_group (
         AND parked_messages_limit >= 1 AND parked_messages_limit <= 9007199254740991 AND parked_bytes_limit >= 1
         AND parked_bytes_limit <= 9007199254740991 AND key_messages_limit >= 1
         AND key_messages_limit <= 9007199254740991 AND key_bytes_limit >= 1 AND key_bytes_limit <= 9007199254740991),
+    CONSTRAINT consumer_group_breaker CHECK (breaker_share > 0::double precision
+        AND breaker_share <= 1::double precision AND breaker_keys >= 1 AND breaker_keys <= 4096
+        AND breaker_window_s >= 1::double precision AND breaker_window_s <= 3600::double precision
+        AND (breaker_share IS NULL OR mode <> 'pop')),
     CONSTRAINT consumer_group_counts CHECK (version >= 1 AND version <= 1000000000 AND seek >= 0 AND seek <= 1000000000
         AND replay >= 0 AND replay <= 1000000000 AND settings_version >= 1 AND settings_version <= 1000000000
         AND allocation >= 0 AND allocation <= 4611686018427387904 AND parking >= 0 AND parking <= 4611686018427387904),
@@ -292,7 +300,8 @@ CREATE TABLE mqlayer.consumer_group (
         AND start_at <= '9000-01-01 00:00:00+00'),
     CONSTRAINT consumer_group_texts_length CHECK (octet_length(COALESCE(paused_by, '')) <= 1024
         AND octet_length(COALESCE(tag_filter, '')) <= 65536 AND cardinality(backoff_s) <= 1000
-        AND pg_column_size(non_retryable_errors) <= 1000000 AND pg_column_size(retryable_errors) <= 1000000)
+        AND pg_column_size(non_retryable_errors) <= 1000000 AND pg_column_size(retryable_errors) <= 1000000
+        AND pg_column_size(breaker_errors) <= 1000000)
 );
 CREATE UNIQUE INDEX consumer_group_instances ON mqlayer.consumer_group (broadcast_of, instance)
     WHERE broadcast_of IS NOT NULL;
@@ -331,22 +340,51 @@ CREATE TABLE mqlayer.partition_pause (
 -- Row-level security by the policies read, change, remove, add.
 
 CREATE TABLE mqlayer.member (
-    group_id    bigint      NOT NULL REFERENCES mqlayer.consumer_group(group_id),
-    member_id   text        NOT NULL,
-    session     bigint      NOT NULL DEFAULT nextval('mqlayer.member_session'),
-    host        text        NOT NULL,
-    pid         int         NOT NULL,
-    leaving     boolean     NOT NULL DEFAULT false,
-    joined_at   timestamptz NOT NULL DEFAULT now(),
-    lease_until timestamptz NOT NULL,
+    group_id     bigint      NOT NULL REFERENCES mqlayer.consumer_group(group_id),
+    member_id    text        NOT NULL,
+    session      bigint      NOT NULL DEFAULT nextval('mqlayer.member_session'),
+    host         text        NOT NULL,
+    pid          int         NOT NULL,
+    leaving      boolean     NOT NULL DEFAULT false,
+    joined_at    timestamptz NOT NULL DEFAULT now(),
+    lease_until  timestamptz NOT NULL,
+    failing_keys int         NOT NULL DEFAULT 0,
+    tried_keys   int         NOT NULL DEFAULT 0,
+    reported_at  timestamptz NOT NULL DEFAULT '1970-01-01 00:00:00+00',
     CONSTRAINT member_key PRIMARY KEY (group_id, member_id),
     CONSTRAINT member_id_form CHECK (member_id ~ '^[a-z][a-z0-9_.-]{0,62}$'),
     CONSTRAINT member_host_length CHECK (octet_length(host) <= 1024),
     CONSTRAINT member_numbers CHECK (session >= 0 AND session <= 4611686018427387904 AND pid >= 0
         AND pid <= 2000000000),
+    CONSTRAINT member_reported CHECK (failing_keys >= 0 AND failing_keys <= 1000000000 AND tried_keys >= 0
+        AND tried_keys <= 1000000000 AND reported_at >= '1970-01-01 00:00:00+00'
+        AND reported_at <= '9000-01-01 00:00:00+00'),
     CONSTRAINT member_joined_at CHECK (joined_at >= '1970-01-01 00:00:00+00' AND joined_at <= '9000-01-01 00:00:00+00'),
     CONSTRAINT member_lease_until CHECK (lease_until = '-infinity' OR lease_until >= '1970-01-01 00:00:00+00'
         AND lease_until <= '9000-01-01 00:00:00+00')
+);
+-- Row-level security by the policies read, change, remove, add.
+
+CREATE TABLE mqlayer.breaker (
+    group_id      bigint      NOT NULL REFERENCES mqlayer.consumer_group(group_id),
+    state         text        NOT NULL,
+    changed_at    timestamptz NOT NULL DEFAULT clock_timestamp(),
+    opened_at     timestamptz NOT NULL DEFAULT clock_timestamp(),
+    cause         text        NOT NULL,
+    actor         text        NOT NULL,
+    failing_keys  int         NOT NULL DEFAULT 0,
+    probes        int         NOT NULL DEFAULT 0,
+    probe_at      timestamptz NOT NULL,
+    probe_session bigint,
+    CONSTRAINT breaker_key PRIMARY KEY (group_id),
+    CONSTRAINT breaker_state CHECK (state IN ('closed', 'open', 'probing', 'ramping')),
+    CONSTRAINT breaker_prober CHECK (state <> 'probing' OR probe_session IS NOT NULL),
+    CONSTRAINT breaker_counts CHECK (failing_keys >= 0 AND failing_keys <= 1000000000 AND probes >= 0
+        AND probes <= 1000000000 AND probe_session >= 0 AND probe_session <= 4611686018427387904),
+    CONSTRAINT breaker_texts CHECK (octet_length(cause) <= 1024 AND octet_length(actor) <= 4096),
+    CONSTRAINT breaker_times CHECK (changed_at >= '1970-01-01 00:00:00+00' AND changed_at <= '9000-01-01 00:00:00+00'
+        AND opened_at >= '1970-01-01 00:00:00+00' AND opened_at <= '9000-01-01 00:00:00+00'
+        AND probe_at >= '1970-01-01 00:00:00+00' AND probe_at <= '9000-01-01 00:00:00+00')
 );
 -- Row-level security by the policies read, change, remove, add.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
 from typing import Any, Final
 
 from mqlayer.inspect import GroupStatus, group_statuses
@@ -77,6 +78,7 @@ def _add_groups(found: Samples, statuses: Iterable[GroupStatus]) -> None:
             "mqlayer.group.lag.age": max((one.age_s or 0.0 for one in ones), default=0.0),
             "mqlayer.group.unknown_partitions": sum(one.lag is None for one in partitions),
             "mqlayer.group.partitions": len(partitions),
+            "mqlayer.group.breaker.open": max(_open_s(one) for one in ones),
         }
         if ones[0].facts.mode != "pop":
             # Receivers are no members.
@@ -86,6 +88,11 @@ def _add_groups(found: Samples, statuses: Iterable[GroupStatus]) -> None:
         reasons = Counter(one.stall.reason for one in partitions if one.stall is not None)
         for reason, count in reasons.items():
             found["mqlayer.group.stuck_partitions"].append((count, _labels(name, reason=reason)))
+
+
+def _open_s(status: GroupStatus) -> float:
+    breaker = status.facts.breaker
+    return 0.0 if breaker is None else max(0.0, (datetime.now(UTC) - breaker.opened_at).total_seconds())
 
 
 def _add_partitions(found: Samples, statuses: Iterable[GroupStatus]) -> None:

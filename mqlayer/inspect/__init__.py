@@ -9,6 +9,7 @@ from mqlayer.inspect.group_status import (
     Stall,
     UnsettledMessage,
     VersionLag,
+    describe_breaker,
     group_statuses,
 )
 from mqlayer.inspect.key_history import key_history, record_of
@@ -99,6 +100,7 @@ __all__ = [
     "VersionLag",
     "busiest_keys",
     "curves",
+    "describe_breaker",
     "explain_key",
     "find_by_dedup_id",
     "find_message",

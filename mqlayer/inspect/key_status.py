@@ -293,6 +293,8 @@ def _of_servers(one: PartitionStatus, group: GroupStatus) -> str | None:
         return _of_node(one)
     if (resume := _resume(group, one)) is not None:
         return resume
+    if reason == "breaker" and one.stall is not None:
+        return f"{NOTHING}{one.stall.detail}"
     if group.facts.mode == "pop":
         return None
     if group.facts.mode == "shared":

@@ -55,6 +55,11 @@ _ALL: Final = (
         "Start the consumers, or see why they end: mqlayer group members TOPIC GROUP shows the last ones.", for_s=300,
     ),
     Alert(
+        "MqlayerBreakerOpen", "critical", "A circuit breaker is open",
+        "Most keys of the group fail: repair the downstream service, or roll the release back; probes close it then. "
+        "mqlayer group close-breaker TOPIC GROUP does so at once.", for_s=60,
+    ),
+    Alert(
         "MqlayerParkingFull", "critical", "No room to park",
         "Release or discard parked messages, or raise the limit with mqlayer group set.",
     ),

@@ -104,6 +104,10 @@ _ALL: Final = (
         "mqlayer.group.stuck_partitions", "gauge", "{partition}", (*_OF_GROUP, "reason"), "exporter",
         "Partitions whose head does not move, by reason",
     ),
+    Instrument(
+        "mqlayer.group.breaker.open", "gauge", "s", _OF_GROUP, "exporter",
+        "How long the circuit breaker has not been closed; 0: closed",
+    ),
     Instrument("mqlayer.group.parked.keys", "gauge", "{key}", _OF_GROUP, "exporter", "Parked keys"),
     Instrument("mqlayer.group.parked.messages", "gauge", "{message}", _OF_GROUP, "exporter", "Parked messages"),
     Instrument(

@@ -37,6 +37,12 @@ JOIN mqlayer.consumer_group g ON g.group_id = w.object_id JOIN mqlayer.topic t U
 WHERE g.state = 'live' AND w.samples >= 3 AND w.least_s > %(above_s)s AND w.last_s > w.first_s
 ORDER BY t.name, g.name;
 
+-- name: health_breakers
+-- Circuit breakers of live groups that are not closed, and why.
+SELECT t.name, g.name, b.state, b.changed_at, b.opened_at, b.cause, b.actor, b.failing_keys, b.probes, b.probe_at
+FROM mqlayer.breaker b JOIN mqlayer.consumer_group g USING (group_id) JOIN mqlayer.topic t USING (topic_id)
+WHERE b.state <> 'closed' AND g.state = 'live' AND g.breaker_share IS NOT NULL ORDER BY t.name, g.name;
+
 -- name: health_dead
 -- Messages of live groups that died within an hour, up to a bound, and when the last and the first of a group died.
 SELECT t.name, g.name, d.dead, d.last_at, d.first_at

@@ -8,9 +8,10 @@ SELECT g.group_id, t.name, g.name, g.state, g.version, t.version AS topic_versio
        g.tag_filter, g.instance, coalesce(g.instance_expiry_s, b.instance_expiry_s),
        extract(epoch FROM clock_timestamp() - g.absent_since)::float8, g.backoff_s, g.backoff_jitter, g.attempt_limit, g.policy, g.non_retryable_errors, g.retryable_errors, g.time_limit_s,
        g.max_time_limit_s, g.parked_keys_limit, g.parked_messages_limit, g.parked_bytes_limit, g.key_messages_limit,
-       g.key_bytes_limit, g.paused_by, t.paused_at AS topic_paused_at, t.paused_by AS topic_paused_by, g.rate_limit,
-       g.rate_burst
+       g.key_bytes_limit, g.breaker_share, g.breaker_keys, g.breaker_window_s, g.breaker_errors, g.paused_by, t.paused_at AS topic_paused_at, t.paused_by AS topic_paused_by, g.rate_limit,
+       g.rate_burst, s.state, s.changed_at, s.opened_at, s.cause, s.actor, s.failing_keys, s.probes, s.probe_at
 FROM mqlayer.consumer_group g JOIN mqlayer.topic t USING (topic_id)
+LEFT JOIN mqlayer.breaker s ON s.group_id = g.group_id AND s.state <> 'closed' AND g.breaker_share IS NOT NULL
 LEFT JOIN mqlayer.consumer_group b ON b.group_id = g.broadcast_of
 WHERE (%(topic)s::text IS NULL AND t.deleted_at IS NULL OR t.name = %(topic)s)
   AND (%(name)s::text IS NULL OR g.name = %(name)s)

@@ -7,20 +7,23 @@ GRANT SELECT, INSERT (epoch, group_id, member_id, partition_id, target), UPDATE 
     DELETE ON mqlayer.assignment TO {role};
 GRANT SELECT, INSERT (act, actor, facts, object) ON mqlayer.audit TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.beginnings_forget_v1 TO {role};
+GRANT SELECT, INSERT (actor, cause, failing_keys, group_id, probe_at, state), UPDATE (actor, cause, changed_at,
+    failing_keys, opened_at, probe_at, probe_session, probes, state), DELETE ON mqlayer.breaker TO {role};
 GRANT SELECT, INSERT (cause, dead_id, group_id, lp, messages, name, number, redrive_id, seq, since, source, upto), UPDATE
     (at, error, gone, result) ON mqlayer.bulk_item TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.caller_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.console_session_begin_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.console_session_end_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.console_session_v1 TO {role};
-GRANT SELECT, INSERT (attempt_limit, backoff_jitter, backoff_s, balance, non_retryable_errors, from_archive, visibility_timeout_s,
-    instance_expiry_s, key_bytes_limit, key_messages_limit, mode, name, ordered, parked_bytes_limit, parked_keys_limit,
-    parked_messages_limit, policy, rate_burst, rate_limit, retryable_errors, scope, start, start_at, tag_filter,
-    max_time_limit_s, time_limit_s, topic_id), UPDATE (allocation, attempt_limit, absent_since, backoff_jitter, backoff_s,
-    balance, non_retryable_errors, instance_expiry_s, key_bytes_limit, key_messages_limit, ordered, parked_bytes_limit,
-    parked_keys_limit, parked_messages_limit, parking, paused_at, paused_by, policy, rate_burst, rate_limit, replay,
-    retired_at, retryable_errors, seek, settings_version, start, start_at, state, tag_filter, max_time_limit_s, time_limit_s,
-    version), DELETE ON mqlayer.consumer_group TO {role};
+GRANT SELECT, INSERT (attempt_limit, breaker_share, breaker_keys, breaker_window_s, breaker_errors, backoff_jitter,
+    backoff_s, balance, non_retryable_errors, from_archive, visibility_timeout_s, instance_expiry_s, key_bytes_limit,
+    key_messages_limit, mode, name, ordered, parked_bytes_limit, parked_keys_limit, parked_messages_limit, policy,
+    rate_burst, rate_limit, retryable_errors, scope, start, start_at, tag_filter, max_time_limit_s, time_limit_s,
+    topic_id), UPDATE (allocation, attempt_limit, breaker_share, breaker_keys, breaker_window_s, breaker_errors,
+    absent_since, backoff_jitter, backoff_s, balance, non_retryable_errors, instance_expiry_s, key_bytes_limit,
+    key_messages_limit, ordered, parked_bytes_limit, parked_keys_limit, parked_messages_limit, parking, paused_at,
+    paused_by, policy, rate_burst, rate_limit, replay, retired_at, retryable_errors, seek, settings_version, start,
+    start_at, state, tag_filter, max_time_limit_s, time_limit_s, version), DELETE ON mqlayer.consumer_group TO {role};
 GRANT SELECT ON mqlayer.dead_fact TO {role};
 GRANT SELECT, INSERT (actor, attempts, body, cause, group_id, key, log_offset, lp, m, partition_id, reason, seq,
     source), UPDATE (actor, log_lost, attempts, body, cause, died_at, log_offset, partition_id, reason, redriven_at,

@@ -5,6 +5,7 @@ GRANT USAGE ON SCHEMA mqlayer_archive TO {role};
 GRANT SELECT ON mqlayer.abandoned TO {role};
 GRANT SELECT ON mqlayer.assignment TO {role};
 GRANT SELECT ON mqlayer.audit TO {role};
+GRANT SELECT ON mqlayer.breaker TO {role};
 GRANT SELECT ON mqlayer.bulk_item TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.caller_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.console_session_begin_v1 TO {role};

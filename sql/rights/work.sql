@@ -7,6 +7,7 @@ GRANT SELECT, INSERT (epoch, group_id, member_id, partition_id, target), UPDATE 
     DELETE ON mqlayer.assignment TO {role};
 GRANT SELECT, INSERT (act, actor, facts, object) ON mqlayer.audit TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.beginnings_forget_v1 TO {role};
+GRANT SELECT, DELETE ON mqlayer.breaker TO {role};
 GRANT SELECT, UPDATE (at, error, gone, result), DELETE ON mqlayer.bulk_item TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.caller_v1 TO {role};
 GRANT SELECT, UPDATE (allocation, absent_since, parking, paused_at, retired_at, state, version), DELETE ON

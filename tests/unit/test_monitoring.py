@@ -103,7 +103,7 @@ def test_the_console_has_the_words_and_thresholds_of_rules_and_of_their_page() -
 def test_the_console_has_advice_for_the_reasons_of_stuck_partitions_of_their_page() -> None:
     page = (ROOT / "docs" / "how-to" / "inspect-groups.md").read_text("utf-8")
     reasons = re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)
-    others = {"node_away", "hidden", "paused", "no_owner", "replayed"}
+    others = {"node_away", "hidden", "paused", "no_owner", "replayed", "breaker"}
     assert set(STALLS) == set(reasons) - others, "these others are no problem, or are told as another one"
 
 

@@ -75,10 +75,12 @@ OPTIONS: Final[dict[str, str]] = {
         "TOPIC GROUP --backoff --jitter --attempts --policy --non-retryable --retryable --time-limit --max-time-limit "
         "--parked-keys --parked-messages --parked-bytes --key-messages --key-bytes --balance --tag-filter "
         "--instance-expiry "
-        "--rate --burst --if-version",
+        "--rate --burst --breaker --breaker-keys --breaker-window --breaker-errors --if-version",
     "group pause": "TOPIC GROUP --partition --wait",
     "group resume": "TOPIC GROUP --partition",
     "group evict": "TOPIC GROUP MEMBER",
+    "group open-breaker": "TOPIC GROUP",
+    "group close-breaker": "TOPIC GROUP",
     "group retire": "TOPIC GROUP --drop-parked --plan --yes",
     "group create": "TOPIC GROUP --start --from-archive",
     "group list": "TOPIC --json",
@@ -167,6 +169,8 @@ SMALL: Final = {
     **dict.fromkeys(("group set", "topic set"), "undone by setting it again"),
     **dict.fromkeys(("bulk resume", "bulk start"), "goes on with what was planned"),
     "bulk plan": "it is the plan; nothing is done before bulk start",
+    "group open-breaker": "undone by close-breaker",
+    "group close-breaker": "undone by open-breaker",
     "group evict": "one member, whose partitions go to others",
     "outbox delayed cancel": "one message, named by its number",
     "outbox quarantine retry": "what can't be sent stays as it was",

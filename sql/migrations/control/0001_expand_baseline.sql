@@ -434,6 +434,12 @@ CREATE TABLE mqlayer.consumer_group (
     parked_bytes_limit    bigint NOT NULL DEFAULT 10737418240,
     key_messages_limit    bigint NOT NULL DEFAULT 2000000,
     key_bytes_limit       bigint NOT NULL DEFAULT 2147483648,
+    -- The circuit breaker opens where this share of distinct keys fails, null for never; of so many failing keys at
+    -- least, within so many seconds, by these exceptions (without names: by all that are tried again).
+    breaker_share         double precision,
+    breaker_keys          int NOT NULL DEFAULT 10,
+    breaker_window_s      double precision NOT NULL DEFAULT 10,
+    breaker_errors        text[] NOT NULL DEFAULT '{}',
 
     -- State.
     -- The route version of which the group has drained all that came before it. It moves one by one.
@@ -486,6 +492,9 @@ CREATE TABLE mqlayer.consumer_group (
         parked_keys_limit BETWEEN 1 AND 2000000000 AND parked_messages_limit BETWEEN 1 AND 9007199254740991
         AND parked_bytes_limit BETWEEN 1 AND 9007199254740991 AND key_messages_limit BETWEEN 1 AND 9007199254740991
         AND key_bytes_limit BETWEEN 1 AND 9007199254740991),
+    CONSTRAINT consumer_group_breaker CHECK (
+        breaker_share > 0 AND breaker_share <= 1 AND breaker_keys BETWEEN 1 AND 4096
+        AND breaker_window_s >= 1 AND breaker_window_s <= 3600 AND (breaker_share IS NULL OR mode <> 'pop')),
     -- With room for the next one, and for the leap of a server that was replaced: statements add to those of all groups.
     CONSTRAINT consumer_group_counts CHECK (
         version BETWEEN 1 AND 1000000000 AND seek BETWEEN 0 AND 1000000000 AND replay BETWEEN 0 AND 1000000000
@@ -499,7 +508,7 @@ CREATE TABLE mqlayer.consumer_group (
     CONSTRAINT consumer_group_texts_length CHECK (
         octet_length(coalesce(paused_by, '')) <= 1024 AND octet_length(coalesce(tag_filter, '')) <= 65536
         AND cardinality(backoff_s) <= 1000 AND pg_column_size(non_retryable_errors) <= 1000000
-        AND pg_column_size(retryable_errors) <= 1000000)
+        AND pg_column_size(retryable_errors) <= 1000000 AND pg_column_size(breaker_errors) <= 1000000)
 );
 CREATE UNIQUE INDEX consumer_group_instances ON mqlayer.consumer_group (broadcast_of, instance)
     WHERE broadcast_of IS NOT NULL;
@@ -612,13 +621,48 @@ CREATE TABLE mqlayer.member (
     joined_at   timestamptz NOT NULL DEFAULT now(),
     -- By this database's clock only. -infinity: the member is gone.
     lease_until timestamptz NOT NULL,
+    -- Of a group with a circuit breaker: distinct keys that failed, and that were tried, in its window before a report.
+    failing_keys int NOT NULL DEFAULT 0,
+    tried_keys   int NOT NULL DEFAULT 0,
+    reported_at  timestamptz NOT NULL DEFAULT '1970-01-01 00:00+00',
     CONSTRAINT member_key PRIMARY KEY (group_id, member_id),
     CONSTRAINT member_id_form CHECK (member_id ~ '^[a-z][a-z0-9_.-]{0,62}$'),
     CONSTRAINT member_host_length CHECK (octet_length(host) <= 1024),
     CONSTRAINT member_numbers CHECK (session BETWEEN 0 AND 4611686018427387904 AND pid BETWEEN 0 AND 2000000000),
+    CONSTRAINT member_reported CHECK (
+        failing_keys BETWEEN 0 AND 1000000000 AND tried_keys BETWEEN 0 AND 1000000000
+        AND reported_at BETWEEN '1970-01-01 00:00+00' AND '9000-01-01 00:00+00'),
     CONSTRAINT member_joined_at CHECK (joined_at BETWEEN '1970-01-01 00:00+00' AND '9000-01-01 00:00+00'),
     CONSTRAINT member_lease_until
         CHECK (lease_until = '-infinity' OR lease_until BETWEEN '1970-01-01 00:00+00' AND '9000-01-01 00:00+00')
+);
+
+-- Circuit breakers of groups that opened once. Open: nothing is begun until probe_at. Probing: one member tries one message
+-- at a time. Ramping: one handler at once per member, then twice as many each second.
+CREATE TABLE mqlayer.breaker (
+    group_id      bigint NOT NULL REFERENCES mqlayer.consumer_group,
+    state         text NOT NULL,
+    changed_at    timestamptz NOT NULL DEFAULT clock_timestamp(),
+    opened_at     timestamptz NOT NULL DEFAULT clock_timestamp(),
+    -- The class of an error, or that an operator tripped it; the member or operator.
+    cause         text NOT NULL,
+    actor         text NOT NULL,
+    failing_keys  int NOT NULL DEFAULT 0,
+    -- Failed probes since it opened: each doubles the wait for the next.
+    probes        int NOT NULL DEFAULT 0,
+    probe_at      timestamptz NOT NULL,
+    -- The session that probes.
+    probe_session bigint,
+    CONSTRAINT breaker_key PRIMARY KEY (group_id),
+    CONSTRAINT breaker_state CHECK (state IN ('closed', 'open', 'probing', 'ramping')),
+    CONSTRAINT breaker_prober CHECK (state <> 'probing' OR probe_session IS NOT NULL),
+    CONSTRAINT breaker_counts CHECK (failing_keys BETWEEN 0 AND 1000000000 AND probes BETWEEN 0 AND 1000000000
+        AND probe_session BETWEEN 0 AND 4611686018427387904),
+    CONSTRAINT breaker_texts CHECK (octet_length(cause) <= 1024 AND octet_length(actor) <= 4096),
+    CONSTRAINT breaker_times CHECK (
+        changed_at BETWEEN '1970-01-01 00:00+00' AND '9000-01-01 00:00+00'
+        AND opened_at BETWEEN '1970-01-01 00:00+00' AND '9000-01-01 00:00+00'
+        AND probe_at BETWEEN '1970-01-01 00:00+00' AND '9000-01-01 00:00+00')
 );
 
 -- One sequence for all groups and partitions: an epoch given out later is higher, over restarts and route changes.
@@ -1906,7 +1950,7 @@ BEGIN
         'mqlayer.member', 'mqlayer.assignment', 'mqlayer.group_start', 'mqlayer.drained', 'mqlayer.parked_key',
         'mqlayer.parked_message', 'mqlayer.parked_total', 'mqlayer.parking_change', 'mqlayer.dead_message',
         'mqlayer.failed_attempt', 'mqlayer.failure_count', 'mqlayer.partition_pause', 'mqlayer.redrive',
-        'mqlayer.bulk_item',
+        'mqlayer.bulk_item', 'mqlayer.breaker',
         'mqlayer_archive.outcome_queue', 'mqlayer_archive.outcome_progress']
     LOOP
         EXECUTE format('ALTER TABLE %s ENABLE ROW LEVEL SECURITY', v_table);

@@ -59,7 +59,8 @@ JOBS = {
 }  # fmt: skip
 """Commands that do by hand what a process does by itself: its right will do."""
 CONSUMERS = {
-    "dead discard", "group evict", "group pause", "group resume", "group seek", "key skip-head",
+    "dead discard", "group close-breaker", "group evict", "group open-breaker", "group pause", "group resume",
+    "group seek", "key skip-head",
 }  # fmt: skip
 """Commands on a group that its consumers may run, too."""
 CHANGES = SCENES.keys() | NOTHING_LEFT.keys()
