@@ -139,7 +139,7 @@ def test_a_kill_while_keys_are_parked_loses_and_reverses_nothing(scene: Receiver
 
     def released(condition: Callable[[], bool]) -> Callable[[], bool]:
         def is_so() -> bool:
-            release_all(here, TOPIC, GROUP)
+            release_all(here, TOPIC, GROUP, cause="exhausted")
             return condition()
 
         return is_so
