@@ -44,11 +44,12 @@ ARGV
   9 only_repeat   int     1: give out nothing but a batch of this attempt
   10 per_s        number  how many messages this partition gives out by the second; 0: no limit
   11 rate_size    number  how many of them at once after a rest, at least 1
-  12 none_parked  int     Postgres had no parked key here under this number (parking); 0: it was not asked
+  12 none_parked  int     Postgres had no parked key and no such message under this number (parking); 0: it was not asked
 
 RETURNS
-  {"given", batch, {times given out, ...}, {failed attempts, ...}, parking, {offset, m, key, body, ...}}    no times: each
-                                   for the first time. parking: 0, or the number under which keys may be parked
+  {"given", batch, {times given out, ...}, {failed attempts, ...}, parking, committed, {offset, m, key, body, ...}}    no
+                                   times: each for the first time. parking: 0, or the number under which keys may be parked,
+                                   or messages dead that are not settled
   {"more", 0, next, wake_count}         nothing as yet, and there is more to look at: ask again
   {"empty", left, next, wake_count}     nothing; what is appended may be given at once. left: ms until a queue is free again,
                                    -1 for none; wake_count: number of the last entry that told of a queue that got free
@@ -160,7 +161,7 @@ local function given_reply(number, offsets, records, counted)
       again, failed = again or times[i] > 1, failed or failures_of > 0
     end
   end
-  return {'given', number, again and times or {}, failed and failures or {}, parking ~= unparked and parking or 0, reply}
+  return {'given', number, again and times or {}, failed and failures or {}, parking ~= unparked and parking or 0, committed, reply}
 end
 
 local known = redis.call('HGET', batches_key, attempt)

@@ -247,7 +247,7 @@ class Fetcher:
         replay = view.info.replay
         return [
             message_of(record, attempt=times, token=token, replay=replay)
-            for record, times, _, token in self._parking.screen(view, found, given.parking)
+            for record, times, _, token in self._parking.screen(view, found, given)
         ]
 
     def _is_cut_off(self, view: PartitionView, record: Record) -> bool:

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
-from mqlayer.domain.message import Record
+from mqlayer.domain.message import Identity, Record
 from mqlayer.domain.parked_names import parked_name
 from mqlayer.errors import MqlayerError
 from mqlayer.events import Event, emit
@@ -20,12 +20,12 @@ from mqlayer.failpoints import failpoint
 from mqlayer.groups.group import Group
 from mqlayer.groups.pop_partitions import PopPartition
 from mqlayer.logs import event_logger
-from mqlayer.parking import FailedAttempt, KeyEntry, KeyRef, ParkingBatch, ParkingResult
+from mqlayer.parking import FailedAttempt, KeyEntry, KeyRef, ParkingBatch, ParkingResult, Span
 from mqlayer.parking.pop_store import ClaimedHead, FailureRule, ParkedSpan, PopParkingStore, dead_letter_of
 from mqlayer.receiving.partition_view import PartitionView
 from mqlayer.receiving.pop_message import Claimed, PopMessage, Token, message_of
 from mqlayer.receiving.settler import PopSettler
-from mqlayer.redis.pop_scripts import ReceiveRequest
+from mqlayer.redis.pop_scripts import PopBatch, ReceiveRequest
 from mqlayer.runtime.error_text import ErrorTexts
 
 log = event_logger(__name__)
@@ -55,14 +55,14 @@ class PopParking:
         self._alone = group.strategy != "strict"
         self.counts: Counter[str] = Counter()
 
-    def screen(self, view: PartitionView, given: Sequence[Delivery], parking: int) -> Sequence[Delivery]:
-        """Return what the caller gets; park or end the others. `parking`: a batch's number."""
+    def screen(self, view: PartitionView, given: Sequence[Delivery], batch: PopBatch) -> Sequence[Delivery]:
+        """Return the messages for the caller; park or end the others."""
         rule = rule_of(view.info)
         failing = [one for one in given if rule.ends(one.failures)]
-        if not failing and not parking and not view.info.parked:
+        if not failing and not batch.parking and not view.info.parked:
             return given
         try:
-            return self._decide(view, given, parking, rule, failing)
+            return self._decide(view, given, batch, rule, failing)
         except MqlayerError:
             # None may pass unasked; a later call decides.
             self._settler.settle("return", [one.token for one in given], ms=UNDECIDED_MS)
@@ -72,18 +72,19 @@ class PopParking:
         self,
         view: PartitionView,
         given: Sequence[Delivery],
-        parking: int,
+        answer: PopBatch,
         rule: FailureRule,
         failing: Sequence[Delivery],
     ) -> Sequence[Delivery]:
         refs = [self._ref(one.record) for one in given]
-        parked = self._parked(view, refs, parking)
-        dead = self._store.dead_among([one.record.identity for one in failing]) if failing else set()
+        parked, dead = self._known(view, refs, answer)
+        if failing:
+            dead |= self._store.dead_among([one.record.identity for one in failing])
         batch, to_end = ParkingBatch(), list[Delivery]()
         to_park: dict[Token, tuple[Delivery, KeyRef]] = {}
         for one, ref in zip(given, refs, strict=True):
             fails = rule.ends(one.failures)
-            if fails and (one.record.identity in dead or (rule.policy != "park" and ref not in parked)):
+            if one.record.identity in dead or (fails and rule.policy != "park" and ref not in parked):
                 to_end.append(one)
             elif fails or ref in parked:
                 if ref not in parked:
@@ -98,7 +99,7 @@ class PopParking:
         if not to_park and not to_end:
             return given
         result = self._write(view, batch)
-        first_returned = self._settle(view, result, to_park, to_end)
+        first_returned = self._settle(view, result, to_park, to_end, len(batch.dead_letters))
         if self._group.scope == "partition":
             # All of them are one queue: what is behind a returned one is given back with it.
             given = [one for one in given if one.token.offset < first_returned]
@@ -106,13 +107,19 @@ class PopParking:
         parked_now = {token for token, (_, ref) in to_park.items() if ref not in result.unparked}
         return [one for one in given if one.token not in ended | parked_now]
 
-    def _parked(self, view: PartitionView, refs: Sequence[KeyRef], parking: int) -> set[KeyRef]:
-        if not parking and not view.info.parked:
-            return set()
-        if self._store.any_parked(span_of(view.info)):
-            return self._store.parked_among(refs)
-        view.none_parked = parking
-        return set()
+    def _known(
+        self, view: PartitionView, refs: Sequence[KeyRef], answer: PopBatch
+    ) -> tuple[set[KeyRef], set[Identity]]:
+        """Return the parked ones of some keys, and dead messages that may come again."""
+        if not answer.parking and not view.info.parked:
+            return set(), set()
+        span = span_of(view.info)
+        dead = self._store.dead(Span(*span, answer.committed))
+        if self._store.any_parked(span):
+            return self._store.parked_among(refs), dead
+        if not dead:
+            view.none_parked = answer.parking
+        return set(), dead
 
     def _write(self, view: PartitionView, batch: ParkingBatch) -> ParkingResult:
         place = view.group_partition
@@ -126,6 +133,7 @@ class PopParking:
         result: ParkingResult,
         to_park: Mapping[Token, tuple[Delivery, KeyRef]],
         to_end: Sequence[Delivery],
+        dead_letters: int,
     ) -> float:
         failpoint("pop.after_park")
         refused = [t for t, (one, _) in to_park.items() if one.record.identity in result.refused_messages]
@@ -135,8 +143,9 @@ class PopParking:
             self._tell("key_parked", "parked", view, len(parked))
         if to_end:
             self._settler.settle("ack", [one.token for one in to_end], handled=False)
-            kind = "skipped" if rule_of(view.info).policy == "skip" else "dead"
-            self._tell("dead_lettered", kind, view, len(to_end))
+            if dead_letters:
+                kind = "skipped" if rule_of(view.info).policy == "skip" else "dead"
+                self._tell("dead_lettered", kind, view, dead_letters)
         if refused:
             self._settler.settle("return", refused, ms=FULL_RETRY_MS)
             log.error("parking_full", extra=self._facts(view) | {"count": len(refused)})

@@ -50,7 +50,7 @@ class ReceiveRequest(NamedTuple):
 class PopBatch(NamedTuple):
     """A batch; `delivery_counts` include this delivery, `failures` are earlier ones.
 
-    `parking`: 0, or keys may be parked.
+    `parking`: 0, or keys may be parked, or unsettled messages dead.
     """
 
     batch: int
@@ -58,6 +58,7 @@ class PopBatch(NamedTuple):
     delivery_counts: Sequence[int]
     failures: Sequence[int] = ()
     parking: int = 0
+    committed: int = 0
 
 
 class NoBatch(NamedTuple):
@@ -119,11 +120,11 @@ def receive_reply(reply: Any, address: str) -> PopBatch | NoBatch | Drained | Fe
     """Parse pop_receive's reply."""
     status, *facts = raise_for_reply(reply, address)
     if status == b"given":
-        batch, counts, failures, parking, flat = facts
+        batch, counts, failures, parking, committed, flat = facts
         new = tuple.__new__
         fields = zip(flat[::4], flat[1::4], flat[2::4], flat[3::4], strict=True)
         records = [new(Record, record) for record in fields]
-        return PopBatch(batch, records, counts or [1] * len(records), failures, parking)
+        return PopBatch(batch, records, counts or [1] * len(records), failures, parking, committed)
     if status == b"drained":
         return Drained(facts[0].decode())
     if status == b"fenced":

@@ -16,7 +16,7 @@ from mqlayer import PopMessage, Producer, Receiver
 from mqlayer.domain.retry_rules import Policy
 from mqlayer.errors import AlreadyApplied, InvalidInput, StaleToken
 from mqlayer.groups.admin import set_group
-from mqlayer.redelivery import DeadFilter, discard_parked, new_worker, release_parked, start_redrive, work_on
+from mqlayer.redelivery import DeadFilter, new_worker, release_parked, skip_head, start_redrive, work_on
 from mqlayer.settings import Settings
 from tests.fixtures.consumers import Stage, StartStage
 from tests.fixtures.failpoints import broken_off_at
@@ -139,7 +139,8 @@ def test_a_parked_message_that_fails_again_waits_and_is_parked_for_good(one: Sta
     assert receiver.receive(wait_s=0.3) == []
     [(attempt, error)] = ask_postgres(one.dsn, "SELECT attempt, error FROM mqlayer.failed_attempt")
     assert (attempt, "ValueError: no" in error) == (2, True)
-    discard_parked(runtime_of(one.database), one.topic, "g", key="k", head=True, reason="broken")
+    here = runtime_of(one.database, one.prefix, actor="a test")
+    skip_head(here, one.topic, "g", "k", reason="broken")
     assert bodies(receiver.receive(wait_s=WAIT_S)) == [b"2"]
 
 
@@ -255,3 +256,22 @@ def test_one_call_gives_messages_of_several_partitions(
     assert {message.token.partition for message in batch} == set(stage.partitions)
     receiver.ack(batch)
     assert receiver.receive(wait_s=0) == []
+
+
+def test_a_head_that_an_operator_passed_over_is_not_given_again(one: Stage, receiver_of: OpenReceiver) -> None:
+    receiver = receiver_of(one)
+    one.send([("k", b"1"), ("other", b"2"), ("k", b"3")])
+    first, second, third = sorted(receiver.receive(wait_s=WAIT_S, visibility_timeout_s=0.5), key=lambda one: one.body)
+    skip_head(runtime_of(one.database, one.prefix, actor="a test"), one.topic, "g", "k", reason="broken")
+    with pytest.raises(StaleToken):
+        receiver.ack([first, second, third])
+    got: list[bytes] = []
+
+    def others_came() -> bool:
+        batch = receiver.receive(wait_s=0.1)
+        got.extend(bodies(batch))
+        receiver.ack(batch)
+        return all_settled(one)
+
+    wait_until(others_came, what="all to be settled")
+    assert sorted(got) == [b"2", b"3"]
