@@ -115,7 +115,8 @@ local function open_batch(number)
       left_count = left_count + 1
     end
   end
-  return {attempt = attempt, given_ms = given_ms, queues = queues, left = left, left_count = left_count, packed = packed_batch}
+  return {attempt = attempt, given_ms = given_ms, queues = queues, left = left, left_count = left_count, packed = packed_batch,
+    closed = {}}
 end
 for i = 1, named do
   local number = batch_of[i]
@@ -247,19 +248,19 @@ end
 local touched = {}
 for _, one in ipairs(ours_alone) do touched[one[2]] = true end
 local function leave_batches()
-  local freed, ended = {}, {}
+  local freed = {}
+  for i = 1, named do
+    local one, offset = batches[batch_of[i]], offsets[i]
+    local its = one and one.left[offset]
+    if its then
+      one.left[offset] = nil
+      one.left_count = one.left_count - 1
+      one.closed[its] = true
+    end
+  end
   for number, one in pairs(batches) do
     if one then
-      local closed = {}
-      for i = 1, named do
-        local offset = offsets[i]
-        local its = batch_of[i] == number and one.left[offset]
-        if its then
-          one.left[offset] = nil
-          one.left_count = one.left_count - 1
-          closed[its] = true
-        end
-      end
+      local closed = one.closed
       if one.left_count == 0 then
         packed = packed - 1
         redis.call('HINCRBY', batches_key, '=', -1)
