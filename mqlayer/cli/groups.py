@@ -44,7 +44,7 @@ from mqlayer.groups.admin import evict_member, pause_group, resume_group, set_gr
 from mqlayer.groups.breaker_admin import reset_breaker, trip_breaker
 from mqlayer.groups.pauses import pause_partitions, resume_partitions, wait_paused
 from mqlayer.groups.retirement import forget_retired, retire_group
-from mqlayer.inspect import GroupStatus, group_members, group_statuses
+from mqlayer.inspect import GroupStatus, group_members, group_statuses, members_wanted
 from mqlayer.postgres.database import Database
 from mqlayer.redelivery import failure_counts
 from mqlayer.runtime.route_cache import RouteCache
@@ -287,7 +287,10 @@ def list_(
 def show(topic: TopicArgument, group: GroupArgument, as_json: JsonOption = False) -> None:
     """Show a group's settings and positions."""
     (found,) = _statuses(topic, group)
-    settings = settings_row(found)
+    here = settings_here()
+    with Database(here.control_dsn()) as database:
+        wanted = members_wanted(database, topic, group, lag_target_s=here.lag_target_s)
+    settings = settings_row(found) | {"members_wanted": wanted}
     if as_json:
         partitions = [partition_facts(one) for one in found.partitions]
         with Database(settings_here().control_dsn()) as database:

@@ -503,6 +503,15 @@ def _changes(look: HealthLook) -> Iterator[Problem]:
         yield Problem(alert, text, _before(age_s), topic, change=change_id, effect=effect)
 
 
+def _autopilot(look: HealthLook) -> Iterator[Problem]:
+    for topic, reason, age_s in look.rows("check_autopilot"):
+        text = f"The autopilot changes no route of {topic} any more: {reason}"
+        yield Problem(ALERTS["MqlayerAutopilotStopped"], text, _before(age_s), topic)
+    for topic, partition, lp, reason, _ in look.rows("check_hot_keys"):
+        text = f"LP {lp} in partition {partition} of {topic}: {reason}"
+        yield Problem(ALERTS["MqlayerKeyHot"], text, None, topic, partition=partition)
+
+
 def _archive(look: HealthLook) -> Iterator[Problem]:
     late = ALERTS["MqlayerArchiveLate"]
     for topic, gaps, passed_s, _ in look.rows("check_archive"):
@@ -561,6 +570,7 @@ FINDERS: Final[Mapping[str, Finder]] = {
     "groups": _groups,
     "parked and dead messages": _failures,
     "route changes": _changes,
+    "automatic routes": _autopilot,
     "archive": _archive,
     "jobs": _jobs,
     "samples": _samples,

@@ -30,8 +30,16 @@ def control_samples(runtime: Runtime, *, by_partition: bool = False) -> Samples:
     if by_partition:
         _add_partitions(found, statuses)
     _add_failures(found, failure_counts(runtime.control), {_name(one) for one in statuses})
+    lag_target_s = runtime.settings.lag_target_s
+    for topic, group, wanted in _rows(runtime.control, "metrics_members_wanted", lag_target_s=lag_target_s):
+        if wanted is not None:
+            found["mqlayer.group.members_wanted"].append((wanted, _labels((topic, group))))
     _add_nodes(found, _row(runtime.control, "metrics_nodes"), statuses)
     _add_changes(found, _row(runtime.control, "metrics_route_changes"))
+    for topic, changes, stopped, hot in _rows(runtime.control, "metrics_autopilot"):
+        found["mqlayer.autopilot.changes"].append((changes, {"topic": topic}))
+        found["mqlayer.autopilot.stopped"].append((stopped, {"topic": topic}))
+        found["mqlayer.autopilot.hot_lps"].append((hot, {"topic": topic}))
     for topic, gaps, passed_s, _ in _rows(runtime.control, "check_archive"):
         found["mqlayer.archive.gaps"].append((gaps, {"topic": topic}))
         if passed_s is not None:
@@ -132,7 +140,9 @@ def _add_failures(found: Samples, counts: Iterable[FailureCounts], live: set[Gro
 
 def _add_nodes(found: Samples, row: tuple[Any, ...], statuses: Iterable[GroupStatus]) -> None:
     unreachable = {name for one in statuses for name in one.unreachable}
-    for state, count in zip(("armed", "unarmed", "lost", "unreachable"), (*row, len(unreachable)), strict=True):
+    for state, count in zip(
+        ("armed", "unarmed", "lost", "draining", "unreachable"), (*row, len(unreachable)), strict=True
+    ):
         found["mqlayer.nodes"].append((count, {"state": state}))
 
 

@@ -2,7 +2,14 @@
 
 from mqlayer.inspect.busiest_keys import BusiestKeys, BusyKey, busiest_keys
 from mqlayer.inspect.curves import Curve, CurvePoint, curves
-from mqlayer.inspect.group_facts import GroupFacts, MemberFacts, PartitionFacts, group_facts, group_members
+from mqlayer.inspect.group_facts import (
+    GroupFacts,
+    MemberFacts,
+    PartitionFacts,
+    group_facts,
+    group_members,
+    members_wanted,
+)
 from mqlayer.inspect.group_status import (
     GroupStatus,
     PartitionStatus,
@@ -112,6 +119,7 @@ __all__ = [
     "hidden_from",
     "history_of_key",
     "key_history",
+    "members_wanted",
     "message_life",
     "newest_messages",
     "partition_head",

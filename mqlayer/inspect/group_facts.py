@@ -107,6 +107,14 @@ class MemberFacts:
     partitions: int
 
 
+def members_wanted(database: Database, topic: str, group: str, *, lag_target_s: float) -> int | None:
+    """Return how many members a group needs to work its lag off within a time, by samples; None: not known."""
+    facts = {"topic": topic, "group": group, "lag_target_s": lag_target_s}
+    with database.connection() as connection:
+        row = connection.execute(query("members_wanted"), facts).fetchone()
+    return None if row is None or row[0] is None else int(row[0])
+
+
 def group_facts(database: Database, topic: str | None = None, name: str | None = None) -> list[GroupFacts]:
     """Return all groups, a topic's, or one. Raises NotFound."""
     facts = {

@@ -81,6 +81,14 @@ _ALL: Final = (
         "gives the next command.", for_s=300,
     ),
     Alert(
+        "MqlayerAutopilotStopped", "warning", "Automatic routes stopped themselves",
+        "mqlayer route why TOPIC says why; repair the cause, then mqlayer route auto TOPIC --on begins again.",
+    ),
+    Alert(
+        "MqlayerKeyHot", "warning", "A key or LP is hotter than a partition can serve",
+        "Divide the key, or make its handler faster: no split helps; mqlayer route why TOPIC names it.", for_s=600,
+    ),
+    Alert(
         "MqlayerPartitionHot", "warning", "A partition takes most of the load",
         "Split it: mqlayer route split TOPIC PARTITION --plan shows how the load would divide.", above=60, rule=False,
     ),

@@ -1,12 +1,13 @@
 -- name: health_nodes
--- All nodes with when each was armed, lost, registered and sampled last, and its partitions that are not deleted.
-SELECT n.node_id, n.name, n.url, n.armed_run_id, n.armed_at, n.lost_at, n.created_at, s.at, p.open, p.sealed
+-- All nodes with when each began to drain, was armed, lost, registered and sampled last, and its partitions that are not deleted.
+SELECT n.node_id, n.name, n.url, n.armed_run_id, n.draining_at, n.zone, n.armed_at, n.lost_at, n.created_at, s.at, p.open,
+       p.sealed
 FROM mqlayer.node n
 CROSS JOIN LATERAL (SELECT max(s.at) AS at FROM mqlayer.sample s WHERE s.kind = 'node' AND s.object_id = n.node_id) AS s
 LEFT JOIN (
     SELECT p.node_id, count(*) FILTER (WHERE p.state = 'open')::int AS open, count(*) FILTER (WHERE p.state = 'sealed')::int AS sealed
     FROM mqlayer.partition p WHERE p.state <> 'deleted' GROUP BY p.node_id) AS p USING (node_id)
-ORDER BY n.node_id;
+WHERE n.removed_at IS NULL ORDER BY n.node_id;
 
 -- name: health_groups
 -- Live groups with a position: how many partitions each has to read, how many members live, who paused it or its topic

@@ -356,3 +356,7 @@ FROM mqlayer.topic WHERE name = %(topic)s;
 SELECT p.partition_id, p.lp_from, p.lp_to, p.node_id, p.state, r.per_s FROM mqlayer.partition p
 LEFT JOIN mqlayer.partition_rate r ON r.partition_id = p.partition_id AND r.measured_at > now() - interval '5 minutes'
 WHERE p.topic_id = %(topic_id)s AND p.state <> 'deleted' ORDER BY p.lp_from, p.partition_id;
+
+-- name: members_wanted
+-- How many members a group needs, by the samples.
+SELECT mqlayer.members_wanted_v1(%(topic)s, %(group)s, 1, %(lag_target_s)s);

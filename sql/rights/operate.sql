@@ -44,10 +44,11 @@ GRANT EXECUTE ON FUNCTION mqlayer.may_create_group_v1 TO {role};
 GRANT SELECT, UPDATE (joined_at, lease_until, leaving, session) ON mqlayer.member TO {role};
 GRANT USAGE ON SEQUENCE mqlayer.member_session TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.members_forget_v1 TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer.members_wanted_v1 TO {role};
 GRANT SELECT ON mqlayer.migration TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.numbers_used_v1 TO {role};
-GRANT SELECT, INSERT (armed_at, armed_run_id, last_run_id, name, url), UPDATE (armed_at, armed_run_id, former_runs,
-    last_run_id, lost_at, url) ON mqlayer.node TO {role};
+GRANT SELECT, INSERT (armed_at, armed_run_id, last_run_id, name, url, zone), UPDATE (armed_at, armed_run_id, draining_at, former_runs,
+    last_run_id, lost_at, name, removed_at, url, zone) ON mqlayer.node TO {role};
 GRANT SELECT ON mqlayer.parked_fact TO {role};
 GRANT SELECT, INSERT (cause, due_at, group_id, lp, name, paused_at, paused_by), UPDATE (attempts, cause, due_at,
     paused_at, paused_by, released, started, started_alone) ON mqlayer.parked_key TO {role};
@@ -74,6 +75,12 @@ GRANT EXECUTE ON FUNCTION mqlayer.retired_messages_drop_v1 TO {role};
 GRANT SELECT, INSERT (lp_from, lp_to, partition_id, topic_id, version) ON mqlayer.route TO {role};
 GRANT SELECT, INSERT (actor, kind, mode, topic_id, version), UPDATE (ended_at, mode, opened_at, sealed_at, state) ON
     mqlayer.route_change TO {role};
+GRANT SELECT ON mqlayer.route_decision TO {role};
+GRANT SELECT ON mqlayer.route_load TO {role};
+GRANT SELECT, INSERT (capacity_per_s, changes_per_hour, cool_down_s, max_partitions, min_partitions, mode, quiet_from,
+    quiet_to, rest_s, set_by, topic_id), UPDATE (capacity_per_s, changes_per_hour, cool_down_s, failed, max_partitions,
+    min_partitions, mode, quiet_from, quiet_to, rest_s, set_at, set_by, stopped_at, stopped_because, unhelpful) ON
+    mqlayer.route_policy TO {role};
 GRANT SELECT ON mqlayer.sample TO {role};
 GRANT SELECT, INSERT (unreachable, change_id, cut, marks, next_offset, partition_id, run_id, seal_id), UPDATE (unreachable, cut,
     next_offset, run_id, seal_id) ON mqlayer.seal TO {role};

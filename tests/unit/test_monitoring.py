@@ -116,6 +116,7 @@ def test_the_dashboard_shows_or_an_alert_watches_each_number_of_the_system() -> 
     text = " ".join(expression for _, expression, _ in queries())
     of_partitions = {one.series for one in CATALOG.values() if "partition" in one.labels}
     not_shown = {
+        "mqlayer_autopilot_changes_total",
         "mqlayer_exporter_failures_total",
         "mqlayer_exporter_sample_duration_seconds",
         "mqlayer_route_changes_total",

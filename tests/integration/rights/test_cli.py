@@ -20,7 +20,8 @@ from tests.fixtures.servers import StartRedis
 
 PLANS = {
     "archive retain": "--older-than 2d", "dead redrive": "orders g --all", "group retire": "orders g",
-    "group seek": "orders g --to latest", "node lost": "node-1", "outbox adopt": "", "outbox renew": "",
+    "group seek": "orders g --to latest", "node lost": "node-1",
+    "node drain": "node-1", "node remove": "node-1", "outbox adopt": "", "outbox renew": "",
     "outbox quarantine discard": "7", "replay start": "orders g --all", "route reopen": "orders",
     "snapshot drop": "cut", "versions forget": "sink e --reason r", "versions set": "sink e 2 --reason r",
     "topic delete": "orders",
