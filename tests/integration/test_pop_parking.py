@@ -275,3 +275,22 @@ def test_a_head_that_an_operator_passed_over_is_not_given_again(one: Stage, rece
 
     wait_until(others_came, what="all to be settled")
     assert sorted(got) == [b"2", b"3"]
+
+
+def test_messages_are_acknowledged_with_the_next_request_and_none_is_lost_where_that_is_refused(
+    one: Stage, receiver_of: OpenReceiver
+) -> None:
+    a, b = receiver_of(one), receiver_of(one)
+    one.send([("k", b"1"), ("other", b"2")])
+    first = a.receive(1, wait_s=WAIT_S)
+    second = a.receive(1, wait_s=WAIT_S, ack=first, visibility_timeout_s=0.05)
+    assert (bodies(first), bodies(second)) == ([b"1"], [b"2"])
+    late = b.receive(wait_s=WAIT_S)
+    one.send([("k", b"3")])
+    with pytest.raises(StaleToken):
+        a.receive(wait_s=WAIT_S, ack=second)
+    third = a.receive(wait_s=WAIT_S)
+    assert [(message.body, message.attempt) for message in third] == [(b"3", 1)]
+    assert a.receive(wait_s=0, ack=third) == []
+    b.ack(late)
+    assert all_settled(one)
