@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from mqlayer.domain.large_bodies import BodyReference
 from mqlayer.domain.message import NO_KEY, Identity, Record
 from mqlayer.domain.routing import PartitionId
 from mqlayer.parking.pop_store import Claim
@@ -39,7 +40,7 @@ class PopMessage:
 
     `key`: None without one; `identity`: equal at every delivery, an idempotency key; `attempt`: deliveries, this one
     included; `at_ms`: Unix ms by the publisher's clock; `replay`: the last seek if fenced effects apply again, else 0;
-    `reordered`: see `Context.reordered`.
+    `reordered`: see `Context.reordered`; `large_body`: of a body that `fetch_body` returns, while `body` is empty.
     """
 
     key: str | None
@@ -52,6 +53,7 @@ class PopMessage:
     replay: int = 0
     tags: tuple[str, ...] = ()
     reordered: bool = False
+    large_body: BodyReference | None = None
     _record: Record | None = field(default=None, repr=False, compare=False)
     claimed: Claimed | None = field(default=None, repr=False, compare=False)
     """Internal: of a parked message, which Postgres gives out."""
@@ -70,7 +72,7 @@ class PopMessage:
         return trace_context(self.headers)
 
 
-_OF_RECORD: Final = frozenset(("key", "body", "headers", "identity", "at_ms", "tags", "reordered"))
+_OF_RECORD: Final = frozenset(("key", "body", "headers", "identity", "at_ms", "tags", "reordered", "large_body"))
 _set = object.__setattr__
 
 

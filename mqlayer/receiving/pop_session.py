@@ -17,6 +17,7 @@ from mqlayer.domain.names import check_name
 from mqlayer.errors import InvalidInput, StaleToken
 from mqlayer.groups.group import Group, GroupSettings, ensure_group
 from mqlayer.idempotency import InboxEntry
+from mqlayer.large_bodies import BodyReader
 from mqlayer.metrics import RECEIVED, meters_of
 from mqlayer.parking.pop_store import PopParkingStore
 from mqlayer.postgres.caller_connections import Statements
@@ -74,8 +75,10 @@ class PopSession:
         settler: PopSettler,
         parked: ParkedSettler,
         cleanup: ExitStack,
+        bodies: BodyReader,
         spans: PopSpans | None = None,
     ) -> None:
+        self._bodies = bodies
         self.group, self.fetcher, self.settler, self._cleanup, self._spans = group, fetcher, settler, cleanup, spans
         self._parked = parked
         self._renewal = RenewalThread(self.extend_all)
@@ -190,6 +193,10 @@ class PopSession:
         else:
             self._spans.settling(messages, settle)
 
+    def body_of(self, message: PopMessage) -> bytes:
+        """See `Receiver.fetch_body`."""
+        return message.body if message.large_body is None else self._bodies.fetch(message.large_body)
+
     def fence(self, message: PopMessage) -> Statements[None]:
         """See `Receiver.fence`."""
         return self._fence.check(message)
@@ -259,7 +266,8 @@ def open_session(topic: str, wanted: GroupSettings, *, group: str, settings: Set
         cleanup.callback(notices.close)
         tracing = tracing_of(settings)
         spans = None if tracing is None else PopSpans(tracing, topic, group)
-        return PopSession(found, fetcher, settler, ParkedSettler(parking, cache), cleanup.pop_all(), spans)
+        parked = ParkedSettler(parking, cache)
+        return PopSession(found, fetcher, settler, parked, cleanup.pop_all(), BodyReader(runtime), spans)
 
 
 def _counts(fetcher: Fetcher, settler: PopSettler, parking: PopParking) -> Mapping[str, int]:
