@@ -46,5 +46,6 @@ if not state or state == 'deleted' or (for_good and not unfetched) then
   return {unfetched and 'unfetched' or 'forgotten'}
 end
 redis.call('HDEL', lock_key, 'refreshed_at', 'committed', 'base', 'top', 'seek', 'outcome_count', 'crash_count', 'suspect', 'shared', 'reclaimed_to',
-  'pop', 'wake_count', 'examined', 'withheld_until')
+  'pop', 'wake_count', 'examined', 'withheld_until', 'packed', 'queued',
+  'parking', 'unparked')
 return {unfetched and 'unfetched' or 'lock_only'}

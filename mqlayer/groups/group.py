@@ -144,7 +144,7 @@ class GroupSettings:
             if value is not None:
                 said[name] = None if value == math.inf else value
         if self.mode == "pop":
-            said["policy"] = "block"
+            said.setdefault("policy", "block")
         if self.mode == "shared":
             said.setdefault("policy", "dead_letter")
         return RetryRules(**said)
@@ -410,11 +410,7 @@ def _check_mode(settings: GroupSettings) -> None:
         raise InvalidInput("only a group with ordered pop has a scope: say mode='pop'")
     if settings.mode == "pop" and (settings.ordered is False or settings.balance is not None):
         raise InvalidInput("ordered pop is ordered, and has no members to balance: leave ordered and balance out")
-    if settings.mode == "pop" and settings.tag_filter not in (None, NO_FILTER):
-        raise InvalidInput("ordered pop gives out every message: it has no tag filter")
     if settings.mode == "pop":
-        refuse_policy(settings.policy)
-        _refuse_parking_limits(settings, "ordered pop")
         _refuse_key_class(settings, "ordered pop gives its receivers what comes next")
         _refuse_retrying(settings)
     _check_shared(settings)
@@ -450,21 +446,23 @@ def _refuse_key_class(settings: GroupSettings, why: str) -> None:
 
 
 def _refuse_retrying(settings: GroupSettings) -> None:
-    said = [
-        name
-        for name in RULES
-        if name not in ("policy", *CLASS_RULES, *PARKING_LIMITS) and getattr(settings, name) is not None
-    ]
+    kept = ("policy", "attempt_limit", *CLASS_RULES, *PARKING_LIMITS)
+    said = [name for name in RULES if name not in kept and getattr(settings, name) is not None]
     if said:
         raise InvalidInput(
             f"ordered pop has no handler that fails: leave {', '.join(said)} out, and decide in the receiver "
-            "(nack with a delay, ack)"
+            "(nack with a delay, ack); attempt_limit and policy are the group's"
         )
 
 
 def refuse_ineffective(settings: GroupSettings, group: Group) -> None:
     """Raise InvalidInput for a given setting without effect."""
     rules = group.rules
+    if group.mode == "pop" and rules.policy == "block" and settings.attempt_limit is not None:
+        raise InvalidInput(
+            "with the policy block a message is given out until it is acknowledged: leave attempt_limit out, or say a "
+            "policy too"
+        )
     if settings.rate_burst not in (None, math.inf) and group.rate_limit is None:
         raise InvalidInput("a burst is of a rate, and the group has none: say rate_limit too, or leave rate_burst out")
     of_breaker = [name for name in BREAKER_RULES[1:] if getattr(settings, name) is not None]
@@ -509,15 +507,6 @@ def refuse_broadcast(group: Group) -> None:
         raise InvalidInput(
             f"group {group.name!r} of topic {group.topic!r} is broadcast, its instances have positions: name one as "
             f"{group.name}@INSTANCE; those there are: mqlayer group list {group.topic}"
-        )
-
-
-def refuse_policy(policy: Policy | None) -> None:
-    """Raise InvalidInput for a policy other than block."""
-    if policy not in (None, "block"):
-        raise InvalidInput(
-            f"policy {policy} needs a member that owns the partition: ordered pop gives a message out until it is "
-            "acknowledged (block); see its attempt, and decide in the receiver"
         )
 
 

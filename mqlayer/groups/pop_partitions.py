@@ -5,11 +5,13 @@ Rows of `assignment` without owner hold the epochs; arming, node loss and seeks 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mqlayer.domain.deployments import MAIN
 from mqlayer.domain.rates import RateLimit
+from mqlayer.domain.retry_rules import Policy
 from mqlayer.domain.routing import NodeId, PartitionId
+from mqlayer.domain.tags import NO_FILTER
 from mqlayer.errors import GroupRetired
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.queries import query
@@ -20,7 +22,7 @@ class PopPartition:
     """A partition of a group with ordered pop. `epoch`: None if it was never readable.
 
     `start`, `seek`, `replay`, `cut`, `archived`: see `Assignment`, `HeartbeatReply`. `readable`: not gated, not paused,
-    given to this deployment.
+    given to this deployment. `parked`: a key is; `parked_due_in_s`: until the next one is due.
     """
 
     partition: PartitionId
@@ -35,6 +37,13 @@ class PopPartition:
     rate_limit: float | None = None
     rate_burst: float | None = None
     share_count: int | None = None
+    policy: Policy = "block"
+    attempt_limit: int = 1
+    tag_filter: str = NO_FILTER
+    lp_from: int = 0
+    lp_to: int = 0
+    parked: bool = field(default=False, compare=False)
+    parked_due_in_s: float | None = field(default=None, compare=False)
 
     @property
     def rate(self) -> RateLimit | None:

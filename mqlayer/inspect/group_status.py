@@ -229,8 +229,8 @@ def waiting(head: UnsettledHead | None, now_ms: int, group: GroupFacts) -> Unset
     attempts = failures.attempts if failures else 0
     wanted = TagFilter.of(group.tag_filter)
     if group.mode == "pop":
-        # Pop counts at delivery: the last attempt may be running, and its receiver decides when it returns.
-        attempts, last_ms = max(0, attempts - 1), None
+        # Its receiver decides when it returns.
+        attempts, last_ms = failures.failed if failures else 0, None
     retry_ms = None if last_ms is None else last_ms + round(1000 * group.rules.wait_s(attempts, 0.0))
     return UnsettledMessage(
         head.offset,

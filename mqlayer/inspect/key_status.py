@@ -244,7 +244,8 @@ def _next_of_parked(group: GroupStatus, key: str, parked: ParkedKeyStatus | None
         return f"{release}  # or discard it, or key skip-head; it waits for an operator ({parked.cause}){more}"
     if parked.due_in_s > 0:
         return f"{NOTHING}it is tried again at {parked.due_at:%H:%M:%S} UTC; at once: {release}{more}"
-    return f"{NOTHING}it is due, its owner tries it{more}"
+    who = "a receiver is given it" if group.facts.mode == "pop" else "its owner tries it"
+    return f"{NOTHING}it is due, {who}{more}"
 
 
 def _next_step(

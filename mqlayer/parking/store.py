@@ -258,7 +258,7 @@ class ParkingStore:
 
         def work(connection: Connection) -> ParkingResult:
             connection.execute(query("transaction_patience"), TIMEOUTS)
-            if connection.execute(query("parking_hold"), facts).fetchone() is None:
+            if not self._holds(connection, facts):
                 raise NotOwner(f"epoch {epoch} of partition {partition} is not in force")
             result = ParkingResult()
             counts: Counter[str] = Counter()
@@ -279,6 +279,9 @@ class ParkingStore:
         result = self._database.transaction(work)
         failpoint("parking.after_commit")
         return result
+
+    def _holds(self, connection: Connection, facts: dict[str, object]) -> bool:
+        return connection.execute(query("parking_hold"), facts).fetchone() is not None
 
     def add_attempts(self, notes: Iterable[FailedAttempt]) -> None:
         """Record failed attempts, under any epoch."""

@@ -91,9 +91,11 @@ class AsyncReceiver(ReceiverBase):
         visibility_timeout_s: float = 30.0,
         wait_s: float = 20.0,
         attempt_id: str | None = None,
+        ack: Iterable[PopMessage] = (),
+        renew_for_s: float = 0.0,
     ) -> list[PopMessage]:
         """As `Receiver.receive`; among several, a call lasts up to 0.1 s longer."""
-        call = receive_call(max_messages, visibility_timeout_s, wait_s, attempt_id)
+        call = receive_call(max_messages, visibility_timeout_s, wait_s, attempt_id, ack, renew_for_s)
         thread = self._running().receiving
         pending = thread.receive(call)
         try:
@@ -128,9 +130,9 @@ class AsyncReceiver(ReceiverBase):
         """As `Receiver.ack`."""
         await self._settle(self._opened().ack, list(messages))
 
-    async def nack(self, message: PopMessage, *, delay_s: float = 0.0) -> None:
+    async def nack(self, message: PopMessage, *, delay_s: float = 0.0, error: BaseException | None = None) -> None:
         """As `Receiver.nack`."""
-        await self._settle(self._opened().nack, message, delay_s)
+        await self._settle(self._opened().nack, message, delay_s, error)
 
     async def extend(self, message: PopMessage, seconds: float) -> None:
         """As `Receiver.extend`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from functools import partial
+from itertools import repeat
 from typing import Any, Final, NamedTuple
 
 from mqlayer.domain.message import Record
@@ -15,10 +16,11 @@ from mqlayer.groups.lineage import drained_popped, seal_marks
 from mqlayer.groups.pop_partitions import renew_pop_epoch
 from mqlayer.logs import event_logger
 from mqlayer.metrics import MemberMeters
+from mqlayer.receiving.parking import Delivery, PopParking
 from mqlayer.receiving.partition_cache import PartitionCache
 from mqlayer.receiving.partition_view import PartitionView
 from mqlayer.receiving.pop_message import PopMessage, Token, message_of
-from mqlayer.receiving.settler import PopSettler
+from mqlayer.receiving.settler import PopSettler, SettlePlan
 from mqlayer.redis.node_connection import NodeConnection, raise_for_reply
 from mqlayer.redis.partition_scripts import Fenced, Refused
 from mqlayer.redis.pop_scripts import Drained, NoBatch, PopBatch, ReceiveRequest, receive_command, receive_reply
@@ -33,10 +35,10 @@ PopAnswer = PopBatch | NoBatch | Drained | Fenced | Refused
 
 
 class FetchAnswer(NamedTuple):
-    """Messages, and their request: an earlier one after a lost answer."""
+    """Messages, and by partition their requests: earlier ones after a lost answer."""
 
     messages: list[PopMessage]
-    request: ReceiveRequest
+    requests: dict[int, ReceiveRequest]
 
 
 BLOCK_S: Final = 0.1
@@ -56,12 +58,16 @@ class Fetcher:
         *,
         runtime: Runtime,
         routes: RouteCache,
+        parking: PopParking,
         meters: MemberMeters | None = None,
     ) -> None:
         self._group, self._cache, self._connections, self._settler = group, cache, connections, settler
+        self._parking = parking
         self._meters = meters
         self._runtime, self._database, self._routes = runtime, runtime.control, routes
         self._round = 0
+        # Acknowledgements that go with the next request to their node.
+        self._acks: SettlePlan | None = None
         self._wakeups = cache.changed
         self.fetch_count = self.received_count = 0
 
@@ -74,42 +80,63 @@ class Fetcher:
         """Return this attempt's former batches."""
         self._cache.refresh()
         found: list[PopMessage] = []
+        requests: dict[int, ReceiveRequest] = {}
         for view in self._cache.views:
+            requests[view.info.partition] = request
             try:
                 answer = self._fetch_from(view, request._replace(only_repeat=True))
                 if isinstance(answer, PopBatch):
                     found += self._messages(view, answer)
             except MqlayerError as error:
                 self._failed(view, error)
-        return FetchAnswer(found, request)
+        return FetchAnswer(found, requests)
 
-    def fetch(self, request: ReceiveRequest, *, repeat: bool) -> FetchAnswer:
-        """Ask due partitions until one gives. `repeat`: unanswered attempts too."""
+    def fetch(self, request: ReceiveRequest, *, repeat: bool, acks: SettlePlan | None = None) -> FetchAnswer:
+        """Ask due partitions until there are enough. `repeat`: unanswered attempts too; `acks`: sent with requests."""
+        self._acks = acks
         self._cache.refresh()
-        views = self._cache.views
+        answer = FetchAnswer([], {})
+        try:
+            self._fill(answer, request, repeat=repeat)
+        except BaseException:
+            self.take_back(answer)
+            raise
+        return answer
+
+    def _fill(self, answer: FetchAnswer, request: ReceiveRequest, *, repeat: bool) -> None:
+        views, begin, size = self._cache.views, self._round, 0
         for number in range(len(views)):
-            view = views[(self._round + number) % len(views)]
-            if not view.is_due(time.monotonic()):
-                continue
-            asked = view.repeated(request) if repeat else request
-            try:
-                found = self._handle(view, asked)
-                view.last_error = None
-            except MqlayerError as error:
-                self._failed(view, error)
-                continue
+            view = views[(begin + number) % len(views)]
+            left = request._replace(limit=request.limit - len(answer.messages), bytes=request.bytes - size)
+            if left.limit < 1 or left.bytes < 1:
+                return
+            found = self._ask(view, left, answer.requests, repeat=repeat)
             if found:
                 # The next call begins with the next partition: a busy one must not starve the others.
-                self._round = (self._round + number + 1) % len(views)
-                return FetchAnswer(found, asked)
-        return FetchAnswer([], request)
+                self._round = (begin + number + 1) % len(views)
+                answer.messages.extend(found)
+                size += sum(len(message.body) for message in found) if number + 1 < len(views) else 0
+
+    def _ask(
+        self, view: PartitionView, request: ReceiveRequest, requests: dict[int, ReceiveRequest], *, repeat: bool
+    ) -> list[PopMessage]:
+        asked = requests[view.info.partition] = view.repeated(request) if repeat else request
+        try:
+            found = self._parking.fetch(view, request)
+            if not found and view.is_due(time.monotonic()):
+                found = self._handle(view, asked)
+                view.last_error = None
+        except MqlayerError as error:
+            self._failed(view, error)
+            return []
+        return found
 
     def take_back(self, fetched: FetchAnswer) -> None:
         """Give undelivered messages to a later request, as the same attempt."""
         partitions = {message.token.partition for message in fetched.messages}
         for view in self._cache.views:
             if view.info.partition in partitions:
-                view.note_unanswered(fetched.request)
+                view.note_unanswered(fetched.requests[view.info.partition])
                 view.quiet = None
 
     @property
@@ -166,9 +193,13 @@ class Fetcher:
     def _call(self, connection: NodeConnection, view: PartitionView, request: ReceiveRequest) -> PopAnswer:
         self.fetch_count += 1
         view.note_unanswered(request)
-        command = receive_command(connection, view.group_partition, request)
+        asked = request._replace(none_parked=view.none_parked) if view.none_parked else request
+        command = receive_command(connection, view.group_partition, asked)
         call = connection.call if self._meters is None else partial(self._meters.receiving, connection.call)
-        (reply,) = call([command])
+        acks = [] if self._acks is None else self._settler.commands(connection, self._acks)
+        *settled, reply = call([*acks, command])
+        if self._acks is not None and settled:
+            self._settler.answered(connection, self._acks, settled)
         answer = receive_reply(reply, connection.node.address)
         if isinstance(answer, PopBatch):
             failpoint("pop.after_receive")
@@ -194,22 +225,30 @@ class Fetcher:
         return []
 
     def _messages(self, view: PartitionView, given: PopBatch) -> list[PopMessage]:
-        found: list[PopMessage] = []
+        found: list[Delivery] = []
         beyond: list[Token] = []
-        void: list[Token] = []
-        for record, times in zip(given.records, given.delivery_counts, strict=True):
-            token = Token(view.group_partition.partition, view.group_partition.epoch, given.batch, record.offset)
+        excluded: list[Token] = []
+        place, wanted, new = view.group_partition, view.wanted, tuple.__new__
+        partition, epoch, batch = place.partition, place.epoch, given.batch
+        failures = given.failures or repeat(0)
+        for record, times, failed in zip(given.records, given.delivery_counts, failures, strict=False):
+            token = new(Token, (partition, epoch, batch, record.offset))
             if view.info.cut and self._is_cut_off(view, record):
                 beyond.append(token)
-            elif record.void:
-                void.append(token)
+            elif record.void or (wanted is not None and not wanted.takes(record.tags)):
+                excluded.append(token)
             else:
-                found.append(message_of(record, attempt=times, token=token, replay=view.info.replay))
+                found.append(new(Delivery, (record, times, failed, token)))
         if beyond:
             log.warning("records_cut_off", extra={"partition": view.info.partition, "count": len(beyond)})
-        if beyond or void:
-            self._settler.settle("ack", [*beyond, *void], handled=False)
-        return found
+            self._settler.settle("ack", beyond, handled=False)
+        if excluded:
+            self._settler.exclude(excluded)
+        replay = view.info.replay
+        return [
+            message_of(record, attempt=times, token=token, replay=replay)
+            for record, times, _, token in self._parking.screen(view, found, given)
+        ]
 
     def _is_cut_off(self, view: PartitionView, record: Record) -> bool:
         view.marks = view.marks or seal_marks(self._database, view.info.partition)

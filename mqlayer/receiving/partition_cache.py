@@ -70,6 +70,10 @@ class PartitionCache(Service):
         except GroupRetired as error:
             self.retired, self._views = error, {}
 
+    def view_of(self, partition: int) -> PartitionView | None:
+        """Return a readable partition's view."""
+        return self._views.get(partition)
+
     def node_of(self, partition: int) -> NodeId | None:
         """Return a partition's node; None: retired, all settled."""
         if partition not in self._nodes:
@@ -95,8 +99,10 @@ class PartitionCache(Service):
     def _view(self, one: PopPartition) -> PartitionView:
         known = self._views.get(one.partition)
         if known is not None and known.info == one:
+            known.listed(one, time.monotonic())
             return known
         view = view_of(one, prefix=self._prefix, group_id=self._group.group_id, scope=self._group.scope or "key")
+        view.listed(one, time.monotonic())
         if known is not None:
             view.refused, view.unanswered, view.paused_until = known.refused, known.unanswered, known.paused_until
         return view

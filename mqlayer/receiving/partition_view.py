@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from mqlayer.domain.tags import TagFilter
 from mqlayer.errors import MqlayerError
 from mqlayer.groups.pop_partitions import PopPartition
 from mqlayer.redis.keys import partition_keys, pop_keys
@@ -39,6 +40,20 @@ class PartitionView:
     put_off_count: int = 0
     last_error: MqlayerError | None = None
     marks: Mapping[str, int] = field(default_factory=dict)
+    none_parked: int = 0
+    """A batch's `parking` under which Postgres had no parked key."""
+    parked_due_at: float = math.inf
+    """When Postgres may give a parked message."""
+
+    def listed(self, info: PopPartition, now: float) -> None:
+        """Take over a newer list's facts."""
+        self.info = info
+        self.parked_due_at = math.inf if info.parked_due_in_s is None else now + info.parked_due_in_s
+
+    @property
+    def wanted(self) -> TagFilter | None:
+        """The group's filter."""
+        return TagFilter.of(self.info.tag_filter)
 
     def set_quiet(self, answer: NoBatch, now: float) -> None:
         """Note an empty answer."""

@@ -30,15 +30,17 @@ class PopFence:
         if self._key_order.is_void(message):
             token = message.token
             raise StaleToken(self._group.name, self._group.topic, [(token.partition, token.offset)])
-        return self._key_order.before(message)
+        return None if message.claimed is not None else self._key_order.before(message)
 
     def _statement(self, message: PopMessage) -> Statement:
         source, lp, seq = message.identity
+        redriven = message.claimed is not None and message.claimed.redriven
         facts: Mapping[str, Any] = {
             "group_id": self._group.group_id,
             "lp": lp,
             "source": source,
-            "key": message.key,
+            # Later messages of its key may have been applied before a redriven one.
+            "key": None if redriven else message.key,
             "seq": seq,
             "epoch": message.token.epoch,
             "replay": message.replay,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from mqlayer.domain.large_bodies import BodyReference
 from mqlayer.domain.message import NO_KEY, Identity, Record
+from mqlayer.domain.routing import PartitionId
+from mqlayer.parking.pop_store import Claim
 from mqlayer.traces import trace_context
 
 if TYPE_CHECKING:
@@ -21,6 +23,15 @@ class Token(NamedTuple):
     epoch: int
     batch: int
     offset: int
+
+
+class Claimed(NamedTuple):
+    """A parked message's giving-out. `at_s`: Unix time; `redriven`: later ones of its key may be handled."""
+
+    partition: PartitionId
+    claim: Claim
+    at_s: float
+    redriven: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,24 +54,40 @@ class PopMessage:
     tags: tuple[str, ...] = ()
     reordered: bool = False
     large_body: BodyReference | None = None
+    _record: Record | None = field(default=None, repr=False, compare=False)
+    claimed: Claimed | None = field(default=None, repr=False, compare=False)
+    """Internal: of a parked message, which Postgres gives out."""
+
+    def __getattr__(self, name: str) -> Any:
+        # A slot that `message_of` left empty: few handlers read all of them.
+        if name not in _OF_RECORD:
+            raise AttributeError(name)
+        record: Any = self._record
+        value = _key_of(record) if name == "key" else getattr(record, name)
+        _set(self, name, value)
+        return value
 
     def trace_context(self) -> TraceContext:
         """Return OpenTelemetry's context of its trace, empty without one. Raises InvalidInput without the package."""
         return trace_context(self.headers)
 
 
-def message_of(record: Record, *, attempt: int, token: Token, replay: int) -> PopMessage:
-    """Return a record as a message."""
-    return PopMessage(
-        None if record.key == NO_KEY else record.key.decode(),
-        record.body,
-        record.headers,
-        record.identity,
-        attempt,
-        token,
-        record.at_ms,
-        replay,
-        record.tags,
-        record.reordered,
-        record.large_body,
-    )
+_OF_RECORD: Final = frozenset(("key", "body", "headers", "identity", "at_ms", "tags", "reordered", "large_body"))
+_set = object.__setattr__
+
+
+def _key_of(record: Record) -> str | None:
+    return None if record.key == NO_KEY else record.key.decode()
+
+
+def message_of(
+    record: Record, *, attempt: int, token: Token, replay: int, claimed: Claimed | None = None
+) -> PopMessage:
+    """Return a record as a message, parsed when read."""
+    message = object.__new__(PopMessage)
+    _set(message, "_record", record)
+    _set(message, "attempt", attempt)
+    _set(message, "token", token)
+    _set(message, "replay", replay)
+    _set(message, "claimed", claimed)
+    return message

@@ -6,6 +6,7 @@ import math
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -13,11 +14,12 @@ from functools import partial
 from typing import Final
 
 from mqlayer.domain.names import check_name
-from mqlayer.errors import InvalidInput
+from mqlayer.errors import InvalidInput, StaleToken
 from mqlayer.groups.group import Group, GroupSettings, ensure_group
 from mqlayer.idempotency import InboxEntry
 from mqlayer.large_bodies import BodyReader
 from mqlayer.metrics import RECEIVED, meters_of
+from mqlayer.parking.pop_store import PopParkingStore
 from mqlayer.postgres.caller_connections import Statements
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.migrations import check_schema
@@ -25,14 +27,18 @@ from mqlayer.postgres.notifications import GROUP, NotificationListener
 from mqlayer.postgres.rights import Right, require
 from mqlayer.receiving.fetcher import FetchAnswer, Fetcher
 from mqlayer.receiving.key_order import KeyOrder
+from mqlayer.receiving.parked_settler import ParkedSettler
+from mqlayer.receiving.parking import PopParking
 from mqlayer.receiving.partition_cache import PartitionCache
 from mqlayer.receiving.pop_fence import PopFence
-from mqlayer.receiving.pop_message import PopMessage
+from mqlayer.receiving.pop_message import PopMessage, Token
 from mqlayer.receiving.pop_spans import PopSpans
-from mqlayer.receiving.settler import PopSettler
+from mqlayer.receiving.renewal import RenewalThread
+from mqlayer.receiving.settler import PopSettler, SettlePlan
 from mqlayer.redis.access import use_access
 from mqlayer.redis.pop_scripts import BATCH_LIMIT, ReceiveRequest, SettleAction
 from mqlayer.redis.roles import RedisRole
+from mqlayer.runtime.error_text import ErrorTexts
 from mqlayer.runtime.node_pool import NodePool
 from mqlayer.runtime.route_cache import RouteCache
 from mqlayer.runtime.runtime import Runtime
@@ -54,6 +60,8 @@ class ReceiveCall:
     request: ReceiveRequest
     until: float
     own_attempt: bool
+    acks: Sequence[PopMessage] = ()
+    renew_for_s: float = 0.0
     begun: bool = False
 
 
@@ -65,33 +73,46 @@ class PopSession:
         group: Group,
         fetcher: Fetcher,
         settler: PopSettler,
+        parked: ParkedSettler,
         cleanup: ExitStack,
         bodies: BodyReader,
         spans: PopSpans | None = None,
     ) -> None:
         self._bodies = bodies
         self.group, self.fetcher, self.settler, self._cleanup, self._spans = group, fetcher, settler, cleanup, spans
+        self._parked = parked
+        self._renewal = RenewalThread(self.extend_all)
         self.receiving = threading.Lock()
         self.key_order = KeyOrder()
         self._fence = PopFence(group, self.key_order)
 
     def close(self) -> None:
         """Disconnect."""
+        if self._renewal.started:
+            self._renewal.stop(CLOSE_S)
         self._cleanup.close()
 
     def poll(self, call: ReceiveCall) -> FetchAnswer | None:
-        """Ask for a call's messages; none if its time is over, None to wait and ask again.
+        """Acknowledge, ask for a call's messages; none if its time is over, None to wait and ask again.
 
-        Raises StoreUnavailable at that time if no partition could be asked.
+        Raises StoreUnavailable at that time if no partition could be asked; as `ack`: then messages wait for another
+        call.
         """
+        acks = None
         if not call.begun:
             call.begun = True
+            if call.acks:
+                acks = self._plan_acks(call.acks)
             again = self.fetcher.repeat(call.request) if call.own_attempt else None
             if again and again.messages:
+                if acks is not None:
+                    self._finish_acks(call, acks, again)
                 return again
             self.fetcher.wait_for_wakeup(0.0)
         began = time.perf_counter()
-        fetched = self.fetcher.fetch(call.request, repeat=not call.own_attempt)
+        fetched = self.fetcher.fetch(call.request, repeat=not call.own_attempt, acks=acks)
+        if acks is not None:
+            self._finish_acks(call, acks, fetched)
         if self._spans is not None and fetched.messages:
             self._spans.received(fetched.messages, time.perf_counter() - began)
         if not fetched.messages and time.monotonic() < call.until:
@@ -100,9 +121,27 @@ class PopSession:
             raise self.fetcher.last_error
         return fetched
 
-    def delivered(self, messages: Sequence[PopMessage]) -> None:
+    def _plan_acks(self, messages: Sequence[PopMessage]) -> SettlePlan:
+        stale = self._parked.ack([message for message in messages if message.claimed])
+        acks = self.settler.plan_acks([message.token for message in messages if not message.claimed])
+        acks.add_stale(stale)
+        return acks
+
+    def _finish_acks(self, call: ReceiveCall, acks: SettlePlan, fetched: FetchAnswer) -> None:
+        try:
+            self.settler.send(acks)
+        except BaseException:
+            self.fetcher.take_back(fetched)
+            raise
+        self.key_order.settled(call.acks)
+        self._renewal.settled(call.acks)
+
+    def delivered(self, call: ReceiveCall, messages: Sequence[PopMessage]) -> None:
         """Note messages that a call returns."""
         self.key_order.delivered(messages)
+        if call.renew_for_s and messages:
+            visible_s = call.request.visibility_timeout_ms / 1000
+            self._renewal.keep(messages, visible_s=visible_s, for_s=call.renew_for_s)
         self.fetcher.received_count += len(messages)
 
     def wait(self, calls: Iterable[ReceiveCall]) -> None:
@@ -112,19 +151,40 @@ class PopSession:
     def ack(self, messages: Iterable[PopMessage]) -> None:
         """See `Receiver.ack`."""
         wanted = list(messages)
-        self._settle("ack", wanted)
+        self._renewal.settled(wanted)
+        stale = self._parked.ack([message for message in wanted if message.claimed])
+        self._settle("ack", [message for message in wanted if not message.claimed])
         self.key_order.settled(wanted)
+        self._refuse(stale)
 
-    def nack(self, message: PopMessage, delay_s: float) -> None:
+    def nack(self, message: PopMessage, delay_s: float, error: BaseException | None = None) -> None:
         """See `Receiver.nack`."""
         check_duration("the delay", delay_s, least=0.0)
+        self._renewal.settled([message])
         self.key_order.returned(message)
-        self._settle("nack", [message], ms=round(delay_s * 1000))
+        if message.claimed:
+            self._refuse(self._parked.nack(message, delay_s))
+        else:
+            self._settle("nack", [message], ms=round(delay_s * 1000))
+        if error is not None:
+            self._parked.note_error(message, error)
 
     def extend(self, message: PopMessage, seconds: float) -> None:
         """See `Receiver.extend`."""
+        self.extend_all([message], seconds)
+
+    def extend_all(self, messages: Sequence[PopMessage], seconds: float) -> None:
+        """Withhold messages; one write per node."""
         check_duration("the visibility timeout", seconds, least=0.0)
-        self.settler.settle("extend", [message.token], ms=round(seconds * 1000))
+        stale = self._parked.extend([message for message in messages if message.claimed], seconds)
+        tokens = [message.token for message in messages if not message.claimed]
+        self.settler.settle("extend", tokens, ms=round(seconds * 1000))
+        self._refuse(stale)
+
+    def _refuse(self, stale: Sequence[Token]) -> None:
+        if stale:
+            named = [(token.partition, token.offset) for token in stale]
+            raise StaleToken(self.group.name, self.group.topic, named)
 
     def _settle(self, action: SettleAction, messages: list[PopMessage], ms: int = 0) -> None:
         settle = partial(self.settler.settle, action, [message.token for message in messages], ms=ms)
@@ -147,16 +207,24 @@ class PopSession:
         return InboxEntry(group.group_id, group.name, group.topic, message.identity, name, message.replay)
 
 
-def receive_call(max_messages: int, visibility_timeout_s: float, wait_s: float, attempt_id: str | None) -> ReceiveCall:
+def receive_call(
+    max_messages: int,
+    visibility_timeout_s: float,
+    wait_s: float,
+    attempt_id: str | None,
+    acks: Iterable[PopMessage] = (),
+    renew_for_s: float = 0.0,
+) -> ReceiveCall:
     """Return a call that begins now. Raises InvalidInput for bad bounds."""
     if not 1 <= max_messages <= BATCH_LIMIT:
         raise InvalidInput(f"max_messages is {max_messages}: a batch has 1 to {BATCH_LIMIT} messages")
     check_duration("the visibility timeout", visibility_timeout_s, least=0.001)
+    check_duration("renew_for_s", renew_for_s, least=0.0)
     if not 0 <= wait_s < math.inf:
         raise InvalidInput(f"wait_s is {wait_s}: wait for 0 seconds or more")
     attempt = f"r{uuid.uuid4().hex}" if attempt_id is None else check_name("attempt", attempt_id)
     request = ReceiveRequest(attempt, max_messages, BATCH_BYTES, max(1, round(visibility_timeout_s * 1000)))
-    return ReceiveCall(request, time.monotonic() + wait_s, attempt_id is not None)
+    return ReceiveCall(request, time.monotonic() + wait_s, attempt_id is not None, list(acks), renew_for_s)
 
 
 def check_duration(what: str, seconds: float, *, least: float) -> None:
@@ -181,9 +249,13 @@ def open_session(topic: str, wanted: GroupSettings, *, group: str, settings: Set
         meters, name = meters_of(settings), f"r-{uuid.uuid4().hex}"
         of_group = None if meters is None else meters.member(topic, group)
         settler = PopSettler(found, cache, settling, routes, prefix=runtime.prefix, name=name, meters=of_group)
-        fetcher = Fetcher(found, cache, fetching, settler, runtime=runtime, routes=routes, meters=of_group)
+        store, texts = PopParkingStore(runtime.control, found.group_id, name), ErrorTexts(shown=settings.error_messages)
+        parking = PopParking(found, store, settler, texts)
+        fetcher = Fetcher(
+            found, cache, fetching, settler, runtime=runtime, routes=routes, parking=parking, meters=of_group
+        )
         if of_group is not None:
-            cleanup.callback(of_group.count(partial(_counts, fetcher, settler), lambda: len(cache.views)))
+            cleanup.callback(of_group.count(partial(_counts, fetcher, settler, parking), lambda: len(cache.views)))
 
         def hear(group_id: str) -> None:
             if group_id in ("", str(found.group_id)):
@@ -194,11 +266,16 @@ def open_session(topic: str, wanted: GroupSettings, *, group: str, settings: Set
         cleanup.callback(notices.close)
         tracing = tracing_of(settings)
         spans = None if tracing is None else PopSpans(tracing, topic, group)
-        return PopSession(found, fetcher, settler, cleanup.pop_all(), BodyReader(runtime), spans)
+        parked = ParkedSettler(parking, cache)
+        return PopSession(found, fetcher, settler, parked, cleanup.pop_all(), BodyReader(runtime), spans)
 
 
-def _counts(fetcher: Fetcher, settler: PopSettler) -> Mapping[str, int]:
-    return {**settler.counts, RECEIVED: fetcher.received_count}
+def _counts(fetcher: Fetcher, settler: PopSettler, parking: PopParking) -> Mapping[str, int]:
+    # Copies: other threads add to both.
+    counts = Counter(dict(settler.counts))
+    counts.update(dict(parking.counts))
+    counts[RECEIVED] = fetcher.received_count
+    return counts
 
 
 def _open_databases(settings: Settings, work: str, cleanup: ExitStack) -> Runtime:

@@ -85,7 +85,7 @@ class ReceiveThread(Service):
         if fetched is None:
             return False
         if pending.answer.set_running_or_notify_cancel():
-            self._session.delivered(fetched.messages)
+            self._session.delivered(pending.call, fetched.messages)
             pending.answer.set_result(fetched)
         else:
             self._give_on(pending, fetched)

@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from typing import Any, Self
 
 from mqlayer.domain.names import check_name
+from mqlayer.domain.retry_rules import Policy
 from mqlayer.errors import Conflict
 from mqlayer.groups.group import Group, GroupSettings, Scope, check_settings, check_start
 from mqlayer.groups.start_positions import Start
@@ -36,10 +37,15 @@ class ReceiverBase:
         settings: Settings | None = None,
         scope: Scope | None = None,
         start: Start | None = None,
+        tag_filter: str | None = None,
+        attempt_limit: int | None = None,
+        policy: Policy | None = None,
     ) -> None:
         self._topic, self._group = check_name("topic", topic), check_name("group", group)
         check_start(start)
-        self._wanted = GroupSettings(start, mode="pop", scope=scope)
+        self._wanted = GroupSettings(
+            start, mode="pop", scope=scope, tag_filter=tag_filter, attempt_limit=attempt_limit, policy=policy
+        )
         check_settings(self._wanted)
         self._settings = settings
         self._session: PopSession | None = None
@@ -103,20 +109,24 @@ class Receiver(ReceiverBase):
         visibility_timeout_s: float = 30.0,
         wait_s: float = 20.0,
         attempt_id: str | None = None,
+        ack: Iterable[PopMessage] = (),
+        renew_for_s: float = 0.0,
     ) -> list[PopMessage]:
-        """Return the next batch, of one partition, in order; empty after `wait_s`.
+        """Return the next batch, in order per partition; empty after `wait_s`.
 
         Other receivers get neither these messages nor later ones of their scope until they are settled or time out.
         Handle a key's in turn; on failure `nack`, skip the rest of the key. After a lost reply, the same `attempt_id`
-        (a-z, then a-z 0-9 _ . -) returns the same messages, uncounted, from nodes that answer. Raises InvalidInput for
-        bad bounds (max_messages 1 to 500), StoreUnavailable if no partition could be asked.
+        (a-z, then a-z 0-9 _ . -) returns the same messages, uncounted, from nodes that answer. `ack`: messages to
+        settle in the same write, as the method does; if that raises, the next call returns the new ones.
+        `renew_for_s`: extend the messages' timeouts so long, until each is settled. Raises InvalidInput for bad bounds
+        (max_messages 1 to 500), StoreUnavailable if no partition could be asked.
         """
         session = self._opened()
-        call = receive_call(max_messages, visibility_timeout_s, wait_s, attempt_id)
+        call = receive_call(max_messages, visibility_timeout_s, wait_s, attempt_id, ack, renew_for_s)
         with session.receiving:
             while (fetched := session.poll(call)) is None:
                 session.wait([call])
-            session.delivered(fetched.messages)
+            session.delivered(call, fetched.messages)
             return fetched.messages
 
     def fetch_body(self, message: PopMessage) -> bytes:
@@ -131,13 +141,14 @@ class Receiver(ReceiverBase):
         """
         self._opened().ack(messages)
 
-    def nack(self, message: PopMessage, *, delay_s: float = 0.0) -> None:
-        """Return a message and all behind it in its scope; they come again after the delay, in order.
+    def nack(self, message: PopMessage, *, delay_s: float = 0.0, error: BaseException | None = None) -> None:
+        """Return a failed message and all behind it in its scope; they come again after the delay, in order.
 
+        It counts as a failed attempt, up to the group's limit; `error` is recorded with it, as a handler's would be.
         Tokens of those behind are void. Raises as `ack`; repeated after StoreUnavailable, StaleToken means that the
         first call succeeded.
         """
-        self._opened().nack(message, delay_s)
+        self._opened().nack(message, delay_s, error)
 
     def extend(self, message: PopMessage, seconds: float) -> None:
         """Withhold a message for `seconds` from now. Raises as `ack`."""

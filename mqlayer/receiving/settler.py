@@ -15,7 +15,7 @@ from mqlayer.groups.group import Group
 from mqlayer.metrics import MemberMeters
 from mqlayer.receiving.partition_cache import PartitionCache
 from mqlayer.receiving.pop_message import Token
-from mqlayer.redis.node_connection import NodeConnection
+from mqlayer.redis.node_connection import Command, NodeConnection
 from mqlayer.redis.outcomes import encode_pop_outcome
 from mqlayer.redis.partition_scripts import Refused
 from mqlayer.redis.pop_scripts import (
@@ -31,6 +31,8 @@ from mqlayer.runtime.route_cache import RouteCache
 
 OUTCOMES: Final[Mapping[SettleAction, tuple[str, ...]]] = {
     "ack": ("handled", "settled"),
+    "park": (),
+    "return": (),
     "nack": ("failed",),
     "extend": (),
 }
@@ -42,11 +44,23 @@ class _SettleCall:
     action: SettleAction
     ms: int
     outcomes: bytes
+    handled: bool
     stale: list[Token] = field(default_factory=list)
     unknown: list[Token] = field(default_factory=list)
 
 
-Calls = Sequence[tuple[PopGroupPartition, Sequence[Token]]]
+@dataclass(slots=True)
+class SettlePlan:
+    """Calls by node, until they are answered."""
+
+    said: _SettleCall
+    by_node: dict[NodeId, list[tuple[PopGroupPartition, Sequence[Token]]]]
+    count: int
+
+    def add_stale(self, tokens: Sequence[Token]) -> None:
+        """Add void tokens of other kinds."""
+        self.said.stale += tokens
+        self.count += len(tokens)
 
 
 class PopSettler:
@@ -81,7 +95,63 @@ class PopSettler:
         # `archived` may have changed; a receiver that only settles reads it nowhere else.
         self._cache.refresh()
         outcomes = encode_pop_outcome(self._name) if handled and action == "ack" and self._cache.archived else b""
-        said = _SettleCall(action, ms, outcomes)
+        self.send(self._plan(_SettleCall(action, ms, outcomes, handled), tokens))
+
+    def exclude(self, tokens: Sequence[Token]) -> None:
+        """Settle messages that the group's filter leaves out. Raises as `settle`."""
+        outcomes = encode_pop_outcome(self._name, "u") if self._cache.archived else b""
+        self.send(self._plan(_SettleCall("ack", 0, outcomes, handled=False), tokens))
+
+    def plan_acks(self, tokens: Sequence[Token]) -> SettlePlan:
+        """Return acknowledgements to send beside requests; `send` sends the others."""
+        self._cache.refresh()
+        outcomes = encode_pop_outcome(self._name) if self._cache.archived else b""
+        return self._plan(_SettleCall("ack", 0, outcomes, handled=True), tokens)
+
+    def commands(self, connection: NodeConnection, plan: SettlePlan) -> list[Command]:
+        """Return a plan's commands for a node, in order; `answered` takes the replies."""
+        said = plan.said
+        return [
+            pop_settle_command(
+                connection,
+                group_partition,
+                said.action,
+                [(token.batch, token.offset) for token in tokens],
+                ms=said.ms,
+                encoded_outcome=said.outcomes,
+            )
+            for group_partition, tokens in plan.by_node.get(connection.node.node_id, ())
+        ]
+
+    def answered(self, connection: NodeConnection, plan: SettlePlan, replies: Sequence[Any]) -> None:
+        """Note a node's replies."""
+        said = plan.said
+        for (_, tokens), reply in zip(plan.by_node.pop(connection.node.node_id, ()), replies, strict=True):
+            answer = pop_settle_reply(reply, connection.node.address)
+            if isinstance(answer, PopSettled):
+                said.stale += [tokens[group_partition - 1] for group_partition in answer.stale]
+            elif isinstance(answer, Refused) and answer.status == "unknown":
+                said.unknown += tokens
+            else:
+                said.stale += tokens
+
+    def send(self, plan: SettlePlan) -> None:
+        """Send what no node answered yet. Raises as `settle`."""
+        said = plan.said
+        with self._lock:
+            for node_id in list(plan.by_node):
+                self._settle_on(node_id, plan)
+            done = plan.count - len(said.stale) - len(said.unknown)
+            for outcome in OUTCOMES[said.action] if said.handled else ("unmatched",):
+                self.counts[outcome] += done
+        if said.unknown:
+            named = ", ".join(f"{token.partition}/{token.offset}" for token in said.unknown[:5])
+            raise InvalidInput(f"no such message was given out: {named}")
+        if said.stale:
+            stale = [(token.partition, token.offset) for token in said.stale]
+            raise StaleToken(self._group.name, self._group.topic, stale)
+
+    def _plan(self, said: _SettleCall, tokens: Sequence[Token]) -> SettlePlan:
         by_place: dict[tuple[int, int], list[Token]] = {}
         for token in tokens:
             by_place.setdefault((token.partition, token.epoch), []).append(token)
@@ -96,54 +166,26 @@ class PopSettler:
             )
             chunks = [of_place[at : at + BATCH_LIMIT] for at in range(0, len(of_place), BATCH_LIMIT)]
             by_node.setdefault(node_id, []).extend((group_partition, chunk) for chunk in chunks)
-        with self._lock:
-            for node_id, calls in by_node.items():
-                self._settle_on(node_id, said, calls)
-            done = len(tokens) - len(said.stale) - len(said.unknown)
-            for outcome in OUTCOMES[action] if handled else ("unmatched",):
-                self.counts[outcome] += done
-        if said.unknown:
-            named = ", ".join(f"{token.partition}/{token.offset}" for token in said.unknown[:5])
-            raise InvalidInput(f"no such message was given out: {named}")
-        if said.stale:
-            stale = [(token.partition, token.offset) for token in said.stale]
-            raise StaleToken(self._group.name, self._group.topic, stale)
+        return SettlePlan(said, by_node, len(tokens))
 
-    def _settle_on(self, node_id: NodeId, said: _SettleCall, calls: Calls) -> None:
+    def _settle_on(self, node_id: NodeId, plan: SettlePlan) -> None:
         connection = self._connections.to(node_id)
         failpoint("pop.before_settle")
         try:
-            replies = self._ask(connection, said, calls)
+            replies = self._ask(connection, plan)
         except NodeNotArmed:
             # Nothing was sent. Another process may have armed the node since.
             self._routes.refresh_nodes()
             connection = self._connections.to(node_id)
-            replies = self._ask(connection, said, calls)
+            replies = self._ask(connection, plan)
         except StoreUnavailable:
-            if said.action == "nack":
+            if plan.said.action in ("nack", "return"):
                 # A repeated nack is refused.
                 raise
-            replies = self._ask(connection, said, calls)
+            replies = self._ask(connection, plan)
         failpoint("pop.after_settle")
-        for (_, tokens), reply in zip(calls, replies, strict=True):
-            answer = pop_settle_reply(reply, connection.node.address)
-            if isinstance(answer, PopSettled):
-                said.stale += [tokens[group_partition - 1] for group_partition in answer.stale]
-            elif isinstance(answer, Refused) and answer.status == "unknown":
-                said.unknown += tokens
-            else:
-                said.stale += tokens
+        self.answered(connection, plan, replies)
 
-    def _ask(self, connection: NodeConnection, said: _SettleCall, calls: Calls) -> list[Any]:
-        commands = [
-            pop_settle_command(
-                connection,
-                group_partition,
-                said.action,
-                [(token.batch, token.offset) for token in tokens],
-                ms=said.ms,
-                encoded_outcome=said.outcomes,
-            )
-            for group_partition, tokens in calls
-        ]
+    def _ask(self, connection: NodeConnection, plan: SettlePlan) -> list[Any]:
+        commands = self.commands(connection, plan)
         return connection.call(commands) if self._meters is None else self._meters.settling(connection.call, commands)

@@ -58,11 +58,11 @@ def resume_key(runtime: Runtime, topic: str, group: str, key: str) -> bool:
 
 
 def refuse_without_keys(group: Group) -> None:
-    """Raise Conflict or InvalidInput for a group that can't park keys."""
+    """Raise Conflict or InvalidInput for a group whose keys can't be paused."""
     refuse_broadcast(group)
     if group.mode != "exclusive":
         raise Conflict(
-            f"group {group.name!r} of topic {group.topic!r} is consumed in mode {group.mode}: its keys can't be parked",
+            f"group {group.name!r} of topic {group.topic!r} is consumed in mode {group.mode}: its keys can't be paused",
             f"pause all of it, or a partition: mqlayer group pause {group.topic} {group.name} --partition N",
         )
     if not group.ordered or group.strategy != "strict":

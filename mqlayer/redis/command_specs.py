@@ -75,6 +75,7 @@ COMMANDS: Final[dict[str, CommandSpec]] = {
     "xtrim": CommandSpec(4, writes=True),
     "zadd": CommandSpec(4, writes=True),
     "zcard": CommandSpec(2),
+    "zmscore": CommandSpec(3),
     "zrange": CommandSpec(4),
     "zrangebylex": CommandSpec(4),
     "zrangebyscore": CommandSpec(4),

@@ -9,7 +9,8 @@ meta            hash    state, topic, lp_from, lp_to, next, first, change, seale
 marks           hash    <source>:<lp> -> highest seq
 ids, ages       hash, zset  dedup token -> first position; -> ms
 g<id>:lock      hash    owner, epoch, refreshed_at, committed, base, top, seek, outcome_count, crash_count, suspect;
-                        pop: pop, wake_count, examined, withheld_until; shared: shared, reclaimed_to
+                        pop: pop, wake_count, examined, withheld_until, packed, queued, parking,
+                        unparked; shared: shared, reclaimed_to
 g<id>:acks      string  bitmap from base
 g<id>:attempts  hash    offset -> attempts, times
 g<id>:outcomes  stream  unfetched outcomes, archived topics

@@ -379,7 +379,8 @@ class LockHolder:
 class FailureHistory(NamedTuple):
     """Failed attempts; first and last in ms of the node's clock.
 
-    `started`: a guarded start without an end: "a" alone, "s" beside others, else "".
+    `started`: a guarded start without an end: "a" alone, "s" beside others, else "". Of ordered pop, `attempts` are
+    deliveries, and `started` holds the failed ones.
     """
 
     attempts: int
@@ -387,13 +388,19 @@ class FailureHistory(NamedTuple):
     last_ms: int | None
     started: str = ""
 
+    @property
+    def failed(self) -> int:
+        """Failed deliveries of ordered pop."""
+        return int(self.started) if self.started.isdigit() else 0
+
 
 def failures_of(noted: bytes) -> FailureHistory:
     """Parse a value of `attempts`."""
     count, *rest = noted.split(b":")
+    started = rest[2].decode() if len(rest) > 2 else ""
     if int(count) == 0 or not rest:
-        return FailureHistory(int(count), None, None, rest[2].decode() if len(rest) > 2 else "")
-    return FailureHistory(int(count), int(rest[0]), int(rest[1]), rest[2].decode() if len(rest) > 2 else "")
+        return FailureHistory(int(count), None, None, started)
+    return FailureHistory(int(count), int(rest[0]), int(rest[1]), started)
 
 
 class LockTaken(NamedTuple):

@@ -16,7 +16,7 @@ BATCH_LIMIT: Final = 500
 """Messages per call that gives or settles."""
 
 Scope = Literal["partition", "key"]
-SettleAction = Literal["ack", "nack", "extend"]
+SettleAction = Literal["ack", "park", "nack", "return", "extend"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,21 +34,31 @@ class PopGroupPartition:
 
 
 class ReceiveRequest(NamedTuple):
-    """A receiver's request. `only_repeat`: only this attempt's former batch."""
+    """A receiver's request. `only_repeat`: only this attempt's former batch.
+
+    `none_parked`: a batch's `parking`, under which Postgres had no parked key.
+    """
 
     attempt_id: str
     limit: int
     bytes: int
     visibility_timeout_ms: int
     only_repeat: bool = False
+    none_parked: int = 0
 
 
 class PopBatch(NamedTuple):
-    """A batch; `delivery_counts` include this delivery."""
+    """A batch; `delivery_counts` include this delivery, `failures` are earlier ones.
+
+    `parking`: 0, or keys may be parked, or unsettled messages dead.
+    """
 
     batch: int
     records: Sequence[Record]
     delivery_counts: Sequence[int]
+    failures: Sequence[int] = ()
+    parking: int = 0
+    committed: int = 0
 
 
 class NoBatch(NamedTuple):
@@ -102,6 +112,7 @@ def receive_command(connection: NodeConnection, group_partition: PopGroupPartiti
         request.attempt_id,
         int(request.only_repeat),
         *((0, 0) if group_partition.rate is None else map(repr, map(float, group_partition.rate[:2]))),
+        request.none_parked,
     )
 
 
@@ -109,9 +120,11 @@ def receive_reply(reply: Any, address: str) -> PopBatch | NoBatch | Drained | Fe
     """Parse pop_receive's reply."""
     status, *facts = raise_for_reply(reply, address)
     if status == b"given":
-        batch, flat = facts
-        fields = zip(flat[::5], flat[2::5], flat[3::5], flat[4::5], strict=True)
-        return PopBatch(batch, [Record(*record) for record in fields], flat[1::5])
+        batch, counts, failures, parking, committed, flat = facts
+        new = tuple.__new__
+        fields = zip(flat[::4], flat[1::4], flat[2::4], flat[3::4], strict=True)
+        records = [new(Record, record) for record in fields]
+        return PopBatch(batch, records, counts or [1] * len(records), failures, parking, committed)
     if status == b"drained":
         return Drained(facts[0].decode())
     if status == b"fenced":
@@ -133,7 +146,7 @@ def pop_settle_command(
     """Settle, return or extend up to BATCH_LIMIT `tokens` (batch, offset)."""
     keys, group = partition_keys(group_partition.prefix, group_partition.partition), _group(group_partition)
     pops = pop_keys(group_partition.prefix, group_partition.partition, group_partition.group_id)
-    flat = [number for token in tokens for number in token]
+    runs = _runs(tokens)
     return connection.script(
         "pop_settle",
         (
@@ -145,14 +158,26 @@ def pop_settle_command(
             pops.wake,
             outcomes_key(group_partition.prefix, group_partition.partition, group_partition.group_id),
             keys.log,
+            pops.batches,
         ),
         group_partition.epoch,
         action,
         ms,
-        len(flat) // 2,
+        len(runs) // 3,
         encoded_outcome,
-        *flat,
+        *runs,
     )
+
+
+def _runs(tokens: Iterable[tuple[int, int]]) -> list[int]:
+    """Join neighbours: batch, first and last offset of each run, in the tokens' order."""
+    runs: list[int] = []
+    for batch, offset in tokens:
+        if runs and runs[-1] == offset - 1 and runs[-3] == batch:
+            runs[-1] = offset
+        else:
+            runs += (batch, offset, offset)
+    return runs
 
 
 def pop_settle_reply(reply: Any, address: str) -> PopSettled | Fenced | Refused:

@@ -431,10 +431,18 @@ SELECT pg_notify('mqlayer_group', group_id::text) FROM raised;
 SELECT p.partition_id, p.node_id, a.epoch, coalesce(s.start_offset, 1) AS start_offset, g.seek, g.replay,
        coalesce(e.cut, false) AS cut,
        r.partition_id IS NOT NULL AND coalesce(r.deployment = %(deployment)s, true) AS readable, t.archived, g.rate_limit, g.rate_burst,
-       CASE WHEN g.rate_limit IS NOT NULL THEN (count(r.partition_id) OVER ())::int END AS share_count
+       CASE WHEN g.rate_limit IS NOT NULL THEN (count(r.partition_id) OVER ())::int END AS share_count,
+       g.policy, g.attempt_limit, g.tag_filter, p.lp_from, p.lp_to,
+       EXISTS (SELECT FROM mqlayer.parked_key k
+               WHERE k.group_id = g.group_id AND k.lp >= p.lp_from AND k.lp < p.lp_to) AS parked,
+       date_part('epoch', parked.due_at - clock_timestamp()) AS parked_due_in_s
 FROM mqlayer.consumer_group g
 JOIN mqlayer.topic t USING (topic_id)
 JOIN mqlayer.partition p ON p.topic_id = g.topic_id AND p.state IN ('open', 'sealed')
+LEFT JOIN LATERAL (
+    SELECT k.due_at FROM mqlayer.parked_key k
+    WHERE k.group_id = g.group_id AND k.lp >= p.lp_from AND k.lp < p.lp_to AND k.due_at IS NOT NULL AND k.paused_at IS NULL
+    ORDER BY k.due_at LIMIT 1) AS parked ON true
 LEFT JOIN mqlayer.assignment a ON a.group_id = g.group_id AND a.partition_id = p.partition_id
 LEFT JOIN mqlayer.group_start s ON s.group_id = g.group_id AND s.partition_id = p.partition_id
 LEFT JOIN mqlayer.seal e ON e.partition_id = p.partition_id

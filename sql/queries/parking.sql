@@ -4,6 +4,58 @@ SELECT epoch FROM mqlayer.assignment
 WHERE group_id = %(group_id)s AND partition_id = %(partition_id)s AND member_id = %(member_id)s AND epoch = %(epoch)s
 FOR SHARE;
 
+-- name: pop_parking_hold
+-- The epoch of a partition with ordered pop is in force, and no other receiver parks there before this transaction ends.
+SELECT epoch FROM mqlayer.assignment
+WHERE group_id = %(group_id)s AND partition_id = %(partition_id)s AND member_id IS NULL AND epoch = %(epoch)s
+FOR NO KEY UPDATE;
+
+-- name: pop_parked_any
+-- Whether a key of a group is parked in a range of LPs.
+SELECT EXISTS (SELECT FROM mqlayer.parked_key
+               WHERE group_id = %(group_id)s AND lp >= %(lp_from)s::int AND lp < %(lp_to)s::int);
+
+-- name: pop_parked_claim
+-- Give out parked keys that are due, each for a time and under a number of its own. One that was given out before and is due
+-- again was not settled in its time: its first message failed, unless an operator released the key.
+UPDATE mqlayer.parked_key k
+SET started = nextval('mqlayer.epoch'), started_alone = true, released = false,
+    attempts = k.attempts + (k.started IS NOT NULL AND NOT k.released)::int,
+    due_at = clock_timestamp() + make_interval(secs => %(visible_s)s)
+FROM (SELECT lp, name FROM mqlayer.parked_key
+      WHERE group_id = %(group_id)s AND lp >= %(lp_from)s::int AND lp < %(lp_to)s::int AND paused_at IS NULL
+        AND due_at <= clock_timestamp()
+      ORDER BY due_at LIMIT %(count)s FOR UPDATE SKIP LOCKED) AS due
+WHERE k.group_id = %(group_id)s AND k.lp = due.lp AND k.name = due.name
+RETURNING k.lp, k.name, k.started, k.attempts;
+
+-- name: pop_parked_held
+-- A parked key, if it is given out under this number; it stays so until this transaction ends.
+SELECT attempts FROM mqlayer.parked_key
+WHERE group_id = %(group_id)s AND lp = %(lp)s AND name = %(name)s AND started = %(number)s FOR UPDATE;
+
+-- name: pop_parked_waits
+-- Whether a message is parked.
+SELECT FROM mqlayer.parked_message
+WHERE group_id = %(group_id)s AND lp = %(lp)s AND source = %(source)s AND seq = %(seq)s;
+
+-- name: pop_parked_put
+-- A parked key waits, for so many seconds or for an operator, with so many failed attempts of its first message.
+UPDATE mqlayer.parked_key
+SET started = NULL, started_alone = false, released = false, attempts = %(attempts)s, cause = coalesce(%(cause)s, cause),
+    due_at = clock_timestamp() + make_interval(secs => %(wait_s)s)
+WHERE group_id = %(group_id)s AND lp = %(lp)s AND name = %(name)s;
+
+-- name: pop_parked_extend
+-- A parked key stays given out for so many seconds from now on.
+UPDATE mqlayer.parked_key SET due_at = clock_timestamp() + make_interval(secs => %(wait_s)s)
+WHERE group_id = %(group_id)s AND lp = %(lp)s AND name = %(name)s AND started = %(number)s RETURNING lp;
+
+-- name: pop_parked_tried
+-- A parked message failed once more.
+UPDATE mqlayer.parked_message SET tried = tried + 1
+WHERE group_id = %(group_id)s AND lp = %(lp)s AND source = %(source)s AND seq = %(seq)s;
+
 -- name: parking_number
 -- How often others have acted on parked keys of a group.
 SELECT parking FROM mqlayer.consumer_group WHERE group_id = %(group_id)s;

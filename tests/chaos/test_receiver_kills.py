@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -19,7 +19,9 @@ from pydantic import SecretStr
 
 from mqlayer import Receiver
 from mqlayer.groups import find_group
+from mqlayer.groups.admin import set_group
 from mqlayer.postgres.database import Database
+from mqlayer.redelivery import release_all
 from mqlayer.routes import apply_change, plan_split
 from mqlayer.runtime.route_cache import load_route
 from mqlayer.settings import Settings
@@ -118,6 +120,44 @@ def test_a_kill_at_work_loses_and_reverses_nothing(scene: ReceiverScene, place: 
     assert killed.wait(40) == -9, "the place was not reached"
     scene.start("second", role=role)
     scene.judge()
+
+
+@pytest.mark.parametrize(
+    "place",
+    some_of(
+        ["pop.after_park@2", "pop.after_claim@2", "pop.before_claim@2", "pop.before_parked_commit@2",
+         "pop.after_parked_commit@2"],
+        5,
+    ),
+)  # fmt: skip
+def test_a_kill_while_keys_are_parked_loses_and_reverses_nothing(scene: ReceiverScene, place: str) -> None:
+    """Some messages fail, and are parked at once; an operator releases them again and again."""
+    here = runtime_of(scene.database, scene.settings.key_prefix, actor="test")
+    with Receiver(TOPIC, group=GROUP, settings=scene.settings, policy="park", attempt_limit=1):
+        scene.publish(COUNT)
+    name, _, occurrence = place.partition("@")
+
+    def released(condition: Callable[[], bool]) -> Callable[[], bool]:
+        def is_so() -> bool:
+            release_all(here, TOPIC, GROUP, cause="exhausted")
+            return condition()
+
+        return is_so
+
+    killed = scene.start("first", f"{name}=kill@{occurrence}")
+    wait_until(lambda: killed.poll() is not None or parked_count(scene) > 1, timeout_s=40, what="keys are parked")
+    # Released, a message fails once more.
+    set_group(here, TOPIC, GROUP, attempt_limit=3)
+    wait_until(released(lambda: killed.poll() is not None), timeout_s=40, what="it is killed")
+    assert killed.wait(1) == -9
+    scene.start("second")
+    wait_until(released(lambda: drained(scene.settings.control_dsn())), timeout_s=40, what="all have their effects")
+    scene.judge()
+
+
+def parked_count(scene: ReceiverScene) -> int:
+    [(count,)] = ask_postgres(scene.settings.control_dsn(), "SELECT count(*) FROM mqlayer.parked_key")
+    return int(count)
 
 
 def test_a_kill_before_a_drained_partition_is_reported_leaves_it_to_the_next_one(scene: ReceiverScene) -> None:

@@ -18,7 +18,7 @@ import pytest
 
 from mqlayer import AsyncReceiver, PopMessage, Receiver
 from mqlayer.errors import AlreadyApplied, Conflict, InvalidInput, NodeNotArmed, OutOfOrder, StaleToken
-from mqlayer.redis.keys import pop_keys
+from tests.fixtures import popped
 from tests.fixtures.consumers import Stage, StartStage
 from tests.fixtures.failpoints import broken_off_at
 from tests.fixtures.kept_connections import kept_session
@@ -55,7 +55,7 @@ def expected() -> Seen:
 def out_count(stage: Stage) -> int:
     """Return how many messages are out."""
     (partition,) = stage.partitions
-    return int(stage.redis.hlen(pop_keys(stage.prefix, partition, stage.group_id()).pops))
+    return popped.out_count(stage.redis, stage.prefix, partition, stage.group_id())
 
 
 async def until(condition: Callable[[], object], *, what: str) -> None:

@@ -95,7 +95,8 @@ IDLE: dict[str, GroupSettings] = {
     "leave jitter out": GroupSettings(attempt_limit=1, jitter=0.5),
     "leave key_messages_limit out": GroupSettings(ordered=False, key_messages_limit=5),
     "leave key_bytes_limit out": GroupSettings(mode="broadcast", ordered=False, key_bytes_limit=5),
-    "leave attempt_limit, time_limit_s out": GroupSettings(mode="pop", attempt_limit=3, time_limit_s=1.0),
+    "leave time_limit_s out": GroupSettings(mode="pop", attempt_limit=3, policy="park", time_limit_s=1.0),
+    "leave attempt_limit out, or say a policy too": GroupSettings(mode="pop", attempt_limit=3),
 }  # fmt: skip
 """Settings that change nothing beside others, by what is said of them."""
 

@@ -88,7 +88,7 @@ def trim_all(world: World) -> None:
 def test_a_large_body_reaches_its_handler_whole_and_in_its_keys_order(world: World) -> None:
     large = os.urandom(SIZE)
     got: list[tuple[bytes, int]] = []
-    app = App(world.settings())
+    app = App(world.settings(lease_s=10))
 
     @app.consumer("orders", group="g", start="earliest")
     def handle(body: bytes, ctx: Context) -> None:
@@ -109,7 +109,7 @@ def test_async_handlers_batches_and_receivers_get_it(world: World) -> None:
     bodies = [os.urandom(SIZE), b"small", os.urandom(SIZE)]
     by_coroutine: list[bytes] = []
     by_batch: list[list[bytes]] = []
-    app = App(world.settings())
+    app = App(world.settings(lease_s=10))
 
     @app.consumer("orders", group="coroutines", start="earliest", mode="shared")
     async def handle(body: bytes) -> None:
@@ -227,7 +227,7 @@ def test_a_missing_body_fails_its_message_by_the_groups_policy(world: World) -> 
     relay_once(world.settings())
     world.rows("DELETE FROM mqlayer_app.large_body_chunk WHERE number = 1")
     handled = list[bytes]()
-    app = App(world.settings())
+    app = App(world.settings(lease_s=10))
 
     def handle(body: bytes) -> None:
         handled.append(body)

@@ -221,7 +221,7 @@ def test_an_async_receiver_tells_of_its_calls_and_messages(world: World) -> None
     async def work() -> None:
         async with mqlayer.AsyncReceiver("orders", group="awaited", settings=settings) as receiver:
             for _ in range(2):
-                await receiver.ack(await receiver.receive(wait_s=5.0))
+                await receiver.ack(await receiver.receive(3, wait_s=5.0))
 
     asyncio.run(work())
     page = page_of(settings)

@@ -411,8 +411,8 @@ def test_a_group_is_consumed_in_one_mode(one: Stage, receiver_of: OpenReceiver) 
 def test_settings_that_need_an_owner_are_refused_for_ordered_pop(one: Stage, receiver_of: OpenReceiver) -> None:
     receiver = receiver_of(one)
     assert receiver.group.rules.policy == "block"
-    with pytest.raises(InvalidInput, match="policy park needs a member"):
-        set_group(runtime_of(one.database, actor="test"), one.topic, "g", policy="park")
+    with pytest.raises(InvalidInput, match="leave backoff_s out"):
+        set_group(runtime_of(one.database, actor="test"), one.topic, "g", backoff_s=(1.0,))
     with pytest.raises(InvalidInput, match="no members to balance"):
         set_group(runtime_of(one.database, actor="test"), one.topic, "g", balance="rate")
     with pytest.raises(InvalidInput, match="scope of ordered pop is partition or key"):
@@ -635,7 +635,7 @@ def split_or_merge(stage: Stage) -> None:
 def test_where_a_group_stands_is_told_as_of_any_other(one: Stage, receiver_of: OpenReceiver) -> None:
     receiver = receiver_of(one, scope="partition")
     send(one, "k", 1, 2, 3)
-    first, *_ = receiver.receive()
+    first, *rest = receiver.receive()
     (status,) = group_statuses(runtime_of(one.database, one.prefix), one.topic, "g")
     assert (status.facts.mode, status.facts.scope, status.facts.alive, status.lag) == ("pop", "partition", 0, 3)
     (partition,) = status.partitions
@@ -643,7 +643,7 @@ def test_where_a_group_stands_is_told_as_of_any_other(one: Stage, receiver_of: O
     receiver.ack([first])
     (status,) = group_statuses(runtime_of(one.database, one.prefix), one.topic, "g")
     assert status.lag == 2
-    (second, _) = receiver._opened().key_order._queues[one.partitions[0], "k"]
+    second = rest[0]
     receiver.nack(second)
     receiver.receive(wait_s=WAIT_S)
     (status,) = group_statuses(runtime_of(one.database, one.prefix), one.topic, "g")

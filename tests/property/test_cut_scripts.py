@@ -453,7 +453,12 @@ def receivers(world: World) -> None:
     # What was settled and had not left its lane is given again; nor does a lane's time stay where nothing stands in it.
     plain.call(("ZADD", plain.pops.due, 0, "k1"))
     receiver.receive("late", 1, 1)
-    last = plain.receiver("key", receiver.place.epoch, rate=receiver.place.rate)
+    all_settled(book, receiver)
+
+
+def all_settled(book: WholeBook, receiver: ReceiverScripts) -> None:
+    """Have what is left given and acknowledged by another receiver."""
+    last = book.partition.receiver("key", receiver.place.epoch, rate=receiver.place.rate)
     turns = itertools.count()
 
     def is_clean() -> bool:
@@ -480,6 +485,49 @@ def one_receiver(book: Book, receiver: ReceiverScripts, given: PopBatch, turn: i
             book.said |= {offset for _, offset in some}
             receiver.settle("ack", some, told=encode_pop_outcome("r", max_entries=3 if turn > 30 else 100))
             assert book.committed
+
+
+def failing_receivers(world: World) -> None:
+    """Receivers that give some of a batch back, are late, ask again, and park."""
+    plain, cut, book = world.plain(), world.cut(), WholeBook(world, 30)
+    receiver = cut.receiver("key", 1)
+    for turn in range(6 * TRIES):
+        if book.done:
+            break
+        limit = 24 if turn % 3 else 5
+        answer = receiver.receive(f"a{turn}", limit, 1, none_parked=1)
+        assert book.committed
+        if turn == 3:
+            plain.call(("DEL", plain.pops.due))
+        if not isinstance(answer, PopBatch):
+            continue
+        tokens = tokens_of(answer)
+        if turn < 16:
+            fail_some(receiver, f"a{turn}", limit, tokens, late=turn % 2 == 0)
+            continue
+        for record in answer.records:
+            book.handle(record.offset)
+        if turn % 2:
+            receiver.settle("extend", tokens[:1], ms=1)
+        told = encode_pop_outcome("r", max_entries=100)
+        for action, some in (("ack", tokens[1:]), ("park", tokens[:1])):
+            if some:
+                book.said |= {offset for _, offset in some}
+                receiver.settle(action, some, told=told)  # type: ignore[arg-type]
+                assert book.committed
+    assert book.done
+    all_settled(book, receiver)
+
+
+def fail_some(
+    receiver: ReceiverScripts, attempt: str, limit: int, tokens: list[tuple[int, int]], *, late: bool
+) -> None:
+    if late:
+        return
+    receiver.settle("nack", tokens[-1:])
+    receiver.receive(attempt, limit, 1)
+    receiver.settle("extend", tokens[:1])
+    receiver.settle("return", tokens[:1])
 
 
 def far_receivers(world: World) -> None:
@@ -587,7 +635,8 @@ def one_sharer(book: Book, sharer: SharerScripts, turn: int) -> None:
 
 
 STORIES: Final = (
-    sending, steps, trimmed, members, sought, wide, receivers, far_receivers, many_batches, sharers, shared_seek,
+    sending, steps, trimmed, members, sought, wide, receivers, failing_receivers, far_receivers, many_batches, sharers,
+    shared_seek,
 )  # fmt: skip
 
 

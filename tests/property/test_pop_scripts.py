@@ -28,6 +28,7 @@ from tests.fixtures.partition_harness import (
     placed,
     run_machine,
 )
+from tests.fixtures.popped import packed_batches
 from tests.fixtures.wait import wait_until
 
 BRIEF_MS = 1
@@ -62,6 +63,7 @@ class Model:
     batch: int = 0
     settled: set[int] = field(default_factory=set)
     times: dict[int, int] = field(default_factory=dict)
+    failed: dict[int, int] = field(default_factory=dict)
     out: dict[int, Out] = field(default_factory=dict)
     batches: dict[str, tuple[int, list[int]]] = field(default_factory=dict)
     # What acks told: place, offsets with how often they were given, offsets that were dropped before.
@@ -106,7 +108,7 @@ class Model:
         if not (self.owned and self.epoch == epoch) and self.epoch >= epoch:
             return Fenced(self.epoch)
         if self.start == 0 or seek > self.seek:
-            self.settled, self.times, self.out, self.batches = set(), {}, {}, {}
+            self.settled, self.times, self.failed, self.out, self.batches = set(), {}, {}, {}, {}
             self.start, self.seek = min(start, self.next), seek
         self.owned, self.epoch = True, epoch
         return None
@@ -114,12 +116,20 @@ class Model:
     def take(self, attempt: str, offsets: Sequence[int], *, invisible: bool) -> None:
         self.batch += 1
         lanes = {self.queue_of(offset) for offset in offsets}
+        for lane in lanes:
+            # Not settled in its time: the first one failed, and those behind it were not begun.
+            first = min(offset for offset in offsets if self.queue_of(offset) == lane)
+            if first in self.out and self.out[first].batch:
+                self.fail(first)
         for offset in [offset for offset in self.out if self.queue_of(offset) in lanes]:
             del self.out[offset]
         for offset in offsets:
             self.out[offset] = Out(self.batch, invisible)
             self.times[offset] = self.times.get(offset, 0) + 1
         self.batches[attempt] = (self.batch, list(offsets))
+
+    def fail(self, offset: int) -> None:
+        self.failed[offset] = self.failed.get(offset, 0) + 1
 
     def again(self, attempt: str) -> list[int]:
         batch, offsets = self.batches.get(attempt, (0, []))
@@ -143,9 +153,11 @@ class Model:
                 self.settled.add(offset)
                 del self.out[offset]
                 self.times.pop(offset, None)
+                self.failed.pop(offset, None)
             elif word == "extend":
                 self.out[offset].invisible = invisible
             elif offset in self.out and self.out[offset].batch:
+                self.fail(offset)
                 self.out[offset] = Out(0, invisible)
                 behind = [o for o in self.out if o > offset and self.queue_of(o) == self.queue_of(offset)]
                 for other in behind:
@@ -202,6 +214,7 @@ class PopScripts(PartitionMachine):
         assert isinstance(answer, PopBatch)
         assert (answer.batch, [record.offset for record in answer.records]) == (batch, left)
         assert list(answer.delivery_counts) == [self.model.times[offset] for offset in left]
+        self.check_failures(answer)
         for offset in left:
             self.model.out[offset].invisible |= not brief
         self.tokens += [(self.epoch, batch, offset) for offset in left]
@@ -233,7 +246,12 @@ class PopScripts(PartitionMachine):
         self.model.take(attempt, offsets, invisible=not brief)
         assert answer.batch == self.model.batch
         assert list(answer.delivery_counts) == [self.model.times[offset] for offset in offsets]
+        self.check_failures(answer)
         self.tokens += [(epoch, answer.batch, offset) for offset in offsets]
+
+    def check_failures(self, answer: PopBatch) -> None:
+        told = answer.failures or [0] * len(answer.records)
+        assert list(told) == [self.model.failed.get(record.offset, 0) for record in answer.records]
 
     def check_batch(self, answer: PopBatch, free: dict[str, list[int]], limit: int) -> None:
         """Of each free lane its first messages, in order; all of them where there was room."""
@@ -363,13 +381,14 @@ class PopScripts(PartitionMachine):
     @invariant()
     def the_servers_state_is_the_models(self) -> None:
         group, pop = self.partition.group, self.partition.pops
-        (owner, epoch, committed, base, seen), bits, times, pops, lines, due = self.partition.call(
-            ("HMGET", group.lock, "owner", "epoch", "committed", "base", "examined"),
+        (owner, epoch, committed, base, seen, *counts), bits, times, pops, lines, due, batches = self.partition.call(
+            ("HMGET", group.lock, "owner", "epoch", "committed", "base", "examined", "packed", "queued"),
             ("GET", group.acks),
             ("HGETALL", group.attempts),
             ("HGETALL", pop.pops),
             ("ZRANGE", pop.queues, 0, -1),
             ("ZRANGE", pop.due, 0, -1),
+            ("HGETALL", pop.batches),
         )
         model = self.model
         assert (owner == b"pop", int(epoch or 0)) == (model.owned, model.epoch)
@@ -377,14 +396,20 @@ class PopScripts(PartitionMachine):
             return
         assert int(committed) == model.committed
         assert {o for o in range(model.start, model.next) if is_settled_at(o, committed, base, bits)} == model.settled
+        packed = packed_batches(dict(zip(batches[::2], batches[1::2], strict=True)))
+        left = {o: int(batch) for batch, offsets in packed.items() for o in offsets if o not in model.settled}
         noted = {int(o): int(value.split(b":")[0]) for o, value in zip(times[::2], times[1::2], strict=True)}
-        assert noted == model.times
+        assert noted | {o: noted.get(o, 0) + 1 for o in left} == model.times
         out = {int(o): int(value.split(b":")[0]) for o, value in zip(pops[::2], pops[1::2], strict=True)}
-        assert out == {offset: out.batch for offset, out in model.out.items()}
-        looked_at = {offset for connection in model.queues().values() for offset in connection if offset < int(seen)}
-        assert {int(member[-16:]) for member in lines} == looked_at
+        assert out | left == {offset: out.batch for offset, out in model.out.items()}
+        assert not out.keys() & left.keys()
+        looked_at = {o for connection in model.queues().values() for o in connection if o < max(int(seen), model.start)}
+        assert {int(member[-16:]) for member in lines} == looked_at - left.keys()
         lanes = {model.queue_of(offset) for offset in looked_at}
-        assert {name.decode("latin1") if name[:1] == b"\xff" else name.decode() for name in due} == lanes
+        names = {name.decode("latin1") if name[:1] == b"\xff" else name.decode() for name in due if name[:1] != b"\xfe"}
+        assert names == lanes
+        assert {name[1:] for name in due if name[:1] == b"\xfe"} == set(packed)
+        assert [int(count or 0) for count in counts] == [len(packed), len(lines)]
         look = self.partition.position()
         assert look is not None
         assert look.position == model.committed
