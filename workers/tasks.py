@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from mqlayer.maintenance.jobs import PERIODIC_JOBS, PeriodicJob
-from mqlayer.workers.app import app
-from mqlayer.workers.connections import runtime
+from mqlayer.workers.app import TASK_TIME_LIMIT_S, app
+from mqlayer.workers.connections import presence, runtime
 from mqlayer.workers.job_claims import claimed, recorded
 from mqlayer.workers.schedule import task_name
 
@@ -15,10 +15,12 @@ from mqlayer.workers.schedule import task_name
 def _task(job: PeriodicJob) -> Any:
     def run() -> None:
         here = runtime()
-        epoch = claimed(here.control, job)
-        if epoch is not None:
-            with recorded(here.control, job, epoch):
-                job.run(here, job.every_s)
+        # Before the claim: code that is too old must not keep the job from others.
+        with presence().working(TASK_TIME_LIMIT_S):
+            epoch = claimed(here.control, job)
+            if epoch is not None:
+                with recorded(here.control, job, epoch):
+                    job.run(here, job.every_s)
 
     run.__name__, run.__doc__ = job.name, job.run.__doc__
     return app.task(name=task_name(job))(run)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 from contextlib import closing
 from datetime import datetime
@@ -254,6 +255,9 @@ def show(topic: TopicArgument, group: GroupArgument, as_json: JsonOption = False
     """Show a group's settings and positions."""
     (found,) = _statuses(topic, group)
     settings = settings_row(found)
+    with Database(settings_here().control_dsn()) as database:
+        living = Counter(one.code for one in group_members(database, topic, group) if one.state != "gone")
+    settings |= {"members_by_version": dict(living)} if living else {}
     if as_json:
         partitions = [partition_facts(one) for one in found.partitions]
         with Database(settings_here().control_dsn()) as database:
@@ -283,6 +287,8 @@ def members(topic: TopicArgument, group: GroupArgument, as_json: JsonOption = Fa
             "lease_left_s": None if one.lease_left_s is None else round(one.lease_left_s, 1),
             "leaving": one.state == "leaving",
             "partitions": one.partitions,
+            "version": one.version,
+            "protocol": one.protocol,
         }
         for one in found
     )

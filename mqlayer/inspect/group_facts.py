@@ -102,6 +102,14 @@ class MemberFacts:
     lease_left_s: float | None
     state: Literal["running", "leaving", "gone"]
     partitions: int
+    version: str
+    """Of its code."""
+    protocol: int
+
+    @property
+    def code(self) -> str:
+        """Its release and protocol, as text."""
+        return f"{self.version} (protocol {self.protocol})"
 
 
 def group_facts(database: Database, topic: str | None = None, name: str | None = None) -> list[GroupFacts]:
@@ -140,8 +148,8 @@ def group_members(database: Database, topic: str, name: str) -> list[MemberFacts
     with database.connection() as connection:
         rows = connection.execute(query("inspected_members"), {"group_id": group.group_id}).fetchall()
     return [
-        MemberFacts(member, host, pid, joined_at, left, _state(left, leaving=leaving), partitions)
-        for member, host, pid, joined_at, leaving, left, partitions in rows
+        MemberFacts(member, host, pid, joined_at, left, _state(left, leaving=leaving), *others)
+        for member, host, pid, joined_at, leaving, left, *others in rows
     ]
 
 

@@ -33,6 +33,7 @@ from mqlayer.redis.access import use_access
 from mqlayer.redis.pop_scripts import BATCH_LIMIT, ReceiveRequest, SettleAction
 from mqlayer.redis.roles import RedisRole
 from mqlayer.runtime.node_pool import NodePool
+from mqlayer.runtime.presence import Presence, PresenceService
 from mqlayer.runtime.route_cache import RouteCache
 from mqlayer.runtime.runtime import Runtime
 from mqlayer.settings import Settings
@@ -60,9 +61,16 @@ class PopSession:
     """An open receiver. One thread at a time, with `receiving`, polls and waits; any settles."""
 
     def __init__(
-        self, group: Group, fetcher: Fetcher, settler: PopSettler, cleanup: ExitStack, spans: PopSpans | None = None
+        self,
+        group: Group,
+        fetcher: Fetcher,
+        settler: PopSettler,
+        presence: PresenceService,
+        cleanup: ExitStack,
+        spans: PopSpans | None = None,
     ) -> None:
         self.group, self.fetcher, self.settler, self._cleanup, self._spans = group, fetcher, settler, cleanup, spans
+        self._presence = presence
         self.receiving = threading.Lock()
         self.key_order = KeyOrder()
         self._fence = PopFence(group, self.key_order)
@@ -74,8 +82,10 @@ class PopSession:
     def poll(self, call: ReceiveCall) -> FetchAnswer | None:
         """Ask for a call's messages; none if its time is over, None to wait and ask again.
 
-        Raises StoreUnavailable at that time if no partition could be asked.
+        Raises StoreUnavailable at that time if no partition could be asked, VersionRefused for code that is too old.
         """
+        if self._presence.refused is not None:
+            raise self._presence.refused
         if not call.begun:
             call.begun = True
             again = self.fetcher.repeat(call.request) if call.own_attempt else None
@@ -158,6 +168,11 @@ def open_session(topic: str, wanted: GroupSettings, *, group: str, settings: Set
     use_access(settings)
     with ExitStack() as cleanup:
         runtime = _open_databases(settings, f"{topic}/{group}", cleanup)
+        presence = PresenceService(
+            Presence(runtime.control, "receiver", f"{topic}/{group}", runtime.in_force), lambda _: None
+        )
+        presence.start()
+        cleanup.callback(presence.stop, CLOSE_S)
         routes = RouteCache(runtime.control)
         cleanup.callback(routes.close)
         found = ensure_group(runtime, routes, topic=topic, name=group, settings=wanted)
@@ -182,7 +197,7 @@ def open_session(topic: str, wanted: GroupSettings, *, group: str, settings: Set
         cleanup.callback(notices.close)
         tracing = tracing_of(settings)
         spans = None if tracing is None else PopSpans(tracing, topic, group)
-        return PopSession(found, fetcher, settler, cleanup.pop_all(), spans)
+        return PopSession(found, fetcher, settler, presence, cleanup.pop_all(), spans)
 
 
 def _counts(fetcher: Fetcher, settler: PopSettler) -> Mapping[str, int]:

@@ -109,7 +109,7 @@ class Receiver(ReceiverBase):
         Other receivers get neither these messages nor later ones of their scope until they are settled or time out.
         Handle a key's in turn; on failure `nack`, skip the rest of the key. After a lost reply, the same `attempt_id`
         (a-z, then a-z 0-9 _ . -) returns the same messages, uncounted, from nodes that answer. Raises InvalidInput for
-        bad bounds (max_messages 1 to 500), StoreUnavailable if no partition could be asked.
+        bad bounds (max_messages 1 to 500), StoreUnavailable if no partition could be asked, VersionRefused.
         """
         session = self._opened()
         call = receive_call(max_messages, visibility_timeout_s, wait_s, attempt_id)

@@ -27,8 +27,8 @@ GRANT EXECUTE ON FUNCTION mqlayer.groups_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.has_for_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.has_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.may_create_group_v1 TO {role};
-GRANT SELECT, INSERT (group_id, host, lease_until, member_id, pid, session), UPDATE (host, joined_at, lease_until,
-    leaving, pid, session) ON mqlayer.member TO {role};
+GRANT SELECT, INSERT (acts_on, group_id, host, least, lease_until, member_id, most, pid, session, version), UPDATE
+    (acts_on, host, joined_at, least, lease_until, leaving, most, pid, session, version) ON mqlayer.member TO {role};
 GRANT USAGE ON SEQUENCE mqlayer.member_session TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.members_forget_v1 TO {role};
 GRANT SELECT ON mqlayer.migration TO {role};
@@ -46,6 +46,9 @@ GRANT SELECT ON mqlayer.parking_change TO {role};
 GRANT SELECT, UPDATE (created_at) ON mqlayer.partition TO {role};
 GRANT SELECT ON mqlayer.partition_pause TO {role};
 GRANT SELECT ON mqlayer.partition_rate TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer.process_beat_v1 TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer.process_end_v1 TO {role};
+GRANT SELECT ON mqlayer.protocol TO {role};
 GRANT SELECT ON mqlayer.readable TO {role};
 GRANT SELECT, INSERT (actor, bounds, filter, group_id, kind, lease_until, name, newer, per_s, position, snapshot_id,
     upto_batch, worker), UPDATE (ended_at, lease_until, state, blocked_by, worker) ON mqlayer.redrive TO {role};
@@ -68,6 +71,7 @@ GRANT EXECUTE ON FUNCTION mqlayer_app.has_for_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.has_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.inbox_put_v1 TO {role};
 GRANT SELECT ON mqlayer_app.migration TO {role};
+GRANT SELECT ON mqlayer_app.protocol TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.version_released_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.version_set_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.version_take_v1 TO {role};
