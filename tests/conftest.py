@@ -28,6 +28,7 @@ pytest_plugins = [
     "tests.fixtures.consumers",
     "tests.fixtures.gate_scenes",
     "tests.fixtures.kill_scenes",
+    "tests.fixtures.next_release",
     "tests.fixtures.outboxes",
     "tests.fixtures.plain_install",
     "tests.fixtures.poolers",

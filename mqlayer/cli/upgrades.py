@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final
 import typer
 
 from mqlayer.cli.addresses import settings_of_owner
-from mqlayer.cli.option_rules import RuledCommand, planned
+from mqlayer.cli.option_rules import RuledCommand, needs, planned
 from mqlayer.cli.options import PlanOption, YesOption, echo_plan
 from mqlayer.cli.output import JsonOption, echo, pluralize, show_rows
 from mqlayer.cli.panels import CHANGE, LOOK
@@ -16,7 +16,7 @@ from mqlayer.cli.permissions import check_change
 from mqlayer.cli.runtime import runtime_here
 from mqlayer.domain.protocol import PROTOCOL
 from mqlayer.maintenance.upgrades import UpgradeStatus, cancel, finalize, upgrade_status
-from mqlayer.postgres.migrations import SCHEMAS, Migration, contract
+from mqlayer.postgres.migrations import SCHEMAS, contract
 
 upgrades = typer.Typer(no_args_is_help=True, help="Upgrades: which code lives, and the step to its written form.")
 
@@ -48,6 +48,7 @@ def status(as_json: JsonOption = False) -> None:
 
 @upgrades.command("finalize", cls=RuledCommand, rich_help_panel=CHANGE)
 @planned
+@needs("--timeout", "--drain", why="without --drain it waits for nothing")
 def finalize_command(
     plan: PlanOption = False,
     yes: YesOption = False,
@@ -75,13 +76,8 @@ def finalize_command(
         _show_blockers(found)
         raise typer.Exit(1)
     echo(f"protocol {found.schemas['control'].served.in_force} is in force")
-    for step in _contract():
-        echo(f"{step.schema} {step.number:04d} {step.name}")
-    with runtime_here() as runtime:
-        left = upgrade_status(runtime)
-    if left.contracts:
-        echo(f"{pluralize(len(left.contracts), 'contract step')} left: some process has not read it yet, call again")
-        raise typer.Exit(1)
+    if found.contracts:
+        _contract(found)
 
 
 @upgrades.command("cancel", rich_help_panel=CHANGE)
@@ -93,10 +89,17 @@ def cancel_command() -> None:
     echo("older code is served again")
 
 
-def _contract() -> list[Migration]:
+def _contract(found: UpgradeStatus) -> None:
     settings = settings_of_owner()
     dsns = {"control": settings.control_dsn(), "application": settings.application_dsn()}
-    return [step for schema in SCHEMAS for step in contract(dsns[schema], schema=schema)]
+    done = [step for schema in SCHEMAS for step in contract(dsns[schema], schema=schema)]
+    for step in done:
+        echo(f"{step.schema} {step.number:04d} {step.name}")
+    left = len(found.contracts) - len(done)
+    if left:
+        said = "1 contract step waits" if left == 1 else f"{left} contract steps wait"
+        echo(f"{said} until each process has read the version: call again in some seconds", err=True)
+        raise typer.Exit(1)
 
 
 def _state(found: UpgradeStatus) -> str:

@@ -35,12 +35,12 @@ def read_protocols(connection: Connection, schema: str) -> SchemaProtocols:
     return SchemaProtocols(ServedProtocols(*row[:SERVED]), *row[SERVED:])
 
 
-def refuse_unserved(served: ServedProtocols, schema: str, address: str, code: ProtocolRange = PROTOCOL) -> None:
-    """Raise VersionRefused for code that a schema does not serve."""
-    fix = served.refuses(code)
+def refuse_unserved(served: ServedProtocols, schema: str, address: str) -> None:
+    """Raise VersionRefused if a schema does not serve this code."""
+    fix = served.refuses(PROTOCOL)
     if fix:
         shown = f"{schema} protocol {ProtocolRange(served.serves_from, served.serves_to)}"
-        raise VersionRefused(address, shown, f"protocol {code}", fix)
+        raise VersionRefused(address, shown, f"protocol {PROTOCOL}", fix)
 
 
 def code_facts() -> dict[str, Any]:

@@ -76,7 +76,7 @@ class Presence:
 
 
 class PresenceService(Service):
-    """Beats in the background. `refused` is called once, with the error, when the code is too old."""
+    """Beats in the background. `refused` is called once, with the error, when the code is too old; that ends it."""
 
     def __init__(self, presence: Presence, refused: Callable[[VersionRefused], None]) -> None:
         super().__init__("mqlayer-presence", title="the report of this process", event="presence", retry_s=LEASE_S / 6)
@@ -103,10 +103,11 @@ class PresenceService(Service):
         try:
             self._presence.beat()
         except VersionRefused as error:
-            if self.refused is None:
-                self.refused = error
-                log.error("code_too_old", extra={"reason": str(error)})
-                self._tell(error)
+            self.refused = error
+            log.error("code_too_old", extra={"reason": str(error)})
+            self._tell(error)
+            # It begins nothing more, so a finalization need not wait for its last call.
+            self.end()
 
     def _close(self) -> None:
         self._presence.end()

@@ -23,7 +23,7 @@ PLANS = {
     "group seek": "orders g --to latest", "node lost": "node-1", "outbox adopt": "", "outbox renew": "",
     "outbox quarantine discard": "7", "replay start": "orders g --all", "route reopen": "orders",
     "snapshot drop": "cut", "versions forget": "sink e --reason r", "versions set": "sink e 2 --reason r",
-    "topic delete": "orders",
+    "topic delete": "orders", "upgrade finalize": "",
     "route merge": "orders {first} {second}", "route move": "orders {first}",
     "route split": "orders {first} --at 100",
 }  # fmt: skip
