@@ -357,7 +357,7 @@ CREATE TABLE mqlayer.member (
     most        int         NOT NULL DEFAULT 1,
     acts_on     int         NOT NULL DEFAULT 1,
     CONSTRAINT member_key PRIMARY KEY (group_id, member_id),
-    CONSTRAINT member_version CHECK (octet_length(version) <= 64 AND "least" >= 1 AND "least" <= most
+    CONSTRAINT member_version CHECK (octet_length(version) <= 64 AND "least" >= 1 AND "least" <= 1000000 AND most >= 1
         AND most <= 1000000 AND acts_on >= 0 AND acts_on <= 1000000),
     CONSTRAINT member_id_form CHECK (member_id ~ '^[a-z][a-z0-9_.-]{0,62}$'),
     CONSTRAINT member_host_length CHECK (octet_length(host) <= 1024),
@@ -387,8 +387,8 @@ CREATE TABLE mqlayer.process (
     CONSTRAINT process_kind CHECK (kind IN ('relay', 'worker', 'producer', 'receiver')),
     CONSTRAINT process_texts CHECK (octet_length(process_id) <= 128 AND octet_length(name) <= 1024
         AND octet_length(host) <= 1024 AND octet_length(version) <= 64),
-    CONSTRAINT process_numbers CHECK (pid >= 0 AND pid <= 2000000000 AND "least" >= 1 AND "least" <= most
-        AND most <= 1000000 AND acts_on >= 0 AND acts_on <= 1000000)
+    CONSTRAINT process_numbers CHECK (pid >= 0 AND pid <= 2000000000 AND "least" >= 1 AND "least" <= 1000000
+        AND most >= 1 AND most <= 1000000 AND acts_on >= 0 AND acts_on <= 1000000)
 );
 
 CREATE TABLE mqlayer.assignment (
@@ -1176,8 +1176,8 @@ CREATE TABLE mqlayer_app.relay (
     acts_on     int         NOT NULL DEFAULT 1,
     CONSTRAINT relay_key PRIMARY KEY (relay_id),
     CONSTRAINT relay_id_length CHECK (octet_length(relay_id) <= 1024),
-    CONSTRAINT relay_version CHECK (octet_length(version) <= 64 AND "least" >= 1 AND "least" <= most AND most <= 1000000
-        AND acts_on >= 0 AND acts_on <= 1000000)
+    CONSTRAINT relay_version CHECK (octet_length(version) <= 64 AND "least" >= 1 AND "least" <= 1000000 AND most >= 1
+        AND most <= 1000000 AND acts_on >= 0 AND acts_on <= 1000000)
 );
 CREATE TRIGGER relay_admitted BEFORE INSERT ON mqlayer_app.relay FOR EACH ROW
     EXECUTE FUNCTION mqlayer_app.relay_admit_v1();

@@ -15,7 +15,6 @@ from mqlayer.workers.connections import presence, runtime
 from mqlayer.workers.job_claims import claimed, recorded
 from mqlayer.workers.schedule import task_name
 
-
 log = event_logger(__name__)
 
 

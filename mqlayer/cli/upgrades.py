@@ -63,7 +63,8 @@ def finalize_command(
     """
     del plan
     with runtime_here() as runtime:
-        check_change(runtime.control)
+        if yes:
+            check_change(runtime.control)
         found = upgrade_status(runtime)
         if not yes:
             echo_plan(_plan(found, drain=drain))

@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from typing import Final
 
 from mqlayer.domain.protocol import FEATURES, PROTOCOL, Feature
@@ -184,7 +185,7 @@ def _note_overdue(control: Database, version: int) -> None:
     with control.connection() as connection:
         found = connection.execute(query("protocol_overdue_groups"), {"version": version}).fetchall()
     for (group_id,) in found:
-        change_group(control, group_id, lambda connection, group=group_id: rebalance(connection, group))
+        change_group(control, group_id, partial(rebalance, group_id=group_id))
 
 
 def _reopen(runtime: Runtime, database: Database, schema: SchemaName) -> bool:

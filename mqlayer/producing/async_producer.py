@@ -205,7 +205,7 @@ class AsyncProducer(ProducerBase):
         count, size = sum(pending.count for _, pending in placed), sum(pending.size for _, pending in placed)
         with guarded as in_flight:
             if guarded.closed:
-                raise ProducerClosed(self._guarded.closed_because)
+                raise ProducerClosed(guarded.closed_because)
             if not in_flight.capacity.has_room(count, size):
                 return False
             for lp, pending in placed:

@@ -149,8 +149,8 @@ def test_of_a_well_installation_nothing_is_broken(
     assert {line["check"] for line in found} == {
         "reachable", "version", "durability", "connections", "transactions", "prepared", "functions", "clock",
         "sessions", "pooler",
-        "control schema", "replaced", "numbers", "unarmed", "beat", "routes", "deletions", "groups", "parked", "pauses",
-        "archive", "application schema",
+        "control schema", "replaced", "numbers", "unarmed", "beat", "protocol", "routes", "deletions", "groups",
+        "parked", "pauses", "archive", "application schema",
             "relay", "recovery", "quarantined",
         "publishers", "versions", "armed", "role", "persistence", "eviction", "memory", "replicas", "broker apart",
         "rights",
@@ -458,6 +458,8 @@ def test_a_schema_that_is_missing_older_or_newer_is_broken(
     assert finding.seen == f"it has control schema {before}, this code needs control schema {after}"
     assert "run `mqlayer migrate`" in finding.fix
     ward.world.rows("INSERT INTO mqlayer.migration (number, name) VALUES (99, 'of tomorrow')")
+    assert ward.findings("control schema") == [], "it serves this code"
+    ward.world.rows("UPDATE mqlayer.protocol SET serves_to = 9, in_force = 9, serves_from = 9")
     assert "upgrade mqlayer" in ward.finding("control schema").fix
 
 

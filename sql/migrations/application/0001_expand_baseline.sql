@@ -345,7 +345,7 @@ CREATE TABLE mqlayer_app.relay (
     acts_on     int NOT NULL DEFAULT 1,
     CONSTRAINT relay_key PRIMARY KEY (relay_id),
     CONSTRAINT relay_id_length CHECK (octet_length(relay_id) <= 1024),
-    CONSTRAINT relay_version CHECK (octet_length(version) <= 64 AND least BETWEEN 1 AND most AND most <= 1000000
+    CONSTRAINT relay_version CHECK (octet_length(version) <= 64 AND least BETWEEN 1 AND 1000000 AND most BETWEEN 1 AND 1000000
                                     AND acts_on BETWEEN 0 AND 1000000)
 );
 

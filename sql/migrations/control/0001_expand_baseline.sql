@@ -658,7 +658,7 @@ CREATE TABLE mqlayer.member (
     most        int NOT NULL DEFAULT 1,
     acts_on     int NOT NULL DEFAULT 1,
     CONSTRAINT member_key PRIMARY KEY (group_id, member_id),
-    CONSTRAINT member_version CHECK (octet_length(version) <= 64 AND least BETWEEN 1 AND most AND most <= 1000000
+    CONSTRAINT member_version CHECK (octet_length(version) <= 64 AND least BETWEEN 1 AND 1000000 AND most BETWEEN 1 AND 1000000
                                      AND acts_on BETWEEN 0 AND 1000000),
     CONSTRAINT member_id_form CHECK (member_id ~ '^[a-z][a-z0-9_.-]{0,62}$'),
     CONSTRAINT member_host_length CHECK (octet_length(host) <= 1024),
@@ -698,7 +698,7 @@ CREATE TABLE mqlayer.process (
     CONSTRAINT process_kind CHECK (kind IN ('relay', 'worker', 'producer', 'receiver')),
     CONSTRAINT process_texts CHECK (octet_length(process_id) <= 128 AND octet_length(name) <= 1024
                                     AND octet_length(host) <= 1024 AND octet_length(version) <= 64),
-    CONSTRAINT process_numbers CHECK (pid BETWEEN 0 AND 2000000000 AND least BETWEEN 1 AND most AND most <= 1000000
+    CONSTRAINT process_numbers CHECK (pid BETWEEN 0 AND 2000000000 AND least BETWEEN 1 AND 1000000 AND most BETWEEN 1 AND 1000000
                                       AND acts_on BETWEEN 0 AND 1000000)
 );
 
