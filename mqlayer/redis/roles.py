@@ -74,6 +74,7 @@ SCRIPTS: Final[Mapping[RedisRole, frozenset[str]]] = {
             "log_append_once",
             "log_recount",
             "log_ends",
+            "log_search",
             "log_trim",
             "mark_skip",
             "marks_drop",
