@@ -225,7 +225,7 @@ def check_archive(checked: CheckedDatabase, limits: CheckLimits) -> list[Finding
 def check_protocol(checked: CheckedDatabase, limits: CheckLimits) -> list[Finding]:
     """Report an upgrade that waits to be finalized, and processes that are too old."""
     ((serves_from, in_force, serves_to, _, _, age_s),) = checked.rows("protocol_control")
-    old = [row for row in checked.rows("living_processes", limit=OLD_SHOWN) if row[6] < serves_from]
+    old = [row for row in checked.rows("living_processes", limit=OLD_SHOWN) if row[7] < serves_from]
     found = []
     for kind, name, host, pid, _, version, _, most, *_ in old:
         seen = f"{kind} {name} on {host} (pid {pid}) runs mqlayer {version} with protocol {most}"

@@ -561,7 +561,9 @@ def test_a_sequence_that_gave_out_many_of_its_numbers_is_told(ward: Ward) -> Non
 
 
 def test_lp_sets_without_an_owner_and_rows_that_wait_beside_a_relay_are_told(ward: Ward) -> None:
-    ward.world.rows("INSERT INTO mqlayer_app.relay (relay_id, lease_until) VALUES ('r1', now() + interval '1 hour')")
+    ward.world.rows(
+        "INSERT INTO mqlayer_app.relay (relay_id, lease_until, most) VALUES ('r1', now() + interval '1 hour', 99)"
+    )
     assert "16 of 16 LP sets have no owner" in ward.finding("relay").seen
     ward.world.rows("UPDATE mqlayer_app.lp_set SET relay_id = 'r1', lease_until = now() + interval '1 hour'")
     assert ward.findings("relay") == []

@@ -155,7 +155,7 @@ def test_the_printed_script_does_what_the_runner_does(empty_database_dsn: str, s
 @pytest.mark.parametrize("schema", SCHEMAS)
 def test_migrations_are_numbered_without_holes_and_named_by_kind(schema: SchemaName) -> None:
     found = migrations(schema)
-    assert [step.number for step in found] == list(range(1, latest(schema) + 1))
+    assert [step.number for step in found] == list(range(1, len(found) + 1))
     assert all(step.name.startswith(("expand_", "contract_")) for step in found)
 
 
