@@ -27,7 +27,15 @@ from mqlayer.errors import InvalidInput
 from mqlayer.groups.pauses import pause_topic, resume_topic, wait_paused
 from mqlayer.inspect import TopicPartition, TopicStatus, topic_status
 from mqlayer.postgres.database import Database
-from mqlayer.topics import TopicSummary, create_topic, list_topics, set_archived, set_limits, set_schema_mode
+from mqlayer.topics import (
+    TopicSummary,
+    create_topic,
+    list_topics,
+    set_archived,
+    set_home_zone,
+    set_limits,
+    set_schema_mode,
+)
 
 if TYPE_CHECKING:
     from mqlayer.maintenance.topic_deletion import TopicDeletionPlan
@@ -72,6 +80,7 @@ def create(
     body_limit: Annotated[int, typer.Option(min=1, max=BODY_LIMIT, help="Bytes.")] = DEFAULT_BODY_LIMIT,
     backlog_limit: Annotated[int, typer.Option(min=0, help="Messages per partition; 0 for no limit.")] = 0,
     archived: Annotated[bool, typer.Option("--archived", help="Keep every record in the archive.")] = False,
+    home_zone: Annotated[str, typer.Option(help="Its partitions prefer nodes of this zone.")] = "",
 ) -> None:
     """Create a topic with its partitions and first route. Repeatable."""
     with runtime_here() as runtime:
@@ -84,6 +93,7 @@ def create(
             body_limit=body_limit,
             backlog_limit=backlog_limit,
             archived=archived,
+            home_zone=home_zone,
         )
     echo(f"{name} has {len(route.ranges)} partitions, route version {route.version}")
 
@@ -102,16 +112,17 @@ def set_(
     schema_mode: Annotated[
         SchemaModeOption | None, typer.Option(help="Which readers the next schema of its bodies may not break.")
     ] = None,
+    home_zone: Annotated[str | None, typer.Option(help="New partitions prefer nodes of this zone; '' for any.")] = None,
 ) -> None:
-    """Change a topic's limits, archiving, archive retention or schema mode.
+    """Change a topic's limits, archiving, archive retention, schema mode or home zone.
 
     The archive never gets messages published while archiving is off.
     """
     limits = {"body_limit": body_limit, "backlog_limit": backlog_limit}
-    if (archived, retention, schema_mode, body_limit, backlog_limit) == (None,) * 5:
+    if (archived, retention, schema_mode, body_limit, backlog_limit, home_zone) == (None,) * 6:
         raise InvalidInput(
             "say what to set: --backlog-limit, --body-limit, --archived, --not-archived, --retention AGE, "
-            "or --schema-mode MODE"
+            "--schema-mode MODE, or --home-zone ZONE"
         )
     days = None if retention is None or retention == FOR_EVER else _days(retention)
     if any(limit is not None for limit in limits.values()):
@@ -120,6 +131,9 @@ def set_(
         _set_schema_mode(name, schema_mode)
     with runtime_here() as runtime:
         check_change(runtime.control)
+        if home_zone is not None:
+            changed = set_home_zone(runtime, name, home_zone)
+            echo(f"topic {name} is at home in {home_zone or 'no zone'}{'' if changed else ', as before'}")
         if retention is not None:
             changed = set_retention(runtime, name, days=days)
             kept = "for ever" if days is None else f"for {days} days"

@@ -8,7 +8,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from mqlayer.domain.names import check_name
+from mqlayer.domain.deployments import MAIN
+from mqlayer.domain.names import check_deployment, check_name, check_zone
 from mqlayer.domain.protocol import ServedProtocols
 from mqlayer.domain.rates import RateLimit
 from mqlayer.domain.retry_rules import RULES_COUNT, RetryRules
@@ -34,6 +35,8 @@ class MemberSession:
     group_id: int
     member_id: str
     session: int
+    acts_on: int = field(default=0, compare=False)
+    """The protocol version in force as it joined."""
 
 
 Joining = Callable[[MemberSession], None]
@@ -79,6 +82,7 @@ class HeartbeatReply:
     rate: RateLimit | None = None
     assignments: tuple[Assignment, ...] = ()
     breaker: BreakerReply = CLOSED
+    class_rate: RateLimit | None = None
     served: ServedProtocols = field(default=ServedProtocols(0, 0, 0), compare=False)
 
 
@@ -101,7 +105,8 @@ def join(
     lease_s: float,
     session: int | None = None,
     own: Collection[int] | None = None,
-    in_force: InForce | None = None,
+    deployment: str = MAIN,
+    zone: str = "",
 ) -> MemberSession:
     """Join a group under a new session, and rebalance.
 
@@ -117,6 +122,8 @@ def join(
         "own": None if own is None else list(own),
         "host": socket.gethostname(),
         "pid": os.getpid(),
+        "deployment": check_deployment(deployment),
+        "zone": check_zone(zone),
         "lease_s": lease_s,
         **code_facts(),
     }
@@ -135,9 +142,7 @@ def join(
         connection.execute(query("assignment_renew"), facts)
         rebalance(connection, group_id)
         failpoint("member.before_join_commit")
-        if in_force is not None:
-            in_force.note(row[1])
-        return MemberSession(group_id, member_id, row[0])
+        return MemberSession(group_id, member_id, *row)
 
     joined = change_group(database, group_id, work)
     failpoint("member.after_join_commit")
@@ -155,7 +160,7 @@ def _refuse_to_admit(connection: Connection, group_id: int, member_id: str) -> N
     if is_instance:
         # Two members would each get a part of the messages.
         connection.execute(query("member_expire"), {"group_id": group_id})
-        for other, leaving in connection.execute(query("member_live"), {"group_id": group_id}).fetchall():
+        for other, leaving, *_ in connection.execute(query("member_live"), {"group_id": group_id}).fetchall():
             if other != member_id:
                 raise InstanceTaken(topic, group, other, "leaving" if leaving else "running")
 
@@ -202,8 +207,20 @@ def send_heartbeat(
     rules = RetryRules.of(columns) if columns else None
     rate = RateLimit.of(per_s, burst, share_count or 0)
     breaker = _breaker(more[:OF_BREAKER])
+    class_rate = None if rules is None else RateLimit.of(rules.class_rate, None, share_count or 0)
     return HeartbeatReply(
-        True, False, allocation, rules, parking_version, tag_filter, archived, rate, assigned, breaker, served
+        True,
+        False,
+        allocation,
+        rules,
+        parking_version,
+        tag_filter,
+        archived,
+        rate,
+        assigned,
+        breaker,
+        class_rate,
+        served,
     )
 
 

@@ -165,8 +165,10 @@ class Heartbeat(Service):
             lease_s=self._lease_s,
             session=number,
             own=own,
-            in_force=self._in_force,
+            deployment=self._core.runtime.settings.deployment,
+            zone=self._core.runtime.settings.zone,
         )
+        self._in_force.note(self._session.acts_on)
         self._own = [number]
         self._extend(began)
         self._heartbeat(self._session)
