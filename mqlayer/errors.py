@@ -184,6 +184,10 @@ class SchemaMismatch(MqlayerError):
         return f"{self.address} has {self.found}, this code needs {self.wanted}: {self.hint}"
 
 
+class VersionRefused(SchemaMismatch):
+    """The schema no longer serves, or does not yet serve, this code's protocol versions: the process ends."""
+
+
 class StoreUnavailable(MqlayerError):
     """Redis or Postgres is unavailable; the outcome is unknown."""
 

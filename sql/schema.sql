@@ -14,6 +14,19 @@ CREATE TABLE mqlayer.granted (
         CHECK (privilege IN ('publish', 'consume', 'relay', 'work', 'view', 'analyze', 'operate'))
 );
 
+CREATE TABLE mqlayer.protocol (
+    only_one     boolean     NOT NULL DEFAULT true,
+    serves_from  int         NOT NULL,
+    in_force     int         NOT NULL,
+    serves_to    int         NOT NULL,
+    expanded_at  timestamptz NOT NULL DEFAULT now(),
+    finalized_at timestamptz,
+    CONSTRAINT protocol_key PRIMARY KEY (only_one),
+    CONSTRAINT protocol_only_one CHECK (only_one),
+    CONSTRAINT protocol_versions CHECK (in_force >= 0 AND serves_from >= in_force AND serves_from <= (in_force + 1)
+        AND serves_to >= serves_from AND serves_to <= 1000000)
+);
+
 CREATE TABLE mqlayer.node (
     node_id      int         NOT NULL GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
     name         text        NOT NULL,
@@ -457,10 +470,16 @@ CREATE TABLE mqlayer.member (
     zone         text        NOT NULL DEFAULT '',
     joined_at    timestamptz NOT NULL DEFAULT now(),
     lease_until  timestamptz NOT NULL,
+    version      text        NOT NULL DEFAULT '',
+    least        int         NOT NULL DEFAULT 1,
+    most         int         NOT NULL DEFAULT 1,
+    acts_on      int         NOT NULL DEFAULT 1,
     failing_keys int         NOT NULL DEFAULT 0,
     tried_keys   int         NOT NULL DEFAULT 0,
     reported_at  timestamptz NOT NULL DEFAULT '1970-01-01 00:00:00+00',
     CONSTRAINT member_key PRIMARY KEY (group_id, member_id),
+    CONSTRAINT member_version CHECK (octet_length(version) <= 64 AND "least" >= 1 AND "least" <= 1000000 AND most >= 1
+        AND most <= 1000000 AND acts_on >= 0 AND acts_on <= 1000000),
     CONSTRAINT member_id_form CHECK (member_id ~ '^[a-z][a-z0-9_.-]{0,62}$'),
     CONSTRAINT member_deployment CHECK (deployment ~ '^[a-z0-9][a-z0-9_.-]{0,62}$'),
     CONSTRAINT member_host_length CHECK (octet_length(host) <= 1024),
@@ -474,7 +493,29 @@ CREATE TABLE mqlayer.member (
     CONSTRAINT member_lease_until CHECK (lease_until = '-infinity' OR lease_until >= '1970-01-01 00:00:00+00'
         AND lease_until <= '9000-01-01 00:00:00+00')
 );
+CREATE TRIGGER member_admitted BEFORE INSERT ON mqlayer.member FOR EACH ROW EXECUTE FUNCTION mqlayer.member_admit_v1();
 -- Row-level security by the policies read, change, remove, add.
+
+CREATE TABLE mqlayer.process (
+    process_id  text        NOT NULL,
+    kind        text        NOT NULL,
+    name        text        NOT NULL,
+    host        text        NOT NULL,
+    pid         int         NOT NULL,
+    opened_by   name        NOT NULL,
+    started_at  timestamptz NOT NULL DEFAULT now(),
+    lease_until timestamptz NOT NULL,
+    version     text        NOT NULL,
+    least       int         NOT NULL,
+    most        int         NOT NULL,
+    acts_on     int         NOT NULL,
+    CONSTRAINT process_key PRIMARY KEY (process_id),
+    CONSTRAINT process_kind CHECK (kind IN ('relay', 'worker', 'producer', 'receiver')),
+    CONSTRAINT process_texts CHECK (octet_length(process_id) <= 128 AND octet_length(name) <= 1024
+        AND octet_length(host) <= 1024 AND octet_length(version) <= 64),
+    CONSTRAINT process_numbers CHECK (pid >= 0 AND pid <= 2000000000 AND "least" >= 1 AND "least" <= 1000000
+        AND most >= 1 AND most <= 1000000 AND acts_on >= 0 AND acts_on <= 1000000)
+);
 
 CREATE TABLE mqlayer.breaker (
     group_id      bigint      NOT NULL REFERENCES mqlayer.consumer_group(group_id),
@@ -923,6 +964,8 @@ CREATE SEQUENCE mqlayer.repaired_at;
 
 -- views
 CREATE VIEW mqlayer.readable (group_id bigint, partition_id int, deployment text);
+CREATE VIEW mqlayer.living (kind text, name text, host text, pid int, since timestamptz, version text, least int,
+    most int, acts_on int, beats boolean, group_id bigint);
 CREATE VIEW mqlayer.parked_fact (group_id bigint, lp smallint, name bytea, source bigint, seq bigint, position bigint,
     partition_id int, log_offset bigint, key bytea, redriven boolean, replay bigint, attempts int, tried int, m bytea,
     m_size int, body_size int);
@@ -935,6 +978,7 @@ CREATE FUNCTION mqlayer.caller_v1() RETURNS name STABLE;
 CREATE FUNCTION mqlayer.has_v1(VARIADIC p_privileges text[]) RETURNS boolean STABLE SECURITY DEFINER;
 CREATE FUNCTION mqlayer.has_for_v1(p_privilege text, p_scope text) RETURNS boolean STABLE SECURITY DEFINER;
 CREATE FUNCTION mqlayer.groups_v1() RETURNS bigint[] STABLE SECURITY DEFINER;
+CREATE FUNCTION mqlayer.protocol_admit_v1(p_least int, p_most int) RETURNS int SECURITY DEFINER;
 CREATE FUNCTION mqlayer.topic_schema_put_v1(p_topic text, p_version int, p_mode text, p_schema text, p_actor text)
     RETURNS boolean SECURITY DEFINER;
 CREATE FUNCTION mqlayer.route_version_guard() RETURNS trigger;
@@ -942,6 +986,12 @@ CREATE FUNCTION mqlayer.group_instance_guard() RETURNS trigger;
 CREATE FUNCTION mqlayer.group_known_v1() RETURNS trigger SECURITY DEFINER;
 CREATE FUNCTION mqlayer.may_create_group_v1(p_topic_id int, p_name text, p_broadcast_of bigint)
     RETURNS boolean STABLE SECURITY DEFINER;
+CREATE FUNCTION mqlayer.member_admit_v1() RETURNS trigger SECURITY DEFINER;
+CREATE FUNCTION mqlayer.process_beat_v1(p_facts jsonb, p_lease_s double precision, OUT serves_from int,
+    OUT in_force int, OUT serves_to int) SECURITY DEFINER;
+CREATE FUNCTION mqlayer.process_end_v1(p_id text) RETURNS void SECURITY DEFINER;
+CREATE FUNCTION mqlayer.protocol_finalize_v1(p_version int, p_drain boolean) RETURNS text SECURITY DEFINER;
+CREATE FUNCTION mqlayer.protocol_reopen_v1() RETURNS boolean SECURITY DEFINER;
 CREATE FUNCTION mqlayer.assignment_epoch_guard() RETURNS trigger;
 CREATE FUNCTION mqlayer.assignment_epoch_given_v1() RETURNS trigger SECURITY DEFINER;
 CREATE FUNCTION mqlayer.parked_count_v1() RETURNS trigger SECURITY DEFINER;
@@ -1284,8 +1334,29 @@ CREATE TABLE mqlayer_app.relay (
     relay_id    text        NOT NULL,
     lease_until timestamptz NOT NULL,
     sent_at     timestamptz,
+    version     text        NOT NULL DEFAULT '',
+    least       int         NOT NULL DEFAULT 1,
+    most        int         NOT NULL DEFAULT 1,
+    acts_on     int         NOT NULL DEFAULT 1,
     CONSTRAINT relay_key PRIMARY KEY (relay_id),
-    CONSTRAINT relay_id_length CHECK (octet_length(relay_id) <= 1024)
+    CONSTRAINT relay_id_length CHECK (octet_length(relay_id) <= 1024),
+    CONSTRAINT relay_version CHECK (octet_length(version) <= 64 AND "least" >= 1 AND "least" <= 1000000 AND most >= 1
+        AND most <= 1000000 AND acts_on >= 0 AND acts_on <= 1000000)
+);
+CREATE TRIGGER relay_admitted BEFORE INSERT ON mqlayer_app.relay FOR EACH ROW
+    EXECUTE FUNCTION mqlayer_app.relay_admit_v1();
+
+CREATE TABLE mqlayer_app.protocol (
+    only_one     boolean     NOT NULL DEFAULT true,
+    serves_from  int         NOT NULL,
+    in_force     int         NOT NULL,
+    serves_to    int         NOT NULL,
+    expanded_at  timestamptz NOT NULL DEFAULT now(),
+    finalized_at timestamptz,
+    CONSTRAINT protocol_key PRIMARY KEY (only_one),
+    CONSTRAINT protocol_only_one CHECK (only_one),
+    CONSTRAINT protocol_versions CHECK (in_force >= 0 AND serves_from >= in_force AND serves_from <= (in_force + 1)
+        AND serves_to >= serves_from AND serves_to <= 1000000)
 );
 
 CREATE TABLE mqlayer_app.lp_set (
@@ -1467,6 +1538,9 @@ CREATE FUNCTION mqlayer_app.within_v1(p_name text, p_value numeric, p_low numeri
 CREATE FUNCTION mqlayer_app.timeline_v1() RETURNS int SECURITY DEFINER;
 CREATE FUNCTION mqlayer_app.timeline_holds_v1(p_timeline int) RETURNS boolean;
 CREATE FUNCTION mqlayer_app.term_v1() RETURNS text SECURITY DEFINER;
+CREATE FUNCTION mqlayer_app.relay_admit_v1() RETURNS trigger SECURITY DEFINER;
+CREATE FUNCTION mqlayer_app.protocol_finalize_v1(p_version int, p_drain boolean) RETURNS text SECURITY DEFINER;
+CREATE FUNCTION mqlayer_app.protocol_reopen_v1() RETURNS boolean SECURITY DEFINER;
 CREATE FUNCTION mqlayer_app.outbox_rotate_v1(p_slot smallint) RETURNS text SECURITY DEFINER;
 CREATE FUNCTION mqlayer_app.lp_v1(p_key text) RETURNS smallint STABLE;
 CREATE FUNCTION mqlayer_app.tags_v1(VARIADIC p_tags text[]) RETURNS jsonb STABLE;

@@ -29,6 +29,7 @@ pytest_plugins = [
     "tests.fixtures.consumers",
     "tests.fixtures.gate_scenes",
     "tests.fixtures.kill_scenes",
+    "tests.fixtures.next_release",
     "tests.fixtures.object_stores",
     "tests.fixtures.order_audit",
     "tests.fixtures.outboxes",

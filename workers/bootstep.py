@@ -19,10 +19,11 @@ from click import Option
 
 from mqlayer.consuming import App
 from mqlayer.consuming.api.app_loader import load_app
-from mqlayer.errors import AccessDenied, MqlayerError, PermissionDenied, StoreUnavailable, redact
+from mqlayer.errors import AccessDenied, MqlayerError, PermissionDenied, StoreUnavailable, VersionRefused, redact
 from mqlayer.health import Health, HealthEndpoint, metrics_route
 from mqlayer.logs import event_logger
 from mqlayer.postgres.database import Database, address_of, connect, driver_errors
+from mqlayer.postgres.migrations import check_schema
 from mqlayer.postgres.rights import Right, SchemaName, require
 from mqlayer.redis.acl_check import RequiredAccess
 from mqlayer.redis.roles import RedisRole
@@ -133,7 +134,7 @@ class HostConsumers(bootsteps.StartStopStep):
 
 
 class CheckRights(bootsteps.Step):
-    """Refuses a worker whose Postgres role or Redis user lacks rights to the jobs."""
+    """Refuses a worker whose code is too old, or whose Postgres role or Redis user lacks rights to the jobs."""
 
     label = "mqlayer rights"
 
@@ -144,7 +145,7 @@ class CheckRights(bootsteps.Step):
             self._check("control", settings.control_dsn())
             self._check("application", settings.application_dsn())
             self._check_nodes(settings)
-        except (PermissionDenied, AccessDenied) as error:
+        except (PermissionDenied, AccessDenied, VersionRefused) as error:
             raise ImproperlyConfigured(f"mqlayer jobs: {error}") from error
         except MqlayerError as error:
             # The jobs meet the outage too, and wait.
@@ -154,6 +155,7 @@ class CheckRights(bootsteps.Step):
     def _check(schema: SchemaName, dsn: str) -> None:
         with connect(dsn, application="mqlayer worker") as connection, driver_errors(address_of(dsn)):
             require(connection, schema, Right.WORK)
+            check_schema(connection, schema, address_of(dsn))
 
     @staticmethod
     def _check_nodes(settings: Settings) -> None:

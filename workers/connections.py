@@ -11,6 +11,7 @@ from typing import Any, Final
 from celery.signals import worker_process_shutdown
 
 from mqlayer.producing import Producer
+from mqlayer.runtime.presence import Presence
 from mqlayer.runtime.runtime import Runtime, open_runtime
 from mqlayer.settings import Settings
 
@@ -27,6 +28,7 @@ class ProcessConnections:
         self._cleanup = ExitStack()
         self._runtime: Runtime | None = None
         self._producer: Producer | None = None
+        self._presence: Presence | None = None
 
     def runtime(self) -> Runtime:
         """Return the pools and settings."""
@@ -35,6 +37,14 @@ class ProcessConnections:
                 here = open_runtime(self._settings, name="mqlayer worker", actor="worker", max_size=MOST_CONNECTIONS)
                 self._runtime = self._cleanup.enter_context(here)
             return self._runtime
+
+    def presence(self) -> Presence:
+        """Return this process's row among those that live."""
+        here = self.runtime()
+        with self._lock:
+            if self._presence is None:
+                self._presence = Presence(here.control, "worker", "jobs", here.in_force)
+            return self._presence
 
     def producer(self) -> Producer:
         """Return the one producer, which keeps keys in order."""
@@ -49,6 +59,8 @@ class ProcessConnections:
             try:
                 if self._producer is not None:
                     self._producer.close()
+                if self._presence is not None:
+                    self._presence.end()
             finally:
                 # Also when the producer reports a loss.
                 self._cleanup.close()
@@ -74,6 +86,11 @@ _process: Final = _ProcessState()
 def runtime() -> Runtime:
     """Return the pools and settings of this process."""
     return _stores().runtime()
+
+
+def presence() -> Presence:
+    """Return this process's row among those that live."""
+    return _stores().presence()
 
 
 def producer() -> Producer:

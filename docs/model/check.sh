@@ -10,8 +10,8 @@ quick="" optimise=-O1 politely="nice -n 10" only="" variants=""
 for argument in "$@"; do
     case "$argument" in
         --quick) quick=1 optimise=-O0 politely="" ;;
-        route_change|handover|parking) only=$argument ;;
-        -*|"") echo "usage: check.sh [--quick] [route_change|handover|parking] [VARIANT ...]" >&2; exit 2 ;;
+        route_change|handover|parking|mixed_versions) only=$argument ;;
+        -*|"") echo "usage: check.sh [--quick] [route_change|handover|parking|mixed_versions] [VARIANT ...]" >&2; exit 2 ;;
         *) variants+=" $argument " ;;
     esac
 done
@@ -42,6 +42,8 @@ began=$SECONDS
 meaning() {
     case "$1" in
         *"size["*"<"*"+1)"*) echo "model error: $1" ;;
+        *new_form*) echo "stale" ;;
+        *old_form*) echo "lost" ;;
         *busy*|*"!(from_pg)"*) echo "overlap" ;;
         *acted*) echo "stale" ;;
         *passed*|*">=(log["*) echo "lost" ;;
@@ -220,6 +222,23 @@ try breaks quick park-dead          "-DTHEFTS=1 -DDISCARDS=1 -DPARK_DEAD"
 
 # Covered.
 try spare long  no-living           "-DTHEFTS=1 -DDISCARDS=1 -DLOST=1 -DNO_LIVING"
+
+# -- mixed_versions: the whole protocol.
+use mixed_versions
+try clean quick versions            "-DTHEFTS=1"
+try clean quick versions-drain      "-DTHEFTS=1 -DDRAIN -DCANCELS=1"
+try clean long  versions-more       "-DOLD=2 -DNEW=1 -DTHEFTS=2 -DDRAIN"
+try clean long  versions-new        "-DOLD=1 -DNEW=2 -DTHEFTS=2 -DDRAIN"
+
+# One guard less.
+try breaks quick check-apart        "-DCHECK_APART"
+try breaks quick admit-apart        "-DADMIT_APART"
+try breaks quick no-version-gate    "-DNO_GATE"
+try breaks quick force-at-once      "-DDRAIN -DFORCE_AT_ONCE"
+try breaks quick overdue-unnoted    "-DNO_NOTE"
+try breaks quick contract-early     "-DCONTRACT_EARLY"
+try breaks quick say-what-it-read   "-DSAY_READ"
+try breaks quick join-stale         "-DJOIN_STALE"
 
 if [ "$tried" = 0 ]; then
     echo "no such variant:$variants" >&2

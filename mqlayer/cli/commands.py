@@ -55,6 +55,7 @@ COMMANDS: Final[Mapping[str, CommandSource]] = {
         START,
         "Migrate the schemas in MQLAYER_DSN (control) and MQLAYER_APP_DSN (application; default: the same).",
     ),
+    "upgrade": CommandSource("upgrades", CHANGE, "Upgrades: which code lives, and the step to its written form."),
     "grant": CommandSource("rights", CHANGE, "Grant a role a right, in both schemas."),
     "revoke": CommandSource("rights", CHANGE, "Revoke a right, or only some topics or groups of it."),
     "grants": CommandSource("rights", LOOK, "List granted rights: role, right, scope."),

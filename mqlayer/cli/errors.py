@@ -4,32 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 import typer
 from typer.core import TyperGroup
 
 from mqlayer.cli.output import echo
-from mqlayer.errors import MqlayerError, StoreUnavailable
+from mqlayer.errors import MqlayerError, StoreUnavailable, VersionRefused
+
+REFUSED_CODE: Final = 78
+"""Exit code of a process whose code the schema does not serve: a restart does not help, an upgrade does."""
 
 
 class ErrorPrintingGroup(TyperGroup):
     """Shows an MqlayerError without a traceback."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run a command; an MqlayerError gives exit code 1."""
+        """Run a command; an MqlayerError gives exit code 1, VersionRefused 78."""
         with failures_shown():
             return super().invoke(ctx)
 
 
 @contextmanager
 def failures_shown() -> Iterator[None]:
-    """End with exit code 1 on an MqlayerError."""
+    """End with exit code 1 on an MqlayerError, 78 on VersionRefused."""
     try:
         yield
     except MqlayerError as error:
         show_failure(error)
-        raise typer.Exit(1) from error
+        raise typer.Exit(REFUSED_CODE if isinstance(error, VersionRefused) else 1) from error
 
 
 def _stopped_stack(error: MqlayerError) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 from contextlib import closing
 from datetime import datetime
@@ -387,7 +388,9 @@ def show(topic: TopicArgument, group: GroupArgument, as_json: JsonOption = False
     here = settings_here()
     with Database(here.control_dsn()) as database:
         wanted = members_wanted(database, topic, group, lag_target_s=here.lag_target_s)
+        living = Counter(one.code for one in group_members(database, topic, group) if one.state != "gone")
     settings = settings_row(found) | {"members_wanted": wanted}
+    settings |= {"members_by_version": dict(living)} if living else {}
     if as_json:
         partitions = [partition_facts(one) for one in found.partitions]
         with Database(settings_here().control_dsn()) as database:
@@ -419,6 +422,8 @@ def members(topic: TopicArgument, group: GroupArgument, as_json: JsonOption = Fa
             "leaving": one.state == "leaving",
             "deployment": one.deployment,
             "partitions": one.partitions,
+            "version": one.version,
+            "protocol": one.protocol,
         }
         for one in found
     )

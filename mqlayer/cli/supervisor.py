@@ -21,6 +21,9 @@ from functools import partial
 from types import FrameType
 from typing import Final
 
+import typer
+
+from mqlayer.cli.errors import REFUSED_CODE
 from mqlayer.cli.supervisor_pipe import JOINING, NUMBER_VARIABLE, PIPE_VARIABLE, RELAYING, STARTED, WAKE
 from mqlayer.groups.members import MemberSession
 from mqlayer.health import Health, Liveness
@@ -54,7 +57,7 @@ class Child:
         self._pipe: socket.socket | None = None
         self._began = self._restart_at = 0.0
         self._ends = 0
-        self._started = self.ever_started = self._told = False
+        self._started = self.ever_started = self._told = self.refused = False
 
     @property
     def running(self) -> bool:
@@ -155,6 +158,7 @@ class Child:
 
     def _note_end(self, code: int, now: float) -> None:
         pid = self._process.pid if self._process is not None else 0
+        self.refused = code == REFUSED_CODE
         self.close()
         self._process = None
         facts: dict[str, object] = {"pid": pid, **how_it_ended(code)}
@@ -194,6 +198,11 @@ class Supervisor:
             waits = ["it is stopping"]
         return Health(self._liveness.stuck("the supervisor", STUCK_AFTER_S), tuple(waits))
 
+    @property
+    def refused(self) -> bool:
+        """Whether a process ended because its code is too old."""
+        return any(child.refused for child in self._children)
+
     def wake(self) -> None:
         """Tell all processes that work of an ended one is free. Thread-safe."""
         for child in self._children:
@@ -202,13 +211,16 @@ class Supervisor:
     def run(self) -> bool:
         """Run until SIGTERM or SIGINT, in the main thread; False when no child could start or one was killed.
 
-        A second signal, or the stop limit, kills the children.
+        A second signal, or the stop limit, kills the children. Ends with exit code 78 when one's code is too old: no
+        restart would help.
         """
         with _signals() as signals:
             try:
                 able = self._watch(signals)
             finally:
                 ended = self._stop(signals)
+        if self.refused:
+            raise typer.Exit(REFUSED_CODE)
         return able and ended
 
     def _watch(self, signals: Signals) -> bool:
@@ -218,6 +230,9 @@ class Supervisor:
                 return True
             for child in self._children:
                 child.check(time.monotonic())
+            if self.refused:
+                log.error("code_too_old", extra={"count": len(self._children)})
+                return False
             if self._changed is None and all(c.ever_ended and not c.ever_started for c in self._children):
                 log.error("no_process_started", extra={"count": len(self._children)})
                 return False

@@ -11,6 +11,8 @@ from mqlayer.domain.routing import NodeId
 from mqlayer.maintenance.late_jobs import LATE_FACTS
 from mqlayer.redis.node_connection import Node
 
+OLD_SHOWN: Final = 20
+"""Most old processes that are named."""
 START_BEAT: Final = "run one: celery -A mqlayer.workers.app worker --beat (a second one does no harm)"
 
 
@@ -220,12 +222,31 @@ def check_archive(checked: CheckedDatabase, limits: CheckLimits) -> list[Finding
     return found or [Finding("archive", checked.subject, CheckStatus.OK, seen)]
 
 
+def check_protocol(checked: CheckedDatabase, limits: CheckLimits) -> list[Finding]:
+    """Report an upgrade that waits to be finalized, and processes that are too old."""
+    ((serves_from, in_force, serves_to, _, _, age_s),) = checked.rows("protocol_control")
+    old = [row for row in checked.rows("living_processes", limit=OLD_SHOWN) if row[7] < serves_from]
+    found = []
+    for kind, name, host, pid, _, version, _, most, *_ in old:
+        seen = f"{kind} {name} on {host} (pid {pid}) runs mqlayer {version} with protocol {most}"
+        seen += f", {serves_from} is the lowest served: it drains and ends"
+        found.append(Finding("protocol", checked.subject, CheckStatus.WARNING, seen, "start it with the new release"))
+    if in_force < serves_to:
+        seen = f"protocol {in_force} is in force, {serves_to} was prepared {format_seconds(age_s)} ago"
+        fix = "once no process of the old release is needed: mqlayer upgrade finalize"
+        verdict = CheckStatus.WARNING if age_s > limits.finalize_s else CheckStatus.OK
+        found.append(Finding("protocol", checked.subject, verdict, seen, fix if verdict is not CheckStatus.OK else ""))
+    seen = f"protocol {in_force} is in force, and all processes know it"
+    return found or [Finding("protocol", checked.subject, CheckStatus.OK, seen)]
+
+
 CHECKS: Final[dict[str, Check[CheckedDatabase]]] = {
     "replaced": check_replaced,
     "numbers": check_numbers,
     "unarmed": check_unarmed,
     "draining": check_draining,
     "beat": check_beat,
+    "protocol": check_protocol,
     "routes": check_changes,
     "autopilot": check_autopilot,
     "deletions": check_deletions,

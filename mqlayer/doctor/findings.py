@@ -59,6 +59,8 @@ class CheckLimits:
     """Time since an archiver was at a topic's end."""
     deletion_s: float = 3600.0
     """Age of an unfinished deletion of a topic."""
+    finalize_s: float = 7 * 86_400.0
+    """Time for which an upgrade may wait to be finalized."""
     replaced_s: float = 86_400.0
     """Time to report a replaced Postgres."""
     clock_s: float = 1.0

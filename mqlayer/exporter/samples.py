@@ -47,6 +47,10 @@ def control_samples(runtime: Runtime, *, by_partition: bool = False) -> Samples:
     for name, age_s in _rows(runtime.control, "metrics_jobs", names=[job.name for job in PERIODIC_JOBS]):
         found["mqlayer.jobs.age"].append((age_s, {"name": name}))
     found["mqlayer.jobs.late"].append((len(late_jobs(runtime.control)), {}))
+    for kind, version, most, count in _rows(runtime.control, "living_counts"):
+        found["mqlayer.processes"].append((count, {"kind": kind, "version": version, "protocol": str(most)}))
+    _, in_force, prepared, *_ = _row(runtime.control, "protocol_control")
+    found["mqlayer.protocol"] += [(in_force, {"state": "in_force"}), (prepared, {"state": "prepared"})]
     return found
 
 

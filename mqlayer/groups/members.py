@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from mqlayer.domain.deployments import MAIN
 from mqlayer.domain.names import check_deployment, check_name, check_zone
+from mqlayer.domain.protocol import ServedProtocols
 from mqlayer.domain.rates import RateLimit
 from mqlayer.domain.retry_rules import RULES_COUNT, RetryRules
 from mqlayer.domain.routing import NodeId, PartitionId
@@ -19,6 +20,7 @@ from mqlayer.failpoints import failpoint
 from mqlayer.groups.breaker import CLOSED, BreakerReply
 from mqlayer.groups.rebalance import change_group, rebalance
 from mqlayer.postgres.database import Connection, Database
+from mqlayer.postgres.protocol import InForce, code_facts
 from mqlayer.postgres.queries import query
 
 OF_BREAKER: Final = 7
@@ -33,6 +35,8 @@ class MemberSession:
     group_id: int
     member_id: str
     session: int
+    acts_on: int = field(default=0, compare=False)
+    """The protocol version in force as it joined."""
 
 
 Joining = Callable[[MemberSession], None]
@@ -79,6 +83,7 @@ class HeartbeatReply:
     assignments: tuple[Assignment, ...] = ()
     breaker: BreakerReply = CLOSED
     class_rate: RateLimit | None = None
+    served: ServedProtocols = field(default=ServedProtocols(0, 0, 0), compare=False)
 
 
 class MemberReplaced(Conflict):
@@ -106,8 +111,8 @@ def join(
     """Join a group under a new session, and rebalance.
 
     `own`: earlier sessions of this process. After all leases expired together, the first to rejoin gives the others
-    half a lease. Raises GroupRetired, NotFound, InstanceTaken if a broadcast instance has another member,
-    MemberReplaced if the newest session is another process's; then nothing changes.
+    half a lease. Raises VersionRefused, GroupRetired, NotFound, InstanceTaken if a broadcast instance has another
+    member, MemberReplaced if the newest session is another process's; then nothing changes.
     """
     check_name("member", member_id)
     facts = {
@@ -120,6 +125,7 @@ def join(
         "deployment": check_deployment(deployment),
         "zone": check_zone(zone),
         "lease_s": lease_s,
+        **code_facts(),
     }
     failpoint("member.before_join")
 
@@ -136,7 +142,7 @@ def join(
         connection.execute(query("assignment_renew"), facts)
         rebalance(connection, group_id)
         failpoint("member.before_join_commit")
-        return MemberSession(group_id, member_id, row[0])
+        return MemberSession(group_id, member_id, *row)
 
     joined = change_group(database, group_id, work)
     failpoint("member.after_join_commit")
@@ -160,22 +166,33 @@ def _refuse_to_admit(connection: Connection, group_id: int, member_id: str) -> N
 
 
 def send_heartbeat(
-    database: Database, session: MemberSession, *, lease_s: float, own: Collection[int] = ()
+    database: Database,
+    session: MemberSession,
+    *,
+    lease_s: float,
+    own: Collection[int] = (),
+    in_force: InForce | None = None,
 ) -> HeartbeatReply:
     """Extend the lease, rebalance if needed, return the member's partitions.
 
-    `own`: this process's other sessions, from unanswered joins.
+    `own`: this process's other sessions, from unanswered joins. `in_force`: the version that it acts on, until the
+    reply names another.
     """
-    facts = _facts(session) | {"lease_s": lease_s}
+    in_force = in_force or InForce()
+    facts = _facts(session) | {"lease_s": lease_s, "acts_on": in_force.version}
     with database.connection() as connection:
         row = connection.execute(query("member_beat"), facts).fetchone()
-        known, unbalanced = row or (0, False)
+        known, unbalanced, *versions = row or (0, False, 0, 0, 0)
+        served = ServedProtocols(*versions)
+        in_force.note(served.in_force)
         if not known:
             newest = connection.execute(query("member_session"), facts).fetchone()
             ours = {session.session, *own}
             # Lower than all of this process's: the database lost our join.
             return HeartbeatReply(
-                known=False, replaced=newest is not None and newest[0] not in ours and newest[0] > min(ours)
+                known=False,
+                replaced=newest is not None and newest[0] not in ours and newest[0] > min(ours),
+                served=served,
             )
     if unbalanced:
         _rebalance_if_free(database, session.group_id, lock_wait_s=lease_s / 8)
@@ -192,7 +209,18 @@ def send_heartbeat(
     breaker = _breaker(more[:OF_BREAKER])
     class_rate = None if rules is None else RateLimit.of(rules.class_rate, None, share_count or 0)
     return HeartbeatReply(
-        True, False, allocation, rules, parking_version, tag_filter, archived, rate, assigned, breaker, class_rate
+        True,
+        False,
+        allocation,
+        rules,
+        parking_version,
+        tag_filter,
+        archived,
+        rate,
+        assigned,
+        breaker,
+        class_rate,
+        served,
     )
 
 

@@ -111,6 +111,14 @@ class MemberFacts:
     state: Literal["running", "leaving", "gone"]
     partitions: int
     deployment: str
+    version: str
+    """Of its code."""
+    protocol: int
+
+    @property
+    def code(self) -> str:
+        """Its release and protocol, as text."""
+        return f"{self.version} (protocol {self.protocol})"
 
 
 def members_wanted(database: Database, topic: str, group: str, *, lag_target_s: float) -> int | None:
@@ -162,8 +170,8 @@ def group_members(database: Database, topic: str, name: str) -> list[MemberFacts
     with database.connection() as connection:
         rows = connection.execute(query("inspected_members"), {"group_id": group.group_id}).fetchall()
     return [
-        MemberFacts(member, host, pid, joined_at, left, _state(left, leaving=leaving), partitions, deployment)
-        for member, host, pid, joined_at, leaving, left, partitions, deployment in rows
+        MemberFacts(member, host, pid, joined_at, left, _state(left, leaving=leaving), *others)
+        for member, host, pid, joined_at, leaving, left, *others in rows
     ]
 
 

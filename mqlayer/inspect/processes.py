@@ -22,6 +22,8 @@ class RelayProcess:
     alive: bool
     lp_sets: int
     sent_at: datetime | None
+    version: str
+    protocol: int
 
     @property
     def process(self) -> tuple[str, int] | None:
@@ -49,6 +51,8 @@ class MemberProcess:
     leaving: bool
     lease_until: datetime | None
     alive: bool
+    version: str
+    protocol: int
 
     @property
     def state(self) -> str:

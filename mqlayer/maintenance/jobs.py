@@ -20,6 +20,7 @@ from mqlayer.maintenance.inbox_cleanup import clean_inbox
 from mqlayer.maintenance.large_bodies_cleanup import clean_large_bodies
 from mqlayer.maintenance.marks_cleanup import drop_closed_marks
 from mqlayer.maintenance.trim import trim_pass
+from mqlayer.maintenance.upgrades import finalize_when_due
 from mqlayer.outbox import clean_dedup, release_delayed, rotate
 from mqlayer.redelivery import clean_attempts, clean_bulk, reclaim_shared, retry_scan
 from mqlayer.relay import relay_once
@@ -165,6 +166,11 @@ def _sample(runtime: Runtime, _: float) -> None:
     take_samples(runtime)
 
 
+def _finalize_upgrade(runtime: Runtime, _: float) -> None:
+    """Finalize an upgrade where the setting says so."""
+    finalize_when_due(runtime)
+
+
 def _note_problems(runtime: Runtime, _: float) -> None:
     """Look at the whole system; note which problems began and ended."""
     # The look is at the jobs too, so its package is above this one.
@@ -196,5 +202,6 @@ PERIODIC_JOBS: Final = (
     PeriodicJob("watch_versions", 10, _watch_versions, "the alarm's row"),
     PeriodicJob("retire_groups", 10, _retire_groups, "the group's lock"),
     PeriodicJob("sample", 60, _sample, "one row a minute and thing"),
+    PeriodicJob("finalize_upgrade", 60, _finalize_upgrade, "the protocol's row"),
     PeriodicJob("note_problems", 60, _note_problems, "the time of the look"),
 )

@@ -169,6 +169,14 @@ _ALL: Final = (
     ),
     Instrument("mqlayer.archive.delay", "gauge", "s", ("topic",), "exporter", "Since an archiver reached the end"),
     Instrument("mqlayer.archive.gaps", "gauge", "{gap}", ("topic",), "exporter", "Gaps that wait for an operator"),
+    Instrument(
+        "mqlayer.processes", "gauge", "{process}", ("kind", "version", "protocol"), "exporter",
+        "Living members, relays, workers, producers and receivers, by release and highest protocol version",
+    ),
+    Instrument(
+        "mqlayer.protocol", "gauge", "1", ("state",), "exporter",
+        "Protocol versions of the control schema: in_force, and prepared by the last migration",
+    ),
     Instrument("mqlayer.jobs.age", "gauge", "s", ("name",), "exporter", "Since a periodic job ran"),
     Instrument("mqlayer.jobs.late", "gauge", "{job}", (), "exporter", "Periodic jobs that are overdue"),
     Instrument("mqlayer.versions.overdue", "gauge", "{entity}", (), "exporter", "Entities that miss a version"),

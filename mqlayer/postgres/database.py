@@ -14,6 +14,7 @@ from psycopg import errors as pg_errors
 from psycopg_pool import ConnectionPool, PoolTimeout
 from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
 
+from mqlayer.domain.protocol import ProtocolRange
 from mqlayer.errors import (
     BodyTooLarge,
     ConfigurationRefused,
@@ -28,6 +29,7 @@ from mqlayer.errors import (
     SchemaMismatch,
     StoreUnavailable,
     TransactionConflict,
+    VersionRefused,
     redact,
 )
 from mqlayer.postgres.dsn import address_of, parse_dsn
@@ -252,7 +254,7 @@ def translate(error: Exception, address: str = "postgres") -> MqlayerError:
     if isinstance(error, _RETRYABLE):
         return TransactionConflict(state, text)
     if state.startswith("MQ"):
-        return _published_error(error, state, text)
+        return _published_error(error, state, text, address)
     if isinstance(error, pg_errors.UntranslatableCharacter | pg_errors.CharacterNotInRepertoire):
         return InvalidInput(f"{text}: set the session's client_encoding to UTF8")
     if isinstance(error, pg_errors.ReadOnlySqlTransaction):
@@ -272,7 +274,16 @@ def translate(error: Exception, address: str = "postgres") -> MqlayerError:
     return StoreUnavailable(address, text)
 
 
-def _published_error(error: Exception, state: str, text: str) -> MqlayerError:
+def _version_refused(error: Exception, address: str, text: str) -> VersionRefused:
+    least, most, serves_from, serves_to = map(int, _NUMBER.findall(text)[:4])
+    schema = "application" if "application schema" in text else "control"
+    served, known = ProtocolRange(serves_from, serves_to), ProtocolRange(least, most)
+    return VersionRefused(address, f"{schema} protocol {served}", f"protocol {known}", _hint(error))
+
+
+def _published_error(error: Exception, state: str, text: str, address: str) -> MqlayerError:
+    if state == "MQ012":
+        return _version_refused(error, address, text)
     hint = _hint(error)
     if state == "MQ001":
         return NotFound("topic", text.split('"')[1] if '"' in text else text, hint)

@@ -12,7 +12,6 @@ from typing import Self, cast
 from mqlayer.domain.routing import Lp
 from mqlayer.errors import InvalidInput, ProducerClosed, ProducerFull, PublishError
 from mqlayer.producing.engine import ProducerBase, ProducerEngine
-from mqlayer.producing.guarded_in_flight import CLOSED
 from mqlayer.producing.in_flight import ProducerStats
 from mqlayer.producing.loop_inbox import LoopInbox, LoopListener
 from mqlayer.producing.message import Body, Message, pending_send_of
@@ -210,7 +209,7 @@ class AsyncProducer(ProducerBase):
         count, size = sum(pending.count for _, pending in placed), sum(pending.size for _, pending in placed)
         with guarded as in_flight:
             if guarded.closed:
-                raise ProducerClosed(CLOSED)
+                raise ProducerClosed(guarded.closed_because)
             if not in_flight.capacity.has_room(count, size):
                 return False
             for lp, pending in placed:

@@ -16,7 +16,7 @@ from mqlayer.logs import event_logger
 from mqlayer.metrics import meters_of
 from mqlayer.postgres.database import Database
 from mqlayer.producing.follow_ups import ProducerJob, RefreshLimits, RenewSource, Reroute, StoredLookup
-from mqlayer.producing.guarded_in_flight import CLOSED, GuardedInFlight
+from mqlayer.producing.guarded_in_flight import GuardedInFlight
 from mqlayer.producing.in_flight import InFlight, ProducerStats
 from mqlayer.producing.large_bodies import LargeBodyWriter
 from mqlayer.producing.message import Message, pending_send_of
@@ -28,6 +28,7 @@ from mqlayer.producing.send_queues import Listener, PendingSend, TopicQueues
 from mqlayer.producing.send_spans import send_spans
 from mqlayer.producing.sources import ProducerSources, open_source
 from mqlayer.redis.access import use_access
+from mqlayer.runtime.presence import Presence, PresenceService
 from mqlayer.runtime.runtime import Runtime
 from mqlayer.settings import Settings
 from mqlayer.traces import tracing_of
@@ -45,8 +46,11 @@ class ProducerEngine:
         self._pid, self._timeout_s = os.getpid(), settings.delivery_timeout_s
         self.spans = send_spans(tracing_of(settings))
         self._runtime = Runtime(Database(settings.control_dsn(), application="mqlayer producer"), settings)
+        presence = Presence(self._runtime.control, "producer", name, self._runtime.in_force)
+        self._presence = PresenceService(presence, lambda error: self.guarded.close(str(error)))
         try:
             source = open_source(self._runtime.control, name)
+            self._presence.start()
         except BaseException:
             self._runtime.control.close()
             raise
@@ -97,7 +101,7 @@ class ProducerEngine:
         if self._pid != os.getpid():
             self.check_process()
         if self.guarded.closed:
-            raise ProducerClosed(CLOSED)
+            raise ProducerClosed(self.guarded.closed_because)
         topic = self._topics.get(name)
         if topic is not None:
             now, metadata = time.monotonic(), self._metadata
@@ -131,6 +135,7 @@ class ProducerEngine:
             with self.guarded as in_flight:
                 in_flight.settlement.fail_remaining()
         self._sources.close()
+        self._presence.stop(STOP_S)
         self.large_bodies.close()
         self._runtime.control.close()
         if self._end_counts is not None:

@@ -29,7 +29,7 @@ class GuardedInFlight:
     """
 
     def __init__(self, in_flight: InFlight, schedule: Callable[[ProducerJob], None]) -> None:
-        self.closed = False
+        self.closed, self.closed_because = False, CLOSED
         self.on_freed: Callable[[], None] | None = None
         """Called with the lock held when something was settled."""
         self._in_flight, self._schedule = in_flight, schedule
@@ -77,10 +77,10 @@ class GuardedInFlight:
         """Whether this much fits now."""
         return self._capacity.has_room(count, size)
 
-    def close(self) -> None:
-        """Accept no more messages."""
+    def close(self, reason: str = CLOSED) -> None:
+        """Accept no more messages; queued ones go on."""
         with self:
-            self.closed = True
+            self.closed, self.closed_because = True, self.closed_because if self.closed else reason
             self._changed.notify_all()
 
     def promise(self, pending: PendingSend) -> ReceiptPromise | None:
@@ -166,7 +166,7 @@ class GuardedInFlight:
                 raise ProducerFull(capacity.count, capacity.size, time.monotonic() - started)
             self._wait(wait_s)
         if self.closed:
-            raise ProducerClosed(CLOSED)
+            raise ProducerClosed(self.closed_because)
 
     def wait_until_settled(self, until: float) -> int:
         """Wait until nothing is unsettled, or a monotonic time; return the rest's count."""

@@ -40,6 +40,7 @@ from mqlayer.redis.pop_scripts import BATCH_LIMIT, ReceiveRequest, SettleAction
 from mqlayer.redis.roles import RedisRole
 from mqlayer.runtime.error_text import ErrorTexts
 from mqlayer.runtime.node_pool import NodePool
+from mqlayer.runtime.presence import Presence, PresenceService
 from mqlayer.runtime.route_cache import RouteCache
 from mqlayer.runtime.runtime import Runtime
 from mqlayer.settings import Settings
@@ -74,6 +75,7 @@ class PopSession:
         fetcher: Fetcher,
         settler: PopSettler,
         parked: ParkedSettler,
+        presence: PresenceService,
         cleanup: ExitStack,
         bodies: BodyReader,
         spans: PopSpans | None = None,
@@ -82,6 +84,7 @@ class PopSession:
         self.group, self.fetcher, self.settler, self._cleanup, self._spans = group, fetcher, settler, cleanup, spans
         self._parked = parked
         self._renewal = RenewalThread(self.extend_all)
+        self._presence = presence
         self.receiving = threading.Lock()
         self.key_order = KeyOrder()
         self._fence = PopFence(group, self.key_order)
@@ -95,9 +98,11 @@ class PopSession:
     def poll(self, call: ReceiveCall) -> FetchAnswer | None:
         """Acknowledge, ask for a call's messages; none if its time is over, None to wait and ask again.
 
-        Raises StoreUnavailable at that time if no partition could be asked; as `ack`: then messages wait for another
-        call.
+        Raises StoreUnavailable at that time if no partition could be asked, VersionRefused for code that is too old; as
+        `ack`: then messages wait for another call.
         """
+        if self._presence.refused is not None:
+            raise self._presence.refused
         acks = None
         if not call.begun:
             call.begun = True
@@ -238,6 +243,11 @@ def open_session(topic: str, wanted: GroupSettings, *, group: str, settings: Set
     use_access(settings)
     with ExitStack() as cleanup:
         runtime = _open_databases(settings, f"{topic}/{group}", cleanup)
+        presence = PresenceService(
+            Presence(runtime.control, "receiver", f"{topic}/{group}", runtime.in_force), lambda _: None
+        )
+        presence.start()
+        cleanup.callback(presence.stop, CLOSE_S)
         routes = RouteCache(runtime.control)
         cleanup.callback(routes.close)
         found = ensure_group(runtime, routes, topic=topic, name=group, settings=wanted)
@@ -267,7 +277,7 @@ def open_session(topic: str, wanted: GroupSettings, *, group: str, settings: Set
         tracing = tracing_of(settings)
         spans = None if tracing is None else PopSpans(tracing, topic, group)
         parked = ParkedSettler(parking, cache)
-        return PopSession(found, fetcher, settler, parked, cleanup.pop_all(), BodyReader(runtime), spans)
+        return PopSession(found, fetcher, settler, parked, presence, cleanup.pop_all(), BodyReader(runtime), spans)
 
 
 def _counts(fetcher: Fetcher, settler: PopSettler, parking: PopParking) -> Mapping[str, int]:

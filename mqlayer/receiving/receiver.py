@@ -119,7 +119,7 @@ class Receiver(ReceiverBase):
         (a-z, then a-z 0-9 _ . -) returns the same messages, uncounted, from nodes that answer. `ack`: messages to
         settle in the same write, as the method does; if that raises, the next call returns the new ones.
         `renew_for_s`: extend the messages' timeouts so long, until each is settled. Raises InvalidInput for bad bounds
-        (max_messages 1 to 500), StoreUnavailable if no partition could be asked.
+        (max_messages 1 to 500), StoreUnavailable if no partition could be asked, VersionRefused.
         """
         session = self._opened()
         call = receive_call(max_messages, visibility_timeout_s, wait_s, attempt_id, ack, renew_for_s)

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from mqlayer.domain.protocol import ServedProtocols
 from mqlayer.failpoints import failpoint
 from mqlayer.postgres.database import Connection, Database
+from mqlayer.postgres.protocol import InForce, code_facts
 from mqlayer.postgres.queries import query
 
 LP_SETS = 16
@@ -28,11 +30,15 @@ class LpSets:
         self.relay_id, self._lease_s, self.helper = relay_id, lease_s, helper
         self.owned: list[int] = []
         self._sent = 0
+        self.in_force = InForce()
+        # As of the last beat.
+        self.served: ServedProtocols | None = None
 
     def heartbeat(self, connection: Connection, *, sent: int = 0) -> LeaseChange:
         """Extend leases; take or release sets to match the share. `sent`: messages sent so far."""
         before = set(self.owned)
         me = {"relay_id": self.relay_id, "lease_s": self._lease_s, "has_sent": sent > self._sent}
+        me |= code_facts() | {"acts_on": self.in_force.version}
         self._sent = sent
         share = self._share(connection, me)
         kept = sorted(row[0] for row in connection.execute(query("lp_set_keep"), me).fetchall())
@@ -57,7 +63,9 @@ class LpSets:
         if self.helper:
             return LP_SETS
         row = connection.execute(query("relay_beat"), me).fetchone()
-        live = row[0] if row is not None else 1
+        live, *versions = row if row is not None else (1, 0, 0, 0)
+        self.served = ServedProtocols(*versions)
+        self.in_force.note(self.served.in_force)
         return -(-LP_SETS // int(live))
 
     def _release(self, connection: Connection, lp_sets: list[int]) -> None:

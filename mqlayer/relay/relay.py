@@ -22,7 +22,7 @@ from tenacity import (
 )
 from tenacity.nap import sleep_using_event
 
-from mqlayer.errors import PermissionDenied, StoreUnavailable, TransactionConflict
+from mqlayer.errors import PermissionDenied, StoreUnavailable, TransactionConflict, VersionRefused
 from mqlayer.health import Health, Liveness, stuck_after_s
 from mqlayer.logs import event_logger, is_reported
 from mqlayer.metrics import meters_of
@@ -46,8 +46,8 @@ class Relay:
     """Moves one outbox's rows to their partitions until stopped.
 
     A message is in its partition exactly once, in commit order per key. Relays share LPs; a kill at any line is
-    safe. Unavailable stores are retried. Raises SchemaMismatch, ConfigurationRefused, PermissionDenied,
-    InvalidInput or Conflict (a broken database constraint) if waiting can't help.
+    safe. Unavailable stores are retried. Raises VersionRefused once drained, SchemaMismatch, ConfigurationRefused,
+    PermissionDenied, InvalidInput or Conflict (a broken database constraint) if waiting can't help.
     """
 
     def __init__(self, settings: Settings, *, limits: RelayLimits | None = None, relay_id: str | None = None) -> None:
@@ -61,6 +61,7 @@ class Relay:
         self._session: RelaySession | None = None
         self._liveness, self._unreachable = Liveness(), "it has not begun"
         self._moved_before = 0
+        self._refused: VersionRefused | None = None
 
     @property
     def appended_count(self) -> int:
@@ -89,6 +90,8 @@ class Relay:
         finally:
             if end_counts is not None:
                 end_counts()
+        if self._refused is not None:
+            raise self._refused
 
     def _lp_sets(self) -> int:
         session = self._session
@@ -142,6 +145,10 @@ class Relay:
             began = time.monotonic()
             self._liveness.note_turn()
             seen = session.step()
+            if session.refused is not None:
+                self._refused = session.refused
+                log.error("code_too_old", extra={"reason": str(session.refused)})
+                return
             if seen >= limits.chunk_rows // 2:
                 continue
             wait_s = limits.poll_min_s if seen else min(limits.poll_max_s, wait_s * 2)

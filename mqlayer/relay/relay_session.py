@@ -7,12 +7,13 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
-from mqlayer.errors import StoreUnavailable
+from mqlayer.errors import MqlayerError, StoreUnavailable, VersionRefused
 from mqlayer.logs import event_logger
 from mqlayer.metrics import meters_of
 from mqlayer.postgres.database import connect_at_best, driver_errors
 from mqlayer.postgres.delayed_release import release_on
 from mqlayer.postgres.migrations import check_schema
+from mqlayer.postgres.protocol import refuse_unserved
 from mqlayer.postgres.rights import Right, require
 from mqlayer.relay.attachments import Attachments
 from mqlayer.relay.backoff import Interval
@@ -29,6 +30,7 @@ from mqlayer.relay.relay_nodes import RelayNodes
 from mqlayer.relay.relay_spans import RelaySpans
 from mqlayer.relay.sender import Sender
 from mqlayer.relay.targets import Targets, retarget
+from mqlayer.runtime.presence import LEASE_S, Presence
 from mqlayer.runtime.route_cache import RouteCache
 from mqlayer.runtime.runtime import Runtime
 from mqlayer.topics.outbox_access import is_replaced
@@ -72,10 +74,14 @@ class RelaySession:
         self._heartbeat = Interval(min(limits.heartbeat_s, runtime.settings.lease_s / 4))
         self._compare = Interval(limits.compare_s)
         self._catch_up = CatchUp(self._reader, self._cursors, self._sender, limits, self._compare)
+        self._presence = Presence(self._control, "relay", leases.relay_id, runtime.in_force)
+        self._reporting = Interval(LEASE_S / 3)
         self._attachments = Attachments(runtime, limits, self._background, self._retarget_all)
         self._progress, self._sweeping = Interval(limits.progress_s), Interval(limits.sweep_s)
         self._release_at = 0.0
         self.drained = False
+        self.refused: VersionRefused | None = None
+        """Why this code may not relay any more."""
         # When the leases were extended last; whether `open` is complete.
         self._leased_at, self._opened = 0.0, False
 
@@ -114,11 +120,14 @@ class RelaySession:
 
     def _open(self) -> None:
         require(self._connection, "application", Right.RELAY, "", Right.WORK, Right.OPERATE)
-        check_schema(self._connection, "application", self._application.address)
+        served = check_schema(self._connection, "application", self._application.address)
+        self._leases.in_force.note(served.in_force)
         self._reader.prepare()
         with self._control.connection() as connection:
             require(connection, "control", Right.RELAY, "", Right.WORK, Right.OPERATE)
-            check_schema(connection, "control", self._control.address)
+            served = check_schema(connection, "control", self._control.address)
+        self._runtime.in_force.note(served.in_force)
+        self._presence.beat()
         self._recover()
         source = open_source(self._connection, self._control, self._application.address)
         self._source, self._sender.source_id = source, source.source_id
@@ -196,6 +205,7 @@ class RelaySession:
             self._sender.collect(allowed=0)
         self._writer.record()
         self._leases.leave(self._connection)
+        self._presence.end()
 
     def _connect_nodes(self) -> None:
         for node_id in self._routes.refresh_nodes():
@@ -248,6 +258,8 @@ class RelaySession:
             self._hold_leases()
             for node, error in self._nodes.refresh(now):
                 self._sender.drop_connection(node, error)
+        if self._reporting.due(now):
+            self._background.submit(self._report)
         if self._routes_changed.is_set():
             self._routes_changed.clear()
             self._retarget_all()
@@ -265,6 +277,14 @@ class RelaySession:
             self._writer.check_quarantine(self._leases.owned)
             retarget(self._cursors, self._targets, self._targets.retry_unrouted(now))
 
+    def _report(self) -> None:
+        try:
+            self._presence.beat()
+        except VersionRefused as error:
+            self.refused = error
+        except MqlayerError as error:
+            log.info("presence_waits", extra={"reason": str(error)})
+
     def _retarget_all(self) -> None:
         self._cursors.forget_topics(self._targets.forget_deleted())
         retarget(self._cursors, self._targets, self._targets.refresh_all())
@@ -281,6 +301,11 @@ class RelaySession:
         self._refuse_other_term()
         gained, lost = self._leases.heartbeat(self._connection, sent=self._sender.appended_count)
         self._leased_at = began
+        if self._leases.served is not None:
+            try:
+                refuse_unserved(self._leases.served, "application", self._application.address)
+            except VersionRefused as error:
+                self.refused = error
         self._cursors.forget(lost)
         if gained:
             for chain, seq in self._reader.relayed(gained):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from mqlayer.errors import InvalidInput
 from mqlayer.postgres.database import Database
+from mqlayer.postgres.protocol import InForce
 from mqlayer.redis.acl_check import RequiredAccess
 from mqlayer.redis.node_connection import Node, NodeConnection
 from mqlayer.redis.roles import RedisRole
@@ -28,6 +29,8 @@ class Runtime:
     application: Database | None = None
     """The database of outbox and fence; None: this process has no way to it."""
     actor: str = "api"
+    in_force: InForce = field(default_factory=InForce)
+    """The control schema's protocol version that this process acts on."""
     connection_class: ClassVar[type[NodeConnection]] = NodeConnection
 
     @property

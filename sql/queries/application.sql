@@ -271,15 +271,21 @@ DELETE FROM mqlayer_app.voided;
 -- Extend a relay's lease, note whether it sent since, and say how many relays live, by the database's clock: who has not beaten for half of its
 -- lease is not counted, so that others don't leave LP sets to one that died.
 WITH beat AS (
-    INSERT INTO mqlayer_app.relay AS r (relay_id, lease_until, sent_at)
-    VALUES (%(relay_id)s, now() + make_interval(secs => %(lease_s)s), CASE WHEN %(has_sent)s THEN now() END)
+    INSERT INTO mqlayer_app.relay AS r (relay_id, lease_until, sent_at, version, least, most, acts_on)
+    VALUES (%(relay_id)s, now() + make_interval(secs => %(lease_s)s), CASE WHEN %(has_sent)s THEN now() END,
+            %(version)s, %(least)s, %(most)s, %(acts_on)s)
     ON CONFLICT (relay_id)
-    DO UPDATE SET lease_until = excluded.lease_until, sent_at = coalesce(excluded.sent_at, r.sent_at)
+    DO UPDATE SET lease_until = excluded.lease_until, sent_at = coalesce(excluded.sent_at, r.sent_at),
+                  acts_on = excluded.acts_on
+    RETURNING acts_on
 ), gone AS (
     DELETE FROM mqlayer_app.relay WHERE lease_until < now() - interval '1 hour'
 )
-SELECT count(*) + 1 AS live FROM mqlayer_app.relay
-WHERE lease_until >= now() + make_interval(secs => %(lease_s)s / 2) AND relay_id <> %(relay_id)s;
+SELECT (SELECT count(*) + 1 FROM mqlayer_app.relay
+        WHERE lease_until >= now() + make_interval(secs => %(lease_s)s / 2) AND relay_id <> %(relay_id)s) AS live,
+       -- A new relay waits for a finalization after this statement's snapshot, and acts on that one.
+       p.serves_from, greatest(p.in_force, (SELECT acts_on FROM beat)) AS in_force, p.serves_to
+FROM mqlayer_app.protocol p;
 
 -- name: lp_set_keep
 -- Extend the lease of the LP sets that a relay holds.

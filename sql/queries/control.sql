@@ -428,3 +428,63 @@ SELECT mqlayer.caller_v1(), mqlayer.has_v1(VARIADIC %(rights)s::text[]) OR %(gro
 SELECT g.group_id, t.name || '/' || coalesce(b.name, g.name)
 FROM mqlayer.consumer_group g JOIN mqlayer.topic t USING (topic_id)
 LEFT JOIN mqlayer.consumer_group b ON b.group_id = g.broadcast_of;
+
+-- name: process_beat
+-- A relay, worker, producer or receiver lives, and learns which protocol versions the schema serves.
+SELECT serves_from, in_force, serves_to FROM mqlayer.process_beat_v1(%(facts)s::jsonb, %(lease_s)s);
+
+-- name: process_end
+-- A process ends by its own word.
+SELECT mqlayer.process_end_v1(%(process_id)s);
+
+-- name: protocol_control
+-- The protocol versions that the control schema serves, and since when.
+SELECT serves_from, in_force, serves_to, expanded_at, finalized_at, extract(epoch FROM now() - expanded_at)::float8
+FROM mqlayer.protocol;
+
+-- name: protocol_application
+-- The same of the application schema.
+SELECT serves_from, in_force, serves_to, expanded_at, finalized_at, extract(epoch FROM now() - expanded_at)::float8
+FROM mqlayer_app.protocol;
+
+-- name: protocol_finalize_control
+-- Put a version in force: finalized, blocked or draining.
+SELECT mqlayer.protocol_finalize_v1(%(version)s, %(drain)s);
+
+-- name: protocol_finalize_application
+-- The same in the application schema.
+SELECT mqlayer_app.protocol_finalize_v1(%(version)s, %(drain)s);
+
+-- name: protocol_reopen_control
+-- Serve older code again; whether it was refused.
+SELECT mqlayer.protocol_reopen_v1();
+
+-- name: protocol_reopen_application
+-- The same in the application schema.
+SELECT mqlayer_app.protocol_reopen_v1();
+
+-- name: protocol_overdue_groups
+-- Groups with older members whose leases ran out, which nobody noted yet.
+SELECT DISTINCT group_id FROM mqlayer.living WHERE kind = 'member' AND NOT beats AND most < %(version)s;
+
+-- name: living_processes
+-- All living processes with their releases and protocol versions; the oldest code first.
+SELECT kind, name, host, pid, since, version, least, most, acts_on, beats FROM mqlayer.living
+ORDER BY most, acts_on, kind, name, since LIMIT %(limit)s;
+
+-- name: living_relays
+-- The same of relays in the application schema.
+SELECT 'relay', relay_id, '', 0, NULL::timestamptz, version, least, most, acts_on, true FROM mqlayer_app.relay
+WHERE lease_until >= now() ORDER BY most, relay_id LIMIT %(limit)s;
+
+-- name: living_counts
+-- Living processes per kind, release and highest protocol version.
+SELECT kind, version, most, count(*)::int FROM mqlayer.living WHERE beats GROUP BY kind, version, most ORDER BY 1, 2, 3;
+
+-- name: acting_before_control
+-- A living process that may still write the form of an earlier version.
+SELECT name FROM mqlayer.living WHERE acts_on < %(version)s LIMIT 1;
+
+-- name: acting_before_application
+-- The same of a relay.
+SELECT relay_id FROM mqlayer_app.relay WHERE acts_on < %(version)s AND lease_until >= now() LIMIT 1;

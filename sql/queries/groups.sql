@@ -179,14 +179,15 @@ FROM mqlayer.consumer_group g JOIN mqlayer.topic t USING (topic_id) WHERE g.grou
 -- A member (again): a new session, so that an earlier process of this id is refused. Nothing where a process that goes
 -- on after its own sessions finds another's: somebody took its id, or evicted it. A lower one is of before them: their
 -- commits are lost.
-INSERT INTO mqlayer.member AS m (group_id, member_id, session, host, pid, deployment, zone, lease_until)
+INSERT INTO mqlayer.member AS m (group_id, member_id, session, host, pid, deployment, zone, lease_until, version, least, most)
 VALUES (%(group_id)s, %(member_id)s, %(session)s, %(host)s, %(pid)s, %(deployment)s, %(zone)s,
-        now() + make_interval(secs => %(lease_s)s))
+        now() + make_interval(secs => %(lease_s)s), %(version)s, %(least)s, %(most)s)
 ON CONFLICT (group_id, member_id) DO UPDATE
 SET session = excluded.session, host = excluded.host, pid = excluded.pid, deployment = excluded.deployment,
-    zone = excluded.zone, leaving = false, joined_at = now(), lease_until = excluded.lease_until
+    zone = excluded.zone, leaving = false, joined_at = now(), lease_until = excluded.lease_until,
+    version = excluded.version, least = excluded.least, most = excluded.most, acts_on = excluded.acts_on
 WHERE %(own)s::bigint[] IS NULL OR m.session = ANY(%(own)s::bigint[]) OR m.session < ALL(%(own)s::bigint[])
-RETURNING session;
+RETURNING session, acts_on;
 
 -- name: members_spare
 -- A member comes back whose lease ran out, with those of all its group and about when its own did, and nobody noted it:
@@ -205,9 +206,9 @@ SELECT nextval('mqlayer.member_session');
 
 -- name: member_beat
 -- Extend a member's lease by the database's clock, unless it ran out; and say whether the group needs a look: a lease ran
--- out, a partition has no owner, or partitions came or went.
+-- out, a partition has no owner, or partitions came or went. And which protocol versions the schema serves.
 WITH beat AS (
-    UPDATE mqlayer.member SET lease_until = now() + make_interval(secs => %(lease_s)s)
+    UPDATE mqlayer.member SET lease_until = now() + make_interval(secs => %(lease_s)s), acts_on = %(acts_on)s
     WHERE group_id = %(group_id)s AND member_id = %(member_id)s AND session = %(session)s AND lease_until >= now()
     RETURNING member_id
 )
@@ -220,7 +221,9 @@ SELECT (SELECT count(*) FROM beat) AS known,
                   WHERE r.group_id = %(group_id)s AND a.member_id IS NULL AND EXISTS (
                       SELECT FROM mqlayer.member s
                       WHERE s.group_id = r.group_id AND s.lease_until >= now() AND NOT s.leaving
-                        AND coalesce(s.deployment = r.deployment, true))) AS unbalanced;
+                        AND coalesce(s.deployment = r.deployment, true))) AS unbalanced,
+       p.serves_from, p.in_force, p.serves_to
+FROM mqlayer.protocol p;
 
 -- name: member_session
 -- The newest session of a member id. Asked for by itself: the heartbeat's statement may have begun before that one joined.

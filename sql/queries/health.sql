@@ -98,13 +98,14 @@ WHERE name = ANY(%(names)s::text[]) ORDER BY name;
 -- name: relay_list
 -- Relays with the end of their leases, the LP sets that each holds, and when each sent messages last.
 SELECT r.relay_id, r.lease_until, r.lease_until >= now(),
-       (SELECT count(*) FROM mqlayer_app.lp_set s WHERE s.relay_id = r.relay_id AND s.lease_until >= now())::int, r.sent_at
+       (SELECT count(*) FROM mqlayer_app.lp_set s WHERE s.relay_id = r.relay_id AND s.lease_until >= now())::int, r.sent_at,
+       r.version, r.most
 FROM mqlayer_app.relay r ORDER BY r.lease_until DESC, r.relay_id LIMIT %(limit)s;
 
 -- name: member_list
 -- Members of all groups by their ids, from behind one on; those whose leases ran out, too.
 SELECT t.name, g.name, m.group_id, m.member_id, m.host, m.pid, m.joined_at, m.leaving, nullif(m.lease_until, '-infinity'),
-       m.lease_until >= now()
+       m.lease_until >= now(), m.version, m.most
 FROM mqlayer.member m JOIN mqlayer.consumer_group g USING (group_id) JOIN mqlayer.topic t USING (topic_id)
 WHERE (m.group_id, m.member_id) > (%(after_group)s::bigint, %(after_member)s::text)
 ORDER BY m.group_id, m.member_id LIMIT %(limit)s;

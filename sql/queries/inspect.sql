@@ -55,7 +55,8 @@ ORDER BY g.group_id, p.partition_id;
 SELECT m.member_id, m.host, m.pid, m.joined_at, m.leaving,
        extract(epoch FROM nullif(m.lease_until, '-infinity') - now())::float8 AS lease_left_s,
        (SELECT count(*) FROM mqlayer.assignment a
-        WHERE a.group_id = m.group_id AND a.member_id = m.member_id) AS partitions, m.deployment
+        WHERE a.group_id = m.group_id AND a.member_id = m.member_id) AS partitions, m.deployment,
+       m.version, m.most
 FROM mqlayer.member m WHERE m.group_id = %(group_id)s ORDER BY m.member_id;
 
 -- name: inspected_lineage

@@ -31,8 +31,9 @@ GRANT EXECUTE ON FUNCTION mqlayer.groups_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.has_for_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.has_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.may_create_group_v1 TO {role};
-GRANT SELECT, INSERT (deployment, group_id, host, lease_until, member_id, pid, session, zone), UPDATE (deployment,
-    failing_keys, host, joined_at, lease_until, leaving, pid, reported_at, session, tried_keys, zone) ON mqlayer.member TO {role};
+GRANT SELECT, INSERT (acts_on, deployment, group_id, host, least, lease_until, member_id, most, pid, session, version,
+    zone), UPDATE (acts_on, deployment, failing_keys, host, joined_at, least, lease_until, leaving, most, pid, reported_at,
+    session, tried_keys, version, zone) ON mqlayer.member TO {role};
 GRANT USAGE ON SEQUENCE mqlayer.member_session TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.members_forget_v1 TO {role};
 GRANT SELECT ON mqlayer.migration TO {role};
@@ -50,6 +51,9 @@ GRANT SELECT ON mqlayer.parking_change TO {role};
 GRANT SELECT, UPDATE (created_at) ON mqlayer.partition TO {role};
 GRANT SELECT ON mqlayer.partition_pause TO {role};
 GRANT SELECT ON mqlayer.partition_rate TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer.process_beat_v1 TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer.process_end_v1 TO {role};
+GRANT SELECT ON mqlayer.protocol TO {role};
 GRANT SELECT ON mqlayer.readable TO {role};
 GRANT SELECT, INSERT (actor, bounds, filter, group_id, kind, lease_until, name, newer, per_s, position, snapshot_id,
     upto_batch, worker), UPDATE (ended_at, lease_until, state, blocked_by, worker) ON mqlayer.redrive TO {role};
@@ -73,6 +77,7 @@ GRANT EXECUTE ON FUNCTION mqlayer_app.has_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.inbox_put_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.large_body_read_v1 TO {role};
 GRANT SELECT ON mqlayer_app.migration TO {role};
+GRANT SELECT ON mqlayer_app.protocol TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.version_released_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.version_set_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.version_take_v1 TO {role};

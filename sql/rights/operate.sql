@@ -40,6 +40,7 @@ GRANT EXECUTE ON FUNCTION mqlayer.groups_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.has_for_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.has_v1 TO {role};
 GRANT SELECT, INSERT (epoch, last_at, name, next_at), UPDATE (ended_at, epoch, error, last_at, next_at) ON mqlayer.job TO {role};
+GRANT SELECT ON mqlayer.living TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.may_create_group_v1 TO {role};
 GRANT SELECT, UPDATE (joined_at, lease_until, leaving, session) ON mqlayer.member TO {role};
 GRANT USAGE ON SEQUENCE mqlayer.member_session TO {role};
@@ -64,6 +65,11 @@ GRANT SELECT, INSERT (group_id, partition_id, paused_by), DELETE ON mqlayer.part
 GRANT SELECT, INSERT (measured_at, next_offset, partition_id, per_s), UPDATE (measured_at, next_offset, per_s), DELETE
     ON mqlayer.partition_rate TO {role};
 GRANT SELECT ON mqlayer.problem TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer.process_beat_v1 TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer.process_end_v1 TO {role};
+GRANT SELECT ON mqlayer.protocol TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer.protocol_finalize_v1 TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer.protocol_reopen_v1 TO {role};
 GRANT SELECT ON mqlayer.readable TO {role};
 GRANT SELECT, INSERT (actor, bounds, filter, group_id, kind, lease_until, matched, name, newer, per_s, planned_at, position,
     size, snapshot_id, started_at, state, upto_batch, worker), UPDATE (actor, at_batch, at_number, at_record, ended_at, failed,
@@ -130,9 +136,13 @@ GRANT SELECT ON SEQUENCE mqlayer_app.outbox_number TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.outbox_recover_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.outbox_renew_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.outbox_rotate_v1 TO {role};
+GRANT SELECT ON mqlayer_app.protocol TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer_app.protocol_finalize_v1 TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer_app.protocol_reopen_v1 TO {role};
 GRANT USAGE ON SEQUENCE mqlayer_app.publish_any TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.publish_v1 TO {role};
-GRANT SELECT, INSERT (lease_until, relay_id, sent_at), UPDATE (lease_until, sent_at), DELETE ON mqlayer_app.relay TO {role};
+GRANT SELECT, INSERT (acts_on, least, lease_until, most, relay_id, sent_at, version), UPDATE (acts_on, lease_until, sent_at,
+    version), DELETE ON mqlayer_app.relay TO {role};
 GRANT USAGE ON SEQUENCE mqlayer_app.relay_epoch TO {role};
 GRANT SELECT, INSERT (lp, seq, topic_id), UPDATE (seq) ON mqlayer_app.relayed TO {role};
 GRANT SELECT, INSERT (lp, reason, seq, topic_id), UPDATE (reason, seq, quarantined_at), DELETE ON mqlayer_app.quarantined TO

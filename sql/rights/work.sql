@@ -26,6 +26,7 @@ GRANT EXECUTE ON FUNCTION mqlayer.groups_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.has_for_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.has_v1 TO {role};
 GRANT SELECT, INSERT (epoch, last_at, name, next_at), UPDATE (ended_at, epoch, error, last_at, next_at) ON mqlayer.job TO {role};
+GRANT SELECT ON mqlayer.living TO {role};
 GRANT SELECT, UPDATE (lease_until) ON mqlayer.member TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.members_forget_v1 TO {role};
 GRANT SELECT ON mqlayer.migration TO {role};
@@ -45,6 +46,10 @@ GRANT SELECT, INSERT (measured_at, next_offset, partition_id, per_s), UPDATE (me
     ON mqlayer.partition_rate TO {role};
 GRANT SELECT, INSERT (alert, effect, first_seen_at, group_name, item, last_seen_at, node, part, severity, since, text,
     topic), UPDATE (effect, ended_at, last_seen_at, text), DELETE ON mqlayer.problem TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer.process_beat_v1 TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer.process_end_v1 TO {role};
+GRANT SELECT ON mqlayer.protocol TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer.protocol_finalize_v1 TO {role};
 GRANT SELECT ON mqlayer.readable TO {role};
 GRANT SELECT, UPDATE (at_batch, at_number, at_record, ended_at, failed, lease_until, next_at, not_sent, results, sent, state,
     blocked_by, worker), DELETE ON mqlayer.redrive TO {role};
@@ -94,7 +99,10 @@ GRANT SELECT ON mqlayer_app.outbox_message TO {role};
 GRANT SELECT ON SEQUENCE mqlayer_app.outbox_number TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.outbox_recover_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.outbox_rotate_v1 TO {role};
-GRANT SELECT, INSERT (lease_until, relay_id, sent_at), UPDATE (lease_until, sent_at), DELETE ON mqlayer_app.relay TO {role};
+GRANT SELECT ON mqlayer_app.protocol TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer_app.protocol_finalize_v1 TO {role};
+GRANT SELECT, INSERT (acts_on, least, lease_until, most, relay_id, sent_at, version), UPDATE (acts_on, lease_until, sent_at,
+    version), DELETE ON mqlayer_app.relay TO {role};
 GRANT USAGE ON SEQUENCE mqlayer_app.relay_epoch TO {role};
 GRANT SELECT, INSERT (lp, seq, topic_id), UPDATE (seq) ON mqlayer_app.relayed TO {role};
 GRANT SELECT, INSERT (lp, reason, seq, topic_id), UPDATE (reason, seq, quarantined_at), DELETE ON mqlayer_app.quarantined TO

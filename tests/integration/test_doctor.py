@@ -149,8 +149,8 @@ def test_of_a_well_installation_nothing_is_broken(
     assert {line["check"] for line in found} == {
         "reachable", "version", "durability", "connections", "transactions", "prepared", "functions", "clock",
         "sessions", "pooler",
-        "control schema", "replaced", "numbers", "unarmed", "draining", "beat", "routes", "autopilot", "deletions",
-        "groups", "parked", "pauses", "archive", "application schema",
+        "control schema", "replaced", "numbers", "unarmed", "draining", "beat", "protocol", "routes", "autopilot",
+        "deletions", "groups", "parked", "pauses", "archive", "application schema",
             "relay", "recovery", "quarantined",
         "publishers", "large_bodies", "versions",
         "armed", "role", "persistence", "eviction", "memory", "replicas", "broker apart",
@@ -459,6 +459,8 @@ def test_a_schema_that_is_missing_older_or_newer_is_broken(
     assert finding.seen == f"it has control schema {before}, this code needs control schema {after}"
     assert "run `mqlayer migrate`" in finding.fix
     ward.world.rows("INSERT INTO mqlayer.migration (number, name) VALUES (99, 'of tomorrow')")
+    assert ward.findings("control schema") == [], "it serves this code"
+    ward.world.rows("UPDATE mqlayer.protocol SET serves_to = 9, in_force = 9, serves_from = 9")
     assert "upgrade mqlayer" in ward.finding("control schema").fix
 
 
@@ -560,7 +562,9 @@ def test_a_sequence_that_gave_out_many_of_its_numbers_is_told(ward: Ward) -> Non
 
 
 def test_lp_sets_without_an_owner_and_rows_that_wait_beside_a_relay_are_told(ward: Ward) -> None:
-    ward.world.rows("INSERT INTO mqlayer_app.relay (relay_id, lease_until) VALUES ('r1', now() + interval '1 hour')")
+    ward.world.rows(
+        "INSERT INTO mqlayer_app.relay (relay_id, lease_until, most) VALUES ('r1', now() + interval '1 hour', 99)"
+    )
     assert "16 of 16 LP sets have no owner" in ward.finding("relay").seen
     ward.world.rows("UPDATE mqlayer_app.lp_set SET relay_id = 'r1', lease_until = now() + interval '1 hour'")
     assert ward.findings("relay") == []

@@ -86,7 +86,9 @@ def test_a_relay_takes_over_what_a_dead_one_held(world: World) -> None:
 
 def test_a_relay_that_was_silent_for_half_of_its_lease_gets_no_share(world: World) -> None:
     """One that dies again and again leaves such rows: nobody would relay the LP sets that were theirs by right."""
-    beat = "INSERT INTO mqlayer_app.relay (relay_id, lease_until) VALUES (%s, now() + make_interval(secs => %s))"
+    beat = (
+        "INSERT INTO mqlayer_app.relay (relay_id, lease_until, most) VALUES (%s, now() + make_interval(secs => %s), 99)"
+    )
     with kept_session(world.dsn, autocommit=True) as connection:
         connection.execute(beat, ("well", 60.0))
         connection.execute(beat, ("dead", 29.0))

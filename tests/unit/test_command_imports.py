@@ -67,6 +67,7 @@ PARTS: Final[dict[str, set[str]]] = {
     "exporter": {"exporter", "inspect", *JOBS},
     "relay": {"health", "relay"},
     "trim": JOBS,
+    "upgrades": JOBS,
     "analytics": {"archive"},
     "doctor": {"doctor", *JOBS},
     "problems": set(),

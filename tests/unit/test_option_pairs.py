@@ -26,6 +26,9 @@ OPTIONS: Final[dict[str, str]] = {
     "asyncapi": "APPLICATION --output --title --app-version --nodes",
     "debug": "TOPIC KEY --handler --group --last --break-before --pdb --plan --yes",
     "migrate": "--sql --schema --owner",
+    "upgrade status": "--json",
+    "upgrade finalize": "--plan --yes --drain --timeout",
+    "upgrade cancel": "",
     "grant": "RIGHT ROLE --topic --group --password-file --sql",
     "revoke": "RIGHT ROLE --topic --group --sql",
     "grants": "--json",
@@ -186,6 +189,7 @@ SMALL: Final = {
     "parked release": "sends what would be sent anyway",
     "replay resume": "goes on with what was planned",
     "snapshot create": "adds something; dropped by drop",
+    "upgrade cancel": "undone by upgrade finalize --drain",
     "topic schema": "adds a version; the topic's mode refuses what breaks readers",
 }  # fmt: skip
 """Commands that change something at once, and why none of them needs a plan."""

@@ -286,8 +286,9 @@ class App:
             with database.connection() as connection:
                 for consumer in self.consumers:
                     require(connection, "control", Right.CONSUME, f"{consumer.topic}/{consumer.group}")
-                check_schema(connection, "control", database.address)
+                served = check_schema(connection, "control", database.address)
             runtime = Runtime(database, settings, application if _has_fence(application) else None)
+            runtime.in_force.note(served.in_force)
             _store_schemas(database, self.consumers)
             for consumer in self.consumers:
                 member = self._member(consumer, runtime, routes)
@@ -329,7 +330,8 @@ class App:
         """Consume until SIGTERM or SIGINT, then stop; for the main thread.
 
         A second signal has its former effect. `on_start` runs once all groups are joined. Returns whether a signal
-        ended it and every handler ended. Raises Conflict for a health port in use.
+        ended it and every handler ended. Raises VersionRefused once drained, if the schema serves newer code only;
+        Conflict for a health port in use.
         """
         # SimpleQueue.put is reentrant, so a signal handler may call it at any moment.
         signals: queue.SimpleQueue[int] = queue.SimpleQueue()
@@ -353,13 +355,17 @@ class App:
         return asked and in_order
 
     def _run(self, on_start: Callable[[], None] | None, signals: queue.SimpleQueue[int]) -> tuple[bool, bool]:
+        refused = None
         try:
             self.start()
             if on_start is not None:
                 on_start()
             asked = self._wait(signals)
         finally:
+            refused = next((member.refused for member in self.members if member.refused is not None), None)
             in_order = self.stop()
+        if refused is not None:
+            raise refused
         return asked, in_order
 
     @property

@@ -15,7 +15,7 @@ from mqlayer.consuming.engine.clock import clock
 from mqlayer.consuming.engine.core import MemberCore
 from mqlayer.consuming.engine.events import MemberEvents
 from mqlayer.consuming.engine.partitions import MemberPartitions
-from mqlayer.errors import GroupRetired, InstanceTaken, MqlayerError, StoreUnavailable
+from mqlayer.errors import GroupRetired, InstanceTaken, MqlayerError, StoreUnavailable, VersionRefused
 from mqlayer.groups.members import (
     MemberReplaced,
     MemberSession,
@@ -27,6 +27,7 @@ from mqlayer.groups.members import (
 )
 from mqlayer.logs import event_logger
 from mqlayer.postgres.database import Database
+from mqlayer.postgres.protocol import refuse_unserved
 from mqlayer.runtime.service import RETRY_S, Service
 
 log = event_logger(__name__)
@@ -45,6 +46,7 @@ class Heartbeat(Service):
     """One member's heartbeat thread.
 
     `partitions` follow each reply, then `refresh_nodes` runs; `replaced` is called with a reason when the member ends.
+    `refused` is called when the schema no longer serves this code: the member has to drain.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class Heartbeat(Service):
         replaced: Callable[[str], None],
         rejoin: Callable[[], object] | None = None,
         events: MemberEvents | None = None,
+        refused: Callable[[VersionRefused], None] = lambda _: None,
     ) -> None:
         settings = core.runtime.settings
         self._every_s = min(settings.lease_s / 3, LONGEST_HEARTBEAT_S)
@@ -62,7 +65,8 @@ class Heartbeat(Service):
         super().__init__(f"{core.name}-heartbeat", title="the heartbeat", event="heartbeat", retry_s=retry_s)
         self.wake = core.beat
         self._core, self._partitions, self._refresh_nodes = core, partitions, refresh_nodes
-        self._replaced, self._rejoin, self._events = replaced, rejoin, events
+        self._replaced, self._rejoin, self._events, self._refused = replaced, rejoin, events, refused
+        self._in_force = core.runtime.in_force
         self._database, self._group, self.lease = core.runtime.control, core.group, core.lease
         self._lease_s, self._margin = settings.lease_s, settings.lease_margin
         self._session: MemberSession | None = None
@@ -75,7 +79,7 @@ class Heartbeat(Service):
     def start(self) -> None:
         """Join the group, apply the first assignments, start the thread.
 
-        Raises StoreUnavailable, SchemaMismatch, GroupRetired, InstanceTaken.
+        Raises StoreUnavailable, SchemaMismatch, VersionRefused, GroupRetired, InstanceTaken.
         """
         until = clock() + self._lease_s + 1.0
         while not self._joined(until):
@@ -164,18 +168,23 @@ class Heartbeat(Service):
             deployment=self._core.runtime.settings.deployment,
             zone=self._core.runtime.settings.zone,
         )
+        self._in_force.note(self._session.acts_on)
         self._own = [number]
         self._extend(began)
         self._heartbeat(self._session)
 
     def _heartbeat(self, session: MemberSession) -> None:
         began = clock()
-        answer = send_heartbeat(self._database, session, lease_s=self._lease_s, own=self._own)
+        answer = send_heartbeat(self._database, session, lease_s=self._lease_s, own=self._own, in_force=self._in_force)
         if answer.known:
             self._extend(began)
             self._partitions.follow(session, answer)
             # An old primary that lives on behind an open connection does not report its replacement.
             self._refresh_nodes()
+            try:
+                refuse_unserved(answer.served, "control", self._database.address)
+            except VersionRefused as error:
+                self._refused(error)
             return
         self.lease.until = 0.0
         self._partitions.lease_lost()
@@ -191,6 +200,9 @@ class Heartbeat(Service):
             except MemberReplaced:
                 self._end_session()
             except GroupRetired as error:
+                self._end_session(str(error))
+            except VersionRefused as error:
+                self._refused(error)
                 self._end_session(str(error))
 
     def _end_session(self, reason: str = REPLACED) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import asdict
@@ -16,9 +17,13 @@ from mqlayer.consuming.engine.heartbeat import Heartbeat
 from mqlayer.consuming.engine.nodes import MemberNodes, R, S
 from mqlayer.consuming.engine.options import MemberStats
 from mqlayer.consuming.engine.partitions import MemberPartitions
+from mqlayer.errors import VersionRefused
 from mqlayer.groups.group import Group
 from mqlayer.health import Health, stuck_after_s
+from mqlayer.logs import event_logger
 from mqlayer.runtime.service import Service
+
+log = event_logger(__name__)
 
 
 class Member(ABC, Generic[R, S]):
@@ -40,9 +45,12 @@ class Member(ABC, Generic[R, S]):
     ) -> None:
         self._core, self._events, self._executor, self._nodes, self._writer = core, events, executor, nodes, writer
         self._served = partitions
-        self._heartbeat = Heartbeat(core, partitions, nodes.refresh, self._replace, rejoin, events)
+        self._heartbeat = Heartbeat(core, partitions, nodes.refresh, self._replace, rejoin, events, self._refuse)
         self._end_counts: Callable[[], None] | None = None
         self._stopping, self._replaced = False, ""
+        self._stop_lock, self._drained = threading.Lock(), False
+        self.refused: VersionRefused | None = None
+        """Why this code may not consume any more: it drains, then ends."""
 
     def start(self) -> None:
         """Join the group and start consuming. Raises StoreUnavailable, SchemaMismatch; nothing runs then."""
@@ -61,6 +69,10 @@ class Member(ABC, Generic[R, S]):
 
         Handlers that outlast `timeout_s` (default `drain_timeout_s`) can't settle: their messages are handled again.
         """
+        with self._stop_lock:
+            return self._drained or self._stop(timeout_s)
+
+    def _stop(self, timeout_s: float | None) -> bool:
         until = clock() + (self._core.options.drain_timeout_s if timeout_s is None else timeout_s)
         self._stopping = True
         self._stop_starting(until)
@@ -92,8 +104,8 @@ class Member(ABC, Generic[R, S]):
 
     @property
     def running(self) -> bool:
-        """Whether it consumes; False after `stop`, eviction, or replacement."""
-        return not self._stopping
+        """Whether it consumes; False after `stop`, eviction, replacement, or refusal."""
+        return not self._stopping and self.refused is None
 
     def health(self) -> Health:
         """Report whether threads respond and all partitions are served. Thread-safe."""
@@ -144,6 +156,20 @@ class Member(ABC, Generic[R, S]):
     @abstractmethod
     def _stop_workers(self) -> None:
         """Have workers take nothing more."""
+
+    def _refuse(self, error: VersionRefused) -> None:
+        """Drain in order, then end: the schema serves newer code only."""
+        if self.refused is None:
+            self.refused = error
+            log.error("code_too_old", extra={"member": self.member_id, "reason": str(error)})
+            # Not the heartbeat's thread, which goes on until all is handed over.
+            threading.Thread(target=self._drain, args=(error,), name=f"{self._core.name}-drain", daemon=True).start()
+
+    def _drain(self, error: VersionRefused) -> None:
+        with self._stop_lock:
+            if not self._stopping:
+                self._drained = self._stop(None)
+        self._replaced = str(error)
 
     def _replace(self, reason: str) -> None:
         """End: id taken, member evicted, or group retired."""

@@ -338,9 +338,97 @@ CREATE TABLE mqlayer_app.relay (
     lease_until timestamptz NOT NULL,
     -- When it last noted messages of its own in Redis.
     sent_at     timestamptz,
+    -- Of its code: the release, and the protocol versions that it knows. acts_on: the one that it last read as in force.
+    version     text NOT NULL DEFAULT '',
+    least       int NOT NULL DEFAULT 1,
+    most        int NOT NULL DEFAULT 1,
+    acts_on     int NOT NULL DEFAULT 1,
     CONSTRAINT relay_key PRIMARY KEY (relay_id),
-    CONSTRAINT relay_id_length CHECK (octet_length(relay_id) <= 1024)
+    CONSTRAINT relay_id_length CHECK (octet_length(relay_id) <= 1024),
+    CONSTRAINT relay_version CHECK (octet_length(version) <= 64 AND least BETWEEN 1 AND 1000000 AND most BETWEEN 1 AND 1000000
+                                    AND acts_on BETWEEN 0 AND 1000000)
 );
+
+-- Which code may work on this schema: as mqlayer.protocol, for relays; the other processes are in the control schema,
+-- which is finalized first. docs/design/upgrades.md.
+CREATE TABLE mqlayer_app.protocol (
+    only_one     boolean NOT NULL DEFAULT true,
+    serves_from  int NOT NULL,
+    in_force     int NOT NULL,
+    serves_to    int NOT NULL,
+    expanded_at  timestamptz NOT NULL DEFAULT now(),
+    finalized_at timestamptz,
+    CONSTRAINT protocol_key PRIMARY KEY (only_one),
+    CONSTRAINT protocol_only_one CHECK (only_one),
+    CONSTRAINT protocol_versions CHECK (in_force >= 0 AND serves_from BETWEEN in_force AND in_force + 1
+                                        AND serves_to BETWEEN serves_from AND 1000000)
+);
+INSERT INTO mqlayer_app.protocol (serves_from, in_force, serves_to) VALUES (0, 0, 0);
+
+-- A relay that comes, or comes back after its lease ran out, is refused if its code is too old. A living one learns it
+-- from the answer to its beat, and drains.
+CREATE FUNCTION mqlayer_app.relay_admit_v1() RETURNS trigger
+    LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, mqlayer_app, pg_temp AS $$
+DECLARE
+    v_protocol mqlayer_app.protocol;
+BEGIN
+    IF EXISTS (SELECT FROM mqlayer_app.relay r WHERE r.relay_id = NEW.relay_id AND r.lease_until >= now()) THEN
+        RETURN NEW;
+    END IF;
+    SELECT * INTO v_protocol FROM mqlayer_app.protocol FOR SHARE;
+    IF NEW.most < v_protocol.serves_from OR NEW.least > v_protocol.in_force THEN
+        RAISE EXCEPTION 'this code has protocol % to %, the application schema serves % to %', NEW.least, NEW.most,
+                        v_protocol.serves_from, v_protocol.serves_to
+            USING ERRCODE = 'MQ012', HINT = CASE WHEN NEW.most < v_protocol.serves_from
+                THEN 'upgrade mqlayer on this machine'
+                ELSE 'run `mqlayer upgrade finalize` of the release between' END;
+    END IF;
+    NEW.acts_on := v_protocol.in_force;
+    RETURN NEW;
+END $$;
+
+CREATE TRIGGER relay_admitted BEFORE INSERT ON mqlayer_app.relay FOR EACH ROW EXECUTE FUNCTION mqlayer_app.relay_admit_v1();
+
+-- As mqlayer.protocol_finalize_v1, and after it.
+CREATE FUNCTION mqlayer_app.protocol_finalize_v1(p_version int, p_drain boolean) RETURNS text
+    LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, mqlayer_app, pg_temp AS $$
+DECLARE
+    v_protocol mqlayer_app.protocol;
+BEGIN
+    IF NOT mqlayer_app.has_v1('work', 'operate') THEN
+        RAISE EXCEPTION 'role "%" lacks the right to finalize', mqlayer_app.caller_v1()
+            USING ERRCODE = 'insufficient_privilege', HINT = 'mqlayer grant operate ' || mqlayer_app.caller_v1();
+    END IF;
+    SELECT * INTO v_protocol FROM mqlayer_app.protocol FOR UPDATE;
+    IF v_protocol.in_force >= p_version THEN
+        RETURN 'finalized';
+    END IF;
+    IF p_version <> v_protocol.in_force + 1 OR p_version > v_protocol.serves_to THEN
+        RAISE EXCEPTION 'protocol % can''t follow %, the schema serves up to %', p_version, v_protocol.in_force,
+                        v_protocol.serves_to USING ERRCODE = 'MQ009', HINT = 'run `mqlayer migrate` first';
+    END IF;
+    DELETE FROM mqlayer_app.relay WHERE lease_until < now();
+    IF EXISTS (SELECT FROM mqlayer_app.relay WHERE most < p_version) THEN
+        IF NOT p_drain THEN
+            RETURN 'blocked';
+        END IF;
+        UPDATE mqlayer_app.protocol SET serves_from = p_version;
+        RETURN 'draining';
+    END IF;
+    UPDATE mqlayer_app.protocol SET serves_from = p_version, in_force = p_version, finalized_at = now();
+    RETURN 'finalized';
+END $$;
+
+CREATE FUNCTION mqlayer_app.protocol_reopen_v1() RETURNS boolean
+    LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, mqlayer_app, pg_temp AS $$
+BEGIN
+    IF NOT mqlayer_app.has_v1('operate') THEN
+        RAISE EXCEPTION 'role "%" lacks the right to operate', mqlayer_app.caller_v1()
+            USING ERRCODE = 'insufficient_privilege', HINT = 'mqlayer grant operate ' || mqlayer_app.caller_v1();
+    END IF;
+    UPDATE mqlayer_app.protocol SET serves_from = in_force WHERE serves_from > in_force;
+    RETURN FOUND;
+END $$;
 
 -- Sixteen sets of 64 LPs, each with the relay that works on it. For sharing the work only: the chain keeps the order.
 CREATE TABLE mqlayer_app.lp_set (

@@ -1,6 +1,6 @@
 -- The control schema `mqlayer` and the archive `mqlayer_archive`, in this order:
 --
---   rights of roles · nodes · topics · partitions and routes · sources · groups · members and assignments
+--   rights of roles · versions · nodes · topics · partitions and routes · sources · groups · members and assignments
 --   parked messages · dead messages and failures · redrives and replays · jobs and audit · console · the server
 --   deletions · archive · rows that a role may see · privileges
 --
@@ -77,6 +77,46 @@ BEGIN
             SELECT group_id FROM named
             UNION ALL
             SELECT i.group_id FROM mqlayer.consumer_group i JOIN named n ON i.broadcast_of = n.group_id) AS theirs);
+END $$;
+
+
+-- Versions -----------------------------------------------------------------------------------------------------------
+-- Which code may work on this schema, and what it writes: docs/design/upgrades.md. The processes are further down.
+
+CREATE TABLE mqlayer.protocol (
+    only_one     boolean NOT NULL DEFAULT true,
+    -- Code that knows no version from here on is drained and refused: the version in force, or the next one while a
+    -- finalization drains older processes.
+    serves_from  int NOT NULL,
+    -- The version in force: what processes write. 0 while the schema is being made.
+    in_force     int NOT NULL,
+    -- The highest version whose expand steps ran.
+    serves_to    int NOT NULL,
+    expanded_at  timestamptz NOT NULL DEFAULT now(),
+    finalized_at timestamptz,
+    CONSTRAINT protocol_key PRIMARY KEY (only_one),
+    CONSTRAINT protocol_only_one CHECK (only_one),
+    CONSTRAINT protocol_versions CHECK (in_force >= 0 AND serves_from BETWEEN in_force AND in_force + 1
+                                        AND serves_to BETWEEN serves_from AND 1000000)
+);
+INSERT INTO mqlayer.protocol (serves_from, in_force, serves_to) VALUES (0, 0, 0);
+
+-- Refuse code that this schema does not serve, and return the version in force. The lock has a finalization see the row
+-- that the caller adds, or the caller see the finalization.
+CREATE FUNCTION mqlayer.protocol_admit_v1(p_least int, p_most int) RETURNS int
+    LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, mqlayer, pg_temp AS $$
+DECLARE
+    v_protocol mqlayer.protocol;
+BEGIN
+    SELECT * INTO v_protocol FROM mqlayer.protocol FOR SHARE;
+    IF p_most < v_protocol.serves_from OR p_least > v_protocol.in_force THEN
+        RAISE EXCEPTION 'this code has protocol % to %, the control schema serves % to %', p_least, p_most,
+                        v_protocol.serves_from, v_protocol.serves_to
+            USING ERRCODE = 'MQ012', HINT = CASE WHEN p_most < v_protocol.serves_from
+                THEN 'upgrade mqlayer on this machine'
+                ELSE 'run `mqlayer upgrade finalize` of the release between' END;
+    END IF;
+    RETURN v_protocol.in_force;
 END $$;
 
 
@@ -764,11 +804,18 @@ CREATE TABLE mqlayer.member (
     joined_at   timestamptz NOT NULL DEFAULT now(),
     -- By this database's clock only. -infinity: the member is gone.
     lease_until timestamptz NOT NULL,
+    -- Of its code: the release, and the protocol versions that it knows. acts_on: the one that it last read as in force.
+    version     text NOT NULL DEFAULT '',
+    least       int NOT NULL DEFAULT 1,
+    most        int NOT NULL DEFAULT 1,
+    acts_on     int NOT NULL DEFAULT 1,
     -- Of a group with a circuit breaker: distinct keys that failed, and that were tried, in its window before a report.
     failing_keys int NOT NULL DEFAULT 0,
     tried_keys   int NOT NULL DEFAULT 0,
     reported_at  timestamptz NOT NULL DEFAULT '1970-01-01 00:00+00',
     CONSTRAINT member_key PRIMARY KEY (group_id, member_id),
+    CONSTRAINT member_version CHECK (octet_length(version) <= 64 AND least BETWEEN 1 AND 1000000 AND most BETWEEN 1 AND 1000000
+                                     AND acts_on BETWEEN 0 AND 1000000),
     CONSTRAINT member_id_form CHECK (member_id ~ '^[a-z][a-z0-9_.-]{0,62}$'),
     CONSTRAINT member_deployment CHECK (deployment ~ '^[a-z0-9][a-z0-9_.-]{0,62}$'),
     CONSTRAINT member_host_length CHECK (octet_length(host) <= 1024),
@@ -781,6 +828,125 @@ CREATE TABLE mqlayer.member (
     CONSTRAINT member_lease_until
         CHECK (lease_until = '-infinity' OR lease_until BETWEEN '1970-01-01 00:00+00' AND '9000-01-01 00:00+00')
 );
+
+-- A member that joins is refused if its code is too old, and acts on what is in force.
+CREATE FUNCTION mqlayer.member_admit_v1() RETURNS trigger
+    LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, mqlayer, pg_temp AS $$
+BEGIN
+    NEW.acts_on := mqlayer.protocol_admit_v1(NEW.least, NEW.most);
+    RETURN NEW;
+END $$;
+
+CREATE TRIGGER member_admitted BEFORE INSERT ON mqlayer.member FOR EACH ROW EXECUTE FUNCTION mqlayer.member_admit_v1();
+
+-- Processes without another row that lives: relays, workers, direct producers, receivers. By process_beat_v1 only.
+CREATE TABLE mqlayer.process (
+    process_id  text NOT NULL,
+    kind        text NOT NULL,
+    -- For people.
+    name        text NOT NULL,
+    host        text NOT NULL,
+    pid         int NOT NULL,
+    opened_by   name NOT NULL,
+    started_at  timestamptz NOT NULL DEFAULT now(),
+    lease_until timestamptz NOT NULL,
+    -- As of mqlayer.member.
+    version     text NOT NULL,
+    least       int NOT NULL,
+    most        int NOT NULL,
+    acts_on     int NOT NULL,
+    CONSTRAINT process_key PRIMARY KEY (process_id),
+    CONSTRAINT process_kind CHECK (kind IN ('relay', 'worker', 'producer', 'receiver')),
+    CONSTRAINT process_texts CHECK (octet_length(process_id) <= 128 AND octet_length(name) <= 1024
+                                    AND octet_length(host) <= 1024 AND octet_length(version) <= 64),
+    CONSTRAINT process_numbers CHECK (pid BETWEEN 0 AND 2000000000 AND least BETWEEN 1 AND 1000000 AND most BETWEEN 1 AND 1000000
+                                      AND acts_on BETWEEN 0 AND 1000000)
+);
+
+-- A process lives: extend its lease, and say what this schema serves. A new one, and one whose lease ran out, is refused
+-- if its code is too old.
+CREATE FUNCTION mqlayer.process_beat_v1(p_facts jsonb, p_lease_s double precision, OUT serves_from int, OUT in_force int,
+                                        OUT serves_to int)
+    LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, mqlayer, pg_temp AS $$
+DECLARE
+    v_id CONSTANT text := p_facts->>'process_id';
+    v_acts_on int := (p_facts->>'acts_on')::int;
+    v_least CONSTANT int := (p_facts->>'least')::int;
+    v_most CONSTANT int := (p_facts->>'most')::int;
+BEGIN
+    IF (p_lease_s BETWEEN 0 AND 3600) IS NOT TRUE THEN
+        RAISE EXCEPTION 'a lease of % s, its bounds are 0 and 3600', p_lease_s USING ERRCODE = 'MQ009';
+    END IF;
+    IF NOT EXISTS (SELECT FROM mqlayer.process p WHERE p.process_id = v_id AND p.lease_until >= now()) THEN
+        v_acts_on := mqlayer.protocol_admit_v1(v_least, v_most);
+        DELETE FROM mqlayer.process p WHERE p.lease_until < now() - interval '1 hour';
+    END IF;
+    INSERT INTO mqlayer.process AS p (process_id, kind, name, host, pid, opened_by, lease_until, version, least, most, acts_on)
+    VALUES (v_id, p_facts->>'kind', p_facts->>'name', p_facts->>'host', (p_facts->>'pid')::int, mqlayer.caller_v1(),
+            now() + make_interval(secs => p_lease_s), p_facts->>'version', v_least, v_most, v_acts_on)
+    ON CONFLICT (process_id) DO UPDATE SET lease_until = excluded.lease_until, acts_on = excluded.acts_on
+    WHERE p.opened_by = excluded.opened_by;
+    SELECT t.serves_from, t.in_force, t.serves_to INTO serves_from, in_force, serves_to FROM mqlayer.protocol t;
+END $$;
+
+-- A process ends by its own word.
+CREATE FUNCTION mqlayer.process_end_v1(p_id text) RETURNS void
+    LANGUAGE sql SECURITY DEFINER SET search_path = pg_catalog, mqlayer, pg_temp AS $$
+    DELETE FROM mqlayer.process WHERE process_id = p_id AND opened_by = mqlayer.caller_v1();
+$$;
+
+-- Processes that count as living. A member counts until its group noted that its lease ran out, so that none comes back.
+CREATE VIEW mqlayer.living AS
+SELECT 'member' AS kind, t.name || '/' || g.name || '/' || m.member_id AS name, m.host, m.pid, m.joined_at AS since, m.version,
+       m.least, m.most, m.acts_on, m.lease_until >= now() AS beats, m.group_id
+FROM mqlayer.member m JOIN mqlayer.consumer_group g USING (group_id) JOIN mqlayer.topic t USING (topic_id)
+WHERE m.lease_until > '-infinity'
+UNION ALL
+SELECT p.kind, p.name, p.host, p.pid, p.started_at, p.version, p.least, p.most, p.acts_on, true, NULL
+FROM mqlayer.process p WHERE p.lease_until >= now();
+
+-- Put the next version in force, unless a process lives that does not know it: blocked. With p_drain such processes are
+-- refused from now on, and end by themselves: draining. The lock on the row has every process that joins meanwhile wait.
+CREATE FUNCTION mqlayer.protocol_finalize_v1(p_version int, p_drain boolean) RETURNS text
+    LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, mqlayer, pg_temp AS $$
+DECLARE
+    v_protocol mqlayer.protocol;
+BEGIN
+    IF NOT mqlayer.has_v1('work', 'operate') THEN
+        RAISE EXCEPTION 'role "%" lacks the right to finalize', mqlayer.caller_v1()
+            USING ERRCODE = 'insufficient_privilege', HINT = 'mqlayer grant operate ' || mqlayer.caller_v1();
+    END IF;
+    SELECT * INTO v_protocol FROM mqlayer.protocol FOR UPDATE;
+    IF v_protocol.in_force >= p_version THEN
+        RETURN 'finalized';
+    END IF;
+    IF p_version <> v_protocol.in_force + 1 OR p_version > v_protocol.serves_to THEN
+        RAISE EXCEPTION 'protocol % can''t follow %, the schema serves up to %', p_version, v_protocol.in_force,
+                        v_protocol.serves_to USING ERRCODE = 'MQ009', HINT = 'run `mqlayer migrate` first';
+    END IF;
+    DELETE FROM mqlayer.process WHERE lease_until < now();
+    IF EXISTS (SELECT FROM mqlayer.living WHERE most < p_version) THEN
+        IF NOT p_drain THEN
+            RETURN 'blocked';
+        END IF;
+        UPDATE mqlayer.protocol SET serves_from = p_version;
+        RETURN 'draining';
+    END IF;
+    UPDATE mqlayer.protocol SET serves_from = p_version, in_force = p_version, finalized_at = now();
+    RETURN 'finalized';
+END $$;
+
+-- Serve older code again, while the version that it knows is in force.
+CREATE FUNCTION mqlayer.protocol_reopen_v1() RETURNS boolean
+    LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, mqlayer, pg_temp AS $$
+BEGIN
+    IF NOT mqlayer.has_v1('operate') THEN
+        RAISE EXCEPTION 'role "%" lacks the right to operate', mqlayer.caller_v1()
+            USING ERRCODE = 'insufficient_privilege', HINT = 'mqlayer grant operate ' || mqlayer.caller_v1();
+    END IF;
+    UPDATE mqlayer.protocol SET serves_from = in_force WHERE serves_from > in_force;
+    RETURN FOUND;
+END $$;
 
 -- Circuit breakers of groups that opened once. Open: nothing is begun until probe_at. Probing: one member tries one message
 -- at a time. Ramping: one handler at once per member, then twice as many each second.

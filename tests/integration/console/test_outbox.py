@@ -38,8 +38,9 @@ def test_what_waits_is_told_by_node_and_topic_with_what_holds_it(world: World, b
     assert "Nothing waits." in said
     assert "No relay ran within the last hour" in said
     world.publish(40)
-    world.rows("INSERT INTO mqlayer_app.relay VALUES ('r<1>', now() - interval '9 s', now() - interval '2 min')")
-    world.rows("INSERT INTO mqlayer_app.relay VALUES ('vm-2-23082-0a1b2c', now() - interval '99 s')")
+    beat = "INSERT INTO mqlayer_app.relay (relay_id, lease_until, sent_at, most) VALUES"
+    world.rows(f"{beat} ('r<1>', now() - interval '9 s', now() - interval '2 min', 99)")
+    world.rows(f"{beat} ('vm-2-23082-0a1b2c', now() - interval '99 s', NULL, 99)")
     world.rows("UPDATE mqlayer_app.outbox SET created_at = now() - interval '3 min'")
     said = says(browser, "40 messages wait, the oldest for 3 min")
     by_node = {name: int(count) for name, count in re.findall(r"(node-\d) (\d+) \d+ 0 3 min ago", said)}

@@ -107,8 +107,8 @@ def test_problems_are_told_with_their_words_place_and_since(stage: Stage) -> Non
             "VALUES (1, 2, 'split', 'ann', now() - interval '10 min')"
         ),
         (
-            "INSERT INTO mqlayer.member (group_id, member_id, host, pid, lease_until) "
-            "VALUES (1, 'm1', 'host', 1, now() - interval '2 min')"
+            "INSERT INTO mqlayer.member (group_id, member_id, host, pid, lease_until, most) "
+            "VALUES (1, 'm1', 'host', 1, now() - interval '2 min', 99)"
         ),
         (
             "INSERT INTO mqlayer.sample (kind, object_id, at, lag, oldest_s) SELECT 'group', 1, "

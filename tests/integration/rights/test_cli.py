@@ -24,7 +24,7 @@ PLANS = {
     "node drain": "node-1", "node remove": "node-1", "outbox adopt": "", "outbox renew": "",
     "outbox quarantine discard": "7", "replay start": "orders g --all", "route reopen": "orders",
     "snapshot drop": "cut", "versions forget": "sink e --reason r", "versions set": "sink e 2 --reason r",
-    "topic delete": "orders", "group deploy": "orders g --to main",
+    "topic delete": "orders", "upgrade finalize": "", "group deploy": "orders g --to main",
     "route merge": "orders {first} {second}", "route move": "orders {first}",
     "route split": "orders {first} --at 100",
 }  # fmt: skip

@@ -116,8 +116,8 @@ def ledger_alone(own_database: None, roles: Roles) -> Iterator[psycopg.Connectio
 
 
 FILL = """
-    INSERT INTO mqlayer.member (group_id, member_id, host, pid, lease_until)
-        VALUES ($group, 'm', 'h', 1, now() + '1 hour');
+    INSERT INTO mqlayer.member (group_id, member_id, host, pid, lease_until, most)
+        VALUES ($group, 'm', 'h', 1, now() + '1 hour', 99);
     INSERT INTO mqlayer.assignment (group_id, partition_id, member_id, target, epoch)
         SELECT $group, partition_id, 'm', 'm', 7 FROM mqlayer.partition ORDER BY 2 LIMIT 1;
     INSERT INTO mqlayer.group_start SELECT $group, partition_id, 1 FROM mqlayer.partition ORDER BY 2 LIMIT 1
@@ -171,8 +171,8 @@ def test_a_consumer_of_one_group_changes_no_row_of_another(
 @pytest.mark.parametrize(
     "statement",
     [
-        """INSERT INTO mqlayer.member (group_id, member_id, session, host, pid, lease_until)
-           VALUES ($mail, 'x', 1, 'h', 1, now())""",
+        """INSERT INTO mqlayer.member (group_id, member_id, session, host, pid, lease_until, most)
+           VALUES ($mail, 'x', 1, 'h', 1, now(), 99)""",
         "INSERT INTO mqlayer.assignment (group_id, partition_id, epoch) VALUES ($mail, 1, 9)",
         "INSERT INTO mqlayer.drained (group_id, partition_id) VALUES ($mail, 1)",
         "INSERT INTO mqlayer.parked_key (group_id, lp, name, cause) VALUES ($mail, 5, 'x', 'retry')",

@@ -1,0 +1,65 @@
+"""Protocol versions: which code and which schema fit together (docs/design/upgrades.md).
+
+A process knows the versions `least` to `most`, and writes the one in force.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+TOO_OLD: Final = "upgrade mqlayer on this machine"
+TOO_NEW: Final = "run `mqlayer upgrade finalize` of the release between"
+
+
+@dataclass(frozen=True, slots=True)
+class ProtocolRange:
+    """The versions that code knows."""
+
+    least: int
+    most: int
+
+    def __str__(self) -> str:
+        return str(self.most) if self.least == self.most else f"{self.least} to {self.most}"
+
+
+@dataclass(frozen=True, slots=True)
+class ServedProtocols:
+    """The versions that a schema serves.
+
+    `serves_from`: code that ends below is drained and refused; above `in_force` while that goes on. `serves_to`: the
+    highest one that `mqlayer migrate` prepared.
+    """
+
+    serves_from: int
+    in_force: int
+    serves_to: int
+
+    def refuses(self, code: ProtocolRange) -> str:
+        """Say how code that is refused comes in; empty if it is admitted."""
+        if code.most < self.serves_from:
+            return TOO_OLD
+        return TOO_NEW if code.least > self.in_force else ""
+
+    @property
+    def pending(self) -> bool:
+        """Whether a version waits to be finalized."""
+        return self.in_force < self.serves_to
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """A change of the written form: off before its version is in force in its schema."""
+
+    name: str
+    since: int
+    schema: Literal["control", "application"]
+    text: str
+
+
+RELEASE: Final = "0.1.0"
+"""As `mqlayer.__version__`."""
+PROTOCOL: Final = ProtocolRange(1, 1)
+"""The versions that this code knows. A release that adds one keeps the one before."""
+FEATURES: Final[tuple[Feature, ...]] = ()
+"""By version. CONTRIBUTING.md says how one is added."""
