@@ -4,12 +4,12 @@ INSERT INTO mqlayer.consumer_group (topic_id, name, state, copied_from, paused_a
        from_archive, balance, tag_filter, rate_limit, rate_burst, backoff_s, backoff_jitter, attempt_limit, policy,
        non_retryable_errors, retryable_errors, time_limit_s, max_time_limit_s, parked_keys_limit, parked_messages_limit,
        parked_bytes_limit, key_messages_limit, key_bytes_limit, breaker_share, breaker_keys, breaker_window_s, breaker_errors,
-       deployment)
+       key_class, class_concurrency, class_rate, deployment)
 SELECT topic_id, %(name)s, 'live', group_id, CASE WHEN %(paused_by)s::text IS NOT NULL THEN now() END, %(paused_by)s::text, mode,
        ordered, start, start_at, from_archive, balance, tag_filter, rate_limit, rate_burst, backoff_s, backoff_jitter,
        attempt_limit, policy, non_retryable_errors, retryable_errors, time_limit_s, max_time_limit_s, parked_keys_limit,
        parked_messages_limit, parked_bytes_limit, key_messages_limit, key_bytes_limit, breaker_share, breaker_keys,
-       breaker_window_s, breaker_errors, deployment
+       breaker_window_s, breaker_errors, key_class, class_concurrency, class_rate, deployment
 FROM mqlayer.consumer_group WHERE group_id = %(group_id)s
 ON CONFLICT DO NOTHING RETURNING group_id;
 
