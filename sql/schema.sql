@@ -617,7 +617,7 @@ CREATE INDEX parked_message_numbers ON mqlayer.parked_message (group_id, lp, nam
 CREATE INDEX parked_message_position ON mqlayer.parked_message (group_id, lp, name, partition_id, log_offset);
 CREATE INDEX parked_message_replay ON mqlayer.parked_message (replay) WHERE replay IS NOT NULL;
 CREATE INDEX parked_message_body ON mqlayer.parked_message (mqlayer.body_named_v1(encode(m, 'escape')))
-    WHERE POSITION(('\x226d712d626f6479223a') IN (m)) > 0;
+    WHERE POSITION((decode('226d712d626f6479223a', 'hex')) IN (m)) > 0;
 CREATE TRIGGER parked_message_in AFTER INSERT ON mqlayer.parked_message REFERENCING NEW TABLE AS changed
     FOR EACH STATEMENT EXECUTE FUNCTION mqlayer.parked_count_v1();
 CREATE TRIGGER parked_message_out AFTER DELETE ON mqlayer.parked_message REFERENCING OLD TABLE AS changed
@@ -683,7 +683,7 @@ CREATE INDEX dead_message_queue ON mqlayer.dead_message (group_id, lp, key, part
     WHERE redriven_at IS NULL;
 CREATE INDEX dead_message_log_lost ON mqlayer.dead_message (group_id, lp) WHERE log_lost;
 CREATE INDEX dead_message_body ON mqlayer.dead_message (mqlayer.body_named_v1(encode(m, 'escape')))
-    WHERE body IS NOT NULL AND POSITION(('\x226d712d626f6479223a') IN (m)) > 0;
+    WHERE body IS NOT NULL AND POSITION((decode('226d712d626f6479223a', 'hex')) IN (m)) > 0;
 ALTER TABLE mqlayer.dead_message ALTER COLUMN group_id SET STATISTICS 0;
 -- Row-level security by the policies read, change, remove, add.
 

@@ -73,6 +73,26 @@ INNER: Final = {
     "mqlayer_app.topic_rows_drop_v1": "SELECT mqlayer_app.topic_rows_drop_v1(99, 10)",
     "mqlayer_app.outbox_renew_v1": "SELECT mqlayer_app.outbox_renew_v1(true)",
     "mqlayer_app.outbox_recover_v1": "SELECT mqlayer_app.outbox_recover_v1(NULL, '{}', '{}', '{}', '{}')",
+    "mqlayer.bodies_named_v1": "SELECT mqlayer.bodies_named_v1('{a}')",
+    "mqlayer_app.large_body_cut_v1": "SELECT mqlayer_app.large_body_cut_v1(10, 60)",
+    "mqlayer_app.large_body_waits_v1": (
+        "SELECT mqlayer_app.large_body_waits_v1('00000000-0000-4000-8000-000000000001')"
+    ),
+    "mqlayer_app.large_body_sent_v1": "SELECT mqlayer_app.large_body_sent_v1(1)",
+    "mqlayer.protocol_admit_v1": "SELECT mqlayer.protocol_admit_v1(1, 1000)",
+    "mqlayer.protocol_finalize_v1": "SELECT mqlayer.protocol_finalize_v1(1, true)",
+    "mqlayer.protocol_reopen_v1": "SELECT mqlayer.protocol_reopen_v1()",
+    "mqlayer_app.protocol_finalize_v1": "SELECT mqlayer_app.protocol_finalize_v1(1, true)",
+    "mqlayer_app.protocol_reopen_v1": "SELECT mqlayer_app.protocol_reopen_v1()",
+    "mqlayer.process_beat_v1": """
+        SELECT mqlayer.process_beat_v1('{"process_id": "p", "kind": "worker", "name": "n", "host": "h", "pid": 1,
+            "version": "1", "least": 1, "most": 1000, "acts_on": 1}', 10)""",
+    "mqlayer.process_end_v1": "SELECT mqlayer.process_end_v1('p')",
+    "mqlayer.member_admit_v1": """
+        INSERT INTO mqlayer.member (group_id, member_id, host, pid, lease_until)
+        VALUES (1, 'm', 'h', 1, pg_catalog.now())""",
+    "mqlayer_app.relay_admit_v1": """
+        INSERT INTO mqlayer_app.relay (relay_id, lease_until) VALUES ('r', pg_catalog.now())""",
     "mqlayer.group_known_v1": (
         "INSERT INTO mqlayer.consumer_group (topic_id, name, start, backoff_s) VALUES (1, 'h', 'latest', '{1}')"
     ),
@@ -88,13 +108,16 @@ INNER: Final = {
 # Where the role may publish and consume: of one topic and one group, so that each call is asked for its right.
 GRANTED: Final = f"""
     INSERT INTO mqlayer_app.granted (role, privilege, scope)
-        VALUES ('{ROLE}', 'publish', 'orders'), ('{ROLE}', 'consume', 'orders/g'), ('{ROLE}', 'operate', '');
+        VALUES ('{ROLE}', 'publish', 'orders'), ('{ROLE}', 'consume', 'orders/g'), ('{ROLE}', 'operate', ''), ('{ROLE}', 'work', '');
     INSERT INTO mqlayer.granted (role, privilege) VALUES ('{ROLE}', 'consume'), ('{ROLE}', 'view');
     INSERT INTO mqlayer.node (name, url) VALUES ('n', 'redis://n:1');
     INSERT INTO mqlayer.topic (name, strategy, body_limit, backlog_limit) VALUES ('orders', 'strict', 1000, 1);
     INSERT INTO mqlayer.partition (topic_id, node_id, lp_from, lp_to) VALUES (1, 1, 0, 1024);
     INSERT INTO mqlayer.consumer_group (topic_id, name, start, backoff_s) VALUES (1, 'g', 'latest', '{{1}}');
-    GRANT INSERT ON mqlayer.consumer_group, mqlayer.assignment, mqlayer.parked_key, mqlayer.parked_message TO {ROLE};
+    GRANT INSERT ON mqlayer.consumer_group, mqlayer.assignment, mqlayer.parked_key, mqlayer.parked_message, mqlayer.member TO {ROLE};
+    GRANT INSERT ON mqlayer_app.relay TO {ROLE};
+    GRANT USAGE ON SEQUENCE mqlayer.member_session TO {ROLE};
+    INSERT INTO mqlayer.granted (role, privilege) VALUES ('{ROLE}', 'operate'), ('{ROLE}', 'work');
     GRANT SELECT ON mqlayer.consumer_group, mqlayer.partition TO {ROLE};
     INSERT INTO mqlayer_app.known_group (group_id, scope) VALUES (1, 'orders/g') ON CONFLICT DO NOTHING;
 """

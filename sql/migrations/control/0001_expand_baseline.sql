@@ -1179,7 +1179,7 @@ CREATE FUNCTION mqlayer.body_named_v1(p_headers text) RETURNS text LANGUAGE sql 
     RETURN substring(p_headers, '"mq-body": ?"([0-9a-f-]{36}):');
 
 CREATE INDEX parked_message_body ON mqlayer.parked_message (mqlayer.body_named_v1(encode(m, 'escape')))
-    WHERE position('\x226d712d626f6479223a'::bytea IN m) > 0;
+    WHERE position(decode('226d712d626f6479223a', 'hex') IN m) > 0;
 
 
 -- Dead messages and failures -----------------------------------------------------------------------------------------
@@ -1241,7 +1241,7 @@ CREATE INDEX dead_message_queue ON mqlayer.dead_message (group_id, lp, key, part
 CREATE INDEX dead_message_log_lost ON mqlayer.dead_message (group_id, lp) WHERE log_lost;
 -- Its large body; one without a body can't be sent again.
 CREATE INDEX dead_message_body ON mqlayer.dead_message (mqlayer.body_named_v1(encode(m, 'escape')))
-    WHERE body IS NOT NULL AND position('\x226d712d626f6479223a'::bytea IN m) > 0;
+    WHERE body IS NOT NULL AND position(decode('226d712d626f6479223a', 'hex') IN m) > 0;
 -- As of parked_message.
 ALTER TABLE mqlayer.dead_message ALTER COLUMN group_id SET STATISTICS 0;
 
@@ -2059,10 +2059,10 @@ BEGIN
         RAISE EXCEPTION 'too many ids, or none' USING ERRCODE = 'MQ009', HINT = 'give an array of at most 10,000';
     END IF;
     RETURN QUERY SELECT n.id FROM unnest(p_ids) AS n (id)
-    WHERE EXISTS (SELECT FROM mqlayer.parked_message p WHERE position('\x226d712d626f6479223a'::bytea IN p.m) > 0
+    WHERE EXISTS (SELECT FROM mqlayer.parked_message p WHERE position(decode('226d712d626f6479223a', 'hex') IN p.m) > 0
                   AND mqlayer.body_named_v1(encode(p.m, 'escape')) = n.id)
        OR EXISTS (SELECT FROM mqlayer.dead_message d WHERE d.body IS NOT NULL
-                  AND position('\x226d712d626f6479223a'::bytea IN d.m) > 0
+                  AND position(decode('226d712d626f6479223a', 'hex') IN d.m) > 0
                   AND mqlayer.body_named_v1(encode(d.m, 'escape')) = n.id)
        OR EXISTS (SELECT FROM mqlayer_archive.record r
                   WHERE r.headers LIKE '%"mq-body":%' AND mqlayer.body_named_v1(r.headers) = n.id);
