@@ -104,7 +104,7 @@ def _desired(
         return assign(partitions, able, current, Zones(places, {member: zones[member] for member in able}))
 
     return assign_each(
-        {PartitionId(row[0]): row[6] for row in rows},
+        {PartitionId(row[0]): row[5] for row in rows},
         members,
         owners={PartitionId(row[0]): row[1] for row in rows if row[1]},
         targets={PartitionId(row[0]): row[3] for row in rows if row[3]},
