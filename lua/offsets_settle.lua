@@ -53,6 +53,7 @@ local format, byte_of, floor, max, min = string.format, string.byte, math.floor,
 -- include settled_append
 -- include ack_window
 -- include range_add
+-- include set_bits
 
 local next_offset = tonumber(redis.call('HGET', meta_key, 'next') or '0')
 if next_offset == 0 then return {'absent'} end
@@ -138,23 +139,6 @@ if #fresh.h > 0 or #fresh.u > 0 then
   settled_append(outcomes_key, lock_key, epoch, tonumber(kept), member, fresh, reads, failed)
 end
 
-local function set_bits(first, last)
-  local from, to = first - base, last - base
-  while from <= to and from % 8 ~= 0 do
-    redis.call('SETBIT', acks_key, from, 1)
-    from = from + 1
-  end
-  local whole = floor((to - from + 1) / 8)
-  if whole > 0 then
-    redis.call('SETRANGE', acks_key, from / 8, string.rep('\255', whole))
-    from = from + 8 * whole
-  end
-  while from <= to do
-    redis.call('SETBIT', acks_key, from, 1)
-    from = from + 1
-  end
-end
-
 for i = 1, range_count do
   local first, last = max(firsts[i], committed), lasts[i]
   if first <= last then
@@ -168,7 +152,7 @@ for i = 1, range_count do
         bits_kept = true
         base = committed
       end
-      set_bits(first, last)
+      set_bits(acks_key, base, first, last)
       top = max(top, last + 1)
       if first == committed then committed = last + 1 end
     end

@@ -175,6 +175,8 @@ end
 -- What is given: offset, queue and record each. Of a queue, "whole": all of it that was looked at is given, or there is
 -- none; "part": something of it stays behind.
 local given, states, dropped, held_back, size = {}, {}, {}, {}, 0
+-- What is settled: by its topic's limits, or by a call that ended before it left its queue. And its places in queues.
+local passed, places = {}, {}
 -- What stands in queues beyond `examined`: by a call that ended in its middle.
 local ahead = {}
 local function has_room() return #given < limit and size < bytes end
@@ -195,8 +197,10 @@ if not only_repeat then
     for _, member in ipairs(members) do
       local offset = tonumber(string.sub(member, -16))
       if offset >= examined then ahead[offset] = true end
-      local record = states[queue] ~= 'stuck' and has_room() and record_at(offset)
-      if record then
+      local record = offset >= committed and states[queue] ~= 'stuck' and has_room() and record_at(offset)
+      if offset < committed then
+        passed[#passed + 1], places[#places + 1] = format('%d', offset), member
+      elseif record then
         give(offset, queue, record)
       else
         -- Somebody removed a record, or there is no room: what is behind it waits, and is out with nobody.
@@ -241,6 +245,12 @@ while may_look and has_room() and at < next_offset and looked < LOOK_LIMIT do
   end
 end
 
+for i = 1, #passed, WIDTH do
+  local upto = math.min(i + WIDTH - 1, #passed)
+  redis.call('ZREM', queues_key, unpack(places, i, upto))
+  redis.call('HDEL', pops_key, unpack(passed, i, upto))
+  redis.call('HDEL', attempts_key, unpack(passed, i, upto))
+end
 if #dropped > 0 then
   for i = 1, #dropped, WIDTH do
     redis.call('HDEL', pops_key, unpack(dropped, i, math.min(i + WIDTH - 1, #dropped)))

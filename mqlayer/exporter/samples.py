@@ -15,7 +15,7 @@ from mqlayer.postgres.queries import query
 from mqlayer.redelivery import FailureCounts, failure_counts
 from mqlayer.runtime.runtime import Runtime
 
-COUNTED_EVENTS: Final = ("failed", "timed_out", "parked", "dead", "skipped", "redriven")
+COUNTED_EVENTS: Final = ("failed", "timed_out", "parked", "dead", "skipped", "redriven", "dropped")
 
 Samples = dict[str, list[Measurement]]
 GroupName = tuple[str, str]

@@ -1,6 +1,7 @@
 """Nodes and topics: register, create, arm."""
 
 from mqlayer.topics.nodes import find_node, list_nodes, rearm_node, register_node, set_node_address
+from mqlayer.topics.retention import set_stream_retention
 from mqlayer.topics.schemas import TopicSchemas, load_schemas, set_schema_mode, store_schema
 from mqlayer.topics.topics import TopicSummary, attach_topics, create_topic, list_topics, set_archived, set_limits
 
@@ -19,5 +20,6 @@ __all__ = [
     "set_limits",
     "set_node_address",
     "set_schema_mode",
+    "set_stream_retention",
     "store_schema",
 ]
