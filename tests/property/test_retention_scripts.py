@@ -1,0 +1,58 @@
+"""`position_drop` against a model: any settled ranges, any bound, once or again, on every version of Redis."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mqlayer.redis.node_connection import NodeConnection, raise_for_reply
+from mqlayer.redis.partition_scripts import GroupStart, LockTaken, MessageRun
+from mqlayer.redis.retention_scripts import DroppedPosition, LogBound, drop_command, drop_reply
+from tests.fixtures.partition_harness import GROUP, PartitionHarness
+
+COUNT = 60
+RANGES = st.lists(st.tuples(st.integers(1, COUNT), st.integers(0, 12)), max_size=6)
+
+
+def _facts(harness: PartitionHarness, offset: int) -> bytes:
+    reply: Any = raise_for_reply(harness.call(("XRANGE", harness.keys.log, f"{offset}-0", f"{offset}-0"))[0], "")
+    return bytes(reply[0][1][1])
+
+
+def _drop(harness: PartitionHarness, bound: int, before: bytes) -> DroppedPosition | None:
+    start = GroupStart(GROUP, 0, 1)
+    command = drop_command(harness.connection, harness.prefix, harness.number, start, LogBound(bound, before, True),
+                           archived=True)  # fmt: skip
+    return drop_reply(harness.call(command)[0], "")
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(ranges=RANGES, bounds=st.lists(st.integers(2, COUNT + 1), min_size=1, max_size=3), taken=st.booleans())
+def test_a_position_moves_counts_what_was_unsettled_and_keeps_what_is_settled_above(
+    node_connection: NodeConnection, key_prefix: str, ranges: list[tuple[int, int]], bounds: list[int], taken: bool
+) -> None:
+    node_connection.call([("FLUSHDB",)])
+    harness = PartitionHarness(node_connection, key_prefix)
+    harness.create()
+    harness.append(MessageRun(5, 1, COUNT, [field for _ in range(COUNT) for field in (b"1", b"k", b"b")]))
+    settled: set[int] = set()
+    member = harness.member("m", 1)
+    if taken:
+        member.acquire()
+        for first, more in ranges:
+            last = min(COUNT, first + more)
+            member.settle([(first, last)])
+            settled |= set(range(first, last + 1))
+    assert _drop(harness, bounds[0], b"another record") is None
+    dropped: set[int] = set()
+    for bound in bounds:
+        lost = set(range(1, bound)) - settled - dropped
+        position = _drop(harness, bound, _facts(harness, bound - 1))
+        dropped |= lost
+        assert position is not None
+        assert (position.lost, position.dropped) == (len(lost), len(dropped))
+    found = harness.member("n", 2).acquire()
+    assert isinstance(found, LockTaken)
+    assert {offset for offset in range(1, COUNT + 1) if found.has_settled(offset)} == settled | dropped
