@@ -114,6 +114,7 @@ def create(
 ) -> None:
     """Create a topic with its partitions and first route. Repeatable."""
     limits = _stream_limits(retain_age, retain_bytes, retain_messages, retain_unsettled)
+    Retention(**limits).check()
     with runtime_here() as runtime:
         check_change(runtime.control)
         route = create_topic(

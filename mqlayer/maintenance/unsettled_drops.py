@@ -21,7 +21,7 @@ log = event_logger(__name__)
 
 @dataclass(slots=True)
 class Drops:
-    """What groups lost in a trimming pass."""
+    """Losses of groups in a trimming pass."""
 
     positions: dict[tuple[int, int], DroppedPosition] = field(default_factory=dict)
     """By group and partition."""
@@ -51,7 +51,7 @@ class Drops:
                 write_audit(connection, actor, "retention drop", "/".join(self.names[group_id]), told)
 
     def finish(self, runtime: Runtime) -> None:
-        """Tell what was dropped; record drained partitions of absent groups."""
+        """Report the drops; record drained partitions of absent groups."""
         for group_id, count in sorted(self.counts.items()):
             topic, group = self.names[group_id]
             log.warning("unsettled_dropped", extra={"topic": topic, "group": group, "messages": count})

@@ -106,7 +106,7 @@ _ALL: Final = (
     ),
     Alert(
         "MqlayerMessagesDropped", "warning", "Unsettled messages were dropped",
-        "Add members, or raise the topic's limits: mqlayer topic set TOPIC --retain-age, --retain-unsettled keep.",
+        "Add members, or raise the limits with mqlayer topic set.",
     ),
     Alert(
         "MqlayerOutboxQuarantined", "warning", "Outbox rows can't be sent",

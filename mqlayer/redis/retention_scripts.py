@@ -62,7 +62,7 @@ def bound_reply(reply: Any, address: str) -> LogBound | None:
 def drop_command(
     connection: NodeConnection, prefix: str, partition: int, start: GroupStart, bound: LogBound, *, archived: bool
 ) -> Command:
-    """Move a group's position to a bound, and count what it has not settled."""
+    """Move a group's position to a bound, and count its unsettled messages before it."""
     keys, group = partition_keys(prefix, partition), group_keys(prefix, partition, start.group_id)
     pops = pop_keys(prefix, partition, start.group_id)
     outcomes = outcomes_key(prefix, partition, start.group_id)

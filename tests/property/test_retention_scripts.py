@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from hypothesis import HealthCheck, given, settings
@@ -13,6 +14,7 @@ from mqlayer.redis.retention_scripts import DroppedPosition, LogBound, drop_comm
 from tests.fixtures.partition_harness import GROUP, PartitionHarness
 
 COUNT = 60
+NUMBERS = itertools.count()
 RANGES = st.lists(st.tuples(st.integers(1, COUNT), st.integers(0, 12)), max_size=6)
 
 
@@ -31,10 +33,10 @@ def _drop(harness: PartitionHarness, bound: int, before: bytes) -> DroppedPositi
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(ranges=RANGES, bounds=st.lists(st.integers(2, COUNT + 1), min_size=1, max_size=3), taken=st.booleans())
 def test_a_position_moves_counts_what_was_unsettled_and_keeps_what_is_settled_above(
-    node_connection: NodeConnection, key_prefix: str, ranges: list[tuple[int, int]], bounds: list[int], taken: bool
+    connection: NodeConnection, key_prefix: str, ranges: list[tuple[int, int]], bounds: list[int], taken: bool
 ) -> None:
-    node_connection.call([("FLUSHDB",)])
-    harness = PartitionHarness(node_connection, key_prefix)
+    prefix = f"{key_prefix}-{next(NUMBERS)}"
+    harness = PartitionHarness(connection, prefix)
     harness.create()
     harness.append(MessageRun(5, 1, COUNT, [field for _ in range(COUNT) for field in (b"1", b"k", b"b")]))
     settled: set[int] = set()

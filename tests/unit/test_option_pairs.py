@@ -48,9 +48,13 @@ OPTIONS: Final[dict[str, str]] = {
     "node acl": "ROLES --user --password-file --password-stdin --acl-file --redis --check",
     "node set": "NAME --url --empty --accept-loss --former",
     "node lost": "NAME --plan --yes",
-    "topic create": "NAME --partitions --strategy --body-limit --backlog-limit --archived",
+    "topic create":
+        "NAME --partitions --strategy --body-limit --backlog-limit --archived "
+        "--retain-age --retain-bytes --retain-messages --retain-unsettled",
     "topic schema": "TOPIC --version --all --diff --store --json",
-    "topic set": "NAME --archived --body-limit --backlog-limit --retention --schema-mode",
+    "topic set":
+        "NAME --archived --body-limit --backlog-limit --retention --schema-mode "
+        "--retain-age --retain-bytes --retain-messages --retain-unsettled",
     "topic delete": "NAME --force --plan --yes --json",
     "topic pause": "NAME --wait",
     "topic resume": "NAME",
