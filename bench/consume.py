@@ -48,6 +48,19 @@ def consume_archived(stage: Stage) -> Iterator[Line]:
             )
 
 
+@bench("consume_breaker")
+def consume_breaker(stage: Stage) -> Iterator[Line]:
+    """The same of a group with a circuit breaker, against one without."""
+    with frozen_heap():
+        system = stage.system(fsync=FSYNCS[0])
+        fill(system, MESSAGES)
+        kinds = {"without": partial(ours, system), "with": partial(ours, system, breaker_share=0.5)}
+        figures = in_turn(ARCHIVED_ROUNDS, kinds)
+        yield compared(
+            line_name("consume_breaker", FSYNCS[0]), figures["with"], figures["without"], unit="msg/s", target=0.98
+        )
+
+
 def told(system: System, archived: bool) -> float:
     """Consume everything of a topic that is archived, or not."""
     set_archived(system.runtime, "bench", archived=archived)
@@ -70,13 +83,13 @@ def raw(system: System) -> float:
     return seen / elapsed
 
 
-def ours(system: System, messages: int = MESSAGES) -> float:
+def ours(system: System, messages: int = MESSAGES, **rules: Any) -> float:
     """Consume everything with a member; the clock stops when the last message is settled on the node."""
     app, group = mqlayer.App(system.settings), new_group()
     seen = 0
     all_seen = threading.Event()
 
-    @app.consumer("bench", group=group)
+    @app.consumer("bench", group=group, **rules)
     def handle(_body: bytes) -> None:
         nonlocal seen
         seen += 1

@@ -147,6 +147,8 @@ class Settings(BaseSettings):
     """How long dedup ids are remembered; of several processes, the shortest counts."""
     inbox_horizon_s: float = Field(default=604_800.0, ge=3_600)
     """The inbox's minimum memory of an effect."""
+    lag_target_s: float = Field(default=60.0, ge=1)
+    """A group needs as many members as work its lag off within this time."""
     relay_chunk_rows: int = Field(default=2_000, ge=1)
     relay_chunk_bytes: int = Field(default=4_000_000, ge=1)
     """Most that a relay reads at once; it needs a few times that memory."""

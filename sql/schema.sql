@@ -23,9 +23,17 @@ CREATE TABLE mqlayer.node (
     last_run_id  text,
     former_runs  text[]      NOT NULL DEFAULT '{}',
     lost_at      timestamptz,
+    draining_at  timestamptz,
+    removed_at   timestamptz,
+    zone         text        NOT NULL DEFAULT '',
     created_at   timestamptz NOT NULL DEFAULT now(),
     CONSTRAINT node_name_unique UNIQUE (name),
-    CONSTRAINT node_name_form CHECK (name ~ '^[a-z][a-z0-9_.-]{0,62}$'),
+    CONSTRAINT node_name_form CHECK (name ~ CASE WHEN removed_at IS NULL THEN '^[a-z][a-z0-9_.-]{0,62}$'
+        ELSE '^[a-z][a-z0-9_.-]{0,62}@[0-9]+$' END),
+    CONSTRAINT node_zone_form CHECK (zone ~ '^([a-z0-9][a-z0-9_.-]{0,62})?$'),
+    CONSTRAINT node_drain_times CHECK (draining_at >= '1970-01-01 00:00:00+00'
+        AND draining_at <= '9000-01-01 00:00:00+00' AND removed_at >= '1970-01-01 00:00:00+00'
+        AND removed_at <= '9000-01-01 00:00:00+00'),
     CONSTRAINT node_url_is_address CHECK (url !~ '^[^/]*//[^/?#]*@'
         AND url !~ '[?&](username|password|credential_provider|sentinel_username|sentinel_password|ssl_password)='),
     CONSTRAINT node_texts CHECK (octet_length(url) <= 4096 AND octet_length(armed_run_id) <= 1024
@@ -50,6 +58,7 @@ CREATE TABLE mqlayer.topic (
     paused_at        timestamptz,
     paused_by        text,
     schema_mode      text        NOT NULL DEFAULT 'backward',
+    home_zone        text        NOT NULL DEFAULT '',
     created_at       timestamptz NOT NULL DEFAULT now(),
     deleting_at      timestamptz,
     deleted_at       timestamptz,
@@ -73,6 +82,7 @@ CREATE TABLE mqlayer.topic (
     CONSTRAINT topic_version CHECK (version >= 1),
     CONSTRAINT topic_lp_zero CHECK (lp_zero = 0),
     CONSTRAINT topic_paused_by CHECK (octet_length(paused_by) <= 4096),
+    CONSTRAINT topic_home_zone_form CHECK (home_zone ~ '^([a-z0-9][a-z0-9_.-]{0,62})?$'),
     CONSTRAINT topic_schema_mode CHECK (schema_mode IN ('backward', 'forward', 'full', 'none')),
     CONSTRAINT topic_version_has_routes FOREIGN KEY (topic_id, version, lp_zero)
         REFERENCES mqlayer.route(topic_id, version, lp_from) DEFERRABLE INITIALLY DEFERRED
@@ -187,6 +197,83 @@ CREATE TABLE mqlayer.partition_rate (
     CONSTRAINT partition_rate_key PRIMARY KEY (partition_id)
 );
 
+CREATE TABLE mqlayer.route_policy (
+    topic_id         int              NOT NULL REFERENCES mqlayer.topic(topic_id),
+    mode             text             NOT NULL,
+    min_partitions   int              NOT NULL DEFAULT 1,
+    max_partitions   int              NOT NULL DEFAULT 64,
+    capacity_per_s   double precision,
+    measured_per_s   double precision,
+    changes_per_hour int              NOT NULL DEFAULT 20,
+    cool_down_s      double precision NOT NULL DEFAULT 60,
+    rest_s           double precision NOT NULL DEFAULT 1800,
+    quiet_from       smallint,
+    quiet_to         smallint,
+    failed           int              NOT NULL DEFAULT 0,
+    unhelpful        int              NOT NULL DEFAULT 0,
+    stopped_at       timestamptz,
+    stopped_because  text,
+    set_at           timestamptz      NOT NULL DEFAULT now(),
+    set_by           text             NOT NULL,
+    CONSTRAINT route_policy_key PRIMARY KEY (topic_id),
+    CONSTRAINT route_policy_mode CHECK (mode IN ('off', 'report', 'on')),
+    CONSTRAINT route_policy_partitions CHECK (min_partitions >= 1 AND min_partitions <= 1024
+        AND max_partitions >= min_partitions AND max_partitions <= 1024),
+    CONSTRAINT route_policy_capacity CHECK (capacity_per_s >= 1::double precision
+        AND capacity_per_s <= '1000000000'::numeric::double precision AND measured_per_s >= 1::double precision
+        AND measured_per_s <= '1000000000'::numeric::double precision),
+    CONSTRAINT route_policy_budget CHECK (changes_per_hour >= 1 AND changes_per_hour <= 720),
+    CONSTRAINT route_policy_waits CHECK (cool_down_s >= 5::double precision AND cool_down_s <= 3600::double precision
+        AND rest_s >= 5::double precision AND rest_s <= 86400::double precision),
+    CONSTRAINT route_policy_quiet CHECK ((quiet_from IS NULL) = (quiet_to IS NULL) AND quiet_from <> quiet_to
+        AND quiet_from >= 0 AND quiet_from <= 1439 AND quiet_to >= 0 AND quiet_to <= 1439),
+    CONSTRAINT route_policy_counts CHECK (failed >= 0 AND failed <= 1000000 AND unhelpful >= 0
+        AND unhelpful <= 1000000),
+    CONSTRAINT route_policy_stopped CHECK ((stopped_at IS NULL) = (stopped_because IS NULL)),
+    CONSTRAINT route_policy_times CHECK (stopped_at >= '1970-01-01 00:00:00+00'
+        AND stopped_at <= '9000-01-01 00:00:00+00' AND set_at >= '1970-01-01 00:00:00+00'
+        AND set_at <= '9000-01-01 00:00:00+00'),
+    CONSTRAINT route_policy_texts CHECK (octet_length(set_by) <= 4096 AND octet_length(stopped_because) <= 4096)
+);
+
+CREATE TABLE mqlayer.route_load (
+    partition_id int                NOT NULL REFERENCES mqlayer.partition(partition_id),
+    at_s         double precision[] NOT NULL,
+    next_offset  bigint[]           NOT NULL,
+    settled      bigint[]           NOT NULL,
+    CONSTRAINT route_load_key PRIMARY KEY (partition_id),
+    CONSTRAINT route_load_samples CHECK (cardinality(at_s) >= 1 AND cardinality(at_s) <= 64
+        AND cardinality(next_offset) >= 1 AND cardinality(next_offset) <= 64 AND cardinality(settled) >= 1
+        AND cardinality(settled) <= 64 AND cardinality(next_offset) = cardinality(at_s)
+        AND cardinality(settled) = cardinality(at_s))
+);
+
+CREATE TABLE mqlayer.route_decision (
+    decision_id bigint      NOT NULL GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    topic_id    int         NOT NULL REFERENCES mqlayer.topic(topic_id),
+    at          timestamptz NOT NULL DEFAULT clock_timestamp(),
+    verdict     text        NOT NULL,
+    kind        text        NOT NULL,
+    partitions  int[]       NOT NULL,
+    reason      text        NOT NULL,
+    key         text,
+    lp          smallint,
+    change_id   int         REFERENCES mqlayer.route_change(change_id),
+    facts       jsonb       NOT NULL DEFAULT '{}',
+    judged_at   timestamptz,
+    helped      boolean,
+    CONSTRAINT route_decision_verdict CHECK (verdict IN ('changed', 'reported', 'refused', 'failed', 'stopped')),
+    CONSTRAINT route_decision_kind CHECK (kind IN ('split', 'merge', 'move', 'none')),
+    CONSTRAINT route_decision_change CHECK ((verdict = 'changed') = (change_id IS NOT NULL)),
+    CONSTRAINT route_decision_lp CHECK (lp >= 0 AND lp <= 1023),
+    CONSTRAINT route_decision_times CHECK (at >= '1970-01-01 00:00:00+00' AND at <= '9000-01-01 00:00:00+00'
+        AND judged_at >= '1970-01-01 00:00:00+00' AND judged_at <= '9000-01-01 00:00:00+00'),
+    CONSTRAINT route_decision_texts CHECK (octet_length(reason) <= 4096 AND octet_length(key) <= 65536
+        AND pg_column_size(facts) <= 100000 AND cardinality(partitions) <= 1024)
+);
+CREATE INDEX route_decision_of_topic ON mqlayer.route_decision (topic_id, decision_id);
+CREATE UNIQUE INDEX route_decision_of_change ON mqlayer.route_decision (change_id) WHERE change_id IS NOT NULL;
+
 CREATE TABLE mqlayer.source (
     source_id   bigint      NOT NULL GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
     kind        text        NOT NULL,
@@ -242,6 +329,10 @@ CREATE TABLE mqlayer.consumer_group (
     parked_bytes_limit    bigint             NOT NULL DEFAULT 10737418240,
     key_messages_limit    bigint             NOT NULL DEFAULT 2000000,
     key_bytes_limit       bigint             NOT NULL DEFAULT 2147483648,
+    breaker_share         double precision,
+    breaker_keys          int                NOT NULL DEFAULT 10,
+    breaker_window_s      double precision   NOT NULL DEFAULT 10,
+    breaker_errors        text[]             NOT NULL DEFAULT '{}',
     version               int                NOT NULL DEFAULT 1,
     seek                  int                NOT NULL DEFAULT 0,
     replay                int                NOT NULL DEFAULT 0,
@@ -290,6 +381,10 @@ CREATE TABLE mqlayer.consumer_group (
         AND parked_messages_limit >= 1 AND parked_messages_limit <= 9007199254740991 AND parked_bytes_limit >= 1
         AND parked_bytes_limit <= 9007199254740991 AND key_messages_limit >= 1
         AND key_messages_limit <= 9007199254740991 AND key_bytes_limit >= 1 AND key_bytes_limit <= 9007199254740991),
+    CONSTRAINT consumer_group_breaker CHECK (breaker_share > 0::double precision
+        AND breaker_share <= 1::double precision AND breaker_keys >= 1 AND breaker_keys <= 4096
+        AND breaker_window_s >= 1::double precision AND breaker_window_s <= 3600::double precision
+        AND (breaker_share IS NULL OR mode <> 'pop')),
     CONSTRAINT consumer_group_counts CHECK (version >= 1 AND version <= 1000000000 AND seek >= 0 AND seek <= 1000000000
         AND replay >= 0 AND replay <= 1000000000 AND settings_version >= 1 AND settings_version <= 1000000000
         AND allocation >= 0 AND allocation <= 4611686018427387904 AND parking >= 0 AND parking <= 4611686018427387904),
@@ -300,7 +395,8 @@ CREATE TABLE mqlayer.consumer_group (
         AND start_at <= '9000-01-01 00:00:00+00'),
     CONSTRAINT consumer_group_texts_length CHECK (octet_length(COALESCE(paused_by, '')) <= 1024
         AND octet_length(COALESCE(tag_filter, '')) <= 65536 AND cardinality(backoff_s) <= 1000
-        AND pg_column_size(non_retryable_errors) <= 1000000 AND pg_column_size(retryable_errors) <= 1000000)
+        AND pg_column_size(non_retryable_errors) <= 1000000 AND pg_column_size(retryable_errors) <= 1000000
+        AND pg_column_size(breaker_errors) <= 1000000)
 );
 CREATE UNIQUE INDEX consumer_group_instances ON mqlayer.consumer_group (broadcast_of, instance)
     WHERE broadcast_of IS NOT NULL;
@@ -353,22 +449,53 @@ CREATE TABLE mqlayer.partition_pause (
 -- Row-level security by the policies read, change, remove, add.
 
 CREATE TABLE mqlayer.member (
-    group_id    bigint      NOT NULL REFERENCES mqlayer.consumer_group(group_id),
-    member_id   text        NOT NULL,
-    session     bigint      NOT NULL DEFAULT nextval('mqlayer.member_session'),
-    host        text        NOT NULL,
-    pid         int         NOT NULL,
-    leaving     boolean     NOT NULL DEFAULT false,
-    joined_at   timestamptz NOT NULL DEFAULT now(),
-    lease_until timestamptz NOT NULL,
+    group_id     bigint      NOT NULL REFERENCES mqlayer.consumer_group(group_id),
+    member_id    text        NOT NULL,
+    session      bigint      NOT NULL DEFAULT nextval('mqlayer.member_session'),
+    host         text        NOT NULL,
+    pid          int         NOT NULL,
+    leaving      boolean     NOT NULL DEFAULT false,
+    zone         text        NOT NULL DEFAULT '',
+    joined_at    timestamptz NOT NULL DEFAULT now(),
+    lease_until  timestamptz NOT NULL,
+    failing_keys int         NOT NULL DEFAULT 0,
+    tried_keys   int         NOT NULL DEFAULT 0,
+    reported_at  timestamptz NOT NULL DEFAULT '1970-01-01 00:00:00+00',
     CONSTRAINT member_key PRIMARY KEY (group_id, member_id),
     CONSTRAINT member_id_form CHECK (member_id ~ '^[a-z][a-z0-9_.-]{0,62}$'),
     CONSTRAINT member_host_length CHECK (octet_length(host) <= 1024),
+    CONSTRAINT member_zone_form CHECK (zone ~ '^([a-z0-9][a-z0-9_.-]{0,62})?$'),
     CONSTRAINT member_numbers CHECK (session >= 0 AND session <= 4611686018427387904 AND pid >= 0
         AND pid <= 2000000000),
+    CONSTRAINT member_reported CHECK (failing_keys >= 0 AND failing_keys <= 1000000000 AND tried_keys >= 0
+        AND tried_keys <= 1000000000 AND reported_at >= '1970-01-01 00:00:00+00'
+        AND reported_at <= '9000-01-01 00:00:00+00'),
     CONSTRAINT member_joined_at CHECK (joined_at >= '1970-01-01 00:00:00+00' AND joined_at <= '9000-01-01 00:00:00+00'),
     CONSTRAINT member_lease_until CHECK (lease_until = '-infinity' OR lease_until >= '1970-01-01 00:00:00+00'
         AND lease_until <= '9000-01-01 00:00:00+00')
+);
+-- Row-level security by the policies read, change, remove, add.
+
+CREATE TABLE mqlayer.breaker (
+    group_id      bigint      NOT NULL REFERENCES mqlayer.consumer_group(group_id),
+    state         text        NOT NULL,
+    changed_at    timestamptz NOT NULL DEFAULT clock_timestamp(),
+    opened_at     timestamptz NOT NULL DEFAULT clock_timestamp(),
+    cause         text        NOT NULL,
+    actor         text        NOT NULL,
+    failing_keys  int         NOT NULL DEFAULT 0,
+    probes        int         NOT NULL DEFAULT 0,
+    probe_at      timestamptz NOT NULL,
+    probe_session bigint,
+    CONSTRAINT breaker_key PRIMARY KEY (group_id),
+    CONSTRAINT breaker_state CHECK (state IN ('closed', 'open', 'probing', 'ramping')),
+    CONSTRAINT breaker_prober CHECK (state <> 'probing' OR probe_session IS NOT NULL),
+    CONSTRAINT breaker_counts CHECK (failing_keys >= 0 AND failing_keys <= 1000000000 AND probes >= 0
+        AND probes <= 1000000000 AND probe_session >= 0 AND probe_session <= 4611686018427387904),
+    CONSTRAINT breaker_texts CHECK (octet_length(cause) <= 1024 AND octet_length(actor) <= 4096),
+    CONSTRAINT breaker_times CHECK (changed_at >= '1970-01-01 00:00:00+00' AND changed_at <= '9000-01-01 00:00:00+00'
+        AND opened_at >= '1970-01-01 00:00:00+00' AND opened_at <= '9000-01-01 00:00:00+00'
+        AND probe_at >= '1970-01-01 00:00:00+00' AND probe_at <= '9000-01-01 00:00:00+00')
 );
 -- Row-level security by the policies read, change, remove, add.
 
@@ -693,6 +820,8 @@ CREATE TABLE mqlayer.sample (
     oldest_s     double precision,
     parked       bigint,
     dead         bigint,
+    members      int,
+    busy         int,
     committed    bigint,
     relayed      bigint,
     stored       bigint,
@@ -810,6 +939,8 @@ CREATE FUNCTION mqlayer.may_create_group_v1(p_topic_id int, p_name text, p_broad
 CREATE FUNCTION mqlayer.assignment_epoch_guard() RETURNS trigger;
 CREATE FUNCTION mqlayer.assignment_epoch_given_v1() RETURNS trigger SECURITY DEFINER;
 CREATE FUNCTION mqlayer.parked_count_v1() RETURNS trigger SECURITY DEFINER;
+CREATE FUNCTION mqlayer.members_wanted_v1(p_topic text, p_group text, p_least int DEFAULT 1,
+    p_lag_target_s double precision DEFAULT 60) RETURNS double precision STABLE;
 CREATE FUNCTION mqlayer.check_console_v1() RETURNS void STABLE SECURITY DEFINER;
 CREATE FUNCTION mqlayer.console_session_begin_v1(p_token_hash bytea, p_name text, p_level text, p_bodies boolean,
     p_proof text, p_idle_s int, p_longest_s int) RETURNS void SECURITY DEFINER;

@@ -20,6 +20,7 @@ from mqlayer.cli.panels import CHANGE, LOOK, REPAIR, START
 from mqlayer.cli.pauses import PartitionOption, WaitOption, print_partitions, print_running
 from mqlayer.cli.permissions import check_change, check_group_change
 from mqlayer.cli.rows import (
+    breaker_facts,
     describe_rules,
     failure_facts,
     group_row,
@@ -40,9 +41,10 @@ from mqlayer.domain.tags import NO_FILTER
 from mqlayer.errors import InvalidInput
 from mqlayer.groups import GroupSettings, SeekPlan, Start, apply_seek, ensure_group, find_group, planned_seek
 from mqlayer.groups.admin import evict_member, pause_group, resume_group, set_group
+from mqlayer.groups.breaker_admin import reset_breaker, trip_breaker
 from mqlayer.groups.pauses import pause_partitions, resume_partitions, wait_paused
 from mqlayer.groups.retirement import forget_retired, retire_group
-from mqlayer.inspect import GroupStatus, group_members, group_statuses
+from mqlayer.inspect import GroupStatus, group_members, group_statuses, members_wanted
 from mqlayer.postgres.database import Database
 from mqlayer.redelivery import failure_counts
 from mqlayer.runtime.route_cache import RouteCache
@@ -106,6 +108,16 @@ def set_(
     burst: Annotated[
         str | None, typer.Option(metavar="N", help="Messages begun at once after idle time; none: one second's.")
     ] = None,
+    breaker: Annotated[
+        str | None, typer.Option(metavar="SHARE", help="Share of failing keys that opens the circuit breaker; or none.")
+    ] = None,
+    breaker_keys: Annotated[int | None, typer.Option(help="Failing keys that it takes at least.")] = None,
+    breaker_window: Annotated[
+        float | None, typer.Option(metavar="S", help="Seconds within which keys count for it.")
+    ] = None,
+    breaker_errors: Annotated[
+        str | None, typer.Option(metavar="E,E,…", help="The only exceptions that count for it; or all.")
+    ] = None,
     if_version: Annotated[
         int | None, typer.Option(min=1, help="Refuse unless the settings are at this version.")
     ] = None,
@@ -136,6 +148,10 @@ def set_(
             parked_bytes_limit=parked_bytes,
             key_messages_limit=key_messages,
             key_bytes_limit=key_bytes,
+            breaker_share=None if breaker is None else _limit(breaker),
+            breaker_keys=breaker_keys,
+            breaker_window_s=breaker_window,
+            breaker_errors=None if breaker_errors is None else _names(breaker_errors, nothing="all"),
         )
     words = f"{describe_rules(changed.rules)}, balance by {changed.balance}"
     if changed.instance_expiry_s is not None:
@@ -174,6 +190,24 @@ def resume(topic: TopicArgument, group: GroupArgument, partition: PartitionOptio
             return
         done = resume_group(runtime, topic, group)
     echo(f"group {group} of topic {topic} {'goes on' if done else 'was not paused'}")
+
+
+@groups.command("open-breaker", rich_help_panel=REPAIR)
+def open_breaker(topic: TopicArgument, group: GroupArgument) -> None:
+    """Open a group's circuit breaker: probes begin soon, and close it when one succeeds."""
+    with runtime_here() as runtime:
+        check_group_change(runtime.control, topic, group)
+        done = trip_breaker(runtime, topic, group)
+    echo(f"the circuit breaker of group {group} of topic {topic} is {'open' if done else 'open already'}")
+
+
+@groups.command("close-breaker", rich_help_panel=REPAIR)
+def close_breaker(topic: TopicArgument, group: GroupArgument) -> None:
+    """Close a group's circuit breaker now, without a probe."""
+    with runtime_here() as runtime:
+        check_group_change(runtime.control, topic, group)
+        done = reset_breaker(runtime, topic, group)
+    echo(f"the circuit breaker of group {group} of topic {topic} is {'closed' if done else 'closed already'}")
 
 
 @groups.command(rich_help_panel=REPAIR)
@@ -253,13 +287,17 @@ def list_(
 def show(topic: TopicArgument, group: GroupArgument, as_json: JsonOption = False) -> None:
     """Show a group's settings and positions."""
     (found,) = _statuses(topic, group)
-    settings = settings_row(found)
+    here = settings_here()
+    with Database(here.control_dsn()) as database:
+        wanted = members_wanted(database, topic, group, lag_target_s=here.lag_target_s)
+    settings = settings_row(found) | {"members_wanted": wanted}
     if as_json:
         partitions = [partition_facts(one) for one in found.partitions]
         with Database(settings_here().control_dsn()) as database:
             (counts,) = failure_counts(database, topic, group)
         failures = {"failures": failure_facts(counts)}
-        show_rows([settings | failures | {"partitions": partitions}], as_json=True, nothing="")
+        row = settings | {"breaker": breaker_facts(found)} | failures | {"partitions": partitions}
+        show_rows([row], as_json=True, nothing="")
         return
     shown = settings | {"version": f"{settings['version']} of {settings['topic_version']}"}
     show_facts({name: value for name, value in shown.items() if name not in {"topic_version", "unreachable"}})

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.curves import HoursOption, PointsOption, show_history
-from mqlayer.cli.option_rules import RuledCommand, excludes, planned
+from mqlayer.cli.node_drain import show_plan, show_report, show_step
+from mqlayer.cli.option_rules import RuledCommand, excludes, needs, planned
 from mqlayer.cli.options import PlanOption, YesOption, echo_plan
 from mqlayer.cli.output import JsonOption, echo, show_rows
 from mqlayer.cli.panels import CHANGE, LOOK, REPAIR, START
@@ -22,11 +23,20 @@ from mqlayer.postgres.rights import Right
 from mqlayer.redis.access import read_secret
 from mqlayer.redis.acl import acl_file_line, setuser_command
 from mqlayer.redis.acl_check import RequiredAccess
+from mqlayer.redis.node_connection import Node
 from mqlayer.redis.roles import RedisRole
 from mqlayer.redis.server_info import describe_access, read_access
-from mqlayer.routes import give_up_node
+from mqlayer.routes import drain_node, give_up_node, plan_drain
 from mqlayer.settings import Settings
-from mqlayer.topics import find_node, list_nodes, rearm_node, register_node, set_node_address
+from mqlayer.topics import (
+    find_node,
+    list_nodes,
+    rearm_node,
+    register_node,
+    remove_node,
+    set_node_address,
+    stop_drain,
+)
 
 AcceptLossOption = Annotated[bool, typer.Option(help="Accept the loss of messages that no outbox holds any more.")]
 FormerOption = Annotated[bool, typer.Option(help="Take an old primary back, and accept the messages that it lacks.")]
@@ -75,8 +85,13 @@ def list_(as_json: JsonOption = False) -> None:
     """List the nodes with their armed runs."""
     with Database(settings_here().control_dsn()) as database:
         found = list_nodes(database)
-    rows = ({"name": n.name, "address": n.address, "armed_run": (n.armed_run_id or "")[:8]} for n in found)
-    show_rows(rows, as_json=as_json, nothing="no nodes: mqlayer node register NAME URL")
+    show_rows(map(_row, found), as_json=as_json, nothing="no nodes: mqlayer node register NAME URL")
+
+
+def _row(node: Node) -> dict[str, Any]:
+    armed = (node.armed_run_id or "")[:8]
+    where = {"name": node.name, "address": node.address, "zone": node.zone}
+    return where | {"armed_run": armed, "draining_at": node.draining_at}
 
 
 @nodes.command(rich_help_panel=REPAIR)
@@ -168,6 +183,53 @@ def set_(
         check_change(runtime.control)
         node, count = set_node_address(runtime, name, url, empty=empty, accept_loss=accept_loss, former=former)
     echo(f"{node.name} is {node.address}; {count} assignments got a new epoch")
+
+
+@nodes.command(cls=RuledCommand, rich_help_panel=CHANGE)
+@planned
+@excludes("--stop", "--plan", "--yes", "--timeout", why="--stop lets the node get partitions again, and moves none")
+@needs("--timeout", "--yes", why="it ends the waiting; what is left goes on with the same command")
+def drain(
+    name: Annotated[str, typer.Argument(help="The node's name.")],
+    _plan: PlanOption = False,
+    yes: YesOption = False,
+    timeout: Annotated[float | None, typer.Option(min=0, help="Wait for groups so many seconds at most.")] = None,
+    stop: Annotated[bool, typer.Option("--stop", help="Let it get partitions again; moved ones stay away.")] = False,
+) -> None:
+    """Move all partitions off a node under load, and wait until every group is through.
+
+    Repeatable: it goes on where it was interrupted. Exit code 1 if something is left.
+    """
+    with runtime_here() as runtime:
+        if stop:
+            check_change(runtime.control)
+            word = "gets partitions again" if stop_drain(runtime, name) else "is not being drained"
+            echo(f"node {name} {word}")
+            return
+        if yes:
+            check_change(runtime.control)
+        show_plan(plan_drain(runtime, name))
+        if not yes:
+            echo("nothing was changed: --yes does this")
+            return
+        report = drain_node(runtime, name, timeout_s=timeout, tell=show_step)
+    show_report(name, report)
+
+
+@nodes.command(cls=RuledCommand, rich_help_panel=CHANGE)
+@planned
+def remove(
+    name: Annotated[str, typer.Argument(help="The node's name.")], _plan: PlanOption = False, yes: YesOption = False
+) -> None:
+    """Forget an empty node; its name is free then. Refused while it holds partitions."""
+    with runtime_here() as runtime:
+        if not yes:
+            find_node(runtime.control, name)
+            echo_plan(f"node {name} would be forgotten, if it is empty")
+            return
+        check_change(runtime.control)
+        remove_node(runtime, name)
+    echo(f"node {name} is removed: its Redis is used no more")
 
 
 @nodes.command(cls=RuledCommand, rich_help_panel=REPAIR)

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Final
 import typer
 
 from mqlayer.cli.addresses import settings_here
+from mqlayer.cli.auto_routes import add_auto
 from mqlayer.cli.drain_watch import watch_draining
 from mqlayer.cli.option_rules import RuledCommand, excludes, needs, planned
 from mqlayer.cli.options import PlanOption, TopicArgument, YesOption, echo_plan
@@ -41,7 +42,7 @@ from mqlayer.routes import (
     route_history,
     route_ranges,
 )
-from mqlayer.runtime.route_cache import load_nodes, load_route
+from mqlayer.runtime.route_cache import load_route, node_names
 from mqlayer.runtime.runtime import Runtime
 
 STRIP: Final = 32
@@ -60,6 +61,7 @@ routes = typer.Typer(no_args_is_help=True, help="Routes: split, merge and move p
 
 def add_to(app: typer.Typer) -> None:
     """Add commands."""
+    add_auto(routes)
     app.add_typer(routes, name="route")
 
 
@@ -300,7 +302,7 @@ def _split_by_report(
 
 
 def _show_plans(database: Database, plans: Iterable[ChangePlan]) -> None:
-    names = {node.node_id: node.name for node in load_nodes(database)}
+    names = node_names(database)
     for plan in plans:
         for line in _plan_lines(plan, names):
             echo(line)

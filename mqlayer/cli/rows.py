@@ -7,7 +7,7 @@ from typing import Any
 
 from mqlayer.cli.output import format_age, format_key
 from mqlayer.domain.retry_rules import PARKING_LIMITS, RetryRules
-from mqlayer.inspect import GroupStatus, PartitionStatus, UnsettledMessage, VersionLag
+from mqlayer.inspect import GroupStatus, PartitionStatus, UnsettledMessage, VersionLag, describe_breaker
 from mqlayer.redelivery import FailureCounts
 
 
@@ -52,6 +52,7 @@ def settings_row(group: GroupStatus) -> dict[str, Any]:
         "settings_version": facts.settings_version,
         "rate_limit": facts.rate_limit,
         "rate_burst": facts.rate_burst,
+        "breaker": None if facts.breaker is None else describe_breaker(facts.breaker),
         "paused_at": facts.paused_at,
         "version": facts.version,
         "topic_version": facts.topic_version,
@@ -80,6 +81,10 @@ def describe_rules(rules: RetryRules) -> str:
         words.append(f"time limit {rules.time_limit_s:g} s")
     if rules.max_time_limit_s is not None:
         words.append(f"max time limit {rules.max_time_limit_s:g} s")
+    if rules.breaker_share is not None:
+        words.append(f"breaker at {rules.breaker_share:g} of {rules.breaker_keys} keys in {rules.breaker_window_s:g} s")
+    if rules.breaker_errors:
+        words.append(f"breaker errors: {' '.join(rules.breaker_errors)}")
     default = RetryRules()
     words += [
         f"{name.removesuffix('_limit').replace('_', ' ')} up to {getattr(rules, name):,}"
@@ -117,6 +122,11 @@ def replay_facts(group: GroupStatus) -> dict[str, Any] | None:
     if group.replay is None:
         return None
     return asdict(group.replay) | {"since": group.replay.since}
+
+
+def breaker_facts(group: GroupStatus) -> dict[str, Any] | None:
+    """A breaker that is not closed, for --json."""
+    return None if group.facts.breaker is None else asdict(group.facts.breaker)
 
 
 def parked_facts(group: GroupStatus) -> dict[str, Any]:

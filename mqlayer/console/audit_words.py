@@ -274,12 +274,20 @@ def _export(name: str, facts: Facts) -> str:
     return f"exported snapshot {name} to {facts['directory']}: {counted(facts['records'], 'record')}"
 
 
-def _each() -> Iterator[tuple[str, Callable[[str, Facts], str]]]:
+def _of_nodes() -> Iterator[tuple[str, Callable[[str, Facts], str]]]:
     yield "node register", lambda name, facts: f"registered node {name} at {facts['url']}"
     yield "node rearm", _arm
     yield "node set", _address
     yield "node lost", _node_lost
+    yield "node drain", lambda name, _: f"began to drain node {name}: it gets no new partitions"
+    yield "node drain stop", lambda name, _: f"ended the draining of node {name}: it gets partitions again"
+    yield "node remove", lambda name, _: f"removed node {name}, which was empty"
+    yield "node zone", lambda name, facts: f"said that node {name} is in zone {facts['zone'] or '(none)'}"
     yield "node out of service", lambda name, _: f"took node {name} out of service: no process uses it any more"
+
+
+def _each() -> Iterator[tuple[str, Callable[[str, Facts], str]]]:
+    yield from _of_nodes()
     yield "topic create", _topic_create
     yield "topic set", lambda name, facts: f"changed topic {name}: {_changed(facts)}"
     yield "topic pause", lambda name, _: f"paused topic {name}: running → paused"
@@ -315,6 +323,8 @@ def _each() -> Iterator[tuple[str, Callable[[str, Facts], str]]]:
     yield "route move", _route("move", "moved")
     yield "route drop", lambda topic, facts: f"dropped the planned {facts['kind']} {facts['change']} of topic {topic}"
     yield "route reopen", _reopen
+    yield "route auto", lambda topic, facts: f"set the automatic routes of topic {topic} to {facts['mode']}"
+    yield "route auto stop", lambda topic, facts: f"stopped the automatic routes of topic {topic}: {facts['reason']}"
     yield "outbox recover", _recover
     yield "postgres replaced", lambda _, __: "noticed another Postgres server: numbers leapt, nodes must be armed again"
     yield "versions set", _version

@@ -21,6 +21,7 @@ STALLS: Final = {
     "replayed": "waits for a replay",
     "parking_full": "no room to park",
     "failing": "failing",
+    "breaker": "circuit breaker open",
 }
 """The reasons of stalls, for a table."""
 
@@ -45,7 +46,9 @@ def stall_words(one: PartitionStatus) -> tuple[str, str]:
     return ("in progress", "good") if one.lag else ("nothing waits", "quiet")
 
 
-_BAD: Final = frozenset({"node_away", "partition_missing", "no_owner", "lease_over", "parking_full", "failing"})
+_BAD: Final = frozenset(
+    {"node_away", "partition_missing", "no_owner", "lease_over", "parking_full", "failing", "breaker"}
+)
 
 
 def waits_for(head: PartitionHead) -> list[Waiting]:
@@ -77,8 +80,9 @@ def _stalled(head: PartitionHead) -> Iterator[Waiting]:
             yield Waiting(f"No member handles it: {stall.detail}.{hint}", "bad", stall.since, here, "Members")
         case "not_taken":
             yield Waiting(f"Its next owner is about to take it: {stall.detail}.", "warn", stall.since)
-        case "replayed":
-            yield Waiting(f"It waits for a replay: {stall.detail}.", "warn", stall.since)
+        case "replayed" | "breaker":
+            what = "It waits for a replay" if stall.reason == "replayed" else "Nothing begins"
+            yield Waiting(f"{what}: {stall.detail}.", "warn", stall.since)
         case "parking_full":
             path = link("/parked", topic=group.topic, group=group.name)
             yield Waiting(f"Its key can't be parked: {stall.detail}.", "bad", stall.since, path, "Parked keys")

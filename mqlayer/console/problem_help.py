@@ -30,6 +30,9 @@ ADVICE: Final[Mapping[str, str]] = {
     "MqlayerRouteChangeStuck":
         "Its page names the node or the step that it waits for. Workers go on with it every two seconds; here it "
         "goes on at once.",
+    "MqlayerAutopilotStopped":
+        "The topic's page has its last decisions. Repair the cause, then turn automatic routes on again.",
+    "MqlayerKeyHot": "Divide the key, or make its handler faster: no split helps. The topic's page names it.",
     "MqlayerPartitionHot": "Split it: the plan measures the load, and shows how it would divide.",
     "MqlayerLagGrows": "Add members or handlers. The group's page shows whether one partition lags, or all.",
     "MqlayerLagUnknown": "The group's page names the partitions: their node is away, or lost them.",

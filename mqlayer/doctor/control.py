@@ -67,6 +67,20 @@ def check_unarmed(checked: CheckedDatabase, limits: CheckLimits) -> list[Finding
     return found or [Finding("unarmed", checked.subject, CheckStatus.OK, "a run of each node is armed")]
 
 
+def check_draining(checked: CheckedDatabase, limits: CheckLimits) -> list[Finding]:
+    """Report draining nodes, also those without progress."""
+    found = []
+    for name, age_s, in_force, sealed, quiet_s in checked.rows("check_draining"):
+        seen = f"node {name} drains since {format_seconds(age_s)}: {in_force} partitions to move, {sealed} to retire"
+        stopped = in_force and quiet_s > limits.change_s
+        fix = f"mqlayer node drain {name} --yes goes on; --stop ends it" if in_force or sealed else (
+            f"mqlayer node remove {name}, or let it have partitions again: mqlayer node drain {name} --stop"
+        )  # fmt: skip
+        verdict = CheckStatus.WARNING if stopped else CheckStatus.OK
+        found.append(Finding("draining", checked.subject, verdict, seen, fix))
+    return found or [Finding("draining", checked.subject, CheckStatus.OK, "no node is being drained")]
+
+
 def check_beat(checked: CheckedDatabase, _: CheckLimits) -> list[Finding]:
     """Report late periodic jobs."""
     ((last_s,),) = checked.rows("check_last_job")
@@ -95,6 +109,21 @@ def check_changes(checked: CheckedDatabase, limits: CheckLimits) -> list[Finding
             Finding("routes", checked.subject, CheckStatus.BROKEN if waits else CheckStatus.WARNING, seen, fix)
         )
     return found or [Finding("routes", checked.subject, CheckStatus.OK, "no route change waits")]
+
+
+def check_autopilot(checked: CheckedDatabase, _: CheckLimits) -> list[Finding]:
+    """Report topics whose automatic routes stopped themselves, and hot LPs that no split helps."""
+    found = []
+    for topic, reason, age_s in checked.rows("check_autopilot"):
+        seen = f"automatic routes of topic {topic} stopped {format_seconds(age_s)} ago: {reason}"
+        fix = f"repair the cause, then: mqlayer route auto {topic} --on"
+        found.append(Finding("autopilot", checked.subject, CheckStatus.WARNING, seen, fix))
+    for topic, partition, _lp, reason, _age_s in checked.rows("check_hot_keys"):
+        seen = f"partition {partition} of topic {topic}: {reason}"
+        found.append(
+            Finding("autopilot", checked.subject, CheckStatus.WARNING, seen, f"see: mqlayer route why {topic}")
+        )
+    return found or [Finding("autopilot", checked.subject, CheckStatus.OK, "no automatic route stopped")]
 
 
 def check_deletions(checked: CheckedDatabase, limits: CheckLimits) -> list[Finding]:
@@ -195,8 +224,10 @@ CHECKS: Final[dict[str, Check[CheckedDatabase]]] = {
     "replaced": check_replaced,
     "numbers": check_numbers,
     "unarmed": check_unarmed,
+    "draining": check_draining,
     "beat": check_beat,
     "routes": check_changes,
+    "autopilot": check_autopilot,
     "deletions": check_deletions,
     "groups": check_groups,
     "parked": check_parked,

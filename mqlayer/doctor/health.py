@@ -18,7 +18,8 @@ from mqlayer.doctor.findings import format_seconds
 from mqlayer.doctor.postgres import OpenTransaction
 from mqlayer.doctor.problem_history import OpenProblem, Problem, ProblemPlace, open_problems, put_problems
 from mqlayer.errors import MqlayerError, SchemaMismatch
-from mqlayer.inspect import GroupStatus, group_statuses
+from mqlayer.groups.breaker import BreakerFacts
+from mqlayer.inspect import GroupStatus, describe_breaker, group_statuses
 from mqlayer.inspect.group_status import Stall
 from mqlayer.inspect.node_status import NodeStatus, node_statuses
 from mqlayer.inspect.outbox_status import outbox_waiting
@@ -316,6 +317,10 @@ def _groups(look: HealthLook) -> Iterator[Problem]:
     rows = [GroupRow(*row) for row in look.rows("health_groups")]
     look.totals.is_sampled = sum(one.partitions for one in rows) > POSITIONS_LIMIT
     yield from _sampled_groups(look, rows) if look.totals.is_sampled else _read_groups(look)
+    for topic, group, *of_breaker in look.rows("health_breakers"):
+        breaker = BreakerFacts(*of_breaker)
+        text = f"Only probes run: {describe_breaker(breaker)}"
+        yield Problem(ALERTS["MqlayerBreakerOpen"], text, breaker.opened_at, topic, group)
     yield from _hot(look, rows)
     above_s = ALERTS["MqlayerLagGrows"].above
     for topic, group, oldest_s, lag in look.rows("health_lag", above_s=above_s):
@@ -426,7 +431,7 @@ def _retries(stall: Stall) -> bool:
 def _stalls(one: GroupStatus, topic: str, group: str) -> Iterator[Problem]:
     stuck = [(part, part.stall) for part in one.undrained if part.stall is not None and not _retries(part.stall)]
     # What a silent node holds up is told with the node, and what nobody takes over with the missing members.
-    told = EXPECTED_STALLS | {"node_away"} | (set() if one.facts.alive else {"lease_over"})
+    told = EXPECTED_STALLS | {"node_away", "breaker"} | (set() if one.facts.alive else {"lease_over"})
     for reason in dict.fromkeys(stall.reason for _, stall in stuck if stall.reason not in told):
         parts = [(part, stall) for part, stall in stuck if stall.reason == reason]
         first, stall = parts[0]
@@ -504,6 +509,15 @@ def _changes(look: HealthLook) -> Iterator[Problem]:
         yield Problem(alert, text, _before(age_s), topic, change=change_id, effect=effect)
 
 
+def _autopilot(look: HealthLook) -> Iterator[Problem]:
+    for topic, reason, age_s in look.rows("check_autopilot"):
+        text = f"The autopilot changes no route of {topic} any more: {reason}"
+        yield Problem(ALERTS["MqlayerAutopilotStopped"], text, _before(age_s), topic)
+    for topic, partition, lp, reason, _ in look.rows("check_hot_keys"):
+        text = f"LP {lp} in partition {partition} of {topic}: {reason}"
+        yield Problem(ALERTS["MqlayerKeyHot"], text, None, topic, partition=partition)
+
+
 def _archive(look: HealthLook) -> Iterator[Problem]:
     late = ALERTS["MqlayerArchiveLate"]
     for topic, gaps, passed_s, _ in look.rows("check_archive"):
@@ -562,6 +576,7 @@ FINDERS: Final[Mapping[str, Finder]] = {
     "groups": _groups,
     "parked and dead messages": _failures,
     "route changes": _changes,
+    "automatic routes": _autopilot,
     "archive": _archive,
     "jobs": _jobs,
     "samples": _samples,

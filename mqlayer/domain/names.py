@@ -44,6 +44,13 @@ def check_instance(instance: str) -> str:
     return instance
 
 
+def check_zone(zone: str) -> str:
+    """Return a valid zone's name, or "" for none. Raises InvalidName."""
+    if zone and not INSTANCE_FORM.fullmatch(str(zone)):
+        raise InvalidName("zone", zone)
+    return zone
+
+
 def instance_name(group: str, instance: str) -> str:
     """Return an instance's group name, impossible for other groups."""
     return f"{group}@{instance}"

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, get_args
 
-from mqlayer.errors import BodyMismatch, HandlerControl, HandlerFault, InvalidInput
+from mqlayer.errors import BodyMismatch, HandlerControl, HandlerFault, InvalidInput, MessageTimeout
 
 Policy = Literal["park", "block", "dead_letter", "skip"]
 """For a message out of attempts, with a final error, or rejected."""
@@ -22,6 +22,9 @@ DEFAULT_BACKOFF_S: Final[tuple[float, ...]] = (
 
 DEFAULT_ATTEMPT_LIMIT: Final = 17
 GIB: Final = 1 << 30
+DEFAULT_BREAKER_KEYS: Final = 10
+DEFAULT_BREAKER_WINDOW_S: Final = 10.0
+BREAKER_RULES: Final = ("breaker_share", "breaker_keys", "breaker_window_s", "breaker_errors")
 PARKING_LIMITS: Final = (
     "parked_keys_limit", "parked_messages_limit", "parked_bytes_limit", "key_messages_limit", "key_bytes_limit",
 )  # fmt: skip
@@ -51,6 +54,10 @@ class RetryRules:
     parked_bytes_limit: int = 10 * GIB
     key_messages_limit: int = 2_000_000
     key_bytes_limit: int = 2 * GIB
+    breaker_share: float | None = None
+    breaker_keys: int = DEFAULT_BREAKER_KEYS
+    breaker_window_s: float = DEFAULT_BREAKER_WINDOW_S
+    breaker_errors: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, columns: Sequence[Any]) -> RetryRules:
@@ -79,6 +86,18 @@ class RetryRules:
             if name in self.retryable_errors:
                 return False
         return isinstance(error, BodyMismatch) or (bool(self.retryable_errors) and not isinstance(error, HandlerFault))
+
+    def may_trip(self, error: BaseException) -> bool:
+        """Whether an error counts for the circuit breaker: never a final one, or a HandlerControl.
+
+        Of HandlerFaults a MessageTimeout alone: others are faults of the program.
+        """
+        if isinstance(error, HandlerControl) or self.is_final(error):
+            return False
+        if isinstance(error, HandlerFault) and not isinstance(error, MessageTimeout):
+            return False
+        names = self.breaker_errors
+        return not names or any(error_name(kind) in names for kind in type(error).__mro__)
 
 
 RULES_COUNT: Final = len(RetryRules.__slots__)

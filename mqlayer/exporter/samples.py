@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
 from typing import Any, Final
 
 from mqlayer.inspect import GroupStatus, group_statuses
@@ -29,8 +30,16 @@ def control_samples(runtime: Runtime, *, by_partition: bool = False) -> Samples:
     if by_partition:
         _add_partitions(found, statuses)
     _add_failures(found, failure_counts(runtime.control), {_name(one) for one in statuses})
+    lag_target_s = runtime.settings.lag_target_s
+    for topic, group, wanted in _rows(runtime.control, "metrics_members_wanted", lag_target_s=lag_target_s):
+        if wanted is not None:
+            found["mqlayer.group.members_wanted"].append((wanted, _labels((topic, group))))
     _add_nodes(found, _row(runtime.control, "metrics_nodes"), statuses)
     _add_changes(found, _row(runtime.control, "metrics_route_changes"))
+    for topic, changes, stopped, hot in _rows(runtime.control, "metrics_autopilot"):
+        found["mqlayer.autopilot.changes"].append((changes, {"topic": topic}))
+        found["mqlayer.autopilot.stopped"].append((stopped, {"topic": topic}))
+        found["mqlayer.autopilot.hot_lps"].append((hot, {"topic": topic}))
     for topic, gaps, passed_s, _ in _rows(runtime.control, "check_archive"):
         found["mqlayer.archive.gaps"].append((gaps, {"topic": topic}))
         if passed_s is not None:
@@ -77,6 +86,7 @@ def _add_groups(found: Samples, statuses: Iterable[GroupStatus]) -> None:
             "mqlayer.group.lag.age": max((one.age_s or 0.0 for one in ones), default=0.0),
             "mqlayer.group.unknown_partitions": sum(one.lag is None for one in partitions),
             "mqlayer.group.partitions": len(partitions),
+            "mqlayer.group.breaker.open": max(_open_s(one) for one in ones),
         }
         if ones[0].facts.mode != "pop":
             # Receivers are no members.
@@ -86,6 +96,11 @@ def _add_groups(found: Samples, statuses: Iterable[GroupStatus]) -> None:
         reasons = Counter(one.stall.reason for one in partitions if one.stall is not None)
         for reason, count in reasons.items():
             found["mqlayer.group.stuck_partitions"].append((count, _labels(name, reason=reason)))
+
+
+def _open_s(status: GroupStatus) -> float:
+    breaker = status.facts.breaker
+    return 0.0 if breaker is None else max(0.0, (datetime.now(UTC) - breaker.opened_at).total_seconds())
 
 
 def _add_partitions(found: Samples, statuses: Iterable[GroupStatus]) -> None:
@@ -125,7 +140,9 @@ def _add_failures(found: Samples, counts: Iterable[FailureCounts], live: set[Gro
 
 def _add_nodes(found: Samples, row: tuple[Any, ...], statuses: Iterable[GroupStatus]) -> None:
     unreachable = {name for one in statuses for name in one.unreachable}
-    for state, count in zip(("armed", "unarmed", "lost", "unreachable"), (*row, len(unreachable)), strict=True):
+    for state, count in zip(
+        ("armed", "unarmed", "lost", "draining", "unreachable"), (*row, len(unreachable)), strict=True
+    ):
         found["mqlayer.nodes"].append((count, {"state": state}))
 
 

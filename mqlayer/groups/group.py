@@ -19,6 +19,7 @@ from psycopg.types.json import Jsonb
 from mqlayer.domain.names import check_group, check_name
 from mqlayer.domain.rates import RateLimit, check_rate
 from mqlayer.domain.retry_rules import (
+    BREAKER_RULES,
     PARKING_LIMITS,
     POLICIES,
     RULES_COUNT,
@@ -71,6 +72,10 @@ SET_OPTIONS: Final = {
     "parked_bytes_limit": "--parked-bytes",
     "key_messages_limit": "--key-messages",
     "key_bytes_limit": "--key-bytes",
+    "breaker_share": "--breaker",
+    "breaker_keys": "--breaker-keys",
+    "breaker_window_s": "--breaker-window",
+    "breaker_errors": "--breaker-errors",
     "balance": "--balance",
     "tag_filter": "--tag-filter",
     "instance_expiry_s": "--instance-expiry",
@@ -82,6 +87,7 @@ FIXED_SETTINGS: Final = ("ordered", "scope", "visibility_timeout_s")
 MOST: Final = 2_000_000_000
 """What a count in a group's settings is at most, below the end of its type."""
 VISIBILITY_TIMEOUT_S: Final = 30.0
+MOST_BREAKER_KEYS: Final = 4096
 INSTANCE_EXPIRY_S: Final = 3600.0
 
 
@@ -116,6 +122,10 @@ class GroupSettings:
     instance_expiry_s: float | None = None
     rate_limit: float | None = None
     rate_burst: float | None = None
+    breaker_share: float | None = None
+    breaker_keys: int | None = None
+    breaker_window_s: float | None = None
+    breaker_errors: tuple[str, ...] | None = None
 
     def rules(self) -> RetryRules:
         """Return the retry rules of a group created with these."""
@@ -147,6 +157,10 @@ class RetrySettings(TypedDict, total=False):
     parked_bytes_limit: int | None
     key_messages_limit: int | None
     key_bytes_limit: int | None
+    breaker_share: float | None
+    breaker_keys: int | None
+    breaker_window_s: float | None
+    breaker_errors: Sequence[str | type[BaseException]] | None
 
 
 class GroupChanges(RetrySettings, total=False):
@@ -290,7 +304,7 @@ def settings_of(
     _check_names(said)
     if said.get("backoff_s") is not None:
         said["backoff_s"] = tuple(map(float, said["backoff_s"]))
-    for name in ("non_retryable_errors", "retryable_errors"):
+    for name in ("non_retryable_errors", "retryable_errors", "breaker_errors"):
         if said.get(name) is not None:
             if isinstance(said[name], str):
                 raise InvalidInput(f"{name} is a list of exceptions or their names, not the text {said[name]!r}")
@@ -330,8 +344,10 @@ def check_settings(settings: GroupSettings) -> None:
     if settings.policy not in (None, *POLICIES):
         raise InvalidInput(f"the policy is one of {', '.join(POLICIES)}, not {settings.policy!r}")
     _check_parking_limits(settings)
-    for name in (*(settings.non_retryable_errors or ()), *(settings.retryable_errors or ())):
-        check_error_name(name)
+    for names in (settings.non_retryable_errors, settings.retryable_errors, settings.breaker_errors):
+        for name in names or ():
+            check_error_name(name)
+    _check_breaker(settings)
     for limit_s in (settings.time_limit_s, settings.max_time_limit_s):
         if limit_s is not None and not limit_s > 0:
             raise InvalidInput(f"a limit of time is over 0 seconds, not {limit_s}: leave it out, or inf for none")
@@ -346,6 +362,16 @@ def _check_parking_limits(settings: GroupSettings) -> None:
         most = MOST if name == "parked_keys_limit" else 2**53 - 1
         if limit is not None and not (1 <= limit <= most and limit == int(limit)):
             raise InvalidInput(f"{name} is a whole number from 1 to {most}, not {limit}")
+
+
+def _check_breaker(settings: GroupSettings) -> None:
+    share, keys, window_s = settings.breaker_share, settings.breaker_keys, settings.breaker_window_s
+    if share is not None and share != math.inf and not 0 < share <= 1:
+        raise InvalidInput(f"the breaker's share of failing keys is over 0 to 1, not {share}: 0.5, or inf for none")
+    if keys is not None and not (1 <= keys <= MOST_BREAKER_KEYS and keys == int(keys)):
+        raise InvalidInput(f"breaker_keys is a whole number from 1 to {MOST_BREAKER_KEYS}, not {keys}")
+    if window_s is not None and not 1 <= window_s <= 3600:
+        raise InvalidInput(f"breaker_window_s is from 1 to 3600 seconds, not {window_s}")
 
 
 def _check_mode(settings: GroupSettings) -> None:
@@ -403,6 +429,11 @@ def refuse_ineffective(settings: GroupSettings, group: Group) -> None:
     rules = group.rules
     if settings.rate_burst not in (None, math.inf) and group.rate_limit is None:
         raise InvalidInput("a burst is of a rate, and the group has none: say rate_limit too, or leave rate_burst out")
+    of_breaker = [name for name in BREAKER_RULES[1:] if getattr(settings, name) is not None]
+    if of_breaker and rules.breaker_share is None:
+        raise InvalidInput(
+            f"the group has no circuit breaker: say breaker_share too, or leave {', '.join(of_breaker)} out"
+        )
     if rules.attempt_limit == 1 and settings.jitter:
         raise InvalidInput("a message has one attempt, so no wait is left to chance: leave jitter out")
     if rules.attempt_limit == 1 and rules.policy in ("dead_letter", "skip") and settings.backoff_s is not None:

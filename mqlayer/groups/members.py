@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -15,11 +15,13 @@ from mqlayer.domain.routing import NodeId, PartitionId
 from mqlayer.domain.tags import NO_FILTER
 from mqlayer.errors import Conflict, GroupRetired, InstanceTaken, NotFound, TransactionConflict
 from mqlayer.failpoints import failpoint
+from mqlayer.groups.breaker import CLOSED, BreakerReply
 from mqlayer.groups.rebalance import change_group, rebalance
 from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.queries import query
 
-OF_GROUP: Final = 7 + RULES_COUNT
+OF_BREAKER: Final = 7
+OF_GROUP: Final = 7 + OF_BREAKER + RULES_COUNT
 """Columns of `member_assignments` about the group."""
 
 
@@ -74,6 +76,7 @@ class HeartbeatReply:
     archived: bool = False
     rate: RateLimit | None = None
     assignments: tuple[Assignment, ...] = ()
+    breaker: BreakerReply = CLOSED
 
 
 class MemberReplaced(Conflict):
@@ -173,11 +176,22 @@ def send_heartbeat(
     with database.connection() as connection:
         rows = connection.execute(query("member_assignments"), facts).fetchall()
     assigned = tuple(Assignment(*row[:-OF_GROUP]) for row in rows if row[0] is not None)
-    facts_of_group = rows[0][-OF_GROUP:] if rows else (False, None, None, 0, NO_FILTER, 0, 0)
-    archived, per_s, burst, share_count, tag_filter, parking_version, allocation, *columns = facts_of_group
+    facts_of_group: Sequence[Any] = (
+        rows[0][-OF_GROUP:] if rows else (False, None, None, 0, *[None] * OF_BREAKER, NO_FILTER, 0, 0)
+    )
+    archived, per_s, burst, share_count, *more = facts_of_group
+    tag_filter, parking_version, allocation, *columns = more[OF_BREAKER:]
     rules = RetryRules.of(columns) if columns else None
     rate = RateLimit.of(per_s, burst, share_count or 0)
-    return HeartbeatReply(True, False, allocation, rules, parking_version, tag_filter, archived, rate, assigned)
+    breaker = _breaker(more[:OF_BREAKER])
+    return HeartbeatReply(
+        True, False, allocation, rules, parking_version, tag_filter, archived, rate, assigned, breaker
+    )
+
+
+def _breaker(facts: Sequence[Any]) -> BreakerReply:
+    # Without a row of it all but the last is null.
+    return BreakerReply(suspected=bool(facts[-1])) if facts[0] is None else BreakerReply(*facts)
 
 
 def release(database: Database, session: MemberSession, *assigned: Assignment) -> None:

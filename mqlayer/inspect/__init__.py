@@ -2,13 +2,21 @@
 
 from mqlayer.inspect.busiest_keys import BusiestKeys, BusyKey, busiest_keys
 from mqlayer.inspect.curves import Curve, CurvePoint, curves
-from mqlayer.inspect.group_facts import GroupFacts, MemberFacts, PartitionFacts, group_facts, group_members
+from mqlayer.inspect.group_facts import (
+    GroupFacts,
+    MemberFacts,
+    PartitionFacts,
+    group_facts,
+    group_members,
+    members_wanted,
+)
 from mqlayer.inspect.group_status import (
     GroupStatus,
     PartitionStatus,
     Stall,
     UnsettledMessage,
     VersionLag,
+    describe_breaker,
     group_statuses,
 )
 from mqlayer.inspect.key_history import key_history, record_of
@@ -99,6 +107,7 @@ __all__ = [
     "VersionLag",
     "busiest_keys",
     "curves",
+    "describe_breaker",
     "explain_key",
     "find_by_dedup_id",
     "find_message",
@@ -110,6 +119,7 @@ __all__ = [
     "hidden_from",
     "history_of_key",
     "key_history",
+    "members_wanted",
     "message_life",
     "newest_messages",
     "partition_head",

@@ -54,7 +54,12 @@ def busiest_keys(runtime: Runtime, topic: str, partition: int, *, records: int =
     if one is None:
         raise NotFound("partition", partition, f"see those that there are: mqlayer topic show {topic}")
     with NodePool.of_registered(runtime, RedisRole.VIEWER) as pool:
-        kept = [each.record for each in _newest(pool.to(one.node), runtime.prefix, partition, records)]
+        return busiest_keys_at(pool.to(one.node), runtime.prefix, partition, records=records)
+
+
+def busiest_keys_at(connection: NodeConnection, prefix: str, partition: int, *, records: int = RECORDS) -> BusiestKeys:
+    """Return the busiest keys of a partition of a node."""
+    kept = [each.record for each in _newest(connection, prefix, partition, records)]
     kept = [each for each in kept if not each.void]
     counts = Counter(None if each.key == NO_KEY else each.key.decode(errors="replace") for each in kept)
     times = [each.at_ms for each in kept]

@@ -11,11 +11,13 @@ from mqlayer.domain.names import check_any_topic, check_group
 from mqlayer.domain.retry_rules import RULES_COUNT, RetryRules
 from mqlayer.domain.routing import NodeId
 from mqlayer.errors import NotFound
+from mqlayer.groups.breaker import BreakerFacts
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.queries import query
 from mqlayer.runtime.route_cache import load_route
 
-BEHIND_RULES: Final = 5
+OF_BREAKER: Final = 8
+BEHIND_RULES: Final = 5 + OF_BREAKER
 Visibility = Literal["hidden", "readable", "drained"]
 
 
@@ -53,6 +55,7 @@ class GroupFacts:
     topic_paused_by: str | None = None
     rate_limit: float | None = None
     rate_burst: float | None = None
+    breaker: BreakerFacts | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +107,14 @@ class MemberFacts:
     partitions: int
 
 
+def members_wanted(database: Database, topic: str, group: str, *, lag_target_s: float) -> int | None:
+    """Return how many members a group needs to work its lag off within a time, by samples; None: not known."""
+    facts = {"topic": topic, "group": group, "lag_target_s": lag_target_s}
+    with database.connection() as connection:
+        row = connection.execute(query("members_wanted"), facts).fetchone()
+    return None if row is None or row[0] is None else int(row[0])
+
+
 def group_facts(database: Database, topic: str | None = None, name: str | None = None) -> list[GroupFacts]:
     """Return all groups, a topic's, or one. Raises NotFound."""
     facts = {
@@ -122,7 +133,10 @@ def group_facts(database: Database, topic: str | None = None, name: str | None =
 
 def _group_facts(row: Sequence[Any]) -> GroupFacts:
     first, later = row[:-BEHIND_RULES], row[-BEHIND_RULES:]
-    values: list[Any] = [*first[:-RULES_COUNT], RetryRules.of(first[-RULES_COUNT:]), *later]
+    state, *of_breaker = later[-OF_BREAKER:]
+    breaker = None if state is None else BreakerFacts(state, *of_breaker)
+    rules = RetryRules.of(first[-RULES_COUNT:])
+    values: list[Any] = [*first[:-RULES_COUNT], rules, *later[:-OF_BREAKER], breaker]
     return GroupFacts(*values)
 
 

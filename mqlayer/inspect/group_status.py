@@ -13,6 +13,7 @@ from typing import Literal
 from mqlayer.domain.message import NO_KEY, Record
 from mqlayer.domain.routing import Lp
 from mqlayer.domain.tags import TagFilter
+from mqlayer.groups.breaker import BreakerFacts
 from mqlayer.groups.positions import GroupPartition, read_positions
 from mqlayer.inspect.group_facts import GroupFacts, PartitionFacts, group_facts, partition_facts
 from mqlayer.inspect.parked_status import (
@@ -30,7 +31,7 @@ from mqlayer.runtime.runtime import Runtime
 
 StallReason = Literal[
     "node_away", "partition_missing", "hidden", "paused", "no_owner", "lease_over", "not_taken", "replayed",
-    "parking_full", "failing",
+    "parking_full", "failing", "breaker",
 ]  # fmt: skip
 
 
@@ -264,6 +265,8 @@ def stall_of(
     paused = _paused(facts, group)
     if paused is not None:
         return paused
+    if group.breaker is not None and group.breaker.state != "ramping":
+        return Stall("breaker", group.breaker.opened_at, describe_breaker(group.breaker))
     if group.mode == "pop":
         return _failing(head)
     if group.mode == "shared":
@@ -292,6 +295,20 @@ def _paused(facts: PartitionFacts, group: GroupFacts) -> Stall | None:
             rest = f"; {facts.owner} finishes what it has in hand" if facts.owner is not None and facts.alive else ""
             return Stall("paused", since, f"{by or 'an operator'} paused {scope}{rest}")
     return None
+
+
+def describe_breaker(breaker: BreakerFacts) -> str:
+    """Return a breaker's state, cause and next step in a line."""
+    why = f"{breaker.actor} tripped it" if breaker.cause == "operator" else f"{breaker.cause} of most keys"
+    match breaker.state:
+        case "open":
+            following = f"the next probe is at {breaker.probe_at:%H:%M:%S} UTC, if a message waits then"
+        case "probing":
+            following = "a probe runs"
+        case _:
+            following = "messages go on, with more and more handlers"
+    failed = f", {breaker.probes} failed before" if breaker.probes else ""
+    return f"the circuit breaker is {breaker.state} ({why}): {following}{failed}"
 
 
 def _waits_for_replay(replay: ReplayStatus | None) -> Stall | None:

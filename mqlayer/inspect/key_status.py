@@ -15,7 +15,7 @@ from mqlayer.inspect.parked_status import ParkedKeyStatus, describe_full, parked
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.queries import query
 from mqlayer.redis.read_scripts import FIND_LIMIT, KeySearchResult, find_command, find_reply
-from mqlayer.runtime.route_cache import load_nodes, load_route
+from mqlayer.runtime.route_cache import load_nodes, load_route, node_names
 from mqlayer.runtime.runtime import Runtime
 
 SCAN_LIMIT: Final = 10_000
@@ -112,7 +112,7 @@ def explain_key(runtime: Runtime, topic: str, key: str, group: str) -> KeyStatus
 
 
 def _locations(database: Database, topic: str, lp: Lp, by_id: Mapping[int, PartitionStatus]) -> list[LpLocation]:
-    names = {node.node_id: node.name for node in load_nodes(database)}
+    names = node_names(database)
     with database.connection() as connection:
         rows = connection.execute(query("inspected_lineage"), {"topic": topic, "lp": lp}).fetchall()
     return [
@@ -292,6 +292,8 @@ def _of_servers(one: PartitionStatus, group: GroupStatus) -> str | None:
         return _of_node(one)
     if (resume := _resume(group, one)) is not None:
         return resume
+    if reason == "breaker" and one.stall is not None:
+        return f"{NOTHING}{one.stall.detail}"
     if group.facts.mode == "pop":
         return None
     if group.facts.mode == "shared":

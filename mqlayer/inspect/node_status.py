@@ -71,9 +71,9 @@ def node_statuses(runtime: Runtime, *, within_s: float = ANSWER_WITHIN_S) -> lis
     """Return all nodes, oldest first; each has `within_s` seconds to answer, and then more once again."""
     with runtime.control.connection() as connection:
         rows = connection.execute(query("health_nodes")).fetchall()
-    nodes = [Node(NodeId(row[0]), *row[1:4]) for row in rows]
+    nodes = [Node(NodeId(row[0]), *row[1:6]) for row in rows]
     answers = _ask(nodes, within_s)
-    lost = {node.node_id for node, row in zip(nodes, rows, strict=True) if row[5] is not None}
+    lost = {node.node_id for node, row in zip(nodes, rows, strict=True) if row[7] is not None}
     silent = [one for one in nodes if answers[one.node_id][0] is None and one.node_id not in lost]
     answers |= _ask(silent, AGAIN_WITHIN_S)
     return [

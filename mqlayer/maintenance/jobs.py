@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from mqlayer.archive import archive_pass, index_days, retain_by_topics
+from mqlayer.autopilot import auto_routes
 from mqlayer.groups import balance_by_rate, rebalance_groups
 from mqlayer.groups.retirement import forget_instances, forget_retired, retire_absent
 from mqlayer.idempotency import watch_versions
@@ -74,6 +75,11 @@ def _repair_routes(runtime: Runtime, _: float) -> None:
     """Finish abandoned route changes; retire drained partitions."""
     finish_changes(runtime)
     retire_partitions(runtime)
+
+
+def _auto_routes(runtime: Runtime, _: float) -> None:
+    """Split hot partitions and merge cold ones of topics with automatic routes."""
+    auto_routes(runtime)
 
 
 def _rearm_nodes(runtime: Runtime, _: float) -> None:
@@ -168,6 +174,7 @@ PERIODIC_JOBS: Final = (
     PeriodicJob("clean_fence", 300, _clean_fence, "rows by age"),
     PeriodicJob("clean_marks", 300, _clean_marks, "closed sources"),
     PeriodicJob("repair_routes", 2, _repair_routes, "the change's row and seal id"),
+    PeriodicJob("auto_routes", 5, _auto_routes, "the route's version; the change's row"),
     PeriodicJob("rearm_nodes", 5, _rearm_nodes, "the node's row; the armed run"),
     PeriodicJob("rebalance", 2, _rebalance, "the group's lock, and epochs"),
     PeriodicJob("balance_by_rate", 10, _balance_by_rate, "the group's lock, and epochs"),

@@ -5,6 +5,7 @@ At most OBJECTS_LIMIT * KEPT_S / 60 rows: old ones go before new ones come.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final, Literal, NamedTuple
 
@@ -33,7 +34,7 @@ DEAD_LIMIT: Final = 100_000
 
 
 class Sample(NamedTuple):
-    """A row. `committed`, `relayed`, `stored`: since ever."""
+    """A row. `busy`: partitions with unsettled messages; `committed`, `relayed`, `stored`: since ever."""
 
     kind: Literal["group", "topic", "node"]
     object_id: int
@@ -41,6 +42,8 @@ class Sample(NamedTuple):
     oldest_s: float | None = None
     parked: int | None = None
     dead: int | None = None
+    members: int | None = None
+    busy: int | None = None
     committed: int | None = None
     relayed: int | None = None
     stored: int | None = None
@@ -145,9 +148,11 @@ def _of_groups(runtime: Runtime, nodes: Iterable[Node]) -> Iterator[Sample]:
     )
     lags: dict[int, int | None] = {one.group_id: 0 for one in groups}
     ages: dict[int, float] = {}
+    busy: Counter[int] = Counter()
     for one in facts:
         position, before = positions.at(one.partition, one.group_id), lags[one.group_id]
         lags[one.group_id] = None if position is None or before is None else before + position.unsettled
+        busy[one.group_id] += position is not None and position.unsettled > 0
         if position is not None and position.head is not None:
             head = Record(position.head.offset, position.head.m, position.head.key, b"")
             age_s = max(0.0, (position.now_ms - head.at_ms) / 1000)
@@ -155,7 +160,7 @@ def _of_groups(runtime: Runtime, nodes: Iterable[Node]) -> Iterator[Sample]:
     with runtime.control.connection() as connection:
         wanted: dict[str, Any] = {"group_ids": list(lags), "dead_limit": DEAD_LIMIT}
         counts = connection.execute(query("sampled_groups"), wanted).fetchall()
-    for group_id, parked, dead in counts:
+    for group_id, parked, dead, members in counts:
         lag = lags[group_id]
         oldest_s = None if lag is None else ages.get(group_id, 0.0)
-        yield Sample("group", group_id, lag, oldest_s, parked, dead)
+        yield Sample("group", group_id, lag, oldest_s, parked, dead, members, busy[group_id])

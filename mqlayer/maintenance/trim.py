@@ -122,7 +122,7 @@ def _work_by_node(connection: Connection, names: Iterable[str]) -> dict[NodeId, 
 def _armings(connection: Connection) -> dict[NodeId, tuple[Any, ...]]:
     """Include the time: FLUSHALL keeps the run."""
     rows = connection.execute(query("node_list")).fetchall()
-    return {NodeId(node_id): (run_id, armed_at) for node_id, _, _, run_id, armed_at in rows}
+    return {NodeId(node_id): (run_id, armed_at) for node_id, _, _, run_id, *_, armed_at in rows}
 
 
 class _NodeTrimming:

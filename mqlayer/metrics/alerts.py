@@ -55,6 +55,11 @@ _ALL: Final = (
         "Start the consumers, or see why they end: mqlayer group members TOPIC GROUP shows the last ones.", for_s=300,
     ),
     Alert(
+        "MqlayerBreakerOpen", "critical", "A circuit breaker is open",
+        "Most keys of the group fail: repair the downstream service, or roll the release back; probes close it then. "
+        "mqlayer group close-breaker TOPIC GROUP does so at once.", for_s=60,
+    ),
+    Alert(
         "MqlayerParkingFull", "critical", "No room to park",
         "Release or discard parked messages, or raise the limit with mqlayer group set.",
     ),
@@ -74,6 +79,14 @@ _ALL: Final = (
         "MqlayerPartitionsStuck", "warning", "Partitions are stuck",
         "For failing, the log of the owner says why (handler_failed); mqlayer key explain TOPIC KEY --group GROUP "
         "gives the next command.", for_s=300,
+    ),
+    Alert(
+        "MqlayerAutopilotStopped", "warning", "Automatic routes stopped themselves",
+        "mqlayer route why TOPIC says why; repair the cause, then mqlayer route auto TOPIC --on begins again.",
+    ),
+    Alert(
+        "MqlayerKeyHot", "warning", "A key or LP is hotter than a partition can serve",
+        "Divide the key, or make its handler faster: no split helps; mqlayer route why TOPIC names it.", for_s=600,
     ),
     Alert(
         "MqlayerPartitionHot", "warning", "A partition takes most of the load",

@@ -15,8 +15,8 @@ OPERATION_TYPE: Final = "messaging.operation.type"
 SYSTEM: Final = "messaging.system"
 ERROR: Final = "error.type"
 
-BUCKETS_S: Final = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
-"""Bounds that the messaging conventions name."""
+BUCKETS_S: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+"""Those of the messaging conventions but 0.075, 0.75 and 7.5: an exporter has few series."""
 DELAY_BUCKETS_S: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0, 10.0, 60.0, 300.0)
 
 
@@ -98,11 +98,19 @@ _ALL: Final = (
     ),
     Instrument("mqlayer.group.members", "gauge", "{member}", _OF_GROUP, "exporter", "Members with a valid lease"),
     Instrument(
+        "mqlayer.group.members_wanted", "gauge", "{member}", _OF_GROUP, "exporter",
+        "Members that the group needs for its rate and lag",
+    ),
+    Instrument(
         "mqlayer.group.partitions", "gauge", "{partition}", _OF_GROUP, "exporter", "Partitions that are not drained"
     ),
     Instrument(
         "mqlayer.group.stuck_partitions", "gauge", "{partition}", (*_OF_GROUP, "reason"), "exporter",
         "Partitions whose head does not move, by reason",
+    ),
+    Instrument(
+        "mqlayer.group.breaker.open", "gauge", "s", _OF_GROUP, "exporter",
+        "How long the circuit breaker has not been closed; 0: closed",
     ),
     Instrument("mqlayer.group.parked.keys", "gauge", "{key}", _OF_GROUP, "exporter", "Parked keys"),
     Instrument("mqlayer.group.parked.messages", "gauge", "{message}", _OF_GROUP, "exporter", "Parked messages"),
@@ -131,7 +139,7 @@ _ALL: Final = (
     Instrument("mqlayer.relays.unowned_lp_sets", "gauge", "{lp_set}", (), "exporter", "LP sets of no living relay"),
     Instrument(
         "mqlayer.nodes", "gauge", "{node}", ("state",), "exporter",
-        "Nodes: armed, unarmed, lost; of the armed, unreachable",
+        "Nodes: armed, unarmed, lost; of these, draining; of the armed, unreachable",
     ),
     Instrument(
         "mqlayer.route_changes", "counter", "{change}", ("outcome",), "exporter", "Ended route changes: done, dropped"
@@ -143,6 +151,17 @@ _ALL: Final = (
     Instrument(
         "mqlayer.route_changes.longest_pause", "gauge", "s", (), "exporter",
         "Longest time between seal and opening, of the changes of the last hour",
+    ),
+    Instrument(
+        "mqlayer.autopilot.changes", "counter", "{change}", ("topic",), "exporter",
+        "Route changes that were made automatically, of topics with automatic routes",
+    ),
+    Instrument(
+        "mqlayer.autopilot.stopped", "gauge", "1", ("topic",), "exporter", "1 if automatic routes stopped themselves"
+    ),
+    Instrument(
+        "mqlayer.autopilot.hot_lps", "gauge", "{lp}", ("topic",), "exporter",
+        "LPs hotter than a partition can serve, where no split helps",
     ),
     Instrument("mqlayer.archive.delay", "gauge", "s", ("topic",), "exporter", "Since an archiver reached the end"),
     Instrument("mqlayer.archive.gaps", "gauge", "{gap}", ("topic",), "exporter", "Gaps that wait for an operator"),

@@ -34,9 +34,9 @@ TOGETHER: Final = 64
 OTHER: Final = "_OTHER"
 """The conventions' name for any further class."""
 OUTCOMES: Final = (
-    "handled", "failed", "timed_out", "paused", "blocked", "parked", "unparked", "dead", "skipped", "unmatched",
+    "handled", "failed", "timed_out", "paused", "blocked", "parked", "unparked", "dead", "skipped", "unmatched", "held",
 )  # fmt: skip
-CONSUMED: Final = ("handled", "failed", "paused")
+CONSUMED: Final = ("handled", "failed", "paused", "held")
 RECEIVED: Final = "received"
 """A receiver's count of messages that calls returned."""
 PRODUCED: Final = (

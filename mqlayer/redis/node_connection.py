@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from functools import lru_cache
 from typing import Any, Final
 
@@ -47,12 +48,19 @@ _display = lru_cache(maxsize=256)(display_url)
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A registered Redis. `armed_run_id`: None until armed."""
+    """A registered Redis. `armed_run_id`: None until armed; `draining_at`: since then it gets no partitions."""
 
     node_id: NodeId
     name: str
     url: str = field(repr=False)
     armed_run_id: str | None
+    draining_at: datetime | None = field(default=None, compare=False)
+    zone: str = field(default="", compare=False)
+
+    @property
+    def takes_partitions(self) -> bool:
+        """Whether new partitions may be placed there."""
+        return self.armed_run_id is not None and self.draining_at is None
 
     @property
     def address(self) -> str:

@@ -491,11 +491,13 @@ def settle_reply(reply: Any, address: str) -> LockKept | Fenced | Refused:
     return LockKept(reply[1]) if reply[0] == b"settled" else _fenced_or_refused(reply)
 
 
-def attempt_command(connection: NodeConnection, holder: LockHolder, offset: int, attempts: int) -> Command:
-    """Note failed attempts."""
+def attempt_command(
+    connection: NodeConnection, holder: LockHolder, offset: int, attempts: int, *, given_back: bool = False
+) -> Command:
+    """Note failed attempts; lower them only if some are given back."""
     group = _group(holder)
     return connection.script(
-        "attempt_count", (group.lock, group.attempts), holder.member, holder.epoch, offset, attempts
+        "attempt_count", (group.lock, group.attempts), holder.member, holder.epoch, offset, attempts, int(given_back)
     )
 
 

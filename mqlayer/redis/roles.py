@@ -75,6 +75,7 @@ SCRIPTS: Final[Mapping[RedisRole, frozenset[str]]] = {
             "log_bound",
             "log_recount",
             "log_ends",
+            "log_search",
             "log_trim",
             "mark_skip",
             "marks_drop",

@@ -2,8 +2,10 @@
 
 from mqlayer.domain.route_changes import ChangePlan, Successor, plan_merge, plan_move, plan_split
 from mqlayer.routes.change_driver import finish_change, finish_changes
+from mqlayer.routes.drain_plan import DrainMove, DrainPlan, GroupDrain, plan_drain
 from mqlayer.routes.lost_changes import UndoReport, reopen_forgotten
 from mqlayer.routes.lp_load import PartitionLoad, measured_load
+from mqlayer.routes.node_drain import DrainReport, DrainStep, drain_node
 from mqlayer.routes.node_loss import NodeLossReport, give_up_node, rearm_lost_nodes
 from mqlayer.routes.partition_retirement import retire_partitions
 from mqlayer.routes.planner import (
@@ -27,7 +29,12 @@ from mqlayer.routes.timeline import PartitionSpan, PlannedChange, RouteTimeline,
 
 __all__ = [
     "ChangePlan",
+    "DrainMove",
+    "DrainPlan",
     "DrainProgress",
+    "DrainReport",
+    "DrainStep",
+    "GroupDrain",
     "NodeLossReport",
     "PartitionLoad",
     "PartitionSpan",
@@ -41,6 +48,7 @@ __all__ = [
     "UndoReport",
     "apply_change",
     "apply_plan",
+    "drain_node",
     "drain_progress",
     "drop_change",
     "finish_change",
@@ -48,6 +56,7 @@ __all__ = [
     "finish_earlier",
     "give_up_node",
     "measured_load",
+    "plan_drain",
     "plan_merge",
     "plan_move",
     "plan_split",

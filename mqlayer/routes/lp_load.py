@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
 from mqlayer.domain.routing import NodeId, Route
-from mqlayer.errors import InvalidInput, NotFound
+from mqlayer.errors import InvalidInput, MqlayerError, NotFound
+from mqlayer.logs import event_logger
 from mqlayer.postgres.database import Database
 from mqlayer.redis.keys import partition_keys
 from mqlayer.redis.node_connection import Node, NodeConnection, raise_for_reply
+from mqlayer.runtime.node_pool import NodePool
 from mqlayer.runtime.route_cache import load_nodes
 from mqlayer.runtime.runtime import Runtime
+
+log = event_logger(__name__)
 
 LONGEST_S: Final = 3_600.0
 
@@ -41,6 +46,30 @@ def measured_load(runtime: Runtime, route: Route, partition: int, *, over_s: flo
         time.sleep(over_s)
         grown = _marks(connection, runtime.prefix, partition) - before
     return PartitionLoad(dict(grown), over_s) if grown else PartitionLoad(dict(before), 0.0)
+
+
+def sampled_loads(
+    runtime: Runtime, partitions: Sequence[tuple[NodeId, int]], *, over_s: float
+) -> dict[int, dict[int, int]]:
+    """Count the messages per LP of partitions over the same `over_s` seconds.
+
+    Partitions of unavailable nodes are left out.
+    """
+    with NodePool.of_registered(runtime) as pool:
+        before = dict(_all_marks(runtime, pool, partitions))
+        time.sleep(over_s)
+        after = dict(_all_marks(runtime, pool, partitions))
+    return {one: dict(marks - before[one]) for one, marks in after.items() if one in before}
+
+
+def _all_marks(
+    runtime: Runtime, pool: NodePool, partitions: Sequence[tuple[NodeId, int]]
+) -> Iterator[tuple[int, Counter[int]]]:
+    for node_id, partition in partitions:
+        try:
+            yield partition, _marks(pool.to(node_id), runtime.prefix, partition)
+        except MqlayerError as error:
+            log.warning("lp_load_not_sampled", extra={"partition": partition, "reason": str(error)})
 
 
 def _marks(connection: NodeConnection, prefix: str, partition: int) -> Counter[int]:

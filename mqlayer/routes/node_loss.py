@@ -119,7 +119,11 @@ class _NodeRemoval:
 
         def work(connection: Connection) -> None:
             for name in names:
-                connection.execute(query(name), facts)
+                done = connection.execute(query(name), facts)
+                if name == "partition_relocate" and done.rowcount != 1:
+                    raise Conflict(
+                        "a node began to drain meanwhile", f"again: mqlayer node lost {self.node.name} --yes"
+                    )
 
         self.runtime.control.transaction(work)
 
@@ -131,7 +135,7 @@ class _NodeRemoval:
             rearm_node(self.runtime, name, accept_loss_of=frozenset(recreated))
 
     def _emptiest(self, topic_id: int) -> NodeId:
-        nodes = [node.node_id for node in load_nodes(self.runtime.control) if node.armed_run_id is not None]
+        nodes = [node.node_id for node in load_nodes(self.runtime.control) if node.takes_partitions]
         with self.runtime.control.connection() as connection:
             rows = connection.execute(query("partition_list"), {"topic_id": topic_id}).fetchall()
         return emptiest(nodes, (row[1] for row in rows), other_than=self.node.node_id)

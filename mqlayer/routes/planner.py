@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from mqlayer.domain.names import check_name
@@ -16,11 +16,13 @@ from mqlayer.postgres.queries import query
 from mqlayer.routes.change_driver import finish_change, finish_changes, locked
 from mqlayer.routes.lp_load import measured_load
 from mqlayer.routes.outbox_proof import refuse_unproven
-from mqlayer.runtime.route_cache import load_nodes, load_route
+from mqlayer.runtime.route_cache import load_nodes, load_route, node_names
 from mqlayer.runtime.runtime import Runtime
-from mqlayer.topics.nodes import find_node
+from mqlayer.topics.node_draining import draining_conflict, find_target
 
 TIMEOUTS: Final = {"lock_wait": "10s", "idle": "5s"}
+ChangeNote = Callable[[Connection, int], None]
+"""Gets the change's id."""
 
 
 def planned_split(
@@ -46,7 +48,7 @@ def planned_split(
         points = [halving_point(loads, r.lp_from, r.lp_to)]
     elif measure_s:
         raise InvalidInput("a split is at the LPs named, or where the measured load is halved, not both")
-    return plan_split(route, partition, points, [find_node(runtime.control, name).node_id for name in to])
+    return plan_split(route, partition, points, [find_target(runtime.control, name).node_id for name in to])
 
 
 def planned_merge(
@@ -54,7 +56,7 @@ def planned_merge(
 ) -> ChangePlan:
     """Plan to merge adjacent partitions onto `to` or the first one's node; raises as `planned_split`."""
     route = _plannable(database, topic, if_version)
-    return plan_merge(route, partitions, None if to is None else find_node(database, to).node_id)
+    return plan_merge(route, partitions, None if to is None else find_target(database, to).node_id)
 
 
 def planned_move(
@@ -73,17 +75,17 @@ def planned_move(
     direct producers may have published, unless `accept_loss`.
     """
     route = _plannable(database, topic, if_version)
-    node = choose_node(database, route, partition) if to is None else find_node(database, to).node_id
+    node = choose_node(database, route, partition) if to is None else find_target(database, to).node_id
     if unreachable and not accept_loss:
         refuse_unproven(database)
     return plan_move(route, partition, node, mode="unreachable" if unreachable else "live")
 
 
 def choose_node(database: Database, route: Route, partition: int) -> NodeId:
-    """Return the other armed node with the fewest partitions of the topic. Raises NotFound."""
+    """Return the other node that takes partitions and has the fewest of the topic. Raises NotFound."""
     home = next((r.node for r in route.ranges if r.partition == partition), NodeId(0))
     in_use = [r.node for r in route.ranges]
-    serving = (node.node_id for node in load_nodes(database) if node.armed_run_id is not None)
+    serving = (node.node_id for node in load_nodes(database) if node.takes_partitions)
     return emptiest(serving, in_use, other_than=home)
 
 
@@ -93,13 +95,13 @@ def apply_change(runtime: Runtime, plan: ChangePlan) -> Route:
     return apply_plan(runtime, plan)
 
 
-def apply_plan(runtime: Runtime, plan: ChangePlan) -> Route:
-    """Apply a plan, return the new route.
+def apply_plan(runtime: Runtime, plan: ChangePlan, *, note: ChangeNote | None = None) -> Route:
+    """Apply a plan, return the new route. `note` writes in the transaction that records it.
 
     Raises Conflict, nothing changed, if the route differs or a change is open; StoreUnavailable leaves the change open,
     for the worker or the next command.
     """
-    change_id = _record_plan(runtime, plan)
+    change_id = _record_plan(runtime, plan, note)
     failpoint("change.after_plan")
     try:
         state = finish_change(runtime, change_id)
@@ -154,7 +156,9 @@ def finish_earlier(runtime: Runtime, topic: str) -> None:
             raise Conflict(f"change {change_id} of topic {topic!r} is not finished", word)
 
 
-def _record_plan(runtime: Runtime, plan: ChangePlan) -> int:
+def _record_plan(runtime: Runtime, plan: ChangePlan, note: ChangeNote | None) -> int:
+    names = node_names(runtime.control)
+
     def work(connection: Connection) -> int:
         connection.execute(query("transaction_patience"), TIMEOUTS)
         row = connection.execute(query("topic_lock"), {"name": plan.topic}).fetchone()
@@ -180,7 +184,9 @@ def _record_plan(runtime: Runtime, plan: ChangePlan) -> int:
         change_id = int(new[0]) if new else 0
         for successor in plan.successors:
             place = {"lp_from": successor.lp_from, "lp_to": successor.lp_to, "node_id": successor.node}
-            connection.execute(query("change_successor"), facts | place | {"change_id": change_id})
+            made = connection.execute(query("change_successor"), facts | place | {"change_id": change_id})
+            if made.fetchone() is None:
+                raise draining_conflict(names.get(successor.node, str(successor.node)))
         parents = [r.partition for r in plan.parents]
         ended = connection.execute(query("change_parents_put"), {"change_id": change_id, "partitions": parents})
         if ended.rowcount != len(parents):
@@ -189,6 +195,8 @@ def _record_plan(runtime: Runtime, plan: ChangePlan) -> int:
             "change": change_id, "version": plan.version, "parents": list(parents),
             "successors": [[s.lp_from, s.lp_to, s.node] for s in plan.successors],
         })  # fmt: skip
+        if note is not None:
+            note(connection, change_id)
         failpoint("change.before_plan_commit")
         return change_id
 

@@ -12,7 +12,7 @@ from mqlayer.errors import NotFound
 from mqlayer.groups.positions import GroupPartition, read_positions
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.queries import query
-from mqlayer.runtime.route_cache import load_nodes, load_route
+from mqlayer.runtime.route_cache import load_nodes, load_route, node_names
 from mqlayer.runtime.runtime import Runtime
 
 
@@ -86,7 +86,7 @@ class DrainProgress:
 
 def route_ranges(database: Database, topic: str, version: int | None = None) -> list[RouteRange]:
     """Return the ranges of a route version, default the one in force. Raises NotFound."""
-    names = {node.node_id: node.name for node in load_nodes(database)}
+    names = node_names(database)
     facts = {"topic": check_name("topic", topic), "version": version}
     with database.connection() as connection:
         rows = connection.execute(query("route_of_version"), facts).fetchall()

@@ -10,7 +10,7 @@ from mqlayer.errors import NotFound
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.queries import query
 from mqlayer.routes.status import RouteChange
-from mqlayer.runtime.route_cache import load_nodes
+from mqlayer.runtime.route_cache import node_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class RouteTimeline:
 
 def route_timeline(database: Database, topic: str, *, upto: int | None = None, versions: int = 30) -> RouteTimeline:
     """Return the last `versions` versions up to one, default the newest. Raises NotFound."""
-    names = {node.node_id: node.name for node in load_nodes(database)}
+    names = node_names(database)
     facts: dict[str, object] = {"topic": check_any_topic(topic)}
     with database.connection() as connection:
         row = connection.execute(query("route_newest"), facts).fetchone()

@@ -142,6 +142,12 @@ def load_nodes(database: Database) -> list[Node]:
         return nodes_by(connection)
 
 
+def node_names(database: Database) -> dict[NodeId, str]:
+    """Return the names of all nodes; removed ones are NAME@ID."""
+    with database.connection() as connection:
+        return {NodeId(node_id): name for node_id, name in connection.execute(query("node_names")).fetchall()}
+
+
 def nodes_by(connection: Connection) -> list[Node]:
     """Read all nodes over the caller's connection.
 
@@ -152,4 +158,4 @@ def nodes_by(connection: Connection) -> list[Node]:
 
 def _read_nodes(connection: Connection) -> list[tuple[Node, datetime | None]]:
     rows = connection.execute(query("node_list")).fetchall()
-    return [(Node(NodeId(node_id), name, url, run_id), armed_at) for node_id, name, url, run_id, armed_at in rows]
+    return [(Node(NodeId(row[0]), *row[1:6]), row[6]) for row in rows]

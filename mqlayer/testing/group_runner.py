@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, cast
 
 from mqlayer.consuming.api.app import Consumer, call_of
+from mqlayer.consuming.engine.circuit_breaker import CircuitBreaker
 from mqlayer.consuming.engine.core import MemberCore
 from mqlayer.consuming.engine.events import Reporting
 from mqlayer.consuming.engine.failure_actions import FailureAction
@@ -23,7 +24,7 @@ from mqlayer.consuming.ordered.batch_dispatch import BatchDispatcher
 from mqlayer.consuming.ordered.events import OrderedEvents
 from mqlayer.consuming.ordered.failure_decider import FailureDecider
 from mqlayer.consuming.ordered.member import strategy_of
-from mqlayer.consuming.ordered.owned_partitions import OwnedPartition, OwnershipState
+from mqlayer.consuming.ordered.owned_partitions import KeyQueue, OwnedPartition, OwnershipState
 from mqlayer.consuming.ordered.ownership import Ownership
 from mqlayer.consuming.ordered.parked_keys import parked_key_of
 from mqlayer.consuming.ordered.parking_worker import ParkingWorker
@@ -56,12 +57,14 @@ class ObservedDecider(FailureDecider):
 
     def __init__(self, core: MemberCore, events: OrderedEvents) -> None:
         super().__init__(core, events, lambda _: None)
+        # No server keeps a circuit breaker.
+        self.breaker = CircuitBreaker()
         self._group = core.group
         self.failures: list[Failure] = []
 
-    def decide(self, owned: OwnedPartition, record: Record, error: BaseException) -> FailureAction:
+    def decide(self, key_queue: KeyQueue, record: Record, error: BaseException) -> FailureAction:
         """Decide as the engine does."""
-        action = super().decide(owned, record, error)
+        action = super().decide(key_queue, record, error)
         topic, group = self._group.topic, self._group.name
         self.failures.append(
             Failure(topic, group, message_in(topic, record), error, action.attempts, action),

@@ -74,9 +74,7 @@ def create_topic(
     if not 1 <= body_limit <= BODY_LIMIT or backlog_limit < 0 or strategy not in ("strict", "best_effort"):
         raise InvalidInput(f"a topic takes bodies of 1 to {BODY_LIMIT} bytes, a backlog limit of 0 or more, and "
                            "the strategy strict or best_effort")  # fmt: skip
-    nodes = [node.node_id for node in load_nodes(runtime.control)]
-    if not nodes:
-        raise NotFound("node", "(any)", "register one first: mqlayer node register NAME URL")
+    nodes = _homes(runtime.control)
     limits = {"strategy": strategy, "body_limit": body_limit, "backlog_limit": backlog_limit, "archived": archived}
 
     def allocate(connection: Connection) -> int:
@@ -90,7 +88,8 @@ def create_topic(
         if not connection.execute(query("partition_list"), {"topic_id": row[0]}).fetchall():
             for (lp_from, lp_to), node in zip(ranges, spread(len(ranges), nodes), strict=True):
                 facts = {"topic_id": row[0], "node_id": node, "lp_from": lp_from, "lp_to": lp_to}
-                connection.execute(query("partition_insert"), facts)
+                if connection.execute(query("partition_insert"), facts).fetchone() is None:
+                    raise Conflict(f"node {node} began to drain meanwhile", f"again: mqlayer topic create {name}")
             if archived:
                 connection.execute(query("archive_topic_put"), {"topic_id": row[0]})
             write_audit(connection, runtime.actor, "topic create", name, limits | {"partitions": len(ranges)})
@@ -209,6 +208,17 @@ def attach_groups(runtime: Runtime) -> None:
 def _refuse_deleting(name: str, *, deleting: bool) -> None:
     if deleting:
         raise Conflict(f"topic {name!r} is being deleted", f"finish that first: mqlayer topic delete {name} --yes")
+
+
+def _homes(database: Database) -> list[NodeId]:
+    """Return the nodes for a topic's first partitions. Raises NotFound."""
+    nodes = load_nodes(database)
+    if not nodes:
+        raise NotFound("node", "(any)", "register one first: mqlayer node register NAME URL")
+    taking = [node.node_id for node in nodes if node.draining_at is None]
+    if not taking:
+        raise NotFound("node", "(any that is not being drained)", "register another: mqlayer node register NAME URL")
+    return taking
 
 
 def _check_same(name: str, found: dict[str, Any], wanted: dict[str, Any]) -> None:

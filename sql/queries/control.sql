@@ -6,8 +6,42 @@ ON CONFLICT (name) DO NOTHING
 RETURNING node_id;
 
 -- name: node_list
--- All nodes, oldest first, and when each was armed for the last time.
-SELECT node_id, name, url, armed_run_id, armed_at FROM mqlayer.node ORDER BY node_id;
+-- All nodes that were not removed, oldest first, and when each was armed for the last time.
+SELECT node_id, name, url, armed_run_id, draining_at, zone, armed_at FROM mqlayer.node WHERE removed_at IS NULL ORDER BY node_id;
+
+-- name: node_names
+-- The names of all nodes, of removed ones too: old routes name them.
+SELECT node_id, name FROM mqlayer.node;
+
+-- name: node_drain
+-- Let a node get no new partitions; nothing where it gets none, was given up or is gone.
+UPDATE mqlayer.node SET draining_at = clock_timestamp()
+WHERE node_id = %(node_id)s AND draining_at IS NULL AND lost_at IS NULL AND removed_at IS NULL RETURNING node_id;
+
+-- name: node_drain_stop
+-- Let a node get partitions again; nothing where it does.
+UPDATE mqlayer.node SET draining_at = NULL WHERE node_id = %(node_id)s AND draining_at IS NOT NULL RETURNING node_id;
+
+-- name: node_zone_put
+-- Say in which zone a node is.
+UPDATE mqlayer.node SET zone = %(zone)s WHERE node_id = %(node_id)s;
+
+-- name: node_remove_lock
+-- Lock a node, also against partitions that come to it.
+SELECT node_id, lost_at IS NOT NULL FROM mqlayer.node WHERE node_id = %(node_id)s AND removed_at IS NULL FOR UPDATE;
+
+-- name: node_left
+-- Partitions that a node still holds by their states; of a given-up one, those that were not made anew elsewhere.
+SELECT p.state, count(*)::int FROM mqlayer.partition p
+WHERE p.node_id = %(node_id)s AND (p.state <> 'deleted' OR p.retired_at IS NULL AND NOT %(lost)s) GROUP BY p.state ORDER BY p.state;
+
+-- name: node_deleted_partitions
+-- Deleted partitions of a node that never comes back; nothing of them has to be taken away there.
+SELECT partition_id FROM mqlayer.partition WHERE node_id = %(node_id)s AND state = 'deleted' AND retired_at IS NULL;
+
+-- name: node_remove
+-- A node is gone, and its name free.
+UPDATE mqlayer.node SET name = name || '@' || node_id, removed_at = clock_timestamp() WHERE node_id = %(node_id)s;
 
 -- name: node_lock
 -- Lock one node for re-arming.
@@ -197,8 +231,10 @@ SELECT mqlayer.topic_schema_put_v1(%(topic)s, %(version)s, %(mode)s, %(schema)s,
 
 -- name: partition_insert
 -- Allocate a partition that waits to be made in Redis.
+-- Nothing where its node gets none.
 INSERT INTO mqlayer.partition (topic_id, node_id, lp_from, lp_to)
-VALUES (%(topic_id)s, %(node_id)s, %(lp_from)s, %(lp_to)s);
+SELECT %(topic_id)s, n.node_id, %(lp_from)s, %(lp_to)s FROM mqlayer.node n
+WHERE n.node_id = %(node_id)s AND n.draining_at IS NULL AND n.removed_at IS NULL FOR SHARE OF n RETURNING partition_id;
 
 -- name: partition_list
 -- A topic's partitions that are not deleted, parents before successors.

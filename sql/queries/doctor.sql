@@ -104,7 +104,7 @@ FROM (
 
 -- name: check_nodes
 -- All nodes, the given-up ones too.
-SELECT node_id, name, url, armed_run_id, lost_at FROM mqlayer.node ORDER BY node_id;
+SELECT node_id, name, url, armed_run_id, lost_at FROM mqlayer.node WHERE removed_at IS NULL ORDER BY node_id;
 
 -- name: check_replaced
 -- Whether the server is another one than the schema knows, and how long ago the last one was noted that was: another
@@ -123,7 +123,18 @@ SELECT n.sequence_name, n.used FROM mqlayer.numbers_used_v1() n WHERE n.used >= 
 -- Nodes of which no run is armed at all, and for how long: since a Postgres was replaced, as a rule.
 SELECT n.name, extract(epoch FROM clock_timestamp() - greatest(n.armed_at, s.since))::float8 AS age_s
 FROM mqlayer.node n LEFT JOIN mqlayer.server s ON true
-WHERE n.armed_run_id IS NULL AND n.lost_at IS NULL ORDER BY n.node_id;
+WHERE n.armed_run_id IS NULL AND n.lost_at IS NULL AND n.removed_at IS NULL ORDER BY n.node_id;
+
+-- name: check_draining
+-- Nodes that drain: for how long, partitions in force and sealed ones there, and how long ago one left it last.
+SELECT n.name, extract(epoch FROM clock_timestamp() - n.draining_at)::float8 AS age_s,
+       count(p.partition_id) FILTER (WHERE p.state IN ('open', 'importing'))::int AS open,
+       count(p.partition_id) FILTER (WHERE p.state = 'sealed' OR p.state = 'deleted' AND p.retired_at IS NULL)::int AS sealed,
+       extract(epoch FROM clock_timestamp() - greatest(n.draining_at, max(c.planned_at)))::float8 AS quiet_s
+FROM mqlayer.node n LEFT JOIN mqlayer.partition p USING (node_id)
+LEFT JOIN mqlayer.route_change c ON c.change_id = p.ended_by_change
+WHERE n.draining_at IS NOT NULL AND n.removed_at IS NULL AND n.lost_at IS NULL
+GROUP BY n.node_id ORDER BY n.node_id;
 
 -- name: check_last_job
 -- How long ago any periodic job ran; null where none ever did.

@@ -3,12 +3,13 @@
 INSERT INTO mqlayer.consumer_group (topic_id, name, start, start_at, from_archive, ordered, balance, mode, scope, tag_filter,
        visibility_timeout_s, instance_expiry_s, rate_limit, rate_burst, backoff_s, backoff_jitter, attempt_limit, policy, non_retryable_errors,
        retryable_errors, time_limit_s, max_time_limit_s, parked_keys_limit, parked_messages_limit, parked_bytes_limit,
-       key_messages_limit, key_bytes_limit)
+       key_messages_limit, key_bytes_limit, breaker_share, breaker_keys, breaker_window_s, breaker_errors)
 SELECT topic_id, %(name)s, %(start)s, %(start_at)s, %(from_archive)s, %(ordered)s, %(balance)s, %(mode)s, %(scope)s,
        %(tag_filter)s, %(visibility_timeout_s)s, %(instance_expiry_s)s, %(rate_limit)s, %(rate_burst)s, %(backoff_s)s, %(jitter)s,
        %(attempt_limit)s, %(policy)s, %(non_retryable_errors)s, %(retryable_errors)s,
        %(time_limit_s)s, %(max_time_limit_s)s, %(parked_keys_limit)s, %(parked_messages_limit)s, %(parked_bytes_limit)s,
-       %(key_messages_limit)s, %(key_bytes_limit)s
+       %(key_messages_limit)s, %(key_bytes_limit)s, %(breaker_share)s, %(breaker_keys)s, %(breaker_window_s)s,
+       %(breaker_errors)s
 FROM mqlayer.topic WHERE name = %(topic)s
 ON CONFLICT DO NOTHING;
 
@@ -18,7 +19,8 @@ SELECT g.group_id, g.topic_id, g.state, g.start, g.start_at, t.strategy, g.versi
        g.settings_version, g.paused_at, g.mode, g.scope, g.tag_filter, g.from_archive, g.visibility_timeout_s, g.instance,
        g.instance_expiry_s, g.rate_limit, g.rate_burst, g.backoff_s, g.backoff_jitter,
        g.attempt_limit, g.policy, g.non_retryable_errors, g.retryable_errors, g.time_limit_s, g.max_time_limit_s, g.parked_keys_limit,
-       g.parked_messages_limit, g.parked_bytes_limit, g.key_messages_limit, g.key_bytes_limit
+       g.parked_messages_limit, g.parked_bytes_limit, g.key_messages_limit, g.key_bytes_limit,
+       g.breaker_share, g.breaker_keys, g.breaker_window_s, g.breaker_errors
 FROM mqlayer.consumer_group g JOIN mqlayer.topic t USING (topic_id)
 WHERE t.name = %(topic)s AND g.name = %(name)s;
 
@@ -75,6 +77,10 @@ SET settings_version = settings_version + 1, backoff_s = coalesce(%(backoff_s)s:
     parked_bytes_limit = coalesce(%(parked_bytes_limit)s::bigint, parked_bytes_limit),
     key_messages_limit = coalesce(%(key_messages_limit)s::bigint, key_messages_limit),
     key_bytes_limit = coalesce(%(key_bytes_limit)s::bigint, key_bytes_limit),
+    breaker_share = nullif(coalesce(%(breaker_share)s::double precision, breaker_share), 'Infinity'),
+    breaker_keys = coalesce(%(breaker_keys)s::int, breaker_keys),
+    breaker_window_s = coalesce(%(breaker_window_s)s::double precision, breaker_window_s),
+    breaker_errors = coalesce(%(breaker_errors)s::text[], breaker_errors),
     balance = coalesce(%(balance)s::text, balance), instance_expiry_s = coalesce(%(instance_expiry_s)s::double precision, instance_expiry_s),
     tag_filter = coalesce(%(tag_filter)s::text, tag_filter),
     rate_limit = nullif(coalesce(%(rate_limit)s::double precision, rate_limit), 'Infinity'),
@@ -244,11 +250,21 @@ SELECT p.partition_id, p.node_id, p.lp_from, p.lp_to, a.epoch, coalesce(s.start_
                AND d.name IS NULL) AS resting,
        t.archived, g.rate_limit, g.rate_burst, CASE WHEN g.rate_limit IS NOT NULL THEN (
            SELECT count(*) FROM mqlayer.readable r WHERE r.group_id = %(group_id)s) END::int AS share_count,
+       b.state, extract(epoch FROM clock_timestamp() - b.changed_at)::float8,
+       extract(epoch FROM b.probe_at - clock_timestamp())::float8, b.state = 'probing' AND b.probe_session = %(session)s,
+       b.state = 'probing' AND NOT EXISTS (
+           SELECT FROM mqlayer.member pm
+           WHERE pm.group_id = g.group_id AND pm.session = b.probe_session AND pm.lease_until >= now()),
+       b.cause, g.breaker_share IS NOT NULL AND EXISTS (
+           SELECT FROM mqlayer.member sm
+           WHERE sm.group_id = g.group_id AND sm.failing_keys > 0 AND sm.member_id <> %(member_id)s
+             AND sm.reported_at > now() - make_interval(secs => g.breaker_window_s)),
        g.tag_filter, g.parking, g.allocation, g.backoff_s, g.backoff_jitter, g.attempt_limit, g.policy,
        g.non_retryable_errors, g.retryable_errors, g.time_limit_s, g.max_time_limit_s, g.parked_keys_limit, g.parked_messages_limit,
-       g.parked_bytes_limit, g.key_messages_limit, g.key_bytes_limit
+       g.parked_bytes_limit, g.key_messages_limit, g.key_bytes_limit, g.breaker_share, g.breaker_keys, g.breaker_window_s, g.breaker_errors
 FROM mqlayer.consumer_group g
 JOIN mqlayer.topic t USING (topic_id)
+LEFT JOIN mqlayer.breaker b USING (group_id)
 LEFT JOIN mqlayer.member m ON m.group_id = g.group_id AND m.member_id = %(member_id)s AND m.session = %(session)s
 LEFT JOIN mqlayer.assignment a ON a.group_id = g.group_id AND a.member_id = m.member_id
 LEFT JOIN mqlayer.partition p ON p.partition_id = a.partition_id AND p.state <> 'deleted'

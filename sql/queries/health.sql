@@ -1,12 +1,13 @@
 -- name: health_nodes
--- All nodes with when each was armed, lost, registered and sampled last, and its partitions that are not deleted.
-SELECT n.node_id, n.name, n.url, n.armed_run_id, n.armed_at, n.lost_at, n.created_at, s.at, p.open, p.sealed
+-- All nodes with when each began to drain, was armed, lost, registered and sampled last, and its partitions that are not deleted.
+SELECT n.node_id, n.name, n.url, n.armed_run_id, n.draining_at, n.zone, n.armed_at, n.lost_at, n.created_at, s.at, p.open,
+       p.sealed
 FROM mqlayer.node n
 CROSS JOIN LATERAL (SELECT max(s.at) AS at FROM mqlayer.sample s WHERE s.kind = 'node' AND s.object_id = n.node_id) AS s
 LEFT JOIN (
     SELECT p.node_id, count(*) FILTER (WHERE p.state = 'open')::int AS open, count(*) FILTER (WHERE p.state = 'sealed')::int AS sealed
     FROM mqlayer.partition p WHERE p.state <> 'deleted' GROUP BY p.node_id) AS p USING (node_id)
-ORDER BY n.node_id;
+WHERE n.removed_at IS NULL ORDER BY n.node_id;
 
 -- name: health_groups
 -- Live groups with a position: how many partitions each has to read, how many members live, who paused it or its topic
@@ -36,6 +37,12 @@ FROM (
 JOIN mqlayer.consumer_group g ON g.group_id = w.object_id JOIN mqlayer.topic t USING (topic_id)
 WHERE g.state = 'live' AND w.samples >= 3 AND w.least_s > %(above_s)s AND w.last_s > w.first_s
 ORDER BY t.name, g.name;
+
+-- name: health_breakers
+-- Circuit breakers of live groups that are not closed, and why.
+SELECT t.name, g.name, b.state, b.changed_at, b.opened_at, b.cause, b.actor, b.failing_keys, b.probes, b.probe_at
+FROM mqlayer.breaker b JOIN mqlayer.consumer_group g USING (group_id) JOIN mqlayer.topic t USING (topic_id)
+WHERE b.state <> 'closed' AND g.state = 'live' AND g.breaker_share IS NOT NULL ORDER BY t.name, g.name;
 
 -- name: health_dead
 -- Messages of live groups that died within an hour, up to a bound, and when the last and the first of a group died.

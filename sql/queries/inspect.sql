@@ -8,9 +8,10 @@ SELECT g.group_id, t.name, g.name, g.state, g.version, t.version AS topic_versio
        g.tag_filter, g.instance, coalesce(g.instance_expiry_s, b.instance_expiry_s),
        extract(epoch FROM clock_timestamp() - g.absent_since)::float8, g.backoff_s, g.backoff_jitter, g.attempt_limit, g.policy, g.non_retryable_errors, g.retryable_errors, g.time_limit_s,
        g.max_time_limit_s, g.parked_keys_limit, g.parked_messages_limit, g.parked_bytes_limit, g.key_messages_limit,
-       g.key_bytes_limit, g.paused_by, t.paused_at AS topic_paused_at, t.paused_by AS topic_paused_by, g.rate_limit,
-       g.rate_burst
+       g.key_bytes_limit, g.breaker_share, g.breaker_keys, g.breaker_window_s, g.breaker_errors, g.paused_by, t.paused_at AS topic_paused_at, t.paused_by AS topic_paused_by, g.rate_limit,
+       g.rate_burst, s.state, s.changed_at, s.opened_at, s.cause, s.actor, s.failing_keys, s.probes, s.probe_at
 FROM mqlayer.consumer_group g JOIN mqlayer.topic t USING (topic_id)
+LEFT JOIN mqlayer.breaker s ON s.group_id = g.group_id AND s.state <> 'closed' AND g.breaker_share IS NOT NULL
 LEFT JOIN mqlayer.consumer_group b ON b.group_id = g.broadcast_of
 WHERE (%(topic)s::text IS NULL AND t.deleted_at IS NULL OR t.name = %(topic)s)
   AND (%(name)s::text IS NULL OR g.name = %(name)s)
@@ -356,3 +357,7 @@ FROM mqlayer.topic WHERE name = %(topic)s;
 SELECT p.partition_id, p.lp_from, p.lp_to, p.node_id, p.state, r.per_s FROM mqlayer.partition p
 LEFT JOIN mqlayer.partition_rate r ON r.partition_id = p.partition_id AND r.measured_at > now() - interval '5 minutes'
 WHERE p.topic_id = %(topic_id)s AND p.state <> 'deleted' ORDER BY p.lp_from, p.partition_id;
+
+-- name: members_wanted
+-- How many members a group needs, by the samples.
+SELECT mqlayer.members_wanted_v1(%(topic)s, %(group)s, 1, %(lag_target_s)s);

@@ -1,7 +1,7 @@
 -- part: inherited
 start, start_at, ordered, balance, tag_filter, rate_limit, rate_burst, settings_version, backoff_s, backoff_jitter,
 attempt_limit, policy, non_retryable_errors, retryable_errors, time_limit_s, max_time_limit_s, parked_keys_limit, parked_messages_limit,
-parked_bytes_limit, key_messages_limit, key_bytes_limit;
+parked_bytes_limit, key_messages_limit, key_bytes_limit, breaker_share, breaker_keys, breaker_window_s, breaker_errors;
 
 -- part: absent_s
 -- For how long nobody has consumed for an instance c; a lease that ran out and was not noted counts from its end. Null where
@@ -92,6 +92,8 @@ WITH old AS MATERIALIZED (
     DELETE FROM mqlayer.partition_pause r USING old WHERE r.group_id = old.group_id
 ), tried AS (
     DELETE FROM mqlayer.failed_attempt t USING old WHERE t.group_id = old.group_id
+), braked AS (
+    DELETE FROM mqlayer.breaker b USING old WHERE b.group_id = old.group_id
 ), gone AS (
     DELETE FROM mqlayer.consumer_group c USING old WHERE c.group_id = old.group_id RETURNING 1
 )

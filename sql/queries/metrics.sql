@@ -1,9 +1,10 @@
 -- name: metrics_nodes
--- How many nodes are armed, unarmed, lost.
+-- How many nodes are armed, unarmed, lost; and of all these, draining.
 SELECT count(*) FILTER (WHERE lost_at IS NULL AND armed_run_id IS NOT NULL)::int,
        count(*) FILTER (WHERE lost_at IS NULL AND armed_run_id IS NULL)::int,
-       count(*) FILTER (WHERE lost_at IS NOT NULL)::int
-FROM mqlayer.node;
+       count(*) FILTER (WHERE lost_at IS NOT NULL)::int,
+       count(*) FILTER (WHERE draining_at IS NOT NULL)::int
+FROM mqlayer.node WHERE removed_at IS NULL;
 
 -- name: metrics_route_changes
 -- How many route changes are done, dropped, unfinished; since when the oldest of the last is; and the longest time between
@@ -19,3 +20,9 @@ FROM mqlayer.route_change;
 -- For how long each of these periodic jobs has not run.
 SELECT name, greatest(extract(epoch FROM now() - last_at), 0)::float8 FROM mqlayer.job
 WHERE last_at IS NOT NULL AND name = ANY(%(names)s::text[]) ORDER BY name;
+
+-- name: metrics_members_wanted
+-- How many members groups need, by the samples; 0 where nothing waits and nothing comes.
+SELECT t.name, g.name, mqlayer.members_wanted_v1(t.name, g.name, 0, %(lag_target_s)s)
+FROM mqlayer.consumer_group g JOIN mqlayer.topic t USING (topic_id)
+WHERE g.state = 'live' AND g.mode IN ('exclusive', 'shared') AND g.instance IS NULL ORDER BY t.name, g.name;

@@ -4,9 +4,10 @@ INSERT INTO mqlayer.route_change (topic_id, version, kind, mode, actor)
 VALUES (%(topic_id)s, %(version)s, %(kind)s, %(mode)s, %(actor)s) RETURNING change_id;
 
 -- name: change_successor
--- Allocate a successor that waits to be made in Redis.
+-- Allocate a successor that waits to be made in Redis; nothing where its node gets none.
 INSERT INTO mqlayer.partition (topic_id, node_id, lp_from, lp_to, created_by_change)
-VALUES (%(topic_id)s, %(node_id)s, %(lp_from)s, %(lp_to)s, %(change_id)s) RETURNING partition_id;
+SELECT %(topic_id)s, n.node_id, %(lp_from)s, %(lp_to)s, %(change_id)s FROM mqlayer.node n
+WHERE n.node_id = %(node_id)s AND n.draining_at IS NULL AND n.removed_at IS NULL FOR SHARE OF n RETURNING partition_id;
 
 -- name: change_parents_put
 -- Say which partitions a change ends.
@@ -291,7 +292,7 @@ WHERE s.unreachable AND p.state = 'sealed' ORDER BY n.name;
 
 -- name: nodes_given_up
 -- Nodes that an operator said are lost, and that are not back.
-SELECT name FROM mqlayer.node WHERE lost_at IS NOT NULL;
+SELECT name FROM mqlayer.node WHERE lost_at IS NOT NULL AND removed_at IS NULL;
 
 -- name: outbox_sources
 -- The outboxes that may publish.
@@ -352,7 +353,10 @@ SELECT partition_id FROM mqlayer.abandoned WHERE node_id = %(node_id)s AND at >=
 
 -- name: partition_relocate
 -- A partition that nobody publishes to is made anew on another node, from its outbox.
-UPDATE mqlayer.partition SET node_id = %(to_node_id)s WHERE partition_id = %(partition_id)s;
+UPDATE mqlayer.partition p SET node_id = n.node_id
+FROM (SELECT node_id FROM mqlayer.node
+      WHERE node_id = %(to_node_id)s AND draining_at IS NULL AND removed_at IS NULL FOR SHARE) AS n
+WHERE p.partition_id = %(partition_id)s RETURNING p.partition_id;
 
 -- name: group_starts_lower
 -- Where partitions fell back behind the offset at which a group starts, it starts with what they get next.
@@ -435,3 +439,38 @@ SELECT p.partition_id, n.name, p.lp_from, p.lp_to, p.state,
 FROM mqlayer.partition p JOIN mqlayer.node n USING (node_id)
 WHERE p.ended_by_change = %(change_id)s OR p.created_by_change = %(change_id)s
 ORDER BY parent DESC, p.lp_from, p.partition_id;
+
+-- name: change_durations
+-- How long publishers waited for the last live changes, in seconds: half of them at most, and the longest.
+SELECT percentile_cont(0.5) WITHIN GROUP (ORDER BY one.took_s), max(one.took_s), count(*)::int
+FROM (SELECT extract(epoch FROM c.ended_at - c.planned_at)::float8 AS took_s FROM mqlayer.route_change c
+      WHERE c.state = 'done' AND c.mode = 'live' ORDER BY c.change_id DESC LIMIT %(limit)s) AS one;
+
+-- name: placed_partitions
+-- All partitions that are not deleted, with topic, home and rate; of sealed ones, whether a group holds them, and of which
+-- topics no change may be planned.
+SELECT p.partition_id, p.node_id, p.state, t.topic_id, t.name, t.home_zone, p.lp_to - p.lp_from, coalesce(r.per_s, 0)::float8,
+       t.archived, t.deleting_at IS NOT NULL, t.version IS NULL,
+       EXISTS (SELECT FROM mqlayer.consumer_group g
+               WHERE g.topic_id = t.topic_id AND g.state <> 'retired' AND g.mode <> 'broadcast')
+FROM mqlayer.partition p JOIN mqlayer.topic t USING (topic_id)
+LEFT JOIN mqlayer.partition_rate r ON r.partition_id = p.partition_id AND r.measured_at > now() - interval '5 minutes'
+WHERE p.state <> 'deleted' ORDER BY p.partition_id;
+
+-- name: draining_groups
+-- Groups that read partitions, where each starts there, and how many messages of its topic it handled by the second, by
+-- the samples of ten minutes; null where there are not two.
+SELECT p.partition_id, p.node_id, g.group_id, t.name, g.name, coalesce(s.start_offset, 1), g.seek,
+       coalesce(g.paused_at, t.paused_at) IS NOT NULL, h.per_s
+FROM mqlayer.partition p JOIN mqlayer.topic t USING (topic_id)
+JOIN mqlayer.consumer_group g ON g.topic_id = p.topic_id AND g.state = 'live' AND g.mode <> 'broadcast'
+LEFT JOIN mqlayer.group_start s ON s.group_id = g.group_id AND s.partition_id = p.partition_id
+LEFT JOIN LATERAL (
+    SELECT ((array_agg(b.stored - b.lag ORDER BY b.at DESC))[1] - (array_agg(b.stored - b.lag ORDER BY b.at))[1])
+           / nullif(extract(epoch FROM max(b.at) - min(b.at)), 0)::float8 AS per_s
+    FROM (SELECT o.at, o.stored, m.lag FROM mqlayer.sample o JOIN mqlayer.sample m USING (at)
+          WHERE o.kind = 'topic' AND o.object_id = g.topic_id AND m.kind = 'group' AND m.object_id = g.group_id
+            AND o.at > now() - interval '10 minutes' AND o.stored IS NOT NULL AND m.lag IS NOT NULL) AS b) AS h ON true
+WHERE p.partition_id = ANY(%(partitions)s::int[])
+  AND NOT EXISTS (SELECT FROM mqlayer.drained d WHERE d.group_id = g.group_id AND d.partition_id = p.partition_id)
+ORDER BY t.name, g.name, p.partition_id;

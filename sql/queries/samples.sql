@@ -1,9 +1,11 @@
 -- name: sampled_groups
--- Live groups with a position, and what of them waits in Postgres: parked messages, and dead ones up to a bound.
+-- Live groups with a position, and what of them waits in Postgres: parked messages, dead ones up to a bound; and living members.
 SELECT g.group_id,
        (SELECT coalesce(sum(p.messages), 0)::bigint FROM mqlayer.parked_total p WHERE p.group_id = g.group_id) AS parked,
        (SELECT count(*) FROM (SELECT FROM mqlayer.dead_fact d
-                              WHERE d.group_id = g.group_id AND d.redriven_at IS NULL LIMIT %(dead_limit)s) AS those) AS dead
+                              WHERE d.group_id = g.group_id AND d.redriven_at IS NULL LIMIT %(dead_limit)s) AS those) AS dead,
+       (SELECT count(*) FROM mqlayer.member m
+        WHERE m.group_id = g.group_id AND m.lease_until >= now() AND NOT m.leaving)::int AS members
 FROM mqlayer.consumer_group g WHERE g.group_id = ANY(%(group_ids)s::bigint[]);
 
 -- name: sampled_topics
@@ -25,14 +27,14 @@ FROM mqlayer_app.counter c LEFT JOIN mqlayer_app.relayed r USING (topic_id, lp) 
 
 -- name: samples_put
 -- Samples of this minute; those that another run took of it stay.
-INSERT INTO mqlayer.sample (kind, object_id, at, lag, oldest_s, parked, dead, committed, relayed, stored, memory_bytes,
-                            ops_per_s)
-SELECT s.kind, s.object_id, date_trunc('minute', now(), 'UTC'), s.lag, s.oldest_s, s.parked, s.dead, s.committed, s.relayed,
-       s.stored, s.memory_bytes, s.ops_per_s
+INSERT INTO mqlayer.sample (kind, object_id, at, lag, oldest_s, parked, dead, members, busy, committed, relayed, stored,
+                            memory_bytes, ops_per_s)
+SELECT s.kind, s.object_id, date_trunc('minute', now(), 'UTC'), s.lag, s.oldest_s, s.parked, s.dead, s.members, s.busy,
+       s.committed, s.relayed, s.stored, s.memory_bytes, s.ops_per_s
 FROM unnest(%(kind)s::text[], %(object_id)s::bigint[], %(lag)s::bigint[], %(oldest_s)s::float8[], %(parked)s::bigint[],
-            %(dead)s::bigint[], %(committed)s::bigint[], %(relayed)s::bigint[], %(stored)s::bigint[],
+            %(dead)s::bigint[], %(members)s::int[], %(busy)s::int[], %(committed)s::bigint[], %(relayed)s::bigint[], %(stored)s::bigint[],
             %(memory_bytes)s::bigint[], %(ops_per_s)s::float8[])
-     AS s (kind, object_id, lag, oldest_s, parked, dead, committed, relayed, stored, memory_bytes, ops_per_s)
+     AS s (kind, object_id, lag, oldest_s, parked, dead, members, busy, committed, relayed, stored, memory_bytes, ops_per_s)
 ON CONFLICT (kind, object_id, at) DO NOTHING;
 
 -- name: sampled_rates_put

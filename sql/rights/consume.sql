@@ -5,16 +5,20 @@ GRANT USAGE ON SCHEMA mqlayer_archive TO {role};
 GRANT SELECT, INSERT (epoch, group_id, member_id, partition_id, target), UPDATE (changed_at, epoch, member_id, target)
     ON mqlayer.assignment TO {role};
 GRANT INSERT (act, actor, facts, object) ON mqlayer.audit TO {role};
+GRANT SELECT, INSERT (actor, cause, failing_keys, group_id, probe_at, state), UPDATE (actor, cause, changed_at,
+    failing_keys, opened_at, probe_at, probe_session, probes, state) ON mqlayer.breaker TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.beginnings_forget_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.caller_v1 TO {role};
-GRANT SELECT, INSERT (attempt_limit, absent_since, backoff_jitter, backoff_s, balance, broadcast_of, non_retryable_errors,
-    from_archive, instance, visibility_timeout_s, instance_expiry_s, key_bytes_limit, key_messages_limit, mode, name, ordered,
+GRANT SELECT, INSERT (attempt_limit, breaker_share, breaker_keys, breaker_window_s, breaker_errors, absent_since,
+    backoff_jitter, backoff_s, balance, broadcast_of, non_retryable_errors, from_archive, instance,
+    visibility_timeout_s, instance_expiry_s, key_bytes_limit, key_messages_limit, mode, name, ordered,
     parked_bytes_limit, parked_keys_limit, parked_messages_limit, paused_at, paused_by, policy, rate_burst, rate_limit,
-    retryable_errors, scope, settings_version, start, start_at, tag_filter, max_time_limit_s, time_limit_s, topic_id), UPDATE
-    (allocation, attempt_limit, absent_since, backoff_jitter, backoff_s, balance, non_retryable_errors, key_bytes_limit,
-    key_messages_limit, ordered, parked_bytes_limit, parked_keys_limit, parked_messages_limit, paused_at, paused_by,
-    policy, rate_burst, rate_limit, replay, retired_at, retryable_errors, seek, settings_version, start, start_at, state,
-    tag_filter, max_time_limit_s, time_limit_s, version) ON mqlayer.consumer_group TO {role};
+    retryable_errors, scope, settings_version, start, start_at, tag_filter, max_time_limit_s, time_limit_s, topic_id),
+    UPDATE (allocation, attempt_limit, breaker_share, breaker_keys, breaker_window_s, breaker_errors, absent_since,
+    backoff_jitter, backoff_s, balance, non_retryable_errors, key_bytes_limit, key_messages_limit, ordered,
+    parked_bytes_limit, parked_keys_limit, parked_messages_limit, paused_at, paused_by, policy, rate_burst, rate_limit,
+    replay, retired_at, retryable_errors, seek, settings_version, start, start_at, state, tag_filter, max_time_limit_s,
+    time_limit_s, version) ON mqlayer.consumer_group TO {role};
 GRANT SELECT, INSERT (actor, attempts, body, cause, group_id, key, log_offset, lp, m, partition_id, reason, seq,
     source), UPDATE (actor, attempts, body, cause, died_at, log_offset, partition_id, reason, redriven_at,
     redriven_seek) ON mqlayer.dead_message TO {role};
@@ -27,8 +31,8 @@ GRANT EXECUTE ON FUNCTION mqlayer.groups_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.has_for_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.has_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.may_create_group_v1 TO {role};
-GRANT SELECT, INSERT (group_id, host, lease_until, member_id, pid, session), UPDATE (host, joined_at, lease_until,
-    leaving, pid, session) ON mqlayer.member TO {role};
+GRANT SELECT, INSERT (group_id, host, lease_until, member_id, pid, session), UPDATE (failing_keys, host, joined_at,
+    lease_until, leaving, pid, reported_at, session, tried_keys) ON mqlayer.member TO {role};
 GRANT USAGE ON SEQUENCE mqlayer.member_session TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.members_forget_v1 TO {role};
 GRANT SELECT ON mqlayer.migration TO {role};

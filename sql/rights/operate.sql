@@ -7,20 +7,23 @@ GRANT SELECT, INSERT (epoch, group_id, member_id, partition_id, target), UPDATE 
     DELETE ON mqlayer.assignment TO {role};
 GRANT SELECT, INSERT (act, actor, facts, object) ON mqlayer.audit TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.beginnings_forget_v1 TO {role};
+GRANT SELECT, INSERT (actor, cause, failing_keys, group_id, probe_at, state), UPDATE (actor, cause, changed_at,
+    failing_keys, opened_at, probe_at, probe_session, probes, state), DELETE ON mqlayer.breaker TO {role};
 GRANT SELECT, INSERT (cause, dead_id, group_id, lp, messages, name, number, redrive_id, seq, since, source, upto), UPDATE
     (at, error, gone, result) ON mqlayer.bulk_item TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.caller_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.console_session_begin_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.console_session_end_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.console_session_v1 TO {role};
-GRANT SELECT, INSERT (attempt_limit, backoff_jitter, backoff_s, balance, non_retryable_errors, from_archive, visibility_timeout_s,
-    instance_expiry_s, key_bytes_limit, key_messages_limit, mode, name, ordered, parked_bytes_limit, parked_keys_limit,
-    parked_messages_limit, policy, rate_burst, rate_limit, retryable_errors, scope, start, start_at, tag_filter,
-    max_time_limit_s, time_limit_s, topic_id), UPDATE (allocation, attempt_limit, absent_since, backoff_jitter, backoff_s,
-    balance, non_retryable_errors, instance_expiry_s, key_bytes_limit, key_messages_limit, ordered, parked_bytes_limit,
-    parked_keys_limit, parked_messages_limit, parking, paused_at, paused_by, policy, rate_burst, rate_limit, replay,
-    retired_at, retryable_errors, seek, settings_version, start, start_at, state, tag_filter, max_time_limit_s, time_limit_s,
-    version), DELETE ON mqlayer.consumer_group TO {role};
+GRANT SELECT, INSERT (attempt_limit, breaker_share, breaker_keys, breaker_window_s, breaker_errors, backoff_jitter,
+    backoff_s, balance, non_retryable_errors, from_archive, visibility_timeout_s, instance_expiry_s, key_bytes_limit,
+    key_messages_limit, mode, name, ordered, parked_bytes_limit, parked_keys_limit, parked_messages_limit, policy,
+    rate_burst, rate_limit, retryable_errors, scope, start, start_at, tag_filter, max_time_limit_s, time_limit_s,
+    topic_id), UPDATE (allocation, attempt_limit, breaker_share, breaker_keys, breaker_window_s, breaker_errors,
+    absent_since, backoff_jitter, backoff_s, balance, non_retryable_errors, instance_expiry_s, key_bytes_limit,
+    key_messages_limit, ordered, parked_bytes_limit, parked_keys_limit, parked_messages_limit, parking, paused_at,
+    paused_by, policy, rate_burst, rate_limit, replay, retired_at, retryable_errors, seek, settings_version, start,
+    start_at, state, tag_filter, max_time_limit_s, time_limit_s, version), DELETE ON mqlayer.consumer_group TO {role};
 GRANT SELECT ON mqlayer.dead_fact TO {role};
 GRANT SELECT, INSERT (actor, attempts, body, cause, group_id, key, log_offset, lp, m, partition_id, reason, seq,
     source), UPDATE (actor, log_lost, attempts, body, cause, died_at, log_offset, partition_id, reason, redriven_at,
@@ -41,10 +44,11 @@ GRANT EXECUTE ON FUNCTION mqlayer.may_create_group_v1 TO {role};
 GRANT SELECT, UPDATE (joined_at, lease_until, leaving, session) ON mqlayer.member TO {role};
 GRANT USAGE ON SEQUENCE mqlayer.member_session TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.members_forget_v1 TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer.members_wanted_v1 TO {role};
 GRANT SELECT ON mqlayer.migration TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.numbers_used_v1 TO {role};
-GRANT SELECT, INSERT (armed_at, armed_run_id, last_run_id, name, url), UPDATE (armed_at, armed_run_id, former_runs,
-    last_run_id, lost_at, url) ON mqlayer.node TO {role};
+GRANT SELECT, INSERT (armed_at, armed_run_id, last_run_id, name, url, zone), UPDATE (armed_at, armed_run_id, draining_at, former_runs,
+    last_run_id, lost_at, name, removed_at, url, zone) ON mqlayer.node TO {role};
 GRANT SELECT ON mqlayer.parked_fact TO {role};
 GRANT SELECT, INSERT (cause, due_at, group_id, lp, name, paused_at, paused_by), UPDATE (attempts, cause, due_at,
     paused_at, paused_by, released, started, started_alone) ON mqlayer.parked_key TO {role};
@@ -73,6 +77,12 @@ GRANT SELECT, INSERT (dropped, group_id, partition_id, seen), UPDATE (dropped, d
 GRANT SELECT, INSERT (lp_from, lp_to, partition_id, topic_id, version) ON mqlayer.route TO {role};
 GRANT SELECT, INSERT (actor, kind, mode, topic_id, version), UPDATE (ended_at, mode, opened_at, sealed_at, state) ON
     mqlayer.route_change TO {role};
+GRANT SELECT ON mqlayer.route_decision TO {role};
+GRANT SELECT ON mqlayer.route_load TO {role};
+GRANT SELECT, INSERT (capacity_per_s, changes_per_hour, cool_down_s, max_partitions, min_partitions, mode, quiet_from,
+    quiet_to, rest_s, set_by, topic_id), UPDATE (capacity_per_s, changes_per_hour, cool_down_s, failed, max_partitions,
+    min_partitions, mode, quiet_from, quiet_to, rest_s, set_at, set_by, stopped_at, stopped_because, unhelpful) ON
+    mqlayer.route_policy TO {role};
 GRANT SELECT ON mqlayer.sample TO {role};
 GRANT SELECT, INSERT (unreachable, change_id, cut, marks, next_offset, partition_id, run_id, seal_id), UPDATE (unreachable, cut,
     next_offset, run_id, seal_id) ON mqlayer.seal TO {role};

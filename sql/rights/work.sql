@@ -7,6 +7,7 @@ GRANT SELECT, INSERT (epoch, group_id, member_id, partition_id, target), UPDATE 
     DELETE ON mqlayer.assignment TO {role};
 GRANT SELECT, INSERT (act, actor, facts, object) ON mqlayer.audit TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.beginnings_forget_v1 TO {role};
+GRANT SELECT, DELETE ON mqlayer.breaker TO {role};
 GRANT SELECT, UPDATE (at, error, gone, result), DELETE ON mqlayer.bulk_item TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.caller_v1 TO {role};
 GRANT SELECT, UPDATE (allocation, absent_since, parking, paused_at, retired_at, state, version), DELETE ON
@@ -37,7 +38,8 @@ GRANT SELECT, INSERT (body, group_id, key, log_offset, lp, m, name, partition_id
 GRANT USAGE ON SEQUENCE mqlayer.parked_position TO {role};
 GRANT SELECT, DELETE ON mqlayer.parked_total TO {role};
 GRANT SELECT, INSERT (group_id, lp, name, number), DELETE ON mqlayer.parking_change TO {role};
-GRANT SELECT, UPDATE (retired_at, state) ON mqlayer.partition TO {role};
+GRANT SELECT, INSERT (created_by_change, lp_from, lp_to, node_id, topic_id), UPDATE (ended_by_change, retired_at, state) ON
+    mqlayer.partition TO {role};
 GRANT SELECT, DELETE ON mqlayer.partition_pause TO {role};
 GRANT SELECT, INSERT (measured_at, next_offset, partition_id, per_s), UPDATE (measured_at, next_offset, per_s), DELETE
     ON mqlayer.partition_rate TO {role};
@@ -52,8 +54,14 @@ GRANT EXECUTE ON FUNCTION mqlayer.retired_messages_drop_v1 TO {role};
 GRANT SELECT, INSERT (dropped, group_id, partition_id, seen), UPDATE (dropped, dropped_at, seen), DELETE ON
     mqlayer.retention_loss TO {role};
 GRANT SELECT, INSERT (lp_from, lp_to, partition_id, topic_id, version) ON mqlayer.route TO {role};
-GRANT SELECT, UPDATE (ended_at, mode, opened_at, sealed_at, state) ON mqlayer.route_change TO {role};
-GRANT SELECT, INSERT (at, committed, dead, kind, lag, memory_bytes, object_id, oldest_s, ops_per_s, parked, relayed, stored),
+GRANT SELECT, INSERT (actor, kind, mode, topic_id, version), UPDATE (ended_at, mode, opened_at, sealed_at, state) ON
+    mqlayer.route_change TO {role};
+GRANT SELECT, INSERT (change_id, facts, key, kind, lp, partitions, reason, topic_id, verdict), UPDATE (facts, helped,
+    judged_at), DELETE ON mqlayer.route_decision TO {role};
+GRANT SELECT, INSERT (at_s, next_offset, partition_id, settled), UPDATE (at_s, next_offset, settled), DELETE ON
+    mqlayer.route_load TO {role};
+GRANT SELECT, UPDATE (failed, measured_per_s, stopped_at, stopped_because, unhelpful) ON mqlayer.route_policy TO {role};
+GRANT SELECT, INSERT (at, busy, committed, dead, kind, lag, members, memory_bytes, object_id, oldest_s, ops_per_s, parked, relayed, stored),
     DELETE ON mqlayer.sample TO {role};
 GRANT SELECT, INSERT (unreachable, change_id, cut, marks, next_offset, partition_id, run_id, seal_id), UPDATE (unreachable, cut,
     next_offset, run_id, seal_id) ON mqlayer.seal TO {role};

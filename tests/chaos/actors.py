@@ -551,17 +551,17 @@ def publish_batches(name: str, directory: Path, stopping: threading.Event) -> No
                 with psycopg.connect(os.environ["MQLAYER_DSN"]) as connection:
                     while not stopping.is_set():
                         turn += 1
-                        _publish_batch(connection, history, rng, f"{name}/{os.getpid()}/{turn}")
+                        keys = [f"key-{rng.randrange(KEYS)}" for _ in range(rng.randint(1, 10))]
+                        publish_batch(connection, history, keys, rng, f"{name}/{os.getpid()}/{turn}")
                         stopping.wait(rng.random() * 2 * PAUSE_S)
             except psycopg.Error:
                 stopping.wait(0.1)
 
 
-def _publish_batch(connection: Connection, history: History, rng: random.Random, name: str) -> None:
+def publish_batch(connection: Connection, history: History, keys: Sequence[str], rng: random.Random, name: str) -> None:
+    """Publish a message of each key in one transaction, which at times is rolled back."""
     # In the order of their LPs: whoever takes them in another one may deadlock with us.
-    keys = sorted(
-        (f"key-{rng.randrange(KEYS)}" for _ in range(rng.randint(1, 10))), key=lambda key: lp_of(key.encode())
-    )
+    keys = sorted(keys, key=lambda key: lp_of(key.encode()))
     sent = [(key, f"{name}/{number}") for number, key in enumerate(keys)]
     begun = [history.begin(Publish(topic=TOPIC, key=key, value=value, transaction=name)) for key, value in sent]
     goes_back = rng.random() < 0.1
@@ -707,6 +707,11 @@ def main() -> None:
 
         plant(name_of_bug)
     skew_clock(Path(directory) / f"{name}.skew")
+    if role in ("pilot", "shopper"):
+        from tests.chaos.day_actors import DAY_ROLES
+
+        DAY_ROLES[role](name, Path(directory), stopping)
+        return
     ROLES[role](name, Path(directory), stopping)
 
 

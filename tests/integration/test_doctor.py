@@ -149,8 +149,8 @@ def test_of_a_well_installation_nothing_is_broken(
     assert {line["check"] for line in found} == {
         "reachable", "version", "durability", "connections", "transactions", "prepared", "functions", "clock",
         "sessions", "pooler",
-        "control schema", "replaced", "numbers", "unarmed", "beat", "routes", "deletions", "groups", "parked", "pauses",
-        "archive", "application schema",
+        "control schema", "replaced", "numbers", "unarmed", "draining", "beat", "routes", "autopilot", "deletions",
+        "groups", "parked", "pauses", "archive", "application schema",
             "relay", "recovery", "quarantined",
         "publishers", "versions", "armed", "role", "persistence", "eviction", "memory", "replicas", "broker apart",
         "rights",

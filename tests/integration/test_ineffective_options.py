@@ -32,7 +32,8 @@ REQUESTS: dict[str, Any] = {
     "parked_messages_limit": 5, "parked_bytes_limit": 5, "key_messages_limit": 5, "key_bytes_limit": 5,
     "mode": "exclusive", "scope": "partition", "visibility_timeout_s": 7.0, "from_archive": True,
     "instance_expiry_s": 60.0,
-    "rate_limit": 5.0, "rate_burst": 7.0,
+    "rate_limit": 5.0, "rate_burst": 7.0, "breaker_share": 0.5, "breaker_keys": 7, "breaker_window_s": 30.0,
+    "breaker_errors": ("OSError",),
 }  # fmt: skip
 """A value for every setting of a group that differs from its default."""
 
@@ -51,6 +52,13 @@ def created(stage: Stage) -> Callable[[GroupSettings], Group]:
     return create
 
 
+def partner_of(name: str) -> dict[str, Any]:
+    """Return the setting without which one has no effect."""
+    if name == "rate_burst":
+        return {"rate_limit": 5.0}
+    return {"breaker_share": 0.5} if name.startswith("breaker_") and name != "breaker_share" else {}
+
+
 def in_force(group: Group, name: str) -> Any:
     return getattr(group if hasattr(group, name) else group.rules, name)
 
@@ -64,7 +72,7 @@ def test_a_setting_is_in_force_in_its_mode_or_refused_with_what_to_do(mode: Any,
     """Each setting by itself, with its partner where it needs one, in each mode."""
     refused: dict[str, str] = {}
     for name, value in REQUESTS.items():
-        wish = {"mode": mode, name: value} | ({"rate_limit": 5.0} if name == "rate_burst" else {})
+        wish = {"mode": mode, name: value} | partner_of(name)
         try:
             group = created(GroupSettings(**{**wish, "mode": mode}))
         except (InvalidInput, Conflict) as error:
@@ -80,6 +88,7 @@ IDLE: dict[str, GroupSettings] = {
     "rate_limit": GroupSettings(rate_burst=7.0),
     "leave backoff_s out": GroupSettings(attempt_limit=1, policy="dead_letter", backoff_s=(1.0,)),
     "or raise attempt_limit": GroupSettings(mode="shared", attempt_limit=1, policy="skip", backoff_s=(1.0,)),
+    "leave breaker_keys out": GroupSettings(breaker_keys=5),
     "leave jitter out": GroupSettings(attempt_limit=1, jitter=0.5),
     "leave key_messages_limit out": GroupSettings(ordered=False, key_messages_limit=5),
     "leave key_bytes_limit out": GroupSettings(mode="broadcast", ordered=False, key_bytes_limit=5),
@@ -144,9 +153,8 @@ def test_another_setting_for_a_group_that_is_there_is_refused(created: Any) -> N
         if name in ("mode", "from_archive", "ordered", "scope", "visibility_timeout_s"):
             # Said once, and equal here, or another mode's: see the tests beside.
             continue
-        partner: dict[str, Any] = {"rate_limit": 5.0} if name == "rate_burst" else {}
         with pytest.raises((Conflict, InvalidInput)):
-            created(GroupSettings(**{name: value}, **partner), name=group.name)
+            created(GroupSettings(**{name: value}, **partner_of(name)), name=group.name)
     with pytest.raises(Conflict, match="mqlayer group seek"):
         created(GroupSettings(start=datetime(2026, 1, 1, tzinfo=UTC)), name=group.name)
     latest = created(GroupSettings(start="latest"))

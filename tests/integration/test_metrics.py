@@ -26,6 +26,7 @@ from mqlayer.exporter import SystemExporter, control_samples
 from mqlayer.groups import GroupSettings, ensure_group
 from mqlayer.health import health_endpoint
 from mqlayer.maintenance.jobs import PERIODIC_JOBS
+from mqlayer.maintenance.sampling import take_samples
 from mqlayer.metrics import CATALOG, Meters, metrics_page, separate_meters
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.rights import Right
@@ -289,7 +290,7 @@ def test_a_silent_node_is_a_number_and_a_silent_postgres_leaves_no_old_samples(
         node.kill()
         exporter.sample()
         assert take("mqlayer.group.unknown_partitions") == [2]
-        assert sorted(take("mqlayer.nodes")) == [0, 0, 1, 1]
+        assert sorted(take("mqlayer.nodes")) == [0, 0, 0, 1, 1]
     with Database("postgresql://nobody@127.0.0.1:1/none", timeout_s=0.2) as away:
         runtime = Runtime(away, world.settings(), world.database)
         exporter = SystemExporter(runtime, Meters(MeterProvider(shutdown_on_exit=False)))
@@ -350,6 +351,7 @@ def test_a_thousand_partitions_make_at_most_500_series_and_no_more_statements(
     with world.producer() as producer:
         producer.send("orders", body=b"x")
     assert taken() == few
+    take_samples(world.runtime())
 
     meters, written = separate_meters()
     with open_runtime(world.settings()) as runtime:

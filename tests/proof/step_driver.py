@@ -11,9 +11,10 @@ from typing import Final
 from pydantic import SecretStr
 
 from mqlayer.postgres.database import Database
-from mqlayer.routes import drop_change, finish_changes, give_up_node, retire_partitions
+from mqlayer.routes import drain_node, drop_change, finish_changes, give_up_node, retire_partitions
+from mqlayer.runtime.runtime import Runtime
 from mqlayer.settings import Settings
-from mqlayer.topics import rearm_node
+from mqlayer.topics import rearm_node, remove_node
 from tests.fixtures.forked_programs import run_python
 from tests.proof.route_steps import merge, move, split
 from tests.proof.runtimes import runtime_of
@@ -51,7 +52,18 @@ def main() -> None:
             case "give_up":
                 give_up_node(runtime_of(database, prefix, application=application), words[0])
             case _:
-                raise ValueError(act)
+                empty_node(act, runtime_of(database, prefix, application=application), words[0])
+
+
+def empty_node(act: str, runtime: Runtime, name: str) -> None:
+    """Drain or remove a node."""
+    match act:
+        case "drain":
+            assert drain_node(runtime, name).is_empty
+        case "remove":
+            remove_node(runtime, name)
+        case _:
+            raise ValueError(act)
 
 
 if __name__ == "__main__":

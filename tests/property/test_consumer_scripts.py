@@ -159,11 +159,13 @@ class Model:
         self.told += 1
         self.tellings.append(telling)
 
-    def count(self, member: str, epoch: int, offset: int, attempts: int) -> int | Fenced:
+    def count(self, member: str, epoch: int, offset: int, attempts: int, *, given_back: bool = False) -> int | Fenced:
         if not self.owns(member, epoch):
             return Fenced(self.epoch)
-        self.attempts[offset] = max(attempts, self.attempts.get(offset, 0))
-        return self.attempts[offset]
+        known = self.attempts.get(offset, 0)
+        if attempts <= known if given_back else attempts > known:
+            self.attempts[offset] = attempts
+        return self.attempts.get(offset, 0)
 
 
 class ConsumerScripts(PartitionMachine):
@@ -290,16 +292,19 @@ class ConsumerScripts(PartitionMachine):
         step=st.sampled_from([0, 0, 0, -1]),
         offset=st.integers(1, 8),
         attempts=st.integers(1, 4),
+        given_back=st.sampled_from([False, False, True]),
     )
-    def count(self, member: str, step: int, offset: int, attempts: int) -> None:
+    def count(self, member: str, step: int, offset: int, attempts: int, given_back: bool = False) -> None:
         epoch = self.model.epoch + step
-        command = attempt_command(self.connection, self.partition.member(member, epoch).holder, offset, attempts)
+        holder = self.partition.member(member, epoch).holder
+        command = attempt_command(self.connection, holder, offset, attempts, given_back=given_back)
         noted = ("HGET", self.partition.group.attempts, offset)
         before, counted, value, after = self.partition.call(("TIME",), command, noted, ("TIME",))
         known = self.model.failures.get(offset)
-        answer = self.model.count(member, epoch, offset, attempts)
+        answer = self.model.count(member, epoch, offset, attempts, given_back=given_back)
         assert attempt_reply(counted, "") == answer
-        if isinstance(answer, Fenced) or (known is not None and known.attempts >= attempts):
+        so_far = 0 if known is None else known.attempts
+        if isinstance(answer, Fenced) or (attempts > so_far if given_back else attempts <= so_far):
             assert (None if value is None else failures_of(value)) == known
             return
         found = self.model.failures[offset] = failures_of(value)

@@ -28,7 +28,18 @@ COMMON: Final = {
 }  # fmt: skip
 """Parts of the library that commands have for the databases and nodes that they use."""
 FAILURES: Final = {"events", "groups", "parking", "redelivery"}
-JOBS: Final = {"archive", "health", "idempotency", "maintenance", "outbox", "relay", "routes", *FAILURES}
+JOBS: Final = {
+    "archive",
+    "autopilot",
+    "health",
+    "idempotency",
+    "inspect",
+    "maintenance",
+    "outbox",
+    "relay",
+    "routes",
+    *FAILURES,
+}
 PARTS: Final[dict[str, set[str]]] = {
     "project": set(),
     "stack": set(),
@@ -59,7 +70,7 @@ PARTS: Final[dict[str, set[str]]] = {
     "problems": set(),
     "nodes": {"groups", "routes"},
     "topics": {"archive", "inspect", *FAILURES},
-    "routes": {"groups", "routes"},
+    "routes": {"autopilot", "groups", "inspect", "routes"},
     "groups": {"inspect", *FAILURES},
     "keys": {"inspect", *FAILURES},
     "parked": {"inspect", *FAILURES},

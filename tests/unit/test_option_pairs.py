@@ -47,6 +47,8 @@ OPTIONS: Final[dict[str, str]] = {
     "node rearm": "NAME --empty --accept-loss --former",
     "node acl": "ROLES --user --password-file --password-stdin --acl-file --redis --check",
     "node set": "NAME --url --empty --accept-loss --former",
+    "node drain": "NAME --plan --yes --timeout --stop",
+    "node remove": "NAME --plan --yes",
     "node lost": "NAME --plan --yes",
     "topic create":
         "NAME --partitions --strategy --body-limit --backlog-limit --archived "
@@ -70,6 +72,9 @@ OPTIONS: Final[dict[str, str]] = {
     "route merge": "TOPIC PARTITIONS --to --if-version --plan --yes --watch --timeout",
     "route move": "TOPIC PARTITION --to --unreachable --accept-loss --if-version --plan --yes --watch --timeout",
     "route show": "TOPIC --version --json",
+    "route auto": "TOPIC --on --report --off --min-partitions --max-partitions --capacity --changes-per-hour "
+    "--cool-down --rest --quiet",
+    "route why": "TOPIC --last --json",
     "route history": "TOPIC --json",
     "route watch": "TOPIC --timeout",
     "route repair": "TOPIC --unreachable --accept-loss",
@@ -79,10 +84,12 @@ OPTIONS: Final[dict[str, str]] = {
         "TOPIC GROUP --backoff --jitter --attempts --policy --non-retryable --retryable --time-limit --max-time-limit "
         "--parked-keys --parked-messages --parked-bytes --key-messages --key-bytes --balance --tag-filter "
         "--instance-expiry "
-        "--rate --burst --if-version",
+        "--rate --burst --breaker --breaker-keys --breaker-window --breaker-errors --if-version",
     "group pause": "TOPIC GROUP --partition --wait",
     "group resume": "TOPIC GROUP --partition",
     "group evict": "TOPIC GROUP MEMBER",
+    "group open-breaker": "TOPIC GROUP",
+    "group close-breaker": "TOPIC GROUP",
     "group retire": "TOPIC GROUP --drop-parked --plan --yes",
     "group create": "TOPIC GROUP --start --from-archive",
     "group list": "TOPIC --json",
@@ -168,9 +175,11 @@ SMALL: Final = {
     **dict.fromkeys(("grant", "revoke"), "undone by the other"),
     **dict.fromkeys(("group pause", "key pause", "topic pause"), "undone by resume"),
     **dict.fromkeys(("group resume", "key resume", "topic resume"), "undone by pause"),
-    **dict.fromkeys(("group set", "topic set"), "undone by setting it again"),
+    **dict.fromkeys(("group set", "route auto", "topic set"), "undone by setting it again"),
     **dict.fromkeys(("bulk resume", "bulk start"), "goes on with what was planned"),
     "bulk plan": "it is the plan; nothing is done before bulk start",
+    "group open-breaker": "undone by close-breaker",
+    "group close-breaker": "undone by open-breaker",
     "group evict": "one member, whose partitions go to others",
     "outbox delayed cancel": "one message, named by its number",
     "outbox quarantine retry": "what can't be sent stays as it was",

@@ -15,7 +15,7 @@ from mqlayer.errors import InvalidInput
 from mqlayer.inspect.audit_trail import AuditedAct, AuditedBy, AuditFilter, audited_acts, audited_kinds
 from mqlayer.postgres.database import Database
 from mqlayer.routes.status import change_states
-from mqlayer.runtime.route_cache import load_nodes
+from mqlayer.runtime.route_cache import node_names
 
 NAMES: Final = ("actor", "act", "object", "since", "until")
 WHO: Final[Mapping[str, AuditedBy | None]] = {"people": "people", "machines": "machines", "all": None}
@@ -69,7 +69,7 @@ def _all_shown(control: Database, acts: Sequence[AuditedAct]) -> list[ShownAct]:
 def _named(control: Database, changes: Sequence[int]) -> tuple[Mapping[int, str], Mapping[int, str]]:
     if not changes:
         return {}, {}
-    return change_states(control, changes), {node.node_id: node.name for node in load_nodes(control)}
+    return change_states(control, changes), {int(node): name for node, name in node_names(control).items()}
 
 
 def _shown(one: AuditedAct, states: Mapping[int, str], nodes: Mapping[int, str]) -> ShownAct:

@@ -16,6 +16,7 @@ from mqlayer.domain.route_changes import ChangePlan, halving_point
 from mqlayer.domain.routing import LpRange, Route
 from mqlayer.errors import InvalidInput, MqlayerError
 from mqlayer.inspect import BusiestKeys, busiest_keys
+from mqlayer.postgres.database import Database
 from mqlayer.postgres.rights import require_change
 from mqlayer.routes import (
     DrainProgress,
@@ -72,10 +73,14 @@ def _load(visit: Visit) -> Mapping[str, Any]:
         "topic": topic or "",
         "partition": visit.text("partition"),
         "kinds": KINDS,
-        "nodes": part(lambda: [one.name for one in load_nodes(control)]),
+        "nodes": part(lambda: _targets(control)),
         "measures": MEASURES,
-        "pairs": part(lambda: _pairs([one.name for one in load_nodes(control)])),
+        "pairs": part(lambda: _pairs(_targets(control))),
     }
+
+
+def _targets(control: Database) -> list[str]:
+    return [one.name for one in load_nodes(control) if one.draining_at is None]
 
 
 def _pairs(names: Sequence[str]) -> list[str]:

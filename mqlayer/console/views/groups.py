@@ -19,6 +19,7 @@ from mqlayer.console.views.nodes import statuses
 from mqlayer.errors import Conflict, InvalidInput
 from mqlayer.groups import Start, apply_seek, planned_seek
 from mqlayer.groups.admin import evict_member, pause_group, resume_group
+from mqlayer.groups.breaker_admin import reset_breaker, trip_breaker
 from mqlayer.groups.pauses import pause_partitions, resume_partitions, running_partitions
 from mqlayer.groups.retirement import retire_group
 from mqlayer.inspect import (
@@ -26,6 +27,7 @@ from mqlayer.inspect import (
     GroupStatus,
     MemberFacts,
     PartitionStatus,
+    describe_breaker,
     group_facts,
     group_members,
     group_overviews,
@@ -209,6 +211,40 @@ def _resume(visit: Visit) -> Outcome:
     return Outcome(f"The {_named(visit)} {'is resumed' if done else 'was not paused'}.", _path(visit))
 
 
+def _plan_open(visit: Visit) -> Plan:
+    facts = _facts(visit)
+    if facts.breaker is not None and facts.breaker.state != "ramping":
+        return Plan([f"The circuit breaker of {_named(visit)} is open already: nothing will change."])
+    return Plan(
+        [
+            f"Members of {_named(visit)} begin no further message; {facts.alive:,} alive now. No failure counts.",
+            "Probes of one message begin within a second; the first that succeeds closes the breaker again.",
+        ]
+    )
+
+
+def _open(visit: Visit) -> Outcome:
+    done = trip_breaker(visit.runtime, visit.text("topic"), visit.text("group"))
+    return Outcome(f"The circuit breaker of {_named(visit)} is open{'' if done else ' already'}.", _path(visit))
+
+
+def _plan_close(visit: Visit) -> Plan:
+    facts = _facts(visit)
+    if facts.breaker is None:
+        return Plan([f"The circuit breaker of {_named(visit)} is closed: nothing will change."])
+    return Plan(
+        [
+            f"Members of {_named(visit)} go on at full speed; {describe_breaker(facts.breaker)}.",
+            "If most keys still fail, it opens again.",
+        ]
+    )
+
+
+def _close(visit: Visit) -> Outcome:
+    done = reset_breaker(visit.runtime, visit.text("topic"), visit.text("group"))
+    return Outcome(f"The circuit breaker of {_named(visit)} is closed{'' if done else ' already'}.", _path(visit))
+
+
 def _partition(visit: Visit) -> int:
     return visit.number("partition")
 
@@ -376,6 +412,8 @@ PAGES: Final = (
 ACTIONS: Final[tuple[Action, ...]] = (
     Action("group-pause", "Pause a group", _plan_pause, _pause, button="Pause the group"),
     Action("group-resume", "Resume a group", _plan_resume, _resume, button="Resume the group"),
+    Action("breaker-open", "Open a circuit breaker", _plan_open, _open, button="Open the breaker"),
+    Action("breaker-close", "Close a circuit breaker", _plan_close, _close, button="Close the breaker"),
     Action("partition-pause", "Pause a partition for a group", _plan_pause_partition, _pause_partition, button="Pause"),
     Action(
         "partition-resume", "Resume a partition for a group", _plan_resume_partition, _resume_partition, button="Resume"

@@ -99,6 +99,22 @@ class MemberEvents:
         self.emit("dead" if dead_letter.keep_body else "skipped", place, identity.lp, seq=identity.seq,
                   attempts=dead_letter.attempts, cause=dead_letter.cause)  # fmt: skip
 
+    def breaker_opened(self, cause: str, keys: int, member: str) -> None:
+        """Report a circuit breaker that this member opened."""
+        facts = {"topic": self._group.topic, "group": self._group.name, "cause": cause, "keys": keys}
+        log.error("breaker_opened", extra=facts)
+        self._emit_breaker("breaker_opened", cause, keys, member)
+
+    def breaker_closed(self, seconds: float) -> None:
+        """Report a circuit breaker that this member closed."""
+        facts = {"topic": self._group.topic, "group": self._group.name, "seconds": round(seconds, 1)}
+        log.warning("breaker_closed", extra=facts)
+        self._emit_breaker("breaker_closed", "", 0, "")
+
+    def _emit_breaker(self, kind: EventKind, cause: str, keys: int, member: str) -> None:
+        event = Event(kind, self._group.topic, self._group.name, cause=cause, count=keys, actor=member)
+        emit(event, self._reporting.hooks)
+
     def facts(self, place: PartitionEpoch) -> dict[str, Any]:
         """Return a partition's log facts."""
         group = self._group

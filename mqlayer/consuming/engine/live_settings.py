@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mqlayer.consuming.engine.circuit_breaker import CircuitBreaker
 from mqlayer.consuming.engine.rate_limiter import RateLimiter
 from mqlayer.domain.tags import TagFilter
 from mqlayer.groups.group import Group
@@ -21,6 +22,7 @@ class LiveSettings:
         self.parking_version = 0
         """Count of others' acts on parked keys."""
         self.rate_limiter = RateLimiter()
+        self.breaker = CircuitBreaker(lambda: self.rules)
 
     def follow(self, reply: HeartbeatReply) -> bool:
         """Follow all but the rate; say whether rules changed."""

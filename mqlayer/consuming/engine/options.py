@@ -48,6 +48,7 @@ class MemberStats:
     blocked: int = 0
     parking_full: int = 0
     leases_lost: int = 0
+    held: int = 0
 
 
 def new_member_id() -> str:

@@ -21,13 +21,14 @@ class MemberPartitions(ABC):
     def lease_lost(self) -> None:
         """Follow the lease's end."""
 
-    def report(self, session: MemberSession) -> None:  # noqa: B027 - shared members report nothing
+    @abstractmethod
+    def report(self, session: MemberSession) -> None:
         """Report changes to Postgres, before a heartbeat."""
 
     @property
+    @abstractmethod
     def unreported(self) -> bool:
         """Whether to repeat a report soon."""
-        return False
 
     @abstractmethod
     def close(self) -> None:

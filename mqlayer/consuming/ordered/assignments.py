@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mqlayer.consuming.engine.breaker_session import BreakerSession
 from mqlayer.consuming.engine.clock import clock
 from mqlayer.consuming.engine.core import MemberCore
 from mqlayer.consuming.engine.nodes import MemberNodes
@@ -34,9 +35,10 @@ class Assignments(MemberPartitions):
         nodes: MemberNodes[Reader, Settler],
         reports: PartitionReports,
         parking_worker: ParkingWorker,
+        breaker: BreakerSession,
     ) -> None:
         self._core, self._ownership, self._dispatcher, self._nodes = core, ownership, dispatcher, nodes
-        self._reports, self._parking_worker = reports, parking_worker
+        self._reports, self._parking_worker, self._breaker = reports, parking_worker, breaker
         self._allocation = -1
         # Deadline by which the release of a dropped partition waits for its handlers.
         self._release_by: dict[PartitionId, float] = {}
@@ -53,6 +55,10 @@ class Assignments(MemberPartitions):
         if settings.follow(reply):
             # Other rules may end waits in place.
             self._dispatcher.retry_now()
+        if self._breaker.follow(reply.breaker):
+            self._dispatcher.retry_now()
+            self._nodes.wake_readers()
+            self._parking_worker.wake.set()
         if reply.parking_version != parking_version:
             self._parking_worker.wake.set()
         wanted = {assignment.partition: assignment for assignment in reply.assignments}
@@ -75,11 +81,12 @@ class Assignments(MemberPartitions):
     def report(self, session: MemberSession) -> None:
         """Report given back and drained partitions."""
         self._reports.send(session)
+        self._breaker.send(session)
 
     @property
     def unreported(self) -> bool:
         """Whether to repeat a report soon."""
-        return self._reports.unsent
+        return self._reports.unsent or self._breaker.unsent
 
     def close(self) -> None:
         """Take nothing more."""

@@ -11,6 +11,8 @@ from mqlayer.domain.message import Record
 from mqlayer.domain.offsets import OffsetRange, covers
 from mqlayer.redis.partition_scripts import LockTaken
 
+FailedCount = tuple[int, int, bool]
+
 
 class GuardedStart:
     """A message whose start is recorded before its handler runs."""
@@ -30,7 +32,8 @@ class Attempts:
     def __init__(self) -> None:
         self._counts: dict[int, int] = {}
         self._failing_since: dict[int, float] = {}  # offset -> first failure in this process
-        self._failed: deque[tuple[int, int]] = deque()  # (offset, failed attempts) to record
+        # (offset, failed attempts, whether some are given back) to record
+        self._failed: deque[FailedCount] = deque()
         self._starts: deque[GuardedStart] = deque()  # to record before workers begin
         self._recorded: set[int] = set()  # starts recorded on the node, and not failed since
         self._suspects: set[int] = set()  # offsets that start alone
@@ -58,12 +61,23 @@ class Attempts:
         now = clock()
         return now - self._failing_since.setdefault(offset, now)
 
+    def forget_time(self, offset: int) -> None:
+        """Forget since when it fails."""
+        self._failing_since.pop(offset, None)
+
     def count(self, offset: int, attempts: int) -> None:
         """Count a failed attempt."""
         self._counts[offset] = attempts
-        self._failed.append((offset, attempts))
+        self._failed.append((offset, attempts, False))
         # Counting removes the note of the start from the node.
         self._recorded.discard(offset)
+
+    def give_back(self, offset: int, attempts: int) -> None:
+        """Lower a count to `attempts`, unless the message is settled."""
+        if self._counts.get(offset, 0) > attempts:
+            self._counts[offset] = attempts
+            self._failed.append((offset, attempts, True))
+            self._failing_since.pop(offset, None)
 
     def blame(self, offset: int) -> bool:
         """Say, once, whether its lone start never ended."""
@@ -108,12 +122,12 @@ class Attempts:
         """Whether failed attempts wait."""
         return bool(self._failed)
 
-    def take(self) -> tuple[list[tuple[int, int]], list[GuardedStart]]:
+    def take(self) -> tuple[list[FailedCount], list[GuardedStart]]:
         """Take both, to record them."""
         failed = [self._failed.popleft() for _ in range(len(self._failed))]
         return failed, [self._starts.popleft() for _ in range(len(self._starts))]
 
-    def put_back(self, failed: list[tuple[int, int]], starts: list[GuardedStart]) -> None:
+    def put_back(self, failed: list[FailedCount], starts: list[GuardedStart]) -> None:
         """Take both back."""
         self._failed.extendleft(reversed(failed))
         self._starts.extendleft(reversed(starts))

@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from mqlayer.consuming.api.batches import BatchOf
+from mqlayer.consuming.engine.circuit_breaker import CircuitBreaker
 from mqlayer.consuming.engine.clock import Lease, clock
 from mqlayer.consuming.ordered.dispatcher import Dispatcher
 from mqlayer.consuming.ordered.owned_partitions import KeyQueue, OwnedPartition, OwnershipState
-from mqlayer.consuming.ordered.ready_queues import ReadyQueues
+from mqlayer.consuming.ordered.ready_queues import ReadyQueues, admitted
 from mqlayer.consuming.ordered.results import size_of
 from mqlayer.consuming.ordered.workers import TIME_SLICE_S
 from mqlayer.domain.message import NO_KEY, ParkedRecord, Record
@@ -22,8 +23,8 @@ SHORTEST_WAIT_S = 0.001
 class BatchQueues(ReadyQueues):
     """Ready key queues that are given out in batches."""
 
-    def __init__(self, lease: Lease, batch_of: BatchOf) -> None:
-        super().__init__(lease)
+    def __init__(self, lease: Lease, batch_of: BatchOf, breaker: CircuitBreaker | None = None) -> None:
+        super().__init__(lease, breaker)
         self._of = batch_of
 
     def gather(self) -> list[KeyQueue]:
@@ -31,6 +32,8 @@ class BatchQueues(ReadyQueues):
         self.collect_finished()
         if self.stopping or not self.lease.holds():
             return []
+        if self.breaker.engaged:
+            return admitted(self)
         key_queues = list(self._of_one_key() if self._of.kind == "key" else self._of_distinct_keys())
         for key_queue in key_queues:
             key_queue.owned.begin(key_queue, self._count(key_queue) if self._of.kind == "key" else 1)
@@ -38,9 +41,9 @@ class BatchQueues(ReadyQueues):
 
     def batch_due_s(self, timeout_s: float) -> float:
         """Return seconds until a batch is due."""
-        if not self._ready or not self._of.linger_s or not self.lease.holds():
+        if not self.ready or not self._of.linger_s or not self.lease.holds():
             return timeout_s
-        due_s = self._ready[0].since + self._of.linger_s - clock()
+        due_s = self.ready[0].since + self._of.linger_s - clock()
         return max(SHORTEST_WAIT_S, min(timeout_s, due_s))
 
     def enqueue(self, key_queues: Iterable[KeyQueue]) -> None:
@@ -58,7 +61,7 @@ class BatchQueues(ReadyQueues):
         if goes_on and owned.state is OwnershipState.OPEN and not owned.finished:
             # Postgres delivered more than one batch: the parking worker hears later.
             key_queue.batch = ()
-            self._ready.append(key_queue)
+            self.ready.append(key_queue)
         else:
             super().finish(key_queue, delay_s)
 
@@ -71,7 +74,7 @@ class BatchQueues(ReadyQueues):
         )
 
     def _of_distinct_keys(self) -> list[KeyQueue]:
-        ready, key_queues, size, full = self._ready, list[KeyQueue](), 0, False
+        ready, key_queues, size, full = self.ready, list[KeyQueue](), 0, False
         while ready and not full:
             key_queue = ready.popleft()
             if key_queue.owned.state is not OwnershipState.OPEN:
@@ -95,11 +98,11 @@ class BatchQueues(ReadyQueues):
         return key_queues
 
     def _of_one_key(self) -> Iterator[KeyQueue]:
-        for key_queue in self._ready:
+        for key_queue in self.ready:
             if key_queue.owned.state is OwnershipState.OPEN and (
                 self._is_full(key_queue) or not self._may_linger(key_queue)
             ):
-                self._ready.remove(key_queue)
+                self.ready.remove(key_queue)
                 yield key_queue
                 return
 
@@ -131,8 +134,8 @@ class BatchQueues(ReadyQueues):
 class BatchDispatcher(Dispatcher):
     """A dispatcher whose workers take batches."""
 
-    def __init__(self, lease: Lease, batch_of: BatchOf) -> None:
-        self._batches = BatchQueues(lease, batch_of)
+    def __init__(self, lease: Lease, batch_of: BatchOf, breaker: CircuitBreaker | None = None) -> None:
+        self._batches = BatchQueues(lease, batch_of, breaker)
         super().__init__(lease, self._batches)
 
     def take_batch(self, timeout_s: float) -> list[KeyQueue]:

@@ -128,11 +128,15 @@ class BatchWorker(Worker):
         found: list[KeyQueue] = []
         late = not self._dispatcher.lease.holds()
         for key_queue in self._key_queues:
-            if late or key_queue.owned.state is not OwnershipState.OPEN:
+            if late or key_queue.owned.state is not OwnershipState.OPEN or not self._is_admitted(key_queue):
                 self._results.give_back(key_queue, 0)
             else:
                 found.append(key_queue)
         return found
+
+    def _is_admitted(self, key_queue: KeyQueue) -> bool:
+        breaker = self._settings.breaker
+        return not breaker.engaged or breaker.is_admitted(key_queue)
 
     @contextlib.contextmanager
     def _ended(self, message: BatchMessage[Any]) -> Iterator[None]:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from mqlayer.consuming.api.batch_handlers import BatchHandler
+from mqlayer.consuming.engine.breaker_session import BreakerSession
 from mqlayer.consuming.engine.clock import clock
 from mqlayer.consuming.engine.core import MemberCore
 from mqlayer.consuming.engine.events import Reporting
@@ -26,6 +27,7 @@ from mqlayer.consuming.ordered.partition_opener import PartitionOpener
 from mqlayer.consuming.ordered.partition_reports import PartitionReports
 from mqlayer.consuming.ordered.poison_guard import PoisonMessageGuard
 from mqlayer.consuming.ordered.reader import Reader
+from mqlayer.consuming.ordered.ready_queues import ReadyQueues
 from mqlayer.consuming.ordered.record_intake import RecordIntake
 from mqlayer.consuming.ordered.settler import Settler
 from mqlayer.consuming.ordered.turn_results import TurnResults
@@ -87,6 +89,7 @@ class OrderedMember(Member[Reader, Settler]):
         dispatcher.on_parking(writer.wake.set)
         guard = PoisonMessageGuard(nodes.wake_settler)
         decider = FailureDecider(core, events, writer.add_attempt)
+        core.settings.breaker.connect(core.beat.set, dispatcher.admission.wake_workers)
         results = TurnResults(dispatcher, decider, handled=handled, fenced=self.ownership.fenced)
         executor = executor_of(
             partial(new_worker, core.settings, guard, results),
@@ -96,7 +99,8 @@ class OrderedMember(Member[Reader, Settler]):
             on_ready=dispatcher.on_ready,
             meters=core.meters,
         )
-        self.assignments = Assignments(core, self.ownership, dispatcher, nodes, reports, writer)
+        breaker = BreakerSession(core, events, dispatcher.admission.has_ready)
+        self.assignments = Assignments(core, self.ownership, dispatcher, nodes, reports, writer, breaker)
         super().__init__(
             core, events, partitions=self.assignments, executor=executor, nodes=nodes, writer=writer, rejoin=rejoin
         )
@@ -125,7 +129,7 @@ NewWorker = Callable[[LiveSettings, PoisonMessageGuard, TurnResults, Timeouts], 
 def strategy_of(handle: Handle | BatchHandler, core: MemberCore) -> tuple[Dispatcher, NewWorker]:
     """Return how messages are given out, and to which workers."""
     if isinstance(handle, BatchHandler):
-        batches = BatchDispatcher(core.lease, handle.batch_of)
+        batches = BatchDispatcher(core.lease, handle.batch_of, core.settings.breaker)
         return batches, partial(BatchWorker, handle, batches, core.spans)
-    dispatcher = Dispatcher(core.lease)
+    dispatcher = Dispatcher(core.lease, ReadyQueues(core.lease, core.settings.breaker))
     return dispatcher, partial(KeyQueueWorker, handle, dispatcher, core.spans)

@@ -91,7 +91,13 @@ class ParkingWorker(Service):
     def _close(self) -> None:
         self._try_pass()
 
+    @property
+    def _is_braked(self) -> bool:
+        return self._settings.breaker.state in ("open", "probing")
+
     def _next_due_s(self) -> float:
+        if self._is_braked:
+            return NEVER
         partitions = self._ownership.all()
         due_s = self._dispatch.next_due_s(partitions)
         if self._rate_limiter.limit is not None and any(owned.parked.has_due for owned in partitions):
@@ -104,10 +110,10 @@ class ParkingWorker(Service):
         started = sum(p.queue is not None for owned in partitions for p in list(owned.parked.by_name.values()))
         failed: MqlayerError | None = None
         for owned in partitions:
-            starts = self._rate_limiter.available(self._started_limit - started)
+            starts = 0 if self._is_braked else self._rate_limiter.available(self._started_limit - started)
             tasks = self._dispatch.take_tasks(owned, (PAGE_COUNT, PAGE_BYTES, starts))
             started += len(tasks.due)
-            if not starts and owned.parked.has_due and started < self._started_limit:
+            if not starts and not self._is_braked and owned.parked.has_due and started < self._started_limit:
                 self._rate_limiter.reserve_for_parked()
             try:
                 self._serve(owned, tasks, parking_version)

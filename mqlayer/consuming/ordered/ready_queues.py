@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from itertools import count
 from typing import Final
 
+from mqlayer.consuming.engine.circuit_breaker import CircuitBreaker
 from mqlayer.consuming.engine.clock import Lease, clock
 from mqlayer.consuming.ordered.owned_partitions import KeyQueue, OwnedPartition, OwnershipState
 from mqlayer.domain.routing import PartitionId
@@ -25,8 +26,8 @@ QueueKey = tuple[PartitionId, bytes]
 class ReadyQueues:
     """Which key queue runs next. All but `note_pace` needs `lock`."""
 
-    def __init__(self, lease: Lease) -> None:
-        self.lease = lease
+    def __init__(self, lease: Lease, breaker: CircuitBreaker | None = None) -> None:
+        self.lease, self.breaker = lease, breaker or CircuitBreaker()
         self.lock = threading.Lock()
         self.changed = threading.Condition(self.lock)
         self.stopping = False
@@ -35,7 +36,7 @@ class ReadyQueues:
         self._idle = 0
         # Resumed key queues that workers finished.
         self._returned: deque[KeyQueue] = deque()
-        self._ready: deque[KeyQueue] = deque()
+        self.ready: deque[KeyQueue] = deque()
         # Finished key queues. Appended without the lock: with one message per key, each message would take it.
         self._done: deque[KeyQueue] = deque()
         self.done: Callable[[KeyQueue], None] = self._done.append
@@ -78,8 +79,11 @@ class ReadyQueues:
         self.collect_finished()
         if self.stopping or not self.lease.holds():
             return False
-        ready = self._ready
+        ready = self.ready
         wanted = min(CHUNK, 1 + len(ready) // max(1, len(self.local_queues))) if self._message_s < QUICK_S else 1
+        if self.breaker.engaged:
+            local_queue.extend(admitted(self))
+            return bool(local_queue)
         while ready and len(local_queue) < wanted:
             key_queue = ready.popleft()
             if key_queue.owned.state is OwnershipState.OPEN:
@@ -91,7 +95,7 @@ class ReadyQueues:
         """Make ready; keys that still run wait."""
         if self._still_running:
             key_queues = [key_queue for key_queue in key_queues if not self._wait_for_running(key_queue)]
-        self._ready.extend(key_queues)
+        self.ready.extend(key_queues)
         self.wake()
 
     def park(self, key_queue: KeyQueue) -> None:
@@ -103,7 +107,7 @@ class ReadyQueues:
         """Wake workers for ready queues."""
         if self._idle:
             # A second worker pays off where the work exceeds what the first does during a wake-up.
-            self.changed.notify(1 + int(len(self._ready) * min(1.0, self._message_s / WORTH_S)))
+            self.changed.notify(1 + int(len(self.ready) * min(1.0, self._message_s / WORTH_S)))
         if self.on_ready is not None:
             self.on_ready()
 
@@ -133,7 +137,7 @@ class ReadyQueues:
         elif delay_s > 0:
             self.delay(key_queue, delay_s)
         else:
-            self._ready.append(key_queue)
+            self.ready.append(key_queue)
             if self._message_s >= QUICK_S:
                 self.wake()
 
@@ -188,8 +192,8 @@ class ReadyQueues:
         queue_key = (key_queue.owned.partition, key_queue.key)
         if self._behind_running.get(queue_key) is key_queue:
             del self._behind_running[queue_key]
-        elif key_queue in self._ready:
-            self._ready.remove(key_queue)
+        elif key_queue in self.ready:
+            self.ready.remove(key_queue)
         else:
             return False
         return True
@@ -206,12 +210,12 @@ class ReadyQueues:
 
     def drop_waiting(self, owned: OwnedPartition) -> None:
         """Forget a partition's key queues that no worker has."""
-        for key_queue in (*self._ready, *self._behind_running.values()):
+        for key_queue in (*self.ready, *self._behind_running.values()):
             if key_queue.owned is owned and key_queue.resumed:
                 # Delivered and not begun, but recorded as started in Postgres.
                 self._returned.append(key_queue)
                 self.on_parking()
-        self._ready = deque(key_queue for key_queue in self._ready if key_queue.owned is not owned)
+        self.ready = deque(key_queue for key_queue in self.ready if key_queue.owned is not owned)
         self._delayed = [entry for entry in self._delayed if entry[2].owned is not owned]
         heapq.heapify(self._delayed)
         self._behind_running = {
@@ -241,6 +245,17 @@ class ReadyQueues:
             return False
         self._behind_running[queue_key] = key_queue
         return True
+
+
+def admitted(queues: ReadyQueues) -> list[KeyQueue]:
+    """Return a key queue with one message, if the circuit breaker admits one."""
+    while queues.ready and queues.breaker.room():
+        key_queue = queues.ready.popleft()
+        if key_queue.owned.state is OwnershipState.OPEN:
+            key_queue.owned.begin(key_queue, 1)
+            queues.breaker.begin(key_queue)
+            return [key_queue]
+    return []
 
 
 def _nothing() -> None:

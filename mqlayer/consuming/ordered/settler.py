@@ -11,7 +11,7 @@ from typing import Any, Final
 from mqlayer.consuming.engine.clock import clock
 from mqlayer.consuming.engine.core import MemberCore
 from mqlayer.consuming.engine.node_service import NodeService
-from mqlayer.consuming.ordered.attempts import GuardedStart
+from mqlayer.consuming.ordered.attempts import FailedCount, GuardedStart
 from mqlayer.consuming.ordered.dispatcher import Dispatcher
 from mqlayer.consuming.ordered.owned_partitions import EVERY_OFFSET, OwnedPartition, OwnershipState
 from mqlayer.consuming.ordered.ownership import Ownership
@@ -134,10 +134,13 @@ class Settler(NodeService):
         self,
         owned: OwnedPartition,
         settles: list[Command],
-        failed: list[tuple[int, int]],
+        failed: list[FailedCount],
         starts: list[GuardedStart],
     ) -> list[int | LockKept | Fenced | Refused | None]:
-        counts = [attempt_command(self._connection, owned.lock_holder, offset, attempts) for offset, attempts in failed]
+        counts = [
+            attempt_command(self._connection, owned.lock_holder, offset, attempts, given_back=given_back)
+            for offset, attempts, given_back in failed
+        ]
         begun = [
             start_command(self._connection, owned.lock_holder, start.offset, alone=start.alone) for start in starts
         ]

@@ -35,9 +35,15 @@ class TurnResults:
         fenced: Callable[[OwnedPartition, str], None],
     ) -> None:
         self._dispatcher, self._decider, self.handled, self._fenced = dispatcher, decider, handled, fenced
+        self.breaker = decider.breaker
 
     def give_back(self, key_queue: KeyQueue, done: int, *, delay_s: float = 0.0) -> None:
         """Give back a key queue after `done` messages."""
+        if self.breaker.watching:
+            self.breaker.ended(key_queue, key_queue.key, done)
+        self._give_back(key_queue, done, delay_s=delay_s)
+
+    def _give_back(self, key_queue: KeyQueue, done: int, *, delay_s: float = 0.0) -> None:
         if done == len(key_queue.batch):
             self._dispatcher.done(key_queue)
         else:
@@ -55,20 +61,22 @@ class TurnResults:
                 self._fenced(owned, "fence")
             else:
                 failpoint("handler.after_failure")
-                action = self._decider.decide(owned, record, error)
+                action = self._decider.decide(key_queue, record, error)
         except Exception as fault:  # noqa: BLE001 - a worker that died would leave a member that handles less and less
             action = RetryInPlace(owned.attempts.get(record.offset), RETRY_S)
             log.error("failure_decision_failed", extra={"partition": owned.partition, "error": where(fault)})
         self._give_back_failed(key_queue, done, action)
+        if self.breaker.watching:
+            self.breaker.ended(key_queue, key_queue.key, 0)
         return done
 
     def _give_back_failed(self, key_queue: KeyQueue, done: int, action: FailureAction | None) -> None:
         leftover = list(key_queue.batch[done:])
         if key_queue.resumed or action is None:
             key_queue.action = action
-            self.give_back(key_queue, done)
+            self._give_back(key_queue, done)
         elif isinstance(action, RetryInPlace):
-            self.give_back(key_queue, done, delay_s=action.seconds)
+            self._give_back(key_queue, done, delay_s=action.seconds)
         elif isinstance(action, ParkKey):
             self._dispatcher.park(key_queue, leftover, parked_key_for(action, key_queue, leftover[0]))
         else:

@@ -39,7 +39,7 @@ class KeyQueueWorker(Worker):
     ) -> None:
         self._handle, self._dispatcher, self._settings = handle, dispatcher, settings
         self._guard, self._results, self._limits = guard, results, limits
-        self._spans = spans
+        self._spans, self._breaker = spans, settings.breaker
         self._local_queue = dispatcher.new_local_queue()
 
     @property
@@ -66,6 +66,9 @@ class KeyQueueWorker(Worker):
         self._dispatcher.note_pace(messages, now - began)
 
     def _run(self, key_queue: KeyQueue, now: float) -> tuple[int, float]:
+        if self._breaker.engaged and not self._breaker.is_admitted(key_queue):
+            self._results.give_back(key_queue, 0)
+            return 0, now
         lease, owned, batch = self._dispatcher.lease, key_queue.owned, key_queue.batch
         handle = self._limits.wrap(self._handle, self._settings.rules)
         settled, until, done, guarded_below = key_queue.handled.append, now + TIME_SLICE_S, 0, key_queue.guarded_below
@@ -110,6 +113,9 @@ class KeyQueueWorker(Worker):
             self._results.handled(await self._arun(self._local_queue.popleft()))
 
     async def _arun(self, key_queue: KeyQueue) -> int:
+        if self._breaker.engaged and not self._breaker.is_admitted(key_queue):
+            self._results.give_back(key_queue, 0)
+            return 0
         lease, owned, batch = self._dispatcher.lease, key_queue.owned, key_queue.batch
         handle = self._limits.wrap(self._handle, self._settings.rules)
         settled, now, done, guarded_below = key_queue.handled.append, clock(), 0, key_queue.guarded_below

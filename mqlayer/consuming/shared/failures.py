@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 from typing import Any, Final
 
+from mqlayer.consuming.engine.circuit_breaker import HOLD_S
 from mqlayer.consuming.engine.core import MemberCore
 from mqlayer.consuming.engine.events import MemberEvents
-from mqlayer.consuming.engine.failure_actions import DeadLetter, FailureAction, failure_action
+from mqlayer.consuming.engine.failure_actions import DeadLetter, FailureAction, RetryInPlace, failure_action
 from mqlayer.consuming.shared.failure_queues import FailureQueues
 from mqlayer.consuming.shared.prefetch import FetchedBatch
 from mqlayer.consuming.shared.results import SharedResults
-from mqlayer.domain.message import ParkedRecord, Record
+from mqlayer.domain.message import NO_KEY, ParkedRecord, Record
 from mqlayer.domain.retry_rules import RetryRules
 from mqlayer.errors import MessageTimeout, StaleOwner
 from mqlayer.logs import event_logger
@@ -46,7 +47,7 @@ class SharedFailures:
     """Decides and acts."""
 
     def __init__(self, core: MemberCore, events: SharedEvents, results: SharedResults, queues: FailureQueues) -> None:
-        self._settings, self._beat = core.settings, core.beat
+        self._settings, self._beat, self._breaker = core.settings, core.beat, core.settings.breaker
         self._events, self._results, self._queues = events, results, queues
 
     def failed(self, batch: FetchedBatch, record: Record, error: BaseException) -> None:
@@ -61,6 +62,11 @@ class SharedFailures:
         action = failure_action(
             error, self._settings.rules, before=before, failing_s=0.0, share=random.random(), parked=True, text=text
         )
+        # Held from the first key on: a count that a message was given back with can't be taken back.
+        held = self._breaker.failed(record, key_of(record), error, leaves=True)
+        if held:
+            action = RetryInPlace(before, HOLD_S)
+            self._events.stats.held += 1
         counted = action.attempts > before
         if counted:
             timed_out = isinstance(error, MessageTimeout)
@@ -70,7 +76,14 @@ class SharedFailures:
             dead_letter = DeadLetterEntry(record, action.cause, action.reason, action.attempts, action.keep_body)
             self._queues.dead_letter(batch, dead_letter)
         else:
-            self._results.nack(batch, record.offset, round(1000 * (action.seconds or 0.0)), action.attempts)
+            # A suspect's attempt was counted when it began.
+            failed = action.attempts if batch.suspect or not held else None
+            self._results.nack(batch, record.offset, round(1000 * (action.seconds or 0.0)), failed)
+
+
+def key_of(record: Record) -> bytes:
+    """Return a message's key; one without a key is a key of its own."""
+    return record.key if record.key != NO_KEY else b"%b%d" % (NO_KEY, record.offset)
 
 
 def attempts_before(batch: FetchedBatch, record: Record) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mqlayer.consuming.engine.breaker_session import BreakerSession
 from mqlayer.consuming.engine.clock import clock
 from mqlayer.consuming.engine.core import MemberCore
 from mqlayer.consuming.engine.events import Reporting
@@ -50,7 +51,9 @@ class SharedMember(Member[SharedReader, SharedSettler]):
             prefetch_count=core.options.prefetch_count,
             prefetch_bytes=core.options.prefetch_bytes,
             visibility_timeout_s=group.visibility_timeout_s or VISIBILITY_TIMEOUT_S,
+            breaker=core.settings.breaker,
         )
+        core.settings.breaker.connect(core.beat.set, self.prefetch.wake_workers)
 
         def settled(count: int) -> None:
             events.settled(count)
@@ -67,7 +70,8 @@ class SharedMember(Member[SharedReader, SharedSettler]):
 
         queues = FailureQueues()
         nodes: MemberNodes[SharedReader, SharedSettler] = MemberNodes(core, reader=reader, settler=settler)
-        self.partitions = SharedPartitions(core, store, self.prefetch, events, nodes, queues)
+        breaker = BreakerSession(core, events, self.prefetch.has_ready)
+        self.partitions = SharedPartitions(core, store, self.prefetch, events, nodes, queues, breaker)
         self._results = SharedResults(nodes.settler, queues, self.prefetch, events)
         failures = SharedFailures(core, events, self._results, queues)
         self._failure_writer = FailureWriter(core, store, self.prefetch, self.partitions, self._results, queues, events)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final
 
+from mqlayer.consuming.engine.breaker_session import BreakerSession
 from mqlayer.consuming.engine.clock import clock
 from mqlayer.consuming.engine.core import MemberCore
 from mqlayer.consuming.engine.events import MemberEvents
@@ -110,10 +111,12 @@ class SharedPartitions(MemberPartitions):
         events: MemberEvents,
         nodes: MemberNodes[R, S],
         queues: FailureQueues,
+        breaker: BreakerSession,
     ) -> None:
         self._core, self._database, self._group = core, core.runtime.control, core.group
         self._store, self._prefetch, self._events, self._queues = store, prefetch, events, queues
-        self._open_node, self._repair = nodes.open, nodes.repair
+        self._open_node, self._repair, self._wake_readers = nodes.open, nodes.repair, nodes.wake_readers
+        self._breaker = breaker
         self._readable: dict[PartitionId, SharedPartition] = {}
         self._known: dict[PartitionId, PopPartition] = {}
         self._listing = True
@@ -128,6 +131,8 @@ class SharedPartitions(MemberPartitions):
         settings = self._core.settings
         parking_version = settings.parking_version
         settings.follow(reply)
+        if self._breaker.follow(reply.breaker):
+            self._wake_readers()
         if reply.parking_version != parking_version:
             self._queues.poll_soon()
         if not self._listing:
@@ -140,6 +145,15 @@ class SharedPartitions(MemberPartitions):
                 self._open_node(node_id)
         except MqlayerError as error:
             log.warning("partitions_not_listed", extra={"reason": str(error)})
+
+    def report(self, session: MemberSession) -> None:
+        """Report for the circuit breaker."""
+        self._breaker.send(session)
+
+    @property
+    def unreported(self) -> bool:
+        """Whether to repeat a report soon."""
+        return self._breaker.unsent
 
     def lease_lost(self) -> None:
         """Do nothing: the nodes decide who has messages."""

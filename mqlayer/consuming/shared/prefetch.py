@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final, Literal
 
+from mqlayer.consuming.engine.circuit_breaker import CircuitBreaker
 from mqlayer.consuming.engine.clock import clock
 from mqlayer.consuming.shared.store import ClaimedMessage
 from mqlayer.domain.message import Record
@@ -100,6 +101,45 @@ WorkSlice = tuple[FetchedBatch, Sequence[Record]]
 """Records for one worker."""
 
 
+class Suspects:
+    """Messages that may end their process: those without a guarded start run beside each other, the others alone."""
+
+    def __init__(self) -> None:
+        self._new: deque[FetchedBatch] = deque()
+        self._blamed: deque[FetchedBatch] = deque()
+        self._guarded, self._alone = 0, False
+
+    def __bool__(self) -> bool:
+        return bool(self._new or self._blamed)
+
+    def put(self, batch: FetchedBatch) -> None:
+        """Add one."""
+        (self._blamed if batch.attempts.get(batch.records[0].offset) else self._new).append(batch)
+
+    def next(self) -> WorkSlice | None:
+        """Take one that may start."""
+        if self._alone or not (self._new or (self._blamed and not self._guarded)):
+            return None
+        self._alone = not self._new
+        self._guarded += 1
+        batch = (self._new or self._blamed).popleft()
+        return batch, batch.records
+
+    def ended(self) -> None:
+        """Count one less."""
+        self._guarded -= 1
+        self._alone = False
+
+    def batches(self) -> list[FetchedBatch]:
+        """Return those that have not started."""
+        return [*self._new, *self._blamed]
+
+    def keep(self, wanted: Callable[[FetchedBatch], bool]) -> None:
+        """Take the others out."""
+        self._new = deque(batch for batch in self._new if wanted(batch))
+        self._blamed = deque(batch for batch in self._blamed if wanted(batch))
+
+
 class WorkerSlot:
     """A worker's batch, unstarted records (others may take them), and handled offsets."""
 
@@ -131,15 +171,20 @@ class Prefetch:
     """The read messages of one member. Thread-safe."""
 
     def __init__(
-        self, *, concurrency: int, prefetch_count: int, prefetch_bytes: int, visibility_timeout_s: float
+        self,
+        *,
+        concurrency: int,
+        prefetch_count: int,
+        prefetch_bytes: int,
+        visibility_timeout_s: float,
+        breaker: CircuitBreaker | None = None,
     ) -> None:
+        self._breaker = breaker or CircuitBreaker()
         self._concurrency, self._count_limit, self._bytes_limit = concurrency, prefetch_count, prefetch_bytes
         self.visibility_timeout_s = visibility_timeout_s
         self._changed = threading.Condition()
         self._ready: deque[WorkSlice] = deque()
-        # Suspects: those without a guarded start yet run beside each other, the others alone.
-        self._suspects: dict[Literal["new", "blamed"], deque[FetchedBatch]] = {"new": deque(), "blamed": deque()}
-        self._guarded, self._alone = 0, False
+        self._suspects = Suspects()
         self._batches: dict[int, FetchedBatch] = {}
         self._worker_slots: list[WorkerSlot] = []
         self._pace_s = 0.01
@@ -182,7 +227,7 @@ class Prefetch:
         """Make a batch ready."""
         with self._changed:
             if batch.suspect:
-                self._suspects["blamed" if batch.attempts.get(batch.records[0].offset) else "new"].append(batch)
+                self._suspects.put(batch)
             else:
                 self._ready.append((batch, batch.records))
             self._changed.notify_all()
@@ -206,13 +251,31 @@ class Prefetch:
                 found = self._next()
             return found
 
+    def has_ready(self) -> bool:
+        """Whether a message could begin."""
+        with self._changed:
+            return bool(self._ready or self._suspects)
+
+    def wake_workers(self) -> None:
+        """Have workers look again."""
+        with self._changed:
+            self._changed.notify_all()
+        if self._on_ready is not None:
+            self._on_ready()
+
     def _next(self) -> WorkSlice | None:
         if self.stopping:
             return None
-        suspect = self._next_suspect()
-        if suspect is not None:
-            return suspect, suspect.records
-        count = max(1, min(SLICE_LIMIT, int(SLICE_S / self._pace_s)))
+        if not self._breaker.engaged:
+            count = max(1, min(SLICE_LIMIT, int(SLICE_S / self._pace_s)))
+            return self._suspects.next() or self._next_slice(count)
+        # One message, a suspect where nothing else waits.
+        found = (self._next_slice(1) or self._suspects.next()) if self._breaker.room() else None
+        if found is not None:
+            self._breaker.begin(found[1][0])
+        return found
+
+    def _next_slice(self, count: int) -> WorkSlice | None:
         limit, now = self.visibility_timeout_s * FRESH, clock()
         for _ in range(len(self._ready)):
             batch, records = self._ready.popleft()
@@ -228,45 +291,27 @@ class Prefetch:
             return batch, records
         return None
 
-    def _next_suspect(self) -> FetchedBatch | None:
-        if self._alone:
-            return None
-        if self._suspects["new"]:
-            self._guarded += 1
-            return self._suspects["new"].popleft()
-        if self._suspects["blamed"] and not self._guarded:
-            self._guarded, self._alone = 1, True
-            return self._suspects["blamed"].popleft()
-        return None
-
     def take_unstarted(self, of: Callable[[FetchedBatch], bool]) -> list[tuple[FetchedBatch, list[int]]]:
         """Remove matching unstarted messages; return batches and offsets."""
         with self._changed:
             slices = [
                 *self._ready,
-                *((batch, batch.records) for connection in self._suspects.values() for batch in connection),
+                *((batch, batch.records) for batch in self._suspects.batches()),
             ]
             found = [(batch, records) for batch, records in slices if of(batch)]
             if found:
                 ready = [one for one in self._ready if not of(one[0])]
                 self._ready.clear()
                 self._ready.extend(ready)
-                self._keep_suspects(lambda batch: not of(batch))
+                self._suspects.keep(lambda batch: not of(batch))
         open_of = [(batch, set(batch.open), records) for batch, records in found if not batch.dropped]
         return [(batch, [r.offset for r in records if r.offset in left]) for batch, left, records in open_of]
-
-    def _keep_suspects(self, wanted: Callable[[FetchedBatch], bool]) -> None:
-        for waiting in self._suspects.values():
-            left = [batch for batch in waiting if wanted(batch)]
-            waiting.clear()
-            waiting.extend(left)
 
     def return_slice(self, batch: FetchedBatch, records: Sequence[Record]) -> None:
         """Take back unstarted records; end a suspect's start."""
         with self._changed:
             if batch.suspect:
-                self._guarded -= 1
-                self._alone = False
+                self._suspects.ended()
             if records:
                 self._ready.appendleft((batch, records))
             if records or batch.suspect:
@@ -325,7 +370,7 @@ class Prefetch:
                 batch.dropped = True
                 self.count -= len(batch.records) - len(batch.ended)
                 self._forget(batch)
-            self._keep_suspects(lambda batch: not batch.dropped)
+            self._suspects.keep(lambda batch: not batch.dropped)
 
     def status_of(self, batch: FetchedBatch, offset: int) -> Literal["ours", "unsure", "gone"]:
         """Say whose a message is; `unsure`: the node must confirm."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from inspect import isawaitable
 from typing import Any
 
@@ -12,7 +12,7 @@ from mqlayer.consuming.engine.clock import clock
 from mqlayer.consuming.engine.executors import Timeouts, Worker, not_awaited
 from mqlayer.consuming.engine.live_settings import LiveSettings
 from mqlayer.consuming.engine.process_spans import ProcessSpans, acalled, called
-from mqlayer.consuming.shared.failures import SharedFailures
+from mqlayer.consuming.shared.failures import SharedFailures, key_of
 from mqlayer.consuming.shared.prefetch import TIME_SLICE_S, FetchedBatch, Prefetch, WorkSlice, drain
 from mqlayer.consuming.shared.results import SharedResults
 from mqlayer.domain.message import Record
@@ -41,7 +41,7 @@ class SliceWorker(Worker):
     ) -> None:
         self._handle, self._prefetch, self._settings = handle, prefetch, settings
         self._results, self._failures, self._limits = results, failures, limits
-        self._spans = spans
+        self._spans, self._breaker = spans, settings.breaker
         self._slot = prefetch.new_worker_slot()
         self._slice: WorkSlice | None = None
 
@@ -62,6 +62,8 @@ class SliceWorker(Worker):
         batch, records = self._slice
         if batch.suspect and not self._begin(batch):
             self._prefetch.return_slice(batch, ())
+            return
+        if self._gives_back(batch, records):
             return
         handle: Any = self._limits.wrap(self._handle, self._settings.rules)
         prefetch, worker_slot = self._prefetch, self._slot
@@ -89,6 +91,7 @@ class SliceWorker(Worker):
         except BaseException as error:  # noqa: BLE001 - whatever a handler raises is its failure
             self._failed(batch, record, error, done)
             now = clock()
+        self._note(batch, records, count)
         self._end(batch, todo, done)
         prefetch.note_pace(max(1, count), now - began)
 
@@ -100,6 +103,8 @@ class SliceWorker(Worker):
         # `_begin` waits for the node; the loop must not.
         if batch.suspect and not await asyncio.to_thread(self._begin, batch):
             self._prefetch.return_slice(batch, ())
+            return
+        if self._gives_back(batch, records):
             return
         handle: Any = self._limits.wrap(self._handle, self._settings.rules)
         prefetch, worker_slot = self._prefetch, self._slot
@@ -122,8 +127,23 @@ class SliceWorker(Worker):
         except BaseException as error:  # noqa: BLE001 - whatever a handler raises is its failure
             self._failed(batch, record, error, done)
             now = clock()
+        self._note(batch, records, count)
         self._end(batch, todo, done)
         prefetch.note_pace(max(1, count), now - began)
+
+    def _gives_back(self, batch: FetchedBatch, records: Sequence[Record]) -> bool:
+        """Give back what the circuit breaker does not admit. A suspect's start is counted: it runs."""
+        if batch.suspect or not self._breaker.engaged or self._breaker.is_admitted(records[0]):
+            return False
+        self._prefetch.return_slice(batch, records)
+        return True
+
+    def _note(self, batch: FetchedBatch, records: Sequence[Record], count: int) -> None:
+        """Tell the circuit breaker which keys were handled."""
+        if self._breaker.watching:
+            for record in [one for one in records if one.offset not in batch.lost][:count]:
+                self._breaker.ended(record, key_of(record), 1)
+            self._breaker.ended(records[0], b"", 0)
 
     def _begin(self, batch: FetchedBatch) -> bool:
         try:

@@ -98,9 +98,20 @@ CREATE TABLE mqlayer.node (
     former_runs  text[] NOT NULL DEFAULT '{}',
     -- When an operator gave the node up. Null again once it is back.
     lost_at      timestamptz,
+    -- Since when its partitions move away. It gets no new ones.
+    draining_at  timestamptz,
+    -- When it was removed, empty. Its row stays under the name NAME@ID, so that NAME is free.
+    removed_at   timestamptz,
+    -- Where it is: partitions of topics with this home, and members of this zone, prefer it. Empty: nowhere.
+    zone         text NOT NULL DEFAULT '',
     created_at   timestamptz NOT NULL DEFAULT now(),
     CONSTRAINT node_name_unique UNIQUE (name),
-    CONSTRAINT node_name_form CHECK (name ~ '^[a-z][a-z0-9_.-]{0,62}$'),
+    CONSTRAINT node_name_form CHECK (name ~ CASE WHEN removed_at IS NULL
+        THEN '^[a-z][a-z0-9_.-]{0,62}$' ELSE '^[a-z][a-z0-9_.-]{0,62}@[0-9]+$' END),
+    CONSTRAINT node_zone_form CHECK (zone ~ '^([a-z0-9][a-z0-9_.-]{0,62})?$'),
+    CONSTRAINT node_drain_times CHECK (
+        draining_at BETWEEN '1970-01-01 00:00+00' AND '9000-01-01 00:00+00'
+        AND removed_at BETWEEN '1970-01-01 00:00+00' AND '9000-01-01 00:00+00'),
     CONSTRAINT node_url_is_address CHECK (
         url !~ '^[^/]*//[^/?#]*@'
         AND url !~ '[?&](username|password|credential_provider|sentinel_username|sentinel_password|ssl_password)='),
@@ -138,6 +149,8 @@ CREATE TABLE mqlayer.topic (
     paused_by      text,
     -- Which readers the next schema of its bodies may not break.
     schema_mode    text NOT NULL DEFAULT 'backward',
+    -- The zone whose nodes its partitions prefer. Empty: any.
+    home_zone      text NOT NULL DEFAULT '',
     created_at     timestamptz NOT NULL DEFAULT now(),
     -- When its deletion began, and when the topic was deleted. Rows and archive stay under the name NAME@ID, which no
     -- topic can be created with, so that NAME is free.
@@ -164,6 +177,7 @@ CREATE TABLE mqlayer.topic (
     CONSTRAINT topic_version CHECK (version >= 1),
     CONSTRAINT topic_lp_zero CHECK (lp_zero = 0),
     CONSTRAINT topic_paused_by CHECK (octet_length(paused_by) <= 4096),
+    CONSTRAINT topic_home_zone_form CHECK (home_zone ~ '^([a-z0-9][a-z0-9_.-]{0,62})?$'),
     CONSTRAINT topic_schema_mode CHECK (schema_mode IN ('backward', 'forward', 'full', 'none'))
 );
 
@@ -354,6 +368,101 @@ CREATE TABLE mqlayer.partition_rate (
     CONSTRAINT partition_rate_key PRIMARY KEY (partition_id)
 );
 
+-- Automatic routes ---------------------------------------------------------------------------------------------------
+
+-- How far the autopilot may go with the routes of a topic. No row: off.
+CREATE TABLE mqlayer.route_policy (
+    topic_id         int NOT NULL REFERENCES mqlayer.topic,
+    -- report: the journal gets the changes that it would make.
+    mode             text NOT NULL,
+    min_partitions   int NOT NULL DEFAULT 1,
+    max_partitions   int NOT NULL DEFAULT 64,
+    -- Messages per second of one partition, as the operator says. Null: as measured.
+    capacity_per_s   double precision,
+    -- The most that the slowest group settled of one partition per second while it had a backlog.
+    measured_per_s   double precision,
+    changes_per_hour int NOT NULL DEFAULT 20,
+    -- Seconds between two changes, and before a partition moves again.
+    cool_down_s      double precision NOT NULL DEFAULT 60,
+    rest_s           double precision NOT NULL DEFAULT 1800,
+    -- Minutes of the day (UTC): no change from the first up to the second, also over midnight. Null: none.
+    quiet_from       smallint,
+    quiet_to         smallint,
+    -- Changes in a row that failed, and those that did not help. A change that helped resets both.
+    failed           int NOT NULL DEFAULT 0,
+    unhelpful        int NOT NULL DEFAULT 0,
+    -- It stopped itself, until an operator turns it on again.
+    stopped_at       timestamptz,
+    stopped_because  text,
+    set_at           timestamptz NOT NULL DEFAULT now(),
+    set_by           text NOT NULL,
+    CONSTRAINT route_policy_key PRIMARY KEY (topic_id),
+    CONSTRAINT route_policy_mode CHECK (mode IN ('off', 'report', 'on')),
+    CONSTRAINT route_policy_partitions CHECK (
+        min_partitions BETWEEN 1 AND 1024 AND max_partitions BETWEEN min_partitions AND 1024),
+    CONSTRAINT route_policy_capacity CHECK (capacity_per_s BETWEEN 1 AND 1e9 AND measured_per_s BETWEEN 1 AND 1e9),
+    CONSTRAINT route_policy_budget CHECK (changes_per_hour BETWEEN 1 AND 720),
+    CONSTRAINT route_policy_waits CHECK (cool_down_s BETWEEN 5 AND 3600 AND rest_s BETWEEN 5 AND 86400),
+    CONSTRAINT route_policy_quiet CHECK (
+        (quiet_from IS NULL) = (quiet_to IS NULL) AND quiet_from <> quiet_to
+        AND quiet_from BETWEEN 0 AND 1439 AND quiet_to BETWEEN 0 AND 1439),
+    CONSTRAINT route_policy_counts CHECK (failed BETWEEN 0 AND 1000000 AND unhelpful BETWEEN 0 AND 1000000),
+    CONSTRAINT route_policy_stopped CHECK ((stopped_at IS NULL) = (stopped_because IS NULL)),
+    CONSTRAINT route_policy_times CHECK (
+        stopped_at BETWEEN '1970-01-01 00:00+00' AND '9000-01-01 00:00+00'
+        AND set_at BETWEEN '1970-01-01 00:00+00' AND '9000-01-01 00:00+00'),
+    CONSTRAINT route_policy_texts CHECK (octet_length(set_by) <= 4096 AND octet_length(stopped_because) <= 4096)
+);
+
+-- The last samples of open partitions of those topics, the newest first: when, where the partition ended, and up to
+-- where the slowest group with members had settled it.
+CREATE TABLE mqlayer.route_load (
+    partition_id int NOT NULL REFERENCES mqlayer.partition,
+    at_s         double precision[] NOT NULL,
+    next_offset  bigint[] NOT NULL,
+    settled      bigint[] NOT NULL,
+    CONSTRAINT route_load_key PRIMARY KEY (partition_id),
+    CONSTRAINT route_load_samples CHECK (
+        cardinality(at_s) BETWEEN 1 AND 64 AND cardinality(next_offset) BETWEEN 1 AND 64
+        AND cardinality(settled) BETWEEN 1 AND 64 AND cardinality(next_offset) = cardinality(at_s)
+        AND cardinality(settled) = cardinality(at_s))
+);
+
+-- The autopilot's journal: changes that it made or would make, those that it refuses, and how they ended. Bounded by
+-- rows per topic and by age.
+CREATE TABLE mqlayer.route_decision (
+    decision_id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    topic_id    int NOT NULL REFERENCES mqlayer.topic,
+    at          timestamptz NOT NULL DEFAULT clock_timestamp(),
+    -- changed: its change is planned, and route_change has its state.
+    verdict     text NOT NULL,
+    kind        text NOT NULL,
+    partitions  int[] NOT NULL,
+    reason      text NOT NULL,
+    -- Of a refusal that names one: the key, and its LP.
+    key         text,
+    lp          smallint,
+    change_id   int REFERENCES mqlayer.route_change,
+    -- Load and lag before, the foretold share of the heaviest successor; and after.
+    facts       jsonb NOT NULL DEFAULT '{}',
+    judged_at   timestamptz,
+    -- Null with judged_at: nobody can tell, as the load went away, or the route changed again.
+    helped      boolean,
+    CONSTRAINT route_decision_verdict CHECK (verdict IN ('changed', 'reported', 'refused', 'failed', 'stopped')),
+    CONSTRAINT route_decision_kind CHECK (kind IN ('split', 'merge', 'move', 'none')),
+    CONSTRAINT route_decision_change CHECK ((verdict = 'changed') = (change_id IS NOT NULL)),
+    CONSTRAINT route_decision_lp CHECK (lp BETWEEN 0 AND 1023),
+    CONSTRAINT route_decision_times CHECK (
+        at BETWEEN '1970-01-01 00:00+00' AND '9000-01-01 00:00+00'
+        AND judged_at BETWEEN '1970-01-01 00:00+00' AND '9000-01-01 00:00+00'),
+    CONSTRAINT route_decision_texts CHECK (
+        octet_length(reason) <= 4096 AND octet_length(key) <= 65536 AND pg_column_size(facts) <= 100000
+        AND cardinality(partitions) <= 1024)
+);
+CREATE INDEX route_decision_of_topic ON mqlayer.route_decision (topic_id, decision_id);
+CREATE UNIQUE INDEX route_decision_of_change ON mqlayer.route_decision (change_id) WHERE change_id IS NOT NULL;
+
+
 
 -- Sources ------------------------------------------------------------------------------------------------------------
 
@@ -445,6 +554,12 @@ CREATE TABLE mqlayer.consumer_group (
     parked_bytes_limit    bigint NOT NULL DEFAULT 10737418240,
     key_messages_limit    bigint NOT NULL DEFAULT 2000000,
     key_bytes_limit       bigint NOT NULL DEFAULT 2147483648,
+    -- The circuit breaker opens where this share of distinct keys fails, null for never; of so many failing keys at
+    -- least, within so many seconds, by these exceptions (without names: by all that are tried again).
+    breaker_share         double precision,
+    breaker_keys          int NOT NULL DEFAULT 10,
+    breaker_window_s      double precision NOT NULL DEFAULT 10,
+    breaker_errors        text[] NOT NULL DEFAULT '{}',
 
     -- State.
     -- The route version of which the group has drained all that came before it. It moves one by one.
@@ -497,6 +612,9 @@ CREATE TABLE mqlayer.consumer_group (
         parked_keys_limit BETWEEN 1 AND 2000000000 AND parked_messages_limit BETWEEN 1 AND 9007199254740991
         AND parked_bytes_limit BETWEEN 1 AND 9007199254740991 AND key_messages_limit BETWEEN 1 AND 9007199254740991
         AND key_bytes_limit BETWEEN 1 AND 9007199254740991),
+    CONSTRAINT consumer_group_breaker CHECK (
+        breaker_share > 0 AND breaker_share <= 1 AND breaker_keys BETWEEN 1 AND 4096
+        AND breaker_window_s >= 1 AND breaker_window_s <= 3600 AND (breaker_share IS NULL OR mode <> 'pop')),
     -- With room for the next one, and for the leap of a server that was replaced: statements add to those of all groups.
     CONSTRAINT consumer_group_counts CHECK (
         version BETWEEN 1 AND 1000000000 AND seek BETWEEN 0 AND 1000000000 AND replay BETWEEN 0 AND 1000000000
@@ -510,7 +628,7 @@ CREATE TABLE mqlayer.consumer_group (
     CONSTRAINT consumer_group_texts_length CHECK (
         octet_length(coalesce(paused_by, '')) <= 1024 AND octet_length(coalesce(tag_filter, '')) <= 65536
         AND cardinality(backoff_s) <= 1000 AND pg_column_size(non_retryable_errors) <= 1000000
-        AND pg_column_size(retryable_errors) <= 1000000)
+        AND pg_column_size(retryable_errors) <= 1000000 AND pg_column_size(breaker_errors) <= 1000000)
 );
 CREATE UNIQUE INDEX consumer_group_instances ON mqlayer.consumer_group (broadcast_of, instance)
     WHERE broadcast_of IS NOT NULL;
@@ -633,16 +751,54 @@ CREATE TABLE mqlayer.member (
     host        text NOT NULL,
     pid         int NOT NULL,
     leaving     boolean NOT NULL DEFAULT false,
+    -- It prefers partitions on nodes of this zone. Empty: none.
+    zone        text NOT NULL DEFAULT '',
     joined_at   timestamptz NOT NULL DEFAULT now(),
     -- By this database's clock only. -infinity: the member is gone.
     lease_until timestamptz NOT NULL,
+    -- Of a group with a circuit breaker: distinct keys that failed, and that were tried, in its window before a report.
+    failing_keys int NOT NULL DEFAULT 0,
+    tried_keys   int NOT NULL DEFAULT 0,
+    reported_at  timestamptz NOT NULL DEFAULT '1970-01-01 00:00+00',
     CONSTRAINT member_key PRIMARY KEY (group_id, member_id),
     CONSTRAINT member_id_form CHECK (member_id ~ '^[a-z][a-z0-9_.-]{0,62}$'),
     CONSTRAINT member_host_length CHECK (octet_length(host) <= 1024),
+    CONSTRAINT member_zone_form CHECK (zone ~ '^([a-z0-9][a-z0-9_.-]{0,62})?$'),
     CONSTRAINT member_numbers CHECK (session BETWEEN 0 AND 4611686018427387904 AND pid BETWEEN 0 AND 2000000000),
+    CONSTRAINT member_reported CHECK (
+        failing_keys BETWEEN 0 AND 1000000000 AND tried_keys BETWEEN 0 AND 1000000000
+        AND reported_at BETWEEN '1970-01-01 00:00+00' AND '9000-01-01 00:00+00'),
     CONSTRAINT member_joined_at CHECK (joined_at BETWEEN '1970-01-01 00:00+00' AND '9000-01-01 00:00+00'),
     CONSTRAINT member_lease_until
         CHECK (lease_until = '-infinity' OR lease_until BETWEEN '1970-01-01 00:00+00' AND '9000-01-01 00:00+00')
+);
+
+-- Circuit breakers of groups that opened once. Open: nothing is begun until probe_at. Probing: one member tries one message
+-- at a time. Ramping: one handler at once per member, then twice as many each second.
+CREATE TABLE mqlayer.breaker (
+    group_id      bigint NOT NULL REFERENCES mqlayer.consumer_group,
+    state         text NOT NULL,
+    changed_at    timestamptz NOT NULL DEFAULT clock_timestamp(),
+    opened_at     timestamptz NOT NULL DEFAULT clock_timestamp(),
+    -- The class of an error, or that an operator tripped it; the member or operator.
+    cause         text NOT NULL,
+    actor         text NOT NULL,
+    failing_keys  int NOT NULL DEFAULT 0,
+    -- Failed probes since it opened: each doubles the wait for the next.
+    probes        int NOT NULL DEFAULT 0,
+    probe_at      timestamptz NOT NULL,
+    -- The session that probes.
+    probe_session bigint,
+    CONSTRAINT breaker_key PRIMARY KEY (group_id),
+    CONSTRAINT breaker_state CHECK (state IN ('closed', 'open', 'probing', 'ramping')),
+    CONSTRAINT breaker_prober CHECK (state <> 'probing' OR probe_session IS NOT NULL),
+    CONSTRAINT breaker_counts CHECK (failing_keys BETWEEN 0 AND 1000000000 AND probes BETWEEN 0 AND 1000000000
+        AND probe_session BETWEEN 0 AND 4611686018427387904),
+    CONSTRAINT breaker_texts CHECK (octet_length(cause) <= 1024 AND octet_length(actor) <= 4096),
+    CONSTRAINT breaker_times CHECK (
+        changed_at BETWEEN '1970-01-01 00:00+00' AND '9000-01-01 00:00+00'
+        AND opened_at BETWEEN '1970-01-01 00:00+00' AND '9000-01-01 00:00+00'
+        AND probe_at BETWEEN '1970-01-01 00:00+00' AND '9000-01-01 00:00+00')
 );
 
 -- One sequence for all groups and partitions: an epoch given out later is higher, over restarts and route changes.
@@ -1152,6 +1308,9 @@ CREATE TABLE mqlayer.sample (
     oldest_s  double precision,
     parked    bigint,
     dead      bigint,
+    -- And living members, and partitions with unsettled messages.
+    members   int,
+    busy      int,
     -- Of topics, since ever: messages committed to the outbox, relayed from it, and stored in partitions that are kept.
     committed bigint,
     relayed   bigint,
@@ -1163,6 +1322,55 @@ CREATE TABLE mqlayer.sample (
     CONSTRAINT sample_kind CHECK (kind IN ('group', 'topic', 'node')),
     CONSTRAINT sample_minute CHECK (at = date_trunc('minute', at, 'UTC'))
 );
+
+-- How many members a group needs, by the samples of six hours: for the rate that comes in, and to work its lag off within
+-- the target. Null where there are no samples, and for groups without members of their own. It falls only to the highest
+-- need of the last ten minutes. See docs/how-to/autoscale.md.
+CREATE FUNCTION mqlayer.members_wanted_v1(
+    p_topic text, p_group text, p_least int DEFAULT 1, p_lag_target_s double precision DEFAULT 60
+) RETURNS double precision LANGUAGE sql STABLE
+    RETURN (
+        WITH g AS (
+            SELECT c.group_id, c.topic_id, c.mode = 'shared' AS shared,
+                   (SELECT count(*) FROM mqlayer.readable r WHERE r.group_id = c.group_id) AS readable
+            FROM mqlayer.consumer_group c JOIN mqlayer.topic t USING (topic_id)
+            WHERE t.name = p_topic AND c.name = p_group AND c.state = 'live' AND c.mode IN ('exclusive', 'shared')
+        ), looks AS (
+            SELECT m.at, m.lag, m.oldest_s, m.members, CASE WHEN g.shared THEN m.lag ELSE m.busy END AS busy, o.stored
+            FROM g JOIN mqlayer.sample m ON m.kind = 'group' AND m.object_id = g.group_id
+            JOIN mqlayer.sample o ON o.kind = 'topic' AND o.object_id = g.topic_id AND o.at = m.at
+            WHERE m.at > now() - interval '6 hours' AND m.lag IS NOT NULL AND o.stored IS NOT NULL AND m.members IS NOT NULL
+        ), spans AS (
+            SELECT l.*, lag(l.members) OVER w AS members_before, least(l.busy, lag(l.busy) OVER w) AS least_busy,
+                   least(l.oldest_s, lag(l.oldest_s) OVER w) AS least_old_s,
+                   greatest(0, l.stored - lag(l.stored) OVER w) / extract(epoch FROM l.at - lag(l.at) OVER w)::float8 AS in_per_s,
+                   greatest(0, l.stored - lag(l.stored) OVER w - (l.lag - lag(l.lag) OVER w))
+                       / extract(epoch FROM l.at - lag(l.at) OVER w)::float8 AS handled_per_s
+            FROM looks l WINDOW w AS (ORDER BY l.at)
+        ), capacity AS (
+            -- What a member handles while each has a partition that waits: else it would handle more if more came.
+            SELECT avg(one.per_s) AS per_s
+            FROM (SELECT s.handled_per_s / s.members AS per_s FROM spans s
+                  WHERE s.members > 0 AND s.members = s.members_before AND s.handled_per_s > 0
+                    AND s.least_busy >= s.members AND s.least_old_s > 2
+                  ORDER BY s.at DESC LIMIT 5) AS one
+        ), needs AS (
+            SELECT s.at, s.oldest_s, s.busy, s.members, s.lag, coalesce(s.in_per_s, 0) AS in_per_s,
+                   CASE WHEN c.per_s > 0 THEN
+                            -- A fifth in reserve.
+                            ceil(coalesce(s.in_per_s, 0) / (0.8 * c.per_s) + s.lag / (c.per_s * greatest(p_lag_target_s, 1)))
+                        WHEN s.lag > 0 AND s.oldest_s > p_lag_target_s THEN ceil(1.5 * s.members) + (s.members = 0)::int
+                        -- What a member could do is not known: try with fewer.
+                        WHEN s.lag > 0 OR s.in_per_s > 0 THEN greatest(1, floor(0.9 * s.members))
+                        ELSE 0 END AS members_needed
+            FROM spans s CROSS JOIN capacity c WHERE s.at > now() - interval '11 minutes'
+        )
+        SELECT greatest(p_least, least(
+                   CASE WHEN g.shared THEN max(n.lag + ceil(n.in_per_s)) ELSE g.readable END,
+                   -- Where old messages wait in few partitions, more members than these would find no work.
+                   max(CASE WHEN NOT g.shared AND n.oldest_s > p_lag_target_s / 4
+                            THEN least(n.members_needed, greatest(n.busy, n.members)) ELSE n.members_needed END)))::float8
+        FROM g CROSS JOIN needs n GROUP BY g.group_id, g.shared, g.readable);
 CREATE INDEX sample_old ON mqlayer.sample (at);
 
 -- Problems of the system, from the first look that found each to the first that did not. A job looks each minute, writes
@@ -1932,7 +2140,7 @@ BEGIN
         'mqlayer.member', 'mqlayer.assignment', 'mqlayer.group_start', 'mqlayer.drained', 'mqlayer.parked_key',
         'mqlayer.parked_message', 'mqlayer.parked_total', 'mqlayer.parking_change', 'mqlayer.dead_message',
         'mqlayer.failed_attempt', 'mqlayer.failure_count', 'mqlayer.retention_loss', 'mqlayer.partition_pause',
-        'mqlayer.redrive', 'mqlayer.bulk_item',
+        'mqlayer.redrive', 'mqlayer.bulk_item', 'mqlayer.breaker',
         'mqlayer_archive.outcome_queue', 'mqlayer_archive.outcome_progress']
     LOOP
         EXECUTE format('ALTER TABLE %s ENABLE ROW LEVEL SECURITY', v_table);
@@ -1966,7 +2174,9 @@ BEGIN
         EXECUTE format('CREATE POLICY read ON %s FOR SELECT USING (true)', v_table);
         EXECUTE format('CREATE POLICY hold ON %s FOR UPDATE USING (true) WITH CHECK (%s)', v_table,
                        $$(SELECT mqlayer.has_v1('relay', 'work', 'operate'))$$);
-        EXECUTE format('CREATE POLICY add ON %s FOR INSERT WITH CHECK (%s)', v_table, v_operates);
+        -- The job auto_routes plans changes, which make partitions.
+        EXECUTE format('CREATE POLICY add ON %s FOR INSERT WITH CHECK (%s)', v_table,
+                       CASE v_table WHEN 'mqlayer.partition' THEN $$(SELECT mqlayer.has_v1('work', 'operate'))$$ ELSE v_operates END);
         EXECUTE format('CREATE POLICY remove ON %s FOR DELETE USING (%s)', v_table, v_operates);
     END LOOP;
 END $do$;

@@ -19,16 +19,29 @@ from tests.proof.failpoint_names import failpoint_names
 
 PLACES: Final = {
     "driver": ("change.", "drop.", "retire."),
+    "pilot": ("auto.", "change.", "retire."),
     "pair": ("drained.", "acquire.", "rearm.", "repair.", "ack.", "release.", "member.", "read.", "park"),
     "relay": ("relay.", "rearm.", "repair."),
     "worker": ("archive.", "rearm.", "repair.", "retire.", "change."),
 }
 """Where processes of a role are broken between two writes."""
-MORTAL: Final = ("publisher", "relay", "pair", "pair", "driver", "driver", "worker", "beat")
-DEPLOYED: Final = ("publisher", "relay", "pair", "pair", "driver", "worker", "beat")
+MORTAL: Final = ("publisher", "relay", "pair", "pair", "driver", "driver", "worker", "beat", "pilot", "shopper")
+DEPLOYED: Final = ("publisher", "relay", "pair", "pair", "driver", "worker", "beat", "pilot", "shopper")
 DEPLOYED_WITHIN_S: Final = 60.0
 """How long a process that is told to end may go on with what it has in hand; who needs longer is to be looked at."""
-STOPPABLE: Final = ("pair", "pair", "pair", "relay", "relay", "driver", "worker", "publisher", "beat")
+STOPPABLE: Final = (
+    "pair",
+    "pair",
+    "pair",
+    "relay",
+    "relay",
+    "driver",
+    "worker",
+    "publisher",
+    "beat",
+    "pilot",
+    "shopper",
+)
 VISITOR: Final = "pair-visitor"
 """A member of both groups that comes and goes."""
 KINDS: Final = {

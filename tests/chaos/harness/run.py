@@ -88,7 +88,7 @@ def run(seed: int, length: Length, *, bug: str = "", audits: Iterable[Audit] = (
         with ExitStack() as cleanup:
             directory = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="mqchaos-", dir=best_place())))
             directory.chmod(0o755)
-            return _Run(directory, seed, cleanup, bug, audits, length.pause_s).play(length)
+            return Run(directory, seed, cleanup, bug, audits, length.pause_s).play(length)
     finally:
         # Histories of millions of records hang in cycles: collected in the middle of the next run, they would hold all
         # lines to the servers up for seconds, since the proxies are threads of this process.
@@ -122,7 +122,16 @@ def total(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-class _Run:
+class Run:
+    """Servers, processes, a nemesis, and what they leave."""
+
+    cast: Mapping[str, int] = CAST
+    writers: Sequence[str] = ("publisher", "driver")
+    """Those that end first, so that what is left can be handled."""
+    partitions = 4
+    environment: Mapping[str, str] = {}
+    """More of its processes."""
+
     def __init__(
         self, directory: Path, seed: int, cleanup: ExitStack, bug: str, audits: Iterable[Audit], pause_s: float
     ) -> None:
@@ -142,7 +151,7 @@ class _Run:
         with psycopg.connect(self._site.direct_dsn, autocommit=True) as connection:
             connection.execute(SINK)
         self._database = cleanup.enter_context(Database(self._site.direct_dsn))
-        self._scene = Scene(self._database, self._nodes, self._settings, self._histories)
+        self._scene = Scene(self._database, self._nodes, self._settings, self._histories, partitions=self.partitions)
         self._history = cleanup.enter_context(History(self._histories, "nemesis"))
         # This process arms nodes and buries partitions too, at the end.
         cleanup.callback(observe_retiring(self._history, TOPIC))
@@ -152,7 +161,7 @@ class _Run:
             "MQLAYER_TEST_FAILING": "199", "MQLAYER_TEST_PLANT": bug, "MQLAYER_TEST_BATCHES": json.dumps(BATCHES),
             "MQLAYER_TEST_BATCH_LIMIT": "50", "MQLAYER_TEST_PART": "25", "MQLAYER_TEST_HANDLERS": "24",
         }  # fmt: skip
-        self._play = Play(self._settings, self._histories, **environment)
+        self._play = Play(self._settings, self._histories, **environment, **self.environment)
         cleanup.callback(self._play.kill_all)
         self._nemesis = Nemesis(
             self._play, self._nodes, self._site, self._histories,
@@ -161,7 +170,7 @@ class _Run:
 
     def play(self, length: Length) -> dict[str, Any]:
         began, stuck, unsettled = time.monotonic(), "", list[str]()
-        for role, count in CAST.items():
+        for role, count in self.cast.items():
             for number in range(count):
                 self._play.start(f"{role}-{number}")
         wait_until(lambda: self._scene.committed() > 100, timeout_s=60, what="a first message of many")
@@ -209,7 +218,7 @@ class _Run:
         self._nemesis.rest()
         assert self._play.ended() == [], "nobody ended these"
         assert self._nemesis.late == [], f"these did not end when told to: {self._nemesis.late}"
-        for role in ("publisher", "driver"):
+        for role in self.writers:
             self._play.end(role)
         what = f"all that was committed is settled, {self._seed=}"
         progress = Progress(self._scene, length.stall_s)

@@ -54,16 +54,20 @@ class Node(Protocol):
 
 
 class Scene:
-    """Some nodes, a topic of four partitions, two groups; what the stores say of them."""
+    """Some nodes, a topic, two groups; what the stores say of them."""
 
     groups: tuple[str, ...] = (GROUP, MIRROR)
 
-    def __init__(self, database: Database, nodes: Sequence[Node], settings: Settings, directory: Path) -> None:
+    def __init__(
+        self, database: Database, nodes: Sequence[Node], settings: Settings, directory: Path, *, partitions: int = 4
+    ) -> None:
         self.database, self.nodes, self.settings, self.directory = database, nodes, settings, directory
         self.prefix, self.emptied = settings.key_prefix, False
         for number, node in enumerate(nodes):
             register_node(runtime_of(database), name=f"n{number}", url=node.url)
-        create_topic(runtime_of(database, self.prefix, application=database), TOPIC, partitions=4, archived=True)
+        create_topic(
+            runtime_of(database, self.prefix, application=database), TOPIC, partitions=partitions, archived=True
+        )
 
     def rows(self, statement: str) -> list[tuple[Any, ...]]:
         """Return what Postgres answers."""

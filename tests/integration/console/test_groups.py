@@ -15,6 +15,7 @@ from mqlayer.console import User, console_app
 from mqlayer.console.views.nodes import statuses
 from mqlayer.doctor import health
 from mqlayer.groups import GroupSettings, ensure_group
+from mqlayer.groups.admin import set_group
 from mqlayer.groups.pauses import pause_partitions
 from mqlayer.groups.retirement import retire_group
 from mqlayer.inspect import group_statuses
@@ -180,9 +181,9 @@ def test_an_operator_pauses_evicts_seeks_and_retires_and_a_viewer_does_none(worl
     member = ManualMember(world.database, world.key_prefix, "orders")
     with console_client(world, VIEWER) as viewer:
         assert "/actions/" not in viewer.get(GROUP).text
-        for name in ("pause", "resume", "evict", "seek", "retire"):
+        for name in ("group-pause", "group-resume", "group-evict", "group-seek", "group-retire", "breaker-open"):
             fields = {"topic": "orders", "group": "ledger", "member": "hand", "to": "latest", "seek": "0"}
-            answer = viewer.post(f"/actions/group-{name}", data=fields | {"token": "token", "reason": "x"})
+            answer = viewer.post(f"/actions/{name}", data=fields | {"token": "token", "reason": "x"})
             assert answer.status_code == 403, name
     assert not world.rows("SELECT FROM mqlayer.audit WHERE act LIKE 'group %%'")
     named = {"topic": "orders", "group": "ledger"}
@@ -191,6 +192,12 @@ def test_an_operator_pauses_evicts_seeks_and_retires_and_a_viewer_does_none(worl
     assert "was already paused" in act(browser, "group-pause", **named)
     assert "ann@console paused the group" in words(text_of(browser, GROUP))
     act(browser, "group-resume", **named)
+    set_group(world.runtime(), "orders", "ledger", breaker_share=0.5)
+    assert "Circuit breaker closed; opens where 50 % of the keys fail" in words(text_of(browser, GROUP))
+    assert "Probes of one message begin within a second" in act(browser, "breaker-open", **named)
+    assert "the circuit breaker is open (ann@console tripped it)" in words(text_of(browser, GROUP))
+    assert "A circuit breaker is open" in words(text_of(browser, "/"))
+    assert "go on at full speed" in act(browser, "breaker-close", **named)
     act(browser, "partition-pause", **named, partition=2)
     assert world.rows("SELECT partition_id, paused_by FROM mqlayer.partition_pause") == [(2, "ann@console")]
     assert "is resumed" in act(browser, "partition-resume", **named, partition=2)

@@ -20,7 +20,8 @@ from tests.fixtures.servers import StartRedis
 
 PLANS = {
     "archive retain": "--older-than 2d", "dead redrive": "orders g --all", "group retire": "orders g",
-    "group seek": "orders g --to latest", "node lost": "node-1", "outbox adopt": "", "outbox renew": "",
+    "group seek": "orders g --to latest", "node lost": "node-1",
+    "node drain": "node-1", "node remove": "node-1", "outbox adopt": "", "outbox renew": "",
     "outbox quarantine discard": "7", "replay start": "orders g --all", "route reopen": "orders",
     "snapshot drop": "cut", "versions forget": "sink e --reason r", "versions set": "sink e 2 --reason r",
     "topic delete": "orders",
@@ -59,7 +60,8 @@ JOBS = {
 }  # fmt: skip
 """Commands that do by hand what a process does by itself: its right will do."""
 CONSUMERS = {
-    "dead discard", "group evict", "group pause", "group resume", "group seek", "key skip-head",
+    "dead discard", "group close-breaker", "group evict", "group open-breaker", "group pause", "group resume",
+    "group seek", "key skip-head",
 }  # fmt: skip
 """Commands on a group that its consumers may run, too."""
 CHANGES = SCENES.keys() | NOTHING_LEFT.keys()

@@ -38,6 +38,8 @@ def too_much(type_: str, size: int) -> list[Any]:
         return [[text], ["x"] * (size // 4)]
     if type_ == "double precision[]":
         return [[1.0] * (size // 8)]
+    if type_ == "integer[]":
+        return [[2**30] * (size // 8)]
     if type_ == "bigint[]":
         return [[2**40] * (size // 8)]
     assert type_ in {"text", "character varying"}, f"no large values are known of {type_}"
