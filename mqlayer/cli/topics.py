@@ -155,8 +155,8 @@ def set_(
     The archive never gets messages published while archiving is off.
     """
     limits = {"body_limit": body_limit, "backlog_limit": backlog_limit}
-    kept = _stream_limits(retain_age, retain_bytes, retain_messages, retain_unsettled)
-    if not kept and (archived, retention, schema_mode, body_limit, backlog_limit) == (None,) * 5:
+    streams = _stream_limits(retain_age, retain_bytes, retain_messages, retain_unsettled)
+    if not streams and (archived, retention, schema_mode, body_limit, backlog_limit) == (None,) * 5:
         raise InvalidInput(
             "say what to set: --backlog-limit, --body-limit, --archived, --not-archived, --retention AGE, "
             "--retain-age AGE, --retain-bytes, --retain-messages, --retain-unsettled, or --schema-mode MODE"
@@ -166,8 +166,8 @@ def set_(
         _set_limits(name, limits)
     if schema_mode is not None:
         _set_schema_mode(name, schema_mode)
-    if kept:
-        _set_stream_limits(name, kept)
+    if streams:
+        _set_stream_limits(name, streams)
     with runtime_here() as runtime:
         check_change(runtime.control)
         if retention is not None:

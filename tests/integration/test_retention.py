@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import Any
 
 import pytest
 
 from mqlayer import Receiver
+from mqlayer.doctor.health import system_health
 from mqlayer.errors import InvalidInput
 from mqlayer.events import Event, on_event, remove_hook
+from mqlayer.exporter.samples import control_samples
 from mqlayer.groups import ensure_group
 from mqlayer.groups.group import GroupSettings
 from mqlayer.inspect.audit_trail import AuditFilter, audited_acts
@@ -62,7 +64,8 @@ class Kept:
         """Return the lowest offset that is there."""
         keys = self.stage.keys(self.partition)
         entries: Any = self.stage.redis.xrange(keys.log, count=1)
-        return int(entries[0][0].split(b"-")[0]) if entries else int(self.stage.redis.hget(keys.meta, "next"))
+        following: Any = self.stage.redis.hget(keys.meta, "next")
+        return int(entries[0][0].split(b"-")[0]) if entries else int(following)
 
     def dropped(self, group: str = "g") -> int:
         """Return what Postgres counts."""
@@ -124,7 +127,7 @@ def test_unsettled_messages_of_an_absent_group_go_are_counted_and_it_begins_behi
 ) -> None:
     kept.send(1, COUNT)
     kept.group()
-    first = Recorder(lambda body, _ctx: threading.Event().wait(30) if body == b"51" else None)
+    first = Recorder(_hangs_at(threading.Event(), b"51"))
     app = kept.stage.consume(first)
     wait_until(lambda: kept.stage.position(kept.partition).committed == 51, what="50 are settled")
     app.stop(0.1)
@@ -146,7 +149,7 @@ def test_unsettled_messages_of_an_absent_group_go_are_counted_and_it_begins_behi
 def test_an_owner_goes_on_behind_what_went_under_its_handlers(kept: Kept) -> None:
     """Settled messages above them don't count, and later messages of their keys wait for the handlers."""
     go_on = threading.Event()
-    recorder = Recorder(lambda body, _ctx: go_on.wait(30) if body in (b"1", b"2") else None)
+    recorder = Recorder(_hangs_at(go_on, b"1", b"2"))
     kept.stage.consume(recorder, concurrency=3)
     kept.stage.send([("one", b"1"), ("two", b"2")])
     wait_until(lambda: len(recorder.begun) == 2, what="both handlers hang")
@@ -165,10 +168,34 @@ def test_an_owner_goes_on_behind_what_went_under_its_handlers(kept: Kept) -> Non
     assert recorder.overlaps == []
 
 
+def test_the_commands_set_limits_and_show_what_they_dropped(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MQLAYER_DSN", kept.stage.dsn)
+    monkeypatch.setenv("MQLAYER_KEY_PREFIX", kept.stage.prefix)
+    run = Commands()
+    kept.send(1, 300)
+    kept.group()
+    said = run.text("topic", "set", "orders", "--retain-age", "7d", "--retain-messages", "100")
+    assert (
+        said == "streams of topic orders keep settled records for 7 d or 100 messages per partition, what comes first\n"
+    )
+    assert "is no age" in run.failure("topic", "set", "orders", "--retain-age", "soon")
+    run.text("topic", "set", "orders", "--retain-unsettled", "drop")
+    (shown,) = run.lines("topic", "show", "orders")
+    assert (shown["retain_s"], shown["retain_messages"], shown["retain_unsettled"]) == (604_800, 100, "drop")
+    assert "beyond a limit" in run.failure("topic", "set", "orders", "--retain-age", "none", "--retain-messages", "0")
+    run.text("trim")
+    (group,) = run.lines("group", "show", "orders", "g")
+    assert group["failures"]["totals"]["dropped"] == 200
+    alerts = {one.alert.name: one for one in system_health(kept.stage.runtime).problems}
+    assert "200 unsettled messages" in alerts["MqlayerMessagesDropped"].text
+    measured = control_samples(kept.stage.runtime)["mqlayer.group.events"]
+    assert [value for value, labels in measured if labels["outcome"] == "dropped"] == [200]
+
+
 def test_receivers_and_shared_members_go_on_behind_it(kept: Kept) -> None:
     kept.send(1, COUNT)
-    shared = Recorder(lambda _body, _ctx: go_on.wait(30))
     go_on = threading.Event()
+    shared = Recorder(_hangs_at(go_on, *(b"%d" % n for n in range(1, COUNT + 1))))
     with Receiver("orders", group="pop", settings=kept.stage.settings(), start="earliest") as receiver:
         share(kept.stage, shared, group="shared", concurrency=2, prefetch_count=4)
         (out, *others) = receiver.receive(3)
@@ -186,6 +213,14 @@ def test_receivers_and_shared_members_go_on_behind_it(kept: Kept) -> None:
             found += _acked(receiver)
         assert [message.body for message in found] == [b"%d" % n for n in range(901, COUNT + 1)]
         assert (kept.dropped("pop"), kept.dropped("shared")) == (900, 900)
+
+
+def _hangs_at(go_on: threading.Event, *bodies: bytes) -> Callable[[bytes, Context], None]:
+    def act(body: bytes, _ctx: Context) -> None:
+        if body in bodies:
+            go_on.wait(30)
+
+    return act
 
 
 def _acked(receiver: Receiver) -> list[Any]:

@@ -141,7 +141,7 @@ FILL = """
 """
 OF_GROUPS = (
     "member", "assignment", "group_start", "drained", "parked_key", "parked_message", "parked_total", "dead_message",
-    "failure_count", "partition_pause", "parking_change",
+    "failure_count", "retention_loss", "partition_pause", "parking_change",
 )  # fmt: skip
 
 
