@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from mqlayer import Receiver
+from mqlayer import Context, Receiver
 from mqlayer.doctor.health import system_health
 from mqlayer.errors import InvalidInput
 from mqlayer.events import Event, on_event, remove_hook
@@ -23,6 +23,7 @@ from mqlayer.maintenance import trim_pass
 from mqlayer.redelivery import failure_counts
 from mqlayer.runtime.route_cache import RouteCache
 from mqlayer.topics import set_stream_retention
+from tests.fixtures.commands import Commands
 from tests.fixtures.consumers import QUICK_BACKOFF_S, Recorder, Stage, StartStage
 from tests.fixtures.failpoints import armed
 from tests.fixtures.forked_programs import ask_python
