@@ -33,7 +33,7 @@ SECONDS: Final = 48.0
 COUNTED_S: Final = 16.0
 """The last part of a run: whatever changes has changed."""
 PASS_S: Final = 0.5
-TIMES: Final = Times(window_s=2.0, look_back_s=20.0, settle_s=3.0, sample_s=0.5, gap_s=0.4)
+TIMES: Final = Times(window_s=2.0, look_back_s=20.0, settle_s=3.0, sample_s=0.5, gap_s=0.4, again_s=3.0)
 """A fifth of the defaults, so that a run takes less than a minute."""
 KEYS: Final = tuple(f"key-{number}" for number in range(2_000))
 HOT_LPS: Final = 256

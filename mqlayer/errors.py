@@ -53,7 +53,7 @@ class BodyTooLarge(InvalidInput):
     def __str__(self) -> str:
         return (
             f"body of {self.size} bytes, topic {self.topic!r} takes {self.limit}: "
-            "store it elsewhere and send a reference, or raise the topic's body limit"
+            "raise the topic's body limit, switch on large bodies (MQLAYER_LARGE_BODIES), or send a reference"
         )
 
 
@@ -193,6 +193,17 @@ class StoreUnavailable(MqlayerError):
 
     def __str__(self) -> str:
         return f"{self.address} is not available: {self.reason.strip()}"
+
+
+class MissingBody(MqlayerError):
+    """A large body can't be fetched whole."""
+
+    def __init__(self, body_id: str, reason: str) -> None:
+        super().__init__(body_id, reason)
+        self.body_id, self.reason = body_id, reason
+
+    def __str__(self) -> str:
+        return f"large body {self.body_id} can't be fetched: {self.reason}; see the page 'Large bodies'"
 
 
 class PermissionDenied(StoreUnavailable):

@@ -143,6 +143,18 @@ class Settings(BaseSettings):
     socket_timeout_s: float = Field(default=10.0, gt=0)
     delivery_timeout_s: float = Field(default=30.0, gt=0)
     """A synchronous publish's wait for an outcome."""
+    large_bodies: Literal["off", "postgres", "s3"] = "off"
+    """Where this process stores bodies over the threshold."""
+    large_body_threshold: int = Field(default=262_144, ge=16_384, le=1_000_000)
+    large_body_limit: int = Field(default=100_000_000, ge=1_000_000, le=1_000_000_000)
+    """Bytes of a stored body; a handler has it in memory."""
+    large_body_hold_s: float = Field(default=86_400.0, ge=3_600)
+    """How long an unreferenced body stays."""
+    s3_bucket: str = ""
+    s3_prefix: str = "mqlayer/"
+    s3_endpoint: str = ""
+    """Default: AWS. Credentials come from boto3's chain."""
+    s3_region: str = ""
     dedup_window_s: float = Field(default=300.0, ge=1, le=86_400)
     """How long dedup ids are remembered; of several processes, the shortest counts."""
     inbox_horizon_s: float = Field(default=604_800.0, ge=3_600)
@@ -154,8 +166,12 @@ class Settings(BaseSettings):
     """Most that a relay reads at once; it needs a few times that memory."""
     error_messages: bool = True
     """Whether logs, events and Postgres hold the messages of handlers' exceptions, besides type and line."""
+    zone: str = Field(default="", pattern=r"^([a-z0-9][a-z0-9_.-]{0,62})?$")
+    """Where this process is: its members prefer partitions on nodes of this zone."""
     instance: str = ""
     """Its name in broadcast groups; default: the host's."""
+    deployment: str = Field(default="main", pattern=r"^[a-z0-9][a-z0-9_.-]{0,62}$")
+    """The version of the program, as `mqlayer group deploy` names it."""
     health_port: int = Field(default=0, ge=0, le=65_535)
     """0: none; of several processes, each takes the next."""
     health_host: str = "127.0.0.1"

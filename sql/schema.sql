@@ -241,11 +241,14 @@ CREATE TABLE mqlayer.route_load (
     at_s         double precision[] NOT NULL,
     next_offset  bigint[]           NOT NULL,
     settled      bigint[]           NOT NULL,
+    sampled_at   timestamptz,
     CONSTRAINT route_load_key PRIMARY KEY (partition_id),
     CONSTRAINT route_load_samples CHECK (cardinality(at_s) >= 1 AND cardinality(at_s) <= 64
         AND cardinality(next_offset) >= 1 AND cardinality(next_offset) <= 64 AND cardinality(settled) >= 1
         AND cardinality(settled) <= 64 AND cardinality(next_offset) = cardinality(at_s)
-        AND cardinality(settled) = cardinality(at_s))
+        AND cardinality(settled) = cardinality(at_s)),
+    CONSTRAINT route_load_sampled_at CHECK (sampled_at >= '1970-01-01 00:00:00+00'
+        AND sampled_at <= '9000-01-01 00:00:00+00')
 );
 
 CREATE TABLE mqlayer.route_decision (
@@ -310,6 +313,12 @@ CREATE TABLE mqlayer.consumer_group (
     instance              text,
     instance_expiry_s     double precision,
     absent_since          timestamptz,
+    copied_from           bigint             REFERENCES mqlayer.consumer_group(group_id),
+    deployment            text               NOT NULL DEFAULT 'main',
+    canary                text,
+    canary_lps            int,
+    previous_deployment   text,
+    fallback              boolean            NOT NULL DEFAULT false,
     settings_version      int                NOT NULL DEFAULT 1,
     tag_filter            text               NOT NULL DEFAULT 'none',
     balance               text               NOT NULL DEFAULT 'count',
@@ -333,6 +342,9 @@ CREATE TABLE mqlayer.consumer_group (
     breaker_keys          int                NOT NULL DEFAULT 10,
     breaker_window_s      double precision   NOT NULL DEFAULT 10,
     breaker_errors        text[]             NOT NULL DEFAULT '{}',
+    key_class             text               NOT NULL DEFAULT 'none',
+    class_concurrency     int,
+    class_rate            double precision,
     version               int                NOT NULL DEFAULT 1,
     seek                  int                NOT NULL DEFAULT 0,
     replay                int                NOT NULL DEFAULT 0,
@@ -357,6 +369,10 @@ CREATE TABLE mqlayer.consumer_group (
     CONSTRAINT consumer_group_instance_length CHECK (octet_length(instance) <= 63),
     CONSTRAINT consumer_group_keep_away CHECK ((mode = 'broadcast') = (instance_expiry_s IS NOT NULL)
         AND instance_expiry_s > 0::double precision AND instance_expiry_s <= '100000000000'::numeric::double precision),
+    CONSTRAINT consumer_group_deployments CHECK (deployment ~ '^[a-z0-9][a-z0-9_.-]{0,62}$'
+        AND canary ~ '^[a-z0-9][a-z0-9_.-]{0,62}$' AND canary <> deployment
+        AND previous_deployment ~ '^[a-z0-9][a-z0-9_.-]{0,62}$' AND previous_deployment <> deployment),
+    CONSTRAINT consumer_group_canary CHECK (canary_lps >= 1 AND canary_lps <= 1023),
     CONSTRAINT consumer_group_tag_filter
         CHECK (tag_filter ~ '^(none|(any|all):[a-z0-9][a-z0-9_.-]*(,[a-z0-9][a-z0-9_.-]*)*)$'),
     CONSTRAINT consumer_group_balance CHECK (balance IN ('count', 'rate')),
@@ -385,6 +401,10 @@ CREATE TABLE mqlayer.consumer_group (
         AND breaker_share <= 1::double precision AND breaker_keys >= 1 AND breaker_keys <= 4096
         AND breaker_window_s >= 1::double precision AND breaker_window_s <= 3600::double precision
         AND (breaker_share IS NULL OR mode <> 'pop')),
+    CONSTRAINT consumer_group_key_class CHECK (key_class ~ '^(none|prefix:[ -~]+|header:[ -~]+)$'
+        AND octet_length(key_class) <= 64 AND (key_class = 'none' OR (mode IN ('exclusive', 'broadcast')))
+        AND class_concurrency >= 1 AND class_concurrency <= 2000000000 AND class_rate > 0::double precision
+        AND class_rate <= '100000000000'::numeric::double precision),
     CONSTRAINT consumer_group_counts CHECK (version >= 1 AND version <= 1000000000 AND seek >= 0 AND seek <= 1000000000
         AND replay >= 0 AND replay <= 1000000000 AND settings_version >= 1 AND settings_version <= 1000000000
         AND allocation >= 0 AND allocation <= 4611686018427387904 AND parking >= 0 AND parking <= 4611686018427387904),
@@ -455,6 +475,7 @@ CREATE TABLE mqlayer.member (
     host         text        NOT NULL,
     pid          int         NOT NULL,
     leaving      boolean     NOT NULL DEFAULT false,
+    deployment   text        NOT NULL DEFAULT 'main',
     zone         text        NOT NULL DEFAULT '',
     joined_at    timestamptz NOT NULL DEFAULT now(),
     lease_until  timestamptz NOT NULL,
@@ -463,6 +484,7 @@ CREATE TABLE mqlayer.member (
     reported_at  timestamptz NOT NULL DEFAULT '1970-01-01 00:00:00+00',
     CONSTRAINT member_key PRIMARY KEY (group_id, member_id),
     CONSTRAINT member_id_form CHECK (member_id ~ '^[a-z][a-z0-9_.-]{0,62}$'),
+    CONSTRAINT member_deployment CHECK (deployment ~ '^[a-z0-9][a-z0-9_.-]{0,62}$'),
     CONSTRAINT member_host_length CHECK (octet_length(host) <= 1024),
     CONSTRAINT member_zone_form CHECK (zone ~ '^([a-z0-9][a-z0-9_.-]{0,62})?$'),
     CONSTRAINT member_numbers CHECK (session >= 0 AND session <= 4611686018427387904 AND pid >= 0
@@ -575,6 +597,8 @@ CREATE INDEX parked_message_log ON mqlayer.parked_message (group_id, partition_i
 CREATE INDEX parked_message_numbers ON mqlayer.parked_message (group_id, lp, name, source, seq);
 CREATE INDEX parked_message_position ON mqlayer.parked_message (group_id, lp, name, partition_id, log_offset);
 CREATE INDEX parked_message_replay ON mqlayer.parked_message (replay) WHERE replay IS NOT NULL;
+CREATE INDEX parked_message_body ON mqlayer.parked_message (mqlayer.body_named_v1(encode(m, 'escape')))
+    WHERE POSITION(('\x226d712d626f6479223a') IN (m)) > 0;
 CREATE TRIGGER parked_message_in AFTER INSERT ON mqlayer.parked_message REFERENCING NEW TABLE AS changed
     FOR EACH STATEMENT EXECUTE FUNCTION mqlayer.parked_count_v1();
 CREATE TRIGGER parked_message_out AFTER DELETE ON mqlayer.parked_message REFERENCING OLD TABLE AS changed
@@ -639,6 +663,8 @@ CREATE INDEX dead_message_stream ON mqlayer.dead_message (group_id, partition_id
 CREATE INDEX dead_message_queue ON mqlayer.dead_message (group_id, lp, key, partition_id, log_offset, dead_id)
     WHERE redriven_at IS NULL;
 CREATE INDEX dead_message_log_lost ON mqlayer.dead_message (group_id, lp) WHERE log_lost;
+CREATE INDEX dead_message_body ON mqlayer.dead_message (mqlayer.body_named_v1(encode(m, 'escape')))
+    WHERE body IS NOT NULL AND POSITION(('\x226d712d626f6479223a') IN (m)) > 0;
 ALTER TABLE mqlayer.dead_message ALTER COLUMN group_id SET STATISTICS 0;
 -- Row-level security by the policies read, change, remove, add.
 
@@ -826,6 +852,8 @@ CREATE TABLE mqlayer.sample (
     relayed      bigint,
     stored       bigint,
     memory_bytes bigint,
+    memory_limit bigint,
+    cpu_s        double precision,
     ops_per_s    double precision,
     CONSTRAINT sample_key PRIMARY KEY (kind, object_id, at),
     CONSTRAINT sample_kind CHECK (kind IN ('group', 'topic', 'node')),
@@ -916,7 +944,7 @@ CREATE SEQUENCE mqlayer.parked_position INCREMENT BY 16777216 START WITH 1677721
 CREATE SEQUENCE mqlayer.repaired_at;
 
 -- views
-CREATE VIEW mqlayer.readable (group_id bigint, partition_id int);
+CREATE VIEW mqlayer.readable (group_id bigint, partition_id int, deployment text);
 CREATE VIEW mqlayer.parked_fact (group_id bigint, lp smallint, name bytea, source bigint, seq bigint, position bigint,
     partition_id int, log_offset bigint, key bytea, redriven boolean, replay bigint, attempts int, tried int, m bytea,
     m_size int, body_size int);
@@ -939,6 +967,7 @@ CREATE FUNCTION mqlayer.may_create_group_v1(p_topic_id int, p_name text, p_broad
 CREATE FUNCTION mqlayer.assignment_epoch_guard() RETURNS trigger;
 CREATE FUNCTION mqlayer.assignment_epoch_given_v1() RETURNS trigger SECURITY DEFINER;
 CREATE FUNCTION mqlayer.parked_count_v1() RETURNS trigger SECURITY DEFINER;
+CREATE FUNCTION mqlayer.body_named_v1(p_headers text) RETURNS text IMMUTABLE;
 CREATE FUNCTION mqlayer.members_wanted_v1(p_topic text, p_group text, p_least int DEFAULT 1,
     p_lag_target_s double precision DEFAULT 60) RETURNS double precision STABLE;
 CREATE FUNCTION mqlayer.check_console_v1() RETURNS void STABLE SECURITY DEFINER;
@@ -965,6 +994,7 @@ CREATE FUNCTION mqlayer.parked_keys_forget_v1(p_group_id bigint, p_lps smallint[
     RETURNS void SECURITY DEFINER;
 CREATE FUNCTION mqlayer.retired_messages_drop_v1(p_group_id bigint, p_limit int) RETURNS bigint SECURITY DEFINER;
 CREATE FUNCTION mqlayer.retired_keys_drop_v1(p_group_id bigint, p_limit int) RETURNS bigint SECURITY DEFINER;
+CREATE FUNCTION mqlayer.bodies_named_v1(p_ids text[]) RETURNS SETOF text STABLE SECURITY DEFINER;
 
 
 -- mqlayer_archive -----------------------------------------------------------------------------------------------------
@@ -1033,6 +1063,7 @@ CREATE TABLE mqlayer_archive.record (
 CREATE INDEX record_read ON mqlayer_archive.record (topic_id, batch, partition_id);
 CREATE INDEX record_ranges ON mqlayer_archive.record USING brin (published_at, log_offset) WITH (pages_per_range='32',
     autosummarize='on');
+CREATE INDEX record_body ON mqlayer_archive.record (mqlayer.body_named_v1(headers)) WHERE headers ~~ '%"mq-body":%';
 
 CREATE TABLE mqlayer_archive.outcome (
     topic_id     int         NOT NULL,
@@ -1268,6 +1299,8 @@ CREATE TABLE mqlayer_app.voided (
     CONSTRAINT voided_sizes CHECK (octet_length(key) <= 65536 AND octet_length(headers) <= 1000000
         AND octet_length(body) <= 16777216 AND octet_length(reason) <= 65536)
 );
+CREATE INDEX voided_body ON mqlayer_app.voided (mqlayer_app.body_named_v1(headers)) WHERE ended IS NULL
+    AND headers ~~ '%"mq-body":%';
 
 CREATE TABLE mqlayer_app.relay (
     relay_id    text        NOT NULL,
@@ -1310,6 +1343,49 @@ CREATE TABLE mqlayer_app.delayed (
 );
 CREATE INDEX delayed_topic_due_at ON mqlayer_app.delayed (topic_id, due_at);
 CREATE INDEX delayed_order ON mqlayer_app.delayed (topic_id, lp, due_at, delayed_id);
+CREATE INDEX delayed_body ON mqlayer_app.delayed (mqlayer_app.body_named_v1(headers)) WHERE headers ~~ '%"mq-body":%';
+
+CREATE TABLE mqlayer_app.large_body (
+    body_id     uuid        NOT NULL,
+    topic_id    int         NOT NULL,
+    bucket      text,
+    location    text,
+    size        bigint      NOT NULL,
+    sha256      bytea       NOT NULL,
+    direct      boolean     NOT NULL,
+    created_at  timestamptz NOT NULL DEFAULT clock_timestamp(),
+    publish_xid xid8        NOT NULL DEFAULT pg_current_xact_id(),
+    cut_id      bigint,
+    free_since  timestamptz,
+    looked_at   timestamptz,
+    removing    boolean     NOT NULL DEFAULT false,
+    CONSTRAINT large_body_key PRIMARY KEY (body_id),
+    CONSTRAINT large_body_place CHECK ((bucket IS NULL) = (location IS NULL)),
+    CONSTRAINT large_body_numbers CHECK (size >= 0 AND size <= 1000000000 AND octet_length(sha256) = 32),
+    CONSTRAINT large_body_texts CHECK (octet_length(bucket) <= 255 AND octet_length(location) <= 1024)
+);
+CREATE INDEX large_body_of_cut ON mqlayer_app.large_body (cut_id, looked_at);
+CREATE INDEX large_body_removing ON mqlayer_app.large_body (body_id) WHERE removing;
+
+CREATE TABLE mqlayer_app.large_body_chunk (
+    body_id uuid  NOT NULL REFERENCES mqlayer_app.large_body(body_id) ON DELETE CASCADE,
+    number  int   NOT NULL,
+    data    bytea NOT NULL,
+    CONSTRAINT large_body_chunk_key PRIMARY KEY (body_id, number),
+    CONSTRAINT large_body_chunk_size CHECK (octet_length(data) <= 1000000)
+);
+
+CREATE TABLE mqlayer_app.large_body_cut (
+    cut_id      bigint      NOT NULL GENERATED ALWAYS AS IDENTITY,
+    topic_id    int         NOT NULL,
+    outbox_uuid uuid,
+    seqs        bigint[]    NOT NULL,
+    made_at     timestamptz NOT NULL DEFAULT clock_timestamp(),
+    ends        jsonb,
+    trimmed_at  timestamptz,
+    CONSTRAINT large_body_cut_key PRIMARY KEY (cut_id),
+    CONSTRAINT large_body_cut_size CHECK (octet_length(ends::text) <= 262144)
+);
 
 CREATE TABLE mqlayer_app.fence_epoch (
     group_id bigint   NOT NULL,
@@ -1416,7 +1492,7 @@ CREATE FUNCTION mqlayer_app.term_v1() RETURNS text SECURITY DEFINER;
 CREATE FUNCTION mqlayer_app.outbox_rotate_v1(p_slot smallint) RETURNS text SECURITY DEFINER;
 CREATE FUNCTION mqlayer_app.lp_v1(p_key text) RETURNS smallint STABLE;
 CREATE FUNCTION mqlayer_app.tags_v1(VARIADIC p_tags text[]) RETURNS jsonb STABLE;
-CREATE FUNCTION mqlayer_app.headers_check_v1(p_headers jsonb) RETURNS void IMMUTABLE;
+CREATE FUNCTION mqlayer_app.headers_check_v1(p_headers jsonb) RETURNS void;
 CREATE FUNCTION mqlayer_app.publish_v1(p_topic text, p_key text, p_body bytea, p_headers jsonb DEFAULT NULL)
     RETURNS bigint SECURITY DEFINER;
 CREATE FUNCTION mqlayer_app.publish_many_v1(p_topics text[], p_keys text[], p_bodies bytea[],
@@ -1433,6 +1509,17 @@ CREATE FUNCTION mqlayer_app.publish_at_v1(p_topic text, p_key text, p_body bytea
 CREATE FUNCTION mqlayer_app.cancel_delayed_v1(p_delayed_id bigint) RETURNS boolean SECURITY DEFINER;
 CREATE FUNCTION mqlayer_app.delayed_release_v1(p_limit int, p_wait_ms int, OUT released int,
     OUT next_s double precision) SECURITY DEFINER;
+CREATE FUNCTION mqlayer_app.body_named_v1(p_headers text) RETURNS text IMMUTABLE;
+CREATE FUNCTION mqlayer_app.large_body_use_v1(p_reference text) RETURNS void;
+CREATE FUNCTION mqlayer_app.large_body_put_v1(p_topic text, p_body_id uuid, p_size bigint, p_sha256 bytea,
+    p_bucket text, p_location text, p_direct boolean, p_number int, p_data bytea) RETURNS void SECURITY DEFINER;
+CREATE FUNCTION mqlayer_app.large_body_v1(p_topic text, p_body bytea) RETURNS jsonb SECURITY DEFINER;
+CREATE FUNCTION mqlayer_app.large_body_scope_v1() RETURNS uuid STABLE SECURITY DEFINER;
+CREATE FUNCTION mqlayer_app.large_body_read_v1(p_body_id uuid, p_number int, OUT topic text, OUT bucket text,
+    OUT location text, OUT data bytea) STABLE SECURITY DEFINER;
+CREATE FUNCTION mqlayer_app.large_body_cut_v1(p_limit int, p_hold_s double precision) RETURNS bigint SECURITY DEFINER;
+CREATE FUNCTION mqlayer_app.large_body_waits_v1(p_body_id uuid) RETURNS boolean STABLE SECURITY DEFINER;
+CREATE FUNCTION mqlayer_app.large_body_sent_v1(p_cut_id bigint) RETURNS boolean STABLE SECURITY DEFINER;
 CREATE FUNCTION mqlayer_app.outbox_renew_v1(p_keep boolean) RETURNS bigint SECURITY DEFINER;
 CREATE FUNCTION mqlayer_app.outbox_recover_v1(p_outbox uuid, p_topic_ids int[], p_lps smallint[], p_seqs bigint[],
     p_fallen boolean[]) RETURNS bigint SECURITY DEFINER;
@@ -1446,8 +1533,12 @@ CREATE FUNCTION mqlayer_app.fence_many_v1(p_group_id bigint, p_lps smallint[], p
 CREATE FUNCTION mqlayer_app.fence_raise_v1(p_group_id bigint, p_lp_from smallint, p_lp_to smallint, p_epoch bigint)
     RETURNS int SECURITY DEFINER;
 CREATE FUNCTION mqlayer_app.fence_clean_v1(p_horizon interval, p_limit int) RETURNS int SECURITY DEFINER;
+CREATE FUNCTION mqlayer_app.fence_copy_v1(p_group_id bigint, p_new_id bigint, p_replay int, p_lp_from smallint,
+    p_lp_to smallint) RETURNS bigint SECURITY DEFINER;
 CREATE FUNCTION mqlayer_app.inbox_put_v1(p_group_id bigint, p_source_id bigint, p_lp smallint, p_seq bigint,
     p_name text DEFAULT NULL, p_seek int DEFAULT 0, p_replay bigint DEFAULT NULL) RETURNS text SECURITY DEFINER;
+CREATE FUNCTION mqlayer_app.inbox_copy_v1(p_group_id bigint, p_new_id bigint, p_replay int, p_after text, p_limit int,
+    OUT last_id text, OUT copied bigint) SECURITY DEFINER;
 CREATE FUNCTION mqlayer_app.held_total_add_v1(p_name text, p_messages bigint, p_bytes bigint) RETURNS void;
 CREATE FUNCTION mqlayer_app.version_take_v1(p_name text, p_entity text, p_version bigint, p_body bytea, p_headers text,
     p_origin text, p_first bigint, p_messages int, p_bytes bigint, p_all_messages bigint, p_all_bytes bigint,

@@ -16,6 +16,7 @@ from _pytest.nodeid import NodeId
 from hypothesis import settings
 
 from mqlayer.failpoints import disarm_all
+from mqlayer.large_bodies.options import forget_options
 from mqlayer.redis.access import forget_access
 from tests.fixtures.kept_connections import close_kept_connections
 from tests.fixtures.missing_tools import pytest_terminal_summary as pytest_terminal_summary  # noqa: PLC0414  # a hook
@@ -28,6 +29,8 @@ pytest_plugins = [
     "tests.fixtures.consumers",
     "tests.fixtures.gate_scenes",
     "tests.fixtures.kill_scenes",
+    "tests.fixtures.object_stores",
+    "tests.fixtures.order_audit",
     "tests.fixtures.outboxes",
     "tests.fixtures.plain_install",
     "tests.fixtures.poolers",
@@ -69,6 +72,7 @@ def process_as_before() -> Iterator[None]:
     disarm_all()
     close_kept_connections()
     forget_access()
+    forget_options()
     for name in [name for name in os.environ if name.startswith("MQLAYER_") and name not in before]:
         del os.environ[name]
     os.environ.update(before)

@@ -64,9 +64,14 @@ def auto_routes(runtime: Runtime, *, times: Times = TIMES, rules: Sequence[AutoR
     topics, cluster = read_auto_topics(runtime.control, times)
     topics = note_capacities(runtime.control, topics)
     stopped = [topic.topic for topic in _judge_all(runtime, topics, times)]
-    changed = [
-        topic.topic for topic in topics if topic.topic not in stopped and _act(runtime, topic, cluster, times, rules)
-    ]
+    changed: list[str] = []
+    for topic in topics:
+        made = None if topic.topic in stopped else _act(runtime, topic, cluster, times, rules)
+        if made is not None:
+            changed.append(topic.topic)
+        if made is not None and made.kind == "move":
+            # The loads of nodes that others would go by are of before it.
+            cluster = replace(cluster, last_move_ago_s=0.0)
     return AutoPass(len(topics), tuple(changed), tuple(stopped))
 
 
@@ -113,22 +118,25 @@ def _stop(connection: Connection, topic: AutoTopic, reason: str) -> None:
     log.warning("autopilot_stopped", extra={"topic": topic.topic, "reason": reason})
 
 
-def _act(runtime: Runtime, topic: AutoTopic, cluster: AutoCluster, times: Times, rules: Sequence[AutoRule]) -> bool:
-    """Decide and change; whether it changed something."""
-    candidates = partitions_to_sample(topic)
+def _act(
+    runtime: Runtime, topic: AutoTopic, cluster: AutoCluster, times: Times, rules: Sequence[AutoRule]
+) -> Proposal | None:
+    """Decide and change; return the change."""
+    candidates = partitions_to_sample(topic, times.again_s)
     if candidates:
         topic = with_lp_loads(runtime, topic, candidates, times)
     decision = decide(topic, cluster, rules)
-    for refused in decision.refused:
+    sampled = {one.partition for one in topic.partitions if one.loads is not None}
+    for refused in (one for one in decision.refused if sampled & {*one.partitions}):
         note_verdict(runtime.control, topic, "refused", refused, _facts_of(topic, refused.partitions, 1.0))
     chosen = decision.chosen
     if chosen is None:
-        return False
+        return None
     if topic.policy.mode != "on":
         note_verdict(runtime.control, topic, "reported", chosen, _facts_of(topic, chosen.partitions, chosen.share))
-        return False
+        return None
     failpoint("auto.before_plan")
-    return _change(runtime, topic, chosen)
+    return chosen if _change(runtime, topic, chosen) else None
 
 
 def _facts_of(topic: AutoTopic, partitions: Iterable[int], share: float) -> dict[str, Any]:

@@ -34,7 +34,8 @@ class LpLoads(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AutoPartition:
-    """An open partition. `age_s`: since its creation; `draining`: a group has not drained its parents."""
+    """An open partition. `age_s`: since its creation; `draining`: a group has not drained its parents;
+    `sampled_ago_s`: since its LPs were sampled."""
 
     partition: int
     node: NodeId
@@ -42,6 +43,7 @@ class AutoPartition:
     lp_to: int
     age_s: float = 0.0
     draining: bool = False
+    sampled_ago_s: float | None = None
     figures: LoadFigures = field(default_factory=LoadFigures)
     loads: LpLoads | None = None
     """Measured for candidates only."""
@@ -83,6 +85,7 @@ class AutoTopic:
     at: datetime | None = None
     minute: int = 0
     paused: bool = False
+    home_zone: str = ""
 
     @property
     def capacity_per_s(self) -> float:
@@ -106,7 +109,7 @@ class AutoTopic:
 
 @dataclass(frozen=True, slots=True)
 class AutoNode:
-    """A node. `per_s`: of all measured partitions there. CPU and memory: None where not asked."""
+    """A node. `per_s`: of all partitions there. CPU (of one core) and memory (of maxmemory): None where not known."""
 
     node: NodeId
     name: str
@@ -115,10 +118,13 @@ class AutoNode:
     partitions: int = 0
     cpu: float | None = None
     memory: float | None = None
+    zone: str = ""
+    draining: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class AutoCluster:
-    """The nodes that rules may use."""
+    """The nodes that rules may use. `last_move_ago_s`: since the autopilot moved a partition of any topic."""
 
     nodes: Sequence[AutoNode] = ()
+    last_move_ago_s: float = float("inf")

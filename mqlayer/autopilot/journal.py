@@ -60,7 +60,8 @@ def note_verdict(
     if isinstance(of, RefusedChange):
         row |= {"key": of.key, "lp": of.lp}
     with database.connection() as connection:
-        connection.execute(query("decision_insert_new"), row)
+        if connection.execute(query("decision_insert_new"), row).rowcount:
+            _clean(connection, topic)
 
 
 def _row(topic: AutoTopic, verdict: str, kind: str, partitions: Sequence[int], reason: str) -> dict[str, Any]:
@@ -80,9 +81,13 @@ def stop_topic(connection: Connection, topic: AutoTopic, reason: str) -> None:
 
 def clean_journal(database: Database, topic: AutoTopic) -> None:
     """Forget old decisions of a topic."""
-    facts = {"topic_id": topic.topic_id, "kept_s": JOURNAL_S, "rows": JOURNAL_ROWS}
     with database.connection() as connection:
-        connection.execute(query("decisions_clean"), facts)
+        _clean(connection, topic)
+
+
+def _clean(connection: Connection, topic: AutoTopic) -> None:
+    facts = {"topic_id": topic.topic_id, "kept_s": JOURNAL_S, "rows": JOURNAL_ROWS}
+    connection.execute(query("decisions_clean"), facts)
 
 
 def changes_to_judge(database: Database, topics: Sequence[AutoTopic]) -> dict[int, list[ChangeToJudge]]:

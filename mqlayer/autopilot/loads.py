@@ -38,6 +38,8 @@ class Times(NamedTuple):
     """Least time between two samples."""
     drain_s: float = 600.0
     """A judgement waits so long for parents to be drained."""
+    again_s: float = 30.0
+    """Least time between two samples of a partition's LPs."""
 
 
 TIMES: Final = Times()

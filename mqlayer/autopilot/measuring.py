@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from mqlayer.autopilot.auto_topics import AutoCluster, AutoNode, AutoPartition, AutoTopic, HotKey, LpLoads, PastChange
+from mqlayer.autopilot.budgets import ACTOR
 from mqlayer.autopilot.loads import LoadSample, Times, load_figures
 from mqlayer.autopilot.policy import PolicyState
 from mqlayer.autopilot.rules import MOST_OF_ONE
@@ -24,7 +25,7 @@ from mqlayer.redis.read_scripts import position_command, position_reply
 from mqlayer.redis.roles import RedisRole
 from mqlayer.routes.lp_load import sampled_loads
 from mqlayer.runtime.node_pool import NodePool
-from mqlayer.runtime.route_cache import load_nodes, nodes_by
+from mqlayer.runtime.route_cache import load_nodes
 from mqlayer.runtime.runtime import Runtime
 
 log = event_logger(__name__)
@@ -40,7 +41,7 @@ def read_auto_topics(database: Database, times: Times, topic: str | None = None)
         (clock,) = connection.execute(query("auto_clock")).fetchall()
         partitions = _partitions(connection, wanted, times)
         changes = _changes(connection, wanted)
-        nodes = nodes_by(connection)
+        nodes = connection.execute(query("auto_nodes"), {"actor": ACTOR}).fetchall()
     topics = [_topic(row, clock, partitions.get(row[0], ()), changes.get(row[0], ())) for row in rows]
     return topics, _cluster(nodes, topics)
 
@@ -49,20 +50,20 @@ def _topic(
     row: Sequence[Any], clock: Sequence[Any], partitions: Sequence[AutoPartition], changes: Sequence[PastChange]
 ) -> AutoTopic:
     topic_id, name, version, paused = row[:4]
-    policy, state = policy_from(row[4:13]), PolicyState(*row[13:])
+    policy, state = policy_from(row[4:13]), PolicyState(*row[13:18])
     return AutoTopic(
-        topic_id, name, version, policy, state, tuple(partitions), tuple(changes), clock[0], clock[2], paused
+        topic_id, name, version, policy, state, tuple(partitions), tuple(changes), clock[0], clock[2], paused, row[18]
     )
 
 
 def _partitions(connection: Connection, wanted: Mapping[str, Any], times: Times) -> dict[int, list[AutoPartition]]:
     found: dict[int, list[AutoPartition]] = {}
-    for topic_id, partition, node, lp_from, lp_to, age_s, draining, *arrays in connection.execute(
+    for topic_id, partition, node, lp_from, lp_to, age_s, draining, sampled_ago_s, *arrays in connection.execute(
         query("auto_partitions"), wanted
     ):
         samples = [] if arrays[0] is None else [LoadSample(*facts) for facts in zip(*arrays, strict=True)]
         figures = load_figures(samples, times)
-        one = AutoPartition(partition, NodeId(node), lp_from, lp_to, age_s, draining, figures)
+        one = AutoPartition(partition, NodeId(node), lp_from, lp_to, age_s, draining, sampled_ago_s, figures)
         found.setdefault(topic_id, []).append(one)
     return found
 
@@ -74,15 +75,18 @@ def _changes(connection: Connection, wanted: Mapping[str, Any]) -> dict[int, lis
     return found
 
 
-def _cluster(nodes: Iterable[Node], topics: Iterable[AutoTopic]) -> AutoCluster:
+def _cluster(rows: Sequence[Sequence[Any]], topics: Iterable[AutoTopic]) -> AutoCluster:
+    """Return nodes with the rates of these topics, and the sampled ones of others."""
     parts = [one for topic in topics for one in topic.partitions]
-    return AutoCluster([
+    nodes = [
         AutoNode(
-            node.node_id, node.name, node.armed_run_id is not None,
-            sum(one.per_s for one in parts if one.node == node.node_id), sum(one.node == node.node_id for one in parts),
+            NodeId(node), name, armed and not draining,
+            others_per_s + sum(one.per_s for one in parts if one.node == node), partitions, cpu, memory, zone, draining,
         )
-        for node in nodes
-    ])  # fmt: skip
+        for node, name, armed, draining, zone, others_per_s, partitions, cpu, memory, _ in rows
+    ]  # fmt: skip
+    moved_s = [row[-1] for row in rows if row[-1] is not None]
+    return AutoCluster(nodes, min(moved_s, default=float("inf")))
 
 
 def take_load_samples(runtime: Runtime, times: Times) -> bool:
@@ -165,6 +169,8 @@ def _with_capacity(database: Database, topic: AutoTopic) -> AutoTopic:
 
 def with_lp_loads(runtime: Runtime, topic: AutoTopic, candidates: Sequence[AutoPartition], times: Times) -> AutoTopic:
     """Return the topic with the load per LP of candidates, sampled together, and with their hot keys."""
+    with runtime.control.connection() as connection:
+        connection.execute(query("route_loads_sampled"), {"partitions": [one.partition for one in candidates]})
     loads = sampled_loads(runtime, [(one.node, one.partition) for one in candidates], over_s=times.sample_s)
 
     def known(one: AutoPartition) -> LpLoads | None:

@@ -11,7 +11,8 @@ from typing import Final
 
 from mqlayer.autopilot.auto_topics import AutoCluster, AutoPartition, AutoTopic, HotKey, LpLoads
 from mqlayer.autopilot.budgets import bound_by, waits_for
-from mqlayer.autopilot.loads import LoadFigures
+from mqlayer.autopilot.loads import TIMES, LoadFigures
+from mqlayer.autopilot.node_moves import shed_nodes
 from mqlayer.autopilot.verdicts import AutoDecision, AutoRule, Proposal, RefusedChange, Verdict
 from mqlayer.domain.route_changes import halving_point
 from mqlayer.domain.split_points import part_loads
@@ -35,11 +36,12 @@ def hot_partitions(topic: AutoTopic) -> list[AutoPartition]:
     return sorted(hot, key=lambda one: (-one.per_s, one.lp_from))
 
 
-def partitions_to_sample(topic: AutoTopic) -> list[AutoPartition]:
+def partitions_to_sample(topic: AutoTopic, again_s: float = TIMES.again_s) -> list[AutoPartition]:
     """Return the hot partitions whose LPs a split has to know; none while no change may begin."""
     if topic.paused or waits_for(topic):
         return []
-    return [one for one in hot_partitions(topic) if one.lp_to - one.lp_from > 1][:SAMPLED_PARTITIONS]
+    due = [one for one in hot_partitions(topic) if one.sampled_ago_s is None or one.sampled_ago_s >= again_s]
+    return due[:SAMPLED_PARTITIONS]
 
 
 def split_hot(topic: AutoTopic, _: AutoCluster) -> Iterator[Verdict]:
@@ -124,7 +126,7 @@ def _peak(pair: Sequence[AutoPartition]) -> float:
     return sum(one.figures.peak_per_s for one in pair)
 
 
-RULES: Final[tuple[AutoRule, ...]] = (split_hot, merge_cold)
+RULES: Final[tuple[AutoRule, ...]] = (split_hot, shed_nodes, merge_cold)
 
 
 def decide(topic: AutoTopic, cluster: AutoCluster, rules: Sequence[AutoRule] = RULES) -> AutoDecision:

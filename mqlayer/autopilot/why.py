@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Final
 
 from mqlayer.autopilot.auto_topics import AutoCluster, AutoPartition, AutoTopic
 from mqlayer.autopilot.budgets import budget_left
@@ -12,10 +13,14 @@ from mqlayer.autopilot.loads import TIMES, Times
 from mqlayer.autopilot.measuring import read_auto_topics
 from mqlayer.autopilot.policy import PolicyState, RoutePolicy, capacity_of
 from mqlayer.autopilot.rules import RULES, SPLIT_ABOVE, decide
-from mqlayer.autopilot.verdicts import AutoRule, Proposal, Verdict
+from mqlayer.autopilot.verdicts import AutoRule, Proposal, RefusedChange, Verdict
 from mqlayer.errors import NotFound
 from mqlayer.runtime.route_cache import load_route
 from mqlayer.runtime.runtime import Runtime
+
+JOURNALED: Final = 50
+"""Decisions among which a refusal is looked for."""
+RECENT_S: Final = 900.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +60,8 @@ def explain_routes(runtime: Runtime, topic: str, *, last: int = 10, times: Times
     if not topics:
         load_route(runtime.control, topic)
         raise NotFound("policy of topic", topic, f"its routes are changed by hand: mqlayer route auto {topic} --report")
-    return report_of(topics[0], cluster, decisions_of(runtime.control, topic, limit=last))
+    known = decisions_of(runtime.control, topic, limit=max(last, JOURNALED))
+    return replace(report_of(topics[0], cluster, known), decisions=known[:last])
 
 
 def report_of(
@@ -65,7 +71,11 @@ def report_of(
     verdicts = _by_partition(verdict for rule in rules for verdict in rule(topic, cluster))
     names = {node.node: node.name for node in cluster.nodes}
     capacity_per_s, source = capacity_of(topic.policy, topic.state)
-    parts = [_partition(topic, one, names.get(one.node, ""), verdicts.get(one.partition)) for one in topic.partitions]
+    refused = {one.partitions[0]: one.reason for one in reversed(decisions) if _is_refusal(topic, one)}
+    parts = [
+        _partition(topic, one, names.get(one.node, ""), _known(verdicts.get(one.partition), refused.get(one.partition)))
+        for one in topic.partitions
+    ]
     waits = decide(topic, cluster, rules).waits
     return RouteReport(
         topic.topic, topic.policy, topic.state, capacity_per_s, source, budget_left(topic), waits, parts, decisions
@@ -78,6 +88,18 @@ def _by_partition(verdicts: Iterable[Verdict]) -> Mapping[int, Verdict]:
         for partition in verdict.partitions:
             found.setdefault(partition, verdict)
     return found
+
+
+def _is_refusal(topic: AutoTopic, one: RouteDecision) -> bool:
+    recent = topic.at is not None and (topic.at - one.at).total_seconds() < RECENT_S
+    return one.verdict == "refused" and recent
+
+
+def _known(verdict: Verdict | None, reason: str | None) -> Verdict | None:
+    """Return a verdict, or the refusal that the last sample of its LPs led to."""
+    if reason is None or verdict is None or (isinstance(verdict, Proposal) and verdict.points):
+        return verdict
+    return RefusedChange(verdict.kind, verdict.partitions, reason)
 
 
 def _partition(topic: AutoTopic, one: AutoPartition, node: str, verdict: Verdict | None) -> PartitionReport:

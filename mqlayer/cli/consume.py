@@ -19,6 +19,7 @@ from mqlayer.cli.supervisor import Supervisor
 from mqlayer.cli.supervisor_pipe import SupervisorPipe
 from mqlayer.consuming.api.app import App
 from mqlayer.consuming.api.app_loader import load_app
+from mqlayer.domain.names import check_deployment
 from mqlayer.errors import InvalidInput
 from mqlayer.health import health_endpoint
 
@@ -40,6 +41,11 @@ def consume(
     concurrency: Annotated[
         int | None, typer.Option(min=1, help="Handlers at once per consumer and process; else what the program says.")
     ] = None,
+    deployment: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="The version of the program; `group deploy` says which one consumes."),
+    ] = None,
+    zone: Annotated[str, typer.Option(help="Prefer partitions on nodes of this zone; else MQLAYER_ZONE.")] = "",
     reload: Annotated[
         bool, typer.Option("--reload", help="For development: restart when a Python file below this folder changes.")
     ] = False,
@@ -50,6 +56,12 @@ def consume(
     several processes the next ports.
     """
     use_stack_here()
+    if deployment is not None:
+        # Before the program is loaded, and for the other processes.
+        os.environ["MQLAYER_DEPLOYMENT"] = check_deployment(deployment)
+    if zone:
+        # For the application's settings, and for child processes.
+        os.environ["MQLAYER_ZONE"] = zone
     if reload:
         with changed_files(Path.cwd()) as changed:
             command = _command(application, concurrency)

@@ -6,6 +6,7 @@ import asyncio
 import pdb
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any
 
@@ -22,10 +23,11 @@ from mqlayer.domain.names import parse_identity
 from mqlayer.errors import InvalidInput, NotFound
 from mqlayer.groups.group import find_group
 from mqlayer.inspect import StoredMessage, key_history, record_of
+from mqlayer.large_bodies import BodyReader
 from mqlayer.postgres.database import Database
 from mqlayer.redelivery import Attempt, recorded_attempts
 from mqlayer.runtime.runtime import Runtime
-from mqlayer.settings import ConnectionOptions, Dsn
+from mqlayer.settings import ConnectionOptions, Dsn, Settings
 
 
 def add_to(app: typer.Typer) -> None:
@@ -70,10 +72,22 @@ def debug(
             echo_plan(f"{handler} would be called")
             return
         attempts = _attempts(database, topic, group or consumer.group)
-        found = [(message, attempts(message)) for message in messages]
+        found = [(message, attempts(message)) for message in _whole(database, settings, messages)]
     debugged = _Debugged(consumer, use_pdb=sys.stdin.isatty() if use_pdb is None else use_pdb, place=place)
     if not debugged.all(found):
         raise typer.Exit(1)
+
+
+def _whole(database: Database, settings: Settings, messages: list[StoredMessage]) -> list[StoredMessage]:
+    """Fetch large bodies."""
+    if all(message.large_body is None for message in messages):
+        return messages
+    with Database(settings.application_dsn(), application="mqlayer debug") as application:
+        bodies = BodyReader(Runtime(database, settings, application))
+        return [
+            message if message.large_body is None else replace(message, body=bodies.fetch(message.large_body))
+            for message in messages
+        ]
 
 
 def _attempts(database: Database, topic: str, group: str) -> Callable[[StoredMessage], list[Attempt]]:

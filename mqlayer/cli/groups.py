@@ -13,7 +13,7 @@ import typer
 from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.completion import topic_names
 from mqlayer.cli.curves import HoursOption, PointsOption, show_history
-from mqlayer.cli.option_rules import RuledCommand, planned
+from mqlayer.cli.option_rules import RuledCommand, excludes, needs, planned
 from mqlayer.cli.options import GroupArgument, PlanOption, TopicArgument, YesOption, echo_plan
 from mqlayer.cli.output import JsonOption, echo, format_age, pluralize, show_facts, show_rows
 from mqlayer.cli.panels import CHANGE, LOOK, REPAIR, START
@@ -42,6 +42,8 @@ from mqlayer.errors import InvalidInput
 from mqlayer.groups import GroupSettings, SeekPlan, Start, apply_seek, ensure_group, find_group, planned_seek
 from mqlayer.groups.admin import evict_member, pause_group, resume_group, set_group
 from mqlayer.groups.breaker_admin import reset_breaker, trip_breaker
+from mqlayer.groups.copy import copy_group
+from mqlayer.groups.deployments import DeployPlan, apply_deploy, planned_deploy, planned_return, wait_deployed
 from mqlayer.groups.pauses import pause_partitions, resume_partitions, wait_paused
 from mqlayer.groups.retirement import forget_retired, retire_group
 from mqlayer.inspect import GroupStatus, group_members, group_statuses, members_wanted
@@ -118,6 +120,16 @@ def set_(
     breaker_errors: Annotated[
         str | None, typer.Option(metavar="E,E,…", help="The only exceptions that count for it; or all.")
     ] = None,
+    key_class: Annotated[
+        str | None,
+        typer.Option(metavar="prefix:SEP|header:NAME|none", help="What classes of keys, which take turns, go by."),
+    ] = None,
+    class_concurrency: Annotated[
+        str | None, typer.Option(metavar="N", help="Keys of a class that a member handles at once; or none.")
+    ] = None,
+    class_rate: Annotated[
+        str | None, typer.Option(metavar="N", help="Messages of a class that the group begins per second; or none.")
+    ] = None,
     if_version: Annotated[
         int | None, typer.Option(min=1, help="Refuse unless the settings are at this version.")
     ] = None,
@@ -152,6 +164,9 @@ def set_(
             breaker_keys=breaker_keys,
             breaker_window_s=breaker_window,
             breaker_errors=None if breaker_errors is None else _names(breaker_errors, nothing="all"),
+            key_class=key_class,
+            class_concurrency=None if class_concurrency is None else _rate(class_concurrency),
+            class_rate=None if class_rate is None else _rate(class_rate),
         )
     words = f"{describe_rules(changed.rules)}, balance by {changed.balance}"
     if changed.instance_expiry_s is not None:
@@ -221,6 +236,88 @@ def evict(
         check_group_change(runtime.control, topic, group)
         evict_member(runtime, topic, group, member)
     echo(f"member {member} of group {group} of topic {topic} is evicted")
+
+
+@groups.command(cls=RuledCommand, rich_help_panel=CHANGE)
+@planned
+@excludes("--to", "--back", why="--back takes the last switch back, --to names where to go")
+@excludes("--percent", "--partitions", why="each says how much the deployment gets")
+@needs("--percent", "--to", why="it is the named deployment's share")
+@needs("--partitions", "--to", why="it is the named deployment's share")
+@needs("--fallback", "--to", why="it says what follows if the named deployment's members end")
+@needs("--wait", "--yes", why="a plan has no end to wait for")
+def deploy(
+    topic: TopicArgument,
+    group: GroupArgument,
+    to: Annotated[str | None, typer.Option(metavar="DEPLOYMENT", help="Whose members get partitions.")] = None,
+    back: Annotated[bool, typer.Option("--back", help="Take the canary, or the last switch, back.")] = False,
+    percent: Annotated[
+        float | None, typer.Option(metavar="P", help="Only partitions that begin in the first P percent of the LPs.")
+    ] = None,
+    partitions: Annotated[int | None, typer.Option(metavar="N", help="Only the first N partitions.")] = None,
+    fallback: Annotated[
+        bool, typer.Option("--fallback", help="Go back, once, if no member of the deployment lives.")
+    ] = False,
+    wait: Annotated[float, typer.Option(min=0.0, metavar="S", help="Wait for the hand-over, so many seconds.")] = 0.0,
+    _plan: PlanOption = False,
+    yes: YesOption = False,
+) -> None:
+    """Give partitions to the members of another deployment, in order, and take them back."""
+    with runtime_here() as runtime:
+        if yes:
+            check_group_change(runtime.control, topic, group)
+        if back:
+            plan = planned_return(runtime, topic, group)
+        elif to is None:
+            raise InvalidInput("where to? say --to DEPLOYMENT, or --back")
+        else:
+            plan = planned_deploy(runtime, topic, group, to, percent=percent, partitions=partitions, fallback=fallback)
+        for line in _deploy_lines(plan):
+            echo(line)
+        if not yes:
+            echo("nothing was changed: --yes does this")
+            return
+        apply_deploy(runtime, plan)
+        left = wait_deployed(runtime.control, plan.group, timeout_s=wait)
+    echo(f"group {group} of topic {topic} is deployed")
+    if left:
+        echo(f"{pluralize(left, 'partition')} still to be handed over: --wait S waits for that", err=True)
+
+
+@groups.command(rich_help_panel=START)
+def copy(
+    topic: TopicArgument,
+    group: GroupArgument,
+    new: Annotated[str, typer.Argument(help="The new group's name.")],
+    effects: Annotated[
+        bool,
+        typer.Option("--effects", help="What the group's fence and inbox hold counts as applied in the new one too."),
+    ] = False,
+    attempts: Annotated[
+        int | None, typer.Option(help="As in `group set`, for the new group; so are the next ones.")
+    ] = None,
+    policy: Annotated[str | None, typer.Option(metavar="|".join(POLICIES), help="The new group's policy.")] = None,
+    tag_filter: Annotated[str | None, typer.Option(metavar="any:T,T|all:T,T|none", help="Its tag filter.")] = None,
+    rate: Annotated[str | None, typer.Option(metavar="N", help="Its messages per second; or none.")] = None,
+) -> None:
+    """Create a group where another one stands, with its settings, attempts and parked keys."""
+    with runtime_here() as runtime:
+        check_change(runtime.control)
+        done = copy_group(
+            runtime,
+            topic,
+            group,
+            new,
+            effects=effects,
+            attempt_limit=attempts,
+            policy=policy,  # type: ignore[arg-type]  # checked there
+            tag_filter=tag_filter,
+            rate_limit=None if rate is None else _rate(rate),
+        )
+    parked = f", {pluralize(done.parked_messages, 'parked message')} of {pluralize(done.parked_keys, 'key')}"
+    with_it = "" if done.effects is None else f", {pluralize(done.effects, 'effect')}"
+    counts = f"{pluralize(done.partitions, 'partition')}{parked}{with_it}"
+    echo(f"group {new} of topic {topic} begins where {group} stands: {counts}")
 
 
 @groups.command(cls=RuledCommand, rich_help_panel=CHANGE)
@@ -320,6 +417,7 @@ def members(topic: TopicArgument, group: GroupArgument, as_json: JsonOption = Fa
             "joined_at": one.joined_at,
             "lease_left_s": None if one.lease_left_s is None else round(one.lease_left_s, 1),
             "leaving": one.state == "leaving",
+            "deployment": one.deployment,
             "partitions": one.partitions,
         }
         for one in found
@@ -490,6 +588,22 @@ def _start(text: str) -> Start:
         return places.get(text) or datetime.fromisoformat(text)
     except ValueError:
         raise InvalidInput(f"{text!r} is no place to go: say earliest, latest, or a time with its zone") from None
+
+
+def _deploy_lines(plan: DeployPlan) -> Iterable[str]:
+    after = plan.after
+    to = f"deployment {after.in_force}"
+    if after.canary is not None:
+        to = f"deployment {after.canary} below LP {after.canary_lps}, {after.in_force} above"
+    there = ", ".join(f"{name} {count}" for name, count in sorted(plan.members.items())) or "none are known"
+    yield f"group {plan.group.name} of topic {plan.group.topic}: {to}; living members: {there}"
+    for one, next_one in plan.passing:
+        owner = f" ({one.owner})" if one.owner is not None else ""
+        yield f"  partition {one.partition}, LPs [{one.lp_from}, {one.lp_to}): from {one.wanted}{owner} to {next_one}"
+    if not plan.passing:
+        yield "  no partition passes"
+    if plan.group.mode != "pop" and not plan.members[plan.to]:
+        yield f"  refused while no member of deployment {plan.to} lives"
 
 
 def _plan_lines(plan: SeekPlan, *, replay: bool) -> Iterable[str]:

@@ -222,7 +222,7 @@ def _rows(messages: Iterable[StoredMessage], *, as_json: bool, hidden: bool) -> 
                 "partition": message.partition,
                 "offset": message.offset,
                 "key": format_key(message.key),
-                "body": _short(message.body, hidden=hidden),
+                "body": _shown(message, hidden=hidden),
             }
         )
 
@@ -232,7 +232,7 @@ def _show_line(message: StoredMessage, *, as_json: bool, hidden: bool) -> None:
         show_rows([_facts(message, hidden=hidden)], as_json=True, nothing="")
         return
     at = message.published_at.isoformat(timespec="milliseconds")
-    echo(f"{at} {message.partition}/{message.offset} {format_key(message.key)} {_short(message.body, hidden=hidden)}")
+    echo(f"{at} {message.partition}/{message.offset} {format_key(message.key)} {_shown(message, hidden=hidden)}")
 
 
 def _facts(message: StoredMessage, *, hidden: bool) -> dict[str, Any]:
@@ -246,10 +246,16 @@ def _facts(message: StoredMessage, *, hidden: bool) -> dict[str, Any]:
         "headers": None if hidden else dict(message.headers),
         "published_at": message.published_at,
         "reordered": message.reordered,
-        "bytes": len(message.body),
+        "bytes": len(message.body) if message.large_body is None else message.large_body.size,
+        "large_body": None if message.large_body is None else message.large_body.body_id,
         "body_is": kind,
         "body": text,
     }
+
+
+def _shown(message: StoredMessage, *, hidden: bool) -> str:
+    large = message.large_body
+    return _short(message.body, hidden=hidden) if large is None else f"large body {large.body_id} ({large.size} bytes)"
 
 
 def _short(body: bytes, *, hidden: bool) -> str:

@@ -26,7 +26,8 @@ def show_plan(plan: DrainPlan) -> None:
 
 def show_step(step: DrainStep) -> None:
     """Print progress with a partition."""
-    echo(f"topic {step.topic}, partition {step.partition} {step.state}: {step.detail}")
+    place = f"topic {step.topic}, partition {step.partition} {step.state}: " if step.partition else ""
+    echo(f"{place}{step.detail}")
 
 
 def show_report(name: str, report: DrainReport) -> None:

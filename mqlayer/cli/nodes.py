@@ -35,6 +35,7 @@ from mqlayer.topics import (
     register_node,
     remove_node,
     set_node_address,
+    set_node_zone,
     stop_drain,
 )
 
@@ -72,11 +73,12 @@ def add_to(app: typer.Typer) -> None:
 def register(
     name: Annotated[str, typer.Argument(help="a-z first, then a-z 0-9 _ . -")],
     url: Annotated[str, typer.Argument(help="redis://… or rediss://… of the primary, or sentinel://….")],
+    zone: Annotated[str, typer.Option(help="Where it is, such as eu-1a.")] = "",
 ) -> None:
     """Register a Redis as a node and arm it. Repeatable."""
     with runtime_here() as runtime:
         check_change(runtime.control)
-        node = register_node(runtime, name=name, url=url)
+        node = register_node(runtime, name=name, url=url, zone=zone)
     echo(f"{node.name} is {node.address}")
 
 
@@ -170,17 +172,30 @@ def history(
     show_history("node", name, None, hours, points, as_json=as_json)
 
 
-@nodes.command("set", rich_help_panel=CHANGE)
+@nodes.command("set", cls=RuledCommand, rich_help_panel=CHANGE)
+@needs("--empty", "--url", why="it accepts another server's state")
+@needs("--accept-loss", "--url", why="a zone loses nothing")
+@needs("--former", "--url", why="it accepts another server")
 def set_(
     name: Annotated[str, typer.Argument(help="The node's name.")],
-    url: Annotated[str, typer.Option(help="Where it is from now on: redis://…, rediss://… or sentinel://….")],
+    url: Annotated[
+        str | None, typer.Option(help="Where it is from now on: redis://…, rediss://… or sentinel://….")
+    ] = None,
+    zone: Annotated[str | None, typer.Option(help="Its zone, such as eu-1a; '' for none.")] = None,
     empty: Annotated[bool, typer.Option(help="It starts empty there: messages only on the old one are lost.")] = False,
     accept_loss: AcceptLossOption = False,
     former: FormerOption = False,
 ) -> None:
-    """Change a node's address, and arm that server."""
+    """Change a node's zone, or its address, and arm that server."""
+    if url is None and zone is None:
+        raise InvalidInput("say what to set: --url URL, --zone ZONE")
     with runtime_here() as runtime:
         check_change(runtime.control)
+        if zone is not None:
+            changed = set_node_zone(runtime, name, zone)
+            echo(f"{name} is {f'in zone {zone}' if zone else 'in no zone'}{'' if changed else ', as before'}")
+        if url is None:
+            return
         node, count = set_node_address(runtime, name, url, empty=empty, accept_loss=accept_loss, former=former)
     echo(f"{node.name} is {node.address}; {count} assignments got a new epoch")
 

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from mqlayer.cli.output import format_age, format_key
+from mqlayer.domain.key_classes import NO_CLASSES
 from mqlayer.domain.retry_rules import PARKING_LIMITS, RetryRules
 from mqlayer.inspect import GroupStatus, PartitionStatus, UnsettledMessage, VersionLag, describe_breaker
 from mqlayer.redelivery import FailureCounts
@@ -58,6 +59,12 @@ def settings_row(group: GroupStatus) -> dict[str, Any]:
         "topic_version": facts.topic_version,
         "seek": facts.seek,
         "created_at": facts.created_at,
+        "deployment": facts.deployments.in_force,
+        "canary": facts.deployments.canary,
+        "canary_lps": facts.deployments.canary_lps,
+        "previous_deployment": facts.deployments.previous,
+        "fallback": facts.deployments.fallback,
+        "copied_from": facts.copied_from,
         "instance": facts.instance,
         "instance_expiry_s": facts.instance_expiry_s,
         "absent_s": None if facts.absent_s is None else round(facts.absent_s, 1),
@@ -65,6 +72,17 @@ def settings_row(group: GroupStatus) -> dict[str, Any]:
         "lag": group.lag if facts.state == "live" and facts.mode != "broadcast" else None,
         "unreachable": dict(group.unreachable),
     }
+
+
+def _class_words(rules: RetryRules) -> list[str]:
+    words = []
+    if rules.key_class != NO_CLASSES:
+        words.append(f"key classes by {rules.key_class}")
+    if rules.class_concurrency is not None:
+        words.append(f"{rules.class_concurrency} keys of a class at once in a member")
+    if rules.class_rate is not None:
+        words.append(f"{rules.class_rate:g} messages/s of a class")
+    return words
 
 
 def describe_rules(rules: RetryRules) -> str:
@@ -85,6 +103,7 @@ def describe_rules(rules: RetryRules) -> str:
         words.append(f"breaker at {rules.breaker_share:g} of {rules.breaker_keys} keys in {rules.breaker_window_s:g} s")
     if rules.breaker_errors:
         words.append(f"breaker errors: {' '.join(rules.breaker_errors)}")
+    words += _class_words(rules)
     default = RetryRules()
     words += [
         f"{name.removesuffix('_limit').replace('_', ' ')} up to {getattr(rules, name):,}"

@@ -33,6 +33,7 @@ from mqlayer.topics import (
     create_topic,
     list_topics,
     set_archived,
+    set_home_zone,
     set_limits,
     set_schema_mode,
     set_stream_retention,
@@ -111,6 +112,7 @@ def create(
     retain_bytes: RetainBytesOption = None,
     retain_messages: RetainMessagesOption = None,
     retain_unsettled: RetainUnsettledOption = None,
+    home_zone: Annotated[str, typer.Option(help="Its partitions prefer nodes of this zone.")] = "",
 ) -> None:
     """Create a topic with its partitions and first route. Repeatable."""
     limits = _stream_limits(retain_age, retain_bytes, retain_messages, retain_unsettled)
@@ -125,6 +127,7 @@ def create(
             body_limit=body_limit,
             backlog_limit=backlog_limit,
             archived=archived,
+            home_zone=home_zone,
         )
         if limits:
             set_stream_retention(runtime, name, **limits)
@@ -149,17 +152,19 @@ def set_(
     retain_bytes: RetainBytesOption = None,
     retain_messages: RetainMessagesOption = None,
     retain_unsettled: RetainUnsettledOption = None,
+    home_zone: Annotated[str | None, typer.Option(help="New partitions prefer nodes of this zone; '' for any.")] = None,
 ) -> None:
-    """Change a topic's limits, archiving, archive retention or schema mode.
+    """Change a topic's limits, archiving, archive retention, schema mode or home zone.
 
     The archive never gets messages published while archiving is off.
     """
     limits = {"body_limit": body_limit, "backlog_limit": backlog_limit}
     streams = _stream_limits(retain_age, retain_bytes, retain_messages, retain_unsettled)
-    if not streams and (archived, retention, schema_mode, body_limit, backlog_limit) == (None,) * 5:
+    if not streams and (archived, retention, schema_mode, body_limit, backlog_limit, home_zone) == (None,) * 6:
         raise InvalidInput(
             "say what to set: --backlog-limit, --body-limit, --archived, --not-archived, --retention AGE, "
-            "--retain-age AGE, --retain-bytes, --retain-messages, --retain-unsettled, or --schema-mode MODE"
+            "--retain-age AGE, --retain-bytes, --retain-messages, --retain-unsettled, --schema-mode MODE, "
+            "or --home-zone ZONE"
         )
     days = None if retention is None or retention == FOR_EVER else _days(retention)
     if any(limit is not None for limit in limits.values()):
@@ -170,6 +175,9 @@ def set_(
         _set_stream_limits(name, streams)
     with runtime_here() as runtime:
         check_change(runtime.control)
+        if home_zone is not None:
+            changed = set_home_zone(runtime, name, home_zone)
+            echo(f"topic {name} is at home in {home_zone or 'no zone'}{'' if changed else ', as before'}")
         if retention is not None:
             changed = set_retention(runtime, name, days=days)
             kept = "for ever" if days is None else f"for {days} days"

@@ -118,6 +118,11 @@ def _seek(name: str, facts: Facts) -> str:
     return f"sent {_group(name)} to {where}{again}"
 
 
+def _deploy(name: str, facts: Facts) -> str:
+    part = f" below LP {facts['lps']}" if facts.get("lps") else ""
+    return f"deployed {_group(name)}{part}: {facts['from']} → {facts['to']}"
+
+
 def _moment(text: str) -> str:
     return when(datetime.fromisoformat(text))
 
@@ -299,6 +304,8 @@ def _each() -> Iterator[tuple[str, Callable[[str, Facts], str]]]:
     yield "group resume", lambda name, _: f"resumed {_group(name)}: paused → running"
     yield "group evict", lambda name, facts: f"evicted member {facts['member']} of {_group(name)}"
     yield "group seek", _seek
+    yield "group deploy", _deploy
+    yield "group copy", lambda name, facts: f"made {_group(name)} a copy of group {facts['from']}"
     yield "group retire", _retire
     yield "group backfill", _backfill
     yield "partition pause", lambda name, facts: f"paused {_partitions(facts)} for {_group(name)}: running → paused"

@@ -81,10 +81,22 @@ def check_versions(checked: CheckedDatabase, _: CheckLimits) -> list[Finding]:
     return [Finding("versions", checked.subject, CheckStatus.WARNING, f"{seen}; {waiting} later events are held", fix)]
 
 
+def check_large_bodies(checked: CheckedDatabase, _: CheckLimits) -> list[Finding]:
+    """Report large bodies that are not removed."""
+    count, size, late = checked.row("check_large_bodies")
+    if not late:
+        seen = f"{count} large bodies are stored, {size} bytes"
+        return [Finding("large_bodies", checked.subject, CheckStatus.OK, seen)]
+    seen = f"{late} of {count} large bodies could not be removed for an hour"
+    fix = "see the job clean_large_bodies in a worker's log: workers need the bucket's endpoint and credentials"
+    return [Finding("large_bodies", checked.subject, CheckStatus.WARNING, seen, fix)]
+
+
 CHECKS: Final[dict[str, Check[CheckedDatabase]]] = {
     "relay": check_relays,
     "recovery": check_recovery,
     "quarantined": check_quarantine,
     "publishers": check_publishers,
+    "large_bodies": check_large_bodies,
     "versions": check_versions,
 }

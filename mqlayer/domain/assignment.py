@@ -18,13 +18,41 @@ NO_PARTITION: Final = PartitionId(0)
 Share = tuple[float, PartitionId]
 
 
+class Zones:
+    """Where partitions and members are, by name; "" or missing: nowhere."""
+
+    def __init__(self, partitions: Mapping[PartitionId, str], members: Mapping[str, str]) -> None:
+        staffed = {zone for zone in members.values() if zone}
+        self._partitions = {partition: zone for partition, zone in partitions.items() if zone in staffed}
+        self._members = members
+
+    def is_home(self, partition: PartitionId, member: str) -> bool:
+        """Return whether a partition is in its member's zone."""
+        zone = self._partitions.get(partition)
+        return zone is not None and zone == self._members.get(member)
+
+    def is_away(self, partition: PartitionId, member: str) -> bool:
+        """Return whether another member would be in the partition's zone."""
+        return partition in self._partitions and not self.is_home(partition, member)
+
+    def rank(self, partition: PartitionId, member: str) -> int:
+        """Return 0 at home, 1 where that is nowhere, 2 away."""
+        return self.is_away(partition, member) + (not self.is_home(partition, member))
+
+
+NO_ZONES: Final = Zones({}, {})
+
+
 def assign(
-    partitions: Collection[PartitionId], members: Collection[str], current: Mapping[PartitionId, str]
+    partitions: Collection[PartitionId],
+    members: Collection[str],
+    current: Mapping[PartitionId, str],
+    zones: Zones = NO_ZONES,
 ) -> dict[PartitionId, str]:
     """Return each partition's member; empty without members.
 
     Counts differ by at most one. Partitions leave only members that are gone or overloaded: one more member moves at
-    most ceil(P / (n + 1)) of P partitions.
+    most ceil(P / (n + 1)) of P partitions. With zones, they also move where that, or a swap, brings one home.
     """
     ordered = sorted(members)
     if not ordered:
@@ -37,13 +65,68 @@ def assign(
     quota = _quotas(len(partitions), owned)
     free = [p for p in sorted(partitions) if current.get(p) not in owned]
     for member in ordered:
+        owned[member].sort(key=lambda p, member=member: (zones.rank(p, member), p))  # type: ignore[misc]
         free += owned[member][quota[member] :]
         del owned[member][quota[member] :]
     free.sort()
     for member in ordered:
+        at_home = [p for p in free if zones.is_home(p, member)][: quota[member] - len(owned[member])]
+        owned[member] += at_home
+        free = [p for p in free if p not in at_home] if at_home else free
+    for member in ordered:
         while len(owned[member]) < quota[member]:
             owned[member].append(free.pop(0))
+    _bring_home(owned, zones)
     return {partition: member for member in ordered for partition in owned[member]}
+
+
+def _bring_home(owned: Mapping[str, list[PartitionId]], zones: Zones) -> None:
+    """Move and swap partitions into their zones, where counts stay within one and none leaves home for it."""
+    loose = {member: {p for p in ps if not zones.is_home(p, member)} for member, ps in owned.items()}
+    done = False
+    while not done:
+        done = True
+        for member in owned:
+            for partition in sorted(p for p in loose[member] if zones.is_away(p, member)):
+                other, given = _home_for(partition, member, owned, loose, zones)
+                if other:
+                    _give(partition, member, other, owned, loose)
+                    for one in given:
+                        _give(one, other, member, owned, loose)
+                    # It went home, and is given to none again.
+                    loose[other].discard(partition)
+                    loose[member] -= {p for p in given if zones.is_home(p, member)}
+                    done = False
+
+
+def _home_for(
+    partition: PartitionId,
+    member: str,
+    owned: Mapping[str, list[PartitionId]],
+    loose: Mapping[str, set[PartitionId]],
+    zones: Zones,
+) -> tuple[str, list[PartitionId]]:
+    """Return a member in the partition's zone, and a partition to take in exchange; "" for none."""
+    for other in (one for one in owned if zones.is_home(partition, one)):
+        if len(owned[other]) < len(owned[member]):
+            return other, []
+        for one in sorted(loose[other]):
+            if zones.rank(one, member) <= zones.rank(one, other):
+                return other, [one]
+    return "", []
+
+
+def _give(
+    partition: PartitionId,
+    giver: str,
+    taker: str,
+    owned: Mapping[str, list[PartitionId]],
+    loose: Mapping[str, set[PartitionId]],
+) -> None:
+    owned[giver].remove(partition)
+    owned[taker].append(partition)
+    loose[giver].discard(partition)
+    loose[taker].add(partition)
 
 
 def _quotas(count: int, owned: Mapping[str, list[PartitionId]]) -> dict[str, int]:

@@ -8,6 +8,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
+from mqlayer.domain.large_bodies import BODY_HEADER, BODY_MARK, BodyReference, reference_in
 from mqlayer.domain.tags import TAGS_HEADER, tags_of
 
 NO_KEY: Final = b"\xff"
@@ -23,7 +24,7 @@ _NO_HEADERS: Final[Mapping[str, str]] = {}
 _TAGGED: Final = f'"{TAGS_HEADER}":'.encode()
 _REORDERED: Final = f'"{REORDERED_HEADER}":'.encode()
 _VOID: Final = f'"{VOID_HEADER}":'.encode()
-_OURS: Final = frozenset((TAGS_HEADER, REORDERED_HEADER, VOID_HEADER))
+_OURS: Final = frozenset((BODY_HEADER, TAGS_HEADER, REORDERED_HEADER, VOID_HEADER))
 _decode_headers = msgspec.json.Decoder(dict[str, str]).decode
 _encode_headers = msgspec.json.Encoder().encode
 
@@ -53,8 +54,10 @@ class Outgoing:
         return encode_facts(self.at_ms, self.headers), NO_KEY if self.key is None else self.key, self.body
 
 
-def encode_facts(at_ms: int, headers: Mapping[str, str] | None, tags: str = "") -> bytes:
-    """Return ``m`` without the identity. `tags`: from `tags_text`."""
+def encode_facts(at_ms: int, headers: Mapping[str, str] | None, tags: str = "", body: str = "") -> bytes:
+    """Return ``m`` without the identity. `tags`: from `tags_text`; `body`: a reference."""
+    if body:
+        headers = {BODY_HEADER: body, **(headers or {})}
     if tags:
         headers = {TAGS_HEADER: tags, **(headers or {})}
     if headers:
@@ -116,6 +119,18 @@ class Record(NamedTuple):
         return _REORDERED in self.m and REORDERED_HEADER in self._all_headers()
 
     @property
+    def large_body(self) -> BodyReference | None:
+        """Its body's reference, where that is elsewhere."""
+        if BODY_MARK not in self.m:
+            return None
+        text = self._all_headers().get(BODY_HEADER)
+        return None if text is None else reference_in(text)
+
+    def with_body(self, body: bytes) -> Record:
+        """Return it with another body."""
+        return Record(self.offset, self.m, self.key, body)
+
+    @property
     def void(self) -> bool:
         """Whether it is a void record."""
         return _VOID in self.m and VOID_HEADER in self._all_headers()
@@ -145,6 +160,11 @@ class ParkedRecord(Record):
         parked.attempts, parked.redriven, parked.replay = attempts, redriven, replay
         return parked
 
+    def with_body(self, body: bytes) -> Record:
+        """Return it with another body."""
+        plain = (self.offset, self.m, self.key, body)
+        return ParkedRecord.of(plain, attempts=self.attempts, redriven=self.redriven, replay=self.replay)
+
 
 class CommandRecord(NamedTuple):
     """A sealed partition's last record: its seal, and the offset after the last message."""
@@ -152,6 +172,12 @@ class CommandRecord(NamedTuple):
     seal_id: str
     end: int
     entry_id: bytes
+
+
+def extra_size(record: Record) -> int:
+    """Return the bytes of its body elsewhere."""
+    reference = record.large_body
+    return 0 if reference is None else reference.size
 
 
 def pop_command(entries: list[Any]) -> CommandRecord | None:

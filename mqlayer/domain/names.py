@@ -44,6 +44,13 @@ def check_instance(instance: str) -> str:
     return instance
 
 
+def check_deployment(name: str) -> str:
+    """Return a deployment's valid name. Raises InvalidName."""
+    if not INSTANCE_FORM.fullmatch(str(name)):
+        raise InvalidName("deployment", name)
+    return name
+
+
 def check_zone(zone: str) -> str:
     """Return a valid zone's name, or "" for none. Raises InvalidName."""
     if zone and not INSTANCE_FORM.fullmatch(str(zone)):

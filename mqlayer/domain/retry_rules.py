@@ -1,4 +1,4 @@
-"""Rules for failed messages: waits, final errors, policies."""
+"""Rules that members follow while they run: for failed messages, waits, final errors, policies; key classes."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, get_args
 
+from mqlayer.domain.key_classes import NO_CLASSES
 from mqlayer.errors import BodyMismatch, HandlerControl, HandlerFault, InvalidInput, MessageTimeout
 
 Policy = Literal["park", "block", "dead_letter", "skip"]
@@ -25,6 +26,7 @@ GIB: Final = 1 << 30
 DEFAULT_BREAKER_KEYS: Final = 10
 DEFAULT_BREAKER_WINDOW_S: Final = 10.0
 BREAKER_RULES: Final = ("breaker_share", "breaker_keys", "breaker_window_s", "breaker_errors")
+CLASS_RULES: Final = ("key_class", "class_concurrency", "class_rate")
 PARKING_LIMITS: Final = (
     "parked_keys_limit", "parked_messages_limit", "parked_bytes_limit", "key_messages_limit", "key_bytes_limit",
 )  # fmt: skip
@@ -35,7 +37,7 @@ _ERROR_NAME: Final = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 @dataclass(frozen=True, slots=True)
 class RetryRules:
-    """A group's settings for failing messages, in column order: the page 'Group settings'.
+    """A group's settings for failing messages and key classes, in column order: the page 'Group settings'.
 
     Times in seconds, None for no limit; bytes count bodies, keys and headers. Concurrent writes may exceed parking
     limits by 500 messages or 1 MB per member, any byte limit by one message. Excess waits in the stream.
@@ -58,6 +60,9 @@ class RetryRules:
     breaker_keys: int = DEFAULT_BREAKER_KEYS
     breaker_window_s: float = DEFAULT_BREAKER_WINDOW_S
     breaker_errors: tuple[str, ...] = ()
+    key_class: str = NO_CLASSES
+    class_concurrency: int | None = None
+    class_rate: float | None = None
 
     @classmethod
     def of(cls, columns: Sequence[Any]) -> RetryRules:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Final
 
@@ -91,11 +91,21 @@ def _add_groups(found: Samples, statuses: Iterable[GroupStatus]) -> None:
         if ones[0].facts.mode != "pop":
             # Receivers are no members.
             values["mqlayer.group.members"] = sum(one.facts.alive for one in ones)
+            for deployment, count in _living(ones).items():
+                found["mqlayer.group.deployment.members"].append((count, _labels(name, deployment=deployment)))
         for instrument, value in values.items():
             found[instrument].append((value, _labels(name)))
         reasons = Counter(one.stall.reason for one in partitions if one.stall is not None)
         for reason, count in reasons.items():
             found["mqlayer.group.stuck_partitions"].append((count, _labels(name, reason=reason)))
+
+
+def _living(ones: Sequence[GroupStatus]) -> Counter[str]:
+    """Return members by deployment; the one in force also without any."""
+    living = Counter({ones[0].facts.deployments.in_force: 0})
+    for one in ones:
+        living.update(one.facts.living)
+    return living
 
 
 def _open_s(status: GroupStatus) -> float:

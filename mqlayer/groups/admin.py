@@ -47,6 +47,21 @@ def set_group(
     settings = settings_of(**changes)
     if settings == GroupSettings():
         raise InvalidInput("nothing to set: name a setting")
+
+    def work(connection: Connection, group: Group) -> None:
+        put_settings(connection, runtime.actor, group, settings, if_version=if_version)
+        connection.execute(query("instances_follow"), {"group_id": group.group_id})
+
+    _change_group(runtime.control, topic, name, work)
+    return find_group(runtime.control, topic, name)
+
+
+def put_settings(
+    connection: Connection, actor: str, group: Group, settings: GroupSettings, *, if_version: int | None = None
+) -> None:
+    """Change a group's settings, with an audit row, in the caller's transaction under its lock. Raises as set_group."""
+    if group.instance is not None:
+        raise Conflict(f"{_called(group)} is an instance", "change what all have: mqlayer group set of its group")
     facts = {
         **as_columns({name: getattr(settings, name) for name in RULES}),
         "balance": settings.balance,
@@ -56,25 +71,17 @@ def set_group(
         "rate_burst": settings.rate_burst,
         "if_version": if_version,
     }
-
-    def work(connection: Connection, group: Group) -> None:
-        if group.instance is not None:
-            raise Conflict(f"{_called(group)} is an instance", "change what all have: mqlayer group set of its group")
-        check_settings(replace(settings, mode=group.mode))
-        was = read_group(connection, topic, name)
-        refuse_ineffective(settings, _with(group, settings))
-        times = connection.execute(query("group_settings_put"), facts | {"group_id": group.group_id}).fetchone()
-        if times is None:
-            raise Conflict(f"the settings of {_called(group)} are at version {group.settings_version}", "look at them")
-        check_times(*times)
-        # JSON has no infinity.
-        said = {key: "none" if value == math.inf else value for key, value in facts.items() if value is not None}
-        said["before"] = _settings_before(was, said)
-        write_audit(connection, runtime.actor, "group set", _target(group), said)
-        connection.execute(query("instances_follow"), {"group_id": group.group_id})
-
-    _change_group(runtime.control, topic, name, work)
-    return find_group(runtime.control, topic, name)
+    check_settings(replace(settings, mode=group.mode))
+    was = read_group(connection, group.topic, group.name)
+    refuse_ineffective(settings, _with(group, settings))
+    times = connection.execute(query("group_settings_put"), facts | {"group_id": group.group_id}).fetchone()
+    if times is None:
+        raise Conflict(f"the settings of {_called(group)} are at version {group.settings_version}", "look at them")
+    check_times(*times)
+    # JSON has no infinity.
+    said = {key: "none" if value == math.inf else value for key, value in facts.items() if value is not None}
+    said["before"] = _settings_before(was, said)
+    write_audit(connection, actor, "group set", _target(group), said)
 
 
 def _with(group: Group, settings: GroupSettings) -> Group:

@@ -10,16 +10,19 @@ import difflib
 import math
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime
 from typing import Any, Final, Literal, TypedDict, Unpack
 
 from psycopg.types.json import Jsonb
 
+from mqlayer.domain.deployments import Deployments
+from mqlayer.domain.key_classes import NO_CLASSES, check_key_class
 from mqlayer.domain.names import check_group, check_name
 from mqlayer.domain.rates import RateLimit, check_rate
 from mqlayer.domain.retry_rules import (
     BREAKER_RULES,
+    CLASS_RULES,
     PARKING_LIMITS,
     POLICIES,
     RULES_COUNT,
@@ -76,6 +79,9 @@ SET_OPTIONS: Final = {
     "breaker_keys": "--breaker-keys",
     "breaker_window_s": "--breaker-window",
     "breaker_errors": "--breaker-errors",
+    "key_class": "--key-class",
+    "class_concurrency": "--class-concurrency",
+    "class_rate": "--class-rate",
     "balance": "--balance",
     "tag_filter": "--tag-filter",
     "instance_expiry_s": "--instance-expiry",
@@ -126,6 +132,9 @@ class GroupSettings:
     breaker_keys: int | None = None
     breaker_window_s: float | None = None
     breaker_errors: tuple[str, ...] | None = None
+    key_class: str | None = None
+    class_concurrency: float | None = None
+    class_rate: float | None = None
 
     def rules(self) -> RetryRules:
         """Return the retry rules of a group created with these."""
@@ -161,6 +170,9 @@ class RetrySettings(TypedDict, total=False):
     breaker_keys: int | None
     breaker_window_s: float | None
     breaker_errors: Sequence[str | type[BaseException]] | None
+    key_class: str | None
+    class_concurrency: float | None
+    class_rate: float | None
 
 
 class GroupChanges(RetrySettings, total=False):
@@ -203,6 +215,8 @@ class Group:
     instance_expiry_s: float | None = None
     rate_limit: float | None = None
     rate_burst: float | None = None
+    copied_from: int | None = None
+    deployments: Deployments = field(default_factory=Deployments)
 
     @property
     def rate(self) -> RateLimit | None:
@@ -222,8 +236,10 @@ def read_group(connection: Connection, topic: str, name: str) -> Group:
     row = connection.execute(query("group_find"), {"topic": topic, "name": name}).fetchone()
     if row is None:
         raise NotFound("group", f"{topic}/{name}", "it is created when its first member starts")
-    group_id, topic_id, state, start, start_at, *rest = row[: -9 - RULES_COUNT]
-    values: list[Any] = [*rest, RetryRules.of(row[-RULES_COUNT:]), *row[-9 - RULES_COUNT : -RULES_COUNT]]
+    deployments = Deployments(*row[-5 - RULES_COUNT : -RULES_COUNT])
+    group_id, topic_id, state, start, start_at, *rest = row[: -15 - RULES_COUNT]
+    later = row[-15 - RULES_COUNT : -5 - RULES_COUNT]
+    values: list[Any] = [*rest, RetryRules.of(row[-RULES_COUNT:]), *later, deployments]
     return Group(group_id, topic_id, topic, name, state, start_at or start, *values)
 
 
@@ -259,6 +275,7 @@ def ensure_group(runtime: Runtime, routes: RouteCache, *, topic: str, name: str,
         "instance_expiry_s": (settings.instance_expiry_s or INSTANCE_EXPIRY_S)
         if settings.mode == "broadcast"
         else None,
+        "deployment": runtime.settings.deployment,
         **as_columns(asdict(settings.rules())),
     }
 
@@ -348,6 +365,8 @@ def check_settings(settings: GroupSettings) -> None:
         for name in names or ():
             check_error_name(name)
     _check_breaker(settings)
+    check_key_class(settings.key_class)
+    _check_class_limits(settings)
     for limit_s in (settings.time_limit_s, settings.max_time_limit_s):
         if limit_s is not None and not limit_s > 0:
             raise InvalidInput(f"a limit of time is over 0 seconds, not {limit_s}: leave it out, or inf for none")
@@ -374,6 +393,13 @@ def _check_breaker(settings: GroupSettings) -> None:
         raise InvalidInput(f"breaker_window_s is from 1 to 3600 seconds, not {window_s}")
 
 
+def _check_class_limits(settings: GroupSettings) -> None:
+    count = settings.class_concurrency
+    if count is not None and count != math.inf and not (1 <= count <= MOST and count == int(count)):
+        raise InvalidInput(f"class_concurrency is a whole number from 1 to {MOST}, or inf for none, not {count}")
+    check_rate(settings.class_rate, None)
+
+
 def _check_mode(settings: GroupSettings) -> None:
     if settings.mode not in (None, *CALLED):
         raise InvalidInput(f"a group is consumed in one of the modes {', '.join(CALLED)}, not {settings.mode!r}")
@@ -389,6 +415,7 @@ def _check_mode(settings: GroupSettings) -> None:
     if settings.mode == "pop":
         refuse_policy(settings.policy)
         _refuse_parking_limits(settings, "ordered pop")
+        _refuse_key_class(settings, "ordered pop gives its receivers what comes next")
         _refuse_retrying(settings)
     _check_shared(settings)
     if settings.from_archive and (settings.mode == "pop" or settings.start == "latest"):
@@ -413,10 +440,21 @@ def _check_shared(settings: GroupSettings) -> None:
     if settings.from_archive:
         raise InvalidInput("a shared group begins with the streams: leave from_archive out")
     _refuse_parking_limits(settings, "a shared group")
+    _refuse_key_class(settings, "members of a shared group get what comes next")
+
+
+def _refuse_key_class(settings: GroupSettings, why: str) -> None:
+    said = [name for name in CLASS_RULES if getattr(settings, name) not in (None, NO_CLASSES, math.inf)]
+    if said:
+        raise InvalidInput(f"{why}, in no turns of key classes: leave {', '.join(said)} out")
 
 
 def _refuse_retrying(settings: GroupSettings) -> None:
-    said = [name for name in RULES if name not in ("policy", *PARKING_LIMITS) and getattr(settings, name) is not None]
+    said = [
+        name
+        for name in RULES
+        if name not in ("policy", *CLASS_RULES, *PARKING_LIMITS) and getattr(settings, name) is not None
+    ]
     if said:
         raise InvalidInput(
             f"ordered pop has no handler that fails: leave {', '.join(said)} out, and decide in the receiver "
@@ -434,6 +472,9 @@ def refuse_ineffective(settings: GroupSettings, group: Group) -> None:
         raise InvalidInput(
             f"the group has no circuit breaker: say breaker_share too, or leave {', '.join(of_breaker)} out"
         )
+    of_classes = [name for name in CLASS_RULES[1:] if getattr(settings, name) not in (None, math.inf)]
+    if of_classes and rules.key_class == NO_CLASSES:
+        raise InvalidInput(f"the group has no key classes: say key_class too, or leave {', '.join(of_classes)} out")
     if rules.attempt_limit == 1 and settings.jitter:
         raise InvalidInput("a message has one attempt, so no wait is left to chance: leave jitter out")
     if rules.attempt_limit == 1 and rules.policy in ("dead_letter", "skip") and settings.backoff_s is not None:

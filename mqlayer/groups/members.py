@@ -8,7 +8,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from mqlayer.domain.names import check_name
+from mqlayer.domain.deployments import MAIN
+from mqlayer.domain.names import check_deployment, check_name, check_zone
 from mqlayer.domain.rates import RateLimit
 from mqlayer.domain.retry_rules import RULES_COUNT, RetryRules
 from mqlayer.domain.routing import NodeId, PartitionId
@@ -77,6 +78,7 @@ class HeartbeatReply:
     rate: RateLimit | None = None
     assignments: tuple[Assignment, ...] = ()
     breaker: BreakerReply = CLOSED
+    class_rate: RateLimit | None = None
 
 
 class MemberReplaced(Conflict):
@@ -98,6 +100,8 @@ def join(
     lease_s: float,
     session: int | None = None,
     own: Collection[int] | None = None,
+    deployment: str = MAIN,
+    zone: str = "",
 ) -> MemberSession:
     """Join a group under a new session, and rebalance.
 
@@ -113,6 +117,8 @@ def join(
         "own": None if own is None else list(own),
         "host": socket.gethostname(),
         "pid": os.getpid(),
+        "deployment": check_deployment(deployment),
+        "zone": check_zone(zone),
         "lease_s": lease_s,
     }
     failpoint("member.before_join")
@@ -148,7 +154,7 @@ def _refuse_to_admit(connection: Connection, group_id: int, member_id: str) -> N
     if is_instance:
         # Two members would each get a part of the messages.
         connection.execute(query("member_expire"), {"group_id": group_id})
-        for other, leaving in connection.execute(query("member_live"), {"group_id": group_id}).fetchall():
+        for other, leaving, *_ in connection.execute(query("member_live"), {"group_id": group_id}).fetchall():
             if other != member_id:
                 raise InstanceTaken(topic, group, other, "leaving" if leaving else "running")
 
@@ -184,8 +190,9 @@ def send_heartbeat(
     rules = RetryRules.of(columns) if columns else None
     rate = RateLimit.of(per_s, burst, share_count or 0)
     breaker = _breaker(more[:OF_BREAKER])
+    class_rate = None if rules is None else RateLimit.of(rules.class_rate, None, share_count or 0)
     return HeartbeatReply(
-        True, False, allocation, rules, parking_version, tag_filter, archived, rate, assigned, breaker
+        True, False, allocation, rules, parking_version, tag_filter, archived, rate, assigned, breaker, class_rate
     )
 
 

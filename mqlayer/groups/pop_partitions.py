@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mqlayer.domain.deployments import MAIN
 from mqlayer.domain.rates import RateLimit
 from mqlayer.domain.routing import NodeId, PartitionId
 from mqlayer.errors import GroupRetired
@@ -18,7 +19,8 @@ from mqlayer.postgres.queries import query
 class PopPartition:
     """A partition of a group with ordered pop. `epoch`: None if it was never readable.
 
-    `start`, `seek`, `replay`, `cut`, `archived`: see `Assignment`, `HeartbeatReply`. `readable`: not gated, not paused.
+    `start`, `seek`, `replay`, `cut`, `archived`: see `Assignment`, `HeartbeatReply`. `readable`: not gated, not paused,
+    given to this deployment.
     """
 
     partition: PartitionId
@@ -40,9 +42,9 @@ class PopPartition:
         return RateLimit.of(self.rate_limit, self.rate_burst, self.share_count or 0)
 
 
-def pop_partitions(database: Database, group_id: int) -> list[PopPartition]:
+def pop_partitions(database: Database, group_id: int, *, deployment: str = MAIN) -> list[PopPartition]:
     """Return a group's partitions, with epochs for readable ones. Raises GroupRetired."""
-    facts = {"group_id": group_id}
+    facts = {"group_id": group_id, "deployment": deployment}
     with database.connection() as connection:
         found = [PopPartition(*row) for row in connection.execute(query("pop_partitions"), facts).fetchall()]
         if any(one.readable and one.epoch is None for one in found):

@@ -5,14 +5,16 @@ An assignment is *free*, *held* (target = owner) or *releasing* (another target)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
-from mqlayer.domain.assignment import assign, assign_by_rate
+from mqlayer.domain.assignment import Zones, assign, assign_by_rate
+from mqlayer.domain.deployments import Deployments, assign_each
 from mqlayer.domain.routing import PartitionId
 from mqlayer.errors import MqlayerError
 from mqlayer.logs import event_logger
+from mqlayer.postgres.audit import write_audit
 from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.queries import query
 
@@ -62,19 +64,18 @@ def rebalance(connection: Connection, group_id: int) -> bool:
         connection.execute(query("members_forget"), group)
         return False
     connection.execute(query("assignment_free_unreadable_of_gone"), group)
-    live: dict[str, bool] = dict(connection.execute(query("member_live"), group).fetchall())
+    members = connection.execute(query("member_live"), group).fetchall()
+    live = {member for member, *_ in members}
+    staying = {member: deployment for member, leaving, deployment, _ in members if not leaving}
     if locked is not None and locked[6]:
         connection.execute(query("instance_presence"), group | {"here": bool(live)})
+    if locked is not None:
+        _fall_back(connection, group_id, Deployments(*locked[7:]), staying.values())
     rows = connection.execute(query("assignment_list"), group).fetchall()
-    partitions = [PartitionId(row[0]) for row in rows]
-    staying = [member for member, leaving in live.items() if not leaving]
-    current = {PartitionId(p): target or owner for p, owner, _, target, _ in rows if target or owner}
-    if locked is not None and locked[3] == "rate":
-        desired = assign_by_rate(partitions, staying, current, {PartitionId(row[0]): row[4] for row in rows})
-    else:
-        desired = assign(partitions, staying, current)
+    zones = {member: zone for member, _, _, zone in members}
+    desired = _desired(rows, staying, zones, by_rate=locked is not None and locked[3] == "rate")
     steps: dict[str, dict[PartitionId, str | None]] = {}
-    for partition, owner, _, target, _ in rows:
+    for partition, owner, _, target, *_ in rows:
         wanted = desired.get(PartitionId(partition))
         name = _step(owner if owner in live else None, wanted, target, owned=owner is not None)
         if name is not None:
@@ -86,6 +87,53 @@ def rebalance(connection: Connection, group_id: int) -> bool:
         connection.execute(query("allocation_raise"), group)
     connection.execute(query("members_forget"), group)
     return bool(steps)
+
+
+def _desired(
+    rows: Sequence[Any], members: Mapping[str, str], zones: Mapping[str, str], *, by_rate: bool
+) -> dict[PartitionId, str]:
+    rates = {PartitionId(row[0]): row[4] for row in rows}
+    places = {PartitionId(row[0]): row[6] for row in rows}
+
+    def spread(
+        partitions: Collection[PartitionId], able: Collection[str], current: Mapping[PartitionId, str]
+    ) -> dict[PartitionId, str]:
+        if by_rate:
+            return assign_by_rate(partitions, able, current, rates)
+        # Of these members only: a zone with members of another deployment is nobody's home.
+        return assign(partitions, able, current, Zones(places, {member: zones[member] for member in able}))
+
+    return assign_each(
+        {PartitionId(row[0]): row[6] for row in rows},
+        members,
+        owners={PartitionId(row[0]): row[1] for row in rows if row[1]},
+        targets={PartitionId(row[0]): row[3] for row in rows if row[3]},
+        assign=spread,
+    )
+
+
+def _fall_back(connection: Connection, group_id: int, now: Deployments, living: Collection[str]) -> None:
+    older = now.fallen_back(living)
+    if older is None:
+        return
+    put_deployments(connection, group_id, older)
+    facts = {"from": now.canary or now.in_force, "to": older.in_force}
+    for topic, name, _, _ in connection.execute(query("group_admits"), {"group_id": group_id}).fetchall():
+        write_audit(connection, "fallback", "group deploy", f"{topic}/{name}", facts)
+    log.warning("group_fell_back", extra={"group_id": group_id, **facts})
+
+
+def put_deployments(connection: Connection, group_id: int, deployments: Deployments) -> bool:
+    """Store a group's deployments; say whether it is live. Call under the group's lock."""
+    facts = {
+        "group_id": group_id,
+        "deployment": deployments.in_force,
+        "canary": deployments.canary,
+        "canary_lps": deployments.canary_lps,
+        "previous_deployment": deployments.previous,
+        "fallback": deployments.fallback,
+    }
+    return connection.execute(query("group_deploy"), facts).fetchone() is not None
 
 
 def _step(live_owner: str | None, wanted: str | None, target: str | None, *, owned: bool) -> str | None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Final, Literal
 
+from mqlayer.domain.deployments import Deployments
 from mqlayer.domain.names import check_any_topic, check_group
 from mqlayer.domain.retry_rules import RULES_COUNT, RetryRules
 from mqlayer.domain.routing import NodeId
@@ -18,12 +19,13 @@ from mqlayer.runtime.route_cache import load_route
 
 OF_BREAKER: Final = 8
 BEHIND_RULES: Final = 5 + OF_BREAKER
+OF_DEPLOYMENTS: Final = 7
 Visibility = Literal["hidden", "readable", "drained"]
 
 
 @dataclass(frozen=True, slots=True)
 class GroupFacts:
-    """A group with its settings. `alive`: living members; `seek`: number of seeks.
+    """A group with its settings. `alive`: living members, `living`: by deployment; `seek`: number of seeks.
 
     Broadcast: `absent_s`: since its last consumer, None with one; `instance_expiry_s`: then kept for.
     """
@@ -56,6 +58,9 @@ class GroupFacts:
     rate_limit: float | None = None
     rate_burst: float | None = None
     breaker: BreakerFacts | None = None
+    living: Mapping[str, int] = field(default_factory=dict)
+    copied_from: str | None = None
+    deployments: Deployments = field(default_factory=Deployments)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +110,7 @@ class MemberFacts:
     lease_left_s: float | None
     state: Literal["running", "leaving", "gone"]
     partitions: int
+    deployment: str
 
 
 def members_wanted(database: Database, topic: str, group: str, *, lag_target_s: float) -> int | None:
@@ -132,11 +138,13 @@ def group_facts(database: Database, topic: str | None = None, name: str | None =
 
 
 def _group_facts(row: Sequence[Any]) -> GroupFacts:
+    row, (*living, in_force, canary, lps, previous, fallback) = row[:-OF_DEPLOYMENTS], row[-OF_DEPLOYMENTS:]
+    deployments = Deployments(in_force, canary, lps, previous, fallback)
     first, later = row[:-BEHIND_RULES], row[-BEHIND_RULES:]
     state, *of_breaker = later[-OF_BREAKER:]
     breaker = None if state is None else BreakerFacts(state, *of_breaker)
     rules = RetryRules.of(first[-RULES_COUNT:])
-    values: list[Any] = [*first[:-RULES_COUNT], rules, *later[:-OF_BREAKER], breaker]
+    values: list[Any] = [*first[:-RULES_COUNT], rules, *later[:-OF_BREAKER], breaker, *living, deployments]
     return GroupFacts(*values)
 
 
@@ -154,8 +162,8 @@ def group_members(database: Database, topic: str, name: str) -> list[MemberFacts
     with database.connection() as connection:
         rows = connection.execute(query("inspected_members"), {"group_id": group.group_id}).fetchall()
     return [
-        MemberFacts(member, host, pid, joined_at, left, _state(left, leaving=leaving), partitions)
-        for member, host, pid, joined_at, leaving, left, partitions in rows
+        MemberFacts(member, host, pid, joined_at, left, _state(left, leaving=leaving), partitions, deployment)
+        for member, host, pid, joined_at, leaving, left, partitions, deployment in rows
     ]
 
 

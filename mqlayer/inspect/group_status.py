@@ -270,7 +270,7 @@ def stall_of(
     if group.mode == "pop":
         return _failing(head)
     if group.mode == "shared":
-        return _unheard(group) or _failing(head)
+        return _unheard(group, facts.lp_from) or _failing(head)
     return (
         _unowned(facts, group)
         or _untaken(facts, position)
@@ -280,8 +280,10 @@ def stall_of(
     )
 
 
-def _unheard(group: GroupFacts) -> Stall | None:
-    return None if group.alive else Stall("no_owner", None, "no member lives")
+def _unheard(group: GroupFacts, lp_from: int) -> Stall | None:
+    if group.deployments.of(lp_from) in group.living:
+        return None
+    return Stall("no_owner", None, _why_unowned(group, group.deployments.of(lp_from)))
 
 
 def _paused(facts: PartitionFacts, group: GroupFacts) -> Stall | None:
@@ -319,12 +321,22 @@ def _waits_for_replay(replay: ReplayStatus | None) -> Stall | None:
 
 
 def _unowned(facts: PartitionFacts, group: GroupFacts) -> Stall | None:
-    others = "no member lives" if not group.alive else "a member's next heartbeat gives it an owner"
+    others = _why_unowned(group, group.deployments.of(facts.lp_from))
     if facts.owner is None:
         return Stall("no_owner", facts.changed_at, f"nobody owns it: {others}")
     if not facts.alive:
         return Stall("lease_over", facts.lease_over_at, f"the lease of {facts.owner} is over: {others}")
     return None
+
+
+def _why_unowned(group: GroupFacts, deployment: str) -> str:
+    if not group.alive:
+        return "no member lives"
+    if group.instance is None and deployment not in group.living:
+        named = f"mqlayer group deploy {group.topic} {group.name}"
+        others = ", ".join(sorted(group.living))
+        return f"no member of deployment {deployment} lives, of {others} some do: start one, or {named}"
+    return "a member's next heartbeat gives it an owner"
 
 
 def _untaken(facts: PartitionFacts, position: GroupPosition) -> Stall | None:

@@ -15,6 +15,7 @@ from typing import Any, Final
 import msgspec
 from psycopg import errors as pg_errors
 
+from mqlayer.domain.large_bodies import BODY_HEADER
 from mqlayer.domain.message import NO_KEY, Identity, Record
 from mqlayer.domain.names import parse_identity
 from mqlayer.domain.routing import NodeId
@@ -464,7 +465,9 @@ class _Search:
         if hidden_from(self._runtime.control) is not None:
             return None
         if self._record is not None:
-            return MessageContent(self._record.headers, self._record.body)
+            large = self._record.large_body
+            named = {} if large is None else {BODY_HEADER: str(large)}
+            return MessageContent({**self._record.headers, **named}, self._record.body)
         if self._archived is not None:
             one = self._archived
             facts = {"topic_id": one.topic_id, "batch": one.batch, "partition": one.partition, "offset": one.offset}

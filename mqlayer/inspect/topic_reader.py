@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Final, Self
 
+from mqlayer.domain.large_bodies import BodyReference
 from mqlayer.domain.message import NO_KEY, Identity, Record, pop_command, records_of
 from mqlayer.domain.names import check_name, encode_key
 from mqlayer.domain.routing import lp_of
@@ -47,6 +48,7 @@ class StoredMessage:
     published_at: datetime
     body: bytes
     reordered: bool
+    large_body: BodyReference | None = None
 
     @classmethod
     def of(cls, partition: int, record: Record) -> Self:
@@ -54,7 +56,7 @@ class StoredMessage:
         at = datetime.fromtimestamp(record.at_ms / 1000, UTC)
         key = None if record.key == NO_KEY else record.key.decode(errors="replace")
         return cls(partition, record.offset, record.identity, key, record.tags, record.headers, at, record.body,
-                   record.reordered)  # fmt: skip
+                   record.reordered, record.large_body)  # fmt: skip
 
 
 class TopicReader:

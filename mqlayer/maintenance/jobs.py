@@ -17,6 +17,7 @@ from mqlayer.groups.retirement import forget_instances, forget_retired, retire_a
 from mqlayer.idempotency import watch_versions
 from mqlayer.maintenance.fence_cleanup import clean_fence
 from mqlayer.maintenance.inbox_cleanup import clean_inbox
+from mqlayer.maintenance.large_bodies_cleanup import clean_large_bodies
 from mqlayer.maintenance.marks_cleanup import drop_closed_marks
 from mqlayer.maintenance.trim import trim_pass
 from mqlayer.outbox import clean_dedup, release_delayed, rotate
@@ -139,6 +140,11 @@ def _clean_inbox(runtime: Runtime, _: float) -> None:
     clean_inbox(runtime, horizon_s=runtime.settings.inbox_horizon_s)
 
 
+def _clean_large_bodies(runtime: Runtime, _: float) -> None:
+    """Remove large bodies that no message names."""
+    clean_large_bodies(runtime)
+
+
 def _watch_versions(runtime: Runtime, _: float) -> None:
     """Report versions missing too long."""
     watch_versions(runtime.outbox)
@@ -186,6 +192,7 @@ PERIODIC_JOBS: Final = (
     PeriodicJob("release_delayed", 5, _release_delayed, "the message's row"),
     PeriodicJob("clean_dedup", 60, _clean_dedup, "rows by age"),
     PeriodicJob("clean_inbox", 300, _clean_inbox, "rows by age"),
+    PeriodicJob("clean_large_bodies", 300, _clean_large_bodies, "the body's row: cut, free since, removing"),
     PeriodicJob("watch_versions", 10, _watch_versions, "the alarm's row"),
     PeriodicJob("retire_groups", 10, _retire_groups, "the group's lock"),
     PeriodicJob("sample", 60, _sample, "one row a minute and thing"),

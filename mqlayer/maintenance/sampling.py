@@ -48,6 +48,8 @@ class Sample(NamedTuple):
     relayed: int | None = None
     stored: int | None = None
     memory_bytes: int | None = None
+    memory_limit: int | None = None
+    cpu_s: float | None = None
     ops_per_s: float | None = None
 
 
@@ -82,14 +84,16 @@ def _of_nodes(runtime: Runtime, nodes: Iterable[Node]) -> Iterator[Sample]:
     for node in nodes:
         try:
             with runtime.connection(node) as connection:
-                replies = connection.call([("INFO", "memory"), ("INFO", "stats")])
+                replies = connection.call([("INFO", section) for section in ("memory", "stats", "cpu")])
                 texts = [raise_for_reply(reply, node.address).decode() for reply in replies]
         except MqlayerError as error:
             log.warning("node_not_sampled", extra={"node": node.name, "reason": str(error)})
             continue
         info = dict(line.split(":", 1) for text in texts for line in text.splitlines() if ":" in line)
         memory, ops = int(info["used_memory"]), float(info["instantaneous_ops_per_sec"])
-        yield Sample("node", int(node.node_id), memory_bytes=memory, ops_per_s=ops)
+        limit, cpu_s = int(info.get("maxmemory", 0)), float(info["used_cpu_sys"]) + float(info["used_cpu_user"])
+        node_id = int(node.node_id)
+        yield Sample("node", node_id, memory_bytes=memory, memory_limit=limit, cpu_s=cpu_s, ops_per_s=ops)
 
 
 def _of_topics(runtime: Runtime, nodes: Iterable[Node], ends: dict[int, int]) -> Iterator[Sample]:

@@ -98,6 +98,10 @@ _ALL: Final = (
     ),
     Instrument("mqlayer.group.members", "gauge", "{member}", _OF_GROUP, "exporter", "Members with a valid lease"),
     Instrument(
+        "mqlayer.group.deployment.members", "gauge", "{member}", (*_OF_GROUP, "deployment"), "exporter",
+        "Members with a valid lease, by the deployment that their process names",
+    ),
+    Instrument(
         "mqlayer.group.members_wanted", "gauge", "{member}", _OF_GROUP, "exporter",
         "Members that the group needs for its rate and lag",
     ),

@@ -14,7 +14,7 @@ from typing import Any, Final
 from mqlayer.domain.names import check_name
 from mqlayer.errors import InvalidInput
 from mqlayer.outbox import django_connections
-from mqlayer.outbox.outbox_message import Body, message_of
+from mqlayer.outbox.outbox_message import Body, OutboxMessage, message_of, placed
 from mqlayer.postgres.caller_connections import Statement, Statements, run, run_async
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.delayed_release import release_on
@@ -54,7 +54,9 @@ def publish_delayed(
     By the application database's clock. A key's delayed messages follow their times, then numbers. Stored at once,
     without LP lock. Raises as `publish`, and InvalidInput unless exactly one time is given.
     """
-    return run(_of_alias(connection), _publishing(_facts(topic, delay_s, at, key, body, headers, tags)))
+    message = _message_of(topic, delay_s, at, key, body, headers, tags)
+    connection = _of_alias(connection)
+    return run(connection, _publishing(connection, message, delay_s, at))
 
 
 async def apublish_delayed(
@@ -69,7 +71,8 @@ async def apublish_delayed(
     tags: Sequence[str] = (),
 ) -> int:
     """As `publish_delayed`, on an async connection."""
-    return await run_async(connection, _publishing(_facts(topic, delay_s, at, key, body, headers, tags)))
+    message = _message_of(topic, delay_s, at, key, body, headers, tags)
+    return await run_async(connection, _publishing(connection, message, delay_s, at))
 
 
 def cancel_delayed(connection: Any, delayed_id: int) -> bool:
@@ -102,7 +105,9 @@ def release_delayed(application: Database, *, at_most_s: float = 5.0) -> int:
                 return count
 
 
-def _publishing(facts: Mapping[str, Any]) -> Statements[int]:
+def _publishing(connection: Any, message: OutboxMessage, delay_s: float | None, at: datetime | None) -> Statements[int]:
+    message = yield from placed(connection, message)
+    facts = message._asdict() | {"delay_s": delay_s, "at": at}
     (delayed_id,) = yield Statement(query("delayed_publish"), facts)
     return int(delayed_id)
 
@@ -112,7 +117,7 @@ def _cancelling(delayed_id: int) -> Statements[bool]:
     return bool(cancelled)
 
 
-def _facts(
+def _message_of(
     topic: str,
     delay_s: float | None,
     at: datetime | None,
@@ -120,15 +125,14 @@ def _facts(
     body: Body,
     headers: Mapping[str, str] | None,
     tags: Sequence[str],
-) -> dict[str, Any]:
+) -> OutboxMessage:
     if (delay_s is None) == (at is None):
         raise InvalidInput("a delayed message has either delay_s or at")
     if delay_s is not None and not 0 <= delay_s <= LONGEST_DELAY_S:
         raise InvalidInput(f"a delay is 0 to {LONGEST_DELAY_S} seconds, not {delay_s}")
     if at is not None and at.tzinfo is None:
         raise InvalidInput("at needs a time zone: datetime.now(UTC) + timedelta(hours=1)")
-    message = message_of(topic, key=key, body=body, headers=headers, tags=tags)
-    return message._asdict() | {"delay_s": delay_s, "at": at}
+    return message_of(topic, key=key, body=body, headers=headers, tags=tags)
 
 
 def _of_alias(connection: Any) -> Any:

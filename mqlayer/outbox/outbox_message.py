@@ -9,9 +9,13 @@ import msgspec
 
 from mqlayer.domain.codecs import AnyBody, encode_body
 from mqlayer.domain.dedup import encode_dedup_id
+from mqlayer.domain.large_bodies import BODY_HEADER, SMALLEST_THRESHOLD
 from mqlayer.domain.names import BODY_LIMIT, check_body, check_headers, check_name, encode_key, with_headers
 from mqlayer.domain.tags import TAGS_HEADER, tags_text
 from mqlayer.errors import InvalidInput, ReservedHeader
+from mqlayer.large_bodies import process_options, stored_body, storing
+from mqlayer.large_bodies.options import limit_of
+from mqlayer.postgres.caller_connections import StandIn, Statements
 from mqlayer.traces import TRACEPARENT, process_tracing
 
 Body = AnyBody
@@ -49,11 +53,26 @@ def message_of(
             raise InvalidInput("a message key with a NUL character: Postgres can't store it")
     if dedup_id is not None:
         encode_dedup_id(dedup_id)
-    data = check_body(topic, encode_body(body), BODY_LIMIT)
+    data = encode_body(body)
+    check_body(topic, data, limit_of(len(data), BODY_LIMIT))
     tracing = process_tracing()
     if tracing is not None and TRACEPARENT not in (headers or {}):
         headers = with_headers(headers or {}, tracing.create(topic, key))
     return OutboxMessage(topic, key, data, _headers_text(headers or {}, tags) if headers or tags else None, dedup_id)
+
+
+def placed(connection: Any, message: OutboxMessage) -> Statements[OutboxMessage]:
+    """Store a large body in the transaction; return the message to write."""
+    if len(message.body) <= SMALLEST_THRESHOLD or isinstance(connection, StandIn):
+        return message
+    options = process_options()
+    if not options.on or len(message.body) <= options.threshold:
+        return message
+    stored = stored_body(message.topic, message.body, options)
+    yield from storing(stored)
+    pair = _encode_json({BODY_HEADER: str(stored.reference)}).decode()
+    headers = pair if message.headers is None else f"{pair[:-1]},{message.headers[1:]}"
+    return message._replace(body=b"", headers=headers)
 
 
 def arguments_of(messages: Sequence[OutboxMessage]) -> dict[str, list[Any] | None]:

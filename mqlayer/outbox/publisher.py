@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mqlayer.outbox import django_connections, sqlalchemy_connections
-from mqlayer.outbox.outbox_message import Body, OutboxMessage, message_of
+from mqlayer.outbox.outbox_message import Body, OutboxMessage, message_of, placed
 from mqlayer.outbox.transaction_buffer import publishing
 from mqlayer.postgres.caller_connections import Statement, Statements, run, run_async
 from mqlayer.postgres.queries import query
@@ -43,9 +43,9 @@ def publish(
     if isinstance(connection, str):
         connection = django_connections.of_alias(connection)
     if sqlalchemy_connections.recognises(connection):
-        sqlalchemy_connections.publish(connection, message)
+        sqlalchemy_connections.publish(connection, run(connection, placed(connection, message)))
     elif django_connections.recognises(connection):
-        django_connections.publish(connection, message)
+        django_connections.publish(connection, run(connection, placed(connection, message)))
     else:
         run(connection, publishing(connection, message))
 
@@ -63,6 +63,7 @@ async def apublish(
     """As `publish`, on an AsyncConnection (psycopg, SQLAlchemy) or AsyncSession."""
     message = message_of(topic, key=key, body=body, headers=headers, tags=tags, dedup_id=dedup_id)
     if sqlalchemy_connections.recognises(connection):
+        message = await run_async(connection, placed(connection, message))
         await connection.run_sync(sqlalchemy_connections.publish, message)
     else:
         await run_async(connection, publishing(connection, message))
@@ -92,7 +93,7 @@ def publish_once(
     message = message_of(topic, key=key, body=body, headers=headers, tags=tags, dedup_id=_given(dedup_id))
     if isinstance(connection, str):
         connection = django_connections.of_alias(connection)
-    return run(connection, _publishing_once(message))
+    return run(connection, _publishing_once(connection, message))
 
 
 async def apublish_once(
@@ -107,10 +108,11 @@ async def apublish_once(
 ) -> Published:
     """As `publish_once`, on an async connection."""
     message = message_of(topic, key=key, body=body, headers=headers, tags=tags, dedup_id=_given(dedup_id))
-    return await run_async(connection, _publishing_once(message))
+    return await run_async(connection, _publishing_once(connection, message))
 
 
-def _publishing_once(message: OutboxMessage) -> Statements[Published]:
+def _publishing_once(connection: Any, message: OutboxMessage) -> Statements[Published]:
+    message = yield from placed(connection, message)
     row = yield Statement(query("outbox_publish_once"), message._asdict())
     return Published(*row)
 

@@ -16,7 +16,7 @@ import psycopg
 
 from mqlayer.errors import InvalidInput
 from mqlayer.outbox.batch_insert import sending
-from mqlayer.outbox.outbox_message import Body, OutboxMessage, message_of
+from mqlayer.outbox.outbox_message import Body, OutboxMessage, message_of, placed
 from mqlayer.postgres.caller_connections import StandIn, Statement, Statements, run, run_async
 from mqlayer.postgres.queries import query
 
@@ -121,6 +121,7 @@ async def atransaction(connection: psycopg.AsyncConnection[Any] | StandIn) -> As
 
 def publishing(connection: Any, message: OutboxMessage) -> Statements[None]:
     """Add a message to the open collector; without one, write it."""
+    message = yield from placed(connection, message)
     collector = _innermost(connection)
     if collector is None:
         yield from sending([message])

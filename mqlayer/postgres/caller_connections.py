@@ -6,8 +6,9 @@ One generator serves both forms, sync and async: it yields statements, gets rows
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing, contextmanager
 from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 
@@ -33,6 +34,12 @@ class Statement(NamedTuple):
     in_transaction: bool = False
 
 
+class Blocking(NamedTuple):
+    """Work between statements that waits elsewhere."""
+
+    work: Callable[[], None]
+
+
 _databases_of_tests: Final[list[tuple[str, int]]] = []
 """Name and port of the databases that tests lend; while there are any, effects in another one are refused."""
 
@@ -51,16 +58,21 @@ class StandIn(ABC):
         raise NotImplementedError
 
 
-Statements: TypeAlias = Generator[Statement, Row, T]
+Statements: TypeAlias = Generator[Statement | Blocking, Row, T]
 
 
 def run(connection: Any, statements: Statements[T]) -> T:
     """Run the generator's statements; return its result. Raises mqlayer's errors."""
     try:
         statement = next(statements)
+        row: Row
         while True:
-            with caller_errors(connection):
-                row = run_one(connection, statement)
+            if isinstance(statement, Blocking):
+                statement.work()
+                row = ()
+            else:
+                with caller_errors(connection):
+                    row = run_one(connection, statement)
             statement = statements.send(row)
     except StopIteration as end:
         result: T = end.value
@@ -75,9 +87,14 @@ async def run_async(connection: Any, statements: Statements[T]) -> T:
         )
     try:
         statement = next(statements)
+        row: Row
         while True:
-            with caller_errors(connection):
-                row = await run_one_async(connection, statement)
+            if isinstance(statement, Blocking):
+                await asyncio.to_thread(statement.work)
+                row = ()
+            else:
+                with caller_errors(connection):
+                    row = await run_one_async(connection, statement)
             statement = statements.send(row)
     except StopIteration as end:
         result: T = end.value

@@ -65,6 +65,8 @@ class AsyncProducer(ProducerBase):
     ) -> Receipt:
         """Publish one message and return its place; see `Producer.send`."""
         message, spans = Message(key, body, headers, tags, dedup_id), self._engine.spans
+        if self._engine.large_bodies.is_large(body):
+            message = await asyncio.to_thread(self._engine.large_bodies.stored, topic, message)
         if spans is None:
             return await self._send(topic, message, timeout_s, on_backlog)
         with spans.one(topic, message) as span:
@@ -102,6 +104,8 @@ class AsyncProducer(ProducerBase):
     ) -> Receipts:
         """Publish any number of messages in batches; see `Producer.send_many`."""
         spans = self._engine.spans
+        if self._engine.large_bodies.on:
+            messages = await asyncio.to_thread(self._engine.large_bodies.all_stored, topic, messages)
         if spans is None:
             return await self._send_many(topic, messages, timeout_s, on_backlog)
         with spans.many(topic, messages) as span:

@@ -18,6 +18,7 @@ from mqlayer.postgres.database import Database
 from mqlayer.producing.follow_ups import ProducerJob, RefreshLimits, RenewSource, Reroute, StoredLookup
 from mqlayer.producing.guarded_in_flight import CLOSED, GuardedInFlight
 from mqlayer.producing.in_flight import InFlight, ProducerStats
+from mqlayer.producing.large_bodies import LargeBodyWriter
 from mqlayer.producing.message import Message, pending_send_of
 from mqlayer.producing.metadata_refresher import NODE_POLL_S, ROUTE_AGE_S, MetadataRefresher
 from mqlayer.producing.options import OnBacklog, ProducerOptions
@@ -66,6 +67,7 @@ class ProducerEngine:
         self._end_counts = None
         if meters is not None:
             self._end_counts = meters.add_producer(lambda: dict(in_flight.counts.by_key), lambda: capacity.count)
+        self.large_bodies = LargeBodyWriter(settings)
         self._lookup = RecordLookup(guarded, self._scheduler, self._runtime, self._metadata.node)
 
     @property
@@ -129,6 +131,7 @@ class ProducerEngine:
             with self.guarded as in_flight:
                 in_flight.settlement.fail_remaining()
         self._sources.close()
+        self.large_bodies.close()
         self._runtime.control.close()
         if self._end_counts is not None:
             self._end_counts()

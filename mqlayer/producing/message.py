@@ -34,6 +34,12 @@ class Message(msgspec.Struct, frozen=True, gc=False):
     dedup_id: str | None = None
 
 
+class ReferenceMessage(Message, frozen=True, gc=False):
+    """A message whose body is elsewhere, by `reference`."""
+
+    reference: str = ""
+
+
 def pending_send_of(
     message: Message, topic: TopicQueues, listener: Listener | None, deadline: float, rng: random.Random, *, eager: bool
 ) -> tuple[Lp, PendingSend]:
@@ -41,7 +47,7 @@ def pending_send_of(
     key, dedup_id = message.key, message.dedup_id
     lp, key_bulk = (random_lp(rng), NO_KEY_BULK) if key is None else lp_and_key(key)
     body = whole_body(topic.name, message.body, topic.route.body_limit)
-    facts = facts_bulk(time.time_ns() // 1_000_000, message.headers, message.tags)
+    facts = facts_bulk(time.time_ns() // 1_000_000, message.headers, message.tags, reference_of(message))
     size = len(facts) + len(key_bulk) + len(body)
     pending = PendingSend(chunks_of(facts, key_bulk, body), 1, size, deadline, listener, eager=eager)
     if dedup_id is not None:
@@ -69,10 +75,15 @@ def whole_body(topic: str, body: Body, limit: int) -> bytes:
     return check_body(topic, body if type(body) is bytes else encode_body(body), limit)
 
 
-def facts_bulk(at_ms: int, headers: Mapping[str, str] | None, tags: Sequence[str] = ()) -> bytes:
+def reference_of(message: Message) -> str:
+    """Return a stored body's reference, or ""."""
+    return message.reference if isinstance(message, ReferenceMessage) else ""
+
+
+def facts_bulk(at_ms: int, headers: Mapping[str, str] | None, tags: Sequence[str] = (), reference: str = "") -> bytes:
     """Return encoded facts. Raises ReservedHeader, or InvalidInput for bad tags."""
     checked = check_headers(headers) if headers else None
-    return bulk(encode_facts(at_ms, checked, tags_text(tags) if tags else ""))
+    return bulk(encode_facts(at_ms, checked, tags_text(tags) if tags else "", reference))
 
 
 def chunks_of(facts: bytes, key: bytes, body: bytes) -> tuple[bytes, ...]:

@@ -14,10 +14,12 @@ from mqlayer.errors import InvalidInput
 from mqlayer.producing.listeners import BatchListener
 from mqlayer.producing.message import (
     Message,
+    ReferenceMessage,
     chunks_of,
     facts_bulk,
     lp_and_key,
     lp_and_token,
+    reference_of,
     whole_body,
 )
 from mqlayer.producing.send_queues import NO_KEY_BULK, PartitionQueue, PendingSend, TopicQueues
@@ -44,7 +46,10 @@ class MessageBulk:
         try:
             keys = [message.key for message in messages]
             bodies = [message.body for message in messages]
-            extras = [message.headers or message.tags or message.dedup_id is not None for message in messages]
+            extras = [
+                message.headers or message.tags or message.dedup_id is not None or type(message) is ReferenceMessage
+                for message in messages
+            ]
         except AttributeError:
             raise InvalidInput("a batch is a sequence of Message(key, body, headers, tags, dedup_id)") from None
         limit = topic.route.body_limit
@@ -63,7 +68,10 @@ class MessageBulk:
         if any(extras):
             self._note_ids(messages)
             headers = [message.headers if not trace else _traced(message.headers, trace) for message in messages]
-            self.facts = [facts_bulk(at_ms, one, message.tags) for one, message in zip(headers, messages, strict=True)]
+            self.facts = [
+                facts_bulk(at_ms, one, message.tags, reference_of(message))
+                for one, message in zip(headers, messages, strict=True)
+            ]
         self.common_facts = facts_bulk(at_ms, trace)
         longest = max(map(len, self.facts)) if self.facts else len(self.common_facts)
         self._largest = OVERHEAD_BYTES + longest + KEY_LIMIT + max(map(len, self.bodies))

@@ -70,6 +70,8 @@ class Producer(ProducerBase):
         if callback.now:
             check_may_wait()
         message, spans = Message(key, body, headers, tags, dedup_id), self._engine.spans
+        if self._engine.large_bodies.on:
+            message = self._engine.large_bodies.stored(topic, message)
         if spans is None:
             return self._send(topic, message, timeout_s, on_backlog)
         with spans.one(topic, message) as span:
@@ -104,6 +106,8 @@ class Producer(ProducerBase):
         wait; they may call `send_async` and `send_oneway`.
         """
         message, spans = Message(key, body, headers, tags, dedup_id), self._engine.spans
+        if self._engine.large_bodies.on:
+            message = self._engine.large_bodies.stored(topic, message)
         if spans is None:
             return self._send_async(topic, message, timeout_s, on_backlog)
         span = spans.one(topic, message)
@@ -140,6 +144,8 @@ class Producer(ProducerBase):
         Without room for 5 seconds, the message is dropped.
         """
         message, spans = Message(key, body, headers, tags, dedup_id), self._engine.spans
+        if self._engine.large_bodies.on:
+            message = self._engine.large_bodies.stored(topic, message)
         if spans is None:
             self._send_oneway(topic, message)
             return
@@ -171,6 +177,7 @@ class Producer(ProducerBase):
         outcome. `timeout_s`: for the whole call.
         """
         spans = self._engine.spans
+        messages = self._engine.large_bodies.all_stored(topic, messages)
         if spans is None:
             return self._send_many(topic, messages, timeout_s, on_backlog)
         with spans.many(topic, messages) as span:

@@ -120,6 +120,10 @@ class AsyncReceiver(ReceiverBase):
             raise StopAsyncIteration from None
         return messages[0]
 
+    async def fetch_body(self, message: PopMessage) -> bytes:
+        """As `Receiver.fetch_body`."""
+        return await asyncio.to_thread(self._opened().body_of, message)
+
     async def ack(self, messages: Iterable[PopMessage]) -> None:
         """As `Receiver.ack`."""
         await self._settle(self._opened().ack, list(messages))

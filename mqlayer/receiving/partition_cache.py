@@ -26,6 +26,7 @@ class PartitionCache(Service):
     def __init__(self, runtime: Runtime, group: Group, routes: RouteCache) -> None:
         super().__init__("mqlayer-lists-partitions", title="the reader of partitions", event="partitions_list")
         self._database, self._prefix, self._group, self._routes = runtime.control, runtime.prefix, group, routes
+        self._deployment = runtime.settings.deployment
         self._views: dict[int, PartitionView] = {}
         # Unreadable ones too: their messages that are out can be settled.
         self._nodes: dict[int, NodeId] = {}
@@ -79,7 +80,7 @@ class PartitionCache(Service):
         with self._one_reading:
             # Before the query: an `expire` while it runs must cause another read.
             self._read_at = time.monotonic()
-            found = pop_partitions(self._database, self._group.group_id)
+            found = pop_partitions(self._database, self._group.group_id, deployment=self._deployment)
             # Also armed runs and addresses, which void connections to others.
             self._routes.refresh_nodes()
             self._note(found)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from mqlayer.domain.large_bodies import BodyReference
 from mqlayer.domain.message import NO_KEY, Identity, Record
 from mqlayer.traces import trace_context
 
@@ -28,7 +29,7 @@ class PopMessage:
 
     `key`: None without one; `identity`: equal at every delivery, an idempotency key; `attempt`: deliveries, this one
     included; `at_ms`: Unix ms by the publisher's clock; `replay`: the last seek if fenced effects apply again, else 0;
-    `reordered`: see `Context.reordered`.
+    `reordered`: see `Context.reordered`; `large_body`: of a body that `fetch_body` returns, while `body` is empty.
     """
 
     key: str | None
@@ -41,6 +42,7 @@ class PopMessage:
     replay: int = 0
     tags: tuple[str, ...] = ()
     reordered: bool = False
+    large_body: BodyReference | None = None
 
     def trace_context(self) -> TraceContext:
         """Return OpenTelemetry's context of its trace, empty without one. Raises InvalidInput without the package."""
@@ -60,4 +62,5 @@ def message_of(record: Record, *, attempt: int, token: Token, replay: int) -> Po
         replay,
         record.tags,
         record.reordered,
+        record.large_body,
     )

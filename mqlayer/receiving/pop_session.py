@@ -16,6 +16,7 @@ from mqlayer.domain.names import check_name
 from mqlayer.errors import InvalidInput
 from mqlayer.groups.group import Group, GroupSettings, ensure_group
 from mqlayer.idempotency import InboxEntry
+from mqlayer.large_bodies import BodyReader
 from mqlayer.metrics import RECEIVED, meters_of
 from mqlayer.postgres.caller_connections import Statements
 from mqlayer.postgres.database import Database
@@ -60,8 +61,15 @@ class PopSession:
     """An open receiver. One thread at a time, with `receiving`, polls and waits; any settles."""
 
     def __init__(
-        self, group: Group, fetcher: Fetcher, settler: PopSettler, cleanup: ExitStack, spans: PopSpans | None = None
+        self,
+        group: Group,
+        fetcher: Fetcher,
+        settler: PopSettler,
+        cleanup: ExitStack,
+        bodies: BodyReader,
+        spans: PopSpans | None = None,
     ) -> None:
+        self._bodies = bodies
         self.group, self.fetcher, self.settler, self._cleanup, self._spans = group, fetcher, settler, cleanup, spans
         self.receiving = threading.Lock()
         self.key_order = KeyOrder()
@@ -125,6 +133,10 @@ class PopSession:
         else:
             self._spans.settling(messages, settle)
 
+    def body_of(self, message: PopMessage) -> bytes:
+        """See `Receiver.fetch_body`."""
+        return message.body if message.large_body is None else self._bodies.fetch(message.large_body)
+
     def fence(self, message: PopMessage) -> Statements[None]:
         """See `Receiver.fence`."""
         return self._fence.check(message)
@@ -182,7 +194,7 @@ def open_session(topic: str, wanted: GroupSettings, *, group: str, settings: Set
         cleanup.callback(notices.close)
         tracing = tracing_of(settings)
         spans = None if tracing is None else PopSpans(tracing, topic, group)
-        return PopSession(found, fetcher, settler, cleanup.pop_all(), spans)
+        return PopSession(found, fetcher, settler, cleanup.pop_all(), BodyReader(runtime), spans)
 
 
 def _counts(fetcher: Fetcher, settler: PopSettler) -> Mapping[str, int]:

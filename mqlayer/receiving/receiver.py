@@ -119,6 +119,10 @@ class Receiver(ReceiverBase):
             session.delivered(fetched.messages)
             return fetched.messages
 
+    def fetch_body(self, message: PopMessage) -> bytes:
+        """Return a message's body, also a large one. Raises MissingBody, StoreUnavailable."""
+        return self._opened().body_of(message)
+
     def ack(self, messages: Iterable[PopMessage]) -> None:
         """Settle messages of any batches; idempotent.
 

@@ -13,7 +13,7 @@ g<id>:lock      hash    owner, epoch, refreshed_at, committed, base, top, seek, 
 g<id>:acks      string  bitmap from base
 g<id>:attempts  hash    offset -> attempts, times
 g<id>:outcomes  stream  unfetched outcomes, archived topics
-g<id>:rate      hash    left, at_us
+g<id>:rate      hash    left, at_us; g<id>:rate:<class>: the same of a key class
 g<id>:pops, queues, batches, wake  hash, zset, hash, stream  ordered pop
 g<id>:due       zset    when a queue (pop) or message (shared) is due
 <prefix>:ended  set     the node's ended outbox sources
@@ -98,3 +98,8 @@ def outcomes_key(prefix: str, partition: int, group_id: int) -> bytes:
 def rate_key(prefix: str, partition: int, group_id: int) -> bytes:
     """Return the `rate` bucket."""
     return f"{prefix}:{{{partition}}}:g{group_id}:rate".encode()
+
+
+def class_rate_key(prefix: str, partition: int, group_id: int, name: bytes) -> bytes:
+    """Return a key class's `rate` bucket."""
+    return b"%b:%b" % (rate_key(prefix, partition, group_id), name)

@@ -20,7 +20,11 @@ def rate_command(
     connection: NodeConnection, prefix: str, partition: int, group_id: int, share: RateShare, *, wanted: float
 ) -> Command:
     """Take up to `wanted` messages of a partition's share."""
-    key = rate_key(prefix, partition, group_id)
+    return bucket_command(connection, rate_key(prefix, partition, group_id), share, wanted=wanted)
+
+
+def bucket_command(connection: NodeConnection, key: bytes, share: RateShare, *, wanted: float) -> Command:
+    """Take up to `wanted` messages of a bucket."""
     return connection.script("rate_acquire", (key,), *(repr(float(number)) for number in (*share, wanted)))
 
 

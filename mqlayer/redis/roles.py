@@ -94,6 +94,7 @@ SCRIPTS: Final[Mapping[RedisRole, frozenset[str]]] = {
     RedisRole.VIEWER: frozenset({"group_position", "key_find", "log_chain", "log_search", "partition_read"}),
     RedisRole.OPERATOR: frozenset(
         {
+            "group_copy",
             "group_forget",
             "group_position",
             "dedup_load",

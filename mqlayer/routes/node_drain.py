@@ -40,7 +40,7 @@ POLL_INTERVAL_S: Final = 0.5
 
 @dataclass(frozen=True, slots=True)
 class DrainStep:
-    """Progress with one partition."""
+    """Progress with one partition; 0: with deleted ones."""
 
     topic: str
     partition: int
@@ -169,7 +169,10 @@ class _NodeDrain:
                 kept = "the archive goes first" if one.archived else "its records are removed next"
                 found[one.partition] = held_by(one) or groups or kept
                 self._say(DrainStep(topic, one.partition, "waits", found[one.partition]))
-        return found or {0: "deleted partitions wait for the node, or for the archive"}
+        if not found:
+            found[0] = "deleted partitions wait for their last outcomes to be archived"
+            self._say(DrainStep("", 0, "waits", found[0]))
+        return found
 
     def _here(self) -> list[PlacedPartition]:
         return [one for one in placed_partitions(self._runtime) if one.node == self._node.node_id]

@@ -85,8 +85,11 @@ def choose_node(database: Database, route: Route, partition: int) -> NodeId:
     """Return the other node that takes partitions and has the fewest of the topic. Raises NotFound."""
     home = next((r.node for r in route.ranges if r.partition == partition), NodeId(0))
     in_use = [r.node for r in route.ranges]
-    serving = (node.node_id for node in load_nodes(database) if node.takes_partitions)
-    return emptiest(serving, in_use, other_than=home)
+    serving = [node for node in load_nodes(database) if node.takes_partitions and node.node_id != home]
+    with database.connection() as connection:
+        row = connection.execute(query("topic_home_zone"), {"name": route.topic}).fetchone()
+    at_home = [node for node in serving if row is not None and row[1] and node.zone == row[1]]
+    return emptiest((node.node_id for node in at_home or serving), in_use, other_than=home)
 
 
 def apply_change(runtime: Runtime, plan: ChangePlan) -> Route:

@@ -12,6 +12,7 @@ from mqlayer.domain.dedup import encode_dedup_id, lp_of_unkeyed, token_of
 from mqlayer.domain.message import Identity, Record
 from mqlayer.domain.names import DEFAULT_BODY_LIMIT, check_body
 from mqlayer.domain.routing import Lp, lp_of, random_lp
+from mqlayer.large_bodies.options import limit_of
 from mqlayer.outbox.outbox_message import OutboxMessage
 from mqlayer.testing.clock import TestClock
 from mqlayer.testing.messages import PublishedMessage, published_of, record_of
@@ -131,7 +132,7 @@ class MemoryBroker:
 
 def check_message(message: OutboxMessage) -> None:
     """Raise BodyTooLarge as a topic of the default limit does."""
-    check_body(message.topic, message.body, DEFAULT_BODY_LIMIT)
+    check_body(message.topic, message.body, limit_of(len(message.body), DEFAULT_BODY_LIMIT))
 
 
 def token(message: OutboxMessage) -> bytes:

@@ -4,7 +4,15 @@ from mqlayer.topics.node_draining import begin_drain, remove_node, set_node_zone
 from mqlayer.topics.nodes import find_node, list_nodes, rearm_node, register_node, set_node_address
 from mqlayer.topics.retention import set_stream_retention
 from mqlayer.topics.schemas import TopicSchemas, load_schemas, set_schema_mode, store_schema
-from mqlayer.topics.topics import TopicSummary, attach_topics, create_topic, list_topics, set_archived, set_limits
+from mqlayer.topics.topics import (
+    TopicSummary,
+    attach_topics,
+    create_topic,
+    list_topics,
+    set_archived,
+    set_home_zone,
+    set_limits,
+)
 
 __all__ = [
     "TopicSchemas",
@@ -20,6 +28,7 @@ __all__ = [
     "register_node",
     "remove_node",
     "set_archived",
+    "set_home_zone",
     "set_limits",
     "set_node_address",
     "set_node_zone",

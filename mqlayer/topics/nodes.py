@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-from mqlayer.domain.names import check_name
+from mqlayer.domain.names import check_name, check_zone
 from mqlayer.domain.node_runs import is_former
 from mqlayer.domain.routing import NodeId
 from mqlayer.errors import AccessDenied, Conflict, NodeNotArmed, NotFound, StoreUnavailable
@@ -34,18 +34,21 @@ TIMEOUTS: Final = {"lock_wait": "10s", "idle": "30s"}
 """A stopped process must not block others."""
 
 
-def register_node(runtime: Runtime, *, name: str, url: str) -> Node:
-    """Register a Redis as a node and arm its current run. Idempotent for the same name and URL.
+def register_node(runtime: Runtime, *, name: str, url: str, zone: str = "") -> Node:
+    """Register a Redis as a node and arm its current run. Idempotent for the same name and URL; see `set_node_zone`.
 
     Checks that this process's Redis user may arm, on keys of this prefix. Raises ConfigurationRefused for unsafe server
     settings, Conflict for a name with another URL, InvalidInput for a URL with a user or password.
     """
     check_name("node", name)
+    check_zone(zone)
     with runtime.connection(_candidate(name, url), RedisRole.ARMING, any_run=True) as node_connection:
         run_id = node_connection.connect().run_id
 
+    facts = {"name": name, "url": url, "zone": zone, "run_id": run_id}
+
     def work(connection: Connection) -> None:
-        new = connection.execute(query("node_insert"), {"name": name, "url": url, "run_id": run_id}).fetchone()
+        new = connection.execute(query("node_insert"), facts).fetchone()
         if new is not None:
             write_audit(connection, runtime.actor, "node register", name, {"url": display_url(url)})
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from mqlayer.domain.names import BODY_LIMIT, DEFAULT_BODY_LIMIT, check_name
+from mqlayer.domain.names import BODY_LIMIT, DEFAULT_BODY_LIMIT, check_name, check_zone
 from mqlayer.domain.retention import RETENTION_FIELDS, Retention
 from mqlayer.domain.routing import NodeId, Route, even_ranges, spread
 from mqlayer.errors import Conflict, InvalidInput, NotFound
@@ -62,10 +62,12 @@ def create_topic(
     body_limit: int = DEFAULT_BODY_LIMIT,
     backlog_limit: int = 0,
     archived: bool = False,
+    home_zone: str = "",
 ) -> Route:
     """Create a topic, its partitions (default 8) over all nodes, and its first route version.
 
     Idempotent, also concurrently. `backlog_limit`: messages per partition, 0 for none. `archived`: see `set_archived`.
+    `home_zone`: its nodes are preferred.
     The application database, if any, knows the topic at once. Raises Conflict if the topic has other limits or
     another number of created partitions.
     """
@@ -74,11 +76,11 @@ def create_topic(
     if not 1 <= body_limit <= BODY_LIMIT or backlog_limit < 0 or strategy not in ("strict", "best_effort"):
         raise InvalidInput(f"a topic takes bodies of 1 to {BODY_LIMIT} bytes, a backlog limit of 0 or more, and "
                            "the strategy strict or best_effort")  # fmt: skip
-    nodes = _homes(runtime.control)
+    nodes = _homes(runtime.control, check_zone(home_zone))
     limits = {"strategy": strategy, "body_limit": body_limit, "backlog_limit": backlog_limit, "archived": archived}
 
     def allocate(connection: Connection) -> int:
-        connection.execute(query("topic_insert"), {"name": name} | limits)
+        connection.execute(query("topic_insert"), {"name": name, "home_zone": home_zone} | limits)
         row = connection.execute(query("topic_lock"), {"name": name}).fetchone()
         if row is None:
             raise NotFound("topic", name, "somebody removed it while it was created: try again")
@@ -130,6 +132,28 @@ def set_archived(runtime: Runtime, name: str, *, archived: bool) -> bool:
         write_audit(
             connection, runtime.actor, "topic set", name, {"archived": archived, "before": {"archived": before}}
         )
+        return True
+
+    return runtime.control.transaction(work)
+
+
+def set_home_zone(runtime: Runtime, name: str, zone: str) -> bool:
+    """Say which zone's nodes a topic's partitions prefer, "" for any; return whether that changed. Audited.
+
+    Moves nothing by itself. Raises NotFound, InvalidInput.
+    """
+    check_zone(zone)
+
+    def work(connection: Connection) -> bool:
+        row = connection.execute(query("topic_home_zone"), {"name": name}).fetchone()
+        if row is None:
+            raise NotFound("topic", name, f"create it: mqlayer topic create {name}")
+        topic_id, before = row
+        if before == zone:
+            return False
+        connection.execute(query("topic_home_zone_put"), {"topic_id": topic_id, "home_zone": zone})
+        facts = {"home_zone": zone, "before": {"home_zone": before}}
+        write_audit(connection, runtime.actor, "topic set", name, facts)
         return True
 
     return runtime.control.transaction(work)
@@ -210,15 +234,16 @@ def _refuse_deleting(name: str, *, deleting: bool) -> None:
         raise Conflict(f"topic {name!r} is being deleted", f"finish that first: mqlayer topic delete {name} --yes")
 
 
-def _homes(database: Database) -> list[NodeId]:
+def _homes(database: Database, zone: str) -> list[NodeId]:
     """Return the nodes for a topic's first partitions. Raises NotFound."""
     nodes = load_nodes(database)
     if not nodes:
         raise NotFound("node", "(any)", "register one first: mqlayer node register NAME URL")
-    taking = [node.node_id for node in nodes if node.draining_at is None]
+    taking = [node for node in nodes if node.draining_at is None]
     if not taking:
         raise NotFound("node", "(any that is not being drained)", "register another: mqlayer node register NAME URL")
-    return taking
+    at_home = [node for node in taking if zone and node.zone == zone]
+    return [node.node_id for node in at_home or taking]
 
 
 def _check_same(name: str, found: dict[str, Any], wanted: dict[str, Any]) -> None:

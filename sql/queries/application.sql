@@ -471,3 +471,74 @@ SELECT seq, published_at FROM mqlayer_app.dedup WHERE topic_id = %(topic_id)s AN
 -- Up to which seq the fence noted the messages of a key in groups.
 SELECT group_id, source_id, seq, applied_at FROM mqlayer_app.fence_applied
 WHERE group_id = ANY(%(group_ids)s::bigint[]) AND lp = %(lp)s AND key = %(key)s ORDER BY applied_at;
+
+-- name: large_body_put
+-- Note a large body of a topic in the caller's transaction, or add a chunk to it.
+SELECT mqlayer_app.large_body_put_v1(%(topic)s, %(body_id)s::uuid, %(size)s::bigint, %(sha256)s::bytea, %(bucket)s,
+                                     %(location)s, %(direct)s::boolean, %(number)s::int, %(data)s::bytea);
+
+-- name: large_body_scope
+-- The identity of this outbox.
+SELECT mqlayer_app.large_body_scope_v1()::text;
+
+-- name: large_body_read
+-- Where a body is, and one of its chunks; no row: no such body.
+SELECT bucket, location, data FROM mqlayer_app.large_body_read_v1(%(body_id)s::uuid, %(number)s::int);
+
+-- name: large_body_cut
+-- Take cuts for bodies that have none.
+SELECT mqlayer_app.large_body_cut_v1(%(limit)s, %(hold_s)s::double precision);
+
+-- name: large_body_cuts_sent
+-- Cuts without ends whose rows the outbox has emptied.
+SELECT c.cut_id, c.topic_id FROM mqlayer_app.large_body_cut c
+WHERE c.ends IS NULL AND mqlayer_app.large_body_sent_v1(c.cut_id) ORDER BY c.cut_id LIMIT 100;
+
+-- name: large_body_cut_ends
+-- Note the partitions' ends of a cut, once.
+UPDATE mqlayer_app.large_body_cut SET ends = %(ends)s::jsonb WHERE cut_id = %(cut_id)s AND ends IS NULL;
+
+-- name: large_body_cuts_logged
+-- Cuts whose records may still be in partitions.
+SELECT cut_id, topic_id, ends FROM mqlayer_app.large_body_cut WHERE ends IS NOT NULL AND trimmed_at IS NULL
+ORDER BY cut_id LIMIT 1000;
+
+-- name: large_body_cuts_trimmed
+-- Note that partitions trimmed all records of cuts.
+UPDATE mqlayer_app.large_body_cut SET trimmed_at = now() WHERE cut_id = ANY(%(cut_ids)s::bigint[]) AND trimmed_at IS NULL;
+
+-- name: large_bodies_to_look_at
+-- Bodies without records in partitions, those first that the last look was at longest ago.
+SELECT b.body_id::text, mqlayer_app.large_body_waits_v1(b.body_id)
+FROM mqlayer_app.large_body_cut c JOIN mqlayer_app.large_body b ON b.cut_id = c.cut_id
+WHERE c.trimmed_at IS NOT NULL AND NOT b.removing ORDER BY b.looked_at NULLS FIRST LIMIT %(limit)s;
+
+-- name: large_bodies_looked
+-- Note what a look found, unless a message names the body anew.
+UPDATE mqlayer_app.large_body b
+SET looked_at = now(), free_since = CASE WHEN n.referenced THEN NULL ELSE coalesce(b.free_since, now()) END
+FROM unnest(%(ids)s::uuid[], %(referenced)s::boolean[]) AS n (id, referenced)
+WHERE b.body_id = n.id AND b.cut_id IS NOT NULL AND NOT b.removing;
+
+-- name: large_bodies_remove
+-- From here on no message may name them. Again without effect on those that one names since.
+UPDATE mqlayer_app.large_body b SET removing = true
+WHERE b.body_id = ANY(%(ids)s::uuid[]) AND b.cut_id IS NOT NULL
+  AND b.free_since <= now() - make_interval(secs => %(hold_s)s) AND NOT b.removing;
+
+-- name: large_bodies_removing
+-- Bodies that are being removed.
+SELECT b.body_id::text, b.bucket, b.location, b.size FROM mqlayer_app.large_body b WHERE b.removing
+ORDER BY b.body_id LIMIT %(limit)s;
+
+-- name: large_bodies_delete
+-- Delete rows and chunks of bodies whose objects are gone.
+DELETE FROM mqlayer_app.large_body WHERE body_id = ANY(%(ids)s::uuid[]) AND removing;
+
+-- name: large_bodies_known
+-- Which of these bodies have rows.
+SELECT body_id::text FROM mqlayer_app.large_body WHERE body_id = ANY(%(ids)s::uuid[]);
+
+-- name: large_bodies_scopes
+-- The identities whose objects this outbox may remove: its own, and those that it goes on in place of.
+SELECT array_append(coalesce(replaces, '{}'), outbox_uuid)::text[] FROM mqlayer_app.identity;

@@ -2,11 +2,33 @@
 -- Topics with automatic routes, all or one; of all, those that the autopilot looks at.
 SELECT t.topic_id, t.name, t.version, t.paused_at IS NOT NULL, p.mode, p.min_partitions, p.max_partitions, p.capacity_per_s,
        p.changes_per_hour, p.cool_down_s, p.rest_s, p.quiet_from, p.quiet_to, p.measured_per_s, p.failed, p.unhelpful,
-       p.stopped_at, p.stopped_because
+       p.stopped_at, p.stopped_because, t.home_zone
 FROM mqlayer.route_policy p JOIN mqlayer.topic t USING (topic_id)
 WHERE t.deleting_at IS NULL AND t.deleted_at IS NULL AND t.version IS NOT NULL
   AND CASE WHEN %(topic)s::text IS NULL THEN p.mode <> 'off' ELSE t.name = %(topic)s END
 ORDER BY t.topic_id;
+
+-- name: auto_nodes
+-- Nodes, whether each is armed and drains; the rates of topics without automatic routes there, partitions in force, and by
+-- its last two samples the used part of a core and of its memory limit; and since when a partition was moved last by an
+-- actor.
+SELECT n.node_id, n.name, n.armed_run_id IS NOT NULL, n.draining_at IS NOT NULL, n.zone, coalesce(p.others_per_s, 0)::float8,
+       coalesce(p.partitions, 0), s.cpu, s.memory,
+       (SELECT extract(epoch FROM clock_timestamp() - max(c.planned_at))::float8 FROM mqlayer.route_change c
+        WHERE c.kind = 'move' AND c.state <> 'dropped' AND c.actor = %(actor)s AND c.planned_at > clock_timestamp() - interval '1 hour')
+FROM mqlayer.node n
+LEFT JOIN (
+    SELECT p.node_id, count(*)::int AS partitions,
+           sum(r.per_s) FILTER (WHERE o.topic_id IS NULL AND r.measured_at > now() - interval '5 minutes') AS others_per_s
+    FROM mqlayer.partition p LEFT JOIN mqlayer.partition_rate r USING (partition_id)
+    LEFT JOIN mqlayer.route_policy o ON o.topic_id = p.topic_id AND o.mode <> 'off'
+    WHERE p.state = 'open' GROUP BY p.node_id) AS p USING (node_id)
+LEFT JOIN LATERAL (
+    SELECT greatest(0, (m.cpu_s - lag(m.cpu_s) OVER w) / extract(epoch FROM m.at - lag(m.at) OVER w))::float8 AS cpu,
+           m.memory_bytes / nullif(m.memory_limit, 0)::float8 AS memory
+    FROM mqlayer.sample m WHERE m.kind = 'node' AND m.object_id = n.node_id AND m.at > now() - interval '5 minutes'
+    WINDOW w AS (ORDER BY m.at) ORDER BY m.at DESC LIMIT 1) AS s ON true
+WHERE n.lost_at IS NULL AND n.removed_at IS NULL ORDER BY n.node_id;
 
 -- name: auto_clock
 -- The time by this database's clock, and the minute of its day (UTC).
@@ -25,7 +47,7 @@ FROM clock_timestamp() AS now_at;
 SELECT r.topic_id, p.partition_id, p.node_id, p.lp_from, p.lp_to,
        extract(epoch FROM clock_timestamp() - coalesce(c.opened_at, p.created_at))::float8,
        EXISTS {undrained},
-       l.at_s, l.next_offset, l.settled
+       extract(epoch FROM clock_timestamp() - l.sampled_at)::float8, l.at_s, l.next_offset, l.settled
 FROM mqlayer.topic t JOIN mqlayer.route r ON r.topic_id = t.topic_id AND r.version = t.version
 JOIN mqlayer.partition p USING (partition_id)
 LEFT JOIN mqlayer.route_change c ON c.change_id = p.created_by_change
@@ -68,6 +90,10 @@ SET at_s = (excluded.at_s || l.at_s)[1:64], next_offset = (excluded.next_offset 
     settled = (excluded.settled || l.settled)[1:64]
 WHERE excluded.at_s[1] >= l.at_s[1] + %(gap_s)s;
 
+-- name: route_loads_sampled
+-- Note of which partitions the LPs are sampled now.
+UPDATE mqlayer.route_load SET sampled_at = clock_timestamp() WHERE partition_id = ANY(%(partitions)s::int[]);
+
 -- name: route_loads_clean
 -- Forget samples of partitions that take nothing more, and of topics without automatic routes.
 DELETE FROM mqlayer.route_load l USING mqlayer.partition p
@@ -84,7 +110,7 @@ INSERT INTO mqlayer.route_decision (topic_id, verdict, kind, partitions, reason,
 VALUES (%(topic_id)s, %(verdict)s, %(kind)s, %(partitions)s, %(reason)s, %(key)s, %(lp)s, %(change_id)s, %(facts)s);
 
 -- name: decision_insert_new
--- Note a decision, unless the same was noted of these partitions a short time ago, and nothing else since.
+-- Note a decision, unless the same was noted of these partitions a short time ago.
 INSERT INTO mqlayer.route_decision (topic_id, verdict, kind, partitions, reason, key, lp, facts)
 SELECT %(topic_id)s, %(verdict)s, %(kind)s, %(partitions)s::int[], %(reason)s, %(key)s, %(lp)s, %(facts)s
 WHERE NOT EXISTS (

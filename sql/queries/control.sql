@@ -1,7 +1,7 @@
 -- name: node_insert
 -- Register a node; nothing where the name is taken.
-INSERT INTO mqlayer.node (name, url, armed_run_id, last_run_id, armed_at)
-VALUES (%(name)s, %(url)s, %(run_id)s, %(run_id)s, now())
+INSERT INTO mqlayer.node (name, url, zone, armed_run_id, last_run_id, armed_at)
+VALUES (%(name)s, %(url)s, %(zone)s, %(run_id)s, %(run_id)s, now())
 ON CONFLICT (name) DO NOTHING
 RETURNING node_id;
 
@@ -111,8 +111,8 @@ RETURNING a.group_id, a.partition_id, a.epoch;
 
 -- name: topic_insert
 -- Create a topic without a route; nothing where the name is taken.
-INSERT INTO mqlayer.topic (name, strategy, body_limit, backlog_limit, archived)
-VALUES (%(name)s, %(strategy)s, %(body_limit)s, %(backlog_limit)s, %(archived)s)
+INSERT INTO mqlayer.topic (name, strategy, body_limit, backlog_limit, archived, home_zone)
+VALUES (%(name)s, %(strategy)s, %(body_limit)s, %(backlog_limit)s, %(archived)s, %(home_zone)s)
 ON CONFLICT (name) DO NOTHING;
 
 -- name: topic_lock
@@ -131,6 +131,14 @@ SELECT t.topic_id, t.name, t.strategy, t.body_limit, t.backlog_limit, t.version,
        t.archived, t.retention_days, t.deleting_at IS NOT NULL, t.retain_s, t.retain_bytes, t.retain_messages,
        t.retain_unsettled
 FROM mqlayer.topic t WHERE t.deleted_at IS NULL ORDER BY t.name;
+
+-- name: topic_home_zone
+-- The zone whose nodes a topic's partitions prefer.
+SELECT topic_id, home_zone FROM mqlayer.topic WHERE name = %(name)s AND deleting_at IS NULL;
+
+-- name: topic_home_zone_put
+-- Say which zone's nodes a topic's partitions prefer.
+UPDATE mqlayer.topic SET home_zone = %(home_zone)s WHERE topic_id = %(topic_id)s;
 
 -- name: topic_archived
 -- Whether a topic is archived.

@@ -237,6 +237,11 @@ SELECT count(*)::int, min(reason) FILTER (WHERE first)
 FROM (SELECT reason, row_number() OVER (ORDER BY voided_at, id) = 1 AS first FROM mqlayer_app.voided
       WHERE ended IS NULL) AS v;
 
+-- name: check_large_bodies
+-- How many large bodies there are, their bytes, and how many have been on their way out for an hour.
+SELECT count(*)::int, coalesce(sum(size), 0)::bigint,
+       (count(*) FILTER (WHERE removing AND looked_at < now() - interval '1 hour'))::int FROM mqlayer_app.large_body;
+
 -- name: check_versions
 -- Entities whose next version is overdue: how many, how many events are held behind it, for how long the first, and of which
 -- name that is.

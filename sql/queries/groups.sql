@@ -3,13 +3,14 @@
 INSERT INTO mqlayer.consumer_group (topic_id, name, start, start_at, from_archive, ordered, balance, mode, scope, tag_filter,
        visibility_timeout_s, instance_expiry_s, rate_limit, rate_burst, backoff_s, backoff_jitter, attempt_limit, policy, non_retryable_errors,
        retryable_errors, time_limit_s, max_time_limit_s, parked_keys_limit, parked_messages_limit, parked_bytes_limit,
-       key_messages_limit, key_bytes_limit, breaker_share, breaker_keys, breaker_window_s, breaker_errors)
+       key_messages_limit, key_bytes_limit, breaker_share, breaker_keys, breaker_window_s, breaker_errors, key_class,
+       class_concurrency, class_rate, deployment)
 SELECT topic_id, %(name)s, %(start)s, %(start_at)s, %(from_archive)s, %(ordered)s, %(balance)s, %(mode)s, %(scope)s,
        %(tag_filter)s, %(visibility_timeout_s)s, %(instance_expiry_s)s, %(rate_limit)s, %(rate_burst)s, %(backoff_s)s, %(jitter)s,
        %(attempt_limit)s, %(policy)s, %(non_retryable_errors)s, %(retryable_errors)s,
        %(time_limit_s)s, %(max_time_limit_s)s, %(parked_keys_limit)s, %(parked_messages_limit)s, %(parked_bytes_limit)s,
        %(key_messages_limit)s, %(key_bytes_limit)s, %(breaker_share)s, %(breaker_keys)s, %(breaker_window_s)s,
-       %(breaker_errors)s
+       %(breaker_errors)s, %(key_class)s, %(class_concurrency)s, %(class_rate)s, %(deployment)s
 FROM mqlayer.topic WHERE name = %(topic)s
 ON CONFLICT DO NOTHING;
 
@@ -17,10 +18,12 @@ ON CONFLICT DO NOTHING;
 -- One group of a topic.
 SELECT g.group_id, g.topic_id, g.state, g.start, g.start_at, t.strategy, g.version, g.seek, g.ordered, g.balance,
        g.settings_version, g.paused_at, g.mode, g.scope, g.tag_filter, g.from_archive, g.visibility_timeout_s, g.instance,
-       g.instance_expiry_s, g.rate_limit, g.rate_burst, g.backoff_s, g.backoff_jitter,
+       g.instance_expiry_s, g.rate_limit, g.rate_burst, g.copied_from, g.deployment, g.canary,
+       g.canary_lps, g.previous_deployment, g.fallback, g.backoff_s, g.backoff_jitter,
        g.attempt_limit, g.policy, g.non_retryable_errors, g.retryable_errors, g.time_limit_s, g.max_time_limit_s, g.parked_keys_limit,
        g.parked_messages_limit, g.parked_bytes_limit, g.key_messages_limit, g.key_bytes_limit,
-       g.breaker_share, g.breaker_keys, g.breaker_window_s, g.breaker_errors
+       g.breaker_share, g.breaker_keys, g.breaker_window_s, g.breaker_errors, g.key_class,
+       g.class_concurrency, g.class_rate
 FROM mqlayer.consumer_group g JOIN mqlayer.topic t USING (topic_id)
 WHERE t.name = %(topic)s AND g.name = %(name)s;
 
@@ -81,6 +84,9 @@ SET settings_version = settings_version + 1, backoff_s = coalesce(%(backoff_s)s:
     breaker_keys = coalesce(%(breaker_keys)s::int, breaker_keys),
     breaker_window_s = coalesce(%(breaker_window_s)s::double precision, breaker_window_s),
     breaker_errors = coalesce(%(breaker_errors)s::text[], breaker_errors),
+    key_class = coalesce(%(key_class)s, key_class),
+    class_concurrency = nullif(coalesce(%(class_concurrency)s::double precision, class_concurrency), 'Infinity')::int,
+    class_rate = nullif(coalesce(%(class_rate)s::double precision, class_rate), 'Infinity'),
     balance = coalesce(%(balance)s::text, balance), instance_expiry_s = coalesce(%(instance_expiry_s)s::double precision, instance_expiry_s),
     tag_filter = coalesce(%(tag_filter)s::text, tag_filter),
     rate_limit = nullif(coalesce(%(rate_limit)s::double precision, rate_limit), 'Infinity'),
@@ -160,7 +166,8 @@ SELECT set_config('lock_timeout', %(lock_wait)s, true),
 
 -- name: group_lock
 -- Lock a group for a change of its membership or assignments.
-SELECT group_id, topic_id, allocation, balance, mode, state, instance IS NOT NULL FROM mqlayer.consumer_group
+SELECT group_id, topic_id, allocation, balance, mode, state, instance IS NOT NULL, deployment, canary, canary_lps,
+       previous_deployment, fallback FROM mqlayer.consumer_group
 WHERE group_id = %(group_id)s FOR NO KEY UPDATE;
 
 -- name: group_admits
@@ -172,11 +179,12 @@ FROM mqlayer.consumer_group g JOIN mqlayer.topic t USING (topic_id) WHERE g.grou
 -- A member (again): a new session, so that an earlier process of this id is refused. Nothing where a process that goes
 -- on after its own sessions finds another's: somebody took its id, or evicted it. A lower one is of before them: their
 -- commits are lost.
-INSERT INTO mqlayer.member AS m (group_id, member_id, session, host, pid, lease_until)
-VALUES (%(group_id)s, %(member_id)s, %(session)s, %(host)s, %(pid)s, now() + make_interval(secs => %(lease_s)s))
+INSERT INTO mqlayer.member AS m (group_id, member_id, session, host, pid, deployment, zone, lease_until)
+VALUES (%(group_id)s, %(member_id)s, %(session)s, %(host)s, %(pid)s, %(deployment)s, %(zone)s,
+        now() + make_interval(secs => %(lease_s)s))
 ON CONFLICT (group_id, member_id) DO UPDATE
-SET session = excluded.session, host = excluded.host, pid = excluded.pid, leaving = false,
-    joined_at = now(), lease_until = excluded.lease_until
+SET session = excluded.session, host = excluded.host, pid = excluded.pid, deployment = excluded.deployment,
+    zone = excluded.zone, leaving = false, joined_at = now(), lease_until = excluded.lease_until
 WHERE %(own)s::bigint[] IS NULL OR m.session = ANY(%(own)s::bigint[]) OR m.session < ALL(%(own)s::bigint[])
 RETURNING session;
 
@@ -209,7 +217,10 @@ SELECT (SELECT count(*) FROM beat) AS known,
        OR EXISTS (SELECT FROM mqlayer.readable r
                   LEFT JOIN mqlayer.assignment a ON a.group_id = r.group_id AND a.partition_id = r.partition_id
                   JOIN mqlayer.consumer_group g ON g.group_id = r.group_id AND g.mode = 'exclusive'
-                  WHERE r.group_id = %(group_id)s AND a.member_id IS NULL) AS unbalanced;
+                  WHERE r.group_id = %(group_id)s AND a.member_id IS NULL AND EXISTS (
+                      SELECT FROM mqlayer.member s
+                      WHERE s.group_id = r.group_id AND s.lease_until >= now() AND NOT s.leaving
+                        AND coalesce(s.deployment = r.deployment, true))) AS unbalanced;
 
 -- name: member_session
 -- The newest session of a member id. Asked for by itself: the heartbeat's statement may have begun before that one joined.
@@ -236,7 +247,8 @@ WHERE g.state = 'live'
                     AND (m.lease_until = '-infinity'
                          OR a.member_id IS NULL
                             AND EXISTS (SELECT FROM mqlayer.member s
-                                        WHERE s.group_id = g.group_id AND s.lease_until >= now() AND NOT s.leaving))))
+                                        WHERE s.group_id = g.group_id AND s.lease_until >= now() AND NOT s.leaving
+                                          AND coalesce(s.deployment = r.deployment, true)))))
 ORDER BY g.group_id;
 
 -- name: member_assignments
@@ -248,7 +260,7 @@ SELECT p.partition_id, p.node_id, p.lp_from, p.lp_to, a.epoch, coalesce(s.start_
            WHERE pp.group_id = a.group_id AND pp.partition_id = a.partition_id) AS release, coalesce(e.cut, false) AS cut, g.seek, g.replay,
        EXISTS (SELECT FROM mqlayer.redrive d WHERE d.group_id = g.group_id AND d.state = 'running' AND d.newer = 'wait'
                AND d.name IS NULL) AS resting,
-       t.archived, g.rate_limit, g.rate_burst, CASE WHEN g.rate_limit IS NOT NULL THEN (
+       t.archived, g.rate_limit, g.rate_burst, CASE WHEN g.rate_limit IS NOT NULL OR g.class_rate IS NOT NULL THEN (
            SELECT count(*) FROM mqlayer.readable r WHERE r.group_id = %(group_id)s) END::int AS share_count,
        b.state, extract(epoch FROM clock_timestamp() - b.changed_at)::float8,
        extract(epoch FROM b.probe_at - clock_timestamp())::float8, b.state = 'probing' AND b.probe_session = %(session)s,
@@ -261,7 +273,8 @@ SELECT p.partition_id, p.node_id, p.lp_from, p.lp_to, a.epoch, coalesce(s.start_
              AND sm.reported_at > now() - make_interval(secs => g.breaker_window_s)),
        g.tag_filter, g.parking, g.allocation, g.backoff_s, g.backoff_jitter, g.attempt_limit, g.policy,
        g.non_retryable_errors, g.retryable_errors, g.time_limit_s, g.max_time_limit_s, g.parked_keys_limit, g.parked_messages_limit,
-       g.parked_bytes_limit, g.key_messages_limit, g.key_bytes_limit, g.breaker_share, g.breaker_keys, g.breaker_window_s, g.breaker_errors
+       g.parked_bytes_limit, g.key_messages_limit, g.key_bytes_limit, g.breaker_share, g.breaker_keys, g.breaker_window_s, g.breaker_errors,
+       g.key_class, g.class_concurrency, g.class_rate
 FROM mqlayer.consumer_group g
 JOIN mqlayer.topic t USING (topic_id)
 LEFT JOIN mqlayer.breaker b USING (group_id)
@@ -279,7 +292,7 @@ WHERE group_id = %(group_id)s AND lease_until < now() AND lease_until > '-infini
 
 -- name: member_live
 -- Members whose lease was not noted as run out.
-SELECT member_id, leaving FROM mqlayer.member
+SELECT member_id, leaving, deployment, zone FROM mqlayer.member
 WHERE group_id = %(group_id)s AND lease_until > '-infinity' ORDER BY member_id;
 
 -- name: member_evict
@@ -319,8 +332,10 @@ WHERE p.partition_id = a.partition_id AND m.group_id = a.group_id AND m.member_i
            SELECT FROM mqlayer.readable r WHERE r.group_id = %(group_id)s AND r.partition_id = a.partition_id));
 
 -- name: assignment_list
--- Who owns what of all that a group may consume, and who shall; and what is published there by the second.
-SELECT r.partition_id, a.member_id, a.epoch, a.target, coalesce(p.per_s, 0) AS per_s
+-- Who owns what of all that a group may consume, and who shall; what is published there by the second; the deployment
+-- whose members may have it; and its zone.
+SELECT r.partition_id, a.member_id, a.epoch, a.target, coalesce(p.per_s, 0) AS per_s, r.deployment,
+       (SELECT n.zone FROM mqlayer.partition o JOIN mqlayer.node n USING (node_id) WHERE o.partition_id = r.partition_id) AS zone
 FROM mqlayer.readable r
 LEFT JOIN mqlayer.assignment a ON a.group_id = r.group_id AND a.partition_id = r.partition_id
 LEFT JOIN mqlayer.partition_rate p ON p.partition_id = r.partition_id
@@ -411,9 +426,11 @@ WITH raised AS (
 SELECT pg_notify('mqlayer_group', group_id::text) FROM raised;
 
 -- name: pop_partitions
--- The partitions of a group with ordered pop, or a shared one, under which epoch they are given out, and whether they are now.
+-- The partitions of a group with ordered pop, or a shared one, under which epoch they are given out, and whether they are
+-- now to a deployment.
 SELECT p.partition_id, p.node_id, a.epoch, coalesce(s.start_offset, 1) AS start_offset, g.seek, g.replay,
-       coalesce(e.cut, false) AS cut, r.partition_id IS NOT NULL AS readable, t.archived, g.rate_limit, g.rate_burst,
+       coalesce(e.cut, false) AS cut,
+       r.partition_id IS NOT NULL AND coalesce(r.deployment = %(deployment)s, true) AS readable, t.archived, g.rate_limit, g.rate_burst,
        CASE WHEN g.rate_limit IS NOT NULL THEN (count(r.partition_id) OVER ())::int END AS share_count
 FROM mqlayer.consumer_group g
 JOIN mqlayer.topic t USING (topic_id)
@@ -435,3 +452,18 @@ WHERE r.group_id = %(group_id)s ON CONFLICT DO NOTHING;
 -- The node refuses the epoch in force: give out a higher one, unless somebody did.
 UPDATE mqlayer.assignment SET epoch = nextval('mqlayer.epoch'), changed_at = now()
 WHERE group_id = %(group_id)s AND partition_id = %(partition_id)s AND epoch = %(epoch)s AND member_id IS NULL;
+
+-- name: group_deploy
+-- Say which deployment consumes a group, and which one below an LP.
+UPDATE mqlayer.consumer_group
+SET deployment = %(deployment)s, canary = %(canary)s, canary_lps = %(canary_lps)s,
+    previous_deployment = %(previous_deployment)s, fallback = %(fallback)s
+WHERE group_id = %(group_id)s AND state = 'live' RETURNING group_id;
+
+-- name: deployment_partitions
+-- What a group may consume, by whose deployment, and which deployment owns it now.
+SELECT r.partition_id, p.lp_from, p.lp_to, r.deployment, a.member_id, m.deployment
+FROM mqlayer.readable r JOIN mqlayer.partition p USING (partition_id)
+LEFT JOIN mqlayer.assignment a ON a.group_id = r.group_id AND a.partition_id = r.partition_id
+LEFT JOIN mqlayer.member m ON m.group_id = a.group_id AND m.member_id = a.member_id
+WHERE r.group_id = %(group_id)s ORDER BY p.lp_from, p.partition_id;

@@ -8,8 +8,15 @@ SELECT g.group_id, t.name, g.name, g.state, g.version, t.version AS topic_versio
        g.tag_filter, g.instance, coalesce(g.instance_expiry_s, b.instance_expiry_s),
        extract(epoch FROM clock_timestamp() - g.absent_since)::float8, g.backoff_s, g.backoff_jitter, g.attempt_limit, g.policy, g.non_retryable_errors, g.retryable_errors, g.time_limit_s,
        g.max_time_limit_s, g.parked_keys_limit, g.parked_messages_limit, g.parked_bytes_limit, g.key_messages_limit,
-       g.key_bytes_limit, g.breaker_share, g.breaker_keys, g.breaker_window_s, g.breaker_errors, g.paused_by, t.paused_at AS topic_paused_at, t.paused_by AS topic_paused_by, g.rate_limit,
-       g.rate_burst, s.state, s.changed_at, s.opened_at, s.cause, s.actor, s.failing_keys, s.probes, s.probe_at
+       g.key_bytes_limit, g.breaker_share, g.breaker_keys, g.breaker_window_s, g.breaker_errors, g.key_class, g.class_concurrency,
+       g.class_rate, g.paused_by, t.paused_at AS topic_paused_at, t.paused_by AS topic_paused_by, g.rate_limit,
+       g.rate_burst, s.state, s.changed_at, s.opened_at, s.cause, s.actor, s.failing_keys, s.probes, s.probe_at,
+       coalesce((
+           SELECT jsonb_object_agg(l.deployment, l.members)
+           FROM (SELECT m.deployment, count(*) AS members FROM mqlayer.member m
+                 WHERE m.group_id = g.group_id AND m.lease_until >= now() GROUP BY m.deployment) AS l), '{}') AS living,
+       (SELECT c.name FROM mqlayer.consumer_group c WHERE c.group_id = g.copied_from) AS copied_from,
+       g.deployment, g.canary, g.canary_lps, g.previous_deployment, g.fallback
 FROM mqlayer.consumer_group g JOIN mqlayer.topic t USING (topic_id)
 LEFT JOIN mqlayer.breaker s ON s.group_id = g.group_id AND s.state <> 'closed' AND g.breaker_share IS NOT NULL
 LEFT JOIN mqlayer.consumer_group b ON b.group_id = g.broadcast_of
@@ -48,7 +55,7 @@ ORDER BY g.group_id, p.partition_id;
 SELECT m.member_id, m.host, m.pid, m.joined_at, m.leaving,
        extract(epoch FROM nullif(m.lease_until, '-infinity') - now())::float8 AS lease_left_s,
        (SELECT count(*) FROM mqlayer.assignment a
-        WHERE a.group_id = m.group_id AND a.member_id = m.member_id) AS partitions
+        WHERE a.group_id = m.group_id AND a.member_id = m.member_id) AS partitions, m.deployment
 FROM mqlayer.member m WHERE m.group_id = %(group_id)s ORDER BY m.member_id;
 
 -- name: inspected_lineage

@@ -1,7 +1,8 @@
 -- part: inherited
 start, start_at, ordered, balance, tag_filter, rate_limit, rate_burst, settings_version, backoff_s, backoff_jitter,
 attempt_limit, policy, non_retryable_errors, retryable_errors, time_limit_s, max_time_limit_s, parked_keys_limit, parked_messages_limit,
-parked_bytes_limit, key_messages_limit, key_bytes_limit, breaker_share, breaker_keys, breaker_window_s, breaker_errors;
+parked_bytes_limit, key_messages_limit, key_bytes_limit, breaker_share, breaker_keys, breaker_window_s, breaker_errors,
+key_class, class_concurrency, class_rate;
 
 -- part: absent_s
 -- For how long nobody has consumed for an instance c; a lease that ran out and was not noted counts from its end. Null where

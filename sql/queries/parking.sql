@@ -274,3 +274,7 @@ FROM unnest(%(partitions)s::int[], %(events)s::text[], %(counts)s::bigint[]) AS 
 ORDER BY partition_id, event
 ON CONFLICT (group_id, partition_id, event) DO UPDATE
 SET count = least(c.count + excluded.count, 9007199254740991), last_at = clock_timestamp();
+
+-- name: large_bodies_referenced
+-- Which of these large bodies a parked, dead or archived message names.
+SELECT named FROM mqlayer.bodies_named_v1(%(ids)s::text[]) AS named;

@@ -28,13 +28,14 @@ FROM mqlayer_app.counter c LEFT JOIN mqlayer_app.relayed r USING (topic_id, lp) 
 -- name: samples_put
 -- Samples of this minute; those that another run took of it stay.
 INSERT INTO mqlayer.sample (kind, object_id, at, lag, oldest_s, parked, dead, members, busy, committed, relayed, stored,
-                            memory_bytes, ops_per_s)
+                            memory_bytes, memory_limit, cpu_s, ops_per_s)
 SELECT s.kind, s.object_id, date_trunc('minute', now(), 'UTC'), s.lag, s.oldest_s, s.parked, s.dead, s.members, s.busy,
-       s.committed, s.relayed, s.stored, s.memory_bytes, s.ops_per_s
+       s.committed, s.relayed, s.stored, s.memory_bytes, s.memory_limit, s.cpu_s, s.ops_per_s
 FROM unnest(%(kind)s::text[], %(object_id)s::bigint[], %(lag)s::bigint[], %(oldest_s)s::float8[], %(parked)s::bigint[],
             %(dead)s::bigint[], %(members)s::int[], %(busy)s::int[], %(committed)s::bigint[], %(relayed)s::bigint[], %(stored)s::bigint[],
-            %(memory_bytes)s::bigint[], %(ops_per_s)s::float8[])
-     AS s (kind, object_id, lag, oldest_s, parked, dead, members, busy, committed, relayed, stored, memory_bytes, ops_per_s)
+            %(memory_bytes)s::bigint[], %(memory_limit)s::bigint[], %(cpu_s)s::float8[], %(ops_per_s)s::float8[])
+     AS s (kind, object_id, lag, oldest_s, parked, dead, members, busy, committed, relayed, stored, memory_bytes, memory_limit, cpu_s,
+           ops_per_s)
 ON CONFLICT (kind, object_id, at) DO NOTHING;
 
 -- name: sampled_rates_put

@@ -15,12 +15,15 @@ SELECT epoch FROM mqlayer.assignment
 WHERE group_id = %(group_id)s AND partition_id = %(partition_id)s AND epoch = %(epoch)s FOR KEY SHARE;
 
 -- name: redriven_claim
--- Give a member of a shared group messages that were given back to it and are due; nobody else gets them for a while. What
+-- Give a member of a shared group messages that were given back to it, are due, and whose LP its deployment has; nobody
+-- else gets them for a while. What
 -- was claimed before and not ended may have ended its process: one of these at a time, where the member wants any, and
 -- its attempt is counted before. `started` names this very claim.
 WITH due AS (
-    SELECT group_id, lp, name, started IS NOT NULL AS care FROM mqlayer.parked_key
+    SELECT group_id, lp, name, started IS NOT NULL AS care FROM mqlayer.parked_key k
     WHERE group_id = %(group_id)s AND due_at <= clock_timestamp()
+      AND (SELECT CASE WHEN k.lp < g.canary_lps THEN g.canary ELSE g.deployment END
+           FROM mqlayer.consumer_group g WHERE g.group_id = %(group_id)s) = %(deployment)s
     ORDER BY due_at LIMIT %(limit)s FOR UPDATE SKIP LOCKED
 ), chosen AS (
     SELECT *, row_number() OVER (PARTITION BY care) AS number FROM due

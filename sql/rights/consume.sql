@@ -9,13 +9,13 @@ GRANT SELECT, INSERT (actor, cause, failing_keys, group_id, probe_at, state), UP
     failing_keys, opened_at, probe_at, probe_session, probes, state) ON mqlayer.breaker TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.beginnings_forget_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.caller_v1 TO {role};
-GRANT SELECT, INSERT (attempt_limit, breaker_share, breaker_keys, breaker_window_s, breaker_errors, absent_since,
-    backoff_jitter, backoff_s, balance, broadcast_of, non_retryable_errors, from_archive, instance,
+GRANT SELECT, INSERT (attempt_limit, breaker_share, breaker_keys, breaker_window_s, breaker_errors, key_class, class_concurrency, class_rate, absent_since,
+    backoff_jitter, backoff_s, balance, broadcast_of, deployment, non_retryable_errors, from_archive, instance,
     visibility_timeout_s, instance_expiry_s, key_bytes_limit, key_messages_limit, mode, name, ordered,
     parked_bytes_limit, parked_keys_limit, parked_messages_limit, paused_at, paused_by, policy, rate_burst, rate_limit,
     retryable_errors, scope, settings_version, start, start_at, tag_filter, max_time_limit_s, time_limit_s, topic_id),
-    UPDATE (allocation, attempt_limit, breaker_share, breaker_keys, breaker_window_s, breaker_errors, absent_since,
-    backoff_jitter, backoff_s, balance, non_retryable_errors, key_bytes_limit, key_messages_limit, ordered,
+    UPDATE (allocation, attempt_limit, breaker_share, breaker_keys, breaker_window_s, breaker_errors, key_class, class_concurrency, class_rate, absent_since,
+    backoff_jitter, backoff_s, balance, canary, canary_lps, deployment, fallback, previous_deployment, non_retryable_errors, key_bytes_limit, key_messages_limit, ordered,
     parked_bytes_limit, parked_keys_limit, parked_messages_limit, paused_at, paused_by, policy, rate_burst, rate_limit,
     replay, retired_at, retryable_errors, seek, settings_version, start, start_at, state, tag_filter, max_time_limit_s,
     time_limit_s, version) ON mqlayer.consumer_group TO {role};
@@ -31,8 +31,8 @@ GRANT EXECUTE ON FUNCTION mqlayer.groups_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.has_for_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.has_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.may_create_group_v1 TO {role};
-GRANT SELECT, INSERT (group_id, host, lease_until, member_id, pid, session), UPDATE (failing_keys, host, joined_at,
-    lease_until, leaving, pid, reported_at, session, tried_keys) ON mqlayer.member TO {role};
+GRANT SELECT, INSERT (deployment, group_id, host, lease_until, member_id, pid, session, zone), UPDATE (deployment,
+    failing_keys, host, joined_at, lease_until, leaving, pid, reported_at, session, tried_keys, zone) ON mqlayer.member TO {role};
 GRANT USAGE ON SEQUENCE mqlayer.member_session TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.members_forget_v1 TO {role};
 GRANT SELECT ON mqlayer.migration TO {role};
@@ -72,6 +72,7 @@ GRANT EXECUTE ON FUNCTION mqlayer_app.fence_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.has_for_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.has_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.inbox_put_v1 TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer_app.large_body_read_v1 TO {role};
 GRANT SELECT ON mqlayer_app.migration TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.version_released_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.version_set_v1 TO {role};

@@ -15,12 +15,12 @@ GRANT EXECUTE ON FUNCTION mqlayer.caller_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.console_session_begin_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.console_session_end_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.console_session_v1 TO {role};
-GRANT SELECT, INSERT (attempt_limit, breaker_share, breaker_keys, breaker_window_s, breaker_errors, backoff_jitter,
-    backoff_s, balance, non_retryable_errors, from_archive, visibility_timeout_s, instance_expiry_s, key_bytes_limit,
+GRANT SELECT, INSERT (attempt_limit, breaker_share, breaker_keys, breaker_window_s, breaker_errors, key_class, class_concurrency, class_rate, backoff_jitter,
+    backoff_s, balance, copied_from, deployment, paused_at, paused_by, state, non_retryable_errors, from_archive, visibility_timeout_s, instance_expiry_s, key_bytes_limit,
     key_messages_limit, mode, name, ordered, parked_bytes_limit, parked_keys_limit, parked_messages_limit, policy,
     rate_burst, rate_limit, retryable_errors, scope, start, start_at, tag_filter, max_time_limit_s, time_limit_s,
-    topic_id), UPDATE (allocation, attempt_limit, breaker_share, breaker_keys, breaker_window_s, breaker_errors,
-    absent_since, backoff_jitter, backoff_s, balance, non_retryable_errors, instance_expiry_s, key_bytes_limit,
+    topic_id), UPDATE (allocation, attempt_limit, breaker_share, breaker_keys, breaker_window_s, breaker_errors, key_class, class_concurrency, class_rate,
+    absent_since, backoff_jitter, backoff_s, balance, canary, canary_lps, deployment, fallback, previous_deployment, non_retryable_errors, instance_expiry_s, key_bytes_limit,
     key_messages_limit, ordered, parked_bytes_limit, parked_keys_limit, parked_messages_limit, parking, paused_at,
     paused_by, policy, rate_burst, rate_limit, replay, retired_at, retryable_errors, seek, settings_version, start,
     start_at, state, tag_filter, max_time_limit_s, time_limit_s, version), DELETE ON mqlayer.consumer_group TO {role};
@@ -50,11 +50,11 @@ GRANT EXECUTE ON FUNCTION mqlayer.numbers_used_v1 TO {role};
 GRANT SELECT, INSERT (armed_at, armed_run_id, last_run_id, name, url, zone), UPDATE (armed_at, armed_run_id, draining_at, former_runs,
     last_run_id, lost_at, name, removed_at, url, zone) ON mqlayer.node TO {role};
 GRANT SELECT ON mqlayer.parked_fact TO {role};
-GRANT SELECT, INSERT (cause, due_at, group_id, lp, name, paused_at, paused_by), UPDATE (attempts, cause, due_at,
+GRANT SELECT, INSERT (attempts, cause, due_at, group_id, lp, name, paused_at, paused_by, released), UPDATE (attempts, cause, due_at,
     paused_at, paused_by, released, started, started_alone) ON mqlayer.parked_key TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.parked_key_end_v1 TO {role};
-GRANT SELECT, INSERT (body, group_id, key, log_offset, lp, m, name, partition_id, position, redriven, replay, seq, source),
-    UPDATE (attempts), DELETE ON mqlayer.parked_message TO {role};
+GRANT SELECT, INSERT (attempts, body, group_id, key, log_offset, lp, m, name, partition_id, position, redriven, replay, seq,
+    source, tried), UPDATE (attempts), DELETE ON mqlayer.parked_message TO {role};
 GRANT USAGE ON SEQUENCE mqlayer.parked_position TO {role};
 GRANT SELECT, DELETE ON mqlayer.parked_total TO {role};
 GRANT SELECT, INSERT (group_id, lp, name, number), DELETE ON mqlayer.parking_change TO {role};
@@ -93,9 +93,9 @@ GRANT SELECT, INSERT (cluster, kind, name, outbox_uuid), UPDATE (closed_at, drop
     {role};
 GRANT EXECUTE ON FUNCTION mqlayer.system_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.timeline_v1 TO {role};
-GRANT SELECT, INSERT (archived, backlog_limit, body_limit, name, strategy), UPDATE (archived, backlog_limit, body_limit,
-    deleted_at, deleting_at, detached, name, paused_at, paused_by, retain_bytes, retain_messages, retain_s, retain_unsettled, retention_days,
-    schema_mode, version) ON mqlayer.topic TO {role};
+GRANT SELECT, INSERT (archived, backlog_limit, body_limit, home_zone, name, strategy), UPDATE (archived, backlog_limit, body_limit,
+    deleted_at, deleting_at, detached, home_zone, name, paused_at, paused_by, retain_bytes, retain_messages, retain_s,
+    retain_unsettled, retention_days, schema_mode, version) ON mqlayer.topic TO {role};
 GRANT SELECT ON mqlayer.topic_schema TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.topic_schema_put_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.caller_v1 TO {role};
@@ -109,6 +109,8 @@ GRANT EXECUTE ON FUNCTION mqlayer_app.delayed_release_v1 TO {role};
 GRANT SELECT, UPDATE (alarm_at) ON mqlayer_app.entity_version TO {role};
 GRANT SELECT ON mqlayer_app.fence_applied TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.fence_clean_v1 TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer_app.fence_copy_v1 TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer_app.inbox_copy_v1 TO {role};
 GRANT SELECT ON mqlayer_app.fence_epoch TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.fence_raise_v1 TO {role};
 GRANT SELECT ON mqlayer_app.granted TO {role};
@@ -119,6 +121,10 @@ GRANT SELECT, INSERT (only_one), UPDATE (timeline) ON mqlayer_app.identity TO {r
 GRANT SELECT, UPDATE (kept_at), DELETE ON mqlayer_app.inbox TO {role};
 GRANT SELECT, INSERT (group_id, scope), UPDATE (scope) ON mqlayer_app.known_group TO {role};
 GRANT SELECT, UPDATE (epoch, lease_until, relay_id) ON mqlayer_app.lp_set TO {role};
+GRANT SELECT (body_id, looked_at, removing, size) ON mqlayer_app.large_body TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer_app.large_body_put_v1 TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer_app.large_body_read_v1 TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer_app.large_body_scope_v1 TO {role};
 GRANT SELECT ON mqlayer_app.migration TO {role};
 GRANT SELECT ON mqlayer_app.outbox TO {role};
 GRANT SELECT ON mqlayer_app.outbox_message TO {role};

@@ -76,6 +76,7 @@ GRANT SELECT ON mqlayer_app.identity TO {role};
 GRANT SELECT ON mqlayer_app.inbox TO {role};
 GRANT SELECT ON mqlayer_app.known_group TO {role};
 GRANT SELECT ON mqlayer_app.lp_set TO {role};
+GRANT SELECT (body_id, looked_at, removing, size) ON mqlayer_app.large_body TO {role};
 GRANT SELECT ON mqlayer_app.migration TO {role};
 GRANT SELECT (id, topic_id, lp, slot, seq, created_at, key) ON mqlayer_app.outbox TO {role};
 GRANT SELECT ON mqlayer_app.relay TO {role};

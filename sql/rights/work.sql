@@ -10,8 +10,8 @@ GRANT EXECUTE ON FUNCTION mqlayer.beginnings_forget_v1 TO {role};
 GRANT SELECT, DELETE ON mqlayer.breaker TO {role};
 GRANT SELECT, UPDATE (at, error, gone, result), DELETE ON mqlayer.bulk_item TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.caller_v1 TO {role};
-GRANT SELECT, UPDATE (allocation, absent_since, parking, paused_at, retired_at, state, version), DELETE ON
-    mqlayer.consumer_group TO {role};
+GRANT SELECT, UPDATE (allocation, absent_since, canary, canary_lps, deployment, fallback, parking, paused_at,
+    previous_deployment, retired_at, state, version), DELETE ON mqlayer.consumer_group TO {role};
 GRANT SELECT ON mqlayer.dead_fact TO {role};
 GRANT SELECT, INSERT (actor, attempts, body, cause, group_id, key, log_offset, lp, m, partition_id, reason, seq,
     source), UPDATE (actor, attempts, body, cause, died_at, log_lost, log_offset, partition_id, reason, redriven_at,
@@ -58,10 +58,11 @@ GRANT SELECT, INSERT (actor, kind, mode, topic_id, version), UPDATE (ended_at, m
     mqlayer.route_change TO {role};
 GRANT SELECT, INSERT (change_id, facts, key, kind, lp, partitions, reason, topic_id, verdict), UPDATE (facts, helped,
     judged_at), DELETE ON mqlayer.route_decision TO {role};
-GRANT SELECT, INSERT (at_s, next_offset, partition_id, settled), UPDATE (at_s, next_offset, settled), DELETE ON
+GRANT SELECT, INSERT (at_s, next_offset, partition_id, settled), UPDATE (at_s, next_offset, sampled_at, settled), DELETE ON
     mqlayer.route_load TO {role};
 GRANT SELECT, UPDATE (failed, measured_per_s, stopped_at, stopped_because, unhelpful) ON mqlayer.route_policy TO {role};
-GRANT SELECT, INSERT (at, busy, committed, dead, kind, lag, members, memory_bytes, object_id, oldest_s, ops_per_s, parked, relayed, stored),
+GRANT SELECT, INSERT (at, busy, committed, cpu_s, dead, kind, lag, members, memory_bytes, memory_limit, object_id, oldest_s,
+    ops_per_s, parked, relayed, stored),
     DELETE ON mqlayer.sample TO {role};
 GRANT SELECT, INSERT (unreachable, change_id, cut, marks, next_offset, partition_id, run_id, seal_id), UPDATE (unreachable, cut,
     next_offset, run_id, seal_id) ON mqlayer.seal TO {role};
@@ -82,6 +83,12 @@ GRANT EXECUTE ON FUNCTION mqlayer_app.has_v1 TO {role};
 GRANT SELECT, INSERT (only_one), UPDATE (timeline) ON mqlayer_app.identity TO {role};
 GRANT SELECT, UPDATE (kept_at), DELETE ON mqlayer_app.inbox TO {role};
 GRANT SELECT, INSERT (group_id, scope), UPDATE (scope) ON mqlayer_app.known_group TO {role};
+GRANT SELECT, UPDATE (free_since, looked_at, removing), DELETE ON mqlayer_app.large_body TO {role};
+GRANT SELECT, UPDATE (ends, trimmed_at) ON mqlayer_app.large_body_cut TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer_app.large_body_cut_v1 TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer_app.large_body_sent_v1 TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer_app.large_body_waits_v1 TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer.bodies_named_v1 TO {role};
 GRANT SELECT, UPDATE (epoch, lease_until, relay_id) ON mqlayer_app.lp_set TO {role};
 GRANT SELECT ON mqlayer_app.migration TO {role};
 GRANT SELECT ON mqlayer_app.outbox TO {role};

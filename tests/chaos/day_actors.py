@@ -47,7 +47,14 @@ POLICY: Final[Mapping[str, object]] = {
 def day_times(day_s: float) -> Times:
     """Return the autopilot's windows for so short a day."""
     look_back_s = max(8.0, day_s / 25)
-    return Times(window_s=look_back_s / 6, look_back_s=look_back_s, settle_s=3.0, sample_s=1.0, gap_s=look_back_s / 40)
+    return Times(
+        window_s=look_back_s / 6,
+        look_back_s=look_back_s,
+        settle_s=3.0,
+        sample_s=1.0,
+        gap_s=look_back_s / 40,
+        again_s=3.0,
+    )
 
 
 def load_at(part: float) -> float:

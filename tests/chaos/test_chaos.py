@@ -23,13 +23,9 @@ from pathlib import Path
 
 import pytest
 
-from mqlayer.cli.spark_requirements import check_spark
-from mqlayer.errors import SparkMissing
-from tests.chaos.actors import TOPIC
 from tests.chaos.harness.nemesis import KINDS
 from tests.chaos.harness.run import SHORT, SUITE, Length, run, shown
 from tests.chaos.harness.scene import Scene
-from tests.fixtures.missing_tools import leave_out_part
 
 LONG_S, LONG_PAUSE_S = 600.0, 0.04
 
@@ -41,31 +37,6 @@ def length_of(config: pytest.Config) -> Length:
     if not long:
         return replace(SUITE, seconds=seconds)
     return replace(SHORT, seconds=seconds, changes=20, messages=100_000, pause_s=LONG_PAUSE_S)
-
-
-@pytest.fixture
-def order_audit(request: pytest.FixtureRequest) -> Callable[[Scene], Iterator[str]]:
-    """Case 79: a judge that knows nothing of histories and streams, Spark's order audit, where Spark is there.
-
-    Where it is not, that is said; where CI is set, that fails before the run.
-    """
-    try:
-        check_spark()
-    except SparkMissing as missing:
-        leave_out_part(request, f"Spark's order audit: {missing}")
-        return lambda _scene: iter(())
-
-    def audit(scene: Scene) -> Iterator[str]:
-        from tests.proof.audit import archive_and_audit
-
-        spark, dsn = request.getfixturevalue("spark"), scene.settings.control_dsn()
-        found = archive_and_audit(spark, dsn, prefix=scene.prefix, topics=[TOPIC])
-        if not found.good:
-            yield f"order audit: {found.facts}"
-        if found.facts["records"] != scene.committed():
-            yield f"order audit: {found.facts['records']} records of {scene.committed()} messages"
-
-    return audit
 
 
 # The audit's session is the one of Spark's other tests: another would take as long as the faults.

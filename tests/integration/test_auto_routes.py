@@ -81,12 +81,15 @@ def test_the_job_isolates_a_hot_key_and_names_it_under_its_own_right(world: Worl
     (decision,) = decisions_of(world.database, "orders")
     assert f"key '{key_of(300)}' of LP 300 has 7" in decision.reason
     put_load(world, {2: 1, 3: 90, 4: 1})
+    age_changes(world)
     world.rows("UPDATE mqlayer.job SET next_at = now()")
-    TASKS["auto_routes"]()
+    with load(world, (300,)):
+        TASKS["auto_routes"]()
     assert len(bounds(world)) == 3
     (refused, _) = decisions_of(world.database, "orders")
     assert (refused.verdict, refused.lp) == ("refused", 300)
-    assert "no split helps" in refused.reason
+    assert f"single LP 300 of key '{key_of(300)}', so no split helps: divide the key" in refused.reason
+    assert explain_routes(world.runtime(), "orders").partitions[1].reason == refused.reason
     assert told(world) == ["MqlayerKeyHot"]
     assert control_samples(world.runtime())["mqlayer.autopilot.hot_lps"] == [(1, {"topic": "orders"})]
 
@@ -237,3 +240,24 @@ def is_measured(world: World) -> bool:
     here = world.runtime(actor="worker")
     auto_routes(here, times=MEASURED)
     return bool(explain_routes(here, "orders", times=MEASURED).partitions[0].per_s)
+
+
+@pytest.mark.world(partitions=4)
+def test_a_new_node_is_filled_by_moves_one_after_the_other(world: World, node: RedisServer) -> None:
+    switch_on(world, capacity_per_s=1_000.0, min_partitions=4)
+    world.add_node(node.url)
+    put_load(world, dict.fromkeys((1, 2, 3, 4), 100.0))
+    assert one_pass(world).changed == ("orders",)
+    assert one_pass(world).changed == (), "a minute between two moves"
+    (decision,) = decisions_of(world.database, "orders")
+    assert "node node-1 has 400 messages/s, 2.00 times the mean; 100 messages/s go to node-2" in decision.reason
+    age_changes(world)
+    put_load(world, dict.fromkeys((2, 3, 4, 5), 100.0))
+    assert one_pass(world).changed == ("orders",)
+    age_changes(world)
+    put_load(world, dict.fromkeys((3, 4, 5, 6), 100.0))
+    assert one_pass(world).changed == (), "it is balanced"
+    placed = world.rows(
+        "SELECT node_id, count(*)::int FROM mqlayer.partition WHERE state = 'open' GROUP BY 1 ORDER BY 1"
+    )
+    assert placed == [(1, 2), (2, 2)]

@@ -152,7 +152,8 @@ def test_of_a_well_installation_nothing_is_broken(
         "control schema", "replaced", "numbers", "unarmed", "draining", "beat", "routes", "autopilot", "deletions",
         "groups", "parked", "pauses", "archive", "application schema",
             "relay", "recovery", "quarantined",
-        "publishers", "versions", "armed", "role", "persistence", "eviction", "memory", "replicas", "broker apart",
+        "publishers", "large_bodies", "versions",
+        "armed", "role", "persistence", "eviction", "memory", "replicas", "broker apart",
         "rights",
     }  # fmt: skip
     assert all(set(line) == {"check", "subject", "verdict", "seen", "fix"} for line in found)

@@ -36,7 +36,8 @@ NULL_MEANS_NONE: Final = {
     ("fence_v1", "p_key"), ("fence_many_v1", "p_keys"), ("inbox_put_v1", "p_name"), ("inbox_put_v1", "p_replay"),
     ("version_take_v1", "p_version"), ("version_take_v1", "p_body"), ("version_take_v1", "p_headers"),
     ("version_take_v1", "p_origin"), ("version_set_v1", "p_version"), ("version_set_v1", "p_drop"),
-    ("tags_v1", "p_tags"),
+    ("tags_v1", "p_tags"), ("large_body_put_v1", "p_bucket"), ("large_body_put_v1", "p_location"),
+    ("large_body_put_v1", "p_data"),
 }  # fmt: skip
 
 
@@ -71,10 +72,14 @@ def elements(argument: Argument, element: str) -> Iterator[Any]:
         yield from ("infinity", "-infinity", "294276-01-01", "4713-01-01 BC", "2100-01-01")
     elif element == "interval":
         yield from ("-1 second", "1 year -361 days -1 month", "178000000 years")
+    elif element == "uuid":
+        return
     elif element == "text":
         yield TOO_LONG
     elif element == "bytea":
-        yield TOO_LONG.encode()
+        # The one that takes any body that a value of Postgres holds.
+        if argument.function != "large_body_v1":
+            yield TOO_LONG.encode()
     elif element == "jsonb":
         yield from (f'{{"a": "{TOO_LONG}"}}', "[]", "1", "{" + ",".join(f'"h{n}": ""' for n in range(33)) + "}")
     else:

@@ -33,7 +33,7 @@ REQUESTS: dict[str, Any] = {
     "mode": "exclusive", "scope": "partition", "visibility_timeout_s": 7.0, "from_archive": True,
     "instance_expiry_s": 60.0,
     "rate_limit": 5.0, "rate_burst": 7.0, "breaker_share": 0.5, "breaker_keys": 7, "breaker_window_s": 30.0,
-    "breaker_errors": ("OSError",),
+    "breaker_errors": ("OSError",), "key_class": "prefix:/", "class_concurrency": 4, "class_rate": 5.0,
 }  # fmt: skip
 """A value for every setting of a group that differs from its default."""
 
@@ -56,6 +56,8 @@ def partner_of(name: str) -> dict[str, Any]:
     """Return the setting without which one has no effect."""
     if name == "rate_burst":
         return {"rate_limit": 5.0}
+    if name.startswith("class_"):
+        return {"key_class": "prefix:/"}
     return {"breaker_share": 0.5} if name.startswith("breaker_") and name != "breaker_share" else {}
 
 
@@ -89,6 +91,7 @@ IDLE: dict[str, GroupSettings] = {
     "leave backoff_s out": GroupSettings(attempt_limit=1, policy="dead_letter", backoff_s=(1.0,)),
     "or raise attempt_limit": GroupSettings(mode="shared", attempt_limit=1, policy="skip", backoff_s=(1.0,)),
     "leave breaker_keys out": GroupSettings(breaker_keys=5),
+    "leave class_rate out": GroupSettings(class_rate=5.0),
     "leave jitter out": GroupSettings(attempt_limit=1, jitter=0.5),
     "leave key_messages_limit out": GroupSettings(ordered=False, key_messages_limit=5),
     "leave key_bytes_limit out": GroupSettings(mode="broadcast", ordered=False, key_bytes_limit=5),

@@ -21,6 +21,7 @@ from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
 import mqlayer
+from mqlayer.autopilot import set_policy
 from mqlayer.errors import StoreUnavailable
 from mqlayer.exporter import SystemExporter, control_samples
 from mqlayer.groups import GroupSettings, ensure_group
@@ -344,6 +345,7 @@ def test_a_thousand_partitions_make_at_most_500_series_and_no_more_statements(
     for topic, group in GROUPS:
         if group == "ledger":
             world.add_topic(topic, partitions=500, archived=True)
+            set_policy(world.runtime(), topic, mode="on")
         make_group(world, topic, group)
     names = [job.name for job in PERIODIC_JOBS]
     world.rows("INSERT INTO mqlayer.job (name, last_at) SELECT unnest(%s::text[]), now() RETURNING 1", names)

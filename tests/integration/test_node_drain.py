@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from mqlayer import Producer
+from mqlayer.archive import archive_pass
 from mqlayer.doctor import diagnose
 from mqlayer.errors import Conflict, NotFound
 from mqlayer.postgres.database import Database
@@ -23,7 +24,7 @@ from mqlayer.routes import (
 )
 from mqlayer.runtime.route_cache import load_nodes, load_route
 from mqlayer.stack import RedisServer
-from mqlayer.topics import begin_drain, create_topic, register_node, remove_node, stop_drain
+from mqlayer.topics import begin_drain, create_topic, register_node, remove_node, set_archived, stop_drain
 from tests.fixtures.commands import Commands
 from tests.fixtures.dead_nodes import all_handled, bring, consuming, known_group
 from tests.fixtures.failpoints import broken_off_at
@@ -190,3 +191,18 @@ def test_a_split_is_planned_onto_other_nodes_than_a_draining_one(world: World, d
     runtime = world.runtime()
     begin_drain(runtime, "node-1")
     assert [s.node for s in planned_split(runtime, "orders", 1, at=[100], to=["node-2"]).successors] == [2, 2]
+
+
+def test_a_drain_waits_for_the_archive_and_says_so(world: World, database: Database) -> None:
+    known_group(world, database)
+    set_archived(world.runtime(), "orders", archived=True)
+    drained = "INSERT INTO mqlayer.drained (group_id, partition_id) SELECT group_id, 1 FROM mqlayer.consumer_group"
+    world.rows(f"{drained} RETURNING 1")
+    report = drain_node(world.runtime(), "node-1", timeout_s=0)
+    assert report.waiting == {1: "the archive goes first"}
+
+    def is_empty() -> bool:
+        archive_pass(world.runtime())
+        return drain_node(world.runtime(), "node-1", timeout_s=0).is_empty
+
+    wait_until(is_empty, what="the partition to be archived and retired")

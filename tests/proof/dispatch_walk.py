@@ -8,17 +8,24 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from mqlayer.consuming.engine.clock import Lease
+from mqlayer.consuming.ordered.class_limits import ClassLimits
 from mqlayer.consuming.ordered.dispatcher import Dispatcher
 from mqlayer.consuming.ordered.owned_partitions import KeyQueue, OwnedPartition, OwnershipState
 from mqlayer.consuming.ordered.results import size_of
+from mqlayer.domain.key_classes import key_class_rule
 from mqlayer.domain.message import NO_KEY, Record
 from mqlayer.domain.offsets import as_ranges
+from mqlayer.domain.rates import RateLimit
 from mqlayer.domain.routing import NodeId, PartitionId
 from mqlayer.groups.members import Assignment
 from mqlayer.redis.partition_scripts import LockHolder, LockTaken
 
 WORKERS = 3
-KEYS = (b"a", b"a", b"b", b"c", NO_KEY)
+KEYS = (b"t/a", b"t/a", b"t/b", b"u/c", NO_KEY)
+RULES = tuple(map(key_class_rule, ("none", "prefix:/", "header:tenant")))
+HEADERS = (b"", b':{"tenant":"t"}', b':{"tenant":"u"}')
+MEMORY = 4
+"""Messages in memory where classes have backlogs."""
 AT_ONCE_S = 1e-9
 
 
@@ -60,8 +67,10 @@ class DispatchWalk:
         self.server = WalkPartition()
         lease = Lease()
         lease.until = float("inf")
+        self.classes = rng.choice([RULES[:1], RULES[1:2], RULES[2:], RULES])
         self.dispatcher = Dispatcher(lease)
         self.dispatcher._queues._message_s = 0.0  # as with quick handlers: several key queues in a hand
+        self.change_classes()
         self.workers = [WalkWorker(self.dispatcher.new_local_queue()) for _ in range(WORKERS)]
         self.handled: dict[bytes, list[int]] = {key: [] for key in KEYS}
         self.epoch = 0
@@ -86,6 +95,9 @@ class DispatchWalk:
             (30, self.work),
             (6, self.acknowledge),
             (8, self.reload),
+            (8, self.load),
+            (8, self.grant),
+            (1, self.change_classes),
             (1, self.lose_and_get_again),
             (1, self.drain),
             (4, self.release_and_get_again),
@@ -99,9 +111,12 @@ class DispatchWalk:
 
     def append(self) -> None:
         for _ in range(self.rng.randint(1, 8)):
-            self.server.log.append(Record(len(self.server.log) + 1, b"1:0:1:0", self.rng.choice(KEYS), b"body"))
+            facts, key = b"1:0:1:0" + self.rng.choice(HEADERS), self.rng.choice(KEYS)
+            self.server.log.append(Record(len(self.server.log) + 1, facts, key, b"body"))
 
     def read(self) -> None:
+        if self.dispatcher.classes.may_read(self.owned, (MEMORY, 1000), keeps=True) is False:
+            return
         records = self.server.log[self.owned.next_read - 1 :][: self.rng.randint(1, 8)]
         if records and self.matching == 10:
             self.dispatcher.put(self.owned, records)
@@ -167,6 +182,20 @@ class DispatchWalk:
             wanted = list(key_queue.spilled or [])[: self.rng.randint(1, 3)]
             self.dispatcher.reload(key_queue, [self.server.log[offset - 1] for offset in wanted], len(wanted))
 
+    def load(self) -> None:
+        found = self.dispatcher.classes.to_load(self.owned, self.rng.randint(1, 8))
+        if found is not None:
+            name, offsets = found
+            self.dispatcher.classes.load(self.owned, name, offsets, [self.server.log[o - 1] for o in offsets])
+
+    def change_classes(self) -> None:
+        rate = RateLimit.of(self.rng.choice([None, 10.0]), None)
+        limits = ClassLimits(self.rng.choice([None, 1, 2]), rate)
+        self.dispatcher.classes.follow(self.rng.choice(self.classes), limits)
+
+    def grant(self) -> None:
+        self.dispatcher.classes.grant(self.dispatcher.classes.wanted(10))
+
     def lose_and_get_again(self) -> None:
         self.dispatcher.drop(self.owned)
         self.owned = self.open()
@@ -196,6 +225,8 @@ class DispatchWalk:
         assert self.owned.room.count == len(in_memory) + placeholders
         assert self.owned.room.bytes == sum(map(size_of, in_memory))
         assert self.owned.room.spilled == sum(key_queue.spilled is not None for key_queue in lanes)
+        for share in {id(one.share): one.share for one in lanes if one.share is not None}.values():
+            assert share.waiting == sum(len(key_queue.records) for key_queue in lanes if key_queue.share is share)
         assert self.owned.running == sum(bool(key_queue.batch) for key_queue in lanes)
 
     def end(self) -> None:
@@ -205,6 +236,8 @@ class DispatchWalk:
         self.lose_and_get_again()
         for _ in range(5 * len(self.server.log) + 5):
             self.read()
+            self.load()
+            self.grant()
             self.reload()
             self.dispatcher.fill(self.workers[0].local_queue, 0.0)
             self.end_what_is_begun()
@@ -217,6 +250,7 @@ class DispatchWalk:
         handled = {offset for offsets in self.handled.values() for offset in offsets}
         assert handled == {record.offset for record in self.server.log if self.matches(record)}
         assert not self.owned.queues
+        assert not self.owned.backlogs
         assert (self.owned.room.count, self.owned.room.bytes, self.owned.room.spilled) == (0, 0, 0)
         assert not self.dispatcher._queues._still_running
 

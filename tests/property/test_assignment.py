@@ -8,7 +8,7 @@ from math import ceil
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mqlayer.domain.assignment import SLACK, assign, assign_by_rate
+from mqlayer.domain.assignment import SLACK, Zones, assign, assign_by_rate
 from mqlayer.domain.routing import PartitionId
 
 PARTITIONS = st.integers(0, 40).map(lambda count: [PartitionId(number) for number in range(1, count + 1)])
@@ -70,6 +70,71 @@ def test_when_a_member_leaves_only_its_partitions_move(
     wanted = assign(partitions, [member for member in members if member != leaver], current)
     for partition, member in wanted.items():
         assert member == current[partition] or current[partition] == leaver
+
+
+ZONES = st.sampled_from(["", "a", "b", "c"])
+
+
+@st.composite
+def zoned(draw: st.DrawFn) -> tuple[list[PartitionId], list[str], dict[PartitionId, str], Zones]:
+    """Draw partitions, members, whatever owners, and zones of both."""
+    partitions, members = draw(PARTITIONS), sorted(draw(MEMBERS.filter(bool)))
+    owners = st.sampled_from([*members, "gone"])
+    current = draw(st.dictionaries(st.sampled_from(partitions), owners)) if partitions else {}
+    places = {partition: draw(ZONES) for partition in partitions}
+    return partitions, members, current, Zones(places, {member: draw(ZONES) for member in members})
+
+
+Zoned = tuple[list[PartitionId], list[str], dict[PartitionId, str], Zones]
+
+
+@given(zoned())
+def test_with_zones_shares_still_differ_by_one_at_most_and_the_choice_stays_once_it_is_made(drawn: Zoned) -> None:
+    partitions, members, current, zones = drawn
+    wanted = assign(partitions, members, current, zones)
+    assert sorted(wanted) == partitions
+    counts = Counter(dict.fromkeys(members, 0))
+    counts.update(wanted.values())
+    assert max(counts.values()) - min(counts.values()) <= 1
+    assert assign(partitions, members, wanted, zones) == wanted
+    assert assign(partitions[::-1], members[::-1], current, zones) == wanted
+
+
+@given(zoned())
+def test_no_partition_is_away_that_a_move_or_a_swap_would_bring_home(drawn: Zoned) -> None:
+    partitions, members, current, zones = drawn
+    wanted = assign(partitions, members, current, zones)
+    counts = Counter(wanted.values())
+    for partition, member in wanted.items():
+        for other in (one for one in members if zones.is_away(partition, member) and zones.is_home(partition, one)):
+            assert counts[other] >= counts[member]
+            theirs = [one for one in partitions if wanted[one] == other]
+            assert all(zones.is_home(one, other) or zones.rank(one, member) > zones.rank(one, other) for one in theirs)
+
+
+@given(zoned())
+def test_a_partition_leaves_a_member_with_room_only_for_its_home_or_in_exchange(drawn: Zoned) -> None:
+    """Beyond the moves that the balance takes, each brings one home, or lets another go home."""
+    partitions, members, current, zones = drawn
+    plain, wanted = assign(partitions, members, current), assign(partitions, members, current, zones)
+    moved = sum(current.get(one) in members and wanted[one] != current[one] for one in partitions)
+    balance = sum(current.get(one) in members and plain[one] != current[one] for one in partitions)
+    gained = sum(zones.is_home(one, wanted[one]) for one in partitions) - sum(
+        zones.is_home(one, current[one]) for one in partitions if current.get(one) in members
+    )
+    assert moved <= balance + 2 * max(0, gained)
+
+
+def test_members_of_two_zones_get_the_partitions_of_theirs() -> None:
+    partitions = [PartitionId(number) for number in range(1, 9)]
+    zones = Zones({one: "a" if one % 2 else "b" for one in partitions}, {"m1": "a", "m2": "b", "m3": "a", "m4": "b"})
+    wanted = assign(partitions, ["m1", "m2", "m3", "m4"], {}, zones)
+    assert all(zones.is_home(one, member) for one, member in wanted.items())
+    # One zone is away: the other's members take all, and give them back later.
+    alone = Zones({one: "a" if one % 2 else "b" for one in partitions}, {"m1": "a", "m3": "a"})
+    shared = assign(partitions, ["m1", "m3"], wanted, alone)
+    assert Counter(shared.values()) == {"m1": 4, "m3": 4}
+    assert assign(partitions, ["m1", "m2", "m3", "m4"], shared, zones) == wanted
 
 
 RATES = st.sampled_from([0.0, 0.0, 1.0, 5.0, 20.0, 300.0])

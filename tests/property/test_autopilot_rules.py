@@ -52,7 +52,9 @@ def part(number: int, lp_from: int, lp_to: int, loads: Mapping[int, int]) -> Aut
     own = {lp: count for lp, count in loads.items() if lp_from <= lp < lp_to}
     hot = max(own, key=lambda lp: own[lp], default=None)
     key = None if hot is None else HotKey(f"key-{hot}", hot, own[hot] / sum(own.values()))
-    return AutoPartition(number, NODE, lp_from, lp_to, OLD_S, False, figures(sum(own.values())), LpLoads(own, key))
+    return AutoPartition(
+        number, NODE, lp_from, lp_to, OLD_S, False, None, figures(sum(own.values())), LpLoads(own, key)
+    )
 
 
 def topic_of(*parts: AutoPartition, changes: tuple[PastChange, ...] = (), **policy: object) -> AutoTopic:

@@ -36,6 +36,7 @@ class BatchWalk(DispatchWalk):
         lease.until = float("inf")
         self.batching = BatchDispatcher(lease, self.of)
         self.dispatcher = self.batching
+        self.change_classes()
         self.batch_workers = [BatchWalkWorker(deque()) for _ in range(WORKERS)]
         self.workers = [*self.batch_workers]
         self.owned = self.open()
@@ -105,6 +106,8 @@ class BatchWalk(DispatchWalk):
         self.lose_and_get_again()
         for _ in range(6 * len(self.server.log) + 6):
             self.read()
+            self.load()
+            self.grant()
             self.reload()
             self.batch_workers[0].queues = self.batching.take_batch(0.0)
             self.end_what_is_begun()

@@ -15,6 +15,7 @@ import pytest
 from mqlayer.domain.offsets import as_ranges
 from mqlayer.domain.rates import RateShare
 from mqlayer.domain.routing import NodeId
+from mqlayer.redis.copy_script import group_copy_command
 from mqlayer.redis.keys import ended_sources_key, partition_keys, terms_key
 from mqlayer.redis.node_connection import Command, Node, NodeConnection
 from mqlayer.redis.outcomes import encode_pop_outcome
@@ -203,6 +204,12 @@ def steps(world: World) -> None:
         ("SET", third.group.acks, "x"),
         ("XGROUP", "CREATE", third.keys.log, "g7", "0"),
     )
+    source, copied = (world.plain(group_id=GROUP + n).group for n in (3, 4))
+    first.call(
+        ("HSET", source.lock, "owner", "a", "epoch", 3, "committed", 205, "base", 205, "top", 207),
+        ("SET", source.acks, b"\x40"),
+        ("HSET", source.attempts, 210, "2:5:6:a"),
+    )
     held = {f"{SOURCE}:{lp}": lp for lp in (1, 2, 3)}
     ids = [(b"a", b"1:3:1:1:1", 5), (b"b", b"1:3:2:2:1", 5)]
     floor = GroupStart(GROUP, 0, 200)
@@ -220,6 +227,7 @@ def steps(world: World) -> None:
         lambda: connection.script("source_term", (terms_key(prefix),), SOURCE, "a term", "a nonce"),
         lambda: rate_command(*first.where, GROUP, RateShare(1.0, 10.0, 5.0), wanted=2),
         lambda: fence_command(*first.where, GROUP, 9),
+        lambda: group_copy_command(*first.where, (GROUP + 3, GROUP + 4), 4, start=1, seek=0),
         lambda: group_forget_command(*third.where, GROUP, 9, for_good=False, archived=False),
         lambda: group_forget_command(*third.where, GROUP, 9, for_good=True, archived=False),
         lambda: retire_command(*third.where, [GROUP]),
@@ -244,6 +252,10 @@ def steps(world: World) -> None:
         fourth.keys.meta: {**made, b"state": b"sealed", b"next": b"5", b"first": b"1", b"change": b"",
                            b"sealed_for": b"12", b"seal": SEAL.encode()},
     }  # fmt: skip
+    taken = world.plain(group_id=GROUP + 4).member("b", 9).acquire()
+    assert isinstance(taken, LockTaken)
+    assert (taken.committed, taken.base, taken.bits, taken.guarded_below) == (205, 205, b"\x40", 0)
+    assert first.call(("HGETALL", copied.attempts)) == [[b"210", b"2:5:6"]]
     assert third.call(("KEYS", f"{prefix}:{{3}}:*")) == [[third.keys.meta]]
 
 

@@ -22,7 +22,7 @@ OPTIONS: Final[dict[str, str]] = {
     "up": "--directory --nodes --servers-only --json",
     "down": "--directory --erase",
     "status": "--directory --json",
-    "consume": "APPLICATION --processes --concurrency --reload",
+    "consume": "APPLICATION --processes --concurrency --deployment --zone --reload",
     "asyncapi": "APPLICATION --output --title --app-version --nodes",
     "debug": "TOPIC KEY --handler --group --last --break-before --pdb --plan --yes",
     "migrate": "--sql --schema --owner",
@@ -41,22 +41,22 @@ OPTIONS: Final[dict[str, str]] = {
     "doctor": "--all --json",
     "problems": "--ended --hours --json",
     "verify": "TOPIC --deep --json",
-    "node register": "NAME URL",
+    "node register": "NAME URL --zone",
     "node list": "--json",
     "node history": "NAME --hours --points --json",
     "node rearm": "NAME --empty --accept-loss --former",
     "node acl": "ROLES --user --password-file --password-stdin --acl-file --redis --check",
-    "node set": "NAME --url --empty --accept-loss --former",
+    "node set": "NAME --url --zone --empty --accept-loss --former",
     "node drain": "NAME --plan --yes --timeout --stop",
     "node remove": "NAME --plan --yes",
     "node lost": "NAME --plan --yes",
     "topic create":
         "NAME --partitions --strategy --body-limit --backlog-limit --archived "
-        "--retain-age --retain-bytes --retain-messages --retain-unsettled",
+        "--retain-age --retain-bytes --retain-messages --retain-unsettled --home-zone",
     "topic schema": "TOPIC --version --all --diff --store --json",
     "topic set":
         "NAME --archived --body-limit --backlog-limit --retention --schema-mode "
-        "--retain-age --retain-bytes --retain-messages --retain-unsettled",
+        "--retain-age --retain-bytes --retain-messages --retain-unsettled --home-zone",
     "topic delete": "NAME --force --plan --yes --json",
     "topic pause": "NAME --wait",
     "topic resume": "NAME",
@@ -84,13 +84,17 @@ OPTIONS: Final[dict[str, str]] = {
         "TOPIC GROUP --backoff --jitter --attempts --policy --non-retryable --retryable --time-limit --max-time-limit "
         "--parked-keys --parked-messages --parked-bytes --key-messages --key-bytes --balance --tag-filter "
         "--instance-expiry "
-        "--rate --burst --breaker --breaker-keys --breaker-window --breaker-errors --if-version",
+        "--rate --burst --breaker --breaker-keys --breaker-window --breaker-errors --key-class "
+        "--class-concurrency --class-rate --if-version",
     "group pause": "TOPIC GROUP --partition --wait",
     "group resume": "TOPIC GROUP --partition",
     "group evict": "TOPIC GROUP MEMBER",
     "group open-breaker": "TOPIC GROUP",
     "group close-breaker": "TOPIC GROUP",
     "group retire": "TOPIC GROUP --drop-parked --plan --yes",
+    "group copy": "TOPIC GROUP NEW --effects --attempts --policy --tag-filter --rate",
+    "group deploy":
+        "TOPIC GROUP --to --back --percent --partitions --fallback --wait --plan --yes",
     "group create": "TOPIC GROUP --start --from-archive",
     "group list": "TOPIC --json",
     "group show": "TOPIC GROUP --json",

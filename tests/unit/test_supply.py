@@ -34,6 +34,7 @@ EXTRAS_OF = {
         "otel",
         "parquet",
         "reload",
+        "s3",
         "spark",
         "testing",
     ),

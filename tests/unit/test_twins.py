@@ -42,7 +42,16 @@ def test_statements_that_record_an_effect_are_refused_without_its_transaction() 
         for name, refused in statements.findall(path.read_text())
     }
     assert found == {(name, False) for name in COMPLETE_ALONE} | {
-        (name, True) for name in ("fence", "fence_many", "inbox_put", "version_take", "version_released")
+        (name, True)
+        for name in (
+            "fence",
+            "fence_many",
+            "inbox_put",
+            "large_body_put",
+            "large_body_scope",
+            "version_take",
+            "version_released",
+        )
     }
 
 

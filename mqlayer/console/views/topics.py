@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any, Final
 
+from mqlayer.autopilot import RouteReport, explain_routes
 from mqlayer.console.charts import Heat, TimeChart, heats, line_chart, route_chart
 from mqlayer.console.node_reads import impatient
 from mqlayer.console.page import ROWS, Action, Outcome, Page, Plan, Visit, part
@@ -13,7 +14,7 @@ from mqlayer.console.recent import RECENT
 from mqlayer.console.render import link, number, segment, size, when
 from mqlayer.console.spans import page_of, span_of
 from mqlayer.doctor.hot_partitions import hot_partitions
-from mqlayer.errors import InvalidInput
+from mqlayer.errors import InvalidInput, NotFound
 from mqlayer.groups.pauses import pause_topic, resume_topic, running_partitions
 from mqlayer.inspect import (
     BusiestKeys,
@@ -33,6 +34,8 @@ PER_MINUTE: Final = 60.0
 NO_RATE: Final = "a rate needs two samples, of nodes that answer; the outbox is sampled where the worker reaches it"
 VERSIONS: Final = 30
 """Route versions of one picture."""
+
+DECISIONS: Final = 5
 
 _METER: Final = RateMeter()
 
@@ -68,6 +71,7 @@ def _load_topic(visit: Visit) -> Mapping[str, Any]:
         "chosen": chosen,
         "charts": part(lambda: _charts(control, name, visit)),
         "groups": part(lambda: group_overviews(control, topic=name, limit=ROWS)),
+        "auto": part(lambda: _automatic(visit, name)),
         "measured": measured,
         "partitions": [(one, heat.get(one.partition, Heat(None, None))) for one in shown],
         "open": [one.partition for one in ranked if one.state == "open"][:ROWS],
@@ -75,6 +79,14 @@ def _load_topic(visit: Visit) -> Mapping[str, Any]:
         "later": later,
         "former": former,
     }
+
+
+def _automatic(visit: Visit, name: str) -> RouteReport | None:
+    """Return the report of a topic with a policy."""
+    try:
+        return explain_routes(visit.runtime, name, last=DECISIONS)
+    except NotFound:
+        return None
 
 
 def _ranked(measured: MeasuredTopic | None) -> tuple[list[TopicPartition], dict[int, Heat]]:

@@ -15,6 +15,7 @@ app.run()                     # or: mqlayer consume module:app --processes 4
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import inspect
 import queue
@@ -46,6 +47,7 @@ from mqlayer.consuming.ordered.owned_partitions import OwnedPartition
 from mqlayer.consuming.ordered.workers import Handle
 from mqlayer.consuming.shared.member import SharedMember
 from mqlayer.domain.codecs import AS_IS, Body, TypedBodies, decoder_for, type_name
+from mqlayer.domain.large_bodies import BODY_MARK
 from mqlayer.domain.message import Record
 from mqlayer.domain.names import check_instance, check_name
 from mqlayer.errors import Conflict, InvalidInput, SchemaMismatch
@@ -55,6 +57,7 @@ from mqlayer.groups.group import Balance, Group, GroupSettings, RetrySettings, c
 from mqlayer.groups.members import Joining
 from mqlayer.groups.start_positions import Start
 from mqlayer.health import Health, health_endpoint
+from mqlayer.large_bodies import BodyReader
 from mqlayer.logs import event_logger
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.migrations import check_schema
@@ -389,8 +392,8 @@ class App:
             "options": consumer.options, "reporting": Reporting(self.hooks, self.error_texts(), self.joining),
         }  # fmt: skip
         if group.mode == "shared":
-            return SharedMember(handle=_handle(consumer, group), **facts)
-        return OrderedMember(handle=call_of(consumer, group), rejoin=rejoin, **facts)
+            return SharedMember(handle=_handle(consumer, group, BodyReader(runtime)), **facts)
+        return OrderedMember(handle=call_of(consumer, group, BodyReader(runtime)), rejoin=rejoin, **facts)
 
     def error_texts(self) -> ErrorTexts:
         """Return how its errors are told."""
@@ -460,12 +463,32 @@ def _check_annotation(handler: Callable[..., Any], typed: TypedBodies[Any], anno
     return typed.body
 
 
-def call_of(consumer: Consumer, group: Group) -> Handle | BatchHandler:
+def call_of(consumer: Consumer, group: Group, bodies: BodyReader | None = None) -> Handle | BatchHandler:
     """Return what a group's workers call."""
-    return _handle(consumer, group) if consumer.batch is None else _batch_handler(consumer, group, *consumer.batch)
+    if consumer.batch is None:
+        return _handle(consumer, group, bodies)
+    return _batch_handler(consumer, group, consumer.batch, bodies)
 
 
-def _handle(consumer: Consumer, group: Group) -> Callable[[OwnedPartition, Record], Any]:
+def _handle(consumer: Consumer, group: Group, bodies: BodyReader | None) -> Callable[[OwnedPartition, Record], Any]:
+    call = _plain_handle(consumer, group)
+    if bodies is None:
+        return call
+    filled = bodies.filled
+
+    async def acall_filled(owned: OwnedPartition, record: Record) -> Any:
+        answer = call(owned, await asyncio.to_thread(filled, record))
+        return await answer if inspect.isawaitable(answer) else answer
+
+    def call_filled(owned: OwnedPartition, record: Record) -> Any:
+        if BODY_MARK not in record[1]:
+            return call(owned, record)
+        return acall_filled(owned, record) if consumer.is_async else call(owned, filled(record))
+
+    return call_filled
+
+
+def _plain_handle(consumer: Consumer, group: Group) -> Callable[[OwnedPartition, Record], Any]:
     handler, decode = consumer.bound().handler, consumer.decode
     context = partial(Context, consumer.topic, consumer.group, group.group_id)
     if consumer.with_context:
@@ -493,13 +516,16 @@ def _check_options(options: MemberOptions, *, mode: str) -> None:
         raise InvalidInput("a shared group parks no keys: leave parked_keys out")
 
 
-def _batch_handler(consumer: Consumer, group: Group, batch_of: BatchOf, shape: BatchShape) -> BatchHandler:
+def _batch_handler(
+    consumer: Consumer, group: Group, batch: tuple[BatchOf, BatchShape], bodies: BodyReader | None
+) -> BatchHandler:
+    batch_of, shape = batch
     if batch_of.kind == "key" and not (group.ordered and group.strategy == "strict"):
         raise Conflict(
             f"group {group.name!r} of topic {group.topic!r} keeps no order, so it has no batches of one key",
             "use BatchOf('distinct')",
         )
-    return BatchHandler(consumer.topic, group, batch_of, consumer.handler, shape, consumer.decode)
+    return BatchHandler(consumer.topic, group, batch_of, consumer.handler, shape, consumer.decode, bodies)
 
 
 def _store_schemas(database: Database, consumers: Sequence[Consumer]) -> None:

@@ -6,13 +6,15 @@ import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
-from mqlayer.consuming.api.batch_messages import BatchMessage
+from mqlayer.consuming.api.batch_messages import BatchMessage, MessageMark
 from mqlayer.consuming.api.batches import Batch, BatchOf
 from mqlayer.consuming.engine.timeouts import current_deadline
 from mqlayer.consuming.ordered.owned_partitions import KeyQueue
 from mqlayer.domain.codecs import type_name
-from mqlayer.errors import InvalidInput
+from mqlayer.domain.large_bodies import BODY_MARK
+from mqlayer.errors import InvalidInput, MqlayerError
 from mqlayer.groups.group import Group
+from mqlayer.large_bodies import BodyReader
 
 LISTS: Final = (list, Sequence, Iterable)
 
@@ -36,10 +38,11 @@ class BatchHandler:
         handler: Callable[..., Any],
         shape: BatchShape,
         decode: Callable[[bytes], Any],
+        bodies: BodyReader | None = None,
     ) -> None:
         self.batch_of = batch_of
         self._topic, self._group, self._handler, self._shape = topic, group, handler, shape
-        self._decode = decode
+        self._decode, self._bodies = decode, bodies
 
     def batch(self, key_queues: list[KeyQueue]) -> Batch[Any]:
         """Return the key queues' batch."""
@@ -51,8 +54,25 @@ class BatchHandler:
         ]
         return Batch(self.batch_of.kind, self._topic, name, messages)
 
+    def has_large_bodies(self, batch: Batch[Any]) -> bool:
+        """Whether to fetch bodies first."""
+        return self._bodies is not None and any(BODY_MARK in message.record.m for message in batch.everything)
+
+    def fetch(self, batch: Batch[Any]) -> None:
+        """Fetch large bodies, once; note those that fail."""
+        for message in batch.everything:
+            reference = message.large_body
+            if reference is None or self._bodies is None or message.filled or message.error is not None:
+                continue
+            try:
+                message.fill(self._bodies.fetch(reference))
+            except MqlayerError as error:
+                message.mark, message.error = MessageMark.FAILED, error
+
     def __call__(self, batch: Batch[Any]) -> Any:
         """Call the handler, unless no body decodes."""
+        if self.has_large_bodies(batch):
+            self.fetch(batch)
         batch.begin(current_deadline.get(), self._decode)
         if not batch:
             return None

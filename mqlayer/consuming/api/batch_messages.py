@@ -45,7 +45,7 @@ MessageOutcome = Handled | Failed | Redelivered
 class BatchMessage(Delivered, Generic[Body]):
     """A message of a batch: a Context's data, and the decoded body as `value`."""
 
-    __slots__ = ("error", "fenced", "index", "mark", "queue", "value")
+    __slots__ = ("_fetched", "error", "fenced", "index", "mark", "queue", "value")
 
     value: Body
 
@@ -56,6 +56,21 @@ class BatchMessage(Delivered, Generic[Body]):
         self.error: BaseException | None = None
         # Let through by the fence, in a transaction that may or may not be committed.
         self.fenced = False
+        self._fetched: bytes | None = None
+
+    @property
+    def body(self) -> bytes:
+        """The raw body."""
+        return self._record.body if self._fetched is None else self._fetched
+
+    @property
+    def filled(self) -> bool:
+        """Whether its large body is here."""
+        return self._fetched is not None
+
+    def fill(self, body: bytes) -> None:
+        """Take its large body."""
+        self._fetched = body
 
     @property
     def owned(self) -> OwnedPartition:

@@ -185,6 +185,10 @@ class Batch(Sequence[BatchMessage[Body]], Generic[Body]):
         self._deadline = deadline
         seen: list[BatchMessage[Body]] = []
         for message in self._all:
+            if message.mark is MessageMark.FAILED:
+                if self.kind == "key":
+                    break
+                continue
             try:
                 message.value = decode(message.body)
             except BodyMismatch as error:

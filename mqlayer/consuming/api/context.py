@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mqlayer.consuming.engine.timeouts import current_deadline
 from mqlayer.consuming.ordered.owned_partitions import OwnedPartition
+from mqlayer.domain.large_bodies import BodyReference
 from mqlayer.domain.message import NO_KEY, Identity, ParkedRecord, Record
 from mqlayer.errors import AlreadyApplied, HandlerFault, StaleOwner
 from mqlayer.failpoints import failpoint
@@ -68,6 +69,11 @@ class Delivered:
     def body(self) -> bytes:
         """The raw body."""
         return self._record.body
+
+    @property
+    def large_body(self) -> BodyReference | None:
+        """The reference of a body stored outside of the message."""
+        return self._record.large_body
 
     @property
     def at_ms(self) -> int:

@@ -161,6 +161,8 @@ class Heartbeat(Service):
             lease_s=self._lease_s,
             session=number,
             own=own,
+            deployment=self._core.runtime.settings.deployment,
+            zone=self._core.runtime.settings.zone,
         )
         self._own = [number]
         self._extend(began)

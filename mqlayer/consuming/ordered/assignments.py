@@ -7,6 +7,7 @@ from mqlayer.consuming.engine.clock import clock
 from mqlayer.consuming.engine.core import MemberCore
 from mqlayer.consuming.engine.nodes import MemberNodes
 from mqlayer.consuming.engine.partitions import MemberPartitions
+from mqlayer.consuming.ordered.class_limits import ClassLimits
 from mqlayer.consuming.ordered.dispatcher import Dispatcher
 from mqlayer.consuming.ordered.owned_partitions import OwnedPartition, OwnershipState
 from mqlayer.consuming.ordered.ownership import Ownership
@@ -14,6 +15,7 @@ from mqlayer.consuming.ordered.parking_worker import ParkingWorker
 from mqlayer.consuming.ordered.partition_reports import PartitionReports
 from mqlayer.consuming.ordered.reader import Reader
 from mqlayer.consuming.ordered.settler import Settler
+from mqlayer.domain.key_classes import key_class_rule
 from mqlayer.domain.routing import PartitionId
 from mqlayer.errors import MqlayerError
 from mqlayer.groups.lineage import seal_marks
@@ -64,6 +66,8 @@ class Assignments(MemberPartitions):
         wanted = {assignment.partition: assignment for assignment in reply.assignments}
         self._assigned = frozenset(partition for partition, assignment in wanted.items() if not assignment.release)
         settings.rate_limiter.configure(reply.rate, len(self._assigned))
+        limits = ClassLimits(settings.rules.class_concurrency, reply.class_rate, max(1, len(self._assigned)))
+        self._dispatcher.classes.follow(key_class_rule(settings.rules.key_class), limits)
         self._drop_others(wanted)
         for assignment in reply.assignments:
             try:

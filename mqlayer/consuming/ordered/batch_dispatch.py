@@ -5,17 +5,19 @@ A key queue is in one batch at most, so keys stay in order. Failed, suspect, and
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Iterable
 
 from mqlayer.consuming.api.batches import BatchOf
 from mqlayer.consuming.engine.circuit_breaker import CircuitBreaker
 from mqlayer.consuming.engine.clock import Lease, clock
 from mqlayer.consuming.ordered.dispatcher import Dispatcher
+from mqlayer.consuming.ordered.fair_queue import FairQueue
 from mqlayer.consuming.ordered.owned_partitions import KeyQueue, OwnedPartition, OwnershipState
-from mqlayer.consuming.ordered.ready_queues import ReadyQueues, admitted
+from mqlayer.consuming.ordered.ready_queues import ReadyQueues, admitted, end_turn
 from mqlayer.consuming.ordered.results import size_of
 from mqlayer.consuming.ordered.workers import TIME_SLICE_S
-from mqlayer.domain.message import NO_KEY, ParkedRecord, Record
+from mqlayer.domain.message import NO_KEY, ParkedRecord, Record, extra_size
 
 SHORTEST_WAIT_S = 0.001
 
@@ -34,16 +36,16 @@ class BatchQueues(ReadyQueues):
             return []
         if self.breaker.engaged:
             return admitted(self)
-        key_queues = list(self._of_one_key() if self._of.kind == "key" else self._of_distinct_keys())
+        key_queues = self._of_one_key() if self._of.kind == "key" else self._of_distinct_keys()
         for key_queue in key_queues:
-            key_queue.owned.begin(key_queue, self._count(key_queue) if self._of.kind == "key" else 1)
+            key_queue.owned.begin(key_queue, self._most(key_queue) if self._of.kind == "key" else 1)
         return key_queues
 
     def batch_due_s(self, timeout_s: float) -> float:
         """Return seconds until a batch is due."""
         if not self.ready or not self._of.linger_s or not self.lease.holds():
             return timeout_s
-        due_s = self.ready[0].since + self._of.linger_s - clock()
+        due_s = oldest(self.ready).since + self._of.linger_s - clock()
         return max(SHORTEST_WAIT_S, min(timeout_s, due_s))
 
     def enqueue(self, key_queues: Iterable[KeyQueue]) -> None:
@@ -60,6 +62,7 @@ class BatchQueues(ReadyQueues):
         goes_on = key_queue.resumed and key_queue.records and key_queue.action is None and self._in_turn(key_queue)
         if goes_on and owned.state is OwnershipState.OPEN and not owned.finished:
             # Postgres delivered more than one batch: the parking worker hears later.
+            end_turn(self.ready, key_queue)
             key_queue.batch = ()
             self.ready.append(key_queue)
         else:
@@ -80,7 +83,7 @@ class BatchQueues(ReadyQueues):
             if key_queue.owned.state is not OwnershipState.OPEN:
                 continue
             record = key_queue.records[0]
-            alone, size = is_alone(key_queue, record), size + size_of(record)
+            alone, size = is_alone(key_queue, record), size + size_of(record) + extra_size(record)
             if key_queues and (alone or size > self._of.limit_bytes):
                 ready.appendleft(key_queue)
                 break
@@ -97,14 +100,19 @@ class BatchQueues(ReadyQueues):
                 return []
         return key_queues
 
-    def _of_one_key(self) -> Iterator[KeyQueue]:
-        for key_queue in self.ready:
-            if key_queue.owned.state is OwnershipState.OPEN and (
-                self._is_full(key_queue) or not self._may_linger(key_queue)
-            ):
-                self.ready.remove(key_queue)
-                yield key_queue
-                return
+    def _of_one_key(self) -> list[KeyQueue]:
+        ready = self.ready
+        if isinstance(ready, FairQueue):
+            found = ready.take_first(self._is_due)
+        else:
+            found = next(filter(self._is_due, ready), None)
+            if found is not None:
+                ready.remove(found)
+        return [] if found is None else [found]
+
+    def _is_due(self, key_queue: KeyQueue) -> bool:
+        opened = key_queue.owned.state is OwnershipState.OPEN
+        return opened and (self._is_full(key_queue) or not self._may_linger(key_queue))
 
     def _may_linger(self, key_queue: KeyQueue) -> bool:
         # A partition without room reads nothing that could fill the batch.
@@ -120,12 +128,16 @@ class BatchQueues(ReadyQueues):
             or is_alone(key_queue, key_queue.records[0])
         )
 
+    def _most(self, key_queue: KeyQueue) -> int:
+        count, turn = self._count(key_queue), key_queue.class_turn
+        return turn.most(count, self.ready.limits) if turn is not None and isinstance(self.ready, FairQueue) else count
+
     def _count(self, key_queue: KeyQueue) -> int:
         if is_alone(key_queue, key_queue.records[0]):
             return 1
         size = 0
         for count, record in enumerate(key_queue.records[: self._of.limit]):
-            size += size_of(record)
+            size += size_of(record) + extra_size(record)
             if count and (size > self._of.limit_bytes or is_alone(key_queue, record)):
                 return count
         return min(len(key_queue.records), self._of.limit)
@@ -159,6 +171,11 @@ class BatchDispatcher(Dispatcher):
         """Return seconds until a batch is due."""
         with self.lock:
             return self._batches.batch_due_s(timeout_s)
+
+
+def oldest(ready: deque[KeyQueue] | FairQueue) -> KeyQueue:
+    """Return the key queue that has waited longest."""
+    return ready.oldest if isinstance(ready, FairQueue) else ready[0]
 
 
 def is_alone(key_queue: KeyQueue, record: Record) -> bool:

@@ -120,6 +120,8 @@ class BatchWorker(Worker):
         await (handle(batch) if self._spans is None else self._spans.arun_batch(handle, batch))
 
     async def _answer(self, batch: Batch[Any]) -> None:
+        if self._handler.has_large_bodies(batch):
+            await asyncio.to_thread(self._handler.fetch, batch)
         answer = self._handler(batch)
         if answer is not None:
             await answer

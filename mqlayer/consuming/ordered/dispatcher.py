@@ -11,6 +11,7 @@ from typing import Final
 
 from mqlayer.consuming.engine.clock import Lease
 from mqlayer.consuming.ordered.admission import Admission
+from mqlayer.consuming.ordered.class_turns import ClassTurns
 from mqlayer.consuming.ordered.owned_partitions import KeyQueue, OwnedPartition, OwnershipState
 from mqlayer.consuming.ordered.parked_keys import OwnedParkedKey
 from mqlayer.consuming.ordered.parking_dispatch import ParkingDispatch
@@ -28,7 +29,8 @@ STEAL_AFTER_S: Final = 0.05
 class Dispatcher:
     """What readers, workers and settlers do to one member's key queues. Thread-safe.
 
-    `parking` is what the parking worker does to them, `admission` what the circuit breaker does.
+    `parking` is what the parking worker does to them, `admission` what the circuit breaker does,
+    `classes` what key classes do.
     """
 
     def __init__(self, lease: Lease, queues: ReadyQueues | None = None) -> None:
@@ -37,6 +39,7 @@ class Dispatcher:
         self.lock, self._changed = self._queues.lock, self._queues.changed
         self.parking = ParkingDispatch(self._queues)
         self.admission = Admission(self._queues)
+        self.classes = ClassTurns(self._queues)
         self.done = self._queues.done
         """Takes back a key queue all of whose batch is handled."""
         self.note_pace = self._queues.note_pace

@@ -17,6 +17,8 @@ from mqlayer.consuming.engine.clock import clock
 from mqlayer.consuming.engine.delivery_times import DeliveryTimes
 from mqlayer.consuming.engine.failure_actions import ParkKey
 from mqlayer.consuming.ordered.attempts import Attempts
+from mqlayer.consuming.ordered.class_backlogs import ClassBacklogs, ClassShare
+from mqlayer.consuming.ordered.class_limits import ClassTurn
 from mqlayer.consuming.ordered.excluded_records import ExcludedRecords
 from mqlayer.consuming.ordered.parked_keys import NEVER, OwnedParkedKey, OwnedParkedKeys, QueuedMessages
 from mqlayer.consuming.ordered.results import Results, Room
@@ -50,7 +52,19 @@ class KeyQueue(QueuedMessages):
     `spilled`: offsets behind `records`, else None; a failing key's backlog must not use shared room.
     """
 
-    __slots__ = ("guarded_below", "owned", "parked_key", "resumed", "since", "singly", "spilled", "uncertain")
+    __slots__ = (
+        "class_turn",
+        "counts_for",
+        "guarded_below",
+        "owned",
+        "parked_key",
+        "resumed",
+        "share",
+        "since",
+        "singly",
+        "spilled",
+        "uncertain",
+    )
 
     def __init__(self, owned: OwnedPartition, key: bytes, record: Record) -> None:
         # Without `super().__init__`: with one message per key, each message gets a key queue.
@@ -67,6 +81,32 @@ class KeyQueue(QueuedMessages):
         # How many leading messages may be parked already: the answer was lost.
         self.uncertain = 0
         self.resumed = False
+        # Of a group with key classes: where it takes turns, and where its messages count.
+        self.class_turn: ClassTurn | None = None
+        # The class among whose running keys a worker's part counts.
+        self.counts_for: ClassTurn | None = None
+        self.share: ClassShare | None = None
+
+    def begin(self, count: int) -> None:
+        """Give a worker its part: the first messages."""
+        if count >= len(self.records):
+            self.batch, self.records = self.records, []
+        else:
+            super().begin(count)
+        if self.share is not None:
+            self.share.count(-len(self.batch))
+
+    def put_back(self, leftover: Sequence[Record]) -> None:
+        """Put messages first again."""
+        super().put_back(leftover)
+        self.count_waiting(len(leftover))
+        if self.counts_for is not None:
+            self.counts_for.returned(len(leftover))
+
+    def count_waiting(self, change: int) -> None:
+        """Count messages in memory for its class."""
+        if self.share is not None:
+            self.share.count(change)
 
     @property
     def failed_before(self) -> bool:
@@ -178,6 +218,7 @@ class SpilledQueues:
         key_queue.spilled[:0] = array("q", [record.offset for record in key_queue.records])
         self._owned.room.spill(key_queue.records, first=first)
         self._owned.room.back_off(1)
+        key_queue.count_waiting(-len(key_queue.records))
         key_queue.records = []
 
     def backed_off(self, key_queue: KeyQueue) -> None:
@@ -191,6 +232,7 @@ class SpilledQueues:
         del spilled[:asked]
         # They may have died since the first read.
         key_queue.records = self._owned.without_dead(records)
+        key_queue.count_waiting(len(key_queue.records))
         room.keep(key_queue.records)
         room.take_place(-1)
         if not key_queue.records:
@@ -216,6 +258,7 @@ class OwnedPartition:
     __slots__ = (
         "assignment",
         "attempts",
+        "backlogs",
         "command",
         "committed",
         "deliveries",
@@ -255,6 +298,7 @@ class OwnedPartition:
         self.running = 0  # (lock) key queues that workers have
         self.finished = False  # (lock) nothing more starts: the successors continue
         self.room = Room()
+        self.backlogs: ClassBacklogs | None = None  # (lock)
         self.results = Results()
         self.handled = self.results.handled  # workers append
         self.attempts = Attempts()
@@ -327,11 +371,17 @@ class OwnedPartition:
 
     # -- records -----------------------------------------------------------------------------------------------------
 
-    def add(self, records: list[Record], last: int) -> list[KeyQueue]:
-        """(lock) Queue records; return key queues that became ready."""
+    def add(self, records: list[Record], last: int | None = None) -> list[KeyQueue]:
+        """(lock) Queue records read up to `last`, or read again; return key queues that became ready."""
+        if last is None:
+            records = self.without_dead(records)
+        else:
+            records, following = self._handleable(records, last)
+            self.next_read = max(self.next_read, following)
+            if self.backlogs is not None:
+                records = self.backlogs.admit(records, self.room.count, self.room.bytes)
         ready: list[KeyQueue] = []
-        key_queues = self.queues
-        records, following = self._handleable(records, last)
+        key_queues, backlogs = self.queues, self.backlogs
         size = admitted = 0
         ordered, parked = self.ordered, self.parked
         for record in records:
@@ -341,6 +391,8 @@ class OwnedPartition:
             key_queue = key_queues.get(name)
             if key_queue is None:
                 key_queues[name] = key_queue = KeyQueue(self, name, record)
+                if backlogs is not None:
+                    key_queue.share = backlogs.share_of(record)
                 if parked:
                     key_queue.parked_key = parked.by_name.get(self.parked_name(record))
                 if key_queue.parked_key is None:
@@ -352,10 +404,11 @@ class OwnedPartition:
             else:
                 key_queue.spilled.append(offset)
                 continue
+            if key_queue.share is not None:
+                key_queue.share.count(1)
             size += len(m) + len(key) + len(body)
             admitted += 1
         self.room.admit(admitted, size)
-        self.next_read = max(self.next_read, following)
         return ready
 
     def _handleable(self, records: list[Record], last: int) -> tuple[list[Record], int]:
@@ -390,6 +443,7 @@ class OwnedPartition:
     def skip_dead(self, key_queue: KeyQueue) -> None:
         """(lock) Settle a key queue's dead messages."""
         key_queue.records, dead = self.excluded.split_dead(key_queue.records)
+        key_queue.count_waiting(-len(dead))
         self.results.settle(dead)
 
     def settled(self, records: Sequence[Record], committed: int) -> bool:
@@ -402,10 +456,13 @@ class OwnedPartition:
 
     def begin(self, key_queue: KeyQueue, count: int | None = None) -> None:
         """(lock) Give a worker messages, by default all."""
-        if count is None:
+        if count is None and key_queue.share is None:
             key_queue.batch, key_queue.records = key_queue.records, []
         else:
-            key_queue.begin(count)
+            key_queue.begin(len(key_queue.records) if count is None else count)
+        turn = key_queue.counts_for = key_queue.class_turn
+        if turn is not None:
+            turn.began(len(key_queue.batch))
         # A resumed key queue counts as running until its result is in Postgres.
         self.running += not key_queue.resumed
 

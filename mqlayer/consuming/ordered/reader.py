@@ -6,24 +6,22 @@ A blocking XREAD waits on all readable partitions. Lock checks follow it: record
 from __future__ import annotations
 
 import random
-from array import array
 from collections.abc import Sequence
 from typing import Any, Final
 
 from mqlayer.consuming.engine.core import MemberCore
 from mqlayer.consuming.engine.node_service import NodeService
 from mqlayer.consuming.engine.rate_limiter import RatePoller
+from mqlayer.consuming.ordered.class_rates import ClassRatePoller
 from mqlayer.consuming.ordered.dispatcher import Dispatcher
-from mqlayer.consuming.ordered.owned_partitions import KeyQueue, OwnedPartition, OwnershipState
+from mqlayer.consuming.ordered.owned_partitions import OwnedPartition, OwnershipState
 from mqlayer.consuming.ordered.ownership import Ownership
 from mqlayer.consuming.ordered.partition_opener import PartitionOpener
-from mqlayer.consuming.ordered.record_intake import RecordIntake, log_missing
-from mqlayer.domain.message import records_of
-from mqlayer.domain.offsets import as_ranges
+from mqlayer.consuming.ordered.record_intake import RecordIntake
+from mqlayer.consuming.ordered.reloader import Reloader, log_of
 from mqlayer.domain.tags import TagFilter
 from mqlayer.failpoints import failpoint
 from mqlayer.logs import event_logger
-from mqlayer.redis.keys import partition_keys
 from mqlayer.redis.node_connection import Command, NodeConnection, is_missing_script, raise_for_reply
 from mqlayer.redis.partition_scripts import LockKept, LockTaken, Refused, acquire_command, acquire_reply
 from mqlayer.redis.read_scripts import select_command, select_reply
@@ -31,6 +29,9 @@ from mqlayer.redis.read_scripts import select_command, select_reply
 log = event_logger(__name__)
 
 READ_COUNT: Final = 500
+SCAN_COUNT: Final = 4_000
+SCAN_BYTES: Final = 4 * 1024 * 1024
+"""Bounds of a read behind a backlog."""
 BLOCK_MS: Final = 100
 """Longest blocking read; delays the notice of new partitions."""
 LIMITED_BLOCK_MS: Final = 50
@@ -57,9 +58,13 @@ class Reader(NodeService):
         super().__init__(connection, ownership.node_lost, name=name, work="reading", retry_s=RETRY_S[1])
         self._settings, self._lease, self._rate_limiter = core.settings, core.lease, core.settings.rate_limiter
         self._ownership, self._dispatcher, self._opener, self._intake = ownership, dispatcher, opener, intake
+        self._reloader = Reloader(connection, self._rate_limiter, dispatcher, check=self._check, ours=self._ours)
         # With a filter: whether records remain behind the last scan.
         self._more = False
+        # Whether the last read found anything.
+        self._found = False
         self._poller = RatePoller(self._rate_limiter)
+        self._class_poller = ClassRatePoller(connection, dispatcher.classes)
         # Rotates the partitions where the rate allows less than one message each.
         self._round = 0
 
@@ -78,12 +83,19 @@ class Reader(NodeService):
             return
         if self._poller.due() and self._rate_limiter.wait_s() > 0:
             self._ask_rates(opened)
+        self._class_poller.poll(opened)
+        loaded = self._reloader.load_backlogs(opened)
         for owned in opened:
-            self._reload(owned)
+            self._reloader.reload(owned, self._capacity(owned))
         growing = [owned for owned in opened if owned.command is None and not owned.waits_for_replay]
         readable, count = self._choose(growing)
         if readable:
             wanted, block_ms = self._settings.tag_filter, self._block_ms(opened, held_back=len(readable) < len(growing))
+            if any(owned.backlogs for owned in opened):
+                if not loaded and not self._found:
+                    # Messages that are settled make room for backlogs, and wake this thread; a read would hold it.
+                    self._pause(block_ms)
+                block_ms = 1
             rates = self._rate_commands(opened) if self._poller.due() else []
             if wanted is None:
                 self._read(readable, count, block_ms, rates)
@@ -98,19 +110,29 @@ class Reader(NodeService):
         self.wake.clear()
 
     def _block_ms(self, partitions: list[OwnedPartition], *, held_back: bool) -> int:
-        short = held_back or any(owned.room.spilled > owned.room.backing_off for owned in partitions)
+        short = held_back or any(owned.backlogs or owned.room.spilled > owned.room.backing_off for owned in partitions)
         due_ms = self._dispatcher.next_due_s() * 1000
         rate_limiter = self._rate_limiter
         rate_ms = BLOCK_MS if rate_limiter.limit is None else rate_limiter.wait_s() * 1000 or LIMITED_BLOCK_MS
         return max(1, int(min(SHORT_BLOCK_MS if short else BLOCK_MS, due_ms + 1, rate_ms + 1)))
 
     def _choose(self, partitions: list[OwnedPartition]) -> tuple[list[OwnedPartition], int]:
-        capacities = [(owned, self._capacity(owned)) for owned in partitions]
+        # Behind a backlog others' messages are looked for in large steps: handlers leave this thread little time.
+        most = SCAN_COUNT if any(owned.backlogs for owned in partitions) else READ_COUNT
+        capacities = [(owned, self._read_capacity(owned, most)) for owned in partitions]
         for owned, capacity in capacities:
             self._dispatcher.note_full(owned, full=capacity == 0)
         readable = [(owned, capacity) for owned, capacity in capacities if capacity > 0]
-        count = min([READ_COUNT, *(capacity for _, capacity in readable)])
+        count = min([most, *(capacity for _, capacity in readable)])
         return self._within_rate([owned for owned, _ in readable], count)
+
+    def _read_capacity(self, owned: OwnedPartition, most: int) -> int:
+        keeps = self._rate_limiter.limit is None
+        may_read = self._dispatcher.classes.may_read(owned, self._ownership.shares(owned), keeps=keeps)
+        if may_read is None:
+            return self._capacity(owned)
+        # What finds no room waits as offsets.
+        return min(most, 1 + int(SCAN_BYTES / owned.room.record_bytes), max(0, owned.reach)) if may_read else 0
 
     def _capacity(self, owned: OwnedPartition) -> int:
         return owned.room.capacity(*self._ownership.shares(owned), READ_COUNT, owned.reach)
@@ -154,7 +176,7 @@ class Reader(NodeService):
         self._opener.open(pairs)
 
     def _read(self, readable: list[OwnedPartition], count: int, block_ms: int, rates: Sequence[Command] = ()) -> None:
-        keys = [self._log(owned) for owned in readable]
+        keys = [log_of(owned) for owned in readable]
         after = [b"%d-0" % (owned.next_read - 1) for owned in readable]
         read = ("XREAD", "COUNT", count, "BLOCK", block_ms, "STREAMS", *keys, *after)
         streams, *replies = self._connection.call([read, *map(self._check, readable), *rates])
@@ -162,6 +184,7 @@ class Reader(NodeService):
         self._add_rates(given)
         raise_for_reply(streams, self._connection.node.address)
         by_key: dict[bytes, Any] = dict(streams) if streams else {}
+        self._found = bool(by_key)
         failpoint("read.after_reply")
         if self._settings.tag_filter is not None:
             # A filter was set meanwhile: the next pass applies it.
@@ -180,7 +203,7 @@ class Reader(NodeService):
         rates: Sequence[Command] = (),
     ) -> None:
         """Read with a tag filter; wait only if the last scan reached the end."""
-        keys, after = [self._log(owned) for owned in readable], [owned.next_read - 1 for owned in readable]
+        keys, after = [log_of(owned) for owned in readable], [owned.next_read - 1 for owned in readable]
         ids = [b"%d-0" % offset for offset in after]
         waits: list[Command] = [("XREAD", "COUNT", 1, "BLOCK", block_ms, "STREAMS", *keys, *ids)]
         selects = [self._select_command(owned, count, wanted) for owned in readable]
@@ -220,41 +243,6 @@ class Reader(NodeService):
             size=size,
         )
 
-    def _reload(self, owned: OwnedPartition) -> None:
-        key_queues = self._dispatcher.queues_to_reload(owned)
-        capacity = self._capacity(owned)
-        budget = max(capacity // 2, 1 if capacity or owned.room.count <= owned.room.spilled else 0)
-        try:
-            while key_queues and budget > 0 and owned.state is OwnershipState.OPEN and self._may_start(key_queues[0]):
-                budget -= self._reload_queue(owned, key_queues[0], budget)
-                del key_queues[0]
-        finally:
-            if key_queues:
-                self._dispatcher.not_reloaded(owned, key_queues)
-
-    def _may_start(self, key_queue: KeyQueue) -> bool:
-        return not key_queue.failed_before or self._rate_limiter.available_to_read(1) > 0
-
-    def _reload_queue(self, owned: OwnedPartition, key_queue: KeyQueue, limit: int) -> int:
-        later = key_queue.spilled or array("q")
-        # The head may fail or find no room again; records behind it would be read for nothing.
-        parked_key = key_queue.parked_key
-        alone = later[0] in owned.attempts or (parked_key is not None and parked_key.probing)
-        wanted = list(later[: 1 if alone else limit])
-        reads: list[Command] = [
-            ("XRANGE", self._log(owned), b"%d-0" % first, b"%d-0" % last) for first, last in as_ranges(wanted)
-        ]
-        *found, lock = self._connection.call([*reads, self._check(owned)])
-        entries = [entry for reply in found for entry in raise_for_reply(reply, self._connection.node.address)]
-        if self._ours(owned, lock):
-            records = records_of(entries)
-            if len(records) < len(wanted):
-                log_missing(owned, wanted[0], wanted[-1], len(wanted) - len(records))
-            if key_queue.failed_before:
-                self._rate_limiter.consume(len(records))
-            self._dispatcher.reload(key_queue, records, len(wanted))
-        return len(wanted)
-
     def _ours(self, owned: OwnedPartition, lock: Any) -> bool:
         answer = acquire_reply(lock, self._connection.node.address)
         if isinstance(answer, LockKept):
@@ -285,9 +273,6 @@ class Reader(NodeService):
         return acquire_command(
             self._connection, owned.lock_holder, start=assignment.start, seek=assignment.seek, afresh=afresh
         )
-
-    def _log(self, owned: OwnedPartition) -> bytes:
-        return partition_keys(owned.lock_holder.prefix, owned.partition).log
 
     def _scripts_missing(self, replies: Sequence[Any]) -> bool:
         missing = any(map(is_missing_script, replies))

@@ -11,6 +11,7 @@ from typing import Final
 
 from mqlayer.consuming.engine.circuit_breaker import CircuitBreaker
 from mqlayer.consuming.engine.clock import Lease, clock
+from mqlayer.consuming.ordered.fair_queue import FairQueue
 from mqlayer.consuming.ordered.owned_partitions import KeyQueue, OwnedPartition, OwnershipState
 from mqlayer.domain.routing import PartitionId
 
@@ -36,7 +37,7 @@ class ReadyQueues:
         self._idle = 0
         # Resumed key queues that workers finished.
         self._returned: deque[KeyQueue] = deque()
-        self.ready: deque[KeyQueue] = deque()
+        self.ready: deque[KeyQueue] | FairQueue = deque()
         # Finished key queues. Appended without the lock: with one message per key, each message would take it.
         self._done: deque[KeyQueue] = deque()
         self.done: Callable[[KeyQueue], None] = self._done.append
@@ -84,10 +85,11 @@ class ReadyQueues:
         if self.breaker.engaged:
             local_queue.extend(admitted(self))
             return bool(local_queue)
+        fair = ready if isinstance(ready, FairQueue) else None
         while ready and len(local_queue) < wanted:
             key_queue = ready.popleft()
             if key_queue.owned.state is OwnershipState.OPEN:
-                key_queue.owned.begin(key_queue)
+                key_queue.owned.begin(key_queue, None if fair is None else fair.turn(key_queue))
                 local_queue.append(key_queue)
         return bool(local_queue)
 
@@ -116,12 +118,16 @@ class ReadyQueues:
         done = self._done
         while done:
             key_queue = done.popleft()
+            if key_queue.counts_for is not None:
+                end_turn(self.ready, key_queue)
             if not key_queue.owned.end_empty(key_queue):
                 self.finish(key_queue, 0.0)
 
     def finish(self, key_queue: KeyQueue, delay_s: float) -> None:
         """Take back a key queue with its remaining records."""
         owned = key_queue.owned
+        if key_queue.counts_for is not None:
+            end_turn(self.ready, key_queue)
         if key_queue.resumed and owned.state is not OwnershipState.GONE:
             key_queue.batch = ()
             self._returned.append(key_queue)
@@ -215,7 +221,7 @@ class ReadyQueues:
                 # Delivered and not begun, but recorded as started in Postgres.
                 self._returned.append(key_queue)
                 self.on_parking()
-        self.ready = deque(key_queue for key_queue in self.ready if key_queue.owned is not owned)
+        drop_queues(self.ready, owned)
         self._delayed = [entry for entry in self._delayed if entry[2].owned is not owned]
         heapq.heapify(self._delayed)
         self._behind_running = {
@@ -245,6 +251,23 @@ class ReadyQueues:
             return False
         self._behind_running[queue_key] = key_queue
         return True
+
+
+def end_turn(ready: deque[KeyQueue] | FairQueue, key_queue: KeyQueue) -> None:
+    """Count a class's running key less."""
+    turn, key_queue.counts_for = key_queue.counts_for, None
+    if turn is not None and isinstance(ready, FairQueue):
+        ready.ended(turn)
+
+
+def drop_queues(ready: deque[KeyQueue] | FairQueue, owned: OwnedPartition) -> None:
+    """Take a partition's key queues out."""
+    if isinstance(ready, FairQueue):
+        ready.drop(owned)
+    else:
+        others = [key_queue for key_queue in ready if key_queue.owned is not owned]
+        ready.clear()
+        ready.extend(others)
 
 
 def admitted(queues: ReadyQueues) -> list[KeyQueue]:

@@ -45,7 +45,8 @@ class SharedMember(Member[SharedReader, SharedSettler]):
     ) -> None:
         core = MemberCore.of(runtime, routes, group, options, None if reporting is None else reporting.texts)
         events = SharedEvents(group, reporting, core.meters)
-        store = SharedStore(core.runtime.control, group.group_id, core.member_id)
+        deployment = core.runtime.settings.deployment
+        store = SharedStore(core.runtime.control, group.group_id, core.member_id, deployment)
         self.prefetch = Prefetch(
             concurrency=core.options.concurrency,
             prefetch_count=core.options.prefetch_count,

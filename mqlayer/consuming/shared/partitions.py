@@ -195,7 +195,8 @@ class SharedPartitions(MemberPartitions):
         return self._known.get(PartitionId(partition), gone)
 
     def _refresh(self) -> None:
-        found = pop_partitions(self._database, self._group.group_id)
+        deployment = self._core.runtime.settings.deployment
+        found = pop_partitions(self._database, self._group.group_id, deployment=deployment)
         self.epoch = max([self.epoch, *(one.epoch for one in found if one.epoch is not None)])
         self._known = {one.partition: one for one in found}
         self._readable = {

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from mqlayer.domain.deployments import MAIN
 from mqlayer.domain.message import Identity, ParkedRecord
 from mqlayer.domain.routing import LP_COUNT
 from mqlayer.failpoints import failpoint
@@ -41,13 +42,14 @@ class ClaimedMessage:
 class SharedStore:
     """Access to these rows. Each call is one transaction."""
 
-    def __init__(self, database: Database, group_id: int, member_id: str) -> None:
-        self._database = database
+    def __init__(self, database: Database, group_id: int, member_id: str, deployment: str = MAIN) -> None:
+        self._database, self._deployment = database, deployment
         self._who = {"group_id": group_id, "member_id": member_id}
 
     def claim(self, limit: int, visibility_timeout_s: float, *, guarded: bool) -> list[ClaimedMessage]:
         """Claim due messages; with `guarded`, one of an unfinished claim too."""
         facts = self._who | {"limit": limit, "visibility_timeout_s": visibility_timeout_s, "careful": guarded}
+        facts |= {"deployment": self._deployment}
         with self._database.connection() as connection:
             rows = connection.execute(query("redriven_claim"), facts).fetchall()
         return [

@@ -1,7 +1,7 @@
 -- The application schema `mqlayer_app`, in this order:
 --
 --   rights of roles · bounds of arguments · identity of the outbox · topics and the outbox · relaying · publishing
---   dedup ids · delayed messages · changes of the outbox · fence · inbox · versions · privileges
+--   dedup ids · delayed messages · large bodies · changes of the outbox · fence · inbox · versions · privileges
 --
 -- ARCHITECTURE.md says who writes each table. sql/schema.sql shows all of them at a glance. Applications get EXECUTE on
 -- functions, and no privilege on a table. What these functions promise, whatever the caller and the session do:
@@ -436,7 +436,7 @@ END $$;
 
 -- Refuse headers that a message may not have.
 CREATE FUNCTION mqlayer_app.headers_check_v1(p_headers jsonb) RETURNS void
-    LANGUAGE plpgsql IMMUTABLE SET search_path = pg_catalog, mqlayer_app, pg_temp AS $$
+    LANGUAGE plpgsql SET search_path = pg_catalog, mqlayer_app, pg_temp AS $$
 DECLARE
     v_tags text;
 BEGIN
@@ -452,6 +452,10 @@ BEGIN
                 USING ERRCODE = 'MQ004', HINT = 'headers || mqlayer_app.tags_v1(''eu'', ''vip'')';
         END IF;
         p_headers := p_headers - 'mq-tags';
+    END IF;
+    IF p_headers ? 'mq-body' THEN
+        PERFORM mqlayer_app.large_body_use_v1(p_headers ->> 'mq-body');
+        p_headers := p_headers - 'mq-body';
     END IF;
     IF (SELECT count(*) > 32 OR sum(octet_length(key) + octet_length(value)) > 8192 FROM jsonb_each_text(p_headers)) THEN
         RAISE EXCEPTION 'at most 32 headers and 8192 bytes of them'
@@ -510,7 +514,7 @@ BEGIN
             RAISE EXCEPTION 'a message needs a body' USING ERRCODE = 'MQ005', HINT = 'it may be empty, not null';
         END IF;
         RAISE EXCEPTION 'body of % bytes, topic "%" takes %', octet_length(p_body), p_topic, v_limit
-            USING ERRCODE = 'MQ003', HINT = 'store it elsewhere and send a reference';
+            USING ERRCODE = 'MQ003', HINT = 'switch on large bodies, or store it elsewhere and send a reference';
     END IF;
     INSERT INTO mqlayer_app.outbox (id, topic_id, lp, slot, seq, created_at, key, headers, body)
         VALUES (nextval('mqlayer_app.outbox_number'), v_topic_id, v_lp,
@@ -578,7 +582,7 @@ BEGIN
             RAISE EXCEPTION 'a message needs a body' USING ERRCODE = 'MQ005', HINT = 'it may be empty, not null';
         ELSIF v_group.body_size > v_limit THEN
             RAISE EXCEPTION 'body of % bytes, topic "%" takes %', v_group.body_size, v_group.topic, v_limit
-                USING ERRCODE = 'MQ003', HINT = 'store it elsewhere and send a reference';
+                USING ERRCODE = 'MQ003', HINT = 'switch on large bodies, or store it elsewhere and send a reference';
         END IF;
         v_at := clock_timestamp();
         INSERT INTO mqlayer_app.outbox (id, topic_id, lp, slot, seq, created_at, key, headers, body)
@@ -647,7 +651,7 @@ BEGIN
             USING ERRCODE = 'MQ001', HINT = 'create it: mqlayer topic create NAME';
     ELSIF octet_length(p_body) > v_limit THEN
         RAISE EXCEPTION 'body of % bytes, topic "%" takes %', octet_length(p_body), p_topic, v_limit
-            USING ERRCODE = 'MQ003', HINT = 'store it elsewhere and send a reference';
+            USING ERRCODE = 'MQ003', HINT = 'switch on large bodies, or store it elsewhere and send a reference';
     END IF;
     duplicate := false;
     IF p_dedup_id IS NOT NULL THEN
@@ -796,7 +800,7 @@ BEGIN
             USING ERRCODE = 'MQ001', HINT = 'create it: mqlayer topic create NAME';
     ELSIF octet_length(p_body) > v_limit THEN
         RAISE EXCEPTION 'body of % bytes, topic "%" takes %', octet_length(p_body), p_topic, v_limit
-            USING ERRCODE = 'MQ003', HINT = 'store it elsewhere and send a reference';
+            USING ERRCODE = 'MQ003', HINT = 'switch on large bodies, or store it elsewhere and send a reference';
     END IF;
     INSERT INTO mqlayer_app.delayed (topic_id, lp, due_at, key, headers, body)
         VALUES (v_topic_id, coalesce(mqlayer_app.lp_v1(p_key), floor(random() * 1024)::smallint), p_at, p_key, p_headers, p_body)
@@ -954,6 +958,260 @@ BEGIN
     END LOOP;
     SELECT date_part('epoch', min(n.due_at) - clock_timestamp()) INTO next_s FROM mqlayer_app.delayed_next n;
 END $$;
+
+
+-- Large bodies -------------------------------------------------------------------------------------------------------
+-- Bodies over the threshold, outside of messages. A message has the header mq-body: "<body_id>:<size>:<SHA-256>", and
+-- an empty body. docs/design/large-bodies.md has the states of a row.
+
+CREATE TABLE mqlayer_app.large_body (
+    body_id     uuid NOT NULL,
+    topic_id    int NOT NULL,
+    -- The bucket of an object in S3, whose key is its location. Null: the chunks are here.
+    bucket      text,
+    location    text,
+    size        bigint NOT NULL,
+    sha256      bytea NOT NULL,
+    -- Published past the outbox, so that only time tells when nobody will send it any more.
+    direct      boolean NOT NULL,
+    created_at  timestamptz NOT NULL DEFAULT clock_timestamp(),
+    -- The last transaction that published it.
+    publish_xid xid8 NOT NULL DEFAULT pg_current_xact_id(),
+    -- The cut that covers all its messages. Null: not yet.
+    cut_id      bigint,
+    -- Since when no look found a reference.
+    free_since  timestamptz,
+    looked_at   timestamptz,
+    -- Being removed: no message may name it any more.
+    removing    boolean NOT NULL DEFAULT false,
+    CONSTRAINT large_body_key PRIMARY KEY (body_id),
+    CONSTRAINT large_body_place CHECK ((bucket IS NULL) = (location IS NULL)),
+    CONSTRAINT large_body_numbers CHECK (size BETWEEN 0 AND 1000000000 AND octet_length(sha256) = 32),
+    CONSTRAINT large_body_texts CHECK (octet_length(bucket) <= 255 AND octet_length(location) <= 1024)
+);
+-- What a pass of the job asks: bodies without a cut, those of a cut, those that are being removed.
+CREATE INDEX large_body_of_cut ON mqlayer_app.large_body (cut_id, looked_at);
+CREATE INDEX large_body_removing ON mqlayer_app.large_body (body_id) WHERE removing;
+
+CREATE TABLE mqlayer_app.large_body_chunk (
+    body_id uuid NOT NULL REFERENCES mqlayer_app.large_body ON DELETE CASCADE,
+    number  int NOT NULL,
+    data    bytea NOT NULL,
+    CONSTRAINT large_body_chunk_key PRIMARY KEY (body_id, number),
+    CONSTRAINT large_body_chunk_size CHECK (octet_length(data) <= 1000000)
+);
+-- Bodies are compressed already, as a rule: to try again costs more than the write.
+ALTER TABLE mqlayer_app.large_body_chunk ALTER COLUMN data SET STORAGE EXTERNAL;
+
+-- A cut through a topic: all messages with these bodies are at or below these seqs (by LP), and, once the outbox has
+-- emptied those rows, below these ends of partitions.
+CREATE TABLE mqlayer_app.large_body_cut (
+    cut_id      bigint GENERATED ALWAYS AS IDENTITY,
+    topic_id    int NOT NULL,
+    -- Seqs are of this outbox only.
+    outbox_uuid uuid,
+    seqs        bigint[] NOT NULL,
+    made_at     timestamptz NOT NULL DEFAULT clock_timestamp(),
+    -- {"<partition>": <next offset>}. Null: rows may still be in the outbox.
+    ends        jsonb,
+    -- When the last partition had trimmed all below its end.
+    trimmed_at  timestamptz,
+    CONSTRAINT large_body_cut_key PRIMARY KEY (cut_id),
+    CONSTRAINT large_body_cut_size CHECK (octet_length(ends::text) <= 262144)
+);
+
+-- The id of the body that headers, or a record's facts, name. Null: none.
+CREATE FUNCTION mqlayer_app.body_named_v1(p_headers text) RETURNS text LANGUAGE sql IMMUTABLE PARALLEL SAFE
+    RETURN substring(p_headers, '"mq-body": ?"([0-9a-f-]{36}):');
+
+CREATE INDEX delayed_body ON mqlayer_app.delayed (mqlayer_app.body_named_v1(headers)) WHERE headers LIKE '%"mq-body":%';
+CREATE INDEX voided_body ON mqlayer_app.voided (mqlayer_app.body_named_v1(headers))
+    WHERE ended IS NULL AND headers LIKE '%"mq-body":%';
+
+-- Refuse a header mq-body that names no stored body, and note this transaction as one that publishes it.
+CREATE FUNCTION mqlayer_app.large_body_use_v1(p_reference text) RETURNS void
+    LANGUAGE plpgsql SET search_path = pg_catalog, mqlayer_app, pg_temp AS $$
+BEGIN
+    IF p_reference ~ '^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}:[0-9]{1,10}:[0-9a-f]{64}$' THEN
+        UPDATE mqlayer_app.large_body b SET publish_xid = pg_current_xact_id(), cut_id = NULL, free_since = NULL
+            WHERE b.body_id = split_part(p_reference, ':', 1)::uuid AND NOT b.removing
+              AND b.size = split_part(p_reference, ':', 2)::bigint
+              AND b.sha256 = decode(split_part(p_reference, ':', 3), 'hex');
+        IF FOUND THEN
+            RETURN;
+        END IF;
+    END IF;
+    RAISE EXCEPTION 'the header mq-body names no stored body'
+        USING ERRCODE = 'MQ004', HINT = 'headers || mqlayer_app.large_body_v1(topic, body)';
+END $$;
+
+-- Store a body of a topic in the caller's transaction: note it, with its chunk 0 or its place in S3, then add its other
+-- chunks in order.
+CREATE FUNCTION mqlayer_app.large_body_put_v1(
+    p_topic text, p_body_id uuid, p_size bigint, p_sha256 bytea, p_bucket text, p_location text, p_direct boolean,
+    p_number int, p_data bytea) RETURNS void
+    LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, mqlayer_app, pg_temp AS $$
+DECLARE
+    v_topic_id int;
+BEGIN
+    IF NOT mqlayer_app.may_publish_all_v1() THEN
+        PERFORM mqlayer_app.check_topic_v1(p_topic);
+    END IF;
+    IF current_setting('synchronous_commit') = 'off' THEN
+        PERFORM set_config('synchronous_commit', 'on', true);
+    END IF;
+    IF (p_size BETWEEN 0 AND 1000000000 AND octet_length(p_sha256) = 32 AND p_body_id IS NOT NULL AND p_direct IS NOT NULL
+        AND (p_bucket IS NULL) = (p_location IS NULL) AND coalesce(octet_length(p_bucket), 0) <= 255
+        AND coalesce(octet_length(p_location), 0) <= 1024 AND p_number BETWEEN 0 AND 1000000
+        AND coalesce(octet_length(p_data), 0) <= 1000000) IS NOT TRUE THEN
+        PERFORM mqlayer_app.within_v1('p_size', p_size, 0, 1000000000),
+                mqlayer_app.within_v1('bytes of p_sha256', octet_length(p_sha256), 32, 32),
+                mqlayer_app.within_v1('number of p_body_id, p_direct', num_nonnulls(p_body_id, p_direct), 2, 2),
+                mqlayer_app.within_v1('number of p_bucket, p_location', num_nonnulls(p_bucket, p_location) % 2, 0, 0),
+                mqlayer_app.within_v1('bytes of p_bucket', coalesce(octet_length(p_bucket), 0), 0, 255),
+                mqlayer_app.within_v1('bytes of p_location', coalesce(octet_length(p_location), 0), 0, 1024),
+                mqlayer_app.within_v1('p_number', p_number, 0, 1000000),
+                mqlayer_app.within_v1('bytes of p_data', coalesce(octet_length(p_data), 0), 0, 1000000);
+    END IF;
+    SELECT t.topic_id INTO v_topic_id FROM mqlayer_app.topic t WHERE t.name = p_topic FOR KEY SHARE;
+    IF v_topic_id IS NULL THEN
+        RAISE EXCEPTION 'unknown topic "%"', left(p_topic, 63)
+            USING ERRCODE = 'MQ001', HINT = 'create it: mqlayer topic create NAME';
+    END IF;
+    IF p_number = 0 THEN
+        INSERT INTO mqlayer_app.large_body (body_id, topic_id, bucket, location, size, sha256, direct)
+            VALUES (p_body_id, v_topic_id, p_bucket, p_location, p_size, p_sha256, p_direct);
+    END IF;
+    IF p_bucket IS NULL THEN
+        INSERT INTO mqlayer_app.large_body_chunk (body_id, number, data)
+            SELECT b.body_id, p_number, coalesce(p_data, '') FROM mqlayer_app.large_body b
+            WHERE b.body_id = p_body_id AND b.topic_id = v_topic_id AND b.publish_xid = pg_current_xact_id()
+              AND b.bucket IS NULL;
+        IF NOT FOUND THEN
+            RAISE EXCEPTION 'no body % is open in this transaction', p_body_id
+                USING ERRCODE = 'MQ005', HINT = 'store all its chunks in one transaction';
+        END IF;
+    END IF;
+END $$;
+
+-- Store a body of a topic in the caller's transaction; return the header that names it:
+-- publish_v1(topic, key, '', headers || large_body_v1(topic, body)).
+CREATE FUNCTION mqlayer_app.large_body_v1(p_topic text, p_body bytea) RETURNS jsonb
+    LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, mqlayer_app, pg_temp AS $$
+DECLARE
+    v_id uuid := gen_random_uuid();
+    v_size int := octet_length(p_body);
+    v_sha256 bytea := sha256(p_body);
+BEGIN
+    IF v_size IS NULL THEN
+        RAISE EXCEPTION 'a message needs a body' USING ERRCODE = 'MQ005', HINT = 'it may be empty, not null';
+    END IF;
+    FOR v_number IN 0 .. greatest(0, v_size - 1) / 262144 LOOP
+        PERFORM mqlayer_app.large_body_put_v1(p_topic, v_id, v_size, v_sha256, NULL, NULL, false, v_number,
+                                              substr(p_body, v_number * 262144 + 1, 262144));
+    END LOOP;
+    RETURN jsonb_build_object('mq-body', format('%s:%s:%s', v_id, v_size, encode(v_sha256, 'hex')));
+END $$;
+
+-- The identity of this outbox, which objects in S3 carry in their keys: a copy of this database removes none of them.
+-- Null before the first relay.
+CREATE FUNCTION mqlayer_app.large_body_scope_v1() RETURNS uuid
+    LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, mqlayer_app, pg_temp
+    RETURN (SELECT i.outbox_uuid FROM mqlayer_app.identity i);
+
+-- Where a body is, and one chunk of it. No row: no such body. Who may consume for a group of its topic may read it.
+CREATE FUNCTION mqlayer_app.large_body_read_v1(
+    p_body_id uuid, p_number int, OUT topic text, OUT bucket text, OUT location text, OUT data bytea) RETURNS SETOF record
+    LANGUAGE plpgsql STABLE SECURITY DEFINER SET search_path = pg_catalog, mqlayer_app, pg_temp AS $$
+DECLARE
+    v_caller name := mqlayer_app.caller_v1();
+BEGIN
+    IF (p_number BETWEEN 0 AND 1000000 AND p_body_id IS NOT NULL) IS NOT TRUE THEN
+        PERFORM mqlayer_app.within_v1('p_number', p_number, 0, 1000000),
+                mqlayer_app.within_v1('number of p_body_id', num_nonnulls(p_body_id), 1, 1);
+    END IF;
+    SELECT t.name, b.bucket, b.location, c.data
+        INTO large_body_read_v1.topic, large_body_read_v1.bucket, large_body_read_v1.location, large_body_read_v1.data
+        FROM mqlayer_app.large_body b JOIN mqlayer_app.topic t USING (topic_id)
+        LEFT JOIN mqlayer_app.large_body_chunk c ON c.body_id = b.body_id AND c.number = p_number
+        WHERE b.body_id = p_body_id AND NOT b.removing;
+    IF NOT FOUND THEN
+        RETURN;
+    END IF;
+    IF NOT mqlayer_app.may_consume_all_v1() AND NOT mqlayer_app.has_v1('operate') AND NOT EXISTS (
+        SELECT FROM mqlayer_app.granted g WHERE g.privilege = 'consume' AND pg_has_role(v_caller, g.role, 'USAGE')
+          AND split_part(g.scope, '/', 1) IN ('', split_part(topic, '@', 1))) THEN
+        RAISE EXCEPTION 'role "%" lacks the right to consume %', v_caller, topic
+            USING ERRCODE = 'insufficient_privilege', HINT = format('mqlayer grant consume %s', v_caller);
+    END IF;
+    RETURN NEXT;
+END $$;
+
+-- Take cuts for bodies whose messages are all in the outbox, or gone through it: one statement, so one snapshot. A body
+-- that another transaction publishes meanwhile is passed by: its publish_xid is not visible in the snapshot. One that
+-- waits elsewhere has no cut yet. Direct ones have waited for p_hold_s first. Returns how many bodies.
+CREATE FUNCTION mqlayer_app.large_body_cut_v1(p_limit int, p_hold_s double precision) RETURNS bigint
+    LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, mqlayer_app, pg_temp AS $$
+DECLARE
+    v_count bigint;
+BEGIN
+    IF NOT mqlayer_app.has_v1('work') THEN
+        RAISE EXCEPTION 'role "%" lacks the right to work', mqlayer_app.caller_v1()
+            USING ERRCODE = 'insufficient_privilege', HINT = 'mqlayer grant work ' || mqlayer_app.caller_v1();
+    END IF;
+    IF (p_limit BETWEEN 1 AND 100000 AND p_hold_s BETWEEN 0 AND 31536000) IS NOT TRUE THEN
+        PERFORM mqlayer_app.within_v1('p_limit', p_limit, 1, 100000),
+                mqlayer_app.within_v1('p_hold_s', p_hold_s::numeric, 0, 31536000);
+    END IF;
+    -- Seqs of a former identity say nothing of this outbox.
+    UPDATE mqlayer_app.large_body b SET cut_id = NULL, free_since = NULL FROM mqlayer_app.large_body_cut c
+        WHERE b.cut_id = c.cut_id AND c.outbox_uuid IS DISTINCT FROM (SELECT i.outbox_uuid FROM mqlayer_app.identity i)
+          AND NOT b.removing;
+    DELETE FROM mqlayer_app.large_body_cut c
+        WHERE NOT EXISTS (SELECT FROM mqlayer_app.large_body b WHERE b.cut_id = c.cut_id);
+    WITH fresh AS MATERIALIZED (
+        SELECT b.body_id, b.topic_id FROM mqlayer_app.large_body b
+        WHERE b.cut_id IS NULL AND NOT b.removing
+          AND NOT (b.direct AND b.created_at > clock_timestamp() - make_interval(secs => p_hold_s))
+          -- In this statement's own snapshot, as a function's look would not be.
+          AND NOT EXISTS (SELECT FROM mqlayer_app.delayed d WHERE d.headers LIKE '%"mq-body":%'
+                          AND mqlayer_app.body_named_v1(d.headers) = b.body_id::text)
+          AND NOT EXISTS (SELECT FROM mqlayer_app.voided v WHERE v.ended IS NULL AND v.headers LIKE '%"mq-body":%'
+                          AND mqlayer_app.body_named_v1(v.headers) = b.body_id::text)
+        LIMIT p_limit
+    ), made AS (
+        INSERT INTO mqlayer_app.large_body_cut (topic_id, outbox_uuid, seqs)
+            SELECT t.topic_id, (SELECT i.outbox_uuid FROM mqlayer_app.identity i),
+                   ARRAY(SELECT c.seq FROM mqlayer_app.counter c WHERE c.topic_id = t.topic_id ORDER BY c.lp)
+            FROM (SELECT DISTINCT f.topic_id FROM fresh f) AS t
+            RETURNING large_body_cut.cut_id, large_body_cut.topic_id
+    )
+    UPDATE mqlayer_app.large_body b SET cut_id = m.cut_id FROM fresh f JOIN made m ON m.topic_id = f.topic_id
+        WHERE b.body_id = f.body_id AND b.cut_id IS NULL AND NOT b.removing
+          AND pg_visible_in_snapshot(b.publish_xid, pg_current_snapshot());
+    GET DIAGNOSTICS v_count = ROW_COUNT;
+    RETURN v_count;
+END $$;
+
+-- Whether a body's message waits for its time, or for an operator.
+CREATE FUNCTION mqlayer_app.large_body_waits_v1(p_body_id uuid) RETURNS boolean
+    LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, mqlayer_app, pg_temp
+    RETURN EXISTS (
+        SELECT FROM mqlayer_app.delayed d
+        WHERE d.headers LIKE '%"mq-body":%' AND mqlayer_app.body_named_v1(d.headers) = p_body_id::text
+        UNION ALL
+        SELECT FROM mqlayer_app.voided v WHERE v.ended IS NULL
+          AND v.headers LIKE '%"mq-body":%' AND mqlayer_app.body_named_v1(v.headers) = p_body_id::text);
+
+-- Whether the outbox has emptied all rows at or below a cut's seqs.
+CREATE FUNCTION mqlayer_app.large_body_sent_v1(p_cut_id bigint) RETURNS boolean
+    LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, mqlayer_app, pg_temp
+    RETURN NOT EXISTS (
+        SELECT FROM mqlayer_app.large_body_cut c
+        CROSS JOIN LATERAL unnest(c.seqs) WITH ORDINALITY AS u(seq, place)
+        CROSS JOIN LATERAL (SELECT FROM mqlayer_app.outbox o
+                            WHERE o.topic_id = c.topic_id AND o.lp = (u.place - 1)::smallint AND o.seq <= u.seq LIMIT 1) AS waits
+        WHERE c.cut_id = p_cut_id AND u.seq > 0);
 
 
 -- Changes of the outbox ----------------------------------------------------------------------------------------------
@@ -1334,6 +1592,27 @@ BEGIN
     RETURN v_count;
 END $$;
 
+-- The effects of a group count as applied in its copy, of some LPs; those do not that the group's replay repeats.
+CREATE FUNCTION mqlayer_app.fence_copy_v1(p_group_id bigint, p_new_id bigint, p_replay int, p_lp_from smallint,
+                                          p_lp_to smallint) RETURNS bigint
+    LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, mqlayer_app, pg_temp AS $$
+DECLARE
+    v_count bigint;
+BEGIN
+    PERFORM mqlayer_app.within_v1('p_group_id', p_group_id, 1, 9007199254740991),
+            mqlayer_app.within_v1('p_new_id', p_new_id, 1, 9007199254740991),
+            mqlayer_app.within_v1('p_replay', p_replay, 0, 2147483647),
+            mqlayer_app.within_v1('p_lp_from', p_lp_from, 0, 1023),
+            mqlayer_app.within_v1('p_lp_to', p_lp_to, 1, 1024);
+    INSERT INTO mqlayer_app.fence_applied AS a (group_id, lp, source_id, key, seq, applied_at)
+    SELECT p_new_id, f.lp, f.source_id, f.key, f.seq, f.applied_at FROM mqlayer_app.fence_applied f
+    WHERE f.group_id = p_group_id AND f.lp >= p_lp_from AND f.lp < p_lp_to AND f.replay >= p_replay
+    ON CONFLICT (group_id, lp, key, source_id) DO UPDATE SET seq = excluded.seq, applied_at = excluded.applied_at
+        WHERE a.seq < excluded.seq;
+    GET DIAGNOSTICS v_count = ROW_COUNT;
+    RETURN v_count;
+END $$;
+
 
 -- Inbox --------------------------------------------------------------------------------------------------------------
 -- The messages that have their effect, one row for each, for handlers to which order says nothing.
@@ -1400,6 +1679,26 @@ BEGIN
                 applied_at = excluded.applied_at, kept_at = excluded.kept_at
             WHERE i.replay < excluded.replay;
     RETURN CASE WHEN FOUND THEN 'current' ELSE 'applied' END;
+END $$;
+
+-- Rows of a group count in its copy, from an id on, at most p_limit a call; the last id, null at the end.
+CREATE FUNCTION mqlayer_app.inbox_copy_v1(p_group_id bigint, p_new_id bigint, p_replay int, p_after text, p_limit int,
+                                          OUT last_id text, OUT copied bigint)
+    LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, mqlayer_app, pg_temp AS $$
+BEGIN
+    PERFORM mqlayer_app.within_v1('p_group_id', p_group_id, 1, 9007199254740991),
+            mqlayer_app.within_v1('p_new_id', p_new_id, 1, 9007199254740991),
+            mqlayer_app.within_v1('p_replay', p_replay, 0, 2147483647),
+            mqlayer_app.within_v1('p_limit', p_limit, 1, 100000);
+    WITH given AS (
+        SELECT id, source_id, lp, seq, applied_at, kept_at FROM mqlayer_app.inbox i
+        WHERE i.group_id = p_group_id AND i.id > p_after AND i.replay >= p_replay ORDER BY i.id LIMIT p_limit
+    ), put AS (
+        INSERT INTO mqlayer_app.inbox (group_id, id, source_id, lp, seq, replay, applied_at, kept_at)
+        SELECT p_new_id, id, source_id, lp, seq, 0, applied_at, kept_at FROM given
+        ON CONFLICT DO NOTHING
+    )
+    SELECT max(id), count(*) INTO last_id, copied FROM given;
 END $$;
 
 

@@ -421,11 +421,14 @@ CREATE TABLE mqlayer.route_load (
     at_s         double precision[] NOT NULL,
     next_offset  bigint[] NOT NULL,
     settled      bigint[] NOT NULL,
+    -- When its LPs were sampled last.
+    sampled_at   timestamptz,
     CONSTRAINT route_load_key PRIMARY KEY (partition_id),
     CONSTRAINT route_load_samples CHECK (
         cardinality(at_s) BETWEEN 1 AND 64 AND cardinality(next_offset) BETWEEN 1 AND 64
         AND cardinality(settled) BETWEEN 1 AND 64 AND cardinality(next_offset) = cardinality(at_s)
-        AND cardinality(settled) = cardinality(at_s))
+        AND cardinality(settled) = cardinality(at_s)),
+    CONSTRAINT route_load_sampled_at CHECK (sampled_at BETWEEN '1970-01-01 00:00+00' AND '9000-01-01 00:00+00')
 );
 
 -- The autopilot's journal: changes that it made or would make, those that it refuses, and how they ended. Bounded by
@@ -523,6 +526,17 @@ CREATE TABLE mqlayer.consumer_group (
     -- Of an instance: since when it has no consumer. Null while it has one.
     absent_since       timestamptz,
 
+    -- Made as a copy: the group whose positions it began at.
+    copied_from      bigint REFERENCES mqlayer.consumer_group,
+
+    -- The deployment whose members consume. LPs below canary_lps are the canary's. What `group deploy --back` goes back to.
+    deployment          text NOT NULL DEFAULT 'main',
+    canary              text,
+    canary_lps          int,
+    previous_deployment text,
+    -- Without a living member of the newer deployment, partitions go back to the older one's.
+    fallback            boolean NOT NULL DEFAULT false,
+
     -- Settings. The version grows with every change of one.
     settings_version int NOT NULL DEFAULT 1,
     -- The messages that it wants, by their tags: "none" (all messages), "any:eu,vip" or "all:eu,vip".
@@ -560,6 +574,11 @@ CREATE TABLE mqlayer.consumer_group (
     breaker_keys          int NOT NULL DEFAULT 10,
     breaker_window_s      double precision NOT NULL DEFAULT 10,
     breaker_errors        text[] NOT NULL DEFAULT '{}',
+    -- What a key's class, which takes turns with the others, goes by: prefix:<separator> or header:<name>.
+    key_class             text NOT NULL DEFAULT 'none',
+    -- Keys of a class at once in a member, and messages of a class by the second in the whole group. Null for no limit.
+    class_concurrency     int,
+    class_rate            double precision,
 
     -- State.
     -- The route version of which the group has drained all that came before it. It moves one by one.
@@ -594,6 +613,10 @@ CREATE TABLE mqlayer.consumer_group (
     CONSTRAINT consumer_group_instance_length CHECK (octet_length(instance) <= 63),
     CONSTRAINT consumer_group_keep_away CHECK (
         (mode = 'broadcast') = (instance_expiry_s IS NOT NULL) AND instance_expiry_s > 0 AND instance_expiry_s <= 1e11),
+    CONSTRAINT consumer_group_deployments CHECK (
+        deployment ~ '^[a-z0-9][a-z0-9_.-]{0,62}$' AND canary ~ '^[a-z0-9][a-z0-9_.-]{0,62}$' AND canary <> deployment
+        AND previous_deployment ~ '^[a-z0-9][a-z0-9_.-]{0,62}$' AND previous_deployment <> deployment),
+    CONSTRAINT consumer_group_canary CHECK (canary_lps BETWEEN 1 AND 1023),
     CONSTRAINT consumer_group_tag_filter
         CHECK (tag_filter ~ '^(none|(any|all):[a-z0-9][a-z0-9_.-]*(,[a-z0-9][a-z0-9_.-]*)*)$'),
     CONSTRAINT consumer_group_balance CHECK (balance IN ('count', 'rate')),
@@ -615,6 +638,10 @@ CREATE TABLE mqlayer.consumer_group (
     CONSTRAINT consumer_group_breaker CHECK (
         breaker_share > 0 AND breaker_share <= 1 AND breaker_keys BETWEEN 1 AND 4096
         AND breaker_window_s >= 1 AND breaker_window_s <= 3600 AND (breaker_share IS NULL OR mode <> 'pop')),
+    CONSTRAINT consumer_group_key_class CHECK (
+        key_class ~ '^(none|prefix:[ -~]+|header:[ -~]+)$' AND octet_length(key_class) <= 64
+        AND (key_class = 'none' OR mode IN ('exclusive', 'broadcast'))
+        AND class_concurrency BETWEEN 1 AND 2000000000 AND class_rate > 0 AND class_rate <= 1e11),
     -- With room for the next one, and for the leap of a server that was replaced: statements add to those of all groups.
     CONSTRAINT consumer_group_counts CHECK (
         version BETWEEN 1 AND 1000000000 AND seek BETWEEN 0 AND 1000000000 AND replay BETWEEN 0 AND 1000000000
@@ -722,8 +749,11 @@ CREATE TABLE mqlayer.partition_pause (
 -- partitions are left out, as are retired groups and broadcast groups, which have settings only. A shared group has no
 -- order to keep between a parent and its successors, so a message that waits for its next attempt holds none of them
 -- up.
+-- With the deployment whose members may have the partition; null for instances, which are one member each.
 CREATE VIEW mqlayer.readable AS
-SELECT g.group_id, p.partition_id
+SELECT g.group_id, p.partition_id,
+       CASE WHEN g.instance IS NOT NULL THEN NULL WHEN p.lp_from < g.canary_lps THEN g.canary ELSE g.deployment END
+           AS deployment
 FROM mqlayer.consumer_group g
 JOIN mqlayer.topic t USING (topic_id)
 JOIN mqlayer.partition p ON p.topic_id = g.topic_id AND p.state IN ('open', 'sealed')
@@ -751,6 +781,8 @@ CREATE TABLE mqlayer.member (
     host        text NOT NULL,
     pid         int NOT NULL,
     leaving     boolean NOT NULL DEFAULT false,
+    -- The version of its program, as its process was started with.
+    deployment  text NOT NULL DEFAULT 'main',
     -- It prefers partitions on nodes of this zone. Empty: none.
     zone        text NOT NULL DEFAULT '',
     joined_at   timestamptz NOT NULL DEFAULT now(),
@@ -762,6 +794,7 @@ CREATE TABLE mqlayer.member (
     reported_at  timestamptz NOT NULL DEFAULT '1970-01-01 00:00+00',
     CONSTRAINT member_key PRIMARY KEY (group_id, member_id),
     CONSTRAINT member_id_form CHECK (member_id ~ '^[a-z][a-z0-9_.-]{0,62}$'),
+    CONSTRAINT member_deployment CHECK (deployment ~ '^[a-z0-9][a-z0-9_.-]{0,62}$'),
     CONSTRAINT member_host_length CHECK (octet_length(host) <= 1024),
     CONSTRAINT member_zone_form CHECK (zone ~ '^([a-z0-9][a-z0-9_.-]{0,62})?$'),
     CONSTRAINT member_numbers CHECK (session BETWEEN 0 AND 4611686018427387904 AND pid BETWEEN 0 AND 2000000000),
@@ -997,6 +1030,16 @@ CREATE TABLE mqlayer.parking_change (
 );
 
 
+-- Large bodies -------------------------------------------------------------------------------------------------------
+
+-- The id of the stored body that headers, or a record's facts, name. Null: none.
+CREATE FUNCTION mqlayer.body_named_v1(p_headers text) RETURNS text LANGUAGE sql IMMUTABLE PARALLEL SAFE
+    RETURN substring(p_headers, '"mq-body": ?"([0-9a-f-]{36}):');
+
+CREATE INDEX parked_message_body ON mqlayer.parked_message (mqlayer.body_named_v1(encode(m, 'escape')))
+    WHERE position('\x226d712d626f6479223a'::bytea IN m) > 0;
+
+
 -- Dead messages and failures -----------------------------------------------------------------------------------------
 
 -- A message that left a group without its effect, and why: dead letters, and messages that were passed over.
@@ -1054,6 +1097,9 @@ CREATE INDEX dead_message_stream ON mqlayer.dead_message (group_id, partition_id
 CREATE INDEX dead_message_queue ON mqlayer.dead_message (group_id, lp, key, partition_id, log_offset, dead_id)
     WHERE redriven_at IS NULL;
 CREATE INDEX dead_message_log_lost ON mqlayer.dead_message (group_id, lp) WHERE log_lost;
+-- Its large body; one without a body can't be sent again.
+CREATE INDEX dead_message_body ON mqlayer.dead_message (mqlayer.body_named_v1(encode(m, 'escape')))
+    WHERE body IS NOT NULL AND position('\x226d712d626f6479223a'::bytea IN m) > 0;
 -- As of parked_message.
 ALTER TABLE mqlayer.dead_message ALTER COLUMN group_id SET STATISTICS 0;
 
@@ -1315,8 +1361,10 @@ CREATE TABLE mqlayer.sample (
     committed bigint,
     relayed   bigint,
     stored    bigint,
-    -- Of nodes.
+    -- Of nodes. A limit of 0: none. Seconds of a processor since its start.
     memory_bytes bigint,
+    memory_limit bigint,
+    cpu_s        double precision,
     ops_per_s    double precision,
     CONSTRAINT sample_key PRIMARY KEY (kind, object_id, at),
     CONSTRAINT sample_kind CHECK (kind IN ('group', 'topic', 'node')),
@@ -1857,6 +1905,26 @@ CREATE INDEX record_read ON mqlayer_archive.record (topic_id, batch, partition_i
 -- identity have an index per day, by day_index_v1.
 CREATE INDEX record_ranges ON mqlayer_archive.record USING brin (published_at, log_offset)
     WITH (pages_per_range = 32, autosummarize = on);
+-- Large bodies of records.
+CREATE INDEX record_body ON mqlayer_archive.record (mqlayer.body_named_v1(headers)) WHERE headers LIKE '%"mq-body":%';
+
+-- Which of these large bodies a parked, dead or archived message names. In one statement: a message that moves between
+-- the three is seen in one of them.
+CREATE FUNCTION mqlayer.bodies_named_v1(p_ids text[]) RETURNS SETOF text
+    LANGUAGE plpgsql STABLE SECURITY DEFINER SET search_path = pg_catalog, mqlayer, pg_temp AS $$
+BEGIN
+    IF (coalesce(cardinality(p_ids), -1) BETWEEN 0 AND 10000) IS NOT TRUE THEN
+        RAISE EXCEPTION 'too many ids, or none' USING ERRCODE = 'MQ009', HINT = 'give an array of at most 10,000';
+    END IF;
+    RETURN QUERY SELECT n.id FROM unnest(p_ids) AS n (id)
+    WHERE EXISTS (SELECT FROM mqlayer.parked_message p WHERE position('\x226d712d626f6479223a'::bytea IN p.m) > 0
+                  AND mqlayer.body_named_v1(encode(p.m, 'escape')) = n.id)
+       OR EXISTS (SELECT FROM mqlayer.dead_message d WHERE d.body IS NOT NULL
+                  AND position('\x226d712d626f6479223a'::bytea IN d.m) > 0
+                  AND mqlayer.body_named_v1(encode(d.m, 'escape')) = n.id)
+       OR EXISTS (SELECT FROM mqlayer_archive.record r
+                  WHERE r.headers LIKE '%"mq-body":%' AND mqlayer.body_named_v1(r.headers) = n.id);
+END $$;
 
 -- Outcomes of records, per group: one row for a stretch of offsets of a partition that has all of it in common. A
 -- record that a group handled again after a seek has a row for each time.

@@ -8,12 +8,14 @@ from collections.abc import Iterator
 import pytest
 from starlette.testclient import TestClient
 
+from mqlayer.autopilot import set_policy
 from mqlayer.console.charts import heats, nice
 from mqlayer.doctor.hot_partitions import hot_partitions, is_hot
 from mqlayer.inspect import busiest_keys
 from mqlayer.postgres.audit import Actor
 from mqlayer.relay import relay_once
 from mqlayer.stack import RedisServer
+from tests.fixtures.auto_scenes import one_pass, put_load
 from tests.fixtures.console import console_client
 from tests.fixtures.console_pages import OPERATOR, VIEWER, act, audited, sample, text_of, words
 from tests.fixtures.wait import wait_until
@@ -57,6 +59,18 @@ def test_topics_show_rates_of_samples_and_pages_hold_fifty(world: World, browser
     (more,) = re.findall(r'rel="next" href="([^"]*)"', page)
     assert "/topics/orders" in text_of(browser, more)
     assert text_of(browser, "/topics", contains="rder").count("<tr>") == 2
+
+
+@pytest.mark.world(partitions=2)
+def test_a_topic_shows_its_automatic_routes_and_their_last_decisions(world: World, browser: TestClient) -> None:
+    assert "mqlayer route auto orders --report" in text_of(browser, "/topics/orders")
+    set_policy(world.runtime(), "orders", mode="on", capacity_per_s=100.0)
+    assert "No decision yet" in text_of(browser, "/topics/orders")
+    put_load(world, {1: 1, 2: 1})
+    assert one_pass(world).changed == ("orders",)
+    page = words(text_of(browser, "/topics/orders"))
+    assert "1 to 64 partitions of 100 messages/s, as set; 19 changes left this hour." in page
+    assert "merge changed 1, 2 at most 2 messages/s together, 2% of a partition done" in page
 
 
 @pytest.mark.world(partitions=2, relayed=20)

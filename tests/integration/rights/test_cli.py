@@ -24,7 +24,7 @@ PLANS = {
     "node drain": "node-1", "node remove": "node-1", "outbox adopt": "", "outbox renew": "",
     "outbox quarantine discard": "7", "replay start": "orders g --all", "route reopen": "orders",
     "snapshot drop": "cut", "versions forget": "sink e --reason r", "versions set": "sink e 2 --reason r",
-    "topic delete": "orders",
+    "topic delete": "orders", "group deploy": "orders g --to main",
     "route merge": "orders {first} {second}", "route move": "orders {first}",
     "route split": "orders {first} --at 100",
 }  # fmt: skip
@@ -60,8 +60,8 @@ JOBS = {
 }  # fmt: skip
 """Commands that do by hand what a process does by itself: its right will do."""
 CONSUMERS = {
-    "dead discard", "group close-breaker", "group evict", "group open-breaker", "group pause", "group resume",
-    "group seek", "key skip-head",
+    "dead discard", "group close-breaker", "group deploy", "group evict", "group open-breaker", "group pause",
+    "group resume", "group seek", "key skip-head",
 }  # fmt: skip
 """Commands on a group that its consumers may run, too."""
 CHANGES = SCENES.keys() | NOTHING_LEFT.keys()

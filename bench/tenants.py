@@ -1,0 +1,62 @@
+"""One tenant's flood: how long another tenant's messages wait behind it, and what classes of keys cost."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, Final
+
+import mqlayer
+from bench.consume import new_group, ours
+from bench.fill import fill
+from bench.registry import Line, bench, compared, frozen_heap, in_turn
+from bench.stage import Stage, System
+
+FLOOD: Final = 20_000
+HANDLER_S: Final = 0.001
+FEW: Final = 10
+MESSAGES: Final = 300_000
+ROUNDS: Final = 3
+BY_PREFIX: Final = "prefix:/"
+
+
+@bench("tenant_flood")
+def tenant_flood(stage: Stage) -> Iterator[Line]:
+    """Time from the start to the last of ten messages of a tenant behind 20,000 of another one, with classes of keys
+    against without; handlers wait for a millisecond. Then the rate of handlers that do nothing, all of it read twice:
+    three tenants in turn, and one alone."""
+    with frozen_heap():
+        system = stage.system(partitions=2)
+        fill(system, FLOOD + FEW, keys=[f"big/{n}" for n in range(FLOOD)] + [f"small/{n}" for n in range(FEW)])
+        kinds = {"without": partial(last_ms, system), "with": partial(last_ms, system, key_class=BY_PREFIX)}
+        waits = in_turn(ROUNDS, kinds)
+        yield compared("tenant_flood", waits["with"], waits["without"], unit="ms", target=None)
+        for name, tenants in {"three tenants": "abc", "one tenant": "a"}.items():
+            system = stage.system(partitions=2)
+            fill(system, MESSAGES, keys=[f"{tenants[n % len(tenants)]}/{n}" for n in range(999)])
+            rules = {"without": {}, "with": {"key_class": BY_PREFIX}}
+            rates = in_turn(ROUNDS, {kind: partial(ours, system, **said) for kind, said in rules.items()})
+            yield compared(f"tenant_flood[{name}]", rates["with"], rates["without"], unit="msg/s", target=None)
+
+
+def last_ms(system: System, **rules: Any) -> float:
+    """Return when the small tenant's last message was handled, in ms from the start of a member."""
+    app, left, done = mqlayer.App(system.settings), FEW, threading.Event()
+
+    @app.consumer("bench", group=new_group(), **rules)
+    def handle(_body: bytes, ctx: mqlayer.Context) -> None:
+        nonlocal left
+        time.sleep(HANDLER_S)
+        if (ctx.key or "").startswith("small/"):
+            left -= 1
+            if not left:
+                done.set()
+
+    began = time.perf_counter()
+    app.start()
+    done.wait(120)
+    elapsed = time.perf_counter() - began
+    app.stop()
+    return 1000 * elapsed

@@ -1,0 +1,98 @@
+"""Bodies as objects of an S3 API. Credentials come from the client's own chain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from datetime import datetime
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import Any, Final, NamedTuple, TypeVar
+
+from mqlayer.errors import InvalidInput, StoreUnavailable
+from mqlayer.large_bodies.options import LargeBodyOptions
+
+T = TypeVar("T")
+ATTEMPTS: Final = 3
+TIMEOUT_S: Final = 30.0
+
+
+class StoredObject(NamedTuple):
+    """An object of a listing."""
+
+    location: str
+    size: int
+    changed_at: datetime
+
+
+class ObjectStore:
+    """An S3 API. Raises StoreUnavailable."""
+
+    def __init__(self, endpoint: str, region: str) -> None:
+        self._client: Any = _client(endpoint, region)
+        self.address = f"S3 at {endpoint or 'AWS'}"
+
+    def put(self, bucket: str, location: str, body: bytes) -> None:
+        """Write an object."""
+        self._call(lambda: self._client.put_object(Bucket=bucket, Key=location, Body=body))
+
+    def get(self, bucket: str, location: str) -> bytes | None:
+        """Return an object, None without one."""
+        return self._call(lambda: bytes(self._client.get_object(Bucket=bucket, Key=location)["Body"].read()), none=True)
+
+    def delete(self, bucket: str, location: str) -> None:
+        """Delete an object, if there."""
+        self._call(lambda: self._client.delete_object(Bucket=bucket, Key=location), none=True)
+
+    def list(self, bucket: str, prefix: str, start: str) -> Iterator[list[StoredObject]]:
+        """Yield pages of up to 1,000 objects behind `start`."""
+        token: dict[str, str] = {"StartAfter": start}
+        while True:
+            page = self._call(lambda more=token: self._client.list_objects_v2(Bucket=bucket, Prefix=prefix, **more))
+            yield [
+                StoredObject(one["Key"], one["Size"], one["LastModified"]) for one in (page or {}).get("Contents", ())
+            ]
+            if not page or not page.get("IsTruncated"):
+                return
+            token = {"ContinuationToken": page["NextContinuationToken"]}
+
+    def _call(self, work: Callable[..., T], *, none: bool = False) -> T | None:
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        try:
+            return work()
+        except ClientError as error:
+            code = error.response.get("Error", {}).get("Code", "")
+            if none and code in ("NoSuchKey", "404", "NotFound"):
+                return None
+            raise StoreUnavailable(self.address, f"it answered {code or 'an error'}") from None
+        except (BotoCoreError, OSError) as error:
+            # Its text may show a signed address.
+            raise StoreUnavailable(self.address, type(error).__name__) from None
+
+
+def object_store(options: LargeBodyOptions) -> ObjectStore:
+    """Return a process's client; needs the extra `s3`."""
+    return _store(options.endpoint, options.region)
+
+
+@lru_cache(maxsize=8)
+def _store(endpoint: str, region: str) -> ObjectStore:
+    return ObjectStore(endpoint, region)
+
+
+def _client(endpoint: str, region: str) -> Any:
+    if find_spec("boto3") is None:
+        raise InvalidInput("large bodies in S3 need more packages: pip install 'mqlayer[s3]'")
+    import boto3
+    from botocore.config import Config
+
+    config = Config(
+        connect_timeout=5,
+        read_timeout=TIMEOUT_S,
+        retries={"mode": "standard", "total_max_attempts": ATTEMPTS},
+        # Servers other than AWS may not know the newer checksums; the reference has a SHA-256.
+        request_checksum_calculation="when_required",
+        response_checksum_validation="when_required",
+    )
+    given = {"endpoint_url": endpoint or None, "region_name": region or None}
+    return boto3.session.Session().client("s3", config=config, **given)
