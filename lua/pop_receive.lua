@@ -272,8 +272,6 @@ if not only_repeat and waits then
     if string.byte(queue) ~= 254 then
       local members = redis.call('ZRANGEBYLEX', queues_key, '[' .. queue_prefix(queue) .. '0', '(' .. queue_prefix(queue) .. ':', 'LIMIT', 0, WIDTH)
       states[queue] = #members < WIDTH and 'whole' or 'part'
-      -- A call that ended in its middle left the time of a queue in which nothing stands.
-      if #members == 0 then redis.call('ZREM', due_key, queue) end
       for i, member in ipairs(members) do
         local offset = tonumber(string.sub(member, -16))
         local name = format('%d', offset)
@@ -378,6 +376,8 @@ end
 for queue, state in pairs(states) do
   -- Looked for again at times only: nobody can say when it goes on. What is given of it is settled first.
   if state == 'stuck' and not place_of[queue] then redis.call('ZADD', due_key, format('%d', until_ms), queue) end
+  -- Limits settled all of it, or a call that ended in its middle left the time of a queue in which nothing stands.
+  if state == 'whole' and not place_of[queue] then redis.call('ZREM', due_key, queue) end
 end
 if #left_queues + #held_back + #passed > 0 then queued = redis.call('ZCARD', queues_key) end
 if given > 0 then

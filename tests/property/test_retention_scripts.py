@@ -74,10 +74,12 @@ def test_batches_that_are_out_withhold_their_keys_while_their_messages_are_dropp
     if lost:
         harness.call(("DEL", harness.group.acks if lost == "acks" else harness.pops.batches))
     dropped = _drop(harness, 5, _facts(harness, 4))
-    assert dropped is not None and dropped.offset == 5
+    assert dropped is not None
+    assert dropped.offset == 5
     again = receiver.receive("c", 9)
     if lost:
-        assert isinstance(again, NoBatch) and again.status == "blocked"
+        assert isinstance(again, NoBatch)
+        assert again.status == "blocked"
         return
     assert dropped.lost == 3
     # Of the key of 2 and 5 nothing is out any more; 3 and 4 are, with what is behind them.
@@ -86,5 +88,5 @@ def test_batches_that_are_out_withhold_their_keys_while_their_messages_are_dropp
     assert receiver.settle("ack", [(first.batch, 1), (first.batch, 3), (first.batch, 4), (first.batch, 6)]) is not None
     rest = receiver.receive("d", 9)
     assert isinstance(rest, PopBatch)
-    assert [one.offset for one in rest.records] == [7, 9, 10, 12]
+    assert sorted(one.offset for one in rest.records) == [7, 9, 10, 12]
     assert harness.committed == 7
