@@ -77,15 +77,21 @@ def create_topic(
         raise InvalidInput(f"a topic takes bodies of 1 to {BODY_LIMIT} bytes, a backlog limit of 0 or more, and "
                            "the strategy strict or best_effort")  # fmt: skip
     nodes = _homes(runtime.control, check_zone(home_zone))
-    limits = {"strategy": strategy, "body_limit": body_limit, "backlog_limit": backlog_limit, "archived": archived}
+    limits = {
+        "strategy": strategy,
+        "body_limit": body_limit,
+        "backlog_limit": backlog_limit,
+        "archived": archived,
+        "home_zone": home_zone,
+    }
 
     def allocate(connection: Connection) -> int:
-        connection.execute(query("topic_insert"), {"name": name, "home_zone": home_zone} | limits)
+        connection.execute(query("topic_insert"), {"name": name} | limits)
         row = connection.execute(query("topic_lock"), {"name": name}).fetchone()
         if row is None:
             raise NotFound("topic", name, "somebody removed it while it was created: try again")
         _refuse_deleting(name, deleting=row[6])
-        _check_same(name, dict(zip(limits, (*row[1:4], row[5]), strict=True)), limits)
+        _check_same(name, dict(zip(limits, (*row[1:4], row[5], row[7]), strict=True)), limits)
         _check_partitions(connection, name, row[0], partitions)
         if not connection.execute(query("partition_list"), {"topic_id": row[0]}).fetchall():
             for (lp_from, lp_to), node in zip(ranges, spread(len(ranges), nodes), strict=True):

@@ -117,7 +117,7 @@ ON CONFLICT (name) DO NOTHING;
 
 -- name: topic_lock
 -- Lock one topic.
-SELECT topic_id, strategy, body_limit, backlog_limit, version, archived, deleting_at IS NOT NULL
+SELECT topic_id, strategy, body_limit, backlog_limit, version, archived, deleting_at IS NOT NULL, home_zone
 FROM mqlayer.topic WHERE name = %(name)s FOR UPDATE;
 
 -- name: topic_created_partitions

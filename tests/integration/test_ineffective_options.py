@@ -204,6 +204,7 @@ def test_a_topic_is_created_again_with_what_it_has_and_with_nothing_else(stage: 
         "body_limit": 99,
         "backlog_limit": 7,
         "archived": True,
+        "home_zone": "east",
     }
     assert set(other) == set(inspect.signature(create_topic).parameters) - {"runtime", "name"}
     for name, value in other.items():

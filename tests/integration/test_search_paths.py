@@ -108,13 +108,15 @@ INNER: Final = {
 # Where the role may publish and consume: of one topic and one group, so that each call is asked for its right.
 GRANTED: Final = f"""
     INSERT INTO mqlayer_app.granted (role, privilege, scope)
-        VALUES ('{ROLE}', 'publish', 'orders'), ('{ROLE}', 'consume', 'orders/g'), ('{ROLE}', 'operate', ''), ('{ROLE}', 'work', '');
+        VALUES ('{ROLE}', 'publish', 'orders'), ('{ROLE}', 'consume', 'orders/g'), ('{ROLE}', 'operate', ''),
+               ('{ROLE}', 'work', '');
     INSERT INTO mqlayer.granted (role, privilege) VALUES ('{ROLE}', 'consume'), ('{ROLE}', 'view');
     INSERT INTO mqlayer.node (name, url) VALUES ('n', 'redis://n:1');
     INSERT INTO mqlayer.topic (name, strategy, body_limit, backlog_limit) VALUES ('orders', 'strict', 1000, 1);
     INSERT INTO mqlayer.partition (topic_id, node_id, lp_from, lp_to) VALUES (1, 1, 0, 1024);
     INSERT INTO mqlayer.consumer_group (topic_id, name, start, backoff_s) VALUES (1, 'g', 'latest', '{{1}}');
-    GRANT INSERT ON mqlayer.consumer_group, mqlayer.assignment, mqlayer.parked_key, mqlayer.parked_message, mqlayer.member TO {ROLE};
+    GRANT INSERT ON mqlayer.consumer_group, mqlayer.assignment, mqlayer.parked_key, mqlayer.parked_message TO {ROLE};
+    GRANT INSERT ON mqlayer.member TO {ROLE};
     GRANT INSERT ON mqlayer_app.relay TO {ROLE};
     GRANT USAGE ON SEQUENCE mqlayer.member_session TO {ROLE};
     INSERT INTO mqlayer.granted (role, privilege) VALUES ('{ROLE}', 'operate'), ('{ROLE}', 'work');
