@@ -202,7 +202,7 @@ def list_topics(database: Database) -> list[TopicSummary]:
     """Return all topics by name."""
     with database.connection() as connection:
         rows = connection.execute(query("topic_list")).fetchall()
-    return [TopicSummary(*row[:-RETENTION_FIELDS], retention=Retention(*row[-RETENTION_FIELDS:])) for row in rows]
+    return [TopicSummary(*[*row[:-RETENTION_FIELDS], Retention(*row[-RETENTION_FIELDS:])]) for row in rows]
 
 
 def attach_topics(runtime: Runtime) -> int:
