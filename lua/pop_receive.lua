@@ -169,7 +169,7 @@ if known then
   local number, listed = string.match(known, '^(%d+):?(.*)$')
   local offsets, records = {}, {}
   local function note(offset)
-    local record = record_at(offset)
+    local record = offset >= committed and record_at(offset)
     if record then offsets[#offsets + 1], records[#records + 1] = offset, record end
   end
   local packed_batch = redis.call('HGET', batches_key, number)
@@ -232,6 +232,8 @@ end
 -- there is none; "part": something of it stays behind.
 local offsets, records, places, queues, place_of, states = {}, {}, {}, {}, {}, {}
 local left_queues, dropped, held_back, suspects, size, given = {}, {}, {}, {}, 0, 0
+-- What its topic's limits settled in its queue, and its places there.
+local passed, passed_places = {}, {}
 local function has_room() return given < limit and size < bytes end
 local function give(offset, queue, record)
   given = given + 1
@@ -270,13 +272,14 @@ if not only_repeat and waits then
     if string.byte(queue) ~= 254 then
       local members = redis.call('ZRANGEBYLEX', queues_key, '[' .. queue_prefix(queue) .. '0', '(' .. queue_prefix(queue) .. ':', 'LIMIT', 0, WIDTH)
       states[queue] = #members < WIDTH and 'whole' or 'part'
-      -- A call that ended in its middle left the time of a queue in which nothing stands.
-      if #members == 0 then redis.call('ZREM', due_key, queue) end
       for i, member in ipairs(members) do
         local offset = tonumber(string.sub(member, -16))
-        local record = states[queue] ~= 'stuck' and has_room() and record_at(offset)
-        if record then
-          if i == 1 then suspects[#suspects + 1] = format('%d', offset) end
+        local name = format('%d', offset)
+        local record = offset >= committed and states[queue] ~= 'stuck' and has_room() and record_at(offset)
+        if offset < committed then
+          passed[#passed + 1], passed_places[#passed_places + 1] = name, member
+        elseif record then
+          if i == 1 then suspects[#suspects + 1] = name end
           give(offset, queue, record)
           left_queues[#left_queues + 1] = member
         elseif has_room() then
@@ -285,8 +288,9 @@ if not only_repeat and waits then
         elseif states[queue] ~= 'stuck' then
           states[queue] = 'part'
         end
-        dropped[#dropped + 1] = format('%d', offset)
+        if offset >= committed then dropped[#dropped + 1] = name end
       end
+      if #members == WIDTH and not place_of[queue] and states[queue] == 'part' then more = true end
     end
   end
 end
@@ -346,6 +350,12 @@ if given > 0 then
   -- The queues are closed before anything leaves them.
   redis.call('ZADD', due_key, unpack(due))
 end
+for i = 1, #passed, WIDTH do
+  local upto = math.min(i + WIDTH - 1, #passed)
+  redis.call('ZREM', queues_key, unpack(passed_places, i, upto))
+  redis.call('HDEL', pops_key, unpack(passed, i, upto))
+  redis.call('HDEL', attempts_key, unpack(passed, i, upto))
+end
 for i = 1, #left_queues, WIDTH do
   redis.call('ZREM', queues_key, unpack(left_queues, i, math.min(i + WIDTH - 1, #left_queues)))
 end
@@ -366,8 +376,10 @@ end
 for queue, state in pairs(states) do
   -- Looked for again at times only: nobody can say when it goes on. What is given of it is settled first.
   if state == 'stuck' and not place_of[queue] then redis.call('ZADD', due_key, format('%d', until_ms), queue) end
+  -- Limits settled all of it, or a call that ended in its middle left the time of a queue in which nothing stands.
+  if state == 'whole' and not place_of[queue] then redis.call('ZREM', due_key, queue) end
 end
-if #left_queues + #held_back > 0 then queued = redis.call('ZCARD', queues_key) end
+if #left_queues + #held_back + #passed > 0 then queued = redis.call('ZCARD', queues_key) end
 if given > 0 then
   if per_s > 0 then note_rate(rate_left - given) end
   redis.call('HSET', lock_key, 'pop', format('%d', batch), 'examined', format('%d', math.max(at, examined)),
@@ -375,7 +387,7 @@ if given > 0 then
   return given_reply(batch, offsets, records, 1)
 end
 
-if at > examined then
+if at > examined or #passed > 0 then
   redis.call('HSET', lock_key, 'examined', format('%d', at), 'queued', format('%d', queued))
 end
 if meta[1] == 'sealed' and committed >= next_offset then return {'drained', meta[4]} end

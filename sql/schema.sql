@@ -55,23 +55,27 @@ CREATE TABLE mqlayer.node (
 -- Row-level security by the policies read, hold, add, remove.
 
 CREATE TABLE mqlayer.topic (
-    topic_id       int         NOT NULL GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
-    name           text        NOT NULL,
-    strategy       text        NOT NULL,
-    body_limit     int         NOT NULL,
-    backlog_limit  bigint      NOT NULL,
-    archived       boolean     NOT NULL DEFAULT false,
-    retention_days int,
-    version        int,
-    lp_zero        smallint    NOT NULL DEFAULT 0,
-    paused_at      timestamptz,
-    paused_by      text,
-    schema_mode    text        NOT NULL DEFAULT 'backward',
-    home_zone      text        NOT NULL DEFAULT '',
-    created_at     timestamptz NOT NULL DEFAULT now(),
-    deleting_at    timestamptz,
-    deleted_at     timestamptz,
-    detached       bigint[]    NOT NULL DEFAULT '{}'::bigint[],
+    topic_id         int         NOT NULL GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    name             text        NOT NULL,
+    strategy         text        NOT NULL,
+    body_limit       int         NOT NULL,
+    backlog_limit    bigint      NOT NULL,
+    archived         boolean     NOT NULL DEFAULT false,
+    retention_days   int,
+    retain_s         bigint      NOT NULL DEFAULT 0,
+    retain_bytes     bigint      NOT NULL DEFAULT 0,
+    retain_messages  bigint      NOT NULL DEFAULT 0,
+    retain_unsettled text        NOT NULL DEFAULT 'keep',
+    version          int,
+    lp_zero          smallint    NOT NULL DEFAULT 0,
+    paused_at        timestamptz,
+    paused_by        text,
+    schema_mode      text        NOT NULL DEFAULT 'backward',
+    home_zone        text        NOT NULL DEFAULT '',
+    created_at       timestamptz NOT NULL DEFAULT now(),
+    deleting_at      timestamptz,
+    deleted_at       timestamptz,
+    detached         bigint[]    NOT NULL DEFAULT '{}'::bigint[],
     CONSTRAINT topic_name_unique UNIQUE (name),
     CONSTRAINT topic_name_form CHECK (name ~ CASE WHEN deleted_at IS NULL THEN '^[a-z][a-z0-9_.-]{0,62}$'
         ELSE '^[a-z][a-z0-9_.-]{0,62}@[0-9]+$' END),
@@ -84,6 +88,10 @@ CREATE TABLE mqlayer.topic (
     CONSTRAINT topic_body_limit CHECK (body_limit >= 1 AND body_limit <= 1000000),
     CONSTRAINT topic_backlog_limit CHECK (backlog_limit >= 0),
     CONSTRAINT topic_retention CHECK (retention_days >= 1),
+    CONSTRAINT topic_retain CHECK (retain_s >= 0 AND retain_s <= 3153600000 AND retain_bytes >= 0
+        AND retain_bytes <= 1000000000000000 AND retain_messages >= 0 AND retain_messages <= 1000000000000000),
+    CONSTRAINT topic_retain_unsettled CHECK (retain_unsettled = 'keep' OR retain_unsettled = 'drop'
+        AND GREATEST(retain_s, retain_bytes, retain_messages) > 0),
     CONSTRAINT topic_version CHECK (version >= 1),
     CONSTRAINT topic_lp_zero CHECK (lp_zero = 0),
     CONSTRAINT topic_paused_by CHECK (octet_length(paused_by) <= 4096),
@@ -446,6 +454,20 @@ CREATE TABLE mqlayer.drained (
     partition_id int         NOT NULL REFERENCES mqlayer.partition(partition_id),
     drained_at   timestamptz NOT NULL DEFAULT clock_timestamp(),
     CONSTRAINT drained_key PRIMARY KEY (group_id, partition_id)
+);
+-- Row-level security by the policies read, change, remove, add.
+
+CREATE TABLE mqlayer.retention_loss (
+    group_id     bigint      NOT NULL REFERENCES mqlayer.consumer_group(group_id),
+    partition_id int         NOT NULL REFERENCES mqlayer.partition(partition_id),
+    dropped      bigint      NOT NULL,
+    seen         bigint      NOT NULL,
+    dropped_at   timestamptz NOT NULL DEFAULT clock_timestamp(),
+    CONSTRAINT retention_loss_key PRIMARY KEY (group_id, partition_id),
+    CONSTRAINT retention_loss_numbers CHECK (dropped >= 0 AND dropped <= 9007199254740991 AND seen >= 0
+        AND seen <= 9007199254740991),
+    CONSTRAINT retention_loss_dropped_at CHECK (dropped_at >= '1970-01-01 00:00:00+00'
+        AND dropped_at <= '9000-01-01 00:00:00+00')
 );
 -- Row-level security by the policies read, change, remove, add.
 
@@ -1112,7 +1134,7 @@ CREATE TABLE mqlayer_archive.outcome (
     CONSTRAINT outcome_range CHECK (first_offset <= last_offset),
     CONSTRAINT outcome_known
         CHECK (outcome IN ('handled', 'unmatched', 'parked', 'exhausted', 'rejected', 'skipped', 'discarded',
-        'redriven', 'replayed'))
+        'redriven', 'replayed', 'dropped'))
 ) PARTITION BY RANGE (archived_at);
 CREATE INDEX outcome_by_offset ON mqlayer_archive.outcome (group_id, partition_id, first_offset);
 CREATE INDEX outcome_by_batch ON mqlayer_archive.outcome (topic_id, batch);
@@ -1132,7 +1154,7 @@ CREATE TABLE mqlayer_archive.outcome_queue (
     epoch        bigint      NOT NULL DEFAULT COALESCE(pg_sequence_last_value('mqlayer.epoch'), (0)::bigint),
     CONSTRAINT outcome_queue_known
         CHECK (outcome IN ('handled', 'unmatched', 'parked', 'exhausted', 'rejected', 'skipped', 'discarded',
-        'redriven', 'replayed')),
+        'redriven', 'replayed', 'dropped')),
     CONSTRAINT outcome_queue_offset CHECK (log_offset >= 0 AND log_offset <= 9007199254740991),
     CONSTRAINT outcome_queue_attempts CHECK (attempts >= 0 AND attempts <= 2000000000),
     CONSTRAINT outcome_queue_texts CHECK (octet_length(actor) <= 4096 AND octet_length(reason) <= 65536),

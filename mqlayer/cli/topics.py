@@ -14,7 +14,7 @@ from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.curves import HoursOption, PointsOption, show_history
 from mqlayer.cli.option_rules import RuledCommand, needs, planned
 from mqlayer.cli.options import PlanOption, TopicArgument, YesOption, echo_plan
-from mqlayer.cli.output import JsonOption, Size, echo, pluralize, show_facts, show_rows
+from mqlayer.cli.output import JsonOption, Size, echo, format_age, format_size, pluralize, show_facts, show_rows
 from mqlayer.cli.panels import CHANGE, LOOK, START
 from mqlayer.cli.pauses import WaitOption, print_running
 from mqlayer.cli.permissions import check_change
@@ -22,6 +22,7 @@ from mqlayer.cli.rows import group_row, group_text_row
 from mqlayer.cli.runtime import runtime_here
 from mqlayer.cli.schemas import schema
 from mqlayer.domain.names import BODY_LIMIT, DEFAULT_BODY_LIMIT
+from mqlayer.domain.retention import Retention
 from mqlayer.domain.routing import LP_COUNT
 from mqlayer.errors import InvalidInput
 from mqlayer.groups.pauses import pause_topic, resume_topic, wait_paused
@@ -35,6 +36,7 @@ from mqlayer.topics import (
     set_home_zone,
     set_limits,
     set_schema_mode,
+    set_stream_retention,
 )
 
 if TYPE_CHECKING:
@@ -45,6 +47,7 @@ topics.command(cls=RuledCommand, rich_help_panel=CHANGE)(schema)
 
 FOR_EVER: Final = "forever"
 _AGE: Final = re.compile(r"(\d{1,6})([dw])")
+_DURATION: Final = re.compile(r"(\d{1,9})([smhdw])")
 
 
 class SchemaModeOption(StrEnum):
@@ -54,6 +57,31 @@ class SchemaModeOption(StrEnum):
     FORWARD = "forward"
     FULL = "full"
     NONE = "none"
+
+
+class UnsettledOption(StrEnum):
+    """What limits of a topic's streams do to unsettled records."""
+
+    KEEP = "keep"
+    DROP = "drop"
+
+
+RetainAgeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--retain-age", metavar="AGE", help="How long streams keep records: such as 90s, 12h, 7d, or none for no limit."
+    ),
+]
+RetainBytesOption = Annotated[
+    int | None, typer.Option("--retain-bytes", min=0, help="Bytes that a partition keeps in Redis; 0 for no limit.")
+]
+RetainMessagesOption = Annotated[
+    int | None, typer.Option("--retain-messages", min=0, help="Records that a partition keeps; 0 for no limit.")
+]
+RetainUnsettledOption = Annotated[
+    UnsettledOption | None,
+    typer.Option("--retain-unsettled", help="keep: limits are for settled records; drop: for all."),
+]
 
 
 class StrategyOption(StrEnum):
@@ -80,9 +108,15 @@ def create(
     body_limit: Annotated[int, typer.Option(min=1, max=BODY_LIMIT, help="Bytes.")] = DEFAULT_BODY_LIMIT,
     backlog_limit: Annotated[int, typer.Option(min=0, help="Messages per partition; 0 for no limit.")] = 0,
     archived: Annotated[bool, typer.Option("--archived", help="Keep every record in the archive.")] = False,
+    retain_age: RetainAgeOption = None,
+    retain_bytes: RetainBytesOption = None,
+    retain_messages: RetainMessagesOption = None,
+    retain_unsettled: RetainUnsettledOption = None,
     home_zone: Annotated[str, typer.Option(help="Its partitions prefer nodes of this zone.")] = "",
 ) -> None:
     """Create a topic with its partitions and first route. Repeatable."""
+    limits = _stream_limits(retain_age, retain_bytes, retain_messages, retain_unsettled)
+    Retention(**limits).check()
     with runtime_here() as runtime:
         check_change(runtime.control)
         route = create_topic(
@@ -95,6 +129,8 @@ def create(
             archived=archived,
             home_zone=home_zone,
         )
+        if limits:
+            set_stream_retention(runtime, name, **limits)
     echo(f"{name} has {len(route.ranges)} partitions, route version {route.version}")
 
 
@@ -112,6 +148,10 @@ def set_(
     schema_mode: Annotated[
         SchemaModeOption | None, typer.Option(help="Which readers the next schema of its bodies may not break.")
     ] = None,
+    retain_age: RetainAgeOption = None,
+    retain_bytes: RetainBytesOption = None,
+    retain_messages: RetainMessagesOption = None,
+    retain_unsettled: RetainUnsettledOption = None,
     home_zone: Annotated[str | None, typer.Option(help="New partitions prefer nodes of this zone; '' for any.")] = None,
 ) -> None:
     """Change a topic's limits, archiving, archive retention, schema mode or home zone.
@@ -119,16 +159,20 @@ def set_(
     The archive never gets messages published while archiving is off.
     """
     limits = {"body_limit": body_limit, "backlog_limit": backlog_limit}
-    if (archived, retention, schema_mode, body_limit, backlog_limit, home_zone) == (None,) * 6:
+    streams = _stream_limits(retain_age, retain_bytes, retain_messages, retain_unsettled)
+    if not streams and (archived, retention, schema_mode, body_limit, backlog_limit, home_zone) == (None,) * 6:
         raise InvalidInput(
             "say what to set: --backlog-limit, --body-limit, --archived, --not-archived, --retention AGE, "
-            "--schema-mode MODE, or --home-zone ZONE"
+            "--retain-age AGE, --retain-bytes, --retain-messages, --retain-unsettled, --schema-mode MODE, "
+            "or --home-zone ZONE"
         )
     days = None if retention is None or retention == FOR_EVER else _days(retention)
     if any(limit is not None for limit in limits.values()):
         _set_limits(name, limits)
     if schema_mode is not None:
         _set_schema_mode(name, schema_mode)
+    if streams:
+        _set_stream_limits(name, streams)
     with runtime_here() as runtime:
         check_change(runtime.control)
         if home_zone is not None:
@@ -149,6 +193,35 @@ def _set_schema_mode(name: str, mode: SchemaModeOption) -> None:
         check_change(runtime.control)
         changed = set_schema_mode(runtime, name, mode.value)
     echo(f"the schema of topic {name} has mode {mode}{'' if changed else ', as before'}")
+
+
+def _stream_limits(
+    age: str | None, size: int | None, messages: int | None, unsettled: UnsettledOption | None
+) -> dict[str, Any]:
+    said = {
+        "retain_s": None if age is None else _seconds(age),
+        "retain_bytes": size,
+        "retain_messages": messages,
+        "retain_unsettled": None if unsettled is None else unsettled.value,
+    }
+    return {name: value for name, value in said.items() if value is not None}
+
+
+def _set_stream_limits(name: str, limits: dict[str, Any]) -> None:
+    with runtime_here() as runtime:
+        check_change(runtime.control)
+        changed = set_stream_retention(runtime, name, **limits)
+        status = next(one for one in list_topics(runtime.control) if one.name == name)
+    echo(f"streams of topic {name} keep {_retained(status.retention)}{'' if changed else ', as before'}")
+
+
+def _seconds(text: str) -> int:
+    if text == "none":
+        return 0
+    match = _DURATION.fullmatch(text)
+    if match is None:
+        raise InvalidInput(f"{text!r} is no age: say for example 90s, 30m, 12h, 7d, 4w, or none")
+    return int(match[1]) * {"s": 1, "m": 60, "h": 3_600, "d": 86_400, "w": 604_800}[match[2]]
 
 
 def _set_limits(name: str, limits: dict[str, int | None]) -> None:
@@ -247,6 +320,7 @@ def list_(as_json: JsonOption = False) -> None:
             "backlog_limit": topic.backlog_limit,
             "archived": topic.archived,
             "retention_days": topic.retention_days,
+            **asdict(topic.retention),
             "deleting": topic.deleting,
         }
         for topic in found
@@ -270,6 +344,7 @@ def show(name: TopicArgument, as_json: JsonOption = False) -> None:
             "body_limit": Size(found.body_limit),
             "backlog_limit": f"{found.backlog_limit} messages per partition" if found.backlog_limit else "none",
             "archived": _kept(archived=found.archived, days=found.retention_days),
+            "streams_keep": _retained(found.retention),
             "created_at": found.created_at,
             "paused_at": found.paused_at,
             "paused_by": found.paused_by,
@@ -309,6 +384,7 @@ def _partition_row(found: TopicStatus, one: TopicPartition) -> dict[str, Any]:
 def _status_json(found: TopicStatus) -> dict[str, Any]:
     facts = {one.name: getattr(found, one.name) for one in fields(found)}
     del facts["nodes"]
+    facts |= asdict(facts.pop("retention"))
     partitions = [asdict(one) | {"node": found.nodes[one.node]} for one in found.partitions]
     return facts | {"partitions": partitions, "groups": list(map(group_row, found.groups))}
 
@@ -317,6 +393,16 @@ def _kept(*, archived: bool, days: int | None) -> str:
     if not archived:
         return "no"
     return "for ever" if days is None else f"for {days} d"
+
+
+def _retained(limits: Retention) -> str:
+    said = [f"{format_age(limits.retain_s)}"] if limits.retain_s else []
+    said += [f"{format_size(limits.retain_bytes)} per partition"] if limits.retain_bytes else []
+    said += [f"{pluralize(limits.retain_messages, 'message')} per partition"] if limits.retain_messages else []
+    if not said:
+        return "what some group has not settled"
+    which = "records" if limits.drops else "settled records"
+    return f"{which} for {' or '.join(said)}, what comes first" if len(said) > 1 else f"{which} for {said[0]}"
 
 
 def _row(topic: TopicSummary) -> dict[str, Any]:

@@ -43,6 +43,8 @@ ADVICE: Final[Mapping[str, str]] = {
     "MqlayerParkedKeysOverdue":
         "Members are missing, or the job retry_scan is late: the group's page shows its members.",
     "MqlayerDeadMessages": "The list shows why they died. Once the cause is repaired, redrive them.",
+    "MqlayerMessagesDropped":
+        "Add members or handlers, so that the group keeps up, or raise the limits of its topic: mqlayer topic set.",
     "MqlayerOutboxQuarantined":
         "The page of the outbox has each row with its reason, and retries it once it is repaired.",
     "MqlayerVersionsOverdue":

@@ -456,6 +456,10 @@ def _failures(look: HealthLook) -> Iterator[Problem]:
         text = f"{at_least}{_many(dead, 'message')} died within the last hour, the last at {last_at:%H:%M:%S} UTC"
         effect = f"Not handled: {_many(dead, 'message')}. Later ones of their keys go on."
         yield Problem(ALERTS["MqlayerDeadMessages"], text, first_at, topic, group, effect=effect)
+    for topic, group, dropped, last_at in look.rows("health_dropped"):
+        text = f"Limits dropped {_many(dropped, 'unsettled message')}, the last at {last_at:%H:%M:%S} UTC"
+        effect = "The group gets none of them. Later ones of their keys go on."
+        yield Problem(ALERTS["MqlayerMessagesDropped"], text, None, topic, group, effect=effect)
     yield from _failing(look)
 
 

@@ -139,7 +139,7 @@ def _add_failures(found: Samples, counts: Iterable[FailureCounts], live: set[Gro
         if name not in live:
             continue
         sums[name].update({"keys": one.keys, "messages": one.messages, "waiting": one.waiting, "dead": one.dead})
-        sums[name].update({f"ever {event}": one.totals.get(event, 0) for event in COUNTED_EVENTS})
+        sums[name].update({f"ever {event}": one.totals.get(event, 0) for event in (*COUNTED_EVENTS, "dropped")})
         overdue[name] = max(overdue.get(name, 0.0), one.overdue_s or 0.0)
     for name, total in sums.items():
         labels = _labels(name)
@@ -150,6 +150,9 @@ def _add_failures(found: Samples, counts: Iterable[FailureCounts], live: set[Gro
         found["mqlayer.group.dead"].append((total["dead"], labels))
         for event in COUNTED_EVENTS:
             found["mqlayer.group.events"].append((total[f"ever {event}"], _labels(name, outcome=event)))
+        if total["ever dropped"]:
+            # Of few groups, and series are bounded.
+            found["mqlayer.group.events"].append((total["ever dropped"], _labels(name, outcome="dropped")))
 
 
 def _add_nodes(found: Samples, row: tuple[Any, ...], statuses: Iterable[GroupStatus]) -> None:

@@ -81,6 +81,26 @@ def drained_popped(database: Database, group_id: int, partition: int, epoch: int
     return taken
 
 
+def drained_dropped(database: Database, group_id: int, partition: int, next_offset: int, seek: int) -> bool:
+    """Like `drained`, for a group without living members whose topic's limits moved its position to the command."""
+    facts = {"group_id": group_id, "partition_id": partition, "next_offset": next_offset, "seek": seek}
+
+    def work(connection: Connection) -> bool:
+        if connection.execute(query("drained_put_dropped"), facts).fetchone() is None:
+            return False
+        connection.execute(query("assignment_free_unreadable"), facts)
+        raise_group_version(connection, group_id)
+        rebalance(connection, group_id)
+        failpoint("retention.before_drained")
+        connection.execute(query("allocation_raise"), facts)
+        return True
+
+    taken = change_group(database, group_id, work, lock_wait_s=LOCK_WAIT_S, timeout_s=0)
+    if taken:
+        change_group(database, group_id, partial(raise_group_version, group_id=group_id))
+    return taken
+
+
 def raise_group_versions(database: Database) -> int:
     """Raise the route version of groups that have drained it; return how many moved.
 

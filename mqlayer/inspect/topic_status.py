@@ -8,6 +8,7 @@ from datetime import datetime
 from typing import Any
 
 from mqlayer.domain.names import check_any_topic
+from mqlayer.domain.retention import RETENTION_FIELDS, Retention
 from mqlayer.domain.routing import NodeId
 from mqlayer.errors import MqlayerError, NotFound
 from mqlayer.inspect.group_status import GroupStatus, group_statuses
@@ -49,6 +50,7 @@ class TopicStatus:
     paused_at: datetime | None
     paused_by: str | None
     created_at: datetime
+    retention: Retention
     partitions: Sequence[TopicPartition]
     nodes: Mapping[NodeId, str]
     groups: Sequence[GroupStatus]
@@ -62,7 +64,8 @@ def topic_status(runtime: Runtime, name: str) -> TopicStatus:
         row = connection.execute(query("inspected_topic"), {"topic": name}).fetchone()
         if row is None:
             raise NotFound("topic", name, "see those that there are: mqlayer topic list")
-        topic_id, *facts = row
+        topic_id, *facts = row[:-RETENTION_FIELDS]
+        retention = Retention(*row[-RETENTION_FIELDS:])
         rows = connection.execute(query("inspected_topic_partitions"), {"topic_id": topic_id}).fetchall()
     partitions = [TopicPartition(*one) for one in rows]
     nodes = {node.node_id: node for node in load_nodes(runtime.control)}
@@ -75,7 +78,7 @@ def topic_status(runtime: Runtime, name: str) -> TopicStatus:
     # Without a route, its creation was cut off: there are no groups yet.
     groups = [] if facts[2] is None else group_statuses(runtime, name)
     names = {node_id: node.name for node_id, node in nodes.items()}
-    values: list[Any] = [*facts, partitions, names, groups, unreachable]
+    values: list[Any] = [*facts, retention, partitions, names, groups, unreachable]
     return TopicStatus(*values)
 
 

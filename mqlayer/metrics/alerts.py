@@ -118,6 +118,10 @@ _ALL: Final = (
         "mqlayer dead list TOPIC GROUP shows why; mqlayer dead redrive sends them again.",
     ),
     Alert(
+        "MqlayerMessagesDropped", "warning", "Unsettled messages were dropped",
+        "Add members, or raise the limits with mqlayer topic set.",
+    ),
+    Alert(
         "MqlayerOutboxQuarantined", "warning", "Outbox rows can't be sent",
         "mqlayer outbox quarantine list has the reason.",
     ),

@@ -62,6 +62,7 @@ COMMANDS: Final[dict[str, CommandSpec]] = {
     "xgroup|create": CommandSpec(5, writes=True),
     "xgroup|delconsumer": CommandSpec(5, writes=True),
     "xgroup|destroy": CommandSpec(4, writes=True),
+    "xgroup|setid": CommandSpec(5, writes=True),
     "xinfo|consumers": CommandSpec(4),
     "xinfo|groups": CommandSpec(3),
     "xinfo|stream": CommandSpec(3),

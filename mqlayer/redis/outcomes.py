@@ -5,6 +5,7 @@ m  who settled
 t  ms of the node's clock
 h  handled ranges <first>-<last>
 u  ranges that the filter leaves out
+d  ranges beyond the topic's limits of retention
 r  <last>:<ms>: given that long before; empty: unknown
 a  <offset>:<failed attempts>
 x  offsets dropped before
@@ -42,9 +43,12 @@ class OutcomeRange(NamedTuple):
 
     first: int
     last: int
-    outcome: Literal["handled", "unmatched"]
+    outcome: Literal["handled", "unmatched", "dropped"]
     attempts: int
     delivered_ms_ago: int | None
+
+
+UNHANDLED: Final[dict[bytes, Literal["unmatched", "dropped"]]] = {b"u": "unmatched", b"d": "dropped"}
 
 
 class OutcomeEntry(NamedTuple):
@@ -92,8 +96,9 @@ def _entry(entry_id: bytes, fields: Sequence[bytes]) -> OutcomeEntry:
     failed = {int(offset): int(count or 0) for offset, count in _pairs(said.get(b"a", ""), ":")}
     handled = [_range(pair) for pair in _pairs(said.get(b"h", ""), "-")]
     ranges = [outcome_range for one in handled for outcome_range in _outcome_ranges(one, reads, failed)]
-    unmatched = [_range(pair) for pair in _pairs(said.get(b"u", ""), "-")]
-    ranges += [OutcomeRange(first, last, "unmatched", 0, None) for first, last in unmatched]
+    for letter, outcome in UNHANDLED.items():
+        others = [_range(pair) for pair in _pairs(said.get(letter, ""), "-")]
+        ranges += [OutcomeRange(first, last, outcome, 0, None) for first, last in others]
     group_partition = OutcomeId(int(epoch), int(number))
     return OutcomeEntry(group_partition, said[b"m"], int(said[b"t"]), ranges, int(said.get(b"x", "0")))
 

@@ -2,6 +2,7 @@
 
 from mqlayer.topics.node_draining import begin_drain, remove_node, set_node_zone, stop_drain
 from mqlayer.topics.nodes import find_node, list_nodes, rearm_node, register_node, set_node_address
+from mqlayer.topics.retention import set_stream_retention
 from mqlayer.topics.schemas import TopicSchemas, load_schemas, set_schema_mode, store_schema
 from mqlayer.topics.topics import (
     TopicSummary,
@@ -32,6 +33,7 @@ __all__ = [
     "set_node_address",
     "set_node_zone",
     "set_schema_mode",
+    "set_stream_retention",
     "stop_drain",
     "store_schema",
 ]

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from mqlayer.domain.names import BODY_LIMIT, DEFAULT_BODY_LIMIT, check_name, check_zone
+from mqlayer.domain.retention import RETENTION_FIELDS, Retention
 from mqlayer.domain.routing import NodeId, Route, even_ranges, spread
 from mqlayer.errors import Conflict, InvalidInput, NotFound
 from mqlayer.failpoints import failpoint
@@ -49,6 +50,7 @@ class TopicSummary:
     archived: bool
     retention_days: int | None
     deleting: bool
+    retention: Retention
 
 
 def create_topic(
@@ -199,7 +201,8 @@ def set_limits(runtime: Runtime, name: str, *, body_limit: int | None = None, ba
 def list_topics(database: Database) -> list[TopicSummary]:
     """Return all topics by name."""
     with database.connection() as connection:
-        return [TopicSummary(*row) for row in connection.execute(query("topic_list")).fetchall()]
+        rows = connection.execute(query("topic_list")).fetchall()
+    return [TopicSummary(*[*row[:-RETENTION_FIELDS], Retention(*row[-RETENTION_FIELDS:])]) for row in rows]
 
 
 def attach_topics(runtime: Runtime) -> int:

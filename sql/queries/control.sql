@@ -128,7 +128,8 @@ SELECT count(*) FROM mqlayer.partition WHERE topic_id = %(topic_id)s AND created
 -- All topics that are not deleted, with their limits and the number of partitions in force.
 SELECT t.topic_id, t.name, t.strategy, t.body_limit, t.backlog_limit, t.version,
        (SELECT count(*) FROM mqlayer.route r WHERE r.topic_id = t.topic_id AND r.version = t.version) AS partitions,
-       t.archived, t.retention_days, t.deleting_at IS NOT NULL
+       t.archived, t.retention_days, t.deleting_at IS NOT NULL, t.retain_s, t.retain_bytes, t.retain_messages,
+       t.retain_unsettled
 FROM mqlayer.topic t WHERE t.deleted_at IS NULL ORDER BY t.name;
 
 -- name: topic_home_zone
@@ -347,7 +348,8 @@ SELECT p.partition_id, p.node_id,
        coalesce(array_agg(g.seek ORDER BY g.group_id) FILTER (WHERE g.group_id IS NOT NULL), '{}') AS seeks,
        coalesce(array_agg(coalesce(s.start_offset, 1) ORDER BY g.group_id)
                 FILTER (WHERE g.group_id IS NOT NULL), '{}') AS starts,
-       CASE WHEN t.archived AND bool_and(a.complete) IS NOT TRUE THEN coalesce(min(a.upto_offset), 1) END AS archive_floor
+       CASE WHEN t.archived AND bool_and(a.complete) IS NOT TRUE THEN coalesce(min(a.upto_offset), 1) END AS archive_floor,
+       t.archived, t.retain_s, t.retain_bytes, t.retain_messages, t.retain_unsettled
 FROM mqlayer.topic t
 JOIN mqlayer.partition p ON p.topic_id = t.topic_id AND p.state IN ('open', 'sealed')
 LEFT JOIN mqlayer.consumer_group g ON g.topic_id = t.topic_id AND g.state <> 'retired' AND g.mode <> 'broadcast'
@@ -357,7 +359,45 @@ WHERE t.name = %(topic)s
   AND NOT EXISTS (SELECT FROM mqlayer.partition parent
                   WHERE parent.ended_by_change = p.created_by_change AND parent.lp_from < p.lp_to AND p.lp_from < parent.lp_to
                     AND parent.state <> 'deleted')
-GROUP BY p.partition_id, p.node_id, t.archived ORDER BY p.partition_id;
+GROUP BY p.partition_id, p.node_id, t.topic_id ORDER BY p.partition_id;
+
+-- name: trim_clock
+-- The database's time in ms.
+SELECT (extract(epoch FROM clock_timestamp()) * 1000)::bigint;
+
+-- name: retention_loss_quiet
+-- Which of the groups lost nothing within an hour.
+SELECT DISTINCT group_id FROM unnest(%(groups)s::bigint[]) AS told (group_id)
+WHERE NOT EXISTS (SELECT FROM mqlayer.retention_loss l
+                  WHERE l.group_id = told.group_id AND l.dropped_at > clock_timestamp() - interval '1 hour')
+ORDER BY group_id;
+
+-- name: retention_loss_put
+-- Add what groups lost by their topics' limits: nodes tell totals. Lock rows in one order.
+INSERT INTO mqlayer.retention_loss AS l (group_id, partition_id, dropped, seen)
+SELECT group_id, partition_id, total, total
+FROM unnest(%(groups)s::bigint[], %(partitions)s::int[], %(totals)s::bigint[]) AS told (group_id, partition_id, total)
+ORDER BY group_id, partition_id
+ON CONFLICT (group_id, partition_id) DO UPDATE
+SET dropped = least(l.dropped + greatest(excluded.seen - l.seen, 0), 9007199254740991), seen = excluded.seen,
+    dropped_at = CASE WHEN excluded.seen > l.seen THEN clock_timestamp() ELSE l.dropped_at END
+WHERE l.seen <> excluded.seen;
+
+-- name: retention_loss_groups
+-- The topics and names of groups.
+SELECT g.group_id, t.name, g.name FROM mqlayer.consumer_group g JOIN mqlayer.topic t USING (topic_id)
+WHERE g.group_id = ANY(%(groups)s::bigint[]);
+
+-- name: topic_retain_lock
+-- Lock one topic's limits of retention.
+SELECT topic_id, deleting_at IS NOT NULL, retain_s, retain_bytes, retain_messages, retain_unsettled
+FROM mqlayer.topic WHERE name = %(name)s FOR UPDATE;
+
+-- name: topic_retain_set
+-- Change a topic's limits of retention.
+UPDATE mqlayer.topic SET retain_s = %(retain_s)s, retain_bytes = %(retain_bytes)s, retain_messages = %(retain_messages)s,
+    retain_unsettled = %(retain_unsettled)s
+WHERE topic_id = %(topic_id)s;
 
 -- name: trim_enter
 -- Trim to the end of this transaction: nobody switches a topic's archiving meanwhile.

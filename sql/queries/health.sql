@@ -230,3 +230,11 @@ SELECT t.topic_id, t.name, n.name, range_agg(int4range(r.lp_from, r.lp_to))::tex
 FROM mqlayer.topic t JOIN mqlayer.route r ON r.topic_id = t.topic_id AND r.version = t.version
 JOIN mqlayer.partition p USING (partition_id) JOIN mqlayer.node n USING (node_id)
 WHERE t.deleted_at IS NULL GROUP BY t.topic_id, t.name, n.name;
+
+-- name: health_dropped
+-- Live groups that lost unsettled messages by their topics' limits within the last hour.
+SELECT t.name, g.name, sum(l.dropped)::bigint, max(l.dropped_at)
+FROM mqlayer.retention_loss l JOIN mqlayer.consumer_group g USING (group_id) JOIN mqlayer.topic t USING (topic_id)
+WHERE g.state = 'live' AND t.deleted_at IS NULL
+GROUP BY t.name, g.name HAVING max(l.dropped_at) > clock_timestamp() - interval '1 hour' AND sum(l.dropped) > 0
+ORDER BY 1, 2;

@@ -87,6 +87,8 @@ WITH old AS MATERIALIZED (
     DELETE FROM mqlayer.parking_change p USING old WHERE p.group_id = old.group_id
 ), summed AS (
     DELETE FROM mqlayer.parked_total n USING old WHERE n.group_id = old.group_id
+), lost AS (
+    DELETE FROM mqlayer.retention_loss l USING old WHERE l.group_id = old.group_id
 ), resting AS (
     DELETE FROM mqlayer.partition_pause r USING old WHERE r.group_id = old.group_id
 ), tried AS (

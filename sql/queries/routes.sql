@@ -162,6 +162,25 @@ WHERE a.group_id = %(group_id)s AND a.partition_id = %(partition_id)s AND a.memb
 ON CONFLICT DO NOTHING
 RETURNING partition_id;
 
+-- name: drained_put_dropped
+-- A group whose members are all away drained a partition: its topic's limits moved its position to the recorded command.
+INSERT INTO mqlayer.drained (group_id, partition_id)
+SELECT g.group_id, s.partition_id
+FROM mqlayer.consumer_group g JOIN mqlayer.seal s ON s.partition_id = %(partition_id)s AND s.next_offset = %(next_offset)s
+WHERE g.group_id = %(group_id)s AND g.seek = %(seek)s AND g.state = 'live'
+  AND NOT EXISTS (SELECT FROM mqlayer.member m WHERE m.group_id = g.group_id AND m.lease_until > clock_timestamp())
+ON CONFLICT DO NOTHING
+RETURNING partition_id;
+
+-- name: drained_dropped_due
+-- Which sealed partitions groups without living members have yet to drain.
+SELECT g.group_id, told.partition_id
+FROM unnest(%(groups)s::bigint[], %(partitions)s::int[], %(seeks)s::bigint[]) AS told (group_id, partition_id, seek)
+JOIN mqlayer.consumer_group g ON g.group_id = told.group_id AND g.seek = told.seek AND g.state = 'live'
+WHERE NOT EXISTS (SELECT FROM mqlayer.drained d WHERE d.group_id = g.group_id AND d.partition_id = told.partition_id)
+  AND NOT EXISTS (SELECT FROM mqlayer.member m WHERE m.group_id = g.group_id AND m.lease_until > clock_timestamp())
+ORDER BY 1, 2;
+
 -- name: drained_put_popped
 -- A group with ordered pop, or a shared one, drained a partition: said by a receiver or member, under the epoch in force, of the very command that is
 -- recorded.

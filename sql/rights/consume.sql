@@ -60,6 +60,7 @@ GRANT SELECT, INSERT (actor, bounds, filter, group_id, kind, lease_until, name, 
     upto_batch, worker), UPDATE (ended_at, lease_until, state, blocked_by, worker) ON mqlayer.redrive TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.retired_keys_drop_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.retired_messages_drop_v1 TO {role};
+GRANT SELECT ON mqlayer.retention_loss TO {role};
 GRANT SELECT ON mqlayer.route TO {role};
 GRANT SELECT ON mqlayer.route_change TO {role};
 GRANT SELECT ON mqlayer.seal TO {role};

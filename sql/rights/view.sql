@@ -45,6 +45,7 @@ GRANT SELECT ON mqlayer.protocol TO {role};
 GRANT SELECT ON mqlayer.readable TO {role};
 GRANT SELECT ON mqlayer.redrive TO {role};
 GRANT SELECT ON mqlayer.replay_result TO {role};
+GRANT SELECT ON mqlayer.retention_loss TO {role};
 GRANT SELECT ON mqlayer.route TO {role};
 GRANT SELECT ON mqlayer.route_change TO {role};
 GRANT SELECT ON mqlayer.route_decision TO {role};

@@ -17,7 +17,7 @@ GRANT SELECT ON mqlayer.dead_fact TO {role};
 GRANT SELECT, INSERT (actor, attempts, body, cause, group_id, key, log_offset, lp, m, partition_id, reason, seq,
     source), UPDATE (actor, attempts, body, cause, died_at, log_lost, log_offset, partition_id, reason, redriven_at,
     redriven_seek) ON mqlayer.dead_message TO {role};
-GRANT SELECT, DELETE ON mqlayer.drained TO {role};
+GRANT SELECT, INSERT (group_id, partition_id), DELETE ON mqlayer.drained TO {role};
 GRANT USAGE ON SEQUENCE mqlayer.epoch TO {role};
 GRANT SELECT, DELETE ON mqlayer.failed_attempt TO {role};
 GRANT SELECT, INSERT (count, event, group_id, partition_id), UPDATE (count, last_at), DELETE ON mqlayer.failure_count TO
@@ -57,6 +57,8 @@ GRANT SELECT, UPDATE (at_batch, at_number, at_record, ended_at, failed, lease_un
 GRANT INSERT (lp, redrive_id, result, seq, source) ON mqlayer.replay_result TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.retired_keys_drop_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.retired_messages_drop_v1 TO {role};
+GRANT SELECT, INSERT (dropped, group_id, partition_id, seen), UPDATE (dropped, dropped_at, seen), DELETE ON
+    mqlayer.retention_loss TO {role};
 GRANT SELECT, INSERT (lp_from, lp_to, partition_id, topic_id, version) ON mqlayer.route TO {role};
 GRANT SELECT, INSERT (actor, kind, mode, topic_id, version), UPDATE (ended_at, mode, opened_at, sealed_at, state) ON
     mqlayer.route_change TO {role};

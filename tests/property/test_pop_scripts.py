@@ -17,9 +17,11 @@ from mqlayer.domain.offsets import is_settled
 from mqlayer.redis.node_connection import NodeConnection
 from mqlayer.redis.outcomes import OutcomeId as At
 from mqlayer.redis.outcomes import encode_pop_outcome
-from mqlayer.redis.partition_scripts import Fenced, Refused
+from mqlayer.redis.partition_scripts import Fenced, GroupStart, Refused
 from mqlayer.redis.pop_scripts import NoBatch, PopBatch, PopSettled, Scope, SettleAction
+from mqlayer.redis.retention_scripts import LogBound
 from tests.fixtures.partition_harness import (
+    GROUP,
     HOUR_MS,
     PartitionHarness,
     PartitionMachine,
@@ -62,6 +64,8 @@ class Model:
     start: int = 0
     batch: int = 0
     settled: set[int] = field(default_factory=set)
+    # Of those, what the topic's limits settled: what is out of it stays until it is answered or visible.
+    dropped: set[int] = field(default_factory=set)
     times: dict[int, int] = field(default_factory=dict)
     failed: dict[int, int] = field(default_factory=dict)
     out: dict[int, Out] = field(default_factory=dict)
@@ -98,20 +102,33 @@ class Model:
 
     def free_queues(self) -> dict[str, list[int]]:
         """What may be given out: lanes of which nothing is out and invisible."""
-        return {
-            lane: connection
-            for lane, connection in self.queues().items()
-            if not any(offset in self.out and self.out[offset].invisible for offset in connection)
-        }
+        withheld = {self.queue_of(offset) for offset, out in self.out.items() if out.invisible}
+        return {lane: offsets for lane, offsets in self.queues().items() if lane not in withheld}
 
     def begin(self, epoch: int, start: int, seek: int) -> Fenced | None:
         if not (self.owned and self.epoch == epoch) and self.epoch >= epoch:
             return Fenced(self.epoch)
         if self.start == 0 or seek > self.seek:
-            self.settled, self.times, self.failed, self.out, self.batches = set(), {}, {}, {}, {}
-            self.start, self.seek = min(start, self.next), seek
+            self.begin_at(min(start, self.next), seek)
         self.owned, self.epoch = True, epoch
         return None
+
+    def begin_at(self, start: int, seek: int) -> None:
+        self.settled, self.dropped, self.times, self.failed, self.out = set(), set(), {}, {}, {}
+        self.batches, self.start, self.seek = {}, start, seek
+
+    def drop(self, bound: int, start: int, seek: int) -> int:
+        begun = self.start > 0 and self.seek >= seek
+        position = self.committed if begun else min(start, self.next)
+        if position >= bound:
+            return 0
+        if not begun:
+            self.begin_at(bound, seek)
+            return bound - position
+        lost = set(range(self.start, bound)) - self.settled
+        self.settled |= lost
+        self.dropped |= lost
+        return len(lost)
 
     def take(self, attempt: str, offsets: Sequence[int], *, invisible: bool) -> None:
         self.batch += 1
@@ -119,7 +136,8 @@ class Model:
         for lane in lanes:
             # Not settled in its time: the first one failed, and those behind it were not begun.
             first = min(offset for offset in offsets if self.queue_of(offset) == lane)
-            if first in self.out and self.out[first].batch:
+            behind = any(self.queue_of(offset) == lane for offset in self.dropped & self.out.keys())
+            if first in self.out and self.out[first].batch and not behind:
                 self.fail(first)
         for offset in [offset for offset in self.out if self.queue_of(offset) in lanes]:
             del self.out[offset]
@@ -133,7 +151,8 @@ class Model:
 
     def again(self, attempt: str) -> list[int]:
         batch, offsets = self.batches.get(attempt, (0, []))
-        return [offset for offset in offsets if offset in self.out and self.out[offset].batch == batch]
+        left = [offset for offset in offsets if offset not in self.dropped and offset in self.out]
+        return [offset for offset in left if self.out[offset].batch == batch]
 
     def settle(self, word: SettleAction, epoch: int, tokens: Sequence[tuple[int, int]], *, invisible: bool) -> object:
         if not self.owned or epoch != self.epoch:
@@ -236,9 +255,10 @@ class PopScripts(PartitionMachine):
         free = self.model.free_queues()
         if not free:
             assert isinstance(answer, NoBatch)
-            blocked = self.scope == "partition" and bool(self.model.queues())
+            invisible = any(out.invisible for out in self.model.out.values())
+            blocked = self.scope == "partition" and (invisible or bool(self.model.queues()))
             assert (answer.status, answer.next_offset) == ("blocked" if blocked else "empty", self.model.next)
-            assert (answer.wait_ms > 0) == any(out.invisible for out in self.model.out.values())
+            assert (answer.wait_ms > 0) == invisible
             return
         assert isinstance(answer, PopBatch)
         self.check_batch(answer, free, limit)
@@ -368,6 +388,17 @@ class PopScripts(PartitionMachine):
         self.epoch = max(self.epoch, self.model.epoch) + 1
         self.start = start
 
+    @precondition(lambda self: self.model.next > 1)
+    @rule(more=st.integers(0, 30), above=st.booleans())
+    def drop_below(self, more: int, above: bool) -> None:
+        """The topic's limits settle what is out, what waits and what nobody looked at."""
+        lowest = self.model.committed if above and self.model.start else 1
+        offset = min(lowest + more, self.model.next - 1)
+        place = GroupStart(GROUP, self.seek, self.start)
+        dropped = self.partition.drop(LogBound(offset + 1, b"1:0:%d:0" % offset, True), place)
+        assert dropped is not None
+        assert dropped.lost == self.model.drop(offset + 1, self.start, self.seek)
+
     @invariant()
     def each_ack_tells_what_it_settled_and_how_often_that_was_given(self) -> None:
         told = []
@@ -398,14 +429,20 @@ class PopScripts(PartitionMachine):
         assert {o for o in range(model.start, model.next) if is_settled_at(o, committed, base, bits)} == model.settled
         packed = packed_batches(dict(zip(batches[::2], batches[1::2], strict=True)))
         left = {o: int(batch) for batch, offsets in packed.items() for o in offsets if o not in model.settled}
+        self.pass_dropped({int(o) for o in pops[::2]})
         noted = {int(o): int(value.split(b":")[0]) for o, value in zip(times[::2], times[1::2], strict=True)}
-        assert noted | {o: noted.get(o, 0) + 1 for o in left} == model.times
+        counted = noted | {o: noted.get(o, 0) + 1 for o in left}
+        assert {o: count for o, count in counted.items() if o not in model.dropped} == {
+            o: count for o, count in model.times.items() if o not in model.dropped
+        }
         out = {int(o): int(value.split(b":")[0]) for o, value in zip(pops[::2], pops[1::2], strict=True)}
         assert out | left == {offset: out.batch for offset, out in model.out.items()}
         assert not out.keys() & left.keys()
         looked_at = {o for connection in model.queues().values() for o in connection if o < max(int(seen), model.start)}
-        assert {int(member[-16:]) for member in lines} == looked_at - left.keys()
-        lanes = {model.queue_of(offset) for offset in looked_at}
+        members = {int(member[-16:]) for member in lines}
+        assert members - model.dropped == looked_at - left.keys()
+        assert members >= model.dropped & model.out.keys()
+        lanes = {model.queue_of(offset) for offset in looked_at | members}
         names = {name.decode("latin1") if name[:1] == b"\xff" else name.decode() for name in due if name[:1] != b"\xfe"}
         assert names == lanes
         assert {name[1:] for name in due if name[:1] == b"\xfe"} == set(packed)
@@ -414,6 +451,12 @@ class PopScripts(PartitionMachine):
         assert look is not None
         assert look.position == model.committed
         assert look.unsettled == model.next - model.start - len(model.settled)
+
+    def pass_dropped(self, out: set[int]) -> None:
+        """What is dropped and visible leaves its queue with some later call."""
+        for offset in self.model.dropped & self.model.out.keys() - out:
+            assert not self.model.out[offset].invisible
+            del self.model.out[offset]
 
 
 def is_settled_at(offset: int, committed: bytes, base: bytes, bits: bytes | None) -> bool:

@@ -14,11 +14,13 @@ SETTLING = {
     "partition_retire", "partition_seal", "partition_open", "mark_skip", "dedup_load", "group_forget",
     "pop_receive", "pop_settle", "rate_acquire", "shared_acquire", "shared_settle", "shared_due", "shared_nack",
     "shared_attempt", "shared_extend", "shared_reclaim", "source_end", "source_term", "log_recount", "marks_drop",
+    "position_drop",
 }  # fmt: skip
 READING = {
-    "group_position", "key_find", "log_chain", "log_select", "log_search", "log_ends", "marks_read", "partition_read",
+    "group_position", "key_find", "log_bound", "log_chain", "log_select", "log_search", "log_ends", "marks_read",
+    "partition_read",
 }  # fmt: skip
-KEY_SECOND = {"TIME", "XGROUP", "XINFO"}
+KEY_SECOND = {"MEMORY", "TIME", "XGROUP", "XINFO"}
 FLAGS = dict.fromkeys(SETTLING, " flags=allow-oom") | dict.fromkeys(READING, " flags=no-writes")
 
 

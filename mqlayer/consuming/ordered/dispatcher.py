@@ -197,7 +197,8 @@ class Dispatcher:
         with self.lock:
             self._queues.collect_finished()
             owned.finish()
-            return owned.running == 0
+            # Retention may settle a message under its handler: the successors must wait for that.
+            return owned.running == 0 and not self._queues.runs_on(owned.partition)
 
     # -- life --------------------------------------------------------------------------------------------------------
 

@@ -173,6 +173,13 @@ CREATE TABLE mqlayer.topic (
     archived       boolean NOT NULL DEFAULT false,
     -- The archive drops older days, once that is so for every topic with something in them. Null: it drops none.
     retention_days int,
+    -- For how long, up to how many bytes and records of a partition its streams keep settled records; 0: no limit.
+    -- Without one, they go once they are settled.
+    retain_s        bigint NOT NULL DEFAULT 0,
+    retain_bytes    bigint NOT NULL DEFAULT 0,
+    retain_messages bigint NOT NULL DEFAULT 0,
+    -- drop: beyond the limits, unsettled records go too.
+    retain_unsettled text NOT NULL DEFAULT 'keep',
     -- The route version in force. Null until the first one exists.
     version        int,
     -- Always 0: with it a foreign key demands the first range of the version.
@@ -203,6 +210,10 @@ CREATE TABLE mqlayer.topic (
     CONSTRAINT topic_body_limit CHECK (body_limit BETWEEN 1 AND 1000000),
     CONSTRAINT topic_backlog_limit CHECK (backlog_limit >= 0),
     CONSTRAINT topic_retention CHECK (retention_days >= 1),
+    CONSTRAINT topic_retain CHECK (retain_s BETWEEN 0 AND 3153600000 AND retain_bytes BETWEEN 0 AND 1000000000000000
+                                   AND retain_messages BETWEEN 0 AND 1000000000000000),
+    CONSTRAINT topic_retain_unsettled CHECK (retain_unsettled = 'keep'
+        OR retain_unsettled = 'drop' AND greatest(retain_s, retain_bytes, retain_messages) > 0),
     CONSTRAINT topic_version CHECK (version >= 1),
     CONSTRAINT topic_lp_zero CHECK (lp_zero = 0),
     CONSTRAINT topic_paused_by CHECK (octet_length(paused_by) <= 4096),
@@ -748,6 +759,19 @@ CREATE TABLE mqlayer.drained (
     partition_id int NOT NULL REFERENCES mqlayer.partition,
     drained_at   timestamptz NOT NULL DEFAULT clock_timestamp(),
     CONSTRAINT drained_key PRIMARY KEY (group_id, partition_id)
+);
+
+-- Unsettled messages that went by their topic's limits. `seen`: the node's total when it was read last; it falls with the
+-- node.
+CREATE TABLE mqlayer.retention_loss (
+    group_id     bigint NOT NULL REFERENCES mqlayer.consumer_group,
+    partition_id int NOT NULL REFERENCES mqlayer.partition,
+    dropped      bigint NOT NULL,
+    seen         bigint NOT NULL,
+    dropped_at   timestamptz NOT NULL DEFAULT clock_timestamp(),
+    CONSTRAINT retention_loss_key PRIMARY KEY (group_id, partition_id),
+    CONSTRAINT retention_loss_numbers CHECK (dropped BETWEEN 0 AND 9007199254740991 AND seen BETWEEN 0 AND 9007199254740991),
+    CONSTRAINT retention_loss_dropped_at CHECK (dropped_at BETWEEN '1970-01-01 00:00+00' AND '9000-01-01 00:00+00')
 );
 
 -- Partitions that rest for one group.
@@ -2100,7 +2124,8 @@ CREATE TABLE mqlayer_archive.outcome (
     position        bigint NOT NULL,
     CONSTRAINT outcome_range CHECK (first_offset <= last_offset),
     CONSTRAINT outcome_known CHECK (outcome IN
-        ('handled', 'unmatched', 'parked', 'exhausted', 'rejected', 'skipped', 'discarded', 'redriven', 'replayed'))
+        ('handled', 'unmatched', 'parked', 'exhausted', 'rejected', 'skipped', 'discarded', 'redriven', 'replayed',
+         'dropped'))
 ) PARTITION BY RANGE (archived_at);
 CREATE INDEX outcome_by_offset ON mqlayer_archive.outcome (group_id, partition_id, first_offset);
 -- What a stream of the archive reads next, as record_read for records: one topic among many.
@@ -2124,7 +2149,8 @@ CREATE TABLE mqlayer_archive.outcome_queue (
     epoch        bigint NOT NULL DEFAULT coalesce(pg_sequence_last_value('mqlayer.epoch'), 0),
     -- One row that the archive refuses would keep all outcomes behind it out, and the topic from being trimmed.
     CONSTRAINT outcome_queue_known CHECK (outcome IN
-        ('handled', 'unmatched', 'parked', 'exhausted', 'rejected', 'skipped', 'discarded', 'redriven', 'replayed')),
+        ('handled', 'unmatched', 'parked', 'exhausted', 'rejected', 'skipped', 'discarded', 'redriven', 'replayed',
+         'dropped')),
     CONSTRAINT outcome_queue_offset CHECK (log_offset BETWEEN 0 AND 9007199254740991),
     CONSTRAINT outcome_queue_attempts CHECK (attempts BETWEEN 0 AND 2000000000),
     CONSTRAINT outcome_queue_texts CHECK (octet_length(actor) <= 4096 AND octet_length(reason) <= 65536),
@@ -2347,8 +2373,8 @@ BEGIN
     FOREACH v_table IN ARRAY ARRAY[
         'mqlayer.member', 'mqlayer.assignment', 'mqlayer.group_start', 'mqlayer.drained', 'mqlayer.parked_key',
         'mqlayer.parked_message', 'mqlayer.parked_total', 'mqlayer.parking_change', 'mqlayer.dead_message',
-        'mqlayer.failed_attempt', 'mqlayer.failure_count', 'mqlayer.partition_pause', 'mqlayer.redrive',
-        'mqlayer.bulk_item', 'mqlayer.breaker',
+        'mqlayer.failed_attempt', 'mqlayer.failure_count', 'mqlayer.retention_loss', 'mqlayer.partition_pause',
+        'mqlayer.redrive', 'mqlayer.bulk_item', 'mqlayer.breaker',
         'mqlayer_archive.outcome_queue', 'mqlayer_archive.outcome_progress']
     LOOP
         EXECUTE format('ALTER TABLE %s ENABLE ROW LEVEL SECURITY', v_table);

@@ -135,13 +135,15 @@ FILL = """
         VALUES ($group, 1, 1, 1, 1, 'm', 'e');
     INSERT INTO mqlayer.failure_count (group_id, partition_id, event, count)
         SELECT $group, partition_id, 'failed', 1 FROM mqlayer.partition LIMIT 1;
+    INSERT INTO mqlayer.retention_loss (group_id, partition_id, dropped, seen)
+        SELECT $group, partition_id, 1, 1 FROM mqlayer.partition LIMIT 1;
     INSERT INTO mqlayer.partition_pause (group_id, partition_id, paused_by)
         SELECT $group, partition_id, 'o' FROM mqlayer.partition LIMIT 1;
     INSERT INTO mqlayer.parking_change (group_id, number, lp, name) VALUES ($group, 1, 1, 'k');
 """
 OF_GROUPS = (
     "member", "assignment", "group_start", "drained", "parked_key", "parked_message", "parked_total", "dead_message",
-    "failure_count", "partition_pause", "parking_change",
+    "failure_count", "retention_loss", "partition_pause", "parking_change",
 )  # fmt: skip
 
 
