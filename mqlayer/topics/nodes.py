@@ -38,7 +38,7 @@ def register_node(runtime: Runtime, *, name: str, url: str, zone: str = "") -> N
     """Register a Redis as a node and arm its current run. Idempotent for the same name and URL; see `set_node_zone`.
 
     Checks that this process's Redis user may arm, on keys of this prefix. Raises ConfigurationRefused for unsafe server
-    settings, Conflict for a name with another URL, InvalidInput for a URL with a user or password.
+    settings, Conflict for a name with another URL or zone, InvalidInput for a URL with a user or password.
     """
     check_name("node", name)
     check_zone(zone)
@@ -58,6 +58,11 @@ def register_node(runtime: Runtime, *, name: str, url: str, zone: str = "") -> N
         raise Conflict(
             f"node {name!r} is registered as {node.address}",
             f"choose another name for another Redis; where it replaces that one, say mqlayer node set {name} --url URL",
+        )
+    if zone and node.zone != zone:
+        raise Conflict(
+            f"node {name!r} is registered {f'in zone {node.zone}' if node.zone else 'without a zone'}",
+            f"change that: mqlayer node set {name} --zone {zone}",
         )
     return node
 

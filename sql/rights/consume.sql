@@ -8,6 +8,7 @@ GRANT INSERT (act, actor, facts, object) ON mqlayer.audit TO {role};
 GRANT SELECT, INSERT (actor, cause, failing_keys, group_id, probe_at, state), UPDATE (actor, cause, changed_at,
     failing_keys, opened_at, probe_at, probe_session, probes, state) ON mqlayer.breaker TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.beginnings_forget_v1 TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer.body_named_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.caller_v1 TO {role};
 GRANT SELECT, INSERT (attempt_limit, breaker_share, breaker_keys, breaker_window_s, breaker_errors, key_class, class_concurrency, class_rate, absent_since,
     backoff_jitter, backoff_s, balance, broadcast_of, deployment, non_retryable_errors, from_archive, instance,

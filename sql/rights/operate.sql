@@ -11,6 +11,7 @@ GRANT SELECT, INSERT (actor, cause, failing_keys, group_id, probe_at, state), UP
     failing_keys, opened_at, probe_at, probe_session, probes, state), DELETE ON mqlayer.breaker TO {role};
 GRANT SELECT, INSERT (cause, dead_id, group_id, lp, messages, name, number, redrive_id, seq, since, source, upto), UPDATE
     (at, error, gone, result) ON mqlayer.bulk_item TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer.body_named_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.caller_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.console_session_begin_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.console_session_end_v1 TO {role};
@@ -104,6 +105,7 @@ GRANT SELECT, INSERT (archived, backlog_limit, body_limit, home_zone, name, stra
     retain_unsettled, retention_days, schema_mode, version) ON mqlayer.topic TO {role};
 GRANT SELECT ON mqlayer.topic_schema TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.topic_schema_put_v1 TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer_app.body_named_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.caller_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.cancel_delayed_v1 TO {role};
 GRANT USAGE ON SEQUENCE mqlayer_app.consume_any TO {role};

@@ -9,6 +9,7 @@ GRANT SELECT, INSERT (act, actor, facts, object) ON mqlayer.audit TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.beginnings_forget_v1 TO {role};
 GRANT SELECT, DELETE ON mqlayer.breaker TO {role};
 GRANT SELECT, UPDATE (at, error, gone, result), DELETE ON mqlayer.bulk_item TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer.body_named_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.caller_v1 TO {role};
 GRANT SELECT, UPDATE (allocation, absent_since, canary, canary_lps, deployment, fallback, parking, paused_at,
     previous_deployment, retired_at, state, version), DELETE ON mqlayer.consumer_group TO {role};
@@ -77,6 +78,7 @@ GRANT EXECUTE ON FUNCTION mqlayer.server_seen_v1 TO {role};
 GRANT SELECT, INSERT (cluster, kind, name, outbox_uuid), UPDATE (closed_at, dropped_at, tried_at) ON mqlayer.source TO
     {role};
 GRANT SELECT, UPDATE (version) ON mqlayer.topic TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer_app.body_named_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.caller_v1 TO {role};
 GRANT SELECT, INSERT (body_limit, lp, topic, topic_id), UPDATE (body_limit) ON mqlayer_app.counter TO {role};
 GRANT SELECT, DELETE ON mqlayer_app.dedup TO {role};

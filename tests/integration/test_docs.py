@@ -48,7 +48,7 @@ def settings(
     """A node and the topic `orders`, with their addresses in the environment as a user would have them."""
     settings = Settings(dsn=SecretStr(database_dsn), key_prefix=key_prefix)
     with Database(database_dsn) as database:
-        register_node(runtime_of(database), name="n1", url=redis_server.url)
+        register_node(runtime_of(database), name="node-1", url=redis_server.url)
         create_topic(runtime_of(database, key_prefix, application=database), "orders", partitions=2)
     monkeypatch.setenv("MQLAYER_DSN", database_dsn)
     monkeypatch.setenv("MQLAYER_KEY_PREFIX", key_prefix)

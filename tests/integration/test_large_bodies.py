@@ -16,15 +16,18 @@ from sqlalchemy import create_engine
 from sqlalchemy.orm import Session
 
 from mqlayer import App, AsyncProducer, Batch, BatchOf, Context, Message, Producer, Receiver, outbox
+from mqlayer.archive import archive_pass
 from mqlayer.domain.large_bodies import BODY_HEADER, CHUNK_BYTES
 from mqlayer.domain.message import Record, records_of
 from mqlayer.errors import BodyTooLarge, InvalidInput, MissingBody, ReservedHeader
 from mqlayer.large_bodies import BodyReader
 from mqlayer.large_bodies.options import forget_options
 from mqlayer.maintenance.large_bodies_cleanup import clean_large_bodies
+from mqlayer.postgres.rights import Right
 from mqlayer.receiving.pop_message import PopMessage
 from mqlayer.redis.keys import partition_keys
 from mqlayer.relay import relay_once
+from mqlayer.runtime import open_runtime
 from tests.fixtures.failpoints import armed
 from tests.fixtures.forked_programs import ask_python
 from tests.fixtures.object_stores import ObjectServer
@@ -103,6 +106,24 @@ def test_a_large_body_reaches_its_handler_whole_and_in_its_keys_order(world: Wor
     with running(app):
         wait_until(lambda: len(got) == 3, what="all messages")
     assert got == [(b"first", 0), (large, SIZE), (b"last", 0)]
+
+
+def test_a_consumer_parks_it_and_a_worker_archives_it_by_their_own_rights_alone(world: World) -> None:
+    world.rows("UPDATE mqlayer.topic SET archived = true")
+    publish_large(world, os.urandom(SIZE))
+    relay_once(world.settings())
+    world.right = Right.CONSUME
+    app = App(world.settings())
+
+    @app.consumer("orders", group="g", start="earliest", attempt_limit=1, policy="park")
+    def handle(_: bytes) -> None:
+        raise ValueError("never")
+
+    with running(app):
+        wait_until(lambda: world.rows("SELECT FROM mqlayer.parked_message"), what="the parked message")
+    world.right = Right.WORK
+    with open_runtime(world.settings()) as runtime:
+        assert archive_pass(runtime).archived == {"orders": 1}
 
 
 def test_async_handlers_batches_and_receivers_get_it(world: World) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mqlayer.errors import InvalidName, NotFound
+from mqlayer.errors import Conflict, InvalidName, NotFound
 from mqlayer.groups.members import join, leave
 from mqlayer.postgres.database import Database
 from mqlayer.routes import plan_drain, planned_move
@@ -23,8 +23,12 @@ def test_partitions_are_placed_at_home(world: World, database: Database, start_r
     runtime = world.runtime()
     assert set_node_zone(runtime, "node-2", "west")
     assert not set_node_zone(runtime, "node-2", "west")
-    third = register_node(runtime, name="node-3", url=start_redis().url, zone="west")
+    url = start_redis().url
+    third = register_node(runtime, name="node-3", url=url, zone="west")
     assert find_node(database, "node-3").zone == "west"
+    assert register_node(runtime, name="node-3", url=url) == register_node(runtime, name="node-3", url=url, zone="west")
+    with pytest.raises(Conflict, match="in zone west: change that: mqlayer node set node-3 --zone east"):
+        register_node(runtime, name="node-3", url=url, zone="east")
     assert {r.node for r in create_topic(runtime, "mails", home_zone="west").ranges} == {2, third.node_id}
     assert {r.node for r in create_topic(runtime, "bills", home_zone="north").ranges} == {1, 2, third.node_id}
     # The fewest partitions are on node-3, but it is not at home.

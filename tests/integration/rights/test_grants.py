@@ -42,6 +42,18 @@ HELD = """
     UNION ALL SELECT 'member', roleid::regrole::text, '', '', grantor::regrole::text, admin_option::text
     FROM pg_auth_members WHERE member = %(role)s"""
 
+WRITERS_WITHOUT_A_FUNCTION = """
+    WITH used AS (
+        SELECT i.indrelid AS relation, d.refobjid AS function FROM pg_depend d JOIN pg_index i ON i.indexrelid = d.objid
+        WHERE d.classid = 'pg_class'::regclass AND d.refclassid = 'pg_proc'::regclass
+        UNION SELECT c.conrelid, d.refobjid FROM pg_depend d JOIN pg_constraint c ON c.oid = d.objid
+        WHERE d.classid = 'pg_constraint'::regclass AND d.refclassid = 'pg_proc'::regclass
+    )
+    SELECT u.relation::regclass::text, u.function::regprocedure::text, r.rolname
+    FROM used u JOIN pg_roles r ON r.rolname = ANY(%s)
+    WHERE has_any_column_privilege(r.oid, u.relation, 'INSERT, UPDATE')
+      AND has_function_privilege(r.oid, u.function, 'EXECUTE') = %s"""
+
 Held = set[tuple[str, ...]]
 
 
@@ -54,6 +66,12 @@ def held(dsn: str, role: str) -> Held:
             rows = f"SELECT '{schema}', privilege, scope FROM {schema}.granted WHERE role = %s"
             found |= {tuple(row) for row in ask_postgres(dsn, rows, [oid])}
     return found
+
+
+def test_who_writes_a_table_may_call_the_functions_of_its_indexes_and_checks(database_dsn: str, roles: Roles) -> None:
+    names = [roles.name_of(roles.login(right)) for right in RIGHTS]
+    assert ask_postgres(database_dsn, WRITERS_WITHOUT_A_FUNCTION, [names, True])
+    assert ask_postgres(database_dsn, WRITERS_WITHOUT_A_FUNCTION, [names, False]) == []
 
 
 def execute(dsn: str, script: str) -> None:
