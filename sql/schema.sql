@@ -90,8 +90,9 @@ CREATE TABLE mqlayer.topic (
     CONSTRAINT topic_retention CHECK (retention_days >= 1),
     CONSTRAINT topic_retain CHECK (retain_s >= 0 AND retain_s <= 3153600000 AND retain_bytes >= 0
         AND retain_bytes <= 1000000000000000 AND retain_messages >= 0 AND retain_messages <= 1000000000000000),
-    CONSTRAINT topic_retain_unsettled CHECK (retain_unsettled = 'keep' OR retain_unsettled = 'drop'
-        AND GREATEST(retain_s, retain_bytes, retain_messages) > 0),
+    CONSTRAINT topic_retain_unsettled CHECK (retain_unsettled IN ('keep', 'drop')),
+    CONSTRAINT topic_drop_needs_limit CHECK (retain_unsettled = 'keep'
+        OR GREATEST(retain_s, retain_bytes, retain_messages) > 0),
     CONSTRAINT topic_version CHECK (version >= 1),
     CONSTRAINT topic_lp_zero CHECK (lp_zero = 0),
     CONSTRAINT topic_paused_by CHECK (octet_length(paused_by) <= 4096),

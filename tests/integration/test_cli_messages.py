@@ -49,6 +49,7 @@ def test_what_is_published_is_seen_with_all_that_it_has(world: World, run: Comma
         "headers": {"trace": "a=b"},
         "reordered": False,
         "bytes": 4,
+        "large_body": None,
         "body_is": "text",
         "body": "paid",
     }

@@ -31,6 +31,7 @@ from mqlayer.maintenance.sampling import take_samples
 from mqlayer.metrics import CATALOG, Meters, metrics_page, separate_meters
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.rights import Right
+from mqlayer.runtime.presence import Presence
 from mqlayer.runtime.route_cache import RouteCache
 from mqlayer.runtime.runtime import Runtime, open_runtime
 from mqlayer.settings import Settings
@@ -354,6 +355,7 @@ def test_a_thousand_partitions_make_at_most_500_series_and_no_more_statements(
         producer.send("orders", body=b"x")
     assert taken() == few
     take_samples(world.runtime())
+    Presence(world.database, "producer", "test").beat()
 
     meters, written = separate_meters()
     with open_runtime(world.settings()) as runtime:

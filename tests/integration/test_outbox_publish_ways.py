@@ -295,7 +295,12 @@ def objects_of(dsn: str) -> list[str]:
     statements = []
     for name, kind in relations:
         # By the one a process knows whether its code fits; USAGE on the others says for all topics, or all groups.
-        if name in ("mqlayer_app.migration", "mqlayer_app.publish_any", "mqlayer_app.consume_any"):
+        if name in (
+            "mqlayer_app.protocol",
+            "mqlayer_app.migration",
+            "mqlayer_app.publish_any",
+            "mqlayer_app.consume_any",
+        ):
             continue
         if kind == "S":
             statements.append(f"SELECT nextval('{name}')")

@@ -165,6 +165,12 @@ print("both")
     assert plain.tries(program).splitlines()[-1] == "both"
 
 
+@pytest.mark.full
+def test_the_s3_extra_brings_its_client(plain: PlainEnvironment, built_wheel: Path) -> None:
+    plain.install("--constraint", LOCKS / "dev.lock", f"{built_wheel}[s3]")
+    assert plain.tries("import mqlayer.large_bodies.object_store, boto3; print('both')").splitlines()[-1] == "both"
+
+
 def test_the_otel_extra_answers_with_metrics(plain: PlainEnvironment, built_wheel: Path) -> None:
     plain.install("--constraint", LOCKS / "dev.lock", f"{built_wheel}[otel]")
     program = """

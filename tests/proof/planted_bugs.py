@@ -119,7 +119,8 @@ def _message(key: str, number: int, value: str) -> MessageEvent:
 def read_successors_at_once(connection: Connection) -> None:
     """Take the gates away: give a group every partition that is open or sealed, wherever it is in their parents."""
     connection.execute(
-        "CREATE OR REPLACE VIEW mqlayer.readable AS SELECT g.group_id, p.partition_id FROM mqlayer.consumer_group g"
+        "CREATE OR REPLACE VIEW mqlayer.readable AS SELECT g.group_id, p.partition_id, g.deployment"
+        " FROM mqlayer.consumer_group g"
         " JOIN mqlayer.partition p ON p.topic_id = g.topic_id AND p.state IN ('open', 'sealed')"
         " WHERE NOT EXISTS (SELECT FROM mqlayer.drained d"
         "                   WHERE d.group_id = g.group_id AND d.partition_id = p.partition_id)"

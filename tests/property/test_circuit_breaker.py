@@ -108,7 +108,7 @@ class Machine(RuleBasedStateMachine):
         self.reports: dict[int, tuple[int, int]] = {}
         with self.database.connection() as connection:
             connection.execute("DELETE FROM mqlayer.breaker")
-            connection.execute("UPDATE mqlayer.member SET failing_keys = 0, tried_keys = 0, reported_at = '-infinity'")
+            connection.execute("UPDATE mqlayer.member SET failing_keys = 0, tried_keys = 0, reported_at = 'epoch'")
 
     def facts(self, member: int) -> dict[str, object]:
         session = self.sessions[member]

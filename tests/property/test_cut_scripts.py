@@ -40,6 +40,7 @@ from mqlayer.redis.partition_scripts import (
 )
 from mqlayer.redis.pop_scripts import NoBatch, PopBatch
 from mqlayer.redis.rate_script import rate_command
+from mqlayer.redis.retention_scripts import LogBound
 from mqlayer.redis.retirement_script import group_forget_command
 from mqlayer.redis.shared_scripts import DueMessages, SharedDrained, SharedSettled
 from mqlayer.stack import RedisServer
@@ -530,6 +531,76 @@ def fail_some(
     receiver.settle("return", tokens[:1])
 
 
+DROPPED_OF: Final = 36
+
+
+def dropping(world: World) -> None:
+    """A pass moves the position of each kind of group past what is kept no longer; what is kept is still to be had."""
+    owned, popped, shared, new, late, lost, left = partitions = [world.plain(number) for number in range(1, 8)]
+    for partition in partitions:
+        partition.fill(DROPPED_OF)
+    member = owned.member("a", 1)
+    member.acquire()
+    member.settle([(2, 3), (30, 34)])
+    receiver = world.cut(2).receiver("key", 1)
+    popped.receiver("key", 1).receive("a", 4, 1)
+    shared.sharer("a", 1).acquire()
+    shared.sharer("a", 1).read(5)
+    # What is left of before a seek is void.
+    new.member("a", 1).acquire()
+    left.sharer("a", 1).acquire()
+    two_batches(late)
+    two_batches(lost)
+    lost.call(("DEL", lost.group.acks))
+    for bound in (10, 17, 30):
+        for number, partition in enumerate(partitions, 1):
+            drop_below(world, number, bound, seek=int(partition in (new, left)))
+        # As if the lock had been lost meanwhile.
+        owned.call(("HDEL", owned.group.lock, "outcome_count"))
+        if bound == 10:
+            # Some stand in queues below the next bound: those that are given back, and those behind them.
+            for turn in range(3):
+                answer = receiver.receive(f"b{turn}", 9, 1)
+                if isinstance(answer, PopBatch):
+                    receiver.settle("nack", tokens_of(answer)[1:])
+    assert [one.committed for one in (popped, shared, new, late, left)] == [30] * 5
+    taken = owned.member("b", 3).acquire()
+    assert isinstance(taken, LockTaken)
+    settled = {offset for offset in range(1, DROPPED_OF + 1) if taken.has_settled(offset)}
+    # A bitmap that was not cut off with its base counts as lost.
+    assert settled in (set(range(1, 35)), set(range(1, 30)))
+    had: set[int] = set()
+
+    def is_had() -> bool:
+        answer = receiver.receive(f"c{len(had)}", 50, 1)
+        if isinstance(answer, PopBatch):
+            receiver.settle("ack", tokens_of(answer))
+            had.update(record.offset for record in answer.records)
+        return popped.committed == DROPPED_OF + 1
+
+    wait_until(is_had, what="the rest to be given")
+    assert min(had) >= 30
+
+
+def two_batches(partition: PartitionHarness) -> None:
+    """Have two batches given out that are remembered in one place."""
+    receiver = partition.receiver("key", 1)
+    for name in ("a", "b"):
+        answer = receiver.receive(name, 3)
+        assert isinstance(answer, PopBatch)
+        if name == "a":
+            receiver.settle("ack", tokens_of(answer)[1:2])
+            partition.call(("HSET", partition.group.lock, "pop", 256))
+
+
+def drop_below(world: World, number: int, bound: int, seek: int) -> None:
+    """Drop by a call that may be cut, then by the next pass."""
+    plain = world.plain(number)
+    for partition in (world.cut(number), plain):
+        reply: Any = plain.call(("XRANGE", plain.keys.log, f"{bound - 1}-0", f"{bound - 1}-0"))[0]
+        partition.drop(LogBound(bound, bytes(reply[0][1][1]), True), GroupStart(GROUP, seek, 1), archived=True)
+
+
 def far_receivers(world: World) -> None:
     """One message is behind for long: what is spent of the bitmap is cut off; and a record that somebody removed."""
     plain, receiver, last = world.plain(), world.cut().receiver("key", 1), 40
@@ -635,8 +706,8 @@ def one_sharer(book: Book, sharer: SharerScripts, turn: int) -> None:
 
 
 STORIES: Final = (
-    sending, steps, trimmed, members, sought, wide, receivers, failing_receivers, far_receivers, many_batches, sharers,
-    shared_seek,
+    sending, steps, trimmed, members, sought, wide, receivers, failing_receivers, dropping, far_receivers, many_batches,
+    sharers, shared_seek,
 )  # fmt: skip
 
 

@@ -212,8 +212,9 @@ CREATE TABLE mqlayer.topic (
     CONSTRAINT topic_retention CHECK (retention_days >= 1),
     CONSTRAINT topic_retain CHECK (retain_s BETWEEN 0 AND 3153600000 AND retain_bytes BETWEEN 0 AND 1000000000000000
                                    AND retain_messages BETWEEN 0 AND 1000000000000000),
-    CONSTRAINT topic_retain_unsettled CHECK (retain_unsettled = 'keep'
-        OR retain_unsettled = 'drop' AND greatest(retain_s, retain_bytes, retain_messages) > 0),
+    CONSTRAINT topic_retain_unsettled CHECK (retain_unsettled IN ('keep', 'drop')),
+    CONSTRAINT topic_drop_needs_limit
+        CHECK (retain_unsettled = 'keep' OR greatest(retain_s, retain_bytes, retain_messages) > 0),
     CONSTRAINT topic_version CHECK (version >= 1),
     CONSTRAINT topic_lp_zero CHECK (lp_zero = 0),
     CONSTRAINT topic_paused_by CHECK (octet_length(paused_by) <= 4096),

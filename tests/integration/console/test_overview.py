@@ -172,7 +172,7 @@ def test_of_too_many_partitions_the_lag_is_of_samples(stage: Stage, monkeypatch:
 
 @pytest.mark.world(partitions=0)
 def test_another_schema_is_the_one_problem_that_is_told(world: World, browser: TestClient) -> None:
-    world.rows("INSERT INTO mqlayer.migration (number, name) VALUES (9999, 'later')")
+    world.rows("UPDATE mqlayer.protocol SET serves_to = 9, in_force = 9, serves_from = 9")
     page = text_of(browser, "/")
     assert names(page) == ["MqlayerSchemaMismatch"]
     assert "upgrade mqlayer on this machine" in words(page)
