@@ -19,6 +19,7 @@ from mqlayer.cli.output import JsonOption, echo, format_key, show_beside, show_f
 from mqlayer.cli.panels import LOOK
 from mqlayer.cli.runtime import runtime_here
 from mqlayer.domain.body_text import decoded
+from mqlayer.domain.large_bodies import BODY_HEADER, reference_in
 from mqlayer.errors import InvalidInput, NotFound
 from mqlayer.inspect import (
     FoundMessage,
@@ -236,6 +237,7 @@ def _show_status(found: MessageStatus, life: MessageLife, *, hidden: bool) -> No
 def _status_json(found: MessageStatus, life: MessageLife, *, hidden: bool) -> dict[str, Any]:
     content = found.content
     kind, text = (HIDDEN, None) if hidden else decoded(None if content is None else content.body)
+    large = None if content is None else reference_in(content.headers.get(BODY_HEADER, ""))
     return {
         "topic": found.topic,
         "message": None if found.identity is None else str(found.identity),
@@ -254,7 +256,8 @@ def _status_json(found: MessageStatus, life: MessageLife, *, hidden: bool) -> di
         "missing": list(_builtins(life.missing)),
         "not_searched": list(found.unsearched),
         "headers": None if content is None else dict(content.headers),
-        "bytes": None if content is None else len(content.body),
+        "bytes": None if content is None else len(content.body) if large is None else large.size,
+        "large_body": None if large is None else large.body_id,
         "body_is": kind,
         "body": text,
     }

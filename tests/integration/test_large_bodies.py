@@ -28,6 +28,7 @@ from mqlayer.receiving.pop_message import PopMessage
 from mqlayer.redis.keys import partition_keys
 from mqlayer.relay import relay_once
 from mqlayer.runtime import open_runtime
+from mqlayer.topics import set_archived
 from tests.fixtures.failpoints import armed
 from tests.fixtures.forked_programs import ask_python
 from tests.fixtures.object_stores import ObjectServer
@@ -109,7 +110,7 @@ def test_a_large_body_reaches_its_handler_whole_and_in_its_keys_order(world: Wor
 
 
 def test_a_consumer_parks_it_and_a_worker_archives_it_by_their_own_rights_alone(world: World) -> None:
-    world.rows("UPDATE mqlayer.topic SET archived = true")
+    set_archived(world.runtime(), "orders", archived=True)
     publish_large(world, os.urandom(SIZE))
     relay_once(world.settings())
     world.right = Right.CONSUME
@@ -120,7 +121,7 @@ def test_a_consumer_parks_it_and_a_worker_archives_it_by_their_own_rights_alone(
         raise ValueError("never")
 
     with running(app):
-        wait_until(lambda: world.rows("SELECT FROM mqlayer.parked_message"), what="the parked message")
+        wait_until(lambda: world.rows("SELECT 1 FROM mqlayer.parked_message"), what="the parked message")
     world.right = Right.WORK
     with open_runtime(world.settings()) as runtime:
         assert archive_pass(runtime).archived == {"orders": 1}
