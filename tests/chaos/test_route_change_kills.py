@@ -9,29 +9,24 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import psycopg
 import pytest
 import redis
 
-from mqlayer import App
 from mqlayer.domain.routing import lp_of
 from mqlayer.errors import NotFound
 from mqlayer.groups import find_group
 from mqlayer.postgres.database import Database
 from mqlayer.redis.keys import partition_keys
-from mqlayer.relay import RelayLimits
 from mqlayer.routes import drop_change, finish_change, finish_changes, retire_partitions
 from mqlayer.runtime.route_cache import load_route
 from mqlayer.stack import RedisServer
 from tests.chaos.actors import SINK
 from tests.chaos.harness.stores import note_sink, note_streams
-from tests.fixtures.consumers import Recorder
 from tests.fixtures.kill_scenes import KillScene
+from tests.fixtures.steady_load import AT_A_TIME, KEYS, SteadyLoad
 from tests.fixtures.variants import one_of_each, some_of
 from tests.fixtures.wait import wait_until
 from tests.proof.checker import check
@@ -44,11 +39,7 @@ from tests.proof.step_driver import drive
 from tests.proof.world import World
 
 KILLED = -signal.SIGKILL
-KEYS = 30
-PACE_S = 0.1
-AT_A_TIME = 10
 """Messages come all the time, so that some are under way at each step of a change, by few transactions."""
-CALM = RelayLimits(sweep_s=0.2, compare_s=0.2, progress_s=0.2, heartbeat_s=0.1, poll_min_s=0.02, late_s=0.5)
 KINDS = {"split": ("split", "1", "100", "node-1", "node-2"), "merge": ("merge", "1", "2"), "move": ("move", "1")}
 SUCCESSORS = {"split": 2, "merge": 1, "move": 1}
 PARENTS = {"split": 1, "merge": 2, "move": 1}
@@ -64,56 +55,23 @@ PLACES = [
 pytestmark = pytest.mark.world(nodes=2)
 
 
-class Load:
-    """Messages that come in all the time, and a group that handles them."""
+class Load(SteadyLoad):
+    """The same; at the end every chain is whole, and the group has drained what came before the change."""
 
-    def __init__(self, world: World) -> None:
-        self.world, self.recorder, self.count = world, Recorder(), 0
-        self._done = threading.Event()
-
-    @contextmanager
-    def running(self) -> Iterator[Load]:
-        """Publish until the end, then wait until all is relayed and handled, and judge."""
-        app = App(self.world.settings(lease_s=2.0))
-        app.consumer("orders", group="ledger", backoff_s=(0.05,))(self.recorder)
-        writer = threading.Thread(target=self._write, daemon=True)
-        app.start()
-        try:
-            with self.world.relay(limits=CALM):
-                writer.start()
-                try:
-                    self.more()
-                    yield self
-                    self.more()
-                finally:
-                    self._done.set()
-                    writer.join(20)
-                self.world.wait_until_whole(timeout_s=30)
-                wait_until(lambda: self.recorder.count() == self.count, timeout_s=30, what="all to be handled")
-                in_force = load_route(self.world.database, "orders").version
-                wait_until(
-                    lambda: find_group(self.world.database, "orders", "ledger").version == in_force,
-                    timeout_s=10, what="the group to have drained what came before",
-                )  # fmt: skip
-        finally:
-            app.stop()
-        self.recorder.assert_in_order()
+    def wait_handled(self) -> None:
+        """Wait for all of that."""
+        self.world.wait_until_whole(timeout_s=30)
+        super().wait_handled()
+        in_force = load_route(self.world.database, "orders").version
+        wait_until(
+            lambda: find_group(self.world.database, "orders", "ledger").version == in_force,
+            timeout_s=10, what="the group to have drained what came before",
+        )  # fmt: skip
 
     def more(self) -> None:
-        """Wait until every key got more."""
+        """Wait until every key got more, handled or not."""
         wanted = self.count + KEYS + AT_A_TIME
         wait_until(lambda: self.count >= wanted, timeout_s=20, what="more to be published")
-
-    def _write(self) -> None:
-        with psycopg.connect(self.world.dsn) as connection:
-            while not self._done.wait(PACE_S):
-                numbers = range(self.count, self.count + AT_A_TIME)
-                connection.cursor().executemany(
-                    "SELECT mqlayer_app.publish_v1('orders', %s, %s)",
-                    [(f"key-{number % KEYS}", b"%d" % (number // KEYS)) for number in numbers],
-                )
-                connection.commit()
-                self.count += AT_A_TIME
 
 
 def facts(world: World) -> list[Any]:
