@@ -64,7 +64,7 @@ class ProducerEngine:
         self.guarded = guarded = GuardedInFlight(in_flight, self._schedule)
         self._topics, self._losses = in_flight.queues.topics, in_flight.losses
         self._scheduler = Scheduler()
-        self._metadata = MetadataRefresher(guarded, self._scheduler, self._runtime, options)
+        self._metadata = MetadataRefresher(guarded, self._scheduler, self._runtime, options, presence.publish_to)
         self.senders = self._metadata.senders
         self._sources = ProducerSources(name, source, self._runtime.control, guarded, self._scheduler)
         meters, capacity = meters_of(settings), in_flight.capacity

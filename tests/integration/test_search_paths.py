@@ -87,6 +87,9 @@ INNER: Final = {
     "mqlayer.process_beat_v1": """
         SELECT mqlayer.process_beat_v1('{"process_id": "p", "kind": "worker", "name": "n", "host": "h", "pid": 1,
             "version": "1", "least": 1, "most": 1000, "acts_on": 1}', 10)""",
+    "mqlayer.process_beat_v2": """
+        SELECT mqlayer.process_beat_v2('{"process_id": "p", "kind": "worker", "name": "n", "host": "h", "pid": 1,
+            "version": "1", "least": 1, "most": 1000, "acts_on": 1}', 10)""",
     "mqlayer.process_end_v1": "SELECT mqlayer.process_end_v1('p')",
     "mqlayer.member_admit_v1": """
         INSERT INTO mqlayer.member (group_id, member_id, host, pid, lease_until)

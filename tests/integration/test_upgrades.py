@@ -120,7 +120,7 @@ def test_a_silent_older_member_is_gone_for_good_and_others_get_its_partitions(
         assert set(stage.owners().values()) == {"new"}
     assert not send_heartbeat(stage.database, old, lease_s=LEASE_S).known
     with pytest.raises(
-        VersionRefused, match=f"control protocol {NEW}, this code needs protocol {OLD}: upgrade mqlayer"
+        VersionRefused, match=f"control protocol {NEW}, this code needs protocol {PROTOCOL}: upgrade mqlayer"
     ):
         join(stage.database, group_id=old.group_id, member_id="old", lease_s=LEASE_S, own=[old.session])
 
@@ -196,7 +196,7 @@ def test_a_running_older_member_hands_its_partitions_over_and_ends(stage: Stage)
     refusing_old(stage)
     wait_until(lambda: not app.running, what="the refusal")
     (refused,) = [member_of(app).refused]
-    assert f"this code needs protocol {OLD}: upgrade mqlayer on this machine" in str(refused)
+    assert f"this code needs protocol {PROTOCOL}: upgrade mqlayer on this machine" in str(refused)
     assert set(stage.owners().values()) != {None}, "the running message keeps its partition"
     go.set()
     wait_until(lambda: ask(stage, "SELECT FROM mqlayer.member WHERE lease_until > '-infinity'") == [], what="its end")
@@ -252,7 +252,7 @@ def test_a_running_relay_leaves_its_lps_and_ends(world: World) -> None:
     assert [one.kind for one in upgrade_status(world.runtime()).living] == ["relay"]
     refusing_old(world)
     thread.join(20)
-    assert f"protocol {NEW}, this code needs protocol {OLD}" in str(ended[0])
+    assert f"protocol {NEW}, this code needs protocol {PROTOCOL}" in str(ended[0])
     assert ask(world, "SELECT FROM mqlayer_app.lp_set WHERE relay_id IS NOT NULL") == []
     assert ask(world, "SELECT FROM mqlayer.process") == []
     with pytest.raises(VersionRefused):
