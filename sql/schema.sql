@@ -532,7 +532,7 @@ CREATE TABLE mqlayer.process (
     least       int         NOT NULL,
     most        int         NOT NULL,
     acts_on     int         NOT NULL,
-    topics      int[]       NOT NULL,
+    topics      int[]       NOT NULL DEFAULT '{}'::int[],
     CONSTRAINT process_key PRIMARY KEY (process_id),
     CONSTRAINT process_kind CHECK (kind IN ('relay', 'worker', 'producer', 'receiver')),
     CONSTRAINT process_texts CHECK (octet_length(process_id) <= 128 AND octet_length(name) <= 1024

@@ -46,15 +46,25 @@ class Presence:
         # Only added to: of two beats that cross, the later one has all topics of the other one.
         self._topics: set[int] = set()
         self._said: set[int] = set()
+        # Whether its row is there, which says what it acts on.
+        self._lives = False
 
     def beat(self, lease_s: float = LEASE_S) -> None:
         """Extend the lease. Raises VersionRefused for code that is too old, StoreUnavailable."""
+        began, acted_on = self._lives, self.in_force.version
+        self._beat(lease_s)
+        if began and self.in_force.version > acted_on:
+            # Contract steps wait for it.
+            self._beat(lease_s)
+
+    def _beat(self, lease_s: float) -> None:
         with self._lock:
             facts = json.dumps(self._facts | {"acts_on": self.in_force.version, "topics": _shown(self._topics)})
         with self._control.connection() as connection:
             row = connection.execute(query("process_beat"), {"facts": facts, "lease_s": lease_s}).fetchone()
         if row is not None:
             served = ServedProtocols(*row)
+            self._lives = True
             self.in_force.note(served.in_force)
             refuse_unserved(served, "control", self._control.address)
 

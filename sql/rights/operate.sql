@@ -66,6 +66,7 @@ GRANT SELECT, INSERT (group_id, partition_id, paused_by), DELETE ON mqlayer.part
 GRANT SELECT, INSERT (measured_at, next_offset, partition_id, per_s), UPDATE (measured_at, next_offset, per_s), DELETE
     ON mqlayer.partition_rate TO {role};
 GRANT SELECT ON mqlayer.problem TO {role};
+GRANT SELECT ON mqlayer.process TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.process_beat_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.process_beat_v2 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.process_end_v1 TO {role};
