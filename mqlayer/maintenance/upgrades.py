@@ -151,7 +151,7 @@ def run_contracts(runtime: Runtime, dsns: Mapping[SchemaName, str]) -> list[Migr
 
 
 def cancel(runtime: Runtime) -> None:
-    """Serve older code again. Raises Conflict unless a finalization drains older processes, before it ended in control."""
+    """Serve older code again. Raises Conflict unless a finalization drains older processes, in both schemas."""
     control, application = _served(runtime)
     if control.in_force > application.in_force:
         reason = f"protocol {control.in_force} is in force in the control schema, so older code stays refused"

@@ -22,7 +22,7 @@ from tests.chaos.harness.stores import drained
 from tests.fixtures.forked_programs import Process, start_python
 from tests.fixtures.kept_connections import ask_postgres
 from tests.fixtures.kill_scenes import KEYS, ROOT, KillScene, commit_numbered, judge, kill_scene_on
-from tests.fixtures.previous_release import FORMER_PROTOCOL, PREVIOUS, PreviousRelease, files_of
+from tests.fixtures.previous_release import FORMER_PROTOCOL, PreviousRelease
 from tests.fixtures.wait import wait_until
 from tests.proof.history import History
 from tests.proof.runtimes import runtime_of
@@ -35,10 +35,10 @@ import mqlayer
 from tests.chaos.actors import _book_into_sink
 from tests.proof.history import History
 
-app = mqlayer.App()
-_book_into_sink(app, History(Path(os.environ["MQLAYER_TEST_DIRECTORY"]), f"{os.environ['MQLAYER_TEST_NAME']}-{os.getpid()}"))
+app, directory = mqlayer.App(), Path(os.environ["MQLAYER_TEST_DIRECTORY"])
+_book_into_sink(app, History(directory, f"{os.environ['MQLAYER_TEST_NAME']}-{os.getpid()}"))
 """
-EVERY_S: Final = 0.1
+EVERY_S: Final = 0.3
 """How often a message of each key is published."""
 TOO_OLD: Final = 78
 """With what a process ends whose code is refused."""
@@ -53,7 +53,7 @@ class MixedScene:
             scene.database, settings=scene.settings, application=scene.database, actor="ann@desk"
         )
         (scene.directory / "mixed_program.py").write_text(PROGRAM)
-        scene.environment |= {"MQLAYER_TEST_DIRECTORY": str(scene.directory)}
+        scene.environment |= {"MQLAYER_TEST_DIRECTORY": str(scene.directory), "MQLAYER_TEST_FAILING": "0"}
 
     def start(self, name: str, *words: str) -> Process:
         """Run a command of mqlayer, of the previous release where the name begins with "old"."""
@@ -96,7 +96,7 @@ class MixedScene:
         [(count,)] = ask_postgres(self.scene.settings.control_dsn(), "SELECT count(*)::int FROM sink")
         return int(count)
 
-    def await_more(self, count: int = 40) -> None:
+    def await_more(self, count: int = KEYS) -> None:
         """Wait until so many more messages have their effects."""
         wanted = self.handled() + count
         wait_until(lambda: self.handled() >= wanted, timeout_s=30, what="the group goes on")
@@ -193,6 +193,6 @@ def test_members_of_two_releases_share_a_group_until_the_older_ones_are_drained(
     drain(mixed)
     # A relay says on which version it acts every ten seconds.
     end(new_relay)
-    wait_until(lambda: mixed.has_contracted(), timeout_s=20, what="the contract steps")
+    wait_until(mixed.has_contracted, timeout_s=20, what="the contract steps")
     end(new)
     judge(mixed.scene)

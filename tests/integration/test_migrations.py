@@ -124,10 +124,11 @@ def test_a_newer_database_serves_this_code_until_its_version_is_in_force(databas
 def test_a_newer_database_is_refused_and_stays(database_dsn: str) -> None:
     with connect(database_dsn) as connection:
         connection.execute("INSERT INTO mqlayer.migration (number, name) VALUES (9999, 'from_the_future')")
-        connection.execute(f"UPDATE mqlayer.protocol SET serves_from = {AFTER}, in_force = {AFTER}, serves_to = {AFTER}")
+        versions = f"serves_from = {AFTER}, in_force = {AFTER}, serves_to = {AFTER}"
+        connection.execute(f"UPDATE mqlayer.protocol SET {versions}")
         with pytest.raises(SchemaMismatch, match="upgrade mqlayer"):
             check_schema(connection, "control", "postgres")
-    with pytest.raises(VersionRefused, match=f"control protocol {AFTER}, this code needs protocol {PROTOCOL}: upgrade mqlayer"):
+    with pytest.raises(VersionRefused, match=f"protocol {AFTER}, this code needs protocol {PROTOCOL}: upgrade mqlayer"):
         migrate(database_dsn)
     assert numbers(database_dsn, "mqlayer") == [*(step.number for step in migrations("control")), 9999]
 

@@ -16,10 +16,11 @@ from mqlayer.errors import Conflict, ProducerClosed, TransactionConflict, Versio
 from mqlayer.failpoints import arm
 from mqlayer.groups import GroupSettings, MemberSession, ensure_group, join, leave, release, send_heartbeat
 from mqlayer.maintenance.jobs import PERIODIC_JOBS
-from mqlayer.maintenance.upgrades import cancel, finalize, finalize_when_due, upgrade_status
+from mqlayer.maintenance.upgrades import cancel, finalize, finalize_when_due, run_contracts, upgrade_status
 from mqlayer.postgres.migrations import SCHEMAS, contract, migrate
 from mqlayer.postgres.protocol import InForce
 from mqlayer.relay import Relay, relay_once
+from mqlayer.runtime.presence import Presence
 from mqlayer.runtime.route_cache import RouteCache
 from mqlayer.runtime.runtime import Runtime
 from mqlayer.workers.tasks import TASKS
@@ -331,6 +332,45 @@ def test_contract_steps_wait_until_each_process_acts_on_the_version(
     send_heartbeat(stage.database, session, lease_s=LEASE_S, in_force=mine)
     assert [contract(stage.dsn, schema=schema) for schema in SCHEMAS] == [[LATER[schema][1]] for schema in SCHEMAS]
     assert upgrade_status(system).contracts == ()
+
+
+def test_a_member_that_was_killed_before_it_read_the_version_keeps_no_contract_step_waiting(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No other member of its group lives, so no rebalance notes its end."""
+    become(monkeypatch)
+    system = runtime_of(stage.database, stage.prefix, application=stage.database)
+    migrate(stage.dsn)
+    joined(stage, "new")
+    assert finalize(system) == "finalized"
+    dsns = dict.fromkeys(SCHEMAS, stage.dsn)
+    assert run_contracts(system, dsns) == []
+    ask(stage, "UPDATE mqlayer.member SET lease_until = now() - interval '1 ms'")
+    assert len(run_contracts(system, dsns)) == 2
+
+
+def test_the_application_schema_keeps_the_former_form_while_a_worker_acts_on_it(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers write both schemas, and have their row in the control schema."""
+    become(monkeypatch)
+    system = runtime_of(stage.database, stage.prefix, application=stage.database)
+    migrate(stage.dsn)
+    worker = Presence(stage.database, "worker", "jobs", InForce(OLD))
+    with worker.working(60):
+        assert finalize(system) == "finalized"
+        dsns = dict.fromkeys(SCHEMAS, stage.dsn)
+        assert run_contracts(system, dsns) == []
+        assert [step.schema for step in upgrade_status(system).contracts] == ["control", "application"]
+    assert len(run_contracts(system, dsns)) == 2, "it said that it acts on the version as it ended its job"
+
+
+def test_a_finalization_that_ended_in_one_schema_is_not_cancelled(stage: Stage, system: Runtime) -> None:
+    ask(stage, f"UPDATE mqlayer.protocol SET serves_from = {NEW}, in_force = {NEW}")
+    ask(stage, f"UPDATE mqlayer_app.protocol SET serves_from = {NEW}")
+    with pytest.raises(Conflict, match="in force in the control schema, so older code stays refused: mqlayer upgrade"):
+        cancel(system)
+    assert ask(stage, "SELECT serves_from FROM mqlayer_app.protocol") == [(NEW,)]
 
 
 def test_a_new_database_has_the_newest_version_in_force(
