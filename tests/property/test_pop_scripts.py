@@ -31,6 +31,7 @@ from tests.fixtures.partition_harness import (
     run_machine,
 )
 from tests.fixtures.popped import packed_batches
+from tests.fixtures.state_programs import Program, play
 from tests.fixtures.wait import wait_until
 
 BRIEF_MS = 1
@@ -236,6 +237,7 @@ class PopScripts(PartitionMachine):
         self.check_failures(answer)
         for offset in left:
             self.model.out[offset].invisible |= not brief
+        self.note_passed()
         self.tokens += [(self.epoch, batch, offset) for offset in left]
 
     def asked(self, attempt: str, limit: int, *, brief: bool, epoch: int) -> object:
@@ -259,6 +261,7 @@ class PopScripts(PartitionMachine):
             blocked = self.scope == "partition" and (invisible or bool(self.model.queues()))
             assert (answer.status, answer.next_offset) == ("blocked" if blocked else "empty", self.model.next)
             assert (answer.wait_ms > 0) == invisible
+            self.note_passed()
             return
         assert isinstance(answer, PopBatch)
         self.check_batch(answer, free, limit)
@@ -267,6 +270,7 @@ class PopScripts(PartitionMachine):
         assert answer.batch == self.model.batch
         assert list(answer.delivery_counts) == [self.model.times[offset] for offset in offsets]
         self.check_failures(answer)
+        self.note_passed()
         self.tokens += [(epoch, answer.batch, offset) for offset in offsets]
 
     def check_failures(self, answer: PopBatch) -> None:
@@ -452,6 +456,11 @@ class PopScripts(PartitionMachine):
         assert look.position == model.committed
         assert look.unsettled == model.next - model.start - len(model.settled)
 
+    def note_passed(self) -> None:
+        """A receive may remove what is dropped: acks behind it in the same rule find nothing of that."""
+        (out,) = self.partition.call(("HKEYS", self.partition.pops.pops))
+        self.pass_dropped({int(offset) for offset in out})
+
     def pass_dropped(self, out: set[int]) -> None:
         """What is dropped and visible leaves its queue with some later call."""
         for offset in self.model.dropped & self.model.out.keys() - out:
@@ -472,6 +481,50 @@ def key_at(offset: int) -> bytes:
 def body_at(offset: int) -> bytes:
     """Return the body of the message at an offset."""
     return b"body %d" % offset
+
+
+def ack_what_a_receive_passed(state: PopScripts) -> None:
+    """Limits dropped all that was out, and it is visible: the receive before the acks removes it."""
+    state.begin(start=1)
+    state.append(count=12)
+    state.receive(brief=True, limit=40, step=0)
+    state.drop_below(above=False, more=30)
+    state.ack_one_by_one(again=False)
+
+
+def settle_what_a_receive_passed(state: PopScripts) -> None:
+    """The same, in the rule that receives twice."""
+    state.begin(start=1)
+    state.append(count=5)
+    state.receive(brief=True, limit=40, step=0)
+    state.drop_below(above=False, more=30)
+    state.receive_less_than_before(less=1, more=40, word="ack")
+
+
+def ack_beside_what_a_receive_passed(state: PopScripts) -> None:
+    """The receive gives out messages of other keys, and removes the dropped one."""
+    state.begin(start=1)
+    state.append(count=5)
+    state.append(count=5)
+    state.receive(brief=True, limit=1, step=0)
+    state.drop_below(above=False, more=5)
+    state.ack_one_by_one(again=False)
+
+
+PROGRAMS: list[Program[PopScripts]] = [
+    ack_what_a_receive_passed,
+    settle_what_a_receive_passed,
+    ack_beside_what_a_receive_passed,
+]
+"""What chance found once, and what is of its kind."""
+
+
+@pytest.mark.parametrize("scope", ["partition", "key"])
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_what_chance_found_once_leaves_what_the_model_leaves(
+    connection: NodeConnection, key_prefix: str, scope: Scope, program: Program[PopScripts]
+) -> None:
+    play(placed(PopScripts, connection, key_prefix, scope=scope), program)
 
 
 @pytest.mark.slow
