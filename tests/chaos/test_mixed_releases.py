@@ -6,10 +6,11 @@ are those of this one. The histories of both, the streams and the sink are judge
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -18,7 +19,9 @@ import pytest
 from mqlayer.maintenance.upgrades import finalize, run_contracts, upgrade_status
 from mqlayer.postgres.migrations import SCHEMAS, migrate
 from mqlayer.runtime.runtime import Runtime
+from tests.chaos.harness.run import Length, shown
 from tests.chaos.harness.stores import drained
+from tests.chaos.harness.upgrade_run import UpgradeRun
 from tests.fixtures.forked_programs import Process, start_python
 from tests.fixtures.kept_connections import ask_postgres
 from tests.fixtures.kill_scenes import KEYS, ROOT, KillScene, commit_numbered, judge, kill_scene_on
@@ -38,6 +41,8 @@ from tests.proof.history import History
 app, directory = mqlayer.App(), Path(os.environ["MQLAYER_TEST_DIRECTORY"])
 _book_into_sink(app, History(directory, f"{os.environ['MQLAYER_TEST_NAME']}-{os.getpid()}"))
 """
+PHASE: Final = Length(seconds=0, faults=8, every_s=0.4, settling_s=120.0, pause_s=0.08)
+"""Of each phase of an upgrade under faults."""
 EVERY_S: Final = 0.3
 """How often a message of each key is published."""
 TOO_OLD: Final = 78
@@ -196,3 +201,22 @@ def test_members_of_two_releases_share_a_group_until_the_older_ones_are_drained(
     wait_until(mixed.has_contracted, timeout_s=20, what="the contract steps")
     end(new)
     judge(mixed.scene)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("seed", [1, 2])
+def test_an_upgrade_under_faults_loses_reverses_and_repeats_nothing(
+    previous_release: PreviousRelease, server_directory: Path, seed: int
+) -> None:
+    """Members, relays, publishers, drivers and workers of both releases; `tests/chaos/harness/upgrade_run.py`."""
+    UpgradeRun.former = previous_release
+    with ExitStack() as cleanup:
+        directory = server_directory / f"upgrade-{seed}"
+        directory.mkdir()
+        directory.chmod(0o755)
+        report = UpgradeRun(directory, seed, cleanup, "", (), pause_s=0.08).play(PHASE)
+    told = json.dumps(shown(report))
+    print(told)  # noqa: T201
+    assert report["clean"], told
+    assert {"kill", "restart", "stop"} <= set(report["faults_by_kind"]), told
