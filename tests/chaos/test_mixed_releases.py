@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -22,6 +23,7 @@ from mqlayer.runtime.runtime import Runtime
 from tests.chaos.harness.run import Length, shown
 from tests.chaos.harness.stores import drained
 from tests.chaos.harness.upgrade_run import UpgradeRun
+from tests.fixtures.commands import Commands
 from tests.fixtures.forked_programs import Process, start_python
 from tests.fixtures.kept_connections import ask_postgres
 from tests.fixtures.kill_scenes import KEYS, ROOT, KillScene, commit_numbered, judge, kill_scene_on
@@ -32,6 +34,7 @@ from tests.proof.runtimes import runtime_of
 
 PROGRAM: Final = """
 import os
+import time
 from pathlib import Path
 
 import mqlayer
@@ -39,6 +42,11 @@ from tests.chaos.actors import _book_into_sink
 from tests.proof.history import History
 
 app, directory = mqlayer.App(), Path(os.environ["MQLAYER_TEST_DIRECTORY"])
+if os.environ["MQLAYER_TEST_NAME"].startswith(os.environ.get("MQLAYER_TEST_STUCK", "-")):
+    from tests.chaos import actors
+
+    book = actors._delivery
+    actors._delivery = lambda *arguments: (time.sleep(1_000), book(*arguments))[1]
 _book_into_sink(app, History(directory, f"{os.environ['MQLAYER_TEST_NAME']}-{os.getpid()}"))
 """
 PHASE: Final = Length(seconds=0, faults=8, every_s=0.4, settling_s=120.0, pause_s=0.08)
@@ -88,9 +96,14 @@ class MixedScene:
         assert process.poll() is None, self.said()
         return ask_postgres(self.scene.settings.control_dsn(), statement, [process.pid]) != [(0,)]
 
-    def said(self) -> str:
-        """Return what all processes logged."""
-        return "\n".join(f"{log.name}: {log.read_text()[-2_000:]}" for log in self.scene.directory.glob("*.log"))
+    def said(self, name: str = "*") -> str:
+        """Return what a process logged, or all."""
+        logs = self.scene.directory.glob(f"{name}.log")
+        return "\n".join(f"{log.name}: {log.read_text()[-2_000:]}" for log in logs)
+
+    def command(self, name: str, *words: str) -> int:
+        """Run a command to its end; return its exit code."""
+        return self.start(name, *words).wait(60)
 
     def protocols(self, kind: str) -> set[int]:
         """Return the newest versions that living processes of a kind know."""
@@ -200,6 +213,82 @@ def test_members_of_two_releases_share_a_group_until_the_older_ones_are_drained(
     end(new_relay)
     wait_until(mixed.has_contracted, timeout_s=20, what="the contract steps")
     end(new)
+    judge(mixed.scene)
+
+
+def test_commands_of_either_release_say_what_the_other_schema_wants(mixed: MixedScene, run: Commands) -> None:
+    """New code before `migrate`; old code in the window, and once the version is in force."""
+    migrate_first = "run `mqlayer migrate`"
+    for words in (("upgrade", "status"), ("topic", "list"), ("upgrade", "finalize", "--yes")):
+        assert migrate_first in run(*words).stderr, words
+    assert mixed.command("new-member", "consume", "mixed_program:app") == 1
+    assert migrate_first in mixed.said("new-member")
+    assert "application 0002 expand_relay_place" in run.text("migrate")
+    assert mixed.command("old-list", "topic", "list") == 0
+    assert mixed.command("old-again", "migrate") == 0
+    assert f"protocol {FORMER_PROTOCOL} is in force" in run.text("upgrade", "status")
+    assert "is in force" in run.text("upgrade", "finalize", "--yes")
+    for name, words in (("old-late", ("topic", "list")), ("old-migrate", ("migrate",)), ("old-relay", ("relay",))):
+        assert mixed.command(name, *words) in (1, TOO_OLD)
+        assert "upgrade mqlayer on this machine" in mixed.said(name), words
+
+
+def test_new_processes_go_and_old_ones_go_on_before_the_finalization(mixed: MixedScene) -> None:
+    """The way back: nothing of the window is in the way of old code, nor of a second try."""
+    mixed.start("old-relay", "relay")
+    migrate(mixed.scene.settings.control_dsn())
+    new = mixed.member("new-1")
+    with mixed.load():
+        mixed.await_more()
+        new.kill()
+        new.wait()
+        old = mixed.member("old-1")
+        mixed.await_more()
+    assert mixed.protocols("member") == {FORMER_PROTOCOL}
+    drain(mixed)
+    end(old)
+    judge(mixed.scene)
+
+
+@pytest.mark.full
+def test_a_handler_that_never_ends_holds_a_drain_up_for_its_drain_limit(mixed: MixedScene) -> None:
+    """The process ends then, and a new member has the message."""
+    mixed.start("old-relay", "relay")
+    mixed.scene.environment |= {"MQLAYER_TEST_STUCK": "old"}
+    old = mixed.member("old-1")
+    migrate(mixed.scene.settings.control_dsn())
+    end(mixed.scene.running[0])
+    mixed.start("new-relay", "relay")
+    new = mixed.member("new-1")
+    with mixed.load():
+        mixed.await_more()
+        assert finalize(mixed.runtime, drain=True) == "draining"
+        wait_until(lambda: finalize(mixed.runtime, drain=True) == "finalized", timeout_s=90, what="the drain limit")
+        assert old.wait(20) == TOO_OLD
+        mixed.await_more()
+    drain(mixed)
+    end(new)
+    judge(mixed.scene)
+
+
+@pytest.mark.full
+def test_processes_that_slept_through_an_upgrade_are_told_when_they_wake_up(mixed: MixedScene) -> None:
+    """A stopped relay and member keep a finalization waiting for their leases only."""
+    relay, old = mixed.start("old-relay", "relay"), mixed.member("old-1")
+    migrate(mixed.scene.settings.control_dsn())
+    new_relay, new = mixed.start("new-relay", "relay"), mixed.member("new-1")
+    with mixed.load():
+        mixed.await_more()
+        for process in (relay, old):
+            process.send_signal(signal.SIGSTOP)
+        wait_until(lambda: finalize(mixed.runtime, drain=True) == "finalized", timeout_s=60, what="their leases")
+        wait_until(mixed.has_contracted, timeout_s=60, what="the contract steps")
+        for process in (relay, old):
+            process.send_signal(signal.SIGCONT)
+        assert [relay.wait(60), old.wait(60)] == [TOO_OLD, TOO_OLD], mixed.said("old-relay")
+        mixed.await_more()
+    drain(mixed)
+    end(new, new_relay)
     judge(mixed.scene)
 
 

@@ -10,6 +10,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, ClassVar, Final
 
@@ -92,19 +93,23 @@ class UpgradeRun(Run):
     def _strike(self, length: Length) -> Verdict | None:
         """Go through the phases, with faults of `length` in each."""
         self._runtime = runtime_of(self._database, settings=self._settings, application=self._database)
-        super()._strike(length)
+        self._break(length)
         migrate(self._site.direct_dsn)
         for _phase, share in PHASES:
             self._play.share = share
             self._roll()
-            super()._strike(length)
+            self._break(length)
         assert self._play.former, "no process of the previous release is left to be drained"
         self._play.share = 0.0
         self._finalize()
         self._roll(only=set(self._play.former))
-        super()._strike(length)
+        self._break(length)
         self._contract()
         return None
+
+    def _break(self, length: Length) -> None:
+        """Let as many faults strike as a phase has."""
+        super()._strike(replace(length, faults=len(self._nemesis.struck) + length.faults))
 
     def _roll(self, only: set[str] | None = None) -> None:
         """Replace processes one by one, as a deployment does."""
