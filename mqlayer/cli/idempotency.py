@@ -14,7 +14,7 @@ from mqlayer.cli.options import GroupArgument, PlanOption, TopicArgument, YesOpt
 from mqlayer.cli.output import JsonOption, echo, format_key, pluralize, show_rows
 from mqlayer.cli.panels import LOOK, REPAIR
 from mqlayer.cli.permissions import check_group_change
-from mqlayer.cli.runtime import runtime_here
+from mqlayer.cli.runtime import application_here, runtime_here
 from mqlayer.domain.names import parse_identity
 from mqlayer.errors import InvalidInput
 from mqlayer.groups import find_group
@@ -86,7 +86,7 @@ def gaps(
     as_json: JsonOption = False,
 ) -> None:
     """List entities that wait for a version, longest wait first."""
-    with Database(settings_here().application_dsn()) as application:
+    with application_here() as application:
         found = version_gaps(application, name, limit=limit)
     show_rows(map(asdict if as_json else _gap, found), as_json=as_json, nothing="no version is missing")
 
@@ -107,7 +107,7 @@ def _gap(gap: WaitingEntity) -> dict[str, Any]:
 @versions.command(rich_help_panel=LOOK)
 def held(name: NameArgument, entity: EntityArgument, as_json: JsonOption = False) -> None:
     """List an entity's held versions, without bodies."""
-    with Database(settings_here().application_dsn()) as application:
+    with application_here() as application:
         found = held_versions(application, name, entity)
     show_rows(map(asdict, found), as_json=as_json, nothing="no event of it is held")
 
@@ -147,7 +147,7 @@ def forget(
 
 
 def _held(name: str, entity: str, upto: int | None) -> int:
-    with Database(settings_here().application_dsn()) as application:
+    with application_here() as application:
         found = held_versions(application, name, entity)
     return sum(upto is None or one.version <= upto for one in found)
 

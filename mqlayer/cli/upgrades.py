@@ -13,7 +13,7 @@ from mqlayer.cli.options import PlanOption, YesOption, echo_plan
 from mqlayer.cli.output import JsonOption, echo, pluralize, show_rows
 from mqlayer.cli.panels import CHANGE, LOOK
 from mqlayer.cli.permissions import check_change
-from mqlayer.cli.runtime import runtime_here
+from mqlayer.cli.runtime import runtime_here, runtime_of_any_version
 from mqlayer.domain.protocol import PROTOCOL
 from mqlayer.maintenance.upgrades import UpgradeStatus, cancel, finalize, run_contracts, upgrade_status
 from mqlayer.runtime.runtime import Runtime
@@ -31,7 +31,7 @@ def add_to(app: typer.Typer) -> None:
 @upgrades.command(rich_help_panel=LOOK)
 def status(as_json: JsonOption = False) -> None:
     """Show the protocol version in force, living processes with theirs, and what a finalization waits for."""
-    with runtime_here() as runtime:
+    with runtime_of_any_version() as runtime:
         found = upgrade_status(runtime)
     if as_json:
         show_rows([_summary(found)], as_json=True, nothing="")
@@ -84,7 +84,7 @@ def finalize_command(
 @upgrades.command("cancel", rich_help_panel=CHANGE)
 def cancel_command() -> None:
     """Serve older code again, while a finalization with --drain waits for its processes."""
-    with runtime_here() as runtime:
+    with runtime_of_any_version() as runtime:
         check_change(runtime.control)
         cancel(runtime)
     echo("older code is served again")

@@ -181,23 +181,24 @@ def _advance(runtime: Runtime, *, drain: bool) -> FinalizeAnswer:
         for version in range(served.in_force + 1, target + 1):
             if schema == "control":
                 _note_overdue(database, version)
-            closed = served.serves_from >= version
-            answer = _finalize_one(runtime, schema, version, drain=drain, closed=closed)
+            answer = _finalize_one(runtime, schema, version, drain=drain)
             if answer != "finalized":
                 return answer
         failpoint("upgrade.after_schema")
     return "finalized"
 
 
-def _finalize_one(runtime: Runtime, schema: SchemaName, version: int, *, drain: bool, closed: bool) -> FinalizeAnswer:
-    """`closed`: older processes are refused already."""
-
+def _finalize_one(runtime: Runtime, schema: SchemaName, version: int, *, drain: bool) -> FinalizeAnswer:
     def work(connection: Connection) -> FinalizeAnswer:
         connection.execute(query("transaction_patience"), {"lock_wait": LOCK_WAIT, "idle": LOCK_WAIT})
+        connection.execute(query("protocol_finalize_lock"))
+        before = read_protocols(connection, schema).served
         facts = {"version": version, "drain": drain}
         row = connection.execute(query(_FINALIZE[schema]), facts).fetchone()
         answer: FinalizeAnswer = row[0] if row is not None else "blocked"
-        if schema == "control" and (answer == "finalized" or (answer == "draining" and not closed)):
+        # Another call may have been first.
+        changed = before.in_force < version if answer == "finalized" else before.serves_from < version
+        if schema == "control" and changed and answer in ACTS:
             write_audit(connection, runtime.actor, f"upgrade {ACTS[answer]}", schema, {"version": version})
         failpoint("upgrade.before_commit")
         return answer

@@ -494,6 +494,10 @@ FROM mqlayer.protocol;
 SELECT serves_from, in_force, serves_to, expanded_at, finalized_at, extract(epoch FROM now() - expanded_at)::float8
 FROM mqlayer_app.protocol;
 
+-- name: protocol_finalize_lock
+-- One finalization after the other, to the end of the transaction.
+SELECT pg_advisory_xact_lock(hashtext('mqlayer.finalize'));
+
 -- name: protocol_finalize_control
 -- Put a version in force: finalized, blocked or draining.
 SELECT mqlayer.protocol_finalize_v1(%(version)s, %(drain)s);

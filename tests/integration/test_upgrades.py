@@ -17,7 +17,8 @@ from mqlayer.failpoints import arm
 from mqlayer.groups import GroupSettings, MemberSession, ensure_group, join, leave, release, send_heartbeat
 from mqlayer.maintenance.jobs import PERIODIC_JOBS
 from mqlayer.maintenance.upgrades import cancel, finalize, finalize_when_due, run_contracts, upgrade_status
-from mqlayer.postgres.migrations import SCHEMAS, contract, migrate
+from mqlayer.postgres.database import Database
+from mqlayer.postgres.migrations import SCHEMAS, SchemaName, contract, migrate
 from mqlayer.postgres.protocol import InForce
 from mqlayer.relay import Relay, relay_once
 from mqlayer.runtime.presence import Presence
@@ -453,6 +454,55 @@ def test_the_commands_name_what_waits_and_what_blocks(
     leave(stage.database, session)
     assert f"protocol {NEW} is in force" in run.text("upgrade", "finalize", "--yes")
     del system
+
+
+def test_a_command_of_older_code_is_refused_but_may_cancel(
+    stage: Stage, run: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MQLAYER_DSN", stage.dsn)
+    assert stage.topic in run.text("topic", "list")
+    refusing_old(stage)
+    told = run.failure("topic", "list")
+    assert f"this code needs protocol {PROTOCOL}: upgrade mqlayer on this machine" in told
+    assert "older processes drain" in run.text("upgrade", "status")
+    run.text("upgrade", "cancel")
+    assert stage.topic in run.text("topic", "list")
+
+
+def test_finalizations_at_once_are_one(stage: Stage, system: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    become(monkeypatch)
+    with ThreadPoolExecutor(4) as threads:
+        assert {*threads.map(lambda _: finalize(system, drain=True), range(4))} == {"finalized"}
+    assert ask(stage, "SELECT act FROM mqlayer.audit WHERE act LIKE 'upgrade %'") == [("upgrade finalize",)]
+
+
+def test_schemas_in_two_databases_are_finalized_one_after_the_other(
+    stage: Stage, empty_database_dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A relay that only the application schema knows blocks the second one; there is no way back between them."""
+    become(monkeypatch)
+    migrate(stage.dsn, schema="control")
+    with Database(empty_database_dsn) as application:
+        system = runtime_of(stage.database, stage.prefix, application=application)
+        migrate(empty_database_dsn, schema="application")
+        with application.connection() as connection:
+            connection.execute(f"UPDATE mqlayer_app.protocol SET serves_from = {OLD}, in_force = {OLD}")
+            columns, values = "relay_id, lease_until, most, host", f"'r', now() + interval '1 min', {OLD}, 'h'"
+            connection.execute(f"INSERT INTO mqlayer_app.relay ({columns}) VALUES ({values})")
+        assert [finalize(system), finalize(system, drain=True)] == ["blocked", "draining"]
+        found = upgrade_status(system)
+        assert {name: one.served.in_force for name, one in found.schemas.items()} == {
+            "control": NEW,
+            "application": OLD,
+        }
+        assert [(one.name, one.host) for one in found.blockers] == [("r", "h")]
+        with pytest.raises(Conflict, match="older code stays refused"):
+            cancel(system)
+        with application.connection() as connection:
+            connection.execute("DELETE FROM mqlayer_app.relay")
+        assert finalize(system) == "finalized"
+        dsns: dict[SchemaName, str] = {"control": stage.dsn, "application": empty_database_dsn}
+        assert run_contracts(system, dsns) == [LATER["control"][1]], "the application schema was made anew with its own"
 
 
 def test_the_release_is_the_package_s() -> None:
