@@ -228,9 +228,9 @@ def test_commands_of_either_release_say_what_the_other_schema_wants(mixed: Mixed
     assert mixed.command("old-again", "migrate") == 0
     assert f"protocol {FORMER_PROTOCOL} is in force" in run.text("upgrade", "status")
     assert "is in force" in run.text("upgrade", "finalize", "--yes")
-    for words in (("migrate",), ("relay",)):
-        assert mixed.command(f"old-{words[0]}", *words) in (1, TOO_OLD)
-        assert "upgrade mqlayer on this machine" in mixed.said(f"old-{words[0]}")
+    for late in (("migrate",), ("relay",)):
+        assert mixed.command(f"old-{late[0]}", *late) in (1, TOO_OLD)
+        assert "upgrade mqlayer on this machine" in mixed.said(f"old-{late[0]}")
 
 
 def test_new_processes_go_and_old_ones_go_on_before_the_finalization(mixed: MixedScene) -> None:
