@@ -274,6 +274,7 @@ def test_a_command_under_another_entry_id_is_read(read: Callable[[Sealed], None]
     read(sealed)
 
 
+@pytest.mark.full
 def test_a_snapshot_behind_such_a_command_is_read_by_spark(spark: Any, sealed: Sealed, tmp_path: Path) -> None:
     from mqlayer.spark import read_snapshot
 

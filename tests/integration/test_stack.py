@@ -112,6 +112,7 @@ def test_up_twice_changes_nothing(running: Path) -> None:
     assert [part.pid for part in Stack(running).status()] == pids
 
 
+@pytest.mark.full
 def test_data_and_addresses_survive_down_and_up(running: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = addresses_of(running)
     with psycopg.connect(before.dsn) as connection:
@@ -162,6 +163,7 @@ def test_down_erases_the_data_only_when_told_to(place: Path) -> None:
     assert not place.exists()
 
 
+@pytest.mark.full
 def test_erasing_leaves_the_files_of_others(place: Path) -> None:
     up(place, "--nodes", "1")
     (place / "notes").mkdir()
