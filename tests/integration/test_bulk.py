@@ -366,7 +366,7 @@ def command(failing: Failing, *typed: str, failpoint: str = "") -> subprocess.Co
     return ask_python("mqlayer", *typed, env=os.environ | places | armed(failpoint))
 
 
-@pytest.mark.parametrize(("place", "plans"), [("bulk.before_plan", 0), ("bulk.after_plan", 1)])
+@pytest.mark.parametrize(("place", "plans"), some_of([("bulk.before_plan", 0), ("bulk.after_plan", 1)], 2))
 def test_a_plan_that_is_killed_is_whole_or_not_there(failing: Failing, place: str, plans: int) -> None:
     failing.dead_letter(*numbered(failing, "a", 1, 2))
     killed = command(failing, "bulk", "plan", "redrive", "orders", "g", "--all", failpoint=f"{place}=kill")

@@ -25,6 +25,7 @@ from tests.fixtures.consumers import Recorder, Stage, StartStage, member_of
 from tests.fixtures.due_keys import try_now
 from tests.fixtures.failpoints import armed
 from tests.fixtures.forked_programs import Process, start_python
+from tests.fixtures.variants import some_of
 from tests.fixtures.wait import wait_until
 from tests.proof.runtimes import runtime_of
 
@@ -335,7 +336,7 @@ def test_a_shared_group_brakes_and_counts_no_attempt(
     members.assert_first_attempts()
 
 
-@pytest.mark.parametrize("kind", ["async", "batch"])
+@pytest.mark.parametrize("kind", some_of(["async", "batch"], 2))
 def test_a_breaker_gives_back_the_attempts_that_opened_it(stage: Stage, breaker: Breaker, kind: str) -> None:
     away, attempts = threading.Event(), list[int]()
     events: list[Any] = []
@@ -417,6 +418,7 @@ def test_errors_that_are_final_or_not_named_never_open_it(stage: Stage, breaker:
     assert breaker.row()[:2] == ("closed", "")
 
 
+@pytest.mark.full
 def test_one_of_two_members_that_alone_fails_brakes_only_itself_by_the_rules(
     start_stage: StartStage, redis_url: str
 ) -> None:

@@ -27,6 +27,7 @@ from tests.fixtures.commands import Commands
 from tests.fixtures.failpoints import armed
 from tests.fixtures.forked_programs import ask_python
 from tests.fixtures.kept_connections import kept_session
+from tests.fixtures.variants import some_of
 from tests.fixtures.wait import wait_until
 from tests.proof.manual_member import ManualMember
 from tests.proof.partition_values import Snapshot, fall_back, snapshot
@@ -348,7 +349,7 @@ def state(world: World) -> list[tuple[object, ...]]:
     ]
 
 
-@pytest.mark.parametrize("place", ["seek.before_commit", "seek.after_commit"])
+@pytest.mark.parametrize("place", some_of(["seek.before_commit", "seek.after_commit"], 2))
 def test_a_seek_that_is_killed_is_done_or_not_at_all(world: World, database: Database, place: str) -> None:
     """Between the two there is nothing; who held a partition is fenced by its next owner's taking."""
     split_and_publish(world, database)

@@ -187,7 +187,7 @@ def test_a_receiver_that_dies_while_it_parks_leaves_the_key_to_others(
 
 @pytest.mark.parametrize(
     "place",
-    some_of(["pop.after_claim", "pop.before_claim", "pop.after_parked_commit", "pop.before_parked_commit"], 2),
+    some_of(["pop.after_claim", "pop.before_claim", "pop.after_parked_commit", "pop.before_parked_commit"], 4),
 )
 def test_a_receiver_that_dies_with_a_parked_message_loses_and_reverses_nothing(
     one: Stage, receiver_of: OpenReceiver, place: str

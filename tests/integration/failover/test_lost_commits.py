@@ -154,6 +154,7 @@ def app_settled(app: App) -> None:
     wait_until(lambda: stats.settled == stats.handled == 60, what="all settled")
 
 
+@pytest.mark.full
 @pytest.mark.world(own_node=True)
 @pytest.mark.slow
 def test_a_copy_of_the_disk_in_its_place_is_noticed_by_the_marks(world: World) -> None:
