@@ -181,6 +181,7 @@ SENT = "messaging_client_sent_messages_total"
 HANDLED = "mqlayer_consumer_messages_total"
 
 
+@pytest.mark.full
 def test_each_child_of_the_prefork_pool_has_a_page_that_begins_at_zero(
     worker: Worker,
     orders: Appender,

@@ -70,7 +70,7 @@ def test_migrating(interrupt: Interrupt, environment: dict[str, str], by: signal
 
 
 @pytest.mark.parametrize("by", some_of(SIGNALS, len(SIGNALS)))
-@pytest.mark.parametrize("at", ["topic.after_allocate", "topic.after_make"])
+@pytest.mark.parametrize("at", some_of(["topic.after_allocate", "topic.after_make"], 2))
 def test_creating_a_topic(
     interrupt: Interrupt, world: World, environment: dict[str, str], at: str, by: signal.Signals
 ) -> None:

@@ -122,6 +122,7 @@ def test_a_dead_owner_is_not_shown_as_one(world: World, database: Database, type
     assert "run next: mqlayer consume MODULE:APP  # no member of the group lives" in said
 
 
+@pytest.mark.full
 def test_a_key_hidden_behind_an_undrained_parent_is_led_to_what_the_parent_waits_for(
     world: World, database: Database, typed: Commands
 ) -> None:
@@ -157,6 +158,7 @@ def test_a_key_hidden_behind_an_undrained_parent_is_led_to_what_the_parent_waits
     assert (after["current"]["partition"], after["run_next"]) == (successor, "nothing: no message of it waits")
 
 
+@pytest.mark.full
 @pytest.mark.world
 def test_a_merged_partition_waits_for_the_parent_that_the_key_was_never_in(
     world: World, key_prefix: str, database: Database, typed: Commands

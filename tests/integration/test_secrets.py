@@ -219,7 +219,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("impatient")
-@pytest.mark.parametrize("way", ["encoded", "raw", "pairs"])
+@pytest.mark.parametrize("way", some_of(["encoded", "raw", "pairs"], 9))
 def test_no_command_shows_a_password_of_the_settings(
     way: str, monkeypatch: pytest.MonkeyPatch, tmp_path: os.PathLike[str]
 ) -> None:

@@ -135,6 +135,7 @@ def test_data_and_addresses_survive_down_and_up(running: Path, monkeypatch: pyte
         assert node.get("kept") == b"yes"
 
 
+@pytest.mark.full
 def test_nodes_are_armed_for_their_present_run_after_a_restart(running: Path) -> None:
     run("down", "--directory", running)
     addresses = up(running)
@@ -221,6 +222,7 @@ def test_a_given_server_that_is_down_fails_in_one_line_without_its_password(
     assert place.joinpath("stack.json").stat().st_mode & 0o077 == 0
 
 
+@pytest.mark.full
 def test_addresses_of_the_stack_itself_in_the_environment_are_not_taken_for_given(
     running: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -103,7 +103,7 @@ def test_its_lp_goes_on_and_the_row_is_quarantined_with_its_reason(world: World,
 
 
 @pytest.mark.parametrize("mode", ["exclusive", "shared"])
-@pytest.mark.parametrize("tag_filter", [None, any_of("eu")])
+@pytest.mark.parametrize("tag_filter", some_of([None, any_of("eu")], 2))
 def test_no_handler_of_a_member_sees_the_void_record(
     world: World, database: Database, tag_filter: str | None, mode: str
 ) -> None:
@@ -117,7 +117,7 @@ def test_no_handler_of_a_member_sees_the_void_record(
     )
 
 
-@pytest.mark.parametrize("scope", ["key", "partition"])
+@pytest.mark.parametrize("scope", some_of(["key", "partition"], 2))
 def test_no_receiver_is_given_the_void_record(world: World, database: Database, scope: Scope) -> None:
     """In batches of one, a batch may be the void record alone."""
     relay(world)
@@ -133,6 +133,7 @@ def test_no_receiver_is_given_the_void_record(world: World, database: Database, 
     assert settled(world, database)
 
 
+@pytest.mark.full
 def test_the_archive_has_a_whole_chain_and_a_replay_leaves_the_void_record_out(
     world: World, database: Database
 ) -> None:

@@ -266,6 +266,7 @@ def test_a_node_that_is_new_is_told_before_it_is_sent_anything(world: World, sta
     assert ended(world, new.url) == {b"1"}
 
 
+@pytest.mark.full
 def test_a_node_that_is_emptied_in_the_middle_of_a_recovery_is_told_again_by_the_relay_that_goes_on(
     world: World, node: RedisServer
 ) -> None:
@@ -288,6 +289,7 @@ def test_a_node_that_is_emptied_in_the_middle_of_a_recovery_is_told_again_by_the
     assert counted(world, "late") == 0
 
 
+@pytest.mark.full
 def test_a_promotion_that_was_given_up_is_got_over_by_an_operators_word(
     world: World, node: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:
