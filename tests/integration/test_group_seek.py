@@ -59,6 +59,7 @@ def split_and_publish(world: World, database: Database) -> datetime:
     return at
 
 
+@pytest.mark.full
 def test_a_time_in_an_older_version_replays_from_there_and_fences_who_holds_newer_partitions(
     world: World, database: Database
 ) -> None:
@@ -166,7 +167,7 @@ def test_running_members_replay_in_order_without_a_restart(world: World, databas
         assert handled == {key: bodies + of_tags("d")[key] for key, bodies in twice.items()}
 
 
-@pytest.mark.parametrize("replay", [False, True])
+@pytest.mark.parametrize("replay", some_of([False, True], 2))
 def test_fenced_effects_are_applied_again_only_where_that_is_said(
     world: World, database: Database, replay: bool
 ) -> None:
@@ -184,6 +185,7 @@ def test_fenced_effects_are_applied_again_only_where_that_is_said(
         assert applied == wanted
 
 
+@pytest.mark.full
 def test_a_seek_without_replay_ends_an_earlier_replay(world: World, database: Database) -> None:
     """What lay before the place where the replay began was applied once, and is passed over."""
     publish(world, "a")
@@ -255,7 +257,7 @@ def test_what_is_to_be_given_again_is_not_trimmed_before_anybody_takes_it(world:
     assert member.bodies() == of_tags("a")
 
 
-@pytest.mark.parametrize("group", ["ledger", "new"])
+@pytest.mark.parametrize("group", some_of(["ledger", "new"], 9))
 def test_what_is_kept_of_a_lineage_has_no_hole(world: World, database: Database, group: str) -> None:
     """A successor is not trimmed while its parent is kept: a group that begins there would miss what lies between."""
     publish(world, "a")

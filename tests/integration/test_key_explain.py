@@ -199,6 +199,7 @@ def test_a_node_that_is_away_hides_what_it_holds_and_is_named(
     assert "partition 1 could not be searched: its node does not answer" in said
 
 
+@pytest.mark.full
 def test_the_search_ends_at_its_bound_and_says_so(stage: Stage, database: Database, typed: Commands) -> None:
     """Also over many calls, and with messages of the key on both sides of the bound."""
     keys = [key for key in (f"k{n}" for n in range(100)) if range_of(stage.route, lp_of(key.encode())).partition == 1]

@@ -381,6 +381,7 @@ def test_what_up_tells_to_source_is_what_a_program_needs(running: RunningStack) 
         assert broker.ping()
 
 
+@pytest.mark.full
 def test_a_stack_without_passwords_keeps_its_data_and_asks_for_passwords_from_then_on(place: Path) -> None:
     """As an earlier version left it, still running and readable by all."""
     place.mkdir(mode=0o755)
