@@ -113,7 +113,7 @@ def by_page(found: Callable[[Path], object], pages: Iterable[Path] = PAGES) -> d
 
 
 def test_every_command_and_option_that_a_page_names_is_there() -> None:
-    def unknown(page: Path) -> dict[str, str]:
+    def unknown(page: Path) -> dict[str, list[str]]:
         shown = [words for text in inline(page) if text.startswith("mqlayer ") for words in spelled_out(text)]
         return {" ".join(words): unknown for words in shown if (unknown := unknown_of(words))}
 
