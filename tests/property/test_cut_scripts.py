@@ -739,7 +739,7 @@ def cuts_of(connection: CuttingConnection, key_prefix: str, story: Callable[[Wor
     return cuts
 
 
-@pytest.mark.parametrize("story", some_of(STORIES, 2), ids=lambda story: story.__name__)
+@pytest.mark.parametrize("story", some_of(STORIES, 3), ids=lambda story: story.__name__)
 def test_a_script_that_ends_at_any_write_call_leaves_nothing_that_the_next_calls_do_not_repair(
     connection: CuttingConnection, key_prefix: str, story: Callable[[World], None]
 ) -> None:
