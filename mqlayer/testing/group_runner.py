@@ -262,6 +262,8 @@ class GroupRunner:
         owned.attempts.forget(records, counted)
         self._dispatcher.settled(owned, records, self._committed(), unsettled.unmatched)
         self._events.settled(len(records))
+        if unsettled.expired:
+            self._events.expired(owned, len(unsettled.expired))
 
 
 def group_of(consumer: Consumer, group_id: int, log: TopicLog) -> Group:
