@@ -131,7 +131,7 @@ for i = 1, letters and range_count or 0 do
   if line and first <= last then add_new(i, first > highest and i or 1, line, first, last) end
   highest = max(highest, last)
 end
-if kept and tonumber(kept) > 0 and #fresh.h + #fresh.u + #fresh.e > 0 then
+if #fresh.h + #fresh.u + #fresh.e > 0 then
   local failed = {}
   for i = 5 + 2 * range_count, #ARGV do
     local count = string.match(redis.call('HGET', attempts_key, ARGV[i]) or '0', '^%d+')

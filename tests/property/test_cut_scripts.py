@@ -359,7 +359,7 @@ def one_member(book: Book, member: MemberScripts, todo: list[int], *, most: int)
             book.handle(offset)
         ranges = as_ranges(sorted(some))
         book.said |= set(some)
-        told = all_handled(ranges, some[-1], max_entries=3 if most > 5 else 100)
+        told = all_handled(ranges, some[-1], max_entries=3 if most > 5 else 100, letter="e" if at == 2 else "h")
         if not isinstance(member.settle(ranges, some, told), LockKept):
             return
         assert book.committed
@@ -700,7 +700,9 @@ def one_sharer(book: Book, sharer: SharerScripts, turn: int) -> None:
     if offsets:
         ranges = as_ranges(sorted(set(offsets)))
         book.said |= set(offsets)
-        answer = sharer.settle(ranges, told=all_handled(ranges, max(offsets), max_entries=3 if turn > 20 else 100))
+        letter = "e" if turn % 5 == 3 else "h"
+        told = all_handled(ranges, max(offsets), max_entries=3 if turn > 20 else 100, letter=letter)
+        answer = sharer.settle(ranges, told=told)
         assert isinstance(answer, SharedSettled | None)
     # Whoever reads the command is gone: it is taken from it.
 
