@@ -72,7 +72,9 @@ def encode_outcome(outcomes: str, reads: Iterable[tuple[int, int | None]], *, ma
     return f"{max_entries}:{outcomes}:{ages}".encode()
 
 
-def encode_pop_outcome(receiver: str, outcome: Literal["h", "u"] = "h", *, max_entries: int = MAX_OUTCOMES) -> bytes:
+def encode_pop_outcome(
+    receiver: str, outcome: Literal["h", "u", "e"] = "h", *, max_entries: int = MAX_OUTCOMES
+) -> bytes:
     """Return pop_settle's argument."""
     return f"{max_entries}:{outcome}:{receiver}".encode()
 

@@ -439,7 +439,8 @@ SELECT p.partition_id, p.node_id, a.epoch, coalesce(s.start_offset, 1) AS start_
        g.policy, g.attempt_limit, g.tag_filter, p.lp_from, p.lp_to,
        EXISTS (SELECT FROM mqlayer.parked_key k
                WHERE k.group_id = g.group_id AND k.lp >= p.lp_from AND k.lp < p.lp_to) AS parked,
-       date_part('epoch', parked.due_at - clock_timestamp()) AS parked_due_in_s
+       date_part('epoch', parked.due_at - clock_timestamp()) AS parked_due_in_s,
+       t.message_ttl_s, t.expired, (extract(epoch FROM clock_timestamp()) * 1000)::bigint AS now_ms
 FROM mqlayer.consumer_group g
 JOIN mqlayer.topic t USING (topic_id)
 JOIN mqlayer.partition p ON p.topic_id = g.topic_id AND p.state IN ('open', 'sealed')

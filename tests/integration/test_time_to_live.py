@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mqlayer import Batch, BatchOf, Context
+from mqlayer import Batch, BatchOf, Context, Receiver
 from mqlayer.errors import InvalidInput, Reject
 from mqlayer.events import Event, on_event, remove_hook
 from mqlayer.exporter.samples import control_samples
@@ -31,8 +31,9 @@ from mqlayer.topics import set_stream_retention
 from tests.fixtures.archived_outcomes import ArchivedOutcomes
 from tests.fixtures.commands import Commands
 from tests.fixtures.consumers import QUICK_BACKOFF_S, Recorder, Stage, StartStage, member_of
-from tests.fixtures.failpoints import armed
+from tests.fixtures.failpoints import armed, broken_off_at
 from tests.fixtures.forked_programs import ask_python
+from tests.fixtures.shared_members import share
 from tests.fixtures.wait import wait_until
 
 HOUR_S = 3600.0
@@ -71,7 +72,7 @@ class Aging:
         """Return the dead messages: body, cause, reason."""
         rows = "SELECT body, cause, reason FROM mqlayer.dead_message WHERE redriven_at IS NULL ORDER BY log_offset"
         with self.stage.database.connection() as connection:
-            return [tuple(row) for row in connection.execute(rows.encode()).fetchall()]  # type: ignore[misc]
+            return [(body, cause, reason) for body, cause, reason in connection.execute(rows.encode()).fetchall()]
 
 
 @pytest.fixture
@@ -150,7 +151,8 @@ def handler_of(kind: str, handled: list[bytes]) -> Callable[..., Any]:
     def handle_batch(batch: Batch[bytes]) -> None:
         handled.extend(message.value for message in batch)
 
-    return {"plain": handled.append, "async": handle, "batch": handle_batch}[kind]
+    handlers: dict[str, Callable[..., Any]] = {"plain": handled.append, "async": handle, "batch": handle_batch}
+    return handlers[kind]
 
 
 @pytest.mark.parametrize("rule", ["settle", pytest.param("dead", marks=FULL)])
@@ -234,6 +236,92 @@ def killed_member(aging: Aging, failpoints: str) -> int:
     )
     run = ask_python("-c", program, aging.stage.dsn, aging.stage.prefix, env=os.environ | armed(failpoints))
     return run.returncode
+
+
+@pytest.mark.parametrize("rule", ["settle", pytest.param("dead", marks=FULL)])
+def test_expired_messages_of_a_shared_group_are_settled_or_die(aging: Aging, rule: str) -> None:
+    told = ArchivedOutcomes(aging.stage.database, "orders", aging.stage.prefix, archived=rule == "settle")
+    aging.live(expired=rule)
+    mixed(aging)
+    recorder = Recorder()
+    app = share(aging.stage, recorder, concurrency=2)
+    aging.stage.wait_settled()
+    assert sorted(recorder.bodies()) == [b"4", b"6"]
+    assert app.counts()["orders", "g"].expired == 5
+    assert aging.counts()["expired"] == 5
+    bodies = [b"1", b"2", b"3", b"5", b"7"]
+    assert aging.dead() == ([(body, "expired", "its time to live ended") for body in bodies] if rule == "dead" else [])
+    if rule == "settle":
+        told.fetch()
+        words = {offset: said for (_, offset), said in told.words().items()}
+        assert words == {n: [("handled", 1)] if n in (4, 6) else [("expired", 0)] for n in range(1, 8)}
+
+
+@pytest.mark.parametrize("rule", ["settle", "dead"])
+@pytest.mark.parametrize("scope", ["key", pytest.param("partition", marks=FULL)])
+def test_receivers_are_given_no_expired_message(aging: Aging, rule: str, scope: Any) -> None:
+    told = ArchivedOutcomes(aging.stage.database, "orders", aging.stage.prefix, archived=rule == "settle")
+    aging.live(expired=rule)
+    mixed(aging)
+    with receiver_of(aging, scope) as receiver:
+        found = receiver.receive(10, wait_s=5)
+        assert [message.body for message in found] == [b"4", b"6"]
+        receiver.ack(found)
+        assert receiver.receive(10, wait_s=0) == []
+    assert aging.stage.all_settled()
+    assert aging.counts()["expired"] == 5
+    assert [body for body, _, _ in aging.dead()] == ([b"1", b"2", b"3", b"5", b"7"] if rule == "dead" else [])
+    if rule == "settle":
+        told.fetch()
+        words = {offset: said for (_, offset), said in told.words().items()}
+        assert words == {n: [("handled", 1)] if n in (4, 6) else [("expired", 0)] for n in range(1, 8)}
+
+
+def receiver_of(aging: Aging, scope: Any = "key", **rules: Any) -> Receiver:
+    """Return a receiver of the group, that begins with the first record."""
+    settings = aging.stage.settings()
+    return Receiver("orders", group="g", settings=settings, start="earliest", scope=scope, **rules)
+
+
+@pytest.mark.parametrize(
+    ("rule", "place"),
+    [("settle", "pop.before_expire"), ("settle", "pop.after_settle"), ("dead", "pop.after_expired_dead")],
+)
+def test_a_receiver_that_breaks_off_leaves_each_expired_message_counted_once(
+    aging: Aging, rule: str, place: str
+) -> None:
+    aging.live(expired=rule)
+    mixed(aging)
+    with receiver_of(aging) as first, broken_off_at(place):
+        first.receive(10, wait_s=5, visibility_timeout_s=1.0)
+    with receiver_of(aging) as second:
+        found: list[Any] = []
+        while len(found) < 2:
+            some = second.receive(10, wait_s=5)
+            second.ack(some)
+            found += some
+        assert [message.body for message in found] == [b"4", b"6"]
+        wait_until(lambda: second.receive(10, wait_s=0) == [] and aging.stage.all_settled(), what="all is settled")
+    assert aging.counts()["expired"] == 5
+    assert len(aging.dead()) == (5 if rule == "dead" else 0)
+
+
+def test_a_parked_key_of_receivers_goes_on_past_expired_messages(aging: Aging) -> None:
+    aging.send(b"1", b"2", age_s=HOUR_S)
+    aging.send(b"3")
+    with receiver_of(aging, policy="park", attempt_limit=1) as receiver:
+        (first, *_) = receiver.receive(1, wait_s=5)
+        receiver.nack(first)
+        wait_until(lambda: receiver.receive(10, wait_s=0) == [] and aging.stage.all_settled(), what="it is parked")
+        aging.live()
+        release_parked(aging.stage.runtime, "orders", "g", key=aging.key)
+        found: list[Any] = []
+        while not found:
+            found += receiver.receive(10, wait_s=5)
+        assert [message.body for message in found] == [b"3"]
+        receiver.ack(found)
+    assert aging.dead() == [(None, "expired", "its time to live ended")] * 2
+    assert aging.counts()["expired"] == 2
 
 
 def test_the_commands_set_a_time_to_live_and_show_what_expired(aging: Aging, monkeypatch: pytest.MonkeyPatch) -> None:
