@@ -64,7 +64,7 @@ class PopParking:
         self.counts: Counter[str] = Counter()
 
     def living(self, view: PartitionView, given: list[Delivery], expiry: Expiry) -> list[Delivery]:
-        """Return what has not expired; settle the rest, or let it die."""
+        """Return the messages that have not expired; settle the others, or let them die."""
         now = time.monotonic()
         expired = [one for one in given if expiry.has_ended(one.record, now)]
         if not expired:

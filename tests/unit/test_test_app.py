@@ -69,6 +69,37 @@ def test_hours_of_retries_pass_at_once_when_the_clock_is_turned() -> None:
         assert test.parked(orders) == []
 
 
+@pytest.mark.parametrize("rule", ["settle", "dead"])
+def test_messages_expire_when_the_clock_is_turned_also_behind_a_failing_one(rule: Any) -> None:
+    seen: list[int] = []
+
+    def book(order: Order) -> None:
+        seen.append(order.amount)
+        if order.amount == 1:
+            raise ValueError("not yet")
+
+    with TestApp(app_with(book, backoff_s=(5,))) as test:
+        test.set_time_to_live(orders, 60, expired=rule)
+        test.publish(orders, Order("ann", 1))
+        test.publish(orders, Order("ann", 2))
+        test.run(raises=False)
+        test.clock.advance(59.9)
+        test.publish(orders, Order("ann", 3))
+        test.run(raises=False)
+        assert seen == [1, 1]
+        test.clock.advance(5)
+        test.run()
+        assert seen == [1, 1, 3]
+        assert [message.value(orders).amount for message in test.handled(orders)] == [3]
+        assert [message.value(orders).amount for message in test.dead(orders)] == [1, 2]
+        test.publish(orders, Order("bob", 4))
+        test.clock.advance(60)
+        test.run()
+        assert (seen, len(test.dead(orders))) == ([1, 1, 3], 3 if rule == "dead" else 2)
+        with pytest.raises(InvalidInput, match="set one too"):
+            test.set_time_to_live(orders, 0, expired="dead")
+
+
 def test_the_engine_has_its_clock_back_and_other_threads_never_lost_it() -> None:
     real, elsewhere = engine_clock.clock, list[float]()
     with TestApp(app_with(lambda order: None)) as test:

@@ -153,12 +153,6 @@ class Dispatcher:
                 key_queue.put_back(leftover)
             self._queues.finish(key_queue, delay_s)
 
-    def shorten(self, key_queue: KeyQueue, count: int) -> None:
-        """Leave a worker the first messages of its part."""
-        with self.lock:
-            key_queue.put_back(key_queue.batch[count:])
-            key_queue.batch = key_queue.batch[:count]
-
     def park(self, key_queue: KeyQueue, leftover: list[Record], parked_key: OwnedParkedKey) -> None:
         """Take back a key queue to park."""
         with self.lock:

@@ -145,7 +145,7 @@ class SliceWorker(Worker):
         return True
 
     def _living(self, batch: FetchedBatch, records: Sequence[Record]) -> Sequence[Record]:
-        """Return what has not expired; without any, the slice is given back."""
+        """Return the messages that have not expired; without any, the slice is given back."""
         expiry = self._settings.expiry
         if expiry is None or batch.claim is not None:
             return records
