@@ -97,7 +97,6 @@ CREATE TABLE mqlayer.topic (
         OR GREATEST(retain_s, retain_bytes, retain_messages) > 0),
     CONSTRAINT topic_message_ttl CHECK (message_ttl_s >= 0 AND message_ttl_s <= 3153600000),
     CONSTRAINT topic_expired CHECK (expired IN ('settle', 'dead')),
-    CONSTRAINT topic_expired_needs_ttl CHECK (expired = 'settle' OR message_ttl_s > 0),
     CONSTRAINT topic_version CHECK (version >= 1),
     CONSTRAINT topic_lp_zero CHECK (lp_zero = 0),
     CONSTRAINT topic_paused_by CHECK (octet_length(paused_by) <= 4096),

@@ -450,9 +450,10 @@ def _retained(limits: Retention) -> str:
 
 
 def _lived(limits: Retention) -> str:
+    end = "die" if limits.expired == "dead" else "are settled"
     if not limits.message_ttl_s:
-        return "for ever"
-    return f"for {format_age(limits.message_ttl_s)}, then {'die' if limits.expired == 'dead' else 'are settled'}"
+        return "for ever" if limits.expired == "settle" else f"for ever; those with an end of their own {end} then"
+    return f"for {format_age(limits.message_ttl_s)}, then {end}"
 
 
 def _row(topic: TopicSummary) -> dict[str, Any]:

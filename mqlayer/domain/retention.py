@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Final, Literal
 
-from mqlayer.domain.time_to_live import ExpiredRule
+from mqlayer.domain.time_to_live import LONGEST_S, ExpiredRule
 from mqlayer.errors import InvalidInput
 
 UnsettledRule = Literal["keep", "drop"]
 """`drop`: limits bind also records that a group has not settled."""
 
-LONGEST_S: Final = 3_153_600_000
 MOST: Final = 1_000_000_000_000_000
 
 
@@ -56,8 +55,6 @@ class Retention:
             raise InvalidInput(f"messages live for 0 (no end) to {LONGEST_S} seconds, not {self.message_ttl_s}")
         if self.expired not in ("settle", "dead"):
             raise InvalidInput(f"expired messages are settled or die: say settle or dead, not {self.expired!r}")
-        if self.expired == "dead" and not self.message_ttl_s:
-            raise InvalidInput("messages expire by a time to live: set one too")
 
 
 RETENTION_FIELDS: Final = len(fields(Retention))

@@ -71,7 +71,6 @@ class PopParking:
             return given
         tokens = [one.token for one in expired]
         if expiry.rule == "settle":
-            failpoint("pop.before_expire")
             self._settler.expire(tokens)
             self._emit("expired", view, len(tokens))
         else:
@@ -92,7 +91,7 @@ class PopParking:
         except MqlayerError:
             self._settler.settle("return", tokens, ms=UNDECIDED_MS)
             raise
-        failpoint("pop.after_expired_dead")
+        failpoint("pop.after_park")
         self._settler.settle("ack", tokens, handled=False)
         if dead_letters:
             self._tell("dead_lettered", "dead", view, len(dead_letters))

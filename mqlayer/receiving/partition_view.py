@@ -46,7 +46,7 @@ class PartitionView:
     parked_due_at: float = math.inf
     """When Postgres may give a parked message."""
     expiry: Expiry | None = None
-    """Judges messages' ages, where the topic limits them."""
+    """Judges messages' ages."""
 
     def listed(self, info: PopPartition, now: float) -> None:
         """Take over a newer list's facts."""

@@ -8,9 +8,10 @@ from collections.abc import Callable
 from contextlib import closing
 from typing import Any
 
+import psycopg
 import pytest
 
-from mqlayer import Batch, BatchOf, Context, Receiver
+from mqlayer import App, Batch, BatchOf, Context, Receiver, expires_after, outbox
 from mqlayer.errors import InvalidInput, Reject
 from mqlayer.events import Event, on_event, remove_hook
 from mqlayer.exporter.samples import control_samples
@@ -26,13 +27,15 @@ from mqlayer.redelivery import (
     start_redrive,
     work_on,
 )
+from mqlayer.relay import relay_once
 from mqlayer.runtime.route_cache import RouteCache
 from mqlayer.topics import set_stream_retention
 from tests.fixtures.archived_outcomes import ArchivedOutcomes
 from tests.fixtures.commands import Commands
 from tests.fixtures.consumers import QUICK_BACKOFF_S, Recorder, Stage, StartStage, member_of
-from tests.fixtures.failpoints import armed, broken_off_at
+from tests.fixtures.failpoints import armed
 from tests.fixtures.forked_programs import ask_python
+from tests.fixtures.kept_connections import kept_session
 from tests.fixtures.shared_members import share
 from tests.fixtures.wait import wait_until
 
@@ -172,7 +175,7 @@ def test_messages_of_a_parked_key_expire_when_it_is_their_turn(aging: Aging, rul
     assert recorder.attempts(b"1") == [1]
     failing[0] = False
     aging.live(expired=rule)
-    wait_until(lambda: member_of(app).settings.expiry is not None, what="the member heard of it")
+    wait_until(lambda: ttl_ms_of(app) == TTL_S * 1000, what="the member heard of it")
     release_parked(aging.stage.runtime, "orders", "g", key=aging.key)
     wait_until(lambda: recorder.bodies() == [b"3"], what="the young one is handled")
     bodies = [b"1", b"2"] if rule == "dead" else [None, None]
@@ -181,6 +184,12 @@ def test_messages_of_a_parked_key_expire_when_it_is_their_turn(aging: Aging, rul
     assert (counts["expired"], counts.get("dead", 0), counts.get("skipped", 0)) == (2, 2 if rule == "dead" else 0, 0)
     told.fetch()
     assert [said[-1] for _, said in sorted(told.words().items())] == [("expired", 1), ("expired", 0), ("handled", 1)]
+
+
+def ttl_ms_of(app: App) -> int:
+    """Return the time to live that a member heard of."""
+    expiry = member_of(app).settings.expiry
+    return 0 if expiry is None else expiry.ttl_ms
 
 
 def test_what_waits_behind_a_failing_message_expires_with_it(aging: Aging) -> None:
@@ -227,13 +236,18 @@ def test_a_member_that_is_killed_leaves_each_expired_message_counted_once(aging:
 
 
 def killed_member(aging: Aging, failpoints: str) -> int:
-    """Run a member until it dies at a failpoint."""
+    """Run a member."""
     program = (
         "import sys, time\nfrom mqlayer import App, Settings\n"
         "app = App(Settings(dsn=sys.argv[1], key_prefix=sys.argv[2], lease_s=2.0))\n"
         "app.consumer('orders', group='g', start='earliest')(lambda body: None)\n"
         "app.start()\ntime.sleep(60)\n"
     )
+    return killed(aging, program, failpoints)
+
+
+def killed(aging: Aging, program: str, failpoints: str) -> int:
+    """Run a program until it dies at a failpoint; return its end."""
     run = ask_python("-c", program, aging.stage.dsn, aging.stage.prefix, env=os.environ | armed(failpoints))
     return run.returncode
 
@@ -285,15 +299,25 @@ def receiver_of(aging: Aging, scope: Any = "key", **rules: Any) -> Receiver:
 
 @pytest.mark.parametrize(
     ("rule", "place"),
-    [("settle", "pop.before_expire"), ("settle", "pop.after_settle"), ("dead", "pop.after_expired_dead")],
+    [
+        pytest.param("settle", "pop.before_settle", marks=FULL),
+        ("settle", "pop.after_settle"),
+        ("dead", "pop.after_park"),
+        pytest.param("dead", "parking.before_commit", marks=FULL),
+    ],
 )
-def test_a_receiver_that_breaks_off_leaves_each_expired_message_counted_once(
+def test_a_receiver_that_is_killed_leaves_each_expired_message_counted_once(
     aging: Aging, rule: str, place: str
 ) -> None:
     aging.live(expired=rule)
     mixed(aging)
-    with receiver_of(aging) as first, broken_off_at(place):
-        first.receive(10, wait_s=5, visibility_timeout_s=1.0)
+    program = (
+        "import sys\nfrom mqlayer import Receiver, Settings\n"
+        "settings = Settings(dsn=sys.argv[1], key_prefix=sys.argv[2])\n"
+        "with Receiver('orders', group='g', settings=settings, start='earliest') as receiver:\n"
+        "    receiver.receive(10, wait_s=5, visibility_timeout_s=1.0)\n"
+    )
+    assert killed(aging, program, f"{place}=kill") == -9
     with receiver_of(aging) as second:
         found: list[Any] = []
         while len(found) < 2:
@@ -324,14 +348,35 @@ def test_a_parked_key_of_receivers_goes_on_past_expired_messages(aging: Aging) -
     assert aging.counts()["expired"] == 2
 
 
+def test_a_message_of_an_outbox_may_have_an_end_of_its_own(aging: Aging) -> None:
+    publish = "SELECT mqlayer_app.publish_v1('orders', %s, %s, %s)"
+    with kept_session(aging.stage.dsn) as connection:
+        outbox.publish(connection, "orders", key=aging.key, body=b"1", headers=expires_after(0.001))
+        outbox.publish(connection, "orders", key=aging.key, body=b"2", headers=expires_after(HOUR_S))
+        connection.execute(publish, [aging.key, b"3", '{"mq-ttl": "1"}'])
+        connection.execute(publish, [aging.key, b"4", '{"mq-ttl": "3600000", "kind": "offer"}'])
+        connection.commit()
+        for text in ("0", "-1", "1s", "", "9" * 14):
+            with pytest.raises(psycopg.Error, match="no number of milliseconds"):
+                connection.execute(publish, [aging.key, b"5", f'{{"mq-ttl": "{text}"}}'])
+            connection.rollback()
+    assert relay_once(aging.stage.settings()) == 4
+    headers: list[dict[str, str]] = []
+    recorder = Recorder(lambda _, ctx: headers.append(dict(ctx.headers)))
+    aging.stage.consume(recorder)
+    aging.stage.wait_settled()
+    assert (recorder.bodies(), headers) == ([b"2", b"4"], [{}, {"kind": "offer"}])
+    assert aging.counts() == {"expired": 2}
+
+
 def test_the_commands_set_a_time_to_live_and_show_what_expired(aging: Aging, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MQLAYER_DSN", aging.stage.dsn)
     monkeypatch.setenv("MQLAYER_KEY_PREFIX", aging.stage.prefix)
     run = Commands()
     said = run.text("topic", "set", "orders", "--message-ttl", "10m")
     assert said == "messages of topic orders live for 10 min, then are settled\n"
-    with pytest.raises(InvalidInput, match="set one too"):
-        aging.live(0, expired="dead")
+    with pytest.raises(InvalidInput, match="settle or dead"):
+        aging.live(0, expired="drop")
     (shown,) = run.lines("topic", "show", "orders")
     assert (shown["message_ttl_s"], shown["expired"]) == (600, "settle")
     mixed(aging)

@@ -22,7 +22,7 @@ class LiveSettings:
         self.archived = False
         """Whether the topic is archived; heard before anything is owned."""
         self.expiry: Expiry | None = None
-        """Judges messages' ages, where the topic limits them; heard as `archived`."""
+        """Judges messages' ages; heard as `archived`."""
         self.parking_version = 0
         """Count of others' acts on parked keys."""
         self.rate_limiter = RateLimiter()

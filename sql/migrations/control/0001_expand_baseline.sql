@@ -221,7 +221,6 @@ CREATE TABLE mqlayer.topic (
         CHECK (retain_unsettled = 'keep' OR greatest(retain_s, retain_bytes, retain_messages) > 0),
     CONSTRAINT topic_message_ttl CHECK (message_ttl_s BETWEEN 0 AND 3153600000),
     CONSTRAINT topic_expired CHECK (expired IN ('settle', 'dead')),
-    CONSTRAINT topic_expired_needs_ttl CHECK (expired = 'settle' OR message_ttl_s > 0),
     CONSTRAINT topic_version CHECK (version >= 1),
     CONSTRAINT topic_lp_zero CHECK (lp_zero = 0),
     CONSTRAINT topic_paused_by CHECK (octet_length(paused_by) <= 4096),
