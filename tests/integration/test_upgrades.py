@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -207,6 +208,25 @@ def test_a_running_older_member_hands_its_partitions_over_and_ends(stage: Stage)
     settled = sum(position.committed - 1 for position in stage.positions().values())
     assert settled == len(handled), "each handled message is settled, the others wait for the next owner"
     assert str(refused) in str(app.health())
+
+
+def test_a_refused_member_with_a_stuck_handler_waits_for_it_once(stage: Stage) -> None:
+    begun, go = threading.Event(), threading.Event()
+
+    def handle(body: bytes) -> None:
+        del body
+        begun.set()
+        go.wait(60)
+
+    app = stage.consume(handle, drain_timeout_s=0.3)
+    stage.send([("key", b"1")])
+    assert begun.wait(20)
+    refusing_old(stage)
+    wait_until(lambda: ask(stage, "SELECT FROM mqlayer.member WHERE lease_until > '-infinity'") == [], what="its end")
+    began = time.monotonic()
+    assert not app.stop(timeout_s=20), "the handler runs on, and can't settle"
+    assert time.monotonic() - began < 10
+    go.set()
 
 
 def test_the_command_ends_with_an_exit_code_of_its_own_and_so_does_a_new_start(
