@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager, suppress
 from types import TracebackType
 from typing import Self, cast
 
+from mqlayer.arguments import explain_methods
 from mqlayer.domain.routing import Lp
 from mqlayer.errors import InvalidInput, ProducerClosed, ProducerFull, PublishError
 from mqlayer.producing.engine import ProducerBase, ProducerEngine
@@ -21,6 +22,7 @@ from mqlayer.producing.receipts import Receipt, Receipts, partly_published, rece
 from mqlayer.producing.send_queues import PendingSend, TopicQueues
 
 
+@explain_methods
 class AsyncProducer(ProducerBase):
     """`Producer` for an event loop: the same options, errors and guarantees, with awaits in place of waits.
 

@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from types import TracebackType
 from typing import Self
 
+from mqlayer.arguments import explain_methods
 from mqlayer.errors import ProducerFull
 from mqlayer.logs import event_logger
 from mqlayer.producing.bulk_send import BulkSend, send_singly
@@ -22,6 +23,7 @@ from mqlayer.producing.send_wait import await_one
 log = event_logger(__name__)
 
 
+@explain_methods
 class Producer(ProducerBase):
     """Publishes straight to partitions, without an outbox. Thread-safe; make it after a fork.
 

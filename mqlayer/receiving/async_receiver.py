@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, ParamSpec, Self, TypeVar
 
+from mqlayer.arguments import explain_methods
 from mqlayer.errors import Conflict
 from mqlayer.idempotency import arecord_effect
 from mqlayer.postgres.caller_connections import run_async
@@ -43,6 +44,7 @@ class _Threads:
     settling: ThreadPoolExecutor
 
 
+@explain_methods
 class AsyncReceiver(ReceiverBase):
     """`Receiver` for asyncio: the same arguments, promises and errors; it never blocks the event loop.
 
