@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from mqlayer import outbox
     from mqlayer.consuming import App, Batch, BatchMessage, BatchOf, Context, Depends, MemberOptions
+    from mqlayer.domain.body_streams import AsyncBodyStream, BodyStream
     from mqlayer.domain.cloud_events import CloudEvent, CloudEvents, cloud_event
     from mqlayer.domain.tags import all_of, any_of
     from mqlayer.errors import MqlayerError, PauseKey, Reject, RetryLater, Skip
@@ -25,11 +26,13 @@ __version__ = "0.1.0"
 
 __all__ = [
     "App",
+    "AsyncBodyStream",
     "AsyncProducer",
     "AsyncReceiver",
     "Batch",
     "BatchMessage",
     "BatchOf",
+    "BodyStream",
     "CloudEvent",
     "CloudEvents",
     "Context",
@@ -64,6 +67,7 @@ __all__ = [
 
 _MODULES: Final = {
     "mqlayer.consuming": ("App", "Batch", "BatchMessage", "BatchOf", "Context", "Depends", "MemberOptions"),
+    "mqlayer.domain.body_streams": ("AsyncBodyStream", "BodyStream"),
     "mqlayer.domain.cloud_events": ("CloudEvent", "CloudEvents", "cloud_event"),
     "mqlayer.domain.tags": ("all_of", "any_of"),
     "mqlayer.errors": ("MqlayerError", "PauseKey", "Reject", "RetryLater", "Skip"),

@@ -71,6 +71,7 @@ OPTIONS: Final[dict[str, str]] = {
     "tail": "TOPIC --key --partition --offset --since --json",
     "message show":
         "MESSAGE --topic --key --at --within --header --trace-id --dedup-id --limit --raw --json",
+    "message body": "MESSAGE --topic --to",
     "route split": "TOPIC PARTITION --at --from-report --to --measure --if-version --plan --yes --watch --timeout",
     "route merge": "TOPIC PARTITIONS --to --if-version --plan --yes --watch --timeout",
     "route move": "TOPIC PARTITION --to --unreachable --accept-loss --if-version --plan --yes --watch --timeout",

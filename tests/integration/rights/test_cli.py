@@ -42,6 +42,7 @@ OTHERS = {
     "asyncapi": "reads a program; with --nodes, what node list shows",
     "debug": "runs a program's handler, under the right to operate: see test_debug.py",
     "publish": "needs the right to publish: see test_cli_messages.py",
+    "message body": "writes a body, to those who may see bodies: see test_large_bodies.py",
     "peek": "shows what the nodes hold, under their rights: see test_cli_messages.py",
     "tail": "runs until it is stopped, and shows what peek shows",
     "relay": "runs until it is stopped, under the right to relay; operate has it",
