@@ -27,7 +27,7 @@ pytestmark = pytest.mark.world(partitions=1)
 
 WRONG: Final = (object(), 5, -1.5, b"x", "x y", [5], {"x": 5}, None)
 MADE_BY_MQLAYER: Final = {
-    "Batch", "BatchMessage", "CloudEvent", "Context", "Delayed", "Event", "OutboxTransaction", "PopMessage",
+    "AsyncBodyStream", "Batch", "BatchMessage", "BodyStream", "CloudEvent", "Context", "Delayed", "Event", "OutboxTransaction", "PopMessage",
     "PublishedMessage", "QuarantinedRow", "VersionGap", "VersionedEvent",
 }  # fmt: skip
 """Their constructors are called by mqlayer alone."""
@@ -164,6 +164,8 @@ async def try_async(trial: Trial, settings: Settings) -> None:
         await trial.awaited("AsyncReceiver.nack", receiver.nack, message=message, delay_s=0.0, error=None)
         await trial.awaited("AsyncReceiver.extend", receiver.extend, message=message, seconds=5.0)
         await trial.awaited("AsyncReceiver.fetch_body", receiver.fetch_body, message=message)
+        trial("AsyncReceiver.open_body", receiver.open_body, message=message)
+        await trial.awaited("AsyncBodyStream.read", receiver.open_body(message).read, size=1)
         await trial.awaited("AsyncReceiver.fence", receiver.fence, connection=0, message=message)
         await trial.awaited("AsyncReceiver.inbox", receiver.inbox, connection=0, message=message, name="n")
 
@@ -183,6 +185,7 @@ def try_receiver(trial: Trial, settings: Settings, connection: Any) -> None:
         trial("Receiver.nack", receiver.nack, message=message, delay_s=0.0, error=None)
         trial("Receiver.extend", receiver.extend, message=message, seconds=5.0)
         trial("Receiver.fetch_body", receiver.fetch_body, message=message)
+        trial("Receiver.open_body", receiver.open_body, message=message)
         trial("Receiver.fence", receiver.fence, connection=connection, message=message)
         trial("Receiver.inbox", receiver.inbox, connection=connection, message=message, name="n")
         trial("cloud_event", mqlayer.cloud_event, message=message)
