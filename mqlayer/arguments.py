@@ -34,7 +34,7 @@ def explain(function: Callable[P, R]) -> Callable[P, R]:
             try:
                 return await function(*args, **kwargs)
             except MISFITS as error:
-                _refuse_misfit(function, args, kwargs, error)
+                _refuse_call(function, args, kwargs, error)
                 raise
 
     else:
@@ -44,7 +44,7 @@ def explain(function: Callable[P, R]) -> Callable[P, R]:
             try:
                 return function(*args, **kwargs)
             except MISFITS as error:
-                _refuse_misfit(function, args, kwargs, error)
+                _refuse_call(function, args, kwargs, error)
                 raise
 
     return typing.cast("Callable[P, R]", explained)
@@ -67,34 +67,45 @@ def check_fields(value: object) -> None:
             raise _misfit(name, kind.__name__, getattr(value, name), _text_of(kind, name, hints))
 
 
-def _refuse_misfit(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], error: Exception
-) -> None:
+def refuse_misfit(function: Callable[..., Any], arguments: Mapping[str, Any], error: Exception) -> None:
+    """Raise InvalidInput for an argument of a failed call with a wrong type; other entries of `arguments` don't matter.
+
+    For functions on the hot path, which `explain` would slow down: they pass `locals()`.
+    """
     if isinstance(error, MqlayerError):
         return
-    try:
-        bound = inspect.signature(function).bind(*args, **kwargs)
-    except TypeError:
-        # Python's own words name the missing or unknown argument.
-        return
     hints = _hints(function)
-    for name, value in _named(bound, hints):
+    for name, value in _named(function, arguments, hints):
         if not _fits(value, hints.get(name, Any)):
-            raise _misfit(
-                name, function.__qualname__.removesuffix(".__init__"), value, _text_of(function, name, hints)
-            ) from error
+            place = function.__qualname__.removesuffix(".__init__")
+            raise _misfit(name, place, value, _text_of(function, name, hints)) from error
         for one in value if isinstance(value, CONTAINERS) else (value,):
             if type(one).__module__.partition(".")[0] == OWN and _field_names(type(one)):
                 check_fields(one)
 
 
-def _named(bound: inspect.BoundArguments, hints: dict[str, Any]) -> typing.Iterator[tuple[str, Any]]:
+def _refuse_call(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], error: Exception
+) -> None:
+    try:
+        bound = inspect.signature(function).bind(*args, **kwargs)
+    except TypeError:
+        # Python's own words name the missing or unknown argument.
+        return
+    refuse_misfit(function, bound.arguments, error)
+
+
+def _named(
+    function: Callable[..., Any], arguments: Mapping[str, Any], hints: dict[str, Any]
+) -> typing.Iterator[tuple[str, Any]]:
     """Yield the arguments by name; those of `*names` and `**names` each."""
-    for name, value in bound.arguments.items():
-        kind = bound.signature.parameters[name].kind
-        if kind is inspect.Parameter.VAR_POSITIONAL:
+    for name, parameter in inspect.signature(function).parameters.items():
+        if name not in arguments:
+            continue
+        value = arguments[name]
+        if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
             yield from ((name, one) for one in value)
-        elif kind is inspect.Parameter.VAR_KEYWORD:
+        elif parameter.kind is inspect.Parameter.VAR_KEYWORD:
             hints.update(_hints_of_options(hints.pop(name, Any)))
             yield from value.items()
         else:

@@ -27,7 +27,8 @@ pytestmark = pytest.mark.world(partitions=1)
 
 WRONG: Final = (object(), 5, -1.5, b"x", "x y", [5], {"x": 5}, None)
 MADE_BY_MQLAYER: Final = {
-    "AsyncBodyStream", "Batch", "BatchMessage", "BodyStream", "CloudEvent", "Context", "Delayed", "Event", "OutboxTransaction", "PopMessage",
+    "AsyncBodyStream", "Batch", "BatchMessage", "BodyStream",
+    "CloudEvent", "Context", "Delayed", "Event", "OutboxTransaction", "PopMessage",
     "PublishedMessage", "QuarantinedRow", "VersionGap", "VersionedEvent",
 }  # fmt: skip
 """Their constructors are called by mqlayer alone."""
