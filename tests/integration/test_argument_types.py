@@ -253,6 +253,7 @@ def try_registration(trial: Trial, settings: Settings) -> None:
     trial("on_event", mqlayer.on_event, hook=5)
     trial("any_of", lambda tag: mqlayer.any_of(tag), tag="x")  # noqa: PLW0108
     trial("all_of", lambda tag: mqlayer.all_of(tag), tag="x")  # noqa: PLW0108
+    trial("expires_after", mqlayer.expires_after, seconds=1.0)
     trial("CloudEvents", mqlayer.CloudEvents, source="/shop", type="t", **defaults(mqlayer.CloudEvents, extensions={}))
     trial("Topic", mqlayer.Topic, **defaults(mqlayer.Topic, name="orders", body=dict))
     orders = mqlayer.Topic("orders", body=dict)
@@ -290,6 +291,7 @@ def try_testing(trial: Trial, settings: Settings) -> None:
     trial("wait_until", mqlayer.testing.wait_until, condition=lambda: True, timeout_s=1.0)
     with mqlayer.testing.TestApp(app) as test:
         trial("TestApp.publish", test.publish, topic="orders", delay_s=None, **MESSAGE)
+        trial("TestApp.set_time_to_live", test.set_time_to_live, topic="orders", seconds=60, expired="settle")
         trial("TestApp.published", test.published, topic="orders")
         trial("TestApp.deliver", lambda message: test.deliver(message), message=test.published("orders")[0])  # noqa: PLW0108
         trial("PublishedMessage.value", test.published("orders")[0].value, topic="orders")
