@@ -258,6 +258,7 @@ class PopScripts(PartitionMachine):
 
     def asked(self, attempt: str, limit: int, *, brief: bool, epoch: int) -> object:
         """Receive; wait until what is invisible for a moment only is visible, by the server's clock."""
+        answer = None
         for _ in range(MOST_CALLS):
             answer = self.receiver(epoch).receive(attempt, limit, BRIEF_MS if brief else HOUR_MS)
             if not (isinstance(answer, NoBatch) and answer.status == "more"):
