@@ -155,6 +155,7 @@ def test_a_partition_that_every_group_has_drained_is_retired_by_the_job(world: W
     assert world.rows("SELECT DISTINCT version FROM mqlayer.consumer_group") == [(2,)]
 
 
+@pytest.mark.full
 def test_a_node_that_restarted_while_nobody_used_it_is_armed_by_the_job(world: World, start_redis: StartRedis) -> None:
     """Else what changes or retires a partition there would wait for a visitor that never comes."""
     server = start_redis()

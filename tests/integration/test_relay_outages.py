@@ -90,6 +90,7 @@ def test_a_node_that_fell_back_gets_the_rest_again_without_traffic(world: World,
     assert world.rows("SELECT sum(seq)::int FROM mqlayer_app.relayed") == [(80,)]
 
 
+@pytest.mark.full
 def test_marks_of_a_partition_that_is_not_there_are_not_taken_for_rows_that_are_gone(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -253,6 +254,7 @@ def test_postgres_lost_while_running_is_connected_to_again(world: World, connect
             world.wait_until_whole()
 
 
+@pytest.mark.full
 def test_answers_of_postgres_that_are_lost_cost_nothing(world: World, connection: TcpProxy) -> None:
     world.app_dsn = world.control_dsn = through(world.dsn, connection)
     with world.relay():

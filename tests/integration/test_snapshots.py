@@ -109,6 +109,7 @@ def test_what_a_snapshot_waited_for_is_in_it(archived: ArchivedTopics) -> None:
     assert (made.records, made.topics[0].batch, len(read(archived, "s"))) == (2, 2, 2)
 
 
+@pytest.mark.full
 def test_reading_is_equal_while_writers_and_retention_run(archived: ArchivedTopics) -> None:
     """Invariant 18: two reads of a snapshot are equal."""
     archived.put("a", "b", age_days=40)
