@@ -280,6 +280,7 @@ def test_a_postgres_that_crashes_is_waited_for(start_postgres: StartPostgres, re
         world.wait_until_whole()
 
 
+@pytest.mark.full
 def test_a_wrong_key_prefix_is_refused_and_makes_no_second_home(world: World, node: RedisServer) -> None:
     world.publish(20)
     home, world.key_prefix = world.key_prefix, "elsewhere"

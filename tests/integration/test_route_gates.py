@@ -417,6 +417,7 @@ def test_a_group_begins_anywhere_in_a_lineage(gate_scene: GateScene, start: Any)
     assert member.bodies() == expected
 
 
+@pytest.mark.full
 def test_a_group_that_begins_at_a_time_begins_in_the_partitions_of_that_time(gate_scene: GateScene) -> None:
     """Case 27: what lies before counts as drained, what follows comes along the lineage."""
     gate_scene.publish()

@@ -79,6 +79,7 @@ def test_a_copy_that_is_renewed_ends_nothing_of_its_original(world: World, datab
     assert live_sources(world) == [original, *identity(world)]
 
 
+@pytest.mark.full
 def test_a_node_is_given_up_after_an_outbox_was_adopted(world: World, database: Database, node: RedisServer) -> None:
     adopt(database)
     world.publish(20, tag="after")
@@ -109,6 +110,7 @@ def test_a_node_that_lost_what_a_former_source_sent_is_armed_again(
     assert [facts for (facts,) in lost if facts] == [{"2": of_the_sealed}]
 
 
+@pytest.mark.full
 def test_a_former_primary_that_a_relay_is_started_on_is_refused(world: World, database: Database) -> None:
     """Under a source of its own all that it has would come again. If it is the one that is left, it is adopted."""
     ((before,),) = identity(world)

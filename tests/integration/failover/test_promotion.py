@@ -231,6 +231,7 @@ def test_an_old_primary_is_never_armed_again_by_whoever_still_reaches_it(
         rearm_node(runtime_of(database, key_prefix), "node-1", former=True)
 
 
+@pytest.mark.full
 def test_an_address_of_another_redis_is_refused_unless_the_node_is_to_begin_anew(
     pair: Pair, start_redis: StartRedis, database_dsn: str, key_prefix: str
 ) -> None:
