@@ -109,8 +109,8 @@ def test_a_pass_looks_at_no_more_than_it_is_told_and_never_past_a_floor(stream: 
     command = trim_command(
         stream.connection, stream.prefix, stream.partition, [GroupStart(group, 0, 1)], floor=150, limit=10_000
     )
-    word, _, first = stream.connection.call([command])[0]
-    assert word == b"trimmed"
+    word, _, first, expired = stream.connection.call([command])[0]
+    assert (word, expired) == (b"trimmed", 0)
     assert first == stream.first() <= 150
 
 
