@@ -93,6 +93,7 @@ def test_latest_begins_in_the_newest_version_behind_all_that_there_is(world: Wor
         assert seen == of_tags("c")
 
 
+@pytest.mark.full
 def test_a_time_inside_a_version_begins_in_the_partitions_of_that_version(world: World, database: Database) -> None:
     """Case 27: inside version 2, with version 3 in force; version 1 counts as drained."""
     publish(world, "a")

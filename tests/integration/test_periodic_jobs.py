@@ -284,6 +284,7 @@ def test_the_task_of_retired_groups_drops_positions_of_instances_that_are_away_a
     assert world.rows("SELECT name FROM mqlayer.consumer_group") == [("cache",)]
 
 
+@pytest.mark.full
 @pytest.mark.world
 @pytest.mark.slow
 def test_a_worker_with_its_beat_makes_up_for_a_dead_relay(

@@ -266,6 +266,7 @@ def test_answers_of_postgres_that_are_lost_cost_nothing(world: World, connection
             world.wait_until_whole()
 
 
+@pytest.mark.full
 def test_a_postgres_that_crashes_is_waited_for(start_postgres: StartPostgres, redis_url: str, key_prefix: str) -> None:
     server = start_postgres(options={"fsync": "on"})
     dsn = server.create_database("app")

@@ -190,6 +190,7 @@ def test_an_empty_partition_is_drained_by_its_command_alone(gate_scene: GateScen
     assert set(member.assigned()) == {2, *children}
 
 
+@pytest.mark.full
 def test_the_command_is_neither_handled_nor_counted(gate_scene: GateScene) -> None:
     """Case 19."""
     manual = gate_scene.member("by-hand")

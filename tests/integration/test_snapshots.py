@@ -376,6 +376,7 @@ def test_a_snapshot_that_is_killed_in_the_making_was_never_there(archived: Archi
     assert create_snapshot(runtime_of(archived.database), "s").records == 1
 
 
+@pytest.mark.full
 def test_an_export_that_is_killed_leaves_no_directory_of_its_name(archived: ArchivedTopics, tmp_path: Path) -> None:
     archived.put("a")
     create_snapshot(runtime_of(archived.database), "s")
