@@ -44,6 +44,10 @@ class ObjectStore:
         """Delete an object, if there."""
         self._call(lambda: self._client.delete_object(Bucket=bucket, Key=location), none=True)
 
+    def check(self, bucket: str) -> None:
+        """Ask for one name of a bucket."""
+        self._call(lambda: self._client.list_objects_v2(Bucket=bucket, MaxKeys=1))
+
     def list(self, bucket: str, prefix: str, start: str) -> Iterator[list[StoredObject]]:
         """Yield pages of up to 1,000 objects behind `start`."""
         token: dict[str, str] = {"StartAfter": start}

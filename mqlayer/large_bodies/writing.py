@@ -13,6 +13,7 @@ from mqlayer.errors import InvalidInput
 from mqlayer.failpoints import failpoint
 from mqlayer.large_bodies.object_store import object_store
 from mqlayer.large_bodies.options import LargeBodyOptions
+from mqlayer.metrics import LARGE_BODY_BYTES
 from mqlayer.postgres.caller_connections import Blocking, Statement, Statements
 from mqlayer.postgres.queries import query
 
@@ -41,6 +42,7 @@ def storing(stored: StoredBody, *, direct: bool = False) -> Statements[None]:
         yield from _uploading(stored, direct=direct)
     else:
         yield from _writing(stored, direct=direct)
+    LARGE_BODY_BYTES.add("written", stored.options.store, stored.reference.size)
 
 
 def _uploading(stored: StoredBody, *, direct: bool) -> Statements[None]:

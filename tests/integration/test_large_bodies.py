@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import re
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -43,6 +44,7 @@ from mqlayer.relay import relay_once
 from mqlayer.runtime import open_runtime
 from mqlayer.topics import set_archived
 from tests.fixtures.commands import Commands
+from tests.fixtures.console import OPERATOR, console_client
 from tests.fixtures.failpoints import armed
 from tests.fixtures.forked_programs import ask_python
 from tests.fixtures.object_stores import ObjectServer
@@ -236,6 +238,44 @@ def test_a_command_writes_it_to_a_file_or_standard_output(
     assert file.read_bytes() == body, "a file is whole, or as it was"
     assert list(tmp_path.iterdir()) == [file]
     assert "can't be written" in run.failure("message", "body", str(small), "--to", str(tmp_path / "none" / "body"))
+
+
+@pytest.mark.world(by_commands=True)
+def test_its_size_is_shown_where_its_message_failed_and_the_console_sends_it(world: World, run: Commands) -> None:
+    body = os.urandom(SIZE)
+    publish_large(world, body)
+    relay_once(world.settings())
+    app = App(world.settings(lease_s=10))
+
+    def fail(_: bytes) -> None:
+        raise ValueError("never")
+
+    for group, policy in (("dies", "dead_letter"), ("parks", "park")):
+        rules: dict[str, Any] = {"attempt_limit": 1, "policy": policy}
+        app.consumer("orders", group=group, start="earliest", body=bytes, **rules)(fail)
+    with running(app):
+        wait_until(lambda: world.rows("SELECT 1 FROM mqlayer.parked_message, mqlayer.dead_message"), what="both failed")
+    (dead,), (parked,) = run.lines("dead", "list"), run.lines("parked", "show", "orders", "parks", "k")
+    (waiting,) = parked["line"]
+    assert [(one["bytes"], one["large"]) for one in (dead, waiting)] == [(SIZE, True)] * 2
+    assert f"{SIZE} large" in run.text("dead", "list")
+    assert f"{SIZE} large" in run.text("parked", "show", "orders", "parks", "k")
+    (shown,) = run.lines("dead", "show", str(dead["dead_id"]))
+    assert (shown["bytes"], shown["large_body"] is None) == (SIZE, False)
+    assert run("dead", "show", str(dead["dead_id"]), "--raw").stdout_bytes == body
+    assert run("parked", "show", "orders", "parks", "--message", waiting["message"], "--raw").stdout_bytes == body
+
+    with console_client(world, OPERATOR) as client:
+        for path in ("/parked?show=dead", "/parked/orders/parks?key=k", "/messages?topic=orders"):
+            assert '786 kB <span class="badge quiet">large</span>' in client.get(path).text, path
+        for path in (f"/dead/{dead['dead_id']}", "/parked/orders/parks?key=k", f"/messages/orders/{dead['message']}"):
+            (link,) = re.findall(r'<a href="([^"]+)" download>', client.get(path).text)
+            sent = client.get(link.replace("&amp;", "&"))
+            assert (sent.content, sent.headers["content-length"]) == (body, str(SIZE)), path
+            assert sent.headers["content-disposition"].startswith('attachment; filename="body-1-')
+            assert sent.headers["content-type"] == "application/octet-stream"
+        world.rows("DELETE FROM mqlayer_app.large_body_chunk WHERE number = 0")
+        assert "chunk 0 is gone" in client.get(f"/dead/{dead['dead_id']}/body").text
 
 
 def publish_and_fail(connection: psycopg.Connection) -> None:
