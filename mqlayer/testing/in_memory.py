@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import random
 from collections.abc import Awaitable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
@@ -14,6 +13,7 @@ from mqlayer.consuming import App
 from mqlayer.consuming.engine.events import Reporting
 from mqlayer.errors import Conflict, InvalidInput, MqlayerError, NotFound
 from mqlayer.outbox.transaction_sources import stand_in
+from mqlayer.randomness import RNG
 from mqlayer.testing import producers
 from mqlayer.testing.broker import MemoryBroker
 from mqlayer.testing.clock import TestClock, installed
@@ -62,7 +62,7 @@ class TestApp(Publishing):
         self._database = database
         self._table = None if database is None else OutboxTable(database, self._broker, named)
         # Of this test alone, so that a database that outlives it knows none of its effects.
-        self._group_ids = random.randrange(2**40, 2**52)
+        self._group_ids = RNG.randrange(2**40, 2**52)
         self._cleanup = ExitStack()
         self._loop: asyncio.Runner | None = None
 

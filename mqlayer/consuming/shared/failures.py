@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any, Final
 
 from mqlayer.consuming.engine.circuit_breaker import HOLD_S
@@ -17,6 +16,7 @@ from mqlayer.domain.retry_rules import RetryRules
 from mqlayer.errors import MessageTimeout, StaleOwner
 from mqlayer.logs import event_logger
 from mqlayer.parking import DeadLetterEntry, FailedAttempt
+from mqlayer.randomness import RNG
 
 log = event_logger(__name__)
 
@@ -60,7 +60,7 @@ class SharedFailures:
             return
         before, text = attempts_before(batch, record), self._events.texts.text(error)
         action = failure_action(
-            error, self._settings.rules, before=before, failing_s=0.0, share=random.random(), parked=True, text=text
+            error, self._settings.rules, before=before, failing_s=0.0, share=RNG.random(), parked=True, text=text
         )
         # Held from the first key on: a count that a message was given back with can't be taken back.
         held = self._breaker.failed(record, key_of(record), error, leaves=True)
