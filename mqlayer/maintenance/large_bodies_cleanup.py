@@ -185,6 +185,10 @@ def _remove_strays(runtime: Runtime, hold_s: float, report: LargeBodyReport) -> 
                 if body_id not in known:
                     store.delete(options.bucket, old[body_id].location)
                     report.strays += 1
+        for upload in store.uploads(options.bucket, prefix):
+            if upload.begun_at <= before:
+                store.abort(options.bucket, upload)
+                report.strays += 1
 
 
 def _pages(store: Any, bucket: str, prefix: str) -> Iterator[list[Any]]:
