@@ -88,7 +88,8 @@ class BodyReader:
             raise MissingBody(reference.body_id, "this process has no way to the outbox's database")
         facts = {"body_id": reference.body_id, "number": number}
         with application.connection() as connection:
-            row = connection.execute(query("large_body_read"), facts).fetchone()
+            # As text, bytes are twice as many, and have to be decoded.
+            row = connection.execute(query("large_body_read"), facts, binary=True).fetchone()
         if row is None:
             raise MissingBody(reference.body_id, f"{application.address} has no such body")
         return row[0], row[1], row[2]
