@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from mqlayer.domain.body_streams import AsyncBodyStream, BodyStream
     from mqlayer.domain.cloud_events import CloudEvent, CloudEvents, cloud_event
     from mqlayer.domain.tags import all_of, any_of
+    from mqlayer.domain.time_to_live import expires_after
     from mqlayer.errors import MqlayerError, PauseKey, Reject, RetryLater, Skip
     from mqlayer.events import Event, on_event
     from mqlayer.fenced_sessions import fenced
@@ -60,6 +61,7 @@ __all__ = [
     "any_of",
     "cloud_event",
     "configure_logging",
+    "expires_after",
     "fenced",
     "on_event",
     "outbox",
@@ -70,6 +72,7 @@ _MODULES: Final = {
     "mqlayer.domain.body_streams": ("AsyncBodyStream", "BodyStream"),
     "mqlayer.domain.cloud_events": ("CloudEvent", "CloudEvents", "cloud_event"),
     "mqlayer.domain.tags": ("all_of", "any_of"),
+    "mqlayer.domain.time_to_live": ("expires_after",),
     "mqlayer.errors": ("MqlayerError", "PauseKey", "Reject", "RetryLater", "Skip"),
     "mqlayer.events": ("Event", "on_event"),
     "mqlayer.fenced_sessions": ("fenced",),

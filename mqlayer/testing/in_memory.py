@@ -11,6 +11,8 @@ from typing import Final, Self
 
 from mqlayer.consuming import App
 from mqlayer.consuming.engine.events import Reporting
+from mqlayer.domain.retention import Retention
+from mqlayer.domain.time_to_live import ExpiredRule, TimeToLive
 from mqlayer.errors import Conflict, InvalidInput, MqlayerError, NotFound
 from mqlayer.outbox.transaction_sources import stand_in
 from mqlayer.randomness import RNG
@@ -106,6 +108,11 @@ class TestApp(Publishing):
             return list(self._broker.published)
         name = topic_name(topic)
         return [message for message in self._broker.published if message.topic == name]
+
+    def set_time_to_live(self, topic: TopicOrName, seconds: int, *, expired: ExpiredRule = "settle") -> None:
+        """Say how old a message may be when a handler gets it, as `mqlayer topic set --message-ttl` does."""
+        Retention(message_ttl_s=seconds, expired=expired).check()
+        self._broker.log(topic_name(topic)).time_to_live = TimeToLive(seconds, expired)
 
     # -- handling -----------------------------------------------------------------------------------------------------
 

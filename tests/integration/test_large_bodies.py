@@ -595,6 +595,7 @@ def streamed(world: World) -> list[Record]:
     return found
 
 
+@pytest.mark.full
 def test_bodies_go_to_s3_and_objects_of_rolled_back_transactions_go_by_age(
     world: World, bodies_in_s3: ObjectServer
 ) -> None:

@@ -50,6 +50,7 @@ class MemberStats:
     parking_full: int = 0
     leases_lost: int = 0
     held: int = 0
+    expired: int = 0
 
 
 def new_member_id() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 from mqlayer.consuming.engine.circuit_breaker import HOLD_S
@@ -13,6 +14,7 @@ from mqlayer.consuming.shared.prefetch import FetchedBatch
 from mqlayer.consuming.shared.results import SharedResults
 from mqlayer.domain.message import NO_KEY, ParkedRecord, Record
 from mqlayer.domain.retry_rules import RetryRules
+from mqlayer.domain.time_to_live import EXPIRED_REASON, Expiry
 from mqlayer.errors import MessageTimeout, StaleOwner
 from mqlayer.logs import event_logger
 from mqlayer.parking import DeadLetterEntry, FailedAttempt
@@ -79,6 +81,17 @@ class SharedFailures:
             # A suspect's attempt was counted when it began.
             failed = action.attempts if batch.suspect or not held else None
             self._results.nack(batch, record.offset, round(1000 * (action.seconds or 0.0)), failed)
+
+    def expired(self, batch: FetchedBatch, records: Sequence[Record], expiry: Expiry) -> None:
+        """Settle expired messages, or let them die."""
+        if expiry.rule == "settle":
+            self._results.expired(batch, [record.offset for record in records])
+            return
+        for record in records:
+            attempts = attempts_before(batch, record)
+            self._queues.dead_letter(
+                batch, DeadLetterEntry(record, "expired", EXPIRED_REASON, attempts, keep_body=True)
+            )
 
 
 def key_of(record: Record) -> bytes:

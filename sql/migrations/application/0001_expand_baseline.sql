@@ -541,6 +541,13 @@ BEGIN
         END IF;
         p_headers := p_headers - 'mq-tags';
     END IF;
+    IF p_headers ? 'mq-ttl' THEN
+        IF p_headers ->> 'mq-ttl' !~ '^[1-9][0-9]{0,12}$' THEN
+            RAISE EXCEPTION 'the header mq-ttl is no number of milliseconds'
+                USING ERRCODE = 'MQ004', HINT = '{"mq-ttl": "90000"}';
+        END IF;
+        p_headers := p_headers - 'mq-ttl';
+    END IF;
     IF p_headers ? 'mq-body' THEN
         PERFORM mqlayer_app.large_body_use_v1(p_headers ->> 'mq-body');
         p_headers := p_headers - 'mq-body';
