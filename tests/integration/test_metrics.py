@@ -12,6 +12,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ from mqlayer.groups import GroupSettings, ensure_group
 from mqlayer.health import health_endpoint
 from mqlayer.maintenance.jobs import PERIODIC_JOBS
 from mqlayer.maintenance.sampling import take_samples
-from mqlayer.metrics import CATALOG, Meters, metrics_page, separate_meters
+from mqlayer.metrics import CATALOG, LARGE_BODY_BYTES, Meters, metrics_page, separate_meters
+from mqlayer.metrics.byte_counts import ByteOperation
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.rights import Right
 from mqlayer.runtime.presence import Presence
@@ -377,6 +379,9 @@ def test_a_thousand_partitions_make_at_most_500_series_and_no_more_statements(
 
 def tell_everything(meters: Meters) -> None:
     """Record what a process of each kind does, each failure by one class."""
+    operations: tuple[ByteOperation, ...] = ("written", "read", "removed")
+    for operation, store in product(operations, ("postgres", "s3")):
+        LARGE_BODY_BYTES.add(operation, store, 1)
     for topic, group in GROUPS:
         member = meters.member(topic, group)
         member.count(dict, lambda: 1)
