@@ -82,7 +82,7 @@ def test_a_topic_shows_settings_curves_and_the_heat_of_its_partitions(world: Wor
     assert "No group consumes this topic" in first
     assert "Messages live for ever" in words(first)
     set_stream_retention(world.runtime(), "orders", message_ttl_s=5400, expired="dead")
-    assert "Messages live for 5,400 s, then they die" in words(text_of(browser, "/topics/orders"))
+    assert "Messages live for 5400 s, then they die" in words(text_of(browser, "/topics/orders"))
     assert "stored: 120 at the end" in text_of(browser, "/topics/orders", last="hour")
     assert "Rates need two looks" in first
     world.publish(300, keys=1)
