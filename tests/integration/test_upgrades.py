@@ -295,6 +295,7 @@ def test_producers_and_receivers_of_older_code_are_told(stage: Stage, monkeypatc
         with pytest.raises(ProducerClosed, match="upgrade mqlayer on this machine"):
             producer.send(stage.topic, key="k", body=b"2")
     assert ask(stage, "SELECT kind FROM mqlayer.process") == []
+    assert ask(stage, "SELECT FROM mqlayer.source WHERE closed_at IS NULL") == [], "a refused producer is closed as any"
 
 
 @pytest.mark.world(tasks=True)
