@@ -93,6 +93,7 @@ def test_what_a_promoted_replica_lacks_is_sent_again_without_traffic(
     assert audit == [(pair.primary.url, pair.replica.url)]
 
 
+@pytest.mark.full
 def test_a_producer_with_a_connection_to_the_old_primary_is_told_what_is_missing(
     pair: Pair, database_dsn: str, key_prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,6 +243,7 @@ def test_a_promoted_replica_is_no_node_of_its_own(pair: Pair, database_dsn: str,
     assert find_node(world.database, "node-1").url == pair.replica.url
 
 
+@pytest.mark.full
 def test_an_address_of_another_redis_is_refused_unless_the_node_is_to_begin_anew(
     pair: Pair, start_redis: StartRedis, database_dsn: str, key_prefix: str
 ) -> None:
