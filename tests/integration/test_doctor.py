@@ -435,6 +435,7 @@ def test_settings_that_hurt_an_applications_sessions_are_named_with_whose_they_a
     run(f"DROP ROLE {role}")
 
 
+@pytest.mark.full
 def test_few_free_connections_are_a_warning(ward: Ward) -> None:
     assert ward.findings("connections") == []
     assert "max_connections" in ward.finding("connections", part=0.0).fix
