@@ -32,6 +32,8 @@ local epoch = tonumber(ARGV[2])
 local member = ARGV[3]
 local count = tonumber(ARGV[4])
 
+local LOOK_LIMIT = 1000
+
 -- include queue_prefix
 
 local lock = redis.call('HMGET', lock_key, 'owner', 'epoch')
@@ -40,12 +42,23 @@ if lock[1] ~= 'shared' or held ~= epoch then return {'fenced', held} end
 if count < 1 or count > 500 or #ARGV ~= 4 + 2 * count then
   return redis.error_reply('ERR shared_defer: 1 to 500 messages, two facts each')
 end
+-- What this member has among them, in one look where it has little else between the first and the last.
+local first, last = math.huge, 0
+for i = 5, #ARGV, 2 do
+  first, last = math.min(first, tonumber(ARGV[i])), math.max(last, tonumber(ARGV[i]))
+end
+local page = redis.call('XPENDING', log_key, group, string.format('%d-0', first), string.format('%d-0', last), LOOK_LIMIT, member)
+local has = {}
+for _, one in ipairs(page) do has[one[1]] = true end
 local ids, index, due = {}, {}, {}
 for i = 1, count do
   local offset, class = ARGV[2 * i + 3], ARGV[2 * i + 4]
   local id = offset .. '-0'
-  local pending = redis.call('XPENDING', log_key, group, id, id, 1)[1]
-  if pending and pending[2] == member then
+  if not has[id] and #page == LOOK_LIMIT then
+    local pending = redis.call('XPENDING', log_key, group, id, id, 1)[1]
+    has[id] = pending and pending[2] == member
+  end
+  if has[id] then
     ids[#ids + 1] = id
     index[#index + 1], index[#index + 2] = '0', queue_prefix(class) .. string.format('%016d', tonumber(offset))
     due[#due + 1], due[#due + 2] = 'inf', offset

@@ -500,8 +500,6 @@ def failing_receivers(world: World) -> None:
         assert book.committed
         if turn == 3:
             plain.call(("DEL", plain.pops.due))
-        if turn == 3:
-            plain.call(("DEL", plain.pops.queues))
         if not isinstance(answer, PopBatch):
             continue
         tokens = tokens_of(answer)
@@ -662,10 +660,8 @@ def sharers(world: World) -> None:
             break
         sharer.reclaim() if turn % 3 == 2 else None
         one_sharer(book, sharer, turn)
-        if turn == 1:
-            plain.call(("DEL", plain.pops.due))
-        if turn == 3:
-            plain.call(("DEL", plain.pops.queues))
+        if turn in (1, 3):
+            plain.call(("DEL", plain.pops.due if turn == 1 else plain.pops.queues))
         if turn == 8:
             plain.call(("HDEL", plain.group.lock, "outcome_count"))
         if turn == 5:
