@@ -84,7 +84,7 @@ class ClassTurn:
 def class_has_room(waiting: int, count: int, limit: int) -> bool:
     """Whether a class with `waiting` messages may have one more among `count`.
 
-    Half of what is left, so that a class without any finds room; each class may have one message.
+    It takes half of the free room, so that a class without any finds some; each class may have one message.
     """
     return waiting < limit - count if waiting else count < 2 * limit
 

@@ -69,9 +69,6 @@ class FairQueue(Generic[T]):
         in_turn = sorted(self._classes.values(), key=lambda one: one.time)
         return chain.from_iterable([one.works for one in in_turn])
 
-    def __contains__(self, work: T) -> bool:
-        return any(work in one.works for one in self._classes.values())
-
     def heads(self) -> Iterator[T]:
         """Return each class's first."""
         return (one.works[0] for one in self._classes.values() if one.works)
@@ -153,14 +150,6 @@ class FairQueue(Generic[T]):
         self._count += 1
         self.resume(one.name)
 
-    def begin_beside(self, record: Record) -> ClassTurn | None:
-        """Begin a message that waits elsewhere, where its class has fewer at once than allowed."""
-        one = self._named(self.rule.of(record))
-        if self.limits.concurrency is not None and one.running >= self.limits.concurrency:
-            return None
-        one.take()
-        return one
-
     def extendleft(self, works: Iterable[T]) -> None:
         """Put several back, the last taken first."""
         for work in works:
@@ -198,10 +187,11 @@ class FairQueue(Generic[T]):
 
     def _class_of(self, work: T) -> ReadyClass[T]:
         known = work.class_turn
-        work.class_turn = one = self._named(self.rule.of(work.records[0]) if known is None else known.name)
+        work.class_turn = one = self.class_named(self.rule.of(work.records[0]) if known is None else known.name)
         return one
 
-    def _named(self, name: bytes) -> ReadyClass[T]:
+    def class_named(self, name: bytes) -> ReadyClass[T]:
+        """Return a class, also one without work."""
         one = self._classes.get(name)
         if one is None:
             self._forget_idle()

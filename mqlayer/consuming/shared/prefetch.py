@@ -113,7 +113,7 @@ class Prefetch:
         self._concurrency, self._count_limit, self._bytes_limit = concurrency, prefetch_count, prefetch_bytes
         self.visibility_timeout_s = visibility_timeout_s
         self._changed = threading.Condition()
-        self._ready = ReadySlices(self._is_fresh)
+        self._ready = ReadySlices(visibility_timeout_s * FRESH)
         self.classes = SharedClasses(self._changed, self._ready, self._read_ahead, self.wake_workers)
         self._suspects = Suspects()
         self._batches: dict[int, FetchedBatch] = {}
@@ -137,13 +137,11 @@ class Prefetch:
             stuck = [batch for batch in self.batches() if batch.assignment.node in self._unreachable]
             count -= sum(len(batch.records) - len(batch.ended) for batch in stuck)
             size -= sum(batch.size for batch in stuck)
-        return 0 if size >= self._bytes_limit else self._most() - count
-
-    def _most(self) -> int:
-        return min(self._count_limit, max(2 * self._concurrency, int(self._concurrency * AHEAD_S / self._pace_s)))
+        return 0 if size >= self._bytes_limit else self._read_ahead().limit - count
 
     def _read_ahead(self) -> ReadAhead:
-        return ReadAhead(self.count, self._most(), self.bytes, self._bytes_limit)
+        limit = max(2 * self._concurrency, int(self._concurrency * AHEAD_S / self._pace_s))
+        return ReadAhead(self.count, min(self._count_limit, limit), self.bytes, self._bytes_limit)
 
     def note_node(self, node_id: NodeId, *, unreachable: bool) -> None:
         """Messages of silent nodes take no capacity."""
@@ -207,10 +205,6 @@ class Prefetch:
         if found is not None:
             self._breaker.begin(found.records[0])
         return found
-
-    def _is_fresh(self, batch: FetchedBatch) -> bool:
-        # Others wait until the node confirms that they are still this member's.
-        return clock() - batch.extended_at <= self.visibility_timeout_s * FRESH
 
     def take_unstarted(self, of: Callable[[FetchedBatch], bool]) -> list[tuple[FetchedBatch, list[int]]]:
         """Remove matching unstarted messages; return batches and offsets."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from mqlayer.consuming.engine.class_limits import ClassLimits, ClassTurn
+from mqlayer.consuming.engine.clock import clock
 from mqlayer.consuming.engine.fair_queue import FairQueue
 from mqlayer.consuming.shared.fetched_batch import FetchedBatch
 from mqlayer.domain.key_classes import KeyClassRule
@@ -32,10 +33,10 @@ class ReadySlice:
 
 
 class ReadySlices:
-    """What may begin next. Needs the prefetch's lock. `is_fresh`: whether the node need not confirm a batch."""
+    """Messages that may begin next. Needs the prefetch's lock. `fresh_s`: beyond it, a node must confirm a batch."""
 
-    def __init__(self, is_fresh: Callable[[FetchedBatch], bool]) -> None:
-        self._is_fresh = is_fresh
+    def __init__(self, fresh_s: float) -> None:
+        self._fresh_s = fresh_s
         self._slices: deque[ReadySlice] | FairQueue[ReadySlice] = deque()
         self.waiting: Counter[bytes] = Counter()
         """Messages by class."""
@@ -102,8 +103,13 @@ class ReadySlices:
     def begin_beside(self, batch: FetchedBatch) -> WorkSlice | None:
         """Begin a message that waits elsewhere, if its class may have one more at once."""
         fair = self.fair
-        turn = None if fair is None else fair.begin_beside(batch.records[0])
-        return WorkSlice(batch, batch.records, turn) if fair is None or turn is not None else None
+        if fair is None:
+            return WorkSlice(batch, batch.records)
+        turn, most = fair.class_named(fair.rule.of(batch.records[0])), fair.limits.concurrency
+        if most is not None and turn.running >= most:
+            return None
+        turn.take()
+        return WorkSlice(batch, batch.records, turn)
 
     def take(self, of: Callable[[FetchedBatch], bool]) -> list[WorkSlice]:
         """Take matching batches' records out."""
@@ -115,6 +121,9 @@ class ReadySlices:
     def forget_dropped(self) -> None:
         """Take lost batches' records out."""
         self._keep(lambda one: not one.batch.dropped)
+
+    def _is_fresh(self, batch: FetchedBatch) -> bool:
+        return clock() - batch.extended_at <= self._fresh_s
 
     def _split(self, batch: FetchedBatch, records: Sequence[Record]) -> Iterable[ReadySlice]:
         fair = self.fair
