@@ -18,7 +18,8 @@ ARGV
                  where it has committed nothing since
 
 RETURNS
-  {"trimmed", count, first}   count records dropped; first is the lowest offset kept
+  {"trimmed", count, first, ...}   count records dropped; first is the lowest offset kept; then per group how many
+                              expired messages it settled, ever
   {"absent"}                  no such partition on this node
 ]]
 local meta_key = KEYS[1]
@@ -30,8 +31,10 @@ local meta = redis.call('HMGET', meta_key, 'state', 'next', 'first')
 if not meta[1] or meta[1] == 'deleted' then return {'absent'} end
 -- The command of a sealed partition stays: its id is below that of a next record.
 if meta[1] == 'sealed' then floor = math.min(floor, tonumber(meta[2]) - 1) end
+local expired = {}
 for i = 3, #KEYS do
-  local lock = redis.call('HMGET', KEYS[i], 'committed', 'seek')
+  local lock = redis.call('HMGET', KEYS[i], 'committed', 'seek', 'expired')
+  expired[i - 2] = tonumber(lock[3] or '0')
   local seek, start = tonumber(ARGV[2 * i - 3]), tonumber(ARGV[2 * i - 2])
   local begun = lock[1] and tonumber(lock[2] or '0') >= seek
   floor = math.min(floor, begun and tonumber(lock[1]) or start)
@@ -49,4 +52,4 @@ head = redis.call('XRANGE', log_key, '-', '+', 'COUNT', 1)[1]
 local first = head and offset_of(head) or tonumber(meta[2])
 -- Also where an earlier call ended before this.
 if string.format('%d', first) ~= known then redis.call('HSET', meta_key, 'first', string.format('%d', first)) end
-return {'trimmed', count, first}
+return {'trimmed', count, first, unpack(expired)}

@@ -6,7 +6,7 @@ Idempotent; what lies below committed is harmless; an offset that was never give
 beyond the window of the bitmap, refuses the whole call and changes nothing.
 
 Of an archived topic, what was not settled before is told in one entry of a stream, with its id <epoch>-<n>: m who, t ms of
-the node's clock, h ranges that were handled, u ranges that the group's filter leaves out, r when they were given, a
+the node's clock, h ranges that were handled, u ranges that the group's filter leaves out, e ranges whose time to live ended, r when they were given, a
 offset:failed attempts, x how many told offsets were dropped, the oldest first, because nobody fetched them.
 
 It is told first, then the bits are set, then the lock says so: where the call ends in between, the same call again does
@@ -25,7 +25,7 @@ ARGV
   2 epoch         int     fencing epoch of its assignment
   3 range_count   int     1 to 500
   4 encoded_outcome string  empty: nothing is told; else <entries kept at most>:<a letter per range: h handled, u unmatched,
-                          - not to be told>:<last offset:how many ms ago it was given, by commas, rising>
+                          e expired, - not to be told>:<last offset:how many ms ago it was given, by commas, rising>
   5 ...           per range: first offset, last offset; then the offsets whose attempts may be forgotten
 
 RETURNS
@@ -52,6 +52,7 @@ local format, byte_of, floor, max, min = string.format, string.byte, math.floor,
 -- include committed_advance
 -- include bits_set
 -- include settled_append
+-- include expired_count
 -- include ack_window
 -- include range_add
 
@@ -63,7 +64,7 @@ if lock[1] ~= member or held ~= epoch then return {'fenced', held} end
 if range_count < 1 or range_count > 500 then return redis.error_reply('ERR offsets_settle: 1 to 500 ranges') end
 local kept, letters, reads
 if encoded_outcome ~= '' then
-  kept, letters, reads = string.match(encoded_outcome, '^(%d+):([hu-]+):([%d:,]*)$')
+  kept, letters, reads = string.match(encoded_outcome, '^(%d+):([hue-]+):([%d:,]*)$')
   if not letters or #letters ~= range_count then return redis.error_reply('ERR offsets_settle: a letter per range') end
 end
 local committed, base, top = tonumber(lock[3]), tonumber(lock[4]), tonumber(lock[5] or '0')
@@ -83,7 +84,7 @@ if bits_kept and bitmap_lost(redis.call('STRLEN', acks_key), committed, base, to
 end
 
 -- What is settled by this call and no earlier one, by its letter: first and last offset in turn.
-local fresh = {h = {}, u = {}}
+local fresh = {h = {}, u = {}, e = {}}
 -- The part of the bitmap where the ranges lie, in one read; unless they lie far apart: then each one's is read.
 local near, near_from = nil, 0
 if letters and bits_kept then
@@ -130,7 +131,7 @@ for i = 1, letters and range_count or 0 do
   if line and first <= last then add_new(i, first > highest and i or 1, line, first, last) end
   highest = max(highest, last)
 end
-if #fresh.h > 0 or #fresh.u > 0 then
+if #fresh.h + #fresh.u + #fresh.e > 0 then
   local failed = {}
   for i = 5 + 2 * range_count, #ARGV do
     local count = string.match(redis.call('HGET', attempts_key, ARGV[i]) or '0', '^%d+')
@@ -138,6 +139,7 @@ if #fresh.h > 0 or #fresh.u > 0 then
   end
   settled_append(outcomes_key, lock_key, epoch, tonumber(kept), member, fresh, reads, failed)
 end
+expired_count(lock_key, fresh.e)
 
 for i = 1, range_count do
   local first, last = max(firsts[i], committed), lasts[i]

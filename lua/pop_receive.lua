@@ -249,23 +249,26 @@ local function due_now() return redis.call('ZRANGEBYSCORE', due_key, '-inf', for
 
 local more, waits = false, redis.call('EXISTS', due_key) == 1
 if not only_repeat and waits then
-  local due = due_now()
-  local over = 0
-  for _, queue in ipairs(due) do
-    if string.byte(queue) == 254 then
-      local number = string.sub(queue, 2)
-      if over < UNPACK_LIMIT then
-        batch_unpack(number, redis.call('HGET', batches_key, number), committed, base, top, now)
-      else
-        more = true
+  local due, over, found = due_now(), 0, true
+  while found do
+    found = false
+    for _, queue in ipairs(due) do
+      if string.byte(queue) == 254 then
+        if over < UNPACK_LIMIT then
+          local number = string.sub(queue, 2)
+          batch_unpack(number, redis.call('HGET', batches_key, number), committed, base, top, now)
+          over, found = over + 1, true
+        else
+          more = true
+        end
       end
-      over = over + 1
     end
+    -- Other batches may stand before the queues that are due now.
+    if found then due = due_now() end
   end
   if over > 0 then
     packed, queued = tonumber(redis.call('HGET', batches_key, '=')), redis.call('ZCARD', queues_key)
     redis.call('HSET', lock_key, 'packed', format('%d', packed), 'queued', format('%d', queued))
-    due = due_now()
   end
   for _, queue in ipairs(due) do
     if not has_room() then break end
@@ -293,6 +296,8 @@ if not only_repeat and waits then
       if #members == WIDTH and not place_of[queue] and states[queue] == 'part' then more = true end
     end
   end
+  -- Queues that limits emptied stand before others that are due.
+  if #passed > 0 and #due == limit then more = true end
 end
 
 local at, looked = examined, 0

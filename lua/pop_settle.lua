@@ -10,7 +10,7 @@ Of an archived topic, what is acknowledged is told in one entry of a stream, in 
 Messages of a packed batch need no more than their bits and the batch's own end, once all of it is settled. Where some is given
 back or extended by itself, the batch is unpacked first (see pop_receive). What is extended as a whole stays packed.
 
-What is acknowledged is told first; then the lock's count of packed batches is void until it is settled and has left its batch
+What is acknowledged is told first, expired messages are counted before that; then the lock's count of packed batches is void until it is settled and has left its batch
 or its queue: where the call ends in between, all that is not below committed is given again (see pop_receive).
 
 KEYS
@@ -33,7 +33,8 @@ ARGV
                           behind it in its queue; "return": the same, but it did not fail; "extend"
   3 ms            int     nack, return: the queue rests so long; extend: it is withheld for so long from now on
   4 count         int     1 to 500 runs of messages of one batch, with 1 to 500 messages in all
-  5 encoded_outcome string  empty: nothing is told; else <entries kept at most>:<h handled, u unmatched>:<who settles>
+  5 encoded_outcome string  empty: nothing is told; else <entries kept at most>:<h handled, u unmatched,
+                          e expired, which is counted too>:<who settles>
   6 ...           per run: batch, first offset, last offset
 
 RETURNS
@@ -69,6 +70,7 @@ local settles = action == 'ack' or action == 'park'
 -- include batch_unpack
 -- include pop_incomplete
 -- include outcome_append
+-- include expired_count
 -- include range_add
 
 local meta = redis.call('HMGET', meta_key, 'state', 'next')
@@ -198,7 +200,9 @@ if attempts_kept or #ours_alone > 0 then
 end
 
 local function append_settled()
-  local kept, letter, who = string.match(encoded_outcome, '^(%d+):([hu]):(.*)$')
+  local kept, letter, who = string.match(encoded_outcome, '^(%d+):([hue]):(.*)$')
+  if letter == 'e' then expired_count(lock_key, ranges) end
+  if kept == '0' then return end
   local times = attempts_kept and redis.call('HMGET', attempts_key, unpack(names)) or {}
   local told, reads, failed = {}, {}, {}
   for i = 1, #ranges, 2 do told[#told + 1] = format('%d-%d', ranges[i], ranges[i + 1]) end

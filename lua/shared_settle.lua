@@ -51,6 +51,7 @@ local LIMIT = 1000
 local format = string.format
 
 -- include settled_append
+-- include expired_count
 -- include range_add
 -- include settled_upto
 
@@ -62,7 +63,7 @@ local held = tonumber(lock[2] or '0')
 if lock[1] ~= 'shared' or held ~= epoch then return {'fenced', held} end
 local kept, letters, reads
 if encoded_outcome ~= '' then
-  kept, letters, reads = string.match(encoded_outcome, '^(%d+):([hu-]*):([%d:,]*)$')
+  kept, letters, reads = string.match(encoded_outcome, '^(%d+):([hue-]*):([%d:,]*)$')
   if not letters or #letters ~= range_count then return redis.error_reply('ERR shared_settle: a letter per range') end
 end
 local ids = {}
@@ -77,7 +78,7 @@ for i = 1, range_count do
 end
 
 -- What is settled by this call and no earlier one, by its letter: first and last offset in turn.
-local fresh = {h = {}, u = {}}
+local fresh = {h = {}, u = {}, e = {}}
 if letters then
   for i = 1, range_count do
     local line = fresh[string.sub(letters, i, i)]
@@ -106,6 +107,7 @@ if noted and letters then
   end
 end
 settled_append(outcomes_key, lock_key, epoch, tonumber(kept), member, fresh, reads, failed)
+expired_count(lock_key, fresh.e)
 local count = 0
 if #ids > 0 then count = redis.call('XACK', log_key, group, unpack(ids)) end
 if command ~= '' then redis.call('XACK', log_key, group, command) end

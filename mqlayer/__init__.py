@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from mqlayer import outbox
     from mqlayer.consuming import App, Batch, BatchMessage, BatchOf, Context, Depends, MemberOptions
+    from mqlayer.domain.body_streams import AsyncBodyStream, BodyStream
     from mqlayer.domain.cloud_events import CloudEvent, CloudEvents, cloud_event
     from mqlayer.domain.tags import all_of, any_of
+    from mqlayer.domain.time_to_live import expires_after
     from mqlayer.errors import MqlayerError, PauseKey, Reject, RetryLater, Skip
     from mqlayer.events import Event, on_event
     from mqlayer.fenced_sessions import fenced
@@ -25,11 +27,13 @@ __version__ = "0.1.0"
 
 __all__ = [
     "App",
+    "AsyncBodyStream",
     "AsyncProducer",
     "AsyncReceiver",
     "Batch",
     "BatchMessage",
     "BatchOf",
+    "BodyStream",
     "CloudEvent",
     "CloudEvents",
     "Context",
@@ -57,6 +61,7 @@ __all__ = [
     "any_of",
     "cloud_event",
     "configure_logging",
+    "expires_after",
     "fenced",
     "on_event",
     "outbox",
@@ -64,8 +69,10 @@ __all__ = [
 
 _MODULES: Final = {
     "mqlayer.consuming": ("App", "Batch", "BatchMessage", "BatchOf", "Context", "Depends", "MemberOptions"),
+    "mqlayer.domain.body_streams": ("AsyncBodyStream", "BodyStream"),
     "mqlayer.domain.cloud_events": ("CloudEvent", "CloudEvents", "cloud_event"),
     "mqlayer.domain.tags": ("all_of", "any_of"),
+    "mqlayer.domain.time_to_live": ("expires_after",),
     "mqlayer.errors": ("MqlayerError", "PauseKey", "Reject", "RetryLater", "Skip"),
     "mqlayer.events": ("Event", "on_event"),
     "mqlayer.fenced_sessions": ("fenced",),

@@ -14,7 +14,7 @@ log = event_logger(__name__)
 EventKind = Literal[
     "failed", "timed_out", "paused", "blocked", "parking_full", "parked", "unparked", "dead", "skipped",
     "released", "discarded", "kept_dead", "head_skipped", "redriven", "redrive_blocked", "redrive_ended", "overdue",
-    "version_gap", "instance_reset", "acknowledged_loss", "breaker_opened", "breaker_closed", "dropped",
+    "version_gap", "instance_reset", "acknowledged_loss", "breaker_opened", "breaker_closed", "dropped", "expired",
 ]  # fmt: skip
 
 

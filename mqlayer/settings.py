@@ -8,9 +8,9 @@ import re
 from collections import ChainMap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, Self
 
-from pydantic import Field, SecretStr, model_validator
+from pydantic import Field, ModelWrapValidatorHandler, SecretStr, ValidationError, model_validator
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from mqlayer.env_file import ENV_FILE, PREFIX, env_file
@@ -211,6 +211,14 @@ class Settings(BaseSettings):
                 raise InvalidInput(f"no setting is called {', '.join(unknown)}{place}: {_meant(unknown[0], cls)}")
         return values
 
+    @model_validator(mode="wrap")
+    @classmethod
+    def _name_variables(cls, values: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        try:
+            return handler(values)
+        except ValidationError as error:
+            raise InvalidInput(_faults(error, cls)) from None
+
     def control_dsn(self) -> Dsn:
         """Return the control database's DSN, password included. Raises InvalidInput where none is given."""
         _check_given(self.dsn)
@@ -232,6 +240,22 @@ class Settings(BaseSettings):
             pooler_prepares=self.pooler_prepares,
             limits=SessionLimits(self.statement_timeout_s, self.lock_timeout_s, self.idle_in_transaction_timeout_s),
         )
+
+
+def _faults(error: ValidationError, settings: type[Settings]) -> str:
+    """Name each wrong setting, never its value: it may be a secret."""
+    told = []
+    for fault in error.errors(include_input=False, include_url=False, include_context=False)[:3]:
+        name = ".".join(map(str, fault["loc"]))
+        if name in settings.model_fields:
+            told.append(f"{PREFIX}{name.upper()}: {_lower_first(fault['msg'])}")
+        else:
+            told.append(f"{name}: {_meant(name, settings)}")
+    return f"wrong settings: {'; '.join(told)}. The page 'Settings' has what each takes"
+
+
+def _lower_first(text: str) -> str:
+    return text[:1].lower() + text[1:]
 
 
 def _check_given(dsn: SecretStr) -> None:

@@ -66,6 +66,8 @@ CREATE TABLE mqlayer.topic (
     retain_bytes     bigint      NOT NULL DEFAULT 0,
     retain_messages  bigint      NOT NULL DEFAULT 0,
     retain_unsettled text        NOT NULL DEFAULT 'keep',
+    message_ttl_s    bigint      NOT NULL DEFAULT 0,
+    expired          text        NOT NULL DEFAULT 'settle',
     version          int,
     lp_zero          smallint    NOT NULL DEFAULT 0,
     paused_at        timestamptz,
@@ -93,6 +95,8 @@ CREATE TABLE mqlayer.topic (
     CONSTRAINT topic_retain_unsettled CHECK (retain_unsettled IN ('keep', 'drop')),
     CONSTRAINT topic_drop_needs_limit CHECK (retain_unsettled = 'keep'
         OR GREATEST(retain_s, retain_bytes, retain_messages) > 0),
+    CONSTRAINT topic_message_ttl CHECK (message_ttl_s >= 0 AND message_ttl_s <= 3153600000),
+    CONSTRAINT topic_expired CHECK (expired IN ('settle', 'dead')),
     CONSTRAINT topic_version CHECK (version >= 1),
     CONSTRAINT topic_lp_zero CHECK (lp_zero = 0),
     CONSTRAINT topic_paused_by CHECK (octet_length(paused_by) <= 4096),
@@ -461,14 +465,16 @@ CREATE TABLE mqlayer.drained (
 CREATE TABLE mqlayer.retention_loss (
     group_id     bigint      NOT NULL REFERENCES mqlayer.consumer_group(group_id),
     partition_id int         NOT NULL REFERENCES mqlayer.partition(partition_id),
-    dropped      bigint      NOT NULL,
+    event        text        NOT NULL,
+    lost         bigint      NOT NULL,
     seen         bigint      NOT NULL,
-    dropped_at   timestamptz NOT NULL DEFAULT clock_timestamp(),
-    CONSTRAINT retention_loss_key PRIMARY KEY (group_id, partition_id),
-    CONSTRAINT retention_loss_numbers CHECK (dropped >= 0 AND dropped <= 9007199254740991 AND seen >= 0
+    lost_at      timestamptz NOT NULL DEFAULT clock_timestamp(),
+    CONSTRAINT retention_loss_key PRIMARY KEY (group_id, partition_id, event),
+    CONSTRAINT retention_loss_event CHECK (event IN ('dropped', 'expired')),
+    CONSTRAINT retention_loss_numbers CHECK (lost >= 0 AND lost <= 9007199254740991 AND seen >= 0
         AND seen <= 9007199254740991),
-    CONSTRAINT retention_loss_dropped_at CHECK (dropped_at >= '1970-01-01 00:00:00+00'
-        AND dropped_at <= '9000-01-01 00:00:00+00')
+    CONSTRAINT retention_loss_lost_at CHECK (lost_at >= '1970-01-01 00:00:00+00'
+        AND lost_at <= '9000-01-01 00:00:00+00')
 );
 -- Row-level security by the policies read, change, remove, add.
 
@@ -687,7 +693,7 @@ CREATE TABLE mqlayer.dead_message (
     redriven_seek int,
     log_lost      boolean     NOT NULL DEFAULT false,
     CONSTRAINT dead_message_once UNIQUE (group_id, lp, source, seq),
-    CONSTRAINT dead_message_cause CHECK (cause IN ('exhausted', 'rejected', 'skipped', 'discarded')),
+    CONSTRAINT dead_message_cause CHECK (cause IN ('exhausted', 'rejected', 'skipped', 'discarded', 'expired')),
     CONSTRAINT dead_message_numbers CHECK (lp >= 0 AND lp <= 1023 AND source >= 1 AND source <= 9007199254740991
         AND seq >= 1 AND seq <= 9007199254740991 AND log_offset >= 0 AND log_offset <= 9007199254740991
         AND attempts >= 0 AND attempts <= 2000000000 AND redriven_seek >= 0 AND redriven_seek <= 1000000000),
@@ -1135,7 +1141,7 @@ CREATE TABLE mqlayer_archive.outcome (
     CONSTRAINT outcome_range CHECK (first_offset <= last_offset),
     CONSTRAINT outcome_known
         CHECK (outcome IN ('handled', 'unmatched', 'parked', 'exhausted', 'rejected', 'skipped', 'discarded',
-        'redriven', 'replayed', 'dropped'))
+        'redriven', 'replayed', 'dropped', 'expired'))
 ) PARTITION BY RANGE (archived_at);
 CREATE INDEX outcome_by_offset ON mqlayer_archive.outcome (group_id, partition_id, first_offset);
 CREATE INDEX outcome_by_batch ON mqlayer_archive.outcome (topic_id, batch);
@@ -1155,7 +1161,7 @@ CREATE TABLE mqlayer_archive.outcome_queue (
     epoch        bigint      NOT NULL DEFAULT COALESCE(pg_sequence_last_value('mqlayer.epoch'), (0)::bigint),
     CONSTRAINT outcome_queue_known
         CHECK (outcome IN ('handled', 'unmatched', 'parked', 'exhausted', 'rejected', 'skipped', 'discarded',
-        'redriven', 'replayed', 'dropped')),
+        'redriven', 'replayed', 'dropped', 'expired')),
     CONSTRAINT outcome_queue_offset CHECK (log_offset >= 0 AND log_offset <= 9007199254740991),
     CONSTRAINT outcome_queue_attempts CHECK (attempts >= 0 AND attempts <= 2000000000),
     CONSTRAINT outcome_queue_texts CHECK (octet_length(actor) <= 4096 AND octet_length(reason) <= 65536),

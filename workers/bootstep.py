@@ -9,7 +9,6 @@ States of the host: *connecting* (repeated while stores are unavailable) -> *con
 from __future__ import annotations
 
 import os
-import random
 import threading
 from typing import Any, Final
 
@@ -25,6 +24,7 @@ from mqlayer.logs import event_logger
 from mqlayer.postgres.database import Database, address_of, connect, driver_errors
 from mqlayer.postgres.migrations import check_schema
 from mqlayer.postgres.rights import Right, SchemaName, require
+from mqlayer.randomness import RNG
 from mqlayer.redis.acl_check import RequiredAccess
 from mqlayer.redis.roles import RedisRole
 from mqlayer.redis.server_info import check_access
@@ -105,7 +105,7 @@ class ConsumerHost:
                 return
             self._reason = reason
             log.warning("consumers_blocked", extra={"reason": reason, "again_in_s": wait_s})
-            self._stopping.wait(wait_s * random.uniform(0.8, 1.0))
+            self._stopping.wait(wait_s * RNG.uniform(0.8, 1.0))
             wait_s = min(2 * wait_s, LONGEST_WAIT_S)
 
 

@@ -7,7 +7,7 @@ local function outcome_append(outcomes_key, lock_key, epoch, kept, entry)
       local fields = oldest[2]
       for i = 1, #fields, 2 do
         if fields[i] == 'x' then dropped = dropped + tonumber(fields[i + 1]) end
-        if #fields[i] == 1 and string.find('hud', fields[i], 1, true) then
+        if #fields[i] == 1 and string.find('hude', fields[i], 1, true) then
           for first, last in string.gmatch(fields[i + 1], '(%d+)-(%d+)') do dropped = dropped + last - first + 1 end
         end
       end

@@ -34,7 +34,7 @@ from mqlayer.redelivery import (
 
 OnlyTopic = Annotated[str | None, typer.Argument(help="Only of this topic.", autocompletion=topic_names)]
 OnlyGroup = Annotated[str | None, typer.Argument(help="Only of this group.", autocompletion=group_names)]
-CauseOption = Annotated[str | None, typer.Option(help="exhausted, rejected, skipped or discarded.")]
+CauseOption = Annotated[str | None, typer.Option(help="exhausted, rejected, skipped, discarded or expired.")]
 ErrorOption = Annotated[str | None, typer.Option(help="A part of the reason, or of an attempt's error.")]
 SinceOption = Annotated[str | None, typer.Option(help="Died then or later: a time with its zone.")]
 UntilOption = Annotated[str | None, typer.Option(help="Died before: a time with its zone.")]

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
+from codecs import getincrementaldecoder
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from datetime import datetime, timedelta
+from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Annotated, Any, Final
 
 import msgspec
 import typer
 
 from mqlayer.cli.completion import topic_names
-from mqlayer.cli.message_output import HIDDEN, RawOption, is_hidden, show_body
+from mqlayer.cli.message_output import HIDDEN, RawOption, body_stream, is_hidden, show_body, write_raw
 from mqlayer.cli.option_rules import RuledCommand, excludes, needs
 from mqlayer.cli.options import parse_time_option
-from mqlayer.cli.output import JsonOption, echo, format_key, show_beside, show_facts, show_rows
+from mqlayer.cli.output import JsonOption, echo, format_key, pluralize, show_beside, show_facts, show_rows
 from mqlayer.cli.panels import LOOK
 from mqlayer.cli.runtime import runtime_here
+from mqlayer.domain.body_streams import BodyStream
 from mqlayer.domain.body_text import decoded
-from mqlayer.domain.large_bodies import BODY_HEADER, reference_in
-from mqlayer.errors import InvalidInput, NotFound
+from mqlayer.errors import InvalidInput, NotFound, PermissionDenied
 from mqlayer.inspect import (
     FoundMessage,
     LifeStep,
@@ -31,12 +35,15 @@ from mqlayer.inspect import (
     MissingStep,
     find_by_dedup_id,
     find_message,
+    hidden_from,
     message_life,
     search_messages,
 )
 from mqlayer.runtime.runtime import Runtime
 
 WITHIN_S: Final = 3_600.0
+PEEK_BYTES: Final = 4_096
+"""Of a body, to tell whether it is text."""
 SELECTORS: Final = ("--key", "--at", "--within", "--header", "--trace-id", "--dedup-id", "--limit")
 
 message_group = typer.Typer(no_args_is_help=True, help="One message: where it is, and what became of it.")
@@ -110,6 +117,69 @@ def show(
         _show(runtime, named, topic, raw=raw, as_json=as_json)
 
 
+@message_group.command("body", rich_help_panel=LOOK)
+def write_body(
+    message: Annotated[
+        str, typer.Argument(help="SOURCE:LP:SEQ, PARTITION/OFFSET, TOPIC/PARTITION/OFFSET or outbox/ID.")
+    ],
+    topic: Annotated[str | None, typer.Option(help="Of which topic.", autocompletion=topic_names)] = None,
+    to: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE", help="Where to; - is standard output. The default too, but no terminal gets binary bodies."
+        ),
+    ] = None,
+) -> None:
+    """Write the body of a message, also a large one, piece by piece."""
+    with runtime_here() as runtime:
+        found = find_message(runtime, message, topic=topic)
+        if (role := hidden_from(runtime.control)) is not None:
+            fix = f"mqlayer grant operate {role}, or analyze"
+            raise PermissionDenied(runtime.control.address, f"role {role} may see no bodies", fix)
+        if found.content is None:
+            raise NotFound(
+                "body of message", message, "mqlayer dead show and mqlayer parked show have what groups keep"
+            )
+        with body_stream(runtime, found.content.body, found.content.large_body) as stream:
+            if to is None and sys.stdout.isatty() and not _is_text(stream.peek(PEEK_BYTES)[:PEEK_BYTES]):
+                raise InvalidInput("this body is binary: --to FILE keeps it, --to - writes it to the terminal")
+            if to is None or to == "-":
+                shutil.copyfileobj(stream, sys.stdout.buffer)
+                sys.stdout.buffer.flush()
+                return
+            write_file(stream, Path(to))
+            echo(f"{pluralize(stream.size, 'byte')} written to {to}", err=True)
+
+
+def write_file(stream: BodyStream, path: Path) -> None:
+    """Write a body to a file that is there once it is whole. Raises InvalidInput."""
+    try:
+        if path.exists() and not path.is_file():
+            # Another name can't stand in for a device or a pipe.
+            with path.open("wb") as file:
+                shutil.copyfileobj(stream, file)
+            return
+        with NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+            try:
+                shutil.copyfileobj(stream, file)
+                file.close()
+                Path(file.name).replace(path)
+            except BaseException:
+                Path(file.name).unlink(missing_ok=True)
+                raise
+    except OSError as error:
+        raise InvalidInput(f"{path} can't be written: {error.strerror}") from None
+
+
+def _is_text(beginning: bytes) -> bool:
+    try:
+        # The last character may be cut.
+        text = getincrementaldecoder("utf-8")().decode(beginning)
+    except UnicodeDecodeError:
+        return False
+    return all(one.isprintable() or one in "\n\r\t" for one in text)
+
+
 def show_steps(steps: Iterable[LifeStep], missing: Iterable[MissingStep]) -> None:
     """Print a timeline, a step in a line or more, and its gaps."""
     for one in steps:
@@ -139,9 +209,9 @@ def _show(runtime: Runtime, named: str, topic: str | None, *, raw: bool, as_json
     hidden = is_hidden(runtime)
     found = find_message(runtime, named, topic=topic)
     body = None if found.content is None else found.content.body
+    large = None if found.content is None else found.content.large_body
     if raw:
-        sys.stdout.buffer.write(body or b"")
-        sys.stdout.buffer.flush()
+        write_raw(body, large)
         return
     life = message_life(runtime, found)
     if as_json:
@@ -231,13 +301,14 @@ def _show_status(found: MessageStatus, life: MessageLife, *, hidden: bool) -> No
     if hidden:
         echo("body: hidden")
     else:
-        show_body(None if found.content is None else found.content.body)
+        content = found.content
+        show_body(None if content is None else content.body, None if content is None else content.large_body)
 
 
 def _status_json(found: MessageStatus, life: MessageLife, *, hidden: bool) -> dict[str, Any]:
     content = found.content
     kind, text = (HIDDEN, None) if hidden else decoded(None if content is None else content.body)
-    large = None if content is None else reference_in(content.headers.get(BODY_HEADER, ""))
+    large = None if content is None else content.large_body
     return {
         "topic": found.topic,
         "message": None if found.identity is None else str(found.identity),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Iterable
 from typing import Annotated, Any, Final
@@ -9,7 +10,10 @@ from typing import Annotated, Any, Final
 import typer
 
 from mqlayer.cli.output import echo, format_key, format_size, format_time, show_facts, show_rows
+from mqlayer.cli.runtime import runtime_here
+from mqlayer.domain.body_streams import BodyStream
 from mqlayer.domain.body_text import decoded
+from mqlayer.domain.large_bodies import BodyReference
 from mqlayer.domain.names import parse_identity
 from mqlayer.redelivery import MessageDetails
 from mqlayer.runtime.runtime import Runtime
@@ -28,8 +32,7 @@ LimitOption = Annotated[int, typer.Option(min=1, max=1_000, help="How many, at m
 def show_message(found: MessageDetails, *, as_json: bool, raw: bool) -> None:
     """Print a message."""
     if raw:
-        sys.stdout.buffer.write(found.body or b"")
-        sys.stdout.buffer.flush()
+        write_raw(found.body, found.large_body)
         return
     if as_json:
         show_rows([_describe(found, *decoded(found.body))], as_json=True, nothing="")
@@ -47,11 +50,31 @@ def show_message(found: MessageDetails, *, as_json: bool, raw: bool) -> None:
     )
     show_rows(attempts, as_json=False, nothing="no failed attempt of it is known")
     echo()
-    show_body(found.body)
+    show_body(found.body, found.large_body)
 
 
-def show_body(body: bytes | None) -> None:
+def write_raw(body: bytes | None, large: BodyReference | None) -> None:
+    """Write a body to standard output, a large one as it is fetched."""
+    if large is None:
+        sys.stdout.buffer.write(body or b"")
+    else:
+        with runtime_here() as runtime, body_stream(runtime, b"", large) as stream:
+            shutil.copyfileobj(stream, sys.stdout.buffer)
+    sys.stdout.buffer.flush()
+
+
+def body_stream(runtime: Runtime, body: bytes, large: BodyReference | None) -> BodyStream:
+    """Return a body to read."""
+    from mqlayer.large_bodies import BodyReader
+
+    return BodyStream.of(body) if large is None else BodyReader(runtime).opened(large)
+
+
+def show_body(body: bytes | None, large: BodyReference | None = None) -> None:
     """Print a body's size, guessed format and beginning."""
+    if large is not None:
+        echo(f"body: large, {format_size(large.size)}; --raw writes it")
+        return
     kind, text = decoded(body)
     echo("body: none is kept" if body is None else f"body: {format_size(len(body))}, shown as {kind}")
     if text is not None:
@@ -95,6 +118,7 @@ def _facts(found: MessageDetails) -> Iterable[tuple[str, Any]]:
 
 
 def _describe(found: MessageDetails, kind: str | None, text: str | None) -> dict[str, Any]:
+    large = found.large_body
     return {
         "dead_id": found.dead_id,
         "topic": found.topic,
@@ -116,7 +140,8 @@ def _describe(found: MessageDetails, kind: str | None, text: str | None) -> dict
             {"attempt": a.attempt, "failed_at": a.failed_at, "member": a.member, "error": a.error}
             for a in found.attempts
         ],
-        "bytes": None if found.body is None else len(found.body),
+        "bytes": None if found.body is None else len(found.body) if large is None else large.size,
+        "large_body": None if large is None else large.body_id,
         "body_is": kind,
         "body": text and text[:SHOWN_LIMIT],
         "body_cut": text is not None and len(text) > SHOWN_LIMIT,

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import queue
-import random
 import signal
 import socket
 import subprocess
@@ -28,6 +27,7 @@ from mqlayer.cli.supervisor_pipe import JOINING, NUMBER_VARIABLE, PIPE_VARIABLE,
 from mqlayer.groups.members import MemberSession
 from mqlayer.health import Health, Liveness
 from mqlayer.logs import event_logger
+from mqlayer.randomness import RNG
 
 log = event_logger(__name__)
 
@@ -163,7 +163,7 @@ class Child:
         self._process = None
         facts: dict[str, object] = {"pid": pid, **how_it_ended(code)}
         self._ends = 1 if self._started and now - self._began >= STEADY_AFTER_S else self._ends + 1
-        wait_s = min(LONGEST_WAIT_S, FIRST_WAIT_S * 2 ** (self._ends - 1)) * random.uniform(0.8, 1.0)
+        wait_s = min(LONGEST_WAIT_S, FIRST_WAIT_S * 2 ** (self._ends - 1)) * RNG.uniform(0.8, 1.0)
         self._restart_at = now + wait_s
         event = "process_died" if self._started else "process_did_not_start"
         log.error(event, extra=facts | {"again_in_s": round(wait_s, 1)})

@@ -66,6 +66,25 @@ class UnsettledOption(StrEnum):
     DROP = "drop"
 
 
+class ExpiredOption(StrEnum):
+    """What messages become whose time to live ended."""
+
+    SETTLE = "settle"
+    DEAD = "dead"
+
+
+MessageTtlOption = Annotated[
+    str | None,
+    typer.Option(
+        "--message-ttl",
+        metavar="AGE",
+        help="How old a message may be when a handler gets it: such as 90s, 12h, 7d, or none for no end.",
+    ),
+]
+ExpiredMessagesOption = Annotated[
+    ExpiredOption | None,
+    typer.Option("--expired", help="settle: older messages are settled, and counted; dead: they become dead messages."),
+]
 RetainAgeOption = Annotated[
     str | None,
     typer.Option(
@@ -112,10 +131,13 @@ def create(
     retain_bytes: RetainBytesOption = None,
     retain_messages: RetainMessagesOption = None,
     retain_unsettled: RetainUnsettledOption = None,
+    message_ttl: MessageTtlOption = None,
+    expired: ExpiredMessagesOption = None,
     home_zone: Annotated[str, typer.Option(help="Its partitions prefer nodes of this zone.")] = "",
 ) -> None:
     """Create a topic with its partitions and first route. Repeatable."""
     limits = _stream_limits(retain_age, retain_bytes, retain_messages, retain_unsettled)
+    limits |= _life_limits(message_ttl, expired)
     Retention(**limits).check()
     with runtime_here() as runtime:
         check_change(runtime.control)
@@ -152,19 +174,22 @@ def set_(
     retain_bytes: RetainBytesOption = None,
     retain_messages: RetainMessagesOption = None,
     retain_unsettled: RetainUnsettledOption = None,
+    message_ttl: MessageTtlOption = None,
+    expired: ExpiredMessagesOption = None,
     home_zone: Annotated[str | None, typer.Option(help="New partitions prefer nodes of this zone; '' for any.")] = None,
 ) -> None:
-    """Change a topic's limits, archiving, archive retention, schema mode or home zone.
+    """Change a topic's limits, times to live, archiving, archive retention, schema mode or home zone.
 
     The archive never gets messages published while archiving is off.
     """
     limits = {"body_limit": body_limit, "backlog_limit": backlog_limit}
     streams = _stream_limits(retain_age, retain_bytes, retain_messages, retain_unsettled)
-    if not streams and (archived, retention, schema_mode, body_limit, backlog_limit, home_zone) == (None,) * 6:
+    life = _life_limits(message_ttl, expired)
+    if not streams | life and (archived, retention, schema_mode, body_limit, backlog_limit, home_zone) == (None,) * 6:
         raise InvalidInput(
             "say what to set: --backlog-limit, --body-limit, --archived, --not-archived, --retention AGE, "
-            "--retain-age AGE, --retain-bytes, --retain-messages, --retain-unsettled, --schema-mode MODE, "
-            "or --home-zone ZONE"
+            "--retain-age AGE, --retain-bytes, --retain-messages, --retain-unsettled, --message-ttl AGE, --expired, "
+            "--schema-mode MODE, or --home-zone ZONE"
         )
     days = None if retention is None or retention == FOR_EVER else _days(retention)
     if any(limit is not None for limit in limits.values()):
@@ -173,6 +198,8 @@ def set_(
         _set_schema_mode(name, schema_mode)
     if streams:
         _set_stream_limits(name, streams)
+    if life:
+        _set_life_limits(name, life)
     with runtime_here() as runtime:
         check_change(runtime.control)
         if home_zone is not None:
@@ -205,6 +232,22 @@ def _stream_limits(
         "retain_unsettled": None if unsettled is None else unsettled.value,
     }
     return {name: value for name, value in said.items() if value is not None}
+
+
+def _life_limits(ttl: str | None, expired: ExpiredOption | None) -> dict[str, Any]:
+    said = {
+        "message_ttl_s": None if ttl is None else _seconds(ttl),
+        "expired": None if expired is None else expired.value,
+    }
+    return {name: value for name, value in said.items() if value is not None}
+
+
+def _set_life_limits(name: str, limits: dict[str, Any]) -> None:
+    with runtime_here() as runtime:
+        check_change(runtime.control)
+        changed = set_stream_retention(runtime, name, **limits)
+        status = next(one for one in list_topics(runtime.control) if one.name == name)
+    echo(f"messages of topic {name} live {_lived(status.retention)}{'' if changed else ', as before'}")
 
 
 def _set_stream_limits(name: str, limits: dict[str, Any]) -> None:
@@ -345,6 +388,7 @@ def show(name: TopicArgument, as_json: JsonOption = False) -> None:
             "backlog_limit": f"{found.backlog_limit} messages per partition" if found.backlog_limit else "none",
             "archived": _kept(archived=found.archived, days=found.retention_days),
             "streams_keep": _retained(found.retention),
+            "messages_live": _lived(found.retention),
             "created_at": found.created_at,
             "paused_at": found.paused_at,
             "paused_by": found.paused_by,
@@ -403,6 +447,13 @@ def _retained(limits: Retention) -> str:
         return "what some group has not settled"
     which = "records" if limits.drops else "settled records"
     return f"{which} for {' or '.join(said)}, what comes first" if len(said) > 1 else f"{which} for {said[0]}"
+
+
+def _lived(limits: Retention) -> str:
+    end = "die" if limits.expired == "dead" else "are settled"
+    if not limits.message_ttl_s:
+        return "for ever" if limits.expired == "settle" else f"for ever; those with an end of their own {end} then"
+    return f"for {format_age(limits.message_ttl_s)}, then {end}"
 
 
 def _row(topic: TopicSummary) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import msgspec
 
+from mqlayer.domain.body_streams import STREAMS
 from mqlayer.domain.codecs import type_name
 from mqlayer.errors import InvalidInput
 
@@ -31,7 +32,7 @@ _TIMES: Final = {msgspec.inspect.DateTimeType: "date-time", msgspec.inspect.Time
 
 def schema_of(body_type: Any) -> JsonSchema | None:
     """Return the schema of a type's JSON, as its library gives it; None for bytes, str and types that have none."""
-    if body_type in (bytes, str):
+    if body_type in (bytes, str, *STREAMS):
         return None
     try:
         of_model = getattr(body_type, "model_json_schema", None)

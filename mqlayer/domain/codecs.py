@@ -8,6 +8,7 @@ from typing import Any, Final, Protocol, TypeVar, runtime_checkable
 
 import msgspec
 
+from mqlayer.domain.body_streams import STREAMS
 from mqlayer.errors import BodyMismatch, HandlerFault, InvalidInput
 
 Body = TypeVar("Body")
@@ -64,8 +65,8 @@ _PLACE: Final = re.compile(r" - at (`\$[^`]*`)\Z")
 
 
 def decoder_for(body_type: Any) -> Decode:
-    """Return a decoder for bytes, str, a msgspec Struct, pydantic model, dataclass, or any type msgspec reads from
-    JSON.
+    """Return a decoder for bytes, str, a stream, a msgspec Struct, pydantic model, dataclass, or any type msgspec reads
+    from JSON.
 
     It raises BodyMismatch, which names the place in the body, never its content.
     """
@@ -73,6 +74,8 @@ def decoder_for(body_type: Any) -> Decode:
         return AS_IS
     if body_type is str:
         return _text
+    if body_type in STREAMS:
+        return body_type.of  # type: ignore[no-any-return]
     if hasattr(body_type, "model_validate_json"):
         return _pydantic(body_type)
     return _json(body_type)
@@ -96,7 +99,7 @@ def encode_body(body: AnyBody) -> bytes:
 
 def content_type_of(body_type: Any) -> str:
     """Return the media type of what `encode_body` makes of a type."""
-    if body_type is bytes:
+    if body_type is bytes or body_type in STREAMS:
         return "application/octet-stream"
     return "text/plain; charset=utf-8" if body_type is str else "application/json"
 

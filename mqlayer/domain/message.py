@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
@@ -20,11 +21,16 @@ REORDERED_HEADER: Final = "mq-reordered"
 VOID_HEADER: Final = "mq-void"
 """Gives the reason for a void record, which replaces an outbox row that can never be sent. Handlers never see it."""
 
+TTL_HEADER: Final = "mq-ttl"
+"""A message's own time to live, in ms."""
+TTL_MARK: Final = f'"{TTL_HEADER}":'.encode()
+TTL_FORM: Final = re.compile(r"[1-9][0-9]{0,12}", re.ASCII)
+
 _NO_HEADERS: Final[Mapping[str, str]] = {}
 _TAGGED: Final = f'"{TAGS_HEADER}":'.encode()
 _REORDERED: Final = f'"{REORDERED_HEADER}":'.encode()
 _VOID: Final = f'"{VOID_HEADER}":'.encode()
-_OURS: Final = frozenset((BODY_HEADER, TAGS_HEADER, REORDERED_HEADER, VOID_HEADER))
+_OURS: Final = frozenset((BODY_HEADER, TAGS_HEADER, TTL_HEADER, REORDERED_HEADER, VOID_HEADER))
 _decode_headers = msgspec.json.Decoder(dict[str, str]).decode
 _encode_headers = msgspec.json.Encoder().encode
 
@@ -112,6 +118,14 @@ class Record(NamedTuple):
             return ()
         text = self._all_headers().get(TAGS_HEADER)
         return () if text is None else tags_of(text)
+
+    @property
+    def ttl_ms(self) -> int | None:
+        """Its own time to live."""
+        if TTL_MARK not in self.m:
+            return None
+        text = self._all_headers().get(TTL_HEADER)
+        return int(text) if text is not None and TTL_FORM.fullmatch(text) else None
 
     @property
     def reordered(self) -> bool:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Final
 
-from mqlayer.domain.message import Identity
+from mqlayer.domain.message import TTL_FORM, TTL_HEADER, Identity
 from mqlayer.errors import BodyTooLarge, InvalidInput, InvalidName, KeyTooLarge, ReservedHeader
 
 IDENTITY_FORM: Final = re.compile(r"(\d{1,9}):(\d{1,4}):(\d{1,18})")
@@ -115,7 +115,10 @@ def check_headers(headers: Mapping[str, str]) -> Mapping[str, str]:
     for name, value in headers.items():
         if not all(isinstance(part, str) for part in (name, value)):
             raise ReservedHeader("names and values must be str")
-        if name.startswith(RESERVED_PREFIX):
+        if name == TTL_HEADER:
+            if not TTL_FORM.fullmatch(value):
+                raise ReservedHeader(f"{name!r} is a number of ms: use expires_after")
+        elif name.startswith(RESERVED_PREFIX):
             raise ReservedHeader(f"names that begin with {RESERVED_PREFIX!r} are reserved, rename {name!r}")
         size += len(name.encode()) + len(value.encode())
     if size > HEADER_BYTES_LIMIT:

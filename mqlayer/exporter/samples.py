@@ -17,6 +17,7 @@ from mqlayer.redelivery import FailureCounts, failure_counts
 from mqlayer.runtime.runtime import Runtime
 
 COUNTED_EVENTS: Final = ("failed", "timed_out", "parked", "dead", "skipped", "redriven")
+RARE_EVENTS: Final = ("dropped", "expired")
 
 Samples = dict[str, list[Measurement]]
 GroupName = tuple[str, str]
@@ -139,7 +140,7 @@ def _add_failures(found: Samples, counts: Iterable[FailureCounts], live: set[Gro
         if name not in live:
             continue
         sums[name].update({"keys": one.keys, "messages": one.messages, "waiting": one.waiting, "dead": one.dead})
-        sums[name].update({f"ever {event}": one.totals.get(event, 0) for event in (*COUNTED_EVENTS, "dropped")})
+        sums[name].update({f"ever {event}": one.totals.get(event, 0) for event in (*COUNTED_EVENTS, *RARE_EVENTS)})
         overdue[name] = max(overdue.get(name, 0.0), one.overdue_s or 0.0)
     for name, total in sums.items():
         labels = _labels(name)
@@ -150,9 +151,10 @@ def _add_failures(found: Samples, counts: Iterable[FailureCounts], live: set[Gro
         found["mqlayer.group.dead"].append((total["dead"], labels))
         for event in COUNTED_EVENTS:
             found["mqlayer.group.events"].append((total[f"ever {event}"], _labels(name, outcome=event)))
-        if total["ever dropped"]:
-            # Of few groups, and series are bounded.
-            found["mqlayer.group.events"].append((total["ever dropped"], _labels(name, outcome="dropped")))
+        for event in RARE_EVENTS:
+            if total[f"ever {event}"]:
+                # Of few groups, and series are bounded.
+                found["mqlayer.group.events"].append((total[f"ever {event}"], _labels(name, outcome=event)))
 
 
 def _add_nodes(found: Samples, row: tuple[Any, ...], statuses: Iterable[GroupStatus]) -> None:

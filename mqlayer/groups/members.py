@@ -15,6 +15,7 @@ from mqlayer.domain.rates import RateLimit
 from mqlayer.domain.retry_rules import RULES_COUNT, RetryRules
 from mqlayer.domain.routing import NodeId, PartitionId
 from mqlayer.domain.tags import NO_FILTER
+from mqlayer.domain.time_to_live import NO_END, TimeToLive
 from mqlayer.errors import Conflict, GroupRetired, InstanceTaken, NotFound, TransactionConflict
 from mqlayer.failpoints import failpoint
 from mqlayer.groups.breaker import CLOSED, BreakerReply
@@ -24,7 +25,7 @@ from mqlayer.postgres.protocol import InForce, code_facts
 from mqlayer.postgres.queries import query
 
 OF_BREAKER: Final = 7
-OF_GROUP: Final = 7 + OF_BREAKER + RULES_COUNT
+OF_GROUP: Final = 10 + OF_BREAKER + RULES_COUNT
 """Columns of `member_assignments` about the group."""
 
 
@@ -69,7 +70,8 @@ class Assignment:
 class HeartbeatReply:
     """`known`: False if the lease ran out or the session was replaced.
 
-    `parking_version` counts acts on parked keys. `archived`: outcomes go to an archiver.
+    `parking_version` counts acts on parked keys. `archived`: outcomes go to an archiver. `now_ms`: Postgres's time,
+    at the latest.
     """
 
     known: bool
@@ -79,6 +81,8 @@ class HeartbeatReply:
     parking_version: int = 0
     tag_filter: str = NO_FILTER
     archived: bool = False
+    time_to_live: TimeToLive = NO_END
+    now_ms: int = 0
     rate: RateLimit | None = None
     assignments: tuple[Assignment, ...] = ()
     breaker: BreakerReply = CLOSED
@@ -200,9 +204,9 @@ def send_heartbeat(
         rows = connection.execute(query("member_assignments"), facts).fetchall()
     assigned = tuple(Assignment(*row[:-OF_GROUP]) for row in rows if row[0] is not None)
     facts_of_group: Sequence[Any] = (
-        rows[0][-OF_GROUP:] if rows else (False, None, None, 0, *[None] * OF_BREAKER, NO_FILTER, 0, 0)
+        rows[0][-OF_GROUP:] if rows else (False, 0, "settle", 0, None, None, 0, *[None] * OF_BREAKER, NO_FILTER, 0, 0)
     )
-    archived, per_s, burst, share_count, *more = facts_of_group
+    archived, ttl_s, expired, now_ms, per_s, burst, share_count, *more = facts_of_group
     tag_filter, parking_version, allocation, *columns = more[OF_BREAKER:]
     rules = RetryRules.of(columns) if columns else None
     rate = RateLimit.of(per_s, burst, share_count or 0)
@@ -216,6 +220,8 @@ def send_heartbeat(
         parking_version,
         tag_filter,
         archived,
+        TimeToLive(ttl_s, expired),
+        now_ms,
         rate,
         assigned,
         breaker,

@@ -12,6 +12,7 @@ from mqlayer.domain.rates import RateLimit
 from mqlayer.domain.retry_rules import Policy
 from mqlayer.domain.routing import NodeId, PartitionId
 from mqlayer.domain.tags import NO_FILTER
+from mqlayer.domain.time_to_live import ExpiredRule
 from mqlayer.errors import GroupRetired
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.queries import query
@@ -22,7 +23,8 @@ class PopPartition:
     """A partition of a group with ordered pop. `epoch`: None if it was never readable.
 
     `start`, `seek`, `replay`, `cut`, `archived`: see `Assignment`, `HeartbeatReply`. `readable`: not gated, not paused,
-    given to this deployment. `parked`: a key is; `parked_due_in_s`: until the next one is due.
+    given to this deployment. `parked`: a key is; `parked_due_in_s`: until the next one is due. `message_ttl_s`,
+    `expired`: see `TimeToLive`; `now_ms`: Postgres's time, at the latest.
     """
 
     partition: PartitionId
@@ -44,6 +46,9 @@ class PopPartition:
     lp_to: int = 0
     parked: bool = field(default=False, compare=False)
     parked_due_in_s: float | None = field(default=None, compare=False)
+    message_ttl_s: int = 0
+    expired: ExpiredRule = "settle"
+    now_ms: int = field(default=0, compare=False)
 
     @property
     def rate(self) -> RateLimit | None:

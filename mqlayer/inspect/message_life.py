@@ -34,6 +34,7 @@ _ENDS: Final[frozenset[Step]] = frozenset({"parked", "dead", "applied", "settled
 _OUTCOMES: Final[Mapping[str, Step]] = {
     "handled": "settled", "unmatched": "settled", "parked": "parked", "redriven": "redriven", "replayed": "replayed",
     "exhausted": "dead", "rejected": "dead", "skipped": "dead", "discarded": "dead",
+    "expired": "dead", "dropped": "dead",
 }  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from typing import Any, Final
 import msgspec
 from psycopg import errors as pg_errors
 
-from mqlayer.domain.large_bodies import BODY_HEADER
+from mqlayer.domain.large_bodies import BODY_HEADER, BodyReference, reference_in
 from mqlayer.domain.message import NO_KEY, Identity, Record
 from mqlayer.domain.names import parse_identity
 from mqlayer.domain.routing import NodeId
@@ -45,6 +45,11 @@ class MessageContent:
 
     headers: Mapping[str, str]
     body: bytes
+
+    @property
+    def large_body(self) -> BodyReference | None:
+        """The reference of a body stored outside of the message."""
+        return reference_in(self.headers.get(BODY_HEADER, ""))
 
 
 @dataclass(frozen=True, slots=True)

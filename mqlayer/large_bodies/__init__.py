@@ -1,7 +1,7 @@
 """Bodies over the threshold, in Postgres or S3 (docs/design/large-bodies.md)."""
 
 from mqlayer.large_bodies.options import LargeBodyOptions, process_options
-from mqlayer.large_bodies.reading import BodyReader
+from mqlayer.large_bodies.reading import BodyReader, Stream
 from mqlayer.large_bodies.writing import StoredBody, stored_body, storing
 
-__all__ = ["BodyReader", "LargeBodyOptions", "StoredBody", "process_options", "stored_body", "storing"]
+__all__ = ["BodyReader", "LargeBodyOptions", "StoredBody", "Stream", "process_options", "stored_body", "storing"]

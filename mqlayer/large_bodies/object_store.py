@@ -35,9 +35,10 @@ class ObjectStore:
         """Write an object."""
         self._call(lambda: self._client.put_object(Bucket=bucket, Key=location, Body=body))
 
-    def get(self, bucket: str, location: str) -> bytes | None:
-        """Return an object, None without one."""
-        return self._call(lambda: bytes(self._client.get_object(Bucket=bucket, Key=location)["Body"].read()), none=True)
+    def get(self, bucket: str, location: str, start: int, size: int) -> bytes | None:
+        """Return bytes of an object, fewer behind its end; None without one."""
+        asked = {"Bucket": bucket, "Key": location, "Range": f"bytes={start}-{start + size - 1}"}
+        return self._call(lambda: bytes(self._client.get_object(**asked)["Body"].read()), none=True)
 
     def delete(self, bucket: str, location: str) -> None:
         """Delete an object, if there."""
@@ -62,7 +63,7 @@ class ObjectStore:
             return work()
         except ClientError as error:
             code = error.response.get("Error", {}).get("Code", "")
-            if none and code in ("NoSuchKey", "404", "NotFound"):
+            if none and code in ("NoSuchKey", "404", "NotFound", "InvalidRange"):
                 return None
             raise StoreUnavailable(self.address, f"it answered {code or 'an error'}") from None
         except (BotoCoreError, OSError) as error:

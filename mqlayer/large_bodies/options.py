@@ -24,9 +24,9 @@ class LargeBodyOptions:
 
     @classmethod
     def of(cls, settings: Settings) -> LargeBodyOptions:
-        """Return a process's options. Raises InvalidInput for S3 without a bucket."""
-        if settings.large_bodies == "s3" and not settings.s3_bucket:
-            raise InvalidInput("large bodies go to S3, but no bucket is given: set MQLAYER_S3_BUCKET")
+        """Return a process's options. Raises InvalidInput for settings of S3 that don't fit."""
+        if settings.large_bodies == "s3":
+            _check_s3(settings)
         return cls(
             settings.large_bodies,
             settings.large_body_threshold,
@@ -41,6 +41,18 @@ class LargeBodyOptions:
     def on(self) -> bool:
         """Whether large bodies are stored."""
         return self.store != "off"
+
+
+def _check_s3(settings: Settings) -> None:
+    if not settings.s3_bucket:
+        raise InvalidInput("large bodies go to S3, but no bucket is given: set MQLAYER_S3_BUCKET")
+    if settings.s3_prefix and not settings.s3_prefix.endswith("/"):
+        raise InvalidInput(f"MQLAYER_S3_PREFIX is {settings.s3_prefix!r}: end it with /, as in 'mqlayer/'")
+    # Its text is in errors and logs.
+    if "@" in settings.s3_endpoint:
+        raise InvalidInput("MQLAYER_S3_ENDPOINT has a user: give credentials by boto3's chain, as AWS_ACCESS_KEY_ID")
+    if settings.s3_endpoint and not settings.s3_endpoint.startswith(("http://", "https://")):
+        raise InvalidInput(f"MQLAYER_S3_ENDPOINT is {settings.s3_endpoint!r}: begin it with https:// or http://")
 
 
 _known: Final[list[LargeBodyOptions]] = []

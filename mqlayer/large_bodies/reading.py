@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from hashlib import sha256
-from itertools import count
+from typing import Final, TypeVar
 
+from mqlayer.domain.body_streams import AsyncBodyStream, BodyStream
 from mqlayer.domain.large_bodies import CHUNK_BYTES, BodyReference
 from mqlayer.domain.message import Record
 from mqlayer.errors import MissingBody
@@ -13,6 +14,10 @@ from mqlayer.large_bodies.object_store import object_store
 from mqlayer.large_bodies.options import LargeBodyOptions
 from mqlayer.postgres.queries import query
 from mqlayer.runtime.runtime import Runtime
+
+RANGE_BYTES: Final = 4_194_304
+"""Of an object, asked for at once."""
+Stream = TypeVar("Stream", BodyStream, AsyncBodyStream)
 
 
 class BodyReader:
@@ -30,33 +35,49 @@ class BodyReader:
         reference = record.large_body
         return record if reference is None else record.with_body(self.fetch(reference))
 
+    def opened(self, reference: BodyReference) -> BodyStream:
+        """Return a body as a stream; its first read fetches."""
+        return BodyStream(self.chunks(reference), reference.size)
+
+    def stream_of(self, kind: type[Stream], record: Record) -> Stream:
+        """Return a record's body as a stream of a kind."""
+        reference = record.large_body
+        return kind.of(record.body) if reference is None else kind(self.chunks(reference), reference.size)
+
     def chunks(self, reference: BodyReference) -> Iterator[bytes]:
-        """Yield a body's bytes in order; raise at the end where they aren't the body's."""
-        digest, size = sha256(), 0
+        """Yield a body's bytes in order; raise in place of the last ones where they aren't the body's."""
+        digest, left = sha256(), reference.size
         for chunk in self._chunks(reference):
             digest.update(chunk)
-            size += len(chunk)
+            left -= len(chunk)
+            if left < 0 or (left == 0 and digest.hexdigest() != reference.sha256):
+                break
             yield chunk
-        if size != reference.size or digest.hexdigest() != reference.sha256:
-            raise MissingBody(reference.body_id, "its bytes are not those that were published")
+        else:
+            if left == 0:
+                return
+        raise MissingBody(reference.body_id, "its bytes are not those that were published")
 
     def _chunks(self, reference: BodyReference) -> Iterator[bytes]:
-        left = reference.size
-        for number in count():
+        for number in range(max(1, -(-reference.size // CHUNK_BYTES))):
             bucket, location, data = self._read(reference, number)
             if bucket is not None:
-                options = LargeBodyOptions.of(self._runtime.settings)
-                found = object_store(options).get(bucket, location)
-                if found is None:
-                    raise MissingBody(reference.body_id, f"bucket {bucket} has no object {location}")
-                yield found
+                yield from self._ranges(reference, bucket, location)
                 return
             if data is None:
                 raise MissingBody(reference.body_id, f"chunk {number} is gone")
             yield bytes(data)
-            left -= CHUNK_BYTES
-            if left <= 0:
-                return
+
+    def _ranges(self, reference: BodyReference, bucket: str, location: str) -> Iterator[bytes]:
+        """Ask for ranges one by one: a slow handler holds no connection, and each is tried again by itself."""
+        store = object_store(LargeBodyOptions.of(self._runtime.settings))
+        for start in range(0, reference.size, RANGE_BYTES):
+            found = store.get(bucket, location, start, RANGE_BYTES)
+            if found is None:
+                raise MissingBody(
+                    reference.body_id, f"bucket {bucket} has no object {location} of {reference.size} bytes"
+                )
+            yield found
 
     def _read(self, reference: BodyReference, number: int) -> tuple[str | None, str, bytes | None]:
         application = self._runtime.application

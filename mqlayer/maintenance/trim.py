@@ -147,8 +147,10 @@ class _NodeTrimming:
             self._check()
             replies = self._connection.call(commands)
             failpoint("trim.after_round")
-            counts = [_dropped(reply, self._address) for reply in replies]
-            for one, count in zip(bounded, counts, strict=True):
+            passes = [_trimmed(reply, self._address) for reply in replies]
+            counts = [count for count, _ in passes]
+            for one, (count, expired) in zip(bounded, passes, strict=True):
+                self._report.unsettled.add_expired(one.partition, one.starts, expired)
                 if count:
                     self._report.dropped[one.partition] = self._report.dropped.get(one.partition, 0) + count
             going = {one.partition for one, count in zip(bounded, counts, strict=True) if count}
@@ -218,6 +220,7 @@ def _moved(partition: int, start: GroupStart, positions: dict[tuple[int, int], i
     return start._replace(offset=max(start.offset, positions.get((partition, start.group_id), 0)))
 
 
-def _dropped(reply: Any, address: str) -> int:
+def _trimmed(reply: Any, address: str) -> tuple[int, list[int]]:
+    """Return the records dropped, and per group how many expired messages it settled ever."""
     word, *facts = raise_for_reply(reply, address)
-    return int(facts[0]) if word == b"trimmed" else 0
+    return (int(facts[0]), facts[2:]) if word == b"trimmed" else (0, [])

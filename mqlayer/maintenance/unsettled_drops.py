@@ -1,8 +1,9 @@
-"""Unsettled messages that went by their topics' limits: counted, told, and the drained partitions of absent groups."""
+"""Messages that groups never handled, by limits and times to live; drained partitions of absent groups."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mqlayer.errors import MqlayerError
@@ -27,6 +28,8 @@ class Drops:
     """By group and partition."""
     seeks: dict[int, int] = field(default_factory=dict)
     counts: Counter[int] = field(default_factory=Counter)
+    expired: dict[tuple[int, int], int] = field(default_factory=dict)
+    """By group and partition, ever."""
     names: dict[int, tuple[str, str]] = field(default_factory=dict)
 
     def add(self, partition: int, start: GroupStart, position: DroppedPosition) -> None:
@@ -36,12 +39,19 @@ class Drops:
         if position.lost:
             self.counts[start.group_id] += position.lost
 
+    def add_expired(self, partition: int, starts: Sequence[GroupStart], totals: Sequence[int]) -> None:
+        """Note how many expired messages groups settled."""
+        for start, total in zip(starts, totals, strict=False):
+            if total:
+                self.expired[start.group_id, partition] = total
+
     def write(self, connection: Connection, actor: str) -> None:
         """Store the counts in the pass's transaction; one audit row per group and hour."""
-        totals = [(*place, one.dropped) for place, one in sorted(self.positions.items()) if one.dropped]
+        totals = [(*place, "dropped", one.dropped) for place, one in self.positions.items() if one.dropped]
+        totals += [(*place, "expired", total) for place, total in self.expired.items()]
         if not totals:
             return
-        facts = columns(("groups", "partitions", "totals"), totals)
+        facts = columns(("groups", "partitions", "events", "totals"), sorted(totals))
         quiet = connection.execute(query("retention_loss_quiet"), facts).fetchall()
         connection.execute(query("retention_loss_put"), facts)
         self.names = {row[0]: row[1:] for row in connection.execute(query("retention_loss_groups"), facts).fetchall()}

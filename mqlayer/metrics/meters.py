@@ -35,6 +35,7 @@ OTHER: Final = "_OTHER"
 """The conventions' name for any further class."""
 OUTCOMES: Final = (
     "handled", "failed", "timed_out", "paused", "blocked", "parked", "unparked", "dead", "skipped", "unmatched", "held",
+    "expired",
 )  # fmt: skip
 CONSUMED: Final = ("handled", "failed", "paused", "held")
 RECEIVED: Final = "received"

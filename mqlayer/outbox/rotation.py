@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import time
 from typing import Final, Literal
 
@@ -10,6 +9,7 @@ from mqlayer.errors import TransactionConflict
 from mqlayer.logs import event_logger
 from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.queries import query
+from mqlayer.randomness import RNG
 
 log = event_logger(__name__)
 
@@ -39,7 +39,7 @@ def _rotate_slot(connection: Connection, slot: int) -> RotationResult:
         answer = _try(connection, slot)
         if answer != "busy":
             break
-        time.sleep(random.uniform(0.01, 0.05) * (tried + 1))
+        time.sleep(RNG.uniform(0.01, 0.05) * (tried + 1))
     return answer
 
 

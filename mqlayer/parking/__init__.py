@@ -19,6 +19,7 @@ from mqlayer.parking.store import (
     ParkingResult,
     ParkingStore,
     Span,
+    death_counts,
     tried,
 )
 
@@ -41,5 +42,6 @@ __all__ = [
     "ParkingResult",
     "ParkingStore",
     "Span",
+    "death_counts",
     "tried",
 ]

@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple
 from mqlayer.domain.message import Identity, ParkedRecord
 from mqlayer.domain.retry_rules import Policy
 from mqlayer.domain.routing import PartitionId
+from mqlayer.domain.time_to_live import EXPIRED_REASON, Expiry
 from mqlayer.failpoints import failpoint
 from mqlayer.parking.store import BATCH_BYTES, DeadLetterEntry, KeyRef, ParkingStore
 from mqlayer.postgres.database import Connection
@@ -49,6 +50,16 @@ class FailureRule(NamedTuple):
         return self.policy != "block" and failures >= self.attempt_limit
 
 
+class ClaimRequest(NamedTuple):
+    """What a receiver asks for. `expiry`: judges messages' ages."""
+
+    span: ParkedSpan
+    rule: FailureRule
+    limit: int
+    visible_s: float
+    expiry: Expiry | None
+
+
 class ClaimedHead(NamedTuple):
     """A parked key's first message, with its failed attempts."""
 
@@ -80,18 +91,23 @@ class PopParkingStore(ParkingStore):
         with self._database.connection() as connection:
             return self._dead_among(connection, identities)
 
-    def claim(self, span: ParkedSpan, rule: FailureRule, *, count: int, visible_s: float) -> list[ClaimedHead]:
-        """Give out the first messages of up to `count` due keys; what failed too often goes as the policy says."""
+    def claim(self, wanted: ClaimRequest, now: float) -> list[ClaimedHead]:
+        """Give out the first messages of some due keys; what expired dies, what failed too often goes by the policy.
+
+        `now`: by the clock of `wanted.expiry`.
+        """
 
         def work(connection: Connection) -> list[ClaimedHead]:
-            facts = self._who | span._asdict() | {"partition_id": span.partition}
-            asked = facts | {"count": count, "visible_s": visible_s}
+            facts = self._who | wanted.span._asdict() | {"partition_id": wanted.span.partition}
+            asked = facts | {"count": wanted.limit, "visible_s": wanted.visible_s}
             claimed: list[ClaimedHead] = []
             for lp, name, number, attempts in connection.execute(query("pop_parked_claim"), asked).fetchall():
                 claim = Claim(lp, bytes(name), number)
                 record = self._first(connection, facts, claim, attempts)
-                if record is not None and rule.ends(record.attempts):
-                    self._end_failing(connection, facts, claim, record, rule)
+                if record is not None and wanted.expiry is not None and wanted.expiry.has_ended(record, now):
+                    self._end_dead(connection, facts, claim, expired_letter_of(record, wanted.expiry))
+                elif record is not None and wanted.rule.ends(record.attempts):
+                    self._end_failing(connection, facts, claim, record, wanted.rule)
                 elif record is not None:
                     claimed.append(ClaimedHead(claim, record))
             failpoint("pop.before_claim")
@@ -185,9 +201,11 @@ class PopParkingStore(ParkingStore):
             waits = {"attempts": record.attempts, "cause": "exhausted", "wait_s": None}
             connection.execute(query("pop_parked_put"), facts | {"lp": claim.lp, "name": claim.name} | waits)
             return
-        dead = dead_letter_of(record, record.attempts, rule)
+        self._end_dead(connection, facts, claim, dead_letter_of(record, record.attempts, rule))
+
+    def _end_dead(self, connection: Connection, facts: dict[str, object], claim: Claim, dead: DeadLetterEntry) -> None:
         counts = self._dead_letter(connection, facts, [dead])
-        source, lp, seq = record.identity
+        source, lp, seq = dead.record.identity
         arrays = columns(("lps", "sources", "seqs", "handled"), [(lp, source, seq, False)])
         connection.execute(query("parked_messages_end"), facts | arrays | {"given_s": 0.0})
         self._go_on(connection, facts, claim)
@@ -199,6 +217,11 @@ def dead_letter_of(record: Any, attempts: int, rule: FailureRule) -> DeadLetterE
     if rule.policy == "skip":
         return DeadLetterEntry(record, "skipped", f"failed {attempts} times", attempts, keep_body=False)
     return DeadLetterEntry(record, "exhausted", f"failed {attempts} times", attempts, keep_body=True)
+
+
+def expired_letter_of(record: ParkedRecord, expiry: Expiry) -> DeadLetterEntry:
+    """Return an expired message as a dead one."""
+    return DeadLetterEntry(record, "expired", EXPIRED_REASON, record.attempts, keep_body=expiry.rule == "dead")
 
 
 def _partition_of(facts: dict[str, object]) -> int:

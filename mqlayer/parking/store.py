@@ -19,7 +19,7 @@ from mqlayer.postgres.event_counts import add_counts
 from mqlayer.postgres.queries import columns, query
 
 ParkCause = Literal["retry", "exhausted", "rejected", "paused"]
-DeathCause = Literal["exhausted", "rejected", "skipped"]
+DeathCause = Literal["exhausted", "rejected", "skipped", "expired"]
 ParkingLimit = Literal["keys", "key_messages", "key_bytes", "group_messages", "group_bytes"]
 """Keys of a partition; messages or bytes of a key or group."""
 
@@ -418,7 +418,7 @@ class ParkingStore:
         ]  # fmt: skip
         names = ("lps", "sources", "seqs", "offsets", "keys", "ms", "bodies", "causes", "reasons", "attempts", "tried")
         put = connection.execute(query("dead_put"), facts | columns(names, rows)).fetchall()
-        return Counter("dead" if kept else "skipped" for (kept,) in put)
+        return death_counts(put)
 
     def _apply(
         self, connection: Connection, facts: dict[str, object], update: KeyUpdate, result: ParkingResult
@@ -487,6 +487,15 @@ class ParkingStore:
             ParkedRecord.of((offset, m, name, body), attempts=own if at else attempts, redriven=redriven, replay=replay)
             for at, (offset, m, name, body, redriven, replay, own) in enumerate(rows)
         ]
+
+
+def death_counts(put: Iterable[tuple[bool, bool]]) -> Counter[str]:
+    """Return the events of dead messages, by whether their bodies are kept and their time to live ended."""
+    counts: Counter[str] = Counter()
+    for kept, expired in put:
+        counts["expired"] += expired
+        counts["dead" if kept else "skipped"] += kept or not expired
+    return counts
 
 
 def _state(row: Sequence[Any]) -> KeyState:

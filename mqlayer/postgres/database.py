@@ -12,7 +12,7 @@ from typing import Any, Final, TypeVar
 import psycopg
 from psycopg import errors as pg_errors
 from psycopg_pool import ConnectionPool, PoolTimeout
-from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
+from tenacity import Retrying, retry_if_exception_type, stop_after_delay
 
 from mqlayer.domain.protocol import ProtocolRange
 from mqlayer.errors import (
@@ -35,6 +35,7 @@ from mqlayer.errors import (
 from mqlayer.postgres.dsn import address_of, parse_dsn
 from mqlayer.postgres.server_identity import meet_server
 from mqlayer.postgres.session_setup import is_own, refuse_moved, refuse_pooled, set_up
+from mqlayer.randomness import RNG, FullJitter
 from mqlayer.settings import NO_DATABASE, Dsn, options_of
 
 Result = TypeVar("Result")
@@ -96,6 +97,14 @@ def connect_at_best(dsn: str, *, application: str) -> Connection:
     return connect(Dsn(options.direct, options) if options.direct else dsn, application=application)
 
 
+class _Pool(ConnectionPool[Connection]):
+    """A pool whose connections' lifetimes leave Python's global random generator alone."""
+
+    @classmethod
+    def _jitter(cls, value: float, min_pc: float, max_pc: float) -> float:
+        return value * (1 + RNG.uniform(min_pc, max_pc))
+
+
 class Database:
     """A pool of connections to one Postgres, opened at first use; open it after forking.
 
@@ -109,7 +118,7 @@ class Database:
         self._refused: ConfigurationRefused | None = None
         self._pooled: bool | None = None
         self._in_use: set[int] = set()
-        self._pool: ConnectionPool[Connection] = ConnectionPool(
+        self._pool = _Pool(
             dsn,
             name=_POOL,
             kwargs={"autocommit": True, **_arguments(dsn, application)},
@@ -216,7 +225,7 @@ class Database:
         no other effect."""
         retrying = Retrying(
             retry=retry_if_exception_type(TransactionConflict),
-            wait=wait_random_exponential(multiplier=0.02, max=0.5),
+            wait=FullJitter(multiplier=0.02, max=0.5),
             stop=stop_after_delay(timeout_s),
             reraise=True,
         )

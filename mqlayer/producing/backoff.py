@@ -1,15 +1,16 @@
-"""Retry intervals: tenacity's exponential wait with full jitter."""
+"""Retry intervals: an exponential wait with full jitter."""
 
 from __future__ import annotations
 
 from typing import Final
 
 from tenacity import RetryCallState, Retrying
-from tenacity.wait import wait_random_exponential
+
+from mqlayer.randomness import FullJitter
 
 _RETRYING: Final = Retrying()
-_WAIT: Final = wait_random_exponential(multiplier=0.02, max=1.0)
-_WAIT_FOR_ROUTE: Final = wait_random_exponential(multiplier=0.005, max=1.0)
+_WAIT: Final = FullJitter(multiplier=0.02, max=1.0)
+_WAIT_FOR_ROUTE: Final = FullJitter(multiplier=0.005, max=1.0)
 
 
 def backoff_s(failures: int) -> float:

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, ParamSpec, Self, TypeVar
 
+from mqlayer.domain.body_streams import AsyncBodyStream
 from mqlayer.errors import Conflict
 from mqlayer.idempotency import arecord_effect
 from mqlayer.postgres.caller_connections import run_async
@@ -125,6 +126,10 @@ class AsyncReceiver(ReceiverBase):
     async def fetch_body(self, message: PopMessage) -> bytes:
         """As `Receiver.fetch_body`."""
         return await asyncio.to_thread(self._opened().body_of, message)
+
+    def open_body(self, message: PopMessage) -> AsyncBodyStream:
+        """As `Receiver.open_body`; nothing to await but its reads."""
+        return self._opened().stream_of(message, AsyncBodyStream)
 
     async def ack(self, messages: Iterable[PopMessage]) -> None:
         """As `Receiver.ack`."""

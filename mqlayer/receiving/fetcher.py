@@ -244,6 +244,8 @@ class Fetcher:
             self._settler.settle("ack", beyond, handled=False)
         if excluded:
             self._settler.exclude(excluded)
+        if view.expiry is not None:
+            found = self._parking.living(view, found, view.expiry)
         replay = view.info.replay
         return [
             message_of(record, attempt=times, token=token, replay=replay)

@@ -14,14 +14,22 @@ from typing import Final, NamedTuple
 
 from mqlayer.domain.message import Identity, Record
 from mqlayer.domain.parked_names import parked_name
+from mqlayer.domain.time_to_live import EXPIRED_REASON, Expiry
 from mqlayer.errors import MqlayerError
 from mqlayer.events import Event, emit
 from mqlayer.failpoints import failpoint
 from mqlayer.groups.group import Group
 from mqlayer.groups.pop_partitions import PopPartition
 from mqlayer.logs import event_logger
-from mqlayer.parking import FailedAttempt, KeyEntry, KeyRef, ParkingBatch, ParkingResult, Span
-from mqlayer.parking.pop_store import ClaimedHead, FailureRule, ParkedSpan, PopParkingStore, dead_letter_of
+from mqlayer.parking import DeadLetterEntry, FailedAttempt, KeyEntry, KeyRef, ParkingBatch, ParkingResult, Span
+from mqlayer.parking.pop_store import (
+    ClaimedHead,
+    ClaimRequest,
+    FailureRule,
+    ParkedSpan,
+    PopParkingStore,
+    dead_letter_of,
+)
 from mqlayer.receiving.partition_view import PartitionView
 from mqlayer.receiving.pop_message import Claimed, PopMessage, Token, message_of
 from mqlayer.receiving.settler import PopSettler
@@ -54,6 +62,39 @@ class PopParking:
         self._group, self._store, self._settler, self._texts = group, store, settler, texts
         self._alone = group.strategy != "strict"
         self.counts: Counter[str] = Counter()
+
+    def living(self, view: PartitionView, given: list[Delivery], expiry: Expiry) -> list[Delivery]:
+        """Return the messages that have not expired; settle the others, or let them die."""
+        now = time.monotonic()
+        expired = [one for one in given if expiry.has_ended(one.record, now)]
+        if not expired:
+            return given
+        tokens = [one.token for one in expired]
+        if expiry.rule == "settle":
+            self._settler.expire(tokens)
+            self._emit("expired", view, len(tokens))
+        else:
+            self._let_die(view, expired)
+        gone = set(tokens)
+        return [one for one in given if one.token not in gone]
+
+    def _let_die(self, view: PartitionView, expired: Sequence[Delivery]) -> None:
+        tokens = [one.token for one in expired]
+        try:
+            known = self._store.dead_among([one.record.identity for one in expired])
+            dead_letters = [
+                DeadLetterEntry(one.record, "expired", EXPIRED_REASON, one.failures, keep_body=True)
+                for one in expired
+                if one.record.identity not in known
+            ]
+            self._write(view, ParkingBatch(dead_letters=dead_letters))
+        except MqlayerError:
+            self._settler.settle("return", tokens, ms=UNDECIDED_MS)
+            raise
+        failpoint("pop.after_park")
+        self._settler.settle("ack", tokens, handled=False)
+        if dead_letters:
+            self._tell("dead_lettered", "dead", view, len(dead_letters))
 
     def screen(self, view: PartitionView, given: Sequence[Delivery], batch: PopBatch) -> Sequence[Delivery]:
         """Return the messages for the caller; park or end the others."""
@@ -154,6 +195,9 @@ class PopParking:
     def _tell(self, event: str, kind: str, view: PartitionView, count: int) -> None:
         self.counts[kind] += count
         log.warning(event, extra=self._facts(view) | {"count": count})
+        self._emit(kind, view, count)
+
+    def _emit(self, kind: str, view: PartitionView, count: int) -> None:
         group = self._group
         emit(Event(kind, group.topic, group.name, int(view.info.partition), count=count))  # type: ignore[arg-type]
 
@@ -172,7 +216,8 @@ class PopParking:
             return []
         view.parked_due_at = math.inf
         count, visible_s = min(request.limit, CLAIM_LIMIT), request.visibility_timeout_ms / 1000
-        claimed = self._store.claim(span_of(view.info), rule_of(view.info), count=count, visible_s=visible_s)
+        asked = ClaimRequest(span_of(view.info), rule_of(view.info), count, visible_s, view.expiry)
+        claimed = self._store.claim(asked, time.monotonic())
         failpoint("pop.after_claim")
         if len(claimed) == count:
             view.parked_due_at = 0.0

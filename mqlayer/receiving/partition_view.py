@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from mqlayer.domain.tags import TagFilter
+from mqlayer.domain.time_to_live import Expiry, TimeToLive
 from mqlayer.errors import MqlayerError
 from mqlayer.groups.pop_partitions import PopPartition
 from mqlayer.redis.keys import partition_keys, pop_keys
@@ -44,10 +45,13 @@ class PartitionView:
     """A batch's `parking` under which Postgres had no parked key."""
     parked_due_at: float = math.inf
     """When Postgres may give a parked message."""
+    expiry: Expiry | None = None
+    """Judges messages' ages."""
 
     def listed(self, info: PopPartition, now: float) -> None:
         """Take over a newer list's facts."""
         self.info = info
+        self.expiry = TimeToLive(info.message_ttl_s, info.expired).judged_by(info.now_ms, now)
         self.parked_due_at = math.inf if info.parked_due_in_s is None else now + info.parked_due_in_s
 
     @property

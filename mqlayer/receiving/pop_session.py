@@ -17,7 +17,7 @@ from mqlayer.domain.names import check_name
 from mqlayer.errors import InvalidInput, StaleToken
 from mqlayer.groups.group import Group, GroupSettings, ensure_group
 from mqlayer.idempotency import InboxEntry
-from mqlayer.large_bodies import BodyReader
+from mqlayer.large_bodies import BodyReader, Stream
 from mqlayer.metrics import RECEIVED, meters_of
 from mqlayer.parking.pop_store import PopParkingStore
 from mqlayer.postgres.caller_connections import Statements
@@ -201,6 +201,11 @@ class PopSession:
     def body_of(self, message: PopMessage) -> bytes:
         """See `Receiver.fetch_body`."""
         return message.body if message.large_body is None else self._bodies.fetch(message.large_body)
+
+    def stream_of(self, message: PopMessage, kind: type[Stream]) -> Stream:
+        """See `Receiver.open_body`."""
+        reference = message.large_body
+        return kind.of(message.body) if reference is None else kind(self._bodies.chunks(reference), reference.size)
 
     def fence(self, message: PopMessage) -> Statements[None]:
         """See `Receiver.fence`."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Self
 
+from mqlayer.domain.body_streams import BodyStream
 from mqlayer.domain.names import check_name
 from mqlayer.domain.retry_rules import Policy
 from mqlayer.errors import Conflict
@@ -132,6 +133,10 @@ class Receiver(ReceiverBase):
     def fetch_body(self, message: PopMessage) -> bytes:
         """Return a message's body, also a large one. Raises MissingBody, StoreUnavailable."""
         return self._opened().body_of(message)
+
+    def open_body(self, message: PopMessage) -> BodyStream:
+        """Return a message's body as a file that fetches as it is read, while the receiver is open."""
+        return self._opened().stream_of(message, BodyStream)
 
     def ack(self, messages: Iterable[PopMessage]) -> None:
         """Settle messages of any batches; idempotent.

@@ -16,7 +16,7 @@ from mqlayer.metrics import MemberMeters
 from mqlayer.receiving.partition_cache import PartitionCache
 from mqlayer.receiving.pop_message import Token
 from mqlayer.redis.node_connection import Command, NodeConnection
-from mqlayer.redis.outcomes import encode_pop_outcome
+from mqlayer.redis.outcomes import MAX_OUTCOMES, encode_pop_outcome
 from mqlayer.redis.partition_scripts import Refused
 from mqlayer.redis.pop_scripts import (
     BATCH_LIMIT,
@@ -45,6 +45,7 @@ class _SettleCall:
     ms: int
     outcomes: bytes
     handled: bool
+    unhandled: str = "unmatched"
     stale: list[Token] = field(default_factory=list)
     unknown: list[Token] = field(default_factory=list)
 
@@ -102,6 +103,13 @@ class PopSettler:
         outcomes = encode_pop_outcome(self._name, "u") if self._cache.archived else b""
         self.send(self._plan(_SettleCall("ack", 0, outcomes, handled=False), tokens))
 
+    def expire(self, tokens: Sequence[Token]) -> None:
+        """Settle messages whose time to live ended. Raises as `settle`."""
+        # The count of expired ones is kept for every topic.
+        most = MAX_OUTCOMES if self._cache.archived else 0
+        outcomes = encode_pop_outcome(self._name, "e", max_entries=most)
+        self.send(self._plan(_SettleCall("ack", 0, outcomes, handled=False, unhandled="expired"), tokens))
+
     def plan_acks(self, tokens: Sequence[Token]) -> SettlePlan:
         """Return acknowledgements to send beside requests; `send` sends the others."""
         self._cache.refresh()
@@ -142,7 +150,7 @@ class PopSettler:
             for node_id in list(plan.by_node):
                 self._settle_on(node_id, plan)
             done = plan.count - len(said.stale) - len(said.unknown)
-            for outcome in OUTCOMES[said.action] if said.handled else ("unmatched",):
+            for outcome in OUTCOMES[said.action] if said.handled else (said.unhandled,):
                 self.counts[outcome] += done
         if said.unknown:
             named = ", ".join(f"{token.partition}/{token.offset}" for token in said.unknown[:5])

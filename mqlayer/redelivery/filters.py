@@ -14,7 +14,7 @@ from mqlayer.errors import InvalidInput
 
 MAX_DEAD_IDS: Final = 1_000
 PARKED_CAUSES: Final = ("retry", "exhausted", "rejected", "paused", "redriven", "replayed")
-DEAD_CAUSES: Final = ("exhausted", "rejected", "skipped", "discarded")
+DEAD_CAUSES: Final = ("exhausted", "rejected", "skipped", "discarded", "expired")
 
 
 @dataclass(frozen=True, slots=True)

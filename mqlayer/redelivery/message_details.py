@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Final
 
+from mqlayer.domain.large_bodies import BodyReference
 from mqlayer.domain.message import Identity, Record
 from mqlayer.domain.names import parse_identity
 from mqlayer.errors import InvalidInput, NotFound
@@ -34,7 +35,7 @@ class MessageDetails:
     """A parked or dead message. `body`: None if gone; `published_at`: by the publisher's clock.
 
     `due_at`: None if dead, or if it waits for an operator. `since`: when it died, or its key was parked. `redriven`: it
-    was returned to its group.
+    was returned to its group. `large_body`: of a body stored outside of the message, while `body` is empty.
     """
 
     topic: str
@@ -55,6 +56,7 @@ class MessageDetails:
     actor: str | None = None
     due_at: datetime | None = None
     tags: tuple[str, ...] = ()
+    large_body: BodyReference | None = None
 
 
 def find_dead(database: Database, named: str, *, topic: str | None = None, group: str | None = None) -> int:
@@ -129,6 +131,7 @@ def _details(
         key=key_text(key),
         headers=record.headers,
         tags=record.tags,
+        large_body=record.large_body,
         published_at=_published(record),
         body=body,
         attempts=_attempts(connection, group_id, identity),

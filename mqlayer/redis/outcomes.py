@@ -6,6 +6,7 @@ t  ms of the node's clock
 h  handled ranges <first>-<last>
 u  ranges that the filter leaves out
 d  ranges beyond the topic's limits of retention
+e  ranges whose time to live ended
 r  <last>:<ms>: given that long before; empty: unknown
 a  <offset>:<failed attempts>
 x  offsets dropped before
@@ -24,8 +25,9 @@ from mqlayer.redis.node_connection import Command
 MAX_OUTCOMES: Final = 100_000
 """Unfetched entries per partition and group; then the oldest are dropped."""
 
-RangeOutcome = Literal["h", "u", "-"]
-"""Handled, unmatched, or recorded elsewhere."""
+RangeOutcome = Literal["h", "u", "e", "-"]
+"""Handled, unmatched, expired, or recorded elsewhere."""
+Unhandled = Literal["unmatched", "dropped", "expired"]
 
 
 class OutcomeId(NamedTuple):
@@ -43,12 +45,12 @@ class OutcomeRange(NamedTuple):
 
     first: int
     last: int
-    outcome: Literal["handled", "unmatched", "dropped"]
+    outcome: Literal["handled"] | Unhandled
     attempts: int
     delivered_ms_ago: int | None
 
 
-UNHANDLED: Final[dict[bytes, Literal["unmatched", "dropped"]]] = {b"u": "unmatched", b"d": "dropped"}
+UNHANDLED: Final[dict[bytes, Unhandled]] = {b"u": "unmatched", b"d": "dropped", b"e": "expired"}
 
 
 class OutcomeEntry(NamedTuple):
@@ -62,12 +64,17 @@ class OutcomeEntry(NamedTuple):
 
 
 def encode_outcome(outcomes: str, reads: Iterable[tuple[int, int | None]], *, max_entries: int = MAX_OUTCOMES) -> bytes:
-    """Return offsets_settle's argument. `outcomes`: a letter per range; `reads`: (last offset, ms since delivery)."""
+    """Return offsets_settle's argument. `outcomes`: a letter per range; `reads`: (last offset, ms since delivery).
+
+    `max_entries`: 0 counts expired ones, and records nothing.
+    """
     ages = ",".join(f"{last}:{'' if ago is None else ago}" for last, ago in reads)
     return f"{max_entries}:{outcomes}:{ages}".encode()
 
 
-def encode_pop_outcome(receiver: str, outcome: Literal["h", "u"] = "h", *, max_entries: int = MAX_OUTCOMES) -> bytes:
+def encode_pop_outcome(
+    receiver: str, outcome: Literal["h", "u", "e"] = "h", *, max_entries: int = MAX_OUTCOMES
+) -> bytes:
     """Return pop_settle's argument."""
     return f"{max_entries}:{outcome}:{receiver}".encode()
 

@@ -18,7 +18,6 @@ from tenacity import (
     retry_if_exception_type,
     retry_if_not_exception_type,
     stop_when_event_set,
-    wait_random_exponential,
 )
 from tenacity.nap import sleep_using_event
 
@@ -26,6 +25,7 @@ from mqlayer.errors import PermissionDenied, StoreUnavailable, TransactionConfli
 from mqlayer.health import Health, Liveness, stuck_after_s
 from mqlayer.logs import event_logger, is_reported
 from mqlayer.metrics import meters_of
+from mqlayer.randomness import FullJitter
 from mqlayer.redis.access import use_access
 from mqlayer.relay.backoff import backoff_s
 from mqlayer.relay.limits import RelayLimits
@@ -169,7 +169,7 @@ class Relay:
     def _session_on(self, runtime: Runtime, *, helper: bool) -> Iterator[RelaySession | None]:
         retrying = Retrying(
             retry=retry_if_exception_type(_UNREACHABLE) & retry_if_not_exception_type(PermissionDenied),
-            wait=wait_random_exponential(multiplier=0.1, max=2),
+            wait=FullJitter(multiplier=0.1, max=2),
             sleep=sleep_using_event(self._stopping),
             stop=stop_when_event_set(self._stopping),
             before_sleep=self._note_outage,

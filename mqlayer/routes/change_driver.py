@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from psycopg.types.json import Jsonb
-from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
+from tenacity import Retrying, retry_if_exception_type, stop_after_delay
 
 from mqlayer.domain.route_changes import ChangeMode, marks_within
 from mqlayer.domain.routing import NodeId, PartitionId
@@ -23,6 +23,7 @@ from mqlayer.logs import event_logger
 from mqlayer.postgres.audit import write_audit
 from mqlayer.postgres.database import Connection
 from mqlayer.postgres.queries import query
+from mqlayer.randomness import FullJitter
 from mqlayer.redis.keys import partition_keys
 from mqlayer.redis.node_connection import Node, NodeConnection, raise_for_reply
 from mqlayer.redis.partition_scripts import Refused, Sealed, create, open_partition, seal_command, seal_reply
@@ -83,7 +84,7 @@ class ChangeDriver:
         """
         retrying = Retrying(
             retry=retry_if_exception_type(NodeNotArmed),
-            wait=wait_random_exponential(multiplier=0.05, max=0.5),
+            wait=FullJitter(multiplier=0.05, max=0.5),
             stop=stop_after_delay(RETRY_FOR_S),
             reraise=True,
         )

@@ -12,6 +12,7 @@ from mqlayer.domain.dedup import encode_dedup_id, lp_of_unkeyed, token_of
 from mqlayer.domain.message import Identity, Record
 from mqlayer.domain.names import DEFAULT_BODY_LIMIT, check_body
 from mqlayer.domain.routing import Lp, lp_of, random_lp
+from mqlayer.domain.time_to_live import NO_END
 from mqlayer.large_bodies.options import limit_of
 from mqlayer.outbox.outbox_message import OutboxMessage
 from mqlayer.testing.clock import TestClock
@@ -42,6 +43,7 @@ class TopicLog:
         self.records: list[Record] = []
         self.seqs: Counter[tuple[int, int]] = Counter()
         self.ids: dict[bytes, StoredAt] = {}
+        self.time_to_live = NO_END
 
 
 class MemoryBroker:

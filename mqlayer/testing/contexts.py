@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
 from typing import Any, Final, Literal, TypedDict, Unpack
@@ -17,6 +16,7 @@ from mqlayer.groups.members import Assignment
 from mqlayer.outbox.outbox_message import message_of
 from mqlayer.postgres.caller_connections import Row, StandIn, Statement, run, run_async
 from mqlayer.postgres.queries import query
+from mqlayer.randomness import RNG
 from mqlayer.redis.partition_scripts import LockHolder
 from mqlayer.testing.messages import PublishedMessage, TopicOrName, new_message, record_of, topic_name
 
@@ -25,7 +25,7 @@ FenceAnswer = Literal["current", "applied", "stale"]
 EPOCH: Final = 1
 _seqs = count(1)
 # Of this process alone, so that a database that outlives the test knows none of its effects.
-_GROUP_ID: Final = random.randrange(2**40, 2**52)
+_GROUP_ID: Final = RNG.randrange(2**40, 2**52)
 
 
 class MessageFacts(TypedDict, total=False):

@@ -162,6 +162,8 @@ class GroupRunner:
 
     def step(self) -> Iterator[Awaitable[None]]:
         """Do one part of the work that is due, yielding awaitables; `progressed` says whether there was any."""
+        now_ms = round(self._clock.now().timestamp() * 1000)
+        self._settings.expiry = self._log.time_to_live.judged_by(now_ms, self._clock.seconds())
         self.progressed = self._feed()
         self._reload()
         if self._worker.take(0.0):
@@ -262,6 +264,8 @@ class GroupRunner:
         owned.attempts.forget(records, counted)
         self._dispatcher.settled(owned, records, self._committed(), unsettled.unmatched)
         self._events.settled(len(records))
+        if unsettled.expired:
+            self._events.expired(owned, len(unsettled.expired))
 
 
 def group_of(consumer: Consumer, group_id: int, log: TopicLog) -> Group:

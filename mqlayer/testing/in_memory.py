@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import random
 from collections.abc import Awaitable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
@@ -12,8 +11,11 @@ from typing import Final, Self
 
 from mqlayer.consuming import App
 from mqlayer.consuming.engine.events import Reporting
+from mqlayer.domain.retention import Retention
+from mqlayer.domain.time_to_live import ExpiredRule, TimeToLive
 from mqlayer.errors import Conflict, InvalidInput, MqlayerError, NotFound
 from mqlayer.outbox.transaction_sources import stand_in
+from mqlayer.randomness import RNG
 from mqlayer.testing import producers
 from mqlayer.testing.broker import MemoryBroker
 from mqlayer.testing.clock import TestClock, installed
@@ -62,7 +64,7 @@ class TestApp(Publishing):
         self._database = database
         self._table = None if database is None else OutboxTable(database, self._broker, named)
         # Of this test alone, so that a database that outlives it knows none of its effects.
-        self._group_ids = random.randrange(2**40, 2**52)
+        self._group_ids = RNG.randrange(2**40, 2**52)
         self._cleanup = ExitStack()
         self._loop: asyncio.Runner | None = None
 
@@ -106,6 +108,11 @@ class TestApp(Publishing):
             return list(self._broker.published)
         name = topic_name(topic)
         return [message for message in self._broker.published if message.topic == name]
+
+    def set_time_to_live(self, topic: TopicOrName, seconds: int, *, expired: ExpiredRule = "settle") -> None:
+        """Say how old a message may be when a handler gets it, as `mqlayer topic set --message-ttl` does."""
+        Retention(message_ttl_s=seconds, expired=expired).check()
+        self._broker.log(topic_name(topic)).time_to_live = TimeToLive(seconds, expired)
 
     # -- handling -----------------------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ import psycopg
 from mqlayer.consuming import App, Batch, Consumer, Context
 from mqlayer.domain.codecs import Decode
 from mqlayer.domain.message import Identity
+from mqlayer.domain.time_to_live import ExpiredRule
 from mqlayer.errors import AlreadyApplied, BodyMismatch, InvalidInput
 from mqlayer.inspect import group_statuses
 from mqlayer.inspect.topic_reader import StoredMessage, TopicReader
@@ -33,7 +34,7 @@ from mqlayer.testing.in_memory import DAY_S, TestApp
 from mqlayer.testing.messages import PublishedMessage, TopicOrName, topic_name
 from mqlayer.testing.outbox_table import effects_in
 from mqlayer.testing.publishing import Publishing
-from mqlayer.topics import create_topic, list_topics
+from mqlayer.topics import create_topic, list_topics, set_stream_retention
 
 EngineKind = Literal["memory", "real"]
 Attempted: TypeAlias = list[tuple[PublishedMessage, int]]
@@ -125,6 +126,10 @@ class RealApp(Publishing):
                 )
         name_wanted = None if topic is None else topic_name(topic)
         return [message for message in self._read.values() if name_wanted in (None, message.topic)]
+
+    def set_time_to_live(self, topic: TopicOrName, seconds: int, *, expired: ExpiredRule = "settle") -> None:
+        """Say how old a message may be when a handler gets it; members follow within a second."""
+        set_stream_retention(self._runtime, topic_name(topic), message_ttl_s=seconds, expired=expired)
 
     # -- handling -----------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Set how long a topic's streams keep records: `docs/design/retention.md`."""
+"""Set how long a topic's streams keep records, and its messages live: `docs/design/retention.md`, `time-to-live.md`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import asdict, replace
 from typing import Any, Final
 
 from mqlayer.domain.retention import Retention, UnsettledRule
+from mqlayer.domain.time_to_live import ExpiredRule
 from mqlayer.errors import Conflict, InvalidInput, NotFound
 from mqlayer.postgres.audit import write_audit
 from mqlayer.postgres.database import Connection
@@ -23,20 +24,25 @@ def set_stream_retention(
     retain_bytes: int | None = None,
     retain_messages: int | None = None,
     retain_unsettled: UnsettledRule | None = None,
+    message_ttl_s: int | None = None,
+    expired: ExpiredRule | None = None,
 ) -> bool:
     """Change fields of a topic's `Retention`; return whether that changed anything. Audited.
 
-    The next trimming pass follows, within 10 s. Raises NotFound, InvalidInput, Conflict.
+    The next trimming pass follows, within 10 s; members follow a time to live with their next heartbeat.
+    Raises NotFound, InvalidInput, Conflict.
     """
     said = {
         "retain_s": retain_s,
         "retain_bytes": retain_bytes,
         "retain_messages": retain_messages,
         "retain_unsettled": retain_unsettled,
+        "message_ttl_s": message_ttl_s,
+        "expired": expired,
     }
     changes: dict[str, Any] = {field: value for field, value in said.items() if value is not None}
     if not changes:
-        raise InvalidInput("nothing to set: name an age, bytes, messages, or what becomes of unsettled records")
+        raise InvalidInput("nothing to set: name an age, bytes, messages, a time to live, or what becomes of messages")
 
     def work(connection: Connection) -> bool:
         connection.execute(query("transaction_patience"), TIMEOUTS)

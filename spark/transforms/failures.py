@@ -9,7 +9,7 @@ from pyspark.sql import functions as F  # noqa: N812
 
 from mqlayer.spark.transforms.latency import per_offset
 
-DEAD: Final = ("exhausted", "rejected", "skipped", "discarded")
+DEAD: Final = ("exhausted", "rejected", "skipped", "discarded", "expired")
 CASE: Final = ("topic", "group", "outcome", "reason", "actor", "attempts", "retries", "final")
 
 

@@ -129,7 +129,7 @@ SELECT count(*) FROM mqlayer.partition WHERE topic_id = %(topic_id)s AND created
 SELECT t.topic_id, t.name, t.strategy, t.body_limit, t.backlog_limit, t.version,
        (SELECT count(*) FROM mqlayer.route r WHERE r.topic_id = t.topic_id AND r.version = t.version) AS partitions,
        t.archived, t.retention_days, t.deleting_at IS NOT NULL, t.retain_s, t.retain_bytes, t.retain_messages,
-       t.retain_unsettled
+       t.retain_unsettled, t.message_ttl_s, t.expired
 FROM mqlayer.topic t WHERE t.deleted_at IS NULL ORDER BY t.name;
 
 -- name: topic_home_zone
@@ -369,18 +369,20 @@ SELECT (extract(epoch FROM clock_timestamp()) * 1000)::bigint;
 -- Which of the groups lost nothing within an hour.
 SELECT DISTINCT group_id FROM unnest(%(groups)s::bigint[]) AS told (group_id)
 WHERE NOT EXISTS (SELECT FROM mqlayer.retention_loss l
-                  WHERE l.group_id = told.group_id AND l.dropped_at > clock_timestamp() - interval '1 hour')
+                  WHERE l.group_id = told.group_id AND l.event = 'dropped'
+                    AND l.lost_at > clock_timestamp() - interval '1 hour')
 ORDER BY group_id;
 
 -- name: retention_loss_put
--- Add what groups lost by their topics' limits: nodes tell totals. Lock rows in one order.
-INSERT INTO mqlayer.retention_loss AS l (group_id, partition_id, dropped, seen)
-SELECT group_id, partition_id, total, total
-FROM unnest(%(groups)s::bigint[], %(partitions)s::int[], %(totals)s::bigint[]) AS told (group_id, partition_id, total)
-ORDER BY group_id, partition_id
-ON CONFLICT (group_id, partition_id) DO UPDATE
-SET dropped = least(l.dropped + greatest(excluded.seen - l.seen, 0), 9007199254740991), seen = excluded.seen,
-    dropped_at = CASE WHEN excluded.seen > l.seen THEN clock_timestamp() ELSE l.dropped_at END
+-- Add what groups lost by their topics' limits and times to live: nodes tell totals. Lock rows in one order.
+INSERT INTO mqlayer.retention_loss AS l (group_id, partition_id, event, lost, seen)
+SELECT group_id, partition_id, event, total, total
+FROM unnest(%(groups)s::bigint[], %(partitions)s::int[], %(events)s::text[], %(totals)s::bigint[])
+     AS told (group_id, partition_id, event, total)
+ORDER BY group_id, partition_id, event
+ON CONFLICT (group_id, partition_id, event) DO UPDATE
+SET lost = least(l.lost + greatest(excluded.seen - l.seen, 0), 9007199254740991), seen = excluded.seen,
+    lost_at = CASE WHEN excluded.seen > l.seen THEN clock_timestamp() ELSE l.lost_at END
 WHERE l.seen <> excluded.seen;
 
 -- name: retention_loss_groups
@@ -390,13 +392,13 @@ WHERE g.group_id = ANY(%(groups)s::bigint[]);
 
 -- name: topic_retain_lock
 -- Lock one topic's limits of retention.
-SELECT topic_id, deleting_at IS NOT NULL, retain_s, retain_bytes, retain_messages, retain_unsettled
+SELECT topic_id, deleting_at IS NOT NULL, retain_s, retain_bytes, retain_messages, retain_unsettled, message_ttl_s, expired
 FROM mqlayer.topic WHERE name = %(name)s FOR UPDATE;
 
 -- name: topic_retain_set
 -- Change a topic's limits of retention.
 UPDATE mqlayer.topic SET retain_s = %(retain_s)s, retain_bytes = %(retain_bytes)s, retain_messages = %(retain_messages)s,
-    retain_unsettled = %(retain_unsettled)s
+    retain_unsettled = %(retain_unsettled)s, message_ttl_s = %(message_ttl_s)s, expired = %(expired)s
 WHERE topic_id = %(topic_id)s;
 
 -- name: trim_enter

@@ -263,7 +263,8 @@ SELECT p.partition_id, p.node_id, p.lp_from, p.lp_to, a.epoch, coalesce(s.start_
            WHERE pp.group_id = a.group_id AND pp.partition_id = a.partition_id) AS release, coalesce(e.cut, false) AS cut, g.seek, g.replay,
        EXISTS (SELECT FROM mqlayer.redrive d WHERE d.group_id = g.group_id AND d.state = 'running' AND d.newer = 'wait'
                AND d.name IS NULL) AS resting,
-       t.archived, g.rate_limit, g.rate_burst, CASE WHEN g.rate_limit IS NOT NULL OR g.class_rate IS NOT NULL THEN (
+       t.archived, t.message_ttl_s, t.expired, (extract(epoch FROM clock_timestamp()) * 1000)::bigint AS now_ms,
+       g.rate_limit, g.rate_burst, CASE WHEN g.rate_limit IS NOT NULL OR g.class_rate IS NOT NULL THEN (
            SELECT count(*) FROM mqlayer.readable r WHERE r.group_id = %(group_id)s) END::int AS share_count,
        b.state, extract(epoch FROM clock_timestamp() - b.changed_at)::float8,
        extract(epoch FROM b.probe_at - clock_timestamp())::float8, b.state = 'probing' AND b.probe_session = %(session)s,
@@ -438,7 +439,8 @@ SELECT p.partition_id, p.node_id, a.epoch, coalesce(s.start_offset, 1) AS start_
        g.policy, g.attempt_limit, g.tag_filter, p.lp_from, p.lp_to,
        EXISTS (SELECT FROM mqlayer.parked_key k
                WHERE k.group_id = g.group_id AND k.lp >= p.lp_from AND k.lp < p.lp_to) AS parked,
-       date_part('epoch', parked.due_at - clock_timestamp()) AS parked_due_in_s
+       date_part('epoch', parked.due_at - clock_timestamp()) AS parked_due_in_s,
+       t.message_ttl_s, t.expired, (extract(epoch FROM clock_timestamp()) * 1000)::bigint AS now_ms
 FROM mqlayer.consumer_group g
 JOIN mqlayer.topic t USING (topic_id)
 JOIN mqlayer.partition p ON p.topic_id = g.topic_id AND p.state IN ('open', 'sealed')

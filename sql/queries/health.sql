@@ -233,8 +233,8 @@ WHERE t.deleted_at IS NULL GROUP BY t.topic_id, t.name, n.name;
 
 -- name: health_dropped
 -- Live groups that lost unsettled messages by their topics' limits within the last hour.
-SELECT t.name, g.name, sum(l.dropped)::bigint, max(l.dropped_at)
+SELECT t.name, g.name, sum(l.lost)::bigint, max(l.lost_at)
 FROM mqlayer.retention_loss l JOIN mqlayer.consumer_group g USING (group_id) JOIN mqlayer.topic t USING (topic_id)
-WHERE g.state = 'live' AND t.deleted_at IS NULL
-GROUP BY t.name, g.name HAVING max(l.dropped_at) > clock_timestamp() - interval '1 hour' AND sum(l.dropped) > 0
+WHERE g.state = 'live' AND t.deleted_at IS NULL AND l.event = 'dropped'
+GROUP BY t.name, g.name HAVING max(l.lost_at) > clock_timestamp() - interval '1 hour' AND sum(l.lost) > 0
 ORDER BY 1, 2;

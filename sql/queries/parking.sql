@@ -309,7 +309,7 @@ WITH given AS (
     LEFT JOIN mqlayer.parked_message m USING (group_id, lp, source, seq)
     WHERE t.archived
 )
-SELECT kept FROM put;
+SELECT kept, cause = 'expired' FROM put;
 
 -- name: failed_attempts_put
 -- Failed attempts, for people.

@@ -330,12 +330,15 @@ SELECT pg_notify('mqlayer_group', group_id::text) FROM raised;
 
 -- name: failure_counts
 -- How often what happened to messages and keys of groups that fail, ever, and when it did last.
-SELECT c.group_id, c.event, sum(c.count)::bigint, max(c.last_at)
-FROM mqlayer.failure_count c WHERE c.group_id = ANY(%(group_ids)s::bigint[]) GROUP BY c.group_id, c.event
-UNION ALL
-SELECT l.group_id, 'dropped', sum(l.dropped)::bigint, max(l.dropped_at)
-FROM mqlayer.retention_loss l WHERE l.group_id = ANY(%(group_ids)s::bigint[]) GROUP BY l.group_id HAVING sum(l.dropped) > 0
-ORDER BY 1, 2;
+SELECT counted.group_id, counted.event, sum(counted.count)::bigint, max(counted.last_at)
+FROM (
+    SELECT c.group_id, c.event, c.count, c.last_at FROM mqlayer.failure_count c
+    WHERE c.group_id = ANY(%(group_ids)s::bigint[])
+    UNION ALL
+    SELECT l.group_id, l.event, l.lost, l.lost_at FROM mqlayer.retention_loss l
+    WHERE l.group_id = ANY(%(group_ids)s::bigint[]) AND l.lost > 0
+) AS counted
+GROUP BY counted.group_id, counted.event ORDER BY 1, 2;
 
 -- name: failure_groups
 -- Groups by their names: of all topics, of one, or one of one topic; with what of each is parked and how much may be, and

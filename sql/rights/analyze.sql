@@ -16,6 +16,7 @@ GRANT SELECT ON mqlayer.topic TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.caller_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.has_for_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.has_v1 TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer_app.large_body_read_v1 TO {role};
 GRANT SELECT ON mqlayer_app.migration TO {role};
 GRANT SELECT ON mqlayer_app.protocol TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_archive.batches_v1 TO {role};

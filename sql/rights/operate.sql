@@ -79,7 +79,7 @@ GRANT SELECT, INSERT (actor, bounds, filter, group_id, kind, lease_until, matche
 GRANT SELECT, INSERT (lp, redrive_id, result, seq, source) ON mqlayer.replay_result TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.retired_keys_drop_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.retired_messages_drop_v1 TO {role};
-GRANT SELECT, INSERT (dropped, group_id, partition_id, seen), UPDATE (dropped, dropped_at, seen), DELETE ON
+GRANT SELECT, INSERT (event, group_id, lost, partition_id, seen), UPDATE (lost, lost_at, seen), DELETE ON
     mqlayer.retention_loss TO {role};
 GRANT SELECT, INSERT (lp_from, lp_to, partition_id, topic_id, version) ON mqlayer.route TO {role};
 GRANT SELECT, INSERT (actor, kind, mode, topic_id, version), UPDATE (ended_at, mode, opened_at, sealed_at, state) ON
@@ -101,7 +101,7 @@ GRANT SELECT, INSERT (cluster, kind, name, outbox_uuid), UPDATE (closed_at, drop
 GRANT EXECUTE ON FUNCTION mqlayer.system_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.timeline_v1 TO {role};
 GRANT SELECT, INSERT (archived, backlog_limit, body_limit, home_zone, name, strategy), UPDATE (archived, backlog_limit, body_limit,
-    deleted_at, deleting_at, detached, home_zone, name, paused_at, paused_by, retain_bytes, retain_messages, retain_s,
+    deleted_at, deleting_at, detached, expired, home_zone, message_ttl_s, name, paused_at, paused_by, retain_bytes, retain_messages, retain_s,
     retain_unsettled, retention_days, schema_mode, version) ON mqlayer.topic TO {role};
 GRANT SELECT ON mqlayer.topic_schema TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.topic_schema_put_v1 TO {role};

@@ -57,7 +57,7 @@ GRANT SELECT, UPDATE (at_batch, at_number, at_record, ended_at, failed, lease_un
 GRANT INSERT (lp, redrive_id, result, seq, source) ON mqlayer.replay_result TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.retired_keys_drop_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.retired_messages_drop_v1 TO {role};
-GRANT SELECT, INSERT (dropped, group_id, partition_id, seen), UPDATE (dropped, dropped_at, seen), DELETE ON
+GRANT SELECT, INSERT (event, group_id, lost, partition_id, seen), UPDATE (lost, lost_at, seen), DELETE ON
     mqlayer.retention_loss TO {role};
 GRANT SELECT, INSERT (lp_from, lp_to, partition_id, topic_id, version) ON mqlayer.route TO {role};
 GRANT SELECT, INSERT (actor, kind, mode, topic_id, version), UPDATE (ended_at, mode, opened_at, sealed_at, state) ON

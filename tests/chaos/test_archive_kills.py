@@ -60,7 +60,7 @@ def killed(scene: ArchiveScene, what: str, place: str) -> None:
             ("archive.before_commit", 2),
             ("archive.after_commit", 1),
         ],
-        2,
+        7,
     ),
 )
 def test_an_archiver_killed_in_a_batch_leaves_whole_batches(archive_scene: ArchiveScene, place: str, nth: int) -> None:
@@ -83,7 +83,7 @@ def test_an_archiver_killed_after_it_made_days_leaves_them(archive_scene: Archiv
     archive_scene.assert_whole()
 
 
-@pytest.mark.parametrize("place", ["archive.before_retention", "archive.before_drop_commit"])
+@pytest.mark.parametrize("place", some_of(["archive.before_retention", "archive.before_drop_commit"], 2))
 def test_retention_killed_before_its_commit_dropped_nothing(archive_scene: ArchiveScene, place: str) -> None:
     send(archive_scene)
     archive_scene.archive()

@@ -31,7 +31,7 @@ def batching(scene: KillScene, kind: str, **rules: object) -> SellerShop:
     return shop
 
 
-@pytest.mark.parametrize(("place", "kind"), some_of(PLACES, 4))
+@pytest.mark.parametrize(("place", "kind"), some_of(PLACES, 7))
 def test_a_kill_in_a_batch_loses_repeats_and_reverses_nothing(kill_scene: KillScene, place: str, kind: str) -> None:
     """Case 77: what a part of the batch had committed is left out by the fence, the rest is applied."""
     shop = batching(kill_scene, kind)

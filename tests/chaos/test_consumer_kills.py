@@ -30,7 +30,7 @@ WITH_A_FILTER: Final = [
 AT_STOP: Final = ["release.before_redis", "release.after_redis"]
 
 
-@pytest.mark.parametrize("place", some_of(AT_WORK, 4))
+@pytest.mark.parametrize("place", some_of(AT_WORK, 6))
 def test_a_kill_at_work_loses_and_reverses_nothing(kill_scene: KillScene, place: str) -> None:
     name, _, occurrence = place.partition("@")
     kill_scene.publish()
@@ -41,7 +41,7 @@ def test_a_kill_at_work_loses_and_reverses_nothing(kill_scene: KillScene, place:
     judge(kill_scene)
 
 
-@pytest.mark.parametrize("place", some_of(WITH_A_FILTER, 2))
+@pytest.mark.parametrize("place", some_of(WITH_A_FILTER, 4))
 def test_a_kill_behind_a_filter_loses_and_reverses_nothing(kill_scene: KillScene, place: str) -> None:
     """Case 62: what the filter takes has its effect once and in order, the rest is settled without."""
     kill_scene.environment["MQLAYER_TEST_TAG_FILTER"] = "any:eu,vip"

@@ -21,6 +21,6 @@ PLACES: Final = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", some_of(PLACES, 2))
+@pytest.mark.parametrize("place", some_of(PLACES, 5))
 def test_a_consumer_stopped_past_its_lease_wakes_up_and_changes_nothing(kill_scene: KillScene, place: str) -> None:
     wake_a_zombie(kill_scene, place)

@@ -61,7 +61,7 @@ def test_a_deploy_that_is_killed_is_done_or_not_at_all(kill_scene: KillScene, pl
     wait_until(lambda: owned_by(kill_scene, "green"), timeout_s=20, what="green has all")
 
 
-@pytest.mark.parametrize("place", some_of(OF_BLUE, 1))
+@pytest.mark.parametrize("place", some_of(OF_BLUE, 3))
 def test_an_owner_that_is_killed_while_it_hands_over_loses_and_reverses_nothing(
     kill_scene: KillScene, place: str
 ) -> None:

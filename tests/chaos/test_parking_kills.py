@@ -14,6 +14,7 @@ from mqlayer.domain.routing import lp_of
 from mqlayer.runtime.route_cache import load_route
 from tests.chaos.actors import TOPIC
 from tests.fixtures.kill_scenes import COUNT, KEYS, KillScene, judge
+from tests.fixtures.variants import some_of
 from tests.fixtures.wait import wait_until
 from tests.proof.route_ranges import range_of
 from tests.proof.route_steps import split
@@ -73,6 +74,7 @@ def test_kills_while_keys_are_resumed(kill_scene: KillScene) -> None:
     judge(kill_scene)
 
 
+@pytest.mark.full
 def test_kills_while_a_key_at_its_limit_holds_a_route_change_up(kill_scene: KillScene) -> None:
     """Cases 24, 64: its parent drains when there is room, whoever dies over it; no successor goes on before."""
     shop = SellerShop(kill_scene, policy="park", attempt_limit=9, backoff_s=[LATER_S], key_messages_limit=LIMIT)
@@ -116,6 +118,7 @@ def test_kills_while_a_key_at_its_limit_holds_a_route_change_up(kill_scene: Kill
     judge(kill_scene, partitions=6)
 
 
+@pytest.mark.full
 def test_a_consumer_that_died_by_chance_costs_a_parked_message_no_attempt(kill_scene: KillScene) -> None:
     """Case 59: it is to blame from the second death on; here its last attempt would have been that of a healthy one."""
     shop = SellerShop(kill_scene, policy="dead_letter", attempt_limit=2, backoff_s=[LATER_S])
@@ -144,6 +147,7 @@ def test_kills_while_messages_are_dead_lettered(kill_scene: KillScene) -> None:
     judge(kill_scene)
 
 
+@pytest.mark.full
 def test_kills_while_messages_are_dead_lettered_that_were_parked(kill_scene: KillScene) -> None:
     """Case 67: from parked to dead in one step, and its key goes on behind it."""
     shop = SellerShop(kill_scene, policy="dead_letter", attempt_limit=3, backoff_s=[0.01, LATER_S])
@@ -171,7 +175,7 @@ def test_kills_while_messages_are_dead_lettered_that_were_parked(kill_scene: Kil
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("in_loop", "limit"), [(False, 2), (True, 1)])
+@pytest.mark.parametrize(("in_loop", "limit"), some_of([(False, 2), (True, 1)], 2))
 def test_a_message_that_kills_its_consumer_every_time_comes_to_its_end(
     kill_scene: KillScene, in_loop: bool, limit: int
 ) -> None:
@@ -190,6 +194,7 @@ def test_a_message_that_kills_its_consumer_every_time_comes_to_its_end(
     judge(kill_scene)
 
 
+@pytest.mark.full
 def test_a_message_that_kills_its_consumer_in_the_middle_of_a_parked_key_comes_to_its_end(
     kill_scene: KillScene,
 ) -> None:

@@ -28,7 +28,7 @@ def scene(database_dsn: str, node: RedisServer, key_prefix: str, tmp_path: Path)
         yield scene
 
 
-@pytest.mark.parametrize("place", some_of(["rearm.before_fence", "rearm.before_remake", "rearm.before_arm"], 2))
+@pytest.mark.parametrize("place", some_of(["rearm.before_fence", "rearm.before_remake", "rearm.before_arm"], 3))
 def test_a_kill_while_a_node_is_armed_leaves_it_to_the_next(scene: KillScene, node: RedisServer, place: str) -> None:
     scene.publish()
     first = scene.start("first", f"{place}=kill")

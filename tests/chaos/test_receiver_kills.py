@@ -112,7 +112,7 @@ def scene(database_dsn: str, redis_url: str, key_prefix: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("role", some_of(["receiver", "async_receiver"], 2))
-@pytest.mark.parametrize("place", some_of(["pop.after_receive@3", "pop.before_settle@2", "pop.after_settle@2"], 2))
+@pytest.mark.parametrize("place", some_of(["pop.after_receive@3", "pop.before_settle@2", "pop.after_settle@2"], 3))
 def test_a_kill_at_work_loses_and_reverses_nothing(scene: ReceiverScene, place: str, role: str) -> None:
     name, _, occurrence = place.partition("@")
     scene.publish(COUNT)

@@ -27,7 +27,7 @@ from tests.chaos.actors import SINK
 from tests.chaos.harness.stores import note_sink, note_streams
 from tests.fixtures.kill_scenes import KillScene
 from tests.fixtures.steady_load import AT_A_TIME, KEYS, SteadyLoad
-from tests.fixtures.variants import one_of_each, some_of
+from tests.fixtures.variants import some_of
 from tests.fixtures.wait import wait_until
 from tests.proof.checker import check
 from tests.proof.failpoint_names import failpoint_names
@@ -116,7 +116,7 @@ def assert_route_is_there(world: World, database: Database) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "name", "nth"), one_of_each(PLACES, lambda place: place[1]))
+@pytest.mark.parametrize(("kind", "name", "nth"), some_of(PLACES, 9))
 def test_a_driver_killed_anywhere_leaves_a_change_that_anybody_completes(
     world: World, database: Database, kind: str, name: str, nth: int
 ) -> None:
@@ -143,7 +143,7 @@ def _state_at(name: str) -> str:
     return "sealed" if name in ("change.after_ids", "change.after_open", "change.before_done_commit") else "planned"
 
 
-@pytest.mark.parametrize("name", ["change.after_seal", "change.after_open"])
+@pytest.mark.parametrize("name", some_of(["change.after_seal", "change.after_open"], 2))
 def test_the_next_command_finishes_what_a_killed_driver_left(world: World, database: Database, name: str) -> None:
     with Load(world).running():
         assert drive(*KINDS["merge"], environment=world.environment(f"{name}=kill")) == KILLED
@@ -169,7 +169,7 @@ def test_two_that_repair_at_once_come_to_one_outcome(world: World, database: Dat
 
 
 @pytest.mark.parametrize("name", sorted(name for name in failpoint_names() if name.startswith("drop.")))
-@pytest.mark.parametrize("repair", ["finish", "drop"])
+@pytest.mark.parametrize("repair", some_of(["finish", "drop"], 2))
 def test_a_drop_that_was_killed_never_was(world: World, database: Database, name: str, repair: str) -> None:
     """A drop is one transaction: the change may go on, or be dropped again."""
     with Load(world).running() as load:
@@ -249,7 +249,7 @@ def test_retiring_that_was_killed_is_completed_by_the_next(world: World, databas
     some_of(
         [(name, 1) for name in sorted(n for n in failpoint_names() if n.startswith("rearm."))]
         + [(name, nth) for name in sorted(n for n in failpoint_names() if n.startswith("repair.")) for nth in (1, 2)],
-        4,
+        9,
     ),
 )
 def test_mending_that_was_killed_is_completed_by_the_next(

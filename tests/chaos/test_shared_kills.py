@@ -99,7 +99,7 @@ def send(stage: Stage, *special: bytes) -> list[str]:
     some_of([
         "shared.after_due@2", "shared.after_handling@2", "shared.after_settle@2", "shared.before_dead_commit",
         "shared.after_dead",
-    ], 2),
+    ], 3),
 )  # fmt: skip
 def test_a_kill_loses_nothing_and_writes_off_what_failed_once(scene: SharedScene, place: str) -> None:
     """Case 67: exactly one of pending and dead, wherever its member dies; other places are further down."""

@@ -236,6 +236,7 @@ def test_what_does_not_go_with_a_report_is_refused(run: Commands, tmp_path: Path
     assert "name the partition to split" in run.failure("route", "split", "orders")
 
 
+@pytest.mark.full
 def test_what_analytics_can_not_do_is_one_line(analysed: World, run: Commands, tmp_path: Path) -> None:
     def failure(*words: str) -> str:
         return run.failure("analytics", *words, *SPARK)

@@ -39,6 +39,7 @@ from tests.fixtures.archive_scenes import HIGH, LOW, TOPIC, ArchiveScene
 from tests.fixtures.commands import Commands
 from tests.fixtures.kept_connections import kept_session
 from tests.fixtures.servers import StartRedis
+from tests.fixtures.variants import some_of
 from tests.fixtures.wait import wait_until
 from tests.proof.fall_back import FallBack
 from tests.proof.route_ranges import range_of
@@ -310,6 +311,7 @@ def test_a_node_that_falls_back_gives_offsets_again_and_every_record_is_there_on
     scene.close()
 
 
+@pytest.mark.full
 def test_what_was_read_of_a_run_that_fell_back_since_is_not_taken_for_what_is_there(
     database_dsn: str, start_redis: StartRedis, key_prefix: str, tmp_path: Path
 ) -> None:
@@ -440,7 +442,7 @@ def test_a_sealed_partition_is_retired_once_the_archive_has_it(archive_scene: Ar
     assert retire_partitions(runtime_of(archive_scene.database, archive_scene.prefix)) == [1]
 
 
-@pytest.mark.parametrize("emptied", [False, True], ids=["fell-back", "emptied"])
+@pytest.mark.parametrize("emptied", some_of([False, True], 9), ids=["fell-back", "emptied"])
 def test_a_pass_that_asked_before_a_node_fell_back_trims_nothing_of_what_comes_then(
     database_dsn: str, start_redis: StartRedis, key_prefix: str, tmp_path: Path, emptied: bool
 ) -> None:
@@ -516,6 +518,7 @@ def test_trimming_that_is_on_its_way_and_archiving_switched_on_exclude_each_othe
     scene.close()
 
 
+@pytest.mark.full
 def test_two_archivers_at_once_archive_everything_once(
     archive_scene: ArchiveScene, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -177,6 +177,7 @@ def test_three_changes_in_a_row_that_fail_stop_it(world: World, node: RedisServe
     assert bounds(world) == [(0, 512), (512, 1024)]
 
 
+@pytest.mark.full
 @pytest.mark.world(partitions=2)
 def test_the_journal_is_bounded(world: World) -> None:
     switch_on(world, min_partitions=1)

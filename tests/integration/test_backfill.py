@@ -205,6 +205,7 @@ def work_on(library: Library, replay_id: int) -> None:
     work_on_replay(library.database, replay_id, worker=worker)
 
 
+@pytest.mark.full
 def test_a_route_that_changes_meanwhile_changes_no_order(library: Library) -> None:
     """Case 79: what was published during a split, the archive of it, and what came after."""
     scene = library.scene
@@ -225,6 +226,7 @@ def test_a_route_that_changes_meanwhile_changes_no_order(library: Library) -> No
     library.expect(recorder)
 
 
+@pytest.mark.full
 def test_a_child_of_a_parent_that_is_not_archived_is_read_from_its_stream(library: Library) -> None:
     """The rest of the parent comes before it; whatever the archive has of the child."""
     scene = library.scene
@@ -262,6 +264,7 @@ def test_a_cancelled_backfill_lets_the_streams_go_on_behind_a_gap(library: Libra
     library.expect(recorder, first=4)
 
 
+@pytest.mark.full
 def test_a_replay_of_an_archive_taken_during_a_split_has_the_order_of_live_consumption(library: Library) -> None:
     """Case 79: handled live across the split, then replayed from the archive: the same order per key."""
     scene = library.scene
@@ -324,6 +327,7 @@ def test_what_can_not_begin_with_the_archive_is_refused(library: Library) -> Non
         library.ensure()
 
 
+@pytest.mark.full
 def test_a_handler_that_fails_meanwhile_holds_its_key_alone(library: Library) -> None:
     """Its later messages wait behind it, those of the streams too."""
     scene = library.scene

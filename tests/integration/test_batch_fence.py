@@ -17,6 +17,7 @@ from mqlayer.errors import BatchUndone, HandlerFault, InvalidInput, StaleOwner
 from mqlayer.postgres.queries import query
 from tests.fixtures.consumers import Stage, member_of
 from tests.fixtures.kept_connections import kept_session
+from tests.fixtures.variants import some_of
 from tests.fixtures.wait import wait_until
 from tests.proof.route_ranges import range_of
 
@@ -47,7 +48,7 @@ def consume(stage: Stage, handle: Callable[[Batch[int]], Any], kind: Any, **opti
     stage.consume(handle, batch=BatchOf(kind, limit=20), body=int, concurrency=2, **options)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", some_of(KINDS, 2))
 def test_a_batch_is_applied_in_one_transaction_and_once(
     stage: Stage, connection: psycopg.Connection, kind: Any
 ) -> None:
@@ -70,7 +71,7 @@ def test_a_batch_is_applied_in_one_transaction_and_once(
     assert lost[0] >= 1
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", some_of(KINDS, 2))
 def test_what_fails_before_the_fence_is_not_applied_and_the_rest_is(
     stage: Stage, connection: psycopg.Connection, kind: Any
 ) -> None:
@@ -89,7 +90,7 @@ def test_what_fails_before_the_fence_is_not_applied_and_the_rest_is(
     assert all(booked(connection, f"key-{key}") == [*range(1, 21)] for key in range(3))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", some_of(KINDS, 2))
 def test_a_message_that_fails_behind_the_fence_takes_its_transaction_back(
     stage: Stage, connection: psycopg.Connection, kind: Any
 ) -> None:
@@ -167,7 +168,7 @@ def test_the_fence_refuses_what_would_lose_or_reverse_an_effect(stage: Stage, co
         kept[0].done(kept[0][5])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", some_of(KINDS, 2))
 def test_a_batch_of_an_owner_that_lost_its_right_is_refused(
     stage: Stage, connection: psycopg.Connection, kind: Any
 ) -> None:
@@ -201,7 +202,7 @@ def test_a_batch_of_an_owner_that_lost_its_right_is_refused(
     assert attempts == {1}, "the others of the batch only came again"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", some_of(KINDS, 2))
 def test_async_batches_have_the_same_fence(stage: Stage, connection: psycopg.Connection, kind: Any) -> None:
     async def handle(batch: Batch[int]) -> None:
         async with await psycopg.AsyncConnection.connect(stage.dsn) as own:

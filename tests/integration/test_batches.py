@@ -17,6 +17,7 @@ from mqlayer.errors import Conflict, InvalidInput
 from mqlayer.redelivery import pause_key, release_parked
 from tests.fixtures.consumers import Stage, member_of
 from tests.fixtures.failed_messages import Failing
+from tests.fixtures.variants import some_of
 from tests.fixtures.wait import wait_until
 from tests.proof.runtimes import runtime_of
 
@@ -140,7 +141,7 @@ def test_of_a_key_what_comes_before_the_failed_one_is_done_and_the_rest_follows_
     assert batches.attempts("k", b"6") == [1, 1], "what only waited has no failed attempt"
 
 
-@pytest.mark.parametrize("kind", ["distinct", "key"])
+@pytest.mark.parametrize("kind", some_of(["distinct", "key"], 2))
 def test_none_beside_a_message_that_fails_for_ever_pays_for_it(stage: Stage, kind: Any) -> None:
     """Cases 59, 65: an exception blames nobody of several; one by one, only the bad message dies, at its first try."""
 
@@ -359,7 +360,7 @@ def test_bodies_come_decoded_and_one_that_does_not_fit_fails_by_itself(stage: St
     assert Failing(stage).dead() == [bodies[2]]
 
 
-@pytest.mark.parametrize("kind", ["distinct", "key"])
+@pytest.mark.parametrize("kind", some_of(["distinct", "key"], 2))
 def test_async_handlers_take_batches(stage: Stage, kind: Any) -> None:
     seen: list[tuple[str, int]] = []
 
@@ -430,6 +431,7 @@ def test_a_stop_waits_for_the_batch_and_nothing_of_it_comes_again(stage: Stage) 
     assert {attempt for given in second.begun for _, _, attempt in given} == {1}
 
 
+@pytest.mark.full
 def test_after_the_drain_limit_the_batch_comes_again_elsewhere(stage: Stage) -> None:
     """Case 37: a batch that does not end in time is given to the next owner, and its own acks are refused."""
     go_on = threading.Event()

@@ -26,6 +26,7 @@ from mqlayer.stack import AnyRedis
 from mqlayer.testing import RealApp, TestApp, engine_for
 from mqlayer.topics import register_node
 from tests.fixtures.servers import DatabaseMaker
+from tests.fixtures.variants import some_of
 from tests.proof.runtimes import runtime_of
 
 # One engine for all of them, and so one worker.
@@ -403,7 +404,7 @@ class Course:
         return []
 
 
-@pytest.mark.parametrize("policy", by_policy)
+@pytest.mark.parametrize("policy", some_of(by_policy, 2))
 def test_random_messages_go_as_the_rules_say(engine: Engine, policy: Policy) -> None:
     topic, rng = by_policy[policy], random.Random(policy)
     kinds = ("succeed", "fail", "fail", "later", "reject", "skip", "pause")

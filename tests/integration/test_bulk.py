@@ -168,7 +168,7 @@ def test_what_no_plan_can_be_is_refused(
 # -- acts ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("batch", [1, 100])
+@pytest.mark.parametrize("batch", some_of([1, 100], 2))
 def test_parked_keys_are_released_but_for_those_that_changed(failing: Failing, batch: int) -> None:
     database = failing.stage.database
     for key in ("same", "paused", "gone", "due", "head"):
@@ -214,7 +214,7 @@ def test_a_message_that_an_operator_ruled_on_since_is_not_given_back(failing: Fa
     assert (counts(run(failing, planned)), failing.parked()) == (("done", 0, 1, 0), [])
 
 
-@pytest.mark.parametrize("at_once", [2, 3, 500])
+@pytest.mark.parametrize("at_once", some_of([2, 3, 500], 2))
 def test_parked_keys_die_as_they_were_planned_in_parts(
     failing: Failing, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -286,6 +286,7 @@ def test_a_cancelled_one_stops_after_the_batch_in_hand(failing: Failing) -> None
     assert [act for act, _, _ in failing.audit()] == ["bulk plan", "bulk start", "bulk cancel"]
 
 
+@pytest.mark.full
 def test_two_runners_and_two_actions_on_the_same_set_do_each_item_once(failing: Failing) -> None:
     for key in "abcd":
         failing.dead_letter(*numbered(failing, key, *range(12)))
@@ -366,7 +367,7 @@ def command(failing: Failing, *typed: str, failpoint: str = "") -> subprocess.Co
     return ask_python("mqlayer", *typed, env=os.environ | places | armed(failpoint))
 
 
-@pytest.mark.parametrize(("place", "plans"), [("bulk.before_plan", 0), ("bulk.after_plan", 1)])
+@pytest.mark.parametrize(("place", "plans"), some_of([("bulk.before_plan", 0), ("bulk.after_plan", 1)], 2))
 def test_a_plan_that_is_killed_is_whole_or_not_there(failing: Failing, place: str, plans: int) -> None:
     failing.dead_letter(*numbered(failing, "a", 1, 2))
     killed = command(failing, "bulk", "plan", "redrive", "orders", "g", "--all", failpoint=f"{place}=kill")

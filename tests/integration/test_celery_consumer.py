@@ -181,6 +181,7 @@ SENT = "messaging_client_sent_messages_total"
 HANDLED = "mqlayer_consumer_messages_total"
 
 
+@pytest.mark.full
 def test_each_child_of_the_prefork_pool_has_a_page_that_begins_at_zero(
     worker: Worker,
     orders: Appender,
@@ -261,6 +262,7 @@ def test_consumption_goes_on_while_the_broker_is_down_and_after(
     assert log.read_text().count("consumers_started") == 1
 
 
+@pytest.mark.full
 def test_a_worker_outlives_its_broker_as_a_replica(
     worker: Worker, broker: RedisServer, start_redis: StartRedis, log: Path, database_dsn: str
 ) -> None:
@@ -283,6 +285,7 @@ def test_a_worker_outlives_its_broker_as_a_replica(
     assert ended(process, log) == 0, log.read_text()
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_worker_waits_for_stores_that_are_down_at_its_start(
     worker: Worker,

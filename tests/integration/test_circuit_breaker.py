@@ -25,6 +25,7 @@ from tests.fixtures.consumers import Recorder, Stage, StartStage, member_of
 from tests.fixtures.due_keys import try_now
 from tests.fixtures.failpoints import armed
 from tests.fixtures.forked_programs import Process, start_python
+from tests.fixtures.variants import some_of
 from tests.fixtures.wait import wait_until
 from tests.proof.runtimes import runtime_of
 
@@ -323,7 +324,7 @@ def test_a_shared_group_brakes_and_counts_no_attempt(
     wait_until(lambda: {int(line[0]) for line in members.lines()} == {*members.processes}, what="both handle messages")
     downstream.go_away()
     breaker.wait("open")
-    wait_until(lambda: breaker.probes >= 2, what="two probes failed")
+    wait_until(lambda: breaker.probes >= 1, what="a probe failed")
     before, probes = members.begun(), breaker.probes
     wait_until(lambda: breaker.probes > probes, what="another one")
     assert members.begun() - before <= breaker.probes - probes + 1
@@ -335,7 +336,7 @@ def test_a_shared_group_brakes_and_counts_no_attempt(
     members.assert_first_attempts()
 
 
-@pytest.mark.parametrize("kind", ["async", "batch"])
+@pytest.mark.parametrize("kind", some_of(["async", "batch"], 2))
 def test_a_breaker_gives_back_the_attempts_that_opened_it(stage: Stage, breaker: Breaker, kind: str) -> None:
     away, attempts = threading.Event(), list[int]()
     events: list[Any] = []
@@ -417,6 +418,7 @@ def test_errors_that_are_final_or_not_named_never_open_it(stage: Stage, breaker:
     assert breaker.row()[:2] == ("closed", "")
 
 
+@pytest.mark.full
 def test_one_of_two_members_that_alone_fails_brakes_only_itself_by_the_rules(
     start_stage: StartStage, redis_url: str
 ) -> None:

@@ -191,6 +191,7 @@ def test_an_open_change_is_not_finished_where_a_version_is_asked_for(world: Worl
     assert ranges(run) == AS_BEFORE
 
 
+@pytest.mark.full
 def test_repair_says_what_became_of_each_change(world: World, run: Commands) -> None:
     assert run.text("route", "repair") == "no change is open\n"
     leave_planned(world)
@@ -240,6 +241,7 @@ def test_watching_ends_when_every_group_has_drained(world: World, run: Commands)
         app.stop()
 
 
+@pytest.mark.full
 def test_watching_says_that_a_node_is_away(world: World, run: Commands) -> None:
     app = consumer(world)
     app.start()
@@ -249,6 +251,7 @@ def test_watching_says_that_a_node_is_away(world: World, run: Commands) -> None:
     assert "partition 1: its node is away" in run("route", "watch", "orders", "--timeout", "0").stdout
 
 
+@pytest.mark.full
 def test_on_a_terminal_watching_is_live(world: World, run: Commands) -> None:
     app = consumer(world)
     app.start()

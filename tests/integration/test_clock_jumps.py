@@ -38,6 +38,7 @@ def proxy(database_dsn: str) -> Iterator[TcpProxy]:
         yield proxy
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_clock_that_jumps_by_a_minute_moves_no_partition_and_holds_nothing_up(stage: Stage, wall: WallClock) -> None:
     """Case 82: for longer than a lease after each jump all is as it was, and no member takes its lease for over."""

@@ -15,6 +15,7 @@ from mqlayer.stack.processes import ProcessId, _started, children_of, is_running
 from tests.fixtures.appender import Appender
 from tests.fixtures.commands import Commands
 from tests.fixtures.forked_programs import Process, start_python
+from tests.fixtures.variants import some_of
 from tests.fixtures.wait import wait_until
 
 PROGRAM = """
@@ -154,6 +155,7 @@ def test_a_process_that_dies_is_started_again(consume: Command, orders: Appender
     assert f"pid={victim.pid} signal=SIGKILL again_in_s=" in log.read_text()
 
 
+@pytest.mark.full
 def test_partitions_of_a_dead_process_go_on_long_before_its_lease_ends(
     consume: Command, orders: Appender, handled: Path, log: Path
 ) -> None:
@@ -184,6 +186,7 @@ def test_partitions_of_a_dead_process_go_on_long_before_its_lease_ends(
     assert log.read_text().count("dead_member_ended") == 1
 
 
+@pytest.mark.full
 def test_a_process_that_dies_while_it_starts_is_started_again(
     consume: Command, orders: Appender, handled: Path, log: Path
 ) -> None:
@@ -210,6 +213,7 @@ def test_no_process_outlives_a_killed_supervisor(consume: Command, orders: Appen
     wait_until(lambda: not any(is_running(child) for child in began), timeout_s=20, what="the children ended")
 
 
+@pytest.mark.full
 def test_a_changed_file_replaces_the_process_once_its_handlers_are_done(
     consume: Command, orders: Appender, handled: Path, log: Path
 ) -> None:
@@ -238,6 +242,7 @@ def test_reloading_without_its_package_names_it(monkeypatch: pytest.MonkeyPatch,
     assert "pip install 'mqlayer[reload]'" in Commands().failure("consume", "x:app", "--reload")
 
 
+@pytest.mark.full
 def test_a_second_signal_kills_what_does_not_stop(consume: Command, orders: Appender, handled: Path, log: Path) -> None:
     program = (handled.parent / "orders_program.py").read_text()
     stuck = program + "    import threading; threading.Event().wait()\n"
@@ -255,7 +260,7 @@ def test_a_second_signal_kills_what_does_not_stop(consume: Command, orders: Appe
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", ["1", "2"])
+@pytest.mark.parametrize("count", some_of(["1", "2"], 2))
 def test_what_can_not_start_fails_with_the_reason_and_no_password(
     consume: Command, handled: Path, log: Path, count: str
 ) -> None:
@@ -266,6 +271,7 @@ def test_what_can_not_start_fails_with_the_reason_and_no_password(
     assert "Traceback" not in log.read_text()
 
 
+@pytest.mark.full
 def test_an_unknown_topic_is_named(consume: Command, handled: Path, log: Path) -> None:
     process = consume("--processes", "2")
     assert process.wait(30) == 1

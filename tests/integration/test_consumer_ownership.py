@@ -193,6 +193,7 @@ def test_a_member_that_could_not_say_that_it_leaves_says_so_with_its_next_heartb
         assert stopped.result(10)
 
 
+@pytest.mark.full
 def test_a_handler_of_many_leases_is_left_alone_until_its_member_goes_offline(
     stage: Stage, proxies: list[TcpProxy]
 ) -> None:

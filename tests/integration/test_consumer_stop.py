@@ -67,6 +67,7 @@ def test_another_member_takes_over_as_soon_as_one_stops(every_stage: Stage) -> N
     assert len(handled) == len(set(handled)) == 100
 
 
+@pytest.mark.full
 def test_a_handler_that_hangs_is_given_up_after_the_limit_and_its_ack_is_refused(every_stage: Stage) -> None:
     """Case 37: the message goes to the next member; when the old handler ends at last, it changes nothing."""
     go_on = threading.Event()
@@ -161,6 +162,7 @@ def test_a_partition_that_was_dropped_is_given_away_when_its_last_handler_has_en
     second.assert_in_order()
 
 
+@pytest.mark.full
 def test_a_dropped_partition_whose_handler_hangs_is_given_away_after_the_limit(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -258,6 +260,7 @@ def test_stopping_while_redis_is_away_ends_within_the_limit(start_stage: StartSt
     assert time.monotonic() - began < 15
 
 
+@pytest.mark.full
 def test_stopping_while_postgres_is_away_leaves_the_rest_to_the_lease(
     start_stage: StartStage, redis_url: str, start_postgres: StartPostgres
 ) -> None:

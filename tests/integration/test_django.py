@@ -110,6 +110,7 @@ def test_the_tests_of_the_page_run_on_djangos_test_database(project: Project, em
     assert ask_postgres(empty_database_dsn, "SELECT nspname FROM pg_namespace WHERE nspname LIKE 'mqlayer%'") == []
 
 
+@pytest.mark.full
 def test_what_is_misspelt_is_named(project: Project) -> None:
     settings = (project.folder / "shop" / "settings.py").read_text()
     project.write("shop/settings.py", settings.replace('"CONSUMERS"', '"CONSUMER"'))

@@ -22,6 +22,7 @@ from mqlayer.traces import tracing
 from mqlayer.workers import connections
 from tests.fixtures.commands import Commands
 from tests.fixtures.pages import commands_of, examples, runnable
+from tests.fixtures.variants import some_of
 from tests.proof.runtimes import runtime_of
 
 ROOT: Final = Path(__file__).parents[2]
@@ -69,7 +70,7 @@ def page_id(page: Path) -> str:
     return str(page.relative_to(DOCS))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=page_id)
+@pytest.mark.parametrize("page", some_of(PAGES, 3), ids=page_id)
 def test_every_example_of_a_page_runs(
     page: Path, settings: Settings, logging_as_before: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

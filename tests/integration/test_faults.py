@@ -95,7 +95,7 @@ def balance_after(stack: TestStack, book: Book, fault: str) -> int:
     return int(amount)
 
 
-@pytest.mark.parametrize("fault", some_of(["kill", "stop_past_lease", "deliver_again"], 2))
+@pytest.mark.parametrize("fault", some_of(["kill", "stop_past_lease", "deliver_again"], 3))
 def test_a_fault_repeats_a_plain_effect_and_no_fenced_one(
     mqlayer_stack: TestStack, plain: Book, fenced: Book, fault: str
 ) -> None:
@@ -116,6 +116,7 @@ def test_partitions_split_and_nodes_come_back_under_an_application(mqlayer_stack
     assert mqlayer_stack.execute("SELECT amount FROM balance") == [(10,)]
 
 
+@pytest.mark.full
 def test_two_applications_that_read_a_group_as_other_bodies_are_named(
     mqlayer_stack: TestStack, plain: Book, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -195,6 +196,7 @@ def test_exercise_finds_a_handler_without_fence_and_the_shortest_list(mqlayer_st
     assert found.value.found == [(message[0], 2 * message[1])]
 
 
+@pytest.mark.full
 def test_exercise_passes_an_async_handler_with_an_inbox(mqlayer_stack: TestStack, with_inbox: Book) -> None:
     report = exercise(with_inbox, MESSAGES, stack=mqlayer_stack, effects="SELECT * FROM balance",
                       reset="TRUNCATE balance", faults=["deliver_again", "stop_past_lease"], examples=1)  # fmt: skip

@@ -21,7 +21,7 @@ from tests.proof.world import World
 
 ROOT: Final = Path(__file__).parents[2]
 PARTITIONS: Final = 3
-ROUNDS: Final = 12
+ROUNDS: Final = 4
 LEAD_S: Final = 0.05
 """So long beforehand a topic's name is told, so that all begin with it at once."""
 COUNT: Final = 20

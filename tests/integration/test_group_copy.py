@@ -174,7 +174,7 @@ def test_effects_of_the_source_count_as_applied_where_that_is_wanted(stage: Stag
     assert answers == {"without": "current", "with_them": "applied"}
 
 
-@pytest.mark.parametrize("place", some_of(PLACES, 2))
+@pytest.mark.parametrize("place", some_of(PLACES, 4))
 def test_a_copy_that_is_killed_is_made_by_the_next_call(stage: Stage, place: str) -> None:
     """Before the commit there is no group; after it, one that is paused until its effects are there."""
     stage.send_numbers(3, 3)

@@ -27,6 +27,7 @@ from tests.fixtures.consumers import Recorder, Stage, member_of
 from tests.fixtures.failpoints import armed
 from tests.fixtures.forked_programs import ask_python
 from tests.fixtures.partition_harness import PartitionHarness
+from tests.fixtures.variants import some_of
 from tests.fixtures.wait import wait_until
 from tests.proof.route_steps import split
 from tests.proof.runtimes import runtime_of
@@ -195,12 +196,15 @@ def test_what_is_parked_is_dropped_only_when_that_is_said(stage: Stage) -> None:
 
 @pytest.mark.parametrize(
     "place",
-    [
-        "group_retire.before_commit",
-        "group_retire.after_commit",
-        "group_retire.after_parked",
-        "group_retire.after_forget",
-    ],
+    some_of(
+        [
+            "group_retire.before_commit",
+            "group_retire.after_commit",
+            "group_retire.after_parked",
+            "group_retire.after_forget",
+        ],
+        9,
+    ),
 )
 def test_a_retirement_that_is_killed_is_done_or_not_at_all_and_the_job_does_the_rest(stage: Stage, place: str) -> None:
     """A row of each assignment stays until its node has said that nothing is left there."""
@@ -283,6 +287,7 @@ def test_what_became_of_messages_is_fetched_before_it_goes(stage: Stage) -> None
     assert keys_of(stage, group_id) == []
 
 
+@pytest.mark.full
 def test_a_node_that_is_away_is_passed_by_and_asked_again(stage: Stage) -> None:
     """Arming its next run raises the epochs of retired groups too; what that leaves goes with the rest."""
     stage.consume(Recorder()).stop()

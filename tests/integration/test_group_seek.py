@@ -27,6 +27,7 @@ from tests.fixtures.commands import Commands
 from tests.fixtures.failpoints import armed
 from tests.fixtures.forked_programs import ask_python
 from tests.fixtures.kept_connections import kept_session
+from tests.fixtures.variants import some_of
 from tests.fixtures.wait import wait_until
 from tests.proof.manual_member import ManualMember
 from tests.proof.partition_values import Snapshot, fall_back, snapshot
@@ -58,6 +59,7 @@ def split_and_publish(world: World, database: Database) -> datetime:
     return at
 
 
+@pytest.mark.full
 def test_a_time_in_an_older_version_replays_from_there_and_fences_who_holds_newer_partitions(
     world: World, database: Database
 ) -> None:
@@ -165,7 +167,7 @@ def test_running_members_replay_in_order_without_a_restart(world: World, databas
         assert handled == {key: bodies + of_tags("d")[key] for key, bodies in twice.items()}
 
 
-@pytest.mark.parametrize("replay", [False, True])
+@pytest.mark.parametrize("replay", some_of([False, True], 2))
 def test_fenced_effects_are_applied_again_only_where_that_is_said(
     world: World, database: Database, replay: bool
 ) -> None:
@@ -183,6 +185,7 @@ def test_fenced_effects_are_applied_again_only_where_that_is_said(
         assert applied == wanted
 
 
+@pytest.mark.full
 def test_a_seek_without_replay_ends_an_earlier_replay(world: World, database: Database) -> None:
     """What lay before the place where the replay began was applied once, and is passed over."""
     publish(world, "a")
@@ -254,7 +257,7 @@ def test_what_is_to_be_given_again_is_not_trimmed_before_anybody_takes_it(world:
     assert member.bodies() == of_tags("a")
 
 
-@pytest.mark.parametrize("group", ["ledger", "new"])
+@pytest.mark.parametrize("group", some_of(["ledger", "new"], 9))
 def test_what_is_kept_of_a_lineage_has_no_hole(world: World, database: Database, group: str) -> None:
     """A successor is not trimmed while its parent is kept: a group that begins there would miss what lies between."""
     publish(world, "a")
@@ -348,7 +351,7 @@ def state(world: World) -> list[tuple[object, ...]]:
     ]
 
 
-@pytest.mark.parametrize("place", ["seek.before_commit", "seek.after_commit"])
+@pytest.mark.parametrize("place", some_of(["seek.before_commit", "seek.after_commit"], 2))
 def test_a_seek_that_is_killed_is_done_or_not_at_all(world: World, database: Database, place: str) -> None:
     """Between the two there is nothing; who held a partition is fenced by its next owner's taking."""
     split_and_publish(world, database)

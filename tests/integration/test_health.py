@@ -22,6 +22,7 @@ from tests.fixtures.health_probes import ask, ask_until, free_ports
 from tests.fixtures.kept_connections import kept_session
 from tests.fixtures.scrapes import scrape
 from tests.fixtures.servers import StartRedis
+from tests.fixtures.variants import some_of
 from tests.fixtures.wait import wait_until
 from tests.proof.proxy import TcpProxy
 from tests.proof.world import QUICK, World
@@ -125,6 +126,7 @@ def test_a_consumer_is_ready_while_its_lease_holds_and_live_throughout(
         ask(port, "/live")
 
 
+@pytest.mark.full
 def test_each_process_of_a_supervisor_answers_on_a_port_of_its_own(
     start: Start, orders: Appender, proxy: TcpProxy, proxied_dsn: str
 ) -> None:
@@ -237,7 +239,10 @@ def test_a_celery_worker_that_hosts_consumers_answers_for_them(
 
 
 @pytest.mark.parametrize(
-    "words", [["worker", "--concurrency", "1", "--without-gossip", "--without-mingle"], ["beat", "--max-interval", "1"]]
+    "words",
+    some_of(
+        [["worker", "--concurrency", "1", "--without-gossip", "--without-mingle"], ["beat", "--max-interval", "1"]], 2
+    ),
 )
 def test_a_worker_without_consumers_and_a_beat_answer_for_their_broker(
     start: Start, start_redis: StartRedis, monkeypatch: pytest.MonkeyPatch, words: list[str]
@@ -263,6 +268,7 @@ def test_a_worker_without_consumers_and_a_beat_answer_for_their_broker(
 # -- members -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_member_whose_node_is_not_armed_is_not_ready_until_it_is(
     start_stage: StartStage, start_redis: StartRedis
 ) -> None:

@@ -26,6 +26,7 @@ from mqlayer.redelivery import skip_head
 from mqlayer.runtime.route_cache import RouteCache
 from tests.fixtures.consumers import Recorder, Stage, StartStage
 from tests.fixtures.kept_connections import kept_session
+from tests.fixtures.variants import some_of
 from tests.fixtures.wait import wait_until
 from tests.proof.runtimes import runtime_of
 
@@ -409,7 +410,7 @@ def test_what_was_applied_before_all_unsettled_messages_goes(one: Stage) -> None
     assert clean(one) == 1
 
 
-@pytest.mark.parametrize("policy", ["park", "dead_letter"])
+@pytest.mark.parametrize("policy", some_of(["park", "dead_letter"], 2))
 def test_what_is_parked_or_dead_stays_until_it_is_handled_or_gone(one: Stage, policy: str) -> None:
     """Case 77: both may be delivered again at any time."""
     done = threading.Event()
@@ -437,6 +438,7 @@ def test_what_is_parked_or_dead_stays_until_it_is_handled_or_gone(one: Stage, po
     assert clean(one) == 1
 
 
+@pytest.mark.full
 def test_nothing_of_a_group_goes_while_a_node_does_not_answer(one: Stage) -> None:
     one.send([("k", b"1")])
     app = one.consume(Booking(one.dsn))

@@ -63,14 +63,14 @@ def place(server_directory: Path) -> Iterator[Path]:
     Stack(home / ".mqlayer").erase()
 
 
-@pytest.mark.parametrize("by", SIGNALS)
+@pytest.mark.parametrize("by", some_of(SIGNALS, len(SIGNALS)))
 def test_migrating(interrupt: Interrupt, environment: dict[str, str], by: signal.Signals) -> None:
     interrupt("migrate", at="migrate.before_record", by=by, environment=environment)
     assert migrate(environment["MQLAYER_DSN"]) == []
 
 
-@pytest.mark.parametrize("by", some_of(SIGNALS, 2))
-@pytest.mark.parametrize("at", ["topic.after_allocate", "topic.after_make"])
+@pytest.mark.parametrize("by", some_of(SIGNALS, len(SIGNALS)))
+@pytest.mark.parametrize("at", some_of(["topic.after_allocate", "topic.after_make"], 2))
 def test_creating_a_topic(
     interrupt: Interrupt, world: World, environment: dict[str, str], at: str, by: signal.Signals
 ) -> None:
@@ -79,7 +79,7 @@ def test_creating_a_topic(
     assert world.rows("SELECT count(*)::int FROM mqlayer.partition WHERE state = 'open'") == [(2,)]
 
 
-@pytest.mark.parametrize("by", SIGNALS)
+@pytest.mark.parametrize("by", some_of(SIGNALS, len(SIGNALS)))
 def test_trimming(interrupt: Interrupt, world: World, environment: dict[str, str], by: signal.Signals) -> None:
     world.add_topic("orders", partitions=2)
     world.rows(

@@ -122,6 +122,7 @@ def test_a_dead_owner_is_not_shown_as_one(world: World, database: Database, type
     assert "run next: mqlayer consume MODULE:APP  # no member of the group lives" in said
 
 
+@pytest.mark.full
 def test_a_key_hidden_behind_an_undrained_parent_is_led_to_what_the_parent_waits_for(
     world: World, database: Database, typed: Commands
 ) -> None:
@@ -157,6 +158,7 @@ def test_a_key_hidden_behind_an_undrained_parent_is_led_to_what_the_parent_waits
     assert (after["current"]["partition"], after["run_next"]) == (successor, "nothing: no message of it waits")
 
 
+@pytest.mark.full
 @pytest.mark.world
 def test_a_merged_partition_waits_for_the_parent_that_the_key_was_never_in(
     world: World, key_prefix: str, database: Database, typed: Commands
@@ -197,6 +199,7 @@ def test_a_node_that_is_away_hides_what_it_holds_and_is_named(
     assert "partition 1 could not be searched: its node does not answer" in said
 
 
+@pytest.mark.full
 def test_the_search_ends_at_its_bound_and_says_so(stage: Stage, database: Database, typed: Commands) -> None:
     """Also over many calls, and with messages of the key on both sides of the bound."""
     keys = [key for key in (f"k{n}" for n in range(100)) if range_of(stage.route, lp_of(key.encode())).partition == 1]

@@ -8,6 +8,7 @@ import random
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import psycopg
@@ -15,7 +16,19 @@ import pytest
 from sqlalchemy import create_engine
 from sqlalchemy.orm import Session
 
-from mqlayer import App, AsyncProducer, Batch, BatchOf, Context, Message, Producer, Receiver, outbox
+from mqlayer import (
+    App,
+    AsyncBodyStream,
+    AsyncProducer,
+    Batch,
+    BatchOf,
+    BodyStream,
+    Context,
+    Message,
+    Producer,
+    Receiver,
+    outbox,
+)
 from mqlayer.archive import archive_pass
 from mqlayer.domain.large_bodies import BODY_HEADER, CHUNK_BYTES
 from mqlayer.domain.message import Record, records_of
@@ -29,11 +42,13 @@ from mqlayer.redis.keys import partition_keys
 from mqlayer.relay import relay_once
 from mqlayer.runtime import open_runtime
 from mqlayer.topics import set_archived
+from tests.fixtures.commands import Commands
 from tests.fixtures.failpoints import armed
 from tests.fixtures.forked_programs import ask_python
 from tests.fixtures.object_stores import ObjectServer
 from tests.fixtures.variants import some_of
 from tests.fixtures.wait import wait_until
+from tests.fixtures.worker_stores import UseStores
 from tests.proof.world import World
 
 pytestmark = [pytest.mark.world(partitions=1), pytest.mark.usefixtures("bodies_in_postgres")]
@@ -152,6 +167,75 @@ def test_async_handlers_batches_and_receivers_get_it(world: World) -> None:
     assert sorted(by_coroutine) == sorted(bodies)
     assert [body for batch in by_batch for body in batch] == bodies
     assert all(len(batch) == 1 or sum(map(len, batch)) // 8 < CHUNK_BYTES for batch in by_batch)
+
+
+def test_handlers_and_receivers_read_it_piece_by_piece(world: World) -> None:
+    """As a file: no process has it whole, and a chunk that is gone fails the read, not what came before it."""
+    bodies = [os.urandom(SIZE), b"small", os.urandom(SIZE)]
+    by_thread: list[bytes] = []
+    by_coroutine: list[list[bytes]] = []
+    app = App(world.settings(lease_s=10))
+
+    @app.consumer("orders", group="threads", start="earliest")
+    def read(body: BodyStream) -> None:
+        by_thread.append(body.read(5) + body.read())
+
+    @app.consumer("orders", group="coroutines", start="earliest")
+    async def aread(body: AsyncBodyStream, ctx: Context) -> None:
+        assert body.size == (len(ctx.body) if ctx.large_body is None else ctx.large_body.size)
+        by_coroutine.append([chunk async for chunk in body])
+
+    for body in bodies:
+        publish_large(world, body)
+    relay_once(world.settings())
+    with running(app), Receiver("orders", group="pop", settings=world.settings(), start="earliest") as receiver:
+        messages = received(receiver, len(bodies))
+        assert [receiver.open_body(message).read() for message in messages] == bodies
+        wait_until(lambda: len(by_thread) == len(by_coroutine) == 3, what="all messages of both groups")
+        assert by_thread == bodies
+        assert list(map(b"".join, by_coroutine)) == bodies
+        assert max(map(len, by_coroutine[0])) <= CHUNK_BYTES
+        spoilt = messages[2].large_body
+        assert spoilt is not None
+        change = "UPDATE mqlayer_app.large_body_chunk SET data = %s WHERE number = 0 AND body_id = %s"
+        world.rows(change, bytes(CHUNK_BYTES), spoilt.body_id)
+        with pytest.raises(MissingBody, match="not those that were published"):
+            receiver.open_body(messages[2]).read()
+        world.rows("DELETE FROM mqlayer_app.large_body_chunk WHERE number = 3")
+        begun = receiver.open_body(messages[0])
+        assert begun.read(CHUNK_BYTES) == bodies[0][:CHUNK_BYTES]
+        with pytest.raises(MissingBody, match="chunk 3 is gone"):
+            begun.read()
+
+
+@pytest.mark.world(by_commands=True)
+def test_a_command_writes_it_to_a_file_or_standard_output(
+    world: World, run: Commands, use_stores: UseStores, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body, file = os.urandom(SIZE), tmp_path / "body"
+    publish_large(world, body)
+    publish_large(world, "käse".encode())
+    relay_once(world.settings())
+    large, small = (record.identity for record in streamed(world))
+    assert f"{SIZE} bytes written" in run("message", "body", str(large), "--to", str(file)).stderr
+    assert file.read_bytes() == body
+    assert run("message", "body", str(large)).stdout_bytes == body
+    assert run("message", "show", str(large), "--raw").stdout_bytes == body
+    assert "body: large, 786 kB; --raw writes it" in run.text("message", "show", str(large))
+    world.right = Right.VIEW
+    use_stores(world.environment())
+    assert "mqlayer grant operate" in run.failure("message", "body", str(large))
+    world.right = Right.OPERATE
+    use_stores(world.environment())
+    monkeypatch.setattr("typer.testing._NamedTextIOWrapper.isatty", lambda _: True, raising=False)
+    assert "this body is binary: --to FILE" in run.failure("message", "body", str(large))
+    assert run("message", "body", str(large), "--to", "-").stdout_bytes == body
+    assert run("message", "body", str(small)).stdout == "käse"
+    world.rows("DELETE FROM mqlayer_app.large_body_chunk WHERE number = 3")
+    assert "chunk 3 is gone" in run.failure("message", "body", str(large), "--to", str(file))
+    assert file.read_bytes() == body, "a file is whole, or as it was"
+    assert list(tmp_path.iterdir()) == [file]
+    assert "can't be written" in run.failure("message", "body", str(small), "--to", str(tmp_path / "none" / "body"))
 
 
 def publish_and_fail(connection: psycopg.Connection) -> None:

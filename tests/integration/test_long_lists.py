@@ -48,7 +48,7 @@ def system(database_dsn: str, key_prefix: str, start_redis: StartRedis) -> Itera
 def walk_parked(database: Database, wanted: ParkedFilter) -> list[bytes]:
     found, after = [], None
     while True:
-        page = parked_keys(database, wanted, after=after, limit=7)
+        page = parked_keys(database, wanted, after=after, limit=19)
         found += [one.name for one in page]
         if page.next is None:
             return found
@@ -58,7 +58,7 @@ def walk_parked(database: Database, wanted: ParkedFilter) -> list[bytes]:
 def walk_dead(database: Database, wanted: DeadFilter, **where: str) -> list[int]:
     found, after = [], None
     while True:
-        page = dead_messages(database, wanted, **where, after=after, limit=7)  # type: ignore[arg-type]
+        page = dead_messages(database, wanted, **where, after=after, limit=19)  # type: ignore[arg-type]
         found += [one.dead_id for one in page]
         if page.next is None:
             return found

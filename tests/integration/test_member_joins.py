@@ -55,7 +55,7 @@ class Watched:
         self.epochs[ctx.partition].add(ctx.epoch)
 
 
-@pytest.mark.parametrize("members", some_of([1, 2, 3], 2))
+@pytest.mark.parametrize("members", some_of([1, 2, 3], 3))
 def test_one_more_member_under_load_moves_few_partitions_and_the_others_go_on(
     start_stage: StartStage, redis_url: str, members: int
 ) -> None:

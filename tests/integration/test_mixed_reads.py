@@ -108,7 +108,7 @@ def consume(stage: Stage, way: Way) -> list[bytes]:
     return bodies
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", some_of(WAYS, 4))
 def test_one_read_with_all_that_a_handler_is_not_given_is_settled_whole(stage: Stage, way: Way) -> None:
     """Case 62: the bitmap has no gap, so that the parent is drained, and what its successors hold is handled."""
     mixed = Mixed(stage, way)

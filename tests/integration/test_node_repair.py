@@ -140,6 +140,7 @@ def test_a_node_that_lost_everything_gets_parents_and_successors_again(scene: Sc
     scene.judge(member)
 
 
+@pytest.mark.full
 def test_a_sealed_partition_is_not_seen_open_while_an_emptied_node_gets_it_again(
     scene: Scene, node: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -245,7 +246,7 @@ def test_filling_up_takes_its_time_and_keeps_its_locks(
     assert scene.meta(1)["seal"] == scene.seal_id()
 
 
-@pytest.mark.parametrize(("size", "most"), some_of([(1, 1_000), (700, 1_000), (outbox_resend.BYTES_PER_READ, 3)], 3))
+@pytest.mark.parametrize(("size", "most"), some_of([(1, 1_000), (700, 1_000), (outbox_resend.BYTES_PER_READ, 3)], 9))
 def test_many_lps_are_filled_up_at_a_time_by_rows_and_by_bytes(
     scene: Scene, node: RedisServer, monkeypatch: pytest.MonkeyPatch, size: int, most: int
 ) -> None:
@@ -299,7 +300,7 @@ def test_another_outbox_fills_nothing_up_and_gives_nothing_up(scene: Scene, node
     assert scene.audited()["lost"].keys() == {"2"}
 
 
-@pytest.mark.parametrize("broken", ["repair.after_resend", "rearm.before_arm"])
+@pytest.mark.parametrize("broken", some_of(["repair.after_resend", "rearm.before_arm"], 2))
 def test_where_groups_begin_goes_by_what_the_node_had_before_an_arming_that_broke_off(
     scene: Scene, node: RedisServer, tmp_path: Path, broken: str
 ) -> None:
@@ -320,7 +321,7 @@ def test_where_groups_begin_goes_by_what_the_node_had_before_an_arming_that_brok
     assert handled >= {f"{tag}-{number}" for tag in "bc" for number in range(50)}
 
 
-@pytest.mark.parametrize("broken", ["", "repair.after_seal", "repair.after_resend"])
+@pytest.mark.parametrize("broken", some_of(["", "repair.after_seal", "repair.after_resend"], 9))
 def test_direct_messages_that_are_lost_are_counted(
     scene: Scene, node: RedisServer, tmp_path: Path, broken: str
 ) -> None:
@@ -357,7 +358,7 @@ def test_direct_messages_that_are_lost_are_counted(
             ("the first", "repair.after_resend"),
             ("all", "repair.after_seal"),
         ],
-        2,
+        9,
     ),
 )
 def test_rows_that_the_outbox_does_not_hold_any_more_are_given_up_only_by_an_operators_word(
@@ -396,6 +397,7 @@ def test_rows_that_the_outbox_does_not_hold_any_more_are_given_up_only_by_an_ope
     assert member.version == 2
 
 
+@pytest.mark.full
 def test_what_was_given_up_and_written_down_is_not_counted_by_a_later_mending(
     scene: Scene, node: RedisServer, tmp_path: Path
 ) -> None:
@@ -430,7 +432,7 @@ def test_what_was_given_up_and_written_down_is_not_counted_by_a_later_mending(
     assert scene.audited()["lost"] == {}, "the same one"
 
 
-@pytest.mark.parametrize("address", ["the same", "another"])
+@pytest.mark.parametrize("address", some_of(["the same", "another"], 9))
 def test_direct_messages_that_were_counted_as_lost_are_not_counted_by_a_later_mending(
     scene: Scene, node: RedisServer, tmp_path: Path, address: str
 ) -> None:
@@ -452,6 +454,7 @@ def test_direct_messages_that_were_counted_as_lost_are_not_counted_by_a_later_me
     assert scene.audited()["lost"] == {"1": 1}
 
 
+@pytest.mark.full
 def test_a_successor_that_fell_back_to_importing_is_opened_again(
     scene: Scene, node: RedisServer, tmp_path: Path
 ) -> None:
@@ -473,6 +476,7 @@ def test_a_successor_that_fell_back_to_importing_is_opened_again(
     scene.judge(member)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("place", some_of(["change.after_seal", "change.before_sealed_commit", "change.after_open"], 3))
 def test_a_node_that_falls_back_and_is_armed_under_a_driver_is_noticed(
     scene: Scene, node: RedisServer, tmp_path: Path, place: str

@@ -206,6 +206,7 @@ def test_each_planted_fault_is_found_exactly_and_nothing_else(spark: Any) -> Non
         assert sum(row[name] for name in ("inversions", "gaps", "duplicates", "misplaced")) == 1
 
 
+@pytest.mark.full
 def test_histories_with_splits_merges_and_moves_are_clean(spark: Any) -> None:
     """Case 79: whatever the changes, with several sources, without keys, with keys beyond ASCII."""
     topics = []
@@ -220,6 +221,7 @@ def test_histories_with_splits_merges_and_moves_are_clean(spark: Any) -> None:
     assert all(order.clean(row) for row in total.values())
 
 
+@pytest.mark.full
 def test_without_a_cut_only_missing_ends_go_unnoticed(spark: Any) -> None:
     topics = [Spoilt(fault.__name__) for fault in (missing_head, missing_tail, gap)]
     expected = [
@@ -229,6 +231,7 @@ def test_without_a_cut_only_missing_ends_go_unnoticed(spark: Any) -> None:
     assert found == expected[-1:]
 
 
+@pytest.mark.full
 def test_findings_are_counted_per_key(spark: Any) -> None:
     topic = Spoilt("orders")
     inversion_in_a_partition(topic)
@@ -268,6 +271,7 @@ def test_what_a_real_system_archives_over_changes_is_clean_until_it_is_tampered_
     assert (said["kind"], said["lp"], said["first_seq"], said["offset"]) == ("inversion", *row)
 
 
+@pytest.mark.full
 def test_what_a_node_that_fell_back_gives_again_is_in_order(
     spark: Any, database_dsn: str, start_redis: StartRedis, key_prefix: str, tmp_path: Path
 ) -> None:

@@ -213,6 +213,7 @@ def test_order_per_key_holds_while_workers_are_killed_in_a_body_and_another_goes
     assert by_process == {str(worker.pid) for worker in (*victims, survivor)}
 
 
+@pytest.mark.full
 def test_calls_by_name_from_the_pool_and_by_consume_all_come_to_the_topic(shop: TaskShop, step: OrderedTask) -> None:
     """A call that a broker brought is passed on, never run by the worker's pool past the order."""
     worker = shop.worker()

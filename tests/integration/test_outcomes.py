@@ -406,7 +406,7 @@ def test_entries_that_a_node_gives_back_are_not_archived_again(stage: Stage, tol
 
 
 @pytest.mark.parametrize(
-    "place", some_of(["ack.before_send@3", "ack.after_send@3", "parking.before_commit", "parking.after_commit"], 2)
+    "place", some_of(["ack.before_send@3", "ack.after_send@3", "parking.before_commit", "parking.after_commit"], 4)
 )
 def test_a_member_that_is_killed_leaves_one_end_for_each_message(
     stage: Stage, told: ArchivedOutcomes, place: str

@@ -44,6 +44,7 @@ from tests.fixtures.forked_programs import ask_python
 from tests.fixtures.kept_connections import kept_session
 from tests.fixtures.partition_harness import MemberScripts, PartitionHarness
 from tests.fixtures.servers import StartRedis
+from tests.fixtures.variants import some_of
 from tests.fixtures.wait import wait_until
 from tests.proof.manual_member import ManualMember
 from tests.proof.runtimes import runtime_of
@@ -473,7 +474,7 @@ def command(failing: Failing, *typed: str, failpoint: str = "") -> subprocess.Co
     return ask_python("mqlayer", *typed, env=os.environ | places | armed(failpoint))
 
 
-@pytest.mark.parametrize("place", ["skip.after_fence", "skip.before_commit", "skip.after_commit"])
+@pytest.mark.parametrize("place", some_of(["skip.after_fence", "skip.before_commit", "skip.after_commit"], 3))
 def test_a_passing_over_that_is_killed_is_done_or_not_at_all_and_its_owner_goes_on(
     failing: Failing, place: str
 ) -> None:

@@ -45,7 +45,7 @@ LOSSES: Mapping[str, Callable[[Stage, RedisServer], None]] = {
 
 
 @pytest.mark.parametrize("loss", some_of(LOSSES, 2))
-@pytest.mark.parametrize("who", ["same_owner", "next_owner"])
+@pytest.mark.parametrize("who", some_of(["same_owner", "next_owner"], 2))
 def test_a_parked_key_stays_parked_and_in_order(
     start_stage: StartStage, start_redis: StartRedis, loss: str, who: str
 ) -> None:

@@ -113,7 +113,7 @@ def change(scene: GateScene, kind: str) -> set[int]:
             return set(scene.move(parent))
 
 
-@pytest.mark.parametrize("kind", some_of(["split", "merge", "move"], 3))
+@pytest.mark.parametrize("kind", some_of(["split", "merge", "move"], 9))
 def test_a_parked_key_follows_its_route(gate_scene: GateScene, shop: RouteShop, kind: str) -> None:
     """Case 64: its parent drains though it waits; the successor's owner goes on with it, before anything newer."""
     shop.start()
@@ -155,6 +155,7 @@ def test_nobody_follows_while_a_parked_key_is_handled(gate_scene: GateScene, sho
     assert shop.recorder.overlaps == []
 
 
+@pytest.mark.full
 def test_what_successors_parked_comes_after_what_a_seek_brings_back_of_both(
     gate_scene: GateScene, shop: RouteShop
 ) -> None:
@@ -207,6 +208,7 @@ def test_a_parked_key_goes_on_with_its_next_owner(gate_scene: GateScene, shop: R
     assert again == [1] * len(gate_scene.expected()[BROKEN])
 
 
+@pytest.mark.full
 def test_a_key_that_blocks_holds_its_successors_back_until_the_policy_is_another(
     gate_scene: GateScene, shop: RouteShop
 ) -> None:

@@ -121,6 +121,7 @@ print(len([name for name in app.tasks if name.startswith("mqlayer.")]))
     assert int(plain_empty.tries(program, MQLAYER_DSN=database_dsn, MQLAYER_BROKER_URL=redis_url)) > 10
 
 
+@pytest.mark.full
 def test_the_sbom_lists_what_the_image_installs(tmp_path: Path) -> None:
     """Each package of the lock file that this Python takes, in its version, with a licence; and nothing else."""
     (tmp_path / "rfc3987_syntax.py").write_text(ADDRESSES)
@@ -137,6 +138,7 @@ def test_the_sbom_lists_what_the_image_installs(tmp_path: Path) -> None:
     assert {reference.split("==")[0] for reference in ours["dependsOn"]} == direct
 
 
+@pytest.mark.full
 def test_the_parquet_extra_reads_as_arrow(plain: PlainEnvironment, built_wheel: Path, database_dsn: str) -> None:
     plain.install("--constraint", LOCKS / "dev.lock", f"{built_wheel}[parquet]")
     program = """
@@ -171,6 +173,7 @@ def test_the_s3_extra_brings_its_client(plain: PlainEnvironment, built_wheel: Pa
     assert plain.tries("import mqlayer.large_bodies.object_store, boto3; print('both')").splitlines()[-1] == "both"
 
 
+@pytest.mark.full
 def test_the_otel_extra_answers_with_metrics(plain: PlainEnvironment, built_wheel: Path) -> None:
     plain.install("--constraint", LOCKS / "dev.lock", f"{built_wheel}[otel]")
     program = """
@@ -184,6 +187,7 @@ print([line.split()[-1] for line in lines if line.startswith("messaging_client_s
     assert plain.tries(program).strip() == "['7.0']"
 
 
+@pytest.mark.full
 def test_the_extras_of_the_console_serve_its_login(plain: PlainEnvironment, built_wheel: Path) -> None:
     plain.install("--constraint", LOCKS / "dev.lock", f"{built_wheel}[console,oidc]")
     program = """
@@ -204,6 +208,7 @@ print(told[0]["status"], b"/login/openid" in told[1]["body"])
     assert plain.tries(program).strip() == "200 True"
 
 
+@pytest.mark.full
 def test_the_reload_extra_watches_files(plain: PlainEnvironment, built_wheel: Path) -> None:
     plain.install("--constraint", LOCKS / "dev.lock", f"{built_wheel}[reload]")
     program = """

@@ -35,6 +35,7 @@ from mqlayer.settings import Settings
 from mqlayer.stack import RedisProgram, RedisServer
 from tests.fixtures.backups import Backup
 from tests.fixtures.servers import StartPostgres, StartRedis, different_redis_programs
+from tests.fixtures.variants import some_of
 from tests.fixtures.wait import wait_until
 from tests.proof.proxy import TcpProxy
 from tests.proof.refused_sends import send_to_the_end
@@ -55,7 +56,7 @@ def other_partition_key(world: World, key: str, topic: str = "orders") -> str:
 # Lines
 
 
-@pytest.mark.parametrize("server_bytes", [0, 1, 7])
+@pytest.mark.parametrize("server_bytes", some_of([0, 1, 7], 3))
 def test_a_reply_that_is_lost_leaves_the_message_stored_once_at_its_first_place(
     world: World, proxy: TcpProxy, server_bytes: int
 ) -> None:
@@ -120,6 +121,7 @@ def test_a_batch_whose_reply_is_lost_is_stored_once(world: World, proxy: TcpProx
     assert world.by_key() == {"k": ["0", "1", "2", "3"]}
 
 
+@pytest.mark.full
 def test_batches_under_way_while_connections_break_are_stored_once_and_in_order(world: World, proxy: TcpProxy) -> None:
     messages = [Message(f"k{number % 150}", b"%d" % number) for number in range(6_000)]
     with world.producer() as producer:
@@ -187,7 +189,7 @@ def test_a_node_that_does_not_answer_holds_up_only_its_own_lps(
     assert world.by_key() == {name: ["0", "1"] for name in names}
 
 
-@pytest.mark.parametrize("name", ["producer.before_append", "producer.after_send", "producer.after_reply"])
+@pytest.mark.parametrize("name", some_of(["producer.before_append", "producer.after_send", "producer.after_reply"], 3))
 def test_an_interrupted_call_leaves_its_message_queued(world: World, name: str) -> None:
     with world.producer() as producer:
         producer.send("orders", key="k", body=b"1")

@@ -22,7 +22,7 @@ OFTEN = {"producer.before_append", "producer.after_send", "producer.after_reply"
 PLACES = [(name, nth) for name in FAILPOINTS for nth in ((1, 2, 40) if name in OFTEN else (1,))]
 
 
-@pytest.mark.parametrize(("name", "nth"), some_of(PLACES, 2))
+@pytest.mark.parametrize(("name", "nth"), some_of(PLACES, 4))
 def test_a_producer_killed_at_any_failpoint_leaves_whole_chains(
     world: World, tmp_path: Path, name: str, nth: int
 ) -> None:

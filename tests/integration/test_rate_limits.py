@@ -164,6 +164,7 @@ def test_a_shared_group_keeps_to_its_rate_whoever_of_its_members_handles(
     wait_until(lambda: sum(recorder.count() for recorder in recorders) == 1600, what="the rest, without a limit")
 
 
+@pytest.mark.full
 def test_a_busy_partition_has_the_share_of_those_that_are_quiet_beside_it(
     start_stage: StartStage, redis_url: str
 ) -> None:
@@ -194,6 +195,7 @@ def test_a_rate_that_is_changed_while_members_run_is_in_force_at_once(stage: Sta
     recorder.assert_in_order()
 
 
+@pytest.mark.full
 def test_other_attempts_count_as_messages(stage: Stage) -> None:
     def fail(body: bytes, ctx: Context) -> None:
         raise RetryLater(0.01)
@@ -244,6 +246,7 @@ def test_keys_that_wait_for_another_attempt_take_nothing_of_what_a_limited_membe
     wait_until(lambda: b"good" in recorder.bodies(), what="the other key is handled")
 
 
+@pytest.mark.full
 def test_parked_keys_go_on_beside_a_stream_that_takes_all_of_the_rate(start_stage: StartStage, redis_url: str) -> None:
     """Both have a share of it: what is read, and what comes back from Postgres."""
     failed: list[bytes] = []

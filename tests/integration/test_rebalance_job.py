@@ -217,6 +217,7 @@ def worker(stage: Stage, start_redis: StartRedis, tmp_path: Path) -> Iterator[Pa
         process.wait()
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_worker_with_its_beat_notices_a_silent_death(stage: Stage, worker: Path) -> None:
     """Case 46, with nobody in the group who beats; and the health check sees that the job runs."""

@@ -21,6 +21,7 @@ from mqlayer.runtime.route_cache import RouteCache, load_route
 from mqlayer.topics.nodes import rearm_node
 from tests.fixtures.consumers import Stage, StartStage, migrated
 from tests.fixtures.failpoints import broken_off_at
+from tests.fixtures.variants import some_of
 from tests.fixtures.wait import wait_until, within
 from tests.proof.route_steps import merge
 from tests.proof.runtimes import runtime_of
@@ -107,7 +108,7 @@ def test_messages_without_a_key_withhold_nothing(one: Stage, receiver_of: OpenRe
     assert len(receiver.receive(1)) == 1
 
 
-@pytest.mark.parametrize("scope", ["partition", "key"])
+@pytest.mark.parametrize("scope", some_of(["partition", "key"], 2))
 def test_committed_moves_to_the_first_that_is_not_acknowledged(
     one: Stage, receiver_of: OpenReceiver, scope: str
 ) -> None:
@@ -125,7 +126,7 @@ def test_committed_moves_to_the_first_that_is_not_acknowledged(
     assert one.redis.exists(one.group_keys(partition).acks) == 0
 
 
-@pytest.mark.parametrize("scope", ["partition", "key"])
+@pytest.mark.parametrize("scope", some_of(["partition", "key"], 2))
 def test_what_was_acknowledged_does_not_come_again_with_the_first(
     one: Stage, receiver_of: OpenReceiver, scope: str
 ) -> None:
@@ -194,7 +195,7 @@ def _with(message: PopMessage, **changes: int) -> PopMessage:
 # -- visibility timeouts -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scope", ["partition", "key"])
+@pytest.mark.parametrize("scope", some_of(["partition", "key"], 2))
 def test_extending_one_extends_that_one_and_the_batch_waits_for_the_latest(
     one: Stage, receiver_of: OpenReceiver, scope: str
 ) -> None:
@@ -365,7 +366,7 @@ def wakes_s(one: Stage, a: Receiver, b: Receiver, number: int) -> dict[str, floa
     return late
 
 
-@pytest.mark.parametrize(("scope", "looks_per_s"), [("partition", 3), ("key", 22)])
+@pytest.mark.parametrize(("scope", "looks_per_s"), some_of([("partition", 3), ("key", 22)], 2))
 def test_appends_behind_a_blocked_head_cost_a_waiting_receiver_next_to_nothing(
     one: Stage, receiver_of: OpenReceiver, scope: str, looks_per_s: int
 ) -> None:
@@ -589,7 +590,7 @@ def test_successors_are_given_out_when_their_parent_is_drained(one: Stage, recei
         a.ack(batch)
 
 
-@pytest.mark.parametrize("in_hand", [True, False])
+@pytest.mark.parametrize("in_hand", some_of([True, False], 2))
 def test_a_waiting_receiver_has_a_successors_messages_at_once(
     one: Stage, receiver_of: OpenReceiver, in_hand: bool
 ) -> None:

@@ -229,6 +229,7 @@ def test_a_process_that_lacks_a_right_says_which_before_it_serves(site: Site) ->
     assert "mqlayer node acl publisher --user u-publisher" in said
 
 
+@pytest.mark.full
 def test_a_worker_that_lacks_a_right_says_which_and_does_not_start(site: Site) -> None:
     """One node that is away does not hide what another refuses."""
     site.type(RedisRole.OPERATOR, "node", "register", "n1", site.server.url)

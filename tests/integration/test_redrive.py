@@ -380,7 +380,7 @@ def command(failing: Failing, *typed: str, failpoint: str = "") -> subprocess.Co
             ("bulk.after_commit", 100),
             ("bulk.after_commit@2", 150),
         ],
-        2,
+        9,
     ),
 )
 def test_a_redrive_that_is_killed_goes_on_and_gives_nothing_back_twice(failing: Failing, place: str, came: int) -> None:

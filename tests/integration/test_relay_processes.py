@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import psycopg
+import pytest
 
 from mqlayer.outbox import publish
 from mqlayer.postgres.database import Database
@@ -20,6 +21,7 @@ from tests.proof.world import World
 HOLDERS = "SELECT relay_id, count(*) FROM mqlayer_app.lp_set WHERE relay_id IS NOT NULL GROUP BY 1 ORDER BY 1"
 
 
+@pytest.mark.full
 def test_the_other_relay_takes_the_part_of_a_dead_one_long_before_its_lease_ends(world: World, tmp_path: Path) -> None:
     environment = {
         **os.environ,

@@ -268,12 +268,13 @@ def by_people_who_look(sealed: Sealed) -> None:
         by_a_member, by_a_member_with_a_filter, by_a_shared_group, by_a_broadcast_group,
         by_a_group_that_begins_with_the_archive, by_a_receiver, by_a_receiver_that_waits_for_what_is_out, by_verify,
         by_the_archiver, by_trimming, by_a_group_that_is_sent_back, by_arming, by_people_who_look,
-    ], 5),
+    ], 3),
 )  # fmt: skip
 def test_a_command_under_another_entry_id_is_read(read: Callable[[Sealed], None], sealed: Sealed) -> None:
     read(sealed)
 
 
+@pytest.mark.full
 def test_a_snapshot_behind_such_a_command_is_read_by_spark(spark: Any, sealed: Sealed, tmp_path: Path) -> None:
     from mqlayer.spark import read_snapshot
 

@@ -70,7 +70,10 @@ def test_who_applies_a_plan_that_somebody_drops_is_told(world: World, database: 
 
 
 @pytest.mark.slow
-def test_a_node_that_is_away_leaves_the_change_open_and_says_who_finishes_it(world: World, database: Database) -> None:
+def test_a_node_that_is_away_leaves_the_change_open_and_says_who_finishes_it(
+    world: World, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mqlayer.routes.change_driver.RETRY_FOR_S", 0.5)
     plan = planned_merge(database, "orders", [1, 2])
     world.rows("UPDATE mqlayer.node SET armed_run_id = 'another' WHERE name = 'node-2'")
     with pytest.raises(NodeNotArmed, match=r"change 1 stays open: mqlayer route repair orders"):

@@ -19,6 +19,7 @@ from mqlayer.runtime.route_cache import RouteCache
 from mqlayer.workers.tasks import TASKS
 from tests.fixtures.commands import Commands
 from tests.fixtures.forked_programs import ask_python
+from tests.fixtures.variants import some_of
 from tests.proof.route_steps import split
 from tests.proof.world import QUICK, World
 
@@ -87,7 +88,7 @@ def test_rows_are_bounded_by_the_minutes_kept_times_the_things_of_a_run(world: W
     assert count(world) == 2 * 180 / 60
 
 
-@pytest.mark.parametrize(("place", "rows"), [("sample.before_put", 0), ("sample.after_put", 2)])
+@pytest.mark.parametrize(("place", "rows"), some_of([("sample.before_put", 0), ("sample.after_put", 2)], 2))
 @pytest.mark.world(relayed=5, tasks=True)
 def test_a_run_that_is_killed_costs_its_minute_at_most_and_makes_no_row_twice(
     world: World, tmp_path: Path, place: str, rows: int

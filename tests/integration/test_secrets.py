@@ -157,7 +157,7 @@ def test_nothing_that_is_said_of_a_postgres_holds_its_password(secret: str) -> N
 
 
 @pytest.mark.parametrize("logs_in", some_of([False, True], 2), ids=["", "settings log in"])
-@pytest.mark.parametrize("secret", some_of(SECRETS, 3))
+@pytest.mark.parametrize("secret", some_of(SECRETS, 9))
 def test_nothing_that_is_said_of_a_redis_holds_its_password(
     secret: str, logs_in: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,7 +219,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("impatient")
-@pytest.mark.parametrize("way", ["encoded", "raw", "pairs"])
+@pytest.mark.parametrize("way", some_of(["encoded", "raw", "pairs"], 9))
 def test_no_command_shows_a_password_of_the_settings(
     way: str, monkeypatch: pytest.MonkeyPatch, tmp_path: os.PathLike[str]
 ) -> None:

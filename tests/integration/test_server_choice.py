@@ -197,6 +197,7 @@ def test_data_move_where_the_account_of_postgres_can_enter(tmp_path: Path) -> No
     assert data_place(closed / "postgres", None) == closed / "postgres" / "home"
 
 
+@pytest.mark.full
 def test_programs_of_a_wheel_are_copied_where_the_account_can_run_them(
     start_postgres: StartPostgres, server_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@ from mqlayer.postgres.database import Database
 from mqlayer.stack import PostgresServer, RedisProgram, RedisServer, ServerFailed, postgres_programs, redis_programs
 from mqlayer.stack.shared_memory import segment_of
 from tests.fixtures.servers import StartPostgres, StartRedis
+from tests.fixtures.variants import some_of
 from tests.proof.sockets import by_socket
 
 
@@ -88,7 +89,7 @@ def test_options_with_quotes_and_blanks_arrive(start_redis: StartRedis) -> None:
         assert connection.config_get("save") == {"save": "3600 1"}
 
 
-@pytest.mark.parametrize("programs", postgres_programs(), ids=str)
+@pytest.mark.parametrize("programs", some_of(postgres_programs(), 9), ids=str)
 def test_postgres_keeps_its_data_and_its_port(start_postgres: StartPostgres, programs: object) -> None:
     server = start_postgres(programs=programs)
     with psycopg.connect(server.create_database("one")) as connection:

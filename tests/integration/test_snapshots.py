@@ -40,6 +40,7 @@ from tests.fixtures.commands import Commands
 from tests.fixtures.failpoints import armed
 from tests.fixtures.forked_programs import run_python
 from tests.fixtures.missing_tools import import_or_leave_out
+from tests.fixtures.variants import some_of
 from tests.fixtures.wait import wait_until
 from tests.proof.runtimes import runtime_of
 
@@ -366,7 +367,7 @@ def killed(dsn: str, failpoint: str, *words: str) -> None:
     assert run_python("mqlayer", *words, env=environment, timeout=60) == -9
 
 
-@pytest.mark.parametrize("name", ["snapshot.after_lock", "snapshot.before_commit"])
+@pytest.mark.parametrize("name", some_of(["snapshot.after_lock", "snapshot.before_commit"], 2))
 def test_a_snapshot_that_is_killed_in_the_making_was_never_there(archived: ArchivedTopics, name: str) -> None:
     archived.put("a")
     killed(archived.dsn, f"{name}=kill", "snapshot", "create", "s")

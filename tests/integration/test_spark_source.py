@@ -96,6 +96,7 @@ def test_records_come_as_they_were_published(spark: Any, filled: ArchivedTopics,
     assert frame.rdd.getNumPartitions() <= 3
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("way", some_of(["jdbc", "python"], 2))
 def test_filters_give_the_same_rows_and_none_stays_with_the_frame(
     spark: Any, filled: ArchivedTopics, tmp_path: Path, way: str
@@ -211,6 +212,7 @@ def test_passwords_come_from_where_the_client_library_finds_them(
     assert SECRET not in url_of(address) + str(address) + address.display
 
 
+@pytest.mark.full
 def test_a_socket_is_read_by_the_source_in_python(
     spark: Any, filled: ArchivedTopics, postgres_server: Any, tmp_path: Path
 ) -> None:
@@ -276,6 +278,7 @@ def test_a_stream_that_missed_dropped_batches_fails(spark: Any, archived: Archiv
         stream(spark, archived, tmp_path, topics="orders")
 
 
+@pytest.mark.full
 def test_a_snapshot_during_a_split_replays_in_order(
     spark: Any, database_dsn: str, redis_url: str, key_prefix: str
 ) -> None:

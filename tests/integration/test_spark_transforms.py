@@ -78,6 +78,7 @@ def test_latency_is_from_publishing_to_the_first_time_that_a_group_handled_it(sp
     assert (second["minute"] - first["minute"]).total_seconds() == 60
 
 
+@pytest.mark.full
 def test_a_long_stretch_of_offsets_is_every_one_of_them(spark: Any) -> None:
     long = spark.createDataFrame([outcome(3, 5_002, 1), outcome(7, 7, 1, group="audit")], OUTCOMES)
     found = latency.per_offset(long)
@@ -98,6 +99,7 @@ def counted(spark: Any) -> list[Any]:
     ]
 
 
+@pytest.mark.full
 def test_a_clock_that_is_behind_gives_no_negative_latency(spark: Any, records: Any) -> None:
     settled = latency.settled(records, spark.createDataFrame([outcome(10, 10, 2)], OUTCOMES))
     (row,) = rows_of(latency.latency(settled), "group")
@@ -191,6 +193,7 @@ def test_fairness_counts_messages_and_busy_time_once(spark: Any) -> None:
     assert group["gini_busy"] == pytest.approx(10 / 24)
 
 
+@pytest.mark.full
 def test_members_that_do_the_same_have_a_gini_of_zero(spark: Any) -> None:
     outcomes = [outcome(number, number, 1, actor=f"m{number}", delivered_at=at(0)) for number in range(1, 5)]
     (group,) = rows_of(fairness.by_group(fairness.by_member(spark.createDataFrame(outcomes, OUTCOMES))), "group")

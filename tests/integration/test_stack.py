@@ -112,6 +112,7 @@ def test_up_twice_changes_nothing(running: Path) -> None:
     assert [part.pid for part in Stack(running).status()] == pids
 
 
+@pytest.mark.full
 def test_data_and_addresses_survive_down_and_up(running: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = addresses_of(running)
     with psycopg.connect(before.dsn) as connection:
@@ -134,6 +135,7 @@ def test_data_and_addresses_survive_down_and_up(running: Path, monkeypatch: pyte
         assert node.get("kept") == b"yes"
 
 
+@pytest.mark.full
 def test_nodes_are_armed_for_their_present_run_after_a_restart(running: Path) -> None:
     run("down", "--directory", running)
     addresses = up(running)
@@ -162,6 +164,7 @@ def test_down_erases_the_data_only_when_told_to(place: Path) -> None:
     assert not place.exists()
 
 
+@pytest.mark.full
 def test_erasing_leaves_the_files_of_others(place: Path) -> None:
     up(place, "--nodes", "1")
     (place / "notes").mkdir()
@@ -219,6 +222,7 @@ def test_a_given_server_that_is_down_fails_in_one_line_without_its_password(
     assert place.joinpath("stack.json").stat().st_mode & 0o077 == 0
 
 
+@pytest.mark.full
 def test_addresses_of_the_stack_itself_in_the_environment_are_not_taken_for_given(
     running: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

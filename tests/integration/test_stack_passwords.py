@@ -256,6 +256,7 @@ def test_every_kind_of_redis_keeps_celerys_user_to_its_queues(program: RedisProg
         server.erase()
 
 
+@pytest.mark.full
 def test_a_stack_whose_broker_had_one_password_gets_users_there_and_keeps_its_queue(place: Path) -> None:
     """As the version before left it: running, all kinds have the password of user default."""
     up(place)
@@ -280,6 +281,7 @@ def test_a_stack_whose_broker_had_one_password_gets_users_there_and_keeps_its_qu
     ]  # fmt: skip
 
 
+@pytest.mark.full
 def test_a_node_keeps_its_users_and_what_scripts_wrote_over_a_start_by_another(place: Path) -> None:
     """Case of a crash between two `up`: Redis reads its append-only file with the rights of user default."""
     addresses = up(place)
@@ -299,6 +301,7 @@ def test_a_node_keeps_its_users_and_what_scripts_wrote_over_a_start_by_another(p
     assert default_is_kept_out(place)
 
 
+@pytest.mark.full
 def test_a_stack_whose_user_default_had_a_password_gets_users_and_keeps_its_data(place: Path) -> None:
     """As the version before left it: running, the owner is user default."""
     up(place)
@@ -378,6 +381,7 @@ def test_what_up_tells_to_source_is_what_a_program_needs(running: RunningStack) 
         assert broker.ping()
 
 
+@pytest.mark.full
 def test_a_stack_without_passwords_keeps_its_data_and_asks_for_passwords_from_then_on(place: Path) -> None:
     """As an earlier version left it, still running and readable by all."""
     place.mkdir(mode=0o755)
@@ -410,6 +414,7 @@ def test_a_stack_without_passwords_keeps_its_data_and_asks_for_passwords_from_th
     assert (place / "node-1").stat().st_mode & 0o077 == 0
 
 
+@pytest.mark.full
 def test_passwords_that_were_lost_are_made_anew(place: Path) -> None:
     addresses = up(place)
     before = passwords(place)

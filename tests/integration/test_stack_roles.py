@@ -29,6 +29,7 @@ from mqlayer.testing import prepare_database
 from mqlayer.testing.databases import make_database
 from mqlayer.testing.servers import TestServers
 from tests.fixtures.forked_programs import Process, ask_python, run_python, start_python
+from tests.fixtures.variants import some_of
 from tests.fixtures.wait import wait_until
 
 # One worker starts the stack.
@@ -213,6 +214,7 @@ def test_commands_that_change_schemas_or_rights_run_as_the_owner_in_the_stacks_f
         command("revoke", "publish", "mqlayer_viewer")
 
 
+@pytest.mark.full
 def test_the_tests_of_a_django_project_pass_as_its_readme_says(stack: Stack, home: Path) -> None:
     """The schemas are there and belong to another role, so its migration has nothing to do."""
     command("init", "django", str(home / "shop"))
@@ -224,6 +226,7 @@ def test_the_tests_of_a_django_project_pass_as_its_readme_says(stack: Stack, hom
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.full
 def test_tests_of_programs_make_databases_of_their_own_where_the_operators_variables_are(stack: Stack) -> None:
     dsn = variables(stack)["MQLAYER_DSN"]
     with TestServers(given=GivenAddresses(dsn)) as servers, servers.database() as (of_test, _):
@@ -245,7 +248,7 @@ def test_tests_of_programs_make_databases_of_their_own_where_the_operators_varia
     assert "this role may not make databases for tests" in str(refusal.value)
 
 
-@pytest.mark.parametrize("kind", ["", *KINDS])
+@pytest.mark.parametrize("kind", some_of(["", *KINDS], len(KINDS) + 1))
 def test_up_again_takes_its_own_postgres_for_its_own_whoever_is_logged_in_there(
     stack: Stack, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:

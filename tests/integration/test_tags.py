@@ -180,6 +180,7 @@ def send_unmatched(stage: Stage, count: int, body: bytes) -> None:
         )
 
 
+@pytest.mark.full
 def test_a_long_run_of_others_moves_committed_with_few_calls_and_nothing_in_hand(
     start_stage: StartStage, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -80,6 +80,7 @@ def test_the_suite_of_the_page_passes_under_xdist_and_leaves_nothing(postgres_se
     assert databases(postgres_server) == []
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_servers_of_a_killed_suite_end(tmp_path: Path) -> None:
     """Also those that it could not end: Postgres, two nodes, and their data."""

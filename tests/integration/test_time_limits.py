@@ -23,6 +23,7 @@ from mqlayer.errors import InvalidInput, MessageTimeout
 from mqlayer.groups.admin import set_group
 from mqlayer.logs import event_of
 from tests.fixtures.consumers import Recorder, Stage, StartStage, member_of
+from tests.fixtures.variants import some_of
 from tests.fixtures.wait import wait_until
 from tests.proof.runtimes import runtime_of
 
@@ -149,7 +150,7 @@ def test_a_handler_that_extends_its_time_may_go_on_up_to_the_cap(stage: Stage) -
     assert all(LIMIT_S - 0.05 < answer <= LIMIT_S for answer in answers)
 
 
-@pytest.mark.parametrize("kind", ["plain", "async"])
+@pytest.mark.parametrize("kind", some_of(["plain", "async"], 9))
 def test_a_handler_of_many_leases_is_left_alone_up_to_the_cap_and_its_message_comes_again_then(
     start_stage: StartStage, redis_url: str, kind: str
 ) -> None:
@@ -276,7 +277,7 @@ def run_near_the_limit(limits: ThreadTimeouts, count: int, outcomes: list[str], 
         stray.append(error)
 
 
-@pytest.mark.parametrize("slow", [False, True])
+@pytest.mark.parametrize("slow", some_of([False, True], 9))
 def test_a_limit_never_hits_after_the_handler_however_near_they_end(
     monkeypatch: pytest.MonkeyPatch, *, slow: bool
 ) -> None:
@@ -309,6 +310,7 @@ def test_a_limit_never_hits_after_the_handler_however_near_they_end(
     wait_until(lambda: not any(t.name == "a-test-timeouts" for t in threading.enumerate()), what="the watcher to end")
 
 
+@pytest.mark.full
 def test_an_error_of_the_handler_at_its_limit_is_never_lost_nor_taken_for_another_messages() -> None:
     """The interruption may come while the handler's own error is under way: one of both is reported, at once."""
     limits, rules = ThreadTimeouts("a-test"), RetryRules(time_limit_s=0.001)
@@ -332,6 +334,7 @@ def test_an_error_of_the_handler_at_its_limit_is_never_lost_nor_taken_for_anothe
     limits.stop()
 
 
+@pytest.mark.full
 def test_members_settle_thousands_of_messages_whose_handlers_end_near_their_limit(
     stage: Stage, caplog: pytest.LogCaptureFixture
 ) -> None:

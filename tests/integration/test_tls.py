@@ -193,5 +193,9 @@ def test_a_postgres_by_another_authority_or_under_another_name_is_refused(guarde
         (guarded.dsn_by(guarded.other), "certificate verify failed"),
         (guarded.dsn_by(guarded.authority, "127.0.0.1"), "does not match host name"),
     ):
-        with pytest.raises(StoreUnavailable, match=reason), Database(dsn) as database, database.connection():
+        with (
+            pytest.raises(StoreUnavailable, match=reason),
+            Database(dsn, timeout_s=0.5) as database,
+            database.connection(),
+        ):
             pytest.fail("it was let in")

@@ -113,7 +113,7 @@ def test_what_is_left_of_a_topic_is_its_tombstones_and_its_name_is_free(world: W
 
 
 @pytest.mark.world(relayed=20)
-@pytest.mark.parametrize("place", some_of(PLACES, 2))
+@pytest.mark.parametrize("place", some_of(PLACES, 4))
 def test_a_deletion_that_is_killed_goes_on_where_it_was(world: World, place: str) -> None:
     """Behind the end the worker's job does the rest; relays that attach topics meanwhile revive nothing."""
     old = topic_of(world)

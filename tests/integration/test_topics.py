@@ -21,6 +21,7 @@ from tests.fixtures.failpoints import armed, broken_off_at
 from tests.fixtures.forked_programs import ask_python
 from tests.fixtures.kept_connections import kept_session
 from tests.fixtures.servers import StartRedis
+from tests.fixtures.variants import some_of
 from tests.fixtures.wait import wait_until
 from tests.proof.route_ranges import range_of
 from tests.proof.runtimes import runtime_of
@@ -108,7 +109,7 @@ def test_bad_limits_and_a_topic_without_nodes_are_refused(database: Database, ke
     assert list_topics(database) == []
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", some_of(PLACES, 4))
 def test_a_creation_that_was_killed_is_finished_by_the_next(
     database: Database, node: str, key_prefix: str, place: str
 ) -> None:

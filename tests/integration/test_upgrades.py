@@ -383,6 +383,7 @@ def test_a_finalization_that_is_killed_is_gone_on_with(stage: Stage, place: str,
     assert in_force(stage) == [NEW, NEW]
 
 
+@pytest.mark.full
 def test_a_migration_that_is_killed_before_it_serves_the_version_is_gone_on_with(stage: Stage) -> None:
     environment = {**os.environ, "MQLAYER_DSN": stage.dsn}
     kill = armed("migrate.before_serving=kill@1")

@@ -214,6 +214,7 @@ def test_nothing_differs_while_everything_runs(whole: Whole) -> None:
     assert [finding for finding in found if finding.verdict != "unknown"] == []
 
 
+@pytest.mark.full
 def test_a_node_that_is_not_armed_is_told_and_not_judged(whole: Whole) -> None:
     whole.sql("UPDATE mqlayer.node SET armed_run_id = 'another'")
     (said,) = whole.wrong()
@@ -236,6 +237,7 @@ def test_the_command_exits_with_one_where_something_differs(whole: Whole, monkey
     assert '"verdict": "unknown"' in untold.stdout
 
 
+@pytest.mark.full
 def test_a_topic_that_is_not_there_is_an_error(whole: Whole) -> None:
     with pytest.raises(NotFound, match="topic list"):
         verify(runtime_of(whole.database, whole.world.key_prefix, application=whole.database), "nothing")

@@ -24,6 +24,7 @@ from mqlayer.postgres.database import Database
 from mqlayer.redelivery import ReplayFilter, new_worker, start_replay, work_on_replay
 from mqlayer.relay import relay_once
 from tests.fixtures.consumers import Recorder
+from tests.fixtures.variants import some_of
 from tests.fixtures.wait import wait_until
 from tests.proof.partition_values import fall_back, snapshot
 from tests.proof.runtimes import runtime_of
@@ -102,7 +103,7 @@ def test_its_lp_goes_on_and_the_row_is_quarantined_with_its_reason(world: World,
 
 
 @pytest.mark.parametrize("mode", ["exclusive", "shared"])
-@pytest.mark.parametrize("tag_filter", [None, any_of("eu")])
+@pytest.mark.parametrize("tag_filter", some_of([None, any_of("eu")], 2))
 def test_no_handler_of_a_member_sees_the_void_record(
     world: World, database: Database, tag_filter: str | None, mode: str
 ) -> None:
@@ -116,7 +117,7 @@ def test_no_handler_of_a_member_sees_the_void_record(
     )
 
 
-@pytest.mark.parametrize("scope", ["key", "partition"])
+@pytest.mark.parametrize("scope", some_of(["key", "partition"], 2))
 def test_no_receiver_is_given_the_void_record(world: World, database: Database, scope: Scope) -> None:
     """In batches of one, a batch may be the void record alone."""
     relay(world)
@@ -132,6 +133,7 @@ def test_no_receiver_is_given_the_void_record(world: World, database: Database, 
     assert settled(world, database)
 
 
+@pytest.mark.full
 def test_the_archive_has_a_whole_chain_and_a_replay_leaves_the_void_record_out(
     world: World, database: Database
 ) -> None:
@@ -218,7 +220,7 @@ def test_an_adopted_outbox_numbers_the_row_anew_and_keeps_it_once(world: World, 
 # -- kills -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["relay.before_voided", "relay.after_voided"])
+@pytest.mark.parametrize("name", some_of(["relay.before_voided", "relay.after_voided"], 2))
 def test_a_relay_killed_around_keeping_the_row_leaves_that_to_the_next_one(
     world: World, database: Database, name: str
 ) -> None:

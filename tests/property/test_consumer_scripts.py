@@ -52,18 +52,18 @@ class Telling:
 
     place: OutcomeId
     member: str
-    said: dict[str, int] = field(default_factory=lambda: {"h": 0, "u": 0, "-": 0})
+    said: dict[str, int] = field(default_factory=lambda: {"h": 0, "u": 0, "e": 0, "-": 0})
     failed: dict[int, int] = field(default_factory=dict)
     early: int = 0
     dropped: int = 0
 
     @property
     def count(self) -> int:
-        return self.said["h"].bit_count() + self.said["u"].bit_count()
+        return sum(self.said[letter].bit_count() for letter in "hue")
 
     def check(self, stretches: Sequence[OutcomeRange]) -> None:
         """Say that these stretches are this, divided where they have not all in common."""
-        bits = {"handled": 0, "unmatched": 0}
+        bits = {"handled": 0, "unmatched": 0, "expired": 0}
         for one in stretches:
             mask = (1 << one.last + 1) - (1 << one.first)
             assert not bits[one.outcome] & mask
@@ -71,7 +71,7 @@ class Telling:
             if one.outcome == "handled":
                 assert one.delivered_ms_ago == (40 if one.last <= self.early else 3)
                 assert one.last <= self.early or one.first > self.early
-        assert bits == {"handled": self.said["h"], "unmatched": self.said["u"]}
+        assert bits == {"handled": self.said["h"], "unmatched": self.said["u"], "expired": self.said["e"]}
         failed = {offset: count for offset, count in self.failed.items() if self.said["h"] >> offset & 1}
         assert {one.first: one.attempts - 1 for one in stretches if one.attempts > 1} == failed
         assert all(one.first == one.last for one in stretches if one.attempts > 1)
@@ -96,6 +96,7 @@ class Model:
     deaths: int = 0
     suspect: int = 0
     told: int = 0
+    expired: int = 0
     tellings: list[Telling] = field(default_factory=list)
 
     def owns(self, member: str, epoch: int) -> bool:
@@ -127,7 +128,7 @@ class Model:
         )  # fmt: skip
 
     def settle(
-        self, member: str, epoch: int, ranges: list[tuple[int, int]], forget: list[int], words: str
+        self, member: str, epoch: int, ranges: list[tuple[int, int]], forget: list[int], words: str, *, untold: bool
     ) -> LockKept | Fenced | Refused:
         if not self.owns(member, epoch):
             return Fenced(self.epoch)
@@ -143,7 +144,8 @@ class Model:
             before |= (1 << last + 1) - (1 << first)
             self.settled |= (1 << last + 1) - (1 << first)
         telling.failed = {offset: self.attempts[offset] for offset in forget if self.attempts.get(offset)}
-        if telling.count:
+        self.expired += telling.said["e"].bit_count()
+        if telling.count and not untold:
             self.tell(telling)
         unsettled = ~(self.settled >> self.committed)
         self.committed += (unsettled & -unsettled).bit_length() - 1
@@ -203,12 +205,20 @@ class ConsumerScripts(PartitionMachine):
         else:
             assert answer == expected
 
-    def settle(self, ranges: list[tuple[int, int]], forget: list[int], epoch_step: int = 0, words: str = "") -> None:
+    def settle(
+        self,
+        ranges: list[tuple[int, int]],
+        forget: list[int],
+        epoch_step: int = 0,
+        words: str = "",
+        *,
+        untold: bool = False,
+    ) -> None:
         member, epoch = self.model.owner or "a", self.model.epoch + epoch_step
         reads = [(self.model.committed + 5, 40), (self.model.next + 20, 3)]
-        told = encode_outcome(words, reads, max_entries=KEPT) if words else b""
+        told = encode_outcome(words, reads, max_entries=0 if untold else KEPT) if words else b""
         answer = self.partition.member(member, epoch).settle(ranges, forget, told)
-        assert answer == self.model.settle(member, epoch, ranges, forget, words)
+        assert answer == self.model.settle(member, epoch, ranges, forget, words, untold=untold)
 
     @precondition(lambda self: self.model.tellings)
     @rule(data=st.data())
@@ -227,11 +237,12 @@ class ConsumerScripts(PartitionMachine):
         pair = first.flatmap(lambda begin: st.tuples(st.just(begin), st.integers(begin, min(high, begin + 12))))
         ranges = data.draw(st.lists(pair, min_size=1, max_size=6))
         forget = data.draw(st.lists(st.integers(low, high), max_size=3, unique=True))
-        words = data.draw(st.lists(st.sampled_from("hhhu-"), min_size=len(ranges), max_size=len(ranges)))
-        self.settle(ranges, forget, epoch_step, data.draw(st.sampled_from(["".join(words), ""])))
+        words = data.draw(st.lists(st.sampled_from("hhhue-"), min_size=len(ranges), max_size=len(ranges)))
+        said = data.draw(st.sampled_from(["".join(words), ""]))
+        self.settle(ranges, forget, epoch_step, said, untold=data.draw(st.booleans()))
 
     @precondition(lambda self: self.model.next - self.model.committed > 1)
-    @rule(words=st.sampled_from(["", "h", "u"]))
+    @rule(words=st.sampled_from(["", "h", "u", "e"]))
     def settle_all_behind_the_head(self, words: str) -> None:
         self.settle([(self.model.committed + 1, self.model.next - 1)], [], words=words)
 
@@ -377,8 +388,8 @@ class ConsumerScripts(PartitionMachine):
         """What was committed counts where it was since the group's last seek, else where it starts."""
         place = self.model.committed if self.model.committed and seeks <= 0 else start
         settled_by_all = [offset for offset in self.model.log if offset < min(floor, place)]
-        word, count, first = self.partition.trim(floor, start=start, seek=self.model.seek + seeks, limit=limit)
-        assert word == b"trimmed"
+        word, count, first, expired = self.partition.trim(floor, start=start, seek=self.model.seek + seeks, limit=limit)
+        assert (word, expired) == (b"trimmed", self.model.expired)
         assert count <= len(settled_by_all)
         self.model.log = self.model.log[count:]
         assert first == (self.model.log[0] if self.model.log else self.model.next)

@@ -31,11 +31,16 @@ from tests.fixtures.partition_harness import (
     run_machine,
 )
 from tests.fixtures.popped import packed_batches
+from tests.fixtures.state_programs import Program, play
 from tests.fixtures.wait import wait_until
 
 BRIEF_MS = 1
 """Over before the next call, which waits for that."""
 
+MOST_CALLS: Final = 200
+"""How often a receive is called again that has more to look at."""
+UNPACK_LIMIT: Final = 8
+"""How many batches that are visible a receive unpacks."""
 KEPT: Final = 4
 """How many entries of what was told wait to be fetched, here."""
 WORDS: Final[tuple[SettleAction, ...]] = ("ack", "nack", "extend")
@@ -104,6 +109,12 @@ class Model:
         """What may be given out: lanes of which nothing is out and invisible."""
         withheld = {self.queue_of(offset) for offset, out in self.out.items() if out.invisible}
         return {lane: offsets for lane, offsets in self.queues().items() if lane not in withheld}
+
+    @property
+    def passes_many(self) -> bool:
+        """Whether dropped messages, or more batches than a call unpacks, stand before others."""
+        visible = {out.batch for out in self.out.values() if not out.invisible}
+        return bool(self.dropped & self.out.keys()) or len(visible) > UNPACK_LIMIT
 
     def begin(self, epoch: int, start: int, seek: int) -> Fenced | None:
         if not (self.owned and self.epoch == epoch) and self.epoch >= epoch:
@@ -236,11 +247,15 @@ class PopScripts(PartitionMachine):
         self.check_failures(answer)
         for offset in left:
             self.model.out[offset].invisible |= not brief
+        self.note_passed()
         self.tokens += [(self.epoch, batch, offset) for offset in left]
 
     def asked(self, attempt: str, limit: int, *, brief: bool, epoch: int) -> object:
         """Receive; wait until what is invisible for a moment only is visible, by the server's clock."""
-        answer = self.receiver(epoch).receive(attempt, limit, BRIEF_MS if brief else HOUR_MS)
+        for _ in range(MOST_CALLS):
+            answer = self.receiver(epoch).receive(attempt, limit, BRIEF_MS if brief else HOUR_MS)
+            if not (isinstance(answer, NoBatch) and answer.status == "more"):
+                break
         if brief:
             over = self.server_ms() + BRIEF_MS + 1
             wait_until(lambda: self.server_ms() >= over, what="the server's clock to have gone on")
@@ -259,6 +274,7 @@ class PopScripts(PartitionMachine):
             blocked = self.scope == "partition" and (invisible or bool(self.model.queues()))
             assert (answer.status, answer.next_offset) == ("blocked" if blocked else "empty", self.model.next)
             assert (answer.wait_ms > 0) == invisible
+            self.note_passed()
             return
         assert isinstance(answer, PopBatch)
         self.check_batch(answer, free, limit)
@@ -267,6 +283,7 @@ class PopScripts(PartitionMachine):
         assert answer.batch == self.model.batch
         assert list(answer.delivery_counts) == [self.model.times[offset] for offset in offsets]
         self.check_failures(answer)
+        self.note_passed()
         self.tokens += [(epoch, answer.batch, offset) for offset in offsets]
 
     def check_failures(self, answer: PopBatch) -> None:
@@ -274,7 +291,10 @@ class PopScripts(PartitionMachine):
         assert list(told) == [self.model.failed.get(record.offset, 0) for record in answer.records]
 
     def check_batch(self, answer: PopBatch, free: dict[str, list[int]], limit: int) -> None:
-        """Of each free lane its first messages, in order; all of them where there was room."""
+        """Of each free lane its first messages, in order; all of them where there was room.
+
+        Fewer where a call looked at many that it could not give.
+        """
         of_lane: dict[str, list[int]] = {}
         for record in answer.records:
             of_lane.setdefault(self.model.queue_of(record.offset), []).append(record.offset)
@@ -282,7 +302,7 @@ class PopScripts(PartitionMachine):
         assert 1 <= len(answer.records) <= limit
         for lane, offsets in of_lane.items():
             assert offsets == free[lane][: len(offsets)], lane
-        if len(answer.records) < limit:
+        if len(answer.records) < limit and not self.model.passes_many:
             assert of_lane == free
 
     @precondition(lambda self: self.tokens)
@@ -452,6 +472,11 @@ class PopScripts(PartitionMachine):
         assert look.position == model.committed
         assert look.unsettled == model.next - model.start - len(model.settled)
 
+    def note_passed(self) -> None:
+        """A receive may remove what is dropped: acks behind it in the same rule find nothing of that."""
+        (out,) = self.partition.call(("HKEYS", self.partition.pops.pops))
+        self.pass_dropped({int(offset) for offset in out})
+
     def pass_dropped(self, out: set[int]) -> None:
         """What is dropped and visible leaves its queue with some later call."""
         for offset in self.model.dropped & self.model.out.keys() - out:
@@ -472,6 +497,88 @@ def key_at(offset: int) -> bytes:
 def body_at(offset: int) -> bytes:
     """Return the body of the message at an offset."""
     return b"body %d" % offset
+
+
+def ack_what_a_receive_passed(state: PopScripts) -> None:
+    """Limits dropped all that was out, and it is visible: the receive before the acks removes it."""
+    state.begin(start=1)
+    state.append(count=12)
+    state.receive(brief=True, limit=40, step=0)
+    state.drop_below(above=False, more=30)
+    state.ack_one_by_one(again=False)
+
+
+def settle_what_a_receive_passed(state: PopScripts) -> None:
+    """The same, in the rule that receives twice."""
+    state.begin(start=1)
+    state.append(count=5)
+    state.receive(brief=True, limit=40, step=0)
+    state.drop_below(above=False, more=30)
+    state.receive_less_than_before(less=1, more=40, word="ack")
+
+
+def ack_beside_what_a_receive_passed(state: PopScripts) -> None:
+    """The receive gives out messages of other keys, and removes the dropped one."""
+    state.begin(start=1)
+    state.append(count=5)
+    state.append(count=5)
+    state.receive(brief=True, limit=1, step=0)
+    state.drop_below(above=False, more=5)
+    state.ack_one_by_one(again=False)
+
+
+def receive_behind_queues_that_are_passed(state: PopScripts) -> None:
+    """As many queues as are wanted hold dropped messages only: those that are due behind them are looked at, too."""
+    state.begin(start=1)
+    state.append(count=5)
+    state.receive(brief=False, limit=500, step=0)
+    state.append(count=130)
+    state.receive(brief=True, limit=40, step=0)
+    state.drop_below(above=False, more=13)
+    for _ in range(8):
+        state.receive(brief=False, limit=1, step=0)
+
+
+def receive_one_of_two_batches_that_are_visible(state: PopScripts) -> None:
+    """The first one is unpacked; the second one, which was visible before, is no reason to look at nothing else."""
+    state.begin(start=1)
+    state.append(count=2)
+    state.receive(brief=False, limit=1, step=0)
+    state.receive(brief=False, limit=1, step=0)
+    state.settle_what_is_out(brief=True, first=False, word="extend")
+    state.receive(brief=False, limit=1, step=0)
+    state.receive(brief=False, limit=1, step=0)
+
+
+def receive_of_many_batches_that_are_visible(state: PopScripts) -> None:
+    """The same, of more than one call unpacks."""
+    state.begin(start=1)
+    for _ in range(10):
+        state.append(count=12)
+        state.receive(brief=False, limit=1, step=0)
+    state.receive(brief=False, limit=40, step=0)
+    state.settle_what_is_out(brief=True, first=False, word="extend")
+    for limit in (1, 2, 5, 40):
+        state.receive(brief=False, limit=limit, step=0)
+
+
+PROGRAMS: list[Program[PopScripts]] = [
+    receive_behind_queues_that_are_passed,
+    receive_one_of_two_batches_that_are_visible,
+    receive_of_many_batches_that_are_visible,
+    ack_what_a_receive_passed,
+    settle_what_a_receive_passed,
+    ack_beside_what_a_receive_passed,
+]
+"""What chance found once, and what is of its kind."""
+
+
+@pytest.mark.parametrize("scope", ["partition", "key"])
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_what_chance_found_once_leaves_what_the_model_leaves(
+    connection: NodeConnection, key_prefix: str, scope: Scope, program: Program[PopScripts]
+) -> None:
+    play(placed(PopScripts, connection, key_prefix, scope=scope), program)
 
 
 @pytest.mark.slow

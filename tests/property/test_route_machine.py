@@ -331,7 +331,7 @@ def test_whatever_becomes_of_a_route_each_group_handles_each_keys_list(
         run_state_machine_as_test(
             Here,
             settings=settings(
-                max_examples=400 if long else 8,
+                max_examples=400 if long else 5,
                 stateful_step_count=60 if long else 30,
                 deadline=None,
                 print_blob=True,

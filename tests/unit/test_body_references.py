@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import uuid
 
-import pytest
-
 from mqlayer.domain.large_bodies import CHUNK_BYTES, chunks_of, reference_in, reference_to
 from mqlayer.domain.message import ParkedRecord, Record, encode_facts, extra_size, mark_reordered
-from mqlayer.errors import InvalidInput
-from mqlayer.large_bodies import LargeBodyOptions
-from mqlayer.settings import Settings
 
 BODY = bytes(range(256)) * 1_025
 
@@ -43,8 +38,3 @@ def test_chunks_are_the_body() -> None:
     assert [number for number, _ in chunks] == [0, 1]
     assert [len(data) for _, data in chunks] == [CHUNK_BYTES, len(BODY) - CHUNK_BYTES]
     assert b"".join(data for _, data in chunks) == BODY
-
-
-def test_s3_without_a_bucket_is_refused() -> None:
-    with pytest.raises(InvalidInput, match="MQLAYER_S3_BUCKET"):
-        LargeBodyOptions.of(Settings(large_bodies="s3"))

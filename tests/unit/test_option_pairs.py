@@ -55,11 +55,13 @@ OPTIONS: Final[dict[str, str]] = {
     "node lost": "NAME --plan --yes",
     "topic create":
         "NAME --partitions --strategy --body-limit --backlog-limit --archived "
-        "--retain-age --retain-bytes --retain-messages --retain-unsettled --home-zone",
+        "--retain-age --retain-bytes --retain-messages --retain-unsettled --message-ttl "
+        "--expired --home-zone",
     "topic schema": "TOPIC --version --all --diff --store --json",
     "topic set":
         "NAME --archived --body-limit --backlog-limit --retention --schema-mode "
-        "--retain-age --retain-bytes --retain-messages --retain-unsettled --home-zone",
+        "--retain-age --retain-bytes --retain-messages --retain-unsettled --message-ttl "
+        "--expired --home-zone",
     "topic delete": "NAME --force --plan --yes --json",
     "topic pause": "NAME --wait",
     "topic resume": "NAME",
@@ -71,6 +73,7 @@ OPTIONS: Final[dict[str, str]] = {
     "tail": "TOPIC --key --partition --offset --since --json",
     "message show":
         "MESSAGE --topic --key --at --within --header --trace-id --dedup-id --limit --raw --json",
+    "message body": "MESSAGE --topic --to",
     "route split": "TOPIC PARTITION --at --from-report --to --measure --if-version --plan --yes --watch --timeout",
     "route merge": "TOPIC PARTITIONS --to --if-version --plan --yes --watch --timeout",
     "route move": "TOPIC PARTITION --to --unreachable --accept-loss --if-version --plan --yes --watch --timeout",

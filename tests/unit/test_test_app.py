@@ -15,9 +15,10 @@ import pytest
 from psycopg_pool import AsyncConnectionPool, ConnectionPool
 
 import mqlayer
-from mqlayer import Context, PauseKey, RetryLater, Versions, outbox
+from mqlayer import Context, PauseKey, RetryLater, Versions, expires_after, outbox
 from mqlayer.consuming.engine import clock as engine_clock
 from mqlayer.consuming.ordered import workers
+from mqlayer.domain.names import check_headers
 from mqlayer.errors import (
     AlreadyApplied,
     BatchUndone,
@@ -27,6 +28,7 @@ from mqlayer.errors import (
     InvalidInput,
     MqlayerError,
     NotFound,
+    ReservedHeader,
     StaleOwner,
 )
 from mqlayer.testing import RealApp, TestApp, assert_published, batch, context, in_memory
@@ -67,6 +69,60 @@ def test_hours_of_retries_pass_at_once_when_the_clock_is_turned() -> None:
         test.run_until_idle(raises=False)
         assert seen == [(1, 0), (2, 3600), (3, 3660), (4, 3780), (1, 3780)]
         assert test.parked(orders) == []
+
+
+@pytest.mark.parametrize("rule", ["settle", "dead"])
+def test_messages_expire_when_the_clock_is_turned_also_behind_a_failing_one(rule: Any) -> None:
+    seen: list[int] = []
+
+    def book(order: Order) -> None:
+        seen.append(order.amount)
+        if order.amount == 1:
+            raise ValueError("not yet")
+
+    with TestApp(app_with(book, backoff_s=(5,))) as test:
+        test.set_time_to_live(orders, 60, expired=rule)
+        test.publish(orders, Order("ann", 1))
+        test.publish(orders, Order("ann", 2))
+        test.run(raises=False)
+        test.clock.advance(59.9)
+        test.publish(orders, Order("ann", 3))
+        test.run(raises=False)
+        assert seen == [1, 1]
+        test.clock.advance(5)
+        test.run()
+        assert seen == [1, 1, 3]
+        assert [message.value(orders).amount for message in test.handled(orders)] == [3]
+        assert [message.value(orders).amount for message in test.dead(orders)] == [1, 2]
+        test.publish(orders, Order("bob", 4))
+        test.clock.advance(60)
+        test.run()
+        assert (seen, len(test.dead(orders))) == ([1, 1, 3], 3 if rule == "dead" else 2)
+        with pytest.raises(InvalidInput, match="live for 0"):
+            test.set_time_to_live(orders, -1)
+
+
+def test_a_message_has_an_end_of_its_own_which_counts_where_it_is_the_first() -> None:
+    seen: list[tuple[int, dict[str, str]]] = []
+    with TestApp(app_with(lambda order, ctx: seen.append((order.amount, dict(ctx.headers))))) as test:
+        for amount, ttl_s in enumerate((10.0, 0.001, 100, 3600)):
+            test.publish(orders, Order("ann", amount), headers={**expires_after(ttl_s), "a": "b"})
+        test.clock.advance(60)
+        test.set_time_to_live(orders, 60, expired="dead")
+        test.run()
+        assert (seen, len(test.dead(orders))) == ([], 4)
+        test.set_time_to_live(orders, 0)
+        for amount, ttl_s in enumerate((59.999, 60.001)):
+            test.publish(orders, Order("ann", amount), headers={**expires_after(ttl_s), "a": "b"})
+        test.clock.advance(60)
+        test.run()
+        assert seen == [(1, {"a": "b"})]
+    for wrong in (0, -1, 1e10):
+        with pytest.raises(InvalidInput, match="lives for"):
+            expires_after(wrong)
+    for text in ("0", "x", "-5", "9" * 14, "٣"):
+        with pytest.raises(ReservedHeader, match="number of ms"):
+            check_headers({"mq-ttl": text})
 
 
 def test_the_engine_has_its_clock_back_and_other_threads_never_lost_it() -> None:

@@ -46,6 +46,7 @@ from mqlayer.consuming.ordered.member import OrderedMember
 from mqlayer.consuming.ordered.owned_partitions import OwnedPartition
 from mqlayer.consuming.ordered.workers import Handle
 from mqlayer.consuming.shared.member import SharedMember
+from mqlayer.domain.body_streams import STREAMS, AsyncBodyStream
 from mqlayer.domain.codecs import AS_IS, Body, TypedBodies, decoder_for, type_name
 from mqlayer.domain.large_bodies import BODY_MARK
 from mqlayer.domain.message import Record
@@ -183,7 +184,8 @@ class App:
 
         It takes the body, optionally the Context, then what `mqlayer.Depends` marks. A `mqlayer.Topic` knows the type
         of its bodies; else `body`, by default the first parameter's annotation, is the type to decode to: msgspec
-        Struct, pydantic model, dataclass, bytes, str, or any type that msgspec reads from JSON.
+        Struct, pydantic model, dataclass, bytes, str, or any type that msgspec reads from JSON; BodyStream, in async
+        handlers AsyncBodyStream: a file that fetches a large body as it is read.
         An exception or undecodable body is a failed attempt: the group's backoff follows, the key waits, others
         continue. RetryLater, Reject, Skip and PauseKey decide otherwise.
 
@@ -233,6 +235,8 @@ class App:
                 body_type, with_context = shape.body_type, shape.batch
             if typed is not None:
                 body_type = _check_annotation(handler, typed, body_type)
+            if body_type in STREAMS:
+                _check_stream(handler, body_type, is_async=is_async, batch=batch)
             decode = decoder_for(body_type) if typed is None else typed.decode
             of = (topic, group, handler, body_type, decode, with_context, is_async, group_settings, member)
             pair = None if batch is None or shape is None else (batch, shape)
@@ -469,6 +473,17 @@ def _check_annotation(handler: Callable[..., Any], typed: TypedBodies[Any], anno
     return typed.body
 
 
+def _check_stream(handler: Callable[..., Any], body_type: Any, *, is_async: bool, batch: BatchOf | None) -> None:
+    name = type_name(handler)
+    if batch is not None:
+        raise InvalidInput(
+            f"batch handler {name!r} takes streams, but a batch has whole bodies: take messages one by one"
+        )
+    if (body_type is AsyncBodyStream) is not is_async:
+        fits = "AsyncBodyStream" if is_async else "BodyStream"
+        raise InvalidInput(f"handler {name!r} takes a {type_name(body_type)}: let it take {fits}, which it can read")
+
+
 def call_of(consumer: Consumer, group: Group, bodies: BodyReader | None = None) -> Handle | BatchHandler:
     """Return what a group's workers call."""
     if consumer.batch is None:
@@ -480,6 +495,8 @@ def _handle(consumer: Consumer, group: Group, bodies: BodyReader | None) -> Call
     call = _plain_handle(consumer, group)
     if bodies is None:
         return call
+    if consumer.body_type in STREAMS:
+        return _stream_handle(consumer, group, bodies)
     filled = bodies.filled
 
     async def acall_filled(owned: OwnedPartition, record: Record) -> Any:
@@ -502,6 +519,14 @@ def _plain_handle(consumer: Consumer, group: Group) -> Callable[[OwnedPartition,
     if consumer.body_type is bytes and consumer.decode is AS_IS:
         return lambda _, record: handler(record.body)
     return lambda _, record: handler(decode(record.body))
+
+
+def _stream_handle(consumer: Consumer, group: Group, bodies: BodyReader) -> Callable[[OwnedPartition, Record], Any]:
+    handler, opened = consumer.bound().handler, partial(bodies.stream_of, consumer.body_type)
+    context = partial(Context, consumer.topic, consumer.group, group.group_id)
+    if consumer.with_context:
+        return lambda owned, record: handler(opened(record), context(owned, record))
+    return lambda _, record: handler(opened(record))
 
 
 def _check_batch(batch: BatchOf | None, options: MemberOptions, *, mode: str, ordered: bool | None) -> None:

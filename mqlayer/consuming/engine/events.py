@@ -73,6 +73,11 @@ class MemberEvents:
         """Count filtered and void messages."""
         self.stats.unmatched += count
 
+    def expired(self, place: PartitionEpoch, count: int) -> None:
+        """Report settled messages whose time to live ended."""
+        self.stats.expired += count
+        self.emit("expired", place, None, count=count)
+
     def fenced(self) -> None:
         """Count a replaced epoch."""
         self.stats.fenced += 1
@@ -89,14 +94,17 @@ class MemberEvents:
 
     def dead_lettered(self, place: PartitionEpoch, dead_letter: DeadLetterEntry) -> None:
         """Report a message that left the group."""
+        expired = dead_letter.cause == "expired"
         self.stats.dead += dead_letter.keep_body
-        self.stats.skipped += not dead_letter.keep_body
+        self.stats.skipped += not dead_letter.keep_body and not expired
+        self.stats.expired += expired
         identity = dead_letter.record.identity
         facts = self.facts(place) | {"lp": identity.lp, "seq": identity.seq, "cause": dead_letter.cause}
         log.warning(
             "message_dead_lettered", extra=facts | {"attempts": dead_letter.attempts, "kept": dead_letter.keep_body}
         )
-        self.emit("dead" if dead_letter.keep_body else "skipped", place, identity.lp, seq=identity.seq,
+        kind: EventKind = "dead" if dead_letter.keep_body else "expired" if expired else "skipped"
+        self.emit(kind, place, identity.lp, seq=identity.seq,
                   attempts=dead_letter.attempts, cause=dead_letter.cause)  # fmt: skip
 
     def breaker_opened(self, cause: str, keys: int, member: str) -> None:
@@ -127,6 +135,6 @@ class MemberEvents:
         trace = self.texts.trace_if_new(error)
         return facts if trace is None else facts | {TRACE: trace}
 
-    def emit(self, kind: EventKind, place: PartitionEpoch, lp: int, **facts: Any) -> None:
+    def emit(self, kind: EventKind, place: PartitionEpoch, lp: int | None, **facts: Any) -> None:
         """Pass an event to the hooks."""
         emit(Event(kind, self._group.topic, self._group.name, place.partition, lp, **facts), self._reporting.hooks)

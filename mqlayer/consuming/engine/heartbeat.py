@@ -6,7 +6,6 @@ see `docs/design/ownership.md`.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from functools import partial
 from typing import Final
@@ -28,6 +27,7 @@ from mqlayer.groups.members import (
 from mqlayer.logs import event_logger
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.protocol import refuse_unserved
+from mqlayer.randomness import RNG
 from mqlayer.runtime.service import RETRY_S, Service
 
 log = event_logger(__name__)
@@ -103,7 +103,7 @@ class Heartbeat(Service):
         return (f"the lease ran out: {self.last_error or 'no heartbeat came through'}",)
 
     def _wait_s(self) -> float:
-        return (UNREPORTED_S if self._partitions.unreported else self._every_s) * random.uniform(0.8, 1.0)
+        return (UNREPORTED_S if self._partitions.unreported else self._every_s) * RNG.uniform(0.8, 1.0)
 
     def _pass(self) -> None:
         if self._stopping.is_set():

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from mqlayer.consuming.engine.circuit_breaker import CircuitBreaker
+from mqlayer.consuming.engine.clock import clock
 from mqlayer.consuming.engine.rate_limiter import RateLimiter
 from mqlayer.domain.tags import TagFilter
+from mqlayer.domain.time_to_live import Expiry
 from mqlayer.groups.group import Group
 from mqlayer.groups.members import HeartbeatReply
 
@@ -19,6 +21,8 @@ class LiveSettings:
         """Whether the topic may hold void records."""
         self.archived = False
         """Whether the topic is archived; heard before anything is owned."""
+        self.expiry: Expiry | None = None
+        """Judges messages' ages; heard as `archived`."""
         self.parking_version = 0
         """Count of others' acts on parked keys."""
         self.rate_limiter = RateLimiter()
@@ -31,5 +35,6 @@ class LiveSettings:
             self.rules = reply.rules
         # Applies to later reads; fetched records were chosen by the old filter.
         self.tag_filter, self.archived = TagFilter.of(reply.tag_filter), reply.archived
+        self.expiry = reply.time_to_live.judged_by(reply.now_ms, clock())
         self.parking_version = reply.parking_version
         return changed

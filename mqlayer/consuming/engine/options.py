@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-import random
 import re
 import socket
 from dataclasses import dataclass
+
+from mqlayer.randomness import RNG
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +50,10 @@ class MemberStats:
     parking_full: int = 0
     leases_lost: int = 0
     held: int = 0
+    expired: int = 0
 
 
 def new_member_id() -> str:
     """Return host, pid and a random part as a name."""
     host = re.sub(r"[^a-z0-9-]+", "-", socket.gethostname().lower()).strip("-") or "host"
-    return f"m-{host[:32]}-{os.getpid()}-{random.randrange(16**6):06x}"
+    return f"m-{host[:32]}-{os.getpid()}-{RNG.randrange(16**6):06x}"

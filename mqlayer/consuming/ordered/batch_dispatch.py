@@ -159,6 +159,12 @@ class BatchDispatcher(Dispatcher):
                 key_queues = self._batches.gather()
             return key_queues
 
+    def shorten(self, key_queue: KeyQueue, count: int) -> None:
+        """Leave a worker the first messages of its part."""
+        with self.lock:
+            key_queue.put_back(key_queue.batch[count:])
+            key_queue.batch = key_queue.batch[:count]
+
     def note_full(self, owned: OwnedPartition, *, full: bool) -> None:
         """Note whether a partition lacks room; then batches don't wait."""
         if owned.room.full != full:

@@ -132,9 +132,28 @@ class BatchWorker(Worker):
         for key_queue in self._key_queues:
             if late or key_queue.owned.state is not OwnershipState.OPEN or not self._is_admitted(key_queue):
                 self._results.give_back(key_queue, 0)
-            else:
+            elif self._lives(key_queue):
                 found.append(key_queue)
         return found
+
+    def _lives(self, key_queue: KeyQueue) -> bool:
+        """Leave the first messages whose time is not over; without any, the key queue is given back."""
+        expiry = self._settings.expiry
+        if expiry is None:
+            return True
+        now = clock()
+        living = next((at for at, one in enumerate(key_queue.batch) if expiry.has_ended(one, now)), None)
+        if living is None:
+            return True
+        if living:
+            self._dispatcher.shorten(key_queue, living)
+            return True
+        ended = expiry.count_ended(key_queue.batch, now)
+        for done in range(ended):
+            if not self._results.expired(key_queue, done, expiry, now):
+                return False
+        self._results.give_back(key_queue, ended, expired=ended)
+        return False
 
     def _is_admitted(self, key_queue: KeyQueue) -> bool:
         breaker = self._settings.breaker

@@ -162,15 +162,15 @@ class Dispatcher:
                 key_queue.owned.parked.add(parked_key)
             self._queues.finish(key_queue, 0.0)
 
-    def dead_letter(self, key_queue: KeyQueue, leftover: list[Record], dead_letter: DeadLetterEntry) -> None:
-        """Take back a key queue whose head leaves the group."""
+    def dead_letter(self, key_queue: KeyQueue, leftover: list[Record], dead_letters: Sequence[DeadLetterEntry]) -> None:
+        """Take back a key queue whose first messages leave the group."""
         with self.lock:
-            key_queue.put_back(leftover[1:])
+            key_queue.put_back(leftover[len(dead_letters) :])
             if key_queue.owned.state is not OwnershipState.OPEN:
                 self._queues.finish(key_queue, 0.0)
             else:
-                key_queue.batch = leftover[:1]
-                key_queue.owned.to_park.add_dead_letter(key_queue, dead_letter)
+                key_queue.batch = leftover[: len(dead_letters)]
+                key_queue.owned.to_park.add_dead_letters(key_queue, dead_letters)
                 self._queues.on_parking()
 
     # -- settlers ----------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from functools import partial
 
@@ -20,6 +19,7 @@ from mqlayer.consuming.ordered.owned_partitions import KeyQueue, OwnedPartition
 from mqlayer.domain.message import ParkedRecord, Record
 from mqlayer.errors import MessageTimeout
 from mqlayer.parking import FailedAttempt
+from mqlayer.randomness import RNG
 
 
 class FailureDecider:
@@ -42,7 +42,7 @@ class FailureDecider:
             self._settings.rules,
             before=before,
             failing_s=0.0 if resumed else owned.attempts.failing_s(record.offset),
-            share=random.random(),
+            share=RNG.random(),
             parked=resumed,
             text=text,
         )

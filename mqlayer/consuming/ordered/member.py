@@ -78,7 +78,16 @@ class OrderedMember(Member[Reader, Settler]):
             return Reader(connection, core, self.ownership, dispatcher, opener, intake, name=name)
 
         def settler(connection: NodeConnection, name: str) -> Settler:
-            return Settler(connection, core, self.ownership, dispatcher, reports, settled=settled, name=name)
+            return Settler(
+                connection,
+                core,
+                self.ownership,
+                dispatcher,
+                reports,
+                settled=settled,
+                expired=events.expired,
+                name=name,
+            )
 
         nodes: MemberNodes[Reader, Settler] = MemberNodes(core, reader=reader, settler=settler)
         self.ownership = Ownership(core, dispatcher, events, nodes.repair)

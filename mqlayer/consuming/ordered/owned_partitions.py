@@ -122,7 +122,7 @@ class ParkingQueue:
 
     def __init__(self) -> None:
         self._to_park: deque[KeyQueue] = deque()
-        self._dead_letters: deque[tuple[KeyQueue, DeadLetterEntry]] = deque()
+        self._dead_letters: deque[tuple[KeyQueue, Sequence[DeadLetterEntry]]] = deque()
         self.uncertain = False
         """Some may be parked already."""
         self.version = 0
@@ -176,15 +176,15 @@ class ParkingQueue:
         key_queue.uncertain = len(key_queue.batch)
         self.uncertain = True
 
-    def add_dead_letter(self, key_queue: KeyQueue, dead_letter: DeadLetterEntry) -> None:
-        """Add a key queue whose first message leaves the group."""
-        self._dead_letters.append((key_queue, dead_letter))
+    def add_dead_letters(self, key_queue: KeyQueue, dead_letters: Sequence[DeadLetterEntry]) -> None:
+        """Add a key queue whose first messages leave the group."""
+        self._dead_letters.append((key_queue, dead_letters))
 
-    def take_dead_letters(self) -> list[tuple[KeyQueue, DeadLetterEntry]]:
+    def take_dead_letters(self) -> list[tuple[KeyQueue, Sequence[DeadLetterEntry]]]:
         """Take those."""
         return [self._dead_letters.popleft() for _ in range(len(self._dead_letters))]
 
-    def put_back_dead_letters(self, dead_letters: Sequence[tuple[KeyQueue, DeadLetterEntry]]) -> None:
+    def put_back_dead_letters(self, dead_letters: Sequence[tuple[KeyQueue, Sequence[DeadLetterEntry]]]) -> None:
         """Take them back."""
         self._dead_letters.extendleft(reversed(dead_letters))
 

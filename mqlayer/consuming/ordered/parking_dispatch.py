@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mqlayer.consuming.engine.clock import clock
@@ -18,7 +19,7 @@ class ParkingTasks:
     """Work of one partition for the parking worker."""
 
     queues: list[KeyQueue] = field(default_factory=list)
-    dead_letters: list[tuple[KeyQueue, DeadLetterEntry]] = field(default_factory=list)
+    dead_letters: list[tuple[KeyQueue, Sequence[DeadLetterEntry]]] = field(default_factory=list)
     returned: list[KeyQueue] = field(default_factory=list)
     due: list[OwnedParkedKey] = field(default_factory=list)
 
@@ -152,7 +153,7 @@ class ParkingDispatch:
                 self._queues.delay(key_queue, retry_s)
 
     def dead_lettered(self, key_queue: KeyQueue) -> None:
-        """Take back a key queue whose head left the group."""
+        """Take back a key queue whose first messages left the group."""
         with self._lock:
             key_queue.owned.results.settle(key_queue.batch)
             self._queues.finish(key_queue, 0.0)

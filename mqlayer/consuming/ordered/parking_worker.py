@@ -293,7 +293,7 @@ def _batch_of(
         if parked_key.entry is None and owned.attempts:
             counted = owned.attempts
             batch.attempts |= {r.identity: counted.get(r.offset) for r in key_queue.batch if r.offset in counted}
-    batch.dead_letters = [dead_letter for _, dead_letter in tasks.dead_letters]
+    batch.dead_letters = [one for _, dead_letters in tasks.dead_letters for one in dead_letters]
     updates = [
         (key_queue.parked_key, _update_of(owned, key_queue, key_queue.parked_key))
         for key_queue in tasks.returned

@@ -5,7 +5,6 @@ A blocking XREAD waits on all readable partitions. Lock checks follow it: record
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -22,6 +21,7 @@ from mqlayer.consuming.ordered.reloader import Reloader, log_of
 from mqlayer.domain.tags import TagFilter
 from mqlayer.failpoints import failpoint
 from mqlayer.logs import event_logger
+from mqlayer.randomness import RNG
 from mqlayer.redis.node_connection import Command, NodeConnection, is_missing_script, raise_for_reply
 from mqlayer.redis.partition_scripts import LockKept, LockTaken, Refused, acquire_command, acquire_reply
 from mqlayer.redis.read_scripts import select_command, select_reply
@@ -72,7 +72,7 @@ class Reader(NodeService):
         """Wait in the read."""
 
     def _retry_wait_s(self) -> float:
-        return random.uniform(*RETRY_S)
+        return RNG.uniform(*RETRY_S)
 
     def _serve(self) -> None:
         partitions = self._ownership.on(self._connection.node.node_id)

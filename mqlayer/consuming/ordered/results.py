@@ -16,11 +16,12 @@ class Unsettled(NamedTuple):
     handled: list[Record]
     settle_only: list[Record]
     unmatched: list[OffsetRange]
+    expired: list[Record]
 
     @property
     def records(self) -> list[Record]:
         """All records."""
-        return [*self.handled, *self.settle_only]
+        return [*self.handled, *self.settle_only, *self.expired]
 
 
 class Results:
@@ -29,7 +30,7 @@ class Results:
     Workers append to `handled` themselves, once per message.
     """
 
-    __slots__ = ("_settle_only", "_unmatched", "handled")
+    __slots__ = ("_expired", "_settle_only", "_unmatched", "handled")
 
     def __init__(self) -> None:
         self.handled: deque[Record] = deque()
@@ -37,16 +38,22 @@ class Results:
         self._settle_only: deque[Record] = deque()
         # Filtered offsets.
         self._unmatched: deque[OffsetRange] = deque()
+        # Their time to live ended.
+        self._expired: deque[Record] = deque()
 
     def __bool__(self) -> bool:
-        return bool(self.handled or self._settle_only or self._unmatched)
+        return bool(self.handled or self._settle_only or self._unmatched or self._expired)
 
     def __len__(self) -> int:
-        return len(self.handled) + len(self._settle_only) + len(self._unmatched)
+        return len(self.handled) + len(self._settle_only) + len(self._unmatched) + len(self._expired)
 
     def settle(self, records: Iterable[Record]) -> None:
         """Settle records that no handler gets."""
         self._settle_only.extend(records)
+
+    def settle_expired(self, records: Iterable[Record]) -> None:
+        """Settle expired records."""
+        self._expired.extend(records)
 
     def settle_unmatched(self, unmatched: Sequence[OffsetRange]) -> None:
         """Settle filtered offsets."""
@@ -57,13 +64,15 @@ class Results:
         handled = [self.handled.popleft() for _ in range(len(self.handled))]
         settle_only = [self._settle_only.popleft() for _ in range(len(self._settle_only))]
         unmatched = [self._unmatched.popleft() for _ in range(len(self._unmatched))]
-        return Unsettled(handled, settle_only, joined(unmatched))
+        expired = [self._expired.popleft() for _ in range(len(self._expired))]
+        return Unsettled(handled, settle_only, joined(unmatched), expired)
 
     def put_back(self, unsettled: Unsettled) -> None:
         """Take back what could not be sent."""
         self._unmatched.extendleft(reversed(unsettled.unmatched))
         self.handled.extendleft(reversed(unsettled.handled))
         self._settle_only.extendleft(reversed(unsettled.settle_only))
+        self._expired.extendleft(reversed(unsettled.expired))
 
 
 class Room:

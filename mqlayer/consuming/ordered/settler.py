@@ -23,7 +23,7 @@ from mqlayer.domain.routing import NodeId
 from mqlayer.failpoints import failpoint
 from mqlayer.logs import event_logger
 from mqlayer.redis.node_connection import Command, NodeConnection, is_missing_script, raise_for_reply
-from mqlayer.redis.outcomes import RangeOutcome, encode_outcome
+from mqlayer.redis.outcomes import MAX_OUTCOMES, RangeOutcome, encode_outcome
 from mqlayer.redis.partition_scripts import (
     Fenced,
     LockKept,
@@ -50,7 +50,7 @@ RETRY_S: Final = 0.5
 class Settler(NodeService):
     """The settling thread of one node. Its stop sends remaining results.
 
-    `settled` counts settled messages and wakes the node's reader.
+    `settled` counts settled messages and wakes the node's reader; `expired` reports those that no handler got.
     """
 
     def __init__(
@@ -62,11 +62,12 @@ class Settler(NodeService):
         reports: PartitionReports,
         *,
         settled: Callable[[NodeId, int], None],
+        expired: Callable[[OwnedPartition, int], None],
         name: str,
     ) -> None:
         super().__init__(connection, ownership.node_lost, name=name, work="settling", retry_s=RETRY_S)
         self._settings, self._ownership, self._dispatcher = core.settings, ownership, dispatcher
-        self._reports, self._settled = reports, settled
+        self._reports, self._settled, self._expired = reports, settled, expired
         meters, self._spans = core.meters, core.spans
         self._settle_call = self._call if meters is None else partial(meters.settling, self._call)
 
@@ -118,6 +119,8 @@ class Settler(NodeService):
         owned.deliveries.forget(committed)
         self._dispatcher.settled(owned, records, committed, unsettled.unmatched)
         self._settled(self._connection.node.node_id, len(records))
+        if unsettled.expired:
+            self._expired(owned, len(unsettled.expired))
         if self._spans is not None and self._spans.traced(owned.partition):
             offsets = [record[0] for record in records]
             self._spans.settled({int(owned.partition): offsets}, time.perf_counter() - began)
@@ -125,8 +128,8 @@ class Settler(NodeService):
     def _settles(
         self, owned: OwnedPartition, unsettled: Unsettled, records: list[Record], counted: list[int]
     ) -> list[Command]:
-        if self._settings.archived:
-            return self._outcome_commands(owned, _with_outcomes(*unsettled), counted)
+        if self._settings.archived or unsettled.expired:
+            return self._outcome_commands(owned, _with_outcomes(unsettled), counted)
         ranges, unmatched = as_ranges(record.offset for record in records), unsettled.unmatched
         return self._settle_commands(owned, joined([*ranges, *unmatched]) if unmatched else ranges, counted)
 
@@ -177,7 +180,9 @@ class Settler(NodeService):
             of_these = [offset for offset in forget if offset <= upto]
             forget = [offset for offset in forget if offset > upto]
             reads = owned.deliveries.ages((one for one, outcome in some if outcome == "h"), now)
-            outcomes = encode_outcome("".join(outcome for _, outcome in some), reads)
+            # The count of expired ones is kept for every topic.
+            most = MAX_OUTCOMES if self._settings.archived else 0
+            outcomes = encode_outcome("".join(outcome for _, outcome in some), reads, max_entries=most)
             commands.append(settle_command(self._connection, owned.lock_holder, ranges, of_these, outcomes))
         return commands
 
@@ -217,10 +222,9 @@ class Settler(NodeService):
         self._reports.release(owned.assignment)
 
 
-def _with_outcomes(
-    handled: list[Record], settle_only: list[Record], unmatched: list[OffsetRange]
-) -> list[tuple[OffsetRange, RangeOutcome]]:
-    outcomes: list[tuple[OffsetRange, RangeOutcome]] = [(one, "u") for one in unmatched]
-    outcomes += [(one, "h") for one in as_ranges(record.offset for record in handled)]
-    outcomes += [(one, "-") for one in as_ranges(record.offset for record in settle_only)]
+def _with_outcomes(unsettled: Unsettled) -> list[tuple[OffsetRange, RangeOutcome]]:
+    outcomes: list[tuple[OffsetRange, RangeOutcome]] = [(one, "u") for one in unsettled.unmatched]
+    outcomes += [(one, "h") for one in as_ranges(record.offset for record in unsettled.handled)]
+    outcomes += [(one, "-") for one in as_ranges(record.offset for record in unsettled.settle_only)]
+    outcomes += [(one, "e") for one in as_ranges(record.offset for record in unsettled.expired)]
     return sorted(outcomes)

@@ -60,23 +60,33 @@ class KeyQueueWorker(Worker):
                 key_queue = local_queue.popleft()
             except IndexError:
                 break
+            if self._breaker.engaged and not self._is_admitted(key_queue):
+                continue
             done, now = self._run(key_queue, now)
             messages += done
         self._results.handled(messages)
         self._dispatcher.note_pace(messages, now - began)
 
+    def _is_admitted(self, key_queue: KeyQueue) -> bool:
+        if self._breaker.is_admitted(key_queue):
+            return True
+        self._results.give_back(key_queue, 0)
+        return False
+
     def _run(self, key_queue: KeyQueue, now: float) -> tuple[int, float]:
-        if self._breaker.engaged and not self._breaker.is_admitted(key_queue):
-            self._results.give_back(key_queue, 0)
-            return 0, now
         lease, owned, batch = self._dispatcher.lease, key_queue.owned, key_queue.batch
         handle = self._limits.wrap(self._handle, self._settings.rules)
         settled, until, done, guarded_below = key_queue.handled.append, now + TIME_SLICE_S, 0, key_queue.guarded_below
-        spans = self._spans
+        spans, expiry, expired = self._spans, self._settings.expiry, 0
         try:
             for record in batch:
                 if now >= until or owned.state is not OwnershipState.OPEN or now >= lease.until:
                     break
+                if expiry is not None and expiry.has_ended(record, now):
+                    if not self._results.expired(key_queue, done, expiry, now):
+                        return done - expired, now
+                    done, expired = done + 1, expired + 1
+                    continue
                 if record.offset < guarded_below:
                     if not self._handle_with_care(handle, key_queue, record):
                         break
@@ -92,9 +102,9 @@ class KeyQueueWorker(Worker):
                 done += 1
                 now = clock()
         except BaseException as error:  # noqa: BLE001 - whatever a handler raises is its failure
-            return self._results.failed(key_queue, done, error), clock()
-        self._results.give_back(key_queue, done)
-        return done, now
+            return self._results.failed(key_queue, done, error) - expired, clock()
+        self._results.give_back(key_queue, done, expired=expired)
+        return done - expired, now
 
     def _handle_with_care(self, handle: Handle, key_queue: KeyQueue, record: Record) -> bool:
         if not self._guard.begin(key_queue, record):
@@ -113,17 +123,21 @@ class KeyQueueWorker(Worker):
             self._results.handled(await self._arun(self._local_queue.popleft()))
 
     async def _arun(self, key_queue: KeyQueue) -> int:
-        if self._breaker.engaged and not self._breaker.is_admitted(key_queue):
-            self._results.give_back(key_queue, 0)
+        if self._breaker.engaged and not self._is_admitted(key_queue):
             return 0
         lease, owned, batch = self._dispatcher.lease, key_queue.owned, key_queue.batch
         handle = self._limits.wrap(self._handle, self._settings.rules)
         settled, now, done, guarded_below = key_queue.handled.append, clock(), 0, key_queue.guarded_below
-        until = now + TIME_SLICE_S
+        until, expiry, expired = now + TIME_SLICE_S, self._settings.expiry, 0
         try:
             for record in batch:
                 if now >= until or owned.state is not OwnershipState.OPEN or now >= lease.until:
                     break
+                if expiry is not None and expiry.has_ended(record, now):
+                    if not self._results.expired(key_queue, done, expiry, now):
+                        return done - expired
+                    done, expired = done + 1, expired + 1
+                    continue
                 if record.offset >= guarded_below:
                     await acalled(self._spans, handle, owned, record)
                 elif not await self._ahandle_with_care(handle, key_queue, record):
@@ -133,9 +147,9 @@ class KeyQueueWorker(Worker):
                 done += 1
                 now = clock()
         except BaseException as error:  # noqa: BLE001 - whatever a handler raises is its failure
-            return self._results.failed(key_queue, done, error)
-        self._results.give_back(key_queue, done)
-        return done
+            return self._results.failed(key_queue, done, error) - expired
+        self._results.give_back(key_queue, done, expired=expired)
+        return done - expired
 
     async def _ahandle_with_care(self, handle: Handle, key_queue: KeyQueue, record: Record) -> bool:
         # `begin` waits for other workers; the loop must not.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import random
+from collections.abc import Sequence
 from typing import Any, Final
 
 from mqlayer.consuming.engine.circuit_breaker import HOLD_S
@@ -14,9 +14,11 @@ from mqlayer.consuming.shared.fetched_batch import FetchedBatch
 from mqlayer.consuming.shared.results import SharedResults
 from mqlayer.domain.message import NO_KEY, ParkedRecord, Record
 from mqlayer.domain.retry_rules import RetryRules
+from mqlayer.domain.time_to_live import EXPIRED_REASON, Expiry
 from mqlayer.errors import MessageTimeout, StaleOwner
 from mqlayer.logs import event_logger
 from mqlayer.parking import DeadLetterEntry, FailedAttempt
+from mqlayer.randomness import RNG
 
 log = event_logger(__name__)
 
@@ -60,7 +62,7 @@ class SharedFailures:
             return
         before, text = attempts_before(batch, record), self._events.texts.text(error)
         action = failure_action(
-            error, self._settings.rules, before=before, failing_s=0.0, share=random.random(), parked=True, text=text
+            error, self._settings.rules, before=before, failing_s=0.0, share=RNG.random(), parked=True, text=text
         )
         # Held from the first key on: a count that a message was given back with can't be taken back.
         held = self._breaker.failed(record, key_of(record), error, leaves=True)
@@ -79,6 +81,17 @@ class SharedFailures:
             # A suspect's attempt was counted when it began.
             failed = action.attempts if batch.suspect or not held else None
             self._results.nack(batch, record.offset, round(1000 * (action.seconds or 0.0)), failed)
+
+    def expired(self, batch: FetchedBatch, records: Sequence[Record], expiry: Expiry) -> None:
+        """Settle expired messages, or let them die."""
+        if expiry.rule == "settle":
+            self._results.expired(batch, [record.offset for record in records])
+            return
+        for record in records:
+            attempts = attempts_before(batch, record)
+            self._queues.dead_letter(
+                batch, DeadLetterEntry(record, "expired", EXPIRED_REASON, attempts, keep_body=True)
+            )
 
 
 def key_of(record: Record) -> bytes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -21,6 +20,7 @@ from mqlayer.consuming.shared.results import SharedResults
 from mqlayer.domain.message import pop_command, records_of
 from mqlayer.failpoints import failpoint
 from mqlayer.logs import event_logger
+from mqlayer.randomness import RNG
 from mqlayer.redis.node_connection import NodeConnection, raise_for_reply
 from mqlayer.redis.partition_scripts import Fenced, Refused
 from mqlayer.redis.shared_scripts import (
@@ -91,7 +91,7 @@ class SharedReader(NodeService):
         """Wait in the read."""
 
     def _retry_wait_s(self) -> float:
-        return random.uniform(*RETRY_S)
+        return RNG.uniform(*RETRY_S)
 
     def _try_pass(self) -> bool:
         well, node_id = super()._try_pass(), self._connection.node.node_id
@@ -361,4 +361,4 @@ class SharedReader(NodeService):
                 log.info(
                     "messages_reclaimed", extra={"partition": partition.group_partition.partition, "count": answer}
                 )
-        return random.uniform(0.5, 1.0) * min(1.0, self._visibility_timeout_s / RECLAIM_PART)
+        return RNG.uniform(0.5, 1.0) * min(1.0, self._visibility_timeout_s / RECLAIM_PART)

@@ -39,6 +39,11 @@ class SharedResults:
         self._events.unmatched(len(offsets))
         self.end(batch, offsets, "u")
 
+    def expired(self, batch: FetchedBatch, offsets: Sequence[int]) -> None:
+        """Report and settle messages whose time to live ended."""
+        self._events.expired(batch, len(offsets))
+        self.end(batch, offsets, "e")
+
     def end(self, batch: FetchedBatch, offsets: Sequence[int], outcome: RangeOutcome) -> None:
         """Settle messages."""
         if batch.claim is None:

@@ -20,7 +20,7 @@ from mqlayer.consuming.shared.prefetch import Prefetch
 from mqlayer.domain.offsets import OffsetRange, as_ranges
 from mqlayer.failpoints import failpoint
 from mqlayer.redis.node_connection import Command, NodeConnection
-from mqlayer.redis.outcomes import RangeOutcome, encode_outcome
+from mqlayer.redis.outcomes import MAX_OUTCOMES, RangeOutcome, encode_outcome
 from mqlayer.redis.partition_scripts import Fenced, Refused, recount_command
 from mqlayer.redis.shared_scripts import (
     AT_ONCE,
@@ -209,13 +209,13 @@ class SharedSettler(NodeService):
             )
             for group_partition, entry in commands
         ]
-        if self._settings.archived:
-            for one in ended:
-                calls += self._outcome_calls(one)
-            return calls
+        archived = self._settings.archived
         by_place: dict[SharedGroupPartition, list[Settlement]] = {}
         for one in ended:
-            if one.batch.group_partition is not None:
+            if archived or one.outcome == "e":
+                # The count of expired ones is kept for every topic.
+                calls += self._outcome_calls(one, MAX_OUTCOMES if archived else 0)
+            elif one.batch.group_partition is not None:
                 by_place.setdefault(one.batch.group_partition, []).append(one)
         for group_partition, of_place in by_place.items():
             ends = [(one.batch, one.offsets) for one in of_place]
@@ -229,7 +229,7 @@ class SharedSettler(NodeService):
                 )
         return calls
 
-    def _outcome_calls(self, one: Settlement) -> list[_ScriptCall]:
+    def _outcome_calls(self, one: Settlement, max_entries: int) -> list[_ScriptCall]:
         group_partition = one.batch.group_partition
         if group_partition is None:
             return []
@@ -237,7 +237,7 @@ class SharedSettler(NodeService):
         calls: list[_ScriptCall] = []
         chunks = chunks_of(as_ranges(one.offsets))
         for number, chunk in enumerate(chunks):
-            outcomes = encode_outcome(one.outcome * len(chunk), [(chunk[-1][1], age_ms)])
+            outcomes = encode_outcome(one.outcome * len(chunk), [(chunk[-1][1], age_ms)], max_entries=max_entries)
             command = shared_settle_command(
                 self._connection, group_partition, self._member_id, chunk, encoded_outcome=outcomes
             )

@@ -15,7 +15,7 @@ from mqlayer.domain.deployments import MAIN
 from mqlayer.domain.message import Identity, ParkedRecord
 from mqlayer.domain.routing import LP_COUNT
 from mqlayer.failpoints import failpoint
-from mqlayer.parking import DeadLetterEntry, FailedAttempt
+from mqlayer.parking import DeadLetterEntry, FailedAttempt, death_counts
 from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.event_counts import add_counts
 from mqlayer.postgres.queries import columns, query
@@ -149,7 +149,7 @@ class SharedStore:
         names = ("lps", "sources", "seqs", "offsets", "keys", "ms", "bodies", "causes", "reasons", "attempts", "tried")
         facts = self._who | {"partition_id": partition} | columns(names, rows)
         put = connection.execute(query("dead_put"), facts).fetchall()
-        add_counts(connection, self._who, {partition: Counter("dead" if kept else "skipped" for (kept,) in put)})
+        add_counts(connection, self._who, {partition: death_counts(put)})
 
     def _mine(self, connection: Connection, claims: Sequence[ClaimedMessage]) -> list[ClaimedMessage]:
         facts = self._who | _refs([claim.ref for claim in claims])

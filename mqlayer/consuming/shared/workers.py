@@ -68,6 +68,9 @@ class SliceWorker(Worker):
             return
         if self._gives_back(work):
             return
+        records = self._living(batch, records)
+        if not records:
+            return
         handle: Any = self._limits.wrap(self._handle, self._settings.rules)
         prefetch, worker_slot = self._prefetch, self._slot
         began = now = clock()
@@ -110,6 +113,9 @@ class SliceWorker(Worker):
             return
         if self._gives_back(work):
             return
+        records = self._living(batch, records)
+        if not records:
+            return
         handle: Any = self._limits.wrap(self._handle, self._settings.rules)
         prefetch, worker_slot = self._prefetch, self._slot
         began = now = clock()
@@ -141,6 +147,24 @@ class SliceWorker(Worker):
             return False
         self._prefetch.return_slice(work, work.records)
         return True
+
+    def _living(self, batch: FetchedBatch, records: Sequence[Record]) -> Sequence[Record]:
+        """Return the messages that have not expired; without any, the slice is given back."""
+        expiry = self._settings.expiry
+        if expiry is None or batch.claim is not None:
+            return records
+        now = clock()
+        ended = [one for one in records if one.offset not in batch.lost and expiry.has_ended(one, now)]
+        if not ended:
+            return records
+        self._failures.expired(batch, ended, expiry)
+        gone = {one.offset for one in ended}
+        living = [one for one in records if one.offset not in gone]
+        if not living:
+            if self._breaker.watching:
+                self._breaker.ended(records[0], b"", 0)
+            self._prefetch.return_slice(batch, ())
+        return living
 
     def _note(self, batch: FetchedBatch, records: Sequence[Record], count: int) -> None:
         """Tell the circuit breaker which keys were handled."""

@@ -541,6 +541,13 @@ BEGIN
         END IF;
         p_headers := p_headers - 'mq-tags';
     END IF;
+    IF p_headers ? 'mq-ttl' THEN
+        IF p_headers ->> 'mq-ttl' !~ '^[1-9][0-9]{0,12}$' THEN
+            RAISE EXCEPTION 'the header mq-ttl is no number of milliseconds'
+                USING ERRCODE = 'MQ004', HINT = '{"mq-ttl": "90000"}';
+        END IF;
+        p_headers := p_headers - 'mq-ttl';
+    END IF;
     IF p_headers ? 'mq-body' THEN
         PERFORM mqlayer_app.large_body_use_v1(p_headers ->> 'mq-body');
         p_headers := p_headers - 'mq-body';
@@ -1207,7 +1214,8 @@ CREATE FUNCTION mqlayer_app.large_body_scope_v1() RETURNS uuid
     LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, mqlayer_app, pg_temp
     RETURN (SELECT i.outbox_uuid FROM mqlayer_app.identity i);
 
--- Where a body is, and one chunk of it. No row: no such body. Who may consume for a group of its topic may read it.
+-- Where a body is, and one chunk of it. No row: no such body. Who may consume for a group of its topic may read it, and who
+-- may see all bodies.
 CREATE FUNCTION mqlayer_app.large_body_read_v1(
     p_body_id uuid, p_number int, OUT topic text, OUT bucket text, OUT location text, OUT data bytea) RETURNS SETOF record
     LANGUAGE plpgsql STABLE SECURITY DEFINER SET search_path = pg_catalog, mqlayer_app, pg_temp AS $$
@@ -1226,7 +1234,7 @@ BEGIN
     IF NOT FOUND THEN
         RETURN;
     END IF;
-    IF NOT mqlayer_app.may_consume_all_v1() AND NOT mqlayer_app.has_v1('operate') AND NOT EXISTS (
+    IF NOT mqlayer_app.may_consume_all_v1() AND NOT mqlayer_app.has_v1('operate', 'analyze') AND NOT EXISTS (
         SELECT FROM mqlayer_app.granted g WHERE g.privilege = 'consume' AND pg_has_role(v_caller, g.role, 'USAGE')
           AND split_part(g.scope, '/', 1) IN ('', split_part(topic, '@', 1))) THEN
         RAISE EXCEPTION 'role "%" lacks the right to consume %', v_caller, topic

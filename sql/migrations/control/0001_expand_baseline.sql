@@ -180,6 +180,10 @@ CREATE TABLE mqlayer.topic (
     retain_messages bigint NOT NULL DEFAULT 0,
     -- drop: beyond the limits, unsettled records go too.
     retain_unsettled text NOT NULL DEFAULT 'keep',
+    -- How long after its publishing a handler may be given a message; 0: for ever.
+    message_ttl_s  bigint NOT NULL DEFAULT 0,
+    -- What an older one becomes: settle: it is settled, and counted. dead: a dead message.
+    expired        text NOT NULL DEFAULT 'settle',
     -- The route version in force. Null until the first one exists.
     version        int,
     -- Always 0: with it a foreign key demands the first range of the version.
@@ -215,6 +219,8 @@ CREATE TABLE mqlayer.topic (
     CONSTRAINT topic_retain_unsettled CHECK (retain_unsettled IN ('keep', 'drop')),
     CONSTRAINT topic_drop_needs_limit
         CHECK (retain_unsettled = 'keep' OR greatest(retain_s, retain_bytes, retain_messages) > 0),
+    CONSTRAINT topic_message_ttl CHECK (message_ttl_s BETWEEN 0 AND 3153600000),
+    CONSTRAINT topic_expired CHECK (expired IN ('settle', 'dead')),
     CONSTRAINT topic_version CHECK (version >= 1),
     CONSTRAINT topic_lp_zero CHECK (lp_zero = 0),
     CONSTRAINT topic_paused_by CHECK (octet_length(paused_by) <= 4096),
@@ -762,17 +768,19 @@ CREATE TABLE mqlayer.drained (
     CONSTRAINT drained_key PRIMARY KEY (group_id, partition_id)
 );
 
--- Unsettled messages that went by their topic's limits. `seen`: the node's total when it was read last; it falls with the
--- node.
+-- Messages that groups never handled. dropped: by their topic's limits. expired: by its time to live. `seen`: the node's
+-- total when it was read last; it falls with the node.
 CREATE TABLE mqlayer.retention_loss (
     group_id     bigint NOT NULL REFERENCES mqlayer.consumer_group,
     partition_id int NOT NULL REFERENCES mqlayer.partition,
-    dropped      bigint NOT NULL,
+    event        text NOT NULL,
+    lost         bigint NOT NULL,
     seen         bigint NOT NULL,
-    dropped_at   timestamptz NOT NULL DEFAULT clock_timestamp(),
-    CONSTRAINT retention_loss_key PRIMARY KEY (group_id, partition_id),
-    CONSTRAINT retention_loss_numbers CHECK (dropped BETWEEN 0 AND 9007199254740991 AND seen BETWEEN 0 AND 9007199254740991),
-    CONSTRAINT retention_loss_dropped_at CHECK (dropped_at BETWEEN '1970-01-01 00:00+00' AND '9000-01-01 00:00+00')
+    lost_at      timestamptz NOT NULL DEFAULT clock_timestamp(),
+    CONSTRAINT retention_loss_key PRIMARY KEY (group_id, partition_id, event),
+    CONSTRAINT retention_loss_event CHECK (event IN ('dropped', 'expired')),
+    CONSTRAINT retention_loss_numbers CHECK (lost BETWEEN 0 AND 9007199254740991 AND seen BETWEEN 0 AND 9007199254740991),
+    CONSTRAINT retention_loss_lost_at CHECK (lost_at BETWEEN '1970-01-01 00:00+00' AND '9000-01-01 00:00+00')
 );
 
 -- Partitions that rest for one group.
@@ -1223,7 +1231,7 @@ CREATE TABLE mqlayer.dead_message (
     -- Null where it was passed over on purpose and can't be sent again.
     body          bytea,
     -- exhausted: its attempts. rejected: by the handler, or for a final error. skipped: by the handler or the group's
-    -- policy. discarded: by an operator.
+    -- policy. discarded: by an operator. expired: its time to live ended.
     cause         text NOT NULL,
     -- The words of the handler or the operator, or the last error: its type, text and place.
     reason        text NOT NULL,
@@ -1241,7 +1249,7 @@ CREATE TABLE mqlayer.dead_message (
     -- than they had, if at all.
     log_lost        boolean NOT NULL DEFAULT false,
     CONSTRAINT dead_message_once UNIQUE (group_id, lp, source, seq),
-    CONSTRAINT dead_message_cause CHECK (cause IN ('exhausted', 'rejected', 'skipped', 'discarded')),
+    CONSTRAINT dead_message_cause CHECK (cause IN ('exhausted', 'rejected', 'skipped', 'discarded', 'expired')),
     CONSTRAINT dead_message_numbers CHECK (
         lp BETWEEN 0 AND 1023 AND source BETWEEN 1 AND 9007199254740991 AND seq BETWEEN 1 AND 9007199254740991
         AND log_offset BETWEEN 0 AND 9007199254740991 AND attempts BETWEEN 0 AND 2000000000
@@ -2104,7 +2112,7 @@ CREATE TABLE mqlayer_archive.outcome (
     last_offset  bigint NOT NULL,
     -- handled. unmatched: not wanted by the group's tag filter. parked: waits in Postgres since. redriven: given back
     -- to the group. replayed: given to it by a replay or backfill of the archive. Or how it died: exhausted, rejected,
-    -- skipped, discarded.
+    -- skipped, discarded. dropped, expired: see retention_loss.
     outcome         text NOT NULL,
     -- Begun attempts, the last one included.
     attempts     int NOT NULL,
@@ -2126,7 +2134,7 @@ CREATE TABLE mqlayer_archive.outcome (
     CONSTRAINT outcome_range CHECK (first_offset <= last_offset),
     CONSTRAINT outcome_known CHECK (outcome IN
         ('handled', 'unmatched', 'parked', 'exhausted', 'rejected', 'skipped', 'discarded', 'redriven', 'replayed',
-         'dropped'))
+         'dropped', 'expired'))
 ) PARTITION BY RANGE (archived_at);
 CREATE INDEX outcome_by_offset ON mqlayer_archive.outcome (group_id, partition_id, first_offset);
 -- What a stream of the archive reads next, as record_read for records: one topic among many.
@@ -2151,7 +2159,7 @@ CREATE TABLE mqlayer_archive.outcome_queue (
     -- One row that the archive refuses would keep all outcomes behind it out, and the topic from being trimmed.
     CONSTRAINT outcome_queue_known CHECK (outcome IN
         ('handled', 'unmatched', 'parked', 'exhausted', 'rejected', 'skipped', 'discarded', 'redriven', 'replayed',
-         'dropped')),
+         'dropped', 'expired')),
     CONSTRAINT outcome_queue_offset CHECK (log_offset BETWEEN 0 AND 9007199254740991),
     CONSTRAINT outcome_queue_attempts CHECK (attempts BETWEEN 0 AND 2000000000),
     CONSTRAINT outcome_queue_texts CHECK (octet_length(actor) <= 4096 AND octet_length(reason) <= 65536),

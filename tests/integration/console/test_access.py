@@ -312,6 +312,7 @@ class Served:
         assert self.ask("POST", "/mq/login", form)[0] == 303
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_live_parts_end_with_the_session_and_with_the_process(world: World, tmp_path: Path) -> None:
     passwords, port = write(tmp_path / "passwords"), free_ports()

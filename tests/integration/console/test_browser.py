@@ -166,6 +166,7 @@ def test_every_page_works_in_both_themes_and_on_a_phone_and_no_rule_of_accessibi
     assert not walk.faults, "\n".join(walk.faults)
 
 
+@pytest.mark.full
 def test_a_page_is_live_while_it_is_seen(chromium: Any, address: str) -> None:
     with chromium.new_context(viewport=DESK) as context:
         page = context.new_page()

@@ -120,6 +120,7 @@ def test_rows_that_cannot_be_sent_are_retried_and_discarded_with_a_reason(world:
             assert viewer.post(f"/actions/{name}", data=fields).status_code == 403
 
 
+@pytest.mark.full
 @pytest.mark.world(partitions=1)
 def test_a_problem_that_ended_is_on_the_overview_and_has_its_page(world: World, browser: TestClient) -> None:
     found = note_problems(world.runtime())

@@ -47,6 +47,7 @@ def rearm(world: World, database: Database) -> None:
     rearm_node(runtime_of(database, world.key_prefix, application=database), "node-2")
 
 
+@pytest.mark.full
 def test_a_living_parent_of_a_merge_keeps_what_groups_have_not_drained(
     world: World, database: Database, node: RedisServer
 ) -> None:
@@ -79,6 +80,7 @@ def test_a_node_that_is_back_in_the_middle_keeps_its_partitions(
         wait_until(lambda: all_handled(world, seen), what=IN_ORDER, timeout_s=30)
 
 
+@pytest.mark.full
 def test_a_node_that_is_back_before_its_partition_is_moved_seals_it_itself(
     world: World, database: Database, node: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,6 +124,7 @@ def test_a_topic_that_was_created_half_holds_nobody_up(world: World, database: D
     assert create_topic(runtime_of(database, world.key_prefix), "aaa", partitions=2).version == 1
 
 
+@pytest.mark.full
 def test_a_group_that_began_late_gets_what_a_wiped_node_gets_again(world: World, database: Database) -> None:
     bring(world, 300, "old")
     known_group(world, database, start="latest")
@@ -140,6 +143,7 @@ def test_a_group_that_began_late_gets_what_a_wiped_node_gets_again(world: World,
             )
 
 
+@pytest.mark.full
 def test_the_copy_that_a_lost_node_brings_back_takes_nothing(
     world: World, database: Database, node: RedisServer
 ) -> None:
@@ -210,6 +214,7 @@ def test_a_rebalance_beside_the_loss_leaves_nobody_with_a_partition_that_is_gone
     assert not world.rows("SELECT 1 FROM mqlayer.assignment WHERE partition_id = 2 AND member_id IS NOT NULL")
 
 
+@pytest.mark.full
 def test_a_partition_that_its_node_does_not_have_leaves_the_others_there_alone(
     world: World, database: Database, node: RedisServer
 ) -> None:
@@ -273,6 +278,7 @@ def test_away_is_refused_where_direct_producers_may_have_published(
     assert route.version == 2
 
 
+@pytest.mark.full
 def test_away_waits_for_a_node_that_answers_and_is_not_armed(
     world: World, database: Database, node: RedisServer
 ) -> None:

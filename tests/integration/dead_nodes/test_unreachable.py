@@ -76,6 +76,7 @@ def test_a_node_that_is_lost_for_good_is_given_up_and_what_the_outbox_holds_is_s
     assert world.rows("SELECT act FROM mqlayer.audit WHERE act = 'node lost'")
 
 
+@pytest.mark.full
 def test_what_died_in_a_lost_partition_stays_dead_in_its_successor(
     world: World, database: Database, node: RedisServer
 ) -> None:
@@ -114,7 +115,7 @@ def test_what_died_in_a_lost_partition_stays_dead_in_its_successor(
         assert not dead & {body for bodies in seen.values() for body in bodies}
 
 
-@pytest.mark.parametrize("name", sorted(name for name in failpoint_names() if name.startswith("lost.")))
+@pytest.mark.parametrize("name", some_of(sorted(name for name in failpoint_names() if name.startswith("lost.")), 9))
 def test_giving_a_node_up_that_was_killed_half_way_is_done_again(
     world: World, database: Database, node: RedisServer, name: str
 ) -> None:
@@ -130,6 +131,7 @@ def test_giving_a_node_up_that_was_killed_half_way_is_done_again(
         wait_until(lambda: all_handled(world, seen), what="everything is handled in order", timeout_s=30)
 
 
+@pytest.mark.full
 def test_members_that_held_a_lost_partition_go_on_with_its_successor(
     world: World, database: Database, node: RedisServer
 ) -> None:
@@ -211,6 +213,7 @@ def last_arming(world: World) -> dict[str, Any]:
     return dict(rows[0][0])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("broken", some_of(["", "repair.after_resend", "repair.after_seal"], 3))
 def test_a_parent_that_was_sealed_short_of_what_its_outbox_proves_is_filled_up_when_its_node_is_back(
     world: World, database: Database, node: RedisServer, tmp_path: Path, broken: str
@@ -252,6 +255,7 @@ def test_what_the_outbox_does_not_hold_any_more_of_it_is_given_up_only_by_an_ope
         wait_until(lambda: all_handled(world, seen), what=IN_ORDER, timeout_s=30)
 
 
+@pytest.mark.full
 def test_another_outbox_proves_nothing(world: World, database: Database, node: RedisServer) -> None:
     bring(world, 50, "before")
     node.kill()

@@ -180,7 +180,7 @@ def counts_on(connection: psycopg.Connection) -> list[int]:
     return list(row)
 
 
-@pytest.mark.parametrize("value", ["local", "remote_write", "on", "remote_apply"])
+@pytest.mark.parametrize("value", some_of(["local", "remote_write", "on", "remote_apply"], 4))
 def test_a_session_that_waits_for_the_disk_at_least_is_left_as_it_is(
     database_dsn: str, redis_url: str, key_prefix: str, value: str
 ) -> None:
@@ -303,6 +303,7 @@ def identity_after_first(world: World) -> object:
     return identity(world)
 
 
+@pytest.mark.full
 def test_rows_that_a_relay_read_before_the_crash_and_sends_after_it_take_no_other_messages_place(
     world: World, postgres: PostgresServer
 ) -> None:
@@ -356,6 +357,7 @@ def live_relays(world: World) -> list[str]:
     return [row[0] for row in world.rows("SELECT DISTINCT relay_id FROM mqlayer_app.lp_set WHERE lease_until > now()")]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("failpoint", some_of(["relay.before_term", "relay.after_term"], 2))
 def test_a_relay_that_tells_a_node_of_a_term_that_is_over_sends_nothing_by_it(
     world: World, postgres: PostgresServer, failpoint: str
@@ -377,7 +379,7 @@ def test_a_relay_that_tells_a_node_of_a_term_that_is_over_sends_nothing_by_it(
     assert recovered(world) == 0
 
 
-@pytest.mark.parametrize("failpoint", ["relay.before_term", "relay.after_term"])
+@pytest.mark.parametrize("failpoint", some_of(["relay.before_term", "relay.after_term"], 2))
 def test_a_relay_that_ends_around_the_telling_leaves_nothing_undone(world: World, failpoint: str) -> None:
     world.publish(10, keys=5, tag="a")
     with world.relay_process(failpoints=f"{failpoint}=kill") as process:
@@ -388,6 +390,7 @@ def test_a_relay_that_ends_around_the_telling_leaves_nothing_undone(world: World
         world.wait_until_whole()
 
 
+@pytest.mark.full
 def test_a_node_that_lost_what_it_was_told_is_told_again(world: World) -> None:
     with world.relay(), closing(redis.Redis.from_url(world.urls[0])) as client:
         world.publish(10, keys=5, tag="a")
@@ -398,6 +401,7 @@ def test_a_node_that_lost_what_it_was_told_is_told_again(world: World) -> None:
         assert client.exists(terms_key(world.key_prefix)) == 1
 
 
+@pytest.mark.full
 def test_a_partition_that_comes_to_a_node_waits_for_the_node_that_knows_what_its_parent_took(
     database_dsn: str, postgres: PostgresServer, start_redis: StartRedis, key_prefix: str
 ) -> None:
@@ -458,7 +462,7 @@ def recoveries(control: Database) -> int:
         return len(connection.execute("SELECT FROM mqlayer.audit WHERE act = 'outbox recover'").fetchall())
 
 
-@pytest.mark.parametrize("way", ["backend", "postmaster", "restart"])
+@pytest.mark.parametrize("way", some_of(["backend", "postmaster", "restart"], 3))
 def test_a_term_ends_with_each_recovery_from_a_crash_and_each_start(
     world: World, postgres: PostgresServer, way: str
 ) -> None:
@@ -501,6 +505,7 @@ def answers(world: World, statement: str) -> bool:
         return False
 
 
+@pytest.mark.full
 def test_what_is_due_and_what_has_a_dedup_id_is_compared_as_all_else(world: World, postgres: PostgresServer) -> None:
     disk = Disk(postgres)
     once = "SELECT mqlayer_app.publish_once_v1('orders', 'key-0', %s, %s)"

@@ -154,6 +154,7 @@ def app_settled(app: App) -> None:
     wait_until(lambda: stats.settled == stats.handled == 60, what="all settled")
 
 
+@pytest.mark.full
 @pytest.mark.world(own_node=True)
 @pytest.mark.slow
 def test_a_copy_of_the_disk_in_its_place_is_noticed_by_the_marks(world: World) -> None:
@@ -183,6 +184,7 @@ def test_a_copy_of_the_disk_in_its_place_is_noticed_by_the_marks(world: World) -
     assert len(world.rows("SELECT 1 FROM mqlayer.source WHERE closed_at IS NULL")) == 1
 
 
+@pytest.mark.full
 @pytest.mark.world(own_node=True, partitions=1, relayed=20, keys=5)
 def test_a_relay_that_was_slower_to_notice_does_not_have_a_recovered_outbox_recovered_again(world: World) -> None:
     """It compared marks of the old source with counters, of whichever; stopped then, it must not say so of the new."""

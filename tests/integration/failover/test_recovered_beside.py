@@ -102,6 +102,7 @@ def test_what_a_relay_has_read_of_the_old_numbers_is_not_there_twice(
     assert values(world) == expected(4, *before, ("read", 20), ("new", 20), ("after", 20))
 
 
+@pytest.mark.full
 @pytest.mark.world(own_node=True, partitions=1)
 def test_a_relay_that_was_stopped_while_it_was_numbered_anew_records_nothing_by_the_old_numbers(world: World) -> None:
     """Else what is published next would count as relayed, and be rotated away."""
@@ -140,7 +141,7 @@ def test_progress_that_waits_for_the_renumbering_is_none_by_then(world: World, d
 
 
 @pytest.mark.world(own_node=True, partitions=1, relayed=5, keys=1)
-@pytest.mark.parametrize("whose", ["its own", "a former one's"])
+@pytest.mark.parametrize("whose", some_of(["its own", "a former one's"], 2))
 def test_what_a_relay_writes_counts_for_the_outbox_whose_numbers_it_knows(
     world: World, database_dsn: str, whose: str
 ) -> None:
@@ -200,6 +201,7 @@ def test_a_copy_on_another_server_does_not_take_the_place_of_its_original(world:
     assert world.rows("SELECT count(*) FROM mqlayer.source WHERE closed_at IS NULL") == [(1,)]
 
 
+@pytest.mark.full
 @pytest.mark.world(own_node=True, partitions=1, relayed=40, keys=10)
 def test_what_a_sealed_partition_lost_comes_again_under_a_source_that_is_about_to_end(
     world: World, database_dsn: str, node: RedisServer, key_prefix: str, caplog: pytest.LogCaptureFixture
@@ -266,6 +268,7 @@ def test_a_node_that_is_new_is_told_before_it_is_sent_anything(world: World, sta
     assert ended(world, new.url) == {b"1"}
 
 
+@pytest.mark.full
 def test_a_node_that_is_emptied_in_the_middle_of_a_recovery_is_told_again_by_the_relay_that_goes_on(
     world: World, node: RedisServer
 ) -> None:
@@ -288,6 +291,7 @@ def test_a_node_that_is_emptied_in_the_middle_of_a_recovery_is_told_again_by_the
     assert counted(world, "late") == 0
 
 
+@pytest.mark.full
 def test_a_promotion_that_was_given_up_is_got_over_by_an_operators_word(
     world: World, node: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -17,6 +17,7 @@ from tests.fixtures.kept_connections import kept_session
 from tests.fixtures.roles import Roles, role_dsn
 from tests.fixtures.screens import faults_of
 from tests.fixtures.servers import StartRedis
+from tests.fixtures.variants import some_of
 
 PLANS = {
     "archive retain": "--older-than 2d", "dead redrive": "orders g --all", "group retire": "orders g",
@@ -42,6 +43,7 @@ OTHERS = {
     "asyncapi": "reads a program; with --nodes, what node list shows",
     "debug": "runs a program's handler, under the right to operate: see test_debug.py",
     "publish": "needs the right to publish: see test_cli_messages.py",
+    "message body": "writes a body, to those who may see bodies: see test_large_bodies.py",
     "peek": "shows what the nodes hold, under their rights: see test_cli_messages.py",
     "tail": "runs until it is stopped, and shows what peek shows",
     "relay": "runs until it is stopped, under the right to relay; operate has it",
@@ -104,7 +106,7 @@ def test_every_command_is_known_here() -> None:
     assert {path_of(words) for words in leaf_commands()} == CHANGES | SHOWS.keys() | SHOWS_BODIES.keys() | OTHERS.keys()
 
 
-@pytest.mark.parametrize("command", sorted(SCENES))
+@pytest.mark.parametrize("command", some_of(sorted(SCENES), 3))
 def test_who_may_operate_does_what_who_may_view_is_refused(
     system: System, act_as: Act, command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,14 +137,14 @@ def test_who_may_view_is_refused_each_change_where_there_is_nothing_to_do(databa
         assert connection.execute("SELECT count(*) FROM mqlayer.audit").fetchone() == (0,)
 
 
-@pytest.mark.parametrize("command", JOBS)
+@pytest.mark.parametrize("command", some_of(JOBS, 3))
 def test_a_process_may_do_its_job_by_hand(system: System, act_as: Act, command: str) -> None:
     words = typed(SCENES[command], system)
     act_as(JOBS[command])
     assert SCENES[command].said.format(**system.facts) in Commands().text(*command.split(), *words)
 
 
-@pytest.mark.parametrize("command", sorted(CONSUMERS))
+@pytest.mark.parametrize("command", some_of(sorted(CONSUMERS), 4))
 def test_a_consumer_changes_its_own_group_and_no_other(
     system: System, roles: Roles, monkeypatch: pytest.MonkeyPatch, logging_as_before: None, command: str
 ) -> None:

@@ -97,7 +97,7 @@ def role(roles: Roles) -> str:
     return Roles.name_of(roles.login())
 
 
-@pytest.mark.parametrize("right", some_of(RIGHTS, 2))
+@pytest.mark.parametrize("right", some_of(RIGHTS, 4))
 def test_a_right_given_and_taken_leaves_nothing(commands: Commands, database_dsn: str, role: str, right: str) -> None:
     assert commands.text("grant", right, role) == f"{role} may {right}\n"
     given = held(database_dsn, role)
@@ -121,7 +121,7 @@ def test_the_right_to_migrate_is_to_be_a_member_of_the_owner(
     assert held(database_dsn, role) == set()
 
 
-@pytest.mark.parametrize("right", some_of(RIGHTS, 2))
+@pytest.mark.parametrize("right", some_of(RIGHTS, 4))
 def test_other_rights_keep_all_that_they_need(
     commands: Commands, database_dsn: str, roles: Roles, role: str, right: str
 ) -> None:
@@ -132,7 +132,7 @@ def test_other_rights_keep_all_that_they_need(
     assert held(database_dsn, role) == before
 
 
-@pytest.mark.parametrize(("right", "option", "scope"), LIMITED)
+@pytest.mark.parametrize(("right", "option", "scope"), some_of(LIMITED, 2))
 def test_limits_are_taken_back_one_by_one(
     commands: Commands, database_dsn: str, role: str, right: str, option: str, scope: str
 ) -> None:
@@ -149,7 +149,7 @@ def test_limits_are_taken_back_one_by_one(
     assert held(database_dsn, role) == set()
 
 
-@pytest.mark.parametrize(("right", "option", "scope"), LIMITED)
+@pytest.mark.parametrize(("right", "option", "scope"), some_of(LIMITED, 2))
 def test_without_limits_all_of_them_go(
     commands: Commands, database_dsn: str, role: str, right: str, option: str, scope: str
 ) -> None:
@@ -159,7 +159,7 @@ def test_without_limits_all_of_them_go(
     assert held(database_dsn, role) == set()
 
 
-@pytest.mark.parametrize(("right", "option", "scope"), LIMITED)
+@pytest.mark.parametrize(("right", "option", "scope"), some_of(LIMITED, 2))
 def test_one_topic_is_not_taken_from_a_role_that_has_all(
     commands: Commands, database_dsn: str, role: str, right: str, option: str, scope: str
 ) -> None:
@@ -174,7 +174,7 @@ def test_one_topic_is_not_taken_from_a_role_that_has_all(
 
 
 @pytest.mark.parametrize(
-    "words", some_of([[right] for right in Right] + [[r, o, s, o, f"{s}2"] for r, o, s in LIMITED], 2)
+    "words", some_of([[right] for right in Right] + [[r, o, s, o, f"{s}2"] for r, o, s in LIMITED], 5)
 )
 @pytest.mark.parametrize("others", some_of([RIGHTS, [], ["publish", "consume --group orders/mail"]], 3))
 def test_the_printed_sql_does_what_the_command_does(
@@ -196,7 +196,7 @@ def test_the_printed_sql_does_what_the_command_does(
         assert held(database_dsn, by_sql) == held(database_dsn, by_command), verb
 
 
-@pytest.mark.parametrize(("right", "option", "scope"), LIMITED)
+@pytest.mark.parametrize(("right", "option", "scope"), some_of(LIMITED, 2))
 def test_the_printed_sql_takes_one_limit_and_leaves_the_others(
     commands: Commands, database_dsn: str, role: str, right: str, option: str, scope: str
 ) -> None:
@@ -247,7 +247,7 @@ def psql(dsn: str, script: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    "words", some_of([[right] for right in Right] + [[r, o, s, o, f"{s}2"] for r, o, s in LIMITED], 3)
+    "words", some_of([[right] for right in Right] + [[r, o, s, o, f"{s}2"] for r, o, s in LIMITED], 9)
 )
 def test_an_administrator_who_is_no_superuser_runs_the_printed_sql_with_psql(
     commands: Commands,
@@ -270,7 +270,7 @@ def test_an_administrator_who_is_no_superuser_runs_the_printed_sql_with_psql(
 
 
 @pytest.mark.parametrize(
-    "name", some_of(["Shop App", 'a"b', "o'neill", "caf\u00e9", ":x", ":'x'", "back\\slash", "$1 $$ %s {}"], 2)
+    "name", some_of(["Shop App", 'a"b', "o'neill", "caf\u00e9", ":x", ":'x'", "back\\slash", "$1 $$ %s {}"], 8)
 )
 def test_psql_takes_any_name_of_a_role_for_only_a_name(
     commands: Commands, database_dsn: str, administrator: str, name: str
@@ -303,7 +303,7 @@ def test_the_printed_sql_of_who_may_not_give_rights_changes_nothing(
 NAMES = ["Shop App", "drop", 'a"b', "o'neill", "caf\u00e9", "x; DROP TABLE mqlayer.granted"]
 
 
-@pytest.mark.parametrize("name", some_of(NAMES, 2))
+@pytest.mark.parametrize("name", some_of(NAMES, 4))
 def test_any_name_of_a_role_is_only_a_name(commands: Commands, database_dsn: str, name: str) -> None:
     name = f"{name} {uuid.uuid4().hex[:6]}"
     execute(database_dsn, sql.SQL("CREATE ROLE {}").format(sql.Identifier(name)).as_string(None))
@@ -378,7 +378,7 @@ def test_a_role_that_is_not_there_is_named(commands: Commands) -> None:
     assert "not.there" in commands.failure("revoke", "view", "not.there")
 
 
-@pytest.mark.parametrize("right", some_of([None, "view", "work", "operate"], 2))
+@pytest.mark.parametrize("right", some_of([None, "view", "work", "operate"], 4))
 def test_only_members_of_the_owner_give_rights(
     commands: Commands, database_dsn: str, roles: Roles, role: str, right: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -410,7 +410,7 @@ def test_members_of_the_owner_give_rights_but_make_no_roles(
     assert held(database_dsn, role) == set()
 
 
-@pytest.mark.parametrize("limits", [[], ["--group", "orders/ledger"]])
+@pytest.mark.parametrize("limits", some_of([[], ["--group", "orders/ledger"]], 2))
 def test_migrating_gives_again_what_a_right_has_gained(
     commands: Commands, database_dsn: str, role: str, limits: list[str]
 ) -> None:
@@ -459,7 +459,7 @@ def apart(two_databases: tuple[str, str], monkeypatch: pytest.MonkeyPatch, loggi
 
 @pytest.mark.xdist_group("two_databases")
 @pytest.mark.parametrize(
-    "words", some_of([["publish"], ["consume"], ["consume", "--group", "orders/g"], ["work"], ["operate"]], 2)
+    "words", some_of([["publish"], ["consume"], ["consume", "--group", "orders/g"], ["work"], ["operate"]], 5)
 )
 def test_each_of_two_databases_gets_its_own(apart: tuple[str, str], new_role: str, words: list[str]) -> None:
     commands = Commands()

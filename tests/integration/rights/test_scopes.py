@@ -135,8 +135,8 @@ FILL = """
         VALUES ($group, 1, 1, 1, 1, 'm', 'e');
     INSERT INTO mqlayer.failure_count (group_id, partition_id, event, count)
         SELECT $group, partition_id, 'failed', 1 FROM mqlayer.partition LIMIT 1;
-    INSERT INTO mqlayer.retention_loss (group_id, partition_id, dropped, seen)
-        SELECT $group, partition_id, 1, 1 FROM mqlayer.partition LIMIT 1;
+    INSERT INTO mqlayer.retention_loss (group_id, partition_id, event, lost, seen)
+        SELECT $group, partition_id, 'dropped', 1, 1 FROM mqlayer.partition LIMIT 1;
     INSERT INTO mqlayer.partition_pause (group_id, partition_id, paused_by)
         SELECT $group, partition_id, 'o' FROM mqlayer.partition LIMIT 1;
     INSERT INTO mqlayer.parking_change (group_id, number, lp, name) VALUES ($group, 1, 1, 'k');

@@ -17,6 +17,7 @@ from mqlayer.relay import Relay, relay_once
 from tests.fixtures.consumers import Stage
 from tests.fixtures.forked_programs import ask_python
 from tests.fixtures.roles import Roles
+from tests.fixtures.variants import some_of
 
 START_S = 60
 
@@ -58,7 +59,7 @@ STARTS: Mapping[str, tuple[Callable[[Settings], object], Right, str]] = {
 }
 
 
-@pytest.mark.parametrize("process", STARTS)
+@pytest.mark.parametrize("process", some_of(STARTS, 3))
 def test_a_process_without_its_right_ends_with_the_command_that_gives_it(
     stage: Stage, roles: Roles, process: str
 ) -> None:
@@ -73,7 +74,7 @@ def test_a_process_without_its_right_ends_with_the_command_that_gives_it(
         assert f"lacks the right to {right}" in str(refused.value)
 
 
-@pytest.mark.parametrize("process", STARTS)
+@pytest.mark.parametrize("process", some_of(STARTS, 3))
 def test_it_starts_with_its_right_alone(stage: Stage, roles: Roles, process: str) -> None:
     start, right, _ = STARTS[process]
     start(stage.settings(dsn=SecretStr(roles.login(right))))

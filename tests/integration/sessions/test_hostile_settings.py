@@ -93,7 +93,7 @@ def as_applications_do(connection: psycopg.Connection[Any]) -> None:
 
 
 @pytest.mark.xdist_group("hostile_settings")  # what one process has proven is compared
-@pytest.mark.parametrize("settings", some_of(HOSTILE, 16), indirect=True)
+@pytest.mark.parametrize("settings", some_of(HOSTILE, 9), indirect=True)
 def test_a_system_does_the_same_whatever_its_sessions_begin_with(settings: Settings, redis_url: str) -> None:
     found = WholeSystem(settings, redis_url, as_applications_do).run()
     assert found == PROVEN.setdefault("ordinary", found)
