@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mqlayer.consuming.shared import prefetch as pools
+from mqlayer.consuming.shared import ready_slices
 from mqlayer.consuming.shared.fetched_batch import FetchedBatch
 from mqlayer.consuming.shared.prefetch import Prefetch
 from mqlayer.consuming.shared.ready_slices import WorkSlice
@@ -26,7 +27,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(pools, "clock", clock)
+    for module in (pools, ready_slices):
+        monkeypatch.setattr(module, "clock", clock)
     return clock
 
 

@@ -62,13 +62,14 @@ class SliceWorker(Worker):
         work = self._slice
         if work is None:
             return
-        batch, records = work.batch, work.records
+        batch = work.batch
         if batch.suspect and not self._begin(batch):
             self._prefetch.return_slice(work, ())
             return
         if self._gives_back(work):
             return
-        records = self._living(batch, records)
+        work = self._living(work)
+        records = work.records
         if not records:
             return
         handle: Any = self._limits.wrap(self._handle, self._settings.rules)
@@ -106,14 +107,15 @@ class SliceWorker(Worker):
         work = self._slice
         if work is None:
             return
-        batch, records = work.batch, work.records
+        batch = work.batch
         # `_begin` waits for the node; the loop must not.
         if batch.suspect and not await asyncio.to_thread(self._begin, batch):
             self._prefetch.return_slice(work, ())
             return
         if self._gives_back(work):
             return
-        records = self._living(batch, records)
+        work = self._living(work)
+        records = work.records
         if not records:
             return
         handle: Any = self._limits.wrap(self._handle, self._settings.rules)
@@ -148,23 +150,23 @@ class SliceWorker(Worker):
         self._prefetch.return_slice(work, work.records)
         return True
 
-    def _living(self, batch: FetchedBatch, records: Sequence[Record]) -> Sequence[Record]:
-        """Return the messages that have not expired; without any, the slice is given back."""
-        expiry = self._settings.expiry
+    def _living(self, work: WorkSlice) -> WorkSlice:
+        """Return the slice without expired messages; without any, it is given back."""
+        expiry, batch, records = self._settings.expiry, work.batch, work.records
         if expiry is None or batch.claim is not None:
-            return records
+            return work
         now = clock()
         ended = [one for one in records if one.offset not in batch.lost and expiry.has_ended(one, now)]
         if not ended:
-            return records
+            return work
         self._failures.expired(batch, ended, expiry)
         gone = {one.offset for one in ended}
         living = [one for one in records if one.offset not in gone]
         if not living:
             if self._breaker.watching:
                 self._breaker.ended(records[0], b"", 0)
-            self._prefetch.return_slice(batch, ())
-        return living
+            self._prefetch.return_slice(work, ())
+        return work._replace(records=living)
 
     def _note(self, batch: FetchedBatch, records: Sequence[Record], count: int) -> None:
         """Tell the circuit breaker which keys were handled."""
