@@ -692,7 +692,7 @@ def one_sharer(book: Book, sharer: SharerScripts, turn: int) -> None:
         offsets += [record.offset for record in waiting.due.records]
         offsets += waiting.due.missing if set(waiting.due.missing) <= book.said else []
     if turn % 5 == 3 and offsets:
-        sharer.defer([(offset, b"ab"[offset % 2 :][:1]) for offset in offsets])
+        sharer.defer([(offset, b"%d" % (offset % 2)) for offset in offsets])
         return
     if turn % 4 == 1 and offsets:
         sharer.nack([(offset, 1 if offset % 2 else None) for offset in offsets])
@@ -709,7 +709,7 @@ def one_sharer(book: Book, sharer: SharerScripts, turn: int) -> None:
     if offsets:
         ranges = as_ranges(sorted(set(offsets)))
         book.said |= set(offsets)
-        letter = "e" if turn % 5 == 3 else "h"
+        letter = "e" if turn % 5 == 4 else "h"
         told = all_handled(ranges, max(offsets), max_entries=3 if turn > 20 else 100, letter=letter)
         answer = sharer.settle(ranges, told=told)
         assert isinstance(answer, SharedSettled | None)
