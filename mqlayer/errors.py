@@ -593,10 +593,11 @@ class BatchUndone(HandlerControl):
         )
 
 
-def _wait_s(seconds: float) -> float:
-    if not 0 <= seconds < math.inf:
+def _wait_s(seconds: Any) -> float:
+    # Applications may ignore the annotation.
+    if not isinstance(seconds, int | float) or not 0 <= seconds < math.inf:
         raise InvalidInput(f"a message waits for 0 seconds or more, not for {seconds}")
-    return seconds
+    return float(seconds)
 
 
 def _because(reason: str) -> str:

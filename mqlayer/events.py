@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, TypeVar
 
+from mqlayer.errors import InvalidInput
 from mqlayer.logs import event_logger
 
 log = event_logger(__name__)
@@ -46,12 +47,19 @@ HookType = TypeVar("HookType", bound=Hook)
 _hooks: Final[list[Hook]] = []
 
 
+def check_hook(hook: HookType) -> HookType:
+    """Return a hook. Raises InvalidInput."""
+    if not callable(hook):
+        raise InvalidInput(f"a hook is a function that takes an Event, not a {type(hook).__name__}")
+    return hook
+
+
 def on_event(hook: HookType) -> HookType:
     """Call a function with each Event of this process; usable as a decorator.
 
     It runs in the acting thread, after the commit: keep it short. Its exceptions are logged.
     """
-    _hooks.append(hook)
+    _hooks.append(check_hook(hook))
     return hook
 
 

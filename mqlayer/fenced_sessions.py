@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
+from mqlayer.arguments import explain
 from mqlayer.consuming import Context, Depends
 from mqlayer.outbox.transaction_sources import aopen_transaction, is_async_source, open_transaction
 
 
+@explain
 def fenced(source: Any) -> Depends:
     """Give a handler a session in a transaction that begins with `ctx.fence` and commits when the handler returns.
 

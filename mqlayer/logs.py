@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any, Final, Literal, TextIO
 
+from mqlayer.arguments import explain
 from mqlayer.errors import InvalidInput, redact
 from mqlayer.escaping import escape, json_line
 
@@ -129,6 +130,7 @@ class StandardErrorHandler(logging.StreamHandler[TextIO]):
         super().emit(record)
 
 
+@explain
 def configure_logging(level: str = "INFO", *, style: Literal["text", "json"] = "text") -> None:
     """Log everything from `level` on to standard error; other handlers stay, and a second call replaces the first.
 

@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from typing import Any, Generic, Protocol, TypeAlias
 
 from mqlayer import outbox
+from mqlayer.arguments import explain_methods
 from mqlayer.domain.body_schemas import normalized, schema_of
 from mqlayer.domain.cloud_events import CloudEvents
 from mqlayer.domain.codecs import Body, Codec, content_type_of, decoder_for, decoder_of, encode_body, type_name
@@ -36,6 +37,7 @@ Session: TypeAlias = SyncSession | str
 """Or the alias of a Django connection."""
 
 
+@explain_methods
 class Topic(Generic[Body]):
     """A topic whose bodies have one type.
 
@@ -66,7 +68,7 @@ class Topic(Generic[Body]):
         check_name("topic", name)
         self._cloudevents = cloudevents
         self._name, self._body, self._key, self._codec = name, body, key, codec
-        self._decode = _decoder(body) if codec is None else decoder_of(codec, body)
+        self._decode = decoder_for(body) if codec is None else decoder_of(codec, body)
 
     def __repr__(self) -> str:
         return f"Topic({self._name!r}, body={type_name(self._body)})"
@@ -240,13 +242,6 @@ class Topic(Generic[Body]):
     def _event_headers(self, said: CloudEvents, body: Body, key: str | None) -> dict[str, str]:
         event_id, now = str(uuid.uuid4()), datetime.now(UTC)
         return said.headers(body, event_id=event_id, time=now, subject=key, content=self.content_type)
-
-
-def _decoder(body: type[Body]) -> Callable[[bytes], Body]:
-    try:
-        return decoder_for(body)
-    except TypeError as error:
-        raise InvalidInput(f"bodies of type {type_name(body)} can't be read from JSON: {error}") from error
 
 
 def _check_type(topic: str, wanted: Any, body: object) -> None:

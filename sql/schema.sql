@@ -997,10 +997,10 @@ CREATE VIEW mqlayer.living (kind text, name text, host text, pid int, since time
     most int, acts_on int, beats boolean, group_id bigint);
 CREATE VIEW mqlayer.parked_fact (group_id bigint, lp smallint, name bytea, source bigint, seq bigint, position bigint,
     partition_id int, log_offset bigint, key bytea, redriven boolean, replay bigint, attempts int, tried int, m bytea,
-    m_size int, body_size int);
+    m_size int, body_size int, large_size bigint);
 CREATE VIEW mqlayer.dead_fact (dead_id bigint, group_id bigint, lp smallint, source bigint, seq bigint,
     partition_id int, log_offset bigint, key bytea, body_size int, cause text, reason text, attempts int, actor text,
-    died_at timestamptz, redriven_at timestamptz, redriven_seek int, log_lost boolean);
+    died_at timestamptz, redriven_at timestamptz, redriven_seek int, log_lost boolean, large_size bigint);
 
 -- functions
 CREATE FUNCTION mqlayer.caller_v1() RETURNS name STABLE;

@@ -39,6 +39,7 @@ pytest_plugins = [
     "tests.fixtures.reused_sessions",
     "tests.fixtures.servers",
     "tests.fixtures.spark",
+    "tests.fixtures.threads",
     "tests.fixtures.worker_stores",
     "tests.fixtures.worlds",
 ]
@@ -66,8 +67,8 @@ settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 
 @pytest.fixture(autouse=True)
-def process_as_before() -> Iterator[None]:
-    """What one test arms, logs in as, or puts into MQLAYER_* variables, no other test of the process meets."""
+def process_as_before(no_thread_left: None) -> Iterator[None]:
+    """What one test arms, starts, logs in as, or puts into MQLAYER_* variables, no other test of the process meets."""
     before = {name: value for name, value in os.environ.items() if name.startswith("MQLAYER_")}
     yield
     disarm_all()

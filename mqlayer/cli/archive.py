@@ -53,7 +53,8 @@ def run(
             _print_report(archive_pass(runtime, topic=topic))
             return
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: stopping.set())
+            # From a thread: the interrupted main thread may hold the event's lock.
+            signal.signal(number, lambda *_: threading.Thread(target=stopping.set).start())
         while not stopping.is_set():
             try:
                 report = archive_pass(runtime, topic=topic, at_most_s=5.0)

@@ -10,7 +10,7 @@ import typer
 from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.bulk import BULK
 from mqlayer.cli.completion import group_names, topic_names
-from mqlayer.cli.message_output import LimitOption, RawOption, ReasonOption, show_message
+from mqlayer.cli.message_output import LimitOption, RawOption, ReasonOption, marked_size, show_message
 from mqlayer.cli.option_rules import RuledCommand, excludes, needs, planned
 from mqlayer.cli.options import GroupArgument, PlanOption, TopicArgument, YesOption, echo_plan, parse_time_option
 from mqlayer.cli.output import JsonOption, echo, format_key, pluralize, show_rows
@@ -168,7 +168,7 @@ def _row(one: DeadMessage) -> dict[str, Any]:
         "group": one.group,
         "message": str(one.identity),
         "key": format_key(one.key),
-        "bytes": one.bytes,
+        "bytes": marked_size(one.bytes, large=one.large),
         "cause": one.cause,
         "reason": reason[:100],
         "attempts": one.attempts,
@@ -188,6 +188,7 @@ def _facts(one: DeadMessage) -> dict[str, Any]:
         "offset": one.offset,
         "key": one.key,
         "bytes": one.bytes,
+        "large": one.large,
         "cause": one.cause,
         "reason": one.reason,
         "attempts": one.attempts,

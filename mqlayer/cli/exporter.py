@@ -21,6 +21,7 @@ from mqlayer.settings import Settings
 PORT: Final = 9464
 """OpenTelemetry's for Prometheus."""
 STOP_S: Final = 10.0
+SIGNAL_INTERVAL_S: Final = 0.5
 PATIENCE: Final = 4
 """Intervals without a pass that mean a stuck thread."""
 
@@ -66,7 +67,9 @@ def _serve(settings: Settings, service: SystemExporter, port: int) -> None:
     limit_s = max(stuck_after_s(settings), PATIENCE * service.every_s)
     with health_endpoint(settings, lambda: service.health(limit_s), port=port):
         service.start()
-        stopping.wait()
+        # Not in one wait without end: a signal that comes as that begins would never be handled.
+        while not stopping.wait(SIGNAL_INTERVAL_S):
+            pass
         service.stop(STOP_S)
 
 

@@ -14,6 +14,34 @@ import typer
 from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.completion import topic_names
 from mqlayer.cli.curves import HoursOption, PointsOption, show_history
+from mqlayer.cli.group_options import (
+    AttemptsOption,
+    BackoffOption,
+    BalanceOption,
+    BreakerErrorsOption,
+    BreakerKeysOption,
+    BreakerOption,
+    BreakerWindowOption,
+    BurstOption,
+    ClassConcurrencyOption,
+    ClassRateOption,
+    IfVersionOption,
+    InstanceExpiryOption,
+    JitterOption,
+    KeyBytesOption,
+    KeyClassOption,
+    KeyMessagesOption,
+    MaxTimeLimitOption,
+    NonRetryableOption,
+    ParkedBytesOption,
+    ParkedKeysOption,
+    ParkedMessagesOption,
+    PolicyOption,
+    RateOption,
+    RetryableOption,
+    TagFilterOption,
+    TimeLimitOption,
+)
 from mqlayer.cli.option_rules import RuledCommand, excludes, needs, planned
 from mqlayer.cli.options import GroupArgument, PlanOption, TopicArgument, YesOption, echo_plan
 from mqlayer.cli.output import JsonOption, echo, format_age, pluralize, show_facts, show_rows
@@ -40,7 +68,7 @@ from mqlayer.cli.runtime import runtime_here
 from mqlayer.domain.retry_rules import DEFAULT_BACKOFF_S, POLICIES, exponential
 from mqlayer.domain.tags import NO_FILTER
 from mqlayer.errors import InvalidInput
-from mqlayer.groups import GroupSettings, SeekPlan, Start, apply_seek, ensure_group, find_group, planned_seek
+from mqlayer.groups import Group, GroupSettings, SeekPlan, Start, apply_seek, ensure_group, find_group, planned_seek
 from mqlayer.groups.admin import evict_member, pause_group, resume_group, set_group
 from mqlayer.groups.breaker_admin import reset_breaker, trip_breaker
 from mqlayer.groups.copy import copy_group
@@ -64,76 +92,32 @@ def add_to(app: typer.Typer) -> None:
 def set_(
     topic: TopicArgument,
     group: GroupArgument,
-    backoff: Annotated[
-        str | None,
-        typer.Option(
-            metavar="S,S,…",
-            help="Seconds between attempts, the last for all further; exponential:1,2,600 (first, factor, limit).",
-        ),
-    ] = None,
-    jitter: Annotated[
-        float | None, typer.Option(metavar="PART", help="Which part of a wait may be left out by chance: 0 to 1.")
-    ] = None,
-    attempts: Annotated[int | None, typer.Option(help="Failed attempts after which the policy decides.")] = None,
-    policy: Annotated[
-        str | None, typer.Option(metavar="|".join(POLICIES), help="What is done with a message that failed for good.")
-    ] = None,
-    non_retryable: Annotated[
-        str | None, typer.Option(metavar="E,E,…", help="Exceptions that are not worth another attempt; or none.")
-    ] = None,
-    retryable: Annotated[
-        str | None, typer.Option(metavar="E,E,…", help="The only exceptions that are tried again; or all.")
-    ] = None,
-    time_limit: Annotated[
-        str | None, typer.Option(metavar="S", help="Seconds that a handler has for a message; or none.")
-    ] = None,
-    max_time_limit: Annotated[
-        str | None, typer.Option(metavar="S", help="Seconds up to which a handler may extend its time; or none.")
-    ] = None,
-    parked_keys: Annotated[int | None, typer.Option(help="Parked keys of a partition, at most.")] = None,
-    parked_messages: Annotated[int | None, typer.Option(help="Parked messages of the group, at most.")] = None,
-    parked_bytes: Annotated[int | None, typer.Option(help="Parked bytes of the group, at most.")] = None,
-    key_messages: Annotated[int | None, typer.Option(help="Parked messages of one key, at most.")] = None,
-    key_bytes: Annotated[int | None, typer.Option(help="Parked bytes of one key, at most.")] = None,
-    balance: Annotated[
-        str | None, typer.Option(metavar="count|rate", help="Spread partitions by count, or by what is published.")
-    ] = None,
-    tag_filter: Annotated[
-        str | None,
-        typer.Option(metavar="any:T,T|all:T,T|none", help="Only messages with any, or all, of these tags; or none."),
-    ] = None,
-    instance_expiry: Annotated[
-        float | None, typer.Option(metavar="S", help="Seconds for which an instance that is away keeps its position.")
-    ] = None,
-    rate: Annotated[
-        str | None, typer.Option(metavar="N", help="Messages per second that the group begins, at most; or none.")
-    ] = None,
-    burst: Annotated[
-        str | None, typer.Option(metavar="N", help="Messages begun at once after idle time; none: one second's.")
-    ] = None,
-    breaker: Annotated[
-        str | None, typer.Option(metavar="SHARE", help="Share of failing keys that opens the circuit breaker; or none.")
-    ] = None,
-    breaker_keys: Annotated[int | None, typer.Option(help="Failing keys that it takes at least.")] = None,
-    breaker_window: Annotated[
-        float | None, typer.Option(metavar="S", help="Seconds within which keys count for it.")
-    ] = None,
-    breaker_errors: Annotated[
-        str | None, typer.Option(metavar="E,E,…", help="The only exceptions that count for it; or all.")
-    ] = None,
-    key_class: Annotated[
-        str | None,
-        typer.Option(metavar="prefix:SEP|header:NAME|none", help="What classes of keys, which take turns, go by."),
-    ] = None,
-    class_concurrency: Annotated[
-        str | None, typer.Option(metavar="N", help="Keys of a class that a member handles at once; or none.")
-    ] = None,
-    class_rate: Annotated[
-        str | None, typer.Option(metavar="N", help="Messages of a class that the group begins per second; or none.")
-    ] = None,
-    if_version: Annotated[
-        int | None, typer.Option(min=1, help="Refuse unless the settings are at this version.")
-    ] = None,
+    backoff: BackoffOption = None,
+    jitter: JitterOption = None,
+    attempts: AttemptsOption = None,
+    policy: PolicyOption = None,
+    non_retryable: NonRetryableOption = None,
+    retryable: RetryableOption = None,
+    time_limit: TimeLimitOption = None,
+    max_time_limit: MaxTimeLimitOption = None,
+    parked_keys: ParkedKeysOption = None,
+    parked_messages: ParkedMessagesOption = None,
+    parked_bytes: ParkedBytesOption = None,
+    key_messages: KeyMessagesOption = None,
+    key_bytes: KeyBytesOption = None,
+    balance: BalanceOption = None,
+    tag_filter: TagFilterOption = None,
+    instance_expiry: InstanceExpiryOption = None,
+    rate: RateOption = None,
+    burst: BurstOption = None,
+    breaker: BreakerOption = None,
+    breaker_keys: BreakerKeysOption = None,
+    breaker_window: BreakerWindowOption = None,
+    breaker_errors: BreakerErrorsOption = None,
+    key_class: KeyClassOption = None,
+    class_concurrency: ClassConcurrencyOption = None,
+    class_rate: ClassRateOption = None,
+    if_version: IfVersionOption = None,
 ) -> None:
     """Change a group's settings, for all members at once."""
     with runtime_here() as runtime:
@@ -169,14 +153,18 @@ def set_(
             class_concurrency=None if class_concurrency is None else _rate(class_concurrency),
             class_rate=None if class_rate is None else _rate(class_rate),
         )
-    words = f"{describe_rules(changed.rules)}, balance by {changed.balance}"
-    if changed.instance_expiry_s is not None:
-        words += f", positions kept for {changed.instance_expiry_s:g} s"
-    if changed.tag_filter != NO_FILTER:
-        words += f", only messages with {changed.tag_filter.replace(':', ' of ')}"
-    if changed.rate is not None:
-        words += f", {changed.rate.per_s:g} messages/s, {changed.rate.burst:g} at once"
-    echo(f"settings version {changed.settings_version}: {words}")
+    echo(f"settings version {changed.settings_version}: {_settings_text(changed)}")
+
+
+def _settings_text(group: Group) -> str:
+    words = f"{describe_rules(group.rules)}, balance by {group.balance}"
+    if group.instance_expiry_s is not None:
+        words += f", positions kept for {group.instance_expiry_s:g} s"
+    if group.tag_filter != NO_FILTER:
+        words += f", only messages with {group.tag_filter.replace(':', ' of ')}"
+    if group.rate is not None:
+        words += f", {group.rate.per_s:g} messages/s, {group.rate.burst:g} at once"
+    return words
 
 
 @groups.command(rich_help_panel=CHANGE)

@@ -70,6 +70,11 @@ def body_stream(runtime: Runtime, body: bytes, large: BodyReference | None) -> B
     return BodyStream.of(body) if large is None else BodyReader(runtime).opened(large)
 
 
+def marked_size(size: int | None, *, large: bool) -> int | str | None:
+    """Return a body's bytes for a table, marked where it is stored outside of its message."""
+    return f"{size} large" if large else size
+
+
 def show_body(body: bytes | None, large: BodyReference | None = None) -> None:
     """Print a body's size, guessed format and beginning."""
     if large is not None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import datetime
+from io import BytesIO
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, BinaryIO, Final
 
 import typer
 
@@ -69,11 +71,12 @@ def publish(
         if lines:
             echo(f"{pluralize(publisher.publish_lines(_input(file)), 'message')} published to topic {topic}")
             return
-        data = body.encode() if body is not None else b"".join(_input(file))
-        if not publisher.publish(key, data, dedup_id):
-            echo(f"key {format_key(key)} had a message with dedup id {dedup_id} already: nothing was published")
-            return
-    echo(f"a message of {pluralize(len(data), 'byte')} published to topic {topic}, key {format_key(key)}")
+        with _input_file(file) as opened:
+            data = _CountedFile(BytesIO(body.encode()) if body is not None else opened)
+            if not publisher.publish(key, data, dedup_id):
+                echo(f"key {format_key(key)} had a message with dedup id {dedup_id} already: nothing was published")
+                return
+    echo(f"a message of {pluralize(data.size, 'byte')} published to topic {topic}, key {format_key(key)}")
 
 
 @excludes("--offset", "--since", why="both say where to begin")
@@ -134,9 +137,9 @@ class _Publisher:
         self._database, self._topic = database, topic
         self._extra: dict[str, Any] = {"headers": headers, "tags": tags}
 
-    def publish(self, key: str | None, body: bytes, dedup_id: str | None) -> bool:
+    def publish(self, key: str | None, body: _CountedFile, dedup_id: str | None) -> bool:
         """Publish one; return False for a duplicate."""
-        with self._database.connection() as connection:
+        with self._database.connection() as connection, connection.transaction():
             if dedup_id is None:
                 outbox.publish(connection, self._topic, key=key, body=body, **self._extra)
                 return True
@@ -177,15 +180,34 @@ def _headers(given: Iterable[str]) -> dict[str, str]:
 
 
 def _input(file: Path | None) -> Iterator[bytes]:
+    with _input_file(file) as opened:
+        yield from opened
+
+
+@contextmanager
+def _input_file(file: Path | None) -> Iterator[BinaryIO]:
     if file is None:
-        yield from sys.stdin.buffer
+        yield sys.stdin.buffer
         return
     try:
         opened = file.open("rb")
     except OSError as error:
         raise InvalidInput(f"{file} can't be read: {error.strerror}") from None
     with opened:
-        yield from opened
+        yield opened
+
+
+class _CountedFile:
+    """A file that counts what is read."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self.size = file, 0
+
+    def read(self, size: int) -> bytes:
+        """Read on."""
+        found = self._file.read(size)
+        self.size += len(found)
+        return found
 
 
 def _reader(

@@ -14,6 +14,7 @@ from mqlayer.cli.message_output import (
     MessageOption,
     RawOption,
     ReasonOption,
+    marked_size,
     parse_identity_option,
     show_message,
 )
@@ -30,6 +31,7 @@ from mqlayer.redelivery import (
     ListPage,
     ParkedFilter,
     ParkedKey,
+    ParkedMessage,
     discard_parked,
     failure_counts,
     parked_keys,
@@ -121,7 +123,7 @@ def show(
             "partition": one.partition,
             "offset": one.offset,
             **({"at_ms": one.at_ms} if as_json else {"published_at": datetime.fromtimestamp(one.at_ms / 1000, UTC)}),
-            "bytes": one.bytes,
+            **_size(one, as_json=as_json),
             "attempts": one.attempts,
             "redriven": one.redriven,
         }
@@ -135,6 +137,10 @@ def show(
     show_rows(rows, as_json=False, nothing="nothing waits in it: its owner ends the parking by itself")
     if keys[0].messages > len(rows):
         echo(f"and {pluralize(keys[0].messages - len(rows), 'message')} more")
+
+
+def _size(one: ParkedMessage, *, as_json: bool) -> dict[str, Any]:
+    return {"bytes": one.bytes, "large": one.large} if as_json else {"bytes": marked_size(one.bytes, large=one.large)}
 
 
 @parked.command(cls=RuledCommand, rich_help_panel=REPAIR)

@@ -15,7 +15,7 @@ from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, RedirectResponse, Response
+from starlette.responses import HTMLResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
@@ -103,9 +103,7 @@ class Console:
             return user
         visit = Visit(self._runtimes.of(user), user, request.path_params, dict(request.query_params))
         if page.media_type:
-            kept = {"Content-Disposition": f'attachment; filename="{page.title.lower()}.jsonl"'}
-            file = partial(Response, media_type=page.media_type, headers=kept)
-            return await self._answer(request, user, lambda: str(page.load(visit)["text"]), file)
+            return await self._answer(request, user, lambda: _file(page, page.load(visit)))
         return await self._answer(request, user, lambda: self._page(request, user, page, visit))
 
     async def ask_first(self, action: Action, request: Request) -> Response:
@@ -251,6 +249,18 @@ class Console:
             "logout": self._has_logout,
             "token": "" if user is None else self.access.form_token(request),
         }
+
+
+def _file(page: Page, found: Mapping[str, Any]) -> Response:
+    if "text" in found:
+        headers = {"Content-Disposition": f'attachment; filename="{page.title.lower()}.jsonl"'}
+        return Response(str(found["text"]), media_type=page.media_type, headers=headers)
+    # With its length, a browser keeps no file that ended early.
+    headers = {
+        "Content-Disposition": f'attachment; filename="{found["file"]}"',
+        "Content-Length": str(found["bytes"]),
+    }
+    return StreamingResponse(found["pieces"], media_type=page.media_type, headers=headers)
 
 
 MENU: Final = tuple((page.path, page.menu) for page in PAGES if page.menu)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from mqlayer.console.page import Visit
+from mqlayer.errors import PermissionDenied
 from mqlayer.inspect import hidden_from
 from mqlayer.postgres.queries import query
 
@@ -18,6 +19,13 @@ def topic_names(visit: Visit) -> Sequence[str]:
     with visit.runtime.control.connection() as connection:
         rows = connection.execute(query("topic_names"), {"begins": ""}).fetchmany(NAMES)
     return [name for (name,) in rows]
+
+
+def check_bodies(visit: Visit) -> None:
+    """Raise PermissionDenied unless this user may see bodies."""
+    reason, _, fix = why_hidden(visit).partition(": ")
+    if reason:
+        raise PermissionDenied("the console", reason, fix)
 
 
 def why_hidden(visit: Visit) -> str:

@@ -47,7 +47,8 @@ class Page:
     """A page: `load` returns the variables of its template; runs in a thread.
 
     `menu`: its place in the menu, empty for none. `live`: parts marked with `data-live` are sent again as they change.
-    `media_type`: of a file to keep, whose text is the variable `text`; then there is no template.
+    `media_type`: of a file to keep; then there is no template. It is the variable `text`, or `pieces` of so many
+    `bytes`, with a name `file`.
     """
 
     path: str

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Final
 
 from mqlayer.doctor import control, nodes, outbox, postgres, sessions
+from mqlayer.doctor.body_store import body_store_subject, check_body_store
 from mqlayer.doctor.broker import ask_broker, broker_subject, check_apart
 from mqlayer.doctor.findings import LIMITS, CheckLimits, CheckStatus, Finding, run_checks
 from mqlayer.doctor.nodes import CheckedNode, node_subject
@@ -145,6 +146,8 @@ def _store_work(settings: Settings, role: str, limits: CheckLimits) -> CheckJobs
     if "broker_url" in settings.model_fields_set:
         url = settings.broker_url.get_secret_value()
         work[broker_subject(url)] = partial(diagnose_broker, url, broker_access(settings), limits)
+    if settings.large_bodies == "s3":
+        work[body_store_subject(settings)] = lambda: ServerReport([check_body_store(settings)])
     return work
 
 

@@ -7,6 +7,8 @@ import io
 from collections.abc import AsyncIterator, Iterable, Iterator
 from typing import Any, Final, Self
 
+from mqlayer.arguments import explain
+
 READ_BYTES: Final = 262_144
 """Kept in memory, besides the chunk that is being read."""
 
@@ -39,6 +41,7 @@ class AsyncBodyStream:
         """Return a body in memory as a stream."""
         return cls((body,), len(body))
 
+    @explain
     async def read(self, size: int = -1) -> bytes:
         """Return so many bytes, fewer at the end; -1: all that are left."""
         return await asyncio.to_thread(self._stream.read, size)

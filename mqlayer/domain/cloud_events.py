@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Final, Protocol
 
+from mqlayer.arguments import check_fields, explain
 from mqlayer.errors import InvalidInput
 
 VERSION: Final = "1.0"
@@ -35,6 +36,7 @@ class CloudEvents:
 
     def __post_init__(self) -> None:
         """Raises InvalidInput."""
+        check_fields(self)
         if not self.source or not self.type:
             raise InvalidInput("a CloudEvent has a source and a type: say both, such as source='/shop'")
         for name in self.extensions:
@@ -81,6 +83,7 @@ class WithHeaders(Protocol):
         """The headers."""
 
 
+@explain
 def cloud_event(message: WithHeaders) -> CloudEvent | None:
     """Return the CloudEvents attributes of a message; None if it is no CloudEvent."""
     found = {name.removeprefix(PREFIX): value for name, value in message.headers.items() if name.startswith(PREFIX)}

@@ -68,7 +68,7 @@ def decoder_for(body_type: Any) -> Decode:
     """Return a decoder for bytes, str, a stream, a msgspec Struct, pydantic model, dataclass, or any type msgspec reads
     from JSON.
 
-    It raises BodyMismatch, which names the place in the body, never its content.
+    It raises BodyMismatch, which names the place in the body, never its content. Raises InvalidInput for another type.
     """
     if body_type is bytes:
         return AS_IS
@@ -78,7 +78,10 @@ def decoder_for(body_type: Any) -> Decode:
         return body_type.of  # type: ignore[no-any-return]
     if hasattr(body_type, "model_validate_json"):
         return _pydantic(body_type)
-    return _json(body_type)
+    try:
+        return _json(body_type)
+    except TypeError as error:
+        raise InvalidInput(f"bodies of type {type_name(body_type)} can't be read from JSON: {error}") from error
 
 
 def encode_body(body: AnyBody) -> bytes:

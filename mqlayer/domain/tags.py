@@ -12,6 +12,7 @@ from functools import cached_property, lru_cache
 from hashlib import sha256
 from typing import Any, Final, Literal
 
+from mqlayer.arguments import explain
 from mqlayer.errors import InvalidInput
 
 TAG_FORM: Final = re.compile(r"[a-z0-9][a-z0-9_.-]{0,62}")
@@ -98,11 +99,13 @@ class TagFilter:
         return not self._wanted.isdisjoint(tags) if self.match == "any" else self._wanted.issubset(tags)
 
 
+@explain
 def any_of(*tags: str) -> str:
     """Return a filter for any of these tags. Raises InvalidInput."""
     return str(TagFilter("any", check_tags(tags, FILTER_LIMIT))) if tags else _nothing("any_of")
 
 
+@explain
 def all_of(*tags: str) -> str:
     """Return a filter for all these tags. Raises InvalidInput."""
     return str(TagFilter("all", check_tags(tags))) if tags else _nothing("all_of")

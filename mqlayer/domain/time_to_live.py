@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from mqlayer.arguments import explain
 from mqlayer.domain.message import TTL_HEADER, TTL_MARK, ParkedRecord, Record
 from mqlayer.errors import InvalidInput
 
@@ -18,6 +19,7 @@ EXPIRED_REASON: Final = "its time to live ended"
 LONGEST_S: Final = 3_153_600_000
 
 
+@explain
 def expires_after(seconds: float) -> dict[str, str]:
     """Return the header of a message that no handler or receiver is given later than `seconds` after its publishing.
 

@@ -68,7 +68,13 @@ def outbox_samples(database: Database) -> Samples:
         "mqlayer.relays.unowned_lp_sets": unowned,
         "mqlayer.versions.overdue": _row(database, "check_versions")[0],
     }
-    return {name: [(value, {})] for name, value in values.items()}
+    found: Samples = {name: [(value, {})] for name, value in values.items()}
+    found["mqlayer.large_bodies.stored"] = [
+        (size, {"state": state, "store": store})
+        for store, *sizes in _rows(database, "metrics_large_bodies")
+        for state, size in zip(("kept", "removing"), sizes, strict=True)
+    ]
+    return found
 
 
 def _name(status: GroupStatus) -> GroupName:

@@ -12,6 +12,7 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
+from mqlayer.arguments import explain_methods
 from mqlayer.domain.message import Identity
 from mqlayer.domain.names import check_id, check_name
 from mqlayer.errors import InvalidInput, VersionsFull
@@ -58,6 +59,7 @@ class VersionedEvent:
     held: bool
 
 
+@explain_methods
 class Versions:
     """Takes entities' events in version order, once each.
 

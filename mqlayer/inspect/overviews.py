@@ -8,6 +8,7 @@ from datetime import datetime
 from typing import Final
 
 from mqlayer.domain.names import check_any_topic
+from mqlayer.domain.time_to_live import ExpiredRule
 from mqlayer.errors import NotFound
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.queries import query
@@ -98,6 +99,8 @@ class TopicSettings:
     paused_by: str | None
     deleting_at: datetime | None
     created_at: datetime
+    message_ttl_s: int
+    expired: ExpiredRule
 
 
 def topic_overviews(

@@ -2,6 +2,18 @@
 
 from mqlayer.large_bodies.options import LargeBodyOptions, process_options
 from mqlayer.large_bodies.reading import BodyReader, Stream
-from mqlayer.large_bodies.writing import StoredBody, stored_body, storing
+from mqlayer.large_bodies.sources import BodySource, source_of
+from mqlayer.large_bodies.writing import StoredBody, stored_body, storing, storing_source
 
-__all__ = ["BodyReader", "LargeBodyOptions", "StoredBody", "Stream", "process_options", "stored_body", "storing"]
+__all__ = [
+    "BodyReader",
+    "BodySource",
+    "LargeBodyOptions",
+    "StoredBody",
+    "Stream",
+    "process_options",
+    "source_of",
+    "stored_body",
+    "storing",
+    "storing_source",
+]

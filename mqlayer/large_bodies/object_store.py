@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import datetime
 from functools import lru_cache
 from importlib.util import find_spec
+from itertools import chain
 from typing import Any, Final, NamedTuple, TypeVar
 
 from mqlayer.errors import InvalidInput, StoreUnavailable
+from mqlayer.failpoints import failpoint
 from mqlayer.large_bodies.options import LargeBodyOptions
 
 T = TypeVar("T")
@@ -24,6 +27,14 @@ class StoredObject(NamedTuple):
     changed_at: datetime
 
 
+class StoredUpload(NamedTuple):
+    """An upload without its end."""
+
+    location: str
+    upload_id: str
+    begun_at: datetime
+
+
 class ObjectStore:
     """An S3 API. Raises StoreUnavailable."""
 
@@ -35,6 +46,40 @@ class ObjectStore:
         """Write an object."""
         self._call(lambda: self._client.put_object(Bucket=bucket, Key=location, Body=body))
 
+    def upload(self, bucket: str, location: str, parts: Iterator[bytes]) -> None:
+        """Write an object part by part; one part by itself is written at once. An error leaves nothing."""
+        first = next(parts, b"")
+        second = next(parts, None)
+        if second is None:
+            self.put(bucket, location, first)
+            return
+        place = {"Bucket": bucket, "Key": location}
+        upload: Any = self._call(lambda: self._client.create_multipart_upload(**place))
+        place["UploadId"] = upload["UploadId"]
+        try:
+            done = []
+            for number, part in enumerate(chain((first, second), parts), 1):
+                facts = {**place, "PartNumber": number, "Body": part}
+                answer: Any = self._call(lambda facts=facts: self._client.upload_part(**facts))
+                done.append({"PartNumber": number, "ETag": answer["ETag"]})
+                failpoint("large_body.in_upload")
+            self._call(lambda: self._client.complete_multipart_upload(**place, MultipartUpload={"Parts": done}))
+        except BaseException:
+            with suppress(StoreUnavailable):
+                self._call(lambda: self._client.abort_multipart_upload(**place), none=True)
+            raise
+
+    def uploads(self, bucket: str, prefix: str) -> Iterator[StoredUpload]:
+        """Yield up to 1,000 unfinished uploads."""
+        page: Any = self._call(lambda: self._client.list_multipart_uploads(Bucket=bucket, Prefix=prefix), none=True)
+        for one in (page or {}).get("Uploads", ()):
+            yield StoredUpload(one["Key"], one["UploadId"], one["Initiated"])
+
+    def abort(self, bucket: str, upload: StoredUpload) -> None:
+        """Remove an unfinished upload, if there."""
+        place = {"Bucket": bucket, "Key": upload.location, "UploadId": upload.upload_id}
+        self._call(lambda: self._client.abort_multipart_upload(**place), none=True)
+
     def get(self, bucket: str, location: str, start: int, size: int) -> bytes | None:
         """Return bytes of an object, fewer behind its end; None without one."""
         asked = {"Bucket": bucket, "Key": location, "Range": f"bytes={start}-{start + size - 1}"}
@@ -43,6 +88,10 @@ class ObjectStore:
     def delete(self, bucket: str, location: str) -> None:
         """Delete an object, if there."""
         self._call(lambda: self._client.delete_object(Bucket=bucket, Key=location), none=True)
+
+    def check(self, bucket: str) -> None:
+        """Ask for one name of a bucket."""
+        self._call(lambda: self._client.list_objects_v2(Bucket=bucket, MaxKeys=1))
 
     def list(self, bucket: str, prefix: str, start: str) -> Iterator[list[StoredObject]]:
         """Yield pages of up to 1,000 objects behind `start`."""
@@ -63,7 +112,7 @@ class ObjectStore:
             return work()
         except ClientError as error:
             code = error.response.get("Error", {}).get("Code", "")
-            if none and code in ("NoSuchKey", "404", "NotFound", "InvalidRange"):
+            if none and code in ("NoSuchKey", "NoSuchUpload", "404", "NotFound", "InvalidRange"):
                 return None
             raise StoreUnavailable(self.address, f"it answered {code or 'an error'}") from None
         except (BotoCoreError, OSError) as error:

@@ -12,6 +12,7 @@ from mqlayer.domain.message import Record
 from mqlayer.errors import MissingBody
 from mqlayer.large_bodies.object_store import object_store
 from mqlayer.large_bodies.options import LargeBodyOptions
+from mqlayer.metrics import LARGE_BODY_BYTES
 from mqlayer.postgres.queries import query
 from mqlayer.runtime.runtime import Runtime
 
@@ -47,26 +48,28 @@ class BodyReader:
     def chunks(self, reference: BodyReference) -> Iterator[bytes]:
         """Yield a body's bytes in order; raise in place of the last ones where they aren't the body's."""
         digest, left = sha256(), reference.size
-        for chunk in self._chunks(reference):
+        for store, chunk in self._chunks(reference):
             digest.update(chunk)
             left -= len(chunk)
             if left < 0 or (left == 0 and digest.hexdigest() != reference.sha256):
                 break
+            LARGE_BODY_BYTES.add("read", store, len(chunk))
             yield chunk
         else:
             if left == 0:
                 return
         raise MissingBody(reference.body_id, "its bytes are not those that were published")
 
-    def _chunks(self, reference: BodyReference) -> Iterator[bytes]:
+    def _chunks(self, reference: BodyReference) -> Iterator[tuple[str, bytes]]:
         for number in range(max(1, -(-reference.size // CHUNK_BYTES))):
             bucket, location, data = self._read(reference, number)
             if bucket is not None:
-                yield from self._ranges(reference, bucket, location)
+                for found in self._ranges(reference, bucket, location):
+                    yield "s3", found
                 return
             if data is None:
                 raise MissingBody(reference.body_id, f"chunk {number} is gone")
-            yield bytes(data)
+            yield "postgres", bytes(data)
 
     def _ranges(self, reference: BodyReference, bucket: str, location: str) -> Iterator[bytes]:
         """Ask for ranges one by one: a slow handler holds no connection, and each is tried again by itself."""
@@ -85,7 +88,8 @@ class BodyReader:
             raise MissingBody(reference.body_id, "this process has no way to the outbox's database")
         facts = {"body_id": reference.body_id, "number": number}
         with application.connection() as connection:
-            row = connection.execute(query("large_body_read"), facts).fetchone()
+            # As text, bytes are twice as many, and have to be decoded.
+            row = connection.execute(query("large_body_read"), facts, binary=True).fetchone()
         if row is None:
             raise MissingBody(reference.body_id, f"{application.address} has no such body")
         return row[0], row[1], row[2]

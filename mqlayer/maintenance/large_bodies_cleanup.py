@@ -19,6 +19,7 @@ from mqlayer.failpoints import failpoint
 from mqlayer.large_bodies import LargeBodyOptions
 from mqlayer.large_bodies.object_store import object_store
 from mqlayer.logs import event_logger
+from mqlayer.metrics import LARGE_BODY_BYTES
 from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.queries import query
 from mqlayer.redis.keys import partition_keys
@@ -156,6 +157,8 @@ def _remove(runtime: Runtime, report: LargeBodyReport) -> None:
             log.warning("large_body_not_removed", extra={"body": one.body_id, "reason": str(error)})
     failpoint("large_body.after_objects")
     _do(runtime.outbox, "large_bodies_delete", {"ids": [one.body_id for one in gone]})
+    for one in gone:
+        LARGE_BODY_BYTES.add("removed", "postgres" if one.bucket is None else "s3", one.size)
     report.removed += len(gone)
     report.removed_bytes += sum(one.size for one in gone)
 
@@ -182,6 +185,10 @@ def _remove_strays(runtime: Runtime, hold_s: float, report: LargeBodyReport) -> 
                 if body_id not in known:
                     store.delete(options.bucket, old[body_id].location)
                     report.strays += 1
+        for upload in store.uploads(options.bucket, prefix):
+            if upload.begun_at <= before:
+                store.abort(options.bucket, upload)
+                report.strays += 1
 
 
 def _pages(store: Any, bucket: str, prefix: str) -> Iterator[list[Any]]:

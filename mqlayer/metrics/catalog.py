@@ -33,7 +33,7 @@ class Instrument(NamedTuple):
     @property
     def series(self) -> str:
         """Its name in Prometheus, a histogram's without suffix."""
-        unit = "_seconds" if self.unit == "s" else ""
+        unit = {"s": "_seconds", "By": "_bytes"}.get(self.unit, "")
         total = "_total" if self.kind == "counter" else ""
         return self.name.replace(".", "_") + unit + total
 
@@ -89,6 +89,10 @@ _ALL: Final = (
         "mqlayer.relay.delay", "histogram", "s", (), "process",
         "Age of the oldest row of each chunk when a relay sends it",
     ),
+    Instrument(
+        "mqlayer.large_bodies.moved", "counter", "By", ("operation", "store"), "process",
+        "Bytes of large bodies that this process wrote, read or removed, by store",
+    ),
     Instrument("mqlayer.process.ready", "gauge", "1", (), "process", "1 if /ready answers 200"),
     Instrument("mqlayer.group.lag", "gauge", "{message}", _OF_GROUP, "exporter", "Unsettled messages"),
     Instrument("mqlayer.group.lag.age", "gauge", "s", _OF_GROUP, "exporter", "Age of the oldest unsettled message"),
@@ -139,6 +143,10 @@ _ALL: Final = (
     Instrument("mqlayer.outbox.age", "gauge", "s", (), "exporter", "Age of the oldest row not yet relayed"),
     Instrument("mqlayer.outbox.quarantined", "gauge", "{lp}", (), "exporter", "LPs behind a quarantined row"),
     Instrument("mqlayer.outbox.voided", "gauge", "{message}", (), "exporter", "Passed-over rows, for an operator"),
+    Instrument(
+        "mqlayer.large_bodies.stored", "gauge", "By", ("state", "store"), "exporter",
+        "Bytes of large bodies: kept, or removing (no message needs them, and the store has them still)",
+    ),
     Instrument("mqlayer.relays", "gauge", "{relay}", (), "exporter", "Relays with a valid lease"),
     Instrument("mqlayer.relays.unowned_lp_sets", "gauge", "{lp_set}", (), "exporter", "LP sets of no living relay"),
     Instrument(

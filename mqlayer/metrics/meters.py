@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from mqlayer.errors import InvalidInput
+from mqlayer.metrics.byte_counts import LARGE_BODY_BYTES
 from mqlayer.metrics.catalog import (
     BUCKETS_S,
     CATALOG,
@@ -73,6 +74,7 @@ class Meters:
         self.observe("mqlayer.producer.pending", lambda: _levels(self._producers, ()))
         self.observe("mqlayer.relay.lp_sets", lambda: _levels(self._relays, ()))
         self.observe("mqlayer.process.ready", self._readiness)
+        self.observe("mqlayer.large_bodies.moved", _large_body_bytes)
 
     def forget(self) -> None:
         """Count from zero, in a forked child; the provider keeps its own sums."""
@@ -256,6 +258,11 @@ class MemberMeters:
 def _sent_labels(topic: str, error: str) -> dict[str, str]:
     labels = {**_OURS, OPERATION: "send", TOPIC: topic}
     return {**labels, ERROR: error} if error else labels
+
+
+def _large_body_bytes() -> Iterable[Measurement]:
+    for (operation, store), size in LARGE_BODY_BYTES.totals().items():
+        yield size, {"operation": operation, "store": store}
 
 
 def _levels(sources: CountSources[Any], names: tuple[str, ...]) -> Iterable[Measurement]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Final
 
+from mqlayer.arguments import explain
 from mqlayer.domain.names import check_name
 from mqlayer.errors import InvalidInput
 from mqlayer.outbox import django_connections
@@ -37,6 +38,7 @@ class Delayed:
     size: int
 
 
+@explain
 def publish_delayed(
     connection: Any,
     topic: str,
@@ -59,6 +61,7 @@ def publish_delayed(
     return run(connection, _publishing(connection, message, delay_s, at))
 
 
+@explain
 async def apublish_delayed(
     connection: Any,
     topic: str,
@@ -75,16 +78,19 @@ async def apublish_delayed(
     return await run_async(connection, _publishing(connection, message, delay_s, at))
 
 
+@explain
 def cancel_delayed(connection: Any, delayed_id: int) -> bool:
     """Cancel a delayed message if the caller's transaction commits; False if none waits."""
     return run(_of_alias(connection), _cancelling(delayed_id))
 
 
+@explain
 async def acancel_delayed(connection: Any, delayed_id: int) -> bool:
     """As `cancel_delayed`, on an async connection."""
     return await run_async(connection, _cancelling(delayed_id))
 
 
+@explain
 def list_delayed(application: Database, *, topic: str | None = None, limit: int = 100) -> list[Delayed]:
     """Return delayed messages, next ones first."""
     if topic is not None:
@@ -94,6 +100,7 @@ def list_delayed(application: Database, *, topic: str | None = None, limit: int 
     return [Delayed(*row) for row in rows]
 
 
+@explain
 def release_delayed(application: Database, *, at_most_s: float = 5.0) -> int:
     """Publish due messages; return their number. Safe to run concurrently."""
     until, count = time.monotonic() + at_most_s, 0

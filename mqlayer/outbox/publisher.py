@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from mqlayer.arguments import explain
 from mqlayer.outbox import django_connections, sqlalchemy_connections
 from mqlayer.outbox.outbox_message import Body, OutboxMessage, message_of, placed
 from mqlayer.outbox.transaction_buffer import publishing
@@ -12,6 +13,7 @@ from mqlayer.postgres.caller_connections import Statement, Statements, run, run_
 from mqlayer.postgres.queries import query
 
 
+@explain
 def publish(
     connection: Any,
     topic: str,
@@ -50,6 +52,7 @@ def publish(
         run(connection, publishing(connection, message))
 
 
+@explain
 async def apublish(
     connection: Any,
     topic: str,
@@ -76,6 +79,7 @@ class Published(NamedTuple):
     duplicate: bool
 
 
+@explain
 def publish_once(
     connection: Any,
     topic: str,
@@ -96,6 +100,7 @@ def publish_once(
     return run(connection, _publishing_once(connection, message))
 
 
+@explain
 async def apublish_once(
     connection: Any,
     topic: str,

@@ -11,6 +11,7 @@ from datetime import datetime
 from functools import partial
 from typing import Any, Literal
 
+from mqlayer.arguments import explain
 from mqlayer.domain.names import check_name
 from mqlayer.errors import InvalidInput, NotFound
 from mqlayer.postgres.audit import write_audit
@@ -31,6 +32,7 @@ class QuarantinedRow:
     number: int | None = None
 
 
+@explain
 def list_quarantined(application: Database, *, limit: int | None = None) -> list[QuarantinedRow]:
     """Return quarantined rows, blocking ones first, at most `limit` of each kind."""
     with application.connection() as connection:
@@ -41,6 +43,7 @@ def list_quarantined(application: Database, *, limit: int | None = None) -> list
         ]
 
 
+@explain
 def retry_quarantined(
     application: Database, *, topic: str | None = None, lp: int | None = None
 ) -> list[QuarantinedRow]:
@@ -61,6 +64,7 @@ def retry_quarantined(
     return [row for row in chosen if _retry(application, row)]
 
 
+@explain
 def discard_quarantined(application: Database, number: int) -> None:
     """Discard a replaced row's message; the row records that. Raises NotFound."""
     if not application.transaction(partial(_end, number=number, ended="discarded")):

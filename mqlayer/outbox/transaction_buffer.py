@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 
 import psycopg
 
+from mqlayer.arguments import explain_methods
 from mqlayer.errors import InvalidInput
 from mqlayer.outbox.batch_insert import sending
 from mqlayer.outbox.outbox_message import Body, OutboxMessage, message_of, placed
@@ -26,6 +27,7 @@ _numbers = count(1)
 AnyConnection: TypeAlias = "psycopg.Connection[Any] | psycopg.AsyncConnection[Any] | StandIn"
 
 
+@explain_methods
 class OutboxTransaction:
     """One `outbox.transaction`'s messages."""
 

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager, suppress
 from types import TracebackType
 from typing import Self, cast
 
+from mqlayer.arguments import MISFITS, explain, refuse_misfit
 from mqlayer.domain.routing import Lp
 from mqlayer.errors import InvalidInput, ProducerClosed, ProducerFull, PublishError
 from mqlayer.producing.engine import ProducerBase, ProducerEngine
@@ -63,13 +64,17 @@ class AsyncProducer(ProducerBase):
         on_backlog: OnBacklog | None = None,
     ) -> Receipt:
         """Publish one message and return its place; see `Producer.send`."""
-        message, spans = Message(key, body, headers, tags, dedup_id), self._engine.spans
-        if self._engine.large_bodies.is_large(body):
-            message = await asyncio.to_thread(self._engine.large_bodies.stored, topic, message)
-        if spans is None:
-            return await self._send(topic, message, timeout_s, on_backlog)
-        with spans.one(topic, message) as span:
-            return span.stored(await self._send(topic, span.carried_by(message), timeout_s, on_backlog))
+        try:
+            message, spans = Message(key, body, headers, tags, dedup_id), self._engine.spans
+            if self._engine.large_bodies.is_large(body):
+                message = await asyncio.to_thread(self._engine.large_bodies.stored, topic, message)
+            if spans is None:
+                return await self._send(topic, message, timeout_s, on_backlog)
+            with spans.one(topic, message) as span:
+                return span.stored(await self._send(topic, span.carried_by(message), timeout_s, on_backlog))
+        except MISFITS as error:
+            refuse_misfit(AsyncProducer.send, locals(), error)
+            raise
 
     async def _send(
         self, topic: str, message: Message, timeout_s: float | None, on_backlog: OnBacklog | None
@@ -93,6 +98,7 @@ class AsyncProducer(ProducerBase):
                 raise unknown_outcome(pending, future=promise.future)
         return receipt_of(pending)
 
+    @explain
     async def send_many(
         self,
         topic: str,
@@ -138,6 +144,7 @@ class AsyncProducer(ProducerBase):
             return Receipts(settled)
         raise partly_published(topic, settled)
 
+    @explain
     async def flush(self, timeout_s: float | None = None) -> int:
         """Wait until all messages of earlier calls are settled or the timeout; return how many are not.
 
@@ -148,6 +155,7 @@ class AsyncProducer(ProducerBase):
         engine.guarded.raise_losses()
         return left
 
+    @explain
     async def stop(self, timeout_s: float | None = None) -> None:
         """Flush and end; messages unsettled after the timeout fail with ProducerClosed.
 

@@ -8,6 +8,7 @@ import time
 from functools import partial
 from typing import Final
 
+from mqlayer.arguments import explain_methods
 from mqlayer.domain.names import check_name
 from mqlayer.domain.routing import Lp
 from mqlayer.errors import ProducerClosed
@@ -168,6 +169,7 @@ def open_engine(settings: Settings | None, name: str, options: ProducerOptions |
     return ProducerEngine(settings, name, options)
 
 
+@explain_methods
 class ProducerBase:
     """The arguments of both producers. Making one calls `_made`, the subclass's part."""
 

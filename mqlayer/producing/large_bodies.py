@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mqlayer.domain.codecs import encode_body
-from mqlayer.domain.large_bodies import SMALLEST_THRESHOLD
+from mqlayer.domain.large_bodies import SMALLEST_THRESHOLD, BodyReference
 from mqlayer.domain.names import check_body
 from mqlayer.failpoints import failpoint
-from mqlayer.large_bodies import LargeBodyOptions, stored_body, storing
+from mqlayer.large_bodies import BodySource, LargeBodyOptions, source_of, stored_body, storing, storing_source
 from mqlayer.postgres.caller_connections import run
 from mqlayer.postgres.database import Connection, Database
 from mqlayer.producing.message import Body, Message, ReferenceMessage
@@ -41,7 +41,11 @@ class LargeBodyWriter:
         """Store a large body; return the message to send. Raises BodyTooLarge and the stores' errors."""
         if not self.is_large(message.body):
             return message
-        body, options = encode_body(message.body), self._options
+        options = self._options
+        source = source_of(topic, message.body)
+        if source is not None:
+            return self._stored_source(topic, message, source)
+        body = encode_body(message.body)
         if len(body) <= options.threshold:
             return message
         check_body(topic, body, options.limit)
@@ -52,8 +56,21 @@ class LargeBodyWriter:
 
         self._opened().transaction(work)
         failpoint("large_body.before_send")
-        of = (message.key, b"", message.headers, message.tags, message.dedup_id)
-        return ReferenceMessage(*of, reference=str(stored.reference))
+        return _naming(message, stored.reference)
+
+    def _stored_source(self, topic: str, message: Message, source: BodySource) -> Message:
+        beginning = source.read(self._options.threshold + 1)
+        if len(beginning) <= self._options.threshold:
+            return Message(message.key, beginning, message.headers, message.tags, message.dedup_id)
+        source.put_back(beginning)
+
+        def work(connection: Connection) -> BodyReference:
+            return run(connection, storing_source(topic, source, self._options, direct=True))
+
+        # Once: a source can't be read again.
+        reference = self._opened().transaction(work, timeout_s=0)
+        failpoint("large_body.before_send")
+        return _naming(message, reference)
 
     def all_stored(self, topic: str, messages: Sequence[Message]) -> Sequence[Message]:
         """Store the large bodies of a call."""
@@ -65,3 +82,8 @@ class LargeBodyWriter:
         if self._database is None:
             self._database = Database(self._settings.application_dsn(), application="mqlayer producer", max_size=2)
         return self._database
+
+
+def _naming(message: Message, reference: BodyReference) -> ReferenceMessage:
+    of = (message.key, b"", message.headers, message.tags, message.dedup_id)
+    return ReferenceMessage(*of, reference=str(reference))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from mqlayer.arguments import check_fields
 from mqlayer.errors import InvalidInput
 from mqlayer.settings import Settings
 
@@ -33,6 +34,10 @@ class ProducerOptions:
     max_pending_bytes: int = 64_000_000
     max_in_flight: int = 3
     on_backlog: OnBacklog = "wait"
+
+    def __post_init__(self) -> None:
+        """Raises InvalidInput for another type."""
+        check_fields(self)
 
     @property
     def required_replicas(self) -> int:

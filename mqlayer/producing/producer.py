@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from types import TracebackType
 from typing import Self
 
+from mqlayer.arguments import MISFITS, explain, refuse_misfit
 from mqlayer.errors import ProducerFull
 from mqlayer.logs import event_logger
 from mqlayer.producing.bulk_send import BulkSend, send_singly
@@ -17,6 +18,7 @@ from mqlayer.producing.message import Body, Message, pending_send_of
 from mqlayer.producing.message_bulk import MessageBulk
 from mqlayer.producing.options import OnBacklog
 from mqlayer.producing.receipts import Receipt, Receipts, receipt_of
+from mqlayer.producing.send_spans import SendSpan
 from mqlayer.producing.send_wait import await_one
 
 log = event_logger(__name__)
@@ -67,15 +69,19 @@ class Producer(ProducerBase):
         `timeout_s` (default: setting delivery_timeout_s): the message stays queued, and the error's `future` reports
         it. Other PublishErrors are definite.
         """
-        if callback.now:
-            check_may_wait()
-        message, spans = Message(key, body, headers, tags, dedup_id), self._engine.spans
-        if self._engine.large_bodies.on:
-            message = self._engine.large_bodies.stored(topic, message)
-        if spans is None:
-            return self._send(topic, message, timeout_s, on_backlog)
-        with spans.one(topic, message) as span:
-            return span.stored(self._send(topic, span.carried_by(message), timeout_s, on_backlog))
+        try:
+            if callback.now:
+                check_may_wait()
+            message, spans = Message(key, body, headers, tags, dedup_id), self._engine.spans
+            if self._engine.large_bodies.on:
+                message = self._engine.large_bodies.stored(topic, message)
+            if spans is None:
+                return self._send(topic, message, timeout_s, on_backlog)
+            with spans.one(topic, message) as span:
+                return span.stored(self._send(topic, span.carried_by(message), timeout_s, on_backlog))
+        except MISFITS as error:
+            refuse_misfit(Producer.send, locals(), error)
+            raise
 
     def _send(self, topic: str, message: Message, timeout_s: float | None, on_backlog: OnBacklog | None) -> Receipt:
         engine = self._engine
@@ -105,12 +111,20 @@ class Producer(ProducerBase):
         it, else returns False. Invalid input raises at once; so does ProducerFull in a callback. Callbacks must not
         wait; they may call `send_async` and `send_oneway`.
         """
-        message, spans = Message(key, body, headers, tags, dedup_id), self._engine.spans
-        if self._engine.large_bodies.on:
-            message = self._engine.large_bodies.stored(topic, message)
-        if spans is None:
-            return self._send_async(topic, message, timeout_s, on_backlog)
-        span = spans.one(topic, message)
+        try:
+            message, spans = Message(key, body, headers, tags, dedup_id), self._engine.spans
+            if self._engine.large_bodies.on:
+                message = self._engine.large_bodies.stored(topic, message)
+            if spans is None:
+                return self._send_async(topic, message, timeout_s, on_backlog)
+            return self._send_traced(spans.one(topic, message), topic, message, timeout_s, on_backlog)
+        except MISFITS as error:
+            refuse_misfit(Producer.send_async, locals(), error)
+            raise
+
+    def _send_traced(
+        self, span: SendSpan, topic: str, message: Message, timeout_s: float | None, on_backlog: OnBacklog | None
+    ) -> Future[Receipt]:
         try:
             future = self._send_async(topic, span.carried_by(message), timeout_s, on_backlog)
         except BaseException as error:
@@ -143,14 +157,18 @@ class Producer(ProducerBase):
 
         Without room for 5 seconds, the message is dropped.
         """
-        message, spans = Message(key, body, headers, tags, dedup_id), self._engine.spans
-        if self._engine.large_bodies.on:
-            message = self._engine.large_bodies.stored(topic, message)
-        if spans is None:
-            self._send_oneway(topic, message)
-            return
-        with spans.one(topic, message) as span:
-            self._send_oneway(topic, span.carried_by(message))
+        try:
+            message, spans = Message(key, body, headers, tags, dedup_id), self._engine.spans
+            if self._engine.large_bodies.on:
+                message = self._engine.large_bodies.stored(topic, message)
+            if spans is None:
+                self._send_oneway(topic, message)
+                return
+            with spans.one(topic, message) as span:
+                self._send_oneway(topic, span.carried_by(message))
+        except MISFITS as error:
+            refuse_misfit(Producer.send_oneway, locals(), error)
+            raise
 
     def _send_oneway(self, topic: str, message: Message) -> None:
         engine = self._engine
@@ -163,6 +181,7 @@ class Producer(ProducerBase):
                 in_flight.counts.add(topic, "failed", 1, type(error).__name__)
             log.warning("oneway_publish_failed", extra={"topic": topic, "reason": str(error)})
 
+    @explain
     def send_many(
         self,
         topic: str,
@@ -201,6 +220,7 @@ class Producer(ProducerBase):
             return send_singly(bulk, self._guarded, deadline)
         return BulkSend(bulk, self._engine, deadline).run()
 
+    @explain
     def flush(self, timeout_s: float | None = None) -> int:
         """Wait until all messages are settled or the timeout; return how many are not.
 
@@ -215,6 +235,7 @@ class Producer(ProducerBase):
         """The counts so far."""
         return self._engine.stats
 
+    @explain
     def close(self, timeout_s: float | None = None) -> None:
         """Flush and end; messages unsettled after the timeout fail with ProducerClosed.
 

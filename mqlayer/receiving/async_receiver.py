@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, ParamSpec, Self, TypeVar
 
+from mqlayer.arguments import explain_methods
 from mqlayer.domain.body_streams import AsyncBodyStream
 from mqlayer.errors import Conflict
 from mqlayer.idempotency import arecord_effect
@@ -44,6 +45,7 @@ class _Threads:
     settling: ThreadPoolExecutor
 
 
+@explain_methods
 class AsyncReceiver(ReceiverBase):
     """`Receiver` for asyncio: the same arguments, promises and errors; it never blocks the event loop.
 

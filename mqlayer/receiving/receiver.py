@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Self
 
+from mqlayer.arguments import explain_methods
 from mqlayer.domain.body_streams import BodyStream
 from mqlayer.domain.names import check_name
 from mqlayer.domain.retry_rules import Policy
@@ -27,6 +28,7 @@ from mqlayer.receiving.pop_session import PopSession, open_session, receive_call
 from mqlayer.settings import Settings
 
 
+@explain_methods
 class ReceiverBase:
     """A receiver's arguments, and its session while open."""
 
@@ -77,6 +79,7 @@ def not_open() -> Conflict:
     return Conflict("the receiver is not open", "use it as a context manager, or call open()")
 
 
+@explain_methods
 class Receiver(ReceiverBase):
     """Receives and settles messages of a topic for a group with ordered pop.
 

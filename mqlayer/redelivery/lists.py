@@ -95,7 +95,7 @@ class ParkedKey:
 
 @dataclass(frozen=True, slots=True)
 class ParkedMessage:
-    """A message of a parked key; `at_ms`: by the publisher's clock."""
+    """A message of a parked key; `at_ms`: by the publisher's clock; `large`: its body is stored outside of it."""
 
     identity: Identity
     position: int
@@ -106,11 +106,12 @@ class ParkedMessage:
     bytes: int
     redriven: bool
     attempts: int
+    large: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class DeadMessage:
-    """A message that left a group without effect. `bytes`: None without a body."""
+    """A message that left a group without effect. `bytes`: None without a body; `large`: see ParkedMessage."""
 
     dead_id: int
     topic: str
@@ -126,6 +127,7 @@ class DeadMessage:
     actor: str
     died_at: datetime
     redriven_at: datetime | None
+    large: bool = False
 
 
 def parked_keys(
@@ -259,8 +261,9 @@ def parked_messages(
             bytes=size,
             redriven=redriven,
             attempts=attempts,
+            large=large,
         )
-        for place, source, seq, partition, offset, name, m, size, redriven, attempts in rows
+        for place, source, seq, partition, offset, name, m, size, redriven, attempts, large in rows
     ]
 
 

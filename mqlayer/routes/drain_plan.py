@@ -15,6 +15,7 @@ from mqlayer.routes.node_loads import PlacedPartition, read_loads
 from mqlayer.routes.placement import place
 from mqlayer.runtime.route_cache import load_nodes, node_names
 from mqlayer.runtime.runtime import Runtime
+from mqlayer.topics.node_draining import no_target_conflict
 from mqlayer.topics.nodes import find_node
 
 MEASURED_CHANGES: Final = 50
@@ -71,12 +72,14 @@ class DrainPlan:
 
 
 def plan_drain(runtime: Runtime, name: str) -> DrainPlan:
-    """Plan to drain a node; change nothing. Raises NotFound without another node that answers."""
+    """Plan to drain a node; change nothing. Raises Conflict without another node that answers."""
     node = find_node(runtime.control, name)
     loads = read_loads(runtime)
     here = loads.on(node.node_id)
     targets = [one for one in loads.nodes if one.node != node.node_id]
     movable = [one for one in here if one.state == "open" and not one.deleting]
+    if movable and not targets:
+        raise no_target_conflict(name, load_nodes(runtime.control))
     by_id = {one.partition: one for one in movable}
     names = node_names(runtime.control)
     moves = []

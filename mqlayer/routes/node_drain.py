@@ -71,7 +71,7 @@ def drain_node(
     """Move everything off a node under load, a partition of each topic at a time; wait until the parents are retired.
 
     Ends early where only people can help, after `timeout_s`, or where moves fail again and again. After a crash or
-    delay, repeat it. Raises NotFound without another node, Conflict for a given-up node.
+    delay, repeat it. Raises Conflict without another node, and for a given-up node.
     """
     node = find_node(runtime.control, name)
     begin_drain(runtime, name)

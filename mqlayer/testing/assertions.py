@@ -6,9 +6,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mqlayer.arguments import explain_methods
 from mqlayer.testing.messages import PublishedMessage, TopicOrName, Wanted, matching, near_misses
 
 
+@explain_methods
 class Assertions(ABC):
     """`assert_published` and its opposite, on messages that a subclass knows."""
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
 from typing import Any, Final, Literal, TypedDict, Unpack
 
+from mqlayer.arguments import explain
 from mqlayer.consuming import Batch, BatchMessage, Context
 from mqlayer.consuming.api.batch_messages import BatchKind
 from mqlayer.consuming.ordered.owned_partitions import KeyQueue, OwnedPartition
@@ -102,6 +103,7 @@ class MemoryBatch(Batch[Any]):
         return await super().afence(FixedAnswer("current", asynchronous=True), messages)
 
 
+@explain
 def context(
     body: Any = b"",
     *,
@@ -128,6 +130,7 @@ def context(
     return Context(name, group, _GROUP_ID, owned, record)
 
 
+@explain
 def batch(
     bodies: Sequence[Any],
     *,

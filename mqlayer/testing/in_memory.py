@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Final, Self
 
+from mqlayer.arguments import explain_methods
 from mqlayer.consuming import App
 from mqlayer.consuming.engine.events import Reporting
 from mqlayer.domain.retention import Retention
@@ -36,6 +37,7 @@ _START_REFUSED: Final = (
 _active: Final[list[object]] = []
 
 
+@explain_methods
 class TestApp(Publishing):
     """Publishes and handles in this thread, without servers, in order per key; retries and policies are the engine's.
 

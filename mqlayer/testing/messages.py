@@ -9,6 +9,7 @@ from typing import Any, Final, Protocol, TypeAlias
 
 import msgspec
 
+from mqlayer.arguments import explain
 from mqlayer.domain.codecs import encode_body
 from mqlayer.domain.message import NO_KEY, Identity, Record
 from mqlayer.errors import BodyMismatch
@@ -57,6 +58,7 @@ class PublishedMessage:
         parts += ["delayed"] if self.delayed else []
         return f"{self.topic}: {', '.join(parts)}"
 
+    @explain
     def value(self, topic: TopicOrName) -> Any:
         """Return its body as a typed topic reads it; else the bytes."""
         return self.body if isinstance(topic, str) else topic.decode(self.body)

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
-from mqlayer.outbox.outbox_message import message_of
+from mqlayer.outbox.outbox_message import message_of, whole
 from mqlayer.producing import AsyncProducer, Message, Producer, Receipt
 from mqlayer.producing.in_flight import COUNTED, ProducerStats
 from mqlayer.testing.broker import DIRECT, MemoryBroker
@@ -23,7 +23,7 @@ class MemorySender:
         """Store a message at once."""
         for ignored in ("timeout_s", "on_backlog"):
             facts.pop(ignored, None)
-        message = message_of(topic, key=key, body=body, **{"headers": None, **facts})
+        message = whole(message_of(topic, key=key, body=body, **{"headers": None, **facts}))
         stored = self._broker.append(message, DIRECT)
         self._duplicates += stored.duplicate
         self._stored += not stored.duplicate

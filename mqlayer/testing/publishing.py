@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+from mqlayer.arguments import explain_methods
 from mqlayer.errors import InvalidInput
 from mqlayer.outbox.delayed import publish_delayed
 from mqlayer.outbox.publisher import publish
@@ -14,6 +15,7 @@ from mqlayer.testing.assertions import Assertions
 from mqlayer.testing.messages import PublishedMessage, TopicOrName, new_message, topic_name
 
 
+@explain_methods
 class Publishing(Assertions):
     """Publishes in transactions that a subclass lends."""
 

@@ -15,6 +15,7 @@ from typing import Any, Final, Literal, NamedTuple, Self, TypeAlias
 
 import psycopg
 
+from mqlayer.arguments import explain, explain_methods
 from mqlayer.consuming import App, Batch, Consumer, Context
 from mqlayer.domain.codecs import Decode
 from mqlayer.domain.message import Identity
@@ -57,6 +58,7 @@ class MachineClock:
         return datetime.now(UTC)
 
 
+@explain_methods
 class RealApp(Publishing):
     """An application on the servers of `settings`, with the topics that it needs, as a TestApp is used.
 
@@ -290,6 +292,7 @@ class Observed:
 Engine: TypeAlias = TestApp | RealApp
 
 
+@explain
 def engine_for(
     app: App, kind: EngineKind, settings: Settings | None = None, *, topics: Sequence[TopicOrName] = ()
 ) -> Engine:

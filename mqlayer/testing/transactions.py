@@ -7,6 +7,7 @@ from typing import Any
 
 import psycopg
 
+from mqlayer.arguments import explain
 from mqlayer.errors import InvalidInput
 from mqlayer.outbox import django_connections, sqlalchemy_connections, transaction_buffer
 from mqlayer.outbox.outbox_message import OutboxMessage
@@ -17,6 +18,7 @@ from mqlayer.testing.messages import PublishedMessage, TopicOrName, Wanted, publ
 from mqlayer.testing.sessions import TransactionState, messages_of
 
 
+@explain
 def published(topic: TopicOrName | None = None, *, on: Any) -> list[PublishedMessage]:
     """Return what the open transaction of a connection has published: psycopg, SQLAlchemy, Django or a Django alias.
 
@@ -26,6 +28,7 @@ def published(topic: TopicOrName | None = None, *, on: Any) -> list[PublishedMes
     return _of_topic(_published(connection), topic)
 
 
+@explain
 async def apublished(topic: TopicOrName | None = None, *, on: Any) -> list[PublishedMessage]:
     """`published` of an async connection or session."""
     if isinstance(on, TransactionState):
@@ -37,6 +40,7 @@ async def apublished(topic: TopicOrName | None = None, *, on: Any) -> list[Publi
     return _of_topic(found, topic)
 
 
+@explain
 def assert_published(
     topic: TopicOrName,
     *,
@@ -55,6 +59,7 @@ def assert_published(
     return check_published(_messages(on), Wanted(topic, key, body, headers, tags), count)
 
 
+@explain
 def assert_not_published(
     topic: TopicOrName,
     *,
@@ -69,6 +74,8 @@ def assert_not_published(
 
 
 def _messages(on: Any) -> Sequence[PublishedMessage]:
+    if isinstance(on, list) and not all(isinstance(one, PublishedMessage) for one in on):
+        raise InvalidInput("`on` is a connection, or a list of what `published` returned")
     return on if isinstance(on, list) else published(on=on)
 
 

@@ -6,11 +6,14 @@ import time
 from collections.abc import Callable
 from typing import Final, TypeVar
 
+from mqlayer.arguments import explain
+
 _POLL_INTERVAL_S: Final = 0.01
 
 T = TypeVar("T")
 
 
+@explain
 def wait_until(condition: Callable[[], T], *, timeout_s: float = 20.0) -> T:
     """Return the first true value of `condition`. Raises TimeoutError after `timeout_s` seconds."""
     deadline = time.monotonic() + timeout_s

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Final
 
 from mqlayer.domain.names import check_name, check_zone
-from mqlayer.errors import Conflict, NotFound
+from mqlayer.errors import Conflict
 from mqlayer.failpoints import failpoint
 from mqlayer.postgres.audit import write_audit
 from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.queries import query
 from mqlayer.redis.node_connection import Node
-from mqlayer.runtime.route_cache import load_nodes, nodes_by
+from mqlayer.runtime.route_cache import nodes_by
 from mqlayer.runtime.runtime import Runtime
 from mqlayer.topics.nodes import find_node
 
@@ -34,20 +35,41 @@ def draining_conflict(name: str) -> Conflict:
     )
 
 
+def no_target_conflict(name: str, nodes: Iterable[Node]) -> Conflict:
+    """Return the refusal to drain a node while no other can take its partitions."""
+    reasons = []
+    for other in nodes:
+        if other.name == name:
+            continue
+        if other.draining_at is not None:
+            reasons.append(f"{other.name} is being drained, end that: mqlayer node drain {other.name} --stop")
+        elif other.armed_run_id is None:
+            reasons.append(f"{other.name} is not armed: mqlayer node rearm {other.name}")
+        else:
+            reasons.append(f"{other.name} does not answer: start its Redis again")
+    return Conflict(
+        f"no other node can take the partitions of node {name!r}",
+        "; or ".join([*reasons, "register another Redis: mqlayer node register NAME URL"]),
+    )
+
+
 def begin_drain(runtime: Runtime, name: str) -> bool:
     """Let a node get no more partitions; return whether it got some. Audited.
 
-    Raises NotFound without another node to move to, Conflict for a given-up node.
+    Raises Conflict without another node to move to, and for a given-up node.
     """
     node = find_node(runtime.control, name)
-    if not [other for other in load_nodes(runtime.control) if other.takes_partitions and other != node]:
-        raise NotFound("node", "(any other that serves)", "register one: mqlayer node register NAME URL")
 
     def work(connection: Connection) -> bool:
         connection.execute(query("transaction_patience"), TIMEOUTS)
         if connection.execute(query("node_drain"), {"node_id": node.node_id}).fetchone() is None:
             _refuse_lost(connection, node)
             return False
+        # Drains of the last two nodes at once would each count on the other node.
+        connection.execute(query("nodes_lock"))
+        nodes = nodes_by(connection)
+        if not any(other.takes_partitions for other in nodes if other.node_id != node.node_id):
+            raise no_target_conflict(name, nodes)
         write_audit(connection, runtime.actor, "node drain", name, {})
         failpoint("drain.before_mark_commit")
         return True

@@ -23,6 +23,7 @@ from mqlayer.redis.roles import RedisRole
 from mqlayer.redis.server_info import check_access
 from mqlayer.runtime.route_cache import load_nodes
 from mqlayer.runtime.runtime import Runtime
+from mqlayer.topics.node_identity import refuse_armed_server, refuse_known_server, refuse_partitions
 from mqlayer.topics.node_repair import NodeRepair
 
 log = event_logger(__name__)
@@ -38,18 +39,24 @@ def register_node(runtime: Runtime, *, name: str, url: str, zone: str = "") -> N
     """Register a Redis as a node and arm its current run. Idempotent for the same name and URL; see `set_node_zone`.
 
     Checks that this process's Redis user may arm, on keys of this prefix. Raises ConfigurationRefused for unsafe server
-    settings, Conflict for a name with another URL or zone, InvalidInput for a URL with a user or password.
+    settings, Conflict for a name with another URL or zone and for a Redis of another node, InvalidInput for a URL with
+    a user or password.
     """
     check_name("node", name)
     check_zone(zone)
-    with runtime.connection(_candidate(name, url), RedisRole.ARMING, any_run=True) as node_connection:
+    candidate = _candidate(name, url)
+    with runtime.connection(candidate, RedisRole.ARMING, any_run=True) as node_connection:
         run_id = node_connection.connect().run_id
+        if all(node.name != name for node in list_nodes(runtime.control)):
+            refuse_partitions(runtime, node_connection)
 
     facts = {"name": name, "url": url, "zone": zone, "run_id": run_id}
 
     def work(connection: Connection) -> None:
         new = connection.execute(query("node_insert"), facts).fetchone()
         if new is not None:
+            connection.execute(query("nodes_lock"))
+            refuse_known_server(connection, candidate, run_id)
             write_audit(connection, runtime.actor, "node register", name, {"url": display_url(url)})
 
     runtime.control.transaction(work)
@@ -98,7 +105,7 @@ def rearm_node(
     another prefix belong to another system. `former`: accept a replaced primary.
 
     Raises ConfigurationRefused for another key prefix, StoreUnavailable if another outbox's relay must resend, Conflict
-    for unaccepted loss, NodeNotArmed for a replaced primary.
+    for unaccepted loss and for another node's Redis, NodeNotArmed for a replaced primary.
     """
     options: dict[str, Any] = {"accept_loss": accept_loss, "accept_loss_of": accept_loss_of, "empty": empty}
 
@@ -199,6 +206,7 @@ class _NodeArming:
         with self._runtime.connection(node, RedisRole.ARMING, any_run=True) as node_connection:
             run_id = node_connection.connect().run_id
             self._refuse(run_id)
+            refuse_armed_server(connection, node, run_id)
             repair = NodeRepair(self._runtime, connection, node_connection, **options)
             if not self._empty and repair.state.is_empty:
                 raise Conflict(
@@ -225,6 +233,9 @@ class _NodeArming:
             self._put_numbers(node_connection, raised)
             repair.state.recheck()
             failpoint("rearm.before_arm")
+        # Another node may have been armed with this Redis meanwhile.
+        connection.execute(query("nodes_lock"))
+        refuse_armed_server(connection, node, run_id)
         connection.execute(query("node_arm"), {"node_id": node.node_id, "run_id": run_id})
         facts = facts | {"run_id": run_id, "epochs": len(raised)} | repair.report.facts()
         write_audit(connection, self._runtime.actor, act, node.name, facts)

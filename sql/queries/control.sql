@@ -5,6 +5,23 @@ VALUES (%(name)s, %(url)s, %(zone)s, %(run_id)s, %(run_id)s, now())
 ON CONFLICT (name) DO NOTHING
 RETURNING node_id;
 
+-- name: nodes_lock
+-- One at a time, to the end of this transaction: which Redis is which node, and which node begins to drain. Behind the lock
+-- on a node's row.
+SELECT pg_advisory_xact_lock(hashtext('mqlayer.nodes'));
+
+-- name: nodes_of_process
+-- Other nodes whose Redis is this process of a server, by the run that was armed last, and whether it is armed.
+SELECT name, armed_run_id IS NOT NULL FROM mqlayer.node
+WHERE removed_at IS NULL AND name <> %(name)s
+  AND split_part(coalesce(armed_run_id, last_run_id), '/', 1) = split_part(%(run_id)s, '/', 1)
+ORDER BY node_id;
+
+-- name: partitions_placed
+-- Partitions that are not deleted, behind one, each with its node.
+SELECT p.partition_id, n.name FROM mqlayer.partition p JOIN mqlayer.node n USING (node_id)
+WHERE p.state <> 'deleted' AND p.partition_id > %(after)s ORDER BY p.partition_id LIMIT %(limit)s;
+
 -- name: node_list
 -- All nodes that were not removed, oldest first, and when each was armed for the last time.
 SELECT node_id, name, url, armed_run_id, draining_at, zone, armed_at FROM mqlayer.node WHERE removed_at IS NULL ORDER BY node_id;

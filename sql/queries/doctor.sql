@@ -238,9 +238,20 @@ FROM (SELECT reason, row_number() OVER (ORDER BY voided_at, id) = 1 AS first FRO
       WHERE ended IS NULL) AS v;
 
 -- name: check_large_bodies
--- How many large bodies there are, their bytes, and how many have been on their way out for an hour.
+-- How many large bodies there are, their bytes, how many have been on their way out for an hour, and how many topics
+-- have a cut whose rows the outbox has kept for a day.
 SELECT count(*)::int, coalesce(sum(size), 0)::bigint,
-       (count(*) FILTER (WHERE removing AND looked_at < now() - interval '1 hour'))::int FROM mqlayer_app.large_body;
+       (count(*) FILTER (WHERE removing AND looked_at < now() - interval '1 hour'))::int,
+       (SELECT count(DISTINCT c.topic_id) FROM mqlayer_app.large_body_cut c
+        WHERE c.ends IS NULL AND c.made_at < now() - interval '1 day')::int
+FROM mqlayer_app.large_body;
+
+-- name: metrics_large_bodies
+-- Bytes of large bodies by store: those that are kept, and those that are being removed.
+SELECT s.store, coalesce(sum(b.size) FILTER (WHERE NOT b.removing), 0)::bigint,
+       coalesce(sum(b.size) FILTER (WHERE b.removing), 0)::bigint
+FROM (VALUES ('postgres', false), ('s3', true)) AS s (store, in_bucket)
+LEFT JOIN mqlayer_app.large_body b ON (b.bucket IS NOT NULL) = s.in_bucket GROUP BY s.store ORDER BY s.store;
 
 -- name: check_versions
 -- Entities whose next version is overdue: how many, how many events are held behind it, for how long the first, and of which

@@ -100,9 +100,10 @@ ORDER BY g.group_id;
 
 -- name: parked_messages_list
 -- A parked key's messages without their bodies, in the order in which they are handled, behind a place in it.
-SELECT m.position, m.source, m.seq, m.partition_id, m.log_offset, m.key, m.m, m.body_size, m.redriven,
+SELECT m.position, m.source, m.seq, m.partition_id, m.log_offset, m.key, m.m, coalesce(m.large_size, m.body_size), m.redriven,
        (SELECT count(*) FROM mqlayer.failed_attempt f
-        WHERE f.group_id = m.group_id AND f.lp = m.lp AND f.source = m.source AND f.seq = m.seq) AS attempts
+        WHERE f.group_id = m.group_id AND f.lp = m.lp AND f.source = m.source AND f.seq = m.seq) AS attempts,
+       m.large_size IS NOT NULL
 FROM mqlayer.parked_fact m
 WHERE m.group_id = %(group_id)s AND m.lp = %(lp)s AND m.name = %(name)s
   AND (m.position, m.seq) > (%(after_place)s::bigint, %(after_seq)s::bigint)
@@ -157,7 +158,8 @@ SELECT died_at FROM mqlayer.dead_fact WHERE dead_id = %(dead_id)s;
 -- name: dead_list
 -- Dead messages without their bodies, those that died last first, from behind one of them on.
 SELECT d.dead_id, t.name AS topic, g.name AS group_name, d.lp, d.source, d.seq, d.partition_id, d.log_offset, d.key,
-       d.body_size AS bytes, d.cause, d.reason, d.attempts, d.actor, d.died_at, d.redriven_at
+       coalesce(d.large_size, d.body_size) AS bytes, d.cause, d.reason, d.attempts, d.actor, d.died_at, d.redriven_at,
+       d.large_size IS NOT NULL
 FROM (SELECT d.* FROM ({dead_latest}) AS l CROSS JOIN LATERAL ({dead_row}) AS d
       WHERE (%(group_ids)s::bigint[] IS NULL OR d.group_id = ANY(%(group_ids)s::bigint[])) AND {dead_fits}
       ORDER BY l.died_at DESC, l.dead_id DESC LIMIT %(limit)s) AS d

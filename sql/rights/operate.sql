@@ -129,7 +129,8 @@ GRANT SELECT, INSERT (only_one), UPDATE (timeline) ON mqlayer_app.identity TO {r
 GRANT SELECT, UPDATE (kept_at), DELETE ON mqlayer_app.inbox TO {role};
 GRANT SELECT, INSERT (group_id, scope), UPDATE (scope) ON mqlayer_app.known_group TO {role};
 GRANT SELECT, UPDATE (epoch, lease_until, relay_id) ON mqlayer_app.lp_set TO {role};
-GRANT SELECT (body_id, looked_at, removing, size) ON mqlayer_app.large_body TO {role};
+GRANT SELECT (body_id, bucket, looked_at, removing, size) ON mqlayer_app.large_body TO {role};
+GRANT SELECT (ends, made_at, topic_id) ON mqlayer_app.large_body_cut TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.large_body_put_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.large_body_read_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.large_body_scope_v1 TO {role};

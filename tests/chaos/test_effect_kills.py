@@ -74,7 +74,7 @@ def scene(start_stage: StartStage, redis_url: str, tmp_path: Path) -> Iterator[E
         process.wait()
 
 
-@pytest.mark.parametrize("place", some_of(["inbox.before@20", "inbox.after@20", "handler.after_success@20"], 2))
+@pytest.mark.parametrize("place", some_of(["inbox.before@20", "inbox.after@20", "handler.after_success@20"], 3))
 def test_a_kill_around_the_inbox_repeats_and_loses_no_effect(scene: EffectScene, place: str) -> None:
     """Case 77."""
     name, _, nth = place.partition("@")

@@ -220,7 +220,7 @@ def test_a_consumer_killed_as_it_opens_a_gate_leaves_that_to_the_next(
 # Retiring
 
 
-@pytest.mark.parametrize("name", sorted(name for name in failpoint_names() if name.startswith("retire.")))
+@pytest.mark.parametrize("name", some_of(sorted(name for name in failpoint_names() if name.startswith("retire.")), 2))
 def test_retiring_that_was_killed_is_completed_by_the_next(world: World, database: Database, name: str) -> None:
     with Load(world).running():
         assert drive(*KINDS["merge"], environment=world.environment()) == 0

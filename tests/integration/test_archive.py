@@ -288,6 +288,7 @@ def test_a_node_that_is_away_or_not_armed_keeps_nothing_else_waiting(
     scene.close()
 
 
+@pytest.mark.full
 def test_a_node_that_falls_back_gives_offsets_again_and_every_record_is_there_once(
     database_dsn: str, start_redis: StartRedis, key_prefix: str, tmp_path: Path
 ) -> None:
@@ -378,6 +379,7 @@ def test_a_successor_waits_for_its_parents_and_is_no_gap_meanwhile(
     scene.close()
 
 
+@pytest.mark.full
 def test_a_partition_made_anew_elsewhere_is_archived_from_its_beginning(
     database_dsn: str, redis_url: str, start_redis: StartRedis, key_prefix: str
 ) -> None:

@@ -22,6 +22,7 @@ from tests.fixtures import popped
 from tests.fixtures.consumers import Stage, StartStage
 from tests.fixtures.failpoints import broken_off_at
 from tests.fixtures.kept_connections import kept_session
+from tests.fixtures.threads import threads_left
 from tests.fixtures.wait import wait_until
 
 pytestmark = pytest.mark.usefixtures("as_consumer")
@@ -338,12 +339,9 @@ def test_closing_ends_calls_and_leaves_messages_out(one: Stage) -> None:
             with pytest.raises(StaleToken):
                 await receiver.ack([first])
 
+    before = threading.enumerate()
     asyncio.run(run())
-    wait_until(lambda: not own_threads(), what="no thread is left")
-
-
-def own_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith(("mqlayer-", "mqlayer receiver"))]
+    assert threads_left(before) == []
 
 
 def test_opening_that_is_cancelled_leaves_nothing_open(one: Stage) -> None:
@@ -355,8 +353,9 @@ def test_opening_that_is_cancelled_leaves_nothing_open(one: Stage) -> None:
         async with receiver:
             assert receiver.group.name == "g"
 
+    before = threading.enumerate()
     asyncio.run(run())
-    wait_until(lambda: not own_threads(), what="no thread is left")
+    assert threads_left(before) == []
 
 
 def test_iteration_gives_one_message_at_a_time_and_ends_with_the_receiver(one: Stage) -> None:

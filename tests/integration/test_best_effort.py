@@ -129,6 +129,7 @@ def test_while_a_node_is_away_best_effort_goes_on_and_strict_waits(world: World,
         assert bodies == ["0", "unknown", *map(str, range(1, 8))]
 
 
+@pytest.mark.full
 def test_where_no_partition_takes_it_a_message_fails_as_in_a_strict_topic(world: World) -> None:
     key = fill(world, "best_effort", 1)
     fill(world, "best_effort", 2)

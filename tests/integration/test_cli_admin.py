@@ -96,7 +96,9 @@ def test_an_emptied_redis_that_another_system_shares_is_armed_by_an_operators_wo
 def test_a_node_is_given_up_only_when_that_is_said(world: World, run: Commands, start_redis: StartRedis) -> None:
     lost = start_redis()
     run.text("node", "set", "node-1", "--url", lost.url, "--empty", "--accept-loss")
-    run.text("node", "register", "node-2", world.urls[0])
+    # That of node 1 before holds its partitions.
+    assert "one Redis is one node" in run.failure("node", "register", "node-2", world.urls[0])
+    run.text("node", "register", "node-2", start_redis().url)
     world.publish(20)
     lost.kill()
     assert "nothing was changed: --yes" in run.text("node", "lost", "node-1")

@@ -135,6 +135,7 @@ def test_several_processes_share_the_messages_and_stop_together(
     assert len(lines(handled)) == sent
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_process_that_dies_is_started_again(consume: Command, orders: Appender, handled: Path, log: Path) -> None:
     process = consume("--processes", "2")

@@ -33,6 +33,7 @@ from mqlayer.redis.partition_scripts import (
 from mqlayer.stack import RedisProgram, RedisServer
 from tests.fixtures.consumers import Recorder, Stage, StartStage, member_of, migrated
 from tests.fixtures.servers import StartPostgres, StartRedis, different_redis_programs
+from tests.fixtures.variants import some_of
 from tests.fixtures.wait import wait_until
 from tests.proof.proxy import TcpProxy
 
@@ -42,7 +43,7 @@ as_consumer = pytest.mark.usefixtures("as_consumer")
 PASSWORD = "s3cr3t"
 
 
-@pytest.fixture(params=different_redis_programs(), ids=str)
+@pytest.fixture(params=some_of(different_redis_programs(), 9), ids=str)
 def own_redis(request: pytest.FixtureRequest, start_redis: StartRedis) -> RedisServer:
     """A Redis of each version that a test may kill."""
     program: RedisProgram = request.param
@@ -253,6 +254,7 @@ def test_what_fails_while_a_node_is_armed_ends_no_thread(
     recorder.assert_in_order()
 
 
+@pytest.mark.full
 def test_a_user_that_may_not_scan_is_told_so_and_goes_on_when_it_may(
     start_stage: StartStage,
     start_redis: StartRedis,
@@ -468,6 +470,7 @@ def test_when_redis_is_out_of_memory_settling_goes_on(start_stage: StartStage, o
 # -- lines -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @as_consumer
 def test_connections_that_are_cut_in_the_middle_of_reads_and_acks_cost_nothing(
     start_stage: StartStage, redis_url: str, proxy: TcpProxy

@@ -134,6 +134,7 @@ def test_a_member_stops_by_its_own_clock_before_the_database_frees_its_partition
     proxies[0].heal()
 
 
+@pytest.mark.full
 def test_members_without_their_database_for_longer_than_their_leases_keep_what_they_had(
     start_stage: StartStage, redis_url: str, proxies: list[TcpProxy]
 ) -> None:

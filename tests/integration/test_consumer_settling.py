@@ -337,6 +337,7 @@ def test_a_reader_that_fails_goes_on(every_stage: Stage, caplog: pytest.LogCaptu
     assert len(recorder.begun) == 100
 
 
+@pytest.mark.full
 def test_a_heartbeat_that_fails_goes_on(
     stage: Stage, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

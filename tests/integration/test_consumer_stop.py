@@ -141,6 +141,7 @@ def see_beats(app: App, count: int) -> None:
         wait_until(lambda: heartbeat.lease.until > before, what="a heartbeat")  # noqa: B023
 
 
+@pytest.mark.full
 def test_a_partition_that_was_dropped_is_given_away_when_its_last_handler_has_ended(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:

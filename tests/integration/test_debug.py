@@ -116,6 +116,7 @@ def test_a_handler_gets_a_keys_messages_in_order_and_nothing_commits(debugged: s
     assert before == after
 
 
+@pytest.mark.full
 def test_async_handlers_blocks_and_what_handlers_depend_on_are_rolled_back_too(debugged: str, world: World) -> None:
     said = Commands().text("debug", "orders", "key-0", "--handler", "debugged:abook", "--last", "1", "--yes")
     assert "1 message of key" in said
@@ -145,6 +146,7 @@ def test_it_stops_before_a_message(debugged: str, world: World) -> None:
     assert "('now', b'm-1')" in result.stdout
 
 
+@pytest.mark.full
 def test_it_says_what_it_cannot_do(debugged: str, monkeypatch: pytest.MonkeyPatch, world: World) -> None:
     run = Commands()
     assert "debugged:book would be called" in run.text("debug", "orders", "key-0", "--handler", "debugged:book")

@@ -435,6 +435,7 @@ def test_settings_that_hurt_an_applications_sessions_are_named_with_whose_they_a
     run(f"DROP ROLE {role}")
 
 
+@pytest.mark.full
 def test_few_free_connections_are_a_warning(ward: Ward) -> None:
     assert ward.findings("connections") == []
     assert "max_connections" in ward.finding("connections", part=0.0).fix
@@ -648,3 +649,18 @@ def test_a_broker_on_the_redis_of_a_node_is_a_warning(ward: Ward, node: RedisSer
     ward.broker_url = "amqp://guest@127.0.0.1"
     (foreign,) = [f for f in ward.findings("reachable") if f.subject.startswith("broker")]
     assert foreign.verdict == "unknown"
+
+
+def test_bodies_that_stay_and_a_bucket_that_does_not_answer_are_reported(
+    ward: Ward, doctor: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ward.world.rows(
+        "INSERT INTO mqlayer_app.large_body_cut (topic_id, seqs, made_at) VALUES (7, '{1}', now() - interval '2 days')"
+    )
+    (finding,) = ward.findings("large_bodies")
+    assert (finding.verdict, "mqlayer outbox quarantine list" in finding.fix) == ("warning", True)
+    assert "large bodies of 1 topics stay" in finding.seen
+    monkeypatch.setenv("MQLAYER_LARGE_BODIES", "s3")
+    found = [one for one in doctor("doctor", "--json").stdout.splitlines() if "body store" in one]
+    assert len(found) == 1
+    assert "no bucket is given: set MQLAYER_S3_BUCKET" in found[0]

@@ -28,6 +28,7 @@ def system(database_dsn: str, key_prefix: str, start_redis: StartRedis) -> Itera
         yield System(runtime, create_topic(runtime, "bench", partitions=2), url)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("parked", [False, True])
 def test_the_stream_of_a_parked_key_is_trimmed_like_any_other(system: System, parked: bool) -> None:
     memory_mb(system, COUNT, parked=parked, stretch=COUNT // 4)

@@ -22,6 +22,7 @@ from mqlayer.stack import RedisServer
 from mqlayer.topics import rearm_node, register_node
 from mqlayer.workers.app import app
 from mqlayer.workers.schedule import task_name
+from tests.fixtures.servers import StartRedis
 from tests.fixtures.wait import wait_until
 from tests.proof.route_steps import move, split
 from tests.proof.runtimes import runtime_of
@@ -96,7 +97,7 @@ def test_every_job_does_with_one_connection_of_each_pool(
 
 
 def test_nodes_and_routes_are_repaired_with_one_connection_of_each_pool(
-    world: World, node: RedisServer, control: Database, application: Database
+    world: World, node: RedisServer, start_redis: StartRedis, control: Database, application: Database
 ) -> None:
     """A sealed partition is filled up from the outbox while its node's row is held; a dead node is given up."""
     split(runtime_of(control, world.key_prefix), "orders", 2, at=[700])
@@ -104,7 +105,7 @@ def test_nodes_and_routes_are_repaired_with_one_connection_of_each_pool(
     rearm_node(runtime_of(control, world.key_prefix, application=application), "node-2")
     assert world.relayed() == world.published()
     assert reopen_forgotten(runtime_of(control, world.key_prefix), "orders").opened == []
-    register_node(runtime_of(control), name="node-3", url=world.urls[0])
+    register_node(runtime_of(control), name="node-3", url=start_redis().url)
     move(
         runtime_of(control, world.key_prefix), "orders", load_route(control, "orders").ranges[0].partition, to="node-3"
     )

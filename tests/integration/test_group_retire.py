@@ -303,6 +303,7 @@ def test_a_node_that_is_away_is_passed_by_and_asked_again(stage: Stage) -> None:
     assert keys_of(stage, group_id) == []
 
 
+@pytest.mark.full
 def test_an_epoch_that_was_given_out_in_the_moment_of_the_retirement_is_raised_above(stage: Stage) -> None:
     """A receiver asks for epochs beside the group's lock: what it takes with one must not stay for ever."""
     stage.send_numbers(KEYS, 1)

@@ -257,6 +257,7 @@ def test_what_is_to_be_given_again_is_not_trimmed_before_anybody_takes_it(world:
     assert member.bodies() == of_tags("a")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("group", some_of(["ledger", "new"], 9))
 def test_what_is_kept_of_a_lineage_has_no_hole(world: World, database: Database, group: str) -> None:
     """A successor is not trimmed while its parent is kept: a group that begins there would miss what lies between."""

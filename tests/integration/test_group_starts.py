@@ -20,6 +20,7 @@ from mqlayer.postgres.database import Database
 from mqlayer.routes import retire_partitions
 from mqlayer.runtime.route_cache import RouteCache
 from mqlayer.topics import rearm_node
+from tests.fixtures.variants import some_of
 from tests.fixtures.wait import wait_until
 from tests.proof.partition_values import fall_back, snapshot
 from tests.proof.rounds import KEYS, ROUND, Seen, a_moment_between, of_tags, publish
@@ -92,6 +93,7 @@ def test_latest_begins_in_the_newest_version_behind_all_that_there_is(world: Wor
         assert seen == of_tags("c")
 
 
+@pytest.mark.full
 def test_a_time_inside_a_version_begins_in_the_partitions_of_that_version(world: World, database: Database) -> None:
     """Case 27: inside version 2, with version 3 in force; version 1 counts as drained."""
     publish(world, "a")
@@ -140,7 +142,7 @@ def test_a_merge_of_a_drained_and_an_undrained_parent_begins_with_its_first_mess
         wait_until(lambda: seen == of_tags("b", "c"), what="what was published since")
 
 
-@pytest.mark.parametrize("start", [datetime(2026, 1, 1), "newest", 7])  # noqa: DTZ001 - the point of it
+@pytest.mark.parametrize("start", some_of([datetime(2026, 1, 1), "newest", 7], 9))  # noqa: DTZ001 - the point of it
 def test_a_start_that_means_nothing_is_refused_before_anything_runs(world: World, start: Start) -> None:
     with pytest.raises(InvalidInput, match=r"time zone|a group starts at"):
         App(world.settings()).consumer("orders", group="late", start=start)
@@ -166,6 +168,7 @@ def test_a_partition_that_its_node_lost_is_no_empty_one(world: World, database: 
         ensure(world, database, "latest")
 
 
+@pytest.mark.full
 def test_where_a_group_starts_is_found_again_if_a_node_was_armed_in_between(
     world: World, database: Database, tmp_path: Path
 ) -> None:

@@ -88,6 +88,7 @@ def test_trimming(interrupt: Interrupt, world: World, environment: dict[str, str
     interrupt("trim", at="trim.after_round", by=by, environment=environment)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("by", some_of(SIGNALS, len(SIGNALS)))
 def test_starting_a_stack(
     interrupt: Interrupt, place: Path, monkeypatch: pytest.MonkeyPatch, by: signal.Signals

@@ -92,6 +92,7 @@ def test_a_key_that_fails_is_explained_by_its_head_and_the_others_have_nothing_w
     assert (other["behind_it"], other["run_next"]) == (0, "nothing: no message of it waits")
 
 
+@pytest.mark.full
 def test_a_parked_key_is_not_said_to_go_on_where_nobody_can_try_it(stage: Stage, typed: Commands) -> None:
     """Of a paused group, of a paused topic, and of a group whose members are gone."""
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import random
+import re
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +36,10 @@ from mqlayer.archive import archive_pass
 from mqlayer.domain.large_bodies import BODY_HEADER, CHUNK_BYTES
 from mqlayer.domain.message import Record, records_of
 from mqlayer.errors import BodyTooLarge, InvalidInput, MissingBody, ReservedHeader
-from mqlayer.large_bodies import BodyReader
+from mqlayer.large_bodies import BodyReader, LargeBodyOptions
+from mqlayer.large_bodies.object_store import object_store
 from mqlayer.large_bodies.options import forget_options
+from mqlayer.large_bodies.writing import PART_BYTES
 from mqlayer.maintenance.large_bodies_cleanup import clean_large_bodies
 from mqlayer.postgres.rights import Right
 from mqlayer.receiving.pop_message import PopMessage
@@ -43,6 +48,7 @@ from mqlayer.relay import relay_once
 from mqlayer.runtime import open_runtime
 from mqlayer.topics import set_archived
 from tests.fixtures.commands import Commands
+from tests.fixtures.console import OPERATOR, console_client
 from tests.fixtures.failpoints import armed
 from tests.fixtures.forked_programs import ask_python
 from tests.fixtures.object_stores import ObjectServer
@@ -236,6 +242,109 @@ def test_a_command_writes_it_to_a_file_or_standard_output(
     assert file.read_bytes() == body, "a file is whole, or as it was"
     assert list(tmp_path.iterdir()) == [file]
     assert "can't be written" in run.failure("message", "body", str(small), "--to", str(tmp_path / "none" / "body"))
+
+
+@pytest.mark.world(by_commands=True)
+def test_its_size_is_shown_where_its_message_failed_and_the_console_sends_it(world: World, run: Commands) -> None:
+    body = os.urandom(SIZE)
+    publish_large(world, body)
+    relay_once(world.settings())
+    app = App(world.settings(lease_s=10))
+
+    def fail(_: bytes) -> None:
+        raise ValueError("never")
+
+    for group, policy in (("dies", "dead_letter"), ("parks", "park")):
+        rules: dict[str, Any] = {"attempt_limit": 1, "policy": policy}
+        app.consumer("orders", group=group, start="earliest", body=bytes, **rules)(fail)
+    with running(app):
+        wait_until(lambda: world.rows("SELECT 1 FROM mqlayer.parked_message, mqlayer.dead_message"), what="both failed")
+    (dead,), (parked,) = run.lines("dead", "list"), run.lines("parked", "show", "orders", "parks", "k")
+    (waiting,) = parked["line"]
+    assert [(one["bytes"], one["large"]) for one in (dead, waiting)] == [(SIZE, True)] * 2
+    assert f"{SIZE} large" in run.text("dead", "list")
+    assert f"{SIZE} large" in run.text("parked", "show", "orders", "parks", "k")
+    (shown,) = run.lines("dead", "show", str(dead["dead_id"]))
+    assert (shown["bytes"], shown["large_body"] is None) == (SIZE, False)
+    assert run("dead", "show", str(dead["dead_id"]), "--raw").stdout_bytes == body
+    assert run("parked", "show", "orders", "parks", "--message", waiting["message"], "--raw").stdout_bytes == body
+
+    with console_client(world, OPERATOR) as client:
+        for path in ("/parked?show=dead", "/parked/orders/parks?key=k", "/messages?topic=orders"):
+            assert '786 kB <span class="badge quiet">large</span>' in client.get(path).text, path
+        for path in (f"/dead/{dead['dead_id']}", "/parked/orders/parks?key=k", f"/messages/orders/{dead['message']}"):
+            (link,) = re.findall(r'<a href="([^"]+)" download>', client.get(path).text)
+            sent = client.get(link.replace("&amp;", "&"))
+            assert (sent.content, sent.headers["content-length"]) == (body, str(SIZE)), path
+            assert sent.headers["content-disposition"].startswith('attachment; filename="body-1-')
+            assert sent.headers["content-type"] == "application/octet-stream"
+        world.rows("DELETE FROM mqlayer_app.large_body_chunk WHERE number = 0")
+        assert "chunk 0 is gone" in client.get(f"/dead/{dead['dead_id']}/body").text
+
+
+def chunks_of(body: bytes, size: int = 100_000) -> Iterator[bytes]:
+    return (body[at : at + size] for at in range(0, len(body), size))
+
+
+@pytest.mark.world(by_commands=True)
+def test_files_and_iterators_are_stored_as_they_are_read(world: World, run: Commands, tmp_path: Path) -> None:
+    """Each size comes, also one that ends with a chunk; a body below the threshold goes in its message."""
+    sizes = (SIZE, 2 * CHUNK_BYTES, CHUNK_BYTES + 1, 0, 5, CHUNK_BYTES, SIZE + 1, SIZE + 2, SIZE + 3)
+    bodies = [os.urandom(size) for size in sizes]
+    file = tmp_path / "body"
+    file.write_bytes(bodies[6])
+    with psycopg.connect(world.dsn) as connection:
+        for body in bodies[:3]:
+            outbox.publish(connection, "orders", key="k", body=io.BytesIO(body), headers={"a": "b"})
+        with outbox.transaction(connection) as tx:
+            for body in bodies[3:6]:
+                tx.publish("orders", key="k", body=chunks_of(body))
+    run.text("publish", "orders", "--key", "k", "--file", str(file))
+
+    async def send() -> None:
+        async with await psycopg.AsyncConnection.connect(world.dsn) as connection:
+            await outbox.apublish(connection, "orders", key="k", body=io.BytesIO(bodies[7]))
+
+    asyncio.run(send())
+    relay_once(world.settings())
+    with Producer(world.settings(), name="direct") as producer:
+        producer.send("orders", key="k", body=io.BytesIO(bodies[8]))
+        producer.send("orders", key="k", body=io.BytesIO(b"small"))
+    assert stored(world) == 6
+    with Receiver("orders", group="pop", settings=world.settings(), start="earliest") as receiver:
+        messages = received(receiver, len(bodies) + 1)
+        assert [receiver.fetch_body(message) for message in messages] == [*bodies, b"small"]
+        assert messages[0].headers == {"a": "b"}
+
+
+def test_a_source_that_fails_leaves_nothing_that_a_message_can_name(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its transaction may even commit: the job removes what was written."""
+
+    def broken(body: bytes) -> Iterator[bytes]:
+        yield from chunks_of(body)
+        raise OSError("the disk is gone")
+
+    monkeypatch.setenv("MQLAYER_LARGE_BODY_LIMIT", "1000000")
+    forget_options()
+    with psycopg.connect(world.dsn) as connection:
+        with pytest.raises(OSError, match="the disk is gone"):
+            outbox.publish(connection, "orders", key="k", body=broken(os.urandom(SIZE)))
+        with pytest.raises(BodyTooLarge, match="takes 1000000"):
+            outbox.publish(connection, "orders", key="k", body=chunks_of(os.urandom(1_200_000)))
+        connection.commit()
+        rows = connection.execute("SELECT body_id, size, encode(sha256, 'hex') FROM mqlayer_app.large_body").fetchall()
+        assert [(size, digest) for _, size, digest in rows] == [(0, "00" * 32)] * 2
+        publish = "SELECT mqlayer_app.publish_v1('orders', 'k', '', jsonb_build_object('mq-body', %s::text))"
+        with pytest.raises(psycopg.Error, match="names no stored body"):
+            connection.execute(publish, [f"{rows[0][0]}:0:{'00' * 32}"])
+        connection.rollback()
+        outbox.publish(connection, "orders", key="k", body=io.BytesIO(os.urandom(SIZE)))
+        connection.rollback()
+    assert stored(world) == 2
+    assert clean(world, passes=5) == 2
+    assert world.published() == {}
 
 
 def publish_and_fail(connection: psycopg.Connection) -> None:
@@ -486,6 +595,7 @@ def streamed(world: World) -> list[Record]:
     return found
 
 
+@pytest.mark.full
 def test_bodies_go_to_s3_and_objects_of_rolled_back_transactions_go_by_age(
     world: World, bodies_in_s3: ObjectServer
 ) -> None:
@@ -526,6 +636,48 @@ def test_a_copy_of_the_database_removes_no_object_of_its_original(world: World, 
     assert len(set(bodies_in_s3.objects()) - before) == 1
 
 
+@pytest.mark.full
+def test_an_upload_in_parts_is_whole_and_an_unfinished_one_goes(world: World, bodies_in_s3: ObjectServer) -> None:
+    relay_once(world.settings())
+    body, before = os.urandom(2 * PART_BYTES + 5), set(bodies_in_s3.objects())
+    with psycopg.connect(world.dsn) as connection:
+        outbox.publish(connection, "orders", key="k", body=chunks_of(body, 1_000_000))
+        outbox.publish(connection, "orders", key="k", body=io.BytesIO(body[:SIZE]))
+    relay_once(world.settings())
+    with Receiver("orders", group="pop", settings=world.settings(), start="earliest") as receiver:
+        large, small = received(receiver, 2)
+        with receiver.open_body(large) as stream:
+            assert b"".join(iter(lambda: stream.read(1_000_000), b"")) == body
+        assert receiver.fetch_body(small) == body[:SIZE]
+    assert len(set(bodies_in_s3.objects()) - before) == 2
+    options = LargeBodyOptions.of(world.settings())
+    store = object_store(options)
+    with psycopg.connect(world.dsn) as connection, pytest.raises(OSError, match="gone"):
+        outbox.publish(connection, "orders", key="k", body=chain(chunks_of(body), failing("gone")))
+    assert list(store.uploads(options.bucket, options.prefix)) == [], "a caller's error ends its upload"
+    killed = ask_python(
+        "-c",
+        SOURCE_PUBLISHER,
+        world.dsn,
+        env=os.environ | armed("large_body.in_upload=kill") | {"MQLAYER_DSN": world.dsn},
+    )
+    assert killed.returncode == -9, killed.stderr
+    assert len(list(store.uploads(options.bucket, options.prefix))) == 1
+    assert clean_large_bodies(world.runtime(), hold_s=3600).strays == 0, "it may go on"
+    assert clean_large_bodies(world.runtime(), hold_s=0).strays == 1
+    store.check(options.bucket)
+
+
+def failing(text: str) -> Iterator[bytes]:
+    if text:
+        raise OSError(text)
+    yield b""
+
+
+SOURCE_PUBLISHER = (
+    "import io, sys; import psycopg; from mqlayer import outbox; "
+    "c = psycopg.connect(sys.argv[1]); outbox.publish(c, 'orders', key='k', body=io.BytesIO(bytes(20_000_000)))"
+)
 PROGRAM = (
     "import sys; from mqlayer.postgres.database import Database; from mqlayer.runtime import Runtime; "
     "from mqlayer.settings import Settings; from mqlayer.maintenance.large_bodies_cleanup import clean_large_bodies; "

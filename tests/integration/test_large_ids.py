@@ -32,6 +32,7 @@ def test_what_a_limited_right_numbers_is_a_bigint(roles: Roles, right: Right) ->
     assert [one for one in found if one[2] != "bigint"] == []
 
 
+@pytest.mark.full
 def test_a_system_works_with_ids_of_sources_and_groups_beyond_the_end_of_int(
     database_dsn: str, redis_url: str, key_prefix: str, use_stores: UseStores
 ) -> None:

@@ -414,6 +414,7 @@ def test_two_rebalances_at_once_make_one_change(members: Members) -> None:
     assert members.allocation() == before + 1
 
 
+@pytest.mark.full
 def test_a_process_stopped_inside_a_transaction_holds_its_group_up_for_seconds_only(members: Members) -> None:
     """Heartbeats go on meanwhile; the lock comes free when the database ends the stopped transaction."""
     members.join("a", "b")

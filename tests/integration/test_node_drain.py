@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -28,6 +29,7 @@ from mqlayer.topics import begin_drain, create_topic, register_node, remove_node
 from tests.fixtures.commands import Commands
 from tests.fixtures.dead_nodes import all_handled, bring, consuming, known_group
 from tests.fixtures.failpoints import broken_off_at
+from tests.fixtures.node_locks import lock_of_nodes
 from tests.fixtures.wait import wait_until
 from tests.proof.route_steps import move, split
 from tests.proof.world import World
@@ -94,7 +96,7 @@ def test_a_draining_node_gets_no_partition_in_any_way(world: World, database: Da
         # Its successors stay on its node.
         split(runtime, "orders", 2, at=[700])
     assert {r.node for r in create_topic(runtime, "mails").ranges} == {1}
-    with pytest.raises(NotFound, match="any other that serves"):
+    with pytest.raises(Conflict, match="node-2 is being drained, end that: mqlayer node drain node-2 --stop; or"):
         begin_drain(runtime, "node-1")
     with pytest.raises(Conflict, match="holds partitions: 1 open"):
         remove_node(runtime, "node-2")
@@ -137,12 +139,31 @@ def test_a_plan_waits_for_the_mark_and_is_refused(world: World, database: Databa
     assert "mqlayer node drain node-2 --stop" in said
 
 
+def test_of_two_drains_of_the_last_nodes_one_begins(world: World, database: Database) -> None:
+    """Both marked their node before either looked for another one."""
+    runtime, refused = world.runtime(), list[str]()
+
+    def drain(name: str) -> None:
+        try:
+            begin_drain(runtime, name)
+        except Conflict as error:
+            refused.append(str(error))
+
+    with ThreadPoolExecutor(2) as pool, lock_of_nodes(world.dsn, waiting=2):
+        drains = [pool.submit(drain, name) for name in ("node-1", "node-2")]
+    for one in drains:
+        one.result()
+    (said,) = refused
+    assert "no other node can take the partitions" in said
+    assert sum(node.takes_partitions for node in load_nodes(database)) == 1
+
+
 def test_a_silent_node_is_no_target_and_a_dead_one_can_not_drain(
     world: World, database: Database, node: RedisServer
 ) -> None:
     runtime = world.runtime()
     node.kill()
-    with pytest.raises(NotFound, match="any other that serves"):
+    with pytest.raises(Conflict, match="node-2 does not answer: start its Redis again; or register another Redis"):
         plan_drain(runtime, "node-1")
     quick = replace(runtime, settings=world.settings(connect_timeout_s=0.2))
     with pytest.MonkeyPatch.context() as patch:

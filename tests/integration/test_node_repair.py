@@ -246,6 +246,7 @@ def test_filling_up_takes_its_time_and_keeps_its_locks(
     assert scene.meta(1)["seal"] == scene.seal_id()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("size", "most"), some_of([(1, 1_000), (700, 1_000), (outbox_resend.BYTES_PER_READ, 3)], 9))
 def test_many_lps_are_filled_up_at_a_time_by_rows_and_by_bytes(
     scene: Scene, node: RedisServer, monkeypatch: pytest.MonkeyPatch, size: int, most: int
@@ -300,6 +301,7 @@ def test_another_outbox_fills_nothing_up_and_gives_nothing_up(scene: Scene, node
     assert scene.audited()["lost"].keys() == {"2"}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("broken", some_of(["repair.after_resend", "rearm.before_arm"], 2))
 def test_where_groups_begin_goes_by_what_the_node_had_before_an_arming_that_broke_off(
     scene: Scene, node: RedisServer, tmp_path: Path, broken: str

@@ -105,6 +105,7 @@ def record_streams(settings: Settings, client: redis.Redis, partitions: Iterable
                 history.note(delivered(append))
 
 
+@pytest.mark.full
 def test_two_relays_bring_all_to_the_partitions_in_the_order_of_commits(
     settings: Settings, database_dsn: str, redis_url: str, tmp_path: Path
 ) -> None:

@@ -44,7 +44,7 @@ LOSSES: Mapping[str, Callable[[Stage, RedisServer], None]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("loss", some_of(LOSSES, 2))
+@pytest.mark.parametrize("loss", some_of(LOSSES, 9))
 @pytest.mark.parametrize("who", some_of(["same_owner", "next_owner"], 2))
 def test_a_parked_key_stays_parked_and_in_order(
     start_stage: StartStage, start_redis: StartRedis, loss: str, who: str

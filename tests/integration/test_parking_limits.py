@@ -125,7 +125,7 @@ def test_looking_for_room_reads_one_message_of_what_waits_and_says_nothing_new(s
     _, events = consume(stage, shop.recorder, key_messages_limit=1)
     wait_until(lambda: stall(stage) == "parking_full", what="the others wait")
     before = told_by_node(stage)
-    wait_until(lambda: told_by_node(stage)[0] >= before[0] + 10, what="looked for room ten times")
+    wait_until(lambda: told_by_node(stage)[0] >= before[0] + 5, what="looked for room five times")
     after = told_by_node(stage)
     assert after[1] - before[1] < 500_000 * (after[0] - before[0])
     set_limit(stage, "key_messages_limit", 50)
@@ -323,6 +323,7 @@ def test_what_a_page_costs_does_not_grow_with_what_is_parked_of_its_key(stage: S
     assert max(times) < 1.0, times
 
 
+@pytest.mark.full
 def test_a_page_of_a_group_that_is_younger_than_the_statistics_costs_no_more(stage: Stage) -> None:
     """Case 64: the planner takes such a group for one that has nothing parked, and every index of it for as good."""
     for group in ("old", "young"):

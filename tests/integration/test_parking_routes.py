@@ -133,6 +133,7 @@ def test_a_parked_key_follows_its_route(gate_scene: GateScene, shop: RouteShop, 
     assert shop.recorder.overlaps == []
 
 
+@pytest.mark.full
 def test_nobody_follows_while_a_parked_key_is_handled(gate_scene: GateScene, shop: RouteShop) -> None:
     """Case 20: what a parked key's handler does at its parent's end is done before the successor's owner goes on."""
     shop.start()

@@ -155,6 +155,7 @@ def test_a_partition_that_every_group_has_drained_is_retired_by_the_job(world: W
     assert world.rows("SELECT DISTINCT version FROM mqlayer.consumer_group") == [(2,)]
 
 
+@pytest.mark.full
 def test_a_node_that_restarted_while_nobody_used_it_is_armed_by_the_job(world: World, start_redis: StartRedis) -> None:
     """Else what changes or retires a partition there would wait for a visitor that never comes."""
     server = start_redis()
@@ -283,6 +284,7 @@ def test_the_task_of_retired_groups_drops_positions_of_instances_that_are_away_a
     assert world.rows("SELECT name FROM mqlayer.consumer_group") == [("cache",)]
 
 
+@pytest.mark.full
 @pytest.mark.world
 @pytest.mark.slow
 def test_a_worker_with_its_beat_makes_up_for_a_dead_relay(

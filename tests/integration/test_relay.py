@@ -54,6 +54,7 @@ def test_a_backlog_larger_than_a_chunk_is_read_in_bounded_chunks(world: World) -
         world.wait_until_whole()
 
 
+@pytest.mark.full
 def test_a_thin_backlog_is_read_by_lp(world: World) -> None:
     world.publish(400, keys=100)
     with world.relay():

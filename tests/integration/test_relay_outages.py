@@ -90,6 +90,7 @@ def test_a_node_that_fell_back_gets_the_rest_again_without_traffic(world: World,
     assert world.rows("SELECT sum(seq)::int FROM mqlayer_app.relayed") == [(80,)]
 
 
+@pytest.mark.full
 def test_marks_of_a_partition_that_is_not_there_are_not_taken_for_rows_that_are_gone(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -253,6 +254,7 @@ def test_postgres_lost_while_running_is_connected_to_again(world: World, connect
             world.wait_until_whole()
 
 
+@pytest.mark.full
 def test_answers_of_postgres_that_are_lost_cost_nothing(world: World, connection: TcpProxy) -> None:
     world.app_dsn = world.control_dsn = through(world.dsn, connection)
     with world.relay():
@@ -264,6 +266,7 @@ def test_answers_of_postgres_that_are_lost_cost_nothing(world: World, connection
             world.wait_until_whole()
 
 
+@pytest.mark.full
 def test_a_postgres_that_crashes_is_waited_for(start_postgres: StartPostgres, redis_url: str, key_prefix: str) -> None:
     server = start_postgres(options={"fsync": "on"})
     dsn = server.create_database("app")
@@ -278,6 +281,7 @@ def test_a_postgres_that_crashes_is_waited_for(start_postgres: StartPostgres, re
         world.wait_until_whole()
 
 
+@pytest.mark.full
 def test_a_wrong_key_prefix_is_refused_and_makes_no_second_home(world: World, node: RedisServer) -> None:
     world.publish(20)
     home, world.key_prefix = world.key_prefix, "elsewhere"

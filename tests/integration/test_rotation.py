@@ -83,6 +83,7 @@ def test_relaying_goes_on_after_rotation(world: World, old_slot: int) -> None:
     assert sum(map(len, world.relayed().values())) == 30
 
 
+@pytest.mark.full
 def test_what_redis_lost_keeps_its_slot_until_it_is_sent_again(world: World) -> None:
     """A node falls back and takes nothing for a while: the relay takes back what it had recorded as relayed."""
     before = snapshot(world)

@@ -34,6 +34,7 @@ from mqlayer.topics import rearm_node
 from tests.fixtures.consumers import Recorder
 from tests.fixtures.gate_scenes import KEYS, GateScene
 from tests.fixtures.servers import StartRedis
+from tests.fixtures.variants import some_of
 from tests.fixtures.wait import wait_until
 from tests.proof.manual_member import LEASE_S
 from tests.proof.runtimes import runtime_of
@@ -147,7 +148,7 @@ def test_untouched_partitions_go_on_while_another_drains(gate_scene: GateScene) 
     assert member.assigned()[2] == before
 
 
-@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("first", some_of([0, 1], 2))
 def test_a_merged_partition_is_invisible_until_both_parents_are_drained(gate_scene: GateScene, first: int) -> None:
     """Case 22: whichever is drained first."""
     member = gate_scene.member()
@@ -189,6 +190,7 @@ def test_an_empty_partition_is_drained_by_its_command_alone(gate_scene: GateScen
     assert set(member.assigned()) == {2, *children}
 
 
+@pytest.mark.full
 def test_the_command_is_neither_handled_nor_counted(gate_scene: GateScene) -> None:
     """Case 19."""
     manual = gate_scene.member("by-hand")
@@ -394,7 +396,7 @@ def test_a_group_that_begins_after_a_parent_is_gone_reads_what_is_left(gate_scen
     assert later.version == 2
 
 
-@pytest.mark.parametrize("start", ["earliest", "latest"])
+@pytest.mark.parametrize("start", some_of(["earliest", "latest"], 2))
 def test_a_group_begins_anywhere_in_a_lineage(gate_scene: GateScene, start: Any) -> None:
     """Case 27."""
     gate_scene.publish()
@@ -416,6 +418,7 @@ def test_a_group_begins_anywhere_in_a_lineage(gate_scene: GateScene, start: Any)
     assert member.bodies() == expected
 
 
+@pytest.mark.full
 def test_a_group_that_begins_at_a_time_begins_in_the_partitions_of_that_time(gate_scene: GateScene) -> None:
     """Case 27: what lies before counts as drained, what follows comes along the lineage."""
     gate_scene.publish()
@@ -461,7 +464,7 @@ def test_partition_ids_are_never_used_again(gate_scene: GateScene) -> None:
 # Who may open a gate
 
 
-@pytest.mark.parametrize("wrong", ["seal", "epoch", "session", "member", "nothing"])
+@pytest.mark.parametrize("wrong", some_of(["seal", "epoch", "session", "member", "nothing"], 9))
 def test_only_the_owner_that_read_the_recorded_command_opens_the_gate(gate_scene: GateScene, wrong: str) -> None:
     """A zombie that read a command which was lost, or that is not the owner any more, is refused."""
     member = gate_scene.member()

@@ -88,6 +88,7 @@ def test_rows_are_bounded_by_the_minutes_kept_times_the_things_of_a_run(world: W
     assert count(world) == 2 * 180 / 60
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("place", "rows"), some_of([("sample.before_put", 0), ("sample.after_put", 2)], 2))
 @pytest.mark.world(relayed=5, tasks=True)
 def test_a_run_that_is_killed_costs_its_minute_at_most_and_makes_no_row_twice(

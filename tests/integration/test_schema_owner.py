@@ -97,6 +97,7 @@ def test_all_that_is_ours_belongs_to_a_role_without_login_and_rights(database_ds
         assert connection.execute(of_owner, (DEFAULT_OWNER,)).fetchone() == (False, False, False, False)
 
 
+@pytest.mark.full
 def test_databases_of_one_server_are_migrated_at_once_though_they_share_the_role(roles: Roles) -> None:
     owner = roles.name()
     dsns = [roles.dsn(roles.database()) for _ in range(4)]

@@ -150,6 +150,7 @@ def test_a_node_that_is_away_does_not_keep_others_from_being_read(
         wait_until(lambda: recorder.count() == 50, timeout_s=20, what="the node's are handled too")
 
 
+@pytest.mark.full
 def test_while_postgres_is_away_what_dies_stays_in_hand_and_is_written_once_it_is_back(
     start_stage: StartStage, redis_url: str, start_postgres: StartPostgres, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -109,6 +109,7 @@ def test_what_a_snapshot_waited_for_is_in_it(archived: ArchivedTopics) -> None:
     assert (made.records, made.topics[0].batch, len(read(archived, "s"))) == (2, 2, 2)
 
 
+@pytest.mark.full
 def test_reading_is_equal_while_writers_and_retention_run(archived: ArchivedTopics) -> None:
     """Invariant 18: two reads of a snapshot are equal."""
     archived.put("a", "b", age_days=40)
@@ -375,6 +376,7 @@ def test_a_snapshot_that_is_killed_in_the_making_was_never_there(archived: Archi
     assert create_snapshot(runtime_of(archived.database), "s").records == 1
 
 
+@pytest.mark.full
 def test_an_export_that_is_killed_leaves_no_directory_of_its_name(archived: ArchivedTopics, tmp_path: Path) -> None:
     archived.put("a")
     create_snapshot(runtime_of(archived.database), "s")

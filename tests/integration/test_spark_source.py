@@ -88,6 +88,7 @@ def test_all_ways_give_the_same_frame(spark: Any, filled: ArchivedTopics, tmp_pa
     assert rows(frames["jdbc"]) == found["jdbc"], "read again"
 
 
+@pytest.mark.full
 def test_records_come_as_they_were_published(spark: Any, filled: ArchivedTopics, tmp_path: Path) -> None:
     frame = read(spark, filled, "python", tmp_path, columns=["key", "headers", "tags", "seq"], partitions=3, check=True)
     assert frame.columns == ["key", "headers", "tags", "seq"]
@@ -118,6 +119,7 @@ def test_filters_give_the_same_rows_and_none_stays_with_the_frame(
         assert rows(frame.where(text)) == sorted(str(row.asDict()) for row in everything if test(row)), text
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("way", some_of(WAYS, 3))
 def test_a_reading_that_is_not_the_cut_is_refused(spark: Any, filled: ArchivedTopics, tmp_path: Path, way: str) -> None:
     read(spark, filled, way, tmp_path, check=True)

@@ -172,6 +172,7 @@ def test_failures_are_counted_by_word_error_and_member(spark: Any) -> None:
     assert attempts == {1: 10, 2: 1, 3: 1, 18: 1}
 
 
+@pytest.mark.full
 def test_fairness_counts_messages_and_busy_time_once(spark: Any) -> None:
     """m1 is busy from 0 to 10 (two overlap) and from 20 to 21; m2 from 0 to 1, and handles one that it was given before
     the topic was archived: it counts, its time is not known; m3 settles what it never handled."""

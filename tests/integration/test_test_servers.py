@@ -99,6 +99,7 @@ def test_the_servers_of_a_killed_suite_end(tmp_path: Path) -> None:
     assert not [one for one in servers if one is not None and processes.is_running(one)]
 
 
+@pytest.mark.full
 def test_the_database_of_a_killed_suite_goes_with_the_next_one(postgres_server: Postgres, redis_url: str) -> None:
     given = GivenAddresses(postgres_server.dsn("postgres"), (redis_url,))
     killed, living = TestServers(given=given), TestServers(given=given)

@@ -188,6 +188,7 @@ def test_a_handler_of_many_leases_is_left_alone_up_to_the_cap_and_its_message_co
     assert begun[1][0] >= ended[0]
 
 
+@pytest.mark.full
 def test_a_limit_without_a_cap_can_not_be_extended_and_a_cap_alone_is_the_limit(stage: Stage) -> None:
     left: list[float] = []
     recorder = Recorder(lambda _, ctx: left.append(ctx.extend(60)))
@@ -277,6 +278,7 @@ def run_near_the_limit(limits: ThreadTimeouts, count: int, outcomes: list[str], 
         stray.append(error)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("slow", some_of([False, True], 9))
 def test_a_limit_never_hits_after_the_handler_however_near_they_end(
     monkeypatch: pytest.MonkeyPatch, *, slow: bool

@@ -35,16 +35,19 @@ def node(database: Database, redis_url: str) -> str:
     return redis_url
 
 
-def test_a_topic_tiles_all_lps_over_all_nodes(database: Database, node: str, key_prefix: str) -> None:
+def test_a_topic_tiles_all_lps_over_all_nodes(
+    database: Database, node: str, key_prefix: str, start_redis: StartRedis
+) -> None:
     """Case 2: version 1 is there with its partitions, open in Redis."""
-    register_node(runtime_of(database), name="n2", url=node)
+    second = start_redis().url
+    register_node(runtime_of(database), name="n2", url=second)
     route = create_topic(runtime_of(database, key_prefix), "orders", partitions=5)
     assert route.version == 1
     check_tiling((r.lp_from, r.lp_to) for r in route.ranges)
     assert [r.node for r in route.ranges] == [1, 2, 1, 2, 1]
-    client = redis.Redis.from_url(node, decode_responses=True)
+    clients = {number: redis.Redis.from_url(url, decode_responses=True) for number, url in ((1, node), (2, second))}
     for part in route.ranges:
-        meta = client.hgetall(partition_keys(key_prefix, part.partition).meta)
+        meta = clients[part.node].hgetall(partition_keys(key_prefix, part.partition).meta)
         assert meta["state"] == "open"
         assert (meta["lp_from"], meta["lp_to"]) == (str(part.lp_from), str(part.lp_to))
 

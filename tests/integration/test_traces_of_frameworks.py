@@ -131,6 +131,7 @@ def traced_tasks(spans: Spans) -> Iterator[None]:
         signals.task_postrun.disconnect(end)
 
 
+@pytest.mark.full
 def test_a_task_of_celery_is_the_parent_of_what_it_publishes(
     world: World, spans: Spans, producer: mqlayer.Producer
 ) -> None:

@@ -23,8 +23,8 @@ NEVER: Final = {
 """Packages that no command loads before it runs."""
 HEAVY: Final = {"asyncio", "psycopg", "psycopg_pool", "pydantic", "pydantic_settings", "redis", "rich", "tenacity"}
 COMMON: Final = {
-    "cli", "domain", "env_file", "errors", "escaping", "failpoints", "logs", "metrics", "postgres", "randomness",
-    "redaction", "redis", "resources", "runtime", "settings", "stack", "topics", "traces",
+    "arguments", "cli", "domain", "env_file", "errors", "escaping", "failpoints", "logs", "metrics", "postgres",
+    "randomness", "redaction", "redis", "resources", "runtime", "settings", "stack", "topics", "traces",
 }  # fmt: skip
 """Parts of the library that commands have for the databases and nodes that they use."""
 FAILURES: Final = {"events", "groups", "parking", "redelivery"}

@@ -11,7 +11,7 @@ from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
 from mqlayer.errors import InvalidInput
-from mqlayer.metrics import CATALOG, Meters, meters_of, metrics_page
+from mqlayer.metrics import CATALOG, LARGE_BODY_BYTES, Meters, meters_of, metrics_page
 from mqlayer.metrics import meters as meters_module
 from mqlayer.metrics.sources import CountSources
 from mqlayer.metrics.turns import TurnTimer, failed_class
@@ -145,6 +145,7 @@ def test_every_point_has_the_labels_of_the_catalog_only(meters: Meters, reader: 
     meters.sent("orders", 1, 0.01, "BacklogFull")
     meters.relay_delay(0.02)
     meters.ready = lambda: True
+    LARGE_BODY_BYTES.add("read", "postgres", 5)
     found = points(reader)
     assert set(found) == {one.name for one in CATALOG.values() if one.place == "process"} - {
         "messaging.process.duration"

@@ -387,6 +387,6 @@ def test_the_page_lists_what_both_engines_do() -> None:
     root = Path(__file__).parents[2]
     tests = (root / "tests" / "integration" / "test_behaviours.py").read_text("utf-8")
     page = (root / "docs" / "how-to" / "test-handlers.md").read_text("utf-8")
-    listed = page.partition("## What is the same on both\n")[2].partition("\n## ")[0]
+    listed = page.partition("## The same on both\n")[2].partition("\n## ")[0]
     names = [name.replace("_", " ") for name in re.findall(r"^def test_(\w+)", tests, re.MULTILINE)]
     assert re.findall(r"^- (.*)$", listed, re.MULTILINE) == names

@@ -148,6 +148,8 @@ def test_a_switch_is_read_alone_and_an_unknown_exporter_names_the_package(monkey
     monkeypatch.setenv("MQLAYER_TRACES", "perhaps")
     with pytest.raises(InvalidInput, match="MQLAYER_TRACES is true or false, not 'perhaps'"):
         switched_on("traces")
+    # Of a process that has made spans already, the provider is there.
+    monkeypatch.setattr("opentelemetry.trace._TRACER_PROVIDER", None)
     monkeypatch.setenv("OTEL_TRACES_EXPORTER", "jaeger")
     with pytest.raises(InvalidInput, match=r"no package exports traces as 'jaeger'.*mqlayer\[otel\]"):
         ensure_provider()

@@ -8,16 +8,18 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
-from mqlayer.console.lookups import topic_names, why_hidden
+from mqlayer.console.body_files import BINARY, body_file
+from mqlayer.console.lookups import check_bodies, topic_names, why_hidden
 from mqlayer.console.node_reads import impatient
 from mqlayer.console.page import ROWS, Action, Page, PagePart, Visit, part
-from mqlayer.console.render import link
+from mqlayer.console.render import link, segment
 from mqlayer.domain.body_fields import body_fields
 from mqlayer.domain.body_text import decoded
-from mqlayer.errors import Conflict, InvalidInput
+from mqlayer.errors import Conflict, InvalidInput, NotFound
 from mqlayer.escaping import json_line
 from mqlayer.inspect import (
     FoundMessage,
+    MessageContent,
     MessageFilter,
     MessagePage,
     MissingStep,
@@ -64,17 +66,23 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class MessageRow:
-    """A message of a page. `bytes`: of its body, None if it was not read; `stored`: None also where it is hidden."""
+    """A message of a page. `bytes`: of its body, None if it was not read; `stored`: None also where it is hidden.
+
+    `large`: its body is stored outside of it.
+    """
 
     found: FoundMessage
     bytes: int | None
     stored: StoredMessage | None
     hidden: bool
+    large: bool = False
 
     @classmethod
     def of(cls, found: FoundMessage, stored: StoredMessage | None, *, hidden: bool) -> MessageRow:
         """Return a row without hidden parts."""
-        return cls(found, None if stored is None else len(stored.body), None if hidden else stored, hidden)
+        reference = None if stored is None else stored.large_body
+        size = None if stored is None else len(stored.body) if reference is None else reference.size
+        return cls(found, size, None if hidden else stored, hidden, reference is not None)
 
     @property
     def preview(self) -> str:
@@ -103,6 +111,7 @@ class MessageRow:
             "source": one.source,
             "headers": None if stored is None else dict(stored.headers),
             "bytes": self.bytes,
+            "large": self.large,
             "body_is": kind,
             "body": None if stored is None else self._text,
         }
@@ -312,16 +321,21 @@ def _show(visit: Visit) -> Mapping[str, Any]:
         "life": part(lambda: message_life(runtime, found)),
         "hidden": hidden,
         "headers": () if content is None else content.headers.items(),
-        "body": None if content is None else _body(runtime, topic, content.body),
+        "body": None if content is None else _body(runtime, topic, content),
+        "download": link(f"/bodies/{segment(topic)}/{segment(visit.text('message'))}"),
         "nothing_kept": not hidden and content is None,
     }
 
 
-def _body(runtime: Runtime, topic: str, body: bytes) -> Mapping[str, Any]:
+def _body(runtime: Runtime, topic: str, content: MessageContent) -> Mapping[str, Any]:
+    if content.large_body is not None:
+        return {"large": True, "bytes": content.large_body.size}
+    body = content.body
     kind, text = decoded(body)
     schemas = load_schemas(runtime.control, topic).versions
     fields = body_fields(body, schemas[-1].schema) if schemas else None
     return {
+        "large": False,
         "bytes": len(body),
         "kind": kind,
         "text": (text or "")[:BODY],
@@ -332,9 +346,19 @@ def _body(runtime: Runtime, topic: str, body: bytes) -> Mapping[str, Any]:
     }
 
 
+def _download(visit: Visit) -> Mapping[str, Any]:
+    check_bodies(visit)
+    named = visit.text("message")
+    found = find_message(impatient(visit.runtime), named, topic=visit.text("topic"))
+    if found.content is None:
+        raise NotFound("body of message", named, "its page says what is kept")
+    return body_file(visit, named, found.content.body, found.content.large_body)
+
+
 PAGES: Final = (
     Page("/messages", "Messages", "messages.html", _load, menu="Messages", live=False),
     Page("/messages/export", "Messages", "", _export, live=False, media_type="application/x-ndjson"),
     Page("/messages/{topic}/{message:path}", "Message {message}", "message_life.html", _show, live=False),
+    Page("/bodies/{topic}/{message:path}", "Body of message {message}", "", _download, live=False, media_type=BINARY),
 )
 ACTIONS: Final[tuple[Action, ...]] = ()

@@ -7,7 +7,8 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
-from mqlayer.console.lookups import topic_names, why_hidden
+from mqlayer.console.body_files import BINARY, body_file
+from mqlayer.console.lookups import check_bodies, topic_names, why_hidden
 from mqlayer.console.node_reads import impatient
 from mqlayer.console.page import ROWS, Action, Outcome, Page, Plan, Visit, part
 from mqlayer.console.render import ago, counted, link, segment
@@ -187,6 +188,7 @@ def _show_key(visit: Visit) -> Mapping[str, Any]:
         "status": part(lambda: _status(visit, topic, group, key)),
         "older": link(path, key=key, after=behind) if full else "",
         "newer": link(path, key=key) if visit.text("after") else "",
+        "download": link(f"{path}/body", message=str(head or "")),
         **_content(visit, detail),
     }
 
@@ -216,10 +218,17 @@ def _content(visit: Visit, detail: MessageDetails | None) -> Mapping[str, Any]:
     hidden = why_hidden(visit)
     if hidden or detail is None:
         return {"hidden": hidden, "headers": (), "body": None}
+    return {"hidden": "", "headers": detail.headers.items(), "body": _shown(detail)}
+
+
+def _shown(detail: MessageDetails) -> Mapping[str, Any] | None:
+    if detail.large_body is not None:
+        return {"large": True, "bytes": detail.large_body.size}
     kind, text = decoded(detail.body)
-    body = None if text is None else {"text": text[:BODY], "cut": max(0, len(text) - BODY), "kind": kind,
-                                      "bytes": len(detail.body or b"")}  # fmt: skip
-    return {"hidden": "", "headers": detail.headers.items(), "body": body}
+    if text is None:
+        return None
+    cut = max(0, len(text) - BODY)
+    return {"large": False, "text": text[:BODY], "cut": cut, "kind": kind, "bytes": len(detail.body or b"")}
 
 
 # -- one dead message --------------------------------------------------------------------------------------------------
@@ -227,7 +236,24 @@ def _content(visit: Visit, detail: MessageDetails | None) -> Mapping[str, Any]:
 
 def _show_dead(visit: Visit) -> Mapping[str, Any]:
     detail = show_dead(visit.runtime.control, visit.number("dead_id"))
-    return {"detail": detail, **_content(visit, detail)}
+    return {"detail": detail, "download": f"/dead/{detail.dead_id}/body", **_content(visit, detail)}
+
+
+def _download_dead(visit: Visit) -> Mapping[str, Any]:
+    check_bodies(visit)
+    return _file_of(visit, show_dead(visit.runtime.control, visit.number("dead_id")))
+
+
+def _download_parked(visit: Visit) -> Mapping[str, Any]:
+    check_bodies(visit)
+    topic, group, message = visit.text("topic"), visit.text("group"), parse_identity(visit.text("message"))
+    return _file_of(visit, show_parked(visit.runtime.control, topic, group, message))
+
+
+def _file_of(visit: Visit, detail: MessageDetails) -> Mapping[str, Any]:
+    if detail.body is None:
+        raise NotFound("body of message", detail.identity, "it was passed over on purpose, and none was kept")
+    return body_file(visit, str(detail.identity), detail.body, detail.large_body)
 
 
 # -- acts on one -------------------------------------------------------------------------------------------------------
@@ -330,6 +356,10 @@ PAGES: Final = (
     Page("/parked", "Parked and dead", "parked.html", _load, menu="Parked and dead", live=False),
     Page("/parked/{topic}/{group}", "Parked in group {group} of {topic}", "parked_key.html", _show_key, live=False),
     Page("/dead/{dead_id}", "Dead message {dead_id}", "dead.html", _show_dead, live=False),
+    Page("/dead/{dead_id}/body", "Body of dead message {dead_id}", "", _download_dead, live=False, media_type=BINARY),
+    Page(
+        "/parked/{topic}/{group}/body", "Body of a parked message", "", _download_parked, live=False, media_type=BINARY
+    ),
 )
 ACTIONS: Final = (
     Action("parked-release", "Release what is parked", _plan_release, _release, "Release it"),

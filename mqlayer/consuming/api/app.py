@@ -29,6 +29,7 @@ from types import FrameType
 from typing import Any, Final, Literal, TypeVar, Unpack, get_type_hints, overload
 from weakref import WeakSet
 
+from mqlayer.arguments import explain_methods
 from mqlayer.consuming.api.batch_handlers import BatchHandler, BatchShape, batch_shape
 from mqlayer.consuming.api.batches import BatchOf
 from mqlayer.consuming.api.context import Context
@@ -52,7 +53,7 @@ from mqlayer.domain.large_bodies import BODY_MARK
 from mqlayer.domain.message import Record
 from mqlayer.domain.names import check_instance, check_name
 from mqlayer.errors import Conflict, InvalidInput, SchemaMismatch
-from mqlayer.events import Event, Hook, HookType, emit
+from mqlayer.events import Event, Hook, HookType, check_hook, emit
 from mqlayer.groups.broadcast_instances import ensure_instance, host_instance
 from mqlayer.groups.group import Balance, Group, GroupSettings, RetrySettings, check_settings, ensure_group, settings_of
 from mqlayer.groups.members import Joining
@@ -106,6 +107,7 @@ class Consumer:
         return replace(self, handler=partial(call, self.handler), dependencies=NO_DEPENDENCIES)
 
 
+@explain_methods
 class App:
     """The consumers of an application in this process."""
 
@@ -251,7 +253,7 @@ class App:
 
         Runs in the causing thread: keep it short. Its exceptions are only logged.
         """
-        self.hooks.append(hook)
+        self.hooks.append(check_hook(hook))
         return hook
 
     def counts(self) -> dict[tuple[str, str], MemberStats]:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Generic, overload
 
+from mqlayer.arguments import check_fields, explain
 from mqlayer.consuming.api.batch_fence import BatchFence
 from mqlayer.consuming.api.batch_messages import (
     BatchKind,
@@ -50,6 +51,7 @@ class BatchOf:
     linger_s: float = 0.0
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.kind not in ("distinct", "key"):
             raise InvalidInput(f"a batch is of 'distinct' keys or of one 'key', not of {self.kind!r}")
         if not 1 <= self.limit <= LARGEST:
@@ -118,10 +120,12 @@ class Batch(Sequence[BatchMessage[Body]], Generic[Body]):
         """Seconds left of the time limit, or infinity."""
         return math.inf if self._deadline is None else self._deadline.remaining_s
 
+    @explain
     def extend(self, seconds: float | None = None) -> float:
         """As `Context.extend`."""
         return math.inf if self._deadline is None else self._deadline.extend(seconds)
 
+    @explain
     def done(self, *messages: BatchMessage[Body]) -> None:
         """Mark messages as done, even if the handler raises later; of one key, in order.
 
@@ -136,6 +140,7 @@ class Batch(Sequence[BatchMessage[Body]], Generic[Body]):
             if message.mark is MessageMark.OPEN:
                 message.mark = MessageMark.DONE
 
+    @explain
     def fail(
         self, messages: BatchMessage[Body] | Iterable[BatchMessage[Body]], error: BaseException | str = "failed"
     ) -> None:
@@ -156,6 +161,7 @@ class Batch(Sequence[BatchMessage[Body]], Generic[Body]):
         if undone is not None:
             raise BatchUndone(self._topic, undone.identity.lp, undone.identity.seq)
 
+    @explain
     def fence(self, connection: Any, messages: Iterable[BatchMessage[Body]] | None = None) -> list[BatchMessage[Body]]:
         """Check ownership in the effects' transaction; return the messages to apply.
 
@@ -167,6 +173,7 @@ class Batch(Sequence[BatchMessage[Body]], Generic[Body]):
         """
         return run(connection, self._fence.statements(self._messages, messages))
 
+    @explain
     async def afence(
         self, connection: Any, messages: Iterable[BatchMessage[Body]] | None = None
     ) -> list[BatchMessage[Body]]:

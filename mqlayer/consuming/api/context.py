@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from mqlayer.arguments import explain
 from mqlayer.consuming.engine.timeouts import current_deadline
 from mqlayer.consuming.ordered.owned_partitions import OwnedPartition
 from mqlayer.domain.large_bodies import BodyReference
@@ -144,6 +145,7 @@ class Context(Delivered):
         """Seconds left of the time limit, or infinity."""
         return math.inf if self._deadline is None else self._deadline.remaining_s
 
+    @explain
     def extend(self, seconds: float | None = None) -> float:
         """Extend the time limit to `seconds` from now (default: a whole limit); return the seconds left.
 
@@ -152,6 +154,7 @@ class Context(Delivered):
         """
         return math.inf if self._deadline is None else self._deadline.extend(seconds)
 
+    @explain
     def fence(self, connection: Any) -> None:
         """Check in the effect's transaction that this process owns the partition and the effect is missing.
 
@@ -161,10 +164,12 @@ class Context(Delivered):
         """
         run(connection, self._fencing())
 
+    @explain
     async def afence(self, connection: Any) -> None:
         """`fence` for an async connection."""
         await run_async(connection, self._fencing())
 
+    @explain
     def inbox(self, connection: Any, *, name: str | None = None) -> None:
         """Record in the effect's transaction that the message has its effect, independent of order and owner.
 
@@ -175,6 +180,7 @@ class Context(Delivered):
         """
         record_effect(connection, self._entry(name))
 
+    @explain
     async def ainbox(self, connection: Any, *, name: str | None = None) -> None:
         """`inbox` for an async connection."""
         await arecord_effect(connection, self._entry(name))

@@ -7,6 +7,7 @@ import re
 import socket
 from dataclasses import dataclass
 
+from mqlayer.arguments import check_fields
 from mqlayer.randomness import RNG
 
 
@@ -29,6 +30,10 @@ class MemberOptions:
     parked_keys: int | None = None
     extend_limit_s: float = 3_600.0
     member_id: str = ""
+
+    def __post_init__(self) -> None:
+        """Raises InvalidInput for another type."""
+        check_fields(self)
 
 
 @dataclass(slots=True)

@@ -1131,7 +1131,8 @@ BEGIN
         UPDATE mqlayer_app.large_body b SET publish_xid = pg_current_xact_id(), cut_id = NULL, free_since = NULL
             WHERE b.body_id = split_part(p_reference, ':', 1)::uuid AND NOT b.removing
               AND b.size = split_part(p_reference, ':', 2)::bigint
-              AND b.sha256 = decode(split_part(p_reference, ':', 3), 'hex');
+              AND b.sha256 = decode(split_part(p_reference, ':', 3), 'hex')
+              AND b.sha256 <> decode(repeat('00', 32), 'hex');
         IF FOUND THEN
             RETURN;
         END IF;
@@ -1141,7 +1142,8 @@ BEGIN
 END $$;
 
 -- Store a body of a topic in the caller's transaction: note it, with its chunk 0 or its place in S3, then add its other
--- chunks in order.
+-- chunks in order. Where size and checksum are known at the end only, they are 0 and zeros, which no message may name, up to
+-- the last chunk.
 CREATE FUNCTION mqlayer_app.large_body_put_v1(
     p_topic text, p_body_id uuid, p_size bigint, p_sha256 bytea, p_bucket text, p_location text, p_direct boolean,
     p_number int, p_data bytea) RETURNS void
@@ -1176,6 +1178,10 @@ BEGIN
     IF p_number = 0 THEN
         INSERT INTO mqlayer_app.large_body (body_id, topic_id, bucket, location, size, sha256, direct)
             VALUES (p_body_id, v_topic_id, p_bucket, p_location, p_size, p_sha256, p_direct);
+    ELSIF p_bucket IS NULL AND p_size > 0 THEN
+        UPDATE mqlayer_app.large_body b SET size = p_size, sha256 = p_sha256
+            WHERE b.body_id = p_body_id AND b.publish_xid = pg_current_xact_id() AND b.size = 0
+              AND b.sha256 = decode(repeat('00', 32), 'hex');
     END IF;
     IF p_bucket IS NULL THEN
         INSERT INTO mqlayer_app.large_body_chunk (body_id, number, data)

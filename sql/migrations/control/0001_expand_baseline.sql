@@ -1153,7 +1153,10 @@ ALTER TABLE mqlayer.parked_message ALTER COLUMN group_id SET STATISTICS 0;
 CREATE VIEW mqlayer.parked_fact AS
 SELECT group_id, lp, name, source, seq, position, partition_id, log_offset, key, redriven, replay, attempts, tried,
        convert_to(concat_ws(':', source, lp, seq, split_part(encode(m, 'escape'), ':', 4)), 'UTF8') AS m,
-       octet_length(m) AS m_size, octet_length(body) AS body_size
+       octet_length(m) AS m_size, octet_length(body) AS body_size,
+       -- Of a body outside of the message, as the reference says.
+       CASE WHEN position(decode('226d712d626f6479223a', 'hex') IN m) > 0
+            THEN substring(encode(m, 'escape'), '"mq-body": ?"[0-9a-f-]{36}:([0-9]{1,10}):')::bigint END AS large_size
 FROM mqlayer.parked_message;
 
 -- The amount that is parked of a group: the sum over its rows. A connection adds to the row of its own slot, so that
@@ -1281,7 +1284,10 @@ ALTER TABLE mqlayer.dead_message ALTER COLUMN group_id SET STATISTICS 0;
 -- What people may see of messages: all but bodies and headers.
 CREATE VIEW mqlayer.dead_fact AS
 SELECT dead_id, group_id, lp, source, seq, partition_id, log_offset, key, octet_length(body) AS body_size, cause, reason,
-       attempts, actor, died_at, redriven_at, redriven_seek, log_lost
+       attempts, actor, died_at, redriven_at, redriven_seek, log_lost,
+       -- As in parked_fact; none where the message has no body any more.
+       CASE WHEN body IS NOT NULL AND position(decode('226d712d626f6479223a', 'hex') IN m) > 0
+            THEN substring(encode(m, 'escape'), '"mq-body": ?"[0-9a-f-]{36}:([0-9]{1,10}):')::bigint END AS large_size
 FROM mqlayer.dead_message;
 
 -- Failed attempts, for people: kept while the message waits or is dead, else for a week.

@@ -73,7 +73,7 @@ class Length:
 
 SHORT: Final = Length(seconds=0, faults=60, every_s=0.45, changes=5, messages=5_000, pause_s=0.08)
 """About a minute."""
-SUITE: Final = Length(seconds=0, faults=18, every_s=0.4, changes=2, messages=900, pause_s=0.1)
+SUITE: Final = Length(seconds=0, faults=24, every_s=0.4, changes=2, messages=900, pause_s=0.1)
 """About half a minute: each kind of fault strikes, and then some more."""
 Audit = Callable[[Scene], Iterable[str]]
 """One more judge of what a run leaves that is not stuck: says what is wrong."""

@@ -145,6 +145,7 @@ def test_a_changed_password_ends_sessions_and_a_changed_level_counts_at_once(
     assert str(tmp_path) not in broken.text
 
 
+@pytest.mark.full
 def test_guesses_don_t_slow_pages_and_pages_don_t_hold_up_logins(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

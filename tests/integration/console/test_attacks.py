@@ -278,16 +278,18 @@ def test_bodies_are_for_body_readers_on_every_page_and_file(stage: Stage) -> Non
         who = {"X-Forwarded-User": name, "X-Forwarded-Groups": name}
         for page in PAGES:
             of_each = [(record, query | {"key": record[1].key.decode()}) for record in (lies, parked, dead)]
-            for record, asked in ((lies, {}), (lies, {"topic": stage.topic}), *of_each):
+            named = (parked, {"message": str(identity_of(parked))})
+            for record, asked in ((lies, {}), (lies, {"topic": stage.topic}), named, *of_each):
                 path = page.path.replace(":path}", "}").format(**values, message=identity_of(record))
                 answer = client.get(path, params=asked, headers=who)
-                assert answer.status_code in {200, 400, 404, 409}, (path, answer.text)
+                assert answer.status_code in {200, 400, 403, 404, 409}, (path, answer.text)
                 found |= {page.path} if SECRET.decode() in answer.text else set()
         return found
 
     access = ProxyAccess(Site(HOST, ["10.0.0.0/8"]), LevelGroups(["vic"], ["ann", "olga"], ["ann"]))
     with browser(World(stage.dsn, stage.prefix, ()), access, "10.0.0.1") as client:
-        assert {"/messages", "/messages/export", "/dead/{dead_id}"} <= seen_by("ann", client)
+        files = {"/bodies/{topic}/{message:path}", "/dead/{dead_id}/body", "/parked/{topic}/{group}/body"}
+        assert {"/messages", "/messages/export", "/dead/{dead_id}", *files} <= seen_by("ann", client)
         assert seen_by("olga", client) == seen_by("vic", client) == set()
 
 

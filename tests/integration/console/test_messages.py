@@ -170,6 +170,7 @@ def test_a_message_has_its_life_its_state_and_its_fields_by_the_schema(told: Wor
     assert one["message"] in ann.get(f"/messages/orders/{one['partition']}/{one['offset']}").text
 
 
+@pytest.mark.full
 @pytest.mark.world(own_node=True)
 def test_a_dead_node_is_a_line_of_the_page(told: World, node: Any) -> None:
     partition = told.partitions("orders")[0][1]

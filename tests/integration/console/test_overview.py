@@ -55,7 +55,9 @@ def test_a_system_without_a_problem_says_so_and_a_dead_node_comes_first(
         assert "Relays 1" in page
     node.kill()
     page = wait_until(
-        lambda: page if "MqlayerNodeAway" in names(page := text_of(browser, "/")) else "", what="the dead node"
+        lambda: page if "MqlayerNodeAway" in names(page := text_of(browser, "/")) else "",
+        what="the dead node",
+        longest_s=0.4,
     )
     assert names(page)[0] == "MqlayerNodeAway"
     said = words(page)

@@ -15,6 +15,7 @@ from mqlayer.inspect import busiest_keys
 from mqlayer.postgres.audit import Actor
 from mqlayer.relay import relay_once
 from mqlayer.stack import RedisServer
+from mqlayer.topics import set_stream_retention
 from tests.fixtures.auto_scenes import one_pass, put_load
 from tests.fixtures.console import console_client
 from tests.fixtures.console_pages import OPERATOR, VIEWER, act, audited, sample, text_of, words
@@ -79,6 +80,9 @@ def test_a_topic_shows_settings_curves_and_the_heat_of_its_partitions(world: Wor
     first = text_of(browser, "/topics/orders")
     assert "strict: order per key" in first
     assert "No group consumes this topic" in first
+    assert "Messages live for ever" in words(first)
+    set_stream_retention(world.runtime(), "orders", message_ttl_s=5400, expired="dead")
+    assert "Messages live for 5400 s, then they die" in words(text_of(browser, "/topics/orders"))
     assert "stored: 120 at the end" in text_of(browser, "/topics/orders", last="hour")
     assert "Rates need two looks" in first
     world.publish(300, keys=1)

@@ -159,6 +159,7 @@ def test_members_that_held_a_lost_partition_go_on_with_its_successor(
         )
 
 
+@pytest.mark.full
 def test_a_node_that_lost_everything_goes_on_behind_what_the_outbox_forgot(world: World, database: Database) -> None:
     """Rows that were relayed and rotated away are gone with the node; an operator says so, and the loss is written."""
     with world.relay():

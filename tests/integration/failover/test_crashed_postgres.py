@@ -276,6 +276,7 @@ def test_a_commit_that_was_relayed_and_lost_in_a_crash_is_noticed(
     assert f"{tag}-0" in values(world)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("failpoint", some_of(["relay.after_append", "relay.before_progress"], 2))
 def test_a_crash_in_which_nothing_was_lost_changes_no_number(
     world: World, postgres: PostgresServer, failpoint: str
@@ -321,6 +322,7 @@ def test_rows_that_a_relay_read_before_the_crash_and_sends_after_it_take_no_othe
     assert recovered(world) == 1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("earlier", some_of([False, True], 2))
 def test_a_node_takes_nothing_that_was_read_before_the_crash_once_another_relay_told_it(
     world: World, postgres: PostgresServer, *, earlier: bool

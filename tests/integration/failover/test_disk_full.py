@@ -19,6 +19,7 @@ from mqlayer.health import Health
 from mqlayer.stack import RedisServer
 from tests.fixtures.consumers import Recorder
 from tests.fixtures.full_disks import SmallDisk, small_disk
+from tests.fixtures.variants import some_of
 from tests.fixtures.wait import wait_until
 from tests.proof.world import World
 
@@ -38,7 +39,7 @@ def disk(tmp_path: Path) -> Iterator[SmallDisk]:
         yield disk
 
 
-@pytest.fixture(params=["always", "everysec"])
+@pytest.fixture(params=some_of(["always", "everysec"], 2))
 def node(request: pytest.FixtureRequest, disk: SmallDisk, tmp_path: Path) -> Iterator[RedisServer]:
     """A Redis that has its data on that disk."""
     server = RedisServer(tmp_path / "node", options={"appendfsync": request.param, "dir": str(disk.place)})

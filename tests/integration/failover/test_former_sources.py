@@ -54,7 +54,7 @@ def identity(world: World) -> list[tuple[object, ...]]:
     "acts",
     some_of(
         [[adopted], [adopted, adopted], [recovered, recovered], [recovered, adopted], [adopted, recovered, recovered]],
-        2,
+        9,
     ),
     ids=lambda acts: " ".join(act.__name__ for act in acts),
 )
@@ -79,6 +79,7 @@ def test_a_copy_that_is_renewed_ends_nothing_of_its_original(world: World, datab
     assert live_sources(world) == [original, *identity(world)]
 
 
+@pytest.mark.full
 def test_a_node_is_given_up_after_an_outbox_was_adopted(world: World, database: Database, node: RedisServer) -> None:
     adopt(database)
     world.publish(20, tag="after")
@@ -90,7 +91,7 @@ def test_a_node_is_given_up_after_an_outbox_was_adopted(world: World, database: 
     assert relay(world) == loss.resent
 
 
-@pytest.mark.parametrize("stale", [False, True], ids=["", "a former one opened late"])
+@pytest.mark.parametrize("stale", some_of([False, True], 2), ids=["", "a former one opened late"])
 def test_a_node_that_lost_what_a_former_source_sent_is_armed_again(
     world: World, database: Database, node: RedisServer, stale: bool
 ) -> None:
@@ -109,6 +110,7 @@ def test_a_node_that_lost_what_a_former_source_sent_is_armed_again(
     assert [facts for (facts,) in lost if facts] == [{"2": of_the_sealed}]
 
 
+@pytest.mark.full
 def test_a_former_primary_that_a_relay_is_started_on_is_refused(world: World, database: Database) -> None:
     """Under a source of its own all that it has would come again. If it is the one that is left, it is adopted."""
     ((before,),) = identity(world)

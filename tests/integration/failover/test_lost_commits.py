@@ -101,6 +101,7 @@ def test_what_a_promoted_standby_numbers_again_is_not_taken_for_what_it_lost(
         assert len(world.rows("SELECT 1 FROM mqlayer.source WHERE kind = 'outbox' AND closed_at IS NULL")) == 1
 
 
+@pytest.mark.full
 def test_members_and_their_fenced_effects_go_on_with_a_promoted_standby(
     couple: Couple, node: RedisServer, key_prefix: str
 ) -> None:

@@ -24,6 +24,7 @@ from mqlayer.topics import create_topic, rearm_node, register_node
 from tests.fixtures.failpoints import broken_off_at
 from tests.fixtures.forked_programs import is_stopped
 from tests.fixtures.servers import StartPostgres, StartRedis
+from tests.fixtures.variants import some_of
 from tests.fixtures.wait import wait_until
 from tests.proof.fall_back import FallBack, lose_all
 from tests.proof.lost_commits import EarlierState, expected, recovered, values
@@ -51,7 +52,7 @@ def sources(world: World) -> dict[str, set[int]]:
     return found
 
 
-@pytest.mark.parametrize("lost", ["all", "some"])
+@pytest.mark.parametrize("lost", some_of(["all", "some"], 2))
 def test_what_a_node_lost_of_an_outbox_that_may_lack_commits_comes_again_under_its_own_numbers(
     world: World, node: RedisServer, tmp_path: Path, lost: str
 ) -> None:
@@ -84,6 +85,7 @@ def test_who_dies_in_the_middle_of_that_leaves_it_to_the_next_one(world: World, 
     assert values(world) == expected(10, ("a", 60), ("new", 20))
 
 
+@pytest.mark.full
 def test_what_neither_node_nor_outbox_holds_any_more_keeps_its_lps_waiting(world: World, node: RedisServer) -> None:
     bring(world, 30, "a")
     ((topic_id, lp),) = world.rows("SELECT topic_id, lp FROM mqlayer_app.outbox LIMIT 1")
@@ -121,6 +123,7 @@ def test_while_a_route_changes_nothing_is_lost_either(world: World, node: RedisS
     assert member.bodies() == expected(10, ("a", 30), ("new", 20))
 
 
+@pytest.mark.full
 def test_what_has_other_numbers_now_does_not_take_the_place_of_what_a_sealed_partition_lost(
     database_dsn: str, node: RedisServer, start_postgres: StartPostgres, key_prefix: str
 ) -> None:
@@ -209,6 +212,7 @@ def test_who_stood_still_before_it_sent_something_again_does_not_send_it_behind_
         assert append_reply(connection.call([late])[0], node.url) == Refused("ended", "1")
 
 
+@pytest.mark.full
 def test_what_a_node_loses_while_the_rest_is_filled_up_is_not_forgotten(
     world: World, node: RedisServer, start_redis: StartRedis
 ) -> None:

@@ -93,6 +93,7 @@ def test_what_a_promoted_replica_lacks_is_sent_again_without_traffic(
     assert audit == [(pair.primary.url, pair.replica.url)]
 
 
+@pytest.mark.full
 def test_a_producer_with_a_connection_to_the_old_primary_is_told_what_is_missing(
     pair: Pair, database_dsn: str, key_prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -230,6 +231,19 @@ def test_an_old_primary_is_never_armed_again_by_whoever_still_reaches_it(
         rearm_node(runtime_of(database, key_prefix), "node-1", former=True)
 
 
+def test_a_promoted_replica_is_no_node_of_its_own(pair: Pair, database_dsn: str, key_prefix: str) -> None:
+    """It carries its primary's partitions: under another name they would be there twice."""
+    world = World(database_dsn, key_prefix, [pair.primary.url])
+    world.add_topic("orders", partitions=1)
+    pair.wait_in_step()
+    pair.promote()
+    with pytest.raises(Conflict, match="holds partition 1 of node 'node-1'"):
+        register_node(world.runtime(), name="node-2", url=pair.replica.url)
+    move(database_dsn, pair.replica, key_prefix)
+    assert find_node(world.database, "node-1").url == pair.replica.url
+
+
+@pytest.mark.full
 def test_an_address_of_another_redis_is_refused_unless_the_node_is_to_begin_anew(
     pair: Pair, start_redis: StartRedis, database_dsn: str, key_prefix: str
 ) -> None:

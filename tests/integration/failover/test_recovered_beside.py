@@ -140,6 +140,7 @@ def test_progress_that_waits_for_the_renumbering_is_none_by_then(world: World, d
     assert world.rows("SELECT * FROM mqlayer_app.relayed") == []
 
 
+@pytest.mark.full
 @pytest.mark.world(own_node=True, partitions=1, relayed=5, keys=1)
 @pytest.mark.parametrize("whose", some_of(["its own", "a former one's"], 2))
 def test_what_a_relay_writes_counts_for_the_outbox_whose_numbers_it_knows(

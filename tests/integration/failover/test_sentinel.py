@@ -44,6 +44,7 @@ def test_a_relay_follows_what_sentinels_promote(
             assert find_node(database, "node-1").armed_run_id not in (None, armed)
 
 
+@pytest.mark.full
 def test_members_and_producers_follow_a_replica_that_lagged(
     start_redis: StartRedis, tmp_path: Path, start_stage: StartStage
 ) -> None:

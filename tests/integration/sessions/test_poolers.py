@@ -30,6 +30,7 @@ from tests.fixtures.poolers import (
     some_pooler,
     tracking_pooler,
 )
+from tests.fixtures.variants import some_of
 from tests.fixtures.whole_system import WholeSystem
 from tests.fixtures.worker_stores import UseStores
 from tests.proof.runtimes import runtime_of
@@ -38,9 +39,9 @@ MANY = 8
 AGAIN = 40
 
 
-@pytest.fixture(params=pooler_programs() or (None,), ids=str)
+@pytest.fixture(params=some_of(pooler_programs()[::-1] or (None,), 2), ids=str)
 def program(request: pytest.FixtureRequest) -> PoolerProgram:
-    """Each pgbouncer of this machine."""
+    """Each pgbouncer of this machine, the latest first."""
     return request.param or some_pooler()
 
 
