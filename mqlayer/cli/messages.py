@@ -198,7 +198,7 @@ def _input_file(file: Path | None) -> Iterator[BinaryIO]:
 
 
 class _CountedFile:
-    """A file that counts what is read."""
+    """A file that counts the bytes read."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self.size = file, 0

@@ -7,6 +7,7 @@ from typing import Any
 
 import typer
 
+from mqlayer.autopilot.node_balance import BalancePlan
 from mqlayer.cli.output import echo, show_rows
 from mqlayer.routes import DrainMove, DrainPlan, DrainReport, DrainStep, GroupDrain
 
@@ -49,7 +50,15 @@ def _counted(partitions: Iterable[int], words: str) -> str:
     return f"partitions {numbers} {words}; " if numbers else ""
 
 
-def _pauses(plan: DrainPlan) -> str:
+def show_balance(plan: BalancePlan) -> None:
+    """Print the moves, why each is made, and their pauses."""
+    rows = ({"from": one.source, **_move(one.move), "why": one.reason} for one in plan.moves)
+    show_rows(rows, as_json=False, nothing="no node is loaded: no partition has to move")
+    if plan.moves:
+        echo(_pauses(plan))
+
+
+def _pauses(plan: DrainPlan | BalancePlan) -> str:
     if plan.pause_s is None or plan.longest_pause_s is None:
         return "publishers of a partition wait while it moves; no change was measured yet"
     return (

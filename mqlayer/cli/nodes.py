@@ -8,9 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
+from mqlayer.autopilot.node_balance import plan_balance
 from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.curves import HoursOption, PointsOption, show_history
-from mqlayer.cli.node_drain import show_plan, show_report, show_step
+from mqlayer.cli.node_drain import show_balance, show_plan, show_report, show_step
 from mqlayer.cli.option_rules import RuledCommand, excludes, needs, planned
 from mqlayer.cli.options import PlanOption, YesOption, echo_plan
 from mqlayer.cli.output import JsonOption, echo, show_rows
@@ -26,7 +27,7 @@ from mqlayer.redis.acl_check import RequiredAccess
 from mqlayer.redis.node_connection import Node
 from mqlayer.redis.roles import RedisRole
 from mqlayer.redis.server_info import describe_access, read_access
-from mqlayer.routes import drain_node, give_up_node, plan_drain
+from mqlayer.routes import carry_out_moves, drain_node, give_up_node, plan_drain
 from mqlayer.settings import Settings
 from mqlayer.topics import (
     find_node,
@@ -229,6 +230,26 @@ def drain(
             return
         report = drain_node(runtime, name, timeout_s=timeout, tell=show_step)
     show_report(name, report)
+
+
+@nodes.command(cls=RuledCommand, rich_help_panel=CHANGE)
+@planned
+def balance(_plan: PlanOption = False, yes: YesOption = False) -> None:
+    """Move partitions off loaded nodes under load, as automatic routes would.
+
+    Repeatable: each run plans anew. Exit code 1 if a move failed.
+    """
+    with runtime_here() as runtime:
+        if yes:
+            check_change(runtime.control)
+        plan = plan_balance(runtime)
+        show_balance(plan)
+        if not yes:
+            echo("nothing was changed: --yes does this")
+            return
+        failed = carry_out_moves(runtime, [one.move for one in plan.moves], tell=show_step)
+    if failed:
+        raise typer.Exit(1)
 
 
 @nodes.command(cls=RuledCommand, rich_help_panel=CHANGE)

@@ -39,7 +39,7 @@ class BodySource:
         self._check()
 
     def reference(self, body_id: str) -> BodyReference:
-        """Return the reference of what was read."""
+        """Return the reference of the body read."""
         return BodyReference(body_id, self.size, self._digest.hexdigest())
 
     def _next(self, size: int) -> bytes:

@@ -34,7 +34,7 @@ class OutboxMessage(NamedTuple):
 
 
 class UnreadMessage(OutboxMessage):
-    """A message whose body is to be read from a source."""
+    """A message whose body is in an unread source."""
 
     source: BodySource
 

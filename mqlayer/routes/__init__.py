@@ -5,7 +5,7 @@ from mqlayer.routes.change_driver import finish_change, finish_changes
 from mqlayer.routes.drain_plan import DrainMove, DrainPlan, GroupDrain, plan_drain
 from mqlayer.routes.lost_changes import UndoReport, reopen_forgotten
 from mqlayer.routes.lp_load import PartitionLoad, measured_load
-from mqlayer.routes.node_drain import DrainReport, DrainStep, drain_node
+from mqlayer.routes.node_drain import DrainReport, DrainStep, carry_out_moves, drain_node
 from mqlayer.routes.node_loss import NodeLossReport, give_up_node, rearm_lost_nodes
 from mqlayer.routes.partition_retirement import retire_partitions
 from mqlayer.routes.planner import (
@@ -48,6 +48,7 @@ __all__ = [
     "UndoReport",
     "apply_change",
     "apply_plan",
+    "carry_out_moves",
     "drain_node",
     "drain_progress",
     "drop_change",

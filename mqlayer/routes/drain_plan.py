@@ -87,7 +87,7 @@ def plan_drain(runtime: Runtime, name: str) -> DrainPlan:
         one = by_id[partition]
         facts = (one.topic, partition, target, names[target], one.per_s, one.memory, fits, at_home)
         moves.append(DrainMove(*facts))
-    pause_s, longest_s = _pauses(runtime)
+    pause_s, longest_s = change_pauses(runtime)
     sealed = [one.partition for one in here if one.state == "sealed"]
     left: dict[int, str] = {one.partition: reason for one in here if (reason := held_by(one))}
     groups = group_drains(runtime, [one.partition for one in here if one.state != "importing"])
@@ -127,7 +127,8 @@ def group_drains(runtime: Runtime, partitions: Sequence[int]) -> list[GroupDrain
     ]
 
 
-def _pauses(runtime: Runtime) -> tuple[float | None, float | None]:
+def change_pauses(runtime: Runtime) -> tuple[float | None, float | None]:
+    """Return the mean and the longest pause of publishers in the last changes; None: none was measured."""
     with runtime.control.connection() as connection:
         row = connection.execute(query("change_durations"), {"limit": MEASURED_CHANGES}).fetchone()
     return (row[0], row[1]) if row else (None, None)

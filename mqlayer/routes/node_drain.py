@@ -130,18 +130,13 @@ class _NodeDrain:
         return True
 
     def _move(self, move: DrainMove) -> None:
-        finish_earlier(self._runtime, move.topic)
-        route = load_route(self._runtime.control, move.topic)
-        if all(r.partition != move.partition for r in route.ranges):
-            # Another command moved, split or merged it.
+        step = _moved(self._runtime, move)
+        if step is None:
             return
-        began = time.monotonic()
-        apply_plan(self._runtime, plan_move(route, move.partition, move.target))
         failpoint("drain.after_move")
         with self._lock:
             self._moved.append(move.partition)
-        took_ms = 1000 * (time.monotonic() - began)
-        self._say(DrainStep(move.topic, move.partition, "moved", f"to {move.target_name} in {took_ms:.0f} ms"))
+        self._say(step)
 
     def _wait(self) -> dict[int, str]:
         """Wait until nothing is left; return the reasons by partition where that ends early."""
@@ -190,3 +185,29 @@ class _NodeDrain:
             if self._told.get(step.partition) != step.detail:
                 self._told[step.partition] = step.detail
                 self._tell(step)
+
+
+def carry_out_moves(runtime: Runtime, moves: Sequence[DrainMove], *, tell: Tell = lambda _: None) -> dict[int, str]:
+    """Move partitions under load, one after the other; return those that failed, with reasons. Repeatable."""
+    failed: dict[int, str] = {}
+    for move in moves:
+        try:
+            step = _moved(runtime, move)
+        except MqlayerError as error:
+            failed[move.partition] = str(error)
+            step = DrainStep(move.topic, move.partition, "failed", str(error))
+        if step is not None:
+            tell(step)
+    return failed
+
+
+def _moved(runtime: Runtime, move: DrainMove) -> DrainStep | None:
+    """Move a partition; None where another command moved, split or merged it."""
+    finish_earlier(runtime, move.topic)
+    route = load_route(runtime.control, move.topic)
+    if all(r.partition != move.partition for r in route.ranges):
+        return None
+    began = time.monotonic()
+    apply_plan(runtime, plan_move(route, move.partition, move.target))
+    took_ms = 1000 * (time.monotonic() - began)
+    return DrainStep(move.topic, move.partition, "moved", f"to {move.target_name} in {took_ms:.0f} ms")

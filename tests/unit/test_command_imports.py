@@ -71,7 +71,7 @@ PARTS: Final[dict[str, set[str]]] = {
     "analytics": {"archive"},
     "doctor": {"doctor", *JOBS},
     "problems": set(),
-    "nodes": {"groups", "routes"},
+    "nodes": {"autopilot", "groups", "inspect", "routes"},
     "topics": {"archive", "inspect", *FAILURES},
     "routes": {"autopilot", "groups", "inspect", "routes"},
     "groups": {"inspect", *FAILURES},

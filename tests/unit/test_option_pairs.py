@@ -51,6 +51,7 @@ OPTIONS: Final[dict[str, str]] = {
     "node acl": "ROLES --user --password-file --password-stdin --acl-file --redis --check",
     "node set": "NAME --url --zone --empty --accept-loss --former",
     "node drain": "NAME --plan --yes --timeout --stop",
+    "node balance": "--plan --yes",
     "node remove": "NAME --plan --yes",
     "node lost": "NAME --plan --yes",
     "topic create":

@@ -22,7 +22,7 @@ from tests.fixtures.variants import some_of
 PLANS = {
     "archive retain": "--older-than 2d", "dead redrive": "orders g --all", "group retire": "orders g",
     "group seek": "orders g --to latest", "node lost": "node-1",
-    "node drain": "node-1", "node remove": "node-1", "outbox adopt": "", "outbox renew": "",
+    "node balance": "", "node drain": "node-1", "node remove": "node-1", "outbox adopt": "", "outbox renew": "",
     "outbox quarantine discard": "7", "replay start": "orders g --all", "route reopen": "orders",
     "snapshot drop": "cut", "versions forget": "sink e --reason r", "versions set": "sink e 2 --reason r",
     "topic delete": "orders", "upgrade finalize": "", "group deploy": "orders g --to main",
