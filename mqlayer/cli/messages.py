@@ -15,12 +15,11 @@ from typing import Annotated, Any, BinaryIO, Final
 import typer
 
 from mqlayer import outbox
-from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.message_output import HIDDEN, is_hidden
 from mqlayer.cli.option_rules import RuledCommand, excludes, needs
 from mqlayer.cli.options import TopicArgument, parse_time_option
 from mqlayer.cli.output import JsonOption, echo, format_key, pluralize, show_rows
-from mqlayer.cli.runtime import runtime_here
+from mqlayer.cli.runtime import application_here, runtime_here
 from mqlayer.domain.body_text import decoded
 from mqlayer.errors import InvalidInput
 from mqlayer.groups.start_positions import Start
@@ -66,7 +65,7 @@ def publish(
     dedup_id: Annotated[str | None, typer.Option(help="Publish it once while this id is remembered.")] = None,
 ) -> None:
     """Publish through the outbox of MQLAYER_APP_DSN; a relay moves it to its partition."""
-    with Database(settings_here().application_dsn()) as database:
+    with application_here() as database:
         publisher = _Publisher(database, topic, _headers(header or ()), tuple(tag or ()))
         if lines:
             echo(f"{pluralize(publisher.publish_lines(_input(file)), 'message')} published to topic {topic}")
