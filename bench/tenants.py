@@ -20,25 +20,28 @@ FEW: Final = 10
 MESSAGES: Final = 300_000
 ROUNDS: Final = 3
 BY_PREFIX: Final = "prefix:/"
+RULES: Final[dict[str, dict[str, Any]]] = {"without": {}, "with": {"key_class": BY_PREFIX}}
+MODES: Final[dict[str, dict[str, Any]]] = {"": {}, "[shared]": {"mode": "shared"}}
 
 
 @bench("tenant_flood")
 def tenant_flood(stage: Stage) -> Iterator[Line]:
     """Time from the start to the last of ten messages of a tenant behind 20,000 of another one, with classes of keys
-    against without; handlers wait for a millisecond. Then the rate of handlers that do nothing, all of it read twice:
-    three tenants in turn, and one alone."""
+    against without; handlers wait for a millisecond; the same in a shared group. Then the rate of handlers that do
+    nothing, all of it read twice: three tenants in turn, and one alone."""
     with frozen_heap():
         system = stage.system(partitions=2)
         fill(system, FLOOD + FEW, keys=[f"big/{n}" for n in range(FLOOD)] + [f"small/{n}" for n in range(FEW)])
-        kinds = {"without": partial(last_ms, system), "with": partial(last_ms, system, key_class=BY_PREFIX)}
-        waits = in_turn(ROUNDS, kinds)
-        yield compared("tenant_flood", waits["with"], waits["without"], unit="ms", target=None)
+        for title, mode in MODES.items():
+            waits = in_turn(ROUNDS, {kind: partial(last_ms, system, **mode, **said) for kind, said in RULES.items()})
+            yield compared(f"tenant_flood{title}", waits["with"], waits["without"], unit="ms", target=None)
         for name, tenants in {"three tenants": "abc", "one tenant": "a"}.items():
             system = stage.system(partitions=2)
             fill(system, MESSAGES, keys=[f"{tenants[n % len(tenants)]}/{n}" for n in range(999)])
-            rules = {"without": {}, "with": {"key_class": BY_PREFIX}}
-            rates = in_turn(ROUNDS, {kind: partial(ours, system, **said) for kind, said in rules.items()})
-            yield compared(f"tenant_flood[{name}]", rates["with"], rates["without"], unit="msg/s", target=None)
+            for title, mode in MODES.items():
+                rates = in_turn(ROUNDS, {kind: partial(ours, system, **mode, **said) for kind, said in RULES.items()})
+                called = f"tenant_flood[{name}]{title}"
+                yield compared(called, rates["with"], rates["without"], unit="msg/s", target=None)
 
 
 def last_ms(system: System, **rules: Any) -> float:

@@ -11,7 +11,8 @@ KEYS
   2 log_key       stream  the partition's records, with the native consumer group
   3 lock_key      hash    owner ("shared"), epoch, committed, base, seek; shared: the native group's name
   4 attempts_key  hash    offset -> failed attempts and when (see shared_nack)
-  5 due_key       zset    offset -> ms when it may be given again
+  5 due_key       zset    offset -> ms when it may be given again, inf: deferred
+  6 queues_key    zset    deferred messages by class (see shared_defer)
 
 ARGV
   1 group         string  the native consumer group
@@ -21,7 +22,8 @@ ARGV
   5 afresh        int     1: make the native group where it is missing, also if the epoch is in force
 
 RETURNS
-  {"unchanged", committed, left}  in force; left: ms until something is to be given again, -1 where nothing is
+  {"unchanged", committed, left, deferred}  in force; left: ms until something is to be given again, -1 where nothing is;
+                               deferred: how many messages are
   {"acquired", committed}      in force now, and the native group is there
   {"drained", seal id}         everything before the command record of a sealed partition is settled
   {"fenced", epoch}            a higher epoch has been seen
@@ -32,6 +34,7 @@ local log_key = KEYS[2]
 local lock_key = KEYS[3]
 local attempts_key = KEYS[4]
 local due_key = KEYS[5]
+local queues_key = KEYS[6]
 local group = ARGV[1]
 local epoch = tonumber(ARGV[2])
 local start = tonumber(ARGV[3])
@@ -63,11 +66,12 @@ if in_force and not afresh then
     end
     if committed >= next_offset then return {'drained', meta[4] or ''} end
   end
-  local head = redis.call('ZRANGE', due_key, 0, 0, 'WITHSCORES')
-  if not head[1] then return {'unchanged', committed, -1} end
+  local deferred = redis.call('ZCARD', queues_key)
+  local head = redis.call('ZRANGEBYSCORE', due_key, '-inf', '(inf', 'WITHSCORES', 'LIMIT', 0, 1)
+  if not head[1] then return {'unchanged', committed, -1, deferred} end
   local time = redis.call('TIME')
   local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
-  return {'unchanged', committed, math.max(0, tonumber(head[2]) - now)}
+  return {'unchanged', committed, math.max(0, tonumber(head[2]) - now), deferred}
 end
 
 local is_there = redis.call('EXISTS', log_key) == 1
@@ -78,7 +82,7 @@ for _, facts in ipairs(is_there and redis.call('XINFO', 'GROUPS', log_key) or {}
 end
 if tonumber(lock[4] or '0') < seek then
   if native then redis.call('XGROUP', 'DESTROY', log_key, group) end
-  redis.call('DEL', attempts_key, due_key)
+  redis.call('DEL', attempts_key, due_key, queues_key)
   committed, native = 0, false
 end
 if committed == 0 then
@@ -87,7 +91,7 @@ if committed == 0 then
 end
 if not native then
   -- What was back of a former native group is read anew: it must not be taken from whoever gets it then.
-  redis.call('DEL', due_key)
+  redis.call('DEL', due_key, queues_key)
   redis.call('XGROUP', 'CREATE', log_key, group, format('%d-0', committed - 1), 'MKSTREAM')
 end
 redis.call('HSET', lock_key, 'owner', 'shared', 'epoch', format('%d', epoch), 'shared', group,

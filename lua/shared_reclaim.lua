@@ -3,13 +3,15 @@
 shared_reclaim: take messages of a shared group from members that were not heard of for a while, to be given again at once.
 
 Whoever gets one of them starts it with care: it may have ended its member's process. Consumers of members that are long
-gone are forgotten. What is with nobody and is not due, since that was removed, is due now.
+gone are forgotten. What is with nobody and is not due, since that was removed, is due now; so are deferred messages where
+some are missing in their index.
 
 KEYS
   1 log_key       stream  the partition's records, with the native consumer group
   2 lock_key      hash    owner ("shared") and epoch; reclaimed_to: up to which offset what is with nobody was looked at
   3 attempts_key  hash    offset -> failed attempts and when (see shared_nack)
-  4 due_key       zset    offset -> ms when it may be given again
+  4 due_key       zset    offset -> ms when it may be given again, inf: deferred
+  5 queues_key    zset    deferred messages by class (see shared_defer)
 
 ARGV
   1 group         string  the native consumer group
@@ -27,6 +29,7 @@ local log_key = KEYS[1]
 local lock_key = KEYS[2]
 local attempts_key = KEYS[3]
 local due_key = KEYS[4]
+local queues_key = KEYS[5]
 local group = ARGV[1]
 local epoch = tonumber(ARGV[2])
 local visibility_timeout_ms = ARGV[3]
@@ -44,6 +47,12 @@ if consumers.err then return {'missing'} end
 local time = redis.call('TIME')
 local now = format('%d', tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000))
 local done = 0
+if redis.call('ZCOUNT', due_key, 'inf', 'inf') > redis.call('ZCARD', queues_key) then
+  for _, offset in ipairs(redis.call('ZRANGEBYSCORE', due_key, 'inf', 'inf', 'LIMIT', 0, limit)) do
+    redis.call('ZADD', due_key, now, offset)
+    done = done + 1
+  end
+end
 for _, facts in ipairs(consumers) do
   local named = {}
   for i = 1, #facts, 2 do named[facts[i]] = facts[i + 1] end

@@ -420,8 +420,8 @@ CREATE TABLE mqlayer.consumer_group (
         AND breaker_window_s >= 1::double precision AND breaker_window_s <= 3600::double precision
         AND (breaker_share IS NULL OR mode <> 'pop')),
     CONSTRAINT consumer_group_key_class CHECK (key_class ~ '^(none|prefix:[ -~]+|header:[ -~]+)$'
-        AND octet_length(key_class) <= 64 AND (key_class = 'none' OR (mode IN ('exclusive', 'broadcast')))
-        AND class_concurrency >= 1 AND class_concurrency <= 2000000000 AND class_rate > 0::double precision
+        AND octet_length(key_class) <= 64 AND (key_class = 'none' OR mode <> 'pop') AND class_concurrency >= 1
+        AND class_concurrency <= 2000000000 AND class_rate > 0::double precision
         AND class_rate <= '100000000000'::numeric::double precision),
     CONSTRAINT consumer_group_counts CHECK (version >= 1 AND version <= 1000000000 AND seek >= 0 AND seek <= 1000000000
         AND replay >= 0 AND replay <= 1000000000 AND settings_version >= 1 AND settings_version <= 1000000000

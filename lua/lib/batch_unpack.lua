@@ -1,10 +1,9 @@
 -- include settled_in
 -- include attempt_parts
+-- include queue_prefix
 
 -- Name of a batch in `due`; no key begins with this byte.
 local function batch_name(number) return '\254' .. number end
--- What a member of `queues` begins with. A queue may hold zero bytes, at which %s ends.
-local function queue_prefix(queue) return string.format('%03d', #queue) .. queue end
 
 -- Put what is not settled of a packed batch into its queues, each message out by itself until `until_ms`. The count of
 -- packed batches changes first; the caller tells the lock.

@@ -436,7 +436,6 @@ def _check_shared(settings: GroupSettings) -> None:
     if settings.from_archive:
         raise InvalidInput("a shared group begins with the streams: leave from_archive out")
     _refuse_parking_limits(settings, "a shared group")
-    _refuse_key_class(settings, "members of a shared group get what comes next")
 
 
 def _refuse_key_class(settings: GroupSettings, why: str) -> None:

@@ -76,6 +76,7 @@ COMMANDS: Final[dict[str, CommandSpec]] = {
     "xtrim": CommandSpec(4, writes=True),
     "zadd": CommandSpec(4, writes=True),
     "zcard": CommandSpec(2),
+    "zcount": CommandSpec(4),
     "zmscore": CommandSpec(3),
     "zrange": CommandSpec(4),
     "zrangebylex": CommandSpec(4),

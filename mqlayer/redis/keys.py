@@ -15,8 +15,8 @@ g<id>:acks      string  bitmap from base
 g<id>:attempts  hash    offset -> attempts, times
 g<id>:outcomes  stream  unfetched outcomes, archived topics
 g<id>:rate      hash    left, at_us; g<id>:rate:<class>: the same of a key class
-g<id>:pops, queues, batches, wake  hash, zset, hash, stream  ordered pop
-g<id>:due       zset    when a queue (pop) or message (shared) is due
+g<id>:pops, queues, batches, wake  hash, zset, hash, stream  ordered pop; shared: queues, deferred messages
+g<id>:due       zset    when a queue (pop) or message (shared) is due; shared: inf, deferred
 <prefix>:ended  set     the node's ended outbox sources
 <prefix>:terms  hash    the node's source -> term
 ```

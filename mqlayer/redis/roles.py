@@ -38,6 +38,8 @@ SCRIPTS: Final[Mapping[RedisRole, frozenset[str]]] = {
             "pop_receive",
             "pop_settle",
             "rate_acquire",
+            "shared_defer",
+            "shared_deferred",
             "shared_due",
             "shared_nack",
             "shared_attempt",

@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 
 from mqlayer.domain.message import Record, records_of
 from mqlayer.domain.offsets import OffsetRange
-from mqlayer.redis.keys import group_keys, outcomes_key, partition_keys, pop_keys
+from mqlayer.redis.keys import GroupKeys, PartitionKeys, PopKeys, group_keys, outcomes_key, partition_keys, pop_keys
 from mqlayer.redis.node_connection import Command, NodeConnection, raise_for_reply
 from mqlayer.redis.partition_scripts import FailureHistory, Fenced, Refused, failures_of
 
@@ -36,11 +36,12 @@ class SharedGroupPartition:
 
 
 class EpochInForce(NamedTuple):
-    """The epoch in force; `due_in_ms`: -1 if none is due."""
+    """The epoch in force; `due_in_ms`: -1 if none is due; `deferred`: how many messages are."""
 
     committed: int
     due_in_ms: int
     newly_acquired: bool
+    deferred: int = 0
 
 
 class SharedDrained(NamedTuple):
@@ -55,6 +56,14 @@ class DueMessages(NamedTuple):
     records: Sequence[Record]
     failures: Sequence[FailureHistory | None]
     missing: Sequence[int]
+
+
+class DeferredMessages(NamedTuple):
+    """Deferred messages to handle; `after`: the class given last, `left`: how many are left."""
+
+    due: DueMessages
+    after: bytes
+    left: int
 
 
 class SharedSettled(NamedTuple):
@@ -73,7 +82,7 @@ def shared_acquire_command(
     connection: NodeConnection, group_partition: SharedGroupPartition, *, afresh: bool = False
 ) -> Command:
     """Put the epoch in force; `afresh` creates a missing native group."""
-    keys, group, due = _keys(group_partition)
+    keys, group, pops = _keys(group_partition)
     args = (
         native_group(group_partition.group_id),
         group_partition.epoch,
@@ -81,14 +90,15 @@ def shared_acquire_command(
         group_partition.seek,
         int(afresh),
     )
-    return connection.script("shared_acquire", (keys.meta, keys.log, group.lock, group.attempts, due), *args)
+    names = (keys.meta, keys.log, group.lock, group.attempts, pops.due, pops.queues)
+    return connection.script("shared_acquire", names, *args)
 
 
 def shared_acquire_reply(reply: Any, address: str) -> EpochInForce | SharedDrained | Fenced | Refused:
     """Parse shared_acquire's reply."""
     status, *facts = raise_for_reply(reply, address)
     if status == b"unchanged":
-        return EpochInForce(facts[0], facts[1], newly_acquired=False)
+        return EpochInForce(facts[0], facts[1], newly_acquired=False, deferred=facts[2])
     if status == b"acquired":
         return EpochInForce(facts[0], -1, newly_acquired=True)
     if status == b"drained":
@@ -117,11 +127,11 @@ def shared_settle_command(
     command: bytes = b"",
 ) -> Command:  # fmt: skip
     """Settle up to SETTLE_LIMIT messages. `command`: a command record's entry id."""
-    keys, group, due = _keys(group_partition)
+    keys, group, pops = _keys(group_partition)
     outcomes = outcomes_key(group_partition.prefix, group_partition.partition, group_partition.group_id)
     flat = [offset for one in ranges for offset in one]
     return connection.script(
-        "shared_settle", (keys.meta, keys.log, group.lock, group.attempts, due, outcomes),
+        "shared_settle", (keys.meta, keys.log, group.lock, group.attempts, pops.due, outcomes),
         native_group(group_partition.group_id), group_partition.epoch, member, command, encoded_outcome, len(ranges),
         *flat,
     )  # fmt: skip
@@ -143,10 +153,41 @@ def shared_due_command(
 def shared_due_reply(reply: Any, address: str) -> DueMessages | Fenced:
     """Parse shared_due's reply."""
     status, *facts = raise_for_reply(reply, address)
-    if status == b"fenced":
-        return Fenced(facts[0])
-    entries, notes, missing = facts
-    return DueMessages(records_of(entries), [failures_of(noted) if noted else None for noted in notes], missing)
+    return Fenced(facts[0]) if status == b"fenced" else _due_messages(*facts)
+
+
+def shared_defer_command(
+    connection: NodeConnection,
+    group_partition: SharedGroupPartition,
+    member: str,
+    messages: Sequence[tuple[int, bytes]],
+) -> Command:
+    """Give back up to AT_ONCE messages (offset, class) until their class's turn."""
+    keys, group, pops = _keys(group_partition)
+    flat = [fact for message in messages for fact in message]
+    args = (native_group(group_partition.group_id), group_partition.epoch, member, len(messages), *flat)
+    return connection.script("shared_defer", (keys.log, group.lock, pops.due, pops.queues), *args)
+
+
+def shared_deferred_command(
+    connection: NodeConnection,
+    group_partition: SharedGroupPartition,
+    member: str,
+    limit: int,
+    *,
+    each: int,
+    after: bytes,
+    named: Iterable[tuple[bytes, int]],
+) -> Command:
+    """Give a member deferred messages: `each` of a class, or as many as `named`."""
+    flat = [fact for one in named for fact in one]
+    return _script(connection, "shared_deferred", group_partition, member, limit, each, after, *flat, indexed=True)
+
+
+def shared_deferred_reply(reply: Any, address: str) -> DeferredMessages | Fenced:
+    """Parse shared_deferred's reply."""
+    status, *facts = raise_for_reply(reply, address)
+    return Fenced(facts[0]) if status == b"fenced" else DeferredMessages(_due_messages(*facts[:3]), *facts[3:])
 
 
 def shared_nack_command(
@@ -194,9 +235,7 @@ def shared_reclaim_command(
     connection: NodeConnection, group_partition: SharedGroupPartition, visibility_timeout_ms: int, member: str = ""
 ) -> Command:
     """Reclaim messages of silent members, or of one."""
-    keys, group, due = _keys(group_partition)
-    args = (native_group(group_partition.group_id), group_partition.epoch, visibility_timeout_ms, AT_ONCE, member)
-    return connection.script("shared_reclaim", (keys.log, group.lock, group.attempts, due), *args)
+    return _script(connection, "shared_reclaim", group_partition, visibility_timeout_ms, AT_ONCE, member, indexed=True)
 
 
 def shared_count_reply(reply: Any, address: str) -> int | Fenced | Refused:
@@ -205,21 +244,22 @@ def shared_count_reply(reply: Any, address: str) -> int | Fenced | Refused:
     return facts[0] if status in (b"returned", b"reclaimed") else _fenced_or_refused(status, facts)
 
 
-def _script(connection: NodeConnection, name: str, group_partition: SharedGroupPartition, *args: Any) -> Command:
-    keys, group, due = _keys(group_partition)
-    return connection.script(
-        name,
-        (keys.log, group.lock, group.attempts, due),
-        native_group(group_partition.group_id),
-        group_partition.epoch,
-        *args,
-    )
+def _script(
+    connection: NodeConnection, name: str, group_partition: SharedGroupPartition, *args: Any, indexed: bool = False
+) -> Command:
+    keys, group, pops = _keys(group_partition)
+    names = (keys.log, group.lock, group.attempts, pops.due, *((pops.queues,) if indexed else ()))
+    return connection.script(name, names, native_group(group_partition.group_id), group_partition.epoch, *args)
 
 
-def _keys(group_partition: SharedGroupPartition) -> tuple[Any, Any, bytes]:
+def _keys(group_partition: SharedGroupPartition) -> tuple[PartitionKeys, GroupKeys, PopKeys]:
     prefix, partition, group_id = group_partition.prefix, group_partition.partition, group_partition.group_id
     group = group_keys(prefix, partition, group_id)
-    return partition_keys(prefix, partition), group, pop_keys(prefix, partition, group_id).due
+    return partition_keys(prefix, partition), group, pop_keys(prefix, partition, group_id)
+
+
+def _due_messages(entries: Sequence[Any], notes: Sequence[bytes], missing: Sequence[int]) -> DueMessages:
+    return DueMessages(records_of(entries), [failures_of(noted) if noted else None for noted in notes], missing)
 
 
 def _fenced_or_refused(status: bytes, facts: Sequence[Any]) -> Fenced | Refused:

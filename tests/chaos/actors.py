@@ -436,16 +436,17 @@ def share(name: str, directory: Path, stopping: threading.Event) -> None:
 
     "fatal" ends the process each time, "bad" fails each time; both have a fenced effect never. "late" and "late-bad"
     wait until they are let go, then do what their names say. Till then "repaired" and "cursed" fail for good; later
-    "cursed" is another "fatal".
+    "cursed" is another "fatal". With key classes, a member has few messages in hand.
     """
     settings = mqlayer.Settings()
     app = mqlayer.App(settings)
+    key_class = os.environ.get("MQLAYER_TEST_KEY_CLASS")
     pool = ConnectionPool(settings.application_dsn(), min_size=1, max_size=4, open=True)
     begun = (directory / f"{name}.begun").open("a", buffering=1)
 
     @app.consumer(
         TOPIC, group=GROUP, mode="shared", visibility_timeout_s=0.4, backoff_s=(0.05,), attempt_limit=3,
-        options=mqlayer.MemberOptions(concurrency=4),
+        options=mqlayer.MemberOptions(concurrency=4, prefetch_count=12 if key_class else 4_000), key_class=key_class,
     )  # fmt: skip
     def book(body: bytes, ctx: mqlayer.Context) -> None:
         begun.write(f"{body.decode()} {ctx.attempt}\n")

@@ -16,6 +16,7 @@ from typing import Final
 import pytest
 
 from mqlayer.redelivery import DeadFilter, reclaim_shared, start_redrive, work_on
+from mqlayer.redis.keys import pop_keys
 from mqlayer.routes import apply_change, plan_split, retire_partitions
 from mqlayer.runtime.route_cache import load_route
 from tests.chaos.actors import GROUP
@@ -39,12 +40,13 @@ class SharedScene:
         self.running: list[Process] = []
         self.sql("CREATE TABLE public.shared_sink (body text, source int, lp int, seq bigint)")
 
-    def start(self, name: str, failpoints: str = "", role: str = "sharer") -> Process:
+    def start(self, name: str, failpoints: str = "", role: str = "sharer", key_class: str = "") -> Process:
         """Start a member, to be killed at a place."""
         environment = os.environ | {
             "MQLAYER_DSN": self.stage.dsn,
             "MQLAYER_KEY_PREFIX": self.stage.prefix,
             "MQLAYER_LEASE_S": str(LEASE_S),
+            **({"MQLAYER_TEST_KEY_CLASS": key_class} if key_class else {}),
             **armed(failpoints),
         }
         with (self.directory / f"{name}.log").open("ab") as log:
@@ -113,6 +115,28 @@ def test_a_kill_loses_nothing_and_writes_off_what_failed_once(scene: SharedScene
     assert scene.begun()["bad"] <= 4
     for partition in scene.stage.partitions:
         assert sum(pending(scene.stage, partition, GROUP).values()) == 0
+
+
+@pytest.mark.parametrize(
+    "place",
+    some_of(["shared.after_defer", "shared.before_defer", "shared.after_deferred@3"], 1),
+)
+def test_a_member_that_is_killed_at_a_flood_leaves_it_to_others(scene: SharedScene, place: str) -> None:
+    """What it had deferred, or was about to, or had taken: handled once, by members with classes or without."""
+    stage = scene.stage
+    numbers = [f"{number}" for number in range(400)]
+    stage.send((f"big/{body}", body.encode()) for body in numbers)
+    name, _, occurrence = place.partition("@")
+    killed = scene.start("first", f"{name}=kill@{occurrence or 1}", key_class="prefix:/")
+    assert killed.wait(20) == -9, "the place was not reached"
+    group_id = stage.group_id(GROUP)
+    indexed = sum(stage.redis.zcard(pop_keys(stage.prefix, one, group_id).queues) for one in stage.partitions)
+    assert indexed > 0 or name == "shared.before_defer"
+    scene.start("second", key_class="prefix:/")
+    stage.wait_settled(GROUP)
+    assert scene.sink() == sorted(numbers)
+    for partition in stage.partitions:
+        assert sum(pending(stage, partition, GROUP).values()) == due(stage, partition, GROUP) == 0
 
 
 def test_a_message_that_ends_its_process_each_time_dies_and_its_neighbours_do_not(scene: SharedScene) -> None:

@@ -133,7 +133,5 @@ def test_key_classes_are_checked(stage: Stage) -> None:
     for wrong in ("prefix:", "tenant", "header:", "prefix:\u00e9", "prefix:" + "x" * 64):
         with pytest.raises(InvalidInput, match="key_class"):
             app.consumer(stage.topic, group="g", key_class=wrong)(lambda body: None)
-    with pytest.raises(InvalidInput, match="leave key_class out"):
-        app.consumer(stage.topic, group="g", key_class=BY_PREFIX, mode="shared")(lambda body: None)
     stage.consume(lambda body: None, key_class="prefix:::")
     assert find_group(stage.database, stage.topic, "g").rules.key_class == "prefix:::"

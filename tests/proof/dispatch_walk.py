@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from mqlayer.consuming.engine.class_limits import ClassLimits
 from mqlayer.consuming.engine.clock import Lease
-from mqlayer.consuming.ordered.class_limits import ClassLimits
 from mqlayer.consuming.ordered.dispatcher import Dispatcher
 from mqlayer.consuming.ordered.owned_partitions import KeyQueue, OwnedPartition, OwnershipState
 from mqlayer.consuming.ordered.results import size_of

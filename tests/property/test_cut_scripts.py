@@ -42,7 +42,7 @@ from mqlayer.redis.pop_scripts import NoBatch, PopBatch
 from mqlayer.redis.rate_script import rate_command
 from mqlayer.redis.retention_scripts import LogBound
 from mqlayer.redis.retirement_script import group_forget_command
-from mqlayer.redis.shared_scripts import DueMessages, SharedDrained, SharedSettled
+from mqlayer.redis.shared_scripts import DeferredMessages, DueMessages, SharedDrained, SharedSettled
 from mqlayer.stack import RedisServer
 from tests.fixtures.cut_scripts import Cut, CuttingConnection, World, sites_of
 from tests.fixtures.partition_harness import (
@@ -661,8 +661,8 @@ def sharers(world: World) -> None:
             break
         sharer.reclaim() if turn % 3 == 2 else None
         one_sharer(book, sharer, turn)
-        if turn == 1:
-            plain.call(("DEL", plain.pops.due))
+        if turn in (1, 3):
+            plain.call(("DEL", plain.pops.due if turn == 1 else plain.pops.queues))
         if turn == 8:
             plain.call(("HDEL", plain.group.lock, "outcome_count"))
         if turn == 5:
@@ -675,6 +675,7 @@ def sharers(world: World) -> None:
     for _ in range(3):
         sharer.reclaim()
         sharer.due(50)
+        sharer.deferred(50)
         sharer.settle([(1, count)])
     book.check()
 
@@ -686,6 +687,13 @@ def one_sharer(book: Book, sharer: SharerScripts, turn: int) -> None:
     if isinstance(again, DueMessages):
         offsets += [record.offset for record in again.records]
         offsets += again.missing if set(again.missing) <= book.said else []
+    waiting = sharer.deferred(3)
+    if isinstance(waiting, DeferredMessages):
+        offsets += [record.offset for record in waiting.due.records]
+        offsets += waiting.due.missing if set(waiting.due.missing) <= book.said else []
+    if turn % 5 == 3 and offsets:
+        sharer.defer([(offset, b"%d" % (offset % 2)) for offset in offsets])
+        return
     if turn % 4 == 1 and offsets:
         sharer.nack([(offset, 1 if offset % 2 else None) for offset in offsets])
         if turn < 9:
@@ -701,7 +709,7 @@ def one_sharer(book: Book, sharer: SharerScripts, turn: int) -> None:
     if offsets:
         ranges = as_ranges(sorted(set(offsets)))
         book.said |= set(offsets)
-        letter = "e" if turn % 5 == 3 else "h"
+        letter = "e" if turn % 5 == 4 else "h"
         told = all_handled(ranges, max(offsets), max_entries=3 if turn > 20 else 100, letter=letter)
         answer = sharer.settle(ranges, told=told)
         assert isinstance(answer, SharedSettled | None)

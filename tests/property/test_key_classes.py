@@ -8,9 +8,9 @@ from collections import Counter, deque
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from mqlayer.consuming.engine.class_limits import ClassLimits
+from mqlayer.consuming.engine.fair_queue import TURN, FairQueue
 from mqlayer.consuming.ordered.class_backlogs import ClassBacklogs
-from mqlayer.consuming.ordered.class_limits import ClassLimits
-from mqlayer.consuming.ordered.fair_queue import TURN, FairQueue
 from mqlayer.consuming.ordered.owned_partitions import KeyQueue, OwnedPartition
 from mqlayer.consuming.ordered.ready_queues import end_turn
 from mqlayer.domain.key_classes import KeyClassRule, check_key_class, key_class_rule
@@ -37,7 +37,7 @@ def owned_partition() -> OwnedPartition:
 @given(st.lists(st.tuples(st.sampled_from(TENANTS), st.integers(1, 40)), min_size=1, max_size=60))
 def test_classes_with_messages_waiting_begin_as_many_as_each_other(key_queues: list[tuple[str, int]]) -> None:
     """Between any two that wait all the time, one turn of the longest and one message are the difference."""
-    owned, ready = owned_partition(), FairQueue(rule())
+    owned, ready = owned_partition(), FairQueue[KeyQueue](rule())
     waiting: Counter[str] = Counter()
     for number, (tenant, messages) in enumerate(key_queues):
         record = Record(number, b"1:0:1:0", f"{tenant}/{number}".encode(), b"")
@@ -61,7 +61,7 @@ def test_classes_with_messages_waiting_begin_as_many_as_each_other(key_queues: l
 
 
 def test_a_class_that_was_idle_neither_saved_up_nor_owes() -> None:
-    owned, ready = owned_partition(), FairQueue(rule())
+    owned, ready = owned_partition(), FairQueue[KeyQueue](rule())
     taken: list[bytes] = []
 
     def add(name: bytes, count: int) -> None:
@@ -87,7 +87,7 @@ def test_no_class_begins_more_than_its_limits_and_nothing_is_left(seed: int) -> 
     rng, owned = random.Random(seed), owned_partition()
     key_queues = [(rng.choice("ab"), rng.randint(1, 40)) for _ in range(rng.randint(1, 30))]
     concurrency = rng.randint(1, 3)
-    ready = FairQueue(rule(), limits=ClassLimits(concurrency, RateLimit.of(40.0, None)))
+    ready = FairQueue[KeyQueue](rule(), limits=ClassLimits(concurrency, RateLimit.of(40.0, None)))
     for number, (tenant, messages) in enumerate(key_queues):
         record = Record(number, b"1:0:1:0", f"{tenant}/{number}".encode(), b"")
         key_queue = KeyQueue(owned, record.key, record)

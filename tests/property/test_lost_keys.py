@@ -25,7 +25,7 @@ from mqlayer.redis.node_connection import Command, NodeConnection
 from mqlayer.redis.outcomes import encode_pop_outcome
 from mqlayer.redis.partition_scripts import AppendReply, LockTaken
 from mqlayer.redis.pop_scripts import PopBatch
-from mqlayer.redis.shared_scripts import DueMessages, EpochInForce
+from mqlayer.redis.shared_scripts import DeferredMessages, DueMessages, EpochInForce
 from mqlayer.topics import create_topic, register_node
 from mqlayer.topics.nodes import rearm_node
 from tests.fixtures.partition_harness import KEYS, SOURCE, Book, PartitionHarness, all_handled, keyed_run
@@ -178,6 +178,8 @@ def sharer(lost: Lost, most: int) -> Callable[[], None]:
             scripts.reclaim()
     again = scripts.due(5)
     offsets += [record.offset for record in again.records] if isinstance(again, DueMessages) else []
+    waiting = scripts.deferred(2)
+    offsets += [record.offset for record in waiting.due.records] if isinstance(waiting, DeferredMessages) else []
 
     def go_on(some: list[int]) -> None:
         lost.handle_at(some)
@@ -194,6 +196,9 @@ def sharer(lost: Lost, most: int) -> Callable[[], None]:
     if back:
         with group_may_be_gone():
             scripts.nack([(offset, 1) for offset in back])
+    if rest:
+        with group_may_be_gone():
+            scripts.defer([(rest[-1], b"a")])
     return lambda: go_on(rest)
 
 
@@ -204,7 +209,7 @@ WAYS: Final[dict[Way, tuple[str, ...]]] = {
     receiver: (
         *PARTITION, "lock", "acks", "attempts", "outcomes", "rate", "pops", "queues", "due", "batches", "wake",
     ),
-    sharer: (*PARTITION, "lock", "attempts", "outcomes", "rate", "due", NATIVE),
+    sharer: (*PARTITION, "lock", "attempts", "outcomes", "rate", "due", "queues", NATIVE),
 }  # fmt: skip
 
 

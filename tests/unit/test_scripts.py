@@ -14,7 +14,7 @@ SETTLING = {
     "partition_retire", "partition_seal", "partition_open", "mark_skip", "dedup_load", "group_forget",
     "pop_receive", "pop_settle", "rate_acquire", "shared_acquire", "shared_settle", "shared_due", "shared_nack",
     "shared_attempt", "shared_extend", "shared_reclaim", "source_end", "source_term", "log_recount", "marks_drop",
-    "position_drop",
+    "position_drop", "shared_defer", "shared_deferred",
 }  # fmt: skip
 READING = {
     "group_position", "key_find", "log_bound", "log_chain", "log_select", "log_search", "log_ends", "marks_read",

@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 
 from mqlayer.consuming.shared import prefetch as pools
-from mqlayer.consuming.shared.prefetch import FetchedBatch, Prefetch
+from mqlayer.consuming.shared import ready_slices
+from mqlayer.consuming.shared.fetched_batch import FetchedBatch
+from mqlayer.consuming.shared.prefetch import Prefetch
+from mqlayer.consuming.shared.ready_slices import WorkSlice
 from mqlayer.domain.message import Record
 from mqlayer.domain.routing import NodeId, PartitionId
 from mqlayer.groups.pop_partitions import PopPartition
@@ -24,7 +27,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(pools, "clock", clock)
+    for module in (pools, ready_slices):
+        monkeypatch.setattr(module, "clock", clock)
     return clock
 
 
@@ -54,12 +58,12 @@ def test_a_suspect_that_its_worker_has_not_begun_for_long_is_not_given_to_anothe
     assert taken is not None
     assert taken[0] is first
     worker_slot = pool.new_worker_slot()
-    worker_slot.begin(*taken, clock())
+    worker_slot.begin(taken, clock())
     clock.now += 1.0
     assert pool.reclaim_slow() == []
     assert pool.next_slice(0.0) is None, "it runs alone"
-    pool.return_slice(first, ())
-    assert pool.next_slice(0.0) == (second, second.records)
+    pool.return_slice(WorkSlice(first, first.records), ())
+    assert pool.next_slice(0.0) == WorkSlice(second, second.records)
 
 
 def test_what_is_stuck_of_a_node_that_is_away_takes_no_room(pool: Prefetch, clock: Clock) -> None:
@@ -81,7 +85,7 @@ def test_what_nobody_began_is_taken_out_once_and_begun_by_nobody(pool: Prefetch,
     found = pool.take_unstarted(lambda one: one.assignment.node == 1)
     assert found == [(batch, [1, 3]), (suspect, [4])]
     assert pool.take_unstarted(lambda one: one.assignment.node == 1) == []
-    assert pool.next_slice(0.0) == (elsewhere, elsewhere.records)
+    assert pool.next_slice(0.0) == WorkSlice(elsewhere, elsewhere.records)
 
 
 def test_a_message_is_ours_while_its_node_said_so_lately(pool: Prefetch, clock: Clock) -> None:

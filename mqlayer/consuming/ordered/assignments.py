@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from mqlayer.consuming.engine.breaker_session import BreakerSession
+from mqlayer.consuming.engine.class_limits import ClassLimits
 from mqlayer.consuming.engine.clock import clock
 from mqlayer.consuming.engine.core import MemberCore
 from mqlayer.consuming.engine.nodes import MemberNodes
 from mqlayer.consuming.engine.partitions import MemberPartitions
-from mqlayer.consuming.ordered.class_limits import ClassLimits
 from mqlayer.consuming.ordered.dispatcher import Dispatcher
 from mqlayer.consuming.ordered.owned_partitions import OwnedPartition, OwnershipState
 from mqlayer.consuming.ordered.ownership import Ownership

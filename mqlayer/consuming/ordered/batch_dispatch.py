@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from mqlayer.consuming.api.batches import BatchOf
 from mqlayer.consuming.engine.circuit_breaker import CircuitBreaker
 from mqlayer.consuming.engine.clock import Lease, clock
+from mqlayer.consuming.engine.fair_queue import FairQueue
 from mqlayer.consuming.ordered.dispatcher import Dispatcher
-from mqlayer.consuming.ordered.fair_queue import FairQueue
 from mqlayer.consuming.ordered.owned_partitions import KeyQueue, OwnedPartition, OwnershipState
 from mqlayer.consuming.ordered.ready_queues import ReadyQueues, admitted, end_turn
 from mqlayer.consuming.ordered.results import size_of
@@ -179,9 +179,9 @@ class BatchDispatcher(Dispatcher):
             return self._batches.batch_due_s(timeout_s)
 
 
-def oldest(ready: deque[KeyQueue] | FairQueue) -> KeyQueue:
+def oldest(ready: deque[KeyQueue] | FairQueue[KeyQueue]) -> KeyQueue:
     """Return the key queue that has waited longest."""
-    return ready.oldest if isinstance(ready, FairQueue) else ready[0]
+    return min(ready.heads(), key=lambda head: head.since) if isinstance(ready, FairQueue) else ready[0]
 
 
 def is_alone(key_queue: KeyQueue, record: Record) -> bool:

@@ -10,12 +10,11 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
+from mqlayer.consuming.engine.class_limits import class_has_room, class_load
 from mqlayer.domain.key_classes import KeyClassRule
 from mqlayer.domain.message import NO_KEY, Record
 
 BUCKETS: Final = 4096
-LEAST_LOAD: Final = 256
-"""Fewer messages are not worth a read, unless a smaller part of the room is an eighth of it, or none waits."""
 
 
 class ClassShare:
@@ -104,13 +103,9 @@ class ClassBacklogs:
         if not self._backlogs:
             return None
         name, share = min(self._backlogs.items(), key=lambda entry: entry[1].waiting)
-        room = (self._limit - count - share.waiting) // 2
-        room = min(room, int((self._bytes_limit - size) / record_bytes), most)
-        if room < min(LEAST_LOAD, max(1, self._limit // 8), most):
-            if share.waiting or not self._has_room(0, count, size):
-                return None
-            room = 1
-        return name, share.first(room)
+        size_room = int((self._bytes_limit - size) / record_bytes)
+        room = class_load(share.waiting, count, self._limit, size_room=size_room, most=most)
+        return (name, share.first(room)) if room else None
 
     def loaded(self, name: bytes, offsets: Sequence[int]) -> None:
         """Forget offsets that were read again."""
@@ -127,10 +122,7 @@ class ClassBacklogs:
                 del self._in_bucket[bucket], self._buckets[bucket]
 
     def _has_room(self, waiting: int, count: int, size: int) -> bool:
-        # Half of what is left, so that a class without any finds room; each class may have one message.
-        if not waiting:
-            return count < 2 * self._limit
-        return waiting < self._limit - count and size < self._bytes_limit
+        return class_has_room(waiting, count, self._limit) and not (waiting and size >= self._bytes_limit)
 
     def _class_behind(self, record: Record) -> bytes:
         """Return the class whose backlog has messages of the key, else the message's."""

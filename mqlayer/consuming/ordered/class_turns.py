@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 
+from mqlayer.consuming.engine.class_limits import NO_LIMITS, ClassLimits
+from mqlayer.consuming.engine.fair_queue import FairQueue
 from mqlayer.consuming.ordered.class_backlogs import ClassBacklogs
-from mqlayer.consuming.ordered.class_limits import NO_LIMITS, ClassLimits
-from mqlayer.consuming.ordered.fair_queue import FairQueue
 from mqlayer.consuming.ordered.owned_partitions import KeyQueue, OwnedPartition, OwnershipState
 from mqlayer.consuming.ordered.ready_queues import ReadyQueues
 from mqlayer.domain.key_classes import KeyClassRule
@@ -91,7 +91,7 @@ class ClassTurns:
                     self._queues.on_parking()
 
 
-def _sorted(rule: KeyClassRule | None, waiting: list[KeyQueue]) -> deque[KeyQueue] | FairQueue:
+def _sorted(rule: KeyClassRule | None, waiting: list[KeyQueue]) -> deque[KeyQueue] | FairQueue[KeyQueue]:
     for key_queue in waiting:
         key_queue.class_turn = None
     return deque(waiting) if rule is None else FairQueue(rule, waiting)

@@ -13,12 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from enum import Enum, auto
 
+from mqlayer.consuming.engine.class_limits import ClassTurn
 from mqlayer.consuming.engine.clock import clock
 from mqlayer.consuming.engine.delivery_times import DeliveryTimes
 from mqlayer.consuming.engine.failure_actions import ParkKey
 from mqlayer.consuming.ordered.attempts import Attempts
 from mqlayer.consuming.ordered.class_backlogs import ClassBacklogs, ClassShare
-from mqlayer.consuming.ordered.class_limits import ClassTurn
 from mqlayer.consuming.ordered.excluded_records import ExcludedRecords
 from mqlayer.consuming.ordered.parked_keys import NEVER, OwnedParkedKey, OwnedParkedKeys, QueuedMessages
 from mqlayer.consuming.ordered.results import Results, Room

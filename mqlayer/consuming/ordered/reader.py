@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
+from mqlayer.consuming.engine.class_rates import ClassRatePoller
 from mqlayer.consuming.engine.core import MemberCore
 from mqlayer.consuming.engine.node_service import NodeService
 from mqlayer.consuming.engine.rate_limiter import RatePoller
-from mqlayer.consuming.ordered.class_rates import ClassRatePoller
 from mqlayer.consuming.ordered.dispatcher import Dispatcher
 from mqlayer.consuming.ordered.owned_partitions import OwnedPartition, OwnershipState
 from mqlayer.consuming.ordered.ownership import Ownership
@@ -83,7 +83,7 @@ class Reader(NodeService):
             return
         if self._poller.due() and self._rate_limiter.wait_s() > 0:
             self._ask_rates(opened)
-        self._class_poller.poll(opened)
+        self._class_poller.poll(owned.lock_holder for owned in opened)
         loaded = self._reloader.load_backlogs(opened)
         for owned in opened:
             self._reloader.reload(owned, self._capacity(owned))

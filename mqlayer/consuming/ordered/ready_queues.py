@@ -11,7 +11,7 @@ from typing import Final
 
 from mqlayer.consuming.engine.circuit_breaker import CircuitBreaker
 from mqlayer.consuming.engine.clock import Lease, clock
-from mqlayer.consuming.ordered.fair_queue import FairQueue
+from mqlayer.consuming.engine.fair_queue import FairQueue
 from mqlayer.consuming.ordered.owned_partitions import KeyQueue, OwnedPartition, OwnershipState
 from mqlayer.domain.routing import PartitionId
 
@@ -37,7 +37,7 @@ class ReadyQueues:
         self._idle = 0
         # Resumed key queues that workers finished.
         self._returned: deque[KeyQueue] = deque()
-        self.ready: deque[KeyQueue] | FairQueue = deque()
+        self.ready: deque[KeyQueue] | FairQueue[KeyQueue] = deque()
         # Finished key queues. Appended without the lock: with one message per key, each message would take it.
         self._done: deque[KeyQueue] = deque()
         self.done: Callable[[KeyQueue], None] = self._done.append
@@ -253,17 +253,17 @@ class ReadyQueues:
         return True
 
 
-def end_turn(ready: deque[KeyQueue] | FairQueue, key_queue: KeyQueue) -> None:
+def end_turn(ready: deque[KeyQueue] | FairQueue[KeyQueue], key_queue: KeyQueue) -> None:
     """Count a class's running key less."""
     turn, key_queue.counts_for = key_queue.counts_for, None
     if turn is not None and isinstance(ready, FairQueue):
         ready.ended(turn)
 
 
-def drop_queues(ready: deque[KeyQueue] | FairQueue, owned: OwnedPartition) -> None:
+def drop_queues(ready: deque[KeyQueue] | FairQueue[KeyQueue], owned: OwnedPartition) -> None:
     """Take a partition's key queues out."""
     if isinstance(ready, FairQueue):
-        ready.drop(owned)
+        ready.keep(lambda key_queue: key_queue.owned is not owned)
     else:
         others = [key_queue for key_queue in ready if key_queue.owned is not owned]
         ready.clear()

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
-from mqlayer.consuming.shared.prefetch import FetchedBatch
+from mqlayer.consuming.shared.fetched_batch import FetchedBatch
 from mqlayer.consuming.shared.store import ClaimRef
 from mqlayer.domain.routing import PartitionId
 from mqlayer.parking import DeadLetterEntry, FailedAttempt

@@ -9,8 +9,9 @@ from mqlayer.consuming.engine.core import MemberCore
 from mqlayer.consuming.engine.events import MemberEvents
 from mqlayer.consuming.shared.failure_queues import DeadLetterWrite, FailureQueues, write_each
 from mqlayer.consuming.shared.failures import exhausted
+from mqlayer.consuming.shared.fetched_batch import FetchedBatch
 from mqlayer.consuming.shared.partitions import SharedPartitions
-from mqlayer.consuming.shared.prefetch import FetchedBatch, Prefetch
+from mqlayer.consuming.shared.prefetch import Prefetch
 from mqlayer.consuming.shared.results import SharedResults
 from mqlayer.consuming.shared.store import ClaimedMessage, SharedStore
 from mqlayer.domain.routing import PartitionId

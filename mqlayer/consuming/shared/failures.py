@@ -10,7 +10,7 @@ from mqlayer.consuming.engine.core import MemberCore
 from mqlayer.consuming.engine.events import MemberEvents
 from mqlayer.consuming.engine.failure_actions import DeadLetter, FailureAction, RetryInPlace, failure_action
 from mqlayer.consuming.shared.failure_queues import FailureQueues
-from mqlayer.consuming.shared.prefetch import FetchedBatch
+from mqlayer.consuming.shared.fetched_batch import FetchedBatch
 from mqlayer.consuming.shared.results import SharedResults
 from mqlayer.domain.message import NO_KEY, ParkedRecord, Record
 from mqlayer.domain.retry_rules import RetryRules

@@ -6,14 +6,17 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from mqlayer.consuming.engine.breaker_session import BreakerSession
+from mqlayer.consuming.engine.class_limits import ClassLimits
 from mqlayer.consuming.engine.clock import clock
 from mqlayer.consuming.engine.core import MemberCore
 from mqlayer.consuming.engine.events import MemberEvents
 from mqlayer.consuming.engine.nodes import MemberNodes, R, S
 from mqlayer.consuming.engine.partitions import MemberPartitions
 from mqlayer.consuming.shared.failure_queues import FailureQueues
-from mqlayer.consuming.shared.prefetch import FetchedBatch, Prefetch
+from mqlayer.consuming.shared.fetched_batch import FetchedBatch
+from mqlayer.consuming.shared.prefetch import Prefetch
 from mqlayer.consuming.shared.store import ClaimedMessage, SharedStore
+from mqlayer.domain.key_classes import key_class_rule
 from mqlayer.domain.message import Identity, Record
 from mqlayer.domain.routing import NodeId, PartitionId
 from mqlayer.errors import MqlayerError
@@ -38,6 +41,8 @@ class SharedPartition:
     __slots__ = (
         "acquired",
         "dead",
+        "deferred",
+        "deferred_after",
         "due_in_ms",
         "group_partition",
         "has_unknown",
@@ -51,14 +56,20 @@ class SharedPartition:
         self.info, self.group_partition = one, group_partition
         self.acquired, self.has_unknown = False, True
         self.due_in_ms, self.paused_until, self.refused = -1, 0.0, 0
+        # How many messages wait on the node for their class's turn, and the class that the node gave last.
+        self.deferred, self.deferred_after = 0, b""
         # Dead or redriven messages that may come again, after a fall-back also at other offsets.
         self.dead: set[Identity] = set()
         # Recorded marks of a parent whose last messages its successors hold too.
         self.marks: Mapping[str, int] = {}
 
-    def confirm(self, due_in_ms: int) -> None:
+    def confirm(self, due_in_ms: int, deferred: int) -> None:
         """Note a confirmed epoch."""
-        self.acquired, self.due_in_ms, self.refused = True, due_in_ms, 0
+        self.acquired, self.due_in_ms, self.refused, self.deferred = True, due_in_ms, 0, deferred
+
+    def took_deferred(self, after: bytes, left: int) -> None:
+        """Note the class given last, and how many are left."""
+        self.deferred_after, self.deferred = after, left
 
     def messages_due(self) -> None:
         """Note that given back messages are due."""
@@ -141,6 +152,8 @@ class SharedPartitions(MemberPartitions):
             self._refresh()
             partitions = self.all()
             settings.rate_limiter.configure(partitions[0].info.rate if partitions else None, len(partitions))
+            limits = ClassLimits(settings.rules.class_concurrency, reply.class_rate, max(1, len(partitions)))
+            self._prefetch.classes.follow(key_class_rule(settings.rules.key_class), limits)
             for node_id in {partition.info.node for partition in partitions}:
                 self._open_node(node_id)
         except MqlayerError as error:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Final, Literal
 
 from mqlayer.consuming.engine.circuit_breaker import CircuitBreaker
 from mqlayer.consuming.engine.clock import clock
-from mqlayer.consuming.shared.store import ClaimedMessage
+from mqlayer.consuming.shared.fetched_batch import FetchedBatch
+from mqlayer.consuming.shared.ready_slices import ReadySlices, WorkSlice
+from mqlayer.consuming.shared.shared_classes import ReadAhead, SharedClasses
 from mqlayer.domain.message import Record
 from mqlayer.domain.routing import NodeId
-from mqlayer.groups.pop_partitions import PopPartition
-from mqlayer.redis.shared_scripts import SharedGroupPartition
 
 AHEAD_S: Final = 0.5
 """Read-ahead, in seconds of work."""
@@ -24,81 +24,6 @@ TIME_SLICE_S: Final = 0.05
 SLICE_LIMIT: Final = 500
 FRESH: Final = 0.9
 """Messages extended longer ago, in visibility timeouts, don't start."""
-
-
-class FetchedBatch:
-    """Records of one partition from one call; contexts use it as their partition.
-
-    `group_partition`: None for redriven messages. `epoch`: the fence's. `suspect`: it may have killed its former
-    member.
-    """
-
-    __slots__ = (
-        "assignment",
-        "attempts",
-        "claim",
-        "dropped",
-        "ended",
-        "epoch",
-        "extended_at",
-        "group_partition",
-        "hung",
-        "lost",
-        "partition",
-        "read_at",
-        "records",
-        "size",
-        "suspect",
-    )  # fmt: skip
-    ordered: Final = False
-
-    def __init__(
-        self,
-        one: PopPartition,
-        group_partition: SharedGroupPartition | None,
-        epoch: int,
-        records: Sequence[Record],
-        now: float,
-    ) -> None:
-        self.assignment, self.group_partition, self.epoch, self.records = one, group_partition, epoch, records
-        self.partition = one.partition
-        self.read_at = self.extended_at = now
-        self.attempts: dict[int, int] = {}
-        # Offsets settled or given back, and offsets that other members have.
-        self.ended: set[int] = set()
-        self.lost: set[int] = set()
-        # Offsets left out of the last extension: their handlers run too long.
-        self.hung: set[int] = set()
-        self.size = sum([len(record[3]) for record in records])
-        self.suspect = self.dropped = False
-        # Of a redriven message.
-        self.claim: ClaimedMessage | None = None
-
-    def of_claim(self, claim: ClaimedMessage) -> None:
-        """Be a redriven message's."""
-        self.claim = claim
-
-    def extended(self, at: float, hung: Collection[int] = ()) -> None:
-        """Note an extension, except of `hung` offsets."""
-        self.extended_at, self.hung = at, set(hung)
-
-    def exclude(self, offsets: Iterable[int]) -> None:
-        """Start none of these."""
-        self.lost.update(offsets)
-
-    def count_failed(self, attempts: Mapping[int, int], *, suspect: bool = False) -> None:
-        """Note earlier failed attempts; `suspect`: it may have killed its former member."""
-        self.attempts, self.suspect = dict(attempts), suspect
-
-    @property
-    def open(self) -> list[int]:
-        """Offsets neither settled, given back nor lost."""
-        ended, lost = self.ended, self.lost
-        return [record.offset for record in self.records if record.offset not in ended and record.offset not in lost]
-
-
-WorkSlice = tuple[FetchedBatch, Sequence[Record]]
-"""Records for one worker."""
 
 
 class Suspects:
@@ -116,14 +41,19 @@ class Suspects:
         """Add one."""
         (self._blamed if batch.attempts.get(batch.records[0].offset) else self._new).append(batch)
 
-    def next(self) -> WorkSlice | None:
-        """Take one that may start."""
+    def next(self, begin: Callable[[FetchedBatch], WorkSlice | None]) -> WorkSlice | None:
+        """Take one that may start, and that `begin` lets begin."""
         if self._alone or not (self._new or (self._blamed and not self._guarded)):
             return None
-        self._alone = not self._new
-        self._guarded += 1
-        batch = (self._new or self._blamed).popleft()
-        return batch, batch.records
+        waiting = self._new or self._blamed
+        for batch in waiting:
+            found = begin(batch)
+            if found is not None:
+                self._alone = not self._new
+                self._guarded += 1
+                waiting.remove(batch)
+                return found
+        return None
 
     def ended(self) -> None:
         """Count one less."""
@@ -146,15 +76,15 @@ class WorkerSlot:
     __slots__ = ("offset", "since", "work")
 
     def __init__(self) -> None:
-        self.work: tuple[FetchedBatch, deque[Record], deque[int]] | None = None
+        self.work: tuple[WorkSlice, deque[Record], deque[int]] | None = None
         self.offset, self.since = 0, 0.0
 
-    def begin(self, batch: FetchedBatch, records: Sequence[Record], now: float) -> tuple[deque[Record], deque[int]]:
+    def begin(self, work: WorkSlice, now: float) -> tuple[deque[Record], deque[int]]:
         """Begin records; return unstarted and handled ones."""
-        todo: deque[Record] = deque(records)
+        todo: deque[Record] = deque(work.records)
         done: deque[int] = deque()
         self.since = now
-        self.work = (batch, todo, done)
+        self.work = (work, todo, done)
         return todo, done
 
 
@@ -183,7 +113,8 @@ class Prefetch:
         self._concurrency, self._count_limit, self._bytes_limit = concurrency, prefetch_count, prefetch_bytes
         self.visibility_timeout_s = visibility_timeout_s
         self._changed = threading.Condition()
-        self._ready: deque[WorkSlice] = deque()
+        self._ready = ReadySlices(visibility_timeout_s * FRESH)
+        self.classes = SharedClasses(self._changed, self._ready, self._read_ahead, self.wake_workers)
         self._suspects = Suspects()
         self._batches: dict[int, FetchedBatch] = {}
         self._worker_slots: list[WorkerSlot] = []
@@ -206,10 +137,11 @@ class Prefetch:
             stuck = [batch for batch in self.batches() if batch.assignment.node in self._unreachable]
             count -= sum(len(batch.records) - len(batch.ended) for batch in stuck)
             size -= sum(batch.size for batch in stuck)
-        if size >= self._bytes_limit:
-            return 0
-        ahead = int(self._concurrency * AHEAD_S / self._pace_s)
-        return min(self._count_limit, max(2 * self._concurrency, ahead)) - count
+        return 0 if size >= self._bytes_limit else self._read_ahead().limit - count
+
+    def _read_ahead(self) -> ReadAhead:
+        limit = max(2 * self._concurrency, int(self._concurrency * AHEAD_S / self._pace_s))
+        return ReadAhead(self.count, min(self._count_limit, limit), self.bytes, self._bytes_limit)
 
     def note_node(self, node_id: NodeId, *, unreachable: bool) -> None:
         """Messages of silent nodes take no capacity."""
@@ -229,10 +161,8 @@ class Prefetch:
             if batch.suspect:
                 self._suspects.put(batch)
             else:
-                self._ready.append((batch, batch.records))
-            self._changed.notify_all()
-        if self._on_ready is not None:
-            self._on_ready()
+                self._ready.put(batch, batch.records)
+        self.wake_workers()
 
     # -- handling ------------------------------------------------------------------------------------------------------
 
@@ -266,57 +196,37 @@ class Prefetch:
     def _next(self) -> WorkSlice | None:
         if self.stopping:
             return None
+        begin_suspect = self._ready.begin_beside
         if not self._breaker.engaged:
             count = max(1, min(SLICE_LIMIT, int(SLICE_S / self._pace_s)))
-            return self._suspects.next() or self._next_slice(count)
+            return self._suspects.next(begin_suspect) or self._ready.next(count)
         # One message, a suspect where nothing else waits.
-        found = (self._next_slice(1) or self._suspects.next()) if self._breaker.room() else None
+        found = (self._ready.next(1) or self._suspects.next(begin_suspect)) if self._breaker.room() else None
         if found is not None:
-            self._breaker.begin(found[1][0])
+            self._breaker.begin(found.records[0])
         return found
-
-    def _next_slice(self, count: int) -> WorkSlice | None:
-        limit, now = self.visibility_timeout_s * FRESH, clock()
-        for _ in range(len(self._ready)):
-            batch, records = self._ready.popleft()
-            if batch.dropped:
-                continue
-            if now - batch.extended_at > limit:
-                # Waits until the node confirms that it is still this member's.
-                self._ready.append((batch, records))
-                continue
-            if len(records) > count:
-                self._ready.appendleft((batch, records[count:]))
-                records = records[:count]
-            return batch, records
-        return None
 
     def take_unstarted(self, of: Callable[[FetchedBatch], bool]) -> list[tuple[FetchedBatch, list[int]]]:
         """Remove matching unstarted messages; return batches and offsets."""
         with self._changed:
-            slices = [
-                *self._ready,
-                *((batch, batch.records) for batch in self._suspects.batches()),
-            ]
-            found = [(batch, records) for batch, records in slices if of(batch)]
-            if found:
-                ready = [one for one in self._ready if not of(one[0])]
-                self._ready.clear()
-                self._ready.extend(ready)
-                self._suspects.keep(lambda batch: not of(batch))
-        open_of = [(batch, set(batch.open), records) for batch, records in found if not batch.dropped]
+            found = self._ready.take(of)
+            found += [WorkSlice(batch, batch.records) for batch in self._suspects.batches() if of(batch)]
+            self._suspects.keep(lambda batch: not of(batch))
+        open_of = [(one.batch, set(one.batch.open), one.records) for one in found if not one.batch.dropped]
         return [(batch, [r.offset for r in records if r.offset in left]) for batch, left, records in open_of]
 
-    def return_slice(self, batch: FetchedBatch, records: Sequence[Record]) -> None:
-        """Take back unstarted records; end a suspect's start."""
+    def return_slice(self, work: WorkSlice, records: Sequence[Record]) -> None:
+        """End a slice; take back unstarted records, or end a suspect's start."""
         with self._changed:
-            if batch.suspect:
+            if work.batch.suspect:
                 self._suspects.ended()
             if records:
-                self._ready.appendleft((batch, records))
-            if records or batch.suspect:
+                self._ready.put_first(work, records)
+            self._ready.ended(work.turn)
+            woken = bool(records) or (work.turn is not None and self.classes.limits.concurrency is not None)
+            if woken or work.batch.suspect:
                 self._changed.notify_all()
-        if records and self._on_ready is not None:
+        if woken and self._on_ready is not None:
             self._on_ready()
 
     def reclaim_slow(self) -> list[tuple[FetchedBatch, list[int]]]:
@@ -325,19 +235,17 @@ class Prefetch:
         for worker_slot in self._worker_slots:
             work = worker_slot.work
             # Only its worker handles a suspect, and ends its guarded start.
-            if work is None or work[0].suspect or now - worker_slot.since < TIME_SLICE_S:
+            if work is None or work[0].batch.suspect or now - worker_slot.since < TIME_SLICE_S:
                 continue
-            batch, todo, done = work
+            of_worker, todo, done = work
             rest = drain(todo)
             if rest:
                 with self._changed:
-                    self._ready.appendleft((batch, rest))
-                    self._changed.notify_all()
-                if self._on_ready is not None:
-                    self._on_ready()
+                    self._ready.put_first(of_worker, rest)
+                self.wake_workers()
             handled = drain(done)
             if handled:
-                found.append((batch, handled))
+                found.append((of_worker.batch, handled))
         return found
 
     def note_pace(self, count: int, seconds: float) -> None:
@@ -370,6 +278,7 @@ class Prefetch:
                 batch.dropped = True
                 self.count -= len(batch.records) - len(batch.ended)
                 self._forget(batch)
+            self._ready.forget_dropped()
             self._suspects.keep(lambda batch: not batch.dropped)
 
     def status_of(self, batch: FetchedBatch, offset: int) -> Literal["ours", "unsure", "gone"]:
@@ -392,7 +301,7 @@ class Prefetch:
         """Return (batch id, offset) of handlers running beyond `limit_s`."""
         now = clock()
         found = [(worker_slot.work, worker_slot.offset, worker_slot.since) for worker_slot in self._worker_slots]
-        return {(id(work[0]), offset) for work, offset, since in found if work and now - since > limit_s}
+        return {(id(work[0].batch), offset) for work, offset, since in found if work and now - since > limit_s}
 
     def running(self) -> set[tuple[int, int]]:
         """Return (batch id, offset) of all handlers."""

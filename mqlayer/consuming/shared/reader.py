@@ -5,20 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
+from mqlayer.consuming.engine.class_rates import ClassRatePoller
 from mqlayer.consuming.engine.clock import clock
 from mqlayer.consuming.engine.core import MemberCore
 from mqlayer.consuming.engine.node_service import NodeService
 from mqlayer.consuming.engine.rate_limiter import RatePoller
+from mqlayer.consuming.shared.deferrals import Deferrals
 from mqlayer.consuming.shared.failure_queues import FailureQueues
+from mqlayer.consuming.shared.fetched_batch import FetchedBatch
+from mqlayer.consuming.shared.intake import SharedIntake
 from mqlayer.consuming.shared.partitions import SharedPartition, SharedPartitions
-from mqlayer.consuming.shared.prefetch import FetchedBatch, Prefetch
+from mqlayer.consuming.shared.prefetch import Prefetch
 from mqlayer.consuming.shared.results import SharedResults
-from mqlayer.domain.message import Record, pop_command, records_of
+from mqlayer.domain.message import pop_command, records_of
 from mqlayer.failpoints import failpoint
 from mqlayer.logs import event_logger
 from mqlayer.randomness import RNG
 from mqlayer.redis.node_connection import NodeConnection, raise_for_reply
-from mqlayer.redis.partition_scripts import FailureHistory, Fenced, Refused
+from mqlayer.redis.partition_scripts import Fenced, Refused
 from mqlayer.redis.shared_scripts import (
     AT_ONCE,
     DueMessages,
@@ -44,6 +48,8 @@ READ_COUNT: Final = 500
 DUE_COUNT: Final = 100
 BLOCK_MS: Final = 100
 """Longest blocking read; delays the notice of new partitions."""
+DEFERRED_WAIT_S: Final = 0.01
+"""Pause while deferred messages find no room, and nothing new comes."""
 TIME_SLICE_MS: Final = 10
 """Shortest blocking read while partitions take turns."""
 RETRY_S: Final = (0.05, 1.0)
@@ -75,6 +81,11 @@ class SharedReader(NodeService):
         self._extend_at = self._reclaim_at = 0.0
         self._at = 0
         self._poller = RatePoller(self._rate_limiter)
+        self._class_poller = ClassRatePoller(connection, prefetch.classes)
+        self._deferrals = Deferrals(connection, core.member_id, prefetch.classes, self._rate_limiter, partitions.void)
+        self._intake = SharedIntake(self._settings, partitions, prefetch, results, queues, self._deferrals)
+        # Whether the last read found anything.
+        self._found = False
 
     def _await_work(self) -> None:
         """Wait in the read."""
@@ -118,14 +129,32 @@ class SharedReader(NodeService):
         capacity = self._prefetch.capacity()
         if capacity > 0 and self._poller.due():
             self._ask_rates(acquired)
+        self._class_poller.poll(partition.group_partition for partition in acquired)
         capacity = self._rate_limiter.available(capacity)
-        if acquired and capacity > 0 and not self._prefetch.stopping:
+        if self._prefetch.stopping:
+            capacity, acquired = 0, []
+        waits = any(partition.deferred for partition in acquired)
+        if waits and not self._take_deferred(acquired) and not self._found:
+            # Settled messages make room and wake this thread; a read would hold it.
+            self.wake.wait(DEFERRED_WAIT_S)
+            self.wake.clear()
+        scanned, count = self._deferrals.scan(acquired, READ_COUNT)
+        if scanned:
+            self._read(scanned, 1 if waits else BLOCK_MS, count * len(scanned))
+        elif acquired and capacity > 0:
             self._read(*self._next_read(acquired, capacity), capacity)
         else:
             # Ended messages wake this thread; rate comes with time.
             extend_s = max(0.0, self._extend_at - clock())
             self.wake.wait(min(BLOCK_MS / 1000, extend_s, self._rate_limiter.wait_s() or BLOCK_MS / 1000))
             self.wake.clear()
+
+    def _take_deferred(self, partitions: list[SharedPartition]) -> bool:
+        asked = clock()
+        taken = self._deferrals.take(partitions)
+        for partition, messages in taken:
+            self._intake.put_due(partition, messages, asked)
+        return any(messages.records for _, messages in taken)
 
     def _ask_rates(self, partitions: list[SharedPartition]) -> None:
         commands = self._poller.commands(self._connection, (one.group_partition for one in partitions))
@@ -189,6 +218,7 @@ class SharedReader(NodeService):
 
     def _accept(self, partitions: list[SharedPartition], streams: Any, checks: Sequence[Any], asked: float) -> None:
         by_key: dict[bytes, Any] = dict(streams) if streams else {}
+        self._found = bool(by_key)
         wanted = self._partitions.on(self._connection.node.node_id)
         for partition, reply in zip(partitions, checks, strict=True):
             entries = by_key.get(partition.group_partition.log)
@@ -199,7 +229,7 @@ class SharedReader(NodeService):
                 if entries:
                     partition.note_unknown()
             elif entries:
-                self._put(partition, entries, asked)
+                self._intake.put(partition, entries, asked)
         for partition in partitions:
             if (
                 partition.acquired
@@ -207,13 +237,14 @@ class SharedReader(NodeService):
                 and self._rate_limiter.available(self._prefetch.capacity()) > 0
             ):
                 self._read_due(partition)
+        self._deferrals.send()
 
     def _follow(self, partition: SharedPartition, reply: Any) -> bool:
         answer = shared_acquire_reply(reply, self._connection.node.address)
         if isinstance(answer, EpochInForce):
             if answer.newly_acquired:
                 self._partitions.load_dead(partition, answer.committed)
-            partition.confirm(answer.due_in_ms)
+            partition.confirm(answer.due_in_ms, answer.deferred)
             return True
         if isinstance(answer, SharedDrained):
             partition.drain(clock() + AFTER_ERROR_S)
@@ -232,13 +263,6 @@ class SharedReader(NodeService):
             self._partitions.refused(partition)
         return False
 
-    def _put(self, partition: SharedPartition, entries: list[Any], asked: float) -> None:
-        command = pop_command(entries)
-        if entries:
-            self._deliver(partition, records_of(entries), asked)
-        if command is not None:
-            self._results.command_read(partition, command.entry_id)
-
     def _release(self, partition: SharedPartition, entries: list[Any]) -> None:
         command = pop_command(entries)
         back = [(record.offset, 0, None) for record in records_of(entries)]
@@ -248,46 +272,6 @@ class SharedReader(NodeService):
             )
         if command is not None:
             self._results.command_read(partition, command.entry_id)
-
-    def _deliver(
-        self,
-        partition: SharedPartition,
-        records: Sequence[Record],
-        asked: float,
-        failures: Sequence[FailureHistory | None] = (),
-    ) -> None:
-        batch = self._batch(partition, records, asked)
-        noted_of = zip(records, failures, strict=False)
-        batch.count_failed({record.offset: noted.attempts for record, noted in noted_of if noted and noted.attempts})
-        self._pass_over(partition, batch)
-        self._prefetch.put(batch)
-
-    def _batch(self, partition: SharedPartition, records: Sequence[Record], asked: float) -> FetchedBatch:
-        batch = self._partitions.batch(partition, records)
-        self._rate_limiter.consume(len(records))
-        batch.extended(asked)
-        self._prefetch.add(batch)
-        return batch
-
-    def _pass_over(self, partition: SharedPartition, batch: FetchedBatch) -> None:
-        wanted, may_be_void, records = self._settings.tag_filter, self._settings.may_be_void, batch.records
-        if partition.dead or partition.marks:
-            void = [record.offset for record in records if partition.is_void(record.identity)]
-            if void:
-                batch.exclude(void)
-                self._results.end(batch, void, "-")
-                self._rate_limiter.consume(-len(void))
-        if wanted is not None or may_be_void:
-            others = [
-                record.offset
-                for record in records
-                if record.offset not in batch.lost
-                and ((may_be_void and record.void) or (wanted is not None and not wanted.takes(record.tags)))
-            ]
-            if others:
-                batch.exclude(others)
-                self._results.unmatched(batch, others)
-                self._rate_limiter.consume(-len(others))
 
     def _read_due(self, partition: SharedPartition) -> None:
         capacity = self._rate_limiter.available(self._prefetch.capacity())
@@ -299,35 +283,7 @@ class SharedReader(NodeService):
         if not isinstance(answer, DueMessages):
             return
         failpoint("shared.after_due")
-        if answer.missing:
-            self._settle_missing(partition, answer.missing)
-        pairs = self._unknown(partition, answer)
-        usual = [(record, noted) for record, noted in pairs if noted is None or noted.started != "t"]
-        if usual:
-            self._deliver(partition, [record for record, _ in usual], asked, [noted for _, noted in usual])
-        for record, noted in pairs:
-            if noted is not None and noted.started == "t":
-                batch = self._batch(partition, [record], asked)
-                batch.count_failed({record.offset: noted.attempts} if noted.attempts else {}, suspect=True)
-                self._pass_over(partition, batch)
-                if batch.open:
-                    self._queues.suspect(batch)
-
-    def _settle_missing(self, partition: SharedPartition, offsets: Sequence[int]) -> None:
-        log.error(
-            "records_missing", extra={"partition": partition.group_partition.partition, "offsets": list(offsets)[:10]}
-        )
-        self._results.end(self._partitions.batch(partition, ()), list(offsets), "-")
-
-    def _unknown(self, partition: SharedPartition, answer: DueMessages) -> list[tuple[Record, FailureHistory | None]]:
-        ours = {
-            offset
-            for batch in self._prefetch.batches()
-            if batch.group_partition == partition.group_partition
-            for offset in set(batch.open)
-        }
-        pairs = zip(answer.records, answer.failures, strict=True)
-        return [(record, noted) for record, noted in pairs if record.offset not in ours]
+        self._intake.put_due(partition, answer, asked, finds_room=False)
 
     def _release_unknown(self, partition: SharedPartition) -> None:
         connection = self._connection

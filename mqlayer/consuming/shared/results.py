@@ -7,8 +7,9 @@ from typing import Final
 
 from mqlayer.consuming.engine.events import MemberEvents
 from mqlayer.consuming.shared.failure_queues import FailureQueues
+from mqlayer.consuming.shared.fetched_batch import FetchedBatch
 from mqlayer.consuming.shared.partitions import SharedPartition
-from mqlayer.consuming.shared.prefetch import FetchedBatch, Prefetch
+from mqlayer.consuming.shared.prefetch import Prefetch
 from mqlayer.consuming.shared.settler import AttemptStart, Nack, Settlement, SharedSettler
 from mqlayer.domain.routing import NodeId
 from mqlayer.redis.outcomes import RangeOutcome

@@ -14,8 +14,9 @@ from typing import Any, Final, NamedTuple
 from mqlayer.consuming.engine.clock import clock
 from mqlayer.consuming.engine.core import MemberCore
 from mqlayer.consuming.engine.node_service import NodeService
+from mqlayer.consuming.shared.fetched_batch import FetchedBatch
 from mqlayer.consuming.shared.partitions import SharedPartitions
-from mqlayer.consuming.shared.prefetch import FetchedBatch, Prefetch
+from mqlayer.consuming.shared.prefetch import Prefetch
 from mqlayer.domain.offsets import OffsetRange, as_ranges
 from mqlayer.failpoints import failpoint
 from mqlayer.redis.node_connection import Command, NodeConnection

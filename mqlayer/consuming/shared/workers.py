@@ -13,7 +13,9 @@ from mqlayer.consuming.engine.executors import Timeouts, Worker, not_awaited
 from mqlayer.consuming.engine.live_settings import LiveSettings
 from mqlayer.consuming.engine.process_spans import ProcessSpans, acalled, called
 from mqlayer.consuming.shared.failures import SharedFailures, key_of
-from mqlayer.consuming.shared.prefetch import TIME_SLICE_S, FetchedBatch, Prefetch, WorkSlice, drain
+from mqlayer.consuming.shared.fetched_batch import FetchedBatch
+from mqlayer.consuming.shared.prefetch import TIME_SLICE_S, Prefetch, drain
+from mqlayer.consuming.shared.ready_slices import WorkSlice
 from mqlayer.consuming.shared.results import SharedResults
 from mqlayer.domain.message import Record
 from mqlayer.errors import AlreadyApplied
@@ -57,21 +59,23 @@ class SliceWorker(Worker):
 
     def run(self) -> None:
         """Handle it, plain."""
-        if self._slice is None:
+        work = self._slice
+        if work is None:
             return
-        batch, records = self._slice
+        batch = work.batch
         if batch.suspect and not self._begin(batch):
-            self._prefetch.return_slice(batch, ())
+            self._prefetch.return_slice(work, ())
             return
-        if self._gives_back(batch, records):
+        if self._gives_back(work):
             return
-        records = self._living(batch, records)
+        work = self._living(work)
+        records = work.records
         if not records:
             return
         handle: Any = self._limits.wrap(self._handle, self._settings.rules)
         prefetch, worker_slot = self._prefetch, self._slot
         began = now = clock()
-        todo, done = worker_slot.begin(batch, records, now)
+        todo, done = worker_slot.begin(work, now)
         until, lost, take, note, count = began + TIME_SLICE_S, batch.lost, todo.popleft, done.append, 0
         record = records[0]
         try:
@@ -95,27 +99,29 @@ class SliceWorker(Worker):
             self._failed(batch, record, error, done)
             now = clock()
         self._note(batch, records, count)
-        self._end(batch, todo, done)
+        self._end(work, todo, done)
         prefetch.note_pace(max(1, count), now - began)
 
     async def arun(self) -> None:
         """Handle it, async."""
-        if self._slice is None:
+        work = self._slice
+        if work is None:
             return
-        batch, records = self._slice
+        batch = work.batch
         # `_begin` waits for the node; the loop must not.
         if batch.suspect and not await asyncio.to_thread(self._begin, batch):
-            self._prefetch.return_slice(batch, ())
+            self._prefetch.return_slice(work, ())
             return
-        if self._gives_back(batch, records):
+        if self._gives_back(work):
             return
-        records = self._living(batch, records)
+        work = self._living(work)
+        records = work.records
         if not records:
             return
         handle: Any = self._limits.wrap(self._handle, self._settings.rules)
         prefetch, worker_slot = self._prefetch, self._slot
         began = now = clock()
-        todo, done = worker_slot.begin(batch, records, now)
+        todo, done = worker_slot.begin(work, now)
         record, count = records[0], 0
         try:
             while todo and now < began + TIME_SLICE_S and not prefetch.stopping and not batch.dropped:
@@ -134,33 +140,33 @@ class SliceWorker(Worker):
             self._failed(batch, record, error, done)
             now = clock()
         self._note(batch, records, count)
-        self._end(batch, todo, done)
+        self._end(work, todo, done)
         prefetch.note_pace(max(1, count), now - began)
 
-    def _gives_back(self, batch: FetchedBatch, records: Sequence[Record]) -> bool:
+    def _gives_back(self, work: WorkSlice) -> bool:
         """Give back what the circuit breaker does not admit. A suspect's start is counted: it runs."""
-        if batch.suspect or not self._breaker.engaged or self._breaker.is_admitted(records[0]):
+        if work.batch.suspect or not self._breaker.engaged or self._breaker.is_admitted(work.records[0]):
             return False
-        self._prefetch.return_slice(batch, records)
+        self._prefetch.return_slice(work, work.records)
         return True
 
-    def _living(self, batch: FetchedBatch, records: Sequence[Record]) -> Sequence[Record]:
-        """Return the messages that have not expired; without any, the slice is given back."""
-        expiry = self._settings.expiry
+    def _living(self, work: WorkSlice) -> WorkSlice:
+        """Return the slice without expired messages; without any, it is given back."""
+        expiry, batch, records = self._settings.expiry, work.batch, work.records
         if expiry is None or batch.claim is not None:
-            return records
+            return work
         now = clock()
         ended = [one for one in records if one.offset not in batch.lost and expiry.has_ended(one, now)]
         if not ended:
-            return records
+            return work
         self._failures.expired(batch, ended, expiry)
         gone = {one.offset for one in ended}
         living = [one for one in records if one.offset not in gone]
         if not living:
             if self._breaker.watching:
                 self._breaker.ended(records[0], b"", 0)
-            self._prefetch.return_slice(batch, ())
-        return living
+            self._prefetch.return_slice(work, ())
+        return work._replace(records=living)
 
     def _note(self, batch: FetchedBatch, records: Sequence[Record], count: int) -> None:
         """Tell the circuit breaker which keys were handled."""
@@ -186,10 +192,10 @@ class SliceWorker(Worker):
             self._prefetch.lose(batch, (record.offset,))
             log.error("failure_decision_failed", extra={"partition": batch.partition, "error": where(fault)})
 
-    def _end(self, batch: FetchedBatch, todo: deque[Record], done: deque[int]) -> None:
+    def _end(self, work: WorkSlice, todo: deque[Record], done: deque[int]) -> None:
         self._slot.work = None
         handled = drain(done)
         if handled:
             failpoint("shared.after_handling")
-            self._results.handled(batch, handled)
-        self._prefetch.return_slice(batch, drain(todo))
+            self._results.handled(work.batch, handled)
+        self._prefetch.return_slice(work, drain(todo))

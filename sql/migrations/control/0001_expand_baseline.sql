@@ -687,7 +687,7 @@ CREATE TABLE mqlayer.consumer_group (
         AND breaker_window_s >= 1 AND breaker_window_s <= 3600 AND (breaker_share IS NULL OR mode <> 'pop')),
     CONSTRAINT consumer_group_key_class CHECK (
         key_class ~ '^(none|prefix:[ -~]+|header:[ -~]+)$' AND octet_length(key_class) <= 64
-        AND (key_class = 'none' OR mode IN ('exclusive', 'broadcast'))
+        AND (key_class = 'none' OR mode <> 'pop')
         AND class_concurrency BETWEEN 1 AND 2000000000 AND class_rate > 0 AND class_rate <= 1e11),
     -- With room for the next one, and for the leap of a server that was replaced: statements add to those of all groups.
     CONSTRAINT consumer_group_counts CHECK (

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from mqlayer.consuming.engine.rate_limiter import SUM_ERROR
 from mqlayer.domain.rates import BUCKET_S, RateLimit
 
+LEAST_LOAD: Final = 256
+"""Fewer messages are not worth a read, unless a smaller part of the room is an eighth of it, or none waits."""
+
 
 @dataclass(frozen=True, slots=True)
 class ClassLimits:
-    """Limits of each class: `concurrency`: keys at once here; `rate`: of the group; `partitions`: owned here."""
+    """Limits of each class: `concurrency`: keys at once here; `rate`: of the group; `partitions`: read here."""
 
     concurrency: int | None = None
     rate: RateLimit | None = None
@@ -75,3 +79,19 @@ class ClassTurn:
     def _charge(self, messages: int) -> None:
         self.time += messages
         self.permits -= messages
+
+
+def class_has_room(waiting: int, count: int, limit: int) -> bool:
+    """Whether a class with `waiting` messages may have one more among `count`.
+
+    It takes half of the free room, so that a class without any finds some; each class may have one message.
+    """
+    return waiting < limit - count if waiting else count < 2 * limit
+
+
+def class_load(waiting: int, count: int, limit: int, *, size_room: int, most: int) -> int:
+    """Return how many messages of a class to read again, up to `most`, and `size_room` by their bytes; 0: none yet."""
+    room = min((limit - count - waiting) // 2, size_room, most)
+    if room >= min(LEAST_LOAD, max(1, limit // 8), most):
+        return room
+    return 1 if not waiting and class_has_room(0, count, limit) else 0

@@ -1,0 +1,161 @@
+"""Key classes of shared groups: a tenant's flood waits on the node, and other tenants' messages pass."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from mqlayer import Context
+from mqlayer.groups.admin import set_group
+from mqlayer.redis.keys import pop_keys
+from tests.fixtures.consumers import Recorder, Stage
+from tests.fixtures.shared_members import due, pending, share, shared_member
+from tests.fixtures.wait import wait_until
+from tests.proof.runtimes import runtime_of
+
+pytestmark = pytest.mark.usefixtures("as_consumer")
+
+FLOOD = 3_000
+BY_PREFIX = "prefix:/"
+
+
+def flood(stage: Stage, count: int, tenant: str = "big") -> None:
+    """Append messages of a tenant."""
+    stage.send((f"{tenant}/{number}", b"%d" % number) for number in range(count))
+
+
+def pace(_body: bytes, _ctx: Context) -> None:
+    """Take a millisecond, so that a flood takes a while."""
+    time.sleep(0.001)
+
+
+def behind(recorder: Recorder, tenant: str) -> int:
+    """Return how many messages of others were handled before a tenant's last one."""
+    places = [place for place, run in enumerate(recorder.ended) if (run.key or "").startswith(tenant)]
+    return places[-1] + 1 - len(places)
+
+
+def deferred(stage: Stage) -> int:
+    """Return how many messages the nodes' indexes name."""
+    group_id = stage.group_id()
+    return sum(stage.redis.zcard(pop_keys(stage.prefix, one, group_id).queues) for one in stage.partitions)
+
+
+def test_a_flood_lets_another_tenants_messages_pass(stage: Stage) -> None:
+    """Ten messages behind 3,000, of which the member keeps 100 in memory; all of them once, and nothing is left."""
+    flood(stage, FLOOD)
+    flood(stage, 10, tenant="small")
+    recorder = Recorder(act=pace)
+    app = share(stage, recorder, key_class=BY_PREFIX, concurrency=4, prefetch_count=100)
+    stage.wait_settled(timeout_s=40)
+    assert behind(recorder, "small") < FLOOD / 4
+    assert recorder.count() == len(recorder.begun) == FLOOD + 10
+    assert shared_member(app).stats.settled == FLOOD + 10
+    assert deferred(stage) == sum(due(stage, one) for one in stage.partitions) == 0
+
+
+def test_a_flood_is_bounded_in_memory_and_others_take_what_a_member_deferred(stage: Stage) -> None:
+    """A member whose handlers hang has no more than its read-ahead in hand; a second one handles the rest."""
+    go_on = threading.Event()
+    flood(stage, FLOOD)
+
+    def hang(_body: bytes, _ctx: Context) -> None:
+        go_on.wait(30)
+
+    slow, quick = Recorder(act=hang), Recorder()
+    first = share(stage, slow, key_class=BY_PREFIX, concurrency=2, prefetch_count=40, visibility_timeout_s=30.0)
+    wait_until(lambda: deferred(stage) > FLOOD - 100, what="the flood waits on the node")
+    assert shared_member(first).prefetch.count <= 40
+    share(stage, quick, key_class=BY_PREFIX, concurrency=2, prefetch_count=40, visibility_timeout_s=30.0)
+    wait_until(lambda: quick.count() >= FLOOD - 40, timeout_s=30, what="the other one handles the rest")
+    go_on.set()
+    stage.wait_settled()
+    handled = Counter(run.key for one in (slow, quick) for run in one.ended)
+    assert len(handled) == FLOOD
+    assert set(handled.values()) == {1}
+
+
+def test_a_class_keeps_to_its_rate_and_its_concurrency_and_others_pass(stage: Stage) -> None:
+    """Two members: the rate is the group's, whichever of them begins a message; the concurrency a member's."""
+    rate, lock = 60.0, threading.Lock()
+    running: Counter[tuple[str, str]] = Counter()
+    most: Counter[str] = Counter()
+
+    def recorder(member: str) -> Recorder:
+        def act(_body: bytes, ctx: Context) -> None:
+            tenant = (ctx.key or "").partition("/")[0]
+            with lock:
+                running[member, tenant] += 1
+                most[tenant] = max(most[tenant], running[member, tenant])
+            time.sleep(0.02)
+            with lock:
+                running[member, tenant] -= 1
+
+        return Recorder(act=act)
+
+    recorders = [recorder("first"), recorder("second")]
+    for one in recorders:
+        share(stage, one, key_class=BY_PREFIX, class_concurrency=2, class_rate=rate, concurrency=6, prefetch_count=200)
+    flood(stage, 800)
+    wait_until(lambda: sum(one.count() for one in recorders) > rate + 10, what="the first burst is over")
+    began, before = time.monotonic(), sum(one.count() for one in recorders)
+    flood(stage, 10, tenant="small")
+    wait_until(lambda: sum("small" in (run.key or "") for one in recorders for run in one.ended) == 10, what="small")
+    assert time.monotonic() - began < 1.5
+    wait_until(lambda: sum(one.count() for one in recorders) >= before + 10 + 2 * rate, what="two seconds' worth")
+    assert 0.75 * 2 < time.monotonic() - began < 1.4 * 2
+    assert most["big"] == 2
+
+
+def test_the_rule_changes_while_a_flood_waits_and_failing_messages_keep_their_attempts(stage: Stage) -> None:
+    """By header, then without classes: what was deferred under another name comes all the same, and dies in time."""
+    failing = b"7"
+
+    def act(body: bytes, ctx: Context) -> None:
+        pace(body, ctx)
+        if body == failing:
+            raise ValueError("no")
+
+    recorder, operator = Recorder(act=act), runtime_of(stage.database, actor="test")
+    flood(stage, 600)
+    rules: dict[str, Any] = {"concurrency": 2, "prefetch_count": 40, "attempt_limit": 3}
+    app = share(stage, recorder, key_class=BY_PREFIX, **rules)
+    wait_until(lambda: recorder.count() > 50, what="some are handled")
+    set_group(operator, stage.topic, "g", key_class="header:tenant")
+    wait_until(lambda: recorder.count() > 200, what="more are handled")
+    set_group(operator, stage.topic, "g", key_class="none")
+    stage.wait_settled(timeout_s=40)
+    assert not shared_member(app).prefetch.classes.active
+    assert recorder.count() == 599
+    assert recorder.attempts(failing) == [1, 2, 3]
+    assert deferred(stage) == 0
+
+
+@pytest.mark.full
+def test_many_tenants_share_a_member_evenly(stage: Stage) -> None:
+    """Of 40 tenants' 2,000 messages, published tenant by tenant, each begins as many as the others."""
+    for tenant in range(40):
+        flood(stage, 50, tenant=f"t{tenant}")
+    recorder = Recorder(act=pace)
+    share(stage, recorder, key_class=BY_PREFIX, concurrency=2, prefetch_count=80)
+    stage.wait_settled(timeout_s=40)
+    half = Counter((run.key or "").partition("/")[0] for run in recorder.ended[:1_000])
+    assert len(half) == 40
+    assert max(half.values()) <= 2 * min(half.values()) + 10
+
+
+@pytest.mark.full
+def test_a_member_that_ends_in_order_leaves_a_flood_for_others(stage: Stage) -> None:
+    flood(stage, FLOOD)
+    first, second = Recorder(act=pace), Recorder(act=pace)
+    app = share(stage, first, key_class=BY_PREFIX, concurrency=2, prefetch_count=40)
+    wait_until(lambda: deferred(stage) > FLOOD / 2 and first.count() > 10, what="the flood waits on the node")
+    app.stop()
+    assert {name for one in stage.partitions for name, count in pending(stage, one).items() if count} == {b"-"}
+    share(stage, second, key_class=BY_PREFIX, concurrency=4)
+    stage.wait_settled(timeout_s=40)
+    assert len(first.ended) + len(second.ended) == FLOOD
