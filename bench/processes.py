@@ -57,11 +57,14 @@ class Notes:
 class Worker(Notes):
     """One process, and its notes."""
 
-    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], notes: Path) -> None:
+    def __init__(
+        self, arguments: Sequence[str], environment: Mapping[str, str], notes: Path, place: Path | None = None
+    ) -> None:
         super().__init__(notes)
         self.process = subprocess.Popen(
             [sys.executable, *arguments],
             env={**os.environ, **environment, "BENCH_NOTES": str(notes), "MQLAYER_LOG_LEVEL": "ERROR"},
+            cwd=place,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -97,10 +100,12 @@ class ConsumerGroup:
         self._directory, self._started = directory, 0
         self._environment = {"MQLAYER_DSN": system.dsn, "BENCH_GROUP": self.group, **facts}
 
-    def start(self, *arguments: str) -> Worker:
-        """Start one more."""
+    def start(self, *arguments: str, place: Path | None = None, path: str = "") -> Worker:
+        """Start one more; of another release where `place` and `path` (PYTHONPATH) say so."""
         self._started += 1
-        worker = Worker(arguments or CONSUME, self._environment, self._directory / f"{self.group}-{self._started}")
+        environment = self._environment | ({"PYTHONPATH": path} if path else {})
+        notes = self._directory / f"{self.group}-{self._started}"
+        worker = Worker(arguments or CONSUME, environment, notes, place)
         self.workers.append(worker)
         return worker
 

@@ -17,6 +17,7 @@ from mqlayer.maintenance.upgrades import finalize
 from mqlayer.postgres.database import connect
 from mqlayer.postgres.migrations import SCHEMAS, contract
 from mqlayer.producing import Producer
+from tests.fixtures.previous_release import PREVIOUS, installed, path_of
 
 PARTITIONS: Final = 16
 MEMBERS: Final = 2
@@ -26,14 +27,15 @@ CALM_S: Final = 8.0
 
 @bench("upgrade")
 def upgrade(stage: Stage) -> Iterator[Line]:
-    """Longest pause in ms while all members are replaced one by one, and the upgrade is finalized with its contract
-    steps: of a publisher between two acknowledged messages, and of a partition between two handled ones. The baseline
-    is the same load for as long without an upgrade."""
+    """Longest pause in ms while all members of the previous release are replaced one by one, and the upgrade is
+    finalized with its contract steps: of a publisher between two acknowledged messages, and of a partition between two
+    handled ones. The baseline is the same load without an upgrade."""
+    former = installed(PREVIOUS)
     system = stage.system(partitions=PARTITIONS)
     put_former_in_force(system)
     with publishing(system) as stored, consumer_group(system) as members:
         for _ in range(MEMBERS):
-            members.start()
+            members.start(place=former, path=path_of(former))
         members.await_balance(PARTITIONS)
         calm_from = time.monotonic_ns()
         time.sleep(CALM_S)
@@ -51,7 +53,7 @@ def upgrade(stage: Stage) -> Iterator[Line]:
 
 
 def put_former_in_force(system: System) -> None:
-    """Let the schemas be as the next release's migration leaves them."""
+    """Let the schemas be as the migration leaves them: the previous release's version is in force."""
     with connect(system.dsn) as connection:
         for schema in SCHEMAS.values():
             connection.execute(

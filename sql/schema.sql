@@ -538,12 +538,14 @@ CREATE TABLE mqlayer.process (
     least       int         NOT NULL,
     most        int         NOT NULL,
     acts_on     int         NOT NULL,
+    topics      int[]       NOT NULL DEFAULT '{}'::int[],
     CONSTRAINT process_key PRIMARY KEY (process_id),
     CONSTRAINT process_kind CHECK (kind IN ('relay', 'worker', 'producer', 'receiver')),
     CONSTRAINT process_texts CHECK (octet_length(process_id) <= 128 AND octet_length(name) <= 1024
         AND octet_length(host) <= 1024 AND octet_length(version) <= 64),
     CONSTRAINT process_numbers CHECK (pid >= 0 AND pid <= 2000000000 AND "least" >= 1 AND "least" <= 1000000
-        AND most >= 1 AND most <= 1000000 AND acts_on >= 0 AND acts_on <= 1000000)
+        AND most >= 1 AND most <= 1000000 AND acts_on >= 0 AND acts_on <= 1000000),
+    CONSTRAINT process_topics CHECK (cardinality(topics) <= 1001)
 );
 
 CREATE TABLE mqlayer.breaker (
@@ -1052,6 +1054,8 @@ CREATE FUNCTION mqlayer.parked_keys_forget_v1(p_group_id bigint, p_lps smallint[
 CREATE FUNCTION mqlayer.retired_messages_drop_v1(p_group_id bigint, p_limit int) RETURNS bigint SECURITY DEFINER;
 CREATE FUNCTION mqlayer.retired_keys_drop_v1(p_group_id bigint, p_limit int) RETURNS bigint SECURITY DEFINER;
 CREATE FUNCTION mqlayer.bodies_named_v1(p_ids text[]) RETURNS SETOF text STABLE SECURITY DEFINER;
+CREATE FUNCTION mqlayer.process_beat_v2(p_facts jsonb, p_lease_s double precision, OUT serves_from int,
+    OUT in_force int, OUT serves_to int) SECURITY DEFINER;
 
 
 -- mqlayer_archive -----------------------------------------------------------------------------------------------------
@@ -1367,10 +1371,13 @@ CREATE TABLE mqlayer_app.relay (
     least       int         NOT NULL DEFAULT 1,
     most        int         NOT NULL DEFAULT 1,
     acts_on     int         NOT NULL DEFAULT 1,
+    host        text        NOT NULL DEFAULT '',
+    pid         int         NOT NULL DEFAULT 0,
     CONSTRAINT relay_key PRIMARY KEY (relay_id),
     CONSTRAINT relay_id_length CHECK (octet_length(relay_id) <= 1024),
     CONSTRAINT relay_version CHECK (octet_length(version) <= 64 AND "least" >= 1 AND "least" <= 1000000 AND most >= 1
-        AND most <= 1000000 AND acts_on >= 0 AND acts_on <= 1000000)
+        AND most <= 1000000 AND acts_on >= 0 AND acts_on <= 1000000),
+    CONSTRAINT relay_place CHECK (octet_length(host) <= 1024 AND pid >= 0 AND pid <= 2000000000)
 );
 CREATE TRIGGER relay_admitted BEFORE INSERT ON mqlayer_app.relay FOR EACH ROW
     EXECUTE FUNCTION mqlayer_app.relay_admit_v1();

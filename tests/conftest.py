@@ -36,6 +36,7 @@ pytest_plugins = [
     "tests.fixtures.plain_install",
     "tests.fixtures.poolers",
     "tests.fixtures.power",
+    "tests.fixtures.previous_release",
     "tests.fixtures.reused_sessions",
     "tests.fixtures.servers",
     "tests.fixtures.spark",

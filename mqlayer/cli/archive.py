@@ -19,9 +19,8 @@ from mqlayer.cli.options import PlanOption, TopicArgument, YesOption, echo_plan
 from mqlayer.cli.output import JsonOption, echo, pluralize, show_rows
 from mqlayer.cli.panels import CHANGE, LOOK, REPAIR, START
 from mqlayer.cli.permissions import check_change
-from mqlayer.cli.runtime import runtime_here
+from mqlayer.cli.runtime import control_here, runtime_here
 from mqlayer.errors import InvalidInput, MqlayerError
-from mqlayer.postgres.database import Database
 from mqlayer.postgres.rights import Right
 from mqlayer.runtime.runtime import open_runtime
 
@@ -88,7 +87,7 @@ def gaps(
     as_json: JsonOption = False,
 ) -> None:
     """List seqs that the archive lacks and no stream holds."""
-    with Database(settings_here().control_dsn()) as database:
+    with control_here() as database:
         found = list_gaps(database, topic, waiting=waiting)
     rows = (asdict(gap) | {"missing": gap.missing} for gap in found)
     show_rows(rows, as_json=as_json, nothing="the archive has no gap")

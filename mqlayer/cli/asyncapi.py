@@ -10,11 +10,11 @@ from typing import Annotated
 import typer
 
 from mqlayer.asyncapi import asyncapi_document
-from mqlayer.cli.addresses import settings_here, use_stack_here
+from mqlayer.cli.addresses import use_stack_here
 from mqlayer.cli.output import echo
+from mqlayer.cli.runtime import control_here
 from mqlayer.consuming.api.app_loader import load_app
 from mqlayer.errors import InvalidInput
-from mqlayer.postgres.database import Database
 from mqlayer.topics import list_nodes
 from mqlayer.typed_topic import Topic
 
@@ -42,7 +42,7 @@ def asyncapi(
     topics = {id(value): value for value in module.values() if isinstance(value, Topic)}
     found = []
     if nodes:
-        with Database(settings_here().control_dsn()) as database:
+        with control_here() as database:
             found = list_nodes(database)
     document = asyncapi_document(
         app, title=title or application, version=app_version, topics=topics.values(), nodes=found

@@ -7,7 +7,6 @@ from typing import Annotated, Any, get_args
 
 import typer
 
-from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.completion import group_names, topic_names
 from mqlayer.cli.message_output import LimitOption
 from mqlayer.cli.option_rules import RuledCommand, excludes
@@ -16,9 +15,8 @@ from mqlayer.cli.output import JsonOption, echo, format_key, pluralize, show_fac
 from mqlayer.cli.panels import LOOK, REPAIR
 from mqlayer.cli.permissions import check_change
 from mqlayer.cli.redelivery import BackgroundOption, JobCommands, KeyOption, ended_text
-from mqlayer.cli.runtime import runtime_here
+from mqlayer.cli.runtime import control_here, runtime_here
 from mqlayer.errors import InvalidInput
-from mqlayer.postgres.database import Database
 from mqlayer.redelivery import (
     BULK_LIMIT,
     BulkAct,
@@ -141,7 +139,7 @@ def list_(
     """List bulk actions, newest first: act, set, progress."""
     if state is not None and state not in STATES:
         raise InvalidInput(f"{state!r} is no state: choose of {', '.join(STATES)}")
-    with Database(settings_here().control_dsn()) as database:
+    with control_here() as database:
         found = bulk_actions(database, topic=topic, group=group, state=state, after=after, limit=limit)  # type: ignore[arg-type]  # checked
     show_rows(map(_facts if as_json else _row, found), as_json=as_json, nothing="no bulk action is known", by=4)
 
@@ -155,7 +153,7 @@ def show(
     as_json: JsonOption = False,
 ) -> None:
     """Show a bulk action with its items, in the order in which it takes them."""
-    with Database(settings_here().control_dsn()) as database:
+    with control_here() as database:
         found = bulk_action(database, bulk_id)
         items = bulk_items(database, bulk_id, after=after, failed=failed, limit=limit)
     if as_json:

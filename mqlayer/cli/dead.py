@@ -7,7 +7,6 @@ from typing import Annotated, Any
 
 import typer
 
-from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.bulk import BULK
 from mqlayer.cli.completion import group_names, topic_names
 from mqlayer.cli.message_output import LimitOption, RawOption, ReasonOption, marked_size, show_message
@@ -17,9 +16,8 @@ from mqlayer.cli.output import JsonOption, echo, format_key, pluralize, show_row
 from mqlayer.cli.panels import LOOK, REPAIR
 from mqlayer.cli.permissions import check_change, check_group_change
 from mqlayer.cli.redelivery import BackgroundOption, KeyOption, RateOption
-from mqlayer.cli.runtime import runtime_here
+from mqlayer.cli.runtime import control_here, runtime_here
 from mqlayer.errors import InvalidInput
-from mqlayer.postgres.database import Database
 from mqlayer.redelivery import (
     DeadFilter,
     DeadMessage,
@@ -66,7 +64,7 @@ def list_(
 ) -> None:
     """List dead messages, newest death first."""
     wanted = DeadFilter(key, cause, error, parse_time_option(since), parse_time_option(until))
-    with Database(settings_here().control_dsn()) as database:
+    with control_here() as database:
         found = dead_messages(database, wanted, topic=topic, group=group, redriven=redriven, after=after, limit=limit)
         while len(found) < limit and found.next is not None:
             rest = {"after": found.next, "limit": limit - len(found)}
@@ -88,7 +86,7 @@ def show(
 ) -> None:
     """Show a dead message: origin, headers, attempts, body."""
     _check_named(message, topic, group)
-    with Database(settings_here().control_dsn()) as database:
+    with control_here() as database:
         found = show_dead(database, find_dead(database, message, topic=topic, group=group))
     show_message(found, as_json=as_json, raw=raw)
 

@@ -64,7 +64,7 @@ from mqlayer.cli.rows import (
     version_facts,
     version_row,
 )
-from mqlayer.cli.runtime import runtime_here
+from mqlayer.cli.runtime import control_here, runtime_here
 from mqlayer.domain.retry_rules import DEFAULT_BACKOFF_S, POLICIES, exponential
 from mqlayer.domain.tags import NO_FILTER
 from mqlayer.errors import InvalidInput
@@ -381,7 +381,7 @@ def show(topic: TopicArgument, group: GroupArgument, as_json: JsonOption = False
     settings |= {"members_by_version": dict(living)} if living else {}
     if as_json:
         partitions = [partition_facts(one) for one in found.partitions]
-        with Database(settings_here().control_dsn()) as database:
+        with control_here() as database:
             (counts,) = failure_counts(database, topic, group)
         failures = {"failures": failure_facts(counts)}
         row = settings | {"breaker": breaker_facts(found)} | failures | {"partitions": partitions}
@@ -397,7 +397,7 @@ def show(topic: TopicArgument, group: GroupArgument, as_json: JsonOption = False
 @groups.command(rich_help_panel=LOOK)
 def members(topic: TopicArgument, group: GroupArgument, as_json: JsonOption = False) -> None:
     """List members and the remaining seconds of their leases."""
-    with Database(settings_here().control_dsn()) as database:
+    with control_here() as database:
         found = group_members(database, topic, group)
     rows = (
         {

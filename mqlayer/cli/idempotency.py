@@ -7,14 +7,13 @@ from typing import Annotated, Any
 
 import typer
 
-from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.message_output import LimitOption
 from mqlayer.cli.option_rules import RuledCommand, excludes, planned
 from mqlayer.cli.options import GroupArgument, PlanOption, TopicArgument, YesOption, echo_plan
 from mqlayer.cli.output import JsonOption, echo, format_key, pluralize, show_rows
 from mqlayer.cli.panels import LOOK, REPAIR
 from mqlayer.cli.permissions import check_group_change
-from mqlayer.cli.runtime import runtime_here
+from mqlayer.cli.runtime import application_here, control_here, runtime_here
 from mqlayer.domain.names import parse_identity
 from mqlayer.errors import InvalidInput
 from mqlayer.groups import find_group
@@ -28,7 +27,6 @@ from mqlayer.idempotency import (
     version_gaps,
 )
 from mqlayer.inspect import group_facts
-from mqlayer.postgres.database import Database
 
 NameArgument = Annotated[str, typer.Argument(help="The name that the program gave its Versions.")]
 EntityArgument = Annotated[str, typer.Argument(help="The entity, as the program names it.")]
@@ -47,8 +45,7 @@ def add_to(app: typer.Typer) -> None:
 @inbox.command(rich_help_panel=LOOK)
 def stats(as_json: JsonOption = False) -> None:
     """Count inbox rows per group, up to a million."""
-    settings = settings_here()
-    with Database(settings.control_dsn()) as control, Database(settings.application_dsn()) as application:
+    with control_here() as control, application_here() as application:
         names = {group.group_id: (group.topic, group.name) for group in group_facts(control)}
         found = inbox_stats(application)
     rows = (_stats(row, names.get(row.group_id, ("", ""))) for row in found)
@@ -72,8 +69,7 @@ def show(
     if (message is None) == (name is None):
         raise InvalidInput("say either a message's identity, or --name")
     id_ = f"={name}" if message is None else str(parse_identity(message))
-    settings = settings_here()
-    with Database(settings.control_dsn()) as control, Database(settings.application_dsn()) as application:
+    with control_here() as control, application_here() as application:
         found = find_effect(application, find_group(control, topic, group).group_id, id_)
     rows = [] if found is None else [asdict(found)]
     show_rows(rows, as_json=as_json, nothing="the inbox has no effect of it, or forgot it after the horizon")
@@ -86,7 +82,7 @@ def gaps(
     as_json: JsonOption = False,
 ) -> None:
     """List entities that wait for a version, longest wait first."""
-    with Database(settings_here().application_dsn()) as application:
+    with application_here() as application:
         found = version_gaps(application, name, limit=limit)
     show_rows(map(asdict if as_json else _gap, found), as_json=as_json, nothing="no version is missing")
 
@@ -107,7 +103,7 @@ def _gap(gap: WaitingEntity) -> dict[str, Any]:
 @versions.command(rich_help_panel=LOOK)
 def held(name: NameArgument, entity: EntityArgument, as_json: JsonOption = False) -> None:
     """List an entity's held versions, without bodies."""
-    with Database(settings_here().application_dsn()) as application:
+    with application_here() as application:
         found = held_versions(application, name, entity)
     show_rows(map(asdict, found), as_json=as_json, nothing="no event of it is held")
 
@@ -147,7 +143,7 @@ def forget(
 
 
 def _held(name: str, entity: str, upto: int | None) -> int:
-    with Database(settings_here().application_dsn()) as application:
+    with application_here() as application:
         found = held_versions(application, name, entity)
     return sum(upto is None or one.version <= upto for one in found)
 

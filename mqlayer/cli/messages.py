@@ -15,12 +15,11 @@ from typing import Annotated, Any, BinaryIO, Final
 import typer
 
 from mqlayer import outbox
-from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.message_output import HIDDEN, is_hidden
 from mqlayer.cli.option_rules import RuledCommand, excludes, needs
 from mqlayer.cli.options import TopicArgument, parse_time_option
 from mqlayer.cli.output import JsonOption, echo, format_key, pluralize, show_rows
-from mqlayer.cli.runtime import runtime_here
+from mqlayer.cli.runtime import application_here, runtime_here
 from mqlayer.domain.body_text import decoded
 from mqlayer.domain.message import TTL_HEADER
 from mqlayer.domain.time_to_live import expires_after
@@ -77,7 +76,7 @@ def publish(
         if TTL_HEADER in headers:
             raise InvalidInput(f"--header {TTL_HEADER} says its time to live already: leave out --expires-after")
         headers |= expires_after(ttl_s)
-    with Database(settings_here().application_dsn()) as database:
+    with application_here() as database:
         publisher = _Publisher(database, topic, headers, tuple(tag or ()))
         if lines:
             echo(f"{pluralize(publisher.publish_lines(_input(file)), 'message')} published to topic {topic}")

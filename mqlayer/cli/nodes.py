@@ -17,7 +17,7 @@ from mqlayer.cli.options import PlanOption, YesOption, echo_plan
 from mqlayer.cli.output import JsonOption, echo, show_rows
 from mqlayer.cli.panels import CHANGE, LOOK, REPAIR, START
 from mqlayer.cli.permissions import check_change
-from mqlayer.cli.runtime import runtime_here
+from mqlayer.cli.runtime import control_here, runtime_here
 from mqlayer.errors import InvalidInput
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.rights import Right
@@ -86,7 +86,7 @@ def register(
 @nodes.command("list", rich_help_panel=LOOK)
 def list_(as_json: JsonOption = False) -> None:
     """List the nodes with their armed runs."""
-    with Database(settings_here().control_dsn()) as database:
+    with control_here() as database:
         found = list_nodes(database)
     show_rows(map(_row, found), as_json=as_json, nothing="no nodes: mqlayer node register NAME URL")
 

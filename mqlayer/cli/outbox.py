@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from typing import Annotated
 
 import typer
 
-from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.option_rules import RuledCommand, planned
 from mqlayer.cli.options import PlanOption, YesOption, echo_plan
 from mqlayer.cli.output import JsonOption, echo, show_rows
 from mqlayer.cli.panels import CHANGE, LOOK, REPAIR
 from mqlayer.cli.permissions import check_change
-from mqlayer.cli.runtime import runtime_here
+from mqlayer.cli.runtime import application_here, runtime_here
 from mqlayer.errors import NotFound
 from mqlayer.outbox import (
     adopt,
@@ -167,5 +167,5 @@ def renew_(_plan: PlanOption = False, yes: YesOption = False) -> None:
     echo("the outbox is empty, with an identity of its own")
 
 
-def _application() -> Database:
-    return Database(settings_here().application_dsn())
+def _application() -> AbstractContextManager[Database]:
+    return application_here()

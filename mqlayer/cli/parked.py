@@ -7,7 +7,6 @@ from typing import Annotated, Any
 
 import typer
 
-from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.completion import group_names, topic_names
 from mqlayer.cli.message_output import (
     LimitOption,
@@ -24,9 +23,8 @@ from mqlayer.cli.output import JsonOption, echo, format_age, format_key, plurali
 from mqlayer.cli.panels import LOOK, REPAIR
 from mqlayer.cli.permissions import check_change
 from mqlayer.cli.rows import failure_facts, failure_row
-from mqlayer.cli.runtime import runtime_here
+from mqlayer.cli.runtime import control_here, runtime_here
 from mqlayer.errors import InvalidInput, NotFound
-from mqlayer.postgres.database import Database
 from mqlayer.redelivery import (
     ListPage,
     ParkedFilter,
@@ -67,7 +65,7 @@ def list_(
 ) -> None:
     """List parked keys: messages, cause, time, next attempt."""
     wanted = ParkedFilter(topic, group, key, cause, error, parse_time_option(since), parse_time_option(until), waiting)
-    with Database(settings_here().control_dsn()) as database:
+    with control_here() as database:
         found = parked_keys(database, wanted, after=after, limit=limit)
         while len(found) < limit and found.next is not None:
             more = parked_keys(database, wanted, after=found.next, limit=limit - len(found))
@@ -84,7 +82,7 @@ def stats(
     as_json: JsonOption = False,
 ) -> None:
     """Count parked and dead messages per group, with lifetime totals."""
-    with Database(settings_here().control_dsn()) as database:
+    with control_here() as database:
         found = failure_counts(database, topic, group)
     show_rows(
         map(failure_facts if as_json else failure_row, found), as_json=as_json, nothing="there is no such group", by=2
@@ -106,7 +104,7 @@ def show(
     as_json: JsonOption = False,
 ) -> None:
     """Show a parked key's messages, or one with body and attempts."""
-    with Database(settings_here().control_dsn()) as database:
+    with control_here() as database:
         if message is not None:
             found = show_parked(database, topic, group, parse_identity_option(message))
             show_message(found, as_json=as_json, raw=raw)

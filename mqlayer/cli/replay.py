@@ -7,7 +7,6 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.completion import group_names, topic_names
 from mqlayer.cli.message_output import LimitOption, parse_identity_option
 from mqlayer.cli.option_rules import RuledCommand, excludes, needs, planned
@@ -16,9 +15,8 @@ from mqlayer.cli.output import JsonOption, echo, pluralize, show_facts, show_row
 from mqlayer.cli.panels import CHANGE, LOOK
 from mqlayer.cli.permissions import check_change
 from mqlayer.cli.redelivery import BackgroundOption, JobCommands, KeyOption, RateOption, common_columns, ended_text
-from mqlayer.cli.runtime import runtime_here
+from mqlayer.cli.runtime import control_here, runtime_here
 from mqlayer.errors import InvalidInput
-from mqlayer.postgres.database import Database
 from mqlayer.redelivery import (
     Replay,
     ReplayFilter,
@@ -106,7 +104,7 @@ def list_(
     as_json: JsonOption = False,
 ) -> None:
     """List replays and backfills, newest first."""
-    with Database(settings_here().control_dsn()) as database:
+    with control_here() as database:
         found = replays(database, topic=topic, group=group, after=after, limit=limit)
     show_rows(map(_row, found), as_json=as_json, nothing="nothing was ever replayed")
 
@@ -114,7 +112,7 @@ def list_(
 @replay.command(rich_help_panel=LOOK)
 def show(replay_id: IdArgument, as_json: JsonOption = False) -> None:
     """Show a replay or backfill with its progress."""
-    with Database(settings_here().control_dsn()) as database:
+    with control_here() as database:
         found = replay_of(database, replay_id)
     if as_json:
         show_rows([_row(found)], as_json=True, nothing="")
@@ -130,7 +128,7 @@ def results(
     as_json: JsonOption = False,
 ) -> None:
     """List messages left out: already (waiting), dead, ahead (yet to come)."""
-    with Database(settings_here().control_dsn()) as database:
+    with control_here() as database:
         behind = None if after is None else parse_identity_option(after)
         found = replay_results(database, replay_id, after=behind, limit=limit)
     rows = ({"message": str(one.identity), "result": one.result, "at": one.at} for one in found)

@@ -10,7 +10,6 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.auto_routes import add_auto
 from mqlayer.cli.drain_watch import watch_draining
 from mqlayer.cli.option_rules import RuledCommand, excludes, needs, planned
@@ -18,7 +17,7 @@ from mqlayer.cli.options import PlanOption, TopicArgument, YesOption, echo_plan
 from mqlayer.cli.output import JsonOption, echo, show_rows
 from mqlayer.cli.panels import CHANGE, LOOK, REPAIR
 from mqlayer.cli.permissions import check_change
-from mqlayer.cli.runtime import runtime_here
+from mqlayer.cli.runtime import control_here, runtime_here
 from mqlayer.domain.routing import LP_COUNT, NodeId, Route
 from mqlayer.errors import InvalidInput
 from mqlayer.postgres.database import Database
@@ -182,7 +181,7 @@ def show(
     as_json: JsonOption = False,
 ) -> None:
     """Show a route: LPs, partitions, nodes, states, parents."""
-    with Database(settings_here().control_dsn()) as database:
+    with control_here() as database:
         lines = route_ranges(database, topic, version)
     rows = (asdict(line) for line in lines) if as_json else map(_drawn, lines)
     if not as_json:
@@ -193,7 +192,7 @@ def show(
 @routes.command(rich_help_panel=LOOK)
 def history(topic: TopicArgument, as_json: JsonOption = False) -> None:
     """List route changes, with milliseconds per step."""
-    with Database(settings_here().control_dsn()) as database:
+    with control_here() as database:
         found = route_history(database, topic)
     rows = (_json(change, as_json=as_json) for change in found)
     show_rows(rows, as_json=as_json, nothing=f"version 1 of topic {topic} was never changed")

@@ -9,14 +9,12 @@ import typer
 
 from mqlayer.archive import create_snapshot, drop_snapshot, find_snapshot, list_snapshots, verify_snapshot
 from mqlayer.archive.parquet_export import export_snapshot
-from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.option_rules import RuledCommand, planned
 from mqlayer.cli.options import PlanOption, YesOption, echo_plan, parse_time_option
 from mqlayer.cli.output import JsonOption, echo, format_size, pluralize, show_rows
 from mqlayer.cli.panels import CHANGE, LOOK
 from mqlayer.cli.permissions import check_change
-from mqlayer.cli.runtime import runtime_here
-from mqlayer.postgres.database import Database
+from mqlayer.cli.runtime import control_here, runtime_here
 
 snapshots = typer.Typer(no_args_is_help=True, help="Snapshots of the archive: create, list, show, export, drop.")
 
@@ -44,7 +42,7 @@ def create(
 @snapshots.command("list", rich_help_panel=LOOK)
 def list_(as_json: JsonOption = False) -> None:
     """List snapshots, oldest first."""
-    with Database(settings_here().control_dsn()) as database:
+    with control_here() as database:
         found = list_snapshots(database)
     rows = (
         {
@@ -66,7 +64,7 @@ def show(
     as_json: JsonOption = False,
 ) -> None:
     """Show records per topic; --verify counts gaps and duplicates."""
-    with Database(settings_here().control_dsn()) as database:
+    with control_here() as database:
         found = find_snapshot(database, name)
         broken = verify_snapshot(database, name) if verify else []
     rows = (

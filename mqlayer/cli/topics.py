@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from mqlayer.archive import set_retention
-from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.curves import HoursOption, PointsOption, show_history
 from mqlayer.cli.option_rules import RuledCommand, needs, planned
 from mqlayer.cli.options import PlanOption, TopicArgument, YesOption, echo_plan
@@ -19,7 +18,7 @@ from mqlayer.cli.panels import CHANGE, LOOK, START
 from mqlayer.cli.pauses import WaitOption, print_running
 from mqlayer.cli.permissions import check_change
 from mqlayer.cli.rows import group_row, group_text_row
-from mqlayer.cli.runtime import runtime_here
+from mqlayer.cli.runtime import control_here, runtime_here
 from mqlayer.cli.schemas import schema
 from mqlayer.domain.names import BODY_LIMIT, DEFAULT_BODY_LIMIT
 from mqlayer.domain.retention import Retention
@@ -27,7 +26,6 @@ from mqlayer.domain.routing import LP_COUNT
 from mqlayer.errors import InvalidInput
 from mqlayer.groups.pauses import pause_topic, resume_topic, wait_paused
 from mqlayer.inspect import TopicPartition, TopicStatus, topic_status
-from mqlayer.postgres.database import Database
 from mqlayer.topics import (
     TopicSummary,
     create_topic,
@@ -349,7 +347,7 @@ def _print_plan(plan: TopicDeletionPlan, *, as_json: bool) -> None:
 @topics.command("list", rich_help_panel=LOOK)
 def list_(as_json: JsonOption = False) -> None:
     """List topics."""
-    with Database(settings_here().control_dsn()) as database:
+    with control_here() as database:
         found = list_topics(database)
     rows = (
         _row(topic)

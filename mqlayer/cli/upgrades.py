@@ -13,10 +13,10 @@ from mqlayer.cli.options import PlanOption, YesOption, echo_plan
 from mqlayer.cli.output import JsonOption, echo, pluralize, show_rows
 from mqlayer.cli.panels import CHANGE, LOOK
 from mqlayer.cli.permissions import check_change
-from mqlayer.cli.runtime import runtime_here
+from mqlayer.cli.runtime import runtime_here, runtime_of_any_version
 from mqlayer.domain.protocol import PROTOCOL
-from mqlayer.maintenance.upgrades import UpgradeStatus, cancel, finalize, upgrade_status
-from mqlayer.postgres.migrations import SCHEMAS, contract
+from mqlayer.maintenance.upgrades import UpgradeStatus, cancel, finalize, run_contracts, upgrade_status
+from mqlayer.runtime.runtime import Runtime
 
 upgrades = typer.Typer(no_args_is_help=True, help="Upgrades: which code lives, and the step to its written form.")
 
@@ -31,7 +31,7 @@ def add_to(app: typer.Typer) -> None:
 @upgrades.command(rich_help_panel=LOOK)
 def status(as_json: JsonOption = False) -> None:
     """Show the protocol version in force, living processes with theirs, and what a finalization waits for."""
-    with runtime_here() as runtime:
+    with runtime_of_any_version() as runtime:
         found = upgrade_status(runtime)
     if as_json:
         show_rows([_summary(found)], as_json=True, nothing="")
@@ -72,28 +72,27 @@ def finalize_command(
             return
         answer = finalize(runtime, drain=drain, timeout_s=timeout)
         found = upgrade_status(runtime)
-    if answer != "finalized":
-        echo(f"not finalized: {_processes(found)} of older code live", err=True)
-        _show_blockers(found)
-        raise typer.Exit(1)
-    echo(f"protocol {found.schemas['control'].served.in_force} is in force")
-    if found.contracts:
-        _contract(found)
+        if answer != "finalized":
+            echo(f"not finalized: {_processes(found)} of older code live", err=True)
+            _show_blockers(found)
+            raise typer.Exit(1)
+        echo(f"protocol {found.schemas['control'].served.in_force} is in force")
+        if found.contracts:
+            _contract(runtime, found)
 
 
 @upgrades.command("cancel", rich_help_panel=CHANGE)
 def cancel_command() -> None:
     """Serve older code again, while a finalization with --drain waits for its processes."""
-    with runtime_here() as runtime:
+    with runtime_of_any_version() as runtime:
         check_change(runtime.control)
         cancel(runtime)
     echo("older code is served again")
 
 
-def _contract(found: UpgradeStatus) -> None:
+def _contract(runtime: Runtime, found: UpgradeStatus) -> None:
     settings = settings_of_owner()
-    dsns = {"control": settings.control_dsn(), "application": settings.application_dsn()}
-    done = [step for schema in SCHEMAS for step in contract(dsns[schema], schema=schema)]
+    done = run_contracts(runtime, {"control": settings.control_dsn(), "application": settings.application_dsn()})
     for step in done:
         echo(f"{step.schema} {step.number:04d} {step.name}")
     left = len(found.contracts) - len(done)
@@ -108,6 +107,8 @@ def _state(found: UpgradeStatus) -> str:
     text = f"protocol {control.in_force} is in force; this code knows {PROTOCOL}"
     if found.draining:
         return f"{text}; older processes drain, and are refused"
+    if found.pending and control.in_force == found.target:
+        return f"{text}; the application schema waits for it: mqlayer upgrade finalize"
     if found.pending:
         return f"{text}; {found.target} waits to be finalized: mqlayer upgrade finalize"
     return f"{text}; nothing waits to be finalized"

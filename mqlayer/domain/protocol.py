@@ -59,7 +59,13 @@ class Feature:
 
 RELEASE: Final = "0.1.0"
 """As `mqlayer.__version__`."""
-PROTOCOL: Final = ProtocolRange(1, 1)
+PROTOCOL: Final = ProtocolRange(1, 2)
 """The versions that this code knows. A release that adds one keeps the one before."""
-FEATURES: Final[tuple[Feature, ...]] = ()
+PRODUCER_TOPICS: Final = Feature(
+    "producer-topics",
+    since=2,
+    schema="control",
+    text="direct producers say their topics before the first message; `topic delete` names those that live",
+)
+FEATURES: Final[tuple[Feature, ...]] = (PRODUCER_TOPICS,)
 """By version. CONTRIBUTING.md says how one is added."""

@@ -14,6 +14,7 @@ from typing import Final, NamedTuple
 from psycopg import errors as pg_errors
 
 from mqlayer.archive import archive_status
+from mqlayer.domain.protocol import PRODUCER_TOPICS
 from mqlayer.errors import Conflict, NotFound, TransactionConflict
 from mqlayer.failpoints import failpoint
 from mqlayer.groups.retirement import retire_locked
@@ -22,8 +23,10 @@ from mqlayer.logs import event_logger
 from mqlayer.postgres.audit import write_audit
 from mqlayer.postgres.bounded_delete import forget_rows
 from mqlayer.postgres.database import Connection, Database
+from mqlayer.postgres.protocol import InForce, read_protocols
 from mqlayer.postgres.queries import query
 from mqlayer.routes import retire_partitions
+from mqlayer.runtime.presence import LEASE_S
 from mqlayer.runtime.runtime import Runtime
 
 log = event_logger(__name__)
@@ -166,7 +169,7 @@ def _end(runtime: Runtime, topic: _DeletionTarget, *, force: bool) -> str:
         if deleted_as is not None:
             return deleted_as
         if not force:
-            _refuse([*_living(groups), *_outboxes(connection, topic)])
+            _refuse([*_living(groups), *_outboxes(connection, topic), *_producers(connection, topic)])
         connection.execute(query("topic_changes_drop"), facts)
         gone = connection.execute(query("topic_partitions_delete"), facts).fetchall()
         for group_id, *_ in groups:
@@ -219,6 +222,8 @@ def _obstacles(runtime: Runtime, topic: _DeletionTarget) -> tuple[str, ...]:
         facts = {"topic_id": topic.topic_id, "name": topic.name}
         with runtime.application.connection() as outbox:
             found += _waiting(*outbox.execute(query("topic_waiting"), facts).fetchall()[0])
+    with runtime.control.connection() as connection:
+        found += _producers(connection, topic)
     return tuple(found)
 
 
@@ -263,6 +268,18 @@ def _outboxes(connection: Connection, topic: _DeletionTarget, *, other_than: int
         f"the outbox of database {name!r} (source {source}) publishes to it: run this with MQLAYER_APP_DSN of that one"
         for source, name in rows
         if source != other_than
+    ]
+
+
+def _producers(connection: Connection, topic: _DeletionTarget) -> list[str]:
+    # Before that, code may live that says nothing.
+    if not InForce(read_protocols(connection, "control").served.in_force).has(PRODUCER_TOPICS):
+        return []
+    facts = {"topic_id": topic.topic_id, "since": PRODUCER_TOPICS.since}
+    return [
+        f"direct producer {name} on {host} (pid {pid}) "
+        + (f"lives: stop it, or wait {LEASE_S:.0f} s if it was killed" if says else "does not say its topics yet: wait")
+        for name, host, pid, says in connection.execute(query("topic_producers"), facts).fetchall()
     ]
 
 

@@ -9,14 +9,14 @@ from datetime import datetime
 from functools import partial
 from typing import Final
 
-from mqlayer.domain.protocol import FEATURES, PROTOCOL, Feature
+from mqlayer.domain.protocol import FEATURES, PROTOCOL, Feature, ServedProtocols
 from mqlayer.errors import Conflict
 from mqlayer.failpoints import failpoint
 from mqlayer.groups.rebalance import change_group, rebalance
 from mqlayer.logs import event_logger
 from mqlayer.postgres.audit import write_audit
 from mqlayer.postgres.database import Connection, Database
-from mqlayer.postgres.migrations import Migration, SchemaName, pending_contracts
+from mqlayer.postgres.migrations import Migration, SchemaName, contract, pending_contracts
 from mqlayer.postgres.protocol import FinalizeAnswer, SchemaProtocols, read_protocols
 from mqlayer.postgres.queries import query
 from mqlayer.runtime.runtime import Runtime
@@ -135,8 +135,27 @@ def finalize_when_due(runtime: Runtime) -> bool:
     return status.pending and ready and not status.blockers and finalize(runtime) == "finalized"
 
 
+def run_contracts(runtime: Runtime, dsns: Mapping[SchemaName, str]) -> list[Migration]:
+    """Run the contract steps that no living process keeps waiting; return them. `dsns`: of the schemas' owner.
+
+    Raises StoreUnavailable, SchemaMismatch, TransactionConflict.
+    """
+    with runtime.control.connection() as connection:
+        version = read_protocols(connection, "control").served.in_force
+    _note_overdue(runtime.control, version)
+    done = contract(dsns["control"], schema="control")
+    # Members and workers write the application schema too, and say on which version they act in the control schema.
+    if not upgrade_status(runtime).behind:
+        done += contract(dsns["application"], schema="application")
+    return done
+
+
 def cancel(runtime: Runtime) -> None:
-    """Serve older code again. Raises Conflict unless a finalization drains older processes."""
+    """Serve older code again. Raises Conflict unless a finalization drains older processes, in both schemas."""
+    control, application = _served(runtime)
+    if control.in_force > application.in_force:
+        reason = f"protocol {control.in_force} is in force in the control schema, so older code stays refused"
+        raise Conflict(reason, "mqlayer upgrade finalize --yes goes on")
     reopened = [_reopen(runtime, database, schema) for schema, database in _schemas(runtime)]
     if not any(reopened):
         raise Conflict("no finalization drains older processes", "see mqlayer upgrade status")
@@ -144,6 +163,14 @@ def cancel(runtime: Runtime) -> None:
 
 def _schemas(runtime: Runtime) -> tuple[tuple[SchemaName, Database], ...]:
     return ("control", runtime.control), ("application", runtime.outbox)
+
+
+def _served(runtime: Runtime) -> list[ServedProtocols]:
+    found = []
+    for schema, database in _schemas(runtime):
+        with database.connection() as connection:
+            found.append(read_protocols(connection, schema).served)
+    return found
 
 
 def _advance(runtime: Runtime, *, drain: bool) -> FinalizeAnswer:
@@ -154,23 +181,24 @@ def _advance(runtime: Runtime, *, drain: bool) -> FinalizeAnswer:
         for version in range(served.in_force + 1, target + 1):
             if schema == "control":
                 _note_overdue(database, version)
-            closed = served.serves_from >= version
-            answer = _finalize_one(runtime, schema, version, drain=drain, closed=closed)
+            answer = _finalize_one(runtime, schema, version, drain=drain)
             if answer != "finalized":
                 return answer
         failpoint("upgrade.after_schema")
     return "finalized"
 
 
-def _finalize_one(runtime: Runtime, schema: SchemaName, version: int, *, drain: bool, closed: bool) -> FinalizeAnswer:
-    """`closed`: older processes are refused already."""
-
+def _finalize_one(runtime: Runtime, schema: SchemaName, version: int, *, drain: bool) -> FinalizeAnswer:
     def work(connection: Connection) -> FinalizeAnswer:
         connection.execute(query("transaction_patience"), {"lock_wait": LOCK_WAIT, "idle": LOCK_WAIT})
+        connection.execute(query("protocol_finalize_lock"))
+        before = read_protocols(connection, schema).served
         facts = {"version": version, "drain": drain}
         row = connection.execute(query(_FINALIZE[schema]), facts).fetchone()
         answer: FinalizeAnswer = row[0] if row is not None else "blocked"
-        if schema == "control" and (answer == "finalized" or (answer == "draining" and not closed)):
+        # Another call may have been first.
+        changed = before.in_force < version if answer == "finalized" else before.serves_from < version
+        if schema == "control" and changed and answer in ACTS:
             write_audit(connection, runtime.actor, f"upgrade {ACTS[answer]}", schema, {"version": version})
         failpoint("upgrade.before_commit")
         return answer
@@ -181,7 +209,7 @@ def _finalize_one(runtime: Runtime, schema: SchemaName, version: int, *, drain: 
 
 
 def _note_overdue(control: Database, version: int) -> None:
-    """Note for good that silent older members are gone; other members get their partitions."""
+    """Note for good that silent members of earlier versions are gone; other members get their partitions."""
     with control.connection() as connection:
         found = connection.execute(query("protocol_overdue_groups"), {"version": version}).fetchall()
     for (group_id,) in found:

@@ -256,6 +256,14 @@ def driver_errors(address: str) -> Iterator[None]:
         raise translate(error, address) from error
 
 
+_OF_OTHER_SCHEMA: Final = (
+    pg_errors.UndefinedTable,
+    pg_errors.InvalidSchemaName,
+    pg_errors.UndefinedFunction,
+    pg_errors.UndefinedColumn,
+)
+
+
 def translate(error: Exception, address: str = "postgres") -> MqlayerError:
     """Return mqlayer's error for a driver error."""
     state = getattr(error, "sqlstate", None) or ""
@@ -276,7 +284,7 @@ def translate(error: Exception, address: str = "postgres") -> MqlayerError:
         return InvalidInput(text)
     if isinstance(error, pg_errors.InsufficientPrivilege):
         return PermissionDenied(address, text, _hint(error) or _GRANT)
-    if isinstance(error, pg_errors.UndefinedTable | pg_errors.InvalidSchemaName | pg_errors.UndefinedFunction):
+    if isinstance(error, _OF_OTHER_SCHEMA):
         return SchemaMismatch(
             address, "no schema of mqlayer, or an older one", "the current one", f"run `mqlayer migrate` ({text})"
         )

@@ -298,10 +298,10 @@ class AsyncProducer(ProducerBase):
 
     async def _end(self, timeout_s: float | None) -> None:
         engine = self._started
-        if engine is None or engine.guarded.closed or engine.is_forked:
+        if engine is None or engine.ending or engine.is_forked:
             return
         self._inbox.check_loop()
-        engine.guarded.close()
+        engine.begin_end()
         self._inbox.note_change()
         try:
             await self._settle(engine, engine.deadline(timeout_s))

@@ -62,10 +62,11 @@ class ProducerEngine:
             max_bytes=options.max_pending_bytes,
             require_replicas=options.required_replicas,
         )
+        self.ending = False
         self.guarded = guarded = GuardedInFlight(in_flight, self._schedule)
         self._topics, self._losses = in_flight.queues.topics, in_flight.losses
         self._scheduler = Scheduler()
-        self._metadata = MetadataRefresher(guarded, self._scheduler, self._runtime, options)
+        self._metadata = MetadataRefresher(guarded, self._scheduler, self._runtime, options, presence.publish_to)
         self.senders = self._metadata.senders
         self._sources = ProducerSources(name, source, self._runtime.control, guarded, self._scheduler)
         meters, capacity = meters_of(settings), in_flight.capacity
@@ -126,6 +127,11 @@ class ProducerEngine:
         deadline, eager = self.begin(timeout_s, on_backlog)
         queues = self.topic(topic)
         return queues, *pending_send_of(message, queues, listener, deadline, self.rng, eager=eager)
+
+    def begin_end(self) -> None:
+        """Accept no more messages; a refusal of this code may have come before."""
+        self.ending = True
+        self.guarded.close()
 
     def end(self, left: int) -> None:
         """Stop; the messages left unsettled fail with ProducerClosed."""

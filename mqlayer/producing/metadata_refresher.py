@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from typing import Final
 
 from mqlayer.domain.routing import NodeId, Route
@@ -41,22 +42,29 @@ ROUTE_CHECK_AFTER_S: Final = 1.0
 class MetadataRefresher:
     """Keeps routes and senders current, in the scheduler's thread. Thread-safe.
 
-    While Postgres is unavailable, known values serve, and jobs are repeated.
+    While Postgres is unavailable, known values serve, and jobs are repeated. `publish_to` says a topic's id.
     """
 
     def __init__(
-        self, guarded: GuardedInFlight, scheduler: Scheduler, runtime: Runtime, options: ProducerOptions
+        self,
+        guarded: GuardedInFlight,
+        scheduler: Scheduler,
+        runtime: Runtime,
+        options: ProducerOptions,
+        publish_to: Callable[[int], None],
     ) -> None:
         self.senders: dict[NodeId, NodeSender] = {}
         self._guarded, self._scheduler, self._runtime, self._options = guarded, scheduler, runtime, options
+        self._publish_to = publish_to
         self._routes = RouteCache(runtime.control)
         self._senders_lock = threading.Lock()
         self.nodes_read_at = time.monotonic()
         self._loss_detector = LossDetector(guarded, scheduler, self.senders, runtime, self.node)
 
     def topic(self, name: str) -> TopicQueues:
-        """Return a topic. Raises NotFound, InvalidName or StoreUnavailable."""
+        """Return a topic, which this process says first. Raises NotFound, InvalidName or StoreUnavailable."""
         route = self._routes.route(name)
+        self._publish_to(route.topic_id)
         senders = self._senders_of(route)
         with self._guarded as in_flight:
             topic = in_flight.queues.topics.get(name)

@@ -258,10 +258,10 @@ class Producer(ProducerBase):
             self._end(None)
 
     def _end(self, timeout_s: float | None) -> None:
-        if self._guarded.closed:
+        if self._engine.ending:
             return
         check_may_wait()
-        self._guarded.close()
+        self._engine.begin_end()
         self._engine.end(self._settle(timeout_s))
 
     def _settle(self, timeout_s: float | None) -> int:

@@ -5,6 +5,8 @@ They only share work: the chain makes a relay past its lease harmless.
 
 from __future__ import annotations
 
+import os
+import socket
 from typing import NamedTuple
 
 from mqlayer.domain.protocol import ServedProtocols
@@ -30,6 +32,7 @@ class LpSets:
         self.relay_id, self._lease_s, self.helper = relay_id, lease_s, helper
         self.owned: list[int] = []
         self._sent = 0
+        self._code = code_facts() | {"host": socket.gethostname(), "pid": os.getpid()}
         self.in_force = InForce()
         # As of the last beat.
         self.served: ServedProtocols | None = None
@@ -38,7 +41,7 @@ class LpSets:
         """Extend leases; take or release sets to match the share. `sent`: messages sent so far."""
         before = set(self.owned)
         me = {"relay_id": self.relay_id, "lease_s": self._lease_s, "has_sent": sent > self._sent}
-        me |= code_facts() | {"acts_on": self.in_force.version}
+        me |= self._code | {"acts_on": self.in_force.version}
         self._sent = sent
         share = self._share(connection, me)
         kept = sorted(row[0] for row in connection.execute(query("lp_set_keep"), me).fetchall())

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Final, Literal
 
-from mqlayer.domain.protocol import ServedProtocols
+from mqlayer.domain.protocol import PRODUCER_TOPICS, ServedProtocols
 from mqlayer.errors import MqlayerError, VersionRefused
 from mqlayer.logs import event_logger
 from mqlayer.postgres.database import Database
@@ -27,6 +27,10 @@ log = event_logger(__name__)
 ProcessKind = Literal["relay", "worker", "producer", "receiver"]
 LEASE_S: Final = 30.0
 """A process silent for longer does not hold a finalization up."""
+MOST_TOPICS: Final = 1_000
+"""So many topics have room in a row."""
+ANY_TOPIC: Final = 0
+"""In place of the topics without room."""
 
 
 class Presence:
@@ -39,16 +43,47 @@ class Presence:
         self._id = f"{kind}-{os.getpid()}-{secrets.token_hex(8)}"
         self._facts = code_facts() | {"process_id": self._id, "kind": kind, "name": name}
         self._facts |= {"host": socket.gethostname(), "pid": os.getpid()}
+        # Only added to: of two beats that cross, the later one has all topics of the other one.
+        self._topics: set[int] = set()
+        self._said: set[int] = set()
+        # Whether its row is there, which says what it acts on.
+        self._lives = False
 
     def beat(self, lease_s: float = LEASE_S) -> None:
         """Extend the lease. Raises VersionRefused for code that is too old, StoreUnavailable."""
-        facts = json.dumps(self._facts | {"acts_on": self.in_force.version})
+        began, acted_on = self._lives, self.in_force.version
+        self._beat(lease_s)
+        if began and self.in_force.version > acted_on:
+            # Contract steps wait for it.
+            self._beat(lease_s)
+
+    def _beat(self, lease_s: float) -> None:
+        with self._lock:
+            facts = json.dumps(self._facts | {"acts_on": self.in_force.version, "topics": _shown(self._topics)})
         with self._control.connection() as connection:
             row = connection.execute(query("process_beat"), {"facts": facts, "lease_s": lease_s}).fetchone()
         if row is not None:
             served = ServedProtocols(*row)
+            self._lives = True
             self.in_force.note(served.in_force)
             refuse_unserved(served, "control", self._control.address)
+
+    def publish_to(self, topic_id: int) -> None:
+        """Say a topic before its first message. Raises as `beat`.
+
+        While earlier code may live, the next beat is early enough: nothing relies on it yet.
+        """
+        with self._lock:
+            if topic_id in self._said:
+                return
+            self._topics.add(topic_id)
+            # With the lock, so that the first beat that acts on the version has it.
+            if not self.in_force.has(PRODUCER_TOPICS):
+                self._said.add(topic_id)
+                return
+        self.beat()
+        with self._lock:
+            self._said.add(topic_id)
 
     @contextmanager
     def working(self, at_most_s: float) -> Iterator[None]:
@@ -73,6 +108,11 @@ class Presence:
                 connection.execute(query("process_end"), {"process_id": self._id})
         except MqlayerError as error:
             log.info("process_row_left", extra={"reason": str(error)})
+
+
+def _shown(topics: set[int]) -> list[int]:
+    shown = sorted(topics)
+    return shown if len(shown) <= MOST_TOPICS else [ANY_TOPIC, *shown[:MOST_TOPICS]]
 
 
 class PresenceService(Service):

@@ -271,9 +271,9 @@ DELETE FROM mqlayer_app.voided;
 -- Extend a relay's lease, note whether it sent since, and say how many relays live, by the database's clock: who has not beaten for half of its
 -- lease is not counted, so that others don't leave LP sets to one that died.
 WITH beat AS (
-    INSERT INTO mqlayer_app.relay AS r (relay_id, lease_until, sent_at, version, least, most, acts_on)
+    INSERT INTO mqlayer_app.relay AS r (relay_id, lease_until, sent_at, version, least, most, acts_on, host, pid)
     VALUES (%(relay_id)s, now() + make_interval(secs => %(lease_s)s), CASE WHEN %(has_sent)s THEN now() END,
-            %(version)s, %(least)s, %(most)s, %(acts_on)s)
+            %(version)s, %(least)s, %(most)s, %(acts_on)s, %(host)s, %(pid)s)
     ON CONFLICT (relay_id)
     DO UPDATE SET lease_until = excluded.lease_until, sent_at = coalesce(excluded.sent_at, r.sent_at),
                   acts_on = excluded.acts_on

@@ -198,6 +198,13 @@ WHERE topic_id = %(topic_id)s AND %(source_id)s::bigint <> ALL (detached);
 SELECT s.source_id, s.name FROM mqlayer.source s JOIN mqlayer.topic t ON t.topic_id = %(topic_id)s
 WHERE s.kind = 'outbox' AND s.closed_at IS NULL AND s.source_id <> ALL (t.detached) ORDER BY s.source_id;
 
+-- name: topic_producers
+-- Living direct producers that publish to a topic, or did; not those that say it by the version's rule yet.
+SELECT p.name, p.host, p.pid, p.acts_on >= %(since)s AND p.topics IS NOT NULL AS says FROM mqlayer.process p
+WHERE p.kind = 'producer' AND p.lease_until >= now()
+  AND (p.acts_on < %(since)s OR p.topics IS NULL OR p.topics && ARRAY[0, %(topic_id)s::int])
+ORDER BY p.name, p.host, p.pid;
+
 -- name: topic_changes_lock
 -- Lock the open route changes of a topic.
 SELECT change_id FROM mqlayer.route_change WHERE topic_id = %(topic_id)s AND state IN ('planned', 'sealing', 'sealed')
@@ -490,7 +497,7 @@ LEFT JOIN mqlayer.consumer_group b ON b.group_id = g.broadcast_of;
 
 -- name: process_beat
 -- A relay, worker, producer or receiver lives, and learns which protocol versions the schema serves.
-SELECT serves_from, in_force, serves_to FROM mqlayer.process_beat_v1(%(facts)s::jsonb, %(lease_s)s);
+SELECT serves_from, in_force, serves_to FROM mqlayer.process_beat_v2(%(facts)s::jsonb, %(lease_s)s);
 
 -- name: process_end
 -- A process ends by its own word.
@@ -505,6 +512,10 @@ FROM mqlayer.protocol;
 -- The same of the application schema.
 SELECT serves_from, in_force, serves_to, expanded_at, finalized_at, extract(epoch FROM now() - expanded_at)::float8
 FROM mqlayer_app.protocol;
+
+-- name: protocol_finalize_lock
+-- One finalization after the other, to the end of the transaction.
+SELECT pg_advisory_xact_lock(hashtext('mqlayer.finalize'));
 
 -- name: protocol_finalize_control
 -- Put a version in force: finalized, blocked or draining.
@@ -523,8 +534,9 @@ SELECT mqlayer.protocol_reopen_v1();
 SELECT mqlayer_app.protocol_reopen_v1();
 
 -- name: protocol_overdue_groups
--- Groups with older members whose leases ran out, which nobody noted yet.
-SELECT DISTINCT group_id FROM mqlayer.living WHERE kind = 'member' AND NOT beats AND most < %(version)s;
+-- Groups whose members of earlier versions have leases that ran out, which no process noted yet.
+SELECT DISTINCT group_id FROM mqlayer.living
+WHERE kind = 'member' AND NOT beats AND (most < %(version)s OR acts_on < %(version)s);
 
 -- name: living_processes
 -- All living processes with their releases and protocol versions; the oldest code first.
@@ -533,7 +545,7 @@ ORDER BY most, acts_on, kind, name, since LIMIT %(limit)s;
 
 -- name: living_relays
 -- The same of relays in the application schema.
-SELECT 'relay', relay_id, '', 0, NULL::timestamptz, version, least, most, acts_on, true FROM mqlayer_app.relay
+SELECT 'relay', relay_id, host, pid, NULL::timestamptz, version, least, most, acts_on, true FROM mqlayer_app.relay
 WHERE lease_until >= now() ORDER BY most, relay_id LIMIT %(limit)s;
 
 -- name: living_counts

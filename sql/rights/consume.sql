@@ -53,6 +53,7 @@ GRANT SELECT, UPDATE (created_at) ON mqlayer.partition TO {role};
 GRANT SELECT ON mqlayer.partition_pause TO {role};
 GRANT SELECT ON mqlayer.partition_rate TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.process_beat_v1 TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer.process_beat_v2 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.process_end_v1 TO {role};
 GRANT SELECT ON mqlayer.protocol TO {role};
 GRANT SELECT ON mqlayer.readable TO {role};

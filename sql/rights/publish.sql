@@ -9,6 +9,7 @@ GRANT SELECT ON mqlayer.migration TO {role};
 GRANT SELECT ON mqlayer.node TO {role};
 GRANT SELECT ON mqlayer.partition TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.process_beat_v1 TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer.process_beat_v2 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.process_end_v1 TO {role};
 GRANT SELECT ON mqlayer.protocol TO {role};
 GRANT SELECT ON mqlayer.route TO {role};

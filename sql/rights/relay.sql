@@ -18,6 +18,7 @@ GRANT SELECT ON mqlayer.migration TO {role};
 GRANT SELECT, UPDATE (armed_at, armed_run_id, former_runs, last_run_id, lost_at) ON mqlayer.node TO {role};
 GRANT SELECT, UPDATE (state) ON mqlayer.partition TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.process_beat_v1 TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer.process_beat_v2 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.process_end_v1 TO {role};
 GRANT SELECT ON mqlayer.protocol TO {role};
 GRANT SELECT ON mqlayer.route TO {role};
@@ -44,8 +45,8 @@ GRANT SELECT ON mqlayer_app.outbox_message TO {role};
 GRANT SELECT ON SEQUENCE mqlayer_app.outbox_number TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.outbox_recover_v1 TO {role};
 GRANT SELECT ON mqlayer_app.protocol TO {role};
-GRANT SELECT, INSERT (acts_on, least, lease_until, most, relay_id, sent_at, version), UPDATE (acts_on, lease_until, sent_at,
-    version), DELETE ON mqlayer_app.relay TO {role};
+GRANT SELECT, INSERT (acts_on, host, least, lease_until, most, pid, relay_id, sent_at, version), UPDATE (acts_on, lease_until,
+    sent_at, version), DELETE ON mqlayer_app.relay TO {role};
 GRANT USAGE ON SEQUENCE mqlayer_app.relay_epoch TO {role};
 GRANT SELECT, INSERT (lp, seq, topic_id), UPDATE (seq) ON mqlayer_app.relayed TO {role};
 GRANT SELECT, INSERT (lp, reason, seq, topic_id), UPDATE (reason, seq, quarantined_at), DELETE ON mqlayer_app.quarantined TO

@@ -41,6 +41,7 @@ GRANT SELECT ON mqlayer.partition TO {role};
 GRANT SELECT ON mqlayer.partition_pause TO {role};
 GRANT SELECT ON mqlayer.partition_rate TO {role};
 GRANT SELECT ON mqlayer.problem TO {role};
+GRANT SELECT ON mqlayer.process TO {role};
 GRANT SELECT ON mqlayer.protocol TO {role};
 GRANT SELECT ON mqlayer.readable TO {role};
 GRANT SELECT ON mqlayer.redrive TO {role};

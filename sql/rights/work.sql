@@ -48,6 +48,7 @@ GRANT SELECT, INSERT (measured_at, next_offset, partition_id, per_s), UPDATE (me
 GRANT SELECT, INSERT (alert, effect, first_seen_at, group_name, item, last_seen_at, node, part, severity, since, text,
     topic), UPDATE (effect, ended_at, last_seen_at, text), DELETE ON mqlayer.problem TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.process_beat_v1 TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer.process_beat_v2 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.process_end_v1 TO {role};
 GRANT SELECT ON mqlayer.protocol TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.protocol_finalize_v1 TO {role};
@@ -105,8 +106,8 @@ GRANT EXECUTE ON FUNCTION mqlayer_app.outbox_recover_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.outbox_rotate_v1 TO {role};
 GRANT SELECT ON mqlayer_app.protocol TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.protocol_finalize_v1 TO {role};
-GRANT SELECT, INSERT (acts_on, least, lease_until, most, relay_id, sent_at, version), UPDATE (acts_on, lease_until, sent_at,
-    version), DELETE ON mqlayer_app.relay TO {role};
+GRANT SELECT, INSERT (acts_on, host, least, lease_until, most, pid, relay_id, sent_at, version), UPDATE (acts_on, lease_until,
+    sent_at, version), DELETE ON mqlayer_app.relay TO {role};
 GRANT USAGE ON SEQUENCE mqlayer_app.relay_epoch TO {role};
 GRANT SELECT, INSERT (lp, seq, topic_id), UPDATE (seq) ON mqlayer_app.relayed TO {role};
 GRANT SELECT, INSERT (lp, reason, seq, topic_id), UPDATE (reason, seq, quarantined_at), DELETE ON mqlayer_app.quarantined TO

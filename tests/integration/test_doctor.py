@@ -249,6 +249,10 @@ def test_a_node_that_was_given_up_and_answers_is_told(ward: Ward, node: RedisSer
 
 def test_a_replica_and_a_cluster_are_no_nodes(ward: Ward, node: RedisServer, start_redis: StartRedis) -> None:
     cluster = start_redis(options={"cluster-enabled": "yes"})
+    with redis.Redis.from_url(cluster.url) as client:
+        # Registering asks for keys, which a cluster without slots refuses.
+        client.execute_command("CLUSTER", "ADDSLOTS", *range(16384))
+        wait_until(lambda: client.cluster("info")["cluster_state"] == "ok", what="the slots")
     register_node(runtime_of(ward.database), name="cluster", url=cluster.url)
     assert "cluster mode" in ward.finding("role").seen
     with redis.Redis.from_url(node.url) as client:

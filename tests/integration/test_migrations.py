@@ -14,6 +14,7 @@ import psycopg
 import pytest
 
 import mqlayer
+from mqlayer.domain.protocol import PROTOCOL
 from mqlayer.errors import SchemaMismatch, StoreUnavailable, VersionRefused
 from mqlayer.logs import event_of
 from mqlayer.postgres.database import Database, connect
@@ -26,6 +27,7 @@ from tests.fixtures.roles import grant_application
 from tests.fixtures.variants import some_of
 
 ROLE = "mqlayer_test_application"
+AFTER = PROTOCOL.most + 1
 
 
 Steps = dict[SchemaName, list[int]]
@@ -123,10 +125,11 @@ def test_a_newer_database_serves_this_code_until_its_version_is_in_force(databas
 def test_a_newer_database_is_refused_and_stays(database_dsn: str) -> None:
     with connect(database_dsn) as connection:
         connection.execute("INSERT INTO mqlayer.migration (number, name) VALUES (9999, 'from_the_future')")
-        connection.execute("UPDATE mqlayer.protocol SET serves_from = 2, in_force = 2, serves_to = 2")
+        versions = f"serves_from = {AFTER}, in_force = {AFTER}, serves_to = {AFTER}"
+        connection.execute(f"UPDATE mqlayer.protocol SET {versions}")
         with pytest.raises(SchemaMismatch, match="upgrade mqlayer"):
             check_schema(connection, "control", "postgres")
-    with pytest.raises(VersionRefused, match=r"control protocol 2, this code needs protocol 1: upgrade mqlayer"):
+    with pytest.raises(VersionRefused, match=f"protocol {AFTER}, this code needs protocol {PROTOCOL}: upgrade mqlayer"):
         migrate(database_dsn)
     assert numbers(database_dsn, "mqlayer") == [*(step.number for step in migrations("control")), 9999]
 

@@ -172,9 +172,10 @@ def test_a_batch_whose_outcome_is_late_says_so_for_each_message(world: World, pr
 
 
 def test_a_node_that_does_not_answer_holds_up_only_its_own_lps(
-    database_dsn: str, redis_url: str, key_prefix: str, proxy: TcpProxy
+    database_dsn: str, redis_url: str, key_prefix: str, proxy: TcpProxy, start_redis: StartRedis
 ) -> None:
-    world = World(database_dsn, key_prefix, [redis_url, f"redis://{proxy.host}:{proxy.port}/0"], [redis_url, redis_url])
+    other = start_redis().url
+    world = World(database_dsn, key_prefix, [other, f"redis://{proxy.host}:{proxy.port}/0"], [other, redis_url])
     route = world.add_topic(partitions=2)
     names = [f"k{number}" for number in range(100)]
     stuck = [name for name in names if range_of(route, lp_of(name.encode())).node == 2]

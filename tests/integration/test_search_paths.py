@@ -87,12 +87,15 @@ INNER: Final = {
     "mqlayer.process_beat_v1": """
         SELECT mqlayer.process_beat_v1('{"process_id": "p", "kind": "worker", "name": "n", "host": "h", "pid": 1,
             "version": "1", "least": 1, "most": 1000, "acts_on": 1}', 10)""",
+    "mqlayer.process_beat_v2": """
+        SELECT mqlayer.process_beat_v2('{"process_id": "p", "kind": "worker", "name": "n", "host": "h", "pid": 1,
+            "version": "1", "least": 1, "most": 1000, "acts_on": 1}', 10)""",
     "mqlayer.process_end_v1": "SELECT mqlayer.process_end_v1('p')",
     "mqlayer.member_admit_v1": """
-        INSERT INTO mqlayer.member (group_id, member_id, host, pid, lease_until)
-        VALUES (1, 'm', 'h', 1, pg_catalog.now())""",
+        INSERT INTO mqlayer.member (group_id, member_id, host, pid, lease_until, most)
+        VALUES (1, 'm', 'h', 1, pg_catalog.now(), 1000)""",
     "mqlayer_app.relay_admit_v1": """
-        INSERT INTO mqlayer_app.relay (relay_id, lease_until) VALUES ('r', pg_catalog.now())""",
+        INSERT INTO mqlayer_app.relay (relay_id, lease_until, most) VALUES ('r', pg_catalog.now(), 1000)""",
     "mqlayer.group_known_v1": (
         "INSERT INTO mqlayer.consumer_group (topic_id, name, start, backoff_s) VALUES (1, 'h', 'latest', '{1}')"
     ),

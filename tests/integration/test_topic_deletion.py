@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from os import getpid
 from pathlib import Path
+from socket import gethostname
 from threading import Event
 from typing import Any, LiteralString
 
@@ -210,7 +212,11 @@ def test_a_producer_is_told_and_goes_on_with_the_topic_that_has_the_name(world: 
     old = topic_of(world)
     with world.producer() as producer:
         producer.send("orders", body=b"old", key="k")
-        delete_topic(world.runtime(), "orders")
+        with pytest.raises(
+            Conflict, match=rf"direct producer test on {gethostname()} \(pid {getpid()}\) lives: stop it"
+        ):
+            delete_topic(world.runtime(), "orders")
+        delete_topic(world.runtime(), "orders", force=True)
         with pytest.raises(MqlayerError, match="unknown topic 'orders': it was deleted"):
             producer.send("orders", body=b"late", key="k")
         with pytest.raises(NotFound):
@@ -219,7 +225,7 @@ def test_a_producer_is_told_and_goes_on_with_the_topic_that_has_the_name(world: 
         producer.send("orders", body=b"new", key="k")
         # It does not take the new topic for a newer route of the one that it knows.
         newer = topic_of(world)
-        delete_topic(world.runtime(), "orders")
+        delete_topic(world.runtime(), "orders", force=True)
         world.add_topic("orders", partitions=2)
         with pytest.raises(MqlayerError, match="it was deleted"):
             producer.send("orders", body=b"late", key="k")
@@ -228,6 +234,26 @@ def test_a_producer_is_told_and_goes_on_with_the_topic_that_has_the_name(world: 
     assert [record.value for record in world.records("orders")] == ["newest"]
     for topic_id in (old, newer):
         assert_gone(world, topic_id)
+
+
+def test_a_producer_is_asked_for_its_topics_once_all_code_says_them(world: World) -> None:
+    """Cases: another topic, a killed producer, code that acts on the former version, the former version in force."""
+    world.add_topic("bills", partitions=1)
+    with world.producer() as producer:
+        producer.send("bills", body=b"1", key="k")
+        assert planned_deletion(world.runtime(), "orders").obstacles == ()
+        producer.send("orders", body=b"1", key="k")
+        (told,) = planned_deletion(world.runtime(), "orders").obstacles
+        assert "lives: stop it, or wait 30 s if it was killed" in told
+        world.rows("UPDATE mqlayer.process SET lease_until = now() - interval '1 ms'")
+        assert planned_deletion(world.runtime(), "orders").obstacles == ()
+        world.rows("UPDATE mqlayer.process SET lease_until = now() + interval '1 minute', acts_on = 1, topics = '{}'")
+        (told,) = planned_deletion(world.runtime(), "orders").obstacles
+        assert "does not say its topics yet: wait" in told
+        world.rows("UPDATE mqlayer.process SET acts_on = 2, topics = '{0}'")
+        assert planned_deletion(world.runtime(), "orders").obstacles != (), "more topics than a row has room for"
+        world.rows("UPDATE mqlayer.protocol SET serves_from = 1, in_force = 1")
+        assert planned_deletion(world.runtime(), "orders").obstacles == (), "older code says nothing, and may live"
 
 
 def test_force_ends_members_and_nothing_of_the_old_topic_comes_to_the_new_one(stage: Stage) -> None:

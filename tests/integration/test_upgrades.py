@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,10 +17,12 @@ from mqlayer.errors import Conflict, ProducerClosed, TransactionConflict, Versio
 from mqlayer.failpoints import arm
 from mqlayer.groups import GroupSettings, MemberSession, ensure_group, join, leave, release, send_heartbeat
 from mqlayer.maintenance.jobs import PERIODIC_JOBS
-from mqlayer.maintenance.upgrades import cancel, finalize, finalize_when_due, upgrade_status
-from mqlayer.postgres.migrations import SCHEMAS, contract, migrate
+from mqlayer.maintenance.upgrades import cancel, finalize, finalize_when_due, run_contracts, upgrade_status
+from mqlayer.postgres.database import Database
+from mqlayer.postgres.migrations import SCHEMAS, SchemaName, contract, migrate
 from mqlayer.postgres.protocol import InForce
 from mqlayer.relay import Relay, relay_once
+from mqlayer.runtime.presence import Presence
 from mqlayer.runtime.route_cache import RouteCache
 from mqlayer.runtime.runtime import Runtime
 from mqlayer.workers.tasks import TASKS
@@ -120,7 +123,7 @@ def test_a_silent_older_member_is_gone_for_good_and_others_get_its_partitions(
         assert set(stage.owners().values()) == {"new"}
     assert not send_heartbeat(stage.database, old, lease_s=LEASE_S).known
     with pytest.raises(
-        VersionRefused, match=f"control protocol {NEW}, this code needs protocol {OLD}: upgrade mqlayer"
+        VersionRefused, match=f"control protocol {NEW}, this code needs protocol {PROTOCOL}: upgrade mqlayer"
     ):
         join(stage.database, group_id=old.group_id, member_id="old", lease_s=LEASE_S, own=[old.session])
 
@@ -196,7 +199,7 @@ def test_a_running_older_member_hands_its_partitions_over_and_ends(stage: Stage)
     refusing_old(stage)
     wait_until(lambda: not app.running, what="the refusal")
     (refused,) = [member_of(app).refused]
-    assert f"this code needs protocol {OLD}: upgrade mqlayer on this machine" in str(refused)
+    assert f"this code needs protocol {PROTOCOL}: upgrade mqlayer on this machine" in str(refused)
     assert set(stage.owners().values()) != {None}, "the running message keeps its partition"
     go.set()
     wait_until(lambda: ask(stage, "SELECT FROM mqlayer.member WHERE lease_until > '-infinity'") == [], what="its end")
@@ -205,6 +208,25 @@ def test_a_running_older_member_hands_its_partitions_over_and_ends(stage: Stage)
     settled = sum(position.committed - 1 for position in stage.positions().values())
     assert settled == len(handled), "each handled message is settled, the others wait for the next owner"
     assert str(refused) in str(app.health())
+
+
+def test_a_refused_member_with_a_stuck_handler_waits_for_it_once(stage: Stage) -> None:
+    begun, go = threading.Event(), threading.Event()
+
+    def handle(body: bytes) -> None:
+        del body
+        begun.set()
+        go.wait(60)
+
+    app = stage.consume(handle, drain_timeout_s=0.3)
+    stage.send([("key", b"1")])
+    assert begun.wait(20)
+    refusing_old(stage)
+    wait_until(lambda: ask(stage, "SELECT FROM mqlayer.member WHERE lease_until > '-infinity'") == [], what="its end")
+    began = time.monotonic()
+    assert not app.stop(timeout_s=20), "the handler runs on, and can't settle"
+    assert time.monotonic() - began < 10
+    go.set()
 
 
 def test_the_command_ends_with_an_exit_code_of_its_own_and_so_does_a_new_start(
@@ -252,7 +274,7 @@ def test_a_running_relay_leaves_its_lps_and_ends(world: World) -> None:
     assert [one.kind for one in upgrade_status(world.runtime()).living] == ["relay"]
     refusing_old(world)
     thread.join(20)
-    assert f"protocol {NEW}, this code needs protocol {OLD}" in str(ended[0])
+    assert f"protocol {NEW}, this code needs protocol {PROTOCOL}" in str(ended[0])
     assert ask(world, "SELECT FROM mqlayer_app.lp_set WHERE relay_id IS NOT NULL") == []
     assert ask(world, "SELECT FROM mqlayer.process") == []
     with pytest.raises(VersionRefused):
@@ -273,6 +295,7 @@ def test_producers_and_receivers_of_older_code_are_told(stage: Stage, monkeypatc
         with pytest.raises(ProducerClosed, match="upgrade mqlayer on this machine"):
             producer.send(stage.topic, key="k", body=b"2")
     assert ask(stage, "SELECT kind FROM mqlayer.process") == []
+    assert ask(stage, "SELECT FROM mqlayer.source WHERE closed_at IS NULL") == [], "a refused producer is closed as any"
 
 
 @pytest.mark.world(tasks=True)
@@ -331,6 +354,45 @@ def test_contract_steps_wait_until_each_process_acts_on_the_version(
     send_heartbeat(stage.database, session, lease_s=LEASE_S, in_force=mine)
     assert [contract(stage.dsn, schema=schema) for schema in SCHEMAS] == [[LATER[schema][1]] for schema in SCHEMAS]
     assert upgrade_status(system).contracts == ()
+
+
+def test_a_member_that_was_killed_before_it_read_the_version_keeps_no_contract_step_waiting(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No other member of its group lives, so no rebalance notes its end."""
+    become(monkeypatch)
+    system = runtime_of(stage.database, stage.prefix, application=stage.database)
+    migrate(stage.dsn)
+    joined(stage, "new")
+    assert finalize(system) == "finalized"
+    dsns = dict.fromkeys(SCHEMAS, stage.dsn)
+    assert run_contracts(system, dsns) == []
+    ask(stage, "UPDATE mqlayer.member SET lease_until = now() - interval '1 ms'")
+    assert len(run_contracts(system, dsns)) == 2
+
+
+def test_the_application_schema_keeps_the_former_form_while_a_worker_acts_on_it(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers write both schemas, and have their row in the control schema."""
+    become(monkeypatch)
+    system = runtime_of(stage.database, stage.prefix, application=stage.database)
+    migrate(stage.dsn)
+    worker = Presence(stage.database, "worker", "jobs", InForce(OLD))
+    with worker.working(60):
+        assert finalize(system) == "finalized"
+        dsns = dict.fromkeys(SCHEMAS, stage.dsn)
+        assert run_contracts(system, dsns) == []
+        assert [step.schema for step in upgrade_status(system).contracts] == ["control", "application"]
+    assert len(run_contracts(system, dsns)) == 2, "it said that it acts on the version as it ended its job"
+
+
+def test_a_finalization_that_ended_in_one_schema_is_not_cancelled(stage: Stage, system: Runtime) -> None:
+    ask(stage, f"UPDATE mqlayer.protocol SET serves_from = {NEW}, in_force = {NEW}")
+    ask(stage, f"UPDATE mqlayer_app.protocol SET serves_from = {NEW}")
+    with pytest.raises(Conflict, match="in force in the control schema, so older code stays refused: mqlayer upgrade"):
+        cancel(system)
+    assert ask(stage, "SELECT serves_from FROM mqlayer_app.protocol") == [(NEW,)]
 
 
 def test_a_new_database_has_the_newest_version_in_force(
@@ -414,6 +476,56 @@ def test_the_commands_name_what_waits_and_what_blocks(
     leave(stage.database, session)
     assert f"protocol {NEW} is in force" in run.text("upgrade", "finalize", "--yes")
     del system
+
+
+def test_a_command_of_older_code_is_refused_but_may_cancel(
+    stage: Stage, run: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MQLAYER_DSN", stage.dsn)
+    assert stage.topic in run.text("topic", "list")
+    refusing_old(stage)
+    told = run("topic", "list")
+    assert told.exit_code == 78
+    assert f"this code needs protocol {PROTOCOL}: upgrade mqlayer on this machine" in told.stderr
+    assert "older processes drain" in run.text("upgrade", "status")
+    run.text("upgrade", "cancel")
+    assert stage.topic in run.text("topic", "list")
+
+
+def test_finalizations_at_once_are_one(stage: Stage, system: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    become(monkeypatch)
+    with ThreadPoolExecutor(4) as threads:
+        assert {*threads.map(lambda _: finalize(system, drain=True), range(4))} == {"finalized"}
+    assert ask(stage, "SELECT act FROM mqlayer.audit WHERE act LIKE 'upgrade %'") == [("upgrade finalize",)]
+
+
+def test_schemas_in_two_databases_are_finalized_one_after_the_other(
+    stage: Stage, empty_database_dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A relay that only the application schema knows blocks the second one; there is no way back between them."""
+    become(monkeypatch)
+    migrate(stage.dsn, schema="control")
+    with Database(empty_database_dsn) as application:
+        system = runtime_of(stage.database, stage.prefix, application=application)
+        migrate(empty_database_dsn, schema="application")
+        with application.connection() as connection:
+            connection.execute(f"UPDATE mqlayer_app.protocol SET serves_from = {OLD}, in_force = {OLD}")
+            columns, values = "relay_id, lease_until, most, host", f"'r', now() + interval '1 min', {OLD}, 'h'"
+            connection.execute(f"INSERT INTO mqlayer_app.relay ({columns}) VALUES ({values})")
+        assert [finalize(system), finalize(system, drain=True)] == ["blocked", "draining"]
+        found = upgrade_status(system)
+        assert {name: one.served.in_force for name, one in found.schemas.items()} == {
+            "control": NEW,
+            "application": OLD,
+        }
+        assert [(one.name, one.host) for one in found.blockers] == [("r", "h")]
+        with pytest.raises(Conflict, match="older code stays refused"):
+            cancel(system)
+        with application.connection() as connection:
+            connection.execute("DELETE FROM mqlayer_app.relay")
+        assert finalize(system) == "finalized"
+        dsns: dict[SchemaName, str] = {"control": stage.dsn, "application": empty_database_dsn}
+        assert run_contracts(system, dsns) == [LATER["control"][1]], "the application schema was made anew with its own"
 
 
 def test_the_release_is_the_package_s() -> None:

@@ -48,7 +48,9 @@ class Member(ABC, Generic[R, S]):
         self._heartbeat = Heartbeat(core, partitions, nodes.refresh, self._replace, rejoin, events, self._refuse)
         self._end_counts: Callable[[], None] | None = None
         self._stopping, self._replaced = False, ""
-        self._stop_lock, self._drained = threading.Lock(), False
+        self._stop_lock = threading.Lock()
+        # Whether all handlers ended in a drain, once there was one.
+        self._drained: bool | None = None
         self.refused: VersionRefused | None = None
         """Why this code may not consume any more: it drains, then ends."""
 
@@ -70,7 +72,7 @@ class Member(ABC, Generic[R, S]):
         Handlers that outlast `timeout_s` (default `drain_timeout_s`) can't settle: their messages are handled again.
         """
         with self._stop_lock:
-            return self._drained or self._stop(timeout_s)
+            return self._stop(timeout_s) if self._drained is None else self._drained
 
     def _stop(self, timeout_s: float | None) -> bool:
         until = clock() + (self._core.options.drain_timeout_s if timeout_s is None else timeout_s)

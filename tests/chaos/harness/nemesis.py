@@ -68,6 +68,8 @@ REVIVE_EVERY_S: Final = 0.25
 class Nemesis:
     """Strikes; what takes a while is over when `strike` returns."""
 
+    mortal: tuple[str, ...] = MORTAL
+
     def __init__(
         self,
         play: Play,
@@ -144,7 +146,7 @@ class Nemesis:
         self.struck.append(Struck(f"{'stop' if '=stop' in place else 'kill'} at a place", f"{name} {place}", now, now))
 
     def _kill(self) -> str:
-        name = self._one_of(MORTAL)
+        name = self._one_of(self.mortal)
         role = name.partition("-")[0]
         self.armed.pop(name, None)
         if role in PLACES and self._rng.random() < 0.5:

@@ -7,9 +7,9 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final
+from typing import IO, Final
 
 from mqlayer.settings import Settings
 from tests.fixtures.failpoints import armed
@@ -44,10 +44,12 @@ class Play:
         """Start a process, its output to a file, perhaps to be broken at a place."""
         with (self._directory / f"{name}.log").open("ab") as log:
             role = name.partition("-")[0]
-            self.processes[name] = start_python(
-                "tests.chaos.actors", role, name, str(self._directory),
-                cwd=ROOT, env=self._environment | armed(failpoints), stdout=log, stderr=log,
-            )  # fmt: skip
+            words = ("tests.chaos.actors", role, name, str(self._directory))
+            self.processes[name] = self._run(name, words, self._environment | armed(failpoints), log)
+
+    def _run(self, name: str, words: Sequence[str], environment: dict[str, str], log: IO[bytes]) -> Process:
+        del name
+        return start_python(*words, cwd=ROOT, env=environment, stdout=log, stderr=log)
 
     def kill(self, name: str, failpoints: str = "") -> None:
         """End a process without warning, and start it again."""

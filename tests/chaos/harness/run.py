@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import psycopg
 import pytest
@@ -131,6 +131,8 @@ class Run:
     partitions = 4
     environment: Mapping[str, str] = {}
     """More of its processes."""
+    kinds: ClassVar[Mapping[str, int]] = KINDS
+    _nemesis_class = Nemesis
 
     def __init__(
         self, directory: Path, seed: int, cleanup: ExitStack, bug: str, audits: Iterable[Audit], pause_s: float
@@ -142,7 +144,7 @@ class Run:
         self._histories = directory / "histories"
         self._histories.mkdir()
         self._site = DatabaseSite(directory, cleanup)
-        migrate(self._site.direct_dsn)
+        self._migrate()
         self._nodes: list[NodeSite] = [NodeSite(directory, "n0", cleanup), PairSite(directory, "n1", cleanup)]
         if noter := build_sync_noter(directory):
             self._nodes.append(PowerSite(directory, "n2", cleanup, noter))
@@ -161,12 +163,18 @@ class Run:
             "MQLAYER_TEST_FAILING": "199", "MQLAYER_TEST_PLANT": bug, "MQLAYER_TEST_BATCHES": json.dumps(BATCHES),
             "MQLAYER_TEST_BATCH_LIMIT": "50", "MQLAYER_TEST_PART": "25", "MQLAYER_TEST_HANDLERS": "24",
         }  # fmt: skip
-        self._play = Play(self._settings, self._histories, **environment, **self.environment)
+        self._play = self._make_play({**environment, **self.environment})
         cleanup.callback(self._play.kill_all)
-        self._nemesis = Nemesis(
+        self._nemesis = self._nemesis_class(
             self._play, self._nodes, self._site, self._histories,
-            seed=seed, lease_s=LEASE_S, kinds=PLANTS[bug].kinds if bug else KINDS, fell_back=self._fell_back,
+            seed=seed, lease_s=LEASE_S, kinds=PLANTS[bug].kinds if bug else self.kinds, fell_back=self._fell_back,
         )  # fmt: skip
+
+    def _migrate(self) -> None:
+        migrate(self._site.direct_dsn)
+
+    def _make_play(self, environment: dict[str, str]) -> Play:
+        return Play(self._settings, self._histories, **environment)
 
     def play(self, length: Length) -> dict[str, Any]:
         began, stuck, unsettled = time.monotonic(), "", list[str]()

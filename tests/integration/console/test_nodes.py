@@ -46,8 +46,8 @@ def test_nodes_and_processes_show_their_last_signs_of_life(world: World, browser
         "VALUES (1, 'ledger', 'live', 'earliest', '{1}')"
     )
     world.rows(
-        "INSERT INTO mqlayer.member (group_id, member_id, host, pid, lease_until) "
-        "SELECT 1, 'm' || n, '<i>host</i>', n, now() + interval '1 min' * (n - 1) FROM generate_series(1, 60) AS n"
+        "INSERT INTO mqlayer.member (group_id, member_id, host, pid, lease_until, most) "
+        "SELECT 1, 'm' || n, '<i>host</i>', n, now() + interval '1 min' * (n - 1), 99 FROM generate_series(1, 60) AS n"
     )
     world.rows(
         "INSERT INTO mqlayer.job (name, last_at, next_at, ended_at, error) VALUES "
