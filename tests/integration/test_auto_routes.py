@@ -24,6 +24,8 @@ from tests.fixtures.auto_scenes import (
     load,
     one_pass,
     put_load,
+    spread_over,
+    until_changed,
 )
 from tests.fixtures.commands import Commands
 from tests.fixtures.wait import wait_until
@@ -142,8 +144,8 @@ def test_two_changes_in_a_row_that_do_not_help_stop_it_until_an_operator_begins_
     switch_on(world)
     for parent, made in ((1, (2, 3)), (3, (4, 5))):
         put_load(world, {parent: 90})
-        with load(world, EVENLY):
-            wait_until(lambda: one_pass(world).changed, what="a sample that is large enough, and the split")
+        with load(world, spread_over(world, parent)):
+            until_changed(world)
         put_load(world, {made[0]: 2, made[1]: 88})
         assert one_pass(world).stopped == (() if parent == 1 else ("orders",))
         age_changes(world)
@@ -156,10 +158,10 @@ def test_two_changes_in_a_row_that_do_not_help_stop_it_until_an_operator_begins_
     (found,) = [one for one in run("doctor", "--json").stdout.splitlines() if '"autopilot"' in one]
     assert "repair the cause, then: mqlayer route auto orders --on" in found
     assert "stopped itself: 2 changes in a row did not help" in " ".join(run.text("route", "why", "orders").split())
-    with load(world, EVENLY):
+    with load(world, spread_over(world, 5)):
         assert one_pass(world).changed == ()
         run.text("route", "auto", "orders", "--on")
-        wait_until(lambda: one_pass(world).changed, what="a sample that is large enough, and the split")
+        until_changed(world)
 
 
 @pytest.mark.world(partitions=2, own_node=True)
@@ -192,8 +194,8 @@ def test_the_journal_is_bounded(world: World) -> None:
     world.rows("UPDATE mqlayer.route_decision SET at = at - interval '40 days'")
     put_load(world, {3: 90})
     age_changes(world)
-    with load(world, EVENLY):
-        wait_until(lambda: one_pass(world).changed, what="a sample that is large enough, and the split")
+    with load(world, spread_over(world, 3)):
+        until_changed(world)
     assert [row[0] for row in journal(world)] == ["changed"], "the earlier one was judged, and is old"
 
 

@@ -18,6 +18,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased
 from opentelemetry.trace import SpanKind, StatusCode, get_current_span
 from psycopg_pool import ConnectionPool
+from starlette.types import Receive, Scope, Send
 
 import mqlayer
 from mqlayer import outbox
@@ -79,18 +80,35 @@ def settled(app: mqlayer.App, count: int) -> None:
     wait_until(lambda: all(member.stats.settled == count for member in app.members), what=f"{count} are settled")
 
 
-def test_a_request_is_followed_through_outbox_relay_and_every_kind_of_handler(
-    world: World, app: mqlayer.App, spans: Spans, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A publish in a request's span; libraries of a handler find its span current, in threads and in tasks."""
+def post_order(world: World, spans: Spans) -> tuple[int, int]:
+    """Publish in a request, with a span around it as an instrumentation has; return the span that was current.
+
+    The span is in the request's own task: the context of the test's thread is the whole process's.
+    """
+    current: list[tuple[int, int]] = []
     pool = ConnectionPool(world.dsn, open=False, min_size=1, max_size=1)
     web = FastAPI()
 
     def place(session: Any) -> None:
+        current.append(ids(get_current_span().get_span_context()))
         outbox.publish(session, "orders", key="ann", body=b"secret")
 
     place.__annotations__["session"] = Annotated[Any, transaction(pool)]
     web.post("/orders")(place)
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        with spans.tracer.start_as_current_span(f"{scope['method']} {scope['path']}"):
+            await web(scope, receive, send)
+
+    with pool:
+        assert TestClient(answer).post("/orders").status_code == 200
+    return current[0]
+
+
+def test_a_request_is_followed_through_outbox_relay_and_every_kind_of_handler(
+    world: World, app: mqlayer.App, spans: Spans, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A publish in a request's span; libraries of a handler find its span current, in threads and in tasks."""
 
     def query(group: str) -> None:
         with spans.tracer.start_as_current_span(f"query of {group}"):
@@ -112,15 +130,15 @@ def test_a_request_is_followed_through_outbox_relay_and_every_kind_of_handler(
     async def batch(_bodies: list[bytes]) -> None:
         query("batch")
 
-    with pool, spans.tracer.start_as_current_span("POST /orders") as request, TestClient(web) as client:
-        assert client.post("/orders").status_code == 200
+    current = post_order(world, spans)
     relay(world)
     app.start()
     settled(app, 1)
 
     create = spans.one("create orders", messaging__operation__type="create", mqlayer__key_hash=key_hash(b"ann"))
     assert create.kind == SpanKind.PRODUCER
-    assert ids(create.parent) == ids(request.get_span_context()), spans
+    assert current == ids(spans.one("POST /orders")), f"the framework lost the request's span:\n{spans}"
+    assert ids(create.parent) == current, f"mqlayer lost the request's span:\n{spans}"
     send = spans.one("send orders", messaging__batch__message_count=1)
     assert (send.kind, linked(send)) == (SpanKind.CLIENT, [ids(create)])
     ((partition, message_id),) = [(str(record.partition), f"{record.source}:{record.lp}:{record.seq}")
