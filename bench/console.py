@@ -62,9 +62,9 @@ UPDATE mqlayer.topic t SET version = CASE name WHEN 'big-0' THEN %(moves)s + 1 E
 INSERT INTO mqlayer.consumer_group (topic_id, name, state, start, backoff_s)
 SELECT topic_id, 'group-' || n, 'live', 'earliest', '{1}'
 FROM mqlayer.topic, generate_series(0, %(groups)s - 1) AS n WHERE name LIKE 'big-%%';
-INSERT INTO mqlayer.member (group_id, member_id, host, pid, lease_until)
-SELECT group_id, 'member-' || n, 'host', n, now() + interval '1 day'
-FROM mqlayer.consumer_group, generate_series(0, 15) AS n;
+INSERT INTO mqlayer.member (group_id, member_id, host, pid, lease_until, least, most)
+SELECT group_id, 'member-' || n, 'host', n, now() + interval '1 day', v.in_force, v.in_force
+FROM mqlayer.consumer_group, generate_series(0, 15) AS n, mqlayer.protocol AS v;
 INSERT INTO mqlayer.assignment (group_id, partition_id, member_id, epoch, changed_at)
 SELECT g.group_id, p.partition_id, 'member-' || p.lp_from %% 16, 1, now()
 FROM mqlayer.consumer_group g JOIN mqlayer.partition p USING (topic_id);

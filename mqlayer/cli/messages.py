@@ -21,6 +21,8 @@ from mqlayer.cli.options import TopicArgument, parse_time_option
 from mqlayer.cli.output import JsonOption, echo, format_key, pluralize, show_rows
 from mqlayer.cli.runtime import application_here, runtime_here
 from mqlayer.domain.body_text import decoded
+from mqlayer.domain.message import TTL_HEADER
+from mqlayer.domain.time_to_live import expires_after
 from mqlayer.errors import InvalidInput
 from mqlayer.groups.start_positions import Start
 from mqlayer.inspect import StoredMessage, TopicReader
@@ -63,10 +65,19 @@ def publish(
     header: Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="A header; several may be.")] = None,
     tag: Annotated[list[str] | None, typer.Option(help="A tag; several may be.")] = None,
     dedup_id: Annotated[str | None, typer.Option(help="Publish it once while this id is remembered.")] = None,
+    ttl_s: Annotated[
+        float | None,
+        typer.Option("--expires-after", metavar="SECONDS", help="Its time to live; the topic's counts too."),
+    ] = None,
 ) -> None:
     """Publish through the outbox of MQLAYER_APP_DSN; a relay moves it to its partition."""
+    headers = _headers(header or ())
+    if ttl_s is not None:
+        if TTL_HEADER in headers:
+            raise InvalidInput(f"--header {TTL_HEADER} says its time to live already: leave out --expires-after")
+        headers |= expires_after(ttl_s)
     with application_here() as database:
-        publisher = _Publisher(database, topic, _headers(header or ()), tuple(tag or ()))
+        publisher = _Publisher(database, topic, headers, tuple(tag or ()))
         if lines:
             echo(f"{pluralize(publisher.publish_lines(_input(file)), 'message')} published to topic {topic}")
             return

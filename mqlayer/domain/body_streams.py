@@ -17,7 +17,7 @@ class BodyStream(io.BufferedReader):
     """A body as a binary file to read once, from front to end; `size`: its bytes.
 
     Reads raise MissingBody where it can't be fetched, or at its end has another SHA-256: the last chunk is then not
-    returned. No connection is held between reads.
+    returned. So do all later reads. No connection is held between reads.
     """
 
     def __init__(self, chunks: Iterable[bytes], size: int) -> None:
@@ -70,13 +70,14 @@ class _Chunks(io.RawIOBase):
     def __init__(self, chunks: Iterator[bytes]) -> None:
         super().__init__()
         self._chunks, self._left = chunks, memoryview(b"")
+        self._failure: Exception | None = None
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
         while not self._left:
-            chunk = next(self._chunks, None)
+            chunk = self._next()
             if chunk is None:
                 return 0
             self._left = memoryview(chunk)
@@ -84,3 +85,13 @@ class _Chunks(io.RawIOBase):
         buffer[:count] = self._left[:count]
         self._left = self._left[count:]
         return count
+
+    def _next(self) -> bytes | None:
+        """Return the next chunk. A failed read stays failed: an ended generator would look like the body's end."""
+        if self._failure is not None:
+            raise self._failure
+        try:
+            return next(self._chunks, None)
+        except Exception as error:
+            self._failure = error
+            raise

@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 from typing import Literal
 
 from mqlayer.domain.routing import LpRange, NodeId, PartitionId, Route, RouteVersion
-from mqlayer.errors import InvalidInput, NotFound
+from mqlayer.errors import Conflict, InvalidInput, NotFound
 
 ChangeKind = Literal["split", "merge", "move"]
 ChangeMode = Literal["live", "unreachable", "lost"]
@@ -93,12 +93,17 @@ def plan_move(route: Route, partition: int, node: NodeId, *, mode: ChangeMode = 
 
 
 def emptiest(nodes: Iterable[NodeId], in_use: Iterable[NodeId], *, other_than: NodeId) -> NodeId:
-    """Return the least used other node. Raises NotFound."""
+    """Return the least used other node. Raises Conflict without one."""
     counts = Counter(in_use)
     others = sorted((counts[node], node) for node in nodes if node != other_than)
     if not others:
-        raise NotFound("node", "(any other)", "register one: mqlayer node register NAME URL")
+        raise no_other_node()
     return others[0][1]
+
+
+def no_other_node() -> Conflict:
+    """Return the refusal of a move without a node to move to."""
+    return Conflict("no other node takes partitions", "register one: mqlayer node register NAME URL")
 
 
 def halving_point(loads: Mapping[int, int], lp_from: int, lp_to: int) -> int:

@@ -46,10 +46,12 @@ class BodySource:
         part = self._read(size)
         if not isinstance(part, bytes | bytearray | memoryview):
             raise InvalidInput(f"a body that is read gives bytes, not {type(part).__name__}: open its file as 'rb'")
-        self.size += len(part)
+        # A view of other items than bytes counts these.
+        data = bytes(part)
+        self.size += len(data)
         self._check()
-        self._digest.update(part)
-        return bytes(part)
+        self._digest.update(data)
+        return data
 
     def _check(self) -> None:
         if self._limit is not None and self.size > self._limit:
@@ -62,5 +64,10 @@ def source_of(topic: str, body: Any) -> BodySource | None:
     if callable(read) and not isinstance(body, type):
         return BodySource(topic, read)
     if isinstance(body, Iterator):
-        return BodySource(topic, lambda _: next(body, b""))
+        # An empty chunk is not the end, as it is a file's.
+        return BodySource(topic, lambda _: next((part for part in body if not _is_empty(part)), b""))
     return None
+
+
+def _is_empty(part: Any) -> bool:
+    return isinstance(part, bytes | bytearray | memoryview) and not len(part)

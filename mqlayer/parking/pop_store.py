@@ -21,6 +21,8 @@ from mqlayer.postgres.queries import columns, query
 
 EARLY_S: Final = 1.0
 """Delay of a key whose group must first advance in another partition."""
+MOST_ENDED: Final = 100
+"""Messages of a key that end in one transaction."""
 
 
 class Claim(NamedTuple):
@@ -98,22 +100,40 @@ class PopParkingStore(ParkingStore):
         """
 
         def work(connection: Connection) -> list[ClaimedHead]:
-            facts = self._who | wanted.span._asdict() | {"partition_id": wanted.span.partition}
-            asked = facts | {"count": wanted.limit, "visible_s": wanted.visible_s}
             claimed: list[ClaimedHead] = []
-            for lp, name, number, attempts in connection.execute(query("pop_parked_claim"), asked).fetchall():
-                claim = Claim(lp, bytes(name), number)
-                record = self._first(connection, facts, claim, attempts)
-                if record is not None and wanted.expiry is not None and wanted.expiry.has_ended(record, now):
-                    self._end_dead(connection, facts, claim, expired_letter_of(record, wanted.expiry))
-                elif record is not None and wanted.rule.ends(record.attempts):
-                    self._end_failing(connection, facts, claim, record, wanted.rule)
-                elif record is not None:
-                    claimed.append(ClaimedHead(claim, record))
+            for _ in range(MOST_ENDED):
+                # A key whose first message ended is due again at once.
+                heads, ended = self._claim_some(connection, wanted, wanted.limit - len(claimed), now)
+                claimed += heads
+                if not ended or len(claimed) == wanted.limit:
+                    break
             failpoint("pop.before_claim")
             return claimed
 
         return self._database.transaction(work)
+
+    def _claim_some(
+        self, connection: Connection, wanted: ClaimRequest, limit: int, now: float
+    ) -> tuple[list[ClaimedHead], bool]:
+        """Claim up to `limit` keys; return their first messages, and whether one ended instead."""
+        facts = self._who | wanted.span._asdict() | {"partition_id": wanted.span.partition}
+        asked = facts | {"count": limit, "visible_s": wanted.visible_s}
+        heads: list[ClaimedHead] = []
+        ended = False
+        for lp, name, number, attempts in connection.execute(query("pop_parked_claim"), asked).fetchall():
+            claim = Claim(lp, bytes(name), number)
+            record = self._first(connection, facts, claim, attempts)
+            if record is None:
+                continue
+            if wanted.expiry is not None and wanted.expiry.has_ended(record, now):
+                self._end_dead(connection, facts, claim, expired_letter_of(record, wanted.expiry))
+            elif wanted.rule.ends(record.attempts):
+                self._end_failing(connection, facts, claim, record, wanted.rule)
+            else:
+                heads.append(ClaimedHead(claim, record))
+                continue
+            ended = True
+        return heads, ended
 
     def handled(self, partition: PartitionId, claim: Claim, identity: Identity, delivered_s: float) -> bool:
         """End a handled message; its key's next one is due. False: the claim is void."""

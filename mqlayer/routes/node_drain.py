@@ -198,6 +198,7 @@ def carry_out_moves(runtime: Runtime, moves: Sequence[DrainMove], *, tell: Tell 
             step = DrainStep(move.topic, move.partition, "failed", str(error))
         if step is not None:
             tell(step)
+        failpoint("moves.after_one")
     return failed
 
 

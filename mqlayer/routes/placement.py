@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
+from mqlayer.domain.route_changes import no_other_node
 from mqlayer.domain.routing import NodeId, PartitionId
-from mqlayer.errors import NotFound
 
 MEMORY_PART: Final = 0.8
 """A node is full beyond this part of its memory limit."""
@@ -49,11 +49,11 @@ class Placement(NamedTuple):
 def place(partitions: Iterable[PartitionDemand], nodes: Sequence[NodeLoad]) -> list[Placement]:
     """Place partitions, the heaviest first: where memory suffices, then at home, then where load is least.
 
-    Load: the sum of a node's shares of memory, rate, partitions and partitions of the topic. Raises NotFound
+    Load: the sum of a node's shares of memory, rate, partitions and partitions of the topic. Raises Conflict
     without nodes.
     """
     if not nodes:
-        raise NotFound("node", "(any other that serves)", "register one: mqlayer node register NAME URL")
+        raise no_other_node()
     wanted = list(partitions)
     chooser = _Chooser(nodes, wanted)
     heaviest_first = sorted(wanted, key=lambda one: (-chooser.weight(one), one.partition))

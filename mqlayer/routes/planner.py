@@ -82,7 +82,7 @@ def planned_move(
 
 
 def choose_node(database: Database, route: Route, partition: int) -> NodeId:
-    """Return the other node that takes partitions and has the fewest of the topic. Raises NotFound."""
+    """Return the other node that takes partitions and has the fewest of the topic. Raises Conflict without one."""
     home = next((r.node for r in route.ranges if r.partition == partition), NodeId(0))
     in_use = [r.node for r in route.ranges]
     serving = [node for node in load_nodes(database) if node.takes_partitions and node.node_id != home]

@@ -17,6 +17,8 @@ from mqlayer.runtime.runtime import Runtime
 from mqlayer.topics.nodes import find_node
 
 TIMEOUTS: Final = {"lock_wait": "10s", "idle": "5s"}
+MOVING: Final = ("importing", "open")
+"""States of partitions that a drain moves."""
 
 
 def find_target(database: Database, name: str) -> Node:
@@ -91,7 +93,7 @@ def stop_drain(runtime: Runtime, name: str) -> bool:
 
 
 def remove_node(runtime: Runtime, name: str) -> None:
-    """Remove an empty node; its name is free then. Audited. Raises NotFound, Conflict while it holds partitions."""
+    """Remove an empty node; its name is free then. Audited. Raises NotFound, Conflict while it is needed."""
     node = find_node(runtime.control, name)
     facts = {"node_id": node.node_id}
 
@@ -106,6 +108,7 @@ def remove_node(runtime: Runtime, name: str) -> None:
         if left:
             counts = ", ".join(f"{count} {state}" for state, count in left)
             raise Conflict(f"node {name!r} holds partitions: {counts}", f"mqlayer node drain {name} --yes first")
+        _keep_a_target(connection, node)
         if lost:
             gone = [row[0] for row in connection.execute(query("node_deleted_partitions"), facts).fetchall()]
             connection.execute(query("partition_deleted"), {"partitions": gone})
@@ -130,6 +133,23 @@ def set_node_zone(runtime: Runtime, name: str, zone: str) -> bool:
 
     runtime.control.transaction(work)
     return True
+
+
+def _keep_a_target(connection: Connection, node: Node) -> None:
+    """Refuse to remove the last node that partitions of draining ones can move to."""
+    # A drain that begins at once counts on this node.
+    connection.execute(query("nodes_lock"))
+    others = [other for other in nodes_by(connection) if other.node_id != node.node_id]
+    if any(other.takes_partitions for other in others):
+        return
+    for other in others:
+        left = connection.execute(query("node_left"), {"node_id": other.node_id, "lost": False}).fetchall()
+        if other.draining_at is not None and any(state in MOVING for state, _ in left):
+            raise Conflict(
+                f"node {other.name!r} is being drained, and only node {node.name!r} can take its partitions",
+                f"end that: mqlayer node drain {other.name} --stop; or register another Redis: "
+                "mqlayer node register NAME URL",
+            )
 
 
 def _refuse_lost(connection: Connection, node: Node) -> None:

@@ -12,6 +12,7 @@ import redis
 
 from mqlayer.postgres.database import Database
 from mqlayer.redis.keys import partition_keys
+from mqlayer.routes import finish_changes
 from mqlayer.runtime.route_cache import load_nodes, load_route
 from tests.fixtures.steady_load import SteadyLoad
 from tests.fixtures.variants import some_of
@@ -52,3 +53,31 @@ def test_a_drain_that_was_killed_goes_on_by_the_same_command(
         left = client.keys(f"{world.key_prefix}:{{*}}:*")
         tombstones = [row[0] for row in world.rows("SELECT partition_id FROM mqlayer.partition WHERE node_id = 1")]
         assert sorted(left) == sorted(partition_keys(world.key_prefix, one).meta for one in tombstones)
+
+
+@pytest.mark.slow
+@pytest.mark.world(nodes=2, partitions=8)
+@pytest.mark.parametrize(
+    "place", [pytest.param("moves.after_one", marks=pytest.mark.full), pytest.param("change.after_seal")]
+)
+def test_a_balance_that_was_killed_is_planned_anew(world: World, database: Database, place: str) -> None:
+    """Between two moves, and in one."""
+    loaded = [one.partition for one in load_route(database, "orders").ranges if one.node == 1]
+    world.rows(
+        "INSERT INTO mqlayer.partition_rate SELECT partition_id, 1, CASE WHEN partition_id = ANY(%s) THEN 200 ELSE 10 "
+        "END, now() FROM mqlayer.partition RETURNING 1",
+        loaded,
+    )
+    with SteadyLoad(world).running() as load:
+        assert drive("balance", environment=world.environment(f"{place}=kill")) == KILLED
+        load.more()
+        finish_changes(world.runtime())
+        assert on_node(database, 1) == 3, "one move was made, the others were not"
+        assert drive("balance", environment=world.environment()) == 0
+        assert on_node(database, 1) < 3
+        load.more()
+
+
+def on_node(database: Database, node: int) -> int:
+    """Return how many partitions a node has in force."""
+    return sum(one.node == node for one in load_route(database, "orders").ranges)

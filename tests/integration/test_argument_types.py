@@ -18,6 +18,7 @@ from psycopg.pq import TransactionStatus
 import mqlayer
 import mqlayer.testing
 from mqlayer import outbox
+from mqlayer.arguments import explain
 from mqlayer.errors import InvalidInput, MqlayerError
 from mqlayer.groups.group import RetrySettings
 from mqlayer.settings import Settings
@@ -333,10 +334,10 @@ def test_the_error_names_argument_place_and_type() -> None:
     with pytest.raises(InvalidInput, match=r"^backoff_s is a list of str: App.consumer takes "):
         app.consumer("orders", group="g", backoff_s=["soon"])  # type: ignore[list-item]
     with pytest.raises(TypeError, match="unexpected keyword argument 'limit_s'"):
-        mqlayer.testing.wait_until(raise_value_error, limit_s=1.0)  # type: ignore[call-arg]
+        mqlayer.configure_logging(limit_s=1.0)  # type: ignore[call-arg]
     with pytest.raises(ValueError, match="of the application"):
         # Another error passes where the arguments are right.
-        mqlayer.testing.wait_until(raise_value_error, timeout_s=1.0)
+        explain(raise_value_error)()
 
 
 def raise_value_error() -> bool:

@@ -79,6 +79,13 @@ def test_lines_are_messages_with_the_keys_that_they_begin_with(world: World, run
     assert world.rows("SELECT count(*)::int FROM mqlayer_app.outbox WHERE key IS NULL") == [(1,)]
 
 
+def test_a_message_may_have_an_end_of_its_own(world: World, run: Commands) -> None:
+    run.text("publish", "orders", "--key", "k", "--body", "x", "--expires-after", "1.5", "--header", "a=b")
+    assert world.rows("SELECT headers::jsonb ->> 'mq-ttl', headers::jsonb ->> 'a' FROM mqlayer_app.outbox") == [
+        ("1500", "b")
+    ]
+
+
 def test_a_dedup_id_publishes_once(world: World, run: Commands) -> None:
     once = ("publish", "orders", "--key", "k", "--body", "x", "--dedup-id", "d-1")
     assert "published to topic" in run.text(*once)
@@ -90,6 +97,8 @@ def test_a_dedup_id_publishes_once(world: World, run: Commands) -> None:
     [
         (("publish", "orders", "--body", "x", "--header", "odd"), "'odd' is no header: say NAME=VALUE"),
         (("publish", "nowhere", "--body", "x"), "unknown topic 'nowhere'"),
+        (("publish", "orders", "--body", "x", "--expires-after", "0"), "lives for 0.001 to"),
+        (("publish", "orders", "--header", "mq-ttl=9", "--expires-after", "9"), "leave out --expires-after"),
         (("publish", "orders", "--lines", "--key", "k"), "choose one"),
         (("peek", "orders", "--offset", "3"), "--offset goes with --partition"),
         (("peek", "orders", "--partition", "77"), "unknown partition 77: see those that there are"),

@@ -29,6 +29,7 @@ from mqlayer.inspect import (
 )
 from mqlayer.inspect.stream_search import BudgetSpent, StreamSearch
 from mqlayer.maintenance import trim_pass
+from mqlayer.postgres.database import Database
 from mqlayer.postgres.rights import Right
 from mqlayer.redelivery import (
     DeadFilter,
@@ -278,16 +279,11 @@ def test_messages_are_found_by_key_time_header_trace_and_dedup_id(world: World, 
     page = search_messages(world.runtime(), "orders", MessageFilter(since=at))
     assert [(one.source, one.key) for one in page.messages] == [("archive", key) for key in ("ann", "ann", "bob")]
     world.right = Right.VIEW
-    with pytest.raises(InvalidInput, match="may see no headers"):
-        search_messages(viewer(world), "orders", MessageFilter(trace_id=TRACE))
-    assert len(search_messages(viewer(world), "orders", MessageFilter(key="ann")).messages) == 2
-
-
-def viewer(world: World) -> Any:
-    from mqlayer.postgres.database import Database
-
-    database = Database(world.settings().control_dsn(), application="view")
-    return Runtime(database, world.settings(), database)
+    with Database(world.settings().control_dsn(), application="view") as database:
+        viewer = Runtime(database, world.settings(), database)
+        with pytest.raises(InvalidInput, match="may see no headers"):
+            search_messages(viewer, "orders", MessageFilter(trace_id=TRACE))
+        assert len(search_messages(viewer, "orders", MessageFilter(key="ann")).messages) == 2
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -11,7 +12,7 @@ import pytest
 from mqlayer import Producer
 from mqlayer.archive import archive_pass
 from mqlayer.doctor import diagnose
-from mqlayer.errors import Conflict, NotFound
+from mqlayer.errors import Conflict
 from mqlayer.postgres.database import Database
 from mqlayer.routes import (
     DrainStep,
@@ -24,6 +25,7 @@ from mqlayer.routes import (
     route_ranges,
 )
 from mqlayer.runtime.route_cache import load_nodes, load_route
+from mqlayer.runtime.runtime import Runtime
 from mqlayer.stack import RedisServer
 from mqlayer.topics import begin_drain, create_topic, register_node, remove_node, set_archived, stop_drain
 from tests.fixtures.commands import Commands
@@ -90,7 +92,7 @@ def test_a_draining_node_gets_no_partition_in_any_way(world: World, database: Da
     assert not begin_drain(runtime, "node-2")
     with pytest.raises(Conflict, match="node 'node-2' is being drained"):
         planned_move(database, "orders", 1, to="node-2")
-    with pytest.raises(NotFound, match="any other"):
+    with pytest.raises(Conflict, match="no other node takes partitions: register one"):
         planned_move(database, "orders", 1)
     with pytest.raises(Conflict, match="node 'node-2' is being drained"):
         # Its successors stay on its node.
@@ -156,6 +158,35 @@ def test_of_two_drains_of_the_last_nodes_one_begins(world: World, database: Data
     (said,) = refused
     assert "no other node can take the partitions" in said
     assert sum(node.takes_partitions for node in load_nodes(database)) == 1
+
+
+@pytest.mark.world(nodes=2, partitions=1)
+@pytest.mark.parametrize("at_once", [True, False])
+def test_the_only_target_of_a_drain_is_not_removed(world: World, database: Database, at_once: bool) -> None:
+    """At once, one of both is refused; behind the drain, the removal."""
+    runtime, refused = world.runtime(), list[str]()
+
+    def attempt(act: Callable[[Runtime, str], object], name: str) -> None:
+        try:
+            act(runtime, name)
+        except Conflict as error:
+            refused.append(str(error))
+
+    if at_once:
+        with ThreadPoolExecutor(2) as pool, lock_of_nodes(world.dsn, waiting=2):
+            acts = [pool.submit(attempt, *one) for one in ((begin_drain, "node-1"), (remove_node, "node-2"))]
+        for one in acts:
+            one.result()
+    else:
+        begin_drain(runtime, "node-1")
+        attempt(remove_node, "node-2")
+        assert "'node-1' is being drained, and only node 'node-2' can take its partitions" in refused[0]
+        assert "mqlayer node drain node-1 --stop" in refused[0]
+    assert len(refused) == 1
+    assert any(node.takes_partitions for node in load_nodes(database))
+    if load_nodes(database)[0].draining_at is not None:
+        stop_drain(runtime, "node-1")
+        remove_node(runtime, "node-2")
 
 
 def test_a_silent_node_is_no_target_and_a_dead_one_can_not_drain(

@@ -128,7 +128,8 @@ def test_unsettled_messages_of_an_absent_group_go_are_counted_and_it_begins_behi
 ) -> None:
     kept.send(1, COUNT)
     kept.group()
-    first = Recorder(_hangs_at(threading.Event(), b"51"))
+    go_on = threading.Event()
+    first = Recorder(_hangs_at(go_on, b"51"))
     app = kept.stage.consume(first)
     wait_until(lambda: kept.stage.position(kept.partition).committed == 51, what="50 are settled")
     app.stop(0.1)
@@ -145,6 +146,7 @@ def test_unsettled_messages_of_an_absent_group_go_are_counted_and_it_begins_behi
     kept.stage.consume(later)
     kept.stage.wait_settled()
     assert later.bodies() == [b"%d" % n for n in range(701, COUNT + 1)]
+    go_on.set()
 
 
 def test_an_owner_goes_on_behind_what_went_under_its_handlers(kept: Kept) -> None:

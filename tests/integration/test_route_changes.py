@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -35,9 +35,10 @@ pytestmark = pytest.mark.world(nodes=2)
 
 
 @pytest.fixture
-def database(world: World) -> Database:
+def database(world: World) -> Iterator[Database]:
     """The control database."""
-    return Database(world.dsn)
+    with Database(world.dsn) as database:
+        yield database
 
 
 def ranges(route: Route) -> list[tuple[int, int, int, int]]:

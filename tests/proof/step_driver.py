@@ -10,8 +10,9 @@ from typing import Final
 
 from pydantic import SecretStr
 
+from mqlayer.autopilot.node_balance import plan_balance
 from mqlayer.postgres.database import Database
-from mqlayer.routes import drain_node, drop_change, finish_changes, give_up_node, retire_partitions
+from mqlayer.routes import carry_out_moves, drain_node, drop_change, finish_changes, give_up_node, retire_partitions
 from mqlayer.runtime.runtime import Runtime
 from mqlayer.settings import Settings
 from mqlayer.topics import rearm_node, remove_node
@@ -49,10 +50,17 @@ def main() -> None:
                 retire_partitions(runtime_of(database, prefix))
             case "rearm":
                 rearm_node(runtime_of(database, prefix, application=application), words[0])
+            case "balance":
+                balance(runtime_of(database, prefix))
             case "give_up":
                 give_up_node(runtime_of(database, prefix, application=application), words[0])
             case _:
                 empty_node(act, runtime_of(database, prefix, application=application), words[0])
+
+
+def balance(runtime: Runtime) -> None:
+    """Do as `mqlayer node balance --yes`."""
+    assert carry_out_moves(runtime, [one.move for one in plan_balance(runtime).moves]) == {}
 
 
 def empty_node(act: str, runtime: Runtime, name: str) -> None:

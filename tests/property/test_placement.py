@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mqlayer.domain.routing import NodeId, PartitionId
-from mqlayer.errors import NotFound
+from mqlayer.errors import Conflict
 from mqlayer.routes.placement import MEMORY_PART, NodeLoad, PartitionDemand, place
 
 ZONES = st.sampled_from(["", "a", "b"])
@@ -91,5 +91,5 @@ def test_the_heaviest_go_apart_and_a_loaded_node_gets_less() -> None:
 
 
 def test_there_may_be_no_node() -> None:
-    with pytest.raises(NotFound, match="register one"):
+    with pytest.raises(Conflict, match="register one"):
         place([], [])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from array import array
 from collections.abc import Iterator
 from functools import partial
 from hashlib import sha256
@@ -27,6 +28,14 @@ def test_a_source_gives_the_body_in_the_sizes_that_are_asked_for(chunk: int, siz
         assert b"".join(found) == BODY
         assert {len(part) for part in found[:-1]} <= {size}
         assert source.reference("id") == ("id", len(BODY), sha256(BODY).hexdigest())
+
+
+def test_an_empty_chunk_ends_no_iterator_and_views_count_bytes() -> None:
+    for chunks in ([b"", b"ab", b"", b"", b"cd", b""], [memoryview(array("H", b"abcd"))]):
+        source = source_of("t", iter(chunks))
+        assert source is not None
+        assert (source.read(10), source.read(10)) == (b"abcd", b"")
+        assert source.reference("id") == ("id", 4, sha256(b"abcd").hexdigest())
 
 
 def test_what_is_no_file_and_no_iterator_is_a_body_as_before() -> None:

@@ -11,7 +11,7 @@ from mqlayer import App, AsyncBodyStream, BatchOf, BodyStream, Context, Settings
 from mqlayer.domain.body_schemas import schema_of
 from mqlayer.domain.body_streams import READ_BYTES
 from mqlayer.domain.codecs import content_type_of, decoder_for
-from mqlayer.errors import InvalidInput, MissingBody
+from mqlayer.errors import InvalidInput, MissingBody, StoreUnavailable
 from mqlayer.large_bodies import LargeBodyOptions
 
 BODY = bytes(range(256)) * 5_000
@@ -57,6 +57,18 @@ def test_an_error_of_the_store_comes_out_of_the_read() -> None:
     assert stream.read(6) == b"begins"
     with pytest.raises(MissingBody, match="chunk 1"):
         stream.read(1)
+
+
+@pytest.mark.parametrize("size", [-1, 4])
+def test_a_failed_stream_fails_again_and_never_looks_ended(size: int) -> None:
+    def broken() -> Iterator[bytes]:
+        yield b"a"
+        raise StoreUnavailable("postgres", "it is away")
+
+    stream = BodyStream(broken(), 10)
+    for _ in range(3):
+        with pytest.raises(StoreUnavailable):
+            stream.read(size)
 
 
 def test_a_coroutine_reads_chunks() -> None:

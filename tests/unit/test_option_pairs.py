@@ -69,7 +69,7 @@ OPTIONS: Final[dict[str, str]] = {
     "topic history": "NAME --hours --points --json",
     "topic list": "--json",
     "topic show": "NAME --json",
-    "publish": "TOPIC --key --body --file --lines --header --tag --dedup-id",
+    "publish": "TOPIC --key --body --file --lines --header --tag --dedup-id --expires-after",
     "peek": "TOPIC --key --partition --offset --since --limit --json",
     "tail": "TOPIC --key --partition --offset --since --json",
     "message show":
