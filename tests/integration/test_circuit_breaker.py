@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 
-from mqlayer import BatchOf, Context
+from mqlayer import BatchOf, Context, MemberOptions
 from mqlayer.errors import Conflict, InvalidInput
 from mqlayer.groups import find_group
 from mqlayer.groups.admin import set_group
 from mqlayer.groups.breaker import LONGEST_PROBE_S, RAMP_S
 from mqlayer.groups.breaker_admin import reset_breaker, trip_breaker
+from mqlayer.groups.group import RetrySettings
 from mqlayer.inspect import group_statuses
 from tests.fixtures.commands import Commands
 from tests.fixtures.consumers import Recorder, Stage, StartStage, member_of
@@ -334,6 +335,36 @@ def test_a_shared_group_brakes_and_counts_no_attempt(
     stage.wait_settled(timeout_s=SETTLED_S)
     assert left(stage) == (0, 0)
     members.assert_first_attempts()
+
+
+def test_what_began_before_the_first_failure_of_a_shared_group_does_not_let_the_next_ones_count(stage: Stage) -> None:
+    """Handlers that were under way when the downstream went away end well: they say nothing about it."""
+    turns = {name: threading.Event() for name in ("first", "well", "next")}
+    kinds = ["first", *["well"] * 5, "next"]
+    failed = set[int]()
+
+    def act(body: bytes, ctx: Context) -> None:
+        number = int(body)
+        turns[kinds[number]].wait(20)
+        if kinds[number] != "well" and number not in failed:
+            failed.add(number)
+            raise ConnectionError("refused")
+
+    recorder = Recorder(act)
+    app, rules = stage.app(), RetrySettings(breaker_share=0.5, breaker_keys=6, attempt_limit=2, policy="dead_letter")
+    app.consumer(stage.topic, group="g", mode="shared", options=MemberOptions(concurrency=8), **rules)(recorder)
+    app.start()
+    stage.send((f"key-{number}", b"%d" % number) for number in range(len(kinds)))
+    stats = app.members[0].stats
+    wait_until(lambda: len(recorder.begun) == len(kinds), what="all began")
+    turns["first"].set()
+    wait_until(lambda: stats.held == 1, what="the first failure is held")
+    turns["well"].set()
+    wait_until(lambda: stats.handled == 5, what="the others ended")
+    turns["next"].set()
+    stage.wait_settled(timeout_s=SETTLED_S)
+    assert {run.attempt for run in recorder.begun} == {1}
+    assert stats.held == 2
 
 
 @pytest.mark.parametrize("kind", some_of(["async", "batch"], 2))

@@ -50,7 +50,7 @@ class CircuitBreaker:
         self._lock = threading.RLock()
         self._window = KeyWindow()
         self._reply = CLOSED
-        self._heard_at = self._changed_at = clock()
+        self._heard_at = self._changed_at = self._failing_since = clock()
         self._begun: set[int] = set()
         self._verdict: tuple[bool, str] | None = None
         self._suspicious_since: float | None = None
@@ -83,14 +83,16 @@ class CircuitBreaker:
 
     # -- workers -----------------------------------------------------------------------------------------------------
 
-    def ended(self, begun: object, key: bytes, handled: int) -> None:
-        """Note that one ended without a failure."""
+    def ended(self, begun: object, key: bytes, handled: int, *, since: float | None = None) -> None:
+        """Note that one, begun then, ended without a failure."""
         with self._lock:
             admitted = id(begun) in self._begun
             self._begun.discard(id(begun))
             if not handled:
                 return
-            if self.watching:
+            # What began before the first failure says nothing about a downstream that may be away since.
+            before = since is not None and self._window.failing > 0 and since < self._failing_since
+            if self.watching and not before:
                 self._window.succeed(key, clock())
             if admitted and self._reply.state == "probing" and self._verdict is None:
                 self._decide(succeeded=True, cause="")
@@ -107,6 +109,8 @@ class CircuitBreaker:
                 return False
             now = clock()
             self._forget(now, rules)
+            if not self._window.failing:
+                self._failing_since = now
             self._window.fail(key, now, error_name(type(error)))
             self.watching = True
             if self._reply.state == "probing" and admitted and self._verdict is None:

@@ -98,7 +98,7 @@ class SliceWorker(Worker):
         except BaseException as error:  # noqa: BLE001 - whatever a handler raises is its failure
             self._failed(batch, record, error, done)
             now = clock()
-        self._note(batch, records, count)
+        self._note(batch, records, count, began)
         self._end(work, todo, done)
         prefetch.note_pace(max(1, count), now - began)
 
@@ -139,7 +139,7 @@ class SliceWorker(Worker):
         except BaseException as error:  # noqa: BLE001 - whatever a handler raises is its failure
             self._failed(batch, record, error, done)
             now = clock()
-        self._note(batch, records, count)
+        self._note(batch, records, count, began)
         self._end(work, todo, done)
         prefetch.note_pace(max(1, count), now - began)
 
@@ -168,11 +168,11 @@ class SliceWorker(Worker):
             self._prefetch.return_slice(work, ())
         return work._replace(records=living)
 
-    def _note(self, batch: FetchedBatch, records: Sequence[Record], count: int) -> None:
+    def _note(self, batch: FetchedBatch, records: Sequence[Record], count: int, began: float) -> None:
         """Tell the circuit breaker which keys were handled."""
         if self._breaker.watching:
             for record in [one for one in records if one.offset not in batch.lost][:count]:
-                self._breaker.ended(record, key_of(record), 1)
+                self._breaker.ended(record, key_of(record), 1, since=began)
             self._breaker.ended(records[0], b"", 0)
 
     def _begin(self, batch: FetchedBatch) -> bool:
