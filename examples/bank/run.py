@@ -11,6 +11,7 @@ Exit code 0 only if no message was lost, none was out of order, and the read mod
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -167,6 +168,11 @@ def _directory() -> Iterator[Path]:
     directory = Path(tempfile.mkdtemp(prefix="mqlayer-bank-"))
     # The account of Postgres must be able to enter.
     directory.chmod(0o755)
+    # Temporary files of processes that have to be killed go with it.
+    temporary = directory / "tmp"
+    temporary.mkdir()
+    temporary.chmod(0o1777)
+    os.environ["TMPDIR"] = str(temporary)
     try:
         yield directory
     finally:

@@ -23,7 +23,7 @@ from mqlayer.workers.connections import runtime
 from mqlayer.workers.tasks import TASKS
 from tests.fixtures.command_tree import commands
 from tests.fixtures.commands import Commands
-from tests.fixtures.wait import wait_until
+from tests.fixtures.wait import wait_for_room_in_minute, wait_until
 from tests.proof.world import QUICK, World
 
 NODE = Problem(ALERTS["MqlayerNodeAway"], "it is away", node="node-1", part="nodes", effect="12 partitions wait")
@@ -139,6 +139,7 @@ def test_each_command_that_helps_is_one() -> None:
 
 
 def test_a_standstill_is_told_with_the_last_commit(world: World) -> None:
+    wait_for_room_in_minute()
     world.rows(
         "INSERT INTO mqlayer.sample (kind, object_id, at, committed, relayed, stored) "
         "SELECT 'topic', 1, date_trunc('minute', now(), 'UTC') - make_interval(mins => n), "
@@ -177,6 +178,7 @@ def test_a_hot_partition_is_told_by_the_second_sample_though_nothing_lags(world:
 
 
 def test_failed_attempts_are_told_by_their_share(world: World) -> None:
+    wait_for_room_in_minute()
     world.rows(
         "INSERT INTO mqlayer.consumer_group (topic_id, name, state, start, backoff_s) "
         "VALUES (1, 'g', 'live', 'earliest', '{1}')"

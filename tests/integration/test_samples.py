@@ -20,6 +20,7 @@ from mqlayer.workers.tasks import TASKS
 from tests.fixtures.commands import Commands
 from tests.fixtures.forked_programs import ask_python
 from tests.fixtures.variants import some_of
+from tests.fixtures.wait import wait_for_room_in_minute
 from tests.proof.route_steps import split
 from tests.proof.world import QUICK, World
 
@@ -117,6 +118,7 @@ def test_a_run_that_is_killed_costs_its_minute_at_most_and_makes_no_row_twice(
 @pytest.mark.world(relayed=5)
 def test_a_count_that_is_not_known_makes_no_rate_of_nothing(world: World) -> None:
     """A node that was away: zero would be taken for a standstill."""
+    wait_for_room_in_minute()
     world.rows(
         "INSERT INTO mqlayer.sample (kind, object_id, at, committed, relayed, stored) "
         "SELECT 'topic', 1, date_trunc('minute', now(), 'UTC') - make_interval(mins => n), 60 * (100 - n), 0, "
@@ -131,6 +133,7 @@ def test_a_count_that_is_not_known_makes_no_rate_of_nothing(world: World) -> Non
 
 @pytest.mark.world(by_commands=True, relayed=5)
 def test_a_curve_has_at_most_so_many_points_and_counts_become_rates(world: World, run: Commands) -> None:
+    wait_for_room_in_minute()
     here = world.runtime()
     world.rows(
         "INSERT INTO mqlayer.sample (kind, object_id, at, committed, relayed, stored) "

@@ -24,7 +24,7 @@ from tests.fixtures.console import FixedAccess, console_client
 from tests.fixtures.console_pages import OPERATOR, VIEWER, sample, text_of, words
 from tests.fixtures.consumers import Stage
 from tests.fixtures.failed_messages import Failing
-from tests.fixtures.wait import wait_until
+from tests.fixtures.wait import wait_for_room_in_minute, wait_until
 from tests.proof.world import World
 
 
@@ -161,6 +161,7 @@ def test_of_too_many_partitions_the_lag_is_of_samples(stage: Stage, monkeypatch:
     monkeypatch.setattr(health, "POSITIONS_LIMIT", 1)
     failing = Failing(stage)
     stage.send([("a", b"{}")])
+    wait_for_room_in_minute()
     failing.sql(
         "INSERT INTO mqlayer.sample (kind, object_id, at, lag, oldest_s) "
         "VALUES ('group', 1, date_trunc('minute', now(), 'UTC'), 7, 30)"
