@@ -45,7 +45,7 @@ class Notes:
         """Return what it has handled since a time."""
         count = self.handled
         found = self._notes.read_bytes()[: count * NOTE.size] if count else b""
-        # A binary search: it is asked often, beside what is measured.
+        # A binary search costs little: a measurement runs beside it.
         first = bisect_left(range(count), since_ns, key=lambda number: NOTE.unpack_from(found, number * NOTE.size)[1])
         return [Note(*note) for note in NOTE.iter_unpack(found[first * NOTE.size :])]
 
