@@ -411,7 +411,8 @@ def _check_mode(settings: GroupSettings) -> None:
     if settings.mode == "pop" and (settings.ordered is False or settings.balance is not None):
         raise InvalidInput("ordered pop is ordered, and has no members to balance: leave ordered and balance out")
     if settings.mode == "pop":
-        _refuse_key_class(settings, "ordered pop gives its receivers what comes next")
+        if settings.scope == "partition":
+            _refuse_key_class(settings, "scope partition withholds all messages together")
         _refuse_retrying(settings)
     _check_shared(settings)
     if settings.from_archive and (settings.mode == "pop" or settings.start == "latest"):
