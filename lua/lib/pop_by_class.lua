@@ -124,15 +124,19 @@ local function give_by_class(due)
     if #gone > 0 then redis.call('ZREM', class_out_key, unpack(gone)) end
     return #gone, #names == count and names[count] or ''
   end
-  local function keys_left(class)
-    if class_concurrency <= 0 then return nil end
-    local first, last = '[' .. class_prefix(class) .. '0', '(' .. class_prefix(class) .. '1'
-    local count = redis.call('ZLEXCOUNT', class_out_key, first, last)
-    if count >= class_concurrency then
-      local skipped = count > WIDTH and batch * WIDTH % count or 0
-      count = count - sweep_out(first, last, skipped, WIDTH)
+  -- Say whether a class has as many keys out as it may. Names of keys that are back count until that matters.
+  local function lacks_keys(one)
+    if class_concurrency <= 0 then return false end
+    local first, last = '[' .. class_prefix(one.name) .. '0', '(' .. class_prefix(one.name) .. '1'
+    one.out = one.out or redis.call('ZLEXCOUNT', class_out_key, first, last)
+    if one.out + one.taken < class_concurrency then return false end
+    if not one.swept then
+      one.swept = true
+      one.out = one.out - sweep_out(first, last, one.out > WIDTH and batch * WIDTH % one.out or 0, WIDTH)
     end
-    return class_concurrency - count
+    local lacks = one.out + one.taken >= class_concurrency
+    waiting = waiting or lacks
+    return lacks
   end
 
   -- The classes that take turns in this call: those behind the one that was last, then classes that are new.
@@ -140,30 +144,29 @@ local function give_by_class(due)
   local function visit(class)
     visited[class] = true
     local one = {name = class, from = '[' .. class_prefix(class) .. '0', permits = permits_of(class), fresh = fresh_names[class] or {},
-      next_fresh = 1}
-    if lacks_permit(one) then return end
-    one.keys = keys_left(class)
-    if one.keys and one.keys < 1 then
-      waiting = true
-    else
-      ring[#ring + 1] = one
-    end
+      next_fresh = 1, taken = 0}
+    if not lacks_permit(one) and not lacks_keys(one) then ring[#ring + 1] = one end
   end
-  local function visit_ready(from, upto)
-    while #ring < limit and visits < WIDTH do
-      local name = redis.call('ZRANGEBYLEX', ready_key, from, upto, 'LIMIT', 0, 1)[1]
-      if not name then return end
-      local class = string.sub(name, 4, 3 + tonumber(string.sub(name, 1, 3)))
-      visits, last_visited = visits + 1, class
-      visit(class)
-      from = '(' .. class_prefix(class) .. ':'
+  local parts = {{'(' .. class_prefix(turn) .. ':', '+'}, {'-', '(' .. class_prefix(turn) .. ':'}}
+  local next_part, next_fresh = 1, 1
+  local function fill_ring()
+    while next_part <= #parts and #ring < limit - given and visits < WIDTH do
+      local part = parts[next_part]
+      local name = redis.call('ZRANGEBYLEX', ready_key, part[1], part[2], 'LIMIT', 0, 1)[1]
+      if name then
+        local class = string.sub(name, 4, 3 + tonumber(string.sub(name, 1, 3)))
+        visits, last_visited = visits + 1, class
+        visit(class)
+        part[1] = '(' .. class_prefix(class) .. ':'
+      else
+        next_part = next_part + 1
+      end
     end
-  end
-  visit_ready('(' .. class_prefix(turn) .. ':', '+')
-  visit_ready('-', '(' .. class_prefix(turn) .. ':')
-  for _, class in ipairs(fresh_classes) do
-    if #ring >= limit then break end
-    if not visited[class] then visit(class) end
+    while next_fresh <= #fresh_classes and #ring < limit - given do
+      if not visited[fresh_classes[next_fresh]] then visit(fresh_classes[next_fresh]) end
+      next_fresh = next_fresh + 1
+    end
+    return #ring > 0
   end
 
   local opened, names_looked_at = {}, 0
@@ -224,8 +227,8 @@ local function give_by_class(due)
         if record then
           if message.suspect then suspects[#suspects + 1] = format('%d', message.offset) end
           if message.member then left_queues[#left_queues + 1] = message.member end
-          if not place_of[open.queue] and one.keys then
-            one.keys = one.keys - 1
+          if not place_of[open.queue] and class_concurrency > 0 then
+            one.taken = one.taken + 1
             out_names[#out_names + 1], out_names[#out_names + 2] = '0', class_prefix(one.name) .. '0' .. open.queue
           end
           give(message.offset, open.queue, record)
@@ -240,15 +243,11 @@ local function give_by_class(due)
         states[open.queue], one.open = 'stuck', nil
       else
         one.open = nil
-        if one.keys and one.keys < 1 then
-          waiting = true
-          return false
-        end
-        if not open_next(one) then return false end
+        if lacks_keys(one) or not open_next(one) then return false end
       end
     end
   end
-  while #ring > 0 and has_room() do
+  while has_room() and fill_ring() do
     local still = {}
     for _, one in ipairs(ring) do
       if not has_room() then break end

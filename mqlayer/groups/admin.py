@@ -71,7 +71,7 @@ def put_settings(
         "rate_burst": settings.rate_burst,
         "if_version": if_version,
     }
-    check_settings(replace(settings, mode=group.mode))
+    check_settings(replace(settings, mode=group.mode, scope=group.scope))
     was = read_group(connection, group.topic, group.name)
     refuse_ineffective(settings, _with(group, settings))
     times = connection.execute(query("group_settings_put"), facts | {"group_id": group.group_id}).fetchone()
