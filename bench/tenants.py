@@ -29,8 +29,8 @@ MODES: Final[dict[str, dict[str, Any]]] = {"": {}, "[shared]": {"mode": "shared"
 @bench("tenant_flood")
 def tenant_flood(stage: Stage) -> Iterator[Line]:
     """Time from the start to the last of ten messages of a tenant behind 20,000 of another one, with classes of keys
-    against without; handlers wait for a millisecond; the same in a shared group, and with a receiver. Then the rate of handlers that do
-    nothing, all of it read twice: three tenants in turn, and one alone."""
+    against without; handlers wait for a millisecond; the same in a shared group, and with a receiver. Then the rate of
+    handlers that do nothing, all of it read twice: three tenants in turn, and one alone."""
     with frozen_heap():
         system = stage.system(partitions=2)
         fill(system, FLOOD + FEW, keys=[f"big/{n}" for n in range(FLOOD)] + [f"small/{n}" for n in range(FEW)])

@@ -492,7 +492,7 @@ def one_receiver(book: Book, receiver: ReceiverScripts, given: PopBatch, turn: i
 
 
 def receivers_by_class(world: World) -> None:
-    """Keys of two classes, each with one key out and a rate: settled, given back, late; what is kept of them is lost."""
+    """Keys of two classes, each with one key out and a rate: settled, given back, late; what is kept of them goes."""
     plain, cut, book = world.plain(), world.cut(), WholeBook(world, 24)
     rule = key_class_rule("prefix:1")
     assert rule is not None
