@@ -174,6 +174,11 @@ local function give_by_class(due)
     -- Where nothing is out by itself, no more is looked at than can be given.
     local count = pops_there and WIDTH or math.min(WIDTH, limit - given + 1)
     local members, messages = members_of(queue, count), {}
+    -- Limits settled what stands at its front: that leaves the queue first.
+    if count < WIDTH and members[1] and offset_of(members[1]) < committed then
+      count = WIDTH
+      members = members_of(queue, count)
+    end
     states[queue] = #members < count and 'whole' or 'part'
     for i, member in ipairs(members) do
       local offset = offset_of(member)
