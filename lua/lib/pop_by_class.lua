@@ -1,6 +1,8 @@
 local CLASS_LENGTH = 255
 local FULL_MS = 60000
 local CLASSES_WAIT_MS = 100
+-- By another name: what is called by its own is read as a command of Redis.
+local protected = pcall
 
 local function class_prefix(class) return format('%03d', #class) .. class end
 
@@ -21,7 +23,7 @@ local function give_by_class(due)
       local at = string.byte(queue) ~= 255 and string.find(queue, needle, 1, true)
       if at then class = string.sub(queue, 1, at - 1) end
     elseif m and string.find(m, needle, 1, true) then
-      local read, headers = pcall(cjson.decode, string.sub(m, string.find(m, '{', 1, true) or 1))
+      local read, headers = protected(cjson.decode, string.sub(m, string.find(m, '{', 1, true) or 1))
       local told = read and type(headers) == 'table' and headers[needle]
       if type(told) == 'string' then class = told end
     end
