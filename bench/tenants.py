@@ -19,6 +19,8 @@ FLOOD: Final = 20_000
 HANDLER_S: Final = 0.001
 FEW: Final = 10
 RECEIVED: Final = 50
+RECEIVED_FLOOD: Final = 5_000
+"""Fewer: one receiver waits for all of them where keys have no classes."""
 MESSAGES: Final = 300_000
 ROUNDS: Final = 3
 BY_PREFIX: Final = "prefix:/"
@@ -29,14 +31,14 @@ MODES: Final[dict[str, dict[str, Any]]] = {"": {}, "[shared]": {"mode": "shared"
 @bench("tenant_flood")
 def tenant_flood(stage: Stage) -> Iterator[Line]:
     """Time from the start to the last of ten messages of a tenant behind 20,000 of another one, with classes of keys
-    against without; handlers wait for a millisecond; the same in a shared group, and with a receiver. Then the rate of
-    handlers that do nothing, all of it read twice: three tenants in turn, and one alone."""
+    against without; handlers wait for a millisecond; the same in a shared group, and with a receiver behind 5,000. Then
+    the rate of handlers that do nothing, all of it read twice: three tenants in turn, and one alone."""
     with frozen_heap():
-        system = stage.system(partitions=2)
-        fill(system, FLOOD + FEW, keys=[f"big/{n}" for n in range(FLOOD)] + [f"small/{n}" for n in range(FEW)])
+        system = flooded(stage, FLOOD)
         for title, mode in MODES.items():
             waits = in_turn(ROUNDS, {kind: partial(last_ms, system, **mode, **said) for kind, said in RULES.items()})
             yield compared(f"tenant_flood{title}", waits["with"], waits["without"], unit="ms", target=None)
+        system = flooded(stage, RECEIVED_FLOOD)
         waits = in_turn(ROUNDS, {kind: partial(last_received_ms, system, **said) for kind, said in RULES.items()})
         yield compared("tenant_flood[pop]", waits["with"], waits["without"], unit="ms", target=None)
         for name, tenants in {"three tenants": "abc", "one tenant": "a"}.items():
@@ -48,8 +50,15 @@ def tenant_flood(stage: Stage) -> Iterator[Line]:
                 yield compared(called, rates["with"], rates["without"], unit="msg/s", target=None)
 
 
+def flooded(stage: Stage, count: int) -> System:
+    """Return a system with so many messages of one tenant, and few of another one behind them."""
+    system = stage.system(partitions=2)
+    fill(system, count + FEW, keys=[f"big/{n}" for n in range(count)] + [f"small/{n}" for n in range(FEW)])
+    return system
+
+
 def last_received_ms(system: System, **rules: Any) -> float:
-    """Return the same of a receiver that is given 50 messages at a time."""
+    """Return when a receiver that is given 50 messages at a time handled them, in ms."""
     group, left = new_group(), FEW
     with mqlayer.Receiver("bench", group=group, settings=system.settings):
         if rules:

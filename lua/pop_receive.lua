@@ -118,7 +118,7 @@ local meta = redis.call('HMGET', meta_key, 'state', 'next', 'first', 'seal')
 if not meta[1] or meta[1] == 'deleted' then return {'absent'} end
 local next_offset = tonumber(meta[2])
 local lock = redis.call('HMGET', lock_key, 'owner', 'epoch', 'committed', 'seek', 'pop', 'wake_count', 'examined', 'base', 'top',
-  'withheld_until', 'packed', 'queued', 'parking', 'unparked')
+  'withheld_until', 'packed', 'queued', 'parking', 'unparked', 'class_turn')
 local held = tonumber(lock[2] or '0')
 local in_force = held == epoch and lock[1] == 'pop'
 if not in_force and held >= epoch then return {'fenced', held} end
@@ -158,6 +158,12 @@ if not in_force then
 elseif none_parked > unparked and none_parked == parking then
   unparked = parking
   redis.call('HSET', lock_key, 'unparked', format('%d', unparked))
+end
+
+-- The group has no classes any more, and nothing waits by one.
+if not by_class and lock[15] and redis.call('ZCOUNT', due_key, '-1', '-1') == 0 then
+  redis.call('UNLINK', ready_key, class_out_key, class_rates_key)
+  redis.call('HDEL', lock_key, 'class_turn', 'class_waits', 'class_swept')
 end
 
 if withheld_until > now then return {'blocked', withheld_until - now, next_offset, wake_count} end
@@ -335,7 +341,10 @@ end
 may_look = may_look and examined < committed + WINDOW
 -- include pop_by_class
 local note_classes, class_wait = nil, -1
-if by_class and not only_repeat then note_classes, class_wait = give_by_class(due) end
+if by_class and not only_repeat then
+  note_classes, class_wait = give_by_class(due)
+  if not note_classes then return {'absent'} end
+end
 while not by_class and may_look and has_room() and at < next_offset and looked < LOOK_LIMIT do
   -- Behind what is held back, nobody knows how much is to be given; nor of how many bytes before some was.
   local count = CHUNK

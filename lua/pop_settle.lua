@@ -343,7 +343,8 @@ for queue in pairs(touched) do
       due = math.max(due, tonumber(string.match(front, '^%d+:(%d+):')))
     end
     redis.call('ZADD', due_key, format('%d', due), queue)
-    wake = wake or due < before or due <= now
+    -- What is given back is out no more, however long it waits.
+    wake = wake or due < before or due <= now or (class_waits and (action == 'nack' or action == 'return'))
   end
 end
 if #ours > 0 and settles then

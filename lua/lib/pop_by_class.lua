@@ -8,7 +8,7 @@ local function class_prefix(class) return format('%03d', #class) .. class end
 
 -- Give messages of all classes in turn, one of each class at a time, from `due` queues, those that wait and new records.
 -- Return a function that writes the classes' state, before the lock tells of what was given; and the ms until a class that
--- waits for its rate has a message, or -1.
+-- waits for its rate has a message, or -1. Return nil if the log is gone.
 local function give_by_class(due)
   local by_header, needle = string.sub(key_class, 1, 1) == 'h', string.sub(key_class, 2)
   local exact_ms = tonumber(time[1]) * 1000 + tonumber(time[2]) / 1000
@@ -80,7 +80,10 @@ local function give_by_class(due)
   local looked_bytes = 0
   while may_look and looked_bytes < bytes and at < next_offset and looked < LOOK_LIMIT do
     local entries = redis.call('XRANGE', log_key, format('%d-0', at), format('%d-0', next_offset - 1), 'COUNT', CHUNK)
-    if #entries == 0 then break end
+    if #entries == 0 then
+      if redis.call('EXISTS', log_key) == 0 then return nil end
+      break
+    end
     local names = {}
     for i, entry in ipairs(entries) do
       local key = entry[2][4]

@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from mqlayer import PopMessage, Receiver
-from mqlayer.errors import InvalidInput
+from mqlayer.errors import Conflict, InvalidInput
 from mqlayer.groups.admin import set_group
-from mqlayer.redis.keys import pop_keys
+from mqlayer.redis.keys import PopKeys, pop_keys
 from tests.fixtures.consumers import Stage, StartStage
+from tests.fixtures.kept_connections import ask_postgres
 from tests.fixtures.wait import wait_until
 
 FLOOD = 1_500
@@ -54,6 +55,11 @@ def flood(stage: Stage, count: int, tenant: str = "big") -> None:
     stage.send((f"{tenant}/{number}", b"%d" % number) for number in range(count))
 
 
+def kept_of(stage: Stage) -> PopKeys:
+    """Return the group's keys at the partition."""
+    return pop_keys(stage.prefix, stage.partitions[0], stage.group_id())
+
+
 def tenants(messages: list[PopMessage]) -> list[str]:
     return [(message.key or "").partition("/")[0] for message in messages]
 
@@ -85,8 +91,12 @@ def test_a_class_has_so_many_keys_out_and_the_end_of_one_wakes_who_waits(one: St
     batch = first.receive(10, wait_s=5.0)
     assert sorted(tenants(batch)) == ["big", "big", "small"]
     assert second.receive(10, wait_s=0) == []
-    first.ack([message for message in batch if tenants([message]) == ["big"]][:1])
+    big = [message for message in batch if tenants([message]) == ["big"]]
+    first.ack(big[:1])
     assert tenants(second.receive(10, wait_s=0.9)) == ["big"]
+    assert second.receive(10, wait_s=0) == []
+    first.nack(big[1], delay_s=60)
+    assert tenants(second.receive(10, wait_s=0.9)) == ["big"], "what is given back is out no more"
 
 
 def test_a_class_keeps_to_its_rate_and_others_pass(one: Stage, receiver_of: OpenReceiver) -> None:
@@ -120,17 +130,19 @@ def test_another_rule_and_none_take_what_waits(one: Stage, receiver_of: OpenRece
         batch = receiver.receive(20, wait_s=5.0)
         assert len(batch) == 20
         keys |= {message.key for message in batch}
-        assert one.redis.exists(pop_keys(one.prefix, one.partitions[0], one.group_id()).ready)
+        assert one.redis.exists(kept_of(one).ready)
         receiver.ack(batch)
     batch = receiver.receive(60, wait_s=5.0)
     assert len(keys | {message.key for message in batch}) == 41 + len(batch) == 60
+    receiver.receive(wait_s=0)
+    assert not one.redis.exists(kept_of(one).ready, kept_of(one).class_out), "nothing waits by class"
 
 
 def test_a_removed_index_gives_again_what_is_not_settled(one: Stage, receiver_of: OpenReceiver) -> None:
     receiver = receiver_of(one, key_class=BY_PREFIX)
     flood(one, 30)
     receiver.ack(receiver.receive(10, visibility_timeout_s=0.2, wait_s=5.0))
-    one.redis.delete(pop_keys(one.prefix, one.partitions[0], one.group_id()).ready)
+    one.redis.delete(kept_of(one).ready)
     came: set[str | None] = set()
 
     def is_through() -> bool:
@@ -148,4 +160,15 @@ def test_classes_are_of_keys(one: Stage) -> None:
         Receiver(one.topic, group="g", scope="partition", settings=one.settings()),
         pytest.raises(InvalidInput, match="scope partition"),
     ):
+        change(one, key_class=BY_PREFIX)
+
+
+def test_classes_wait_until_no_receiver_of_the_former_release_can_live(one: Stage) -> None:
+    """Such a receiver gives out what is due, without turns and limits."""
+    with Receiver(one.topic, group="g", settings=one.settings()):
+        ask_postgres(one.dsn, "UPDATE mqlayer.protocol SET serves_from = 1, in_force = 1")
+        with pytest.raises(Conflict, match="upgrade finalize"):
+            change(one, key_class=BY_PREFIX)
+        change(one, key_class="none", rate_limit=100.0)
+        ask_postgres(one.dsn, "UPDATE mqlayer.protocol SET serves_from = 2, in_force = 2")
         change(one, key_class=BY_PREFIX)

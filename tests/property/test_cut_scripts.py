@@ -517,6 +517,10 @@ def receivers_by_class(world: World) -> None:
     plain.call(("ZADD", plain.pops.due, 0, "k1"))
     receiver.receive("late", 1, 1)
     all_settled(book, receiver)
+    # Without classes, what was kept of them goes.
+    cut.receiver("key", 1).receive("plain", 1, 1)
+    plain.receiver("key", 1).receive("plain", 1, 1)
+    assert plain.call(("EXISTS", plain.pops.ready, plain.pops.class_out, plain.pops.class_rates)) == [0]
 
 
 def failing_receivers(world: World) -> None:

@@ -83,7 +83,7 @@ class Model:
     told: list[tuple[At, dict[int, int], int]] = field(default_factory=list)
     tellings: int = 0
     class_concurrency: int | None = None
-    # Queues that are out again after their time, of which a node need not know as out keys of their classes.
+    # Queues that are out again after their time, or were given without classes: a node need not know of their keys.
     returned_late: set[str] = field(default_factory=set)
 
     def tell(self, said: dict[int, int]) -> None:
@@ -230,13 +230,18 @@ class PopScripts(PartitionMachine):
     def __init__(self) -> None:
         super().__init__()
         self.partition.create()
-        self.model = Model(self.scope, class_concurrency=self.classes.concurrency if self.classes else None)
+        self.model = Model(self.scope)
+        self.asks_by(self.classes)
         self.epoch, self.seek, self.start = 1, 0, 1
         self.tokens: list[Token] = []
         self.attempts = 0
 
+    def asks_by(self, classes: PopClasses | None) -> None:
+        """Have receivers ask by these classes from now on."""
+        self.asked_by, self.model.class_concurrency = classes, classes.concurrency if classes else None
+
     def receiver(self, epoch: int) -> ReceiverScripts:
-        return self.partition.receiver(self.scope, epoch, self.start, self.seek, classes=self.classes)
+        return self.partition.receiver(self.scope, epoch, self.start, self.seek, classes=self.asked_by)
 
     def server_ms(self) -> int:
         return in_ms(self.connection.call([("TIME",)])[0])
@@ -261,6 +266,15 @@ class PopScripts(PartitionMachine):
         """Case 50, 52, 58: what is out blocks its lane; what comes again comes in order, and is counted."""
         self.attempts += 1
         self.receive_as(f"a{self.attempts}", limit, brief=brief, epoch=self.epoch + step)
+
+    @precondition(lambda self: self.classes is not None)
+    @rule(limit=st.sampled_from([1, 5, 40]), brief=st.booleans())
+    def receive_without_classes(self, limit: int, brief: bool) -> None:
+        """A receiver that read the group's settings before or after it had classes: it takes what is due."""
+        self.asks_by(None)
+        self.receive(limit, brief, 0)
+        self.asks_by(self.classes)
+        self.model.returned_late |= {self.model.queue_of(offset) for offset in self.model.out}
 
     @precondition(lambda self: self.model.batches)
     @rule(data=st.data(), limit=st.sampled_from([1, 40]), brief=st.booleans())
@@ -336,7 +350,7 @@ class PopScripts(PartitionMachine):
         assert 1 <= len(answer.records) <= limit
         for lane, offsets in of_lane.items():
             assert offsets == free[lane][: len(offsets)], lane
-        if self.classes is not None:
+        if self.asked_by is not None:
             self.check_classes(of_lane, free, limit)
         elif len(answer.records) < limit and not self.model.passes_many:
             assert of_lane == free

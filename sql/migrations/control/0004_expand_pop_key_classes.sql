@@ -1,4 +1,4 @@
--- protocol 1
+-- protocol 2
 -- Ordered pop has key classes, too, where it withholds keys. Receivers of older code give messages out without them.
 ALTER TABLE mqlayer.consumer_group DROP CONSTRAINT consumer_group_key_class;
 ALTER TABLE mqlayer.consumer_group ADD CONSTRAINT consumer_group_key_class CHECK (
