@@ -52,7 +52,8 @@ ARGV
   10 per_s        number  how many messages this partition gives out by the second; 0: no limit
   11 rate_size    number  how many of them at once after a rest, at least 1
   12 none_parked  int     Postgres had no parked key and no such message under this number (parking); 0: it was not asked
-  13 key_class    string  what the class of a key is: p<separator>, h<header>, or empty: there are none; with scope "key" only
+  13 key_class    string  what the class of a key is: p<separator> or h<header>; with scope "key" only. Without classes, it and
+                          what follows are left out
   14 class_concurrency int keys of a class that are out at once; 0: no limit
   15 class_per_s  number  how many messages of a class this partition gives out by the second; 0: no limit
   16 class_size   number  how many of them at once after a rest, at least 1
@@ -104,7 +105,7 @@ local HELD_LIMIT = 100000
 local UNPACK_LIMIT = 8
 local CHUNK = 50
 local format = string.format
-local by_class = key_class ~= ''
+local by_class = key_class ~= nil
 
 -- include ack_window
 -- include pop_width
@@ -339,9 +340,10 @@ else
   may_look = may_look and queued < HELD_LIMIT
 end
 may_look = may_look and examined < committed + WINDOW
--- include pop_by_class
 local note_classes, class_wait = nil, -1
 if by_class and not only_repeat then
+-- Here, since calls without classes would pay for its functions.
+-- include pop_by_class
   note_classes, class_wait = give_by_class(due)
   if not note_classes then return {'absent'} end
 end

@@ -130,9 +130,9 @@ def receive_command(connection: NodeConnection, group_partition: PopGroupPartiti
     )
 
 
-def _classes(classes: PopClasses | None) -> tuple[str, int, str, str]:
+def _classes(classes: PopClasses | None) -> tuple[str, int, str, str] | tuple[()]:
     if classes is None:
-        return "", 0, "0", "0"
+        return ()
     rule = classes.rule
     of_rule = f"h{rule.header}" if rule.header else f"p{rule.separator.decode()}"
     per_s, size = (0.0, 0.0) if classes.rate is None else classes.rate[:2]

@@ -122,7 +122,7 @@ def test_a_kill_at_work_loses_and_reverses_nothing(scene: ReceiverScene, place: 
     scene.judge()
 
 
-@pytest.mark.parametrize("place", some_of(["pop.after_receive@3", "pop.before_settle@2", "pop.after_settle@2"], 1))
+@pytest.mark.parametrize("place", some_of(["pop.after_receive@3", "pop.before_settle@2", "pop.after_settle@2"], 3))
 def test_a_kill_beside_key_classes_loses_and_reverses_nothing(scene: ReceiverScene, place: str) -> None:
     """Keys of two classes, each with three of its keys out: those of the killed receiver come back in time."""
     here = runtime_of(scene.database, scene.settings.key_prefix, actor="test")

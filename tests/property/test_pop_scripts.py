@@ -34,6 +34,7 @@ from tests.fixtures.partition_harness import (
 )
 from tests.fixtures.popped import packed_batches
 from tests.fixtures.state_programs import Program, play
+from tests.fixtures.variants import some_of
 from tests.fixtures.wait import wait_until
 
 BRIEF_MS = 1
@@ -682,13 +683,13 @@ BY_PREFIX: Final = key_class_rule("prefix:/")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("concurrency", [None, 1, 2])
+@pytest.mark.parametrize(("concurrency", "examples"), some_of([(2, 12), (2, 60), (1, 60), (None, 60)], 4))
 def test_classes_of_keys_take_turns_in_calls_of_any_order(
-    connection: NodeConnection, key_prefix: str, concurrency: int | None
+    connection: NodeConnection, key_prefix: str, concurrency: int | None, examples: int
 ) -> None:
     assert BY_PREFIX is not None
     classes = PopClasses(BY_PREFIX, concurrency)
-    run_machine(placed(PopScripts, connection, key_prefix, scope="key", classes=classes), examples=40)
+    run_machine(placed(PopScripts, connection, key_prefix, scope="key", classes=classes), examples=examples)
 
 
 @pytest.mark.parametrize("concurrency", [None, 1])
