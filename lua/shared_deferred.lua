@@ -42,6 +42,7 @@ local LOOK_LIMIT = 200
 local NAMED_LIMIT = 100
 
 -- include queue_prefix
+-- include due_claim
 
 local lock = redis.call('HMGET', lock_key, 'owner', 'epoch')
 local held = tonumber(lock[2] or '0')
@@ -78,28 +79,11 @@ end
 local entries, notes, missing = {}, {}, {}
 if #found == 0 then return {'due', entries, notes, missing, after, redis.call('ZCARD', queues_key)} end
 
-local offsets, ids, deferred = {}, {}, {}
+local offsets, deferred = {}, {}
 for i, one in ipairs(found) do offsets[i] = string.format('%d', tonumber(string.sub(one, -16))) end
 for i, at in ipairs(redis.call('ZMSCORE', due_key, unpack(offsets))) do
-  if at and tonumber(at) == math.huge then
-    deferred[#deferred + 1], ids[#ids + 1] = offsets[i], offsets[i] .. '-0'
-  end
+  if at and tonumber(at) == math.huge then deferred[#deferred + 1] = offsets[i] end
 end
-if #ids > 0 then
-  local given = {}
-  for _, entry in ipairs(redis.call('XCLAIM', log_key, group, member, 0, unpack(ids))) do
-    if entry then
-      local offset = string.match(entry[1], '^%d+')
-      given[offset] = true
-      entries[#entries + 1] = entry
-      notes[#entries] = redis.call('HGET', attempts_key, offset) or ''
-    end
-  end
-  -- After the member has them: what is with nobody and not due would never be given again.
-  redis.call('ZREM', due_key, unpack(deferred))
-  for _, offset in ipairs(deferred) do
-    if not given[offset] then missing[#missing + 1] = tonumber(offset) end
-  end
-end
+if #deferred > 0 then entries, notes, missing = due_claim(log_key, attempts_key, due_key, group, member, deferred) end
 redis.call('ZREM', queues_key, unpack(found))
 return {'due', entries, notes, missing, after, redis.call('ZCARD', queues_key)}

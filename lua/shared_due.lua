@@ -30,31 +30,15 @@ local epoch = tonumber(ARGV[2])
 local member = ARGV[3]
 local limit = tonumber(ARGV[4])
 
-local format = string.format
+-- include due_claim
+
 local lock = redis.call('HMGET', lock_key, 'owner', 'epoch')
 local held = tonumber(lock[2] or '0')
 if lock[1] ~= 'shared' or held ~= epoch then return {'fenced', held} end
 if limit < 1 or limit > 500 then return redis.error_reply('ERR shared_due: 1 to 500 messages') end
 local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
-local due = redis.call('ZRANGEBYSCORE', due_key, '-inf', format('%d', now), 'LIMIT', 0, limit)
-local entries, notes, missing = {}, {}, {}
-if #due == 0 then return {'due', entries, notes, missing} end
-local ids = {}
-for i, offset in ipairs(due) do ids[i] = offset .. '-0' end
-local given = {}
--- What is settled meanwhile is not pending any more, and not claimed; nor is what somebody removed from the stream.
-for _, entry in ipairs(redis.call('XCLAIM', log_key, group, member, 0, unpack(ids))) do
-  if entry then
-    local offset = string.match(entry[1], '^%d+')
-    given[offset] = true
-    entries[#entries + 1] = entry
-    notes[#entries] = redis.call('HGET', attempts_key, offset) or ''
-  end
-end
--- Last: what is with nobody and not due either would never be given again.
-redis.call('ZREM', due_key, unpack(due))
-for _, offset in ipairs(due) do
-  if not given[offset] then missing[#missing + 1] = tonumber(offset) end
-end
+local due = redis.call('ZRANGEBYSCORE', due_key, '-inf', string.format('%d', now), 'LIMIT', 0, limit)
+if #due == 0 then return {'due', {}, {}, {}} end
+local entries, notes, missing = due_claim(log_key, attempts_key, due_key, group, member, due)
 return {'due', entries, notes, missing}

@@ -20,6 +20,7 @@ from mqlayer.large_bodies.options import forget_options
 from mqlayer.redis.access import forget_access
 from tests.fixtures.kept_connections import close_kept_connections
 from tests.fixtures.missing_tools import pytest_terminal_summary as pytest_terminal_summary  # noqa: PLC0414  # a hook
+from tests.fixtures.traces import no_provider_kept
 
 pytest_plugins = [
     "tests.fixtures.archive_scenes",
@@ -59,6 +60,8 @@ TESTS = Path(__file__).parent
 SPARK_TIMEOUT_S = 600
 # Hypothesis tries hundreds of examples, ten seconds of work that a busy machine makes minutes of.
 PROPERTY_TIMEOUT_S = 400
+# Half a minute of an idle machine, as the console's pages in a browser, is four of one that five workers share.
+SLOW_TIMEOUT_S = 400
 MARKED_FOLDERS = {"unit", "property", "integration", "chaos"}
 
 
@@ -69,9 +72,10 @@ settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 @pytest.fixture(autouse=True)
 def process_as_before(no_thread_left: None) -> Iterator[None]:
-    """What one test arms, starts, logs in as, or puts into MQLAYER_* variables, no other test of the process meets."""
+    """What one test arms, starts, logs in as, traces with, or puts into MQLAYER_* variables, no other test meets."""
     before = {name: value for name, value in os.environ.items() if name.startswith("MQLAYER_")}
-    yield
+    with no_provider_kept():
+        yield
     disarm_all()
     close_kept_connections()
     forget_access()
@@ -112,6 +116,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             # The first of them starts the session, which takes a minute of a busy machine; a session that a limit
             # interrupts serves no other test.
             item.add_marker(pytest.mark.timeout(SPARK_TIMEOUT_S))
+        if not item.get_closest_marker("timeout") and any(item.get_closest_marker(mark) for mark in ("slow", "full")):
+            item.add_marker(pytest.mark.timeout(SLOW_TIMEOUT_S))
     yield
     let_groups_be_groups(items)
     # After they were shuffled.

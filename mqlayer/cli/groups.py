@@ -51,6 +51,7 @@ from mqlayer.cli.permissions import check_change, check_group_change
 from mqlayer.cli.rows import (
     breaker_facts,
     describe_rules,
+    describe_totals,
     failure_facts,
     group_row,
     group_text_row,
@@ -377,17 +378,17 @@ def show(topic: TopicArgument, group: GroupArgument, as_json: JsonOption = False
     with Database(here.control_dsn()) as database:
         wanted = members_wanted(database, topic, group, lag_target_s=here.lag_target_s)
         living = Counter(one.code for one in group_members(database, topic, group) if one.state != "gone")
+        (counts,) = failure_counts(database, topic, group)
     settings = settings_row(found) | {"members_wanted": wanted}
     settings |= {"members_by_version": dict(living)} if living else {}
     if as_json:
         partitions = [partition_facts(one) for one in found.partitions]
-        with control_here() as database:
-            (counts,) = failure_counts(database, topic, group)
         failures = {"failures": failure_facts(counts)}
         row = settings | {"breaker": breaker_facts(found)} | failures | {"partitions": partitions}
         show_rows([row], as_json=True, nothing="")
         return
     shown = settings | {"version": f"{settings['version']} of {settings['topic_version']}"}
+    shown["ever"] = describe_totals(counts)
     show_facts({name: value for name, value in shown.items() if name not in {"topic_version", "unreachable"}})
     echo()
     show_rows(map(partition_row, found.partitions), as_json=False, nothing="it has no partitions yet")

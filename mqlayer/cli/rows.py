@@ -176,8 +176,13 @@ def failure_row(counts: FailureCounts) -> dict[str, Any]:
         "oldest_s": counts.oldest_s,
         "overdue_s": counts.overdue_s,
         "dead_now": counts.dead,
-        "ever": ", ".join(f"{name} {count}" for name, count in counts.totals.items()),
+        "ever": describe_totals(counts),
     }
+
+
+def describe_totals(counts: FailureCounts) -> str:
+    """Return a group's lifetime totals in one line."""
+    return ", ".join(f"{name} {count}" for name, count in counts.totals.items())
 
 
 def head_facts(head: UnsettledMessage) -> dict[str, Any]:

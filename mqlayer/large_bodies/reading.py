@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from hashlib import sha256
+from io import BytesIO
 from typing import Final, TypeVar
 
 from mqlayer.domain.body_streams import AsyncBodyStream, BodyStream
@@ -18,7 +20,11 @@ from mqlayer.runtime.runtime import Runtime
 
 RANGE_BYTES: Final = 4_194_304
 """Of an object, asked for at once."""
+READ_CHUNKS: Final = RANGE_BYTES // CHUNK_BYTES
+"""Of a body in Postgres, asked for at once: the same bytes, twice in memory while an answer is decoded."""
 Stream = TypeVar("Stream", BodyStream, AsyncBodyStream)
+Chunk = tuple[int, str | None, str, bytes | None]
+"""A row: its number, its body's bucket and location, its bytes."""
 
 
 class BodyReader:
@@ -29,7 +35,10 @@ class BodyReader:
 
     def fetch(self, reference: BodyReference) -> bytes:
         """Return a body, by its digest whole."""
-        return b"".join(self.chunks(reference))
+        # Chunk by chunk into one buffer: the chunks and the body together would be twice its size.
+        body = BytesIO()
+        body.writelines(self.chunks(reference))
+        return body.getvalue()
 
     def filled(self, record: Record) -> Record:
         """Return a record with its large body."""
@@ -61,15 +70,18 @@ class BodyReader:
         raise MissingBody(reference.body_id, "its bytes are not those that were published")
 
     def _chunks(self, reference: BodyReference) -> Iterator[tuple[str, bytes]]:
-        for number in range(max(1, -(-reference.size // CHUNK_BYTES))):
-            bucket, location, data = self._read(reference, number)
-            if bucket is not None:
-                for found in self._ranges(reference, bucket, location):
-                    yield "s3", found
-                return
-            if data is None:
-                raise MissingBody(reference.body_id, f"chunk {number} is gone")
-            yield "postgres", bytes(data)
+        count = max(1, -(-reference.size // CHUNK_BYTES))
+        for first in range(0, count, READ_CHUNKS):
+            rows = self._read(reference, first, min(first + READ_CHUNKS, count) - 1)
+            while rows:
+                number, bucket, location, data = rows.popleft()
+                if bucket is not None:
+                    for found in self._ranges(reference, bucket, location):
+                        yield "s3", found
+                    return
+                if data is None:
+                    raise MissingBody(reference.body_id, f"chunk {number} is gone")
+                yield "postgres", data
 
     def _ranges(self, reference: BodyReference, bucket: str, location: str) -> Iterator[bytes]:
         """Ask for ranges one by one: a slow handler holds no connection, and each is tried again by itself."""
@@ -82,14 +94,14 @@ class BodyReader:
                 )
             yield found
 
-    def _read(self, reference: BodyReference, number: int) -> tuple[str | None, str, bytes | None]:
+    def _read(self, reference: BodyReference, first: int, last: int) -> deque[Chunk]:
         application = self._runtime.application
         if application is None:
             raise MissingBody(reference.body_id, "this process has no way to the outbox's database")
-        facts = {"body_id": reference.body_id, "number": number}
+        facts = {"body_id": reference.body_id, "first": first, "last": last}
         with application.connection() as connection:
             # As text, bytes are twice as many, and have to be decoded.
-            row = connection.execute(query("large_body_read"), facts, binary=True).fetchone()
-        if row is None:
+            rows = deque(connection.execute(query("large_body_read"), facts, binary=True))
+        if not rows:
             raise MissingBody(reference.body_id, f"{application.address} has no such body")
-        return row[0], row[1], row[2]
+        return rows

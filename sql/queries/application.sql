@@ -488,8 +488,11 @@ SELECT mqlayer_app.large_body_put_v1(%(topic)s, %(body_id)s::uuid, %(size)s::big
 SELECT mqlayer_app.large_body_scope_v1()::text;
 
 -- name: large_body_read
--- Where a body is, and one of its chunks; no row: no such body.
-SELECT bucket, location, data FROM mqlayer_app.large_body_read_v1(%(body_id)s::uuid, %(number)s::int);
+-- Where a body is, and some of its chunks; no row: no such body.
+SELECT chunk.number, r.bucket, r.location, r.data
+FROM generate_series(%(first)s::int, %(last)s::int) AS chunk(number)
+CROSS JOIN LATERAL mqlayer_app.large_body_read_v1(%(body_id)s::uuid, chunk.number) AS r
+ORDER BY chunk.number;
 
 -- name: large_body_cut
 -- Take cuts for bodies that have none.

@@ -214,6 +214,29 @@ def test_handlers_and_receivers_read_it_piece_by_piece(world: World) -> None:
             begun.read()
 
 
+def test_a_stream_has_what_it_asked_for_at_once_and_fails_where_its_body_goes_meanwhile(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mqlayer.large_bodies.reading.READ_CHUNKS", 2)
+    body = os.urandom(SIZE)
+    publish_large(world, body)
+    relay_once(world.settings())
+    with Receiver("orders", group="pop", settings=world.settings(), start="earliest") as receiver:
+        [message] = received(receiver, 1)
+        assert receiver.fetch_body(message) == body
+        for change, failure in (
+            ("DELETE FROM mqlayer_app.large_body_chunk WHERE number = 2", "chunk 2 is gone"),
+            ("UPDATE mqlayer_app.large_body SET removing = true", "no such body"),
+        ):
+            stream = receiver.open_body(message)
+            assert stream.read(CHUNK_BYTES) == body[:CHUNK_BYTES]
+            world.rows(change)
+            assert stream.read(CHUNK_BYTES) == body[CHUNK_BYTES : 2 * CHUNK_BYTES], "it came with the first chunk"
+            for _ in range(2):
+                with pytest.raises(MissingBody, match=failure):
+                    stream.read(1)
+
+
 @pytest.mark.world(by_commands=True)
 def test_a_command_writes_it_to_a_file_or_standard_output(
     world: World, run: Commands, use_stores: UseStores, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -31,7 +31,7 @@ from mqlayer.relay import relay_once
 from mqlayer.runtime.route_cache import RouteCache
 from mqlayer.topics import set_stream_retention
 from tests.fixtures.archived_outcomes import ArchivedOutcomes
-from tests.fixtures.commands import Commands
+from tests.fixtures.commands import Commands, facts_of
 from tests.fixtures.consumers import QUICK_BACKOFF_S, Recorder, Stage, StartStage, member_of
 from tests.fixtures.failpoints import armed
 from tests.fixtures.forked_programs import ask_python
@@ -387,7 +387,8 @@ def test_the_commands_set_a_time_to_live_and_show_what_expired(aging: Aging, mon
     aging.stage.wait_settled()
     run.text("trim")
     (group,) = run.lines("group", "show", "orders", "g")
-    assert group["failures"]["totals"]["expired"] == 5
+    assert group["failures"]["totals"] == {"expired": 5}
+    assert facts_of(run.text("group", "show", "orders", "g"))["ever"] == "expired 5"
     measured = control_samples(aging.stage.runtime)["mqlayer.group.events"]
     assert [value for value, labels in measured if labels["outcome"] == "expired"] == [5]
     assert "live for ever" in run.text("topic", "set", "orders", "--message-ttl", "none")

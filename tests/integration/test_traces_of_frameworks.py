@@ -1,4 +1,6 @@
-"""Traces through Django's requests and through Celery's tasks: their spans are the parents of what they publish."""
+"""Traces through requests of Django and FastAPI, and through Celery's tasks: their spans are the parents of what they
+publish.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import opentelemetry.trace
 import pytest
 from asgiref.sync import sync_to_async
 from celery import Celery, signals
@@ -17,7 +20,10 @@ from django.db import connections, transaction
 from django.http import HttpRequest, HttpResponse
 from django.test import AsyncClient, Client, override_settings
 from django.urls import path
-from opentelemetry.sdk.trace import ReadableSpan
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.trace import SpanKind
 
 import mqlayer
 from mqlayer import outbox
@@ -26,7 +32,7 @@ from mqlayer.workers import connections as of_workers
 from mqlayer.workers.ordered_tasks import consume_tasks, ordered_task
 from tests.fixtures.django_connections import django_connection
 from tests.fixtures.kept_connections import kept_session
-from tests.fixtures.traces import Spans, ids, kept_spans, linked
+from tests.fixtures.traces import Spans, ids, kept_spans, linked, no_provider_kept
 from tests.fixtures.wait import wait_until
 from tests.proof.world import QUICK, World
 
@@ -103,6 +109,32 @@ def test_a_request_of_django_is_the_parent_of_what_its_transaction_and_its_commi
     assert [parent(span) for span in creates] == [ids(request) for request in requests]
     direct = [span for span in sends if span.parent is not None]
     assert [parent(span) for span in direct] == [ids(request) for request in requests]
+
+
+def test_fastapi_s_own_span_of_a_request_is_the_parent_of_what_it_publishes(world: World, spans: Spans) -> None:
+    """Without any instrumentation: FastAPI makes spans where a provider is set."""
+    web = FastAPI(telemetry={"tracer_provider": spans.provider})
+
+    @web.post("/orders")
+    def place() -> None:
+        with kept_session(world.dsn) as connection, connection.transaction():
+            outbox.publish(connection, "orders", key="ann", body=b"x")
+
+    assert TestClient(web).post("/orders").status_code == 200
+    (request,) = (span for span in spans.all() if span.kind is SpanKind.SERVER)
+    by_id = {ids(span): span for span in spans.all()}
+    above = parent(spans.one("create orders"))
+    while by_id[above].parent is not None:
+        above = parent(by_id[above])
+    assert above == ids(request)
+
+
+def test_a_provider_that_a_page_s_example_sets_is_no_other_test_s() -> None:
+    before = opentelemetry.trace.get_tracer_provider()
+    with no_provider_kept():
+        opentelemetry.trace.set_tracer_provider(provider := TracerProvider(shutdown_on_exit=False))
+        assert opentelemetry.trace.get_tracer_provider() is provider
+    assert opentelemetry.trace.get_tracer_provider() is before
 
 
 @contextmanager
