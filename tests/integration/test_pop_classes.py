@@ -78,7 +78,7 @@ def test_a_flood_lets_another_tenants_messages_pass(one: Stage, receiver_of: Ope
         return len(came) >= FLOOD + 10
 
     wait_until(is_through, timeout_s=30, what="all to come")
-    assert max(place for place, tenant in enumerate(tenants(came)) if tenant == "small") < FLOOD * 0.9
+    assert max(place for place, tenant in enumerate(tenants(came)) if tenant == "small") < 200, "after two calls' looks"
     assert len({message.key for message in came}) == len(came) == FLOOD + 10
     assert receiver.receive(wait_s=0) == []
 

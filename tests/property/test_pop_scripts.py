@@ -13,7 +13,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
-from mqlayer.domain.key_classes import key_class_rule
+from mqlayer.domain.key_classes import KeyClassRule, key_class_rule
+from mqlayer.domain.message import NO_KEY, Record, encode_facts
 from mqlayer.domain.offsets import is_settled
 from mqlayer.domain.rates import RateShare
 from mqlayer.redis.node_connection import NodeConnection
@@ -679,7 +680,14 @@ def test_receivers_calls_in_any_order_leave_what_the_model_leaves(
     run_machine(placed(PopScripts, connection, key_prefix, scope=scope), examples=40)
 
 
-BY_PREFIX: Final = key_class_rule("prefix:/")
+def rule_of(text: str) -> KeyClassRule:
+    """Return a rule of classes."""
+    found = key_class_rule(text)
+    assert found is not None
+    return found
+
+
+BY_PREFIX: Final = rule_of("prefix:/")
 
 
 @pytest.mark.slow
@@ -687,7 +695,6 @@ BY_PREFIX: Final = key_class_rule("prefix:/")
 def test_classes_of_keys_take_turns_in_calls_of_any_order(
     connection: NodeConnection, key_prefix: str, concurrency: int | None, examples: int
 ) -> None:
-    assert BY_PREFIX is not None
     classes = PopClasses(BY_PREFIX, concurrency)
     run_machine(placed(PopScripts, connection, key_prefix, scope="key", classes=classes), examples=examples)
 
@@ -697,16 +704,70 @@ def test_classes_of_keys_take_turns_in_calls_of_any_order(
 def test_with_classes_what_chance_found_once_leaves_what_the_model_leaves(
     connection: NodeConnection, key_prefix: str, program: Program[PopScripts], concurrency: int | None
 ) -> None:
-    assert BY_PREFIX is not None
     classes = PopClasses(BY_PREFIX, concurrency)
     play(placed(PopScripts, connection, key_prefix, scope="key", classes=classes), program)
+
+
+def test_each_call_goes_on_with_the_class_behind_the_last_one(connection: NodeConnection, key_prefix: str) -> None:
+    """Messages of three classes, those of one class first: one message a call, whoever asks."""
+    partition = PartitionHarness(connection, key_prefix)
+    partition.create()
+    partition.add(range(1, 10), lambda offset: b"%c/%d" % (b"acb"[(offset - 1) // 3], offset), body_at)
+    came = [given_alone(partition, f"a{turn}") for turn in range(9)]
+    assert [sorted(came[at : at + 3]) for at in (0, 3, 6)] == [[b"a", b"b", b"c"]] * 3
+    assert came[:3] == came[3:6] == came[6:]
+
+
+def given_alone(partition: PartitionHarness, attempt: str) -> bytes:
+    """Return the class of the one message that a new receiver is given."""
+    answer = partition.receiver("key", 1, classes=PopClasses(BY_PREFIX)).receive(attempt, 1)
+    assert isinstance(answer, PopBatch)
+    return answer.records[0].key.partition(b"/")[0]
+
+
+@pytest.mark.parametrize("text", ["prefix:/", "prefix:::", "header:tenant", 'header:a"b'])
+def test_a_node_finds_the_classes_that_members_find(connection: NodeConnection, key_prefix: str, text: str) -> None:
+    """What waits by class is named by it; `KeyClassRule.of` says the class for members."""
+    partition = PartitionHarness(connection, key_prefix)
+    partition.create()
+    told: list[dict[str, str]] = [
+        {}, {"tenant": "acme"}, {"tenant": "\u00e9{"}, {"other": "tenant"}, {"tenant": "", "n": "1"}, {'a"b': "c"},
+    ]  # fmt: skip
+    keys = [b"first", b"/x", b"a/1", b"a::b::c", b"\xc3\xa9/1/2", NO_KEY, b"a/\x00"]
+    facts = [(key, headers) for key in keys for headers in told]
+    records = [
+        Record(
+            offset, b"1:0:%d:" % offset + encode_facts(5, headers), key if key == NO_KEY else key + b"%d" % offset, b"b"
+        )
+        for offset, (key, headers) in enumerate(facts, start=1)
+    ]
+    partition.call(
+        *(("XADD", partition.keys.log, f"{one.offset}-0", "m", one.m, "k", one.key, "b", one.body) for one in records),
+        ("HSET", partition.keys.meta, "next", len(records) + 1),
+    )
+    answer = partition.receiver("key", 1, classes=PopClasses(rule_of(text))).receive("a", 1)
+    assert isinstance(answer, PopBatch)
+    names: list[bytes] = partition.call(("ZRANGE", partition.pops.ready, 0, -1))[0]
+    found = {int(name[3 + int(name[:3]) :][:16]): name[3 : 3 + int(name[:3])] for name in names}
+    given = answer.records[0].offset
+    assert found == {one.offset: rule_of(text).of(one) for one in records if one.offset != given}
+
+
+@pytest.mark.parametrize("classes", [None, PopClasses(BY_PREFIX)])
+def test_records_that_are_gone_make_no_empty_answer(
+    connection: NodeConnection, key_prefix: str, classes: PopClasses | None
+) -> None:
+    partition = PartitionHarness(connection, key_prefix)
+    partition.create()
+    partition.add([1, 2], key_at, body_at)
+    partition.call(("DEL", partition.keys.log))
+    assert partition.receiver("key", 1, classes=classes).receive("a", 2) == Refused("absent", "")
 
 
 def test_nothing_of_a_retired_partition_is_left_but_its_tombstone(connection: NodeConnection, key_prefix: str) -> None:
     partition = PartitionHarness(connection, key_prefix)
     partition.create()
     partition.add([1, 2], key_at, body_at)
-    assert BY_PREFIX is not None
     receiver = partition.receiver("key", 1, classes=PopClasses(BY_PREFIX, 2, RateShare(1.0, 2.0, 1.0)))
     answer = receiver.receive("a", 1)
     assert isinstance(answer, PopBatch)
