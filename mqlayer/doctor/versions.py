@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final, Literal
 
 from mqlayer.doctor.findings import CheckStatus, Finding
+from mqlayer.postgres.session_setup import OLDEST_POSTGRES
 
 Product = Literal["redis", "valkey"]
 ServerVersion = tuple[int, int, int]
@@ -21,7 +22,6 @@ LUA_FIXED: Final[dict[Product, dict[tuple[int, int], ServerVersion]]] = {
 }
 """First release per series without CVE-2025-49844 (server takeover by scripts)."""
 
-OLDEST_POSTGRES: Final = 15
 NEWEST_POSTGRES: Final = 18
 
 

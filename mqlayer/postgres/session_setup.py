@@ -67,6 +67,7 @@ NEEDED: Final[Mapping[str, tuple[str, ...]]] = {
 }
 """Fit defaults of shared sessions, best first."""
 
+OLDEST_POSTGRES: Final = 15
 _NONE: Final = SessionLimits(0, 0, 0)
 _SERVING: Final = SessionLimits(60, 30, 60)
 _COMMAND: Final = SessionLimits(0, 60, 600)
@@ -99,8 +100,9 @@ _sessions: Final[WeakKeyDictionary[AnyConnection, ServerSession]] = WeakKeyDicti
 def set_up(connection: AnyConnection, options: ConnectionOptions, *, application: str, address: str) -> ServerSession:
     """Set up an autocommit connection's session, or check a shared one.
 
-    A pooler reports its own process id at connecting. Raises ConfigurationRefused for unfit defaults.
+    A pooler reports its own process id at connecting. Raises ConfigurationRefused for unfit defaults, an old server.
     """
+    _refuse_old(connection.info.server_version, address)
     connection.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
     wanted = {
         **SOME_SERVERS_HAVE,
@@ -118,6 +120,13 @@ def set_up(connection: AnyConnection, options: ConnectionOptions, *, application
         ServerSession(True, row[0]) if row else _shared(connection, options, wanted, address)
     )
     return session
+
+
+def _refuse_old(number: int, address: str) -> None:
+    # A pooler may tell no version.
+    if 0 < number < 10_000 * OLDEST_POSTGRES:
+        shown = f"this is Postgres {number // 10_000}.{number % 10_000}"
+        raise ConfigurationRefused(address, "", shown, f"mqlayer needs Postgres {OLDEST_POSTGRES} or later")
 
 
 @cache

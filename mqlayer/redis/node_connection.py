@@ -321,7 +321,9 @@ class NodeConnection:
             raise StoreUnavailable(address, f"it is a {facts.role}: give the primary's address")
         if facts.version < OLDEST:
             shown = ".".join(map(str, facts.version))
-            raise ConfigurationRefused(address, "version", shown, "Redis 6.2 or later, or Valkey")
+            raise ConfigurationRefused(
+                address, "", f"this is Redis {shown}", "mqlayer needs Redis 6.2 or later, or Valkey"
+            )
         if not self._unsafe:
             for name, value in facts.settings.items():
                 wanted, advice = REQUIRED_SETTINGS[name]

@@ -8,7 +8,8 @@ from contextlib import ExitStack
 import pytest
 from psycopg_pool import ConnectionPool
 
-from mqlayer.errors import Conflict, InvalidInput, MqlayerError, StoreUnavailable
+from mqlayer.errors import ConfigurationRefused, Conflict, InvalidInput, MqlayerError, StoreUnavailable
+from mqlayer.postgres import session_setup
 from mqlayer.postgres.database import Connection, Database
 from tests.fixtures.servers import StartPostgres
 from tests.fixtures.wait import wait_until
@@ -29,6 +30,16 @@ def test_connections_that_a_restart_broke_cost_no_waiting(start_postgres: StartP
         for _ in range(5):
             with database.connection() as connection:
                 assert connection.execute("SELECT 1").fetchone() == (1,)
+
+
+def test_a_server_that_is_too_old_is_refused_by_its_name(database_dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`scripts/matrix --only too-old` has a real one, which does not know all settings of a session."""
+    monkeypatch.setattr(session_setup, "OLDEST_POSTGRES", 99)
+    with (
+        Database(database_dsn, timeout_s=5.0) as database,
+        pytest.raises(ConfigurationRefused, match=r"this is Postgres \d+\.\d+: mqlayer needs Postgres 99 or later"),
+    ):
+        database.connection().__enter__()
 
 
 def test_a_server_that_is_down_is_ours_to_report_and_no_lines_of_the_pool(caplog: pytest.LogCaptureFixture) -> None:

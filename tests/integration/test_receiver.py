@@ -149,7 +149,10 @@ def test_an_old_token_is_refused_and_settles_nothing(one: Stage, receiver_of: Op
     old = a.receive(2, visibility_timeout_s=0.05)
     late = a.receive(visibility_timeout_s=0.05, wait_s=0)
     new = b.receive(wait_s=WAIT_S)
-    assert bodies(new)[:2] == [b"1", b"2"]
+    if len(new) == 2:
+        # The other key's is free again a moment later.
+        new += b.receive(wait_s=WAIT_S)
+    assert bodies(new) == [b"1", b"2", b"3"]
     with pytest.raises(StaleToken, match=f"{partition}/1, {partition}/2"):
         a.ack(old)
     with pytest.raises(StaleToken, match=f"{partition}/1"):

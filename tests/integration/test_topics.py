@@ -13,6 +13,7 @@ import redis
 from mqlayer.domain.routing import check_tiling
 from mqlayer.errors import ConfigurationRefused, Conflict, InvalidInput, InvalidName, NotFound, StoreUnavailable
 from mqlayer.postgres.database import Database
+from mqlayer.redis import node_connection
 from mqlayer.redis.keys import partition_keys
 from mqlayer.runtime.route_cache import RouteCache, load_route
 from mqlayer.stack import RedisServer
@@ -237,6 +238,16 @@ def test_settings_that_void_the_promise_are_refused(
         register_node(runtime_of(database), name="n1", url=server.url)
     assert list_nodes(database) == []
     assert register_node(runtime_of(database, unsafe=True), name="n1", url=server.url).name == "n1"
+
+
+def test_a_node_that_is_too_old_is_refused_by_its_name(
+    database: Database, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`scripts/matrix --only too-old` has a real one."""
+    monkeypatch.setattr(node_connection, "OLDEST", (99, 0, 0))
+    with pytest.raises(ConfigurationRefused, match=r"this is Redis \d+\.\d+\.\d+: mqlayer needs Redis 6\.2 or later"):
+        register_node(runtime_of(database, unsafe=True), name="n1", url=redis_url)
+    assert list_nodes(database) == []
 
 
 def test_a_node_is_registered_once_under_a_name(database: Database, node: str, start_redis: StartRedis) -> None:

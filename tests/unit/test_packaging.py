@@ -53,7 +53,7 @@ def test_the_command_is_installed() -> None:
 def test_scripts_are_the_commands_and_their_setup() -> None:
     executable = {path.name: os.access(path, os.X_OK) for path in (ROOT / "scripts").iterdir()}
     commands = dict.fromkeys(
-        ["bench", "check", "demo", "docs", "lock", "lowest", "newcomer", "sbom", "schema", "test"], True
+        ["bench", "check", "demo", "docs", "lock", "lowest", "matrix", "newcomer", "sbom", "schema", "test"], True
     )
     assert executable == {**commands, "setup.sh": False}
 
