@@ -106,6 +106,14 @@ try_pgbouncer() {
     fi
 }
 
+# The manifests of examples/ are put together by kubectl's kustomize. Tried once per .venv.
+try_kubectl() {
+    if command -v kubectl >/dev/null 2>&1 || [ -e .venv/kubectl-tried ] || ! may_install; then return; fi
+    touch .venv/kubectl-tried
+    note "installing Debian's kubernetes-client"
+    (apt_install kubernetes-client) || note "kubectl could not be installed: kustomizations are not built in tests"
+}
+
 LATER_PGBOUNCER="pgbouncer libc6 libcares2 libevent-2.1-7t64 libpam0g libssl3t64 libsystemd0 libcap2 libaudit1 libcap-ng0
 zlib1g libzstd1"
 
@@ -270,6 +278,7 @@ set_up() {
     if ! venv_is_current; then make_venv; fi
     try_redis_server
     try_pgbouncer
+    try_kubectl
     try_later_pgbouncer
     try_spin
     try_chromium
