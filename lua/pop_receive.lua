@@ -10,6 +10,9 @@ A batch is packed when it is given: one field, whatever it holds. It stays so un
 back, extended by itself or not settled in its time, its messages go into their queues (`lib/batch_unpack.lua`). So in
 `queues` stand those that were looked at, are not settled, and are in no packed batch.
 
+With classes of keys (`lib/pop_by_class.lua`) a queue that may be given out waits in `ready`, in turn with those of other
+classes; `due` has -1 for it, so who knows no classes finds it due.
+
 The count of packed batches or the queues change first, and the lock tells of them last: where the call ends in between, or where
 the lock, batches or queues were removed, all that is not below committed is given again, in order, once those who may have
 some of it are not waited for any more (`withheld_until`).
@@ -20,17 +23,21 @@ KEYS
   3 lock_key      hash    owner ("pop"), epoch, committed, base, top, seek; pop: number of the last batch, wake_count, examined:
                           the first offset that was not looked at, withheld_until: ms until when nothing is given out,
                           packed, queued: how many packed batches, how many members of queues; parking, unparked: keys of
-                          the group may be parked, unless the two are equal
+                          the group may be parked, unless the two are equal; class_turn: the class that was last, class_waits:
+                          1: one waits for a key that is out, class_swept: the last name in class_out that was looked at
   4 acks_key      string  ack bitmap: bit i is offset base + i
   5 attempts_key  hash    offset -> <times given out>:<ms of the first>:<ms of the last>:<failed attempts>, without what
                           packed batches add
   6 pops_key      hash    offset -> <batch that it is out with, 0: given back>:<ms when it is visible>:<queue>
   7 queues_key    zset    <length of queue><queue><offset, 16 digits>
-  8 due_key       zset    queue -> ms when it may be given out, inf: out with a packed batch; \254<batch> -> ms when that one
-                          is visible
+  8 due_key       zset    queue -> ms when it may be given out, inf: out with a packed batch, -1: it waits by class; \254<batch>
+                          -> ms when that one is visible
   9 batches_key   hash    batch -> packed {attempt id, ms, {offset, ...}, {queue, ...}, {place of the queue, ...}}; attempt id
                           -> batch, or of one that is unpacked <batch>:<offsets>; #<slot> -> attempt id; =: how many packed
   10 rate_key     hash    left, at_us: what may be given out of the group's rate (see rate_acquire)
+  11 ready_key    zset    <length of class><class><offset, 16 digits><queue>: queues that wait by class, by their first message
+  12 class_out_key zset   <length of class><class>0<queue>: keys that are out, and some that were
+  13 class_rates_key zset class -> ms when its bucket is full
 
 ARGV
   1 epoch         int     epoch of the group at this partition
@@ -45,6 +52,11 @@ ARGV
   10 per_s        number  how many messages this partition gives out by the second; 0: no limit
   11 rate_size    number  how many of them at once after a rest, at least 1
   12 none_parked  int     Postgres had no parked key and no such message under this number (parking); 0: it was not asked
+  13 key_class    string  what the class of a key is: p<separator> or h<header>; with scope "key" only. Without classes, it and
+                          what follows are left out
+  14 class_concurrency int keys of a class that are out at once; 0: no limit
+  15 class_per_s  number  how many messages of a class this partition gives out by the second; 0: no limit
+  16 class_size   number  how many of them at once after a rest, at least 1
 
 RETURNS
   {"given", batch, {times given out, ...}, {failed attempts, ...}, parking, committed, {offset, m, key, body, ...}}    no
@@ -68,6 +80,9 @@ local queues_key = KEYS[7]
 local due_key = KEYS[8]
 local batches_key = KEYS[9]
 local rate_key = KEYS[10]
+local ready_key = KEYS[11]
+local class_out_key = KEYS[12]
+local class_rates_key = KEYS[13]
 local epoch = tonumber(ARGV[1])
 local start = tonumber(ARGV[2])
 local seek = tonumber(ARGV[3])
@@ -80,12 +95,17 @@ local only_repeat = ARGV[9] == '1'
 local per_s = tonumber(ARGV[10])
 local rate_size = tonumber(ARGV[11])
 local none_parked = tonumber(ARGV[12])
+local key_class = ARGV[13]
+local class_concurrency = tonumber(ARGV[14])
+local class_per_s = tonumber(ARGV[15])
+local class_size = tonumber(ARGV[16])
 
 local LOOK_LIMIT = 1000
 local HELD_LIMIT = 100000
 local UNPACK_LIMIT = 8
 local CHUNK = 50
 local format = string.format
+local by_class = key_class ~= nil
 
 -- include ack_window
 -- include pop_width
@@ -94,11 +114,12 @@ local format = string.format
 
 if limit < 1 or limit > WIDTH then return redis.error_reply('ERR pop_receive: 1 to 500 messages') end
 if scope ~= 'key' and scope ~= 'partition' then return redis.error_reply('ERR pop_receive: no such scope') end
+if by_class and scope ~= 'key' then return redis.error_reply('ERR pop_receive: classes are of keys') end
 local meta = redis.call('HMGET', meta_key, 'state', 'next', 'first', 'seal')
 if not meta[1] or meta[1] == 'deleted' then return {'absent'} end
 local next_offset = tonumber(meta[2])
 local lock = redis.call('HMGET', lock_key, 'owner', 'epoch', 'committed', 'seek', 'pop', 'wake_count', 'examined', 'base', 'top',
-  'withheld_until', 'packed', 'queued', 'parking', 'unparked')
+  'withheld_until', 'packed', 'queued', 'parking', 'unparked', 'class_turn')
 local held = tonumber(lock[2] or '0')
 local in_force = held == epoch and lock[1] == 'pop'
 if not in_force and held >= epoch then return {'fenced', held} end
@@ -117,16 +138,17 @@ local function begin_at_committed(seek_count)
     'withheld_until', format('%d', withheld_until), 'packed', '0', 'queued', '0')
 end
 if committed == 0 or tonumber(lock[4] or '0') < seek then
-  local gone = redis.call('UNLINK', acks_key, attempts_key, pops_key, queues_key, due_key, batches_key)
+  local gone = redis.call('UNLINK', acks_key, attempts_key, pops_key, queues_key, due_key, batches_key, ready_key, class_out_key)
   -- Without a lock, it was removed: receivers may have some of what is given again.
   if not lock[3] and gone > 0 then withheld_until = until_ms end
   -- A partition that fell back below the start begins anew: what comes now is new to the group.
   committed = math.max(math.min(start, next_offset), tonumber(meta[3] or '1'))
   begin_at_committed(format('%d', seek))
-elseif pop_incomplete(log_key, acks_key, queues_key, due_key, batches_key, committed, base, top, examined, packed, queued) then
+elseif pop_incomplete(log_key, acks_key, queues_key, due_key, batches_key, committed, base, top, examined, packed, queued)
+  or (by_class and redis.call('ZCOUNT', due_key, '-1', '-1') > redis.call('ZCARD', ready_key)) then
   withheld_until = until_ms
   redis.call('HSET', lock_key, 'withheld_until', format('%d', withheld_until))
-  redis.call('UNLINK', acks_key, pops_key, queues_key, due_key, batches_key)
+  redis.call('UNLINK', acks_key, pops_key, queues_key, due_key, batches_key, ready_key, class_out_key)
   begin_at_committed(lock[4] or '0')
 end
 local parking, unparked = tonumber(lock[13] or '0'), tonumber(lock[14] or '0')
@@ -137,6 +159,12 @@ if not in_force then
 elseif none_parked > unparked and none_parked == parking then
   unparked = parking
   redis.call('HSET', lock_key, 'unparked', format('%d', unparked))
+end
+
+-- The group has no classes any more, and nothing waits by one.
+if not by_class and lock[15] and redis.call('ZCOUNT', due_key, '-1', '-1') == 0 then
+  redis.call('UNLINK', ready_key, class_out_key, class_rates_key)
+  redis.call('HDEL', lock_key, 'class_turn', 'class_waits', 'class_swept')
 end
 
 if withheld_until > now then return {'blocked', withheld_until - now, next_offset, wake_count} end
@@ -245,11 +273,15 @@ local function give(offset, queue, record)
   offsets[given], records[given], places[given] = offset, record, place
   size = size + #record[4] + #record[6]
 end
-local function due_now() return redis.call('ZRANGEBYSCORE', due_key, '-inf', format('%d', now), 'LIMIT', 0, limit) end
+-- By class, all that is due waits in turn; what waits already is not due.
+local function due_now()
+  return redis.call('ZRANGEBYSCORE', due_key, by_class and '0' or '-inf', format('%d', now), 'LIMIT', 0, by_class and WIDTH or limit)
+end
 
-local more, waits = false, redis.call('EXISTS', due_key) == 1
+local more, waits, due = false, redis.call('EXISTS', due_key) == 1, {}
 if not only_repeat and waits then
-  local due, over, found = due_now(), 0, true
+  local over, found = 0, true
+  due = due_now()
   while found do
     found = false
     for _, queue in ipairs(due) do
@@ -270,7 +302,7 @@ if not only_repeat and waits then
     packed, queued = tonumber(redis.call('HGET', batches_key, '=')), redis.call('ZCARD', queues_key)
     redis.call('HSET', lock_key, 'packed', format('%d', packed), 'queued', format('%d', queued))
   end
-  for _, queue in ipairs(due) do
+  for _, queue in ipairs(by_class and {} or due) do
     if not has_room() then break end
     if string.byte(queue) ~= 254 then
       local members = redis.call('ZRANGEBYLEX', queues_key, '[' .. queue_prefix(queue) .. '0', '(' .. queue_prefix(queue) .. ':', 'LIMIT', 0, WIDTH)
@@ -297,7 +329,7 @@ if not only_repeat and waits then
     end
   end
   -- Queues that limits emptied stand before others that are due.
-  if #passed > 0 and #due == limit then more = true end
+  if not by_class and #passed > 0 and #due == limit then more = true end
 end
 
 local at, looked = examined, 0
@@ -308,7 +340,14 @@ else
   may_look = may_look and queued < HELD_LIMIT
 end
 may_look = may_look and examined < committed + WINDOW
-while may_look and has_room() and at < next_offset and looked < LOOK_LIMIT do
+local note_classes, class_wait = nil, -1
+if by_class and not only_repeat then
+-- Here, since calls without classes would pay for its functions.
+-- include pop_by_class
+  note_classes, class_wait = give_by_class(due)
+  if not note_classes then return {'absent'} end
+end
+while not by_class and may_look and has_room() and at < next_offset and looked < LOOK_LIMIT do
   -- Behind what is held back, nobody knows how much is to be given; nor of how many bytes before some was.
   local count = CHUNK
   if #held_back == 0 and given > 0 then count = math.floor((bytes - size) * given / (size + 1)) + 1 end
@@ -385,6 +424,7 @@ for queue, state in pairs(states) do
   if state == 'whole' and not place_of[queue] then redis.call('ZREM', due_key, queue) end
 end
 if #left_queues + #held_back + #passed > 0 then queued = redis.call('ZCARD', queues_key) end
+if note_classes then note_classes() end
 if given > 0 then
   if per_s > 0 then note_rate(rate_left - given) end
   redis.call('HSET', lock_key, 'pop', format('%d', batch), 'examined', format('%d', math.max(at, examined)),
@@ -398,5 +438,6 @@ end
 if meta[1] == 'sealed' and committed >= next_offset then return {'drained', meta[4]} end
 local soonest = redis.call('ZRANGEBYSCORE', due_key, format('(%d', now), '(inf', 'WITHSCORES', 'LIMIT', 0, 1)
 local left = soonest[2] and tonumber(soonest[2]) - now or -1
+if class_wait >= 0 and (left < 0 or class_wait < left) then left = class_wait end
 if more or (looked >= LOOK_LIMIT and at < next_offset) then return {'more', 0, next_offset, wake_count} end
 return {may_look and 'empty' or 'blocked', left, next_offset, wake_count}

@@ -16,7 +16,7 @@ or its queue: where the call ends in between, all that is not below committed is
 KEYS
   1 meta_key      hash    state and next offset of the partition
   2 lock_key      hash    owner ("pop"), epoch, committed, base, top, examined, packed, queued; wake_count,
-                          parking
+                          parking; class_waits: 1: a class of keys waits for one that is out
   3 acks_key      string  ack bitmap: bit i is offset base + i; absent while nothing above committed is settled
   4 attempts_key  hash    offset -> times given out and when (see pop_receive)
   5 pops_key      hash    offset -> <batch that it is out with, 0: given back>:<ms when it is visible>:<queue>
@@ -76,13 +76,14 @@ local settles = action == 'ack' or action == 'park'
 local meta = redis.call('HMGET', meta_key, 'state', 'next')
 if not meta[1] or meta[1] == 'deleted' then return {'absent'} end
 local next_offset = tonumber(meta[2])
-local lock = redis.call('HMGET', lock_key, 'owner', 'epoch', 'committed', 'base', 'top', 'examined', 'packed', 'queued')
+local lock = redis.call('HMGET', lock_key, 'owner', 'epoch', 'committed', 'base', 'top', 'examined', 'packed', 'queued', 'class_waits')
 local held = tonumber(lock[2] or '0')
 if lock[1] ~= 'pop' or held ~= epoch then return {'fenced', held} end
 if not settles and action ~= 'nack' and action ~= 'return' and action ~= 'extend' then return redis.error_reply('ERR pop_settle: no such word') end
 local committed, base, top = tonumber(lock[3]), tonumber(lock[4]), tonumber(lock[5] or '0')
 local packed, queued = tonumber(lock[7] or '0'), tonumber(lock[8] or '0')
 local bits_kept = top > committed
+local class_waits = lock[9] == '1'
 local batch_of, offsets, named = {}, {}, 0
 if count < 1 or count > WIDTH then return redis.error_reply('ERR pop_settle: 1 to 500 messages') end
 for i = 1, count do
@@ -275,8 +276,8 @@ local function leave_batches()
       end
       for its in pairs(closed) do
         local queue = one.queues[its]
-        -- Of a queue of its own, nobody waits for more than what is appended.
-        wake = wake or queue == ''
+        -- Of a queue of its own, nobody waits for more than what is appended; of its class, maybe.
+        wake = wake or queue == '' or class_waits
         if queued > 0 then touched[queue] = true else freed[#freed + 1] = queue end
       end
     end
@@ -332,7 +333,7 @@ for queue in pairs(touched) do
   local members = redis.call('ZRANGEBYLEX', queues_key, '[' .. queue_prefix(queue) .. '0', '(' .. queue_prefix(queue) .. ':', 'LIMIT', 0, WIDTH)
   if #members == 0 then
     redis.call('ZREM', due_key, queue)
-    wake = wake or queue == ''
+    wake = wake or queue == '' or class_waits
   else
     local before = tonumber(redis.call('ZSCORE', due_key, queue) or '0')
     local fronts, due = {}, now
@@ -342,7 +343,8 @@ for queue in pairs(touched) do
       due = math.max(due, tonumber(string.match(front, '^%d+:(%d+):')))
     end
     redis.call('ZADD', due_key, format('%d', due), queue)
-    wake = wake or due < before or due <= now
+    -- What is given back is out no more, however long it waits.
+    wake = wake or due < before or due <= now or (class_waits and (action == 'nack' or action == 'return'))
   end
 end
 if #ours > 0 and settles then

@@ -116,10 +116,11 @@ if pop and meta[1] == 'sealed' and (incomplete or packed > 0 or redis.call('HLEN
   bound = min(bound, next_offset - 1)
   if position >= bound then return answer(0) end
 end
--- Packed batches that have some of what is dropped, by the first of it each; of bounded number too.
+-- Packed batches that have some of what is dropped, by the first of it each; of bounded number too. Queues that wait by class are
+-- below 0.
 local function affected_batches()
   local found = {}
-  for _, name in ipairs(redis.call('ZRANGEBYSCORE', due_key, '-inf', '(inf')) do
+  for _, name in ipairs(redis.call('ZRANGEBYSCORE', due_key, '0', '(inf')) do
     if string.byte(name) == 254 then
       local number, lowest = string.sub(name, 2), nil
       local packed_batch = redis.call('HGET', batches_key, number)

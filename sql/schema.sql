@@ -419,10 +419,6 @@ CREATE TABLE mqlayer.consumer_group (
         AND breaker_share <= 1::double precision AND breaker_keys >= 1 AND breaker_keys <= 4096
         AND breaker_window_s >= 1::double precision AND breaker_window_s <= 3600::double precision
         AND (breaker_share IS NULL OR mode <> 'pop')),
-    CONSTRAINT consumer_group_key_class CHECK (key_class ~ '^(none|prefix:[ -~]+|header:[ -~]+)$'
-        AND octet_length(key_class) <= 64 AND (key_class = 'none' OR mode <> 'pop') AND class_concurrency >= 1
-        AND class_concurrency <= 2000000000 AND class_rate > 0::double precision
-        AND class_rate <= '100000000000'::numeric::double precision),
     CONSTRAINT consumer_group_counts CHECK (version >= 1 AND version <= 1000000000 AND seek >= 0 AND seek <= 1000000000
         AND replay >= 0 AND replay <= 1000000000 AND settings_version >= 1 AND settings_version <= 1000000000
         AND allocation >= 0 AND allocation <= 4611686018427387904 AND parking >= 0 AND parking <= 4611686018427387904),
@@ -434,7 +430,11 @@ CREATE TABLE mqlayer.consumer_group (
     CONSTRAINT consumer_group_texts_length CHECK (octet_length(COALESCE(paused_by, '')) <= 1024
         AND octet_length(COALESCE(tag_filter, '')) <= 65536 AND cardinality(backoff_s) <= 1000
         AND pg_column_size(non_retryable_errors) <= 1000000 AND pg_column_size(retryable_errors) <= 1000000
-        AND pg_column_size(breaker_errors) <= 1000000)
+        AND pg_column_size(breaker_errors) <= 1000000),
+    CONSTRAINT consumer_group_key_class CHECK (key_class ~ '^(none|prefix:[ -~]+|header:[ -~]+)$'
+        AND octet_length(key_class) <= 64 AND (key_class = 'none' OR mode <> 'pop' OR scope = 'key')
+        AND class_concurrency >= 1 AND class_concurrency <= 2000000000 AND class_rate > 0::double precision
+        AND class_rate <= '100000000000'::numeric::double precision)
 );
 CREATE UNIQUE INDEX consumer_group_instances ON mqlayer.consumer_group (broadcast_of, instance)
     WHERE broadcast_of IS NOT NULL;

@@ -67,5 +67,11 @@ PRODUCER_TOPICS: Final = Feature(
     schema="control",
     text="direct producers say their topics before the first message; `topic delete` names those that live",
 )
-FEATURES: Final[tuple[Feature, ...]] = (PRODUCER_TOPICS,)
+POP_KEY_CLASSES: Final = Feature(
+    "pop-key-classes",
+    since=2,
+    schema="control",
+    text="groups with ordered pop may have key classes; receivers of the release before know none",
+)
+FEATURES: Final[tuple[Feature, ...]] = (PRODUCER_TOPICS, POP_KEY_CLASSES)
 """By version. CONTRIBUTING.md says how one is added."""

@@ -21,6 +21,7 @@ from mqlayer.groups.group import (
     find_group,
     no_end,
     read_group,
+    refuse_before_finalization,
     refuse_ineffective,
     settings_of,
 )
@@ -71,7 +72,9 @@ def put_settings(
         "rate_burst": settings.rate_burst,
         "if_version": if_version,
     }
-    check_settings(replace(settings, mode=group.mode))
+    in_mode = replace(settings, mode=group.mode, scope=group.scope)
+    check_settings(in_mode)
+    refuse_before_finalization(connection, in_mode)
     was = read_group(connection, group.topic, group.name)
     refuse_ineffective(settings, _with(group, settings))
     times = connection.execute(query("group_settings_put"), facts | {"group_id": group.group_id}).fetchone()

@@ -19,6 +19,7 @@ from psycopg.types.json import Jsonb
 from mqlayer.domain.deployments import Deployments
 from mqlayer.domain.key_classes import NO_CLASSES, check_key_class
 from mqlayer.domain.names import check_group, check_name
+from mqlayer.domain.protocol import POP_KEY_CLASSES
 from mqlayer.domain.rates import RateLimit, check_rate
 from mqlayer.domain.retry_rules import (
     BREAKER_RULES,
@@ -45,6 +46,7 @@ from mqlayer.groups.start_positions import (
 from mqlayer.logs import event_logger
 from mqlayer.postgres.audit import write_audit
 from mqlayer.postgres.database import Connection, Database
+from mqlayer.postgres.protocol import read_protocols
 from mqlayer.postgres.queries import query
 from mqlayer.runtime.route_cache import RouteCache
 from mqlayer.runtime.runtime import Runtime
@@ -280,6 +282,7 @@ def ensure_group(runtime: Runtime, routes: RouteCache, *, topic: str, name: str,
     }
 
     def create(connection: Connection) -> None:
+        refuse_before_finalization(connection, settings)
         if connection.execute(query("group_insert"), facts).rowcount:
             refuse_ineffective(settings, read_group(connection, topic, name))
 
@@ -411,7 +414,8 @@ def _check_mode(settings: GroupSettings) -> None:
     if settings.mode == "pop" and (settings.ordered is False or settings.balance is not None):
         raise InvalidInput("ordered pop is ordered, and has no members to balance: leave ordered and balance out")
     if settings.mode == "pop":
-        _refuse_key_class(settings, "ordered pop gives its receivers what comes next")
+        if settings.scope == "partition":
+            _refuse_key_class(settings, "scope partition withholds all messages together")
         _refuse_retrying(settings)
     _check_shared(settings)
     if settings.from_archive and (settings.mode == "pop" or settings.start == "latest"):
@@ -451,6 +455,16 @@ def _refuse_retrying(settings: GroupSettings) -> None:
         raise InvalidInput(
             f"ordered pop has no handler that fails: leave {', '.join(said)} out, and decide in the receiver "
             "(nack with a delay, ack); attempt_limit and policy are the group's"
+        )
+
+
+def refuse_before_finalization(connection: Connection, settings: GroupSettings) -> None:
+    """Raise Conflict for settings that older code, which may live, does not keep."""
+    if settings.mode != "pop" or settings.key_class in (None, NO_CLASSES):
+        return
+    if read_protocols(connection, POP_KEY_CLASSES.schema).served.in_force < POP_KEY_CLASSES.since:
+        raise Conflict(
+            "receivers of the former release know no key classes, and may live", "run `mqlayer upgrade finalize` first"
         )
 
 

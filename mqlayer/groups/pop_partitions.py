@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from mqlayer.domain.deployments import MAIN
+from mqlayer.domain.key_classes import NO_CLASSES
 from mqlayer.domain.rates import RateLimit
 from mqlayer.domain.retry_rules import Policy
 from mqlayer.domain.routing import NodeId, PartitionId
@@ -42,6 +43,9 @@ class PopPartition:
     policy: Policy = "block"
     attempt_limit: int = 1
     tag_filter: str = NO_FILTER
+    key_class: str = NO_CLASSES
+    class_concurrency: int | None = None
+    class_rate: float | None = None
     lp_from: int = 0
     lp_to: int = 0
     parked: bool = field(default=False, compare=False)
@@ -54,6 +58,11 @@ class PopPartition:
     def rate(self) -> RateLimit | None:
         """The group's limit of messages received."""
         return RateLimit.of(self.rate_limit, self.rate_burst, self.share_count or 0)
+
+    @property
+    def rate_of_class(self) -> RateLimit | None:
+        """The limit of messages received of a key class."""
+        return RateLimit.of(self.class_rate, None, self.share_count or 0)
 
 
 def pop_partitions(database: Database, group_id: int, *, deployment: str = MAIN) -> list[PopPartition]:

@@ -7,12 +7,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from mqlayer.domain.key_classes import key_class_rule
 from mqlayer.domain.tags import TagFilter
 from mqlayer.domain.time_to_live import Expiry, TimeToLive
 from mqlayer.errors import MqlayerError
 from mqlayer.groups.pop_partitions import PopPartition
 from mqlayer.redis.keys import partition_keys, pop_keys
-from mqlayer.redis.pop_scripts import NoBatch, PopGroupPartition, ReceiveRequest, Scope
+from mqlayer.redis.pop_scripts import NoBatch, PopClasses, PopGroupPartition, ReceiveRequest, Scope
 
 RECHECK_S: Final = 1.0
 """Longest time between two calls."""
@@ -119,7 +120,13 @@ class PartitionView:
 def view_of(one: PopPartition, *, prefix: str, group_id: int, scope: Scope) -> PartitionView:
     """Return a new view."""
     share = one.rate.whole_share if one.rate is not None else None
+    classes = _classes_of(one) if scope == "key" else None
     group_partition = PopGroupPartition(
-        prefix, one.partition, group_id, scope, one.epoch or 0, one.start, one.seek, share
+        prefix, one.partition, group_id, scope, one.epoch or 0, one.start, one.seek, share, classes
     )
     return PartitionView(one, group_partition)
+
+
+def _classes_of(one: PopPartition) -> PopClasses | None:
+    rule, rate = key_class_rule(one.key_class), one.rate_of_class
+    return None if rule is None else PopClasses(rule, one.class_concurrency, rate and rate.whole_share)

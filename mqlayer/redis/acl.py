@@ -21,7 +21,10 @@ ANY: Final = "*"
 """A key known by its place in KEYS only."""
 OF_NODE: Final = ("ended", "terms")
 OF_PARTITION: Final = ("log", "meta", "marks", "ids", "ages")
-OF_GROUP: Final = ("lock", "acks", "attempts", "outcomes", "rate", "pops", "queues", "due", "batches", "wake")
+OF_GROUP: Final = (
+    "lock", "acks", "attempts", "outcomes", "rate", "pops", "queues", "due", "batches", "wake", "ready", "class_out",
+    "class_rates",
+)  # fmt: skip
 CALLERS: Final = ("eval", "evalsha")
 CONNECTING: Final = frozenset({"acl|dryrun", "acl|whoami", "info", "ping", "script|load", "select"})
 """Any connection may send these first."""

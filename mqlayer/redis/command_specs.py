@@ -77,6 +77,7 @@ COMMANDS: Final[dict[str, CommandSpec]] = {
     "zadd": CommandSpec(4, writes=True),
     "zcard": CommandSpec(2),
     "zcount": CommandSpec(4),
+    "zlexcount": CommandSpec(4),
     "zmscore": CommandSpec(3),
     "zrange": CommandSpec(4),
     "zrangebylex": CommandSpec(4),

@@ -10,12 +10,13 @@ marks           hash    <source>:<lp> -> highest seq
 ids, ages       hash, zset  dedup token -> first position; -> ms
 g<id>:lock      hash    owner, epoch, refreshed_at, committed, base, top, seek, outcome_count, crash_count, suspect;
                         pop: pop, wake_count, examined, withheld_until, packed, queued, parking,
-                        unparked; shared: shared, reclaimed_to
+                        unparked, class_turn, class_waits, class_swept; shared: shared, reclaimed_to
 g<id>:acks      string  bitmap from base
 g<id>:attempts  hash    offset -> attempts, times
 g<id>:outcomes  stream  unfetched outcomes, archived topics
 g<id>:rate      hash    left, at_us; g<id>:rate:<class>: the same of a key class
 g<id>:pops, queues, batches, wake  hash, zset, hash, stream  ordered pop; shared: queues, deferred messages
+g<id>:ready, class_out, class_rates  zset  ordered pop with key classes: queues that wait, keys that are out, rates
 g<id>:due       zset    when a queue (pop) or message (shared) is due; shared: inf, deferred
 <prefix>:ended  set     the node's ended outbox sources
 <prefix>:terms  hash    the node's source -> term
@@ -54,6 +55,9 @@ class PopKeys(NamedTuple):
     due: bytes
     batches: bytes
     wake: bytes
+    ready: bytes
+    class_out: bytes
+    class_rates: bytes
 
 
 @cache
@@ -86,7 +90,8 @@ def group_keys(prefix: str, partition: int, group_id: int) -> GroupKeys:
 def pop_keys(prefix: str, partition: int, group_id: int) -> PopKeys:
     """Return a pop group's keys."""
     stem = f"{prefix}:{{{partition}}}:g{group_id}:".encode()
-    return PopKeys(stem + b"pops", stem + b"queues", stem + b"due", stem + b"batches", stem + b"wake")
+    names = (b"pops", b"queues", b"due", b"batches", b"wake", b"ready", b"class_out", b"class_rates")
+    return PopKeys(*(stem + name for name in names))
 
 
 @cache

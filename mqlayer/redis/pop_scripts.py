@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple
 
+from mqlayer.domain.key_classes import KeyClassRule
 from mqlayer.domain.message import Record
 from mqlayer.domain.rates import RateShare
 from mqlayer.redis.keys import group_keys, outcomes_key, partition_keys, pop_keys, rate_key
@@ -17,6 +18,14 @@ BATCH_LIMIT: Final = 500
 
 Scope = Literal["partition", "key"]
 SettleAction = Literal["ack", "park", "nack", "return", "extend"]
+
+
+class PopClasses(NamedTuple):
+    """Key classes of a pop group, and their limits. `concurrency`: keys out, None for no limit."""
+
+    rule: KeyClassRule
+    concurrency: int | None = None
+    rate: RateShare | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +40,7 @@ class PopGroupPartition:
     start: int = 1
     seek: int = 0
     rate: RateShare | None = None
+    classes: PopClasses | None = None
 
 
 class ReceiveRequest(NamedTuple):
@@ -101,6 +111,9 @@ def receive_command(connection: NodeConnection, group_partition: PopGroupPartiti
             pops.due,
             pops.batches,
             rate_key(group_partition.prefix, group_partition.partition, group_partition.group_id),
+            pops.ready,
+            pops.class_out,
+            pops.class_rates,
         ),
         group_partition.epoch,
         group_partition.start,
@@ -113,7 +126,17 @@ def receive_command(connection: NodeConnection, group_partition: PopGroupPartiti
         int(request.only_repeat),
         *((0, 0) if group_partition.rate is None else map(repr, map(float, group_partition.rate[:2]))),
         request.none_parked,
+        *_classes(group_partition.classes),
     )
+
+
+def _classes(classes: PopClasses | None) -> tuple[str, int, str, str] | tuple[()]:
+    if classes is None:
+        return ()
+    rule = classes.rule
+    of_rule = f"h{rule.header}" if rule.header else f"p{rule.separator.decode()}"
+    per_s, size = (0.0, 0.0) if classes.rate is None else classes.rate[:2]
+    return of_rule, classes.concurrency or 0, repr(float(per_s)), repr(float(size))
 
 
 def receive_reply(reply: Any, address: str) -> PopBatch | NoBatch | Drained | Fenced | Refused:

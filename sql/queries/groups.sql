@@ -435,8 +435,8 @@ SELECT pg_notify('mqlayer_group', group_id::text) FROM raised;
 SELECT p.partition_id, p.node_id, a.epoch, coalesce(s.start_offset, 1) AS start_offset, g.seek, g.replay,
        coalesce(e.cut, false) AS cut,
        r.partition_id IS NOT NULL AND coalesce(r.deployment = %(deployment)s, true) AS readable, t.archived, g.rate_limit, g.rate_burst,
-       CASE WHEN g.rate_limit IS NOT NULL THEN (count(r.partition_id) OVER ())::int END AS share_count,
-       g.policy, g.attempt_limit, g.tag_filter, p.lp_from, p.lp_to,
+       CASE WHEN g.rate_limit IS NOT NULL OR g.class_rate IS NOT NULL THEN (count(r.partition_id) OVER ())::int END AS share_count,
+       g.policy, g.attempt_limit, g.tag_filter, g.key_class, g.class_concurrency, g.class_rate, p.lp_from, p.lp_to,
        EXISTS (SELECT FROM mqlayer.parked_key k
                WHERE k.group_id = g.group_id AND k.lp >= p.lp_from AND k.lp < p.lp_to) AS parked,
        date_part('epoch', parked.due_at - clock_timestamp()) AS parked_due_in_s,

@@ -17,9 +17,12 @@ from typing import Final
 
 import pytest
 
+from mqlayer.errors import Conflict
+from mqlayer.groups.admin import set_group
 from mqlayer.maintenance.upgrades import finalize, run_contracts, upgrade_status
 from mqlayer.postgres.migrations import SCHEMAS, migrate
 from mqlayer.runtime.runtime import Runtime
+from tests.chaos.actors import GROUP, TOPIC
 from tests.chaos.harness.run import Length, shown
 from tests.chaos.harness.stores import drained
 from tests.chaos.harness.upgrade_run import UpgradeRun
@@ -68,17 +71,25 @@ class MixedScene:
         (scene.directory / "mixed_program.py").write_text(PROGRAM)
         scene.environment |= {"MQLAYER_TEST_DIRECTORY": str(scene.directory), "MQLAYER_TEST_FAILING": "0"}
 
-    def start(self, name: str, *words: str) -> Process:
+    def start(self, name: str, *words: str, module: str = "mqlayer") -> Process:
         """Run a command of mqlayer, of the previous release where the name begins with "old"."""
         environment = self.scene.environment | {"MQLAYER_TEST_NAME": name, "PYTHONPATH": str(ROOT)}
         with (self.scene.directory / f"{name}.log").open("ab") as log:
             if name.startswith("old"):
-                process = self._former.start("mqlayer", *words, env=environment, cwd=self.scene.directory, log=log)
+                process = self._former.start(module, *words, env=environment, cwd=self.scene.directory, log=log)
             else:
                 process = start_python(
-                    "mqlayer", *words, env=environment, cwd=self.scene.directory, stdout=log, stderr=log
+                    module, *words, env=environment, cwd=self.scene.directory, stdout=log, stderr=log
                 )
         self.scene.running.append(process)
+        return process
+
+    def receiver(self, name: str) -> Process:
+        """Start a receiver, and wait until it is known."""
+        process = self.start(name, "receiver", name, str(self.scene.directory), module="tests.chaos.actors")
+        lives = "SELECT count(*)::int FROM mqlayer.process WHERE pid = %s AND kind = 'receiver'"
+        dsn = self.scene.settings.control_dsn()
+        wait_until(lambda: ask_postgres(dsn, lives, [process.pid]) == [(1,)], timeout_s=30, what=f"{name} receives")
         return process
 
     def member(self, name: str) -> Process:
@@ -189,7 +200,7 @@ def test_members_of_two_releases_share_a_group_until_the_older_ones_are_drained(
     with mixed.load():
         mixed.await_more()
         assert [step.name for step in migrate(mixed.scene.settings.control_dsn())] == [
-            "expand_producer_topics", "expand_relay_place",
+            "expand_producer_topics", "expand_pop_key_classes", "expand_relay_place",
         ]  # fmt: skip
         new = mixed.member("new-1")
         new_relay = mixed.start("new-relay", "relay")
@@ -247,6 +258,33 @@ def test_new_processes_go_and_old_ones_go_on_before_the_finalization(mixed: Mixe
     assert mixed.protocols("member") == {FORMER_PROTOCOL}
     drain(mixed)
     end(old)
+    judge(mixed.scene)
+
+
+@pytest.mark.full
+def test_key_classes_of_receivers_come_with_the_finalization(mixed: MixedScene) -> None:
+    """Older receivers share the group until then; one that slept through it finds no place that it can't read."""
+    relay, old, asleep = mixed.start("old-relay", "relay"), mixed.receiver("old-1"), mixed.receiver("old-2")
+    with mixed.load():
+        mixed.await_more()
+        migrate(mixed.scene.settings.control_dsn())
+        new_relay, new = mixed.start("new-relay", "relay"), mixed.receiver("new-1")
+        mixed.await_more()
+        with pytest.raises(Conflict, match="upgrade finalize"):
+            set_group(mixed.runtime, TOPIC, GROUP, key_class="prefix:1", class_concurrency=2)
+        end(relay)
+        asleep.send_signal(signal.SIGSTOP)
+        wait_until(lambda: finalize(mixed.runtime, drain=True) == "finalized", timeout_s=60, what="its lease")
+        set_group(mixed.runtime, TOPIC, GROUP, key_class="prefix:1", class_concurrency=2)
+        mixed.await_more(4 * KEYS)
+        asleep.send_signal(signal.SIGCONT)
+        mixed.await_more(4 * KEYS)
+    drain(mixed)
+    for process in (old, asleep, new):
+        process.terminate()
+        process.wait(30)
+    assert all("upgrade mqlayer on this machine" in mixed.said(name) for name in ("old-1", "old-2"))
+    end(new_relay)
     judge(mixed.scene)
 
 

@@ -122,6 +122,20 @@ def test_a_kill_at_work_loses_and_reverses_nothing(scene: ReceiverScene, place: 
     scene.judge()
 
 
+@pytest.mark.parametrize("place", some_of(["pop.after_receive@3", "pop.before_settle@2", "pop.after_settle@2"], 3))
+def test_a_kill_beside_key_classes_loses_and_reverses_nothing(scene: ReceiverScene, place: str) -> None:
+    """Keys of two classes, each with three of its keys out: those of the killed receiver come back in time."""
+    here = runtime_of(scene.database, scene.settings.key_prefix, actor="test")
+    with Receiver(TOPIC, group=GROUP, settings=scene.settings):
+        set_group(here, TOPIC, GROUP, key_class="prefix:1", class_concurrency=3)
+    name, _, occurrence = place.partition("@")
+    scene.publish(COUNT)
+    killed = scene.start("first", f"{name}=kill@{occurrence}")
+    assert killed.wait(40) == -9, "the place was not reached"
+    scene.start("second")
+    scene.judge()
+
+
 @pytest.mark.parametrize(
     "place",
     some_of(

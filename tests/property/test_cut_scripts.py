@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import pytest
 
+from mqlayer.domain.key_classes import key_class_rule
 from mqlayer.domain.offsets import as_ranges
 from mqlayer.domain.rates import RateShare
 from mqlayer.domain.routing import NodeId
@@ -38,7 +39,7 @@ from mqlayer.redis.partition_scripts import (
     skip_marks_command,
     trim_command,
 )
-from mqlayer.redis.pop_scripts import NoBatch, PopBatch
+from mqlayer.redis.pop_scripts import NoBatch, PopBatch, PopClasses
 from mqlayer.redis.rate_script import rate_command
 from mqlayer.redis.retention_scripts import LogBound
 from mqlayer.redis.retirement_script import group_forget_command
@@ -459,7 +460,8 @@ def receivers(world: World) -> None:
 
 def all_settled(book: WholeBook, receiver: ReceiverScripts) -> None:
     """Have what is left given and acknowledged by another receiver."""
-    last = book.partition.receiver("key", receiver.place.epoch, rate=receiver.place.rate)
+    place = receiver.place
+    last = book.partition.receiver("key", place.epoch, rate=place.rate, classes=place.classes)
     turns = itertools.count()
 
     def is_clean() -> bool:
@@ -487,6 +489,38 @@ def one_receiver(book: Book, receiver: ReceiverScripts, given: PopBatch, turn: i
             told = encode_pop_outcome("r", "e" if turn % 5 == 3 else "h", max_entries=3 if turn > 30 else 100)
             receiver.settle("ack", some, told=told)
             assert book.committed
+
+
+def receivers_by_class(world: World) -> None:
+    """Keys of two classes, each with one key out and a rate: settled, given back, late; what is kept of them goes."""
+    plain, cut, book = world.plain(), world.cut(), WholeBook(world, 24)
+    rule = key_class_rule("prefix:1")
+    assert rule is not None
+    classes = PopClasses(rule, 1, RateShare(1e4, 1e4, 1.0))
+    receiver = cut.receiver("key", 1, classes=classes)
+    turns = itertools.count()
+
+    def is_done() -> bool:
+        turn = next(turns)
+        answer = receiver.receive(f"a{turn}", 4 if turn % 3 else 2, 1)
+        assert book.committed
+        if turn in (5, 9):
+            plain.call(("DEL", plain.pops.ready if turn == 5 else plain.pops.class_out))
+        if turn == 7:
+            plain.call(("ZADD", plain.pops.ready, 0, "000" + "0" * 16 + "gone"), ("DEL", plain.pops.class_rates))
+            plain.call(("ZADD", plain.pops.class_rates, 1, "unused", 1e15, "k"))
+        if isinstance(answer, PopBatch) and turn % 4 != 3:
+            one_receiver(book, receiver, answer, turn)
+        return book.done
+
+    wait_until(is_done, what="all to be settled")
+    plain.call(("ZADD", plain.pops.due, 0, "k1"))
+    receiver.receive("late", 1, 1)
+    all_settled(book, receiver)
+    # Without classes, what was kept of them goes.
+    cut.receiver("key", 1).receive("plain", 1, 1)
+    plain.receiver("key", 1).receive("plain", 1, 1)
+    assert plain.call(("EXISTS", plain.pops.ready, plain.pops.class_out, plain.pops.class_rates)) == [0]
 
 
 def failing_receivers(world: World) -> None:
@@ -717,8 +751,8 @@ def one_sharer(book: Book, sharer: SharerScripts, turn: int) -> None:
 
 
 STORIES: Final = (
-    sending, steps, trimmed, members, sought, wide, receivers, failing_receivers, dropping, far_receivers, many_batches,
-    sharers, shared_seek,
+    sending, steps, trimmed, members, sought, wide, receivers, receivers_by_class, failing_receivers, dropping,
+    far_receivers, many_batches, sharers, shared_seek,
 )  # fmt: skip
 
 

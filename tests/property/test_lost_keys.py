@@ -17,14 +17,16 @@ import pytest
 
 from mqlayer.doctor.findings import CheckStatus
 from mqlayer.doctor.verify import verify
+from mqlayer.domain.key_classes import key_class_rule
 from mqlayer.domain.offsets import as_ranges
+from mqlayer.domain.rates import RateShare
 from mqlayer.errors import StoreUnavailable
 from mqlayer.postgres.database import Database
 from mqlayer.redis.keys import rate_key
 from mqlayer.redis.node_connection import Command, NodeConnection
 from mqlayer.redis.outcomes import encode_pop_outcome
 from mqlayer.redis.partition_scripts import AppendReply, LockTaken
-from mqlayer.redis.pop_scripts import PopBatch
+from mqlayer.redis.pop_scripts import PopBatch, PopClasses
 from mqlayer.redis.shared_scripts import DeferredMessages, DueMessages, EpochInForce
 from mqlayer.topics import create_topic, register_node
 from mqlayer.topics.nodes import rearm_node
@@ -140,7 +142,18 @@ def member(lost: Lost, most: int) -> Callable[[], None]:
 
 def receiver(lost: Lost, most: int) -> Callable[[], None]:
     """A receiver is given a batch, and acknowledges some of it, the last first; the rest later."""
-    scripts = lost.partition.receiver("key", lost.epoch)
+    return received(lost, most, None)
+
+
+def receiver_by_class(lost: Lost, most: int) -> Callable[[], None]:
+    """The same with two classes of keys, each with few keys out and a rate."""
+    rule = key_class_rule("prefix:1")
+    assert rule is not None
+    return received(lost, most, PopClasses(rule, 2, RateShare(1e5, 1e5, 1.0)))
+
+
+def received(lost: Lost, most: int, classes: PopClasses | None) -> Callable[[], None]:
+    scripts = lost.partition.receiver("key", lost.epoch, classes=classes)
     answer = scripts.receive(f"a{len(lost.handled)}-{most}", most + 2, 1)
     if not isinstance(answer, PopBatch):
         return lambda: None
@@ -209,6 +222,7 @@ WAYS: Final[dict[Way, tuple[str, ...]]] = {
     receiver: (
         *PARTITION, "lock", "acks", "attempts", "outcomes", "rate", "pops", "queues", "due", "batches", "wake",
     ),
+    receiver_by_class: ("log", "lock", "acks", "queues", "due", "batches", "ready", "class_out", "class_rates"),
     sharer: (*PARTITION, "lock", "attempts", "outcomes", "rate", "due", "queues", NATIVE),
 }  # fmt: skip
 

@@ -13,12 +13,15 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
+from mqlayer.domain.key_classes import KeyClassRule, key_class_rule
+from mqlayer.domain.message import NO_KEY, Record, encode_facts
 from mqlayer.domain.offsets import is_settled
+from mqlayer.domain.rates import RateShare
 from mqlayer.redis.node_connection import NodeConnection
 from mqlayer.redis.outcomes import OutcomeId as At
 from mqlayer.redis.outcomes import encode_pop_outcome
 from mqlayer.redis.partition_scripts import Fenced, GroupStart, Refused
-from mqlayer.redis.pop_scripts import NoBatch, PopBatch, PopSettled, Scope, SettleAction
+from mqlayer.redis.pop_scripts import NoBatch, PopBatch, PopClasses, PopSettled, Scope, SettleAction
 from mqlayer.redis.retention_scripts import LogBound
 from tests.fixtures.partition_harness import (
     GROUP,
@@ -32,6 +35,7 @@ from tests.fixtures.partition_harness import (
 )
 from tests.fixtures.popped import packed_batches
 from tests.fixtures.state_programs import Program, play
+from tests.fixtures.variants import some_of
 from tests.fixtures.wait import wait_until
 
 BRIEF_MS = 1
@@ -39,6 +43,8 @@ BRIEF_MS = 1
 
 MOST_CALLS: Final = 200
 """How often a receive is called again that has more to look at."""
+LOOK_LIMIT: Final = 1000
+"""At how many new messages a receive looks."""
 UNPACK_LIMIT: Final = 8
 """How many batches that are visible a receive unpacks."""
 KEPT: Final = 4
@@ -78,6 +84,9 @@ class Model:
     # What acks told: place, offsets with how often they were given, offsets that were dropped before.
     told: list[tuple[At, dict[int, int], int]] = field(default_factory=list)
     tellings: int = 0
+    class_concurrency: int | None = None
+    # Queues that are out again after their time, or were given without classes: a node need not know of their keys.
+    returned_late: set[str] = field(default_factory=set)
 
     def tell(self, said: dict[int, int]) -> None:
         dropped = 0
@@ -110,6 +119,18 @@ class Model:
         withheld = {self.queue_of(offset) for offset, out in self.out.items() if out.invisible}
         return {lane: offsets for lane, offsets in self.queues().items() if lane not in withheld}
 
+    def keys_left(self, name: str, *, known: bool) -> int:
+        """How many keys of a class may be given; `known`: beside those that a node certainly knows of."""
+        if self.class_concurrency is None:
+            return self.next
+        withheld = {self.queue_of(offset) for offset, out in self.out.items() if out.invisible}
+        out = {lane for lane in withheld if class_of(lane) == name and self.is_with_a_receiver(lane)}
+        return max(0, self.class_concurrency - len(out - self.returned_late if known else out))
+
+    def is_with_a_receiver(self, lane: str) -> bool:
+        front = min(offset for offset in self.out if self.queue_of(offset) == lane)
+        return self.out[front].batch > 0
+
     @property
     def passes_many(self) -> bool:
         """Whether dropped messages, or more batches than a call unpacks, stand before others."""
@@ -127,6 +148,7 @@ class Model:
     def begin_at(self, start: int, seek: int) -> None:
         self.settled, self.dropped, self.times, self.failed, self.out = set(), set(), {}, {}, {}
         self.batches, self.start, self.seek = {}, start, seek
+        self.returned_late = set()
 
     def drop(self, bound: int, start: int, seek: int) -> int:
         begun = self.start > 0 and self.seek >= seek
@@ -152,6 +174,7 @@ class Model:
                 self.fail(first)
         for offset in [offset for offset in self.out if self.queue_of(offset) in lanes]:
             del self.out[offset]
+        self.returned_late -= lanes
         for offset in offsets:
             self.out[offset] = Out(self.batch, invisible)
             self.times[offset] = self.times.get(offset, 0) + 1
@@ -159,6 +182,11 @@ class Model:
 
     def fail(self, offset: int) -> None:
         self.failed[offset] = self.failed.get(offset, 0) + 1
+
+    def extend(self, offset: int, *, invisible: bool) -> None:
+        if not self.out[offset].invisible:
+            self.returned_late.add(self.queue_of(offset))
+        self.out[offset].invisible = invisible
 
     def again(self, attempt: str) -> list[int]:
         batch, offsets = self.batches.get(attempt, (0, []))
@@ -185,7 +213,7 @@ class Model:
                 self.times.pop(offset, None)
                 self.failed.pop(offset, None)
             elif word == "extend":
-                self.out[offset].invisible = invisible
+                self.extend(offset, invisible=invisible)
             elif offset in self.out and self.out[offset].batch:
                 self.fail(offset)
                 self.out[offset] = Out(0, invisible)
@@ -199,17 +227,23 @@ class PopScripts(PartitionMachine):
     """Receivers that ask, settle, fail and are late, beside appends, arming and seeks."""
 
     scope: Scope
+    classes: PopClasses | None = None
 
     def __init__(self) -> None:
         super().__init__()
         self.partition.create()
         self.model = Model(self.scope)
+        self.asks_by(self.classes)
         self.epoch, self.seek, self.start = 1, 0, 1
         self.tokens: list[Token] = []
         self.attempts = 0
 
+    def asks_by(self, classes: PopClasses | None) -> None:
+        """Have receivers ask by these classes from now on."""
+        self.asked_by, self.model.class_concurrency = classes, classes.concurrency if classes else None
+
     def receiver(self, epoch: int) -> ReceiverScripts:
-        return self.partition.receiver(self.scope, epoch, self.start, self.seek)
+        return self.partition.receiver(self.scope, epoch, self.start, self.seek, classes=self.asked_by)
 
     def server_ms(self) -> int:
         return in_ms(self.connection.call([("TIME",)])[0])
@@ -235,6 +269,15 @@ class PopScripts(PartitionMachine):
         self.attempts += 1
         self.receive_as(f"a{self.attempts}", limit, brief=brief, epoch=self.epoch + step)
 
+    @precondition(lambda self: self.classes is not None)
+    @rule(limit=st.sampled_from([1, 5, 40]), brief=st.booleans())
+    def receive_without_classes(self, limit: int, brief: bool) -> None:
+        """A receiver that read the group's settings before or after it had classes: it takes what is due."""
+        self.asks_by(None)
+        self.receive(limit, brief, 0)
+        self.asks_by(self.classes)
+        self.model.returned_late |= {self.model.queue_of(offset) for offset in self.model.out}
+
     @precondition(lambda self: self.model.batches)
     @rule(data=st.data(), limit=st.sampled_from([1, 40]), brief=st.booleans())
     def receive_again(self, data: st.DataObject, limit: int, brief: bool) -> None:
@@ -252,7 +295,7 @@ class PopScripts(PartitionMachine):
         assert list(answer.delivery_counts) == [self.model.times[offset] for offset in left]
         self.check_failures(answer)
         for offset in left:
-            self.model.out[offset].invisible |= not brief
+            self.model.extend(offset, invisible=self.model.out[offset].invisible or not brief)
         self.note_passed()
         self.tokens += [(self.epoch, batch, offset) for offset in left]
 
@@ -275,7 +318,7 @@ class PopScripts(PartitionMachine):
             assert answer == refused
             return
         free = self.model.free_queues()
-        if not free:
+        if not any(self.model.keys_left(class_of(lane), known=isinstance(answer, PopBatch)) for lane in free):
             assert isinstance(answer, NoBatch)
             invisible = any(out.invisible for out in self.model.out.values())
             blocked = self.scope == "partition" and (invisible or bool(self.model.queues()))
@@ -309,8 +352,30 @@ class PopScripts(PartitionMachine):
         assert 1 <= len(answer.records) <= limit
         for lane, offsets in of_lane.items():
             assert offsets == free[lane][: len(offsets)], lane
-        if len(answer.records) < limit and not self.model.passes_many:
+        if self.asked_by is not None:
+            self.check_classes(of_lane, free, limit)
+        elif len(answer.records) < limit and not self.model.passes_many:
             assert of_lane == free
+
+    def check_classes(self, of_lane: dict[str, list[int]], free: dict[str, list[int]], limit: int) -> None:
+        """No class got two more than one that had more, nor more keys than it may have out."""
+        given: dict[str, list[str]] = {}
+        there: dict[str, list[str]] = {}
+        for lane in free:
+            there.setdefault(class_of(lane), []).append(lane)
+        for lane in of_lane:
+            given.setdefault(class_of(lane), []).append(lane)
+        for name, lanes in given.items():
+            assert len(lanes) <= self.model.keys_left(name, known=True)
+        if self.model.passes_many or self.model.next > LOOK_LIMIT:
+            return
+        counts = {name: sum(len(of_lane[lane]) for lane in given.get(name, ())) for name in there}
+        for name, lanes in there.items():
+            some = given.get(name, [])
+            more_keys = len(some) < min(len(lanes), self.model.keys_left(name, known=False))
+            if more_keys or any(of_lane[lane] != free[lane] for lane in some):
+                assert max(counts.values()) <= counts[name] + 1
+                assert sum(counts.values()) == limit
 
     @precondition(lambda self: self.tokens)
     @rule(
@@ -499,7 +564,12 @@ def is_settled_at(offset: int, committed: bytes, base: bytes, bits: bytes | None
 
 def key_at(offset: int) -> bytes:
     """Return the key of the message at an offset; every seventh has none."""
-    return b"\xff" if offset % 7 == 0 else (b"k", b"k\x00", b"k1", b"\xc3\xa9")[offset % 5 % 4]
+    return b"\xff" if offset % 7 == 0 else (b"a/k", b"a/k\x00", b"b/k1", b"\xc3\xa9")[offset % 5 % 4]
+
+
+def class_of(lane: str) -> str:
+    """Return the class of a queue by the prefix of its key."""
+    return lane.partition("/")[0] if "/" in lane else ""
 
 
 def body_at(offset: int) -> bytes:
@@ -570,7 +640,20 @@ def receive_of_many_batches_that_are_visible(state: PopScripts) -> None:
         state.receive(brief=False, limit=limit, step=0)
 
 
+def wait_under_the_name_of_another_time(state: PopScripts) -> None:
+    """What the index of classes kept over a seek has the name of a queue that waits anew."""
+    state.begin(start=1)
+    state.append(count=1)
+    state.append(count=12)
+    state.ack_one_by_one(again=False)
+    state.seek_to(start=1)
+    state.drop_below(above=False, more=0)
+    state.ack_one_by_one(again=False)
+    state.ack_one_by_one(again=False)
+
+
 PROGRAMS: list[Program[PopScripts]] = [
+    wait_under_the_name_of_another_time,
     receive_behind_queues_that_are_passed,
     receive_one_of_two_batches_that_are_visible,
     receive_of_many_batches_that_are_visible,
@@ -597,16 +680,101 @@ def test_receivers_calls_in_any_order_leave_what_the_model_leaves(
     run_machine(placed(PopScripts, connection, key_prefix, scope=scope), examples=40)
 
 
+def rule_of(text: str) -> KeyClassRule:
+    """Return a rule of classes."""
+    found = key_class_rule(text)
+    assert found is not None
+    return found
+
+
+BY_PREFIX: Final = rule_of("prefix:/")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("concurrency", "examples"), some_of([(2, 12), (2, 60), (1, 60), (None, 60)], 4))
+def test_classes_of_keys_take_turns_in_calls_of_any_order(
+    connection: NodeConnection, key_prefix: str, concurrency: int | None, examples: int
+) -> None:
+    classes = PopClasses(BY_PREFIX, concurrency)
+    run_machine(placed(PopScripts, connection, key_prefix, scope="key", classes=classes), examples=examples)
+
+
+@pytest.mark.parametrize("concurrency", [None, 1])
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_with_classes_what_chance_found_once_leaves_what_the_model_leaves(
+    connection: NodeConnection, key_prefix: str, program: Program[PopScripts], concurrency: int | None
+) -> None:
+    classes = PopClasses(BY_PREFIX, concurrency)
+    play(placed(PopScripts, connection, key_prefix, scope="key", classes=classes), program)
+
+
+def test_each_call_goes_on_with_the_class_behind_the_last_one(connection: NodeConnection, key_prefix: str) -> None:
+    """Messages of three classes, those of one class first: one message a call, whoever asks."""
+    partition = PartitionHarness(connection, key_prefix)
+    partition.create()
+    partition.add(range(1, 10), lambda offset: b"%c/%d" % (b"acb"[(offset - 1) // 3], offset), body_at)
+    came = [given_alone(partition, f"a{turn}") for turn in range(9)]
+    assert [sorted(came[at : at + 3]) for at in (0, 3, 6)] == [[b"a", b"b", b"c"]] * 3
+    assert came[:3] == came[3:6] == came[6:]
+
+
+def given_alone(partition: PartitionHarness, attempt: str) -> bytes:
+    """Return the class of the one message that a new receiver is given."""
+    answer = partition.receiver("key", 1, classes=PopClasses(BY_PREFIX)).receive(attempt, 1)
+    assert isinstance(answer, PopBatch)
+    return answer.records[0].key.partition(b"/")[0]
+
+
+@pytest.mark.parametrize("text", ["prefix:/", "prefix:::", "header:tenant", 'header:a"b'])
+def test_a_node_finds_the_classes_that_members_find(connection: NodeConnection, key_prefix: str, text: str) -> None:
+    """What waits by class is named by it; `KeyClassRule.of` says the class for members."""
+    partition = PartitionHarness(connection, key_prefix)
+    partition.create()
+    told: list[dict[str, str]] = [
+        {}, {"tenant": "acme"}, {"tenant": "\u00e9{"}, {"other": "tenant"}, {"tenant": "", "n": "1"}, {'a"b': "c"},
+    ]  # fmt: skip
+    keys = [b"first", b"/x", b"a/1", b"a::b::c", b"\xc3\xa9/1/2", NO_KEY, b"a/\x00"]
+    facts = [(key, headers) for key in keys for headers in told]
+    records = [
+        Record(
+            offset, b"1:0:%d:" % offset + encode_facts(5, headers), key if key == NO_KEY else key + b"%d" % offset, b"b"
+        )
+        for offset, (key, headers) in enumerate(facts, start=1)
+    ]
+    partition.call(
+        *(("XADD", partition.keys.log, f"{one.offset}-0", "m", one.m, "k", one.key, "b", one.body) for one in records),
+        ("HSET", partition.keys.meta, "next", len(records) + 1),
+    )
+    answer = partition.receiver("key", 1, classes=PopClasses(rule_of(text))).receive("a", 1)
+    assert isinstance(answer, PopBatch)
+    names: list[bytes] = partition.call(("ZRANGE", partition.pops.ready, 0, -1))[0]
+    found = {int(name[3 + int(name[:3]) :][:16]): name[3 : 3 + int(name[:3])] for name in names}
+    given = answer.records[0].offset
+    assert found == {one.offset: rule_of(text).of(one) for one in records if one.offset != given}
+
+
+@pytest.mark.parametrize("classes", [None, PopClasses(BY_PREFIX)])
+def test_records_that_are_gone_make_no_empty_answer(
+    connection: NodeConnection, key_prefix: str, classes: PopClasses | None
+) -> None:
+    partition = PartitionHarness(connection, key_prefix)
+    partition.create()
+    partition.add([1, 2], key_at, body_at)
+    partition.call(("DEL", partition.keys.log))
+    assert partition.receiver("key", 1, classes=classes).receive("a", 2) == Refused("absent", "")
+
+
 def test_nothing_of_a_retired_partition_is_left_but_its_tombstone(connection: NodeConnection, key_prefix: str) -> None:
     partition = PartitionHarness(connection, key_prefix)
     partition.create()
-    partition.add([1, 2])
-    receiver = partition.receiver("key", 1)
-    answer = receiver.receive("a", 2)
+    partition.add([1, 2], key_at, body_at)
+    receiver = partition.receiver("key", 1, classes=PopClasses(BY_PREFIX, 2, RateShare(1.0, 2.0, 1.0)))
+    answer = receiver.receive("a", 1)
     assert isinstance(answer, PopBatch)
-    receiver.settle("nack", [(answer.batch, 1)])
+    receiver.settle("nack", [(answer.batch, answer.records[0].offset)])
     there = (*partition.group, *partition.pops)
-    assert partition.call(("EXISTS", *there)) == [len(there) - 1], "all but the ack bitmap"
+    missing = [key for key in there if not partition.call(("EXISTS", key))[0]]
+    assert missing == [partition.group.acks], "all but the ack bitmap"
     partition.retire()
     assert partition.call(("EXISTS", *there, partition.keys.log, partition.keys.marks)) == [0]
     assert receiver.receive("a", 2) == Refused("absent", "")

@@ -23,6 +23,9 @@ WRITING_OF_CONSUMERS = {
     "due",
     "batches",
     "wake",
+    "ready",
+    "class_out",
+    "class_rates",
     "log",
 }
 
