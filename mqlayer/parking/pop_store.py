@@ -21,8 +21,10 @@ from mqlayer.postgres.queries import columns, query
 
 EARLY_S: Final = 1.0
 """Delay of a key whose group must first advance in another partition."""
-MOST_ENDED: Final = 100
-"""Messages of a key that end in one transaction."""
+ENDED_AT_ONCE: Final = 16
+"""Messages that end unhandled in one transaction: it holds their keys and the group's counts."""
+MOST_ENDED: Final = 160
+"""The same in one call."""
 
 
 class Claim(NamedTuple):
@@ -69,6 +71,13 @@ class ClaimedHead(NamedTuple):
     record: ParkedRecord
 
 
+class ClaimedHeads(NamedTuple):
+    """`more`: others may be due."""
+
+    heads: list[ClaimedHead]
+    more: bool
+
+
 class PopParkingStore(ParkingStore):
     """One receiver's writes."""
 
@@ -93,33 +102,41 @@ class PopParkingStore(ParkingStore):
         with self._database.connection() as connection:
             return self._dead_among(connection, identities)
 
-    def claim(self, wanted: ClaimRequest, now: float) -> list[ClaimedHead]:
+    def claim(self, wanted: ClaimRequest, now: float) -> ClaimedHeads:
         """Give out the first messages of some due keys; what expired dies, what failed too often goes by the policy.
 
         `now`: by the clock of `wanted.expiry`.
         """
+        found = ClaimedHeads([], more=True)
+        for _ in range(MOST_ENDED // ENDED_AT_ONCE):
+            found = self._database.transaction(lambda connection: self._claim_once(connection, wanted, now))
+            # A claimed message waits for no further transaction: that may fail.
+            if found.heads or not found.more:
+                break
+        return found
 
-        def work(connection: Connection) -> list[ClaimedHead]:
-            claimed: list[ClaimedHead] = []
-            for _ in range(MOST_ENDED):
-                # A key whose first message ended is due again at once.
-                heads, ended = self._claim_some(connection, wanted, wanted.limit - len(claimed), now)
-                claimed += heads
-                if not ended or len(claimed) == wanted.limit:
-                    break
-            failpoint("pop.before_claim")
-            return claimed
-
-        return self._database.transaction(work)
+    def _claim_once(self, connection: Connection, wanted: ClaimRequest, now: float) -> ClaimedHeads:
+        heads: list[ClaimedHead] = []
+        ended = 0
+        while True:
+            limit = min(wanted.limit - len(heads), ENDED_AT_ONCE - ended)
+            claimed, ended_now = self._claim_some(connection, wanted, limit, now)
+            heads += claimed
+            ended += ended_now
+            # A key whose first message ended is due again at once.
+            if not ended_now or ended == ENDED_AT_ONCE or len(heads) == wanted.limit:
+                break
+        failpoint("pop.before_claim")
+        return ClaimedHeads(heads, more=ended_now > 0 or len(claimed) == limit)
 
     def _claim_some(
         self, connection: Connection, wanted: ClaimRequest, limit: int, now: float
-    ) -> tuple[list[ClaimedHead], bool]:
-        """Claim up to `limit` keys; return their first messages, and whether one ended instead."""
+    ) -> tuple[list[ClaimedHead], int]:
+        """Claim up to `limit` keys; return their first messages, and how many ended instead."""
         facts = self._who | wanted.span._asdict() | {"partition_id": wanted.span.partition}
         asked = facts | {"count": limit, "visible_s": wanted.visible_s}
         heads: list[ClaimedHead] = []
-        ended = False
+        ended = 0
         for lp, name, number, attempts in connection.execute(query("pop_parked_claim"), asked).fetchall():
             claim = Claim(lp, bytes(name), number)
             record = self._first(connection, facts, claim, attempts)
@@ -132,7 +149,7 @@ class PopParkingStore(ParkingStore):
             else:
                 heads.append(ClaimedHead(claim, record))
                 continue
-            ended = True
+            ended += 1
         return heads, ended
 
     def handled(self, partition: PartitionId, claim: Claim, identity: Identity, delivered_s: float) -> bool:

@@ -219,9 +219,9 @@ class PopParking:
         asked = ClaimRequest(span_of(view.info), rule_of(view.info), count, visible_s, view.expiry)
         claimed = self._store.claim(asked, time.monotonic())
         failpoint("pop.after_claim")
-        if len(claimed) == count:
+        if claimed.more:
             view.parked_due_at = 0.0
-        return [_message(view, one) for one in claimed]
+        return [_message(view, one) for one in claimed.heads]
 
     def handled(self, message: PopMessage, claimed: Claimed) -> bool:
         """End a parked message. False: its token is void."""

@@ -14,6 +14,7 @@ from typing import Any, Final
 from urllib.parse import quote
 
 from mqlayer.redis.acl import password_rule
+from mqlayer.stack import processes
 from mqlayer.stack.credentials import SUPERUSER, Login
 from mqlayer.stack.databases import PostgresDatabases
 from mqlayer.stack.errors import DirectoryRefused, ServerFailed
@@ -123,7 +124,8 @@ class ServerContainer:
             return
         else:
             found.start()
-        if not comes_true(self._ready, within_s=within_s):
+        comes_true(lambda: self._ready() or not self.running, within_s=within_s)
+        if not self.running or not self._ready():
             self._give_up(within_s)
 
     def stop(self) -> None:
@@ -172,8 +174,9 @@ class ServerContainer:
             return None
 
     def _give_up(self, within_s: float) -> None:
+        reason = f"was not ready within {within_s:g} s" if self.running else "ended at once"
         write_closed(self.log, self._container().logs(tail=200))
-        raise ServerFailed(self.name, f"was not ready within {within_s:g} s", self.log)
+        raise ServerFailed(self.name, reason, self.log, processes.last_lines(self.log))
 
     def _ready(self) -> bool:
         raise NotImplementedError

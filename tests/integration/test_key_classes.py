@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from mqlayer.errors import InvalidInput
 from mqlayer.groups import find_group
 from mqlayer.groups.admin import set_group
 from tests.fixtures.consumers import Recorder, Stage, member_of
+from tests.fixtures.tenants import TenantRuns
 from tests.fixtures.wait import wait_until
 from tests.proof.runtimes import runtime_of
 
@@ -74,36 +74,20 @@ def test_keys_stay_in_order_while_classes_change_and_partitions_move(stage: Stag
 
 def test_a_class_keeps_to_its_rate_and_its_concurrency_and_others_pass(stage: Stage) -> None:
     """Two members, of a partition each; the rate is the group's, the concurrency a member's."""
-    rate, lock = 60.0, threading.Lock()
-    running: Counter[tuple[str, str]] = Counter()
-    most: Counter[str] = Counter()
-
-    def recorder(member: str) -> Recorder:
-        def act(_body: bytes, ctx: Context) -> None:
-            tenant = (ctx.key or "").partition("/")[0]
-            with lock:
-                running[member, tenant] += 1
-                most[tenant] = max(most[tenant], running[member, tenant])
-            time.sleep(0.02)
-            with lock:
-                running[member, tenant] -= 1
-
-        return Recorder(act=act)
-
-    recorders = [recorder("first"), recorder("second")]
-    for one in recorders:
+    rate, runs = 60.0, TenantRuns(members=2)
+    for one in runs.recorders:
         stage.consume(one, key_class=BY_PREFIX, class_concurrency=2, class_rate=rate, concurrency=6, prefetch_count=200)
     wait_until(lambda: len(set(stage.owners().values())) == 2, what="both own a partition")
     flood(stage, keys=400, each=2)
-    wait_until(lambda: sum(one.count() for one in recorders) > 20, what="they are at work")
-    began, before = time.monotonic(), sum(one.count() for one in recorders)
+    wait_until(lambda: runs.count() > 20, what="they are at work")
+    began, before = time.monotonic(), runs.count()
     flood(stage, keys=10, each=1, tenant="small")
-    wait_until(lambda: sum("small" in (run.key or "") for one in recorders for run in one.ended) == 10, what="small")
+    wait_until(lambda: runs.ended("small") == 10, what="small")
     assert time.monotonic() - began < 1.5
-    wait_until(lambda: sum(one.count() for one in recorders) >= before + 10 + 3 * rate, what="three seconds' worth")
+    wait_until(lambda: runs.count() >= before + 10 + 3 * rate, what="three seconds' worth")
     assert 0.8 * 3 < time.monotonic() - began < 1.35 * 3
-    assert most["big"] == 2
-    for one in recorders:
+    assert runs.most["big"] == 2
+    for one in runs.recorders:
         one.assert_in_order()
 
 

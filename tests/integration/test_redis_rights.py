@@ -15,7 +15,7 @@ from mqlayer.redis.roles import GRANTED, SCRIPTS, RedisRole
 from mqlayer.redis.scripts import script_text
 from mqlayer.resources import lua_names, lua_source
 from mqlayer.stack import RedisServer
-from tests.fixtures.servers import StartRedis, different_redis_programs
+from tests.fixtures.servers import StartRedis, redis_7_program
 
 PASSWORD = "p@ss"
 PREFIX = "shop"
@@ -154,7 +154,7 @@ def test_a_script_of_a_callers_own_gets_no_further_than_its_user(guarded: RedisS
 
 
 def test_a_consumer_can_not_append_and_a_publisher_can_not_settle(start_redis: StartRedis) -> None:
-    program = next(found for found in different_redis_programs() if found.version >= (7, 0))
+    program = redis_7_program()
     server = start_redis(program=program)
     with redis.Redis.from_url(server.url) as admin:
         for role in (RedisRole.CONSUMER, RedisRole.PUBLISHER):

@@ -25,7 +25,7 @@ from mqlayer.redis.roles import GRANTED, RedisRole
 from mqlayer.stack import RedisServer
 from mqlayer.topics import create_topic, rearm_node, register_node
 from tests.fixtures.forked_programs import Process, ask_python, start_python
-from tests.fixtures.servers import StartRedis, different_redis_programs
+from tests.fixtures.servers import StartRedis, redis_7_program
 from tests.fixtures.user_programs import EACH, TOPIC
 from tests.fixtures.wait import wait_until
 from tests.proof.runtimes import runtime_of
@@ -107,7 +107,7 @@ class Site:
 def site(
     database_dsn: str, key_prefix: str, start_redis: StartRedis, tmp_path: Path, logging_as_before: None
 ) -> Iterator[Site]:
-    program = next(found for found in different_redis_programs() if found.version >= (7, 0))
+    program = redis_7_program()
     passwords = tmp_path / "passwords"
     passwords.mkdir()
     lines = [f"user admin on >{ADMIN} ~* &* +@all", "user default off ~* &* +@all"]
@@ -273,7 +273,7 @@ def test_a_default_user_without_rights_is_refused_because_a_restart_would_lose_w
 
     Valkey 9.1 does not; it is refused all the same: a version says little of builds with changes of their own.
     """
-    program = next(found for found in different_redis_programs() if found.version >= (7, 0))
+    program = redis_7_program()
     acl_file = tmp_path / "users.acl"
     acl_file.write_text(f"user admin on >{ADMIN} ~* &* +@all\nuser default off\n")
     server = start_redis(program=program, options={"aclfile": str(acl_file)})

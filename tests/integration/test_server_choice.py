@@ -45,15 +45,16 @@ def _forget() -> None:
 
 @pytest.fixture
 def nothing_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A machine without servers, except for what the test puts into the directory returned, its PATH."""
+    """A machine without servers or Docker, except for what the test puts into the directory returned, its PATH."""
+    monkeypatch.setattr(server_choice, "docker_answers", lambda: False)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(server_programs, "POSTGRES_PLACES", ())
     return tmp_path
 
 
 @pytest.fixture
-def docker(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine where a Docker engine answers."""
+def docker(nothing_installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a machine where a Docker engine answers."""
     monkeypatch.setattr(server_choice, "docker_answers", lambda: True)
 
 

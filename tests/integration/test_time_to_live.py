@@ -18,6 +18,7 @@ from mqlayer.exporter.samples import control_samples
 from mqlayer.groups import ensure_group
 from mqlayer.groups.group import GroupSettings
 from mqlayer.maintenance import trim_pass
+from mqlayer.parking.pop_store import ENDED_AT_ONCE
 from mqlayer.redelivery import (
     DeadFilter,
     dead_messages,
@@ -297,6 +298,14 @@ def receiver_of(aging: Aging, scope: Any = "key", **rules: Any) -> Receiver:
     return Receiver("orders", group="g", settings=settings, start="earliest", scope=scope, **rules)
 
 
+RECEIVE = (
+    "import sys\nfrom mqlayer import Receiver, Settings\n"
+    "settings = Settings(dsn=sys.argv[1], key_prefix=sys.argv[2])\n"
+    "with Receiver('orders', group='g', settings=settings, start='earliest') as receiver:\n"
+    "    receiver.receive(10, wait_s=5, visibility_timeout_s=1.0)\n"
+)
+
+
 @pytest.mark.parametrize(
     ("rule", "place"),
     [
@@ -311,13 +320,7 @@ def test_a_receiver_that_is_killed_leaves_each_expired_message_counted_once(
 ) -> None:
     aging.live(expired=rule)
     mixed(aging)
-    program = (
-        "import sys\nfrom mqlayer import Receiver, Settings\n"
-        "settings = Settings(dsn=sys.argv[1], key_prefix=sys.argv[2])\n"
-        "with Receiver('orders', group='g', settings=settings, start='earliest') as receiver:\n"
-        "    receiver.receive(10, wait_s=5, visibility_timeout_s=1.0)\n"
-    )
-    assert killed(aging, program, f"{place}=kill") == -9
+    assert killed(aging, RECEIVE, f"{place}=kill") == -9
     with receiver_of(aging) as second:
         found: list[Any] = []
         while len(found) < 2:
@@ -331,7 +334,7 @@ def test_a_receiver_that_is_killed_leaves_each_expired_message_counted_once(
 
 
 def test_a_parked_key_of_receivers_goes_on_past_expired_messages(aging: Aging) -> None:
-    """At once: a key that lost one message per look would be held up for hours."""
+    """At once: a key that lost one message per look would be held up for hours. Some end per transaction: it locks."""
     aging.send(*[b"old"] * 40, age_s=HOUR_S)
     aging.send(b"young")
     with receiver_of(aging, policy="park", attempt_limit=1) as receiver:
@@ -340,6 +343,8 @@ def test_a_parked_key_of_receivers_goes_on_past_expired_messages(aging: Aging) -
         wait_until(lambda: receiver.receive(10, wait_s=0) == [] and aging.stage.all_settled(), what="it is parked")
         aging.live()
         release_parked(aging.stage.runtime, "orders", "g", key=aging.key)
+        assert killed(aging, RECEIVE, "pop.before_claim=kill@2") == -9
+        assert len(aging.dead()) == ENDED_AT_ONCE, "the first transaction's"
         found: list[Any] = []
         deadline = time.monotonic() + 15
         while not found and time.monotonic() < deadline:
@@ -348,6 +353,36 @@ def test_a_parked_key_of_receivers_goes_on_past_expired_messages(aging: Aging) -
         receiver.ack(found)
     assert aging.dead() == [(None, "expired", "its time to live ended")] * 40
     assert aging.counts()["expired"] == 40
+
+
+@pytest.mark.full
+def test_many_parked_keys_of_receivers_hold_no_transaction_for_long(aging: Aging) -> None:
+    """16 keys at once: locks are held for a bounded number of messages, and a receiver sees the next keys at once."""
+    keys = [f"key-{number}" for number in range(20)]
+    for key in keys:
+        aging.send(b"first", key=key)
+    with receiver_of(aging, policy="park", attempt_limit=1) as receiver:
+        for _ in keys:
+            (first,) = receiver.receive(1, wait_s=5)
+            receiver.nack(first)
+        for key in keys:
+            aging.send(*[b"old"] * 5, age_s=HOUR_S, key=key)
+            aging.send(b"young", key=key)
+        wait_until(lambda: receiver.receive(10, wait_s=0) == [] and aging.stage.all_settled(), what="all are parked")
+        aging.live()
+        for key in keys:
+            release_parked(aging.stage.runtime, "orders", "g", key=key)
+        found: list[Any] = []
+        deadline = time.monotonic() + 20
+        while len(found) < 2 * len(keys) and time.monotonic() < deadline:
+            some = receiver.receive(20, wait_s=1)
+            receiver.ack(some)
+            found += some
+    assert sorted(message.body for message in found) == [b"first"] * 20 + [b"young"] * 20
+    with aging.stage.database.connection() as connection:
+        ends = connection.execute("SELECT count(*) FROM mqlayer.dead_message GROUP BY xmin").fetchall()
+    assert sum(count for (count,) in ends) == 5 * len(keys)
+    assert max(count for (count,) in ends) <= ENDED_AT_ONCE
 
 
 def test_a_message_of_an_outbox_may_have_an_end_of_its_own(aging: Aging) -> None:

@@ -21,7 +21,7 @@ from mqlayer.relay import relay_once
 from mqlayer.stack.accounts import unprivileged_account
 from mqlayer.stack.ports import free_port
 from mqlayer.topics import create_topic, register_node
-from tests.fixtures.servers import StartPostgres, StartRedis, different_redis_programs
+from tests.fixtures.servers import StartPostgres, StartRedis, redis_7_program
 from tests.proof.runtimes import runtime_of
 
 TOPIC = "orders"
@@ -89,7 +89,7 @@ def guarded(server_directory: Path, start_redis: StartRedis, start_postgres: Sta
     home.chmod(0o755)
     known, other = authority(home / "known"), authority(home / "other")
     certificate, key = known.sign("redis", "localhost")
-    program = next(found for found in different_redis_programs() if found.version >= (7, 0))
+    program = redis_7_program()
     port = free_port(0)
     start_redis(
         program=program,

@@ -6,8 +6,10 @@ It prints a table at the end, and exits 1 where a test failed or a row could not
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 
+from tests.matrix.engine import IMAGES_PLACE
 from tests.matrix.plan import PARTS, ROWS
 from tests.matrix.programs import UnpackedSeries, cache_place
 from tests.matrix.report import table
@@ -33,6 +35,8 @@ def main() -> int:
     if wanted.fresh:
         for series in {series for row in rows for series in row.series}:
             UnpackedSeries(series, cache).remove()
+        if any(row.in_containers for row in rows):
+            shutil.rmtree(cache / IMAGES_PLACE, ignore_errors=True)
     results = []
     for row in rows:
         sys.stderr.write(f"matrix: {row.name}\n")

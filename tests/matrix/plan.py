@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Literal
 
-Product = Literal["redis", "valkey", "postgres", "python"]
+Product = Literal["redis", "valkey", "postgres", "python", "docker"]
 
 PARTS: Final[dict[str, tuple[str, ...]]] = {
     "unit": ("tests/unit",),
@@ -63,6 +63,7 @@ PARTS: Final[dict[str, tuple[str, ...]]] = {
         "tests/integration/rights/test_matrix.py",
     ),
     "refusals": ("tests/matrix/old_servers.py",),
+    "containers": ("tests/matrix/container_servers.py",),
 }
 LEFT_OUT_OF_UNIT: Final = ("tests/unit/test_models.py", "tests/unit/test_pyright.py", "tests/unit/test_report_page.py")
 """They look at no server and no Python: they search models, check types, and draw a page of Spark."""
@@ -101,6 +102,8 @@ class MatrixRow:
     parts: tuple[str, ...] = ON_REDIS
     too_old: bool = False
     """The library takes none of its servers: tests start them themselves, beside others."""
+    in_containers: bool = False
+    """Tests start the servers in containers, of an engine that runs for the row alone."""
 
     @property
     def series(self) -> tuple[Series, ...]:
@@ -126,6 +129,7 @@ POSTGRES_18: Final = Series("postgres", "18", "sid", "postgresql-18")
 PYTHON_11: Final = Series("python", "3.11", "bookworm", "python3.11")
 PYTHON_13: Final = Series("python", "3.13", "trixie", "python3.13")
 PYTHON_14: Final = Series("python", "3.14", "sid", "python3.14")
+DOCKER: Final = Series("docker", "20.10", "bookworm", "docker.io")
 
 ROWS: Final = (
     MatrixRow("redis-6.2", POSTGRES_15, None),
@@ -140,5 +144,6 @@ ROWS: Final = (
     MatrixRow("python-3.13", POSTGRES_15, REDIS_7, PYTHON_13, parts=ON_PYTHON),
     MatrixRow("python-3.14", POSTGRES_15, REDIS_7, PYTHON_14, parts=ON_PYTHON),
     MatrixRow("too-old", POSTGRES_13, REDIS_6, parts=("refusals",), too_old=True),
+    MatrixRow("containers", POSTGRES_18, REDIS_8, parts=("containers",), in_containers=True),
     MatrixRow("newest", POSTGRES_18, VALKEY_9, PYTHON_14, parts=(*ON_REDIS, "schema")),
 )

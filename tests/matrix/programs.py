@@ -18,6 +18,14 @@ from typing import Final
 
 from tests.matrix.plan import Series
 
+PROGRAMS: Final = {
+    "redis": ("usr/bin/redis-*",),
+    "valkey": ("usr/bin/valkey-*",),
+    "postgres": ("usr/lib/postgresql/*/bin/*",),
+    "python": ("usr/bin/python3.*",),
+    "docker": ("usr/sbin/docker*", "usr/bin/docker*", "usr/bin/containerd*", "usr/bin/runc", "usr/sbin/runc"),
+}
+"""Where the programs of each product are, by patterns; the first of a name counts."""
 KEYRING: Final = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 MERGED: Final = ("bin", "sbin", "lib", "lib64")
 DOWNLOAD_WITHIN_S: Final = 900
@@ -65,23 +73,11 @@ class UnpackedSeries:
             if self._ready.exists():
                 return
             self.remove()
-            self._unpack(DebianSuite(self.series.suite, self._cache).download([self.series.package, "patchelf"]))
+            DebianSuite(self.series.suite, self._cache).unpack([self.series.package, "patchelf"], self._root)
+            for folder in (self._cache, self._place):
+                folder.chmod(0o755)
             self._bind_programs()
             self._ready.touch()
-
-    def _unpack(self, packages: Path) -> None:
-        for name in MERGED:
-            (self._root / "usr" / name).mkdir(parents=True)
-            (self._root / name).symlink_to(f"usr/{name}")
-        for package in sorted(packages.glob("*.deb")):
-            files = subprocess.Popen(["dpkg-deb", "--fsys-tarfile", package], stdout=subprocess.PIPE)
-            tar = ["tar", "-x", "-C", str(self._root), "--keep-directory-symlink", "--no-same-owner"]
-            subprocess.run(tar, stdin=files.stdout, check=True)
-            if files.wait():
-                raise ProgramMissing(f"{package.name} can't be unpacked")
-        shutil.rmtree(packages)
-        for folder in (self._cache, self._place):
-            folder.chmod(0o755)
 
     def _bind_programs(self) -> None:
         """Let programs run with the loader and libraries beside them."""
@@ -97,13 +93,11 @@ class UnpackedSeries:
         if self.series.product != "postgres":
             self.path.mkdir()
             for program in self._programs():
-                (self.path / program.name).symlink_to(program)
+                if not (self.path / program.name).exists():
+                    (self.path / program.name).symlink_to(program)
 
     def _programs(self) -> list[Path]:
-        binaries = self._root / "usr/bin"
-        if self.series.product == "postgres":
-            return sorted(self.path.iterdir())
-        return sorted(binaries.glob(f"{self.series.product}*"))
+        return [found for pattern in PROGRAMS[self.series.product] for found in sorted(self._root.glob(pattern))]
 
 
 class DebianSuite:
@@ -112,8 +106,21 @@ class DebianSuite:
     def __init__(self, name: str, cache: Path) -> None:
         self._name, self._place = name, cache / "suites" / name
 
-    def download(self, names: list[str]) -> Path:
-        """Download packages and all that they depend on, into a new folder. Raises ProgramMissing."""
+    def unpack(self, names: list[str], root: Path) -> None:
+        """Unpack packages and all that they depend on; none of their scripts runs. Raises ProgramMissing."""
+        for name in MERGED:
+            (root / "usr" / name).mkdir(parents=True)
+            (root / name).symlink_to(f"usr/{name}")
+        packages = self._download(names)
+        for package in sorted(packages.glob("*.deb")):
+            files = subprocess.Popen(["dpkg-deb", "--fsys-tarfile", package], stdout=subprocess.PIPE)
+            tar = ["tar", "-x", "-C", str(root), "--keep-directory-symlink", "--no-same-owner"]
+            subprocess.run(tar, stdin=files.stdout, check=True)
+            if files.wait():
+                raise ProgramMissing(f"{package.name} can't be unpacked")
+        shutil.rmtree(packages)
+
+    def _download(self, names: list[str]) -> Path:
         if shutil.which("apt-get") is None or not KEYRING.exists():
             raise ProgramMissing("needs a Debian machine with debian-archive-keyring")
         packages = self._place / f"packages-{os.getpid()}"

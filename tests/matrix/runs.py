@@ -8,11 +8,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from hashlib import sha256
 from pathlib import Path
 from typing import Final
 
 from mqlayer.stack.server_programs import REDIS_NAMES
+from tests.matrix.engine import engine_with_images
 from tests.matrix.plan import MatrixRow, Series
 from tests.matrix.programs import ProgramMissing, UnpackedSeries
 from tests.matrix.report import RowResult
@@ -34,11 +36,17 @@ def run_row(row: MatrixRow, cache: Path, *, parts: tuple[str, ...], processes: s
         python = _environment_of(row.python, cache) if row.python else Path(sys.executable).parent
     except (ProgramMissing, OSError, subprocess.SubprocessError) as error:
         return RowResult(row.name, trouble=str(error))
-    with tempfile.TemporaryDirectory(prefix="mqlayer-matrix-") as scratch:
+    with ExitStack() as cleanup:
+        scratch = cleanup.enter_context(tempfile.TemporaryDirectory(prefix="mqlayer-matrix-"))
         environment = row_environment(row, cache, python, Path(scratch))
         versions, trouble = _chosen(row, python, environment)
         if trouble:
             return RowResult(row.name, versions, trouble=trouble)
+        if row.in_containers:
+            try:
+                environment["DOCKER_HOST"] = cleanup.enter_context(engine_with_images(cache, Path(scratch)))
+            except (ProgramMissing, OSError, subprocess.SubprocessError) as error:
+                return RowResult(row.name, versions, trouble=str(error))
         report = Path(scratch) / "junit.xml"
         command = [str(python / "python"), "-m", "pytest", *row.arguments(parts), "-q", "--tb=short"]
         command += ["-p", "no:cacheprovider"]

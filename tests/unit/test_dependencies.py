@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from types import SimpleNamespace
 from typing import Annotated, Any, cast
@@ -227,7 +228,11 @@ def anything(body: bytes) -> None:
 
 
 def test_another_database_than_postgres_is_named() -> None:
-    with Session(create_engine("sqlite://")) as session:
+    engine = create_engine("sqlite://")
+    # Python 3.13 warns of a database that is left open.
+    with ExitStack() as cleanup:
+        cleanup.callback(engine.dispose)
+        session = cleanup.enter_context(Session(engine))
         for use in (partial(outbox.publish, topic="orders", key="a"), context(connection=object()).fence):
             with pytest.raises(
                 InvalidInput, match="this is a connection to sqlite: outbox, fence and inbox are in Post"
