@@ -20,8 +20,10 @@ from mqlayer.runtime.runtime import Runtime
 
 RANGE_BYTES: Final = 4_194_304
 """Of an object, asked for at once."""
-READ_CHUNKS: Final = RANGE_BYTES // CHUNK_BYTES
-"""Of a body in Postgres, asked for at once: the same bytes, twice in memory while an answer is decoded."""
+READ_CHUNKS: Final = 8
+"""Of a body in Postgres, asked for at once: 2 MiB, twice in memory while an answer is decoded."""
+RESERVED_BYTES: Final = 16_777_216
+"""Of a whole body, at once; a longer one's buffer grows, since its size is only what a header says."""
 Stream = TypeVar("Stream", BodyStream, AsyncBodyStream)
 Chunk = tuple[int, str | None, str, bytes | None]
 """A row: its number, its body's bucket and location, its bytes."""
@@ -35,9 +37,13 @@ class BodyReader:
 
     def fetch(self, reference: BodyReference) -> bytes:
         """Return a body, by its digest whole."""
-        # Chunk by chunk into one buffer: the chunks and the body together would be twice its size.
+        # One buffer: chunks to join would take the size twice, and fresh pages of the system for each body.
         body = BytesIO()
+        body.seek(max(0, min(reference.size, RESERVED_BYTES) - 1))
+        body.write(b"0")
+        body.seek(0)
         body.writelines(self.chunks(reference))
+        body.truncate()
         return body.getvalue()
 
     def filled(self, record: Record) -> Record:
