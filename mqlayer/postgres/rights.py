@@ -100,7 +100,8 @@ def scopes_of(right: Right, topics: Sequence[str], groups: Sequence[str]) -> tup
 
 
 def grant(dsn: str, schema: SchemaName, role: str, right: Right, scopes: Iterable[str] = ("",)) -> None:
-    """Grant a right. Idempotent. Raises NotFound, PermissionDenied."""
+    """Grant a right. Idempotent. Raises InvalidInput, NotFound, PermissionDenied."""
+    _refuse_schema_name(role)
     with _transaction(dsn, "mqlayer grant", right) as connection:
         _check_role(connection, role)
         _run(connection, grant_statements(schema, role, right, scopes))
@@ -119,7 +120,8 @@ def revoke(dsn: str, schema: SchemaName, role: str, right: Right, scopes: Collec
 
 
 def grant_statements(schema: SchemaName, role: str, right: Right, scopes: Iterable[str]) -> list[sql.Composed]:
-    """Return a grant's statements, for one transaction."""
+    """Return a grant's statements, for one transaction. Raises InvalidInput."""
+    _refuse_schema_name(role)
     if right is Right.MIGRATE:
         return [_membership(schema, "GRANT %I TO %I", role)]
     scopes = tuple(scopes)
@@ -203,7 +205,11 @@ def _denied(connection: Connection, role: str, right: Right, scope: str) -> Perm
 
 
 def ensure_login(dsn: str, role: str, password: str, *, makes_databases: bool = False) -> bool:
-    """Create a login role or set its password; return whether it is new. The server sees only a hash."""
+    """Create a login role or set its password; return whether it is new. The server sees only a hash.
+
+    Raises InvalidInput.
+    """
+    _refuse_schema_name(role)
     with connect(dsn, application="mqlayer grant") as connection, driver_errors(address_of(dsn)):
         secret = connection.pgconn.encrypt_password(password.encode(), role.encode(), b"scram-sha-256").decode()
         there = connection.execute("SELECT 1 FROM pg_catalog.pg_roles WHERE rolname = %s", (role,)).fetchone()
@@ -325,6 +331,14 @@ def _has(schema: SchemaName, role: str, right: Right, *, whole: bool) -> sql.Com
 def _block(body: sql.Composed) -> sql.Composed:
     # A literal, not dollar quotes, which a role's name could contain.
     return sql.SQL("DO {}").format(sql.Literal(body.as_string(None)))
+
+
+def _refuse_schema_name(role: str) -> None:
+    # A table named without a schema is looked for in the schema of the role's name first.
+    if role in _SCHEMA_OF:
+        raise InvalidInput(
+            f"a role {role} would find mqlayer's tables before its own, as its name is a schema's: take another name"
+        )
 
 
 def _check_role(connection: psycopg.Connection[Any], role: str) -> None:

@@ -38,7 +38,7 @@ ROLES = {
     "mqlayer-operator": (RedisRole.OPERATOR,),
     "mqlayer-relay": (RedisRole.RELAY,),
     "mqlayer-worker": (RedisRole.WORKER,),
-    "mqlayer-app": (RedisRole.PUBLISHER, RedisRole.CONSUMER),
+    "mqlayer-client": (RedisRole.PUBLISHER, RedisRole.CONSUMER),
     "mqlayer-viewer": (RedisRole.VIEWER,),
 }
 USER_OF = {
@@ -46,11 +46,12 @@ USER_OF = {
     "relay": "mqlayer-relay",
     "worker": "mqlayer-worker",
     "beat": "mqlayer-worker",
+    "consume": "mqlayer-client",
 }
 RIGHTS_OF = {
     "mqlayer_relay": {"relay"},
     "mqlayer_worker": {"work"},
-    "mqlayer_app": {"publish", "consume"},
+    "mqlayer_client": {"publish", "consume"},
     "mqlayer_operator": {"operate"},
     "mqlayer_viewer": {"view"},
 }

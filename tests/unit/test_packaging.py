@@ -59,7 +59,7 @@ def test_scripts_are_the_commands_and_their_setup() -> None:
 
 
 def test_compose_names_the_whole_stack(compose: dict[str, Any]) -> None:
-    services = {"users", "postgres", *REDIS_SERVICES, "setup", "relay", "worker", "beat"}
+    services = {"users", "postgres", *REDIS_SERVICES, "setup", "relay", "worker", "beat", "consume"}
     assert set(compose["services"]) == services
 
 
@@ -88,6 +88,16 @@ def test_compose_opens_ports_on_this_machine_only(compose: dict[str, Any]) -> No
     assert all(port.startswith("127.0.0.1:") for port in ports)
 
 
-def test_compose_mounts_only_volumes_that_it_declares(compose: dict[str, Any]) -> None:
-    mounted = {mount.split(":")[0] for service in compose["services"].values() for mount in service.get("volumes", [])}
-    assert mounted == set(compose["volumes"])
+def test_compose_mounts_only_volumes_that_it_declares_and_the_consumers_folder(compose: dict[str, Any]) -> None:
+    mounts = [mount for service in compose["services"].values() for mount in service.get("volumes", [])]
+    folder = "${CONSUMERS_FOLDER:-./examples/first}:/app:ro"
+    assert {mount.split(":")[0] for mount in mounts if mount != folder} == set(compose["volumes"])
+    assert compose["services"]["consume"]["volumes"] == [folder]
+
+
+def test_compose_starts_consumers_that_are_there(compose: dict[str, Any]) -> None:
+    """The README's first program, whose topic the service setup makes."""
+    service = compose["services"]["consume"]
+    assert service["command"] == ["consume", "${CONSUMERS:-orders:app}"]
+    assert (ROOT / "examples" / "first" / "orders.py").exists()
+    assert compose["services"]["setup"]["environment"]["TOPICS"] == "${TOPICS:-orders}"

@@ -373,6 +373,15 @@ def test_limits_that_mean_nothing_are_refused(commands: Commands, role: str, wor
         assert said in commands.failure(verb, right, role, *limits)
 
 
+def test_a_role_with_the_name_of_a_schema_is_refused(commands: Commands, tmp_path: Path) -> None:
+    """Its `CREATE TABLE orders` would mean mqlayer's schema: the search path begins with the role's name."""
+    (tmp_path / "password").write_text("secret\n")
+    for schema in ("mqlayer", "mqlayer_app", "mqlayer_archive"):
+        for words in ([], ["--sql"], ["--password-file", str(tmp_path / "password")]):
+            assert "take another name" in commands.failure("grant", "publish", schema, *words)
+    assert commands.text("grants").count("mqlayer_app") == 0
+
+
 def test_a_role_that_is_not_there_is_named(commands: Commands) -> None:
     assert "not.there" in commands.failure("grant", "view", "not.there")
     assert "not.there" in commands.failure("revoke", "view", "not.there")
