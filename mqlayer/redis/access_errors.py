@@ -11,7 +11,14 @@ from mqlayer.errors import AccessDenied, InvalidInput, StoreUnavailable
 IN_SCRIPTS: Final = ("The user executing the script can't", "ACL failure in script")
 """Denials inside scripts have no error code."""
 CERTIFICATE_HINT: Final = "set MQLAYER_REDIS_CERT_FILE and MQLAYER_REDIS_KEY_FILE, if it asks for a certificate"
+STRICT_HINT: Final = (
+    "from Python 3.13 on, an authority's certificate needs keyUsage (keyCertSign) and critical basicConstraints, and "
+    "one that it signed authorityKeyIdentifier: make them anew"
+)
 TLS_HINTS: Final = (
+    ("key usage extension", STRICT_HINT),
+    ("Key Identifier", STRICT_HINT),
+    ("Basic Constraints", STRICT_HINT),
     ("unable to get local issuer", "set MQLAYER_REDIS_CA_FILE to the authority that signed its certificate"),
     ("self-signed", "set MQLAYER_REDIS_CA_FILE to the authority that signed its certificate"),
     ("self signed", "set MQLAYER_REDIS_CA_FILE to the authority that signed its certificate"),

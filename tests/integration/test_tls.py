@@ -43,7 +43,7 @@ class Authority:
         """Return a certificate for a host, and its key."""
         key, request, certificate = (self.folder / f"{name}.{end}" for end in ("key", "csr", "crt"))
         names = self.folder / f"{name}.ext"
-        names.write_text(f"subjectAltName=DNS:{host}\n")
+        names.write_text(f"subjectAltName=DNS:{host}\nauthorityKeyIdentifier=keyid\n")
         openssl("req", *NEW_KEY, "-nodes", "-keyout", key, "-subj", f"/CN={host}", "-out", request)
         openssl("x509", "-req", "-in", request, "-CA", self.certificate, "-CAkey", self.folder / "ca.key", "-days", "2",
                 "-CAcreateserial", "-extfile", names, "-out", certificate)  # fmt: skip
@@ -61,7 +61,8 @@ def authority(folder: Path) -> Authority:
     folder.chmod(0o755)
     made = Authority(folder)
     openssl("req", "-x509", *NEW_KEY, "-nodes", "-keyout", folder / "ca.key", "-out", made.certificate,
-            "-days", "2", "-subj", f"/CN={folder.name}")  # fmt: skip
+            "-days", "2", "-subj", f"/CN={folder.name}",
+            "-addext", "keyUsage=critical,keyCertSign,cRLSign")  # fmt: skip
     made.certificate.chmod(0o644)
     return made
 
@@ -185,6 +186,17 @@ def test_each_way_in_which_a_server_ends_a_connection_without_a_certificate_says
     assert "MQLAYER_REDIS_CERT_FILE" in str(not_reached("rediss://localhost:1/0", error, anonymous=True))
     if "certificate required" not in reason:
         assert "MQLAYER_REDIS_CERT_FILE" not in str(not_reached("redis://localhost:1/0", error))
+
+
+@pytest.mark.parametrize(
+    "reason",
+    ["CA cert does not include key usage extension", "Missing Authority Key Identifier",
+     "Basic Constraints of CA cert not marked critical"],
+)  # fmt: skip
+def test_certificates_that_python_3_13_refuses_say_what_they_lack(reason: str) -> None:
+    error = redis.ConnectionError(f"[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed: {reason} (_ssl.c:1130)")
+    with pytest.raises(AccessDenied, match="an authority's certificate needs keyUsage"):
+        raise not_reached("rediss://localhost:1/0", error)
 
 
 @pytest.mark.slow

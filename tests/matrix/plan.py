@@ -71,7 +71,7 @@ LEFT_OUT_OF_UNIT: Final = ("tests/unit/test_models.py", "tests/unit/test_pyright
 EVERYWHERE: Final = ("consumers", "relay", "routes", "fail-over", "archive")
 ON_REDIS: Final = ("scripts", *EVERYWHERE, "users")
 ON_POSTGRES: Final = (*EVERYWHERE, "schema")
-ON_PYTHON: Final = ("unit", "scripts", "consumers", "relay")
+ON_PYTHON: Final = ("unit", "scripts", "consumers", "relay", "users")
 
 
 @dataclass(frozen=True, slots=True)
