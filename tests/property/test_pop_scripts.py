@@ -732,8 +732,9 @@ def test_a_node_finds_the_classes_that_members_find(connection: NodeConnection, 
     partition.create()
     told: list[dict[str, str]] = [
         {}, {"tenant": "acme"}, {"tenant": "\u00e9{"}, {"other": "tenant"}, {"tenant": "", "n": "1"}, {'a"b': "c"},
+        {"tenant": "t" * 300},
     ]  # fmt: skip
-    keys = [b"first", b"/x", b"a/1", b"a::b::c", b"\xc3\xa9/1/2", NO_KEY, b"a/\x00"]
+    keys = [b"first", b"/x", b"a/1", b"a::b::c", b"\xc3\xa9/1/2", NO_KEY, b"a/\x00", b"k" * 300 + b"/1"]
     facts = [(key, headers) for key in keys for headers in told]
     records = [
         Record(
