@@ -154,8 +154,10 @@ local function give_by_class(due)
   end
   local parts = {{'(' .. class_prefix(turn) .. ':', '+'}, {'-', '(' .. class_prefix(turn) .. ':'}}
   local next_part, next_fresh = 1, 1
-  local function fill_ring()
-    while next_part <= #parts and #ring < limit - given and visits < WIDTH do
+  -- Add the next class that may give; false where none is left, or a call has looked at enough of them.
+  local function visit_next()
+    local before = #ring
+    while #ring == before and next_part <= #parts and visits < WIDTH do
       local part = parts[next_part]
       local name = redis.call('ZRANGEBYLEX', ready_key, part[1], part[2], 'LIMIT', 0, 1)[1]
       if name then
@@ -167,11 +169,11 @@ local function give_by_class(due)
         next_part = next_part + 1
       end
     end
-    while next_fresh <= #fresh_classes and #ring < limit - given do
+    while #ring == before and next_fresh <= #fresh_classes do
       if not visited[fresh_classes[next_fresh]] then visit(fresh_classes[next_fresh]) end
       next_fresh = next_fresh + 1
     end
-    return #ring > 0
+    return #ring > before
   end
 
   local opened, names_looked_at = {}, 0
@@ -257,14 +259,19 @@ local function give_by_class(due)
       end
     end
   end
-  while has_room() and fill_ring() do
-    local still = {}
-    for _, one in ipairs(ring) do
-      if not has_room() then break end
+  while #ring < limit - given and visit_next() do end
+  while has_room() and #ring > 0 do
+    local still, at_class = {}, 1
+    while ring[at_class] and has_room() do
+      local one = ring[at_class]
       if give_next(one) then
         still[#still + 1] = one
         turn = one.name
+      else
+        -- Another class has its turn before any has a second one.
+        visit_next()
       end
+      at_class = at_class + 1
     end
     ring = still
   end

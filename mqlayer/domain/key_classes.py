@@ -7,12 +7,15 @@ from functools import cache
 from typing import Final
 
 from mqlayer.domain.message import NO_KEY, Record
+from mqlayer.domain.names import RESERVED_PREFIX
 from mqlayer.errors import InvalidInput
 
 NO_CLASSES: Final = "none"
 OTHERS: Final = b""
 """The class of messages without the separator or header."""
 LONGEST: Final = 64
+CLASS_BYTES: Final = 255
+"""Of a longer name, the first ones count; nodes do the same."""
 PREFIX: Final = "prefix:"
 HEADER: Final = "header:"
 
@@ -30,8 +33,8 @@ class KeyClassRule:
         """Return a message's class."""
         if self.separator:
             name, found, _ = record.key.partition(self.separator)
-            return name if found and record.key != NO_KEY else OTHERS
-        return record.headers.get(self.header, "").encode() if self.needle in record.m else OTHERS
+            return name[:CLASS_BYTES] if found and record.key != NO_KEY else OTHERS
+        return record.headers.get(self.header, "").encode()[:CLASS_BYTES] if self.needle in record.m else OTHERS
 
 
 @cache
@@ -56,3 +59,5 @@ def check_key_class(text: str | None) -> None:
             f"key_class is prefix: and a separator, header: and a name, or none, in up to {LONGEST} ASCII characters, "
             f"not {text!r}: say prefix:/ for keys as tenant/order"
         )
+    if kind == HEADER and name.startswith(RESERVED_PREFIX):
+        raise InvalidInput(f"headers {RESERVED_PREFIX}… are mqlayer's own, and handlers see none of them: take another")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter, deque
 
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -17,6 +18,7 @@ from mqlayer.domain.key_classes import KeyClassRule, check_key_class, key_class_
 from mqlayer.domain.message import NO_KEY, Record
 from mqlayer.domain.rates import RateLimit
 from mqlayer.domain.routing import NodeId, PartitionId
+from mqlayer.errors import InvalidInput
 from mqlayer.groups.members import Assignment
 from mqlayer.redis.partition_scripts import LockHolder
 
@@ -167,3 +169,5 @@ def test_a_message_has_one_class() -> None:
     assert by_header.of(plain._replace(m=b'1:0:1:0:{"tenant":"acme"}')) == b"acme"
     assert key_class_rule("none") is None
     check_key_class("header:tenant")
+    with pytest.raises(InvalidInput, match="mqlayer's own"):
+        check_key_class("header:mq-ttl")

@@ -718,11 +718,27 @@ def test_each_call_goes_on_with_the_class_behind_the_last_one(connection: NodeCo
     assert came[:3] == came[3:6] == came[6:]
 
 
+def test_no_class_has_a_second_turn_before_another_s_first(connection: NodeConnection, key_prefix: str) -> None:
+    """A call without classes took what waited of b: its name takes up a turn, and d's comes all the same."""
+    partition = PartitionHarness(connection, key_prefix)
+    partition.create()
+    partition.add(range(1, 6), lambda offset: (b"a/1", b"b/1", b"c/1", b"c/1", b"d/1")[offset - 1], body_at)
+    assert given_alone(partition, "first") == b"a"
+    assert given_to(partition, None, "second", 1) == [b"b"]
+    assert given_to(partition, PopClasses(BY_PREFIX), "third", 2) == [b"c", b"d"]
+
+
+def given_to(partition: PartitionHarness, classes: PopClasses | None, attempt: str, limit: int) -> list[bytes]:
+    """Return the classes of the messages that a new receiver is given."""
+    answer = partition.receiver("key", 1, classes=classes).receive(attempt, limit)
+    assert isinstance(answer, PopBatch)
+    return [record.key.partition(b"/")[0] for record in answer.records]
+
+
 def given_alone(partition: PartitionHarness, attempt: str) -> bytes:
     """Return the class of the one message that a new receiver is given."""
-    answer = partition.receiver("key", 1, classes=PopClasses(BY_PREFIX)).receive(attempt, 1)
-    assert isinstance(answer, PopBatch)
-    return answer.records[0].key.partition(b"/")[0]
+    (given,) = given_to(partition, PopClasses(BY_PREFIX), attempt, 1)
+    return given
 
 
 @pytest.mark.parametrize("text", ["prefix:/", "prefix:::", "header:tenant", 'header:a"b'])
@@ -732,8 +748,9 @@ def test_a_node_finds_the_classes_that_members_find(connection: NodeConnection, 
     partition.create()
     told: list[dict[str, str]] = [
         {}, {"tenant": "acme"}, {"tenant": "\u00e9{"}, {"other": "tenant"}, {"tenant": "", "n": "1"}, {'a"b': "c"},
+        {"tenant": "t" * 300},
     ]  # fmt: skip
-    keys = [b"first", b"/x", b"a/1", b"a::b::c", b"\xc3\xa9/1/2", NO_KEY, b"a/\x00"]
+    keys = [b"first", b"/x", b"a/1", b"a::b::c", b"\xc3\xa9/1/2", NO_KEY, b"a/\x00", b"k" * 300 + b"/1"]
     facts = [(key, headers) for key in keys for headers in told]
     records = [
         Record(
