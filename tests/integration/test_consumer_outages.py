@@ -279,7 +279,7 @@ def test_a_user_that_may_not_scan_is_told_so_and_goes_on_when_it_may(
     assert "scan" in told.lower()
     assert PASSWORD not in told
     stage.redis.acl_setuser("limited", enabled=True, commands=["+scan"])
-    wait_until(lambda: all(stage.redis.exists(stage.keys(p).meta.decode()) for p in stage.partitions), what="made anew")
+    stage.wait_made_again()
     stage.forget_numbers()
     stage.send_numbers(keys=5, each=2, first=3)
     wait_until(lambda: recorder.count() == 20, timeout_s=20, what="it goes on")
@@ -430,7 +430,7 @@ def test_a_redis_that_was_flushed_is_made_again_and_consumed_from_its_new_beginn
     own = stage.redis
     own.flushall()
     wait_until(lambda: "partition_refused" in events(caplog), what="it is told")
-    wait_until(lambda: all(own.exists(stage.keys(p).meta.decode()) for p in stage.partitions), what="made again")
+    stage.wait_made_again()
     stage.forget_numbers()
     stage.send_numbers(keys=10, each=5, first=6)
     wait_until(lambda: recorder.count() == 100, timeout_s=20, what="what is sent now is handled")

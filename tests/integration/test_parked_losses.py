@@ -26,8 +26,7 @@ def restart(stage: Stage, server: RedisServer) -> None:
 def empty(stage: Stage, server: RedisServer) -> None:
     """Take everything; what was there is sent again, as relays do it from the outbox."""
     stage.redis.flushall()
-    made = [stage.keys(partition).meta.decode() for partition in stage.partitions]
-    wait_until(lambda: all(map(stage.redis.exists, made)), timeout_s=20, what="partitions made again")
+    stage.wait_made_again()
     stage.forget_numbers()
     stage.send_numbers(3, 5)
 

@@ -58,7 +58,7 @@ def test_nodes_and_processes_show_their_last_signs_of_life(world: World, browser
     said = words(page)
     assert "orders / ledger m1 silent" in said
     assert "&lt;i&gt;host&lt;/i&gt;" in page
-    assert "trim done 10 s ago 2 s" in said
+    assert re.search(r"trim done 1\d s ago 2 s", said)
     assert "archive failed" in said
     assert "Conflict: why" in said
     assert "relay running" in said

@@ -222,10 +222,10 @@ def test_an_old_look_says_its_age_and_is_never_green(world: World, monkeypatch: 
         page = text_of(browser, "/")
         assert f'<time id="as-of">{found.at:%H:%M:%S} UTC</time>' in page, "not the page's own time"
         said = words(page)
-        assert "This look is 48 s old: the new one takes long." in said
+        assert re.search(r"This look is (4[89]|5\d) s old: the new one takes long\.", said)
         assert "all is well" not in said
         page = text_of(browser, "/outbox")
-        assert "This look is 48 s old" in page
+        assert re.search(r"This look is (4[89]|5\d) s old", page)
         assert '"notice good"' not in page
 
 
