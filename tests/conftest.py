@@ -38,6 +38,7 @@ pytest_plugins = [
     "tests.fixtures.poolers",
     "tests.fixtures.power",
     "tests.fixtures.previous_release",
+    "tests.fixtures.receivers",
     "tests.fixtures.reused_sessions",
     "tests.fixtures.servers",
     "tests.fixtures.spark",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -13,12 +12,11 @@ from mqlayer.groups.admin import set_group
 from mqlayer.redis.keys import PopKeys, pop_keys
 from tests.fixtures.consumers import Stage, StartStage
 from tests.fixtures.kept_connections import ask_postgres
+from tests.fixtures.receivers import OpenReceiver
 from tests.fixtures.wait import wait_until
 
 FLOOD = 1_500
 BY_PREFIX = "prefix:/"
-
-OpenReceiver = Callable[..., Receiver]
 
 
 @pytest.fixture
@@ -28,21 +26,18 @@ def one(start_stage: StartStage, redis_url: str) -> Stage:
 
 
 @pytest.fixture
-def receiver_of() -> Iterator[OpenReceiver]:
-    """Open receivers, of a group with these rules, that are closed after the test."""
-    receivers: list[Receiver] = []
+def classed_receiver(receiver_of: OpenReceiver) -> OpenReceiver:
+    """Open receivers of a group with these rules."""
 
     def opened(stage: Stage, **rules: object) -> Receiver:
-        receivers.append(Receiver(stage.topic, group="g", settings=stage.settings()).open())
+        receiver = receiver_of(stage)
         if rules:
             change(stage, **rules)
-            receivers[-1].close()
-            receivers[-1].open()
-        return receivers[-1]
+            receiver.close()
+            receiver.open()
+        return receiver
 
-    yield opened
-    for receiver in receivers:
-        receiver.close()
+    return opened
 
 
 def change(stage: Stage, **rules: object) -> None:
@@ -64,11 +59,11 @@ def tenants(messages: list[PopMessage]) -> list[str]:
     return [(message.key or "").partition("/")[0] for message in messages]
 
 
-def test_a_flood_lets_another_tenants_messages_pass(one: Stage, receiver_of: OpenReceiver) -> None:
+def test_a_flood_lets_another_tenants_messages_pass(one: Stage, classed_receiver: OpenReceiver) -> None:
     """Ten messages behind 1,500: they come in turn with the flood's, and all come once."""
     flood(one, FLOOD)
     flood(one, 10, tenant="small")
-    receiver = receiver_of(one, key_class=BY_PREFIX)
+    receiver = classed_receiver(one, key_class=BY_PREFIX)
     came: list[PopMessage] = []
 
     def is_through() -> bool:
@@ -83,9 +78,11 @@ def test_a_flood_lets_another_tenants_messages_pass(one: Stage, receiver_of: Ope
     assert receiver.receive(wait_s=0) == []
 
 
-def test_a_class_has_so_many_keys_out_and_the_end_of_one_wakes_who_waits(one: Stage, receiver_of: OpenReceiver) -> None:
-    first = receiver_of(one, key_class=BY_PREFIX, class_concurrency=2)
-    second = receiver_of(one)
+def test_a_class_has_so_many_keys_out_and_the_end_of_one_wakes_who_waits(
+    one: Stage, classed_receiver: OpenReceiver
+) -> None:
+    first = classed_receiver(one, key_class=BY_PREFIX, class_concurrency=2)
+    second = classed_receiver(one)
     flood(one, 5)
     flood(one, 1, tenant="small")
     batch = first.receive(10, wait_s=5.0)
@@ -96,12 +93,12 @@ def test_a_class_has_so_many_keys_out_and_the_end_of_one_wakes_who_waits(one: St
     assert tenants(second.receive(10, wait_s=0.9)) == ["big"]
     assert second.receive(10, wait_s=0) == []
     first.nack(big[1], delay_s=60)
-    assert tenants(second.receive(10, wait_s=0.9)) == ["big"], "what is given back is out no more"
+    assert tenants(second.receive(10, wait_s=0.9)) == ["big"], "a key that is given back is not out"
 
 
-def test_a_class_keeps_to_its_rate_and_others_pass(one: Stage, receiver_of: OpenReceiver) -> None:
+def test_a_class_keeps_to_its_rate_and_others_pass(one: Stage, classed_receiver: OpenReceiver) -> None:
     """A new bucket begins with one message; the rest come at the rate."""
-    receiver = receiver_of(one, key_class=BY_PREFIX, class_rate=20.0)
+    receiver = classed_receiver(one, key_class=BY_PREFIX, class_rate=20.0)
     flood(one, 60)
     began, came = time.monotonic(), 0
 
@@ -118,9 +115,9 @@ def test_a_class_keeps_to_its_rate_and_others_pass(one: Stage, receiver_of: Open
     wait_until(lambda: "small" in tenants(receiver.receive(10, wait_s=0.1)), what="the other tenant's message")
 
 
-def test_another_rule_and_none_take_what_waits(one: Stage, receiver_of: OpenReceiver) -> None:
+def test_another_rule_and_none_take_what_waits(one: Stage, classed_receiver: OpenReceiver) -> None:
     """Queues that wait under a former rule's classes come, once each; so do those of a removed index."""
-    receiver = receiver_of(one, key_class=BY_PREFIX)
+    receiver = classed_receiver(one, key_class=BY_PREFIX)
     flood(one, 60)
     keys = {message.key for message in receiver.receive(1, visibility_timeout_s=60, wait_s=5.0)}
     for rule in ("header:tenant", "none"):
@@ -138,8 +135,8 @@ def test_another_rule_and_none_take_what_waits(one: Stage, receiver_of: OpenRece
     assert not one.redis.exists(kept_of(one).ready, kept_of(one).class_out), "nothing waits by class"
 
 
-def test_a_removed_index_gives_again_what_is_not_settled(one: Stage, receiver_of: OpenReceiver) -> None:
-    receiver = receiver_of(one, key_class=BY_PREFIX)
+def test_a_removed_index_gives_again_what_is_not_settled(one: Stage, classed_receiver: OpenReceiver) -> None:
+    receiver = classed_receiver(one, key_class=BY_PREFIX)
     flood(one, 30)
     receiver.ack(receiver.receive(10, visibility_timeout_s=0.2, wait_s=5.0))
     one.redis.delete(kept_of(one).ready)
@@ -164,7 +161,7 @@ def test_classes_are_of_keys(one: Stage) -> None:
 
 
 def test_classes_wait_until_no_receiver_of_the_former_release_can_live(one: Stage) -> None:
-    """Such a receiver gives out what is due, without turns and limits."""
+    """A receiver without classes gives out all that is due, without turns and limits."""
     with Receiver(one.topic, group="g", settings=one.settings()):
         ask_postgres(one.dsn, "UPDATE mqlayer.protocol SET serves_from = 1, in_force = 1")
         with pytest.raises(Conflict, match="upgrade finalize"):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import threading
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, Final
 
@@ -21,6 +19,7 @@ from mqlayer.settings import Settings
 from tests.fixtures.consumers import Stage, StartStage
 from tests.fixtures.failpoints import broken_off_at
 from tests.fixtures.kept_connections import ask_postgres
+from tests.fixtures.receivers import OpenReceiver
 from tests.fixtures.variants import some_of
 from tests.fixtures.wait import wait_until
 from tests.proof.runtimes import runtime_of
@@ -30,30 +29,11 @@ pytestmark = pytest.mark.usefixtures("as_consumer")
 WAIT_S: Final = 5.0
 LIMIT: Final = 2
 
-OpenReceiver = Callable[..., Receiver]
-
 
 @pytest.fixture
 def one(start_stage: StartStage, redis_url: str) -> Stage:
     """A topic of one partition."""
     return start_stage(redis_url, partitions=1)
-
-
-@pytest.fixture
-def receiver_of() -> Iterator[OpenReceiver]:
-    """Open receivers that are closed after the test."""
-    receivers: list[Receiver] = []
-
-    def opened(stage: Stage, **options: Any) -> Receiver:
-        receivers.append(Receiver(stage.topic, group="g", settings=stage.settings(), **options).open())
-        return receivers[-1]
-
-    yield opened
-    closing = [threading.Thread(target=receiver.close) for receiver in receivers]
-    for thread in closing:
-        thread.start()
-    for thread in closing:
-        thread.join()
 
 
 def bodies(messages: list[PopMessage]) -> list[bytes]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import pytest
@@ -21,6 +20,7 @@ from mqlayer.runtime.route_cache import RouteCache, load_route
 from mqlayer.topics.nodes import rearm_node
 from tests.fixtures.consumers import Stage, StartStage, migrated
 from tests.fixtures.failpoints import broken_off_at
+from tests.fixtures.receivers import OpenReceiver
 from tests.fixtures.variants import some_of
 from tests.fixtures.wait import wait_until, within
 from tests.proof.route_steps import merge
@@ -30,31 +30,11 @@ pytestmark = pytest.mark.usefixtures("as_consumer")
 
 WAIT_S: Final = 5.0
 
-OpenReceiver = Callable[..., Receiver]
-
 
 @pytest.fixture
 def one(start_stage: StartStage, redis_url: str) -> Stage:
     """A topic of one partition."""
     return start_stage(redis_url, partitions=1)
-
-
-@pytest.fixture
-def receiver_of() -> Iterator[OpenReceiver]:
-    """Open receivers that are closed after the test."""
-    receivers: list[Receiver] = []
-
-    def opened(stage: Stage, *, group: str = "g", **options: Any) -> Receiver:
-        receivers.append(Receiver(stage.topic, group=group, settings=stage.settings(), **options).open())
-        return receivers[-1]
-
-    yield opened
-    # Side by side: each waits for its connection that hears notices.
-    closing = [threading.Thread(target=receiver.close) for receiver in receivers]
-    for thread in closing:
-        thread.start()
-    for thread in closing:
-        thread.join()
 
 
 def bodies(messages: list[PopMessage]) -> list[bytes]:

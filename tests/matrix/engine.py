@@ -31,7 +31,7 @@ READY_WITHIN_S: Final = 60.0
 
 @dataclass(frozen=True, slots=True)
 class ServerImage:
-    """An image of one server: what is in it, and the account that it runs as."""
+    """An image of one server: its package, and the account that it runs as."""
 
     tag: str
     suite: str
@@ -64,7 +64,7 @@ def engine_with_images(cache: Path, scratch: Path) -> Iterator[str]:
         "--pidfile",
         scratch / "docker.pid",
     ]
-    # Ports are published by docker-proxy: the rules of this machine's firewall stay what they are.
+    # Ports are published by docker-proxy: this machine's firewall keeps its rules.
     command = [
         "dockerd",
         "--host",
