@@ -122,7 +122,7 @@ class Sizes:
 def bloat(stage: Stage) -> Iterator[Line]:
     """MB of each table and its indexes, at most, in the second half of so many messages, against the first half: what
     is bounded by the backlog has a ratio of 1, what grows with the messages one of 2. The target bounds the ratio."""
-    runs: dict[str, Callable[[System, Sizes, Callable[[int], None]], None]] = {
+    runs: dict[str, Callable[[System, Callable[[int], None]], None]] = {
         "outbox": through_outbox,
         "fence": through_fence,
         "parking": through_parking,
@@ -132,7 +132,7 @@ def bloat(stage: Stage) -> Iterator[Line]:
         with psycopg.connect(system.dsn, autocommit=True) as connection:
             turn_quickly(connection)
             sizes, began = Sizes(connection, name), time.monotonic()
-            runs[name](system, sizes, sampler(sizes, began))
+            runs[name](system, sampler(sizes, began))
             note(f"  {name}: {MESSAGES:,} messages in {time.monotonic() - began:,.0f} s, slots of {SLOT_S} s")
             yield from sizes.lines()
 
@@ -155,7 +155,7 @@ def sampler(sizes: Sizes, began: float) -> Callable[[int], None]:
     return passed
 
 
-def through_outbox(system: System, sizes: Sizes, passed: Callable[[int], None]) -> None:
+def through_outbox(system: System, passed: Callable[[int], None]) -> None:
     """Publish in transactions and relay; the streams are cut, for no group reads them."""
     client, turned = system.client(), time.monotonic()
     logs = [partition_keys(system.settings.key_prefix, part.partition).log for part in system.route.ranges]
@@ -191,7 +191,7 @@ def waiting(connection: psycopg.Connection[tuple[object, ...]]) -> int:
     return int(str(row[0])) if row is not None else 0
 
 
-def through_fence(system: System, sizes: Sizes, passed: Callable[[int], None]) -> None:
+def through_fence(system: System, passed: Callable[[int], None]) -> None:
     """Pass batches through the fence, with the cleanup beside."""
     group, cleaned = new_group(system), time.monotonic()
     with psycopg.connect(system.dsn, autocommit=True) as connection:
@@ -201,7 +201,8 @@ def through_fence(system: System, sizes: Sizes, passed: Callable[[int], None]) -
             lps = [lp_of(key.encode()) for key in keys]
             seqs, ones = [*range(first + 1, first + BATCH + 1)], [1] * BATCH
             connection.execute(
-                "SELECT mqlayer_app.fence_many_v1(%s, %s::smallint[], %s::bigint[], %s, %s::bigint[], %s::bigint[], %s)",
+                "SELECT mqlayer_app.fence_many_v1"
+                "(%s, %s::smallint[], %s::bigint[], %s, %s::bigint[], %s::bigint[], %s)",
                 (group.group_id, lps, ones, keys, seqs, ones, [0] * BATCH),
             )
             if time.monotonic() > cleaned + HORIZON_S / 5:
@@ -218,7 +219,7 @@ def fenced_key(number: int) -> str:
     return f"order-{order // (OPEN_ORDERS * EACH)}-{order % OPEN_ORDERS}"
 
 
-def through_parking(system: System, sizes: Sizes, passed: Callable[[int], None]) -> None:
+def through_parking(system: System, passed: Callable[[int], None]) -> None:
     """Park keys, hand their messages out, end them; so many writes' keys wait at any time."""
     group = new_group(system)
     session = join(system.database, group_id=group.group_id, member_id="m", lease_s=LEASE_S)

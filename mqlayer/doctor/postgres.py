@@ -91,7 +91,7 @@ def check_slots(checked: CheckedDatabase, limits: CheckLimits) -> list[Finding]:
     found = []
     for name, kind, active, rows, catalog_rows, size, lost in checked.rows("check_slots"):
         is_broken = max(rows, catalog_rows) >= limits.slot_transactions or size >= limits.slot_bytes
-        if active and not is_broken or lost:
+        if lost or (active and not is_broken):
             continue
         held = [f"dead rows of {what} for {count:,} transactions" for what, count in
                 (("all tables", rows), ("catalogs", catalog_rows)) if count]  # fmt: skip

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import psycopg
 import pytest
 
+from mqlayer.maintenance.topic_deletion import delete_topic
 from mqlayer.outbox import adopt, rotate
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.migrations import migrate
 from mqlayer.relay import recover_now, relay_once
-from mqlayer.maintenance.topic_deletion import delete_topic
 from tests.fixtures.kept_connections import ask_postgres
 from tests.fixtures.servers import StartPostgres
 from tests.proof.lost_commits import expected, values
@@ -73,6 +73,7 @@ def test_an_outbox_that_is_published_is_numbered_anew(published_world: World) ->
     assert values(world) == expected(4, ("m", 20), ("waiting", 20), ("more", 20))
 
 
+@pytest.mark.full
 def test_a_slot_that_is_there_before_the_schemas_misses_nothing_of_the_user(
     start_postgres: StartPostgres, redis_url: str, key_prefix: str
 ) -> None:
