@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.fixtures.wait import awake_s
 from tests.proof.checker import Breach, Verdict, check
 from tests.proof.history import (
     Ack,
@@ -25,7 +26,6 @@ from tests.proof.history import (
     Settled,
 )
 from tests.proof.stories import TICK_NS, Story
-from tests.fixtures.wait import awake_s
 
 
 def about(seq: int, key: str | None = "k", **facts: Any) -> dict[str, Any]:
