@@ -67,9 +67,9 @@ class CheckLimits:
     """Clock difference to this machine; only ever a warning."""
     synchronous_s: float = 5.0
     """Wait of a COMMIT for a synchronous standby."""
-    slot_transactions: int = 1_000_000
+    slot_transactions: float = 1e6
     """Transactions for which a replica holds rows back."""
-    slot_bytes: int = 10_000_000_000
+    slot_bytes: float = 1e10
     """Log that is kept for a replica."""
     part: float = 0.8
     """Used share of connections and memory."""
