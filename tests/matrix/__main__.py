@@ -35,7 +35,7 @@ def main() -> int:
     if wanted.fresh:
         for series in {series for row in rows for series in row.series}:
             UnpackedSeries(series, cache).remove()
-        if any(row.in_containers for row in rows):
+        if any(row.images for row in rows):
             shutil.rmtree(cache / IMAGES_PLACE, ignore_errors=True)
     results = []
     for row in rows:
@@ -43,7 +43,7 @@ def main() -> int:
         results.append(run_row(row, cache, parts=tuple(wanted.part or ()), processes=wanted.n))
     say(table(results))
     for result in results:
-        for line in (*([result.trouble] if result.trouble else []), *result.failed):
+        for line in (*([result.trouble] if result.trouble else []), *result.failed, *result.notes):
             say(f"{result.name}: {line}")
     return 0 if all(result.good for result in results) else 1
 
