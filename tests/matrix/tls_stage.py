@@ -113,7 +113,8 @@ class TlsStage:
         certificate = self.certificate_of(role)
         files = {"sslrootcert": self.authority.certificate, "sslcert": certificate.file, "sslkey": certificate.key}
         facts = {"host": "localhost", "user": role, "dbname": DATABASE, "sslmode": "verify-full"}
-        return make_conninfo(self.postgres_dsn, **facts, **{**{k: str(v) for k, v in files.items()}, **changed})
+        paths = {name: str(file) for name, file in files.items()}
+        return make_conninfo(self.postgres_dsn, **{**facts, **paths, **changed})
 
     def certificate_of(self, role: str) -> Certificate:
         """Return a role's certificate, made at first use."""

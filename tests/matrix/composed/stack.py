@@ -124,21 +124,25 @@ def _write(stop: threading.Event, first: int) -> None:
             stop.wait(EVERY_S)
 
 
-def change_one() -> ledger.Change:
-    """Change an account of its own once Postgres takes that."""
+def change_all() -> list[ledger.Change]:
+    """Change every account, on all partitions, once Postgres takes that."""
     deadline = time.monotonic() + BACK_WITHIN_S
     while True:
         try:
             with psycopg.connect(CLIENT_DSN) as connection:
-                return ledger.change(connection, "probe", 1)
+                return [ledger.change(connection, f"account-{number}", 1) for number in range(ACCOUNTS)]
         except psycopg.Error:
             if time.monotonic() > deadline:
                 raise
 
 
-def await_booking(made: ledger.Change) -> None:
-    """Wait until the ledger has a change."""
-    wait_until(lambda: _is_booked(made), timeout_s=BACK_WITHIN_S, what="the change is booked")
+def await_bookings(made: list[ledger.Change]) -> None:
+    """Wait until the ledger has all of these changes."""
+    wait_until(
+        lambda: all(_is_booked(one) for one in made),
+        timeout_s=BACK_WITHIN_S,
+        what="changes on all partitions are booked",
+    )
 
 
 def check_the_ledger() -> int:
