@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Final
 
+_SERVERS: Final = (
+    "sslrootcert= of the DSN has to name the authority that signed the server's certificate, and that certificate may "
+    "not have expired: openssl s_client -starttls postgres -CAfile FILE -connect HOST:PORT says which it is"
+)
 _OWN: Final = "renew the certificate of sslcert=, and let the server's ssl_ca_file have its authority"
 TLS_HINTS: Final = (
-    (
-        "certificate verify failed",
-        "sslrootcert= of the DSN has to name the authority that signed the server's certificate, and that certificate "
-        "may not have expired: openssl s_client -starttls postgres -CAfile FILE -connect HOST:PORT says which it is",
-    ),
+    ("certificate verify failed", _SERVERS),
     ("does not match host name", "let the DSN name a host that its certificate has"),
     ("root certificate file", "let sslrootcert= of the DSN name the authority's certificate"),
     ("could not read root certificate", "let sslrootcert= of the DSN name the authority's certificate"),

@@ -106,6 +106,8 @@ class MatrixRow:
     """Programs that tests start besides."""
     too_old: bool = False
     """The library takes none of its servers: tests start them themselves, beside others."""
+    long: bool = False
+    """Of a pair: chaos lasts ten minutes."""
     images: tuple[str, ...] = ()
     """Stand-ins of an engine that runs for the row alone, in which tests start containers."""
 
@@ -155,3 +157,15 @@ ROWS: Final = (
     MatrixRow("tls", POSTGRES_18, REDIS_8, PYTHON_13, parts=("tls",), others=(NGINX,)),
     MatrixRow("newest", POSTGRES_18, VALKEY_9, PYTHON_14, parts=(*ON_REDIS, "schema")),
 )
+
+PAIRS: Final = (
+    *(
+        MatrixRow(f"{redis}+{postgres}", postgres, redis)
+        for redis in (REDIS_7, REDIS_8, VALKEY_8, VALKEY_9)
+        for postgres in (POSTGRES_15, POSTGRES_18)
+    ),
+    MatrixRow(f"{REDIS_7}+{POSTGRES_17}", POSTGRES_17, REDIS_7),
+    MatrixRow(f"{VALKEY_9}+{POSTGRES_17}", POSTGRES_17, VALKEY_9),
+    MatrixRow("newest", POSTGRES_18, VALKEY_9, long=True),
+)
+"""Servers of the chaos run: every Redis with the oldest and the newest Postgres, and ten minutes on the newest."""

@@ -39,7 +39,7 @@ def run_row(row: MatrixRow, cache: Path, *, parts: tuple[str, ...], processes: s
     with ExitStack() as cleanup:
         scratch = cleanup.enter_context(tempfile.TemporaryDirectory(prefix="mqlayer-matrix-"))
         environment = row_environment(row, cache, python, Path(scratch))
-        versions, trouble = _chosen(row, python, environment)
+        versions, trouble = chosen_versions(row, python, environment)
         if trouble:
             return RowResult(row.name, versions, trouble=trouble)
         if row.images:
@@ -83,7 +83,7 @@ def _without_redis(place: Path, scratch: Path) -> str:
     return str(links)
 
 
-def _chosen(row: MatrixRow, python: Path, environment: Mapping[str, str]) -> tuple[str, str]:
+def chosen_versions(row: MatrixRow, python: Path, environment: Mapping[str, str]) -> tuple[str, str]:
     """Return the versions that tests would start, and what is wrong with them."""
     command = [str(python / "python"), "-c", CHOSEN]
     answer = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)

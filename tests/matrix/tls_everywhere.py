@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.xdist_group("tls"), pytest.mark.timeout(300)]
 
 CHANGES = 200
 ACCOUNTS = 10
-NODE_UP = 'mqlayer_node_up{node="node-1"} 1'
+NODES_ARMED = 'mqlayer_nodes{state="armed"} 2'
 PLAIN = "SELECT usename FROM pg_stat_ssl JOIN pg_stat_activity USING (pid) WHERE NOT ssl AND usename <> 'postgres'"
 """Sessions without TLS, but the test's own."""
 
@@ -109,7 +109,9 @@ def test_the_console_and_the_exporter_are_reached_through_a_proxy_with_tls(stage
 
         wait_until(lambda: is_up("/mq/login"), timeout_s=60.0, what="the console answers")
         wait_until(lambda: is_up("/metrics"), timeout_s=60.0, what="the exporter answers")
-        wait_until(lambda: NODE_UP in browser.get("/metrics").text, timeout_s=60.0, what="the node is on its page")
+        wait_until(
+            lambda: NODES_ARMED in browser.get("/metrics").text, timeout_s=60.0, what="the nodes are on its page"
+        )
         page = browser.get("/mq/login")
         form = {"token": token_of(page.text), "next": "/", "name": "ann", "password": PASSWORDS["ann"]}
         answer = browser.post("/mq/login", data=form)

@@ -192,7 +192,7 @@ class TlsStage:
     def operate(self, *words: str) -> str:
         """Run a command as the administrator; return what it says."""
         answer = self.run("mqlayer_admin", *words)
-        assert answer.returncode == 0, answer.stderr
+        assert answer.returncode == 0, answer.stdout + answer.stderr
         return answer.stdout
 
     def start_proxy(self, *, console: int, exporter: int) -> str:
@@ -227,10 +227,10 @@ def tls_stage(home: Path, start_postgres: StartPostgres) -> Iterator[TlsStage]:
     with ExitStack() as cleanup:
         stage = TlsStage(home, "", cleanup)
         stage.postgres_dsn = _start_postgres(stage, start_postgres)
+        major, minor = redis_7_program().version[:2]
+        version = (major, minor, 0)
         users = [
-            acl_file_line(
-                user, roles, prefix="mq", password=password_of(user), version=redis_7_program().version + (0,)
-            )
+            acl_file_line(user, roles, prefix="mq", password=password_of(user), version=version)
             for user, roles in ROLES.items()
         ]
         for node in ("node-1", "node-2"):
@@ -269,14 +269,14 @@ def _start_postgres(stage: TlsStage, start_postgres: StartPostgres) -> str:
         for file in (*served, hba):
             os.chown(file, account.uid, account.gid)
     server = start_postgres(
-        options={"ssl": "on", "ssl_cert_file": str(served.file), "ssl_key_file": str(served.key),
+        options={"fsync": "on", "ssl": "on", "ssl_cert_file": str(served.file), "ssl_key_file": str(served.key),
                  "ssl_ca_file": str(stage.authority.certificate), "hba_file": str(hba)},
     )  # fmt: skip
     dsn = server.create_database(DATABASE)
     with psycopg.connect(dsn, autocommit=True) as connection:
         connection.execute("CREATE ROLE mqlayer_admin LOGIN SUPERUSER")
         for role in RIGHTS:
-            connection.execute(f"CREATE ROLE {role} LOGIN")  # type: ignore[arg-type]  # names of this file
+            connection.execute(f"CREATE ROLE {role} LOGIN")
     return str(dsn)
 
 
