@@ -165,7 +165,7 @@ class ServerContainer:
         try:
             container.with_command(list(self._command())).start()
         except DockerException as error:
-            write_closed(self.log, str(error))
+            write_closed(self.log, str(error).encode())
             raise ServerFailed(
                 self.name,
                 f"the engine has no image {self.image}, or can't start it: docker pull {self.image}",

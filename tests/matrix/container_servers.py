@@ -91,7 +91,7 @@ def test_an_image_that_the_engine_lacks_is_told_with_what_to_do(
 ) -> None:
     monkeypatch.setattr(RedisContainer, "image", "localhost:1/none:1")
     server = redis_for(directory)
-    with pytest.raises(ServerFailed, match="has no image localhost:1/none:1.*docker pull localhost:1/none:1"):
+    with pytest.raises(ServerFailed, match=r"has no image localhost:1/none:1.*docker pull localhost:1/none:1"):
         server.start()
     assert not server.running
 
