@@ -26,6 +26,7 @@ pytest_plugins = [
     "tests.fixtures.archive_scenes",
     "tests.fixtures.archived",
     "tests.fixtures.browser",
+    "tests.fixtures.clusters",
     "tests.fixtures.commands",
     "tests.fixtures.consumers",
     "tests.fixtures.gate_scenes",

@@ -18,6 +18,7 @@ from mqlayer.cli.output import JsonOption, echo, show_rows
 from mqlayer.cli.panels import CHANGE, LOOK, REPAIR, START
 from mqlayer.cli.permissions import check_change
 from mqlayer.cli.runtime import control_here, runtime_here
+from mqlayer.domain.node_runs import short_run
 from mqlayer.errors import InvalidInput
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.rights import Right
@@ -92,7 +93,7 @@ def list_(as_json: JsonOption = False) -> None:
 
 
 def _row(node: Node) -> dict[str, Any]:
-    armed = (node.armed_run_id or "")[:8]
+    armed = short_run(node.armed_run_id)
     where = {"name": node.name, "address": node.address, "zone": node.zone}
     return where | {"armed_run": armed, "draining_at": node.draining_at}
 

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import redis
 from pydantic import SecretStr
@@ -18,6 +18,7 @@ from mqlayer.domain.routing import Route
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.rights import Right
 from mqlayer.producing import Producer, ProducerOptions
+from mqlayer.redis.addresses import is_cluster_url, parse_address, shard_url
 from mqlayer.redis.keys import PartitionKeys, partition_keys
 from mqlayer.redis.node_connection import Node
 from mqlayer.relay import Relay, RelayLimits
@@ -39,6 +40,14 @@ LEASE_S = 0.5
 
 Chains = dict[tuple[str, int], list[tuple[int, str | None, str]]]
 """Per topic and LP: seq, key and value of each message, in order."""
+
+
+def client_at(url: str) -> redis.Redis:
+    """Return a plain client of a node's server, or of all shards of a cluster."""
+    if not is_cluster_url(url):
+        return redis.Redis.from_url(url, protocol=2)
+    found: Any = redis.RedisCluster.from_url(shard_url(url, parse_address(url).seeds[0]), protocol=2)
+    return cast("redis.Redis", found)
 
 
 @dataclass
@@ -133,7 +142,7 @@ class World:
 
     def client(self, node: int = 1) -> redis.Redis:
         """Return a plain client of a node's server."""
-        return redis.Redis.from_url((self.server_urls or self.urls)[node - 1], protocol=2)
+        return client_at((self.server_urls or self.urls)[node - 1])
 
     def partitions(self, topic: str | None = None) -> list[tuple[str, int, int]]:
         """Return the topic, partition and node of each partition, or of those of one topic, in the order of making."""
