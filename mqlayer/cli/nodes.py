@@ -74,7 +74,7 @@ def add_to(app: typer.Typer) -> None:
 @nodes.command(rich_help_panel=START)
 def register(
     name: Annotated[str, typer.Argument(help="a-z first, then a-z 0-9 _ . -")],
-    url: Annotated[str, typer.Argument(help="redis://… or rediss://… of the primary, or sentinel://….")],
+    url: Annotated[str, typer.Argument(help="redis://… or rediss://… of the primary, sentinel://… or cluster://….")],
     zone: Annotated[str, typer.Option(help="Where it is, such as eu-1a.")] = "",
 ) -> None:
     """Register a Redis as a node and arm it. Repeatable."""
@@ -181,7 +181,7 @@ def history(
 def set_(
     name: Annotated[str, typer.Argument(help="The node's name.")],
     url: Annotated[
-        str | None, typer.Option(help="Where it is from now on: redis://…, rediss://… or sentinel://….")
+        str | None, typer.Option(help="Where it is from now on: redis://…, rediss://…, sentinel://… or cluster://….")
     ] = None,
     zone: Annotated[str | None, typer.Option(help="Its zone, such as eu-1a; '' for none.")] = None,
     empty: Annotated[bool, typer.Option(help="It starts empty there: messages only on the old one are lost.")] = False,

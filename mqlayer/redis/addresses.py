@@ -9,7 +9,8 @@ cluster://host[:port][,host[:port]…][?option=value]       some servers of a Re
 clusters://…                                              over TLS
 ```
 
-`redis+sentinel://`, `rediss+sentinel://`, `redis+cluster://` and `rediss+cluster://` are aliases. A node's URL holds no credentials; the broker's may.
+`redis+sentinel://`, `rediss+sentinel://`, `redis+cluster://` and `rediss+cluster://` are aliases. A node's URL holds no
+credentials; the broker's may.
 """
 
 from __future__ import annotations

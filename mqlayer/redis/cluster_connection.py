@@ -238,11 +238,10 @@ class ClusterConnection(NodeConnection):
         tags = [_tag(command) for command in commands]
         first = next((tag for tag in tags if tag is not None), None)
         shard, found = 0 if first is None else self._owner(first), []
-        for at, (command, tag) in enumerate(zip(commands, tags, strict=True)):
-            if tag is None and _name(command) == "MULTI":
-                tag = next((one for one in tags[at:] if one is not None), None)
-            if tag is not None:
-                shard = self._owner(tag)
+        for at, command in enumerate(commands):
+            following = tags[at:] if _name(command) == "MULTI" else tags[at : at + 1]
+            tag = next((one for one in following if one is not None), None)
+            shard = shard if tag is None else self._owner(tag)
             found.append(shard)
         return found
 
@@ -274,8 +273,14 @@ class ClusterConnection(NodeConnection):
         waits = read.block_ms and len(read.parts) > 1 and not self._busy
         if waits and not writes and not self._expected:
             until = time.monotonic() + read.block_ms / 1000
+            found = None if alone else self._poll(read, until)
+
+            def later(_: list[Any]) -> Any:
+                # Behind commands that were sent meanwhile, their replies would be taken for this one's.
+                return None if self._expected else self._poll(read, until)
+
             # The caller may wait for other nodes too: a read by itself is done when its reply is wanted.
-            self._expected.append(_Expected((), self._later(read, until) if alone else _given(self._poll(read, until))))
+            self._expected.append(_Expected((), later if alone else lambda _: found))
             return
         for shard, part in read.parts:
             writes.setdefault(shard, []).append(part)
@@ -299,10 +304,6 @@ class ClusterConnection(NodeConnection):
             for slot, some in by_slot.items()
         ]
         return _StreamRead(parts, block_ms)
-
-    def _later(self, read: _StreamRead, until: float) -> Callable[[list[Any]], Any]:
-        # Behind commands that were sent meanwhile, their replies would be taken for this one's.
-        return lambda _: None if self._expected else self._poll(read, until)
 
     def _poll(self, read: _StreamRead, until: float) -> Any:
         """Look until something is there or refused."""
@@ -355,10 +356,6 @@ def _tag_in(key: bytes) -> bytes:
 
 def _single(replies: list[Any]) -> Any:
     return replies[0]
-
-
-def _given(value: Any) -> Callable[[list[Any]], Any]:
-    return lambda _: value
 
 
 def _first_error(replies: list[Any]) -> Any:

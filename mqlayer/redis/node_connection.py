@@ -48,7 +48,10 @@ _display = lru_cache(maxsize=256)(display_url)
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A registered Redis or Redis Cluster. `armed_run_id`: None until armed; `draining_at`: since then it gets no partitions."""
+    """A registered Redis or Redis Cluster.
+
+    `armed_run_id`: None until armed; `draining_at`: since then it gets no partitions.
+    """
 
     node_id: NodeId
     name: str

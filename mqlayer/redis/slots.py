@@ -47,7 +47,10 @@ class SlotMap(NamedTuple):
 
     @classmethod
     def of(cls, reply: Iterable[Any], asked: Host, address: str) -> SlotMap:
-        """Parse CLUSTER SLOTS. Raises StoreUnavailable for uncovered slots, ConfigurationRefused for too many shards."""
+        """Parse CLUSTER SLOTS.
+
+        Raises StoreUnavailable for uncovered slots, ConfigurationRefused for too many shards.
+        """
         ranges: dict[tuple[str, str, int], list[tuple[int, int]]] = {}
         for first, last, (host, port, member, *_), *_ in reply:
             # A server that does not know its own address leaves it out.

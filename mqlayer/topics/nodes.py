@@ -150,7 +150,7 @@ def set_node_address(
         node, formers = _locked(connection, name)
         if node.is_cluster is not is_cluster_url(url):
             raise Conflict(
-                f"node {name!r} is {'a cluster' if node.is_cluster else 'no cluster'}, and {display_url(url)} is otherwise",
+                f"node {name!r} is {'a cluster' if node.is_cluster else 'no cluster'}, unlike {display_url(url)}",
                 "register it as a node of its own, and drain this one",
             )
         if node.url == url:

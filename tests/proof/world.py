@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import redis
 from pydantic import SecretStr
@@ -18,7 +18,6 @@ from mqlayer.domain.routing import Route
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.rights import Right
 from mqlayer.producing import Producer, ProducerOptions
-from mqlayer.redis.addresses import is_cluster_url, parse_address, shard_url
 from mqlayer.redis.keys import PartitionKeys, partition_keys
 from mqlayer.redis.node_connection import Node
 from mqlayer.relay import Relay, RelayLimits
@@ -31,6 +30,7 @@ from tests.fixtures.kept_connections import ask_postgres, kept_database, kept_se
 from tests.fixtures.roles import role_dsn
 from tests.fixtures.wait import wait_until
 from tests.proof.history import Append
+from tests.proof.node_client import client_at
 from tests.proof.runtimes import runtime_of
 from tests.proof.streams import read_partition, record_count
 
@@ -40,14 +40,6 @@ LEASE_S = 0.5
 
 Chains = dict[tuple[str, int], list[tuple[int, str | None, str]]]
 """Per topic and LP: seq, key and value of each message, in order."""
-
-
-def client_at(url: str) -> redis.Redis:
-    """Return a plain client of a node's server, or of all shards of a cluster."""
-    if not is_cluster_url(url):
-        return redis.Redis.from_url(url, protocol=2)
-    found: Any = redis.RedisCluster.from_url(shard_url(url, parse_address(url).seeds[0]), protocol=2)
-    return cast("redis.Redis", found)
 
 
 @dataclass
