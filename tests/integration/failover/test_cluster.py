@@ -164,7 +164,7 @@ def test_a_half_moved_slot_serves_nothing_and_loses_nothing(
     stage = start_stage(cluster.url, partitions=3)
     recorder = Recorder()
     stage.consume(recorder)
-    stage.send_numbers(4, 5)
+    stage.send(((f"key-{number % 4}", b"%d" % number) for number in range(1, 21)), source=99)
     wait_until(lambda: recorder.count() == 20, timeout_s=20, what="the first ones handled")
     partition = stage.partitions[0]
     key = stage.key_in(partition)
@@ -193,7 +193,7 @@ def test_a_cluster_that_is_down_comes_back(start_cluster: StartCluster, start_st
     stage = start_stage(cluster.url, partitions=6)
     recorder = Recorder()
     stage.consume(recorder)
-    stage.send_numbers(6, 4)
+    stage.send(((f"key-{number % 6}", b"%d" % number) for number in range(1, 25)), source=99)
     wait_until(lambda: recorder.count() == 24, timeout_s=20, what="the first ones handled")
     primary = cluster.owner(stage.partitions[0])
     others = [one for one in stage.partitions if cluster.owner(one) is not primary]
@@ -203,7 +203,7 @@ def test_a_cluster_that_is_down_comes_back(start_cluster: StartCluster, start_st
         line.call([("PING",)])
     primary.start()
     cluster.wait_ok()
-    with publishing(stage, first=5) as sent:
+    with publishing(stage, first=25) as sent:
         wait_until(lambda: recorder.count() > 24 + 20, timeout_s=30, what="more handled")
     stage.wait_settled()
     assert recorder.count() == 24 + len(sent)
