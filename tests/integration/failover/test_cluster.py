@@ -8,6 +8,8 @@ from contextlib import closing, contextmanager
 
 import pytest
 
+from mqlayer.doctor.diagnosis import diagnose_node
+from mqlayer.doctor.findings import LIMITS, CheckStatus
 from mqlayer.errors import AcknowledgedLoss, Conflict, MqlayerError, StoreUnavailable
 from mqlayer.inspect.node_status import node_statuses
 from mqlayer.producing import Message, Producer
@@ -75,6 +77,11 @@ def test_a_cluster_is_told_as_one_node(shared_cluster: Cluster, start_stage: Sta
     assert found.state == "serving"
     assert found.server is not None
     assert len(found.server.shards) == 3
+    findings = diagnose_node(found.node, None, stage.prefix, LIMITS).findings
+    assert sum(finding.check == "persistence" for finding in findings) == 3
+    assert [finding.check for finding in findings if finding.verdict is CheckStatus.BROKEN] == []
+    (role,) = [finding for finding in findings if finding.check == "role"]
+    assert "a cluster of 3 shards; without a replica" in role.seen
     with pytest.raises(Conflict, match="holds partition"):
         register_node(stage.runtime, name="again", url=shared_cluster.url)
     with pytest.raises(Conflict, match="is a cluster"):
