@@ -49,7 +49,12 @@ from tests.proof.world import QUICK, World
 pytestmark = pytest.mark.xdist_group("doctor")
 
 PASSWORD = "s3cr3t"
-WELL = {"fsync": "on", "max_prepared_transactions": "4", "idle_in_transaction_session_timeout": "60s"}
+WELL = {
+    "fsync": "on",
+    "wal_level": "logical",
+    "max_prepared_transactions": "4",
+    "idle_in_transaction_session_timeout": "60s",
+}
 
 
 # All look at servers that one worker starts.
@@ -146,7 +151,8 @@ def test_of_a_well_installation_nothing_is_broken(
         shown = doctor("doctor")
     assert {line["check"] for line in found if line["verdict"] != "ok"} <= {"version"}
     assert {line["check"] for line in found} == {
-        "reachable", "version", "durability", "connections", "transactions", "prepared", "functions", "clock",
+        "reachable", "version", "durability", "connections", "transactions", "prepared", "slots", "functions",
+        "clock",
         "sessions", "pooler",
         "control schema", "replaced", "numbers", "unarmed", "draining", "beat", "protocol", "routes", "autopilot",
         "deletions", "groups", "parked", "pauses", "archive", "application schema",
@@ -354,6 +360,21 @@ def test_a_prepared_transaction_is_named_until_it_is_ended(ward: Ward) -> None:
         assert "ROLLBACK PREPARED 'order-1'" in finding.fix
         connection.execute("ROLLBACK PREPARED 'order-1'")
         assert ward.findings("prepared", transaction_s=0.0) == []
+
+
+def test_a_replication_slot_without_a_client_is_named_until_it_is_dropped(ward: Ward) -> None:
+    assert ward.findings("slots") == []
+    ward.world.rows("SELECT pg_create_logical_replication_slot('warehouse', 'pgoutput')")
+    try:
+        ward.world.publish(1)
+        finding = ward.finding("slots")
+        assert finding.verdict == "warning"
+        assert finding.seen.startswith("logical slot 'warehouse', which has no client, holds dead rows of catalogs for")
+        assert "pg_drop_replication_slot('warehouse')" in finding.fix
+        assert ward.finding("slots", slot_bytes=1).verdict == "broken"
+    finally:
+        ward.world.rows("SELECT pg_drop_replication_slot('warehouse')")
+    assert ward.findings("slots") == []
 
 
 def test_settings_that_lose_commits_are_broken(ward: Ward, postgres_server: Any) -> None:
