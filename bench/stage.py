@@ -104,17 +104,19 @@ class Stage:
             self._redis[fsync, number] = server
         return self._redis[fsync, number]
 
-    def system(self, *, fsync: Fsync = "always", partitions: int = 1, nodes: int = 1) -> System:
-        """Return a new, empty system on the stage's servers; the nodes are flushed."""
+    def system(self, *, fsync: Fsync = "always", partitions: int = 1, nodes: int = 1, url: str = "") -> System:
+        """Return a new, empty system on the stage's servers, which are flushed, or on an empty node at `url`."""
         dsn = self.postgres.create_database(f"bench_{uuid.uuid4().hex[:8]}")
         migrate(dsn)
-        servers = [self.redis(fsync, number) for number in range(1, nodes + 1)]
+        servers = [] if url else [self.redis(fsync, number) for number in range(1, nodes + 1)]
+        urls = [url] if url else [server.url for server in servers]
         settings = Settings(dsn=SecretStr(dsn))
         database = Database(dsn, application="mqlayer bench")
         self._cleanup.callback(database.close)
         runtime = Runtime(database, settings, database, "bench")
-        for number, server in enumerate(servers, start=1):
+        for server in servers:
             redis.Redis.from_url(server.url).flushall()
-            register_node(runtime, name=f"n{number}", url=server.url)
+        for number, one in enumerate(urls, start=1):
+            register_node(runtime, name=f"n{number}", url=one)
         route = create_topic(runtime, "bench", partitions=partitions)
-        return System(runtime, route, servers[0].url)
+        return System(runtime, route, urls[0])

@@ -18,6 +18,7 @@ from mqlayer.cli.output import JsonOption, echo, show_rows
 from mqlayer.cli.panels import CHANGE, LOOK, REPAIR, START
 from mqlayer.cli.permissions import check_change
 from mqlayer.cli.runtime import control_here, runtime_here
+from mqlayer.domain.node_runs import short_run
 from mqlayer.errors import InvalidInput
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.rights import Right
@@ -73,7 +74,7 @@ def add_to(app: typer.Typer) -> None:
 @nodes.command(rich_help_panel=START)
 def register(
     name: Annotated[str, typer.Argument(help="a-z first, then a-z 0-9 _ . -")],
-    url: Annotated[str, typer.Argument(help="redis://… or rediss://… of the primary, or sentinel://….")],
+    url: Annotated[str, typer.Argument(help="redis://… or rediss://… of the primary, sentinel://… or cluster://….")],
     zone: Annotated[str, typer.Option(help="Where it is, such as eu-1a.")] = "",
 ) -> None:
     """Register a Redis as a node and arm it. Repeatable."""
@@ -92,7 +93,7 @@ def list_(as_json: JsonOption = False) -> None:
 
 
 def _row(node: Node) -> dict[str, Any]:
-    armed = (node.armed_run_id or "")[:8]
+    armed = short_run(node.armed_run_id)
     where = {"name": node.name, "address": node.address, "zone": node.zone}
     return where | {"armed_run": armed, "draining_at": node.draining_at}
 
@@ -180,7 +181,7 @@ def history(
 def set_(
     name: Annotated[str, typer.Argument(help="The node's name.")],
     url: Annotated[
-        str | None, typer.Option(help="Where it is from now on: redis://…, rediss://… or sentinel://….")
+        str | None, typer.Option(help="Where it is from now on: redis://…, rediss://…, sentinel://… or cluster://….")
     ] = None,
     zone: Annotated[str | None, typer.Option(help="Its zone, such as eu-1a; '' for none.")] = None,
     empty: Annotated[bool, typer.Option(help="It starts empty there: messages only on the old one are lost.")] = False,

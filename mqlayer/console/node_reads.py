@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from mqlayer.errors import StoreUnavailable
+from mqlayer.redis.cluster_connection import ClusterConnection
 from mqlayer.redis.node_connection import NodeConnection, ServerFacts
 from mqlayer.runtime.runtime import Runtime
 
@@ -46,8 +47,8 @@ class SilentNodes:
 SILENT: Final = SilentNodes()
 
 
-class ImpatientConnection(NodeConnection):
-    """A connection that does not ask silent nodes."""
+class _Impatient(NodeConnection):
+    """Does not ask silent nodes."""
 
     def connect(self) -> ServerFacts:
         """Connect as NodeConnection does."""
@@ -68,11 +69,20 @@ class ImpatientConnection(NodeConnection):
         return facts
 
 
+class ImpatientConnection(_Impatient):
+    """A connection that does not ask silent nodes."""
+
+
+class ImpatientClusterConnection(_Impatient, ClusterConnection):
+    """The same to a cluster."""
+
+
 class ImpatientRuntime(Runtime):
     """A runtime whose nodes have short timeouts."""
 
     __slots__ = ()
     connection_class = ImpatientConnection
+    cluster_connection_class = ImpatientClusterConnection
 
 
 def impatient(runtime: Runtime) -> Runtime:

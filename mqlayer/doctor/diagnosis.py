@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
 from typing import Final
@@ -13,7 +13,7 @@ from typing import Final
 from mqlayer.doctor import control, nodes, outbox, postgres, sessions
 from mqlayer.doctor.body_store import body_store_subject, check_body_store
 from mqlayer.doctor.broker import ask_broker, broker_subject, check_apart
-from mqlayer.doctor.findings import LIMITS, CheckLimits, CheckStatus, Finding, run_checks
+from mqlayer.doctor.findings import LIMITS, Check, CheckLimits, CheckStatus, Finding, run_checks
 from mqlayer.doctor.nodes import CheckedNode, node_subject
 from mqlayer.doctor.postgres import CheckedDatabase
 from mqlayer.doctor.rights import check_default_user, check_own_rights
@@ -91,7 +91,19 @@ def diagnose_node(node: Node, lost_at: datetime | None, prefix: str, limits: Che
     first = Finding("reachable", name, CheckStatus.OK, seen)
     rights = check_own_rights(node, name, prefix, limits)
     guarded = check_default_user(node, name, prefix, limits)
-    return ServerReport([first, rights, *guarded, *run_checks(nodes.CHECKS, checked, name, limits)], node=checked)
+    checks = [finding for one, some in _checks_of(checked) for finding in run_checks(some, one, one.subject, limits)]
+    return ServerReport([first, rights, *guarded, *checks], node=checked)
+
+
+def _checks_of(checked: CheckedNode) -> Iterator[tuple[CheckedNode, dict[str, Check[CheckedNode]]]]:
+    """Yield the checks of a node; of a cluster, those of each shard too."""
+    shards = checked.answers.shards
+    if not shards:
+        yield checked, nodes.CHECKS
+        return
+    yield checked, {name: check for name, check in nodes.CHECKS.items() if name not in nodes.OF_SHARDS}
+    for shard, answers in shards.items():
+        yield replace(checked, answers=answers, shard=shard), {name: nodes.CHECKS[name] for name in nodes.OF_SHARDS}
 
 
 def diagnose_broker(url: str, access: NodeAccess, limits: CheckLimits) -> ServerReport:

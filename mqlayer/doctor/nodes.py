@@ -9,6 +9,7 @@ from typing import Final
 from mqlayer.doctor.clocks import clock_finding
 from mqlayer.doctor.findings import Check, CheckLimits, CheckStatus, Finding
 from mqlayer.doctor.versions import redis_finding
+from mqlayer.domain.node_runs import is_same_run, short_run
 from mqlayer.redis.node_connection import REQUIRED_SETTINGS, Node
 from mqlayer.redis.server_info import ServerInfo
 
@@ -20,11 +21,13 @@ class CheckedNode:
     node: Node
     lost_at: datetime | None
     answers: ServerInfo
+    shard: str = ""
+    """Address of one shard, if its answers are meant."""
 
     @property
     def subject(self) -> str:
-        """The node's name in findings."""
-        return node_subject(self.node)
+        """The node's name in findings, or its shard's."""
+        return f"{node_subject(self.node)} shard {self.shard}" if self.shard else node_subject(self.node)
 
 
 def node_subject(node: Node) -> str:
@@ -44,9 +47,9 @@ def check_armed(checked: CheckedNode, _: CheckLimits) -> list[Finding]:
     if checked.lost_at is not None:
         fix = f"mqlayer node rearm {node.name}, if it is back for good; else let its address go"
         return [Finding("armed", checked.subject, CheckStatus.WARNING, "it was given up as lost, and answers", fix)]
-    if run_id == node.armed_run_id:
-        return [Finding("armed", checked.subject, CheckStatus.OK, f"run {run_id[:8]} is the armed one")]
-    seen = f"run {run_id[:8]}, armed is {(node.armed_run_id or 'none')[:8]}: it serves nothing"
+    if is_same_run(run_id, node.armed_run_id):
+        return [Finding("armed", checked.subject, CheckStatus.OK, f"run {short_run(run_id)} is the armed one")]
+    seen = f"run {short_run(run_id)}, armed is {short_run(node.armed_run_id) or 'none'}: it serves nothing"
     fix = f"a running worker, relay or member arms it within seconds; by hand: mqlayer node rearm {node.name}"
     return [Finding("armed", checked.subject, CheckStatus.BROKEN, seen, fix)]
 
@@ -58,9 +61,11 @@ def check_role(checked: CheckedNode, _: CheckLimits) -> list[Finding]:
     if role not in ("master", "primary"):
         fix = "let the address of the node be the primary's"
         return [Finding("role", checked.subject, CheckStatus.BROKEN, f"it is a {role}", fix)]
-    if info.get("cluster_enabled") == "1":
-        fix = "cluster-enabled no: register each primary as a node of its own, one read spans several hash slots"
+    if info.get("cluster_enabled") == "1" and not checked.node.is_cluster:
+        fix = "register the cluster at cluster://host:port,…: at a plain address all partitions need one hash slot"
         return [Finding("role", checked.subject, CheckStatus.BROKEN, "it runs in cluster mode", fix)]
+    if checked.node.is_cluster:
+        return [_shards(checked)]
     return [Finding("role", checked.subject, CheckStatus.OK, "primary")]
 
 
@@ -141,6 +146,19 @@ CHECKS: Final[dict[str, Check[CheckedNode]]] = {
     "replicas": check_replicas,
     "clock": check_clock,
 }
+
+
+OF_SHARDS: Final = ("version", "persistence", "eviction", "memory", "replicas", "clock")
+"""Checks that each shard of a cluster has."""
+
+
+def _shards(checked: CheckedNode) -> Finding:
+    alone = [address for address, one in checked.answers.shards.items() if one.number("connected_slaves") == 0]
+    seen = f"a cluster of {len(checked.answers.shards)} shards"
+    if alone:
+        fix = "add replicas: where a shard is away, all partitions of the node wait"
+        return Finding("role", checked.subject, CheckStatus.WARNING, f"{seen}; without a replica: {alone[0]}", fix)
+    return Finding("role", checked.subject, CheckStatus.OK, seen)
 
 
 def _persistence(subject: str, verdict: CheckStatus, seen: str, fix: str) -> Finding:

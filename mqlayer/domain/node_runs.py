@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Final
+from collections.abc import Collection, Iterable, Mapping
+from typing import Final, NamedTuple
 
 NO_ID: Final = "0"
 SHOWN_ID: Final = 12
+DIVIDER: Final = " "
+"""Between the shards of a cluster's run."""
+MAX_SHARDS: Final = 20
+"""Of a cluster: its run is a text of a kilobyte at most."""
 
 
 def run_of(info: Mapping[str, str]) -> str:
@@ -15,12 +19,66 @@ def run_of(info: Mapping[str, str]) -> str:
     return info["run_id"] if not followed.strip(NO_ID) else f"{info['run_id']}/{followed[:SHOWN_ID]}"
 
 
+class ShardRun(NamedTuple):
+    """A cluster's shard: its primary's run and name in the cluster, and a digest of its slots."""
+
+    run: str
+    member: str
+    slots_digest: str
+
+
+def cluster_run(shards: Iterable[ShardRun]) -> str:
+    """Return the run of a cluster: all shards' runs, `<process>/<followed>@<member>.<slots>` each."""
+    entries = []
+    for shard in shards:
+        process, _, followed = shard.run.partition("/")
+        entries.append(f"{process[:16]}/{followed}@{shard.member[:10]}.{shard.slots_digest[:6]}")
+    return DIVIDER.join(sorted(entries))
+
+
+def is_cluster_run(run: str | None) -> bool:
+    """Whether a run is a cluster's."""
+    return run is not None and "@" in run
+
+
+def is_same_run(found: str, armed: str | None) -> bool:
+    """Whether a run is the armed one. A cluster may have moved slots between armed shards."""
+    if not is_cluster_run(armed) or armed is None:
+        return found == armed
+    return _without_slots(found) == _without_slots(armed)
+
+
+def is_unchanged(shard: ShardRun, armed: str | None) -> bool:
+    """Whether a shard is armed, with the slots that it had then."""
+    return armed is not None and cluster_run([shard]) in armed.split(DIVIDER)
+
+
+def short_run(run: str | None) -> str:
+    """Return a run's name for people."""
+    if run is None:
+        return ""
+    return ",".join(one[:8] for one in run.split(DIVIDER))
+
+
+def _without_slots(run: str) -> set[str]:
+    return {one.rpartition(".")[0] for one in run.split(DIVIDER)}
+
+
 def is_former(run: str, *, armed: str | None, former: Collection[str]) -> bool:
-    """Whether a run was armed and replaced, so must not serve.
+    """Whether a run was armed and replaced, so must not serve; of a cluster, whether any shard's was.
 
     A replaced process that names none is former too: after an hour without replicas it forgets.
     """
-    process, _, followed = run.partition("/")
-    if armed is not None and armed.partition("/")[0] == process:
-        return False
-    return run in former or (not followed and any(one.partition("/")[0] == process for one in former))
+    serving = {_name(one).partition("/")[0] for one in (armed or "").split(DIVIDER)}
+    replaced = {_name(one) for one in former}
+    for one in map(_name, run.split(DIVIDER)):
+        process, _, followed = one.partition("/")
+        if process in serving:
+            continue
+        if one in replaced or (not followed and any(other.partition("/")[0] == process for other in replaced)):
+            return True
+    return False
+
+
+def _name(run: str) -> str:
+    return run.partition("@")[0].removesuffix("/")

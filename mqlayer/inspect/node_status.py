@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Final, Literal
 
+from mqlayer.domain.node_runs import is_same_run
 from mqlayer.domain.routing import NodeId
 from mqlayer.errors import MqlayerError, NotFound
 from mqlayer.postgres.queries import query
@@ -47,7 +48,7 @@ class NodeStatus:
             return "unreachable"
         if self.node.armed_run_id is None:
             return "unarmed"
-        return "serving" if self.server.run_id == self.node.armed_run_id else "restarted"
+        return "serving" if is_same_run(self.server.run_id, self.node.armed_run_id) else "restarted"
 
     @property
     def since(self) -> datetime | None:

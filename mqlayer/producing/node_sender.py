@@ -165,7 +165,7 @@ class NodeSender(Service):
             failpoint("producer.before_append")
             if self._meters is not None:
                 batch.sent_at = time.perf_counter()
-            self._connection.send_packet(packet + self._wait_packet if self._wait_packet else packet)
+            self._connection.send_packet(*((packet, self._wait_packet) if self._wait_packet else (packet,)))
             failpoint("producer.after_send")
         except StoreUnavailable as error:
             self._lose(error)
@@ -297,7 +297,14 @@ def _append_request(connection: NodeConnection, batch: AppendBatch, settings: Se
         )
     else:
         digest, partition = connection.digest("log_append"), partition_queue.partition
-        start = append_start(digest, settings.key_prefix, partition, batch.source, partition_queue.backlog_limit)
+        start = append_start(
+            digest,
+            settings.key_prefix,
+            partition,
+            batch.source,
+            partition_queue.backlog_limit,
+            cluster=connection.is_cluster,
+        )
         packet = append_packet(start, batch.heads, batch.chunks, count=batch.count)
     batch.heads, batch.chunks = [], []
     return packet

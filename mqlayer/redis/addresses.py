@@ -1,13 +1,16 @@
-"""Node URLs: a Redis, or Sentinels that name the primary.
+"""Node URLs: a Redis, Sentinels that name the primary, or servers of a cluster.
 
 ```text
 redis://host[:port][/db][?option=value]
 rediss://…                                                over TLS
 sentinel://host[:port][,host[:port]…]/service[/db][?option=value]
 sentinels://…                                             over TLS, Sentinels too
+cluster://host[:port][,host[:port]…][?option=value]       some servers of a Redis Cluster
+clusters://…                                              over TLS
 ```
 
-`redis+sentinel://` and `rediss+sentinel://` are aliases. A node's URL holds no credentials; the broker's may.
+`redis+sentinel://`, `rediss+sentinel://`, `redis+cluster://` and `rediss+cluster://` are aliases. A node's URL holds no
+credentials; the broker's may.
 """
 
 from __future__ import annotations
@@ -32,12 +35,19 @@ SCHEMES: Final = {
     "redis+sentinel": "redis",
     "rediss+sentinel": "rediss",
 }
+CLUSTER_PORT: Final = 6379
+CLUSTER_SCHEMES: Final = {
+    "cluster": "redis",
+    "clusters": "rediss",
+    "redis+cluster": "redis",
+    "rediss+cluster": "rediss",
+}
 SECRET_OPTIONS: Final = frozenset(
     {"username", "password", "credential_provider", "sentinel_username", "sentinel_password", "ssl_password"}
 )
 UNVERIFIED_OPTIONS: Final = frozenset({"ssl_cert_reqs", "ssl_check_hostname"})
 """They turn TLS verification off for all processes."""
-FORM: Final = "use redis://host:port/db, rediss://… or sentinel://host:26379,host2:26379/service/db"
+FORM: Final = "use redis://host:port/db, rediss://…, sentinel://host:26379,host2:26379/service/db or cluster://host:6379,host2:6379"
 
 ENCODE: Final = "write @ : / ? # % and blanks in a password as %40 %3A %2F %3F %23 %25 %20"
 PLAIN_SCHEMES: Final = ("redis", "rediss")
@@ -53,10 +63,12 @@ class Sentinels(NamedTuple):
 
 
 class Address(NamedTuple):
-    """`url`: for the driver; with `sentinels` its host is a placeholder."""
+    """`url`: for the driver; with `sentinels` or `seeds` its host is a placeholder."""
 
     url: str
     sentinels: Sentinels | None
+    seeds: tuple[Host, ...] = ()
+    """Servers of a cluster."""
 
 
 def parse_address(url: str) -> Address:
@@ -69,6 +81,20 @@ def parse_address(url: str) -> Address:
         raise InvalidInput(f"bad Redis URL: {FORM}; {ENCODE}")
     register_secrets(*_secrets_in(url))
     return address
+
+
+def is_cluster_url(url: str) -> bool:
+    """Whether a node's URL names a cluster."""
+    return url.partition("://")[0] in CLUSTER_SCHEMES
+
+
+def shard_url(url: str, host: Host) -> str:
+    """Return the URL of one server of a cluster, with the cluster's options."""
+    parts = urlsplit(url)
+    credentials = parts.netloc.rpartition("@")[0]
+    before = f"{credentials}@" if credentials else ""
+    query = f"?{parts.query}" if parts.query else ""
+    return f"{CLUSTER_SCHEMES[parts.scheme]}://{before}{_service_host((host,))}/0{query}"
 
 
 def display_url(url: str) -> str:
@@ -268,6 +294,8 @@ def _drop_credentials(options: dict[str, Any]) -> bool:
 
 def _parse(url: str) -> Address:
     parts = urlsplit(url)
+    if parts.scheme in CLUSTER_SCHEMES:
+        return _parse_cluster(url)
     if parts.scheme not in SCHEMES:
         return Address(url, None)
     credentials, _, hosts = parts.netloc.rpartition("@")
@@ -281,14 +309,23 @@ def _parse(url: str) -> Address:
     return Address(plain + (f"?{others}" if others else ""), Sentinels(found, service))
 
 
+def _parse_cluster(url: str) -> Address:
+    parts = urlsplit(url)
+    if parts.path.strip("/") not in ("", "0"):
+        # A cluster has one database.
+        raise ValueError(url)
+    seeds = tuple(_host(text, CLUSTER_PORT) for text in parts.netloc.rpartition("@")[2].split(","))
+    return Address(shard_url(url, seeds[0]), None, seeds)
+
+
 def _service_host(hosts: tuple[Host, ...]) -> str:
     # A placeholder until a Sentinel names the primary.
     host, port = hosts[0]
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _host(text: str) -> Host:
+def _host(text: str, port: int = SENTINEL_PORT) -> Host:
     parts = urlsplit(f"//{text}")
     if not parts.hostname:
         raise ValueError(text)
-    return parts.hostname, parts.port or SENTINEL_PORT
+    return parts.hostname, parts.port or port

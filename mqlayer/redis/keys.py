@@ -18,8 +18,8 @@ g<id>:rate      hash    left, at_us; g<id>:rate:<class>: the same of a key class
 g<id>:pops, queues, batches, wake  hash, zset, hash, stream  ordered pop; shared: queues, deferred messages
 g<id>:ready, class_out, class_rates  zset  ordered pop with key classes: queues that wait, keys that are out, rates
 g<id>:due       zset    when a queue (pop) or message (shared) is due; shared: inf, deferred
-<prefix>:ended  set     the node's ended outbox sources
-<prefix>:terms  hash    the node's source -> term
+<prefix>:ended  set     the node's ended outbox sources; on a cluster each partition's: ended
+<prefix>:terms  hash    the node's source -> term; on a cluster each partition's: terms
 ```
 """
 
@@ -68,15 +68,19 @@ def partition_keys(prefix: str, partition: int) -> PartitionKeys:
 
 
 @cache
-def ended_sources_key(prefix: str) -> bytes:
-    """Return the `ended` set."""
-    return f"{prefix}:ended".encode()
+def ended_sources_key(prefix: str, partition: int | None = None) -> bytes:
+    """Return the `ended` set: the node's, or on a cluster a partition's."""
+    return f"{prefix}:{_tag(partition)}ended".encode()
 
 
 @cache
-def terms_key(prefix: str) -> bytes:
-    """Return the `terms` hash."""
-    return f"{prefix}:terms".encode()
+def terms_key(prefix: str, partition: int | None = None) -> bytes:
+    """Return the `terms` hash: the node's, or on a cluster a partition's."""
+    return f"{prefix}:{_tag(partition)}terms".encode()
+
+
+def _tag(partition: int | None) -> str:
+    return "" if partition is None else f"{{{partition}}}:"
 
 
 @cache

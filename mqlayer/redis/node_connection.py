@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import redis
 
@@ -23,7 +23,7 @@ from mqlayer.errors import (
 from mqlayer.redis.access import access_here
 from mqlayer.redis.access_errors import RIGHTS_HINT, is_denial, not_reached
 from mqlayer.redis.acl_check import CHECKED, DEFAULT_USER_ADVICE, RequiredAccess, access_of, loses_transactions
-from mqlayer.redis.addresses import ConnectionFactory, display_url
+from mqlayer.redis.addresses import ConnectionFactory, display_url, is_cluster_url
 from mqlayer.redis.roles import PLAIN_COMMANDS, RedisRole
 from mqlayer.redis.scripts import script_digests, script_texts
 
@@ -48,7 +48,10 @@ _display = lru_cache(maxsize=256)(display_url)
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A registered Redis. `armed_run_id`: None until armed; `draining_at`: since then it gets no partitions."""
+    """A registered Redis or Redis Cluster.
+
+    `armed_run_id`: None until armed; `draining_at`: since then it gets no partitions.
+    """
 
     node_id: NodeId
     name: str
@@ -61,6 +64,11 @@ class Node:
     def takes_partitions(self) -> bool:
         """Whether new partitions may be placed there."""
         return self.armed_run_id is not None and self.draining_at is None
+
+    @property
+    def is_cluster(self) -> bool:
+        """Whether it is a Redis Cluster."""
+        return is_cluster_url(self.url)
 
     @property
     def address(self) -> str:
@@ -85,6 +93,8 @@ class NodeConnection:
     unknown outcome. Any thread may replace `node`; a connection to another run or address closes at its next use.
     `required`: rights to check once per run. `any_run`, `unsafe`: skip the check of run or settings.
     """
+
+    is_cluster: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -192,10 +202,10 @@ class NodeConnection:
         self.connect()
         self._send(self._factory.pack_commands, commands)
 
-    def send_packet(self, packet: bytes) -> None:
-        """Send encoded requests; `receive` as many replies."""
+    def send_packet(self, *packets: bytes) -> None:
+        """Send encoded requests in one write; `receive` as many replies."""
         self.connect()
-        self._send(tuple, (packet,))
+        self._send(tuple, packets if len(packets) == 1 else (b"".join(packets),))
 
     def _send(self, pack: Callable[[Any], Any], requests: Iterable[Any]) -> None:
         try:

@@ -83,32 +83,55 @@ def append_command(
         args += (run.lp, run.first, run.count)
     for run in runs:
         args += run.fields
-    names = (keys.log, keys.meta, keys.marks, ended_sources_key(prefix), terms_key(prefix))
+    tag = partition if connection.is_cluster else None
+    names = (keys.log, keys.meta, keys.marks, ended_sources_key(prefix, tag), terms_key(prefix, tag))
     return connection.script("log_append", names, *args)
 
 
-def end_sources(connection: NodeConnection, prefix: str, sources: Sequence[int], *, closed: bool) -> None:
+def end_sources(
+    connection: NodeConnection, prefix: str, sources: Sequence[int], *, closed: bool, partitions: Sequence[int]
+) -> None:
     """Make a node refuse these outbox sources. Raises StoreUnavailable.
 
-    `closed`: another source has replaced them; AS_BEFORE_UNLESS_CLOSED is refused too.
+    `closed`: another source has replaced them; AS_BEFORE_UNLESS_CLOSED is refused too. `partitions`: the node's; each
+    partition of a cluster has its own set.
     """
-    key = (ended_sources_key(prefix),)
+    keys = [ended_sources_key(prefix, tag) for tag in (partitions if connection.is_cluster else (None,))]
     words = [status for source in sources for status in ([source, f"{source}:closed"] if closed else [source])]
-    for at in range(0, len(words), SOURCES_PER_CALL):
-        (reply,) = connection.call([connection.whole_script("source_end", key, *words[at : at + SOURCES_PER_CALL])])
+    commands = [
+        connection.whole_script("source_end", (key,), *words[at : at + SOURCES_PER_CALL])
+        for at in range(0, len(words), SOURCES_PER_CALL)
+        for key in keys
+    ]
+    for reply in connection.call(commands) if commands else ():
         raise_for_reply(reply, connection.node.address)
 
 
-def set_term(connection: NodeConnection, prefix: str, source: int, term: str, *, partitions: Sequence[int]) -> str:
+TermToken = str | dict[int, str]
+"""What appends carry to name a relay's term: a node's, or on a cluster each partition's."""
+NO_TERM: Final = "-"
+"""A token that no partition has."""
+
+
+def set_term(
+    connection: NodeConnection, prefix: str, source: int, term: str, *, partitions: Sequence[int]
+) -> TermToken:
     """Make a node accept only this term's rows of a source; return the token for appends.
 
     See docs/design/relay-term.md. A node with none of `partitions` stores nothing. Raises StoreUnavailable.
     """
-    keys = (terms_key(prefix), *(partition_keys(prefix, partition).meta for partition in partitions))
-    (reply,) = connection.call([connection.whole_script("source_term", keys, source, term, secrets.token_hex(8))])
-    status, *token = raise_for_reply(reply, connection.node.address)
+    metas = [partition_keys(prefix, partition).meta for partition in partitions]
+    calls = [(terms_key(prefix), *metas)]
+    if connection.is_cluster:
+        calls = [(terms_key(prefix, one), meta) for one, meta in zip(partitions, metas, strict=True)]
+    nonce = secrets.token_hex(8)
+    replies = connection.call(
+        [connection.whole_script("source_term", keys, source, term, nonce) for keys in calls]
+    ) if calls else []  # fmt: skip
+    answers = [raise_for_reply(reply, connection.node.address) for reply in replies]
     # A bare term matches no token, so its appends are refused.
-    return token[0].decode() if status == b"ok" else term
+    tokens = [token[0].decode() if status == b"ok" else term for status, *token in answers]
+    return dict(zip(partitions, tokens, strict=True)) if connection.is_cluster else tokens[0]
 
 
 def status_of(reply: Any, address: str) -> str:
@@ -347,7 +370,10 @@ def retire_command(
 ) -> Command:
     """Leave only the tombstone; `archived`: and unfetched outcomes."""
     groups = list(groups)
-    return connection.script("partition_retire", _retired_keys(prefix, partition, groups), len(groups) * archived)
+    meta, *others = _retired_keys(prefix, partition, groups)
+    if connection.is_cluster:
+        others = [ended_sources_key(prefix, partition), terms_key(prefix, partition), *others]
+    return connection.script("partition_retire", (meta, *others), len(groups) * archived)
 
 
 def _retired_keys(prefix: str, partition: int, groups: Iterable[int]) -> tuple[bytes, ...]:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import redis
 
-from mqlayer.domain.node_runs import run_of
+from mqlayer.domain.node_runs import NO_ID, ShardRun, cluster_run, run_of
 from mqlayer.errors import AccessDenied, InvalidInput
 from mqlayer.redis.access import NodeAccess, access_here
 from mqlayer.redis.access_errors import not_reached
 from mqlayer.redis.acl_check import AccessReport, RequiredAccess, access_of
-from mqlayer.redis.addresses import ConnectionFactory, display_url
+from mqlayer.redis.addresses import ConnectionFactory, display_url, is_cluster_url, shard_url
+from mqlayer.redis.cluster_connection import summed_info
 from mqlayer.redis.node_connection import Node
+from mqlayer.redis.slots import read_slots
 
 READ_SETTINGS: Final = ("appendfsync", "no-appendfsync-on-rewrite", "aof-load-truncated", "min-replicas-to-write")
 """Not in INFO; managed servers may forbid CONFIG."""
@@ -29,6 +31,8 @@ class ServerInfo:
     settings: dict[str, str]
     ahead_s: float
     round_trip_s: float
+    shards: Mapping[str, ServerInfo] = field(default_factory=dict)
+    """A cluster's shards by address: `info` then has sums, the run of all, and else what the first one says."""
 
     @property
     def run_id(self) -> str:
@@ -61,7 +65,9 @@ class ServerInfo:
 
 
 def read_server_info(url: str, *, timeout_s: float, node: str = "", access: NodeAccess | None = None) -> ServerInfo:
-    """Read a server's facts. Raises StoreUnavailable; InvalidInput for a bad URL."""
+    """Read a server's facts, or all shards' of a cluster. Raises StoreUnavailable; InvalidInput for a bad URL."""
+    if is_cluster_url(url):
+        return _read_cluster_info(url, timeout_s=timeout_s, node=node, access=access)
     attempt = ConnectionFactory(url, connect_timeout_s=timeout_s, timeout_s=timeout_s, node=node, access=access)
     connection = attempt.connection
     try:
@@ -74,8 +80,33 @@ def read_server_info(url: str, *, timeout_s: float, node: str = "", access: Node
         connection.disconnect()
 
 
+def _read_cluster_info(url: str, *, timeout_s: float, node: str, access: NodeAccess | None) -> ServerInfo:
+    slots = read_slots(url, timeout_s=timeout_s, node=node, access=access)
+    urls = [shard_url(url, (shard.host, shard.port)) for shard in slots.shards]
+    found = [read_server_info(one, timeout_s=timeout_s, node=node, access=access) for one in urls]
+    run_id = cluster_run(
+        ShardRun(one.run_id, shard.member, shard.slots_digest) for one, shard in zip(found, slots.shards, strict=True)
+    )
+    info = summed_info([one.info for one in found]) | {"run_id": run_id, "master_replid2": NO_ID}
+    slowest = max(found, key=lambda one: one.round_trip_s)
+    shards = {display_url(one): facts for one, facts in zip(urls, found, strict=True)}
+    return ServerInfo(info, found[0].settings, found[0].ahead_s, slowest.round_trip_s, shards)
+
+
 def read_access(node: Node, required: RequiredAccess, *, user: str = "", timeout_s: float = 5.0) -> AccessReport:
-    """Check a user's rights ('': this process's). Raises StoreUnavailable."""
+    """Check a user's rights ('': this process's); on a cluster, the first shard's that lacks some.
+
+    Raises StoreUnavailable.
+    """
+    if not node.is_cluster:
+        return _read_access(node, required, user=user, timeout_s=timeout_s)
+    slots = read_slots(node.url, timeout_s=timeout_s, node=node.name)
+    urls = [shard_url(node.url, (shard.host, shard.port)) for shard in slots.shards]
+    reports = [_read_access(replace(node, url=url), required, user=user, timeout_s=timeout_s) for url in urls]
+    return next((one for one in reports if one.missing), reports[0])
+
+
+def _read_access(node: Node, required: RequiredAccess, *, user: str, timeout_s: float) -> AccessReport:
     attempt = ConnectionFactory(node.url, connect_timeout_s=timeout_s, timeout_s=timeout_s, node=node.name)
     connection = attempt.connection
     try:

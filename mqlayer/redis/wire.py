@@ -32,10 +32,19 @@ def bulk_number(number: int) -> bytes:
 
 
 @lru_cache(maxsize=1_024)
-def append_start(digest: bytes, prefix: str, partition: int, source: int, backlog: int = 0, term: str = "") -> bytes:
+def append_start(
+    digest: bytes,
+    prefix: str,
+    partition: int,
+    source: int,
+    backlog: int = 0,
+    term: str = "",
+    *,
+    cluster: bool = False,
+) -> bytes:
     """Return what a partition's appends have in common. `term`: token of `set_term`."""
-    keys = partition_keys(prefix, partition)
-    names = (keys.log, keys.meta, keys.marks, ended_sources_key(prefix), terms_key(prefix))
+    keys, tag = partition_keys(prefix, partition), partition if cluster else None
+    names = (keys.log, keys.meta, keys.marks, ended_sources_key(prefix, tag), terms_key(prefix, tag))
     values = (b"%d" % source, b"%d" % backlog, term.encode())
     return b"".join(map(bulk, (b"EVALSHA", digest, b"5", *names, *values)))
 

@@ -16,7 +16,7 @@ from mqlayer.failpoints import failpoint
 from mqlayer.logs import event_logger
 from mqlayer.postgres.queries import query
 from mqlayer.redis.node_connection import NodeConnection
-from mqlayer.redis.partition_scripts import set_term
+from mqlayer.redis.partition_scripts import TermToken, set_term
 from mqlayer.relay.outbox_source import OutboxSource, refuse_other_term
 from mqlayer.relay.stored_records import Content, content_of_row, is_of_row, marks_of, newest_records
 from mqlayer.runtime.runtime import Runtime
@@ -34,7 +34,7 @@ Connections = Callable[[NodeId], NodeConnection]
 class CheckedNodeTerm(NamedTuple):
     """A node's token for appends, and its partitions compared since."""
 
-    token: str
+    token: TermToken
     partitions: frozenset[int]
 
 
@@ -51,24 +51,27 @@ class CommitChecker:
         `connections` reaches nodes of parents. Raises StoreUnavailable if commits are lost (after marking the outbox),
         our term is over, or the node or Postgres is unavailable.
         """
-        token = self._send_term(connection)
+        token = self._send_term(connection, [partition for partition, _ in self._partitions(connection)])
         # Query after registering: a partition opened before that may have accepted rows of another term.
         return CheckedNodeTerm(token, self._compare_partitions(connection, self._partitions(connection), connections))
 
     def compare_more(
-        self, connection: NodeConnection, partitions: Collection[int], connections: Connections
+        self, connection: NodeConnection, partitions: Collection[int], connections: Connections, token: TermToken
     ) -> frozenset[int]:
         """Compare partitions that came to a node later. Raises as `compare_node`.
 
-        Return those compared, without any whose record is on an unavailable node.
+        Return those compared, without any whose record is on an unavailable node. Partitions of a cluster get our term
+        first, and `token` their tokens.
         """
         rows = [
             (partition, topic_id) for partition, topic_id in self._partitions(connection) if partition in partitions
         ]
+        if not isinstance(token, str):
+            later = self._send_term(connection, [partition for partition, _ in rows])
+            token.update(later if isinstance(later, dict) else {})
         return self._compare_partitions(connection, rows, connections)
 
-    def _send_term(self, node_connection: NodeConnection) -> str:
-        partitions = [partition for partition, _ in self._partitions(node_connection)]
+    def _send_term(self, node_connection: NodeConnection, partitions: Sequence[int]) -> TermToken:
         failpoint("relay.before_term")
         token = set_term(
             node_connection, self.runtime.prefix, self.source.source_id, self.source.term, partitions=partitions

@@ -27,7 +27,7 @@ from mqlayer.redis.roles import RedisRole
 from mqlayer.relay.outbox_source import end_former_sources, refuse_copy, refuse_former
 from mqlayer.relay.restore import Fallen, Serving, restore
 from mqlayer.relay.stored_records import Content, content_of_row, is_of_row, marks_of, newest_records
-from mqlayer.runtime.route_cache import load_nodes
+from mqlayer.runtime.route_cache import cluster_partitions, load_nodes
 from mqlayer.runtime.runtime import Runtime
 from mqlayer.topics.nodes import rearm_node
 from mqlayer.topics.outbox_access import is_replaced
@@ -208,7 +208,9 @@ def _end_source(runtime: Runtime, connections: Connections, source: int, *, skip
         rows = connection.execute(query("partition_nodes")).fetchall()
     for (node_id,) in rows:
         with _proving(skip_unreachable=skip_unreachable):
-            end_sources(connections(NodeId(node_id)), runtime.prefix, [source], closed=False)
+            node_connection = connections(NodeId(node_id))
+            partitions = cluster_partitions(runtime.control, node_connection.node)
+            end_sources(node_connection, runtime.prefix, [source], closed=False, partitions=partitions)
 
 
 @contextmanager

@@ -15,13 +15,13 @@ from mqlayer.errors import MqlayerError, NodeNotArmed, NotFound, StoreUnavailabl
 from mqlayer.failpoints import failpoint
 from mqlayer.logs import event_logger, is_reported
 from mqlayer.redis.node_connection import Node, NodeConnection
-from mqlayer.redis.partition_scripts import end_sources
+from mqlayer.redis.partition_scripts import TermToken, end_sources
 from mqlayer.redis.roles import RedisRole
 from mqlayer.relay.backoff import backoff_s
 from mqlayer.relay.commit_check import CheckedNodeTerm, CommitChecker
 from mqlayer.relay.lp_cursors import LpCursor, Target
 from mqlayer.runtime.node_pool import NodePool
-from mqlayer.runtime.route_cache import RouteCache
+from mqlayer.runtime.route_cache import RouteCache, cluster_partitions
 from mqlayer.runtime.runtime import Runtime
 from mqlayer.topics.nodes import rearm_node
 
@@ -87,7 +87,7 @@ class RelayNode:
     last_error: str = ""
     try_at: float = float("-inf")
     connecting: Future[ConnectedNode] | None = None
-    token: str = ""
+    token: TermToken = ""
     compared: frozenset[int] = frozenset()
     missing: set[int] = field(default_factory=set)
     comparing: tuple[frozenset[int], Future[frozenset[int]]] | None = None
@@ -170,7 +170,8 @@ class RelayNodes:
                 self._take_compared(node, *node.comparing, now)
             if node.connection is not None and node.missing and node.comparing is None and now >= node.compare_at:
                 requests = frozenset(node.missing)
-                node.comparing = requests, self._background.submit(self._compare_more, node.node_id, requests)
+                work = self._background.submit(self._compare_more, node.node_id, requests, node.token)
+                node.comparing = requests, work
                 node.missing.clear()
 
     def _take_compared(
@@ -190,9 +191,15 @@ class RelayNodes:
         waiting = sorted(requests - node.compared)
         shown("relay_not_compared", extra={"node": node.address, "partitions": waiting, "reason": reason})
 
-    def _compare_more(self, node_id: NodeId, partitions: frozenset[int]) -> frozenset[int]:
+    def _compare_more(self, node_id: NodeId, partitions: frozenset[int], token: TermToken) -> frozenset[int]:
         with self._others() as others:
-            return self.comparer.compare_more(others.to(node_id), partitions, others.to)
+            connection = others.to(node_id)
+            if connection.is_cluster:
+                self._end_former(connection, sorted(partitions))
+            return self.comparer.compare_more(connection, partitions, others.to, token)
+
+    def _end_former(self, connection: NodeConnection, partitions: Sequence[int]) -> None:
+        end_sources(connection, self._runtime.prefix, self.former, closed=True, partitions=partitions)
 
     def refresh(self, now: float) -> list[tuple[RelayNode, MqlayerError]]:
         """Query runs and addresses in the background; return nodes to drop.
@@ -229,7 +236,7 @@ class RelayNodes:
         try:
             if node.connection is None:
                 raise StoreUnavailable(node.address, "not connected")
-            node.connection.send_packet(b"".join(packets))
+            node.connection.send_packet(*packets)
         except StoreUnavailable as error:
             self.drop(node, error)
             return False
@@ -314,7 +321,7 @@ class RelayNodes:
     def _connected(self, node: Node) -> ConnectedNode:
         connection = self._open(node)
         try:
-            end_sources(connection, self._runtime.prefix, self.former, closed=True)
+            self._end_former(connection, cluster_partitions(self._runtime.control, node) if self.former else ())
             with self._others() as others:
                 return ConnectedNode(connection, self.comparer.compare_node(connection, others.to))
         except BaseException:

@@ -11,7 +11,15 @@ from mqlayer.failpoints import failpoint
 from mqlayer.logs import event_logger, is_reported
 from mqlayer.metrics import Meters
 from mqlayer.redis.node_connection import NodeConnection
-from mqlayer.redis.partition_scripts import LIVE_STATES, Refused, RunOutcome, append_reply, marks_reply
+from mqlayer.redis.partition_scripts import (
+    LIVE_STATES,
+    NO_TERM,
+    Refused,
+    RunOutcome,
+    TermToken,
+    append_reply,
+    marks_reply,
+)
 from mqlayer.redis.wire import append_packet, append_start, bulk_number, marks_packet
 from mqlayer.relay.backoff import ROUTE_FIRST_S
 from mqlayer.relay.limits import RelayLimits
@@ -270,7 +278,7 @@ class Sender:
                     self._send_again(requests, write.number)
         node.pending_writes.clear()
 
-    def _append(self, connection: NodeConnection, token: str, batch: RelayBatch) -> bytes:
+    def _append(self, connection: NodeConnection, token: TermToken, batch: RelayBatch) -> bytes:
         heads: list[bytes] = []
         messages: list[bytes] = []
         for cursor, first, of_cursor in batch.runs:
@@ -278,7 +286,15 @@ class Sender:
             messages += of_cursor
         target = batch.target
         digest = connection.digest("log_append")
-        start = append_start(digest, self._prefix, target.partition, self.source_id, target.backlog_limit, token)
+        start = append_start(
+            digest,
+            self._prefix,
+            target.partition,
+            self.source_id,
+            target.backlog_limit,
+            token if isinstance(token, str) else token.get(target.partition, NO_TERM),
+            cluster=connection.is_cluster,
+        )
         return append_packet(start, heads, messages, count=batch.count)
 
     def _marks(self, connection: NodeConnection, question: MarksRequest) -> bytes:

@@ -33,6 +33,7 @@ from mqlayer.runtime.node_pool import NodePool
 from mqlayer.runtime.route_cache import nodes_by
 from mqlayer.runtime.runtime import Runtime
 from mqlayer.topics.nodes import rearm_node
+from mqlayer.topics.partition_creation import put_ended_sources
 
 log = event_logger(__name__)
 
@@ -128,7 +129,7 @@ class ChangeDriver:
         if change.state != "planned":
             return change.state
         for part in change.successors:
-            self._make(change, part)
+            self._make(connection, change, part)
             failpoint("change.after_make")
         if change.mode == "live":
             # An unavailable parent must not leave the others sealed.
@@ -186,8 +187,10 @@ class ChangeDriver:
         log.info("route_changed", extra=facts)
         return "done"
 
-    def _make(self, change: LockedChange, part: ChangePartition) -> None:
+    def _make(self, control: Connection, change: LockedChange, part: ChangePartition) -> None:
         connection = self.node_connection(part.node)
+        if connection.is_cluster:
+            put_ended_sources(control, connection, self._prefix, [part.partition])
         word = create(
             connection,
             self._prefix,

@@ -22,6 +22,15 @@ from mqlayer.redis.node_connection import Node
 MAX_AGE_S: Final = 30.0
 
 
+def cluster_partitions(database: Database, node: Node) -> list[int]:
+    """Return the partitions of a cluster that are not deleted; of another node, none."""
+    if not node.is_cluster:
+        return []
+    with database.connection() as connection:
+        rows = connection.execute(query("cluster_partitions"), {"node_id": node.node_id}).fetchall()
+    return [row[0] for row in rows]
+
+
 class RouteCache:
     """Routes and nodes; thread-safe, serves known ones while Postgres is unavailable."""
 

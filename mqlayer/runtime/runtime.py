@@ -11,6 +11,7 @@ from mqlayer.errors import InvalidInput
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.protocol import InForce
 from mqlayer.redis.acl_check import RequiredAccess
+from mqlayer.redis.cluster_connection import ClusterConnection
 from mqlayer.redis.node_connection import Node, NodeConnection
 from mqlayer.redis.roles import RedisRole
 from mqlayer.settings import Settings
@@ -32,6 +33,7 @@ class Runtime:
     in_force: InForce = field(default_factory=InForce)
     """The control schema's protocol version that this process acts on."""
     connection_class: ClassVar[type[NodeConnection]] = NodeConnection
+    cluster_connection_class: ClassVar[type[ClusterConnection]] = ClusterConnection
 
     @property
     def prefix(self) -> str:
@@ -53,7 +55,7 @@ class Runtime:
         `role`: rights to check once per run. `within_s`: in place of the settings' timeouts.
         """
         settings = self.settings
-        return self.connection_class(
+        return (self.cluster_connection_class if node.is_cluster else self.connection_class)(
             node,
             connect_timeout_s=settings.connect_timeout_s if within_s is None else within_s,
             timeout_s=settings.socket_timeout_s if within_s is None else within_s,

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from mqlayer.domain.names import check_name, check_zone
-from mqlayer.domain.node_runs import is_former
+from mqlayer.domain.node_runs import is_former, is_same_run, is_unchanged
 from mqlayer.domain.routing import NodeId
 from mqlayer.errors import AccessDenied, Conflict, NodeNotArmed, NotFound, StoreUnavailable
 from mqlayer.failpoints import failpoint
@@ -16,15 +16,17 @@ from mqlayer.postgres.audit import write_audit
 from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.queries import query
 from mqlayer.redis.acl_check import RequiredAccess
-from mqlayer.redis.addresses import display_url, parse_address, refuse_secrets
+from mqlayer.redis.addresses import display_url, is_cluster_url, parse_address, refuse_secrets
+from mqlayer.redis.cluster_connection import ClusterConnection
 from mqlayer.redis.node_connection import Node, NodeConnection, raise_for_reply
-from mqlayer.redis.partition_scripts import end_sources, fence_command
+from mqlayer.redis.partition_scripts import fence_command
 from mqlayer.redis.roles import RedisRole
 from mqlayer.redis.server_info import check_access
 from mqlayer.runtime.route_cache import load_nodes
 from mqlayer.runtime.runtime import Runtime
 from mqlayer.topics.node_identity import refuse_armed_server, refuse_known_server, refuse_partitions
 from mqlayer.topics.node_repair import NodeRepair
+from mqlayer.topics.partition_creation import put_ended_sources
 
 log = event_logger(__name__)
 
@@ -146,6 +148,11 @@ def set_node_address(
 
     def work(connection: Connection, lowered: Lowered) -> int | Lowered:
         node, formers = _locked(connection, name)
+        if node.is_cluster is not is_cluster_url(url):
+            raise Conflict(
+                f"node {name!r} is {'a cluster' if node.is_cluster else 'no cluster'}, unlike {display_url(url)}",
+                "register it as a node of its own, and drain this one",
+            )
         if node.url == url:
             arming = _NodeArming(runtime, connection, node, formers, former=former, lowered=lowered)
             return arming.run(options, act="node rearm", facts={}, always=False)
@@ -213,24 +220,27 @@ class _NodeArming:
                     f"{node.address} holds none of the partitions of node {node.name!r}",
                     "look at the address; say --empty if the node's data are gone and it begins anew there",
                 )
-            if not always and not repair.needed and run_id == node.armed_run_id:
+            is_armed = is_same_run(run_id, node.armed_run_id)
+            if not always and not repair.needed and is_armed:
                 return 0
-            emptied = repair.state.is_emptied and run_id == node.armed_run_id
+            emptied = repair.state.is_emptied and is_armed
             if emptied or (repair.state.needs_restore and self._is_shorter(repair.state.offsets)):
                 repair.lower()
                 if emptied:
                     # A crash from here on must not leave an incomplete run armed.
                     connection.execute(query("node_disarm"), {"node_id": node.node_id})
                 return repair.state.offsets
-            if run_id != node.armed_run_id:
+            if not is_armed:
                 self._renew_file(node_connection)
-            raised = connection.execute(query("node_epochs_raise"), {"node_id": node.node_id}).fetchall()
+            facts_of_raise = {"node_id": node.node_id, "partitions": self._touched(node_connection, repair)}
+            raised = connection.execute(query("node_epochs_raise"), facts_of_raise).fetchall()
             failpoint("rearm.before_fence")
-            self._put_numbers(node_connection, raised)
+            partitions = [desired.partition for desired in repair.state.desired]
+            self._put_numbers(node_connection, raised, partitions)
             failpoint("rearm.before_remake")
             repair.repair(raised)
             # A server emptied meanwhile has forgotten them and would accept stale epochs.
-            self._put_numbers(node_connection, raised)
+            self._put_numbers(node_connection, raised, partitions)
             repair.state.recheck()
             failpoint("rearm.before_arm")
         # Another node may have been armed with this Redis meanwhile.
@@ -261,11 +271,24 @@ class _NodeArming:
         if isinstance(reply, Exception):
             log.warning("node_file_not_rewritten", extra={"node": self._node.name, "reason": str(reply)})
 
-    def _put_numbers(self, connection: NodeConnection, raised: Sequence[tuple[int, int, int]]) -> None:
+    def _touched(self, connection: NodeConnection, repair: NodeRepair) -> list[int] | None:
+        """Return a cluster's partitions whose owners must begin again; None: all.
+
+        Not those of a shard that is armed, with the slots that it had then.
+        """
+        if not isinstance(connection, ClusterConnection) or self._node.armed_run_id is None:
+            return None
+        armed = self._node.armed_run_id
+        kept = {number for number, run in connection.shard_runs().items() if is_unchanged(run, armed)}
+        rows = self._connection.execute(query("cluster_partitions"), {"node_id": self._node.node_id}).fetchall()
+        wrong = {desired.partition for desired in repair.state.desired if not repair.state.is_right(desired)}
+        return [row[0] for row in rows if row[0] in wrong or connection.shard_of(row[0]) not in kept]
+
+    def _put_numbers(
+        self, connection: NodeConnection, raised: Sequence[tuple[int, int, int]], partitions: Sequence[int]
+    ) -> None:
         prefix = self._runtime.prefix
-        end_sources(
-            connection, prefix, [row[0] for row in self._connection.execute(query("sources_ended"))], closed=True
-        )
+        put_ended_sources(self._connection, connection, prefix, partitions)
         commands = [fence_command(connection, prefix, partition, group, epoch) for group, partition, epoch in raised]
         for reply in connection.call(commands):
             raise_for_reply(reply, self._node.address)

@@ -15,6 +15,7 @@ from mqlayer.redis.partition_scripts import (
     Refused,
     clear_commands,
     create_command,
+    end_sources,
     fence_command,
     load_commands,
     open_command,
@@ -25,6 +26,14 @@ from mqlayer.redis.partition_scripts import (
 from mqlayer.topics.node_state import DesiredPartition, Flaw
 
 EMPTY: Final = 1 << 52
+
+
+def put_ended_sources(
+    connection: Connection, node_connection: NodeConnection, prefix: str, partitions: Sequence[int]
+) -> None:
+    """Make a node refuse ended sources: on a cluster each of these partitions does. Raises StoreUnavailable."""
+    sources = [row[0] for row in connection.execute(query("sources_ended"))]
+    end_sources(node_connection, prefix, sources, closed=True, partitions=partitions)
 
 
 class PartitionCreation:

@@ -26,6 +26,7 @@ from mqlayer.redis.partition_scripts import create
 from mqlayer.runtime.node_pool import NodePool
 from mqlayer.runtime.route_cache import load_nodes, load_route
 from mqlayer.runtime.runtime import Runtime
+from mqlayer.topics.partition_creation import put_ended_sources
 
 log = event_logger(__name__)
 
@@ -276,6 +277,9 @@ def _make_partitions(runtime: Runtime, name: str, topic_id: int) -> None:
     with NodePool.of_registered(runtime) as connections:
         for partition, node_id, lp_from, lp_to, *_ in rows:
             node_connection = connections.to(NodeId(node_id))
+            if node_connection.is_cluster:
+                with runtime.control.connection() as connection:
+                    put_ended_sources(connection, node_connection, runtime.prefix, [partition])
             word = create(node_connection, runtime.prefix, partition, name, lp_from, lp_to, "open", "")
             if word == "conflict":
                 raise Conflict(

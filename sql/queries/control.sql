@@ -11,10 +11,13 @@ RETURNING node_id;
 SELECT pg_advisory_xact_lock(hashtext('mqlayer.nodes'));
 
 -- name: nodes_of_process
--- Other nodes whose Redis is this process of a server, by the run that was armed last, and whether it is armed.
+-- Other nodes whose Redis is this process of a server, by the run that was armed last, and whether it is armed. Of a cluster
+-- one shard's process is enough; its run has the first 16 letters of each.
 SELECT name, armed_run_id IS NOT NULL FROM mqlayer.node
-WHERE removed_at IS NULL AND name <> %(name)s
-  AND split_part(coalesce(armed_run_id, last_run_id), '/', 1) = split_part(%(run_id)s, '/', 1)
+WHERE removed_at IS NULL AND name <> %(name)s AND EXISTS (
+    SELECT FROM unnest(string_to_array(coalesce(armed_run_id, last_run_id), ' ')) AS theirs(run)
+    JOIN unnest(string_to_array(%(run_id)s, ' ')) AS ours(run)
+    ON left(split_part(theirs.run, '/', 1), 16) = left(split_part(ours.run, '/', 1), 16))
 ORDER BY node_id;
 
 -- name: partitions_placed
@@ -66,12 +69,14 @@ SELECT node_id, name, url, armed_run_id, former_runs FROM mqlayer.node WHERE nam
 
 -- name: node_arm
 -- Record the run that may be served, and the one before it as one that may not any more, also where none was armed
--- meanwhile: the last 32 of these.
+-- meanwhile: the last 32 of these. Of a cluster each shard's run is one.
 UPDATE mqlayer.node n SET armed_run_id = %(run_id)s, last_run_id = %(run_id)s, armed_at = clock_timestamp(), lost_at = NULL, former_runs = (
     SELECT coalesce(array_agg(run ORDER BY position) FILTER (WHERE position > last - 32), '{}')
     FROM (SELECT run, position, max(position) OVER () AS last
-          FROM unnest(n.former_runs || coalesce(n.armed_run_id, n.last_run_id)) WITH ORDINALITY AS former(run, position)
-          WHERE split_part(run, '/', 1) <> split_part(%(run_id)s, '/', 1)) AS others)
+          FROM unnest(n.former_runs || string_to_array(coalesce(n.armed_run_id, n.last_run_id), ' '))
+              WITH ORDINALITY AS former(run, position)
+          WHERE split_part(run, '/', 1) NOT IN (
+              SELECT split_part(shard, '/', 1) FROM unnest(string_to_array(%(run_id)s, ' ')) AS shard)) AS others)
 WHERE node_id = %(node_id)s;
 
 -- name: node_address_put
@@ -119,11 +124,12 @@ SELECT system_id, timeline, current_database() FROM mqlayer.server;
 SELECT CASE WHEN closed_at IS NULL THEN outbox_uuid END FROM mqlayer.source WHERE source_id = %(source_id)s;
 
 -- name: node_epochs_raise
--- Give every assignment on a node a new epoch and say which, so that Redis can refuse all earlier ones. Of deleted
--- partitions nothing is left that an epoch could guard.
+-- Give every assignment on a node, or on these partitions of it, a new epoch and say which, so that Redis can refuse all
+-- earlier ones. Of deleted partitions nothing is left that an epoch could guard.
 UPDATE mqlayer.assignment a SET epoch = nextval('mqlayer.epoch'), changed_at = now()
 FROM mqlayer.partition p
 WHERE p.partition_id = a.partition_id AND p.node_id = %(node_id)s AND p.state <> 'deleted'
+  AND (%(partitions)s::int[] IS NULL OR p.partition_id = ANY(%(partitions)s))
 RETURNING a.group_id, a.partition_id, a.epoch;
 
 -- name: topic_insert
@@ -320,6 +326,10 @@ UPDATE mqlayer.source SET dropped_at = now() WHERE source_id = ANY(%(source_ids)
 -- name: partition_nodes
 -- Nodes that have partitions, or are to have some.
 SELECT DISTINCT node_id FROM mqlayer.partition WHERE state <> 'deleted' ORDER BY node_id;
+
+-- name: cluster_partitions
+-- Partitions of a cluster that are not deleted: each has a part of what another node keeps once.
+SELECT partition_id FROM mqlayer.partition WHERE node_id = %(node_id)s AND state <> 'deleted' ORDER BY partition_id;
 
 -- name: partitions_of_node
 -- Partitions of a node that have marks, with their topics.

@@ -3,6 +3,9 @@
 With `--pieces` there is a line for each, and one that sums them up. A piece that the harness itself broke off has its
 line too, with what it was, and is not clean; the others go on.
 
+With `--cluster` one of two nodes is a Redis Cluster of three shards with replicas: shards fail over with what their
+replicas have, restart, are emptied, and pass slots on.
+
 With `--plant NAME` the system has that bug, and has to be caught: pieces of a quarter of a minute, or a race of its
 own, until one is not clean. `--plant all` does that with every bug, and prints a table.
 
@@ -18,6 +21,7 @@ import sys
 import traceback
 from typing import Any
 
+from tests.chaos.harness.cluster_run import ClusterRun
 from tests.chaos.harness.plant_hunt import NAMES, hunt, hunt_all, table
 from tests.chaos.harness.run import SHORT, Length, run, shown, total
 
@@ -32,6 +36,7 @@ def main() -> int:
     arguments.add_argument("--every", type=float, default=2.5, help="seconds between two faults, on average")
     arguments.add_argument("--short", action="store_true", help="each piece of a minute, with 60 faults at least")
     arguments.add_argument("--plant", choices=["all", *sorted(NAMES)], help="a bug to be caught")
+    arguments.add_argument("--cluster", action="store_true", help="on a Redis Cluster")
     wanted = arguments.parse_args()
     if wanted.plant:
         return 0 if hunted(wanted.plant, wanted.seed) else 1
@@ -39,7 +44,7 @@ def main() -> int:
     reports, broken_off = [], 0
     for seed in range(wanted.seed, wanted.seed + wanted.pieces):
         try:
-            reports.append(run(seed, length))
+            reports.append(run(seed, length, form=ClusterRun if wanted.cluster else None))
         except Exception as error:  # noqa: BLE001 - whatever it is: what was measured before must not be lost by it
             traceback.print_exc()
             show({"seed": seed, "clean": False, "broken_off": type(error).__name__})

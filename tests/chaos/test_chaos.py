@@ -23,6 +23,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.chaos.harness.cluster_run import CLUSTER_KINDS, ClusterRun
 from tests.chaos.harness.nemesis import KINDS
 from tests.chaos.harness.run import SHORT, SUITE, Length, run, shown
 from tests.chaos.harness.scene import Scene
@@ -66,3 +67,15 @@ def test_whatever_breaks_every_key_is_handled_in_commit_order_and_once(
     # The short form ends by its time on a machine that others keep busy.
     enough = length.messages if length.seconds else length.messages / 2
     assert report["messages"] >= enough, "too little was published to prove anything"
+
+
+@pytest.mark.full
+@pytest.mark.timeout(0)
+def test_whatever_breaks_a_cluster_keeps_the_same(request: pytest.FixtureRequest) -> None:
+    """The same on a Redis Cluster: shards fail over with what their replicas have, and slots move under load."""
+    seed = int(os.environ.get("MQLAYER_CHAOS_SEED", "0")) or random.randrange(1, 10**6)
+    print(f"MQLAYER_CHAOS_SEED={seed}")  # noqa: T201
+    report = shown(run(seed, length_of(request.config), form=ClusterRun))
+    told = json.dumps(report)
+    assert report["clean"], told
+    assert set(CLUSTER_KINDS) <= set(report["faults_by_kind"]), told

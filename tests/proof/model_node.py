@@ -105,6 +105,8 @@ def packet_args(packet: bytes) -> list[bytes]:
 class ModelConnection:
     """A connection: requests wait in `inbox` until the node works, replies in `outbox` until they are received."""
 
+    is_cluster = False
+
     def __init__(self, node: ModelNode) -> None:
         self._node = node
         self.facts: object | None = None
@@ -117,7 +119,8 @@ class ModelConnection:
         if self.facts is None:
             self.inbox, self.outbox, self.facts = deque(), deque(), object()
 
-    def send_packet(self, packet: bytes) -> None:
+    def send_packet(self, *packets: bytes) -> None:
+        packet = b"".join(packets)
         if self._node.cut_off:
             # How much of it arrived, nobody knows; here it did.
             self.inbox.append(packet)

@@ -29,6 +29,7 @@ from mqlayer.redis.partition_scripts import retire_command
 from mqlayer.routes import partition_retirement
 from mqlayer.topics import node_repair
 from tests.proof.history import Drain, History, OwnershipEvent, Quarantined, Settled
+from tests.proof.node_client import client_at
 from tests.proof.streams import read_records
 
 
@@ -157,7 +158,7 @@ def observe_retiring(history: History, topic: str) -> Callable[[], None]:
 
     def note(connection: NodeConnection, prefix: str, partition: int) -> None:
         try:
-            with redis.Redis.from_url(connection.node.url) as client:
+            with client_at(connection.node.url) as client:
                 for event in read_records(client, prefix, partition, topic):
                     history.note(event)
         except redis.RedisError as error:

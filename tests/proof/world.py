@@ -30,6 +30,7 @@ from tests.fixtures.kept_connections import ask_postgres, kept_database, kept_se
 from tests.fixtures.roles import role_dsn
 from tests.fixtures.wait import wait_until
 from tests.proof.history import Append
+from tests.proof.node_client import client_at
 from tests.proof.runtimes import runtime_of
 from tests.proof.streams import read_partition, record_count
 
@@ -133,7 +134,7 @@ class World:
 
     def client(self, node: int = 1) -> redis.Redis:
         """Return a plain client of a node's server."""
-        return redis.Redis.from_url((self.server_urls or self.urls)[node - 1], protocol=2)
+        return client_at((self.server_urls or self.urls)[node - 1])
 
     def partitions(self, topic: str | None = None) -> list[tuple[str, int, int]]:
         """Return the topic, partition and node of each partition, or of those of one topic, in the order of making."""

@@ -137,7 +137,7 @@ class Appends(PartitionMachine):
         else:
             self.model.ended.add(source)
             self.model.closed |= {source} if closed else set()
-            end_sources(self.connection, self.prefix, [source], closed=closed)
+            end_sources(self.connection, self.prefix, [source], closed=closed, partitions=())
 
     @rule()
     def hand_over_a_mark(self) -> None:

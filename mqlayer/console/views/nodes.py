@@ -221,7 +221,9 @@ def _options(visit: Visit) -> dict[str, Any]:
 def _url(visit: Visit) -> str:
     url = visit.text("url")
     if not url:
-        raise InvalidInput("name the address: redis://…, rediss://… or sentinel://…, without user and password")
+        raise InvalidInput(
+            "name the address: redis://…, rediss://…, sentinel://… or cluster://…, without user and password"
+        )
     return url
 
 

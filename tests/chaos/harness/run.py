@@ -79,16 +79,23 @@ Audit = Callable[[Scene], Iterable[str]]
 """One more judge of what a run leaves that is not stuck: says what is wrong."""
 
 
-def run(seed: int, length: Length, *, bug: str = "", audits: Iterable[Audit] = ()) -> dict[str, Any]:
+def run(
+    seed: int,
+    length: Length,
+    *,
+    bug: str = "",
+    audits: Iterable[Audit] = (),
+    form: Callable[..., Run] | None = None,
+) -> dict[str, Any]:
     """Do a run and return its report; `clean` says whether anything was broken. `bug`: one of PLANTS, for good.
 
-    `recovery` is a list; `shown` makes it what people read.
+    `recovery` is a list; `shown` makes it what people read. `form`: another class of runs.
     """
     try:
         with ExitStack() as cleanup:
             directory = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="mqchaos-", dir=best_place())))
             directory.chmod(0o755)
-            return Run(directory, seed, cleanup, bug, audits, length.pause_s).play(length)
+            return (form or Run)(directory, seed, cleanup, bug, audits, length.pause_s).play(length)
     finally:
         # Histories of millions of records hang in cycles: collected in the middle of the next run, they would hold all
         # lines to the servers up for seconds, since the proxies are threads of this process.
@@ -145,9 +152,7 @@ class Run:
         self._histories.mkdir()
         self._site = DatabaseSite(directory, cleanup)
         self._migrate()
-        self._nodes: list[NodeSite] = [NodeSite(directory, "n0", cleanup), PairSite(directory, "n1", cleanup)]
-        if noter := build_sync_noter(directory):
-            self._nodes.append(PowerSite(directory, "n2", cleanup, noter))
+        self._nodes = self._make_nodes(directory, cleanup)
         broker = cleanup.enter_context(RedisServer(directory / "broker", options={"appendonly": "no"}))
         self._settings = Settings(dsn=SecretStr(self._site.dsn), key_prefix="chaos")
         with psycopg.connect(self._site.direct_dsn, autocommit=True) as connection:
@@ -169,6 +174,12 @@ class Run:
             self._play, self._nodes, self._site, self._histories,
             seed=seed, lease_s=LEASE_S, kinds=PLANTS[bug].kinds if bug else self.kinds, fell_back=self._fell_back,
         )  # fmt: skip
+
+    def _make_nodes(self, directory: Path, cleanup: ExitStack) -> list[NodeSite]:
+        nodes: list[NodeSite] = [NodeSite(directory, "n0", cleanup), PairSite(directory, "n1", cleanup)]
+        if noter := build_sync_noter(directory):
+            nodes.append(PowerSite(directory, "n2", cleanup, noter))
+        return nodes
 
     def _migrate(self) -> None:
         migrate(self._site.direct_dsn)

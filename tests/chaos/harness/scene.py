@@ -22,6 +22,7 @@ from tests.chaos.harness.stores import note_sink, note_streams
 from tests.fixtures.kept_connections import ask_postgres
 from tests.proof.checker import Verdict, check
 from tests.proof.history import History, Lineage, read_histories
+from tests.proof.node_client import client_at
 from tests.proof.runtimes import runtime_of
 
 TOMBSTONE: Final = {"meta": {"state": "deleted"}}
@@ -171,7 +172,7 @@ class Scene:
         """Return all that the nodes hold of a partition: the last part of each key's name, and what is in it."""
         left: dict[str, Any] = {}
         for node in self.nodes:
-            client = redis.Redis.from_url(node.url, decode_responses=True)
+            client = client_at(node.url, decode_responses=True)
             for key in client.scan_iter(f"{self.prefix}:{{{partition}}}:*", count=10_000):
                 kind = client.type(key)
                 left[key.split("}:")[1]] = client.hgetall(key) if kind == "hash" else kind
@@ -195,7 +196,7 @@ class Scene:
     def _clients(self) -> Iterator[list[redis.Redis]]:
         """Lend a client of each node: to connect takes longer than to ask."""
         with ExitStack() as cleanup:
-            clients = [redis.Redis.from_url(node.url, decode_responses=True) for node in self.nodes]
+            clients = [client_at(node.url, decode_responses=True) for node in self.nodes]
             yield [cleanup.enter_context(client) for client in clients]
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import redis
-
 from tests.chaos.actors import GROUP, TOPIC
 from tests.fixtures.kept_connections import ask_postgres
 from tests.proof.history import Effect, History
+from tests.proof.node_client import client_at
 from tests.proof.streams import read_records
 
 
@@ -19,7 +18,7 @@ def drained(dsn: str) -> bool:
 
 def note_streams(history: History, dsn: str, prefix: str, partitions: list[int]) -> None:
     """Write down what the partitions hold."""
-    clients = [redis.Redis.from_url(url) for (url,) in ask_postgres(dsn, "SELECT url FROM mqlayer.node")]
+    clients = [client_at(url) for (url,) in ask_postgres(dsn, "SELECT url FROM mqlayer.node")]
     for partition in partitions:
         for client in clients:
             for event in read_records(client, prefix, partition, TOPIC):

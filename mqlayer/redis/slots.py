@@ -1,0 +1,103 @@
+"""Slots of a Redis Cluster: which shard serves a partition's hash tag (docs/design/redis-cluster.md)."""
+
+from __future__ import annotations
+
+from binascii import crc_hqx
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from hashlib import sha256
+from typing import Any, Final, NamedTuple
+
+import redis
+
+from mqlayer.domain.node_runs import MAX_SHARDS
+from mqlayer.errors import ConfigurationRefused, InvalidInput, StoreUnavailable
+from mqlayer.redis.access import NodeAccess
+from mqlayer.redis.access_errors import not_reached
+from mqlayer.redis.addresses import ConnectionFactory, Host, display_url, parse_address, shard_url
+
+SLOT_COUNT: Final = 16_384
+
+
+@lru_cache(maxsize=65_536)
+def slot_of(tag: bytes) -> int:
+    """Return a hash tag's slot."""
+    return crc_hqx(tag, 0) % SLOT_COUNT
+
+
+class Shard(NamedTuple):
+    """A shard's primary. `member`: its name in the cluster; `slots`: ranges [first, last]."""
+
+    member: str
+    host: str
+    port: int
+    slots: tuple[tuple[int, int], ...]
+
+    @property
+    def slots_digest(self) -> str:
+        """Digest of its slots."""
+        return sha256(repr(self.slots).encode()).hexdigest()
+
+
+class SlotMap(NamedTuple):
+    """Shards, and each slot's place in `shards`."""
+
+    shards: Sequence[Shard]
+    owners: Sequence[int]
+
+    @classmethod
+    def of(cls, reply: Iterable[Any], asked: Host, address: str) -> SlotMap:
+        """Parse CLUSTER SLOTS.
+
+        Raises StoreUnavailable for uncovered slots, ConfigurationRefused for too many shards.
+        """
+        ranges: dict[tuple[str, str, int], list[tuple[int, int]]] = {}
+        for first, last, (host, port, member, *_), *_ in reply:
+            # A server that does not know its own address leaves it out.
+            name = host.decode() if host else ""
+            ranges.setdefault((member.decode(), name or asked[0], port), []).append((first, last))
+        shards = [Shard(*found, tuple(sorted(slots))) for found, slots in sorted(ranges.items())]
+        if len(shards) > MAX_SHARDS:
+            raise ConfigurationRefused(
+                address, "shards", str(len(shards)), f"a node has at most {MAX_SHARDS}: register further clusters"
+            )
+        owners = [-1] * SLOT_COUNT
+        for number, shard in enumerate(shards):
+            for first, last in shard.slots:
+                owners[first : last + 1] = [number] * (last + 1 - first)
+        if -1 in owners:
+            raise StoreUnavailable(address, f"no shard serves slot {owners.index(-1)} of the cluster")
+        return cls(shards, owners)
+
+
+def read_slots(
+    url: str, known: Iterable[Host] = (), *, timeout_s: float, node: str = "", access: NodeAccess | None = None
+) -> SlotMap:
+    """Ask the cluster's seeds, then the `known` servers, for its shards.
+
+    A server that was cut off from the others, or that has just restarted, is passed over. Raises StoreUnavailable.
+    """
+    reason: Exception = StoreUnavailable(display_url(url), "its address names no server")
+    for host in dict.fromkeys([*parse_address(url).seeds, *known]):
+        seed = ConnectionFactory(
+            shard_url(url, host), connect_timeout_s=timeout_s, timeout_s=timeout_s, node=node, access=access
+        )
+        try:
+            seed.resolve_primary()
+            seed.connection.connect()
+            info, slots = (_ask(seed.connection, word) for word in ("INFO", "SLOTS"))
+            if b"cluster_state:ok" in info:
+                return SlotMap.of(slots, host, display_url(url))
+            reason = StoreUnavailable(display_url(url), f"the cluster is down, says {host[0]}:{host[1]}")
+        except (redis.RedisError, OSError, InvalidInput) as error:
+            reason = not_reached(display_url(url), error, anonymous=seed.anonymous)
+        except StoreUnavailable as error:
+            reason = error
+        finally:
+            seed.connection.disconnect()
+    raise reason
+
+
+def _ask(connection: Any, word: str) -> Any:
+    connection.send_command("CLUSTER", word, check_health=False)
+    return connection.read_response()

@@ -1,0 +1,262 @@
+"""A node that is a Redis Cluster: partitions lie on all shards; shards restart, fail over, and pass slots on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+
+import pytest
+
+from mqlayer.doctor.diagnosis import diagnose_node
+from mqlayer.doctor.findings import LIMITS, CheckStatus
+from mqlayer.errors import AcknowledgedLoss, Conflict, MqlayerError, StoreUnavailable
+from mqlayer.inspect.node_status import node_statuses
+from mqlayer.producing import Message, Producer
+from mqlayer.routes import rearm_lost_nodes
+from mqlayer.topics import find_node, register_node, set_node_address
+from tests.fixtures.clusters import Cluster, StartCluster, slot_of
+from tests.fixtures.consumers import Recorder, Stage, StartStage
+from tests.fixtures.receivers import OpenReceiver
+from tests.fixtures.shared_members import share
+from tests.fixtures.wait import wait_until
+from tests.proof.runtimes import runtime_of
+from tests.proof.world import World
+
+
+def test_a_relay_fills_partitions_on_all_shards(shared_cluster: Cluster, database_dsn: str, key_prefix: str) -> None:
+    world = World(database_dsn, key_prefix, [shared_cluster.url])
+    world.add_topic("orders", partitions=6)
+    partitions = [partition for _, partition, _ in world.partitions()]
+    assert len({shared_cluster.owner(partition).port for partition in partitions}) == 3
+    with world.relay():
+        world.publish(60)
+        world.wait_until_whole()
+
+
+def test_groups_of_all_kinds_consume_from_all_shards(
+    shared_cluster: Cluster, start_stage: StartStage, receiver_of: OpenReceiver
+) -> None:
+    stage = start_stage(shared_cluster.url, partitions=4)
+    ordered, shared = Recorder(), Recorder()
+    stage.consume(ordered)
+    share(stage, shared, group="s")
+    receiver = receiver_of(stage, group="p")
+    popped: list[bytes] = []
+    with closing(Producer(stage.settings(), name="p")) as producer:
+        producer.send_many("orders", [Message(f"k{n % 8}", b"%d" % n) for n in range(1, 81)])
+    while len(popped) < 80:
+        batch = receiver.receive(20, wait_s=5)
+        assert batch
+        popped += [message.body for message in batch]
+        receiver.ack(batch)
+    wait_until(lambda: ordered.count() == shared.count() == 80, timeout_s=20, what="all handled")
+    ordered.assert_in_order()
+    assert sorted(popped, key=int) == [b"%d" % n for n in range(1, 81)]
+    stage.wait_settled()
+
+
+def test_a_failing_key_of_a_cluster_parks(shared_cluster: Cluster, start_stage: StartStage) -> None:
+    stage = start_stage(shared_cluster.url, partitions=3)
+    failing = threading.Event()
+    failing.set()
+
+    def act(body: bytes, ctx: object) -> None:
+        if failing.is_set() and body == b"1":
+            raise ValueError(body)
+
+    recorder = Recorder(act)
+    stage.consume(recorder, attempt_limit=2, policy="park")
+    stage.send_numbers(3, 4)
+    wait_until(stage.all_settled, timeout_s=20, what="all settled or parked")
+
+
+def test_a_cluster_is_told_as_one_node(shared_cluster: Cluster, start_stage: StartStage) -> None:
+    stage = start_stage(shared_cluster.url)
+    (found,) = node_statuses(stage.runtime)
+    assert found.state == "serving"
+    assert found.server is not None
+    assert len(found.server.shards) == 3
+    findings = diagnose_node(found.node, None, stage.prefix, LIMITS).findings
+    assert sum(finding.check == "persistence" for finding in findings) == 3
+    assert [finding.check for finding in findings if finding.verdict is CheckStatus.BROKEN] == []
+    (role,) = [finding for finding in findings if finding.check == "role"]
+    assert "a cluster of 3 shards; without a replica" in role.seen
+    with pytest.raises(Conflict, match="holds partition"):
+        register_node(stage.runtime, name="again", url=shared_cluster.url)
+    with pytest.raises(Conflict, match="is a cluster"):
+        set_node_address(stage.runtime, "node-1", "redis://127.0.0.1:1/0")
+
+
+@pytest.mark.full
+def test_a_relay_follows_a_shard_that_fails_over(
+    start_cluster: StartCluster, database_dsn: str, key_prefix: str
+) -> None:
+    cluster = start_cluster()
+    world = World(database_dsn, key_prefix, [cluster.url])
+    world.add_topic("orders", partitions=6)
+    with world.relay():
+        world.publish(60)
+        world.wait_until_whole()
+        cluster.kill(cluster.owner(1))
+        world.publish(60, tag="after")
+        cluster.wait_ok()
+        world.wait_until_whole(timeout_s=40)
+
+
+@pytest.mark.full
+def test_members_and_producers_follow_a_replica_that_lagged(
+    start_cluster: StartCluster, start_stage: StartStage
+) -> None:
+    """What it lacks is an AcknowledgedLoss, named; other shards' partitions keep their epochs."""
+    cluster = start_cluster()
+    stage = start_stage(cluster.url, partitions=6)
+    armed = find_node(stage.database, "node-1").armed_run_id
+    recorder = Recorder()
+    stage.consume(recorder)
+    lost = stage.partitions[0]
+    primary = cluster.owner(lost)
+    key, others = stage.key_in(lost), [one for one in stage.partitions if cluster.owner(one) is not primary]
+    with closing(Producer(stage.settings(), name="p")) as producer:
+        producer.send_many("orders", [Message(key, b"%d" % number) for number in range(1, 11)])
+        wait_until(lambda: recorder.count() == 10, timeout_s=20, what="the first ones handled")
+        cluster.wait_ok()
+        before = {partition: epoch for partition, _, epoch, _ in stage.assignments()}
+        cluster.hold_back(primary)
+        producer.send_many("orders", [Message(key, b"%d" % number) for number in range(11, 16)])
+        wait_until(lambda: recorder.count() == 15, timeout_s=20, what="those that will be lost handled")
+        cluster.kill(primary)
+        with pytest.raises(AcknowledgedLoss) as caught:
+            wait_until(lambda: producer.send("orders", key=key, body=b"16", timeout_s=30), what="the loss told")
+        assert (caught.value.first_lost, caught.value.last_lost) == (11, 15)
+        producer.send("orders", key=key, body=b"17", timeout_s=30)
+        wait_until(lambda: recorder.bodies()[-1] == b"17", timeout_s=30, what="what comes after it handled")
+    assert find_node(stage.database, "node-1").armed_run_id not in (None, armed)
+    after = {partition: epoch for partition, _, epoch, _ in stage.assignments()}
+    assert after[lost] > before[lost]
+    assert {one: after[one] for one in others} == {one: before[one] for one in others}
+    assert rearm_lost_nodes(runtime_of(stage.database, stage.prefix, application=stage.database)) == {}
+    recorder.assert_in_order()
+
+
+@pytest.mark.full
+def test_slots_that_move_under_load_keep_their_order(start_cluster: StartCluster, start_stage: StartStage) -> None:
+    """Nothing is lost, no key is handled by two at a time or out of order, and nothing has to be armed."""
+    cluster = start_cluster(replicas=0)
+    stage = start_stage(cluster.url, partitions=3)
+    armed = find_node(stage.database, "node-1").armed_run_id
+    recorder, shared = Recorder(), Recorder()
+    stage.consume(recorder)
+    share(stage, shared, group="s")
+    with publishing(stage) as sent:
+        for _ in range(2):
+            for partition in stage.partitions:
+                await_more(recorder, 20)
+                source, primaries = cluster.owner(partition), cluster.primaries()
+                target = primaries[(primaries.index(source) + 1) % len(primaries)]
+                cluster.move_slot(slot_of(partition), target)
+                assert cluster.owner(partition) is target
+    wait_until(lambda: recorder.count() == len(sent), timeout_s=30, what="all handled")
+    wait_until(lambda: shared.count() == len(sent), timeout_s=30, what="all handled by the shared group")
+    recorder.assert_in_order()
+    stage.wait_settled()
+    assert find_node(stage.database, "node-1").armed_run_id == armed
+
+
+@pytest.mark.full
+def test_a_half_moved_slot_serves_nothing_and_loses_nothing(
+    start_cluster: StartCluster, start_stage: StartStage
+) -> None:
+    cluster = start_cluster(replicas=0)
+    stage = start_stage(cluster.url, partitions=3)
+    recorder = Recorder()
+    stage.consume(recorder)
+    stage.send(((f"key-{number % 4}", b"%d" % number) for number in range(1, 21)), source=99)
+    wait_until(lambda: recorder.count() == 20, timeout_s=20, what="the first ones handled")
+    partition = stage.partitions[0]
+    key = stage.key_in(partition)
+    target = next(one for one in cluster.primaries() if one is not cluster.owner(partition))
+    refused: list[MqlayerError] = []
+
+    def try_one() -> None:
+        with closing(Producer(stage.settings(), name="q")) as producer:
+            try:
+                producer.send("orders", key=key, body=b"100", timeout_s=0.3)
+            except MqlayerError as error:
+                refused.append(error)
+
+    cluster.move_slot(slot_of(partition), target, between=try_one)
+    assert refused
+    with closing(Producer(stage.settings(), name="p")) as producer:
+        producer.send("orders", key=key, body=b"101", timeout_s=10)
+    wait_until(lambda: recorder.bodies()[-1] == b"101", timeout_s=20, what="the next one handled")
+    recorder.assert_in_order()
+
+
+@pytest.mark.full
+def test_a_cluster_that_is_down_comes_back(start_cluster: StartCluster, start_stage: StartStage) -> None:
+    """Without a replica the whole cluster refuses until the shard is back; then that shard alone is armed."""
+    cluster = start_cluster(replicas=0)
+    stage = start_stage(cluster.url, partitions=6)
+    recorder = Recorder()
+    stage.consume(recorder)
+    stage.send(((f"key-{number % 6}", b"%d" % number) for number in range(1, 25)), source=99)
+    wait_until(lambda: recorder.count() == 24, timeout_s=20, what="the first ones handled")
+    primary = cluster.owner(stage.partitions[0])
+    others = [one for one in stage.partitions if cluster.owner(one) is not primary]
+    before = {partition: epoch for partition, _, epoch, _ in stage.assignments()}
+    primary.kill()
+    with pytest.raises(StoreUnavailable), stage.connection() as line:
+        line.call([("PING",)])
+    primary.start()
+    cluster.wait_ok()
+    with publishing(stage, first=25) as sent:
+        wait_until(lambda: recorder.count() > 24 + 20, timeout_s=30, what="more handled")
+    stage.wait_settled()
+    assert recorder.count() == 24 + len(sent)
+    after = {partition: epoch for partition, _, epoch, _ in stage.assignments()}
+    assert {one: after[one] for one in others} == {one: before[one] for one in others}
+    assert all(after[one] > before[one] for one in stage.partitions if one not in others)
+    recorder.assert_in_order()
+
+
+@pytest.mark.full
+def test_a_shard_that_was_emptied_is_repaired(start_cluster: StartCluster, database_dsn: str, key_prefix: str) -> None:
+    cluster = start_cluster(replicas=0)
+    world = World(database_dsn, key_prefix, [cluster.url])
+    world.add_topic("orders", partitions=6)
+    with world.relay():
+        world.publish(60)
+        world.wait_until_whole()
+        cluster.ask(cluster.owner(world.partitions()[0][1]), "FLUSHALL")
+        world.publish(60, tag="after")
+        world.wait_until_whole(timeout_s=40)
+
+
+def await_more(recorder: Recorder, count: int) -> None:
+    """Wait until so many more messages were handled."""
+    wanted = recorder.count() + count
+    wait_until(lambda: recorder.count() > wanted, timeout_s=20, what="some more handled")
+
+
+@contextmanager
+def publishing(stage: Stage, *, first: int = 1) -> Iterator[list[bytes]]:
+    """Publish to six keys until the block ends; lend what was sent."""
+    sent: list[bytes] = []
+    stop = threading.Event()
+
+    def publish() -> None:
+        with closing(Producer(stage.settings(), name="load")) as producer:
+            number = first
+            while not stop.wait(0.002):
+                producer.send("orders", key=f"key-{number % 6}", body=b"%d" % number, timeout_s=30)
+                sent.append(b"%d" % number)
+                number += 1
+
+    thread = threading.Thread(target=publish)
+    thread.start()
+    try:
+        yield sent
+    finally:
+        stop.set()
+        thread.join()
