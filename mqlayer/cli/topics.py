@@ -30,6 +30,7 @@ from mqlayer.topics import (
     TopicSummary,
     create_topic,
     list_topics,
+    refuse_class,
     set_archived,
     set_durability,
     set_home_zone,
@@ -103,12 +104,17 @@ RetainUnsettledOption = Annotated[
 
 
 class DurabilityOption(StrEnum):
-    """What has a message before it counts as stored."""
+    """Where a message must be before it counts as stored."""
 
     NODE = "node"
     DISK = "disk"
     REPLICA = "replica"
     QUORUM = "quorum"
+
+
+DurabilityChoice = Annotated[
+    DurabilityOption | None, typer.Option("--durability", help="Where a message must be before it counts as stored.")
+]
 
 
 class StrategyOption(StrEnum):
@@ -142,9 +148,7 @@ def create(
     message_ttl: MessageTtlOption = None,
     expired: ExpiredMessagesOption = None,
     home_zone: Annotated[str, typer.Option(help="Its partitions prefer nodes of this zone.")] = "",
-    durability: Annotated[
-        DurabilityOption, typer.Option(help="What has a message before it counts as stored.")
-    ] = DurabilityOption.NODE,
+    durability: DurabilityChoice = None,
 ) -> None:
     """Create a topic with its partitions and first route. Repeatable."""
     limits = _stream_limits(retain_age, retain_bytes, retain_messages, retain_unsettled)
@@ -152,6 +156,8 @@ def create(
     Retention(**limits).check()
     with runtime_here() as runtime:
         check_change(runtime.control)
+        if durability is not None:
+            refuse_class(runtime, durability.value)
         route = create_topic(
             runtime,
             name,
@@ -161,8 +167,9 @@ def create(
             backlog_limit=backlog_limit,
             archived=archived,
             home_zone=home_zone,
-            durability=durability.value,
         )
+        if durability is not None:
+            set_durability(runtime, name, durability.value)
         if limits:
             set_stream_retention(runtime, name, **limits)
     echo(f"{name} has {len(route.ranges)} partitions, route version {route.version}")
@@ -189,9 +196,7 @@ def set_(
     message_ttl: MessageTtlOption = None,
     expired: ExpiredMessagesOption = None,
     home_zone: Annotated[str | None, typer.Option(help="New partitions prefer nodes of this zone; '' for any.")] = None,
-    durability: Annotated[
-        DurabilityOption | None, typer.Option(help="What has a message before it counts as stored.")
-    ] = None,
+    durability: DurabilityChoice = None,
 ) -> None:
     """Change a topic's limits, times to live, archiving, archive retention, schema mode, home zone or
     durability.

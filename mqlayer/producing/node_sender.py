@@ -71,7 +71,7 @@ class NodeSender(Service):
         self._address = node.address
         self._unanswered: deque[AppendBatch] = deque()
         self._scripts_missing = False
-        self._wait = self._wait_on(node)
+        self._wait = _wait_on(node, durability, options)
         guarded.add_node(self.queue, self.wake_locked)
 
     @property
@@ -280,7 +280,7 @@ class NodeSender(Service):
         self._aim(node)
 
     def _aim(self, node: Node) -> bool:
-        self._wait = self._wait_on(node)
+        self._wait = _wait_on(node, self.queue.durability, self._options)
         if node == self._node:
             return False
         armed = self.queue.runs[2]
@@ -290,12 +290,12 @@ class NodeSender(Service):
         self.queue.retry_at = 0.0
         return True
 
-    def _wait_on(self, node: Node) -> DurabilityWait:
-        options = self._options
-        return DurabilityWait.of(self.queue.durability, node, asked=options.replicas, wait_ms=options.wait_ms)
-
     def _new_connection(self, node: Node) -> NodeConnection:
         return self._runtime.connection(node, RedisRole.PUBLISHER)
+
+
+def _wait_on(node: Node, durability: Durability, options: ProducerOptions) -> DurabilityWait:
+    return DurabilityWait.of(durability, node, asked=options.replicas, wait_ms=options.wait_ms)
 
 
 def _append_request(connection: NodeConnection, batch: AppendBatch, settings: Settings) -> bytes:

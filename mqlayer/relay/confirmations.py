@@ -29,7 +29,7 @@ Unconfirmed = dict[Target, dict[LpCursor, int]]
 _Key = tuple[int, Durability]
 
 
-class _Question(NamedTuple):
+class _AskedNode(NamedTuple):
     """A wait under way. `connection`: the node's, over which the appends went. `seqs`: with each cursor's rewind."""
 
     node: RelayNode
@@ -51,7 +51,7 @@ class Confirmations:
     ) -> None:
         self._runtime, self._nodes, self._unconfirmed = runtime, nodes, unconfirmed
         self._nodes_known, self._background = nodes_known, background
-        self._questions: dict[_Key, _Question] = {}
+        self._questions: dict[_Key, _AskedNode] = {}
         self._connections: dict[_Key, NodeConnection] = {}
         self._lacks: dict[_Key, int] = {}
 
@@ -80,7 +80,7 @@ class Confirmations:
             else:
                 question.answer.add_done_callback(partial(_close, connection))
 
-    def _holds(self, key: _Key, question: _Question) -> bool:
+    def _holds(self, key: _Key, question: _AskedNode) -> bool:
         error = question.answer.exception()
         if error is not None and not isinstance(error, MqlayerError):
             raise error
@@ -96,7 +96,7 @@ class Confirmations:
         shown("relay_progress_waits", extra=facts)
         return False
 
-    def _confirm(self, question: _Question, confirmed: dict[LpCursor, int]) -> None:
+    def _confirm(self, question: _AskedNode, confirmed: dict[LpCursor, int]) -> None:
         for target, seqs in question.seqs.items():
             waiting = self._unconfirmed.get(target, {})
             for cursor, (seq, rewound_at) in seqs.items():
@@ -142,7 +142,7 @@ class Confirmations:
             for target in targets
         }
         answer = self._background.submit(self._wait, key, known, targets[0].partition)
-        self._questions[key] = _Question(node, connection, seqs, answer)
+        self._questions[key] = _AskedNode(node, connection, seqs, answer)
 
     def _forget_left(self, target: Target) -> None:
         seqs = self._unconfirmed[target]

@@ -39,7 +39,7 @@ def set_durability(runtime: Runtime, name: str, durability: Durability) -> bool:
             raise Conflict(f"topic {name!r} is being deleted", f"finish that first: mqlayer topic delete {name} --yes")
         if before == durability:
             return False
-        refuse_class_before_finalization(connection, durability)
+        _refuse_before_finalization(connection, durability)
         node_ids = {row[0] for row in connection.execute(query("topic_nodes"), {"topic_id": topic_id}).fetchall()}
         refuse_nodes(runtime, [node for node in nodes_by(connection) if node.node_id in node_ids], durability)
         connection.execute(query("topic_durability_put"), {"topic_id": topic_id, "durability": durability})
@@ -50,7 +50,16 @@ def set_durability(runtime: Runtime, name: str, durability: Durability) -> bool:
     return runtime.control.transaction(work)
 
 
-def refuse_class_before_finalization(connection: Connection, durability: Durability) -> None:
+def refuse_class(runtime: Runtime, durability: Durability) -> None:
+    """Raise ConfigurationRefused or Conflict if a new topic can't have a class."""
+    check_durability(durability)
+    with runtime.control.connection() as connection:
+        _refuse_before_finalization(connection, durability)
+        nodes = [node for node in nodes_by(connection) if node.takes_partitions]
+    refuse_nodes(runtime, nodes, durability)
+
+
+def _refuse_before_finalization(connection: Connection, durability: Durability) -> None:
     """Raise Conflict for a class that older code, which may live, does not keep."""
     if durability == NODE or read_protocols(connection, DURABILITY.schema).served.in_force >= DURABILITY.since:
         return

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from mqlayer.domain.durability import Durability, check_durability
+from mqlayer.domain.durability import Durability
 from mqlayer.domain.names import BODY_LIMIT, DEFAULT_BODY_LIMIT, check_name, check_zone
 from mqlayer.domain.retention import RETENTION_FIELDS, Retention
 from mqlayer.domain.routing import NodeId, Route, even_ranges, spread
@@ -27,7 +27,6 @@ from mqlayer.redis.partition_scripts import create
 from mqlayer.runtime.node_pool import NodePool
 from mqlayer.runtime.route_cache import load_nodes, load_route
 from mqlayer.runtime.runtime import Runtime
-from mqlayer.topics.durability import refuse_class_before_finalization, refuse_nodes
 
 log = event_logger(__name__)
 
@@ -66,14 +65,13 @@ def create_topic(
     backlog_limit: int = 0,
     archived: bool = False,
     home_zone: str = "",
-    durability: Durability = "node",
 ) -> Route:
     """Create a topic, its partitions (default 8) over all nodes, and its first route version.
 
     Idempotent, also concurrently. `backlog_limit`: messages per partition, 0 for none. `archived`: see `set_archived`.
-    `home_zone`: its nodes are preferred. `durability`: see `set_durability`.
+    `home_zone`: its nodes are preferred.
     The application database, if any, knows the topic at once. Raises Conflict if the topic has other limits or
-    another number of created partitions, ConfigurationRefused for a node that can't hold the class.
+    another number of created partitions.
     """
     check_name("topic", name)
     ranges = even_ranges(DEFAULT_PARTITIONS if partitions is None else partitions)
@@ -81,25 +79,21 @@ def create_topic(
         raise InvalidInput(f"a topic takes bodies of 1 to {BODY_LIMIT} bytes, a backlog limit of 0 or more, and "
                            "the strategy strict or best_effort")  # fmt: skip
     nodes = _homes(runtime.control, check_zone(home_zone))
-    check_durability(durability)
-    refuse_nodes(runtime, [node for node in load_nodes(runtime.control) if node.node_id in nodes], durability)
     limits = {
         "strategy": strategy,
         "body_limit": body_limit,
         "backlog_limit": backlog_limit,
         "archived": archived,
         "home_zone": home_zone,
-        "durability": durability,
     }
 
     def allocate(connection: Connection) -> int:
-        refuse_class_before_finalization(connection, durability)
         connection.execute(query("topic_insert"), {"name": name} | limits)
         row = connection.execute(query("topic_lock"), {"name": name}).fetchone()
         if row is None:
             raise NotFound("topic", name, "somebody removed it while it was created: try again")
         _refuse_deleting(name, deleting=row[6])
-        _check_same(name, dict(zip(limits, (*row[1:4], row[5], *row[7:9]), strict=True)), limits)
+        _check_same(name, dict(zip(limits, (*row[1:4], row[5], row[7]), strict=True)), limits)
         _check_partitions(connection, name, row[0], partitions)
         if not connection.execute(query("partition_list"), {"topic_id": row[0]}).fetchall():
             for (lp_from, lp_to), node in zip(ranges, spread(len(ranges), nodes), strict=True):

@@ -133,13 +133,13 @@ RETURNING a.group_id, a.partition_id, a.epoch;
 
 -- name: topic_insert
 -- Create a topic without a route; nothing where the name is taken.
-INSERT INTO mqlayer.topic (name, strategy, body_limit, backlog_limit, archived, home_zone, durability)
-VALUES (%(name)s, %(strategy)s, %(body_limit)s, %(backlog_limit)s, %(archived)s, %(home_zone)s, %(durability)s)
+INSERT INTO mqlayer.topic (name, strategy, body_limit, backlog_limit, archived, home_zone)
+VALUES (%(name)s, %(strategy)s, %(body_limit)s, %(backlog_limit)s, %(archived)s, %(home_zone)s)
 ON CONFLICT (name) DO NOTHING;
 
 -- name: topic_lock
 -- Lock one topic.
-SELECT topic_id, strategy, body_limit, backlog_limit, version, archived, deleting_at IS NOT NULL, home_zone, durability
+SELECT topic_id, strategy, body_limit, backlog_limit, version, archived, deleting_at IS NOT NULL, home_zone
 FROM mqlayer.topic WHERE name = %(name)s FOR UPDATE;
 
 -- name: topic_created_partitions

@@ -102,7 +102,7 @@ GRANT SELECT, INSERT (cluster, kind, name, outbox_uuid), UPDATE (closed_at, drop
     {role};
 GRANT EXECUTE ON FUNCTION mqlayer.system_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.timeline_v1 TO {role};
-GRANT SELECT, INSERT (archived, backlog_limit, body_limit, durability, home_zone, name, strategy), UPDATE (archived, backlog_limit,
+GRANT SELECT, INSERT (archived, backlog_limit, body_limit, home_zone, name, strategy), UPDATE (archived, backlog_limit,
     body_limit, deleted_at, deleting_at, detached, durability, expired, home_zone, message_ttl_s, name, paused_at, paused_by, retain_bytes, retain_messages, retain_s,
     retain_unsettled, retention_days, schema_mode, version) ON mqlayer.topic TO {role};
 GRANT SELECT ON mqlayer.topic_schema TO {role};

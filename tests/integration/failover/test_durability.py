@@ -12,7 +12,7 @@ import pytest
 from mqlayer.errors import AcknowledgedLoss, PublishUnknown, StoreUnavailable
 from mqlayer.outbox import rotate
 from mqlayer.producing import Message, Receipt
-from mqlayer.topics import set_node_replicas
+from mqlayer.topics import set_durability, set_node_replicas
 from tests.fixtures.replicas import Pair, pair_of, sentinel_of
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.wait import wait_until
@@ -35,7 +35,8 @@ def world(pair: Pair, tmp_path: Path, database_dsn: str, key_prefix: str) -> Ite
         world = World(database_dsn, key_prefix, [f"sentinel://127.0.0.1:{port}/orders/0"])
         assert set_node_replicas(world.runtime(), "node-1", 1)
         world.add_topic("plain", partitions=1)
-        world.add_topic("safe", partitions=1, durability="replica")
+        world.add_topic("safe", partitions=1)
+        assert set_durability(world.runtime(), "safe", "replica")
         world.urls = [pair.primary.url]
         yield world
 
