@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
-from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from mqlayer.doctor.clocks import clock_finding
@@ -16,15 +15,13 @@ from mqlayer.redis.durability import WAITAOF_SINCE
 from mqlayer.redis.node_connection import REQUIRED_SETTINGS, Node
 from mqlayer.redis.server_info import ServerInfo
 
-NO_CLASSES: Final[Mapping[Durability, str]] = MappingProxyType({})
-
 
 class RegisteredNode(NamedTuple):
     """A node, when it was given up, and a topic of each durability class there."""
 
     node: Node
     lost_at: datetime | None
-    classes: Mapping[Durability, str] = NO_CLASSES
+    classes: Mapping[Durability, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +31,7 @@ class CheckedNode:
     node: Node
     lost_at: datetime | None
     answers: ServerInfo
-    classes: Mapping[Durability, str] = NO_CLASSES
+    classes: Mapping[Durability, str] = field(default_factory=dict)
     """The durability classes of its partitions' topics, each with a topic."""
 
     @property
