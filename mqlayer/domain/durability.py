@@ -13,7 +13,9 @@ Durability = Literal["node", "disk", "replica", "quorum"]
 NODE: Final = "node"
 DURABILITIES: Final[tuple[Durability, ...]] = get_args(Durability)
 WAIT_MS: Final = 1_000
-"""How long one try waits; a message waits for further tries."""
+"""How long one try waits for replicas; a message waits for further tries."""
+DISK_WAIT_MS: Final = 4_000
+"""The same for a sync: `everysec` puts one off for two seconds while the disk is busy."""
 REPLICAS_LIMIT: Final = 100
 
 

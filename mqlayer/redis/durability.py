@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from mqlayer.domain.durability import WAIT_MS, Durability, replicas_wanted
+from mqlayer.domain.durability import DISK_WAIT_MS, WAIT_MS, Durability, replicas_wanted
 from mqlayer.errors import ConfigurationRefused
 from mqlayer.redis.node_connection import Node, NodeConnection
 from mqlayer.redis.partition_scripts import touch_command
@@ -44,7 +44,7 @@ class DurabilityWait:
         if not self.replies:
             return b""
         touch = command_packet(touch_command(connection, prefix, partition))
-        aof = wait_aof_packet(self.wait_ms) if self.disk else b""
+        aof = wait_aof_packet(DISK_WAIT_MS) if self.disk else b""
         return touch + aof + (wait_packet(self.asked, self.wait_ms) if self.asked else b"")
 
     def lack(self, replies: Sequence[Any]) -> str:
@@ -56,7 +56,7 @@ class DurabilityWait:
             return f"nothing could be written there to wait for: {replies[0]}"
         if self.disk and not (isinstance(replies[1], list) and replies[1] and replies[1][0] == 1):
             told = f": {replies[1]}" if isinstance(replies[1], Exception) else ""
-            return f"stored, but not synced to disk within {self.wait_ms} ms{told}"
+            return f"stored, but not synced to disk within {DISK_WAIT_MS} ms{told}"
         if self.required:
             had = self.replicas(replies)
             if had < self.required:
