@@ -65,6 +65,12 @@ class CheckLimits:
     """Time to report a replaced Postgres."""
     clock_s: float = 1.0
     """Clock difference to this machine; only ever a warning."""
+    synchronous_s: float = 5.0
+    """Wait of a COMMIT for a synchronous standby."""
+    slot_transactions: float = 1e6
+    """Transactions for which a replica holds rows back."""
+    slot_bytes: float = 1e10
+    """Log that is kept for a replica."""
     part: float = 0.8
     """Used share of connections and memory."""
 

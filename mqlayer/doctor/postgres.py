@@ -42,8 +42,8 @@ def check_version(checked: CheckedDatabase, _: CheckLimits) -> list[Finding]:
     return [postgres_finding(checked.subject, checked.row("check_server")[0])]
 
 
-def check_durability(checked: CheckedDatabase, _: CheckLimits) -> list[Finding]:
-    """Report settings that lose commits."""
+def check_durability(checked: CheckedDatabase, limits: CheckLimits) -> list[Finding]:
+    """Report settings that lose commits, and commits that wait for a standby."""
     _number, standby, fsync, pages, commit, names, replicas, *_rest = checked.row("check_server")
     subject = checked.subject
     if standby:
@@ -64,8 +64,44 @@ def check_durability(checked: CheckedDatabase, _: CheckLimits) -> list[Finding]:
             f"{replicas} standbys, none of them synchronous: a fail-over loses commits whose messages are out already"
         )
         found.append(Finding("durability", subject, CheckStatus.WARNING, seen, "set synchronous_standby_names"))
+    if names:
+        found += _synchronous(checked, limits)
     seen = f"fsync on, synchronous_commit {commit}, {replicas} standbys"
     return found or [Finding("durability", subject, CheckStatus.OK, seen)]
+
+
+def _synchronous(checked: CheckedDatabase, limits: CheckLimits) -> list[Finding]:
+    standbys, waiting, waited_s = checked.row("check_synchronous")
+    sees_all = checked.row("check_statistics_allowed")[0]
+    if waited_s >= limits.synchronous_s:
+        seen = f"{waiting} commits wait for a synchronous standby, the first for {format_seconds(waited_s)}"
+    elif sees_all and not standbys:
+        seen = "no synchronous standby is there: each commit waits for one"
+    else:
+        return []
+    fix = (
+        "start the standby again; to go on without one: ALTER SYSTEM SET synchronous_standby_names = '', "
+        "then SELECT pg_reload_conf()"
+    )
+    return [Finding("durability", checked.subject, CheckStatus.BROKEN, seen, fix)]
+
+
+def check_slots(checked: CheckedDatabase, limits: CheckLimits) -> list[Finding]:
+    """Report replicas that hold vacuum or the log up."""
+    found = []
+    for name, kind, active, rows, catalog_rows, size, lost in checked.rows("check_slots"):
+        is_broken = max(rows, catalog_rows) >= limits.slot_transactions or size >= limits.slot_bytes
+        if lost or (active and not is_broken):
+            continue
+        held = [f"dead rows of {what} for {count:,} transactions" for what, count in
+                (("all tables", rows), ("catalogs", catalog_rows)) if count]  # fmt: skip
+        seen = f"{kind} {name!r}{'' if active else ', which has no client,'} holds " + " and ".join(
+            [*held, f"{size / 1e6:,.0f} MB of the log"]
+        )
+        fix = "let its client go on" if active else f"start its client, or SELECT pg_drop_replication_slot('{name}')"
+        verdict = CheckStatus.BROKEN if is_broken else CheckStatus.WARNING
+        found.append(Finding("slots", checked.subject, verdict, seen, fix))
+    return found or [Finding("slots", checked.subject, CheckStatus.OK, "no replica holds up vacuum or the log")]
 
 
 def check_connections(checked: CheckedDatabase, limits: CheckLimits) -> list[Finding]:
@@ -134,6 +170,7 @@ CHECKS: Final[dict[str, Check[CheckedDatabase]]] = {
     "connections": check_connections,
     "transactions": check_transactions,
     "prepared": check_prepared,
+    "slots": check_slots,
     "functions": check_functions,
     "clock": check_clock,
 }

@@ -72,6 +72,26 @@ FROM pg_prepared_xacts p
 WHERE p.database = current_database() AND p.prepared <= clock_timestamp() - make_interval(secs => %(age_s)s)
 ORDER BY p.prepared;
 
+-- name: check_synchronous
+-- Synchronous standbys that are there, how many sessions wait for one at their COMMIT, and for how long the first has.
+SELECT (SELECT count(*) FROM pg_stat_replication WHERE sync_state IN ('sync', 'quorum'))::int AS standbys,
+       count(*)::int AS waiting, coalesce(extract(epoch FROM clock_timestamp() - min(query_start)), 0)::float8 AS waited_s
+FROM pg_stat_activity WHERE wait_event = 'SyncRep';
+
+-- name: check_slots
+-- Whatever holds old rows or the log back for a replica: its name, its kind, whether it has a client, for how many
+-- transactions rows of all tables, and of catalogs, have stayed, bytes of the log that are kept, and whether that was too much.
+SELECT slot_name::text, slot_type || ' slot' AS kind, active, coalesce(age(xmin), 0) AS rows,
+       coalesce(age(catalog_xmin), 0) AS catalog_rows,
+       CASE WHEN NOT pg_is_in_recovery() THEN coalesce(pg_current_wal_lsn() - restart_lsn, 0) ELSE 0 END::bigint AS bytes,
+       coalesce(wal_status, '') = 'lost' AS lost
+FROM pg_replication_slots
+UNION ALL
+SELECT r.application_name, 'standby with hot_standby_feedback', true, age(r.backend_xmin), 0, 0, false
+FROM pg_stat_replication r
+WHERE r.backend_xmin IS NOT NULL AND NOT EXISTS (SELECT FROM pg_replication_slots s WHERE s.active_pid = r.pid)
+ORDER BY 1;
+
 -- name: check_publishers
 -- Roles that may publish and whose idle transactions are never ended: not by the server's, the database's or their own
 -- setting. Superusers may all; of them only the one that asks is named.

@@ -27,7 +27,7 @@ from tests.fixtures.due_keys import try_now
 from tests.fixtures.failpoints import armed
 from tests.fixtures.forked_programs import Process, start_python
 from tests.fixtures.variants import some_of
-from tests.fixtures.wait import wait_until
+from tests.fixtures.wait import awake_s, wait_until
 from tests.proof.runtimes import runtime_of
 
 SETTLED_S = 30.0
@@ -238,11 +238,11 @@ def test_an_outage_under_load_counts_parks_and_kills_nothing(
     wait_until(lambda: members.prober() not in (0, killed), timeout_s=20, what="the other one probes")
     assert downstream.calls <= calls + 2
     downstream.come_back()
-    back = time.monotonic()
+    back = awake_s()
     breaker.wait("closed")
     members.stop_load()
     stage.wait_settled(timeout_s=SETTLED_S)
-    assert time.monotonic() - back < LONGEST_PROBE_S + 2 * RAMP_S
+    assert awake_s() - back < LONGEST_PROBE_S + 2 * RAMP_S
     assert left(stage) == (0, 0)
     members.assert_in_order(keys=30)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from http import HTTPStatus
@@ -17,7 +16,7 @@ from mqlayer.health import Health, HealthEndpoint, Reply, health_endpoint, serve
 from mqlayer.settings import Settings
 from tests.fixtures.health_probes import ask, free_ports
 from tests.fixtures.process_files import links_of
-from tests.fixtures.wait import wait_until
+from tests.fixtures.wait import awake_s, wait_until
 
 SLOW_CLIENTS = 200
 PROBE_LIMIT_S = 4.0
@@ -111,9 +110,9 @@ def test_a_probe_is_answered_beside_two_hundred_slow_clients(
     sender.start()
     try:
         for _ in range(10):
-            began = time.monotonic()
+            began = awake_s()
             assert ask(port, "/live").status == 200
-            assert time.monotonic() - began < PROBE_LIMIT_S
+            assert awake_s() - began < PROBE_LIMIT_S
         assert set(threading.enumerate()) - threads == {sender}
     finally:
         stopping.set()
@@ -145,7 +144,7 @@ def test_a_deadline_ends_a_connection_however_often_it_sends(
     short_limit: float, connect: Connect, slow: Callable[[Connect], socket.socket]
 ) -> None:
     client = slow(connect)
-    began = time.monotonic()
+    began = awake_s()
 
     def is_over() -> bool:
         try:
@@ -155,7 +154,7 @@ def test_a_deadline_ends_a_connection_however_often_it_sends(
         return False
 
     wait_until(is_over, what="the server ends the connection")
-    assert time.monotonic() - began < short_limit + PROBE_LIMIT_S
+    assert awake_s() - began < short_limit + PROBE_LIMIT_S
 
 
 @pytest.mark.parametrize(
