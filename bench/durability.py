@@ -21,6 +21,7 @@ from mqlayer.relay import Relay
 from mqlayer.topics import create_topic, set_durability, set_node_replicas
 
 MANY = 20_000
+MANY_SYNCS = 2_000
 FEW = 300
 FEW_SYNCS = 5
 """With `everysec`, class disk waits up to a second for each."""
@@ -81,11 +82,12 @@ def _lines(
             yield compared(f"{line_name(name, fsync)}: {one}", ours, default, unit="msg/s", target=None)
 
 
-def _batches(system: System, _: Durability, topic: str, __: Fsync) -> float:
+def _batches(system: System, durability: Durability, topic: str, fsync: Fsync) -> float:
+    count = MANY_SYNCS if durability == "disk" and fsync == "everysec" else MANY
     with Producer(system.settings, name="bench") as producer:
         producer.send(topic, key="warm", body=BODY)
-        messages = [Message(KEYS[number % 1_000], BODY) for number in range(MANY)]
-        return _rate(system, MANY, lambda: producer.send_many(topic, messages, timeout_s=300))
+        messages = [Message(KEYS[number % 1_000], BODY) for number in range(count)]
+        return _rate(system, count, lambda: producer.send_many(topic, messages, timeout_s=300))
 
 
 def _singles(system: System, durability: Durability, topic: str, fsync: Fsync) -> float:
